@@ -1,0 +1,25 @@
+"""Shared fixtures: a tiny model and tokenizer made on the spot, and prompts. Nothing is downloaded."""
+
+import os
+
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # two threads of a tiny model mostly wait for each other
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+os.environ.setdefault("WANDB_MODE", "offline")
+# vLLM on a CPU: a small cache, and the engine in this process
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+
+import pytest
+import torch
+
+from tests.tiny import build_tiny_model
+
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tiny_model_path(tmp_path_factory) -> str:
+    return build_tiny_model(tmp_path_factory.mktemp("tiny"))

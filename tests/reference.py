@@ -1,0 +1,193 @@
+"""
+Rollout correction written a second time, as loops over Python floats, to test the package against.
+
+Sequences are lists of `(train_logp, rollout_logp)` pairs of the valid tokens only: padding does not exist here.
+"""
+
+import math
+import statistics
+
+
+def clip(x, bound=20.0):
+    return min(max(x, -bound), bound)
+
+
+def ratios(sequences, level):
+    """Raw importance ratio per token."""
+    result = []
+    for sequence in sequences:
+        d = [train - rollout for train, rollout in sequence]
+        if level == "token":
+            result.append([math.exp(clip(x)) for x in d])
+        else:
+            exponent = sum(d) if level == "sequence" else sum(d) / max(len(d), 1)
+            result.append([math.exp(clip(exponent))] * len(d))
+    return result
+
+
+def weights(sequences, level, lower, upper, normalize=False):
+    """Bounded importance weight per token."""
+    bounded = [
+        [min(r, upper) if lower is None else (r if lower <= r <= upper else 0.0) for r in row]
+        for row in ratios(sequences, level)
+    ]
+    if normalize:
+        mean = statistics.fmean(normalization_units(bounded, level))
+        bounded = [[w / mean if mean > 1e-8 else w for w in row] for row in bounded]
+    return bounded
+
+
+def normalization_units(bounded, level):
+    return [w for row in bounded for w in (row if level == "token" else row[:1])]
+
+
+def token_statistic(d, divergence):
+    return {
+        "k1": -d,
+        "k2": clip(d) ** 2 / 2,
+        "k3": math.exp(clip(d)) - 1 - clip(d),
+    }[divergence]
+
+
+def keeps(sequences, name, bounds):
+    """Whether one criterion keeps each token. `bounds` as the user writes them: on the ratio for k1."""
+    scope, divergence = name.rsplit("_", 1)
+    result = []
+    for sequence in sequences:
+        d = [train - rollout for train, rollout in sequence]
+        if divergence == "k1":
+            ln = [math.log(b) if b else -math.inf for b in bounds]
+            values = {"token": d, "seq_max": d, "seq_sum": [sum(d)], "seq_mean": [sum(d) / max(len(d), 1)]}[scope]
+            inside = [ln[0] <= x <= ln[1] for x in values]
+        else:
+            s = [token_statistic(x, divergence) for x in d]
+            values = {"token": s, "seq_max": s, "seq_sum": [sum(s)], "seq_mean": [sum(s) / max(len(s), 1)]}[scope]
+            inside = [x <= bounds for x in values]
+        result.append(inside if scope == "token" else [all(inside)] * len(d))
+    return result
+
+
+def row_statistic(sequence, name):
+    scope, divergence = name.rsplit("_", 1)
+    s = [token_statistic(train - rollout, divergence) for train, rollout in sequence]
+    if scope == "seq_sum":
+        return sum(s)
+    if scope in ("seq_mean", "token"):
+        return sum(s) / len(s)
+    return max(s, key=lambda x: (abs(x), x))
+
+
+def population_std(values):
+    return statistics.pstdev(values) if len(values) > 1 else 0.0
+
+
+def sample_std(values):
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def policy_metrics(sequences):
+    rows = [row for row in sequences if row]
+    d = [[train - rollout for train, rollout in row] for row in rows]
+    flat = [x for row in d for x in row]
+    train = [-statistics.fmean(t for t, _ in row) for row in rows]
+    rollout = [-statistics.fmean(r for _, r in row) for row in rows]
+    gap = [t - r for t, r in zip(train, rollout, strict=True)]
+    return {
+        "training_log_ppl": statistics.fmean(train),
+        "training_ppl": statistics.fmean(math.exp(min(x, 88)) for x in train),
+        "rollout_log_ppl": statistics.fmean(rollout),
+        "rollout_ppl": statistics.fmean(math.exp(min(x, 88)) for x in rollout),
+        "log_ppl_diff": statistics.fmean(gap),
+        "log_ppl_abs_diff": statistics.fmean(abs(x) for x in gap),
+        "log_ppl_diff_max": max(gap),
+        "log_ppl_diff_min": min(gap),
+        "ppl_ratio": statistics.fmean(math.exp(min(x, 88)) for x in gap),
+        "kl": -statistics.fmean(flat),
+        "k3_kl": statistics.fmean(math.exp(min(x, 88)) - 1 - x for x in flat),
+        "chi2_token": statistics.fmean(math.exp(2 * clip(x)) for x in flat) - 1,
+        "chi2_seq": statistics.fmean(math.exp(2 * clip(sum(row))) for row in d) - 1,
+    }
+
+
+def weight_metrics(sequences, level, lower, upper, normalize=False):
+    sequences = [row for row in sequences if row]
+    raw, applied = ratios(sequences, level), weights(sequences, level, lower, upper)
+    low = 1 / upper if lower is None else lower
+    flat_raw, flat = [x for row in raw for x in row], [x for row in applied for x in row]
+    units = flat_raw if level == "token" else [row[0] for row in raw]
+    row_means, raw_means = [statistics.fmean(row) for row in applied], [statistics.fmean(row) for row in raw]
+    extremes = flat if level == "token" else units
+    mean = statistics.fmean(flat)
+    metrics = {
+        "rollout_is_mean": mean,
+        "rollout_is_max": max(extremes),
+        "rollout_is_min": min(extremes),
+        "rollout_is_std": population_std(flat),
+        "rollout_is_eff_sample_size": 1 / statistics.fmean((w / mean) ** 2 for w in flat) if mean else 0.0,
+        "rollout_is_ratio_fraction_high": statistics.fmean(x > upper for x in units),
+        "rollout_is_ratio_fraction_low": statistics.fmean(x < low for x in units),
+        "rollout_is_seq_mean": statistics.fmean(row_means),
+        "rollout_is_seq_std": sample_std(row_means),
+        "rollout_is_seq_max": max(row_means),
+        "rollout_is_seq_min": min(row_means),
+        "rollout_is_seq_max_deviation": max(abs(x - 1) for x in row_means),
+        "rollout_is_seq_fraction_high": statistics.fmean(x > upper for x in raw_means),
+        "rollout_is_seq_fraction_low": statistics.fmean(x < low for x in raw_means),
+    }
+    if lower is not None:
+        metrics["rollout_is_oob_ratio"] = statistics.fmean(not lower <= x <= upper for x in flat_raw)
+    if normalize:
+        factor = statistics.fmean(normalization_units(applied, level))
+        metrics["rollout_is_batch_norm_factor"] = factor if factor > 1e-8 else 1.0
+    return metrics
+
+
+def rejection_metrics(sequences, name, bounds):
+    """Metrics of one criterion, without the `rollout_rs_<name>_` in front."""
+    sequences = [row for row in sequences if row]
+    scope, divergence = name.rsplit("_", 1)
+    if divergence == "k1":
+        lower, upper = (-math.log(b) if b else math.inf for b in reversed(bounds))
+    else:
+        lower, upper = -math.inf, bounds
+    floor = lower if divergence == "k1" else 0.0
+    rows = [row_statistic(row, name) for row in sequences]
+    tokens = [[token_statistic(t - r, divergence) for t, r in row] for row in sequences]
+    per_token = tokens if scope == "token" else [[x] * len(row) for x, row in zip(rows, sequences, strict=True)]
+    flat = [x for row in per_token for x in row]
+    if scope == "seq_max":  # any token outside counts, on either side
+        high, low = [max(row) > upper for row in tokens], [min(row) < lower for row in tokens]
+        largest, smallest = max(max(row) for row in tokens), min(min(row) for row in tokens)
+        if divergence != "k1":
+            largest, smallest = max(rows), min(rows)
+    else:
+        units = flat if scope == "token" else rows
+        high, low = [x > upper for x in units], [x < lower for x in units]
+        largest, smallest = max(units), min(units)
+    kept = keeps(sequences, name, bounds)
+    row_high = [x > upper for x in rows] if scope == "token" else high
+    row_low = [x < lower for x in rows] if scope == "token" else low
+    metrics = {
+        "mean": statistics.fmean(flat),
+        "max": largest,
+        "min": smallest,
+        "fraction_high": statistics.fmean(high),
+        "fraction_low": statistics.fmean(low),
+        "std": population_std([min(max(x, floor), upper) for x in flat]),
+        "seq_mean": statistics.fmean(rows),
+        "seq_std": sample_std(rows),
+        "seq_max": max(rows),
+        "seq_min": min(rows),
+        "seq_max_deviation": max(abs(x) for x in rows),
+        "seq_fraction_high": statistics.fmean(row_high),
+        "masked_fraction": statistics.fmean(not k for row in kept for k in row),
+        "seq_masked_fraction": statistics.fmean(not all(row) for row in kept),
+    }
+    if divergence == "k1":
+        metrics["seq_fraction_low"] = statistics.fmean(row_low)
+    return metrics
+
+
+def percentile(values, percent):
+    """Smallest value that at least `percent` percent of the values do not exceed."""
+    return sorted(values)[max(math.ceil(len(values) * percent / 100 - 1e-6), 1) - 1]

@@ -1,0 +1,356 @@
+"""Fields, presets, strict parsing, and the round trips through YAML, command line and JSON."""
+
+import dataclasses
+import json
+import math
+import warnings
+
+import pytest
+from transformers import HfArgumentParser
+from trl import TrlParser
+
+from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectionConfig
+from trl_rollout_corr.presets import ORIGINAL_PRESETS, PRESETS, VERL_PRESETS
+from trl_rollout_corr.thresholds import CRITERIA
+
+
+def fields(config):
+    own = {f.name for f in dataclasses.fields(RolloutCorrectionConfig)}
+    return {key: value for key, value in dataclasses.asdict(config).items() if key in own}
+
+
+def grpo(**kwargs):
+    return RolloutCorrectedGRPOConfig("output", use_cpu=True, bf16=False, report_to=[], **kwargs)
+
+
+def test_defaults_are_truncated_token_weights():
+    config = RolloutCorrectionConfig()
+    assert (config.rollout_is, config.rollout_is_threshold) == ("token", 2.0)
+    assert config.rollout_rs is None
+    assert config.bypass_mode is False
+    assert type(config.rollout_is) is str  # plain values, which JSON and YAML can hold
+    assert type(config.rollout_is_threshold) is float
+    assert config.corrects
+
+
+# Thresholds -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("written", "bounds"),
+    [
+        (3, (None, 3.0)),
+        ("2.5", (None, 2.5)),
+        (math.inf, (None, math.inf)),
+        ([0.5, 5.0], (0.5, 5.0)),
+        ((0, 3), (0.0, 3.0)),
+        ("0.5_5.0", (0.5, 5.0)),
+        ("[0.5, 5.0]", (0.5, 5.0)),
+        (["5e-1", "inf"], (0.5, math.inf)),  # PyYAML reads 5e-1 and inf as text
+    ],
+)
+def test_weight_thresholds(written, bounds):
+    assert RolloutCorrectionConfig(rollout_is_threshold=written).weight_bounds == bounds
+
+
+@pytest.mark.parametrize(
+    "written",
+    [0.52, 0, -1, math.nan, True, "abc", "", "0.5_2_3", "1_000", "a_b", [2.0], [0.5, 2.0, 3.0], [2.0, 0.5], [1.5, 2.0],
+     [0.2, 0.9], [-0.5, 2.0], [[0.5, 2.0], 3.0], {"upper": 2.0}, "[0.5_2, 3]", "nan", None],
+)  # fmt: skip
+def test_weight_thresholds_that_cannot_be_meant(written):
+    with pytest.raises(ValueError, match="`rollout_is_threshold`"):
+        RolloutCorrectionConfig(rollout_is_threshold=written)
+
+
+def test_the_yaml_trap_is_explained():
+    with pytest.raises(ValueError, match=r"0\.52.*write the pair as \[0\.5, 2\.0\]"):
+        RolloutCorrectionConfig(rollout_is_threshold=0.52)  # what YAML makes of 0.5_2
+
+
+@pytest.mark.parametrize(
+    ("criteria", "written", "parsed"),
+    [
+        ("token_k1", 2.0, [[0.5, 2.0]]),
+        ("token_k1", [0.6, 1.6], [[0.6, 1.6]]),
+        ("token_k1", "0.6_1.6", [[0.6, 1.6]]),
+        ("token_k3", 0.01, [0.01]),
+        (["token_k1", "seq_max_k2"], "0.6_1.6,2.5", [[0.6, 1.6], 2.5]),
+        (["token_k1", "seq_max_k2"], [[0.6, 1.6], 2.5], [[0.6, 1.6], 2.5]),
+        ("token_k1, seq_max_k2", "[[0.6, 1.6], 2.5]", [[0.6, 1.6], 2.5]),
+        (["token_k1,seq_max_k2"], 2.0, [[0.5, 2.0], 2.0]),
+        (["token_k1", "seq_mean_k1"], "0.5_2.0", [[0.5, 2.0], [0.5, 2.0]]),
+        (["token_k1", "seq_mean_k1"], [2.0, 4.0], [[0.5, 2.0], [0.25, 4.0]]),
+        ("seq_max_k1", [1e-4, math.inf], [[1e-4, math.inf]]),
+        ("seq_max_k1", ["1e-4", "inf"], [[1e-4, math.inf]]),
+    ],
+)
+def test_rejection_thresholds(criteria, written, parsed):
+    config = RolloutCorrectionConfig(rollout_rs=criteria, rollout_rs_threshold=written)
+    assert config.rollout_rs_threshold == parsed
+    assert RolloutCorrectionConfig(**fields(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("criteria", "written", "message"),
+    [
+        ("token_k1", None, r"`rollout_rs_threshold` is not set"),
+        ("token", 2.0, r"`rollout_rs` contains 'token'. Allowed names: token_k1"),
+        ("token_k4", 2.0, r"Allowed names"),
+        (["token_k2", "token_k2"], 2.0, r"twice"),
+        (3, 2.0, r"`rollout_rs` must be a list of names, got 3"),
+        ("token_k1", 0.5, r"pair of bounds on the ratio.*got 0.5"),
+        ("token_k1", 0, r"got 0"),
+        ("token_k1", [1.1, 2.0], r"0 <= lower <= 1 <= upper, got \[1.1, 2.0\]"),
+        ("token_k2", [0.5, 2.0], r"`rollout_rs_threshold` for `token_k2` must be one upper bound"),
+        ("token_k3", 0.0, r"positive upper bound"),
+        ("token_k3", "many", r"made of numbers, got 'many'"),
+        ("token_k3", True, r"made of numbers, got True"),
+        (["token_k1", "token_k2", "token_k3"], [2.0, 0.1], r"one entry for each of the 3 criteria.*got 2"),
+        (["token_k1", "token_k2"], [0.6, 1.6], r"\[\[0.5, 2.0\], \[0.5, 2.0\]\]"),
+        (["token_k1", "token_k2"], [[0.6, 1.6]], r"`token_k2` must be one upper bound"),
+        ("token_k1", "[0.6, 1.6", r"not a list of numbers"),
+    ],
+)
+def test_rejection_thresholds_that_cannot_be_meant(criteria, written, message):
+    with pytest.raises(ValueError, match=message):
+        RolloutCorrectionConfig(rollout_rs=criteria, rollout_rs_threshold=written)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"rollout_is": "tokn"}, "`rollout_is` must be one of token, sequence, geometric or None, got 'tokn'"),
+        ({"rollout_loss_type": "grpo"}, "`rollout_loss_type` must be one of ppo_clip, reinforce, got 'grpo'"),
+        ({"rollout_nan_policy": "ignore"}, "`rollout_nan_policy` must be one of drop, raise, neutralize"),
+        ({"bypass_mode": "yes"}, "`bypass_mode` must be true or false, got 'yes'"),
+        ({"rollout_correction": "best"}, "`rollout_correction` is 'best'. Available presets: decoupled_token_is"),
+        (
+            {"rollout_rs_exclude_from_baseline": True, "bypass_mode": True},
+            "`rollout_rs_exclude_from_baseline` is True, but `bypass_mode`",
+        ),
+    ],
+)
+def test_wrong_values_name_the_field_and_the_way_out(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        RolloutCorrectionConfig(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("idle", "reason"),
+    [
+        ({"rollout_is": None, "rollout_is_threshold": 5.0}, "`rollout_is` is None"),
+        ({"rollout_is": None, "rollout_is_batch_normalize": True}, "`rollout_is` is None"),
+        ({"rollout_is_batch_normalize": True, "bypass_mode": True}, "reported, not applied"),
+        ({"rollout_rs_threshold": 2.0}, "`rollout_rs` is not set"),
+        ({"rollout_rs_renormalize": True}, "`rollout_rs` is not set"),
+        ({"rollout_rs_exclude_from_baseline": True}, "`rollout_rs` is not set"),
+        ({"rollout_loss_type": "reinforce"}, "`bypass_mode` is False"),
+    ],
+)
+def test_options_without_effect_are_warned_about(idle, reason):
+    with pytest.warns(UserWarning, match=f"has no effect.*{reason}"):
+        RolloutCorrectionConfig(**idle)
+
+
+# Presets --------------------------------------------------------------------------------------------------------------
+
+
+def test_there_are_nineteen_and_ten_presets():
+    assert len(VERL_PRESETS) == 19
+    assert len(ORIGINAL_PRESETS) == 10
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_is_valid_and_warns_about_nothing(name):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config = RolloutCorrectionConfig.from_preset(name)
+        assert RolloutCorrectionConfig(**fields(config)) == config
+    for key, value in PRESETS[name].items():
+        assert getattr(config, key) == value
+    assert config.corrects == (name != "disabled")
+
+
+EXPECTED_PRESETS = {
+    "decoupled_token_is": ("token", 2.0, None, None, False),
+    "decoupled_seq_is": ("sequence", 2.0, None, None, False),
+    "decoupled_token_icepop": ("token", [0.5, 5.0], None, None, False),
+    "decoupled_seq_is_rs": ("sequence", 2.0, ["seq_sum_k1"], [[0.5, 2.0]], False),
+    "decoupled_geo_rs": (None, 2.0, ["seq_mean_k1"], [[0.999, 1.001]], False),
+    "decoupled_geo_rs_seq_tis": ("sequence", 2.0, ["seq_mean_k1"], [[0.999, 1.001]], False),
+    "decoupled_geo_rs_token_tis": ("token", 2.0, ["seq_mean_k1"], [[0.999, 1.001]], False),
+    "decoupled_k3_rs": (None, 2.0, ["seq_mean_k3"], [0.01], False),
+    "decoupled_k3_rs_seq_tis": ("sequence", 2.0, ["seq_mean_k3"], [0.01], False),
+    "decoupled_k3_rs_token_tis": ("token", 2.0, ["seq_mean_k3"], [0.01], False),
+    "bypass_ppo_clip": (None, 2.0, None, None, "ppo_clip"),
+    "bypass_ppo_clip_geo_rs": (None, 2.0, ["seq_mean_k1"], [[0.999, 1.001]], "ppo_clip"),
+    "bypass_ppo_clip_k3_rs": (None, 2.0, ["seq_mean_k3"], [0.01], "ppo_clip"),
+    "bypass_pg_is": ("sequence", 2.0, None, None, "reinforce"),
+    "bypass_pg_token_icepop": ("token", [0.5, 5.0], None, None, "reinforce"),
+    "bypass_pg_geo_rs": (None, 2.0, ["seq_mean_k1"], [[0.999, 1.001]], "reinforce"),
+    "bypass_pg_geo_rs_seq_tis": ("sequence", 2.0, ["seq_mean_k1"], [[0.999, 1.001]], "reinforce"),
+    "bypass_pg_geo_rs_token_tis": ("token", 2.0, ["seq_mean_k1"], [[0.999, 1.001]], "reinforce"),
+    "disabled": (None, 2.0, None, None, False),
+    "token_is": ("token", 2.0, None, None, False),
+    "token_tis": ("token", 2.0, None, None, False),
+    "seq_is": ("sequence", 2.0, None, None, False),
+    "seq_is_rs": ("sequence", 2.0, ["seq_sum_k1"], [[0.5, 2.0]], False),
+    "seq_mis": ("sequence", 2.0, ["seq_sum_k1"], [[0.0, 2.0]], False),
+    "geo_rs": (None, 2.0, ["seq_mean_k1", "seq_max_k1"], [[1 / 1.001, 1.001], [1e-4, math.inf]], False),
+    "geo_mis": (None, 2.0, ["seq_mean_k1", "seq_max_k1"], [[0.999, 1.001], [1e-4, math.inf]], False),
+    "ppo_is_bypass": ("token", 2.0, None, None, "ppo_clip"),
+    "pure_is": ("sequence", 2.0, None, None, "reinforce"),
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_have_the_values_of_the_reference(name):
+    config = RolloutCorrectionConfig.from_preset(name)
+    mode = config.bypass_mode and config.rollout_loss_type
+    found = (config.rollout_is, config.rollout_is_threshold, config.rollout_rs, config.rollout_rs_threshold, mode)
+    assert found == EXPECTED_PRESETS[name]
+
+
+def test_fields_set_beside_a_preset_override_it_even_with_a_default_value():
+    config = RolloutCorrectionConfig(rollout_correction="decoupled_seq_is", rollout_is="token")
+    assert config.rollout_is == "token"
+    config = RolloutCorrectionConfig.from_preset(
+        "bypass_pg_geo_rs_seq_tis", bypass_mode=False, rollout_loss_type="ppo_clip"
+    )
+    assert not config.bypass_mode
+    config = RolloutCorrectionConfig.from_preset("decoupled_token_icepop", rollout_is_threshold=2.0)
+    assert config.rollout_is_threshold == 2.0
+    config = RolloutCorrectionConfig.from_preset("decoupled_geo_rs_token_tis", rollout_rs=None)
+    assert (config.rollout_rs, config.rollout_rs_threshold) == (None, None)
+    config = RolloutCorrectionConfig.from_preset("decoupled_geo_rs", rollout_rs_threshold=[0.95, 1.05])
+    assert config.rollout_rs_threshold == [[0.95, 1.05]]
+
+
+def test_presets_do_not_share_their_lists():
+    config = RolloutCorrectionConfig.from_preset("decoupled_geo_rs")
+    config.rollout_rs_threshold[0][0] = 0.5
+    config.rollout_rs.append("token_k1")
+    assert RolloutCorrectionConfig.from_preset("decoupled_geo_rs").rollout_rs_threshold == [[0.999, 1.001]]
+    assert PRESETS["decoupled_geo_rs"]["rollout_rs"] == ["seq_mean_k1"]
+
+
+# YAML, command line, JSON ---------------------------------------------------------------------------------------------
+
+
+def test_yaml(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        "output_dir: out\nuse_cpu: true\nbf16: false\nrollout_correction: decoupled_seq_is\nrollout_is: token\n"
+        "rollout_rs: [token_k1, seq_max_k1]\nrollout_rs_threshold: [[0.6, 1.6], [1e-4, inf]]\nbypass_mode: false\n"
+    )
+    (config,) = TrlParser(RolloutCorrectedGRPOConfig).parse_args_and_config(["--config", str(path)])
+    assert config.output_dir == "out"
+    assert config.rollout_is == "token"
+    assert config.rollout_rs_threshold == [[0.6, 1.6], [1e-4, math.inf]]
+
+
+def test_yaml_null_is_none_and_unset_fields_come_from_the_preset(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        "output_dir: out\nuse_cpu: true\nbf16: false\nrollout_correction: bypass_pg_is\nrollout_is: null\n"
+    )
+    (config,) = TrlParser(RolloutCorrectedGRPOConfig).parse_args_and_config(["--config", str(path)])
+    assert config.rollout_is is None
+    assert config.rollout_loss_type == "reinforce"
+
+
+def test_misspelt_yaml_keys_are_refused(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("output_dir: out\nuse_cpu: true\nbf16: false\nrollout_iss: token\n")
+    with pytest.raises(ValueError, match="rollout_iss"):
+        TrlParser(RolloutCorrectedGRPOConfig).parse_args_and_config(["--config", str(path)])
+
+
+@pytest.mark.parametrize("parser", [HfArgumentParser, TrlParser])
+def test_command_line(parser):
+    def parse(*arguments):
+        arguments = ["--output_dir", "out", "--use_cpu", "--bf16", "false", *arguments]
+        return parser(RolloutCorrectedGRPOConfig).parse_args_into_dataclasses(arguments)[0]
+
+    assert parse().rollout_is == "token"
+    assert parse("--rollout_correction", "decoupled_seq_is").rollout_is == "sequence"
+    assert parse("--rollout_correction", "decoupled_seq_is", "--rollout_is", "token").rollout_is == "token"
+    assert parse("--rollout_is", "none").rollout_is is None
+    assert parse("--rollout_is_threshold", "0.5_5.0").rollout_is_threshold == [0.5, 5.0]
+    assert parse("--bypass_mode").bypass_mode is True
+    assert parse("--rollout_correction", "bypass_ppo_clip", "--bypass_mode", "false").bypass_mode is False
+    config = parse("--rollout_rs", "token_k1", "seq_max_k2", "--rollout_rs_threshold", "0.6_1.6,2.5")
+    assert config.rollout_rs_threshold == [[0.6, 1.6], 2.5]
+    config = parse("--rollout_rs", "token_k1,seq_max_k2", "--rollout_rs_threshold", "[[0.6, 1.6], 2.5]")
+    assert config.rollout_rs_threshold == [[0.6, 1.6], 2.5]
+    with pytest.raises(ValueError, match="at least 1"):
+        parse("--rollout_is_threshold", "0.52")
+
+
+def test_help_shows_the_defaults(capsys):
+    with pytest.raises(SystemExit):
+        HfArgumentParser(RolloutCorrectedGRPOConfig).parse_args_into_dataclasses(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "token, sequence, geometric, or none. (default: token)" in text
+    assert "as the old policy's. (default: False)" in text
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_json_round_trip(name):
+    config = RolloutCorrectionConfig.from_preset(name)
+    assert RolloutCorrectionConfig(**json.loads(json.dumps(dataclasses.asdict(config)))) == config
+    saved = json.loads(grpo(rollout_correction=name).to_json_string())
+    assert RolloutCorrectionConfig(**{key: saved[key] for key in fields(config)}) == config
+
+
+# With TRL's fields ----------------------------------------------------------------------------------------------------
+
+
+def test_positional_output_dir_and_both_post_inits():
+    config = RolloutCorrectedGRPOConfig.from_preset("decoupled_geo_rs", output_dir="o", use_cpu=True, bf16=False)
+    assert config.output_dir == "o"
+    assert config.steps_per_generation == config.gradient_accumulation_steps  # set by GRPOConfig.__post_init__
+    assert config.rollout_rs == ["seq_mean_k1"]
+    assert grpo().output_dir == "output"
+
+
+def test_trl_correction_is_replaced():
+    assert grpo().vllm_importance_sampling_correction is False
+    with pytest.warns(UserWarning, match="`vllm_importance_sampling_clip_max=5.0` has no effect.*from_trl"):
+        grpo(vllm_importance_sampling_clip_max=5.0)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"loss_type": "vespo"}, "`loss_type` is 'vespo'"),
+        (
+            {"rollout_correction": "bypass_pg_is", "importance_sampling_level": "sequence"},
+            "`importance_sampling_level` is 'sequence'",
+        ),
+        (
+            {
+                "rollout_correction": "bypass_pg_is",
+                "rollout_is_batch_normalize": True,
+                "per_device_train_batch_size": 1,
+                "gradient_accumulation_steps": 8,
+            },
+            "its weight would always be 1. Set `per_device_train_batch_size` to 2 or more",
+        ),
+    ],
+)
+def test_combinations_that_cannot_work(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        grpo(**wrong)
+
+
+def test_vespo_can_be_measured():
+    assert grpo(loss_type="vespo", rollout_metrics_only=True).loss_type == "vespo"
+
+
+def test_every_field_has_help_and_every_criterion_is_documented():
+    for field in dataclasses.fields(RolloutCorrectionConfig):
+        assert field.metadata["help"]
+        assert f"{field.name} (`" in RolloutCorrectionConfig.__doc__
+    assert len(CRITERIA) == 12

@@ -1,0 +1,453 @@
+"""`compute_rollout_correction` against the loops of `reference.py`, and the properties it must have."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests import reference
+from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
+from trl_rollout_corr.metrics import PERCENTILES, PREFIX
+from trl_rollout_corr.thresholds import CRITERIA
+
+
+settings.register_profile("package", deadline=None, max_examples=60)
+settings.load_profile("package")
+
+logps = st.floats(-12.0, 0.0, width=32)
+# a log-ratio far from every threshold used below: at a threshold, float32 and float64 may decide differently
+differences = st.integers(-40, 40).map(lambda i: i / 16 + 0.0123)
+
+
+@st.composite
+def batches(draw, max_rows=4, max_length=6):
+    """`(train_logps, rollout_logps, mask)` in float64, with holes, short rows and (usually) something valid."""
+    rows, length = draw(st.integers(1, max_rows)), draw(st.integers(1, max_length))
+    mask = torch.tensor([[draw(st.booleans()) for _ in range(length)] for _ in range(rows)])
+    mask[0, draw(st.integers(0, length - 1))] = True
+    rollout = torch.tensor([[draw(logps) for _ in range(length)] for _ in range(rows)], dtype=torch.float64)
+    d = torch.tensor([[draw(differences) for _ in range(length)] for _ in range(rows)], dtype=torch.float64)
+    return rollout + d, rollout, mask
+
+
+def sequences(train, rollout, mask):
+    return [
+        [(t, r) for t, r, m in zip(*row, strict=True) if m]
+        for row in zip(train.tolist(), rollout.tolist(), mask.tolist(), strict=True)
+    ]
+
+
+def spread(rows, mask):
+    """Per-token values of the valid tokens, back in a `(B, T)` tensor with 0 elsewhere."""
+    result = torch.zeros(mask.shape, dtype=torch.float64)
+    result[mask] = torch.tensor([x for row in rows for x in row], dtype=torch.float64)
+    return result
+
+
+def correct(train, rollout, mask, **fields):
+    return compute_rollout_correction(train, rollout, mask, RolloutCorrectionConfig(**fields))
+
+
+def named(correction):
+    return {key.removeprefix(PREFIX): value for key, value in correction.metrics().items()}
+
+
+def assert_metrics(found, expected):
+    assert {key: found[key] for key in expected} == pytest.approx(expected, rel=1e-9, abs=1e-9)
+
+
+BOUNDS = {"k1": [0.7, 1.9], "k2": 0.21, "k3": 0.17}
+
+
+@given(
+    batches(), st.sampled_from(["token", "sequence", "geometric"]), st.sampled_from([2.0, [0.6, 3.0]]), st.booleans()
+)
+def test_weights_and_their_metrics_equal_the_loops(batch, level, threshold, normalize):
+    mask = batch[2]
+    correction = correct(
+        *batch, rollout_is=level, rollout_is_threshold=threshold, rollout_is_batch_normalize=normalize
+    )
+    lower, upper = threshold if isinstance(threshold, list) else (None, threshold)
+    rows = sequences(*batch)
+    expected = reference.weights([row for row in rows if row], level, lower, upper, normalize)
+    torch.testing.assert_close(correction.weights, spread(expected, mask), rtol=1e-9, atol=1e-12)
+    metrics = named(correction)
+    assert_metrics(metrics, reference.policy_metrics(rows))
+    assert_metrics(metrics, reference.weight_metrics(rows, level, lower, upper, normalize))
+
+
+@given(batches(), st.sampled_from(CRITERIA))
+def test_each_criterion_and_its_metrics_equal_the_loops(batch, name):
+    bounds = BOUNDS[name[-2:]]
+    correction = correct(*batch, rollout_is=None, rollout_rs=[name], rollout_rs_threshold=[bounds])
+    rows = sequences(*batch)
+    expected = spread(reference.keeps(rows, name, bounds), batch[2]).bool()
+    assert torch.equal(correction.keep, expected)
+    expected = reference.rejection_metrics(rows, name, bounds)
+    assert_metrics(named(correction), {f"rollout_rs_{name}_{key}": value for key, value in expected.items()})
+
+
+@given(batches(), st.lists(st.sampled_from(CRITERIA), min_size=2, max_size=4, unique=True))
+def test_several_criteria_keep_what_each_keeps(batch, names):
+    bounds = [BOUNDS[name[-2:]] for name in names]
+    correction = correct(*batch, rollout_is=None, rollout_rs=names, rollout_rs_threshold=bounds)
+    rows = sequences(*batch)
+    kept = [[True] * len(row) for row in rows]
+    for name, bound in zip(names, bounds, strict=True):
+        kept = [
+            [a and b for a, b in zip(*row, strict=True)]
+            for row in zip(kept, reference.keeps(rows, name, bound), strict=True)
+        ]
+    assert torch.equal(correction.keep, spread(kept, batch[2]).bool())
+    kept = [row for row in kept if row]
+    metrics = named(correction)
+    assert metrics["rollout_rs_masked_fraction"] == pytest.approx(1 - correction.keep.sum() / batch[2].sum())
+    assert metrics["rollout_rs_seq_masked_fraction"] == pytest.approx(sum(not all(row) for row in kept) / len(kept))
+
+
+@given(
+    batches(), st.sampled_from([math.nan, math.inf, -math.inf, 1e30, 0.0]), st.sampled_from([math.nan, -math.inf, 7.0])
+)
+def test_padding_never_matters(batch, train_padding, rollout_padding):
+    fields = {
+        "rollout_is": "sequence",
+        "rollout_rs": ["token_k1", "seq_max_k3"],
+        "rollout_rs_threshold": [[0.5, 2.0], 1.0],
+        "rollout_rs_renormalize": True,
+        "rollout_is_batch_normalize": True,
+    }
+    train, rollout, mask = batch
+    clean = correct(*batch, **fields)
+    padded = correct(
+        train.masked_fill(~mask, train_padding), rollout.masked_fill(~mask, rollout_padding), mask, **fields
+    )
+    assert torch.equal(clean.weights, padded.weights)
+    assert torch.equal(clean.keep, padded.keep)
+    assert torch.equal(clean.coefficients, padded.coefficients)
+    assert clean.metrics() == pytest.approx(padded.metrics(), nan_ok=True)
+
+
+@given(batches(), st.randoms())
+def test_the_order_of_rows_does_not_matter(batch, dice):
+    fields = {"rollout_is": "geometric", "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": [0.5, 2.0]}
+    order = list(range(len(batch[0])))
+    dice.shuffle(order)
+    straight, permuted = correct(*batch, **fields), correct(*(x[order] for x in batch), **fields)
+    assert torch.equal(straight.weights[order], permuted.weights)
+    assert torch.equal(straight.keep[order], permuted.keep)
+    assert straight.metrics() == pytest.approx(permuted.metrics(), nan_ok=True)
+
+
+@given(batches(), st.floats(-3, 3))
+def test_a_shift_of_both_policies_changes_only_perplexities(batch, shift):
+    train, rollout, mask = batch
+    fields = {"rollout_is": "token", "rollout_rs": "seq_max_k2", "rollout_rs_threshold": 1.0}
+    here, there = correct(*batch, **fields), correct(train + shift, rollout + shift, mask, **fields)
+    torch.testing.assert_close(here.coefficients, there.coefficients, rtol=1e-6, atol=1e-6)
+    assert named(here)["kl"] == pytest.approx(named(there)["kl"], abs=1e-6)
+
+
+@given(batches(max_rows=6), st.integers(1, 5))
+def test_metrics_do_not_depend_on_the_split(batch, chunk):
+    fields = {
+        "rollout_is": "sequence",
+        "rollout_rs": ["token_k1", "seq_sum_k3"],
+        "rollout_rs_threshold": [[0.5, 2.0], 1.0],
+    }
+    whole = correct(*batch, **fields)
+    parts = [correct(*(x[i : i + chunk] for x in batch), **fields).statistics for i in range(0, len(batch[0]), chunk)]
+    added = parts[0]
+    for part in parts[1:]:
+        added = added + part
+    gathered = parts[0].combine(torch.stack([part.vector for part in parts]))
+    assert added.finish() == pytest.approx(whole.metrics(), rel=1e-9, abs=1e-12, nan_ok=True)
+    assert gathered.finish() == pytest.approx(whole.metrics(), rel=1e-9, abs=1e-12, nan_ok=True)
+
+
+@given(batches(max_rows=6), st.booleans())
+def test_normalisation_over_ranks_equals_normalisation_over_the_whole(batch, token_level):
+    fields = {
+        "rollout_is": "token" if token_level else "sequence",
+        "rollout_is_batch_normalize": True,
+        "rollout_rs": "token_k1",
+        "rollout_rs_threshold": [0.5, 2.0],
+        "rollout_rs_renormalize": True,
+    }
+    whole = correct(*batch, **fields)
+    config = RolloutCorrectionConfig(**fields)
+    ranks = [[x[i : i + 1] for x in batch] for i in range(len(batch[0]))]
+    contributions = []
+    for rank in ranks:  # what each rank would hand to the collective
+        compute_rollout_correction(*rank, config, sum_over_ranks=lambda t: contributions.append(t) or t)
+    totals = torch.stack(contributions).sum(0)
+    split = [compute_rollout_correction(*rank, config, sum_over_ranks=lambda t: totals).coefficients for rank in ranks]
+    torch.testing.assert_close(torch.cat(split), whole.coefficients, rtol=1e-9, atol=1e-12)
+
+
+def test_normalised_weights_have_mean_one():
+    train, rollout = torch.randn(5, 7, generator=torch.Generator().manual_seed(0)), torch.zeros(5, 7)
+    mask = torch.ones(5, 7)
+    mask[2, 3:] = 0
+    for level in ("token", "sequence", "geometric"):
+        weights = correct(train, rollout, mask, rollout_is=level, rollout_is_batch_normalize=True).weights
+        units = weights[mask.bool()] if level == "token" else weights[:, 0]
+        assert units.mean() == pytest.approx(1.0, abs=1e-6)
+
+
+def test_renormalisation_is_valid_over_kept():
+    train = torch.tensor([[0.0, 5.0, 0.0, 0.0]])
+    fields = {"rollout_is": None, "rollout_rs": "token_k1", "rollout_rs_threshold": 2.0}
+    plain = correct(train, torch.zeros(1, 4), torch.ones(1, 4), **fields)
+    assert plain.coefficients.tolist() == [[1, 0, 1, 1]]
+    renormalized = correct(train, torch.zeros(1, 4), torch.ones(1, 4), rollout_rs_renormalize=True, **fields)
+    torch.testing.assert_close(renormalized.coefficients, torch.tensor([[4 / 3, 0, 4 / 3, 4 / 3]]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize("gap", [1e4, -1e4])
+def test_extreme_log_ratios_stay_finite(dtype, level, gap):
+    train = torch.tensor([[0.0, gap, 0.0], [gap, gap, gap]], dtype=dtype)
+    rollout = torch.zeros(2, 3, dtype=dtype)
+    for criterion in CRITERIA:
+        fields = {"rollout_rs": criterion, "rollout_rs_threshold": 2.0, "rollout_is_threshold": math.inf}
+        correction = correct(train, rollout, torch.ones(2, 3), rollout_is=level, **fields)
+        assert correction.weights.isfinite().all()
+        assert correction.coefficients.isfinite().all()
+        assert all(math.isfinite(value) for value in correction.metrics().values())
+        assert not correction.keep[1].any()
+
+
+def test_bfloat16_is_widened_before_the_difference():
+    train, rollout = torch.tensor([[-8.0]], dtype=torch.bfloat16), torch.tensor([[-8.03125]])
+    weights = correct(train, rollout, torch.ones(1, 1), rollout_is="token").weights
+    assert weights.dtype == torch.float32
+    assert weights.item() == pytest.approx(math.exp(0.03125))
+
+
+def test_nothing_carries_a_gradient():
+    train = torch.zeros(2, 3, requires_grad=True)
+    correction = correct(train, torch.full((2, 3), -0.1), torch.ones(2, 3))
+    assert not correction.weights.requires_grad
+    assert not correction.coefficients.requires_grad
+
+
+def test_one_token():
+    metrics = named(correct(torch.tensor([[-1.0]]), torch.tensor([[-1.5]]), torch.ones(1, 1)))
+    assert metrics["rollout_is_mean"] == pytest.approx(math.exp(0.5))
+    assert metrics["rollout_is_std"] == 0.0
+    assert metrics["rollout_is_seq_std"] == 0.0
+    assert metrics["rollout_is_eff_sample_size"] == pytest.approx(1.0)
+    assert metrics["log_ratio_p50"] == pytest.approx(0.5, rel=0.02)
+
+
+def test_everything_rejected_is_zero_and_says_so():
+    fields = {"rollout_is": "token", "rollout_is_threshold": [0.9, 1.1], "rollout_rs": "seq_sum_k1"}
+    correction = correct(
+        torch.full((2, 3), 3.0), torch.zeros(2, 3), torch.ones(2, 3), rollout_rs_threshold=1.5, **fields
+    )
+    metrics = named(correction)
+    assert not correction.keep.any()
+    assert correction.coefficients.abs().sum() == 0
+    assert metrics["effective_lr"] == 0.0
+    assert metrics["rollout_is_eff_sample_size"] == 0.0  # verl divides by zero here
+    assert metrics["rollout_rs_masked_fraction"] == 1.0
+    renormalized = correct(
+        torch.full((2, 3), 3.0), torch.zeros(2, 3), torch.ones(2, 3), rollout_rs_threshold=1.5,
+        rollout_rs_renormalize=True, rollout_is_batch_normalize=True, **fields,
+    )  # fmt: skip
+    assert renormalized.coefficients.abs().sum() == 0
+
+
+def test_an_empty_mask_gives_nan_metrics_and_no_error():
+    correction = correct(torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2, 3))
+    assert correction.coefficients.abs().sum() == 0
+    assert all(math.isnan(value) or value == 0 for value in correction.metrics().values())
+
+
+def test_log_ratios_at_the_bounds_are_kept():
+    train = torch.tensor([[math.log(0.5), math.log(2.0), 0.0]])
+    correction = correct(
+        train, torch.zeros(1, 3), torch.ones(1, 3), rollout_is="token", rollout_is_threshold=[0.5, 2.0],
+        rollout_rs="token_k1", rollout_rs_threshold=[0.5, 2.0],
+    )  # fmt: skip
+    assert correction.keep.all()
+    assert (correction.weights > 0).all()
+
+
+# Broken log-probabilities ---------------------------------------------------------------------------------------------
+
+BROKEN = [math.nan, math.inf, -math.inf]
+
+
+@pytest.mark.parametrize("value", BROKEN)
+def test_drop_takes_the_token_out_of_everything(value):
+    train, rollout, mask = torch.zeros(1, 4) - 1, torch.tensor([[-1.2, value, -0.7, -1.1]]), torch.ones(1, 4)
+    fields = {"rollout_is": "sequence", "rollout_rs": "token_k1", "rollout_rs_threshold": 3.0}
+    broken = correct(train, rollout, mask, **fields)
+    without = correct(train[:, [0, 2, 3]], rollout[:, [0, 2, 3]], mask[:, [0, 2, 3]], **fields)
+    assert broken.coefficients[0, 1] == 0
+    assert not broken.keep[0, 1]
+    assert torch.equal(broken.coefficients[:, [0, 2, 3]], without.coefficients)
+    assert broken.rollout_logps[0, 1] == train[0, 1]
+    expected = without.metrics() | {f"{PREFIX}nonfinite_fraction": 0.25}
+    assert broken.metrics() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("value", BROKEN)
+def test_neutralize_takes_the_ratio_as_one(value):
+    train, rollout, mask = torch.zeros(1, 4) - 1, torch.tensor([[-1.2, value, -0.7, -1.1]]), torch.ones(1, 4)
+    broken = correct(train, rollout, mask, rollout_is="token", rollout_nan_policy="neutralize")
+    neutral = correct(train, torch.tensor([[-1.2, -1.0, -0.7, -1.1]]), mask, rollout_is="token")
+    assert broken.coefficients[0, 1] == 1
+    assert torch.equal(broken.weights, neutral.weights)
+    assert broken.metrics() == pytest.approx(neutral.metrics() | {f"{PREFIX}nonfinite_fraction": 0.25})
+
+
+@pytest.mark.parametrize("value", BROKEN)
+def test_raise_names_the_count_and_the_way_out(value):
+    rollout = torch.tensor([[-1.2, value, -0.7]])
+    with pytest.raises(ValueError, match=r"1 of 3 tokens.*`rollout_nan_policy` is 'raise'.*'drop'"):
+        correct(torch.zeros(1, 3), rollout, torch.ones(1, 3), rollout_nan_policy="raise")
+    correct(torch.zeros(1, 3), rollout, torch.tensor([[1, 0, 1]]), rollout_nan_policy="raise")  # padding is no error
+
+
+@pytest.mark.parametrize("policy", ["drop", "neutralize"])
+def test_a_dead_sampler(policy):
+    correction = correct(torch.zeros(2, 3), torch.full((2, 3), math.nan), torch.ones(2, 3), rollout_nan_policy=policy)
+    assert correction.coefficients.sum() == (0 if policy == "drop" else 6)
+    assert named(correction)["nonfinite_fraction"] == 1.0
+
+
+def test_a_broken_trainer_cannot_be_neutralised():
+    train = torch.tensor([[-1.0, math.nan]])
+    correction = correct(train, torch.zeros(1, 2) - 1, torch.ones(1, 2), rollout_nan_policy="neutralize")
+    assert correction.coefficients.tolist() == [[1, 0]]
+    assert math.isfinite(named(correction)["training_ppl"])
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (3, 3), (2,), (2, 0)])
+def test_shapes_that_differ_are_an_error(shape):
+    with pytest.raises(ValueError, match=r"one shape \(B, T\).*`mask`"):
+        correct(torch.zeros(2, 3), torch.zeros(2, 3), torch.ones(shape))
+
+
+# Defects of other implementations -------------------------------------------------------------------------------------
+
+
+def test_k1_bounds_are_bounds_on_the_ratio():
+    ratio = torch.tensor([[0.59, 0.61, 1.0, 1.59, 1.61]])
+    keep = correct(
+        ratio.log(), torch.zeros(1, 5), torch.ones(1, 5), rollout_is=None, rollout_rs="token_k1",
+        rollout_rs_threshold=[0.6, 1.6],
+    ).keep  # fmt: skip
+    assert keep.tolist() == [[False, True, True, True, False]]
+
+
+def test_rejection_works_without_weights_and_weights_of_a_rejected_sequence_are_dropped():
+    train = torch.tensor([[2.0, 2.0], [0.1, 0.1]])
+    fields = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": 1.5}
+    alone = correct(train, torch.zeros(2, 2), torch.ones(2, 2), rollout_is=None, **fields)
+    assert alone.weights is None
+    assert alone.coefficients.tolist() == [[0, 0], [1, 1]]
+    with_weights = correct(train, torch.zeros(2, 2), torch.ones(2, 2), rollout_is="geometric", **fields)
+    assert with_weights.coefficients[0].tolist() == [0, 0]  # not exp(0) = 1
+
+
+def test_statistics_ignore_padding():
+    train, rollout = torch.tensor([[0.3, 9.0], [0.2, 0.1]]), torch.zeros(2, 2)
+    metrics = named(correct(train, rollout, torch.tensor([[1, 0], [1, 1]])))
+    assert metrics["rollout_is_min"] == pytest.approx(math.exp(0.1))  # not the 0 of the padding
+    assert metrics["rollout_is_max"] == pytest.approx(math.exp(0.3))
+
+
+def test_sample_size_counts_dropped_weights_as_zero():
+    train = torch.tensor([[0.0, 0.0, 5.0, 5.0]])
+    metrics = named(correct(train, torch.zeros(1, 4), torch.ones(1, 4), rollout_is_threshold=[0.5, 2.0]))
+    assert metrics["rollout_is_eff_sample_size"] == pytest.approx(0.5)
+
+
+def test_sequence_chi2_is_of_the_product():
+    metrics = named(correct(torch.tensor([[0.1, 0.2, 0.3]]), torch.zeros(1, 3), torch.ones(1, 3)))
+    assert metrics["chi2_seq"] == pytest.approx(math.exp(2 * 0.6) - 1, rel=1e-6)
+
+
+def test_sequence_weight_is_the_exponential_of_the_sum():
+    weights = correct(
+        torch.tensor([[0.1, -0.3, 0.4]]), torch.zeros(1, 3), torch.ones(1, 3), rollout_is="sequence"
+    ).weights
+    torch.testing.assert_close(weights, torch.full((1, 3), math.exp(0.2)))
+
+
+def test_veto_drops_the_sequence_of_a_catastrophic_token():
+    train = torch.tensor([[0.0, -10.0], [0.0, 10.0], [0.0, -9.0]])
+    correction = correct(
+        train, torch.zeros(3, 2), torch.ones(3, 2), rollout_is=None, rollout_rs="seq_max_k1",
+        rollout_rs_threshold=[1e-4, math.inf],
+    )  # fmt: skip
+    assert correction.keep.tolist() == [[False, False], [True, True], [True, True]]
+    metrics = named(correction)
+    assert metrics["rollout_is_veto_fraction"] == pytest.approx(1 / 3)
+    assert metrics["rollout_is_catastrophic_token_fraction"] == pytest.approx(1 / 6)
+
+
+def test_veto_reaches_below_the_safety_bound():
+    train = torch.tensor([[0.0, -22.0], [0.0, -24.0]])  # exp(-23) = 1e-10
+    keep = correct(
+        train, torch.zeros(2, 2), torch.ones(2, 2), rollout_is=None, rollout_rs="seq_max_k1",
+        rollout_rs_threshold=[1e-10, math.inf],
+    ).keep  # fmt: skip
+    assert keep.tolist() == [[True, True], [False, False]]
+
+
+def test_one_token_on_either_side_drops_the_sequence():
+    train = torch.tensor([[0.0, 0.5], [0.0, -0.5], [0.1, -0.1]])
+    keep = correct(
+        train, torch.zeros(3, 2), torch.ones(3, 2), rollout_is=None, rollout_rs="seq_max_k1",
+        rollout_rs_threshold=[0.8, 1.25],
+    ).keep  # fmt: skip
+    assert keep.any(-1).tolist() == [False, False, True]
+
+
+# Percentiles ----------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.floats(-1e4, 1e4), min_size=1, max_size=50), st.floats(1e-4, 1.0))
+def test_percentiles_are_within_their_stated_error(values, scale):
+    values = [value * scale for value in values]
+    d = torch.tensor([values], dtype=torch.float64)
+    metrics = named(correct(d, torch.zeros_like(d), torch.ones_like(d), rollout_is=None))
+    for percent in PERCENTILES:
+        exact = reference.percentile(values, percent)
+        if abs(exact) < 99:  # beyond the last bin only the extremes are exact
+            assert metrics[f"log_ratio_p{percent}"] == pytest.approx(exact, rel=0.019, abs=1e-7)
+    assert metrics["log_ratio_min"] == pytest.approx(min(values))
+    assert metrics["log_ratio_max"] == pytest.approx(max(values))
+
+
+def test_percentiles_have_no_limit_on_the_number_of_tokens():
+    d = torch.full((1, 2**24 + 1), 0.01)  # torch.quantile refuses this many
+    assert named(correct(d, torch.zeros_like(d), torch.ones_like(d), rollout_is=None))[
+        "log_ratio_p50"
+    ] == pytest.approx(0.01, rel=0.02)
+
+
+def test_the_histogram_covers_every_valid_token():
+    d = torch.tensor([[0.5, -0.5, 0.0, 1e-9, 1e4, -1e4]])
+    correction = correct(d, torch.zeros_like(d), torch.tensor([[1, 1, 1, 1, 1, 0]]), rollout_is=None)
+    counts, edges = correction.statistics.histogram()
+    assert sum(counts) == 5
+    assert len(edges) == len(counts) + 1
+    assert edges == sorted(edges)
+    for value in (0.5, -0.5):
+        assert counts[next(i for i in range(len(counts)) if edges[i] <= value < edges[i + 1])] == 1
+    assert counts[len(counts) // 2] == 2
+
+
+def test_statistics_of_different_configurations_do_not_add():
+    one = correct(torch.zeros(1, 1), torch.zeros(1, 1), torch.ones(1, 1), rollout_is=None).statistics
+    other = correct(torch.zeros(1, 1), torch.zeros(1, 1), torch.ones(1, 1)).statistics
+    with pytest.raises(ValueError, match="different configurations"):
+        one + other

@@ -1,0 +1,51 @@
+"""Which module may import what."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import trl_rollout_corr
+
+
+PACKAGE = Path(trl_rollout_corr.__file__).parent
+WITHOUT_TRL = ["functional", "metrics", "thresholds", "presets", "config", "migrate", "correction"]
+
+
+@pytest.mark.parametrize("module", WITHOUT_TRL)
+def test_the_mathematics_does_not_import_trl(module):
+    heavy = ("trl", "transformers", "accelerate")
+    code = f"import sys, trl_rollout_corr.{module}; sys.exit(any(name in sys.modules for name in {heavy}))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_arrows_point_down_only():
+    order = [
+        "presets",
+        "functional",
+        "thresholds",
+        "metrics",
+        "config",
+        "migrate",
+        "correction",
+        "sampler",
+        "trainers",
+    ]
+    for path in PACKAGE.rglob("*.py"):
+        name = path.relative_to(PACKAGE).with_suffix("").parts[0]
+        if name == "__init__":
+            continue
+        for node in ast.parse(path.read_text()).body:  # imports at the top of a module
+            if isinstance(node, ast.ImportFrom) and node.level == (2 if path.parent.name == "trainers" else 1):
+                target = (node.module or "").split(".")[0]
+                if target in order and not (name == "trainers" and node.level == 1):
+                    assert order.index(target) < order.index(name), f"{path.name} imports {target}"
+
+
+def test_public_names():
+    for name in trl_rollout_corr.__all__:
+        assert getattr(trl_rollout_corr, name).__doc__
+    with pytest.raises(AttributeError, match="no attribute 'RolloutCorrector'"):
+        trl_rollout_corr.RolloutCorrector

@@ -1,0 +1,236 @@
+"""Settings of verl, of its first releases, and of TRL."""
+
+import math
+import warnings
+
+import pytest
+import torch
+
+from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
+
+
+def describe(config):
+    return (config.rollout_is, config.rollout_is_threshold, config.rollout_rs, config.rollout_rs_threshold)
+
+
+def test_verl_off():
+    assert not RolloutCorrectionConfig.from_verl(None).corrects
+    assert not RolloutCorrectionConfig.from_verl({}).corrects
+
+
+def test_verl_section():
+    with pytest.warns(
+        UserWarning, match=r"`token_k1` to the inverse.*\[0.6, 1.6\] there keeps ratios in \[0.625, 1.66667\]"
+    ):
+        config = RolloutCorrectionConfig.from_verl(
+            {
+                "_target_": "verl.trainer.config.RolloutCorrectionConfig",
+                "rollout_is": "token",
+                "rollout_is_threshold": 2.0,
+                "rollout_is_batch_normalize": False,
+                "rollout_rs": "token_k1,seq_max_k2",
+                "rollout_rs_threshold": "0.6_1.6,2.5",
+                "bypass_mode": True,
+                "loss_type": "ppo_clip",
+            }
+        )
+    assert describe(config) == ("token", 2.0, ["token_k1", "seq_max_k2"], [[1 / 1.6, 1 / 0.6], 2.5])
+    assert config.bypass_mode
+
+
+@pytest.mark.parametrize("bounds", ["0.5_2.0", "2.0"])
+def test_reciprocal_bounds_need_no_translation(bounds):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config = RolloutCorrectionConfig.from_verl({"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": bounds})
+    assert config.rollout_rs_threshold == [[0.5, 2.0]]
+
+
+@pytest.mark.filterwarnings("ignore:verl applies")
+def test_a_ported_run_rejects_what_verl_rejected():
+    # measured on verl 0.9.1 with token_k1 0.6_1.6
+    ratios, kept = torch.tensor([[0.61, 0.63, 1.62, 1.66, 1.70]]), [False, True, True, True, False]
+    config = RolloutCorrectionConfig.from_verl({"rollout_rs": "token_k1", "rollout_rs_threshold": "0.6_1.6"})
+    keep = compute_rollout_correction(ratios.log(), torch.zeros(1, 5), torch.ones(1, 5), config).keep
+    assert keep.tolist() == [kept]
+
+
+def test_one_sided_verl_bounds_are_inverted_too():
+    with pytest.warns(UserWarning, match="inverse"):
+        config = RolloutCorrectionConfig.from_verl({"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_inf"})
+    assert config.rollout_rs_threshold == [[0.0, 2.0]]
+
+
+def test_values_of_a_shell_script():
+    config = RolloutCorrectionConfig.from_verl(
+        {"rollout_is": "sequence", "rollout_is_batch_normalize": "true", "rollout_rs": "null", "bypass_mode": "true",
+         "loss_type": "reinforce"}
+    )  # fmt: skip
+    assert describe(config) == ("sequence", 2.0, None, None)
+    assert config.rollout_is_batch_normalize
+    assert config.rollout_loss_type == "reinforce"
+
+
+def test_weights_without_a_threshold_are_off_as_in_verl():
+    with pytest.warns(UserWarning, match="`rollout_is_threshold` is null"):
+        config = RolloutCorrectionConfig.from_verl({"rollout_is": "token", "rollout_is_threshold": None})
+    assert config.rollout_is is None
+
+
+def test_repeated_names_are_dropped_as_in_verl():
+    config = RolloutCorrectionConfig.from_verl({"rollout_rs": "token_k2,token_k2", "rollout_rs_threshold": "0.1"})
+    assert config.rollout_rs == ["token_k2"]
+
+
+def test_the_loss_type_is_ignored_without_bypass_as_in_verl():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config = RolloutCorrectionConfig.from_verl({"rollout_is": "token", "loss_type": "reinforce"})
+    assert config.rollout_loss_type == "ppo_clip"
+
+
+def test_first_typed_configuration():
+    config = RolloutCorrectionConfig.from_verl(
+        {"rollout_is": None, "rollout_rs": "geometric", "rollout_rs_threshold": 1.001, "rollout_rs_threshold_lower": 0.9,
+         "rollout_token_veto_threshold": 1e-4, "bypass_old_logprob_for_rollout": True, "use_pure_rollout_correction": True}
+    )  # fmt: skip
+    assert describe(config) == (None, 2.0, ["seq_mean_k1", "seq_max_k1"], [[0.9, 1.001], [1e-4, math.inf]])
+    assert config.rollout_loss_type == "reinforce"
+
+
+def test_first_names_bound_the_ratio_itself():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config = RolloutCorrectionConfig.from_verl({"rollout_rs": "token", "rollout_rs_threshold": "0.6_1.6"})
+    assert config.rollout_rs_threshold == [[0.6, 1.6]]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rollout_is_level": "token"}, r"\['rollout_is_level'\] do not belong to a verl.*Known keys: rollout_is"),
+        ({"rollout_rs": "token_k1"}, "`rollout_rs_threshold` is not set"),
+        ({"rollout_rs": "token_k9", "rollout_rs_threshold": 1}, "`rollout_rs` contains 'token_k9'"),
+    ],
+)
+def test_verl_settings_that_cannot_be_translated(settings, message):
+    with pytest.raises(ValueError, match=message):
+        RolloutCorrectionConfig.from_verl(settings)
+
+
+def test_overrides_win():
+    assert RolloutCorrectionConfig.from_verl({"rollout_is": "token"}, rollout_is="sequence").rollout_is == "sequence"
+
+
+# The five examples of the first documents, in order -------------------------------------------------------------------
+
+LEGACY = {
+    "full correction": (
+        {"rollout_is_threshold": 2.0, "rollout_is": True, "rollout_is_level": "token", "rollout_is_mode": "truncate",
+         "rollout_is_veto_threshold": 1e-4},
+        ("token", 2.0, ["seq_max_k1"], [[1e-4, math.inf]]),
+    ),
+    "metrics only": (
+        {"rollout_is_threshold": 2.0, "rollout_is": False, "rollout_is_level": "token", "rollout_is_mode": "truncate"},
+        ("token", 2.0, None, None),
+    ),
+    "geometric mask": (
+        {"rollout_is_threshold": 1.0002, "rollout_is": True, "rollout_is_threshold_lower": 0.9998,
+         "rollout_is_level": "geometric", "rollout_is_mode": "mask", "rollout_is_veto_threshold": 1e-4},
+        ("geometric", 1.0002, ["seq_mean_k1", "seq_max_k1"], [[0.9998, 1.0002], [1e-4, math.inf]]),
+    ),
+    "sequence truncate": (
+        {"rollout_is_threshold": 5.0, "rollout_is": True, "rollout_is_threshold_lower": None,
+         "rollout_is_level": "sequence", "rollout_is_mode": "truncate", "rollout_is_veto_threshold": 1e-4},
+        ("sequence", 5.0, ["seq_max_k1"], [[1e-4, math.inf]]),
+    ),
+    "asymmetric": (
+        {"rollout_is_threshold": 5.0, "rollout_is": True, "rollout_is_threshold_lower": 0.8,
+         "rollout_is_level": "token", "rollout_is_mode": "mask"},
+        ("token", 5.0, ["token_k1"], [[0.8, 5.0]]),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LEGACY)
+def test_legacy_examples(name):
+    settings, expected = LEGACY[name]
+    config = RolloutCorrectionConfig.from_legacy(settings)
+    assert describe(config) == expected
+    assert config.corrects == (name != "metrics only")
+
+
+def test_both_meanings_of_the_legacy_mask_give_the_same_coefficients():
+    train = torch.tensor([[0.3, -0.5, 1.9], [0.1, 0.0, -0.1]])
+    settings = LEGACY["asymmetric"][0]
+    removed = RolloutCorrectionConfig.from_legacy(settings)
+    zeroed = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=[0.8, 5.0])
+    coefficients = [
+        compute_rollout_correction(train, torch.zeros(2, 3), torch.ones(2, 3), config).coefficients
+        for config in (removed, zeroed)
+    ]
+    assert torch.equal(*coefficients)
+
+
+def test_legacy_switch_and_name_of_two_weeks():
+    assert not RolloutCorrectionConfig.from_legacy({"rollout_is_threshold": None, "rollout_is": True}).corrects
+    clip = RolloutCorrectionConfig.from_legacy(
+        {"rollout_is_threshold": 2.0, "rollout_is": True, "rollout_is_mode": "clip"}
+    )
+    assert clip.rollout_rs_threshold == [[0.5, 2.0]]
+
+
+def test_legacy_bound_that_never_acted():
+    with pytest.warns(UserWarning, match="never acted"):
+        RolloutCorrectionConfig.from_legacy({"rollout_is_threshold": 2.0, "rollout_is_threshold_lower": 0.2})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rollout_is_threshold": 2.0, "rollout_is_level": "turn"}, "`rollout_is_level` must be one of token"),
+        ({"rollout_is_threshold": 2.0, "rollout_is_mode": "zero"}, "`rollout_is_mode` must be 'truncate'"),
+        ({"rollout_rs": "token_k1"}, "do not belong to the legacy"),
+    ],
+)
+def test_legacy_settings_that_cannot_be_translated(settings, message):
+    with pytest.raises(ValueError, match=message):
+        RolloutCorrectionConfig.from_legacy(settings)
+
+
+# TRL ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "weights"),
+    [
+        ({}, ("sequence", [0.0, 3.0])),  # TRL's default: sequence_mask, clip_max 3
+        ({"vllm_importance_sampling_correction": False}, (None, 2.0)),
+        ({"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 2.0}, ("token", 2.0)),
+        ({"vllm_importance_sampling_mode": "sequence_truncate", "vllm_importance_sampling_cap": 4.0}, ("sequence", 4.0)),
+        (
+            {"vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_clip_min": 0.5,
+             "vllm_importance_sampling_clip_max": None},
+            ("token", [0.5, math.inf]),
+        ),
+    ],
+)  # fmt: skip
+def test_trl_settings(settings, weights):
+    config = RolloutCorrectionConfig.from_trl(settings)
+    assert (config.rollout_is, config.rollout_is_threshold) == weights
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_min": 0.5},
+            "no equivalent",
+        ),
+        ({"vllm_importance_sampling_mode": "turn_mask"}, "must be token_truncate"),
+        ({"importance_sampling_level": "token"}, "do not belong to TRL"),
+    ],
+)
+def test_trl_settings_that_cannot_be_translated(settings, message):
+    with pytest.raises(ValueError, match=message):
+        RolloutCorrectionConfig.from_trl(settings)

@@ -1,0 +1,94 @@
+"""A tiny Qwen2 with a character tokenizer, and a sampler whose policy is not the trainer's."""
+
+import random
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+
+CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz +-=>.?:"
+PROMPTS = ["12 ab=", "3 4=", "a long prompt=", "99="]
+
+
+def build_tiny_tokenizer() -> PreTrainedTokenizerFast:
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", *CHARACTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", padding_side="left"
+    )
+
+
+def build_tiny_model(folder: Path, seed: int = 0) -> str:
+    tokenizer = build_tiny_tokenizer()
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        bos_token_id=tokenizer.eos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        tie_word_embeddings=False,
+    )
+    model = Qwen2ForCausalLM(config)
+    with torch.no_grad():  # the default initialisation is so flat that every token has the same probability
+        model.lm_head.weight.mul_(20)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def prompts(n: int = 32) -> Dataset:
+    return Dataset.from_dict({"prompt": [PROMPTS[i % len(PROMPTS)] for i in range(n)]})
+
+
+def length_reward(completions, **kwargs) -> list[float]:
+    return [len(completion) / 4 for completion in completions]
+
+
+class StaleSampler:
+    """
+    A `rollout_func` whose log-probabilities come from another model than the trainer's, plus noise.
+
+    Completions are random tokens, the same for the same optimizer step, so that two trainers can be compared and a run can
+    be resumed.
+    """
+
+    def __init__(
+        self, model_path: str, *, noise: float = 0.3, seed: int = 0, min_length: int = 1, max_length: int = 8
+    ):
+        self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+        self.noise, self.seed, self.lengths = noise, seed, (min_length, max_length)
+
+    def __call__(self, prompts, trainer) -> dict:
+        step, rank = trainer.state.global_step, trainer.accelerator.process_index
+        return self.sample(
+            prompts, trainer.processing_class, key=f"{self.seed} {step} {rank} {trainer.model.training}"
+        )
+
+    def sample(self, prompts, tokenizer, key: str) -> dict:
+        dice = random.Random(key)
+        prompt_ids = [tokenizer(prompt).input_ids for prompt in prompts]
+        completion_ids = [
+            [dice.randrange(3, len(tokenizer)) for _ in range(dice.randint(*self.lengths) - 1)]
+            + [tokenizer.eos_token_id]
+            for _ in prompts
+        ]
+        logprobs = [
+            [logp + self.noise * dice.gauss(0, 1) for logp in self.score(prompt, completion)]
+            for prompt, completion in zip(prompt_ids, completion_ids, strict=True)
+        ]
+        return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": logprobs}
+
+    @torch.no_grad()
+    def score(self, prompt: list[int], completion: list[int]) -> list[float]:
+        logits = self.model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+        return logits.log_softmax(-1)[range(len(completion)), completion].tolist()

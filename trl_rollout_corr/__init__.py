@@ -1,0 +1,33 @@
+"""Rollout correction for TRL: importance weights, rejection and bypass for samplers that are not the trained policy."""
+
+from typing import TYPE_CHECKING, Any
+
+
+if TYPE_CHECKING:
+    from .config import RolloutCorrectionConfig
+    from .correction import compute_rollout_correction
+    from .trainers.grpo import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
+
+_MODULES = {
+    "RolloutCorrectionConfig": "config",
+    "RolloutCorrectedGRPOConfig": "trainers.grpo",
+    "RolloutCorrectedGRPOTrainer": "trainers.grpo",
+    "compute_rollout_correction": "correction",
+}
+
+__all__ = [
+    "RolloutCorrectedGRPOConfig",
+    "RolloutCorrectedGRPOTrainer",
+    "RolloutCorrectionConfig",
+    "compute_rollout_correction",
+]
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    # Lazy, so that the mathematics can be used without importing TRL, which takes seconds
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f".{_MODULES[name]}", __name__), name)

@@ -1,0 +1,262 @@
+"""
+Settings of other tools, translated to fields of [`RolloutCorrectionConfig`].
+
+Each function takes a mapping and returns a dictionary of fields; what does not translate one to one is warned about, and
+what cannot be translated is an error. The classmethods `RolloutCorrectionConfig.from_verl`, `.from_legacy` and `.from_trl`
+call them.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from .config import warn
+from .thresholds import parse_number, parse_rejection_thresholds, parse_weight_threshold
+
+
+# Fields of verl's typed configuration, today's and those of the pull request that introduced it.
+_VERL_KEYS = (
+    "rollout_is",
+    "rollout_is_threshold",
+    "rollout_is_batch_normalize",
+    "rollout_rs",
+    "rollout_rs_threshold",
+    "bypass_mode",
+    "loss_type",
+)
+_FIRST_VERL_KEYS = (
+    "rollout_rs_threshold_lower",
+    "rollout_token_veto_threshold",
+    "bypass_old_logprob_for_rollout",
+    "use_pure_rollout_correction",
+)
+# Criteria by their first names, which bounded the ratio itself.
+_FIRST_CRITERIA = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
+
+_LEGACY_KEYS = (
+    "rollout_is_threshold",
+    "rollout_is",
+    "rollout_is_level",
+    "rollout_is_mode",
+    "rollout_is_threshold_lower",
+    "rollout_is_veto_threshold",
+)
+
+
+_TRL_KEYS = (
+    "vllm_importance_sampling_correction",
+    "vllm_importance_sampling_mode",
+    "vllm_importance_sampling_clip_max",
+    "vllm_importance_sampling_clip_min",
+    "vllm_importance_sampling_cap",
+)
+
+_OFF = {"rollout_is": None}
+
+
+def from_verl(settings: Mapping[str, Any] | None) -> dict[str, Any]:
+    """
+    Translate the `rollout_correction` section of a verl configuration.
+
+    Today's keys and those of the pull request that introduced the section (bounds on the ratio, veto, first names of the
+    criteria) are understood; text such as `"null"` and `"true"` is converted. Differences that are handled:
+
+    - verl 0.9.1 applies the bounds of `*_k1` criteria to the inverse of the ratio. Bounds that are not reciprocal are
+      inverted here, with a warning, so that a ported run rejects what it rejected before.
+    - verl accepts `rollout_is` without a threshold and then computes no weights; so does the translation, with a warning.
+    - A missing `rollout_is` is None, as in verl's YAML defaults.
+
+    Args:
+        settings (`Mapping[str, Any]` or `None`):
+            The section. `None` turns correction off.
+
+    Returns:
+        `dict[str, Any]`: fields of [`RolloutCorrectionConfig`].
+
+    Raises:
+        `ValueError`: if a key is unknown or a value cannot be translated.
+    """
+    if settings is None:
+        return dict(_OFF)
+    settings = {key: _plain(value) for key, value in settings.items() if key != "_target_"}
+    _check_keys(settings, _VERL_KEYS + _FIRST_VERL_KEYS, "a verl `rollout_correction` section")
+    fields = _verl_weights(settings)
+    fields.update(_verl_rejection(settings))
+    if settings.get("bypass_mode") or settings.get("bypass_old_logprob_for_rollout"):
+        fields["bypass_mode"] = True
+        pure = settings.get("use_pure_rollout_correction")
+        fields["rollout_loss_type"] = "reinforce" if pure else settings.get("loss_type", "ppo_clip")
+    return fields
+
+
+def _verl_weights(settings: dict[str, Any]) -> dict[str, Any]:
+    level = settings.get("rollout_is")
+    if level is None:
+        return dict(_OFF)
+    threshold = settings.get("rollout_is_threshold", 2.0)
+    if threshold is None:
+        warn("`rollout_is_threshold` is null, which makes verl compute no weights: `rollout_is` is set to None.")
+        return dict(_OFF)
+    fields = {"rollout_is": level, "rollout_is_threshold": parse_weight_threshold(threshold)}
+    if settings.get("rollout_is_batch_normalize"):
+        fields["rollout_is_batch_normalize"] = True
+    return fields
+
+
+def _verl_rejection(settings: dict[str, Any]) -> dict[str, Any]:
+    names = settings.get("rollout_rs")
+    veto = settings.get("rollout_token_veto_threshold")
+    first_names = False
+    criteria, thresholds = [], []
+    if names is not None:
+        names = names.split(",") if isinstance(names, str) else names
+        names = list(dict.fromkeys(name.strip() for name in names if name.strip()))  # verl drops repeated names
+        first_names = any(name in _FIRST_CRITERIA for name in names)
+        criteria = [_FIRST_CRITERIA.get(name, name) for name in names]
+        thresholds = _verl_thresholds(settings, criteria, bounds_the_ratio=first_names)
+    if veto is not None:
+        criteria, thresholds = _add_veto(criteria, thresholds, veto)
+    return {"rollout_rs": criteria, "rollout_rs_threshold": thresholds} if criteria else {}
+
+
+def _verl_thresholds(settings: dict[str, Any], criteria: list[str], *, bounds_the_ratio: bool) -> list:
+    threshold, lower = settings.get("rollout_rs_threshold"), settings.get("rollout_rs_threshold_lower")
+    if threshold is None:
+        raise ValueError(
+            f"`rollout_rs` is {criteria}, but `rollout_rs_threshold` is not set. verl refuses this as well; set the "
+            "threshold."
+        )
+    if lower is not None:
+        return parse_rejection_thresholds([[lower, threshold]], criteria)
+    if bounds_the_ratio:
+        return parse_rejection_thresholds(threshold, criteria)
+    return [
+        _inverted(entry, name) if name.endswith("k1") else entry
+        for entry, name in zip(parse_rejection_thresholds(threshold, criteria), criteria, strict=True)
+    ]
+
+
+def _inverted(bounds: list[float], name: str) -> list[float]:
+    """Bounds that keep the same tokens when they are read as bounds on the ratio instead of on its inverse."""
+    lower, upper = bounds
+    if abs(lower * upper - 1) < 1e-9:
+        return bounds
+    inverted = [1 / upper, 1 / lower if lower else float("inf")]
+    warn(
+        f"verl applies the bounds of `{name}` to the inverse of the ratio: [{lower:g}, {upper:g}] there keeps ratios in "
+        f"[{inverted[0]:.6g}, {inverted[1]:.6g}], and that is what the translated configuration says. If you meant ratios in "
+        f"[{lower:g}, {upper:g}], set `rollout_rs_threshold` to that."
+    )
+    return inverted
+
+
+def from_legacy(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """
+    Translate the flat `rollout_is*` keys of verl's first releases.
+
+    | key | default |
+    | --- | --- |
+    | `rollout_is_threshold` | None: everything off |
+    | `rollout_is` | False: compute and report, apply nothing |
+    | `rollout_is_level` | `"token"`, also `"sequence"`, `"geometric"` |
+    | `rollout_is_mode` | `"truncate"`; `"mask"` (for two weeks `"clip"`) rejects outside `[lower, upper]` |
+    | `rollout_is_threshold_lower` | 1 / upper; acts in mask mode only |
+    | `rollout_is_veto_threshold` | None; a sequence with a token of lower ratio is dropped |
+
+    Early releases set weights outside the bounds to 0 and later ones removed the tokens from the mask. With TRL's
+    denominators, which a rejected token does not leave, the two are the same. The veto was on by default (1e-4) in the
+    first releases: set it, if the run to port relied on that.
+
+    Args:
+        settings (`Mapping[str, Any]`):
+            The keys.
+
+    Returns:
+        `dict[str, Any]`: fields of [`RolloutCorrectionConfig`].
+
+    Raises:
+        `ValueError`: if a key is unknown or a value cannot be translated.
+    """
+    settings = {key: _plain(value) for key, value in settings.items()}
+    _check_keys(settings, _LEGACY_KEYS, "the legacy `rollout_is` keys")
+    upper, lower = settings.get("rollout_is_threshold"), settings.get("rollout_is_threshold_lower")
+    if upper is None:
+        return dict(_OFF)
+    upper = parse_number(upper, "rollout_is_threshold")
+    level, mode = settings.get("rollout_is_level", "token"), settings.get("rollout_is_mode", "truncate")
+    if level not in _FIRST_CRITERIA:
+        raise ValueError(f"`rollout_is_level` must be one of {', '.join(_FIRST_CRITERIA)}, got {level!r}.")
+    criteria, thresholds = [], []
+    if mode in ("mask", "clip"):
+        criteria = [_FIRST_CRITERIA[level]]
+        thresholds = parse_rejection_thresholds([[1 / upper if lower is None else lower, upper]], criteria)
+    elif mode != "truncate":
+        raise ValueError(f"`rollout_is_mode` must be 'truncate', 'mask' or 'clip', got {mode!r}.")
+    elif lower is not None:
+        warn(f"`rollout_is_threshold_lower` is {lower} but never acted on the weights in mode 'truncate': dropped.")
+    if settings.get("rollout_is_veto_threshold") is not None:
+        criteria, thresholds = _add_veto(criteria, thresholds, settings["rollout_is_veto_threshold"])
+    fields = {"rollout_is": level, "rollout_is_threshold": parse_weight_threshold(upper)}
+    if criteria:
+        fields.update(rollout_rs=criteria, rollout_rs_threshold=thresholds)
+    if not settings.get("rollout_is", False):
+        fields["rollout_metrics_only"] = True
+    return fields
+
+
+def from_trl(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """
+    Translate TRL's `vllm_importance_sampling_*` settings of `GRPOConfig`; missing ones have TRL's defaults.
+
+    The `truncate` modes become a truncation bound. The `mask` modes set weights outside the bounds to 0 and keep the
+    others, which is IcePop.
+
+    Args:
+        settings (`Mapping[str, Any]`):
+            The settings.
+
+    Returns:
+        `dict[str, Any]`: fields of [`RolloutCorrectionConfig`].
+
+    Raises:
+        `ValueError`: if a key is unknown, or `clip_min` is set in a `truncate` mode, where TRL raises small weights to it.
+    """
+    settings = {key: _plain(value) for key, value in settings.items()}
+    _check_keys(settings, _TRL_KEYS, "TRL's `vllm_importance_sampling_*` settings")
+    if not settings.get("vllm_importance_sampling_correction", True):
+        return dict(_OFF)
+    mode = settings.get("vllm_importance_sampling_mode", "sequence_mask")
+    upper = settings.get("vllm_importance_sampling_cap") or settings.get("vllm_importance_sampling_clip_max", 3.0)
+    lower = settings.get("vllm_importance_sampling_clip_min")
+    level, _, bounding = str(mode).partition("_")
+    if level not in ("token", "sequence") or bounding not in ("truncate", "mask"):
+        raise ValueError(
+            f"`vllm_importance_sampling_mode` must be token_truncate, token_mask, sequence_truncate or sequence_mask, got "
+            f"{mode!r}."
+        )
+    upper = float("inf") if upper is None else upper
+    if bounding == "mask":
+        return {"rollout_is": level, "rollout_is_threshold": parse_weight_threshold([lower or 0.0, upper])}
+    if lower is not None:
+        raise ValueError(
+            f"`vllm_importance_sampling_clip_min` is {lower} in mode {mode!r}, where TRL raises smaller weights to it. There "
+            "is no equivalent: leave it unset, or use a mask mode."
+        )
+    return {"rollout_is": level, "rollout_is_threshold": parse_weight_threshold(upper)}
+
+
+def _add_veto(criteria: list[str], thresholds: list, veto: Any) -> tuple[list[str], list]:
+    """Drop a sequence if the ratio of any of its tokens is below `veto`."""
+    lower = parse_number(veto, "rollout_token_veto_threshold")
+    return [*criteria, "seq_max_k1"], [*thresholds, [lower, float("inf")]]
+
+
+def _check_keys(settings: Mapping[str, Any], known: tuple[str, ...], what: str):
+    unknown = sorted(set(settings) - set(known))
+    if unknown:
+        raise ValueError(f"{unknown} do not belong to {what}. Known keys: {', '.join(known)}.")
+
+
+def _plain(value: Any) -> Any:
+    """Values of a shell script: `"null"`, `"true"` and `"false"` are text there."""
+    words = {"null": None, "none": None, "true": True, "false": False}
+    return words.get(value.strip().lower(), value) if isinstance(value, str) else value

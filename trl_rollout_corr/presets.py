@@ -1,0 +1,78 @@
+"""
+Presets, as data: a name, and the fields that differ from the defaults.
+
+The first table holds verl 0.9.1's presets. The second holds the ten of the pull request that introduced rollout
+correction to verl, written in today's fields; their `veto` is the criterion `seq_max_k1` with bounds `[1e-4, inf]`.
+"""
+
+from typing import Any
+
+
+# Rejection by the geometric mean of the ratio: a 0.1 percent drift per token, summed over 1000 tokens, is a factor of e.
+_GEO_RS = {"rollout_rs": ["seq_mean_k1"], "rollout_rs_threshold": [[0.999, 1.001]]}
+# Rejection by the mean k3 estimate of the KL divergence, in nats per token.
+_K3_RS = {"rollout_rs": ["seq_mean_k3"], "rollout_rs_threshold": [0.01]}
+_NO_IS = {"rollout_is": None}
+_TOKEN_TIS = {"rollout_is": "token", "rollout_is_threshold": 2.0}
+_SEQ_TIS = {"rollout_is": "sequence", "rollout_is_threshold": 2.0}
+_TOKEN_ICEPOP = {"rollout_is": "token", "rollout_is_threshold": [0.5, 5.0]}
+_PPO_CLIP = {"bypass_mode": True, "rollout_loss_type": "ppo_clip"}
+_REINFORCE = {"bypass_mode": True, "rollout_loss_type": "reinforce"}
+
+_VETO = ("seq_max_k1", [1e-4, float("inf")])
+
+VERL_PRESETS: dict[str, dict[str, Any]] = {
+    # Biased, low variance: the safe start.
+    "decoupled_token_is": _TOKEN_TIS,
+    # Unbiased up to the cap; its variance grows with length.
+    "decoupled_seq_is": _SEQ_TIS,
+    # Drops tokens the two engines disagree on instead of capping them.
+    "decoupled_token_icepop": _TOKEN_ICEPOP,
+    # Sequence weights, and sequences beyond [0.5, 2] go.
+    "decoupled_seq_is_rs": {**_SEQ_TIS, "rollout_rs": ["seq_sum_k1"], "rollout_rs_threshold": [[0.5, 2.0]]},
+    # Length-neutral rejection alone.
+    "decoupled_geo_rs": {**_NO_IS, **_GEO_RS},
+    "decoupled_geo_rs_seq_tis": {**_SEQ_TIS, **_GEO_RS},
+    "decoupled_geo_rs_token_tis": {**_TOKEN_TIS, **_GEO_RS},
+    "decoupled_k3_rs": {**_NO_IS, **_K3_RS},
+    "decoupled_k3_rs_seq_tis": {**_SEQ_TIS, **_K3_RS},
+    "decoupled_k3_rs_token_tis": {**_TOKEN_TIS, **_K3_RS},
+    # PPO clipped around the sampler: the ratio itself is the correction.
+    "bypass_ppo_clip": {**_NO_IS, **_PPO_CLIP},
+    "bypass_ppo_clip_geo_rs": {**_NO_IS, **_PPO_CLIP, **_GEO_RS},
+    "bypass_ppo_clip_k3_rs": {**_NO_IS, **_PPO_CLIP, **_K3_RS},
+    # Off-policy REINFORCE: explicit weights, no clipping.
+    "bypass_pg_is": {**_SEQ_TIS, **_REINFORCE},
+    "bypass_pg_token_icepop": {**_TOKEN_ICEPOP, **_REINFORCE},
+    "bypass_pg_geo_rs": {**_NO_IS, **_REINFORCE, **_GEO_RS},
+    "bypass_pg_geo_rs_seq_tis": {**_SEQ_TIS, **_REINFORCE, **_GEO_RS},
+    "bypass_pg_geo_rs_token_tis": {**_TOKEN_TIS, **_REINFORCE, **_GEO_RS},
+    # Measures, corrects nothing: loss and gradients are TRL's.
+    "disabled": _NO_IS,
+}
+
+ORIGINAL_PRESETS: dict[str, dict[str, Any]] = {
+    "token_is": _TOKEN_TIS,
+    "token_tis": _TOKEN_TIS,
+    "seq_is": _SEQ_TIS,
+    "seq_is_rs": VERL_PRESETS["decoupled_seq_is_rs"],
+    # Only a product above 2 is rejected.
+    "seq_mis": {**_SEQ_TIS, "rollout_rs": ["seq_sum_k1"], "rollout_rs_threshold": [[0.0, 2.0]]},
+    # The lower bound was the reciprocal of the upper one.
+    "geo_rs": {
+        **_NO_IS,
+        "rollout_rs": ["seq_mean_k1", _VETO[0]],
+        "rollout_rs_threshold": [[1 / 1.001, 1.001], _VETO[1]],
+    },
+    "geo_mis": {
+        **_NO_IS,
+        "rollout_rs": ["seq_mean_k1", _VETO[0]],
+        "rollout_rs_threshold": [[0.999, 1.001], _VETO[1]],
+    },
+    # Its token weights are reported; with PPO clipping around the sampler there is nothing left to weight.
+    "ppo_is_bypass": {**_TOKEN_TIS, **_PPO_CLIP},
+    "pure_is": VERL_PRESETS["bypass_pg_is"],
+    "disabled": _NO_IS,
+}
+
+PRESETS: dict[str, dict[str, Any]] = {**VERL_PRESETS, **ORIGINAL_PRESETS}

@@ -1,0 +1,135 @@
+"""
+What is asked of vLLM: the log-probability of each sampled token, and new weights on a CPU.
+
+Both are changes to one [`~trl.generation.vllm_generation.VLLMGeneration`] object, after TRL has built it.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from trl.generation.vllm_generation import VLLMGeneration
+
+
+Logprobs = list[list[float | None]]
+
+
+def sampled_logprobs(
+    completion_ids: list[list[int]], logprobs: list[list[list[float | None]]], token_ids: list[list[list[int]]]
+) -> Logprobs:
+    """
+    Pick the log-probability of the sampled token out of the candidates vLLM returns for each position.
+
+    vLLM sorts the candidates by probability and TRL takes the first, which is the sampled token only if there is a single
+    candidate. With `generation_kwargs={"logprobs": 5}` it is the most likely token instead.
+
+    Args:
+        completion_ids (`list[list[int]]`):
+            Sampled tokens, per sequence.
+        logprobs (`list[list[list[float | None]]]`):
+            Log-probabilities of the candidates, per sequence and token; `None` stands for NaN.
+        token_ids (`list[list[list[int]]]`):
+            Tokens of the candidates.
+
+    Returns:
+        `list[list[float | None]]`: one log-probability per sampled token, in nats.
+    """
+    return [
+        [
+            candidates[ids.index(token)]
+            for token, candidates, ids in zip(sequence, sequence_logprobs, sequence_ids, strict=True)
+        ]
+        for sequence, sequence_logprobs, sequence_ids in zip(completion_ids, logprobs, token_ids, strict=True)
+    ]
+
+
+def record_logprobs(generation: VLLMGeneration, keep: Callable[[list[list[int]], Logprobs], Any] | None = None):
+    """
+    Ask vLLM for log-probabilities, and make `generate` return those of the sampled tokens and nothing else.
+
+    Args:
+        generation ([`~trl.generation.vllm_generation.VLLMGeneration`]):
+            The generation backend, changed in place.
+        keep (`Callable[[list[list[int]], list[list[float | None]]], Any]`, *optional*):
+            Called with the completions and their log-probabilities at every generation, for a trainer that drops them.
+    """
+    if generation.logprobs is None:
+        generation.logprobs = 0  # the sampled token alone
+    generate = generation.generate
+
+    @wraps(generate)
+    def generate_and_record(*args, **kwargs):
+        prompt_ids, completion_ids, logprobs, token_ids = generate(*args, **kwargs)
+        if logprobs is None:
+            raise RuntimeError(
+                "vLLM returned no log-probabilities, which rollout correction needs. Remove `logprobs` from "
+                "`generation_kwargs`, or set it to 0."
+            )
+        sampled = sampled_logprobs(completion_ids, logprobs, token_ids)
+        if keep is not None:
+            keep(completion_ids, sampled)
+        nested = [[[logprob] for logprob in sequence] for sequence in sampled]
+        return prompt_ids, completion_ids, nested, [[[token] for token in sequence] for sequence in completion_ids]
+
+    generation.generate = generate_and_record
+
+
+def sync_weights_on_cpu(generation: VLLMGeneration):
+    """
+    Push weights through vLLM's own reload on a CPU.
+
+    vLLM repacks weights for its CPU kernels after loading them, so that TRL's push of single parameters finds other shapes
+    than the checkpoint's and fails. `reload_weights` undoes and redoes the packing.
+
+    Args:
+        generation ([`~trl.generation.vllm_generation.VLLMGeneration`]):
+            The generation backend in colocate mode, changed in place. Left alone on any other device.
+    """
+    if generation.mode != "colocate" or generation.accelerator.device.type != "cpu":
+        return
+
+    def sync_weights():
+        with torch.no_grad():
+            model_runner = generation.llm.llm_engine.model_executor.driver_worker.model_runner
+            model_runner.reload_weights(weights_iterator=generation._iter_named_params())
+        generation.llm.reset_prefix_cache()
+
+    generation.sync_weights = sync_weights
+
+
+def check_logprobs(completion_ids: list[list[int]], logprobs: Any):
+    """
+    Check that there is one log-probability for each sampled token.
+
+    Args:
+        completion_ids (`list[list[int]]`):
+            Sampled tokens, per sequence.
+        logprobs (`list[list[float | None]]` or `None`):
+            Their log-probabilities.
+
+    Raises:
+        `ValueError`: if they are missing, of another length than the completions, or nested.
+    """
+    if logprobs is None:
+        raise ValueError(
+            "The completions came without log-probabilities, which rollout correction needs. Set `use_vllm=True`, or return "
+            "them as `logprobs` from your `rollout_func`: one list per completion with the log-probability of each sampled "
+            "token, after temperature."
+        )
+    if len(logprobs) != len(completion_ids):
+        raise ValueError(
+            f"`logprobs` must have one list per completion, got {len(logprobs)} lists for {len(completion_ids)} completions."
+        )
+    for i, (ids, sequence) in enumerate(zip(completion_ids, logprobs, strict=True)):
+        if len(sequence) != len(ids):
+            raise ValueError(
+                f"`logprobs[{i}]` must have one entry per token of the completion, got {len(sequence)} for {len(ids)} tokens. "
+                "Check that `rollout_func` neither drops nor appends tokens (an end-of-sequence token, for instance) after "
+                "sampling."
+            )
+        if any(isinstance(logprob, (list, tuple)) for logprob in sequence):
+            raise ValueError(
+                f"`logprobs[{i}]` must be a flat list with one number per token, got nested lists. If vLLM returned several "
+                "candidates per token, keep the log-probability of the sampled one."
+            )

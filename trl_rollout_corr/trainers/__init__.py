@@ -1,0 +1,1 @@
+"""The trainers. TRL is imported here and in `sampler.py` only."""

@@ -1,0 +1,115 @@
+"""GRPO with rollout correction."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from trl import GRPOConfig, GRPOTrainer
+
+from ..config import RolloutCorrectionConfig
+from ..sampler import check_logprobs
+from .mixin import RolloutCorrectionMixin
+from .validation import check_batch_normalization, replace_trl_correction
+
+
+@dataclass
+class RolloutCorrectedGRPOConfig(RolloutCorrectionConfig, GRPOConfig):
+    r"""
+    Configuration class for the [`RolloutCorrectedGRPOTrainer`].
+
+    It has the parameters of [`~trl.GRPOConfig`] and those of [`RolloutCorrectionConfig`]. TRL's own correction
+    (`vllm_importance_sampling_correction`) is switched off.
+
+    Raises:
+        `ValueError`: also if `loss_type` is `"vespo"`, which weights sequences in its own way, if
+            `rollout_loss_type="reinforce"` meets `importance_sampling_level="sequence"`, or if batch normalisation would see
+            a single sequence.
+    """
+
+    def __post_init__(self):
+        RolloutCorrectionConfig.__post_init__(self)
+        replace_trl_correction(self)
+        GRPOConfig.__post_init__(self)
+        check_batch_normalization(self)
+        if self.corrects and self.loss_type == "vespo":
+            raise ValueError(
+                "`loss_type` is 'vespo', which folds importance weights into its own sequence weight, so no other weight or "
+                "rejection can be applied to it. Choose another `loss_type`, or only measure with "
+                "`rollout_metrics_only=True`."
+            )
+        reinforce = self.corrects and self.bypass_mode and self.rollout_loss_type == "reinforce"
+        if reinforce and self.importance_sampling_level != "token":
+            raise ValueError(
+                f"`importance_sampling_level` is {self.importance_sampling_level!r} with `rollout_loss_type='reinforce'`, "
+                "whose loss is a sum over tokens. Set it to 'token'; for weights of sequences set `rollout_is` to "
+                "'sequence' or 'geometric'."
+            )
+
+
+class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
+    r"""
+    [`~trl.GRPOTrainer`] that corrects for the mismatch between the policy that samples (vLLM) and the policy that trains.
+
+    Takes the arguments of [`~trl.GRPOTrainer`], with a [`RolloutCorrectedGRPOConfig`] as `args`. With
+    `rollout_metrics_only=True`, or with neither weights nor rejection nor bypass, losses and gradients are those of
+    `GRPOTrainer` with `vllm_importance_sampling_correction=False`, bit for bit.
+
+    Example:
+
+    ```python
+    from datasets import load_dataset
+    from trl.rewards import accuracy_reward
+    from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
+
+    trainer = RolloutCorrectedGRPOTrainer(
+        model="Qwen/Qwen2.5-0.5B-Instruct",
+        reward_funcs=accuracy_reward,
+        args=RolloutCorrectedGRPOConfig("output", use_vllm=True, rollout_correction="decoupled_geo_rs_token_tis"),
+        train_dataset=load_dataset("trl-lib/DeepMath-103K", split="train"),
+    )
+    trainer.train()
+    ```
+    """
+
+    _trl_class = GRPOTrainer
+    _config_class = RolloutCorrectedGRPOConfig
+    _anchor_key = "old_per_token_logps"
+    _tag_names = [*GRPOTrainer._tag_names, "rollout-correction"]
+
+    def _check_sampler(self):
+        if self.rollout_func is None:  # a rollout function brings its own log-probabilities
+            super()._check_sampler()
+
+    def _generate(self, prompts: list):
+        generated = super()._generate(prompts)
+        _, completion_ids, _, _, logprobs, *_ = generated
+        check_logprobs(completion_ids, logprobs)
+        return generated
+
+    @contextmanager
+    def _asking_for_old_pass(self) -> Iterator[None]:
+        # TRL makes its old pass if the gradient accumulation steps are not a multiple of `steps_per_generation *
+        # num_iterations`. With one iteration more than there are accumulation steps they never are, so that its first
+        # forward pass while scoring is always the old pass, and never the reference pass.
+        num_iterations = self.num_iterations
+        self.num_iterations = self.args.gradient_accumulation_steps + 1
+        try:
+            yield
+        finally:
+            self.num_iterations = num_iterations
+
+    def _loss_mask(self, batch: dict[str, Any]) -> torch.Tensor:
+        mask = batch["completion_mask"]
+        return mask * batch["tool_mask"] if "tool_mask" in batch else mask
+
+    def _enter_loss(
+        self, inputs: dict[str, Any], logps: torch.Tensor, anchor: torch.Tensor, coefficients: torch.Tensor
+    ) -> torch.Tensor:
+        # TRL takes advantages of shape (B, T). Every loss type is homogeneous in them and the coefficients are not
+        # negative, so they commute with PPO's min; masks, denominators, KL and entropy terms stay TRL's.
+        advantages = inputs["advantages"]
+        inputs["advantages"] = (advantages if advantages.dim() == 2 else advantages.unsqueeze(1)) * coefficients
+        inputs["old_per_token_logps"] = anchor
+        return logps
