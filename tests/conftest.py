@@ -23,3 +23,20 @@ torch.set_num_threads(1)
 @pytest.fixture(scope="session")
 def tiny_model_path(tmp_path_factory) -> str:
     return build_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def shared_engine():
+    """One float32 vLLM engine for all tests of a process: it takes half a minute to start."""
+    vllm_generation = pytest.importorskip("trl.generation.vllm_generation")
+    engine_class, engines = vllm_generation.LLM, {}
+
+    def shared(model: str, **options):
+        if model not in engines:
+            options = {**options, "max_num_seqs": 64, "max_model_len": 64}
+            engines[model] = engine_class(model, dtype="float32", enforce_eager=True, **options)
+        return engines[model]
+
+    vllm_generation.LLM = shared
+    yield
+    vllm_generation.LLM = engine_class

@@ -18,10 +18,10 @@ def ratios(sequences, level):
     for sequence in sequences:
         d = [train - rollout for train, rollout in sequence]
         if level == "token":
-            result.append([math.exp(clip(x)) for x in d])
+            result.append([math.exp(min(x, 20)) for x in d])
         else:
             exponent = sum(d) if level == "sequence" else sum(d) / max(len(d), 1)
-            result.append([math.exp(clip(exponent))] * len(d))
+            result.append([math.exp(min(exponent, 20))] * len(d))
     return result
 
 
@@ -157,20 +157,16 @@ def rejection_metrics(sequences, name, bounds):
     flat = [x for row in per_token for x in row]
     if scope == "seq_max":  # any token outside counts, on either side
         high, low = [max(row) > upper for row in tokens], [min(row) < lower for row in tokens]
-        largest, smallest = max(max(row) for row in tokens), min(min(row) for row in tokens)
-        if divergence != "k1":
-            largest, smallest = max(rows), min(rows)
     else:
         units = flat if scope == "token" else rows
         high, low = [x > upper for x in units], [x < lower for x in units]
-        largest, smallest = max(units), min(units)
     kept = keeps(sequences, name, bounds)
     row_high = [x > upper for x in rows] if scope == "token" else high
     row_low = [x < lower for x in rows] if scope == "token" else low
     metrics = {
         "mean": statistics.fmean(flat),
-        "max": largest,
-        "min": smallest,
+        "max": max(flat),
+        "min": min(flat),
         "fraction_high": statistics.fmean(high),
         "fraction_low": statistics.fmean(low),
         "std": population_std([min(max(x, floor), upper) for x in flat]),

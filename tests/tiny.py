@@ -27,8 +27,8 @@ def build_tiny_model(folder: Path, seed: int = 0) -> str:
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
+        hidden_size=64,  # a head size of 32 is the smallest that vLLM has CPU kernels for
+        intermediate_size=128,
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=2,

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 
 
-# exp(20) = 4.9e8 and exp(-20) = 2.1e-9: beyond it a ratio says "broken", not "off-policy", and sums of squares still fit
-# in float32. The bound is verl's.
+# exp(20) = 4.9e8: beyond it a ratio says "broken", not "off-policy", and sums of squares still fit in float32. The bound
+# is verl's, which also raises ratios below exp(-20) to it; they may as well go to 0.
 LOG_RATIO_BOUND = 20.0
 
 # A mean weight below this carries no information to normalise with (every weight was zeroed).
@@ -115,8 +115,8 @@ def importance_ratio(log_ratio: torch.Tensor, valid: torch.Tensor, *, level: str
             `"token"`, `"sequence"` or `"geometric"`.
 
     Returns:
-        `torch.Tensor` of shape `(B, T)`: the ratio in `[exp(-20), exp(20)]`, constant along a sequence for the two
-        sequence levels, and 0 outside `valid`.
+        `torch.Tensor` of shape `(B, T)`: the ratio in `[0, exp(20)]`, constant along a sequence for the two sequence
+        levels, and 0 outside `valid`.
     """
     if level == "sequence":
         log_ratio = log_ratio.sum(-1, keepdim=True)
@@ -124,7 +124,7 @@ def importance_ratio(log_ratio: torch.Tensor, valid: torch.Tensor, *, level: str
         log_ratio = log_ratio.sum(-1, keepdim=True) / valid.sum(-1, keepdim=True).clamp(min=1)
     elif level != "token":
         raise ValueError(f"`level` must be one of {LEVELS}, got {level!r}.")
-    ratio = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+    ratio = log_ratio.clamp(max=LOG_RATIO_BOUND).exp()
     return ratio.expand_as(valid).masked_fill(~valid, 0.0)
 
 

@@ -73,7 +73,8 @@ def check_trl(trainer: type):
         `ImportError`: if the version is outside the supported range, or a method that is touched has moved.
     """
     installed = version("trl")
-    if not Version(OLDEST) <= Version(installed) < Version(FIRST_UNSUPPORTED):
+    release = Version(Version(installed).base_version)  # 2.0.0.dev0 sorts before 2, but is not a 1.x
+    if not Version(OLDEST) <= release < Version(FIRST_UNSUPPORTED):
         raise ImportError(
             f"trl-rollout-corr works with trl>={OLDEST},<{FIRST_UNSUPPORTED}, got trl {installed}. "
             f"Run `pip install 'trl>={OLDEST},<{FIRST_UNSUPPORTED}'`."

@@ -47,7 +47,6 @@ class OldPass:
         self.answer = answer
         self.calls = 0
         self.logps: torch.Tensor | None = None
-        self.attention_mask: torch.Tensor | None = None
 
     @property
     def runs(self) -> bool:
@@ -55,18 +54,12 @@ class OldPass:
 
     def __call__(self, forward: Callable, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs) -> tuple:
         self.calls += 1
+        if self.calls == 1 and not self.runs:
+            outputs = (self.answer(input_ids, logits_to_keep), None, None)
+        else:
+            outputs = forward(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
         if self.calls == 1:
-            self.attention_mask = attention_mask
-            if self.runs:
-                outputs = forward(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
-            else:
-                outputs = (self.answer(input_ids, logits_to_keep), None, None)
             self.logps = outputs[0]
-            return outputs
-        outputs = forward(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
-        if not self.runs:
-            # RLOO subtracts the reference log-probabilities from the answer; a broken token must not break the reward
-            self.logps.copy_(torch.where(self.logps.isfinite(), self.logps, outputs[0]))
         return outputs
 
 
@@ -197,7 +190,13 @@ class RolloutCorrectionMixin:
         del inputs["advantages"]
         self._loss_batch = batch, inputs
         try:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            if self._loss_batch is not None:
+                raise RuntimeError(
+                    "TRL's loss did not pass through `_get_per_token_logps_and_entropies`, where rollout correction attaches. "
+                    "Install the version of trl that this release was tested with."
+                )
+            return loss
         finally:
             self._loss_batch = None
 

@@ -1,0 +1,187 @@
+"""What is touched in TRL: methods, parameters, dictionary keys and the order of reads. Run these on a new TRL first."""
+
+import inspect
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+from trl import GRPOConfig, GRPOTrainer
+from trl.generation.vllm_generation import VLLMGeneration
+
+from tests.tiny import StaleSampler
+from tests.training import BrokenSampler, build, micro_batches
+from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
+from trl_rollout_corr.trainers import contract
+
+
+@pytest.fixture
+def make(tiny_model_path, tmp_path):
+    def make(trainer_class=GRPOTrainer, sampler=None, **fields):
+        config_class = GRPOConfig if trainer_class is GRPOTrainer else RolloutCorrectedGRPOConfig
+        sampler = sampler or StaleSampler(tiny_model_path)
+        return build(trainer_class, config_class, tiny_model_path, tmp_path, sampler=sampler, **fields)
+
+    return make
+
+
+@pytest.mark.parametrize("owner", contract.METHODS)
+def test_methods_are_where_they_were(owner):
+    assert contract.moved(owner, contract.METHODS[owner]) == []
+
+
+def test_every_overridden_method_is_in_the_contract():
+    own = {
+        name
+        for cls in RolloutCorrectedGRPOTrainer.__mro__[:2]
+        for name, member in vars(cls).items()
+        if inspect.isfunction(member) and hasattr(GRPOTrainer, name) and name != "__init__"
+    }
+    assert own <= set(contract.METHODS[GRPOTrainer])
+
+
+@pytest.mark.parametrize("version", ["1.15.0", "2.0.0", "2.0.0.dev0"])
+def test_another_trl_is_refused(monkeypatch, version):
+    monkeypatch.setattr(contract, "version", lambda name: version)
+    with pytest.raises(ImportError, match=rf"trl>=1.16,<2, got trl {version}.*pip install"):
+        contract.check_trl(GRPOTrainer)
+
+
+def test_what_moved_is_named(monkeypatch, make):
+    monkeypatch.setitem(contract.METHODS, GRPOTrainer, {"_compute_loss": ["self", "batch"], "_score": ["self"]})
+    with pytest.raises(ImportError, match=r"`GRPOTrainer._compute_loss` starts with.*`GRPOTrainer._score` is gone"):
+        make(RolloutCorrectedGRPOTrainer)
+
+
+def test_the_supported_range_is_the_one_in_the_package_metadata():
+    from importlib.metadata import requires
+
+    requirement = next(Requirement(r) for r in requires("trl-rollout-corr") if Requirement(r).name == "trl")
+    assert str(requirement.specifier) == f"<{contract.FIRST_UNSUPPORTED},>={contract.OLDEST}"
+
+
+def test_keys_of_a_scored_batch(make, tiny_model_path):
+    def add_mask(output):
+        output["env_mask"] = [[1] * len(ids) for ids in output["completion_ids"]]
+
+    sampler = BrokenSampler(tiny_model_path, add_mask)
+    batch = micro_batches(make(sampler=sampler, schedule="several steps per generation", beta=0.1))[0]
+    shape = batch["completion_ids"].shape
+    for key in (
+        "completion_mask",
+        "tool_mask",
+        "old_per_token_logps",
+        "sampling_per_token_logps",
+        "ref_per_token_logps",
+    ):
+        assert batch[key].shape == shape
+    assert batch["advantages"].shape == shape[:1]
+    assert batch["num_items_in_batch"].dim() == 0
+    assert {"prompt_ids", "prompt_mask"} <= batch.keys()
+
+
+def test_the_old_pass_is_the_first_and_depends_on_the_iterations(make):
+    for schedule, expected in (("aligned", 1), ("two iterations", 2)):
+        trainer, calls = make(schedule=schedule, beta=0.1), []
+        forward = trainer._get_per_token_logps_and_entropies
+        trainer._get_per_token_logps_and_entropies = lambda model, *args, calls=calls, forward=forward, **kwargs: (
+            calls.append(model) or forward(model, *args, **kwargs)
+        )
+        micro_batches(trainer)
+        assert len(calls) == expected
+        assert calls[-1] is trainer.ref_model
+        assert calls[0] is (trainer.model if expected == 2 else trainer.ref_model)
+
+
+def test_num_iterations_is_read_by_scoring_for_nothing_else():
+    source = inspect.getsource(GRPOTrainer._generate_and_score_completions)
+    assert source.count("self.num_iterations") == 1
+    assert "generate_every = self.args.steps_per_generation * self.num_iterations" in source
+
+
+class Reads(dict):
+    """A batch that remembers the order in which its keys are read."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.order = []
+
+    def __getitem__(self, key):
+        self.order.append(key)
+        return super().__getitem__(key)
+
+    def get(self, key, default=None):
+        self.order.append(key)
+        return super().get(key, default)
+
+
+def test_the_loss_reads_anchor_and_advantages_after_the_forward(make):
+    trainer = make(schedule="several steps per generation")
+    batch = Reads(micro_batches(trainer)[0])
+    forward = trainer._get_per_token_logps_and_entropies
+    trainer._get_per_token_logps_and_entropies = lambda *args, **kwargs: (
+        batch.order.append("forward") or forward(*args, **kwargs)
+    )
+    trainer.compute_loss(trainer.model, batch)
+    position = batch.order.index
+    assert position("completion_mask") < position("forward") < position("advantages")
+    assert position("forward") < position("old_per_token_logps")
+    assert batch.order.count("forward") == 1
+
+
+def test_the_loss_takes_advantages_per_token(make):
+    trainer = make()
+    batch = micro_batches(trainer)[0]
+    shape = batch["completion_ids"].shape
+    per_token = {**batch, "advantages": batch["advantages"][:, None].expand(shape)}
+    assert trainer.compute_loss(trainer.model, per_token) == trainer.compute_loss(trainer.model, batch)
+
+
+def test_the_buffer_returns_the_same_object_at_every_visit(make):
+    trainer = make(schedule="two iterations")
+    batches = micro_batches(trainer)
+    trainer._step = 2  # the second visit of the first micro-batch
+    assert trainer._prepare_inputs([]) is batches[0]
+
+
+def test_generate_returns_completions_and_log_probabilities_where_they_are_read(make):
+    generated = make()._generate(["12 ab=", "3 4="])
+    assert [len(ids) for ids in generated[1]] == [len(logprobs) for logprobs in generated[4]]
+
+
+def test_names_of_the_sampler():
+    assert {"mode", "accelerator", "logprobs", "generation_kwargs"} <= set(
+        inspect.signature(VLLMGeneration.__init__).parameters
+    ) | {"accelerator"}
+    assert "logprob_token_ids" in VLLMGeneration.generate.__doc__
+
+
+def test_a_forward_pass_more_while_scoring_is_an_error(make):
+    class Changed(RolloutCorrectedGRPOTrainer):
+        def _calculate_rewards(self, *args):
+            ids = torch.ones(1, 4, dtype=torch.long)
+            self._get_per_token_logps_and_entropies(self.model, ids, ids, 2)
+            return super()._calculate_rewards(*args)
+
+    with pytest.raises(RuntimeError, match="2 forward passes while scoring where 1 were expected"):
+        micro_batches(make(Changed))
+
+
+def test_a_loss_that_reads_the_advantages_too_early_is_an_error(make):
+    class Changed(RolloutCorrectedGRPOTrainer):
+        def _compute_loss(self, model, inputs):
+            inputs["advantages"].sum()
+            return super()._compute_loss(model, inputs)
+
+    trainer = make(Changed)
+    with pytest.raises(KeyError, match="advantages"):
+        trainer.compute_loss(trainer.model, micro_batches(trainer)[0])
+
+
+def test_a_correction_that_was_never_reached_is_an_error(make):
+    class Changed(RolloutCorrectedGRPOTrainer):
+        def _compute_loss(self, model, inputs):
+            return torch.zeros((), requires_grad=True)  # no forward through the choke point
+
+    trainer = make(Changed)
+    with pytest.raises(RuntimeError, match="did not pass"):
+        trainer.compute_loss(trainer.model, micro_batches(trainer)[0])

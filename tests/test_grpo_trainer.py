@@ -1,0 +1,613 @@
+"""`RolloutCorrectedGRPOTrainer` on the real TRL, with a sampler that is not the trainer's policy."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM
+from trl import GRPOConfig, GRPOTrainer
+
+from tests.tiny import StaleSampler, length_reward, prompts
+from tests.training import (
+    SCHEDULES,
+    VISITED_BEFORE_UPDATE,
+    BrokenSampler,
+    build,
+    counting_forwards,
+    gradients,
+    logged,
+    losses,
+    micro_batches,
+)
+from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer, RolloutCorrectionConfig
+from trl_rollout_corr.trainers.mixin import ROLLOUT_LOGPS
+
+
+LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo"]
+LORA = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], init_lora_weights="gaussian")
+
+
+@pytest.fixture
+def make(tiny_model_path, tmp_path):
+    """Build a trainer; by default ours, with a stale sampler."""
+
+    def make(trainer_class=RolloutCorrectedGRPOTrainer, sampler=None, model=tiny_model_path, **fields):
+        config_class = GRPOConfig if trainer_class is GRPOTrainer else RolloutCorrectedGRPOConfig
+        if trainer_class is GRPOTrainer:
+            fields.setdefault("vllm_importance_sampling_correction", False)
+        sampler = sampler or StaleSampler(tiny_model_path)
+        return build(trainer_class, config_class, model, tmp_path, sampler=sampler, **fields)
+
+    return make
+
+
+def loss_type_fields(loss_type):
+    return {"loss_type": loss_type, "epsilon_high": 5.0 if loss_type == "cispo" else 0.2}
+
+
+# Off means off --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss_type", [*LOSS_TYPES, "vespo"])
+def test_metrics_only_is_bit_for_bit_trl(make, loss_type):
+    fields = {**loss_type_fields(loss_type), "beta": 0.1}
+    plain = losses(make(GRPOTrainer, **fields))
+    assert losses(make(rollout_correction="disabled", **fields)) == plain
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_metrics_only_is_bit_for_bit_trl_in_every_schedule(make, schedule):
+    plain = losses(make(GRPOTrainer, schedule=schedule, max_steps=6))
+    measured = make(
+        schedule=schedule,
+        max_steps=6,
+        rollout_metrics_only=True,
+        rollout_is="sequence",
+        rollout_is_batch_normalize=True,
+        rollout_rs="token_k1",
+        rollout_rs_threshold=1.5,
+    )
+    assert losses(measured) == plain
+    assert all(value != 1.0 for value in logged(measured, "rollout_is_mean"))
+    assert all(value > 0.0 for value in logged(measured, "rollout_rs_masked_fraction"))
+
+
+def test_metrics_only_makes_no_forward_of_its_own(make):
+    for schedule in SCHEDULES:
+        counts = []
+        for trainer in (make(GRPOTrainer, schedule=schedule), make(rollout_correction="disabled", schedule=schedule)):
+            with counting_forwards(trainer) as count:
+                trainer.train()
+            counts.append(count["forwards"])
+        assert counts[0] == counts[1], schedule
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_weights_of_one_change_nothing(make, loss_type):
+    class SamePolicy(StaleSampler):
+        """Returns no log-probabilities of its own, but those of the trainer."""
+
+        def __call__(self, prompts, trainer):
+            self.model.load_state_dict(trainer.model.state_dict())
+            return super().__call__(prompts, trainer)
+
+    def same(model):
+        return SamePolicy(model, noise=0.0)
+
+    path = make().model.config._name_or_path
+    plain = losses(make(GRPOTrainer, sampler=same(path), **loss_type_fields(loss_type)))
+    fields = {"rollout_is": "sequence", "rollout_rs": "token_k1", "rollout_rs_threshold": 1.1}
+    corrected = losses(make(sampler=same(path), **fields, **loss_type_fields(loss_type)))
+    assert corrected == [pytest.approx(step, rel=1e-4, abs=1e-6) for step in plain]
+
+
+# Decoupled mode -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_decoupled_forwards_are_counted(make, schedule):
+    accumulation, per_generation, iterations = SCHEDULES[schedule]
+    steps = 4
+    trainer = make(schedule=schedule, max_steps=steps)
+    with counting_forwards(trainer) as count:
+        trainer.train()
+    micro_steps = steps * accumulation
+    generations = math.ceil(micro_steps / (per_generation * iterations))
+    old_pass = 0 if schedule in VISITED_BEFORE_UPDATE else generations * per_generation
+    assert count["forwards"] == micro_steps + old_pass
+
+
+@pytest.mark.parametrize("iterations", [2, 4])
+@pytest.mark.parametrize(
+    "fields", [{}, {"rollout_is": "sequence", "rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.5}]
+)
+def test_old_policy_of_the_first_visit_equals_a_recomputed_one(make, monkeypatch, iterations, fields):
+    fields = {**fields, "num_iterations": iterations, "max_steps": 2 * iterations, "beta": 0.04}
+    first_visit = losses(make(**fields))
+    monkeypatch.setattr(RolloutCorrectedGRPOTrainer, "_needs_old_pass", True)
+    trainer = make(**fields)
+    with counting_forwards(trainer) as count:
+        recomputed = losses(trainer)
+    assert count["forwards"] > 2 * 2 * iterations  # it did compute it
+    assert first_visit == [pytest.approx(step, rel=1e-5, abs=1e-5) for step in recomputed]
+
+
+def test_the_ratio_moves_over_iterations_and_the_weights_do_not(make):
+    trainer = make(schedule="two iterations", max_steps=2)
+    seen = []
+    enter_loss = trainer._enter_loss
+
+    def spy(inputs, logps, anchor, coefficients):
+        seen.append(((logps.detach() - anchor).abs().max().item(), coefficients))
+        return enter_loss(inputs, logps, anchor, coefficients)
+
+    trainer._enter_loss = spy
+    trainer.train()
+    (first, weights), (second, weights_again) = seen[0], seen[2]
+    assert first == 0.0
+    assert second > 0.0
+    assert weights is weights_again
+
+
+@pytest.mark.parametrize("schedule", ["aligned", "several steps per generation"])
+def test_batch_normalisation_spans_the_generation_batch(make, schedule):
+    trainer = make(schedule=schedule, rollout_is="sequence", rollout_is_batch_normalize=True)
+    batches = micro_batches(trainer)
+    weights = torch.cat([batch["rollout_corr_coefficients"].amax(-1) for batch in batches])
+    assert weights.mean() == pytest.approx(1.0, abs=1e-6)
+    assert weights.std() > 0.01
+    for batch in batches:  # and not each micro-batch
+        assert batch["rollout_corr_coefficients"].amax(-1).mean() != pytest.approx(1.0, abs=1e-4)
+
+
+def test_renormalisation_scales_the_loss_by_valid_over_kept(make):
+    fields = {"rollout_is": None, "rollout_rs": "token_k1", "rollout_rs_threshold": 1.2, "loss_type": "dapo"}
+    plain, renormalized = make(**fields), make(rollout_rs_renormalize=True, **fields)
+    gradient, scaled = (gradients(trainer, micro_batches(trainer)[0]) for trainer in (plain, renormalized))
+    batches = renormalized._buffered_inputs
+    valid = sum(batch["completion_mask"].sum() for batch in batches)
+    kept = sum((batch["rollout_corr_coefficients"] > 0).sum() for batch in batches)
+    assert 0 < kept < valid
+    for name in gradient:
+        torch.testing.assert_close(scaled[name], gradient[name] * valid / kept)
+
+
+def test_rejected_tokens_stay_in_the_denominators(make):
+    # Rejecting every token of half the rows must leave the gradient of the others alone
+    trainer = make(rollout_is=None, rollout_rs="seq_mean_k1", rollout_rs_threshold=1.05, loss_type="grpo")
+    batch = micro_batches(trainer)[0]
+    corrected = gradients(trainer, batch)
+    kept = batch["rollout_corr_coefficients"].amax(-1)
+    assert 0 < kept.sum() < len(kept)
+    plain = make(GRPOTrainer, loss_type="grpo")
+    expected = micro_batches(plain)[0]
+    expected["advantages"] = expected["advantages"] * kept
+    for name, gradient in gradients(plain, expected).items():
+        torch.testing.assert_close(corrected[name], gradient)
+
+
+# Bypass mode ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss", ["ppo_clip", "reinforce"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_bypass_makes_no_extra_forward_in_any_schedule(make, loss, schedule, beta):
+    trainer = make(
+        schedule=schedule, bypass_mode=True, rollout_loss_type=loss, rollout_is="sequence", beta=beta, max_steps=4
+    )
+    with counting_forwards(trainer) as count:
+        trainer.train()
+    assert count["forwards"] == 4 * SCHEDULES[schedule][0]  # the reference model is another module
+
+
+def policy_logps(trainer, batch):
+    """Log-probabilities of the current policy with gradient, without any of TRL's code."""
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+    attention_mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+    length = batch["completion_ids"].size(1)
+    logits = trainer.model(ids, attention_mask=attention_mask).logits[:, -length - 1 : -1]
+    return logits.log_softmax(-1).gather(-1, batch["completion_ids"].unsqueeze(-1)).squeeze(-1)
+
+
+def assert_gradients_equal(found, expected):
+    scale = max(gradient.abs().max() for gradient in expected.values())
+    assert scale > 0
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name] / scale, gradient / scale, rtol=1e-4, atol=1e-6)
+
+
+def reduce(per_token, batch, trainer, loss_type):
+    """TRL's reductions, written out."""
+    mask = batch["completion_mask"]
+    accumulation = trainer.args.gradient_accumulation_steps
+    if loss_type == "grpo":
+        return ((per_token * mask).sum(1) / mask.sum(1)).mean() / accumulation
+    return (per_token * mask).sum() / (batch["num_items_in_batch"] * accumulation / trainer.args.steps_per_generation)
+
+
+def backward(loss, trainer):
+    trainer.model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric", None])
+def test_reinforce_is_minus_weight_advantage_logp(make, loss_type, level):
+    trainer = make(
+        bypass_mode=True, rollout_loss_type="reinforce", rollout_is=level, loss_type=loss_type,
+        rollout_rs="token_k2", rollout_rs_threshold=0.2,
+    )  # fmt: skip
+    batch = micro_batches(trainer)[0]
+    found = gradients(trainer, batch)
+    logps = policy_logps(trainer, batch)
+    d = torch.where(batch["completion_mask"].bool(), logps.detach() - batch[ROLLOUT_LOGPS], 0.0)
+    exponent = {
+        "token": d,
+        "sequence": d.sum(1, keepdim=True),
+        "geometric": d.sum(1, keepdim=True) / batch["completion_mask"].sum(1, keepdim=True),
+        None: torch.zeros_like(d),
+    }[level]
+    weights = exponent.exp().clamp(max=2.0) * (d**2 / 2 <= 0.2)
+    loss = reduce(-weights * batch["advantages"][:, None] * logps, batch, trainer, loss_type)
+    assert_gradients_equal(found, backward(loss, trainer))
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+def test_bypass_ppo_clips_around_the_rollout_policy(make, loss_type):
+    trainer = make(
+        bypass_mode=True, rollout_is="token", loss_type=loss_type, rollout_rs="seq_max_k2", rollout_rs_threshold=0.05
+    )
+    batch = micro_batches(trainer)[0]
+    found = gradients(trainer, batch)
+    logps = policy_logps(trainer, batch)
+    mask = batch["completion_mask"].bool()
+    d = torch.where(mask, logps.detach() - batch[ROLLOUT_LOGPS], 0.0)
+    keep = (d**2 / 2).amax(1, keepdim=True) <= 0.05
+    assert 0 < keep.sum() < len(keep)
+    ratio = torch.where(mask, (logps - batch[ROLLOUT_LOGPS]).exp(), 1.0)
+    advantages = batch["advantages"][:, None]
+    per_token = -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages) * keep
+    assert_gradients_equal(found, backward(reduce(per_token, batch, trainer, loss_type), trainer))
+    assert logged_now(trainer, "rollout_is_mean") != 1.0  # reported
+
+
+def logged_now(trainer, key):
+    return trainer._statistics["train"].finish()[f"rollout_corr/{key}"]
+
+
+def test_a_saturated_ratio_gives_no_gradient_and_no_nan(make, tiny_model_path):
+    def shift(output):
+        output["logprobs"] = [[x - 200.0 for x in sequence] for sequence in output["logprobs"]]  # ratio e^200
+
+    trainer = make(sampler=BrokenSampler(tiny_model_path, shift), rollout_correction="bypass_ppo_clip")
+    assert losses(trainer) == [(0.0, 0.0)] * 3
+
+
+def test_bypass_recomputes_the_weights_at_every_visit(make):
+    trainer = make(schedule="two iterations", bypass_mode=True, rollout_loss_type="reinforce", max_steps=2)
+    seen = []
+    enter_loss = trainer._enter_loss
+
+    def spy(inputs, logps, anchor, coefficients):
+        seen.append(coefficients)
+        return enter_loss(inputs, logps, anchor, coefficients)
+
+    trainer._enter_loss = spy
+    trainer.train()
+    assert not torch.equal(seen[0], seen[2])
+
+
+# With TRL's own options -----------------------------------------------------------------------------------------------
+
+MODES = {
+    "decoupled": {"rollout_is": "token", "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": [0.7, 1.5]},
+    "ppo_clip": {"bypass_mode": True, "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": [0.7, 1.5]},
+    "reinforce": {"bypass_mode": True, "rollout_loss_type": "reinforce", "rollout_is": "sequence"},
+}
+
+
+def assert_trains(trainer):
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+    steps = losses(trainer)
+    assert all(math.isfinite(x) for step in steps for x in step)
+    assert any(gradient > 0 for _, gradient in steps)
+    assert any(not torch.equal(p, before[name]) for name, p in trainer.model.named_parameters() if p.requires_grad)
+    assert logged(trainer, "kl")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_trains_with_every_loss_type(make, mode, loss_type):
+    assert_trains(make(**MODES[mode], **loss_type_fields(loss_type)))
+
+
+OPTIONS = {
+    "beta": {"beta": 0.1},
+    "reference model synced": {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2},
+    "gradient checkpointing": {"gradient_checkpointing": True},
+    "truncated completions masked": {"mask_truncated_completions": True},
+    "off-policy sequence mask": {"off_policy_mask_threshold": 0.05},
+    "high-entropy tokens": {"top_entropy_quantile": 0.5},
+    "entropy bonus": {"entropy_coef": 0.01},
+    "two-sided clipping": {"delta": 1.5},
+    "batch-scaled rewards": {"scale_rewards": "batch"},
+    "padding to a multiple": {"pad_to_multiple_of": 4},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_trains_with_options_of_trl(make, mode, option):
+    assert_trains(make(**MODES[mode], **OPTIONS[option]))
+
+
+@pytest.mark.parametrize("mode", ["decoupled", "ppo_clip"])
+def test_trains_with_sequence_level_ratios(make, mode):
+    assert_trains(make(**MODES[mode], importance_sampling_level="sequence", loss_type="grpo"))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+@pytest.mark.parametrize("schedule", ["aligned", "two iterations", "several steps per generation"])
+def test_trains_a_lora_adapter(make, tiny_model_path, mode, beta, schedule):
+    trainer = make(**MODES[mode], beta=beta, schedule=schedule, extra={"peft_config": LORA})
+    base = AutoModelForCausalLM.from_pretrained(tiny_model_path).state_dict()
+    assert_trains(trainer)
+    merged = trainer.model.merge_and_unload().state_dict()
+    assert not torch.equal(
+        merged["model.layers.0.self_attn.q_proj.weight"], base["model.layers.0.self_attn.q_proj.weight"]
+    )
+    assert torch.equal(merged["lm_head.weight"], base["lm_head.weight"])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_reference_pass_is_not_mistaken_for_the_old_pass(make, mode):
+    # With PEFT both run on the same module, so only the order of the calls tells them apart
+    trainer = make(**MODES[mode], beta=0.1, schedule="two iterations", extra={"peft_config": LORA})
+    with torch.no_grad():
+        for name, p in trainer.model.named_parameters():
+            if "lora_B" in name:
+                p.normal_()  # the policy is not its reference any more
+    batch = micro_batches(trainer)[0]
+    with trainer.model.disable_adapter():
+        reference = policy_logps(trainer, batch).detach()
+    mask = batch["completion_mask"].bool()
+    torch.testing.assert_close(batch["ref_per_token_logps"][mask], reference[mask], rtol=1e-4, atol=1e-4)
+    assert (policy_logps(trainer, batch).detach()[mask] - reference[mask]).abs().max() > 0.1
+
+
+def test_tool_tokens_are_out_of_weights_rejection_and_metrics(make, tiny_model_path):
+    def with_tool_tokens(output):
+        output["env_mask"] = [[i % 3 != 1 for i in range(len(ids))] for ids in output["completion_ids"]]
+        output["env_mask"] = [[int(x) for x in mask] for mask in output["env_mask"]]
+        for sequence, mask in zip(output["logprobs"], output["env_mask"], strict=True):
+            sequence[:] = [x if m else 0.0 for x, m in zip(sequence, mask, strict=True)]
+
+    trainer = make(
+        sampler=BrokenSampler(tiny_model_path, with_tool_tokens, min_length=4),
+        rollout_is="sequence", rollout_rs="seq_max_k2", rollout_rs_threshold=2.0,
+    )  # fmt: skip
+    batch = micro_batches(trainer)[0]
+    assert (batch["tool_mask"] == 0).any()
+    gradients(trainer, batch)
+    assert (batch["rollout_corr_coefficients"][batch["tool_mask"] == 0] == 0).all()
+    assert (batch["rollout_corr_coefficients"] > 0).any()
+    assert logged_now(trainer, "log_ratio_max") < 2.0  # a tool token would show its own negative log-probability
+    assert_trains(trainer)
+
+
+def test_evaluation_has_its_own_metrics(make):
+    for mode in MODES.values():
+        trainer = make(
+            **mode,
+            eval_strategy="steps",
+            eval_steps=2,
+            per_device_eval_batch_size=4,
+            extra={"eval_dataset": prompts(8)},
+        )
+        trainer.train()
+        evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
+        assert evaluations
+        assert all(math.isfinite(entry["eval_rollout_corr/k3_kl"]) for entry in evaluations)
+        assert not any("rollout_corr/kl" in entry for entry in evaluations)
+        assert len(logged(trainer, "kl")) == 3
+
+
+def test_resuming_gives_the_losses_of_an_uninterrupted_run(make, tmp_path):
+    for schedule in ("aligned", "several generations per step"):
+        fields = {
+            "schedule": schedule,
+            "max_steps": 4,
+            "rollout_rs": "token_k1",
+            "rollout_rs_threshold": 1.5,
+            "seed": 1,
+        }
+        uninterrupted = losses(make(**fields))
+        output = {"output_dir": str(tmp_path / schedule), "save_strategy": "steps", "save_steps": 2}
+        first = make(**{**fields, **output})
+        first.train()
+        resumed = make(**{**fields, **output})
+        resumed.train(resume_from_checkpoint=str(tmp_path / schedule / "checkpoint-2"))
+        history = [(e["loss"], e["grad_norm"]) for e in resumed.state.log_history if "loss" in e]
+        assert history == [pytest.approx(step, rel=1e-5) for step in uninterrupted]
+        assert len(logged(resumed, "kl")) == 4
+
+
+def test_metrics_do_not_depend_on_accumulation_or_logging(make):
+    # the same 16 completions, in one or four micro-batches, logged at once
+    def final(**fields):
+        trainer = make(learning_rate=0.0, max_steps=1, rollout_rs="token_k1", rollout_rs_threshold=1.2, **fields)
+        trainer.train()
+        return {k: v for k, v in trainer.state.log_history[0].items() if k.startswith("rollout_corr/")}
+
+    one = final(per_device_train_batch_size=16, gradient_accumulation_steps=1, steps_per_generation=1)
+    four = final(per_device_train_batch_size=4, gradient_accumulation_steps=4, steps_per_generation=4)
+    assert one == pytest.approx(four, rel=1e-4, abs=1e-6)
+
+
+def test_a_maximum_stays_a_maximum_over_the_logging_window(make):
+    fields = {"learning_rate": 0.0, "max_steps": 4}
+    every_step, once = make(**fields), make(logging_steps=4, **fields)
+    every_step.train()
+    once.train()
+    assert logged(once, "log_ratio_max") == [pytest.approx(max(logged(every_step, "log_ratio_max")))]
+    assert logged(once, "rollout_is_min") == [pytest.approx(min(logged(every_step, "rollout_is_min")))]
+
+
+# What can go wrong ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_batch_where_everything_is_rejected_teaches_nothing(make, tiny_model_path, mode):
+    fields = {**MODES[mode], "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": 1.0001}
+    trainer = make(sampler=StaleSampler(tiny_model_path, noise=2.0), **fields)
+    with pytest.warns(UserWarning, match="Every token of a logging window was rejected"):
+        steps = losses(trainer)
+    assert steps == [(0.0, 0.0)] * 3
+    assert logged(trainer, "effective_lr") == [0.0] * 3
+    assert all(p.isfinite().all() for p in trainer.model.parameters())
+
+
+def break_some(output):
+    for sequence in output["logprobs"][::2]:
+        sequence[0] = None  # what vLLM's NaN becomes on its way through TRL
+
+
+def break_all(output):
+    output["logprobs"] = [[math.nan] * len(sequence) for sequence in output["logprobs"]]
+
+
+@pytest.mark.filterwarnings("ignore:A fraction of")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("policy", ["drop", "neutralize"])
+def test_broken_log_probabilities_are_survived_and_counted(make, tiny_model_path, mode, policy):
+    trainer = make(sampler=BrokenSampler(tiny_model_path, break_some), **MODES[mode], rollout_nan_policy=policy)
+    assert_trains(trainer)
+    assert all(0 < value < 1 for value in logged(trainer, "nonfinite_fraction"))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_broken_log_probabilities_can_stop_the_run(make, tiny_model_path, mode):
+    trainer = make(sampler=BrokenSampler(tiny_model_path, break_some), **MODES[mode], rollout_nan_policy="raise")
+    with pytest.raises(ValueError, match="`rollout_nan_policy` is 'raise'"):
+        trainer.train()
+
+
+def test_broken_log_probabilities_are_warned_about(make, tiny_model_path):
+    trainer = make(sampler=BrokenSampler(tiny_model_path, break_some))
+    with pytest.warns(UserWarning, match="came without a finite log-probability"):
+        trainer.train()
+
+
+@pytest.mark.filterwarnings("ignore:A fraction of", "ignore:Every token")
+def test_broken_log_probabilities_leave_a_measured_run_alone(make, tiny_model_path):
+    sampler = BrokenSampler(tiny_model_path, break_some)
+    assert losses(make(sampler=sampler, rollout_correction="disabled")) == losses(make(GRPOTrainer, sampler=sampler))
+
+
+@pytest.mark.filterwarnings("ignore:A fraction of", "ignore:Every token")
+@pytest.mark.parametrize("mode", MODES)
+def test_a_sampler_without_a_single_finite_log_probability(make, tiny_model_path, mode):
+    trainer = make(sampler=BrokenSampler(tiny_model_path, break_all), **MODES[mode])
+    assert losses(trainer) == [(0.0, 0.0)] * 3
+    assert logged(trainer, "nonfinite_fraction") == [1.0] * 3
+    neutral = make(
+        sampler=BrokenSampler(tiny_model_path, break_all), **{**MODES[mode], "rollout_nan_policy": "neutralize"}
+    )
+    plain = losses(make(GRPOTrainer))
+    assert losses(neutral)[0] == pytest.approx(plain[0], rel=1e-4, abs=1e-6)
+
+
+def test_dropped_and_neutralised_tokens_in_the_gradient(make, tiny_model_path):
+    for mode in MODES.values():
+        for policy, share in (("drop", 0.0), ("neutralize", 1.0)):
+            trainer = make(sampler=BrokenSampler(tiny_model_path, break_all), **mode, rollout_nan_policy=policy)
+            batch = micro_batches(trainer)[0]
+            found = gradients(trainer, batch)
+            loss = reduce(-batch["advantages"][:, None] * policy_logps(trainer, batch), batch, trainer, "dapo")
+            for name, gradient in backward(loss, trainer).items():
+                torch.testing.assert_close(found[name], share * gradient, rtol=1e-4, atol=1e-5)
+
+
+def drop_log_probabilities(output):
+    output["logprobs"] = None
+
+
+def drop_the_last(output):
+    output["logprobs"][2] = output["logprobs"][2][:-1]
+
+
+def drop_a_sequence(output):
+    output["logprobs"].pop()
+
+
+def nest(output):
+    output["logprobs"] = [[[x] for x in sequence] for sequence in output["logprobs"]]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (drop_log_probabilities, "without log-probabilities.*Set `use_vllm=True`, or return them as `logprobs`"),
+        (drop_the_last, r"`logprobs\[2\]` must have one entry per token.*Check that `rollout_func`"),
+        (drop_a_sequence, r"got 7 lists for 8 completions"),
+        (nest, r"`logprobs\[0\]` must be a flat list.*keep the log-probability of the sampled one"),
+    ],
+)
+def test_log_probabilities_that_are_missing_or_misshapen(make, tiny_model_path, change, message):
+    trainer = make(sampler=BrokenSampler(tiny_model_path, change, min_length=3))
+    with pytest.raises(ValueError, match=message):
+        trainer.train()
+
+
+def test_a_dead_sampler_ends_the_run(make, tiny_model_path):
+    class Dead(StaleSampler):
+        def __call__(self, prompts, trainer):
+            raise RuntimeError("EngineDeadError")
+
+    with pytest.raises(RuntimeError, match="EngineDeadError"):
+        make(sampler=Dead(tiny_model_path)).train()
+
+
+def test_no_sampler_at_all(tiny_model_path, tmp_path):
+    with pytest.raises(ValueError, match="`use_vllm` is False.*Set `use_vllm=True`, or use `GRPOTrainer`"):
+        build(RolloutCorrectedGRPOTrainer, RolloutCorrectedGRPOConfig, tiny_model_path, tmp_path)
+
+
+def test_the_wrong_configuration_class(tiny_model_path, tmp_path):
+    with pytest.raises(TypeError, match="`args` must be a `RolloutCorrectedGRPOConfig`, got a `GRPOConfig`"):
+        build(RolloutCorrectedGRPOTrainer, GRPOConfig, tiny_model_path, tmp_path)
+
+
+def test_args_may_be_left_out(tiny_model_path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    on_cpu = partial(RolloutCorrectedGRPOConfig, use_cpu=True, bf16=False)  # TRL's default is bf16, for a GPU
+    monkeypatch.setattr(RolloutCorrectedGRPOTrainer, "_config_class", on_cpu)
+    trainer = RolloutCorrectedGRPOTrainer(
+        tiny_model_path, length_reward, train_dataset=prompts(), rollout_func=StaleSampler(tiny_model_path)
+    )
+    assert isinstance(trainer.args, RolloutCorrectedGRPOConfig)
+    assert trainer.args.output_dir.endswith("-GRPO")
+
+
+def test_a_report_of_user_code_does_not_wait_for_other_ranks(make):
+    trainer = make()
+    gradients(trainer, micro_batches(trainer)[0])
+    trainer.accelerator.gather = None  # would raise
+    trainer.log({"my_metric": 1.0})
+
+
+def test_user_logs_do_not_reset_the_window(make):
+    trainer = make()
+    gradients(trainer, micro_batches(trainer)[0])
+    before = trainer._statistics["train"]
+    trainer.log({"my_metric": 1.0})
+    assert trainer._statistics["train"] is before
+
+
+def test_the_configuration_of_a_trainer_is_a_rollout_correction_config(make):
+    assert isinstance(make().args, RolloutCorrectionConfig)

@@ -1,0 +1,131 @@
+"""The trainers on a real vLLM engine, on the CPU, colocated."""
+
+import math
+
+import pytest
+import torch
+from peft import LoraConfig
+from trl import GRPOConfig, GRPOTrainer
+
+from tests.training import build, counting_forwards, logged, losses
+from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
+from trl_rollout_corr.sampler import sync_weights_on_cpu
+
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture
+def make(tiny_model_path, tmp_path, shared_engine):
+    def make(trainer_class=RolloutCorrectedGRPOTrainer, **fields):
+        config_class = GRPOConfig if trainer_class is GRPOTrainer else RolloutCorrectedGRPOConfig
+        fields = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 64, **fields}
+        trainer = build(trainer_class, config_class, tiny_model_path, tmp_path, **fields)
+        sync_weights_on_cpu(trainer.vllm_generation)  # TRL's own push of weights fails on a CPU
+        return trainer
+
+    return make
+
+
+def freeze_sampler(trainer, spread: float):
+    """Give vLLM weights of its own, and never push the trainer's: a sampler from another policy."""
+    generator = torch.Generator().manual_seed(0)
+    weights = [
+        (name, p + spread * p.std().nan_to_num() * torch.randn(p.shape, generator=generator))
+        for name, p in trainer.vllm_generation._iter_named_params()
+    ]
+    runner = trainer.vllm_generation.llm.llm_engine.model_executor.driver_worker.model_runner
+    with torch.no_grad():
+        runner.reload_weights(weights_iterator=iter(weights))
+    trainer.vllm_generation.llm.reset_prefix_cache()
+    trainer.vllm_generation.sync_weights = lambda: None
+
+
+@pytest.mark.parametrize("peft", [False, True])
+def test_a_synced_float32_sampler_agrees_with_the_trainer(make, peft):
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights="gaussian") if peft else None
+    trainer = make(learning_rate=1e-2, max_steps=4, extra={"peft_config": lora} if peft else None)
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+    trainer.train()
+    moved = max((p - before[name]).abs().max() for name, p in trainer.model.named_parameters() if name in before)
+    assert moved > 1e-3  # an unsynced sampler would show
+    assert max(map(abs, logged(trainer, "log_ratio_max") + logged(trainer, "log_ratio_min"))) < 1e-5
+    assert logged(trainer, "rollout_is_eff_sample_size") == [pytest.approx(1.0)] * 4
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.3])
+def test_log_probabilities_are_those_after_temperature(make, temperature):
+    trainer = make(temperature=temperature)
+    trainer.train()
+    assert max(map(abs, logged(trainer, "log_ratio_max") + logged(trainer, "log_ratio_min"))) < 1e-4
+
+
+# TRL's mode, and how far the sampler is from the trainer: far enough to reach the bound of 2
+TRUNCATIONS = {"decoupled_token_is": ("token_truncate", 0.15), "decoupled_seq_is": ("sequence_truncate", 0.07)}
+
+
+@pytest.mark.parametrize("preset", TRUNCATIONS)
+@pytest.mark.parametrize(
+    "fields", [{}, {"beta": 0.1, "loss_type": "grpo"}, {"loss_type": "dr_grpo", "num_iterations": 2}]
+)
+def test_truncation_equals_trl_with_one_forward_per_micro_batch_fewer(make, preset, fields):
+    mode, spread = TRUNCATIONS[preset]
+    theirs = make(
+        GRPOTrainer,
+        vllm_importance_sampling_mode=mode,
+        vllm_importance_sampling_clip_max=2.0,
+        **fields,
+    )
+    freeze_sampler(theirs, spread)
+    with counting_forwards(theirs) as their_count:
+        expected = losses(theirs)
+    ours = make(rollout_correction=preset, **fields)
+    freeze_sampler(ours, spread)
+    with counting_forwards(ours) as our_count:
+        found = losses(ours)
+    assert found == [pytest.approx(step, rel=1e-6, abs=1e-6) for step in expected]
+    assert max(logged(ours, "rollout_is_ratio_fraction_high")) > 0  # the bound was reached
+    generations = math.ceil(3 / fields.get("num_iterations", 1))
+    assert their_count["forwards"] - our_count["forwards"] == 2 * generations
+
+
+def test_a_translated_default_of_trl_equals_it(make):
+    theirs = make(GRPOTrainer)  # sequence_mask, clip_max 3
+    freeze_sampler(theirs, 0.15)
+    expected = losses(theirs)
+    settings = {"vllm_importance_sampling_mode": "sequence_mask", "vllm_importance_sampling_clip_max": 3.0}
+    translated = RolloutCorrectedGRPOConfig.from_trl(settings, use_cpu=True, bf16=False)
+    ours = make(rollout_is=translated.rollout_is, rollout_is_threshold=translated.rollout_is_threshold)
+    freeze_sampler(ours, 0.15)
+    assert losses(ours) == [pytest.approx(step, rel=1e-6, abs=1e-6) for step in expected]
+
+
+def test_the_sampled_token_is_taken_among_several_candidates(make):
+    trainer = make(generation_kwargs={"logprobs": 3}, temperature=2.0)  # hot: the most likely token is rarely sampled
+    trainer.train()
+    assert max(map(abs, logged(trainer, "log_ratio_max") + logged(trainer, "log_ratio_min"))) < 1e-4
+
+
+MODES = {
+    "decoupled": {"rollout_correction": "decoupled_geo_rs_token_tis", "rollout_rs_threshold": [0.7, 1.4]},
+    "ppo_clip": {"rollout_correction": "bypass_ppo_clip"},
+    "reinforce": {"rollout_correction": "bypass_pg_is", "rollout_is_batch_normalize": True},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_trains_end_to_end(make, mode):
+    trainer = make(**MODES[mode], schedule="several steps per generation", max_steps=4)
+    freeze_sampler(trainer, 0.05)
+    steps = losses(trainer)
+    assert all(math.isfinite(x) for step in steps for x in step)
+    assert any(gradient > 0 for _, gradient in steps)
+    assert all(value > 0 for value in logged(trainer, "k3_kl"))
+
+
+@pytest.mark.filterwarnings("ignore:A fraction of", "ignore:Every token")
+def test_an_engine_with_broken_weights(make):
+    trainer = make()
+    freeze_sampler(trainer, math.nan)
+    assert losses(trainer) == [(0.0, 0.0)] * 3
+    assert logged(trainer, "nonfinite_fraction") == [1.0] * 3
