@@ -1,0 +1,110 @@
+"""The documents say what the code does."""
+
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
+from trl_rollout_corr.metrics import PREFIX
+from trl_rollout_corr.presets import PRESETS
+from trl_rollout_corr.thresholds import CRITERIA
+
+
+ROOT = Path(__file__).parent.parent
+
+
+def documented_keys() -> set[str]:
+    """Keys in the first column of the tables that list metrics."""
+    text = (ROOT / "docs/metrics.md").read_text().split("## Where values differ")[0]
+    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    return {key for row in rows for key in re.findall(r"`([^`]+)`", row)}
+
+
+def reported_keys() -> set[str]:
+    """Keys of every configuration that adds some, with the names of criteria replaced by `<c>`."""
+    keys = set()
+    for threshold in (2.0, [0.5, 2.0]):
+        config = RolloutCorrectionConfig(
+            rollout_is_threshold=threshold,
+            rollout_is_batch_normalize=True,
+            rollout_rs=list(CRITERIA),
+            rollout_rs_threshold=2.0,
+        )
+        correction = compute_rollout_correction(torch.zeros(1, 1), torch.zeros(1, 1), torch.ones(1, 1), config)
+        keys |= {key.removeprefix(PREFIX) for key in correction.metrics()}
+    pattern = re.compile("|".join(CRITERIA))
+    return {pattern.sub("<c>", key) for key in keys}
+
+
+def test_every_metric_is_documented_and_every_documented_metric_is_reported():
+    assert documented_keys() == reported_keys()
+
+
+def presets_table() -> str:
+    lines = ["| preset | weights | bound | rejection | mode |", "| --- | --- | --- | --- | --- |"]
+    for name in PRESETS:
+        config = RolloutCorrectionConfig.from_preset(name)
+        rules = zip(config.rollout_rs or [], config.rollout_rs_threshold or [], strict=True)
+        rejection = ", ".join(
+            f"`{rule}` in [{bounds[0]:g}, {bounds[1]:g}]" if isinstance(bounds, list) else f"`{rule}` up to {bounds:g}"
+            for rule, bounds in rules
+        )
+        bound = config.rollout_is_threshold
+        bound = f"[{bound[0]:g}, {bound[1]:g}]" if isinstance(bound, list) else f"{bound:g}"
+        weights = (config.rollout_is, bound) if config.rollout_is else ("-", "-")
+        mode = f"bypass, {config.rollout_loss_type}" if config.bypass_mode else "decoupled"
+        lines.append(f"| `{name}` | {weights[0]} | {weights[1]} | {rejection or '-'} | {mode} |")
+    return "\n".join(lines)
+
+
+def test_the_table_of_presets_is_that_of_the_code():
+    assert presets_table() in (ROOT / "docs/presets.md").read_text(), presets_table()
+
+
+DOCUMENTS = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]
+
+
+def blocks(document: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / document).read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_python_in_the_documents_compiles_and_names_what_exists(document):
+    import trl_rollout_corr
+
+    for code in blocks(document, "python"):
+        compile(code, document, "exec")
+        for names in re.findall(r"from trl_rollout_corr import (.+)", code):
+            for name in names.strip("()").split(","):
+                assert hasattr(trl_rollout_corr, name.strip())
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_yaml_in_the_documents_is_a_valid_configuration(document):
+    import yaml
+
+    own = set(RolloutCorrectionConfig.__dataclass_fields__)
+    for text in blocks(document, "yaml"):
+        settings = yaml.safe_load(text)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            RolloutCorrectionConfig(**{key: value for key, value in settings.items() if key in own})
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_files_and_make_targets_in_the_documents_exist(document):
+    text = (ROOT / document).read_text()
+    targets = re.findall(r"^(\S+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for target in re.findall(r"`?make ([a-z-]+)", text):
+        assert target in targets or target in ("sense", "the", "it"), target
+    for path in re.findall(r"\b((?:examples|recipes|docs|tests|benchmarks|trl_rollout_corr)/[\w./-]*\w)", text):
+        assert (ROOT / path).exists(), path
+    for link in re.findall(r"\]\(([\w./-]+)\)", text):
+        assert (ROOT / document).parent.joinpath(link).exists(), link
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
