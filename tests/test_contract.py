@@ -5,12 +5,12 @@ import inspect
 import pytest
 import torch
 from packaging.requirements import Requirement
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer, RLOOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 
 from tests.tiny import StaleSampler
 from tests.training import BrokenSampler, build, micro_batches
-from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
+from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer, RolloutCorrectedRLOOTrainer
 from trl_rollout_corr.trainers import contract
 
 
@@ -29,14 +29,16 @@ def test_methods_are_where_they_were(owner):
     assert contract.moved(owner, contract.METHODS[owner]) == []
 
 
-def test_every_overridden_method_is_in_the_contract():
-    own = {
+@pytest.mark.parametrize("ours", [RolloutCorrectedGRPOTrainer, RolloutCorrectedRLOOTrainer])
+def test_every_overridden_method_is_in_the_contract(ours):
+    overridden = {
         name
-        for cls in RolloutCorrectedGRPOTrainer.__mro__[:2]
+        for cls in ours.__mro__[:2]
         for name, member in vars(cls).items()
-        if inspect.isfunction(member) and hasattr(GRPOTrainer, name) and name != "__init__"
+        if inspect.isfunction(member) and hasattr(ours._trl_class, name) and name != "__init__"
     }
-    assert own <= set(contract.METHODS[GRPOTrainer])
+    assert len(overridden) >= 5
+    assert overridden <= set(contract.METHODS[ours._trl_class])
 
 
 @pytest.mark.parametrize("version", ["1.15.0", "2.0.0", "2.0.0.dev0"])
@@ -90,6 +92,24 @@ def test_the_old_pass_is_the_first_and_depends_on_the_iterations(make):
         assert len(calls) == expected
         assert calls[-1] is trainer.ref_model
         assert calls[0] is (trainer.model if expected == 2 else trainer.ref_model)
+
+
+def test_rewards_are_calculated_after_the_old_pass_and_gathered():
+    for trainer in (GRPOTrainer, RLOOTrainer):
+        source = inspect.getsource(trainer._generate_and_score_completions)
+        assert source.index("old_per_token_logps, _, _ = self._get_per_token_logps_and_entropies") < source.index(
+            "rewards_per_func = self._calculate_rewards(inputs, prompts, completions, completion_ids_list)"
+        )
+        assert inspect.getsource(trainer._calculate_rewards).rstrip().endswith("return rewards_per_func")
+
+
+def test_rloo_always_makes_its_old_pass_first():
+    source = inspect.getsource(RLOOTrainer._generate_and_score_completions)
+    assert source.count("self._get_per_token_logps_and_entropies(") == 3  # old, reference model, reference adapter
+    assert "old_logps = (old_per_token_logps * completion_mask).sum(1)" in source
+    loss = inspect.getsource(RLOOTrainer._compute_loss)
+    assert loss.index("self._get_per_token_logps_and_entropies(") < loss.index('inputs["old_logps"]')
+    assert loss.index("self._get_per_token_logps_and_entropies(") < loss.index('inputs["advantages"]')
 
 
 def test_num_iterations_is_read_by_scoring_for_nothing_else():

@@ -3,11 +3,10 @@
 import math
 
 import pytest
-import torch
 from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer
 
-from tests.training import build, counting_forwards, logged, losses
+from tests.training import build, counting_forwards, freeze_sampler, logged, losses
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
 from trl_rollout_corr.sampler import sync_weights_on_cpu
 
@@ -25,20 +24,6 @@ def make(tiny_model_path, tmp_path, shared_engine):
         return trainer
 
     return make
-
-
-def freeze_sampler(trainer, spread: float):
-    """Give vLLM weights of its own, and never push the trainer's: a sampler from another policy."""
-    generator = torch.Generator().manual_seed(0)
-    weights = [
-        (name, p + spread * p.std().nan_to_num() * torch.randn(p.shape, generator=generator))
-        for name, p in trainer.vllm_generation._iter_named_params()
-    ]
-    runner = trainer.vllm_generation.llm.llm_engine.model_executor.driver_worker.model_runner
-    with torch.no_grad():
-        runner.reload_weights(weights_iterator=iter(weights))
-    trainer.vllm_generation.llm.reset_prefix_cache()
-    trainer.vllm_generation.sync_weights = lambda: None
 
 
 @pytest.mark.parametrize("peft", [False, True])

@@ -40,7 +40,8 @@ def build_tiny_model(folder: Path, seed: int = 0) -> str:
     )
     model = Qwen2ForCausalLM(config)
     with torch.no_grad():  # the default initialisation is so flat that every token has the same probability
-        model.lm_head.weight.mul_(20)
+        model.lm_head.weight.mul_(10)
+        model.lm_head.weight[tokenizer.eos_token_id].mul_(3)  # and completions would never end
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
@@ -63,7 +64,7 @@ class StaleSampler:
     """
 
     def __init__(
-        self, model_path: str, *, noise: float = 0.3, seed: int = 0, min_length: int = 1, max_length: int = 8
+        self, model_path: str, *, noise: float = 0.2, seed: int = 0, min_length: int = 1, max_length: int = 8
     ):
         self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
         self.noise, self.seed, self.lengths = noise, seed, (min_length, max_length)

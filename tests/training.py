@@ -1,10 +1,12 @@
 """Train TRL's trainers and ours on the same completions, and look at what came out."""
 
+import math
 from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM
 
 from tests.tiny import StaleSampler, length_reward, prompts
 
@@ -33,7 +35,7 @@ def config_fields(output_dir, schedule: str = "aligned", **fields) -> dict[str, 
         "save_strategy": "no",
         "logging_steps": 1,
         "max_steps": 3,
-        "learning_rate": 1e-3,
+        "learning_rate": 3e-4,
         "per_device_train_batch_size": 4,
         "num_generations": 4,
         "max_completion_length": 8,
@@ -80,10 +82,39 @@ def counting_forwards(trainer):
 
 def gradients(trainer, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Gradients of TRL's loss on one micro-batch."""
-    trainer.model.zero_grad()
-    loss = trainer.compute_loss(trainer.model, batch)
+    return backward(trainer.model, trainer.compute_loss(trainer.model, batch))
+
+
+def policy_logps(model, batch: dict[str, Any]) -> torch.Tensor:
+    """Log-probabilities of the completions under a model, with gradient, without any of TRL's code."""
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+    attention_mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+    length = batch["completion_ids"].size(1)
+    logits = model(ids, attention_mask=attention_mask).logits[:, -length - 1 : -1]
+    return logits.log_softmax(-1).gather(-1, batch["completion_ids"].unsqueeze(-1)).squeeze(-1)
+
+
+def plain_model(path: str, weights: dict[str, torch.Tensor], dtype=torch.float32):
+    """A model of transformers that TRL has not touched."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+    model.load_state_dict(weights)
+    return model
+
+
+def backward(model, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Gradients of a loss."""
+    model.zero_grad()
     loss.backward()
-    return {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_gradients_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]):
+    """Equal up to float32, relative to the largest gradient."""
+    scale = max(gradient.abs().max() for gradient in expected.values())
+    assert scale > 0
+    for name, gradient in expected.items():
+        difference = (found[name].double() - gradient.double()).abs().max() / scale
+        assert difference < 2e-5, f"{name}: {difference}"
 
 
 def micro_batches(trainer) -> list[dict[str, Any]]:
@@ -94,6 +125,28 @@ def micro_batches(trainer) -> list[dict[str, Any]]:
     generation_batch = next(iter(trainer.get_train_dataloader()))
     trainer._prepare_inputs(generation_batch)
     return trainer._buffered_inputs
+
+
+def freeze_sampler(trainer, spread: float) -> dict[str, torch.Tensor]:
+    """
+    Give vLLM weights of its own, which are returned, and never push the trainer's. A spread of NaN breaks the head alone:
+    in the layers below, NaN would stay in the cache of keys and values after better weights are pushed.
+    """
+    generator, below = torch.Generator().manual_seed(0), 0.0 if math.isnan(spread) else spread
+    weights = [
+        (
+            name,
+            p
+            + torch.randn(p.shape, generator=generator) * p.std().nan_to_num() * (spread if "head" in name else below),
+        )
+        for name, p in trainer.vllm_generation._iter_named_params()
+    ]
+    runner = trainer.vllm_generation.llm.llm_engine.model_executor.driver_worker.model_runner
+    with torch.no_grad():
+        runner.reload_weights(weights_iterator=iter(weights))
+    trainer.vllm_generation.llm.reset_prefix_cache()
+    trainer.vllm_generation.sync_weights = lambda: None
+    return dict(weights)
 
 
 class BrokenSampler(StaleSampler):

@@ -7,17 +7,22 @@ if TYPE_CHECKING:
     from .config import RolloutCorrectionConfig
     from .correction import compute_rollout_correction
     from .trainers.grpo import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
+    from .trainers.rloo import RolloutCorrectedRLOOConfig, RolloutCorrectedRLOOTrainer
 
 _MODULES = {
     "RolloutCorrectionConfig": "config",
     "RolloutCorrectedGRPOConfig": "trainers.grpo",
     "RolloutCorrectedGRPOTrainer": "trainers.grpo",
+    "RolloutCorrectedRLOOConfig": "trainers.rloo",
+    "RolloutCorrectedRLOOTrainer": "trainers.rloo",
     "compute_rollout_correction": "correction",
 }
 
 __all__ = [
     "RolloutCorrectedGRPOConfig",
     "RolloutCorrectedGRPOTrainer",
+    "RolloutCorrectedRLOOConfig",
+    "RolloutCorrectedRLOOTrainer",
     "RolloutCorrectionConfig",
     "compute_rollout_correction",
 ]

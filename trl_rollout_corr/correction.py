@@ -137,6 +137,29 @@ def compute_rollout_correction(
     return RolloutCorrection(weights, keep, coefficients, clean_rollout_logps, statistics)
 
 
+def keep_mask(
+    train_logps: torch.Tensor, rollout_logps: torch.Tensor, mask: torch.Tensor, config: RolloutCorrectionConfig
+) -> torch.Tensor:
+    """
+    The keep-mask of [`compute_rollout_correction`] alone.
+
+    Args:
+        train_logps (`torch.Tensor` of shape `(B, T)`):
+            Log-probabilities under the training policy, in nats.
+        rollout_logps (`torch.Tensor` of shape `(B, T)`):
+            Log-probabilities under the rollout policy, in nats.
+        mask (`torch.Tensor` of shape `(B, T)`):
+            Non-zero on the tokens of the loss.
+        config ([`RolloutCorrectionConfig`]):
+            The rejection criteria.
+
+    Returns:
+        `torch.Tensor` of shape `(B, T)`: boolean mask of the tokens that count and that every criterion keeps.
+    """
+    log_ratio, valid, _ = _valid_log_ratio(train_logps, rollout_logps, mask.bool(), config.rollout_nan_policy)
+    return _keep(valid, [reject(log_ratio, valid, criterion) for criterion in config.criteria])
+
+
 def _check_shapes(train_logps: torch.Tensor, rollout_logps: torch.Tensor, mask: torch.Tensor):
     shapes = {
         "train_logps": tuple(train_logps.shape),

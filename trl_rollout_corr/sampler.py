@@ -44,15 +44,15 @@ def sampled_logprobs(
     ]
 
 
-def record_logprobs(generation: VLLMGeneration, keep: Callable[[list[list[int]], Logprobs], Any] | None = None):
+def record_logprobs(generation: VLLMGeneration, keep: Callable[[Logprobs], Any]):
     """
     Ask vLLM for log-probabilities, and make `generate` return those of the sampled tokens and nothing else.
 
     Args:
         generation ([`~trl.generation.vllm_generation.VLLMGeneration`]):
             The generation backend, changed in place.
-        keep (`Callable[[list[list[int]], list[list[float | None]]], Any]`, *optional*):
-            Called with the completions and their log-probabilities at every generation, for a trainer that drops them.
+        keep (`Callable[[list[list[float | None]]], Any]`):
+            Called with the log-probabilities at every generation, one list per completion.
     """
     if generation.logprobs is None:
         generation.logprobs = 0  # the sampled token alone
@@ -67,8 +67,7 @@ def record_logprobs(generation: VLLMGeneration, keep: Callable[[list[list[int]],
                 "`generation_kwargs`, or set it to 0."
             )
         sampled = sampled_logprobs(completion_ids, logprobs, token_ids)
-        if keep is not None:
-            keep(completion_ids, sampled)
+        keep(sampled)
         nested = [[[logprob] for logprob in sequence] for sequence in sampled]
         return prompt_ids, completion_ids, nested, [[[token] for token in sequence] for sequence in completion_ids]
 

@@ -84,9 +84,17 @@ class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
 
     def _generate(self, prompts: list):
         generated = super()._generate(prompts)
-        _, completion_ids, _, _, logprobs, *_ = generated
+        _, completion_ids, tool_mask, _, logprobs, *_ = generated
         check_logprobs(completion_ids, logprobs)
+        self._record_logprobs(logprobs)  # with tools or a rollout function, of several turns
+        self._recorded_tool_mask = tool_mask
         return generated
+
+    def _mask_while_scoring(self, completion_mask: torch.Tensor) -> torch.Tensor:
+        if self._recorded_tool_mask is None:
+            return completion_mask
+        rows = [[*row, *[1] * (completion_mask.shape[1] - len(row))] for row in self._recorded_tool_mask]
+        return completion_mask * torch.tensor(rows, device=completion_mask.device)
 
     @contextmanager
     def _asking_for_old_pass(self) -> Iterator[None]:

@@ -12,6 +12,7 @@ hangs on it:
 `B` completions, `T` completion tokens.
 """
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -20,7 +21,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..config import warn
-from ..correction import RolloutCorrection, compute_rollout_correction
+from ..correction import RolloutCorrection, compute_rollout_correction, keep_mask
 from ..functional import LOG_RATIO_BOUND
 from ..metrics import PREFIX, Statistics
 from ..sampler import record_logprobs, sync_weights_on_cpu
@@ -46,7 +47,8 @@ class OldPass:
     def __init__(self, answer: Callable[[torch.Tensor, int], torch.Tensor] | None = None):
         self.answer = answer
         self.calls = 0
-        self.logps: torch.Tensor | None = None
+        self.logps: torch.Tensor | None = None  # (B, T)
+        self.completion_mask: torch.Tensor | None = None  # (B, T)
 
     @property
     def runs(self) -> bool:
@@ -59,7 +61,7 @@ class OldPass:
         else:
             outputs = forward(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
         if self.calls == 1:
-            self.logps = outputs[0]
+            self.logps, self.completion_mask = outputs[0], attention_mask[:, -logits_to_keep:]
         return outputs
 
 
@@ -89,7 +91,7 @@ class RolloutCorrectionMixin:
         # visit is the old policy.
         self._visited_before_update = self.args.gradient_accumulation_steps % self.args.steps_per_generation == 0
         if self.use_vllm:
-            record_logprobs(self.vllm_generation, keep=self._keep_logprobs)
+            record_logprobs(self.vllm_generation, keep=self._record_logprobs)
             sync_weights_on_cpu(self.vllm_generation)
         self._check_sampler()
 
@@ -111,8 +113,17 @@ class RolloutCorrectionMixin:
                 f"or use `{self._trl_class.__name__}`."
             )
 
-    def _keep_logprobs(self, completion_ids: list[list[int]], logprobs: list[list[float | None]]):
-        """Called with the sampler's log-probabilities at every generation."""
+    # The sampler's log-probabilities ----------------------------------------------------------------------------------
+
+    def _record_logprobs(self, logprobs: list[list[float | None]]):
+        """Keep the log-probabilities of a generation, one list per completion."""
+        self._recorded_logprobs = logprobs
+
+    def _recorded_logps(self, like: torch.Tensor) -> torch.Tensor:
+        """Log-probabilities of the latest generation, padded to the shape `(B, T)` of `like`."""
+        rows = [[math.nan if x is None else x for x in row] for row in self._recorded_logprobs]
+        padded = [row + [0.0] * (like.shape[1] - len(row)) for row in rows]
+        return torch.tensor(padded, dtype=torch.float32, device=like.device)
 
     # Scoring ----------------------------------------------------------------------------------------------------------
 
@@ -170,6 +181,25 @@ class RolloutCorrectionMixin:
     def _rollout_logps(self, output: dict[str, Any]) -> torch.Tensor:
         """Log-probabilities of the sampler, `(B, T)`."""
         return output[ROLLOUT_LOGPS]
+
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        if not (self.args.corrects and self.args.rollout_rs_exclude_from_baseline):
+            return rewards
+        # TRL leaves completions without a reward out of the baseline, and gives them no advantage
+        rejected = self.accelerator.gather(self._rejected_sequences())
+        return rewards.masked_fill(rejected.unsqueeze(1), torch.nan)
+
+    def _rejected_sequences(self) -> torch.Tensor:
+        """Which completions of the batch being scored lose every token, `(B,)`."""
+        old_pass = self._old_pass
+        mask = self._mask_while_scoring(old_pass.completion_mask).bool()
+        keep = keep_mask(old_pass.logps, self._recorded_logps(mask), mask, self.args)
+        return mask.any(1) & ~keep.any(1)
+
+    def _mask_while_scoring(self, completion_mask: torch.Tensor) -> torch.Tensor:
+        """Tokens of the loss of the batch being scored, `(B, T)`."""
+        return completion_mask
 
     # The loss ---------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,112 @@
+"""RLOO with rollout correction."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from trl import RLOOConfig, RLOOTrainer
+
+from ..config import RolloutCorrectionConfig
+from ..correction import RolloutCorrection
+from ..functional import LOG_RATIO_BOUND
+from .mixin import OldPass, RolloutCorrectionMixin
+from .validation import check_batch_normalization
+
+
+@dataclass
+class RolloutCorrectedRLOOConfig(RolloutCorrectionConfig, RLOOConfig):
+    r"""
+    Configuration class for the [`RolloutCorrectedRLOOTrainer`].
+
+    It has the parameters of [`~trl.RLOOConfig`] and those of [`RolloutCorrectionConfig`].
+
+    Raises:
+        `ValueError`: also if batch normalisation would see a single sequence.
+    """
+
+    def __post_init__(self):
+        RolloutCorrectionConfig.__post_init__(self)
+        RLOOConfig.__post_init__(self)
+        check_batch_normalization(self)
+
+
+class RolloutAsOld(OldPass):
+    """In bypass mode, the sampler's log-probabilities in place of the old policy's."""
+
+    def __call__(self, forward: Callable, *args, **kwargs) -> tuple:
+        outputs = super().__call__(forward, *args, **kwargs)
+        if self.calls == 2:
+            # The reference pass. TRL will subtract it from the answer and add the difference to the reward; a token
+            # without a finite log-probability must contribute nothing to it.
+            self.logps.copy_(torch.where(self.logps.isfinite(), self.logps, outputs[0]))
+        return outputs
+
+
+class RolloutCorrectedRLOOTrainer(RolloutCorrectionMixin, RLOOTrainer):
+    r"""
+    [`~trl.RLOOTrainer`] that corrects for the mismatch between the policy that samples (vLLM) and the policy that trains.
+
+    Takes the arguments of [`~trl.RLOOTrainer`], with a [`RolloutCorrectedRLOOConfig`] as `args`. With
+    `rollout_metrics_only=True`, or with neither weights nor rejection nor bypass, losses and gradients are those of
+    `RLOOTrainer`, bit for bit.
+
+    RLOO's ratio is that of the whole completion, so weights and rejection act on the gradient of each token: the clipped
+    ratio keeps its value, and the logged loss is that of the unweighted ratio.
+
+    With `beta > 0` RLOO puts the KL divergence to the reference into the reward, before the baseline. It is that of the old
+    policy in decoupled mode, which then runs TRL's old pass; in bypass mode it is that of the sampler, as in verl.
+
+    Example:
+
+    ```python
+    from datasets import load_dataset
+    from trl.rewards import accuracy_reward
+    from trl_rollout_corr import RolloutCorrectedRLOOConfig, RolloutCorrectedRLOOTrainer
+
+    trainer = RolloutCorrectedRLOOTrainer(
+        model="Qwen/Qwen2.5-0.5B-Instruct",
+        reward_funcs=accuracy_reward,
+        args=RolloutCorrectedRLOOConfig("output", use_vllm=True, rollout_correction="bypass_pg_is"),
+        train_dataset=load_dataset("trl-lib/DeepMath-103K", split="train"),
+    )
+    trainer.train()
+    ```
+    """
+
+    _trl_class = RLOOTrainer
+    _config_class = RolloutCorrectedRLOOConfig
+    _anchor_key = "old_logps"
+    _tag_names = [*RLOOTrainer._tag_names, "rollout-correction"]
+
+    @property
+    def _needs_old_pass(self) -> bool:
+        # with beta, the old policy's log-probabilities are part of the reward
+        return super()._needs_old_pass or (self.beta != 0.0 and not self.args.bypass_mode)
+
+    def _new_old_pass(self) -> OldPass:
+        if not self.args.corrects:
+            return OldPass()  # TRL runs it anyway, and only returns its sum
+        return RolloutAsOld(self._answer_old_pass) if self.args.bypass_mode else super()._new_old_pass()
+
+    def _answer_old_pass(self, input_ids: torch.Tensor, logits_to_keep: int) -> torch.Tensor:
+        answer = super()._answer_old_pass(input_ids, logits_to_keep)
+        return self._recorded_logps(answer) if self.args.bypass_mode else answer
+
+    def _rollout_logps(self, output: dict[str, Any]) -> torch.Tensor:
+        return self._recorded_logps(output["completion_ids"])
+
+    def _bypass(self, current: torch.Tensor, correction: RolloutCorrection) -> tuple[torch.Tensor, torch.Tensor]:
+        anchor, coefficients = super()._bypass(current, correction)
+        # the ratio is a product over tokens, so it saturates long before a token does
+        saturated = (current - anchor).sum(1, keepdim=True).abs() > LOG_RATIO_BOUND
+        return torch.where(saturated, current, anchor), coefficients.masked_fill(saturated, 0.0)
+
+    def _enter_loss(
+        self, inputs: dict[str, Any], logps: torch.Tensor, anchor: torch.Tensor, coefficients: torch.Tensor
+    ) -> torch.Tensor:
+        inputs["old_logps"] = (anchor * self._loss_mask(inputs)).sum(1)
+        # a completion without gradient would still add a constant to the logged loss
+        inputs["advantages"] = inputs["advantages"] * coefficients.any(1)
+        # same value, so that clipping sees the ratio as it is; each token's gradient times its coefficient
+        return logps.detach() + coefficients * (logps - logps.detach())
