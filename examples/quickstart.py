@@ -3,19 +3,20 @@ Watch a stale sampler ruin a run, and rollout correction rescue it. A few minute
 
     make quickstart                                            # corrected
     make quickstart ARGS="--rollout_correction disabled"       # TRL's loss, with the same sampler
-    make quickstart ARGS="--rollout_correction bypass_ppo_clip"
+    make quickstart ARGS="--trainer rloo --rollout_correction bypass_pg_is"
 
-A small model sorts digits (`sorting.py`). GRPO improves it with a real vLLM that is always eight optimizer steps behind, as
-a sampler in an asynchronous run would be. Every option of `RolloutCorrectedGRPOConfig` can be given. The runs of several
-options are drawn into one picture.
+A small model sorts digits (`sorting.py`). GRPO or RLOO improves it with a real vLLM that is always eight optimizer steps
+behind, as a sampler in an asynchronous run would be. Every option of `RolloutCorrectedGRPOConfig` or
+`RolloutCorrectedRLOOConfig` can be given. The runs of several options are drawn into one picture.
 """
 
 import json
 import os
-import sys
+from argparse import SUPPRESS, ArgumentParser
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 
 # A small key-value cache, and vLLM's engine in this process. Read when vLLM is imported.
@@ -30,12 +31,21 @@ from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
 from transformers.utils import logging
 from trl import TrlParser
 
-from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
+from trl_rollout_corr import (
+    RolloutCorrectedGRPOConfig,
+    RolloutCorrectedGRPOTrainer,
+    RolloutCorrectedRLOOConfig,
+    RolloutCorrectedRLOOTrainer,
+)
 
 
 # Token weights, and sequences whose average ratio leaves [0.95, 1.05] are rejected
 CORRECTION = {"rollout_correction": "decoupled_geo_rs_token_tis", "rollout_rs_threshold": [0.95, 1.05]}
 
+TRAINERS = {
+    "grpo": (RolloutCorrectedGRPOTrainer, RolloutCorrectedGRPOConfig),
+    "rloo": (RolloutCorrectedRLOOTrainer, RolloutCorrectedRLOOConfig),
+}
 TRAINING = {
     "output_dir": "outputs/quickstart",
     "use_cpu": True,
@@ -48,6 +58,7 @@ TRAINING = {
     "gradient_accumulation_steps": 1,
     "num_generations": 8,
     "max_steps": 120,
+    "beta": 0.0,
     "learning_rate": 5e-5,
     "lr_scheduler_type": "constant",
     "logging_steps": 1,
@@ -62,6 +73,8 @@ class QuickstartArguments:
     Arguments of this example.
 
     Args:
+        trainer (`str`, *optional*, defaults to `"grpo"`):
+            `"grpo"` or `"rloo"`.
         lag (`int`, *optional*, defaults to `8`):
             How many optimizer steps the sampler is behind the trainer.
         model_folder (`str`, *optional*, defaults to `".cache/quickstart/model"`):
@@ -70,6 +83,7 @@ class QuickstartArguments:
             Optimizer steps between two looks at the held-out prompts.
     """
 
+    trainer: Literal["grpo", "rloo"] = field(default="grpo", metadata={"help": "Which trainer to use."})
     lag: int = field(default=8, metadata={"help": "Optimizer steps that the sampler is behind the trainer."})
     model_folder: str = field(
         default=".cache/quickstart/model", metadata={"help": "Where the warmed-up model is kept for the next run."}
@@ -118,19 +132,23 @@ class Progress(TrainerCallback):
 
 
 def main():
-    parser = TrlParser((QuickstartArguments, RolloutCorrectedGRPOConfig))
-    chosen = any(argument.replace("-", "_").startswith("__rollout_correction") for argument in sys.argv)
-    parser.set_defaults_with_config(**TRAINING, **({} if chosen else CORRECTION))
+    chosen = ArgumentParser(add_help=False, argument_default=SUPPRESS)
+    chosen.add_argument("--trainer", choices=TRAINERS, default="grpo")
+    chosen.add_argument("--rollout_correction")
+    chosen = vars(chosen.parse_known_args()[0])
+    trainer_class, config_class = TRAINERS[chosen["trainer"]]
+    parser = TrlParser((QuickstartArguments, config_class))
+    parser.set_defaults_with_config(**TRAINING, **({} if "rollout_correction" in chosen else CORRECTION))
     script_args, args = parser.parse_args_and_config()
-    arm = args.rollout_correction or "custom"
+    arm = f"{script_args.trainer} {args.rollout_correction or 'custom'}"
 
     logging.disable_progress_bar()
     torch.set_num_threads(1)  # the model is so small that threads only wait for each other
     model_folder = warm_start(Path(script_args.model_folder))
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
-    print(f"Training with `rollout_correction={arm}`, the sampler {script_args.lag} steps behind. Starting vLLM ...")
+    print(f"{arm}, with a sampler {script_args.lag} steps behind. Starting vLLM ...")
     progress = Progress(tokenizer, script_args.eval_every)
-    trainer = RolloutCorrectedGRPOTrainer(
+    trainer = trainer_class(
         model=str(model_folder),
         reward_funcs=exact_answer,
         args=args,
@@ -146,10 +164,11 @@ def main():
     folder = Path(args.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     result = {"arm": arm, "steps": progress.steps, "accuracy": progress.accuracy, "history": history}
-    (folder / f"{arm}.json").write_text(json.dumps(result))
+    metrics = folder / f"{arm.replace(' ', '_')}.json"
+    metrics.write_text(json.dumps(result))
     print_table(result)
     draw(folder)
-    print(f"\nMetrics: {folder / f'{arm}.json'}   Picture: {folder / 'quickstart.png'}")
+    print(f"\nMetrics: {metrics}   Picture: {folder / 'quickstart.png'}")
 
 
 def average(history: list[dict], key: str) -> float | None:

@@ -1,12 +1,14 @@
 """Shared fixtures: a tiny model and tokenizer made on the spot, and prompts. Nothing is downloaded."""
 
 import os
+import tempfile
 
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two threads of a tiny model mostly wait for each other
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
+os.environ.setdefault("TRACKIO_DIR", tempfile.mkdtemp())
 # vLLM on a CPU: a small cache, and the engine in this process
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -17,6 +19,7 @@ import pytest
 import torch
 
 from tests.tiny import build_tiny_model
+from tests.training import sharing_engines
 
 
 torch.set_num_threads(1)
@@ -30,15 +33,5 @@ def tiny_model_path(tmp_path_factory) -> str:
 @pytest.fixture(scope="session")
 def shared_engine():
     """One float32 vLLM engine for all tests of a process: it takes half a minute to start."""
-    vllm_generation = pytest.importorskip("trl.generation.vllm_generation")
-    engine_class, engines = vllm_generation.LLM, {}
-
-    def shared(model: str, **options):
-        if model not in engines:
-            options = {**options, "max_num_seqs": 64, "max_model_len": 64}
-            engines[model] = engine_class(model, dtype="float32", enforce_eager=True, **options)
-        return engines[model]
-
-    vllm_generation.LLM = shared
-    yield
-    vllm_generation.LLM = engine_class
+    with sharing_engines():
+        yield

@@ -62,7 +62,7 @@ def test_quickstart(sorting_model, tmp_path, arm):
         "tokens kept",
     ):
         assert row in output
-    result = json.loads((tmp_path / f"{arm or 'decoupled_geo_rs_token_tis'}.json").read_text())
+    result = json.loads((tmp_path / f"grpo_{arm or 'decoupled_geo_rs_token_tis'}.json").read_text())
     assert len(result["history"]) == 4
     assert len(result["accuracy"]) == 3
     assert result["history"][-1]["rollout_corr/k3_kl"] > result["history"][0]["rollout_corr/k3_kl"]  # it fell behind
@@ -79,7 +79,7 @@ def test_quickstart_rescues_a_run_that_collapses(tmp_path):
             *LAUNCH, "examples/quickstart.py", "--output_dir", str(tmp_path), "--model_folder", str(tmp_path / "model"),
             *options, timeout=1200,
         )  # fmt: skip
-        result = json.loads((tmp_path / f"{arm or 'decoupled_geo_rs_token_tis'}.json").read_text())
+        result = json.loads((tmp_path / f"grpo_{arm or 'decoupled_geo_rs_token_tis'}.json").read_text())
         final[arm] = sum(result["accuracy"][-3:]) / 3
         before = result["accuracy"][0]
     assert final[None] > before + 0.1

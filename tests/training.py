@@ -127,6 +127,26 @@ def micro_batches(trainer) -> list[dict[str, Any]]:
     return trainer._buffered_inputs
 
 
+@contextmanager
+def sharing_engines():
+    """Make TRL build one float32 vLLM engine per model and process, and use it in every trainer."""
+    from trl.generation import vllm_generation
+
+    engine_class, engines = vllm_generation.LLM, {}
+
+    def shared(model: str, **options):
+        if model not in engines:
+            options = {**options, "max_num_seqs": 64, "max_model_len": 256}
+            engines[model] = engine_class(model, dtype="float32", enforce_eager=True, **options)
+        return engines[model]
+
+    vllm_generation.LLM = shared
+    try:
+        yield
+    finally:
+        vllm_generation.LLM = engine_class
+
+
 def freeze_sampler(trainer, spread: float) -> dict[str, torch.Tensor]:
     """
     Give vLLM weights of its own, which are returned, and never push the trainer's. A spread of NaN breaks the head alone:

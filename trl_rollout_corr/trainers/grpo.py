@@ -11,7 +11,7 @@ from trl import GRPOConfig, GRPOTrainer
 from ..config import RolloutCorrectionConfig
 from ..sampler import check_logprobs
 from .mixin import RolloutCorrectionMixin
-from .validation import check_batch_normalization, replace_trl_correction
+from .validation import check_batch_normalization, check_sampling, replace_trl_correction
 
 
 @dataclass
@@ -33,6 +33,7 @@ class RolloutCorrectedGRPOConfig(RolloutCorrectionConfig, GRPOConfig):
         replace_trl_correction(self)
         GRPOConfig.__post_init__(self)
         check_batch_normalization(self)
+        check_sampling(self)
         if self.corrects and self.loss_type == "vespo":
             raise ValueError(
                 "`loss_type` is 'vespo', which folds importance weights into its own sequence weight, so no other weight or "

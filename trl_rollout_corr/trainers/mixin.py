@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedModel
 
 from ..config import warn
@@ -26,6 +27,8 @@ from ..functional import LOG_RATIO_BOUND
 from ..metrics import PREFIX, Statistics
 from ..sampler import record_logprobs, sync_weights_on_cpu
 from .contract import check_trl
+from .reporting import report_histogram
+from .validation import check_server_logprobs
 
 
 # Keys of the batch that TRL shuffles and splits with everything else. The first two are TRL's names in GRPO.
@@ -91,6 +94,7 @@ class RolloutCorrectionMixin:
         # visit is the old policy.
         self._visited_before_update = self.args.gradient_accumulation_steps % self.args.steps_per_generation == 0
         if self.use_vllm:
+            self._check_server()
             record_logprobs(self.vllm_generation, keep=self._record_logprobs)
             sync_weights_on_cpu(self.vllm_generation)
         self._check_sampler()
@@ -105,6 +109,14 @@ class RolloutCorrectionMixin:
                 "arguments, and those of rollout correction."
             )
         return args
+
+    def _check_server(self):
+        if self.vllm_mode == "server":
+            info = [None]
+            if self.accelerator.is_main_process:  # the only one that talks to the server
+                info = [self.vllm_generation.vllm_client.get_server_info()["model_config"]["logprobs_mode"]]
+            broadcast_object_list(info, from_process=0)  # so that every rank raises, or none
+            check_server_logprobs(info[0], self.temperature)
 
     def _check_sampler(self):
         if not self.use_vllm:
@@ -320,6 +332,8 @@ class RolloutCorrectionMixin:
             if statistics is not None:
                 statistics = statistics.combine(self.accelerator.gather(statistics.vector[None]))
                 self._report(statistics.finish(), mode)
+                if self.is_world_process_zero():
+                    report_histogram(self, *statistics.histogram(), mode)
         super().log(logs, start_time)
 
     def _report(self, metrics: dict[str, float], mode: str):

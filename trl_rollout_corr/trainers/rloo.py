@@ -11,7 +11,7 @@ from ..config import RolloutCorrectionConfig
 from ..correction import RolloutCorrection
 from ..functional import LOG_RATIO_BOUND
 from .mixin import OldPass, RolloutCorrectionMixin
-from .validation import check_batch_normalization
+from .validation import check_batch_normalization, check_sampling
 
 
 @dataclass
@@ -29,6 +29,7 @@ class RolloutCorrectedRLOOConfig(RolloutCorrectionConfig, RLOOConfig):
         RolloutCorrectionConfig.__post_init__(self)
         RLOOConfig.__post_init__(self)
         check_batch_normalization(self)
+        check_sampling(self)
 
 
 class RolloutAsOld(OldPass):

@@ -1,0 +1,172 @@
+"""
+What one rank runs. Started by `accelerate launch`; reads cases from a JSON file and writes what happened to a folder.
+
+    accelerate launch ... tests/distributed/worker.py CASES.json FOLDER
+"""
+
+import faulthandler
+import json
+import os
+import sys
+from pathlib import Path
+
+
+sys.path.insert(0, str(Path(__file__).parent.parent.parent))
+faulthandler.dump_traceback_later(240, exit=True)  # a rank that hangs says where
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from accelerate.state import AcceleratorState, DistributedType, PartialState  # noqa: E402
+from datasets import Dataset  # noqa: E402
+from peft import LoraConfig  # noqa: E402
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config  # noqa: E402
+from trl import GRPOTrainer, RLOOTrainer  # noqa: E402
+
+import tests.conftest  # noqa: E402, F401 - environment of the tests
+from tests.tiny import StaleSampler, length_reward  # noqa: E402
+from tests.training import config_fields, freeze_sampler, sharing_engines  # noqa: E402
+from trl_rollout_corr import (  # noqa: E402
+    RolloutCorrectedGRPOConfig,
+    RolloutCorrectedGRPOTrainer,
+    RolloutCorrectedRLOOConfig,
+    RolloutCorrectedRLOOTrainer,
+)
+
+
+TRAINERS = {
+    "grpo": (RolloutCorrectedGRPOTrainer, RolloutCorrectedGRPOConfig),
+    "rloo": (RolloutCorrectedRLOOTrainer, RolloutCorrectedRLOOConfig),
+}
+
+
+class SameOnAnyNumberOfRanks(StaleSampler):
+    """Completions and log-probabilities depend on the prompt and its repetition, not on the rank or the batch."""
+
+    def __init__(
+        self, model_path: str, *, break_on_rank: int | None = None, reject_on_rank: int | None = None, **kwargs
+    ):
+        # with efficient loading, every rank but the first gets empty weights and waits for the trainer to fill them
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")
+            super().__init__(model_path, **kwargs)
+        self.break_on_rank, self.reject_on_rank = break_on_rank, reject_on_rank
+
+    def __call__(self, prompts, trainer) -> dict:
+        rank, step = trainer.accelerator.process_index, trainer.state.global_step
+        parts = [
+            self.sample([prompt], trainer.processing_class, key=f"{step} {prompt} {prompts[:i].count(prompt)}")
+            for i, prompt in enumerate(prompts)
+        ]
+        output = {key: [part[key][0] for part in parts] for key in parts[0]}
+        if rank == self.break_on_rank:
+            output["logprobs"] = [[None, *row[1:]] for row in output["logprobs"]]
+        if rank == self.reject_on_rank:
+            output["logprobs"] = [[x - 5.0 for x in row] for row in output["logprobs"]]
+        return output
+
+
+class CountedCollectives:
+    """Counts the collectives that are started, by wrapping the functions of `torch.distributed` that start them."""
+
+    NAMES = ("all_reduce", "all_gather", "all_gather_into_tensor", "broadcast", "all_gather_object", "barrier")
+
+    def __enter__(self):
+        self.count, self.originals = 0, {name: getattr(torch.distributed, name) for name in self.NAMES}
+        for name, function in self.originals.items():
+            setattr(torch.distributed, name, self.counting(function))
+        return self
+
+    def counting(self, function):
+        def counted(*args, **kwargs):
+            self.count += 1
+            return function(*args, **kwargs)
+
+        return counted
+
+    def __exit__(self, *_):
+        for name, function in self.originals.items():
+            setattr(torch.distributed, name, function)
+
+
+def numbered_prompts(n: int) -> Dataset:
+    return Dataset.from_dict({"prompt": [f"{'a' * (i % 5)} {i}=" for i in range(n)]})
+
+
+def build(case: dict, folder: Path):
+    case = dict(case)
+    kind, plain, lora = case.pop("trainer", "grpo"), case.pop("plain", False), case.pop("lora", False)
+    model, sampler, spread = case.pop("model"), case.pop("sampler", {}), case.pop("spread", None)
+    trainer_class, config_class = TRAINERS[kind]
+    unset_hf_deepspeed_config()  # of the case before: the sampler's own model must not be partitioned
+    if case.pop("fsdp_on_cpu", False):
+        pretend_cpus_are_accelerators()
+        case["accelerator_config"] = {"use_configured_state": True}
+    arguments = {"reward_funcs": length_reward, "train_dataset": numbered_prompts(64)}
+    if kind == "grpo" and not case.get("use_vllm"):
+        arguments["rollout_func"] = SameOnAnyNumberOfRanks(model, **sampler)
+    if lora:
+        arguments["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights="gaussian")
+    if case.get("eval_strategy"):
+        arguments["eval_dataset"] = numbered_prompts(8)
+    if plain:
+        trainer_class = {"grpo": GRPOTrainer, "rloo": RLOOTrainer}[kind]
+    args = config_class(**config_fields(**{"output_dir": folder, **case}))
+    trainer = trainer_class(model, args=args, **arguments)
+    if spread is not None:
+        freeze_sampler(trainer, spread)
+    return trainer
+
+
+def pretend_cpus_are_accelerators():
+    """Accelerate turns an FSDP configuration into plain data parallelism on CPUs; torch can shard there."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    PartialState(cpu=False, backend="gloo")
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
+def record_inputs(trainer) -> list[tuple]:
+    """Keep what every correction is computed from."""
+    inputs = []
+    compute = trainer._compute_correction
+
+    def recorded(train_logps, batch):
+        inputs.append(
+            (
+                train_logps.detach().clone(),
+                batch["sampling_per_token_logps"].clone(),
+                trainer._loss_mask(batch).clone(),
+            )
+        )
+        return compute(train_logps, batch)
+
+    trainer._compute_correction = recorded
+    return inputs
+
+
+def main():
+    cases, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    with sharing_engines():
+        run(cases, folder)
+
+
+def run(cases: dict, folder: Path):
+    for name, case in cases.items():
+        trainer = build(case, folder / name)
+        world, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
+        assert world == int(os.environ.get("WORLD_SIZE", "1")), "each process thinks that it is alone"
+        inputs = [] if case.get("plain") else record_inputs(trainer)
+        with CountedCollectives() as collectives:
+            trainer.train()
+        result = {
+            "history": trainer.state.log_history,
+            "collectives": collectives.count,
+            "engine": type(trainer.model_wrapped).__name__,
+            "distributed_type": str(trainer.accelerator.distributed_type),
+            "parameters": sum(p.detach().double().sum().item() for p in trainer.model.parameters()),
+        }
+        (folder / f"{name}.{rank}.json").write_text(json.dumps(result))
+        torch.save(inputs, folder / f"{name}.{rank}.pt")
+
+
+if __name__ == "__main__":
+    main()
