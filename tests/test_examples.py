@@ -4,34 +4,18 @@ import doctest
 import json
 import os
 import shutil
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from tests.launching import ACCELERATE, ROOT, output_of, run
 from trl_rollout_corr import compute_rollout_correction
 
 
-ROOT = Path(__file__).parent.parent
 LAUNCH = [
-    str(Path(sys.executable).with_name("accelerate")), "launch", "--num_processes", "1", "--num_machines", "1",
-    "--mixed_precision", "no", "--dynamo_backend", "no", "--cpu",
+    ACCELERATE, "launch", "--num_processes", "1", "--num_machines", "1", "--mixed_precision", "no",
+    "--dynamo_backend", "no", "--cpu",
 ]  # fmt: skip
-
-
-def run(*command: str, timeout: int = 600, **environment: str) -> str:
-    result = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
-    return result.stdout
 
 
 @pytest.fixture(scope="session")
@@ -42,7 +26,7 @@ def sorting_model(tmp_path_factory) -> str:
         "import sys; from pathlib import Path; sys.path.insert(0, 'examples'); import sorting; "
         f"sorting.warm_start(Path({str(folder)!r}), steps=4)"
     )
-    run(sys.executable, "-c", code)
+    output_of(sys.executable, "-c", code)
     return str(folder)
 
 
@@ -50,7 +34,7 @@ def sorting_model(tmp_path_factory) -> str:
 @pytest.mark.parametrize("arm", [None, "disabled"])
 def test_quickstart(sorting_model, tmp_path, arm):
     options = ["--rollout_correction", arm] if arm else []
-    output = run(
+    output = output_of(
         *LAUNCH, "examples/quickstart.py", "--model_folder", sorting_model, "--output_dir", str(tmp_path),
         "--max_steps", "4", "--eval_every", "2", "--lag", "2", *options,
     )  # fmt: skip
@@ -75,7 +59,7 @@ def test_quickstart_rescues_a_run_that_collapses(tmp_path):
     final = {}
     for arm in (None, "disabled"):
         options = ["--rollout_correction", arm] if arm else []
-        run(
+        output_of(
             *LAUNCH, "examples/quickstart.py", "--output_dir", str(tmp_path), "--model_folder", str(tmp_path / "model"),
             *options, timeout=1200,
         )  # fmt: skip
@@ -96,17 +80,16 @@ def test_the_example_in_the_docstring_of_the_correction():
 def test_setup_does_nothing_the_second_time():
     if not list((ROOT / ".venv").glob(".installed-*")):
         pytest.skip("not set up by `make setup`")
-    output = run("make", "setup", timeout=20)
+    output = output_of("make", "setup", timeout=20)
     assert "Installing" not in output
 
 
 def test_setup_says_what_to_do_without_a_cpu_build_of_torch(tmp_path):
     for name in ("Makefile", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path)
-    environment = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": os.devnull}
-    result = subprocess.run(
-        ["make", "setup", f"PYTHON={sys.executable}"], cwd=tmp_path, env={**os.environ, **environment},
-        capture_output=True, text=True, timeout=120, check=False,
+    result = run(
+        "make", "--directory", str(tmp_path), "setup", f"PYTHON={sys.executable}", timeout=120,
+        PIP_NO_INDEX="1", PIP_FIND_LINKS="", PIP_CONFIG_FILE=os.devnull,
     )  # fmt: skip
     assert result.returncode != 0
     assert "make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu" in result.stderr

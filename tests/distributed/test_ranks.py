@@ -2,21 +2,18 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.launching import ACCELERATE, ROOT, run
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
 from trl_rollout_corr.metrics import PREFIX
 from trl_rollout_corr.thresholds import CRITERIA
 
 
-ROOT = Path(__file__).parent.parent.parent
 EVERYTHING = {
     "rollout_rs": list(CRITERIA),
     "rollout_rs_threshold": [[0.5, 2.0] if name.endswith("k1") else 1.0 for name in CRITERIA],
@@ -30,20 +27,12 @@ def launch(cases: dict, folder: Path, ranks: int, config: str | None = None, tim
     options = ["--multi_gpu" if ranks > 1 else "--cpu", "--dynamo_backend", "no"]
     options = ["--config_file", config] if config else options
     command = [
-        str(Path(sys.executable).with_name("accelerate")), "launch", *options, "--num_processes", str(ranks),
+        ACCELERATE, "launch", *options, "--num_processes", str(ranks),
         "--num_machines", "1", "--mixed_precision", "no", "--main_process_port", "0",
         str(ROOT / "tests/distributed/worker.py"), str(folder / "cases.json"), str(folder),
     ]  # fmt: skip
     start = time.monotonic()
-    process = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
+    process = run(*command, timeout=timeout, **environment)
     return process, time.monotonic() - start
 
 

@@ -330,7 +330,7 @@ class RolloutCorrectionMixin:
             mode = "train" if self.model.training else "eval"
             statistics, self._statistics[mode] = self._statistics[mode], None
             if statistics is not None:
-                statistics = statistics.combine(self.accelerator.gather(statistics.vector[None]))
+                statistics = statistics.combine(self.accelerator.gather(statistics.vector[None]).cpu())
                 self._report(statistics.finish(), mode)
                 if self.is_world_process_zero():
                     report_histogram(self, *statistics.histogram(), mode)

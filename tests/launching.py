@@ -1,0 +1,33 @@
+"""Start processes as users do."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+ROOT = Path(__file__).parent.parent
+ACCELERATE = str(Path(sys.executable).with_name("accelerate"))
+
+
+def run(*command: str, timeout: int = 600, **environment: str) -> subprocess.CompletedProcess:
+    """Run a command in the checkout and capture what it prints."""
+    # TRL sets the first five when it starts vLLM in this process, and `conftest.py` the last
+    ours = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHDYNAMO_DISABLE")
+    inherited = {name: value for name, value in os.environ.items() if name not in ours}
+    return subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**inherited, **environment},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def output_of(*command: str, **options) -> str:
+    """What a command prints, which must succeed."""
+    process = run(*command, **options)
+    assert process.returncode == 0, process.stdout[-3000:] + process.stderr[-8000:]
+    return process.stdout

@@ -1,0 +1,318 @@
+"""Every recipe is what it says, parses without a warning, and trains."""
+
+import dataclasses
+import json
+import re
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+from trl import ModelConfig, ScriptArguments, TrlParser
+
+from tests.launching import ROOT, output_of
+from tests.training import logged
+from trl_rollout_corr import (
+    RolloutCorrectedGRPOConfig,
+    RolloutCorrectedGRPOTrainer,
+    RolloutCorrectedRLOOConfig,
+    RolloutCorrectedRLOOTrainer,
+    RolloutCorrectionConfig,
+)
+from trl_rollout_corr.presets import PRESETS
+
+
+RECIPES = sorted(str(path.relative_to(ROOT / "recipes")) for path in ROOT.glob("recipes/*/*.yaml"))
+ENGINES = [name for name in RECIPES if name.startswith("accelerate/")]
+RECIPES = [name for name in RECIPES if name not in ENGINES]
+TRAINERS = {
+    "grpo": (RolloutCorrectedGRPOTrainer, RolloutCorrectedGRPOConfig),
+    "rloo": (RolloutCorrectedRLOOTrainer, RolloutCorrectedRLOOConfig),
+}
+OWN = {field.name for field in dataclasses.fields(RolloutCorrectionConfig)}
+# There to be seen and changed, whatever their defaults.
+ALWAYS_WRITTEN = {"output_dir", "model_name_or_path", "use_vllm", "logging_steps"}
+
+
+def text(recipe: str) -> str:
+    return (ROOT / "recipes" / recipe).read_text()
+
+
+def settings(recipe: str) -> dict:
+    return yaml.safe_load(text(recipe))
+
+
+def on_a_cpu(folder: Path) -> list[str]:
+    return ["--use_cpu", "true", "--bf16", "false", "--report_to", "none", "--output_dir", str(folder)]
+
+
+def parse(recipe: str, *options: str) -> tuple:
+    config_class = TRAINERS[recipe.split("/")[0]][1]
+    parser = TrlParser((ScriptArguments, config_class, ModelConfig))
+    return parser.parse_args_and_config(["--config", str(ROOT / "recipes" / recipe), *options])
+
+
+def correction(config: RolloutCorrectionConfig) -> dict:
+    """The fields of rollout correction, with the preset resolved."""
+    return {name: getattr(config, name) for name in OWN - {"rollout_correction"}}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recipes_parse_without_a_warning(recipe, tmp_path):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _, args, model_args = parse(recipe, *on_a_cpu(tmp_path))
+    assert [str(w.message) for w in caught if "rollout" in str(w.message) or "vllm" in str(w.message)] == []
+    assert args.corrects or "metrics_only" in recipe
+    assert "/" in model_args.model_name_or_path
+    assert args.use_vllm
+    assert args.output_dir == str(tmp_path)
+    assert settings(recipe)["output_dir"] == f"outputs/{recipe.replace('/', '_').removesuffix('.yaml')}"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recipes_hold_only_what_differs_from_the_defaults(recipe, tmp_path):
+    config_class = TRAINERS[recipe.split("/")[0]][1]
+    fields = {f.name: f for c in (ScriptArguments, config_class, ModelConfig) for f in dataclasses.fields(c)}
+    for name, value in settings(recipe).items():
+        field = fields[name]
+        default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
+        assert name in ALWAYS_WRITTEN or value != default, f"`{name}: {value}` is the default"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_headers_give_hardware_command_and_expectation(recipe):
+    header = text(recipe).split("output_dir:")[0]
+    for entry in ("Hardware:", "Command:", "Expect:"):
+        assert f"\n# {entry}" in header
+    assert f"--config recipes/{recipe}" in header
+    assert f"examples/{recipe.split('/')[0]}.py" in header
+    for path in re.findall(r"(?:recipes|examples)/[\w/.]+\w", header):
+        assert (ROOT / path).exists(), path
+
+
+def test_every_recipe_is_in_the_table():
+    table = (ROOT / "recipes/README.md").read_text()
+    linked = re.findall(r"\]\((\w+/\w+\.yaml)\)", table)
+    assert set(linked) == {*RECIPES, *ENGINES}
+
+
+def test_every_family_of_presets_has_a_recipe():
+    """A family is what a preset does, whatever its bounds."""
+
+    def family(fields: dict) -> tuple:
+        applied = (
+            fields["rollout_is"] if not fields["bypass_mode"] or fields["rollout_loss_type"] == "reinforce" else None
+        )
+        icepop = isinstance(fields["rollout_is_threshold"], list)
+        return (
+            (applied, icepop and applied is not None),
+            tuple(name.removesuffix("_k1") for name in fields["rollout_rs"] or ()),
+            (fields["bypass_mode"], fields["rollout_loss_type"] if fields["bypass_mode"] else None),
+        )
+
+    presets = {name: family(correction(RolloutCorrectionConfig.from_preset(name))) for name in PRESETS}
+    shown = {
+        family(correction(RolloutCorrectionConfig(**{k: v for k, v in settings(r).items() if k in OWN})))
+        for r in RECIPES
+    }
+    for part, what in enumerate(("weights", "rejection", "mode")):
+        missing = {entry[part] for entry in presets.values()} - {entry[part] for entry in shown}
+        assert not missing, f"no recipe shows {what} {missing}"
+
+
+# The configurations and runs of verl's README on rollout correction, as its scripts write them.
+SCRIPTS = {
+    "rloo/self_normalized_seq_is.yaml": {
+        "rollout_is": "sequence",
+        "rollout_is_threshold": 2.0,
+        "rollout_is_batch_normalize": True,
+        "bypass_mode": True,
+        "rollout_loss_type": "reinforce",
+    },
+    "grpo/multi_rs_token_is.yaml": {
+        "rollout_is": "token",
+        "rollout_is_threshold": 2.0,
+        "rollout_rs": "token_k1,seq_max_k2",
+        "rollout_rs_threshold": "0.6_1.6,2.5",
+        "bypass_mode": True,
+        "rollout_loss_type": "ppo_clip",
+    },
+    "grpo/seq_is_token_rs.yaml": {
+        "rollout_is": "sequence",
+        "rollout_is_threshold": 3.0,
+        "rollout_is_batch_normalize": True,
+        "rollout_rs": "token_k1",
+        "rollout_rs_threshold": "0.5_2.0",
+    },
+    "grpo/multi_rs.yaml": {
+        "rollout_is": "null",
+        "rollout_rs": "token_k1,seq_max_k2",
+        "rollout_rs_threshold": "0.7_1.4,2.0",
+        "bypass_mode": True,
+    },
+    "grpo/debug_weights.yaml": {
+        "rollout_is": "token",
+        "rollout_is_threshold": 2.0,
+        "rollout_is_batch_normalize": True,
+    },
+}
+# The five examples of its first README, in the keys of then.
+FIRST_EXAMPLES = {
+    "grpo/legacy_token_truncate.yaml": {
+        "rollout_is_threshold": 2.0,
+        "rollout_is": True,
+        "rollout_is_level": "token",
+        "rollout_is_mode": "truncate",
+        "rollout_is_veto_threshold": 1e-4,
+    },
+    "grpo/legacy_metrics_only.yaml": {
+        "rollout_is_threshold": 2.0,
+        "rollout_is": False,
+        "rollout_is_level": "token",
+        "rollout_is_mode": "truncate",
+    },
+    "grpo/legacy_geometric_mask.yaml": {
+        "rollout_is_threshold": 1.0002,
+        "rollout_is": True,
+        "rollout_is_threshold_lower": 0.9998,
+        "rollout_is_level": "geometric",
+        "rollout_is_mode": "mask",
+        "rollout_is_veto_threshold": 1e-4,
+    },
+    "grpo/legacy_sequence_truncate.yaml": {
+        "rollout_is_threshold": 5.0,
+        "rollout_is": True,
+        "rollout_is_threshold_lower": None,
+        "rollout_is_level": "sequence",
+        "rollout_is_mode": "truncate",
+        "rollout_is_veto_threshold": 1e-4,
+    },
+    "grpo/legacy_asymmetric.yaml": {
+        "rollout_is_threshold": 5.0,
+        "rollout_is": True,
+        "rollout_is_threshold_lower": 0.8,
+        "rollout_is_level": "token",
+        "rollout_is_mode": "mask",
+    },
+}
+
+
+@pytest.mark.parametrize("recipe", [*SCRIPTS, *FIRST_EXAMPLES])
+def test_recipes_say_what_their_originals_said(recipe, tmp_path):
+    if recipe in SCRIPTS:
+        expected = RolloutCorrectionConfig(**SCRIPTS[recipe])
+    else:
+        expected = RolloutCorrectionConfig.from_legacy(FIRST_EXAMPLES[recipe])
+    _, args, _ = parse(recipe, *on_a_cpu(tmp_path))
+    assert correction(args) == correction(expected)
+
+
+@pytest.fixture(scope="session")
+def questions(tmp_path_factory) -> str:
+    """A dataset in the form of GSM8K."""
+    folder = tmp_path_factory.mktemp("questions")
+    for split, size in (("train", 64), ("test", 4)):
+        rows = [{"question": f"{i} + {i}", "answer": f"add: {i} + {i} = {2 * i}\n#### {2 * i}"} for i in range(size)]
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(folder)
+
+
+@pytest.fixture
+def train(tiny_model_path, questions, tmp_path, shared_engine, monkeypatch):
+    """Runs an example on a recipe, with a small model, dataset and batch."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    import run
+
+    def train(recipe: str, *options: str):
+        return run.train(
+            *TRAINERS[recipe.split("/")[0]], "",
+            ["--config", str(ROOT / "recipes" / recipe), *on_a_cpu(tmp_path), "--model_name_or_path", tiny_model_path,
+             "--dtype", "float32", "--dataset_name", questions, "--max_steps", "2", "--num_generations", "4",
+             "--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2", "--max_completion_length", "8",
+             "--save_strategy", "no", "--disable_tqdm", "true", *options],
+        )  # fmt: skip
+
+    return train
+
+
+# A server takes weights through NCCL, which needs GPUs.
+@pytest.mark.vllm
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "grpo/server.yaml"])
+def test_recipes_train(train, recipe):
+    trainer = train(recipe, "--log_completions", "false")
+    assert len([entry for entry in trainer.state.log_history if "loss" in entry]) == 2
+    assert logged(trainer, "k3_kl")
+    assert max(map(abs, logged(trainer, "log_ratio_max"))) < 1e-4  # in step, on the same weights
+
+
+@pytest.mark.vllm
+def test_examples_evaluate_and_save(train, tmp_path):
+    trainer = train("rloo/token_is.yaml", "--eval_strategy", "steps", "--eval_steps", "2", "--save_strategy", "steps",
+                    "--per_device_eval_batch_size", "4", "--save_steps", "2")  # fmt: skip
+    assert any("eval_reward" in entry for entry in trainer.state.log_history)
+    assert (tmp_path / "model.safetensors").exists()
+    again = train("rloo/token_is.yaml", "--resume_from_checkpoint", str(tmp_path / "checkpoint-2"), "--max_steps", "3")
+    assert again.state.global_step == 3
+
+
+def test_a_missing_model_is_one_line(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    import run
+
+    with pytest.raises(SystemExit):
+        run.train(*TRAINERS["grpo"], "", ["--use_cpu", "true", "--bf16", "false"])
+    assert "`model_name_or_path` is missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("It is 3 + 4 = 7.\n#### 7", 7),
+        ("#### 1,234 apples, not 5", 1234),
+        ("so -2.5", -2.5),
+        ("first 3, then 8", 8),
+        ("####", None),
+        ("none", None),
+    ],
+)
+def test_the_reward_reads_the_answer(monkeypatch, text, number):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    import run
+
+    assert run.last_number(text) == number
+    if number is not None:
+        assert run.right_answer(
+            [text, [{"role": "assistant", "content": text}], "#### 99"], [f"#### {number}"] * 3
+        ) == [
+            1.0,
+            1.0,
+            0.0,
+        ]
+
+
+@pytest.mark.parametrize("example", ["grpo", "rloo"])
+def test_help_is_readable(example):
+    output = output_of(sys.executable, f"examples/{example}.py", "--help")
+    lines = output.splitlines()
+    assert len(lines) < 150
+    assert max(map(len, lines)) < 130
+    for name in OWN:
+        assert re.search(rf"--{name} \[?VALUE", output)
+    assert f"recipes/{example}/" in output
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_engine_configurations_load(engine):
+    config = load_config_from_file(str(ROOT / "recipes" / engine))
+    expected = {"fsdp2": "FSDP", "multi_node": "FSDP", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED", "ddp": "MULTI_GPU"}
+    assert config.distributed_type == expected.get(Path(engine).stem, "NO")
+    assert config.num_processes == {"single_gpu": 1, "multi_node": 32}.get(Path(engine).stem, 8)
+    assert config.mixed_precision == "bf16"
+    if config.distributed_type == "FSDP":
+        assert config.fsdp_config["fsdp_version"] == 2
+        assert config.fsdp_config["fsdp_cpu_ram_efficient_loading"] is False
+    if config.distributed_type == "DEEPSPEED":
+        assert config.deepspeed_config["zero_stage"] == int(Path(engine).stem[-1])
