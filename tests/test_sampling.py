@@ -1,0 +1,156 @@
+"""Settings under which the sampler's log-probabilities are not comparable to the trainer's are found at the start."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+import warnings
+
+import pytest
+from trl.generation.vllm_client import VLLMClient
+from trl.generation.vllm_generation import VLLMGeneration
+
+from tests.launching import ROOT
+from tests.training import build, config_fields, logged
+from trl_rollout_corr import (
+    RolloutCorrectedGRPOConfig,
+    RolloutCorrectedGRPOTrainer,
+    RolloutCorrectedRLOOConfig,
+    RolloutCorrectedRLOOTrainer,
+)
+from trl_rollout_corr.trainers.validation import check_server_logprobs
+
+
+TRAINERS = {
+    "grpo": (RolloutCorrectedGRPOTrainer, RolloutCorrectedGRPOConfig),
+    "rloo": (RolloutCorrectedRLOOTrainer, RolloutCorrectedRLOOConfig),
+}
+
+both_trainers = pytest.mark.parametrize("config_class", [config for _, config in TRAINERS.values()])
+
+
+@both_trainers
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"top_p": 0.9}, "`top_p=0.9`"),
+        ({"top_k": 50}, "`top_k=50`"),
+        ({"min_p": 0.05}, "`min_p=0.05`"),
+        ({"repetition_penalty": 1.1}, "`repetition_penalty=1.1`"),
+        ({"vllm_structured_outputs_regex": "[0-9]+"}, r"`structured_outputs='\[0-9\]\+'`"),
+        ({"generation_kwargs": {"presence_penalty": 0.5, "top_p": 0.8}}, "`top_p=0.8`, `presence_penalty=0.5`"),
+        ({"generation_kwargs": {"min_tokens": 4}}, "`min_tokens=4`"),
+        ({"generation_kwargs": {"logit_bias": {5: 1.0}}}, "`logit_bias="),
+    ],
+)
+def test_what_distorts_the_sampler_is_named_once(config_class, fields, named, tmp_path):
+    with pytest.warns(UserWarning, match=named) as caught:
+        config_class(**config_fields(tmp_path, use_vllm=True, **fields))
+    assert len([w for w in caught if "changes the distribution" in str(w.message)]) == 1
+
+
+@both_trainers
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0},
+        {"top_k": -1, "generation_kwargs": {"presence_penalty": 0.0, "min_tokens": 0, "stop": ["!"], "seed": 3}},
+        {"generation_kwargs": {"logprobs": 5, "n": 1, "temperature": 0.7}, "temperature": 0.7},
+        {"use_vllm": False, "top_p": 0.9},  # a rollout function, which does as it likes
+    ],
+)
+def test_neutral_settings_are_silent(config_class, fields, tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config_class(**config_fields(tmp_path, **{"use_vllm": True, **fields}))
+
+
+@both_trainers
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"temperature": 0.7}, r"`generation_kwargs` sets a temperature of 0.7 while `temperature` is 1.0"),
+        ({"logprobs": None}, r"sets `logprobs` to None, which must be an integer of 0 or more"),
+        ({"n": 2}, r"sets `n` to 2, which must be 1"),
+    ],
+)
+def test_what_breaks_the_ratio_is_refused(config_class, overrides, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        config_class(**config_fields(tmp_path, use_vllm=True, generation_kwargs=overrides))
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", "raw_logits", "processed_logits"])
+def test_a_server_must_return_processed_logprobs(mode):
+    with pytest.raises(
+        ValueError, match=f"`--logprobs-mode {mode}`.*Restart it with `--logprobs-mode processed_logprobs`"
+    ):
+        check_server_logprobs(mode, temperature=0.7)
+
+
+def test_raw_logprobs_of_a_server_are_the_same_at_temperature_one():
+    check_server_logprobs("processed_logprobs", temperature=0.7)
+    with pytest.warns(UserWarning, match="agree only without penalties"):
+        check_server_logprobs("raw_logprobs", temperature=1.0)
+    with pytest.raises(ValueError, match="every ratio would be wrong"):
+        check_server_logprobs("processed_logits", temperature=1.0)
+
+
+# A real server --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["processed_logprobs", "raw_logprobs"])
+def server(request, tiny_model_path, tmp_path_factory):
+    """A vLLM server, and its `--logprobs-mode`."""
+    with socket.socket() as s:
+        s.bind(("", 0))
+        port = s.getsockname()[1]
+    log = tmp_path_factory.mktemp("server") / "log"
+    command = [
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", tiny_model_path, "--port", str(port),
+        "--dtype", "float32", "--enforce-eager", "--max-model-len", "64", "--logprobs-mode", request.param,
+        "--weight-transfer-config", '{"backend":"nccl"}',
+    ]  # fmt: skip
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env={**os.environ, "VLLM_SERVER_DEV_MODE": "1"}, stdout=output, stderr=output
+        )
+    try:
+        url = f"http://localhost:{port}"
+        for _ in range(240):
+            assert process.poll() is None, log.read_text()[-3000:]
+            try:
+                urllib.request.urlopen(f"{url}/health", timeout=1)
+                break
+            except OSError:
+                time.sleep(0.5)
+        yield request.param, url
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_a_real_server(server, kind, tiny_model_path, tmp_path, monkeypatch):
+    # Weights go to a server through NCCL, which needs GPUs: this trains without moving, on the weights the server has.
+    monkeypatch.setattr(VLLMClient, "init_communicator", lambda *args, **kwargs: None)
+    monkeypatch.setattr(VLLMGeneration, "sync_weights", lambda self: None)
+    mode, url = server
+
+    def make(temperature: float):
+        return build(
+            *TRAINERS[kind], tiny_model_path, tmp_path, use_vllm=True, vllm_mode="server", vllm_server_base_url=url,
+            temperature=temperature, learning_rate=0.0,
+        )  # fmt: skip
+
+    if mode == "raw_logprobs":
+        with pytest.raises(ValueError, match="Restart it with `--logprobs-mode processed_logprobs`"):
+            make(temperature=0.7)
+        return
+    trainer = make(temperature=0.7)
+    trainer.train()
+    assert max(map(abs, logged(trainer, "log_ratio_max") + logged(trainer, "log_ratio_min"))) < 1e-4
