@@ -305,3 +305,46 @@ def test_parameters_are_really_sharded(by_engine):
     assert shards[0] != pytest.approx(whole, rel=0.1)
     pytest.importorskip("deepspeed")
     assert [result["parameters"] for result in by_engine("zero3")["full"]] == [0.0, 0.0]  # released after each use
+
+
+# The sampler of two ranks, and what it trains ---------------------------------------------------------------------------
+
+WITH_VLLM = {
+    f"{trainer} {what}": {
+        "trainer": trainer,
+        "use_vllm": True,
+        "vllm_mode": "colocate",
+        "learning_rate": 1e-3,
+        **fields,
+    }
+    for trainer in ("grpo", "rloo")
+    for what, fields in {
+        "full": {"rollout_correction": "decoupled_token_is"},
+        "lora": {"lora": True, "rollout_correction": "bypass_pg_is"},
+        "exclude": {
+            "rollout_rs": "seq_mean_k1",
+            "rollout_rs_threshold": 2.0,
+            "rollout_rs_exclude_from_baseline": True,
+        },
+    }.items()
+}
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    "engine", ["ddp", *(pytest.param(engine, marks=pytest.mark.slow) for engine in ("fsdp2", "zero2", "zero3"))]
+)
+def test_every_engine_with_a_real_sampler_on_each_rank(tiny_model_path, tmp_path, engine):
+    if engine.startswith("zero"):
+        pytest.importorskip("deepspeed")
+    fields, environment = ENGINES[engine]
+    cases = {name: {"model": tiny_model_path, **case, **fields} for name, case in WITH_VLLM.items()}
+    config = engine_config(engine, tmp_path)
+    found = results(cases, tmp_path / "run", 2, config=config, timeout=500, **environment)
+    for name, ranks in found.items():
+        entries = [entry for entry in ranks[0]["history"] if "loss" in entry]
+        assert len(entries) == 3, name
+        assert all(entry["grad_norm"] > 0 for entry in entries), name
+        for entry in entries:  # weights were pushed after every step, or the two would part
+            assert abs(entry[f"{PREFIX}log_ratio_max"]) < 1e-4, name
+            assert abs(entry[f"{PREFIX}log_ratio_min"]) < 1e-4, name
