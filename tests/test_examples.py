@@ -31,9 +31,10 @@ def sorting_model(tmp_path_factory) -> str:
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("arm", [None, "disabled"])
-def test_quickstart(sorting_model, tmp_path, arm):
-    options = ["--rollout_correction", arm] if arm else []
+@pytest.mark.parametrize(("trainer", "arm"), [("grpo", None), ("rloo", "disabled")])
+def test_quickstart(sorting_model, tmp_path, trainer, arm):
+    options = ["--trainer", trainer] if trainer != "grpo" else []
+    options += ["--rollout_correction", arm] if arm else []
     output = output_of(
         *LAUNCH, "examples/quickstart.py", "--model_folder", sorting_model, "--output_dir", str(tmp_path),
         "--max_steps", "4", "--eval_every", "2", "--lag", "2", *options,
@@ -46,7 +47,7 @@ def test_quickstart(sorting_model, tmp_path, arm):
         "tokens kept",
     ):
         assert row in output
-    result = json.loads((tmp_path / f"grpo_{arm or 'decoupled_geo_rs_token_tis'}.json").read_text())
+    result = json.loads((tmp_path / f"{trainer}_{arm or 'decoupled_geo_rs_token_tis'}.json").read_text())
     assert len(result["history"]) == 4
     assert len(result["accuracy"]) == 3
     assert result["history"][-1]["rollout_corr/k3_kl"] > result["history"][0]["rollout_corr/k3_kl"]  # it fell behind
@@ -55,15 +56,17 @@ def test_quickstart(sorting_model, tmp_path, arm):
 
 @pytest.mark.slow
 @pytest.mark.vllm
-def test_quickstart_rescues_a_run_that_collapses(tmp_path):
+@pytest.mark.parametrize("trainer", ["grpo", "rloo"])
+def test_quickstart_rescues_a_run_that_collapses(tmp_path, trainer):
     final = {}
     for arm in (None, "disabled"):
-        options = ["--rollout_correction", arm] if arm else []
+        options = ["--trainer", trainer]
+        options += ["--rollout_correction", arm] if arm else []
         output_of(
             *LAUNCH, "examples/quickstart.py", "--output_dir", str(tmp_path), "--model_folder", str(tmp_path / "model"),
             *options, timeout=1200,
         )  # fmt: skip
-        result = json.loads((tmp_path / f"grpo_{arm or 'decoupled_geo_rs_token_tis'}.json").read_text())
+        result = json.loads((tmp_path / f"{trainer}_{arm or 'decoupled_geo_rs_token_tis'}.json").read_text())
         final[arm] = sum(result["accuracy"][-3:]) / 3
         before = result["accuracy"][0]
     assert final[None] > before + 0.1
