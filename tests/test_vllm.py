@@ -6,7 +6,15 @@ import pytest
 from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer
 
-from tests.training import build, counting_forwards, freeze_sampler, logged, losses
+from tests.training import (
+    SCHEDULES,
+    VISITED_BEFORE_UPDATE,
+    build,
+    counting_forwards,
+    freeze_sampler,
+    logged,
+    losses,
+)
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
 from trl_rollout_corr.sampler import sync_weights_on_cpu
 
@@ -72,6 +80,23 @@ def test_truncation_equals_trl_with_one_forward_per_micro_batch_fewer(make, pres
     assert max(logged(ours, "rollout_is_ratio_fraction_high")) > 0  # the bound was reached
     generations = math.ceil(3 / fields.get("num_iterations", 1))
     assert their_count["forwards"] - our_count["forwards"] == 2 * generations
+
+
+@pytest.mark.parametrize("schedule", sorted({*SCHEDULES} - {*VISITED_BEFORE_UPDATE}))
+def test_truncation_equals_trl_where_samples_are_visited_after_an_update(make, schedule):
+    fields = {"schedule": schedule, "learning_rate": 1e-2, "max_steps": 6}
+    theirs = make(
+        GRPOTrainer, vllm_importance_sampling_mode="token_truncate", vllm_importance_sampling_clip_max=2.0, **fields
+    )
+    freeze_sampler(theirs, 0.15)
+    with counting_forwards(theirs) as their_count:
+        expected = losses(theirs)
+    ours = make(rollout_correction="decoupled_token_is", **fields)
+    freeze_sampler(ours, 0.15)
+    with counting_forwards(ours) as our_count:
+        found = losses(ours)
+    assert found == [pytest.approx(step, rel=1e-5, abs=1e-6) for step in expected]
+    assert their_count == our_count  # the old policy cannot be had for less
 
 
 def test_a_translated_default_of_trl_equals_it(make):
