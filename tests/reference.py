@@ -94,16 +94,16 @@ def policy_metrics(sequences):
     gap = [t - r for t, r in zip(train, rollout, strict=True)]
     return {
         "training_log_ppl": statistics.fmean(train),
-        "training_ppl": statistics.fmean(math.exp(min(x, 88)) for x in train),
+        "training_ppl": statistics.fmean(math.exp(min(x, 60)) for x in train),
         "rollout_log_ppl": statistics.fmean(rollout),
-        "rollout_ppl": statistics.fmean(math.exp(min(x, 88)) for x in rollout),
+        "rollout_ppl": statistics.fmean(math.exp(min(x, 60)) for x in rollout),
         "log_ppl_diff": statistics.fmean(gap),
         "log_ppl_abs_diff": statistics.fmean(abs(x) for x in gap),
         "log_ppl_diff_max": max(gap),
         "log_ppl_diff_min": min(gap),
-        "ppl_ratio": statistics.fmean(math.exp(min(x, 88)) for x in gap),
+        "ppl_ratio": statistics.fmean(math.exp(min(x, 60)) for x in gap),
         "kl": -statistics.fmean(flat),
-        "k3_kl": statistics.fmean(math.exp(min(x, 88)) - 1 - x for x in flat),
+        "k3_kl": statistics.fmean(math.exp(min(x, 60)) - 1 - x for x in flat),
         "chi2_token": statistics.fmean(math.exp(2 * clip(x)) for x in flat) - 1,
         "chi2_seq": statistics.fmean(math.exp(2 * clip(sum(row))) for row in d) - 1,
     }

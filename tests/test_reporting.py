@@ -3,6 +3,7 @@
 import json
 import math
 import struct
+import time
 from pathlib import Path
 
 import numpy as np
@@ -74,6 +75,15 @@ def test_tensorboard(train, tmp_path):
     assert len(events.Histograms(f"eval/{PREFIX}log_ratio")) == 1
 
 
+def written_file(folder: Path, pattern: str, seconds: int = 30) -> Path:
+    """A file that another process writes: W&B's service may be a moment behind `finish`."""
+    deadline = time.monotonic() + seconds
+    while not (files := list(folder.rglob(pattern))) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    (file,) = files
+    return file
+
+
 def wandb_history(path) -> list[dict]:
     """Rows of a W&B run file: a LevelDB log, in blocks of 32 kB, of protocol buffers."""
     from wandb.proto import wandb_internal_pb2
@@ -101,8 +111,7 @@ def test_wandb_offline(train, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     training, evaluation = expected(train("wandb"))
     wandb.finish()
-    (file,) = tmp_path.rglob("run-*.wandb")
-    rows = wandb_history(file)
+    rows = wandb_history(written_file(tmp_path, "run-*.wandb"))
     losses = [row for row in rows if "train/loss" in row]
     for key in training[0]:
         assert [row[f"train/{key}"] for row in losses] == pytest.approx([entry[key] for entry in training])

@@ -1,6 +1,6 @@
 """Log-probabilities, a mask and a configuration in; weights, a keep-mask and statistics out. Torch only."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -8,16 +8,20 @@ import torch
 from .config import RolloutCorrectionConfig
 from .functional import (
     Rejection,
-    accumulation_dtype,
+    Tokens,
     bound_weights,
     importance_ratio,
-    masked_log_ratio,
-    normalize_weights,
+    mean_weight,
     reject,
     renormalization,
-    weight_sums,
+    select_tokens,
 )
 from .metrics import Statistics, WeightTensors, collect
+
+
+# Rows are corrected in blocks of so many tokens, of which a dozen tensors are alive at a time. On a CPU they stay in its
+# cache; elsewhere a kernel must be worth its launch.
+_BLOCK_ON_CPU, _BLOCK_ELSEWHERE = 2**17, 2**22
 
 
 @dataclass(frozen=True)
@@ -31,21 +35,28 @@ class RolloutCorrection:
             `rollout_is`.
         keep (`torch.Tensor` of shape `(B, T)`):
             Boolean mask: valid tokens that every criterion keeps.
-        coefficients (`torch.Tensor` of shape `(B, T)`):
-            What multiplies the policy gradient of each token: weights (where the mode applies them), times `keep`, times
-            the renormalisation factor.
-        rollout_logps (`torch.Tensor` of shape `(B, T)`):
-            Log-probabilities of the rollout policy, replaced by those of the training policy wherever they do not count
-            (outside the mask, or not finite).
+        scale (`torch.Tensor` of shape `()`):
+            Factor of `rollout_rs_renormalize`, or 1.
+        applies_weights (`bool`):
+            Whether the mode applies the weights, or only reports them.
         statistics ([`~trl_rollout_corr.metrics.Statistics`]):
             Sums from which the metrics are made.
     """
 
     weights: torch.Tensor | None
     keep: torch.Tensor
-    coefficients: torch.Tensor
-    rollout_logps: torch.Tensor
+    scale: torch.Tensor
+    applies_weights: bool
     statistics: Statistics
+
+    @property
+    def coefficients(self) -> torch.Tensor:
+        """
+        What multiplies the policy gradient of each token: the weights (where the mode applies them), times `keep`, times the
+        renormalisation factor. `(B, T)`, made anew at each access.
+        """
+        kept = self.keep * self.scale
+        return kept.mul_(self.weights) if self.applies_weights else kept
 
     def metrics(self) -> dict[str, float]:
         """Metrics of this batch alone, by key (`rollout_corr/...`, see `docs/metrics.md`)."""
@@ -97,44 +108,26 @@ def compute_rollout_correction(
     tensor([[1., 2.]])
     ```
     """
-    _check_shapes(train_logps, rollout_logps, mask)
-    mask = mask.bool()
-    log_ratio, valid, nonfinite = _valid_log_ratio(train_logps, rollout_logps, mask, config.rollout_nan_policy)
+    _check_inputs(train_logps, rollout_logps, mask, config)
+    blocks = list(_blocks(mask))
+    corrected = _Assembled(mask, len(blocks))
+    for rows in blocks:
+        corrected.put(rows, *_correct_rows(train_logps[rows], rollout_logps[rows], mask[rows], config))
+    weights, keep, statistics = corrected.weights, corrected.keep, corrected.statistics()
 
-    rejections = [(criterion, reject(log_ratio, valid, criterion)) for criterion in config.criteria]
-    keep = _keep(valid, [rejection for _, rejection in rejections])
-    weights = tensors = None
-    if config.rollout_is is not None:
-        lower, upper = config.weight_bounds
-        ratio = importance_ratio(log_ratio, valid, level=config.rollout_is)
-        weights = bound_weights(ratio, lower=lower, upper=upper)
-        tensors = WeightTensors(config.rollout_is, ratio, weights, lower, upper, config.rollout_is_batch_normalize)
-
-    coefficients = keep.to(log_ratio.dtype)
+    scale = statistics.vector.new_ones(())
     if config.needs_whole_batch:
-        totals = _batch_totals(weights, keep, valid, config.rollout_is)
+        totals = _batch_totals(statistics)
         totals = totals if sum_over_ranks is None else sum_over_ranks(totals)
         if config.rollout_is_batch_normalize and config.applies_weights:
-            weights = normalize_weights(weights, totals[:2])
+            mean = mean_weight(totals[:2])
+            weights /= mean
+            statistics = statistics.with_sum_multiplied("coefficients", 1 / mean)
         if config.rollout_rs_renormalize:
-            coefficients = coefficients * renormalization(totals[2:])
-    if config.applies_weights:
-        coefficients = coefficients * weights
-
-    clean_rollout_logps = torch.where(valid & ~nonfinite, rollout_logps.to(log_ratio.dtype), train_logps.detach())
-    statistics = collect(
-        train_logps.detach(),
-        clean_rollout_logps,
-        log_ratio,
-        valid,
-        nonfinite=nonfinite,
-        mask=mask,
-        coefficients=coefficients,
-        weights=tensors,
-        keep=keep if rejections else None,
-        rejections=rejections,
-    )
-    return RolloutCorrection(weights, keep, coefficients, clean_rollout_logps, statistics)
+            scale = renormalization(totals[2:])
+            statistics = statistics.with_sum_multiplied("coefficients", scale)
+    scale = scale.to(corrected.dtype)
+    return RolloutCorrection(weights, keep, scale, config.applies_weights and weights is not None, statistics)
 
 
 def keep_mask(
@@ -156,11 +149,35 @@ def keep_mask(
     Returns:
         `torch.Tensor` of shape `(B, T)`: boolean mask of the tokens that count and that every criterion keeps.
     """
-    log_ratio, valid, _ = _valid_log_ratio(train_logps, rollout_logps, mask.bool(), config.rollout_nan_policy)
-    return _keep(valid, [reject(log_ratio, valid, criterion) for criterion in config.criteria])
+    tokens = _select_tokens(train_logps, rollout_logps, mask, config)
+    return _keep(tokens, [reject(tokens, criterion) for criterion in config.criteria]) > 0
 
 
-def _check_shapes(train_logps: torch.Tensor, rollout_logps: torch.Tensor, mask: torch.Tensor):
+def usable_rollout_logps(
+    train_logps: torch.Tensor, rollout_logps: torch.Tensor, mask: torch.Tensor, config: RolloutCorrectionConfig
+) -> torch.Tensor:
+    """
+    Log-probabilities of the rollout policy, replaced by those of the training policy wherever they do not count.
+
+    Args:
+        train_logps (`torch.Tensor` of shape `(B, T)`):
+            Log-probabilities under the training policy, in nats.
+        rollout_logps (`torch.Tensor` of shape `(B, T)`):
+            Log-probabilities under the rollout policy, in nats.
+        mask (`torch.Tensor` of shape `(B, T)`):
+            Non-zero on the tokens of the loss.
+        config ([`RolloutCorrectionConfig`]):
+            What to do with log-probabilities that are not finite.
+
+    Returns:
+        `torch.Tensor` of shape `(B, T)`: the log-ratio to it is 0 outside the mask and where it would not be finite.
+    """
+    return train_logps - _select_tokens(train_logps, rollout_logps, mask, config).log_ratio
+
+
+def _check_inputs(
+    train_logps: torch.Tensor, rollout_logps: torch.Tensor, mask: torch.Tensor, config: RolloutCorrectionConfig
+):
     shapes = {
         "train_logps": tuple(train_logps.shape),
         "rollout_logps": tuple(rollout_logps.shape),
@@ -169,36 +186,87 @@ def _check_shapes(train_logps: torch.Tensor, rollout_logps: torch.Tensor, mask: 
     if len(set(shapes.values())) > 1 or train_logps.dim() != 2 or not train_logps.numel():
         got = ", ".join(f"`{name}` {shape}" for name, shape in shapes.items())
         raise ValueError(f"The inputs must have one shape (B, T) with at least one token, got {got}.")
-
-
-def _valid_log_ratio(
-    train_logps: torch.Tensor, rollout_logps: torch.Tensor, mask: torch.Tensor, policy: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Log-ratio, the tokens that count, and the tokens of the loss whose log-ratio is not finite; each `(B, T)`."""
-    log_ratio = masked_log_ratio(train_logps, rollout_logps, mask)
-    nonfinite = ~log_ratio.isfinite()
-    if policy == "raise" and nonfinite.any():  # the one host synchronisation, asked for by the user
+    if config.rollout_nan_policy != "raise":
+        return
+    broken = int(
+        select_tokens(train_logps, rollout_logps, mask).broken.sum()
+    )  # waits for the device, as the user asked
+    if broken:
         raise ValueError(
-            f"{int(nonfinite.sum())} of {int(mask.sum())} tokens have a log-probability that is not finite, and "
+            f"{broken} of {int((mask != 0).sum())} tokens have a log-probability that is not finite, and "
             "`rollout_nan_policy` is 'raise'. A NaN from the sampler means that a whole row of its logits is broken. Look "
             "for the cause there, or set `rollout_nan_policy` to 'drop' (the token leaves the loss) or 'neutralize' (its "
             "ratio is taken as 1)."
         )
-    # a ratio can be taken as 1 only where the trainer's own log-probability is there
-    valid = mask & (train_logps.isfinite() if policy == "neutralize" else ~nonfinite)
-    return log_ratio.masked_fill(nonfinite, 0.0), valid, nonfinite
 
 
-def _keep(valid: torch.Tensor, rejections: list[Rejection]) -> torch.Tensor:
+def _blocks(mask: torch.Tensor) -> Iterator[slice]:
+    """Slices of rows, each small enough to be worked on at once."""
+    size = _BLOCK_ON_CPU if mask.device.type == "cpu" else _BLOCK_ELSEWHERE
+    step = max(size // mask.shape[1], 1)
+    for start in range(0, mask.shape[0], step):
+        yield slice(start, start + step)
+
+
+class _Assembled:
+    """Results of blocks, put together without a second copy of them."""
+
+    def __init__(self, mask: torch.Tensor, n_blocks: int):
+        self.mask, self.n_blocks = mask, n_blocks
+        self.weights = self.keep = self.dtype = None
+        self.parts: list[Statistics] = []
+
+    def put(self, rows: slice, weights: torch.Tensor | None, keep: torch.Tensor, statistics: Statistics):
+        self.dtype = keep.dtype
+        self.parts.append(statistics)
+        if self.keep is None:
+            self.keep = torch.empty(self.mask.shape, dtype=torch.bool, device=self.mask.device)
+            self.weights = None if weights is None else torch.empty_like(self.keep, dtype=weights.dtype)
+        self.keep[rows] = keep
+        if weights is not None:
+            self.weights[rows] = weights
+
+    def statistics(self) -> Statistics:
+        first = self.parts[0]
+        return first if self.n_blocks == 1 else first.combine(torch.stack([part.vector for part in self.parts]))
+
+
+def _correct_rows(
+    train_logps: torch.Tensor, rollout_logps: torch.Tensor, mask: torch.Tensor, config: RolloutCorrectionConfig
+) -> tuple[torch.Tensor | None, torch.Tensor, Statistics]:
+    """Weights before batch normalisation, the keep-mask as numbers, and statistics of some rows."""
+    tokens = _select_tokens(train_logps, rollout_logps, mask, config)
+    rejections = [(criterion, reject(tokens, criterion)) for criterion in config.criteria]
+    keep = _keep(tokens, [rejection for _, rejection in rejections])
+    weights = tensors = None
+    if config.rollout_is is not None:
+        lower, upper = config.weight_bounds
+        ratio = importance_ratio(tokens, level=config.rollout_is)
+        bounded = bound_weights(ratio, lower=lower, upper=upper)
+        tensors = WeightTensors(config.rollout_is, ratio, bounded, lower, upper, config.rollout_is_batch_normalize)
+        weights = bounded if config.rollout_is == "token" else bounded * tokens.valid
+    coefficients = keep * weights if config.applies_weights and weights is not None else keep
+    return weights, keep, collect(tokens, keep, coefficients, tensors, rejections)
+
+
+def _select_tokens(
+    train_logps: torch.Tensor, rollout_logps: torch.Tensor, mask: torch.Tensor, config: RolloutCorrectionConfig
+) -> Tokens:
+    return select_tokens(train_logps, rollout_logps, mask, neutralize=config.rollout_nan_policy == "neutralize")
+
+
+def _keep(tokens: Tokens, rejections: list[Rejection]) -> torch.Tensor:
+    """1 on tokens that count and that every criterion keeps, else 0."""
+    keep = tokens.valid
     for rejection in rejections:
-        valid = valid & rejection.keep
-    return valid
+        keep = keep * (1.0 - rejection.rejected)
+    return keep
 
 
-def _batch_totals(
-    weights: torch.Tensor | None, keep: torch.Tensor, valid: torch.Tensor, level: str | None
-) -> torch.Tensor:
-    """`(4,)`: sum and count of the weights, valid tokens, kept tokens. One vector, hence one collective."""
-    dtype = accumulation_dtype(valid.device)
-    sums = valid.new_zeros(2, dtype=dtype) if weights is None else weight_sums(weights, valid, level=level)
-    return torch.cat([sums, torch.stack([valid.sum(), keep.sum()]).to(dtype)])
+def _batch_totals(statistics: Statistics) -> torch.Tensor:
+    """`(4,)`: sum and number of the weights, valid tokens, kept tokens. One vector, hence one collective."""
+    names = statistics.sum_names
+    nothing = statistics.vector.new_zeros(())
+    weights = [statistics[name] if name in names else nothing for name in ("is/norm_sum", "is/norm_count")]
+    tokens, rejected = statistics["tokens"], statistics["rs_tokens"] if "rs_tokens" in names else nothing
+    return torch.stack([*weights, tokens, tokens - rejected])

@@ -1,9 +1,8 @@
 """
 Importance weights and rejection rules: tensors in, tensors out.
 
-Shapes: `B` completions, `T` completion tokens. Everything is `(B, T)` unless it says otherwise, and `valid` is the boolean
-mask of the tokens the loss is taken over. `log_ratio` is `log pi_train - log pi_rollout` of the sampled tokens and must be
-0 outside `valid` (see [`masked_log_ratio`]); nothing here looks at a token outside `valid`.
+Shapes: `B` completions, `T` completion tokens. What is true of a token is written as a number, 1 or 0, in the type of the
+log-ratio: such indicators are multiplied and added up, several times faster than booleans are combined and counted.
 
 Nothing in this module reads a configuration, synchronises with the host, or talks to another process.
 """
@@ -16,6 +15,9 @@ import torch
 # exp(20) = 4.9e8: beyond it a ratio says "broken", not "off-policy", and sums of squares still fit in float32. The bound
 # is verl's, which also raises ratios below exp(-20) to it; they may as well go to 0.
 LOG_RATIO_BOUND = 20.0
+
+# Beyond this a log-ratio is that of a masked logit. The bound keeps sums of squares finite in float32.
+LARGEST_LOG_RATIO = 1e15
 
 # A mean weight below this carries no information to normalise with (every weight was zeroed).
 MIN_MEAN_WEIGHT = 1e-8
@@ -56,48 +58,107 @@ class Criterion(NamedTuple):
         return f"{self.scope}_{self.divergence}"
 
 
-class Rejection(NamedTuple):
+class Tokens(NamedTuple):
     """
-    What one [`Criterion`] says about a batch.
+    The tokens that count, in some rows of a batch. Made by [`select_tokens`].
 
     Args:
-        keep (`torch.Tensor` of shape `(B, T)`):
-            `True` where the criterion keeps the token. A sequence criterion is constant along `T`.
-        statistic (`torch.Tensor` of shape `(B, T)` or `(B, 1)`):
-            The statistic: per token, or per sequence.
-        high (`torch.Tensor` of shape `(B, T)` or `(B, 1)`):
-            `True` where the statistic exceeds the upper bound.
-        low (`torch.Tensor` of shape `(B, T)` or `(B, 1)`):
-            `True` where the statistic is under the lower bound.
+        log_ratio (`torch.Tensor` of shape `(B, T)`):
+            Log-ratio `d = log pi_train - log pi_rollout` of the sampled tokens, 0 where they do not count.
+        train_logps (`torch.Tensor` of shape `(B, T)`):
+            Log-probabilities under the training policy, 0 where they do not count.
+        valid (`torch.Tensor` of shape `(B, T)`):
+            1 on tokens that count, else 0.
+        outside (`torch.Tensor` of shape `(B, T)`):
+            0 on tokens that count, else infinity: added before a minimum, and subtracted before a maximum.
+        lengths (`torch.Tensor` of shape `(B, 1)`):
+            Number of tokens that count.
+        mask_lengths (`torch.Tensor` of shape `(B, 1)`):
+            Number of tokens of the loss.
+        broken (`torch.Tensor` of shape `(B, 1)`):
+            Number of tokens of the loss whose log-ratio is not finite.
     """
 
-    keep: torch.Tensor
+    log_ratio: torch.Tensor
+    train_logps: torch.Tensor
+    valid: torch.Tensor
+    outside: torch.Tensor
+    lengths: torch.Tensor
+    mask_lengths: torch.Tensor
+    broken: torch.Tensor
+
+
+class Rejection(NamedTuple):
+    """
+    What one [`Criterion`] says. `(B, T)` for scope `"token"`, else `(B, 1)`.
+
+    Args:
+        statistic (`torch.Tensor`):
+            What the bounds are on; 0 for a token that does not count, and for a sequence without tokens.
+        high (`torch.Tensor`):
+            1 where the statistic exceeds the upper bound, else 0.
+        low (`torch.Tensor`):
+            1 where the statistic is under the lower bound, else 0.
+    """
+
     statistic: torch.Tensor
     high: torch.Tensor
     low: torch.Tensor
 
+    @property
+    def rejected(self) -> torch.Tensor:
+        return torch.maximum(self.high, self.low)
 
-def masked_log_ratio(train_logps: torch.Tensor, rollout_logps: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+
+def above(x: torch.Tensor, bound: float) -> torch.Tensor:
+    """1 where `x > bound`, else 0, in the type of `x`."""
+    return torch.gt(x, bound, out=torch.empty_like(x))
+
+
+def below(x: torch.Tensor, bound: float) -> torch.Tensor:
+    """1 where `x < bound`, else 0, in the type of `x`."""
+    return torch.lt(x, bound, out=torch.empty_like(x))
+
+
+def select_tokens(
+    train_logps: torch.Tensor, rollout_logps: torch.Tensor, mask: torch.Tensor, *, neutralize: bool = False
+) -> Tokens:
     """
-    Log-ratio of the training policy to the rollout policy, 0 outside `valid`.
+    Select the tokens that count: those of the mask whose log-ratio is finite.
 
     Args:
         train_logps (`torch.Tensor` of shape `(B, T)`):
             Log-probabilities of the sampled tokens under the training policy, in nats.
         rollout_logps (`torch.Tensor` of shape `(B, T)`):
             Log-probabilities of the same tokens under the policy that sampled them, in nats.
-        valid (`torch.Tensor` of shape `(B, T)`):
-            Boolean mask. Where it is `False` the log-probabilities may hold anything, NaN included.
+        mask (`torch.Tensor` of shape `(B, T)`):
+            Non-zero on the tokens of the loss. Log-probabilities elsewhere may hold anything, NaN included.
+        neutralize (`bool`, *optional*, defaults to `False`):
+            Take the log-ratio as 0 where only the rollout policy's log-probability is not finite.
 
     Returns:
-        `torch.Tensor` of shape `(B, T)`: the log-ratio, in float32 or wider.
+        [`Tokens`]: in float32 or wider.
     """
     dtype = torch.promote_types(torch.promote_types(train_logps.dtype, rollout_logps.dtype), torch.float32)
-    difference = train_logps.detach().to(dtype) - rollout_logps.detach().to(dtype)
-    return difference.masked_fill(~valid, 0.0)  # not a multiplication: NaN * 0 is NaN
+    train_logps = train_logps.detach().to(dtype)
+    difference = train_logps - rollout_logps.detach().to(dtype)
+    mask = (mask if mask.dtype == torch.bool else mask.detach() != 0).to(dtype)
+    finite = below(difference.abs(), LARGEST_LOG_RATIO).mul_(mask)  # 0 for NaN
+    valid = below(train_logps.abs(), torch.inf).mul_(mask) if neutralize else finite
+    mask_lengths = mask.sum(-1, keepdim=True)
+    return Tokens(
+        # NaN * 0 is NaN, so values that are not finite go first
+        log_ratio=difference.nan_to_num_(0.0, 0.0, 0.0).mul_(finite),
+        train_logps=train_logps.nan_to_num(0.0, 0.0, 0.0).mul_(valid),
+        valid=valid,
+        outside=valid.reciprocal().sub_(1.0),
+        lengths=valid.sum(-1, keepdim=True),
+        mask_lengths=mask_lengths,
+        broken=mask_lengths - finite.sum(-1, keepdim=True),
+    )
 
 
-def importance_ratio(log_ratio: torch.Tensor, valid: torch.Tensor, *, level: str) -> torch.Tensor:
+def importance_ratio(tokens: Tokens, *, level: str) -> torch.Tensor:
     r"""
     Raw importance ratio, before any bound: `exp(d)` per token, `exp(sum d)` or `exp(mean d)` per sequence.
 
@@ -107,25 +168,23 @@ def importance_ratio(log_ratio: torch.Tensor, valid: torch.Tensor, *, level: str
     of ratio).
 
     Args:
-        log_ratio (`torch.Tensor` of shape `(B, T)`):
-            Log-ratio `d`, 0 outside `valid`.
-        valid (`torch.Tensor` of shape `(B, T)`):
-            Boolean mask.
+        tokens ([`Tokens`]):
+            The tokens.
         level (`str`):
             `"token"`, `"sequence"` or `"geometric"`.
 
     Returns:
-        `torch.Tensor` of shape `(B, T)`: the ratio in `[0, exp(20)]`, constant along a sequence for the two sequence
-        levels, and 0 outside `valid`.
+        `torch.Tensor` of shape `(B, T)` or, for the two sequence levels, `(B, 1)`: the ratio, at most `exp(20)`. 0 on tokens
+        that do not count.
     """
-    if level == "sequence":
-        log_ratio = log_ratio.sum(-1, keepdim=True)
-    elif level == "geometric":
-        log_ratio = log_ratio.sum(-1, keepdim=True) / valid.sum(-1, keepdim=True).clamp(min=1)
-    elif level != "token":
+    if level == "token":
+        return tokens.log_ratio.clamp(max=LOG_RATIO_BOUND).exp_().mul_(tokens.valid)
+    log_ratio = tokens.log_ratio.sum(-1, keepdim=True)
+    if level == "geometric":
+        log_ratio = log_ratio / tokens.lengths.clamp(min=1)
+    elif level != "sequence":
         raise ValueError(f"`level` must be one of {LEVELS}, got {level!r}.")
-    ratio = log_ratio.clamp(max=LOG_RATIO_BOUND).exp()
-    return ratio.expand_as(valid).masked_fill(~valid, 0.0)
+    return log_ratio.clamp(max=LOG_RATIO_BOUND).exp().mul_(above(tokens.lengths, 0.0))
 
 
 def bound_weights(ratio: torch.Tensor, *, lower: float | None, upper: float) -> torch.Tensor:
@@ -133,7 +192,7 @@ def bound_weights(ratio: torch.Tensor, *, lower: float | None, upper: float) -> 
     Bound importance ratios: truncate them from above, or drop those outside an interval.
 
     Args:
-        ratio (`torch.Tensor` of shape `(B, T)`):
+        ratio (`torch.Tensor` of shape `(B, T)` or `(B, 1)`):
             Raw importance ratio.
         lower (`float` or `None`):
             `None` truncates: `min(ratio, upper)`. A number switches to
@@ -142,11 +201,11 @@ def bound_weights(ratio: torch.Tensor, *, lower: float | None, upper: float) -> 
             Upper bound.
 
     Returns:
-        `torch.Tensor` of shape `(B, T)`: weights in `[0, upper]`.
+        `torch.Tensor` of the shape of `ratio`: weights in `[0, upper]`.
     """
     if lower is None:
         return ratio.clamp(max=upper)
-    return ratio.masked_fill((ratio < lower) | (ratio > upper), 0.0)
+    return ratio * (1.0 - above(ratio, upper) - below(ratio, lower))
 
 
 def token_divergence(log_ratio: torch.Tensor, divergence: str) -> torch.Tensor:
@@ -178,85 +237,58 @@ def token_divergence(log_ratio: torch.Tensor, divergence: str) -> torch.Tensor:
     raise ValueError(f"`divergence` must be one of {DIVERGENCES}, got {divergence!r}.")
 
 
-def reject(log_ratio: torch.Tensor, valid: torch.Tensor, criterion: Criterion) -> Rejection:
+def reject(tokens: Tokens, criterion: Criterion) -> Rejection:
     """
     Apply one rejection rule.
 
     Args:
-        log_ratio (`torch.Tensor` of shape `(B, T)`):
-            Log-ratio, 0 outside `valid`.
-        valid (`torch.Tensor` of shape `(B, T)`):
-            Boolean mask.
+        tokens ([`Tokens`]):
+            The tokens.
         criterion ([`Criterion`]):
             The rule.
 
     Returns:
-        [`Rejection`]: what is kept, and the statistic that decided. A sequence without valid tokens has statistic 0.
+        [`Rejection`]: the statistic, and where it is out of bounds.
     """
-    tokens = token_divergence(log_ratio, criterion.divergence)  # (B, T), 0 outside `valid`
-    highest = lowest = statistic = _reduce_sequence(tokens, valid, criterion.scope)
+    divergence = token_divergence(tokens.log_ratio, criterion.divergence)  # 0 where it does not count
+    highest = lowest = statistic = _reduce_sequence(divergence, tokens, criterion.scope)
     if criterion.scope == "seq_max" and criterion.divergence == "k1":
         # k1 is signed, so the worst token may lie on either side
-        highest = statistic
-        lowest = -_reduce_sequence(-tokens, valid, criterion.scope)
+        lowest = -_reduce_sequence(-divergence, tokens, criterion.scope)
         statistic = torch.where(highest.abs() >= lowest.abs(), highest, lowest)
-    high, low = highest > criterion.upper, lowest < criterion.lower
-    return Rejection(keep=~(high | low).expand_as(valid), statistic=statistic, high=high, low=low)
+    counts = tokens.valid if criterion.scope == "token" else above(tokens.lengths, 0.0)
+    high, low = above(highest, criterion.upper).mul_(counts), below(lowest, criterion.lower).mul_(counts)
+    return Rejection(statistic, high, low)
 
 
-def _reduce_sequence(tokens: torch.Tensor, valid: torch.Tensor, scope: str) -> torch.Tensor:
-    """Reduce a per-token statistic (0 outside `valid`) to `(B, 1)`, or leave it `(B, T)` for scope `"token"`."""
+def _reduce_sequence(divergence: torch.Tensor, tokens: Tokens, scope: str) -> torch.Tensor:
+    """Reduce a divergence to `(B, 1)`, or leave it `(B, T)` for scope `"token"`."""
     if scope == "token":
-        return tokens
+        return divergence
     if scope == "seq_sum":
-        return tokens.sum(-1, keepdim=True)
+        return divergence.sum(-1, keepdim=True)
     if scope == "seq_mean":
-        return tokens.sum(-1, keepdim=True) / valid.sum(-1, keepdim=True).clamp(min=1)
+        return divergence.sum(-1, keepdim=True) / tokens.lengths.clamp(min=1)
     if scope == "seq_max":
-        worst = tokens.masked_fill(~valid, -torch.inf).amax(-1, keepdim=True)
-        return worst.masked_fill(~valid.any(-1, keepdim=True), 0.0)
+        worst = (divergence - tokens.outside).amax(-1, keepdim=True)
+        return worst.masked_fill(tokens.lengths == 0, 0.0)
     raise ValueError(f"`scope` must be one of {SCOPES}, got {scope!r}.")
 
 
-def weight_sums(weights: torch.Tensor, valid: torch.Tensor, *, level: str) -> torch.Tensor:
+def mean_weight(sums: torch.Tensor) -> torch.Tensor:
     """
-    Sum and count whose quotient is the mean weight: over tokens at token level, over non-empty sequences otherwise.
-
-    Both are additive over ranks, so the caller adds them up before dividing.
+    What weights are divided by in batch normalisation (self-normalised importance sampling).
 
     Args:
-        weights (`torch.Tensor` of shape `(B, T)`):
-            Bounded weights, 0 outside `valid`.
-        valid (`torch.Tensor` of shape `(B, T)`):
-            Boolean mask.
-        level (`str`):
-            Level of the weights.
-
-    Returns:
-        `torch.Tensor` of shape `(2,)`: `[sum, count]`, in [`accumulation_dtype`].
-    """
-    dtype = accumulation_dtype(weights.device)
-    if level == "token":
-        return torch.stack([weights.sum(dtype=dtype), valid.sum().to(dtype)])
-    # weights are constant along a sequence, so its largest entry is its weight: unlike a mean, that is exact
-    return torch.stack([weights.amax(-1).sum(dtype=dtype), valid.any(-1).sum().to(dtype)])
-
-
-def normalize_weights(weights: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
-    """
-    Divide weights by their mean over the batch (self-normalised importance sampling).
-
-    Args:
-        weights (`torch.Tensor` of shape `(B, T)`):
-            Bounded weights.
         sums (`torch.Tensor` of shape `(2,)`):
-            [`weight_sums`] of the whole batch, added up over all ranks.
+            Sum and number of the weights of the whole batch, added up over all ranks: of tokens at token level, of sequences
+            otherwise.
 
     Returns:
-        `torch.Tensor` of shape `(B, T)`: weights of mean 1 over the batch; unchanged if their mean is below 1e-8.
+        `torch.Tensor` of shape `()`: their mean, or 1 if it is below 1e-8.
     """
     mean = sums[0] / sums[1].clamp(min=1)
-    return weights / torch.where(mean > MIN_MEAN_WEIGHT, mean, torch.ones_like(mean))
+    return torch.where(mean > MIN_MEAN_WEIGHT, mean, torch.ones_like(mean))
 
 
 def renormalization(valid_and_kept: torch.Tensor) -> torch.Tensor:

@@ -10,26 +10,38 @@ Names inside a vector are internal; the metric keys, their formulas and healthy 
 
 import math
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 
 import torch
 
-from .functional import LOG_RATIO_BOUND, MIN_MEAN_WEIGHT, Criterion, Rejection, accumulation_dtype, weight_sums
+from .functional import (
+    LOG_RATIO_BOUND,
+    MIN_MEAN_WEIGHT,
+    Criterion,
+    Rejection,
+    Tokens,
+    above,
+    accumulation_dtype,
+    below,
+)
 
 
 PREFIX = "rollout_corr/"
 PERCENTILES = (1, 5, 25, 50, 75, 95, 99)
 
-# Histogram of the log-ratio d: 64 bins per decade of |d| from 1e-7 to 100 on either side, and one bin for |d| < 1e-7,
-# which is rounding noise. A bin spans 3.7 percent of its value, so a percentile is within 1.9 percent of the exact one.
-BINS_PER_DECADE = 64
-SMALLEST_EXPONENT, LARGEST_EXPONENT = -7, 2
-SIDE_BINS = BINS_PER_DECADE * (LARGEST_EXPONENT - SMALLEST_EXPONENT)
+# Histogram of the log-ratio d: 32 bins per octave of |d| from 2^-23 to 2^7 on either side, and one bin for what is smaller,
+# which is rounding noise. A bin spans at most 3.1 percent of its value, so a percentile is within 1.6 percent.
+_MANTISSA_BITS = 5
+SMALLEST_EXPONENT, LARGEST_EXPONENT = -23, 7
+SIDE_BINS = (LARGEST_EXPONENT - SMALLEST_EXPONENT) * 2**_MANTISSA_BITS
 BINS = 2 * SIDE_BINS + 1
+_FIRST_BIN = (127 + SMALLEST_EXPONENT) * 2**_MANTISSA_BITS  # leading bits of the smallest magnitude
 
-# Perplexities and k3 stay finite: exp(88) is the largest power that float32 holds.
-_LARGEST_POWER = 88.0
+# Perplexities and k3 stay finite: sums over a long row of exp(60) still fit in float32.
+_LARGEST_POWER = 60.0
 
 
 @dataclass(frozen=True)
@@ -70,12 +82,22 @@ class Statistics:
             raise ValueError("Statistics of different configurations cannot be combined.")
         return self.combine(torch.stack([self.vector, other.vector]))
 
-    def histogram(self) -> tuple[list[float], list[float]]:
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """One of the sums, of shape `()`."""
+        return self.vector[self.sum_names.index(name)]
+
+    def with_sum_multiplied(self, name: str, factor: torch.Tensor) -> "Statistics":
+        """The same with one of the sums multiplied, for what is only known when the whole batch has been seen."""
+        vector = self.vector.clone()
+        vector[self.sum_names.index(name)] *= factor
+        return Statistics(self.sum_names, self.max_names, vector)
+
+    def histogram(self) -> tuple[list[float], tuple[float, ...]]:
         """
         Histogram of the log-ratio over the valid tokens.
 
         Returns:
-            `tuple[list[float], list[float]]`: the `BINS` counts and the `BINS + 1` edges, in nats.
+            `tuple[list[float], tuple[float, ...]]`: the `BINS` counts and the `BINS + 1` edges, in nats.
         """
         start = len(self.sum_names)
         return self.vector[start : start + BINS].tolist(), _bin_edges()
@@ -103,121 +125,111 @@ class Statistics:
         return {PREFIX + key: value for key, value in metrics.items()}
 
 
-class _Collector:
-    """Adds up tensors under names over the valid tokens or over the non-empty rows of a batch."""
+class _Columns:
+    """One column per name, of what each row of a block adds to it. Added up over the rows when the block is done."""
 
-    def __init__(self, valid: torch.Tensor):
-        self.valid = valid  # (B, T)
-        self.rows = valid.any(-1, keepdim=True)  # (B, 1)
-        self.dtype = accumulation_dtype(valid.device)
-        self.lengths = valid.sum(-1, keepdim=True).clamp(min=1).to(self.dtype)  # (B, 1)
+    def __init__(self, tokens: Tokens):
+        self.dtype = accumulation_dtype(tokens.valid.device)
+        self.lengths = tokens.lengths.to(self.dtype)  # (B, 1)
+        self.rows = above(self.lengths, 0.0)  # (B, 1), 1 for rows with a token
+        self.no_rows = self.rows.reciprocal() - 1.0  # (B, 1), infinity for the others
         self.sums: dict[str, torch.Tensor] = {}
         self.maxima: dict[str, torch.Tensor] = {}
 
-    def _where(self, x: torch.Tensor) -> torch.Tensor:
-        return self.rows if x.shape[-1] == 1 and self.valid.shape[-1] != 1 else self.valid
-
-    def wide(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` in float64, 0 where it does not count."""
-        return x.to(self.dtype).masked_fill(~self._where(x), 0.0)
-
-    def row_mean(self, x: torch.Tensor) -> torch.Tensor:
-        """Mean over the valid tokens of each row, `(B, 1)`."""
-        return self.wide(x).sum(-1, keepdim=True) / self.lengths
-
     def add(self, name: str, x: torch.Tensor):
-        self.sums[name] = self.wide(x).sum()
+        """Add up `x`, of shape `(B, T)` or `(B, 1)`, which is 0 where it does not count."""
+        self.sums[name] = x if x.shape[-1] == 1 else x.sum(-1, keepdim=True)
 
-    def add_extremes(self, name: str, x: torch.Tensor, low: torch.Tensor | None = None):
-        """Largest and (negated) smallest entry; `low` is the tensor to take the smallest from, if it is another one."""
-        for suffix, values in (("max", x), ("negated_min", -(x if low is None else low))):
-            values = values.to(self.dtype).masked_fill(~self._where(values), -torch.inf)
-            self.maxima[f"{name}_{suffix}"] = values.amax() if values.numel() else values.new_full((), -torch.inf)
+    def row_mean(self, name: str) -> torch.Tensor:
+        """Mean over the tokens of each row of what was added under a name."""
+        return self.sums[name].to(self.dtype) / self.lengths.clamp(min=1)
+
+    def add_extremes(self, name: str, x: torch.Tensor, outside: torch.Tensor):
+        """Largest and (negated) smallest entry of `x` where `outside` is 0 and not infinity."""
+        self.maxima[f"{name}_max"] = (x - outside).amax(-1, keepdim=True)
+        self.maxima[f"{name}_negated_min"] = -(x + outside).amin(-1, keepdim=True)
 
     def statistics(self, histogram: torch.Tensor) -> Statistics:
-        vector = torch.cat([torch.stack([*self.sums.values()]), histogram, torch.stack([*self.maxima.values()])])
-        return Statistics(tuple(self.sums), tuple(self.maxima), vector)
+        sum_names, sums = self._joined(self.sums)
+        max_names, maxima = self._joined(self.maxima)
+        vector = torch.cat([sums.sum(0), histogram.to(self.dtype), maxima.amax(0)])
+        return Statistics(sum_names, max_names, vector)
+
+    def _joined(self, columns: dict[str, torch.Tensor]) -> tuple[tuple[str, ...], torch.Tensor]:
+        """Names and columns, `(B, N)`. Those of one type first: converting them together is one operation, not N."""
+        narrow = [name for name, column in columns.items() if column.dtype != self.dtype]
+        wide = [name for name in columns if name not in narrow]
+        joined = [torch.cat([columns[name] for name in names], 1).to(self.dtype) for names in (narrow, wide) if names]
+        return (*narrow, *wide), torch.cat(joined, 1)
 
 
 def collect(
-    train_logps: torch.Tensor,
-    rollout_logps: torch.Tensor,
-    log_ratio: torch.Tensor,
-    valid: torch.Tensor,
-    *,
-    nonfinite: torch.Tensor,
-    mask: torch.Tensor,
+    tokens: Tokens,
+    keep: torch.Tensor,
     coefficients: torch.Tensor,
     weights: "WeightTensors | None" = None,
-    keep: torch.Tensor | None = None,
-    rejections: list[tuple[Criterion, Rejection]] = (),
+    rejections: Sequence[tuple[Criterion, Rejection]] = (),
 ) -> Statistics:
     """
-    Add up everything that is reported about a batch.
+    Add up everything that is reported about some rows of a batch.
 
     Args:
-        train_logps (`torch.Tensor` of shape `(B, T)`):
-            Log-probabilities under the training policy, finite on `valid`.
-        rollout_logps (`torch.Tensor` of shape `(B, T)`):
-            Log-probabilities under the rollout policy, finite on `valid`.
-        log_ratio (`torch.Tensor` of shape `(B, T)`):
-            Their difference, 0 outside `valid`.
-        valid (`torch.Tensor` of shape `(B, T)`):
-            Boolean mask of the tokens that count.
-        nonfinite (`torch.Tensor` of shape `(B, T)`):
-            `True` on tokens of the loss whose log-ratio was not finite.
-        mask (`torch.Tensor` of shape `(B, T)`):
-            Boolean mask of the tokens of the loss.
+        tokens ([`~trl_rollout_corr.functional.Tokens`]):
+            The tokens that count.
+        keep (`torch.Tensor` of shape `(B, T)`):
+            1 on tokens that count and that every criterion keeps, else 0.
         coefficients (`torch.Tensor` of shape `(B, T)`):
             What multiplies the policy gradient of each token.
         weights ([`WeightTensors`], *optional*):
             Importance weights, if there are any.
-        keep (`torch.Tensor` of shape `(B, T)`, *optional*):
-            Tokens that every criterion keeps, if there is any criterion.
-        rejections (`list[tuple[Criterion, Rejection]]`, *optional*):
+        rejections (`Sequence[tuple[Criterion, Rejection]]`, *optional*):
             The criteria and what each said.
 
     Returns:
-        [`Statistics`]: sums of the batch. No host synchronisation, no collective.
+        [`Statistics`]: sums of the rows. No host synchronisation, no collective.
     """
-    c = _Collector(valid)
-    _collect_policies(c, train_logps, rollout_logps, log_ratio)
-    c.sums["mask_tokens"] = mask.sum().to(c.dtype)
-    c.sums["nonfinite"] = nonfinite.sum().to(c.dtype)
+    c = _Columns(tokens)
+    c.add("tokens", tokens.lengths)
+    c.add("rows", c.rows)
+    c.add("mask_tokens", tokens.mask_lengths)
+    c.add("nonfinite", tokens.broken)
     c.add("coefficients", coefficients)
+    _collect_policies(c, tokens)
     if weights is not None:
-        _collect_weights(c, weights)
+        _collect_weights(c, weights, tokens)
     for criterion, rejection in rejections:
-        _collect_rejection(c, criterion, rejection, log_ratio)
-    if keep is not None:
-        c.add("rs_tokens", ~keep)
-        c.add("rs_rows", (valid & ~keep).any(-1, keepdim=True))
-    return c.statistics(_histogram(c, log_ratio))
+        _collect_rejection(c, criterion, rejection, tokens)
+    if rejections:
+        rejected = tokens.lengths - keep.sum(-1, keepdim=True)
+        c.add("rs_tokens", rejected)
+        c.add("rs_rows", above(rejected, 0.0))
+    return c.statistics(_histogram(tokens))
 
 
 # Off-policy diagnostics -----------------------------------------------------------------------------------------------
 
 
-def _collect_policies(c: _Collector, train_logps, rollout_logps, log_ratio):
-    d = c.wide(log_ratio)
-    train_nll, rollout_nll = -c.row_mean(train_logps), -c.row_mean(rollout_logps)
-    gap = train_nll - rollout_nll
-    c.add("tokens", torch.ones_like(d))
-    c.add("rows", torch.ones_like(gap))
-    for name, nll in (("train", train_nll), ("rollout", rollout_nll)):
+def _collect_policies(c: _Columns, tokens: Tokens):
+    d = tokens.log_ratio
+    c.add("d", d)
+    c.add("train_logps", tokens.train_logps)
+    row_d, train_nll = c.row_mean("d"), -c.row_mean("train_logps")
+    for name, nll in (("train", train_nll), ("rollout", train_nll + row_d)):
         c.add(f"{name}_nll", nll)
-        c.add(f"{name}_ppl", nll.clamp(max=_LARGEST_POWER).exp())
+        c.add(f"{name}_ppl", nll.clamp(max=_LARGEST_POWER).exp() * c.rows)
+    gap = -row_d
     c.add("gap", gap)
     c.add("abs_gap", gap.abs())
-    c.add("ppl_ratio", gap.clamp(max=_LARGEST_POWER).exp())
-    c.add("d", d)
-    c.add("k3", torch.expm1(d.clamp(max=_LARGEST_POWER)) - d)
+    c.add("ppl_ratio", gap.clamp(max=_LARGEST_POWER).exp() * c.rows)
+    excess = d.clamp(max=_LARGEST_POWER).expm1_()  # r - 1; exp(d) - 1 would lose every digit of a small d
+    c.add("k3", excess - d)
     # E[r^2] - 1, summed as r^2 - 1 so that a small divergence is not lost in a sum of ones
-    c.add("chi2_token", torch.expm1(2 * d.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)))
-    sequence = d.sum(-1, keepdim=True).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    excess.clamp_(max=math.expm1(LOG_RATIO_BOUND))
+    c.add("chi2_token", (excess + 2.0).mul_(excess))
+    sequence = (row_d * c.lengths).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     c.add("chi2_seq", torch.expm1(2 * sequence))
-    c.add_extremes("gap", gap)
-    c.add_extremes("d", log_ratio)
+    c.add_extremes("gap", gap, c.no_rows)
+    c.add_extremes("d", d, tokens.outside)
 
 
 def _policy_metrics(s: dict[str, float]) -> dict[str, float]:
@@ -244,19 +256,25 @@ def _policy_metrics(s: dict[str, float]) -> dict[str, float]:
 # Histogram and percentiles of the log-ratio ---------------------------------------------------------------------------
 
 
-def _histogram(c: _Collector, log_ratio: torch.Tensor) -> torch.Tensor:
-    """Counts of the log-ratio over the valid tokens, `(BINS,)`. The bin is computed, not searched: no edges to upload."""
-    magnitude = log_ratio.abs().to(c.dtype)
-    index = ((magnitude.log10() - SMALLEST_EXPONENT) * BINS_PER_DECADE).floor().clamp(-1, SIDE_BINS - 1) + 1
-    index = (SIDE_BINS + index * log_ratio.sign()).long().flatten()
-    counts = magnitude.new_zeros(BINS)
-    return counts.scatter_add_(0, index, c.valid.flatten().to(c.dtype))  # whole numbers, so the order does not matter
+def _histogram(tokens: Tokens) -> torch.Tensor:
+    """Counts of the log-ratio, `(BINS,)`. The bin of a float32 is its sign, its exponent and the start of its mantissa."""
+    leading = 9 + _MANTISSA_BITS  # bits of a float32 that are kept
+    bits = tokens.log_ratio.float().view(torch.int32)
+    index = (bits >> (32 - leading)).bitwise_and_(2**leading - 1).flatten().long()
+    counts = tokens.valid.new_zeros(2**leading)
+    counts.scatter_add_(0, index, tokens.valid.flatten())  # whole numbers, so the order does not matter
+    positive, negative = counts.view(2, -1)  # by magnitude
+    last = _FIRST_BIN + SIDE_BINS - 1
+    sides = [torch.cat([side[_FIRST_BIN:last], side[last:].sum(0, keepdim=True)]) for side in (negative, positive)]
+    small = counts.view(2, -1)[:, :_FIRST_BIN].sum().reshape(1)
+    return torch.cat([sides[0].flip(0), small, sides[1]])
 
 
-def _bin_edges() -> list[float]:
-    exponents = [SMALLEST_EXPONENT + i / BINS_PER_DECADE for i in range(SIDE_BINS + 1)]
-    side = [10**exponent for exponent in exponents]
-    return [-edge for edge in reversed(side)] + side
+@cache
+def _bin_edges() -> tuple[float, ...]:
+    octave = 2**_MANTISSA_BITS
+    side = [2.0 ** (SMALLEST_EXPONENT + i // octave) * (1 + i % octave / octave) for i in range(SIDE_BINS + 1)]
+    return (*(-edge for edge in reversed(side)), *side)
 
 
 def _percentiles(counts: list[float], s: dict[str, float]) -> dict[str, float]:
@@ -272,7 +290,8 @@ def _percentile(counts: list[float], s: dict[str, float], fraction: float) -> fl
     side = bisect_left(cumulative, math.ceil(fraction * cumulative[-1] - 1e-6)) - SIDE_BINS
     if side == 0:
         return 0.0
-    middle = math.copysign(10 ** (SMALLEST_EXPONENT + (abs(side) - 0.5) / BINS_PER_DECADE), side)
+    edges = _bin_edges()[SIDE_BINS + abs(side) : SIDE_BINS + abs(side) + 2]
+    middle = math.copysign(math.sqrt(edges[0] * edges[1]), side)
     return min(max(middle, -s["d_negated_min"]), s["d_max"])  # the outermost bins hold everything beyond them
 
 
@@ -287,10 +306,10 @@ class WeightTensors:
     Args:
         level (`str`):
             `"token"`, `"sequence"` or `"geometric"`.
-        ratio (`torch.Tensor` of shape `(B, T)`):
-            Raw ratio, 0 outside the valid tokens.
-        bounded (`torch.Tensor` of shape `(B, T)`):
-            Bounded weight, before batch normalisation, 0 outside the valid tokens.
+        ratio (`torch.Tensor` of shape `(B, T)` at token level, otherwise `(B, 1)`):
+            Raw ratio, 0 where it does not count.
+        bounded (`torch.Tensor` of the same shape):
+            Bounded weight, before batch normalisation.
         lower (`float` or `None`):
             Lower IcePop bound, `None` for truncation.
         upper (`float`):
@@ -307,30 +326,48 @@ class WeightTensors:
     normalized: bool
 
 
-def _collect_weights(c: _Collector, w: WeightTensors):
+def _collect_weights(c: _Columns, w: WeightTensors, tokens: Tokens):
     lower = 1 / w.upper if w.lower is None else w.lower
-    row_weight, row_ratio = c.row_mean(w.bounded), c.row_mean(w.ratio)
+    token_level = w.level == "token"
     # sums of w - 1 rather than w: a variance of 1e-8 around a mean of 1 keeps its digits
-    c.add("is/sum", w.bounded - 1)
-    c.add("is/squares", (c.wide(w.bounded) - 1).square())
-    c.add("is/row_sum", row_weight - 1)
-    c.add("is/row_squares", (row_weight - 1).square())
-    ratio = w.ratio if w.level == "token" else row_ratio
-    c.add("is/high", ratio > w.upper)
-    c.add("is/low", ratio < lower)
-    c.add("is/row_high", row_ratio > w.upper)
-    c.add("is/row_low", row_ratio < lower)
-    c.sums["is/units"] = c.sums["tokens"] if w.level == "token" else c.sums["rows"]
-    # verl reports the applied weight at token level and the raw ratio at sequence level
-    c.add_extremes("is/weight", w.bounded if w.level == "token" else row_ratio)
-    c.add_extremes("is/row", row_weight)
-    c.maxima["is/deviation"] = (row_weight - 1).abs().masked_fill(~c.rows, -torch.inf).amax()
+    if token_level:
+        excess = w.bounded - tokens.valid
+        c.add("is/sum", excess)
+        c.add("is/ratio", w.ratio)
+        row_excess, row_ratio = c.row_mean("is/sum"), c.row_mean("is/ratio")
+        c.add("is/squares", excess.square())
+        high, low = above(w.ratio, w.upper), below(w.ratio, lower).mul_(tokens.valid)
+        _add_weight_extremes(c, w, tokens)
+    else:
+        row_excess, row_ratio = (w.bounded.to(c.dtype) - 1.0) * c.rows, w.ratio.to(c.dtype)
+        c.add("is/sum", row_excess * c.lengths)
+        c.add("is/squares", row_excess.square() * c.lengths)
+        high, low = above(w.ratio, w.upper), below(w.ratio, lower) * c.rows
+        c.add_extremes("is/weight", row_ratio, c.no_rows)  # as in verl, the raw ratio
+    c.add("is/high", high)
+    c.add("is/low", low)
+    c.sums["is/units"] = tokens.lengths if token_level else c.rows
+    c.add("is/row_sum", row_excess)
+    c.add("is/row_squares", row_excess.square())
+    c.add("is/row_high", above(row_ratio, w.upper))
+    c.add("is/row_low", below(row_ratio, lower) * c.rows)
+    c.add_extremes("is/row", row_excess + 1.0, c.no_rows)
+    c.maxima["is/deviation"] = row_excess.abs() - c.no_rows
     if w.lower is not None:
-        c.add("is/outside", (w.ratio < w.lower) | (w.ratio > w.upper))
+        c.add("is/outside", high + low if token_level else (high + low) * c.lengths)
     if w.normalized:
-        c.sums["is/norm_sum"], c.sums["is/norm_count"] = weight_sums(
-            c.wide(w.bounded), c.valid, level=w.level
-        ).unbind()
+        c.add("is/norm_sum", w.bounded)
+        c.sums["is/norm_count"] = c.sums["is/units"]
+
+
+def _add_weight_extremes(c: _Columns, w: WeightTensors, tokens: Tokens):
+    if w.lower is not None:
+        c.add_extremes("is/weight", w.bounded, tokens.outside)
+        return
+    # truncated weights grow with the log-ratio, so that their extremes are found already
+    for suffix, sign in (("max", 1.0), ("negated_min", -1.0)):
+        ratio = (sign * c.maxima[f"d_{suffix}"]).clamp(max=LOG_RATIO_BOUND).exp()
+        c.maxima[f"is/weight_{suffix}"] = sign * ratio.clamp(max=w.upper) - c.no_rows.to(ratio.dtype)
 
 
 def _weight_metrics(s: dict[str, float]) -> dict[str, float]:
@@ -363,29 +400,45 @@ def _weight_metrics(s: dict[str, float]) -> dict[str, float]:
 # Rejection criteria ---------------------------------------------------------------------------------------------------
 
 
-def _collect_rejection(c: _Collector, criterion: Criterion, rejection: Rejection, log_ratio: torch.Tensor):
-    name, statistic = f"rs/{criterion.name}", rejection.statistic
-    per_token = statistic.expand_as(c.valid)
-    row = c.row_mean(per_token)
-    floor = criterion.lower if criterion.divergence == "k1" else 0.0
-    bounded = per_token.clamp(floor, criterion.upper)
-    c.add(f"{name}/sum", per_token)
-    c.add(f"{name}/bounded", bounded)
-    c.add(f"{name}/bounded_squares", c.wide(bounded).square())
+def _collect_rejection(c: _Columns, criterion: Criterion, rejection: Rejection, tokens: Tokens):
+    statistic, floor = rejection.statistic, criterion.lower if criterion.divergence == "k1" else 0.0
+    token_level = criterion.scope == "token"
+    name = f"rs/{criterion.name}"
+    if token_level:
+        bounded = statistic.clamp(floor, criterion.upper).mul_(tokens.valid)
+        c.add(f"{name}/sum", statistic)
+        row = c.row_mean(f"{name}/sum")
+        c.add(f"{name}/bounded", bounded)
+        c.add(f"{name}/bounded_squares", bounded.square())
+        masked = rejection.rejected.sum(-1, keepdim=True)
+        row_high, row_low = above(row, criterion.upper) * c.rows, below(row, criterion.lower) * c.rows
+        if criterion.divergence == "k1":  # its extremes are those of d, with the other sign
+            c.maxima[f"{name}/statistic_max"] = c.maxima["d_negated_min"]
+            c.maxima[f"{name}/statistic_negated_min"] = c.maxima["d_max"]
+        else:
+            c.add_extremes(f"{name}/statistic", statistic, tokens.outside)
+    else:
+        row = statistic.to(c.dtype) * c.rows
+        bounded = row.clamp(floor, criterion.upper)
+        c.add(f"{name}/sum", row * c.lengths)
+        c.add(f"{name}/bounded", bounded * c.lengths)
+        c.add(f"{name}/bounded_squares", bounded.square() * c.lengths)
+        masked = rejection.rejected * tokens.lengths
+        row_high, row_low = rejection.high, rejection.low
+        c.add_extremes(f"{name}/statistic", row, c.no_rows)
     c.add(f"{name}/high", rejection.high)
     c.add(f"{name}/low", rejection.low)
-    c.sums[f"{name}/units"] = c.sums["tokens"] if criterion.scope == "token" else c.sums["rows"]
+    c.sums[f"{name}/units"] = tokens.lengths if token_level else c.rows
     c.add(f"{name}/row_sum", row)
     c.add(f"{name}/row_squares", row.square())
-    c.add(f"{name}/row_high", row > criterion.upper if criterion.scope == "token" else rejection.high)
-    c.add(f"{name}/row_low", row < criterion.lower if criterion.scope == "token" else rejection.low)
-    c.add(f"{name}/masked", ~rejection.keep)
-    c.add(f"{name}/masked_rows", (c.valid & ~rejection.keep).any(-1, keepdim=True))
-    c.add_extremes(f"{name}/statistic", statistic)
-    c.add_extremes(f"{name}/row", row)
-    c.maxima[f"{name}/deviation"] = row.abs().masked_fill(~c.rows, -torch.inf).amax()
+    c.add(f"{name}/row_high", row_high)
+    c.add(f"{name}/row_low", row_low)
+    c.add(f"{name}/masked", masked)
+    c.add(f"{name}/masked_rows", above(masked, 0.0))
+    c.add_extremes(f"{name}/row", row, c.no_rows)
+    c.maxima[f"{name}/deviation"] = row.abs() - c.no_rows
     if criterion.name == "seq_max_k1":  # its lower ratio bound is the veto of verl's first releases
-        c.add(f"{name}/veto_tokens", -log_ratio > criterion.upper)
+        c.add(f"{name}/veto_tokens", below(tokens.log_ratio, -criterion.upper).mul_(tokens.valid))
         c.add(f"{name}/veto_rows", rejection.high)
 
 
@@ -436,5 +489,7 @@ def _std(total: float, squares: float, count: float, *, sample: bool = False) ->
         return math.nan
     if count == 1:
         return 0.0
-    variance = max(squares / count - (total / count) ** 2, 0.0)
+    variance = squares / count - (total / count) ** 2
+    if variance < 1e-14 * squares / count:  # what is left of a difference of equal numbers
+        return 0.0
     return math.sqrt(variance * count / (count - 1)) if sample else math.sqrt(variance)

@@ -22,7 +22,7 @@ from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedModel
 
 from ..config import warn
-from ..correction import RolloutCorrection, compute_rollout_correction, keep_mask
+from ..correction import RolloutCorrection, compute_rollout_correction, keep_mask, usable_rollout_logps
 from ..functional import LOG_RATIO_BOUND
 from ..metrics import PREFIX, Statistics
 from ..sampler import record_logprobs, sync_weights_on_cpu
@@ -264,7 +264,7 @@ class RolloutCorrectionMixin:
             correction = self._compute_correction(current, batch)
             if not self.args.corrects:
                 return logps
-            return self._enter_loss(inputs, logps, *self._bypass(current, correction))
+            return self._enter_loss(inputs, logps, *self._bypass(current, correction, batch))
         if COEFFICIENTS not in batch:
             old = batch.get(OLD_LOGPS, current)
             batch[COEFFICIENTS] = self._compute_correction(old, batch).coefficients
@@ -274,13 +274,16 @@ class RolloutCorrectionMixin:
             return logps
         return self._enter_loss(inputs, logps, batch[OLD_LOGPS], batch[COEFFICIENTS])
 
-    def _bypass(self, current: torch.Tensor, correction: RolloutCorrection) -> tuple[torch.Tensor, torch.Tensor]:
+    def _bypass(
+        self, current: torch.Tensor, correction: RolloutCorrection, batch: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Anchor and coefficients in bypass mode, each `(B, T)`."""
         if self.args.rollout_loss_type == "reinforce":
             return current, correction.coefficients  # a ratio of 1 whose gradient is that of the log-likelihood
         # PPO's gradient vanishes where the ratio saturates, while the ratio itself would overflow
-        usable = (current - correction.rollout_logps).abs() <= LOG_RATIO_BOUND
-        return torch.where(usable, correction.rollout_logps, current), correction.coefficients * usable
+        rollout_logps = usable_rollout_logps(current, batch[ROLLOUT_LOGPS], self._loss_mask(batch), self.args)
+        usable = (current - rollout_logps).abs() <= LOG_RATIO_BOUND
+        return torch.where(usable, rollout_logps, current), correction.coefficients * usable
 
     def _enter_loss(
         self, inputs: dict[str, Any], logps: torch.Tensor, anchor: torch.Tensor, coefficients: torch.Tensor

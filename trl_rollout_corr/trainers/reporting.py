@@ -6,11 +6,11 @@ import numpy as np
 from transformers import Trainer
 from transformers.integrations import TensorBoardCallback, TrackioCallback, WandbCallback
 
-from ..metrics import BINS_PER_DECADE, PREFIX, SIDE_BINS
+from ..metrics import PREFIX, SIDE_BINS
 
 
-# A picture needs no more than four bins per decade; W&B takes 512 at most.
-_MERGED = BINS_PER_DECADE // 4
+# A picture needs no more than two bins per octave; W&B takes 512 at most.
+_MERGED = 16
 
 
 def coarser(counts: list[float], edges: list[float]) -> tuple[np.ndarray, np.ndarray]:

@@ -97,8 +97,10 @@ class RolloutCorrectedRLOOTrainer(RolloutCorrectionMixin, RLOOTrainer):
     def _rollout_logps(self, output: dict[str, Any]) -> torch.Tensor:
         return self._recorded_logps(output["completion_ids"])
 
-    def _bypass(self, current: torch.Tensor, correction: RolloutCorrection) -> tuple[torch.Tensor, torch.Tensor]:
-        anchor, coefficients = super()._bypass(current, correction)
+    def _bypass(
+        self, current: torch.Tensor, correction: RolloutCorrection, batch: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        anchor, coefficients = super()._bypass(current, correction, batch)
         # the ratio is a product over tokens, so it saturates long before a token does
         saturated = (current - anchor).sum(1, keepdim=True).abs() > LOG_RATIO_BOUND
         return torch.where(saturated, current, anchor), coefficients.masked_fill(saturated, 0.0)
