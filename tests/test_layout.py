@@ -31,6 +31,7 @@ def test_arrows_point_down_only():
         "migrate",
         "correction",
         "sampler",
+        "__main__",
         "trainers",
     ]
     for path in PACKAGE.rglob("*.py"):

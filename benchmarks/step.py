@@ -1,0 +1,256 @@
+"""
+A training step with a real vLLM: TRL without correction, TRL with its own, and this package.
+
+    python benchmarks/step.py
+    python benchmarks/step.py --memory
+
+A model of random weights writes completions that always have the full length, so that everyone does the same work. The
+contestants train a few steps each, in turns, in one process with one vLLM engine; medians and ratios to TRL without
+correction are printed, in total and for what is not sampling. With `--memory` each contestant has a process of its own, and
+the ratio is that of the peak memory.
+"""
+
+import argparse
+import functools
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+
+# A small key-value cache, and vLLM's engine in this process. Read when vLLM is imported.
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+
+import torch
+import transformers
+import vllm
+from sorting import make_prompts, make_tokenizer
+from transformers import PrinterCallback, Qwen2Config, Qwen2ForCausalLM, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from trl.generation import vllm_generation
+
+from trl_rollout_corr import (
+    RolloutCorrectedGRPOConfig,
+    RolloutCorrectedGRPOTrainer,
+    RolloutCorrectedRLOOConfig,
+    RolloutCorrectedRLOOTrainer,
+)
+from trl_rollout_corr.sampler import sync_weights_on_cpu
+
+
+GRPO, RLOO = (GRPOTrainer, GRPOConfig), (RLOOTrainer, RLOOConfig)
+OUR_GRPO = (RolloutCorrectedGRPOTrainer, RolloutCorrectedGRPOConfig)
+OUR_RLOO = (RolloutCorrectedRLOOTrainer, RolloutCorrectedRLOOConfig)
+VOCABULARY = 4096  # of the model; its tokenizer knows a few of them, and nobody reads the completions
+BASELINE = {"grpo": "grpo, no correction", "rloo": "rloo, no correction"}
+CONTESTANTS = {
+    "grpo, no correction": (*GRPO, {"vllm_importance_sampling_correction": False}),
+    "grpo, TRL's correction": (*GRPO, {"vllm_importance_sampling_mode": "token_truncate"}),
+    "grpo, measured": (*OUR_GRPO, {"rollout_correction": "disabled"}),
+    "grpo, decoupled_token_is": (*OUR_GRPO, {"rollout_correction": "decoupled_token_is"}),
+    "grpo, bypass_ppo_clip": (*OUR_GRPO, {"rollout_correction": "bypass_ppo_clip"}),
+    "rloo, no correction": (*RLOO, {"beta": 0.0}),
+    "rloo, measured": (*OUR_RLOO, {"beta": 0.0, "rollout_correction": "disabled"}),
+    "rloo, decoupled_token_is": (*OUR_RLOO, {"beta": 0.0, "rollout_correction": "decoupled_token_is"}),
+    "rloo, bypass_ppo_clip": (*OUR_RLOO, {"beta": 0.0, "rollout_correction": "bypass_ppo_clip"}),
+}
+
+
+def make_model(folder: Path, hidden: int, layers: int) -> str:
+    tokenizer = make_tokenizer()
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        intermediate_size=hidden * 8 // 3,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 64,
+        max_position_embeddings=2048,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(config)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return f"{sum(p.numel() for p in model.parameters()) / 1e6:.0f}M parameters"
+
+
+def share_one_engine():
+    """All trainers of this process use the engine that the first one starts."""
+    vllm_generation.LLM = functools.cache(functools.partial(vllm.LLM, dtype="float32", enforce_eager=True))
+
+
+class Stopwatch(TrainerCallback):
+    """Seconds of each step, and of the sampling in it."""
+
+    def __init__(self):
+        self.steps, self.sampling, self.start, self.sampled = [], [], 0.0, 0.0
+
+    def watch(self, generation):
+        generate = generation.generate
+
+        @functools.wraps(generate)
+        def timed(*args, **kwargs):
+            start = time.perf_counter()
+            output = generate(*args, **kwargs)
+            self.sampled += time.perf_counter() - start
+            return output
+
+        generation.generate = timed
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.start, self.sampled = time.perf_counter(), 0.0
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.steps.append(time.perf_counter() - self.start)
+        self.sampling.append(self.sampled)
+
+
+def build(name: str, model: Path, completion_length: int, batch_size: int, steps: int):
+    trainer_class, config_class, fields = CONTESTANTS[name]
+    watch = Stopwatch()
+    trainer = trainer_class(
+        model=str(model),
+        reward_funcs=lambda completion_ids, **kwargs: [float(sum(ids) % 7) for ids in completion_ids],
+        args=config_class(
+            tempfile.gettempdir(),
+            use_cpu=torch.cuda.device_count() == 0,
+            bf16=False,
+            use_vllm=True,
+            vllm_mode="colocate",
+            vllm_max_model_length=completion_length + 32,
+            vllm_gpu_memory_utilization=0.3,
+            max_completion_length=completion_length,
+            generation_kwargs={"ignore_eos": True, "detokenize": False},
+            per_device_train_batch_size=batch_size,
+            num_generations=8,
+            gradient_accumulation_steps=1,
+            max_steps=steps,
+            learning_rate=1e-6,
+            logging_steps=1,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+            **fields,
+        ),
+        train_dataset=make_prompts(256, seed=0),
+        callbacks=[watch],
+    )
+    trainer.remove_callback(PrinterCallback)
+    sync_weights_on_cpu(trainer.vllm_generation)  # TRL's own push of weights fails on a CPU
+    watch.watch(trainer.vllm_generation)
+    return trainer, watch
+
+
+def interleaved(names: list[str], model: Path, args: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
+    """Seconds of every step but the first of each turn, per contestant."""
+    share_one_engine()
+    times = {name: {"step": [], "training": []} for name in names}
+    for round_ in range(args.rounds):
+        for name in names[round_ % len(names) :] + names[: round_ % len(names)]:
+            trainer, watch = build(name, model, args.completion_length, args.batch_size, args.steps + 1)
+            trainer.train()
+            times[name]["step"] += watch.steps[1:]
+            pairs = zip(watch.steps[1:], watch.sampling[1:], strict=True)
+            times[name]["training"] += [step - sampling for step, sampling in pairs]
+        print(f"round {round_ + 1} of {args.rounds} done", flush=True)
+    return times
+
+
+def peak_memory(names: list[str], model: Path, args: argparse.Namespace) -> dict[str, float]:
+    """Largest memory of a process that trains as one contestant, in GiB."""
+    peaks = {}
+    for name in names:
+        command = [sys.executable, __file__, "--child", name, "--model", str(model)]
+        command += ["--completion_length", str(args.completion_length), "--batch_size", str(args.batch_size)]
+        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        peaks[name] = json.loads(output.strip().splitlines()[-1])
+        print(f"{name}: {peaks[name]:.3f} GiB", flush=True)
+    return peaks
+
+
+def train_and_print_peak(name: str, model: Path, args: argparse.Namespace):
+    share_one_engine()
+    trainer, _ = build(name, model, args.completion_length, args.batch_size, 3)
+    trainer.train()
+    print(json.dumps(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20))
+
+
+def print_table(rows: list[dict]):
+    columns = list(rows[0])
+    for row in [dict.fromkeys(columns), *rows]:
+        cells = [name if row[name] is None else row[name] for name in columns]
+        print("  ".join(f"{cell:<26}" if i == 0 else f"{cell:>22}" for i, cell in enumerate(cells)))
+
+
+def table_of_times(times: dict[str, dict[str, list[float]]]) -> list[dict]:
+    median = {name: {key: statistics.median(values) for key, values in t.items()} for name, t in times.items()}
+    return [
+        {
+            "contestant": name,
+            "step, s": f"{m['step']:.3f}",
+            "without sampling, s": f"{m['training']:.3f}",
+            "ratio of the step": f"{m['step'] / median[BASELINE[name[:4]]]['step']:.3f}",
+            "ratio w/o sampling": f"{m['training'] / median[BASELINE[name[:4]]]['training']:.3f}",
+        }
+        for name, m in median.items()
+    ]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trainers", nargs="+", default=["grpo", "rloo"], choices=list(BASELINE))
+    parser.add_argument("--hidden", type=int, default=384)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--completion_length", type=int, default=256)
+    parser.add_argument("--batch_size", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=2, help="Timed steps of a turn.")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--memory", action="store_true", help="Compare peak memory instead of time.")
+    parser.add_argument("--output", type=Path, help="Where to write the results as JSON.")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    transformers.utils.logging.disable_progress_bar()
+    if args.child:
+        return train_and_print_peak(args.child, args.model, args)
+    names = [name for name in CONTESTANTS if name[:4] in args.trainers]
+    with tempfile.TemporaryDirectory() as folder:
+        size = make_model(Path(folder), args.hidden, args.layers)
+        print(
+            f"{size}, {args.batch_size} completions of {args.completion_length} tokens, {torch.get_num_threads()} threads"
+        )
+        if args.memory:
+            peaks = peak_memory(names, Path(folder), args)
+            rows = [
+                {"contestant": n, "peak, GiB": f"{p:.3f}", "ratio": f"{p / peaks[BASELINE[n[:4]]]:.4f}"}
+                for n, p in peaks.items()
+            ]
+        else:
+            rows = table_of_times(interleaved(names, Path(folder), args))
+    print_table(rows)
+    if args.output:
+        setting = {
+            key: str(value) for key, value in vars(args).items() if key in ("hidden", "layers", "rounds", "steps")
+        }
+        setting |= {"size": size, "batch_size": args.batch_size, "completion_length": args.completion_length}
+        setting |= {"torch": torch.__version__, "vllm": vllm.__version__, "threads": torch.get_num_threads()}
+        args.output.write_text(json.dumps({"setting": setting, "rows": rows}, indent=1))
+    return None
+
+
+if __name__ == "__main__":
+    main()
