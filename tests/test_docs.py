@@ -64,7 +64,12 @@ def test_the_table_of_presets_is_that_of_the_code():
     assert presets_table() in (ROOT / "docs/presets.md").read_text(), presets_table()
 
 
-DOCUMENTS = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [
+    "README.md",
+    "README.zh-CN.md",
+    "recipes/README.md",
+    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md")),
+]
 
 
 def blocks(document: str, language: str) -> list[str]:
@@ -106,5 +111,15 @@ def test_files_and_make_targets_in_the_documents_exist(document):
         assert (ROOT / document).parent.joinpath(link).exists(), link
 
 
-def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+@pytest.mark.parametrize("readme", ["README.md", "README.zh-CN.md"])
+def test_the_readme_is_short(readme):
+    assert len((ROOT / readme).read_text().splitlines()) <= 150
+
+
+def test_every_difference_from_verl_is_held_by_a_test():
+    rows = [line for line in (ROOT / "docs/differences.md").read_text().splitlines() if line.startswith("| ")]
+    rows = [row for row in rows if "held by" not in row and "---" not in row]
+    assert len(rows) > 30
+    for row in rows:
+        path, name = re.search(r"`(tests/[\w/]+\.py)::(\w+)`", row).groups()
+        assert re.search(rf"^def {name}\(", (ROOT / path).read_text(), re.MULTILINE), row
