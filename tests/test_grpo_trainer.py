@@ -15,6 +15,7 @@ from tests.training import (
     VISITED_BEFORE_UPDATE,
     BrokenSampler,
     assert_gradients_equal,
+    assert_trains,
     backward,
     build,
     counting_forwards,
@@ -289,15 +290,6 @@ MODES = {
     "ppo_clip": {"bypass_mode": True, "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": [0.7, 1.5]},
     "reinforce": {"bypass_mode": True, "rollout_loss_type": "reinforce", "rollout_is": "sequence"},
 }
-
-
-def assert_trains(trainer):
-    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
-    steps = losses(trainer)
-    assert all(math.isfinite(x) for step in steps for x in step)
-    assert any(gradient > 0 for _, gradient in steps)
-    assert any(not torch.equal(p, before[name]) for name, p in trainer.model.named_parameters() if p.requires_grad)
-    assert logged(trainer, "kl")
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -13,24 +13,14 @@ from accelerate.commands.config.config_args import load_config_from_file
 from trl import ModelConfig, ScriptArguments, TrlParser
 
 from tests.launching import ROOT, output_of
-from tests.training import logged
-from trl_rollout_corr import (
-    RolloutCorrectedGRPOConfig,
-    RolloutCorrectedGRPOTrainer,
-    RolloutCorrectedRLOOConfig,
-    RolloutCorrectedRLOOTrainer,
-    RolloutCorrectionConfig,
-)
+from tests.training import TRAINERS, logged
+from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.presets import PRESETS
 
 
 RECIPES = sorted(str(path.relative_to(ROOT / "recipes")) for path in ROOT.glob("recipes/*/*.yaml"))
 ENGINES = [name for name in RECIPES if name.startswith("accelerate/")]
 RECIPES = [name for name in RECIPES if name not in ENGINES]
-TRAINERS = {
-    "grpo": (RolloutCorrectedGRPOTrainer, RolloutCorrectedGRPOConfig),
-    "rloo": (RolloutCorrectedRLOOTrainer, RolloutCorrectedRLOOConfig),
-}
 OWN = {field.name for field in dataclasses.fields(RolloutCorrectionConfig)}
 # There to be seen and changed, whatever their defaults.
 ALWAYS_WRITTEN = {"output_dir", "model_name_or_path", "use_vllm", "logging_steps"}

@@ -13,6 +13,7 @@ from tests.training import (
     SCHEDULES,
     VISITED_BEFORE_UPDATE,
     assert_gradients_equal,
+    assert_trains,
     backward,
     build,
     counting_forwards,
@@ -334,15 +335,6 @@ OPTIONS = {
     "adapter": {"extra": {"peft_config": LORA}},
     "adapter with a reference": {"extra": {"peft_config": LORA}, "beta": 0.1, "schedule": "two iterations"},
 }
-
-
-def assert_trains(trainer):
-    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
-    steps = losses(trainer)
-    assert all(math.isfinite(x) for step in steps for x in step)
-    assert any(gradient > 0 for _, gradient in steps)
-    assert any(not torch.equal(p, before[name]) for name, p in trainer.model.named_parameters() if p.requires_grad)
-    assert logged(trainer, "kl")
 
 
 @pytest.mark.parametrize("mode", MODES)

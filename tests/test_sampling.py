@@ -13,20 +13,9 @@ from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 
 from tests.launching import ROOT
-from tests.training import build, config_fields, logged
-from trl_rollout_corr import (
-    RolloutCorrectedGRPOConfig,
-    RolloutCorrectedGRPOTrainer,
-    RolloutCorrectedRLOOConfig,
-    RolloutCorrectedRLOOTrainer,
-)
+from tests.training import TRAINERS, build, config_fields, logged
 from trl_rollout_corr.trainers.validation import check_server_logprobs
 
-
-TRAINERS = {
-    "grpo": (RolloutCorrectedGRPOTrainer, RolloutCorrectedGRPOConfig),
-    "rloo": (RolloutCorrectedRLOOTrainer, RolloutCorrectedRLOOConfig),
-}
 
 both_trainers = pytest.mark.parametrize("config_class", [config for _, config in TRAINERS.values()])
 

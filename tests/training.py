@@ -9,7 +9,18 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.tiny import StaleSampler, length_reward, prompts
+from trl_rollout_corr import (
+    RolloutCorrectedGRPOConfig,
+    RolloutCorrectedGRPOTrainer,
+    RolloutCorrectedRLOOConfig,
+    RolloutCorrectedRLOOTrainer,
+)
 
+
+TRAINERS = {
+    "grpo": (RolloutCorrectedGRPOTrainer, RolloutCorrectedGRPOConfig),
+    "rloo": (RolloutCorrectedRLOOTrainer, RolloutCorrectedRLOOConfig),
+}
 
 # (gradient_accumulation_steps, steps_per_generation, num_iterations)
 SCHEDULES = {
@@ -63,6 +74,16 @@ def losses(trainer) -> list[tuple[float, float]]:
 
 def logged(trainer, key: str) -> list[float]:
     return [entry[f"rollout_corr/{key}"] for entry in trainer.state.log_history if f"rollout_corr/{key}" in entry]
+
+
+def assert_trains(trainer):
+    """Train, and see that losses are finite, parameters move and metrics are reported."""
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+    steps = losses(trainer)
+    assert all(math.isfinite(x) for step in steps for x in step)
+    assert any(gradient > 0 for _, gradient in steps)
+    assert any(not torch.equal(p, before[name]) for name, p in trainer.model.named_parameters() if p.requires_grad)
+    assert logged(trainer, "kl")
 
 
 @contextmanager

@@ -24,19 +24,7 @@ from trl import GRPOTrainer, RLOOTrainer  # noqa: E402
 
 import tests.conftest  # noqa: E402, F401 - environment of the tests
 from tests.tiny import StaleSampler, length_reward  # noqa: E402
-from tests.training import config_fields, freeze_sampler, sharing_engines  # noqa: E402
-from trl_rollout_corr import (  # noqa: E402
-    RolloutCorrectedGRPOConfig,
-    RolloutCorrectedGRPOTrainer,
-    RolloutCorrectedRLOOConfig,
-    RolloutCorrectedRLOOTrainer,
-)
-
-
-TRAINERS = {
-    "grpo": (RolloutCorrectedGRPOTrainer, RolloutCorrectedGRPOConfig),
-    "rloo": (RolloutCorrectedRLOOTrainer, RolloutCorrectedRLOOConfig),
-}
+from tests.training import TRAINERS, config_fields, freeze_sampler, sharing_engines  # noqa: E402
 
 
 class SameOnAnyNumberOfRanks(StaleSampler):

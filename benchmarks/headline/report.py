@@ -1,0 +1,312 @@
+"""Table, claims, `results.json` and `headline.png` of the runs in a folder."""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from arms import ARMS
+from figure import K3, draw
+
+
+COLUMNS = [
+    "arm",
+    "seeds",
+    "last 3",
+    "per seed",
+    "worst",
+    "final",
+    "greedy",
+    "sampler's reward",
+    "k3 median / max",
+    "sample size",
+    "kept",
+]
+
+Record = dict[str, Any]  # what `train.train` returns, and the command
+Runs = dict[str, dict[int, Record]]  # by arm and seed
+
+
+def load(folder: Path) -> Runs:
+    """
+    The runs in a folder, in the order of the arms.
+
+    Raises:
+        `SystemExit`: if there is none, or if the seeds of an arm were run with different settings.
+    """
+    records = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    runs = {}
+    for arm in ARMS:
+        seeds = {record["seed"]: record for record in records if record["arm"] == arm.name}
+        if seeds:
+            runs[arm.name] = dict(sorted(seeds.items()))
+        if any(record["settings"] != next(iter(seeds.values()))["settings"] for record in seeds.values()):
+            raise SystemExit(f"The runs of {arm.name!r} in {folder} have different settings.")
+    if not runs:
+        raise SystemExit(f"There are no runs in {folder}.")
+    return runs
+
+
+# Summaries -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Summary:
+    """
+    A run in a few numbers.
+
+    Args:
+        start, worst, final (`float`):
+            Held-out accuracy before the first step, at its lowest, and after the last step.
+        last (`float`):
+            Mean held-out accuracy of the last three looks.
+        greedy (`float`):
+            Held-out accuracy after the last step, with the most likely token at every position.
+        reward (`float`):
+            What the sampler was rewarded with in training, mean of the last 20 steps.
+        k3, k3_max (`float` or `None`):
+            Median and maximum over the steps of the KL divergence from sampler to trainer, in nats per token.
+        sample_size (`float` or `None`):
+            Median effective sample size of the weights, where there are weights.
+        kept (`float` or `None`):
+            Mean share of tokens that are not rejected, where there is rejection.
+        grad_norm (`float`):
+            Median gradient norm before clipping.
+    """
+
+    start: float
+    worst: float
+    final: float
+    last: float
+    greedy: float
+    reward: float
+    k3: float | None
+    k3_max: float | None
+    sample_size: float | None
+    kept: float | None
+    grad_norm: float
+
+
+def summarize(record: Record) -> Summary:
+    accuracy, history = record["accuracy"], record["history"]
+    k3 = history.get(K3)
+    sample_size = history.get("rollout_corr/rollout_is_eff_sample_size")
+    rejected = history.get("rollout_corr/rollout_rs_masked_fraction")
+    return Summary(
+        start=accuracy[0],
+        worst=min(accuracy),
+        final=accuracy[-1],
+        last=mean(accuracy[-3:]),
+        greedy=record["greedy_accuracy"],
+        reward=mean(history["reward"][-20:]),
+        k3=median(k3) if k3 else None,
+        k3_max=max(k3) if k3 else None,
+        sample_size=median(sample_size) if sample_size else None,
+        kept=1 - mean(rejected) if rejected else None,
+        grad_norm=median(history["grad_norm"]),
+    )
+
+
+def table(runs: Runs) -> str:
+    """A row per arm: means over seeds, or the extreme where the column says so."""
+    lines = [f"| {' | '.join(COLUMNS)} |", f"| {' | '.join(['---'] * len(COLUMNS))} |"]
+    for arm in (arm for arm in ARMS if arm.name in runs):
+        summaries = [summarize(record) for record in runs[arm.name].values()]
+
+        def over_seeds(key: str, pick: Callable = mean, form: str = ".2f", summaries=summaries) -> str:
+            values = [getattr(summary, key) for summary in summaries]
+            return "-" if None in values else format(pick(values), form)
+
+        columns = [
+            arm.label,
+            str(len(summaries)),
+            f"**{over_seeds('last')}**",
+            ", ".join(f"{summary.last:.2f}" for summary in summaries),
+            over_seeds("worst", min),
+            over_seeds("final"),
+            over_seeds("greedy"),
+            over_seeds("reward"),
+            f"{over_seeds('k3', form='.2g')} / {over_seeds('k3_max', max, '.2g')}",
+            over_seeds("sample_size"),
+            over_seeds("kept"),
+        ]
+        lines.append(f"| {' | '.join(columns)} |")
+    return "\n".join(lines)
+
+
+# Claims --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Claim:
+    """
+    A number that is above, or below, a bound in every seed.
+
+    Args:
+        statement (`str`):
+            What is claimed.
+        arms (`list[str]`):
+            Arms that the number is made of.
+        number (`Callable[..., float]`):
+            Takes the [`Summary`] of one seed of each arm.
+        relation (`str`):
+            `">"` or `"<"`.
+        bound (`float`):
+            The bound.
+    """
+
+    statement: str
+    arms: list[str]
+    number: Callable[..., float]
+    relation: str
+    bound: float
+
+    def check(self, summaries: dict[str, dict[int, Summary]]) -> dict[str, Any] | None:
+        """The verdict, or `None` if an arm was not run."""
+        if any(arm not in summaries for arm in self.arms):
+            return None
+        seeds = sorted(set.intersection(*(set(summaries[arm]) for arm in self.arms)))
+        if not seeds:
+            return None
+        values = [self.number(*(summaries[arm][seed] for arm in self.arms)) for seed in seeds]
+        margin = min(values) - self.bound if self.relation == ">" else self.bound - max(values)
+        return {
+            "claim": self.statement,
+            "held": margin > 0,
+            "values": [round(value, 4) for value in values],
+            "relation": self.relation,
+            "bound": round(self.bound, 4),
+            "margin": round(margin, 4),
+        }
+
+
+def claims(start: float) -> list[Claim]:
+    """
+    What the experiment claims, fixed before it was run.
+
+    Args:
+        start (`float`):
+            Held-out accuracy of the warmed-up model.
+    """
+
+    def last(summary: Summary) -> float:
+        return summary.last
+
+    def final(summary: Summary) -> float:
+        return summary.final
+
+    def behind(reference: Summary, corrected: Summary) -> float:
+        return reference.last - corrected.last
+
+    rescued = [("geo_rs_tis", "geo RS + token TIS"), ("bypass", "bypass")]
+    return [
+        Claim("Without correction, accuracy ends below the start", ["none"], final, "<", start),
+        *(Claim(f"With {label}, last-3 accuracy is above 0.50", [arm], last, ">", 0.5) for arm, label in rescued),
+        *(
+            Claim(f"With {label}, last-3 accuracy is above start + 0.10", [arm], last, ">", start + 0.1)
+            for arm, label in rescued
+        ),
+        *(
+            Claim(f"With {label}, it is within 0.10 of on-policy", ["on_policy", arm], behind, "<", 0.1)
+            for arm, label in rescued
+        ),
+        Claim(
+            "Median k3 without correction is over 3 times that with geo RS + token TIS",
+            ["none", "geo_rs_tis"],
+            lambda none, corrected: none.k3 / corrected.k3,
+            ">",
+            3,
+        ),
+        Claim("Rejecting at random collapses too: last-3 below start - 0.10", ["random_rs"], last, "<", start - 0.1),
+        Claim("RLOO without correction ends below the start", ["rloo_none"], final, "<", start),
+        Claim("RLOO with correction, last-3 above start + 0.10", ["rloo_geo_rs_tis"], last, ">", start + 0.1),
+        Claim(
+            "fp8 cache: correction gains last-3 accuracy of the trainer",
+            ["fp8_none", "fp8_geo_rs_tis"],
+            lambda none, corrected: corrected.last - none.last,
+            ">",
+            0,
+        ),
+        Claim(
+            "fp8 cache: while it loses reward of the sampler",
+            ["fp8_none", "fp8_geo_rs_tis"],
+            lambda none, corrected: corrected.reward - none.reward,
+            "<",
+            0,
+        ),
+    ]
+
+
+def print_verdicts(verdicts: list[dict[str, Any]]):
+    for verdict in verdicts:
+        values = ", ".join(f"{value:.2f}" for value in verdict["values"])
+        print(
+            f"{'HELD' if verdict['held'] else 'DID NOT HOLD':<13} {verdict['claim']}: "
+            f"{values} {verdict['relation']} {verdict['bound']:.2f}, margin {verdict['margin']:.3f}"
+        )
+
+
+# Report --------------------------------------------------------------------------------------------------------------
+
+
+def as_json(runs: Runs, start: float, verdicts: list[dict[str, Any]]) -> dict[str, Any]:
+    """The experiment without the parts of the history that are not in the figure."""
+    records = [record for seeds in runs.values() for record in seeds.values()]
+
+    def run(record: Record) -> dict[str, Any]:
+        curves = {key: record["history"][key] for key in ("reward", K3) if key in record["history"]}
+        kept = {key: record[key] for key in ("steps", "accuracy", "seconds")}
+        summary = {key: value and round(value, 6) for key, value in asdict(summarize(record)).items()}
+        return {**kept, "summary": summary, "history": curves}
+
+    return {
+        "command": distinct(records, "command"),
+        "start": start,
+        "machine": distinct(records, "machine"),
+        "versions": distinct(records, "versions"),
+        "training": distinct(records, "training"),
+        "claims": verdicts,
+        "arms": {
+            arm.name: {
+                "label": arm.label,
+                "settings": next(iter(runs[arm.name].values()))["settings"],
+                "seeds": {seed: run(record) for seed, record in runs[arm.name].items()},
+            }
+            for arm in ARMS
+            if arm.name in runs
+        },
+    }
+
+
+def to_text(results: dict[str, Any]) -> str:
+    """Indented JSON, with a list of numbers on one line."""
+    text = json.dumps(results, indent=1) + "\n"
+    return re.sub(r"\[[^][{}]+\]", lambda numbers: " ".join(numbers[0].split()), text)
+
+
+def distinct(records: list[Record], key: str) -> Any:
+    """The one value of all runs, or a list if they differ."""
+    values = []
+    for record in records:
+        if record[key] not in values:
+            values.append(record[key])
+    return values[0] if len(values) == 1 else values
+
+
+def write_report(folder: Path):
+    """Print table and claims of the runs in `folder / "runs"`, and write `results.json` and `headline.png`."""
+    runs = load(folder / "runs")
+    summaries = {arm: {seed: summarize(record) for seed, record in seeds.items()} for arm, seeds in runs.items()}
+    start = mean(summary.start for seeds in summaries.values() for summary in seeds.values())
+    verdicts = [claim.check(summaries) for claim in claims(start)]
+    checked = [verdict for verdict in verdicts if verdict is not None]
+    print(f"\nHeld-out accuracy at the start: {start:.2f}\n\n{table(runs)}\n")
+    print_verdicts(checked)
+    if len(checked) < len(verdicts):
+        print(f"{len(verdicts) - len(checked)} claims are about arms that were not run.")
+    (folder / "results.json").write_text(to_text(as_json(runs, start, checked)))
+    draw(runs, start, folder / "headline.png")
+    print(f"\n{folder / 'results.json'}\n{folder / 'headline.png'}")
