@@ -64,17 +64,18 @@ def exact_answer(prompts: list[str], completions: list[str], **kwargs) -> list[f
 
 
 @torch.no_grad()
-def accuracy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, n: int = 256) -> float:
-    """Share of exact answers on held-out prompts, sampled from the trained model at temperature 1 (not from vLLM)."""
+def accuracy(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, n: int = 256, *, greedy: bool = False
+) -> float:
+    """Share of exact answers on held-out prompts, of the trained model (not vLLM), sampled at temperature 1 or greedy."""
     prompts = list(make_prompts(n, HELD_OUT_SEED)["prompt"])
     inputs = tokenizer(prompts, return_tensors="pt", return_token_type_ids=False).to(model.device)
     training = model.training
     model.eval()
+    how = {"do_sample": False} if greedy else {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        tokens = model.generate(
-            **inputs, max_new_tokens=DIGITS + 1, do_sample=True, temperature=1.0, top_k=0, top_p=1.0
-        )
+        tokens = model.generate(**inputs, max_new_tokens=DIGITS + 1, **how)
     model.train(training)
     completions = tokenizer.batch_decode(tokens[:, inputs.input_ids.size(1) :], skip_special_tokens=True)
     return sum(exact_answer(prompts, completions)) / n

@@ -19,7 +19,7 @@ import transformers
 import trl
 import vllm
 from arms import Run
-from sorting import DIGITS, HELD_OUT_SEED, accuracy, exact_answer, make_prompts, warm_start
+from sorting import accuracy, exact_answer, make_prompts, warm_start
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast, PrinterCallback, TrainerCallback
 from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer
@@ -99,16 +99,6 @@ class HeldOut(TrainerCallback):
             self.look(state.global_step, model)
 
 
-@torch.no_grad()
-def greedy_accuracy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, n: int = 256) -> float:
-    """Share of exact answers on the held-out prompts, with the most likely token at every position."""
-    prompts = list(make_prompts(n, HELD_OUT_SEED)["prompt"])
-    inputs = tokenizer(prompts, return_tensors="pt", return_token_type_ids=False)
-    tokens = model.eval().generate(**inputs, max_new_tokens=DIGITS + 1, do_sample=False)
-    completions = tokenizer.batch_decode(tokens[:, inputs.input_ids.size(1) :], skip_special_tokens=True)
-    return sum(exact_answer(prompts, completions)) / n
-
-
 def prepare(kv_cache_dtype: str):
     """Warm up the model, unless the quickstart has, and make every trainer of this process use one vLLM engine."""
     torch.set_num_threads(1)  # the model is so small that threads only wait for each other
@@ -159,7 +149,7 @@ def train(run: Run) -> dict[str, Any]:
         "training": training,
         "steps": held_out.steps,
         "accuracy": held_out.accuracy,
-        "greedy_accuracy": greedy_accuracy(trainer.model, tokenizer),
+        "greedy_accuracy": accuracy(trainer.model, tokenizer, greedy=True),
         "history": columns(trainer.state.log_history),
         "seconds": round(time.perf_counter() - start, 1),
         "versions": versions(),
