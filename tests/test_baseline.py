@@ -4,6 +4,7 @@ import pytest
 import torch
 from trl import RLOOConfig, RLOOTrainer
 
+from tests.tiny import prompts
 from tests.training import BrokenSampler, build, counting_forwards, freeze_sampler, logged, losses
 from trl_rollout_corr import (
     RolloutCorrectedGRPOConfig,
@@ -142,3 +143,14 @@ def test_it_pays_the_forward_at_generation_and_trains(grpo):
 def test_rloo_trains_without_the_rejected(rloo):
     steps = losses(rloo(rollout_rs_exclude_from_baseline=True, num_iterations=2, learning_rate=1e-5))
     assert all(gradient > 0 for _, gradient in steps)
+
+
+def test_in_evaluation_the_reward_is_that_of_every_completion(grpo):
+    fields = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4, "max_steps": 1}
+    extra = {"reward_funcs": rewards, "eval_dataset": prompts(4)}
+    trainer = grpo(rollout_rs_exclude_from_baseline=True, extra=extra, **fields)
+    trainer.train()
+    (training,) = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
+    (evaluation,) = [entry["eval_reward"] for entry in trainer.state.log_history if "eval_reward" in entry]
+    assert training == pytest.approx((1 + 2 + 3) / 3)
+    assert evaluation == pytest.approx((100 + 1 + 2 + 3) / 4)

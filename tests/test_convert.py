@@ -82,4 +82,4 @@ def test_the_command(tmp_path):
     path = tmp_path / "old.yaml"
     path.write_text(yaml.safe_dump(TRL))
     process = run(sys.executable, "-m", "trl_rollout_corr", "convert", str(path))
-    assert process.stdout == "rollout_is: token\nrollout_is_threshold: 2.0\n"
+    assert process.stdout == "rollout_is: token\nrollout_is_threshold: 2.0\nrollout_nan_policy: neutralize\n"

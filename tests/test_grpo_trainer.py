@@ -266,7 +266,8 @@ def test_a_saturated_ratio_gives_no_gradient_and_no_nan(make, tiny_model_path):
         output["logprobs"] = [[x - 200.0 for x in sequence] for sequence in output["logprobs"]]  # ratio e^200
 
     trainer = make(sampler=BrokenSampler(tiny_model_path, shift), rollout_correction="bypass_ppo_clip")
-    assert losses(trainer) == [(0.0, 0.0)] * 3
+    with pytest.warns(UserWarning, match="too far off to train on"):
+        assert losses(trainer) == [(0.0, 0.0)] * 3
 
 
 def test_bypass_recomputes_the_weights_at_every_visit(make):
@@ -320,7 +321,71 @@ def test_trains_with_options_of_trl(make, mode, option):
 
 @pytest.mark.parametrize("mode", ["decoupled", "ppo_clip"])
 def test_trains_with_sequence_level_ratios(make, mode):
-    assert_trains(make(**MODES[mode], importance_sampling_level="sequence", loss_type="grpo"))
+    fields = {**MODES[mode], "rollout_is": "sequence"}
+    assert_trains(make(**fields, importance_sampling_level="sequence", loss_type="grpo"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"rollout_is": "token"}, "`rollout_is='token'` act"),
+        ({"rollout_rs": "token_k2", "rollout_rs_threshold": 1.0, "rollout_is": None}, "`token_k2` act"),
+    ],
+)
+def test_single_tokens_in_a_ratio_of_the_completion_are_warned_about(tmp_path, fields, named):
+    common = {"use_cpu": True, "bf16": False, "importance_sampling_level": "sequence"}
+    with pytest.warns(UserWarning, match=named):
+        RolloutCorrectedGRPOConfig(str(tmp_path), **common, **fields)
+
+
+def test_a_rejected_token_leaves_the_ratio_of_its_completion_in_bypass_mode(make):
+    trainer = make(
+        bypass_mode=True, rollout_is=None, rollout_rs="seq_max_k1", rollout_rs_threshold=[1e-9, 1e9], loss_type="grpo",
+        importance_sampling_level="sequence",
+    )  # fmt: skip
+    batch = micro_batches(trainer)[0]
+    batch[ROLLOUT_LOGPS] = trainer._get_per_token_logps_and_entropies(
+        trainer.model, torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1),
+        torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1), batch["completion_ids"].size(1),
+    )[0].detach()  # fmt: skip
+    batch["advantages"] = -batch["advantages"].abs() - 1
+    row = int((batch["completion_mask"].sum(1) > 1).nonzero()[0])
+    on_policy = trainer.compute_loss(trainer.model, batch).item()
+    batch[ROLLOUT_LOGPS][row, 0] -= (
+        12.0  # a ratio of the token of 160,000, that of its completion in the hundreds or more
+    )
+    kept = trainer.compute_loss(trainer.model, batch).item()
+    assert kept > 2 * on_policy
+    trainer.args.rollout_rs, trainer.args.rollout_rs_threshold = ["token_k1"], [[0.5, 2.0]]
+    found = trainer.compute_loss(trainer.model, batch).item()
+    assert found < on_policy  # the token adds nothing, and the ratio of the others stays 1
+
+
+def test_a_saturated_ratio_shows_in_the_effective_learning_rate(make):
+    trainer = make(rollout_correction="bypass_ppo_clip")
+    batch = micro_batches(trainer)[0]
+    batch[ROLLOUT_LOGPS] = batch[ROLLOUT_LOGPS] - 100.0
+    trainer.compute_loss(trainer.model, batch)
+    assert trainer._statistics["train"].finish()["rollout_corr/effective_lr"] == 0.0
+
+
+def test_warnings_about_the_run_come_once_and_only_where_they_are_true(make, tiny_model_path):
+    def broken(output: dict):
+        output["logprobs"] = [[None, *row[1:]] for row in output["logprobs"]]
+
+    trainer = make(sampler=BrokenSampler(tiny_model_path, broken), max_steps=3)
+    with pytest.warns(UserWarning, match="without a finite") as caught:
+        trainer.train()
+    assert len([w for w in caught if "without a finite" in str(w.message)]) == 1
+    # nothing is rejected from a loss that is only measured
+    make(rollout_metrics_only=True, rollout_rs="seq_mean_k1", rollout_rs_threshold=1.000001).train()
+
+
+def test_cispo_must_not_cap_a_ratio_of_one(tmp_path):
+    fields = {"use_cpu": True, "bf16": False, "loss_type": "cispo", "rollout_correction": "bypass_pg_is"}
+    with pytest.raises(ValueError, match=r"`epsilon_high` is 0.2 with `loss_type='cispo'`.*Set `epsilon_high` to 1"):
+        RolloutCorrectedGRPOConfig(str(tmp_path), **fields)
+    RolloutCorrectedGRPOConfig(str(tmp_path), **fields, epsilon_high=5.0)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -486,7 +551,8 @@ def test_broken_log_probabilities_leave_a_measured_run_alone(make, tiny_model_pa
 @pytest.mark.parametrize("mode", MODES)
 def test_a_sampler_without_a_single_finite_log_probability(make, tiny_model_path, mode):
     trainer = make(sampler=BrokenSampler(tiny_model_path, break_all), **MODES[mode])
-    assert losses(trainer) == [(0.0, 0.0)] * 3
+    with pytest.warns(UserWarning, match="too far off to train on"):
+        assert losses(trainer) == [(0.0, 0.0)] * 3
     assert logged(trainer, "nonfinite_fraction") == [1.0] * 3
     neutral = make(
         sampler=BrokenSampler(tiny_model_path, break_all), **{**MODES[mode], "rollout_nan_policy": "neutralize"}

@@ -152,13 +152,13 @@ def double(trainer):
     return plain_model(trainer.model.config._name_or_path, trainer.model.state_dict(), torch.float64)
 
 
-def reference(trainer, batch):
-    """`logps` with gradient, `d`, `mask` and the keep-mask of `REJECTION`, in float64."""
+def reference(trainer, batch, *, lower=0.85, upper=1.2, worst_k3=0.05):
+    """`logps` with gradient, `d`, `mask` and the keep-mask, by default that of `REJECTION`, in float64."""
     model = double(trainer)
     logps, mask = policy_logps(model, batch), batch["completion_mask"].double()
     d = (logps.detach() - batch[ROLLOUT_LOGPS].double()) * mask
     worst = ((d.exp() - 1 - d) * mask).amax(1, keepdim=True)
-    keep = (d.exp() >= 0.85) & (d.exp() <= 1.2) & (worst <= 0.05) & mask.bool()
+    keep = (d.exp() >= lower) & (d.exp() <= upper) & (worst <= worst_k3) & mask.bool()
     assert 0 < keep.sum() < mask.sum()
     return model, logps, d, mask, keep
 
@@ -232,12 +232,12 @@ def test_reinforce_gradient(make, level, normalize):
 
 
 def test_bypass_ppo_gradient(make):
-    trainer = make(bypass_mode=True, rollout_is="token", spread=0.05, **REJECTION)
+    bounds = {"rollout_rs": "token_k1", "rollout_rs_threshold": [0.75, 1.4]}
+    trainer = make(bypass_mode=True, rollout_is="token", spread=0.06, **bounds)
     batch = micro_batches(trainer)[0]
     found = gradients(trainer, batch)
-    model, logps, _, mask, keep = reference(trainer, batch)
-    weighted = logps.detach() + keep * (logps - logps.detach())  # rejected tokens: same value, no gradient
-    ratio = ((weighted - batch[ROLLOUT_LOGPS].double()) * mask).sum(1).exp()
+    model, logps, _, mask, keep = reference(trainer, batch, lower=0.75, upper=1.4, worst_k3=math.inf)
+    ratio = ((logps - batch[ROLLOUT_LOGPS].double()) * mask * keep).sum(1).exp()  # of the tokens that are kept
     advantages = batch["advantages"].double() * keep.any(1)
     clipped = (ratio < 0.8) | (ratio > 1.2)
     assert clipped.any()

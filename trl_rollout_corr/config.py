@@ -250,7 +250,7 @@ class RolloutCorrectionConfig:
         if (
             "rollout_rs" in explicit
             and "rollout_rs_threshold" not in explicit
-            and parse_criteria(self.rollout_rs) is None
+            and parse_criteria(self.rollout_rs) != preset.get("rollout_rs")
         ):
             self.rollout_rs_threshold = None  # the preset's threshold goes with the preset's criteria
         return explicit

@@ -122,10 +122,10 @@ def compute_rollout_correction(
         if config.rollout_is_batch_normalize and config.applies_weights:
             mean = mean_weight(totals[:2])
             weights /= mean
-            statistics = statistics.with_sum_multiplied("coefficients", 1 / mean)
+            statistics = statistics.with_sum("coefficients", statistics["coefficients"] / mean)
         if config.rollout_rs_renormalize:
             scale = renormalization(totals[2:])
-            statistics = statistics.with_sum_multiplied("coefficients", scale)
+            statistics = statistics.with_sum("coefficients", statistics["coefficients"] * scale)
     scale = scale.to(corrected.dtype)
     return RolloutCorrection(weights, keep, scale, config.applies_weights and weights is not None, statistics)
 

@@ -86,10 +86,10 @@ class Statistics:
         """One of the sums, of shape `()`."""
         return self.vector[self.sum_names.index(name)]
 
-    def with_sum_multiplied(self, name: str, factor: torch.Tensor) -> "Statistics":
-        """The same with one of the sums multiplied, for what is only known when the whole batch has been seen."""
+    def with_sum(self, name: str, value: torch.Tensor) -> "Statistics":
+        """The same with another value of one of the sums, for what is only known when the whole batch has been seen."""
         vector = self.vector.clone()
-        vector[self.sum_names.index(name)] *= factor
+        vector[self.sum_names.index(name)] = value
         return Statistics(self.sum_names, self.max_names, vector)
 
     def histogram(self) -> tuple[list[float], tuple[float, ...]]:

@@ -208,7 +208,7 @@ def from_trl(settings: Mapping[str, Any]) -> dict[str, Any]:
     Translate TRL's `vllm_importance_sampling_*` settings of `GRPOConfig`; missing ones have TRL's defaults.
 
     The `truncate` modes become a truncation bound. The `mask` modes set weights outside the bounds to 0 and keep the
-    others, which is IcePop.
+    others, which is IcePop. TRL takes the ratio of a token without a log-probability as 1, hence `rollout_nan_policy`.
 
     Args:
         settings (`Mapping[str, Any]`):
@@ -234,14 +234,16 @@ def from_trl(settings: Mapping[str, Any]) -> dict[str, Any]:
             f"{mode!r}."
         )
     upper = float("inf") if upper is None else upper
+    fields = {"rollout_is": level, "rollout_is_threshold": parse_weight_threshold(upper)}
+    fields["rollout_nan_policy"] = "neutralize"
     if bounding == "mask":
-        return {"rollout_is": level, "rollout_is_threshold": parse_weight_threshold([lower or 0.0, upper])}
+        return {**fields, "rollout_is_threshold": parse_weight_threshold([lower or 0.0, upper])}
     if lower is not None:
         raise ValueError(
             f"`vllm_importance_sampling_clip_min` is {lower} in mode {mode!r}, where TRL raises smaller weights to it. There "
             "is no equivalent: leave it unset, or use a mask mode."
         )
-    return {"rollout_is": level, "rollout_is_threshold": parse_weight_threshold(upper)}
+    return fields
 
 
 def _add_veto(criteria: list[str], thresholds: list, veto: Any) -> tuple[list[str], list]:

@@ -11,7 +11,12 @@ from trl import GRPOConfig, GRPOTrainer
 from ..config import RolloutCorrectionConfig
 from ..sampler import check_logprobs
 from .mixin import RolloutCorrectionMixin
-from .validation import check_batch_normalization, check_sampling, replace_trl_correction
+from .validation import (
+    check_batch_normalization,
+    check_sampling,
+    check_sequence_level_ratio,
+    replace_trl_correction,
+)
 
 
 @dataclass
@@ -40,7 +45,15 @@ class RolloutCorrectedGRPOConfig(RolloutCorrectionConfig, GRPOConfig):
                 "rejection can be applied to it. Choose another `loss_type`, or only measure with "
                 "`rollout_metrics_only=True`."
             )
+        check_sequence_level_ratio(self)
         reinforce = self.corrects and self.bypass_mode and self.rollout_loss_type == "reinforce"
+        cap = self.epsilon_high or self.epsilon
+        if reinforce and self.loss_type == "cispo" and cap < 1.0:
+            raise ValueError(
+                f"`epsilon_high` is {cap} with `loss_type='cispo'`, which caps the ratio by it, and "
+                "with `rollout_loss_type='reinforce'`, whose ratio is 1: every gradient would be scaled by it. Set "
+                "`epsilon_high` to 1 or more."
+            )
         if reinforce and self.importance_sampling_level != "token":
             raise ValueError(
                 f"`importance_sampling_level` is {self.importance_sampling_level!r} with `rollout_loss_type='reinforce'`, "

@@ -88,6 +88,7 @@ class RolloutCorrectionMixin:
         check_trl(self._trl_class)
         super().__init__(model, reward_funcs, self._checked_args(model, args), *further_args, **kwargs)
         self._statistics: dict[str, Statistics | None] = {"train": None, "eval": None}
+        self._warned_about_nonfinite = False
         self._old_pass: OldPass | None = None
         self._loss_batch: tuple[dict, dict] | None = None
         # Every sample is visited before the first optimizer step since its generation, so that the policy of its first
@@ -144,8 +145,13 @@ class RolloutCorrectionMixin:
         """Whether the old policy's log-probabilities must be computed when the batch is generated."""
         args = self.args
         return not args.bypass_mode and (
-            not self._visited_before_update or args.needs_whole_batch or args.rollout_rs_exclude_from_baseline
+            not self._visited_before_update or args.needs_whole_batch or self._excludes_from_baseline
         )
+
+    @property
+    def _excludes_from_baseline(self) -> bool:
+        # in evaluation there is no baseline, and the reward is that of every completion
+        return self.args.corrects and self.args.rollout_rs_exclude_from_baseline and self.model.training
 
     def _new_old_pass(self) -> OldPass | None:
         """How to treat TRL's old pass, or `None` to leave TRL alone."""
@@ -173,7 +179,7 @@ class RolloutCorrectionMixin:
             self._settle_old_pass(old_pass, output)
         output[ROLLOUT_LOGPS] = self._rollout_logps(output)
         if self.args.corrects and self.args.needs_whole_batch and not self.args.bypass_mode:
-            output[COEFFICIENTS] = self._compute_correction(output[OLD_LOGPS], output).coefficients
+            output[COEFFICIENTS] = self._correct_and_record(output[OLD_LOGPS], output)
         return output
 
     def _settle_old_pass(self, old_pass: OldPass, output: dict[str, Any]):
@@ -196,7 +202,7 @@ class RolloutCorrectionMixin:
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        if not (self.args.corrects and self.args.rollout_rs_exclude_from_baseline):
+        if not self._excludes_from_baseline:
             return rewards
         # TRL leaves completions without a reward out of the baseline, and gives them no advantage
         rejected = self.accelerator.gather(self._rejected_sequences())
@@ -263,11 +269,15 @@ class RolloutCorrectionMixin:
         if self.args.bypass_mode:
             correction = self._compute_correction(current, batch)
             if not self.args.corrects:
+                self._record_statistics(correction.statistics)
                 return logps
-            return self._enter_loss(inputs, logps, *self._bypass(current, correction, batch))
+            anchor, coefficients = self._bypass(current, correction, batch)
+            # a ratio that saturates leaves fewer tokens a gradient than the correction alone
+            self._record_statistics(correction.statistics.with_sum("coefficients", coefficients.sum()))
+            return self._enter_loss(inputs, logps, anchor, coefficients)
         if COEFFICIENTS not in batch:
             old = batch.get(OLD_LOGPS, current)
-            batch[COEFFICIENTS] = self._compute_correction(old, batch).coefficients
+            batch[COEFFICIENTS] = self._correct_and_record(old, batch)
             if self.args.corrects:
                 batch[OLD_LOGPS] = old
         if not self.args.corrects:
@@ -280,9 +290,10 @@ class RolloutCorrectionMixin:
         """Anchor and coefficients in bypass mode, each `(B, T)`."""
         if self.args.rollout_loss_type == "reinforce":
             return current, correction.coefficients  # a ratio of 1 whose gradient is that of the log-likelihood
-        # PPO's gradient vanishes where the ratio saturates, while the ratio itself would overflow
+        # PPO's gradient vanishes where the ratio saturates, while the ratio itself would overflow. And a rejected token has no
+        # part in the ratio of its completion, where the loss is about that.
         rollout_logps = usable_rollout_logps(current, batch[ROLLOUT_LOGPS], self._loss_mask(batch), self.args)
-        usable = (current - rollout_logps).abs() <= LOG_RATIO_BOUND
+        usable = correction.keep & ((current - rollout_logps).abs() <= LOG_RATIO_BOUND)
         return torch.where(usable, rollout_logps, current), correction.coefficients * usable
 
     def _enter_loss(
@@ -311,18 +322,25 @@ class RolloutCorrectionMixin:
         return batch["completion_mask"]
 
     def _compute_correction(self, train_logps: torch.Tensor, batch: dict[str, Any]) -> RolloutCorrection:
-        """Compute the correction of a batch and add its statistics to those of the current logging window."""
-        correction = compute_rollout_correction(
+        return compute_rollout_correction(
             train_logps,
             batch[ROLLOUT_LOGPS],
             self._loss_mask(batch),
             self.args,
             sum_over_ranks=lambda tensor: self.accelerator.reduce(tensor, reduction="sum"),
         )
+
+    def _correct_and_record(self, train_logps: torch.Tensor, batch: dict[str, Any]) -> torch.Tensor:
+        """Coefficients of a batch, `(B, T)`."""
+        correction = self._compute_correction(train_logps, batch)
+        self._record_statistics(correction.statistics)
+        return correction.coefficients
+
+    def _record_statistics(self, statistics: Statistics):
+        """Add statistics to those of the current logging window."""
         mode = "train" if self.model.training else "eval"
         seen = self._statistics[mode]
-        self._statistics[mode] = correction.statistics if seen is None else seen + correction.statistics
-        return correction
+        self._statistics[mode] = statistics if seen is None else seen + statistics
 
     # Logging ----------------------------------------------------------------------------------------------------------
 
@@ -342,16 +360,17 @@ class RolloutCorrectionMixin:
     def _report(self, metrics: dict[str, float], mode: str):
         for key, value in metrics.items():
             self._metrics[mode][key] = [value]
-        if metrics[f"{PREFIX}nonfinite_fraction"] > 0:
+        if metrics[f"{PREFIX}nonfinite_fraction"] > 0 and not self._warned_about_nonfinite:
+            self._warned_about_nonfinite = True
             warn(
                 f"A fraction of {metrics[f'{PREFIX}nonfinite_fraction']:.2g} of the tokens came without a finite "
                 "log-probability. A NaN from the sampler means that a whole row of its logits is broken. "
                 f"`rollout_nan_policy` is {self.args.rollout_nan_policy!r}; set it to 'raise' to stop at the first one."
             )
-        if metrics[f"{PREFIX}effective_lr"] == 0:
+        if metrics[f"{PREFIX}effective_lr"] == 0 and mode == "train" and self.args.corrects:
             warn(
-                "Every token of a logging window was rejected, so nothing was learned from it. Widen "
-                f"`rollout_rs_threshold` ({self.args.rollout_rs_threshold}) or `rollout_is_threshold` "
+                "Every token of a logging window was rejected, or too far off to train on, so nothing was learned from it. "
+                f"Widen `rollout_rs_threshold` ({self.args.rollout_rs_threshold}) or `rollout_is_threshold` "
                 f"({self.args.rollout_is_threshold}), or find out why the sampler is so far from the trainer: see "
                 f"`{PREFIX}kl` and `{PREFIX}nonfinite_fraction`."
             )

@@ -115,6 +115,27 @@ def check_batch_normalization(config: RolloutCorrectionConfig):
         )
 
 
+def check_sequence_level_ratio(config: GRPOConfig):
+    """
+    Warn if single tokens are to be weighted or rejected in a loss whose ratio is that of the completion.
+
+    Args:
+        config ([`~trl.GRPOConfig`]):
+            Configuration of a trainer.
+    """
+    if not config.corrects or config.importance_sampling_level != "sequence":
+        return
+    settings = [f"`{name}`" for name in config.rollout_rs or [] if name.startswith("token_")]
+    if config.rollout_is == "token" and config.applies_weights:
+        settings.append("`rollout_is='token'`")
+    if settings:
+        warn(
+            f"{', '.join(settings)} act on single tokens, but with `importance_sampling_level='sequence'` every token of a "
+            "completion has the same gradient: the mean over its tokens is what acts, as with TRL's own correction. To weight "
+            "or reject completions, use `rollout_is='sequence'` or 'geometric', and criteria that start with `seq_`."
+        )
+
+
 def check_server_logprobs(mode: str, temperature: float):
     """
     Check which log-probabilities a vLLM server returns.
