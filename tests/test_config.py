@@ -354,3 +354,11 @@ def test_every_field_has_help_and_every_criterion_is_documented():
         assert field.metadata["help"]
         assert f"{field.name} (`" in RolloutCorrectionConfig.__doc__
     assert len(CRITERIA) == 12
+
+
+@pytest.mark.parametrize("criteria", [["token_k1"], ["token_k1", "seq_max_k1"], "seq_sum_k2"])
+def test_a_threshold_of_a_preset_is_not_that_of_other_criteria(criteria):
+    with pytest.raises(ValueError, match="`rollout_rs_threshold` is not set"):
+        RolloutCorrectionConfig(rollout_correction="decoupled_geo_rs_token_tis", rollout_rs=criteria)
+    same = RolloutCorrectionConfig(rollout_correction="decoupled_geo_rs_token_tis", rollout_rs=["seq_mean_k1"])
+    assert same.rollout_rs_threshold == [[0.999, 1.001]]
