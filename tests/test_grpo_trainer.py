@@ -357,6 +357,7 @@ def test_a_rejected_token_leaves_the_ratio_of_its_completion_in_bypass_mode(make
     kept = trainer.compute_loss(trainer.model, batch).item()
     assert kept > 2 * on_policy
     trainer.args.rollout_rs, trainer.args.rollout_rs_threshold = ["token_k1"], [[0.5, 2.0]]
+    trainer._statistics["train"] = None  # those of other criteria do not add to them
     found = trainer.compute_loss(trainer.model, batch).item()
     assert found < on_policy  # the token adds nothing, and the ratio of the others stays 1
 
@@ -551,8 +552,7 @@ def test_broken_log_probabilities_leave_a_measured_run_alone(make, tiny_model_pa
 @pytest.mark.parametrize("mode", MODES)
 def test_a_sampler_without_a_single_finite_log_probability(make, tiny_model_path, mode):
     trainer = make(sampler=BrokenSampler(tiny_model_path, break_all), **MODES[mode])
-    with pytest.warns(UserWarning, match="too far off to train on"):
-        assert losses(trainer) == [(0.0, 0.0)] * 3
+    assert losses(trainer) == [(0.0, 0.0)] * 3
     assert logged(trainer, "nonfinite_fraction") == [1.0] * 3
     neutral = make(
         sampler=BrokenSampler(tiny_model_path, break_all), **{**MODES[mode], "rollout_nan_policy": "neutralize"}
