@@ -11,9 +11,11 @@ from trl import GRPOConfig, GRPOTrainer
 
 from tests.tiny import StaleSampler, length_reward, prompts
 from tests.training import (
+    EVALUATION,
     SCHEDULES,
     VISITED_BEFORE_UPDATE,
     BrokenSampler,
+    assert_evaluates,
     assert_gradients_equal,
     assert_trains,
     backward,
@@ -441,19 +443,7 @@ def test_tool_tokens_are_out_of_weights_rejection_and_metrics(make, tiny_model_p
 
 def test_evaluation_has_its_own_metrics(make):
     for mode in MODES.values():
-        trainer = make(
-            **mode,
-            eval_strategy="steps",
-            eval_steps=2,
-            per_device_eval_batch_size=4,
-            extra={"eval_dataset": prompts(8)},
-        )
-        trainer.train()
-        evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
-        assert evaluations
-        assert all(math.isfinite(entry["eval_rollout_corr/k3_kl"]) for entry in evaluations)
-        assert not any("rollout_corr/kl" in entry for entry in evaluations)
-        assert len(logged(trainer, "kl")) == 3
+        assert_evaluates(make(**mode, **EVALUATION))
 
 
 def test_resuming_gives_the_losses_of_an_uninterrupted_run(make, tmp_path):

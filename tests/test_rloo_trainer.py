@@ -10,8 +10,10 @@ from trl import RLOOConfig, RLOOTrainer
 
 from tests.tiny import length_reward, prompts
 from tests.training import (
+    EVALUATION,
     SCHEDULES,
     VISITED_BEFORE_UPDATE,
+    assert_evaluates,
     assert_gradients_equal,
     assert_trains,
     backward,
@@ -348,18 +350,7 @@ def test_trains_with_options_of_trl(make, mode, option):
 
 def test_evaluation_has_its_own_metrics(make):
     for mode in MODES.values():
-        trainer = make(
-            **mode,
-            eval_strategy="steps",
-            eval_steps=2,
-            per_device_eval_batch_size=4,
-            extra={"eval_dataset": prompts(8)},
-        )
-        trainer.train()
-        evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
-        assert all(math.isfinite(entry["eval_rollout_corr/k3_kl"]) for entry in evaluations)
-        assert evaluations
-        assert len(logged(trainer, "kl")) == 3
+        assert_evaluates(make(**mode, **EVALUATION))
 
 
 def test_resuming_gives_the_losses_of_an_uninterrupted_run(make, tmp_path):

@@ -86,6 +86,24 @@ def assert_trains(trainer):
     assert logged(trainer, "kl")
 
 
+EVALUATION = {
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "per_device_eval_batch_size": 4,
+    "extra": {"eval_dataset": prompts(8)},
+}
+
+
+def assert_evaluates(trainer):
+    """Train three steps with `EVALUATION`, and see that training and evaluation report metrics of their own."""
+    trainer.train()
+    evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert evaluations
+    assert all(math.isfinite(entry["eval_rollout_corr/k3_kl"]) for entry in evaluations)
+    assert not any("rollout_corr/kl" in entry for entry in evaluations)
+    assert len(logged(trainer, "kl")) == 3
+
+
 @contextmanager
 def counting_forwards(trainer):
     """Counts forward passes of the policy, in chunks as TRL makes them."""

@@ -109,9 +109,8 @@ def compute_rollout_correction(
     ```
     """
     _check_inputs(train_logps, rollout_logps, mask, config)
-    blocks = list(_blocks(mask))
-    corrected = _Assembled(mask, len(blocks))
-    for rows in blocks:
+    corrected = _Assembled(mask)
+    for rows in _blocks(mask):
         corrected.put(rows, *_correct_rows(train_logps[rows], rollout_logps[rows], mask[rows], config))
     weights, keep, statistics = corrected.weights, corrected.keep, corrected.statistics()
 
@@ -127,7 +126,7 @@ def compute_rollout_correction(
             scale = renormalization(totals[2:])
             statistics = statistics.with_sum("coefficients", statistics["coefficients"] * scale)
     scale = scale.to(corrected.dtype)
-    return RolloutCorrection(weights, keep, scale, config.applies_weights and weights is not None, statistics)
+    return RolloutCorrection(weights, keep, scale, config.applies_weights, statistics)
 
 
 def keep_mask(
@@ -188,9 +187,8 @@ def _check_inputs(
         raise ValueError(f"The inputs must have one shape (B, T) with at least one token, got {got}.")
     if config.rollout_nan_policy != "raise":
         return
-    broken = int(
-        select_tokens(train_logps, rollout_logps, mask).broken.sum()
-    )  # waits for the device, as the user asked
+    # waits for the device, as the user asked
+    broken = int(select_tokens(train_logps, rollout_logps, mask).broken.sum())
     if broken:
         raise ValueError(
             f"{broken} of {int((mask != 0).sum())} tokens have a log-probability that is not finite, and "
@@ -211,8 +209,8 @@ def _blocks(mask: torch.Tensor) -> Iterator[slice]:
 class _Assembled:
     """Results of blocks, put together without a second copy of them."""
 
-    def __init__(self, mask: torch.Tensor, n_blocks: int):
-        self.mask, self.n_blocks = mask, n_blocks
+    def __init__(self, mask: torch.Tensor):
+        self.mask = mask
         self.weights = self.keep = self.dtype = None
         self.parts: list[Statistics] = []
 
@@ -227,8 +225,8 @@ class _Assembled:
             self.weights[rows] = weights
 
     def statistics(self) -> Statistics:
-        first = self.parts[0]
-        return first if self.n_blocks == 1 else first.combine(torch.stack([part.vector for part in self.parts]))
+        first, *others = self.parts
+        return first.combine(torch.stack([part.vector for part in self.parts])) if others else first
 
 
 def _correct_rows(
@@ -245,7 +243,7 @@ def _correct_rows(
         bounded = bound_weights(ratio, lower=lower, upper=upper)
         tensors = WeightTensors(config.rollout_is, ratio, bounded, lower, upper, config.rollout_is_batch_normalize)
         weights = bounded if config.rollout_is == "token" else bounded * tokens.valid
-    coefficients = keep * weights if config.applies_weights and weights is not None else keep
+    coefficients = keep * weights if config.applies_weights else keep
     return weights, keep, collect(tokens, keep, coefficients, tensors, rejections)
 
 
