@@ -1,6 +1,6 @@
 """Log-probabilities, a mask and a configuration in; weights, a keep-mask and statistics out. Torch only."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,14 +14,10 @@ from .functional import (
     mean_weight,
     reject,
     renormalization,
+    row_blocks,
     select_tokens,
 )
 from .metrics import Statistics, WeightTensors, collect
-
-
-# Rows are corrected in blocks of so many tokens, of which a dozen tensors are alive at a time. On a CPU they stay in its
-# cache; elsewhere a kernel must be worth its launch.
-_BLOCK_ON_CPU, _BLOCK_ELSEWHERE = 2**17, 2**22
 
 
 @dataclass(frozen=True)
@@ -35,6 +31,8 @@ class RolloutCorrection:
             `rollout_is`.
         keep (`torch.Tensor` of shape `(B, T)`):
             Boolean mask: valid tokens that every criterion keeps.
+        valid (`torch.Tensor` of shape `(B, T)`):
+            Boolean mask: tokens of the loss whose log-ratio is finite.
         scale (`torch.Tensor` of shape `()`):
             Factor of `rollout_rs_renormalize`, or 1.
         applies_weights (`bool`):
@@ -45,6 +43,7 @@ class RolloutCorrection:
 
     weights: torch.Tensor | None
     keep: torch.Tensor
+    valid: torch.Tensor
     scale: torch.Tensor
     applies_weights: bool
     statistics: Statistics
@@ -110,9 +109,9 @@ def compute_rollout_correction(
     """
     _check_inputs(train_logps, rollout_logps, mask, config)
     corrected = _Assembled(mask)
-    for rows in _blocks(mask):
+    for rows in row_blocks(mask):
         corrected.put(rows, *_correct_rows(train_logps[rows], rollout_logps[rows], mask[rows], config))
-    weights, keep, statistics = corrected.weights, corrected.keep, corrected.statistics()
+    weights, statistics = corrected.weights, corrected.statistics()
 
     scale = statistics.vector.new_ones(())
     if config.needs_whole_batch:
@@ -126,7 +125,7 @@ def compute_rollout_correction(
             scale = renormalization(totals[2:])
             statistics = statistics.with_sum("coefficients", statistics["coefficients"] * scale)
     scale = scale.to(corrected.dtype)
-    return RolloutCorrection(weights, keep, scale, config.applies_weights, statistics)
+    return RolloutCorrection(weights, corrected.keep, corrected.valid, scale, config.applies_weights, statistics)
 
 
 def keep_mask(
@@ -198,29 +197,29 @@ def _check_inputs(
         )
 
 
-def _blocks(mask: torch.Tensor) -> Iterator[slice]:
-    """Slices of rows, each small enough to be worked on at once."""
-    size = _BLOCK_ON_CPU if mask.device.type == "cpu" else _BLOCK_ELSEWHERE
-    step = max(size // mask.shape[1], 1)
-    for start in range(0, mask.shape[0], step):
-        yield slice(start, start + step)
-
-
 class _Assembled:
     """Results of blocks, put together without a second copy of them."""
 
     def __init__(self, mask: torch.Tensor):
-        self.mask = mask
-        self.weights = self.keep = self.dtype = None
+        self.weights = self.dtype = None
+        self.keep = torch.empty(mask.shape, dtype=torch.bool, device=mask.device)
+        self.valid = torch.empty_like(self.keep)
         self.parts: list[Statistics] = []
 
-    def put(self, rows: slice, weights: torch.Tensor | None, keep: torch.Tensor, statistics: Statistics):
-        self.dtype = keep.dtype
-        self.parts.append(statistics)
-        if self.keep is None:
-            self.keep = torch.empty(self.mask.shape, dtype=torch.bool, device=self.mask.device)
+    def put(
+        self,
+        rows: slice,
+        weights: torch.Tensor | None,
+        keep: torch.Tensor,
+        valid: torch.Tensor,
+        statistics: Statistics,
+    ):
+        if not self.parts:
+            self.dtype = keep.dtype
             self.weights = None if weights is None else torch.empty_like(self.keep, dtype=weights.dtype)
+        self.parts.append(statistics)
         self.keep[rows] = keep
+        self.valid[rows] = valid
         if weights is not None:
             self.weights[rows] = weights
 
@@ -231,8 +230,8 @@ class _Assembled:
 
 def _correct_rows(
     train_logps: torch.Tensor, rollout_logps: torch.Tensor, mask: torch.Tensor, config: RolloutCorrectionConfig
-) -> tuple[torch.Tensor | None, torch.Tensor, Statistics]:
-    """Weights before batch normalisation, the keep-mask as numbers, and statistics of some rows."""
+) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor, Statistics]:
+    """Weights before batch normalisation, two masks as numbers (kept, valid), and statistics of some rows."""
     tokens = _select_tokens(train_logps, rollout_logps, mask, config)
     rejections = [(criterion, reject(tokens, criterion)) for criterion in config.criteria]
     keep = _keep(tokens, [rejection for _, rejection in rejections])
@@ -244,7 +243,7 @@ def _correct_rows(
         tensors = WeightTensors(config.rollout_is, ratio, bounded, lower, upper, config.rollout_is_batch_normalize)
         weights = bounded if config.rollout_is == "token" else bounded * tokens.valid
     coefficients = keep * weights if config.applies_weights else keep
-    return weights, keep, collect(tokens, keep, coefficients, tensors, rejections)
+    return weights, keep, tokens.valid, collect(tokens, keep, coefficients, tensors, rejections)
 
 
 def _select_tokens(

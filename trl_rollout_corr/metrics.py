@@ -41,28 +41,28 @@ BINS = 2 * SIDE_BINS + 1
 _FIRST_BIN = (127 + SMALLEST_EXPONENT) * 2**_MANTISSA_BITS  # leading bits of the smallest magnitude
 
 # Perplexities and k3 stay finite: sums over a long row of exp(60) still fit in float32.
-_LARGEST_POWER = 60.0
+LARGEST_POWER = 60.0
 
 
 @dataclass(frozen=True)
-class Statistics:
+class Sums:
     """
-    Sums that describe a batch, in one vector.
+    Named sums and maxima in one vector.
 
     Args:
         sum_names (`tuple[str, ...]`):
             Names of the leading entries, which add up.
         max_names (`tuple[str, ...]`):
             Names of the trailing entries, of which the largest counts. A minimum is stored as the maximum of its negative.
-        vector (`torch.Tensor` of shape `(len(sum_names) + BINS + len(max_names),)`):
-            The sums, the histogram of the log-ratio, and the maxima.
+        vector (`torch.Tensor` of shape `(N,)`):
+            The sums, any sums without a name, and the maxima.
     """
 
     sum_names: tuple[str, ...]
     max_names: tuple[str, ...]
     vector: torch.Tensor
 
-    def combine(self, vectors: torch.Tensor) -> "Statistics":
+    def combine(self, vectors: torch.Tensor):
         """
         Combine vectors of the same layout, for instance one per rank.
 
@@ -71,13 +71,13 @@ class Statistics:
                 Vectors to combine.
 
         Returns:
-            [`Statistics`]: their combination. `self` only lends its layout.
+            Their combination, of the type of `self`, which only lends its layout.
         """
-        n_additive = len(self.sum_names) + BINS
+        n_additive = vectors.shape[1] - len(self.max_names)
         combined = torch.cat([vectors[:, :n_additive].sum(0), vectors[:, n_additive:].amax(0)])
-        return Statistics(self.sum_names, self.max_names, combined)
+        return type(self)(self.sum_names, self.max_names, combined)
 
-    def __add__(self, other: "Statistics") -> "Statistics":
+    def __add__(self, other):
         if (self.sum_names, self.max_names) != (other.sum_names, other.max_names):
             raise ValueError("Statistics of different configurations cannot be combined.")
         return self.combine(torch.stack([self.vector, other.vector]))
@@ -85,6 +85,13 @@ class Statistics:
     def __getitem__(self, name: str) -> torch.Tensor:
         """One of the sums, of shape `()`."""
         return self.vector[self.sum_names.index(name)]
+
+
+class Statistics(Sums):
+    """
+    Sums that describe a batch, in one vector of shape `(len(sum_names) + BINS + len(max_names),)`: the sums, the histogram of
+    the log-ratio, and the maxima.
+    """
 
     def with_sum(self, name: str, value: torch.Tensor) -> "Statistics":
         """The same with another value of one of the sums, for what is only known when the whole batch has been seen."""
@@ -216,12 +223,12 @@ def _collect_policies(c: _Columns, tokens: Tokens):
     row_d, train_nll = c.row_mean("d"), -c.row_mean("train_logps")
     for name, nll in (("train", train_nll), ("rollout", train_nll + row_d)):
         c.add(f"{name}_nll", nll)
-        c.add(f"{name}_ppl", nll.clamp(max=_LARGEST_POWER).exp() * c.rows)
+        c.add(f"{name}_ppl", nll.clamp(max=LARGEST_POWER).exp() * c.rows)
     gap = -row_d
     c.add("gap", gap)
     c.add("abs_gap", gap.abs())
-    c.add("ppl_ratio", gap.clamp(max=_LARGEST_POWER).exp() * c.rows)
-    excess = d.clamp(max=_LARGEST_POWER).expm1_()  # r - 1; exp(d) - 1 would lose every digit of a small d
+    c.add("ppl_ratio", gap.clamp(max=LARGEST_POWER).exp() * c.rows)
+    excess = d.clamp(max=LARGEST_POWER).expm1_()  # r - 1; exp(d) - 1 would lose every digit of a small d
     c.add("k3", excess - d)
     # E[r^2] - 1, summed as r^2 - 1 so that a small divergence is not lost in a sum of ones
     excess.clamp_(max=math.expm1(LOG_RATIO_BOUND))

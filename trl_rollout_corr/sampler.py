@@ -74,6 +74,26 @@ def record_logprobs(generation: VLLMGeneration, keep: Callable[[Logprobs], Any])
     generation.generate = generate_and_record
 
 
+def announce_sync(generation: VLLMGeneration, announce: Callable[[], Any]):
+    """
+    Call a function whenever weights are pushed to vLLM, right before.
+
+    Args:
+        generation ([`~trl.generation.vllm_generation.VLLMGeneration`]):
+            The generation backend, changed in place.
+        announce (`Callable[[], Any]`):
+            Called without arguments.
+    """
+    sync_weights = generation.sync_weights
+
+    @wraps(sync_weights)
+    def announce_and_sync():
+        announce()
+        sync_weights()
+
+    generation.sync_weights = announce_and_sync
+
+
 def sync_weights_on_cpu(generation: VLLMGeneration):
     """
     Push weights through vLLM's own reload on a CPU.

@@ -1,0 +1,349 @@
+"""
+Who is corrected, and how old the data is: sums over groups of tokens.
+
+As in `metrics.py` everything is a sum in one vector until it is logged, so that a share does not depend on how the batch was
+split over ranks, micro-batches or logging steps. The layout is the same for every configuration.
+"""
+
+import math
+from collections.abc import Mapping
+from functools import cache
+
+import torch
+
+from .functional import accumulation_dtype, row_blocks, select_tokens
+from .metrics import LARGEST_POWER, PREFIX, Statistics, Sums
+
+
+# Lower ends, in tokens, of the buckets that are reported. Lengths are counted by octaves, so that half of the completions can
+# be called long.
+BUCKETS = (1, 16, 64, 256, 1024, 4096, 16384)
+_OCTAVES = tuple(2**i for i in range(15))
+SIGNS = ("negative", "zero", "positive")
+REWARDS = (-math.inf, 0.0, 0.25, 0.5, 0.75, 1.0)
+REWARD_NAMES = ("below_0", "0_to_0.25", "0.25_to_0.5", "0.5_to_0.75", "0.75_to_1", "1_or_more")
+TURNS = 8  # the last one also holds all later ones
+MEASURES = ("tokens", "rejected", "removed")
+_DRIFT = ("tokens", "d", "k3")
+
+
+def _table(name: str, buckets: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(f"{name}/{bucket}/{measure}" for bucket in buckets for measure in MEASURES)
+
+
+_CELLS = tuple(f"{length}/{sign}" for length in _OCTAVES for sign in SIGNS)
+_SEGMENTS = {
+    "cell": _table("cell", _CELLS),
+    "rows": tuple(f"rows/{length}" for length in _OCTAVES),
+    "position": _table("position", tuple(map(str, BUCKETS))),
+    "reward": _table("reward", REWARD_NAMES),
+    "turn": _table("turn", tuple(str(turn) for turn in range(1, TURNS + 1))),
+    "mean_reward": ("kept/rows", "kept/reward", "dropped/rows", "dropped/reward"),
+    "engine": tuple(f"engine/{name}" for name in _DRIFT),
+    "staleness": tuple(f"staleness/{name}" for name in _DRIFT),
+    "steps": ("steps/rows", "steps/sum"),
+    "lag": ("lag/rows", "lag/sum"),
+}
+_SUM_NAMES = tuple(name for names in _SEGMENTS.values() for name in names)
+_MAX_NAMES = ("steps/largest", "lag/largest")
+
+
+# Some of the sums, by name of a segment of the vector
+Segments = dict[str, torch.Tensor]
+
+
+class Accounts(Sums):
+    """Sums over groups of tokens, of one layout."""
+
+    @classmethod
+    def of(cls, segments: Segments) -> "Accounts":
+        """
+        Put sums together.
+
+        Args:
+            segments (`dict[str, torch.Tensor]`):
+                What [`account`], [`engine_drift`], [`policy_drift`] and [`age`] return, merged. Not empty.
+
+        Returns:
+            [`Accounts`]: a vector in which all other sums are 0.
+        """
+        nothing = next(iter(segments.values())).new_zeros(())
+        parts = [
+            segments[name].flatten() if name in segments else nothing.expand(len(names))
+            for name, names in _SEGMENTS.items()
+        ]
+        maxima = [segments.get(name, nothing - math.inf).reshape(1) for name in _MAX_NAMES]
+        return cls(_SUM_NAMES, _MAX_NAMES, torch.cat([*parts, *maxima]))
+
+    def finish(self, *, rejects: bool, weighs: bool) -> dict[str, float]:
+        """
+        Turn the sums into named numbers. Waits for the device.
+
+        Args:
+            rejects (`bool`):
+                Whether there is anything that rejects, so that the shares of rejected tokens are reported.
+            weighs (`bool`):
+                Whether weights are applied, so that the shares they take away are reported.
+
+        Returns:
+            `dict[str, float]`: metrics by key (`rollout_corr/...`), of the groups that have a token.
+        """
+        s = self._by_name()
+        metrics = _drift_metrics(s) | _age_metrics(s)
+        groups = _groups(s)
+        for name, measure, asked in (("rejected", "rejected", rejects), ("downweighted", "removed", weighs)):
+            if asked:
+                shares = {group: sums[measure] / sums["tokens"] for group, sums in groups.items() if sums["tokens"]}
+                metrics |= {f"{name}/{group}": share for group, share in shares.items()}
+        if rejects:
+            metrics |= _reward_metrics(s)
+        return {PREFIX + key: value for key, value in metrics.items()}
+
+    def groups(self) -> dict[str, dict[str, float]]:
+        """
+        The sums of each group of tokens. Waits for the device.
+
+        Returns:
+            `dict[str, dict[str, float]]`: by name of a group, as in the metrics, its `tokens`, how many of them are
+            `rejected`, and what weights have `removed`, in tokens.
+        """
+        return _groups(self._by_name())
+
+    def _by_name(self) -> dict[str, float]:
+        return dict(zip((*self.sum_names, *self.max_names), self.vector.tolist(), strict=True))
+
+
+def account(
+    valid: torch.Tensor,
+    keep: torch.Tensor,
+    coefficients: torch.Tensor,
+    advantages: torch.Tensor,
+    rewards: torch.Tensor,
+    turns: torch.Tensor | None = None,
+) -> Segments:
+    """
+    Add up what the correction does to the gradient of which tokens.
+
+    Args:
+        valid (`torch.Tensor` of shape `(B, T)`):
+            Boolean mask of the tokens that count.
+        keep (`torch.Tensor` of shape `(B, T)`):
+            Boolean mask of those that every criterion keeps.
+        coefficients (`torch.Tensor` of shape `(B, T)`):
+            What multiplies the policy gradient of each token. Of a kept token, `max(0, 1 - coefficient)` counts as removed.
+        advantages (`torch.Tensor` of shape `(B,)` or `(B, T)`):
+            Advantages.
+        rewards (`torch.Tensor` of shape `(B,)`):
+            Rewards; NaN for a completion that was not scored.
+        turns (`torch.Tensor` of shape `(B, T)`, *optional*):
+            Turn of each token, from 1. By default there is one turn.
+
+    Returns:
+        `dict[str, torch.Tensor]`: sums for [`Accounts.of`]. No host synchronisation, no collective.
+    """
+    by_row, by_position = _by_row_and_position(valid, keep, coefficients)
+    dtype = by_row.dtype
+    lengths = by_row[:, 0]
+    octave = _bucket(lengths, _OCTAVES)
+    sign = (advantages if advantages.dim() == 1 else advantages.sum(1)).sign().long() + 1
+    rewards = rewards.to(dtype)
+    scored = (rewards.isfinite() & (lengths > 0)).to(dtype)
+    positions = torch.arange(1, valid.shape[1] + 1, device=valid.device)
+    segments = {
+        "cell": _add_up(by_row, octave * len(SIGNS) + sign, len(_CELLS)),
+        "rows": _add_up((lengths > 0).to(dtype), octave, len(_OCTAVES)),
+        "position": _add_up(by_position, _bucket(positions, BUCKETS), len(BUCKETS)),
+        "reward": _add_up(by_row * scored[:, None], _bucket(rewards.nan_to_num(0.0), REWARDS), len(REWARDS)),
+        "mean_reward": _mean_rewards(by_row, rewards.nan_to_num(0.0), scored),
+    }
+    if turns is not None:
+        by_token = torch.stack([x.flatten().to(dtype) for x in _measures(valid, keep, coefficients)], 1)  # (B * T, 3)
+        segments["turn"] = _add_up(by_token, turns.flatten().clamp(1, TURNS) - 1, TURNS)
+    return segments
+
+
+def engine_drift(statistics: Statistics) -> Segments:
+    """
+    Count the divergence of a batch as that of the old policy from the sampler.
+
+    Args:
+        statistics ([`~trl_rollout_corr.metrics.Statistics`]):
+            Statistics of the batch, whose training policy is the old one.
+
+    Returns:
+        `dict[str, torch.Tensor]`: sums for [`Accounts.of`].
+    """
+    return {"engine": torch.stack([statistics[name] for name in _DRIFT])}
+
+
+def policy_drift(old_logps: torch.Tensor, current_logps: torch.Tensor, mask: torch.Tensor) -> Segments:
+    """
+    Add up the divergence of the current policy from the old one.
+
+    Args:
+        old_logps (`torch.Tensor` of shape `(B, T)`):
+            Log-probabilities when the batch was generated, in nats.
+        current_logps (`torch.Tensor` of shape `(B, T)`):
+            Log-probabilities now, in nats.
+        mask (`torch.Tensor` of shape `(B, T)`):
+            Non-zero on the tokens of the loss.
+
+    Returns:
+        `dict[str, torch.Tensor]`: sums for [`Accounts.of`].
+    """
+    tokens = select_tokens(current_logps, old_logps, mask)
+    d = tokens.log_ratio
+    k3 = torch.expm1(d.clamp(max=LARGEST_POWER)) - d
+    dtype = accumulation_dtype(d.device)
+    return {"staleness": torch.stack([x.sum(dtype=dtype) for x in (tokens.lengths, d, k3)])}
+
+
+def age(segment: str, steps: torch.Tensor) -> Segments:
+    """
+    Add up numbers of optimizer steps.
+
+    Args:
+        segment (`str`):
+            `"steps"` between the weights that sampled and those that train, `"lag"` between the weights that sampled and those
+            of the trainer at that time.
+        steps (`torch.Tensor` of shape `(B,)`):
+            Number of steps, per completion.
+
+    Returns:
+        `dict[str, torch.Tensor]`: sums for [`Accounts.of`].
+    """
+    steps = steps.to(accumulation_dtype(steps.device))
+    return {segment: torch.stack([torch.ones_like(steps).sum(), steps.sum()]), f"{segment}/largest": steps.max()}
+
+
+def turns_of(mask: torch.Tensor) -> torch.Tensor:
+    """
+    Number the turns of a completion with tool calls.
+
+    Args:
+        mask (`torch.Tensor` of shape `(B, T)`):
+            Non-zero on tokens of the model, 0 on results of tools between them.
+
+    Returns:
+        `torch.Tensor` of shape `(B, T)`: turn of each token of the model, from 1.
+    """
+    model = mask != 0
+    starts = model.clone()
+    starts[:, 1:] &= ~model[:, :-1]
+    return starts.cumsum(1)
+
+
+# Sums -----------------------------------------------------------------------------------------------------------------
+
+
+def _measures(
+    valid: torch.Tensor, keep: torch.Tensor, coefficients: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Per token, in the type of the coefficients: 1 if it counts, 1 if it is rejected, what weights take away."""
+    valid, keep = valid.to(coefficients.dtype), keep.to(coefficients.dtype)
+    return valid, valid - keep, (keep - coefficients).clamp_(min=0.0)  # the coefficient of a rejected token is 0
+
+
+def _by_row_and_position(
+    valid: torch.Tensor, keep: torch.Tensor, coefficients: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The measures added up over each row, `(B, 3)`, and over each position, `(T, 3)`."""
+    dtype = accumulation_dtype(valid.device)
+    by_row = torch.empty(valid.shape[0], len(MEASURES), dtype=dtype, device=valid.device)
+    by_position = by_row.new_zeros(valid.shape[1], len(MEASURES))
+    for rows in row_blocks(valid):
+        for i, measure in enumerate(_measures(valid[rows], keep[rows], coefficients[rows])):
+            by_row[rows, i] = measure.sum(1).to(dtype)
+            by_position[:, i] += measure.sum(0)
+    return by_row, by_position
+
+
+def _bucket(x: torch.Tensor, lower_ends: tuple[float, ...]) -> torch.Tensor:
+    """Index of the bucket each number is in."""
+    return torch.bucketize(x.contiguous(), _edges(lower_ends, x.dtype, x.device), right=True)
+
+
+@cache
+def _edges(lower_ends: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Kept on the device: copying numbers to it waits for it."""
+    return torch.tensor(lower_ends[1:], dtype=dtype, device=device)
+
+
+def _add_up(values: torch.Tensor, index: torch.Tensor, n_buckets: int) -> torch.Tensor:
+    """Add up rows of `values` by bucket."""
+    return values.new_zeros(n_buckets, *values.shape[1:]).index_add_(0, index, values)
+
+
+def _mean_rewards(by_row: torch.Tensor, rewards: torch.Tensor, scored: torch.Tensor) -> torch.Tensor:
+    """`(4,)`: completions and rewards of those that keep a token, and of those that keep none."""
+    dropped = (by_row[:, 1] >= by_row[:, 0]).to(rewards.dtype) * scored
+    kept = scored - dropped
+    return torch.stack([kept.sum(), (kept * rewards).sum(), dropped.sum(), (dropped * rewards).sum()])
+
+
+# Numbers --------------------------------------------------------------------------------------------------------------
+
+
+def _groups(s: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Sums of the measures by name of a group."""
+    groups = {}
+    for i, low in enumerate(BUCKETS):
+        high = BUCKETS[i + 1] if i + 1 < len(BUCKETS) else math.inf
+        bucket = f"{low}_{high - 1}" if high < math.inf else f"{low}_or_more"
+        octaves = [octave for octave in _OCTAVES if low <= octave < high]
+        groups[f"length_{bucket}"] = _total(s, [f"cell/{octave}/{sign}" for octave in octaves for sign in SIGNS])
+        groups[f"position_{bucket}"] = _total(s, [f"position/{low}"])
+    for sign in SIGNS:
+        groups[f"advantage_{sign}"] = _total(s, [f"cell/{octave}/{sign}" for octave in _OCTAVES])
+    for reward in REWARD_NAMES:
+        groups[f"reward_{reward}"] = _total(s, [f"reward/{reward}"])
+    if s["turn/2/tokens"]:  # else it is the whole
+        for turn in range(1, TURNS + 1):
+            groups[f"turn_{turn}{'_or_later' if turn == TURNS else ''}"] = _total(s, [f"turn/{turn}"])
+    return groups | _long_and_positive(s)
+
+
+def _long_and_positive(s: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Completions longer than the median octave whose advantage is positive, and all others."""
+    rows = [s[f"rows/{octave}"] for octave in _OCTAVES]
+    seen, median = 0.0, 0
+    while median < len(rows) - 1 and seen + rows[median] < sum(rows) / 2:
+        seen += rows[median]
+        median += 1
+    longer = _OCTAVES[median + 1 :]
+    chosen = {f"cell/{octave}/positive" for octave in longer}
+    groups = {
+        "long_positive": _total(s, sorted(chosen)),
+        "others": _total(s, [f"cell/{cell}" for cell in _CELLS if f"cell/{cell}" not in chosen]),
+    }
+    return groups if groups["long_positive"]["tokens"] else {}
+
+
+def _total(s: Mapping[str, float], names: list[str]) -> dict[str, float]:
+    return {measure: math.fsum(s[f"{name}/{measure}"] for name in names) for measure in MEASURES}
+
+
+def _reward_metrics(s: Mapping[str, float]) -> dict[str, float]:
+    means = {"kept": s["kept/rows"], "rejected": s["dropped/rows"]}
+    sums = {"kept": s["kept/reward"], "rejected": s["dropped/reward"]}
+    return {f"{name}/reward_mean": sums[name] / rows for name, rows in means.items() if rows}
+
+
+def _drift_metrics(s: Mapping[str, float]) -> dict[str, float]:
+    metrics = {}
+    for family in ("engine", "staleness"):
+        tokens = s[f"{family}/tokens"]
+        if tokens:
+            metrics[f"{family}_kl"] = -s[f"{family}/d"] / tokens
+            metrics[f"{family}_k3_kl"] = s[f"{family}/k3"] / tokens
+    return metrics
+
+
+def _age_metrics(s: Mapping[str, float]) -> dict[str, float]:
+    metrics = {}
+    if s["steps/rows"]:
+        metrics["staleness_mean"] = s["steps/sum"] / s["steps/rows"]
+        metrics["staleness_max"] = s["steps/largest"]
+    if s["lag/rows"]:
+        metrics["sampler_lag"] = s["lag/sum"] / s["lag/rows"]
+    return metrics
