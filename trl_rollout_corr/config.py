@@ -10,11 +10,13 @@ from typing import Any
 
 from .functional import LEVELS, Criterion
 from .presets import PRESETS
+from .rules import parse_thresholds
 from .thresholds import parse_criteria, parse_rejection_thresholds, parse_weight_threshold
 
 
 LOSS_TYPES = ("ppo_clip", "reinforce")
 NAN_POLICIES = ("drop", "raise", "neutralize")
+MONITOR_ACTIONS = ("warn", "stop", "tighten")
 
 
 class _Unset:
@@ -95,6 +97,31 @@ class RolloutCorrectionConfig:
             What to do with a token whose log-ratio is not finite: `"drop"` takes it out of the policy loss and of all
             statistics, `"raise"` stops the run, `"neutralize"` takes its ratio as 1.
 
+        > Monitor
+
+        rollout_monitor (`str` or `None`, *optional*, defaults to `"warn"`):
+            What happens when the metrics look unhealthy (see `docs/monitoring.md`): `"warn"` says what was seen, why it
+            matters and what to set; `"stop"` also saves a checkpoint and ends training at a serious finding; `"tighten"`
+            switches to the preset of `rollout_monitor_preset` instead. `None` for no monitor.
+        rollout_monitor_preset (`str`, *optional*):
+            Preset that `"tighten"` switches to. It must have the mode (`bypass_mode`, `rollout_loss_type`) of the run.
+        rollout_monitor_thresholds (`dict[str, float]`, *optional*):
+            Other thresholds, by name of the rule; `None` switches a rule off.
+
+        > Dump
+
+        rollout_dump_dir (`str`, *optional*):
+            Folder to write sampled and worst sequences to, as Parquet, for `python -m trl_rollout_corr report` and
+            `compare`. Nothing is written by default.
+        rollout_dump_steps (`int`, *optional*, defaults to `1`):
+            Number of optimizer steps between two dumps.
+        rollout_dump_sampled (`int`, *optional*, defaults to `8`):
+            Number of sequences, drawn at random over all ranks, per dump.
+        rollout_dump_worst (`int`, *optional*, defaults to `8`):
+            Number of sequences with the largest log-ratio of a token, over all ranks, per dump.
+        rollout_dump_max_gb (`float`, *optional*, defaults to `1.0`):
+            Size of the folder in GB above which the oldest steps are deleted.
+
     Raises:
         `ValueError`: if a field has a value that cannot be meant; the message names the field, the value and the way out.
     """
@@ -140,10 +167,29 @@ class RolloutCorrectionConfig:
         default=_UnsetStr("drop"),
         metadata={"help": "Token with a log-probability that is not finite: drop, raise or neutralize."},
     )
+    rollout_monitor: str | None = field(
+        default="warn", metadata={"help": "When metrics look unhealthy: warn, stop, tighten, or none for no monitor."}
+    )
+    rollout_monitor_preset: str | None = field(
+        default=None, metadata={"help": "Preset that `rollout_monitor: tighten` switches to."}
+    )
+    rollout_monitor_thresholds: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Thresholds of the monitor by name of the rule; null switches a rule off."}
+    )
+    rollout_dump_dir: str | None = field(
+        default=None, metadata={"help": "Folder for sampled and worst sequences, as Parquet."}
+    )
+    rollout_dump_steps: int = field(default=1, metadata={"help": "Optimizer steps between two dumps."})
+    rollout_dump_sampled: int = field(default=8, metadata={"help": "Sequences drawn at random per dump."})
+    rollout_dump_worst: int = field(default=8, metadata={"help": "Sequences with the largest log-ratio per dump."})
+    rollout_dump_max_gb: float = field(
+        default=1.0, metadata={"help": "Size of the dump in GB above which its oldest steps are deleted."}
+    )
 
     def __post_init__(self):
         explicit = self._resolve_preset()
         self._parse()
+        self._parse_monitor_and_dump()
         self._warn_about_idle_fields(explicit)
 
     @classmethod
@@ -289,6 +335,25 @@ class RolloutCorrectionConfig:
                 "rewards are scored, so nothing is known to be rejected by then. Set one of the two to False."
             )
 
+    def _parse_monitor_and_dump(self):
+        self.rollout_monitor = _choice(
+            "rollout_monitor", _none_if_null(self.rollout_monitor), MONITOR_ACTIONS, or_none=True
+        )
+        self.rollout_monitor_preset = _none_if_null(self.rollout_monitor_preset)
+        self.rollout_monitor_thresholds = parse_thresholds(_none_if_null(self.rollout_monitor_thresholds)) or None
+        self.rollout_dump_dir = _none_if_null(self.rollout_dump_dir)
+        for name, smallest in (("rollout_dump_steps", 1), ("rollout_dump_sampled", 0), ("rollout_dump_worst", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
+                raise ValueError(f"`{name}` must be an integer of {smallest} or more, got {value!r}.")
+        if not self.rollout_dump_max_gb > 0:
+            raise ValueError(f"`rollout_dump_max_gb` must be a number above 0, got {self.rollout_dump_max_gb!r}.")
+        if self.rollout_dump_dir is not None and not self.rollout_dump_sampled + self.rollout_dump_worst:
+            raise ValueError(
+                "`rollout_dump_dir` is set, but `rollout_dump_sampled` and `rollout_dump_worst` are both 0, so nothing would "
+                "be written. Set one of them, or `rollout_dump_dir` to None."
+            )
+
     def _warn_about_idle_fields(self, explicit: set[str]):
         reasons = {
             "rollout_is_threshold": self.rollout_is is None
@@ -305,7 +370,16 @@ class RolloutCorrectionConfig:
             "rollout_loss_type": self.rollout_loss_type != "ppo_clip"
             and not self.bypass_mode
             and "`bypass_mode` is False, and the loss is TRL's `loss_type`",
+            "rollout_monitor_preset": self.rollout_monitor_preset is not None
+            and self.rollout_monitor != "tighten"
+            and "`rollout_monitor` is not 'tighten'",
+            "rollout_monitor_thresholds": bool(self.rollout_monitor_thresholds)
+            and self.rollout_monitor is None
+            and "`rollout_monitor` is None",
         }
+        for name in ("rollout_dump_steps", "rollout_dump_sampled", "rollout_dump_worst", "rollout_dump_max_gb"):
+            changed = getattr(self, name) != type(self).__dataclass_fields__[name].default
+            reasons[name] = changed and self.rollout_dump_dir is None and "`rollout_dump_dir` is None"
         for name, reason in reasons.items():
             if name in explicit and reason:
                 warn(f"`{name}` is set to {getattr(self, name)!r} but has no effect: {reason}.")
