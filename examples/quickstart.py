@@ -96,14 +96,16 @@ class QuickstartArguments:
 class Lag:
     """Stands in for the trainer's weights when they are pushed to vLLM: yields those of some pushes ago."""
 
-    def __init__(self, generation, steps: int):
-        self.current = generation._iter_named_params
+    def __init__(self, trainer, steps: int):
+        self.trainer, self.current = trainer, trainer.vllm_generation._iter_named_params
         self.history = deque(maxlen=steps + 1)
-        generation._iter_named_params = self
+        trainer.vllm_generation._iter_named_params = self
 
     def __call__(self):
-        self.history.append([(name, weight.detach().clone()) for name, weight in self.current()])
-        yield from self.history[0]
+        weights = [(name, weight.detach().clone()) for name, weight in self.current()]
+        self.history.append((self.trainer.state.global_step, weights))
+        self.trainer.rollout_step, oldest = self.history[0]  # so that staleness is logged as it is
+        yield from oldest
 
 
 class Progress(TrainerCallback):
@@ -157,7 +159,7 @@ def main():
         callbacks=[progress],
     )
     trainer.remove_callback(PrinterCallback)
-    Lag(trainer.vllm_generation, script_args.lag)
+    Lag(trainer, script_args.lag)
     trainer.train()
 
     history = [entry for entry in trainer.state.log_history if "rollout_corr/kl" in entry]

@@ -132,4 +132,5 @@ def train(trainer_class: type, config_class: type, description: str, arguments: 
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     if args.save_strategy != "no":
         trainer.save_model(args.output_dir)
+        trainer.save_state()  # with the log, for `python -m trl_rollout_corr report`
     return trainer

@@ -9,7 +9,7 @@ import pytest
 from transformers import HfArgumentParser
 from trl import TrlParser
 
-from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectionConfig
+from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedRLOOConfig, RolloutCorrectionConfig
 from trl_rollout_corr.presets import ORIGINAL_PRESETS, PRESETS, VERL_PRESETS
 from trl_rollout_corr.thresholds import CRITERIA
 
@@ -362,3 +362,60 @@ def test_a_threshold_of_a_preset_is_not_that_of_other_criteria(criteria):
         RolloutCorrectionConfig(rollout_correction="decoupled_geo_rs_token_tis", rollout_rs=criteria)
     same = RolloutCorrectionConfig(rollout_correction="decoupled_geo_rs_token_tis", rollout_rs=["seq_mean_k1"])
     assert same.rollout_rs_threshold == [[0.999, 1.001]]
+
+
+# Monitor and dump -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rollout_monitor": "shout"}, "`rollout_monitor` must be one of warn, stop, tighten or None, got 'shout'"),
+        ({"rollout_monitor_thresholds": {"k3": 1}}, "`rollout_monitor_thresholds` has 'k3', which is no rule"),
+        ({"rollout_monitor_thresholds": '{"k3_high": "x"}'}, "sets 'k3_high' to 'x', which must be a number"),
+        ({"rollout_monitor_thresholds": "k3_high"}, "`rollout_monitor_thresholds` is 'k3_high', which is not JSON"),
+    ],
+)
+def test_monitors_that_cannot_be_meant(fields, message):
+    with pytest.raises(ValueError, match=message):
+        RolloutCorrectionConfig(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "`rollout_monitor_preset` is None, but `rollout_monitor='tighten'` switches to it. Available"),
+        ({"rollout_monitor_preset": "tis"}, "`rollout_monitor_preset` is 'tis'"),
+        ({"rollout_monitor_preset": "bypass_ppo_clip_geo_rs"}, "its mode is bypass"),
+        ({"rollout_monitor_preset": "disabled"}, "it has neither weights nor rejection"),
+        (
+            {"rollout_monitor_preset": "decoupled_geo_rs", "rollout_metrics_only": True},
+            "`rollout_metrics_only` is True",
+        ),
+    ],
+)
+@pytest.mark.parametrize("config_class", [RolloutCorrectedGRPOConfig, RolloutCorrectedRLOOConfig])
+def test_presets_that_a_run_cannot_be_tightened_to(config_class, tmp_path, fields, message):
+    common = {"output_dir": str(tmp_path), "use_vllm": True, "use_cpu": True, "bf16": False}
+    with pytest.raises(ValueError, match=message):
+        config_class(**common, rollout_monitor="tighten", **fields)
+
+
+def test_a_monitor_from_a_command_line():
+    config = RolloutCorrectionConfig(rollout_monitor="none", rollout_monitor_preset="null")
+    assert (config.rollout_monitor, config.rollout_monitor_preset) == (None, None)
+    thresholds = RolloutCorrectionConfig(rollout_monitor_thresholds='{"k3_high": 0.1, "staleness": null}')
+    assert thresholds.rollout_monitor_thresholds == {"k3_high": 0.1, "staleness": None}
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"rollout_monitor_preset": "decoupled_geo_rs"}, "`rollout_monitor` is not 'tighten'"),
+        ({"rollout_monitor_thresholds": {"k3_high": 1.0}, "rollout_monitor": None}, "`rollout_monitor` is None"),
+        ({"rollout_dump_steps": 5}, "`rollout_dump_dir` is None"),
+    ],
+)
+def test_options_of_what_is_off_are_warned_about(fields, reason):
+    with pytest.warns(UserWarning, match=f"has no effect: {reason}"):
+        RolloutCorrectionConfig(**fields)

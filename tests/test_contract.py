@@ -12,6 +12,8 @@ from tests.tiny import StaleSampler
 from tests.training import BrokenSampler, build, micro_batches
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer, RolloutCorrectedRLOOTrainer
 from trl_rollout_corr.trainers import contract
+from trl_rollout_corr.trainers.mixin import RolloutCorrectionMixin
+from trl_rollout_corr.trainers.observation import ObservationMixin
 
 
 @pytest.fixture
@@ -33,7 +35,7 @@ def test_methods_are_where_they_were(owner):
 def test_every_overridden_method_is_in_the_contract(ours):
     overridden = {
         name
-        for cls in ours.__mro__[:2]
+        for cls in (ours, RolloutCorrectionMixin, ObservationMixin)
         for name, member in vars(cls).items()
         if inspect.isfunction(member) and hasattr(ours._trl_class, name) and name != "__init__"
     }
@@ -101,6 +103,13 @@ def test_rewards_are_calculated_after_the_old_pass_and_gathered():
             "rewards_per_func = self._calculate_rewards(inputs, prompts, completions, completion_ids_list)"
         )
         assert inspect.getsource(trainer._calculate_rewards).rstrip().endswith("return rewards_per_func")
+
+
+def test_the_reward_of_a_completion_is_the_weighted_sum_over_functions_and_ranks():
+    for trainer in (GRPOTrainer, RLOOTrainer):
+        source = inspect.getsource(trainer._generate_and_score_completions)
+        assert "(rewards_per_func * self.reward_weights.to(device).unsqueeze(0)).nansum(dim=1)" in source
+        assert "self.accelerator.process_index * len(prompts)" in source  # which of them are this rank's
 
 
 def test_rloo_always_makes_its_old_pass_first():

@@ -260,14 +260,16 @@ def test_bypass_ppo_clips_around_the_rollout_policy(make, loss_type):
 
 
 def logged_now(trainer, key):
-    return trainer._statistics["train"].finish()[f"rollout_corr/{key}"]
+    return trainer._windows["train"].statistics.finish()[f"rollout_corr/{key}"]
 
 
+@pytest.mark.filterwarnings("ignore:Step")
 def test_a_saturated_ratio_gives_no_gradient_and_no_nan(make, tiny_model_path):
     def shift(output):
         output["logprobs"] = [[x - 200.0 for x in sequence] for sequence in output["logprobs"]]  # ratio e^200
 
-    trainer = make(sampler=BrokenSampler(tiny_model_path, shift), rollout_correction="bypass_ppo_clip")
+    sampler = BrokenSampler(tiny_model_path, shift)
+    trainer = make(sampler=sampler, rollout_correction="bypass_ppo_clip", rollout_monitor="warn")
     with pytest.warns(UserWarning, match="too far off to train on"):
         assert losses(trainer) == [(0.0, 0.0)] * 3
 
@@ -359,7 +361,7 @@ def test_a_rejected_token_leaves_the_ratio_of_its_completion_in_bypass_mode(make
     kept = trainer.compute_loss(trainer.model, batch).item()
     assert kept > 2 * on_policy
     trainer.args.rollout_rs, trainer.args.rollout_rs_threshold = ["token_k1"], [[0.5, 2.0]]
-    trainer._statistics["train"] = None  # those of other criteria do not add to them
+    trainer._windows["train"].statistics = None  # those of other criteria do not add to them
     found = trainer.compute_loss(trainer.model, batch).item()
     assert found < on_policy  # the token adds nothing, and the ratio of the others stays 1
 
@@ -369,7 +371,7 @@ def test_a_saturated_ratio_shows_in_the_effective_learning_rate(make):
     batch = micro_batches(trainer)[0]
     batch[ROLLOUT_LOGPS] = batch[ROLLOUT_LOGPS] - 100.0
     trainer.compute_loss(trainer.model, batch)
-    assert trainer._statistics["train"].finish()["rollout_corr/effective_lr"] == 0.0
+    assert trainer._windows["train"].statistics.finish()["rollout_corr/effective_lr"] == 0.0
 
 
 def test_warnings_about_the_run_come_once_and_only_where_they_are_true(make, tiny_model_path):
@@ -490,9 +492,10 @@ def test_a_maximum_stays_a_maximum_over_the_logging_window(make):
 # What can go wrong ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:Step")  # other rules hold, too
 @pytest.mark.parametrize("mode", MODES)
 def test_a_batch_where_everything_is_rejected_teaches_nothing(make, tiny_model_path, mode):
-    fields = {**MODES[mode], "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": 1.0001}
+    fields = {**MODES[mode], "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": 1.0001, "rollout_monitor": "warn"}
     trainer = make(sampler=StaleSampler(tiny_model_path, noise=2.0), **fields)
     with pytest.warns(UserWarning, match="Every token of a logging window was rejected"):
         steps = losses(trainer)
@@ -510,7 +513,6 @@ def break_all(output):
     output["logprobs"] = [[math.nan] * len(sequence) for sequence in output["logprobs"]]
 
 
-@pytest.mark.filterwarnings("ignore:A fraction of")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("policy", ["drop", "neutralize"])
 def test_broken_log_probabilities_are_survived_and_counted(make, tiny_model_path, mode, policy):
@@ -526,19 +528,18 @@ def test_broken_log_probabilities_can_stop_the_run(make, tiny_model_path, mode):
         trainer.train()
 
 
+@pytest.mark.filterwarnings("ignore:Step")
 def test_broken_log_probabilities_are_warned_about(make, tiny_model_path):
-    trainer = make(sampler=BrokenSampler(tiny_model_path, break_some))
+    trainer = make(sampler=BrokenSampler(tiny_model_path, break_some), rollout_monitor="warn")
     with pytest.warns(UserWarning, match="came without a finite log-probability"):
         trainer.train()
 
 
-@pytest.mark.filterwarnings("ignore:A fraction of", "ignore:Every token")
 def test_broken_log_probabilities_leave_a_measured_run_alone(make, tiny_model_path):
     sampler = BrokenSampler(tiny_model_path, break_some)
     assert losses(make(sampler=sampler, rollout_correction="disabled")) == losses(make(GRPOTrainer, sampler=sampler))
 
 
-@pytest.mark.filterwarnings("ignore:A fraction of", "ignore:Every token")
 @pytest.mark.parametrize("mode", MODES)
 def test_a_sampler_without_a_single_finite_log_probability(make, tiny_model_path, mode):
     trainer = make(sampler=BrokenSampler(tiny_model_path, break_all), **MODES[mode])
@@ -633,9 +634,9 @@ def test_a_report_of_user_code_does_not_wait_for_other_ranks(make):
 def test_user_logs_do_not_reset_the_window(make):
     trainer = make()
     gradients(trainer, micro_batches(trainer)[0])
-    before = trainer._statistics["train"]
+    before = trainer._windows["train"].statistics
     trainer.log({"my_metric": 1.0})
-    assert trainer._statistics["train"] is before
+    assert trainer._windows["train"].statistics is before
 
 
 def test_the_configuration_of_a_trainer_is_a_rollout_correction_config(make):

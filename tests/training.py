@@ -14,6 +14,7 @@ from trl_rollout_corr import (
     RolloutCorrectedGRPOTrainer,
     RolloutCorrectedRLOOConfig,
     RolloutCorrectedRLOOTrainer,
+    RolloutCorrectionConfig,
 )
 
 
@@ -45,6 +46,7 @@ def config_fields(output_dir, schedule: str = "aligned", **fields) -> dict[str, 
         "disable_tqdm": True,
         "save_strategy": "no",
         "logging_steps": 1,
+        "rollout_monitor": None,  # these samplers are ill on purpose
         "max_steps": 3,
         "learning_rate": 3e-4,
         "per_device_train_batch_size": 4,
@@ -63,6 +65,8 @@ def build(trainer_class, config_class, model, folder, *, sampler=None, schedule=
     if sampler is not None:
         arguments["rollout_func"] = sampler
     fields = config_fields(**{"output_dir": folder, "schedule": schedule, **fields})
+    if not issubclass(config_class, RolloutCorrectionConfig):
+        del fields["rollout_monitor"]
     return trainer_class(model, args=config_class(**fields), **arguments)
 
 

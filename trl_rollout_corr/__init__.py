@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from .config import RolloutCorrectionConfig
     from .correction import compute_rollout_correction
     from .trainers.grpo import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
+    from .trainers.monitor import RolloutCorrectionMonitor
     from .trainers.rloo import RolloutCorrectedRLOOConfig, RolloutCorrectedRLOOTrainer
 
 _MODULES = {
@@ -15,6 +16,7 @@ _MODULES = {
     "RolloutCorrectedGRPOTrainer": "trainers.grpo",
     "RolloutCorrectedRLOOConfig": "trainers.rloo",
     "RolloutCorrectedRLOOTrainer": "trainers.rloo",
+    "RolloutCorrectionMonitor": "trainers.monitor",
     "compute_rollout_correction": "correction",
 }
 
@@ -24,6 +26,7 @@ __all__ = [
     "RolloutCorrectedRLOOConfig",
     "RolloutCorrectedRLOOTrainer",
     "RolloutCorrectionConfig",
+    "RolloutCorrectionMonitor",
     "compute_rollout_correction",
 ]
 __version__ = "0.1.0"

@@ -10,6 +10,7 @@ import torch
 
 from tests.launching import ACCELERATE, ROOT, run
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
+from trl_rollout_corr.dump import read_dump
 from trl_rollout_corr.metrics import PREFIX
 from trl_rollout_corr.thresholds import CRITERIA
 
@@ -63,7 +64,7 @@ def assert_reports_equal(found: list[dict], expected: list[dict]):
 SPLITS = {1: (16, 1, 16), 2: (4, 2, 8), 4: (4, 1, 4)}
 
 
-def exactness_cases(model: str, ranks: int) -> dict:
+def exactness_cases(model: str, ranks: int, folder: Path) -> dict:
     batch, accumulation, evaluation = SPLITS[ranks]
     common = {
         "model": model,
@@ -79,7 +80,14 @@ def exactness_cases(model: str, ranks: int) -> dict:
         **EVERYTHING,
     }
     return {
-        "token": {**common, "rollout_is": "token", "rollout_is_threshold": [0.8, 1.3]},
+        "token": {
+            **common,
+            "rollout_is": "token",
+            "rollout_is_threshold": [0.8, 1.3],
+            "rollout_dump_dir": str(folder / "dump"),
+            "rollout_dump_sampled": 4,
+            "rollout_dump_worst": 5,
+        },
         "sequence": {
             **common,
             "rollout_is": "sequence",
@@ -104,7 +112,24 @@ def exactness_cases(model: str, ranks: int) -> dict:
 @pytest.fixture(scope="module")
 def by_ranks(tiny_model_path, tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    return {ranks: results(exactness_cases(tiny_model_path, ranks), folder / str(ranks), ranks) for ranks in SPLITS}
+    return {
+        ranks: results(exactness_cases(tiny_model_path, ranks, folder / f"{ranks}_"), folder / str(ranks), ranks)
+        for ranks in SPLITS
+    }
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_worst_sequences_of_several_ranks_are_those_of_one(by_ranks, tmp_path_factory, ranks):
+    folder = next(path for path in tmp_path_factory.getbasetemp().glob("ranks*"))
+
+    def worst(n: int) -> list[tuple]:
+        rows = read_dump(folder / f"{n}_" / "dump").rows
+        assert [sum(row["sampled"] for row in rows if row["step"] == step) for step in (1, 2, 3, 4)] == [4] * 4
+        return sorted((row["step"], row["token_ids"], row["reward"]) for row in rows if row["worst"])
+
+    assert len(worst(1)) == 20
+    assert worst(ranks) == worst(1)
+    assert len({row["rank"] for row in read_dump(folder / f"{ranks}_" / "dump").rows}) == ranks
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -144,7 +169,8 @@ def test_logged_metrics_are_those_of_what_the_ranks_saw(by_ranks, tiny_model_pat
         for i in range(3)
     )
     expected = compute_rollout_correction(train, rollout, mask, config).metrics()
-    assert_reports_equal(reports(by_ranks[4]["token"][0], PREFIX)[:1], [expected])
+    (first, *_) = reports(by_ranks[4]["token"][0], PREFIX)
+    assert_reports_equal([{key: first[key] for key in expected}], [expected])
 
 
 # What is sent ---------------------------------------------------------------------------------------------------------

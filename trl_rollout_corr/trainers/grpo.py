@@ -11,6 +11,7 @@ from trl import GRPOConfig, GRPOTrainer
 from ..config import RolloutCorrectionConfig
 from ..sampler import check_logprobs
 from .mixin import RolloutCorrectionMixin
+from .monitor import check_preset
 from .validation import (
     check_batch_normalization,
     check_sampling,
@@ -46,6 +47,8 @@ class RolloutCorrectedGRPOConfig(RolloutCorrectionConfig, GRPOConfig):
                 "`rollout_metrics_only=True`."
             )
         check_sequence_level_ratio(self)
+        if self.rollout_monitor == "tighten":
+            check_preset(self.rollout_monitor_preset, self)
         reinforce = self.corrects and self.bypass_mode and self.rollout_loss_type == "reinforce"
         cap = self.epsilon_high or self.epsilon
         if reinforce and self.loss_type == "cispo" and cap < 1.0:

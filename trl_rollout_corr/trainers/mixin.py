@@ -15,26 +15,19 @@ hangs on it:
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedModel
 
-from ..config import warn
 from ..correction import RolloutCorrection, compute_rollout_correction, keep_mask, usable_rollout_logps
 from ..functional import LOG_RATIO_BOUND
-from ..metrics import PREFIX, Statistics
 from ..sampler import record_logprobs, sync_weights_on_cpu
 from .contract import check_trl
-from .reporting import report_histogram
+from .observation import COEFFICIENTS, OLD_LOGPS, ROLLOUT_LOGPS, ObservationMixin
 from .validation import check_server_logprobs
-
-
-# Keys of the batch that TRL shuffles and splits with everything else. The first two are TRL's names in GRPO.
-OLD_LOGPS = "old_per_token_logps"
-ROLLOUT_LOGPS = "sampling_per_token_logps"
-COEFFICIENTS = "rollout_corr_coefficients"
 
 
 class OldPass:
@@ -68,7 +61,7 @@ class OldPass:
         return outputs
 
 
-class RolloutCorrectionMixin:
+class RolloutCorrectionMixin(ObservationMixin):
     """
     Rollout correction for a trainer of TRL. Comes before the trainer among the bases.
 
@@ -87,8 +80,6 @@ class RolloutCorrectionMixin:
     def __init__(self, model, reward_funcs=None, args=None, *further_args, **kwargs):
         check_trl(self._trl_class)
         super().__init__(model, reward_funcs, self._checked_args(model, args), *further_args, **kwargs)
-        self._statistics: dict[str, Statistics | None] = {"train": None, "eval": None}
-        self._warned_about_nonfinite = False
         self._old_pass: OldPass | None = None
         self._loss_batch: tuple[dict, dict] | None = None
         # Every sample is visited before the first optimizer step since its generation, so that the policy of its first
@@ -99,6 +90,7 @@ class RolloutCorrectionMixin:
             record_logprobs(self.vllm_generation, keep=self._record_logprobs)
             sync_weights_on_cpu(self.vllm_generation)
         self._check_sampler()
+        self._start_observing()
 
     def _checked_args(self, model: str | PreTrainedModel, args: Any) -> Any:
         if args is None:
@@ -178,6 +170,7 @@ class RolloutCorrectionMixin:
         if old_pass is not None:
             self._settle_old_pass(old_pass, output)
         output[ROLLOUT_LOGPS] = self._rollout_logps(output)
+        self._note_origin(output)
         if self.args.corrects and self.args.needs_whole_batch and not self.args.bypass_mode:
             output[COEFFICIENTS] = self._correct_and_record(output[OLD_LOGPS], output)
         return output
@@ -202,6 +195,7 @@ class RolloutCorrectionMixin:
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        self._record_rewards(rewards, len(prompts))
         if not self._excludes_from_baseline:
             return rewards
         # TRL leaves completions without a reward out of the baseline, and gives them no advantage
@@ -266,14 +260,16 @@ class RolloutCorrectionMixin:
         """
         inputs["advantages"] = batch["advantages"]
         current = logps.detach()
+        self._record_staleness(current, batch)
         if self.args.bypass_mode:
             correction = self._compute_correction(current, batch)
             if not self.args.corrects:
-                self._record_statistics(correction.statistics)
+                self._record(current, batch, correction, correction.coefficients)
                 return logps
             anchor, coefficients = self._bypass(current, correction, batch)
             # a ratio that saturates leaves fewer tokens a gradient than the correction alone
-            self._record_statistics(correction.statistics.with_sum("coefficients", coefficients.sum()))
+            statistics = correction.statistics.with_sum("coefficients", coefficients.sum())
+            self._record(current, batch, replace(correction, statistics=statistics), coefficients)
             return self._enter_loss(inputs, logps, anchor, coefficients)
         if COEFFICIENTS not in batch:
             old = batch.get(OLD_LOGPS, current)
@@ -333,44 +329,6 @@ class RolloutCorrectionMixin:
     def _correct_and_record(self, train_logps: torch.Tensor, batch: dict[str, Any]) -> torch.Tensor:
         """Coefficients of a batch, `(B, T)`."""
         correction = self._compute_correction(train_logps, batch)
-        self._record_statistics(correction.statistics)
-        return correction.coefficients
-
-    def _record_statistics(self, statistics: Statistics):
-        """Add statistics to those of the current logging window."""
-        mode = "train" if self.model.training else "eval"
-        seen = self._statistics[mode]
-        self._statistics[mode] = statistics if seen is None else seen + statistics
-
-    # Logging ----------------------------------------------------------------------------------------------------------
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        # Trainer reports losses and runtimes on every rank; anything else may come from user code on one rank, where the
-        # gather below would wait forever.
-        if "loss" in logs or any(key.endswith("_runtime") for key in logs):
-            mode = "train" if self.model.training else "eval"
-            statistics, self._statistics[mode] = self._statistics[mode], None
-            if statistics is not None:
-                statistics = statistics.combine(self.accelerator.gather(statistics.vector[None]).cpu())
-                self._report(statistics.finish(), mode)
-                if self.is_world_process_zero():
-                    report_histogram(self, *statistics.histogram(), mode)
-        super().log(logs, start_time)
-
-    def _report(self, metrics: dict[str, float], mode: str):
-        for key, value in metrics.items():
-            self._metrics[mode][key] = [value]
-        if metrics[f"{PREFIX}nonfinite_fraction"] > 0 and not self._warned_about_nonfinite:
-            self._warned_about_nonfinite = True
-            warn(
-                f"A fraction of {metrics[f'{PREFIX}nonfinite_fraction']:.2g} of the tokens came without a finite "
-                "log-probability. A NaN from the sampler means that a whole row of its logits is broken. "
-                f"`rollout_nan_policy` is {self.args.rollout_nan_policy!r}; set it to 'raise' to stop at the first one."
-            )
-        if metrics[f"{PREFIX}effective_lr"] == 0 and mode == "train" and self.args.corrects:
-            warn(
-                "Every token of a logging window was rejected, or too far off to train on, so nothing was learned from it. "
-                f"Widen `rollout_rs_threshold` ({self.args.rollout_rs_threshold}) or `rollout_is_threshold` "
-                f"({self.args.rollout_is_threshold}), or find out why the sampler is so far from the trainer: see "
-                f"`{PREFIX}kl` and `{PREFIX}nonfinite_fraction`."
-            )
+        coefficients = correction.coefficients
+        self._record(train_logps, batch, correction, coefficients)
+        return coefficients

@@ -11,6 +11,7 @@ from ..config import RolloutCorrectionConfig
 from ..correction import RolloutCorrection
 from ..functional import LOG_RATIO_BOUND
 from .mixin import OldPass, RolloutCorrectionMixin
+from .monitor import check_preset
 from .validation import check_batch_normalization, check_sampling
 
 
@@ -30,6 +31,8 @@ class RolloutCorrectedRLOOConfig(RolloutCorrectionConfig, RLOOConfig):
         RLOOConfig.__post_init__(self)
         check_batch_normalization(self)
         check_sampling(self)
+        if self.rollout_monitor == "tighten":
+            check_preset(self.rollout_monitor_preset, self)
 
 
 class RolloutAsOld(OldPass):

@@ -1,0 +1,175 @@
+"""Dumps as a run would have written them, made of random numbers."""
+
+import dataclasses
+import math
+from pathlib import Path
+
+import torch
+
+from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction, dump
+
+
+WORDS = [" the", " sum", " of", " 3", " 7", " and", " is", " 10", ",", ".", "\n", " so", " <b>", " équation", " 数"]
+
+
+def make_dump(
+    folder: Path | str,
+    *,
+    steps: int = 3,
+    rows: int = 32,
+    length: int = 40,
+    spread: float = 0.05,
+    growth: float = 1.0,
+    seed: int = 0,
+    settings: dict | None = None,
+    sampled: int | None = None,
+    worst: int = 4,
+    group: int = 8,
+    ranks: int = 1,
+    gaussian: bool = False,
+    vary: bool = True,
+    tools: bool = True,
+    broken: int = 0,
+    logs: bool = True,
+) -> Path:
+    """
+    Write a dump.
+
+    Args:
+        folder (`Path` or `str`):
+            Where to.
+        steps (`int`, *optional*, defaults to `3`):
+            Optimizer steps, one dump each, from step 1.
+        rows (`int`, *optional*, defaults to `32`):
+            Sequences of a batch, of all ranks.
+        length (`int`, *optional*, defaults to `40`):
+            Longest completion.
+        spread (`float`, *optional*, defaults to `0.05`):
+            Root mean square of the log-ratio, in nats, at the first step.
+        growth (`float`, *optional*, defaults to `1.0`):
+            Factor on the spread from one step to the next.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of the random numbers.
+        settings (`dict`, *optional*):
+            Fields of [`RolloutCorrectionConfig`]. The default is its default.
+        sampled (`int`, *optional*):
+            Rows of a batch that are drawn at random. All but four by default.
+        worst (`int`, *optional*, defaults to `4`):
+            Rows of a batch with the largest log-ratio.
+        group (`int`, *optional*, defaults to `8`):
+            Completions per prompt.
+        ranks (`int`, *optional*, defaults to `1`):
+            Processes that write.
+        gaussian (`bool`, *optional*, defaults to `False`):
+            Independent normal log-ratios of one spread. By default unlikely tokens have a larger one.
+        vary (`bool`, *optional*, defaults to `True`):
+            Completions differ in length.
+        tools (`bool`, *optional*, defaults to `True`):
+            Every fourth row has a few tokens of a tool, outside the loss.
+        broken (`int`, *optional*, defaults to `0`):
+            Tokens per step whose rollout log-probability is NaN.
+        logs (`bool`, *optional*, defaults to `True`):
+            Also write what a trainer would have logged.
+
+    Returns:
+        `Path`: the folder.
+    """
+    folder = Path(folder)
+    config = RolloutCorrectionConfig(**(settings or {}))
+    rng = torch.Generator().manual_seed(seed)
+    for step in range(1, steps + 1):
+        s = spread * growth ** (step - 1)
+        present, mask = _masks(rows, length, rng, vary=vary, tools=tools)
+        train, rollout = _logps(rows, length, s, rng, gaussian=gaussian)
+        for row in torch.randperm(rows, generator=rng)[:broken].tolist():
+            rollout[row, int(mask[row].nonzero()[0])] = math.nan
+        rewards, advantages = _rewards(rows, group, rng)
+        correction = compute_rollout_correction(train, rollout, mask, config)
+        is_sampled, is_worst = _choice(train - rollout, mask, sampled, worst, rng)
+        ids = torch.randint(len(WORDS), (rows, length), generator=rng)
+        batch = []
+        for i in range(rows):
+            here = present[i]
+            tokens = [WORDS[j] for j in ids[i, here].tolist()]
+            batch.append(
+                {
+                    "step": step,
+                    "rank": i * ranks // rows,
+                    "sampled": is_sampled[i].item(),
+                    "worst": is_worst[i].item(),
+                    "prompt": f"Question {step}.{i // group}: what is {i // group} + {step}?",
+                    "completion": "".join(tokens),
+                    "tokens": tokens,
+                    "token_ids": ids[i, here].tolist(),
+                    "mask": mask[i, here].tolist(),
+                    "train_logps": train[i, here].tolist(),
+                    "rollout_logps": rollout[i, here].tolist(),
+                    "weights": None if correction.weights is None else correction.weights[i, here].tolist(),
+                    "keep": correction.keep[i, here].tolist(),
+                    "coefficients": correction.coefficients[i, here].tolist(),
+                    "reward": rewards[i].item(),
+                    "advantage": advantages[i].item(),
+                    "staleness": (step - 1) % 4,
+                }
+            )
+        for rank in range(ranks):
+            written = [row for row in batch if row["rank"] == rank and (row["sampled"] or row["worst"])]
+            if written:
+                dump.write_rows(folder, step, rank, written, dataclasses.asdict(config))
+        if logs:
+            entry = {"loss": 0.01, "reward": rewards.mean().item(), "learning_rate": 1e-6}
+            entry["completions/mean_length"] = mask.sum(-1).float().mean().item()
+            dump.append_log(folder, {**entry, **correction.metrics(), "step": step, "epoch": step / 100})
+    return folder
+
+
+def _masks(rows: int, length: int, rng: torch.Generator, *, vary: bool, tools: bool):
+    """Which tokens exist, and which are tokens of the loss."""
+    lengths = torch.full((rows,), length)
+    if vary:
+        lengths = torch.randint(max(length // 4, 1), length + 1, (rows,), generator=rng)
+        lengths[0] = length
+    position = torch.arange(length)
+    present = position < lengths[:, None]
+    mask = present.clone()
+    if tools:
+        start = lengths // 2
+        tool = (position >= start[:, None]) & (position < (start + 1 + length // 10)[:, None])
+        tool[torch.arange(rows) % 4 != 1] = False
+        mask &= ~tool | (position == 0)
+    return present, mask
+
+
+def _logps(rows: int, length: int, spread: float, rng: torch.Generator, *, gaussian: bool):
+    """Log-probabilities of the two policies. Under the sampler `E[exp(d)] = 1`, so the mean of `d` is `-s^2 / 2`."""
+    easy = torch.rand(rows, length, generator=rng) < 0.6
+    nll = -torch.rand(rows, length, generator=rng).clamp(min=1e-6).log()
+    nll = torch.where(easy, 0.02 * nll, nll)
+    s = torch.full_like(nll, spread)
+    if gaussian:
+        nll = nll + 8 * spread  # no probability above 1
+    else:
+        s = 0.01 + 1 - (-nll).exp()  # so small near 1 that the bound below hardly acts
+        s *= spread / s.square().mean().sqrt()
+    d = s * torch.randn(rows, length, generator=rng) - s.square() / 2
+    train = -nll
+    return train, (train - d).clamp(max=0.0)
+
+
+def _rewards(rows: int, group: int, rng: torch.Generator):
+    rewards = (torch.rand(rows, generator=rng) < 0.4).float()
+    advantages = torch.empty(rows)
+    for start in range(0, rows, group):
+        of_group = rewards[start : start + group]
+        advantages[start : start + group] = (of_group - of_group.mean()) / (of_group.std(correction=0) + 1e-4)
+    return rewards, advantages
+
+
+def _choice(d: torch.Tensor, mask: torch.Tensor, sampled: int | None, worst: int, rng: torch.Generator):
+    rows = len(d)
+    sampled = max(rows - 4, 1) if sampled is None else sampled
+    largest = (d.nan_to_num(0.0).abs() * mask).amax(-1)
+    chosen = torch.zeros(2, rows, dtype=torch.bool)
+    chosen[0, torch.randperm(rows, generator=rng)[:sampled]] = True
+    chosen[1, largest.topk(min(worst, rows)).indices] = True
+    return chosen

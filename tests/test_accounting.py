@@ -1,0 +1,322 @@
+"""Who is corrected, and how old the data is: against plain loops, and in training."""
+
+import math
+import random
+
+import pytest
+import torch
+
+from tests.tiny import StaleSampler
+from tests.training import TRAINERS, BrokenSampler, build, config_fields, losses, micro_batches
+from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
+from trl_rollout_corr.accounting import BUCKETS, REWARDS, Accounts, account, age, policy_drift, turns_of
+from trl_rollout_corr.metrics import PREFIX
+
+
+CONFIG = RolloutCorrectionConfig(
+    rollout_is_threshold=1.1, rollout_rs=["token_k1", "seq_mean_k1"], rollout_rs_threshold=[[0.8, 1.25], [0.9, 1.05]]
+)
+
+
+def random_batch(n: int = 60, length: int = 150, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Completions of 0 to `length` tokens, some with results of tools, some unscored, one token broken."""
+    generator = torch.Generator().manual_seed(seed)
+    dice = random.Random(seed)
+    lengths = torch.tensor([0, length, *(dice.randint(1, length) for _ in range(n - 2))])
+    train = -torch.rand(n, length, generator=generator) * 3
+    rollout = train + 0.2 * torch.randn(n, length, generator=generator)
+    rollout[1, 3] = math.nan
+    mask = torch.arange(length)[None] < lengths[:, None]
+    for row in range(0, n, 3):
+        mask[row, 5:9] = False  # the result of a tool
+    rewards = torch.tensor([dice.choice([-1.0, 0.0, 0.3, 0.75, 1.0, math.nan]) for _ in range(n)])
+    advantages = torch.tensor([dice.choice([-0.5, 0.0, 1.5]) for _ in range(n)])
+    correction = compute_rollout_correction(train, rollout, mask, CONFIG)
+    return {
+        "valid": correction.valid,
+        "keep": correction.keep,
+        "coefficients": correction.coefficients,
+        "advantages": advantages,
+        "rewards": rewards,
+        "turns": turns_of(mask),
+    }
+
+
+def finish(segments) -> dict[str, float]:
+    metrics = Accounts.of(segments).finish(rejects=True, weighs=True)
+    return {key.removeprefix(PREFIX): value for key, value in metrics.items()}
+
+
+def bucket_name(value: int) -> str:
+    index = max(i for i, low in enumerate(BUCKETS) if value >= low)
+    low = BUCKETS[index]
+    return f"{low}_{BUCKETS[index + 1] - 1}" if index + 1 < len(BUCKETS) else f"{low}_or_more"
+
+
+def reward_name(reward: float) -> str:
+    names = ["below_0", "0_to_0.25", "0.25_to_0.5", "0.5_to_0.75", "0.75_to_1", "1_or_more"]
+    return names[max(i for i, low in enumerate(REWARDS) if reward >= low)]
+
+
+def by_loops(batch: dict[str, torch.Tensor]) -> dict[str, float]:
+    """The same shares, token by token."""
+    rows = {name: tensor.tolist() for name, tensor in batch.items()}
+    lengths = [sum(row) for row in rows["valid"]]
+    octaves = sorted(math.floor(math.log2(length)) for length in lengths if length)
+    median = octaves[(len(octaves) + 1) // 2 - 1]
+    counts, whole = {}, {"kept": [], "rejected": []}
+    for i, length in enumerate(lengths):
+        if not length:
+            continue
+        advantage, reward = rows["advantages"][i], rows["rewards"][i]
+        long_positive = math.floor(math.log2(length)) > median and advantage > 0
+        for t in range(len(rows["valid"][i])):
+            if not rows["valid"][i][t]:
+                continue
+            keep, coefficient = rows["keep"][i][t], rows["coefficients"][i][t]
+            groups = [
+                f"length_{bucket_name(length)}",
+                f"position_{bucket_name(t + 1)}",
+                f"advantage_{'positive' if advantage > 0 else 'negative' if advantage < 0 else 'zero'}",
+                f"turn_{rows['turns'][i][t]}",
+                "long_positive" if long_positive else "others",
+            ]
+            if not math.isnan(reward):
+                groups.append(f"reward_{reward_name(reward)}")
+            for group in groups:
+                tokens, rejected, removed = counts.get(group, (0, 0, 0.0))
+                removed += max(0.0, 1 - coefficient) if keep else 0.0
+                counts[group] = (tokens + 1, rejected + (not keep), removed)
+        if not math.isnan(reward):
+            whole["kept" if any(rows["keep"][i]) else "rejected"].append(reward)
+    metrics = {f"rejected/{group}": rejected / tokens for group, (tokens, rejected, _) in counts.items()}
+    metrics |= {f"downweighted/{group}": removed / tokens for group, (tokens, _, removed) in counts.items()}
+    return metrics | {f"{name}/reward_mean": sum(rewards) / len(rewards) for name, rewards in whole.items()}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_shares_are_those_of_a_loop_over_tokens(seed):
+    batch = random_batch(seed=seed)
+    found, expected = finish(account(**batch)), by_loops(batch)
+    assert found == pytest.approx(expected, rel=1e-5, abs=1e-7)
+    assert 0 < expected["rejected/long_positive"] < 1
+    assert len({expected[f"rejected/turn_{turn}"] for turn in (1, 2)}) == 2
+
+
+def test_shares_do_not_depend_on_how_a_batch_is_split():
+    batch = random_batch()
+    whole = Accounts.of(account(**batch))
+    for cuts in ([1, 59], [20, 20, 20], [7, 30, 23]):
+        parts = zip(*(tensor.split(cuts) for tensor in batch.values()), strict=True)
+        first, *others = [Accounts.of(account(**dict(zip(batch, part, strict=True)))) for part in parts]
+        for other in others:
+            first = first + other
+        torch.testing.assert_close(first.vector, whole.vector, rtol=1e-6, atol=1e-5)
+
+
+def test_a_rule_that_drops_long_answers_with_a_positive_advantage_shows():
+    valid = torch.arange(64)[None] < torch.tensor([8, 8, 8, 60, 60])[:, None]
+    keep, advantages = valid.clone(), torch.tensor([1.0, -1.0, 1.0, 1.0, -1.0])
+    keep[3] = False
+    metrics = finish(account(valid, keep, keep.float(), advantages, torch.zeros(5)))
+    assert (metrics["rejected/long_positive"], metrics["rejected/others"]) == (1.0, 0.0)
+    assert "rejected/turn_1" not in metrics  # a single turn is the whole
+    shortest = finish(account(valid[:3], keep[:3], keep[:3].float(), advantages[:3], torch.zeros(3)))
+    assert "rejected/long_positive" not in shortest  # none is longer than the others
+
+
+def test_what_is_not_asked_for_is_not_reported():
+    accounts = Accounts.of(account(**random_batch()))
+    assert not any("rejected/" in key for key in accounts.finish(rejects=False, weighs=True))
+    assert accounts.finish(rejects=False, weighs=False) == {}
+
+
+def test_turns_are_runs_of_tokens_of_the_model():
+    mask = torch.tensor([[1, 1, 0, 0, 1, 0, 1], [0, 1, 1, 1, 0, 0, 0]])
+    assert (turns_of(mask) * mask).tolist() == [[1, 1, 0, 0, 2, 0, 3], [0, 1, 1, 1, 0, 0, 0]]
+
+
+def test_advantages_per_token_count_by_their_sum():
+    batch = random_batch()
+    per_token = {**batch, "advantages": batch["advantages"][:, None] * batch["valid"]}
+    assert finish(account(**per_token)) == finish(account(**batch))
+
+
+# Age and drift --------------------------------------------------------------------------------------------------------
+
+
+def test_ages_add_up_and_the_largest_stays():
+    accounts = Accounts.of(age("steps", torch.tensor([3, 5]))) + Accounts.of(age("steps", torch.tensor([10])))
+    metrics = accounts.finish(rejects=True, weighs=True)
+    assert metrics == {f"{PREFIX}staleness_mean": 6.0, f"{PREFIX}staleness_max": 10.0}
+
+
+def test_drift_is_that_of_the_current_policy_from_the_old_one():
+    old, mask = torch.full((2, 3), -2.0), torch.tensor([[1, 1, 1], [1, 0, 0]])
+    current = old + torch.tensor([[0.1, -0.2, 0.3], [0.4, math.nan, 9.0]])
+    d = [0.1, -0.2, 0.3, 0.4]
+    assert finish(policy_drift(old, current, mask)) == pytest.approx(
+        {"staleness_kl": -sum(d) / 4, "staleness_k3_kl": sum(math.expm1(x) - x for x in d) / 4}, rel=1e-4
+    )
+
+
+@pytest.fixture
+def make(tiny_model_path, tmp_path):
+    def make(sampler=None, **fields):
+        trainer_class, config_class = TRAINERS["grpo"]
+        sampler = sampler or StaleSampler(tiny_model_path)
+        return build(trainer_class, config_class, tiny_model_path, tmp_path, sampler=sampler, **fields)
+
+    return make
+
+
+def entries(trainer) -> list[dict[str, float]]:
+    """Our metrics of each training log."""
+    return [
+        {key.removeprefix(PREFIX): value for key, value in entry.items() if key.startswith(PREFIX)}
+        for entry in trainer.state.log_history
+        if "loss" in entry
+    ]
+
+
+MODES = {
+    "measured": {"rollout_correction": "disabled"},
+    "decoupled": {"rollout_correction": "decoupled_token_is"},
+    "bypass, clipped": {"rollout_correction": "bypass_ppo_clip"},
+    "bypass, reinforce": {"rollout_correction": "bypass_pg_token_icepop"},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_engine_and_staleness_are_told_apart(make, mode):
+    trainer = make(schedule="two iterations", max_steps=4, learning_rate=1e-3, **MODES[mode])
+    losses(trainer)
+    first, second, third, fourth = entries(trainer)
+    assert "staleness_kl" not in first  # trained on right after it was generated
+    assert first["engine_k3_kl"] == pytest.approx(first["k3_kl"], rel=1e-6)
+    assert second["staleness_k3_kl"] > 1e-5
+    assert "engine_kl" not in second
+    if "bypass" in mode:  # the whole divergence, of which the update is a part
+        assert second["k3_kl"] != pytest.approx(first["k3_kl"], rel=1e-3)
+    assert third["engine_k3_kl"] > 0
+    assert fourth["staleness_k3_kl"] > 1e-5
+
+
+def test_staleness_is_the_divergence_of_the_two_policies(make):
+    trainer = make(rollout_correction="disabled", schedule="two iterations")
+    (batch, *_) = micro_batches(trainer)
+    trainer.compute_loss(trainer.model, batch)
+    old = batch["rollout_corr_first_logps"].clone()
+    with torch.no_grad():
+        for p in trainer.model.parameters():
+            p.mul_(1.01)
+    trainer.compute_loss(trainer.model, batch)
+    metrics = trainer._windows["train"].accounts.finish(rejects=False, weighs=False)
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+    attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+    with torch.no_grad():
+        logits = trainer.model(ids, attention_mask=attention).logits
+    length = old.shape[1]
+    logps = logits[:, -length - 1 : -1].log_softmax(-1).gather(-1, batch["completion_ids"][..., None])[..., 0]
+    d = (logps - old)[batch["completion_mask"].bool()].double()
+    assert metrics[f"{PREFIX}staleness_kl"] == pytest.approx(-d.mean().item(), rel=1e-3)
+    assert metrics[f"{PREFIX}staleness_k3_kl"] == pytest.approx((d.expm1() - d).mean().item(), rel=1e-3)
+
+
+SCHEDULED = {  # mean and largest number of optimizer steps since the weights that sampled, for each of four steps
+    "aligned": [(0, 0)] * 4,
+    "several steps per generation": [(0, 0), (1, 1), (0, 0), (1, 1)],
+    "two iterations": [(0, 0), (1, 1), (0, 0), (1, 1)],
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULED)
+def test_optimizer_steps_since_the_sampling_weights_are_counted(make, schedule):
+    trainer = make(schedule=schedule, max_steps=4, rollout_correction="disabled")
+    sampler = trainer.rollout_func
+
+    def knows_its_weights(prompts, trainer):
+        trainer.rollout_step = trainer.state.global_step
+        return sampler(prompts, trainer)
+
+    trainer.rollout_func = knows_its_weights
+    losses(trainer)
+    found = [(entry["staleness_mean"], entry["staleness_max"]) for entry in entries(trainer)]
+    assert found == SCHEDULED[schedule]
+    assert {entry["sampler_lag"] for entry in entries(trainer) if "sampler_lag" in entry} == {0.0}
+
+
+def test_a_sampler_that_is_behind(make):
+    trainer = make(max_steps=5, rollout_correction="disabled")
+    sampler = trainer.rollout_func
+
+    def two_behind(prompts, trainer):
+        trainer.rollout_step = max(trainer.state.global_step - 2, 0)
+        return sampler(prompts, trainer)
+
+    trainer.rollout_func = two_behind
+    losses(trainer)
+    assert [entry["sampler_lag"] for entry in entries(trainer)] == [0, 1, 2, 2, 2]
+    assert [entry["staleness_max"] for entry in entries(trainer)] == [0, 1, 2, 2, 2]
+
+
+def test_nothing_is_claimed_about_unknown_weights(make):
+    trainer = make(rollout_correction="disabled")
+    losses(trainer)
+    assert not any("staleness_mean" in entry or "sampler_lag" in entry for entry in entries(trainer))
+
+
+@pytest.mark.parametrize("mode", ["decoupled", "bypass, reinforce"])
+def test_shares_of_a_run_are_those_of_its_batches(make, mode):
+    fields = {**MODES[mode], "rollout_rs": "token_k1", "rollout_rs_threshold": 1.2, "rollout_is_threshold": 1.1}
+    trainer = make(**fields, max_steps=1)
+    recorded = []
+    inner = trainer._record
+
+    def record(train_logps, batch, correction, coefficients):
+        recorded.append((batch, correction, coefficients))
+        inner(train_logps, batch, correction, coefficients)
+
+    trainer._record = record
+    losses(trainer)
+    (entry,) = entries(trainer)
+    positive = {"tokens": 0, "rejected": 0, "removed": 0.0}
+    for batch, correction, coefficients in recorded:
+        rows = batch["advantages"] > 0
+        mask = batch["completion_mask"].bool() & rows[:, None]
+        positive["tokens"] += mask.sum().item()
+        positive["rejected"] += (mask & ~correction.keep).sum().item()
+        positive["removed"] += ((1 - coefficients).clamp(min=0) * (mask & correction.keep)).sum().item()
+        # the reward is a quarter of the number of characters, one per token
+        assert batch["rollout_corr_rewards"].tolist() == pytest.approx(
+            [n / 4 for n in (batch["completion_mask"].sum(1) - 1).tolist()], abs=0.26
+        )
+    assert 0 < positive["rejected"] < positive["tokens"]
+    share = {name: positive[name] / positive["tokens"] for name in ("rejected", "removed")}
+    assert entry["rejected/advantage_positive"] == pytest.approx(share["rejected"], rel=1e-6)
+    assert entry["downweighted/advantage_positive"] == pytest.approx(share["removed"], rel=1e-5)
+
+
+def test_turns_of_a_run_with_tools(make, tiny_model_path):
+    def call_a_tool(output):
+        output["env_mask"] = [[int(t not in (2, 3)) for t in range(len(ids))] for ids in output["completion_ids"]]
+
+    sampler = BrokenSampler(tiny_model_path, call_a_tool, min_length=8)
+    trainer = make(sampler=sampler, rollout_rs="token_k1", rollout_rs_threshold=1.2)
+    losses(trainer)
+    for entry in entries(trainer):
+        first, second = entry["rejected/turn_1"], entry["rejected/turn_2"]
+        assert "rejected/turn_3" not in entry
+        assert 2 / 6 * first + 4 / 6 * second == pytest.approx(entry["rollout_rs_masked_fraction"])
+
+
+def test_weights_that_are_pushed_to_vllm_are_those_of_that_step(shared_engine, tiny_model_path, tmp_path):
+    trainer_class, config_class = TRAINERS["rloo"]
+    fields = config_fields(
+        tmp_path, schedule="several steps per generation", use_vllm=True, vllm_mode="colocate", max_steps=4,
+        vllm_max_model_length=64, rollout_correction="decoupled_token_is",
+    )  # fmt: skip
+    trainer = build(trainer_class, config_class, tiny_model_path, tmp_path, **{**fields, "output_dir": str(tmp_path)})
+    losses(trainer)
+    assert [entry["staleness_mean"] for entry in entries(trainer)] == [0, 1, 0, 1]
+    assert [entry["sampler_lag"] for entry in entries(trainer) if "sampler_lag" in entry] == [0, 0]

@@ -1,0 +1,226 @@
+"""What a run writes to `rollout_dump_dir`."""
+
+import math
+
+import pytest
+import torch
+
+from tests.tiny import PROMPTS, StaleSampler
+from tests.training import EVALUATION, TRAINERS, BrokenSampler, build, losses
+from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
+from trl_rollout_corr.__main__ import main
+from trl_rollout_corr.dump import files_of, read_dump
+
+
+MODES = {
+    "measured": {"rollout_correction": "disabled"},
+    "decoupled": {"rollout_correction": "decoupled_seq_is_rs"},
+    "decoupled, whole batch": {"rollout_correction": "decoupled_token_is", "rollout_is_batch_normalize": True},
+    "bypass, clipped": {"rollout_correction": "bypass_ppo_clip_geo_rs"},
+    "bypass, reinforce": {"rollout_correction": "bypass_pg_token_icepop"},
+}
+
+
+@pytest.fixture
+def make(tiny_model_path, tmp_path):
+    def make(kind="grpo", sampler=None, **fields):
+        trainer_class, config_class = TRAINERS[kind]
+        sampler = sampler or StaleSampler(tiny_model_path)
+        fields = {"output_dir": tmp_path / "run", **fields}
+        return build(trainer_class, config_class, tiny_model_path, fields.pop("output_dir"), sampler=sampler, **fields)
+
+    return make
+
+
+def observed(trainer) -> list[dict]:
+    """Every sequence that was trained on, as it passed through the trainer: `(step, completion, ...)`."""
+    sequences = []
+    inner = trainer._record
+
+    def record(train_logps, batch, correction, coefficients):
+        for i, mask in enumerate(batch["completion_mask"].bool()):
+            sequences.append(
+                {
+                    "step": trainer.state.global_step + 1,
+                    "token_ids": batch["completion_ids"][i][mask].tolist(),
+                    "train_logps": train_logps[i][mask].tolist(),
+                    "rollout_logps": batch["sampling_per_token_logps"][i][mask].tolist(),
+                    "keep": correction.keep[i][mask].tolist(),
+                    "coefficients": coefficients[i][mask].tolist(),
+                    "advantage": batch["advantages"][i].item(),
+                }
+            )
+        inner(train_logps, batch, correction, coefficients)
+
+    trainer._record = record
+    return sequences
+
+
+def distance(sequence: dict) -> float:
+    """Largest absolute log-ratio of a sequence."""
+    pairs = zip(sequence["train_logps"], sequence["rollout_logps"], strict=True)
+    return max(math.inf if math.isnan(a - b) else abs(a - b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_dump_has_the_worst_sequences_and_some_at_random(make, tmp_path, mode):
+    dump = tmp_path / "dump"
+    trainer = make(rollout_dump_dir=str(dump), rollout_dump_sampled=3, rollout_dump_worst=2, **MODES[mode])
+    sequences = observed(trainer)
+    losses(trainer)
+    rows = read_dump(dump).rows
+    assert {row["step"] for row in rows} == {1, 2, 3}
+    for step in (1, 2, 3):
+        seen = [sequence for sequence in sequences if sequence["step"] == step]
+        written = [row for row in rows if row["step"] == step]
+        assert len(seen) == 8
+        assert sum(row["sampled"] for row in written) == 3
+        worst = sorted(distance(row) for row in written if row["worst"])
+        assert worst == pytest.approx(sorted(map(distance, seen))[-2:])
+        for row in written:
+            assert {name: row[name] for name in seen[0]} in seen
+
+
+def test_rows_hold_text_and_what_happened(make, tmp_path):
+    trainer = make(rollout_dump_dir=str(tmp_path / "dump"), rollout_correction="decoupled_seq_is_rs")
+    losses(trainer)
+    dump = read_dump(tmp_path / "dump")
+    assert dump.settings["rollout_correction"] == "decoupled_seq_is_rs"
+    assert [entry["step"] for entry in dump.logs if "loss" in entry] == [1, 2, 3]
+    tokenizer = trainer.processing_class
+    for row in dump.rows:
+        assert row["prompt"] in [tokenizer.decode(tokenizer(prompt).input_ids) for prompt in PROMPTS]
+        assert row["completion"] == tokenizer.decode(row["token_ids"])
+        assert row["tokens"] == [tokenizer.decode([token]) for token in row["token_ids"]]
+        assert row["reward"] == len(tokenizer.decode(row["token_ids"], skip_special_tokens=True)) / 4
+        assert row["weights"] is not None
+        assert row["staleness"] is None  # this sampler does not say which weights it has
+
+
+@pytest.mark.parametrize("mode", ["decoupled", "bypass, reinforce"])
+def test_a_correction_can_be_repeated_from_a_dump(make, tmp_path, mode):
+    make(rollout_dump_dir=str(tmp_path / "dump"), rollout_dump_sampled=8, **MODES[mode]).train()
+    dump = read_dump(tmp_path / "dump")
+    config = RolloutCorrectionConfig.from_preset(dump.settings["rollout_correction"])
+    for row in dump.rows:
+        logps = [torch.tensor([row[name]]) for name in ("train_logps", "rollout_logps")]
+        correction = compute_rollout_correction(*logps, torch.tensor([row["mask"]]), config)
+        assert correction.coefficients[0].tolist() == pytest.approx(row["coefficients"], rel=1e-5)
+        assert correction.keep[0].tolist() == row["keep"]
+
+
+def test_a_dump_changes_nothing_about_training(make, tmp_path):
+    common = {"rollout_correction": "decoupled_token_is", "schedule": "two iterations", "max_steps": 4}
+    without = losses(make(**common))
+    assert losses(make(**common, rollout_dump_dir=str(tmp_path / "dump"))) == without
+    assert {row["step"] for row in read_dump(tmp_path / "dump").rows} == {1, 3}  # revisits are not corrected anew
+
+
+def test_nothing_is_written_by_default(make, tmp_path):
+    make().train()
+    assert not list(tmp_path.rglob("*.parquet"))
+
+
+def test_a_dump_can_be_sparse(make, tmp_path):
+    make(rollout_dump_dir=str(tmp_path / "dump"), rollout_dump_steps=2, max_steps=5).train()
+    assert {row["step"] for row in read_dump(tmp_path / "dump").rows} == {2, 4}
+
+
+def test_a_dump_stays_below_its_size(make, tmp_path):
+    dump = tmp_path / "dump"
+    make(rollout_dump_dir=str(dump), rollout_dump_max_gb=5e-5, max_steps=8).train()
+    rows = read_dump(dump).rows
+    assert sum(path.stat().st_size for path in files_of(dump)) <= 5e4
+    assert {rows[0]["step"], rows[-1]["step"]} == {1, 8}
+    assert len({row["step"] for row in rows}) < 8
+
+
+def test_evaluation_is_not_dumped(make, tmp_path):
+    make(rollout_dump_dir=str(tmp_path / "dump"), **EVALUATION).train()
+    dump = read_dump(tmp_path / "dump")
+    assert sum(row["sampled"] for row in dump.rows) == 3 * 8
+    assert any("eval_loss" in entry for entry in dump.logs)
+
+
+def test_sequences_without_log_probabilities_are_the_worst(make, tmp_path, tiny_model_path):
+    def break_one(output):
+        output["logprobs"][1][0] = None
+
+    sampler = BrokenSampler(tiny_model_path, break_one)
+    make(sampler=sampler, rollout_dump_dir=str(tmp_path / "dump"), rollout_dump_worst=1, max_steps=1).train()
+    (worst,) = [row for row in read_dump(tmp_path / "dump").rows if row["worst"]]
+    assert math.isnan(worst["rollout_logps"][0])
+    assert worst["coefficients"][0] == 0.0
+
+
+# Runs that follow one another -----------------------------------------------------------------------------------------
+
+
+def test_another_run_does_not_mix_with_a_dump(make, tmp_path):
+    make(rollout_dump_dir=str(tmp_path / "dump")).train()
+    before = read_dump(tmp_path / "dump")
+    with pytest.raises(ValueError, match=r"`rollout_dump_dir`.*holds the dump of another run"):
+        make(rollout_dump_dir=str(tmp_path / "dump")).train()
+    assert str(read_dump(tmp_path / "dump")) == str(before)
+
+
+def test_a_resumed_run_goes_on_with_its_dump(make, tmp_path):
+    fields = {
+        "rollout_dump_dir": str(tmp_path / "dump"),
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "max_steps": 4,
+    }
+    make(**fields).train()
+    whole = read_dump(tmp_path / "dump")
+    make(**fields).train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    resumed = read_dump(tmp_path / "dump")
+    assert [row["step"] for row in resumed.rows] == [row["step"] for row in whole.rows]
+    assert [entry["step"] for entry in resumed.logs if "loss" in entry] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("rollout_dump_steps", 0, "`rollout_dump_steps` must be an integer of 1 or more, got 0"),
+        ("rollout_dump_sampled", -1, "`rollout_dump_sampled` must be an integer of 0 or more, got -1"),
+        ("rollout_dump_worst", 1.5, "`rollout_dump_worst` must be an integer of 0 or more, got 1.5"),
+        ("rollout_dump_max_gb", 0, "`rollout_dump_max_gb` must be a number above 0, got 0"),
+    ],
+)
+def test_options_that_cannot_be_meant(field, value, message):
+    with pytest.raises(ValueError, match=message):
+        RolloutCorrectionConfig(rollout_dump_dir="dump", **{field: value})
+
+
+def test_a_dump_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="nothing would be written"):
+        RolloutCorrectionConfig(rollout_dump_dir="dump", rollout_dump_sampled=0, rollout_dump_worst=0)
+
+
+def test_options_of_a_dump_that_is_off():
+    with pytest.warns(
+        UserWarning, match="`rollout_dump_worst` is set to 3 but has no effect: `rollout_dump_dir` is None"
+    ):
+        RolloutCorrectionConfig(rollout_dump_worst=3)
+
+
+def test_the_commands_of_the_readme_read_a_run(make, tmp_path, capsys):
+    fields = {"rollout_dump_dir": str(tmp_path / "run" / "dump"), "save_strategy": "steps", "save_steps": 2}
+    make(**fields, max_steps=4, rollout_correction="decoupled_geo_rs_token_tis").train()
+    assert main(["compare", str(tmp_path / "run" / "dump")]) == 0
+    assert "this run" in capsys.readouterr().out
+    assert main(["report", str(tmp_path / "run"), "-o", str(tmp_path / "report.html")]) == 0
+    page = (tmp_path / "report.html").read_text()
+    assert all(f"<h2>{title}" in page or title in page for title in ("Findings", "Trends", "Who is rejected"))
+
+
+@pytest.mark.parametrize("command", ["report", "compare"])
+def test_commands_say_in_one_line_what_is_wrong(command, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other.parquet").write_bytes(b"PAR1 of another tool")
+    for path in ("missing", "other.parquet", "."):
+        assert main([command, path]) == 2
+        message = capsys.readouterr().err
+        assert message.startswith(f"{path}: ")
+        assert message.count("\n") == 1

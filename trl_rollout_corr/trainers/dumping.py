@@ -1,0 +1,159 @@
+"""Which sequences go to the dump: some at random, and the worst, over all ranks."""
+
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from accelerate import Accelerator
+from transformers import PreTrainedTokenizerBase, TrainerCallback
+
+from ..config import RolloutCorrectionConfig
+from ..dump import append_log, files_of, remove_oldest, rewind, write_rows
+
+
+class Candidate(NamedTuple):
+    """
+    A sequence that may go to the dump.
+
+    Args:
+        worst (`float`):
+            Largest absolute log-ratio of its tokens, infinite if one has no finite log-probability.
+        lot (`float`):
+            A random number: the largest are drawn.
+        row (`dict`):
+            Its columns, without text.
+    """
+
+    worst: float
+    lot: float
+    row: dict[str, Any]
+
+
+class SequenceDump(TrainerCallback):
+    """
+    Collects sequences during a step, and writes those that are drawn or worst when it ends.
+
+    Args:
+        args ([`RolloutCorrectionConfig`]):
+            Configuration of the trainer.
+        accelerator ([`~accelerate.Accelerator`]):
+            Knows the other ranks.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            Turns tokens into text.
+    """
+
+    def __init__(self, args: RolloutCorrectionConfig, accelerator: Accelerator, tokenizer: PreTrainedTokenizerBase):
+        self.args, self.accelerator, self.tokenizer = args, accelerator, tokenizer
+        self.folder = Path(args.rollout_dump_dir)
+        self.candidates: list[Candidate] = []
+
+    def wants(self, step: int) -> bool:
+        """Whether an optimizer step is dumped."""
+        return step % self.args.rollout_dump_steps == 0
+
+    def offer(self, step: int, batch: dict[str, torch.Tensor], columns: dict[str, torch.Tensor | None]):
+        """
+        Consider the sequences of a batch.
+
+        Args:
+            step (`int`):
+                Optimizer step that trains on them.
+            batch (`dict`):
+                TRL's batch: tokens, masks and advantages.
+            columns (`dict`):
+                Tensors of shape `(B, T)` or `(B,)` by column of the dump; `None` where there is none.
+        """
+        distance = (columns["train_logps"] - columns["rollout_logps"]).abs().nan_to_num(torch.inf)
+        worst = distance.masked_fill(~columns["mask"], 0.0).amax(1).cpu()
+        # lots of its own, so that training draws the same numbers with a dump and without
+        seed = hash((self.args.seed, self.accelerator.process_index, step, len(self.candidates)))
+        lots = torch.rand(len(worst), generator=torch.Generator().manual_seed(seed % 2**63))
+        chosen = self._chosen(worst, lots)
+        on_host = {name: None if x is None else x[chosen].cpu() for name, x in {**batch, **columns}.items()}
+        for i, index in enumerate(chosen.tolist()):
+            row = {name: None if x is None else x[i] for name, x in on_host.items()}
+            self.candidates.append(Candidate(worst[index].item(), lots[index].item(), {"step": step, **row}))
+        self._thin_out()
+
+    def _chosen(self, worst: torch.Tensor, lots: torch.Tensor) -> torch.Tensor:
+        """Indices of the sequences of a batch that may be among the worst, or drawn."""
+        counts = (self.args.rollout_dump_worst, self.args.rollout_dump_sampled)
+        top = [x.topk(min(k, len(x))).indices for x, k in zip((worst, lots), counts, strict=True)]
+        return torch.cat(top).unique()
+
+    def _thin_out(self):
+        """Forget what cannot be written any more."""
+        if self.candidates:
+            worst, lots = self._scores().unbind(1)
+            self.candidates = [self.candidates[i] for i in self._chosen(worst, lots).tolist()]
+
+    def _scores(self) -> torch.Tensor:
+        """`(N, 2)`: distance and lot of the candidates."""
+        return torch.tensor([candidate[:2] for candidate in self.candidates])
+
+    # Events -----------------------------------------------------------------------------------------------------------
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if state.global_step == 0 and files_of(self.folder):
+            raise ValueError(
+                f"`rollout_dump_dir` is {str(self.folder)!r}, which holds the dump of another run. Name another folder, or "
+                "remove it."
+            )
+        if state.global_step and self.accelerator.is_local_main_process:
+            rewind(self.folder, state.global_step)  # what came after the checkpoint comes again
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if not self.wants(state.global_step):
+            return
+        drawn, worst = self._among_all_ranks()
+        rows = list(self._rows(drawn, worst))
+        self.candidates = []
+        if rows:
+            settings = {f.name: getattr(self.args, f.name) for f in fields(RolloutCorrectionConfig)}
+            write_rows(self.folder, state.global_step, self.accelerator.process_index, rows, settings)
+        if self.accelerator.is_local_main_process:
+            remove_oldest(self.folder, self.args.rollout_dump_max_gb * 1e9)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if state.is_world_process_zero and logs:
+            append_log(self.folder, {**logs, "step": state.global_step})
+
+    def _among_all_ranks(self) -> tuple[set[int], set[int]]:
+        """Candidates of this rank that are drawn, and those that are among the worst of all ranks."""
+        size = self.args.rollout_dump_worst + self.args.rollout_dump_sampled
+        scores = torch.full((1, size, 2), -1.0)
+        if self.candidates:
+            scores[0, : len(self.candidates)] = self._scores()
+        everywhere = (
+            self.accelerator.gather(scores.to(self.accelerator.device)).cpu().flatten(0, 1)
+        )  # (ranks * size, 2)
+        first = self.accelerator.process_index * size
+        chosen = []
+        for column, count in ((1, self.args.rollout_dump_sampled), (0, self.args.rollout_dump_worst)):
+            best = everywhere[:, column].topk(min(count, len(everywhere))).indices - first
+            chosen.append({i for i in best.tolist() if 0 <= i < len(self.candidates)})
+        return chosen[0], chosen[1]
+
+    def _rows(self, drawn: set[int], worst: set[int]) -> Iterator[dict[str, Any]]:
+        for i in sorted(drawn | worst):
+            row = self.candidates[i].row
+            n = int(row["completion_mask"].sum())
+            token_ids = row["completion_ids"][:n].tolist()
+            prompt = row["prompt_ids"][row["prompt_mask"].bool()]
+            lists = ("mask", "train_logps", "rollout_logps", "weights", "keep", "coefficients")
+            yield {
+                "step": row["step"],
+                "rank": self.accelerator.process_index,
+                "sampled": i in drawn,
+                "worst": i in worst,
+                "prompt": self.tokenizer.decode(prompt.tolist()),
+                "completion": self.tokenizer.decode(token_ids),
+                "tokens": [self.tokenizer.decode([token]) for token in token_ids],
+                "token_ids": token_ids,
+                **{name: None if row[name] is None else row[name][:n].tolist() for name in lists},
+                "reward": row["reward"].item(),
+                "advantage": row["advantage"].item(),
+                "staleness": None if row["staleness"] is None else int(row["staleness"]),
+            }

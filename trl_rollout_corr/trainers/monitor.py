@@ -1,0 +1,207 @@
+"""The health rules during a run: a callback that warns, stops, or tightens."""
+
+from copy import copy
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState
+
+from ..config import MONITOR_ACTIONS, RolloutCorrectionConfig, warn
+from ..metrics import PREFIX
+from ..presets import PRESETS
+from ..rules import RULES, Examiner, Finding, is_training_window
+from .validation import check_batch_normalization, check_sequence_level_ratio
+
+
+ALARMS, TIGHTENED = f"{PREFIX}monitor/alarms", f"{PREFIX}monitor/tightened"
+# What a preset decides while a run goes on. Its mode stays that of the run.
+TIGHTENED_FIELDS = ("rollout_is", "rollout_is_threshold", "rollout_rs", "rollout_rs_threshold")
+FIRST_PAUSE = 10  # logging windows between the first two messages about a cause
+
+
+class RolloutCorrectionMonitor(TrainerCallback):
+    r"""
+    Looks at the metrics of rollout correction whenever they are logged, and says what is unhealthy.
+
+    The rules are those of `docs/monitoring.md`. Each finding is a warning with what was seen, why it matters and what to
+    set, repeated after 10, 20, 40 and so on logging windows while it lasts. The number of rules that hold is logged as
+    `rollout_corr/monitor/alarms`.
+
+    The trainers add a monitor by themselves, as `rollout_monitor` says. One that is passed to them takes its place.
+
+    Args:
+        action (`str`, *optional*, defaults to `"warn"`):
+            What else happens at the first critical finding. `"stop"` saves a checkpoint and ends training. `"tighten"`
+            switches to another preset, once, and logs `rollout_corr/monitor/tightened`.
+        preset (`str`, *optional*):
+            Preset that `"tighten"` switches to: its weights and rejection, with their bounds. It must have the mode
+            (`bypass_mode`, `rollout_loss_type`) of the run.
+        thresholds (`dict[str, float or None]`, *optional*):
+            Other thresholds, by name of the rule; `None` switches a rule off.
+
+    Raises:
+        `ValueError`: if the action, the preset or a threshold is not one; and when training begins, if the preset does not
+            suit the run.
+
+    Example:
+
+    ```python
+    from trl_rollout_corr import RolloutCorrectedGRPOTrainer, RolloutCorrectionMonitor
+
+    trainer = RolloutCorrectedGRPOTrainer(..., callbacks=[RolloutCorrectionMonitor("stop", thresholds={"k3_high": 0.1})])
+    ```
+    """
+
+    def __init__(self, action: str = "warn", preset: str | None = None, thresholds: dict[str, Any] | None = None):
+        if action not in MONITOR_ACTIONS:
+            raise ValueError(f"`rollout_monitor` must be one of {', '.join(MONITOR_ACTIONS)}, got {action!r}.")
+        if action == "tighten":
+            check_name(preset)
+        self.action, self.preset = action, preset
+        self.tightened = False
+        self._examiner = Examiner(thresholds=thresholds)
+        self._restart()
+
+    def _restart(self):
+        self._examiner.restart()
+        self._stopping = False
+        self._windows = 0
+        self._since: dict[str, int] = {}  # step at which a cause was seen first
+        self._seen: dict[str, int] = {}  # window in which it was seen last
+        self._pauses: dict[str, tuple[int, int]] = {}  # by cause: window of the next message, and the pause after it
+
+    def on_train_begin(self, args, state: TrainerState, control: TrainerControl, **kwargs):
+        if self.action == "tighten" and not self.tightened:
+            check_preset(self.preset, args)
+        self._restart()
+        self._examiner.settings = args
+        for entry in state.log_history:  # of a run that is resumed
+            self._examiner.observe(entry)
+        self._examiner.forget_streaks()  # what has been changed since gets its chance
+        if self.action == "tighten" and any(TIGHTENED in entry for entry in state.log_history):
+            self._tighten(args)
+            warn(f"The run that is resumed had been tightened, and goes on so: {self._description(args)}.")
+
+    def on_log(self, args, state: TrainerState, control: TrainerControl, logs: dict[str, Any] | None = None, **kwargs):
+        if not logs or not is_training_window(logs):
+            return
+        self._windows += 1
+        findings = self._examiner.observe({**logs, "step": state.global_step})
+        _add(ALARMS, len(findings), logs, state)
+        acted = self._act(findings, args, control)
+        if acted and self.action == "tighten":
+            _add(TIGHTENED, 1, logs, state)
+        for finding in findings:
+            self._say(finding, acted if finding is findings[0] else None)
+
+    def on_epoch_end(self, args, state: TrainerState, control: TrainerControl, **kwargs):
+        # `save_strategy="best"` takes the wish to save back if it evaluates in the step that stops
+        if self._stopping:
+            control.should_save = True
+
+    def on_save(self, args, state: TrainerState, control: TrainerControl, **kwargs):
+        self._stopping = False
+
+    # Actions ----------------------------------------------------------------------------------------------------------
+
+    def _act(self, findings: list[Finding], args, control: TrainerControl) -> str | None:
+        """Do what is to be done at a critical finding. Returns what was done, for the message about it."""
+        critical = bool(findings) and findings[0].severity == "critical"
+        if not critical or self.action == "warn":
+            return None
+        if self.action == "stop":
+            self._stopping = control.should_save = control.should_training_stop = True
+            return f"`rollout_monitor` is 'stop': training ends here, with a checkpoint in {args.output_dir}."
+        if self.tightened:
+            return None
+        self._tighten(args)
+        self._examiner.forget_streaks()
+        return f"`rollout_monitor` is 'tighten': from here on with {self._description(args)}."
+
+    def _tighten(self, args):
+        self.tightened = True
+        tighten(args, self.preset)
+
+    def _description(self, args) -> str:
+        settings = ", ".join(f"`{name}={getattr(args, name)!r}`" for name in TIGHTENED_FIELDS)
+        return f"the preset {self.preset}, {settings}"
+
+    # Messages ---------------------------------------------------------------------------------------------------------
+
+    def _say(self, finding: Finding, acted: str | None):
+        """Warn about a finding, unless it was said a short while ago."""
+        since = self._since.setdefault(finding.rule, finding.step)
+        self._seen[finding.rule] = self._windows
+        if any(finding.rule in RULES[rule].covers for rule in self._lately()):
+            return  # the same cause, and more was said about it
+        due, pause = self._pauses.get(finding.rule, (self._windows, FIRST_PAUSE))
+        if self._windows < due and not acted:
+            return
+        self._pauses[finding.rule] = self._windows + pause, 2 * pause
+        again = f", first at step {since}" if since < finding.step else ""
+        warn(f"Step {finding.step} ({finding.rule}{again}): {finding}{f' {acted}' if acted else ''}")
+
+    def _lately(self) -> list[str]:
+        """Causes that were seen a short while ago."""
+        return [rule for rule, window in self._seen.items() if self._windows - window < FIRST_PAUSE]
+
+
+def _add(key: str, value: int, logs: dict[str, Any], state: TrainerState):
+    """Add a number to the log: to what the other callbacks get, and to the copy that the trainer has just kept."""
+    logs[key] = value
+    if state.log_history:
+        state.log_history[-1][key] = value
+
+
+def tighten(args: RolloutCorrectionConfig, name: str):
+    """Give a configuration the weights and the rejection of a preset. The trainer reads them at every micro-batch."""
+    preset = RolloutCorrectionConfig.from_preset(name)
+    for field in TIGHTENED_FIELDS:
+        setattr(args, field, getattr(preset, field))
+
+
+def check_name(preset: str | None):
+    """Check that there is a preset of a name."""
+    if preset not in PRESETS:
+        raise ValueError(
+            f"`rollout_monitor_preset` is {preset!r}, but `rollout_monitor='tighten'` switches to it. Available presets: "
+            f"{', '.join(PRESETS)}."
+        )
+
+
+def check_preset(name: str | None, args: RolloutCorrectionConfig):
+    """
+    Check that a run can be switched to a preset.
+
+    Args:
+        name (`str`):
+            Name of the preset.
+        args ([`RolloutCorrectionConfig`]):
+            Configuration of the run.
+
+    Raises:
+        `ValueError`: if there is no such preset, or it has another mode, corrects nothing, or cannot act in this run.
+    """
+    check_name(name)
+    preset = RolloutCorrectionConfig.from_preset(name)
+    refused = f"`rollout_monitor_preset` is {name!r}, which `rollout_monitor='tighten'` cannot switch to: "
+    if _mode(preset) != _mode(args):
+        raise ValueError(
+            f"{refused}its mode is {_mode(preset)}, that of the run is {_mode(args)}. Choose a preset of the same mode."
+        )
+    if preset.rollout_is is None and preset.rollout_rs is None:
+        raise ValueError(f"{refused}it has neither weights nor rejection.")
+    if args.rollout_metrics_only:
+        raise ValueError(f"{refused}`rollout_metrics_only` is True. Set it to False, or `rollout_monitor` to 'warn'.")
+    if getattr(args, "loss_type", None) == "vespo":
+        raise ValueError(
+            f"{refused}`loss_type` is 'vespo', which cannot be corrected. Set `rollout_monitor` to 'warn'."
+        )
+    tightened = copy(args)
+    tighten(tightened, name)
+    check_batch_normalization(tightened)
+    if hasattr(tightened, "importance_sampling_level"):  # GRPO
+        check_sequence_level_ratio(tightened)
+
+
+def _mode(config: RolloutCorrectionConfig) -> str:
+    return f"bypass ({config.rollout_loss_type})" if config.bypass_mode else "decoupled"
