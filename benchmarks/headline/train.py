@@ -67,10 +67,10 @@ class RandomRejectionTrainer(RolloutCorrectedGRPOTrainer):
         self._kept_share = (keep.sum() / mask.sum()).item()
         return replace(correction, keep=keep)
 
-    def _report(self, metrics: dict[str, float], mode: str):
+    def _close_window(self) -> dict[str, float]:
         # the statistics are about the rule; here is what happened in its place
         happened = {"rollout_rs_masked_fraction": 1 - self._kept_share, "effective_lr": self._kept_share}
-        super()._report({**metrics, **{f"{PREFIX}{key}": value for key, value in happened.items()}}, mode)
+        return {**super()._close_window(), **{f"{PREFIX}{key}": value for key, value in happened.items()}}
 
 
 TRAINERS = {
@@ -136,7 +136,7 @@ def train(run: Run) -> dict[str, Any]:
     if run.arm.trainer == "trl":
         sync_weights_on_cpu(trainer.vllm_generation)  # ours does so itself; TRL's own push fails on a CPU
     if run.arm.lag:
-        quickstart.Lag(trainer.vllm_generation, run.arm.lag)
+        quickstart.Lag(trainer, run.arm.lag)
     # vLLM samples with torch's generator, which it seeds with 0 when it starts. Seeded here, a run is the same whether
     # or not it is the first of its process.
     transformers.set_seed(run.seed)

@@ -1,0 +1,377 @@
+"""`RolloutCorrectionMonitor` on the real TRL, with a sampler that is far from the trainer."""
+
+import math
+import re
+import warnings
+
+import pytest
+from transformers import TrainerCallback, TrainerControl, TrainerState
+
+from tests.tiny import StaleSampler
+from tests.training import EVALUATION, SCHEDULES, TRAINERS, BrokenSampler, build, freeze_sampler, logged, losses
+from trl_rollout_corr import RolloutCorrectionConfig
+from trl_rollout_corr.presets import PRESETS
+from trl_rollout_corr.trainers.monitor import ALARMS, TIGHTENED, TIGHTENED_FIELDS, RolloutCorrectionMonitor
+
+
+PRESET = "decoupled_geo_rs_token_tis"
+VLLM = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 64, "temperature": 1.0, "beta": 0.0}
+
+
+def make_grpo(model, folder, **fields):
+    """A trainer without correction whose sampler is far off: log-probabilities with a noise of one nat."""
+    fields = {"sampler": StaleSampler(model, noise=1.0), "rollout_correction": "disabled", **fields}
+    return build(*TRAINERS["grpo"], model, folder, rollout_monitor=None, **fields)
+
+
+def make_rloo(model, folder, **fields):
+    """The same for RLOO, which has no rollout functions: a real engine, frozen at other weights."""
+    fields = {"rollout_correction": "disabled", **VLLM, **fields}
+    trainer = build(*TRAINERS["rloo"], model, folder, rollout_monitor=None, **fields)
+    freeze_sampler(trainer, 1.0)
+    return trainer
+
+
+@pytest.fixture
+def make(tiny_model_path, tmp_path):
+    def make(monitor=None, folder="run", extra=None, **fields):
+        extra = {**(extra or {}), "callbacks": [monitor] if monitor else []}
+        return make_grpo(tiny_model_path, tmp_path / folder, extra=extra, **fields)
+
+    return make
+
+
+@pytest.fixture(params=["grpo", pytest.param("rloo", marks=pytest.mark.vllm)])
+def make_either(request, tiny_model_path, tmp_path):
+    """The same for both trainers."""
+    if request.param == "rloo":
+        request.getfixturevalue("shared_engine")
+
+    def make(monitor=None, folder="run", **fields):
+        extra = {"callbacks": [monitor] if monitor else []}
+        maker = {"grpo": make_grpo, "rloo": make_rloo}[request.param]
+        return maker(tiny_model_path, tmp_path / folder, extra=extra, **fields)
+
+    return make
+
+
+def settings(args):
+    return {name: getattr(args, name) for name in TIGHTENED_FIELDS}
+
+
+def steps_with(trainer, key):
+    return [entry["step"] for entry in trainer.state.log_history if key in entry]
+
+
+# Warnings -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_sampler_that_is_far_off_is_warned_about(make_either):
+    trainer = make_either(RolloutCorrectionMonitor())
+    with pytest.warns(
+        UserWarning, match=r"^Step 2 \(k3_high\): `k3_kl` is .*, above 0.03\..*set `rollout_correction`"
+    ):
+        trainer.train()
+    assert trainer.state.global_step == 3
+    assert len(logged(trainer, "monitor/alarms")) == 3
+    assert logged(trainer, "monitor/alarms")[0] == 0  # a single window is not enough
+    assert min(logged(trainer, "monitor/alarms")[1:]) >= 1
+
+
+def test_a_sampler_that_is_the_trainer_is_not(make, tiny_model_path):
+    trainer = make(RolloutCorrectionMonitor(), sampler=StaleSampler(tiny_model_path, noise=0.0), learning_rate=1e-6)
+    trainer.train()  # a warning would be an error here
+    assert logged(trainer, "monitor/alarms") == [0.0] * 3
+
+
+def test_reporters_get_the_number_of_alarms(make):
+    class Reporter(TrainerCallback):
+        seen = []
+
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            self.seen.append(logs.get(ALARMS))
+
+    trainer = make(RolloutCorrectionMonitor(thresholds={"k3_high": None, "biased_ratio": None}))
+    trainer.add_callback(Reporter())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.train()
+    assert Reporter.seen[:3] == logged(trainer, "monitor/alarms")
+    assert Reporter.seen[3] is None  # the summary at the end
+
+
+def test_evaluations_are_passed_over(make):
+    trainer = make(RolloutCorrectionMonitor(), **EVALUATION)
+    with pytest.warns(UserWarning, match="k3_high"):
+        trainer.train()
+    evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert evaluations
+    assert not any(ALARMS in entry for entry in evaluations)
+
+
+def nothing_is_finite(output):
+    output["logprobs"] = [[math.nan] * len(sequence) for sequence in output["logprobs"]]
+
+
+def test_a_sampler_without_finite_log_probabilities_is_warned_about(make, tiny_model_path):
+    trainer = make(RolloutCorrectionMonitor(), sampler=BrokenSampler(tiny_model_path, nothing_is_finite))
+    with pytest.warns(UserWarning, match="came without a finite log-probability") as caught:
+        trainer.train()
+    # at first as little as one token would say, then that most are
+    assert [str(warning.message)[:23] for warning in caught] == ["Step 1 (nonfinite): A f", "Step 2 (nonfinite_many)"]
+
+
+def test_a_run_that_rejects_everything_is_warned_about(make):
+    trainer = make(RolloutCorrectionMonitor(), rollout_rs="seq_mean_k1", rollout_rs_threshold=1.0001)
+    with pytest.warns(UserWarning, match="Every token of a logging window was rejected"):
+        trainer.train()
+
+
+# Without a trainer: how often ----------------------------------------------------------------------------------------
+
+
+def observe(monitor, windows, before=()):
+    """
+    Let a monitor see the log of a run without correction, and return its messages, the state, and the control. `before` are
+    windows that were logged before the run was resumed.
+    """
+    args = RolloutCorrectionConfig(rollout_correction="disabled", rollout_monitor=None)
+    args.output_dir = "output"
+    state, control = TrainerState(), TrainerControl()
+    state.log_history = [{"loss": 0.0, **window, "step": step} for step, window in enumerate(before, 1)]
+    monitor.on_train_begin(args, state, control)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step, window in enumerate(windows, len(before) + 1):
+            logs, state.global_step = {"loss": 0.0, **window}, step
+            state.log_history.append({**logs, "step": step})
+            monitor.on_log(args, state, control, logs=logs)
+    return [str(warning.message) for warning in caught], state, control
+
+
+FAR, NEAR, BETWEEN = ({"rollout_corr/k3_kl": value} for value in (0.2, 1e-4, 0.02))
+
+
+def test_a_cause_that_lasts_is_repeated_ever_more_rarely():
+    messages, state, control = observe(RolloutCorrectionMonitor(), [FAR] * 200)
+    steps = [int(message.split()[1]) for message in messages]
+    assert steps == [2, 12, 32, 72, 152]
+    assert all("(k3_high" in message for message in messages)
+    assert "first at step 2)" in messages[1]
+    assert [entry[ALARMS] for entry in state.log_history] == [0, *[1] * 199]
+    assert not control.should_training_stop
+
+
+def test_a_cause_that_comes_and_goes_does_not_flood():
+    messages, _, _ = observe(RolloutCorrectionMonitor(), [FAR, FAR, FAR, NEAR, NEAR, NEAR] * 33)
+    assert 3 <= len(messages) <= 6
+
+
+def test_two_causes_have_messages_of_their_own():
+    window = {
+        "rollout_corr/staleness_max": 40.0,
+        "rollout_corr/rollout_is_std": 2.0,
+        "rollout_corr/rollout_is_mean": 1.0,
+    }
+    messages, _, _ = observe(RolloutCorrectionMonitor(), [window] * 3)
+    assert [re.search(r"\((\w+)", message)[1] for message in messages] == ["staleness", "weight_std"]
+
+
+def test_only_the_main_process_speaks(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    messages, state, control = observe(RolloutCorrectionMonitor("stop"), [FAR] * 3)
+    assert messages == []
+    assert control.should_training_stop
+    assert state.log_history[-1][ALARMS] == 1
+
+
+def test_logs_of_something_else_are_left_alone():
+    monitor, control, state = RolloutCorrectionMonitor("stop"), TrainerControl(), TrainerState()
+    monitor.on_train_begin(RolloutCorrectionConfig(rollout_monitor=None), state, control)
+    for logs in (None, {}, {"my_metric": 1.0}, {"eval_rollout_corr/k3_kl": 9.0}, {"train_runtime": 1.0}):
+        before = dict(logs or {})
+        monitor.on_log(None, state, control, logs=logs)
+        assert (logs or {}) == before
+
+
+# Stopping -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_is_stopped_after_a_checkpoint_and_goes_on_from_there(make, tmp_path):
+    fields = {"max_steps": 6, "save_strategy": "no"}
+    trainer = make(RolloutCorrectionMonitor("stop"), **fields)
+    with pytest.warns(UserWarning, match="training ends here, with a checkpoint in "):
+        trainer.train()
+    assert trainer.state.global_step == 2
+    checkpoint = tmp_path / "run" / "checkpoint-2"
+    assert (checkpoint / "trainer_state.json").exists()
+    assert (checkpoint / "model.safetensors").exists()
+    resumed = make(folder="resumed", **fields)
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    assert resumed.state.global_step == 6
+    assert len(logged(resumed, "kl")) == 6
+    uninterrupted = make(folder="uninterrupted", **fields)
+    found = [entry["loss"] for entry in resumed.state.log_history if "loss" in entry]
+    assert found == pytest.approx([loss for loss, _ in losses(uninterrupted)], rel=1e-5)
+
+
+def test_what_was_changed_after_a_stop_gets_its_chance(make, tmp_path, tiny_model_path):
+    fields = {"max_steps": 4, "learning_rate": 1e-6}
+    with pytest.warns(UserWarning, match="training ends here"):
+        make(RolloutCorrectionMonitor("stop"), **fields).train()
+    repaired = StaleSampler(tiny_model_path, noise=0.0)
+    resumed = make(RolloutCorrectionMonitor("stop"), sampler=repaired, folder="resumed", **fields)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    assert resumed.state.global_step == 4
+
+
+def test_windows_of_before_a_resume_do_not_stop_the_run():
+    *_, control = observe(RolloutCorrectionMonitor("stop"), [FAR], before=[FAR] * 5)
+    assert not control.should_training_stop
+    *_, control = observe(RolloutCorrectionMonitor("stop"), [FAR, FAR], before=[FAR] * 5)
+    assert control.should_training_stop
+
+
+def test_how_a_resumed_run_began_is_known():
+    early, late = {"rollout_corr/k3_kl": 0.001}, {"rollout_corr/k3_kl": 0.006}
+    assert observe(RolloutCorrectionMonitor(), [late] * 12)[0] == []
+    messages, _, _ = observe(RolloutCorrectionMonitor(), [late] * 12, before=[early] * 30)
+    assert "(k3_growth)" in messages[0]
+
+
+def test_a_checkpoint_is_saved_if_it_is_not_the_best(make, tmp_path, monkeypatch):
+    best = {"save_strategy": "best", "metric_for_best_model": "loss", **EVALUATION, "eval_steps": 1}
+    trainer = make(RolloutCorrectionMonitor("stop"), max_steps=6, **best)
+    monkeypatch.setattr(trainer, "_determine_best_metric", lambda metrics, trial: False)
+    with pytest.warns(UserWarning, match="training ends here"):
+        trainer.train()
+    assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-2"]
+
+
+def test_a_warning_does_not_stop():
+    messages, _, control = observe(RolloutCorrectionMonitor("stop"), [BETWEEN] * 10)
+    assert "(k3_uncorrected)" in messages[0]
+    assert not control.should_training_stop
+
+
+# Tightening -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_is_tightened_once(make_either):
+    trainer = make_either(RolloutCorrectionMonitor("tighten", PRESET), max_steps=5)
+    assert trainer.args.rollout_is is None
+    with pytest.warns(
+        UserWarning, match="from here on with the preset decoupled_geo_rs_token_tis, `rollout_is='token'`"
+    ):
+        trainer.train()
+    assert settings(trainer.args) == settings(RolloutCorrectionConfig.from_preset(PRESET))
+    assert steps_with(trainer, TIGHTENED) == [2]
+    assert steps_with(trainer, "rollout_corr/rollout_is_mean") == [3, 4, 5]
+    assert steps_with(trainer, "rollout_corr/rollout_rs_masked_fraction") == [3, 4, 5]
+
+
+def test_a_tightened_run_is_the_uncorrected_one_and_then_another(make_either):
+    untouched = losses(make_either(folder="untouched", max_steps=4))
+    monitor = RolloutCorrectionMonitor("tighten", "decoupled_token_is")
+    with pytest.warns(UserWarning, match="from here on"):
+        tightened = losses(make_either(monitor, max_steps=4))
+    assert tightened[:2] == untouched[:2]
+    assert tightened[2] != untouched[2]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_run_is_tightened_on_every_schedule(make_either, schedule):
+    trainer = make_either(RolloutCorrectionMonitor("tighten", PRESET), schedule=schedule, max_steps=8)
+    with pytest.warns(UserWarning, match="from here on"):
+        steps = losses(trainer)
+    assert len(steps) == 8
+    assert all(math.isfinite(x) for step in steps for x in step)
+    assert logged(trainer, "rollout_is_mean")
+
+
+@pytest.mark.parametrize("num_iterations", [1, 2])
+def test_a_run_is_tightened_in_the_middle_of_a_generation(make_either, num_iterations):
+    # four optimizer steps per generation and iteration, and the second is the one that alarms
+    fields = {"steps_per_generation": 8, "num_iterations": num_iterations, "max_steps": 10, "num_generations": 4}
+    untouched = losses(make_either(folder="untouched", **fields))
+    trainer = make_either(RolloutCorrectionMonitor("tighten", "decoupled_token_is"), **fields)
+    with pytest.warns(UserWarning, match="from here on"):
+        tightened = losses(trainer)
+    assert steps_with(trainer, TIGHTENED) == [2]
+    assert tightened[:2] == untouched[:2]
+    assert tightened[2] != untouched[2]  # completions of the same generation that had not been visited
+    assert steps_with(trainer, "rollout_corr/rollout_is_mean")[0] == 3
+    assert all(math.isfinite(x) for step in tightened for x in step)
+
+
+@pytest.mark.parametrize("options", [{"rollout_is_batch_normalize": True}, {"rollout_rs_renormalize": True}])
+def test_factors_of_the_whole_batch_come_with_the_preset(make, options):
+    with pytest.warns(UserWarning, match="has no effect"):  # not yet
+        trainer = make(
+            RolloutCorrectionMonitor("tighten", "decoupled_k3_rs_token_tis"),
+            schedule="several steps per generation",
+            max_steps=6,
+            **options,
+        )
+    with pytest.warns(UserWarning, match="from here on"):
+        assert all(math.isfinite(loss) for loss, _ in losses(trainer))
+
+
+def test_bypass_is_tightened_to_bypass(make):
+    monitor = RolloutCorrectionMonitor("tighten", "bypass_ppo_clip_k3_rs")
+    trainer = make(monitor, rollout_correction="bypass_ppo_clip", max_steps=4, schedule="several steps per generation")
+    with pytest.warns(UserWarning, match="from here on with the preset bypass_ppo_clip_k3_rs"):
+        trainer.train()
+    assert trainer.args.rollout_rs == ["seq_mean_k3"]
+    assert logged(trainer, "rollout_rs_masked_fraction")
+
+
+def test_a_resumed_run_is_as_tight_as_it_was(make_either, tmp_path):
+    fields = {"max_steps": 4, "save_strategy": "steps", "save_steps": 3}
+    with pytest.warns(UserWarning, match="from here on"):
+        make_either(RolloutCorrectionMonitor("tighten", PRESET), **fields).train()
+    resumed = make_either(RolloutCorrectionMonitor("tighten", PRESET), folder="resumed", **fields)
+    with pytest.warns(UserWarning, match="The run that is resumed had been tightened, and goes on so"):
+        resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
+    assert settings(resumed.args) == settings(RolloutCorrectionConfig.from_preset(PRESET))
+    assert steps_with(resumed, TIGHTENED) == [2]
+    assert steps_with(resumed, "rollout_corr/rollout_is_mean") == [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("preset", "fields", "message"),
+    [
+        ("bypass_pg_is", {}, r"its mode is bypass \(reinforce\), that of the run is decoupled"),
+        (
+            "decoupled_token_is",
+            {"rollout_correction": "bypass_pg_is"},
+            "its mode is decoupled, that of the run is bypass",
+        ),
+        (
+            "bypass_pg_geo_rs",
+            {"rollout_correction": "bypass_ppo_clip"},
+            r"bypass \(reinforce\), .* bypass \(ppo_clip\)",
+        ),
+        ("disabled", {}, "neither weights nor rejection"),
+        (PRESET, {"rollout_metrics_only": True}, "`rollout_metrics_only` is True"),
+        (PRESET, {"loss_type": "vespo"}, "`loss_type` is 'vespo'"),
+    ],
+)
+def test_a_preset_that_does_not_suit_the_run_is_refused_at_its_start(make, preset, fields, message):
+    trainer = make(RolloutCorrectionMonitor("tighten", preset), **fields)
+    with pytest.raises(ValueError, match=f"`rollout_monitor_preset` is '{preset}', which .*{message}"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+def test_what_is_no_action_preset_or_rule_is_refused():
+    with pytest.raises(ValueError, match="`rollout_monitor` must be one of warn, stop, tighten, got 'shout'"):
+        RolloutCorrectionMonitor("shout")
+    for preset in (None, "nothing"):
+        with pytest.raises(
+            ValueError, match=f"`rollout_monitor_preset` is {preset!r}.*Available presets: decoupled_token_is"
+        ):
+            RolloutCorrectionMonitor("tighten", preset)
+    with pytest.raises(ValueError, match="`rollout_monitor_thresholds` has 'k4', which is no rule"):
+        RolloutCorrectionMonitor(thresholds={"k4": 1.0})
+    assert all(RolloutCorrectionMonitor("tighten", preset) for preset in PRESETS)
