@@ -2,6 +2,8 @@
 Command line.
 
     python -m trl_rollout_corr convert old.yaml
+    python -m trl_rollout_corr report outputs/run -o report.html
+    python -m trl_rollout_corr compare outputs/run/dump
 """
 
 import argparse
@@ -88,6 +90,24 @@ def _in_one_line(value: Any) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return the exit code: 2 for input that cannot be used."""
+    args = _parser().parse_args(arguments)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            output = args.run(args)
+        except (ValueError, TypeError) as error:
+            print(f"{getattr(args, args.subject)}: {error}", file=sys.stderr)
+            return 2
+    for warning in caught:
+        if issubclass(warning.category, UserWarning):
+            print(f"warning: {warning.message}", file=sys.stderr)
+    sys.stdout.write(output)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    from . import report, whatif  # what they need, they load when they run
+
     parser = argparse.ArgumentParser(prog="python -m trl_rollout_corr", description="Tools for rollout correction.")
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser(
@@ -96,18 +116,22 @@ def main(arguments: list[str] | None = None) -> int:
         description="Translate a configuration of verl, of its first releases, or of TRL's own correction.",
     )
     command.add_argument("file", help="YAML file, or - for standard input")
-    args = parser.parse_args(arguments)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            output = convert(args.file)
-        except (ValueError, TypeError) as error:
-            print(f"{args.file}: {error}", file=sys.stderr)
-            return 2
-    for warning in caught:
-        print(f"warning: {warning.message}", file=sys.stderr)
-    sys.stdout.write(output)
-    return 0
+    command.set_defaults(run=lambda args: convert(args.file), subject="file")
+    command = commands.add_parser(
+        "report",
+        help="draw a report of a run or a dump",
+        description="Draw what happened in a run, from its log, from the sequences of `rollout_dump_dir`, or from both.",
+    )
+    report.add_arguments(command)
+    command.set_defaults(run=report.run, subject="source")
+    command = commands.add_parser(
+        "compare",
+        help="say what every preset would do to the sequences of a dump",
+        description="Apply every preset to the sequences of `rollout_dump_dir`, and suggest bounds. Needs no GPU.",
+    )
+    whatif.add_arguments(command)
+    command.set_defaults(run=whatif.run, subject="dump")
+    return parser
 
 
 if __name__ == "__main__":

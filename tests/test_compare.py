@@ -1,0 +1,507 @@
+"""`python -m trl_rollout_corr compare`."""
+
+import argparse
+import dataclasses
+import json
+import math
+import re
+import sys
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import yaml
+
+from tests import reference
+from tests.dumps import make_dump
+from tests.launching import run as run_process
+from trl_rollout_corr import RolloutCorrectionConfig, dump, whatif
+from trl_rollout_corr.__main__ import main
+from trl_rollout_corr.presets import PRESETS
+from trl_rollout_corr.replay import read_rows
+from trl_rollout_corr.spread import (
+    Spread,
+    masked_mean,
+    measure,
+    predict,
+    rejected,
+    sample_size,
+    suggest_bounds,
+    truncated_mean,
+)
+
+
+NUMBERS = ("rejected", "sample_size", "effective_lr", "cosine", "norm")
+
+
+def compare(*arguments) -> str:
+    parser = argparse.ArgumentParser()
+    whatif.add_arguments(parser)
+    return whatif.run(parser.parse_args([str(argument) for argument in arguments]))
+
+
+def document(*arguments) -> dict:
+    return json.loads(compare(*arguments, "--json"), parse_constant=pytest.fail)  # NaN and infinity are not JSON
+
+
+def outcomes(*arguments) -> dict[str, dict]:
+    """Numbers by name of preset."""
+    entries = document(*arguments)["settings"]
+    return {name: {key: entry[key] for key in NUMBERS} for entry in entries for name in entry["name"].split(", ")}
+
+
+def like(numbers: dict[str, float | None], tolerance: float) -> dict:
+    return {key: None if value is None else pytest.approx(value, rel=tolerance) for key, value in numbers.items()}
+
+
+def predictions(*arguments) -> dict[str, dict]:
+    return {entry["quantity"]: entry for entry in document(*arguments)["predictions"]}
+
+
+# The table ----------------------------------------------------------------------------------------------------------------
+
+
+def by_hand(folder, preset: str, epsilon: float, epsilon_high: float) -> dict[str, float]:
+    """The numbers of the table, by loops over Python floats."""
+    config = RolloutCorrectionConfig.from_preset(preset)
+    rows = [row for row in dump.read_dump(folder).rows if row["sampled"]]
+    tokens = [
+        [
+            (train, rollout)
+            for train, rollout, counts in zip(row["train_logps"], row["rollout_logps"], row["mask"], strict=True)
+            if counts
+        ]
+        for row in rows
+    ]
+    usable = [[pair for pair in sequence if math.isfinite(pair[1])] for sequence in tokens]
+    count = sum(map(len, usable))
+    keeps = [[True] * len(sequence) for sequence in usable]
+    for name, bounds in zip(config.rollout_rs or [], config.rollout_rs_threshold or [], strict=True):
+        more = reference.keeps(usable, name, bounds)
+        keeps = [[a and b for a, b in zip(*both, strict=True)] for both in zip(keeps, more, strict=True)]
+    weights = [[1.0] * len(sequence) for sequence in usable]
+    result = {"rejected": None, "sample_size": None}
+    if config.rollout_rs:
+        result["rejected"] = sum(not kept for row in keeps for kept in row) / count
+    if config.rollout_is:
+        applied = reference.weights(usable, config.rollout_is, *config.weight_bounds)
+        flat = [w for row in applied for w in row]
+        result["sample_size"] = sum(flat) ** 2 / count / sum(w * w for w in flat)
+        weights = applied if config.applies_weights else weights
+    coefficients = [[w * k for w, k in zip(*both, strict=True)] for both in zip(weights, keeps, strict=True)]
+    result["effective_lr"] = sum(c for row in coefficients for c in row) / count
+    product = square = corrected_square = 0.0
+    for row, sequence, factors in zip(rows, tokens, coefficients, strict=True):
+        factors = iter(factors)
+        for train, rollout in sequence:
+            plain = row["advantage"] * (1 - math.exp(train))
+            factor = next(factors) if math.isfinite(rollout) else 0.0
+            if config.bypass_mode and config.rollout_loss_type == "ppo_clip" and math.isfinite(rollout):
+                ratio = math.exp(train - rollout)
+                beyond = ratio > 1 + epsilon_high if row["advantage"] > 0 else ratio < 1 - epsilon
+                factor = 0.0 if beyond else factor * ratio
+            product += plain * plain * factor
+            square += plain**2
+            corrected_square += (plain * factor) ** 2
+    result["cosine"] = product / math.sqrt(square * corrected_square)
+    result["norm"] = math.sqrt(corrected_square / square)
+    return result
+
+
+@pytest.mark.parametrize(
+    "preset",
+    [
+        "decoupled_token_icepop",
+        "decoupled_seq_is_rs",
+        "bypass_ppo_clip",
+        "bypass_ppo_clip_k3_rs",
+        "geo_mis",
+        "disabled",
+    ],
+)
+def test_the_table_is_that_of_a_loop_over_tokens(preset, tmp_path):
+    make_dump(tmp_path, spread=0.15, broken=2, ranks=2, seed=3)
+    expected = by_hand(tmp_path, preset, 0.1, 0.2)
+    assert outcomes(tmp_path, "--epsilon", 0.1, "--epsilon_high", 0.2)[preset] == like(expected, 1e-5)
+    if "ppo_clip" in preset:
+        assert 0.3 < expected["cosine"] < 0.999  # something is clipped
+    if config_of(preset).rollout_rs:
+        assert 0.05 < expected["rejected"] < 1  # something is rejected
+
+
+def config_of(preset: str) -> RolloutCorrectionConfig:
+    return RolloutCorrectionConfig.from_preset(preset)
+
+
+SETTINGS = {
+    "decoupled": {"rollout_correction": "decoupled_geo_rs_token_tis", "rollout_rs_threshold": [0.99, 1.01]},
+    "bypass": {"rollout_correction": "bypass_ppo_clip_geo_rs", "rollout_rs_threshold": [0.99, 1.01]},
+    "neutralize": {"rollout_is": "sequence", "rollout_nan_policy": "neutralize"},
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_the_settings_of_the_run_give_what_the_run_did(settings, tmp_path):
+    folder = make_dump(tmp_path / "dump", steps=1, sampled=32, settings=settings, broken=3)
+    (tmp_path / "same.yaml").write_text(yaml.safe_dump({**settings, "learning_rate": 1e-6, "use_vllm": True}))
+    found = outcomes(folder, "--config", tmp_path / "same.yaml")
+    assert found["this run"] == like(found[str(tmp_path / "same.yaml")], 1e-6)
+    logged = dump.read_dump(folder).logs[0]
+    assert found["this run"]["effective_lr"] == pytest.approx(logged["rollout_corr/effective_lr"], rel=1e-6)
+    for key, name in (("rejected", "rollout_rs_masked_fraction"), ("sample_size", "rollout_is_eff_sample_size")):
+        if found["this run"][key] is not None:
+            assert found["this run"][key] == pytest.approx(logged[f"rollout_corr/{name}"], rel=1e-6)
+
+
+def test_factors_of_the_whole_batch_come_from_the_run(tmp_path):
+    """Eight of its rows do not tell what was normalised."""
+    settings = {"rollout_correction": "decoupled_geo_rs_token_tis", "rollout_rs_threshold": [0.99, 1.01]}
+    folder = make_dump(tmp_path, steps=1, sampled=8, settings={**settings, "rollout_rs_renormalize": True})
+    rows = [row for row in dump.read_dump(folder).rows if row["sampled"]]
+    coefficients = [c for row in rows for c, counts in zip(row["coefficients"], row["mask"], strict=True) if counts]
+    expected = sum(coefficients) / len(coefficients)
+    assert outcomes(folder)["this run"]["effective_lr"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_worst_rows_count_only_if_asked_for(tmp_path):
+    make_dump(tmp_path, sampled=10, worst=6)
+    rows = dump.read_dump(tmp_path).rows
+    assert document(tmp_path)["sequences"] == sum(row["sampled"] for row in rows) == 30
+    assert document(tmp_path, "--worst")["sequences"] == len(rows) > 30
+
+
+def test_steps_are_selected(tmp_path):
+    make_dump(tmp_path, steps=5, growth=2.0)
+    assert document(tmp_path, "--steps", "2:3")["steps"] == [2, 3]
+    assert document(tmp_path, "--steps", "5")["steps"] == [5]
+    first, last = (document(tmp_path, "--steps", steps)["spread"]["s"] for steps in (":1", "5:"))
+    assert last > 10 * first
+
+
+def test_presets_that_say_the_same_share_a_row(tmp_path):
+    entries = document(make_dump(tmp_path))["settings"]
+    assert [entry["name"] for entry in entries][:2] == ["this run", "decoupled_token_is, token_is, token_tis"]
+    assert sorted(name for entry in entries[1:] for name in entry["name"].split(", ")) == sorted(PRESETS)
+    fields = [{**entry["fields"], "rollout_correction": None} for entry in entries[1:]]
+    assert all(a != b for i, a in enumerate(fields) for b in fields[:i])
+
+
+def test_the_table_is_markdown_and_has_dashes_for_what_there_is_not(tmp_path):
+    rows = [
+        line for line in compare(make_dump(tmp_path, spread=3.0, gaussian=True)).splitlines() if line.startswith("|")
+    ]
+    first, second = (rows[: len(rows) - 10], rows[-10:])
+    assert len({len(row) for row in first}) == len({len(row) for row in second}) == 1
+    cells = {row.split("|")[1].strip(): [cell.strip() for cell in row.split("|")[2:-1]] for row in first}
+    assert cells["settings"] == ["rejected", "ESS", "effective lr", "cosine", "norm"]
+    assert cells["disabled"] == ["-", "-", "1.000", "1.000", "1.000"]
+    assert cells["decoupled_geo_rs"] == ["1.000", "-", "0.000", "-", "0.000"]
+
+
+def test_what_stops_at_broken_tokens_has_no_numbers(tmp_path, capsys):
+    path = tmp_path / "strict.yaml"
+    path.write_text("rollout_nan_policy: raise")
+    folder = str(make_dump(tmp_path / "dump", broken=1, sampled=32))
+    assert main(["compare", folder, "--config", str(path)]) == 0
+    output = capsys.readouterr().out
+    assert re.search(r"^3 of \d+ tokens have a log-probability that is not finite\.$", output, re.MULTILINE)
+    assert f"{path}: `rollout_nan_policy: raise` ends the run at these sequences." in output
+    assert outcomes(folder, "--config", path)[str(path)] == dict.fromkeys(NUMBERS)
+    assert all(value == value for row in outcomes(folder).values() for value in row.values())
+
+
+def test_notes_say_what_the_numbers_are(tmp_path):
+    text = compare(make_dump(tmp_path / "a", settings={"rollout_correction": "bypass_pg_is"}))
+    assert "The run: bypass, reinforce; the trainer's log-probabilities are those of the current policy." in text
+    text = compare(make_dump(tmp_path / "b", settings={"rollout_metrics_only": True}))
+    assert "The run: decoupled; the trainer's log-probabilities are those of the old policy." in text
+    assert "This run only measured" in text
+    folder = make_dump(tmp_path / "c", group=1)  # alone in its group, every advantage is 0
+    assert "there is no gradient to compare" in compare(folder)
+    assert outcomes(folder)["decoupled_token_is"]["cosine"] is None
+
+
+# Predictions --------------------------------------------------------------------------------------------------------------
+
+
+def test_closed_forms_are_those_of_random_weights():
+    rng = torch.Generator().manual_seed(0)
+    for v in (0.1, 0.8, 2.0):
+        d = torch.randn(2_000_000, generator=rng, dtype=torch.float64) * v**0.5 - v / 2
+        w, v = d.exp(), torch.tensor([v], dtype=torch.float64)
+        assert truncated_mean(v, 2.0).item() == pytest.approx(w.clamp(max=2.0).mean().item(), abs=2e-3)
+        assert masked_mean(v, 3.0).item() == pytest.approx((w * (w <= 3)).mean().item(), abs=3e-3)
+        if v < 1:  # beyond, no sample is large enough
+            assert sample_size(v).item() == pytest.approx((w.mean() ** 2 / w.square().mean()).item(), rel=0.02)
+    s, length = 0.3, torch.tensor([50.0], dtype=torch.float64)
+    mean = torch.randn(2_000_000, generator=rng, dtype=torch.float64) * s / length.sqrt() - s * s / 2
+    for lower, upper in ((0.95, 1.01), (0.9, 1.2), (0.0, 1.0)):
+        outside = (mean.exp() < lower) | (mean.exp() > upper)
+        assert rejected(s, length, lower, upper).item() == pytest.approx(outside.double().mean().item(), abs=2e-3)
+
+
+def test_closed_forms_without_a_spread():
+    nothing, length = torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
+    assert truncated_mean(nothing, 2.0).item() == masked_mean(nothing, 3.0).item() == sample_size(nothing).item() == 1
+    assert rejected(0.0, length, 0.999, 1.001).item() == 0
+
+
+def test_the_table_of_the_theory_follows():
+    """`docs/theory.md`, for s = 0.04."""
+    v = torch.tensor([100, 433, 1000, 4000], dtype=torch.float64) * 0.04**2
+    assert [round(x, 2) for x in sample_size(v).tolist()] == [0.85, 0.50, 0.20, 0.0]
+    assert [round(x, 2) for x in truncated_mean(v, 2.0).tolist()] == [0.99, 0.87, 0.70, 0.28]
+    assert [round(x, 2) for x in masked_mean(v, 3.0).tolist()] == [0.99, 0.82, 0.59, 0.20]
+
+
+def test_what_is_predicted_is_measured_where_the_model_holds(tmp_path):
+    """With `s = 0.09`, truncated weights have a mean of 0.9, which would be 1.15 were the mean log-ratio `+s^2 / 2`."""
+    make_dump(tmp_path, steps=1, rows=1200, sampled=1200, length=90, spread=0.09, gaussian=True, logs=False)
+    found = predictions(tmp_path)
+    assert len(found) == 8
+    for quantity, entry in found.items():
+        tolerance = {"mean log-ratio": 0.001, "sequence weights: ESS": 0.1}.get(quantity, 0.045)
+        assert entry["predicted"] == pytest.approx(entry["measured"], abs=tolerance), quantity
+    assert found["mean log-ratio"]["measured"] < -0.003
+
+
+def test_predictions_are_for_the_lengths_that_there_are():
+    """Of 5 and of 40 tokens; a completion of the mean length is like neither."""
+    rng = torch.Generator().manual_seed(0)
+    d = torch.randn(20000, 40, generator=rng, dtype=torch.float64) * 0.15 - 0.15**2 / 2
+    valid = torch.arange(40) < torch.where(torch.arange(20000) % 4 > 0, 5, 40)[:, None]
+    for prediction in predict(measure(d * valid, valid), (0.97, 1.03)):
+        assert prediction.predicted == pytest.approx(prediction.measured, abs=0.02), prediction.quantity
+        if prediction.quantity in (
+            "sequence weights: ESS",
+            "sequence weights truncated at 2: mean",
+            "seq_mean_k1 [0.99, 1.01]: rejected",
+        ):
+            assert abs(prediction.predicted - prediction.at_mean_length) > 0.04
+
+
+def test_measured_values_are_those_that_are_logged(tmp_path):
+    make_dump(tmp_path, spread=0.12, broken=2)
+    (tmp_path / "truncate.yaml").write_text("{rollout_is: sequence, rollout_is_threshold: 2}")
+    (tmp_path / "drop.yaml").write_text("{rollout_is: sequence, rollout_is_threshold: [0, 3]}")
+    (tmp_path / "free.yaml").write_text("{rollout_is: sequence, rollout_is_threshold: inf}")
+    files = [tmp_path / f"{name}.yaml" for name in ("truncate", "drop", "free")]
+    found = outcomes(tmp_path, *(text for file in files for text in ("--config", file)))
+    truncate, drop, free = (found[str(file)] for file in files)
+    measured = {quantity: entry["measured"] for quantity, entry in predictions(tmp_path).items()}
+    assert measured["sequence weights: ESS"] == pytest.approx(free["sample_size"], rel=1e-5)
+    assert measured["sequence weights truncated at 2: mean"] == pytest.approx(truncate["effective_lr"], rel=1e-5)
+    assert measured["sequence weights dropped above 3: mean"] == pytest.approx(drop["effective_lr"], rel=1e-5)
+    geometric = found["decoupled_geo_rs"]["rejected"]
+    assert measured["seq_mean_k1 [0.999, 1.001]: rejected"] == pytest.approx(geometric, rel=1e-6)
+
+
+# Suggestion ---------------------------------------------------------------------------------------------------------------
+
+
+def spread_of(s: float, length: int, rows: int = 2000) -> Spread:
+    rng = torch.Generator().manual_seed(0)
+    d = torch.randn(rows, length, generator=rng, dtype=torch.float64) * s - s * s / 2
+    return measure(d, torch.ones_like(d, dtype=torch.bool))
+
+
+@pytest.mark.parametrize(("s", "length"), [(0.04, 400), (0.1, 100), (0.2, 17), (0.2, 400), (0.5, 20)])
+def test_suggested_bounds_reject_at_most_5_percent_and_no_less_than_needed(s, length):
+    spread = spread_of(s, length)
+    lower, upper = suggest_bounds(spread)
+    mean = spread.sums / spread.lengths
+    assert 0.01 < ((mean.exp() < lower) | (mean.exp() > upper)).double().mean() <= 0.05
+    assert lower < 1 < upper
+
+
+def test_bounds_are_those_of_the_document():
+    """`docs/choosing.md`: 95 percent of 1600 tokens at s = 0.04 are kept by [0.9972, 1.0012]."""
+    lower, upper = suggest_bounds(spread_of(0.04, 1600, rows=400))
+    assert lower == pytest.approx(0.9972, abs=3e-4)
+    assert upper == pytest.approx(1.0016, abs=5e-4)
+
+
+def test_bounds_do_not_follow_broken_completions():
+    d = spread_of(0.1, 100, rows=200).log_ratio[torch.randperm(20000, generator=torch.Generator().manual_seed(0))]
+    healthy = d.view(200, 100)
+    broken = healthy.clone()
+    broken[:30] -= 1.0
+    everything = torch.ones(200, 100, dtype=torch.bool)
+    lower, _ = suggest_bounds(measure(broken, everything))
+    assert lower > math.exp(-0.5)
+    assert suggest_bounds(measure(healthy, everything))[0] > lower  # they do widen the spread
+
+
+def test_there_are_no_bounds_within_rounding():
+    assert suggest_bounds(spread_of(1e-5, 500)) == (0.999, 1.0011)
+
+
+@pytest.mark.parametrize(
+    ("settings", "preset"),
+    [
+        ({}, "decoupled_geo_rs_token_tis"),
+        ({"rollout_correction": "bypass_ppo_clip"}, "bypass_ppo_clip_geo_rs"),
+        ({"rollout_correction": "bypass_pg_is"}, "bypass_pg_geo_rs_token_tis"),
+    ],
+)
+def test_the_suggested_yaml_is_a_configuration_in_the_mode_of_the_run(settings, preset, tmp_path):
+    folder = make_dump(tmp_path / "dump", settings=settings)
+    (text,) = re.findall(r"^```yaml\n(.*?)^```$", compare(folder), re.MULTILINE | re.DOTALL)
+    fields = yaml.safe_load(text)
+    config = RolloutCorrectionConfig(**fields)
+    run = RolloutCorrectionConfig(**settings)
+    assert (config.bypass_mode, config.rollout_loss_type) == (run.bypass_mode, run.rollout_loss_type)
+    assert config.rollout_correction == preset
+    assert config.rollout_rs == ["seq_mean_k1"]
+    assert document(folder)["suggestion"] == fields
+    (tmp_path / "suggested.yaml").write_text(text)
+    found = outcomes(folder, "--config", tmp_path / "suggested.yaml")[str(tmp_path / "suggested.yaml")]
+    assert found["rejected"] <= 0.05
+
+
+def test_policies_that_agree_need_no_correction(tmp_path):
+    folder = make_dump(tmp_path, spread=0.0)
+    assert document(folder)["suggestion"] == {"rollout_correction": "disabled"}
+    assert "up to any length" in compare(folder)
+    assert {entry["predicted"] for entry in document(folder)["predictions"]} <= {0.0, 1.0}
+
+
+# Bad input ----------------------------------------------------------------------------------------------------------------
+
+
+def error_of(capsys, *arguments) -> str:
+    """The one line that the command prints when it refuses."""
+    assert main(["compare", *map(str, arguments)]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    (line,) = output.err.splitlines()
+    return line.removeprefix(f"{arguments[0]}: ")
+
+
+def test_a_path_without_a_dump(tmp_path, capsys):
+    assert error_of(capsys, tmp_path / "missing") == "no such file or folder"
+    assert error_of(capsys, tmp_path).startswith("no dump here")
+    (tmp_path / "step-00000001-rank-00000.partial").write_bytes(b"PAR1")
+    assert error_of(capsys, tmp_path).startswith("no dump here")
+
+
+@pytest.mark.parametrize("keep", [0, 3, 0.5, 0.9, 0.999])
+def test_a_truncated_file(keep, tmp_path, capsys):
+    path = dump.files_of(make_dump(tmp_path))[1]
+    content = path.read_bytes()
+    path.write_bytes(content[: keep if keep in (0, 3) else int(keep * len(content))])
+    assert error_of(capsys, tmp_path).startswith(f"{path.name} is damaged or not Parquet: ")
+    assert error_of(capsys, path).startswith(f"{path.name} is damaged or not Parquet: ")
+
+
+def test_a_damaged_page(tmp_path, capsys):
+    path = dump.files_of(make_dump(tmp_path, steps=1))[0]
+    content = bytearray(path.read_bytes())
+    start = pq.ParquetFile(path).metadata.row_group(0).column(10).data_page_offset
+    content[start : start + 200] = bytes(200)
+    path.write_bytes(content)
+    assert "is damaged" in error_of(capsys, tmp_path)
+
+
+def test_files_of_other_tools(tmp_path, capsys):
+    other = tmp_path / "rollouts.parquet"
+    pq.write_table(pa.table({"step": [1], "logprobs": [[0.5]]}), other)
+    assert error_of(capsys, other) == "rollouts.parquet is Parquet, but not of a dump that `rollout_dump_dir` writes"
+    (tmp_path / "rollouts.jsonl").write_text('{"step": 1}')
+    assert error_of(capsys, tmp_path / "rollouts.jsonl").startswith("rollouts.jsonl is damaged or not Parquet")
+
+
+def test_dumps_that_cannot_be_compared(tmp_path, capsys):
+    only_worst = make_dump(tmp_path / "worst", sampled=0)
+    assert "no sequence was drawn at random" in error_of(capsys, only_worst)
+    assert document(only_worst, "--worst")["sequences"] == 12
+    row = dump.read_dump(only_worst).rows[0]
+    n = len(row["mask"])
+    for name, columns, message in (
+        ("short", {"keep": row["keep"][:-1]}, "lists of different lengths"),
+        ("null", {"coefficients": None}, "lists of different lengths"),
+        ("tools", {"mask": [False] * n}, "no token of the loss"),
+        ("broken", {"rollout_logps": [math.nan] * n}, "no token of the loss has a log-probability of both policies"),
+    ):
+        dump.write_rows(tmp_path / name, 1, 0, [{**row, "sampled": True, **columns}], {})
+        assert message in error_of(capsys, tmp_path / name)
+    dump.write_rows(tmp_path / "settings", 1, 0, [{**row, "sampled": True}], {"rollout_iss": "token"})
+    assert "the settings in the dump: " in error_of(capsys, tmp_path / "settings")
+    for steps in ("9", "9:", "3:2", "a:b", "1:2:3"):
+        assert "steps" in error_of(capsys, only_worst, "--worst", "--steps", steps)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            b"algorithm: {rollout_correction: {rollout_is: token}}",
+            "a configuration of verl; translate it with `python -m",
+        ),
+        (b"rollout_correction: {rollout_is: token}", "python -m trl_rollout_corr convert"),
+        (b"{rollout_is: true, rollout_is_threshold: 2}", "of verl's first releases; translate it"),
+        (b"vllm_importance_sampling_mode: token_mask", "of TRL's own correction; translate it"),
+        (b"learning_rate: 1", "no field of rollout correction"),
+        (b"", "no settings"),
+        (b"- 1", "no settings"),
+        (b"a: [1", "not YAML"),
+        (b"\xff\xfe\x00", "not YAML"),
+        (b"rollout_correction: tis", "Available presets"),
+        (b"rollout_iss: token", "`rollout_iss` is not a field"),
+        (b"rollout_is_threshold: 0.5", "`rollout_is_threshold` must be at least 1"),
+        (b"rollout_is_threshold: {a: 1}", "`rollout_is_threshold`"),
+        (b"rollout_rs: [seq_mean_k1]", "`rollout_rs_threshold` is not set"),
+    ],
+)
+def test_bad_settings_name_their_file(content, message, tmp_path, capsys):
+    path = tmp_path / "other.yaml"
+    path.write_bytes(content)
+    folder = make_dump(tmp_path / "dump", steps=1)
+    line = error_of(capsys, folder, "--config", path)
+    assert line.startswith(f"{path}: ")
+    assert message in line
+    assert "No such file" in error_of(capsys, folder, "--config", tmp_path / "missing.yaml")
+
+
+def test_settings_without_effect_are_warned_about(tmp_path, capsys):
+    path = tmp_path / "idle.yaml"
+    path.write_text("rollout_loss_type: reinforce")
+    assert main(["compare", str(make_dump(tmp_path / "dump", steps=1)), "--config", str(path)]) == 0
+    assert capsys.readouterr().err.startswith("warning: `rollout_loss_type` is set to 'reinforce' but has no effect")
+
+
+def test_the_settings_of_a_run_are_not_warned_about_again(tmp_path, capsys):
+    settings = dataclasses.asdict(RolloutCorrectionConfig()) | {"rollout_loss_type": "reinforce"}
+    row = dump.read_dump(make_dump(tmp_path / "a")).rows[0]
+    dump.write_rows(tmp_path / "b", 1, 0, [{**row, "sampled": True}], settings)
+    assert main(["compare", str(tmp_path / "b")]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_the_command(tmp_path):
+    folder = make_dump(tmp_path / "dump", steps=1, rows=8)
+    process = run_process(sys.executable, "-m", "trl_rollout_corr", "compare", str(folder), "--json")
+    assert process.returncode == 0, process.stderr
+    assert json.loads(process.stdout)["sequences"] == 4
+
+
+def test_tokens_of_tools_and_padding_take_no_part(tmp_path):
+    make_dump(tmp_path, rows=8, sampled=8)
+    rows, _ = read_rows(tmp_path, worst=False, steps=None)
+    expected = [
+        [logp for logp, counts in zip(row["train_logps"], row["mask"], strict=True) if counts]
+        for row in dump.read_dump(tmp_path).rows
+    ]
+    assert [logps[mask].tolist() for logps, mask in zip(rows.train_logps, rows.mask, strict=True)] == expected
+    assert rows.mask.shape[1] == max(map(len, expected))
+
+
+@pytest.mark.parametrize("distance", [1e4, 1e9])
+def test_absurd_log_ratios_are_survived(distance):
+    log_ratio = torch.randn(40, 30, generator=torch.Generator().manual_seed(0)) * 0.05
+    log_ratio[0, 0] = -distance
+    spread = measure(log_ratio, torch.ones(40, 30, dtype=torch.bool))
+    bounds = suggest_bounds(spread)
+    assert bounds[0] < 1 < bounds[1]
+    assert all(math.isfinite(p.predicted) and math.isfinite(p.measured) for p in predict(spread, bounds))

@@ -1,0 +1,263 @@
+"""
+What the spread of the log-ratio predicts, and what was measured.
+
+Log-ratios are taken as independent and normal, with variance `s^2` and the mean `-s^2 / 2` at which a ratio has mean 1. The
+log-weight of `T` tokens is then normal with variance `v = s^2 T` and mean `-v / 2` (`docs/theory.md`).
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+
+from .functional import LOG_RATIO_BOUND
+
+
+# Share of the tokens that suggested bounds may reject.
+TARGET = 0.05
+
+# A log-ratio whose exponential is still a number.
+_LARGEST = 300.0
+
+# Bounds are not suggested closer to 1 than the narrowest of the presets': below is rounding.
+_NARROWEST = 0.001
+
+# Completions that need bounds so much wider than the model's are not noise, and widen nothing.
+_OUTLIERS = 2.0
+
+# What is rejected in the mode of the run, and token weights where the mode applies them.
+_SUGGESTED = {
+    "decoupled": "decoupled_geo_rs_token_tis",
+    "ppo_clip": "bypass_ppo_clip_geo_rs",
+    "reinforce": "bypass_pg_geo_rs_token_tis",
+}
+
+
+class Spread(NamedTuple):
+    """
+    Log-ratios of some completions, reduced to what the model is about. `B` completions that have tokens.
+
+    Args:
+        log_ratio (`torch.Tensor` of shape `(N,)`):
+            Log-ratio of each token, in nats.
+        sums (`torch.Tensor` of shape `(B,)`):
+            Sum over each completion.
+        lengths (`torch.Tensor` of shape `(B,)`):
+            Tokens of each completion.
+        s (`float`):
+            Root mean square of the log-ratio.
+        s_robust (`float`):
+            The same without the tails: the distance of percentiles 5 and 95 over that of a standard normal.
+    """
+
+    log_ratio: torch.Tensor
+    sums: torch.Tensor
+    lengths: torch.Tensor
+    s: float
+    s_robust: float
+
+    @property
+    def mean_length(self) -> float:
+        return self.lengths.mean().item()
+
+    def share(self, of_rows: torch.Tensor) -> float:
+        """Mean over tokens of what is known per completion."""
+        return ((of_rows * self.lengths).sum() / self.lengths.sum()).item()
+
+
+class Prediction(NamedTuple):
+    """
+    A number that the model predicts.
+
+    Args:
+        quantity (`str`):
+            What it is.
+        predicted (`float`):
+            The model's value, for the lengths that the completions have.
+        at_mean_length (`float`):
+            The model's value if all had the mean length.
+        measured (`float`):
+            The value on the dump.
+    """
+
+    quantity: str
+    predicted: float
+    at_mean_length: float
+    measured: float
+
+
+def measure(log_ratio: torch.Tensor, valid: torch.Tensor) -> Spread:
+    """
+    Measure the spread.
+
+    Args:
+        log_ratio (`torch.Tensor` of shape `(B, T)`):
+            Log-ratio, 0 where it does not count.
+        valid (`torch.Tensor` of shape `(B, T)`):
+            Which tokens count. At least one.
+
+    Returns:
+        [`Spread`]: in float64.
+    """
+    tokens = log_ratio[valid].double().sort().values
+    lengths = valid.sum(1).double()
+    sums = log_ratio.sum(1, dtype=torch.float64)[lengths > 0]
+    low, high = (tokens[round(p * (len(tokens) - 1))] for p in (0.05, 0.95))
+    s, s_robust = tokens.square().mean().sqrt(), (high - low) / (2 * _normal_quantile(0.95))
+    return Spread(tokens, sums, lengths[lengths > 0], s.item(), s_robust.item())
+
+
+# Closed forms -------------------------------------------------------------------------------------------------------------
+
+
+def sample_size(v: torch.Tensor) -> torch.Tensor:
+    """Effective sample size of weights whose logarithm has variance `v`, before any bound."""
+    return torch.exp(-v)
+
+
+def truncated_mean(v: torch.Tensor, upper: float) -> torch.Tensor:
+    """Mean of `min(w, upper)`."""
+    return masked_mean(v, upper) + upper * _cdf(-_standardized(math.log(upper) + v / 2, v.sqrt()))
+
+
+def masked_mean(v: torch.Tensor, upper: float) -> torch.Tensor:
+    """Mean of `w` where `w <= upper`, and 0 elsewhere."""
+    return _cdf(_standardized(math.log(upper) - v / 2, v.sqrt()))
+
+
+def rejected(s: float, lengths: torch.Tensor, lower: float, upper: float) -> torch.Tensor:
+    """Probability that the geometric mean of the ratio over `lengths` tokens leaves `[lower, upper]`."""
+    center, spread = -s * s / 2, s / lengths.sqrt()
+    low = -math.inf if lower == 0 else math.log(lower)
+    return _cdf(_standardized(low - center, spread)) + _cdf(-_standardized(math.log(upper) - center, spread))
+
+
+def _cdf(x: torch.Tensor) -> torch.Tensor:
+    return torch.special.ndtr(x)
+
+
+def _standardized(distance: torch.Tensor | float, spread: torch.Tensor) -> torch.Tensor:
+    return distance / spread.clamp(min=1e-300)  # without spread, everything is infinitely far out
+
+
+def _normal_quantile(p: float) -> float:
+    return torch.special.ndtri(torch.tensor(p, dtype=torch.float64)).item()
+
+
+# Predicted against measured -----------------------------------------------------------------------------------------------
+
+
+def predict(spread: Spread, bounds: tuple[float, float]) -> list[Prediction]:
+    """
+    Predict what thresholds do, and measure it.
+
+    Args:
+        spread ([`Spread`]):
+            The completions.
+        bounds (`tuple[float, float]`):
+            Bounds of `seq_mean_k1` to look at, beside usual ones.
+
+    Returns:
+        `list[Prediction]`: shares and means over tokens, as they are logged.
+    """
+    s, mean_length = spread.s, torch.tensor([spread.mean_length], dtype=torch.float64)
+    v, v_mean = s * s * spread.lengths, s * s * mean_length
+    w = spread.sums.clamp(max=LOG_RATIO_BOUND).exp()
+    geometric = (spread.sums / spread.lengths).exp()
+    rows = [
+        Prediction("mean log-ratio", -s * s / 2, -s * s / 2, spread.log_ratio.mean().item()),
+        Prediction(
+            "sequence weights: ESS",
+            1 / spread.share(1 / sample_size(v)),  # weights of all lengths have mean 1; their second moments add up
+            sample_size(v_mean).item(),
+            spread.share(w) ** 2 / spread.share(w.square()),
+        ),
+        Prediction(
+            "sequence weights truncated at 2: mean",
+            spread.share(truncated_mean(v, 2.0)),
+            truncated_mean(v_mean, 2.0).item(),
+            spread.share(w.clamp(max=2.0)),
+        ),
+        Prediction(
+            "sequence weights dropped above 3: mean",
+            spread.share(masked_mean(v, 3.0)),
+            masked_mean(v_mean, 3.0).item(),
+            spread.share(w * (w <= 3.0)),
+        ),
+    ]
+    for lower, upper in ((0.999, 1.001), (0.99, 1.01), bounds):
+        rows.append(
+            Prediction(
+                f"seq_mean_k1 [{lower:g}, {upper:g}]: rejected",
+                spread.share(rejected(s, spread.lengths, lower, upper)),
+                rejected(s, mean_length, lower, upper).item(),
+                spread.share(((geometric < lower) | (geometric > upper)).double()),
+            )
+        )
+    one, far = torch.ones(1, dtype=torch.float64), min(5 * s, _LARGEST)
+    of_tokens = rejected(s, one, math.exp(-far), math.exp(far)).item()
+    measured = (spread.log_ratio.abs() > far).double().mean().item()
+    token_bounds = f"[{math.exp(-far):.3g}, {math.exp(far):.3g}]"
+    return [*rows, Prediction(f"token_k1 {token_bounds} (5 s): rejected", of_tokens, of_tokens, measured)]
+
+
+# Suggestion ---------------------------------------------------------------------------------------------------------------
+
+
+def suggest_bounds(spread: Spread) -> tuple[float, float]:
+    """
+    Bounds of `seq_mean_k1` that reject at most 5 percent of the tokens, by the model and on the dump.
+
+    They lie symmetrically around 1, with the lower one moved out by the drift `s^2 / 2`. What single completions need that
+    are much further off than the model allows does not count.
+
+    Args:
+        spread ([`Spread`]):
+            The completions.
+
+    Returns:
+        `tuple[float, float]`: bounds on the ratio, rounded outwards.
+    """
+    drift = spread.s**2 / 2
+    model, measured = _modelled_width(spread, drift), _measured_width(spread, drift)
+    width = max(model, measured if measured <= _OUTLIERS * model else 0.0, _NARROWEST)
+    digits = max(1 - math.floor(math.log10(width)), 1)  # two of the width, however narrow
+    unit = 10.0**digits
+    lower, upper = math.floor(math.exp(-drift - width) * unit) / unit, math.ceil(math.exp(width) * unit) / unit
+    return round(lower, digits), round(upper, digits)
+
+
+def suggest(spread: Spread, mode: str) -> dict[str, Any]:
+    """
+    Settings for completions like these.
+
+    Args:
+        spread ([`Spread`]):
+            The completions.
+        mode (`str`):
+            `"decoupled"`, or the `rollout_loss_type` of bypass mode.
+
+    Returns:
+        `dict`: fields of [`RolloutCorrectionConfig`].
+    """
+    if spread.s == 0.0:
+        return {"rollout_correction": "disabled"}
+    return {"rollout_correction": _SUGGESTED[mode], "rollout_rs_threshold": list(suggest_bounds(spread))}
+
+
+def _modelled_width(spread: Spread, drift: float) -> float:
+    """Smallest width `h` for which the model rejects at most the target with bounds `exp(-drift - h)` and `exp(h)`."""
+    below, above = 0.0, min(10 * spread.s + 1e-12, _LARGEST)
+    for _ in range(60):
+        middle = (below + above) / 2
+        share = spread.share(rejected(spread.s, spread.lengths, math.exp(-drift - middle), math.exp(middle)))
+        below, above = (below, middle) if share <= TARGET else (middle, above)
+    return above
+
+
+def _measured_width(spread: Spread, drift: float) -> float:
+    """The same for the completions at hand."""
+    mean = spread.sums / spread.lengths
+    needed, order = torch.maximum(mean, -mean - drift).clamp(min=0.0).sort()
+    kept = spread.lengths[order].cumsum(0) / spread.lengths.sum()
+    return needed[int((kept < 1 - TARGET).sum())].item()
