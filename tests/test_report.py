@@ -1,0 +1,679 @@
+"""`python -m trl_rollout_corr report`: numbers, the page, the picture, and what cannot be read."""
+
+import argparse
+import html
+import json
+import math
+import shutil
+import subprocess
+import sys
+from collections import defaultdict
+from html.parser import HTMLParser
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from tests.dumps import make_dump
+from tests.tiny import StaleSampler
+from tests.training import build
+from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer, RolloutCorrectionConfig, report
+from trl_rollout_corr.dump import read_dump, write_rows
+from trl_rollout_corr.report import summary
+from trl_rollout_corr.rules import examine
+
+
+SETTINGS = {"rollout_correction": "decoupled_geo_rs_token_tis", "rollout_rs_threshold": [0.99, 1.01]}
+OF_DUMP = {
+    "histogram",
+    "probability",
+    "position",
+    "length",
+    "sizes",
+    "by-length",
+    "by-advantage",
+    "by-reward",
+    "by-turn",
+}
+OF_RUN = {"k3-kl", "kl", "percentiles", "effective-lr", "sample-size", "mean-weight", "rejected", "reward"}
+
+
+def write(source, output) -> str:
+    """Run the command and return the file."""
+    parser = argparse.ArgumentParser()
+    report.add_arguments(parser)
+    printed = report.run(parser.parse_args([str(source), "-o", str(output)]))
+    assert str(output) in printed.splitlines()
+    return output.read_text(encoding="utf-8")
+
+
+class Page(HTMLParser):
+    """What is on a page: tags, attributes, text, identifiers, and the table of each chart."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.tags, self.attributes, self.charts, self.tables = set(), [], {}, {}
+        self.words, self.ids, self._open, self._chart = [], [], [], None
+        self.feed(text)
+        self.text = " ".join("".join(self.words).split())
+
+    def handle_starttag(self, tag, attrs):
+        attrs = dict(attrs)
+        self.tags.add(tag)
+        self.attributes += attrs.items()
+        self._open.append(tag)
+        if "id" in attrs:
+            self.ids.append(attrs["id"])
+        if tag == "figure":
+            self._chart = None
+        if tag == "svg":
+            assert attrs["role"] == "img"
+            self.charts[len(self.charts)] = attrs["aria-label"]
+        if tag == "table":
+            self.tables[len(self.charts) - 1] = []
+        if tag == "tr" and self.tables:
+            self.tables[max(self.tables)].append([])
+        if tag in ("td", "th"):
+            self.tables[max(self.tables)][-1].append("")
+
+    def handle_endtag(self, tag):
+        if tag in self._open:
+            while self._open.pop() != tag:
+                pass
+
+    def handle_data(self, data):
+        if "style" in self._open:
+            return
+        self.words.append(data)
+        if self._open and self._open[-1] in ("td", "th"):
+            self.tables[max(self.tables)][-1][-1] += data
+
+    def table(self, alt: str) -> list[list[str]]:
+        """Rows of the table below the chart whose text for those who cannot see starts so."""
+        (number,) = [number for number, label in self.charts.items() if label.startswith(alt)]
+        return self.tables[number][1:]
+
+
+@pytest.fixture(scope="module")
+def dump(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run") / "dump"
+    return make_dump(folder, steps=6, length=200, growth=1.6, settings=SETTINGS, broken=1)
+
+
+@pytest.fixture(scope="module")
+def page(dump) -> Page:
+    return Page(write(dump, dump.parent / "report.html"))
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Leave the charts empty, which saves a second a page."""
+    from trl_rollout_corr.report import page
+
+    monkeypatch.setattr(page, "svg", lambda chart: f'<svg role="img" aria-label="{html.escape(chart.alt)}"></svg>')
+
+
+def make_run(folder, logs, **more):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": len(logs), "log_history": logs, **more}))
+    return folder
+
+
+def shown(text: str) -> str:
+    """How a sentence with code in it reads on the page."""
+    return " ".join(text.replace("`", "").split())
+
+
+# What is on the page ------------------------------------------------------------------------------------------------------
+
+
+def test_a_dump(page, dump):
+    content = read_dump(dump)
+    findings = examine(content.logs, RolloutCorrectionConfig(**SETTINGS))
+    assert findings
+    for finding in findings:
+        assert all(shown(text) in page.text for text in (finding.seen, finding.why, finding.advice))
+    assert {"findings", "settings", "trends", "distribution", "rejected", "worst"} <= set(page.ids)
+    assert page.text.startswith("Rollout report: dump Rollout report: dump Logged steps1 to 6, 6 logging windows")
+    broken = sum(math.isnan(logp) for row in content.rows for logp in row["rollout_logps"])
+    assert broken > 1
+    assert f"Not finite{broken} tokens" in page.text
+    assert len(page.charts) == len(set(page.charts.values())) >= len(OF_DUMP | OF_RUN)
+
+
+def test_charts_share_no_identifier(page):
+    assert len(page.ids) == len(set(page.ids))
+    referred = [value for _, value in page.attributes if value and (value.startswith("#") or value.startswith("url("))]
+    assert len(referred) > 100
+    assert {value.strip("url(#)") for value in referred} <= {i.strip("url(#)") for i in page.ids}
+
+
+def test_nothing_is_loaded_and_nothing_is_run(dump, page):
+    text = (dump.parent / "report.html").read_text(encoding="utf-8")
+    assert not {"script", "img", "link", "iframe", "object", "base"} & page.tags
+    assert all(not name.startswith("on") and name != "src" for name, _ in page.attributes)
+    assert all(value.startswith("#") for name, value in page.attributes if name == "href")
+    assert "://" not in text
+    assert "@import" not in text
+    assert text.count("url(") == text.count("url(#")
+
+
+def test_colors_are_those_of_the_page(dump):
+    text = (dump.parent / "report.html").read_text(encoding="utf-8")
+    assert "prefers-color-scheme: dark" in text
+    charts = "".join(part.split("</svg>")[0] for part in text.split("<svg")[1:])
+    assert "var(--line)" in charts
+    assert not [word for word in ("#0a0b", "stroke: #", "fill: #") if word in charts]
+
+
+def test_a_run_alone(dump, tmp_path, undrawn):
+    logs = read_dump(dump).logs
+    make_run(tmp_path / "run" / "checkpoint-9", logs[:2])
+    make_run(
+        tmp_path / "run" / "checkpoint-10", [*logs, {"step": 6, "eval_loss": 1.0}, {"step": 6, "train_runtime": 9.0}]
+    )
+    page = Page(write(tmp_path / "run", tmp_path / "report.html"))
+    assert "Rollout report: run Logged steps1 to 6, 6 logging windows" in page.text
+    assert all(shown(finding.seen) in page.text for finding in examine(logs))
+    assert {"trends", "distribution"} <= set(page.ids)
+    assert "worst" not in page.ids
+    assert "rollout_dump_dir" in page.text
+    rows = page.table("Density of the log-ratio")
+    assert sum(float(share) for *_, share in rows) == pytest.approx(1.0)
+    assert float(rows[0][1]) == pytest.approx(
+        np.mean([entry["rollout_corr/log_ratio_p1"] for entry in logs]), rel=1e-3
+    )
+
+
+def test_a_run_with_a_dump(dump, tmp_path, undrawn):
+    logs = [{**entry, "step": entry["step"] + 10} for entry in read_dump(dump).logs]
+    shutil.copytree(dump, tmp_path / "run" / "sequences")
+    make_run(tmp_path / "run", logs)
+    page = Page(write(tmp_path / "run", tmp_path / "report.html"))
+    assert "Logged steps1 to 16, 12 logging windowsDumped steps1 to 6" in page.text
+    assert {"trends", "distribution", "rejected", "worst"} <= set(page.ids)
+
+
+def test_a_real_run(tiny_model_path, tmp_path, undrawn):
+    trainer = build(
+        RolloutCorrectedGRPOTrainer, RolloutCorrectedGRPOConfig, tiny_model_path, tmp_path / "out",
+        sampler=StaleSampler(tiny_model_path), save_strategy="steps", save_steps=2, **SETTINGS,
+    )  # fmt: skip
+    trainer.train()
+    page = Page(write(tmp_path / "out", tmp_path / "report.html"))
+    logs = [entry for entry in trainer.state.log_history if "rollout_corr/k3_kl" in entry]
+    rows = page.table("KL divergence, k3")
+    assert [float(row[0]) for row in rows] == [entry["step"] for entry in logs][: len(rows)]
+    assert [float(row[1]) for row in rows] == pytest.approx(
+        [e["rollout_corr/k3_kl"] for e in logs][: len(rows)], rel=1e-3
+    )
+
+
+def test_a_dump_without_logs_is_examined_too(tmp_path, undrawn):
+    options = {"steps": 3, "length": 100, "growth": 2.0, "settings": SETTINGS, "sampled": 32, "broken": 1}
+    with_logs = Page(write(make_dump(tmp_path / "a" / "dump", **options), tmp_path / "a.html"))
+    folder = make_dump(tmp_path / "b" / "dump", **options, logs=False)
+    without = Page(write(folder, tmp_path / "b.html"))
+    assert "The dump has no log" in without.text
+    assert "The dump has no log" not in with_logs.text
+    for alt in ("KL divergence, k3", "Share of tokens rejected", "Effective learning rate", "Mean weight"):
+        assert without.table(alt) == with_logs.table(alt)
+    findings = examine(read_dump(tmp_path / "a" / "dump").logs, RolloutCorrectionConfig(**SETTINGS))
+    assert findings
+    assert all(shown(finding.seen) in without.text for finding in findings)
+
+
+def test_a_healthy_run_is_called_healthy(tmp_path, undrawn):
+    page = Page(write(make_dump(tmp_path / "dump", spread=0.005), tmp_path / "report.html"))
+    assert "Nothing unhealthy was found in 3 logging windows." in page.text
+    assert "outside their healthy bands" not in page.text
+
+
+def test_a_run_that_has_just_left_a_band_is_not_called_healthy(tmp_path, undrawn):
+    logs = [{"step": 1, "rollout_corr/k3_kl": 0.001}, {"step": 2, "rollout_corr/k3_kl": 0.011}]
+    assert not examine(logs)
+    page = Page(write(make_run(tmp_path / "run", logs), tmp_path / "report.html"))
+    assert "2 logging windows. At the last step, these were outside their healthy bands: k3_kl (0.011)." in page.text
+
+
+def test_nothing_to_see(tmp_path):
+    folder = make_dump(
+        tmp_path / "dump", steps=1, rows=1, length=1, group=1, spread=1e-9, worst=0, sampled=1, logs=False
+    )
+    page = Page(write(folder, tmp_path / "report.html"))
+    assert "None: no token of the loss has a finite log-ratio other than 0." in page.text
+    assert "nothing to correct" in page.text
+
+
+def test_tokens_that_are_broken_or_absurd(dump, tmp_path):
+    content = read_dump(dump)
+    first, second, third = content.rows[:3]
+    lists = [name for name, value in first.items() if isinstance(value, list)]
+    rows = [
+        {**first, **{name: [] for name in lists}},
+        {**second, "rollout_logps": [math.nan] * len(second["mask"]), "reward": math.nan, "advantage": math.nan},
+        {**third, "train_logps": [-1e4] * len(third["mask"]), "weights": None, "staleness": None},
+    ]
+    for name, chosen in (("all", rows), ("empty", rows[:1]), ("broken", rows[:2])):
+        write_rows(tmp_path / name, 1, 0, [{**row, "sampled": True} for row in chosen], content.settings)
+        write(tmp_path / name, tmp_path / f"{name}.md")
+    assert "There are no metrics to look at." in Page(write(tmp_path / "empty", tmp_path / "empty.html")).text
+    broken = Page(write(tmp_path / "broken", tmp_path / "broken.html")).text
+    assert f"{sum(second['mask'])} tokens of the loss have a log-probability that is NaN or infinite" in broken
+    assert "warningA fraction of 1 of the tokens came without a finite log-probability" in broken
+    assert "nothing to do with each other" in Page(write(tmp_path / "all", tmp_path / "all.html")).text
+
+
+def test_worst_sequences_alone_do_not_pass_for_the_batch(tmp_path, undrawn):
+    page = Page(write(make_dump(tmp_path / "dump", sampled=0), tmp_path / "report.html"))
+    assert "do not represent the batch" in page.text
+
+
+def test_long_runs_are_drawn_as_windows(tmp_path):
+    logs = [
+        {
+            "step": step,
+            "rollout_corr/k3_kl": 1e-3 * step,
+            "rollout_corr/kl": math.nan if step % 7 else 0.01,
+            "loss": None,
+        }
+        for step in range(1, 1001)
+    ]
+    page = Page(write(make_run(tmp_path / "run", logs), tmp_path / "report.html"))
+    rows = page.table("KL divergence, k3")
+    assert len(rows) == 250
+    assert [float(x) for x in rows[0]] == [2.5, 0.0025]
+    assert "Lines are means over windows" in page.text
+    assert len((tmp_path / "report.html").read_text()) < 200_000
+
+
+def test_who_is_rejected_is_read_from_the_log_if_it_is_there(dump, tmp_path, undrawn):
+    logs = [
+        {
+            "step": step,
+            "rollout_corr/k3_kl": 0.001,
+            "rollout_corr/rejected/length_16_63": 0.1 * step,
+            "rollout_corr/rejected/length_16384_or_more": 0.3,
+            "rollout_corr/downweighted/length_16_63": 0.05,
+            "rollout_corr/rejected/reward_0.25_to_0.5": 0.5,
+            "rollout_corr/rejected/reward_below_0": 0.25,
+            "rollout_corr/rejected/long_positive": 0.75,
+            "rollout_corr/rejected/others": 0.5,
+            "rollout_corr/rejected/reward_mean": 0.125,
+            "rollout_corr/kept/reward_mean": 0.875,
+        }
+        for step in (1, 2)
+    ]
+    page = Page(write(make_run(tmp_path / "run", logs), tmp_path / "report.html"))
+    assert page.table("Share of tokens taken away by length") == [
+        ["16-63", "0.15", "0.05"],
+        ["16384 or more", "0.3", "-"],
+    ]
+    assert page.table("Share of tokens taken away by reward") == [
+        ["below 0", "0.25", "-"],
+        ["0.25 to 0.5", "0.5", "-"],
+    ]
+    assert page.table("Share of tokens taken away of long") == [
+        ["long, positive", "0.75", "-"],
+        ["all others", "0.5", "-"],
+    ]
+    assert "The mean reward is 0.125 where a completion is rejected as a whole, and 0.875 elsewhere." in page.text
+
+
+# Settings -----------------------------------------------------------------------------------------------------------------
+
+
+def settings_of(path) -> list[dict]:
+    parts = path.read_text(encoding="utf-8").split("<pre>")[1:]
+    return [yaml.safe_load(html.unescape(part.split("</pre>")[0])) for part in parts]
+
+
+def test_settings_are_those_of_the_run_and_those_that_compare_suggests(dump, page):
+    from trl_rollout_corr import whatif
+
+    own, suggested = settings_of(dump.parent / "report.html")
+    assert RolloutCorrectionConfig(**own) == RolloutCorrectionConfig(**SETTINGS)
+    parser = argparse.ArgumentParser()
+    whatif.add_arguments(parser)
+    compared = json.loads(whatif.run(parser.parse_args([str(dump), "--json"])))
+    assert suggested == compared["suggestion"]
+    assert "decoupled_geo_rs_token_tis; token weights up to 2; seq_mean_k1 [0.99, 1.01]; decoupled" in page.text
+
+
+@pytest.mark.filterwarnings("ignore:`rollout")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rollout_correction": "disabled"},
+        {"rollout_is": None, "rollout_rs": ["token_k1", "seq_max_k3"], "rollout_rs_threshold": [[0.5, math.inf], 0.5]},
+        {"rollout_is": "sequence", "rollout_is_threshold": [0.5, 3.0], "rollout_metrics_only": True},
+        {"rollout_correction": "bypass_pg_geo_rs_token_tis", "rollout_nan_policy": "raise"},
+        {"rollout_is": "geometric", "rollout_is_batch_normalize": True, "rollout_nan_policy": "neutralize"},
+    ],
+)
+def test_settings_of_every_kind_are_drawn_and_can_be_read_back(settings, tmp_path):
+    folder = make_dump(tmp_path / "dump", steps=2, settings=settings, logs=False)
+    page = Page(write(folder, tmp_path / "report.html"))
+    own = settings_of(tmp_path / "report.html")[0]
+    assert RolloutCorrectionConfig(**own) == RolloutCorrectionConfig(**settings)
+    assert len(page.charts) > 8
+
+
+def test_bounds_are_where_the_statistic_meets_its_threshold():
+    config = RolloutCorrectionConfig(
+        rollout_is="token", rollout_is_threshold=[0.5, 3.0], rollout_rs=["token_k1", "seq_max_k2", "token_k3"],
+        rollout_rs_threshold=[[0.25, 4.0], 0.08, 0.3],
+    )  # fmt: skip
+    places = {bound.name: bound.d for bound in summary.bounds(config)}
+    assert places["token weights, lower"] == pytest.approx(math.log(0.5))
+    assert places["token weights, upper"] == pytest.approx(math.log(3.0))
+    assert places["token_k1, lower"] == pytest.approx(math.log(0.25))
+    assert places["token_k1, upper"] == pytest.approx(math.log(4.0))
+    assert places["seq_max_k2, upper"] == pytest.approx(0.4)
+    for side, sign in (("lower", -1), ("upper", 1)):
+        d = places[f"token_k3, {side}"]
+        assert math.copysign(1, d) == sign
+        assert math.exp(d) - 1 - d == pytest.approx(0.3)
+
+
+# Numbers, against plain loops ---------------------------------------------------------------------------------------------
+
+
+def tokens_of(dump) -> list[dict]:
+    """Tokens of the loss with a finite log-ratio, in rows that were drawn at random."""
+    found = []
+    for row in read_dump(dump).rows:
+        columns = zip(
+            row["mask"], row["train_logps"], row["rollout_logps"], row["keep"], row["coefficients"], strict=True
+        )
+        chosen = [
+            {"d": train - rollout, "p": math.exp(rollout), "position": i, "keep": keep, "coefficient": c, "row": row}
+            for i, (mask, train, rollout, keep, c) in enumerate(columns, 1)
+            if mask and math.isfinite(train - rollout)
+        ]
+        if row["sampled"]:
+            found += [{**token, "length": len(chosen)} for token in chosen]
+    return found
+
+
+def test_the_histogram_counts_every_token(dump, page):
+    tokens = tokens_of(dump)
+    rows = [(float(low), float(high), int(count)) for low, high, count in page.table("Histogram")]
+    assert sum(count for *_, count in rows) == len(tokens)
+    low, high, count = max(rows, key=lambda row: row[2])
+    middle = [low * 0.999 <= token["d"] < high * 1.001 for token in tokens]
+    assert sum(middle) == pytest.approx(count, rel=0.02)  # edges are rounded in the table
+
+
+def test_by_probability_and_by_position(dump, page):
+    tokens = tokens_of(dump)
+    edges = [
+        ("< 0.01", 0, 0.01),
+        ("0.01-0.1", 0.01, 0.1),
+        ("0.1-0.5", 0.1, 0.5),
+        ("0.5-0.9", 0.5, 0.9),
+        ("> 0.9", 0.9, 9),
+    ]
+    rows = {row[0]: row[1:] for row in page.table("Mean of |d| by probability")}
+    assert set(rows) == {name for name, _, _ in edges}
+    for name, low, high in edges:
+        sizes = [abs(token["d"]) for token in tokens if low <= token["p"] < high]
+        assert int(rows[name][0]) == pytest.approx(len(sizes), abs=2)  # exp of a float32
+        assert float(rows[name][1]) == pytest.approx(np.mean(sizes), rel=0.02)
+    rows = {row[0]: row[1:] for row in page.table("Mean, median and 99th percentile")}
+    sizes = [abs(token["d"]) for token in tokens if 64 <= token["position"] < 128]
+    assert int(rows["64-127"][0]) == len(sizes)
+    expected = [np.mean(sizes), np.median(sizes), np.quantile(sizes, 0.99)]
+    assert [float(x) for x in rows["64-127"][1:]] == pytest.approx(expected, rel=1e-3)
+    assert sum(int(row[0]) for row in rows.values()) == len(tokens)
+
+
+@pytest.mark.parametrize(
+    ("family", "bucket"),
+    [
+        ("by length", lambda token: "16-63" if token["length"] < 64 else "64-255"),
+        ("by sign", lambda token: "positive" if token["row"]["advantage"] > 0 else "negative"),
+        ("by reward", lambda token: "1 or more" if token["row"]["reward"] == 1 else "0 to 0.25"),
+        ("by turn", lambda token: "1" if all(token["row"]["mask"][: token["position"]]) else "2"),
+    ],
+)
+def test_who_is_rejected(family, bucket, dump, page):
+    groups = defaultdict(list)
+    for token in tokens_of(dump):
+        groups[bucket(token)].append(token)
+    rows = {row[0]: row[1:] for row in page.table(f"Share of tokens taken away {family}")}
+    assert set(rows) == set(groups)
+    assert len(rows) > 1
+    for name, tokens in groups.items():
+        rejected = np.mean([not token["keep"] for token in tokens])
+        removed = np.mean([max(0.0, 1 - token["coefficient"]) if token["keep"] else 0.0 for token in tokens])
+        assert int(rows[name][0]) == len(tokens)
+        assert [float(x) for x in rows[name][1:]] == pytest.approx([rejected, removed], rel=1e-3, abs=1e-7)
+
+
+def test_sample_sizes(dump, page):
+    rows = page.table("Effective sample size over steps")
+    last = [token for token in tokens_of(dump) if token["row"]["step"] == 6]
+    of_tokens = [math.exp(token["d"]) for token in last]
+    sums = defaultdict(float)
+    for token in last:
+        sums[id(token["row"])] += token["d"]
+    for column, weights in ((2, of_tokens), (3, [math.exp(d) for d in sums.values()])):
+        expected = sum(weights) ** 2 / (len(weights) * sum(w * w for w in weights))
+        assert float(rows[-1][column]) == pytest.approx(expected, rel=1e-3)
+
+
+def test_the_worst_token_is_the_worst(dump, page):
+    worst = max(
+        abs(train - rollout)
+        for row in read_dump(dump).rows
+        for mask, train, rollout in zip(row["mask"], row["train_logps"], row["rollout_logps"], strict=True)
+        if mask and math.isfinite(train - rollout)
+    )
+    table = page.tables[max(page.tables)][1:]
+    assert abs(float(table[-20][1])) == pytest.approx(worst, rel=0.01)
+    assert len({row[0] for row in table[-20:]}) > 5
+
+
+# Text that others wrote ---------------------------------------------------------------------------------------------------
+
+
+EVIL = [
+    "<script>alert(1)</script>",
+    "</pre></style>",
+    '"><img src=x onerror=alert(1)>',
+    "&amp;",
+    "\x00\x1b",
+    "\u202e",
+    "|`*_#@x",
+]
+
+
+@pytest.fixture
+def hostile(dump, tmp_path):
+    content = read_dump(dump)
+    rows = [{**row, "tokens": [EVIL[i % len(EVIL)] for i in range(len(row["tokens"]))]} for row in content.rows[:8]]
+    rows = [{**row, "prompt": "</div>" + "".join(EVIL), "completion": "".join(EVIL)} for row in rows]
+    folder = tmp_path / "<b>&$x$"
+    write_rows(folder, 1, 0, rows, content.settings)
+    return folder
+
+
+def test_text_of_the_dump_is_escaped(hostile, tmp_path):
+    text = write(hostile, tmp_path / "report.html")
+    page = Page(text)
+    assert not {"script", "img", "b"} & page.tags
+    assert "onerror" not in dict(page.attributes)
+    assert "<script>alert(1)</script>" in page.text
+    assert "&amp;amp;" in text
+    assert not set("\x00\x1b\u202e") & set(text)
+    assert "Rollout report: <b>&$x$" in page.text
+
+
+def test_text_of_the_dump_makes_no_markdown(hostile, tmp_path):
+    text = write(hostile, tmp_path / "report.md")
+    rows = [line for line in text.splitlines() if line.startswith(("| `", "| **`"))]
+    assert len(rows) >= 10
+    for row in rows:
+        assert row.count("|") == 9
+        outside = "".join(row.split("`")[::2])
+        assert not set("<@#") & set(outside)
+
+
+# Markdown and the picture -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pictured(dump, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pictured")
+    write(dump, folder / "my report.md")
+    return folder
+
+
+def test_markdown_and_picture(dump, pictured):
+    matplotlib_image = pytest.importorskip("matplotlib.image")
+    text = (pictured / "my report.md").read_text(encoding="utf-8")
+    for finding in examine(read_dump(dump).logs, RolloutCorrectionConfig(**SETTINGS)):
+        assert all(part in text for part in (finding.seen, finding.why, finding.advice))
+    assert "![Charts](my%20report.png)" in text
+    assert "rollout_rs_threshold" in text
+    picture = matplotlib_image.imread(pictured / "my report.png")
+    height, width = picture.shape[:2]
+    assert 1000 < width < 1400
+    assert height > width
+    for part in np.array_split(picture[..., :3], 5):  # one row of panels each
+        assert part.std() > 0.03
+    assert sorted(path.name for path in pictured.iterdir()) == ["my report.md", "my report.png"]
+
+
+def test_the_same_input_gives_the_same_output(dump, page, pictured, tmp_path):
+    for name in ("report.html", "my report.md"):
+        write(dump, tmp_path / name)
+    for first in (dump.parent / "report.html", *pictured.iterdir()):
+        assert (tmp_path / first.name).read_bytes() == first.read_bytes()
+
+
+# What cannot be read or written -------------------------------------------------------------------------------------------
+
+
+def _text(name: str, text: str):
+    return lambda folder, _: (folder / name).write_text(text) and folder / name
+
+
+def _truncated(folder, dump):
+    path = folder / "step-00000001-rank-00000.parquet"
+    path.write_bytes(next(dump.glob("*.parquet")).read_bytes()[:-100])
+    return folder
+
+
+def _of_another_tool(folder, _):
+    pq.write_table(pa.table({"a": [1]}), folder / "data.parquet")
+    return folder / "data.parquet"
+
+
+def _ragged(folder, dump):
+    content = read_dump(dump)
+    row = {**content.rows[0], "mask": [True]}
+    return write_rows(folder, 1, 0, [row], content.settings)
+
+
+def _unknown_setting(folder, dump):
+    content = read_dump(dump)
+    return write_rows(folder, 1, 0, content.rows[:1], {**content.settings, "rollout_magic": 1})
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda folder, _: folder / "missing", "no such file or folder"),
+        (lambda folder, _: folder, "neither a dump (files step-*.parquet) nor a run (trainer_state.json) is here"),
+        (_text("trainer_state.json", '{"log_history": [{"ste'), "trainer_state.json is damaged or not JSON"),
+        (_text("trainer_state.json", "[" * 100_000), "trainer_state.json is damaged or not JSON"),
+        (_text("other.json", "[1, 2]"), "other.json is JSON, but not the state of a trainer"),
+        (_text("other.json", '{"log_history": 1}'), "other.json is JSON, but not the state of a trainer"),
+        (_text("trainer_state.json", '{"log_history": []}'), "trainer_state.json holds no log entries yet"),
+        (_text("trainer_state.json", '{"log_history": [{"step": 1, "loss": 1}]}'), "has no `rollout_corr/` metrics"),
+        (_text("trainer_state.json", '{"log_history": [{"rollout_corr/kl": 1}]}'), "has no log entry with a step"),
+        (_text("notes.txt", "hello\nworld"), "notes.txt is damaged or not Parquet"),
+        (_truncated, "step-00000001-rank-00000.parquet is damaged or not Parquet"),
+        (_of_another_tool, "data.parquet is Parquet, but not of a dump"),
+        (_ragged, "a row of the dump has lists of different lengths"),
+        (_unknown_setting, "the settings in the dump cannot be read: "),
+    ],
+)
+def test_bad_input_is_one_line(make, message, dump, tmp_path):
+    (tmp_path / "in").mkdir()
+    source = make(tmp_path / "in", dump)
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        write(source, tmp_path / "report.html")
+    assert message in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("report.pdf", "must end in .html or .md"),
+        ("missing/report.html", "there is no folder"),
+        ("folder.html", "cannot be written"),
+    ],
+)
+def test_bad_output_is_one_line(name, message, dump, tmp_path):
+    (tmp_path / "folder.html").mkdir()
+    with pytest.raises(ValueError, match=message) as error:
+        write(dump, tmp_path / name)
+    assert len(str(error.value).splitlines()) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["folder.html"]
+
+
+def test_a_file_that_cannot_be_finished_leaves_nothing_behind(tmp_path):
+    (tmp_path / "report.png").mkdir()
+    with pytest.raises(ValueError, match=r"report.png' cannot be written: Is a directory"):
+        report._write(tmp_path / "report.png", b"picture")
+    assert [path.name for path in tmp_path.iterdir()] == ["report.png"]
+
+
+def test_without_matplotlib_it_says_what_to_install(dump, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ValueError, match=r'pip install "trl-rollout-corr\[report\]"'):
+        write(dump, tmp_path / "report.html")
+
+
+def test_the_command_costs_nothing_until_it_runs():
+    code = (
+        "import sys, trl_rollout_corr.report; sys.exit(any(m in sys.modules for m in ('matplotlib', 'torch', 'trl')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# In a browser -------------------------------------------------------------------------------------------------------------
+
+PROBE = """<!DOCTYPE html><body>{frames}<script>
+onload = () => {{
+  document.title = [...document.querySelectorAll("iframe")].map(frame => {{
+    const page = frame.contentDocument.documentElement;
+    const charts = [...page.querySelectorAll("svg")].map(svg => svg.getBoundingClientRect());
+    const inside = charts.every(box => box.width > 200 && box.right <= page.clientWidth);
+    return [frame.clientWidth, page.scrollWidth - page.clientWidth, charts.length, inside].join(" ");
+  }}).join(";");
+}};
+</script></body>"""
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium")
+def test_no_browser_has_to_scroll_sideways(dump, page, tmp_path):
+    text = html.escape((dump.parent / "report.html").read_text(encoding="utf-8"))
+    frames = "".join(
+        f'<iframe style="border: 0; width: {width}px" srcdoc="{text}"></iframe>' for width in (320, 375, 1280)
+    )
+    (tmp_path / "probe.html").write_text(PROBE.format(frames=frames), encoding="utf-8")
+    command = ["chromium", "--headless=new", "--no-sandbox", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
+    process = subprocess.run(
+        [*command, (tmp_path / "probe.html").as_uri()], capture_output=True, text=True, timeout=400
+    )
+    title = process.stdout.split("<title>")[1].split("</title>")[0]
+    for width, found in zip((320, 375, 1280), title.split(";"), strict=True):
+        assert found.split() == [str(width), "0", str(len(page.charts)), "true"]

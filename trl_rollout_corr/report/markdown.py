@@ -1,0 +1,106 @@
+"""The report as Markdown with one picture, to paste into an issue."""
+
+import math
+from pathlib import Path
+
+from ..rules import Finding
+from .content import Report
+from .drawing import Chart, number, png
+from .page import printable
+from .tokens import Token
+
+
+# The panels of the picture, as far as they are there
+_MAIN = (
+    "k3-kl",
+    "effective-lr",
+    "sample-size",
+    "rejected",
+    "reward",
+    "histogram",
+    "probability",
+    "position",
+    "length",
+)
+_AT_LEAST = 4  # then the picture takes others, too
+
+
+def files_of_markdown(report: Report, output: Path) -> dict[Path, bytes]:
+    """
+    Write the report as Markdown.
+
+    Args:
+        report ([`~trl_rollout_corr.report.content.Report`]):
+            What it says.
+        output (`Path`):
+            The Markdown file. The picture lies beside it.
+
+    Returns:
+        `dict[Path, bytes]`: the files.
+    """
+    charts = _main(report)
+    picture = output.with_suffix(".png")
+    files = {picture: png(charts, f"Rollout report: {plain(report.name)}")} if charts else {}
+    return {**files, output: markdown(report, picture.name if charts else None).encode()}
+
+
+def markdown(report: Report, picture: str | None) -> str:
+    """The text."""
+    lines = [f"# Rollout report: {plain(report.name)}", ""]
+    lines += [f"- {label}: {plain(value)}" for label, value in report.facts]
+    lines += ["", "## Findings", ""]
+    lines += [line for finding in report.findings for line in _finding(finding)] or [
+        f"{report.nothing} {report.outside}".strip()
+    ]
+    lines += ["", "## Settings to try"]
+    for settings in report.settings:
+        lines += ["", f"{settings.title}. {settings.text}"]
+        lines += ["", "```yaml", settings.yaml.rstrip(), "```"] if settings.yaml else []
+    if picture:
+        lines += ["", "## Charts", "", f"![Charts]({picture.replace(' ', '%20')})", ""]
+        lines += [f"- {chart.title}: {chart.note}" for section in report.sections for chart in section.charts]
+    if report.broken:
+        lines += ["", "## Not finite", "", f"{report.n_broken:,} tokens, of which the first are:", ""]
+        lines += _tokens(report.broken)
+    if report.worst:
+        lines += ["", "## The worst tokens", "", *_tokens(report.worst[:10])]
+    return "\n".join(lines) + "\n"
+
+
+def _main(report: Report) -> list[Chart]:
+    charts = {chart.name: chart for section in report.sections for chart in section.charts}
+    main = [charts[name] for name in (*_MAIN, "by-length") if name in charts]
+    others = [chart for chart in charts.values() if chart not in main]
+    return main + others[: max(_AT_LEAST - len(main), 0)]
+
+
+def _finding(finding: Finding) -> list[str]:
+    steps = (
+        f"step {finding.step}" if finding.step == finding.last_step else f"steps {finding.step} to {finding.last_step}"
+    )
+    return [f"- **{finding.severity}**, {steps}: {finding.seen} {finding.why} {finding.advice}"]
+
+
+def _tokens(tokens: list[Token]) -> list[str]:
+    lines = ["| token | d | p trainer | p sampler | step | position | kept | reward |", "|" + " --- |" * 8]
+    for token in tokens:
+        text = f"{_code(token.before)} **{_code(token.text)}** {_code(token.after)}".strip()
+        numbers = (token.d, token.train, token.rollout, token.step, token.position)
+        cells = [text, *map(_number, numbers), "yes" if token.kept else "no", _number(token.reward)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _number(value: float) -> str:
+    return "NaN" if math.isnan(value) else str(value) if math.isinf(value) else number(value)
+
+
+def _code(text: str) -> str:
+    """Text of a dump as code, in which nothing is a mark, a mention or a column."""
+    text = printable(text).replace("\n", "↵").replace("\t", " ").replace("`", "\u02cb").replace("|", "¦")
+    return f"`{text}`" if text else ""
+
+
+def plain(text: str) -> str:
+    """Text in which nothing is a mark."""
+    return "".join(f"\\{c}" if c in "\\`*_[]<>|#" else c for c in printable(text).replace("\n", " "))
