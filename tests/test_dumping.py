@@ -10,6 +10,7 @@ from tests.training import EVALUATION, TRAINERS, BrokenSampler, build, losses
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
 from trl_rollout_corr.__main__ import main
 from trl_rollout_corr.dump import files_of, read_dump
+from trl_rollout_corr.trainers import dumping
 
 
 MODES = {
@@ -126,6 +127,65 @@ def test_a_dump_can_be_sparse(make, tmp_path):
     assert {row["step"] for row in read_dump(tmp_path / "dump").rows} == {2, 4}
 
 
+def test_a_sparse_dump_takes_the_next_step_that_has_something(make, tmp_path):
+    fields = {"rollout_dump_dir": str(tmp_path / "dump"), "rollout_dump_steps": 2, "schedule": "two iterations"}
+    make(**fields, max_steps=6).train()  # completions are corrected at steps 1, 3 and 5
+    assert {row["step"] for row in read_dump(tmp_path / "dump").rows} == {3, 5}
+
+
+def test_every_batch_of_a_step_draws_lots_of_its_own(make, tmp_path):
+    dump = make(rollout_dump_dir=str(tmp_path / "dump"), rollout_dump_sampled=4, rollout_dump_worst=0)._dump
+    ones = torch.ones(1, 3)
+    columns = dict.fromkeys(("train_logps", "rollout_logps", "weights", "keep", "coefficients"), ones)
+    columns |= {"mask": ones.bool(), "reward": ones[0, :1], "advantage": ones[0, :1], "staleness": None}
+    lots, chosen = [], dump._chosen
+
+    def remember(worst, drawn):
+        lots.extend(drawn.tolist() if len(drawn) == 1 else [])
+        return chosen(worst, drawn)
+
+    dump._chosen = remember
+    for batch in range(64):
+        dump.offer(1, {"completion_ids": torch.full((1, 3), batch)}, columns)
+    assert len(set(lots)) == 64
+    kept = [candidate.lot for candidate in dump.candidates]
+    assert sorted(kept) == sorted(lots)[-4:]
+
+
+def test_a_full_disk_ends_the_dump_and_not_the_run(make, tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(dumping, "write_rows", full)
+    trainer = make(rollout_dump_dir=str(tmp_path / "dump"), max_steps=3)
+    with pytest.warns(UserWarning, match=r"The dump in .* ends here: .*No space left") as warned:
+        assert len(losses(trainer)) == 3
+    assert len(warned) == 1
+
+
+def test_a_folder_that_cannot_be_used_is_refused_before_the_first_step(make, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"`rollout_dump_dir` is .*, which cannot be used: "):
+        make(rollout_dump_dir=str(tmp_path / "file")).train()
+
+
+def test_a_folder_may_be_a_path(make, tmp_path):
+    make(rollout_dump_dir=tmp_path / "dump", max_steps=1).train()
+    assert read_dump(tmp_path / "dump").settings["rollout_dump_dir"] == str(tmp_path / "dump")
+
+
+def test_completions_that_are_masked_as_truncated_are_not_drawn(make, tmp_path, tiny_model_path):
+    def truncate(output):
+        for ids in output["completion_ids"][::2]:
+            ids[-1] = 5  # not the end of a sequence
+
+    sampler = BrokenSampler(tiny_model_path, truncate)
+    make(sampler=sampler, rollout_dump_dir=str(tmp_path / "dump"), mask_truncated_completions=True).train()
+    rows = read_dump(tmp_path / "dump").rows
+    assert len(rows) == 3 * 4
+    assert all(any(row["mask"]) and row["tokens"] for row in rows)
+
+
 def test_a_dump_stays_below_its_size(make, tmp_path):
     dump = tmp_path / "dump"
     make(rollout_dump_dir=str(dump), rollout_dump_max_gb=5e-5, max_steps=8).train()
@@ -162,6 +222,21 @@ def test_another_run_does_not_mix_with_a_dump(make, tmp_path):
     with pytest.raises(ValueError, match=r"`rollout_dump_dir`.*holds the dump of another run"):
         make(rollout_dump_dir=str(tmp_path / "dump")).train()
     assert str(read_dump(tmp_path / "dump")) == str(before)
+
+
+def test_a_run_that_left_only_a_log_is_another_run_too(make, tmp_path):
+    make(rollout_dump_dir=str(tmp_path / "dump"), rollout_dump_steps=100).train()
+    assert not files_of(tmp_path / "dump")
+    with pytest.raises(ValueError, match=r"`rollout_dump_dir`.*holds the dump of another run"):
+        make(rollout_dump_dir=str(tmp_path / "dump")).train()
+
+
+def test_a_second_training_goes_to_a_folder_of_its_own(make, tmp_path):
+    trainer = make(rollout_dump_dir=str(tmp_path / "first"), max_steps=2)
+    trainer.train()
+    trainer.args.rollout_dump_dir = str(tmp_path / "second")
+    trainer.train()
+    assert {row["step"] for row in read_dump(tmp_path / "second").rows} == {1, 2}
 
 
 def test_a_resumed_run_goes_on_with_its_dump(make, tmp_path):

@@ -342,6 +342,8 @@ class RolloutCorrectionConfig:
         self.rollout_monitor_preset = _none_if_null(self.rollout_monitor_preset)
         self.rollout_monitor_thresholds = parse_thresholds(_none_if_null(self.rollout_monitor_thresholds)) or None
         self.rollout_dump_dir = _none_if_null(self.rollout_dump_dir)
+        if self.rollout_dump_dir is not None:
+            self.rollout_dump_dir = os.path.expanduser(os.fspath(self.rollout_dump_dir))
         for name, smallest in (("rollout_dump_steps", 1), ("rollout_dump_sampled", 0), ("rollout_dump_worst", 0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < smallest:

@@ -130,7 +130,7 @@ def _size(path: Path) -> int:
         return 0
 
 
-def rewind(folder: Path, step: int):
+def rewind(folder: Path, step: int, *, logs: bool = True):
     """
     Forget what came after a step, because the run goes on from there.
 
@@ -139,16 +139,18 @@ def rewind(folder: Path, step: int):
             Folder of the dump.
         step (`int`):
             Optimizer step of the checkpoint.
+        logs (`bool`, *optional*, defaults to `True`):
+            Rewind the log, too. One process does that.
     """
     for path in files_of(folder):
         if _step(path) > step:
             path.unlink(missing_ok=True)
-    logs = folder / _LOGS
-    kept = [entry for entry in read_logs(folder) if entry.get("step", 0) <= step]
-    if logs.exists():
-        partial = logs.with_suffix(".partial")
+    path = folder / _LOGS
+    if logs and path.exists():
+        kept = [entry for entry in read_logs(folder) if entry["step"] <= step]
+        partial = path.with_suffix(".partial")
         partial.write_text("".join(json.dumps(entry) + "\n" for entry in kept), encoding="utf-8")
-        os.replace(partial, logs)
+        os.replace(partial, path)
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -238,15 +240,18 @@ def _settings(schema: pa.Schema, name: str) -> dict[str, Any]:
 def read_logs(path: Path) -> list[dict[str, Any]]:
     """What the trainer logged, from the folder of a dump. Empty if there is none, or for a single file."""
     logs = path / _LOGS
-    return list(_complete(logs.read_text(encoding="utf-8").splitlines())) if logs.is_file() else []
+    return list(_complete(logs.read_text(encoding="utf-8", errors="replace").splitlines())) if logs.is_file() else []
 
 
 def _complete(lines: Iterable[str]) -> Iterable[dict[str, Any]]:
+    """Entries with a step. A crash may have cut a line short."""
     for line in lines:
         try:
-            yield json.loads(line)
+            entry = json.loads(line)
         except json.JSONDecodeError:
-            continue  # a crash cut it short
+            continue
+        if isinstance(entry, dict) and isinstance(entry.get("step"), int | float):
+            yield entry
 
 
 def _step(path: Path) -> int:

@@ -101,6 +101,7 @@ def histogram(table: Table, limits: list[Bound]) -> Histogram:
     near = [abs(bound.d) for bound in limits if abs(bound.d) < 5 * reach]
     reach = max([reach, *(1.15 * bound for bound in near)])
     reach = min(reach, float(size.max(initial=0.0))) if not near else reach
+    reach = min(reach, 1e30)  # twice that is still a number
     reach = float(np.float32(reach)) or 1.0  # as the tokens are, so that none is cut to just beyond the last edge
     edges = np.linspace(-reach, reach, BINS + 1)
     counts, _ = np.histogram(np.clip(d, -reach, reach), edges)

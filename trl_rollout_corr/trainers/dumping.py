@@ -1,6 +1,8 @@
 """Which sequences go to the dump: some at random, and the worst, over all ranks."""
 
-from collections.abc import Iterator
+import os
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,7 +12,7 @@ from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from ..config import RolloutCorrectionConfig
-from ..dump import append_log, files_of, remove_oldest, rewind, write_rows
+from ..dump import append_log, files_of, read_logs, remove_oldest, rewind, write_rows
 
 
 class Candidate(NamedTuple):
@@ -46,12 +48,22 @@ class SequenceDump(TrainerCallback):
 
     def __init__(self, args: RolloutCorrectionConfig, accelerator: Accelerator, tokenizer: PreTrainedTokenizerBase):
         self.args, self.accelerator, self.tokenizer = args, accelerator, tokenizer
-        self.folder = Path(args.rollout_dump_dir)
         self.candidates: list[Candidate] = []
+        self.offers = 0  # batches of this step
+        self.next_step = args.rollout_dump_steps
+        self.unchecked = 0  # bytes written since the size of the folder was looked at
+        self.gave_up = False
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.args.rollout_dump_dir)
 
     def wants(self, step: int) -> bool:
-        """Whether an optimizer step is dumped."""
-        return step % self.args.rollout_dump_steps == 0
+        """
+        Whether an optimizer step is dumped. If nothing is corrected in the step that is due, as on a revisit in decoupled
+        mode, it is the next one.
+        """
+        return step >= self.next_step
 
     def offer(self, step: int, batch: dict[str, torch.Tensor], columns: dict[str, torch.Tensor | None]):
         """
@@ -66,10 +78,13 @@ class SequenceDump(TrainerCallback):
                 Tensors of shape `(B, T)` or `(B,)` by column of the dump; `None` where there is none.
         """
         distance = (columns["train_logps"] - columns["rollout_logps"]).abs().nan_to_num(torch.inf)
-        worst = distance.masked_fill(~columns["mask"], 0.0).amax(1).cpu()
+        # a completion without a token of the loss, such as a truncated one that TRL masks, has nothing to show
+        worst = distance.masked_fill(~columns["mask"], 0.0).amax(1).masked_fill(~columns["mask"].any(1), -1.0).cpu()
         # lots of its own, so that training draws the same numbers with a dump and without
-        seed = hash((self.args.seed, self.accelerator.process_index, step, len(self.candidates)))
+        seed = hash((self.args.seed, self.accelerator.process_index, step, self.offers))
         lots = torch.rand(len(worst), generator=torch.Generator().manual_seed(seed % 2**63))
+        lots[worst < 0] = -1.0
+        self.offers += 1
         chosen = self._chosen(worst, lots)
         on_host = {name: None if x is None else x[chosen].cpu() for name, x in {**batch, **columns}.items()}
         for i, index in enumerate(chosen.tolist()):
@@ -81,7 +96,8 @@ class SequenceDump(TrainerCallback):
         """Indices of the sequences of a batch that may be among the worst, or drawn."""
         counts = (self.args.rollout_dump_worst, self.args.rollout_dump_sampled)
         top = [x.topk(min(k, len(x))).indices for x, k in zip((worst, lots), counts, strict=True)]
-        return torch.cat(top).unique()
+        chosen = torch.cat(top).unique()
+        return chosen[lots[chosen] >= 0]
 
     def _thin_out(self):
         """Forget what cannot be written any more."""
@@ -96,32 +112,60 @@ class SequenceDump(TrainerCallback):
     # Events -----------------------------------------------------------------------------------------------------------
 
     def on_train_begin(self, args, state, control, **kwargs):
-        if state.global_step == 0 and files_of(self.folder):
+        self.next_step = state.global_step + self.args.rollout_dump_steps
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if not os.access(self.folder, os.W_OK):
+                raise PermissionError("it is not writable")
+        except OSError as error:
+            raise ValueError(f"`rollout_dump_dir` is {str(self.folder)!r}, which cannot be used: {error}.") from None
+        if state.global_step == 0 and (files_of(self.folder) or read_logs(self.folder)):
             raise ValueError(
-                f"`rollout_dump_dir` is {str(self.folder)!r}, which holds the dump of another run. Name another folder, or "
-                "remove it."
+                f"`rollout_dump_dir` is {str(self.folder)!r}, which holds the dump of another run. Name another folder (for a "
+                "second `train()`, in `trainer.args`), or remove it, for instance if that run ended before a checkpoint."
             )
         if state.global_step and self.accelerator.is_local_main_process:
-            rewind(self.folder, state.global_step)  # what came after the checkpoint comes again
+            # what came after the checkpoint comes again
+            rewind(self.folder, state.global_step, logs=state.is_world_process_zero)
 
     def on_step_end(self, args, state, control, **kwargs):
         if not self.wants(state.global_step):
             return
-        drawn, worst = self._among_all_ranks()
+        drawn, worst, anywhere = self._among_all_ranks()
         rows = list(self._rows(drawn, worst))
-        self.candidates = []
+        self.candidates, self.offers = [], 0
+        if anywhere:  # the same on all ranks
+            self.next_step = state.global_step + self.args.rollout_dump_steps
         if rows:
-            settings = {f.name: getattr(self.args, f.name) for f in fields(RolloutCorrectionConfig)}
-            write_rows(self.folder, state.global_step, self.accelerator.process_index, rows, settings)
-        if self.accelerator.is_local_main_process:
-            remove_oldest(self.folder, self.args.rollout_dump_max_gb * 1e9)
+            self._unless_the_disk_fails(self._write, state.global_step, rows)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if state.is_world_process_zero and logs:
-            append_log(self.folder, {**logs, "step": state.global_step})
+            self._unless_the_disk_fails(append_log, self.folder, {**logs, "step": state.global_step})
 
-    def _among_all_ranks(self) -> tuple[set[int], set[int]]:
-        """Candidates of this rank that are drawn, and those that are among the worst of all ranks."""
+    def _write(self, step: int, rows: list[dict[str, Any]]):
+        settings = {f.name: getattr(self.args, f.name) for f in fields(RolloutCorrectionConfig)}
+        path = write_rows(self.folder, step, self.accelerator.process_index, rows, settings)
+        self.unchecked += path.stat().st_size
+        limit = self.args.rollout_dump_max_gb * 1e9
+        # looking at every file at every step would take seconds on a network disk
+        if self.unchecked * self.accelerator.num_processes > limit / 100:
+            remove_oldest(self.folder, limit)
+            self.unchecked = 0
+
+    def _unless_the_disk_fails(self, write: Callable, *args):
+        """A full disk must not end the run. Whatever happens, this rank still takes part in the gathers."""
+        if self.gave_up:
+            return
+        try:
+            write(*args)
+        except OSError as error:
+            self.gave_up = True
+            # on any rank, as it may happen on one only
+            warnings.warn(f"The dump in {str(self.folder)!r} ends here: {error}.", UserWarning, stacklevel=2)
+
+    def _among_all_ranks(self) -> tuple[set[int], set[int], bool]:
+        """Candidates of this rank that are drawn and that are among the worst of all ranks, and whether any rank has some."""
         size = self.args.rollout_dump_worst + self.args.rollout_dump_sampled
         scores = torch.full((1, size, 2), -1.0)
         if self.candidates:
@@ -134,7 +178,7 @@ class SequenceDump(TrainerCallback):
         for column, count in ((1, self.args.rollout_dump_sampled), (0, self.args.rollout_dump_worst)):
             best = everywhere[:, column].topk(min(count, len(everywhere))).indices - first
             chosen.append({i for i in best.tolist() if 0 <= i < len(self.candidates)})
-        return chosen[0], chosen[1]
+        return chosen[0], chosen[1], bool((everywhere >= 0).any())
 
     def _rows(self, drawn: set[int], worst: set[int]) -> Iterator[dict[str, Any]]:
         for i in sorted(drawn | worst):
