@@ -374,16 +374,22 @@ def test_a_saturated_ratio_shows_in_the_effective_learning_rate(make):
     assert trainer._windows["train"].statistics.finish()["rollout_corr/effective_lr"] == 0.0
 
 
+@pytest.mark.filterwarnings("ignore:Step")
 def test_warnings_about_the_run_come_once_and_only_where_they_are_true(make, tiny_model_path):
     def broken(output: dict):
-        output["logprobs"] = [[None, *row[1:]] for row in output["logprobs"]]
+        output["logprobs"][0][0] = None
 
-    trainer = make(sampler=BrokenSampler(tiny_model_path, broken), max_steps=3)
+    trainer = make(sampler=BrokenSampler(tiny_model_path, broken), max_steps=3, rollout_monitor="warn")
     with pytest.warns(UserWarning, match="without a finite") as caught:
         trainer.train()
     assert len([w for w in caught if "without a finite" in str(w.message)]) == 1
     # nothing is rejected from a loss that is only measured
-    make(rollout_metrics_only=True, rollout_rs="seq_mean_k1", rollout_rs_threshold=1.000001).train()
+    rejecting = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": 1.000001, "rollout_monitor": "warn"}
+    with pytest.warns(UserWarning, match="is rejected") as caught:
+        make(rollout_metrics_only=True, **rejecting).train()
+    texts = [str(w.message) for w in caught]
+    assert not any("Every token of a logging window" in text for text in texts)
+    assert all("If the correction were applied: " in text for text in texts if "is rejected" in text)
 
 
 def test_cispo_must_not_cap_a_ratio_of_one(tmp_path):

@@ -146,7 +146,7 @@ class Window:
         known = self.setting("corrects")
         if isinstance(known, bool):
             return known
-        if self.setting("rollout_metrics_only") is True:
+        if self.only_measured:
             return False
         asked = [self.setting(name) for name in ("rollout_is", "rollout_rs", "bypass_mode")]
         if ... not in asked or any(value is not ... and value for value in asked):
@@ -156,10 +156,19 @@ class Window:
         return any(key.startswith((f"{PREFIX}rollout_is_", f"{PREFIX}rollout_rs_")) for key in self.metrics)
 
     @property
+    def only_measured(self) -> bool:
+        """Whether weights and rejection are reported and do nothing."""
+        return self.setting("rollout_metrics_only") is True
+
+    @property
     def weights_act(self) -> bool:
         """Whether there are weights that multiply the gradient, or would without `rollout_metrics_only`."""
         clips = self.setting("bypass_mode") is True and self.setting("rollout_loss_type") in (..., "ppo_clip")
         return not clips and self.get("rollout_is_mean") is not None
+
+
+# Metrics of what weights and rejection do, rather than of the two policies
+_EFFECTS = ("rollout_is_", "rollout_rs_", "rejected/")
 
 
 def _sequence_weights(window: Window) -> bool:
@@ -628,7 +637,7 @@ class Examiner:
         if k3 is not None:
             self._k3.add(k3, still_rising=step <= staleness)
         holding = [
-            self._finding(RULES[name], bound, value, step)
+            self._finding(RULES[name], bound, value, window)
             for name, bound in self._bounds.items()
             if (value := RULES[name].value(window)) is not None and self._holds(RULES[name], value, bound)
         ]
@@ -641,8 +650,10 @@ class Examiner:
         return unhealthy and sum(streak) > rule.patience // 2
 
     @staticmethod
-    def _finding(rule: Rule, bound: float, value: float, step: int) -> Finding:
-        seen = rule.seen.format(value=value, bound=bound)
+    def _finding(rule: Rule, bound: float, value: float, window: Window) -> Finding:
+        seen, step = rule.seen.format(value=value, bound=bound), window.metrics.get("step", 0)
+        if window.only_measured and rule.key.startswith(_EFFECTS):
+            seen = f"If the correction were applied: {seen}"
         return Finding(rule.name, rule.severity, PREFIX + rule.key, step, step, value, seen, rule.why, rule.advice)
 
 
