@@ -77,13 +77,14 @@ def test_tensorboard(train, tmp_path):
     assert len(events.Histograms(f"eval/{PREFIX}log_ratio")) == 1
 
 
-def written_file(folder: Path, pattern: str, seconds: int = 30) -> Path:
-    """A file that another process writes: W&B's service may be a moment behind `finish`."""
+def written_rows(folder: Path, pattern: str, seconds: int = 30) -> list[dict]:
+    """Rows of a W&B run file with one of an evaluation. W&B's service, which writes it, may be a moment behind `finish`."""
     deadline = time.monotonic() + seconds
-    while not (files := list(folder.rglob(pattern))) and time.monotonic() < deadline:
+    while True:
+        rows = [row for file in folder.rglob(pattern) for row in wandb_history(file)]
+        if any("eval/loss" in row for row in rows) or time.monotonic() > deadline:
+            return rows
         time.sleep(0.1)
-    (file,) = files
-    return file
 
 
 def wandb_history(path) -> list[dict]:
@@ -113,7 +114,7 @@ def test_wandb_offline(train, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     training, evaluation = expected(train("wandb"))
     wandb.finish()
-    rows = wandb_history(written_file(tmp_path, "run-*.wandb"))
+    rows = written_rows(tmp_path, "run-*.wandb")
     losses = [row for row in rows if "train/loss" in row]
     for key in training[0]:
         found = [row[f"train/{key}"] for row in losses if f"train/{key}" in row]
