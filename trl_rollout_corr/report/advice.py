@@ -47,9 +47,8 @@ def advice(source: Source, findings: list[Finding]) -> list[Settings]:
     )
     if not source.table.batch.any():
         return [own]
-    try:
-        suggestion = _suggestion(source.table, source.config)
-    except OverflowError:  # ratios beyond what a float can hold
+    suggestion = _suggestion(source.table, source.config)
+    if suggestion.get("rollout_rs_threshold", [1.0])[0] == 0.0:  # the drift leaves no bound below
         return [own, Settings("To try", "None: the policies have nothing to do with each other. Find out why.", "")]
     if suggestion["rollout_correction"] == "disabled":
         return [own, Settings("To try", "The policies agree on every token: nothing to correct.", yaml_of(suggestion))]
