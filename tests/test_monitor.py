@@ -279,6 +279,7 @@ def test_a_tightened_run_is_the_uncorrected_one_and_then_another(make_either):
     assert tightened[2] != untouched[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_run_is_tightened_on_every_schedule(make_either, schedule):
     trainer = make_either(RolloutCorrectionMonitor("tighten", PRESET), schedule=schedule, max_steps=8)
