@@ -45,7 +45,7 @@ _SEGMENTS = {
     "lag": ("lag/rows", "lag/sum"),
 }
 _SUM_NAMES = tuple(name for names in _SEGMENTS.values() for name in names)
-_MAX_NAMES = ("steps/largest", "lag/largest")
+_MAX_NAMES = ("steps/largest",)
 
 
 # Some of the sums, by name of a segment of the vector

@@ -156,6 +156,11 @@ class Window:
         return any(key.startswith((f"{PREFIX}rollout_is_", f"{PREFIX}rollout_rs_")) for key in self.metrics)
 
     @property
+    def step(self) -> int:
+        """Optimizer step at which it was logged."""
+        return self.metrics.get("step", 0)
+
+    @property
     def only_measured(self) -> bool:
         """Whether weights and rejection are reported and do nothing."""
         return self.setting("rollout_metrics_only") is True
@@ -632,10 +637,9 @@ class Examiner:
         if not is_training_window(entry):
             return []
         window = Window(entry, self.settings, self._k3)
-        step = entry.get("step", 0)
         k3, staleness = window.get("k3_kl"), window.get("staleness_max") or 0
         if k3 is not None:
-            self._k3.add(k3, still_rising=step <= staleness)
+            self._k3.add(k3, still_rising=window.step <= staleness)
         holding = [
             self._finding(RULES[name], bound, value, window)
             for name, bound in self._bounds.items()
@@ -651,7 +655,7 @@ class Examiner:
 
     @staticmethod
     def _finding(rule: Rule, bound: float, value: float, window: Window) -> Finding:
-        seen, step = rule.seen.format(value=value, bound=bound), window.metrics.get("step", 0)
+        seen, step = rule.seen.format(value=value, bound=bound), window.step
         if window.only_measured and rule.key.startswith(_EFFECTS):
             seen = f"If the correction were applied: {seen}"
         return Finding(rule.name, rule.severity, PREFIX + rule.key, step, step, value, seen, rule.why, rule.advice)
