@@ -28,7 +28,7 @@ from tests.training import (
     policy_logps,
 )
 from trl_rollout_corr import RolloutCorrectedRLOOConfig, RolloutCorrectedRLOOTrainer
-from trl_rollout_corr.sampler import sync_weights_on_cpu
+from trl_rollout_corr.trainers.sampler import sync_weights_on_cpu
 from trl_rollout_corr.trainers.mixin import COEFFICIENTS, OLD_LOGPS, ROLLOUT_LOGPS
 
 

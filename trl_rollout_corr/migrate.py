@@ -9,7 +9,7 @@ call them.
 from collections.abc import Mapping
 from typing import Any
 
-from .config import warn
+from .messages import warn
 from .thresholds import parse_number, parse_rejection_thresholds, parse_weight_threshold
 
 

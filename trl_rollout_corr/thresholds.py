@@ -10,10 +10,8 @@ import math
 import re
 from typing import Any
 
-from .functional import DIVERGENCES, SCOPES
+from .criteria import CRITERIA
 
-
-CRITERIA = tuple(f"{scope}_{divergence}" for scope in SCOPES for divergence in DIVERGENCES)
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|\+?\.?inf", re.IGNORECASE)
 _UNDERSCORE_HINT = (
