@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
-from trl_rollout_corr.accounting import Accounts, account, age, engine_drift, policy_drift, turns_of
-from trl_rollout_corr.metrics import PREFIX
+from trl_rollout_corr.accounting import account, turns_of
+from trl_rollout_corr.keys import PREFIX
 from trl_rollout_corr.presets import PRESETS
-from trl_rollout_corr.thresholds import CRITERIA
+from trl_rollout_corr.staleness import Staleness, age, engine_drift, lag, update_drift
+from trl_rollout_corr.criteria import CRITERIA
 from trl_rollout_corr.trainers.monitor import ALARMS, TIGHTENED
 
 
@@ -46,12 +47,12 @@ def reported_keys() -> set[str]:
 def accounted_keys() -> set[str]:
     """Keys of two completions, of which one is rejected, that were trained on twice."""
     keep = torch.tensor([[True, True], [False, False]])
-    segments = account(torch.ones_like(keep), keep, keep.float(), torch.ones(2), torch.ones(2), turns_of(keep))
-    segments |= policy_drift(torch.zeros(2, 2), torch.zeros(2, 2), keep)
-    segments |= age("steps", torch.ones(2)) | age("lag", torch.ones(2))
+    accounts = account(torch.ones_like(keep), keep, keep.float(), torch.ones(2), torch.ones(2), turns_of(keep))
     zeros, ones = torch.zeros(1, 1), torch.ones(1, 1)
-    segments |= engine_drift(compute_rollout_correction(zeros, zeros, ones, RolloutCorrectionConfig()).statistics)
-    return set(Accounts.of(segments).finish(rejects=True, weighs=True))
+    statistics = compute_rollout_correction(zeros, zeros, ones, RolloutCorrectionConfig()).statistics
+    segments = update_drift(torch.zeros(2, 2), torch.zeros(2, 2), keep) | engine_drift(statistics)
+    segments |= age(torch.ones(2)) | lag(torch.ones(2))
+    return {*accounts.finish(rejects=True, weighs=True), *Staleness.of(segments).finish()}
 
 
 def test_every_group_is_documented():
@@ -60,8 +61,8 @@ def test_every_group_is_documented():
     for length in (3, 20, 100, 300, 2000, 5000, 20000):
         for reward, advantage in ((-1.0, -1.0), (0.1, 0.0), (0.3, 1.0), (0.6, 1.0), (0.9, 1.0), (2.0, 1.0)):
             mask = valid & (torch.arange(20000) < length)
-            segments = account(mask, mask, mask.float(), torch.tensor([advantage]), torch.tensor([reward]))
-            for key in Accounts.of(segments).finish(rejects=True, weighs=False):
+            accounts = account(mask, mask, mask.float(), torch.tensor([advantage]), torch.tensor([reward]))
+            for key in accounts.finish(rejects=True, weighs=False):
                 group = key.removeprefix(f"{PREFIX}rejected/").removeprefix(f"{PREFIX}kept/")
                 assert f"`{group.replace('position_', 'length_')}`" in text or "reward_mean" in group, group
 

@@ -36,24 +36,25 @@ def make(tiny_model_path, tmp_path):
 def observed(trainer) -> list[dict]:
     """Every sequence that was trained on, as it passed through the trainer: `(step, completion, ...)`."""
     sequences = []
-    inner = trainer._record
+    inner = trainer._observer.corrected
 
-    def record(train_logps, batch, correction, coefficients):
+    def corrected(now, seen):
+        batch, correction = seen.batch, seen.correction
         for i, mask in enumerate(batch["completion_mask"].bool()):
             sequences.append(
                 {
                     "step": trainer.state.global_step + 1,
                     "token_ids": batch["completion_ids"][i][mask].tolist(),
-                    "train_logps": train_logps[i][mask].tolist(),
+                    "train_logps": seen.train_logps[i][mask].tolist(),
                     "rollout_logps": batch["sampling_per_token_logps"][i][mask].tolist(),
                     "keep": correction.keep[i][mask].tolist(),
-                    "coefficients": coefficients[i][mask].tolist(),
+                    "coefficients": seen.coefficients[i][mask].tolist(),
                     "advantage": batch["advantages"][i].item(),
                 }
             )
-        inner(train_logps, batch, correction, coefficients)
+        inner(now, seen)
 
-    trainer._record = record
+    trainer._observer.corrected = corrected
     return sequences
 
 
@@ -134,7 +135,7 @@ def test_a_sparse_dump_takes_the_next_step_that_has_something(make, tmp_path):
 
 
 def test_every_batch_of_a_step_draws_lots_of_its_own(make, tmp_path):
-    dump = make(rollout_dump_dir=str(tmp_path / "dump"), rollout_dump_sampled=4, rollout_dump_worst=0)._dump
+    dump = make(rollout_dump_dir=str(tmp_path / "dump"), rollout_dump_sampled=4, rollout_dump_worst=0)._observer.dump
     ones = torch.ones(1, 3)
     columns = dict.fromkeys(("train_logps", "rollout_logps", "weights", "keep", "coefficients"), ones)
     columns |= {"mask": ones.bool(), "reward": ones[0, :1], "advantage": ones[0, :1], "staleness": None}

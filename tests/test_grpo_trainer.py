@@ -26,9 +26,10 @@ from tests.training import (
     losses,
     micro_batches,
     policy_logps,
+    window,
 )
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer, RolloutCorrectionConfig
-from trl_rollout_corr.trainers.mixin import ROLLOUT_LOGPS
+from trl_rollout_corr.trainers.batch import ROLLOUT_LOGPS
 
 
 LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo"]
@@ -260,7 +261,7 @@ def test_bypass_ppo_clips_around_the_rollout_policy(make, loss_type):
 
 
 def logged_now(trainer, key):
-    return trainer._windows["train"].statistics.finish()[f"rollout_corr/{key}"]
+    return window(trainer).finish()[f"rollout_corr/{key}"]
 
 
 @pytest.mark.filterwarnings("ignore:Step")
@@ -361,7 +362,7 @@ def test_a_rejected_token_leaves_the_ratio_of_its_completion_in_bypass_mode(make
     kept = trainer.compute_loss(trainer.model, batch).item()
     assert kept > 2 * on_policy
     trainer.args.rollout_rs, trainer.args.rollout_rs_threshold = ["token_k1"], [[0.5, 2.0]]
-    trainer._windows["train"].statistics = None  # those of other criteria do not add to them
+    trainer._observer.windows["train"].sums.clear()  # those of other criteria do not add to them
     found = trainer.compute_loss(trainer.model, batch).item()
     assert found < on_policy  # the token adds nothing, and the ratio of the others stays 1
 
@@ -371,7 +372,7 @@ def test_a_saturated_ratio_shows_in_the_effective_learning_rate(make):
     batch = micro_batches(trainer)[0]
     batch[ROLLOUT_LOGPS] = batch[ROLLOUT_LOGPS] - 100.0
     trainer.compute_loss(trainer.model, batch)
-    assert trainer._windows["train"].statistics.finish()["rollout_corr/effective_lr"] == 0.0
+    assert logged_now(trainer, "effective_lr") == 0.0
 
 
 @pytest.mark.filterwarnings("ignore:Step")
@@ -640,9 +641,9 @@ def test_a_report_of_user_code_does_not_wait_for_other_ranks(make):
 def test_user_logs_do_not_reset_the_window(make):
     trainer = make()
     gradients(trainer, micro_batches(trainer)[0])
-    before = trainer._windows["train"].statistics
+    before = window(trainer)
     trainer.log({"my_metric": 1.0})
-    assert trainer._windows["train"].statistics is before
+    assert window(trainer) is before
 
 
 def test_the_configuration_of_a_trainer_is_a_rollout_correction_config(make):

@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,56 +12,90 @@ import trl_rollout_corr
 
 
 PACKAGE = Path(trl_rollout_corr.__file__).parent
-# fmt: off
-WITHOUT_TRL = [
-    "functional", "metrics", "accounting", "thresholds", "presets", "rules", "config", "migrate", "correction", "dump",
-    "spread", "replay", "whatif", "report",
+# Each may import those above it. A folder counts as one module; inside it, the order is its own
+ORDER = [
+    "keys",
+    "messages",
+    "criteria",
+    "presets",
+    "thresholds",
+    "health",
+    "rules",
+    "migrate",
+    "config",  # so far without torch
+    "functional",
+    "histogram",
+    "sums",
+    "metrics",
+    "accounting",
+    "staleness",
+    "correction",  # so far without pyarrow, numpy and TRL
+    "dump",
+    "spread",
+    "replay",
+    "whatif",
+    "report",
+    "__main__",  # so far without TRL
+    "trainers",
 ]
-# fmt: on
+WITHOUT_TORCH = ORDER[: ORDER.index("config") + 1]
+WITHOUT_TRL = ORDER[: ORDER.index("__main__") + 1]
 
 
-def test_the_mathematics_does_not_import_trl():
+def loaded_after(modules: list[str], heavy: list[str]) -> str:
+    """Import modules one after the other in a process of their own. Says which was the first to load something heavy."""
     code = f"""
 import importlib, sys
-for module in {WITHOUT_TRL}:
+for module in {modules}:
     importlib.import_module(f"trl_rollout_corr.{{module}}")
-    heavy = [name for name in ("trl", "transformers", "accelerate") if name in sys.modules]
-    if heavy:
-        sys.exit(f"{{module}} imports {{heavy}}")
+    loaded = [name for name in {heavy} if name in sys.modules]
+    if loaded:
+        sys.exit(f"{{module}} imports {{loaded}}")
 """
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert process.returncode == 0, process.stderr[-500:]
+    return process.stderr[-500:] if process.returncode else ""
 
 
-def test_arrows_point_down_only():
-    order = [
-        "presets",
-        "functional",
-        "thresholds",
-        "metrics",
-        "accounting",
-        "rules",
-        "config",
-        "migrate",
-        "correction",
-        "dump",
-        "spread",
-        "replay",
-        "whatif",
-        "report",
-        "sampler",
-        "__main__",
-        "trainers",
-    ]
+def test_settings_load_without_torch():
+    assert loaded_after(WITHOUT_TORCH, ["torch", "numpy"]) == ""
+
+
+def test_all_but_the_trainers_loads_without_trl():
+    assert loaded_after(WITHOUT_TRL, ["trl", "transformers", "accelerate"]) == ""
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Modules of the package that a module imports, at its top or inside functions, as paths from the package."""
+    folder = path.parent.relative_to(PACKAGE).parts
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            above = folder[: len(folder) - node.level + 1]
+            if node.module:
+                yield ".".join([*above, node.module])
+            else:  # from . import a, b
+                yield from (".".join([*above, alias.name]) for alias in node.names)
+
+
+def test_arrows_point_up_only():
     for path in PACKAGE.rglob("*.py"):
         name = path.relative_to(PACKAGE).with_suffix("").parts[0]
-        if name == "__init__":
-            continue
-        for node in ast.parse(path.read_text()).body:  # imports at the top of a module
-            if isinstance(node, ast.ImportFrom) and node.level == (1 if path.parent == PACKAGE else 2):
-                target = (node.module or "").split(".")[0]
-                if target in order:
-                    assert order.index(target) < order.index(name), f"{path.name} imports {target}"
+        for target in (found.split(".")[0] for found in imported(path)):
+            if name != "__init__" and target in ORDER and target != name:
+                assert ORDER.index(target) < ORDER.index(name), f"{path.relative_to(PACKAGE)} imports {target}"
+
+
+def test_every_module_has_its_place():
+    modules = {path.relative_to(PACKAGE).with_suffix("").parts[0] for path in PACKAGE.rglob("*.py")}
+    assert modules - {"__init__"} == set(ORDER)
+
+
+def test_trl_is_imported_by_the_trainers_alone():
+    for path in PACKAGE.rglob("*.py"):
+        if path.parent != PACKAGE / "trainers":
+            for node in ast.walk(ast.parse(path.read_text())):
+                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+                names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+                assert not {name.split(".")[0] for name in names} & {"trl", "transformers", "accelerate"}, path
 
 
 def test_public_names():

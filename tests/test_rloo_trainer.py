@@ -29,7 +29,7 @@ from tests.training import (
 )
 from trl_rollout_corr import RolloutCorrectedRLOOConfig, RolloutCorrectedRLOOTrainer
 from trl_rollout_corr.trainers.sampler import sync_weights_on_cpu
-from trl_rollout_corr.trainers.mixin import COEFFICIENTS, OLD_LOGPS, ROLLOUT_LOGPS
+from trl_rollout_corr.trainers.batch import COEFFICIENTS, OLD_LOGPS, ROLLOUT_LOGPS
 
 
 pytestmark = pytest.mark.vllm
@@ -316,7 +316,7 @@ def test_kl_in_the_reward_is_that_of_the_sampler_in_bypass_mode(make, tiny_model
 
 
 def break_first(trainer, output):
-    trainer._record_logprobs([[None, *row[1:]] for row in trainer._recorded_logprobs])
+    trainer._record_logprobs([[None, *row[1:]] for row in trainer._scoring.logprobs])
     return output
 
 

@@ -110,7 +110,14 @@ _RULES = [
         ),
         below=True,
         applies=lambda window: window.corrects,
-        covers=("effective_lr_low", "rejected", "weight_mean_low", "sample_size", "icepop_dropped", "selection"),
+        covers=(
+            "effective_lr_low",
+            "rejected",
+            "weight_mean_low",
+            "effective_sample_size",
+            "icepop_dropped",
+            "selection",
+        ),
     ),
     Rule(
         "k3_high",
@@ -263,7 +270,7 @@ _RULES = [
         covers=("effective_lr_high",),
     ),
     Rule(
-        "sample_size",
+        "effective_sample_size",
         key="rollout_is_eff_sample_size",
         bound=0.3,
         severity="warning",

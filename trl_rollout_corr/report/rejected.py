@@ -79,8 +79,7 @@ def _account(table: Table, rows: np.ndarray) -> accounting.Accounts:
     rewards = torch.from_numpy(table.reward[rows].astype(np.float64))
     advantages = torch.from_numpy(np.nan_to_num(table.advantage[rows].astype(np.float64)))
     turns = accounting.turns_of(mask)
-    segments = accounting.account(valid, keep, coefficients.double(), advantages, rewards, turns)
-    return accounting.Accounts.of(segments)
+    return accounting.account(valid, keep, coefficients.double(), advantages, rewards, turns)
 
 
 def _families(shares: Mapping[str, Share]) -> dict[str, list[Share]]:

@@ -13,7 +13,7 @@ from .. import dump
 from ..config import RolloutCorrectionConfig
 from ..correction import compute_rollout_correction
 from ..metrics import PREFIX
-from ..rules import is_training_window
+from ..health import is_training_window
 from .table import Table
 
 

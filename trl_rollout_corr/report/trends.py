@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from matplotlib.axes import Axes
 
-from ..metrics import PERCENTILES, PREFIX
+from ..histogram import PERCENTILES
+from ..keys import PREFIX
 from ..rules import HEALTHY, Finding
 from .drawing import Chart, Colors, number, whole_steps
 
@@ -25,7 +26,7 @@ TRENDS = (
     Trend(
         "k3-kl",
         "KL divergence, k3",
-        {f"{PREFIX}k3_kl": "all", f"{PREFIX}engine_k3_kl": "engine", f"{PREFIX}staleness_k3_kl": "updates since"},
+        {f"{PREFIX}k3_kl": "all", f"{PREFIX}engine_k3_kl": "engine", f"{PREFIX}update_k3_kl": "updates since"},
         log=True,
     ),
     Trend("kl", "KL divergence, mean of -d", {f"{PREFIX}kl": "kl"}),
