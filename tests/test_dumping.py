@@ -134,23 +134,23 @@ def test_a_sparse_dump_takes_the_next_step_that_has_something(make, tmp_path):
     assert {row["step"] for row in read_dump(tmp_path / "dump").rows} == {3, 5}
 
 
-def test_every_batch_of_a_step_draws_lots_of_its_own(make, tmp_path):
+def test_every_batch_of_a_step_draws_numbers_of_its_own(make, tmp_path):
     dump = make(rollout_dump_dir=str(tmp_path / "dump"), rollout_dump_sampled=4, rollout_dump_worst=0)._observer.dump
     ones = torch.ones(1, 3)
     columns = dict.fromkeys(("train_logps", "rollout_logps", "weights", "keep", "coefficients"), ones)
     columns |= {"mask": ones.bool(), "reward": ones[0, :1], "advantage": ones[0, :1], "staleness": None}
-    lots, chosen = [], dump._chosen
+    chances, chosen = [], dump._chosen
 
-    def remember(worst, drawn):
-        lots.extend(drawn.tolist() if len(drawn) == 1 else [])
-        return chosen(worst, drawn)
+    def remember(distance, chance):
+        chances.extend(chance.tolist() if len(chance) == 1 else [])
+        return chosen(distance, chance)
 
     dump._chosen = remember
     for batch in range(64):
         dump.offer(1, {"completion_ids": torch.full((1, 3), batch)}, columns)
-    assert len(set(lots)) == 64
-    kept = [candidate.lot for candidate in dump.candidates]
-    assert sorted(kept) == sorted(lots)[-4:]
+    assert len(set(chances)) == 64
+    kept = [offered.chance for offered in dump.offered]
+    assert sorted(kept) == sorted(chances)[-4:]
 
 
 def test_a_full_disk_ends_the_dump_and_not_the_run(make, tmp_path, monkeypatch):

@@ -38,6 +38,9 @@ class _UnsetFalse(_Unset, int):  # bool cannot be subclassed
         return "False"
 
 
+_UNSET_FALSE: Any = _UnsetFalse()
+
+
 class _UnsetList(_Unset, list):
     pass
 
@@ -156,7 +159,7 @@ class RolloutCorrectionConfig:
         default=False, metadata={"help": "Leave sequences rejected as a whole out of their group's baseline."}
     )
     bypass_mode: bool = field(
-        default=_UnsetFalse(), metadata={"help": "Use the sampler's log-probabilities as the old policy's."}
+        default=_UNSET_FALSE, metadata={"help": "Use the sampler's log-probabilities as the old policy's."}
     )
     rollout_loss_type: str = field(
         default=_UnsetStr("ppo_clip"), metadata={"help": "Loss in bypass mode: ppo_clip or reinforce."}
@@ -259,18 +262,14 @@ class RolloutCorrectionConfig:
     @property
     def weight_bounds(self) -> tuple[float | None, float]:
         """Lower and upper bound of the importance weights; the lower one is `None` for truncation."""
-        if isinstance(self.rollout_is_threshold, list):
-            lower, upper = self.rollout_is_threshold
-            return lower, upper
-        return None, self.rollout_is_threshold
+        threshold: Any = self.rollout_is_threshold  # parsed when the configuration was built
+        return tuple(threshold) if isinstance(threshold, list) else (None, threshold)
 
     @property
     def criteria(self) -> list[Criterion]:
         """Rejection criteria, with bounds in units of their statistic."""
-        return [
-            _criterion(name, bounds)
-            for name, bounds in zip(self.rollout_rs or [], self.rollout_rs_threshold or [], strict=True)
-        ]
+        thresholds: Any = self.rollout_rs_threshold or []
+        return [_criterion(name, bounds) for name, bounds in zip(self.rollout_rs or [], thresholds, strict=True)]
 
     # Construction -----------------------------------------------------------------------------------------------------
 
@@ -391,7 +390,7 @@ class RolloutCorrectionConfig:
         return None
 
 
-def _criterion(name: str, bounds: float | list[float]) -> Criterion:
+def _criterion(name: str, bounds: Any) -> Criterion:
     """Criterion from its name and the bounds the user wrote. Bounds on the ratio become bounds on `k1 = -log ratio`."""
     scope, divergence = name.rsplit("_", 1)
     if divergence != "k1":
@@ -417,7 +416,7 @@ def _none_if_null(value: Any) -> Any:
     return None if isinstance(value, str) and value.strip().lower() in ("none", "null") else value
 
 
-def _choice(name: str, value: Any, allowed: tuple[str, ...], *, or_none: bool = False) -> str | None:
+def _choice(name: str, value: Any, allowed: tuple[str, ...], *, or_none: bool = False) -> Any:
     if value in allowed or (or_none and value is None):
         return value
     raise ValueError(f"`{name}` must be one of {', '.join(allowed)}{' or None' if or_none else ''}, got {value!r}.")

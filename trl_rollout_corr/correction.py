@@ -55,7 +55,7 @@ class RolloutCorrection:
         renormalisation factor. `(B, T)`, made anew at each access.
         """
         kept = self.keep * self.scale
-        return kept.mul_(self.weights) if self.applies_weights else kept
+        return kept if self.weights is None or not self.applies_weights else kept.mul_(self.weights)
 
     def metrics(self) -> dict[str, float]:
         """Metrics of this batch alone, by key (`rollout_corr/...`, see `docs/metrics.md`)."""
@@ -119,7 +119,7 @@ def compute_rollout_correction(
         totals = totals if sum_over_ranks is None else sum_over_ranks(totals)
         if config.rollout_is_batch_normalize and config.applies_weights:
             mean = mean_weight(totals[:2])
-            weights /= mean
+            weights = None if weights is None else weights.div_(mean)
             statistics = statistics.with_sum("coefficients", statistics["coefficients"] / mean)
         if config.rollout_rs_renormalize:
             scale = renormalization(totals[2:])
@@ -201,7 +201,8 @@ class _Assembled:
     """Results of blocks, put together without a second copy of them."""
 
     def __init__(self, mask: torch.Tensor):
-        self.weights = self.dtype = None
+        self.weights: torch.Tensor | None = None
+        self.dtype: torch.dtype | None = None
         self.keep = torch.empty(mask.shape, dtype=torch.bool, device=mask.device)
         self.valid = torch.empty_like(self.keep)
         self.parts: list[Statistics] = []
@@ -220,7 +221,7 @@ class _Assembled:
         self.parts.append(statistics)
         self.keep[rows] = keep
         self.valid[rows] = valid
-        if weights is not None:
+        if self.weights is not None and weights is not None:
             self.weights[rows] = weights
 
     def statistics(self) -> Statistics:
@@ -242,7 +243,7 @@ def _correct_rows(
         bounded = bound_weights(ratio, lower=lower, upper=upper)
         weighed = Bounding(config.rollout_is, lower, upper, config.rollout_is_batch_normalize), ratio, bounded
         weights = bounded if config.rollout_is == "token" else bounded * tokens.valid
-    coefficients = keep * weights if config.applies_weights else keep
+    coefficients = keep if weights is None or not config.applies_weights else keep * weights
     return weights, keep, tokens.valid, collect(tokens, keep, coefficients, weighed, rejections)
 
 

@@ -8,7 +8,7 @@ name only when it is complete, so that a crash loses at most the file being writ
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,7 +66,9 @@ class Dump(NamedTuple):
     logs: list[dict[str, Any]]
 
 
-def write_rows(folder: Path, step: int, rank: int, rows: list[Mapping[str, Any]], settings: Mapping[str, Any]) -> Path:
+def write_rows(
+    folder: Path, step: int, rank: int, rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]
+) -> Path:
     """
     Write the rows of one step and process.
 
@@ -77,7 +79,7 @@ def write_rows(folder: Path, step: int, rank: int, rows: list[Mapping[str, Any]]
             Optimizer steps made so far.
         rank (`int`):
             Process that writes.
-        rows (`list[Mapping]`):
+        rows (`Sequence[Mapping]`):
             Rows, with the columns of `SCHEMA`.
         settings (`Mapping`):
             Fields of [`RolloutCorrectionConfig`] in effect.
@@ -255,4 +257,5 @@ def _complete(lines: Iterable[str]) -> Iterable[dict[str, Any]]:
 
 
 def _step(path: Path) -> int:
-    return int(_NAME.fullmatch(path.name).group(1))
+    match = _NAME.fullmatch(path.name)
+    return int(match.group(1)) if match else -1

@@ -49,9 +49,10 @@ def _vetoes(window: Window) -> bool:
 
 def _k3_growth(window: Window) -> float | None:
     """Growth of `k3_kl`. Below a few times the gap of bfloat16 it is of no consequence."""
-    if window.get("k3_kl") is None or window.k3.factor is None:
+    level, factor = window.k3.level, window.k3.factor
+    if window.get("k3_kl") is None or level is None or factor is None:
         return None
-    return window.k3.factor if window.k3.level > 0.003 else 0.0
+    return factor if level > 0.003 else 0.0
 
 
 def _bias(window: Window) -> float | None:

@@ -72,8 +72,8 @@ def parse_structure(value: Any, field: str) -> Any:
             return json.loads(re.sub(r"[^\[\],\s]+", lambda match: json.dumps(match.group()), text))
         except json.JSONDecodeError as error:
             raise ValueError(f"`{field}` is not a list of numbers and pairs of numbers, got {value!r}.") from error
-    parts = [part.strip().split("_") for part in text.split(",")]
-    parts = [part[0] if len(part) == 1 else part for part in parts]
+    split = [part.strip().split("_") for part in text.split(",")]
+    parts = [part[0] if len(part) == 1 else part for part in split]
     return parts[0] if len(parts) == 1 and isinstance(parts[0], str) else parts
 
 

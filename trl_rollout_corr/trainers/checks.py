@@ -95,12 +95,12 @@ def check_sampling(config: GRPOConfig | RLOOConfig):
         )
 
 
-def check_batch_normalization(config: RolloutCorrectionConfig):
+def check_batch_normalization(config: GRPOConfig | RLOOConfig):
     """
     Refuse batch normalisation over a single sequence, which would set its weight to 1.
 
     Args:
-        config ([`RolloutCorrectionConfig`]):
+        config ([`~trl.GRPOConfig`] or [`~trl.RLOOConfig`]):
             Configuration of a trainer, after TRL has resolved batch sizes.
 
     Raises:
@@ -263,20 +263,21 @@ def check_logprobs(completion_ids: list[list[int]], logprobs: Any):
 TIGHTENED_FIELDS = ("rollout_is", "rollout_is_threshold", "rollout_rs", "rollout_rs_threshold")
 
 
-def tighten(args: RolloutCorrectionConfig, name: str):
+def tighten(args: RolloutCorrectionConfig, name: str | None):
     """Give a configuration the weights and the rejection of a preset. The trainer reads them at every micro-batch."""
-    preset = RolloutCorrectionConfig.from_preset(name)
+    preset = RolloutCorrectionConfig.from_preset(check_name(name))
     for field in TIGHTENED_FIELDS:
         setattr(args, field, getattr(preset, field))
 
 
-def check_name(preset: str | None):
-    """Check that there is a preset of a name."""
-    if preset not in PRESETS:
+def check_name(preset: str | None) -> str:
+    """Check that there is a preset of a name, and return the name."""
+    if preset is None or preset not in PRESETS:
         raise ValueError(
             f"`rollout_monitor_preset` is {preset!r}, but `rollout_monitor='tighten'` switches to it. Available presets: "
             f"{', '.join(PRESETS)}."
         )
+    return preset
 
 
 def check_preset(name: str | None, args: RolloutCorrectionConfig):
@@ -292,7 +293,7 @@ def check_preset(name: str | None, args: RolloutCorrectionConfig):
     Raises:
         `ValueError`: if there is no such preset, or it has another mode, corrects nothing, or cannot act in this run.
     """
-    check_name(name)
+    name = check_name(name)
     preset = RolloutCorrectionConfig.from_preset(name)
     refused = f"`rollout_monitor_preset` is {name!r}, which `rollout_monitor='tighten'` cannot switch to: "
     if _mode(preset) != _mode(args):

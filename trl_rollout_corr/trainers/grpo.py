@@ -76,6 +76,7 @@ class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
     _trl_class = GRPOTrainer
     _config_class = RolloutCorrectedGRPOConfig
     _anchor_key = OLD_LOGPS
+    num_iterations: int  # TRL's
     _tag_names = [*GRPOTrainer._tag_names, "rollout-correction"]
 
     def _check_sampler(self):

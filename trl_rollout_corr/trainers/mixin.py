@@ -14,7 +14,7 @@ hangs on it:
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import broadcast_object_list
@@ -32,7 +32,15 @@ from .sampler import announce_sync, record_logprobs, sync_weights_on_cpu
 from .scoring import Logprobs, OldPass, Scoring
 
 
-class RolloutCorrectionMixin:
+if TYPE_CHECKING:
+    from transformers import (
+        Trainer as _Host,
+    )  # of the methods below; `contract.py` has what is touched of TRL's trainers
+else:
+    _Host = object
+
+
+class RolloutCorrectionMixin(_Host):
     """
     Rollout correction for a trainer of TRL. Comes before the trainer among the bases.
 
@@ -81,7 +89,7 @@ class RolloutCorrectionMixin:
 
     def _check_server(self):
         if self.vllm_mode == "server":
-            info = [None]
+            info: list[Any] = [None]
             if self.accelerator.is_main_process:  # the only one that talks to the server
                 info = [self.vllm_generation.vllm_client.get_server_info()["model_config"]["logprobs_mode"]]
             broadcast_object_list(info, from_process=0)  # so that every rank raises, or none
@@ -95,7 +103,7 @@ class RolloutCorrectionMixin:
         if self.args.rollout_dump_dir is None:
             return None
         tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
-        dump = SequenceDump(self.args, self.accelerator, tokenizer)
+        dump = SequenceDump(self.args, self.accelerator, tokenizer, self.args.seed)
         self.add_callback(dump)
         return dump
 
@@ -183,11 +191,13 @@ class RolloutCorrectionMixin:
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        self._scoring.rewards = self._own_rewards(rewards, len(prompts))
-        if not self._excludes_from_baseline:
+        scoring = self._scoring
+        if scoring is not None:
+            scoring.rewards = self._own_rewards(rewards, len(prompts))
+        if scoring is None or scoring.old_pass is None or not self._excludes_from_baseline:
             return rewards
         # TRL leaves completions without a reward out of the baseline, and gives them no advantage
-        rejected = self.accelerator.gather(self._rejected_sequences(self._scoring))
+        rejected = self.accelerator.gather(self._rejected_sequences(scoring, scoring.old_pass))
         return rewards.masked_fill(rejected.unsqueeze(1), torch.nan)
 
     def _own_rewards(self, rewards: torch.Tensor, n: int) -> torch.Tensor:
@@ -196,9 +206,8 @@ class RolloutCorrectionMixin:
         first = self.accelerator.process_index * n
         return total.masked_fill(rewards.isnan().all(1), torch.nan)[first : first + n]
 
-    def _rejected_sequences(self, scoring: Scoring) -> torch.Tensor:
+    def _rejected_sequences(self, scoring: Scoring, old_pass: OldPass) -> torch.Tensor:
         """Which completions of the batch being scored lose every token, `(B,)`."""
-        old_pass = scoring.old_pass
         mask = scoring.loss_mask(old_pass.completion_mask).bool()
         keep = keep_mask(old_pass.logps, scoring.rollout_logps(mask), mask, self.args)
         return mask.any(1) & ~keep.any(1)

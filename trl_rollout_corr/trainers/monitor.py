@@ -50,7 +50,7 @@ class RolloutCorrectionMonitor(TrainerCallback):
     ```
     """
 
-    def __init__(self, action: str = "warn", preset: str | None = None, bounds: dict[str, Any] | None = None):
+    def __init__(self, action: str = "warn", preset: str | None = None, bounds: dict[str, Any] | str | None = None):
         if action not in MONITOR_ACTIONS:
             raise ValueError(f"`rollout_monitor` must be one of {', '.join(MONITOR_ACTIONS)}, got {action!r}.")
         if action == "tighten":

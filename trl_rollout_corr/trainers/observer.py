@@ -151,7 +151,8 @@ class Observer:
         if (statistics := sums.get(Statistics)) is not None:
             metrics |= statistics.finish()
             if self.accelerator.is_main_process:
-                report_histogram(self.callbacks, *statistics.histogram(), now.mode, now.step)
+                counts, edges = statistics.histogram()
+                report_histogram(self.callbacks, counts, edges, now.mode, now.step)
         if (staleness := sums.get(Staleness)) is not None:
             metrics |= staleness.finish()
         if (accounts := sums.get(Accounts)) is not None:

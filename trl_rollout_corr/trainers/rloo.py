@@ -88,14 +88,14 @@ class RolloutCorrectedRLOOTrainer(RolloutCorrectionMixin, RLOOTrainer):
         # with beta, the old policy's log-probabilities are part of the reward
         return super()._needs_old_pass or (self.beta != 0.0 and not self.args.bypass_mode)
 
-    def _new_old_pass(self) -> OldPass:
+    def _new_old_pass(self) -> OldPass | None:
         if not self.args.corrects:
             return OldPass()  # TRL runs it anyway, and only returns its sum
         return RolloutAsOld(self._answer_old_pass) if self.args.bypass_mode else super()._new_old_pass()
 
     def _answer_old_pass(self, input_ids: torch.Tensor, logits_to_keep: int) -> torch.Tensor:
         answer = super()._answer_old_pass(input_ids, logits_to_keep)
-        return self._scoring.rollout_logps(answer) if self.args.bypass_mode else answer
+        return self._scoring.rollout_logps(answer) if self._scoring and self.args.bypass_mode else answer
 
     def _rollout_logps(self, output: dict[str, Any], scoring: Scoring) -> torch.Tensor:
         return scoring.rollout_logps(output["completion_ids"])

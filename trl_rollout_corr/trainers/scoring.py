@@ -26,8 +26,9 @@ class OldPass:
     def __init__(self, answer: Callable[[torch.Tensor, int], torch.Tensor] | None = None):
         self.answer = answer
         self.calls = 0
-        self.logps: torch.Tensor | None = None  # (B, T)
-        self.completion_mask: torch.Tensor | None = None  # (B, T)
+        # known after the first call, each (B, T)
+        self.logps: torch.Tensor
+        self.completion_mask: torch.Tensor
 
     @property
     def runs(self) -> bool:
