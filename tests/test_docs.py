@@ -11,6 +11,7 @@ from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
 from trl_rollout_corr.accounting import account, turns_of
 from trl_rollout_corr.keys import PREFIX
 from trl_rollout_corr.presets import PRESETS
+from trl_rollout_corr.rules import HEALTHY, in_words
 from trl_rollout_corr.staleness import Staleness, age, engine_drift, lag, update_drift
 from trl_rollout_corr.criteria import CRITERIA
 from trl_rollout_corr.trainers.monitor import ALARMS, TIGHTENED
@@ -142,6 +143,57 @@ def test_files_and_make_targets_in_the_documents_exist(document):
 @pytest.mark.parametrize("readme", ["README.md", "README.zh-CN.md"])
 def test_the_readme_is_short(readme):
     assert len((ROOT / readme).read_text().splitlines()) <= 150
+
+
+def healthy_claims(document: str) -> dict[str, list[str]]:
+    """What a document says in a table, or in brackets, about the healthy band of a metric."""
+    text = (ROOT / document).read_text().replace("rollout_corr/", "")
+    claims: dict[str, list[str]] = {}
+    for keys, cells in re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| (.+) \|$", text, re.MULTILINE):
+        for key in re.findall(r"`(\w+)`", keys):
+            claims.setdefault(key, []).append(cells)
+    for key, claim in re.findall(r"`(\w+)` \(((?:below|above) [\d.]+)\)", text):
+        claims.setdefault(key, []).append(claim)
+    return claims
+
+
+@pytest.mark.parametrize(
+    ("document", "keys"),
+    {
+        "docs/metrics.md": set(HEALTHY),
+        "README.md": {
+            "k3_kl",
+            "rollout_is_mean",
+            "rollout_is_eff_sample_size",
+            "rollout_rs_masked_fraction",
+            "effective_lr",
+        },
+        "docs/choosing.md": {"rollout_is_eff_sample_size", "rollout_rs_masked_fraction"},
+    }.items(),
+)
+def test_healthy_bands_are_those_of_the_code(document, keys):
+    claims = healthy_claims(document)
+    for key in keys:
+        assert any(re.search(rf"(^|\W){re.escape(in_words(key))}(\W|$)", claim) for claim in claims[key]), claims[key]
+
+
+def test_the_chinese_readme_names_the_same_bands():
+    text = (ROOT / "README.zh-CN.md").read_text()
+    for key in (
+        "k3_kl",
+        "rollout_is_mean",
+        "rollout_is_eff_sample_size",
+        "rollout_rs_masked_fraction",
+        "effective_lr",
+    ):
+        row = re.search(rf"`rollout_corr/{key}`[^|]*\| (.*) \|", text).group(1)
+        assert {f"{bound:g}" for bound in HEALTHY[key] if bound is not None} <= set(re.findall(r"[\d.]+", row)), key
+
+
+def test_every_document_is_listed():
+    listed = re.findall(r"\]\(([\w./-]+)\)", (ROOT / "docs/README.md").read_text())
+    documents = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    assert documents <= set(listed)
 
 
 def test_every_difference_from_verl_is_held_by_a_test():

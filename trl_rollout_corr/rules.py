@@ -27,6 +27,16 @@ HEALTHY: dict[str, tuple[float | None, float | None]] = {
 }
 
 
+def in_words(name: str) -> str:
+    """The healthy band of a metric, as documents and reports write it: "below 0.3". Empty if it has none."""
+    low, high = HEALTHY.get(name, (None, None))
+    if low is not None and high is not None:
+        return f"{low:g} to {high:g}"
+    if high is not None:
+        return f"below {high:g}" if high else "0"
+    return f"above {low:g}" if low is not None else ""
+
+
 # When a rule applies, and what it looks at -----------------------------------------------------------------------------
 
 
