@@ -29,7 +29,7 @@ from tests.training import (
     window,
 )
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer, RolloutCorrectionConfig
-from trl_rollout_corr.trainers.batch import ROLLOUT_LOGPS
+from trl_rollout_corr.trainers.batch import FIRST_COEFFICIENTS, ROLLOUT_LOGPS
 
 
 LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo"]
@@ -155,7 +155,7 @@ def test_the_ratio_moves_over_iterations_and_the_weights_do_not(make):
     (first, weights), (second, weights_again) = seen[0], seen[2]
     assert first == 0.0
     assert second > 0.0
-    assert weights is weights_again
+    assert torch.equal(weights, weights_again)
 
 
 @pytest.mark.parametrize("schedule", ["aligned", "several steps per generation"])
@@ -186,7 +186,7 @@ def test_rejected_tokens_stay_in_the_denominators(make):
     trainer = make(rollout_is=None, rollout_rs="seq_mean_k1", rollout_rs_threshold=1.05, loss_type="grpo")
     batch = micro_batches(trainer)[0]
     corrected = gradients(trainer, batch)
-    kept = batch["rollout_corr_coefficients"].amax(-1)
+    kept = batch[FIRST_COEFFICIENTS].amax(-1)
     assert 0 < kept.sum() < len(kept)
     plain = make(GRPOTrainer, loss_type="grpo")
     expected = micro_batches(plain)[0]
@@ -444,8 +444,8 @@ def test_tool_tokens_are_out_of_weights_rejection_and_metrics(make, tiny_model_p
     batch = micro_batches(trainer)[0]
     assert (batch["tool_mask"] == 0).any()
     gradients(trainer, batch)
-    assert (batch["rollout_corr_coefficients"][batch["tool_mask"] == 0] == 0).all()
-    assert (batch["rollout_corr_coefficients"] > 0).any()
+    assert (batch[FIRST_COEFFICIENTS][batch["tool_mask"] == 0] == 0).all()
+    assert (batch[FIRST_COEFFICIENTS] > 0).any()
     assert logged_now(trainer, "log_ratio_max") < 2.0  # a tool token would show its own negative log-probability
     assert_trains(trainer)
 

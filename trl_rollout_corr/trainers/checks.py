@@ -201,6 +201,36 @@ def check_loss(config: GRPOConfig):
         )
 
 
+def definer(trainer: type, method: str, after: type) -> type:
+    """The class that a method comes from, among those after a class in the order of method resolution."""
+    order = trainer.__mro__
+    return next(cls for cls in order[order.index(after) + 1 :] if method in vars(cls))
+
+
+def check_bases(trainer: type, mixin: type, trl_class: type):
+    """
+    Refuse trainers whose loss is not TRL's.
+
+    Args:
+        trainer (`type`):
+            Class of the trainer.
+        mixin (`type`):
+            The mixin among its bases. What comes before it goes through it; what comes after is the loss that it corrects.
+        trl_class (`type`):
+            TRL's trainer whose loss is known.
+
+    Raises:
+        `TypeError`: if another class brings the loss.
+    """
+    found = definer(trainer, "_compute_loss", after=mixin)
+    if found is not trl_class:
+        raise TypeError(
+            f"`{trainer.__name__}` inherits `_compute_loss` from `{found.__name__}`, and rollout correction knows how to enter "
+            f"the loss of `{trl_class.__name__}` only. Derive from `{trl_class.__name__}`'s corrected trainer alone, or train "
+            f"with `{found.__name__}` as it is."
+        )
+
+
 def check_config_class(args: Any, config_class: type):
     """Refuse arguments of another trainer."""
     if not isinstance(args, config_class):

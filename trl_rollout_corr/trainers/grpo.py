@@ -83,8 +83,8 @@ class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
         if self.rollout_func is None:  # a rollout function brings its own log-probabilities
             super()._check_sampler()
 
-    def _generate(self, prompts: list):
-        generated = super()._generate(prompts)
+    def _generate(self, prompts, *args, **kwargs):
+        generated = super()._generate(prompts, *args, **kwargs)
         _, completion_ids, tool_mask, _, logprobs, *_ = generated
         check_logprobs(completion_ids, logprobs)
         self._record_logprobs(logprobs)  # with tools or a rollout function, of several turns

@@ -22,14 +22,24 @@ from transformers import PreTrainedModel
 
 from ..correction import RolloutCorrection, compute_rollout_correction, keep_mask, usable_rollout_logps
 from ..functional import LOG_RATIO_BOUND
-from .batch import COEFFICIENTS, FIRST_LOGPS, OLD_LOGPS, REWARDS, ROLLOUT_LOGPS, ROLLOUT_STEP
-from .checks import check_config_class, check_has_sampler, check_server_logprobs
+from .batch import (
+    COEFFICIENTS,
+    FIRST_COEFFICIENTS,
+    FIRST_LOGPS,
+    OLD_LOGPS,
+    REWARDS,
+    ROLLOUT_LOGPS,
+    ROLLOUT_STEP,
+)
+from .checks import check_bases, check_config_class, check_has_sampler, check_server_logprobs, definer
 from .contract import check_trl
 from .dumping import SequenceDump
+from .loss import LossCall
 from .monitor import add_monitor
 from .observer import Corrected, Moment, Observer
 from .sampler import announce_sync, record_logprobs, sync_weights_on_cpu
 from .scoring import Logprobs, OldPass, Scoring
+from .visits import Visits
 
 
 if TYPE_CHECKING:
@@ -65,9 +75,11 @@ class RolloutCorrectionMixin(_Host):
 
     def __init__(self, model, reward_funcs=None, args=None, *further_args, **kwargs):
         check_trl(self._trl_class)
+        check_bases(type(self), RolloutCorrectionMixin, self._trl_class)
         super().__init__(model, reward_funcs, self._checked_args(model, args), *further_args, **kwargs)
         self._scoring: Scoring | None = None
-        self._loss_batch: tuple[dict, dict] | None = None
+        self._loss_call: LossCall | None = None
+        self._visits = Visits(self.args.steps_per_generation, self.num_iterations)
         # Every sample is visited before the first optimizer step since its generation, so that the policy of its first
         # visit is the old policy.
         self._visited_before_update = self.args.gradient_accumulation_steps % self.args.steps_per_generation == 0
@@ -155,14 +167,29 @@ class RolloutCorrectionMixin(_Host):
             self._scoring = None
         if scoring.old_pass is not None:
             self._settle_old_pass(scoring.old_pass, output)
+        self._check_rows(scoring, output)
         output[ROLLOUT_LOGPS] = self._rollout_logps(output, scoring)
         output[REWARDS] = scoring.rewards
         self._note_origin(output)
+        if self.model.training:
+            self._visits.generated(output, FIRST_LOGPS, FIRST_COEFFICIENTS)
         if self.args.corrects and self.args.needs_whole_batch and not self.args.bypass_mode:
             seen = self._correct_from(output[OLD_LOGPS], output, from_old=True)
             self._observer.corrected(self._now, seen)
             output[COEFFICIENTS] = seen.coefficients
         return output
+
+    def _check_rows(self, scoring: Scoring, output: dict[str, Any]):
+        """Check that what passed by while scoring is about the completions that came out."""
+        rows = [len(x) for x in (scoring.logprobs, scoring.rewards) if x is not None]
+        if any(n != len(output["completion_ids"]) for n in rows):
+            owner = definer(type(self), "_generate_and_score_completions", after=RolloutCorrectionMixin)
+            raise RuntimeError(
+                f"`{owner.__name__}._generate_and_score_completions` returned {len(output['completion_ids'])} completions, "
+                f"but the last ones that were generated and scored are {rows[0]}: rollout correction cannot tell where the "
+                "others are from. Put batches together in a subclass of the corrected trainer, where each part has its "
+                "sampler's log-probabilities."
+            )
 
     def _settle_old_pass(self, old_pass: OldPass, output: dict[str, Any]):
         """Put the old log-probabilities into the batch, or take what stood in for them out of it."""
@@ -189,9 +216,16 @@ class RolloutCorrectionMixin(_Host):
             output[ROLLOUT_STEP] = steps if steps.dim() == 1 else steps[:, 0]
             self._observer.generated(self._now, output[ROLLOUT_STEP])
 
+    def _generate(self, prompts, *args, **kwargs):
+        scoring = self._scoring or Scoring(None)
+        scoring.restart()  # a class below may generate several times, and keep the last
+        with scoring.pause():  # a rollout function may score what it likes
+            return super()._generate(prompts, *args, **kwargs)
+
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         scoring = self._scoring
+        with (scoring or Scoring(None)).pause():  # and so may a reward function
+            rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         if scoring is not None:
             scoring.rewards = self._own_rewards(rewards, len(prompts))
         if scoring is None or scoring.old_pass is None or not self._excludes_from_baseline:
@@ -216,30 +250,29 @@ class RolloutCorrectionMixin(_Host):
 
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
         forward = super()._get_per_token_logps_and_entropies
-        if self._scoring is not None and self._scoring.old_pass is not None:
+        if self._scoring is not None and self._scoring.old_pass is not None and not self._scoring.paused:
             return self._scoring.old_pass(forward, model, *args, **kwargs)
         logps, *others = forward(model, *args, **kwargs)
-        if self._loss_batch is not None:
-            (batch, inputs), self._loss_batch = self._loss_batch, None
-            logps = self._correct(logps, batch, inputs)
+        if self._loss_call is not None and self._is_policy(model, logps, self._loss_call):
+            self._loss_call.take_forward()
+            logps = self._correct(logps, self._loss_call.batch, self._loss_call.inputs)
         return logps, *others
 
+    def _is_policy(self, model, logps: torch.Tensor, call: LossCall) -> bool:
+        """Whether a forward pass in the loss is that of the policy, and not of a teacher, a reference or a probe."""
+        models = [self.accelerator.unwrap_model(m, keep_fp32_wrapper=True) for m in (model, call.model)]
+        return models[0] is models[1] and (logps.requires_grad or not call.with_gradient)
+
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        batch, inputs = inputs, dict(inputs)
         # TRL must not read the advantages before `_correct` has put them back. If it ever does, that is an error rather
         # than a loss without correction.
-        del inputs["advantages"]
-        self._loss_batch = batch, inputs
+        self._loss_call = call = LossCall(model, inputs)
         try:
-            loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-            if self._loss_batch is not None:
-                raise RuntimeError(
-                    "TRL's loss did not pass through `_get_per_token_logps_and_entropies`, where rollout correction attaches. "
-                    "Install the version of trl that this release was tested with."
-                )
-            return loss
+            loss = super().compute_loss(model, call.inputs, return_outputs, num_items_in_batch)
         finally:
-            self._loss_batch = None
+            self._loss_call = None
+        call.check_corrected(type(self))
+        return loss
 
     def _correct(self, logps: torch.Tensor, batch: dict[str, Any], inputs: dict[str, Any]) -> torch.Tensor:
         """
@@ -249,8 +282,7 @@ class RolloutCorrectionMixin(_Host):
             logps (`torch.Tensor` of shape `(B, T)`):
                 Log-probabilities of the current policy, with gradient.
             batch (`dict`):
-                The buffered micro-batch. It is the same object at every visit, so what the first visit settles is kept in
-                it.
+                The micro-batch, or a copy. What the first visit settles is kept in its tensors.
             inputs (`dict`):
                 What TRL's loss reads; changed in place.
 
@@ -258,8 +290,8 @@ class RolloutCorrectionMixin(_Host):
             `torch.Tensor` of shape `(B, T)`: the log-probabilities for TRL's loss.
         """
         inputs["advantages"] = batch["advantages"]
-        current = logps.detach()
-        old = self._old_logps(current, batch)
+        current, first = logps.detach(), self._is_first_visit(batch)
+        old: Any = self._old_logps(current, batch, first)
         self._observer.visited(self._now, batch, self._loss_mask(batch), current, old)
         if self.args.bypass_mode:
             seen = self._correct_from(current, batch, from_old=old is current)
@@ -267,24 +299,36 @@ class RolloutCorrectionMixin(_Host):
             self._observer.corrected(self._now, seen)
             coefficients = seen.coefficients
         else:
-            anchor, coefficients = self._decoupled(current, batch)
+            anchor, coefficients = self._decoupled(batch.get(OLD_LOGPS, old), batch, first)
         return self._enter_loss(inputs, logps, anchor, coefficients) if self.args.corrects else logps
 
-    def _old_logps(self, current: torch.Tensor, batch: dict[str, Any]) -> torch.Tensor | None:
+    def _is_first_visit(self, batch: dict[str, Any]) -> bool:
+        if FIRST_LOGPS not in batch:  # in evaluation every batch is visited once
+            return True
+        return self._visits.is_first(batch[FIRST_LOGPS], [kept[FIRST_LOGPS] for kept in self._buffered_inputs or []])
+
+    def _old_logps(self, current: torch.Tensor, batch: dict[str, Any], first: bool) -> torch.Tensor | None:
         """Log-probabilities of the policy that the trainer had when the batch was generated, as far as they are known."""
         if self._visited_before_update or not self.model.training:
-            return batch.setdefault(FIRST_LOGPS, current)
+            return self._settle(FIRST_LOGPS, current, batch) if first else batch[FIRST_LOGPS].to(current.dtype)
         return batch.get(OLD_LOGPS)
 
-    def _decoupled(self, current: torch.Tensor, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Anchor and coefficients in decoupled mode, each `(B, T)`. They are settled at the first visit of a batch."""
-        if COEFFICIENTS not in batch:
-            seen = self._correct_from(batch.get(OLD_LOGPS, current), batch, from_old=True)
-            self._observer.corrected(self._now, seen)
-            batch[COEFFICIENTS] = seen.coefficients
-            if self.args.corrects:
-                batch[OLD_LOGPS] = seen.train_logps
-        return batch.get(OLD_LOGPS, current), batch[COEFFICIENTS]
+    def _decoupled(self, old: torch.Tensor, batch: dict[str, Any], first: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Anchor and coefficients in decoupled mode, each `(B, T)`."""
+        if COEFFICIENTS in batch:
+            return old, batch[COEFFICIENTS]
+        if not first:
+            return old, batch[FIRST_COEFFICIENTS].to(old.dtype)
+        seen = self._correct_from(old, batch, from_old=True)
+        self._observer.corrected(self._now, seen)
+        return old, self._settle(FIRST_COEFFICIENTS, seen.coefficients, batch)
+
+    @staticmethod
+    def _settle(key: str, value: torch.Tensor, batch: dict[str, Any]) -> torch.Tensor:
+        """Keep what the first visit finds for the others, and return it."""
+        if key in batch:
+            batch[key].copy_(value)
+        return value
 
     def _bypass(self, seen: Corrected) -> tuple[torch.Tensor, Corrected]:
         """Anchor in bypass mode, `(B, T)`, and what is corrected once tokens that it leaves no gradient are taken out."""

@@ -5,7 +5,8 @@ What lives while TRL generates and scores one batch: its old pass, and what pass
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -56,13 +57,28 @@ class Scoring:
 
     def __init__(self, old_pass: OldPass | None):
         self.old_pass = old_pass
-        self.logprobs: Logprobs = []  # of the sampled tokens, per completion
+        self.paused = False  # forward passes are none of TRL's own
+        self.logprobs: Logprobs | None = None  # of the sampled tokens, per completion
         self.tool_mask: list[list[int]] | None = None  # 0 on tokens of tools, per completion
         self.rewards: torch.Tensor | None = None  # (B,)
 
+    def restart(self):
+        """A batch is generated, which TRL does before it scores it."""
+        if self.old_pass is not None:
+            self.old_pass.calls = 0
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """While code of the user runs."""
+        self.paused = True
+        try:
+            yield
+        finally:
+            self.paused = False
+
     def rollout_logps(self, like: torch.Tensor) -> torch.Tensor:
         """Log-probabilities of the sampler, padded to the shape `(B, T)` of `like`."""
-        rows = [[math.nan if x is None else x for x in row] for row in self.logprobs]
+        rows = [[math.nan if x is None else x for x in row] for row in self.logprobs or []]
         padded = [row + [0.0] * (like.shape[1] - len(row)) for row in rows]
         return torch.tensor(padded, dtype=torch.float32, device=like.device)
 
