@@ -3,16 +3,18 @@
 import dataclasses
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, Self
 
 from .criteria import LEVELS, Criterion
-from .messages import warn
-from .migrate import from_legacy, from_trl, from_verl
-from .presets import PRESETS
+from .messages import nearest, warn
+from .migrate import VERL_KEYS, from_legacy, from_trl, from_verl
+from .original import OriginalPresets
+from .presets import DEFAULT, PRESETS, settings_of
 from .rules import parse_bounds
-from .thresholds import parse_criteria, parse_rejection_thresholds, parse_weight_threshold
+from .thresholds import parse_criteria, parse_number, parse_rejection_thresholds, parse_weight_threshold
 
 
 LOSS_TYPES = ("ppo_clip", "reinforce")
@@ -46,7 +48,7 @@ class _UnsetList(_Unset, list):
 
 
 @dataclass
-class RolloutCorrectionConfig:
+class RolloutCorrectionConfig(OriginalPresets):
     r"""
     Configuration of rollout correction.
 
@@ -54,8 +56,12 @@ class RolloutCorrectionConfig:
     numbers and lists of numbers; verl's text form (`"0.6_1.6,2.5"`) is parsed too.
 
     Args:
-        rollout_correction (`str`, *optional*):
-            Name of a preset (see `docs/presets.md`). Fields that are set beside it override it.
+        rollout_correction (`str`, `dict` or `None`, *optional*, defaults to `"decoupled_token_is"`):
+            Name of a preset (see `docs/presets.md`); `None` for no correction. Fields that are set beside it override it.
+            Also the `rollout_correction` section of a verl configuration, or a [`RolloutCorrectionConfig`].
+        rollout_correction_resolved (`str`, *optional*):
+            Set by the configuration itself: the preset that fields were filled in from. So a saved or copied configuration
+            whose `rollout_correction` is changed follows the new preset, in all fields that the user has not set.
 
         > Importance sampling
 
@@ -64,6 +70,8 @@ class RolloutCorrectionConfig:
             `exp(mean d)`, with `d = logp_train - logp_rollout`. `None` for no weights.
         rollout_is_threshold (`float` or `list[float]`, *optional*, defaults to `2.0`):
             A number truncates the weights from above. A pair `[lower, upper]` sets those outside it to 0 (IcePop).
+        rollout_is_clamp (`bool`, *optional*, defaults to `False`):
+            With a pair, raise and lower weights to its bounds instead of setting those outside it to 0.
         rollout_is_batch_normalize (`bool`, *optional*, defaults to `False`):
             Divide the weights by their mean over the batch of all ranks (self-normalised importance sampling): over tokens
             at token level, over sequences otherwise. In decoupled mode the batch is the generation batch, and the old
@@ -92,6 +100,10 @@ class RolloutCorrectionConfig:
         rollout_loss_type (`str`, *optional*, defaults to `"ppo_clip"`):
             Loss in bypass mode: `"ppo_clip"` clips the ratio to the rollout policy, which is the correction, so that
             weights are only reported; `"reinforce"` weights the log-likelihood and does not clip.
+        rollout_clip_ratio_c (`float` or `None`, *optional*, defaults to `3.0`):
+            In bypass mode with `"ppo_clip"`: with a negative advantage, a ratio to the sampler beyond it has no gradient
+            ([dual clip](https://huggingface.co/papers/1912.09729), and verl's default). PPO's own clipping leaves that side
+            open. In GRPO it is TRL's `delta`, unless that is set. `None` for no bound.
         rollout_metrics_only (`bool`, *optional*, defaults to `False`):
             Compute and report everything the other fields ask for, and leave the loss alone.
 
@@ -130,8 +142,12 @@ class RolloutCorrectionConfig:
         `ValueError`: if a field has a value that cannot be meant; the message names the field, the value and the way out.
     """
 
-    rollout_correction: str | None = field(
-        default=None, metadata={"help": "Name of a preset. Fields that are set beside it override it."}
+    rollout_correction: dict[str, Any] | str | None = field(
+        default=_UnsetStr(DEFAULT),
+        metadata={"help": "Name of a preset, or none. Fields that are set beside it override it."},
+    )
+    rollout_correction_resolved: str | None = field(
+        default=None, metadata={"help": "Set by the configuration itself: the preset that fields were filled in from."}
     )
     rollout_is: str | None = field(
         default=_UnsetStr("token"),
@@ -139,7 +155,14 @@ class RolloutCorrectionConfig:
     )
     rollout_is_threshold: float | str | list[float] | None = field(
         default=_UnsetFloat(2.0),
-        metadata={"help": "Upper bound of the weights, or a pair [lower, upper] outside which they are 0 (IcePop)."},
+        metadata={
+            "help": "Upper bound of the weights, or a pair: lower upper, outside which they are 0 (IcePop).",
+            "nargs": "+",
+        },
+    )
+    rollout_is_clamp: bool = field(
+        default=False,
+        metadata={"help": "With a pair of bounds, clamp weights to it instead of dropping those outside."},
     )
     rollout_is_batch_normalize: bool = field(
         default=False, metadata={"help": "Divide the weights by their mean over the batch of all ranks."}
@@ -150,7 +173,11 @@ class RolloutCorrectionConfig:
     )
     rollout_rs_threshold: float | str | list[Any] | None = field(
         default=None,
-        metadata={"help": "One entry per criterion: bounds [lower, upper] on the ratio for k1, an upper bound else."},
+        metadata={
+            "help": "One entry per criterion: bounds on the ratio for k1 (0.9_1.1; for a single criterion also 0.9 1.1), an "
+            "upper bound else.",
+            "nargs": "+",
+        },
     )
     rollout_rs_renormalize: bool = field(
         default=False, metadata={"help": "Multiply the loss by valid tokens over kept tokens."}
@@ -163,6 +190,12 @@ class RolloutCorrectionConfig:
     )
     rollout_loss_type: str = field(
         default=_UnsetStr("ppo_clip"), metadata={"help": "Loss in bypass mode: ppo_clip or reinforce."}
+    )
+    rollout_clip_ratio_c: float | str | None = field(
+        default=3.0,
+        metadata={
+            "help": "In bypass mode with ppo_clip: largest ratio with gradient for negative advantages, or none."
+        },
     )
     rollout_metrics_only: bool = field(
         default=False, metadata={"help": "Compute and report everything, leave the loss alone."}
@@ -191,19 +224,30 @@ class RolloutCorrectionConfig:
     )
 
     def __post_init__(self):
-        explicit = self._resolve_preset()
+        explicit = self._resolve()
         self._parse()
         self._parse_monitor_and_dump()
         self._warn_about_idle_fields(explicit)
+        self.__dict__["_built"] = True  # what is assigned from now on is parsed, see `__setattr__`
+
+    def __setattr__(self, name: str, value: Any):
+        if "_built" not in self.__dict__:
+            super().__setattr__(name, value)
+        elif name == "rollout_correction":
+            super().__setattr__(name, value)
+            self._resolve()
+            self._parse()
+        else:
+            super().__setattr__(name, _PARSERS[name](value) if name in _PARSERS else value)
 
     @classmethod
-    def from_preset(cls, name: str, **overrides):
+    def from_preset(cls, name: str | None, **overrides: Any) -> Self:
         """
         Build a configuration from a preset.
 
         Args:
-            name (`str`):
-                Name of the preset.
+            name (`str` or `None`):
+                Name of the preset; `None` for no correction.
             overrides:
                 Further fields of the class; those of rollout correction override the preset.
 
@@ -213,7 +257,7 @@ class RolloutCorrectionConfig:
         return cls(rollout_correction=name, **overrides)
 
     @classmethod
-    def from_verl(cls, settings: Mapping[str, Any] | None, **overrides):
+    def from_verl(cls, settings: Mapping[str, Any] | None, **overrides: Any) -> Self:
         """
         Build a configuration from the `rollout_correction` section of a verl configuration.
 
@@ -222,7 +266,7 @@ class RolloutCorrectionConfig:
         return cls(**{**from_verl(settings), **overrides})
 
     @classmethod
-    def from_legacy(cls, settings: Mapping[str, Any], **overrides):
+    def from_legacy(cls, settings: Mapping[str, Any], **overrides: Any) -> Self:
         """
         Build a configuration from the flat `rollout_is*` keys of verl's first releases.
 
@@ -231,7 +275,7 @@ class RolloutCorrectionConfig:
         return cls(**{**from_legacy(settings), **overrides})
 
     @classmethod
-    def from_trl(cls, settings: Mapping[str, Any], **overrides):
+    def from_trl(cls, settings: Mapping[str, Any], **overrides: Any) -> Self:
         """
         Build a configuration that does what TRL's `vllm_importance_sampling_*` settings did.
 
@@ -250,7 +294,7 @@ class RolloutCorrectionConfig:
     @property
     def applies_weights(self) -> bool:
         """Whether the importance weights multiply the policy gradient. With PPO around the sampler, they must not."""
-        return self.rollout_is is not None and not (self.bypass_mode and self.rollout_loss_type == "ppo_clip")
+        return self.rollout_is is not None and not self.clips_around_sampler
 
     @property
     def needs_whole_batch(self) -> bool:
@@ -266,68 +310,78 @@ class RolloutCorrectionConfig:
         return tuple(threshold) if isinstance(threshold, list) else (None, threshold)
 
     @property
+    def clips_around_sampler(self) -> bool:
+        """Whether the ratio of PPO is taken to the sampler, so that it is the correction."""
+        return self.bypass_mode and self.rollout_loss_type == "ppo_clip"
+
+    @property
     def criteria(self) -> list[Criterion]:
         """Rejection criteria, with bounds in units of their statistic."""
-        thresholds: Any = self.rollout_rs_threshold or []
-        return [_criterion(name, bounds) for name, bounds in zip(self.rollout_rs or [], thresholds, strict=True)]
+        return [_criterion(*pair) for pair in zip(self.rollout_rs or [], self._parsed_thresholds(), strict=True)]
 
     # Construction -----------------------------------------------------------------------------------------------------
 
-    def _resolve_preset(self) -> set[str]:
-        """Fill in the preset and strip the marks of the defaults. Returns the names of the fields that the user set."""
-        name = _none_if_null(self.rollout_correction)
-        if name is not None and name not in PRESETS:
-            raise ValueError(f"`rollout_correction` is {name!r}. Available presets: {', '.join(PRESETS)}.")
-        preset = PRESETS.get(name, {})
-        own_fields = [f.name for f in dataclasses.fields(RolloutCorrectionConfig) if f.name != "rollout_correction"]
-        explicit = {key for key in own_fields if not isinstance(getattr(self, key), _Unset)}
-        if self.rollout_rs_threshold is None:
-            explicit.discard("rollout_rs_threshold")
-        self.rollout_correction = name
-        for key in own_fields:
-            value = getattr(self, key) if key in explicit else preset.get(key, getattr(self, key))
-            setattr(self, key, _strip_mark(value))
+    def _resolve(self) -> set[str]:
+        """Fill in what the preset decides where the user has set nothing. Returns the names of the fields that were set."""
+        name, given = _read_given(self.rollout_correction)
+        explicit = {**{key: value for key, value in given.items() if key in _DECIDED}, **self._set_by_user()}
+        settings = settings_of(name)
         if (
             "rollout_rs" in explicit
             and "rollout_rs_threshold" not in explicit
-            and parse_criteria(self.rollout_rs) != preset.get("rollout_rs")
+            and parse_criteria(explicit["rollout_rs"]) != settings["rollout_rs"]
         ):
-            self.rollout_rs_threshold = None  # the preset's threshold goes with the preset's criteria
-        return explicit
+            settings["rollout_rs_threshold"] = None  # the preset's threshold goes with the preset's criteria
+        further = {key: value for key, value in given.items() if key not in _DECIDED and self._is_default(key)}
+        names = {"rollout_correction": name, "rollout_correction_resolved": name or "disabled"}
+        self.__dict__.update({**settings, **explicit, **further, **names})
+        return {f.name for f in dataclasses.fields(RolloutCorrectionConfig)} - set(_DECIDED) | set(explicit)
+
+    def _set_by_user(self) -> dict[str, Any]:
+        """Of what a preset decides, what the user has set."""
+        values = {key: getattr(self, key) for key in _DECIDED}
+        base = _none_if_null(self.rollout_correction_resolved)
+        if base is not None and base not in PRESETS:
+            raise ValueError(
+                f"`rollout_correction_resolved` is {base!r}, and is set by the configuration itself: remove it."
+            )
+        before = {} if base is None else settings_of(base)
+        found = {
+            key: value
+            for key, value in values.items()
+            if not isinstance(value, _Unset) and (base is None or value != before[key])
+        }
+        if found.get("rollout_rs_threshold") is None:
+            found.pop("rollout_rs_threshold", None)
+        return found
+
+    def _is_default(self, name: str) -> bool:
+        return getattr(self, name) == RolloutCorrectionConfig.__dataclass_fields__[name].default
 
     def _parse(self):
-        self.rollout_is = _choice("rollout_is", _none_if_null(self.rollout_is), LEVELS, or_none=True)
-        self.rollout_loss_type = _choice("rollout_loss_type", self.rollout_loss_type, LOSS_TYPES)
-        self.rollout_nan_policy = _choice("rollout_nan_policy", self.rollout_nan_policy, NAN_POLICIES)
-        for name in (
-            "bypass_mode",
-            "rollout_is_batch_normalize",
-            "rollout_rs_renormalize",
-            "rollout_rs_exclude_from_baseline",
-            "rollout_metrics_only",
-        ):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"`{name}` must be true or false, got {getattr(self, name)!r}.")
-        if self.rollout_is_threshold is None:
-            raise ValueError(
-                "`rollout_is_threshold` must be a number or a pair [lower, upper], got None. For weights without a bound "
-                "set it to inf; for no weights set `rollout_is` to None."
-            )
-        self.rollout_is_threshold = parse_weight_threshold(self.rollout_is_threshold)
-        self.rollout_rs = parse_criteria(self.rollout_rs)
-        self.rollout_rs_threshold = _none_if_null(self.rollout_rs_threshold)
-        if self.rollout_rs is not None:
-            if self.rollout_rs_threshold is None:
-                raise ValueError(
-                    f"`rollout_rs` is {self.rollout_rs}, but `rollout_rs_threshold` is not set. Give one entry per "
-                    "criterion: bounds on the ratio such as [0.5, 2.0] for k1, an upper bound such as 0.01 for k2 and k3."
-                )
-            self.rollout_rs_threshold = parse_rejection_thresholds(self.rollout_rs_threshold, self.rollout_rs)
+        for name, parse in _PARSERS.items():
+            self.__dict__[name] = parse(self.__dict__[name])
+        if self.rollout_rs is None:
+            self.rollout_rs_threshold = _none_if_null(self.rollout_rs_threshold)
+        else:
+            self.rollout_rs_threshold = self._parsed_thresholds()
         if self.rollout_rs_exclude_from_baseline and self.bypass_mode:
             raise ValueError(
                 "`rollout_rs_exclude_from_baseline` is True, but `bypass_mode` computes no log-probabilities before the "
                 "rewards are scored, so nothing is known to be rejected by then. Set one of the two to False."
             )
+
+    def _parsed_thresholds(self) -> list[Any]:
+        """One entry per criterion. Parsed anew at each use, as it is assigned apart from the criteria."""
+        if self.rollout_rs is None:
+            return []
+        thresholds = _none_if_null(self.rollout_rs_threshold)
+        if thresholds is None:
+            raise ValueError(
+                f"`rollout_rs` is {self.rollout_rs}, but `rollout_rs_threshold` is not set. Give one entry per "
+                "criterion: bounds on the ratio such as [0.5, 2.0] for k1, an upper bound such as 0.01 for k2 and k3."
+            )
+        return parse_rejection_thresholds(thresholds, self.rollout_rs)
 
     def _parse_monitor_and_dump(self):
         self.rollout_monitor = _choice(
@@ -356,6 +410,7 @@ class RolloutCorrectionConfig:
             and self.rollout_is_threshold != 2.0  # a saved configuration lists every field
             and "`rollout_is` is None",
             "rollout_is_batch_normalize": self.rollout_is_batch_normalize and self._idle_normalization(),
+            "rollout_is_clamp": self.rollout_is_clamp and self._idle_clamp(),
             "rollout_rs_threshold": self.rollout_rs is None and "`rollout_rs` is not set",
             "rollout_rs_renormalize": self.rollout_rs_renormalize
             and not self.rollout_rs
@@ -366,6 +421,9 @@ class RolloutCorrectionConfig:
             "rollout_loss_type": self.rollout_loss_type != "ppo_clip"
             and not self.bypass_mode
             and "`bypass_mode` is False, and the loss is TRL's `loss_type`",
+            "rollout_clip_ratio_c": self.rollout_clip_ratio_c not in (None, 3.0)
+            and not self.clips_around_sampler
+            and "it bounds the ratio to the sampler in `bypass_mode` with `rollout_loss_type='ppo_clip'`",
             "rollout_monitor_preset": self.rollout_monitor_preset is not None
             and self.rollout_monitor != "tighten"
             and "`rollout_monitor` is not 'tighten'",
@@ -381,6 +439,11 @@ class RolloutCorrectionConfig:
                 warn(f"`{name}` is set to {getattr(self, name)!r} but has no effect: {reason}.")
         if self.rollout_rs is None:
             self.rollout_rs_threshold = None
+
+    def _idle_clamp(self) -> str | None:
+        if self.rollout_is is None:
+            return "`rollout_is` is None"
+        return None if isinstance(self.rollout_is_threshold, list) else "`rollout_is_threshold` is not a pair"
 
     def _idle_normalization(self) -> str | None:
         if self.rollout_is is None:
@@ -399,24 +462,115 @@ def _criterion(name: str, bounds: Any) -> Criterion:
     return Criterion(scope, divergence, -math.log(upper), math.inf if lower == 0 else -math.log(lower))
 
 
-def _strip_mark(value: Any) -> Any:
-    if isinstance(value, _UnsetStr):
-        return "".join(value)
-    if isinstance(value, _UnsetFloat):
-        return float(value)
-    if isinstance(value, _UnsetFalse):
-        return False
-    if isinstance(value, _UnsetList):
-        return None
-    return value
-
-
 def _none_if_null(value: Any) -> Any:
     """The command line has no way to say None, and text from other tools says "null"."""
     return None if isinstance(value, str) and value.strip().lower() in ("none", "null") else value
 
 
 def _choice(name: str, value: Any, allowed: tuple[str, ...], *, or_none: bool = False) -> Any:
+    value = _none_if_null(value) if or_none else value
     if value in allowed or (or_none and value is None):
-        return value
-    raise ValueError(f"`{name}` must be one of {', '.join(allowed)}{' or None' if or_none else ''}, got {value!r}.")
+        return None if value is None else "".join(value)  # without the mark of a default
+    raise ValueError(
+        f"`{name}` must be one of {', '.join(allowed)}{' or None' if or_none else ''}, got {value!r}."
+        f"{nearest(value, allowed)}"
+    )
+
+
+def _boolean(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"`{name}` must be true or false, got {value!r}.")
+    return value
+
+
+def _clip_ratio(value: Any) -> float | None:
+    if _none_if_null(value) is None:
+        return None
+    bound = parse_number(value, "rollout_clip_ratio_c")
+    if bound <= 1:
+        raise ValueError(
+            f"`rollout_clip_ratio_c` must be above 1, got {bound:g}: a ratio of 1 is that of equal policies. verl's default "
+            "is 3.0; None is no bound."
+        )
+    return bound
+
+
+# Parsers of single fields, for when a configuration is built and for what is assigned later
+_PARSERS: dict[str, Callable[[Any], Any]] = {
+    "rollout_is": lambda value: _choice("rollout_is", value, LEVELS, or_none=True),
+    "rollout_is_threshold": parse_weight_threshold,
+    "rollout_rs": parse_criteria,
+    "rollout_loss_type": lambda value: _choice("rollout_loss_type", value, LOSS_TYPES),
+    "rollout_nan_policy": lambda value: _choice("rollout_nan_policy", value, NAN_POLICIES),
+    "rollout_clip_ratio_c": _clip_ratio,
+    **{
+        name: partial(_boolean, name)
+        for name in (
+            "bypass_mode",
+            "rollout_is_batch_normalize",
+            "rollout_is_clamp",
+            "rollout_rs_renormalize",
+            "rollout_rs_exclude_from_baseline",
+            "rollout_metrics_only",
+        )
+    },
+}
+
+# What a preset decides
+_DECIDED = tuple(settings_of(None))
+
+
+def _read_given(value: Any) -> tuple[str | None, dict[str, Any]]:
+    """Name of a preset, and further fields, from what `rollout_correction` was set to."""
+    if isinstance(value, RolloutCorrectionConfig):
+        return _fields_of(value)
+    if isinstance(value, Mapping):
+        return _from_mapping(value)
+    if value is None or value is False or (isinstance(value, str) and value.strip().lower() in _OFF):
+        return None, {}
+    if isinstance(value, str) and value in PRESETS:
+        return "".join(value), {}
+    if isinstance(value, str):
+        raise ValueError(
+            f"`rollout_correction` is {value!r}.{nearest(value, PRESETS)} Available presets: {', '.join(PRESETS)}."
+        )
+    raise ValueError(
+        f"`rollout_correction` must be the name of a preset, a mapping of settings, a RolloutCorrectionConfig, or None for no "
+        f"correction; got {value!r}."
+    )
+
+
+_OFF = ("none", "null", "false", "off", "no", "")
+
+
+def _fields_of(config: RolloutCorrectionConfig) -> tuple[str | None, dict[str, Any]]:
+    """Its preset, and what differs from it and from the defaults."""
+    name = config.rollout_correction
+    preset = settings_of(name if isinstance(name, str) else None)
+    fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(RolloutCorrectionConfig)}
+    del fields["rollout_correction"], fields["rollout_correction_resolved"]
+    own = {key: value for key, value in fields.items() if key not in preset and not config._is_default(key)}
+    return name, {**own, **{key: fields[key] for key in preset if fields[key] != preset[key]}}
+
+
+def _from_mapping(settings: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]]:
+    """A section of verl's, or fields of ours. Keys that both have mean what verl's section means."""
+    ours = {f.name for f in dataclasses.fields(RolloutCorrectionConfig)}
+    unknown = sorted(set(map(str, settings)) - ours - set(VERL_KEYS))
+    if unknown:
+        raise ValueError(
+            f"`rollout_correction` is a mapping with {unknown[0]!r}, which is neither a field of rollout correction nor a key "
+            f"of verl's `rollout_correction` section.{nearest(unknown[0], ours | set(VERL_KEYS))}"
+        )
+    if set(settings) <= set(VERL_KEYS):
+        return None, {"rollout_is": None, **from_verl(settings)}
+    foreign = sorted(set(settings) - ours)
+    if foreign:
+        raise ValueError(
+            f"`rollout_correction` is a mapping with {foreign[0]!r}, a key of verl's section, beside fields of this package. "
+            "Write the fields beside `rollout_correction` instead, and translate verl's section with `python -m "
+            "trl_rollout_corr convert`."
+        )
+    fields = {key: value for key, value in settings.items() if key != "rollout_correction_resolved"}
+    name, further = _read_given(fields.pop("rollout_correction", None))
+    return name, {**further, **fields}

@@ -9,6 +9,7 @@ from .config import RolloutCorrectionConfig
 from .functional import (
     Rejection,
     Tokens,
+    above,
     bound_weights,
     importance_ratio,
     mean_weight,
@@ -239,10 +240,12 @@ def _correct_rows(
     weights = weighed = None
     if config.rollout_is is not None:
         lower, upper = config.weight_bounds
+        by_token, clamp = config.rollout_is == "token", config.rollout_is_clamp
         ratio = importance_ratio(tokens, level=config.rollout_is)
-        bounded = bound_weights(ratio, lower=lower, upper=upper)
-        weighed = Bounding(config.rollout_is, lower, upper, config.rollout_is_batch_normalize), ratio, bounded
-        weights = bounded if config.rollout_is == "token" else bounded * tokens.valid
+        counts = tokens.valid if by_token else above(tokens.lengths, 0.0)
+        bounded = bound_weights(ratio, counts, lower=lower, upper=upper, clamp=clamp)
+        weighed = Bounding(config.rollout_is, lower, upper, clamp, config.rollout_is_batch_normalize), ratio, bounded
+        weights = bounded if by_token else bounded * tokens.valid
     coefficients = keep if weights is None or not config.applies_weights else keep * weights
     return weights, keep, tokens.valid, collect(tokens, keep, coefficients, weighed, rejections)
 

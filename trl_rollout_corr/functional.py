@@ -175,24 +175,32 @@ def importance_ratio(tokens: Tokens, *, level: str) -> torch.Tensor:
     return log_ratio.clamp(max=LOG_RATIO_BOUND).exp().mul_(above(tokens.lengths, 0.0))
 
 
-def bound_weights(ratio: torch.Tensor, *, lower: float | None, upper: float) -> torch.Tensor:
+def bound_weights(
+    ratio: torch.Tensor, counts: torch.Tensor, *, lower: float | None, upper: float, clamp: bool = False
+) -> torch.Tensor:
     """
-    Bound importance ratios: truncate them from above, or drop those outside an interval.
+    Bound importance ratios: truncate them from above, drop those outside an interval, or clamp them to it.
 
     Args:
         ratio (`torch.Tensor` of shape `(B, T)` or `(B, 1)`):
-            Raw importance ratio.
+            Raw importance ratio, 0 where it does not count.
+        counts (`torch.Tensor` of the shape of `ratio`):
+            1 where it counts, else 0.
         lower (`float` or `None`):
             `None` truncates: `min(ratio, upper)`. A number switches to
             [IcePop](https://ringtech.notion.site/icepop): 0 outside `[lower, upper]`, unchanged inside.
         upper (`float`):
             Upper bound.
+        clamp (`bool`, *optional*, defaults to `False`):
+            Raise and lower ratios to `[lower, upper]` instead.
 
     Returns:
         `torch.Tensor` of the shape of `ratio`: weights in `[0, upper]`.
     """
     if lower is None:
         return ratio.clamp(max=upper)
+    if clamp:
+        return ratio.clamp(lower, upper).mul_(counts)
     return ratio * (1.0 - above(ratio, upper) - below(ratio, lower))
 
 

@@ -39,9 +39,11 @@ class Bounding:
         level (`str`):
             `"token"`, `"sequence"` or `"geometric"`.
         lower (`float` or `None`):
-            Lower IcePop bound, `None` for truncation.
+            Lower bound, `None` for truncation.
         upper (`float`):
             Upper bound.
+        clamps (`bool`):
+            Whether weights outside the bounds are moved to them, and not set to 0.
         normalized (`bool`):
             Whether the weights are then divided by their mean.
     """
@@ -49,7 +51,13 @@ class Bounding:
     level: str
     lower: float | None
     upper: float
+    clamps: bool
     normalized: bool
+
+    @property
+    def drops(self) -> bool:
+        """Whether weights outside the bounds are set to 0 (IcePop)."""
+        return self.lower is not None and not self.clamps
 
 
 @dataclass(frozen=True)
@@ -263,7 +271,7 @@ def _collect_weights(c: _Columns, tokens: Tokens, bounding: Bounding, ratio: tor
     c.add("is/row_high", above(row_ratio, bounding.upper))
     c.add("is/row_low", below(row_ratio, lower) * c.rows)
     c.add_extremes("is/row", row_excess + 1.0, c.no_rows)
-    if bounding.lower is not None:
+    if bounding.drops:
         outside = high + low
         c.add("is/outside", outside if bounding.level == "token" else outside * c.lengths)
     if bounding.normalized:
@@ -317,7 +325,7 @@ def _weight_metrics(s: dict[str, float], bounding: Bounding) -> dict[str, float]
         "rollout_is_seq_fraction_high": _divide(s["is/row_high"], rows),
         "rollout_is_seq_fraction_low": _divide(s["is/row_low"], rows),
     }
-    if bounding.lower is not None:
+    if bounding.drops:
         metrics["rollout_is_oob_ratio"] = _divide(s["is/outside"], n)
     if bounding.normalized:
         mean = _divide(s["is/norm_sum"], s["is/norm_count"])

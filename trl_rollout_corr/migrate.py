@@ -14,7 +14,7 @@ from .thresholds import parse_number, parse_rejection_thresholds, parse_weight_t
 
 
 # Fields of verl's typed configuration, today's and those of the pull request that introduced it.
-_VERL_KEYS = (
+VERL_KEYS = (
     "rollout_is",
     "rollout_is_threshold",
     "rollout_is_batch_normalize",
@@ -22,8 +22,6 @@ _VERL_KEYS = (
     "rollout_rs_threshold",
     "bypass_mode",
     "loss_type",
-)
-_FIRST_VERL_KEYS = (
     "rollout_rs_threshold_lower",
     "rollout_token_veto_threshold",
     "bypass_old_logprob_for_rollout",
@@ -78,7 +76,7 @@ def from_verl(settings: Mapping[str, Any] | None) -> dict[str, Any]:
     if settings is None:
         return dict(_OFF)
     settings = {key: _plain(value) for key, value in settings.items() if key != "_target_"}
-    _check_keys(settings, _VERL_KEYS + _FIRST_VERL_KEYS, "a verl `rollout_correction` section")
+    _check_keys(settings, VERL_KEYS, "a verl `rollout_correction` section")
     fields = _verl_weights(settings)
     fields.update(_verl_rejection(settings))
     if settings.get("bypass_mode") or settings.get("bypass_old_logprob_for_rollout"):

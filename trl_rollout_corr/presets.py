@@ -5,6 +5,7 @@ The first table holds verl 0.9.1's presets. The second holds the ten of the pull
 correction to verl, written in today's fields; their `veto` is the criterion `seq_max_k1` with bounds `[1e-4, inf]`.
 """
 
+from copy import deepcopy
 from typing import Any
 
 
@@ -76,3 +77,20 @@ ORIGINAL_PRESETS: dict[str, dict[str, Any]] = {
 }
 
 PRESETS: dict[str, dict[str, Any]] = {**VERL_PRESETS, **ORIGINAL_PRESETS}
+
+# The preset of a run that names none.
+DEFAULT = "decoupled_token_is"
+
+# What a preset decides, and what it says where its row says nothing.
+_BASE: dict[str, Any] = {
+    **_TOKEN_TIS,
+    "rollout_rs": None,
+    "rollout_rs_threshold": None,
+    "bypass_mode": False,
+    "rollout_loss_type": "ppo_clip",
+}
+
+
+def settings_of(preset: str | None) -> dict[str, Any]:
+    """All that a preset decides, as a copy. `None` is no correction."""
+    return deepcopy({**_BASE, **PRESETS[preset or "disabled"]})

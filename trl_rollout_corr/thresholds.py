@@ -62,6 +62,8 @@ def parse_structure(value: Any, field: str) -> Any:
     Raises:
         `ValueError`: if brackets do not match.
     """
+    if isinstance(value, (list, tuple)) and len(value) == 1 and isinstance(value[0], str):
+        value = value[0]  # the command line passes a list
     if isinstance(value, tuple):
         return list(value)
     if not isinstance(value, str):
@@ -92,6 +94,11 @@ def parse_weight_threshold(value: Any) -> Bounds:
         `ValueError`: if it is neither, or if the bounds exclude a ratio of 1.
     """
     field = "rollout_is_threshold"
+    if value is None:
+        raise ValueError(
+            f"`{field}` must be a number or a pair [lower, upper], got None. For weights without a bound set it to inf; for "
+            "no weights set `rollout_is` to None."
+        )
     parsed = parse_structure(value, field)
     if isinstance(parsed, list):
         return _parse_pair(parsed[0] if len(parsed) == 1 and isinstance(parsed[0], list) else parsed, field)

@@ -104,6 +104,16 @@ class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
         finally:
             self.num_iterations = num_iterations
 
+    @contextmanager
+    def _bounding_the_ratio(self) -> Iterator[None]:
+        args, delta = self.args, self.args.delta
+        if args.corrects and args.clips_around_sampler and delta is None:
+            args.delta = args.rollout_clip_ratio_c  # for this call, so that it is not taken for the user's
+        try:
+            yield
+        finally:
+            args.delta = delta
+
     def _loss_mask(self, batch: dict[str, Any]) -> torch.Tensor:
         mask = batch["completion_mask"]
         return mask * batch["tool_mask"] if "tool_mask" in batch else mask

@@ -268,11 +268,16 @@ class RolloutCorrectionMixin(_Host):
         # than a loss without correction.
         self._loss_call = call = LossCall(model, inputs)
         try:
-            loss = super().compute_loss(model, call.inputs, return_outputs, num_items_in_batch)
+            with self._bounding_the_ratio():
+                loss = super().compute_loss(model, call.inputs, return_outputs, num_items_in_batch)
         finally:
             self._loss_call = None
         call.check_corrected(type(self))
         return loss
+
+    def _bounding_the_ratio(self) -> AbstractContextManager:
+        """What bounds the ratio to the sampler where the advantage is negative, as far as TRL's loss can do it."""
+        return nullcontext()
 
     def _correct(self, logps: torch.Tensor, batch: dict[str, Any], inputs: dict[str, Any]) -> torch.Tensor:
         """

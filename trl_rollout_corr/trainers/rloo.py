@@ -1,5 +1,6 @@
 """RLOO with rollout correction."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -103,7 +104,11 @@ class RolloutCorrectedRLOOTrainer(RolloutCorrectionMixin, RLOOTrainer):
     def _anchor_in_bypass(self, seen: Corrected) -> tuple[torch.Tensor, torch.Tensor]:
         current, (anchor, coefficients) = seen.train_logps, super()._anchor_in_bypass(seen)
         # the ratio is a product over tokens, so it saturates long before a token does
-        saturated = (current - anchor).sum(1, keepdim=True).abs() > LOG_RATIO_BOUND
+        log_ratio = (current - anchor).sum(1, keepdim=True)
+        saturated = log_ratio.abs() > LOG_RATIO_BOUND
+        if self.args.clips_around_sampler and self.args.rollout_clip_ratio_c is not None:
+            negative = seen.batch["advantages"].unsqueeze(1) < 0
+            saturated |= negative & (log_ratio > math.log(self.args.rollout_clip_ratio_c))
         return torch.where(saturated, current, anchor), coefficients.masked_fill(saturated, 0.0)
 
     def _enter_loss(
