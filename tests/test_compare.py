@@ -1,6 +1,5 @@
 """`python -m trl_rollout_corr compare`."""
 
-import argparse
 import dataclasses
 import json
 import math
@@ -16,11 +15,10 @@ import yaml
 from tests import reference
 from tests.dumps import make_dump
 from tests.launching import run as run_process
-from trl_rollout_corr import RolloutCorrectionConfig, dump, whatif
-from trl_rollout_corr.__main__ import main
-from trl_rollout_corr.presets import PRESETS
-from trl_rollout_corr.replay import read_rows
-from trl_rollout_corr.spread import (
+from trl_rollout_corr import RolloutCorrectionConfig, dump
+from trl_rollout_corr.__main__ import main, make_parser
+from trl_rollout_corr.analysis.replay import read_rows
+from trl_rollout_corr.analysis.spread import (
     Spread,
     masked_mean,
     measure,
@@ -30,15 +28,15 @@ from trl_rollout_corr.spread import (
     suggest_bounds,
     truncated_mean,
 )
+from trl_rollout_corr.presets import PRESETS
 
 
 NUMBERS = ("rejected", "sample_size", "effective_lr", "cosine", "norm")
 
 
 def compare(*arguments) -> str:
-    parser = argparse.ArgumentParser()
-    whatif.add_arguments(parser)
-    return whatif.run(parser.parse_args([str(argument) for argument in arguments]))
+    args = make_parser().parse_args(["compare", *map(str, arguments)])
+    return args.run(args)
 
 
 def document(*arguments) -> dict:

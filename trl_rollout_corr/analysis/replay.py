@@ -8,11 +8,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
-from .config import RolloutCorrectionConfig
-from .correction import compute_rollout_correction
-from .dump import read_table
-from .functional import LOG_RATIO_BOUND, Tokens, select_tokens
-from .metrics import PREFIX
+from ..config import RolloutCorrectionConfig
+from ..correction import compute_rollout_correction
+from ..dump import read_table
+from ..functional import LOG_RATIO_BOUND, Tokens, select_tokens
+from ..metrics import PREFIX
 
 
 _LISTS = ("mask", "train_logps", "rollout_logps", "keep", "coefficients")

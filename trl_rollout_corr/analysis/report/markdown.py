@@ -3,7 +3,7 @@
 import math
 from pathlib import Path
 
-from ..rules import Finding
+from ...rules import Finding
 from .content import Report
 from .drawing import Chart, number, png
 from .page import printable
@@ -30,7 +30,7 @@ def files_of_markdown(report: Report, output: Path) -> dict[Path, bytes]:
     Write the report as Markdown.
 
     Args:
-        report ([`~trl_rollout_corr.report.content.Report`]):
+        report ([`~trl_rollout_corr.analysis.report.content.Report`]):
             What it says.
         output (`Path`):
             The Markdown file. The picture lies beside it.

@@ -7,31 +7,18 @@ and `page` and `markdown` write it all down.
 """
 
 import os
-from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 
-def add_arguments(parser: ArgumentParser):
-    """Add the arguments of the command."""
-    parser.add_argument(
-        "source",
-        help="a dump (folder or file), a run (`output_dir` or trainer_state.json), or an `output_dir` with both",
-    )
-    parser.add_argument(
-        "-o",
-        "--output",
-        default="report.html",
-        help="report.html, or report.md with the charts beside it as report.png",
-    )
-
-
-def run(args: Namespace) -> str:
+def write_report(source: str, output: str) -> str:
     """
     Write the report.
 
     Args:
-        args (`Namespace`):
-            With `source`, what to report on, and `output`, the file to write.
+        source (`str`):
+            What to report on: a dump, a run, or a folder with both.
+        output (`str`):
+            The file to write, which ends in `.html` or `.md`.
 
     Returns:
         `str`: what was written, one file a line.
@@ -39,24 +26,24 @@ def run(args: Namespace) -> str:
     Raises:
         `ValueError`: in one line, if the source cannot be read or the output cannot be written.
     """
-    output = Path(args.output)
-    if output.suffix not in (".html", ".md"):
-        raise ValueError(f"the output is {args.output!r}, and must end in .html or .md")
-    if not output.parent.is_dir():
-        raise ValueError(f"the output is {args.output!r}, but there is no folder {str(output.parent)!r}")
-    if output.is_dir() or not os.access(output.parent, os.W_OK):
-        raise ValueError(f"the output is {args.output!r}, which cannot be written")
+    path = Path(output)
+    if path.suffix not in (".html", ".md"):
+        raise ValueError(f"the output is {output!r}, and must end in .html or .md")
+    if not path.parent.is_dir():
+        raise ValueError(f"the output is {output!r}, but there is no folder {str(path.parent)!r}")
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ValueError(f"the output is {output!r}, which cannot be written")
     _require_matplotlib()
     from .content import build
     from .markdown import files_of_markdown
     from .page import page
     from .source import load
 
-    report = build(load(Path(args.source)))
-    files = {output: page(report).encode()} if output.suffix == ".html" else files_of_markdown(report, output)
-    for path, content in files.items():
-        _write(path, content)
-    return "".join(f"{path}\n" for path in files)
+    report = build(load(Path(source)))
+    files = {path: page(report).encode()} if path.suffix == ".html" else files_of_markdown(report, path)
+    for file, content in files.items():
+        _write(file, content)
+    return "".join(f"{file}\n" for file in files)
 
 
 def _require_matplotlib():

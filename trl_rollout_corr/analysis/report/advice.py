@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ...config import RolloutCorrectionConfig
+from ...rules import Finding
 from .. import spread
-from ..config import RolloutCorrectionConfig
-from ..rules import Finding
 from .drawing import number
 from .source import Source
 from .table import Table
@@ -28,7 +28,7 @@ def advice(source: Source, findings: list[Finding]) -> list[Settings]:
     Settings of the run, and those to try.
 
     Args:
-        source ([`~trl_rollout_corr.report.source.Source`]):
+        source ([`~trl_rollout_corr.analysis.report.source.Source`]):
             What the report is about.
         findings (`list[Finding]`):
             What is unhealthy.

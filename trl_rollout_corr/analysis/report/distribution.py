@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from ..metrics import PERCENTILES, PREFIX
+from ...metrics import PERCENTILES, PREFIX
 from . import summary
 from .drawing import Chart, Colors, number, percent, whole_steps
 from .summary import PROBABILITIES, Bound, Bucket, Completions, Histogram

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from matplotlib.axes import Axes
 
-from ..metrics import PERCENTILES, PREFIX
-from ..rules import HEALTHY, Finding
+from ...metrics import PERCENTILES, PREFIX
+from ...rules import HEALTHY, Finding
 from .drawing import Chart, Colors, number, whole_steps
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from importlib.resources import files
 from typing import Any
 
-from .. import __version__
-from ..rules import Finding
+from ... import __version__
+from ...rules import Finding
 from .advice import Settings
 from .content import Report, Section
 from .drawing import DARK, LIGHT, Chart, number, svg
@@ -24,7 +24,7 @@ def page(report: Report) -> str:
     Write the report as HTML.
 
     Args:
-        report ([`~trl_rollout_corr.report.content.Report`]):
+        report ([`~trl_rollout_corr.analysis.report.content.Report`]):
             What it says.
 
     Returns:

@@ -1,6 +1,5 @@
 """`python -m trl_rollout_corr compare`: what every preset would do to the sequences of a dump. No TRL here."""
 
-import argparse
 import dataclasses
 import json
 import math
@@ -11,10 +10,10 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from .config import RolloutCorrectionConfig
-from .presets import PRESETS
+from ..config import RolloutCorrectionConfig
+from ..presets import PRESETS
+from ..rules import HEALTHY
 from .replay import Outcome, Rows, read_rows, replay
-from .rules import HEALTHY
 from .spread import Prediction, Spread, measure, predict, suggest, suggest_bounds
 
 
@@ -47,13 +46,13 @@ class Comparison(NamedTuple):
     All that is printed.
 
     Args:
-        rows ([`~trl_rollout_corr.replay.Rows`]):
+        rows ([`~trl_rollout_corr.analysis.replay.Rows`]):
             The sequences.
         run ([`RolloutCorrectionConfig`]):
             Settings of the run.
         outcomes (`list[tuple[Candidate, Outcome]]`):
             What each candidate does.
-        spread ([`~trl_rollout_corr.spread.Spread`]):
+        spread ([`~trl_rollout_corr.analysis.spread.Spread`]):
             Spread of the log-ratio.
         predictions (`list[Prediction]`):
             What it predicts.
@@ -72,26 +71,34 @@ class Comparison(NamedTuple):
     notes: list[str]
 
 
-def add_arguments(parser: argparse.ArgumentParser):
-    """Add the arguments of the command to a parser."""
-    parser.add_argument("dump", help="folder that `rollout_dump_dir` named, or one of its files")
-    parser.add_argument(
-        "--config", action="append", default=[], metavar="FILE", help="YAML with settings to compare, such as a recipe"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--worst", action="store_true", help="take the worst sequences too, which bias every number")
-    parser.add_argument("--steps", metavar="FIRST:LAST", help="optimizer steps to take")
-    parser.add_argument("--epsilon", type=float, default=0.2, help="PPO's clipping in bypass mode (default: 0.2)")
-    parser.add_argument("--epsilon_high", type=float, help="its upper side, if it is another")
-
-
-def run(args: argparse.Namespace) -> str:
+def compare_dump(
+    path: str,
+    files: list[str],
+    *,
+    worst: bool = False,
+    steps: tuple[int, int] | None = None,
+    epsilon: float = 0.2,
+    epsilon_high: float = 0.2,
+    as_json: bool = False,
+) -> str:
     """
-    Compare.
+    Compare the settings of a run, every preset and other settings on the sequences of a dump.
 
     Args:
-        args (`argparse.Namespace`):
-            The arguments of [`add_arguments`].
+        path (`str`):
+            The dump: a folder, or one of its files.
+        files (`list[str]`):
+            YAML files with other settings.
+        worst (`bool`, *optional*, defaults to `False`):
+            Whether to take the sequences that were chosen because they are the worst, too.
+        steps (`tuple[int, int]`, *optional*):
+            First and last optimizer step to take. All by default.
+        epsilon (`float`, *optional*, defaults to `0.2`):
+            PPO's clipping, for settings in bypass mode.
+        epsilon_high (`float`, *optional*, defaults to `0.2`):
+            Its upper side.
+        as_json (`bool`, *optional*, defaults to `False`):
+            Whether to return JSON.
 
     Returns:
         `str`: Markdown, or JSON.
@@ -99,15 +106,10 @@ def run(args: argparse.Namespace) -> str:
     Raises:
         `ValueError`: in one line, if the dump or a configuration cannot be used.
     """
-    rows, settings = read_rows(args.dump, worst=args.worst, steps=_parse_steps(args.steps))
-    comparison = compare(
-        rows,
-        run_config(settings),
-        [Candidate(path, read_config(path)) for path in args.config],
-        epsilon=args.epsilon,
-        epsilon_high=args.epsilon if args.epsilon_high is None else args.epsilon_high,
-    )
-    return _as_json(comparison) if args.json else _as_markdown(comparison)
+    rows, settings = read_rows(path, worst=worst, steps=steps)
+    given = [Candidate(file, read_config(file)) for file in files]
+    comparison = compare(rows, run_config(settings), given, epsilon=epsilon, epsilon_high=epsilon_high)
+    return _as_json(comparison) if as_json else _as_markdown(comparison)
 
 
 def compare(
@@ -122,7 +124,7 @@ def compare(
     Compare the settings of a run, every preset and other settings on the sequences of a dump.
 
     Args:
-        rows ([`~trl_rollout_corr.replay.Rows`]):
+        rows ([`~trl_rollout_corr.analysis.replay.Rows`]):
             The sequences.
         run ([`RolloutCorrectionConfig`]):
             Settings of the run.
@@ -245,19 +247,6 @@ def _presets() -> list[Candidate]:
         config = dataclasses.replace(RolloutCorrectionConfig.from_preset(name), rollout_correction=None)
         names.setdefault(repr(config), []).append(name)
     return [Candidate(", ".join(same), RolloutCorrectionConfig.from_preset(same[0])) for same in names.values()]
-
-
-def _parse_steps(text: str | None) -> tuple[int, int] | None:
-    if text is None:
-        return None
-    first, separator, last = text.partition(":")
-    try:
-        steps = int(first or 0), int(last or 2**31 - 1) if separator else int(first)
-    except ValueError:
-        steps = (1, 0)
-    if not 0 <= steps[0] <= steps[1] < 2**31:
-        raise ValueError(f"--steps must be two steps such as 10:20, got {text!r}")
-    return steps
 
 
 # What is printed ----------------------------------------------------------------------------------------------------------

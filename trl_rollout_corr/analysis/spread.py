@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .functional import LOG_RATIO_BOUND
+from ..functional import LOG_RATIO_BOUND
 
 
 # Share of the tokens that suggested bounds may reject.

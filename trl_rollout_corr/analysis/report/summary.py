@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..config import RolloutCorrectionConfig
+from ...config import RolloutCorrectionConfig
 from .table import Table
 
 

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import dump
-from ..config import RolloutCorrectionConfig
-from ..correction import compute_rollout_correction
-from ..metrics import PREFIX
-from ..rules import is_training_window
+from ... import dump
+from ...config import RolloutCorrectionConfig
+from ...correction import compute_rollout_correction
+from ...metrics import PREFIX
+from ...rules import is_training_window
 from .table import Table
 
 

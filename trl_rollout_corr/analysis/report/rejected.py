@@ -9,9 +9,9 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from .. import accounting
-from ..config import RolloutCorrectionConfig
-from ..metrics import PREFIX
+from ... import accounting
+from ...config import RolloutCorrectionConfig
+from ...metrics import PREFIX
 from .drawing import Chart, Colors, number, percent
 from .table import Table
 

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..metrics import PREFIX
-from ..rules import HEALTHY, Finding, examine
+from ...metrics import PREFIX
+from ...rules import HEALTHY, Finding, examine
 from .advice import Settings, advice, in_short
 from .distribution import distribution, logged_histogram
 from .drawing import Chart, number, percent
@@ -77,7 +77,7 @@ def build(source: Source) -> Report:
     Make a report.
 
     Args:
-        source ([`~trl_rollout_corr.report.source.Source`]):
+        source ([`~trl_rollout_corr.analysis.report.source.Source`]):
             A run, a dump, or both.
 
     Returns:
