@@ -15,14 +15,14 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from tests.dumps import make_dump
+from tests.dumps import make_dump, read_dump
 from tests.tiny import StaleSampler
 from tests.training import build
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer, RolloutCorrectionConfig
 from trl_rollout_corr.__main__ import make_parser
 from trl_rollout_corr.analysis import report
 from trl_rollout_corr.analysis.report import summary
-from trl_rollout_corr.dump import read_dump, write_rows
+from trl_rollout_corr.dump import write_rows
 from trl_rollout_corr.rules import examine
 
 

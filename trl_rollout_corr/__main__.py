@@ -101,17 +101,12 @@ def _report(args: argparse.Namespace) -> str:
 
 
 def _compare(args: argparse.Namespace) -> str:
-    from .analysis.compare import compare_dump
+    from .analysis.compare import as_json, as_markdown, compare
 
-    return compare_dump(
-        args.dump,
-        args.config,
-        worst=args.worst,
-        steps=_parse_steps(args.steps),
-        epsilon=args.epsilon,
-        epsilon_high=args.epsilon if args.epsilon_high is None else args.epsilon_high,
-        as_json=args.json,
-    )
+    steps = _parse_steps(args.steps)
+    clip = 1 - args.epsilon, 1 + (args.epsilon if args.epsilon_high is None else args.epsilon_high)
+    comparison = compare(args.dump, args.config, clip=clip, worst=args.worst, steps=steps)
+    return as_json(comparison) if args.json else as_markdown(comparison)
 
 
 def _parse_steps(text: str | None) -> tuple[int, int] | None:

@@ -1,25 +1,18 @@
 """Sequences of a dump, corrected again with other settings. No TRL here."""
 
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 import torch
 
 from ..config import RolloutCorrectionConfig
 from ..correction import compute_rollout_correction
-from ..dump import read_table
 from ..functional import LOG_RATIO_BOUND, Tokens, select_tokens
 from ..metrics import PREFIX
+from .reading import Sequences, pad
 
 
-_LISTS = ("mask", "train_logps", "rollout_logps", "keep", "coefficients")
-_COLUMNS = ["step", "sampled", "advantage", *_LISTS]
-
-
-class Rows(NamedTuple):
+class Batch(NamedTuple):
     """
     Tokens of the loss of `B` sequences, padded to the longest. Tokens of tools are left out.
 
@@ -48,6 +41,10 @@ class Rows(NamedTuple):
     coefficients: torch.Tensor
     advantages: torch.Tensor
 
+    @property
+    def n_tokens(self) -> int:
+        return int(self.mask.sum())
+
     def tokens(self, config: RolloutCorrectionConfig) -> Tokens:
         """Tokens that count under a configuration."""
         neutralize = config.rollout_nan_policy == "neutralize"
@@ -61,7 +58,7 @@ class Outcome(NamedTuple):
     Args:
         rejected (`float` or `None`):
             Share of the tokens that a criterion rejects.
-        sample_size (`float` or `None`):
+        effective_sample_size (`float` or `None`):
             Effective sample size of the weights, as a share of the tokens.
         effective_lr (`float` or `None`):
             Mean of what multiplies the policy gradient.
@@ -72,66 +69,42 @@ class Outcome(NamedTuple):
     """
 
     rejected: float | None = None
-    sample_size: float | None = None
+    effective_sample_size: float | None = None
     effective_lr: float | None = None
     cosine: float | None = None
     norm: float | None = None
 
 
-def read_rows(path: str | Path, *, worst: bool, steps: tuple[int, int] | None) -> tuple[Rows, dict[str, Any]]:
-    """
-    Read the sequences of a dump.
-
-    Args:
-        path (`str` or `Path`):
-            The dump.
-        worst (`bool`):
-            Whether to take those that were chosen because they are the worst, too.
-        steps (`tuple[int, int]` or `None`):
-            First and last optimizer step to take. `None` for all.
-
-    Returns:
-        `tuple[Rows, dict]`: the sequences, and the settings of the run.
-
-    Raises:
-        `ValueError`: in one line, if there is no dump, it is damaged, or nothing in it fits.
-    """
-    table, settings = read_table(path, _COLUMNS)
-    if steps is not None:
-        first, last = steps
-        table = table.filter(pc.and_(pc.greater_equal(table["step"], first), pc.less_equal(table["step"], last)))
-        if not table.num_rows:
-            raise ValueError(f"the dump holds no sequences of steps {first} to {last}")
-    if not worst:
-        table = table.filter(table["sampled"])
-        if not table.num_rows:
-            raise ValueError(
-                "no sequence was drawn at random (`rollout_dump_sampled`), and the worst ones do not represent the batch; "
-                "take them with --worst"
-            )
-    return _padded(table), settings
+def batch_of(sequences: Sequences, rows: np.ndarray | None = None) -> Batch:
+    """The tokens of the loss of some sequences, chosen by a boolean mask. A `ValueError` says that there are none."""
+    rows = np.ones(len(sequences), bool) if rows is None else rows
+    of_loss = sequences.mask & rows[sequences.row]
+    if not of_loss.any():
+        raise ValueError("the dump holds no token of the loss")
+    lengths = sequences.sums(of_loss)[rows].astype(int)
+    columns = ("mask", "train_logps", "rollout_logps", "keep", "coefficients")
+    padded = (pad(getattr(sequences, name)[of_loss], lengths) for name in columns)
+    advantages = np.nan_to_num(sequences.advantage[rows], posinf=0.0, neginf=0.0)
+    return Batch(np.unique(sequences.step[rows]).tolist(), *padded, torch.from_numpy(advantages)[:, None])
 
 
 def replay(
-    rows: Rows,
+    batch: Batch,
     config: RolloutCorrectionConfig,
     *,
-    epsilon: float,
-    epsilon_high: float,
+    clip: tuple[float, float],
     as_dumped: bool = False,
 ) -> Outcome:
     """
     Correct sequences with a configuration.
 
     Args:
-        rows ([`Rows`]):
-            The sequences, taken as one batch.
+        batch ([`Batch`]):
+            The sequences.
         config ([`RolloutCorrectionConfig`]):
             What to do.
-        epsilon (`float`):
-            PPO's interval of the ratio reaches down to `1 - epsilon`.
-        epsilon_high (`float`):
-            It reaches up to `1 + epsilon_high`.
+        clip (`tuple[float, float]`):
+            Ratios below and above which PPO clips.
         as_dumped (`bool`, *optional*, defaults to `False`):
             Take what was rejected, and what multiplied the gradients, from the run itself.
 
@@ -141,39 +114,33 @@ def replay(
     Raises:
         `ValueError`: if a log-probability is not finite and `rollout_nan_policy` is `"raise"`.
     """
-    correction = compute_rollout_correction(rows.train_logps, rows.rollout_logps, rows.mask, config)
-    metrics = correction.metrics()
-    tokens = rows.tokens(config)
-    keep, coefficients = (rows.keep, rows.coefficients) if as_dumped else (correction.keep, correction.coefficients)
+    correction = compute_rollout_correction(batch.train_logps, batch.rollout_logps, batch.mask, config)
+    tokens = batch.tokens(config)
+    keep, coefficients = (batch.keep, batch.coefficients) if as_dumped else (correction.keep, correction.coefficients)
+    factor = coefficients
     if config.bypass_mode and config.rollout_loss_type == "ppo_clip":
         coefficients = coefficients * (tokens.log_ratio.abs() <= LOG_RATIO_BOUND)  # PPO's gradient ends there
+        factor = coefficients * _ppo_factor(tokens.log_ratio, batch.advantages, clip)
     count = tokens.lengths.sum(dtype=torch.float64)
-    rejected = None if config.rollout_rs is None else (1 - keep.sum() / count).item()
-    effective_lr = (coefficients.sum(dtype=torch.float64) / count).item()
-    cosine, norm = _compare_gradients(rows, _factor(coefficients, tokens, rows, config, epsilon, epsilon_high))
-    return Outcome(rejected, metrics.get(f"{PREFIX}rollout_is_eff_sample_size"), effective_lr, cosine, norm)
+    return Outcome(
+        None if config.rollout_rs is None else (1 - keep.sum() / count).item(),
+        correction.metrics().get(f"{PREFIX}rollout_is_eff_sample_size"),
+        (coefficients.sum(dtype=torch.float64) / count).item(),
+        *_compare_gradients(batch, factor),
+    )
 
 
-def _factor(
-    coefficients: torch.Tensor,
-    tokens: Tokens,
-    rows: Rows,
-    config: RolloutCorrectionConfig,
-    epsilon: float,
-    epsilon_high: float,
-) -> torch.Tensor:
-    """What multiplies the gradient of each token. Around the sampler, PPO's ratio does too, until it is clipped."""
-    if not config.bypass_mode or config.rollout_loss_type != "ppo_clip":
-        return coefficients
-    ratio = tokens.log_ratio.clamp(max=LOG_RATIO_BOUND).exp()
-    clipped = torch.where(rows.advantages > 0, ratio > 1 + epsilon_high, ratio < 1 - epsilon)
-    return coefficients * ratio * ~clipped
+def _ppo_factor(log_ratio: torch.Tensor, advantages: torch.Tensor, clip: tuple[float, float]) -> torch.Tensor:
+    """Around the sampler, PPO's ratio multiplies the gradient of a token, until it is clipped."""
+    lower, upper = clip
+    ratio = log_ratio.clamp(max=LOG_RATIO_BOUND).exp()
+    return ratio * ~torch.where(advantages > 0, ratio > upper, ratio < lower)
 
 
-def _compare_gradients(rows: Rows, factor: torch.Tensor) -> tuple[float | None, float | None]:
+def _compare_gradients(batch: Batch, factor: torch.Tensor) -> tuple[float | None, float | None]:
     """Cosine, and ratio of norms, of the gradients with respect to the logit of each sampled token."""
-    unlikely = -torch.expm1(rows.train_logps.clamp(max=0.0))  # 1 - p
-    plain = (rows.advantages * unlikely).masked_fill(~(rows.mask & rows.train_logps.isfinite()), 0.0)
+    unlikely = -torch.expm1(batch.train_logps.clamp(max=0.0))  # 1 - p
+    plain = (batch.advantages * unlikely).masked_fill(~(batch.mask & batch.train_logps.isfinite()), 0.0)
     corrected = plain * factor
     product, square, corrected_square = (
         (a * b).sum(dtype=torch.float64).item()
@@ -183,37 +150,3 @@ def _compare_gradients(rows: Rows, factor: torch.Tensor) -> tuple[float | None, 
         return None, None
     norm = (corrected_square / square) ** 0.5
     return (product / (square * corrected_square) ** 0.5 if corrected_square else None), norm
-
-
-# From lists of different lengths to tensors -------------------------------------------------------------------------------
-
-
-def _padded(table: pa.Table) -> Rows:
-    lengths = _lengths(table, "mask")
-    if any(not np.array_equal(lengths, _lengths(table, name)) for name in _LISTS):
-        raise ValueError("a sequence of the dump has lists of different lengths")
-    mask = _flat(table, "mask")
-    loss_lengths = np.bincount(np.repeat(np.arange(len(lengths)), lengths)[mask], minlength=len(lengths))
-    if not mask.any():
-        raise ValueError("the dump holds no token of the loss")
-    inside = torch.arange(int(loss_lengths.max())) < torch.from_numpy(loss_lengths)[:, None]
-
-    def padded(name: str) -> torch.Tensor:
-        values = torch.from_numpy(_flat(table, name)[mask])
-        out = values.new_zeros(inside.shape)
-        out[inside] = values
-        return out
-
-    columns = {name: padded(name) for name in _LISTS if name != "mask"}
-    advantages = torch.from_numpy(table["advantage"].to_numpy().copy()).nan_to_num(0.0, 0.0, 0.0)[:, None]
-    return Rows(table["step"].unique().to_pylist(), inside, advantages=advantages, **columns)
-
-
-def _lengths(table: pa.Table, name: str) -> np.ndarray:
-    return pc.fill_null(pc.list_value_length(table[name]), 0).to_numpy()
-
-
-def _flat(table: pa.Table, name: str) -> np.ndarray:
-    """All lists of a column, end to end."""
-    chunks = [chunk.flatten().to_numpy(zero_copy_only=False) for chunk in table[name].chunks]
-    return np.concatenate(chunks).astype(bool if name in ("mask", "keep") else np.float32, copy=False)

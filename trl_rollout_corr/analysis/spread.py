@@ -6,10 +6,12 @@ log-weight of `T` tokens is then normal with variance `v = s^2 T` and mean `-v /
 """
 
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 
+from ..config import RolloutCorrectionConfig
 from ..functional import LOG_RATIO_BOUND
 
 
@@ -64,6 +66,11 @@ class Spread(NamedTuple):
         """Mean over tokens of what is known per completion."""
         return ((of_rows * self.lengths).sum() / self.lengths.sum()).item()
 
+    def share_outside(self, lower: float, upper: float) -> float:
+        """Share of the tokens in completions whose geometric mean of the ratio leaves `[lower, upper]`."""
+        geometric = (self.sums / self.lengths).exp()
+        return self.share(((geometric < lower) | (geometric > upper)).double())
+
 
 class Prediction(NamedTuple):
     """
@@ -110,17 +117,17 @@ def measure(log_ratio: torch.Tensor, valid: torch.Tensor) -> Spread:
 # Closed forms -------------------------------------------------------------------------------------------------------------
 
 
-def sample_size(v: torch.Tensor) -> torch.Tensor:
+def effective_sample_size(v: torch.Tensor) -> torch.Tensor:
     """Effective sample size of weights whose logarithm has variance `v`, before any bound."""
     return torch.exp(-v)
 
 
 def truncated_mean(v: torch.Tensor, upper: float) -> torch.Tensor:
     """Mean of `min(w, upper)`."""
-    return masked_mean(v, upper) + upper * _cdf(-_standardized(math.log(upper) + v / 2, v.sqrt()))
+    return icepop_mean(v, upper) + upper * _cdf(-_standardized(math.log(upper) + v / 2, v.sqrt()))
 
 
-def masked_mean(v: torch.Tensor, upper: float) -> torch.Tensor:
+def icepop_mean(v: torch.Tensor, upper: float) -> torch.Tensor:
     """Mean of `w` where `w <= upper`, and 0 elsewhere."""
     return _cdf(_standardized(math.log(upper) - v / 2, v.sqrt()))
 
@@ -149,7 +156,7 @@ def _normal_quantile(p: float) -> float:
 
 def predict(spread: Spread, bounds: tuple[float, float]) -> list[Prediction]:
     """
-    Predict what thresholds do, and measure it.
+    Predict what weights and bounds do, and measure it.
 
     Args:
         spread ([`Spread`]):
@@ -160,45 +167,45 @@ def predict(spread: Spread, bounds: tuple[float, float]) -> list[Prediction]:
     Returns:
         `list[Prediction]`: shares and means over tokens, as they are logged.
     """
-    s, mean_length = spread.s, torch.tensor([spread.mean_length], dtype=torch.float64)
-    v, v_mean = s * s * spread.lengths, s * s * mean_length
+    s, mean_length = spread.s, torch.tensor(spread.mean_length, dtype=torch.float64)
     w = spread.sums.clamp(max=LOG_RATIO_BOUND).exp()
-    geometric = (spread.sums / spread.lengths).exp()
-    rows = [
+    intervals = ((0.999, 1.001), (0.99, 1.01), bounds)
+    measured = [
+        ("sequence weights truncated at 2: mean", spread.share(w.clamp(max=2.0))),
+        ("sequence weights dropped above 3: mean", spread.share(w * (w <= 3.0))),
+        *((f"seq_mean_k1 [{a:g}, {b:g}]: rejected", spread.share_outside(a, b)) for a, b in intervals),
+    ]
+    models = (_models(s, lengths, intervals) for lengths in (spread.lengths, mean_length))
+    return [
         Prediction("mean log-ratio", -s * s / 2, -s * s / 2, spread.log_ratio.mean().item()),
         Prediction(
             "sequence weights: ESS",
-            1 / spread.share(1 / sample_size(v)),  # weights of all lengths have mean 1; their second moments add up
-            sample_size(v_mean).item(),
+            # weights of all lengths have mean 1; their second moments add up
+            1 / spread.share(1 / effective_sample_size(s * s * spread.lengths)),
+            effective_sample_size(s * s * mean_length).item(),
             spread.share(w) ** 2 / spread.share(w.square()),
         ),
-        Prediction(
-            "sequence weights truncated at 2: mean",
-            spread.share(truncated_mean(v, 2.0)),
-            truncated_mean(v_mean, 2.0).item(),
-            spread.share(w.clamp(max=2.0)),
+        *(
+            Prediction(quantity, spread.share(of_lengths), of_mean_length.item(), value)
+            for (quantity, value), of_lengths, of_mean_length in zip(measured, *models, strict=True)
         ),
-        Prediction(
-            "sequence weights dropped above 3: mean",
-            spread.share(masked_mean(v, 3.0)),
-            masked_mean(v_mean, 3.0).item(),
-            spread.share(w * (w <= 3.0)),
-        ),
+        _predict_far_tokens(spread),
     ]
-    for lower, upper in ((0.999, 1.001), (0.99, 1.01), bounds):
-        rows.append(
-            Prediction(
-                f"seq_mean_k1 [{lower:g}, {upper:g}]: rejected",
-                spread.share(rejected(s, spread.lengths, lower, upper)),
-                rejected(s, mean_length, lower, upper).item(),
-                spread.share(((geometric < lower) | (geometric > upper)).double()),
-            )
-        )
-    one, far = torch.ones(1, dtype=torch.float64), min(5 * s, _LARGEST)
-    of_tokens = rejected(s, one, math.exp(-far), math.exp(far)).item()
+
+
+def _models(s: float, lengths: torch.Tensor, intervals: Iterable[tuple[float, float]]) -> list[torch.Tensor]:
+    """Mean weights truncated at 2 and set to 0 above 3, and shares rejected by intervals, of completions by length."""
+    v = s * s * lengths
+    return [truncated_mean(v, 2.0), icepop_mean(v, 3.0), *(rejected(s, lengths, a, b) for a, b in intervals)]
+
+
+def _predict_far_tokens(spread: Spread) -> Prediction:
+    """The share of tokens whose log-ratio is beyond five times the spread."""
+    far = min(5 * spread.s, _LARGEST)
+    lower, upper = math.exp(-far), math.exp(far)
+    predicted = rejected(spread.s, torch.tensor(1.0, dtype=torch.float64), lower, upper).item()
     measured = (spread.log_ratio.abs() > far).double().mean().item()
-    token_bounds = f"[{math.exp(-far):.3g}, {math.exp(far):.3g}]"
-    return [*rows, Prediction(f"token_k1 {token_bounds} (5 s): rejected", of_tokens, of_tokens, measured)]
+    return Prediction(f"token_k1 [{lower:.3g}, {upper:.3g}] (5 s): rejected", predicted, predicted, measured)
 
 
 # Suggestion ---------------------------------------------------------------------------------------------------------------
@@ -227,22 +234,25 @@ def suggest_bounds(spread: Spread) -> tuple[float, float]:
     return round(lower, digits), round(upper, digits)
 
 
-def suggest(spread: Spread, mode: str) -> dict[str, Any]:
+def suggest(spread: Spread, bounds: tuple[float, float], run: RolloutCorrectionConfig) -> dict[str, Any]:
     """
     Settings for completions like these.
 
     Args:
         spread ([`Spread`]):
             The completions.
-        mode (`str`):
-            `"decoupled"`, or the `rollout_loss_type` of bypass mode.
+        bounds (`tuple[float, float]`):
+            What [`suggest_bounds`] says of them.
+        run ([`RolloutCorrectionConfig`]):
+            Settings of the run, whose mode is kept.
 
     Returns:
         `dict`: fields of [`RolloutCorrectionConfig`].
     """
     if spread.s == 0.0:
         return {"rollout_correction": "disabled"}
-    return {"rollout_correction": _SUGGESTED[mode], "rollout_rs_threshold": list(suggest_bounds(spread))}
+    mode = run.rollout_loss_type if run.bypass_mode else "decoupled"
+    return {"rollout_correction": _SUGGESTED[mode], "rollout_rs_threshold": list(bounds)}
 
 
 def _modelled_width(spread: Spread, drift: float) -> float:

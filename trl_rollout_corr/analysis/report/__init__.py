@@ -1,9 +1,8 @@
 """
 A run or a dump as one page: `python -m trl_rollout_corr report`.
 
-Imports nothing heavy until it runs. `source` reads, `table` holds the tokens, `summary` counts them, `trends`, `distribution`,
-`rejected`, `tokens` and `advice` make parts of the report, `content` puts them together, `drawing` makes pictures of charts,
-and `page` and `markdown` write it all down.
+`summary`, `shares`, `tokens` and `advice` compute; `trends`, `distribution` and `rejected` make charts of it; `content` puts
+everything together; `page` and `markdown` write it down, with `drawing` for the pictures.
 """
 
 import os
@@ -33,25 +32,22 @@ def write_report(source: str, output: str) -> str:
         raise ValueError(f"the output is {output!r}, but there is no folder {str(path.parent)!r}")
     if path.is_dir() or not os.access(path.parent, os.W_OK):
         raise ValueError(f"the output is {output!r}, which cannot be written")
-    _require_matplotlib()
-    from .content import build
-    from .markdown import files_of_markdown
-    from .page import page
-    from .source import load
-
-    report = build(load(Path(source)))
-    files = {path: page(report).encode()} if path.suffix == ".html" else files_of_markdown(report, path)
-    for file, content in files.items():
-        _write(file, content)
-    return "".join(f"{file}\n" for file in files)
-
-
-def _require_matplotlib():
     try:
         import matplotlib  # noqa: F401
     except ImportError:
         message = 'the report is drawn with matplotlib, which is missing: pip install "trl-rollout-corr[report]"'
         raise ValueError(message) from None
+    # these import it, and it has just been looked for
+    from ..run import read_run
+    from .content import build
+    from .markdown import files_of_markdown
+    from .page import page
+
+    report = build(read_run(Path(source)))
+    files = {path: page(report).encode()} if path.suffix == ".html" else files_of_markdown(report, path)
+    for file, content in files.items():
+        _write(file, content)
+    return "".join(f"{file}\n" for file in files)
 
 
 def _write(path: Path, content: bytes):

@@ -1,20 +1,23 @@
 """What a report says, before it is HTML or Markdown."""
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 
 from ...metrics import PREFIX
 from ...rules import HEALTHY, Finding, examine
-from .advice import Settings, advice, in_short
+from ..reading import Sequences
+from ..run import Run
+from ..text import number, percent
+from .advice import Advice, advise, in_short
 from .distribution import distribution, logged_histogram
-from .drawing import Chart, number, percent
-from .rejected import Share, counted_shares, logged_shares, shares
-from .source import Source
-from .summary import bounds
-from .table import Table
-from .tokens import Excerpt, Token, broken_tokens, worst_completions, worst_tokens
+from .drawing import Chart
+from .rejected import rejected
+from .shares import Share, counted_shares, logged_shares
+from .summary import summarise
+from .tokens import Worst, find_worst
 from .trends import POINTS, trends
 
 
@@ -42,20 +45,12 @@ class Report(NamedTuple):
             What to say if nothing is.
         outside (`str`):
             Metrics that left their healthy band at the last step; empty if none did.
-        settings (`list[Settings]`):
+        advice (`list[Advice]`):
             Settings of the run, and those to try.
         sections (`list[Section]`):
             Charts.
-        worst (`list[Token]`):
-            Tokens with the largest log-ratio.
-        excerpts (`list[Excerpt]`):
-            Completions around them.
-        broken (`list[Token]`):
-            Some tokens without a log-ratio.
-        n_broken (`int`):
-            How many there are.
-        has_tokens (`bool`):
-            Whether there is a dump.
+        worst (`Worst` or `None`):
+            Tokens that are furthest off, if there is a dump.
     """
 
     name: str
@@ -63,48 +58,38 @@ class Report(NamedTuple):
     findings: list[Finding]
     nothing: str
     outside: str
-    settings: list[Settings]
+    advice: list[Advice]
     sections: list[Section]
-    worst: list[Token]
-    excerpts: list[Excerpt]
-    broken: list[Token]
-    n_broken: int
-    has_tokens: bool
+    worst: Worst | None
 
 
-def build(source: Source) -> Report:
+def build(run: Run) -> Report:
     """
     Make a report.
 
     Args:
-        source ([`~trl_rollout_corr.analysis.report.source.Source`]):
+        run ([`~trl_rollout_corr.analysis.run.Run`]):
             A run, a dump, or both.
 
     Returns:
         [`Report`]: what it says.
     """
-    table, config = source.table, source.config
-    findings = examine(source.logs, config)
-    worst = worst_tokens(table) if table is not None else []
+    findings = examine(run.logs, run.config)
     return Report(
-        source.name,
-        _facts(source),
+        run.name,
+        _facts(run),
         findings,
-        f"Nothing unhealthy was found in {_windows(source)}." if source.logs else "There are no metrics to look at.",
-        _outside(source.logs),
-        advice(source, findings),
-        [section for section in (_trends(source, findings), _distribution(source), _rejected(source)) if section],
-        worst,
-        worst_completions(worst, table) if table is not None else [],
-        broken_tokens(table) if table is not None else [],
-        int(table.broken.sum()) if table is not None else 0,
-        table is not None,
+        f"Nothing unhealthy was found in {_windows(run)}." if run.logs else "There are no metrics to look at.",
+        _outside(run),
+        advise(run, findings),
+        [section for section in (_trends(run, findings), _distribution(run), _rejected(run)) if section],
+        None if run.sequences is None else find_worst(run.sequences),
     )
 
 
-def _outside(logs: list[dict[str, Any]]) -> str:
+def _outside(run: Run) -> str:
     """The rules wait for more than one unhealthy window, so that the last ones may have left a band without a finding."""
-    last = logs[-1] if logs else {}
+    last = run.logs[-1] if run.logs else {}
     names = [
         f"`{name}` ({number(value)})"
         for name, (low, high) in HEALTHY.items()
@@ -114,115 +99,114 @@ def _outside(logs: list[dict[str, Any]]) -> str:
     return f"At the last step, these were outside their healthy bands: {', '.join(names)}." if names else ""
 
 
-def _windows(source: Source) -> str:
-    n = len(source.logs)
-    kind = "logging window" if source.logged_by == "trainer" else "dumped step"
+def _windows(run: Run) -> str:
+    n = len(run.logs)
+    kind = "logging window" if run.logged_by == "trainer" else "dumped step"
     return f"{n} {kind}{'' if n == 1 else 's'}"
 
 
 # Facts --------------------------------------------------------------------------------------------------------------------
 
 
-def _facts(source: Source) -> list[tuple[str, str]]:
+def _facts(run: Run) -> list[tuple[str, str]]:
     facts = []
-    if source.logged_by == "trainer" and source.logs:
-        facts.append(("Logged steps", f"{_span([entry['step'] for entry in source.logs])}, {_windows(source)}"))
-    if source.table is not None:
-        facts += _facts_of_dump(source.table)
-    if source.config is not None:
-        facts.append(("Settings", in_short(source.config)))
+    if run.logged_by == "trainer" and run.logs:
+        facts.append(("Logged steps", f"{_span(entry['step'] for entry in run.logs)}, {_windows(run)}"))
+    if run.sequences is not None:
+        facts += _facts_of_dump(run.sequences)
+    if run.config is not None:
+        facts.append(("Settings", in_short(run.config)))
     return facts
 
 
-def _facts_of_dump(table: Table) -> list[tuple[str, str]]:
-    sampled, worst = int(table.sampled.sum()), int(table.worst.sum())
+def _facts_of_dump(sequences: Sequences) -> list[tuple[str, str]]:
+    columns = (sequences.sampled, sequences.worst, sequences.mask, sequences.batch, sequences.broken)
+    sampled, worst, tokens, of_batch, broken = (f"{int(column.sum()):,}" for column in columns)
     facts = [
-        ("Dumped steps", _span(table.step)),
-        ("Sequences", f"{len(table):,}: {sampled:,} drawn at random, {worst:,} with the worst tokens (some are both)"),
-        (
-            "Tokens of the loss",
-            f"{int(table.mask.sum()):,}, {int(table.batch.sum()):,} in the sequences drawn at random",
-        ),
+        ("Dumped steps", _span(sequences.step)),
+        ("Sequences", f"{len(sequences):,}: {sampled} drawn at random, {worst} with the worst tokens (some are both)"),
+        ("Tokens of the loss", f"{tokens}, {of_batch} in the sequences drawn at random"),
     ]
-    if table.broken.any():
-        facts.append(("Not finite", f"{int(table.broken.sum()):,} tokens without a finite log-ratio"))
+    if sequences.broken.any():
+        facts.append(("Not finite", f"{broken} tokens without a finite log-ratio"))
     return facts
 
 
-def _span(steps: Any) -> str:
-    first, last = int(min(steps)), int(max(steps))
-    return f"{first}" if first == last else f"{first} to {last}"
+def _span(steps: Iterable[int]) -> str:
+    steps = sorted(map(int, steps))
+    return f"{steps[0]}" if steps[0] == steps[-1] else f"{steps[0]} to {steps[-1]}"
 
 
 # Sections -----------------------------------------------------------------------------------------------------------------
 
 
-def _trends(source: Source, findings: list[Finding]) -> Section | None:
-    if not source.logs:
+def _trends(run: Run, findings: list[Finding]) -> Section | None:
+    if not run.logs:
         return None
     text = "Shaded green: healthy. Dashed red: where an alarm was first raised."
-    if source.logged_by == "dump":
+    if run.logged_by == "dump":
         text = f"The dump has no log, so these are computed from its sequences drawn at random. {text}"
-    if len(source.logs) > POINTS:
+    if len(run.logs) > POINTS:
         text += (
             " Lines are means over windows of steps, and the pale bands reach from the lowest to the highest value."
         )
-    return Section("trends", "Trends", text, trends(source.logs, findings))
+    return Section("trends", "Trends", text, trends(run.logs, findings))
 
 
-def _distribution(source: Source) -> Section | None:
+def _distribution(run: Run) -> Section | None:
     title = "How far apart the policies are"
-    table = source.table
-    if table is None or not table.batch.any():
-        chart = logged_histogram(source.logs)
+    if run.sequences is None or not run.sequences.batch.any():
+        chart = logged_histogram(run.logs)
         return Section("distribution", title, "From the log; a dump says more.", [chart]) if chart else None
+    summary = summarise(run.sequences, run.config)
     text = "d = log p of the trainer - log p of the sampler, of a token of the loss. "
-    if table.sampled.any():
+    if summary.at_random:
         text += "Counted over the sequences that were drawn at random, which represent the batch."
     else:
         text += (
             "No sequence of this dump was drawn at random: these are the worst ones, and do not represent the batch."
         )
-    return Section("distribution", title, text, distribution(table, bounds(source.config)))
+    return Section("distribution", title, text, distribution(summary))
 
 
-def _rejected(source: Source) -> Section | None:
+def _rejected(run: Run) -> Section | None:
     title = "Who is rejected"
-    families, text = logged_shares(source.logs), "Means of what was logged, over the whole batch."
-    if not families and source.table is not None and source.table.batch.any():
-        families = counted_shares(source.table, source.config)
-        text = "Counted over the sequences drawn at random."
-    charts = shares(families)
-    if not charts:
-        if source.table is None:
-            return None
-        return Section("rejected", title, "Nothing: the settings reject no tokens and apply no weights.", [])
-    total = _total(next(iter(families.values())))
-    text += f" {total}{_rewards(source.logs)} Down-weighted: mean of max(0, 1 - coefficient) over tokens not rejected."
-    return Section("rejected", title, text, charts)
+    families, text = logged_shares(run.logs), "Means of what was logged, over the whole batch."
+    if not families and run.sequences is not None and run.sequences.batch.any():
+        families, text = counted_shares(run.sequences, run.config), "Counted over the sequences drawn at random."
+    charts = rejected(families)
+    if charts:
+        total = _total(next(iter(families.values())))
+        text += f" {total}{_rewards(run)} Down-weighted: mean of max(0, 1 - coefficient) over tokens not rejected."
+        return Section("rejected", title, text, charts)
+    if run.sequences is None:
+        return None
+    return Section("rejected", title, "Nothing: the settings reject no tokens and apply no weights.", [])
 
 
-def _rewards(logs: list[dict[str, Any]]) -> str:
+def _rewards(run: Run) -> str:
     """Mean rewards of completions that keep a token, and of those that keep none."""
-    means = []
+    means = {}
     for name in ("kept", "rejected"):
-        values = [entry[key] for entry in logs if (key := f"{PREFIX}{name}/reward_mean") in entry]
-        means.append(np.mean(values) if values else math.nan)
-    kept, rejected = means
-    if not math.isfinite(kept + rejected):
+        values = [entry[key] for entry in run.logs if (key := f"{PREFIX}{name}/reward_mean") in entry]
+        means[name] = np.mean(values) if values else math.nan
+    if not math.isfinite(sum(means.values())):
         return ""
-    return f" The mean reward is {number(rejected)} where a completion is rejected as a whole, and {number(kept)} elsewhere."
+    kept, none = number(means["kept"]), number(means["rejected"])
+    return f" The mean reward is {none} where a completion is rejected as a whole, and {kept} elsewhere."
 
 
-def _total(found: list[Share]) -> str:
+def _total(shares: list[Share]) -> str:
     """Over all tokens, where their number is known."""
-    if found[0].tokens is None:
+    if shares[0].tokens is None:
         return "Whoever loses most is learned from least."
-    tokens = sum(share.tokens for share in found)
+    tokens = sum(share.tokens for share in shares)
     parts = []
-    for name, attribute in (("rejected", "rejected"), ("down-weighted", "downweighted")):
-        values = [getattr(share, attribute) for share in found]
+    for name, values in (
+        ("rejected", [share.rejected for share in shares]),
+        ("down-weighted", [share.downweighted for share in shares]),
+    ):
         if None not in values:
-            mean = math.fsum(value * share.tokens for value, share in zip(values, found, strict=True)) / tokens
+            mean = math.fsum(value * share.tokens for value, share in zip(values, shares, strict=True)) / tokens
             parts.append(f"{percent(mean)} {name}")
     return f"Of {tokens:,} tokens: {', '.join(parts)}."

@@ -7,10 +7,11 @@ from typing import NamedTuple
 import numpy as np
 
 from ...config import RolloutCorrectionConfig
-from .table import Table
+from ..reading import Sequences
 
 
 BINS = 80
+WINDOWS = 40  # of steps, at most
 # By probability under the sampler. Beside each bucket, the mean of |d| of Qwen3-8B in bfloat16 with vLLM 0.12, from
 # https://github.com/AknA13/train-infer-mismatch
 PROBABILITIES = (
@@ -49,17 +50,68 @@ class Bucket(NamedTuple):
 
 
 class Completions(NamedTuple):
-    """Completions that represent the batch: tokens of the loss, sum of `d`, and whether a token of them is rejected."""
+    """Completions with a token of the loss: tokens, sum of `d`, whether a token is rejected, and optimizer step."""
 
     length: np.ndarray
     log_weight: np.ndarray
     rejected: np.ndarray
+    step: np.ndarray
 
 
-def bounds(config: RolloutCorrectionConfig | None) -> list[Bound]:
+class Window(NamedTuple):
+    """Effective sample sizes of the ratios without bounds, over a window of steps."""
+
+    first_step: int
+    completions: int
+    of_tokens: float
+    of_sequences: float
+
+
+class Summary(NamedTuple):
+    """What the charts of a dump show, of the sequences that represent the batch: all, if none were drawn at random."""
+
+    at_random: bool
+    bounds: list[Bound]
+    histogram: Histogram
+    by_probability: list[Bucket]
+    by_position: list[Bucket]
+    completions: Completions
+    spread: float
+    effective_sample_sizes: list[Window]
+
+
+def summarise(sequences: Sequences, config: RolloutCorrectionConfig) -> Summary:
+    """
+    Count.
+
+    Args:
+        sequences ([`~trl_rollout_corr.analysis.reading.Sequences`]):
+            A dump, with a token of the loss that has a finite log-ratio.
+        config ([`RolloutCorrectionConfig`]):
+            Its settings.
+
+    Returns:
+        [`Summary`]: the numbers.
+    """
+    batch = sequences.batch
+    d, limits, completions = sequences.log_ratio[batch], bounds(config), _completions(sequences)
+    size, position = np.abs(d), sequences.position[batch]
+    octaves = [2**i for i in range(int(position.max()).bit_length() + 1)]
+    probabilities = [low for low, _, _ in PROBABILITIES] + [math.inf]
+    return Summary(
+        bool(sequences.sampled.any()),
+        limits,
+        _histogram(d, limits),
+        _buckets(size, np.exp(sequences.rollout_logps[batch]), probabilities),
+        _buckets(size, position, octaves),
+        completions,
+        float(np.sqrt(np.mean(d.astype(np.float64) ** 2))),
+        _effective_sample_sizes(completions, d, sequences.step[sequences.row[batch]]),
+    )
+
+
+def bounds(config: RolloutCorrectionConfig) -> list[Bound]:
     """Where weights are cut and tokens or sequences rejected, as log-ratios."""
-    if config is None:
-        return []
     found = []
     if config.rollout_is is not None:
         lower, upper = config.weight_bounds
@@ -93,14 +145,12 @@ def _solve_k3(bound: float, sign: int) -> float:
     return sign * high
 
 
-def histogram(table: Table, limits: list[Bound]) -> Histogram:
+def _histogram(d: np.ndarray, limits: list[Bound]) -> Histogram:
     """The range is that of nearly all tokens and of the bounds near them; a single far token does not squeeze the rest."""
-    d = table.d[table.batch]
     size = np.abs(d)
-    reach = 1.5 * float(np.quantile(size, 0.999)) if len(d) else 0.0
-    near = [abs(bound.d) for bound in limits if abs(bound.d) < 5 * reach]
-    reach = max([reach, *(1.15 * bound for bound in near)])
-    reach = min(reach, float(size.max(initial=0.0))) if not near else reach
+    reach = 1.5 * float(np.quantile(size, 0.999))
+    near = [1.15 * abs(bound.d) for bound in limits if abs(bound.d) < 5 * reach]
+    reach = max(reach, *near) if near else min(reach, float(size.max()))
     reach = min(reach, 1e30)  # twice that is still a number
     reach = float(np.float32(reach)) or 1.0  # as the tokens are, so that none is cut to just beyond the last edge
     edges = np.linspace(-reach, reach, BINS + 1)
@@ -108,21 +158,7 @@ def histogram(table: Table, limits: list[Bound]) -> Histogram:
     return Histogram(edges, counts)
 
 
-def by_position(table: Table) -> list[Bucket]:
-    """By position in the completion, in octaves."""
-    position = table.position[table.batch]
-    last = int(position.max(initial=0))
-    ends = [2**i for i in range(last.bit_length() + 1)]
-    return _buckets(table, position, ends)
-
-
-def by_probability(table: Table) -> list[Bucket]:
-    """By probability under the sampler."""
-    return _buckets(table, np.exp(table.rollout[table.batch]), [low for low, _, _ in PROBABILITIES] + [math.inf])
-
-
-def _buckets(table: Table, x: np.ndarray, ends: list[float]) -> list[Bucket]:
-    size = np.abs(table.d[table.batch])
+def _buckets(size: np.ndarray, x: np.ndarray, ends: list[float]) -> list[Bucket]:
     found = []
     for low, high in pairwise(ends):
         here = size[(x >= low) & (x < high)]
@@ -133,47 +169,26 @@ def _buckets(table: Table, x: np.ndarray, ends: list[float]) -> list[Bucket]:
     return found
 
 
-def completions(table: Table) -> Completions:
-    """Of the rows that represent the batch, those with a token."""
-    length = table.per_row(table.valid)
-    log_weight = table.per_row(np.where(table.valid, table.d, 0.0))
-    rejected = table.per_row(table.valid & ~table.keep) > 0
-    chosen = table.represents & (length > 0)
-    return Completions(length[chosen].astype(int), log_weight[chosen], rejected[chosen])
+def _completions(sequences: Sequences) -> Completions:
+    length = sequences.sums(sequences.valid).astype(int)
+    log_weight = sequences.sums(np.where(sequences.valid, sequences.log_ratio, 0.0))
+    rejected = sequences.sums(sequences.valid & ~sequences.keep) > 0
+    chosen = sequences.represents & (length > 0)
+    return Completions(length[chosen], log_weight[chosen], rejected[chosen], sequences.step[chosen])
 
 
-def token_spread(table: Table) -> float:
-    """Root mean square of `d`."""
-    d = table.d[table.batch].astype(np.float64)
-    return float(np.sqrt(np.mean(d * d))) if len(d) else 0.0
-
-
-def sample_sizes(table: Table, windows: int = 40) -> list[tuple[int, int, float, float]]:
-    """
-    Effective sample sizes of the ratios without bounds, over windows of steps.
-
-    Args:
-        table ([`Table`]):
-            The dump.
-        windows (`int`, *optional*, defaults to `40`):
-            Largest number of windows.
-
-    Returns:
-        `list[tuple]`: first step, number of completions, sample size of token weights and of sequence weights.
-    """
-    chosen = table.represents & (table.per_row(table.valid) > 0)
-    log_weight = table.per_row(np.where(table.valid, table.d, 0.0))
-    steps = np.unique(table.step[chosen])
+def _effective_sample_sizes(of: Completions, d: np.ndarray, step: np.ndarray) -> list[Window]:
+    """From the completions, and from the log-ratio and the step of each token."""
+    steps = np.unique(of.step)
     found = []
-    for window in np.array_split(steps, min(windows, len(steps)) or 1):
-        rows = chosen & np.isin(table.step, window)
-        if rows.any():
-            tokens = table.d[table.valid & rows[table.row]]
-            found.append((int(window[0]), int(rows.sum()), effective_size(tokens), effective_size(log_weight[rows])))
+    for window in np.array_split(steps, min(WINDOWS, len(steps))):
+        log_weights = of.log_weight[np.isin(of.step, window)]
+        sizes = _effective_sample_size(d[np.isin(step, window)]), _effective_sample_size(log_weights)
+        found.append(Window(int(window[0]), len(log_weights), *sizes))
     return found
 
 
-def effective_size(log_weights: np.ndarray) -> float:
+def _effective_sample_size(log_weights: np.ndarray) -> float:
     """`(sum w)^2 / (n sum w^2)` of weights given as logarithms, however large they are."""
     w = np.exp(log_weights.astype(np.float64) - log_weights.max())
     return float(w.sum() ** 2 / (len(w) * (w * w).sum()))

@@ -1,16 +1,20 @@
 """The worst tokens with their text, and tokens without a log-ratio."""
 
 import math
+from collections import Counter
 from typing import NamedTuple
 
 import numpy as np
 
-from .table import Table
+from ..reading import Sequences
 
 
+_WORST = 20
+_PER_COMPLETION = 3  # of the worst, so that one broken completion does not hide the others
+_BROKEN = 10
+_EXCERPTS = 2
 _AROUND = 6  # tokens of context on either side
-_PER_ROW = 3  # worst tokens of one completion, so that one broken completion does not hide the others
-_SHOWN = 240  # tokens of a worst completion
+_SHOWN = 240  # tokens of an excerpt
 
 
 class Token(NamedTuple):
@@ -57,43 +61,61 @@ class Excerpt(NamedTuple):
     tokens: list[tuple[str, str, float]]
 
 
-def worst_tokens(table: Table, count: int = 20) -> list[Token]:
-    """Tokens of the loss with the largest `|d|` over all rows, the largest first, a few of each completion."""
-    size = np.where(table.valid, np.abs(table.d), -1.0)
-    candidates = np.argpartition(-size, min(100 * count, len(size) - 1))[: 100 * count] if len(size) else []
-    found, taken = [], {}
-    for i in sorted(candidates, key=lambda i: (-size[i], i)):
-        row = int(table.row[i])
-        if size[i] <= 0 or len(found) == count:
+class Worst(NamedTuple):
+    """The worst tokens, excerpts of the first of their completions, and how many are broken, with the first of those."""
+
+    tokens: list[Token]
+    excerpts: list[Excerpt]
+    broken: list[Token]
+    n_broken: int
+
+
+def find_worst(sequences: Sequences) -> Worst:
+    """The worst tokens of a dump."""
+    worst = _worst(sequences)
+    first_of_row: dict[int, Token] = {}
+    for token in worst:
+        first_of_row.setdefault(token.row, token)
+    broken = np.flatnonzero(sequences.broken)
+    return Worst(
+        worst,
+        [_excerpt(sequences, token) for token in list(first_of_row.values())[:_EXCERPTS]],
+        [_token(sequences, int(i)) for i in broken[:_BROKEN]],
+        len(broken),
+    )
+
+
+def _worst(sequences: Sequences) -> list[Token]:
+    size = np.where(sequences.valid, np.abs(sequences.log_ratio), -1.0)
+    largest = np.argpartition(-size, min(100 * _WORST, len(size) - 1))[: 100 * _WORST] if len(size) else []
+    found, of_row = [], Counter()
+    for i in sorted(largest, key=lambda i: (-size[i], i)):
+        if size[i] <= 0 or len(found) == _WORST:
             break
-        taken[row] = taken.get(row, 0) + 1
-        if taken[row] <= _PER_ROW:
-            found.append(_token(table, int(i)))
+        row = int(sequences.row[i])
+        of_row[row] += 1
+        if of_row[row] <= _PER_COMPLETION:
+            found.append(_token(sequences, int(i)))
     return found
 
 
-def broken_tokens(table: Table, count: int = 10) -> list[Token]:
-    """Tokens of the loss whose log-ratio is NaN or infinite, in order of steps."""
-    return [_token(table, int(i)) for i in np.flatnonzero(table.broken)[:count]]
-
-
-def _token(table: Table, i: int) -> Token:
-    row = int(table.row[i])
-    place = i - int(table.starts[row])
-    texts = table.texts(row)
+def _token(sequences: Sequences, i: int) -> Token:
+    row = int(sequences.row[i])
+    place = i - int(sequences.starts[row])
+    texts = sequences.texts(row)
     return Token(
-        int(table.step[row]),
+        int(sequences.step[row]),
         row,
         place + 1,
         "".join(texts[max(place - _AROUND, 0) : place]),
         texts[place],
         "".join(texts[place + 1 : place + 1 + _AROUND]),
-        _probability(table.train[i]),
-        _probability(table.rollout[i]),
-        float(table.d[i]),
-        bool(table.keep[i]),
-        float(table.reward[row]),
-        bool(table.sampled[row]),
+        _probability(sequences.train_logps[i]),
+        _probability(sequences.rollout_logps[i]),
+        float(sequences.log_ratio[i]),
+        bool(sequences.keep[i]),
+        float(sequences.reward[row]),
+        bool(sequences.sampled[row]),
     )
 
 
@@ -101,27 +123,19 @@ def _probability(logp: float) -> float:
     return math.exp(min(float(logp), 60.0)) if not math.isnan(logp) else math.nan
 
 
-def worst_completions(worst: list[Token], table: Table, count: int = 2) -> list[Excerpt]:
-    """The completions of the worst tokens."""
-    first_of_row = {}
-    for token in worst:
-        first_of_row.setdefault(token.row, token)
-    return [_excerpt(table, token) for token in list(first_of_row.values())[:count]]
-
-
-def _excerpt(table: Table, worst: Token) -> Excerpt:
-    whole = table.slice(worst.row)
+def _excerpt(sequences: Sequences, worst: Token) -> Excerpt:
+    whole = sequences.slice(worst.row)
     length = whole.stop - whole.start
     start = max(min(worst.position - 1 - _SHOWN // 2, length - _SHOWN), 0)
-    texts = table.texts(worst.row)
+    texts, log_ratio = sequences.texts(worst.row), sequences.log_ratio[whole]
     shown = range(start, min(start + _SHOWN, length))
-    tokens = [(texts[j], _state(table, whole.start + j), float(table.d[whole.start + j])) for j in shown]
-    return Excerpt(worst.step, worst.reward, length, start + 1, table.prompt(worst.row)[-300:], tokens)
+    tokens = [(texts[j], _state(sequences, whole.start + j), float(log_ratio[j])) for j in shown]
+    return Excerpt(worst.step, worst.reward, length, start + 1, sequences.prompt(worst.row)[-300:], tokens)
 
 
-def _state(table: Table, i: int) -> str:
-    if not table.mask[i]:
+def _state(sequences: Sequences, i: int) -> str:
+    if not sequences.mask[i]:
         return "tool"
-    if table.broken[i]:
+    if sequences.broken[i]:
         return "broken"
-    return "kept" if table.keep[i] else "rejected"
+    return "kept" if sequences.keep[i] else "rejected"

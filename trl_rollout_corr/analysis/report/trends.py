@@ -1,24 +1,25 @@
-"""Trends over the steps of a run."""
+"""Charts of what was logged, over the steps of a run."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-from matplotlib.axes import Axes
 
 from ...metrics import PERCENTILES, PREFIX
 from ...rules import HEALTHY, Finding
-from .drawing import Chart, Colors, number, whole_steps
+from ..text import number
+from .drawing import Axes, Chart, Colors, draw_band, draw_line, label_steps
 
 
 class Trend(NamedTuple):
-    """What one chart of a trend shows: metrics with their labels, of which the first has the healthy band."""
+    """What one chart shows: metrics with their labels, of which the first has the healthy band, or percentiles."""
 
     name: str
     title: str
     metrics: dict[str, str]
     log: bool = False
+    fan: bool = False
 
 
 TRENDS = (
@@ -29,6 +30,7 @@ TRENDS = (
         log=True,
     ),
     Trend("kl", "KL divergence, mean of -d", {f"{PREFIX}kl": "kl"}),
+    Trend("percentiles", "Percentiles of d", {f"{PREFIX}log_ratio_p{p}": f"p{p}" for p in PERCENTILES}, fan=True),
     Trend("effective-lr", "Effective learning rate", {f"{PREFIX}effective_lr": "effective_lr"}),
     Trend("sample-size", "Effective sample size of the weights", {f"{PREFIX}rollout_is_eff_sample_size": "share"}),
     Trend("mean-weight", "Mean weight", {f"{PREFIX}rollout_is_mean": "mean weight"}),
@@ -44,7 +46,16 @@ TRENDS = (
 POINTS = 250  # per curve; more cannot be told apart
 _ROLES = ("line", "second", "third")
 
-Curve = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # step, mean, lowest, highest
+Band = tuple[float | None, float | None]
+
+
+class Curve(NamedTuple):
+    """A metric over windows of steps: the mean step, and mean, lowest and highest value."""
+
+    steps: np.ndarray
+    means: np.ndarray
+    lowest: np.ndarray
+    highest: np.ndarray
 
 
 def trends(logs: Sequence[Mapping[str, Any]], findings: Sequence[Finding]) -> list[Chart]:
@@ -60,31 +71,33 @@ def trends(logs: Sequence[Mapping[str, Any]], findings: Sequence[Finding]) -> li
     Returns:
         `list[Chart]`: one per trend that was logged.
     """
-    charts = [chart for trend in TRENDS if (chart := _chart(trend, logs, findings)) is not None]
-    fan = _fan(logs)
-    return charts[:2] + fan + charts[2:] if fan else charts
+    charts = (_fan(trend, logs) if trend.fan else _chart(trend, logs, findings) for trend in TRENDS)
+    return [chart for chart in charts if chart is not None]
 
 
-def curve(logs: Sequence[Mapping[str, Any]], key: str) -> Curve | None:
-    """One metric over steps: mean, lowest and highest value of windows, short enough to draw."""
-    points = [(entry["step"], entry[key]) for entry in logs if np.isfinite(entry.get(key, np.nan))]
-    if not points:
-        return None
-    steps, values = np.array(points, np.float64).T
-    width = -(-len(points) // POINTS)
-    windows = [slice(i, i + width) for i in range(0, len(points), width)]
-    summary = [(steps[w].mean(), values[w].mean(), values[w].min(), values[w].max()) for w in windows]
-    return tuple(np.array(summary).T)
+def _curves(trend: Trend, logs: Sequence[Mapping[str, Any]]) -> dict[str, Curve]:
+    """Curves of a trend by label, short enough to draw."""
+    curves = {}
+    for key, label in trend.metrics.items():
+        points = [(entry["step"], entry[key]) for entry in logs if np.isfinite(entry.get(key, np.nan))]
+        if points:
+            steps, values = np.array(points, np.float64).T
+            width = -(-len(points) // POINTS)
+            windows = [slice(i, i + width) for i in range(0, len(points), width)]
+            rows = [(steps[w].mean(), values[w].mean(), values[w].min(), values[w].max()) for w in windows]
+            curves[label] = Curve(*np.array(rows).T)
+    return curves
 
 
 def _chart(trend: Trend, logs: Sequence[Mapping[str, Any]], findings: Sequence[Finding]) -> Chart | None:
-    curves = {label: c for key, label in trend.metrics.items() if (c := curve(logs, key)) is not None}
-    main = next(iter(trend.metrics))
-    if next(iter(trend.metrics.values())) not in curves or (trend.name == "nonfinite" and not _any(curves)):
+    curves = _curves(trend, logs)
+    main, label = next(iter(trend.metrics.items()))
+    if label not in curves or (trend.name == "nonfinite" and not curves[label].highest.any()):
         return None
-    band = HEALTHY.get(main.removeprefix(PREFIX), (None, None))
-    alarms = sorted(f.step for f in findings if f.key.removeprefix(PREFIX) == main.removeprefix(PREFIX))
-    steps, values = next(iter(curves.values()))[:2]
+    metric = main.removeprefix(PREFIX)
+    band = HEALTHY.get(metric, (None, None))
+    alarms = sorted(finding.step for finding in findings if finding.key.removeprefix(PREFIX) == metric)
+    steps, values, *_ = curves[label]
     ends = [f"{number(values[i])} at step {number(round(steps[i]))}" for i in ((0, -1) if len(steps) > 1 else (0,))]
     says = f"{', '.join(ends)}.{_healthy(band)}{_alarms(alarms)}"
     return Chart(
@@ -98,11 +111,7 @@ def _chart(trend: Trend, logs: Sequence[Mapping[str, Any]], findings: Sequence[F
     )
 
 
-def _any(curves: Mapping[str, Curve]) -> bool:
-    return any(highest.max() > 0 for _, _, _, highest in curves.values())
-
-
-def _healthy(band: tuple[float | None, float | None]) -> str:
+def _healthy(band: Band) -> str:
     low, high = band
     if low is None and high is None:
         return ""
@@ -117,75 +126,61 @@ def _alarms(steps: list[int]) -> str:
 
 def _rows(curves: Mapping[str, Curve]) -> list[tuple[float, ...]]:
     """Values by step. Curves of the same run may have been logged at different steps."""
-    values = [dict(zip(steps, means, strict=True)) for steps, means, _, _ in curves.values()]
+    values = [dict(zip(curve.steps, curve.means, strict=True)) for curve in curves.values()]
     steps = sorted(set().union(*values))
     return [(round(float(step), 1), *(of_step.get(step) for of_step in values)) for step in steps]
 
 
-def _draw(axes: Axes, colors: Colors, *, curves, band, alarms, log):
-    positive = all(lowest.min() > 0 for _, _, lowest, _ in curves.values())
-    if log and positive:
+def _draw(axes: Axes, colors: Colors, *, curves: Mapping[str, Curve], band: Band, alarms: list[int], log: bool):
+    log = log and all(curve.lowest.min() > 0 for curve in curves.values())
+    if log:
         axes.set_yscale("log")
-    for role, (label, (steps, means, lowest, highest)) in zip(_ROLES, curves.items(), strict=False):
-        axes.fill_between(steps, lowest, highest, color=colors[role], alpha=0.2, linewidth=0)
-        marker = "o" if len(steps) <= 12 else None
-        axes.plot(
-            steps, means, color=colors[role], marker=marker, markersize=4, label=label if len(curves) > 1 else None
-        )
-    axes.set_ylim(*_limits(curves, band, log and positive))
-    low, high = axes.get_ylim()
-    lower, upper = band
-    if band != (None, None) and upper != 0:
-        axes.axhspan(
-            low if lower is None else lower, high if upper is None else upper, color=colors["band"], alpha=0.13, lw=0
-        )
-        for edge in band:
-            if edge is not None:
-                axes.axhline(edge, color=colors["band"], linewidth=1.0, alpha=0.8)
+    for role, (label, curve) in zip(_ROLES, curves.items(), strict=False):
+        axes.fill_between(curve.steps, curve.lowest, curve.highest, color=colors[role], alpha=0.2, linewidth=0)
+        draw_line(axes, curve.steps, curve.means, colors[role], label if len(curves) > 1 else None)
+    axes.set_ylim(*_limits(curves, band, log))
+    if band != (None, None) and band[1] != 0:
+        draw_band(axes, colors, band)
     for i, step in enumerate(alarms):
         axes.axvline(step, color=colors["alarm"], linewidth=1.4, linestyle="--", label="alarm" if i == 0 else None)
-    whole_steps(axes)
+    label_steps(axes)
 
 
-def _limits(curves: Mapping[str, Curve], band: tuple[float | None, float | None], log: bool) -> tuple[float, float]:
+def _limits(curves: Mapping[str, Curve], band: Band, log: bool) -> tuple[float, float]:
     """All values, and the ends of the healthy band."""
-    values = np.concatenate([np.concatenate([lowest, highest]) for _, _, lowest, highest in curves.values()])
-    low, high = values.min(), values.max()
     edges = [edge for edge in band if edge is not None and (edge > 0 or not log)]
-    low, high = min([low, *edges]), max([high, *edges])
+    low = min([*edges, *(curve.lowest.min() for curve in curves.values())])
+    high = max([*edges, *(curve.highest.max() for curve in curves.values())])
     if log:
         return low / 1.6, high * 1.6
     room = 0.07 * (high - low) or 0.1 * abs(high) or 1.0
     return (0.0 if 0 <= low < 0.6 * high else low - room), high + room
 
 
-def _fan(logs: Sequence[Mapping[str, Any]]) -> list[Chart]:
-    """Percentiles of the log-ratio, from the logs."""
-    curves = {p: c for p in PERCENTILES if (c := curve(logs, f"{PREFIX}log_ratio_p{p}")) is not None}
-    if len(curves) < len(PERCENTILES) or len({len(c[0]) for c in curves.values()}) > 1:
-        return []
-    last = {p: number(float(c[1][-1])) for p, c in curves.items()}
-    ends = f"at the last step, 1 percent of tokens are below {last[1]} and 1 percent above {last[99]}"
-    steps = curves[50][0]
-    rows = [(round(float(step), 1), *(float(curves[p][1][i]) for p in PERCENTILES)) for i, step in enumerate(steps)]
-    return [
-        Chart(
-            "percentiles",
-            "Percentiles of d",
-            f"Percentiles of the log-ratio over steps; {ends}.",
-            partial(_draw_fan, curves=curves),
-            ("step", *(f"p{p}" for p in PERCENTILES)),
-            rows,
-            f"{ends.capitalize()}.",
-        )
-    ]
+def _fan(trend: Trend, logs: Sequence[Mapping[str, Any]]) -> Chart | None:
+    """Percentiles, one within another."""
+    curves = _curves(trend, logs)
+    if len(curves) < len(PERCENTILES) or len({len(curve.steps) for curve in curves.values()}) > 1:
+        return None
+    low, high = (number(float(curves[label].means[-1])) for label in ("p1", "p99"))
+    ends = f"at the last step, 1 percent of tokens are below {low} and 1 percent above {high}"
+    rows = zip(curves["p50"].steps, *(curve.means for curve in curves.values()), strict=True)
+    return Chart(
+        trend.name,
+        trend.title,
+        f"Percentiles of the log-ratio over steps; {ends}.",
+        partial(_draw_fan, curves=curves),
+        ("step", *curves),
+        [(round(float(step), 1), *map(float, values)) for step, *values in rows],
+        f"{ends.capitalize()}.",
+    )
 
 
-def _draw_fan(axes: Axes, colors: Colors, *, curves: Mapping[int, Curve]):
-    steps = curves[50][0]
+def _draw_fan(axes: Axes, colors: Colors, *, curves: Mapping[str, Curve]):
+    steps, median, *_ = curves["p50"]
     for (low, high), alpha in zip(((1, 99), (5, 95), (25, 75)), (0.18, 0.25, 0.35), strict=True):
-        label = f"{low} to {high} %"
-        axes.fill_between(steps, curves[low][1], curves[high][1], color=colors["line"], alpha=alpha, lw=0, label=label)
-    axes.plot(steps, curves[50][1], color=colors["line"], marker="o" if len(steps) <= 12 else None, markersize=4)
+        ends, label = (curves[f"p{low}"].means, curves[f"p{high}"].means), f"{low} to {high} %"
+        axes.fill_between(steps, *ends, color=colors["line"], alpha=alpha, lw=0, label=label)
+    draw_line(axes, steps, median, colors["line"])
     axes.set_ylabel("d, nats")
-    whole_steps(axes)
+    label_steps(axes)
