@@ -32,13 +32,7 @@ def make_parser() -> argparse.ArgumentParser:
     """The parser. What it returns has `run`, which takes the arguments and returns what to print."""
     parser = argparse.ArgumentParser(prog="python -m trl_rollout_corr", description="Tools for rollout correction.")
     commands = parser.add_subparsers(dest="command", required=True)
-    _add_convert(commands)
-    _add_report(commands)
-    _add_compare(commands)
-    return parser
 
-
-def _add_convert(commands):
     command = commands.add_parser(
         "convert",
         help="print the YAML that says here what a configuration of verl or TRL says there",
@@ -47,8 +41,6 @@ def _add_convert(commands):
     command.add_argument("file", help="YAML file, or - for standard input")
     command.set_defaults(run=_convert, subject="file")
 
-
-def _add_report(commands):
     command = commands.add_parser(
         "report",
         help="draw a report of a run or a dump",
@@ -58,16 +50,10 @@ def _add_report(commands):
         "source",
         help="a dump (folder or file), a run (`output_dir` or trainer_state.json), or an `output_dir` with both",
     )
-    command.add_argument(
-        "-o",
-        "--output",
-        default="report.html",
-        help="report.html, or report.md with the charts beside it as report.png",
-    )
+    output = "report.html, or report.md with the charts beside it as report.png"
+    command.add_argument("-o", "--output", default="report.html", help=output)
     command.set_defaults(run=_report, subject="source")
 
-
-def _add_compare(commands):
     command = commands.add_parser(
         "compare",
         help="say what every preset would do to the sequences of a dump",
@@ -83,6 +69,7 @@ def _add_compare(commands):
     command.add_argument("--epsilon", type=float, default=0.2, help="PPO's clipping in bypass mode (default: 0.2)")
     command.add_argument("--epsilon_high", type=float, help="its upper side, if it is another")
     command.set_defaults(run=_compare, subject="dump")
+    return parser
 
 
 # Each command imports its work when it runs: `convert` does without torch, and `--help` does not wait for it.

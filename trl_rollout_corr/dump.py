@@ -8,7 +8,7 @@ name only when it is complete, so that a crash loses at most the file being writ
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,7 @@ SCHEMA = pa.schema(
         ("mask", pa.list_(pa.bool_())),  # tokens of the loss
         ("train_logps", pa.list_(pa.float32())),  # nats; NaN and infinity as they came
         ("rollout_logps", pa.list_(pa.float32())),
-        (
-            "weights",
-            pa.list_(pa.float32()),
-        ),  # importance weights after bounding and normalisation; null without weights
+        ("weights", pa.list_(pa.float32())),  # bounded and normalised importance weights; null without weights
         ("keep", pa.list_(pa.bool_())),  # what no criterion rejects
         ("coefficients", pa.list_(pa.float32())),  # what multiplies the policy gradient
         ("reward", pa.float32()),
@@ -142,19 +139,15 @@ def files_of(folder: Path) -> list[Path]:
 
 def read_logs(path: Path) -> list[dict[str, Any]]:
     """What the trainer logged, from the folder of a dump. Empty if there is none, or for a single file."""
-    logs = path / _LOGS
-    return list(_complete(logs.read_text(encoding="utf-8", errors="replace").splitlines())) if logs.is_file() else []
-
-
-def _complete(lines: Iterable[str]) -> Iterable[dict[str, Any]]:
-    """Entries with a step. A crash may have cut a line short."""
-    for line in lines:
+    logs, entries = path / _LOGS, []
+    for line in logs.read_text(encoding="utf-8", errors="replace").splitlines() if logs.is_file() else ():
         try:
             entry = json.loads(line)
-        except json.JSONDecodeError:
+        except json.JSONDecodeError:  # a crash has cut it short
             continue
         if isinstance(entry, dict) and isinstance(entry.get("step"), int | float):
-            yield entry
+            entries.append(entry)
+    return entries
 
 
 def _step(path: Path) -> int:

@@ -11,7 +11,7 @@ from ..rules import HEALTHY
 from .reading import read_sequences
 from .replay import Batch, Outcome, batch_of, replay
 from .settings import config_of_run, read_config
-from .spread import TARGET, Prediction, Spread, measure, predict, suggest, suggest_bounds
+from .spread import TARGET, Spread, measure, predict, suggest, suggest_bounds
 from .text import rounded, three_decimals, yaml_lines
 
 
@@ -48,16 +48,6 @@ class Comparison(NamedTuple):
     spread: Spread
     bounds: tuple[float, float]
     notes: list[str]
-
-    @property
-    def suggestion(self) -> dict[str, Any]:
-        """Fields to try."""
-        return suggest(self.spread, self.bounds, self.run)
-
-    @property
-    def predictions(self) -> list[Prediction]:
-        """What the spread predicts."""
-        return predict(self.spread, self.bounds)
 
 
 def compare(
@@ -128,14 +118,14 @@ def as_markdown(c: Comparison) -> str:
     """What the command prints."""
     mode = f"bypass, {c.run.rollout_loss_type}" if c.run.bypass_mode else "decoupled"
     policy = "current" if c.run.bypass_mode else "old"
-    spread, s, suggestion = c.spread, c.spread.s, c.suggestion
+    spread, s, suggestion = c.spread, c.spread.s, suggest(c.spread, c.bounds, c.run)
     lengths = f"{rounded(spread.lengths.min().item())} to {rounded(spread.lengths.max().item())}"
     whole = (
         f"{len(c.batch.mask)} sequences of steps {c.batch.steps[0]} to {c.batch.steps[-1]}, {c.batch.n_tokens} tokens."
     )
     half = f"{math.log(2) / s**2:.0f} tokens" if s else "any length"
     outcomes = [[setting.name, *map(three_decimals, outcome)] for setting, outcome in c.outcomes]
-    predictions = [[quantity, *map(rounded, numbers)] for quantity, *numbers in c.predictions]
+    predictions = [[quantity, *map(rounded, numbers)] for quantity, *numbers in predict(spread, c.bounds)]
     return "\n".join(
         [
             whole,
@@ -205,8 +195,8 @@ def as_json(c: Comparison) -> str:
             for setting, outcome in c.outcomes
         ],
         "spread": {"s": c.spread.s, "s_robust": c.spread.s_robust, "mean_length": c.spread.mean_length},
-        "predictions": [prediction._asdict() for prediction in c.predictions],
-        "suggestion": c.suggestion,
+        "predictions": [prediction._asdict() for prediction in predict(c.spread, c.bounds)],
+        "suggestion": suggest(c.spread, c.bounds, c.run),
     }
     return json.dumps(_finite(document), indent=2) + "\n"
 

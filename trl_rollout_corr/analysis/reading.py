@@ -75,11 +75,6 @@ class Sequences:
         """Index of its sequence."""
         return np.repeat(np.arange(len(self), dtype=np.int32), self.lengths)
 
-    @cached_property
-    def position(self) -> np.ndarray:
-        """Place in its completion, from 1."""
-        return (np.arange(len(self.row)) - self.starts[self.row] + 1).astype(np.int32)
-
     # Of each sequence -------------------------------------------------------------------------------------------------
 
     @cached_property
@@ -110,8 +105,7 @@ class Sequences:
         return pad(np.concatenate([column[self.slice(row)] for row in rows]), self.lengths[rows])
 
     def _flat(self, name: str) -> np.ndarray:
-        chunks = [chunk.flatten().to_numpy(zero_copy_only=False) for chunk in self._table[name].chunks]
-        return np.concatenate(chunks)
+        return np.concatenate([chunk.flatten().to_numpy(zero_copy_only=False) for chunk in self._table[name].chunks])
 
 
 def pad(values: np.ndarray, lengths: np.ndarray) -> torch.Tensor:

@@ -67,19 +67,7 @@ def read_yaml(file: Path | TextIO) -> Any:
 
 
 def read_config(path: str) -> RolloutCorrectionConfig:
-    """
-    Read settings of ours from a YAML file, such as a recipe. Keys that are not ours are ignored.
-
-    Args:
-        path (`str`):
-            The file.
-
-    Returns:
-        [`RolloutCorrectionConfig`]: the configuration.
-
-    Raises:
-        `ValueError`: in one line that names the file, if it cannot be read, is of another tool, or is not valid.
-    """
+    """Settings of ours in a YAML file, such as a recipe. A `ValueError` in one line names the file."""
     try:
         return RolloutCorrectionConfig(**_own_fields(read_yaml(Path(path))))
     except (ValueError, TypeError) as error:
@@ -105,21 +93,7 @@ def _own_fields(document: Any) -> dict[str, Any]:
 
 
 def config_of_run(settings: Mapping[str, Any], complaint: str) -> RolloutCorrectionConfig:
-    """
-    Build the configuration that a dump was made with.
-
-    Args:
-        settings (`Mapping`):
-            Settings in the dump.
-        complaint (`str`):
-            What an error begins with.
-
-    Returns:
-        [`RolloutCorrectionConfig`]: the configuration.
-
-    Raises:
-        `ValueError`: in one line, if they are not those of this release.
-    """
+    """Configuration that a dump was made with. A `ValueError` in one line, which begins so, says what is wrong with it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about settings without effect: the run has warned already
         try:

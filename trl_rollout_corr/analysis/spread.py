@@ -6,7 +6,6 @@ log-weight of `T` tokens is then normal with variance `v = s^2 T` and mean `-v /
 """
 
 import math
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +13,8 @@ import torch
 from ..config import RolloutCorrectionConfig
 from ..functional import LOG_RATIO_BOUND
 
+
+_cdf = torch.special.ndtr  # of the standard normal
 
 # Share of the tokens that suggested bounds may reject.
 TARGET = 0.05
@@ -110,7 +111,8 @@ def measure(log_ratio: torch.Tensor, valid: torch.Tensor) -> Spread:
     lengths = valid.sum(1).double()
     sums = log_ratio.sum(1, dtype=torch.float64)[lengths > 0]
     low, high = (tokens[round(p * (len(tokens) - 1))] for p in (0.05, 0.95))
-    s, s_robust = tokens.square().mean().sqrt(), (high - low) / (2 * _normal_quantile(0.95))
+    of_normal = 2 * torch.special.ndtri(torch.tensor(0.95, dtype=torch.float64))
+    s, s_robust = tokens.square().mean().sqrt(), (high - low) / of_normal
     return Spread(tokens, sums, lengths[lengths > 0], s.item(), s_robust.item())
 
 
@@ -139,16 +141,8 @@ def rejected(s: float, lengths: torch.Tensor, lower: float, upper: float) -> tor
     return _cdf(_standardized(low - center, spread)) + _cdf(-_standardized(math.log(upper) - center, spread))
 
 
-def _cdf(x: torch.Tensor) -> torch.Tensor:
-    return torch.special.ndtr(x)
-
-
 def _standardized(distance: torch.Tensor | float, spread: torch.Tensor) -> torch.Tensor:
     return distance / spread.clamp(min=1e-300)  # without spread, everything is infinitely far out
-
-
-def _normal_quantile(p: float) -> float:
-    return torch.special.ndtri(torch.tensor(p, dtype=torch.float64)).item()
 
 
 # Predicted against measured -----------------------------------------------------------------------------------------------
@@ -168,44 +162,45 @@ def predict(spread: Spread, bounds: tuple[float, float]) -> list[Prediction]:
         `list[Prediction]`: shares and means over tokens, as they are logged.
     """
     s, mean_length = spread.s, torch.tensor(spread.mean_length, dtype=torch.float64)
+    v, v_mean = s * s * spread.lengths, s * s * mean_length
     w = spread.sums.clamp(max=LOG_RATIO_BOUND).exp()
-    intervals = ((0.999, 1.001), (0.99, 1.01), bounds)
-    measured = [
-        ("sequence weights truncated at 2: mean", spread.share(w.clamp(max=2.0))),
-        ("sequence weights dropped above 3: mean", spread.share(w * (w <= 3.0))),
-        *((f"seq_mean_k1 [{a:g}, {b:g}]: rejected", spread.share_outside(a, b)) for a, b in intervals),
-    ]
-    models = (_models(s, lengths, intervals) for lengths in (spread.lengths, mean_length))
-    return [
+    predictions = [
         Prediction("mean log-ratio", -s * s / 2, -s * s / 2, spread.log_ratio.mean().item()),
         Prediction(
             "sequence weights: ESS",
             # weights of all lengths have mean 1; their second moments add up
-            1 / spread.share(1 / effective_sample_size(s * s * spread.lengths)),
-            effective_sample_size(s * s * mean_length).item(),
+            1 / spread.share(1 / effective_sample_size(v)),
+            effective_sample_size(v_mean).item(),
             spread.share(w) ** 2 / spread.share(w.square()),
         ),
-        *(
-            Prediction(quantity, spread.share(of_lengths), of_mean_length.item(), value)
-            for (quantity, value), of_lengths, of_mean_length in zip(measured, *models, strict=True)
+        Prediction(
+            "sequence weights truncated at 2: mean",
+            spread.share(truncated_mean(v, 2.0)),
+            truncated_mean(v_mean, 2.0).item(),
+            spread.share(w.clamp(max=2.0)),
         ),
-        _predict_far_tokens(spread),
+        Prediction(
+            "sequence weights dropped above 3: mean",
+            spread.share(icepop_mean(v, 3.0)),
+            icepop_mean(v_mean, 3.0).item(),
+            spread.share(w * (w <= 3.0)),
+        ),
     ]
-
-
-def _models(s: float, lengths: torch.Tensor, intervals: Iterable[tuple[float, float]]) -> list[torch.Tensor]:
-    """Mean weights truncated at 2 and set to 0 above 3, and shares rejected by intervals, of completions by length."""
-    v = s * s * lengths
-    return [truncated_mean(v, 2.0), icepop_mean(v, 3.0), *(rejected(s, lengths, a, b) for a, b in intervals)]
-
-
-def _predict_far_tokens(spread: Spread) -> Prediction:
-    """The share of tokens whose log-ratio is beyond five times the spread."""
-    far = min(5 * spread.s, _LARGEST)
+    for lower, upper in ((0.999, 1.001), (0.99, 1.01), bounds):
+        predictions.append(
+            Prediction(
+                f"seq_mean_k1 [{lower:g}, {upper:g}]: rejected",
+                spread.share(rejected(s, spread.lengths, lower, upper)),
+                rejected(s, mean_length, lower, upper).item(),
+                spread.share_outside(lower, upper),
+            )
+        )
+    far = min(5 * s, _LARGEST)
     lower, upper = math.exp(-far), math.exp(far)
-    predicted = rejected(spread.s, torch.tensor(1.0, dtype=torch.float64), lower, upper).item()
+    of_tokens = rejected(s, torch.ones_like(mean_length), lower, upper).item()
     measured = (spread.log_ratio.abs() > far).double().mean().item()
-    return Prediction(f"token_k1 [{lower:.3g}, {upper:.3g}] (5 s): rejected", predicted, predicted, measured)
+    name = f"token_k1 [{lower:.3g}, {upper:.3g}] (5 s): rejected"
+    return [*predictions, Prediction(name, of_tokens, of_tokens, measured)]
 
 
 # Suggestion ---------------------------------------------------------------------------------------------------------------

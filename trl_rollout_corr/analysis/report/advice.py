@@ -21,18 +21,7 @@ class Advice(NamedTuple):
 
 
 def advise(run: Run, findings: list[Finding]) -> list[Advice]:
-    """
-    Settings of the run, and those to try.
-
-    Args:
-        run ([`~trl_rollout_corr.analysis.run.Run`]):
-            What the report is about.
-        findings (`list[Finding]`):
-            What is unhealthy.
-
-    Returns:
-        `list[Advice]`: with what to know about each.
-    """
+    """Settings of the run, and those to try."""
     if run.config is None:
         text = (
             "Bounds that fit this run are computed from its tokens. Set `rollout_dump_dir`, train some steps, and report on "

@@ -25,18 +25,7 @@ _AT_LEAST = 4  # then the picture takes others, too
 
 
 def files_of_markdown(report: Report, output: Path) -> dict[Path, bytes]:
-    """
-    Write the report as Markdown.
-
-    Args:
-        report ([`~trl_rollout_corr.analysis.report.content.Report`]):
-            What it says.
-        output (`Path`):
-            The Markdown file. The picture lies beside it.
-
-    Returns:
-        `dict[Path, bytes]`: the files.
-    """
+    """Content by path: the Markdown, and its picture beside it."""
     charts = _main(report)
     picture = output.with_suffix(".png")
     files = {picture: png(charts, f"Rollout report: {plain(report.name)}")} if charts else {}

@@ -21,16 +21,7 @@ LEVELS = (0.1, 0.5, 2.0)
 
 
 def page(report: Report) -> str:
-    """
-    Write the report as HTML.
-
-    Args:
-        report ([`~trl_rollout_corr.analysis.report.content.Report`]):
-            What it says.
-
-    Returns:
-        `str`: the file.
-    """
+    """The report as HTML."""
     title = f"Rollout report: {_text(report.name)}"
     parts = [
         ("findings", "Findings", _findings(report)),

@@ -38,14 +38,17 @@ class Share(NamedTuple):
 
 def logged_shares(logs: Iterable[Mapping[str, Any]]) -> dict[str, list[Share]]:
     """Means over the log entries, by family of groups."""
-    values: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    values = defaultdict(list)
     for entry in logs:
         for key, value in entry.items():
             measure, _, group = key.removeprefix(PREFIX).partition("/")
             if measure in ("rejected", "downweighted") and key.startswith(PREFIX) and np.isfinite(value):
-                values[group][measure].append(value)
-    means = {group: {name: float(np.mean(x)) for name, x in of_group.items()} for group, of_group in values.items()}
-    return _families({group: (None, m.get("rejected"), m.get("downweighted")) for group, m in means.items()})
+                values[group, measure].append(value)
+    means = {key: float(np.mean(of_key)) for key, of_key in values.items()}
+    groups = dict.fromkeys(group for group, _ in values)
+    return _families(
+        {name: (None, means.get((name, "rejected")), means.get((name, "downweighted"))) for name in groups}
+    )
 
 
 def counted_shares(sequences: Sequences, config: RolloutCorrectionConfig) -> dict[str, list[Share]]:

@@ -81,21 +81,11 @@ class Summary(NamedTuple):
 
 
 def summarise(sequences: Sequences, config: RolloutCorrectionConfig) -> Summary:
-    """
-    Count.
-
-    Args:
-        sequences ([`~trl_rollout_corr.analysis.reading.Sequences`]):
-            A dump, with a token of the loss that has a finite log-ratio.
-        config ([`RolloutCorrectionConfig`]):
-            Its settings.
-
-    Returns:
-        [`Summary`]: the numbers.
-    """
+    """Count the tokens of a dump. At least one in the sequences that represent the batch must have a finite log-ratio."""
     batch = sequences.batch
     d, limits, completions = sequences.log_ratio[batch], bounds(config), _completions(sequences)
-    size, position = np.abs(d), sequences.position[batch]
+    row = sequences.row[batch]
+    size, position = np.abs(d), np.flatnonzero(batch) - sequences.starts[row] + 1
     octaves = [2**i for i in range(int(position.max()).bit_length() + 1)]
     probabilities = [low for low, _, _ in PROBABILITIES] + [math.inf]
     return Summary(
@@ -106,7 +96,7 @@ def summarise(sequences: Sequences, config: RolloutCorrectionConfig) -> Summary:
         _buckets(size, position, octaves),
         completions,
         float(np.sqrt(np.mean(d.astype(np.float64) ** 2))),
-        _effective_sample_sizes(completions, d, sequences.step[sequences.row[batch]]),
+        _effective_sample_sizes(completions, d, sequences.step[row]),
     )
 
 
@@ -114,9 +104,9 @@ def bounds(config: RolloutCorrectionConfig) -> list[Bound]:
     """Where weights are cut and tokens or sequences rejected, as log-ratios."""
     found = []
     if config.rollout_is is not None:
-        lower, upper = config.weight_bounds
-        ratios = [("upper", upper)] if lower is None else [("lower", lower), ("upper", upper)]
-        found += [Bound(f"{config.rollout_is} weights, {side}", config.rollout_is, _log(x)) for side, x in ratios]
+        for side, ratio in zip(("lower", "upper"), config.weight_bounds, strict=True):
+            if ratio:  # neither None nor 0
+                found.append(Bound(f"{config.rollout_is} weights, {side}", config.rollout_is, math.log(ratio)))
     for criterion in config.criteria:
         if criterion.divergence == "k1":
             limits = (-criterion.upper, -criterion.lower)
@@ -127,10 +117,6 @@ def bounds(config: RolloutCorrectionConfig) -> list[Bound]:
         sides = zip(("lower", "upper"), limits, strict=True)
         found += [Bound(f"{criterion.name}, {side}", criterion.scope, limit) for side, limit in sides]
     return [bound for bound in found if math.isfinite(bound.d)]
-
-
-def _log(ratio: float) -> float:
-    return math.log(ratio) if ratio > 0 else -math.inf
 
 
 def _solve_k3(bound: float, sign: int) -> float:

@@ -59,18 +59,7 @@ class Curve(NamedTuple):
 
 
 def trends(logs: Sequence[Mapping[str, Any]], findings: Sequence[Finding]) -> list[Chart]:
-    """
-    Charts of what was logged.
-
-    Args:
-        logs (`Sequence[Mapping]`):
-            Log entries, each with a `step`.
-        findings (`Sequence[Finding]`):
-            What was found, to mark where.
-
-    Returns:
-        `list[Chart]`: one per trend that was logged.
-    """
+    """One chart per trend that was logged, marked where something was found."""
     charts = (_fan(trend, logs) if trend.fan else _chart(trend, logs, findings) for trend in TRENDS)
     return [chart for chart in charts if chart is not None]
 
@@ -164,14 +153,13 @@ def _fan(trend: Trend, logs: Sequence[Mapping[str, Any]]) -> Chart | None:
         return None
     low, high = (number(float(curves[label].means[-1])) for label in ("p1", "p99"))
     ends = f"at the last step, 1 percent of tokens are below {low} and 1 percent above {high}"
-    rows = zip(curves["p50"].steps, *(curve.means for curve in curves.values()), strict=True)
     return Chart(
         trend.name,
         trend.title,
         f"Percentiles of the log-ratio over steps; {ends}.",
         partial(_draw_fan, curves=curves),
         ("step", *curves),
-        [(round(float(step), 1), *map(float, values)) for step, *values in rows],
+        _rows(curves),
         f"{ends.capitalize()}.",
     )
 
