@@ -49,15 +49,45 @@ def test_arrows_point_down_only():
         "__main__",
         "trainers",
     ]
-    for path in PACKAGE.rglob("*.py"):
-        name = path.relative_to(PACKAGE).with_suffix("").parts[0]
-        if name == "__init__":
+    check_order(PACKAGE, order)
+
+
+def test_arrows_point_down_only_within_the_analysis():
+    wing = PACKAGE / "analysis"
+    check_order(wing, ["text", "settings", "convert", "reading", "run", "replay", "spread", "compare", "report"])
+    compute, charts = ["summary", "shares", "tokens", "advice"], ["drawing", "trends", "distribution", "rejected"]
+    check_order(wing / "report", [*compute, *charts, "content", "page", "markdown"])
+
+
+def check_order(package: Path, order: list[str]):
+    """No module of a package imports, at its top, one that comes later."""
+    for path in package.rglob("*.py"):
+        parts = path.relative_to(package).with_suffix("").parts
+        if parts[0] == "__init__":
             continue
-        for node in ast.parse(path.read_text()).body:  # imports at the top of a module
-            if isinstance(node, ast.ImportFrom) and node.level == (1 if path.parent == PACKAGE else 2):
-                target = (node.module or "").split(".")[0]
-                if target in order:
-                    assert order.index(target) < order.index(name), f"{path.name} imports {target}"
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ImportFrom) and node.level == len(parts):
+                targets = [node.module.split(".")[0]] if node.module else [alias.name for alias in node.names]
+                for target in set(targets) & set(order):
+                    assert order.index(target) < order.index(parts[0]), f"{path.name} imports {target}"
+
+
+def test_commands_load_what_they_need_when_they_run():
+    """`convert`, and the parsers of all commands, need no more than the configuration does."""
+    code = """
+import sys
+import trl_rollout_corr.config
+
+heavy = ("torch", "numpy", "pyarrow", "matplotlib", "trl")
+before = [module for module in heavy if module in sys.modules]
+import trl_rollout_corr.analysis.convert
+from trl_rollout_corr.__main__ import make_parser
+
+make_parser()
+assert [module for module in heavy if module in sys.modules] == before
+"""
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr[-500:]
 
 
 def test_public_names():

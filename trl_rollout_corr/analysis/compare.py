@@ -30,7 +30,7 @@ class Comparison(NamedTuple):
     Args:
         batch ([`~trl_rollout_corr.analysis.replay.Batch`]):
             The sequences.
-        run ([`RolloutCorrectionConfig`]):
+        config ([`RolloutCorrectionConfig`]):
             Configuration of the run.
         outcomes (`list[tuple[Setting, Outcome]]`):
             What each setting does.
@@ -43,7 +43,7 @@ class Comparison(NamedTuple):
     """
 
     batch: Batch
-    run: RolloutCorrectionConfig
+    config: RolloutCorrectionConfig
     outcomes: list[tuple[Setting, Outcome]]
     spread: Spread
     bounds: tuple[float, float]
@@ -80,8 +80,8 @@ def compare(
         `ValueError`: in one line, if the dump or a configuration cannot be used.
     """
     sequences, fields = read_sequences(path, sampled_only=not worst, steps=steps)
-    batch, run = batch_of(sequences), config_of_run(fields, "the settings in the dump")
-    settings = [Setting("this run", run, as_dumped=True), *_presets(), *(Setting(f, read_config(f)) for f in files)]
+    batch, config = batch_of(sequences), config_of_run(fields, "the settings in the dump")
+    settings = [Setting("this run", config, as_dumped=True), *_presets(), *(Setting(f, read_config(f)) for f in files)]
     tokens = batch.tokens(RolloutCorrectionConfig())
     if not tokens.lengths.any():
         raise ValueError("no token of the loss has a log-probability of both policies that is finite")
@@ -94,12 +94,12 @@ def compare(
             notes.append(f"{setting.name}: `rollout_nan_policy: raise` ends the run at these sequences.")
         else:
             outcomes.append((setting, replay(batch, setting.config, clip=clip, as_dumped=setting.as_dumped)))
-    if run.rollout_metrics_only:
+    if config.rollout_metrics_only:
         notes.append("This run only measured: its row is what its settings would have done.")
     if not batch.advantages.any():
         notes.append("Every advantage is 0, so there is no gradient to compare.")
     spread = measure(tokens.log_ratio, tokens.valid > 0)
-    return Comparison(batch, run, outcomes, spread, suggest_bounds(spread), notes)
+    return Comparison(batch, config, outcomes, spread, suggest_bounds(spread), notes)
 
 
 def _presets() -> list[Setting]:
@@ -116,9 +116,9 @@ def _presets() -> list[Setting]:
 
 def as_markdown(c: Comparison) -> str:
     """What the command prints."""
-    mode = f"bypass, {c.run.rollout_loss_type}" if c.run.bypass_mode else "decoupled"
-    policy = "current" if c.run.bypass_mode else "old"
-    spread, s, suggestion = c.spread, c.spread.s, suggest(c.spread, c.bounds, c.run)
+    mode = f"bypass, {c.config.rollout_loss_type}" if c.config.bypass_mode else "decoupled"
+    policy = "current" if c.config.bypass_mode else "old"
+    spread, s, suggestion = c.spread, c.spread.s, suggest(c.spread, c.bounds, c.config)
     lengths = f"{rounded(spread.lengths.min().item())} to {rounded(spread.lengths.max().item())}"
     whole = (
         f"{len(c.batch.mask)} sequences of steps {c.batch.steps[0]} to {c.batch.steps[-1]}, {c.batch.n_tokens} tokens."
@@ -196,7 +196,7 @@ def as_json(c: Comparison) -> str:
         ],
         "spread": {"s": c.spread.s, "s_robust": c.spread.s_robust, "mean_length": c.spread.mean_length},
         "predictions": [prediction._asdict() for prediction in predict(c.spread, c.bounds)],
-        "suggestion": suggest(c.spread, c.bounds, c.run),
+        "suggestion": suggest(c.spread, c.bounds, c.config),
     }
     return json.dumps(_finite(document), indent=2) + "\n"
 

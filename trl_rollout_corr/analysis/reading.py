@@ -66,7 +66,7 @@ class Sequences:
         return self.mask & ~np.isfinite(self.log_ratio)
 
     @cached_property
-    def batch(self) -> np.ndarray:
+    def counted(self) -> np.ndarray:
         """Valid tokens of the sequences that represent the batch."""
         return self.valid & self.represents[self.row]
 

@@ -67,7 +67,10 @@ def read_yaml(file: Path | TextIO) -> Any:
 
 
 def read_config(path: str) -> RolloutCorrectionConfig:
-    """Settings of ours in a YAML file, such as a recipe. A `ValueError` in one line names the file."""
+    """
+    Settings of ours in a YAML file, such as a recipe. Keys that are not ours are ignored. A `ValueError` in one line says which
+    file cannot be used, and why.
+    """
     try:
         return RolloutCorrectionConfig(**_own_fields(read_yaml(Path(path))))
     except (ValueError, TypeError) as error:
@@ -93,7 +96,7 @@ def _own_fields(document: Any) -> dict[str, Any]:
 
 
 def config_of_run(settings: Mapping[str, Any], complaint: str) -> RolloutCorrectionConfig:
-    """Configuration that a dump was made with. A `ValueError` in one line, which begins so, says what is wrong with it."""
+    """Configuration that a dump was made with. A `ValueError` in one line begins with the complaint, and says why."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about settings without effect: the run has warned already
         try:

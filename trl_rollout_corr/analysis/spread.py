@@ -229,7 +229,7 @@ def suggest_bounds(spread: Spread) -> tuple[float, float]:
     return round(lower, digits), round(upper, digits)
 
 
-def suggest(spread: Spread, bounds: tuple[float, float], run: RolloutCorrectionConfig) -> dict[str, Any]:
+def suggest(spread: Spread, bounds: tuple[float, float], config: RolloutCorrectionConfig) -> dict[str, Any]:
     """
     Settings for completions like these.
 
@@ -238,15 +238,15 @@ def suggest(spread: Spread, bounds: tuple[float, float], run: RolloutCorrectionC
             The completions.
         bounds (`tuple[float, float]`):
             What [`suggest_bounds`] says of them.
-        run ([`RolloutCorrectionConfig`]):
-            Settings of the run, whose mode is kept.
+        config ([`RolloutCorrectionConfig`]):
+            Configuration of the run, whose mode is kept.
 
     Returns:
         `dict`: fields of [`RolloutCorrectionConfig`].
     """
     if spread.s == 0.0:
         return {"rollout_correction": "disabled"}
-    mode = run.rollout_loss_type if run.bypass_mode else "decoupled"
+    mode = config.rollout_loss_type if config.bypass_mode else "decoupled"
     return {"rollout_correction": _SUGGESTED[mode], "rollout_rs_threshold": list(bounds)}
 
 

@@ -50,7 +50,7 @@ def advise(run: Run, findings: list[Finding]) -> list[Advice]:
 
 def _spread(sequences: Sequences) -> Spread | None:
     """That of which `compare` makes its suggestion."""
-    if not sequences.batch.any():
+    if not sequences.counted.any():
         return None
     tokens = batch_of(sequences, sequences.represents).tokens(RolloutCorrectionConfig())
     return measure(tokens.log_ratio, tokens.valid > 0) if tokens.lengths.any() else None

@@ -120,12 +120,12 @@ def _facts(run: Run) -> list[tuple[str, str]]:
 
 
 def _facts_of_dump(sequences: Sequences) -> list[tuple[str, str]]:
-    columns = (sequences.sampled, sequences.worst, sequences.mask, sequences.batch, sequences.broken)
-    sampled, worst, tokens, of_batch, broken = (f"{int(column.sum()):,}" for column in columns)
+    columns = (sequences.sampled, sequences.worst, sequences.mask, sequences.counted, sequences.broken)
+    sampled, worst, tokens, counted, broken = (f"{int(column.sum()):,}" for column in columns)
     facts = [
         ("Dumped steps", _span(sequences.step)),
         ("Sequences", f"{len(sequences):,}: {sampled} drawn at random, {worst} with the worst tokens (some are both)"),
-        ("Tokens of the loss", f"{tokens}, {of_batch} in the sequences drawn at random"),
+        ("Tokens of the loss", f"{tokens}, {counted} in the sequences drawn at random"),
     ]
     if sequences.broken.any():
         facts.append(("Not finite", f"{broken} tokens without a finite log-ratio"))
@@ -155,7 +155,7 @@ def _trends(run: Run, findings: list[Finding]) -> Section | None:
 
 def _distribution(run: Run) -> Section | None:
     title = "How far apart the policies are"
-    if run.sequences is None or not run.sequences.batch.any():
+    if run.sequences is None or not run.sequences.counted.any():
         chart = logged_histogram(run.logs)
         return Section("distribution", title, "From the log; a dump says more.", [chart]) if chart else None
     summary = summarise(run.sequences, run.config)
@@ -172,7 +172,7 @@ def _distribution(run: Run) -> Section | None:
 def _rejected(run: Run) -> Section | None:
     title = "Who is rejected"
     families, text = logged_shares(run.logs), "Means of what was logged, over the whole batch."
-    if not families and run.sequences is not None and run.sequences.batch.any():
+    if not families and run.sequences is not None and run.sequences.counted.any():
         families, text = counted_shares(run.sequences, run.config), "Counted over the sequences drawn at random."
     charts = rejected(families)
     if charts:

@@ -28,7 +28,7 @@ _ROWS_AT_ONCE = 256
 
 
 class Share(NamedTuple):
-    """What is taken from a group of tokens. `tokens` is `None` for a share that was logged."""
+    """What part of a group of tokens is rejected, and how far weights reduce the rest. Logged shares have no `tokens`."""
 
     label: str
     tokens: int | None

@@ -82,17 +82,17 @@ class Summary(NamedTuple):
 
 def summarise(sequences: Sequences, config: RolloutCorrectionConfig) -> Summary:
     """Count the tokens of a dump. At least one in the sequences that represent the batch must have a finite log-ratio."""
-    batch = sequences.batch
-    d, limits, completions = sequences.log_ratio[batch], bounds(config), _completions(sequences)
-    row = sequences.row[batch]
-    size, position = np.abs(d), np.flatnonzero(batch) - sequences.starts[row] + 1
+    counted = sequences.counted
+    d, limits, completions = sequences.log_ratio[counted], bounds(config), _completions(sequences)
+    row = sequences.row[counted]
+    size, position = np.abs(d), np.flatnonzero(counted) - sequences.starts[row] + 1
     octaves = [2**i for i in range(int(position.max()).bit_length() + 1)]
     probabilities = [low for low, _, _ in PROBABILITIES] + [math.inf]
     return Summary(
         bool(sequences.sampled.any()),
         limits,
         _histogram(d, limits),
-        _buckets(size, np.exp(sequences.rollout_logps[batch]), probabilities),
+        _buckets(size, np.exp(sequences.rollout_logps[counted]), probabilities),
         _buckets(size, position, octaves),
         completions,
         float(np.sqrt(np.mean(d.astype(np.float64) ** 2))),
@@ -169,8 +169,8 @@ def _effective_sample_sizes(of: Completions, d: np.ndarray, step: np.ndarray) ->
     found = []
     for window in np.array_split(steps, min(WINDOWS, len(steps))):
         log_weights = of.log_weight[np.isin(of.step, window)]
-        sizes = _effective_sample_size(d[np.isin(step, window)]), _effective_sample_size(log_weights)
-        found.append(Window(int(window[0]), len(log_weights), *sizes))
+        of_tokens, of_sequences = map(_effective_sample_size, (d[np.isin(step, window)], log_weights))
+        found.append(Window(int(window[0]), len(log_weights), of_tokens, of_sequences))
     return found
 
 
