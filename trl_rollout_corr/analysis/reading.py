@@ -33,7 +33,6 @@ class Sequences:
     """
 
     def __init__(self, table: pa.Table):
-        self._table = table
         lists = [name for name in (*_LISTS, "tokens") if name in table.column_names]
         self.lengths, *others = (pc.fill_null(pc.list_value_length(table[name]), 0).to_numpy() for name in lists)
         if not all(np.array_equal(self.lengths, other) for other in others):
@@ -41,9 +40,10 @@ class Sequences:
         self.starts = np.concatenate([[0], np.cumsum(self.lengths)])
         self.step, self.reward, self.advantage = (table[name].to_numpy() for name in ("step", "reward", "advantage"))
         self.sampled, self.worst = (table[name].to_numpy().astype(bool) for name in ("sampled", "worst"))
-        self.mask, self.keep = (self._flat(name).astype(bool) for name in ("mask", "keep"))
-        self.train_logps, self.rollout_logps = self._flat("train_logps"), self._flat("rollout_logps")
-        self.coefficients = self._flat("coefficients")
+        self.mask, self.keep = (_flat(table[name]).astype(bool) for name in ("mask", "keep"))
+        self.train_logps, self.rollout_logps = _flat(table["train_logps"]), _flat(table["rollout_logps"])
+        self.coefficients = _flat(table["coefficients"])
+        self._texts = table.select([name for name in _TEXTS if name in table.column_names])
 
     def __len__(self) -> int:
         return len(self.step)
@@ -94,18 +94,20 @@ class Sequences:
 
     def texts(self, row: int) -> list[str]:
         """Text of the tokens of a sequence."""
-        return [text or "" for text in self._table["tokens"][int(row)].as_py()]
+        return [text or "" for text in self._texts["tokens"][int(row)].as_py()]
 
     def prompt(self, row: int) -> str:
         """Prompt of a sequence."""
-        return self._table["prompt"][int(row)].as_py() or ""
+        return self._texts["prompt"][int(row)].as_py() or ""
 
     def padded(self, column: np.ndarray, rows: np.ndarray) -> torch.Tensor:
         """Some sequences, by index, of an array of tokens: `(B, T)`."""
         return pad(np.concatenate([column[self.slice(row)] for row in rows]), self.lengths[rows])
 
-    def _flat(self, name: str) -> np.ndarray:
-        return np.concatenate([chunk.flatten().to_numpy(zero_copy_only=False) for chunk in self._table[name].chunks])
+
+def _flat(lists: pa.ChunkedArray) -> np.ndarray:
+    """Lists end to end."""
+    return np.concatenate([chunk.flatten().to_numpy(zero_copy_only=False) for chunk in lists.chunks])
 
 
 def pad(values: np.ndarray, lengths: np.ndarray) -> torch.Tensor:

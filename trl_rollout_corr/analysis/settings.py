@@ -68,8 +68,8 @@ def read_yaml(file: Path | TextIO) -> Any:
 
 def read_config(path: str) -> RolloutCorrectionConfig:
     """
-    Settings of ours in a YAML file, such as a recipe. Keys that are not ours are ignored. A `ValueError` in one line says which
-    file cannot be used, and why.
+    Settings of ours in a YAML file, such as a recipe. Other keys are ignored. A `ValueError` in one line says why a file cannot
+    be used.
     """
     try:
         return RolloutCorrectionConfig(**_own_fields(read_yaml(Path(path))))
