@@ -68,8 +68,8 @@ def read_yaml(file: Path | TextIO) -> Any:
 
 def read_config(path: str) -> RolloutCorrectionConfig:
     """
-    Settings of ours in a YAML file, such as a recipe. Other keys are ignored. A `ValueError` in one line says why a file cannot
-    be used.
+    Settings of ours in a YAML file, such as a recipe. Other keys are ignored. A `ValueError` in one line names a file that
+    cannot be used, and says why.
     """
     try:
         return RolloutCorrectionConfig(**_own_fields(read_yaml(Path(path))))

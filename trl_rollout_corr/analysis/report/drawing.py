@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from ..text import number, percent
 
 
-# Okabe and Ito's colours for data, which colour-blind readers tell apart. The page sets others in dark mode
+# In light and in dark mode. Data is in Okabe and Ito's colours, which colour-blind readers tell apart
 _COLORS = {
     "text": ("#1f2328", "#e6edf3"),
     "muted": ("#59636e", "#9aa4af"),
