@@ -503,6 +503,12 @@ def test_tokens_of_tools_and_padding_take_no_part(tmp_path):
     assert batch.mask.shape[1] == max(map(len, expected))
 
 
+def test_an_effective_sample_size_without_weights_is_0():
+    spread = measure(torch.full((1, 30), -1e4), torch.ones(1, 30, dtype=torch.bool))
+    found = {prediction.quantity: prediction.measured for prediction in predict(spread, (0.99, 1.01))}
+    assert found["sequence weights: ESS"] == found["sequence weights truncated at 2: mean"] == 0
+
+
 @pytest.mark.parametrize("distance", [1e4, 1e9])
 def test_absurd_log_ratios_are_survived(distance):
     log_ratio = torch.randn(40, 30, generator=torch.Generator().manual_seed(0)) * 0.05

@@ -164,6 +164,7 @@ def predict(spread: Spread, bounds: tuple[float, float]) -> list[Prediction]:
     s, mean_length = spread.s, torch.tensor(spread.mean_length, dtype=torch.float64)
     v, v_mean = s * s * spread.lengths, s * s * mean_length
     w = spread.sums.clamp(max=LOG_RATIO_BOUND).exp()
+    square = spread.share(w.square())
     predictions = [
         Prediction("mean log-ratio", -s * s / 2, -s * s / 2, spread.log_ratio.mean().item()),
         Prediction(
@@ -171,7 +172,7 @@ def predict(spread: Spread, bounds: tuple[float, float]) -> list[Prediction]:
             # weights of all lengths have mean 1; their second moments add up
             1 / spread.share(1 / effective_sample_size(v)),
             effective_sample_size(v_mean).item(),
-            spread.share(w) ** 2 / spread.share(w.square()),
+            spread.share(w) ** 2 / square if square else 0.0,  # as it is logged if every weight is 0
         ),
         Prediction(
             "sequence weights truncated at 2: mean",
