@@ -37,7 +37,7 @@ def write_report(source: str, output: str) -> str:
     except ImportError:
         message = 'the report is drawn with matplotlib, which is missing: pip install "trl-rollout-corr[report]"'
         raise ValueError(message) from None
-    # these import it, and it has just been looked for
+    # only now: these import matplotlib, and the line above has to be what says that it is missing
     from ..run import read_run
     from .content import build
     from .markdown import files_of_markdown
