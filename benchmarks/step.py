@@ -45,7 +45,7 @@ from trl_rollout_corr import (
     RolloutCorrectedRLOOConfig,
     RolloutCorrectedRLOOTrainer,
 )
-from trl_rollout_corr.sampler import sync_weights_on_cpu
+from trl_rollout_corr.trainers.sampler import sync_weights_on_cpu
 
 
 GRPO, RLOO = (GRPOTrainer, GRPOConfig), (RLOOTrainer, RLOOConfig)

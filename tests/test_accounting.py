@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from tests.tiny import StaleSampler
-from tests.training import TRAINERS, BrokenSampler, build, config_fields, losses, micro_batches
+from tests.training import TRAINERS, BrokenSampler, build, config_fields, losses, micro_batches, window
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
-from trl_rollout_corr.accounting import BUCKETS, REWARDS, Accounts, account, age, policy_drift, turns_of
-from trl_rollout_corr.metrics import PREFIX
+from trl_rollout_corr.accounting import BUCKETS, REWARDS, account, turns_of
+from trl_rollout_corr.keys import PREFIX
+from trl_rollout_corr.staleness import Staleness, age, update_drift
 
 
 CONFIG = RolloutCorrectionConfig(
@@ -42,8 +43,8 @@ def random_batch(n: int = 60, length: int = 150, seed: int = 0) -> dict[str, tor
     }
 
 
-def finish(segments) -> dict[str, float]:
-    metrics = Accounts.of(segments).finish(rejects=True, weighs=True)
+def finish(accounts) -> dict[str, float]:
+    metrics = accounts.finish(rejects=True, weighs=True)
     return {key.removeprefix(PREFIX): value for key, value in metrics.items()}
 
 
@@ -105,10 +106,10 @@ def test_shares_are_those_of_a_loop_over_tokens(seed):
 
 def test_shares_do_not_depend_on_how_a_batch_is_split():
     batch = random_batch()
-    whole = Accounts.of(account(**batch))
+    whole = account(**batch)
     for cuts in ([1, 59], [20, 20, 20], [7, 30, 23]):
         parts = zip(*(tensor.split(cuts) for tensor in batch.values()), strict=True)
-        first, *others = [Accounts.of(account(**dict(zip(batch, part, strict=True)))) for part in parts]
+        first, *others = [account(**dict(zip(batch, part, strict=True))) for part in parts]
         for other in others:
             first = first + other
         torch.testing.assert_close(first.vector, whole.vector, rtol=1e-6, atol=1e-5)
@@ -126,7 +127,7 @@ def test_a_rule_that_drops_long_answers_with_a_positive_advantage_shows():
 
 
 def test_what_is_not_asked_for_is_not_reported():
-    accounts = Accounts.of(account(**random_batch()))
+    accounts = account(**random_batch())
     assert not any("rejected/" in key for key in accounts.finish(rejects=False, weighs=True))
     assert accounts.finish(rejects=False, weighs=False) == {}
 
@@ -146,17 +147,16 @@ def test_advantages_per_token_count_by_their_sum():
 
 
 def test_ages_add_up_and_the_largest_stays():
-    accounts = Accounts.of(age("steps", torch.tensor([3, 5]))) + Accounts.of(age("steps", torch.tensor([10])))
-    metrics = accounts.finish(rejects=True, weighs=True)
-    assert metrics == {f"{PREFIX}staleness_mean": 6.0, f"{PREFIX}staleness_max": 10.0}
+    ages = Staleness.of(age(torch.tensor([3, 5]))) + Staleness.of(age(torch.tensor([10])))
+    assert ages.finish() == {f"{PREFIX}staleness_mean": 6.0, f"{PREFIX}staleness_max": 10.0}
 
 
 def test_drift_is_that_of_the_current_policy_from_the_old_one():
     old, mask = torch.full((2, 3), -2.0), torch.tensor([[1, 1, 1], [1, 0, 0]])
     current = old + torch.tensor([[0.1, -0.2, 0.3], [0.4, math.nan, 9.0]])
     d = [0.1, -0.2, 0.3, 0.4]
-    assert finish(policy_drift(old, current, mask)) == pytest.approx(
-        {"staleness_kl": -sum(d) / 4, "staleness_k3_kl": sum(math.expm1(x) - x for x in d) / 4}, rel=1e-4
+    assert Staleness.of(update_drift(old, current, mask)).finish() == pytest.approx(
+        {f"{PREFIX}update_kl": -sum(d) / 4, f"{PREFIX}update_k3_kl": sum(math.expm1(x) - x for x in d) / 4}, rel=1e-4
     )
 
 
@@ -192,14 +192,14 @@ def test_engine_and_staleness_are_told_apart(make, mode):
     trainer = make(schedule="two iterations", max_steps=4, learning_rate=1e-3, **MODES[mode])
     losses(trainer)
     first, second, third, fourth = entries(trainer)
-    assert "staleness_kl" not in first  # trained on right after it was generated
+    assert "update_kl" not in first  # trained on right after it was generated
     assert first["engine_k3_kl"] == pytest.approx(first["k3_kl"], rel=1e-6)
-    assert second["staleness_k3_kl"] > 1e-5
+    assert second["update_k3_kl"] > 1e-5
     assert "engine_kl" not in second
     if "bypass" in mode:  # the whole divergence, of which the update is a part
         assert second["k3_kl"] != pytest.approx(first["k3_kl"], rel=1e-3)
     assert third["engine_k3_kl"] > 0
-    assert fourth["staleness_k3_kl"] > 1e-5
+    assert fourth["update_k3_kl"] > 1e-5
 
 
 def test_staleness_is_the_divergence_of_the_two_policies(make):
@@ -211,7 +211,7 @@ def test_staleness_is_the_divergence_of_the_two_policies(make):
         for p in trainer.model.parameters():
             p.mul_(1.01)
     trainer.compute_loss(trainer.model, batch)
-    metrics = trainer._windows["train"].accounts.finish(rejects=False, weighs=False)
+    metrics = window(trainer, Staleness).finish()
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
     attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
     with torch.no_grad():
@@ -219,8 +219,8 @@ def test_staleness_is_the_divergence_of_the_two_policies(make):
     length = old.shape[1]
     logps = logits[:, -length - 1 : -1].log_softmax(-1).gather(-1, batch["completion_ids"][..., None])[..., 0]
     d = (logps - old)[batch["completion_mask"].bool()].double()
-    assert metrics[f"{PREFIX}staleness_kl"] == pytest.approx(-d.mean().item(), rel=1e-3)
-    assert metrics[f"{PREFIX}staleness_k3_kl"] == pytest.approx((d.expm1() - d).mean().item(), rel=1e-3)
+    assert metrics[f"{PREFIX}update_kl"] == pytest.approx(-d.mean().item(), rel=1e-3)
+    assert metrics[f"{PREFIX}update_k3_kl"] == pytest.approx((d.expm1() - d).mean().item(), rel=1e-3)
 
 
 SCHEDULED = {  # mean and largest number of optimizer steps since the weights that sampled, for each of four steps
@@ -271,13 +271,13 @@ def test_shares_of_a_run_are_those_of_its_batches(make, mode):
     fields = {**MODES[mode], "rollout_rs": "token_k1", "rollout_rs_threshold": 1.2, "rollout_is_threshold": 1.1}
     trainer = make(**fields, max_steps=1)
     recorded = []
-    inner = trainer._record
+    inner = trainer._observer.corrected
 
-    def record(train_logps, batch, correction, coefficients):
-        recorded.append((batch, correction, coefficients))
-        inner(train_logps, batch, correction, coefficients)
+    def corrected(now, seen):
+        recorded.append((seen.batch, seen.correction, seen.coefficients))
+        inner(now, seen)
 
-    trainer._record = record
+    trainer._observer.corrected = corrected
     losses(trainer)
     (entry,) = entries(trainer)
     positive = {"tokens": 0, "rejected": 0, "removed": 0.0}

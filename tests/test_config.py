@@ -11,7 +11,7 @@ from trl import TrlParser
 
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedRLOOConfig, RolloutCorrectionConfig
 from trl_rollout_corr.presets import ORIGINAL_PRESETS, PRESETS, VERL_PRESETS
-from trl_rollout_corr.thresholds import CRITERIA
+from trl_rollout_corr.criteria import CRITERIA
 
 
 def fields(config):
@@ -371,9 +371,9 @@ def test_a_threshold_of_a_preset_is_not_that_of_other_criteria(criteria):
     ("fields", "message"),
     [
         ({"rollout_monitor": "shout"}, "`rollout_monitor` must be one of warn, stop, tighten or None, got 'shout'"),
-        ({"rollout_monitor_thresholds": {"k3": 1}}, "`rollout_monitor_thresholds` has 'k3', which is no rule"),
-        ({"rollout_monitor_thresholds": '{"k3_high": "x"}'}, "sets 'k3_high' to 'x', which must be a number"),
-        ({"rollout_monitor_thresholds": "k3_high"}, "`rollout_monitor_thresholds` is 'k3_high', which is not JSON"),
+        ({"rollout_monitor_bounds": {"k3": 1}}, "`rollout_monitor_bounds` has 'k3', which is no rule"),
+        ({"rollout_monitor_bounds": '{"k3_high": "x"}'}, "sets 'k3_high' to 'x', which must be a number"),
+        ({"rollout_monitor_bounds": "k3_high"}, "`rollout_monitor_bounds` is 'k3_high', which is not JSON"),
     ],
 )
 def test_monitors_that_cannot_be_meant(fields, message):
@@ -404,15 +404,15 @@ def test_presets_that_a_run_cannot_be_tightened_to(config_class, tmp_path, field
 def test_a_monitor_from_a_command_line():
     config = RolloutCorrectionConfig(rollout_monitor="none", rollout_monitor_preset="null")
     assert (config.rollout_monitor, config.rollout_monitor_preset) == (None, None)
-    thresholds = RolloutCorrectionConfig(rollout_monitor_thresholds='{"k3_high": 0.1, "staleness": null}')
-    assert thresholds.rollout_monitor_thresholds == {"k3_high": 0.1, "staleness": None}
+    thresholds = RolloutCorrectionConfig(rollout_monitor_bounds='{"k3_high": 0.1, "staleness": null}')
+    assert thresholds.rollout_monitor_bounds == {"k3_high": 0.1, "staleness": None}
 
 
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
         ({"rollout_monitor_preset": "decoupled_geo_rs"}, "`rollout_monitor` is not 'tighten'"),
-        ({"rollout_monitor_thresholds": {"k3_high": 1.0}, "rollout_monitor": None}, "`rollout_monitor` is None"),
+        ({"rollout_monitor_bounds": {"k3_high": 1.0}, "rollout_monitor": None}, "`rollout_monitor` is None"),
         ({"rollout_dump_steps": 5}, "`rollout_dump_dir` is None"),
     ],
 )

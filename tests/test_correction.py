@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from tests import reference
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
 from trl_rollout_corr.correction import usable_rollout_logps
-from trl_rollout_corr.metrics import PERCENTILES, PREFIX
-from trl_rollout_corr.thresholds import CRITERIA
+from trl_rollout_corr.histogram import PERCENTILES
+from trl_rollout_corr.keys import PREFIX
+from trl_rollout_corr.criteria import CRITERIA
 
 
 settings.register_profile("package", deadline=None, max_examples=60)

@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
-from trl_rollout_corr.accounting import Accounts, account, age, engine_drift, policy_drift, turns_of
-from trl_rollout_corr.metrics import PREFIX
+from trl_rollout_corr.accounting import account, turns_of
+from trl_rollout_corr.keys import PREFIX
 from trl_rollout_corr.presets import PRESETS
-from trl_rollout_corr.thresholds import CRITERIA
+from trl_rollout_corr.rules import HEALTHY, in_words
+from trl_rollout_corr.staleness import Staleness, age, engine_drift, lag, update_drift
+from trl_rollout_corr.criteria import CRITERIA
 from trl_rollout_corr.trainers.monitor import ALARMS, TIGHTENED
 
 
@@ -46,12 +48,12 @@ def reported_keys() -> set[str]:
 def accounted_keys() -> set[str]:
     """Keys of two completions, of which one is rejected, that were trained on twice."""
     keep = torch.tensor([[True, True], [False, False]])
-    segments = account(torch.ones_like(keep), keep, keep.float(), torch.ones(2), torch.ones(2), turns_of(keep))
-    segments |= policy_drift(torch.zeros(2, 2), torch.zeros(2, 2), keep)
-    segments |= age("steps", torch.ones(2)) | age("lag", torch.ones(2))
+    accounts = account(torch.ones_like(keep), keep, keep.float(), torch.ones(2), torch.ones(2), turns_of(keep))
     zeros, ones = torch.zeros(1, 1), torch.ones(1, 1)
-    segments |= engine_drift(compute_rollout_correction(zeros, zeros, ones, RolloutCorrectionConfig()).statistics)
-    return set(Accounts.of(segments).finish(rejects=True, weighs=True))
+    statistics = compute_rollout_correction(zeros, zeros, ones, RolloutCorrectionConfig()).statistics
+    segments = update_drift(torch.zeros(2, 2), torch.zeros(2, 2), keep) | engine_drift(statistics)
+    segments |= age(torch.ones(2)) | lag(torch.ones(2))
+    return {*accounts.finish(rejects=True, weighs=True), *Staleness.of(segments).finish()}
 
 
 def test_every_group_is_documented():
@@ -60,8 +62,8 @@ def test_every_group_is_documented():
     for length in (3, 20, 100, 300, 2000, 5000, 20000):
         for reward, advantage in ((-1.0, -1.0), (0.1, 0.0), (0.3, 1.0), (0.6, 1.0), (0.9, 1.0), (2.0, 1.0)):
             mask = valid & (torch.arange(20000) < length)
-            segments = account(mask, mask, mask.float(), torch.tensor([advantage]), torch.tensor([reward]))
-            for key in Accounts.of(segments).finish(rejects=True, weighs=False):
+            accounts = account(mask, mask, mask.float(), torch.tensor([advantage]), torch.tensor([reward]))
+            for key in accounts.finish(rejects=True, weighs=False):
                 group = key.removeprefix(f"{PREFIX}rejected/").removeprefix(f"{PREFIX}kept/")
                 assert f"`{group.replace('position_', 'length_')}`" in text or "reward_mean" in group, group
 
@@ -141,6 +143,57 @@ def test_files_and_make_targets_in_the_documents_exist(document):
 @pytest.mark.parametrize("readme", ["README.md", "README.zh-CN.md"])
 def test_the_readme_is_short(readme):
     assert len((ROOT / readme).read_text().splitlines()) <= 150
+
+
+def healthy_claims(document: str) -> dict[str, list[str]]:
+    """What a document says in a table, or in brackets, about the healthy band of a metric."""
+    text = (ROOT / document).read_text().replace("rollout_corr/", "")
+    claims: dict[str, list[str]] = {}
+    for keys, cells in re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| (.+) \|$", text, re.MULTILINE):
+        for key in re.findall(r"`(\w+)`", keys):
+            claims.setdefault(key, []).append(cells)
+    for key, claim in re.findall(r"`(\w+)` \(((?:below|above) [\d.]+)\)", text):
+        claims.setdefault(key, []).append(claim)
+    return claims
+
+
+@pytest.mark.parametrize(
+    ("document", "keys"),
+    {
+        "docs/metrics.md": set(HEALTHY),
+        "README.md": {
+            "k3_kl",
+            "rollout_is_mean",
+            "rollout_is_eff_sample_size",
+            "rollout_rs_masked_fraction",
+            "effective_lr",
+        },
+        "docs/choosing.md": {"rollout_is_eff_sample_size", "rollout_rs_masked_fraction"},
+    }.items(),
+)
+def test_healthy_bands_are_those_of_the_code(document, keys):
+    claims = healthy_claims(document)
+    for key in keys:
+        assert any(re.search(rf"(^|\W){re.escape(in_words(key))}(\W|$)", claim) for claim in claims[key]), claims[key]
+
+
+def test_the_chinese_readme_names_the_same_bands():
+    text = (ROOT / "README.zh-CN.md").read_text()
+    for key in (
+        "k3_kl",
+        "rollout_is_mean",
+        "rollout_is_eff_sample_size",
+        "rollout_rs_masked_fraction",
+        "effective_lr",
+    ):
+        row = re.search(rf"`rollout_corr/{key}`[^|]*\| (.*) \|", text).group(1)
+        assert {f"{bound:g}" for bound in HEALTHY[key] if bound is not None} <= set(re.findall(r"[\d.]+", row)), key
+
+
+def test_every_document_is_listed():
+    listed = re.findall(r"\]\(([\w./-]+)\)", (ROOT / "docs/README.md").read_text())
+    documents = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    assert documents <= set(listed)
 
 
 def test_every_difference_from_verl_is_held_by_a_test():

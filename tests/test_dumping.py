@@ -37,24 +37,25 @@ def make(tiny_model_path, tmp_path):
 def observed(trainer) -> list[dict]:
     """Every sequence that was trained on, as it passed through the trainer: `(step, completion, ...)`."""
     sequences = []
-    inner = trainer._record
+    inner = trainer._observer.corrected
 
-    def record(train_logps, batch, correction, coefficients):
+    def corrected(now, seen):
+        batch, correction = seen.batch, seen.correction
         for i, mask in enumerate(batch["completion_mask"].bool()):
             sequences.append(
                 {
                     "step": trainer.state.global_step + 1,
                     "token_ids": batch["completion_ids"][i][mask].tolist(),
-                    "train_logps": train_logps[i][mask].tolist(),
+                    "train_logps": seen.train_logps[i][mask].tolist(),
                     "rollout_logps": batch["sampling_per_token_logps"][i][mask].tolist(),
                     "keep": correction.keep[i][mask].tolist(),
-                    "coefficients": coefficients[i][mask].tolist(),
+                    "coefficients": seen.coefficients[i][mask].tolist(),
                     "advantage": batch["advantages"][i].item(),
                 }
             )
-        inner(train_logps, batch, correction, coefficients)
+        inner(now, seen)
 
-    trainer._record = record
+    trainer._observer.corrected = corrected
     return sequences
 
 
@@ -134,23 +135,23 @@ def test_a_sparse_dump_takes_the_next_step_that_has_something(make, tmp_path):
     assert {row["step"] for row in read_dump(tmp_path / "dump").rows} == {3, 5}
 
 
-def test_every_batch_of_a_step_draws_lots_of_its_own(make, tmp_path):
-    dump = make(rollout_dump_dir=str(tmp_path / "dump"), rollout_dump_sampled=4, rollout_dump_worst=0)._dump
+def test_every_batch_of_a_step_draws_numbers_of_its_own(make, tmp_path):
+    dump = make(rollout_dump_dir=str(tmp_path / "dump"), rollout_dump_sampled=4, rollout_dump_worst=0)._observer.dump
     ones = torch.ones(1, 3)
     columns = dict.fromkeys(("train_logps", "rollout_logps", "weights", "keep", "coefficients"), ones)
     columns |= {"mask": ones.bool(), "reward": ones[0, :1], "advantage": ones[0, :1], "staleness": None}
-    lots, chosen = [], dump._chosen
+    chances, chosen = [], dump._chosen
 
-    def remember(worst, drawn):
-        lots.extend(drawn.tolist() if len(drawn) == 1 else [])
-        return chosen(worst, drawn)
+    def remember(distance, chance):
+        chances.extend(chance.tolist() if len(chance) == 1 else [])
+        return chosen(distance, chance)
 
     dump._chosen = remember
     for batch in range(64):
         dump.offer(1, {"completion_ids": torch.full((1, 3), batch)}, columns)
-    assert len(set(lots)) == 64
-    kept = [candidate.lot for candidate in dump.candidates]
-    assert sorted(kept) == sorted(lots)[-4:]
+    assert len(set(chances)) == 64
+    kept = [offered.chance for offered in dump.offered]
+    assert sorted(kept) == sorted(chances)[-4:]
 
 
 def test_a_full_disk_ends_the_dump_and_not_the_run(make, tmp_path, monkeypatch):

@@ -26,9 +26,10 @@ from tests.training import (
     losses,
     micro_batches,
     policy_logps,
+    window,
 )
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer, RolloutCorrectionConfig
-from trl_rollout_corr.trainers.mixin import ROLLOUT_LOGPS
+from trl_rollout_corr.trainers.batch import FIRST_COEFFICIENTS, ROLLOUT_LOGPS
 
 
 LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo"]
@@ -154,7 +155,7 @@ def test_the_ratio_moves_over_iterations_and_the_weights_do_not(make):
     (first, weights), (second, weights_again) = seen[0], seen[2]
     assert first == 0.0
     assert second > 0.0
-    assert weights is weights_again
+    assert torch.equal(weights, weights_again)
 
 
 @pytest.mark.parametrize("schedule", ["aligned", "several steps per generation"])
@@ -185,7 +186,7 @@ def test_rejected_tokens_stay_in_the_denominators(make):
     trainer = make(rollout_is=None, rollout_rs="seq_mean_k1", rollout_rs_threshold=1.05, loss_type="grpo")
     batch = micro_batches(trainer)[0]
     corrected = gradients(trainer, batch)
-    kept = batch["rollout_corr_coefficients"].amax(-1)
+    kept = batch[FIRST_COEFFICIENTS].amax(-1)
     assert 0 < kept.sum() < len(kept)
     plain = make(GRPOTrainer, loss_type="grpo")
     expected = micro_batches(plain)[0]
@@ -260,7 +261,7 @@ def test_bypass_ppo_clips_around_the_rollout_policy(make, loss_type):
 
 
 def logged_now(trainer, key):
-    return trainer._windows["train"].statistics.finish()[f"rollout_corr/{key}"]
+    return window(trainer).finish()[f"rollout_corr/{key}"]
 
 
 @pytest.mark.filterwarnings("ignore:Step")
@@ -361,7 +362,7 @@ def test_a_rejected_token_leaves_the_ratio_of_its_completion_in_bypass_mode(make
     kept = trainer.compute_loss(trainer.model, batch).item()
     assert kept > 2 * on_policy
     trainer.args.rollout_rs, trainer.args.rollout_rs_threshold = ["token_k1"], [[0.5, 2.0]]
-    trainer._windows["train"].statistics = None  # those of other criteria do not add to them
+    trainer._observer.windows["train"].sums.clear()  # those of other criteria do not add to them
     found = trainer.compute_loss(trainer.model, batch).item()
     assert found < on_policy  # the token adds nothing, and the ratio of the others stays 1
 
@@ -371,7 +372,7 @@ def test_a_saturated_ratio_shows_in_the_effective_learning_rate(make):
     batch = micro_batches(trainer)[0]
     batch[ROLLOUT_LOGPS] = batch[ROLLOUT_LOGPS] - 100.0
     trainer.compute_loss(trainer.model, batch)
-    assert trainer._windows["train"].statistics.finish()["rollout_corr/effective_lr"] == 0.0
+    assert logged_now(trainer, "effective_lr") == 0.0
 
 
 @pytest.mark.filterwarnings("ignore:Step")
@@ -443,8 +444,8 @@ def test_tool_tokens_are_out_of_weights_rejection_and_metrics(make, tiny_model_p
     batch = micro_batches(trainer)[0]
     assert (batch["tool_mask"] == 0).any()
     gradients(trainer, batch)
-    assert (batch["rollout_corr_coefficients"][batch["tool_mask"] == 0] == 0).all()
-    assert (batch["rollout_corr_coefficients"] > 0).any()
+    assert (batch[FIRST_COEFFICIENTS][batch["tool_mask"] == 0] == 0).all()
+    assert (batch[FIRST_COEFFICIENTS] > 0).any()
     assert logged_now(trainer, "log_ratio_max") < 2.0  # a tool token would show its own negative log-probability
     assert_trains(trainer)
 
@@ -640,9 +641,9 @@ def test_a_report_of_user_code_does_not_wait_for_other_ranks(make):
 def test_user_logs_do_not_reset_the_window(make):
     trainer = make()
     gradients(trainer, micro_batches(trainer)[0])
-    before = trainer._windows["train"].statistics
+    before = window(trainer)
     trainer.log({"my_metric": 1.0})
-    assert trainer._windows["train"].statistics is before
+    assert window(trainer) is before
 
 
 def test_the_configuration_of_a_trainer_is_a_rollout_correction_config(make):

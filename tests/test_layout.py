@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,83 +12,118 @@ import trl_rollout_corr
 
 
 PACKAGE = Path(trl_rollout_corr.__file__).parent
-# fmt: off
-WITHOUT_TRL = [
-    "functional", "metrics", "accounting", "thresholds", "presets", "rules", "config", "migrate", "correction", "dump",
-    "analysis.convert", "analysis.compare", "analysis.report.page", "analysis.report.markdown", "__main__",
+# Each may import those above it. A folder counts as one module; inside it, the order is its own
+ORDER = [
+    "keys",
+    "messages",
+    "criteria",
+    "presets",
+    "thresholds",
+    "health",
+    "rules",
+    "migrate",
+    "config",  # so far without torch
+    "functional",
+    "histogram",
+    "sums",
+    "metrics",
+    "accounting",
+    "staleness",
+    "correction",  # so far without pyarrow, numpy and TRL
+    "dump",
+    "analysis",
+    "__main__",  # so far without TRL
+    "trainers",
 ]
-# fmt: on
+ANALYSIS = ["text", "settings", "convert", "reading", "run", "replay", "spread", "compare", "report"]
+REPORT = [
+    "summary",
+    "shares",
+    "tokens",
+    "advice",  # so far without matplotlib
+    "drawing",
+    "trends",
+    "distribution",
+    "rejected",
+    "content",
+    "page",
+    "markdown",
+]
+WITHOUT_TORCH = [*ORDER[: ORDER.index("config") + 1], *(f"analysis.{name}" for name in ANALYSIS[:3]), "__main__"]
+WITHOUT_MATPLOTLIB = [f"analysis.report.{name}" for name in REPORT[: REPORT.index("advice") + 1]]
+WITHOUT_TRL = [
+    *ORDER[: ORDER.index("__main__") + 1],
+    *(f"analysis.{name}" for name in ANALYSIS),
+    *(f"analysis.report.{name}" for name in REPORT),
+]
 
 
-def test_the_mathematics_does_not_import_trl():
+def loaded_after(modules: list[str], heavy: list[str]) -> str:
+    """Import modules one after the other in a process of their own. Says which was the first to load something heavy."""
     code = f"""
 import importlib, sys
-for module in {WITHOUT_TRL}:
+for module in {modules}:
     importlib.import_module(f"trl_rollout_corr.{{module}}")
-    heavy = [name for name in ("trl", "transformers", "accelerate") if name in sys.modules]
-    if heavy:
-        sys.exit(f"{{module}} imports {{heavy}}")
+    loaded = [name for name in {heavy} if name in sys.modules]
+    if loaded:
+        sys.exit(f"{{module}} imports {{loaded}}")
 """
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert process.returncode == 0, process.stderr[-500:]
+    return process.stderr[-500:] if process.returncode else ""
 
 
-def test_arrows_point_down_only():
-    order = [
-        "presets",
-        "functional",
-        "thresholds",
-        "metrics",
-        "accounting",
-        "rules",
-        "config",
-        "migrate",
-        "correction",
-        "dump",
-        "analysis",
-        "sampler",
-        "__main__",
-        "trainers",
-    ]
-    check_order(PACKAGE, order)
+def test_settings_and_their_translation_load_without_torch():
+    assert loaded_after(WITHOUT_TORCH, ["torch", "numpy", "pyarrow", "matplotlib"]) == ""
 
 
-def test_arrows_point_down_only_within_the_analysis():
-    wing = PACKAGE / "analysis"
-    check_order(wing, ["text", "settings", "convert", "reading", "run", "replay", "spread", "compare", "report"])
-    compute, charts = ["summary", "shares", "tokens", "advice"], ["drawing", "trends", "distribution", "rejected"]
-    check_order(wing / "report", [*compute, *charts, "content", "page", "markdown"])
+def test_only_charts_load_matplotlib():
+    assert loaded_after(WITHOUT_MATPLOTLIB, ["matplotlib"]) == ""
 
 
-def check_order(package: Path, order: list[str]):
-    """No module of a package imports, at its top, one that comes later."""
-    for path in package.rglob("*.py"):
-        parts = path.relative_to(package).with_suffix("").parts
-        if parts[0] == "__init__":
-            continue
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ImportFrom) and node.level == len(parts):
-                targets = [node.module.split(".")[0]] if node.module else [alias.name for alias in node.names]
-                for target in set(targets) & set(order):
-                    assert order.index(target) < order.index(parts[0]), f"{path.name} imports {target}"
+def test_all_but_the_trainers_loads_without_trl():
+    assert loaded_after(WITHOUT_TRL, ["trl", "transformers", "accelerate"]) == ""
 
 
-def test_commands_load_what_they_need_when_they_run():
-    """`convert`, and the parsers of all commands, need no more than the configuration does."""
-    code = """
-import sys
-import trl_rollout_corr.config
+def imported(path: Path) -> Iterator[str]:
+    """Modules of the package that a module imports, at its top or inside functions, as paths from the package."""
+    folder = path.parent.relative_to(PACKAGE).parts
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            above = folder[: len(folder) - node.level + 1]
+            if node.module:
+                yield ".".join([*above, node.module])
+            else:  # from . import a, b
+                yield from (".".join([*above, alias.name]) for alias in node.names)
 
-heavy = ("torch", "numpy", "pyarrow", "matplotlib", "trl")
-before = [module for module in heavy if module in sys.modules]
-import trl_rollout_corr.analysis.convert
-from trl_rollout_corr.__main__ import make_parser
 
-make_parser()
-assert [module for module in heavy if module in sys.modules] == before
-"""
-    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert process.returncode == 0, process.stderr[-500:]
+@pytest.mark.parametrize(
+    ("package", "order"), [("", ORDER), ("analysis.", ANALYSIS), ("analysis.report.", REPORT)], ids=str
+)
+def test_arrows_point_up_only(package, order):
+    folder = PACKAGE.joinpath(*package.split("."))
+    for path in folder.rglob("*.py"):
+        name = path.relative_to(folder).with_suffix("").parts[0]
+        for found in imported(path):
+            target = found.removeprefix(package).split(".")[0]
+            if name != "__init__" and found.startswith(package) and target in order and target != name:
+                assert order.index(target) < order.index(name), f"{path.relative_to(PACKAGE)} imports {found}"
+
+
+@pytest.mark.parametrize(("folder", "order"), [("", ORDER), ("analysis", ANALYSIS), ("analysis/report", REPORT)])
+def test_every_module_has_its_place(folder, order):
+    modules = {
+        path.relative_to(PACKAGE / folder).with_suffix("").parts[0] for path in (PACKAGE / folder).rglob("*.py")
+    }
+    assert modules - {"__init__"} == set(order)
+
+
+def test_trl_is_imported_by_the_trainers_alone():
+    for path in PACKAGE.rglob("*.py"):
+        if path.parent != PACKAGE / "trainers":
+            for node in ast.walk(ast.parse(path.read_text())):
+                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+                names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+                assert not {name.split(".")[0] for name in names} & {"trl", "transformers", "accelerate"}, path
 
 
 def test_public_names():

@@ -11,7 +11,8 @@ from tests.tiny import StaleSampler
 from tests.training import EVALUATION, SCHEDULES, TRAINERS, BrokenSampler, build, freeze_sampler, logged, losses
 from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.presets import PRESETS
-from trl_rollout_corr.trainers.monitor import ALARMS, TIGHTENED, TIGHTENED_FIELDS, RolloutCorrectionMonitor
+from trl_rollout_corr.trainers.checks import TIGHTENED_FIELDS
+from trl_rollout_corr.trainers.monitor import ALARMS, TIGHTENED, RolloutCorrectionMonitor
 
 
 PRESET = "decoupled_geo_rs_token_tis"
@@ -91,7 +92,7 @@ def test_reporters_get_the_number_of_alarms(make):
         def on_log(self, args, state, control, logs=None, **kwargs):
             self.seen.append(logs.get(ALARMS))
 
-    trainer = make(RolloutCorrectionMonitor(thresholds={"k3_high": None, "biased_ratio": None}))
+    trainer = make(RolloutCorrectionMonitor(bounds={"k3_high": None, "biased_ratio": None}))
     trainer.add_callback(Reporter())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -373,6 +374,6 @@ def test_what_is_no_action_preset_or_rule_is_refused():
             ValueError, match=f"`rollout_monitor_preset` is {preset!r}.*Available presets: decoupled_token_is"
         ):
             RolloutCorrectionMonitor("tighten", preset)
-    with pytest.raises(ValueError, match="`rollout_monitor_thresholds` has 'k4', which is no rule"):
-        RolloutCorrectionMonitor(thresholds={"k4": 1.0})
+    with pytest.raises(ValueError, match="`rollout_monitor_bounds` has 'k4', which is no rule"):
+        RolloutCorrectionMonitor(bounds={"k4": 1.0})
     assert all(RolloutCorrectionMonitor("tighten", preset) for preset in PRESETS)

@@ -28,8 +28,8 @@ from tests.training import (
     policy_logps,
 )
 from trl_rollout_corr import RolloutCorrectedRLOOConfig, RolloutCorrectedRLOOTrainer
-from trl_rollout_corr.sampler import sync_weights_on_cpu
-from trl_rollout_corr.trainers.mixin import COEFFICIENTS, OLD_LOGPS, ROLLOUT_LOGPS
+from trl_rollout_corr.trainers.sampler import sync_weights_on_cpu
+from trl_rollout_corr.trainers.batch import FIRST_COEFFICIENTS, FIRST_LOGPS, ROLLOUT_LOGPS
 
 
 pytestmark = pytest.mark.vllm
@@ -198,12 +198,12 @@ def test_decoupled_gradient_at_a_later_visit(make):
     trainer = make(rollout_is="token", rollout_is_threshold=1.1, schedule="two iterations", spread=0.08, **REJECTION)
     batch = micro_batches(trainer)[0]
     gradients(trainer, batch)  # the first visit settles weights and anchor
-    old, coefficients = batch[OLD_LOGPS].double(), batch[COEFFICIENTS].double()
+    old, coefficients = batch[FIRST_LOGPS].double(), batch[FIRST_COEFFICIENTS].double()
     with torch.no_grad():
         for p in trainer.model.parameters():
             p.add_(2e-4 * torch.randn(p.shape, generator=torch.Generator().manual_seed(0)))
     found = gradients(trainer, batch)
-    assert torch.equal(batch[COEFFICIENTS].double(), coefficients)
+    assert torch.equal(batch[FIRST_COEFFICIENTS].double(), coefficients)
     model = double(trainer)
     logps, mask = policy_logps(model, batch), batch["completion_mask"].double()
     weighted = logps.detach() + coefficients * (logps - logps.detach())
@@ -316,7 +316,7 @@ def test_kl_in_the_reward_is_that_of_the_sampler_in_bypass_mode(make, tiny_model
 
 
 def break_first(trainer, output):
-    trainer._record_logprobs([[None, *row[1:]] for row in trainer._recorded_logprobs])
+    trainer._record_logprobs([[None, *row[1:]] for row in trainer._scoring.logprobs])
     return output
 
 

@@ -9,8 +9,10 @@ import pytest
 
 from tests.launching import ROOT
 from trl_rollout_corr import RolloutCorrectionConfig
-from trl_rollout_corr.rules import HEALTHY, PREFIX, RULES, Examiner, Finding, examine, parse_thresholds
-from trl_rollout_corr.thresholds import CRITERIA
+from trl_rollout_corr.health import Examiner, Finding, Growth, Window
+from trl_rollout_corr.keys import PREFIX
+from trl_rollout_corr.rules import HEALTHY, RULES, examine, parse_bounds
+from trl_rollout_corr.criteria import CRITERIA
 
 
 DISABLED = {"rollout_correction": "disabled"}
@@ -54,7 +56,7 @@ ILL = {
     "staleness": ({}, {"staleness_max": 17.0}, {"staleness_max": 16.0}),
     "weight_mean_low": ({}, {"rollout_is_mean": 0.49}, {"rollout_is_mean": 0.51}),
     "weight_mean_high": (SEQUENCE, {"rollout_is_mean": 2.1}, {"rollout_is_mean": 1.9}),
-    "sample_size": ({}, {"rollout_is_eff_sample_size": 0.29}, {"rollout_is_eff_sample_size": 0.31}),
+    "effective_sample_size": ({}, {"rollout_is_eff_sample_size": 0.29}, {"rollout_is_eff_sample_size": 0.31}),
     "weight_std": ({}, {"rollout_is_std": 1.1}, {"rollout_is_std": 0.9}),
     "weights_at_bound": ({}, {"rollout_is_ratio_fraction_high": 0.11}, {"rollout_is_ratio_fraction_high": 0.09}),
     "icepop_dropped": (ICEPOP, {"rollout_is_oob_ratio": 0.31}, {"rollout_is_oob_ratio": 0.29}),
@@ -118,8 +120,6 @@ def test_a_rule_fires_out_of_its_bounds_and_not_within(rule):
 
 
 def _window(window, settings):
-    from trl_rollout_corr.rules import Growth, Window
-
     return Window({PREFIX + key: value for key, value in window.items()}, settings, Growth())
 
 
@@ -191,7 +191,7 @@ def test_a_sampler_that_falls_behind_and_stays_there_does_not_grow(lag):
 def test_a_sampler_that_is_far_behind_is_given_time_to_get_there():
     behind = [2e-5 + 0.01 * min(step / 60, 1) ** 2 for step in range(200)]
     assert "k3_growth" in k3(behind)
-    assert k3(behind, config(rollout_monitor_thresholds={"staleness": None}), staleness_max=60.0) == []
+    assert k3(behind, config(rollout_monitor_bounds={"staleness": None}), staleness_max=60.0) == []
 
 
 def test_logging_steps_of_any_spacing():
@@ -236,7 +236,7 @@ def test_rules_about_weights_are_silent_where_weights_do_not_act():
     clipped = config(bypass_mode=True)
     assert found(history(*[window] * 9), clipped) == []
     weighted = config(bypass_mode=True, rollout_loss_type="reinforce")
-    assert set(found(history(*[window] * 9), weighted)) == {"sample_size", "weight_mean_low"}
+    assert set(found(history(*[window] * 9), weighted)) == {"effective_sample_size", "weight_mean_low"}
 
 
 def test_samples_that_were_trained_on_have_no_mean_ratio_of_one():
@@ -287,7 +287,7 @@ def test_a_milder_finding_stays_if_it_came_before():
 
 
 def test_entries_without_our_metrics_are_passed_over():
-    examiner = Examiner()
+    examiner = Examiner(RULES)
     for entry in ({}, {"loss": 1.0}, {"eval_rollout_corr/k3_kl": 9.0, "step": 3}, {"rollout_corr/monitor/alarms": 2}):
         assert examiner.observe(entry) == []
     assert examine([]) == examine(history()) == []
@@ -320,28 +320,28 @@ def test_sentences_have_the_values_in_them():
 # Thresholds -----------------------------------------------------------------------------------------------------------
 
 
-def test_thresholds_can_be_changed_and_rules_switched_off():
+def test_bounds_can_be_changed_and_rules_switched_off():
     log = history(*[{**CORRECTED, "k3_kl": 0.04, "kl": 0.04}] * 9)
     assert found(log, config()) == ["k3_high"]
-    assert found(log, config(rollout_monitor_thresholds={"k3_high": 0.05})) == []
-    assert found(log, config(rollout_monitor_thresholds={"k3_high": None})) == []
-    assert found(log, {"rollout_monitor_thresholds": {"staleness": 3.0}}) == ["k3_high", "staleness"]
-    strict = examine(log, config(rollout_monitor_thresholds={"k3_high": 0.001}))[0]
+    assert found(log, config(rollout_monitor_bounds={"k3_high": 0.05})) == []
+    assert found(log, config(rollout_monitor_bounds={"k3_high": None})) == []
+    assert found(log, {"rollout_monitor_bounds": {"staleness": 3.0}}) == ["k3_high", "staleness"]
+    strict = examine(log, config(rollout_monitor_bounds={"k3_high": 0.001}))[0]
     assert strict.seen == "`k3_kl` is 0.04, above 0.001."
 
 
-def test_thresholds_as_json():
-    assert parse_thresholds('{"k3_high": 0.1, "staleness": null}') == {"k3_high": 0.1, "staleness": None}
-    assert parse_thresholds(None) == {}
+def test_bounds_as_json():
+    assert parse_bounds('{"k3_high": 0.1, "staleness": null}') == {"k3_high": 0.1, "staleness": None}
+    assert parse_bounds(None) == {}
 
 
 @pytest.mark.parametrize(
-    ("thresholds", "message"),
+    ("bounds", "message"),
     [
-        ({"k3": 0.1}, "`rollout_monitor_thresholds` has 'k3', which is no rule. Available rules: nonfinite_many, "),
+        ({"k3": 0.1}, "`rollout_monitor_bounds` has 'k3', which is no rule. Available rules: nonfinite_many, "),
         (
             {"k3_high": "much"},
-            "`rollout_monitor_thresholds` sets 'k3_high' to 'much', which must be a number, or None",
+            "`rollout_monitor_bounds` sets 'k3_high' to 'much', which must be a number, or None",
         ),
         ({"k3_high": True}, "'k3_high' to True, which must be a number"),
         ({"k3_high": math.nan}, "'k3_high' to nan, which must be a number"),
@@ -351,9 +351,9 @@ def test_thresholds_as_json():
         ("[0.1]", r"got \[0.1\]"),
     ],
 )
-def test_thresholds_that_cannot_be_meant_are_refused(thresholds, message):
+def test_bounds_that_cannot_be_meant_are_refused(bounds, message):
     with pytest.raises(ValueError, match=message):
-        parse_thresholds(thresholds)
+        parse_bounds(bounds)
 
 
 # Recorded runs --------------------------------------------------------------------------------------------------------

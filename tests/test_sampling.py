@@ -14,7 +14,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from tests.launching import ROOT
 from tests.training import TRAINERS, build, config_fields, logged
-from trl_rollout_corr.trainers.validation import check_server_logprobs
+from trl_rollout_corr.trainers.checks import check_server_logprobs
 
 
 both_trainers = pytest.mark.parametrize("config_class", [config for _, config in TRAINERS.values()])

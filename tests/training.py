@@ -16,6 +16,8 @@ from trl_rollout_corr import (
     RolloutCorrectedRLOOTrainer,
     RolloutCorrectionConfig,
 )
+from trl_rollout_corr.metrics import Statistics
+from trl_rollout_corr.sums import Sums
 
 
 TRAINERS = {
@@ -74,6 +76,11 @@ def losses(trainer) -> list[tuple[float, float]]:
     """Train, and return loss and gradient norm of each step."""
     trainer.train()
     return [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]
+
+
+def window(trainer, kind: type[Sums] = Statistics):
+    """What the current logging window has added up so far."""
+    return trainer._observer.windows["train"].sums[kind]
 
 
 def logged(trainer, key: str) -> list[float]:

@@ -1,5 +1,5 @@
 """
-Who is corrected, and how old the data is: sums over groups of tokens.
+Who is corrected: sums over groups of tokens. Torch only.
 
 As in `metrics.py` everything is a sum in one vector until it is logged, so that a share does not depend on how the batch was
 split over ranks, micro-batches or logging steps. The layout is the same for every configuration.
@@ -8,11 +8,13 @@ split over ranks, micro-batches or logging steps. The layout is the same for eve
 import math
 from collections.abc import Mapping
 from functools import cache
+from typing import ClassVar
 
 import torch
 
-from .functional import accumulation_dtype, row_blocks, select_tokens
-from .metrics import LARGEST_POWER, PREFIX, Statistics, Sums
+from .functional import accumulation_dtype, row_blocks
+from .keys import PREFIX
+from .sums import SegmentedSums
 
 
 # Lower ends, in tokens, of the buckets that are reported. Lengths are counted by octaves, so that half of the completions can
@@ -24,7 +26,6 @@ REWARDS = (-math.inf, 0.0, 0.25, 0.5, 0.75, 1.0)
 REWARD_NAMES = ("below_0", "0_to_0.25", "0.25_to_0.5", "0.5_to_0.75", "0.75_to_1", "1_or_more")
 TURNS = 8  # the last one also holds all later ones
 MEASURES = ("tokens", "rejected", "removed")
-_DRIFT = ("tokens", "d", "k3")
 
 
 def _table(name: str, buckets: tuple[str, ...]) -> tuple[str, ...]:
@@ -32,48 +33,19 @@ def _table(name: str, buckets: tuple[str, ...]) -> tuple[str, ...]:
 
 
 _CELLS = tuple(f"{length}/{sign}" for length in _OCTAVES for sign in SIGNS)
-_SEGMENTS = {
-    "cell": _table("cell", _CELLS),
-    "rows": tuple(f"rows/{length}" for length in _OCTAVES),
-    "position": _table("position", tuple(map(str, BUCKETS))),
-    "reward": _table("reward", REWARD_NAMES),
-    "turn": _table("turn", tuple(str(turn) for turn in range(1, TURNS + 1))),
-    "mean_reward": ("kept/rows", "kept/reward", "dropped/rows", "dropped/reward"),
-    "engine": tuple(f"engine/{name}" for name in _DRIFT),
-    "staleness": tuple(f"staleness/{name}" for name in _DRIFT),
-    "steps": ("steps/rows", "steps/sum"),
-    "lag": ("lag/rows", "lag/sum"),
-}
-_SUM_NAMES = tuple(name for names in _SEGMENTS.values() for name in names)
-_MAX_NAMES = ("steps/largest",)
 
 
-# Some of the sums, by name of a segment of the vector
-Segments = dict[str, torch.Tensor]
+class Accounts(SegmentedSums):
+    """Sums over groups of tokens."""
 
-
-class Accounts(Sums):
-    """Sums over groups of tokens, of one layout."""
-
-    @classmethod
-    def of(cls, segments: Segments) -> "Accounts":
-        """
-        Put sums together.
-
-        Args:
-            segments (`dict[str, torch.Tensor]`):
-                What [`account`], [`engine_drift`], [`policy_drift`] and [`age`] return, merged. Not empty.
-
-        Returns:
-            [`Accounts`]: a vector in which all other sums are 0.
-        """
-        nothing = next(iter(segments.values())).new_zeros(())
-        parts = [
-            segments[name].flatten() if name in segments else nothing.expand(len(names))
-            for name, names in _SEGMENTS.items()
-        ]
-        maxima = [segments.get(name, nothing - math.inf).reshape(1) for name in _MAX_NAMES]
-        return cls(_SUM_NAMES, _MAX_NAMES, torch.cat([*parts, *maxima]))
+    SEGMENTS: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "cell": _table("cell", _CELLS),
+        "rows": tuple(f"rows/{length}" for length in _OCTAVES),
+        "position": _table("position", tuple(map(str, BUCKETS))),
+        "reward": _table("reward", REWARD_NAMES),
+        "turn": _table("turn", tuple(str(turn) for turn in range(1, TURNS + 1))),
+        "mean_reward": ("kept/rows", "kept/reward", "rejected/rows", "rejected/reward"),
+    }
 
     def finish(self, *, rejects: bool, weighs: bool) -> dict[str, float]:
         """
@@ -88,13 +60,12 @@ class Accounts(Sums):
         Returns:
             `dict[str, float]`: metrics by key (`rollout_corr/...`), of the groups that have a token.
         """
-        s = self._by_name()
-        metrics = _drift_metrics(s) | _age_metrics(s)
-        groups = _groups(s)
-        for name, measure, asked in (("rejected", "rejected", rejects), ("downweighted", "removed", weighs)):
+        s = self.by_name()
+        groups = {name: sums for name, sums in _groups(s).items() if sums["tokens"]}
+        metrics: dict[str, float] = {}
+        for key, measure, asked in (("rejected", "rejected", rejects), ("downweighted", "removed", weighs)):
             if asked:
-                shares = {group: sums[measure] / sums["tokens"] for group, sums in groups.items() if sums["tokens"]}
-                metrics |= {f"{name}/{group}": share for group, share in shares.items()}
+                metrics |= {f"{key}/{name}": sums[measure] / sums["tokens"] for name, sums in groups.items()}
         if rejects:
             metrics |= _reward_metrics(s)
         return {PREFIX + key: value for key, value in metrics.items()}
@@ -107,10 +78,7 @@ class Accounts(Sums):
             `dict[str, dict[str, float]]`: by name of a group, as in the metrics, its `tokens`, how many of them are
             `rejected`, and what weights have `removed`, in tokens.
         """
-        return _groups(self._by_name())
-
-    def _by_name(self) -> dict[str, float]:
-        return dict(zip((*self.sum_names, *self.max_names), self.vector.tolist(), strict=True))
+        return _groups(self.by_name())
 
 
 def account(
@@ -120,7 +88,7 @@ def account(
     advantages: torch.Tensor,
     rewards: torch.Tensor,
     turns: torch.Tensor | None = None,
-) -> Segments:
+) -> Accounts:
     """
     Add up what the correction does to the gradient of which tokens.
 
@@ -139,7 +107,7 @@ def account(
             Turn of each token, from 1. By default there is one turn.
 
     Returns:
-        `dict[str, torch.Tensor]`: sums for [`Accounts.of`]. No host synchronisation, no collective.
+        [`Accounts`]: the sums. No host synchronisation, no collective.
     """
     by_row, by_position = _by_row_and_position(valid, keep, coefficients)
     dtype = by_row.dtype
@@ -159,61 +127,7 @@ def account(
     if turns is not None:
         by_token = torch.stack([x.flatten().to(dtype) for x in _measures(valid, keep, coefficients)], 1)  # (B * T, 3)
         segments["turn"] = _add_up(by_token, turns.flatten().clamp(1, TURNS) - 1, TURNS)
-    return segments
-
-
-def engine_drift(statistics: Statistics) -> Segments:
-    """
-    Count the divergence of a batch as that of the old policy from the sampler.
-
-    Args:
-        statistics ([`~trl_rollout_corr.metrics.Statistics`]):
-            Statistics of the batch, whose training policy is the old one.
-
-    Returns:
-        `dict[str, torch.Tensor]`: sums for [`Accounts.of`].
-    """
-    return {"engine": torch.stack([statistics[name] for name in _DRIFT])}
-
-
-def policy_drift(old_logps: torch.Tensor, current_logps: torch.Tensor, mask: torch.Tensor) -> Segments:
-    """
-    Add up the divergence of the current policy from the old one.
-
-    Args:
-        old_logps (`torch.Tensor` of shape `(B, T)`):
-            Log-probabilities when the batch was generated, in nats.
-        current_logps (`torch.Tensor` of shape `(B, T)`):
-            Log-probabilities now, in nats.
-        mask (`torch.Tensor` of shape `(B, T)`):
-            Non-zero on the tokens of the loss.
-
-    Returns:
-        `dict[str, torch.Tensor]`: sums for [`Accounts.of`].
-    """
-    tokens = select_tokens(current_logps, old_logps, mask)
-    d = tokens.log_ratio
-    k3 = torch.expm1(d.clamp(max=LARGEST_POWER)) - d
-    dtype = accumulation_dtype(d.device)
-    return {"staleness": torch.stack([x.sum(dtype=dtype) for x in (tokens.lengths, d, k3)])}
-
-
-def age(segment: str, steps: torch.Tensor) -> Segments:
-    """
-    Add up numbers of optimizer steps.
-
-    Args:
-        segment (`str`):
-            `"steps"` between the weights that sampled and those that train, `"lag"` between the weights that sampled and those
-            of the trainer at that time.
-        steps (`torch.Tensor` of shape `(B,)`):
-            Number of steps, per completion.
-
-    Returns:
-        `dict[str, torch.Tensor]`: sums for [`Accounts.of`].
-    """
-    steps = steps.to(accumulation_dtype(steps.device))
-    return {segment: torch.stack([torch.ones_like(steps).sum(), steps.sum()]), f"{segment}/largest": steps.max()}
+    return Accounts.of(segments)
 
 
 def turns_of(mask: torch.Tensor) -> torch.Tensor:
@@ -276,9 +190,9 @@ def _add_up(values: torch.Tensor, index: torch.Tensor, n_buckets: int) -> torch.
 
 def _mean_rewards(by_row: torch.Tensor, rewards: torch.Tensor, scored: torch.Tensor) -> torch.Tensor:
     """`(4,)`: completions and rewards of those that keep a token, and of those that keep none."""
-    dropped = (by_row[:, 1] >= by_row[:, 0]).to(rewards.dtype) * scored
-    kept = scored - dropped
-    return torch.stack([kept.sum(), (kept * rewards).sum(), dropped.sum(), (dropped * rewards).sum()])
+    rejected = (by_row[:, 1] >= by_row[:, 0]).to(rewards.dtype) * scored
+    kept = scored - rejected
+    return torch.stack([kept.sum(), (kept * rewards).sum(), rejected.sum(), (rejected * rewards).sum()])
 
 
 # Numbers --------------------------------------------------------------------------------------------------------------
@@ -324,26 +238,6 @@ def _total(s: Mapping[str, float], names: list[str]) -> dict[str, float]:
 
 
 def _reward_metrics(s: Mapping[str, float]) -> dict[str, float]:
-    means = {"kept": s["kept/rows"], "rejected": s["dropped/rows"]}
-    sums = {"kept": s["kept/reward"], "rejected": s["dropped/reward"]}
+    means = {"kept": s["kept/rows"], "rejected": s["rejected/rows"]}
+    sums = {"kept": s["kept/reward"], "rejected": s["rejected/reward"]}
     return {f"{name}/reward_mean": sums[name] / rows for name, rows in means.items() if rows}
-
-
-def _drift_metrics(s: Mapping[str, float]) -> dict[str, float]:
-    metrics = {}
-    for family in ("engine", "staleness"):
-        tokens = s[f"{family}/tokens"]
-        if tokens:
-            metrics[f"{family}_kl"] = -s[f"{family}/d"] / tokens
-            metrics[f"{family}_k3_kl"] = s[f"{family}/k3"] / tokens
-    return metrics
-
-
-def _age_metrics(s: Mapping[str, float]) -> dict[str, float]:
-    metrics = {}
-    if s["steps/rows"]:
-        metrics["staleness_mean"] = s["steps/sum"] / s["steps/rows"]
-        metrics["staleness_max"] = s["steps/largest"]
-    if s["lag/rows"]:
-        metrics["sampler_lag"] = s["lag/sum"] / s["lag/rows"]
-    return metrics

@@ -1,16 +1,17 @@
-"""What to correct and how: flat fields, validated when the configuration is built. No TRL here."""
+"""What to correct and how: flat fields, validated when the configuration is built. Neither TRL nor torch here."""
 
 import dataclasses
 import math
 import os
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .functional import LEVELS, Criterion
+from .criteria import LEVELS, Criterion
+from .messages import warn
+from .migrate import from_legacy, from_trl, from_verl
 from .presets import PRESETS
-from .rules import parse_thresholds
+from .rules import parse_bounds
 from .thresholds import parse_criteria, parse_rejection_thresholds, parse_weight_threshold
 
 
@@ -20,7 +21,7 @@ MONITOR_ACTIONS = ("warn", "stop", "tighten")
 
 
 class _Unset:
-    """Marks a default, so that a preset fills the field in, but not a field that the user set to the same value."""
+    """Marks a default that a preset may fill in, unless the user sets the field, be it to the same value."""
 
 
 class _UnsetStr(_Unset, str):
@@ -35,6 +36,9 @@ class _UnsetFloat(_Unset, float):
 class _UnsetFalse(_Unset, int):  # bool cannot be subclassed
     def __str__(self):
         return "False"
+
+
+_UNSET_FALSE: Any = _UnsetFalse()
 
 
 class _UnsetList(_Unset, list):
@@ -105,8 +109,8 @@ class RolloutCorrectionConfig:
             switches to the preset of `rollout_monitor_preset` instead. `None` for no monitor.
         rollout_monitor_preset (`str`, *optional*):
             Preset that `"tighten"` switches to. It must have the mode (`bypass_mode`, `rollout_loss_type`) of the run.
-        rollout_monitor_thresholds (`dict[str, float]`, *optional*):
-            Other thresholds, by name of the rule; `None` switches a rule off.
+        rollout_monitor_bounds (`dict[str, float]`, *optional*):
+            Other bounds of the rules, by name of the rule; `None` switches a rule off.
 
         > Dump
 
@@ -138,7 +142,7 @@ class RolloutCorrectionConfig:
         metadata={"help": "Upper bound of the weights, or a pair [lower, upper] outside which they are 0 (IcePop)."},
     )
     rollout_is_batch_normalize: bool = field(
-        default=_UnsetFalse(), metadata={"help": "Divide the weights by their mean over the batch of all ranks."}
+        default=False, metadata={"help": "Divide the weights by their mean over the batch of all ranks."}
     )
     rollout_rs: list[str] | None = field(
         default_factory=_UnsetList,
@@ -149,22 +153,22 @@ class RolloutCorrectionConfig:
         metadata={"help": "One entry per criterion: bounds [lower, upper] on the ratio for k1, an upper bound else."},
     )
     rollout_rs_renormalize: bool = field(
-        default=_UnsetFalse(), metadata={"help": "Multiply the loss by valid tokens over kept tokens."}
+        default=False, metadata={"help": "Multiply the loss by valid tokens over kept tokens."}
     )
     rollout_rs_exclude_from_baseline: bool = field(
-        default=_UnsetFalse(), metadata={"help": "Leave sequences rejected as a whole out of their group's baseline."}
+        default=False, metadata={"help": "Leave sequences rejected as a whole out of their group's baseline."}
     )
     bypass_mode: bool = field(
-        default=_UnsetFalse(), metadata={"help": "Use the sampler's log-probabilities as the old policy's."}
+        default=_UNSET_FALSE, metadata={"help": "Use the sampler's log-probabilities as the old policy's."}
     )
     rollout_loss_type: str = field(
         default=_UnsetStr("ppo_clip"), metadata={"help": "Loss in bypass mode: ppo_clip or reinforce."}
     )
     rollout_metrics_only: bool = field(
-        default=_UnsetFalse(), metadata={"help": "Compute and report everything, leave the loss alone."}
+        default=False, metadata={"help": "Compute and report everything, leave the loss alone."}
     )
     rollout_nan_policy: str = field(
-        default=_UnsetStr("drop"),
+        default="drop",
         metadata={"help": "Token with a log-probability that is not finite: drop, raise or neutralize."},
     )
     rollout_monitor: str | None = field(
@@ -173,8 +177,8 @@ class RolloutCorrectionConfig:
     rollout_monitor_preset: str | None = field(
         default=None, metadata={"help": "Preset that `rollout_monitor: tighten` switches to."}
     )
-    rollout_monitor_thresholds: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Thresholds of the monitor by name of the rule; null switches a rule off."}
+    rollout_monitor_bounds: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Bounds of the monitor by name of the rule; null switches a rule off."}
     )
     rollout_dump_dir: str | None = field(
         default=None, metadata={"help": "Folder for sampled and worst sequences, as Parquet."}
@@ -215,8 +219,6 @@ class RolloutCorrectionConfig:
 
         See [`~trl_rollout_corr.migrate.from_verl`] for what is translated. `overrides` are further fields of the class.
         """
-        from .migrate import from_verl
-
         return cls(**{**from_verl(settings), **overrides})
 
     @classmethod
@@ -226,8 +228,6 @@ class RolloutCorrectionConfig:
 
         See [`~trl_rollout_corr.migrate.from_legacy`] for what is translated. `overrides` are further fields of the class.
         """
-        from .migrate import from_legacy
-
         return cls(**{**from_legacy(settings), **overrides})
 
     @classmethod
@@ -237,8 +237,6 @@ class RolloutCorrectionConfig:
 
         See [`~trl_rollout_corr.migrate.from_trl`] for what is translated. `overrides` are further fields of the class.
         """
-        from .migrate import from_trl
-
         return cls(**{**from_trl(settings), **overrides})
 
     # What the fields amount to ----------------------------------------------------------------------------------------
@@ -264,18 +262,14 @@ class RolloutCorrectionConfig:
     @property
     def weight_bounds(self) -> tuple[float | None, float]:
         """Lower and upper bound of the importance weights; the lower one is `None` for truncation."""
-        if isinstance(self.rollout_is_threshold, list):
-            lower, upper = self.rollout_is_threshold
-            return lower, upper
-        return None, self.rollout_is_threshold
+        threshold: Any = self.rollout_is_threshold  # parsed when the configuration was built
+        return tuple(threshold) if isinstance(threshold, list) else (None, threshold)
 
     @property
     def criteria(self) -> list[Criterion]:
         """Rejection criteria, with bounds in units of their statistic."""
-        return [
-            _criterion(name, bounds)
-            for name, bounds in zip(self.rollout_rs or [], self.rollout_rs_threshold or [], strict=True)
-        ]
+        thresholds: Any = self.rollout_rs_threshold or []
+        return [_criterion(name, bounds) for name, bounds in zip(self.rollout_rs or [], thresholds, strict=True)]
 
     # Construction -----------------------------------------------------------------------------------------------------
 
@@ -340,7 +334,7 @@ class RolloutCorrectionConfig:
             "rollout_monitor", _none_if_null(self.rollout_monitor), MONITOR_ACTIONS, or_none=True
         )
         self.rollout_monitor_preset = _none_if_null(self.rollout_monitor_preset)
-        self.rollout_monitor_thresholds = parse_thresholds(_none_if_null(self.rollout_monitor_thresholds)) or None
+        self.rollout_monitor_bounds = parse_bounds(_none_if_null(self.rollout_monitor_bounds)) or None
         self.rollout_dump_dir = _none_if_null(self.rollout_dump_dir)
         if self.rollout_dump_dir is not None:
             self.rollout_dump_dir = os.path.expanduser(os.fspath(self.rollout_dump_dir))
@@ -375,7 +369,7 @@ class RolloutCorrectionConfig:
             "rollout_monitor_preset": self.rollout_monitor_preset is not None
             and self.rollout_monitor != "tighten"
             and "`rollout_monitor` is not 'tighten'",
-            "rollout_monitor_thresholds": bool(self.rollout_monitor_thresholds)
+            "rollout_monitor_bounds": bool(self.rollout_monitor_bounds)
             and self.rollout_monitor is None
             and "`rollout_monitor` is None",
         }
@@ -396,13 +390,7 @@ class RolloutCorrectionConfig:
         return None
 
 
-def warn(message: str):
-    """Warn the user, once per run rather than once per rank."""
-    if os.environ.get("RANK", "0") == "0":
-        warnings.warn(message, UserWarning, stacklevel=2)
-
-
-def _criterion(name: str, bounds: float | list[float]) -> Criterion:
+def _criterion(name: str, bounds: Any) -> Criterion:
     """Criterion from its name and the bounds the user wrote. Bounds on the ratio become bounds on `k1 = -log ratio`."""
     scope, divergence = name.rsplit("_", 1)
     if divergence != "k1":
@@ -428,7 +416,7 @@ def _none_if_null(value: Any) -> Any:
     return None if isinstance(value, str) and value.strip().lower() in ("none", "null") else value
 
 
-def _choice(name: str, value: Any, allowed: tuple[str, ...], *, or_none: bool = False) -> str | None:
+def _choice(name: str, value: Any, allowed: tuple[str, ...], *, or_none: bool = False) -> Any:
     if value in allowed or (or_none and value is None):
         return value
     raise ValueError(f"`{name}` must be one of {', '.join(allowed)}{' or None' if or_none else ''}, got {value!r}.")

@@ -17,7 +17,7 @@ from .functional import (
     row_blocks,
     select_tokens,
 )
-from .metrics import Statistics, WeightTensors, collect
+from .metrics import Bounding, Statistics, collect
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class RolloutCorrection:
         renormalisation factor. `(B, T)`, made anew at each access.
         """
         kept = self.keep * self.scale
-        return kept.mul_(self.weights) if self.applies_weights else kept
+        return kept if self.weights is None or not self.applies_weights else kept.mul_(self.weights)
 
     def metrics(self) -> dict[str, float]:
         """Metrics of this batch alone, by key (`rollout_corr/...`, see `docs/metrics.md`)."""
@@ -115,11 +115,11 @@ def compute_rollout_correction(
 
     scale = statistics.vector.new_ones(())
     if config.needs_whole_batch:
-        totals = _batch_totals(statistics)
+        totals = _batch_totals(statistics, config)
         totals = totals if sum_over_ranks is None else sum_over_ranks(totals)
         if config.rollout_is_batch_normalize and config.applies_weights:
             mean = mean_weight(totals[:2])
-            weights /= mean
+            weights = None if weights is None else weights.div_(mean)
             statistics = statistics.with_sum("coefficients", statistics["coefficients"] / mean)
         if config.rollout_rs_renormalize:
             scale = renormalization(totals[2:])
@@ -201,7 +201,8 @@ class _Assembled:
     """Results of blocks, put together without a second copy of them."""
 
     def __init__(self, mask: torch.Tensor):
-        self.weights = self.dtype = None
+        self.weights: torch.Tensor | None = None
+        self.dtype: torch.dtype | None = None
         self.keep = torch.empty(mask.shape, dtype=torch.bool, device=mask.device)
         self.valid = torch.empty_like(self.keep)
         self.parts: list[Statistics] = []
@@ -220,7 +221,7 @@ class _Assembled:
         self.parts.append(statistics)
         self.keep[rows] = keep
         self.valid[rows] = valid
-        if weights is not None:
+        if self.weights is not None and weights is not None:
             self.weights[rows] = weights
 
     def statistics(self) -> Statistics:
@@ -235,15 +236,15 @@ def _correct_rows(
     tokens = _select_tokens(train_logps, rollout_logps, mask, config)
     rejections = [(criterion, reject(tokens, criterion)) for criterion in config.criteria]
     keep = _keep(tokens, [rejection for _, rejection in rejections])
-    weights = tensors = None
+    weights = weighed = None
     if config.rollout_is is not None:
         lower, upper = config.weight_bounds
         ratio = importance_ratio(tokens, level=config.rollout_is)
         bounded = bound_weights(ratio, lower=lower, upper=upper)
-        tensors = WeightTensors(config.rollout_is, ratio, bounded, lower, upper, config.rollout_is_batch_normalize)
+        weighed = Bounding(config.rollout_is, lower, upper, config.rollout_is_batch_normalize), ratio, bounded
         weights = bounded if config.rollout_is == "token" else bounded * tokens.valid
-    coefficients = keep * weights if config.applies_weights else keep
-    return weights, keep, tokens.valid, collect(tokens, keep, coefficients, tensors, rejections)
+    coefficients = keep if weights is None or not config.applies_weights else keep * weights
+    return weights, keep, tokens.valid, collect(tokens, keep, coefficients, weighed, rejections)
 
 
 def _select_tokens(
@@ -260,10 +261,10 @@ def _keep(tokens: Tokens, rejections: list[Rejection]) -> torch.Tensor:
     return keep
 
 
-def _batch_totals(statistics: Statistics) -> torch.Tensor:
+def _batch_totals(statistics: Statistics, config: RolloutCorrectionConfig) -> torch.Tensor:
     """`(4,)`: sum and number of the weights, valid tokens, kept tokens. One vector, hence one collective."""
-    names = statistics.sum_names
     nothing = statistics.vector.new_zeros(())
-    weights = [statistics[name] if name in names else nothing for name in ("is/norm_sum", "is/norm_count")]
-    tokens, rejected = statistics["tokens"], statistics["rs_tokens"] if "rs_tokens" in names else nothing
+    normalized = config.rollout_is is not None and config.rollout_is_batch_normalize
+    weights = [statistics[name] if normalized else nothing for name in ("is/norm_sum", "is/norm_count")]
+    tokens, rejected = statistics["tokens"], statistics["rejected"] if config.criteria else nothing
     return torch.stack([*weights, tokens, tokens - rejected])

@@ -8,7 +8,7 @@ name only when it is complete, so that a crash loses at most the file being writ
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,9 @@ _LOGS = "logs.jsonl"
 _NAME = re.compile(r"step-(\d+)-rank-(\d+)\.parquet")
 
 
-def write_rows(folder: Path, step: int, rank: int, rows: list[Mapping[str, Any]], settings: Mapping[str, Any]) -> Path:
+def write_rows(
+    folder: Path, step: int, rank: int, rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]
+) -> Path:
     """
     Write the rows of one step and process.
 
@@ -56,7 +58,7 @@ def write_rows(folder: Path, step: int, rank: int, rows: list[Mapping[str, Any]]
             Optimizer steps made so far.
         rank (`int`):
             Process that writes.
-        rows (`list[Mapping]`):
+        rows (`Sequence[Mapping]`):
             Rows, with the columns of `SCHEMA`.
         settings (`Mapping`):
             Fields of [`RolloutCorrectionConfig`] in effect.
@@ -151,4 +153,5 @@ def read_logs(path: Path) -> list[dict[str, Any]]:
 
 
 def _step(path: Path) -> int:
-    return int(_NAME.fullmatch(path.name).group(1))
+    match = _NAME.fullmatch(path.name)
+    return int(match.group(1)) if match else -1

@@ -12,13 +12,18 @@ from typing import NamedTuple
 
 import torch
 
+from .criteria import DIVERGENCES, LEVELS, SCOPES, Criterion
 
-# exp(20) = 4.9e8: beyond it a ratio says "broken", not "off-policy", and sums of squares still fit in float32. The bound
-# is verl's, which also raises ratios below exp(-20) to it; they may as well go to 0.
+
+# exp(20) = 4.9e8: a ratio beyond it says "broken", not "off-policy", and sums of squares still fit in float32. The bound is
+# verl's. verl also raises ratios below exp(-20) to exp(-20); here they go to 0, which is 2e-9 away.
 LOG_RATIO_BOUND = 20.0
 
 # Beyond this a log-ratio is that of a masked logit. The bound keeps sums of squares finite in float32.
 LARGEST_LOG_RATIO = 1e15
+
+# Powers of e are taken of at most this: sums over a long row of exp(60) still fit in float32.
+LARGEST_POWER = 60.0
 
 # A mean weight below this carries no information to normalise with (every weight was zeroed).
 MIN_MEAN_WEIGHT = 1e-8
@@ -27,40 +32,10 @@ MIN_MEAN_WEIGHT = 1e-8
 # cache; elsewhere a kernel must be worth its launch.
 _BLOCK_ON_CPU, _BLOCK_ELSEWHERE = 2**17, 2**22
 
-LEVELS = ("token", "sequence", "geometric")
-SCOPES = ("token", "seq_sum", "seq_mean", "seq_max")
-DIVERGENCES = ("k1", "k2", "k3")
-
 
 def accumulation_dtype(device: torch.device) -> torch.dtype:
     """Type to add up a batch in: float32 stops counting at 2^24 tokens, but MPS has nothing wider."""
     return torch.float32 if device.type == "mps" else torch.float64
-
-
-class Criterion(NamedTuple):
-    """
-    A rejection rule: keep what has `lower <= statistic <= upper`.
-
-    Args:
-        scope (`str`):
-            `"token"`, or how the tokens of a sequence are reduced to one statistic: `"seq_sum"`, `"seq_mean"`,
-            `"seq_max"`.
-        divergence (`str`):
-            Per-token statistic, see [`token_divergence`].
-        lower (`float`):
-            Lower bound, in units of the statistic; `-inf` for none.
-        upper (`float`):
-            Upper bound, in units of the statistic.
-    """
-
-    scope: str
-    divergence: str
-    lower: float
-    upper: float
-
-    @property
-    def name(self) -> str:
-        return f"{self.scope}_{self.divergence}"
 
 
 class Tokens(NamedTuple):
@@ -246,8 +221,13 @@ def token_divergence(log_ratio: torch.Tensor, divergence: str) -> torch.Tensor:
     if divergence == "k2":
         return bounded.square() / 2
     if divergence == "k3":
-        return torch.expm1(bounded) - bounded  # expm1: exp(d) - 1 loses every digit for the usual d of 1e-4
+        return k3(bounded)
     raise ValueError(f"`divergence` must be one of {DIVERGENCES}, got {divergence!r}.")
+
+
+def k3(log_ratio: torch.Tensor) -> torch.Tensor:
+    """`exp(d) - 1 - d` of log-ratios that are bounded from above."""
+    return torch.expm1(log_ratio) - log_ratio  # expm1: exp(d) - 1 loses every digit for the usual d of 1e-4
 
 
 def reject(tokens: Tokens, criterion: Criterion) -> Rejection:

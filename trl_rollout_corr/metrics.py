@@ -1,103 +1,78 @@
 """
-Metrics as sums: what is added up on the device, and how the sums become numbers.
+Metrics as sums: what is added up on the device, and how the sums become numbers. Torch only.
 
-A batch is described by one float64 vector of sums, counts, histogram bins and maxima ([`Statistics`]). Vectors of two
-micro-batches, two logging steps or two ranks combine by adding the sums and taking the larger maxima, so a reported value
-does not depend on how the data was split. Nothing touches the host until [`Statistics.finish`].
+A batch is described by one float64 vector of sums, counts, histogram bins and maxima ([`Statistics`]). Nothing touches the
+host until [`Statistics.finish`]. For each subject, what is added up stands next to what is made of it: the two policies,
+importance weights, rejection.
 
 Names inside a vector are internal; the metric keys, their formulas and healthy ranges are listed in `docs/metrics.md`.
 """
 
 import math
-from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
-from itertools import accumulate
+from dataclasses import dataclass, replace
 
 import torch
 
+from . import histogram
+from .criteria import Criterion
 from .functional import (
+    LARGEST_POWER,
     LOG_RATIO_BOUND,
     MIN_MEAN_WEIGHT,
-    Criterion,
     Rejection,
     Tokens,
     above,
     accumulation_dtype,
     below,
 )
-
-
-PREFIX = "rollout_corr/"
-PERCENTILES = (1, 5, 25, 50, 75, 95, 99)
-
-# Histogram of the log-ratio d: 32 bins per octave of |d| from 2^-23 to 2^7 on either side, and one bin for what is smaller,
-# which is rounding noise. A bin spans at most 3.1 percent of its value, so a percentile is within 1.6 percent.
-_MANTISSA_BITS = 5
-SMALLEST_EXPONENT, LARGEST_EXPONENT = -23, 7
-SIDE_BINS = (LARGEST_EXPONENT - SMALLEST_EXPONENT) * 2**_MANTISSA_BITS
-BINS = 2 * SIDE_BINS + 1
-_FIRST_BIN = (127 + SMALLEST_EXPONENT) * 2**_MANTISSA_BITS  # leading bits of the smallest magnitude
-
-# Perplexities and k3 stay finite: sums over a long row of exp(60) still fit in float32.
-LARGEST_POWER = 60.0
+from .keys import PREFIX
+from .sums import Sums
 
 
 @dataclass(frozen=True)
-class Sums:
+class Bounding:
     """
-    Named sums and maxima in one vector.
+    What is known about importance weights besides their values.
 
     Args:
-        sum_names (`tuple[str, ...]`):
-            Names of the leading entries, which add up.
-        max_names (`tuple[str, ...]`):
-            Names of the trailing entries, of which the largest counts. A minimum is stored as the maximum of its negative.
-        vector (`torch.Tensor` of shape `(N,)`):
-            The sums, any sums without a name, and the maxima.
+        level (`str`):
+            `"token"`, `"sequence"` or `"geometric"`.
+        lower (`float` or `None`):
+            Lower IcePop bound, `None` for truncation.
+        upper (`float`):
+            Upper bound.
+        normalized (`bool`):
+            Whether the weights are then divided by their mean.
     """
 
-    sum_names: tuple[str, ...]
-    max_names: tuple[str, ...]
-    vector: torch.Tensor
-
-    def combine(self, vectors: torch.Tensor):
-        """
-        Combine vectors of the same layout, for instance one per rank.
-
-        Args:
-            vectors (`torch.Tensor` of shape `(K, N)`):
-                Vectors to combine.
-
-        Returns:
-            Their combination, of the type of `self`, which only lends its layout.
-        """
-        n_additive = vectors.shape[1] - len(self.max_names)
-        combined = torch.cat([vectors[:, :n_additive].sum(0), vectors[:, n_additive:].amax(0)])
-        return type(self)(self.sum_names, self.max_names, combined)
-
-    def __add__(self, other):
-        if (self.sum_names, self.max_names) != (other.sum_names, other.max_names):
-            raise ValueError("Statistics of different configurations cannot be combined.")
-        return self.combine(torch.stack([self.vector, other.vector]))
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        """One of the sums, of shape `()`."""
-        return self.vector[self.sum_names.index(name)]
+    level: str
+    lower: float | None
+    upper: float
+    normalized: bool
 
 
+@dataclass(frozen=True)
 class Statistics(Sums):
     """
     Sums that describe a batch, in one vector of shape `(len(sum_names) + BINS + len(max_names),)`: the sums, the histogram of
     the log-ratio, and the maxima.
+
+    Args:
+        bounding ([`Bounding`], *optional*):
+            About the importance weights, if there are any.
+        criteria (`tuple[Criterion, ...]`, *optional*):
+            What rejects.
     """
+
+    bounding: Bounding | None = None
+    criteria: tuple[Criterion, ...] = ()
 
     def with_sum(self, name: str, value: torch.Tensor) -> "Statistics":
         """The same with another value of one of the sums, for what is only known when the whole batch has been seen."""
         vector = self.vector.clone()
         vector[self.sum_names.index(name)] = value
-        return Statistics(self.sum_names, self.max_names, vector)
+        return replace(self, vector=vector)
 
     def histogram(self) -> tuple[list[float], tuple[float, ...]]:
         """
@@ -107,7 +82,7 @@ class Statistics(Sums):
             `tuple[list[float], tuple[float, ...]]`: the `BINS` counts and the `BINS + 1` edges, in nats.
         """
         start = len(self.sum_names)
-        return self.vector[start : start + BINS].tolist(), _bin_edges()
+        return self.vector[start : start + histogram.BINS].tolist(), histogram.bin_edges()
 
     def finish(self) -> dict[str, float]:
         """
@@ -117,18 +92,15 @@ class Statistics(Sums):
             `dict[str, float]`: metrics by key (`rollout_corr/...`). A value that is undefined, because the batch has no
             valid token, is NaN; every other value is finite.
         """
-        values = self.vector.tolist()
-        n_sums = len(self.sum_names)
-        s = dict(zip(self.sum_names, values[:n_sums], strict=True))
-        s |= dict(zip(self.max_names, values[n_sums + BINS :], strict=True))
-        metrics = _policy_metrics(s) | _percentiles(values[n_sums : n_sums + BINS], s)
-        if "is/sum" in s:
-            metrics |= _weight_metrics(s)
-        for name in dict.fromkeys(key.split("/")[1] for key in s if key.startswith("rs/")):
-            metrics |= _rejection_metrics(s, name)
-        if "rs_tokens" in s:
-            metrics["rollout_rs_masked_fraction"] = _divide(s["rs_tokens"], s["tokens"])
-            metrics["rollout_rs_seq_masked_fraction"] = _divide(s["rs_rows"], s["rows"])
+        s = self.by_name()
+        metrics = _policy_metrics(s) | _percentile_metrics(s, self.histogram()[0])
+        if self.bounding is not None:
+            metrics |= _weight_metrics(s, self.bounding)
+        for criterion in self.criteria:
+            metrics |= _criterion_metrics(s, criterion)
+        if self.criteria:
+            metrics["rollout_rs_masked_fraction"] = _divide(s["rejected"], s["tokens"])
+            metrics["rollout_rs_seq_masked_fraction"] = _divide(s["rejected_rows"], s["rows"])
         return {PREFIX + key: value for key, value in metrics.items()}
 
 
@@ -156,11 +128,17 @@ class _Columns:
         self.maxima[f"{name}_max"] = (x - outside).amax(-1, keepdim=True)
         self.maxima[f"{name}_negated_min"] = -(x + outside).amin(-1, keepdim=True)
 
-    def statistics(self, histogram: torch.Tensor) -> Statistics:
+    def add_rows(self, name: str, x: torch.Tensor):
+        """Add up what there is one of per row, `(B, 1)`, for its mean, its spread and how far it is from 0."""
+        self.add(f"{name}/row_sum", x)
+        self.add(f"{name}/row_squares", x.square())
+        self.maxima[f"{name}/deviation"] = x.abs() - self.no_rows
+
+    def joined(self) -> tuple[tuple[str, ...], torch.Tensor, tuple[str, ...], torch.Tensor]:
+        """Names and values of the sums, and of the maxima."""
         sum_names, sums = self._joined(self.sums)
         max_names, maxima = self._joined(self.maxima)
-        vector = torch.cat([sums.sum(0), histogram.to(self.dtype), maxima.amax(0)])
-        return Statistics(sum_names, max_names, vector)
+        return sum_names, sums.sum(0), max_names, maxima.amax(0)
 
     def _joined(self, columns: dict[str, torch.Tensor]) -> tuple[tuple[str, ...], torch.Tensor]:
         """Names and columns, `(B, N)`. Those of one type first: converting them together is one operation, not N."""
@@ -174,7 +152,7 @@ def collect(
     tokens: Tokens,
     keep: torch.Tensor,
     coefficients: torch.Tensor,
-    weights: "WeightTensors | None" = None,
+    weights: tuple[Bounding, torch.Tensor, torch.Tensor] | None = None,
     rejections: Sequence[tuple[Criterion, Rejection]] = (),
 ) -> Statistics:
     """
@@ -187,8 +165,9 @@ def collect(
             1 on tokens that count and that every criterion keeps, else 0.
         coefficients (`torch.Tensor` of shape `(B, T)`):
             What multiplies the policy gradient of each token.
-        weights ([`WeightTensors`], *optional*):
-            Importance weights, if there are any.
+        weights (`tuple[Bounding, torch.Tensor, torch.Tensor]`, *optional*):
+            If there are importance weights: how they were made, the ratio before bounding, and the weight after it (before
+            batch normalisation), 0 where it does not count. `(B, T)` at token level, otherwise `(B, 1)`.
         rejections (`Sequence[tuple[Criterion, Rejection]]`, *optional*):
             The criteria and what each said.
 
@@ -203,17 +182,20 @@ def collect(
     c.add("coefficients", coefficients)
     _collect_policies(c, tokens)
     if weights is not None:
-        _collect_weights(c, weights, tokens)
+        _collect_weights(c, tokens, *weights)
     for criterion, rejection in rejections:
-        _collect_rejection(c, criterion, rejection, tokens)
+        _collect_criterion(c, tokens, criterion, rejection)
     if rejections:
         rejected = tokens.lengths - keep.sum(-1, keepdim=True)
-        c.add("rs_tokens", rejected)
-        c.add("rs_rows", above(rejected, 0.0))
-    return c.statistics(_histogram(tokens))
+        c.add("rejected", rejected)
+        c.add("rejected_rows", above(rejected, 0.0))
+    sum_names, sums, max_names, maxima = c.joined()
+    vector = torch.cat([sums, histogram.count(tokens).to(c.dtype), maxima])
+    criteria = tuple(criterion for criterion, _ in rejections)
+    return Statistics(sum_names, max_names, vector, None if weights is None else weights[0], criteria)
 
 
-# Off-policy diagnostics -----------------------------------------------------------------------------------------------
+# The two policies -----------------------------------------------------------------------------------------------------
 
 
 def _collect_policies(c: _Columns, tokens: Tokens):
@@ -228,7 +210,8 @@ def _collect_policies(c: _Columns, tokens: Tokens):
     c.add("gap", gap)
     c.add("abs_gap", gap.abs())
     c.add("ppl_ratio", gap.clamp(max=LARGEST_POWER).exp() * c.rows)
-    excess = d.clamp(max=LARGEST_POWER).expm1_()  # r - 1; exp(d) - 1 would lose every digit of a small d
+    # r - 1: exp(d) - 1 would lose every digit of a small d. It serves k3 (as in `functional.k3`) and chi2
+    excess = d.clamp(max=LARGEST_POWER).expm1_()
     c.add("k3", excess - d)
     # E[r^2] - 1, summed as r^2 - 1 so that a small divergence is not lost in a sum of ones
     excess.clamp_(max=math.expm1(LOG_RATIO_BOUND))
@@ -260,124 +243,62 @@ def _policy_metrics(s: dict[str, float]) -> dict[str, float]:
     }
 
 
-# Histogram and percentiles of the log-ratio ---------------------------------------------------------------------------
-
-
-def _histogram(tokens: Tokens) -> torch.Tensor:
-    """Counts of the log-ratio, `(BINS,)`. The bin of a float32 is its sign, its exponent and the start of its mantissa."""
-    leading = 9 + _MANTISSA_BITS  # bits of a float32 that are kept
-    bits = tokens.log_ratio.float().view(torch.int32)
-    index = (bits >> (32 - leading)).bitwise_and_(2**leading - 1).flatten().long()
-    counts = tokens.valid.new_zeros(2**leading)
-    counts.scatter_add_(0, index, tokens.valid.flatten())  # whole numbers, so the order does not matter
-    positive, negative = counts.view(2, -1)  # by magnitude
-    last = _FIRST_BIN + SIDE_BINS - 1
-    sides = [torch.cat([side[_FIRST_BIN:last], side[last:].sum(0, keepdim=True)]) for side in (negative, positive)]
-    small = counts.view(2, -1)[:, :_FIRST_BIN].sum().reshape(1)
-    return torch.cat([sides[0].flip(0), small, sides[1]])
-
-
-@cache
-def _bin_edges() -> tuple[float, ...]:
-    octave = 2**_MANTISSA_BITS
-    side = [2.0 ** (SMALLEST_EXPONENT + i // octave) * (1 + i % octave / octave) for i in range(SIDE_BINS + 1)]
-    return (*(-edge for edge in reversed(side)), *side)
-
-
-def _percentiles(counts: list[float], s: dict[str, float]) -> dict[str, float]:
-    metrics = {f"log_ratio_p{percent}": _percentile(counts, s, percent / 100) for percent in PERCENTILES}
+def _percentile_metrics(s: dict[str, float], counts: list[float]) -> dict[str, float]:
+    found = histogram.percentiles(counts, -s["d_negated_min"], s["d_max"])
+    metrics = {f"log_ratio_p{percent}": value for percent, value in found.items()}
     return metrics | {"log_ratio_min": -_maximum(s["d_negated_min"]), "log_ratio_max": _maximum(s["d_max"])}
-
-
-def _percentile(counts: list[float], s: dict[str, float], fraction: float) -> float:
-    """Smallest bin that at least `fraction` of the tokens do not exceed, as the geometric middle of its edges."""
-    cumulative = list(accumulate(counts))
-    if not cumulative[-1]:
-        return math.nan
-    side = bisect_left(cumulative, math.ceil(fraction * cumulative[-1] - 1e-6)) - SIDE_BINS
-    if side == 0:
-        return 0.0
-    edges = _bin_edges()[SIDE_BINS + abs(side) : SIDE_BINS + abs(side) + 2]
-    middle = math.copysign(math.sqrt(edges[0] * edges[1]), side)
-    return min(max(middle, -s["d_negated_min"]), s["d_max"])  # the outermost bins hold everything beyond them
 
 
 # Importance weights ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class WeightTensors:
-    """
-    Importance weights before and after bounding, for the metrics.
-
-    Args:
-        level (`str`):
-            `"token"`, `"sequence"` or `"geometric"`.
-        ratio (`torch.Tensor` of shape `(B, T)` at token level, otherwise `(B, 1)`):
-            Raw ratio, 0 where it does not count.
-        bounded (`torch.Tensor` of the same shape):
-            Bounded weight, before batch normalisation.
-        lower (`float` or `None`):
-            Lower IcePop bound, `None` for truncation.
-        upper (`float`):
-            Upper bound.
-        normalized (`bool`):
-            Whether the weights are then divided by their mean.
-    """
-
-    level: str
-    ratio: torch.Tensor
-    bounded: torch.Tensor
-    lower: float | None
-    upper: float
-    normalized: bool
-
-
-def _collect_weights(c: _Columns, w: WeightTensors, tokens: Tokens):
-    lower = 1 / w.upper if w.lower is None else w.lower
-    token_level = w.level == "token"
-    # sums of w - 1 rather than w: a variance of 1e-8 around a mean of 1 keeps its digits
-    if token_level:
-        excess = w.bounded - tokens.valid
-        c.add("is/sum", excess)
-        c.add("is/ratio", w.ratio)
-        row_excess, row_ratio = c.row_mean("is/sum"), c.row_mean("is/ratio")
-        c.add("is/squares", excess.square())
-        high, low = above(w.ratio, w.upper), below(w.ratio, lower).mul_(tokens.valid)
-        _add_weight_extremes(c, w, tokens)
-    else:
-        row_excess, row_ratio = (w.bounded.to(c.dtype) - 1.0) * c.rows, w.ratio.to(c.dtype)
-        c.add("is/sum", row_excess * c.lengths)
-        c.add("is/squares", row_excess.square() * c.lengths)
-        high, low = above(w.ratio, w.upper), below(w.ratio, lower) * c.rows
-        c.add_extremes("is/weight", row_ratio, c.no_rows)  # as in verl, the raw ratio
+def _collect_weights(c: _Columns, tokens: Tokens, bounding: Bounding, ratio: torch.Tensor, bounded: torch.Tensor):
+    lower = 1 / bounding.upper if bounding.lower is None else bounding.lower
+    high = above(ratio, bounding.upper)
+    collect_level = _collect_token_weights if bounding.level == "token" else _collect_sequence_weights
+    row_excess, row_ratio, low = collect_level(c, tokens, bounding, ratio, bounded, lower)
     c.add("is/high", high)
     c.add("is/low", low)
-    c.sums["is/units"] = tokens.lengths if token_level else c.rows
-    c.add("is/row_sum", row_excess)
-    c.add("is/row_squares", row_excess.square())
-    c.add("is/row_high", above(row_ratio, w.upper))
+    c.add_rows("is", row_excess)
+    c.add("is/row_high", above(row_ratio, bounding.upper))
     c.add("is/row_low", below(row_ratio, lower) * c.rows)
     c.add_extremes("is/row", row_excess + 1.0, c.no_rows)
-    c.maxima["is/deviation"] = row_excess.abs() - c.no_rows
-    if w.lower is not None:
-        c.add("is/outside", high + low if token_level else (high + low) * c.lengths)
-    if w.normalized:
-        c.add("is/norm_sum", w.bounded)
+    if bounding.lower is not None:
+        outside = high + low
+        c.add("is/outside", outside if bounding.level == "token" else outside * c.lengths)
+    if bounding.normalized:
+        c.add("is/norm_sum", bounded)
         c.sums["is/norm_count"] = c.sums["is/units"]
 
 
-def _add_weight_extremes(c: _Columns, w: WeightTensors, tokens: Tokens):
-    if w.lower is not None:
-        c.add_extremes("is/weight", w.bounded, tokens.outside)
-        return
-    # truncated weights grow with the log-ratio, so that their extremes are found already
-    for suffix, sign in (("max", 1.0), ("negated_min", -1.0)):
-        ratio = (sign * c.maxima[f"d_{suffix}"]).clamp(max=LOG_RATIO_BOUND).exp()
-        c.maxima[f"is/weight_{suffix}"] = sign * ratio.clamp(max=w.upper) - c.no_rows.to(ratio.dtype)
+def _collect_token_weights(c: _Columns, tokens: Tokens, bounding: Bounding, ratio, bounded, lower: float):
+    """Weights of tokens. Returns the mean of `w - 1` and of the ratio per row, and 1 where the ratio is low."""
+    # sums of w - 1 rather than w: a variance of 1e-8 around a mean of 1 keeps its digits
+    excess = bounded - tokens.valid
+    c.add("is/sum", excess)
+    c.add("is/ratio", ratio)
+    c.add("is/squares", excess.square())
+    c.sums["is/units"] = tokens.lengths
+    if bounding.lower is not None:
+        c.add_extremes("is/weight", bounded, tokens.outside)
+    else:  # truncated weights grow with the log-ratio, whose extremes are found already
+        for suffix, sign in (("max", 1.0), ("negated_min", -1.0)):
+            extreme = (sign * c.maxima[f"d_{suffix}"]).clamp(max=LOG_RATIO_BOUND).exp()
+            c.maxima[f"is/weight_{suffix}"] = sign * extreme.clamp(max=bounding.upper) - c.no_rows.to(extreme.dtype)
+    return c.row_mean("is/sum"), c.row_mean("is/ratio"), below(ratio, lower).mul_(tokens.valid)
 
 
-def _weight_metrics(s: dict[str, float]) -> dict[str, float]:
+def _collect_sequence_weights(c: _Columns, tokens: Tokens, bounding: Bounding, ratio, bounded, lower: float):
+    """Weights of sequences, which count as often as a sequence has tokens. Returns what the function above does."""
+    row_excess, row_ratio = (bounded.to(c.dtype) - 1.0) * c.rows, ratio.to(c.dtype)
+    c.add("is/sum", row_excess * c.lengths)
+    c.add("is/squares", row_excess.square() * c.lengths)
+    c.sums["is/units"] = c.rows
+    c.add_extremes("is/weight", row_ratio, c.no_rows)  # as in verl, the raw ratio
+    return row_excess, row_ratio, below(ratio, lower) * c.rows
+
+
+def _weight_metrics(s: dict[str, float], bounding: Bounding) -> dict[str, float]:
     n, rows = s["tokens"], s["rows"]
     total, squares = n + s["is/sum"], n + 2 * s["is/sum"] + s["is/squares"]
     metrics = {
@@ -396,9 +317,9 @@ def _weight_metrics(s: dict[str, float]) -> dict[str, float]:
         "rollout_is_seq_fraction_high": _divide(s["is/row_high"], rows),
         "rollout_is_seq_fraction_low": _divide(s["is/row_low"], rows),
     }
-    if "is/outside" in s:
+    if bounding.lower is not None:
         metrics["rollout_is_oob_ratio"] = _divide(s["is/outside"], n)
-    if "is/norm_sum" in s:
+    if bounding.normalized:
         mean = _divide(s["is/norm_sum"], s["is/norm_count"])
         metrics["rollout_is_batch_norm_factor"] = 1.0 if mean <= MIN_MEAN_WEIGHT else mean
     return metrics
@@ -407,51 +328,57 @@ def _weight_metrics(s: dict[str, float]) -> dict[str, float]:
 # Rejection criteria ---------------------------------------------------------------------------------------------------
 
 
-def _collect_rejection(c: _Columns, criterion: Criterion, rejection: Rejection, tokens: Tokens):
-    statistic, floor = rejection.statistic, criterion.lower if criterion.divergence == "k1" else 0.0
-    token_level = criterion.scope == "token"
+def _collect_criterion(c: _Columns, tokens: Tokens, criterion: Criterion, rejection: Rejection):
     name = f"rs/{criterion.name}"
-    if token_level:
-        bounded = statistic.clamp(floor, criterion.upper).mul_(tokens.valid)
-        c.add(f"{name}/sum", statistic)
-        row = c.row_mean(f"{name}/sum")
-        c.add(f"{name}/bounded", bounded)
-        c.add(f"{name}/bounded_squares", bounded.square())
-        masked = rejection.rejected.sum(-1, keepdim=True)
-        row_high, row_low = above(row, criterion.upper) * c.rows, below(row, criterion.lower) * c.rows
-        if criterion.divergence == "k1":  # its extremes are those of d, with the other sign
-            c.maxima[f"{name}/statistic_max"] = c.maxima["d_negated_min"]
-            c.maxima[f"{name}/statistic_negated_min"] = c.maxima["d_max"]
-        else:
-            c.add_extremes(f"{name}/statistic", statistic, tokens.outside)
-    else:
-        row = statistic.to(c.dtype) * c.rows
-        bounded = row.clamp(floor, criterion.upper)
-        c.add(f"{name}/sum", row * c.lengths)
-        c.add(f"{name}/bounded", bounded * c.lengths)
-        c.add(f"{name}/bounded_squares", bounded.square() * c.lengths)
-        masked = rejection.rejected * tokens.lengths
-        row_high, row_low = rejection.high, rejection.low
-        c.add_extremes(f"{name}/statistic", row, c.no_rows)
+    floor = criterion.lower if criterion.divergence == "k1" else 0.0
+    collect_scope = _collect_token_criterion if criterion.by_token else _collect_sequence_criterion
+    row, row_high, row_low, rejected = collect_scope(c, tokens, criterion, rejection, name, floor)
     c.add(f"{name}/high", rejection.high)
     c.add(f"{name}/low", rejection.low)
-    c.sums[f"{name}/units"] = tokens.lengths if token_level else c.rows
-    c.add(f"{name}/row_sum", row)
-    c.add(f"{name}/row_squares", row.square())
+    c.add_rows(name, row)
     c.add(f"{name}/row_high", row_high)
     c.add(f"{name}/row_low", row_low)
-    c.add(f"{name}/masked", masked)
-    c.add(f"{name}/masked_rows", above(masked, 0.0))
+    c.add(f"{name}/rejected", rejected)
+    c.add(f"{name}/rejected_rows", above(rejected, 0.0))
     c.add_extremes(f"{name}/row", row, c.no_rows)
-    c.maxima[f"{name}/deviation"] = row.abs() - c.no_rows
     if criterion.name == "seq_max_k1":  # its lower ratio bound is the veto of verl's first releases
         c.add(f"{name}/veto_tokens", below(tokens.log_ratio, -criterion.upper).mul_(tokens.valid))
         c.add(f"{name}/veto_rows", rejection.high)
 
 
-def _rejection_metrics(s: dict[str, float], name: str) -> dict[str, float]:
+def _collect_token_criterion(c: _Columns, tokens: Tokens, criterion: Criterion, rejection, name: str, floor: float):
+    """A criterion on tokens. Returns, per row: its mean, whether that is out of bounds, and the tokens that are rejected."""
+    statistic = rejection.statistic
+    c.add(f"{name}/sum", statistic)
+    row = c.row_mean(f"{name}/sum")
+    bounded = statistic.clamp(floor, criterion.upper).mul_(tokens.valid)
+    c.add(f"{name}/bounded", bounded)
+    c.add(f"{name}/bounded_squares", bounded.square())
+    c.sums[f"{name}/units"] = tokens.lengths
+    if criterion.divergence == "k1":  # its extremes are those of d, with the other sign
+        c.maxima[f"{name}/statistic_max"] = c.maxima["d_negated_min"]
+        c.maxima[f"{name}/statistic_negated_min"] = c.maxima["d_max"]
+    else:
+        c.add_extremes(f"{name}/statistic", statistic, tokens.outside)
+    row_high, row_low = above(row, criterion.upper) * c.rows, below(row, criterion.lower) * c.rows
+    return row, row_high, row_low, rejection.rejected.sum(-1, keepdim=True)
+
+
+def _collect_sequence_criterion(c: _Columns, tokens: Tokens, criterion: Criterion, rejection, name: str, floor: float):
+    """A criterion on sequences, each of which counts as often as it has tokens. Returns what the function above does."""
+    row = rejection.statistic.to(c.dtype) * c.rows
+    bounded = row.clamp(floor, criterion.upper)
+    c.add(f"{name}/sum", row * c.lengths)
+    c.add(f"{name}/bounded", bounded * c.lengths)
+    c.add(f"{name}/bounded_squares", bounded.square() * c.lengths)
+    c.sums[f"{name}/units"] = c.rows
+    c.add_extremes(f"{name}/statistic", row, c.no_rows)
+    return row, rejection.high, rejection.low, rejection.rejected * tokens.lengths
+
+
+def _criterion_metrics(s: dict[str, float], criterion: Criterion) -> dict[str, float]:
     def get(key: str) -> float:
-        return s[f"rs/{name}/{key}"]
+        return s[f"rs/{criterion.name}/{key}"]
 
     tokens, rows = s["tokens"], s["rows"]
     metrics = {
@@ -467,13 +394,13 @@ def _rejection_metrics(s: dict[str, float], name: str) -> dict[str, float]:
         "seq_min": -_maximum(get("row_negated_min")),
         "seq_max_deviation": _maximum(get("deviation")),
         "seq_fraction_high": _divide(get("row_high"), rows),
-        "masked_fraction": _divide(get("masked"), tokens),
-        "seq_masked_fraction": _divide(get("masked_rows"), rows),
+        "masked_fraction": _divide(get("rejected"), tokens),
+        "seq_masked_fraction": _divide(get("rejected_rows"), rows),
     }
-    if name.endswith("k1"):
+    if criterion.divergence == "k1":
         metrics["seq_fraction_low"] = _divide(get("row_low"), rows)
-    metrics = {f"rollout_rs_{name}_{key}": value for key, value in metrics.items()}
-    if name == "seq_max_k1":
+    metrics = {f"rollout_rs_{criterion.name}_{key}": value for key, value in metrics.items()}
+    if criterion.name == "seq_max_k1":
         metrics["rollout_is_catastrophic_token_fraction"] = _divide(get("veto_tokens"), tokens)
         metrics["rollout_is_veto_fraction"] = _divide(get("veto_rows"), rows)
     return metrics

@@ -9,7 +9,7 @@ call them.
 from collections.abc import Mapping
 from typing import Any
 
-from .config import warn
+from .messages import warn
 from .thresholds import parse_number, parse_rejection_thresholds, parse_weight_threshold
 
 
@@ -130,7 +130,7 @@ def _verl_thresholds(settings: dict[str, Any], criteria: list[str], *, bounds_th
     if bounds_the_ratio:
         return parse_rejection_thresholds(threshold, criteria)
     return [
-        _inverted(entry, name) if name.endswith("k1") else entry
+        _inverted(entry, name) if isinstance(entry, list) else entry
         for entry, name in zip(parse_rejection_thresholds(threshold, criteria), criteria, strict=True)
     ]
 

@@ -10,10 +10,8 @@ import math
 import re
 from typing import Any
 
-from .functional import DIVERGENCES, SCOPES
+from .criteria import CRITERIA
 
-
-CRITERIA = tuple(f"{scope}_{divergence}" for scope in SCOPES for divergence in DIVERGENCES)
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|\+?\.?inf", re.IGNORECASE)
 _UNDERSCORE_HINT = (
@@ -74,8 +72,8 @@ def parse_structure(value: Any, field: str) -> Any:
             return json.loads(re.sub(r"[^\[\],\s]+", lambda match: json.dumps(match.group()), text))
         except json.JSONDecodeError as error:
             raise ValueError(f"`{field}` is not a list of numbers and pairs of numbers, got {value!r}.") from error
-    parts = [part.strip().split("_") for part in text.split(",")]
-    parts = [part[0] if len(part) == 1 else part for part in parts]
+    split = [part.strip().split("_") for part in text.split(",")]
+    parts = [part[0] if len(part) == 1 else part for part in split]
     return parts[0] if len(parts) == 1 and isinstance(parts[0], str) else parts
 
 

@@ -27,8 +27,8 @@ from trl.generation import vllm_generation
 
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
 from trl_rollout_corr.correction import RolloutCorrection
-from trl_rollout_corr.metrics import PREFIX
-from trl_rollout_corr.sampler import sync_weights_on_cpu
+from trl_rollout_corr.keys import PREFIX
+from trl_rollout_corr.trainers.sampler import sync_weights_on_cpu
 
 
 ROOT = Path(__file__).parents[2]

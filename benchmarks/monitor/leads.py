@@ -3,7 +3,9 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from trl_rollout_corr.rules import PREFIX, RULES, Finding, Rule, examine
+from trl_rollout_corr.health import Finding, Rule
+from trl_rollout_corr.keys import PREFIX
+from trl_rollout_corr.rules import RULES, examine
 
 
 # What the rules read, without prefix
@@ -79,7 +81,7 @@ def closest(run: Mapping[str, Any], rule: Rule) -> float | None:
     log, others = entries(run), dict.fromkeys(set(RULES) - {rule.name})
 
     def fires(bound: float) -> bool:
-        return bool(examine(log, {**run["options"], "rollout_monitor_thresholds": {**others, rule.name: bound}}))
+        return bool(examine(log, {**run["options"], "rollout_monitor_bounds": {**others, rule.name: bound}}))
 
     loose, tight = (-1e6, 1e6) if rule.below else (1e6, -1e6)
     if not fires(tight):

@@ -11,8 +11,8 @@ import torch
 from tests.dumps import read_dump
 from tests.launching import ACCELERATE, ROOT, run
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
-from trl_rollout_corr.metrics import PREFIX
-from trl_rollout_corr.thresholds import CRITERIA
+from trl_rollout_corr.criteria import CRITERIA
+from trl_rollout_corr.keys import PREFIX
 
 
 EVERYTHING = {

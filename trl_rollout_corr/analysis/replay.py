@@ -8,7 +8,7 @@ import torch
 from ..config import RolloutCorrectionConfig
 from ..correction import compute_rollout_correction
 from ..functional import LOG_RATIO_BOUND, Tokens, select_tokens
-from ..metrics import PREFIX
+from ..keys import PREFIX
 from .reading import Sequences, pad
 
 

@@ -12,8 +12,8 @@ import numpy as np
 from ..config import RolloutCorrectionConfig
 from ..correction import compute_rollout_correction
 from ..dump import files_of, read_logs
-from ..metrics import PREFIX
-from ..rules import is_training_window
+from ..health import is_training_window
+from ..keys import PREFIX
 from .reading import Sequences, read_sequences
 from .settings import config_of_run
 

@@ -1,1 +1,1 @@
-"""The trainers. TRL is imported here and in `sampler.py` only."""
+"""The trainers. TRL is imported here only."""

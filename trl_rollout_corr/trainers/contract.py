@@ -19,6 +19,7 @@ OLDEST, FIRST_UNSUPPORTED = "1.16", "2"
 _FORWARD = ["self", "model", "input_ids", "attention_mask", "logits_to_keep"]
 _SHARED = {
     "_get_per_token_logps_and_entropies": _FORWARD,
+    "_generate": ["self", "prompts"],
     "_generate_and_score_completions": ["self", "inputs"],
     "_calculate_rewards": ["self", "inputs", "prompts", "completions", "completion_ids_list"],
     "compute_loss": ["self", "model", "inputs", "return_outputs", "num_items_in_batch"],
@@ -26,7 +27,7 @@ _SHARED = {
     "log": ["self", "logs", "start_time"],
 }
 METHODS = {
-    GRPOTrainer: {**_SHARED, "_generate": ["self", "prompts"]},
+    GRPOTrainer: _SHARED,
     RLOOTrainer: _SHARED,
     VLLMGeneration: {
         "generate": ["self", "prompts", "images", "num_generations", "profiler"],

@@ -15,21 +15,21 @@ from ..config import RolloutCorrectionConfig
 from ..dump import append_log, files_of, read_logs, remove_oldest, rewind, write_rows
 
 
-class Candidate(NamedTuple):
+class Offered(NamedTuple):
     """
     A sequence that may go to the dump.
 
     Args:
-        worst (`float`):
+        distance (`float`):
             Largest absolute log-ratio of its tokens, infinite if one has no finite log-probability.
-        lot (`float`):
-            A random number: the largest are drawn.
+        chance (`float`):
+            A random number in `[0, 1)`. The sequences with the largest are the ones that are drawn.
         row (`dict`):
             Its columns, without text.
     """
 
-    worst: float
-    lot: float
+    distance: float
+    chance: float
     row: dict[str, Any]
 
 
@@ -44,19 +44,28 @@ class SequenceDump(TrainerCallback):
             Knows the other ranks.
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
             Turns tokens into text.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of what is drawn.
     """
 
-    def __init__(self, args: RolloutCorrectionConfig, accelerator: Accelerator, tokenizer: PreTrainedTokenizerBase):
+    def __init__(
+        self,
+        args: RolloutCorrectionConfig,
+        accelerator: Accelerator,
+        tokenizer: PreTrainedTokenizerBase,
+        seed: int = 0,
+    ):
         self.args, self.accelerator, self.tokenizer = args, accelerator, tokenizer
-        self.candidates: list[Candidate] = []
-        self.offers = 0  # batches of this step
+        self.seed = seed
+        self.offered: list[Offered] = []
+        self.n_batches = 0  # of this step
         self.next_step = args.rollout_dump_steps
         self.unchecked = 0  # bytes written since the size of the folder was looked at
         self.gave_up = False
 
     @property
     def folder(self) -> Path:
-        return Path(self.args.rollout_dump_dir)
+        return Path(self.args.rollout_dump_dir or "")
 
     def wants(self, step: int) -> bool:
         """
@@ -65,7 +74,7 @@ class SequenceDump(TrainerCallback):
         """
         return step >= self.next_step
 
-    def offer(self, step: int, batch: dict[str, torch.Tensor], columns: dict[str, torch.Tensor | None]):
+    def offer(self, step: int, batch: dict[str, torch.Tensor], columns: dict[str, Any]):
         """
         Consider the sequences of a batch.
 
@@ -77,37 +86,37 @@ class SequenceDump(TrainerCallback):
             columns (`dict`):
                 Tensors of shape `(B, T)` or `(B,)` by column of the dump; `None` where there is none.
         """
+        mask = columns["mask"]
         distance = (columns["train_logps"] - columns["rollout_logps"]).abs().nan_to_num(torch.inf)
         # a completion without a token of the loss, such as a truncated one that TRL masks, has nothing to show
-        worst = distance.masked_fill(~columns["mask"], 0.0).amax(1).masked_fill(~columns["mask"].any(1), -1.0).cpu()
-        # lots of its own, so that training draws the same numbers with a dump and without
-        seed = hash((self.args.seed, self.accelerator.process_index, step, self.offers))
-        lots = torch.rand(len(worst), generator=torch.Generator().manual_seed(seed % 2**63))
-        lots[worst < 0] = -1.0
-        self.offers += 1
-        chosen = self._chosen(worst, lots)
+        distance = distance.masked_fill(~mask, 0.0).amax(1).masked_fill(~mask.any(1), -1.0).cpu()
+        # random numbers of its own, so that training draws the same ones with a dump and without
+        seed = hash((self.seed, self.accelerator.process_index, step, self.n_batches))
+        chance = torch.rand(len(distance), generator=torch.Generator().manual_seed(seed % 2**63))
+        chance[distance < 0] = -1.0
+        self.n_batches += 1
+        chosen = self._chosen(distance, chance)
         on_host = {name: None if x is None else x[chosen].cpu() for name, x in {**batch, **columns}.items()}
         for i, index in enumerate(chosen.tolist()):
             row = {name: None if x is None else x[i] for name, x in on_host.items()}
-            self.candidates.append(Candidate(worst[index].item(), lots[index].item(), {"step": step, **row}))
+            self.offered.append(Offered(distance[index].item(), chance[index].item(), {"step": step, **row}))
         self._thin_out()
 
-    def _chosen(self, worst: torch.Tensor, lots: torch.Tensor) -> torch.Tensor:
+    def _chosen(self, distance: torch.Tensor, chance: torch.Tensor) -> torch.Tensor:
         """Indices of the sequences of a batch that may be among the worst, or drawn."""
         counts = (self.args.rollout_dump_worst, self.args.rollout_dump_sampled)
-        top = [x.topk(min(k, len(x))).indices for x, k in zip((worst, lots), counts, strict=True)]
+        top = [x.topk(min(k, len(x))).indices for x, k in zip((distance, chance), counts, strict=True)]
         chosen = torch.cat(top).unique()
-        return chosen[lots[chosen] >= 0]
+        return chosen[chance[chosen] >= 0]
 
     def _thin_out(self):
         """Forget what cannot be written any more."""
-        if self.candidates:
-            worst, lots = self._scores().unbind(1)
-            self.candidates = [self.candidates[i] for i in self._chosen(worst, lots).tolist()]
+        if self.offered:
+            self.offered = [self.offered[i] for i in self._chosen(*self._scores().unbind(1)).tolist()]
 
     def _scores(self) -> torch.Tensor:
-        """`(N, 2)`: distance and lot of the candidates."""
-        return torch.tensor([candidate[:2] for candidate in self.candidates])
+        """`(N, 2)`: distance and chance of what was offered."""
+        return torch.tensor([(offered.distance, offered.chance) for offered in self.offered])
 
     # Events -----------------------------------------------------------------------------------------------------------
 
@@ -133,7 +142,7 @@ class SequenceDump(TrainerCallback):
             return
         drawn, worst, anywhere = self._among_all_ranks()
         rows = list(self._rows(drawn, worst))
-        self.candidates, self.offers = [], 0
+        self.offered, self.n_batches = [], 0
         if anywhere:  # the same on all ranks
             self.next_step = state.global_step + self.args.rollout_dump_steps
         if rows:
@@ -165,11 +174,11 @@ class SequenceDump(TrainerCallback):
             warnings.warn(f"The dump in {str(self.folder)!r} ends here: {error}.", UserWarning, stacklevel=2)
 
     def _among_all_ranks(self) -> tuple[set[int], set[int], bool]:
-        """Candidates of this rank that are drawn and that are among the worst of all ranks, and whether any rank has some."""
+        """What of this rank is drawn and what is among the worst of all ranks, and whether any rank was offered something."""
         size = self.args.rollout_dump_worst + self.args.rollout_dump_sampled
         scores = torch.full((1, size, 2), -1.0)
-        if self.candidates:
-            scores[0, : len(self.candidates)] = self._scores()
+        if self.offered:
+            scores[0, : len(self.offered)] = self._scores()
         everywhere = (
             self.accelerator.gather(scores.to(self.accelerator.device)).cpu().flatten(0, 1)
         )  # (ranks * size, 2)
@@ -177,12 +186,12 @@ class SequenceDump(TrainerCallback):
         chosen = []
         for column, count in ((1, self.args.rollout_dump_sampled), (0, self.args.rollout_dump_worst)):
             best = everywhere[:, column].topk(min(count, len(everywhere))).indices - first
-            chosen.append({i for i in best.tolist() if 0 <= i < len(self.candidates)})
+            chosen.append({i for i in best.tolist() if 0 <= i < len(self.offered)})
         return chosen[0], chosen[1], bool((everywhere >= 0).any())
 
     def _rows(self, drawn: set[int], worst: set[int]) -> Iterator[dict[str, Any]]:
         for i in sorted(drawn | worst):
-            row = self.candidates[i].row
+            row = self.offered[i].row
             n = int(row["completion_mask"].sum())
             token_ids = row["completion_ids"][:n].tolist()
             prompt = row["prompt_ids"][row["prompt_mask"].bool()]

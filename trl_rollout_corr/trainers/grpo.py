@@ -9,15 +9,17 @@ import torch
 from trl import GRPOConfig, GRPOTrainer
 
 from ..config import RolloutCorrectionConfig
-from ..sampler import check_logprobs
-from .mixin import RolloutCorrectionMixin
-from .monitor import check_preset
-from .validation import (
+from .batch import OLD_LOGPS
+from .checks import (
     check_batch_normalization,
+    check_logprobs,
+    check_loss,
+    check_preset,
     check_sampling,
     check_sequence_level_ratio,
     replace_trl_correction,
 )
+from .mixin import RolloutCorrectionMixin
 
 
 @dataclass
@@ -40,29 +42,10 @@ class RolloutCorrectedGRPOConfig(RolloutCorrectionConfig, GRPOConfig):
         GRPOConfig.__post_init__(self)
         check_batch_normalization(self)
         check_sampling(self)
-        if self.corrects and self.loss_type == "vespo":
-            raise ValueError(
-                "`loss_type` is 'vespo', which folds importance weights into its own sequence weight, so no other weight or "
-                "rejection can be applied to it. Choose another `loss_type`, or only measure with "
-                "`rollout_metrics_only=True`."
-            )
+        check_loss(self)
         check_sequence_level_ratio(self)
         if self.rollout_monitor == "tighten":
             check_preset(self.rollout_monitor_preset, self)
-        reinforce = self.corrects and self.bypass_mode and self.rollout_loss_type == "reinforce"
-        cap = self.epsilon_high or self.epsilon
-        if reinforce and self.loss_type == "cispo" and cap < 1.0:
-            raise ValueError(
-                f"`epsilon_high` is {cap} with `loss_type='cispo'`, which caps the ratio by it, and "
-                "with `rollout_loss_type='reinforce'`, whose ratio is 1: every gradient would be scaled by it. Set "
-                "`epsilon_high` to 1 or more."
-            )
-        if reinforce and self.importance_sampling_level != "token":
-            raise ValueError(
-                f"`importance_sampling_level` is {self.importance_sampling_level!r} with `rollout_loss_type='reinforce'`, "
-                "whose loss is a sum over tokens. Set it to 'token'; for weights of sequences set `rollout_is` to "
-                "'sequence' or 'geometric'."
-            )
 
 
 class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
@@ -92,26 +75,22 @@ class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
 
     _trl_class = GRPOTrainer
     _config_class = RolloutCorrectedGRPOConfig
-    _anchor_key = "old_per_token_logps"
+    _anchor_key = OLD_LOGPS
+    num_iterations: int  # TRL's
     _tag_names = [*GRPOTrainer._tag_names, "rollout-correction"]
 
     def _check_sampler(self):
         if self.rollout_func is None:  # a rollout function brings its own log-probabilities
             super()._check_sampler()
 
-    def _generate(self, prompts: list):
-        generated = super()._generate(prompts)
+    def _generate(self, prompts, *args, **kwargs):
+        generated = super()._generate(prompts, *args, **kwargs)
         _, completion_ids, tool_mask, _, logprobs, *_ = generated
         check_logprobs(completion_ids, logprobs)
         self._record_logprobs(logprobs)  # with tools or a rollout function, of several turns
-        self._recorded_tool_mask = tool_mask
+        if self._scoring is not None:
+            self._scoring.tool_mask = tool_mask
         return generated
-
-    def _mask_while_scoring(self, completion_mask: torch.Tensor) -> torch.Tensor:
-        if self._recorded_tool_mask is None:
-            return completion_mask
-        rows = [[*row, *[1] * (completion_mask.shape[1] - len(row))] for row in self._recorded_tool_mask]
-        return completion_mask * torch.tensor(rows, device=completion_mask.device)
 
     @contextmanager
     def _asking_for_old_pass(self) -> Iterator[None]:
@@ -136,5 +115,5 @@ class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
         # negative, so they commute with PPO's min; masks, denominators, KL and entropy terms stay TRL's.
         advantages = inputs["advantages"]
         inputs["advantages"] = (advantages if advantages.dim() == 2 else advantages.unsqueeze(1)) * coefficients
-        inputs["old_per_token_logps"] = anchor
+        inputs[OLD_LOGPS] = anchor
         return logps

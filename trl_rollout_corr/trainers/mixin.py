@@ -7,16 +7,14 @@ hangs on it:
 - *in the loss* its result passes through [`RolloutCorrectionMixin._correct`] on its way back to TRL, which reads the anchor
   of the ratio and the advantages only after it. So a correction costs no forward pass of its own;
 - *while scoring* TRL's first call computes the log-probabilities of the *old* policy. It is answered without a forward
-  pass where they are not needed ([`OldPass`]).
+  pass where they are not needed ([`~trl_rollout_corr.trainers.scoring.OldPass`]).
 
 `B` completions, `T` completion tokens.
 """
 
-import math
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import broadcast_object_list
@@ -24,44 +22,35 @@ from transformers import PreTrainedModel
 
 from ..correction import RolloutCorrection, compute_rollout_correction, keep_mask, usable_rollout_logps
 from ..functional import LOG_RATIO_BOUND
-from ..sampler import record_logprobs, sync_weights_on_cpu
+from .batch import (
+    COEFFICIENTS,
+    FIRST_COEFFICIENTS,
+    FIRST_LOGPS,
+    OLD_LOGPS,
+    REWARDS,
+    ROLLOUT_LOGPS,
+    ROLLOUT_STEP,
+)
+from .checks import check_bases, check_config_class, check_has_sampler, check_server_logprobs, definer
 from .contract import check_trl
-from .observation import COEFFICIENTS, OLD_LOGPS, ROLLOUT_LOGPS, ObservationMixin
-from .validation import check_server_logprobs
+from .dumping import SequenceDump
+from .loss import LossCall
+from .monitor import add_monitor
+from .observer import Corrected, Moment, Observer
+from .sampler import announce_sync, record_logprobs, sync_weights_on_cpu
+from .scoring import Logprobs, OldPass, Scoring
+from .visits import Visits
 
 
-class OldPass:
-    """
-    TRL's first forward pass while it scores a batch, which computes the log-probabilities of the old policy.
-
-    Args:
-        answer (`Callable[[torch.Tensor, int], torch.Tensor]`, *optional*):
-            Takes `input_ids` and `logits_to_keep` and returns what TRL gets in place of a forward pass, of shape `(B, T)`.
-            By default the forward pass runs.
-    """
-
-    def __init__(self, answer: Callable[[torch.Tensor, int], torch.Tensor] | None = None):
-        self.answer = answer
-        self.calls = 0
-        self.logps: torch.Tensor | None = None  # (B, T)
-        self.completion_mask: torch.Tensor | None = None  # (B, T)
-
-    @property
-    def runs(self) -> bool:
-        return self.answer is None
-
-    def __call__(self, forward: Callable, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs) -> tuple:
-        self.calls += 1
-        if self.calls == 1 and not self.runs:
-            outputs = (self.answer(input_ids, logits_to_keep), None, None)
-        else:
-            outputs = forward(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
-        if self.calls == 1:
-            self.logps, self.completion_mask = outputs[0], attention_mask[:, -logits_to_keep:]
-        return outputs
+if TYPE_CHECKING:
+    from transformers import (
+        Trainer as _Host,
+    )  # of the methods below; `contract.py` has what is touched of TRL's trainers
+else:
+    _Host = object
 
 
-class RolloutCorrectionMixin(ObservationMixin):
+class RolloutCorrectionMixin(_Host):
     """
     Rollout correction for a trainer of TRL. Comes before the trainer among the bases.
 
@@ -71,17 +60,26 @@ class RolloutCorrectionMixin(ObservationMixin):
     - `_anchor_key`, the key under which TRL keeps what the ratio is taken against;
     - `_enter_loss`, how an anchor and coefficients enter TRL's loss;
     - `_asking_for_old_pass`, what makes TRL run its old pass while scoring.
+
+    Attributes:
+        rollout_step (`int`, *optional*):
+            Optimizer step of the weights that sample. Set when they are pushed to vLLM. Whoever samples with others (a
+            `rollout_func`, an asynchronous sampler) sets it to theirs.
     """
 
     _trl_class: type
     _config_class: type
     _anchor_key: str
 
+    rollout_step: int | None = None
+
     def __init__(self, model, reward_funcs=None, args=None, *further_args, **kwargs):
         check_trl(self._trl_class)
+        check_bases(type(self), RolloutCorrectionMixin, self._trl_class)
         super().__init__(model, reward_funcs, self._checked_args(model, args), *further_args, **kwargs)
-        self._old_pass: OldPass | None = None
-        self._loss_batch: tuple[dict, dict] | None = None
+        self._scoring: Scoring | None = None
+        self._loss_call: LossCall | None = None
+        self._visits = Visits(self.args.steps_per_generation, self.num_iterations)
         # Every sample is visited before the first optimizer step since its generation, so that the policy of its first
         # visit is the old policy.
         self._visited_before_update = self.args.gradient_accumulation_steps % self.args.steps_per_generation == 0
@@ -89,46 +87,44 @@ class RolloutCorrectionMixin(ObservationMixin):
             self._check_server()
             record_logprobs(self.vllm_generation, keep=self._record_logprobs)
             sync_weights_on_cpu(self.vllm_generation)
+            announce_sync(self.vllm_generation, self._mark_sync)
         self._check_sampler()
-        self._start_observing()
+        add_monitor(self.callback_handler, self.args)
+        self._observer = Observer(self.args, self.accelerator, self.callback_handler, self._add_dump())
 
     def _checked_args(self, model: str | PreTrainedModel, args: Any) -> Any:
         if args is None:
             model_name = model if isinstance(model, str) else model.config._name_or_path
             return self._config_class(f"{model_name.split('/')[-1]}-{self._name}")
-        if not isinstance(args, self._config_class):
-            raise TypeError(
-                f"`args` must be a `{self._config_class.__name__}`, got a `{type(args).__name__}`. It takes the same "
-                "arguments, and those of rollout correction."
-            )
+        check_config_class(args, self._config_class)
         return args
 
     def _check_server(self):
         if self.vllm_mode == "server":
-            info = [None]
+            info: list[Any] = [None]
             if self.accelerator.is_main_process:  # the only one that talks to the server
                 info = [self.vllm_generation.vllm_client.get_server_info()["model_config"]["logprobs_mode"]]
             broadcast_object_list(info, from_process=0)  # so that every rank raises, or none
             check_server_logprobs(info[0], self.temperature)
 
     def _check_sampler(self):
-        if not self.use_vllm:
-            raise ValueError(
-                "`use_vllm` is False, so there are no log-probabilities of the sampler to correct with. Set `use_vllm=True`, "
-                f"or use `{self._trl_class.__name__}`."
-            )
+        check_has_sampler(self.use_vllm, self._trl_class)
 
-    # The sampler's log-probabilities ----------------------------------------------------------------------------------
+    def _add_dump(self) -> SequenceDump | None:
+        """Add the dump, if there is one, and return it."""
+        if self.args.rollout_dump_dir is None:
+            return None
+        tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
+        dump = SequenceDump(self.args, self.accelerator, tokenizer, self.args.seed)
+        self.add_callback(dump)
+        return dump
 
-    def _record_logprobs(self, logprobs: list[list[float | None]]):
-        """Keep the log-probabilities of a generation, one list per completion."""
-        self._recorded_logprobs = logprobs
+    def _mark_sync(self):
+        self.rollout_step = self.state.global_step
 
-    def _recorded_logps(self, like: torch.Tensor) -> torch.Tensor:
-        """Log-probabilities of the latest generation, padded to the shape `(B, T)` of `like`."""
-        rows = [[math.nan if x is None else x for x in row] for row in self._recorded_logprobs]
-        padded = [row + [0.0] * (like.shape[1] - len(row)) for row in rows]
-        return torch.tensor(padded, dtype=torch.float32, device=like.device)
+    @property
+    def _now(self) -> Moment:
+        return Moment("train" if self.model.training else "eval", self.state.global_step)
 
     # Scoring ----------------------------------------------------------------------------------------------------------
 
@@ -157,23 +153,43 @@ class RolloutCorrectionMixin(ObservationMixin):
     def _asking_for_old_pass(self) -> AbstractContextManager:
         return nullcontext()
 
+    def _record_logprobs(self, logprobs: Logprobs):
+        """Keep the log-probabilities of a generation, one list per completion."""
+        if self._scoring is not None:
+            self._scoring.logprobs = logprobs
+
     def _generate_and_score_completions(self, inputs):
-        self._old_pass = old_pass = self._new_old_pass()
+        self._scoring = scoring = Scoring(self._new_old_pass())
         try:
-            if old_pass is None:
+            with nullcontext() if scoring.old_pass is None else self._asking_for_old_pass():
                 output = super()._generate_and_score_completions(inputs)
-            else:
-                with self._asking_for_old_pass():
-                    output = super()._generate_and_score_completions(inputs)
         finally:
-            self._old_pass = None
-        if old_pass is not None:
-            self._settle_old_pass(old_pass, output)
-        output[ROLLOUT_LOGPS] = self._rollout_logps(output)
+            self._scoring = None
+        if scoring.old_pass is not None:
+            self._settle_old_pass(scoring.old_pass, output)
+        self._check_rows(scoring, output)
+        output[ROLLOUT_LOGPS] = self._rollout_logps(output, scoring)
+        output[REWARDS] = scoring.rewards
         self._note_origin(output)
+        if self.model.training:
+            self._visits.generated(output, FIRST_LOGPS, FIRST_COEFFICIENTS)
         if self.args.corrects and self.args.needs_whole_batch and not self.args.bypass_mode:
-            output[COEFFICIENTS] = self._correct_and_record(output[OLD_LOGPS], output)
+            seen = self._correct_from(output[OLD_LOGPS], output, from_old=True)
+            self._observer.corrected(self._now, seen)
+            output[COEFFICIENTS] = seen.coefficients
         return output
+
+    def _check_rows(self, scoring: Scoring, output: dict[str, Any]):
+        """Check that what passed by while scoring is about the completions that came out."""
+        rows = [len(x) for x in (scoring.logprobs, scoring.rewards) if x is not None]
+        if any(n != len(output["completion_ids"]) for n in rows):
+            owner = definer(type(self), "_generate_and_score_completions", after=RolloutCorrectionMixin)
+            raise RuntimeError(
+                f"`{owner.__name__}._generate_and_score_completions` returned {len(output['completion_ids'])} completions, "
+                f"but the last ones that were generated and scored are {rows[0]}: rollout correction cannot tell where the "
+                "others are from. Put batches together in a subclass of the corrected trainer, where each part has its "
+                "sampler's log-probabilities."
+            )
 
     def _settle_old_pass(self, old_pass: OldPass, output: dict[str, Any]):
         """Put the old log-probabilities into the batch, or take what stood in for them out of it."""
@@ -189,58 +205,74 @@ class RolloutCorrectionMixin(ObservationMixin):
         else:
             output.pop(OLD_LOGPS, None)
 
-    def _rollout_logps(self, output: dict[str, Any]) -> torch.Tensor:
+    def _rollout_logps(self, output: dict[str, Any], scoring: Scoring) -> torch.Tensor:
         """Log-probabilities of the sampler, `(B, T)`."""
         return output[ROLLOUT_LOGPS]
 
+    def _note_origin(self, output: dict[str, Any]):
+        """Note which weights sampled a batch, for as long as it is trained on."""
+        if self.rollout_step is not None:
+            steps = torch.full_like(output["advantages"], self.rollout_step, dtype=torch.long)
+            output[ROLLOUT_STEP] = steps if steps.dim() == 1 else steps[:, 0]
+            self._observer.generated(self._now, output[ROLLOUT_STEP])
+
+    def _generate(self, prompts, *args, **kwargs):
+        scoring = self._scoring or Scoring(None)
+        scoring.restart()  # a class below may generate several times, and keep the last
+        with scoring.pause():  # a rollout function may score what it likes
+            return super()._generate(prompts, *args, **kwargs)
+
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        self._record_rewards(rewards, len(prompts))
-        if not self._excludes_from_baseline:
+        scoring = self._scoring
+        with (scoring or Scoring(None)).pause():  # and so may a reward function
+            rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        if scoring is not None:
+            scoring.rewards = self._own_rewards(rewards, len(prompts))
+        if scoring is None or scoring.old_pass is None or not self._excludes_from_baseline:
             return rewards
         # TRL leaves completions without a reward out of the baseline, and gives them no advantage
-        rejected = self.accelerator.gather(self._rejected_sequences())
+        rejected = self.accelerator.gather(self._rejected_sequences(scoring, scoring.old_pass))
         return rewards.masked_fill(rejected.unsqueeze(1), torch.nan)
 
-    def _rejected_sequences(self) -> torch.Tensor:
-        """Which completions of the batch being scored lose every token, `(B,)`."""
-        old_pass = self._old_pass
-        mask = self._mask_while_scoring(old_pass.completion_mask).bool()
-        keep = keep_mask(old_pass.logps, self._recorded_logps(mask), mask, self.args)
-        return mask.any(1) & ~keep.any(1)
+    def _own_rewards(self, rewards: torch.Tensor, n: int) -> torch.Tensor:
+        """Rewards of the `n` completions of this rank, `(n,)`, from those of all ranks and reward functions."""
+        total = (rewards * self.reward_weights.to(rewards.device)).nansum(1)
+        first = self.accelerator.process_index * n
+        return total.masked_fill(rewards.isnan().all(1), torch.nan)[first : first + n]
 
-    def _mask_while_scoring(self, completion_mask: torch.Tensor) -> torch.Tensor:
-        """Tokens of the loss of the batch being scored, `(B, T)`."""
-        return completion_mask
+    def _rejected_sequences(self, scoring: Scoring, old_pass: OldPass) -> torch.Tensor:
+        """Which completions of the batch being scored lose every token, `(B,)`."""
+        mask = scoring.loss_mask(old_pass.completion_mask).bool()
+        keep = keep_mask(old_pass.logps, scoring.rollout_logps(mask), mask, self.args)
+        return mask.any(1) & ~keep.any(1)
 
     # The loss ---------------------------------------------------------------------------------------------------------
 
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
         forward = super()._get_per_token_logps_and_entropies
-        if self._old_pass is not None:
-            return self._old_pass(forward, model, *args, **kwargs)
+        if self._scoring is not None and self._scoring.old_pass is not None and not self._scoring.paused:
+            return self._scoring.old_pass(forward, model, *args, **kwargs)
         logps, *others = forward(model, *args, **kwargs)
-        if self._loss_batch is not None:
-            (batch, inputs), self._loss_batch = self._loss_batch, None
-            logps = self._correct(logps, batch, inputs)
+        if self._loss_call is not None and self._is_policy(model, logps, self._loss_call):
+            self._loss_call.take_forward()
+            logps = self._correct(logps, self._loss_call.batch, self._loss_call.inputs)
         return logps, *others
 
+    def _is_policy(self, model, logps: torch.Tensor, call: LossCall) -> bool:
+        """Whether a forward pass in the loss is that of the policy, and not of a teacher, a reference or a probe."""
+        models = [self.accelerator.unwrap_model(m, keep_fp32_wrapper=True) for m in (model, call.model)]
+        return models[0] is models[1] and (logps.requires_grad or not call.with_gradient)
+
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        batch, inputs = inputs, dict(inputs)
         # TRL must not read the advantages before `_correct` has put them back. If it ever does, that is an error rather
         # than a loss without correction.
-        del inputs["advantages"]
-        self._loss_batch = batch, inputs
+        self._loss_call = call = LossCall(model, inputs)
         try:
-            loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-            if self._loss_batch is not None:
-                raise RuntimeError(
-                    "TRL's loss did not pass through `_get_per_token_logps_and_entropies`, where rollout correction attaches. "
-                    "Install the version of trl that this release was tested with."
-                )
-            return loss
+            loss = super().compute_loss(model, call.inputs, return_outputs, num_items_in_batch)
         finally:
-            self._loss_batch = None
+            self._loss_call = None
+        call.check_corrected(type(self))
+        return loss
 
     def _correct(self, logps: torch.Tensor, batch: dict[str, Any], inputs: dict[str, Any]) -> torch.Tensor:
         """
@@ -250,8 +282,7 @@ class RolloutCorrectionMixin(ObservationMixin):
             logps (`torch.Tensor` of shape `(B, T)`):
                 Log-probabilities of the current policy, with gradient.
             batch (`dict`):
-                The buffered micro-batch. It is the same object at every visit, so what the first visit settles is kept in
-                it.
+                The micro-batch, or a copy. What the first visit settles is kept in its tensors.
             inputs (`dict`):
                 What TRL's loss reads; changed in place.
 
@@ -259,38 +290,63 @@ class RolloutCorrectionMixin(ObservationMixin):
             `torch.Tensor` of shape `(B, T)`: the log-probabilities for TRL's loss.
         """
         inputs["advantages"] = batch["advantages"]
-        current = logps.detach()
-        self._record_staleness(current, batch)
+        current, first = logps.detach(), self._is_first_visit(batch)
+        old: Any = self._old_logps(current, batch, first)
+        self._observer.visited(self._now, batch, self._loss_mask(batch), current, old)
         if self.args.bypass_mode:
-            correction = self._compute_correction(current, batch)
-            if not self.args.corrects:
-                self._record(current, batch, correction, correction.coefficients)
-                return logps
-            anchor, coefficients = self._bypass(current, correction, batch)
-            # a ratio that saturates leaves fewer tokens a gradient than the correction alone
-            statistics = correction.statistics.with_sum("coefficients", coefficients.sum())
-            self._record(current, batch, replace(correction, statistics=statistics), coefficients)
-            return self._enter_loss(inputs, logps, anchor, coefficients)
-        if COEFFICIENTS not in batch:
-            old = batch.get(OLD_LOGPS, current)
-            batch[COEFFICIENTS] = self._correct_and_record(old, batch)
-            if self.args.corrects:
-                batch[OLD_LOGPS] = old
-        if not self.args.corrects:
-            return logps
-        return self._enter_loss(inputs, logps, batch[OLD_LOGPS], batch[COEFFICIENTS])
+            seen = self._correct_from(current, batch, from_old=old is current)
+            anchor, seen = self._bypass(seen) if self.args.corrects else (current, seen)
+            self._observer.corrected(self._now, seen)
+            coefficients = seen.coefficients
+        else:
+            anchor, coefficients = self._decoupled(batch.get(OLD_LOGPS, old), batch, first)
+        return self._enter_loss(inputs, logps, anchor, coefficients) if self.args.corrects else logps
 
-    def _bypass(
-        self, current: torch.Tensor, correction: RolloutCorrection, batch: dict[str, Any]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _is_first_visit(self, batch: dict[str, Any]) -> bool:
+        if FIRST_LOGPS not in batch:  # in evaluation every batch is visited once
+            return True
+        return self._visits.is_first(batch[FIRST_LOGPS], [kept[FIRST_LOGPS] for kept in self._buffered_inputs or []])
+
+    def _old_logps(self, current: torch.Tensor, batch: dict[str, Any], first: bool) -> torch.Tensor | None:
+        """Log-probabilities of the policy that the trainer had when the batch was generated, as far as they are known."""
+        if self._visited_before_update or not self.model.training:
+            return self._settle(FIRST_LOGPS, current, batch) if first else batch[FIRST_LOGPS].to(current.dtype)
+        return batch.get(OLD_LOGPS)
+
+    def _decoupled(self, old: torch.Tensor, batch: dict[str, Any], first: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Anchor and coefficients in decoupled mode, each `(B, T)`."""
+        if COEFFICIENTS in batch:
+            return old, batch[COEFFICIENTS]
+        if not first:
+            return old, batch[FIRST_COEFFICIENTS].to(old.dtype)
+        seen = self._correct_from(old, batch, from_old=True)
+        self._observer.corrected(self._now, seen)
+        return old, self._settle(FIRST_COEFFICIENTS, seen.coefficients, batch)
+
+    @staticmethod
+    def _settle(key: str, value: torch.Tensor, batch: dict[str, Any]) -> torch.Tensor:
+        """Keep what the first visit finds for the others, and return it."""
+        if key in batch:
+            batch[key].copy_(value)
+        return value
+
+    def _bypass(self, seen: Corrected) -> tuple[torch.Tensor, Corrected]:
+        """Anchor in bypass mode, `(B, T)`, and what is corrected once tokens that it leaves no gradient are taken out."""
+        anchor, coefficients = self._anchor_in_bypass(seen)
+        statistics = seen.correction.statistics.with_sum("coefficients", coefficients.sum())
+        correction = replace(seen.correction, statistics=statistics)
+        return anchor, seen._replace(correction=correction, coefficients=coefficients)
+
+    def _anchor_in_bypass(self, seen: Corrected) -> tuple[torch.Tensor, torch.Tensor]:
         """Anchor and coefficients in bypass mode, each `(B, T)`."""
+        current, correction = seen.train_logps, seen.correction
         if self.args.rollout_loss_type == "reinforce":
-            return current, correction.coefficients  # a ratio of 1 whose gradient is that of the log-likelihood
+            return current, seen.coefficients  # a ratio of 1 whose gradient is that of the log-likelihood
         # PPO's gradient vanishes where the ratio saturates, while the ratio itself would overflow. And a rejected token has no
         # part in the ratio of its completion, where the loss is about that.
-        rollout_logps = usable_rollout_logps(current, batch[ROLLOUT_LOGPS], self._loss_mask(batch), self.args)
+        rollout_logps = usable_rollout_logps(current, seen.batch[ROLLOUT_LOGPS], seen.mask, self.args)
         usable = correction.keep & ((current - rollout_logps).abs() <= LOG_RATIO_BOUND)
-        return torch.where(usable, rollout_logps, current), correction.coefficients * usable
+        return torch.where(usable, rollout_logps, current), seen.coefficients * usable
 
     def _enter_loss(
         self, inputs: dict[str, Any], logps: torch.Tensor, anchor: torch.Tensor, coefficients: torch.Tensor
@@ -326,9 +382,21 @@ class RolloutCorrectionMixin(ObservationMixin):
             sum_over_ranks=lambda tensor: self.accelerator.reduce(tensor, reduction="sum"),
         )
 
-    def _correct_and_record(self, train_logps: torch.Tensor, batch: dict[str, Any]) -> torch.Tensor:
-        """Coefficients of a batch, `(B, T)`."""
+    def _correct_from(self, train_logps: torch.Tensor, batch: dict[str, Any], *, from_old: bool) -> Corrected:
+        """Correct a batch for the gap between the sampler and a policy of the trainer, the old one or the current one."""
         correction = self._compute_correction(train_logps, batch)
-        coefficients = correction.coefficients
-        self._record(train_logps, batch, correction, coefficients)
-        return coefficients
+        mask = self._loss_mask(batch)
+        return Corrected(batch, mask, train_logps, correction, correction.coefficients, from_old)
+
+    # Logging ----------------------------------------------------------------------------------------------------------
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        # Trainer reports losses and runtimes on every rank; anything else may come from user code on one rank, where the
+        # gather below would wait forever.
+        if "loss" in logs or any(key.endswith("_runtime") for key in logs):
+            self._metrics[self._now.mode].update({key: [value] for key, value in self._close_window().items()})
+        super().log(logs, start_time)
+
+    def _close_window(self) -> dict[str, float]:
+        """Metrics of the logging window that ends, of all ranks."""
+        return self._observer.close_window(self._now)

@@ -1,20 +1,19 @@
 """The health rules during a run: a callback that warns, stops, or tightens."""
 
-from copy import copy
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer_callback import CallbackHandler
 
-from ..config import MONITOR_ACTIONS, RolloutCorrectionConfig, warn
-from ..metrics import PREFIX
-from ..presets import PRESETS
-from ..rules import RULES, Examiner, Finding, is_training_window
-from .validation import check_batch_normalization, check_sequence_level_ratio
+from ..config import MONITOR_ACTIONS, RolloutCorrectionConfig
+from ..health import Examiner, Finding, is_training_window
+from ..keys import PREFIX
+from ..messages import warn
+from ..rules import RULES, parse_bounds
+from .checks import TIGHTENED_FIELDS, check_name, check_preset, tighten
 
 
 ALARMS, TIGHTENED = f"{PREFIX}monitor/alarms", f"{PREFIX}monitor/tightened"
-# What a preset decides while a run goes on. Its mode stays that of the run.
-TIGHTENED_FIELDS = ("rollout_is", "rollout_is_threshold", "rollout_rs", "rollout_rs_threshold")
 FIRST_PAUSE = 10  # logging windows between the first two messages about a cause
 
 
@@ -35,8 +34,8 @@ class RolloutCorrectionMonitor(TrainerCallback):
         preset (`str`, *optional*):
             Preset that `"tighten"` switches to: its weights and rejection, with their bounds. It must have the mode
             (`bypass_mode`, `rollout_loss_type`) of the run.
-        thresholds (`dict[str, float or None]`, *optional*):
-            Other thresholds, by name of the rule; `None` switches a rule off.
+        bounds (`dict[str, float or None]`, *optional*):
+            Other bounds of the rules, by name; `None` switches a rule off.
 
     Raises:
         `ValueError`: if the action, the preset or a threshold is not one; and when training begins, if the preset does not
@@ -47,18 +46,18 @@ class RolloutCorrectionMonitor(TrainerCallback):
     ```python
     from trl_rollout_corr import RolloutCorrectedGRPOTrainer, RolloutCorrectionMonitor
 
-    trainer = RolloutCorrectedGRPOTrainer(..., callbacks=[RolloutCorrectionMonitor("stop", thresholds={"k3_high": 0.1})])
+    trainer = RolloutCorrectedGRPOTrainer(..., callbacks=[RolloutCorrectionMonitor("stop", bounds={"k3_high": 0.1})])
     ```
     """
 
-    def __init__(self, action: str = "warn", preset: str | None = None, thresholds: dict[str, Any] | None = None):
+    def __init__(self, action: str = "warn", preset: str | None = None, bounds: dict[str, Any] | str | None = None):
         if action not in MONITOR_ACTIONS:
             raise ValueError(f"`rollout_monitor` must be one of {', '.join(MONITOR_ACTIONS)}, got {action!r}.")
         if action == "tighten":
             check_name(preset)
         self.action, self.preset = action, preset
         self.tightened = False
-        self._examiner = Examiner(thresholds=thresholds)
+        self._examiner = Examiner(RULES, bounds=parse_bounds(bounds))
         self._restart()
 
     def _restart(self):
@@ -152,56 +151,9 @@ def _add(key: str, value: int, logs: dict[str, Any], state: TrainerState):
         state.log_history[-1][key] = value
 
 
-def tighten(args: RolloutCorrectionConfig, name: str):
-    """Give a configuration the weights and the rejection of a preset. The trainer reads them at every micro-batch."""
-    preset = RolloutCorrectionConfig.from_preset(name)
-    for field in TIGHTENED_FIELDS:
-        setattr(args, field, getattr(preset, field))
-
-
-def check_name(preset: str | None):
-    """Check that there is a preset of a name."""
-    if preset not in PRESETS:
-        raise ValueError(
-            f"`rollout_monitor_preset` is {preset!r}, but `rollout_monitor='tighten'` switches to it. Available presets: "
-            f"{', '.join(PRESETS)}."
-        )
-
-
-def check_preset(name: str | None, args: RolloutCorrectionConfig):
-    """
-    Check that a run can be switched to a preset.
-
-    Args:
-        name (`str`):
-            Name of the preset.
-        args ([`RolloutCorrectionConfig`]):
-            Configuration of the run.
-
-    Raises:
-        `ValueError`: if there is no such preset, or it has another mode, corrects nothing, or cannot act in this run.
-    """
-    check_name(name)
-    preset = RolloutCorrectionConfig.from_preset(name)
-    refused = f"`rollout_monitor_preset` is {name!r}, which `rollout_monitor='tighten'` cannot switch to: "
-    if _mode(preset) != _mode(args):
-        raise ValueError(
-            f"{refused}its mode is {_mode(preset)}, that of the run is {_mode(args)}. Choose a preset of the same mode."
-        )
-    if preset.rollout_is is None and preset.rollout_rs is None:
-        raise ValueError(f"{refused}it has neither weights nor rejection.")
-    if args.rollout_metrics_only:
-        raise ValueError(f"{refused}`rollout_metrics_only` is True. Set it to False, or `rollout_monitor` to 'warn'.")
-    if getattr(args, "loss_type", None) == "vespo":
-        raise ValueError(
-            f"{refused}`loss_type` is 'vespo', which cannot be corrected. Set `rollout_monitor` to 'warn'."
-        )
-    tightened = copy(args)
-    tighten(tightened, name)
-    check_batch_normalization(tightened)
-    if hasattr(tightened, "importance_sampling_level"):  # GRPO
-        check_sequence_level_ratio(tightened)
-
-
-def _mode(config: RolloutCorrectionConfig) -> str:
-    return f"bypass ({config.rollout_loss_type})" if config.bypass_mode else "decoupled"
+def add_monitor(handler: CallbackHandler, args: RolloutCorrectionConfig):
+    """Add the monitor of a configuration to the callbacks of a trainer, unless the user brings one."""
+    if args.rollout_monitor is None or any(isinstance(x, RolloutCorrectionMonitor) for x in handler.callbacks):
+        return
+    monitor = RolloutCorrectionMonitor(args.rollout_monitor, args.rollout_monitor_preset, args.rollout_monitor_bounds)
+    handler.callbacks.insert(0, monitor)  # before those that report what it adds to the log

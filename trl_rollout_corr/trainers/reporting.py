@@ -1,19 +1,21 @@
 """The histogram of the log-ratio, for the reporting backends that draw one. Scalars go through `Trainer.log`."""
 
+from collections.abc import Sequence
 from itertools import accumulate
 
 import numpy as np
-from transformers import Trainer
 from transformers.integrations import TensorBoardCallback, TrackioCallback, WandbCallback
+from transformers.trainer_callback import CallbackHandler
 
-from ..metrics import PREFIX, SIDE_BINS
+from ..histogram import SIDE_BINS
+from ..keys import PREFIX
 
 
 # A picture needs no more than two bins per octave; W&B takes 512 at most.
 _MERGED = 16
 
 
-def coarser(counts: list[float], edges: list[float]) -> tuple[np.ndarray, np.ndarray]:
+def coarser(counts: Sequence[float], edges: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
     """
     Merge bins of the histogram on either side of 0.
 
@@ -32,30 +34,32 @@ def coarser(counts: list[float], edges: list[float]) -> tuple[np.ndarray, np.nda
     return np.diff([cumulative[i] for i in kept]), np.array([edges[i] for i in kept])
 
 
-def report_histogram(trainer: Trainer, counts: list[float], edges: list[float], mode: str):
+def report_histogram(handler: CallbackHandler, counts: Sequence[float], edges: Sequence[float], mode: str, step: int):
     """
     Send the histogram of the log-ratio to W&B, trackio and TensorBoard, whichever the run reports to.
 
     Args:
-        trainer ([`~transformers.Trainer`]):
-            Trainer, on the main process.
-        counts (`list[float]`):
+        handler ([`~transformers.trainer_callback.CallbackHandler`]):
+            Callbacks of the trainer, on the main process.
+        counts (`Sequence[float]`):
             Counts of the histogram.
-        edges (`list[float]`):
+        edges (`Sequence[float]`):
             Its edges, in nats.
         mode (`str`):
             `"train"` or `"eval"`.
+        step (`int`):
+            Optimizer steps made so far.
     """
-    counts, edges = coarser(counts, edges)
+    merged = coarser(counts, edges)
     key = f"{mode}/{PREFIX}log_ratio"
-    for callback in trainer.callback_handler.callbacks:
+    for callback in handler.callbacks:
         if isinstance(callback, WandbCallback) and callback._initialized:
-            histogram = callback._wandb.Histogram(np_histogram=(counts, edges))
+            histogram = callback._wandb.Histogram(np_histogram=merged)
             callback._wandb.log({key: histogram}, commit=False)  # the scalars of this step follow
         elif isinstance(callback, TrackioCallback) and callback._initialized:
-            callback._trackio.log({key: callback._trackio.Histogram(np_histogram=(counts, edges))})
+            callback._trackio.log({key: callback._trackio.Histogram(np_histogram=merged)})
         elif isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
-            _add_to_tensorboard(callback.tb_writer, key, counts, edges, trainer.state.global_step)
+            _add_to_tensorboard(callback.tb_writer, key, *merged, step)
 
 
 def _add_to_tensorboard(writer, key: str, counts: np.ndarray, edges: np.ndarray, step: int):

@@ -8,11 +8,11 @@ import torch
 from trl import RLOOConfig, RLOOTrainer
 
 from ..config import RolloutCorrectionConfig
-from ..correction import RolloutCorrection
 from ..functional import LOG_RATIO_BOUND
-from .mixin import OldPass, RolloutCorrectionMixin
-from .monitor import check_preset
-from .validation import check_batch_normalization, check_sampling
+from .checks import check_batch_normalization, check_preset, check_sampling
+from .mixin import RolloutCorrectionMixin
+from .observer import Corrected
+from .scoring import OldPass, Scoring
 
 
 @dataclass
@@ -88,22 +88,20 @@ class RolloutCorrectedRLOOTrainer(RolloutCorrectionMixin, RLOOTrainer):
         # with beta, the old policy's log-probabilities are part of the reward
         return super()._needs_old_pass or (self.beta != 0.0 and not self.args.bypass_mode)
 
-    def _new_old_pass(self) -> OldPass:
+    def _new_old_pass(self) -> OldPass | None:
         if not self.args.corrects:
             return OldPass()  # TRL runs it anyway, and only returns its sum
         return RolloutAsOld(self._answer_old_pass) if self.args.bypass_mode else super()._new_old_pass()
 
     def _answer_old_pass(self, input_ids: torch.Tensor, logits_to_keep: int) -> torch.Tensor:
         answer = super()._answer_old_pass(input_ids, logits_to_keep)
-        return self._recorded_logps(answer) if self.args.bypass_mode else answer
+        return self._scoring.rollout_logps(answer) if self._scoring and self.args.bypass_mode else answer
 
-    def _rollout_logps(self, output: dict[str, Any]) -> torch.Tensor:
-        return self._recorded_logps(output["completion_ids"])
+    def _rollout_logps(self, output: dict[str, Any], scoring: Scoring) -> torch.Tensor:
+        return scoring.rollout_logps(output["completion_ids"])
 
-    def _bypass(
-        self, current: torch.Tensor, correction: RolloutCorrection, batch: dict[str, Any]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        anchor, coefficients = super()._bypass(current, correction, batch)
+    def _anchor_in_bypass(self, seen: Corrected) -> tuple[torch.Tensor, torch.Tensor]:
+        current, (anchor, coefficients) = seen.train_logps, super()._anchor_in_bypass(seen)
         # the ratio is a product over tokens, so it saturates long before a token does
         saturated = (current - anchor).sum(1, keepdim=True).abs() > LOG_RATIO_BOUND
         return torch.where(saturated, current, anchor), coefficients.masked_fill(saturated, 0.0)

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any, NamedTuple
 
 from ...config import RolloutCorrectionConfig
-from ...rules import Finding
+from ...health import Finding
 from ..reading import Sequences
 from ..replay import batch_of
 from ..run import Run

@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...metrics import PREFIX
-from ...rules import HEALTHY, Finding, examine
+from ...health import Finding
+from ...keys import PREFIX
+from ...rules import HEALTHY, examine
 from ..reading import Sequences
 from ..run import Run
 from ..text import number, percent

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ...metrics import PERCENTILES, PREFIX
+from ...histogram import PERCENTILES
+from ...keys import PREFIX
 from ..text import number, percent
 from .drawing import Axes, Chart, Colors, draw_band, draw_line, label_steps, label_whole_numbers
 from .summary import PROBABILITIES, Bound, Bucket, Completions, Histogram, Summary, Window

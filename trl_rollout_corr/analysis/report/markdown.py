@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ...rules import Finding
+from ...health import Finding
 from ..text import number, printable, steps
 from .content import Report
 from .drawing import Chart, png

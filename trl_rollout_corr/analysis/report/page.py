@@ -8,7 +8,7 @@ from importlib.resources import files
 from typing import Any
 
 from ... import __version__
-from ...rules import Finding
+from ...health import Finding
 from ..text import number, printable, steps
 from .advice import Advice
 from .content import Report, Section

@@ -9,7 +9,7 @@ import torch
 
 from ...accounting import Accounts, account, turns_of
 from ...config import RolloutCorrectionConfig
-from ...metrics import PREFIX
+from ...keys import PREFIX
 from ..reading import Sequences
 
 
@@ -72,7 +72,7 @@ def _account(sequences: Sequences, rows: np.ndarray) -> Accounts:
     valid, keep, coefficients, mask = (sequences.padded(column, rows) for column in columns)
     rewards = torch.from_numpy(sequences.reward[rows].astype(np.float64))
     advantages = torch.from_numpy(np.nan_to_num(sequences.advantage[rows].astype(np.float64)))
-    return Accounts.of(account(valid, keep, coefficients.double(), advantages, rewards, turns_of(mask)))
+    return account(valid, keep, coefficients.double(), advantages, rewards, turns_of(mask))
 
 
 def _families(shares: Mapping[str, tuple[int | None, float | None, float | None]]) -> dict[str, list[Share]]:

@@ -6,8 +6,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...metrics import PERCENTILES, PREFIX
-from ...rules import HEALTHY, Finding
+from ...health import Finding
+from ...histogram import PERCENTILES
+from ...keys import PREFIX
+from ...rules import HEALTHY
 from ..text import number
 from .drawing import Axes, Chart, Colors, draw_band, draw_line, label_steps
 
@@ -26,7 +28,7 @@ TRENDS = (
     Trend(
         "k3-kl",
         "KL divergence, k3",
-        {f"{PREFIX}k3_kl": "all", f"{PREFIX}engine_k3_kl": "engine", f"{PREFIX}staleness_k3_kl": "updates since"},
+        {f"{PREFIX}k3_kl": "all", f"{PREFIX}engine_k3_kl": "engine", f"{PREFIX}update_k3_kl": "updates since"},
         log=True,
     ),
     Trend("kl", "KL divergence, mean of -d", {f"{PREFIX}kl": "kl"}),

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from trl.generation.vllm_generation import VLLMGeneration
 
-
-Logprobs = list[list[float | None]]
+from .scoring import Logprobs
 
 
 def sampled_logprobs(
@@ -115,40 +114,3 @@ def sync_weights_on_cpu(generation: VLLMGeneration):
         generation.llm.reset_prefix_cache()
 
     generation.sync_weights = sync_weights
-
-
-def check_logprobs(completion_ids: list[list[int]], logprobs: Any):
-    """
-    Check that there is one log-probability for each sampled token.
-
-    Args:
-        completion_ids (`list[list[int]]`):
-            Sampled tokens, per sequence.
-        logprobs (`list[list[float | None]]` or `None`):
-            Their log-probabilities.
-
-    Raises:
-        `ValueError`: if they are missing, of another length than the completions, or nested.
-    """
-    if logprobs is None:
-        raise ValueError(
-            "The completions came without log-probabilities, which rollout correction needs. Set `use_vllm=True`, or return "
-            "them as `logprobs` from your `rollout_func`: one list per completion with the log-probability of each sampled "
-            "token, after temperature."
-        )
-    if len(logprobs) != len(completion_ids):
-        raise ValueError(
-            f"`logprobs` must have one list per completion, got {len(logprobs)} lists for {len(completion_ids)} completions."
-        )
-    for i, (ids, sequence) in enumerate(zip(completion_ids, logprobs, strict=True)):
-        if len(sequence) != len(ids):
-            raise ValueError(
-                f"`logprobs[{i}]` must have one entry per token of the completion, got {len(sequence)} for {len(ids)} tokens. "
-                "Check that `rollout_func` neither drops nor appends tokens (an end-of-sequence token, for instance) after "
-                "sampling."
-            )
-        if any(isinstance(logprob, (list, tuple)) for logprob in sequence):
-            raise ValueError(
-                f"`logprobs[{i}]` must be a flat list with one number per token, got nested lists. If vLLM returned several "
-                "candidates per token, keep the log-probability of the sampled one."
-            )

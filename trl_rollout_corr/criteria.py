@@ -1,0 +1,40 @@
+"""What can be asked for: levels of the weights, and rejection criteria. No torch here."""
+
+from typing import NamedTuple
+
+
+LEVELS = ("token", "sequence", "geometric")
+SCOPES = ("token", "seq_sum", "seq_mean", "seq_max")
+DIVERGENCES = ("k1", "k2", "k3")
+CRITERIA = tuple(f"{scope}_{divergence}" for scope in SCOPES for divergence in DIVERGENCES)
+
+
+class Criterion(NamedTuple):
+    """
+    A rejection rule: keep what has `lower <= statistic <= upper`.
+
+    Args:
+        scope (`str`):
+            `"token"`, or how the tokens of a sequence are reduced to one statistic: `"seq_sum"`, `"seq_mean"`,
+            `"seq_max"`.
+        divergence (`str`):
+            Per-token statistic, see [`~trl_rollout_corr.functional.token_divergence`].
+        lower (`float`):
+            Lower bound, in units of the statistic; `-inf` for none.
+        upper (`float`):
+            Upper bound, in units of the statistic.
+    """
+
+    scope: str
+    divergence: str
+    lower: float
+    upper: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.scope}_{self.divergence}"
+
+    @property
+    def by_token(self) -> bool:
+        """Whether it rejects single tokens, and not whole sequences."""
+        return self.scope == "token"

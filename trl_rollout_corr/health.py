@@ -1,0 +1,297 @@
+"""
+Rules about metrics, and what they find. No torch, no TRL.
+
+A rule looks at one number of a logging window. It fires when that is out of bounds in most of the latest windows, so that
+a single noisy one does not alarm. The rules themselves are in `rules.py`.
+"""
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .keys import PREFIX
+
+
+@dataclass(frozen=True)
+class Finding:
+    """
+    Something unhealthy.
+
+    Args:
+        rule (`str`):
+            Name of the rule, which is also that of the cause.
+        severity (`str`):
+            `"warning"`, or `"critical"` for what ends or tightens a run if the monitor is told to.
+        key (`str`):
+            Metric that was looked at.
+        step (`int`):
+            Optimizer step at which it was found first.
+        last_step (`int`):
+            Optimizer step at which it was seen last.
+        value (`float`):
+            Value of the metric when it was found.
+        seen (`str`):
+            What was seen, in one sentence.
+        why (`str`):
+            Why it matters.
+        advice (`str`):
+            What to set or look at.
+    """
+
+    rule: str
+    severity: str
+    key: str
+    step: int
+    last_step: int
+    value: float
+    seen: str
+    why: str
+    advice: str
+
+    def __str__(self) -> str:
+        return f"{self.seen} {self.why} {self.advice}"
+
+
+# What a rule sees -----------------------------------------------------------------------------------------------------
+
+
+class Growth:
+    """
+    How far a metric has grown: the median of the latest windows over that of the first ones. The very first windows are
+    left out: a sampler that is some steps behind needs as many steps to get there.
+    """
+
+    SKIPPED, COMPARED = 10, 10
+
+    def __init__(self):
+        self.skipped = 0
+        self.first: list[float] = []
+        self.latest: deque[float] = deque(maxlen=self.COMPARED)
+
+    def add(self, value: float, still_rising: bool):
+        """Add a window. `still_rising` leaves it out as one of the very first."""
+        if self.skipped < self.SKIPPED or (still_rising and not self.first):
+            self.skipped += 1
+        elif len(self.first) < self.COMPARED:
+            self.first.append(value)
+        else:
+            self.latest.append(value)
+
+    @property
+    def level(self) -> float | None:
+        """Median of the latest windows; `None` until there are enough."""
+        return statistics.median(self.latest) if len(self.latest) == self.COMPARED else None
+
+    @property
+    def factor(self) -> float | None:
+        """How many times the level early in the run it is."""
+        return None if self.level is None else self.level / max(statistics.median(self.first), 1e-12)
+
+
+@dataclass
+class Window:
+    """
+    A logging window, and what is known about the run.
+
+    Args:
+        metrics (`Mapping`):
+            What was logged, with prefix.
+        settings (`Any`):
+            Fields of [`RolloutCorrectionConfig`], as attributes or items, as far as they are known.
+        k3 ([`Growth`]):
+            The run's `k3_kl` so far.
+    """
+
+    metrics: Mapping[str, Any]
+    settings: Any
+    k3: Growth
+
+    def get(self, key: str) -> float | None:
+        """A metric, or `None` if it was not logged or is NaN."""
+        value = self.metrics.get(PREFIX + key)
+        if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+            return None
+        return float(value)
+
+    def setting(self, name: str) -> Any:
+        """A field of the configuration, or `Ellipsis` if it is not known."""
+        if isinstance(self.settings, Mapping):
+            return self.settings.get(name, ...)
+        return getattr(self.settings, name, ...)
+
+    @property
+    def corrects(self) -> bool:
+        """Whether the loss is corrected. Where settings are unknown, whether there are weights or rejection."""
+        known = self.setting("corrects")
+        if isinstance(known, bool):
+            return known
+        if self.only_measured:
+            return False
+        asked = [self.setting(name) for name in ("rollout_is", "rollout_rs", "bypass_mode")]
+        if ... not in asked or any(value is not ... and value for value in asked):
+            return any(asked)
+        if isinstance(self.setting("rollout_correction"), str):
+            return self.setting("rollout_correction") != "disabled"
+        return any(key.startswith((f"{PREFIX}rollout_is_", f"{PREFIX}rollout_rs_")) for key in self.metrics)
+
+    @property
+    def step(self) -> int:
+        """Optimizer step at which it was logged."""
+        return self.metrics.get("step", 0)
+
+    @property
+    def only_measured(self) -> bool:
+        """Whether weights and rejection are reported and do nothing."""
+        return self.setting("rollout_metrics_only") is True
+
+    @property
+    def weights_act(self) -> bool:
+        """Whether there are weights that multiply the gradient, or would without `rollout_metrics_only`."""
+        clips = self.setting("bypass_mode") is True and self.setting("rollout_loss_type") in (..., "ppo_clip")
+        return not clips and self.get("rollout_is_mean") is not None
+
+
+# Rules ----------------------------------------------------------------------------------------------------------------
+
+
+# Metrics of what weights and rejection do, rather than of the two policies
+_EFFECTS = ("rollout_is_", "rollout_rs_", "rejected/")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """
+    What is unhealthy, and what to say about it.
+
+    Args:
+        name (`str`):
+            Name, which is that of the cause.
+        key (`str`):
+            Metric, without prefix.
+        bound (`float`):
+            The metric is unhealthy above it.
+        severity (`str`):
+            `"warning"` or `"critical"`.
+        seen (`str`):
+            What was seen; `{value}` and `{bound}` are filled in.
+        why (`str`):
+            Why it matters.
+        advice (`str`):
+            What to set.
+        below (`bool`, *optional*, defaults to `False`):
+            The metric is unhealthy below the bound instead.
+        patience (`int`, *optional*, defaults to `3`):
+            It fires if more than half of so many windows are unhealthy, the latest among them.
+        applies (`Callable`, *optional*):
+            Whether the rule applies to a [`Window`].
+        measure (`Callable`, *optional*):
+            The number of a [`Window`] in place of the metric.
+        covers (`tuple[str]`, *optional*):
+            Rules that say less about the same thing, and are silent while this one holds.
+    """
+
+    name: str
+    key: str
+    bound: float
+    severity: str
+    seen: str
+    why: str
+    advice: str
+    below: bool = False
+    patience: int = 3
+    applies: Callable[[Window], bool] = lambda window: True
+    measure: Callable[[Window], float | None] | None = None
+    covers: tuple[str, ...] = ()
+
+    def value(self, window: Window) -> float | None:
+        """The number that is compared, or `None` if there is none."""
+        if not self.applies(window):
+            return None
+        return self.measure(window) if self.measure else window.get(self.key)
+
+    def unhealthy(self, value: float, bound: float) -> bool:
+        return value < bound if self.below else value > bound
+
+
+class Examiner:
+    """
+    Applies rules to one logging window after the other.
+
+    Args:
+        rules (`Mapping[str, Rule]`):
+            The rules by name.
+        settings (`Any`, *optional*):
+            Settings of the run: a [`RolloutCorrectionConfig`], or a dictionary of fields. They are read at every window, so
+            that they may change.
+        bounds (`Mapping[str, float or None]`, *optional*):
+            Other bounds, by name of the rule; `None` switches a rule off.
+    """
+
+    def __init__(
+        self, rules: Mapping[str, Rule], settings: Any = None, bounds: Mapping[str, float | None] | None = None
+    ):
+        self.rules, self.settings = rules, settings
+        chosen = {**{name: rule.bound for name, rule in rules.items()}, **(bounds or {})}
+        self._bounds: dict[str, float] = {name: bound for name, bound in chosen.items() if bound is not None}
+        self.restart()
+
+    def restart(self):
+        """Forget the run so far."""
+        self._k3 = Growth()
+        self.forget_streaks()
+
+    def forget_streaks(self):
+        """Start counting unhealthy windows anew. What the run looked like early on stays known."""
+        self._streaks: dict[str, deque[bool]] = {
+            name: deque(maxlen=self.rules[name].patience) for name in self._bounds
+        }
+
+    def observe(self, entry: Mapping[str, Any]) -> list[Finding]:
+        """
+        Look at a logging window.
+
+        Args:
+            entry (`Mapping`):
+                What was logged. Without metrics of rollout correction it is passed over.
+
+        Returns:
+            `list[Finding]`: what is unhealthy now, the most serious first.
+        """
+        if not is_training_window(entry):
+            return []
+        window = Window(entry, self.settings, self._k3)
+        k3, staleness = window.get("k3_kl"), window.get("staleness_max") or 0
+        if k3 is not None:
+            self._k3.add(k3, still_rising=window.step <= staleness)
+        holding = [
+            self._finding(self.rules[name], bound, value, window)
+            for name, bound in self._bounds.items()
+            if (value := self.rules[name].value(window)) is not None and self._holds(self.rules[name], value, bound)
+        ]
+        covered = {name for finding in holding for name in self.rules[finding.rule].covers}
+        return by_severity(finding for finding in holding if finding.rule not in covered)
+
+    def _holds(self, rule: Rule, value: float, bound: float) -> bool:
+        streak, unhealthy = self._streaks[rule.name], rule.unhealthy(value, bound)
+        streak.append(unhealthy)
+        return unhealthy and sum(streak) > rule.patience // 2
+
+    @staticmethod
+    def _finding(rule: Rule, bound: float, value: float, window: Window) -> Finding:
+        seen, step = rule.seen.format(value=value, bound=bound), window.step
+        if window.only_measured and rule.key.startswith(_EFFECTS):
+            seen = f"If the correction were applied: {seen}"
+        return Finding(rule.name, rule.severity, PREFIX + rule.key, step, step, value, seen, rule.why, rule.advice)
+
+
+def is_training_window(entry: Mapping[str, Any]) -> bool:
+    """Whether a log entry has metrics of rollout correction in training. Those of an evaluation have another prefix."""
+    return any(key.startswith(PREFIX) and not key.startswith(f"{PREFIX}monitor/") for key in entry)
+
+
+def by_severity(findings: Iterable[Finding]) -> list[Finding]:
+    """The most serious first; of the same severity, what was found first; then in the order of the rules."""
+    return sorted(findings, key=lambda finding: (finding.severity != "critical", finding.step))

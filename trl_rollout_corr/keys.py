@@ -1,0 +1,3 @@
+"""Start of every key that is logged."""
+
+PREFIX = "rollout_corr/"

@@ -1,0 +1,97 @@
+"""
+Named sums in one vector. Torch only.
+
+Vectors of two micro-batches, two logging steps or two ranks combine by adding the sums and taking the larger maxima, so that a
+value made from them does not depend on how the data was split.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
+
+import torch
+
+
+@dataclass(frozen=True)
+class Sums:
+    """
+    Named sums and maxima in one vector.
+
+    Args:
+        sum_names (`tuple[str, ...]`):
+            Names of the leading entries, which add up.
+        max_names (`tuple[str, ...]`):
+            Names of the trailing entries, of which the largest counts. A minimum is stored as the maximum of its negative.
+        vector (`torch.Tensor` of shape `(N,)`):
+            The sums, any sums without a name, and the maxima.
+    """
+
+    sum_names: tuple[str, ...]
+    max_names: tuple[str, ...]
+    vector: torch.Tensor
+
+    def combine(self, vectors: torch.Tensor) -> Self:
+        """
+        Combine vectors of the same layout, for instance one per rank.
+
+        Args:
+            vectors (`torch.Tensor` of shape `(K, N)`):
+                Vectors to combine.
+
+        Returns:
+            Their combination, of the type of `self`, which only lends its layout.
+        """
+        n_additive = vectors.shape[1] - len(self.max_names)
+        combined = torch.cat([vectors[:, :n_additive].sum(0), vectors[:, n_additive:].amax(0)])
+        return replace(self, vector=combined)
+
+    def __add__(self, other: Self) -> Self:
+        if (self.sum_names, self.max_names) != (other.sum_names, other.max_names):
+            raise ValueError("Statistics of different configurations cannot be combined.")
+        return self.combine(torch.stack([self.vector, other.vector]))
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """One of the sums, of shape `()`."""
+        return self.vector[self.sum_names.index(name)]
+
+    def by_name(self) -> dict[str, float]:
+        """The sums and the maxima as numbers. Waits for the device."""
+        values = self.vector.tolist()
+        maxima = values[len(values) - len(self.max_names) :]
+        return dict(zip(self.sum_names, values, strict=False)) | dict(zip(self.max_names, maxima, strict=True))
+
+
+# Some of the sums of a [`SegmentedSums`], by name of the segment
+Segments = Mapping[str, torch.Tensor]
+
+
+class SegmentedSums(Sums):
+    """Sums whose layout is always the same: segments of fixed length, of which a batch may know only some."""
+
+    SEGMENTS: ClassVar[Mapping[str, tuple[str, ...]]]
+    MAXIMA: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    def of(cls, segments: Segments) -> Self:
+        """
+        Put segments together.
+
+        Args:
+            segments (`dict[str, torch.Tensor]`):
+                Values by name of a segment or a maximum. Not empty.
+
+        Returns:
+            A vector in which all other sums are 0.
+        """
+        nothing = next(iter(segments.values())).new_zeros(())
+        parts = [
+            segments[name].flatten() if name in segments else nothing.expand(len(names))
+            for name, names in cls.SEGMENTS.items()
+        ]
+        maxima = [segments.get(name, nothing - math.inf).reshape(1) for name in cls.MAXIMA]
+        return cls(_joined(cls.SEGMENTS.values()), cls.MAXIMA, torch.cat([*parts, *maxima]))
+
+
+def _joined(parts: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
+    return tuple(name for part in parts for name in part)

@@ -1,0 +1,349 @@
+"""Everything that refuses a run, or warns about it before it starts, and knows about both TRL and this package."""
+
+import dataclasses
+from copy import copy
+from typing import Any
+
+from trl import GRPOConfig, RLOOConfig
+
+from ..config import RolloutCorrectionConfig
+from ..messages import warn
+from ..presets import PRESETS
+
+
+_TRL_FIELDS = (
+    "vllm_importance_sampling_mode",
+    "vllm_importance_sampling_clip_max",
+    "vllm_importance_sampling_clip_min",
+    "vllm_importance_sampling_cap",
+)
+
+
+def replace_trl_correction(config: GRPOConfig):
+    """
+    Switch TRL's own correction off, and say so if it was configured.
+
+    Args:
+        config ([`~trl.GRPOConfig`]):
+            Configuration, changed in place before TRL validates it.
+    """
+    defaults = {f.name: f.default for f in dataclasses.fields(GRPOConfig) if f.name in _TRL_FIELDS}
+    changed = {name: getattr(config, name) for name in _TRL_FIELDS if getattr(config, name) != defaults[name]}
+    if changed:
+        settings = ", ".join(f"`{name}={value!r}`" for name, value in changed.items())
+        warn(
+            f"{settings} has no effect: rollout correction replaces TRL's. `RolloutCorrectionConfig.from_trl` translates "
+            "these settings."
+        )
+    config.vllm_importance_sampling_correction = False
+
+
+# Options of vLLM that change the distribution tokens are drawn from, but not the one the trainer computes.
+_DISTORTING = (
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+    "logit_bias",
+    "min_tokens",
+    "bad_words",
+    "allowed_token_ids",
+    "structured_outputs",
+)
+_NEUTRAL = {"top_p": (1.0,), "top_k": (0, -1), "repetition_penalty": (1.0,)}  # for the others: None, 0 and empty
+
+
+def check_sampling(config: GRPOConfig | RLOOConfig):
+    """
+    Refuse or warn about settings of vLLM under which its log-probabilities are not comparable to the trainer's.
+
+    Args:
+        config ([`~trl.GRPOConfig`] or [`~trl.RLOOConfig`]):
+            Configuration of a trainer.
+
+    Raises:
+        `ValueError`: if the temperature of the sampler is not that of the trainer, or vLLM is told to return no
+            log-probabilities or several completions per request.
+    """
+    if not config.use_vllm:
+        return
+    overrides = config.generation_kwargs or {}
+    if overrides.get("temperature", config.temperature) != config.temperature:
+        raise ValueError(
+            f"`generation_kwargs` sets a temperature of {overrides['temperature']} while `temperature` is "
+            f"{config.temperature}: tokens would be sampled at one and trained on at the other. Set `temperature` alone."
+        )
+    for name, allowed in (("logprobs", "an integer of 0 or more"), ("n", "1")):
+        value = overrides.get(name, 1)
+        if value is None or value is False or (name == "n" and value != 1):
+            raise ValueError(
+                f"`generation_kwargs` sets `{name}` to {value!r}, which must be {allowed}: rollout correction needs the "
+                "log-probability of every sampled token. Remove it."
+            )
+    settings = {name: getattr(config, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
+    settings["structured_outputs"] = config.vllm_structured_outputs_regex
+    settings |= {name: value for name, value in overrides.items() if name in _DISTORTING}
+    distorting = {name: value for name, value in settings.items() if value and value not in _NEUTRAL.get(name, ())}
+    if distorting:
+        listed = ", ".join(f"`{name}={value!r}`" for name, value in distorting.items())
+        warn(
+            f"{listed} changes the distribution vLLM samples from, but not the one the trainer computes, so that every "
+            "ratio is off by the probability mass that was cut or moved. Leave it at its default, or read ratios, weights "
+            "and rejections with that in mind."
+        )
+
+
+def check_batch_normalization(config: GRPOConfig | RLOOConfig):
+    """
+    Refuse batch normalisation over a single sequence, which would set its weight to 1.
+
+    Args:
+        config ([`~trl.GRPOConfig`] or [`~trl.RLOOConfig`]):
+            Configuration of a trainer, after TRL has resolved batch sizes.
+
+    Raises:
+        `ValueError`: if the micro-batch of all ranks is one sequence where it is the scope of a sequence-level mean.
+    """
+    sequence_level = config.rollout_is in ("sequence", "geometric")
+    normalizes = config.corrects and config.applies_weights and config.rollout_is_batch_normalize
+    if not (normalizes and sequence_level and config.bypass_mode):
+        return
+    if config.per_device_train_batch_size * config.world_size == 1:
+        raise ValueError(
+            "`rollout_is_batch_normalize` is True with `bypass_mode`, where it spans the micro-batch of all ranks, and that "
+            "is one sequence: its weight would always be 1. Set `per_device_train_batch_size` to 2 or more (and divide "
+            "`gradient_accumulation_steps` accordingly), or use `bypass_mode=False`, which normalises over the generation "
+            "batch."
+        )
+
+
+def check_sequence_level_ratio(config: GRPOConfig):
+    """
+    Warn if single tokens are to be weighted or rejected in a loss whose ratio is that of the completion.
+
+    Args:
+        config ([`~trl.GRPOConfig`]):
+            Configuration of a trainer.
+    """
+    if not config.corrects or config.importance_sampling_level != "sequence":
+        return
+    settings = [f"`{name}`" for name in config.rollout_rs or [] if name.startswith("token_")]
+    if config.rollout_is == "token" and config.applies_weights:
+        settings.append("`rollout_is='token'`")
+    if settings:
+        warn(
+            f"{', '.join(settings)} act on single tokens, but with `importance_sampling_level='sequence'` every token of a "
+            "completion has the same gradient: the mean over its tokens is what acts, as with TRL's own correction. To weight "
+            "or reject completions, use `rollout_is='sequence'` or 'geometric', and criteria that start with `seq_`."
+        )
+
+
+def check_server_logprobs(mode: str, temperature: float):
+    """
+    Check which log-probabilities a vLLM server returns.
+
+    Args:
+        mode (`str`):
+            `logprobs_mode` of the server.
+        temperature (`float`):
+            Sampling temperature.
+
+    Raises:
+        `ValueError`: if they are not those after temperature, and the temperature is not 1.
+    """
+    if mode == "processed_logprobs":
+        return
+    message = (
+        f"The vLLM server runs with `--logprobs-mode {mode}`, so it does not return the log-probabilities that tokens are "
+        "sampled with. Restart it with `--logprobs-mode processed_logprobs`"
+    )
+    if temperature != 1.0 or not mode.endswith("logprobs"):
+        raise ValueError(f"{message}: at `temperature={temperature}` every ratio would be wrong.")
+    warn(f"{message}: at `temperature=1.0` they agree only without penalties and truncation.")
+
+
+def check_loss(config: GRPOConfig):
+    """
+    Refuse losses of GRPO that rollout correction cannot be combined with.
+
+    Args:
+        config ([`~trl.GRPOConfig`]):
+            Configuration of a trainer.
+
+    Raises:
+        `ValueError`: if the loss weights sequences in its own way, or if the ratio of 1 that `rollout_loss_type="reinforce"`
+            needs would be clipped or averaged.
+    """
+    if not config.corrects:
+        return
+    if config.loss_type == "vespo":
+        raise ValueError(
+            "`loss_type` is 'vespo', which folds importance weights into its own sequence weight, so no other weight or "
+            "rejection can be applied to it. Choose another `loss_type`, or only measure with "
+            "`rollout_metrics_only=True`."
+        )
+    if not config.bypass_mode or config.rollout_loss_type != "reinforce":
+        return
+    cap = config.epsilon_high or config.epsilon
+    if config.loss_type == "cispo" and cap < 1.0:
+        raise ValueError(
+            f"`epsilon_high` is {cap} with `loss_type='cispo'`, which caps the ratio by it, and "
+            "with `rollout_loss_type='reinforce'`, whose ratio is 1: every gradient would be scaled by it. Set "
+            "`epsilon_high` to 1 or more."
+        )
+    if config.importance_sampling_level != "token":
+        raise ValueError(
+            f"`importance_sampling_level` is {config.importance_sampling_level!r} with `rollout_loss_type='reinforce'`, "
+            "whose loss is a sum over tokens. Set it to 'token'; for weights of sequences set `rollout_is` to "
+            "'sequence' or 'geometric'."
+        )
+
+
+def definer(trainer: type, method: str, after: type) -> type:
+    """The class that a method comes from, among those after a class in the order of method resolution."""
+    order = trainer.__mro__
+    return next(cls for cls in order[order.index(after) + 1 :] if method in vars(cls))
+
+
+def check_bases(trainer: type, mixin: type, trl_class: type):
+    """
+    Refuse trainers whose loss is not TRL's.
+
+    Args:
+        trainer (`type`):
+            Class of the trainer.
+        mixin (`type`):
+            The mixin among its bases. What comes before it goes through it; what comes after is the loss that it corrects.
+        trl_class (`type`):
+            TRL's trainer whose loss is known.
+
+    Raises:
+        `TypeError`: if another class brings the loss.
+    """
+    found = definer(trainer, "_compute_loss", after=mixin)
+    if found is not trl_class:
+        raise TypeError(
+            f"`{trainer.__name__}` inherits `_compute_loss` from `{found.__name__}`, and rollout correction knows how to enter "
+            f"the loss of `{trl_class.__name__}` only. Derive from `{trl_class.__name__}`'s corrected trainer alone, or train "
+            f"with `{found.__name__}` as it is."
+        )
+
+
+def check_config_class(args: Any, config_class: type):
+    """Refuse arguments of another trainer."""
+    if not isinstance(args, config_class):
+        raise TypeError(
+            f"`args` must be a `{config_class.__name__}`, got a `{type(args).__name__}`. It takes the same "
+            "arguments, and those of rollout correction."
+        )
+
+
+def check_has_sampler(use_vllm: bool, trl_class: type):
+    """Refuse to train without a sampler that says log-probabilities."""
+    if not use_vllm:
+        raise ValueError(
+            "`use_vllm` is False, so there are no log-probabilities of the sampler to correct with. Set `use_vllm=True`, "
+            f"or use `{trl_class.__name__}`."
+        )
+
+
+def check_logprobs(completion_ids: list[list[int]], logprobs: Any):
+    """
+    Check that there is one log-probability for each sampled token.
+
+    Args:
+        completion_ids (`list[list[int]]`):
+            Sampled tokens, per sequence.
+        logprobs (`list[list[float | None]]` or `None`):
+            Their log-probabilities.
+
+    Raises:
+        `ValueError`: if they are missing, of another length than the completions, or nested.
+    """
+    if logprobs is None:
+        raise ValueError(
+            "The completions came without log-probabilities, which rollout correction needs. Set `use_vllm=True`, or return "
+            "them as `logprobs` from your `rollout_func`: one list per completion with the log-probability of each sampled "
+            "token, after temperature."
+        )
+    if len(logprobs) != len(completion_ids):
+        raise ValueError(
+            f"`logprobs` must have one list per completion, got {len(logprobs)} lists for {len(completion_ids)} completions."
+        )
+    for i, (ids, sequence) in enumerate(zip(completion_ids, logprobs, strict=True)):
+        if len(sequence) != len(ids):
+            raise ValueError(
+                f"`logprobs[{i}]` must have one entry per token of the completion, got {len(sequence)} for {len(ids)} tokens. "
+                "Check that `rollout_func` neither drops nor appends tokens (an end-of-sequence token, for instance) after "
+                "sampling."
+            )
+        if any(isinstance(logprob, (list, tuple)) for logprob in sequence):
+            raise ValueError(
+                f"`logprobs[{i}]` must be a flat list with one number per token, got nested lists. If vLLM returned several "
+                "candidates per token, keep the log-probability of the sampled one."
+            )
+
+
+# What `rollout_monitor: tighten` may switch to --------------------------------------------------------------------------
+
+
+# What a preset decides while a run goes on. Its mode stays that of the run.
+TIGHTENED_FIELDS = ("rollout_is", "rollout_is_threshold", "rollout_rs", "rollout_rs_threshold")
+
+
+def tighten(args: RolloutCorrectionConfig, name: str | None):
+    """Give a configuration the weights and the rejection of a preset. The trainer reads them at every micro-batch."""
+    preset = RolloutCorrectionConfig.from_preset(check_name(name))
+    for field in TIGHTENED_FIELDS:
+        setattr(args, field, getattr(preset, field))
+
+
+def check_name(preset: str | None) -> str:
+    """Check that there is a preset of a name, and return the name."""
+    if preset is None or preset not in PRESETS:
+        raise ValueError(
+            f"`rollout_monitor_preset` is {preset!r}, but `rollout_monitor='tighten'` switches to it. Available presets: "
+            f"{', '.join(PRESETS)}."
+        )
+    return preset
+
+
+def check_preset(name: str | None, args: RolloutCorrectionConfig):
+    """
+    Check that a run can be switched to a preset.
+
+    Args:
+        name (`str`):
+            Name of the preset.
+        args ([`RolloutCorrectionConfig`]):
+            Configuration of the run.
+
+    Raises:
+        `ValueError`: if there is no such preset, or it has another mode, corrects nothing, or cannot act in this run.
+    """
+    name = check_name(name)
+    preset = RolloutCorrectionConfig.from_preset(name)
+    refused = f"`rollout_monitor_preset` is {name!r}, which `rollout_monitor='tighten'` cannot switch to: "
+    if _mode(preset) != _mode(args):
+        raise ValueError(
+            f"{refused}its mode is {_mode(preset)}, that of the run is {_mode(args)}. Choose a preset of the same mode."
+        )
+    if preset.rollout_is is None and preset.rollout_rs is None:
+        raise ValueError(f"{refused}it has neither weights nor rejection.")
+    if args.rollout_metrics_only:
+        raise ValueError(f"{refused}`rollout_metrics_only` is True. Set it to False, or `rollout_monitor` to 'warn'.")
+    if getattr(args, "loss_type", None) == "vespo":
+        raise ValueError(
+            f"{refused}`loss_type` is 'vespo', which cannot be corrected. Set `rollout_monitor` to 'warn'."
+        )
+    tightened = copy(args)
+    tighten(tightened, name)
+    check_batch_normalization(tightened)
+    if hasattr(tightened, "importance_sampling_level"):  # GRPO
+        check_sequence_level_ratio(tightened)
+
+
+def _mode(config: RolloutCorrectionConfig) -> str:
+    return f"bypass ({config.rollout_loss_type})" if config.bypass_mode else "decoupled"

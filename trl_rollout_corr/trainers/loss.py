@@ -1,0 +1,73 @@
+"""One call of TRL's loss: what it is about, and whether the correction reached it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+
+class LossInputs(dict):
+    """A batch for TRL's loss, without advantages until the forward pass of the policy has put them in."""
+
+    def __missing__(self, key: str):
+        if key != "advantages":
+            raise KeyError(key)
+        raise RuntimeError(
+            "`advantages` are read before the forward pass of the policy, which puts the corrected ones into the batch. In "
+            "`_compute_loss`, call `self._get_per_token_logps_and_entropies` with the policy first, and read `advantages`, "
+            "`old_per_token_logps` and `old_logps` after it, as TRL does."
+        )
+
+    def get(self, key, default=None):
+        return self[key] if key == "advantages" else super().get(key, default)
+
+
+class LossCall:
+    """
+    One call of `compute_loss`.
+
+    Args:
+        model ([`~torch.nn.Module`]):
+            The policy, possibly wrapped.
+        batch (`Mapping`):
+            The micro-batch.
+    """
+
+    def __init__(self, model: Any, batch: Mapping[str, Any]):
+        self.model, self.batch = model, dict(batch)
+        self.inputs = LossInputs({key: value for key, value in batch.items() if key != "advantages"})
+        self.with_gradient = torch.is_grad_enabled()
+        self.forwards = 0
+
+    def take_forward(self):
+        """
+        Take note of a forward pass of the policy.
+
+        Raises:
+            `RuntimeError`: at the second one: which of the two is to be corrected?
+        """
+        self.forwards += 1
+        if self.forwards > 1:
+            raise RuntimeError(
+                "The policy was run twice in one loss through `_get_per_token_logps_and_entropies`, and rollout correction "
+                "cannot know which of the two forward passes is that of the loss. Run the other one under "
+                "`torch.no_grad()`, or call the model itself."
+            )
+
+    def check_corrected(self, trainer: type):
+        """
+        Check that the loss was corrected.
+
+        Args:
+            trainer (`type`):
+                Class of the trainer.
+
+        Raises:
+            `RuntimeError`: if no forward pass of the policy came by.
+        """
+        if not self.forwards:
+            raise RuntimeError(
+                f"The loss of `{trainer.__name__}` did not run the policy through `_get_per_token_logps_and_entropies`, where "
+                "rollout correction attaches. If `_compute_loss` is your own, run it there; otherwise install the version of "
+                "trl that this release was tested with."
+            )

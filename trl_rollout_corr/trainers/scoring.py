@@ -1,0 +1,90 @@
+"""
+What lives while TRL generates and scores one batch: its old pass, and what passes by and would be lost.
+
+`B` completions, `T` completion tokens.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+Logprobs = list[list[float | None]]
+
+
+class OldPass:
+    """
+    TRL's first forward pass while it scores a batch, which computes the log-probabilities of the old policy.
+
+    Args:
+        answer (`Callable[[torch.Tensor, int], torch.Tensor]`, *optional*):
+            Takes `input_ids` and `logits_to_keep` and returns what TRL gets in place of a forward pass, of shape `(B, T)`.
+            By default the forward pass runs.
+    """
+
+    def __init__(self, answer: Callable[[torch.Tensor, int], torch.Tensor] | None = None):
+        self.answer = answer
+        self.calls = 0
+        # known after the first call, each (B, T)
+        self.logps: torch.Tensor
+        self.completion_mask: torch.Tensor
+
+    @property
+    def runs(self) -> bool:
+        return self.answer is None
+
+    def __call__(self, forward: Callable, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs) -> tuple:
+        self.calls += 1
+        if self.calls == 1 and self.answer is not None:
+            outputs = (self.answer(input_ids, logits_to_keep), None, None)
+        else:
+            outputs = forward(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
+        if self.calls == 1:
+            self.logps, self.completion_mask = outputs[0], attention_mask[:, -logits_to_keep:]
+        return outputs
+
+
+class Scoring:
+    """
+    One batch that TRL generates and scores. Made when it starts, and dropped when it is done.
+
+    Args:
+        old_pass ([`OldPass`], *optional*):
+            How to treat TRL's old pass. By default TRL is left alone.
+    """
+
+    def __init__(self, old_pass: OldPass | None):
+        self.old_pass = old_pass
+        self.paused = False  # forward passes are none of TRL's own
+        self.logprobs: Logprobs | None = None  # of the sampled tokens, per completion
+        self.tool_mask: list[list[int]] | None = None  # 0 on tokens of tools, per completion
+        self.rewards: torch.Tensor | None = None  # (B,)
+
+    def restart(self):
+        """A batch is generated, which TRL does before it scores it."""
+        if self.old_pass is not None:
+            self.old_pass.calls = 0
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """While code of the user runs."""
+        self.paused = True
+        try:
+            yield
+        finally:
+            self.paused = False
+
+    def rollout_logps(self, like: torch.Tensor) -> torch.Tensor:
+        """Log-probabilities of the sampler, padded to the shape `(B, T)` of `like`."""
+        rows = [[math.nan if x is None else x for x in row] for row in self.logprobs or []]
+        padded = [row + [0.0] * (like.shape[1] - len(row)) for row in rows]
+        return torch.tensor(padded, dtype=torch.float32, device=like.device)
+
+    def loss_mask(self, completion_mask: torch.Tensor) -> torch.Tensor:
+        """Tokens of the loss, `(B, T)`, from those of the completions."""
+        if self.tool_mask is None:
+            return completion_mask
+        rows = [[*row, *[1] * (completion_mask.shape[1] - len(row))] for row in self.tool_mask]
+        return completion_mask * torch.tensor(rows, device=completion_mask.device)
