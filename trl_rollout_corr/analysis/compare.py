@@ -151,7 +151,8 @@ def as_markdown(c: Comparison) -> str:
 
 def _remarks(c: Comparison) -> list[str]:
     remarks = []
-    if c.spread.s**2 / 2 > HEALTHY["k3_kl"][1]:
+    _, healthy = HEALTHY["k3_kl"]
+    if healthy is not None and c.spread.s**2 / 2 > healthy:
         remarks.append(
             "The policies are far apart here, and bounds from this phase describe the disease: choose healthy steps with "
             "`--steps`, or bring the policies together first."

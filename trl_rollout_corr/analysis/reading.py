@@ -113,9 +113,9 @@ def _flat(lists: pa.ChunkedArray) -> np.ndarray:
 def pad(values: np.ndarray, lengths: np.ndarray) -> torch.Tensor:
     """Sequences that lie end to end, below each other: `(B, T)` with zeros after the end of each, and `T` at least 1."""
     inside = torch.arange(max(int(lengths.max()), 1)) < torch.from_numpy(lengths)[:, None]
-    values = torch.from_numpy(values)
-    padded = values.new_zeros(inside.shape)
-    padded[inside] = values
+    flat = torch.from_numpy(values)
+    padded = flat.new_zeros(inside.shape)
+    padded[inside] = flat
     return padded
 
 

@@ -83,9 +83,9 @@ def batch_of(sequences: Sequences, rows: np.ndarray | None = None) -> Batch:
         raise ValueError("the dump holds no token of the loss")
     lengths = sequences.sums(of_loss)[rows].astype(int)
     columns = ("mask", "train_logps", "rollout_logps", "keep", "coefficients")
-    padded = (pad(getattr(sequences, name)[of_loss], lengths) for name in columns)
-    advantages = np.nan_to_num(sequences.advantage[rows], posinf=0.0, neginf=0.0)
-    return Batch(np.unique(sequences.step[rows]).tolist(), *padded, torch.from_numpy(advantages)[:, None])
+    padded = {name: pad(getattr(sequences, name)[of_loss], lengths) for name in columns}
+    advantages = torch.from_numpy(np.nan_to_num(sequences.advantage[rows], posinf=0.0, neginf=0.0))[:, None]
+    return Batch(np.unique(sequences.step[rows]).tolist(), **padded, advantages=advantages)
 
 
 def replay(

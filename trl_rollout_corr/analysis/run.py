@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from copy import copy
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 
@@ -21,6 +21,13 @@ from .settings import config_of_run
 STATE = "trainer_state.json"
 
 
+class Dump(NamedTuple):
+    """Sequences that a run dumped, and its configuration."""
+
+    sequences: Sequences
+    config: RolloutCorrectionConfig
+
+
 class Run(NamedTuple):
     """
     What is left of a run.
@@ -32,17 +39,14 @@ class Run(NamedTuple):
             Log entries with metrics of rollout correction, in order of steps.
         logged_by (`str`):
             Where they are from: `"trainer"`, or `"dump"` if they were computed from its sequences.
-        sequences ([`~trl_rollout_corr.analysis.reading.Sequences`] or `None`):
+        dump ([`Dump`] or `None`):
             What it dumped.
-        config ([`RolloutCorrectionConfig`] or `None`):
-            Settings, where a dump says them.
     """
 
     name: str
     logs: list[dict[str, Any]]
     logged_by: str
-    sequences: Sequences | None
-    config: RolloutCorrectionConfig | None
+    dump: Dump | None
 
 
 def read_run(path: Path) -> Run:
@@ -65,20 +69,20 @@ def read_run(path: Path) -> Run:
         raise ValueError(error.strerror or str(error)) from None
 
 
-def _read(path: Path, state: Path | None, dump: Path | None) -> Run:
-    entries, sequences, config = [], None, None
-    if dump is not None:
-        sequences, settings = read_sequences(dump, texts=True)
-        config = config_of_run(settings, "the settings in the dump cannot be read")
-        entries += read_logs(dump)
+def _read(path: Path, state: Path | None, folder: Path | None) -> Run:
+    dump, entries = None, []
+    if folder is not None:
+        sequences, settings = read_sequences(folder, texts=True)
+        dump = Dump(sequences, config_of_run(settings, "the settings in the dump cannot be read"))
+        entries += read_logs(folder)
     if state is not None:
         entries += _read_state(state)
     logs, logged_by = [entry for entry in _merge(entries) if is_training_window(entry)], "trainer"
-    if not logs and sequences is None:
-        raise ValueError(f"{state.name} has no log entry with a step and metrics")
     if not logs:
-        logs, logged_by = list(_metrics_of(sequences, config)), "dump"
-    return Run((path.parent if path.is_file() else path).resolve().name, logs, logged_by, sequences, config)
+        if dump is None:
+            raise ValueError(f"{(state or path).name} has no log entry with a step and metrics")
+        logs, logged_by = list(_metrics_of(*dump)), "dump"
+    return Run((path.parent if path.is_file() else path).resolve().name, logs, logged_by, dump)
 
 
 # Where things are ---------------------------------------------------------------------------------------------------------
@@ -90,10 +94,10 @@ def _find(path: Path) -> tuple[Path | None, Path | None]:
         raise ValueError("no such file or folder")
     if path.is_file():
         return (path, None) if path.suffix == ".json" else (None, path)
-    state, dump = _find_state(path), _find_dump(path)
-    if state is None and dump is None:
+    state, folder = _find_state(path), _find_dump(path)
+    if state is None and folder is None:
         raise ValueError(f"neither a dump (files step-*.parquet) nor a run ({STATE}) is here")
-    return state, dump
+    return state, folder
 
 
 def _find_state(folder: Path) -> Path | None:
@@ -138,14 +142,14 @@ def _merge(entries: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """One entry per step, of what is a number. Of two for one step, the later one counts, key by key."""
     merged: dict[int, dict[str, Any]] = {}
     for entry in entries:
-        step = entry.get("step")
+        step: Any = entry.get("step")
         if _is_number(step) and math.isfinite(step):
             numbers = {key: value for key, value in entry.items() if isinstance(key, str) and _is_number(value)}
             merged.setdefault(int(step), {}).update(numbers)
     return [merged[step] for step in sorted(merged)]
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
@@ -159,7 +163,8 @@ def _metrics_of(sequences: Sequences, config: RolloutCorrectionConfig) -> Iterat
         if not sequences.lengths[rows].any():
             continue
         columns = (sequences.train_logps, sequences.rollout_logps, sequences.mask)
-        metrics = compute_rollout_correction(*(sequences.padded(x, rows) for x in columns), config).metrics()
+        train_logps, rollout_logps, mask = (sequences.padded(column, rows) for column in columns)
+        metrics = compute_rollout_correction(train_logps, rollout_logps, mask, config).metrics()
         rewards = sequences.reward[rows]
         reward = {"reward": float(rewards.mean())} if np.isfinite(rewards).all() else {}
         yield {**metrics, **reward, "step": int(step)}

@@ -21,7 +21,7 @@ class Foreign(NamedTuple):
     """Settings of another tool, and what translates them. Verl's section, on its own, may be ours: it has our names."""
 
     tool: str
-    translate: Callable[[Mapping[str, Any] | None], dict[str, Any]]
+    translate: Callable[..., dict[str, Any]]
     settings: Mapping[str, Any] | None
     maybe_ours: bool = False
 

@@ -22,18 +22,18 @@ class Advice(NamedTuple):
 
 def advise(run: Run, findings: list[Finding]) -> list[Advice]:
     """Settings of the run, and those to try."""
-    if run.config is None:
+    if run.dump is None:
         text = (
             "Bounds that fit this run are computed from its tokens. Set `rollout_dump_dir`, train some steps, and report on "
             "the folder of the run."
         )
         return [Advice("A dump first", text, "rollout_dump_dir: dump\nrollout_dump_steps: 10\n")]
     text = "Its settings, without those of the monitor and the dump."
-    own = Advice("This run", text, yaml_lines(_own(run.config)))
-    spread = _spread(run.sequences)
+    own = Advice("This run", text, yaml_lines(_own(run.dump.config)))
+    spread = _spread(run.dump.sequences)
     if spread is None:
         return [own]
-    suggestion = suggest(spread, suggest_bounds(spread), run.config)
+    suggestion = suggest(spread, suggest_bounds(spread), run.dump.config)
     if suggestion.get("rollout_rs_threshold", [1.0])[0] == 0.0:  # the drift leaves no bound below
         return [own, Advice("To try", "None: the policies have nothing to do with each other. Find out why.", "")]
     if suggestion["rollout_correction"] == "disabled":
@@ -69,12 +69,13 @@ def in_short(config: RolloutCorrectionConfig) -> str:
     parts = [config.rollout_correction] if config.rollout_correction else []
     weights = f"{config.rollout_is} weights {_bounds(config.rollout_is_threshold)}"
     parts.append(weights if config.rollout_is else "no weights")
-    criteria = zip(config.rollout_rs or [], config.rollout_rs_threshold or [], strict=True)
+    thresholds: Any = config.rollout_rs_threshold or []
+    criteria = zip(config.rollout_rs or [], thresholds, strict=True)
     parts += [f"{name} {_bounds(bound)}" for name, bound in criteria] or ["no rejection"]
     parts.append(f"bypass, {config.rollout_loss_type}" if config.bypass_mode else "decoupled")
     parts += ["metrics only"] if config.rollout_metrics_only else []
     return "; ".join(parts)
 
 
-def _bounds(bound: float | list[float]) -> str:
+def _bounds(bound: Any) -> str:
     return str(bound) if isinstance(bound, list) else f"up to {number(bound)}"

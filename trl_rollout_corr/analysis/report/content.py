@@ -75,7 +75,7 @@ def build(run: Run) -> Report:
     Returns:
         [`Report`]: what it says.
     """
-    findings = examine(run.logs, run.config)
+    findings = examine(run.logs, run.dump.config if run.dump else None)
     return Report(
         run.name,
         _facts(run),
@@ -84,7 +84,7 @@ def build(run: Run) -> Report:
         _outside(run),
         advise(run, findings),
         [section for section in (_trends(run, findings), _distribution(run), _rejected(run)) if section],
-        None if run.sequences is None else find_worst(run.sequences),
+        find_worst(run.dump.sequences) if run.dump else None,
     )
 
 
@@ -113,10 +113,8 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     facts = []
     if run.logged_by == "trainer" and run.logs:
         facts.append(("Logged steps", f"{_span(entry['step'] for entry in run.logs)}, {_windows(run)}"))
-    if run.sequences is not None:
-        facts += _facts_of_dump(run.sequences)
-    if run.config is not None:
-        facts.append(("Settings", in_short(run.config)))
+    if run.dump is not None:
+        facts += [*_facts_of_dump(run.dump.sequences), ("Settings", in_short(run.dump.config))]
     return facts
 
 
@@ -156,10 +154,10 @@ def _trends(run: Run, findings: list[Finding]) -> Section | None:
 
 def _distribution(run: Run) -> Section | None:
     title = "How far apart the policies are"
-    if run.sequences is None or not run.sequences.counted.any():
+    if run.dump is None or not run.dump.sequences.counted.any():
         chart = logged_histogram(run.logs)
         return Section("distribution", title, "From the log; a dump says more.", [chart]) if chart else None
-    summary = summarise(run.sequences, run.config)
+    summary = summarise(*run.dump)
     text = "d = log p of the trainer - log p of the sampler, of a token of the loss. "
     if summary.at_random:
         text += "Counted over the sequences that were drawn at random, which represent the batch."
@@ -173,14 +171,14 @@ def _distribution(run: Run) -> Section | None:
 def _rejected(run: Run) -> Section | None:
     title = "Who is rejected"
     families, text = logged_shares(run.logs), "Means of what was logged, over the whole batch."
-    if not families and run.sequences is not None and run.sequences.counted.any():
-        families, text = counted_shares(run.sequences, run.config), "Counted over the sequences drawn at random."
+    if not families and run.dump is not None and run.dump.sequences.counted.any():
+        families, text = counted_shares(*run.dump), "Counted over the sequences drawn at random."
     charts = rejected(families)
     if charts:
         total = _total(next(iter(families.values())))
         text += f" {total}{_rewards(run)} Down-weighted: mean of max(0, 1 - coefficient) over tokens not rejected."
         return Section("rejected", title, text, charts)
-    if run.sequences is None:
+    if run.dump is None:
         return None
     return Section("rejected", title, "Nothing: the settings reject no tokens and apply no weights.", [])
 
@@ -201,13 +199,13 @@ def _total(shares: list[Share]) -> str:
     """Over all tokens, where their number is known."""
     if shares[0].tokens is None:
         return "Whoever loses most is learned from least."
-    tokens = sum(share.tokens for share in shares)
-    parts = []
+    tokens, parts = [share.tokens or 0 for share in shares], []
     for name, values in (
         ("rejected", [share.rejected for share in shares]),
         ("down-weighted", [share.downweighted for share in shares]),
     ):
-        if None not in values:
-            mean = math.fsum(value * share.tokens for value, share in zip(values, shares, strict=True)) / tokens
+        known = [value for value in values if value is not None]
+        if len(known) == len(shares):
+            mean = math.fsum(value * n for value, n in zip(known, tokens, strict=True)) / sum(tokens)
             parts.append(f"{percent(mean)} {name}")
-    return f"Of {tokens:,} tokens: {', '.join(parts)}."
+    return f"Of {sum(tokens):,} tokens: {', '.join(parts)}."

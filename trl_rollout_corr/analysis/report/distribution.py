@@ -57,7 +57,7 @@ def _draw_histogram(axes: Axes, colors: Colors, *, histogram: Histogram, bounds:
     axes.set_yscale("log")
     axes.set_ylim(0.5, 2 * max(counts.max(), 10))
     axes.set_xlim(edges[0], edges[-1])
-    label = "bound of the settings"
+    label: str | None = "bound of the settings"
     for bound in bounds:
         if edges[0] < bound.d < edges[-1]:
             axes.axvline(bound.d, color=colors["bound"], linestyle="--", linewidth=1.5, label=label)
@@ -204,15 +204,15 @@ def _draw_by_length(axes: Axes, colors: Colors, *, of: Completions, spread: floa
     if wide:
         axes.set_xscale("log", base=10)
     groups = (("line", "o", "kept", ~of.rejected), ("second", "x", "rejected tokens", of.rejected))
-    for role, marker, label, chosen in groups:
+    for role, marker, name, chosen in groups:
         if chosen.any():
             x, y = of.length[chosen], of.log_weight[chosen]
-            axes.plot(x, y, marker, color=colors[role], markersize=4, alpha=0.6, label=label)
+            axes.plot(x, y, marker, color=colors[role], markersize=4, alpha=0.6, label=name)
     low, high = axes.get_ylim()
     lengths = np.geomspace(of.length.min(), of.length.max(), 40)
     for sign in (-1, 1):
         axes.plot(lengths, sign * 2 * spread * np.sqrt(lengths), ":", color=colors["muted"], linewidth=1.4)
-    label = "bound"
+    label: str | None = "bound"
     for bound in bounds:
         at = bound.d * lengths if bound.scope in ("geometric", "seq_mean") else np.full_like(lengths, bound.d)
         if np.any((at > 3 * low) & (at < 3 * high)):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 from matplotlib import style, ticker
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
@@ -49,6 +50,7 @@ _STYLE = {
 _STEPS = [1, 2, 2.5, 5, 10]  # between ticks, times powers of ten
 
 Colors = dict[str, str]
+Numbers = Sequence[float] | np.ndarray
 
 
 class Chart(NamedTuple):
@@ -84,7 +86,7 @@ class Chart(NamedTuple):
 # Parts of charts ----------------------------------------------------------------------------------------------------------
 
 
-def draw_line(axes: Axes, steps: Sequence[float], values: Sequence[float], color: str, label: str | None = None):
+def draw_line(axes: Axes, steps: Numbers, values: Numbers, color: str, label: str | None = None):
     """A curve over optimizer steps, with dots if they are few."""
     axes.plot(steps, values, color=color, marker="o" if len(steps) <= 12 else None, markersize=4, label=label)
 

@@ -2,6 +2,8 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from functools import reduce
+from operator import add
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,11 +55,9 @@ def logged_shares(logs: Iterable[Mapping[str, Any]]) -> dict[str, list[Share]]:
 
 def counted_shares(sequences: Sequences, config: RolloutCorrectionConfig) -> dict[str, list[Share]]:
     """Over the tokens that represent the batch, by family of groups."""
-    total = None
     rows = np.flatnonzero(sequences.represents)
-    for start in range(0, len(rows), _ROWS_AT_ONCE):
-        accounts = _account(sequences, rows[start : start + _ROWS_AT_ONCE])
-        total = accounts if total is None else total + accounts
+    blocks = (rows[start : start + _ROWS_AT_ONCE] for start in range(0, len(rows), _ROWS_AT_ONCE))
+    total = reduce(add, (_account(sequences, block) for block in blocks))
     shares = {}
     for group, counts in total.groups().items():
         if tokens := counts["tokens"]:

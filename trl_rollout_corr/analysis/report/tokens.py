@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -87,8 +87,10 @@ def find_worst(sequences: Sequences) -> Worst:
 
 def _worst(sequences: Sequences) -> list[Token]:
     size = np.where(sequences.valid, np.abs(sequences.log_ratio), -1.0)
-    largest = np.argpartition(-size, min(100 * _WORST, len(size) - 1))[: 100 * _WORST] if len(size) else []
-    found, of_row = [], Counter()
+    many = 100 * _WORST  # to choose from, as a few completions may have most of them
+    largest: Any = np.argpartition(-size, min(many, len(size) - 1))[:many] if len(size) else []
+    found: list[Token] = []
+    of_row: Counter[int] = Counter()
     for i in sorted(largest, key=lambda i: (-size[i], i)):
         if size[i] <= 0 or len(found) == _WORST:
             break

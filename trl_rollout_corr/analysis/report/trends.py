@@ -115,7 +115,7 @@ def _alarms(steps: list[int]) -> str:
     return f" Alarm at step {' and '.join(map(str, steps))}." if steps else ""
 
 
-def _rows(curves: Mapping[str, Curve]) -> list[tuple[float, ...]]:
+def _rows(curves: Mapping[str, Curve]) -> list[tuple[Any, ...]]:
     """Values by step. Curves of the same run may have been logged at different steps."""
     values = [dict(zip(curve.steps, curve.means, strict=True)) for curve in curves.values()]
     steps = sorted(set().union(*values))
