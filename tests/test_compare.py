@@ -1,6 +1,5 @@
 """`python -m trl_rollout_corr compare`."""
 
-import argparse
 import dataclasses
 import json
 import math
@@ -14,31 +13,31 @@ import torch
 import yaml
 
 from tests import reference
-from tests.dumps import make_dump
+from tests.dumps import make_dump, read_dump
 from tests.launching import run as run_process
-from trl_rollout_corr import RolloutCorrectionConfig, dump, whatif
-from trl_rollout_corr.__main__ import main
-from trl_rollout_corr.presets import PRESETS
-from trl_rollout_corr.replay import read_rows
-from trl_rollout_corr.spread import (
+from trl_rollout_corr import RolloutCorrectionConfig, dump
+from trl_rollout_corr.__main__ import main, make_parser
+from trl_rollout_corr.analysis.reading import read_sequences
+from trl_rollout_corr.analysis.replay import batch_of
+from trl_rollout_corr.analysis.spread import (
     Spread,
-    masked_mean,
+    effective_sample_size,
+    icepop_mean,
     measure,
     predict,
     rejected,
-    sample_size,
     suggest_bounds,
     truncated_mean,
 )
+from trl_rollout_corr.presets import PRESETS
 
 
 NUMBERS = ("rejected", "sample_size", "effective_lr", "cosine", "norm")
 
 
 def compare(*arguments) -> str:
-    parser = argparse.ArgumentParser()
-    whatif.add_arguments(parser)
-    return whatif.run(parser.parse_args([str(argument) for argument in arguments]))
+    args = make_parser().parse_args(["compare", *map(str, arguments)])
+    return args.run(args)
 
 
 def document(*arguments) -> dict:
@@ -65,7 +64,7 @@ def predictions(*arguments) -> dict[str, dict]:
 def by_hand(folder, preset: str, epsilon: float, epsilon_high: float) -> dict[str, float]:
     """The numbers of the table, by loops over Python floats."""
     config = RolloutCorrectionConfig.from_preset(preset)
-    rows = [row for row in dump.read_dump(folder).rows if row["sampled"]]
+    rows = [row for row in read_dump(folder).rows if row["sampled"]]
     tokens = [
         [
             (train, rollout)
@@ -147,7 +146,7 @@ def test_the_settings_of_the_run_give_what_the_run_did(settings, tmp_path):
     (tmp_path / "same.yaml").write_text(yaml.safe_dump({**settings, "learning_rate": 1e-6, "use_vllm": True}))
     found = outcomes(folder, "--config", tmp_path / "same.yaml")
     assert found["this run"] == like(found[str(tmp_path / "same.yaml")], 1e-6)
-    logged = dump.read_dump(folder).logs[0]
+    logged = read_dump(folder).logs[0]
     assert found["this run"]["effective_lr"] == pytest.approx(logged["rollout_corr/effective_lr"], rel=1e-6)
     for key, name in (("rejected", "rollout_rs_masked_fraction"), ("sample_size", "rollout_is_eff_sample_size")):
         if found["this run"][key] is not None:
@@ -158,7 +157,7 @@ def test_factors_of_the_whole_batch_come_from_the_run(tmp_path):
     """Eight of its rows do not tell what was normalised."""
     settings = {"rollout_correction": "decoupled_geo_rs_token_tis", "rollout_rs_threshold": [0.99, 1.01]}
     folder = make_dump(tmp_path, steps=1, sampled=8, settings={**settings, "rollout_rs_renormalize": True})
-    rows = [row for row in dump.read_dump(folder).rows if row["sampled"]]
+    rows = [row for row in read_dump(folder).rows if row["sampled"]]
     coefficients = [c for row in rows for c, counts in zip(row["coefficients"], row["mask"], strict=True) if counts]
     expected = sum(coefficients) / len(coefficients)
     assert outcomes(folder)["this run"]["effective_lr"] == pytest.approx(expected, rel=1e-6)
@@ -166,7 +165,7 @@ def test_factors_of_the_whole_batch_come_from_the_run(tmp_path):
 
 def test_worst_rows_count_only_if_asked_for(tmp_path):
     make_dump(tmp_path, sampled=10, worst=6)
-    rows = dump.read_dump(tmp_path).rows
+    rows = read_dump(tmp_path).rows
     assert document(tmp_path)["sequences"] == sum(row["sampled"] for row in rows) == 30
     assert document(tmp_path, "--worst")["sequences"] == len(rows) > 30
 
@@ -231,9 +230,11 @@ def test_closed_forms_are_those_of_random_weights():
         d = torch.randn(2_000_000, generator=rng, dtype=torch.float64) * v**0.5 - v / 2
         w, v = d.exp(), torch.tensor([v], dtype=torch.float64)
         assert truncated_mean(v, 2.0).item() == pytest.approx(w.clamp(max=2.0).mean().item(), abs=2e-3)
-        assert masked_mean(v, 3.0).item() == pytest.approx((w * (w <= 3)).mean().item(), abs=3e-3)
+        assert icepop_mean(v, 3.0).item() == pytest.approx((w * (w <= 3)).mean().item(), abs=3e-3)
         if v < 1:  # beyond, no sample is large enough
-            assert sample_size(v).item() == pytest.approx((w.mean() ** 2 / w.square().mean()).item(), rel=0.02)
+            assert effective_sample_size(v).item() == pytest.approx(
+                (w.mean() ** 2 / w.square().mean()).item(), rel=0.02
+            )
     s, length = 0.3, torch.tensor([50.0], dtype=torch.float64)
     mean = torch.randn(2_000_000, generator=rng, dtype=torch.float64) * s / length.sqrt() - s * s / 2
     for lower, upper in ((0.95, 1.01), (0.9, 1.2), (0.0, 1.0)):
@@ -243,16 +244,21 @@ def test_closed_forms_are_those_of_random_weights():
 
 def test_closed_forms_without_a_spread():
     nothing, length = torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
-    assert truncated_mean(nothing, 2.0).item() == masked_mean(nothing, 3.0).item() == sample_size(nothing).item() == 1
+    assert (
+        truncated_mean(nothing, 2.0).item()
+        == icepop_mean(nothing, 3.0).item()
+        == effective_sample_size(nothing).item()
+        == 1
+    )
     assert rejected(0.0, length, 0.999, 1.001).item() == 0
 
 
 def test_the_table_of_the_theory_follows():
     """`docs/theory.md`, for s = 0.04."""
     v = torch.tensor([100, 433, 1000, 4000], dtype=torch.float64) * 0.04**2
-    assert [round(x, 2) for x in sample_size(v).tolist()] == [0.85, 0.50, 0.20, 0.0]
+    assert [round(x, 2) for x in effective_sample_size(v).tolist()] == [0.85, 0.50, 0.20, 0.0]
     assert [round(x, 2) for x in truncated_mean(v, 2.0).tolist()] == [0.99, 0.87, 0.70, 0.28]
-    assert [round(x, 2) for x in masked_mean(v, 3.0).tolist()] == [0.99, 0.82, 0.59, 0.20]
+    assert [round(x, 2) for x in icepop_mean(v, 3.0).tolist()] == [0.99, 0.82, 0.59, 0.20]
 
 
 def test_what_is_predicted_is_measured_where_the_model_holds(tmp_path):
@@ -416,7 +422,7 @@ def test_dumps_that_cannot_be_compared(tmp_path, capsys):
     only_worst = make_dump(tmp_path / "worst", sampled=0)
     assert "no sequence was drawn at random" in error_of(capsys, only_worst)
     assert document(only_worst, "--worst")["sequences"] == 12
-    row = dump.read_dump(only_worst).rows[0]
+    row = read_dump(only_worst).rows[0]
     n = len(row["mask"])
     for name, columns, message in (
         ("short", {"keep": row["keep"][:-1]}, "lists of different lengths"),
@@ -473,7 +479,7 @@ def test_settings_without_effect_are_warned_about(tmp_path, capsys):
 
 def test_the_settings_of_a_run_are_not_warned_about_again(tmp_path, capsys):
     settings = dataclasses.asdict(RolloutCorrectionConfig()) | {"rollout_loss_type": "reinforce"}
-    row = dump.read_dump(make_dump(tmp_path / "a")).rows[0]
+    row = read_dump(make_dump(tmp_path / "a")).rows[0]
     dump.write_rows(tmp_path / "b", 1, 0, [{**row, "sampled": True}], settings)
     assert main(["compare", str(tmp_path / "b")]) == 0
     assert capsys.readouterr().err == ""
@@ -488,13 +494,19 @@ def test_the_command(tmp_path):
 
 def test_tokens_of_tools_and_padding_take_no_part(tmp_path):
     make_dump(tmp_path, rows=8, sampled=8)
-    rows, _ = read_rows(tmp_path, worst=False, steps=None)
+    batch = batch_of(read_sequences(tmp_path, sampled_only=True)[0])
     expected = [
         [logp for logp, counts in zip(row["train_logps"], row["mask"], strict=True) if counts]
-        for row in dump.read_dump(tmp_path).rows
+        for row in read_dump(tmp_path).rows
     ]
-    assert [logps[mask].tolist() for logps, mask in zip(rows.train_logps, rows.mask, strict=True)] == expected
-    assert rows.mask.shape[1] == max(map(len, expected))
+    assert [logps[mask].tolist() for logps, mask in zip(batch.train_logps, batch.mask, strict=True)] == expected
+    assert batch.mask.shape[1] == max(map(len, expected))
+
+
+def test_an_effective_sample_size_without_weights_is_0():
+    spread = measure(torch.full((1, 30), -1e4), torch.ones(1, 30, dtype=torch.bool))
+    found = {prediction.quantity: prediction.measured for prediction in predict(spread, (0.99, 1.01))}
+    assert found["sequence weights: ESS"] == found["sequence weights truncated at 2: mean"] == 0
 
 
 @pytest.mark.parametrize("distance", [1e4, 1e9])

@@ -7,16 +7,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.dumps import make_dump
+from tests.dumps import make_dump, read_dump
 from trl_rollout_corr import RolloutCorrectionConfig, dump
+from trl_rollout_corr.analysis.reading import read_table
 
 
 def steps_of(folder) -> list[int]:
-    return sorted({row["step"] for row in dump.read_dump(folder).rows})
+    return sorted({row["step"] for row in read_dump(folder).rows})
 
 
 def copy_of_a_row(folder, step: int) -> dict:
-    return {**dump.read_dump(folder).rows[0], "step": step}
+    return {**read_dump(folder).rows[0], "step": step}
 
 
 def test_what_is_written_is_read(tmp_path):
@@ -33,18 +34,18 @@ def test_what_is_written_is_read(tmp_path):
     row |= {"tokens": [" ", "4"], "token_ids": [5, 9], "mask": [True, False], "train_logps": [-0.5, -1.5]}
     row |= {"rollout_logps": [math.inf, -0.25], "keep": [False, False], "coefficients": [0.0, 2.0], "advantage": -0.5}
     path = dump.write_rows(tmp_path / "new" / "dump", 3, 1, [row], {"rollout_is_threshold": [0.5, math.inf]})
-    read = dump.read_dump(path.parent)
+    read = read_dump(path.parent)
     assert read.rows == [row]
     assert read.settings == {"rollout_is_threshold": [0.5, math.inf]}
     assert read.logs == []
-    assert dump.read_dump(path).rows == [row]  # one file alone
+    assert read_dump(path).rows == [row]  # one file alone
 
 
 def test_rows_are_in_order_of_steps_and_settings_are_the_last(tmp_path):
     make_dump(tmp_path, steps=12, ranks=2, rows=8, length=6)
     row = copy_of_a_row(tmp_path, 13)
     dump.write_rows(tmp_path, 13, 0, [row], {"rollout_is": None})
-    read = dump.read_dump(tmp_path)
+    read = read_dump(tmp_path)
     assert [row["step"] for row in read.rows] == sorted(row["step"] for row in read.rows)
     assert steps_of(tmp_path) == list(range(1, 14))
     assert read.settings == {"rollout_is": None}
@@ -54,9 +55,9 @@ def test_rows_are_in_order_of_steps_and_settings_are_the_last(tmp_path):
 
 def test_a_table_has_the_columns_that_are_asked_for(tmp_path):
     make_dump(tmp_path)
-    table, settings = dump.read_table(tmp_path, ["step", "keep"])
+    table, settings = read_table(tmp_path, ["step", "keep"])
     assert table.column_names == ["step", "keep"]
-    assert table["keep"].to_pylist() == [row["keep"] for row in dump.read_dump(tmp_path).rows]
+    assert table["keep"].to_pylist() == [row["keep"] for row in read_dump(tmp_path).rows]
     assert RolloutCorrectionConfig(**settings) == RolloutCorrectionConfig()
 
 
@@ -68,7 +69,7 @@ def test_a_folder_that_looks_like_a_partition_is_a_folder(tmp_path):
 @pytest.mark.parametrize("moment", ["while it is written", "before it is renamed"])
 def test_a_crash_loses_the_file_that_is_being_written(moment, tmp_path, monkeypatch):
     make_dump(tmp_path, steps=2)
-    before = dump.read_dump(tmp_path).rows
+    before = read_dump(tmp_path).rows
 
     def half(table, path, **options):
         path.write_bytes(b"PAR1 and then the power went")
@@ -85,7 +86,7 @@ def test_a_crash_loses_the_file_that_is_being_written(moment, tmp_path, monkeypa
             patch.setattr(dump.os, "replace", never)
         with pytest.raises(KeyboardInterrupt):
             dump.write_rows(tmp_path, 3, 0, [row], {})
-    assert dump.read_dump(tmp_path).rows == before
+    assert read_dump(tmp_path).rows == before
     dump.write_rows(tmp_path, 3, 0, [row], {})  # the run that goes on writes over what is left
     assert steps_of(tmp_path) == [1, 2, 3]
     assert not list(tmp_path.glob("*.partial"))
@@ -96,7 +97,7 @@ def test_a_log_entry_that_a_crash_cut_short_is_left_out(tmp_path):
     with (tmp_path / "logs.jsonl").open("a") as file:
         file.write('{"loss": 0.1, "rollout_co\n')
     dump.append_log(tmp_path, {"step": 4})
-    assert [entry["step"] for entry in dump.read_dump(tmp_path).logs] == [1, 2, 4]
+    assert [entry["step"] for entry in read_dump(tmp_path).logs] == [1, 2, 4]
 
 
 def test_the_first_and_the_latest_step_are_never_removed(tmp_path):
@@ -115,7 +116,7 @@ def test_a_run_that_resumes_forgets_what_came_after_its_checkpoint(tmp_path):
     make_dump(tmp_path, steps=4)
     dump.rewind(tmp_path, 2)
     assert steps_of(tmp_path) == [1, 2]
-    assert [entry["step"] for entry in dump.read_dump(tmp_path).logs] == [1, 2]
+    assert [entry["step"] for entry in read_dump(tmp_path).logs] == [1, 2]
 
 
 def test_other_versions_are_refused(tmp_path):
@@ -123,15 +124,15 @@ def test_other_versions_are_refused(tmp_path):
     table = pq.read_table(path)
     pq.write_table(table.replace_schema_metadata({**table.schema.metadata, dump.FORMAT.encode(): b"2"}), path)
     with pytest.raises(ValueError, match=r"step-00000001-rank-00000.parquet is of version 2 .* reads version 1$"):
-        dump.read_dump(tmp_path)
+        read_dump(tmp_path)
     pq.write_table(table.drop_columns(["keep"]), path)
     with pytest.raises(ValueError, match=r"does not have the columns of a dump of version 1$"):
-        dump.read_dump(tmp_path)
+        read_dump(tmp_path)
 
 
 def test_every_list_is_as_long_as_the_completion(tmp_path):
     lists = [field.name for field in dump.SCHEMA if pa.types.is_list(field.type)]
-    for row in dump.read_dump(make_dump(tmp_path, settings={"rollout_is": None})).rows:
+    for row in read_dump(make_dump(tmp_path, settings={"rollout_is": None})).rows:
         assert row["weights"] is None
         assert {len(row[name]) for name in lists if name != "weights"} == {len(row["tokens"])}
         assert row["sampled"] or row["worst"]

@@ -5,11 +5,12 @@ import math
 import pytest
 import torch
 
+from tests.dumps import read_dump
 from tests.tiny import PROMPTS, StaleSampler
 from tests.training import EVALUATION, TRAINERS, BrokenSampler, build, losses
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
 from trl_rollout_corr.__main__ import main
-from trl_rollout_corr.dump import files_of, read_dump
+from trl_rollout_corr.dump import files_of
 from trl_rollout_corr.trainers import dumping
 
 

@@ -31,15 +31,31 @@ ORDER = [
     "staleness",
     "correction",  # so far without pyarrow, numpy and TRL
     "dump",
-    "spread",
-    "replay",
-    "whatif",
-    "report",
+    "analysis",
     "__main__",  # so far without TRL
     "trainers",
 ]
-WITHOUT_TORCH = ORDER[: ORDER.index("config") + 1]
-WITHOUT_TRL = ORDER[: ORDER.index("__main__") + 1]
+ANALYSIS = ["text", "settings", "convert", "reading", "run", "replay", "spread", "compare", "report"]
+REPORT = [
+    "summary",
+    "shares",
+    "tokens",
+    "advice",  # so far without matplotlib
+    "drawing",
+    "trends",
+    "distribution",
+    "rejected",
+    "content",
+    "page",
+    "markdown",
+]
+WITHOUT_TORCH = [*ORDER[: ORDER.index("config") + 1], *(f"analysis.{name}" for name in ANALYSIS[:3]), "__main__"]
+WITHOUT_MATPLOTLIB = [f"analysis.report.{name}" for name in REPORT[: REPORT.index("advice") + 1]]
+WITHOUT_TRL = [
+    *ORDER[: ORDER.index("__main__") + 1],
+    *(f"analysis.{name}" for name in ANALYSIS),
+    *(f"analysis.report.{name}" for name in REPORT),
+]
 
 
 def loaded_after(modules: list[str], heavy: list[str]) -> str:
@@ -56,8 +72,12 @@ for module in {modules}:
     return process.stderr[-500:] if process.returncode else ""
 
 
-def test_settings_load_without_torch():
-    assert loaded_after(WITHOUT_TORCH, ["torch", "numpy"]) == ""
+def test_settings_and_their_translation_load_without_torch():
+    assert loaded_after(WITHOUT_TORCH, ["torch", "numpy", "pyarrow", "matplotlib"]) == ""
+
+
+def test_only_charts_load_matplotlib():
+    assert loaded_after(WITHOUT_MATPLOTLIB, ["matplotlib"]) == ""
 
 
 def test_all_but_the_trainers_loads_without_trl():
@@ -76,17 +96,25 @@ def imported(path: Path) -> Iterator[str]:
                 yield from (".".join([*above, alias.name]) for alias in node.names)
 
 
-def test_arrows_point_up_only():
-    for path in PACKAGE.rglob("*.py"):
-        name = path.relative_to(PACKAGE).with_suffix("").parts[0]
-        for target in (found.split(".")[0] for found in imported(path)):
-            if name != "__init__" and target in ORDER and target != name:
-                assert ORDER.index(target) < ORDER.index(name), f"{path.relative_to(PACKAGE)} imports {target}"
+@pytest.mark.parametrize(
+    ("package", "order"), [("", ORDER), ("analysis.", ANALYSIS), ("analysis.report.", REPORT)], ids=str
+)
+def test_arrows_point_up_only(package, order):
+    folder = PACKAGE.joinpath(*package.split("."))
+    for path in folder.rglob("*.py"):
+        name = path.relative_to(folder).with_suffix("").parts[0]
+        for found in imported(path):
+            target = found.removeprefix(package).split(".")[0]
+            if name != "__init__" and found.startswith(package) and target in order and target != name:
+                assert order.index(target) < order.index(name), f"{path.relative_to(PACKAGE)} imports {found}"
 
 
-def test_every_module_has_its_place():
-    modules = {path.relative_to(PACKAGE).with_suffix("").parts[0] for path in PACKAGE.rglob("*.py")}
-    assert modules - {"__init__"} == set(ORDER)
+@pytest.mark.parametrize(("folder", "order"), [("", ORDER), ("analysis", ANALYSIS), ("analysis/report", REPORT)])
+def test_every_module_has_its_place(folder, order):
+    modules = {
+        path.relative_to(PACKAGE / folder).with_suffix("").parts[0] for path in (PACKAGE / folder).rglob("*.py")
+    }
+    assert modules - {"__init__"} == set(order)
 
 
 def test_trl_is_imported_by_the_trainers_alone():

@@ -1,6 +1,5 @@
 """`python -m trl_rollout_corr report`: numbers, the page, the picture, and what cannot be read."""
 
-import argparse
 import html
 import json
 import math
@@ -16,12 +15,14 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from tests.dumps import make_dump
+from tests.dumps import make_dump, read_dump
 from tests.tiny import StaleSampler
 from tests.training import build
-from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer, RolloutCorrectionConfig, report
-from trl_rollout_corr.dump import read_dump, write_rows
-from trl_rollout_corr.report import summary
+from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer, RolloutCorrectionConfig
+from trl_rollout_corr.__main__ import make_parser
+from trl_rollout_corr.analysis import report
+from trl_rollout_corr.analysis.report import summary
+from trl_rollout_corr.dump import write_rows
 from trl_rollout_corr.rules import examine
 
 
@@ -42,9 +43,8 @@ OF_RUN = {"k3-kl", "kl", "percentiles", "effective-lr", "sample-size", "mean-wei
 
 def write(source, output) -> str:
     """Run the command and return the file."""
-    parser = argparse.ArgumentParser()
-    report.add_arguments(parser)
-    printed = report.run(parser.parse_args([str(source), "-o", str(output)]))
+    args = make_parser().parse_args(["report", str(source), "-o", str(output)])
+    printed = args.run(args)
     assert str(output) in printed.splitlines()
     return output.read_text(encoding="utf-8")
 
@@ -110,7 +110,7 @@ def page(dump) -> Page:
 @pytest.fixture
 def undrawn(monkeypatch):
     """Leave the charts empty, which saves a second a page."""
-    from trl_rollout_corr.report import page
+    from trl_rollout_corr.analysis.report import page
 
     monkeypatch.setattr(page, "svg", lambda chart: f'<svg role="img" aria-label="{html.escape(chart.alt)}"></svg>')
 
@@ -331,13 +331,10 @@ def settings_of(path) -> list[dict]:
 
 
 def test_settings_are_those_of_the_run_and_those_that_compare_suggests(dump, page):
-    from trl_rollout_corr import whatif
-
     own, suggested = settings_of(dump.parent / "report.html")
     assert RolloutCorrectionConfig(**own) == RolloutCorrectionConfig(**SETTINGS)
-    parser = argparse.ArgumentParser()
-    whatif.add_arguments(parser)
-    compared = json.loads(whatif.run(parser.parse_args([str(dump), "--json"])))
+    args = make_parser().parse_args(["compare", str(dump), "--json"])
+    compared = json.loads(args.run(args))
     assert suggested == compared["suggestion"]
     assert "decoupled_geo_rs_token_tis; token weights up to 2; seq_mean_k1 [0.99, 1.01]; decoupled" in page.text
 
@@ -643,9 +640,11 @@ def test_without_matplotlib_it_says_what_to_install(dump, tmp_path, monkeypatch)
 
 
 def test_the_command_costs_nothing_until_it_runs():
-    code = (
-        "import sys, trl_rollout_corr.report; sys.exit(any(m in sys.modules for m in ('matplotlib', 'torch', 'trl')))"
-    )
+    code = """
+import sys, trl_rollout_corr.__main__, trl_rollout_corr.analysis.report
+trl_rollout_corr.__main__.make_parser()
+sys.exit(any(module in sys.modules for module in ("matplotlib", "pyarrow", "numpy", "torch", "trl")))
+"""
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -9,88 +9,11 @@ Command line.
 import argparse
 import sys
 import warnings
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
-
-import yaml
-
-from .config import RolloutCorrectionConfig
-from .migrate import from_legacy, from_trl, from_verl
-
-
-# Keys that only the first releases of verl had
-_LEGACY_ONLY = ("rollout_is_level", "rollout_is_mode", "rollout_is_threshold_lower", "rollout_is_veto_threshold")
-_VERL_ONLY = ("rollout_rs", "bypass_mode", "loss_type", "rollout_is_batch_normalize")
-
-
-def find_settings(document: Any) -> tuple[Callable[[Mapping], dict], Mapping[str, Any] | None]:
-    """
-    Find the settings of rollout correction in a configuration of another tool.
-
-    Args:
-        document (`Any`):
-            Content of a YAML file.
-
-    Returns:
-        `tuple[Callable, Mapping or None]`: the translator of [`migrate`](migrate.py) that understands them, and the settings.
-
-    Raises:
-        `ValueError`: if there are none.
-    """
-    if isinstance(document, Mapping):
-        section = document.get("algorithm", document)
-        if isinstance(section, Mapping):
-            if isinstance(section.get("rollout_correction", ""), (Mapping, type(None))):
-                return from_verl, section["rollout_correction"]
-            trl = {key: value for key, value in section.items() if str(key).startswith("vllm_importance_sampling_")}
-            if trl:
-                return from_trl, trl
-            ours = {key: value for key, value in section.items() if str(key).startswith(("rollout_is", "rollout_rs"))}
-            if any(key in section for key in _LEGACY_ONLY) or isinstance(ours.get("rollout_is"), bool):
-                return from_legacy, ours
-            if ours or any(key in section for key in _VERL_ONLY):
-                return from_verl, section
-    raise ValueError(
-        "no settings of rollout correction found: neither verl's `algorithm.rollout_correction`, nor the `rollout_is*` keys "
-        "of its first releases, nor TRL's `vllm_importance_sampling_*`."
-    )
-
-
-def convert(path: str) -> str:
-    """
-    Translate a configuration of another tool.
-
-    Args:
-        path (`str`):
-            A YAML file, or `-` for standard input.
-
-    Returns:
-        `str`: YAML of fields of [`RolloutCorrectionConfig`].
-
-    Raises:
-        `ValueError`: if it cannot be read or translated.
-    """
-    try:
-        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
-        document = yaml.safe_load(text)
-    except OSError as error:
-        raise ValueError(error.strerror) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"not YAML: {str(error).splitlines()[0]}") from None
-    translate, settings = find_settings(document)
-    fields = translate(settings)
-    RolloutCorrectionConfig(**fields)  # says what is wrong, if anything is
-    return "".join(f"{key}: {_in_one_line(value)}\n" for key, value in fields.items())
-
-
-def _in_one_line(value: Any) -> str:
-    return yaml.safe_dump([value], default_flow_style=True, width=1000).strip()[1:-1]
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return the exit code: 2 for input that cannot be used."""
-    args = _parser().parse_args(arguments)
+    args = make_parser().parse_args(arguments)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -105,33 +28,85 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    from . import report, whatif  # what they need, they load when they run
-
+def make_parser() -> argparse.ArgumentParser:
+    """The parser. What it returns has `run`, which takes the arguments and returns what to print."""
     parser = argparse.ArgumentParser(prog="python -m trl_rollout_corr", description="Tools for rollout correction.")
     commands = parser.add_subparsers(dest="command", required=True)
+
     command = commands.add_parser(
         "convert",
         help="print the YAML that says here what a configuration of verl or TRL says there",
         description="Translate a configuration of verl, of its first releases, or of TRL's own correction.",
     )
     command.add_argument("file", help="YAML file, or - for standard input")
-    command.set_defaults(run=lambda args: convert(args.file), subject="file")
+    command.set_defaults(run=_convert, subject="file")
+
     command = commands.add_parser(
         "report",
         help="draw a report of a run or a dump",
         description="Draw what happened in a run, from its log, from the sequences of `rollout_dump_dir`, or from both.",
     )
-    report.add_arguments(command)
-    command.set_defaults(run=report.run, subject="source")
+    command.add_argument(
+        "source",
+        help="a dump (folder or file), a run (`output_dir` or trainer_state.json), or an `output_dir` with both",
+    )
+    output = "report.html, or report.md with the charts beside it as report.png"
+    command.add_argument("-o", "--output", default="report.html", help=output)
+    command.set_defaults(run=_report, subject="source")
+
     command = commands.add_parser(
         "compare",
         help="say what every preset would do to the sequences of a dump",
         description="Apply every preset to the sequences of `rollout_dump_dir`, and suggest bounds. Needs no GPU.",
     )
-    whatif.add_arguments(command)
-    command.set_defaults(run=whatif.run, subject="dump")
+    command.add_argument("dump", help="folder that `rollout_dump_dir` named, or one of its files")
+    command.add_argument(
+        "--config", action="append", default=[], metavar="FILE", help="YAML with settings to compare, such as a recipe"
+    )
+    command.add_argument("--json", action="store_true", help="print JSON")
+    command.add_argument("--worst", action="store_true", help="take the worst sequences too, which bias every number")
+    command.add_argument("--steps", metavar="FIRST:LAST", help="optimizer steps to take")
+    command.add_argument("--epsilon", type=float, default=0.2, help="PPO's clipping in bypass mode (default: 0.2)")
+    command.add_argument("--epsilon_high", type=float, help="its upper side, if it is another")
+    command.set_defaults(run=_compare, subject="dump")
     return parser
+
+
+# Each command imports its work when it runs: `convert` does without torch, and `--help` does not wait for it.
+
+
+def _convert(args: argparse.Namespace) -> str:
+    from .analysis.convert import convert
+
+    return convert(args.file)
+
+
+def _report(args: argparse.Namespace) -> str:
+    from .analysis.report import write_report
+
+    return write_report(args.source, args.output)
+
+
+def _compare(args: argparse.Namespace) -> str:
+    from .analysis.compare import as_json, as_markdown, compare
+
+    steps = _parse_steps(args.steps)
+    clip = 1 - args.epsilon, 1 + (args.epsilon if args.epsilon_high is None else args.epsilon_high)
+    comparison = compare(args.dump, args.config, clip=clip, worst=args.worst, steps=steps)
+    return as_json(comparison) if args.json else as_markdown(comparison)
+
+
+def _parse_steps(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    first, separator, last = text.partition(":")
+    try:
+        steps = int(first or 0), int(last or 2**31 - 1) if separator else int(first)
+    except ValueError:
+        steps = (1, 0)
+    if not 0 <= steps[0] <= steps[1] < 2**31:
+        raise ValueError(f"--steps must be two steps such as 10:20, got {text!r}")
+    return steps
 
 
 if __name__ == "__main__":

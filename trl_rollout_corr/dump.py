@@ -1,5 +1,5 @@
 """
-Sequences on disk: what a row of a dump holds, how it is written, and how it is read back.
+Sequences on disk: what a row of a dump holds, how it is written, and how a run that goes on finds what is there.
 
 A dump is a folder of Parquet files, one per optimizer step and process that had something to write. A file appears under its
 name only when it is complete, so that a crash loses at most the file being written. No TRL here.
@@ -8,9 +8,9 @@ name only when it is complete, so that a crash loses at most the file being writ
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -32,10 +32,7 @@ SCHEMA = pa.schema(
         ("mask", pa.list_(pa.bool_())),  # tokens of the loss
         ("train_logps", pa.list_(pa.float32())),  # nats; NaN and infinity as they came
         ("rollout_logps", pa.list_(pa.float32())),
-        (
-            "weights",
-            pa.list_(pa.float32()),
-        ),  # importance weights after bounding and normalisation; null without weights
+        ("weights", pa.list_(pa.float32())),  # bounded and normalised importance weights; null without weights
         ("keep", pa.list_(pa.bool_())),  # what no criterion rejects
         ("coefficients", pa.list_(pa.float32())),  # what multiplies the policy gradient
         ("reward", pa.float32()),
@@ -46,24 +43,6 @@ SCHEMA = pa.schema(
 
 _LOGS = "logs.jsonl"
 _NAME = re.compile(r"step-(\d+)-rank-(\d+)\.parquet")
-
-
-class Dump(NamedTuple):
-    """
-    What a dump holds.
-
-    Args:
-        rows (`list[dict]`):
-            One per sequence, with the columns of `SCHEMA`, in order of steps.
-        settings (`dict`):
-            Fields of [`RolloutCorrectionConfig`] in effect at the last step.
-        logs (`list[dict]`):
-            What the trainer logged, one entry per logging step. Empty for a dump without them.
-    """
-
-    rows: list[dict[str, Any]]
-    settings: dict[str, Any]
-    logs: list[dict[str, Any]]
 
 
 def write_rows(
@@ -160,100 +139,17 @@ def files_of(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step-*.parquet") if _NAME.fullmatch(path.name))
 
 
-def read_dump(path: str | Path) -> Dump:
-    """
-    Read a dump.
-
-    Args:
-        path (`str` or `Path`):
-            Its folder, or one of its files.
-
-    Returns:
-        [`Dump`]: its rows, and the settings it was made with.
-
-    Raises:
-        `ValueError`: in one line, if there is no dump, or a file is damaged or of another tool.
-    """
-    table, settings = read_table(path)
-    folder = Path(path)
-    return Dump(table.to_pylist(), settings, read_logs(folder))
-
-
-def read_table(path: str | Path, columns: list[str] | None = None) -> tuple[pa.Table, dict[str, Any]]:
-    """
-    Read the rows of a dump as one Arrow table, which takes a tenth of the memory of lists.
-
-    Args:
-        path (`str` or `Path`):
-            Folder of the dump, or one of its files.
-        columns (`list[str]`, *optional*):
-            Columns of `SCHEMA` to read. All by default.
-
-    Returns:
-        `tuple[pa.Table, dict]`: the rows in order of steps, and the settings in effect at the last step.
-
-    Raises:
-        `ValueError`: in one line, if there is no dump, or a file is damaged or of another tool.
-    """
-    path = Path(path)
-    try:
-        files = files_of(path) if path.is_dir() else [path] if path.exists() else None
-    except OSError as error:
-        raise ValueError(error.strerror) from None
-    if files is None:
-        raise ValueError("no such file or folder")
-    if not files:
-        raise ValueError("no dump here: a folder that `rollout_dump_dir` named holds files step-*.parquet")
-    tables, settings = [], {}
-    for file in files:
-        table, settings = _read_file(file, columns)
-        tables.append(table)
-    table = pa.concat_tables(tables)
-    if not table.num_rows:
-        raise ValueError("the dump holds no sequences")
-    return table, settings
-
-
-def _read_file(path: Path, columns: list[str] | None = None) -> tuple[pa.Table, dict[str, Any]]:
-    try:
-        # not `read_table`, which takes a folder named lr=1e-6 for a column
-        with pq.ParquetFile(path) as file:
-            settings = _settings(file.schema_arrow, path.name)
-            return file.read(columns=columns).replace_schema_metadata(), settings
-    except (OSError, pa.ArrowException) as error:
-        raise ValueError(f"{path.name} is damaged or not Parquet: {str(error).splitlines()[0]}") from None
-
-
-def _settings(schema: pa.Schema, name: str) -> dict[str, Any]:
-    """Settings from the metadata of a file, once it is known to be one of ours."""
-    metadata = schema.metadata or {}
-    version = metadata.get(FORMAT.encode())
-    if version is None:
-        raise ValueError(f"{name} is Parquet, but not of a dump that `rollout_dump_dir` writes")
-    if version != str(VERSION).encode():
-        raise ValueError(
-            f"{name} is of version {version.decode()} of the dump, and this release reads version {VERSION}"
-        )
-    if not schema.equals(SCHEMA):
-        raise ValueError(f"{name} does not have the columns of a dump of version {VERSION}")
-    return json.loads(metadata[b"settings"])
-
-
 def read_logs(path: Path) -> list[dict[str, Any]]:
     """What the trainer logged, from the folder of a dump. Empty if there is none, or for a single file."""
-    logs = path / _LOGS
-    return list(_complete(logs.read_text(encoding="utf-8", errors="replace").splitlines())) if logs.is_file() else []
-
-
-def _complete(lines: Iterable[str]) -> Iterable[dict[str, Any]]:
-    """Entries with a step. A crash may have cut a line short."""
-    for line in lines:
+    logs, entries = path / _LOGS, []
+    for line in logs.read_text(encoding="utf-8", errors="replace").splitlines() if logs.is_file() else ():
         try:
             entry = json.loads(line)
-        except json.JSONDecodeError:
+        except json.JSONDecodeError:  # a crash has cut it short
             continue
         if isinstance(entry, dict) and isinstance(entry.get("step"), int | float):
-            yield entry
+            entries.append(entry)
+    return entries
 
 
 def _step(path: Path) -> int:

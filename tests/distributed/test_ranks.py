@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.dumps import read_dump
 from tests.launching import ACCELERATE, ROOT, run
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
-from trl_rollout_corr.dump import read_dump
-from trl_rollout_corr.keys import PREFIX
 from trl_rollout_corr.criteria import CRITERIA
+from trl_rollout_corr.keys import PREFIX
 
 
 EVERYTHING = {

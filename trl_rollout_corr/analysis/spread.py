@@ -10,8 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .functional import LOG_RATIO_BOUND
+from ..config import RolloutCorrectionConfig
+from ..functional import LOG_RATIO_BOUND
 
+
+_cdf = torch.special.ndtr  # of the standard normal
 
 # Share of the tokens that suggested bounds may reject.
 TARGET = 0.05
@@ -64,6 +67,11 @@ class Spread(NamedTuple):
         """Mean over tokens of what is known per completion."""
         return ((of_rows * self.lengths).sum() / self.lengths.sum()).item()
 
+    def share_outside(self, lower: float, upper: float) -> float:
+        """Share of the tokens in completions whose geometric mean of the ratio leaves `[lower, upper]`."""
+        geometric = (self.sums / self.lengths).exp()
+        return self.share(((geometric < lower) | (geometric > upper)).double())
+
 
 class Prediction(NamedTuple):
     """
@@ -103,24 +111,25 @@ def measure(log_ratio: torch.Tensor, valid: torch.Tensor) -> Spread:
     lengths = valid.sum(1).double()
     sums = log_ratio.sum(1, dtype=torch.float64)[lengths > 0]
     low, high = (tokens[round(p * (len(tokens) - 1))] for p in (0.05, 0.95))
-    s, s_robust = tokens.square().mean().sqrt(), (high - low) / (2 * _normal_quantile(0.95))
+    of_normal = 2 * torch.special.ndtri(torch.tensor(0.95, dtype=torch.float64))
+    s, s_robust = tokens.square().mean().sqrt(), (high - low) / of_normal
     return Spread(tokens, sums, lengths[lengths > 0], s.item(), s_robust.item())
 
 
 # Closed forms -------------------------------------------------------------------------------------------------------------
 
 
-def sample_size(v: torch.Tensor) -> torch.Tensor:
+def effective_sample_size(v: torch.Tensor) -> torch.Tensor:
     """Effective sample size of weights whose logarithm has variance `v`, before any bound."""
     return torch.exp(-v)
 
 
 def truncated_mean(v: torch.Tensor, upper: float) -> torch.Tensor:
     """Mean of `min(w, upper)`."""
-    return masked_mean(v, upper) + upper * _cdf(-_standardized(math.log(upper) + v / 2, v.sqrt()))
+    return icepop_mean(v, upper) + upper * _cdf(-_standardized(math.log(upper) + v / 2, v.sqrt()))
 
 
-def masked_mean(v: torch.Tensor, upper: float) -> torch.Tensor:
+def icepop_mean(v: torch.Tensor, upper: float) -> torch.Tensor:
     """Mean of `w` where `w <= upper`, and 0 elsewhere."""
     return _cdf(_standardized(math.log(upper) - v / 2, v.sqrt()))
 
@@ -132,16 +141,8 @@ def rejected(s: float, lengths: torch.Tensor, lower: float, upper: float) -> tor
     return _cdf(_standardized(low - center, spread)) + _cdf(-_standardized(math.log(upper) - center, spread))
 
 
-def _cdf(x: torch.Tensor) -> torch.Tensor:
-    return torch.special.ndtr(x)
-
-
 def _standardized(distance: torch.Tensor | float, spread: torch.Tensor) -> torch.Tensor:
     return distance / spread.clamp(min=1e-300)  # without spread, everything is infinitely far out
-
-
-def _normal_quantile(p: float) -> float:
-    return torch.special.ndtri(torch.tensor(p, dtype=torch.float64)).item()
 
 
 # Predicted against measured -----------------------------------------------------------------------------------------------
@@ -149,7 +150,7 @@ def _normal_quantile(p: float) -> float:
 
 def predict(spread: Spread, bounds: tuple[float, float]) -> list[Prediction]:
     """
-    Predict what thresholds do, and measure it.
+    Predict what weights and bounds do, and measure it.
 
     Args:
         spread ([`Spread`]):
@@ -160,17 +161,18 @@ def predict(spread: Spread, bounds: tuple[float, float]) -> list[Prediction]:
     Returns:
         `list[Prediction]`: shares and means over tokens, as they are logged.
     """
-    s, mean_length = spread.s, torch.tensor([spread.mean_length], dtype=torch.float64)
+    s, mean_length = spread.s, torch.tensor(spread.mean_length, dtype=torch.float64)
     v, v_mean = s * s * spread.lengths, s * s * mean_length
     w = spread.sums.clamp(max=LOG_RATIO_BOUND).exp()
-    geometric = (spread.sums / spread.lengths).exp()
-    rows = [
+    square = spread.share(w.square())
+    predictions = [
         Prediction("mean log-ratio", -s * s / 2, -s * s / 2, spread.log_ratio.mean().item()),
         Prediction(
             "sequence weights: ESS",
-            1 / spread.share(1 / sample_size(v)),  # weights of all lengths have mean 1; their second moments add up
-            sample_size(v_mean).item(),
-            spread.share(w) ** 2 / spread.share(w.square()),
+            # weights of all lengths have mean 1; their second moments add up
+            1 / spread.share(1 / effective_sample_size(v)),
+            effective_sample_size(v_mean).item(),
+            spread.share(w) ** 2 / square if square else 0.0,  # as it is logged if every weight is 0
         ),
         Prediction(
             "sequence weights truncated at 2: mean",
@@ -180,25 +182,26 @@ def predict(spread: Spread, bounds: tuple[float, float]) -> list[Prediction]:
         ),
         Prediction(
             "sequence weights dropped above 3: mean",
-            spread.share(masked_mean(v, 3.0)),
-            masked_mean(v_mean, 3.0).item(),
+            spread.share(icepop_mean(v, 3.0)),
+            icepop_mean(v_mean, 3.0).item(),
             spread.share(w * (w <= 3.0)),
         ),
     ]
     for lower, upper in ((0.999, 1.001), (0.99, 1.01), bounds):
-        rows.append(
+        predictions.append(
             Prediction(
                 f"seq_mean_k1 [{lower:g}, {upper:g}]: rejected",
                 spread.share(rejected(s, spread.lengths, lower, upper)),
                 rejected(s, mean_length, lower, upper).item(),
-                spread.share(((geometric < lower) | (geometric > upper)).double()),
+                spread.share_outside(lower, upper),
             )
         )
-    one, far = torch.ones(1, dtype=torch.float64), min(5 * s, _LARGEST)
-    of_tokens = rejected(s, one, math.exp(-far), math.exp(far)).item()
+    far = min(5 * s, _LARGEST)
+    lower, upper = math.exp(-far), math.exp(far)
+    of_tokens = rejected(s, torch.ones_like(mean_length), lower, upper).item()
     measured = (spread.log_ratio.abs() > far).double().mean().item()
-    token_bounds = f"[{math.exp(-far):.3g}, {math.exp(far):.3g}]"
-    return [*rows, Prediction(f"token_k1 {token_bounds} (5 s): rejected", of_tokens, of_tokens, measured)]
+    name = f"token_k1 [{lower:.3g}, {upper:.3g}] (5 s): rejected"
+    return [*predictions, Prediction(name, of_tokens, of_tokens, measured)]
 
 
 # Suggestion ---------------------------------------------------------------------------------------------------------------
@@ -227,22 +230,25 @@ def suggest_bounds(spread: Spread) -> tuple[float, float]:
     return round(lower, digits), round(upper, digits)
 
 
-def suggest(spread: Spread, mode: str) -> dict[str, Any]:
+def suggest(spread: Spread, bounds: tuple[float, float], config: RolloutCorrectionConfig) -> dict[str, Any]:
     """
     Settings for completions like these.
 
     Args:
         spread ([`Spread`]):
             The completions.
-        mode (`str`):
-            `"decoupled"`, or the `rollout_loss_type` of bypass mode.
+        bounds (`tuple[float, float]`):
+            What [`suggest_bounds`] says of them.
+        config ([`RolloutCorrectionConfig`]):
+            Configuration of the run, whose mode is kept.
 
     Returns:
         `dict`: fields of [`RolloutCorrectionConfig`].
     """
     if spread.s == 0.0:
         return {"rollout_correction": "disabled"}
-    return {"rollout_correction": _SUGGESTED[mode], "rollout_rs_threshold": list(suggest_bounds(spread))}
+    mode = config.rollout_loss_type if config.bypass_mode else "decoupled"
+    return {"rollout_correction": _SUGGESTED[mode], "rollout_rs_threshold": list(bounds)}
 
 
 def _modelled_width(spread: Spread, drift: float) -> float:

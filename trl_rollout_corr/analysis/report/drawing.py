@@ -9,35 +9,28 @@ from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from matplotlib import style
+import numpy as np
+from matplotlib import style, ticker
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure, SubFigure
-from matplotlib.ticker import AutoLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.axis import Axis
+from matplotlib.figure import Figure
+
+from ..text import number, percent
 
 
-# Okabe and Ito's colours for data, which colour-blind readers tell apart. The page sets others in dark mode
-LIGHT = {
-    "text": "#1f2328",
-    "muted": "#59636e",
-    "grid": "#d1d9e0",
-    "line": "#0072b2",
-    "second": "#d55e00",
-    "third": "#009e73",
-    "band": "#009e74",
-    "alarm": "#cf222e",
-    "bound": "#8250df",
+# In light and in dark mode. Data is in Okabe and Ito's colours, which colour-blind readers tell apart
+_COLORS = {
+    "text": ("#1f2328", "#e6edf3"),
+    "muted": ("#59636e", "#9aa4af"),
+    "grid": ("#d1d9e0", "#3d444d"),
+    "line": ("#0072b2", "#58a6ff"),
+    "second": ("#d55e00", "#f0883e"),
+    "third": ("#009e73", "#56d4a4"),
+    "band": ("#009e74", "#3fb950"),
+    "alarm": ("#cf222e", "#ff7b72"),
+    "bound": ("#8250df", "#bc8cff"),
 }
-DARK = {
-    "text": "#e6edf3",
-    "muted": "#9aa4af",
-    "grid": "#3d444d",
-    "line": "#58a6ff",
-    "second": "#f0883e",
-    "third": "#56d4a4",
-    "band": "#3fb950",
-    "alarm": "#ff7b72",
-    "bound": "#bc8cff",
-}
+LIGHT, DARK = ({role: colors[i] for role, colors in _COLORS.items()} for i in (0, 1))
 # What is drawn for the page: one colour per role that occurs nowhere else, which becomes a variable of the style sheet
 _MARKS = {role: f"#0a0b{i:02x}" for i, role in enumerate(LIGHT)}
 _SIZE = (5.0, 3.1)  # inches, of 72 units: on a phone, a unit is about a pixel
@@ -54,8 +47,10 @@ _STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "report",
 }
+_STEPS = [1, 2, 2.5, 5, 10]  # between ticks, times powers of ten
 
 Colors = dict[str, str]
+Numbers = Sequence[float] | np.ndarray
 
 
 class Chart(NamedTuple):
@@ -88,12 +83,49 @@ class Chart(NamedTuple):
     note: str = ""
 
 
+# Parts of charts ----------------------------------------------------------------------------------------------------------
+
+
+def draw_line(axes: Axes, steps: Numbers, values: Numbers, color: str, label: str | None = None):
+    """A curve over optimizer steps, with dots if they are few."""
+    axes.plot(steps, values, color=color, marker="o" if len(steps) <= 12 else None, markersize=4, label=label)
+
+
+def draw_band(axes: Axes, colors: Colors, band: tuple[float | None, float | None]):
+    """A healthy band, `(lower, upper)` with `None` for no bound, in axes whose limits are set."""
+    ends = (end if edge is None else edge for edge, end in zip(band, axes.get_ylim(), strict=True))
+    axes.axhspan(*ends, color=colors["band"], alpha=0.13, linewidth=0)
+    for edge in band:
+        if edge is not None:
+            axes.axhline(edge, color=colors["band"], linewidth=1.0, alpha=0.8)
+
+
+def label_steps(axes: Axes):
+    """An axis of optimizer steps."""
+    axes.set_xlabel("optimizer step")
+    axes.margins(x=0.02)
+    axes.xaxis.set_major_locator(ticker.MaxNLocator(5, integer=True, steps=_STEPS))
+
+
+def label_whole_numbers(axis: Axis):
+    """An axis of counts."""
+    axis.set_major_locator(ticker.MaxNLocator(5, integer=True))
+
+
+def label_percent(axis: Axis):
+    """An axis of shares."""
+    axis.set_major_locator(ticker.MaxNLocator(5, steps=_STEPS))
+    axis.set_major_formatter(ticker.FuncFormatter(lambda share, _: percent(share)))
+
+
+# Pictures -----------------------------------------------------------------------------------------------------------------
+
+
 def svg(chart: Chart) -> str:
     """A chart as an element of a page."""
     with _style(_MARKS):
         figure = Figure(figsize=_SIZE, layout="constrained")
-        axes = figure.add_subplot()
-        _draw(chart, axes, _MARKS)
+        _draw(chart, figure.add_subplot(), _MARKS)
         file = io.StringIO()
         figure.savefig(file, format="svg", transparent=True)
     return _for_page(file.getvalue(), chart)
@@ -107,23 +139,21 @@ def png(charts: Sequence[Chart], title: str) -> bytes:
         figure.suptitle(title, fontsize=14, fontweight="bold", color=LIGHT["text"], parse_math=False)
         parts = figure.subfigures(rows, 2, squeeze=False, wspace=0.04, hspace=0.04)
         for part, chart in zip(parts.flat, charts, strict=False):
-            _draw_part(part, chart)
+            part.suptitle(chart.title, x=0.02, ha="left", fontsize=12, color=LIGHT["text"])
+            part.set_facecolor("none")
+            _draw(chart, part.add_subplot(), LIGHT)
         file = io.BytesIO()
         figure.savefig(file, format="png", dpi=110, facecolor="white", metadata={"Software": None})
     return file.getvalue()
-
-
-def _draw_part(part: SubFigure, chart: Chart):
-    part.suptitle(chart.title, x=0.02, ha="left", fontsize=12, color=LIGHT["text"])
-    part.set_facecolor("none")
-    _draw(chart, part.add_subplot(), LIGHT)
 
 
 def _draw(chart: Chart, axes: Axes, colors: Colors):
     axes.grid(axis="y", linewidth=0.6)
     chart.draw(axes, colors)
     for axis, scale in ((axes.xaxis, axes.get_xscale()), (axes.yaxis, axes.get_yscale())):
-        if axis.get_major_formatter().__class__.__name__ in ("ScalarFormatter", "LogFormatterSciNotation"):
+        if isinstance(
+            axis.get_major_formatter(), (ticker.ScalarFormatter, ticker.LogFormatter)
+        ):  # the chart has set no other
             _tick(axis, scale)
     handles, labels = axes.get_legend_handles_labels()
     if handles:  # above the axes, where no data is
@@ -133,23 +163,16 @@ def _draw(chart: Chart, axes: Axes, colors: Colors):
         )  # fmt: skip
 
 
-def _tick(axis, scale: str):
+def _tick(axis: Axis, scale: str):
     """A few ticks, with numbers as one would write them."""
     if scale == "log":
         low, high = axis.get_view_interval()
         decades = math.log10(high / low)
-        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if decades < 2 else (1.0,), numticks=7))
-        axis.set_minor_locator(NullLocator())
-    elif isinstance(axis.get_major_locator(), AutoLocator):
-        axis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
-
-
-def whole_steps(axes: Axes):
-    """An axis of optimizer steps."""
-    axes.set_xlabel("optimizer step")
-    axes.margins(x=0.02)
-    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 2.5, 5, 10]))
+        axis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0) if decades < 2 else (1.0,), numticks=7))
+        axis.set_minor_locator(ticker.NullLocator())
+    elif isinstance(axis.get_major_locator(), ticker.AutoLocator):
+        axis.set_major_locator(ticker.MaxNLocator(5, steps=_STEPS))
+    axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: number(value)))
 
 
 @contextmanager
@@ -182,21 +205,3 @@ def _for_page(text: str, chart: Chart) -> str:
     text = re.sub(r"<[^>]*>", lambda tag: re.sub(r"(\d\.\d\d)\d+", r"\1", tag[0]), text)
     text = re.sub(r"\s*\n\s*", "\n", text)
     return text.replace("<svg", f'<svg role="img" aria-label="{html.escape(chart.alt)}"', 1)
-
-
-def number(value: float | None, digits: int = 3) -> str:
-    """A number as one would write it: a few digits, and powers of ten only where zeros would have to be counted."""
-    if value is None:
-        return ""
-    if isinstance(value, int) or (math.isfinite(value) and value == int(value) and abs(value) < 1e5):
-        return f"{int(value)}"
-    if math.isfinite(value) and not 1e-3 <= abs(value) < 1e5:
-        mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
-        mantissa = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
-        return f"{mantissa}e{int(exponent)}"
-    return f"{value:.{digits}g}"
-
-
-def percent(share: float | None) -> str:
-    """A share in percent."""
-    return "" if share is None else f"{number(100 * share)} %"

@@ -7,12 +7,13 @@ from collections.abc import Iterable, Sequence
 from importlib.resources import files
 from typing import Any
 
-from .. import __version__
-from ..rules import Finding
-from .advice import Settings
+from ... import __version__
+from ...health import Finding
+from ..text import number, printable, steps
+from .advice import Advice
 from .content import Report, Section
-from .drawing import DARK, LIGHT, Chart, number, svg
-from .tokens import Excerpt, Token
+from .drawing import DARK, LIGHT, Chart, svg
+from .tokens import Excerpt, Token, Worst
 
 
 # Classes of a token by |d|: what the style sheet colours
@@ -20,24 +21,15 @@ LEVELS = (0.1, 0.5, 2.0)
 
 
 def page(report: Report) -> str:
-    """
-    Write the report as HTML.
-
-    Args:
-        report ([`~trl_rollout_corr.report.content.Report`]):
-            What it says.
-
-    Returns:
-        `str`: the file.
-    """
+    """The report as HTML."""
     title = f"Rollout report: {_text(report.name)}"
     parts = [
         ("findings", "Findings", _findings(report)),
-        ("settings", "Settings to try", f'<div class="settings">{"".join(map(_setting, report.settings))}</div>'),
+        ("settings", "Settings to try", f'<div class="settings">{"".join(map(_advice, report.advice))}</div>'),
         *((section.name, section.title, _section(section)) for section in report.sections),
     ]
-    if report.has_tokens:
-        parts.append(("worst", "The worst tokens", _worst(report)))
+    if report.worst is not None:
+        parts.append(("worst", "The worst tokens", _worst(report.worst)))
     links = "".join(f'<li><a href="#{name}">{heading}</a></li>' for name, heading, _ in parts)
     body = "".join(
         f'<section id="{name}"><h2>{heading}</h2>\n{content}</section>\n' for name, heading, content in parts
@@ -71,24 +63,19 @@ def _findings(report: Report) -> str:
 
 
 def _finding(finding: Finding) -> str:
-    steps = (
-        f"step {finding.step}" if finding.step == finding.last_step else f"steps {finding.step} to {finding.last_step}"
-    )
+    when = steps(finding.step, finding.last_step)
     return (
         f'<article class="finding {_text(finding.severity)}"><h3><span class="severity">{_text(finding.severity)}</span>'
         f"{_code(finding.seen)}</h3>\n<p>{_code(finding.why)}</p>\n"
         f"<p><strong>What to do.</strong> {_code(finding.advice)}</p>\n"
-        f'<p class="meta">{_text(finding.rule)}: <code>{_text(finding.key)}</code> {number(finding.value)}, {steps}</p>'
+        f'<p class="meta">{_text(finding.rule)}: <code>{_text(finding.key)}</code> {number(finding.value)}, {when}</p>'
         "</article>\n"
     )
 
 
-def _setting(settings: Settings) -> str:
-    return (
-        f'<article class="setting"><h3>{_text(settings.title)}</h3><p>{_code(settings.text)}</p>'
-        + (f"<pre>{_text(settings.yaml)}</pre>" if settings.yaml else "")
-        + "</article>"
-    )
+def _advice(advice: Advice) -> str:
+    yaml = f"<pre>{_text(advice.yaml)}</pre>" if advice.yaml else ""
+    return f'<article class="setting"><h3>{_text(advice.title)}</h3><p>{_code(advice.text)}</p>{yaml}</article>'
 
 
 # Charts -------------------------------------------------------------------------------------------------------------------
@@ -96,9 +83,8 @@ def _setting(settings: Settings) -> str:
 
 def _section(section: Section) -> str:
     charts = "".join(map(_figure, section.charts))
-    return f'<p class="intro">{_code(section.text)}</p>\n' + (
-        f'<div class="grid">\n{charts}</div>\n' if charts else ""
-    )
+    grid = f'<div class="grid">\n{charts}</div>\n' if charts else ""
+    return f'<p class="intro">{_code(section.text)}</p>\n{grid}'
 
 
 def _figure(chart: Chart) -> str:
@@ -110,11 +96,15 @@ def _figure(chart: Chart) -> str:
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    head = "".join(f'<th scope="col">{_text(column)}</th>' for column in columns)
-    body = "".join(f"<tr>{''.join(f'<td>{_cell(value)}</td>' for value in row)}</tr>\n" for row in rows)
-    return (
-        f'<div class="scroll" tabindex="0"><table><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>'
-    )
+    return _rows(columns, (f"<tr>{''.join(f'<td>{_cell(value)}</td>' for value in row)}</tr>\n" for row in rows))
+
+
+def _rows(columns: Sequence[str], rows: Iterable[str], left: str = "") -> str:
+    """A table of rows that are HTML already. `left` is an attribute of the first head."""
+    first, *others = (f">{_text(column)}</th>" for column in columns)
+    head = "".join(f'<th scope="col"{cell}' for cell in (left + first, *others))
+    table = f"<table><thead><tr>{head}</tr></thead>\n<tbody>{''.join(rows)}</tbody></table>"
+    return f'<div class="scroll" tabindex="0">{table}</div>'
 
 
 def _cell(value: Any) -> str:
@@ -126,37 +116,28 @@ def _cell(value: Any) -> str:
 # Tokens -------------------------------------------------------------------------------------------------------------------
 
 
-def _worst(report: Report) -> str:
+def _worst(worst: Worst) -> str:
     parts = []
-    if report.broken:
-        shown = "" if len(report.broken) == report.n_broken else f" The first {len(report.broken)} of them:"
+    if worst.broken:
+        shown = "" if len(worst.broken) == worst.n_broken else f" The first {len(worst.broken)} of them:"
         parts.append(
-            f"<h3>Not finite</h3>\n<p>{report.n_broken:,} tokens of the loss have a log-probability that is NaN or infinite. "
-            f"They are in no chart.{shown}</p>{_tokens(report.broken)}"
+            f"<h3>Not finite</h3>\n<p>{worst.n_broken:,} tokens of the loss have a log-probability that is NaN or infinite. "
+            f"They are in no chart.{shown}</p>{_tokens(worst.broken)}"
         )
     parts.append(
         '<p class="intro">The largest |d| in the dump, over all its sequences, at most three of one. p is the probability '
         "under the trainer and the sampler, position counts from 1, and the token is marked in its context.</p>"
     )
-    parts.append(
-        _tokens(report.worst)
-        if report.worst
-        else "<p>None: no token of the loss has a finite log-ratio other than 0.</p>"
-    )
-    if report.excerpts:
-        parts.append(_legend() + "".join(map(_excerpt, report.excerpts)))
+    nothing = "<p>None: no token of the loss has a finite log-ratio other than 0.</p>"
+    parts.append(_tokens(worst.tokens) if worst.tokens else nothing)
+    if worst.excerpts:
+        parts.append(_legend() + "".join(map(_excerpt, worst.excerpts)))
     return "".join(parts)
 
 
 def _tokens(tokens: list[Token]) -> str:
     columns = ("token", "d", "p trainer", "p sampler", "step", "position", "kept", "reward", "drawn")
-    head = "".join(f'<th scope="col"{_left(i)}>{column}</th>' for i, column in enumerate(columns))
-    rows = "".join(map(_token, tokens))
-    return f'<div class="scroll" tabindex="0"><table><thead><tr>{head}</tr></thead>\n<tbody>{rows}</tbody></table></div>\n'
-
-
-def _left(column: int) -> str:
-    return ' class="left"' if column == 0 else ""
+    return _rows(columns, map(_token, tokens), left=' class="left"') + "\n"
 
 
 def _token(token: Token) -> str:
@@ -164,12 +145,8 @@ def _token(token: Token) -> str:
     text = f"{before}<mark>{word or '&nbsp;'}</mark>{after}"
     numbers = (token.d, token.train, token.rollout, token.step, token.position)
     kept, drawn = "yes" if token.kept else "no", "at random" if token.sampled else "as worst"
-    cells = [*map(_probability, numbers), kept, _probability(token.reward), drawn]
+    cells = [*map(number, numbers), kept, number(token.reward), drawn]
     return f'<tr><td class="text">{text}</td>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>\n'
-
-
-def _probability(value: float) -> str:
-    return "NaN" if math.isnan(value) else str(value) if math.isinf(value) else number(value)
 
 
 def _legend() -> str:
@@ -218,12 +195,3 @@ def _code(text: str) -> str:
 def _visible(text: str, wrap: bool = True) -> str:
     """Text of a dump. A line break is shown as a sign, and made."""
     return html.escape(printable(text).replace("\n", "↵\n" if wrap else "↵"))
-
-
-def printable(text: str) -> str:
-    """Control characters as signs; direction marks, which could reorder what stands around them, as their names."""
-    return re.sub(
-        r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]",
-        lambda match: chr(0x2400 + ord(match[0])) if ord(match[0]) < 32 else f"\\u{ord(match[0]):04x}",
-        text,
-    )

@@ -1,12 +1,11 @@
 """The report as Markdown with one picture, to paste into an issue."""
 
-import math
 from pathlib import Path
 
-from ..rules import Finding
+from ...health import Finding
+from ..text import number, printable, steps
 from .content import Report
-from .drawing import Chart, number, png
-from .page import printable
+from .drawing import Chart, png
 from .tokens import Token
 
 
@@ -26,18 +25,7 @@ _AT_LEAST = 4  # then the picture takes others, too
 
 
 def files_of_markdown(report: Report, output: Path) -> dict[Path, bytes]:
-    """
-    Write the report as Markdown.
-
-    Args:
-        report ([`~trl_rollout_corr.report.content.Report`]):
-            What it says.
-        output (`Path`):
-            The Markdown file. The picture lies beside it.
-
-    Returns:
-        `dict[Path, bytes]`: the files.
-    """
+    """Content by path: the Markdown, and its picture beside it."""
     charts = _main(report)
     picture = output.with_suffix(".png")
     files = {picture: png(charts, f"Rollout report: {plain(report.name)}")} if charts else {}
@@ -49,21 +37,20 @@ def markdown(report: Report, picture: str | None) -> str:
     lines = [f"# Rollout report: {plain(report.name)}", ""]
     lines += [f"- {label}: {plain(value)}" for label, value in report.facts]
     lines += ["", "## Findings", ""]
-    lines += [line for finding in report.findings for line in _finding(finding)] or [
-        f"{report.nothing} {report.outside}".strip()
-    ]
+    lines += [_finding(finding) for finding in report.findings] or [f"{report.nothing} {report.outside}".strip()]
     lines += ["", "## Settings to try"]
-    for settings in report.settings:
-        lines += ["", f"{settings.title}. {settings.text}"]
-        lines += ["", "```yaml", settings.yaml.rstrip(), "```"] if settings.yaml else []
+    for advice in report.advice:
+        lines += ["", f"{advice.title}. {advice.text}"]
+        lines += ["", "```yaml", advice.yaml.rstrip(), "```"] if advice.yaml else []
     if picture:
         lines += ["", "## Charts", "", f"![Charts]({picture.replace(' ', '%20')})", ""]
         lines += [f"- {chart.title}: {chart.note}" for section in report.sections for chart in section.charts]
-    if report.broken:
-        lines += ["", "## Not finite", "", f"{report.n_broken:,} tokens, of which the first are:", ""]
-        lines += _tokens(report.broken)
-    if report.worst:
-        lines += ["", "## The worst tokens", "", *_tokens(report.worst[:10])]
+    worst = report.worst
+    if worst and worst.broken:
+        lines += ["", "## Not finite", "", f"{worst.n_broken:,} tokens, of which the first are:", ""]
+        lines += _tokens(worst.broken)
+    if worst and worst.tokens:
+        lines += ["", "## The worst tokens", "", *_tokens(worst.tokens[:10])]
     return "\n".join(lines) + "\n"
 
 
@@ -74,11 +61,8 @@ def _main(report: Report) -> list[Chart]:
     return main + others[: max(_AT_LEAST - len(main), 0)]
 
 
-def _finding(finding: Finding) -> list[str]:
-    steps = (
-        f"step {finding.step}" if finding.step == finding.last_step else f"steps {finding.step} to {finding.last_step}"
-    )
-    return [f"- **{finding.severity}**, {steps}: {finding.seen} {finding.why} {finding.advice}"]
+def _finding(finding: Finding) -> str:
+    return f"- **{finding.severity}**, {steps(finding.step, finding.last_step)}: {finding}"
 
 
 def _tokens(tokens: list[Token]) -> list[str]:
@@ -86,13 +70,9 @@ def _tokens(tokens: list[Token]) -> list[str]:
     for token in tokens:
         text = f"{_code(token.before)} **{_code(token.text)}** {_code(token.after)}".strip()
         numbers = (token.d, token.train, token.rollout, token.step, token.position)
-        cells = [text, *map(_number, numbers), "yes" if token.kept else "no", _number(token.reward)]
+        cells = [text, *map(number, numbers), "yes" if token.kept else "no", number(token.reward)]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
-
-
-def _number(value: float) -> str:
-    return "NaN" if math.isnan(value) else str(value) if math.isinf(value) else number(value)
 
 
 def _code(text: str) -> str:

@@ -1,4 +1,4 @@
-"""The log-ratio over the tokens of a dump."""
+"""Charts of the log-ratio over the tokens of a dump."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -6,51 +6,49 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
 
-from ..histogram import PERCENTILES
-from ..keys import PREFIX
-from . import summary
-from .drawing import Chart, Colors, number, percent, whole_steps
-from .summary import PROBABILITIES, Bound, Bucket, Completions, Histogram
-from .table import Table
+from ...histogram import PERCENTILES
+from ...keys import PREFIX
+from ..text import number, percent
+from .drawing import Axes, Chart, Colors, draw_band, draw_line, label_steps, label_whole_numbers
+from .summary import PROBABILITIES, Bound, Bucket, Completions, Histogram, Summary, Window
 
 
 _POINTS = 1000  # of a scatter plot
 
 
-def distribution(table: Table, limits: list[Bound]) -> list[Chart]:
+def distribution(summary: Summary) -> list[Chart]:
     """Charts of a dump."""
     return [
-        _histogram(summary.histogram(table, limits), limits),
-        _by_probability(summary.by_probability(table)),
-        _by_position(summary.by_position(table)),
-        _by_length(summary.completions(table), summary.token_spread(table), limits),
-        _sample_sizes(summary.sample_sizes(table)),
+        _histogram(summary.histogram, summary.bounds),
+        _by_probability(summary.by_probability),
+        _by_position(summary.by_position),
+        _by_length(summary.completions, summary.spread, summary.bounds),
+        _effective_sample_sizes(summary.effective_sample_sizes),
     ]
 
 
 # Histogram ----------------------------------------------------------------------------------------------------------------
 
 
-def _histogram(histogram: Histogram, limits: list[Bound]) -> Chart:
+def _histogram(histogram: Histogram, bounds: list[Bound]) -> Chart:
     edges, counts = histogram
-    on_tokens = [bound for bound in limits if bound.scope in ("token", "seq_max")]
+    on_tokens = [bound for bound in bounds if bound.scope in ("token", "seq_max")]
     middle = counts[np.abs(edges[:-1] + edges[1:]) / 2 < 0.1].sum()
     says = f"{percent(float(middle / max(counts.sum(), 1)))} of {counts.sum():,} tokens lie within 0.1 of 0"
-    named = ", ".join(f"{bound.name} at {number(bound.d)}" for bound in on_tokens)
-    rows = [(float(a), float(b), int(n)) for a, b, n in zip(edges[:-1], edges[1:], counts, strict=True) if n]
     return Chart(
         "histogram",
         "Histogram of d",
         f"Histogram of the log-ratio d, counts on a logarithmic axis: {says}.",
         partial(_draw_histogram, histogram=histogram, bounds=on_tokens),
         ("from", "to", "tokens"),
-        rows,
-        f"{says.capitalize()}. The outermost bars hold everything beyond them."
-        + (f" Bounds: {named}." if named else ""),
+        [(float(a), float(b), int(n)) for a, b, n in zip(edges[:-1], edges[1:], counts, strict=True) if n],
+        f"{says.capitalize()}. The outermost bars hold everything beyond them.{_named(on_tokens)}",
     )
+
+
+def _named(bounds: list[Bound]) -> str:
+    return f" Bounds: {', '.join(f'{bound.name} at {number(bound.d)}' for bound in bounds)}." if bounds else ""
 
 
 def _draw_histogram(axes: Axes, colors: Colors, *, histogram: Histogram, bounds: list[Bound]):
@@ -59,11 +57,11 @@ def _draw_histogram(axes: Axes, colors: Colors, *, histogram: Histogram, bounds:
     axes.set_yscale("log")
     axes.set_ylim(0.5, 2 * max(counts.max(), 10))
     axes.set_xlim(edges[0], edges[-1])
-    inside = [bound.d for bound in bounds if edges[0] < bound.d < edges[-1]]
-    for i, d in enumerate(inside):
-        axes.axvline(
-            d, color=colors["bound"], linestyle="--", linewidth=1.5, label=None if i else "bound of the settings"
-        )
+    label: str | None = "bound of the settings"
+    for bound in bounds:
+        if edges[0] < bound.d < edges[-1]:
+            axes.axvline(bound.d, color=colors["bound"], linestyle="--", linewidth=1.5, label=label)
+            label = None
     axes.set(xlabel="d = log p of trainer - log p of sampler, nats", ylabel="tokens")
 
 
@@ -100,19 +98,16 @@ def _draw_density(axes: Axes, colors: Colors, *, edges: np.ndarray, density: lis
 
 
 def _by_probability(buckets: list[Bucket]) -> Chart:
-    reference = {low: value for low, _, value in PROBABILITIES}
-    names = [_probability(bucket) for bucket in buckets]
+    of_bucket = {low: value for low, _, value in PROBABILITIES}
+    names, reference = [_probability(b) for b in buckets], [of_bucket[b.low] for b in buckets]
     says = ", ".join(f"{number(b.mean)} at p {name}" for b, name in zip(buckets, names, strict=True))
-    rows = [
-        (name, b.tokens, b.mean, b.median, b.p99, reference[b.low]) for name, b in zip(names, buckets, strict=True)
-    ]
     return Chart(
         "probability",
         "|d| by probability under the sampler",
         f"Mean of |d| by probability of the token under the sampler: {says}.",
-        partial(_draw_by_probability, buckets=buckets, names=names, reference=[reference[b.low] for b in buckets]),
+        partial(_draw_by_probability, names=names, means=[b.mean for b in buckets], reference=reference),
         ("p", "tokens", "mean |d|", "median", "99th percentile", "reference"),
-        rows,
+        [(name, *b[2:], value) for name, b, value in zip(names, buckets, reference, strict=True)],
         "Reference: Qwen3-8B in bfloat16 with vLLM 0.12, from the study at github.com/AknA13/train-infer-mismatch. "
         "Unlikely tokens disagree more; a gap at likely ones is not rounding.",
     )
@@ -124,11 +119,8 @@ def _probability(bucket: Bucket) -> str:
     return f"> {number(bucket.low)}" if math.isinf(bucket.high) else f"{number(bucket.low)}-{number(bucket.high)}"
 
 
-def _draw_by_probability(
-    axes: Axes, colors: Colors, *, buckets: list[Bucket], names: list[str], reference: list[float]
-):
-    places = np.arange(len(buckets))
-    means = [bucket.mean for bucket in buckets]
+def _draw_by_probability(axes: Axes, colors: Colors, *, names: list[str], means: list[float], reference: list[float]):
+    places = np.arange(len(names))
     axes.bar(places, means, width=0.6, color=colors["line"], alpha=0.8, label="this dump")
     axes.plot(places, reference, "D", color=colors["second"], markersize=6, label="Qwen3-8B, bfloat16")
     axes.set_yscale("log")
@@ -139,19 +131,19 @@ def _draw_by_probability(
 
 
 def _by_position(buckets: list[Bucket]) -> Chart:
-    ends = ", ".join(f"{number(b.mean)} at {_range(b)}" for b in (buckets[:1] + buckets[-1:]))
+    ends = ", ".join(f"{number(b.mean)} at {_positions(b)}" for b in (buckets[:1] + buckets[-1:]))
     return Chart(
         "position",
         "|d| by position in the completion",
         f"Mean, median and 99th percentile of |d| by position of the token: mean {ends}.",
         partial(_draw_by_position, buckets=buckets),
         ("position", "tokens", "mean |d|", "median", "99th percentile"),
-        [(_range(b), b.tokens, b.mean, b.median, b.p99) for b in buckets],
+        [(_positions(b), *b[2:]) for b in buckets],
         "A mild growth is usual. A gap at the first token alone points to the template, a steep growth to a cache.",
     )
 
 
-def _range(bucket: Bucket) -> str:
+def _positions(bucket: Bucket) -> str:
     return f"{bucket.low}" if bucket.high == bucket.low + 1 else f"{bucket.low}-{bucket.high - 1}"
 
 
@@ -169,21 +161,20 @@ def _draw_by_position(axes: Axes, colors: Colors, *, buckets: list[Bucket]):
 # Completions --------------------------------------------------------------------------------------------------------------
 
 
-def _by_length(of: Completions, spread: float, limits: list[Bound]) -> Chart:
+def _by_length(of: Completions, spread: float, bounds: list[Bound]) -> Chart:
     shown = _thin(of)
     low, high = (float(x) for x in np.quantile(of.log_weight, [0.05, 0.95]))
     says = f"90 percent of {len(of.length):,} completions have a log-weight between {number(low)} and {number(high)}"
     some = f" {len(shown.length):,} are drawn, the furthest among them." if len(shown.length) < len(of.length) else ""
-    on_rows = [bound for bound in limits if bound.scope in ("sequence", "geometric", "seq_sum", "seq_mean")]
-    named = f" Bounds: {', '.join(f'{bound.name} at {number(bound.d)}' for bound in on_rows)}." if on_rows else ""
+    on_sequences = [bound for bound in bounds if bound.scope in ("sequence", "geometric", "seq_sum", "seq_mean")]
     return Chart(
         "length",
         "Sequence log-weight by length",
         f"Sum of the log-ratio over each completion, against its length: {says}.",
-        partial(_draw_by_length, of=shown, spread=spread, bounds=on_rows),
+        partial(_draw_by_length, of=shown, spread=spread, bounds=on_sequences),
         ("tokens", "completions", "mean", "lowest", "highest", "with a rejected token"),
         _length_rows(of),
-        f"{says.capitalize()}.{some} Dotted: twice the spread of independent tokens.{named}",
+        f"{says.capitalize()}.{some} Dotted: twice the spread of independent tokens.{_named(on_sequences)}",
     )
 
 
@@ -209,56 +200,47 @@ def _length_rows(of: Completions) -> list[tuple[str, int, float, float, float, i
 
 
 def _draw_by_length(axes: Axes, colors: Colors, *, of: Completions, spread: float, bounds: list[Bound]):
-    if of.length.max() > 8 * of.length.min():
+    wide = of.length.max() > 8 * of.length.min()
+    if wide:
         axes.set_xscale("log", base=10)
     groups = (("line", "o", "kept", ~of.rejected), ("second", "x", "rejected tokens", of.rejected))
-    for role, marker, label, chosen in groups:
+    for role, marker, name, chosen in groups:
         if chosen.any():
-            axes.plot(
-                of.length[chosen],
-                of.log_weight[chosen],
-                marker,
-                color=colors[role],
-                markersize=4,
-                alpha=0.6,
-                label=label,
-            )
+            x, y = of.length[chosen], of.log_weight[chosen]
+            axes.plot(x, y, marker, color=colors[role], markersize=4, alpha=0.6, label=name)
     low, high = axes.get_ylim()
     lengths = np.geomspace(of.length.min(), of.length.max(), 40)
     for sign in (-1, 1):
         axes.plot(lengths, sign * 2 * spread * np.sqrt(lengths), ":", color=colors["muted"], linewidth=1.4)
-    label = "bound"
+    label: str | None = "bound"
     for bound in bounds:
         at = bound.d * lengths if bound.scope in ("geometric", "seq_mean") else np.full_like(lengths, bound.d)
         if np.any((at > 3 * low) & (at < 3 * high)):
             axes.plot(lengths, at, "--", color=colors["bound"], linewidth=1.4, label=label)
             label = None
     axes.set(xlabel="tokens of the completion", ylabel="sum of d, nats")
-    if axes.get_xscale() == "linear":
-        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    if not wide:
+        label_whole_numbers(axes.xaxis)
 
 
-def _sample_sizes(windows: list[tuple[int, int, float, float]]) -> Chart:
+def _effective_sample_sizes(windows: list[Window]) -> Chart:
     step, rows, tokens, sequences = windows[-1]
     says = f"{number(tokens)} of token weights and {number(sequences)} of sequence weights at step {step}"
     return Chart(
         "sizes",
         "Effective sample size without bounds",
         f"Effective sample size over steps, as a share: {says}.",
-        partial(_draw_sample_sizes, windows=windows),
+        partial(_draw_effective_sample_sizes, windows=windows),
         ("from step", "completions", "token weights", "sequence weights"),
         windows,
         f"{says.capitalize()}, over {rows} completions. Few completions flatter sequence weights. Healthy: above 0.5.",
     )
 
 
-def _draw_sample_sizes(axes: Axes, colors: Colors, *, windows: list[tuple[int, int, float, float]]):
+def _draw_effective_sample_sizes(axes: Axes, colors: Colors, *, windows: list[Window]):
     steps, _, tokens, sequences = zip(*windows, strict=True)
-    axes.axhspan(0.5, 1.05, color=colors["band"], alpha=0.13, linewidth=0)
-    axes.axhline(0.5, color=colors["band"], linewidth=1.0, alpha=0.8)
-    for role, label, values in (("line", "token weights", tokens), ("second", "sequence weights", sequences)):
-        axes.plot(
-            steps, values, marker="o" if len(steps) <= 12 else None, markersize=4, color=colors[role], label=label
-        )
     axes.set_ylim(0, 1.05)
-    whole_steps(axes)
+    draw_band(axes, colors, (0.5, None))
+    draw_line(axes, steps, tokens, colors["line"], "token weights")
+    draw_line(axes, steps, sequences, colors["second"], "sequence weights")
+    label_steps(axes)

@@ -1,0 +1,152 @@
+"""Sequences of a dump, corrected again with other settings. No TRL here."""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ..config import RolloutCorrectionConfig
+from ..correction import compute_rollout_correction
+from ..functional import LOG_RATIO_BOUND, Tokens, select_tokens
+from ..keys import PREFIX
+from .reading import Sequences, pad
+
+
+class Batch(NamedTuple):
+    """
+    Tokens of the loss of `B` sequences, padded to the longest. Tokens of tools are left out.
+
+    Args:
+        steps (`list[int]`):
+            Optimizer steps that they are from, in order.
+        mask (`torch.Tensor` of shape `(B, T)`):
+            Which entries are tokens.
+        train_logps (`torch.Tensor` of shape `(B, T)`):
+            Log-probabilities under the training policy, in nats.
+        rollout_logps (`torch.Tensor` of shape `(B, T)`):
+            Log-probabilities under the rollout policy, in nats.
+        keep (`torch.Tensor` of shape `(B, T)`):
+            What the run kept.
+        coefficients (`torch.Tensor` of shape `(B, T)`):
+            What multiplied the policy gradient in the run.
+        advantages (`torch.Tensor` of shape `(B, 1)`):
+            Advantage of each sequence; 0 if it is not finite.
+    """
+
+    steps: list[int]
+    mask: torch.Tensor
+    train_logps: torch.Tensor
+    rollout_logps: torch.Tensor
+    keep: torch.Tensor
+    coefficients: torch.Tensor
+    advantages: torch.Tensor
+
+    @property
+    def n_tokens(self) -> int:
+        return int(self.mask.sum())
+
+    def tokens(self, config: RolloutCorrectionConfig) -> Tokens:
+        """Tokens that count under a configuration."""
+        neutralize = config.rollout_nan_policy == "neutralize"
+        return select_tokens(self.train_logps, self.rollout_logps, self.mask, neutralize=neutralize)
+
+
+class Outcome(NamedTuple):
+    """
+    What settings do to the sequences. `None` for what there is not.
+
+    Args:
+        rejected (`float` or `None`):
+            Share of the tokens that a criterion rejects.
+        effective_sample_size (`float` or `None`):
+            Effective sample size of the weights, as a share of the tokens.
+        effective_lr (`float` or `None`):
+            Mean of what multiplies the policy gradient.
+        cosine (`float` or `None`):
+            Cosine of the corrected and the uncorrected gradient, by token.
+        norm (`float` or `None`):
+            Norm of the corrected gradient over that of the uncorrected one.
+    """
+
+    rejected: float | None = None
+    effective_sample_size: float | None = None
+    effective_lr: float | None = None
+    cosine: float | None = None
+    norm: float | None = None
+
+
+def batch_of(sequences: Sequences, rows: np.ndarray | None = None) -> Batch:
+    """The tokens of the loss of some sequences, chosen by a boolean mask. A `ValueError` says that there are none."""
+    rows = np.ones(len(sequences), bool) if rows is None else rows
+    of_loss = sequences.mask & rows[sequences.row]
+    if not of_loss.any():
+        raise ValueError("the dump holds no token of the loss")
+    lengths = sequences.sums(of_loss)[rows].astype(int)
+    columns = ("mask", "train_logps", "rollout_logps", "keep", "coefficients")
+    padded = {name: pad(getattr(sequences, name)[of_loss], lengths) for name in columns}
+    advantages = torch.from_numpy(np.nan_to_num(sequences.advantage[rows], posinf=0.0, neginf=0.0))[:, None]
+    return Batch(np.unique(sequences.step[rows]).tolist(), **padded, advantages=advantages)
+
+
+def replay(
+    batch: Batch,
+    config: RolloutCorrectionConfig,
+    *,
+    clip: tuple[float, float],
+    as_dumped: bool = False,
+) -> Outcome:
+    """
+    Correct sequences with a configuration.
+
+    Args:
+        batch ([`Batch`]):
+            The sequences.
+        config ([`RolloutCorrectionConfig`]):
+            What to do.
+        clip (`tuple[float, float]`):
+            Ratios below and above which PPO clips.
+        as_dumped (`bool`, *optional*, defaults to `False`):
+            Take what was rejected, and what multiplied the gradients, from the run itself.
+
+    Returns:
+        [`Outcome`]: what it does.
+
+    Raises:
+        `ValueError`: if a log-probability is not finite and `rollout_nan_policy` is `"raise"`.
+    """
+    correction = compute_rollout_correction(batch.train_logps, batch.rollout_logps, batch.mask, config)
+    tokens = batch.tokens(config)
+    keep, coefficients = (batch.keep, batch.coefficients) if as_dumped else (correction.keep, correction.coefficients)
+    factor = coefficients
+    if config.bypass_mode and config.rollout_loss_type == "ppo_clip":
+        coefficients = coefficients * (tokens.log_ratio.abs() <= LOG_RATIO_BOUND)  # PPO's gradient ends there
+        factor = coefficients * _ppo_factor(tokens.log_ratio, batch.advantages, clip)
+    count = tokens.lengths.sum(dtype=torch.float64)
+    return Outcome(
+        None if config.rollout_rs is None else (1 - keep.sum() / count).item(),
+        correction.metrics().get(f"{PREFIX}rollout_is_eff_sample_size"),
+        (coefficients.sum(dtype=torch.float64) / count).item(),
+        *_compare_gradients(batch, factor),
+    )
+
+
+def _ppo_factor(log_ratio: torch.Tensor, advantages: torch.Tensor, clip: tuple[float, float]) -> torch.Tensor:
+    """Around the sampler, PPO's ratio multiplies the gradient of a token, until it is clipped."""
+    lower, upper = clip
+    ratio = log_ratio.clamp(max=LOG_RATIO_BOUND).exp()
+    return ratio * ~torch.where(advantages > 0, ratio > upper, ratio < lower)
+
+
+def _compare_gradients(batch: Batch, factor: torch.Tensor) -> tuple[float | None, float | None]:
+    """Cosine, and ratio of norms, of the gradients with respect to the logit of each sampled token."""
+    unlikely = -torch.expm1(batch.train_logps.clamp(max=0.0))  # 1 - p
+    plain = (batch.advantages * unlikely).masked_fill(~(batch.mask & batch.train_logps.isfinite()), 0.0)
+    corrected = plain * factor
+    product, square, corrected_square = (
+        (a * b).sum(dtype=torch.float64).item()
+        for a, b in ((plain, corrected), (plain, plain), (corrected, corrected))
+    )
+    if not square:
+        return None, None
+    norm = (corrected_square / square) ** 0.5
+    return (product / (square * corrected_square) ** 0.5 if corrected_square else None), norm

@@ -1,0 +1,81 @@
+"""The settings of a run, and those to try."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+from ...config import RolloutCorrectionConfig
+from ...health import Finding
+from ..reading import Sequences
+from ..replay import batch_of
+from ..run import Run
+from ..spread import Spread, measure, suggest, suggest_bounds
+from ..text import number, yaml_lines
+
+
+class Advice(NamedTuple):
+    """Settings in YAML, and what to know about them."""
+
+    title: str
+    text: str
+    yaml: str
+
+
+def advise(run: Run, findings: list[Finding]) -> list[Advice]:
+    """Settings of the run, and those to try."""
+    if run.dump is None:
+        text = (
+            "Bounds that fit this run are computed from its tokens. Set `rollout_dump_dir`, train some steps, and report on "
+            "the folder of the run."
+        )
+        return [Advice("A dump first", text, "rollout_dump_dir: dump\nrollout_dump_steps: 10\n")]
+    text = "Its settings, without those of the monitor and the dump."
+    own = Advice("This run", text, yaml_lines(_own(run.dump.config)))
+    spread = _spread(run.dump.sequences)
+    if spread is None:
+        return [own]
+    suggestion = suggest(spread, suggest_bounds(spread), run.dump.config)
+    if suggestion.get("rollout_rs_threshold", [1.0])[0] == 0.0:  # the drift leaves no bound below
+        return [own, Advice("To try", "None: the policies have nothing to do with each other. Find out why.", "")]
+    if suggestion["rollout_correction"] == "disabled":
+        text = "The policies agree on every token: nothing to correct."
+        return [own, Advice("To try", text, yaml_lines(suggestion))]
+    text = (
+        "Bounds from the spread of these tokens, which reject at most 5 percent of them. "
+        "`python -m trl_rollout_corr compare` shows what they and every preset would do to this dump."
+    )
+    if any(finding.severity == "critical" for finding in findings):
+        text += " First do what the findings say: bounds made from unhealthy steps describe the disease."
+    return [own, Advice("To try", text, yaml_lines(suggestion))]
+
+
+def _spread(sequences: Sequences) -> Spread | None:
+    """That of which `compare` makes its suggestion."""
+    if not sequences.counted.any():
+        return None
+    tokens = batch_of(sequences, sequences.represents).tokens(RolloutCorrectionConfig())
+    return measure(tokens.log_ratio, tokens.valid > 0) if tokens.lengths.any() else None
+
+
+def _own(config: RolloutCorrectionConfig) -> dict[str, Any]:
+    """Fields that differ from their default, beside the preset."""
+    fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(RolloutCorrectionConfig)}
+    default = dataclasses.asdict(RolloutCorrectionConfig())
+    about_loss = [name for name in fields if not name.startswith(("rollout_monitor", "rollout_dump"))]
+    return {name: fields[name] for name in about_loss if fields[name] != default[name] or name == "rollout_is"}
+
+
+def in_short(config: RolloutCorrectionConfig) -> str:
+    """The settings in a line."""
+    parts = [config.rollout_correction] if config.rollout_correction else []
+    weights = f"{config.rollout_is} weights {_bounds(config.rollout_is_threshold)}"
+    parts.append(weights if config.rollout_is else "no weights")
+    thresholds: Any = config.rollout_rs_threshold or []
+    criteria = zip(config.rollout_rs or [], thresholds, strict=True)
+    parts += [f"{name} {_bounds(bound)}" for name, bound in criteria] or ["no rejection"]
+    parts.append(f"bypass, {config.rollout_loss_type}" if config.bypass_mode else "decoupled")
+    parts += ["metrics only"] if config.rollout_metrics_only else []
+    return "; ".join(parts)
+
+
+def _bounds(bound: Any) -> str:
+    return str(bound) if isinstance(bound, list) else f"up to {number(bound)}"

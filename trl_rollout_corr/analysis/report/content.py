@@ -1,0 +1,211 @@
+"""What a report says, before it is HTML or Markdown."""
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from ...health import Finding
+from ...keys import PREFIX
+from ...rules import HEALTHY, examine
+from ..reading import Sequences
+from ..run import Run
+from ..text import number, percent
+from .advice import Advice, advise, in_short
+from .distribution import distribution, logged_histogram
+from .drawing import Chart
+from .rejected import rejected
+from .shares import Share, counted_shares, logged_shares
+from .summary import summarise
+from .tokens import Worst, find_worst
+from .trends import POINTS, trends
+
+
+class Section(NamedTuple):
+    """A section: its identifier, title, introduction and charts."""
+
+    name: str
+    title: str
+    text: str
+    charts: list[Chart]
+
+
+class Report(NamedTuple):
+    """
+    All that a report says.
+
+    Args:
+        name (`str`):
+            Name of the run or dump.
+        facts (`list[tuple[str, str]]`):
+            What it is about: label and value.
+        findings (`list[Finding]`):
+            What is unhealthy.
+        nothing (`str`):
+            What to say if nothing is.
+        outside (`str`):
+            Metrics that left their healthy band at the last step; empty if none did.
+        advice (`list[Advice]`):
+            Settings of the run, and those to try.
+        sections (`list[Section]`):
+            Charts.
+        worst (`Worst` or `None`):
+            Tokens that are furthest off, if there is a dump.
+    """
+
+    name: str
+    facts: list[tuple[str, str]]
+    findings: list[Finding]
+    nothing: str
+    outside: str
+    advice: list[Advice]
+    sections: list[Section]
+    worst: Worst | None
+
+
+def build(run: Run) -> Report:
+    """
+    Make a report.
+
+    Args:
+        run ([`~trl_rollout_corr.analysis.run.Run`]):
+            A run, a dump, or both.
+
+    Returns:
+        [`Report`]: what it says.
+    """
+    findings = examine(run.logs, run.dump.config if run.dump else None)
+    return Report(
+        run.name,
+        _facts(run),
+        findings,
+        f"Nothing unhealthy was found in {_windows(run)}." if run.logs else "There are no metrics to look at.",
+        _outside(run),
+        advise(run, findings),
+        [section for section in (_trends(run, findings), _distribution(run), _rejected(run)) if section],
+        find_worst(run.dump.sequences) if run.dump else None,
+    )
+
+
+def _outside(run: Run) -> str:
+    """The rules wait for more than one unhealthy window, so that the last ones may have left a band without a finding."""
+    last = run.logs[-1] if run.logs else {}
+    names = [
+        f"`{name}` ({number(value)})"
+        for name, (low, high) in HEALTHY.items()
+        if (value := last.get(PREFIX + name)) is not None
+        and ((low is not None and value < low) or (high is not None and value > high))
+    ]
+    return f"At the last step, these were outside their healthy bands: {', '.join(names)}." if names else ""
+
+
+def _windows(run: Run) -> str:
+    n = len(run.logs)
+    kind = "logging window" if run.logged_by == "trainer" else "dumped step"
+    return f"{n} {kind}{'' if n == 1 else 's'}"
+
+
+# Facts --------------------------------------------------------------------------------------------------------------------
+
+
+def _facts(run: Run) -> list[tuple[str, str]]:
+    facts = []
+    if run.logged_by == "trainer" and run.logs:
+        facts.append(("Logged steps", f"{_span(entry['step'] for entry in run.logs)}, {_windows(run)}"))
+    if run.dump is not None:
+        facts += [*_facts_of_dump(run.dump.sequences), ("Settings", in_short(run.dump.config))]
+    return facts
+
+
+def _facts_of_dump(sequences: Sequences) -> list[tuple[str, str]]:
+    columns = (sequences.sampled, sequences.worst, sequences.mask, sequences.counted, sequences.broken)
+    sampled, worst, tokens, counted, broken = (f"{int(column.sum()):,}" for column in columns)
+    facts = [
+        ("Dumped steps", _span(sequences.step)),
+        ("Sequences", f"{len(sequences):,}: {sampled} drawn at random, {worst} with the worst tokens (some are both)"),
+        ("Tokens of the loss", f"{tokens}, {counted} in the sequences drawn at random"),
+    ]
+    if sequences.broken.any():
+        facts.append(("Not finite", f"{broken} tokens without a finite log-ratio"))
+    return facts
+
+
+def _span(steps: Iterable[int]) -> str:
+    steps = sorted(map(int, steps))
+    return f"{steps[0]}" if steps[0] == steps[-1] else f"{steps[0]} to {steps[-1]}"
+
+
+# Sections -----------------------------------------------------------------------------------------------------------------
+
+
+def _trends(run: Run, findings: list[Finding]) -> Section | None:
+    if not run.logs:
+        return None
+    text = "Shaded green: healthy. Dashed red: where an alarm was first raised."
+    if run.logged_by == "dump":
+        text = f"The dump has no log, so these are computed from its sequences drawn at random. {text}"
+    if len(run.logs) > POINTS:
+        text += (
+            " Lines are means over windows of steps, and the pale bands reach from the lowest to the highest value."
+        )
+    return Section("trends", "Trends", text, trends(run.logs, findings))
+
+
+def _distribution(run: Run) -> Section | None:
+    title = "How far apart the policies are"
+    if run.dump is None or not run.dump.sequences.counted.any():
+        chart = logged_histogram(run.logs)
+        return Section("distribution", title, "From the log; a dump says more.", [chart]) if chart else None
+    summary = summarise(*run.dump)
+    text = "d = log p of the trainer - log p of the sampler, of a token of the loss. "
+    if summary.at_random:
+        text += "Counted over the sequences that were drawn at random, which represent the batch."
+    else:
+        text += (
+            "No sequence of this dump was drawn at random: these are the worst ones, and do not represent the batch."
+        )
+    return Section("distribution", title, text, distribution(summary))
+
+
+def _rejected(run: Run) -> Section | None:
+    title = "Who is rejected"
+    families, text = logged_shares(run.logs), "Means of what was logged, over the whole batch."
+    if not families and run.dump is not None and run.dump.sequences.counted.any():
+        families, text = counted_shares(*run.dump), "Counted over the sequences drawn at random."
+    charts = rejected(families)
+    if charts:
+        total = _total(next(iter(families.values())))
+        text += f" {total}{_rewards(run)} Down-weighted: mean of max(0, 1 - coefficient) over tokens not rejected."
+        return Section("rejected", title, text, charts)
+    if run.dump is None:
+        return None
+    return Section("rejected", title, "Nothing: the settings reject no tokens and apply no weights.", [])
+
+
+def _rewards(run: Run) -> str:
+    """Mean rewards of completions that keep a token, and of those that keep none."""
+    means = {}
+    for name in ("kept", "rejected"):
+        values = [entry[key] for entry in run.logs if (key := f"{PREFIX}{name}/reward_mean") in entry]
+        means[name] = np.mean(values) if values else math.nan
+    if not math.isfinite(sum(means.values())):
+        return ""
+    kept, none = number(means["kept"]), number(means["rejected"])
+    return f" The mean reward is {none} where a completion is rejected as a whole, and {kept} elsewhere."
+
+
+def _total(shares: list[Share]) -> str:
+    """Over all tokens, where their number is known."""
+    if shares[0].tokens is None:
+        return "Whoever loses most is learned from least."
+    tokens, parts = [share.tokens or 0 for share in shares], []
+    for name, values in (
+        ("rejected", [share.rejected for share in shares]),
+        ("down-weighted", [share.downweighted for share in shares]),
+    ):
+        known = [value for value in values if value is not None]
+        if len(known) == len(shares):
+            mean = math.fsum(value * n for value, n in zip(known, tokens, strict=True)) / sum(tokens)
+            parts.append(f"{percent(mean)} {name}")
+    return f"Of {sum(tokens):,} tokens: {', '.join(parts)}."
