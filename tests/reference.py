@@ -25,12 +25,15 @@ def ratios(sequences, level):
     return result
 
 
-def weights(sequences, level, lower, upper, normalize=False):
+def bound(r, lower, upper, clamp):
+    if lower is None:
+        return min(r, upper)
+    return min(max(r, lower), upper) if clamp else (r if lower <= r <= upper else 0.0)
+
+
+def weights(sequences, level, lower, upper, normalize=False, clamp=False):
     """Bounded importance weight per token."""
-    bounded = [
-        [min(r, upper) if lower is None else (r if lower <= r <= upper else 0.0) for r in row]
-        for row in ratios(sequences, level)
-    ]
+    bounded = [[bound(r, lower, upper, clamp) for r in row] for row in ratios(sequences, level)]
     if normalize:
         mean = statistics.fmean(normalization_units(bounded, level))
         bounded = [[w / mean if mean > 1e-8 else w for w in row] for row in bounded]
@@ -109,9 +112,9 @@ def policy_metrics(sequences):
     }
 
 
-def weight_metrics(sequences, level, lower, upper, normalize=False):
+def weight_metrics(sequences, level, lower, upper, normalize=False, clamp=False):
     sequences = [row for row in sequences if row]
-    raw, applied = ratios(sequences, level), weights(sequences, level, lower, upper)
+    raw, applied = ratios(sequences, level), weights(sequences, level, lower, upper, clamp=clamp)
     low = 1 / upper if lower is None else lower
     flat_raw, flat = [x for row in raw for x in row], [x for row in applied for x in row]
     units = flat_raw if level == "token" else [row[0] for row in raw]
@@ -134,7 +137,7 @@ def weight_metrics(sequences, level, lower, upper, normalize=False):
         "rollout_is_seq_fraction_high": statistics.fmean(x > upper for x in raw_means),
         "rollout_is_seq_fraction_low": statistics.fmean(x < low for x in raw_means),
     }
-    if lower is not None:
+    if lower is not None and not clamp:
         metrics["rollout_is_oob_ratio"] = statistics.fmean(not lower <= x <= upper for x in flat_raw)
     if normalize:
         factor = statistics.fmean(normalization_units(applied, level))

@@ -10,8 +10,8 @@ from transformers import HfArgumentParser
 from trl import TrlParser
 
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedRLOOConfig, RolloutCorrectionConfig
-from trl_rollout_corr.presets import ORIGINAL_PRESETS, PRESETS, VERL_PRESETS
 from trl_rollout_corr.criteria import CRITERIA
+from trl_rollout_corr.presets import ORIGINAL_PRESETS, PRESETS, VERL_PRESETS
 
 
 def fields(config):
@@ -139,6 +139,8 @@ def test_wrong_values_name_the_field_and_the_way_out(wrong, message):
 @pytest.mark.parametrize(
     ("idle", "reason"),
     [
+        ({"rollout_is_clamp": True}, "`rollout_is_threshold` is not a pair"),
+        ({"rollout_clip_ratio_c": 2.0}, "in `bypass_mode` with `rollout_loss_type='ppo_clip'`"),
         ({"rollout_is": None, "rollout_is_threshold": 5.0}, "`rollout_is` is None"),
         ({"rollout_is": None, "rollout_is_batch_normalize": True}, "`rollout_is` is None"),
         ({"rollout_is_batch_normalize": True, "bypass_mode": True}, "reported, not applied"),
@@ -235,6 +237,132 @@ def test_presets_do_not_share_their_lists():
     assert PRESETS["decoupled_geo_rs"]["rollout_rs"] == ["seq_mean_k1"]
 
 
+def test_a_misspelt_preset_is_told_the_nearest():
+    with pytest.raises(ValueError, match="Did you mean 'decoupled_token_is'"):
+        RolloutCorrectionConfig(rollout_correction="decoupled_tokn_is")
+
+
+@pytest.mark.parametrize("off", [None, False, "null", "none", "None", "false", "off"])
+def test_off_is_off_and_fields_beside_it_override(off):
+    config = RolloutCorrectionConfig(rollout_correction=off)
+    assert not config.corrects
+    assert config.rollout_correction is None
+    rejecting = RolloutCorrectionConfig(rollout_correction=off, rollout_rs="token_k1", rollout_rs_threshold=2.0)
+    assert (rejecting.rollout_is, rejecting.rollout_rs) == (None, ["token_k1"])
+
+
+def test_the_default_has_a_name():
+    config = RolloutCorrectionConfig()
+    assert (config.rollout_correction, config.rollout_is) == ("decoupled_token_is", "token")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [True, 3, ["decoupled_token_is"], {"rollout_iss": "token"}, {"loss_type": "x", "rollout_nan_policy": "drop"}],
+)
+def test_what_cannot_be_a_correction_is_refused(wrong):
+    with pytest.raises(ValueError, match=r"`rollout_correction` (must be|is a mapping with)"):
+        RolloutCorrectionConfig(rollout_correction=wrong)
+
+
+def test_a_section_of_verl_as_rollout_correction():
+    section = {"rollout_is": "sequence", "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.5_2.0", "bypass_mode": "true",
+               "loss_type": "reinforce"}  # fmt: skip
+    config = RolloutCorrectionConfig(rollout_correction=section)
+    expected = RolloutCorrectionConfig.from_verl(section)
+    for key in ("rollout_is", "rollout_rs", "rollout_rs_threshold", "bypass_mode", "rollout_loss_type"):
+        assert getattr(config, key) == getattr(expected, key)
+    assert (
+        RolloutCorrectionConfig(rollout_correction={}).corrects is False
+    )  # verl's class computes no weights without a level
+    assert RolloutCorrectionConfig(rollout_correction=section, rollout_is=None).rollout_is is None
+
+
+def test_fields_of_ours_as_rollout_correction():
+    config = RolloutCorrectionConfig(rollout_correction={"rollout_is": "token", "rollout_nan_policy": "raise"})
+    assert (config.rollout_is, config.rollout_nan_policy) == ("token", "raise")
+    config = RolloutCorrectionConfig(
+        rollout_correction={"rollout_correction": "bypass_pg_is", "rollout_is_threshold": 3.0}
+    )
+    assert (config.rollout_is_threshold, config.rollout_loss_type) == (3.0, "reinforce")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_configuration_as_rollout_correction(name):
+    given = RolloutCorrectionConfig.from_preset(name, rollout_is="geometric", rollout_nan_policy="raise")
+    config = grpo(rollout_correction=given)
+    assert fields(config) == fields(given)
+    assert grpo(rollout_correction=given, rollout_nan_policy="neutralize").rollout_nan_policy == "neutralize"
+
+
+# What is changed afterwards -------------------------------------------------------------------------------------------
+
+
+def replaced(config, name):
+    return dataclasses.replace(config, rollout_correction=name)
+
+
+def edited(config, name):
+    return RolloutCorrectionConfig(**{**json.loads(json.dumps(fields(config))), "rollout_correction": name})
+
+
+def assigned(config, name):
+    config.rollout_correction = name
+    return config
+
+
+@pytest.mark.parametrize("change", [replaced, edited, assigned])
+@pytest.mark.parametrize("before", ["decoupled_token_is", "bypass_pg_geo_rs_seq_tis", "disabled"])
+@pytest.mark.parametrize("after", ["decoupled_geo_rs", "bypass_ppo_clip", "disabled", None])
+def test_a_preset_that_is_set_afterwards_takes_effect(change, before, after):
+    expected = RolloutCorrectionConfig(rollout_correction=after)
+    assert fields(change(RolloutCorrectionConfig.from_preset(before), after)) == fields(expected)
+    own = RolloutCorrectionConfig.from_preset(before, rollout_is="geometric")
+    assert change(own, after).rollout_is == "geometric"  # what the user has set stays
+
+
+def test_a_field_that_is_edited_in_a_saved_configuration_takes_effect():
+    saved = fields(RolloutCorrectionConfig.from_preset("decoupled_seq_is"))
+    assert RolloutCorrectionConfig(**{**saved, "rollout_is": "geometric"}).rollout_is == "geometric"
+
+
+def test_what_is_assigned_is_parsed():
+    config = RolloutCorrectionConfig()
+    config.rollout_is_threshold = "0.5_2.0"
+    config.rollout_rs, config.rollout_rs_threshold = "token_k1, seq_max_k2", "0.6_1.6,2.5"
+    assert config.weight_bounds == (0.5, 2.0)
+    assert [criterion.name for criterion in config.criteria] == ["token_k1", "seq_max_k2"]
+    assert config.criteria[1].upper == 2.5
+    with pytest.raises(ValueError, match="`rollout_is` must be one of"):
+        config.rollout_is = "tokens"
+    config.rollout_rs = ["token_k1", "token_k2", "token_k3"]
+    with pytest.raises(ValueError, match="one entry for each of the 3 criteria"):
+        config.criteria
+
+
+def test_the_class_methods_of_the_first_version():
+    def settings(config):
+        return config.rollout_is, config.rollout_is_threshold, config.rollout_rs, config.rollout_rs_threshold
+
+    assert settings(RolloutCorrectionConfig.token_is(threshold=3.0)) == ("token", 3.0, None, None)
+    assert settings(RolloutCorrectionConfig.token_tis(3.0)) == ("token", 3.0, None, None)
+    assert settings(RolloutCorrectionConfig.seq_is(4.0)) == ("sequence", 4.0, None, None)
+    assert settings(RolloutCorrectionConfig.seq_is_rs(is_threshold=3.0, rs_threshold=4.0)) == (
+        "sequence", 3.0, ["seq_sum_k1"], [[0.25, 4.0]]
+    )  # fmt: skip
+    assert settings(RolloutCorrectionConfig.seq_mis(4.0)) == ("sequence", 4.0, ["seq_sum_k1"], [[0.0, 4.0]])
+    assert settings(RolloutCorrectionConfig.geo_rs(1.25, veto_threshold=1e-3)) == (
+        None, 2.0, ["seq_mean_k1", "seq_max_k1"], [[0.8, 1.25], [1e-3, math.inf]]
+    )  # fmt: skip
+    assert settings(RolloutCorrectionConfig.geo_mis(1.1, 0.8, None)) == (None, 2.0, ["seq_mean_k1"], [[0.8, 1.1]])
+    assert RolloutCorrectionConfig.ppo_is_bypass(3.0).clips_around_sampler
+    assert RolloutCorrectionConfig.pure_is(3.0).rollout_loss_type == "reinforce"
+    assert not RolloutCorrectionConfig.disabled().corrects
+    assert RolloutCorrectedGRPOConfig.token_is(3.0, output_dir="o", use_cpu=True, bf16=False).output_dir == "o"
+    for name in ORIGINAL_PRESETS:
+        assert fields(getattr(RolloutCorrectionConfig, name)()) == fields(RolloutCorrectionConfig.from_preset(name))
+
+
 # YAML, command line, JSON ---------------------------------------------------------------------------------------------
 
 
@@ -284,6 +412,14 @@ def test_command_line(parser):
     assert config.rollout_rs_threshold == [[0.6, 1.6], 2.5]
     config = parse("--rollout_rs", "token_k1,seq_max_k2", "--rollout_rs_threshold", "[[0.6, 1.6], 2.5]")
     assert config.rollout_rs_threshold == [[0.6, 1.6], 2.5]
+    assert parse("--rollout_is_threshold", "1", "5").rollout_is_threshold == [1.0, 5.0]
+    assert parse("--rollout_rs", "seq_mean_k1", "--rollout_rs_threshold", "0.9", "1.1").rollout_rs_threshold == [
+        [0.9, 1.1]
+    ]
+    config = parse("--rollout_rs", "token_k1", "seq_max_k2", "--rollout_rs_threshold", "0.6_1.6", "2.5")
+    assert config.rollout_rs_threshold == [[0.6, 1.6], 2.5]
+    assert parse("--rollout_correction", "none").corrects is False
+    assert parse("--rollout_clip_ratio_c", "none").rollout_clip_ratio_c is None
     with pytest.raises(ValueError, match="at least 1"):
         parse("--rollout_is_threshold", "0.52")
 

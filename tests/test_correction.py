@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from tests import reference
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
 from trl_rollout_corr.correction import usable_rollout_logps
+from trl_rollout_corr.criteria import CRITERIA
 from trl_rollout_corr.histogram import PERCENTILES
 from trl_rollout_corr.keys import PREFIX
-from trl_rollout_corr.criteria import CRITERIA
 
 
 settings.register_profile("package", deadline=None, max_examples=60)
@@ -64,20 +64,27 @@ BOUNDS = {"k1": [0.7, 1.9], "k2": 0.21, "k3": 0.17}
 
 
 @given(
-    batches(), st.sampled_from(["token", "sequence", "geometric"]), st.sampled_from([2.0, [0.6, 3.0]]), st.booleans()
+    batches(),
+    st.sampled_from(["token", "sequence", "geometric"]),
+    st.sampled_from([(2.0, False), ([0.6, 3.0], False), ([0.6, 3.0], True)]),
+    st.booleans(),
 )
-def test_weights_and_their_metrics_equal_the_loops(batch, level, threshold, normalize):
-    mask = batch[2]
+def test_weights_and_their_metrics_equal_the_loops(batch, level, bounds, normalize):
+    mask, (threshold, clamp) = batch[2], bounds
     correction = correct(
-        *batch, rollout_is=level, rollout_is_threshold=threshold, rollout_is_batch_normalize=normalize
+        *batch,
+        rollout_is=level,
+        rollout_is_threshold=threshold,
+        rollout_is_clamp=clamp,
+        rollout_is_batch_normalize=normalize,
     )
     lower, upper = threshold if isinstance(threshold, list) else (None, threshold)
     rows = sequences(*batch)
-    expected = reference.weights([row for row in rows if row], level, lower, upper, normalize)
+    expected = reference.weights([row for row in rows if row], level, lower, upper, normalize, clamp)
     torch.testing.assert_close(correction.weights, spread(expected, mask), rtol=1e-9, atol=1e-12)
     metrics = named(correction)
     assert_metrics(metrics, reference.policy_metrics(rows))
-    assert_metrics(metrics, reference.weight_metrics(rows, level, lower, upper, normalize))
+    assert_metrics(metrics, reference.weight_metrics(rows, level, lower, upper, normalize, clamp))
 
 
 @given(batches(), st.sampled_from(CRITERIA))

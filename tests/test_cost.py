@@ -14,8 +14,8 @@ from trl_rollout_corr import (
     RolloutCorrectionConfig,
     compute_rollout_correction,
 )
-from trl_rollout_corr.presets import PRESETS
 from trl_rollout_corr.criteria import CRITERIA
+from trl_rollout_corr.presets import PRESETS
 
 
 EVERYTHING = {

@@ -9,11 +9,11 @@ import torch
 
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
 from trl_rollout_corr.accounting import account, turns_of
+from trl_rollout_corr.criteria import CRITERIA
 from trl_rollout_corr.keys import PREFIX
 from trl_rollout_corr.presets import PRESETS
 from trl_rollout_corr.rules import HEALTHY, in_words
 from trl_rollout_corr.staleness import Staleness, age, engine_drift, lag, update_drift
-from trl_rollout_corr.criteria import CRITERIA
 from trl_rollout_corr.trainers.monitor import ALARMS, TIGHTENED
 
 

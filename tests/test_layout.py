@@ -18,6 +18,7 @@ ORDER = [
     "messages",
     "criteria",
     "presets",
+    "original",
     "thresholds",
     "health",
     "rules",

@@ -217,16 +217,19 @@ def test_legacy_settings_that_cannot_be_translated(settings, message):
 )  # fmt: skip
 def test_trl_settings(settings, weights):
     config = RolloutCorrectionConfig.from_trl(settings)
-    assert (config.rollout_is, config.rollout_is_threshold) == weights
+    assert (config.rollout_is, config.rollout_is_threshold, config.rollout_is_clamp) == (*weights, False)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_trl_truncation_with_a_lower_bound_clamps(level):
+    settings = {"vllm_importance_sampling_mode": f"{level}_truncate", "vllm_importance_sampling_clip_min": 0.5}
+    config = RolloutCorrectionConfig.from_trl(settings)
+    assert (config.rollout_is, config.rollout_is_threshold, config.rollout_is_clamp) == (level, [0.5, 3.0], True)
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (
-            {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_min": 0.5},
-            "no equivalent",
-        ),
         ({"vllm_importance_sampling_mode": "turn_mask"}, "must be token_truncate"),
         ({"importance_sampling_level": "token"}, "do not belong to TRL"),
     ],

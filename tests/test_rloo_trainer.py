@@ -28,8 +28,8 @@ from tests.training import (
     policy_logps,
 )
 from trl_rollout_corr import RolloutCorrectedRLOOConfig, RolloutCorrectedRLOOTrainer
-from trl_rollout_corr.trainers.sampler import sync_weights_on_cpu
 from trl_rollout_corr.trainers.batch import FIRST_COEFFICIENTS, FIRST_LOGPS, ROLLOUT_LOGPS
+from trl_rollout_corr.trainers.sampler import sync_weights_on_cpu
 
 
 pytestmark = pytest.mark.vllm

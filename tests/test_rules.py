@@ -9,10 +9,10 @@ import pytest
 
 from tests.launching import ROOT
 from trl_rollout_corr import RolloutCorrectionConfig
+from trl_rollout_corr.criteria import CRITERIA
 from trl_rollout_corr.health import Examiner, Finding, Growth, Window
 from trl_rollout_corr.keys import PREFIX
 from trl_rollout_corr.rules import HEALTHY, RULES, examine, parse_bounds
-from trl_rollout_corr.criteria import CRITERIA
 
 
 DISABLED = {"rollout_correction": "disabled"}

@@ -9,7 +9,7 @@ from trl.experimental.gmpo import GMPOTrainer
 
 from tests.tiny import StaleSampler, length_reward
 from tests.training import TRAINERS, build, freeze_sampler, logged, losses, plain_model
-from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer, RolloutCorrectedRLOOTrainer
+from trl_rollout_corr import RolloutCorrectedGRPOTrainer, RolloutCorrectedRLOOTrainer
 
 
 VLLM = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 64, "temperature": 1.0, "beta": 0.0}
@@ -148,7 +148,7 @@ def test_the_policy_may_be_probed_without_gradient(make):
 
 
 def test_a_second_forward_pass_of_the_policy_is_an_error(make):
-    with pytest.raises(RuntimeError, match="The policy was run twice in one loss.*torch.no_grad"):
+    with pytest.raises(RuntimeError, match=r"The policy was run twice in one loss.*torch\.no_grad"):
         make(scoring_the_policy(gradient=True)).train()
 
 
@@ -271,5 +271,5 @@ def test_a_batch_that_is_put_together_below_the_mixin_is_refused_by_name(make):
     class Corrected(RolloutCorrectedGRPOTrainer, Joining):
         pass
 
-    with pytest.raises(RuntimeError, match="`Joining._generate_and_score_completions`"):
+    with pytest.raises(RuntimeError, match=r"`Joining\._generate_and_score_completions`"):
         make(Corrected).train()

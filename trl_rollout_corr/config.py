@@ -545,8 +545,8 @@ _OFF = ("none", "null", "false", "off", "no", "")
 
 def _fields_of(config: RolloutCorrectionConfig) -> tuple[str | None, dict[str, Any]]:
     """Its preset, and what differs from it and from the defaults."""
-    name = config.rollout_correction
-    preset = settings_of(name if isinstance(name, str) else None)
+    name = config.rollout_correction if isinstance(config.rollout_correction, str) else None
+    preset = settings_of(name)
     fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(RolloutCorrectionConfig)}
     del fields["rollout_correction"], fields["rollout_correction_resolved"]
     own = {key: value for key, value in fields.items() if key not in preset and not config._is_default(key)}

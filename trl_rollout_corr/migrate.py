@@ -205,8 +205,9 @@ def from_trl(settings: Mapping[str, Any]) -> dict[str, Any]:
     """
     Translate TRL's `vllm_importance_sampling_*` settings of `GRPOConfig`; missing ones have TRL's defaults.
 
-    The `truncate` modes become a truncation bound. The `mask` modes set weights outside the bounds to 0 and keep the
-    others, which is IcePop. TRL takes the ratio of a token without a log-probability as 1, hence `rollout_nan_policy`.
+    The `truncate` modes become a truncation bound, or with `clip_min` a pair that weights are clamped to. The `mask` modes
+    set weights outside the bounds to 0 and keep the others, which is IcePop. TRL takes the ratio of a token without a
+    log-probability as 1, hence `rollout_nan_policy`.
 
     Args:
         settings (`Mapping[str, Any]`):
@@ -216,7 +217,7 @@ def from_trl(settings: Mapping[str, Any]) -> dict[str, Any]:
         `dict[str, Any]`: fields of [`RolloutCorrectionConfig`].
 
     Raises:
-        `ValueError`: if a key is unknown, or `clip_min` is set in a `truncate` mode, where TRL raises small weights to it.
+        `ValueError`: if a key is unknown or a value cannot be translated.
     """
     settings = {key: _plain(value) for key, value in settings.items()}
     _check_keys(settings, _TRL_KEYS, "TRL's `vllm_importance_sampling_*` settings")
@@ -237,10 +238,7 @@ def from_trl(settings: Mapping[str, Any]) -> dict[str, Any]:
     if bounding == "mask":
         return {**fields, "rollout_is_threshold": parse_weight_threshold([lower or 0.0, upper])}
     if lower is not None:
-        raise ValueError(
-            f"`vllm_importance_sampling_clip_min` is {lower} in mode {mode!r}, where TRL raises smaller weights to it. There "
-            "is no equivalent: leave it unset, or use a mask mode."
-        )
+        return {**fields, "rollout_is_threshold": parse_weight_threshold([lower, upper]), "rollout_is_clamp": True}
     return fields
 
 

@@ -62,8 +62,8 @@ def parse_structure(value: Any, field: str) -> Any:
     Raises:
         `ValueError`: if brackets do not match.
     """
-    if isinstance(value, (list, tuple)) and len(value) == 1 and isinstance(value[0], str):
-        value = value[0]  # the command line passes a list
+    if isinstance(value, (list, tuple)) and all(isinstance(part, str) for part in value):
+        value = ",".join(value)  # the command line passes a list of text
     if isinstance(value, tuple):
         return list(value)
     if not isinstance(value, str):

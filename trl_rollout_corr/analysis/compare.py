@@ -6,7 +6,7 @@ import math
 from typing import Any, NamedTuple
 
 from ..config import RolloutCorrectionConfig
-from ..presets import PRESETS
+from ..presets import PRESETS, settings_of
 from ..rules import HEALTHY
 from .reading import read_sequences
 from .replay import Batch, Outcome, batch_of, replay
@@ -106,8 +106,7 @@ def _presets() -> list[Setting]:
     """One setting for all presets that say the same."""
     names: dict[str, list[str]] = {}
     for name in PRESETS:
-        config = dataclasses.replace(RolloutCorrectionConfig.from_preset(name), rollout_correction=None)
-        names.setdefault(repr(config), []).append(name)
+        names.setdefault(repr(settings_of(name)), []).append(name)
     return [Setting(", ".join(same), RolloutCorrectionConfig.from_preset(same[0])) for same in names.values()]
 
 

@@ -1,6 +1,7 @@
 """Sequences of a dump, corrected again with other settings. No TRL here."""
 
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -118,9 +119,10 @@ def replay(
     tokens = batch.tokens(config)
     keep, coefficients = (batch.keep, batch.coefficients) if as_dumped else (correction.keep, correction.coefficients)
     factor = coefficients
-    if config.bypass_mode and config.rollout_loss_type == "ppo_clip":
+    if config.clips_around_sampler:
         coefficients = coefficients * (tokens.log_ratio.abs() <= LOG_RATIO_BOUND)  # PPO's gradient ends there
-        factor = coefficients * _ppo_factor(tokens.log_ratio, batch.advantages, clip)
+        largest: Any = config.rollout_clip_ratio_c or math.inf
+        factor = coefficients * _ppo_factor(tokens.log_ratio, batch.advantages, clip, largest)
     count = tokens.lengths.sum(dtype=torch.float64)
     return Outcome(
         None if config.rollout_rs is None else (1 - keep.sum() / count).item(),
@@ -130,11 +132,13 @@ def replay(
     )
 
 
-def _ppo_factor(log_ratio: torch.Tensor, advantages: torch.Tensor, clip: tuple[float, float]) -> torch.Tensor:
+def _ppo_factor(
+    log_ratio: torch.Tensor, advantages: torch.Tensor, clip: tuple[float, float], largest: float
+) -> torch.Tensor:
     """Around the sampler, PPO's ratio multiplies the gradient of a token, until it is clipped."""
     lower, upper = clip
     ratio = log_ratio.clamp(max=LOG_RATIO_BOUND).exp()
-    return ratio * ~torch.where(advantages > 0, ratio > upper, ratio < lower)
+    return ratio * ~torch.where(advantages > 0, ratio > upper, (ratio < lower) | (ratio > largest))
 
 
 def _compare_gradients(batch: Batch, factor: torch.Tensor) -> tuple[float | None, float | None]:

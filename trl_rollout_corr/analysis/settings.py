@@ -14,6 +14,7 @@ from ..migrate import from_legacy, from_trl, from_verl
 
 FIELDS = frozenset(field.name for field in dataclasses.fields(RolloutCorrectionConfig))
 # Keys that only the first releases of verl had. A boolean `rollout_is` is theirs, too.
+_RENAMED = {"rollout_monitor_thresholds": "rollout_monitor_bounds"}  # of dumps that are older
 _LEGACY_ONLY = ("rollout_is_level", "rollout_is_mode", "rollout_is_threshold_lower", "rollout_is_veto_threshold")
 
 
@@ -100,7 +101,7 @@ def config_of_run(settings: Mapping[str, Any], complaint: str) -> RolloutCorrect
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about settings without effect: the run has warned already
         try:
-            return RolloutCorrectionConfig(**settings)
+            return RolloutCorrectionConfig(**{_RENAMED.get(key, key): value for key, value in settings.items()})
         except (ValueError, TypeError) as error:
             raise ValueError(f"{complaint}: {_in_one_line(error)}") from None
 

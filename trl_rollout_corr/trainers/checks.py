@@ -225,9 +225,9 @@ def check_bases(trainer: type, mixin: type, trl_class: type):
     found = definer(trainer, "_compute_loss", after=mixin)
     if found is not trl_class:
         raise TypeError(
-            f"`{trainer.__name__}` inherits `_compute_loss` from `{found.__name__}`, and rollout correction knows how to enter "
-            f"the loss of `{trl_class.__name__}` only. Derive from `{trl_class.__name__}`'s corrected trainer alone, or train "
-            f"with `{found.__name__}` as it is."
+            f"`{trainer.__name__}` inherits `_compute_loss` from `{found.__name__}`, and rollout correction knows how to "
+            f"enter the loss of `{trl_class.__name__}` only. Derive from the corrected trainer "
+            f"alone, or train with `{found.__name__}` as it is."
         )
 
 

@@ -60,13 +60,14 @@ def _own(config: RolloutCorrectionConfig) -> dict[str, Any]:
     """Fields that differ from their default, beside the preset."""
     fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(RolloutCorrectionConfig)}
     default = dataclasses.asdict(RolloutCorrectionConfig())
-    about_loss = [name for name in fields if not name.startswith(("rollout_monitor", "rollout_dump"))]
+    left_out = ("rollout_monitor", "rollout_dump", "rollout_correction_resolved")
+    about_loss = [name for name in fields if not name.startswith(left_out)]
     return {name: fields[name] for name in about_loss if fields[name] != default[name] or name == "rollout_is"}
 
 
 def in_short(config: RolloutCorrectionConfig) -> str:
     """The settings in a line."""
-    parts = [config.rollout_correction] if config.rollout_correction else []
+    parts = [str(config.rollout_correction)] if config.rollout_correction else []
     weights = f"{config.rollout_is} weights {_bounds(config.rollout_is_threshold)}"
     parts.append(weights if config.rollout_is else "no weights")
     thresholds: Any = config.rollout_rs_threshold or []
