@@ -6,7 +6,7 @@ import sys
 import pytest
 import yaml
 
-from tests.launching import run
+from tests.launching import ROOT, run
 from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.__main__ import main
 
@@ -40,7 +40,105 @@ def test_the_printed_yaml_is_the_translated_configuration(case, tmp_path, capsys
     assert RolloutCorrectionConfig(**yaml.safe_load(output.out)) == getattr(RolloutCorrectionConfig, importer)(
         settings
     )
-    assert output.err == ""
+    foreign = [key for key in document.get("algorithm", {}) if key not in ("rollout_correction", *LEGACY)]
+    assert len(output.err.splitlines()) == len(foreign)
+    assert all(f"{path}:2: `algorithm.{key}` is left out" in output.err for key in foreign)
+
+
+def test_what_is_left_out_is_named_with_its_line(tmp_path, capsys):
+    path = tmp_path / "old.yaml"
+    path.write_text(
+        "data:\n  max_prompt_length: 1024\nalgorithm:\n  adv_estimator: gae\n  gamma: 0.99\n  lam: 0.95\n"
+        "  rollout_correction:\n    rollout_is: token\n    rollout_rs: seq_mean_k1\n    rollout_rs_threshold: 0.9_1.2\n"
+        "trainer:\n  total_epochs: 5\n  logger: wandb\n"
+    )
+    assert main(["convert", str(path)]) == 0
+    found = {line.split(": ", 2)[1]: line for line in capsys.readouterr().err.splitlines()}
+    assert {place.removeprefix(str(path)) for place in found} == {":1", ":4", ":5", ":6", ":10", ":11"}
+    assert "`algorithm.adv_estimator` is left out: TRL has neither GAE nor a value model" in found[f"{path}:4"]
+    assert "`algorithm.lam` is left out: it is a parameter of GAE" in found[f"{path}:6"]
+    assert "verl applies the bounds of `seq_mean_k1` to the inverse" in found[f"{path}:10"]
+    assert "`trainer` (2 keys) is left out" in found[f"{path}:11"]
+
+
+SCRIPT = """#!/usr/bin/env bash
+set -xeuo pipefail
+MODEL_PATH="Qwen/Qwen2.5-7B"
+threshold=3.0
+
+python3 -m verl.trainer.main_ppo \\
+    data.train_files="${TRAIN_FILE}" \\
+    algorithm.adv_estimator=rloo \\
+    +algorithm.rollout_correction.rollout_is="sequence" \\
+    algorithm.rollout_correction.rollout_is_threshold=${threshold} \\
+    algorithm.rollout_correction.rollout_is_batch_normalize="true" \\
+    algorithm.rollout_correction.rollout_rs="token_k1,seq_max_k2" \\
+    algorithm.rollout_correction.rollout_rs_threshold="0.5_2.0,2.5" \\
+    algorithm.rollout_correction.bypass_mode="true" \\     # important
+    algorithm.rollout_correction.loss_type="reinforce" \\
+    trainer.logger='["console","wandb"]' \\
+    # ... and so on
+"""
+
+
+def test_a_shell_script(tmp_path, capsys):
+    path = tmp_path / "run.sh"
+    path.write_text(SCRIPT)
+    assert main(["convert", str(path)]) == 0
+    output = capsys.readouterr()
+    assert yaml.safe_load(output.out) == {
+        "rollout_is": "sequence", "rollout_is_threshold": 3.0, "rollout_is_batch_normalize": True,
+        "rollout_rs": ["token_k1", "seq_max_k2"], "rollout_rs_threshold": [[0.5, 2.0], 2.5],
+        "bypass_mode": True, "rollout_loss_type": "reinforce",
+    }  # fmt: skip
+    assert f"{path}:8: `algorithm.adv_estimator` is left out: train with `RolloutCorrectedRLOOTrainer`" in output.err
+    path.write_text(SCRIPT.replace("0.5_2.0,2.5", "0.5_2.0"))
+    assert main(["convert", str(path)]) == 2
+    assert "line 13: `rollout_rs_threshold`" in capsys.readouterr().err
+
+
+def test_lines_of_a_readme(tmp_path, capsys):
+    path = tmp_path / "lines.sh"
+    path.write_text(
+        'rollout_is="null"   # no weights\nrollout_rs="token_k1,sequence"\nrollout_rs_threshold="0.8_1.6,2.0"\n'
+    )
+    assert main(["convert", str(path)]) == 0
+    output = capsys.readouterr()
+    # today's name bounds the inverse of the ratio, the first one the ratio itself
+    assert yaml.safe_load(output.out) == {
+        "rollout_is": None, "rollout_rs": ["token_k1", "seq_sum_k1"], "rollout_rs_threshold": [[0.625, 1.25], [0.5, 2.0]]
+    }  # fmt: skip
+    assert "`token_k1` to the inverse" in output.err
+
+
+@pytest.mark.parametrize(
+    "text", ["algorithm:\n  rollout_correction: token_is\n", "algorithm.rollout_correction=token_is"]
+)
+def test_the_name_of_a_preset_in_the_place_of_verl(tmp_path, capsys, text):
+    path = tmp_path / "old"
+    path.write_text(text)
+    assert main(["convert", str(path)]) == 0
+    assert capsys.readouterr().out == "rollout_correction: token_is\n"
+
+
+@pytest.mark.parametrize(
+    "text", ["algorithm:\n  rollout_is: true\n", "algorithm:\n  rollout_correction:\n    rollout_is: true\n"]
+)
+def test_a_switch_without_a_threshold_is_off_and_says_so(tmp_path, capsys, text):
+    path = tmp_path / "old.yaml"
+    path.write_text(text)
+    assert main(["convert", str(path)]) == 0
+    output = capsys.readouterr()
+    assert output.out == "rollout_correction: disabled\n"
+    assert "`rollout_is_threshold` is missing, which switched everything off in verl" in output.err
+
+
+@pytest.mark.parametrize(
+    "recipe", ["recipes/grpo/token_is.yaml", "recipes/rloo/geo_rs_token_tis.yaml", "recipes/grpo/multi_rs.yaml"]
+)
+def test_a_recipe_of_ours_needs_no_conversion(capsys, recipe):
+    assert main(["convert", str(ROOT / "recipes" / recipe)]) == 2
+    assert "a configuration of this package already" in capsys.readouterr().err
 
 
 def test_differences_are_warned_about_beside_the_yaml(monkeypatch, capsys):
@@ -48,7 +146,7 @@ def test_differences_are_warned_about_beside_the_yaml(monkeypatch, capsys):
     assert main(["convert", "-"]) == 0
     output = capsys.readouterr()
     assert yaml.safe_load(output.out)["rollout_rs_threshold"] == [[0.625, pytest.approx(1 / 0.6)]]
-    assert output.err.startswith("warning: verl applies the bounds of `token_k1` to the inverse of the ratio")
+    assert output.err.startswith("warning: -:4: verl applies the bounds of `token_k1` to the inverse of the ratio")
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ ORDER = [
     "__main__",  # so far without TRL
     "trainers",
 ]
-ANALYSIS = ["text", "settings", "convert", "reading", "run", "replay", "spread", "compare", "report"]
+ANALYSIS = ["text", "documents", "settings", "convert", "reading", "run", "replay", "spread", "compare", "report"]
 REPORT = [
     "summary",
     "shares",
@@ -50,7 +50,7 @@ REPORT = [
     "page",
     "markdown",
 ]
-WITHOUT_TORCH = [*ORDER[: ORDER.index("config") + 1], *(f"analysis.{name}" for name in ANALYSIS[:3]), "__main__"]
+WITHOUT_TORCH = [*ORDER[: ORDER.index("config") + 1], *(f"analysis.{name}" for name in ANALYSIS[:4]), "__main__"]
 WITHOUT_MATPLOTLIB = [f"analysis.report.{name}" for name in REPORT[: REPORT.index("advice") + 1]]
 WITHOUT_TRL = [
     *ORDER[: ORDER.index("__main__") + 1],

@@ -173,7 +173,8 @@ def test_both_meanings_of_the_legacy_mask_give_the_same_coefficients():
 
 
 def test_legacy_switch_and_name_of_two_weeks():
-    assert not RolloutCorrectionConfig.from_legacy({"rollout_is_threshold": None, "rollout_is": True}).corrects
+    with pytest.warns(UserWarning, match="`rollout_is_threshold` is missing"):
+        assert not RolloutCorrectionConfig.from_legacy({"rollout_is_threshold": None, "rollout_is": True}).corrects
     clip = RolloutCorrectionConfig.from_legacy(
         {"rollout_is_threshold": 2.0, "rollout_is": True, "rollout_is_mode": "clip"}
     )

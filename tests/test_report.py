@@ -19,10 +19,11 @@ from tests.dumps import make_dump, read_dump
 from tests.tiny import StaleSampler
 from tests.training import build
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer, RolloutCorrectionConfig
-from trl_rollout_corr.__main__ import make_parser
+from trl_rollout_corr.__main__ import main, make_parser
 from trl_rollout_corr.analysis import report
 from trl_rollout_corr.analysis.report import summary
 from trl_rollout_corr.dump import write_rows
+from trl_rollout_corr.keys import PREFIX
 from trl_rollout_corr.rules import examine
 
 
@@ -269,6 +270,16 @@ def test_tokens_that_are_broken_or_absurd(dump, tmp_path):
 def test_worst_sequences_alone_do_not_pass_for_the_batch(tmp_path, undrawn):
     page = Page(write(make_dump(tmp_path / "dump", sampled=0), tmp_path / "report.html"))
     assert "do not represent the batch" in page.text
+
+
+@pytest.mark.parametrize("key", ["step", f"{PREFIX}k3_kl", "reward"])
+def test_an_integer_beyond_all_measure_is_refused_in_one_line(tmp_path, capsys, key):
+    logs = [{"step": step, f"{PREFIX}k3_kl": 0.001, "reward": 0.5} for step in range(1, 5)]
+    logs[2][key] = 10**400
+    assert main(["report", str(make_run(tmp_path / "run", logs)), "-o", str(tmp_path / "report.html")]) == 2
+    error = capsys.readouterr().err
+    assert f"an integer of 401 digits under `{key}`" in error
+    assert error.count("\n") == 1
 
 
 def test_long_runs_are_drawn_as_windows(tmp_path):

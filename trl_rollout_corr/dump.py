@@ -80,7 +80,15 @@ def append_log(folder: Path, entry: Mapping[str, Any]):
     """Add what the trainer logged to the dump, as one line of JSON."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / _LOGS).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(dict(entry)) + "\n")
+        file.write(json.dumps(dict(entry), default=_as_json) + "\n")
+
+
+def _as_json(value: Any) -> Any:
+    """A logged value that JSON does not know: a number of numpy or torch, or else its text."""
+    try:
+        return value.item()
+    except (AttributeError, ValueError, RuntimeError):
+        return str(value)
 
 
 def remove_oldest(folder: Path, max_bytes: float):

@@ -11,6 +11,7 @@ Names inside a vector are internal; the metric keys, their formulas and healthy 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 
@@ -76,7 +77,11 @@ class Statistics(Sums):
     bounding: Bounding | None = None
     criteria: tuple[Criterion, ...] = ()
 
-    def with_sum(self, name: str, value: torch.Tensor) -> "Statistics":
+    def fits(self, other: Self) -> bool:
+        """Whether the two are about the same weights and criteria, with the same bounds."""
+        return super().fits(other) and (self.bounding, self.criteria) == (other.bounding, other.criteria)
+
+    def with_sum(self, name: str, value: torch.Tensor) -> Self:
         """The same with another value of one of the sums, for what is only known when the whole batch has been seen."""
         vector = self.vector.clone()
         vector[self.sum_names.index(name)] = value

@@ -48,7 +48,7 @@ _TRL_KEYS = (
     "vllm_importance_sampling_cap",
 )
 
-_OFF = {"rollout_is": None}
+_OFF = {"rollout_correction": "disabled"}
 
 
 def from_verl(settings: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -89,11 +89,11 @@ def from_verl(settings: Mapping[str, Any] | None) -> dict[str, Any]:
 def _verl_weights(settings: dict[str, Any]) -> dict[str, Any]:
     level = settings.get("rollout_is")
     if level is None:
-        return dict(_OFF)
+        return {"rollout_is": None}
     threshold = settings.get("rollout_is_threshold", 2.0)
     if threshold is None:
         warn("`rollout_is_threshold` is null, which makes verl compute no weights: `rollout_is` is set to None.")
-        return dict(_OFF)
+        return {"rollout_is": None}
     fields = {"rollout_is": level, "rollout_is_threshold": parse_weight_threshold(threshold)}
     if settings.get("rollout_is_batch_normalize"):
         fields["rollout_is_batch_normalize"] = True
@@ -102,21 +102,19 @@ def _verl_weights(settings: dict[str, Any]) -> dict[str, Any]:
 
 def _verl_rejection(settings: dict[str, Any]) -> dict[str, Any]:
     names = settings.get("rollout_rs")
-    veto = settings.get("rollout_token_veto_threshold")
-    first_names = False
-    criteria, thresholds = [], []
+    criteria: list[str] = []
+    thresholds: list[Any] = []
     if names is not None:
-        names = names.split(",") if isinstance(names, str) else names
-        names = list(dict.fromkeys(name.strip() for name in names if name.strip()))  # verl drops repeated names
-        first_names = any(name in _FIRST_CRITERIA for name in names)
+        names = names.strip("[]").split(",") if isinstance(names, str) else names
+        names = list(dict.fromkeys(name.strip(" '\"") for name in names if name.strip()))  # verl drops repeated names
         criteria = [_FIRST_CRITERIA.get(name, name) for name in names]
-        thresholds = _verl_thresholds(settings, criteria, bounds_the_ratio=first_names)
-    if veto is not None:
+        thresholds = _verl_thresholds(settings, names, criteria)
+    if (veto := settings.get("rollout_token_veto_threshold")) is not None:
         criteria, thresholds = _add_veto(criteria, thresholds, veto)
     return {"rollout_rs": criteria, "rollout_rs_threshold": thresholds} if criteria else {}
 
 
-def _verl_thresholds(settings: dict[str, Any], criteria: list[str], *, bounds_the_ratio: bool) -> list:
+def _verl_thresholds(settings: dict[str, Any], names: list[str], criteria: list[str]) -> list[Any]:
     threshold, lower = settings.get("rollout_rs_threshold"), settings.get("rollout_rs_threshold_lower")
     if threshold is None:
         raise ValueError(
@@ -125,11 +123,12 @@ def _verl_thresholds(settings: dict[str, Any], criteria: list[str], *, bounds_th
         )
     if lower is not None:
         return parse_rejection_thresholds([[lower, threshold]], criteria)
-    if bounds_the_ratio:
-        return parse_rejection_thresholds(threshold, criteria)
     return [
-        _inverted(entry, name) if isinstance(entry, list) else entry
-        for entry, name in zip(parse_rejection_thresholds(threshold, criteria), criteria, strict=True)
+        # a criterion by its first name bounded the ratio itself
+        _inverted(entry, criterion) if isinstance(entry, list) and name not in _FIRST_CRITERIA else entry
+        for entry, name, criterion in zip(
+            parse_rejection_thresholds(threshold, criteria), names, criteria, strict=True
+        )
     ]
 
 
@@ -178,6 +177,11 @@ def from_legacy(settings: Mapping[str, Any]) -> dict[str, Any]:
     _check_keys(settings, _LEGACY_KEYS, "the legacy `rollout_is` keys")
     upper, lower = settings.get("rollout_is_threshold"), settings.get("rollout_is_threshold_lower")
     if upper is None:
+        if settings.get("rollout_is"):
+            warn(
+                "`rollout_is` is true but `rollout_is_threshold` is missing, which switched everything off in verl: so it is "
+                "here. For token weights set `rollout_correction` to decoupled_token_is."
+            )
         return dict(_OFF)
     upper = parse_number(upper, "rollout_is_threshold")
     level, mode = settings.get("rollout_is_level", "token"), settings.get("rollout_is_mode", "truncate")

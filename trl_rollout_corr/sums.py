@@ -46,8 +46,12 @@ class Sums:
         combined = torch.cat([vectors[:, :n_additive].sum(0), vectors[:, n_additive:].amax(0)])
         return replace(self, vector=combined)
 
+    def fits(self, other: Self) -> bool:
+        """Whether the two have the same layout."""
+        return (self.sum_names, self.max_names) == (other.sum_names, other.max_names)
+
     def __add__(self, other: Self) -> Self:
-        if (self.sum_names, self.max_names) != (other.sum_names, other.max_names):
+        if not self.fits(other):
             raise ValueError("Statistics of different configurations cannot be combined.")
         return self.combine(torch.stack([self.vector, other.vector]))
 

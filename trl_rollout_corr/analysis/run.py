@@ -143,13 +143,15 @@ def _merge(entries: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     merged: dict[int, dict[str, Any]] = {}
     for entry in entries:
         step: Any = entry.get("step")
-        if _is_number(step) and math.isfinite(step):
-            numbers = {key: value for key, value in entry.items() if isinstance(key, str) and _is_number(value)}
+        if _is_number(step, "step") and math.isfinite(step):
+            numbers: dict[str, Any] = {k: v for k, v in entry.items() if isinstance(k, str) and _is_number(v, k)}
             merged.setdefault(int(step), {}).update(numbers)
     return [merged[step] for step in sorted(merged)]
 
 
-def _is_number(value: Any) -> TypeGuard[float]:
+def _is_number(value: Any, key: str) -> TypeGuard[float]:
+    if isinstance(value, int) and abs(value) >= 2**63:  # JSON has integers of any length, and numpy has not
+        raise ValueError(f"the log has an integer of {len(str(value))} digits under `{key}`, which no trainer logs")
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 

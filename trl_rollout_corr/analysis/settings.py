@@ -4,12 +4,12 @@ import dataclasses
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
-
-import yaml
+from typing import Any, NamedTuple
 
 from ..config import RolloutCorrectionConfig
-from ..migrate import from_legacy, from_trl, from_verl
+from ..migrate import VERL_KEYS, from_legacy, from_trl, from_verl
+from ..presets import PRESETS
+from .documents import read_document
 
 
 FIELDS = frozenset(field.name for field in dataclasses.fields(RolloutCorrectionConfig))
@@ -19,11 +19,26 @@ _LEGACY_ONLY = ("rollout_is_level", "rollout_is_mode", "rollout_is_threshold_low
 
 
 class Foreign(NamedTuple):
-    """Settings of another tool, and what translates them. Verl's section, on its own, may be ours: it has our names."""
+    """
+    Settings of another tool.
+
+    Args:
+        tool (`str`):
+            Whose they are.
+        translate (`Callable`):
+            What translates them.
+        settings (`Mapping` or `None`):
+            The settings.
+        above (`tuple[str, ...]`):
+            Keys under which they stand.
+        maybe_ours (`bool`, *optional*, defaults to `False`):
+            Whether they may be ours: verl's section, on its own, has our names.
+    """
 
     tool: str
     translate: Callable[..., dict[str, Any]]
     settings: Mapping[str, Any] | None
+    above: tuple[str, ...] = ()
     maybe_ours: bool = False
 
 
@@ -33,7 +48,7 @@ def find_foreign(document: Any) -> Foreign | None:
 
     Args:
         document (`Any`):
-            Content of a YAML file: the whole configuration, or only its part about rollout correction.
+            Content of a file: the whole configuration, or only its part about rollout correction.
 
     Returns:
         [`Foreign`] or `None`: the settings, if there are any.
@@ -41,30 +56,34 @@ def find_foreign(document: Any) -> Foreign | None:
     section = document.get("algorithm", document) if isinstance(document, Mapping) else None
     if not isinstance(section, Mapping):
         return None
-    flat = {key: value for key, value in section.items() if str(key).startswith(("rollout_is", "rollout_rs"))}
-    trl = {key: value for key, value in section.items() if str(key).startswith("vllm_importance_sampling_")}
-    legacy = any(key in section for key in _LEGACY_ONLY) or isinstance(section.get("rollout_is"), bool)
+    above = () if section is document else ("algorithm",)
+    legacy = is_legacy(section)
     maybe_ours = section is document and not legacy
     named = section.get("rollout_correction", "")
+    if isinstance(named, Mapping) and is_legacy(named):
+        return Foreign("verl's first releases", from_legacy, named, (*above, "rollout_correction"))
     if named is None or isinstance(named, Mapping):
-        return Foreign("verl", from_verl, named, maybe_ours and named is None)
+        return Foreign("verl", from_verl, named, (*above, "rollout_correction"), maybe_ours and named is None)
+    if above and named in PRESETS:
+        return Foreign("verl", lambda name: {"rollout_correction": name}, named, (*above, "rollout_correction"))
+    flat = {key: value for key, value in section.items() if str(key).startswith(("rollout_is", "rollout_rs"))}
+    trl = {key: value for key, value in section.items() if str(key).startswith("vllm_importance_sampling_")}
     if trl:
-        return Foreign("TRL's own correction", from_trl, trl, maybe_ours and not FIELDS.isdisjoint(document))
+        return Foreign("TRL's own correction", from_trl, trl, above, maybe_ours and not FIELDS.isdisjoint(document))
     if legacy:
-        return Foreign("verl's first releases", from_legacy, flat)
+        return Foreign("verl's first releases", from_legacy, flat, above)
     if flat or "bypass_mode" in section or "loss_type" in section:
-        return Foreign("verl", from_verl, section, maybe_ours)
+        verl = {key: value for key, value in section.items() if key in VERL_KEYS or key in flat}
+        return Foreign("verl", from_verl, verl, above, maybe_ours)
     return None
 
 
-def read_yaml(file: Path | TextIO) -> Any:
-    """Content of a YAML file or stream. A `ValueError` in one line says why it cannot be read."""
-    try:
-        return yaml.safe_load(file.read_text(encoding="utf-8") if isinstance(file, Path) else file.read())
-    except OSError as error:
-        raise ValueError(error.strerror) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"not YAML: {str(error).splitlines()[0]}") from None
+def is_legacy(section: Mapping[str, Any]) -> bool:
+    """Whether keys are those of verl's first releases."""
+    boolean = section.get("rollout_is")
+    if isinstance(boolean, str):  # of a shell script
+        boolean = {"true": True, "false": False}.get(boolean.strip().lower(), boolean)
+    return any(key in section for key in _LEGACY_ONLY) or isinstance(boolean, bool)
 
 
 def read_config(path: str) -> RolloutCorrectionConfig:
@@ -73,7 +92,7 @@ def read_config(path: str) -> RolloutCorrectionConfig:
     cannot be used, and says why.
     """
     try:
-        return RolloutCorrectionConfig(**_own_fields(read_yaml(Path(path))))
+        return RolloutCorrectionConfig(**_own_fields(read_document(Path(path)).content))
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path}: {_in_one_line(error)}") from None
 

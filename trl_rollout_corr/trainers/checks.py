@@ -4,9 +4,11 @@ import dataclasses
 from copy import copy
 from typing import Any
 
+import torch
+from transformers import PreTrainedModel
 from trl import GRPOConfig, RLOOConfig
 
-from ..config import RolloutCorrectionConfig
+from ..config import LOSS_TYPES, RolloutCorrectionConfig
 from ..messages import warn
 from ..presets import PRESETS
 
@@ -140,6 +142,29 @@ def check_sequence_level_ratio(config: GRPOConfig):
         )
 
 
+def check_dropout(model: PreTrainedModel):
+    """
+    Warn about dropout, which makes the policy that trains another one than the policy that sampled.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            The model that trains.
+    """
+    in_attention = getattr(model.config.get_text_config(), "attention_dropout", 0.0) or 0.0
+    layers = [name for name, layer in model.named_modules() if isinstance(layer, torch.nn.Dropout) and layer.p > 0]
+    remedies = ["`model_init_kwargs={'attention_dropout': 0.0}`"] if in_attention else []
+    remedies += ["`disable_dropout=True`"] if layers else []
+    if not remedies:
+        return
+    adapters = any("lora_dropout" in name for name in layers)
+    where = [f"in attention ({in_attention:g})"] if in_attention else []
+    where += [f"in {len(layers)} layers{', of the LoRA adapter among them' if adapters else ''}"] if layers else []
+    warn(
+        f"Dropout is on in the model that trains, {' and '.join(where)}, and off in the sampler. The two are then different "
+        f"policies even with equal weights, and correction takes that for a mismatch. Set {' and '.join(remedies)}."
+    )
+
+
 def check_server_logprobs(mode: str, temperature: float):
     """
     Check which log-probabilities a vLLM server returns.
@@ -173,9 +198,14 @@ def check_loss(config: GRPOConfig):
             Configuration of a trainer.
 
     Raises:
-        `ValueError`: if the loss weights sequences in its own way, or if the ratio of 1 that `rollout_loss_type="reinforce"`
-            needs would be clipped or averaged.
+        `ValueError`: if the loss is one of ours, if it weights sequences in its own way, or if the ratio of 1 that
+            `rollout_loss_type="reinforce"` needs would be clipped or averaged.
     """
+    if config.loss_type in LOSS_TYPES:
+        raise ValueError(
+            f"`loss_type` is {config.loss_type!r}, which is a loss of `bypass_mode`: set `rollout_loss_type` to it. "
+            "`loss_type` is TRL's: grpo, dr_grpo, dapo, ..."
+        )
     if not config.corrects:
         return
     if config.loss_type == "vespo":

@@ -38,11 +38,11 @@ class RolloutCorrectedGRPOConfig(RolloutCorrectionConfig, GRPOConfig):
 
     def __post_init__(self):
         RolloutCorrectionConfig.__post_init__(self)
+        check_loss(self)
         replace_trl_correction(self)
         GRPOConfig.__post_init__(self)
         check_batch_normalization(self)
         check_sampling(self)
-        check_loss(self)
         check_sequence_level_ratio(self)
         if self.rollout_monitor == "tighten":
             check_preset(self.rollout_monitor_preset, self)
@@ -124,6 +124,11 @@ class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
         # TRL takes advantages of shape (B, T). Every loss type is homogeneous in them and the coefficients are not
         # negative, so they commute with PPO's min; masks, denominators, KL and entropy terms stay TRL's.
         advantages = inputs["advantages"]
+        if self.importance_sampling_level == "sequence" and advantages.dim() == 1:
+            # every token of a completion has the same gradient, so that their mean is what acts; and of shape (B, 1), TRL
+            # counts clipped completions as it always does
+            mask = self._loss_mask(inputs)
+            coefficients = (coefficients * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
         inputs["advantages"] = (advantages if advantages.dim() == 2 else advantages.unsqueeze(1)) * coefficients
         inputs[OLD_LOGPS] = anchor
         return logps

@@ -31,11 +31,18 @@ from .batch import (
     ROLLOUT_LOGPS,
     ROLLOUT_STEP,
 )
-from .checks import check_bases, check_config_class, check_has_sampler, check_server_logprobs, definer
+from .checks import (
+    check_bases,
+    check_config_class,
+    check_dropout,
+    check_has_sampler,
+    check_server_logprobs,
+    definer,
+)
 from .contract import check_trl
 from .dumping import SequenceDump
 from .loss import LossCall
-from .monitor import add_monitor
+from .monitor import RolloutCorrectionMonitor, add_monitor, keep_last_monitor
 from .observer import Corrected, Moment, Observer
 from .sampler import announce_sync, record_logprobs, sync_weights_on_cpu
 from .scoring import Logprobs, OldPass, Scoring
@@ -89,6 +96,7 @@ class RolloutCorrectionMixin(_Host):
             sync_weights_on_cpu(self.vllm_generation)
             announce_sync(self.vllm_generation, self._mark_sync)
         self._check_sampler()
+        check_dropout(self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=True))
         add_monitor(self.callback_handler, self.args)
         self._observer = Observer(self.args, self.accelerator, self.callback_handler, self._add_dump())
 
@@ -118,6 +126,11 @@ class RolloutCorrectionMixin(_Host):
         dump = SequenceDump(self.args, self.accelerator, tokenizer, self.args.seed)
         self.add_callback(dump)
         return dump
+
+    def add_callback(self, callback):
+        super().add_callback(callback)
+        if isinstance(callback, RolloutCorrectionMonitor) or callback is RolloutCorrectionMonitor:
+            keep_last_monitor(self.callback_handler)
 
     def _mark_sync(self):
         self.rollout_step = self.state.global_step
@@ -398,10 +411,16 @@ class RolloutCorrectionMixin(_Host):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         # Trainer reports losses and runtimes on every rank; anything else may come from user code on one rank, where the
         # gather below would wait forever.
-        if "loss" in logs or any(key.endswith("_runtime") for key in logs):
-            self._metrics[self._now.mode].update({key: [value] for key, value in self._close_window().items()})
+        if (
+            "train_runtime" in logs
+        ):  # what was trained on since the last log, also if an evaluation was the last thing to do
+            logs.update(self._close_window(self._now._replace(mode="train")))
+        elif "loss" in logs or any(key.endswith("_runtime") for key in logs):
+            self._metrics[self._now.mode].update(
+                {key: [value] for key, value in self._close_window(self._now).items()}
+            )
         super().log(logs, start_time)
 
-    def _close_window(self) -> dict[str, float]:
+    def _close_window(self, now: Moment) -> dict[str, float]:
         """Metrics of the logging window that ends, of all ranks."""
-        return self._observer.close_window(self._now)
+        return self._observer.close_window(now)

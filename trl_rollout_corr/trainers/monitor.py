@@ -151,6 +151,15 @@ def _add(key: str, value: int, logs: dict[str, Any], state: TrainerState):
         state.log_history[-1][key] = value
 
 
+def keep_last_monitor(handler: CallbackHandler):
+    """Of several monitors, keep the one that was given last: it takes the place of the others."""
+    *others, last = [x for x in handler.callbacks if isinstance(x, RolloutCorrectionMonitor)]
+    if others:
+        place = handler.callbacks.index(others[0])
+        handler.callbacks = [x for x in handler.callbacks if not isinstance(x, RolloutCorrectionMonitor)]
+        handler.callbacks.insert(place, last)
+
+
 def add_monitor(handler: CallbackHandler, args: RolloutCorrectionConfig):
     """Add the monitor of a configuration to the callbacks of a trainer, unless the user brings one."""
     if args.rollout_monitor is None or any(isinstance(x, RolloutCorrectionMonitor) for x in handler.callbacks):

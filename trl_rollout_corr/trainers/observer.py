@@ -177,9 +177,9 @@ class LoggingWindow:
         self.sums: dict[type[Sums], Any] = {}
 
     def add(self, sums: Sums):
-        """Add what one batch contributes."""
-        kind = type(sums)
-        self.sums[kind] = self.sums[kind] + sums if kind in self.sums else sums
+        """Add what one batch contributes. If settings have changed since the window began, it begins anew."""
+        kind, before = type(sums), self.sums.get(type(sums))
+        self.sums[kind] = sums if before is None or not before.fits(sums) else before + sums
 
     def close(self) -> dict[type[Sums], Any]:
         """Sums of all ranks by their kind, in one gather, on the host. The window is empty afterwards."""

@@ -34,6 +34,8 @@ def sampled_logprobs(
     Returns:
         `list[list[float | None]]`: one log-probability per sampled token, in nats.
     """
+    if all(len(sequence[0]) == 1 for sequence in logprobs if sequence):  # as asked for, unless the user asks for more
+        return [[candidates[0] for candidates in sequence] for sequence in logprobs]
     return [
         [
             candidates[ids.index(token)]
@@ -67,8 +69,10 @@ def record_logprobs(generation: VLLMGeneration, keep: Callable[[Logprobs], Any])
             )
         sampled = sampled_logprobs(completion_ids, logprobs, token_ids)
         keep(sampled)
-        nested = [[[logprob] for logprob in sequence] for sequence in sampled]
-        return prompt_ids, completion_ids, nested, [[[token] for token in sequence] for sequence in completion_ids]
+        if any(len(candidates) > 1 for sequence in logprobs for candidates in sequence[:1]):
+            logprobs = [[[logprob] for logprob in sequence] for sequence in sampled]
+            token_ids = [[[token] for token in sequence] for sequence in completion_ids]
+        return prompt_ids, completion_ids, logprobs, token_ids
 
     generation.generate = generate_and_record
 

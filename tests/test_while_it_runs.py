@@ -1,0 +1,235 @@
+"""What happens around a run: settings that change, logs that are cut short or are not JSON, monitors that come late."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from tests.tiny import StaleSampler, build_tiny_model
+from tests.training import (
+    EVALUATION,
+    TRAINERS,
+    BrokenSampler,
+    build,
+    freeze_sampler,
+    gradients,
+    losses,
+    micro_batches,
+)
+from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer, RolloutCorrectionMonitor
+from trl_rollout_corr.trainers.sampler import sampled_logprobs
+
+
+VLLM = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 64, "temperature": 1.0, "beta": 0.0}
+
+
+@pytest.fixture
+def make(tiny_model_path, tmp_path):
+    def make(sampler=None, model=tiny_model_path, **fields):
+        sampler = sampler or StaleSampler(tiny_model_path)
+        return build(
+            RolloutCorrectedGRPOTrainer, RolloutCorrectedGRPOConfig, model, tmp_path, sampler=sampler, **fields
+        )
+
+    return make
+
+
+# Settings that change ---------------------------------------------------------------------------------------------------
+
+
+class Changing(TrainerCallback):
+    """Changes settings in the middle of a logging window."""
+
+    def __init__(self, **fields):
+        self.fields = fields
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 2:
+            for name, value in self.fields.items():
+                setattr(args, name, value)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.8_1.2"},
+        {"rollout_is_threshold": [0.5, 2.0]},
+        {"rollout_correction": "decoupled_k3_rs"},
+        {"rollout_correction": None},
+    ],
+)
+def test_settings_may_change_in_the_middle_of_a_logging_window(make, fields):
+    trainer = make(max_steps=4, logging_steps=3, extra={"callbacks": [Changing(**fields)]})
+    losses(trainer)
+    first, last = (entry for entry in trainer.state.log_history if "rollout_corr/kl" in entry)
+    same_from_the_start = make(max_steps=4, **fields)
+    keys = {key for key in first if key.startswith("rollout_corr/rollout_")}
+    losses(same_from_the_start)
+    expected = {key for key in same_from_the_start.state.log_history[2] if key.startswith("rollout_corr/rollout_")}
+    assert keys == expected  # of the window that began with the change
+    assert last["step"] == 4
+
+
+# Logs -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("evaluation", [{}, EVALUATION])
+def test_a_window_that_is_cut_short_is_logged_at_the_end(make, evaluation):
+    trainer = make(max_steps=5, logging_steps=2, **evaluation)
+    trainer.train()
+    assert [entry["step"] for entry in trainer.state.log_history if "rollout_corr/kl" in entry] == [2, 4, 5]
+    assert "train_runtime" in trainer.state.log_history[-1]
+    assert math.isfinite(trainer.state.log_history[-1]["rollout_corr/kl"])
+
+
+class Logging(TrainerCallback):
+    """Adds values to the log that JSON does not know."""
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        logs |= {"numpy": np.float32(0.5), "tensor": torch.tensor(2.0), "many": torch.zeros(2), "object": self}
+
+
+def test_values_that_are_not_json_do_not_end_a_run_with_a_dump(make, tmp_path):
+    trainer = make(rollout_dump_dir=str(tmp_path / "dump"))
+    trainer.callback_handler.callbacks.insert(0, Logging())
+    assert len(losses(trainer)) == 3
+    entries = [json.loads(line) for line in (tmp_path / "dump" / "logs.jsonl").read_text().splitlines()]
+    assert (entries[0]["numpy"], entries[0]["tensor"]) == (0.5, 2.0)
+    assert isinstance(entries[0]["many"], str)
+
+
+# Monitors ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_a_monitor_that_is_given_takes_the_place_of_the_default_one(make, late):
+    mine = RolloutCorrectionMonitor("stop", bounds={"k3_high": 0.0})
+    trainer = make(rollout_monitor="warn", max_steps=9, extra={} if late else {"callbacks": [mine]})
+    if late:
+        trainer.add_callback(mine)
+    monitors = [x for x in trainer.callback_handler.callbacks if isinstance(x, RolloutCorrectionMonitor)]
+    assert monitors == [mine]
+    with pytest.warns(UserWarning, match="training ends here"):
+        trainer.train()
+    assert trainer.state.global_step < 9
+
+
+# The ratio --------------------------------------------------------------------------------------------------------------
+
+
+def one_token_far_off(output):
+    """The trainer finds one token of each completion much more likely than the sampler says it did."""
+    for sequence in output["logprobs"]:
+        sequence[0] -= 9.0
+
+
+def test_a_ratio_beyond_the_dual_clip_has_no_gradient_where_the_advantage_is_negative(make, tiny_model_path):
+    def gradient(**fields):
+        sampler = BrokenSampler(tiny_model_path, one_token_far_off)
+        return max(
+            norm for _, norm in losses(make(sampler, rollout_correction="bypass_ppo_clip", max_steps=1, **fields))
+        )
+
+    bounded, unbounded = gradient(), gradient(rollout_clip_ratio_c=None)
+    assert unbounded > 100 * bounded
+
+
+def verl_loss(ratio, advantages, c):
+    """PPO with dual clip, as verl's default loss: per token."""
+    clipped = torch.max(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2))
+    return torch.where(advantages < 0, torch.min(clipped, -advantages * c), clipped)
+
+
+@pytest.mark.parametrize("c", [3.0, 1.5])
+def test_grpo_around_the_sampler_is_verl_with_dual_clip(make, tiny_model_path, c):
+    sampler = BrokenSampler(tiny_model_path, one_token_far_off)
+    trainer = make(sampler, rollout_correction="bypass_ppo_clip", rollout_clip_ratio_c=c, loss_type="bnpo")
+    batch = micro_batches(trainer)[0]
+    assert trainer.args.delta is None
+    found = gradients(trainer, batch)
+    loss = trainer.compute_loss(trainer.model, batch)
+    from tests.training import assert_gradients_equal, backward, policy_logps
+
+    logps, mask = policy_logps(trainer.model, batch), batch["completion_mask"]
+    ratio = torch.where(mask.bool(), (logps - batch["sampling_per_token_logps"]).exp(), 1.0)
+    expected = (verl_loss(ratio, batch["advantages"][:, None], c) * mask).sum() / mask.sum()
+    assert (ratio > c).any()
+    torch.testing.assert_close(loss * 2, expected, rtol=1e-4, atol=1e-4)  # TRL divides by the accumulation steps
+    assert_gradients_equal(found, backward(trainer.model, expected / 2))
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("c", [3.0, 1.001, None])
+def test_rloo_around_the_sampler_is_bounded_at_the_ratio_of_a_completion(shared_engine, tiny_model_path, tmp_path, c):
+    from tests.training import assert_gradients_equal, backward, policy_logps
+
+    trainer_class, config_class = TRAINERS["rloo"]
+    trainer = build(
+        trainer_class, config_class, tiny_model_path, tmp_path, rollout_correction="bypass_ppo_clip",
+        rollout_clip_ratio_c=c, **VLLM,
+    )  # fmt: skip
+    freeze_sampler(trainer, 0.1)
+    batch = micro_batches(trainer)[0]
+    found = gradients(trainer, batch)
+    logps, mask = policy_logps(trainer.model, batch), batch["completion_mask"]
+    ratio = ((logps - batch["sampling_per_token_logps"]) * mask).sum(1).exp()
+    negative = (batch["advantages"] < 0) & (ratio > 1.001)
+    assert negative.any()
+    assert_gradients_equal(found, backward(trainer.model, verl_loss(ratio, batch["advantages"], c or math.inf).mean()))
+
+
+def test_clipping_at_the_level_of_completions_is_counted_as_trl_counts_it(make):
+    fields = {
+        "importance_sampling_level": "sequence",
+        "schedule": "two iterations",
+        "learning_rate": 3e-3,
+        "max_steps": 4,
+        "epsilon": 0.01,
+    }
+    plain, corrected = (
+        make(rollout_correction="disabled", **fields),
+        make(rollout_is="sequence", rollout_is_threshold=1.0, **fields),
+    )
+    for trainer in (plain, corrected):
+        losses(trainer)
+    shares = [
+        [entry.get("clip_ratio/region_mean") for entry in t.state.log_history if "loss" in entry]
+        for t in (plain, corrected)
+    ]
+    assert shares[1][1] > 0
+    assert all((share * 8) % 1 == 0 for share in shares[1])  # of eight completions, and not of their tokens
+
+
+# The sampler ------------------------------------------------------------------------------------------------------------
+
+
+def test_log_probabilities_that_need_no_choice_are_not_copied():
+    nested = [[[-0.1], [-0.2]], [[-0.3]]]
+    assert sampled_logprobs([[5, 6], [7]], nested, [[[5], [6]], [[7]]]) == [[-0.1, -0.2], [-0.3]]
+    assert sampled_logprobs([[5], []], [[[-0.9, -0.1]], []], [[[4, 5]], []]) == [[-0.1], []]
+
+
+# Dropout ----------------------------------------------------------------------------------------------------------------
+
+
+def test_dropout_is_warned_about_by_name(make, tmp_path):
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM
+
+    path = build_tiny_model(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(path, attention_dropout=0.1)
+    with pytest.warns(UserWarning, match=r"Dropout is on .*in attention \(0\.1\).*'attention_dropout': 0\.0"):
+        make(model=model)
+    lora = LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.05)
+    with pytest.warns(UserWarning, match=r"of the LoRA adapter among them.*disable_dropout=True"):
+        make(extra={"peft_config": lora})
+    make(disable_dropout=True, extra={"peft_config": LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.05)})
+
+
+@pytest.mark.parametrize("name", ["reinforce", "ppo_clip"])
+def test_a_loss_of_ours_as_trl_loss_is_refused_at_once(tmp_path, name):
+    with pytest.raises(ValueError, match=f"`loss_type` is '{name}'.*`rollout_loss_type`"):
+        RolloutCorrectedGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, loss_type=name)
