@@ -137,7 +137,7 @@ def test_a_switch_without_a_threshold_is_off_and_says_so(tmp_path, capsys, text)
     "recipe", ["recipes/grpo/token_is.yaml", "recipes/rloo/geo_rs_token_tis.yaml", "recipes/grpo/multi_rs.yaml"]
 )
 def test_a_recipe_of_ours_needs_no_conversion(capsys, recipe):
-    assert main(["convert", str(ROOT / "recipes" / recipe)]) == 2
+    assert main(["convert", str(ROOT / recipe)]) == 2
     assert "a configuration of this package already" in capsys.readouterr().err
 
 

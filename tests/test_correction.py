@@ -462,3 +462,22 @@ def test_statistics_of_different_configurations_do_not_add():
     other = correct(torch.zeros(1, 1), torch.zeros(1, 1), torch.ones(1, 1)).statistics
     with pytest.raises(ValueError, match="different configurations"):
         one + other
+
+
+def test_token_k1_rejects_tokens_and_seq_max_k1_their_sequences():
+    train = torch.tensor([[0.0, 1.0, 0.0], [0.1, 0.0, -0.1]])
+    zeros, ones = torch.zeros(2, 3), torch.ones(2, 3)
+    fields = {"rollout_is": None, "rollout_rs_threshold": [0.6, 1.6]}
+    assert correct(train, zeros, ones, rollout_rs="token_k1", **fields).keep.tolist() == [
+        [True, False, True],
+        [True] * 3,
+    ]
+    assert correct(train, zeros, ones, rollout_rs="seq_max_k1", **fields).keep.tolist() == [[False] * 3, [True] * 3]
+
+
+@given(batches(), st.sampled_from(["token", "sequence", "geometric"]))
+def test_clamped_weights_stay_within_their_bounds(batch, level):
+    mask = batch[2]
+    weights = correct(*batch, rollout_is=level, rollout_is_threshold=[0.5, 2.0], rollout_is_clamp=True).weights
+    assert ((weights[mask] >= 0.5) & (weights[mask] <= 2.0)).all()
+    assert (weights[~mask] == 0).all()

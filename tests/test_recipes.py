@@ -23,7 +23,7 @@ ENGINES = [name for name in RECIPES if name.startswith("accelerate/")]
 RECIPES = [name for name in RECIPES if name not in ENGINES]
 OWN = {field.name for field in dataclasses.fields(RolloutCorrectionConfig)}
 # There to be seen and changed, whatever their defaults.
-ALWAYS_WRITTEN = {"output_dir", "model_name_or_path", "use_vllm", "logging_steps"}
+ALWAYS_WRITTEN = {"rollout_correction", "output_dir", "model_name_or_path", "use_vllm", "logging_steps"}
 
 
 def text(recipe: str) -> str:

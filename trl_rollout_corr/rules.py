@@ -143,7 +143,7 @@ _RULES = [
         advice=(
             "Without correction, set `rollout_correction` to decoupled_geo_rs_token_tis. With one, synchronise the "
             "sampler more often or lower `learning_rate`, and do not widen `rollout_rs_threshold`. After a jump, look "
-            "for weights that were not pushed."
+            "for weights that were not pushed; if it was so from the first step, for dropout in the trainer."
         ),
         covers=("k3_uncorrected", "k3_growth", "kl_high", "chi2_token"),
     ),
