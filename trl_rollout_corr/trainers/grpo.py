@@ -56,6 +56,11 @@ class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
     `rollout_metrics_only=True`, or with neither weights nor rejection nor bypass, losses and gradients are those of
     `GRPOTrainer` with `vllm_importance_sampling_correction=False`, bit for bit.
 
+    What differs from TRL, each as `super()` and an edit of what goes in or comes out: `__init__` (checks, monitor, dump),
+    `_generate` and `_generate_and_score_completions` (the sampler's log-probabilities, and TRL's old pass, which is spared
+    where it is not needed), `_calculate_rewards` (completions that are rejected before the baseline),
+    `_get_per_token_logps_and_entropies` and `compute_loss` (the correction), `log` (metrics), `add_callback` (one monitor).
+
     Example:
 
     ```python
