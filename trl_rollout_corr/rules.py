@@ -100,10 +100,8 @@ _RULES = [
         severity="critical",
         seen="A share of {value:.2g} of the tokens came without a finite log-probability.",
         why="The sampler is broken: its completions are no samples of the policy.",
-        advice=(
-            "No correction helps. Look for NaN in the weights and for a push of weights that failed; with "
-            "`rollout_nan_policy` set to raise the run stops at the first such token."
-        ),
+        advice="No correction helps. Look for NaN in the weights and for a push of weights that failed; with "
+        "`rollout_nan_policy` set to raise the run stops at the first such token.",
         covers=("nonfinite", "everything_rejected"),
     ),
     Rule(
@@ -111,14 +109,11 @@ _RULES = [
         key="effective_lr",
         bound=1e-6,
         severity="critical",
-        seen=(
-            "Every token of a logging window was rejected, or too far off to train on (`effective_lr` is {value:.2g})."
-        ),
+        seen="Every token of a logging window was rejected, or too far off to train on (`effective_lr` is "
+        "{value:.2g}).",
         why="Nothing was learned from it; only momentum and weight decay still move the weights.",
-        advice=(
-            "If `k3_kl` is as always, the bounds are wrong: widen `rollout_rs_threshold`, or IcePop's "
-            "`rollout_is_threshold`. If it is not, find out why the sampler is so far from the trainer."
-        ),
+        advice="If `k3_kl` is as always, the bounds are wrong: widen `rollout_rs_threshold`, or IcePop's "
+        "`rollout_is_threshold`. If it is not, find out why the sampler is so far from the trainer.",
         below=True,
         applies=lambda window: window.corrects,
         covers=(
@@ -136,15 +131,11 @@ _RULES = [
         bound=0.03,
         severity="critical",
         seen="`k3_kl` is {value:.2g}, above {bound:g}.",
-        why=(
-            "Rounding gives about 0.001 and a sampler in low precision up to 0.02: sampler and trainer are different "
-            "policies, and updates on such data drive them further apart."
-        ),
-        advice=(
-            "Without correction, set `rollout_correction` to decoupled_geo_rs_token_tis. With one, synchronise the "
-            "sampler more often or lower `learning_rate`, and do not widen `rollout_rs_threshold`. After a jump, look "
-            "for weights that were not pushed; if it was so from the first step, for dropout in the trainer."
-        ),
+        why="Rounding gives about 0.001 and a sampler in low precision up to 0.02: sampler and trainer are different "
+        "policies, and updates on such data drive them further apart.",
+        advice="Without correction, set `rollout_correction` to decoupled_geo_rs_token_tis. With one, synchronise "
+        "the sampler more often or lower `learning_rate`, and do not widen `rollout_rs_threshold`. After a jump, "
+        "look for weights that were not pushed; if it was so from the first step, for dropout in the trainer.",
         covers=("k3_uncorrected", "k3_growth", "kl_high", "chi2_token"),
     ),
     Rule(
@@ -154,10 +145,8 @@ _RULES = [
         severity="critical",
         seen="`kl` is {value:.2g}, and a divergence is never below 0.",
         why="The log-probabilities are not those the tokens were sampled with, so that every ratio is wrong.",
-        advice=(
-            "No correction helps. Look for log-probabilities before temperature (a server needs `--logprobs-mode "
-            "processed_logprobs`), shifted by a token, or of another completion."
-        ),
+        advice="No correction helps. Look for log-probabilities before temperature (a server needs `--logprobs-mode "
+        "processed_logprobs`), shifted by a token, or of another completion.",
         below=True,
         covers=("biased_ratio",),
     ),
@@ -167,14 +156,10 @@ _RULES = [
         bound=0.0,
         severity="warning",
         seen="A fraction of {value:.2g} of the tokens came without a finite log-probability.",
-        why=(
-            "A NaN from the sampler means that a whole row of its logits is broken, so that the token was not drawn "
-            "from the policy."
-        ),
-        advice=(
-            "Set `rollout_nan_policy` to raise to stop at the first one and find the cause; drop leaves such tokens "
-            "out of the loss."
-        ),
+        why="A NaN from the sampler means that a whole row of its logits is broken, so that the token was not drawn "
+        "from the policy.",
+        advice="Set `rollout_nan_policy` to raise to stop at the first one and find the cause; drop leaves such "
+        "tokens out of the loss.",
         patience=1,
     ),
     Rule(
@@ -184,10 +169,8 @@ _RULES = [
         severity="warning",
         seen="`k3_kl` is {value:.2g}, above {bound:g}, and nothing corrects for it.",
         why="Rounding gives about 0.001. Training on the data of another policy is biased, and the gap tends to grow.",
-        advice=(
-            "Set `rollout_correction`, for instance to decoupled_geo_rs_token_tis with `rollout_rs_threshold` from "
-            "the spread; or bring the policies together with fresher or preciser sampling."
-        ),
+        advice="Set `rollout_correction`, for instance to decoupled_geo_rs_token_tis with `rollout_rs_threshold` "
+        "from the spread; or bring the policies together with fresher or preciser sampling.",
         patience=5,
         applies=lambda window: not window.corrects,
     ),
@@ -197,15 +180,11 @@ _RULES = [
         bound=3.0,
         severity="warning",
         seen="`k3_kl` is {value:.2g} times what it was early in the run.",
-        why=(
-            "Updates on the data of another policy make the next data more foreign; a growing gap comes before a "
-            "collapse."
-        ),
-        advice=(
-            "Without correction, set `rollout_correction` to decoupled_geo_rs_token_tis. With one, lower "
-            "`learning_rate` or synchronise the sampler more often. To rule out the engine, run some steps with "
-            "`learning_rate` 0: a gap that grows there is not due to updates."
-        ),
+        why="Updates on the data of another policy make the next data more foreign; a growing gap comes before a "
+        "collapse.",
+        advice="Without correction, set `rollout_correction` to decoupled_geo_rs_token_tis. With one, lower "
+        "`learning_rate` or synchronise the sampler more often. To rule out the engine, run some steps with "
+        "`learning_rate` 0: a gap that grows there is not due to updates.",
         measure=_k3_growth,
     ),
     Rule(
@@ -215,11 +194,9 @@ _RULES = [
         severity="warning",
         seen="`kl` is {value:.2g}, above {bound:g}.",
         why="The trainer finds the sampled tokens much less likely than the sampler did.",
-        advice=(
-            "If `k3_kl` is as large, the policies differ: fresher or preciser sampling, or a correction with "
-            "rejection. If it is much smaller, sampling is truncated: leave `top_p`, `top_k` and `min_p` at their "
-            "defaults."
-        ),
+        advice="If `k3_kl` is as large, the policies differ: fresher or preciser sampling, or a correction with "
+        "rejection. If it is much smaller, sampling is truncated: leave `top_p`, `top_k` and `min_p` at their "
+        "defaults.",
     ),
     Rule(
         "biased_ratio",
@@ -228,10 +205,8 @@ _RULES = [
         severity="warning",
         seen="The mean ratio of trainer to sampler, `1 + k3_kl - kl`, is {value:.2g} away from 1.",
         why="It is 1 for any two policies, so these are not the log-probabilities of the sampled tokens.",
-        advice=(
-            "Leave `top_p`, `top_k`, `min_p` and penalties at their defaults. If they are, look for another "
-            "temperature and for tokens that were added or changed after sampling."
-        ),
+        advice="Leave `top_p`, `top_k`, `min_p` and penalties at their defaults. If they are, look for another "
+        "temperature and for tokens that were added or changed after sampling.",
         patience=5,
         applies=_fresh,
         measure=_bias,
@@ -243,10 +218,8 @@ _RULES = [
         severity="warning",
         seen="Completions are up to {value:.0f} optimizer steps older than the policy they train.",
         why="The gap to the sampler grows with every step it is behind.",
-        advice=(
-            "Push weights more often: lower `steps_per_generation`, `num_iterations` or the queue of an asynchronous "
-            "sampler."
-        ),
+        advice="Push weights more often: lower `steps_per_generation`, `num_iterations` or the queue of an "
+        "asynchronous sampler.",
     ),
     Rule(
         "weight_mean_low",
@@ -255,10 +228,8 @@ _RULES = [
         severity="warning",
         seen="The mean importance weight is {value:.2g}, below {bound:g}.",
         why="It should be near 1; the step shrinks with it.",
-        advice=(
-            "Set `rollout_is` to token if it is sequence, whose weights fall with length; widen IcePop's "
-            "`rollout_is_threshold` if it drops too many tokens. A smaller upper bound makes it worse."
-        ),
+        advice="Set `rollout_is` to token if it is sequence, whose weights fall with length; widen IcePop's "
+        "`rollout_is_threshold` if it drops too many tokens. A smaller upper bound makes it worse.",
         below=True,
         applies=lambda window: window.weights_act,
         covers=("effective_lr_low",),
@@ -269,14 +240,10 @@ _RULES = [
         bound=2.0,
         severity="warning",
         seen="The mean importance weight is {value:.2g}, above {bound:g}.",
-        why=(
-            "The mean ratio is 1 for any two policies, so log-probabilities may be wrong, or few tokens have a huge "
-            "weight."
-        ),
-        advice=(
-            "Check that log-probabilities are those after temperature and not shifted by a token; then lower "
-            "`rollout_is_threshold`."
-        ),
+        why="The mean ratio is 1 for any two policies, so log-probabilities may be wrong, or few tokens have a huge "
+        "weight.",
+        advice="Check that log-probabilities are those after temperature and not shifted by a token; then lower "
+        "`rollout_is_threshold`.",
         applies=lambda window: window.weights_act,
         covers=("effective_lr_high",),
     ),
@@ -287,10 +254,8 @@ _RULES = [
         severity="warning",
         seen="The effective sample size of the weights is {value:.2g}, below {bound:g}.",
         why="Few tokens carry the gradient.",
-        advice=(
-            "Set `rollout_is` to token if it is sequence; with token weights lower `rollout_is_threshold` and bring "
-            "the policies together. A higher bound never helps."
-        ),
+        advice="Set `rollout_is` to token if it is sequence; with token weights lower `rollout_is_threshold` and "
+        "bring the policies together. A higher bound never helps.",
         below=True,
         applies=lambda window: window.weights_act,
         covers=("weight_std", "chi2_seq"),
@@ -302,10 +267,8 @@ _RULES = [
         severity="warning",
         seen="The importance weights have a standard deviation of {value:.2g}, above {bound:g}.",
         why="They vary more than they average, so that the gradient is noisy.",
-        advice=(
-            "Lower `rollout_is_threshold`, or set `rollout_is` to token if it is sequence, with rejection by "
-            "seq_mean_k1 in `rollout_rs`."
-        ),
+        advice="Lower `rollout_is_threshold`, or set `rollout_is` to token if it is sequence, with rejection by "
+        "seq_mean_k1 in `rollout_rs`.",
         applies=lambda window: window.weights_act,
     ),
     Rule(
@@ -315,11 +278,9 @@ _RULES = [
         severity="warning",
         seen="A share of {value:.2g} of the importance ratios is above the bound and was truncated.",
         why="Truncation is meant for rare outliers; this much of it is bias.",
-        advice=(
-            "With sequence weights, set `rollout_is` to token. With token weights the policies are too far apart for "
-            "weights alone: add `rollout_rs`, or sample fresher. Raise `rollout_is_threshold` only if the sample size "
-            "is high."
-        ),
+        advice="With sequence weights, set `rollout_is` to token. With token weights the policies are too far apart "
+        "for weights alone: add `rollout_rs`, or sample fresher. Raise `rollout_is_threshold` only if the sample "
+        "size is high.",
         applies=_truncates,
     ),
     Rule(
@@ -329,10 +290,8 @@ _RULES = [
         severity="warning",
         seen="IcePop dropped a share of {value:.2g} of the tokens, above {bound:g}.",
         why="It is meant for rare outliers; this much of it starves training.",
-        advice=(
-            "Widen `rollout_is_threshold`; bounds such as [0.5, 5.0] are for tokens, and tighter ones for averages of "
-            "a completion."
-        ),
+        advice="Widen `rollout_is_threshold`; bounds such as [0.5, 5.0] are for tokens, and tighter ones for "
+        "averages of a completion.",
         applies=lambda window: window.weights_act,
         covers=("effective_lr_low",),
     ),
@@ -343,10 +302,8 @@ _RULES = [
         severity="warning",
         seen="`chi2_token` is {value:.2g}, above {bound:g}.",
         why="A few tokens have a huge ratio, so that unbounded token weights would be mostly noise.",
-        advice=(
-            "Keep `rollout_is_threshold` at 2 or below, or drop the tail with IcePop (a pair); find out which tokens "
-            "they are from `log_ratio_p99` and `log_ratio_max`."
-        ),
+        advice="Keep `rollout_is_threshold` at 2 or below, or drop the tail with IcePop (a pair); find out which "
+        "tokens they are from `log_ratio_p99` and `log_ratio_max`.",
     ),
     Rule(
         "chi2_seq",
@@ -365,10 +322,8 @@ _RULES = [
         severity="warning",
         seen="A share of {value:.2g} of the tokens is rejected, above {bound:g}.",
         why="Training starves, and what is kept is a narrow choice.",
-        advice=(
-            "If it was so from the start, widen `rollout_rs_threshold` to the spread of the sampler, or use "
-            "seq_mean_k1 in place of a seq_sum criterion. If it grew, `k3_kl` did, and that is the problem."
-        ),
+        advice="If it was so from the start, widen `rollout_rs_threshold` to the spread of the sampler, or use "
+        "seq_mean_k1 in place of a seq_sum criterion. If it grew, `k3_kl` did, and that is the problem.",
         covers=("effective_lr_low",),
     ),
     Rule(
@@ -377,14 +332,10 @@ _RULES = [
         bound=0.1,
         severity="warning",
         seen="A share of {value:.2g} of the completions has a token below the lower bound of seq_max_k1.",
-        why=(
-            "Rounding does not do that: look for broken rows of logits, tokens seen at another position, and text "
-            "that was added after sampling."
-        ),
-        advice=(
-            "Find the tokens from `log_ratio_min`. To veto less, lower the first number of the bounds in "
-            "`rollout_rs_threshold`."
-        ),
+        why="Rounding does not do that: look for broken rows of logits, tokens seen at another position, and text "
+        "that was added after sampling.",
+        advice="Find the tokens from `log_ratio_min`. To veto less, lower the first number of the bounds in "
+        "`rollout_rs_threshold`.",
         applies=_vetoes,
     ),
     Rule(
@@ -394,10 +345,9 @@ _RULES = [
         severity="warning",
         seen="`effective_lr` is {value:.2g}: the correction shrinks the step that much.",
         why="The run learns more slowly than `learning_rate` says.",
-        advice=(
-            "If weights are as small, set `rollout_is` to token; if it is rejection, widen `rollout_rs_threshold`. "
-            "`rollout_rs_renormalize` and `rollout_is_batch_normalize` restore the size of the step, not the data."
-        ),
+        advice="If weights are as small, set `rollout_is` to token; if it is rejection, widen "
+        "`rollout_rs_threshold`. `rollout_rs_renormalize` and `rollout_is_batch_normalize` restore the size of the "
+        "step, not the data.",
         below=True,
         applies=lambda window: window.corrects,
     ),
@@ -408,10 +358,8 @@ _RULES = [
         severity="warning",
         seen="`effective_lr` is {value:.2g}: the correction enlarges the step that much.",
         why="The run takes larger steps than `learning_rate` says.",
-        advice=(
-            "Lower `rollout_is_threshold`, or set `rollout_is` to token if it is sequence. With "
-            "`rollout_rs_renormalize` it says how little is kept: widen `rollout_rs_threshold`."
-        ),
+        advice="Lower `rollout_is_threshold`, or set `rollout_is` to token if it is sequence. With "
+        "`rollout_rs_renormalize` it says how little is kept: widen `rollout_rs_threshold`.",
         applies=lambda window: window.corrects,
     ),
     Rule(
@@ -419,15 +367,11 @@ _RULES = [
         key="rejected/long_positive",
         bound=0.2,
         severity="warning",
-        seen=(
-            "Of long completions with a positive advantage a share of {value:.2g} of the tokens is rejected, over "
-            "three times that of all others."
-        ),
+        seen="Of long completions with a positive advantage a share of {value:.2g} of the tokens is rejected, over "
+        "three times that of all others.",
         why="Training then sees mostly the short or bad answers, and may unlearn long ones.",
-        advice=(
-            "Use criteria that do not depend on length: in `rollout_rs` seq_mean_k1 or seq_mean_k3 in place of "
-            "seq_sum or seq_max; or widen `rollout_rs_threshold`."
-        ),
+        advice="Use criteria that do not depend on length: in `rollout_rs` seq_mean_k1 or seq_mean_k3 in place of "
+        "seq_sum or seq_max; or widen `rollout_rs_threshold`.",
         patience=5,
         measure=_selection,
     ),
