@@ -17,6 +17,7 @@ from tests.training import (
     BrokenSampler,
     assert_evaluates,
     assert_gradients_equal,
+    assert_same_steps,
     assert_trains,
     backward,
     build,
@@ -107,7 +108,7 @@ def test_weights_of_one_change_nothing(make, loss_type):
     plain = losses(make(GRPOTrainer, sampler=same(path), **loss_type_fields(loss_type)))
     fields = {"rollout_is": "sequence", "rollout_rs": "token_k1", "rollout_rs_threshold": 1.1}
     corrected = losses(make(sampler=same(path), **fields, **loss_type_fields(loss_type)))
-    assert corrected == [pytest.approx(step, rel=1e-4, abs=1e-6) for step in plain]
+    assert_same_steps(corrected, plain)
 
 
 # Decoupled mode -------------------------------------------------------------------------------------------------------
@@ -138,7 +139,7 @@ def test_old_policy_of_the_first_visit_equals_a_recomputed_one(make, monkeypatch
     with counting_forwards(trainer) as count:
         recomputed = losses(trainer)
     assert count["forwards"] > 2 * 2 * iterations  # it did compute it
-    assert first_visit == [pytest.approx(step, rel=1e-5, abs=1e-5) for step in recomputed]
+    assert_same_steps(first_visit, recomputed)
 
 
 def test_the_ratio_moves_over_iterations_and_the_weights_do_not(make):
@@ -163,10 +164,10 @@ def test_batch_normalisation_spans_the_generation_batch(make, schedule):
     trainer = make(schedule=schedule, rollout_is="sequence", rollout_is_batch_normalize=True)
     batches = micro_batches(trainer)
     weights = torch.cat([batch["rollout_corr_coefficients"].amax(-1) for batch in batches])
-    assert weights.mean() == pytest.approx(1.0, abs=1e-6)
+    assert weights.mean() == pytest.approx(1.0, abs=1e-5)
     assert weights.std() > 0.01
     for batch in batches:  # and not each micro-batch
-        assert batch["rollout_corr_coefficients"].amax(-1).mean() != pytest.approx(1.0, abs=1e-4)
+        assert batch["rollout_corr_coefficients"].amax(-1).mean() != pytest.approx(1.0, abs=1e-3)
 
 
 def test_renormalisation_scales_the_loss_by_valid_over_kept(make):
@@ -177,8 +178,7 @@ def test_renormalisation_scales_the_loss_by_valid_over_kept(make):
     valid = sum(batch["completion_mask"].sum() for batch in batches)
     kept = sum((batch["rollout_corr_coefficients"] > 0).sum() for batch in batches)
     assert 0 < kept < valid
-    for name in gradient:
-        torch.testing.assert_close(scaled[name], gradient[name] * valid / kept)
+    assert_gradients_equal(scaled, {name: g * valid / kept for name, g in gradient.items()})
 
 
 def test_rejected_tokens_stay_in_the_denominators(make):
@@ -191,8 +191,7 @@ def test_rejected_tokens_stay_in_the_denominators(make):
     plain = make(GRPOTrainer, loss_type="grpo")
     expected = micro_batches(plain)[0]
     expected["advantages"] = expected["advantages"] * kept
-    for name, gradient in gradients(plain, expected).items():
-        torch.testing.assert_close(corrected[name], gradient)
+    assert_gradients_equal(corrected, gradients(plain, expected))
 
 
 # Bypass mode ----------------------------------------------------------------------------------------------------------
@@ -471,7 +470,7 @@ def test_resuming_gives_the_losses_of_an_uninterrupted_run(make, tmp_path):
         resumed = make(**{**fields, **output})
         resumed.train(resume_from_checkpoint=str(tmp_path / schedule / "checkpoint-2"))
         history = [(e["loss"], e["grad_norm"]) for e in resumed.state.log_history if "loss" in e]
-        assert history == [pytest.approx(step, rel=1e-5) for step in uninterrupted]
+        assert_same_steps(history, uninterrupted)
         assert len(logged(resumed, "kl")) == 4
 
 
@@ -556,7 +555,7 @@ def test_a_sampler_without_a_single_finite_log_probability(make, tiny_model_path
         sampler=BrokenSampler(tiny_model_path, break_all), **{**MODES[mode], "rollout_nan_policy": "neutralize"}
     )
     plain = losses(make(GRPOTrainer))
-    assert losses(neutral)[0] == pytest.approx(plain[0], rel=1e-4, abs=1e-6)
+    assert_same_steps(losses(neutral)[:1], plain[:1])
 
 
 def test_dropped_and_neutralised_tokens_in_the_gradient(make, tiny_model_path):

@@ -8,7 +8,16 @@ import pytest
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from tests.tiny import StaleSampler
-from tests.training import EVALUATION, SCHEDULES, TRAINERS, BrokenSampler, build, freeze_sampler, logged, losses
+from tests.training import (
+    EVALUATION,
+    SCHEDULES,
+    TRAINERS,
+    BrokenSampler,
+    build,
+    freeze_sampler,
+    logged,
+    losses,
+)
 from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.presets import PRESETS
 from trl_rollout_corr.trainers.checks import TIGHTENED_FIELDS
@@ -16,7 +25,10 @@ from trl_rollout_corr.trainers.monitor import ALARMS, TIGHTENED, RolloutCorrecti
 
 
 PRESET = "decoupled_geo_rs_token_tis"
-VLLM = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 64, "temperature": 1.0, "beta": 0.0}
+VLLM = {
+    "use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 64, "temperature": 1.0, "beta": 0.0,
+    "per_device_train_batch_size": 16,  # so that in any sample some rewards differ in a group
+}  # fmt: skip
 
 
 def make_grpo(model, folder, **fields):

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -78,6 +79,11 @@ def losses(trainer) -> list[tuple[float, float]]:
     return [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]
 
 
+def assert_same_steps(found: list[tuple[float, float]], expected: list[tuple[float, float]]):
+    """Losses and gradient norms are equal, but for the rounding of float32, which Adam carries from step to step."""
+    assert found == [pytest.approx(step, rel=1e-4, abs=1e-5) for step in expected]
+
+
 def window(trainer, kind: type[Sums] = Statistics):
     """What the current logging window has added up so far."""
     return trainer._observer.windows["train"].sums[kind]
@@ -95,6 +101,11 @@ def assert_trains(trainer):
     assert any(gradient > 0 for _, gradient in steps)
     assert any(not torch.equal(p, before[name]) for name, p in trainer.model.named_parameters() if p.requires_grad)
     assert logged(trainer, "kl")
+
+
+def assert_in_step(trainer):
+    """See that the sampler gave every token the probability that the trainer gives it, up to rounding."""
+    assert max(map(abs, logged(trainer, "log_ratio_max") + logged(trainer, "log_ratio_min"))) < 1e-4
 
 
 EVALUATION = {
