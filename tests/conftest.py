@@ -15,23 +15,33 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 # compiled, vLLM's sampler draws other numbers while it is being compiled than afterwards
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
+import gc
+
 import pytest
 import torch
-
-from tests.tiny import build_tiny_model
-from tests.training import sharing_engines
 
 
 torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def frozen_imports():
+    """Keep what is imported out of garbage collection: `Trainer.train()` collects, and that would cost more than training."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def tiny_model_path(tmp_path_factory) -> str:
+    from tests.tiny import build_tiny_model
+
     return build_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="session")
 def shared_engine():
     """One float32 vLLM engine for all tests of a process: it takes half a minute to start."""
+    from tests.training import sharing_engines
+
     with sharing_engines():
         yield

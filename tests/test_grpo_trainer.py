@@ -11,7 +11,6 @@ from trl import GRPOConfig, GRPOTrainer
 
 from tests.tiny import StaleSampler, length_reward, prompts
 from tests.training import (
-    EVALUATION,
     SCHEDULES,
     VISITED_BEFORE_UPDATE,
     BrokenSampler,
@@ -22,6 +21,7 @@ from tests.training import (
     backward,
     build,
     counting_forwards,
+    evaluation,
     gradients,
     logged,
     losses,
@@ -451,7 +451,7 @@ def test_tool_tokens_are_out_of_weights_rejection_and_metrics(make, tiny_model_p
 
 def test_evaluation_has_its_own_metrics(make):
     for mode in MODES.values():
-        assert_evaluates(make(**mode, **EVALUATION))
+        assert_evaluates(make(**mode, **evaluation()))
 
 
 def test_resuming_gives_the_losses_of_an_uninterrupted_run(make, tmp_path):

@@ -9,11 +9,11 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from tests.tiny import StaleSampler
 from tests.training import (
-    EVALUATION,
     SCHEDULES,
     TRAINERS,
     BrokenSampler,
     build,
+    evaluation,
     freeze_sampler,
     logged,
     losses,
@@ -114,7 +114,7 @@ def test_reporters_get_the_number_of_alarms(make):
 
 
 def test_evaluations_are_passed_over(make):
-    trainer = make(RolloutCorrectionMonitor(), **EVALUATION)
+    trainer = make(RolloutCorrectionMonitor(), **evaluation())
     with pytest.warns(UserWarning, match="k3_high"):
         trainer.train()
     evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
@@ -253,7 +253,7 @@ def test_how_a_resumed_run_began_is_known():
 
 
 def test_a_checkpoint_is_saved_if_it_is_not_the_best(make, tmp_path, monkeypatch):
-    best = {"save_strategy": "best", "metric_for_best_model": "loss", **EVALUATION, "eval_steps": 1}
+    best = {"save_strategy": "best", "metric_for_best_model": "loss", **evaluation(), "eval_steps": 1}
     trainer = make(RolloutCorrectionMonitor("stop"), max_steps=6, **best)
     monkeypatch.setattr(trainer, "_determine_best_metric", lambda metrics, trial: False)
     with pytest.warns(UserWarning, match="training ends here"):

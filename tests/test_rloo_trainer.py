@@ -10,7 +10,6 @@ from trl import RLOOConfig, RLOOTrainer
 
 from tests.tiny import length_reward, prompts
 from tests.training import (
-    EVALUATION,
     SCHEDULES,
     VISITED_BEFORE_UPDATE,
     assert_evaluates,
@@ -21,6 +20,7 @@ from tests.training import (
     backward,
     build,
     counting_forwards,
+    evaluation,
     freeze_sampler,
     gradients,
     logged,
@@ -357,7 +357,7 @@ def test_trains_with_options_of_trl(make, mode, option):
 
 def test_evaluation_has_its_own_metrics(make):
     for mode in MODES.values():
-        assert_evaluates(make(**mode, **EVALUATION))
+        assert_evaluates(make(**mode, **evaluation()))
 
 
 def test_resuming_gives_the_losses_of_an_uninterrupted_run(make, tmp_path):

@@ -1,30 +1,39 @@
-"""Train TRL's trainers and ours on the same completions, and look at what came out."""
+"""
+Train TRL's trainers and ours on the same completions, and look at what came out.
+
+As in `tiny.py`, TRL is imported when it is needed.
+"""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
-from tests.tiny import StaleSampler, length_reward, prompts
-from trl_rollout_corr import (
-    RolloutCorrectedGRPOConfig,
-    RolloutCorrectedGRPOTrainer,
-    RolloutCorrectedRLOOConfig,
-    RolloutCorrectedRLOOTrainer,
-    RolloutCorrectionConfig,
-)
+import trl_rollout_corr
+from tests.tiny import StaleSampler, length_reward, load_model, prompts
+from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.metrics import Statistics
 from trl_rollout_corr.sums import Sums
 
 
-TRAINERS = {
-    "grpo": (RolloutCorrectedGRPOTrainer, RolloutCorrectedGRPOConfig),
-    "rloo": (RolloutCorrectedRLOOTrainer, RolloutCorrectedRLOOConfig),
-}
+class Trainers(Mapping[str, tuple[type, type]]):
+    """Our trainers and their configurations by name, imported when one is asked for."""
+
+    def __getitem__(self, name: str) -> tuple[type, type]:
+        prefix = f"RolloutCorrected{name.upper()}"
+        return getattr(trl_rollout_corr, f"{prefix}Trainer"), getattr(trl_rollout_corr, f"{prefix}Config")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(("grpo", "rloo"))
+
+    def __len__(self) -> int:
+        return 2
+
+
+TRAINERS = Trainers()
 
 # (gradient_accumulation_steps, steps_per_generation, num_iterations)
 SCHEDULES = {
@@ -108,16 +117,18 @@ def assert_in_step(trainer):
     assert max(map(abs, logged(trainer, "log_ratio_max") + logged(trainer, "log_ratio_min"))) < 1e-4
 
 
-EVALUATION = {
-    "eval_strategy": "steps",
-    "eval_steps": 2,
-    "per_device_eval_batch_size": 4,
-    "extra": {"eval_dataset": prompts(8)},
-}
+def evaluation() -> dict[str, Any]:
+    """Arguments of `build` that add an evaluation at the second step."""
+    return {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "per_device_eval_batch_size": 4,
+        "extra": {"eval_dataset": prompts(8)},
+    }
 
 
 def assert_evaluates(trainer):
-    """Train three steps with `EVALUATION`, and see that training and evaluation report metrics of their own."""
+    """Train three steps with `evaluation()`, and see that training and evaluation report metrics of their own."""
     trainer.train()
     evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
     assert evaluations
@@ -157,7 +168,7 @@ def policy_logps(model, batch: dict[str, Any]) -> torch.Tensor:
 
 def plain_model(path: str, weights: dict[str, torch.Tensor], dtype=torch.float32):
     """A model of transformers that TRL has not touched."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+    model = load_model(path, dtype).eval()
     model.load_state_dict(weights)
     return model
 
