@@ -96,7 +96,7 @@ def test_log_probabilities_are_aligned_after_shuffling_and_padding(make, tiny_mo
         assert (batch[ROLLOUT_LOGPS][~mask] == 0).all()
         lengths |= set(mask.sum(1).tolist())
         seen_prompts |= {tuple(ids.tolist()) for ids in batch["prompt_ids"]}
-    assert len(lengths) > 2
+    assert len(lengths) > 1
     assert len(seen_prompts) > 2
 
 

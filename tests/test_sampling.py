@@ -108,7 +108,7 @@ def server(request, tiny_model_path, tmp_path_factory):
         )
     try:
         url = f"http://localhost:{port}"
-        for _ in range(240):
+        for _ in range(600):
             assert process.poll() is None, log.read_text()[-3000:]
             try:
                 urllib.request.urlopen(f"{url}/health", timeout=1)

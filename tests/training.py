@@ -98,6 +98,17 @@ def window(trainer, kind: type[Sums] = Statistics):
     return trainer._observer.windows["train"].sums[kind]
 
 
+def assert_same_metrics(found: dict[str, float], expected: dict[str, float], rel: float = 1e-4, abs: float = 1e-5):
+    """
+    Metrics are equal, but for rounding. A percentile is one of a bin of three percent, and rounding can move a token to the
+    next.
+    """
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        wide = "log_ratio_p" in key
+        assert found[key] == pytest.approx(value, rel=0.04 if wide else rel, abs=abs, nan_ok=True), key
+
+
 def logged(trainer, key: str) -> list[float]:
     return [entry[f"rollout_corr/{key}"] for entry in trainer.state.log_history if f"rollout_corr/{key}" in entry]
 

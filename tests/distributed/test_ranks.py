@@ -12,6 +12,7 @@ import torch
 
 from tests.dumps import read_dump
 from tests.launching import ACCELERATE, ROOT, run
+from tests.training import assert_same_metrics
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
 from trl_rollout_corr.criteria import CRITERIA
 from trl_rollout_corr.keys import PREFIX
@@ -61,7 +62,7 @@ def reports(result: dict, prefix: str) -> list[dict]:
 def assert_reports_equal(found: list[dict], expected: list[dict]):
     assert len(found) == len(expected) > 0
     for one, other in zip(found, expected, strict=True):
-        assert one == pytest.approx(other, rel=2e-5, abs=2e-6)
+        assert_same_metrics(one, other, rel=2e-5, abs=2e-6)
 
 
 # One launch of two ranks ----------------------------------------------------------------------------------------------
