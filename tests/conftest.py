@@ -5,8 +5,6 @@ import os
 import tempfile
 
 
-trackio_folder = tempfile.TemporaryDirectory()  # one for each process
-os.environ["TRACKIO_DIR"] = trackio_folder.name
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two threads of a tiny model mostly wait for each other
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
@@ -22,6 +20,8 @@ import torch
 
 
 torch.set_num_threads(1)
+trackio_folder = tempfile.TemporaryDirectory()  # one for each process
+os.environ["TRACKIO_DIR"] = trackio_folder.name
 
 
 @pytest.fixture(scope="session")

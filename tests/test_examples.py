@@ -69,7 +69,7 @@ def test_quickstart_rescues_a_run_that_collapses(tmp_path, trainer):
         options += ["--rollout_correction", arm] if arm else []
         output_of(
             *LAUNCH, "examples/quickstart.py", "--output_dir", str(tmp_path), "--model_folder", str(tmp_path / "model"),
-            *options, timeout=1200,
+            *options,
         )  # fmt: skip
         result = json.loads((tmp_path / f"{trainer}_{arm or 'decoupled_geo_rs_token_tis'}.json").read_text())
         final[arm] = sum(result["accuracy"][-3:]) / 3

@@ -118,11 +118,11 @@ def test_log_probabilities_are_aligned_in_evaluation(make, tiny_model_path):
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 def test_forwards_are_counted(make, schedule, beta):
     accumulation, per_generation, iterations = SCHEDULES[schedule]
-    micro_steps = 4 * accumulation
+    micro_steps = 2 * accumulation
     old_pass = math.ceil(micro_steps / (per_generation * iterations)) * per_generation
 
     def count(**fields):
-        trainer = make(schedule=schedule, beta=beta, max_steps=4, **fields)
+        trainer = make(schedule=schedule, beta=beta, max_steps=2, **fields)
         with counting_forwards(trainer) as forwards:
             trainer.train()
         return forwards["forwards"]

@@ -219,7 +219,8 @@ def sharing_engines():
 
     def shared(model: str, **options):
         if model not in engines:
-            options = {**options, "max_num_seqs": 64, "max_model_len": 256}
+            # blocks of the cache: else it is a gigabyte
+            options = {**options, "max_num_seqs": 64, "max_model_len": 256, "num_gpu_blocks_override": 256}
             with torch.random.fork_rng():  # the first trainer draws what the others draw
                 engines[model] = engine_class(model, dtype="float32", enforce_eager=True, **options)
         return engines[model]
