@@ -346,19 +346,17 @@ def test_single_tokens_in_a_ratio_of_the_completion_are_warned_about(tmp_path, f
 def test_a_rejected_token_leaves_the_ratio_of_its_completion_in_bypass_mode(make):
     trainer = make(
         bypass_mode=True, rollout_is=None, rollout_rs="seq_max_k1", rollout_rs_threshold=[1e-9, 1e9], loss_type="grpo",
-        importance_sampling_level="sequence",
+        importance_sampling_level="sequence", rollout_clip_ratio_c=None,
     )  # fmt: skip
     batch = micro_batches(trainer)[0]
     batch[ROLLOUT_LOGPS] = trainer._get_per_token_logps_and_entropies(
         trainer.model, torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1),
         torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1), batch["completion_ids"].size(1),
     )[0].detach()  # fmt: skip
-    batch["advantages"] = -batch["advantages"].abs() - 1
+    batch["advantages"] = -torch.ones_like(batch["advantages"])
     row = int((batch["completion_mask"].sum(1) > 1).nonzero()[0])
     on_policy = trainer.compute_loss(trainer.model, batch).item()
-    batch[ROLLOUT_LOGPS][row, 0] -= (
-        12.0  # a ratio of the token of 160,000, that of its completion in the hundreds or more
-    )
+    batch[ROLLOUT_LOGPS][row, 0] -= 18.0  # over the eight tokens of the longest completion, still a ratio of 9
     kept = trainer.compute_loss(trainer.model, batch).item()
     assert kept > 2 * on_policy
     trainer.args.rollout_rs, trainer.args.rollout_rs_threshold = ["token_k1"], [[0.5, 2.0]]
