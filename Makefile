@@ -16,6 +16,9 @@ export OMP_NUM_THREADS ?= 1
 export VLLM_CPU_KVCACHE_SPACE ?= 1
 export VLLM_ENABLE_V1_MULTIPROCESSING ?= 0
 
+# Of the tests. They take a file at a time, in order: the distributed tests, which take longest, come first.
+PROCESSES ?= 2
+
 .PHONY: setup quickstart test test-slow lint format clean
 
 setup: $(STAMP)
@@ -41,7 +44,7 @@ quickstart: $(STAMP)
 	    examples/quickstart.py $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" -n $(PROCESSES) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow $(ARGS)

@@ -1,5 +1,6 @@
 """Shared fixtures: a tiny model and tokenizer made on the spot, and prompts. Nothing is downloaded."""
 
+import gc
 import os
 import tempfile
 
@@ -8,7 +9,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two threads of a tiny model mostly wait for each other
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
-os.environ.setdefault("TRACKIO_DIR", tempfile.mkdtemp())
 # vLLM on a CPU: a small cache, and the engine in this process
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -18,20 +18,34 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 import pytest
 import torch
 
-from tests.tiny import build_tiny_model
-from tests.training import sharing_engines
-
 
 torch.set_num_threads(1)
+trackio_folder = tempfile.TemporaryDirectory()  # one for each process
+os.environ["TRACKIO_DIR"] = trackio_folder.name
 
 
 @pytest.fixture(scope="session")
-def tiny_model_path(tmp_path_factory) -> str:
+def imported_trl():
+    """TRL, kept out of garbage collection: `Trainer.train()` collects, which would cost more than a tiny model's training."""
+    from trl import GRPOTrainer, RLOOTrainer  # noqa: F401
+
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()  # or extension modules report leaks at exit
+
+
+@pytest.fixture(scope="session")
+def tiny_model_path(imported_trl, tmp_path_factory) -> str:
+    from tests.tiny import build_tiny_model
+
     return build_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="session")
 def shared_engine():
     """One float32 vLLM engine for all tests of a process: it takes half a minute to start."""
+    from tests.training import sharing_engines
+
     with sharing_engines():
         yield

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent
 ACCELERATE = str(Path(sys.executable).with_name("accelerate"))
 
 
-def run(*command: str, timeout: int = 600, **environment: str) -> subprocess.CompletedProcess:
+def run(*command: str, timeout: int = 1000, **environment: str) -> subprocess.CompletedProcess:
     """Run a command in the checkout and capture what it prints."""
     # TRL sets the first five when it starts vLLM in this process, and `conftest.py` the last
     ours = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHDYNAMO_DISABLE")

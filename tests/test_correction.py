@@ -15,7 +15,7 @@ from trl_rollout_corr.histogram import PERCENTILES
 from trl_rollout_corr.keys import PREFIX
 
 
-settings.register_profile("package", deadline=None, max_examples=60)
+settings.register_profile("package", deadline=None, max_examples=60, derandomize=True)
 settings.load_profile("package")
 
 logps = st.floats(-12.0, 0.0, width=32)
@@ -439,7 +439,7 @@ def test_percentiles_are_within_their_stated_error(values, scale):
 
 
 def test_percentiles_have_no_limit_on_the_number_of_tokens():
-    d = torch.full((1, 2**24 + 1), 0.01)  # torch.quantile refuses this many
+    d = torch.full((2**12, 2**12 + 1), 0.01)  # torch.quantile refuses this many
     assert named(correct(d, torch.zeros_like(d), torch.ones_like(d), rollout_is=None))[
         "log_ratio_p50"
     ] == pytest.approx(0.01, rel=0.02)

@@ -14,7 +14,6 @@ from trl_rollout_corr.keys import PREFIX
 from trl_rollout_corr.presets import PRESETS
 from trl_rollout_corr.rules import HEALTHY, in_words
 from trl_rollout_corr.staleness import Staleness, age, engine_drift, lag, update_drift
-from trl_rollout_corr.trainers.monitor import ALARMS, TIGHTENED
 
 
 ROOT = Path(__file__).parent.parent
@@ -29,6 +28,8 @@ def documented_keys() -> set[str]:
 
 def reported_keys() -> set[str]:
     """Keys of every configuration that adds some, with the names of criteria replaced by `<c>`."""
+    from trl_rollout_corr.trainers.monitor import ALARMS, TIGHTENED  # imports TRL
+
     keys = set()
     for threshold in (2.0, [0.5, 2.0]):
         config = RolloutCorrectionConfig(

@@ -7,7 +7,7 @@ import torch
 
 from tests.dumps import read_dump
 from tests.tiny import PROMPTS, StaleSampler
-from tests.training import EVALUATION, TRAINERS, BrokenSampler, build, losses
+from tests.training import TRAINERS, BrokenSampler, build, evaluation, losses
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
 from trl_rollout_corr.__main__ import main
 from trl_rollout_corr.dump import files_of
@@ -198,7 +198,7 @@ def test_a_dump_stays_below_its_size(make, tmp_path):
 
 
 def test_evaluation_is_not_dumped(make, tmp_path):
-    make(rollout_dump_dir=str(tmp_path / "dump"), **EVALUATION).train()
+    make(rollout_dump_dir=str(tmp_path / "dump"), **evaluation()).train()
     dump = read_dump(tmp_path / "dump")
     assert sum(row["sampled"] for row in dump.rows) == 3 * 8
     assert any("eval_loss" in entry for entry in dump.logs)

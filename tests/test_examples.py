@@ -18,16 +18,18 @@ LAUNCH = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="session")
+# A compiled engine takes half a minute to start; the slow test below has one
+UNCOMPILED = {"TORCHDYNAMO_DISABLE": "1", "VLLM_USE_AOT_COMPILE": "0"}
+
+
+@pytest.fixture(scope="module")
 def sorting_model(tmp_path_factory) -> str:
     """The model of the quickstart, hardly warmed up."""
-    folder = tmp_path_factory.mktemp("sorting")
-    code = (
-        "import sys; from pathlib import Path; sys.path.insert(0, 'examples'); import sorting; "
-        f"sorting.warm_start(Path({str(folder)!r}), steps=4)"
-    )
-    output_of(sys.executable, "-c", code)
-    return str(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "examples"))
+        import sorting
+
+        return str(sorting.warm_start(tmp_path_factory.mktemp("sorting"), steps=4))
 
 
 @pytest.mark.vllm
@@ -35,9 +37,11 @@ def sorting_model(tmp_path_factory) -> str:
 def test_quickstart(sorting_model, tmp_path, trainer, arm):
     options = ["--trainer", trainer] if trainer != "grpo" else []
     options += ["--rollout_correction", arm] if arm else []
+    # such a model never earns a reward, so that it is the decay of its weights which moves it away from the sampler
+    options += ["--weight_decay", "1", "--learning_rate", "0.05"]
     output = output_of(
         *LAUNCH, "examples/quickstart.py", "--model_folder", sorting_model, "--output_dir", str(tmp_path),
-        "--max_steps", "4", "--eval_every", "2", "--lag", "2", *options,
+        "--max_steps", "4", "--eval_every", "2", "--lag", "2", *options, **UNCOMPILED,
     )  # fmt: skip
     for row in (
         "held-out accuracy before",
@@ -48,9 +52,10 @@ def test_quickstart(sorting_model, tmp_path, trainer, arm):
     ):
         assert row in output
     result = json.loads((tmp_path / f"{trainer}_{arm or 'decoupled_geo_rs_token_tis'}.json").read_text())
-    assert len(result["history"]) == 4
     assert len(result["accuracy"]) == 3
-    assert result["history"][-1]["rollout_corr/k3_kl"] > result["history"][0]["rollout_corr/k3_kl"]  # it fell behind
+    assert [window["rollout_corr/sampler_lag"] for window in result["history"]] == [0, 1, 2, 2]
+    in_step, *_, behind = (window["rollout_corr/k3_kl"] for window in result["history"])
+    assert behind > 20 * in_step  # which is rounding
     assert (tmp_path / "quickstart.png").stat().st_size > 10_000
 
 
@@ -64,7 +69,7 @@ def test_quickstart_rescues_a_run_that_collapses(tmp_path, trainer):
         options += ["--rollout_correction", arm] if arm else []
         output_of(
             *LAUNCH, "examples/quickstart.py", "--output_dir", str(tmp_path), "--model_folder", str(tmp_path / "model"),
-            *options, timeout=1200,
+            *options,
         )  # fmt: skip
         result = json.loads((tmp_path / f"{trainer}_{arm or 'decoupled_geo_rs_token_tis'}.json").read_text())
         final[arm] = sum(result["accuracy"][-3:]) / 3
@@ -83,7 +88,7 @@ def test_the_example_in_the_docstring_of_the_correction():
 def test_setup_does_nothing_the_second_time():
     if not list((ROOT / ".venv").glob(".installed-*")):
         pytest.skip("not set up by `make setup`")
-    output = output_of("make", "setup", timeout=20)
+    output = output_of("make", "setup")
     assert "Installing" not in output
 
 
@@ -91,7 +96,7 @@ def test_setup_says_what_to_do_without_a_cpu_build_of_torch(tmp_path):
     for name in ("Makefile", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path)
     result = run(
-        "make", "--directory", str(tmp_path), "setup", f"PYTHON={sys.executable}", timeout=120,
+        "make", "--directory", str(tmp_path), "setup", f"PYTHON={sys.executable}",
         PIP_NO_INDEX="1", PIP_FIND_LINKS="", PIP_CONFIG_FILE=os.devnull,
     )  # fmt: skip
     assert result.returncode != 0

@@ -11,16 +11,18 @@ from trl import GRPOConfig, GRPOTrainer
 
 from tests.tiny import StaleSampler, length_reward, prompts
 from tests.training import (
-    EVALUATION,
     SCHEDULES,
     VISITED_BEFORE_UPDATE,
     BrokenSampler,
     assert_evaluates,
     assert_gradients_equal,
+    assert_same_metrics,
+    assert_same_steps,
     assert_trains,
     backward,
     build,
     counting_forwards,
+    evaluation,
     gradients,
     logged,
     losses,
@@ -107,7 +109,7 @@ def test_weights_of_one_change_nothing(make, loss_type):
     plain = losses(make(GRPOTrainer, sampler=same(path), **loss_type_fields(loss_type)))
     fields = {"rollout_is": "sequence", "rollout_rs": "token_k1", "rollout_rs_threshold": 1.1}
     corrected = losses(make(sampler=same(path), **fields, **loss_type_fields(loss_type)))
-    assert corrected == [pytest.approx(step, rel=1e-4, abs=1e-6) for step in plain]
+    assert_same_steps(corrected, plain)
 
 
 # Decoupled mode -------------------------------------------------------------------------------------------------------
@@ -138,7 +140,7 @@ def test_old_policy_of_the_first_visit_equals_a_recomputed_one(make, monkeypatch
     with counting_forwards(trainer) as count:
         recomputed = losses(trainer)
     assert count["forwards"] > 2 * 2 * iterations  # it did compute it
-    assert first_visit == [pytest.approx(step, rel=1e-5, abs=1e-5) for step in recomputed]
+    assert_same_steps(first_visit, recomputed)
 
 
 def test_the_ratio_moves_over_iterations_and_the_weights_do_not(make):
@@ -163,10 +165,10 @@ def test_batch_normalisation_spans_the_generation_batch(make, schedule):
     trainer = make(schedule=schedule, rollout_is="sequence", rollout_is_batch_normalize=True)
     batches = micro_batches(trainer)
     weights = torch.cat([batch["rollout_corr_coefficients"].amax(-1) for batch in batches])
-    assert weights.mean() == pytest.approx(1.0, abs=1e-6)
+    assert weights.mean() == pytest.approx(1.0, abs=1e-5)
     assert weights.std() > 0.01
     for batch in batches:  # and not each micro-batch
-        assert batch["rollout_corr_coefficients"].amax(-1).mean() != pytest.approx(1.0, abs=1e-4)
+        assert batch["rollout_corr_coefficients"].amax(-1).mean() != pytest.approx(1.0, abs=1e-3)
 
 
 def test_renormalisation_scales_the_loss_by_valid_over_kept(make):
@@ -177,8 +179,7 @@ def test_renormalisation_scales_the_loss_by_valid_over_kept(make):
     valid = sum(batch["completion_mask"].sum() for batch in batches)
     kept = sum((batch["rollout_corr_coefficients"] > 0).sum() for batch in batches)
     assert 0 < kept < valid
-    for name in gradient:
-        torch.testing.assert_close(scaled[name], gradient[name] * valid / kept)
+    assert_gradients_equal(scaled, {name: g * valid / kept for name, g in gradient.items()})
 
 
 def test_rejected_tokens_stay_in_the_denominators(make):
@@ -191,8 +192,7 @@ def test_rejected_tokens_stay_in_the_denominators(make):
     plain = make(GRPOTrainer, loss_type="grpo")
     expected = micro_batches(plain)[0]
     expected["advantages"] = expected["advantages"] * kept
-    for name, gradient in gradients(plain, expected).items():
-        torch.testing.assert_close(corrected[name], gradient)
+    assert_gradients_equal(corrected, gradients(plain, expected))
 
 
 # Bypass mode ----------------------------------------------------------------------------------------------------------
@@ -203,11 +203,11 @@ def test_rejected_tokens_stay_in_the_denominators(make):
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 def test_bypass_makes_no_extra_forward_in_any_schedule(make, loss, schedule, beta):
     trainer = make(
-        schedule=schedule, bypass_mode=True, rollout_loss_type=loss, rollout_is="sequence", beta=beta, max_steps=4
+        schedule=schedule, bypass_mode=True, rollout_loss_type=loss, rollout_is="sequence", beta=beta, max_steps=2
     )
     with counting_forwards(trainer) as count:
         trainer.train()
-    assert count["forwards"] == 4 * SCHEDULES[schedule][0]  # the reference model is another module
+    assert count["forwards"] == 2 * SCHEDULES[schedule][0]  # the reference model is another module
 
 
 def reduce(per_token, batch, trainer, loss_type):
@@ -346,19 +346,17 @@ def test_single_tokens_in_a_ratio_of_the_completion_are_warned_about(tmp_path, f
 def test_a_rejected_token_leaves_the_ratio_of_its_completion_in_bypass_mode(make):
     trainer = make(
         bypass_mode=True, rollout_is=None, rollout_rs="seq_max_k1", rollout_rs_threshold=[1e-9, 1e9], loss_type="grpo",
-        importance_sampling_level="sequence",
+        importance_sampling_level="sequence", rollout_clip_ratio_c=None,
     )  # fmt: skip
     batch = micro_batches(trainer)[0]
     batch[ROLLOUT_LOGPS] = trainer._get_per_token_logps_and_entropies(
         trainer.model, torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1),
         torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1), batch["completion_ids"].size(1),
     )[0].detach()  # fmt: skip
-    batch["advantages"] = -batch["advantages"].abs() - 1
+    batch["advantages"] = -torch.ones_like(batch["advantages"])
     row = int((batch["completion_mask"].sum(1) > 1).nonzero()[0])
     on_policy = trainer.compute_loss(trainer.model, batch).item()
-    batch[ROLLOUT_LOGPS][row, 0] -= (
-        12.0  # a ratio of the token of 160,000, that of its completion in the hundreds or more
-    )
+    batch[ROLLOUT_LOGPS][row, 0] -= 18.0  # over the eight tokens of the longest completion, still a ratio of 9
     kept = trainer.compute_loss(trainer.model, batch).item()
     assert kept > 2 * on_policy
     trainer.args.rollout_rs, trainer.args.rollout_rs_threshold = ["token_k1"], [[0.5, 2.0]]
@@ -452,7 +450,7 @@ def test_tool_tokens_are_out_of_weights_rejection_and_metrics(make, tiny_model_p
 
 def test_evaluation_has_its_own_metrics(make):
     for mode in MODES.values():
-        assert_evaluates(make(**mode, **EVALUATION))
+        assert_evaluates(make(**mode, **evaluation()))
 
 
 def test_resuming_gives_the_losses_of_an_uninterrupted_run(make, tmp_path):
@@ -471,7 +469,7 @@ def test_resuming_gives_the_losses_of_an_uninterrupted_run(make, tmp_path):
         resumed = make(**{**fields, **output})
         resumed.train(resume_from_checkpoint=str(tmp_path / schedule / "checkpoint-2"))
         history = [(e["loss"], e["grad_norm"]) for e in resumed.state.log_history if "loss" in e]
-        assert history == [pytest.approx(step, rel=1e-5) for step in uninterrupted]
+        assert_same_steps(history, uninterrupted)
         assert len(logged(resumed, "kl")) == 4
 
 
@@ -484,7 +482,7 @@ def test_metrics_do_not_depend_on_accumulation_or_logging(make):
 
     one = final(per_device_train_batch_size=16, gradient_accumulation_steps=1, steps_per_generation=1)
     four = final(per_device_train_batch_size=4, gradient_accumulation_steps=4, steps_per_generation=4)
-    assert one == pytest.approx(four, rel=1e-4, abs=1e-6)
+    assert_same_metrics(one, four)
 
 
 def test_a_maximum_stays_a_maximum_over_the_logging_window(make):
@@ -556,7 +554,7 @@ def test_a_sampler_without_a_single_finite_log_probability(make, tiny_model_path
         sampler=BrokenSampler(tiny_model_path, break_all), **{**MODES[mode], "rollout_nan_policy": "neutralize"}
     )
     plain = losses(make(GRPOTrainer))
-    assert losses(neutral)[0] == pytest.approx(plain[0], rel=1e-4, abs=1e-6)
+    assert_same_steps(losses(neutral)[:1], plain[:1])
 
 
 def test_dropped_and_neutralised_tokens_in_the_gradient(make, tiny_model_path):

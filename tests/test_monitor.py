@@ -8,7 +8,16 @@ import pytest
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from tests.tiny import StaleSampler
-from tests.training import EVALUATION, SCHEDULES, TRAINERS, BrokenSampler, build, freeze_sampler, logged, losses
+from tests.training import (
+    SCHEDULES,
+    TRAINERS,
+    BrokenSampler,
+    build,
+    evaluation,
+    freeze_sampler,
+    logged,
+    losses,
+)
 from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.presets import PRESETS
 from trl_rollout_corr.trainers.checks import TIGHTENED_FIELDS
@@ -16,7 +25,10 @@ from trl_rollout_corr.trainers.monitor import ALARMS, TIGHTENED, RolloutCorrecti
 
 
 PRESET = "decoupled_geo_rs_token_tis"
-VLLM = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 64, "temperature": 1.0, "beta": 0.0}
+VLLM = {
+    "use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 64, "temperature": 1.0, "beta": 0.0,
+    "per_device_train_batch_size": 16,  # so that in any sample some rewards differ in a group
+}  # fmt: skip
 
 
 def make_grpo(model, folder, **fields):
@@ -102,7 +114,7 @@ def test_reporters_get_the_number_of_alarms(make):
 
 
 def test_evaluations_are_passed_over(make):
-    trainer = make(RolloutCorrectionMonitor(), **EVALUATION)
+    trainer = make(RolloutCorrectionMonitor(), **evaluation())
     with pytest.warns(UserWarning, match="k3_high"):
         trainer.train()
     evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
@@ -241,7 +253,7 @@ def test_how_a_resumed_run_began_is_known():
 
 
 def test_a_checkpoint_is_saved_if_it_is_not_the_best(make, tmp_path, monkeypatch):
-    best = {"save_strategy": "best", "metric_for_best_model": "loss", **EVALUATION, "eval_steps": 1}
+    best = {"save_strategy": "best", "metric_for_best_model": "loss", **evaluation(), "eval_steps": 1}
     trainer = make(RolloutCorrectionMonitor("stop"), max_steps=6, **best)
     monkeypatch.setattr(trainer, "_determine_best_metric", lambda metrics, trial: False)
     with pytest.warns(UserWarning, match="training ends here"):

@@ -17,8 +17,8 @@ import yaml
 
 from tests.dumps import make_dump, read_dump
 from tests.tiny import StaleSampler
-from tests.training import build
-from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer, RolloutCorrectionConfig
+from tests.training import TRAINERS, build
+from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.__main__ import main, make_parser
 from trl_rollout_corr.analysis import report
 from trl_rollout_corr.analysis.report import summary
@@ -199,8 +199,8 @@ def test_a_run_with_a_dump(dump, tmp_path, undrawn):
 
 def test_a_real_run(tiny_model_path, tmp_path, undrawn):
     trainer = build(
-        RolloutCorrectedGRPOTrainer, RolloutCorrectedGRPOConfig, tiny_model_path, tmp_path / "out",
-        sampler=StaleSampler(tiny_model_path), save_strategy="steps", save_steps=2, **SETTINGS,
+        *TRAINERS["grpo"], tiny_model_path, tmp_path / "out", sampler=StaleSampler(tiny_model_path),
+        save_strategy="steps", save_steps=2, **SETTINGS,
     )  # fmt: skip
     trainer.train()
     page = Page(write(tmp_path / "out", tmp_path / "report.html"))

@@ -78,7 +78,7 @@ def test_tensorboard(train, tmp_path):
     assert len(events.Histograms(f"eval/{PREFIX}log_ratio")) == 1
 
 
-def written_rows(folder: Path, pattern: str, seconds: int = 30) -> list[dict]:
+def written_rows(folder: Path, pattern: str, seconds: int = 120) -> list[dict]:
     """Rows of a W&B run file with one of an evaluation. W&B's service, which writes it, may be a moment behind `finish`."""
     deadline = time.monotonic() + seconds
     while True:

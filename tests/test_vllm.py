@@ -9,6 +9,8 @@ from trl import GRPOConfig, GRPOTrainer
 from tests.training import (
     SCHEDULES,
     VISITED_BEFORE_UPDATE,
+    assert_in_step,
+    assert_same_steps,
     build,
     counting_forwards,
     freeze_sampler,
@@ -26,7 +28,13 @@ pytestmark = pytest.mark.vllm
 def make(tiny_model_path, tmp_path, shared_engine):
     def make(trainer_class=RolloutCorrectedGRPOTrainer, **fields):
         config_class = GRPOConfig if trainer_class is GRPOTrainer else RolloutCorrectedGRPOConfig
-        fields = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 64, **fields}
+        fields = {
+            "use_vllm": True,
+            "vllm_mode": "colocate",
+            "vllm_max_model_length": 64,
+            "per_device_train_batch_size": 8,  # what is sampled depends on the processor, so not too little of it
+            **fields,
+        }
         trainer = build(trainer_class, config_class, tiny_model_path, tmp_path, **fields)
         sync_weights_on_cpu(trainer.vllm_generation)  # TRL's own push of weights fails on a CPU
         return trainer
@@ -42,7 +50,7 @@ def test_a_synced_float32_sampler_agrees_with_the_trainer(make, peft):
     trainer.train()
     moved = max((p - before[name]).abs().max() for name, p in trainer.model.named_parameters() if name in before)
     assert moved > 1e-3  # an unsynced sampler would show
-    assert max(map(abs, logged(trainer, "log_ratio_max") + logged(trainer, "log_ratio_min"))) < 1e-5
+    assert_in_step(trainer)
     assert logged(trainer, "rollout_is_eff_sample_size") == [pytest.approx(1.0)] * 4
 
 
@@ -50,11 +58,11 @@ def test_a_synced_float32_sampler_agrees_with_the_trainer(make, peft):
 def test_log_probabilities_are_those_after_temperature(make, temperature):
     trainer = make(temperature=temperature)
     trainer.train()
-    assert max(map(abs, logged(trainer, "log_ratio_max") + logged(trainer, "log_ratio_min"))) < 1e-4
+    assert_in_step(trainer)
 
 
 # TRL's mode, and how far the sampler is from the trainer: far enough to reach the bound of 2
-TRUNCATIONS = {"decoupled_token_is": ("token_truncate", 0.15), "decoupled_seq_is": ("sequence_truncate", 0.07)}
+TRUNCATIONS = {"decoupled_token_is": ("token_truncate", 0.15), "decoupled_seq_is": ("sequence_truncate", 0.1)}
 
 
 @pytest.mark.parametrize("preset", TRUNCATIONS)
@@ -76,7 +84,7 @@ def test_truncation_equals_trl_with_one_forward_per_micro_batch_fewer(make, pres
     freeze_sampler(ours, spread)
     with counting_forwards(ours) as our_count:
         found = losses(ours)
-    assert found == [pytest.approx(step, rel=1e-6, abs=1e-6) for step in expected]
+    assert_same_steps(found, expected)
     assert max(logged(ours, "rollout_is_ratio_fraction_high")) > 0  # the bound was reached
     generations = math.ceil(3 / fields.get("num_iterations", 1))
     assert their_count["forwards"] - our_count["forwards"] == 2 * generations
@@ -95,7 +103,7 @@ def test_truncation_equals_trl_where_samples_are_visited_after_an_update(make, s
     freeze_sampler(ours, 0.15)
     with counting_forwards(ours) as our_count:
         found = losses(ours)
-    assert found == [pytest.approx(step, rel=1e-5, abs=1e-6) for step in expected]
+    assert_same_steps(found, expected)
     assert their_count == our_count  # the old policy cannot be had for less
 
 
@@ -107,13 +115,13 @@ def test_a_translated_default_of_trl_equals_it(make):
     translated = RolloutCorrectedGRPOConfig.from_trl(settings, use_cpu=True, bf16=False)
     ours = make(rollout_is=translated.rollout_is, rollout_is_threshold=translated.rollout_is_threshold)
     freeze_sampler(ours, 0.15)
-    assert losses(ours) == [pytest.approx(step, rel=1e-6, abs=1e-6) for step in expected]
+    assert_same_steps(losses(ours), expected)
 
 
 def test_the_sampled_token_is_taken_among_several_candidates(make):
     trainer = make(generation_kwargs={"logprobs": 3}, temperature=2.0)  # hot: the most likely token is rarely sampled
     trainer.train()
-    assert max(map(abs, logged(trainer, "log_ratio_max") + logged(trainer, "log_ratio_min"))) < 1e-4
+    assert_in_step(trainer)
 
 
 MODES = {

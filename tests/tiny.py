@@ -1,19 +1,23 @@
-"""A tiny Qwen2 with a character tokenizer, and a sampler whose policy is not the trainer's."""
+"""
+A tiny Qwen2 with a character tokenizer, and a sampler whose policy is not the trainer's.
+
+Functions import the libraries they need, so that a run of tests that need none does not wait for them.
+"""
 
 import random
 from pathlib import Path
 
 import torch
-from datasets import Dataset
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 
 CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz +-=>.?:"
 PROMPTS = ["12 ab=", "3 4=", "a long prompt=", "99="]
 
 
-def build_tiny_tokenizer() -> PreTrainedTokenizerFast:
+def build_tiny_tokenizer():
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", *CHARACTERS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -23,6 +27,8 @@ def build_tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_tiny_model(folder: Path, seed: int = 0) -> str:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
     tokenizer = build_tiny_tokenizer()
     torch.manual_seed(seed)
     config = Qwen2Config(
@@ -47,8 +53,16 @@ def build_tiny_model(folder: Path, seed: int = 0) -> str:
     return str(folder)
 
 
-def prompts(n: int = 32) -> Dataset:
+def prompts(n: int = 32):
+    from datasets import Dataset
+
     return Dataset.from_dict({"prompt": [PROMPTS[i % len(PROMPTS)] for i in range(n)]})
+
+
+def load_model(path: str, dtype: torch.dtype = torch.float32):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
 
 
 def length_reward(completions, **kwargs) -> list[float]:
@@ -66,7 +80,7 @@ class StaleSampler:
     def __init__(
         self, model_path: str, *, noise: float = 0.2, seed: int = 0, min_length: int = 1, max_length: int = 8
     ):
-        self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+        self.model = load_model(model_path)
         self.noise, self.seed, self.lengths = noise, seed, (min_length, max_length)
 
     def __call__(self, prompts, trainer) -> dict:

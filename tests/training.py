@@ -1,29 +1,39 @@
-"""Train TRL's trainers and ours on the same completions, and look at what came out."""
+"""
+Train TRL's trainers and ours on the same completions, and look at what came out.
+
+As in `tiny.py`, TRL is imported when it is needed.
+"""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
-from tests.tiny import StaleSampler, length_reward, prompts
-from trl_rollout_corr import (
-    RolloutCorrectedGRPOConfig,
-    RolloutCorrectedGRPOTrainer,
-    RolloutCorrectedRLOOConfig,
-    RolloutCorrectedRLOOTrainer,
-    RolloutCorrectionConfig,
-)
+import trl_rollout_corr
+from tests.tiny import StaleSampler, length_reward, load_model, prompts
+from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.metrics import Statistics
 from trl_rollout_corr.sums import Sums
 
 
-TRAINERS = {
-    "grpo": (RolloutCorrectedGRPOTrainer, RolloutCorrectedGRPOConfig),
-    "rloo": (RolloutCorrectedRLOOTrainer, RolloutCorrectedRLOOConfig),
-}
+class Trainers(Mapping[str, tuple[type, type]]):
+    """Our trainers and their configurations by name, imported when one is asked for."""
+
+    def __getitem__(self, name: str) -> tuple[type, type]:
+        prefix = f"RolloutCorrected{name.upper()}"
+        return getattr(trl_rollout_corr, f"{prefix}Trainer"), getattr(trl_rollout_corr, f"{prefix}Config")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(("grpo", "rloo"))
+
+    def __len__(self) -> int:
+        return 2
+
+
+TRAINERS = Trainers()
 
 # (gradient_accumulation_steps, steps_per_generation, num_iterations)
 SCHEDULES = {
@@ -78,9 +88,25 @@ def losses(trainer) -> list[tuple[float, float]]:
     return [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]
 
 
+def assert_same_steps(found: list[tuple[float, float]], expected: list[tuple[float, float]]):
+    """Losses and gradient norms are equal, but for the rounding of float32, which Adam carries from step to step."""
+    assert found == [pytest.approx(step, rel=1e-4, abs=1e-5) for step in expected]
+
+
 def window(trainer, kind: type[Sums] = Statistics):
     """What the current logging window has added up so far."""
     return trainer._observer.windows["train"].sums[kind]
+
+
+def assert_same_metrics(found: dict[str, float], expected: dict[str, float], rel: float = 1e-4, abs: float = 1e-5):
+    """
+    Metrics are equal, but for rounding. A percentile is one of a bin of three percent, and rounding can move a token to the
+    next.
+    """
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        wide = "log_ratio_p" in key
+        assert found[key] == pytest.approx(value, rel=0.04 if wide else rel, abs=abs, nan_ok=True), key
 
 
 def logged(trainer, key: str) -> list[float]:
@@ -97,16 +123,23 @@ def assert_trains(trainer):
     assert logged(trainer, "kl")
 
 
-EVALUATION = {
-    "eval_strategy": "steps",
-    "eval_steps": 2,
-    "per_device_eval_batch_size": 4,
-    "extra": {"eval_dataset": prompts(8)},
-}
+def assert_in_step(trainer):
+    """See that the sampler gave every token the probability that the trainer gives it, up to rounding."""
+    assert max(map(abs, logged(trainer, "log_ratio_max") + logged(trainer, "log_ratio_min"))) < 1e-4
+
+
+def evaluation() -> dict[str, Any]:
+    """Arguments of `build` that add an evaluation at the second step."""
+    return {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "per_device_eval_batch_size": 4,
+        "extra": {"eval_dataset": prompts(8)},
+    }
 
 
 def assert_evaluates(trainer):
-    """Train three steps with `EVALUATION`, and see that training and evaluation report metrics of their own."""
+    """Train three steps with `evaluation()`, and see that training and evaluation report metrics of their own."""
     trainer.train()
     evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
     assert evaluations
@@ -146,7 +179,7 @@ def policy_logps(model, batch: dict[str, Any]) -> torch.Tensor:
 
 def plain_model(path: str, weights: dict[str, torch.Tensor], dtype=torch.float32):
     """A model of transformers that TRL has not touched."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+    model = load_model(path, dtype).eval()
     model.load_state_dict(weights)
     return model
 
@@ -186,7 +219,8 @@ def sharing_engines():
 
     def shared(model: str, **options):
         if model not in engines:
-            options = {**options, "max_num_seqs": 64, "max_model_len": 256}
+            # blocks of the cache: else it is a gigabyte
+            options = {**options, "max_num_seqs": 64, "max_model_len": 256, "num_gpu_blocks_override": 256}
             with torch.random.fork_rng():  # the first trainer draws what the others draw
                 engines[model] = engine_class(model, dtype="float32", enforce_eager=True, **options)
         return engines[model]

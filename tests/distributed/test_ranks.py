@@ -2,14 +2,17 @@
 
 import json
 import math
-import time
+import subprocess
+from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 
 from tests.dumps import read_dump
 from tests.launching import ACCELERATE, ROOT, run
+from tests.training import assert_same_metrics
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
 from trl_rollout_corr.criteria import CRITERIA
 from trl_rollout_corr.keys import PREFIX
@@ -21,29 +24,33 @@ EVERYTHING = {
 }
 
 
-def launch(cases: dict, folder: Path, ranks: int, config: str | None = None, timeout: int = 300, **environment: str):
-    """Run the cases with `accelerate launch`, and return the process and the seconds it took."""
+def launch(
+    cases: dict[str, dict], folder: Path, ranks: int, config: str | None = None, **environment: str
+) -> subprocess.CompletedProcess:
+    """Run the cases one after the other with `accelerate launch`."""
     folder.mkdir(parents=True)
     (folder / "cases.json").write_text(json.dumps(cases))
-    options = ["--multi_gpu" if ranks > 1 else "--cpu", "--dynamo_backend", "no"]
-    options = ["--config_file", config] if config else options
+    options = ["--config_file", config] if config else ["--multi_gpu", "--dynamo_backend", "no"]
     command = [
         ACCELERATE, "launch", *options, "--num_processes", str(ranks),
         "--num_machines", "1", "--mixed_precision", "no", "--main_process_port", "0",
         str(ROOT / "tests/distributed/worker.py"), str(folder / "cases.json"), str(folder),
     ]  # fmt: skip
-    start = time.monotonic()
-    process = run(*command, timeout=timeout, **environment)
-    return process, time.monotonic() - start
+    return run(*command, **environment)
 
 
-def results(cases: dict, folder: Path, ranks: int, **options) -> dict[str, list[dict]]:
+def results(process: subprocess.CompletedProcess, cases: dict, folder: Path, ranks: int) -> dict[str, list[dict]]:
     """What each rank wrote, per case."""
-    process, _ = launch(cases, folder, ranks, **options)
+    files = {name: [folder / f"{name}.{rank}.json" for rank in range(ranks)] for name in cases}
+    missing = [str(path) for paths in files.values() for path in paths if not path.exists()]
+    assert not missing, f"{missing}\n{process.stderr[-8000:]}"
+    return {name: [json.loads(path.read_text()) for path in paths] for name, paths in files.items()}
+
+
+def launch_and_read(cases: dict, folder: Path, ranks: int, **options) -> dict[str, list[dict]]:
+    process = launch(cases, folder, ranks, **options)
     assert process.returncode == 0, process.stderr[-8000:]
-    return {
-        name: [json.loads((folder / f"{name}.{rank}.json").read_text()) for rank in range(ranks)] for name in cases
-    }
+    return results(process, cases, folder, ranks)
 
 
 def reports(result: dict, prefix: str) -> list[dict]:
@@ -55,7 +62,53 @@ def reports(result: dict, prefix: str) -> list[dict]:
 def assert_reports_equal(found: list[dict], expected: list[dict]):
     assert len(found) == len(expected) > 0
     for one, other in zip(found, expected, strict=True):
-        assert one == pytest.approx(other, rel=2e-5, abs=2e-6)
+        assert_same_metrics(one, other, rel=2e-5, abs=2e-6)
+
+
+# One launch of two ranks ----------------------------------------------------------------------------------------------
+
+
+class TwoRanks(NamedTuple):
+    """What plain data parallelism on two ranks did."""
+
+    process: subprocess.CompletedProcess
+    results: dict[str, dict[str, list[dict]]]  # by group and case, of each rank
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tiny_model_path, folder) -> TwoRanks:
+    """All cases of all tests in one launch: to start a rank takes ten times as long as a case."""
+    groups = {
+        "exactness": exactness_cases(2, folder),
+        "collectives": COLLECTIVES,
+        "disagreement": DISAGREEMENTS,
+        "engine": CASES,
+        "vllm": WITH_VLLM if find_spec("vllm") else {},
+    }
+    cases = {
+        f"{group} {name}": {"model": tiny_model_path, **case}
+        for group, cases in groups.items()
+        for name, case in cases.items()
+    }
+    last = {"raises": {"model": tiny_model_path, **RAISES_ON_ONE}}
+    process = launch(cases | last, folder / "2", 2)
+    found = results(process, cases, folder / "2", 2)
+    return TwoRanks(
+        process, {group: {name: found[f"{group} {name}"] for name in cases} for group, cases in groups.items()}
+    )
+
+
+RAISES_ON_ONE = {"sampler": {"break_on_rank": 1}, "rollout_nan_policy": "raise"}
+
+
+def test_a_rank_that_raises_ends_all_of_them(two_ranks):
+    assert two_ranks.process.returncode != 0
+    assert "`rollout_nan_policy` is 'raise'" in two_ranks.process.stderr
 
 
 # Exactness ------------------------------------------------------------------------------------------------------------
@@ -64,10 +117,9 @@ def assert_reports_equal(found: list[dict], expected: list[dict]):
 SPLITS = {1: (16, 1, 16), 2: (4, 2, 8), 4: (4, 1, 4)}
 
 
-def exactness_cases(model: str, ranks: int, folder: Path) -> dict:
+def exactness_cases(ranks: int, folder: Path) -> dict[str, dict]:
     batch, accumulation, evaluation = SPLITS[ranks]
     common = {
-        "model": model,
         "learning_rate": 0.0,
         "max_steps": 4,
         "per_device_train_batch_size": batch,
@@ -84,7 +136,7 @@ def exactness_cases(model: str, ranks: int, folder: Path) -> dict:
             **common,
             "rollout_is": "token",
             "rollout_is_threshold": [0.8, 1.3],
-            "rollout_dump_dir": str(folder / "dump"),
+            "rollout_dump_dir": str(folder / f"dump of {ranks}"),
             "rollout_dump_sampled": 4,
             "rollout_dump_worst": 5,
         },
@@ -110,26 +162,34 @@ def exactness_cases(model: str, ranks: int, folder: Path) -> dict:
 
 
 @pytest.fixture(scope="module")
-def by_ranks(tiny_model_path, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
+def by_ranks(two_ranks, tiny_model_path, folder) -> dict[int, dict[str, list[dict]]]:
+    """Results of each rank, by number of ranks. One rank is this process."""
+    from tests.distributed import worker
+
+    alone, four = (
+        {name: {"model": tiny_model_path, **case} for name, case in exactness_cases(ranks, folder).items()}
+        for ranks in (1, 4)
+    )
+    (folder / "1").mkdir()
+    for name, case in alone.items():
+        worker.run(name, case, folder / "1")
     return {
-        ranks: results(exactness_cases(tiny_model_path, ranks, folder / f"{ranks}_"), folder / str(ranks), ranks)
-        for ranks in SPLITS
+        1: {name: [json.loads((folder / "1" / f"{name}.0.json").read_text())] for name in alone},
+        2: two_ranks.results["exactness"],
+        4: launch_and_read(four, folder / "4", 4),
     }
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_the_worst_sequences_of_several_ranks_are_those_of_one(by_ranks, tmp_path_factory, ranks):
-    folder = next(path for path in tmp_path_factory.getbasetemp().glob("ranks*"))
-
+def test_the_worst_sequences_of_several_ranks_are_those_of_one(by_ranks, folder, ranks):
     def worst(n: int) -> list[tuple]:
-        rows = read_dump(folder / f"{n}_" / "dump").rows
+        rows = read_dump(folder / f"dump of {n}").rows
         assert [sum(row["sampled"] for row in rows if row["step"] == step) for step in (1, 2, 3, 4)] == [4] * 4
         return sorted((row["step"], row["token_ids"], row["reward"]) for row in rows if row["worst"])
 
     assert len(worst(1)) == 20
     assert worst(ranks) == worst(1)
-    assert len({row["rank"] for row in read_dump(folder / f"{ranks}_" / "dump").rows}) == ranks
+    assert len({row["rank"] for row in read_dump(folder / f"dump of {ranks}").rows}) == ranks
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -157,10 +217,9 @@ def test_ranks_end_with_the_same_parameters(by_ranks, ranks):
         assert len({result["parameters"] for result in case}) == 1
 
 
-def test_logged_metrics_are_those_of_what_the_ranks_saw(by_ranks, tiny_model_path, tmp_path_factory):
+def test_logged_metrics_are_those_of_what_the_ranks_saw(by_ranks, folder):
     """Recomputed in this process from the log-probabilities that each rank wrote down."""
-    folder = tmp_path_factory.getbasetemp() / "ranks0" / "4"
-    per_rank = [torch.load(folder / f"token.{rank}.pt") for rank in range(4)]
+    per_rank = [torch.load(folder / "4" / f"token.{rank}.pt") for rank in range(4)]
     config = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=[0.8, 1.3], **EVERYTHING)
     first_window = [entry for rank in per_rank for entry in rank[:2]]  # two steps of one micro-batch each
     length = max(train.shape[1] for train, _, _ in first_window)
@@ -176,20 +235,21 @@ def test_logged_metrics_are_those_of_what_the_ranks_saw(by_ranks, tiny_model_pat
 # What is sent ---------------------------------------------------------------------------------------------------------
 
 
-def test_collectives_are_one_per_log_and_those_of_normalisation(tiny_model_path, tmp_path):
-    common = {"model": tiny_model_path, "max_steps": 4, "logging_steps": 2}
-    cases = {
-        "plain": {**common, "plain": True},
-        "measured": {**common, "rollout_correction": "disabled"},
-        "corrected": {**common, **EVERYTHING},
-        "bypass": {**common, "rollout_correction": "bypass_pg_geo_rs_token_tis", "rollout_rs_threshold": 1.5},
-        "normalised": {**common, "rollout_is_batch_normalize": True, "rollout_rs_renormalize": True, **EVERYTHING},
-        "normalised in bypass": {**common, "rollout_correction": "bypass_pg_is", "rollout_is_batch_normalize": True},
-    }
-    found = results(cases, tmp_path / "run", 2)
+_SHORT = {"max_steps": 4, "logging_steps": 2}
+COLLECTIVES = {
+    "plain": {**_SHORT, "plain": True},
+    "measured": {**_SHORT, "rollout_correction": "disabled"},
+    "corrected": {**_SHORT, **EVERYTHING},
+    "bypass": {**_SHORT, "rollout_correction": "bypass_pg_geo_rs_token_tis", "rollout_rs_threshold": 1.5},
+    "normalised": {**_SHORT, "rollout_is_batch_normalize": True, "rollout_rs_renormalize": True, **EVERYTHING},
+    "normalised in bypass": {**_SHORT, "rollout_correction": "bypass_pg_is", "rollout_is_batch_normalize": True},
+}
+
+
+def test_collectives_are_one_per_log_and_those_of_normalisation(two_ranks):
+    found = {name: ranks[0]["collectives"] for name, ranks in two_ranks.results["collectives"].items()}
     logs, generations, micro_batches = 2, 4, 8
-    count = {name: result[0]["collectives"] - found["plain"][0]["collectives"] for name, result in found.items()}
-    assert count == {
+    assert {name: count - found["plain"] for name, count in found.items()} == {
         "plain": 0,
         "measured": logs,
         "corrected": logs,
@@ -206,46 +266,38 @@ MODES = {
     "ppo_clip": {"bypass_mode": True, "rollout_rs_renormalize": True},
     "reinforce": {"bypass_mode": True, "rollout_loss_type": "reinforce", "rollout_is_batch_normalize": True},
 }
+SAMPLERS = {
+    "rejected on one": {"reject_on_rank": 0},
+    "broken on one": {"break_on_rank": 1},
+    "rejected on one, broken on the other": {"reject_on_rank": 0, "break_on_rank": 1},
+    "cut short on one": {"break_on_rank": 0, "max_length": 1},
+}
+REJECTION = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": 2.0}
+DISAGREEMENTS = {
+    f"{mode} {what}": {"sampler": sampler, **REJECTION, **fields}
+    for mode, fields in MODES.items()
+    for what, sampler in SAMPLERS.items()
+}
+DISAGREEMENTS["rejected before the baseline"] = {
+    "sampler": {"reject_on_rank": 0}, "rollout_rs_exclude_from_baseline": True, **REJECTION
+}  # fmt: skip
 
 
-def test_ranks_may_disagree(tiny_model_path, tmp_path):
-    rejection = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": 2.0}
-    cases = {
-        f"{mode} {what}": {"model": tiny_model_path, "sampler": sampler, **rejection, **fields}
-        for mode, fields in MODES.items()
-        for what, sampler in {
-            "rejected on one": {"reject_on_rank": 0},
-            "broken on one": {"break_on_rank": 1},
-            "rejected on one, broken on the other": {"reject_on_rank": 0, "break_on_rank": 1},
-            "cut short on one": {"break_on_rank": 0, "max_length": 1},
-        }.items()
-    }
-    cases["rejected before the baseline"] = {
-        "model": tiny_model_path, "sampler": {"reject_on_rank": 0}, "rollout_rs_exclude_from_baseline": True, **rejection
-    }  # fmt: skip
-    found = results(cases, tmp_path / "run", 2, timeout=400)
-    for name, ranks in found.items():
-        assert ranks[0]["parameters"] == ranks[1]["parameters"], name
-        losses = [entry for entry in ranks[0]["history"] if "loss" in entry]
-        assert len(losses) == 3
-        assert all(math.isfinite(entry["loss"]) and math.isfinite(entry["grad_norm"]) for entry in losses), name
-        if "rejected" in name:
-            assert 0.4 < losses[0][f"{PREFIX}rollout_rs_masked_fraction"] < 0.7
-
-
-def test_a_rank_that_raises_ends_all_of_them(tiny_model_path, tmp_path):
-    case = {"model": tiny_model_path, "sampler": {"break_on_rank": 1}, "rollout_nan_policy": "raise"}
-    process, seconds = launch({"case": case}, tmp_path / "run", 2, timeout=200)
-    assert process.returncode != 0
-    assert "`rollout_nan_policy` is 'raise'" in process.stderr
-    assert seconds < 120
+@pytest.mark.parametrize("case", DISAGREEMENTS)
+def test_ranks_may_disagree(two_ranks, case):
+    ranks = two_ranks.results["disagreement"][case]
+    assert ranks[0]["parameters"] == ranks[1]["parameters"]
+    losses = [entry for entry in ranks[0]["history"] if "loss" in entry]
+    assert len(losses) == 3
+    assert all(math.isfinite(entry["loss"]) and math.isfinite(entry["grad_norm"]) for entry in losses)
+    if "rejected" in case:
+        assert 0.4 < losses[0][f"{PREFIX}rollout_rs_masked_fraction"] < 0.7
 
 
 # Engines --------------------------------------------------------------------------------------------------------------
 
 DEEPSPEED = {"use_cpu": False, "ddp_backend": "gloo"}
-ENGINES = {
-    "ddp": ({}, {}),
+ENGINES = {  # fields of the configuration, environment
     # accelerate shards on accelerators only, and is told that CPUs are some
     "fsdp2": ({"use_cpu": False, "fsdp_on_cpu": True}, {}),
     "zero2": (DEEPSPEED, {"DS_ACCELERATOR": "cpu"}),
@@ -258,17 +310,14 @@ CASES = {
     "reference": {"beta": 0.1, "rollout_correction": "bypass_ppo_clip", "steps_per_generation": 4},
 }
 EXPECTED_ENGINE = {
-    "ddp": "DistributedDataParallel",
     "fsdp2": "FSDP",
     "zero2": "DeepSpeedEngine",
     "zero3": "DeepSpeedEngine",
 }
 
 
-def engine_config(engine: str, folder: Path) -> str | None:
+def engine_config(engine: str, folder: Path) -> str:
     """The shipped configuration, for two processes; ZeRO-3 shards even the smallest parameter."""
-    if engine == "ddp":
-        return None
     import yaml
 
     config = yaml.safe_load((ROOT / f"recipes/accelerate/{engine}.yaml").read_text())
@@ -286,25 +335,26 @@ def engine_config(engine: str, folder: Path) -> str | None:
     return str(folder / "config.yaml")
 
 
-@pytest.fixture(scope="module")
-def by_engine(tiny_model_path, tmp_path_factory):
-    """Results of the cases per engine, each engine launched when it is first asked for."""
-    cache = {}
+def launch_engine(engine: str, cases: dict[str, dict], model: str, folder: Path) -> dict[str, list[dict]]:
+    fields, environment = ENGINES[engine]
+    cases = {name: {"model": model, **case, **fields} for name, case in cases.items()}
+    return launch_and_read(cases, folder / "run", 2, config=engine_config(engine, folder), **environment)
 
-    def run(engine: str):
+
+@pytest.fixture(scope="module")
+def by_engine(two_ranks, tiny_model_path, tmp_path_factory):
+    """Results of the cases per engine, each engine launched when it is first asked for."""
+    cache = {"ddp": two_ranks.results["engine"]}
+
+    def results_of(engine: str):
         if engine not in cache:
-            fields, environment = ENGINES[engine]
-            folder = tmp_path_factory.mktemp(engine)
-            cases = {name: {"model": tiny_model_path, **case, **fields} for name, case in CASES.items()}
-            cache[engine] = results(
-                cases, folder / "run", 2, config=engine_config(engine, folder), timeout=500, **environment
-            )
+            cache[engine] = launch_engine(engine, CASES, tiny_model_path, tmp_path_factory.mktemp(engine))
         return cache[engine]
 
-    return run
+    return results_of
 
 
-@pytest.mark.parametrize("engine", ["fsdp2", "zero2", "zero3"])
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("case", CASES)
 def test_engines_train_like_plain_data_parallelism(by_engine, engine, case):
     if engine != "fsdp2":
@@ -356,21 +406,27 @@ WITH_VLLM = {
 }
 
 
-@pytest.mark.vllm
-@pytest.mark.parametrize(
-    "engine", ["ddp", *(pytest.param(engine, marks=pytest.mark.slow) for engine in ("fsdp2", "zero2", "zero3"))]
-)
-def test_every_engine_with_a_real_sampler_on_each_rank(tiny_model_path, tmp_path, engine):
-    if engine.startswith("zero"):
-        pytest.importorskip("deepspeed")
-    fields, environment = ENGINES[engine]
-    cases = {name: {"model": tiny_model_path, **case, **fields} for name, case in WITH_VLLM.items()}
-    config = engine_config(engine, tmp_path)
-    found = results(cases, tmp_path / "run", 2, config=config, timeout=500, **environment)
+def assert_in_step(found: dict[str, list[dict]]):
+    """Weights were pushed to the sampler after every step, or it and the trainer would part."""
+    assert found
     for name, ranks in found.items():
         entries = [entry for entry in ranks[0]["history"] if "loss" in entry]
         assert len(entries) == 3, name
         assert all(entry["grad_norm"] > 0 for entry in entries), name
-        for entry in entries:  # weights were pushed after every step, or the two would part
+        for entry in entries:
             assert abs(entry[f"{PREFIX}log_ratio_max"]) < 1e-4, name
             assert abs(entry[f"{PREFIX}log_ratio_min"]) < 1e-4, name
+
+
+@pytest.mark.vllm
+def test_a_real_sampler_on_each_rank(two_ranks):
+    assert_in_step(two_ranks.results["vllm"])
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_engine_with_a_real_sampler_on_each_rank(tiny_model_path, tmp_path, engine):
+    if engine.startswith("zero"):
+        pytest.importorskip("deepspeed")
+    assert_in_step(launch_engine(engine, WITH_VLLM, tiny_model_path, tmp_path))

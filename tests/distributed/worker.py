@@ -5,6 +5,7 @@ What one rank runs. Started by `accelerate launch`; reads cases from a JSON file
 """
 
 import faulthandler
+import gc
 import json
 import os
 import sys
@@ -12,19 +13,18 @@ from pathlib import Path
 
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
-faulthandler.dump_traceback_later(240, exit=True)  # a rank that hangs says where
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
-from accelerate.state import AcceleratorState, DistributedType, PartialState  # noqa: E402
-from datasets import Dataset  # noqa: E402
-from peft import LoraConfig  # noqa: E402
-from transformers.integrations.deepspeed import unset_hf_deepspeed_config  # noqa: E402
-from trl import GRPOTrainer, RLOOTrainer  # noqa: E402
+import pytest
+import torch
+from accelerate.state import AcceleratorState, DistributedType, PartialState
+from datasets import Dataset
+from peft import LoraConfig
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+from trl import GRPOTrainer, RLOOTrainer
 
-import tests.conftest  # noqa: E402, F401 - environment of the tests
-from tests.tiny import StaleSampler, length_reward  # noqa: E402
-from tests.training import TRAINERS, config_fields, freeze_sampler, sharing_engines  # noqa: E402
+import tests.conftest  # noqa: F401 - environment of the tests
+from tests.tiny import StaleSampler, length_reward
+from tests.training import TRAINERS, config_fields, freeze_sampler, sharing_engines
 
 
 class SameOnAnyNumberOfRanks(StaleSampler):
@@ -133,31 +133,34 @@ def record_inputs(trainer) -> list[tuple]:
 
 def main():
     cases, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    gc.freeze()  # as in `conftest.py`
     with sharing_engines():
-        run(cases, folder)
+        for name, case in cases.items():
+            faulthandler.dump_traceback_later(300, exit=True)  # a rank that hangs says where
+            run(name, case, folder)
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
     sys.stdout.flush()
     os._exit(0)  # everything is written, and the threads of gloo now and then abort an orderly shutdown
 
 
-def run(cases: dict, folder: Path):
-    for name, case in cases.items():
-        trainer = build(case, folder / name)
-        world, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
-        assert world == int(os.environ.get("WORLD_SIZE", "1")), "each process thinks that it is alone"
-        inputs = [] if case.get("plain") else record_inputs(trainer)
-        with CountedCollectives() as collectives:
-            trainer.train()
-        result = {
-            "history": trainer.state.log_history,
-            "collectives": collectives.count,
-            "engine": type(trainer.model_wrapped).__name__,
-            "distributed_type": str(trainer.accelerator.distributed_type),
-            "parameters": sum(p.detach().double().sum().item() for p in trainer.model.parameters()),
-        }
-        (folder / f"{name}.{rank}.json").write_text(json.dumps(result))
-        torch.save(inputs, folder / f"{name}.{rank}.pt")
+def run(name: str, case: dict, folder: Path):
+    """Train one case, and write what happened."""
+    trainer = build(case, folder / name)
+    world, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
+    assert world == int(os.environ.get("WORLD_SIZE", "1")), "each process thinks that it is alone"
+    inputs = [] if case.get("plain") else record_inputs(trainer)
+    with CountedCollectives() as collectives:
+        trainer.train()
+    result = {
+        "history": trainer.state.log_history,
+        "collectives": collectives.count,
+        "engine": type(trainer.model_wrapped).__name__,
+        "distributed_type": str(trainer.accelerator.distributed_type),
+        "parameters": sum(p.detach().double().sum().item() for p in trainer.model.parameters()),
+    }
+    (folder / f"{name}.{rank}.json").write_text(json.dumps(result))
+    torch.save(inputs, folder / f"{name}.{rank}.pt")
 
 
 if __name__ == "__main__":
