@@ -8,18 +8,21 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from tests.tiny import StaleSampler, build_tiny_model
+from tests.tiny import StaleSampler, build_tiny_model, load_model
 from tests.training import (
-    EVALUATION,
     TRAINERS,
     BrokenSampler,
+    assert_gradients_equal,
+    backward,
     build,
+    evaluation,
     freeze_sampler,
     gradients,
     losses,
     micro_batches,
+    policy_logps,
 )
-from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer, RolloutCorrectionMonitor
+from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectionMonitor
 from trl_rollout_corr.trainers.sampler import sampled_logprobs
 
 
@@ -30,9 +33,7 @@ VLLM = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 64, 
 def make(tiny_model_path, tmp_path):
     def make(sampler=None, model=tiny_model_path, **fields):
         sampler = sampler or StaleSampler(tiny_model_path)
-        return build(
-            RolloutCorrectedGRPOTrainer, RolloutCorrectedGRPOConfig, model, tmp_path, sampler=sampler, **fields
-        )
+        return build(*TRAINERS["grpo"], model, tmp_path, sampler=sampler, **fields)
 
     return make
 
@@ -76,9 +77,9 @@ def test_settings_may_change_in_the_middle_of_a_logging_window(make, fields):
 # Logs -------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("evaluation", [{}, EVALUATION])
-def test_a_window_that_is_cut_short_is_logged_at_the_end(make, evaluation):
-    trainer = make(max_steps=5, logging_steps=2, **evaluation)
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_a_window_that_is_cut_short_is_logged_at_the_end(make, evaluates):
+    trainer = make(max_steps=5, logging_steps=2, **(evaluation() if evaluates else {}))
     trainer.train()
     assert [entry["step"] for entry in trainer.state.log_history if "rollout_corr/kl" in entry] == [2, 4, 5]
     assert "train_runtime" in trainer.state.log_history[-1]
@@ -151,8 +152,6 @@ def test_grpo_around_the_sampler_is_verl_with_dual_clip(make, tiny_model_path, c
     assert trainer.args.delta is None
     found = gradients(trainer, batch)
     loss = trainer.compute_loss(trainer.model, batch)
-    from tests.training import assert_gradients_equal, backward, policy_logps
-
     logps, mask = policy_logps(trainer.model, batch), batch["completion_mask"]
     ratio = torch.where(mask.bool(), (logps - batch["sampling_per_token_logps"]).exp(), 1.0)
     expected = (verl_loss(ratio, batch["advantages"][:, None], c) * mask).sum() / mask.sum()
@@ -164,8 +163,6 @@ def test_grpo_around_the_sampler_is_verl_with_dual_clip(make, tiny_model_path, c
 @pytest.mark.vllm
 @pytest.mark.parametrize("c", [3.0, 1.001, None])
 def test_rloo_around_the_sampler_is_bounded_at_the_ratio_of_a_completion(shared_engine, tiny_model_path, tmp_path, c):
-    from tests.training import assert_gradients_equal, backward, policy_logps
-
     trainer_class, config_class = TRAINERS["rloo"]
     trainer = build(
         trainer_class, config_class, tiny_model_path, tmp_path, rollout_correction="bypass_ppo_clip",
@@ -217,10 +214,9 @@ def test_log_probabilities_that_need_no_choice_are_not_copied():
 
 def test_dropout_is_warned_about_by_name(make, tmp_path):
     from peft import LoraConfig
-    from transformers import AutoModelForCausalLM
 
-    path = build_tiny_model(tmp_path / "model")
-    model = AutoModelForCausalLM.from_pretrained(path, attention_dropout=0.1)
+    model = load_model(build_tiny_model(tmp_path / "model"))
+    model.config.attention_dropout = 0.1
     with pytest.warns(UserWarning, match=r"Dropout is on .*in attention \(0\.1\).*'attention_dropout': 0\.0"):
         make(model=model)
     lora = LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.05)

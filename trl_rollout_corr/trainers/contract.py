@@ -25,6 +25,7 @@ _SHARED = {
     "compute_loss": ["self", "model", "inputs", "return_outputs", "num_items_in_batch"],
     "_compute_loss": ["self", "model", "inputs"],
     "log": ["self", "logs", "start_time"],
+    "add_callback": ["self", "callback"],
 }
 METHODS = {
     GRPOTrainer: _SHARED,
