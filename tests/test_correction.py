@@ -11,6 +11,7 @@ from tests import reference
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
 from trl_rollout_corr.correction import usable_rollout_logps
 from trl_rollout_corr.criteria import CRITERIA
+from trl_rollout_corr.functional import LEVELS
 from trl_rollout_corr.histogram import PERCENTILES
 from trl_rollout_corr.keys import PREFIX
 
@@ -291,10 +292,11 @@ def test_log_ratios_at_the_bounds_are_kept():
 BROKEN = [math.nan, math.inf, -math.inf]
 
 
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("value", BROKEN)
-def test_drop_takes_the_token_out_of_everything(value):
+def test_drop_takes_the_token_out_of_everything(value, level):
     train, rollout, mask = torch.zeros(1, 4) - 1, torch.tensor([[-1.2, value, -0.7, -1.1]]), torch.ones(1, 4)
-    fields = {"rollout_is": "sequence", "rollout_rs": "token_k1", "rollout_rs_threshold": 3.0}
+    fields = {"rollout_is": level, "rollout_rs": list(CRITERIA), "rollout_rs_threshold": 3.0}
     broken = correct(train, rollout, mask, **fields)
     without = correct(train[:, [0, 2, 3]], rollout[:, [0, 2, 3]], mask[:, [0, 2, 3]], **fields)
     assert broken.coefficients[0, 1] == 0
