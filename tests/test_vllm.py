@@ -54,6 +54,15 @@ def test_a_synced_float32_sampler_agrees_with_the_trainer(make, peft):
     assert logged(trainer, "rollout_is_eff_sample_size") == [pytest.approx(1.0)] * 4
 
 
+def test_a_prompt_that_is_cached_is_read_again_with_new_weights(make):
+    from datasets import Dataset
+
+    long = Dataset.from_dict({"prompt": ["abcd" * 40 + "="] * 64})  # vLLM caches blocks of 128 tokens
+    trainer = make(learning_rate=1e-2, vllm_max_model_length=256, extra={"train_dataset": long})
+    trainer.train()
+    assert_in_step(trainer)
+
+
 @pytest.mark.parametrize("temperature", [0.7, 1.3])
 def test_log_probabilities_are_those_after_temperature(make, temperature):
     trainer = make(temperature=temperature)
