@@ -9,6 +9,7 @@ from trl import GRPOConfig, GRPOTrainer
 from tests.training import (
     SCHEDULES,
     VISITED_BEFORE_UPDATE,
+    VLLM,
     assert_in_step,
     assert_same_steps,
     build,
@@ -28,14 +29,7 @@ pytestmark = pytest.mark.vllm
 def make(tiny_model_path, tmp_path, shared_engine):
     def make(trainer_class=RolloutCorrectedGRPOTrainer, **fields):
         config_class = GRPOConfig if trainer_class is GRPOTrainer else RolloutCorrectedGRPOConfig
-        fields = {
-            "use_vllm": True,
-            "vllm_mode": "colocate",
-            "vllm_max_model_length": 64,
-            "per_device_train_batch_size": 8,  # what is sampled depends on the processor, so not too little of it
-            **fields,
-        }
-        trainer = build(trainer_class, config_class, tiny_model_path, tmp_path, **fields)
+        trainer = build(trainer_class, config_class, tiny_model_path, tmp_path, **{**VLLM, **fields})
         sync_weights_on_cpu(trainer.vllm_generation)  # TRL's own push of weights fails on a CPU
         return trainer
 

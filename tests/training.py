@@ -50,6 +50,18 @@ SCHEDULES = {
 VISITED_BEFORE_UPDATE = [name for name, (ga, spg, _) in SCHEDULES.items() if ga % spg == 0]
 
 
+# A colocated vLLM. What it samples depends on the processor, so there are sixteen completions a step: in any sample, some of
+# them are what a test looks for.
+VLLM = {
+    "use_vllm": True,
+    "vllm_mode": "colocate",
+    "vllm_max_model_length": 64,
+    "temperature": 1.0,
+    "beta": 0.0,
+    "per_device_train_batch_size": 8,
+}
+
+
 def config_fields(output_dir, schedule: str = "aligned", **fields) -> dict[str, Any]:
     accumulation, per_generation, iterations = SCHEDULES[schedule]
     return {
