@@ -6,7 +6,42 @@ correction to verl, written in today's fields; their `veto` is the criterion `se
 """
 
 from copy import deepcopy
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
+
+
+if TYPE_CHECKING:  # see `criteria`
+    Preset = Literal[
+        "decoupled_token_is",
+        "decoupled_seq_is",
+        "decoupled_token_icepop",
+        "decoupled_seq_is_rs",
+        "decoupled_geo_rs",
+        "decoupled_geo_rs_seq_tis",
+        "decoupled_geo_rs_token_tis",
+        "decoupled_k3_rs",
+        "decoupled_k3_rs_seq_tis",
+        "decoupled_k3_rs_token_tis",
+        "bypass_ppo_clip",
+        "bypass_ppo_clip_geo_rs",
+        "bypass_ppo_clip_k3_rs",
+        "bypass_pg_is",
+        "bypass_pg_token_icepop",
+        "bypass_pg_geo_rs",
+        "bypass_pg_geo_rs_seq_tis",
+        "bypass_pg_geo_rs_token_tis",
+        "disabled",
+        "token_is",
+        "token_tis",
+        "seq_is",
+        "seq_is_rs",
+        "seq_mis",
+        "geo_rs",
+        "geo_mis",
+        "ppo_is_bypass",
+        "pure_is",
+    ]
+else:
+    Preset = str
 
 
 # Rejection by the geometric mean of the ratio: a 0.1 percent drift per token, summed over 1000 tokens, is a factor of e.
@@ -22,7 +57,7 @@ _REINFORCE = {"bypass_mode": True, "rollout_loss_type": "reinforce"}
 
 _VETO = ("seq_max_k1", [1e-4, float("inf")])
 
-VERL_PRESETS: dict[str, dict[str, Any]] = {
+VERL_PRESETS: dict[Preset, dict[str, Any]] = {
     # Biased, low variance: the safe start.
     "decoupled_token_is": _TOKEN_TIS,
     # Unbiased up to the cap; its variance grows with length.
@@ -52,7 +87,7 @@ VERL_PRESETS: dict[str, dict[str, Any]] = {
     "disabled": _NO_IS,
 }
 
-ORIGINAL_PRESETS: dict[str, dict[str, Any]] = {
+ORIGINAL_PRESETS: dict[Preset, dict[str, Any]] = {
     "token_is": _TOKEN_TIS,
     "token_tis": _TOKEN_TIS,
     "seq_is": _SEQ_TIS,
@@ -76,10 +111,10 @@ ORIGINAL_PRESETS: dict[str, dict[str, Any]] = {
     "disabled": _NO_IS,
 }
 
-PRESETS: dict[str, dict[str, Any]] = {**VERL_PRESETS, **ORIGINAL_PRESETS}
+PRESETS: dict[Preset, dict[str, Any]] = {**VERL_PRESETS, **ORIGINAL_PRESETS}
 
 # The preset of a run that names none.
-DEFAULT = "decoupled_token_is"
+DEFAULT: Preset = "decoupled_token_is"
 
 # What a preset decides, and what it says where its row says nothing.
 _BASE: dict[str, Any] = {
@@ -91,6 +126,6 @@ _BASE: dict[str, Any] = {
 }
 
 
-def settings_of(preset: str | None) -> dict[str, Any]:
+def settings_of(preset: Preset | None) -> dict[str, Any]:
     """All that a preset decides, as a copy. `None` is no correction."""
     return deepcopy({**_BASE, **PRESETS[preset or "disabled"]})

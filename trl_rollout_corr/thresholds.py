@@ -8,6 +8,7 @@ Text is accepted in verl's form (`"0.5_2.0"`, `"0.6_1.6,2.5"`) and as a brackete
 import json
 import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from .criteria import CRITERIA
@@ -144,7 +145,7 @@ def parse_criteria(value: Any) -> list[str] | None:
     return names
 
 
-def parse_rejection_thresholds(value: Any, criteria: list[str]) -> list[Bounds]:
+def parse_rejection_thresholds(value: Any, criteria: Sequence[str]) -> list[Bounds]:
     """
     Parse `rollout_rs_threshold`.
 
@@ -153,7 +154,7 @@ def parse_rejection_thresholds(value: Any, criteria: list[str]) -> list[Bounds]:
             One entry per criterion, or a single entry for all of them. For k1, an entry is a pair of bounds on the
             ratio, or a number `u` that stands for `[1/u, u]`. For k2 and k3 it is an upper bound. The pair of the only
             criterion may stand alone: `[0.5, 2.0]`.
-        criteria (`list[str]`):
+        criteria (`Sequence[str]`):
             Names of the criteria.
 
     Returns:

@@ -6,7 +6,7 @@ import math
 from typing import Any, NamedTuple
 
 from ..config import RolloutCorrectionConfig
-from ..presets import PRESETS, settings_of
+from ..presets import PRESETS, Preset, settings_of
 from ..rules import HEALTHY
 from .reading import read_sequences
 from .replay import Batch, Outcome, batch_of, replay
@@ -104,7 +104,7 @@ def compare(
 
 def _presets() -> list[Setting]:
     """One setting for all presets that say the same."""
-    names: dict[str, list[str]] = {}
+    names: dict[str, list[Preset]] = {}
     for name in PRESETS:
         names.setdefault(repr(settings_of(name)), []).append(name)
     return [Setting(", ".join(same), RolloutCorrectionConfig.from_preset(same[0])) for same in names.values()]

@@ -10,7 +10,7 @@ from trl import GRPOConfig, RLOOConfig
 
 from ..config import LOSS_TYPES, RolloutCorrectionConfig
 from ..messages import warn
-from ..presets import PRESETS
+from ..presets import PRESETS, Preset
 
 
 _TRL_FIELDS = (
@@ -323,14 +323,14 @@ def check_logprobs(completion_ids: list[list[int]], logprobs: Any):
 TIGHTENED_FIELDS = ("rollout_is", "rollout_is_threshold", "rollout_rs", "rollout_rs_threshold")
 
 
-def tighten(args: RolloutCorrectionConfig, name: str | None):
+def tighten(args: RolloutCorrectionConfig, name: Preset | None):
     """Give a configuration the weights and the rejection of a preset. The trainer reads them at every micro-batch."""
     preset = RolloutCorrectionConfig.from_preset(check_name(name))
     for field in TIGHTENED_FIELDS:
         setattr(args, field, getattr(preset, field))
 
 
-def check_name(preset: str | None) -> str:
+def check_name(preset: Preset | None) -> Preset:
     """Check that there is a preset of a name, and return the name."""
     if preset is None or preset not in PRESETS:
         raise ValueError(
@@ -340,7 +340,7 @@ def check_name(preset: str | None) -> str:
     return preset
 
 
-def check_preset(name: str | None, args: RolloutCorrectionConfig):
+def check_preset(name: Preset | None, args: RolloutCorrectionConfig):
     """
     Check that a run can be switched to a preset.
 

@@ -9,7 +9,7 @@ from ..reading import Sequences
 from ..replay import batch_of
 from ..run import Run
 from ..spread import Spread, measure, suggest, suggest_bounds
-from ..text import number, yaml_lines
+from ..text import yaml_lines
 
 
 class Advice(NamedTuple):
@@ -63,20 +63,3 @@ def _own(config: RolloutCorrectionConfig) -> dict[str, Any]:
     left_out = ("rollout_monitor", "rollout_dump", "rollout_correction_resolved")
     about_loss = [name for name in fields if not name.startswith(left_out)]
     return {name: fields[name] for name in about_loss if fields[name] != default[name] or name == "rollout_is"}
-
-
-def in_short(config: RolloutCorrectionConfig) -> str:
-    """The settings in a line."""
-    parts = [str(config.rollout_correction)] if config.rollout_correction else []
-    weights = f"{config.rollout_is} weights {_bounds(config.rollout_is_threshold)}"
-    parts.append(weights if config.rollout_is else "no weights")
-    thresholds: Any = config.rollout_rs_threshold or []
-    criteria = zip(config.rollout_rs or [], thresholds, strict=True)
-    parts += [f"{name} {_bounds(bound)}" for name, bound in criteria] or ["no rejection"]
-    parts.append(f"bypass, {config.rollout_loss_type}" if config.bypass_mode else "decoupled")
-    parts += ["metrics only"] if config.rollout_metrics_only else []
-    return "; ".join(parts)
-
-
-def _bounds(bound: Any) -> str:
-    return str(bound) if isinstance(bound, list) else f"up to {number(bound)}"

@@ -12,7 +12,7 @@ from ...rules import HEALTHY, examine
 from ..reading import Sequences
 from ..run import Run
 from ..text import number, percent
-from .advice import Advice, advise, in_short
+from .advice import Advice, advise
 from .distribution import distribution, logged_histogram
 from .drawing import Chart
 from .rejected import rejected
@@ -114,7 +114,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     if run.logged_by == "trainer" and run.logs:
         facts.append(("Logged steps", f"{_span(entry['step'] for entry in run.logs)}, {_windows(run)}"))
     if run.dump is not None:
-        facts += [*_facts_of_dump(run.dump.sequences), ("Settings", in_short(run.dump.config))]
+        facts += [*_facts_of_dump(run.dump.sequences), ("Settings", run.dump.config.description)]
     return facts
 
 
