@@ -28,6 +28,7 @@ def complete_card(text: str, model: str, output_dir: str, correction: str) -> st
     )
     text = text.replace("# Model Card for None", f"# Model Card for {Path(output_dir).name}")
     text = text.replace("[None](https://huggingface.co/None)", f"`{Path(model).name}`")  # TRL does not link folders
+    text = text.replace('model="None"', f'model="{output_dir}"')
     text = text.replace(
         "### Framework versions\n\n", f"{about}### Framework versions\n\n- trl-rollout-corr: {__version__}\n"
     )
