@@ -1,6 +1,5 @@
 """Which sequences go to the dump: some at random, and the worst, over all ranks."""
 
-import os
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import fields
@@ -12,7 +11,8 @@ from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from ..config import RolloutCorrectionConfig
-from ..dump import append_log, files_of, read_logs, remove_oldest, rewind, write_rows
+from ..dump import append_log, remove_oldest, rewind, write_rows
+from .checks import check_dump_folder
 
 
 class Offered(NamedTuple):
@@ -122,17 +122,7 @@ class SequenceDump(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.next_step = state.global_step + self.args.rollout_dump_steps
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            if not os.access(self.folder, os.W_OK):
-                raise PermissionError("it is not writable")
-        except OSError as error:
-            raise ValueError(f"`rollout_dump_dir` is {str(self.folder)!r}, which cannot be used: {error}.") from None
-        if state.global_step == 0 and (files_of(self.folder) or read_logs(self.folder)):
-            raise ValueError(
-                f"`rollout_dump_dir` is {str(self.folder)!r}, which holds the dump of another run. Name another folder (for a "
-                "second `train()`, in `trainer.args`), or remove it, for instance if that run ended before a checkpoint."
-            )
+        check_dump_folder(self.folder, new_run=state.global_step == 0)
         if state.global_step and self.accelerator.is_local_main_process:
             # what came after the checkpoint comes again
             rewind(self.folder, state.global_step, logs=state.is_world_process_zero)
