@@ -1,6 +1,6 @@
 """What `grpo.py` and `rloo.py` share: arguments, data, reward, and training."""
 
-import quiet  # noqa: F401
+import before_imports  # noqa: F401
 
 import argparse
 import dataclasses
