@@ -172,7 +172,7 @@ def main():
     torch.set_num_threads(1)  # the model is so small that threads only wait for each other
     model_folder = warm_start(Path(script_args.model_folder))
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
-    print(f"{name}\n{args.description}; a sampler {script_args.lag} steps behind. Starting vLLM ...", flush=True)
+    print(f"{name}: {args.description}\nStarting vLLM, {script_args.lag} optimizer steps behind ...", flush=True)
     progress = Progress(tokenizer, script_args.eval_every)
     with one_line_errors(of_package=True):
         trainer = trainer_class(
