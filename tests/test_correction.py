@@ -218,6 +218,14 @@ def test_normalisation_over_ranks_equals_normalisation_over_the_whole(batch, tok
     torch.testing.assert_close(torch.cat(split), whole.coefficients, rtol=1e-9, atol=1e-12)
 
 
+@given(batches(), st.sampled_from(LEVELS), st.booleans(), st.booleans())
+def test_the_effective_learning_rate_is_the_mean_coefficient(batch, level, normalize, renormalize):
+    fields = {"rollout_is": level, "rollout_is_batch_normalize": normalize, "rollout_rs_renormalize": renormalize}
+    correction = correct(*batch, **fields, rollout_rs="token_k1", rollout_rs_threshold=[0.5, 2.0])
+    expected = (correction.coefficients.sum() / batch[2].sum()).item()
+    assert named(correction)["effective_lr"] == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
 def test_normalised_weights_have_mean_one():
     train, rollout = torch.randn(5, 7, generator=torch.Generator().manual_seed(0)), torch.zeros(5, 7)
     mask = torch.ones(5, 7)
@@ -319,7 +327,7 @@ BROKEN = [math.nan, math.inf, -math.inf]
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("value", BROKEN)
 def test_drop_takes_the_token_out_of_everything(value, level):
-    train, rollout, mask = torch.zeros(1, 4) - 1, torch.tensor([[-1.2, value, -0.7, -1.1]]), torch.ones(1, 4)
+    train, rollout, mask = torch.zeros(1, 4) - 1, torch.tensor([[-1.2, value, -0.7, -1.4]]), torch.ones(1, 4)
     fields = {"rollout_is": level, "rollout_rs": list(CRITERIA), "rollout_rs_threshold": 3.0}
     advantages = torch.ones(1)
     broken = correct(train, rollout, mask, advantages, **fields)
