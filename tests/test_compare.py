@@ -180,21 +180,24 @@ def test_steps_are_selected(tmp_path):
 
 def test_presets_that_say_the_same_share_a_row(tmp_path):
     entries = document(make_dump(tmp_path))["settings"]
-    assert [entry["name"] for entry in entries][:2] == ["this run", "decoupled_token_is, token_is, token_tis"]
-    assert sorted(name for entry in entries[1:] for name in entry["name"].split(", ")) == sorted(PRESETS)
-    fields = [{**entry["fields"], "rollout_correction": None} for entry in entries[1:]]
+    first = ["this run", "suggested", "disabled", "decoupled_token_is, token_is, token_tis"]
+    assert [entry["name"] for entry in entries][:4] == first
+    assert sorted(name for entry in entries[2:] for name in entry["name"].split(", ")) == sorted(PRESETS)
+    fields = [{**entry["fields"], "rollout_correction": None} for entry in entries[2:]]
     assert all(a != b for i, a in enumerate(fields) for b in fields[:i])
 
 
 def test_the_table_is_markdown_and_has_dashes_for_what_there_is_not(tmp_path):
     rows = [
-        line for line in compare(make_dump(tmp_path, spread=3.0, gaussian=True)).splitlines() if line.startswith("|")
+        line
+        for line in compare(make_dump(tmp_path, spread=3.0, gaussian=True), "--steps", ":").splitlines()
+        if line.startswith("|")
     ]
     first, second = (rows[: len(rows) - 10], rows[-10:])
     assert len({len(row) for row in first}) == len({len(row) for row in second}) == 1
     cells = {row.split("|")[1].strip(): [cell.strip() for cell in row.split("|")[2:-1]] for row in first}
     assert cells["settings"] == ["rejected", "ESS", "effective lr", "cosine", "norm"]
-    assert cells["disabled"] == ["-", "-", "1.000", "1.000", "1.000"]
+    assert cells["disabled (reference)"] == ["-", "-", "1.000", "1.000", "1.000"]
     assert cells["decoupled_geo_rs"] == ["1.000", "-", "0.000", "-", "0.000"]
 
 
@@ -382,7 +385,9 @@ def error_of(capsys, *arguments) -> str:
     output = capsys.readouterr()
     assert output.out == ""
     (line,) = output.err.splitlines()
-    return line.removeprefix(f"{arguments[0]}: ")
+    about = str(arguments[-1] if "--config" in arguments else arguments[0])  # the file that is at fault
+    assert line.startswith((f"{about}: ", "--steps"))
+    return line.removeprefix(f"{about}: ")
 
 
 def test_a_path_without_a_dump(tmp_path, capsys):
@@ -397,8 +402,12 @@ def test_a_truncated_file(keep, tmp_path, capsys):
     path = dump.files_of(make_dump(tmp_path))[1]
     content = path.read_bytes()
     path.write_bytes(content[: keep if keep in (0, 3) else int(keep * len(content))])
-    assert error_of(capsys, tmp_path).startswith(f"{path.name} is damaged or not Parquet: ")
     assert error_of(capsys, path).startswith(f"{path.name} is damaged or not Parquet: ")
+    assert main(["compare", str(tmp_path), "--json"]) == 0
+    output = capsys.readouterr()
+    assert output.err.startswith(f"warning: {tmp_path}: {path.name} is damaged or not Parquet: ")
+    assert output.err.endswith(" It is left out.\n")
+    assert json.loads(output.out)["steps"] == [1, 3]
 
 
 def test_a_damaged_page(tmp_path, capsys):
@@ -464,9 +473,7 @@ def test_bad_settings_name_their_file(content, message, tmp_path, capsys):
     path = tmp_path / "other.yaml"
     path.write_bytes(content)
     folder = make_dump(tmp_path / "dump", steps=1)
-    line = error_of(capsys, folder, "--config", path)
-    assert line.startswith(f"{path}: ")
-    assert message in line
+    assert message in error_of(capsys, folder, "--config", path)
     assert "No such file" in error_of(capsys, folder, "--config", tmp_path / "missing.yaml")
 
 
@@ -474,7 +481,8 @@ def test_settings_without_effect_are_warned_about(tmp_path, capsys):
     path = tmp_path / "idle.yaml"
     path.write_text("rollout_loss_type: reinforce")
     assert main(["compare", str(make_dump(tmp_path / "dump", steps=1)), "--config", str(path)]) == 0
-    assert capsys.readouterr().err.startswith("warning: `rollout_loss_type` is set to 'reinforce' but has no effect")
+    error = capsys.readouterr().err
+    assert error.startswith(f"warning: {path}: `rollout_loss_type` is set to 'reinforce' but has no effect")
 
 
 def test_the_settings_of_a_run_are_not_warned_about_again(tmp_path, capsys):

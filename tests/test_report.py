@@ -3,6 +3,7 @@
 import html
 import json
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -39,12 +40,14 @@ OF_DUMP = {
     "by-reward",
     "by-turn",
 }
-OF_RUN = {"k3-kl", "kl", "percentiles", "effective-lr", "sample-size", "mean-weight", "rejected", "reward"}
+OF_RUN = {"kl", "percentiles", "sample-size", "mean-weight"}
+TOLD = ["KL divergence, k3, nats per token", "Share of tokens rejected", "Effective learning rate", "Reward"]
 
 
 def write(source, output) -> str:
     """Run the command and return the file."""
-    args = make_parser().parse_args(["report", str(source), "-o", str(output)])
+    sources = map(str, source if isinstance(source, list) else [source])
+    args = make_parser().parse_args(["report", *sources, "-o", str(output)])
     printed = args.run(args)
     assert str(output) in printed.splitlines()
     return output.read_text(encoding="utf-8")
@@ -71,7 +74,8 @@ class Page(HTMLParser):
             self._chart = None
         if tag == "svg":
             assert attrs["role"] == "img"
-            self.charts[len(self.charts)] = attrs["aria-label"]
+            if attrs["aria-label"] not in self.charts.values():  # the story is there twice: wide and narrow
+                self.charts[len(self.charts)] = attrs["aria-label"]
         if tag == "table":
             self.tables[len(self.charts) - 1] = []
         if tag == "tr" and self.tables:
@@ -96,6 +100,12 @@ class Page(HTMLParser):
         (number,) = [number for number, label in self.charts.items() if label.startswith(alt)]
         return self.tables[number][1:]
 
+    def story(self, title: str) -> dict[float, float]:
+        """Values by step of a panel of the story."""
+        (number,) = [number for number, label in self.charts.items() if label.startswith("The run over")]
+        (head, *rows) = self.tables[number]
+        return {float(row[0]): float(row[head.index(title)]) for row in rows}
+
 
 @pytest.fixture(scope="module")
 def dump(tmp_path_factory):
@@ -111,9 +121,13 @@ def page(dump) -> Page:
 @pytest.fixture
 def undrawn(monkeypatch):
     """Leave the charts empty, which saves a second a page."""
-    from trl_rollout_corr.analysis.report import page
+    from trl_rollout_corr.analysis.report import markup
 
-    monkeypatch.setattr(page, "svg", lambda chart: f'<svg role="img" aria-label="{html.escape(chart.alt)}"></svg>')
+    def empty(chart, wide=True):
+        return f'<svg role="img" aria-label="{html.escape(chart.alt)}"></svg>'
+
+    monkeypatch.setattr(markup, "svg", empty)
+    monkeypatch.setattr(markup, "svg_of_story", empty)
 
 
 def make_run(folder, logs, **more):
@@ -136,12 +150,15 @@ def test_a_dump(page, dump):
     assert findings
     for finding in findings:
         assert all(shown(text) in page.text for text in (finding.seen, finding.why, finding.advice))
-    assert {"findings", "settings", "trends", "distribution", "rejected", "worst"} <= set(page.ids)
-    assert page.text.startswith("Rollout report: dump Rollout report: dump Logged steps1 to 6, 6 logging windows")
+    assert {"story", "findings", "settings", "trends", "distribution", "rejected", "worst"} <= set(page.ids)
+    assert page.text.startswith(
+        f"Rollout report: dump Rollout report: dump Act now {shown(findings[0].seen)} Seen in step"
+    )
+    assert "Logged steps1 to 6, 6 logging windows" in page.text
     broken = sum(math.isnan(logp) for row in content.rows for logp in row["rollout_logps"])
     assert broken > 1
     assert f"Not finite{broken} tokens" in page.text
-    assert len(page.charts) == len(set(page.charts.values())) >= len(OF_DUMP | OF_RUN)
+    assert len(page.charts) == len(set(page.charts.values())) > len(OF_DUMP | OF_RUN)
 
 
 def test_charts_share_no_identifier(page):
@@ -176,7 +193,7 @@ def test_a_run_alone(dump, tmp_path, undrawn):
         tmp_path / "run" / "checkpoint-10", [*logs, {"step": 6, "eval_loss": 1.0}, {"step": 6, "train_runtime": 9.0}]
     )
     page = Page(write(tmp_path / "run", tmp_path / "report.html"))
-    assert "Rollout report: run Logged steps1 to 6, 6 logging windows" in page.text
+    assert "Logged steps1 to 6, 6 logging windows" in page.text
     assert all(shown(finding.seen) in page.text for finding in examine(logs))
     assert {"trends", "distribution"} <= set(page.ids)
     assert "worst" not in page.ids
@@ -205,11 +222,18 @@ def test_a_real_run(tiny_model_path, tmp_path, undrawn):
     trainer.train()
     page = Page(write(tmp_path / "out", tmp_path / "report.html"))
     logs = [entry for entry in trainer.state.log_history if "rollout_corr/k3_kl" in entry]
-    rows = page.table("KL divergence, k3")
-    assert [float(row[0]) for row in rows] == [entry["step"] for entry in logs][: len(rows)]
-    assert [float(row[1]) for row in rows] == pytest.approx(
-        [e["rollout_corr/k3_kl"] for e in logs][: len(rows)], rel=1e-3
-    )
+    for title, key in zip(TOLD, ("k3_kl", "rollout_rs_masked_fraction", "effective_lr"), strict=False):
+        values = page.story(title)
+        expected = {entry["step"]: entry[f"rollout_corr/{key}"] for entry in logs}
+        assert values == pytest.approx({step: expected[step] for step in values}, rel=1e-3)
+        assert values
+    about = re.search(
+        r"Model(.*?)Trainer(.*?)Correction(.*?)Date(.*?)Last step(.*?) What happened", page.text
+    ).groups()
+    assert about[:2] == ("tiny0", "GRPO")
+    assert about[2].startswith("decoupled_geo_rs_token_tis; ")
+    assert re.fullmatch(r"20\d\d-\d\d-\d\d", about[3])
+    assert about[4] == f"{trainer.state.global_step} of {trainer.state.max_steps}"
 
 
 def test_a_dump_without_logs_is_examined_too(tmp_path, undrawn):
@@ -219,8 +243,9 @@ def test_a_dump_without_logs_is_examined_too(tmp_path, undrawn):
     without = Page(write(folder, tmp_path / "b.html"))
     assert "The dump has no log" in without.text
     assert "The dump has no log" not in with_logs.text
-    for alt in ("KL divergence, k3", "Share of tokens rejected", "Effective learning rate", "Mean weight"):
-        assert without.table(alt) == with_logs.table(alt)
+    assert without.table("Mean weight") == with_logs.table("Mean weight")
+    for title in TOLD[:3]:
+        assert without.story(title) == with_logs.story(title)
     findings = examine(read_dump(tmp_path / "a" / "dump").logs, RolloutCorrectionConfig(**SETTINGS))
     assert findings
     assert all(shown(finding.seen) in without.text for finding in findings)
@@ -293,9 +318,9 @@ def test_long_runs_are_drawn_as_windows(tmp_path):
         for step in range(1, 1001)
     ]
     page = Page(write(make_run(tmp_path / "run", logs), tmp_path / "report.html"))
-    rows = page.table("KL divergence, k3")
-    assert len(rows) == 250
-    assert [float(x) for x in rows[0]] == [2.5, 0.0025]
+    values = page.story(TOLD[0])
+    assert len(values) == 250
+    assert values[2.5] == 0.0025
     assert "Lines are means over windows" in page.text
     assert len((tmp_path / "report.html").read_text()) < 200_000
 
@@ -366,7 +391,7 @@ def test_settings_of_every_kind_are_drawn_and_can_be_read_back(settings, tmp_pat
     page = Page(write(folder, tmp_path / "report.html"))
     own = settings_of(tmp_path / "report.html")[0]
     assert RolloutCorrectionConfig(**own) == RolloutCorrectionConfig(**settings)
-    assert len(page.charts) > 8
+    assert len(page.charts) > 6
 
 
 def test_bounds_are_where_the_statistic_meets_its_threshold():
@@ -480,9 +505,11 @@ def test_the_worst_token_is_the_worst(dump, page):
         for mask, train, rollout in zip(row["mask"], row["train_logps"], row["rollout_logps"], strict=True)
         if mask and math.isfinite(train - rollout)
     )
-    table = page.tables[max(page.tables)][1:]
-    assert abs(float(table[-20][1])) == pytest.approx(worst, rel=0.01)
-    assert len({row[0] for row in table[-20:]}) > 5
+    table = page.tables[max(page.tables)]
+    start = next(i for i, row in enumerate(table) if "times" in row)
+    rows = table[start + 1 :]
+    assert abs(float(rows[0][1])) == pytest.approx(worst, rel=0.01)
+    assert len(rows) == len({row[0] for row in rows}) > 5
 
 
 # Text that others wrote ---------------------------------------------------------------------------------------------------
@@ -525,7 +552,7 @@ def test_text_of_the_dump_makes_no_markdown(hostile, tmp_path):
     rows = [line for line in text.splitlines() if line.startswith(("| `", "| **`"))]
     assert len(rows) >= 10
     for row in rows:
-        assert row.count("|") == 9
+        assert row.count("|") == 10
         outside = "".join(row.split("`")[::2])
         assert not set("<@#") & set(outside)
 
@@ -607,7 +634,7 @@ def _unknown_setting(folder, dump):
         (_text("notes.txt", "hello\nworld"), "notes.txt is damaged or not Parquet"),
         (_truncated, "step-00000001-rank-00000.parquet is damaged or not Parquet"),
         (_of_another_tool, "data.parquet is Parquet, but not of a dump"),
-        (_ragged, "a row of the dump has lists of different lengths"),
+        (_ragged, "is damaged: a row has lists of different lengths"),
         (_unknown_setting, "the settings in the dump cannot be read: "),
     ],
 )
@@ -624,7 +651,7 @@ def test_bad_input_is_one_line(make, message, dump, tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("report.pdf", "must end in .html or .md"),
+        ("report.pdf", "must end in .html, .md or .png"),
         ("missing/report.html", "there is no folder"),
         ("folder.html", "cannot be written"),
     ],
@@ -639,7 +666,7 @@ def test_bad_output_is_one_line(name, message, dump, tmp_path):
 
 def test_a_file_that_cannot_be_finished_leaves_nothing_behind(tmp_path):
     (tmp_path / "report.png").mkdir()
-    with pytest.raises(ValueError, match=r"report.png' cannot be written: Is a directory"):
+    with pytest.raises(ValueError, match=r"report.png: cannot be written: Is a directory"):
         report._write(tmp_path / "report.png", b"picture")
     assert [path.name for path in tmp_path.iterdir()] == ["report.png"]
 
@@ -665,7 +692,8 @@ PROBE = """<!DOCTYPE html><body>{frames}<script>
 onload = () => {{
   document.title = [...document.querySelectorAll("iframe")].map(frame => {{
     const page = frame.contentDocument.documentElement;
-    const charts = [...page.querySelectorAll("svg")].map(svg => svg.getBoundingClientRect());
+    const visible = [...page.querySelectorAll("svg")].filter(svg => svg.checkVisibility());
+    const charts = visible.map(svg => svg.getBoundingClientRect());
     const inside = charts.every(box => box.width > 200 && box.right <= page.clientWidth);
     return [frame.clientWidth, page.scrollWidth - page.clientWidth, charts.length, inside].join(" ");
   }}).join(";");
