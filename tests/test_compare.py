@@ -29,7 +29,9 @@ from trl_rollout_corr.analysis.spread import (
     suggest_bounds,
     truncated_mean,
 )
+from trl_rollout_corr.analysis.text import percent
 from trl_rollout_corr.presets import PRESETS
+from trl_rollout_corr.rules import examine
 
 
 NUMBERS = ("rejected", "sample_size", "effective_lr", "cosine", "norm")
@@ -222,6 +224,95 @@ def test_notes_say_what_the_numbers_are(tmp_path):
     folder = make_dump(tmp_path / "c", group=1)  # alone in its group, every advantage is 0
     assert "there is no gradient to compare" in compare(folder)
     assert outcomes(folder)["decoupled_token_is"]["cosine"] is None
+
+
+# Which steps, and which row -----------------------------------------------------------------------------------------------
+
+
+def drifting(folder, **options):
+    """A dump whose policies drift apart, and the step at which an alarm says so."""
+    make_dump(folder, steps=10, spread=0.02, growth=1.4, sampled=32, length=60, **options)
+    logs = read_dump(folder).logs
+    alarms = [finding for finding in examine(logs, {}) if finding.key == "rollout_corr/k3_kl"]
+    return folder, min(finding.step for finding in alarms)
+
+
+def test_steps_from_the_first_alarm_on_are_left_out(tmp_path):
+    folder, alarm = drifting(tmp_path / "dump")
+    found = document(folder)
+    healthy = found["steps"]
+    assert healthy == list(range(1, healthy[-1] + 1))
+    assert alarm - 4 <= healthy[-1] < alarm  # less the windows that the alarm was raised for
+    assert any(
+        f"Without steps {healthy[-1] + 1} to 10: an alarm was raised at step {alarm}" in note
+        for note in found["notes"]
+    )
+    by_hand = document(folder, "--steps", f":{healthy[-1]}")
+    assert found["suggestion"] == by_hand["suggestion"] == found["recommendation"]["fields"]
+    everything = document(folder, "--steps", ":")
+    assert everything["steps"] == list(range(1, 11))
+    assert everything["spread"]["s"] > 2 * found["spread"]["s"]
+
+
+def test_without_a_log_alarms_are_those_of_the_sequences(tmp_path):
+    folder, _ = drifting(tmp_path / "dump")
+    with_log = document(folder)
+    (folder / "logs.jsonl").unlink()
+    assert document(folder)["steps"] == with_log["steps"]
+
+
+def test_an_alarm_about_bounds_leaves_no_steps_out(tmp_path):
+    """Bounds that reject nearly everything say nothing against the sequences."""
+    settings = {"rollout_correction": "decoupled_geo_rs_token_tis", "rollout_rs_threshold": [0.9999, 1.0001]}
+    folder = make_dump(tmp_path / "dump", steps=6, settings=settings)
+    assert {finding.rule for finding in examine(read_dump(folder).logs, settings)} & {"rejected", "effective_lr_low"}
+    assert document(folder)["steps"] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("settings", "preset"),
+    [
+        ({}, "decoupled_token_is"),
+        ({"rollout_correction": "bypass_ppo_clip"}, "bypass_ppo_clip"),
+        ({"rollout_correction": "bypass_pg_is"}, "bypass_pg_token_icepop"),
+    ],
+)
+def test_without_healthy_steps_what_needs_no_bounds_is_recommended(settings, preset, tmp_path):
+    folder = make_dump(tmp_path / "dump", spread=1.0, settings=settings)
+    found = document(folder)
+    assert found["suggestion"] is None
+    assert found["recommendation"]["fields"] == {"rollout_correction": preset}
+    assert preset in found["recommendation"]["row"].split(", ")
+    text = compare(folder)
+    assert "no bounds are made of them" in text
+    assert "rollout_rs_threshold" not in text
+    assert document(folder, "--steps", ":")["suggestion"] is not None
+
+
+def test_one_row_is_recommended_with_the_numbers_of_the_row(tmp_path):
+    folder = make_dump(tmp_path / "dump", spread=0.02)
+    rows = [line for line in compare(folder).splitlines() if line.startswith("|") and "recommended" in line]
+    assert len(rows) == 1
+    found = document(folder)
+    best = found["recommendation"]
+    (entry,) = [entry for entry in found["settings"] if entry["name"] == best["row"]]
+    assert rows[0].startswith(f"| {best['row']} (recommended)")
+    for number in (percent(entry["rejected"]), percent(entry["sample_size"]), f"{entry['cosine']:.3f}"):
+        assert number in best["why"]
+    assert best["why"] in compare(folder)
+    assert [entry["name"] for entry in found["settings"] if entry["reference"]] == ["disabled"]
+    assert compare(folder).count("(reference)") == 1
+
+
+def test_policies_that_agree_need_the_reference(tmp_path):
+    text = compare(make_dump(tmp_path, spread=0.0))
+    assert "| disabled (reference, recommended)" in text
+    assert "Recommended: disabled, because the policies agree on every token" in text
+
+
+def test_the_folder_of_the_run_will_do(tmp_path):
+    make_dump(tmp_path / "run" / "dump")
+    assert document(tmp_path / "run") == document(tmp_path / "run" / "dump")
 
 
 # Predictions --------------------------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ OF_DUMP = {
     "by-turn",
 }
 OF_RUN = {"kl", "percentiles", "sample-size", "mean-weight"}
-TOLD = ["KL divergence, k3, nats per token", "Share of tokens rejected", "Effective learning rate", "Reward"]
+TOLD = ["Gap (k3_kl), nats per token", "Share of tokens rejected", "Effective learning rate", "Reward"]
 
 
 def write(source, output) -> str:
@@ -77,7 +77,8 @@ class Page(HTMLParser):
             if attrs["aria-label"] not in self.charts.values():  # the story is there twice: wide and narrow
                 self.charts[len(self.charts)] = attrs["aria-label"]
         if tag == "table":
-            self.tables[len(self.charts) - 1] = []
+            number = len(self.charts) - 1
+            self.tables[number if number not in self.tables else 1000 + len(self.tables)] = []
         if tag == "tr" and self.tables:
             self.tables[max(self.tables)].append([])
         if tag in ("td", "th"):
@@ -358,6 +359,210 @@ def test_who_is_rejected_is_read_from_the_log_if_it_is_there(dump, tmp_path, und
     assert "The mean reward is 0.125 where a completion is rejected as a whole, and 0.875 elsewhere." in page.text
 
 
+# The verdict and the story --------------------------------------------------------------------------------------------------
+
+
+def test_d_is_defined_before_it_is_used(page):
+    definition = page.text.index("d is the log-probability of a token under the trainer minus that under the sampler")
+    assert re.search(r"\|d\||\bd\b", page.text).start() == definition
+    assert page.text.index("k3_kl, the gap, is the mean of exp(d) - 1 - d") < page.text.index("What to do.")
+
+
+def test_the_banner_has_the_means_of_the_last_windows(tmp_path, undrawn):
+    logs = [
+        {"step": step, "rollout_corr/k3_kl": 1e-4 * step, "rollout_corr/effective_lr": 1.0, "reward": step / 100}
+        for step in range(1, 201)
+    ]
+    page = Page(write(make_run(tmp_path / "run", logs, max_steps=500), tmp_path / "report.html"))
+    assert "Gap (k3_kl, nats per token)0.0191at first 0.00105, healthy: below 0.01" in page.text  # of 20 windows
+    assert "Effective learning rate1at first 1, healthy: 0.5 to 1.5" in page.text
+    assert "Tokens rejected-no criterion rejects" in page.text
+    assert "Reward1.9at first 0.105" in page.text
+    assert "Last step200 of 500" in page.text
+    tiles = re.findall(r'class="tile (\w*)"', (tmp_path / "report.html").read_text())
+    assert tiles == ["bad", "good", "", ""]
+
+
+def test_the_story_has_every_alarm_and_numbers_them_as_the_findings(dump, page):
+    findings = examine(read_dump(dump).logs, RolloutCorrectionConfig(**SETTINGS))
+    text = (dump.parent / "report.html").read_text(encoding="utf-8")
+    assert re.findall(r'class="number">(\d+)<', text) == [str(i) for i, _ in enumerate(findings, 1)]
+    marks = sorted((finding.step, str(i), finding.rule) for i, finding in enumerate(findings, 1))
+    told = ", ".join(f"{name} ({rule}) at step {step}" for step, name, rule in marks)
+    assert f"Dashed red: first alarms, numbered as the findings: {told}." in page.text
+
+
+def test_labels_of_close_alarms_do_not_overlap():
+    from trl_rollout_corr.analysis.report.drawing import _labels
+
+    alarms = [(10, ["1"]), (11, ["2", "3"]), (50, ["4"])]
+    assert _labels(alarms, apart=5.0) == [(10, ""), (11, "1, 2, 3"), (50, "4")]
+    assert _labels(alarms, apart=0.5) == [(10, "1"), (11, "2, 3"), (50, "4")]
+
+
+def drawn(chart):
+    """The axes of a chart."""
+    from matplotlib.figure import Figure
+
+    from trl_rollout_corr.analysis.report.drawing import LIGHT
+
+    axes = Figure().add_subplot()
+    chart.draw(axes, LIGHT)
+    return axes
+
+
+def test_curves_that_are_the_same_are_both_seen():
+    from trl_rollout_corr.analysis.report.story import story
+
+    logs = [
+        {"step": step, f"{PREFIX}k3_kl": 0.001 * step, f"{PREFIX}engine_k3_kl": 0.001 * step} for step in (1, 2, 3)
+    ]
+    main, part = drawn(story({"run": (logs, [])}).panels[0]).get_lines()[:2]
+    assert (main.get_label(), part.get_label()) == ("all", "engine")
+    assert main.get_zorder() > part.get_zorder()
+    assert part.get_linewidth() > 2 * main.get_linewidth()
+
+
+def test_of_two_runs_each_has_its_color_in_every_panel():
+    from trl_rollout_corr.analysis.report.drawing import LIGHT
+    from trl_rollout_corr.analysis.report.story import story
+
+    first = [{"step": step, f"{PREFIX}k3_kl": 0.01 * step, "reward": 0.1} for step in (1, 2, 3)]
+    second = [
+        {**entry, f"{PREFIX}k3_kl": 0.001, f"{PREFIX}rollout_rs_masked_fraction": 0.1 * entry["step"]}
+        for entry in first
+    ]
+    told = story({"a": (first, []), "b": (second, [])})
+    assert [panel.name for panel in told.panels] == ["k3-kl", "rejected", "reward"]
+    for panel in told.panels:
+        colors = {line.get_label(): line.get_color() for line in drawn(panel).get_lines()}
+        assert colors["b"] == LIGHT["line"]
+        assert colors.get("a", LIGHT["second"]) == LIGHT["second"]
+    assert told.columns == (
+        "step", "Gap (k3_kl), nats per token: a", "Gap (k3_kl), nats per token: b", "Share of tokens rejected: b",
+        "Reward: a", "Reward: b",
+    )  # fmt: skip
+
+
+def test_what_is_flat_takes_little_room(tmp_path, undrawn):
+    from trl_rollout_corr.analysis.report import drawing
+    from trl_rollout_corr.analysis.report.story import story
+
+    logs = [
+        {
+            "step": step,
+            f"{PREFIX}k3_kl": 1e-4 * step,
+            f"{PREFIX}kl": 0.05,
+            f"{PREFIX}rollout_is_mean": 1.0,
+            "reward": 0.0,
+        }
+        for step in (1, 2, 3)
+    ]
+    gap, reward = story({"run": (logs, [])}).panels
+    assert drawing._height_of_panel(reward) < 0.6 * drawing._height_of_panel(gap)
+    page = Page(write(make_run(tmp_path / "run", logs), tmp_path / "report.html"))
+    assert "Mean weight: 1 at every step. Healthy: 0.8 to 1.2." in page.text
+    assert not [label for label in page.charts.values() if label.startswith(("Mean weight", "KL divergence"))]
+
+
+# Two runs -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two")
+    make_dump(folder / "uncorrected" / "dump", steps=6, growth=2.5, settings={"rollout_correction": "disabled"})
+    make_dump(folder / "corrected" / "dump", steps=6, spread=0.01, settings=SETTINGS)
+    return [folder / "uncorrected" / "dump", folder / "corrected" / "dump"]
+
+
+def test_two_runs_side_by_side(two, tmp_path, undrawn):
+    page = Page(write(two, tmp_path / "report.html"))
+    assert "Rollout report: uncorrected/dump against corrected/dump" in page.text
+    (a, b) = (read_dump(folder).logs for folder in two)
+    for name, logs in (("uncorrected/dump", a), ("corrected/dump", b)):
+        expected = {entry["step"]: entry[f"{PREFIX}k3_kl"] for entry in logs}
+        assert page.story(f"{TOLD[0]}: {name}") == pytest.approx(expected, rel=1e-3)
+    n = len(a) // 2
+    rewards = [np.mean([entry["reward"] for entry in logs[-n:]]) for logs in (a, b)]
+    said = re.search(r"dump ends with a reward of ([\d.]+), corrected/dump with ([\d.]+)\.", page.text).groups()
+    assert [float(x) for x in said] == pytest.approx(rewards, rel=2e-3)
+    assert "A: uncorrected/dump Act now" in page.text
+    assert "B: corrected/dump Healthy" in page.text
+    assert "rollout_rs_threshold null[[0.99, 1.01]]".replace(" ", "") in page.text.replace(" ", "")
+    for finding in examine(a, RolloutCorrectionConfig(rollout_correction="disabled")):
+        assert shown(finding.seen) in page.text
+
+
+def test_the_picture_of_two_runs_and_of_one(two, tmp_path):
+    matplotlib_image = pytest.importorskip("matplotlib.image")
+    text = write(two, tmp_path / "both.md")
+    assert "![What happened](both.png)" in text
+    assert "| Correction | disabled; no weights; no rejection; decoupled | decoupled" in text
+    for sources, name in ((two, "two.png"), (two[:1], "one.png")):
+        assert main(["report", *map(str, sources), "-o", str(tmp_path / name)]) == 0
+        picture = matplotlib_image.imread(tmp_path / name)
+        assert 1000 < picture.shape[1] < 1400
+        assert picture[..., :3].std() > 0.05
+    assert (tmp_path / "two.png").read_bytes() == (tmp_path / "both.png").read_bytes()
+
+
+def test_errors_name_the_run_they_are_about(two, tmp_path, capsys):
+    missing = tmp_path / "missing"
+    output = str(tmp_path / "report.html")
+    assert main(["report", str(two[0]), str(missing), "-o", output]) == 2
+    assert capsys.readouterr().err == f"{missing}: no such file or folder\n"
+    assert main(["report", str(two[0]), "-o", str(tmp_path / "report.pdf")]) == 2
+    assert capsys.readouterr().err.startswith(f"{tmp_path / 'report.pdf'}: ")
+    assert main(["report", *map(str, [*two, two[0]]), "-o", output]) == 2
+    assert capsys.readouterr().err.startswith("one run, or two to set against each other; got 3: ")
+
+
+# What is damaged or missing -----------------------------------------------------------------------------------------------
+
+
+def damage_of(folder, output, capsys) -> tuple[Page, str]:
+    """The page, and what is printed, of a dump that can be read in part."""
+    assert main(["report", str(folder), "-o", str(output)]) == 0
+    return Page(output.read_text(encoding="utf-8")), capsys.readouterr().err
+
+
+def test_a_damaged_file_is_left_out_with_a_warning(tmp_path, undrawn, capsys):
+    folder = make_dump(tmp_path / "dump", steps=3)
+    damaged = sorted(folder.glob("*.parquet"))[1]
+    damaged.write_bytes(damaged.read_bytes()[:-50])
+    page, error = damage_of(folder, tmp_path / "report.html", capsys)
+    assert error.startswith(f"warning: {folder}: {damaged.name} is damaged or not Parquet: ")
+    assert f"{damaged.name.capitalize()} is damaged or not Parquet" in page.text
+    kept = [row for row in read_dump(folder).rows if row["step"] != 2]
+    assert f"Sequences{len(kept)}: " in page.text
+
+
+def test_a_log_that_is_cut_short_is_noticed(tmp_path, undrawn, capsys):
+    folder = make_dump(tmp_path / "dump", steps=6)
+    lines = (folder / "logs.jsonl").read_text().splitlines(keepends=True)
+    (folder / "logs.jsonl").write_text("".join(lines[:3]) + lines[3][:40])
+    page, error = damage_of(folder, tmp_path / "report.html", capsys)
+    for text in (
+        "ogs.jsonl is damaged: line 4 of 4 is cut short, and left out.",
+        "he log ends at step 3, and the sequences go on to step 6",
+    ):
+        assert text in error
+        assert text in page.text
+    (folder / "logs.jsonl").write_text("".join(lines))
+    assert damage_of(folder, tmp_path / "report.html", capsys)[1] == ""
+
+
+def test_of_a_checkpoint_that_is_damaged_the_one_before_is_taken(dump, tmp_path, undrawn, capsys):
+    logs = read_dump(dump).logs
+    make_run(tmp_path / "run" / "checkpoint-4", logs[:4])
+    make_run(tmp_path / "run" / "checkpoint-6", logs)
+    (tmp_path / "run" / "checkpoint-6" / "trainer_state.json").write_text('{"log_history": [{"st')
+    page, error = damage_of(tmp_path / "run", tmp_path / "report.html", capsys)
+    assert "trainer_state.json is damaged or not JSON" in error
+    assert "Logged steps1 to 4, 4 logging windows" in page.text
+
+
 # Settings -----------------------------------------------------------------------------------------------------------------
 
 
@@ -510,6 +715,41 @@ def test_the_worst_token_is_the_worst(dump, page):
     rows = table[start + 1 :]
     assert abs(float(rows[0][1])) == pytest.approx(worst, rel=0.01)
     assert len(rows) == len({row[0] for row in rows}) > 5
+
+
+def test_colors_of_the_worst_tokens_are_those_of_the_legend(dump):
+    text = (dump.parent / "report.html").read_text(encoding="utf-8")
+    legend = dict(re.findall(r'<span class="([ud]\d)">(-?[\d.]+)</span>', text))
+    assert all(float(level) > 0 if shade.startswith("u") else float(level) < 0 for shade, level in legend.items())
+    rows = re.findall(r'<mark class="([ud]\d)">[^\n]*?</td><td>(-?[\d.]+)</td>', text)
+    rows = [(shade, float(d)) for shade, d in rows]
+    assert {shade[0] for shade, _ in rows} == {"u", "d"}
+    for shade, d in rows:
+        beyond = [name for name, level in legend.items() if float(level) * d > 0 and abs(d) >= abs(float(level))]
+        assert shade == max(beyond), d
+    style = (dump.parent / "report.html").read_text(encoding="utf-8").split("</style>")[0]
+    assert "--up: 213, 94, 0" in style  # orange, as *more likely under the trainer* in the charts
+    assert ".text mark.u1" in style
+
+
+def test_repeats_of_a_token_are_one_row(dump, tmp_path, undrawn):
+    content = read_dump(dump)
+    rows = [{**row, "tokens": [" the"] * len(row["tokens"]), "sampled": True} for row in content.rows]
+    write_rows(tmp_path / "dump", 1, 0, rows, content.settings)
+    page = Page(write(tmp_path / "dump", tmp_path / "report.html"))
+    table = page.tables[max(page.tables)]
+    start = next(i for i, row in enumerate(table) if "times" in row)
+    found = [(math.copysign(1, float(row[1])), int(row[2])) for row in table[start + 1 :]]
+    assert sorted(sign for sign, _ in found) == [-1, 1]
+    tokens = [
+        train - rollout
+        for row in rows
+        for mask, train, rollout in zip(row["mask"], row["train_logps"], row["rollout_logps"], strict=True)
+        if mask and math.isfinite(train - rollout)
+    ]
+    furthest = sorted(tokens, key=abs)[-sum(times for _, times in found) :]
+    for sign, times in found:
+        assert times == sum(d * sign > 0 for d in furthest)
 
 
 # Text that others wrote ---------------------------------------------------------------------------------------------------

@@ -7,13 +7,16 @@ import re
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-from matplotlib import style, ticker
+from matplotlib import image, style, ticker
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
-from matplotlib.figure import Figure, SubFigure
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from ..text import number, percent
 
@@ -34,6 +37,7 @@ LIGHT, DARK = ({role: colors[i] for role, colors in _COLORS.items()} for i in (0
 # What is drawn for the page: one colour per role that occurs nowhere else, which becomes a variable of the style sheet
 _MARKS = {role: f"#0a0b{i:02x}" for i, role in enumerate(LIGHT)}
 _WIDE = 12.0  # inches
+_DPI = 110
 _SIZE = (5.0, 3.1)  # inches, of 72 units: on a phone, a unit is about a pixel
 _STYLE = {
     "font.size": 11,
@@ -98,23 +102,26 @@ class Story(NamedTuple):
             What is to be seen, for those who cannot.
         panels (`Sequence[Chart]`):
             The charts. Flat ones are drawn lower.
-        alarms (`Sequence[tuple[int, str]]`):
-            Steps at which there is a line, and what is written above it.
+        alarms (`Sequence[tuple[int, Sequence[str]]]`):
+            Steps at which there is a line, in order, and the names that are written at it.
         columns (`Sequence[str]`):
             Head of the table of plotted numbers.
         rows (`Sequence[Sequence]`):
             Its rows.
         note (`str`):
             What else there is to know.
+        runs (`Sequence[str]`, *optional*, defaults to `()`):
+            Names of the curves, where they are the same in all charts.
     """
 
     title: str
     alt: str
     panels: Sequence[Chart]
-    alarms: Sequence[tuple[int, str]]
+    alarms: Sequence[tuple[int, Sequence[str]]]
     columns: Sequence[str]
     rows: Sequence[Sequence[Any]]
     note: str
+    runs: Sequence[str] = ()
 
 
 # Parts of charts ----------------------------------------------------------------------------------------------------------
@@ -176,7 +183,7 @@ def svg_of_story(story: Story, *, wide: bool) -> str:
     size = (_WIDE, 0.25 + _height(story)) if wide else (_SIZE[0], 0.35 + 1.15 * _height(story))
     with _style(_MARKS):
         figure = Figure(figsize=size, layout="constrained")
-        _draw_story(story, figure, _MARKS)
+        _draw_story(story, figure, _MARKS, labels=16 if wide else 6)
         file = io.StringIO()
         figure.savefig(file, format="svg", transparent=True)
     return _for_page(file.getvalue(), "story-wide" if wide else "story-narrow", story.alt)
@@ -184,57 +191,100 @@ def svg_of_story(story: Story, *, wide: bool) -> str:
 
 def png(title: str, lines: Sequence[str], story: Story | None, charts: Sequence[Chart]) -> bytes:
     """A title, lines of text, the story, and charts in two columns, on white."""
-    rows = math.ceil(len(charts) / 2)
-    above, middle, below = 0.45 + 0.27 * len(lines), _height(story) if story else 0.0, rows * (_SIZE[1] + 0.3)
+    wide = 2 * _SIZE[0] + 0.4
     with _style(LIGHT):
-        height = above + middle + below
-        figure = Figure(figsize=(2 * _SIZE[0] + 0.4, height), layout="constrained")
-        heights = [part for part in (above, middle, below) if part]
-        top, *parts = figure.subfigures(len(heights), 1, squeeze=False, height_ratios=heights, hspace=0.0).flat
-        _write(top, [(title, 14.0, "bold"), *((line, 11.0, "normal") for line in lines)], above)
+        rows = [[_text([(title, 14.0, "bold"), *((line, 11.0, "normal") for line in lines)], wide)]]
         if story is not None:
-            _draw_story(story, parts.pop(0), LIGHT)
-        if charts:
-            grid = parts.pop(0).subfigures(rows, 2, squeeze=False, wspace=0.04, hspace=0.04)
-            for part, chart in zip(grid.flat, charts, strict=False):
-                part.suptitle(chart.title, x=0.02, ha="left", fontsize=12, color=LIGHT["text"])
-                part.set_facecolor("none")
-                _draw(chart, part.add_subplot(), LIGHT)
-        file = io.BytesIO()
-        figure.savefig(file, format="png", dpi=110, facecolor="white", metadata={"Software": None})
+            rows.append([_picture((wide, _height(story)), partial(_draw_story, story, colors=LIGHT, labels=14))])
+        pictures = [_picture((wide / 2, _SIZE[1] + 0.3), partial(_draw_titled, chart)) for chart in charts]
+        rows += [pictures[i : i + 2] for i in range(0, len(pictures), 2)]
+    # put together here: one layout for all of them comes out differently from time to time, by a pixel
+    canvas = np.full((sum(len(row[0]) for row in rows), rows[0][0].shape[1], 4), 255, np.uint8)
+    top = 0
+    for row in rows:
+        left = 0
+        for picture in row:
+            height, width = picture.shape[:2]
+            canvas[top : top + height, left : left + width] = picture[:, : canvas.shape[1] - left]
+            left += width
+        top += len(row[0])
+    file = io.BytesIO()
+    image.imsave(file, canvas, format="png", dpi=_DPI, metadata={"Software": "trl-rollout-corr"})
     return file.getvalue()
 
 
-def _write(part: SubFigure, lines: Sequence[tuple[str, float, str]], height: float):
-    """Lines of text from the top of a part of a figure, which is some inches high."""
-    for i, (text, size, weight) in enumerate(lines):
-        at = 1 - (0.3 if i == 0 else 0.36 + 0.27 * i) / height
-        part.text(0.015, at, text, fontsize=size, fontweight=weight, color=LIGHT["text"], parse_math=False)
+def _picture(size: tuple[float, float], draw: Callable[[Figure], object]) -> np.ndarray:
+    """Pixels of a figure of some inches."""
+    room = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.07)
+    figure = Figure(figsize=size, layout=room, dpi=_DPI, facecolor="white")
+    draw(figure)
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    return np.asarray(canvas.buffer_rgba())
+
+
+def _text(lines: Sequence[tuple[str, float, str]], width: float) -> np.ndarray:
+    """Lines of text, each with its size and weight."""
+    height = 0.2 + 0.27 * len(lines)
+
+    def write(figure: Figure):
+        for i, (text, size, weight) in enumerate(lines):
+            at = 1 - (0.3 + 0.27 * i) / height
+            figure.text(0.015, at, text, fontsize=size, fontweight=weight, color=LIGHT["text"], parse_math=False)
+
+    return _picture((width, height), write)
+
+
+def _draw_titled(chart: Chart, figure: Figure):
+    figure.suptitle(chart.title, x=0.02, ha="left", fontsize=12, color=LIGHT["text"])
+    _draw(chart, figure.add_subplot(), LIGHT)
 
 
 def _height(story: Story) -> float:
     """Inches."""
-    return sum(map(_height_of_panel, story.panels)) + 0.35
+    return sum(map(_height_of_panel, story.panels)) + 0.35 + (0.3 if story.runs else 0.0)
 
 
 def _height_of_panel(panel: Chart) -> float:
     return 0.75 if panel.flat else 1.5
 
 
-def _draw_story(story: Story, figure: Figure | SubFigure, colors: Colors):
+def _draw_story(story: Story, figure: Figure, colors: Colors, *, labels: int):
+    """Draw charts above each other. So many labels of alarms fit next to each other."""
     ratios = [*map(_height_of_panel, story.panels)]
     rows = figure.subplots(len(ratios), 1, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
     for i, (panel, axes) in enumerate(zip(story.panels, rows, strict=True)):
         _draw(panel, axes, colors, legend_right=True)
+        if story.runs and (legend := axes.get_legend()):
+            legend.remove()
         axes.set_title(panel.title, loc="left", fontsize=11, color=colors["text"], pad=4.0)
-        for step, name in story.alarms:
+        for step, _ in story.alarms:
             axes.axvline(step, color=colors["alarm"], linewidth=1.3, linestyle="--")
-            if i == 0:  # in the chart, for the title is above it
-                at = {"textcoords": "offset points", "xytext": (3, -2), "va": "top"}
-                axes.annotate(name, (step, 1.0), xycoords=("data", "axes fraction"), color=colors["alarm"], **at)
         if i < len(rows) - 1:
             axes.set_xlabel("")
-    figure.align_ylabels(list(rows))
+    # in the first chart, for its title is above it
+    for step, name in _labels(story.alarms, apart=np.ptp(rows[0].get_xlim()) / labels):
+        at = {"textcoords": "offset points", "xytext": (3, -2), "va": "top"}
+        rows[0].annotate(name, (step, 1.0), xycoords=("data", "axes fraction"), color=colors["alarm"], **at)
+    if story.runs:
+        named = {label: line for axes in rows for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+        figure.legend(
+            [named[name] for name in story.runs if name in named], [name for name in story.runs if name in named],
+            loc="outside upper left", ncols=2, frameon=False, handlelength=1.3, columnspacing=1.0, handletextpad=0.5,
+            labelcolor=colors["text"], borderpad=0.1,
+        )  # fmt: skip
+
+
+def _labels(alarms: Sequence[tuple[int, Sequence[str]]], apart: float) -> list[tuple[int, str]]:
+    """What is written at each line. Of lines that are too close to write between, the last has the names of all."""
+    labels: list[tuple[int, list[str]]] = []
+    for step, names in alarms:
+        here = [*names]
+        if labels and step - labels[-1][0] < apart:
+            before, others = labels[-1]
+            labels[-1], here = (before, []), [*others, *names]
+        labels.append((step, here))
+    return [(step, ", ".join(names[:3]) + ("..." if len(names) > 3 else "")) for step, names in labels]
 
 
 def _draw(chart: Chart, axes: Axes, colors: Colors, *, legend_right: bool = False):

@@ -1,5 +1,6 @@
 """The report as Markdown with one picture, to paste into an issue."""
 
+import textwrap
 from pathlib import Path
 
 from ...health import Finding
@@ -16,6 +17,7 @@ _MAIN = (
     "position",
     "length",
 )
+LINE = 150  # characters of a line in a picture
 _AT_LEAST = 4  # then the picture takes others, too
 
 
@@ -31,7 +33,9 @@ def files_of_markdown(report: Report, output: Path) -> dict[Path, bytes]:
 
 def picture_of(report: Report) -> bytes:
     """The answer as a picture: the banner in lines of text, and the story."""
-    return png(f"{report.name}: {report.verdict.headline}", lines_of(report), report.story, [])
+    lines = [report.verdict.detail.replace("`", ""), *lines_of(report), *([report.story.note] if report.story else [])]
+    lines = [part for line in lines for part in textwrap.wrap(line, LINE)]
+    return png(f"{report.name}: {report.verdict.headline}", lines, report.story, [])
 
 
 def lines_of(report: Report) -> list[str]:

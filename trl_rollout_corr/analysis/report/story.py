@@ -13,7 +13,6 @@ from .trends import ROLES, TRENDS, Curve, Trend, curves_of, draw_curves, healthy
 
 # What the story shows, from top to bottom. The sample size stands in where nothing is rejected.
 TOLD = ("k3-kl", "rejected", "sample-size", "effective-lr", "reward")
-_BETWEEN = 12  # labels that fit next to each other
 _VERSUS = ("second", "line")  # of two runs
 
 
@@ -41,16 +40,17 @@ def story(runs: Mapping[str, tuple[Sequence[Mapping[str, Any]], Sequence[Finding
     if not charts:
         return None
     alarms = _marks(runs)
-    note = f"Dashed red: first alarms, {_in_words(alarms, runs)}." if alarms else "No alarm was raised."
+    note = f"Dashed red: first alarms, {_in_words(runs)}." if alarms else "No alarm was raised."
     said = " ".join(f"{chart.title}: {chart.alt}" for chart in charts)
     return Story(
         "What happened",
         f"The run over optimizer steps. {said} {note}",
         charts,
-        _labels(alarms, last=max(int(logs[-1]["step"]) for logs, _ in runs.values() if logs)),
+        list(alarms.items()),
         ("step", *tables),
         rows_of(tables),
         note,
+        list(runs) if len(runs) > 1 else [],
     )
 
 
@@ -95,19 +95,13 @@ def _marks(runs: Mapping[str, tuple[Any, Sequence[Finding]]]) -> dict[int, list[
     return dict(sorted(marks.items()))
 
 
-def _labels(marks: Mapping[int, Sequence[str]], last: int) -> list[tuple[int, str]]:
-    """Lines, and what is written at each. Of lines that are too close to write between, the last has the text of all."""
-    labels: list[tuple[int, list[str]]] = []
-    for step, names in marks.items():
-        here = [*names]
-        if labels and step - labels[-1][0] < last / _BETWEEN:
-            before, others = labels[-1]
-            labels[-1], here = (before, []), [*others, *names]
-        labels.append((step, here))
-    return [(step, ", ".join(names[:3]) + ("..." if len(names) > 3 else "")) for step, names in labels]
-
-
-def _in_words(marks: Mapping[int, Sequence[str]], runs: Collection[str]) -> str:
-    where = "; ".join(f"{', '.join(names)} at step {step}" for step, names in marks.items())
+def _in_words(runs: Mapping[str, tuple[Any, Sequence[Finding]]]) -> str:
+    """Every alarm, by its step."""
+    found = sorted(
+        (finding.step, f"{letter if len(runs) > 1 else ''}{i}", finding.rule)
+        for letter, (_, findings) in zip("AB", runs.values(), strict=False)
+        for i, finding in enumerate(findings, 1)
+    )
+    where = ", ".join(f"{name} ({rule}) at step {step}" for step, name, rule in found)
     letters = [f"{letter}: {name}" for letter, name in zip("AB", runs, strict=False)] if len(runs) > 1 else []
     return f"numbered as the findings: {where}" + (f" ({', '.join(letters)})" if letters else "")

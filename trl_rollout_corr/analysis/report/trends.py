@@ -27,7 +27,7 @@ class Trend(NamedTuple):
 TRENDS = (
     Trend(
         "k3-kl",
-        "KL divergence, k3, nats per token",
+        "Gap (k3_kl), nats per token",
         {f"{PREFIX}k3_kl": "all", f"{PREFIX}engine_k3_kl": "engine", f"{PREFIX}update_k3_kl": "updates since"},
         log=True,
     ),

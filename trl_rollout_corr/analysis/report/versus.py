@@ -1,6 +1,7 @@
 """Two runs, one against the other: what they are, what differs, and one picture of both."""
 
 import dataclasses
+import textwrap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ from ..text import yaml_lines
 from .banner import banner, cards, words
 from .content import Report, build
 from .drawing import Story, png
-from .markdown import lines_of, plain
+from .markdown import LINE, lines_of, plain
 from .markup import document, escaped, figure_of_story, table
 from .story import story
 
@@ -139,4 +140,5 @@ def picture_of_two(versus: Versus) -> bytes:
     for letter, name, report in zip("AB", versus.names, versus.reports, strict=True):
         lines += [f"{letter}: {name}. {report.verdict.headline}. {dict(report.about).get('Correction', '')}"]
     lines += lines_of(versus.reports[1])[-1:]
+    lines += textwrap.wrap(versus.story.note, LINE) if versus.story else []
     return png(versus.title, lines, versus.story, [])
