@@ -717,7 +717,7 @@ def test_the_worst_token_is_the_worst(dump, page):
     assert len(rows) == len({row[0] for row in rows}) > 5
 
 
-def test_colors_of_the_worst_tokens_are_those_of_the_legend(dump):
+def test_colors_of_the_worst_tokens_are_those_of_the_legend(dump, page):
     text = (dump.parent / "report.html").read_text(encoding="utf-8")
     legend = dict(re.findall(r'<span class="([ud]\d)">(-?[\d.]+)</span>', text))
     assert all(float(level) > 0 if shade.startswith("u") else float(level) < 0 for shade, level in legend.items())

@@ -11,7 +11,7 @@ def banner(report: Report, title: str = "") -> str:
     """How the run is doing."""
     verdict = report.verdict
     about = "".join(f"<div><dt>{escaped(label)}</dt><dd>{escaped(value)}</dd></div>" for label, value in report.about)
-    heading = f'<p class="name">{escaped(title)}</p>' if title else ""
+    heading = f'<p class="name">{escaped(title)}</p>\n' if title else ""
     return (
         f'<section class="banner {verdict.level}">{heading}<p class="verdict">{escaped(verdict.headline)}</p>\n'
         f"<p>{code(verdict.detail)}</p>\n"
