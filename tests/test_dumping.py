@@ -1,7 +1,7 @@
 """What a run writes to `rollout_dump_dir`."""
 
 import math
-from datetime import date, datetime, timezone
+from datetime import UTC, date, datetime
 
 import pytest
 import torch
@@ -93,7 +93,7 @@ def test_rows_hold_text_and_what_happened(make, tmp_path):
     assert dump.settings["rollout_correction"] == "decoupled_seq_is_rs"
     about = read_table(tmp_path / "dump")[1].about
     assert (about["model"], about["trainer"]) == ("tiny0", "RolloutCorrectedGRPOTrainer")
-    assert date.fromisoformat(about["date"]) <= datetime.now(timezone.utc).date()
+    assert date.fromisoformat(about["date"]) <= datetime.now(UTC).date()
     assert [entry["step"] for entry in dump.logs if "loss" in entry] == [1, 2, 3]
     tokenizer = trainer.processing_class
     for row in dump.rows:

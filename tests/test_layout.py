@@ -23,6 +23,7 @@ ORDER = [
     "health",
     "rules",
     "migrate",
+    "shipped",
     "config",  # so far without torch
     "functional",
     "histogram",

@@ -3,6 +3,7 @@
 import html
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -213,6 +214,16 @@ def test_a_run_with_a_dump(dump, tmp_path, undrawn):
     page = Page(write(tmp_path / "run", tmp_path / "report.html"))
     assert "Logged steps1 to 16, 12 logging windowsDumped steps1 to 6" in page.text
     assert {"trends", "distribution", "rejected", "worst"} <= set(page.ids)
+
+
+def test_of_several_dumps_the_latest_is_taken_and_named(tmp_path, undrawn):
+    for i, name in enumerate(("b", "a", "c")):
+        folder = make_dump(tmp_path / "runs" / name, steps=i + 1)
+        for file in folder.iterdir():
+            os.utime(file, (1e9 - i, 1e9 - i))
+    page = Page(write(tmp_path / "runs", tmp_path / "report.html"))
+    assert page.text.startswith("Rollout report: runs/b Rollout report: runs/b ")
+    assert "Logged steps1, 1 logging window" in page.text
 
 
 def test_a_real_run(tiny_model_path, tmp_path, undrawn):

@@ -1,15 +1,17 @@
 """
 Command line.
 
-    python -m trl_rollout_corr convert old.yaml
-    python -m trl_rollout_corr report outputs/run -o report.html
-    python -m trl_rollout_corr compare outputs/run/dump
+    trl-rollout-corr convert old.yaml
+    trl-rollout-corr report outputs/run -o report.html
+    trl-rollout-corr compare outputs/run/dump
+    trl-rollout-corr recipes
 """
 
 import argparse
 import sys
 import warnings
 
+from . import __version__
 from .messages import SelfContainedError
 
 
@@ -35,7 +37,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser. What it returns has `run`, which takes the arguments and returns what to print."""
-    parser = argparse.ArgumentParser(prog="python -m trl_rollout_corr", description="Tools for rollout correction.")
+    parser = argparse.ArgumentParser(prog="trl-rollout-corr", description="Tools for rollout correction.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
 
     command = commands.add_parser(
@@ -81,6 +84,14 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument("--epsilon", type=float, default=0.2, help="PPO's clipping in bypass mode (default: 0.2)")
     command.add_argument("--epsilon_high", type=float, help="its upper side, if it is another")
     command.set_defaults(run=_compare, subject="dump")
+
+    command = commands.add_parser(
+        "recipes",
+        help="write out the recipes and the examples that run them",
+        description="Write the folders recipes/ and examples/, so that the commands of the documents work.",
+    )
+    command.add_argument("folder", nargs="?", default=".", help="where to (default: here)")
+    command.set_defaults(run=_recipes, subject="folder")
     return parser
 
 
@@ -106,6 +117,12 @@ def _compare(args: argparse.Namespace) -> str:
     clip = 1 - args.epsilon, 1 + (args.epsilon if args.epsilon_high is None else args.epsilon_high)
     comparison = compare(args.dump, args.config, clip=clip, worst=args.worst, steps=steps)
     return as_json(comparison) if args.json else as_markdown(comparison)
+
+
+def _recipes(args: argparse.Namespace) -> str:
+    from .shipped import write_recipes
+
+    return write_recipes(args.folder)
 
 
 def _parse_steps(text: str | None) -> tuple[int, int] | None:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .criteria import CRITERIA, DIRECTED
+from .messages import nearest
 
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|\+?\.?inf", re.IGNORECASE)
@@ -139,7 +140,9 @@ def parse_criteria(value: Any) -> list[str] | None:
         return None
     for name in names:
         if name not in CRITERIA:
-            raise ValueError(f"`rollout_rs` contains {name!r}. Allowed names: {', '.join(CRITERIA)}.")
+            raise ValueError(
+                f"`rollout_rs` contains {name!r}.{nearest(name, CRITERIA)} Allowed names: {', '.join(CRITERIA)}."
+            )
     if len(set(names)) < len(names):
         raise ValueError(f"`rollout_rs` names a criterion twice, got {names}. List each once.")
     return names

@@ -6,7 +6,7 @@ import re
 import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from copy import copy
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
@@ -114,6 +114,8 @@ def _read(path: Path, states: list[Path], folder: Path | None) -> Run:
     elif dump is not None:
         damage += _cut_short(logs, dump.sequences)
     name = (path.parent if path.is_file() else path).resolve().name
+    if folder is not None and folder.parent == path and len([*path.glob("*/step-*.parquet")]) > len(files_of(folder)):
+        name = f"{name}/{folder.name}"  # one of several
     planned = state.get("max_steps")
     return Run(name, logs, logged_by, dump, about, planned if isinstance(planned, int) else None, damage)
 
@@ -169,7 +171,7 @@ def find_dump(folder: Path) -> Path | None:
     if files_of(folder):
         return folder
     below = [path for path in sorted(folder.iterdir()) if path.is_dir() and files_of(path)]
-    return max(below, key=lambda path: files_of(path)[-1].name, default=None)
+    return max(below, key=lambda path: files_of(path)[-1].stat().st_mtime_ns, default=None)
 
 
 # Logs ---------------------------------------------------------------------------------------------------------------------
@@ -206,7 +208,7 @@ def _read_state(path: Path) -> dict[str, Any]:
 
 def _about_run(folder: Path, state: Path) -> About:
     """From the model card that a trainer writes beside its checkpoints, and the day on which the state was written."""
-    date = datetime.fromtimestamp(state.stat().st_mtime, timezone.utc).date().isoformat()
+    date = datetime.fromtimestamp(state.stat().st_mtime, UTC).date().isoformat()
     cards = [card for card in (folder / "README.md", folder.parent / "README.md") if card.is_file()]
     text = cards[0].read_text(encoding="utf-8", errors="replace") if cards else ""
     try:

@@ -4,7 +4,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import fields
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +13,8 @@ from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from ..config import RolloutCorrectionConfig
-from ..dump import append_log, files_of, read_logs, remove_oldest, rewind, write_rows
+from ..dump import append_log, remove_oldest, rewind, write_rows
+from .checks import check_dump_folder
 
 
 class Offered(NamedTuple):
@@ -130,18 +131,8 @@ class SequenceDump(TrainerCallback):
         name = str(getattr(getattr(model, "config", None), "_name_or_path", ""))
         # of a model that is on this machine, its folder says nothing to others
         self.about["model"] = Path(name).name if os.path.isdir(name) else name
-        self.about["date"] = datetime.now(timezone.utc).date().isoformat()
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            if not os.access(self.folder, os.W_OK):
-                raise PermissionError("it is not writable")
-        except OSError as error:
-            raise ValueError(f"`rollout_dump_dir` is {str(self.folder)!r}, which cannot be used: {error}.") from None
-        if state.global_step == 0 and (files_of(self.folder) or read_logs(self.folder)):
-            raise ValueError(
-                f"`rollout_dump_dir` is {str(self.folder)!r}, which holds the dump of another run. Name another folder (for a "
-                "second `train()`, in `trainer.args`), or remove it, for instance if that run ended before a checkpoint."
-            )
+        self.about["date"] = datetime.now(UTC).date().isoformat()
+        check_dump_folder(self.folder, new_run=state.global_step == 0)
         if state.global_step and self.accelerator.is_local_main_process:
             # what came after the checkpoint comes again
             rewind(self.folder, state.global_step, logs=state.is_world_process_zero)

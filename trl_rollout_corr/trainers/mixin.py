@@ -37,6 +37,7 @@ from .checks import (
     check_bases,
     check_config_class,
     check_dropout,
+    check_dump_folder,
     check_has_sampler,
     check_server_logprobs,
     definer,
@@ -109,6 +110,8 @@ class RolloutCorrectionMixin(_Host):
             model_name = model if isinstance(model, str) else model.config._name_or_path
             return self._config_class(f"{model_name.split('/')[-1]}-{self._name}")
         check_config_class(args, self._config_class)
+        if args.rollout_dump_dir is not None:  # now, and not after vLLM has started
+            check_dump_folder(Path(args.rollout_dump_dir), new_run=False)
         return args
 
     def _check_server(self):
