@@ -26,6 +26,7 @@ _SHARED = {
     "_compute_loss": ["self", "model", "inputs"],
     "log": ["self", "logs", "start_time"],
     "add_callback": ["self", "callback"],
+    "create_model_card": ["self", "model_name"],
 }
 METHODS = {
     GRPOTrainer: _SHARED,
