@@ -47,6 +47,7 @@ ANALYSIS = [
     "phase",
     "replay",
     "spread",
+    "exact",
     "compare",
     "report",
 ]
