@@ -34,7 +34,7 @@ from trl_rollout_corr.trainers.batch import FIRST_COEFFICIENTS, FIRST_LOGPS, ROL
 from trl_rollout_corr.trainers.sampler import sync_weights_on_cpu
 
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.seam("rloo")]
 
 LORA = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], init_lora_weights="gaussian")
 

@@ -106,6 +106,7 @@ def two_ranks(tiny_model_path, folder) -> TwoRanks:
 RAISES_ON_ONE = {"sampler": {"break_on_rank": 1}, "rollout_nan_policy": "raise"}
 
 
+@pytest.mark.seam("ranks")
 def test_a_rank_that_raises_ends_all_of_them(two_ranks):
     assert two_ranks.process.returncode != 0
     assert "`rollout_nan_policy` is 'raise'" in two_ranks.process.stderr
@@ -246,6 +247,7 @@ COLLECTIVES = {
 }
 
 
+@pytest.mark.seam("ranks")
 def test_collectives_are_one_per_log_and_those_of_normalisation(two_ranks):
     found = {name: ranks[0]["collectives"] for name, ranks in two_ranks.results["collectives"].items()}
     logs, generations, micro_batches = 2, 4, 8
@@ -283,6 +285,7 @@ DISAGREEMENTS["rejected before the baseline"] = {
 }  # fmt: skip
 
 
+@pytest.mark.seam("ranks")
 @pytest.mark.parametrize("case", DISAGREEMENTS)
 def test_ranks_may_disagree(two_ranks, case):
     ranks = two_ranks.results["disagreement"][case]
@@ -418,6 +421,7 @@ def assert_in_step(found: dict[str, list[dict]]):
             assert abs(entry[f"{PREFIX}log_ratio_min"]) < 1e-4, name
 
 
+@pytest.mark.seam("ranks")
 @pytest.mark.vllm
 def test_a_real_sampler_on_each_rank(two_ranks):
     assert_in_step(two_ranks.results["vllm"])
