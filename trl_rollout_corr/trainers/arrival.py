@@ -65,11 +65,10 @@ class Mark:
         # Positive and negative by turns, so that what one token takes from its neighbours does not cancel
         place = _numbers(gradient, 0) + (_numbers(gradient, 1) if per_token else 0)
         signs = (1.0 - 2.0 * (place % 2)).to(gradient.dtype)
-        try:
-            followed = [self._of_factor(gradient), self._of_factor(gradient * signs) * signs]
-        except RuntimeError:  # an operator without second derivatives; the first ones have been there
+        once, signed = self._of_factor(gradient), self._of_factor(gradient * signs)
+        if once is None or signed is None:
             return True
-        parts = torch.stack([gradient.detach(), *followed])
+        parts = torch.stack([gradient.detach(), once, signed * signs])
         if not per_token:
             parts = parts.sum(2)
         whole, once, signed = parts
@@ -83,12 +82,12 @@ class Mark:
             )
         return size > 0
 
-    def _of_factor(self, gradient: torch.Tensor) -> torch.Tensor:
-        """What of a gradient follows the factor, `(B, T)`."""
-        if not gradient.requires_grad:
-            return torch.zeros_like(gradient)
-        (followed,) = torch.autograd.grad(gradient.sum(), self.factor, retain_graph=True, allow_unused=True)
-        return torch.zeros_like(gradient) if followed is None else followed
+    def _of_factor(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        """What of a gradient follows the factor, `(B, T)`, or `None` if the loss has an operator without second derivatives."""
+        try:
+            return torch.autograd.grad(gradient.sum(), self.factor, retain_graph=True, allow_unused=True)[0]
+        except RuntimeError:
+            return None
 
 
 def _numbers(like: torch.Tensor, dim: int) -> torch.Tensor:
