@@ -4,6 +4,7 @@ Command line.
     python -m trl_rollout_corr convert old.yaml
     python -m trl_rollout_corr report outputs/run -o report.html
     python -m trl_rollout_corr compare outputs/run/dump
+    python -m trl_rollout_corr check
 """
 
 import argparse
@@ -12,7 +13,7 @@ import warnings
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line and return the exit code: 2 for input that cannot be used."""
+    """Run the command line and return the exit code: 2 for input that cannot be used, 1 if `check` says no."""
     args = make_parser().parse_args(arguments)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -25,12 +26,13 @@ def main(arguments: list[str] | None = None) -> int:
         if issubclass(warning.category, UserWarning):
             print(f"warning: {warning.message}", file=sys.stderr)
     sys.stdout.write(output)
-    return 0
+    return args.code
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser. What it returns has `run`, which takes the arguments and returns what to print."""
     parser = argparse.ArgumentParser(prog="python -m trl_rollout_corr", description="Tools for rollout correction.")
+    parser.set_defaults(code=0)  # exit code of a command that ran
     commands = parser.add_subparsers(dest="command", required=True)
 
     command = commands.add_parser(
@@ -69,6 +71,13 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument("--epsilon", type=float, default=0.2, help="PPO's clipping in bypass mode (default: 0.2)")
     command.add_argument("--epsilon_high", type=float, help="its upper side, if it is another")
     command.set_defaults(run=_compare, subject="dump")
+
+    command = commands.add_parser(
+        "check",
+        help="say whether the installed TRL can be corrected",
+        description="Print what is installed, what is relied on in TRL and whether it is there, and a verdict.",
+    )
+    command.set_defaults(run=_check)
     return parser
 
 
@@ -94,6 +103,14 @@ def _compare(args: argparse.Namespace) -> str:
     clip = 1 - args.epsilon, 1 + (args.epsilon if args.epsilon_high is None else args.epsilon_high)
     comparison = compare(args.dump, args.config, clip=clip, worst=args.worst, steps=steps)
     return as_json(comparison) if args.json else as_markdown(comparison)
+
+
+def _check(args: argparse.Namespace) -> str:
+    from .trainers.inspection import inspect_trl
+
+    report, usable = inspect_trl()
+    args.code = 0 if usable else 1
+    return report
 
 
 def _parse_steps(text: str | None) -> tuple[int, int] | None:

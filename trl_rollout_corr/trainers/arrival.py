@@ -56,7 +56,7 @@ class Mark:
         Raises:
             `RuntimeError`: if the loss has its log-probabilities or its coefficients from elsewhere.
         """
-        gradient, first = torch.autograd.grad(loss, [self.logps, self.factor], create_graph=True, allow_unused=True)
+        gradient, first = self._gradients(loss)
         if gradient is None or first is None:
             lost = "log-probabilities" if gradient is None else "coefficients"
             raise not_arrived(f"its gradient does not depend on the {lost} that it was handed")
@@ -81,6 +81,12 @@ class Mark:
                 f"{unweighted / total:.0%} of the gradient of some token does not follow its coefficient"
             )
         return size > 0
+
+    def _gradients(self, loss: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The gradient of a loss with respect to log-probabilities and factor, `None` where it does not depend on them."""
+        if not loss.requires_grad:
+            return None, None
+        return torch.autograd.grad(loss, [self.logps, self.factor], create_graph=True, allow_unused=True)
 
     def _of_factor(self, gradient: torch.Tensor) -> torch.Tensor | None:
         """What of a gradient follows the factor, `(B, T)`, or `None` if the loss has an operator without second derivatives."""

@@ -11,7 +11,6 @@ import inspect
 from collections.abc import Iterator
 from importlib.metadata import version
 from types import CodeType, FunctionType
-from typing import NamedTuple
 
 from packaging.version import Version
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
@@ -73,22 +72,7 @@ FIELDS = {
 CONFIGS = {GRPOTrainer: GRPOConfig, RLOOTrainer: RLOOConfig}
 
 
-class Line(NamedTuple):
-    """
-    One thing that is relied on.
-
-    Args:
-        what (`str`):
-            The thing.
-        change (`str`, *optional*):
-            A sentence about what has become of it. By default it is in its place.
-    """
-
-    what: str
-    change: str | None = None
-
-
-def contract_lines(owner: type) -> Iterator[Line]:
+def look_at(owner: type) -> Iterator[str | None]:
     """
     Look at a class of TRL.
 
@@ -97,21 +81,20 @@ def contract_lines(owner: type) -> Iterator[Line]:
             Trainer, or backend of generation.
 
     Yields:
-        [`Line`]: one per method, attribute, key of the batch and field of the configuration that is relied on.
+        `str` or `None`: one per method, attribute, key of the batch and field of the configuration that is relied on: `None`
+        if it is in its place, or a sentence about what has become of it.
     """
     for name, expected in METHODS[owner].items():
-        yield Line(f"{owner.__name__}.{name}({', '.join(expected[1:])})", _change_of_method(owner, name, expected))
+        yield _change_of_method(owner, name, expected)
     found = _mentioned(owner)
     for kind, names in NAMES[owner].items():
         for name in names:
-            where = f"{kind} `{name}` of `{owner.__name__}`"
-            yield Line(where.replace("`", ""), None if name in found else f"The {where} is gone.")
+            yield None if name in found else f"The {kind} `{name}` of `{owner.__name__}` is gone."
     config = CONFIGS.get(owner)
     if config is not None:
         fields = {field.name for field in dataclasses.fields(config)}
         for name in FIELDS[config]:
-            change = None if name in fields else f"The field `{name}` of `{config.__name__}` is gone."
-            yield Line(f"field {name} of {config.__name__}", change)
+            yield None if name in fields else f"The field `{name}` of `{config.__name__}` is gone."
 
 
 def _change_of_method(owner: type, name: str, expected: list[str]) -> str | None:
@@ -153,7 +136,7 @@ def _names_in(code: CodeType) -> set[str]:
 
 def changes(owner: type) -> list[str]:
     """Sentences about what has moved in a class of TRL."""
-    return [line.change for line in contract_lines(owner) if line.change]
+    return [change for change in look_at(owner) if change]
 
 
 def refusal(trainers: list[type]) -> str | None:

@@ -37,8 +37,8 @@ def inspect_trl() -> tuple[str, bool]:
     Returns:
         `tuple[str, bool]`: a report, and whether the trainers start with what is installed.
     """
-    lines = [f"{'python':<14} {platform.python_version()}", f"{'trl-rollout-corr':<14} {__version__}"]
-    lines += [f"{package:<14} {installed(package) or 'not installed'}{_remark(package)}" for package in PACKAGES]
+    lines = [f"{'python':<17} {platform.python_version()}", f"{'trl-rollout-corr':<17} {__version__}"]
+    lines += [f"{package:<17} {installed(package) or 'not installed'}{_remark(package)}" for package in PACKAGES]
     contract, problem = _look_at_contract()
     lines += ["", *contract, "", problem or f"trl {installed('trl')} can be corrected.{_untested()}"]
     return "\n".join(lines) + "\n", problem is None
@@ -66,8 +66,10 @@ def _look_at_contract() -> tuple[list[str], str | None]:
 
 def _contract_lines(contract) -> Iterator[str]:
     for owner in contract.METHODS:
-        for line in contract.contract_lines(owner):
-            yield f"{'moved' if line.change else 'ok':<6} {line.change or line.what}"
+        found = list(contract.look_at(owner))
+        changes = [change for change in found if change]
+        yield f"{owner.__name__:<17} {len(found) - len(changes)} of {len(found)} names that are relied on are in their place"
+        yield from (f"{'':<17} {change}" for change in changes)
 
 
 def _untested() -> str:

@@ -77,6 +77,3 @@ PASSES_BY = {"use_liger_kernel": "1.14"}
 # TRL puts the trainer's log-probabilities on the tokens that these left to vLLM, so that they distort no ratio any more
 RENORMALIZED = ("top_p", "top_k", "min_p")
 RENORMALIZED_SINCE = "1.17"
-
-
-# From 1.18 on, as its release notes say: the asynchronous trainer moves ------------------------------------------------
