@@ -188,7 +188,7 @@ def over_kept_tokens(self, model, input_ids, attention_mask, logits_to_keep, **_
     output = model(input_ids=input_ids, attention_mask=attention_mask)
     logits = output.logits[:, -logits_to_keep - 1 : -1].float() / self.temperature
     kept = logits >= logits.topk(self.args.top_k).values[..., -1:]
-    logps = logits.masked_fill(~kept, -torch.inf).log_softmax(-1)
+    logps = logits.masked_fill(~kept, -1e4).log_softmax(-1)
     logps = logps.gather(-1, input_ids[:, -logits_to_keep:, None])[..., 0]
     return logps, torch.zeros_like(logps), None
 
