@@ -202,7 +202,6 @@ def test_rejected_tokens_stay_in_the_denominators(make):
 # Bypass mode ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.seam("forwards")
 @pytest.mark.parametrize("loss", ["ppo_clip", "reinforce"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("beta", [0.0, 0.1])
@@ -403,7 +402,6 @@ def test_cispo_must_not_cap_a_ratio_of_one(tmp_path):
     RolloutCorrectedGRPOConfig(str(tmp_path), **fields, epsilon_high=5.0)
 
 
-@pytest.mark.seam("lora")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 @pytest.mark.parametrize("schedule", ["aligned", "two iterations", "several steps per generation"])
