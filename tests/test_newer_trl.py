@@ -43,10 +43,10 @@ def test_a_release_in_the_window_is_silent(monkeypatch, version):
 @pytest.mark.parametrize("version", ["1.17.0", "1.17.0.dev0", "1.99.1"])
 def test_a_newer_release_is_warned_about_once(monkeypatch, version):
     pretend(monkeypatch, version)
-    with pytest.warns(UserWarning, match=f"trl {version} is newer") as caught:
-        for trainer in (GRPOTrainer, RLOOTrainer, GRPOTrainer):
-            contract.check_trl(trainer)
-    assert len(caught) == 1
+    with pytest.warns(UserWarning, match=f"trl {version} is newer"):
+        contract.check_trl(GRPOTrainer)
+    contract.check_trl(RLOOTrainer)  # a second warning would be an error here
+    contract.check_trl(GRPOTrainer)
 
 
 # What it has moved ----------------------------------------------------------------------------------------------------

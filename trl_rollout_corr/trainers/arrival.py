@@ -86,10 +86,11 @@ class Mark:
         """The gradient of a loss with respect to log-probabilities and factor, `None` where it does not depend on them."""
         if not loss.requires_grad:
             return None, None
-        return torch.autograd.grad(loss, [self.logps, self.factor], create_graph=True, allow_unused=True)
+        logps, factor = torch.autograd.grad(loss, [self.logps, self.factor], create_graph=True, allow_unused=True)
+        return logps, factor
 
     def _of_factor(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """What of a gradient follows the factor, `(B, T)`, or `None` if the loss has an operator without second derivatives."""
+        """What of a gradient follows the factor, `(B, T)`. `None`: the loss has an operator without second derivatives."""
         try:
             return torch.autograd.grad(gradient.sum(), self.factor, retain_graph=True, allow_unused=True)[0]
         except RuntimeError:
