@@ -14,6 +14,7 @@ from tests.training import BrokenSampler, build, micro_batches
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer, RolloutCorrectedRLOOTrainer
 from trl_rollout_corr.trainers import contract
 from trl_rollout_corr.trainers.mixin import RolloutCorrectionMixin
+from trl_rollout_corr.trainers.versions import FIRST_UNSUPPORTED, OLDEST
 
 
 pytestmark = pytest.mark.seam("contract")
@@ -49,7 +50,7 @@ def test_every_overridden_method_is_in_the_contract(ours):
 def test_the_supported_range_is_the_one_that_installers_read():
     asked = [line for line in (ROOT / "pyproject.toml").read_text().splitlines() if "trl" in line and ">=" in line]
     ranges = {found for line in asked for found in re.findall(r'"trl(?:\[vllm\])?([^"]+)"', line)}
-    assert ranges == {f">={contract.OLDEST},<{contract.FIRST_UNSUPPORTED}"}
+    assert ranges == {f">={OLDEST},<{FIRST_UNSUPPORTED}"}
 
 
 def test_keys_of_a_scored_batch(make, tiny_model_path):

@@ -14,8 +14,8 @@ from tests.tiny import StaleSampler
 from tests.training import TRAINERS, VLLM, assert_same_steps, build, logged, losses, micro_batches
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
 from trl_rollout_corr.__main__ import main
-from trl_rollout_corr.trainers import checks, contract
-from trl_rollout_corr.trainers.contract import FIRST_UNSUPPORTED, OLDEST
+from trl_rollout_corr.trainers import checks, contract, inspection, versions
+from trl_rollout_corr.trainers.versions import FIRST_UNSUPPORTED, OLDEST, Version
 
 
 # Its version ----------------------------------------------------------------------------------------------------------
@@ -23,7 +23,7 @@ from trl_rollout_corr.trainers.contract import FIRST_UNSUPPORTED, OLDEST
 
 def pretend(monkeypatch, version: str):
     monkeypatch.setattr(contract, "version", lambda name: version)
-    monkeypatch.setattr(contract, "release", lambda: contract.Version(contract.Version(version).base_version))
+    monkeypatch.setattr(contract, "release", lambda: Version(Version(version).base_version))
     monkeypatch.setattr(contract, "_told", set())
 
 
@@ -32,6 +32,13 @@ def test_a_release_outside_the_window_is_refused(monkeypatch, version):
     pretend(monkeypatch, version)
     with pytest.raises(ImportError, match=rf"trl>={OLDEST},<{FIRST_UNSUPPORTED}, got trl {version}.*pip install"):
         contract.check_trl(GRPOTrainer)
+
+
+def test_check_names_the_window_to_whoever_is_outside_it(monkeypatch, capsys):
+    monkeypatch.setattr(versions, "release", lambda: Version("0.24.0"))  # which has no `VLLMGeneration`
+    monkeypatch.setattr(inspection, "version", lambda name: "0.24.0")
+    assert main(["check"]) == 1
+    assert f"works with trl>={OLDEST},<{FIRST_UNSUPPORTED}, got trl 0.24.0" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("version", ["1.10.0", "1.10.0.dev0", "1.14.2", "1.16.3"])
@@ -199,8 +206,8 @@ def test_truncation_that_trl_makes_up_for_is_not_corrected_again(
     tiny_model_path, tmp_path, shared_engine, monkeypatch, makes_up
 ):
     if makes_up:
-        monkeypatch.setattr(checks, "INSTALLED", contract.Version("1.17.0"))
-        monkeypatch.setattr(checks, "before", lambda other: contract.Version(other) > contract.Version("1.17.0"))
+        monkeypatch.setattr(checks, "INSTALLED", Version("1.17.0"))
+        monkeypatch.setattr(checks, "before", lambda other: Version(other) > Version("1.17.0"))
         monkeypatch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", over_kept_tokens)
     with pytest.warns(UserWarning, match="`top_k=4` changes the distribution") as caught:
         trainer = build(
@@ -219,7 +226,7 @@ def test_truncation_that_trl_makes_up_for_is_not_corrected_again(
 def test_a_loss_that_is_one_kernel_is_refused_where_it_was_one(tmp_path, monkeypatch):
     if "use_liger_kernel" not in {field.name for field in dataclasses.fields(GRPOConfig)}:
         pytest.skip("this TRL has no such option")
-    monkeypatch.setattr(checks, "before", lambda other: contract.Version(other) > contract.Version("1.13.0"))
+    monkeypatch.setattr(checks, "before", lambda other: Version(other) > Version("1.13.0"))
     config = RolloutCorrectedGRPOConfig(str(tmp_path), bf16=False)
     checks.check_passes_by(config)
     config.use_liger_kernel = True

@@ -12,12 +12,11 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from types import CodeType, FunctionType
 
-from packaging.version import Version
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 
 from ..messages import warn
-from .versions import FIRST_UNSUPPORTED, NEWEST_TESTED, OLDEST, PUSHES_WEIGHTS, is_untested, release
+from .versions import NEWEST_TESTED, OLDEST, PUSHES_WEIGHTS, is_untested, outside_window, release
 
 
 # Leading parameters that are passed or read by position or by name.
@@ -141,12 +140,10 @@ def changes(owner: type) -> list[str]:
 
 def refusal(trainers: list[type]) -> str | None:
     """Why the installed TRL cannot be used with some of its trainers, or `None` if it can."""
-    installed, trl = version("trl"), release()
-    if not Version(OLDEST) <= trl < Version(FIRST_UNSUPPORTED):
-        return (
-            f"trl-rollout-corr works with trl>={OLDEST},<{FIRST_UNSUPPORTED}, got trl {installed}. "
-            f"Run `pip install 'trl>={OLDEST},<{FIRST_UNSUPPORTED}'`."
-        )
+    installed = version("trl")
+    outside = outside_window(release(), installed)
+    if outside:
+        return outside
     found = [change for owner in (*trainers, VLLMGeneration) for change in changes(owner)]
     if found:
         return (

@@ -55,6 +55,11 @@ def _look_at_contract() -> tuple[list[str], str | None]:
     """Lines about what is relied on in TRL, and why the trainers do not start with it."""
     if installed("trl") is None:
         return [], "trl is not installed: `pip install trl`."
+    from .versions import outside_window, release
+
+    outside = outside_window(release(), version("trl"))
+    if outside:  # it may lack the modules that are looked at
+        return [], outside
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # TRL's, about what is said above

@@ -31,6 +31,16 @@ def before(other: str) -> bool:
     return Version(other) > INSTALLED
 
 
+def outside_window(trl: Version, named: str) -> str | None:
+    """Why a release of TRL is too old or too new, or `None` if it is neither."""
+    if Version(OLDEST) <= trl < Version(FIRST_UNSUPPORTED):
+        return None
+    return (
+        f"trl-rollout-corr works with trl>={OLDEST},<{FIRST_UNSUPPORTED}, got trl {named}. "
+        f"Run `pip install 'trl>={OLDEST},<{FIRST_UNSUPPORTED}'`."
+    )
+
+
 def is_untested(trl: Version) -> bool:
     """Whether a release of TRL is newer than those that this package was tested with."""
     return trl.release[:2] > Version(NEWEST_TESTED).release
