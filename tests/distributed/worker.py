@@ -9,6 +9,7 @@ import gc
 import json
 import os
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 
@@ -106,7 +107,7 @@ def build(case: dict, folder: Path):
     trainer_class, config_class = TRAINERS[kind]
     unset_hf_deepspeed_config()  # of the case before: the sampler's own model must not be partitioned
     if case.pop("fsdp_on_cpu", False):
-        pretend_cpus_are_accelerators()
+        pretend_cpus_are_accelerators(case.get("ddp_timeout", 1800))
         case["accelerator_config"] = {"use_configured_state": True}
     arguments = {"reward_funcs": length_reward, "train_dataset": numbered_prompts(64)}
     if kind == "grpo" and not case.get("use_vllm"):
@@ -124,10 +125,10 @@ def build(case: dict, folder: Path):
     return trainer
 
 
-def pretend_cpus_are_accelerators():
+def pretend_cpus_are_accelerators(timeout: int):
     """Accelerate turns an FSDP configuration into plain data parallelism on CPUs; torch can shard there."""
     AcceleratorState._reset_state(reset_partial_state=True)
-    PartialState(cpu=False, backend="gloo")
+    PartialState(cpu=False, backend="gloo", timeout=timedelta(seconds=timeout))
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
