@@ -86,7 +86,7 @@ def look_at(owner: type) -> Iterator[str | None]:
     for name, expected in METHODS[owner].items():
         yield _change_of_method(owner, name, expected)
     found = _mentioned(owner)
-    for kind, names in NAMES[owner].items():
+    for kind, names in NAMES.get(owner, {}).items():
         for name in names:
             yield None if name in found else f"The {kind} `{name}` of `{owner.__name__}` is gone."
     config = CONFIGS.get(owner)

@@ -295,7 +295,7 @@ class RolloutCorrectionMixin(_Host):
 
     def _check_arrival(self, call: LossCall, loss: torch.Tensor):
         """Check that a loss was corrected: by what it read, and once by its gradient."""
-        own = definer(type(self), "_compute_loss") is not self._trl_class
+        own = definer(type(self), "_compute_loss") not in self._trl_class.__mro__
         call.check_corrected(type(self), set() if own or not self.args.corrects else {"advantages", self._anchor_key})
         if call.mark is not None:
             per_token = getattr(self, "importance_sampling_level", "token") == "token"
