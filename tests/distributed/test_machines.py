@@ -16,10 +16,9 @@ import psutil
 import pytest
 import torch
 
-from tests.distributed.test_ranks import ENGINES, EVERYTHING, engine_config, reports
+from tests.distributed.test_ranks import ENGINES, EVERYTHING, assert_in_step, engine_config, metrics_of, reports
 from tests.launching import ACCELERATE, ROOT, clean_environment, free_port
 from tests.training import assert_same_metrics
-from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
 from trl_rollout_corr.keys import PREFIX
 
 
@@ -144,14 +143,12 @@ def test_two_machines_train_as_one_process(tiny_model_path, tmp_path):
         assert_same_training(trained(result), expected)
 
 
-RLOO = {
-    "trainer": "rloo",
-    "use_vllm": True,
-    "vllm_mode": "colocate",
-    "vllm_max_model_length": 64,
+RLOO = {"trainer": "rloo", "use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 64}
+STALE = {  # another sampler than the trainer, by so much; Accelerate shards nothing on CPUs, unless it is told otherwise
     "spread": 0.05,
     "learning_rate": 0.0,
     "max_steps": 2,
+    "logging_steps": 2,
     "rollout_is": "token",
     "rollout_is_threshold": [0.8, 1.3],
     **EVERYTHING,
@@ -160,23 +157,20 @@ RLOO = {
 
 @pytest.mark.slow
 @pytest.mark.vllm
-def test_metrics_of_rloo_on_two_machines_are_those_of_one_process(tiny_model_path, tmp_path):
-    """Computed again in this process from the log-probabilities that each rank wrote down."""
-    folder = tmp_path / "machines"
-    with cluster({"rloo": {"model": tiny_model_path, "logging_steps": 2, **RLOO, **FSDP2}}, folder) as machines:
-        found = machines.results()["rloo"]
-    seen = [entry for rank in range(RANKS) for entry in torch.load(folder / f"rloo.{rank}.pt")]
-    length = max(train.shape[1] for train, _, _ in seen)
-    train, rollout, mask = (
-        torch.cat([torch.nn.functional.pad(entry[i], (0, length - entry[i].shape[1])) for entry in seen])
-        for i in range(3)
-    )
-    config = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=[0.8, 1.3], **EVERYTHING)
-    expected = compute_rollout_correction(train, rollout, mask, config).metrics()
-    assert expected[f"{PREFIX}k3_kl"] > 0.0
-    for result in found:
+def test_rloo_on_two_machines(tiny_model_path, tmp_path):
+    """Metrics are those of what all ranks saw, and sharded weights reach the sampler of each."""
+    folder, cases = tmp_path / "machines", {"stale": STALE, "sharded": {"learning_rate": 1e-3, **FSDP2}}
+    with cluster(
+        {name: {"model": tiny_model_path, **RLOO, **case} for name, case in cases.items()}, folder
+    ) as machines:
+        found = machines.results()
+    expected = metrics_of([entry for rank in range(RANKS) for entry in torch.load(folder / f"stale.{rank}.pt")])
+    assert expected[f"{PREFIX}k3_kl"] > 1e-4
+    for result in found["stale"]:
         (metrics,) = reports(result, PREFIX)
         assert_same_metrics({key: metrics[key] for key in expected}, expected, rel=2e-5, abs=2e-6)
+    assert {result["engine"] for result in found["sharded"]} == {"FSDPQwen2ForCausalLM"}
+    assert_in_step({"sharded": found["sharded"]})
 
 
 @pytest.mark.slow

@@ -218,18 +218,21 @@ def test_ranks_end_with_the_same_parameters(by_ranks, ranks):
         assert len({result["parameters"] for result in case}) == 1
 
 
-def test_logged_metrics_are_those_of_what_the_ranks_saw(by_ranks, folder):
-    """Recomputed in this process from the log-probabilities that each rank wrote down."""
-    per_rank = [torch.load(folder / "4" / f"token.{rank}.pt") for rank in range(4)]
+def metrics_of(seen: list[tuple]) -> dict[str, float]:
+    """Metrics of the case `token`, in this process, of what ranks wrote down."""
     config = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=[0.8, 1.3], **EVERYTHING)
-    first_window = [entry for rank in per_rank for entry in rank[:2]]  # two steps of one micro-batch each
-    length = max(entry[0].shape[1] for entry in first_window)
+    length = max(entry[0].shape[1] for entry in seen)
     train, rollout, mask = (
-        torch.cat([torch.nn.functional.pad(entry[i], (0, length - entry[i].shape[1])) for entry in first_window])
+        torch.cat([torch.nn.functional.pad(entry[i], (0, length - entry[i].shape[1])) for entry in seen])
         for i in range(3)
     )
-    advantages = torch.cat([entry[3] for entry in first_window])
-    expected = compute_rollout_correction(train, rollout, mask, config, advantages=advantages).metrics()
+    advantages = torch.cat([entry[3] for entry in seen])
+    return compute_rollout_correction(train, rollout, mask, config, advantages=advantages).metrics()
+
+
+def test_logged_metrics_are_those_of_what_the_ranks_saw(by_ranks, folder):
+    per_rank = [torch.load(folder / "4" / f"token.{rank}.pt") for rank in range(4)]
+    expected = metrics_of([entry for rank in per_rank for entry in rank[:2]])  # two steps of one micro-batch each
     (first, *_) = reports(by_ranks[4]["token"][0], PREFIX)
     assert_reports_equal([{key: first[key] for key in expected}], [expected])
 
