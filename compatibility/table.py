@@ -7,7 +7,7 @@ from pathlib import Path
 GROUPS = {  # of tests, in the order of the columns
     "contract": "what is relied on in TRL",
     "off": "without correction, equal to TRL bit for bit",
-    "first step": "what does not reach the loss is found",
+    "first step": "the correction is seen to reach every loss, and looking changes nothing",
     "forwards": "forward passes are counted",
     "truncation": "equal to TRL's own `token_truncate` and `sequence_truncate`, on a real vLLM",
     "rloo": "`RLOOTrainer`: off, forward passes, gradients against formulas, on a real vLLM",
