@@ -1,7 +1,7 @@
 """
 Several machines: launchers that know of each other only an address, here all on the loopback.
 
-Each starts the shipped configurations as they are, but for numbers, addresses and bfloat16.
+Each starts the shipped configuration as it is, but for numbers, addresses and bfloat16.
 """
 
 import json
@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch
 
-from tests.distributed.test_ranks import ENGINES, EVERYTHING, assert_in_step, engine_config, metrics_of, reports
+from tests.distributed.test_ranks import EVERYTHING, assert_in_step, metrics_of, reports
 from tests.launching import ACCELERATE, ROOT, clean_environment, free_port
 from tests.training import assert_same_metrics
 from trl_rollout_corr.keys import PREFIX
@@ -37,28 +37,23 @@ class Cluster:
             What to run, as of `worker.py`.
         folder (`Path`):
             The disk that the machines share.
-        engine (`str`, *optional*, defaults to `"multi_node"`):
-            Configuration of Accelerate.
     """
 
-    def __init__(self, cases: dict[str, dict], folder: Path, engine: str = "multi_node"):
+    def __init__(self, cases: dict[str, dict], folder: Path):
         folder.mkdir(parents=True)
         (folder / "cases.json").write_text(json.dumps(cases))
         self.cases, self.folder = cases, folder
-        shipped = str(ROOT / "recipes/accelerate/multi_node.yaml")
-        config = shipped if engine == "multi_node" else engine_config(engine, folder)
-        launcher = ["--deepspeed_multinode_launcher", "standard"] if engine.startswith("zero") else []
-        port, environment = str(free_port()), clean_environment(**ENGINES.get(engine, ({}, {}))[1])
+        config, port = str(ROOT / "recipes/accelerate/multi_node.yaml"), str(free_port())
         self.machines = [
             subprocess.Popen(
                 [
                     ACCELERATE, "launch", "--config_file", config, "--num_machines", str(MACHINES),
                     "--num_processes", str(RANKS), "--machine_rank", str(machine), "--main_process_ip", "127.0.0.1",
-                    "--main_process_port", port, "--mixed_precision", "no", *launcher,
+                    "--main_process_port", port, "--mixed_precision", "no",
                     str(ROOT / "tests/distributed/worker.py"), str(folder / "cases.json"), str(folder),
                 ],
                 cwd=ROOT,
-                env=environment,
+                env=clean_environment(),
                 stdout=subprocess.DEVNULL,
                 stderr=(folder / f"stderr of machine {machine}").open("w"),
             )
@@ -171,18 +166,6 @@ def test_rloo_on_two_machines(tiny_model_path, tmp_path):
         assert_same_metrics({key: metrics[key] for key in expected}, expected, rel=2e-5, abs=2e-6)
     assert {result["engine"] for result in found["sharded"]} == {"FSDPQwen2ForCausalLM"}
     assert_in_step({"sharded": found["sharded"]})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", ["zero2", "zero3"])
-def test_deepspeed_on_two_machines_trains_as_one_process(tiny_model_path, tmp_path, engine):
-    pytest.importorskip("deepspeed")
-    case = grpo(tiny_model_path, **ENGINES[engine][0])
-    with cluster({engine: case}, tmp_path / "machines", engine) as machines:
-        expected = alone(tiny_model_path, tmp_path / "alone")
-        for result in machines.results()[engine]:
-            assert result["engine"] == "DeepSpeedEngine"
-            assert_same_training(trained(result), expected)
 
 
 # One is lost ----------------------------------------------------------------------------------------------------------
