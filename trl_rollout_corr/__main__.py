@@ -1,15 +1,19 @@
 """
 Command line.
 
-    python -m trl_rollout_corr convert old.yaml
-    python -m trl_rollout_corr report outputs/run -o report.html
-    python -m trl_rollout_corr compare outputs/run/dump
-    python -m trl_rollout_corr check
+    trl-rollout-corr convert old.yaml
+    trl-rollout-corr report outputs/run -o report.html
+    trl-rollout-corr compare outputs/run/dump
+    trl-rollout-corr recipes
+    trl-rollout-corr check
 """
 
 import argparse
 import sys
 import warnings
+
+from . import __version__
+from .messages import SelfContainedError
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -19,6 +23,9 @@ def main(arguments: list[str] | None = None) -> int:
         warnings.simplefilter("always")
         try:
             output = args.run(args)
+        except SelfContainedError as error:
+            print(error, file=sys.stderr)
+            return 2
         except (ValueError, TypeError) as error:
             print(f"{getattr(args, args.subject)}: {error}", file=sys.stderr)
             return 2
@@ -31,7 +38,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser. What it returns has `run`, which takes the arguments and returns what to print."""
-    parser = argparse.ArgumentParser(prog="python -m trl_rollout_corr", description="Tools for rollout correction.")
+    parser = argparse.ArgumentParser(prog="trl-rollout-corr", description="Tools for rollout correction.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.set_defaults(code=0)  # exit code of a command that ran
     commands = parser.add_subparsers(dest="command", required=True)
 
@@ -46,15 +54,18 @@ def make_parser() -> argparse.ArgumentParser:
     command = commands.add_parser(
         "report",
         help="draw a report of a run or a dump",
-        description="Draw what happened in a run, from its log, from the sequences of `rollout_dump_dir`, or from both.",
+        description="Draw what happened in a run, from its log, from the sequences of `rollout_dump_dir`, or from both. "
+        "With two runs, draw one against the other, such as uncorrected against corrected.",
     )
     command.add_argument(
         "source",
-        help="a dump (folder or file), a run (`output_dir` or trainer_state.json), or an `output_dir` with both",
+        nargs="+",
+        help="a dump (folder or file), a run (`output_dir` or trainer_state.json), or an `output_dir` with both; "
+        "or two of them",
     )
-    output = "report.html, or report.md with the charts beside it as report.png"
+    output = "report.html, or report.md with the charts beside it as report.png, or report.png: the picture alone"
     command.add_argument("-o", "--output", default="report.html", help=output)
-    command.set_defaults(run=_report, subject="source")
+    command.set_defaults(run=_report, subject="output")
 
     command = commands.add_parser(
         "compare",
@@ -67,17 +78,29 @@ def make_parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--json", action="store_true", help="print JSON")
     command.add_argument("--worst", action="store_true", help="take the worst sequences too, which bias every number")
-    command.add_argument("--steps", metavar="FIRST:LAST", help="optimizer steps to take")
+    command.add_argument(
+        "--steps",
+        metavar="FIRST:LAST",
+        help="optimizer steps to take (default: those before the first alarm about the policies)",
+    )
     command.add_argument("--epsilon", type=float, default=0.2, help="PPO's clipping in bypass mode (default: 0.2)")
     command.add_argument("--epsilon_high", type=float, help="its upper side, if it is another")
     command.set_defaults(run=_compare, subject="dump")
+
+    command = commands.add_parser(
+        "recipes",
+        help="write out the recipes and the examples that run them",
+        description="Write the folders recipes/ and examples/, so that the commands of the documents work.",
+    )
+    command.add_argument("folder", nargs="?", default=".", help="where to (default: here)")
+    command.set_defaults(run=_recipes, subject="folder")
 
     command = commands.add_parser(
         "check",
         help="say whether the installed TRL can be corrected",
         description="Print what is installed, what is relied on in TRL and whether it is there, and a verdict.",
     )
-    command.set_defaults(run=_check)
+    command.set_defaults(run=_check, subject="command")
     return parser
 
 
@@ -105,6 +128,12 @@ def _compare(args: argparse.Namespace) -> str:
     return as_json(comparison) if args.json else as_markdown(comparison)
 
 
+def _recipes(args: argparse.Namespace) -> str:
+    from .shipped import write_recipes
+
+    return write_recipes(args.folder)
+
+
 def _check(args: argparse.Namespace) -> str:
     from .trainers.inspection import inspect_trl
 
@@ -122,7 +151,7 @@ def _parse_steps(text: str | None) -> tuple[int, int] | None:
     except ValueError:
         steps = (1, 0)
     if not 0 <= steps[0] <= steps[1] < 2**31:
-        raise ValueError(f"--steps must be two steps such as 10:20, got {text!r}")
+        raise SelfContainedError(f"--steps must be two steps such as 10:20, got {text!r}")
     return steps
 
 

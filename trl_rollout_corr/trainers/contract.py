@@ -30,6 +30,7 @@ _SHARED = {
     "_compute_loss": ["self", "model", "inputs"],
     "log": ["self", "logs", "start_time"],
     "add_callback": ["self", "callback"],
+    "create_model_card": ["self", "model_name"],
 }
 METHODS = {
     GRPOTrainer: _SHARED,
@@ -176,5 +177,5 @@ def check_trl(trainer: type):
         warn(
             f"trl {installed} is newer than the releases that trl-rollout-corr was tested with ({OLDEST} to "
             f"{NEWEST_TESTED}). Everything it relies on is in its place, and the first step will show whether the correction "
-            "reaches the loss. `python -m trl_rollout_corr check` says what was looked at."
+            "reaches the loss. `trl-rollout-corr check` says what was looked at."
         )

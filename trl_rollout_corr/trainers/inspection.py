@@ -1,4 +1,4 @@
-"""What is installed, whether the TRL that is installed can be corrected, and why not: `python -m trl_rollout_corr check`."""
+"""What is installed, whether the TRL that is installed can be corrected, and why not: `trl-rollout-corr check`."""
 
 import platform
 import warnings

@@ -14,6 +14,7 @@ hangs on it:
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,19 +33,22 @@ from .batch import (
     ROLLOUT_LOGPS,
     ROLLOUT_STEP,
 )
+from .card import complete_card
 from .checks import (
     check_bases,
     check_config_class,
     check_corrected_once,
     check_dropout,
+    check_dump_folder,
     check_has_sampler,
     check_server_logprobs,
     definer,
 )
+from .console import add_console
 from .contract import check_trl
 from .dumping import SequenceDump
 from .loss import LossCall
-from .monitor import RolloutCorrectionMonitor, add_monitor, keep_last_monitor
+from .monitor import RolloutCorrectionMonitor, add_monitor, settle_monitors
 from .observer import Corrected, Moment, Observer
 from .sampler import announce_sync, record_logprobs, sync_weights_on_cpu
 from .scoring import Logprobs, OldPass, Scoring
@@ -100,6 +104,7 @@ class RolloutCorrectionMixin(_Host):
             announce_sync(self.vllm_generation, self._mark_sync)
         self._check_sampler()
         check_dropout(self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=True))
+        add_console(self.callback_handler)
         add_monitor(self.callback_handler, self.args)
         self._observer = Observer(self.args, self.accelerator, self.callback_handler, self._add_dump())
 
@@ -108,6 +113,8 @@ class RolloutCorrectionMixin(_Host):
             model_name = model if isinstance(model, str) else model.config._name_or_path
             return self._config_class(f"{model_name.split('/')[-1]}-{self._name}")
         check_config_class(args, self._config_class)
+        if args.rollout_dump_dir is not None:  # now, and not after vLLM has started
+            check_dump_folder(Path(args.rollout_dump_dir), new_run=False)
         return args
 
     def _check_server(self):
@@ -126,14 +133,14 @@ class RolloutCorrectionMixin(_Host):
         if self.args.rollout_dump_dir is None:
             return None
         tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
-        dump = SequenceDump(self.args, self.accelerator, tokenizer, self.args.seed)
+        dump = SequenceDump(self.args, self.accelerator, tokenizer, self.args.seed, type(self).__name__)
         self.add_callback(dump)
         return dump
 
     def add_callback(self, callback):
         super().add_callback(callback)
         if isinstance(callback, RolloutCorrectionMonitor) or callback is RolloutCorrectionMonitor:
-            keep_last_monitor(self.callback_handler)
+            settle_monitors(self.callback_handler)
 
     def _mark_sync(self):
         self.rollout_step = self.state.global_step
@@ -426,6 +433,14 @@ class RolloutCorrectionMixin(_Host):
         return Corrected(batch, mask, train_logps, correction, correction.coefficients, from_old)
 
     # Logging ----------------------------------------------------------------------------------------------------------
+
+    def create_model_card(self, *args, **kwargs):
+        super().create_model_card(*args, **kwargs)
+        path = Path(self.args.output_dir, "README.md")
+        if self.is_world_process_zero() and path.exists():
+            model = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=True).config._name_or_path
+            card = complete_card(path.read_text("utf-8"), model, self.args.output_dir, self.args.description)
+            path.write_text(card, "utf-8")
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         # Trainer reports losses and runtimes on every rank; anything else may come from user code on one rank, where the
