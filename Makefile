@@ -20,7 +20,7 @@ export VLLM_ENABLE_V1_MULTIPROCESSING ?= 0
 # Of the tests. They take a file at a time, in order: the distributed tests, which take longest, come first.
 PROCESSES ?= 2
 
-.PHONY: setup quickstart test test-slow lint format docs clean
+.PHONY: setup quickstart sample test test-slow lint format docs clean
 
 setup: $(STAMP)
 
@@ -46,6 +46,18 @@ $(STAMP):
 quickstart: $(STAMP)
 	$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no --cpu \
 	    examples/quickstart.py $(ARGS)
+
+# The sample of the documents: the quickstart without correction and with it, and what `report` makes of the two
+SAMPLE := outputs/sample
+SAMPLE_RUN = $(MAKE) quickstart ARGS="--output_dir $(SAMPLE) --rollout_dump_dir $(SAMPLE)/$(1) --rollout_dump_steps 5 $(2)"
+sample: $(STAMP)
+	rm -rf $(SAMPLE)
+	$(call SAMPLE_RUN,uncorrected,--rollout_correction disabled)
+	$(call SAMPLE_RUN,corrected)
+	mkdir -p docs/sample docs/images
+	$(BIN)/python -m trl_rollout_corr report $(SAMPLE)/uncorrected -o docs/sample/report.html
+	$(BIN)/python -m trl_rollout_corr report $(SAMPLE)/uncorrected $(SAMPLE)/corrected -o docs/sample/two_runs.html
+	$(BIN)/python -m trl_rollout_corr report $(SAMPLE)/uncorrected $(SAMPLE)/corrected -o docs/images/report.png
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow" -n $(PROCESSES) --dist loadfile --no-loadscope-reorder $(ARGS)

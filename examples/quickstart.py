@@ -128,30 +128,32 @@ def name_of(chosen: dict, others: list[str]) -> str:
     return " ".join([chosen["trainer"], chosen.get("rollout_correction", "corrected"), *others])
 
 
-def take_folder(name: str, args: RolloutCorrectedGRPOConfig | RolloutCorrectedRLOOConfig) -> Path:
-    """The folder of a run and of its dump, in which an earlier run of this example makes room."""
-    folder = Path(args.rollout_dump_dir or Path(args.output_dir) / re.sub(r"[^\w.-]+", "_", name.replace("--", "")))
+def folder_of(name: str, args: RolloutCorrectedGRPOConfig | RolloutCorrectedRLOOConfig) -> Path:
+    return Path(args.output_dir) / re.sub(r"[^\w.-]+", "_", name.replace("--", ""))
+
+
+def take_folder(folder: Path):
+    """Make room for the run and its dump, where an earlier run of this example was."""
     if (folder / RESULT).exists():
         for file in (*folder.glob("step-*.parquet"), folder / "logs.jsonl", folder / RESULT):
             file.unlink(missing_ok=True)
     check_dump_folder(folder, new_run=True)
     (folder / RESULT).touch()  # ours from now on, even if the run is interrupted
-    return folder
 
 
-def run_without_correction(arguments: list[str]):
-    """Make the same run without correction, in a process of its own, as a process has one vLLM."""
+def run_without_correction(arguments: list[str]) -> str:
+    """Make the same run without correction, in a process of its own, as a process has one vLLM. Returns its name."""
     print("First without correction.", flush=True)
     kept, ours = [], False  # whether a word is, or follows, an option of the correction
     for word in arguments:
         ours = word.startswith(("--rollout_", "--compare")) if word.startswith("--") else ours
         kept += [] if ours else [word]
-    code = subprocess.run(
-        [sys.executable, __file__, *kept, "--rollout_correction", "disabled"], check=False
-    ).returncode
+    kept += ["--rollout_correction", "disabled"]
+    code = subprocess.run([sys.executable, __file__, *kept], check=False).returncode
     if code:
         sys.exit(code)
     print("\nNow with correction.", flush=True)
+    return name_of(*preview(kept))
 
 
 def main():
@@ -162,17 +164,17 @@ def main():
     parser.set_defaults_with_config(**TRAINING, **({} if "rollout_correction" in chosen else CORRECTION))
     with one_line_errors():
         script_args, args = parser.parse_args_and_config(sys.argv[1:])
-        if script_args.compare:
-            run_without_correction(sys.argv[1:])
         name = name_of(chosen, others)
-        folder = take_folder(name, args)
+        folder = Path(args.rollout_dump_dir or folder_of(name, args))
+        before = [folder_of(run_without_correction(sys.argv[1:]), args)] if script_args.compare else []
+        take_folder(folder)
     args.rollout_dump_dir = str(folder)
 
     logging.disable_progress_bar()
     torch.set_num_threads(1)  # the model is so small that threads only wait for each other
     model_folder = warm_start(Path(script_args.model_folder))
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
-    print(f"{name}\n{args.description}; a sampler {script_args.lag} steps behind. Starting vLLM ...", flush=True)
+    print(f"{name}: {args.description}\nStarting vLLM, {script_args.lag} optimizer steps behind ...", flush=True)
     progress = Progress(tokenizer, script_args.eval_every)
     with one_line_errors(of_package=True):
         trainer = trainer_class(
@@ -186,7 +188,9 @@ def main():
         trainer.remove_callback(PrinterCallback)
         Lag(trainer, script_args.lag)
         trainer.train()
-    conclude(name, progress, trainer.state.log_history, folder, Path(args.output_dir), time.monotonic() - began)
+    conclude(
+        name, progress, trainer.state.log_history, [*before, folder], Path(args.output_dir), time.monotonic() - began
+    )
 
 
 if __name__ == "__main__":

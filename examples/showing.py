@@ -46,7 +46,9 @@ def minutes(seconds: float) -> str:
     return f"{round(seconds) // 60}:{round(seconds) % 60:02}"
 
 
-def conclude(name: str, progress: Progress, log_history: list[dict], folder: Path, family: Path, seconds: float):
+def conclude(
+    name: str, progress: Progress, log_history: list[dict], folders: list[Path], family: Path, seconds: float
+):
     """
     Save what came out of a run, and show it beside the other runs.
 
@@ -57,8 +59,8 @@ def conclude(name: str, progress: Progress, log_history: list[dict], folder: Pat
             What it saw.
         log_history (`list[dict]`):
             What the trainer logged.
-        folder (`Path`):
-            The folder of the run.
+        folders (`list[Path]`):
+            The folder of the run, and before it that of a run to report beside it.
         family (`Path`):
             The folder whose subfolders are the runs to draw together.
         seconds (`float`):
@@ -66,8 +68,8 @@ def conclude(name: str, progress: Progress, log_history: list[dict], folder: Pat
     """
     history = [entry for entry in log_history if "rollout_corr/kl" in entry]
     result = {"name": name, "steps": progress.steps, "accuracy": progress.accuracy, "history": history}
-    (folder / RESULT).write_text(json.dumps(result))
-    results = [json.loads(path.read_text()) for path in find_results(folder, family)]
+    (folders[-1] / RESULT).write_text(json.dumps(result))
+    results = [json.loads(path.read_text()) for path in find_results(folders[-1], family)]
     print_table(result)
     if len(results) > 1:
         print("\nAll runs in the picture, held-out accuracy before and after:")
@@ -75,7 +77,8 @@ def conclude(name: str, progress: Progress, log_history: list[dict], folder: Pat
             print(f"  {other['accuracy'][0]:.2f} -> {after(other):.2f}  {other['name']}")
     draw(results, family / "quickstart.png")
     print(f"\n{minutes(seconds)} minutes. Picture: {family / 'quickstart.png'}")
-    print(f"Next, every trend and the worst tokens on one page:\n    {command()} report {folder} -o report.html")
+    print("Next, every trend and the worst tokens on one page:")
+    print(f"    {command()} report {' '.join(map(str, folders))} -o report.html")
 
 
 def find_results(folder: Path, family: Path) -> list[Path]:

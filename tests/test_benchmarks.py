@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from tests.launching import ROOT, output_of
+from trl_rollout_corr import RolloutCorrectionConfig
+from trl_rollout_corr.analysis.exact import given_up
 
 
 @pytest.fixture
@@ -86,3 +88,82 @@ def test_headline(tmp_path):
         "--steps", "2", "--workers", "1", "--output_dir", str(tmp_path),
     )  # fmt: skip
     assert "0 of 3 runs to do" in again
+
+
+# Exact gradients -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def exact(monkeypatch):
+    """Modules of the benchmark, and a problem of 4 tokens out of 3 with a sampler that rounds."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks/exact"))
+    import errors
+    import policies
+
+    problem = policies.make_problem(length=4, size=3, seed=0)
+    return errors, policies, problem, policies.rounding(problem, 0.3, seed=0)
+
+
+def test_the_true_gradient_is_that_of_the_expected_reward(exact):
+    _, policies, problem, _ = exact
+    logits = problem.logits.clone().requires_grad_()
+    chances = policies.probabilities(problem, logits.log_softmax(-1))
+    (chances * problem.rewards).sum().backward()
+    torch.testing.assert_close(policies.true_gradient(problem), logits.grad)
+
+
+def test_bias_and_spread_are_what_samples_show(exact):
+    errors, policies, problem, table = exact
+    config = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=1.5)
+    mass = policies.probabilities(problem, table)
+    advantages = problem.rewards - (mass * problem.rewards).sum()
+    logits = problem.logits.clone().requires_grad_()
+    d = problem.logps(problem.logits.log_softmax(-1)) - problem.logps(table)
+    terms = d.exp().clamp(max=1.5) * advantages[:, None] * problem.logps(logits.log_softmax(-1))
+    each = [torch.autograd.grad(row.sum(), logits, retain_graph=True)[0].flatten() for row in terms]
+    expected = sum(p * gradient for p, gradient in zip(mass, each, strict=True))
+    true = policies.true_gradient(problem).flatten()
+    spread = sum(p * (gradient - expected).square().sum() for p, gradient in zip(mass, each, strict=True)).sqrt()
+    found = errors.error_of(problem, table, config)
+    assert found.bias == pytest.approx(((expected - true).norm() / true.norm()).item(), rel=1e-5)
+    assert found.spread == pytest.approx((spread / true.norm()).item(), rel=1e-5)
+
+
+def test_claims_of_the_theory_hold(exact):
+    errors, policies, problem, table = exact
+
+    def bias(**fields):
+        return errors.error_of(problem, table, RolloutCorrectionConfig(**fields)).bias
+
+    exactly = {"rollout_is": "sequence", "rollout_is_threshold": float("inf")}
+    assert bias(**exactly) < 1e-6 < 0.01 < bias(rollout_is="token", rollout_is_threshold=float("inf"))
+    assert bias(rollout_is="token", rollout_is_threshold=float("inf")) < bias(rollout_correction="disabled")
+    mass, d = policies.probabilities(problem, table), errors.log_ratio(problem, table)
+    assert (mass @ d.exp()).tolist() == pytest.approx([1.0] * 4)  # raw token ratios
+    assert mass @ d.sum(1).exp() == pytest.approx(1.0)
+    assert mass @ d.mean(1).exp() < 1
+    near = policies.rounding(problem, 0.05, seed=0)
+    s, ratio = errors.gap(problem, near).s, errors.log_ratio(problem, near).sum(1).exp()
+    assert policies.probabilities(problem, near) @ (ratio - 1).square() == pytest.approx(4 * s**2, rel=0.5)
+
+
+def test_exact(tmp_path):
+    script = ROOT / "benchmarks/exact/run.py"
+    output = output_of(sys.executable, str(script), "--seeds", "1", "--lengths", "2", "--output", str(tmp_path))
+    assert "| 2 | 0.1 to 0.3 |" in output
+    assert (tmp_path / "exact.png").stat().st_size > 10_000
+    for row in json.loads((tmp_path / "results.json").read_text()):
+        if row["s_from"] < 0.1:
+            assert row["alignment"]["decoupled_token_is"] >= row["alignment"]["disabled"] - 1e-3
+
+
+def test_what_a_comparison_says_of_a_gap_is_what_was_counted():
+    worst = {}
+    for row in json.loads((ROOT / "benchmarks/exact/results.json").read_text()):
+        best = max(row["alignment"].values())
+        found = [best - row["alignment"][name] for name in ("decoupled_token_is", "disabled")]
+        worst[row["s_from"]] = list(map(max, found, worst.get(row["s_from"], found)))
+    for s, found in worst.items():
+        said = given_up(s + 1e-6)
+        assert list(said) == pytest.approx(found, abs=2e-4)
+        assert all(a >= b - 1e-9 for a, b in zip(said, found, strict=True))

@@ -66,7 +66,7 @@ def test_quickstart(sorting_model, tmp_path):
     assert (tmp_path / "quickstart.png").stat().st_size > 10_000
     assert f"report {folder} -o report.html" in output
     main(["report", str(tmp_path), "-o", str(tmp_path / "report.html")])  # of the last run
-    assert folder.name in (tmp_path / "report.html").read_text()
+    assert "disabled; no weights" in (tmp_path / "report.html").read_text()
 
 
 @pytest.mark.slow
@@ -82,6 +82,9 @@ def test_quickstart_twice_with_a_dump_and_compared(sorting_model, tmp_path):
     assert names == ["grpo_corrected_rollout_rs_threshold_0.9_1.1", "grpo_disabled"]
     for name in ("grpo corrected --rollout_rs_threshold 0.9_1.1 ", "grpo disabled "):
         assert re.search(rf"^  0\.\d\d -> 0\.\d\d  {name}", output, re.MULTILINE)
+    folders = re.search(r"report (\S+) (\S+) -o report.html", output).groups()
+    main(["report", *folders, "-o", str(tmp_path / "two.html")])
+    assert "disabled; no weights" in (tmp_path / "two.html").read_text()
 
 
 def test_quickstart_refuses_a_dump_of_another_run_before_vllm_starts(tmp_path):

@@ -124,6 +124,9 @@ class RolloutCorrectionConfig(OriginalPresets):
 
         > Failures of the sampler
 
+        rollout_compile (`bool`, *optional*, defaults to `False`):
+            Whether weights, masks and sums are computed by `torch.compile`: fewer and larger kernels, the same numbers to
+            1e-6. The first step waits for the compiler, for up to a minute. Needs a C++ compiler, and Triton on a GPU.
         rollout_nan_policy (`str`, *optional*, defaults to `"drop"`):
             What to do with a token whose log-ratio is not finite: `"drop"` takes it out of the policy loss and of all
             statistics, `"raise"` stops the run, `"neutralize"` takes its ratio as 1.
@@ -216,6 +219,9 @@ class RolloutCorrectionConfig(OriginalPresets):
     )
     rollout_metrics_only: bool = field(
         default=False, metadata={"help": "Compute and report everything, leave the loss alone."}
+    )
+    rollout_compile: bool = field(
+        default=False, metadata={"help": "Compute the correction by `torch.compile`: fewer and larger kernels."}
     )
     rollout_nan_policy: NanPolicy = field(
         default="drop",
@@ -562,6 +568,7 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
         name: partial(_boolean, name)
         for name in (
             "bypass_mode",
+            "rollout_compile",
             "rollout_is_batch_normalize",
             "rollout_is_clamp",
             "rollout_rs_renormalize",

@@ -11,6 +11,10 @@ from collections.abc import Iterable
 logger = logging.getLogger("trl_rollout_corr")
 
 
+class SelfContainedError(ValueError):
+    """An error that names what it is about, such as another file than the one that a command is asked to read."""
+
+
 def is_first_rank() -> bool:
     """Whether this process is the one of the job that speaks."""
     return os.environ.get("RANK", "0") == "0"

@@ -130,7 +130,7 @@ class RolloutCorrectionMixin(_Host):
         if self.args.rollout_dump_dir is None:
             return None
         tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
-        dump = SequenceDump(self.args, self.accelerator, tokenizer, self.args.seed)
+        dump = SequenceDump(self.args, self.accelerator, tokenizer, self.args.seed, type(self).__name__)
         self.add_callback(dump)
         return dump
 
