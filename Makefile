@@ -20,7 +20,7 @@ export VLLM_ENABLE_V1_MULTIPROCESSING ?= 0
 # Of the tests. They take a file at a time, in order: the distributed tests, which take longest, come first.
 PROCESSES ?= 2
 
-.PHONY: setup quickstart sample test test-slow lint format docs clean
+.PHONY: setup quickstart sample test test-slow test-trl test-trl-all lint format docs clean
 
 setup: $(STAMP)
 
@@ -64,6 +64,19 @@ test: $(STAMP)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+# Of docs/compatibility.md, one row each. `WITH` names other releases: make test-trl TRL=1.16.0 WITH="transformers==5.23.0"
+TRL ?= 1.16.0
+WITH ?=
+TRL_RELEASES := 1.10.0 1.11.0 1.12.0 1.13.0 1.14.2 1.15.0 1.16.0
+
+# With an environment of its own, so it needs no `make setup`
+test-trl:
+	$(PYTHON) compatibility/run.py $(TRL) $(foreach requirement,$(WITH),--with $(requirement)) --processes $(PROCESSES) \
+	    $(if $(TORCH_INDEX),--index $(TORCH_INDEX)) $(ARGS)
+
+test-trl-all:
+	@for trl in $(TRL_RELEASES); do $(MAKE) test-trl TRL=$$trl || failed=1; done; test -z "$$failed"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

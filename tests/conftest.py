@@ -24,6 +24,13 @@ trackio_folder, wandb_folder = tempfile.TemporaryDirectory(), tempfile.Temporary
 os.environ["TRACKIO_DIR"], os.environ["WANDB_DIR"] = trackio_folder.name, wandb_folder.name
 
 
+def pytest_collection_modifyitems(items):
+    """Write the group of a test of the seam into the report that `compatibility/run.py` reads."""
+    for item in items:
+        for mark in item.iter_markers("seam"):
+            item.user_properties.append(("seam", mark.args[0]))
+
+
 @pytest.fixture(scope="session")
 def imported_trl():
     """TRL, kept out of garbage collection: `Trainer.train()` collects, which would cost more than a tiny model's training."""

@@ -11,15 +11,19 @@ ROOT = Path(__file__).parent.parent
 ACCELERATE = str(Path(sys.executable).with_name("accelerate"))
 
 
-def run(*command: str, timeout: int = 1000, **environment: str) -> subprocess.CompletedProcess:
-    """Run a command in the checkout and capture what it prints."""
+def clean_environment(**environment: str) -> dict[str, str]:
+    """The environment of this process without what TRL and `conftest.py` put into it, and with something else."""
     # TRL sets the first five when it starts vLLM in this process, and `conftest.py` the last
     ours = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHDYNAMO_DISABLE")
-    inherited = {name: value for name, value in os.environ.items() if name not in ours}
+    return {**{name: value for name, value in os.environ.items() if name not in ours}, **environment}
+
+
+def run(*command: str, timeout: int = 1000, **environment: str) -> subprocess.CompletedProcess:
+    """Run a command in the checkout and capture what it prints."""
     return subprocess.run(
         command,
         cwd=ROOT,
-        env={**inherited, **environment},
+        env=clean_environment(**environment),
         capture_output=True,
         text=True,
         timeout=timeout,

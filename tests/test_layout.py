@@ -33,9 +33,9 @@ ORDER = [
     "staleness",
     "correction",  # so far without pyarrow, numpy and TRL
     "dump",
-    "analysis",
-    "__main__",  # so far without TRL
+    "analysis",  # so far without TRL
     "trainers",
+    "__main__",
 ]
 ANALYSIS = [
     "text",
@@ -72,7 +72,8 @@ REPORT = [
 WITHOUT_TORCH = [*ORDER[: ORDER.index("config") + 1], *(f"analysis.{name}" for name in ANALYSIS[:4]), "__main__"]
 WITHOUT_MATPLOTLIB = [f"analysis.report.{name}" for name in REPORT[: REPORT.index("advice") + 1]]
 WITHOUT_TRL = [
-    *ORDER[: ORDER.index("__main__") + 1],
+    *ORDER[: ORDER.index("analysis") + 1],
+    "__main__",
     *(f"analysis.{name}" for name in ANALYSIS),
     *(f"analysis.report.{name}" for name in REPORT),
 ]

@@ -36,6 +36,7 @@ def make(tiny_model_path, tmp_path, shared_engine):
     return make
 
 
+@pytest.mark.seam("lora")
 @pytest.mark.parametrize("peft", [False, True])
 def test_a_synced_float32_sampler_agrees_with_the_trainer(make, peft):
     lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights="gaussian") if peft else None
@@ -68,6 +69,7 @@ def test_log_probabilities_are_those_after_temperature(make, temperature):
 TRUNCATIONS = {"decoupled_token_is": ("token_truncate", 0.15), "decoupled_seq_is": ("sequence_truncate", 0.1)}
 
 
+@pytest.mark.seam("truncation")
 @pytest.mark.parametrize("preset", TRUNCATIONS)
 @pytest.mark.parametrize(
     "fields", [{}, {"beta": 0.1, "loss_type": "grpo"}, {"loss_type": "dr_grpo", "num_iterations": 2}]
@@ -93,6 +95,7 @@ def test_truncation_equals_trl_with_one_forward_per_micro_batch_fewer(make, pres
     assert their_count["forwards"] - our_count["forwards"] == 2 * generations
 
 
+@pytest.mark.seam("truncation")
 @pytest.mark.parametrize("schedule", sorted({*SCHEDULES} - {*VISITED_BEFORE_UPDATE}))
 def test_truncation_equals_trl_where_samples_are_visited_after_an_update(make, schedule):
     fields = {"schedule": schedule, "learning_rate": 1e-3, "max_steps": 4}

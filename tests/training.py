@@ -267,6 +267,8 @@ def freeze_sampler(trainer, spread: float) -> dict[str, torch.Tensor]:
     Give vLLM weights of its own, which are returned, and never push the trainer's. A spread of NaN breaks the head alone:
     in the layers below, NaN would stay in the cache of keys and values after better weights are pushed.
     """
+    from trl_rollout_corr.trainers.versions import named_weights
+
     generator, below = torch.Generator().manual_seed(0), 0.0 if math.isnan(spread) else spread
     weights = [
         (
@@ -274,7 +276,7 @@ def freeze_sampler(trainer, spread: float) -> dict[str, torch.Tensor]:
             p
             + torch.randn(p.shape, generator=generator) * p.std().nan_to_num() * (spread if "head" in name else below),
         )
-        for name, p in trainer.vllm_generation._iter_named_params()
+        for name, p in named_weights(trainer.vllm_generation)
     ]
     runner = trainer.vllm_generation.llm.llm_engine.model_executor.driver_worker.model_runner
     with torch.no_grad():

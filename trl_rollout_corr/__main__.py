@@ -5,6 +5,7 @@ Command line.
     trl-rollout-corr report outputs/run -o report.html
     trl-rollout-corr compare outputs/run/dump
     trl-rollout-corr recipes
+    trl-rollout-corr check
 """
 
 import argparse
@@ -16,7 +17,7 @@ from .messages import SelfContainedError
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line and return the exit code: 2 for input that cannot be used."""
+    """Run the command line and return the exit code: 2 for input that cannot be used, 1 if `check` says no."""
     args = make_parser().parse_args(arguments)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -32,13 +33,14 @@ def main(arguments: list[str] | None = None) -> int:
         if issubclass(warning.category, UserWarning):
             print(f"warning: {warning.message}", file=sys.stderr)
     sys.stdout.write(output)
-    return 0
+    return args.code
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser. What it returns has `run`, which takes the arguments and returns what to print."""
     parser = argparse.ArgumentParser(prog="trl-rollout-corr", description="Tools for rollout correction.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    parser.set_defaults(code=0)  # exit code of a command that ran
     commands = parser.add_subparsers(dest="command", required=True)
 
     command = commands.add_parser(
@@ -92,6 +94,13 @@ def make_parser() -> argparse.ArgumentParser:
     )
     command.add_argument("folder", nargs="?", default=".", help="where to (default: here)")
     command.set_defaults(run=_recipes, subject="folder")
+
+    command = commands.add_parser(
+        "check",
+        help="say whether the installed TRL can be corrected",
+        description="Print what is installed, what is relied on in TRL and whether it is there, and a verdict.",
+    )
+    command.set_defaults(run=_check, subject="command")
     return parser
 
 
@@ -123,6 +132,14 @@ def _recipes(args: argparse.Namespace) -> str:
     from .shipped import write_recipes
 
     return write_recipes(args.folder)
+
+
+def _check(args: argparse.Namespace) -> str:
+    from .trainers.inspection import inspect_trl
+
+    report, usable = inspect_trl()
+    args.code = 0 if usable else 1
+    return report
 
 
 def _parse_steps(text: str | None) -> tuple[int, int] | None:

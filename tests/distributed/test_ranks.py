@@ -106,6 +106,7 @@ def two_ranks(tiny_model_path, folder) -> TwoRanks:
 RAISES_ON_ONE = {"sampler": {"break_on_rank": 1}, "rollout_nan_policy": "raise"}
 
 
+@pytest.mark.seam("ranks")
 def test_a_rank_that_raises_ends_all_of_them(two_ranks):
     assert two_ranks.process.returncode != 0
     assert "`rollout_nan_policy` is 'raise'" in two_ranks.process.stderr
@@ -217,18 +218,21 @@ def test_ranks_end_with_the_same_parameters(by_ranks, ranks):
         assert len({result["parameters"] for result in case}) == 1
 
 
-def test_logged_metrics_are_those_of_what_the_ranks_saw(by_ranks, folder):
-    """Recomputed in this process from the log-probabilities that each rank wrote down."""
-    per_rank = [torch.load(folder / "4" / f"token.{rank}.pt") for rank in range(4)]
+def metrics_of(seen: list[tuple]) -> dict[str, float]:
+    """Metrics of the case `token`, in this process, of what ranks wrote down."""
     config = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=[0.8, 1.3], **EVERYTHING)
-    first_window = [entry for rank in per_rank for entry in rank[:2]]  # two steps of one micro-batch each
-    length = max(entry[0].shape[1] for entry in first_window)
+    length = max(entry[0].shape[1] for entry in seen)
     train, rollout, mask = (
-        torch.cat([torch.nn.functional.pad(entry[i], (0, length - entry[i].shape[1])) for entry in first_window])
+        torch.cat([torch.nn.functional.pad(entry[i], (0, length - entry[i].shape[1])) for entry in seen])
         for i in range(3)
     )
-    advantages = torch.cat([entry[3] for entry in first_window])
-    expected = compute_rollout_correction(train, rollout, mask, config, advantages=advantages).metrics()
+    advantages = torch.cat([entry[3] for entry in seen])
+    return compute_rollout_correction(train, rollout, mask, config, advantages=advantages).metrics()
+
+
+def test_logged_metrics_are_those_of_what_the_ranks_saw(by_ranks, folder):
+    per_rank = [torch.load(folder / "4" / f"token.{rank}.pt") for rank in range(4)]
+    expected = metrics_of([entry for rank in per_rank for entry in rank[:2]])  # two steps of one micro-batch each
     (first, *_) = reports(by_ranks[4]["token"][0], PREFIX)
     assert_reports_equal([{key: first[key] for key in expected}], [expected])
 
@@ -247,6 +251,7 @@ COLLECTIVES = {
 }
 
 
+@pytest.mark.seam("ranks")
 def test_collectives_are_one_per_log_and_those_of_normalisation(two_ranks):
     found = {name: ranks[0]["collectives"] for name, ranks in two_ranks.results["collectives"].items()}
     logs, generations, micro_batches = 2, 4, 8
@@ -284,6 +289,7 @@ DISAGREEMENTS["rejected before the baseline"] = {
 }  # fmt: skip
 
 
+@pytest.mark.seam("ranks")
 @pytest.mark.parametrize("case", DISAGREEMENTS)
 def test_ranks_may_disagree(two_ranks, case):
     ranks = two_ranks.results["disagreement"][case]
@@ -419,6 +425,7 @@ def assert_in_step(found: dict[str, list[dict]]):
             assert abs(entry[f"{PREFIX}log_ratio_min"]) < 1e-4, name
 
 
+@pytest.mark.seam("ranks")
 @pytest.mark.vllm
 def test_a_real_sampler_on_each_rank(two_ranks):
     assert_in_step(two_ranks.results["vllm"])

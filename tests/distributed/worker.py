@@ -9,11 +9,13 @@ import gc
 import json
 import os
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
+import psutil
 import pytest
 import torch
 from accelerate.state import AcceleratorState, DistributedType, PartialState
@@ -31,16 +33,25 @@ class SameOnAnyNumberOfRanks(StaleSampler):
     """Completions and log-probabilities depend on the prompt and its repetition, not on the rank or the batch."""
 
     def __init__(
-        self, model_path: str, *, break_on_rank: int | None = None, reject_on_rank: int | None = None, **kwargs
+        self,
+        model_path: str,
+        *,
+        break_on_rank: int | None = None,
+        reject_on_rank: int | None = None,
+        lose_machine: dict | None = None,
+        **kwargs,
     ):
         # with efficient loading, every rank but the first gets empty weights and waits for the trainer to fill them
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")
             super().__init__(model_path, **kwargs)
         self.break_on_rank, self.reject_on_rank = break_on_rank, reject_on_rank
+        self.lose_machine = lose_machine
 
     def __call__(self, prompts, trainer) -> dict:
         rank, step = trainer.accelerator.process_index, trainer.state.global_step
+        if self.lose_machine and (rank, step) == (self.lose_machine["rank"], self.lose_machine["step"]):
+            lose_this_machine(self.lose_machine["how"])
         parts = [
             self.sample([prompt], trainer.processing_class, key=f"{step} {prompt} {prompts[:i].count(prompt)}")
             for i, prompt in enumerate(prompts)
@@ -51,6 +62,15 @@ class SameOnAnyNumberOfRanks(StaleSampler):
         if rank == self.reject_on_rank:
             output["logprobs"] = [[x - 5.0 for x in row] for row in output["logprobs"]]
         return output
+
+
+def lose_this_machine(how: str):
+    """Kill or suspend the launcher of this process and all that it has started, as a machine that is gone or hangs."""
+    launcher = psutil.Process().parent()
+    for process in [launcher, *launcher.children(recursive=True)]:
+        if process.pid != os.getpid():
+            getattr(process, how)()
+    getattr(psutil.Process(), how)()
 
 
 class CountedCollectives:
@@ -87,7 +107,7 @@ def build(case: dict, folder: Path):
     trainer_class, config_class = TRAINERS[kind]
     unset_hf_deepspeed_config()  # of the case before: the sampler's own model must not be partitioned
     if case.pop("fsdp_on_cpu", False):
-        pretend_cpus_are_accelerators()
+        pretend_cpus_are_accelerators(case.get("ddp_timeout", 1800))
         case["accelerator_config"] = {"use_configured_state": True}
     arguments = {"reward_funcs": length_reward, "train_dataset": numbered_prompts(64)}
     if kind == "grpo" and not case.get("use_vllm"):
@@ -105,10 +125,10 @@ def build(case: dict, folder: Path):
     return trainer
 
 
-def pretend_cpus_are_accelerators():
+def pretend_cpus_are_accelerators(timeout: int):
     """Accelerate turns an FSDP configuration into plain data parallelism on CPUs; torch can shard there."""
     AcceleratorState._reset_state(reset_partial_state=True)
-    PartialState(cpu=False, backend="gloo")
+    PartialState(cpu=False, backend="gloo", timeout=timedelta(seconds=timeout))
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
@@ -147,12 +167,13 @@ def main():
 
 def run(name: str, case: dict, folder: Path):
     """Train one case, and write what happened."""
+    resume = case.pop("resume", None)
     trainer = build(case, folder / name)
     world, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
     assert world == int(os.environ.get("WORLD_SIZE", "1")), "each process thinks that it is alone"
     inputs = [] if case.get("plain") else record_inputs(trainer)
     with CountedCollectives() as collectives:
-        trainer.train()
+        trainer.train(resume_from_checkpoint=resume)
     result = {
         "history": trainer.state.log_history,
         "collectives": collectives.count,

@@ -14,33 +14,75 @@ from ..config import LOSS_TYPES, RolloutCorrectionConfig
 from ..dump import files_of, read_logs
 from ..messages import nearest, warn
 from ..presets import PRESETS, Preset
+from .versions import INSTALLED, PASSES_BY, RENORMALIZED, RENORMALIZED_SINCE, before
 
 
-_TRL_FIELDS = (
-    "vllm_importance_sampling_mode",
-    "vllm_importance_sampling_clip_max",
-    "vllm_importance_sampling_clip_min",
-    "vllm_importance_sampling_cap",
-)
+_OF_TRL = "vllm_importance_sampling_"  # how the fields of TRL's own correction begin
 
 
-def replace_trl_correction(config: GRPOConfig):
+def replace_trl_correction(config: GRPOConfig | RLOOConfig):
     """
-    Switch TRL's own correction off, and say so if it was configured.
+    Switch TRL's own correction off, and say so if it was configured, or if TRL has one that is not known here.
+
+    Args:
+        config ([`~trl.GRPOConfig`] or [`~trl.RLOOConfig`]):
+            Configuration, changed in place before TRL validates it.
+    """
+    defaults = {f.name: f.default for f in dataclasses.fields(config) if f.name.startswith(_OF_TRL)}
+    switch = f"{_OF_TRL}correction"
+    if switch in defaults:
+        del defaults[switch]
+        setattr(config, switch, False)
+    acting = {name: getattr(config, name) for name in defaults if getattr(config, name) != defaults[name]}
+    acting |= {name: True for name in defaults if getattr(config, name) is True}
+    for name in acting:
+        if acting[name] is True:
+            setattr(config, name, False)
+    if acting:
+        settings = ", ".join(f"`{name}={value!r}`" for name, value in acting.items())
+        warn(
+            f"{settings} has no effect: rollout correction replaces TRL's. `RolloutCorrectionConfig.from_trl` translates "
+            "the settings of TRL that it knows."
+        )
+
+
+def check_passes_by(config: GRPOConfig):
+    """
+    Refuse options of older releases of TRL with which its loss is another one.
 
     Args:
         config ([`~trl.GRPOConfig`]):
-            Configuration, changed in place before TRL validates it.
+            Configuration of a trainer.
+
+    Raises:
+        `ValueError`: if such an option is on.
     """
-    defaults = {f.name: f.default for f in dataclasses.fields(GRPOConfig) if f.name in _TRL_FIELDS}
-    changed = {name: getattr(config, name) for name in _TRL_FIELDS if getattr(config, name) != defaults[name]}
-    if changed:
-        settings = ", ".join(f"`{name}={value!r}`" for name, value in changed.items())
-        warn(
-            f"{settings} has no effect: rollout correction replaces TRL's. `RolloutCorrectionConfig.from_trl` translates "
-            "these settings."
+    for name, since in PASSES_BY.items():
+        if before(since) and getattr(config, name, False):
+            raise ValueError(
+                f"`{name}` is {getattr(config, name)!r}, and trl {INSTALLED} then computes its loss in one kernel, where "
+                f"rollout correction cannot enter. Set `{name}` to False, or install trl {since} or newer."
+            )
+
+
+def check_corrected_once(batch: dict[str, Any]):
+    """
+    Check that TRL has not corrected a batch itself.
+
+    Args:
+        batch (`dict`):
+            A batch that TRL has generated and scored.
+
+    Raises:
+        `RuntimeError`: if TRL put weights of its own into it.
+    """
+    found = [f"`{key}`" for key in batch if key.startswith("importance_sampling")]
+    if found:
+        raise RuntimeError(
+            f"trl {INSTALLED} put {', '.join(found)} into the batch: a correction of its own, although "
+            f"`{_OF_TRL}correction` is switched off. Completions would be corrected twice. Switch it off in your "
+            "configuration, or install a version of trl that this release of trl-rollout-corr was tested with."
         )
-    config.vllm_importance_sampling_correction = False
 
 
 # Options of vLLM that change the distribution tokens are drawn from, but not the one the trainer computes.
@@ -96,8 +138,19 @@ def check_sampling(config: GRPOConfig | RLOOConfig):
         warn(
             f"{listed} changes the distribution vLLM samples from, but not the one the trainer computes, so that every "
             "ratio is off by the probability mass that was cut or moved. Leave it at its default, or read ratios, weights "
-            "and rejections with that in mind."
+            f"and rejections with that in mind.{_renormalized(distorting)}"
         )
+
+
+def _renormalized(distorting: dict[str, Any]) -> str:
+    """What to add about options that TRL itself makes up for in newer releases."""
+    named = [f"`{name}`" for name in RENORMALIZED if name in distorting]
+    if not named or before(RENORMALIZED_SINCE):
+        return ""
+    return (
+        f" TRL says that from {RENORMALIZED_SINCE} on it makes up for {', '.join(named)} itself: then "
+        "`rollout_corr/rollout_is_mean` is near 1, and nothing is off."
+    )
 
 
 def check_batch_normalization(config: GRPOConfig | RLOOConfig):
@@ -234,10 +287,10 @@ def check_loss(config: GRPOConfig):
         )
 
 
-def definer(trainer: type, method: str, after: type) -> type:
+def definer(trainer: type, method: str, after: type | None = None) -> type:
     """The class that a method comes from, among those after a class in the order of method resolution."""
     order = trainer.__mro__
-    return next(cls for cls in order[order.index(after) + 1 :] if method in vars(cls))
+    return next(cls for cls in order[order.index(after) + 1 if after else 0 :] if method in vars(cls))
 
 
 def check_bases(trainer: type, mixin: type, trl_class: type):

@@ -1,19 +1,23 @@
 """
 What this package relies on in TRL, checked before training.
 
-TRL keeps the methods below private or changes them without notice. Should one of them move, the correction could vanish
-while training goes on; so the trainers refuse to start, and say what moved.
+TRL keeps most of this private or changes it without notice. Should something move, the correction could vanish while
+training goes on; so the trainers refuse to start, and say what moved. What is only appended is no concern. What cannot be
+seen from outside shows at the first step ([`~trl_rollout_corr.trainers.arrival.Mark`]).
 """
 
+import dataclasses
 import inspect
+from collections.abc import Iterator
 from importlib.metadata import version
+from types import CodeType, FunctionType
 
-from packaging.version import Version
-from trl import GRPOTrainer, RLOOTrainer
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 
+from ..messages import warn
+from .versions import NEWEST_TESTED, OLDEST, PUSHES_WEIGHTS, is_untested, outside_window, release
 
-OLDEST, FIRST_UNSUPPORTED = "1.16", "2"
 
 # Leading parameters that are passed or read by position or by name.
 _FORWARD = ["self", "model", "input_ids", "attention_mask", "logits_to_keep"]
@@ -34,57 +38,144 @@ METHODS = {
     VLLMGeneration: {
         "generate": ["self", "prompts", "images", "num_generations", "profiler"],
         "sync_weights": ["self"],
-        "_iter_named_params": ["self"],
+        **PUSHES_WEIGHTS,
     },
 }
 
+# What the classes keep on themselves, and the keys of a batch
+_ATTRIBUTES = [
+    *("beta", "num_iterations", "reward_weights", "temperature", "use_vllm", "vllm_generation", "vllm_mode"),
+    *("_buffered_inputs", "_metrics"),
+]
+_KEYS = ["advantages", "completion_ids", "completion_mask", "prompt_ids", "prompt_mask"]
+NAMES = {
+    GRPOTrainer: {
+        "attribute": [*_ATTRIBUTES, "importance_sampling_level", "rollout_func"],
+        "key": [*_KEYS, "old_per_token_logps", "sampling_per_token_logps", "tool_mask"],
+    },
+    RLOOTrainer: {"attribute": _ATTRIBUTES, "key": [*_KEYS, "old_logps"]},
+    VLLMGeneration: {"attribute": ["accelerator", "llm", "logprobs", "mode", "vllm_client"], "key": []},
+}
 
-def moved(owner: type, methods: dict[str, list[str]]) -> list[str]:
+_FIELDS = [
+    *("beta", "generation_kwargs", "min_p", "num_iterations", "repetition_penalty", "steps_per_generation"),
+    *("temperature", "top_k", "top_p", "use_vllm", "vllm_structured_outputs_regex"),
+]
+FIELDS = {
+    GRPOConfig: [
+        *_FIELDS,
+        *("delta", "epsilon", "epsilon_high", "importance_sampling_level", "loss_type"),
+        "vllm_importance_sampling_correction",
+    ],
+    RLOOConfig: _FIELDS,
+}
+CONFIGS = {GRPOTrainer: GRPOConfig, RLOOTrainer: RLOOConfig}
+
+
+def look_at(owner: type) -> Iterator[str | None]:
     """
-    List what has changed.
+    Look at a class of TRL.
 
     Args:
         owner (`type`):
-            Class of TRL.
-        methods (`dict[str, list[str]]`):
-            Leading parameters of its methods.
+            Trainer, or backend of generation.
 
-    Returns:
-        `list[str]`: one sentence per method that is missing or has other leading parameters.
+    Yields:
+        `str` or `None`: one per method, attribute, key of the batch and field of the configuration that is relied on: `None`
+        if it is in its place, or a sentence about what has become of it.
     """
-    changes = []
-    for name, expected in methods.items():
-        method = inspect.getattr_static(owner, name, None)
-        if method is None:
-            changes.append(f"`{owner.__name__}.{name}` is gone.")
-            continue
-        found = list(inspect.signature(method).parameters)[: len(expected)]
-        if found != expected:
-            changes.append(f"`{owner.__name__}.{name}` starts with parameters {found} instead of {expected}.")
-    return changes
+    for name, expected in METHODS[owner].items():
+        yield _change_of_method(owner, name, expected)
+    found = _mentioned(owner)
+    for kind, names in NAMES.get(owner, {}).items():
+        for name in names:
+            yield None if name in found else f"The {kind} `{name}` of `{owner.__name__}` is gone."
+    config = CONFIGS.get(owner)
+    if config is not None:
+        fields = {field.name for field in dataclasses.fields(config)}
+        for name in FIELDS[config]:
+            yield None if name in fields else f"The field `{name}` of `{config.__name__}` is gone."
+
+
+def _change_of_method(owner: type, name: str, expected: list[str]) -> str | None:
+    method = inspect.getattr_static(owner, name, None)
+    if method is None:
+        return f"`{owner.__name__}.{name}` is gone."
+    parameters = list(inspect.signature(method).parameters.values())
+    found = [parameter.name for parameter in parameters]
+    for i, parameter in enumerate(parameters):
+        if parameter.kind is parameter.VAR_POSITIONAL:  # which takes them all
+            found[i:] = expected[i:]
+            break
+    if found[: len(expected)] != expected:
+        return f"`{owner.__name__}.{name}` starts with parameters {found[: len(expected)]} instead of {expected}."
+    return None
+
+
+def _mentioned(owner: type) -> set[str]:
+    """Names and strings in the code of a class of TRL, of its bases in TRL, and of the functions beside them."""
+    found: set[str] = set()
+    for cls in owner.__mro__:
+        if cls.__module__.split(".")[0] == "trl":
+            for member in [*vars(cls).values(), *vars(inspect.getmodule(cls)).values()]:
+                member = inspect.unwrap(member) if callable(member) else member
+                if isinstance(member, FunctionType) and member.__module__ == cls.__module__:
+                    found |= _names_in(member.__code__)
+    return found
+
+
+def _names_in(code: CodeType) -> set[str]:
+    found = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            found |= _names_in(constant)
+        else:
+            found |= {x for x in (constant if isinstance(constant, tuple) else (constant,)) if isinstance(x, str)}
+    return found
+
+
+def changes(owner: type) -> list[str]:
+    """Sentences about what has moved in a class of TRL."""
+    return [change for change in look_at(owner) if change]
+
+
+def refusal(trainers: list[type]) -> str | None:
+    """Why the installed TRL cannot be used with some of its trainers, or `None` if it can."""
+    installed = version("trl")
+    outside = outside_window(release(), installed)
+    if outside:
+        return outside
+    found = [change for owner in (*trainers, VLLMGeneration) for change in changes(owner)]
+    if found:
+        return (
+            f"trl {installed} has changed where rollout correction attaches: {' '.join(found)} Install a newer "
+            f"trl-rollout-corr, or a TRL that this one was tested with: `pip install 'trl=={NEWEST_TESTED}.*'`."
+        )
+    return None
+
+
+_told: set[str] = set()  # so that it is said once, however many trainers are made
 
 
 def check_trl(trainer: type):
     """
-    Refuse to run on a TRL that this package does not know.
+    Refuse to run on a TRL that this package cannot work with, and warn about one that it was not tested with.
 
     Args:
         trainer (`type`):
             TRL's trainer class that is extended.
 
     Raises:
-        `ImportError`: if the version is outside the supported range, or a method that is touched has moved.
+        `ImportError`: if the version is outside the supported range, or something that is relied on has moved.
     """
+    problem = refusal([trainer])
+    if problem:
+        raise ImportError(problem)
     installed = version("trl")
-    release = Version(Version(installed).base_version)  # 2.0.0.dev0 sorts before 2, but is not a 1.x
-    if not Version(OLDEST) <= release < Version(FIRST_UNSUPPORTED):
-        raise ImportError(
-            f"trl-rollout-corr works with trl>={OLDEST},<{FIRST_UNSUPPORTED}, got trl {installed}. "
-            f"Run `pip install 'trl>={OLDEST},<{FIRST_UNSUPPORTED}'`."
-        )
-    changes = [change for owner in (trainer, VLLMGeneration) for change in moved(owner, METHODS[owner])]
-    if changes:
-        raise ImportError(
-            f"trl {installed} has changed where rollout correction attaches: {' '.join(changes)} Install a version of trl "
-            "that this release of trl-rollout-corr was tested with, or a newer trl-rollout-corr."
+    if is_untested(release()) and installed not in _told:
+        _told.add(installed)
+        warn(
+            f"trl {installed} is newer than the releases that trl-rollout-corr was tested with ({OLDEST} to "
+            f"{NEWEST_TESTED}). Everything it relies on is in its place, and the first step will show whether the correction "
+            "reaches the loss. `trl-rollout-corr check` says what was looked at."
         )

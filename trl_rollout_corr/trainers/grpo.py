@@ -14,12 +14,14 @@ from .checks import (
     check_batch_normalization,
     check_logprobs,
     check_loss,
+    check_passes_by,
     check_preset,
     check_sampling,
     check_sequence_level_ratio,
     replace_trl_correction,
 )
 from .mixin import RolloutCorrectionMixin
+from .versions import without_none
 
 
 @dataclass
@@ -39,6 +41,7 @@ class RolloutCorrectedGRPOConfig(RolloutCorrectionConfig, GRPOConfig):
     def __post_init__(self):
         RolloutCorrectionConfig.__post_init__(self)
         check_loss(self)
+        check_passes_by(self)
         replace_trl_correction(self)
         GRPOConfig.__post_init__(self)
         check_batch_normalization(self)
@@ -91,12 +94,12 @@ class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
 
     def _generate(self, prompts, *args, **kwargs):
         generated = super()._generate(prompts, *args, **kwargs)
-        _, completion_ids, tool_mask, _, logprobs, *_ = generated
+        prompt_ids, completion_ids, tool_mask, completions, logprobs, *others = generated
         check_logprobs(completion_ids, logprobs)
         self._record_logprobs(logprobs)  # with tools or a rollout function, of several turns
         if self._scoring is not None:
             self._scoring.tool_mask = tool_mask
-        return generated
+        return prompt_ids, completion_ids, tool_mask, completions, without_none(logprobs), *others
 
     @contextmanager
     def _asking_for_old_pass(self) -> Iterator[None]:

@@ -5,9 +5,25 @@ from typing import Any
 
 import torch
 
+from .arrival import Mark, not_arrived
+
 
 class LossInputs(dict):
-    """A batch for TRL's loss, without advantages until the forward pass of the policy has put them in."""
+    """
+    A batch for TRL's loss, without advantages until the forward pass of the policy has put them in.
+
+    Attributes:
+        read (`set[str]`):
+            Keys that have been read.
+    """
+
+    def __init__(self, batch: Mapping[str, Any]):
+        super().__init__(batch)
+        self.read: set[str] = set()
+
+    def __getitem__(self, key: str):
+        self.read.add(key)
+        return super().__getitem__(key)
 
     def __missing__(self, key: str):
         if key != "advantages":
@@ -19,7 +35,7 @@ class LossInputs(dict):
         )
 
     def get(self, key, default=None):
-        return self[key] if key == "advantages" else super().get(key, default)
+        return self[key] if key in self or key == "advantages" else default
 
 
 class LossCall:
@@ -38,6 +54,7 @@ class LossCall:
         self.inputs = LossInputs({key: value for key, value in batch.items() if key != "advantages"})
         self.with_gradient = torch.is_grad_enabled()
         self.forwards = 0
+        self.mark: Mark | None = None  # at the first step
 
     def take_forward(self):
         """
@@ -54,16 +71,18 @@ class LossCall:
                 "`torch.no_grad()`, or call the model itself."
             )
 
-    def check_corrected(self, trainer: type):
+    def check_corrected(self, trainer: type, keys: set[str]):
         """
         Check that the loss was corrected.
 
         Args:
             trainer (`type`):
                 Class of the trainer.
+            keys (`set[str]`):
+                Keys that the loss must have read after the correction was put into them.
 
         Raises:
-            `RuntimeError`: if no forward pass of the policy came by.
+            `RuntimeError`: if no forward pass of the policy came by, or a key was not read.
         """
         if not self.forwards:
             raise RuntimeError(
@@ -71,3 +90,6 @@ class LossCall:
                 "rollout correction attaches. If `_compute_loss` is your own, run it there; otherwise install the version of "
                 "trl that this release was tested with."
             )
+        unread = [f"`{key}`" for key in sorted(keys - self.inputs.read)]
+        if unread:
+            raise not_arrived(f"it does not read {' and '.join(unread)} from the batch")

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from ..correction import RolloutCorrection, compute_rollout_correction, keep_mask, usable_rollout_logps
 from ..functional import LOG_RATIO_BOUND
+from .arrival import Mark
 from .batch import (
     COEFFICIENTS,
     FIRST_COEFFICIENTS,
@@ -36,6 +37,7 @@ from .card import complete_card
 from .checks import (
     check_bases,
     check_config_class,
+    check_corrected_once,
     check_dropout,
     check_dump_folder,
     check_has_sampler,
@@ -90,6 +92,7 @@ class RolloutCorrectionMixin(_Host):
         super().__init__(model, reward_funcs, self._checked_args(model, args), *further_args, **kwargs)
         self._scoring: Scoring | None = None
         self._loss_call: LossCall | None = None
+        self._arrived = False  # whether the correction has been seen to act in TRL's loss
         self._visits = Visits(self.args.steps_per_generation, self.num_iterations)
         # Every sample is visited before the first optimizer step since its generation, so that the policy of its first
         # visit is the old policy.
@@ -178,15 +181,16 @@ class RolloutCorrectionMixin(_Host):
         if self._scoring is not None:
             self._scoring.logprobs = logprobs
 
-    def _generate_and_score_completions(self, inputs):
+    def _generate_and_score_completions(self, inputs, *args, **kwargs):
         self._scoring = scoring = Scoring(self._new_old_pass())
         try:
             with nullcontext() if scoring.old_pass is None else self._asking_for_old_pass():
-                output = super()._generate_and_score_completions(inputs)
+                output = super()._generate_and_score_completions(inputs, *args, **kwargs)
         finally:
             self._scoring = None
         if scoring.old_pass is not None:
             self._settle_old_pass(scoring.old_pass, output)
+        check_corrected_once(output)
         self._check_rows(scoring, output)
         output[ROLLOUT_LOGPS] = self._rollout_logps(output, scoring)
         output[REWARDS] = scoring.rewards
@@ -242,10 +246,10 @@ class RolloutCorrectionMixin(_Host):
         with scoring.pause():  # a rollout function may score what it likes
             return super()._generate(prompts, *args, **kwargs)
 
-    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list, *args, **kwargs):
         scoring = self._scoring
         with (scoring or Scoring(None)).pause():  # and so may a reward function
-            rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+            rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list, *args, **kwargs)
         if scoring is not None:
             scoring.rewards = self._own_rewards(rewards, len(prompts))
         if scoring is None or scoring.old_pass is None or not self._excludes_from_baseline:
@@ -276,6 +280,7 @@ class RolloutCorrectionMixin(_Host):
         if self._loss_call is not None and self._is_policy(model, logps, self._loss_call):
             self._loss_call.take_forward()
             logps = self._correct(logps, self._loss_call.batch, self._loss_call.inputs)
+            self._loss_call.inputs.read.clear()  # what is read from here on is read by the loss
         return logps, *others
 
     def _is_policy(self, model, logps: torch.Tensor, call: LossCall) -> bool:
@@ -283,17 +288,25 @@ class RolloutCorrectionMixin(_Host):
         models = [self.accelerator.unwrap_model(m, keep_fp32_wrapper=True) for m in (model, call.model)]
         return models[0] is models[1] and (logps.requires_grad or not call.with_gradient)
 
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None, *args, **kwargs):
         # TRL must not read the advantages before `_correct` has put them back. If it ever does, that is an error rather
         # than a loss without correction.
         self._loss_call = call = LossCall(model, inputs)
         try:
             with self._bounding_the_ratio():
-                loss = super().compute_loss(model, call.inputs, return_outputs, num_items_in_batch)
+                loss = super().compute_loss(model, call.inputs, return_outputs, num_items_in_batch, *args, **kwargs)
         finally:
             self._loss_call = None
-        call.check_corrected(type(self))
+        self._check_arrival(call, loss)
         return loss
+
+    def _check_arrival(self, call: LossCall, loss: torch.Tensor):
+        """Check that a loss was corrected: by what it read, and once by its gradient."""
+        own = definer(type(self), "_compute_loss") not in self._trl_class.__mro__
+        call.check_corrected(type(self), set() if own or not self.args.corrects else {"advantages", self._anchor_key})
+        if call.mark is not None:
+            per_token = getattr(self, "importance_sampling_level", "token") == "token"
+            self._arrived = call.mark.arrived(loss, own=own, per_token=per_token, alone=self.beta == 0.0)
 
     def _bounding_the_ratio(self) -> AbstractContextManager:
         """What bounds the ratio to the sampler where the advantage is negative, as far as TRL's loss can do it."""
@@ -325,7 +338,12 @@ class RolloutCorrectionMixin(_Host):
             coefficients = seen.coefficients
         else:
             anchor, coefficients = self._decoupled(batch.get(OLD_LOGPS, old), batch, first)
-        return self._enter_loss(inputs, logps, anchor, coefficients) if self.args.corrects else logps
+        if not self.args.corrects:
+            return logps
+        if self._loss_call is not None and not self._arrived and logps.requires_grad:
+            mark = self._loss_call.mark = Mark(logps)
+            logps, coefficients = mark.logps, coefficients * mark.factor
+        return self._enter_loss(inputs, logps, anchor, coefficients)
 
     def _is_first_visit(self, batch: dict[str, Any]) -> bool:
         if FIRST_LOGPS not in batch:  # in evaluation every batch is visited once

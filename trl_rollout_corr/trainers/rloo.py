@@ -10,7 +10,7 @@ from trl import RLOOConfig, RLOOTrainer
 
 from ..config import RolloutCorrectionConfig
 from ..functional import LOG_RATIO_BOUND
-from .checks import check_batch_normalization, check_preset, check_sampling
+from .checks import check_batch_normalization, check_preset, check_sampling, replace_trl_correction
 from .mixin import RolloutCorrectionMixin
 from .observer import Corrected
 from .scoring import OldPass, Scoring
@@ -29,6 +29,7 @@ class RolloutCorrectedRLOOConfig(RolloutCorrectionConfig, RLOOConfig):
 
     def __post_init__(self):
         RolloutCorrectionConfig.__post_init__(self)
+        replace_trl_correction(self)  # which RLOO may get one day
         RLOOConfig.__post_init__(self)
         check_batch_normalization(self)
         check_sampling(self)

@@ -12,6 +12,7 @@ import torch
 from trl.generation.vllm_generation import VLLMGeneration
 
 from .scoring import Logprobs
+from .versions import named_weights
 
 
 def sampled_logprobs(
@@ -61,7 +62,7 @@ def record_logprobs(generation: VLLMGeneration, keep: Callable[[Logprobs], Any])
 
     @wraps(generate)
     def generate_and_record(*args, **kwargs):
-        prompt_ids, completion_ids, logprobs, token_ids = generate(*args, **kwargs)
+        prompt_ids, completion_ids, logprobs, token_ids, *others = generate(*args, **kwargs)
         if logprobs is None:
             raise RuntimeError(
                 "vLLM returned no log-probabilities, which rollout correction needs. Remove `logprobs` from "
@@ -72,7 +73,7 @@ def record_logprobs(generation: VLLMGeneration, keep: Callable[[Logprobs], Any])
         if any(len(candidates) > 1 for sequence in logprobs for candidates in sequence[:1]):
             logprobs = [[[logprob] for logprob in sequence] for sequence in sampled]
             token_ids = [[[token] for token in sequence] for sequence in completion_ids]
-        return prompt_ids, completion_ids, logprobs, token_ids
+        return prompt_ids, completion_ids, logprobs, token_ids, *others
 
     generation.generate = generate_and_record
 
@@ -90,9 +91,9 @@ def announce_sync(generation: VLLMGeneration, announce: Callable[[], Any]):
     sync_weights = generation.sync_weights
 
     @wraps(sync_weights)
-    def announce_and_sync():
+    def announce_and_sync(*args, **kwargs):
         announce()
-        sync_weights()
+        return sync_weights(*args, **kwargs)
 
     generation.sync_weights = announce_and_sync
 
@@ -111,10 +112,10 @@ def sync_weights_on_cpu(generation: VLLMGeneration):
     if generation.mode != "colocate" or generation.accelerator.device.type != "cpu":
         return
 
-    def sync_weights():
+    def sync_weights(*args, **kwargs):
         with torch.no_grad():
             model_runner = generation.llm.llm_engine.model_executor.driver_worker.model_runner
-            model_runner.reload_weights(weights_iterator=generation._iter_named_params())
+            model_runner.reload_weights(weights_iterator=named_weights(generation))
         generation.llm.reset_prefix_cache()
 
     generation.sync_weights = sync_weights

@@ -1,0 +1,234 @@
+"""A TRL that is newer than the tested ones: it starts, is refused by name, or corrects itself."""
+
+import dataclasses
+import json
+import sys
+
+import pytest
+import torch
+from trl import GRPOConfig, GRPOTrainer, RLOOTrainer
+
+from tests.editing import copy_trl
+from tests.launching import ROOT, run
+from tests.tiny import StaleSampler
+from tests.training import TRAINERS, VLLM, assert_same_steps, build, logged, losses, micro_batches
+from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
+from trl_rollout_corr.__main__ import main
+from trl_rollout_corr.trainers import checks, contract, inspection, versions
+from trl_rollout_corr.trainers.versions import FIRST_UNSUPPORTED, OLDEST, Version
+
+
+# Its version ----------------------------------------------------------------------------------------------------------
+
+
+def pretend(monkeypatch, version: str):
+    monkeypatch.setattr(contract, "version", lambda name: version)
+    monkeypatch.setattr(contract, "release", lambda: Version(Version(version).base_version))
+    monkeypatch.setattr(contract, "_told", set())
+
+
+@pytest.mark.parametrize("version", ["1.9.2", "0.29.1", "2.0.0", "2.0.0.dev0"])
+def test_a_release_outside_the_window_is_refused(monkeypatch, version):
+    pretend(monkeypatch, version)
+    with pytest.raises(ImportError, match=rf"trl>={OLDEST},<{FIRST_UNSUPPORTED}, got trl {version}.*pip install"):
+        contract.check_trl(GRPOTrainer)
+
+
+def test_check_names_the_window_to_whoever_is_outside_it(monkeypatch, capsys):
+    monkeypatch.setattr(versions, "release", lambda: Version("0.24.0"))  # which has no `VLLMGeneration`
+    monkeypatch.setattr(inspection, "version", lambda name: "0.24.0")
+    assert main(["check"]) == 1
+    assert f"works with trl>={OLDEST},<{FIRST_UNSUPPORTED}, got trl 0.24.0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("version", ["1.10.0", "1.10.0.dev0", "1.14.2", "1.16.3"])
+def test_a_release_in_the_window_is_silent(monkeypatch, version):
+    pretend(monkeypatch, version)
+    contract.check_trl(GRPOTrainer)
+
+
+@pytest.mark.parametrize("version", ["1.17.0", "1.17.0.dev0", "1.99.1"])
+def test_a_newer_release_is_warned_about_once(monkeypatch, version):
+    pretend(monkeypatch, version)
+    with pytest.warns(UserWarning, match=f"trl {version} is newer"):
+        contract.check_trl(GRPOTrainer)
+    contract.check_trl(RLOOTrainer)  # a second warning would be an error here
+    contract.check_trl(GRPOTrainer)
+
+
+# What it has moved ----------------------------------------------------------------------------------------------------
+
+TRAIN = """
+import json, sys, warnings
+import tests.conftest
+from tests.training import TRAINERS, build, losses
+from tests.tiny import StaleSampler
+from trl_rollout_corr.__main__ import main
+
+model, folder = sys.argv[1:]
+code = main(["check"])
+found, error = [], None
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    try:
+        for _ in range(2):
+            found.append(losses(build(*TRAINERS["grpo"], model, folder, sampler=StaleSampler(model))))
+    except ImportError as refused:
+        error = str(refused)
+told = [str(w.message) for w in caught if "trl-rollout-corr" in str(w.message)]
+print(json.dumps({"code": code, "losses": found, "error": error, "told": told}))
+"""
+
+
+def train_on(trl: str, model: str, folder) -> tuple[str, dict]:
+    """Check and train in a process with another TRL. Returns what `check` printed, and what happened."""
+    process = run(sys.executable, "-c", TRAIN, model, str(folder), PYTHONPATH=f"{trl}:{ROOT}")
+    assert process.returncode == 0, process.stderr[-5000:]
+    report, _, last = process.stdout.rstrip().rpartition("\n")
+    return report, json.loads(last[last.index('{"code"') :])
+
+
+APPENDED = {
+    "trainer/grpo_trainer.py": [
+        ("def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None",
+         "def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None, scale=1.0"),
+        ("def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list",
+         "def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list, extra=None"),
+        ('"completion_mask": completion_mask,', '"completion_mask": completion_mask, "new_key": completion_mask,'),
+    ],
+}  # fmt: skip
+MOVED = {
+    "trainer/grpo_trainer.py": [
+        ("def _calculate_rewards(self, inputs, prompts,", "def _calculate_rewards(self, prompts, inputs,"),
+        ("_buffered_inputs", "_buffer"),
+        ('"old_per_token_logps"', '"anchor_logps"'),
+        ("sampling_per_token_logps", "behavior_logps"),
+    ],
+    "generation/vllm_generation.py": [("_iter_named_params", "_named_params")],
+}
+
+
+def test_a_newer_trl_with_everything_in_its_place_trains_with_one_warning(tiny_model_path, tmp_path):
+    report, found = train_on(copy_trl(tmp_path / "trl", "1.17.0", APPENDED), tiny_model_path, tmp_path)
+    assert found["code"] == 0
+    assert "trl 1.17.0 can be corrected. It is newer than the releases" in report
+    assert found["error"] is None
+    assert [message for message in found["told"] if "trl 1.17.0 is newer" in message] == found["told"] != []
+    assert len(found["told"]) == 1
+    sampler = StaleSampler(tiny_model_path)
+    expected = losses(build(*TRAINERS["grpo"], tiny_model_path, tmp_path, sampler=sampler))
+    assert_same_steps([tuple(step) for step in found["losses"][0]], expected)
+
+
+def test_what_a_newer_trl_has_moved_is_refused_by_name(tiny_model_path, tmp_path):
+    report, found = train_on(copy_trl(tmp_path / "trl", "1.18.0", MOVED), tiny_model_path, tmp_path)
+    assert found["code"] == 1
+    assert found["losses"] == []
+    for name in (
+        "`GRPOTrainer._calculate_rewards` starts with",
+        "attribute `_buffered_inputs` of `GRPOTrainer` is gone",
+        "key `old_per_token_logps` of `GRPOTrainer` is gone",
+        "key `sampling_per_token_logps` of `GRPOTrainer` is gone",
+        "`VLLMGeneration._iter_named_params` is gone",
+    ):
+        assert name in found["error"], name
+        assert name in report, name
+    assert "`RLOOTrainer" not in found["error"]
+
+
+def test_the_installed_trl_passes_the_check(capsys):
+    assert main(["check"]) == 0
+    printed = capsys.readouterr().out
+    assert "can be corrected" in printed
+    assert all(f"{owner.__name__} " in printed for owner in contract.METHODS)
+
+
+# What it corrects itself ----------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class NewGRPOConfig(RolloutCorrectedGRPOConfig):
+    """TRL of the future, with a correction that is on by default."""
+
+    vllm_importance_sampling_kept_support: bool = True
+    vllm_importance_sampling_level: str = "token"
+
+
+@dataclasses.dataclass
+class NewRLOOConfig(TRAINERS["rloo"][1]):
+    """TRL of the future, which corrects RLOO, too."""
+
+    vllm_importance_sampling_correction: bool = True
+
+
+def test_a_correction_that_is_not_known_is_switched_off_and_named(tmp_path):
+    with pytest.warns(UserWarning, match=r"`vllm_importance_sampling_kept_support=True` has no effect"):
+        config = NewGRPOConfig(str(tmp_path), bf16=False)
+    assert not config.vllm_importance_sampling_kept_support
+    assert not config.vllm_importance_sampling_correction
+    with pytest.warns(UserWarning, match=r"`vllm_importance_sampling_level='sequence'` has no effect"):
+        NewGRPOConfig(
+            str(tmp_path), bf16=False, vllm_importance_sampling_kept_support=False,
+            vllm_importance_sampling_level="sequence",
+        )  # fmt: skip
+
+
+def test_a_correction_of_rloo_is_switched_off(tmp_path):
+    assert not NewRLOOConfig(str(tmp_path), bf16=False).vllm_importance_sampling_correction
+
+
+def test_weights_of_trl_in_a_batch_are_an_error(tiny_model_path, tmp_path, monkeypatch):
+    score = GRPOTrainer._generate_and_score_completions
+
+    def weighted(self, inputs):
+        output = score(self, inputs)
+        return {**output, "importance_sampling_ratio": torch.ones_like(output["sampling_per_token_logps"])}
+
+    monkeypatch.setattr(GRPOTrainer, "_generate_and_score_completions", weighted)
+    trainer = build(*TRAINERS["grpo"], tiny_model_path, tmp_path, sampler=StaleSampler(tiny_model_path))
+    with pytest.raises(RuntimeError, match=r"put `importance_sampling_ratio` into the batch.*corrected twice"):
+        micro_batches(trainer)
+
+
+def over_kept_tokens(self, model, input_ids, attention_mask, logits_to_keep, **_):
+    """Log-probabilities over the `top_k` tokens that the sampler drew from, which TRL computes from 1.17 on."""
+    output = model(input_ids=input_ids, attention_mask=attention_mask)
+    logits = output.logits[:, -logits_to_keep - 1 : -1].float() / self.temperature
+    kept = logits >= logits.topk(self.args.top_k).values[..., -1:]
+    logps = logits.masked_fill(~kept, -1e4).log_softmax(-1)
+    logps = logps.gather(-1, input_ids[:, -logits_to_keep:, None])[..., 0]
+    return logps, torch.zeros_like(logps), None
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("makes_up", [False, True])
+def test_truncation_that_trl_makes_up_for_is_not_corrected_again(
+    tiny_model_path, tmp_path, shared_engine, monkeypatch, makes_up
+):
+    if makes_up:
+        monkeypatch.setattr(checks, "INSTALLED", Version("1.17.0"))
+        monkeypatch.setattr(checks, "before", lambda other: Version(other) > Version("1.17.0"))
+        monkeypatch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", over_kept_tokens)
+    with pytest.warns(UserWarning, match="`top_k=4` changes the distribution") as caught:
+        trainer = build(
+            RolloutCorrectedGRPOTrainer, RolloutCorrectedGRPOConfig, tiny_model_path, tmp_path,
+            **VLLM, top_k=4, rollout_is="token", rollout_is_threshold=[0.1, 10.0],
+        )  # fmt: skip
+    assert ("makes up for `top_k` itself" in str(caught[0].message)) == makes_up
+    trainer.train()
+    weights = logged(trainer, "rollout_is_mean")
+    assert all(abs(weight - 1.0) < 1e-3 for weight in weights) if makes_up else all(w < 0.97 for w in weights)
+
+
+# What older releases lack ---------------------------------------------------------------------------------------------
+
+
+def test_a_loss_that_is_one_kernel_is_refused_where_it_was_one(tmp_path, monkeypatch):
+    if "use_liger_kernel" not in {field.name for field in dataclasses.fields(GRPOConfig)}:
+        pytest.skip("this TRL has no such option")
+    monkeypatch.setattr(checks, "before", lambda other: Version(other) > Version("1.13.0"))
+    config = RolloutCorrectedGRPOConfig(str(tmp_path), bf16=False)
+    checks.check_passes_by(config)
+    config.use_liger_kernel = True
+    with pytest.raises(ValueError, match=r"`use_liger_kernel` is True.*install trl 1.14 or newer"):
+        checks.check_passes_by(config)

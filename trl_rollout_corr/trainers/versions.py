@@ -1,0 +1,89 @@
+"""
+What differs between the releases of TRL that this package works with, and nothing else.
+
+Each part names the release at which it can be deleted, once [`OLDEST`] has reached it.
+"""
+
+import math
+from collections.abc import Iterator
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from packaging.version import Version
+
+from .scoring import Logprobs
+
+
+OLDEST, NEWEST_TESTED, FIRST_UNSUPPORTED = "1.10", "1.16", "2"
+
+
+def release() -> Version:
+    """The release of TRL that is installed. A development version counts as the release it leads to."""
+    return Version(Version(version("trl")).base_version)
+
+
+INSTALLED = release()
+
+
+def before(other: str) -> bool:
+    """Whether the installed TRL is older than a release."""
+    return Version(other) > INSTALLED
+
+
+def outside_window(trl: Version, named: str) -> str | None:
+    """Why a release of TRL is too old or too new, or `None` if it is neither."""
+    if Version(OLDEST) <= trl < Version(FIRST_UNSUPPORTED):
+        return None
+    return (
+        f"trl-rollout-corr works with trl>={OLDEST},<{FIRST_UNSUPPORTED}, got trl {named}. "
+        f"Run `pip install 'trl>={OLDEST},<{FIRST_UNSUPPORTED}'`."
+    )
+
+
+def is_untested(trl: Version) -> bool:
+    """Whether a release of TRL is newer than those that this package was tested with."""
+    return trl.release[:2] > Version(NEWEST_TESTED).release
+
+
+# Until 1.11 -----------------------------------------------------------------------------------------------------------
+
+# What names the weights that are pushed to vLLM, with its leading parameters
+PUSHES_WEIGHTS = (
+    {"_push_param_to_vllm": ["self", "name", "param"]} if before("1.11") else {"_iter_named_params": ["self"]}
+)
+
+
+def named_weights(generation: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights of the trainer under the names that vLLM knows. From 1.11 on `generation._iter_named_params()`."""
+    if hasattr(generation, "_iter_named_params"):
+        return generation._iter_named_params()
+    pushed: list[tuple[str, torch.Tensor]] = []
+    # before it is pushed a parameter is gathered, and released after it
+    generation._push_param_to_vllm = lambda name, param: pushed.append((name, param.clone()))
+    try:
+        type(generation).sync_weights(generation)
+    finally:
+        del generation._push_param_to_vllm
+    return iter(pushed)
+
+
+def without_none(logprobs: Logprobs) -> Logprobs:
+    """NaN in place of `None`, which is what vLLM's NaN becomes. TRL makes a tensor of it from 1.11 on."""
+    if not before("1.11"):
+        return logprobs
+    return [[math.nan if logprob is None else logprob for logprob in sequence] for sequence in logprobs]
+
+
+# Until 1.14 -----------------------------------------------------------------------------------------------------------
+
+# Options under which the loss never calls `_get_per_token_logps_and_entropies`, where rollout correction attaches, and the
+# first release in which it does
+PASSES_BY = {"use_liger_kernel": "1.14"}
+
+
+# From 1.17 on, as its release notes say -------------------------------------------------------------------------------
+
+# TRL puts the trainer's log-probabilities on the tokens that these left to vLLM, so that they distort no ratio any more
+RENORMALIZED = ("top_p", "top_k", "min_p")
+RENORMALIZED_SINCE = "1.17"
