@@ -30,6 +30,7 @@ ORDER = [
     "metrics",
     "accounting",
     "staleness",
+    "ages",
     "correction",  # so far without pyarrow, numpy and TRL
     "dump",
     "analysis",

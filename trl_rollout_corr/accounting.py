@@ -112,21 +112,21 @@ def account(
     by_row, by_position = _by_row_and_position(valid, keep, coefficients)
     dtype = by_row.dtype
     lengths = by_row[:, 0]
-    octave = _bucket(lengths, _OCTAVES)
+    octave = bucket_of(lengths, _OCTAVES)
     sign = (advantages if advantages.dim() == 1 else advantages.sum(1)).sign().long() + 1
     rewards = rewards.to(dtype)
     scored = (rewards.isfinite() & (lengths > 0)).to(dtype)
     positions = torch.arange(1, valid.shape[1] + 1, device=valid.device)
     segments = {
-        "cell": _add_up(by_row, octave * len(SIGNS) + sign, len(_CELLS)),
-        "rows": _add_up((lengths > 0).to(dtype), octave, len(_OCTAVES)),
-        "position": _add_up(by_position, _bucket(positions, BUCKETS), len(BUCKETS)),
-        "reward": _add_up(by_row * scored[:, None], _bucket(rewards.nan_to_num(0.0), REWARDS), len(REWARDS)),
+        "cell": add_up(by_row, octave * len(SIGNS) + sign, len(_CELLS)),
+        "rows": add_up((lengths > 0).to(dtype), octave, len(_OCTAVES)),
+        "position": add_up(by_position, bucket_of(positions, BUCKETS), len(BUCKETS)),
+        "reward": add_up(by_row * scored[:, None], bucket_of(rewards.nan_to_num(0.0), REWARDS), len(REWARDS)),
         "mean_reward": _mean_rewards(by_row, rewards.nan_to_num(0.0), scored),
     }
     if turns is not None:
         by_token = torch.stack([x.flatten().to(dtype) for x in _measures(valid, keep, coefficients)], 1)  # (B * T, 3)
-        segments["turn"] = _add_up(by_token, turns.flatten().clamp(1, TURNS) - 1, TURNS)
+        segments["turn"] = add_up(by_token, turns.flatten().clamp(1, TURNS) - 1, TURNS)
     return Accounts.of(segments)
 
 
@@ -172,7 +172,7 @@ def _by_row_and_position(
     return by_row, by_position
 
 
-def _bucket(x: torch.Tensor, lower_ends: tuple[float, ...]) -> torch.Tensor:
+def bucket_of(x: torch.Tensor, lower_ends: tuple[float, ...]) -> torch.Tensor:
     """Index of the bucket each number is in."""
     return torch.bucketize(x.contiguous(), _edges(lower_ends, x.dtype, x.device), right=True)
 
@@ -183,7 +183,7 @@ def _edges(lower_ends: tuple[float, ...], dtype: torch.dtype, device: torch.devi
     return torch.tensor(lower_ends[1:], dtype=dtype, device=device)
 
 
-def _add_up(values: torch.Tensor, index: torch.Tensor, n_buckets: int) -> torch.Tensor:
+def add_up(values: torch.Tensor, index: torch.Tensor, n_buckets: int) -> torch.Tensor:
     """Add up rows of `values` by bucket."""
     return values.new_zeros(n_buckets, *values.shape[1:]).index_add_(0, index, values)
 

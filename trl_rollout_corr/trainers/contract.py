@@ -37,6 +37,16 @@ METHODS = {
     },
 }
 
+# Of TRL's asynchronous trainer
+ASYNCHRONOUS = {
+    "compute_loss": _SHARED["compute_loss"],
+    "get_train_dataloader": ["self"],
+    "_sync_weight": ["self"],
+    "train": ["self", "resume_from_checkpoint"],
+    "log": _SHARED["log"],
+    "add_callback": _SHARED["add_callback"],
+}
+
 
 def moved(owner: type, methods: dict[str, list[str]]) -> list[str]:
     """
@@ -63,13 +73,15 @@ def moved(owner: type, methods: dict[str, list[str]]) -> list[str]:
     return changes
 
 
-def check_trl(trainer: type):
+def check_trl(trainer: type, methods: dict[type, dict[str, list[str]]] | None = None):
     """
     Refuse to run on a TRL that this package does not know.
 
     Args:
         trainer (`type`):
             TRL's trainer class that is extended.
+        methods (`dict[type, dict[str, list[str]]]`, *optional*):
+            What is touched, by class. By default that of the trainer and of its sampler in `METHODS`.
 
     Raises:
         `ImportError`: if the version is outside the supported range, or a method that is touched has moved.
@@ -81,7 +93,8 @@ def check_trl(trainer: type):
             f"trl-rollout-corr works with trl>={OLDEST},<{FIRST_UNSUPPORTED}, got trl {installed}. "
             f"Run `pip install 'trl>={OLDEST},<{FIRST_UNSUPPORTED}'`."
         )
-    changes = [change for owner in (trainer, VLLMGeneration) for change in moved(owner, METHODS[owner])]
+    touched = methods or {owner: METHODS[owner] for owner in (trainer, VLLMGeneration)}
+    changes = [change for owner, names in touched.items() for change in moved(owner, names)]
     if changes:
         raise ImportError(
             f"trl {installed} has changed where rollout correction attaches: {' '.join(changes)} Install a version of trl "
