@@ -1,6 +1,7 @@
 """Start processes as users do."""
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,13 @@ def run(*command: str, timeout: int = 1000, **environment: str) -> subprocess.Co
         timeout=timeout,
         check=False,
     )
+
+
+def free_port() -> int:
+    """A port that nobody listens on. TRL's own choice for vLLM is the same in all processes that choose at one time."""
+    with socket.socket() as s:
+        s.bind(("", 0))
+        return s.getsockname()[1]
 
 
 def output_of(*command: str, **options) -> str:

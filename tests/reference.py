@@ -44,26 +44,46 @@ def normalization_units(bounded, level):
     return [w for row in bounded for w in (row if level == "token" else row[:1])]
 
 
-def token_statistic(d, divergence):
-    return {
-        "k1": -d,
-        "k2": clip(d) ** 2 / 2,
-        "k3": math.exp(clip(d)) - 1 - clip(d),
-    }[divergence]
+def scope_and_divergence(name):
+    scope = next(scope for scope in ("token", "seq_sum", "seq_mean", "seq_max") if name.startswith(f"{scope}_"))
+    return scope, name.removeprefix(f"{scope}_")
 
 
-def keeps(sequences, name, bounds):
+def token_statistic(token, divergence):
+    d = token[0] - token[1]
+    if divergence in ("k1", "k2", "k3"):
+        return {"k1": -d, "k2": clip(d) ** 2 / 2, "k3": math.exp(clip(d)) - 1 - clip(d)}[divergence]
+    p, q = math.exp(token[0]), math.exp(token[1])
+    if divergence == "tv":
+        return p - q
+    if divergence == "kl":
+        return math.copysign(binary_kl(q, p), p - q)
+    return max(binary_kl(p, q), binary_kl(q, p))
+
+
+def binary_kl(a, b):
+    a, b = (min(max(x, 1e-6), 1 - 1e-6) for x in (a, b))
+    return a * math.log(a / b) + (1 - a) * math.log((1 - a) / (1 - b))
+
+
+def keeps(sequences, name, bounds, advantages=None):
     """Whether one criterion keeps each token. `bounds` as the user writes them: on the ratio for k1."""
-    scope, divergence = name.rsplit("_", 1)
+    scope, divergence = scope_and_divergence(name)
     result = []
-    for sequence in sequences:
+    for index, sequence in enumerate(sequences):
+        if divergence in ("tv", "kl"):  # only what the advantage pushes further away is dropped
+            changes, advantage = [token_statistic(token, divergence) for token in sequence], advantages[index]
+            result.append(
+                [not ((advantage > 0 and x > bounds[1]) or (advantage < 0 and x < -bounds[0])) for x in changes]
+            )
+            continue
         d = [train - rollout for train, rollout in sequence]
         if divergence == "k1":
             ln = [math.log(b) if b else -math.inf for b in bounds]
             values = {"token": d, "seq_max": d, "seq_sum": [sum(d)], "seq_mean": [sum(d) / max(len(d), 1)]}[scope]
             inside = [ln[0] <= x <= ln[1] for x in values]
         else:
-            s = [token_statistic(x, divergence) for x in d]
+            s = [token_statistic(token, divergence) for token in sequence]
             values = {"token": s, "seq_max": s, "seq_sum": [sum(s)], "seq_mean": [sum(s) / max(len(s), 1)]}[scope]
             inside = [x <= bounds for x in values]
         result.append(inside if scope == "token" else [all(inside)] * len(d))
@@ -71,8 +91,8 @@ def keeps(sequences, name, bounds):
 
 
 def row_statistic(sequence, name):
-    scope, divergence = name.rsplit("_", 1)
-    s = [token_statistic(train - rollout, divergence) for train, rollout in sequence]
+    scope, divergence = scope_and_divergence(name)
+    s = [token_statistic(token, divergence) for token in sequence]
     if scope == "seq_sum":
         return sum(s)
     if scope in ("seq_mean", "token"):
@@ -145,17 +165,22 @@ def weight_metrics(sequences, level, lower, upper, normalize=False, clamp=False)
     return metrics
 
 
-def rejection_metrics(sequences, name, bounds):
+def rejection_metrics(sequences, name, bounds, advantages=None):
     """Metrics of one criterion, without the `rollout_rs_<name>_` in front."""
+    if advantages is not None:
+        advantages = [advantage for advantage, row in zip(advantages, sequences, strict=True) if row]
     sequences = [row for row in sequences if row]
-    scope, divergence = name.rsplit("_", 1)
+    scope, divergence = scope_and_divergence(name)
     if divergence == "k1":
         lower, upper = (-math.log(b) if b else math.inf for b in reversed(bounds))
+    elif divergence in ("tv", "kl"):
+        lower, upper = -bounds[0], bounds[1]
     else:
         lower, upper = -math.inf, bounds
-    floor = lower if divergence == "k1" else 0.0
+    signed = divergence in ("k1", "tv", "kl")
+    floor = lower if signed else 0.0
     rows = [row_statistic(row, name) for row in sequences]
-    tokens = [[token_statistic(t - r, divergence) for t, r in row] for row in sequences]
+    tokens = [[token_statistic(token, divergence) for token in row] for row in sequences]
     per_token = tokens if scope == "token" else [[x] * len(row) for x, row in zip(rows, sequences, strict=True)]
     flat = [x for row in per_token for x in row]
     if scope == "seq_max":  # any token outside counts, on either side
@@ -163,7 +188,11 @@ def rejection_metrics(sequences, name, bounds):
     else:
         units = flat if scope == "token" else rows
         high, low = [x > upper for x in units], [x < lower for x in units]
-    kept = keeps(sequences, name, bounds)
+    kept = keeps(sequences, name, bounds, advantages)
+    if divergence in ("tv", "kl"):
+        signs = [sign for row, sign in zip(sequences, advantages, strict=True) for _ in row]
+        high = [x > upper and sign > 0 for x, sign in zip(flat, signs, strict=True)]
+        low = [x < lower and sign < 0 for x, sign in zip(flat, signs, strict=True)]
     row_high = [x > upper for x in rows] if scope == "token" else high
     row_low = [x < lower for x in rows] if scope == "token" else low
     metrics = {
@@ -182,7 +211,7 @@ def rejection_metrics(sequences, name, bounds):
         "masked_fraction": statistics.fmean(not k for row in kept for k in row),
         "seq_masked_fraction": statistics.fmean(not all(row) for row in kept),
     }
-    if divergence == "k1":
+    if signed:
         metrics["seq_fraction_low"] = statistics.fmean(row_low)
     return metrics
 

@@ -297,6 +297,22 @@ def test_shares_of_a_run_are_those_of_its_batches(make, mode):
     assert entry["downweighted/advantage_positive"] == pytest.approx(share["removed"], rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("preset", "families"),
+    [
+        ("decoupled_token_is", {"downweighted"}),
+        ("decoupled_k3_rs", {"rejected"}),
+        ("decoupled_k3_rs_token_tis", {"rejected", "downweighted"}),
+        ("bypass_ppo_clip", set()),  # whose weights are reported and not applied
+    ],
+)
+def test_a_run_reports_shares_of_what_it_takes_away(make, preset, families):
+    trainer = make(rollout_correction=preset, max_steps=1)
+    losses(trainer)
+    (entry,) = entries(trainer)
+    assert {key.split("/")[0] for key in entry if "/length_" in key} == families
+
+
 def test_turns_of_a_run_with_tools(make, tiny_model_path):
     def call_a_tool(output):
         output["env_mask"] = [[int(t not in (2, 3)) for t in range(len(ids))] for ids in output["completion_ids"]]

@@ -130,6 +130,22 @@ def test_a_partly_rejected_sequence_stays(grpo):
     torch.testing.assert_close(advantages[0], torch.tensor([100.0, 1.0, 2.0, 3.0]) - 26.5)
 
 
+def test_results_of_tools_do_not_keep_a_sequence(grpo):
+    trainer = grpo(rollout_rs="token_k1", rollout_rs_threshold=2.0, rollout_rs_exclude_from_baseline=True)
+    trainer.rollout_func.lengths = (2, 8)
+    sample = trainer.rollout_func.sample
+
+    def begin_with_a_result(*args, **kwargs):
+        output = sample(*args, **kwargs)
+        output["logprobs"] = [[row[0] + 3.0 * (i % 4 == 0), *row[1:]] for i, row in enumerate(output["logprobs"])]
+        output["env_mask"] = [[0, *row[1:]] for row in output["env_mask"]]
+        return output
+
+    trainer.rollout_func.sample = begin_with_a_result
+    advantages = scored(trainer)["advantages"].view(-1, 4)
+    torch.testing.assert_close(advantages, torch.tensor([0.0, -1.0, 0.0, 1.0]).expand_as(advantages))
+
+
 def test_it_pays_the_forward_at_generation_and_trains(grpo):
     trainer = grpo(rollout_rs_exclude_from_baseline=True, learning_rate=1e-5)
     with counting_forwards(trainer) as count:

@@ -203,6 +203,10 @@ EXPECTED_PRESETS = {
     "geo_mis": (None, 2.0, ["seq_mean_k1", "seq_max_k1"], [[0.999, 1.001], [1e-4, math.inf]], False),
     "ppo_is_bypass": ("token", 2.0, None, None, "ppo_clip"),
     "pure_is": ("sequence", 2.0, None, None, "reinforce"),
+    "bypass_dppo_tv": ("token", 20.0, ["token_tv"], [[0.2, 0.2]], "reinforce"),
+    "bypass_dppo_kl": ("token", 20.0, ["token_kl"], [[0.05, 0.05]], "reinforce"),
+    "decoupled_kpop": ("token", math.inf, ["token_binary_kl"], [0.1], False),
+    "decoupled_intellect3": ("token", [0.5, 5.0], ["seq_max_k1"], [[1e-5, math.inf]], False),
 }
 
 
@@ -489,7 +493,7 @@ def test_every_field_has_help_and_every_criterion_is_documented():
     for field in dataclasses.fields(RolloutCorrectionConfig):
         assert field.metadata["help"]
         assert f"{field.name} (`" in RolloutCorrectionConfig.__doc__
-    assert len(CRITERIA) == 12
+    assert len(CRITERIA) == 15
 
 
 @pytest.mark.parametrize("criteria", [["token_k1"], ["token_k1", "seq_max_k1"], "seq_sum_k2"])

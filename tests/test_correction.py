@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests import reference
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
 from trl_rollout_corr.correction import usable_rollout_logps
-from trl_rollout_corr.criteria import CRITERIA
+from trl_rollout_corr.criteria import CRITERIA, TOKEN_ONLY
 from trl_rollout_corr.functional import LEVELS
 from trl_rollout_corr.histogram import PERCENTILES
 from trl_rollout_corr.keys import PREFIX
@@ -19,6 +19,7 @@ from trl_rollout_corr.keys import PREFIX
 settings.register_profile("package", deadline=None, max_examples=60, derandomize=True)
 settings.load_profile("package")
 
+RATIO_CRITERIA = [name for name in CRITERIA if name.removeprefix("token_") not in TOKEN_ONLY]
 logps = st.floats(-12.0, 0.0, width=32)
 # a log-ratio far from every threshold used below: at a threshold, float32 and float64 may decide differently
 differences = st.integers(-40, 40).map(lambda i: i / 16 + 0.0123)
@@ -49,8 +50,17 @@ def spread(rows, mask):
     return result
 
 
-def correct(train, rollout, mask, **fields):
-    return compute_rollout_correction(train, rollout, mask, RolloutCorrectionConfig(**fields))
+@st.composite
+def batches_of_probabilities(draw):
+    """As above, of log-probabilities at most 0: with them, advantages of which some are 0."""
+    train, rollout, mask = draw(batches())
+    shift = torch.maximum(train, rollout).max().clamp(min=0.0)  # the log-ratios stay where they are
+    advantages = [draw(st.sampled_from([-1.3, 0.0, 0.7])) for _ in mask]
+    return train - shift, rollout - shift, mask, torch.tensor(advantages)
+
+
+def correct(train, rollout, mask, advantages=None, **fields):
+    return compute_rollout_correction(train, rollout, mask, RolloutCorrectionConfig(**fields), advantages=advantages)
 
 
 def named(correction):
@@ -61,7 +71,18 @@ def assert_metrics(found, expected):
     assert {key: found[key] for key in expected} == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
-BOUNDS = {"k1": [0.7, 1.9], "k2": 0.21, "k3": 0.17}
+BOUNDS = {
+    "k1": [0.7, 1.9],
+    "k2": 0.21,
+    "k3": 0.17,
+    "tv": [0.0171, 0.0273],
+    "kl": [0.0133, 0.0071],
+    "binary_kl": 0.0113,
+}
+
+
+def bounds_of(name):
+    return BOUNDS[reference.scope_and_divergence(name)[1]]
 
 
 @given(
@@ -88,27 +109,28 @@ def test_weights_and_their_metrics_equal_the_loops(batch, level, bounds, normali
     assert_metrics(metrics, reference.weight_metrics(rows, level, lower, upper, normalize, clamp))
 
 
-@given(batches(), st.sampled_from(CRITERIA))
+@given(batches_of_probabilities(), st.sampled_from(CRITERIA))
 def test_each_criterion_and_its_metrics_equal_the_loops(batch, name):
-    bounds = BOUNDS[name[-2:]]
-    correction = correct(*batch, rollout_is=None, rollout_rs=[name], rollout_rs_threshold=[bounds])
-    rows = sequences(*batch)
-    expected = spread(reference.keeps(rows, name, bounds), batch[2]).bool()
+    bounds, (*batch, advantages) = bounds_of(name), batch
+    fields = {"rollout_is": None, "rollout_rs": [name], "rollout_rs_threshold": [bounds]}
+    correction = correct(*batch, advantages, **fields)
+    rows, advantages = sequences(*batch), advantages.tolist()
+    expected = spread(reference.keeps(rows, name, bounds, advantages), batch[2]).bool()
     assert torch.equal(correction.keep, expected)
-    expected = reference.rejection_metrics(rows, name, bounds)
+    expected = reference.rejection_metrics(rows, name, bounds, advantages)
     assert_metrics(named(correction), {f"rollout_rs_{name}_{key}": value for key, value in expected.items()})
 
 
-@given(batches(), st.lists(st.sampled_from(CRITERIA), min_size=2, max_size=4, unique=True))
+@given(batches_of_probabilities(), st.lists(st.sampled_from(CRITERIA), min_size=2, max_size=4, unique=True))
 def test_several_criteria_keep_what_each_keeps(batch, names):
-    bounds = [BOUNDS[name[-2:]] for name in names]
-    correction = correct(*batch, rollout_is=None, rollout_rs=names, rollout_rs_threshold=bounds)
+    bounds, (*batch, advantages) = [bounds_of(name) for name in names], batch
+    correction = correct(*batch, advantages, rollout_is=None, rollout_rs=names, rollout_rs_threshold=bounds)
     rows = sequences(*batch)
     kept = [[True] * len(row) for row in rows]
     for name, bound in zip(names, bounds, strict=True):
         kept = [
             [a and b for a, b in zip(*row, strict=True)]
-            for row in zip(kept, reference.keeps(rows, name, bound), strict=True)
+            for row in zip(kept, reference.keeps(rows, name, bound, advantages.tolist()), strict=True)
         ]
     assert torch.equal(correction.keep, spread(kept, batch[2]).bool())
     kept = [row for row in kept if row]
@@ -196,6 +218,14 @@ def test_normalisation_over_ranks_equals_normalisation_over_the_whole(batch, tok
     torch.testing.assert_close(torch.cat(split), whole.coefficients, rtol=1e-9, atol=1e-12)
 
 
+@given(batches(), st.sampled_from(LEVELS), st.booleans(), st.booleans())
+def test_the_effective_learning_rate_is_the_mean_coefficient(batch, level, normalize, renormalize):
+    fields = {"rollout_is": level, "rollout_is_batch_normalize": normalize, "rollout_rs_renormalize": renormalize}
+    correction = correct(*batch, **fields, rollout_rs="token_k1", rollout_rs_threshold=[0.5, 2.0])
+    expected = (correction.coefficients.sum() / batch[2].sum()).item()
+    assert named(correction)["effective_lr"] == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
 def test_normalised_weights_have_mean_one():
     train, rollout = torch.randn(5, 7, generator=torch.Generator().manual_seed(0)), torch.zeros(5, 7)
     mask = torch.ones(5, 7)
@@ -223,11 +253,13 @@ def test_extreme_log_ratios_stay_finite(dtype, level, gap):
     rollout = torch.zeros(2, 3, dtype=dtype)
     for criterion in CRITERIA:
         fields = {"rollout_rs": criterion, "rollout_rs_threshold": 2.0, "rollout_is_threshold": math.inf}
-        correction = correct(train, rollout, torch.ones(2, 3), rollout_is=level, **fields)
+        advantages = torch.tensor([1.0, gap])
+        correction = correct(train, rollout, torch.ones(2, 3), advantages, rollout_is=level, **fields)
         assert correction.weights.isfinite().all()
         assert correction.coefficients.isfinite().all()
         assert all(math.isfinite(value) for value in correction.metrics().values())
-        assert not correction.keep[1].any()
+        if criterion in RATIO_CRITERIA:
+            assert not correction.keep[1].any()
 
 
 def test_bfloat16_is_widened_before_the_difference():
@@ -295,10 +327,11 @@ BROKEN = [math.nan, math.inf, -math.inf]
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("value", BROKEN)
 def test_drop_takes_the_token_out_of_everything(value, level):
-    train, rollout, mask = torch.zeros(1, 4) - 1, torch.tensor([[-1.2, value, -0.7, -1.1]]), torch.ones(1, 4)
+    train, rollout, mask = torch.zeros(1, 4) - 1, torch.tensor([[-1.2, value, -0.7, -1.4]]), torch.ones(1, 4)
     fields = {"rollout_is": level, "rollout_rs": list(CRITERIA), "rollout_rs_threshold": 3.0}
-    broken = correct(train, rollout, mask, **fields)
-    without = correct(train[:, [0, 2, 3]], rollout[:, [0, 2, 3]], mask[:, [0, 2, 3]], **fields)
+    advantages = torch.ones(1)
+    broken = correct(train, rollout, mask, advantages, **fields)
+    without = correct(train[:, [0, 2, 3]], rollout[:, [0, 2, 3]], mask[:, [0, 2, 3]], advantages, **fields)
     assert broken.coefficients[0, 1] == 0
     assert not broken.keep[0, 1]
     assert torch.equal(broken.coefficients[:, [0, 2, 3]], without.coefficients)

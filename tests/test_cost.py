@@ -37,7 +37,7 @@ def correct_without_values(config: RolloutCorrectionConfig):
     """On fake tensors, which have shapes but no values: reading one is an error."""
     with FakeTensorMode():
         train, rollout, mask = torch.zeros(2, 3), torch.zeros(2, 3), torch.ones(2, 3)
-        correction = compute_rollout_correction(train, rollout, mask, config)
+        correction = compute_rollout_correction(train, rollout, mask, config, advantages=torch.ones(2))
         return correction.statistics + correction.statistics
 
 

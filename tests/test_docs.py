@@ -9,7 +9,7 @@ import torch
 
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
 from trl_rollout_corr.accounting import account, turns_of
-from trl_rollout_corr.criteria import CRITERIA
+from trl_rollout_corr.criteria import CRITERIA, Criterion
 from trl_rollout_corr.keys import PREFIX
 from trl_rollout_corr.presets import PRESETS
 from trl_rollout_corr.rules import HEALTHY, in_words
@@ -38,11 +38,12 @@ def reported_keys() -> set[str]:
             rollout_rs=list(CRITERIA),
             rollout_rs_threshold=2.0,
         )
-        correction = compute_rollout_correction(torch.zeros(1, 1), torch.zeros(1, 1), torch.ones(1, 1), config)
+        zeros, ones = torch.zeros(1, 1), torch.ones(1, 1)
+        correction = compute_rollout_correction(zeros, zeros, ones, config, advantages=torch.ones(1))
         keys |= {key.removeprefix(PREFIX) for key in correction.metrics()}
     keys |= {key.removeprefix(PREFIX) for key in (*accounted_keys(), ALARMS, TIGHTENED)}
     groups = re.compile("^(rejected|downweighted)/(?!reward_mean).*")
-    pattern = re.compile("|".join(CRITERIA))
+    pattern = re.compile("|".join(sorted(CRITERIA, key=len, reverse=True)))
     return {groups.sub(r"\1/<group>", pattern.sub("<c>", key)) for key in keys}
 
 
@@ -73,15 +74,19 @@ def test_every_metric_is_documented_and_every_documented_metric_is_reported():
     assert documented_keys() == reported_keys()
 
 
+def rule(criterion: Criterion, bounds: float | list[float]) -> str:
+    """A criterion and its bounds as in the table of presets."""
+    if criterion.directed:
+        return f"`{criterion.name}` within -{bounds[0]:g}, {bounds[1]:g}"
+    bounds = f"in [{bounds[0]:g}, {bounds[1]:g}]" if isinstance(bounds, list) else f"up to {bounds:g}"
+    return f"`{criterion.name}` {bounds}"
+
+
 def presets_table() -> str:
     lines = ["| preset | weights | bound | rejection | mode |", "| --- | --- | --- | --- | --- |"]
     for name in PRESETS:
         config = RolloutCorrectionConfig.from_preset(name)
-        rules = zip(config.rollout_rs or [], config.rollout_rs_threshold or [], strict=True)
-        rejection = ", ".join(
-            f"`{rule}` in [{bounds[0]:g}, {bounds[1]:g}]" if isinstance(bounds, list) else f"`{rule}` up to {bounds:g}"
-            for rule, bounds in rules
-        )
+        rejection = ", ".join(map(rule, config.criteria, config.rollout_rs_threshold or []))
         bound = config.rollout_is_threshold
         bound = f"[{bound[0]:g}, {bound[1]:g}]" if isinstance(bound, list) else f"{bound:g}"
         weights = (config.rollout_is, bound) if config.rollout_is else ("-", "-")

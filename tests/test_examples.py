@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.launching import ACCELERATE, ROOT, output_of, run
+from tests.launching import ACCELERATE, ROOT, free_port, output_of, run
 from trl_rollout_corr import compute_rollout_correction
 
 
@@ -41,7 +41,7 @@ def test_quickstart(sorting_model, tmp_path, trainer, arm):
     options += ["--weight_decay", "1", "--learning_rate", "0.05"]
     output = output_of(
         *LAUNCH, "examples/quickstart.py", "--model_folder", sorting_model, "--output_dir", str(tmp_path),
-        "--max_steps", "4", "--eval_every", "2", "--lag", "2", *options, **UNCOMPILED,
+        "--max_steps", "4", "--eval_every", "2", "--lag", "2", *options, MASTER_PORT=str(free_port()), **UNCOMPILED,
     )  # fmt: skip
     for row in (
         "held-out accuracy before",
@@ -69,7 +69,7 @@ def test_quickstart_rescues_a_run_that_collapses(tmp_path, trainer):
         options += ["--rollout_correction", arm] if arm else []
         output_of(
             *LAUNCH, "examples/quickstart.py", "--output_dir", str(tmp_path), "--model_folder", str(tmp_path / "model"),
-            *options,
+            *options, MASTER_PORT=str(free_port()),
         )  # fmt: skip
         result = json.loads((tmp_path / f"{trainer}_{arm or 'decoupled_geo_rs_token_tis'}.json").read_text())
         final[arm] = sum(result["accuracy"][-3:]) / 3

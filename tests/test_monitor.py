@@ -11,6 +11,7 @@ from tests.tiny import StaleSampler
 from tests.training import (
     SCHEDULES,
     TRAINERS,
+    VLLM,
     BrokenSampler,
     build,
     evaluation,
@@ -25,10 +26,6 @@ from trl_rollout_corr.trainers.monitor import ALARMS, TIGHTENED, RolloutCorrecti
 
 
 PRESET = "decoupled_geo_rs_token_tis"
-VLLM = {
-    "use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 64, "temperature": 1.0, "beta": 0.0,
-    "per_device_train_batch_size": 16,  # so that in any sample some rewards differ in a group
-}  # fmt: skip
 
 
 def make_grpo(model, folder, **fields):
@@ -39,7 +36,8 @@ def make_grpo(model, folder, **fields):
 
 def make_rloo(model, folder, **fields):
     """The same for RLOO, which has no rollout functions: a real engine, frozen at other weights."""
-    fields = {"rollout_correction": "disabled", **VLLM, **fields}
+    # of eight groups, some have rewards that differ
+    fields = {"rollout_correction": "disabled", **VLLM, "per_device_train_batch_size": 16, **fields}
     trainer = build(*TRAINERS["rloo"], model, folder, rollout_monitor=None, **fields)
     freeze_sampler(trainer, 1.0)
     return trainer

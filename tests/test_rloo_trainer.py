@@ -12,6 +12,7 @@ from tests.tiny import length_reward, prompts
 from tests.training import (
     SCHEDULES,
     VISITED_BEFORE_UPDATE,
+    VLLM,
     assert_evaluates,
     assert_gradients_equal,
     assert_in_step,
@@ -45,12 +46,7 @@ def make(tiny_model_path, tmp_path, shared_engine):
 
     def make(trainer_class=RolloutCorrectedRLOOTrainer, spread=0.05, model=tiny_model_path, **fields):
         config_class = RLOOConfig if trainer_class is RLOOTrainer else RolloutCorrectedRLOOConfig
-        # what vLLM samples depends on the processor: sixteen completions a step have what a test looks for on any
-        fields = {
-            "use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 64, "temperature": 1.0, "beta": 0.0,
-            "per_device_train_batch_size": 8, **fields,
-        }  # fmt: skip
-        trainer = build(trainer_class, config_class, model, tmp_path, **fields)
+        trainer = build(trainer_class, config_class, model, tmp_path, **{**VLLM, **fields})
         sync_weights_on_cpu(trainer.vllm_generation)
         if spread is not None:
             trainer.sampler_weights = freeze_sampler(trainer, spread)

@@ -1,7 +1,6 @@
 """Settings under which the sampler's log-probabilities are not comparable to the trainer's are found at the start."""
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -12,7 +11,7 @@ import pytest
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 
-from tests.launching import ROOT
+from tests.launching import ROOT, free_port
 from tests.training import TRAINERS, assert_in_step, build, config_fields
 from trl_rollout_corr.trainers.checks import check_server_logprobs
 
@@ -93,9 +92,7 @@ def test_raw_logprobs_of_a_server_are_the_same_at_temperature_one():
 @pytest.fixture(scope="module", params=["processed_logprobs", "raw_logprobs"])
 def server(request, tiny_model_path, tmp_path_factory):
     """A vLLM server, and its `--logprobs-mode`."""
-    with socket.socket() as s:
-        s.bind(("", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     log = tmp_path_factory.mktemp("server") / "log"
     command = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", tiny_model_path, "--port", str(port),

@@ -8,11 +8,8 @@ from trl import GRPOTrainer
 from trl.experimental.gmpo import GMPOTrainer
 
 from tests.tiny import StaleSampler, length_reward
-from tests.training import TRAINERS, build, freeze_sampler, logged, losses, plain_model
+from tests.training import TRAINERS, VLLM, build, freeze_sampler, logged, losses, plain_model
 from trl_rollout_corr import RolloutCorrectedGRPOTrainer, RolloutCorrectedRLOOTrainer
-
-
-VLLM = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 64, "temperature": 1.0, "beta": 0.0}
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from trl import GRPOConfig, GRPOTrainer
 from tests.training import (
     SCHEDULES,
     VISITED_BEFORE_UPDATE,
+    VLLM,
     assert_in_step,
     assert_same_steps,
     build,
@@ -28,14 +29,7 @@ pytestmark = pytest.mark.vllm
 def make(tiny_model_path, tmp_path, shared_engine):
     def make(trainer_class=RolloutCorrectedGRPOTrainer, **fields):
         config_class = GRPOConfig if trainer_class is GRPOTrainer else RolloutCorrectedGRPOConfig
-        fields = {
-            "use_vllm": True,
-            "vllm_mode": "colocate",
-            "vllm_max_model_length": 64,
-            "per_device_train_batch_size": 8,  # what is sampled depends on the processor, so not too little of it
-            **fields,
-        }
-        trainer = build(trainer_class, config_class, tiny_model_path, tmp_path, **fields)
+        trainer = build(trainer_class, config_class, tiny_model_path, tmp_path, **{**VLLM, **fields})
         sync_weights_on_cpu(trainer.vllm_generation)  # TRL's own push of weights fails on a CPU
         return trainer
 
@@ -52,6 +46,15 @@ def test_a_synced_float32_sampler_agrees_with_the_trainer(make, peft):
     assert moved > 1e-3  # an unsynced sampler would show
     assert_in_step(trainer)
     assert logged(trainer, "rollout_is_eff_sample_size") == [pytest.approx(1.0)] * 4
+
+
+def test_a_prompt_that_is_cached_is_read_again_with_new_weights(make):
+    from datasets import Dataset
+
+    long = Dataset.from_dict({"prompt": ["abcd" * 40 + "="] * 64})  # vLLM caches blocks of 128 tokens
+    trainer = make(learning_rate=1e-2, vllm_max_model_length=256, extra={"train_dataset": long})
+    trainer.train()
+    assert_in_step(trainer)
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.3])

@@ -11,6 +11,7 @@ from transformers import TrainerCallback
 from tests.tiny import StaleSampler, build_tiny_model, load_model
 from tests.training import (
     TRAINERS,
+    VLLM,
     BrokenSampler,
     assert_gradients_equal,
     backward,
@@ -24,9 +25,6 @@ from tests.training import (
 )
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectionMonitor
 from trl_rollout_corr.trainers.sampler import sampled_logprobs
-
-
-VLLM = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 64, "temperature": 1.0, "beta": 0.0}
 
 
 @pytest.fixture
@@ -166,7 +164,7 @@ def test_rloo_around_the_sampler_is_bounded_at_the_ratio_of_a_completion(shared_
     trainer_class, config_class = TRAINERS["rloo"]
     trainer = build(
         trainer_class, config_class, tiny_model_path, tmp_path, rollout_correction="bypass_ppo_clip",
-        rollout_clip_ratio_c=c, **VLLM,
+        rollout_clip_ratio_c=c, **{**VLLM, "per_device_train_batch_size": 16},
     )  # fmt: skip
     freeze_sampler(trainer, 0.1)
     batch = micro_batches(trainer)[0]

@@ -5,6 +5,7 @@ As in `tiny.py`, TRL is imported when it is needed.
 """
 
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 import trl_rollout_corr
+from tests.launching import free_port
 from tests.tiny import StaleSampler, length_reward, load_model, prompts
 from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.metrics import Statistics
@@ -46,6 +48,18 @@ SCHEDULES = {
 }
 # Schedules in which every sample is visited before the first update since its generation
 VISITED_BEFORE_UPDATE = [name for name, (ga, spg, _) in SCHEDULES.items() if ga % spg == 0]
+
+
+# A colocated vLLM. What it samples depends on the processor, so there are sixteen completions a step: in any sample, some of
+# them are what a test looks for.
+VLLM = {
+    "use_vllm": True,
+    "vllm_mode": "colocate",
+    "vllm_max_model_length": 64,
+    "temperature": 1.0,
+    "beta": 0.0,
+    "per_device_train_batch_size": 8,
+}
 
 
 def config_fields(output_dir, schedule: str = "aligned", **fields) -> dict[str, Any]:
@@ -219,6 +233,8 @@ def sharing_engines():
 
     def shared(model: str, **options):
         if model not in engines:
+            if not torch.distributed.is_initialized():
+                os.environ["MASTER_PORT"] = str(free_port())
             # blocks of the cache: else it is a gigabyte
             options = {**options, "max_num_seqs": 64, "max_model_len": 256, "num_gpu_blocks_override": 256}
             with torch.random.fork_rng():  # the first trainer draws what the others draw

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
 
-from .criteria import LEVELS, Criterion
+from .criteria import DIRECTED, LEVELS, Criterion
 from .messages import nearest, warn
 from .migrate import VERL_KEYS, from_legacy, from_trl, from_verl
 from .original import OriginalPresets
@@ -81,10 +81,13 @@ class RolloutCorrectionConfig(OriginalPresets):
 
         rollout_rs (`list[str]`, *optional*):
             Rejection criteria, each `<scope>_<divergence>` with scope `token`, `seq_sum`, `seq_mean` or `seq_max` and
-            divergence `k1 = -d`, `k2 = d^2/2` or `k3 = exp(d)-1-d`. A token is kept if every criterion keeps it.
+            divergence `k1 = -d`, `k2 = d^2/2` or `k3 = exp(d)-1-d`; or of the probabilities of a token: `token_tv` and
+            `token_kl` (DPPO: they look at the sign of the advantage), `token_binary_kl` (KPop). A token is kept if every
+            criterion keeps it.
         rollout_rs_threshold (`float` or `list`, *optional*):
-            One entry per criterion, or one for all. For k1 a pair of bounds on the ratio, or `u` for `[1/u, u]`; for k2 and
-            k3 an upper bound in nats.
+            One entry per criterion, or one for all. For k1 a pair of bounds on the ratio, or `u` for `[1/u, u]`; for
+            `token_tv` and `token_kl` a bound for negative and one for positive advantages, or one for both; else an upper
+            bound in nats.
         rollout_rs_renormalize (`bool`, *optional*, defaults to `False`):
             Multiply the loss by valid tokens over kept tokens of the batch of all ranks (same batch as for
             `rollout_is_batch_normalize`). By default a rejected token adds zero to the loss and stays in TRL's
@@ -169,7 +172,9 @@ class RolloutCorrectionConfig(OriginalPresets):
     )
     rollout_rs: list[str] | None = field(
         default_factory=_UnsetList,
-        metadata={"help": "Rejection criteria: {token,seq_sum,seq_mean,seq_max}_{k1,k2,k3}, or none."},
+        metadata={
+            "help": "Rejection criteria: {token,seq_sum,seq_mean,seq_max}_{k1,k2,k3}, token_{tv,kl,binary_kl}, or none."
+        },
     )
     rollout_rs_threshold: float | str | list[Any] | None = field(
         default=None,
@@ -365,6 +370,12 @@ class RolloutCorrectionConfig(OriginalPresets):
             self.rollout_rs_threshold = _none_if_null(self.rollout_rs_threshold)
         else:
             self.rollout_rs_threshold = self._parsed_thresholds()
+        directed = [criterion.name for criterion in self.criteria if criterion.directed]
+        if self.rollout_rs_exclude_from_baseline and directed:
+            raise ValueError(
+                f"`rollout_rs_exclude_from_baseline` is True, but {directed[0]!r} in `rollout_rs` looks at the advantages, "
+                "which are computed from the baseline. Set it to False, or use criteria that do not."
+            )
         if self.rollout_rs_exclude_from_baseline and self.bypass_mode:
             raise ValueError(
                 "`rollout_rs_exclude_from_baseline` is True, but `bypass_mode` computes no log-probabilities before the "
@@ -455,7 +466,12 @@ class RolloutCorrectionConfig(OriginalPresets):
 
 def _criterion(name: str, bounds: Any) -> Criterion:
     """Criterion from its name and the bounds the user wrote. Bounds on the ratio become bounds on `k1 = -log ratio`."""
-    scope, divergence = name.rsplit("_", 1)
+    if name.startswith("token_"):
+        scope, divergence = "token", name.removeprefix("token_")
+    else:
+        scope, divergence = name.rsplit("_", 1)
+    if divergence in DIRECTED:
+        return Criterion(scope, divergence, -bounds[0], bounds[1])
     if divergence != "k1":
         return Criterion(scope, divergence, -math.inf, bounds)
     lower, upper = bounds

@@ -69,6 +69,7 @@ def compute_rollout_correction(
     mask: torch.Tensor,
     config: RolloutCorrectionConfig,
     *,
+    advantages: torch.Tensor | None = None,
     sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> RolloutCorrection:
     """
@@ -84,6 +85,8 @@ def compute_rollout_correction(
             Non-zero on the tokens of the loss. Log-probabilities elsewhere may hold anything, NaN included.
         config ([`RolloutCorrectionConfig`]):
             What to compute.
+        advantages (`torch.Tensor` of shape `(B,)` or `(B, T)`, *optional*):
+            Advantages, for criteria that look at their sign.
         sum_over_ranks (`Callable[[torch.Tensor], torch.Tensor]`, *optional*):
             Returns the sum of a tensor over all ranks. Called once with a tensor of shape `(4,)`, and only if
             `rollout_is_batch_normalize` or `rollout_rs_renormalize` needs the whole batch. By default the batch at hand is
@@ -109,9 +112,13 @@ def compute_rollout_correction(
     ```
     """
     _check_inputs(train_logps, rollout_logps, mask, config)
+    direction = _direction(advantages, mask, config)
     corrected = _Assembled(mask)
     for rows in row_blocks(mask):
-        corrected.put(rows, *_correct_rows(train_logps[rows], rollout_logps[rows], mask[rows], config))
+        direction_of_rows = None if direction is None else direction[rows]
+        corrected.put(
+            rows, *_correct_rows(train_logps[rows], rollout_logps[rows], mask[rows], config, direction_of_rows)
+        )
     weights, statistics = corrected.weights, corrected.statistics()
 
     scale = statistics.vector.new_ones(())
@@ -198,6 +205,22 @@ def _check_inputs(
         )
 
 
+def _direction(
+    advantages: torch.Tensor | None, mask: torch.Tensor, config: RolloutCorrectionConfig
+) -> torch.Tensor | None:
+    """Sign of the advantages, `(B, 1)` or `(B, T)`, if a criterion looks at it."""
+    directed = [criterion.name for criterion in config.criteria if criterion.directed]
+    if not directed:
+        return None
+    if advantages is None or advantages.shape not in (mask.shape, mask.shape[:1]):
+        got = None if advantages is None else tuple(advantages.shape)
+        raise ValueError(
+            f"`rollout_rs` has {directed[0]!r}, which looks at the sign of the advantages: pass `advantages` of shape "
+            f"{tuple(mask.shape[:1])} or {tuple(mask.shape)}, got {got}."
+        )
+    return (advantages if advantages.dim() == 2 else advantages.unsqueeze(1)).detach().float().sign()
+
+
 class _Assembled:
     """Results of blocks, put together without a second copy of them."""
 
@@ -231,11 +254,15 @@ class _Assembled:
 
 
 def _correct_rows(
-    train_logps: torch.Tensor, rollout_logps: torch.Tensor, mask: torch.Tensor, config: RolloutCorrectionConfig
+    train_logps: torch.Tensor,
+    rollout_logps: torch.Tensor,
+    mask: torch.Tensor,
+    config: RolloutCorrectionConfig,
+    direction: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor, Statistics]:
     """Weights before batch normalisation, two masks as numbers (kept, valid), and statistics of some rows."""
     tokens = _select_tokens(train_logps, rollout_logps, mask, config)
-    rejections = [(criterion, reject(tokens, criterion)) for criterion in config.criteria]
+    rejections = [(criterion, reject(tokens, criterion, direction)) for criterion in config.criteria]
     keep = _keep(tokens, [rejection for _, rejection in rejections])
     weights = weighed = None
     if config.rollout_is is not None:

@@ -6,7 +6,12 @@ from typing import NamedTuple
 LEVELS = ("token", "sequence", "geometric")
 SCOPES = ("token", "seq_sum", "seq_mean", "seq_max")
 DIVERGENCES = ("k1", "k2", "k3")
-CRITERIA = tuple(f"{scope}_{divergence}" for scope in SCOPES for divergence in DIVERGENCES)
+# Of the probabilities of a token rather than of their ratio. The first two look at the sign of the advantage.
+DIRECTED, TOKEN_ONLY = ("tv", "kl"), ("tv", "kl", "binary_kl")
+CRITERIA = (
+    *(f"{scope}_{divergence}" for scope in SCOPES for divergence in DIVERGENCES),
+    *(f"token_{divergence}" for divergence in TOKEN_ONLY),
+)
 
 
 class Criterion(NamedTuple):
@@ -18,7 +23,8 @@ class Criterion(NamedTuple):
             `"token"`, or how the tokens of a sequence are reduced to one statistic: `"seq_sum"`, `"seq_mean"`,
             `"seq_max"`.
         divergence (`str`):
-            Per-token statistic, see [`~trl_rollout_corr.functional.token_divergence`].
+            Per-token statistic, see [`~trl_rollout_corr.functional.token_divergence`] and
+            [`~trl_rollout_corr.functional.probability_divergence`].
         lower (`float`):
             Lower bound, in units of the statistic; `-inf` for none.
         upper (`float`):
@@ -33,6 +39,16 @@ class Criterion(NamedTuple):
     @property
     def name(self) -> str:
         return f"{self.scope}_{self.divergence}"
+
+    @property
+    def signed(self) -> bool:
+        """Whether the statistic may be negative, so that there is a lower bound."""
+        return self.divergence == "k1" or self.directed
+
+    @property
+    def directed(self) -> bool:
+        """Whether it rejects only where the advantage pushes further in the direction of the change."""
+        return self.divergence in DIRECTED
 
     @property
     def by_token(self) -> bool:

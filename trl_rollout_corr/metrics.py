@@ -343,7 +343,7 @@ def _weight_metrics(s: dict[str, float], bounding: Bounding) -> dict[str, float]
 
 def _collect_criterion(c: _Columns, tokens: Tokens, criterion: Criterion, rejection: Rejection):
     name = f"rs/{criterion.name}"
-    floor = criterion.lower if criterion.divergence == "k1" else 0.0
+    floor = criterion.lower if criterion.signed else 0.0
     collect_scope = _collect_token_criterion if criterion.by_token else _collect_sequence_criterion
     row, row_high, row_low, rejected = collect_scope(c, tokens, criterion, rejection, name, floor)
     c.add(f"{name}/high", rejection.high)
@@ -410,7 +410,7 @@ def _criterion_metrics(s: dict[str, float], criterion: Criterion) -> dict[str, f
         "masked_fraction": _divide(get("rejected"), tokens),
         "seq_masked_fraction": _divide(get("rejected_rows"), rows),
     }
-    if criterion.divergence == "k1":
+    if criterion.signed:
         metrics["seq_fraction_low"] = _divide(get("row_low"), rows)
     metrics = {f"rollout_rs_{criterion.name}_{key}": value for key, value in metrics.items()}
     if criterion.name == "seq_max_k1":

@@ -2,7 +2,8 @@
 Presets, as data: a name, and the fields that differ from the defaults.
 
 The first table holds verl 0.9.1's presets. The second holds the ten of the pull request that introduced rollout
-correction to verl, written in today's fields; their `veto` is the criterion `seq_max_k1` with bounds `[1e-4, inf]`.
+correction to verl, written in today's fields; their `veto` is the criterion `seq_max_k1` with bounds `[1e-4, inf]`. The third
+holds what came after.
 """
 
 from copy import deepcopy
@@ -19,6 +20,8 @@ _SEQ_TIS = {"rollout_is": "sequence", "rollout_is_threshold": 2.0}
 _TOKEN_ICEPOP = {"rollout_is": "token", "rollout_is_threshold": [0.5, 5.0]}
 _PPO_CLIP = {"bypass_mode": True, "rollout_loss_type": "ppo_clip"}
 _REINFORCE = {"bypass_mode": True, "rollout_loss_type": "reinforce"}
+# Off-policy REINFORCE within a trust region; the bound on the ratio is only against overflow
+_DPPO = {"rollout_is": "token", "rollout_is_threshold": 20.0, **_REINFORCE}
 
 _VETO = ("seq_max_k1", [1e-4, float("inf")])
 
@@ -76,7 +79,27 @@ ORIGINAL_PRESETS: dict[str, dict[str, Any]] = {
     "disabled": _NO_IS,
 }
 
-PRESETS: dict[str, dict[str, Any]] = {**VERL_PRESETS, **ORIGINAL_PRESETS}
+# Trust regions on probabilities rather than ratios, and what two labs trained with. Thresholds are the published ones.
+TRUST_REGION_PRESETS: dict[str, dict[str, Any]] = {
+    # DPPO (https://huggingface.co/papers/2602.04879): bounds of prime-rl, SkyRL and verl, whose ratio is truncated at 20.
+    "bypass_dppo_tv": {**_DPPO, "rollout_rs": ["token_tv"], "rollout_rs_threshold": [[0.2, 0.2]]},
+    "bypass_dppo_kl": {**_DPPO, "rollout_rs": ["token_kl"], "rollout_rs_threshold": [[0.05, 0.05]]},
+    # KPop (https://ringtech.notion.site/kpop), as AReaL has it: the kept tokens' weights have no bound of their own.
+    "decoupled_kpop": {
+        "rollout_is": "token",
+        "rollout_is_threshold": float("inf"),
+        "rollout_rs": ["token_binary_kl"],
+        "rollout_rs_threshold": [0.1],
+    },
+    # INTELLECT-3 (https://huggingface.co/papers/2512.16144): IcePop, and no rollout with a token of a ratio below 1e-5.
+    "decoupled_intellect3": {
+        **_TOKEN_ICEPOP,
+        "rollout_rs": ["seq_max_k1"],
+        "rollout_rs_threshold": [[1e-5, float("inf")]],
+    },
+}
+
+PRESETS: dict[str, dict[str, Any]] = {**VERL_PRESETS, **ORIGINAL_PRESETS, **TRUST_REGION_PRESETS}
 
 # The preset of a run that names none.
 DEFAULT = "decoupled_token_is"

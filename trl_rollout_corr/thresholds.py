@@ -10,7 +10,7 @@ import math
 import re
 from typing import Any
 
-from .criteria import CRITERIA
+from .criteria import CRITERIA, DIRECTED
 
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|\+?\.?inf", re.IGNORECASE)
@@ -151,13 +151,14 @@ def parse_rejection_thresholds(value: Any, criteria: list[str]) -> list[Bounds]:
     Args:
         value (`Any`):
             One entry per criterion, or a single entry for all of them. For k1, an entry is a pair of bounds on the
-            ratio, or a number `u` that stands for `[1/u, u]`. For k2 and k3 it is an upper bound. The pair of the only
+            ratio, or a number `u` that stands for `[1/u, u]`. For `tv` and `kl` it is a bound for negative and one for
+            positive advantages, or one number for both. For the others it is an upper bound. The pair of the only
             criterion may stand alone: `[0.5, 2.0]`.
         criteria (`list[str]`):
             Names of the criteria.
 
     Returns:
-        `list[float | list[float]]`: one entry per criterion, a pair for k1.
+        `list[float | list[float]]`: one entry per criterion, a pair for k1, `tv` and `kl`.
 
     Raises:
         `ValueError`: if the number of entries is wrong, or an entry does not fit its criterion.
@@ -192,6 +193,8 @@ def _parse_entry(entry: Any, name: str) -> Bounds:
                 f"[[0.5, 2.0], [0.5, 2.0]]. {_UNDERSCORE_HINT}"
             )
         return [1 / upper, upper]
+    if name.removeprefix("token_") in DIRECTED:
+        return _parse_directed(entry, f"{field}` for `{name}")
     if isinstance(entry, list):
         raise ValueError(
             f"`{field}` for `{name}` must be one upper bound, got {entry!r}. Only k1 criteria take a pair [lower, upper]."
@@ -200,6 +203,19 @@ def _parse_entry(entry: Any, name: str) -> Bounds:
     if upper <= 0:
         raise ValueError(f"`{field}` for `{name}` must be a positive upper bound, got {upper}.")
     return upper
+
+
+def _parse_directed(entry: Any, field: str) -> list[float]:
+    """Largest change against a negative advantage, and with a positive one. One number stands for both."""
+    pair = entry if isinstance(entry, list) else [entry, entry]
+    if len(pair) != 2 or any(isinstance(bound, list) for bound in pair):
+        raise ValueError(f"`{field}` must be a number, or a pair for negative and positive advantages, got {entry!r}.")
+    bounds = [parse_number(bound, field) for bound in pair]
+    if min(bounds) <= 0:
+        raise ValueError(
+            f"`{field}` must be made of positive bounds, got {entry!r}: they are on the size of the change."
+        )
+    return bounds
 
 
 def _parse_pair(pair: list, field: str) -> list[float]:

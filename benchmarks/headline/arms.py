@@ -58,6 +58,18 @@ class Run:
     def name(self) -> str:
         return f"{self.arm.name}_{self.seed}"
 
+    @property
+    def engine(self) -> str:
+        return self.arm.kv_cache_dtype
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return self.arm.settings
+
+    @property
+    def steps(self) -> int:
+        return self.arm.steps
+
 
 ARMS = [
     # A sampler eight steps behind

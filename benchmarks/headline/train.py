@@ -5,6 +5,7 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -20,7 +21,7 @@ import trl
 import vllm
 from arms import Run
 from sorting import accuracy, exact_answer, make_prompts, warm_start
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast, PrinterCallback, TrainerCallback
+from transformers import AutoTokenizer, PreTrainedModel, PrinterCallback, TrainerCallback
 from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer
 from trl.generation import vllm_generation
@@ -84,19 +85,19 @@ TRAINERS = {
 class HeldOut(TrainerCallback):
     """Looks at the held-out prompts before the first step, then every so many steps, and after the last one."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast):
-        self.tokenizer = tokenizer
+    def __init__(self, measure: Callable[[PreTrainedModel], float], every: int):
+        self.measure, self.every = measure, every
         self.steps, self.accuracy = [], []
 
     def look(self, step: int, model: PreTrainedModel):
         self.steps.append(step)
-        self.accuracy.append(accuracy(model, self.tokenizer))
+        self.accuracy.append(self.measure(model))
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         self.look(0, model)
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
-        if state.global_step % EVAL_EVERY == 0 or state.global_step == state.max_steps:
+        if state.global_step % self.every == 0 or state.global_step == state.max_steps:
             self.look(state.global_step, model)
 
 
@@ -105,6 +106,11 @@ def prepare(kv_cache_dtype: str):
     torch.set_num_threads(1)  # the model is so small that threads only wait for each other
     logging.disable_progress_bar()
     warm_start(MODEL_FOLDER)
+    share_engines(kv_cache_dtype)
+
+
+def share_engines(kv_cache_dtype: str):
+    """Make every trainer of this process with the same model use the same vLLM engine."""
     vllm_generation.LLM = functools.cache(functools.partial(vllm.LLM, kv_cache_dtype=kv_cache_dtype))
 
 
@@ -120,7 +126,7 @@ def train(run: Run) -> dict[str, Any]:
         `dict[str, Any]`: settings, held-out accuracy, history and versions; can be stored as JSON.
     """
     tokenizer = AutoTokenizer.from_pretrained(MODEL_FOLDER)
-    held_out = HeldOut(tokenizer)
+    held_out = HeldOut(lambda model: accuracy(model, tokenizer), EVAL_EVERY)
     trainer_class, config_class = TRAINERS[run.arm.trainer]
     training = {**quickstart.TRAINING}
     del training["max_steps"]  # the arm's

@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "headline"))
 
-import run as headline
 from arms import ARMS, SEEDS, Run
+from harness import train_missing
 from leads import PREFIX, READ, margins, recorded, silent_runs, table
+from run import prepare
 
 
 HERE = Path(__file__).parent
@@ -62,7 +64,7 @@ def columns(log_history: list[dict[str, float]]) -> dict[str, list[float | None]
     }
 
 
-def record_in_worker(run: Run) -> dict[str, Any]:
+def record(run: Run) -> dict[str, Any]:
     """Train, with more looks and more of the log kept than in the headline experiment."""
     import train
 
@@ -80,9 +82,9 @@ def main():
     args = parse_args()
     if not args.report:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when a worker imports torch
-        headline.train_in_worker = record_in_worker
         command = "python benchmarks/monitor/record.py"
-        headline.train_missing(choose_runs(args.arms), args.output_dir, args.workers, command)
+        runs = choose_runs(args.arms)
+        train_missing(runs, args.output_dir, args.workers, command, prepare=prepare, train=record)
     runs = recorded(load(args.output_dir))
     args.output.write_text(json.dumps(runs, separators=(",", ":")).replace('"runs"', '\n"runs"') + "\n")
     print(

@@ -115,7 +115,9 @@ def replay(
     Raises:
         `ValueError`: if a log-probability is not finite and `rollout_nan_policy` is `"raise"`.
     """
-    correction = compute_rollout_correction(batch.train_logps, batch.rollout_logps, batch.mask, config)
+    correction = compute_rollout_correction(
+        batch.train_logps, batch.rollout_logps, batch.mask, config, advantages=batch.advantages[:, 0]
+    )
     tokens = batch.tokens(config)
     keep, coefficients = (batch.keep, batch.coefficients) if as_dumped else (correction.keep, correction.coefficients)
     factor = coefficients

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
+import torch
 
 from ..config import RolloutCorrectionConfig
 from ..correction import compute_rollout_correction
@@ -166,7 +167,8 @@ def _metrics_of(sequences: Sequences, config: RolloutCorrectionConfig) -> Iterat
             continue
         columns = (sequences.train_logps, sequences.rollout_logps, sequences.mask)
         train_logps, rollout_logps, mask = (sequences.padded(column, rows) for column in columns)
-        metrics = compute_rollout_correction(train_logps, rollout_logps, mask, config).metrics()
+        advantages = torch.from_numpy(np.nan_to_num(sequences.advantage[rows]))
+        metrics = compute_rollout_correction(train_logps, rollout_logps, mask, config, advantages=advantages).metrics()
         rewards = sequences.reward[rows]
         reward = {"reward": float(rewards.mean())} if np.isfinite(rewards).all() else {}
         yield {**metrics, **reward, "step": int(step)}

@@ -82,6 +82,7 @@ class CorrectionCore(_Host):
             batch[ROLLOUT_LOGPS],
             self._loss_mask(batch),
             self.args,
+            advantages=batch["advantages"],
             sum_over_ranks=lambda tensor: self.accelerator.reduce(tensor, reduction="sum"),
         )
 
@@ -114,9 +115,7 @@ class CorrectionCore(_Host):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         # Trainer reports losses and runtimes on every rank; anything else may come from user code on one rank, where the
         # gather below would wait forever.
-        if (
-            "train_runtime" in logs
-        ):  # what was trained on since the last log, also if an evaluation was the last thing to do
+        if "train_runtime" in logs:  # what was trained on since the last log, also if an evaluation came last
             logs.update(self._close_window(self._now._replace(mode="train")))
         elif "loss" in logs or any(key.endswith("_runtime") for key in logs):
             self._metrics[self._now.mode].update(

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...config import RolloutCorrectionConfig
+from ...criteria import TOKEN_ONLY
 from ..reading import Sequences
 
 
@@ -108,6 +109,8 @@ def bounds(config: RolloutCorrectionConfig) -> list[Bound]:
             if ratio:  # neither None nor 0
                 found.append(Bound(f"{config.rollout_is} weights, {side}", config.rollout_is, math.log(ratio)))
     for criterion in config.criteria:
+        if criterion.divergence in TOKEN_ONLY:
+            continue  # no bound on the ratio
         if criterion.divergence == "k1":
             limits = (-criterion.upper, -criterion.lower)
         elif criterion.divergence == "k2":

@@ -1,0 +1,67 @@
+"""
+The arena: every way to correct, on tasks and samplers of many kinds.
+
+    python benchmarks/arena/run.py --smoke         # three arms in one cell, a few minutes
+    python benchmarks/arena/run.py --stage tuning  # what settings were chosen on
+    python benchmarks/arena/run.py                 # what judges them, and the published table
+    python benchmarks/arena/run.py --report        # train nothing
+
+A run that is in the output folder is not done again, so that the same command goes on where it was interrupted.
+"""
+
+import os
+import sys
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from pathlib import Path
+from typing import Any
+
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from cells import STAGES, Run
+from harness import train_missing
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def parse_args() -> Namespace:
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--stage", nargs="+", choices=STAGES, default=["judging"], help="which runs (default: judging)"
+    )
+    parser.add_argument("--arms", nargs="+", help="some of the arms of the stage")
+    parser.add_argument("--smoke", action="store_true", help="three arms in one cell, few steps")
+    parser.add_argument("--report", action="store_true", help="train nothing")
+    parser.add_argument("--workers", type=int, default=2, help="processes that train, each on one core (default: 2)")
+    parser.add_argument("--output_dir", type=Path, default=ROOT / "outputs/arena")
+    return parser.parse_args()
+
+
+def prepare(engine: str):
+    from training import prepare  # torch and vLLM, in the workers only
+
+    prepare(engine)
+
+
+def train(run: Run) -> dict[str, Any]:
+    from training import train
+
+    return train(run)
+
+
+def main():
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when a worker imports torch
+    args = parse_args()
+    runs = {run.name: run for stage in args.stage for run in STAGES[stage](args.smoke)}
+    chosen = [run for run in runs.values() if args.arms is None or run.arm.name in args.arms]
+    if not args.report:
+        command = f"python benchmarks/arena/run.py --stage {' '.join(args.stage)}"
+        train_missing(chosen, args.output_dir / "runs", args.workers, command, prepare=prepare, train=train)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("Interrupted. The same command goes on from here.")

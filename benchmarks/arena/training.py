@@ -1,0 +1,103 @@
+"""One run: a task, a sampler with a fault, and an arm. All runs of a process share a vLLM engine."""
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "headline"))
+
+import quickstart  # first: it sets the environment of vLLM and transformers
+import samplers
+import torch
+import transformers
+from cells import Run
+from tasks import TASKS, accuracy, exact_answer, warm_start
+from train import HeldOut, machine, share_engines, versions
+from transformers import AutoTokenizer, PrinterCallback
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+
+from trl_rollout_corr.keys import PREFIX
+from trl_rollout_corr.trainers.sampler import sync_weights_on_cpu
+
+
+MODELS = Path(__file__).parents[2] / ".cache/arena"
+TRL = {"grpo": (GRPOTrainer, GRPOConfig), "rloo": (RLOOTrainer, RLOOConfig)}
+EVAL_EVERY = 10
+
+
+def prepare(engine: str):
+    """Warm up the model, unless it is there, and make every trainer of this process use one vLLM engine."""
+    torch.set_num_threads(1)  # the models are so small that threads only wait for each other
+    transformers.utils.logging.disable_progress_bar()
+    task, kv_cache_dtype = engine.split()
+    warm_start(TASKS[task], MODELS)
+    share_engines(kv_cache_dtype)
+
+
+def train(run: Run) -> dict[str, Any]:
+    """
+    Train one run.
+
+    Args:
+        run ([`Run`]):
+            What to train.
+
+    Returns:
+        `dict`: settings, held-out accuracy, and what was logged, of every step; can be stored as JSON.
+    """
+    task = TASKS[run.cell.task]
+    folder = MODELS / task.name
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    held_out = HeldOut(lambda model: accuracy(task, model, tokenizer), EVAL_EVERY)
+    trainer_class, config_class = (TRL if run.arm.trl else quickstart.TRAINERS)[run.cell.algorithm]
+    options = run.arm.options if run.arm.trl else {"rollout_monitor": None, **run.arm.options}
+    training = {
+        **quickstart.TRAINING,
+        "vllm_max_model_length": task.context,
+        "max_completion_length": task.longest + 1,
+        "learning_rate": run.cell.learning_rate,
+        "max_steps": run.steps,
+        "seed": run.seed,
+    }
+    trainer = trainer_class(
+        model=str(folder),
+        reward_funcs=exact_answer,
+        args=config_class(**{**training, **options}),
+        train_dataset=task.dataset(4096, run.seed),
+        processing_class=tokenizer,
+        callbacks=[held_out],
+    )
+    trainer.remove_callback(PrinterCallback)
+    if run.arm.trl:
+        sync_weights_on_cpu(trainer.vllm_generation)  # ours does so itself; TRL's own push fails on a CPU
+    broken = samplers.spoil(trainer, run.sampler)
+    transformers.set_seed(run.seed)  # vLLM samples with torch's generator
+    start = time.perf_counter()
+    trainer.train()
+    return {
+        "arm": run.arm.name,
+        "cell": run.cell.name,
+        "seed": run.seed,
+        "settings": run.settings,
+        "steps": held_out.steps,
+        "accuracy": held_out.accuracy,
+        "history": columns(trainer.state.log_history),
+        "broken": broken(),
+        "seconds": round(time.perf_counter() - start, 1),
+        "versions": versions(),
+        "machine": machine(),
+    }
+
+
+def columns(log_history: list[dict[str, float]]) -> dict[str, list[float | None]]:
+    """The numbers of the log of the steps, a list per metric, with `None` where it was not reported."""
+    entries = [entry for entry in log_history if "loss" in entry]
+    keys = {key for entry in entries for key in entry if key.startswith(PREFIX) or "/" not in key}
+    return {
+        key: [float(f"{entry[key]:.5g}") if key in entry else None for entry in entries]
+        for key in sorted(keys)
+        if all(isinstance(entry.get(key, 0.0), int | float) for entry in entries)
+    }

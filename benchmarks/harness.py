@@ -1,0 +1,176 @@
+"""Runs in several processes: each a file in a folder, so that the same command goes on where it was interrupted."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, as_completed
+from datetime import timedelta
+from multiprocessing import active_children, get_context, parent_process
+from multiprocessing.synchronize import Lock
+from pathlib import Path
+from signal import SIG_IGN, SIGINT, signal
+from socket import socket
+from threading import Thread
+from traceback import print_exception
+from typing import Any, Protocol
+
+
+Record = dict[str, Any]
+
+
+class Run(Protocol):
+    """
+    One training run.
+
+    Args:
+        name (`str`):
+            Name of its file.
+        engine (`str`):
+            What vLLM's engine is built with; runs of one engine share it within a process.
+        settings (`dict`):
+            What decides the outcome, apart from the seed.
+        steps (`int`):
+            Optimizer steps.
+    """
+
+    name: str
+    engine: str
+    settings: dict[str, Any]
+    steps: int
+
+
+# Workers -------------------------------------------------------------------------------------------------------------
+
+
+def start_worker(prepare: Callable[[str], None], engine: str, one_at_a_time: Lock):
+    """Make a new process ready for runs."""
+    signal(SIGINT, SIG_IGN)  # the parent ends its workers
+    Thread(target=leave_with_parent, daemon=True).start()
+    os.environ["MASTER_PORT"] = str(free_port())  # that of accelerate and vLLM; by default the same in every process
+    with one_at_a_time:  # the first warms up the model for all
+        prepare(engine)
+
+
+def free_port() -> int:
+    with socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
+
+
+def leave_with_parent():
+    parent_process().join()
+    os._exit(1)
+
+
+def train_all(
+    runs: Sequence[Run], workers: int, prepare: Callable[[str], None], train: Callable[[Any], Record]
+) -> Iterator[tuple[Run, Record | BaseException]]:
+    """
+    Train in several processes, and yield each run with its record, or with what stopped it.
+
+    Args:
+        runs (`list[Run]`):
+            What to train.
+        workers (`int`):
+            Number of processes.
+        prepare (`Callable[[str], None]`):
+            Called in each process with the engine of its runs. This and `train` import torch and vLLM in the workers only.
+        train (`Callable[[Run], dict]`):
+            Trains one run.
+    """
+    context = get_context("spawn")
+    lock = context.Lock()
+    for engine in dict.fromkeys(run.engine for run in runs):
+        group = [run for run in runs if run.engine == engine]
+        pool = ProcessPoolExecutor(min(workers, len(group)), context, start_worker, (prepare, engine, lock))
+        try:
+            futures = {pool.submit(train, run): run for run in group}
+            for future in as_completed(futures):
+                error = future.exception()
+                if isinstance(error, BrokenExecutor):  # a worker died, and its pool with it
+                    raise error
+                yield futures[future], error or future.result()
+        except BaseException:  # an interrupt: do not wait for the runs that are going on
+            for process in active_children():
+                process.terminate()
+            raise
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+# Runs ----------------------------------------------------------------------------------------------------------------
+
+
+def missing(runs: Sequence[Run], folder: Path) -> list[Run]:
+    """
+    Runs that are not in the folder.
+
+    Raises:
+        `SystemExit`: if the folder has a run of the same name with other settings.
+    """
+    absent = []
+    for run in runs:
+        path = folder / f"{run.name}.json"
+        if not path.exists():
+            absent.append(run)
+        elif json.loads(path.read_text())["settings"] != run.settings:
+            sys.exit(f"{path} was made with other settings. Delete it, or choose another `--output_dir`.")
+    return absent
+
+
+def write(path: Path, record: Record):
+    """Write a file that is complete whenever it exists."""
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_text(json.dumps(record))
+    os.replace(unfinished, path)
+
+
+def train_missing(
+    runs: Sequence[Run],
+    folder: Path,
+    workers: int,
+    command: str,
+    *,
+    prepare: Callable[[str], None],
+    train: Callable[[Any], Record],
+):
+    """
+    Train what is not in the folder. See [`train_all`].
+
+    Raises:
+        `SystemExit`: if a run failed, after the others are done.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    todo = missing(runs, folder)
+    print(f"{len(todo)} of {len(runs)} runs to do. Starting vLLM takes half a minute.", flush=True)
+    start, records, failed = time.perf_counter(), [], []
+    widest = max(map(len, (run.name for run in runs)), default=0)
+    for run, record in train_all(todo, workers, prepare, train):
+        if isinstance(record, BaseException):
+            failed.append(run.name)
+            print(f"{run.name} failed", file=sys.stderr)
+            print_exception(record)
+            continue
+        write(folder / f"{run.name}.json", {**record, "command": command})
+        records.append(record)
+        print(
+            f"[{len(runs) - len(todo) + len(records):>2}/{len(runs)}] {run.name:<{widest}} "
+            f"accuracy {record['accuracy'][0]:.2f} -> {record['accuracy'][-1]:.2f} in {record['seconds']:>3.0f} s;  "
+            f"elapsed {rounded(time.perf_counter() - start)}, left {rounded(time_left(todo, records, workers))}",
+            flush=True,
+        )
+    if failed:
+        sys.exit(f"Failed: {', '.join(failed)}. The same command tries them again.")
+
+
+def time_left(todo: Sequence[Run], records: list[Record], workers: int) -> float:
+    """Seconds, at the speed of the runs so far. In proportion to steps, as runs differ in length."""
+    steps = sum(record["settings"]["steps"] for record in records)
+    speed = steps / sum(record["seconds"] for record in records)
+    return (sum(run.steps for run in todo) - steps) / speed / workers
+
+
+def rounded(seconds: float) -> timedelta:
+    return timedelta(seconds=round(seconds))
