@@ -4,6 +4,7 @@ Watch a stale sampler ruin a run, and rollout correction rescue it. A few minute
     make quickstart                                            # corrected
     make quickstart ARGS="--rollout_correction disabled"       # TRL's loss, with the same sampler
     make quickstart ARGS="--trainer rloo --rollout_correction bypass_pg_is"
+    make quickstart ARGS="--trainer async_grpo"                # a sampler that is behind by itself (`async_sorting.py`)
 
 A small model sorts digits (`sorting.py`). GRPO or RLOO improves it with a real vLLM that is always eight optimizer steps
 behind, as a sampler in an asynchronous run would be. Every option of `RolloutCorrectedGRPOConfig` or
@@ -135,17 +136,34 @@ class Progress(TrainerCallback):
 
 def main():
     chosen = ArgumentParser(add_help=False, argument_default=SUPPRESS)
-    chosen.add_argument("--trainer", choices=TRAINERS, default="grpo")
+    chosen.add_argument("--trainer", choices=[*TRAINERS, "async_grpo"], default="grpo")
     chosen.add_argument("--rollout_correction")
     chosen = vars(chosen.parse_known_args()[0])
-    trainer_class, config_class = TRAINERS[chosen["trainer"]]
+    defaults = {} if "rollout_correction" in chosen else CORRECTION
+    logging.disable_progress_bar()
+    torch.set_num_threads(1)  # the model is so small that threads only wait for each other
+    if chosen["trainer"] == "async_grpo":
+        import async_sorting
+
+        result, folder = async_sorting.run(defaults)
+    else:
+        result, folder = run(chosen["trainer"], defaults)
+    folder.mkdir(parents=True, exist_ok=True)
+    metrics = folder / f"{result['arm'].replace(' ', '_')}.json"
+    metrics.write_text(json.dumps(result))
+    print_table(result)
+    draw(folder)
+    print(f"\nMetrics: {metrics}   Picture: {folder / 'quickstart.png'}")
+
+
+def run(trainer_name: str, defaults: dict) -> tuple[dict, Path]:
+    """Train with GRPO or RLOO, and return what came out and the folder for it."""
+    trainer_class, config_class = TRAINERS[trainer_name]
     parser = TrlParser((QuickstartArguments, config_class))
-    parser.set_defaults_with_config(**TRAINING, **({} if "rollout_correction" in chosen else CORRECTION))
+    parser.set_defaults_with_config(**TRAINING, **defaults)
     script_args, args = parser.parse_args_and_config()
     arm = f"{script_args.trainer} {args.rollout_correction or 'custom'}"
 
-    logging.disable_progress_bar()
-    torch.set_num_threads(1)  # the model is so small that threads only wait for each other
     model_folder = warm_start(Path(script_args.model_folder))
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     print(f"{arm}, with a sampler {script_args.lag} steps behind. Starting vLLM ...")
@@ -161,16 +179,10 @@ def main():
     trainer.remove_callback(PrinterCallback)
     Lag(trainer, script_args.lag)
     trainer.train()
-
     history = [entry for entry in trainer.state.log_history if "rollout_corr/kl" in entry]
-    folder = Path(args.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    result = {"arm": arm, "steps": progress.steps, "accuracy": progress.accuracy, "history": history}
-    metrics = folder / f"{arm.replace(' ', '_')}.json"
-    metrics.write_text(json.dumps(result))
-    print_table(result)
-    draw(folder)
-    print(f"\nMetrics: {metrics}   Picture: {folder / 'quickstart.png'}")
+    return {"arm": arm, "steps": progress.steps, "accuracy": progress.accuracy, "history": history}, Path(
+        args.output_dir
+    )
 
 
 def average(history: list[dict], key: str) -> float | None:

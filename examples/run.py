@@ -1,4 +1,4 @@
-"""What `grpo.py` and `rloo.py` share: arguments, data, reward, and training."""
+"""What `grpo.py`, `rloo.py` and `async_grpo.py` share: arguments, data, reward, and training."""
 
 import argparse
 import dataclasses
@@ -27,16 +27,16 @@ SHOWN = (
 # fmt: on
 
 
-def make_parser(config_class: type, description: str) -> TrlParser:
-    """A parser for scripts, trainer and model, whose `--help` fits on a few screens."""
+def make_parser(config_class: type, description: str, *more: type) -> TrlParser:
+    """A parser for scripts, trainer, model and more, whose `--help` fits on a few screens."""
     parser = TrlParser(
-        (ScriptArguments, config_class, ModelConfig),
+        (ScriptArguments, config_class, ModelConfig, *more),
         description=description,
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=34, width=119),
         usage="%(prog)s [--config RECIPE] [options]",
         epilog=f"All options of {config_class.__mro__[2].__name__} are accepted as well, in a recipe and here.",
     )
-    shown = {*SHOWN, *(field.name for field in dataclasses.fields(RolloutCorrectionConfig))}
+    shown = {*SHOWN, *(field.name for own in (RolloutCorrectionConfig, *more) for field in dataclasses.fields(own))}
     for action in parser._actions:
         if action.dest in shown:
             action.option_strings, action.metavar = action.option_strings[:1], "VALUE"
@@ -105,19 +105,7 @@ def train(trainer_class: type, config_class: type, description: str, arguments: 
     Returns:
         The trainer, after training.
     """
-    parser = make_parser(config_class, description)
-    script_args, args, model_args = parser.parse_args_and_config(sys.argv[1:] if arguments is None else arguments)
-    if model_args.model_name_or_path is None:
-        parser.error("`model_name_or_path` is missing: name a model on the Hub or a folder, in the recipe or here.")
-    args.model_init_kwargs = {
-        "revision": model_args.model_revision,
-        "attn_implementation": model_args.attn_implementation,
-        "dtype": model_args.dtype,
-        **(args.model_init_kwargs or {}),
-    }
-    tokenizer = AutoTokenizer.from_pretrained(
-        model_args.model_name_or_path, revision=model_args.model_revision, padding_side="left"
-    )
+    (script_args, args, model_args), tokenizer = parse(make_parser(config_class, description), arguments)
     evaluates = args.eval_strategy != "no"
     trainer = trainer_class(
         model=model_args.model_name_or_path,
@@ -129,6 +117,31 @@ def train(trainer_class: type, config_class: type, description: str, arguments: 
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
     )
+    return train_and_save(trainer)
+
+
+def parse(parser: TrlParser, arguments: list[str] | None) -> tuple[tuple, PreTrainedTokenizerBase]:
+    """What the command line says, and the tokenizer of its model."""
+    script_args, args, model_args, *more = parser.parse_args_and_config(
+        sys.argv[1:] if arguments is None else arguments
+    )
+    if model_args.model_name_or_path is None:
+        parser.error("`model_name_or_path` is missing: name a model on the Hub or a folder, in the recipe or here.")
+    args.model_init_kwargs = {
+        "revision": model_args.model_revision,
+        "attn_implementation": model_args.attn_implementation,
+        "dtype": model_args.dtype,
+        **(args.model_init_kwargs or {}),
+    }
+    tokenizer = AutoTokenizer.from_pretrained(
+        model_args.model_name_or_path, revision=model_args.model_revision, padding_side="left"
+    )
+    return (script_args, args, model_args, *more), tokenizer
+
+
+def train_and_save(trainer):
+    """Train, and return the trainer."""
+    args = trainer.args
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     if args.save_strategy != "no":
         trainer.save_model(args.output_dir)

@@ -5,7 +5,6 @@ trained on. Sums until they are logged, as in `metrics.py`. Torch only.
 The age of a completion is the number of optimizer steps between the weights that sampled it and those that train.
 """
 
-import math
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -14,7 +13,7 @@ import torch
 from .accounting import add_up, bucket_of
 from .functional import LARGEST_POWER, LOG_RATIO_BOUND, accumulation_dtype, k3, row_blocks
 from .keys import PREFIX
-from .sums import SegmentedSums, Segments
+from .sums import SegmentedSums
 
 
 # Lower ends of the bins, in optimizer steps

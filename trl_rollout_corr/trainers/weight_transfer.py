@@ -19,9 +19,9 @@ class DiskWeightTransfer:
     Sends weights to a vLLM server through a folder that both can read. To be passed to [`RolloutCorrectedAsyncGRPOTrainer`]
     as `weight_transfer`, in place of TRL's transfer through NCCL, which needs GPUs on both sides.
 
-    At each synchronisation requests are paused, the weights are written, the server loads them
-    (`/collective_rpc` with `reload_weights`), what it has cached with the old ones is forgotten, and requests go on. A
-    completion that was under way is then finished by the new weights.
+    At each synchronisation requests are paused, which clears the server's caches, the weights are written, the server loads
+    them (`/collective_rpc` with `reload_weights`), and requests go on. A completion that was under way is then finished by
+    the new weights.
 
     Args:
         server_url (`str`):
@@ -64,7 +64,7 @@ class DiskWeightTransfer:
             )
 
     def pause(self):
-        """Hold requests, those under way included."""
+        """Hold requests, those under way included. Their keys and values are made anew, by the new weights."""
         self.client.pause(timeout=int(self.timeout))
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]):
@@ -80,9 +80,7 @@ class DiskWeightTransfer:
         """
         previous, self._version = self._path(), self._version + 1
         _write(iterator, self._path())
-        self._post("collective_rpc", json={"method": "reload_weights", "kwargs": {"weights_path": str(self._path())}})
-        # keys and values of requests under way, too: they would be those of the old weights
-        self._post("reset_prefix_cache", params={"reset_running_requests": "true"})
+        self._load(self._path())
         shutil.rmtree(previous, ignore_errors=True)
 
     def resume(self):
@@ -96,12 +94,16 @@ class DiskWeightTransfer:
     def _path(self) -> Path:
         return self.folder / f"weights-{self._version}"
 
-    def _post(self, endpoint: str, **request):
-        response = requests.post(f"{self.client.server_url}/{endpoint}", timeout=self.timeout, **request)
+    def _load(self, folder: Path):
+        response = requests.post(
+            f"{self.client.server_url}/collective_rpc",
+            json={"method": "reload_weights", "kwargs": {"weights_path": str(folder)}},
+            timeout=self.timeout,
+        )
         if response.status_code != 200:
             raise RuntimeError(
-                f"The vLLM server at {self.client.server_url} did not take the weights in {self._path()}: {response.text} It "
-                "must be able to read that folder."
+                f"The vLLM server at {self.client.server_url} did not load the weights in {folder}, which it must be able to "
+                f"read: {response.text}"
             )
 
 
