@@ -75,6 +75,8 @@ def server(
 def main(arguments: list[str] | None = None):
     parser = make_parser(RolloutCorrectedAsyncGRPOConfig, __doc__, ServerArguments)
     (script_args, args, model_args, server_args), tokenizer = parse(parser, arguments)
+    # rows are packed, with an attention that goes with that; `dtype` is an option of the configuration
+    args.model_init_kwargs = {"revision": model_args.model_revision, **(args.model_init_kwargs or {})}
     transfer = None
     if server_args.weights_folder is not None:
         transfer = DiskWeightTransfer(args.vllm_server_base_url, server_args.weights_folder)

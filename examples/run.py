@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import re
 import sys
+from copy import copy
 
 from datasets import Dataset, IterableDataset, load_dataset
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -27,10 +28,22 @@ SHOWN = (
 # fmt: on
 
 
+def model_config(config_class: type) -> type:
+    """TRL's `ModelConfig` without the options that a configuration has itself, as the asynchronous trainer's has `dtype`."""
+    own = {field.name for field in dataclasses.fields(config_class)}
+    if own.isdisjoint(field.name for field in dataclasses.fields(ModelConfig)):
+        return ModelConfig
+    fields = [
+        (field.name, field.type, copy(field)) for field in dataclasses.fields(ModelConfig) if field.name not in own
+    ]
+    namespace = {"__post_init__": ModelConfig.__post_init__, "__doc__": ModelConfig.__doc__}
+    return dataclasses.make_dataclass("ModelConfig", fields, namespace=namespace)
+
+
 def make_parser(config_class: type, description: str, *more: type) -> TrlParser:
     """A parser for scripts, trainer, model and more, whose `--help` fits on a few screens."""
     parser = TrlParser(
-        (ScriptArguments, config_class, ModelConfig, *more),
+        (ScriptArguments, config_class, model_config(config_class), *more),
         description=description,
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=34, width=119),
         usage="%(prog)s [--config RECIPE] [options]",
@@ -106,6 +119,12 @@ def train(trainer_class: type, config_class: type, description: str, arguments: 
         The trainer, after training.
     """
     (script_args, args, model_args), tokenizer = parse(make_parser(config_class, description), arguments)
+    args.model_init_kwargs = {
+        "revision": model_args.model_revision,
+        "attn_implementation": model_args.attn_implementation,
+        "dtype": model_args.dtype,
+        **(args.model_init_kwargs or {}),
+    }
     evaluates = args.eval_strategy != "no"
     trainer = trainer_class(
         model=model_args.model_name_or_path,
@@ -127,12 +146,6 @@ def parse(parser: TrlParser, arguments: list[str] | None) -> tuple[tuple, PreTra
     )
     if model_args.model_name_or_path is None:
         parser.error("`model_name_or_path` is missing: name a model on the Hub or a folder, in the recipe or here.")
-    args.model_init_kwargs = {
-        "revision": model_args.model_revision,
-        "attn_implementation": model_args.attn_implementation,
-        "dtype": model_args.dtype,
-        **(args.model_init_kwargs or {}),
-    }
     tokenizer = AutoTokenizer.from_pretrained(
         model_args.model_name_or_path, revision=model_args.model_revision, padding_side="left"
     )
