@@ -223,12 +223,13 @@ def test_logged_metrics_are_those_of_what_the_ranks_saw(by_ranks, folder):
     per_rank = [torch.load(folder / "4" / f"token.{rank}.pt") for rank in range(4)]
     config = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=[0.8, 1.3], **EVERYTHING)
     first_window = [entry for rank in per_rank for entry in rank[:2]]  # two steps of one micro-batch each
-    length = max(train.shape[1] for train, _, _ in first_window)
+    length = max(entry[0].shape[1] for entry in first_window)
     train, rollout, mask = (
         torch.cat([torch.nn.functional.pad(entry[i], (0, length - entry[i].shape[1])) for entry in first_window])
         for i in range(3)
     )
-    expected = compute_rollout_correction(train, rollout, mask, config).metrics()
+    advantages = torch.cat([entry[3] for entry in first_window])
+    expected = compute_rollout_correction(train, rollout, mask, config, advantages=advantages).metrics()
     (first, *_) = reports(by_ranks[4]["token"][0], PREFIX)
     assert_reports_equal([{key: first[key] for key in expected}], [expected])
 

@@ -131,6 +131,7 @@ def record_inputs(trainer) -> list[tuple]:
                 train_logps.detach().clone(),
                 batch["sampling_per_token_logps"].clone(),
                 trainer._loss_mask(batch).clone(),
+                batch["advantages"].clone(),
             )
         )
         return compute(train_logps, batch)
