@@ -52,8 +52,9 @@ def chat_model(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def questions(tmp_path_factory) -> str:
+    """Digits are the answers: with so many completions, some are right by chance."""
     folder = tmp_path_factory.mktemp("questions")
-    rows = [{"prompt": [{"role": "user", "content": f"{i} + {i} in:"}], "answer": f"#### {i}"} for i in range(64)]
+    rows = [{"prompt": [{"role": "user", "content": f"{i} + {i} in:"}], "answer": f"#### {i % 10}"} for i in range(64)]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(folder)
 
@@ -69,7 +70,7 @@ def example(chat_model, questions, tmp_path):
             "--model_name_or_path", chat_model, "--dataset_name", questions, "--output_dir", str(tmp_path / "out"),
             "--use_cpu", "true", "--bf16", "false", "--report_to", "none", "--disable_tqdm", "true",
             "--vllm_server_base_url", f"http://127.0.0.1:{port}", "--server_devices", "cpu", "--server_options", OPTIONS,
-            "--num_generations", "4", "--per_device_train_batch_size", "8", "--token_budget", "0",
+            "--num_generations", "8", "--per_device_train_batch_size", "32", "--token_budget", "0",
             "--max_completion_length", "16", "--gradient_checkpointing", "false", "--learning_rate", "1e-3", *options,
         ]  # fmt: skip
 
@@ -112,7 +113,7 @@ def test_weights_reach_the_server(example, tmp_path, recipe):
     """Through files; and then the server is what the trainer was when it sent them, but for the age of the samples."""
     command, port = example
     options = [] if recipe == "lora" else ["--weights_folder", str(tmp_path / "weights")]
-    options += ["--queue_maxsize", "8", "--max_inflight_tasks", "8", "--max_steps", "6", "--logging_steps", "1"]
+    options += ["--queue_maxsize", "32", "--max_inflight_tasks", "32", "--max_steps", "6", "--logging_steps", "1"]
     if recipe == "lora":
         options += ["--learning_rate", "1e-2", "--max_staleness", "2"]
     output_of(*command(recipe, *options), **SERVER)
