@@ -1,6 +1,7 @@
 """`RolloutCorrectedAsyncGRPOTrainer` on the real TRL, with samples of known age from a policy that is not the trainer's."""
 
 import dataclasses
+import inspect
 import math
 from functools import partial
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from tests import reference
-from tests.asynchronous import WeightsStay, WorkerHere, build_ours, build_theirs
+from tests.asynchronous import WorkerHere, build_ours, build_theirs
 from tests.dumps import read_dump
 from tests.tiny import load_model
 from tests.training import (
@@ -31,8 +32,11 @@ from trl_rollout_corr import (
 from trl_rollout_corr.accounting import Accounts, account
 from trl_rollout_corr.ages import Ages
 from trl_rollout_corr.keys import PREFIX
+from trl_rollout_corr.trainers import contract
+from trl_rollout_corr.trainers.core import CorrectionCore
 from trl_rollout_corr.trainers.packed import Awaited
-from trl_rollout_corr.trainers.upstream import AsyncGRPOTrainer, TreeRow
+from trl_rollout_corr.trainers.tree_attention import register_tree_attention, visible_tokens
+from trl_rollout_corr.trainers.upstream import TREE_ATTENTION, AsyncGRPOTrainer, TreeRow
 
 
 @pytest.fixture
@@ -210,8 +214,6 @@ def test_batch_normalisation_gives_weights_a_mean_of_one(make):
 
 def test_a_packed_row_equals_its_samples(tiny_model_path):
     """To 1e-6, in float64: shared prompts, a shared prefix of completions, one sample twice, and two turns."""
-    from trl_rollout_corr.trainers.tree_attention import TREE_ATTENTION, register_tree_attention
-
     worker = WorkerHere(tiny_model_path, turns=2)
     samples = [worker.sample(i) for i in range(6)]
     samples.append(worker.sample(0))
@@ -247,6 +249,31 @@ def test_a_packed_row_equals_its_samples(tiny_model_path):
     scale = max(gradient.abs().max() for gradient in expected.values())
     for name, gradient in expected.items():  # the norms of transformers are in float32
         assert (found[name] - gradient).abs().max() < 1e-6 * scale, name
+
+
+@pytest.mark.parametrize("sliding_window", [None, 3])
+def test_a_token_sees_what_is_before_it_in_its_sample(sliding_window):
+    row, samples = TreeRow(), [[1, 2, 3, 4, 5], [1, 2, 3, 9, 9, 9], [1, 2, 7], [8, 8, 8, 8], [1, 2, 3, 9, 9, 7]]
+    for ids in samples:
+        ones = np.ones(len(ids))
+        row.add(
+            {
+                "input_ids": np.array(ids),
+                "completion_mask": ones,
+                "old_log_probs": ones,
+                "advantage": 1.0,
+                "group_id": 0,
+            }
+        )
+    packed = row.pack()
+    visible = visible_tokens(
+        packed["tree_kv_index"], packed["tree_cu_seqlens_q"], packed["tree_cu_seqlens_k"], sliding_window
+    )
+    places = packed["token_index"].split([len(ids) - 1 for ids in samples])  # of all tokens but the last of a sample
+    for path in places:
+        for depth, place in enumerate(path.tolist()):
+            first = 0 if sliding_window is None else max(depth + 1 - sliding_window, 0)
+            assert visible[place].nonzero().flatten().tolist() == sorted(path[first : depth + 1].tolist())
 
 
 def test_a_tensor_that_is_awaited_is_filled_where_it_was_taken():
@@ -512,5 +539,11 @@ def test_another_loss_is_refused(tiny_model_path, tmp_path):
         build_ours(tiny_model_path, tmp_path, trainer_class=Mixed)
 
 
-def test_weights_stay_is_a_weight_transfer(tiny_model_path, tmp_path):
-    assert build_ours(tiny_model_path, tmp_path).weight_transfer.__class__ is WeightsStay
+def test_every_overridden_method_is_in_the_contract():
+    overridden = {
+        name
+        for cls in (RolloutCorrectedAsyncGRPOTrainer, CorrectionCore)
+        for name, member in vars(cls).items()
+        if inspect.isfunction(member) and hasattr(AsyncGRPOTrainer, name) and name != "__init__"
+    }
+    assert overridden == set(contract.ASYNCHRONOUS)
