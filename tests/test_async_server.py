@@ -78,8 +78,8 @@ def example(chat_model, questions, tmp_path):
     return command, port
 
 
-def processes_of(text: str) -> list[str]:
-    """Command lines of running processes that hold a text."""
+def pids(text: str) -> list[tuple[int, str]]:
+    """Running processes whose command line holds a text, with the command line."""
     found = []
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -87,7 +87,7 @@ def processes_of(text: str) -> list[str]:
         except OSError:  # it ended
             continue
         if text in line and str(os.getpid()) != entry.parent.name:
-            found.append(line[:200])
+            found.append((int(entry.parent.name), line[:200]))
     return found
 
 
@@ -95,7 +95,7 @@ def assert_nothing_is_left(port: int, *texts: str):
     """No server, no engine, no rollout worker, and nobody on the port."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        left = [line for text in (f"--port {port}", *texts) for line in processes_of(text)]
+        left = [line for text in (f"--port {port}", *texts) for _, line in pids(text)]
         with socket.socket() as probe:
             listening = probe.connect_ex(("127.0.0.1", port)) == 0
         if not left and not listening:
@@ -117,7 +117,7 @@ def test_weights_reach_the_server(example, chat_model, tmp_path, recipe):
     rows, model = read_dump(tmp_path / "dump").rows, load_model(chat_model)
     first, last = ([row for row in rows if row["step"] == step] for step in (1, 8))
     assert {row["staleness"] for row in first} == {0}
-    assert {row["staleness"] for row in last} <= {0, 1, 2}
+    assert max(row["staleness"] for row in last) <= 3  # one micro-batch is taken before weights are pushed
     assert squared_gap(model, first) < 1e-6  # rounding
     to_the_trainer = np.mean([x**2 for row in last for x in np.subtract(row["train_logps"], row["rollout_logps"])])
     assert squared_gap(model, last) > 1e-5
@@ -141,8 +141,8 @@ def test_a_server_that_dies_is_one_clear_error_and_a_checkpoint(example, tmp_pat
     with (tmp_path / "log").open("w") as log:
         program = start(command("token_is", *options), log)
         wait_for_steps(program, tmp_path / "log")
-        (server,) = [pid for pid, line in pids(f"--port {port}") if "api_server" in line and "accelerate" not in line]
-        os.killpg(os.getpgid(server), signal.SIGKILL)
+        server = pids(f"--port {port}")[0][0]
+        os.killpg(os.getpgid(server), signal.SIGKILL)  # the server, its engine, and what watches it
         assert program.wait(180) != 0
     text = (tmp_path / "log").read_text()
     assert "A checkpoint is in" in text
@@ -175,18 +175,6 @@ def wait_for_steps(program: subprocess.Popen, log: Path):
     while program.poll() is None and "'loss'" not in log.read_text():
         time.sleep(0.5)
     assert program.poll() is None, log.read_text()[-5000:]
-
-
-def pids(text: str) -> list[tuple[int, str]]:
-    found = []
-    for entry in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            line = entry.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue
-        if text in line:
-            found.append((int(entry.parent.name), line))
-    return found
 
 
 def test_the_server_ends_up_with_the_weights_of_the_trainer(chat_model, tmp_path, monkeypatch):
