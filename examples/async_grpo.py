@@ -11,12 +11,13 @@ line override the recipe. Without `--dataset_name` the questions are GSM8K's.
 """
 
 import shlex
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from run import load_questions, make_parser, parse, right_answer, train_and_save
+from run import load_questions, load_tokenizer, parse, right_answer, save
 from serving import vllm_server
 from trl import ModelConfig, get_peft_config
 
@@ -25,6 +26,7 @@ from trl_rollout_corr import (
     RolloutCorrectedAsyncGRPOConfig,
     RolloutCorrectedAsyncGRPOTrainer,
 )
+from trl_rollout_corr.trainers.script import one_line_errors
 
 
 @dataclass
@@ -73,24 +75,28 @@ def server(
 
 
 def main(arguments: list[str] | None = None):
-    parser = make_parser(RolloutCorrectedAsyncGRPOConfig, __doc__, ServerArguments)
-    (script_args, args, model_args, server_args), tokenizer = parse(parser, arguments)
-    # rows are packed, with an attention that goes with that; `dtype` is an option of the configuration
-    args.model_init_kwargs = {"revision": model_args.model_revision, **(args.model_init_kwargs or {})}
+    with one_line_errors():
+        script_args, args, model_args, server_args = parse(
+            RolloutCorrectedAsyncGRPOConfig, __doc__, sys.argv[1:] if arguments is None else arguments, ServerArguments
+        )
+        args.model_init_kwargs.pop("attn_implementation")  # rows are packed, with an attention that goes with that
+        tokenizer = load_tokenizer(model_args)
+        train_dataset = load_questions(script_args, script_args.dataset_train_split, tokenizer)
     transfer = None
     if server_args.weights_folder is not None:
         transfer = DiskWeightTransfer(args.vllm_server_base_url, server_args.weights_folder)
-    with server(args, model_args, server_args):
+    with one_line_errors(of_package=True), server(args, model_args, server_args):
         trainer = RolloutCorrectedAsyncGRPOTrainer(
             model=model_args.model_name_or_path,
             reward_funcs=right_answer,
             args=args,
-            train_dataset=load_questions(script_args, script_args.dataset_train_split, tokenizer),
+            train_dataset=train_dataset,
             processing_class=tokenizer,
             peft_config=get_peft_config(model_args),
             weight_transfer=transfer,
         )
-        return train_and_save(trainer)
+        trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    return save(trainer)
 
 
 if __name__ == "__main__":

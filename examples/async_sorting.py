@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from datasets import Dataset
 from serving import vllm_server
-from sorting import DIGITS, accuracy, exact_answer, make_prompts, warm_start
+from sorting import DIGITS, accuracy, exact_answer, make_prompts
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -27,7 +27,6 @@ from transformers import (
     PrinterCallback,
     TrainerCallback,
 )
-from trl import TrlParser
 
 from trl_rollout_corr import (
     DiskWeightTransfer,
@@ -103,6 +102,8 @@ class AsyncSortingArguments:
             Where the warmed-up model is kept for the next run.
         eval_every (`int`, *optional*, defaults to `20`):
             Optimizer steps between two copies of the model that are tried on held-out prompts.
+        compare (`bool`, *optional*, defaults to `False`):
+            Make the same run without correction first.
     """
 
     trainer: Literal["async_grpo"] = field(default="async_grpo", metadata={"help": "How the quickstart names it."})
@@ -110,6 +111,7 @@ class AsyncSortingArguments:
         default=".cache/quickstart/model", metadata={"help": "Where the warmed-up model is kept for the next run."}
     )
     eval_every: int = field(default=20, metadata={"help": "Optimizer steps between two copies of the model to try."})
+    compare: bool = field(default=False, metadata={"help": "Make the same run without correction first."})
 
 
 class Snapshots(TrainerCallback):
@@ -130,6 +132,7 @@ class Snapshots(TrainerCallback):
         self.every = every
         self.steps: list[int] = []
         self.seconds: list[float] = []
+        self.accuracy: list[float] = []
         self.weights: list[dict[str, torch.Tensor]] = []
         self.start = 0.0
 
@@ -153,35 +156,41 @@ class Snapshots(TrainerCallback):
             columns = " ".join(f"{'-':>12}" if value is None else f"{value:>12.3f}" for value in values)
             print(f"{state.global_step:>6} {self.seconds[-1]:>9.1f} {columns}", flush=True)
 
-    def accuracies(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> list[float]:
+    def try_all(self, model_folder: Path, tokenizer: PreTrainedTokenizerBase):
         """Share of exact answers on held-out prompts, of each copy, in a model for single sequences."""
-        model, found = AutoModelForCausalLM.from_pretrained(folder), []
+        model = AutoModelForCausalLM.from_pretrained(model_folder)
         for weights in self.weights:
             model.load_state_dict(weights)
-            found.append(accuracy(model, tokenizer))
-        return found
+            self.accuracy.append(accuracy(model, tokenizer))
 
 
-def train(folder: Path, args: RolloutCorrectedAsyncGRPOConfig, every: int) -> dict:
+def train(
+    model_folder: Path, args: RolloutCorrectedAsyncGRPOConfig, script_args: AsyncSortingArguments
+) -> tuple[Snapshots, list[dict]]:
     """
     Train with a server of its own.
 
     Args:
-        folder (`Path`):
+        model_folder (`Path`):
             The warmed-up model.
         args ([`RolloutCorrectedAsyncGRPOConfig`]):
             Configuration.
-        every (`int`):
-            Optimizer steps between two copies of the model.
+        script_args ([`AsyncSortingArguments`]):
+            Arguments of the example.
 
     Returns:
-        `dict`: steps, seconds and held-out accuracy of the copies, and what was logged.
+        `tuple[Snapshots, list[dict]]`: the copies, with steps, seconds and held-out accuracies; and what was logged.
     """
-    output, tokenizer, snapshots = Path(args.output_dir), chat_tokenizer(folder), Snapshots(every)
-    with vllm_server(str(folder), output / "server.log", SERVER_OPTIONS, SERVER_ENVIRONMENT) as url:
+    print("Starting vLLM's server and the rollout worker. The accuracy follows at the end ...", flush=True)
+    output, tokenizer, snapshots = (
+        Path(args.output_dir),
+        chat_tokenizer(model_folder),
+        Snapshots(script_args.eval_every),
+    )
+    with vllm_server(str(model_folder), output / "server.log", SERVER_OPTIONS, SERVER_ENVIRONMENT) as url:
         args.vllm_server_base_url = url
         trainer = RolloutCorrectedAsyncGRPOTrainer(
-            model=str(folder),
+            model=str(model_folder),
             reward_funcs=exact_reply,
             args=args,
             train_dataset=as_messages(4096, seed=args.seed),
@@ -191,28 +200,8 @@ def train(folder: Path, args: RolloutCorrectedAsyncGRPOConfig, every: int) -> di
         trainer.add_callback(snapshots)  # after TRL's own, which waits until the rollout worker has started
         trainer.remove_callback(PrinterCallback)
         trainer.train()
-    return {
-        "arm": f"async_grpo {args.rollout_correction or 'custom'} max_staleness {args.max_staleness}",
-        "steps": snapshots.steps,
-        "seconds": snapshots.seconds,
-        "accuracy": snapshots.accuracies(folder, tokenizer),
-        "history": [entry for entry in trainer.state.log_history if "rollout_corr/kl" in entry],
-    }
-
-
-def run(defaults: dict) -> tuple[dict, Path]:
-    """Train as the command line says, and return what came out and the folder for it."""
-    parser = TrlParser((AsyncSortingArguments, RolloutCorrectedAsyncGRPOConfig))
-    parser.set_defaults_with_config(**TRAINING, **defaults)
-    script_args, args = parser.parse_args_and_config()
-    folder = warm_start(Path(script_args.model_folder))
-    print(f"Asynchronous GRPO, {args.rollout_correction}, samples at most {args.max_staleness} versions old.")
-    print(
-        "Starting vLLM's server and the rollout worker, on this machine; the accuracy follows at the end ...",
-        flush=True,
-    )
-    result = train(folder, args, script_args.eval_every)
+    snapshots.try_all(model_folder, tokenizer)
     print(f"\n{'step':>6} {'seconds':>9} {'held-out':>10}")
-    for step, seconds, found in zip(result["steps"], result["seconds"], result["accuracy"], strict=True):
+    for step, seconds, found in zip(snapshots.steps, snapshots.seconds, snapshots.accuracy, strict=True):
         print(f"{step:>6} {seconds:>9.1f} {found:>10.2f}")
-    return result, Path(args.output_dir)
+    return snapshots, trainer.state.log_history

@@ -1,16 +1,21 @@
 """What `grpo.py`, `rloo.py` and `async_grpo.py` share: arguments, data, reward, and training."""
 
+import before_imports  # noqa: F401
+
 import argparse
 import dataclasses
 import re
 import sys
 from copy import copy
+from pathlib import Path
 
 from datasets import Dataset, IterableDataset, load_dataset
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
-from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
+from trl import ModelConfig, ScriptArguments, get_peft_config, get_quantization_config
 
 from trl_rollout_corr import RolloutCorrectionConfig
+from trl_rollout_corr.trainers.checks import check_dump_folder
+from trl_rollout_corr.trainers.script import ScriptParser, one_line_errors
 
 
 INSTRUCTION = "Solve the problem step by step. Write the final answer as a number after ####."
@@ -40,16 +45,17 @@ def model_config(config_class: type) -> type:
     return dataclasses.make_dataclass("ModelConfig", fields, namespace=namespace)
 
 
-def make_parser(config_class: type, description: str, *more: type) -> TrlParser:
+def make_parser(config_class: type, description: str, *more: type) -> ScriptParser:
     """A parser for scripts, trainer, model and more, whose `--help` fits on a few screens."""
-    parser = TrlParser(
+    parser = ScriptParser(
         (ScriptArguments, config_class, model_config(config_class), *more),
         description=description,
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=34, width=119),
         usage="%(prog)s [--config RECIPE] [options]",
         epilog=f"All options of {config_class.__mro__[2].__name__} are accepted as well, in a recipe and here.",
     )
-    shown = {*SHOWN, *(field.name for own in (RolloutCorrectionConfig, *more) for field in dataclasses.fields(own))}
+    ours = {field.name for field in dataclasses.fields(RolloutCorrectionConfig)} - {"rollout_correction_resolved"}
+    shown = {*SHOWN, *ours, *(field.name for own in more for field in dataclasses.fields(own))}
     for action in parser._actions:
         if action.dest in shown:
             action.option_strings, action.metavar = action.option_strings[:1], "VALUE"
@@ -118,45 +124,57 @@ def train(trainer_class: type, config_class: type, description: str, arguments: 
     Returns:
         The trainer, after training.
     """
-    (script_args, args, model_args), tokenizer = parse(make_parser(config_class, description), arguments)
+    with one_line_errors():
+        script_args, args, model_args = parse(
+            config_class, description, sys.argv[1:] if arguments is None else arguments
+        )
+        tokenizer = load_tokenizer(model_args)
+        train_dataset = load_questions(script_args, script_args.dataset_train_split, tokenizer)
+        evaluates = args.eval_strategy != "no"
+        eval_dataset = load_questions(script_args, script_args.dataset_test_split, tokenizer) if evaluates else None
+    with one_line_errors(of_package=True):
+        trainer = trainer_class(
+            model=model_args.model_name_or_path,
+            reward_funcs=right_answer,
+            args=args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=tokenizer,
+            quantization_config=get_quantization_config(model_args),
+            peft_config=get_peft_config(model_args),
+        )
+        trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    return save(trainer)
+
+
+def load_tokenizer(model_args: ModelConfig) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(
+        model_args.model_name_or_path, revision=model_args.model_revision, padding_side="left"
+    )
+
+
+def save(trainer):
+    """Save what was trained, unless nothing is to be saved, and return the trainer."""
+    if trainer.args.save_strategy != "no":
+        trainer.save_model(trainer.args.output_dir)
+        trainer.save_state()  # with the log, for `trl-rollout-corr report`
+    return trainer
+
+
+def parse(config_class: type, description: str, arguments: list[str], *more: type) -> tuple:
+    """Arguments of script, trainer, model and more. What cannot be used is an error before anything is loaded."""
+    parser = make_parser(config_class, description, *more)
+    script_args, args, model_args, *others = parser.parse_args_and_config(arguments)
+    if model_args.model_name_or_path is None:
+        raise ValueError(
+            "`model_name_or_path` is missing: name a model on the Hub or a folder, in the recipe or here."
+        )
+    if args.rollout_dump_dir is not None:
+        check_dump_folder(Path(args.rollout_dump_dir), new_run=not args.resume_from_checkpoint)
     args.model_init_kwargs = {
         "revision": model_args.model_revision,
         "attn_implementation": model_args.attn_implementation,
-        "dtype": model_args.dtype,
+        **({"dtype": model_args.dtype} if hasattr(model_args, "dtype") else {}),
         **(args.model_init_kwargs or {}),
     }
-    evaluates = args.eval_strategy != "no"
-    trainer = trainer_class(
-        model=model_args.model_name_or_path,
-        reward_funcs=right_answer,
-        args=args,
-        train_dataset=load_questions(script_args, script_args.dataset_train_split, tokenizer),
-        eval_dataset=load_questions(script_args, script_args.dataset_test_split, tokenizer) if evaluates else None,
-        processing_class=tokenizer,
-        quantization_config=get_quantization_config(model_args),
-        peft_config=get_peft_config(model_args),
-    )
-    return train_and_save(trainer)
-
-
-def parse(parser: TrlParser, arguments: list[str] | None) -> tuple[tuple, PreTrainedTokenizerBase]:
-    """What the command line says, and the tokenizer of its model."""
-    script_args, args, model_args, *more = parser.parse_args_and_config(
-        sys.argv[1:] if arguments is None else arguments
-    )
-    if model_args.model_name_or_path is None:
-        parser.error("`model_name_or_path` is missing: name a model on the Hub or a folder, in the recipe or here.")
-    tokenizer = AutoTokenizer.from_pretrained(
-        model_args.model_name_or_path, revision=model_args.model_revision, padding_side="left"
-    )
-    return (script_args, args, model_args, *more), tokenizer
-
-
-def train_and_save(trainer):
-    """Train, and return the trainer."""
-    args = trainer.args
-    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-    if args.save_strategy != "no":
-        trainer.save_model(args.output_dir)
-        trainer.save_state()  # with the log, for `python -m trl_rollout_corr report`
-    return trainer
+    return script_args, args, model_args, *others

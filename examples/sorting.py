@@ -101,7 +101,7 @@ def warm_start(folder: Path, steps: int = 400, batch_size: int = 16, seed: int =
     if (folder / "tokenizer.json").exists():
         return folder
     start = time.perf_counter()
-    print(f"Warming up a model of 0.6M parameters in {folder}", flush=True)
+    print(f"Warming up a model of 0.6M parameters, once, in {folder}", flush=True)
     torch.manual_seed(seed)
     tokenizer = make_tokenizer()
     model = make_model(tokenizer)
@@ -115,10 +115,10 @@ def warm_start(folder: Path, steps: int = 400, batch_size: int = 16, seed: int =
         schedule.step()
         optimizer.zero_grad()
         if step % max(steps // 4, 1) == 0:
-            print(f"  step {step}/{steps}  loss {loss.item():.2f}", flush=True)
+            left = (time.perf_counter() - start) * (steps / step - 1)
+            print(f"  step {step}/{steps}  loss {loss.item():.2f}  {left:.0f} s left", flush=True)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)  # last: its file says that the folder is complete
-    print(f"  done in {time.perf_counter() - start:.0f} s", flush=True)
     return folder
 
 

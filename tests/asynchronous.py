@@ -101,7 +101,7 @@ class WorkerHere:
             input_ids=np.array(ids),
             completion_mask=np.array(mask),
             old_log_probs=np.array(logps, dtype=np.float32),
-            advantage=dice.gauss(0, 1),
+            advantage=(-1) ** i * abs(dice.gauss(0, 1)),  # one of each sign, of any two
             model_version=max(self.model_version - self.lags[i % len(self.lags)], 0),
             group_id=group,
             metrics={"reward": reward},

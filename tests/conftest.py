@@ -20,8 +20,8 @@ import torch
 
 
 torch.set_num_threads(1)
-trackio_folder = tempfile.TemporaryDirectory()  # one for each process
-os.environ["TRACKIO_DIR"] = trackio_folder.name
+trackio_folder, wandb_folder = tempfile.TemporaryDirectory(), tempfile.TemporaryDirectory()  # one for each process
+os.environ["TRACKIO_DIR"], os.environ["WANDB_DIR"] = trackio_folder.name, wandb_folder.name
 
 
 @pytest.fixture(scope="session")

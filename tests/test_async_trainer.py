@@ -127,7 +127,7 @@ MODES = {
     "decoupled": {},
     "interpolated": {"rollout_proximal": "interpolated"},
     "reinforce": {"bypass_mode": True, "rollout_loss_type": "reinforce"},
-    "ppo_clip": {"bypass_mode": True, "rollout_clip_ratio_c": 1.5},
+    "ppo_clip": {"bypass_mode": True, "rollout_clip_ratio_c": 1.1},
 }
 
 
@@ -162,7 +162,7 @@ def expected_loss(model, samples, mode, level, steps, accumulation):
         ratio = (logps - (rollout if mode == "ppo_clip" else old)).exp()
         objective = torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
         if mode == "ppo_clip":
-            weights = torch.where((advantage < 0) & (ratio.detach() > 1.5), 0.0, 1.0)
+            weights = torch.where((advantage < 0) & (ratio.detach() > 1.1), 0.0, 1.0)
         total = total - (weights * keep * objective).sum()
     return total / n_tokens / accumulation
 
@@ -177,6 +177,7 @@ def test_gradients_are_those_of_the_loss_written_out(make, tiny_model_path, mode
     batch, samples = micro_batch(trainer)
     assert batch["attention_mask"].sum() < sum(len(sample.input_ids) for sample in samples)
     found = backward(trainer.model, trainer.compute_loss(trainer.model, batch))
+    assert {sample.advantage > 0 for sample in samples} == {True, False}
     assert 0 < logged_now(trainer, "rollout_rs_masked_fraction") < 1
     model = load_model(tiny_model_path)
     loss = expected_loss(model, samples, mode, level, [sample.model_version for sample in samples], 2)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.launching import ROOT, output_of
+from trl_rollout_corr import RolloutCorrectionConfig
 
 
 @pytest.fixture
@@ -114,3 +115,70 @@ def test_the_time_to_an_accuracy_is_that_of_the_first_look_at_it(tmp_path):
         (tmp_path / f"weights_8-{seed}.json").write_text(json.dumps(record))
     assert report(tmp_path, 0.6).splitlines()[-1] == "| weights_8 | 3 | 20 | 10 | 2.00 | 0.80 | 4.00 | 0.00 |"
     assert "not by all" in report(tmp_path, 0.9)
+
+
+# Exact gradients -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def exact(monkeypatch):
+    """Modules of the benchmark, and a problem of 4 tokens out of 3 with a sampler that rounds."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks/exact"))
+    import errors
+    import policies
+
+    problem = policies.make_problem(length=4, size=3, seed=0)
+    return errors, policies, problem, policies.rounding(problem, 0.3, seed=0)
+
+
+def test_the_true_gradient_is_that_of_the_expected_reward(exact):
+    _, policies, problem, _ = exact
+    logits = problem.logits.clone().requires_grad_()
+    chances = policies.probabilities(problem, logits.log_softmax(-1))
+    (chances * problem.rewards).sum().backward()
+    torch.testing.assert_close(policies.true_gradient(problem), logits.grad)
+
+
+def test_bias_and_spread_are_what_samples_show(exact):
+    errors, policies, problem, table = exact
+    config = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=1.5)
+    mass = policies.probabilities(problem, table)
+    advantages = problem.rewards - (mass * problem.rewards).sum()
+    logits = problem.logits.clone().requires_grad_()
+    d = problem.logps(problem.logits.log_softmax(-1)) - problem.logps(table)
+    terms = d.exp().clamp(max=1.5) * advantages[:, None] * problem.logps(logits.log_softmax(-1))
+    each = [torch.autograd.grad(row.sum(), logits, retain_graph=True)[0].flatten() for row in terms]
+    expected = sum(p * gradient for p, gradient in zip(mass, each, strict=True))
+    true = policies.true_gradient(problem).flatten()
+    spread = sum(p * (gradient - expected).square().sum() for p, gradient in zip(mass, each, strict=True)).sqrt()
+    found = errors.error_of(problem, table, config)
+    assert found.bias == pytest.approx(((expected - true).norm() / true.norm()).item(), rel=1e-5)
+    assert found.spread == pytest.approx((spread / true.norm()).item(), rel=1e-5)
+
+
+def test_claims_of_the_theory_hold(exact):
+    errors, policies, problem, table = exact
+
+    def bias(**fields):
+        return errors.error_of(problem, table, RolloutCorrectionConfig(**fields)).bias
+
+    exactly = {"rollout_is": "sequence", "rollout_is_threshold": float("inf")}
+    assert bias(**exactly) < 1e-6 < 0.01 < bias(rollout_is="token", rollout_is_threshold=float("inf"))
+    assert bias(rollout_is="token", rollout_is_threshold=float("inf")) < bias(rollout_correction="disabled")
+    mass, d = policies.probabilities(problem, table), errors.log_ratio(problem, table)
+    assert (mass @ d.exp()).tolist() == pytest.approx([1.0] * 4)  # raw token ratios
+    assert mass @ d.sum(1).exp() == pytest.approx(1.0)
+    assert mass @ d.mean(1).exp() < 1
+    near = policies.rounding(problem, 0.05, seed=0)
+    s, ratio = errors.gap(problem, near).s, errors.log_ratio(problem, near).sum(1).exp()
+    assert policies.probabilities(problem, near) @ (ratio - 1).square() == pytest.approx(4 * s**2, rel=0.5)
+
+
+def test_exact(tmp_path):
+    script = ROOT / "benchmarks/exact/run.py"
+    output = output_of(sys.executable, str(script), "--seeds", "1", "--lengths", "2", "--output", str(tmp_path))
+    assert "| 2 | 0.1 to 0.3 |" in output
+    assert (tmp_path / "exact.png").stat().st_size > 10_000
+    for row in json.loads((tmp_path / "results.json").read_text()):
+        if row["s_from"] < 0.1:
+            assert row["alignment"]["decoupled_token_is"] >= row["alignment"]["disabled"] - 1e-3

@@ -29,7 +29,9 @@ from trl_rollout_corr.analysis.spread import (
     suggest_bounds,
     truncated_mean,
 )
+from trl_rollout_corr.analysis.text import percent
 from trl_rollout_corr.presets import PRESETS
+from trl_rollout_corr.rules import examine
 
 
 NUMBERS = ("rejected", "sample_size", "effective_lr", "cosine", "norm")
@@ -180,21 +182,24 @@ def test_steps_are_selected(tmp_path):
 
 def test_presets_that_say_the_same_share_a_row(tmp_path):
     entries = document(make_dump(tmp_path))["settings"]
-    assert [entry["name"] for entry in entries][:2] == ["this run", "decoupled_token_is, token_is, token_tis"]
-    assert sorted(name for entry in entries[1:] for name in entry["name"].split(", ")) == sorted(PRESETS)
-    fields = [{**entry["fields"], "rollout_correction": None} for entry in entries[1:]]
+    first = ["this run", "suggested", "disabled", "decoupled_token_is, token_is, token_tis"]
+    assert [entry["name"] for entry in entries][:4] == first
+    assert sorted(name for entry in entries[2:] for name in entry["name"].split(", ")) == sorted(PRESETS)
+    fields = [{**entry["fields"], "rollout_correction": None} for entry in entries[2:]]
     assert all(a != b for i, a in enumerate(fields) for b in fields[:i])
 
 
 def test_the_table_is_markdown_and_has_dashes_for_what_there_is_not(tmp_path):
     rows = [
-        line for line in compare(make_dump(tmp_path, spread=3.0, gaussian=True)).splitlines() if line.startswith("|")
+        line
+        for line in compare(make_dump(tmp_path, spread=3.0, gaussian=True), "--steps", ":").splitlines()
+        if line.startswith("|")
     ]
     first, second = (rows[: len(rows) - 10], rows[-10:])
     assert len({len(row) for row in first}) == len({len(row) for row in second}) == 1
     cells = {row.split("|")[1].strip(): [cell.strip() for cell in row.split("|")[2:-1]] for row in first}
     assert cells["settings"] == ["rejected", "ESS", "effective lr", "cosine", "norm"]
-    assert cells["disabled"] == ["-", "-", "1.000", "1.000", "1.000"]
+    assert cells["disabled (reference)"] == ["-", "-", "1.000", "1.000", "1.000"]
     assert cells["decoupled_geo_rs"] == ["1.000", "-", "0.000", "-", "0.000"]
 
 
@@ -219,6 +224,95 @@ def test_notes_say_what_the_numbers_are(tmp_path):
     folder = make_dump(tmp_path / "c", group=1)  # alone in its group, every advantage is 0
     assert "there is no gradient to compare" in compare(folder)
     assert outcomes(folder)["decoupled_token_is"]["cosine"] is None
+
+
+# Which steps, and which row -----------------------------------------------------------------------------------------------
+
+
+def drifting(folder, **options):
+    """A dump whose policies drift apart, and the step at which an alarm says so."""
+    make_dump(folder, steps=10, spread=0.02, growth=1.4, sampled=32, length=60, **options)
+    logs = read_dump(folder).logs
+    alarms = [finding for finding in examine(logs, {}) if finding.key == "rollout_corr/k3_kl"]
+    return folder, min(finding.step for finding in alarms)
+
+
+def test_steps_from_the_first_alarm_on_are_left_out(tmp_path):
+    folder, alarm = drifting(tmp_path / "dump")
+    found = document(folder)
+    healthy = found["steps"]
+    assert healthy == list(range(1, healthy[-1] + 1))
+    assert alarm - 4 <= healthy[-1] < alarm  # less the windows that the alarm was raised for
+    assert any(
+        f"Without steps {healthy[-1] + 1} to 10: an alarm was raised at step {alarm}" in note
+        for note in found["notes"]
+    )
+    by_hand = document(folder, "--steps", f":{healthy[-1]}")
+    assert found["suggestion"] == by_hand["suggestion"] == found["recommendation"]["fields"]
+    everything = document(folder, "--steps", ":")
+    assert everything["steps"] == list(range(1, 11))
+    assert everything["spread"]["s"] > 2 * found["spread"]["s"]
+
+
+def test_without_a_log_alarms_are_those_of_the_sequences(tmp_path):
+    folder, _ = drifting(tmp_path / "dump")
+    with_log = document(folder)
+    (folder / "logs.jsonl").unlink()
+    assert document(folder)["steps"] == with_log["steps"]
+
+
+def test_an_alarm_about_bounds_leaves_no_steps_out(tmp_path):
+    """Bounds that reject nearly everything say nothing against the sequences."""
+    settings = {"rollout_correction": "decoupled_geo_rs_token_tis", "rollout_rs_threshold": [0.9999, 1.0001]}
+    folder = make_dump(tmp_path / "dump", steps=6, settings=settings)
+    assert {finding.rule for finding in examine(read_dump(folder).logs, settings)} & {"rejected", "effective_lr_low"}
+    assert document(folder)["steps"] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("settings", "preset"),
+    [
+        ({}, "decoupled_token_is"),
+        ({"rollout_correction": "bypass_ppo_clip"}, "bypass_ppo_clip"),
+        ({"rollout_correction": "bypass_pg_is"}, "bypass_pg_token_icepop"),
+    ],
+)
+def test_without_healthy_steps_what_needs_no_bounds_is_recommended(settings, preset, tmp_path):
+    folder = make_dump(tmp_path / "dump", spread=1.0, settings=settings)
+    found = document(folder)
+    assert found["suggestion"] is None
+    assert found["recommendation"]["fields"] == {"rollout_correction": preset}
+    assert preset in found["recommendation"]["row"].split(", ")
+    text = compare(folder)
+    assert "no bounds are made of them" in text
+    assert "rollout_rs_threshold" not in text
+    assert document(folder, "--steps", ":")["suggestion"] is not None
+
+
+def test_one_row_is_recommended_with_the_numbers_of_the_row(tmp_path):
+    folder = make_dump(tmp_path / "dump", spread=0.02)
+    rows = [line for line in compare(folder).splitlines() if line.startswith("|") and "recommended" in line]
+    assert len(rows) == 1
+    found = document(folder)
+    best = found["recommendation"]
+    (entry,) = [entry for entry in found["settings"] if entry["name"] == best["row"]]
+    assert rows[0].startswith(f"| {best['row']} (recommended)")
+    for number in (percent(entry["rejected"]), percent(entry["sample_size"]), f"{entry['cosine']:.3f}"):
+        assert number in best["why"]
+    assert best["why"] in compare(folder)
+    assert [entry["name"] for entry in found["settings"] if entry["reference"]] == ["disabled"]
+    assert compare(folder).count("(reference)") == 1
+
+
+def test_policies_that_agree_need_the_reference(tmp_path):
+    text = compare(make_dump(tmp_path, spread=0.0))
+    assert "| disabled (reference, recommended)" in text
+    assert "Recommended: disabled, because the policies agree on every token" in text
+
+
+def test_the_folder_of_the_run_will_do(tmp_path):
+    make_dump(tmp_path / "run" / "dump")
+    assert document(tmp_path / "run") == document(tmp_path / "run" / "dump")
 
 
 # Predictions --------------------------------------------------------------------------------------------------------------
@@ -382,7 +476,9 @@ def error_of(capsys, *arguments) -> str:
     output = capsys.readouterr()
     assert output.out == ""
     (line,) = output.err.splitlines()
-    return line.removeprefix(f"{arguments[0]}: ")
+    about = str(arguments[-1] if "--config" in arguments else arguments[0])  # the file that is at fault
+    assert line.startswith((f"{about}: ", "--steps"))
+    return line.removeprefix(f"{about}: ")
 
 
 def test_a_path_without_a_dump(tmp_path, capsys):
@@ -397,8 +493,12 @@ def test_a_truncated_file(keep, tmp_path, capsys):
     path = dump.files_of(make_dump(tmp_path))[1]
     content = path.read_bytes()
     path.write_bytes(content[: keep if keep in (0, 3) else int(keep * len(content))])
-    assert error_of(capsys, tmp_path).startswith(f"{path.name} is damaged or not Parquet: ")
     assert error_of(capsys, path).startswith(f"{path.name} is damaged or not Parquet: ")
+    assert main(["compare", str(tmp_path), "--json"]) == 0
+    output = capsys.readouterr()
+    assert output.err.startswith(f"warning: {tmp_path}: {path.name} is damaged or not Parquet: ")
+    assert output.err.endswith(" It is left out.\n")
+    assert json.loads(output.out)["steps"] == [1, 3]
 
 
 def test_a_damaged_page(tmp_path, capsys):
@@ -464,9 +564,7 @@ def test_bad_settings_name_their_file(content, message, tmp_path, capsys):
     path = tmp_path / "other.yaml"
     path.write_bytes(content)
     folder = make_dump(tmp_path / "dump", steps=1)
-    line = error_of(capsys, folder, "--config", path)
-    assert line.startswith(f"{path}: ")
-    assert message in line
+    assert message in error_of(capsys, folder, "--config", path)
     assert "No such file" in error_of(capsys, folder, "--config", tmp_path / "missing.yaml")
 
 
@@ -474,7 +572,8 @@ def test_settings_without_effect_are_warned_about(tmp_path, capsys):
     path = tmp_path / "idle.yaml"
     path.write_text("rollout_loss_type: reinforce")
     assert main(["compare", str(make_dump(tmp_path / "dump", steps=1)), "--config", str(path)]) == 0
-    assert capsys.readouterr().err.startswith("warning: `rollout_loss_type` is set to 'reinforce' but has no effect")
+    error = capsys.readouterr().err
+    assert error.startswith(f"warning: {path}: `rollout_loss_type` is set to 'reinforce' but has no effect")
 
 
 def test_the_settings_of_a_run_are_not_warned_about_again(tmp_path, capsys):

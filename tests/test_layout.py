@@ -23,6 +23,7 @@ ORDER = [
     "health",
     "rules",
     "migrate",
+    "shipped",
     "config",  # so far without torch
     "functional",
     "histogram",
@@ -37,19 +38,36 @@ ORDER = [
     "__main__",  # so far without TRL
     "trainers",
 ]
-ANALYSIS = ["text", "documents", "settings", "convert", "reading", "run", "replay", "spread", "compare", "report"]
+ANALYSIS = [
+    "text",
+    "documents",
+    "settings",
+    "convert",
+    "reading",
+    "run",
+    "phase",
+    "replay",
+    "spread",
+    "compare",
+    "report",
+]
 REPORT = [
     "summary",
     "shares",
     "tokens",
+    "verdict",
     "advice",  # so far without matplotlib
     "drawing",
     "trends",
+    "story",
     "distribution",
     "rejected",
     "content",
+    "markup",
+    "banner",
     "page",
     "markdown",
+    "versus",
 ]
 WITHOUT_TORCH = [*ORDER[: ORDER.index("config") + 1], *(f"analysis.{name}" for name in ANALYSIS[:4]), "__main__"]
 WITHOUT_MATPLOTLIB = [f"analysis.report.{name}" for name in REPORT[: REPORT.index("advice") + 1]]

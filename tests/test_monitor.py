@@ -18,6 +18,8 @@ from tests.training import (
     freeze_sampler,
     logged,
     losses,
+    messages,
+    saying,
 )
 from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.presets import PRESETS
@@ -77,11 +79,9 @@ def steps_with(trainer, key):
 # Warnings -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_sampler_that_is_far_off_is_warned_about(make_either):
+def test_a_sampler_that_is_far_off_is_warned_about(make_either, caplog):
     trainer = make_either(RolloutCorrectionMonitor())
-    with pytest.warns(
-        UserWarning, match=r"^Step 2 \(k3_high\): `k3_kl` is .*, above 0.03\..*set `rollout_correction`"
-    ):
+    with saying(caplog, r"^✖ step 2: k3_kl is .*, above 0.03\. \[k3_high > 0.03\].*set `rollout_correction`"):
         trainer.train()
     assert trainer.state.global_step == 3
     assert len(logged(trainer, "monitor/alarms")) == 3
@@ -89,9 +89,10 @@ def test_a_sampler_that_is_far_off_is_warned_about(make_either):
     assert min(logged(trainer, "monitor/alarms")[1:]) >= 1
 
 
-def test_a_sampler_that_is_the_trainer_is_not(make, tiny_model_path):
+def test_a_sampler_that_is_the_trainer_is_not(make, tiny_model_path, caplog):
     trainer = make(RolloutCorrectionMonitor(), sampler=StaleSampler(tiny_model_path, noise=0.0), learning_rate=1e-6)
-    trainer.train()  # a warning would be an error here
+    trainer.train()
+    assert messages(caplog) == []
     assert logged(trainer, "monitor/alarms") == [0.0] * 3
 
 
@@ -111,9 +112,9 @@ def test_reporters_get_the_number_of_alarms(make):
     assert Reporter.seen[3] is None  # the summary at the end
 
 
-def test_evaluations_are_passed_over(make):
+def test_evaluations_are_passed_over(make, caplog):
     trainer = make(RolloutCorrectionMonitor(), **evaluation())
-    with pytest.warns(UserWarning, match="k3_high"):
+    with saying(caplog, "k3_high"):
         trainer.train()
     evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
     assert evaluations
@@ -124,74 +125,81 @@ def nothing_is_finite(output):
     output["logprobs"] = [[math.nan] * len(sequence) for sequence in output["logprobs"]]
 
 
-def test_a_sampler_without_finite_log_probabilities_is_warned_about(make, tiny_model_path):
+def test_a_sampler_without_finite_log_probabilities_is_warned_about(make, tiny_model_path, caplog):
     trainer = make(RolloutCorrectionMonitor(), sampler=BrokenSampler(tiny_model_path, nothing_is_finite))
-    with pytest.warns(UserWarning, match="came without a finite log-probability") as caught:
+    with saying(caplog, "came without a finite log-probability"):
         trainer.train()
     # at first as little as one token would say, then that most are
-    assert [str(warning.message)[:23] for warning in caught] == ["Step 1 (nonfinite): A f", "Step 2 (nonfinite_many)"]
+    assert [re.search(r"step (\d+): .* \[(\w+)", message).groups() for message in messages(caplog)] == [
+        ("1", "nonfinite"),
+        ("2", "nonfinite_many"),
+    ]
 
 
-def test_a_run_that_rejects_everything_is_warned_about(make):
+def test_a_run_that_rejects_everything_is_warned_about(make, caplog):
     trainer = make(RolloutCorrectionMonitor(), rollout_rs="seq_mean_k1", rollout_rs_threshold=1.0001)
-    with pytest.warns(UserWarning, match="Every token of a logging window was rejected"):
+    with saying(caplog, "Every token of a logging window was rejected"):
         trainer.train()
 
 
 # Without a trainer: how often ----------------------------------------------------------------------------------------
 
 
-def observe(monitor, windows, before=()):
-    """
-    Let a monitor see the log of a run without correction, and return its messages, the state, and the control. `before` are
-    windows that were logged before the run was resumed.
-    """
-    args = RolloutCorrectionConfig(rollout_correction="disabled", rollout_monitor=None)
-    args.output_dir = "output"
-    state, control = TrainerState(), TrainerControl()
-    state.log_history = [{"loss": 0.0, **window, "step": step} for step, window in enumerate(before, 1)]
-    monitor.on_train_begin(args, state, control)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+@pytest.fixture
+def observe(caplog):
+    def observe(monitor, windows, before=()):
+        """
+        Let a monitor see the log of a run without correction, and return its messages, the state, and the control. `before`
+        are windows that were logged before the run was resumed.
+        """
+        args = RolloutCorrectionConfig(rollout_correction="disabled", rollout_monitor=None)
+        args.output_dir = "output"
+        state, control = TrainerState(), TrainerControl()
+        state.log_history = [{"loss": 0.0, **window, "step": step} for step, window in enumerate(before, 1)]
+        monitor.on_train_begin(args, state, control)
+        caplog.clear()
         for step, window in enumerate(windows, len(before) + 1):
             logs, state.global_step = {"loss": 0.0, **window}, step
             state.log_history.append({**logs, "step": step})
             monitor.on_log(args, state, control, logs=logs)
-    return [str(warning.message) for warning in caught], state, control
+        return messages(caplog), state, control
+
+    return observe
 
 
 FAR, NEAR, BETWEEN = ({"rollout_corr/k3_kl": value} for value in (0.2, 1e-4, 0.02))
 
 
-def test_a_cause_that_lasts_is_repeated_ever_more_rarely():
-    messages, state, control = observe(RolloutCorrectionMonitor(), [FAR] * 200)
-    steps = [int(message.split()[1]) for message in messages]
+def test_a_cause_that_lasts_is_repeated_ever_more_rarely(observe):
+    said, state, control = observe(RolloutCorrectionMonitor(), [FAR] * 200)
+    steps = [int(re.match(r"✖ step (\d+): ", message)[1]) for message in said]
     assert steps == [2, 12, 32, 72, 152]
-    assert all("(k3_high" in message for message in messages)
-    assert "first at step 2)" in messages[1]
+    assert all("k3_kl is 0.2, above 0.03. [k3_high > 0.03]" in message for message in said)
+    assert ["Rounding gives about" in message for message in said] == [True, False, False, False, False]
+    assert all(message.endswith("since step 2") for message in said[1:])
     assert [entry[ALARMS] for entry in state.log_history] == [0, *[1] * 199]
     assert not control.should_training_stop
 
 
-def test_a_cause_that_comes_and_goes_does_not_flood():
-    messages, _, _ = observe(RolloutCorrectionMonitor(), [FAR, FAR, FAR, NEAR, NEAR, NEAR] * 33)
-    assert 3 <= len(messages) <= 6
+def test_a_cause_that_comes_and_goes_does_not_flood(observe):
+    said, _, _ = observe(RolloutCorrectionMonitor(), [FAR, FAR, FAR, NEAR, NEAR, NEAR] * 33)
+    assert 3 <= len(said) <= 6
 
 
-def test_two_causes_have_messages_of_their_own():
+def test_two_causes_have_messages_of_their_own(observe):
     window = {
         "rollout_corr/staleness_max": 40.0,
         "rollout_corr/rollout_is_std": 2.0,
         "rollout_corr/rollout_is_mean": 1.0,
     }
-    messages, _, _ = observe(RolloutCorrectionMonitor(), [window] * 3)
-    assert [re.search(r"\((\w+)", message)[1] for message in messages] == ["staleness", "weight_std"]
+    said, _, _ = observe(RolloutCorrectionMonitor(), [window] * 3)
+    assert [re.search(r"\[(\w+)", message)[1] for message in said] == ["staleness", "weight_std"]
 
 
-def test_only_the_main_process_speaks(monkeypatch):
+def test_only_the_main_process_speaks(monkeypatch, observe):
     monkeypatch.setenv("RANK", "1")
-    messages, state, control = observe(RolloutCorrectionMonitor("stop"), [FAR] * 3)
-    assert messages == []
+    said, state, control = observe(RolloutCorrectionMonitor("stop"), [FAR] * 3)
+    assert said == []
     assert control.should_training_stop
     assert state.log_history[-1][ALARMS] == 1
 
@@ -208,10 +216,10 @@ def test_logs_of_something_else_are_left_alone():
 # Stopping -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_is_stopped_after_a_checkpoint_and_goes_on_from_there(make, tmp_path):
+def test_a_run_is_stopped_after_a_checkpoint_and_goes_on_from_there(make, tmp_path, caplog):
     fields = {"max_steps": 6, "save_strategy": "no"}
     trainer = make(RolloutCorrectionMonitor("stop"), **fields)
-    with pytest.warns(UserWarning, match="training ends here, with a checkpoint in "):
+    with saying(caplog, "training ends here, with a checkpoint in "):
         trainer.train()
     assert trainer.state.global_step == 2
     checkpoint = tmp_path / "run" / "checkpoint-2"
@@ -226,9 +234,9 @@ def test_a_run_is_stopped_after_a_checkpoint_and_goes_on_from_there(make, tmp_pa
     assert found == pytest.approx([loss for loss, _ in losses(uninterrupted)], rel=1e-5)
 
 
-def test_what_was_changed_after_a_stop_gets_its_chance(make, tmp_path, tiny_model_path):
+def test_what_was_changed_after_a_stop_gets_its_chance(make, tmp_path, tiny_model_path, caplog):
     fields = {"max_steps": 4, "learning_rate": 1e-6}
-    with pytest.warns(UserWarning, match="training ends here"):
+    with saying(caplog, "training ends here"):
         make(RolloutCorrectionMonitor("stop"), **fields).train()
     repaired = StaleSampler(tiny_model_path, noise=0.0)
     resumed = make(RolloutCorrectionMonitor("stop"), sampler=repaired, folder="resumed", **fields)
@@ -236,44 +244,42 @@ def test_what_was_changed_after_a_stop_gets_its_chance(make, tmp_path, tiny_mode
     assert resumed.state.global_step == 4
 
 
-def test_windows_of_before_a_resume_do_not_stop_the_run():
+def test_windows_of_before_a_resume_do_not_stop_the_run(observe):
     *_, control = observe(RolloutCorrectionMonitor("stop"), [FAR], before=[FAR] * 5)
     assert not control.should_training_stop
     *_, control = observe(RolloutCorrectionMonitor("stop"), [FAR, FAR], before=[FAR] * 5)
     assert control.should_training_stop
 
 
-def test_how_a_resumed_run_began_is_known():
+def test_how_a_resumed_run_began_is_known(observe):
     early, late = {"rollout_corr/k3_kl": 0.001}, {"rollout_corr/k3_kl": 0.006}
     assert observe(RolloutCorrectionMonitor(), [late] * 12)[0] == []
-    messages, _, _ = observe(RolloutCorrectionMonitor(), [late] * 12, before=[early] * 30)
-    assert "(k3_growth)" in messages[0]
+    said, _, _ = observe(RolloutCorrectionMonitor(), [late] * 12, before=[early] * 30)
+    assert "[k3_growth > 3]" in said[0]
 
 
-def test_a_checkpoint_is_saved_if_it_is_not_the_best(make, tmp_path, monkeypatch):
+def test_a_checkpoint_is_saved_if_it_is_not_the_best(make, tmp_path, monkeypatch, caplog):
     best = {"save_strategy": "best", "metric_for_best_model": "loss", **evaluation(), "eval_steps": 1}
     trainer = make(RolloutCorrectionMonitor("stop"), max_steps=6, **best)
     monkeypatch.setattr(trainer, "_determine_best_metric", lambda metrics, trial: False)
-    with pytest.warns(UserWarning, match="training ends here"):
+    with saying(caplog, "training ends here"):
         trainer.train()
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-2"]
 
 
-def test_a_warning_does_not_stop():
-    messages, _, control = observe(RolloutCorrectionMonitor("stop"), [BETWEEN] * 10)
-    assert "(k3_uncorrected)" in messages[0]
+def test_a_warning_does_not_stop(observe):
+    said, _, control = observe(RolloutCorrectionMonitor("stop"), [BETWEEN] * 10)
+    assert "[k3_uncorrected > 0.015]" in said[0]
     assert not control.should_training_stop
 
 
 # Tightening -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_is_tightened_once(make_either):
+def test_a_run_is_tightened_once(make_either, caplog):
     trainer = make_either(RolloutCorrectionMonitor("tighten", PRESET), max_steps=5)
     assert trainer.args.rollout_is is None
-    with pytest.warns(
-        UserWarning, match="from here on with the preset decoupled_geo_rs_token_tis, `rollout_is='token'`"
-    ):
+    with saying(caplog, "from here on with the preset decoupled_geo_rs_token_tis, `rollout_is='token'`"):
         trainer.train()
     assert settings(trainer.args) == settings(RolloutCorrectionConfig.from_preset(PRESET))
     assert steps_with(trainer, TIGHTENED) == [2]
@@ -281,10 +287,10 @@ def test_a_run_is_tightened_once(make_either):
     assert steps_with(trainer, "rollout_corr/rollout_rs_masked_fraction") == [3, 4, 5]
 
 
-def test_a_tightened_run_is_the_uncorrected_one_and_then_another(make_either):
+def test_a_tightened_run_is_the_uncorrected_one_and_then_another(make_either, caplog):
     untouched = losses(make_either(folder="untouched", max_steps=4))
     monitor = RolloutCorrectionMonitor("tighten", "decoupled_token_is")
-    with pytest.warns(UserWarning, match="from here on"):
+    with saying(caplog, "from here on"):
         tightened = losses(make_either(monitor, max_steps=4))
     assert tightened[:2] == untouched[:2]
     assert tightened[2] != untouched[2]
@@ -292,9 +298,9 @@ def test_a_tightened_run_is_the_uncorrected_one_and_then_another(make_either):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_run_is_tightened_on_every_schedule(make_either, schedule):
+def test_a_run_is_tightened_on_every_schedule(make_either, schedule, caplog):
     trainer = make_either(RolloutCorrectionMonitor("tighten", PRESET), schedule=schedule, max_steps=8)
-    with pytest.warns(UserWarning, match="from here on"):
+    with saying(caplog, "from here on"):
         steps = losses(trainer)
     assert len(steps) == 8
     assert all(math.isfinite(x) for step in steps for x in step)
@@ -302,12 +308,12 @@ def test_a_run_is_tightened_on_every_schedule(make_either, schedule):
 
 
 @pytest.mark.parametrize("num_iterations", [1, 2])
-def test_a_run_is_tightened_in_the_middle_of_a_generation(make_either, num_iterations):
+def test_a_run_is_tightened_in_the_middle_of_a_generation(make_either, num_iterations, caplog):
     # four optimizer steps per generation and iteration, and the second is the one that alarms
     fields = {"steps_per_generation": 8, "num_iterations": num_iterations, "max_steps": 10, "num_generations": 4}
     untouched = losses(make_either(folder="untouched", **fields))
     trainer = make_either(RolloutCorrectionMonitor("tighten", "decoupled_token_is"), **fields)
-    with pytest.warns(UserWarning, match="from here on"):
+    with saying(caplog, "from here on"):
         tightened = losses(trainer)
     assert steps_with(trainer, TIGHTENED) == [2]
     assert tightened[:2] == untouched[:2]
@@ -317,7 +323,7 @@ def test_a_run_is_tightened_in_the_middle_of_a_generation(make_either, num_itera
 
 
 @pytest.mark.parametrize("options", [{"rollout_is_batch_normalize": True}, {"rollout_rs_renormalize": True}])
-def test_factors_of_the_whole_batch_come_with_the_preset(make, options):
+def test_factors_of_the_whole_batch_come_with_the_preset(make, options, caplog):
     with pytest.warns(UserWarning, match="has no effect"):  # not yet
         trainer = make(
             RolloutCorrectionMonitor("tighten", "decoupled_k3_rs_token_tis"),
@@ -325,25 +331,25 @@ def test_factors_of_the_whole_batch_come_with_the_preset(make, options):
             max_steps=6,
             **options,
         )
-    with pytest.warns(UserWarning, match="from here on"):
+    with saying(caplog, "from here on"):
         assert all(math.isfinite(loss) for loss, _ in losses(trainer))
 
 
-def test_bypass_is_tightened_to_bypass(make):
+def test_bypass_is_tightened_to_bypass(make, caplog):
     monitor = RolloutCorrectionMonitor("tighten", "bypass_ppo_clip_k3_rs")
     trainer = make(monitor, rollout_correction="bypass_ppo_clip", max_steps=4, schedule="several steps per generation")
-    with pytest.warns(UserWarning, match="from here on with the preset bypass_ppo_clip_k3_rs"):
+    with saying(caplog, "from here on with the preset bypass_ppo_clip_k3_rs"):
         trainer.train()
     assert trainer.args.rollout_rs == ["seq_mean_k3"]
     assert logged(trainer, "rollout_rs_masked_fraction")
 
 
-def test_a_resumed_run_is_as_tight_as_it_was(make_either, tmp_path):
+def test_a_resumed_run_is_as_tight_as_it_was(make_either, tmp_path, caplog):
     fields = {"max_steps": 4, "save_strategy": "steps", "save_steps": 3}
-    with pytest.warns(UserWarning, match="from here on"):
+    with saying(caplog, "from here on"):
         make_either(RolloutCorrectionMonitor("tighten", PRESET), **fields).train()
     resumed = make_either(RolloutCorrectionMonitor("tighten", PRESET), folder="resumed", **fields)
-    with pytest.warns(UserWarning, match="The run that is resumed had been tightened, and goes on so"):
+    with saying(caplog, "The run that is resumed had been tightened, and goes on so"):
         resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
     assert settings(resumed.args) == settings(RolloutCorrectionConfig.from_preset(PRESET))
     assert steps_with(resumed, TIGHTENED) == [2]

@@ -14,6 +14,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config
 
 from tests.launching import ROOT
+from tests.test_reporting import finished_wandb_records
 from tests.training import TRAINERS, assert_in_step
 from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.presets import PRESETS
@@ -262,6 +263,16 @@ def test_asynchronous_recipes_train(recipe, tiny_model_path, tmp_path):
 
 
 @pytest.mark.vllm
+def test_recipes_of_verl_log_to_wandb(train, monkeypatch):
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    assert all("wandb" in settings(recipe)["report_to"] for recipe in SCRIPTS)
+    train("grpo/multi_rs.yaml", "--report_to", "wandb")
+    records = finished_wandb_records(lambda record: "rollout_corr/k3_kl" in str(record.history))
+    assert "mine" in {record.run.project for record in records if record.HasField("run")}
+    assert any("rollout_corr/k3_kl" in str(record.history) for record in records)
+
+
+@pytest.mark.vllm
 def test_examples_evaluate_and_save(train, tmp_path):
     trainer = train("rloo/token_is.yaml", "--eval_strategy", "steps", "--eval_steps", "2", "--save_strategy", "steps",
                     "--per_device_eval_batch_size", "4", "--save_steps", "2")  # fmt: skip
@@ -326,8 +337,9 @@ def test_engine_configurations_load(engine):
     config = load_config_from_file(str(ROOT / "recipes" / engine))
     expected = {"fsdp2": "FSDP", "multi_node": "FSDP", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED", "ddp": "MULTI_GPU"}
     assert config.distributed_type == expected.get(Path(engine).stem, "NO")
-    assert config.num_processes == {"single_gpu": 1, "multi_node": 32}.get(Path(engine).stem, 8)
-    assert config.mixed_precision == "bf16"
+    assert config.num_processes == {"cpu": 1, "single_gpu": 1, "multi_node": 32}.get(Path(engine).stem, 8)
+    assert config.mixed_precision == ("no" if "cpu" in engine else "bf16")
+    assert config.use_cpu == ("cpu" in engine)
     if config.distributed_type == "FSDP":
         assert config.fsdp_config["fsdp_version"] == 2
         assert config.fsdp_config["fsdp_cpu_ram_efficient_loading"] is False

@@ -2,9 +2,12 @@
 
 import json
 import math
+import os
 import struct
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -78,21 +81,27 @@ def test_tensorboard(train, tmp_path):
     assert len(events.Histograms(f"eval/{PREFIX}log_ratio")) == 1
 
 
-def written_rows(folder: Path, pattern: str, seconds: int = 120) -> list[dict]:
-    """Rows of a W&B run file with one of an evaluation. W&B's service, which writes it, may be a moment behind `finish`."""
-    deadline = time.monotonic() + seconds
+def finished_wandb_records(is_last: Callable[[Any], bool], seconds: int = 120) -> list:
+    """
+    Finish the run of W&B, and return its records, with one that is awaited: W&B's service, which writes them, may be a moment
+    behind.
+    """
+    import wandb
+
+    name, deadline = f"run-*{wandb.run.id}.wandb", time.monotonic() + seconds
+    wandb.finish()
     while True:
-        rows = [row for file in folder.rglob(pattern) for row in wandb_history(file)]
-        if any("eval/loss" in row for row in rows) or time.monotonic() > deadline:
-            return rows
+        records = [record for file in Path(os.environ["WANDB_DIR"]).rglob(name) for record in read_wandb(file)]
+        if any(map(is_last, records)) or time.monotonic() > deadline:
+            return records
         time.sleep(0.1)
 
 
-def wandb_history(path) -> list[dict]:
-    """Rows of a W&B run file: a LevelDB log, in blocks of 32 kB, of protocol buffers."""
+def read_wandb(path: Path) -> Iterator:
+    """Records of a W&B run file: a LevelDB log, in blocks of 32 kB, of protocol buffers."""
     from wandb.proto import wandb_internal_pb2
 
-    data, position, record, rows = path.read_bytes(), 7, b"", []
+    data, position, record = path.read_bytes(), 7, b""
     while position + 7 <= len(data):
         if 32768 - position % 32768 < 7:  # the rest of a block is padding
             position += 32768 - position % 32768
@@ -101,21 +110,20 @@ def wandb_history(path) -> list[dict]:
         record += data[position + 7 : position + 7 + length]
         position += 7 + length
         if kind in (1, 4):  # a whole record, or the last part of one
-            message = wandb_internal_pb2.Record.FromString(record)
+            yield wandb_internal_pb2.Record.FromString(record)
             record = b""
-            if message.HasField("history"):
-                items = message.history.item
-                rows.append({item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items})
-    return rows
 
 
-def test_wandb_offline(train, tmp_path, monkeypatch):
-    wandb = pytest.importorskip("wandb")
+def logged_row(record) -> dict:
+    items = record.history.item
+    return {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items}
+
+
+def test_wandb_offline(train, monkeypatch):
+    pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     training, evaluation = expected(train("wandb"))
-    wandb.finish()
-    rows = written_rows(tmp_path, "run-*.wandb")
+    rows = [logged_row(record) for record in finished_wandb_records(lambda record: "eval/loss" in logged_row(record))]
     losses = [row for row in rows if "train/loss" in row]
     for key in training[0]:
         found = [row[f"train/{key}"] for row in losses if f"train/{key}" in row]

@@ -29,6 +29,7 @@ from tests.training import (
     micro_batches,
     plain_model,
     policy_logps,
+    saying,
 )
 from trl_rollout_corr import RolloutCorrectedRLOOConfig, RolloutCorrectedRLOOTrainer
 from trl_rollout_corr.trainers.batch import FIRST_COEFFICIENTS, FIRST_LOGPS, ROLLOUT_LOGPS
@@ -254,7 +255,6 @@ def test_a_rejected_completion_adds_nothing_to_the_loss(make):
     assert trainer.compute_loss(trainer.model, micro_batches(trainer)[0]).item() == 0.0
 
 
-@pytest.mark.filterwarnings("ignore:Step")
 def test_a_saturated_ratio_gives_no_gradient_and_no_nan(make):
     trainer = make(rollout_correction="bypass_ppo_clip", spread=0.0)
     batch = micro_batches(trainer)[0]
@@ -370,12 +370,11 @@ def test_resuming_gives_the_losses_of_an_uninterrupted_run(make, tmp_path):
 # What can go wrong ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:Step")  # other rules hold, too
 @pytest.mark.parametrize("mode", MODES)
-def test_a_batch_where_everything_is_rejected_teaches_nothing(make, mode):
+def test_a_batch_where_everything_is_rejected_teaches_nothing(make, mode, caplog):
     fields = {**MODES[mode], "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": 1.000001, "rollout_monitor": "warn"}
     trainer = make(spread=0.3, **fields)
-    with pytest.warns(UserWarning, match="Every token of a logging window was rejected"):
+    with saying(caplog, "Every token of a logging window was rejected"):
         assert losses(trainer) == [(0.0, 0.0)] * 3
 
 

@@ -137,7 +137,7 @@ def test_a_single_window_is_forgiven_and_most_of_several_are_not(rule):
 @pytest.mark.parametrize("rule", RULES)
 def test_what_a_rule_says(rule):
     rule = RULES[rule]
-    said = str(Finding(rule.name, rule.severity, rule.key, 1, 1, 0.5, rule.seen, rule.why, rule.advice))
+    said = str(Finding(rule.name, rule.severity, rule.key, 1, 1, 0.5, rule.seen, rule.why, rule.advice, "> 0.1"))
     assert said.endswith(".")
     assert rule.severity in ("warning", "critical")
     assert rule.patience % 2 == 1

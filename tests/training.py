@@ -6,6 +6,7 @@ As in `tiny.py`, TRL is imported when it is needed.
 
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -160,6 +161,19 @@ def assert_evaluates(trainer):
     assert all(math.isfinite(entry["eval_rollout_corr/k3_kl"]) for entry in evaluations)
     assert not any("rollout_corr/kl" in entry for entry in evaluations)
     assert len(logged(trainer, "kl")) == 3
+
+
+def messages(caplog) -> list[str]:
+    """What the run has said so far, each in one line."""
+    return [" ".join(record.getMessage().split()) for record in caplog.records if record.name == "trl_rollout_corr"]
+
+
+@contextmanager
+def saying(caplog, pattern: str):
+    """See that a message of the run contains a pattern."""
+    caplog.clear()
+    yield
+    assert [message for message in messages(caplog) if re.search(pattern, message)], messages(caplog)
 
 
 @contextmanager

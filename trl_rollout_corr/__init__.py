@@ -38,6 +38,7 @@ __all__ = [
     "compute_rollout_correction",
 ]
 __version__ = "0.1.0"
+__url__ = "https://github.com/trl-rollout-corr/trl-rollout-corr"
 
 
 def __getattr__(name: str) -> Any:
@@ -47,3 +48,7 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     return getattr(import_module(f".{_MODULES[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

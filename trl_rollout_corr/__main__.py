@@ -1,14 +1,18 @@
 """
 Command line.
 
-    python -m trl_rollout_corr convert old.yaml
-    python -m trl_rollout_corr report outputs/run -o report.html
-    python -m trl_rollout_corr compare outputs/run/dump
+    trl-rollout-corr convert old.yaml
+    trl-rollout-corr report outputs/run -o report.html
+    trl-rollout-corr compare outputs/run/dump
+    trl-rollout-corr recipes
 """
 
 import argparse
 import sys
 import warnings
+
+from . import __version__
+from .messages import SelfContainedError
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -18,6 +22,9 @@ def main(arguments: list[str] | None = None) -> int:
         warnings.simplefilter("always")
         try:
             output = args.run(args)
+        except SelfContainedError as error:
+            print(error, file=sys.stderr)
+            return 2
         except (ValueError, TypeError) as error:
             print(f"{getattr(args, args.subject)}: {error}", file=sys.stderr)
             return 2
@@ -30,7 +37,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser. What it returns has `run`, which takes the arguments and returns what to print."""
-    parser = argparse.ArgumentParser(prog="python -m trl_rollout_corr", description="Tools for rollout correction.")
+    parser = argparse.ArgumentParser(prog="trl-rollout-corr", description="Tools for rollout correction.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
 
     command = commands.add_parser(
@@ -44,15 +52,18 @@ def make_parser() -> argparse.ArgumentParser:
     command = commands.add_parser(
         "report",
         help="draw a report of a run or a dump",
-        description="Draw what happened in a run, from its log, from the sequences of `rollout_dump_dir`, or from both.",
+        description="Draw what happened in a run, from its log, from the sequences of `rollout_dump_dir`, or from both. "
+        "With two runs, draw one against the other, such as uncorrected against corrected.",
     )
     command.add_argument(
         "source",
-        help="a dump (folder or file), a run (`output_dir` or trainer_state.json), or an `output_dir` with both",
+        nargs="+",
+        help="a dump (folder or file), a run (`output_dir` or trainer_state.json), or an `output_dir` with both; "
+        "or two of them",
     )
-    output = "report.html, or report.md with the charts beside it as report.png"
+    output = "report.html, or report.md with the charts beside it as report.png, or report.png: the picture alone"
     command.add_argument("-o", "--output", default="report.html", help=output)
-    command.set_defaults(run=_report, subject="source")
+    command.set_defaults(run=_report, subject="output")
 
     command = commands.add_parser(
         "compare",
@@ -65,10 +76,22 @@ def make_parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--json", action="store_true", help="print JSON")
     command.add_argument("--worst", action="store_true", help="take the worst sequences too, which bias every number")
-    command.add_argument("--steps", metavar="FIRST:LAST", help="optimizer steps to take")
+    command.add_argument(
+        "--steps",
+        metavar="FIRST:LAST",
+        help="optimizer steps to take (default: those before the first alarm about the policies)",
+    )
     command.add_argument("--epsilon", type=float, default=0.2, help="PPO's clipping in bypass mode (default: 0.2)")
     command.add_argument("--epsilon_high", type=float, help="its upper side, if it is another")
     command.set_defaults(run=_compare, subject="dump")
+
+    command = commands.add_parser(
+        "recipes",
+        help="write out the recipes and the examples that run them",
+        description="Write the folders recipes/ and examples/, so that the commands of the documents work.",
+    )
+    command.add_argument("folder", nargs="?", default=".", help="where to (default: here)")
+    command.set_defaults(run=_recipes, subject="folder")
     return parser
 
 
@@ -96,6 +119,12 @@ def _compare(args: argparse.Namespace) -> str:
     return as_json(comparison) if args.json else as_markdown(comparison)
 
 
+def _recipes(args: argparse.Namespace) -> str:
+    from .shipped import write_recipes
+
+    return write_recipes(args.folder)
+
+
 def _parse_steps(text: str | None) -> tuple[int, int] | None:
     if text is None:
         return None
@@ -105,7 +134,7 @@ def _parse_steps(text: str | None) -> tuple[int, int] | None:
     except ValueError:
         steps = (1, 0)
     if not 0 <= steps[0] <= steps[1] < 2**31:
-        raise ValueError(f"--steps must be two steps such as 10:20, got {text!r}")
+        raise SelfContainedError(f"--steps must be two steps such as 10:20, got {text!r}")
     return steps
 
 

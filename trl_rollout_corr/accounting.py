@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import torch
 
-from .functional import accumulation_dtype, row_blocks
+from .functional import accumulation_dtype, as_numbers, row_blocks
 from .keys import PREFIX
 from .sums import SegmentedSums
 
@@ -115,17 +115,18 @@ def account(
     octave = bucket_of(lengths, _OCTAVES)
     sign = (advantages if advantages.dim() == 1 else advantages.sum(1)).sign().long() + 1
     rewards = rewards.to(dtype)
-    scored = (rewards.isfinite() & (lengths > 0)).to(dtype)
+    counted = lengths.sign()
+    scored, rewards = rewards.isfinite() * counted, rewards.nan_to_num(0.0)
     positions = torch.arange(1, valid.shape[1] + 1, device=valid.device)
     segments = {
         "cell": add_up(by_row, octave * len(SIGNS) + sign, len(_CELLS)),
-        "rows": add_up((lengths > 0).to(dtype), octave, len(_OCTAVES)),
+        "rows": add_up(counted, octave, len(_OCTAVES)),
         "position": add_up(by_position, bucket_of(positions, BUCKETS), len(BUCKETS)),
-        "reward": add_up(by_row * scored[:, None], bucket_of(rewards.nan_to_num(0.0), REWARDS), len(REWARDS)),
-        "mean_reward": _mean_rewards(by_row, rewards.nan_to_num(0.0), scored),
+        "reward": add_up(by_row * scored[:, None], bucket_of(rewards, REWARDS), len(REWARDS)),
+        "mean_reward": _mean_rewards(by_row, rewards, scored),
     }
     if turns is not None:
-        by_token = torch.stack([x.flatten().to(dtype) for x in _measures(valid, keep, coefficients)], 1)  # (B * T, 3)
+        by_token = _measures(valid, keep, coefficients).flatten(1).T.to(dtype)  # (B * T, 3)
         segments["turn"] = add_up(by_token, turns.flatten().clamp(1, TURNS) - 1, TURNS)
     return Accounts.of(segments)
 
@@ -150,12 +151,15 @@ def turns_of(mask: torch.Tensor) -> torch.Tensor:
 # Sums -----------------------------------------------------------------------------------------------------------------
 
 
-def _measures(
-    valid: torch.Tensor, keep: torch.Tensor, coefficients: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Per token, in the type of the coefficients: 1 if it counts, 1 if it is rejected, what weights take away."""
-    valid, keep = valid.to(coefficients.dtype), keep.to(coefficients.dtype)
-    return valid, valid - keep, (keep - coefficients).clamp_(min=0.0)  # the coefficient of a rejected token is 0
+def _measures(valid: torch.Tensor, keep: torch.Tensor, coefficients: torch.Tensor) -> torch.Tensor:
+    """`(3, B, T)`: 1 if a token counts, 1 if it is rejected, what weights take away."""
+    measures = coefficients.new_empty(len(MEASURES), *valid.shape)
+    counts, rejected, removed = measures
+    counts.copy_(valid.view(torch.uint8))  # the bytes of a boolean, see `as_numbers`
+    kept = as_numbers(keep, coefficients.dtype)
+    torch.sub(counts, kept, out=rejected)
+    torch.sub(kept, coefficients, out=removed).clamp_(min=0.0)  # the coefficient of a rejected token is 0
+    return measures
 
 
 def _by_row_and_position(
@@ -163,13 +167,13 @@ def _by_row_and_position(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The measures added up over each row, `(B, 3)`, and over each position, `(T, 3)`."""
     dtype = accumulation_dtype(valid.device)
-    by_row = torch.empty(valid.shape[0], len(MEASURES), dtype=dtype, device=valid.device)
-    by_position = by_row.new_zeros(valid.shape[1], len(MEASURES))
+    by_row = torch.empty(len(MEASURES), valid.shape[0], dtype=dtype, device=valid.device)
+    by_position = by_row.new_zeros(len(MEASURES), valid.shape[1])
     for rows in row_blocks(valid):
-        for i, measure in enumerate(_measures(valid[rows], keep[rows], coefficients[rows])):
-            by_row[rows, i] = measure.sum(1).to(dtype)
-            by_position[:, i] += measure.sum(0)
-    return by_row, by_position
+        measures = _measures(valid[rows], keep[rows], coefficients[rows])
+        by_row[:, rows] = measures.sum(2)
+        by_position += measures.sum(1)
+    return by_row.T, by_position.T
 
 
 def bucket_of(x: torch.Tensor, lower_ends: tuple[float, ...]) -> torch.Tensor:
@@ -190,9 +194,8 @@ def add_up(values: torch.Tensor, index: torch.Tensor, n_buckets: int) -> torch.T
 
 def _mean_rewards(by_row: torch.Tensor, rewards: torch.Tensor, scored: torch.Tensor) -> torch.Tensor:
     """`(4,)`: completions and rewards of those that keep a token, and of those that keep none."""
-    rejected = (by_row[:, 1] >= by_row[:, 0]).to(rewards.dtype) * scored
-    kept = scored - rejected
-    return torch.stack([kept.sum(), (kept * rewards).sum(), rejected.sum(), (rejected * rewards).sum()])
+    rejected = (by_row[:, 1] >= by_row[:, 0]).long()
+    return add_up(torch.stack([scored, scored * rewards], 1), rejected, 2).flatten()
 
 
 # Numbers --------------------------------------------------------------------------------------------------------------

@@ -1,21 +1,29 @@
 """What to correct and how: flat fields, validated when the configuration is built. Neither TRL nor torch here."""
 
 import dataclasses
+import inspect
 import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-from .criteria import DIRECTED, LEVELS, Criterion
+from .criteria import DIRECTED, LEVELS, Criterion, CriterionName, Level
 from .messages import nearest, warn
 from .migrate import VERL_KEYS, from_legacy, from_trl, from_verl
 from .original import OriginalPresets
-from .presets import DEFAULT, PRESETS, settings_of
+from .presets import DEFAULT, PRESETS, Preset, settings_of
 from .rules import parse_bounds
 from .thresholds import parse_criteria, parse_number, parse_rejection_thresholds, parse_weight_threshold
 
+
+if TYPE_CHECKING:  # see `criteria`
+    LossType = Literal["ppo_clip", "reinforce"]
+    NanPolicy = Literal["drop", "raise", "neutralize"]
+    MonitorAction = Literal["warn", "stop", "tighten"]
+else:
+    LossType = NanPolicy = MonitorAction = str
 
 LOSS_TYPES = ("ppo_clip", "reinforce")
 NAN_POLICIES = ("drop", "raise", "neutralize")
@@ -29,6 +37,10 @@ class _Unset:
 class _UnsetStr(_Unset, str):
     def __str__(self):  # argparse converts string defaults with `str`, which must not lose the mark
         return self
+
+
+def _unset(text: str) -> Any:
+    return _UnsetStr(text)
 
 
 class _UnsetFloat(_Unset, float):
@@ -112,6 +124,9 @@ class RolloutCorrectionConfig(OriginalPresets):
 
         > Failures of the sampler
 
+        rollout_compile (`bool`, *optional*, defaults to `False`):
+            Whether weights, masks and sums are computed by `torch.compile`: fewer and larger kernels, the same numbers to
+            1e-6. The first step waits for the compiler, for up to a minute. Needs a C++ compiler, and Triton on a GPU.
         rollout_nan_policy (`str`, *optional*, defaults to `"drop"`):
             What to do with a token whose log-ratio is not finite: `"drop"` takes it out of the policy loss and of all
             statistics, `"raise"` stops the run, `"neutralize"` takes its ratio as 1.
@@ -145,15 +160,15 @@ class RolloutCorrectionConfig(OriginalPresets):
         `ValueError`: if a field has a value that cannot be meant; the message names the field, the value and the way out.
     """
 
-    rollout_correction: dict[str, Any] | str | None = field(
-        default=_UnsetStr(DEFAULT),
+    rollout_correction: dict[str, Any] | Preset | None = field(
+        default=_unset(DEFAULT),
         metadata={"help": "Name of a preset, or none. Fields that are set beside it override it."},
     )
     rollout_correction_resolved: str | None = field(
         default=None, metadata={"help": "Set by the configuration itself: the preset that fields were filled in from."}
     )
-    rollout_is: str | None = field(
-        default=_UnsetStr("token"),
+    rollout_is: Level | None = field(
+        default=_unset("token"),
         metadata={"help": "Level of the importance weights: token, sequence, geometric, or none."},
     )
     rollout_is_threshold: float | str | list[float] | None = field(
@@ -170,7 +185,7 @@ class RolloutCorrectionConfig(OriginalPresets):
     rollout_is_batch_normalize: bool = field(
         default=False, metadata={"help": "Divide the weights by their mean over the batch of all ranks."}
     )
-    rollout_rs: list[str] | None = field(
+    rollout_rs: list[CriterionName] | None = field(
         default_factory=_UnsetList,
         metadata={
             "help": "Rejection criteria: {token,seq_sum,seq_mean,seq_max}_{k1,k2,k3}, token_{tv,kl,binary_kl}, or none."
@@ -193,8 +208,8 @@ class RolloutCorrectionConfig(OriginalPresets):
     bypass_mode: bool = field(
         default=_UNSET_FALSE, metadata={"help": "Use the sampler's log-probabilities as the old policy's."}
     )
-    rollout_loss_type: str = field(
-        default=_UnsetStr("ppo_clip"), metadata={"help": "Loss in bypass mode: ppo_clip or reinforce."}
+    rollout_loss_type: LossType = field(
+        default=_unset("ppo_clip"), metadata={"help": "Loss in bypass mode: ppo_clip or reinforce."}
     )
     rollout_clip_ratio_c: float | str | None = field(
         default=3.0,
@@ -205,14 +220,17 @@ class RolloutCorrectionConfig(OriginalPresets):
     rollout_metrics_only: bool = field(
         default=False, metadata={"help": "Compute and report everything, leave the loss alone."}
     )
-    rollout_nan_policy: str = field(
+    rollout_compile: bool = field(
+        default=False, metadata={"help": "Compute the correction by `torch.compile`: fewer and larger kernels."}
+    )
+    rollout_nan_policy: NanPolicy = field(
         default="drop",
         metadata={"help": "Token with a log-probability that is not finite: drop, raise or neutralize."},
     )
-    rollout_monitor: str | None = field(
+    rollout_monitor: MonitorAction | None = field(
         default="warn", metadata={"help": "When metrics look unhealthy: warn, stop, tighten, or none for no monitor."}
     )
-    rollout_monitor_preset: str | None = field(
+    rollout_monitor_preset: Preset | None = field(
         default=None, metadata={"help": "Preset that `rollout_monitor: tighten` switches to."}
     )
     rollout_monitor_bounds: dict[str, Any] | str | None = field(
@@ -227,6 +245,14 @@ class RolloutCorrectionConfig(OriginalPresets):
     rollout_dump_max_gb: float = field(
         default=1.0, metadata={"help": "Size of the dump in GB above which its oldest steps are deleted."}
     )
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        # Python names the argument that it does not know, and not the one that was meant
+        known = inspect.signature(cls.__init__).parameters
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+            for name in kwargs.keys() - known:
+                raise TypeError(f"`{name}` is no field of {cls.__name__}.{nearest(name, known)}")
+        return super().__new__(cls)
 
     def __post_init__(self):
         explicit = self._resolve()
@@ -246,7 +272,7 @@ class RolloutCorrectionConfig(OriginalPresets):
             super().__setattr__(name, _PARSERS[name](value) if name in _PARSERS else value)
 
     @classmethod
-    def from_preset(cls, name: str | None, **overrides: Any) -> Self:
+    def from_preset(cls, name: Preset | None, **overrides: Any) -> Self:
         """
         Build a configuration from a preset.
 
@@ -323,6 +349,19 @@ class RolloutCorrectionConfig(OriginalPresets):
     def criteria(self) -> list[Criterion]:
         """Rejection criteria, with bounds in units of their statistic."""
         return [_criterion(*pair) for pair in zip(self.rollout_rs or [], self._parsed_thresholds(), strict=True)]
+
+    @property
+    def description(self) -> str:
+        """The settings in a line."""
+        parts: list[str] = [self.rollout_correction] if isinstance(self.rollout_correction, str) else []
+        parts.append(
+            f"{self.rollout_is} weights {_in_words(self.rollout_is_threshold)}" if self.rollout_is else "no weights"
+        )
+        criteria = zip(self.criteria, self._parsed_thresholds(), strict=True)
+        parts += [f"{c.name} {_in_words(bound, c.directed)}" for c, bound in criteria] or ["no rejection"]
+        parts.append(f"bypass, {self.rollout_loss_type}" if self.bypass_mode else "decoupled")
+        parts += ["metrics only"] if self.rollout_metrics_only else []
+        return "; ".join(parts)
 
     # Construction -----------------------------------------------------------------------------------------------------
 
@@ -478,6 +517,12 @@ def _criterion(name: str, bounds: Any) -> Criterion:
     return Criterion(scope, divergence, -math.log(upper), math.inf if lower == 0 else -math.log(lower))
 
 
+def _in_words(bound: Any, directed: bool = False) -> str:
+    if not isinstance(bound, list):
+        return f"up to {bound:g}"
+    return f"within {-bound[0]:g}, {bound[1]:g}" if directed else f"in [{bound[0]:g}, {bound[1]:g}]"
+
+
 def _none_if_null(value: Any) -> Any:
     """The command line has no way to say None, and text from other tools says "null"."""
     return None if isinstance(value, str) and value.strip().lower() in ("none", "null") else value
@@ -523,6 +568,7 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
         name: partial(_boolean, name)
         for name in (
             "bypass_mode",
+            "rollout_compile",
             "rollout_is_batch_normalize",
             "rollout_is_clamp",
             "rollout_rs_renormalize",
@@ -536,7 +582,7 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
 _DECIDED = tuple(settings_of(None))
 
 
-def _read_given(value: Any) -> tuple[str | None, dict[str, Any]]:
+def _read_given(value: Any) -> tuple[Preset | None, dict[str, Any]]:
     """Name of a preset, and further fields, from what `rollout_correction` was set to."""
     if isinstance(value, RolloutCorrectionConfig):
         return _fields_of(value)
@@ -545,7 +591,8 @@ def _read_given(value: Any) -> tuple[str | None, dict[str, Any]]:
     if value is None or value is False or (isinstance(value, str) and value.strip().lower() in _OFF):
         return None, {}
     if isinstance(value, str) and value in PRESETS:
-        return "".join(value), {}
+        name: Any = "".join(value)  # without the mark of a default
+        return name, {}
     if isinstance(value, str):
         raise ValueError(
             f"`rollout_correction` is {value!r}.{nearest(value, PRESETS)} Available presets: {', '.join(PRESETS)}."
@@ -559,9 +606,9 @@ def _read_given(value: Any) -> tuple[str | None, dict[str, Any]]:
 _OFF = ("none", "null", "false", "off", "no", "")
 
 
-def _fields_of(config: RolloutCorrectionConfig) -> tuple[str | None, dict[str, Any]]:
+def _fields_of(config: RolloutCorrectionConfig) -> tuple[Preset | None, dict[str, Any]]:
     """Its preset, and what differs from it and from the defaults."""
-    name = config.rollout_correction if isinstance(config.rollout_correction, str) else None
+    name = None if isinstance(config.rollout_correction, dict) else config.rollout_correction
     preset = settings_of(name)
     fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(RolloutCorrectionConfig)}
     del fields["rollout_correction"], fields["rollout_correction_resolved"]
@@ -569,7 +616,7 @@ def _fields_of(config: RolloutCorrectionConfig) -> tuple[str | None, dict[str, A
     return name, {**own, **{key: fields[key] for key in preset if fields[key] != preset[key]}}
 
 
-def _from_mapping(settings: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]]:
+def _from_mapping(settings: Mapping[str, Any]) -> tuple[Preset | None, dict[str, Any]]:
     """A section of verl's, or fields of ours. Keys that both have mean what verl's section means."""
     ours = {f.name for f in dataclasses.fields(RolloutCorrectionConfig)}
     unknown = sorted(set(map(str, settings)) - ours - set(VERL_KEYS))

@@ -2,14 +2,18 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple, Self
 
 import torch
 
 from .config import RolloutCorrectionConfig
+from .criteria import Criterion
 from .functional import (
     Rejection,
     Tokens,
     above,
+    as_numbers,
     bound_weights,
     importance_ratio,
     mean_weight,
@@ -55,7 +59,7 @@ class RolloutCorrection:
         What multiplies the policy gradient of each token: the weights (where the mode applies them), times `keep`, times the
         renormalisation factor. `(B, T)`, made anew at each access.
         """
-        kept = self.keep * self.scale
+        kept = as_numbers(self.keep, self.scale.dtype).mul_(self.scale)
         return kept if self.weights is None or not self.applies_weights else kept.mul_(self.weights)
 
     def metrics(self) -> dict[str, float]:
@@ -113,12 +117,11 @@ def compute_rollout_correction(
     """
     _check_inputs(train_logps, rollout_logps, mask, config)
     direction = _direction(advantages, mask, config)
-    corrected = _Assembled(mask)
+    corrected = _Assembled(mask, keeps_all=not config.criteria)
+    plan, correct_rows = _Plan.of(config), _compiled() if config.rollout_compile else _correct_rows
     for rows in row_blocks(mask):
         direction_of_rows = None if direction is None else direction[rows]
-        corrected.put(
-            rows, *_correct_rows(train_logps[rows], rollout_logps[rows], mask[rows], config, direction_of_rows)
-        )
+        corrected.put(rows, *correct_rows(train_logps[rows], rollout_logps[rows], mask[rows], plan, direction_of_rows))
     weights, statistics = corrected.weights, corrected.statistics()
 
     scale = statistics.vector.new_ones(())
@@ -155,7 +158,7 @@ def keep_mask(
     Returns:
         `torch.Tensor` of shape `(B, T)`: boolean mask of the tokens that count and that every criterion keeps.
     """
-    tokens = _select_tokens(train_logps, rollout_logps, mask, config)
+    tokens = select_tokens(train_logps, rollout_logps, mask, neutralize=_neutralizes(config))
     return _keep(tokens, [reject(tokens, criterion) for criterion in config.criteria]) > 0
 
 
@@ -178,7 +181,7 @@ def usable_rollout_logps(
     Returns:
         `torch.Tensor` of shape `(B, T)`: the log-ratio to it is 0 outside the mask and where it would not be finite.
     """
-    return train_logps - _select_tokens(train_logps, rollout_logps, mask, config).log_ratio
+    return train_logps - select_tokens(train_logps, rollout_logps, mask, neutralize=_neutralizes(config)).log_ratio
 
 
 def _check_inputs(
@@ -224,11 +227,11 @@ def _direction(
 class _Assembled:
     """Results of blocks, put together without a second copy of them."""
 
-    def __init__(self, mask: torch.Tensor):
+    def __init__(self, mask: torch.Tensor, *, keeps_all: bool):
         self.weights: torch.Tensor | None = None
         self.dtype: torch.dtype | None = None
-        self.keep = torch.empty(mask.shape, dtype=torch.bool, device=mask.device)
-        self.valid = torch.empty_like(self.keep)
+        self.valid = torch.empty(mask.shape, dtype=torch.bool, device=mask.device)
+        self.keep = self.valid if keeps_all else torch.empty_like(self.valid)
         self.parts: list[Statistics] = []
 
     def put(
@@ -243,8 +246,9 @@ class _Assembled:
             self.dtype = keep.dtype
             self.weights = None if weights is None else torch.empty_like(self.keep, dtype=weights.dtype)
         self.parts.append(statistics)
-        self.keep[rows] = keep
         self.valid[rows] = valid
+        if self.keep is not self.valid:
+            self.keep[rows] = keep
         if self.weights is not None and weights is not None:
             self.weights[rows] = weights
 
@@ -253,34 +257,57 @@ class _Assembled:
         return first.combine(torch.stack([part.vector for part in self.parts])) if others else first
 
 
+class _Plan(NamedTuple):
+    """What a configuration asks for, as data: read once, not once per block, and known to a compiler."""
+
+    neutralize: bool
+    criteria: tuple[Criterion, ...]
+    bounding: Bounding | None
+    applies_weights: bool
+
+    @classmethod
+    def of(cls, config: RolloutCorrectionConfig) -> Self:
+        bounding = None
+        if config.rollout_is is not None:
+            bounding = Bounding(
+                config.rollout_is, *config.weight_bounds, config.rollout_is_clamp, config.rollout_is_batch_normalize
+            )
+        return cls(_neutralizes(config), tuple(config.criteria), bounding, config.applies_weights)
+
+
 def _correct_rows(
     train_logps: torch.Tensor,
     rollout_logps: torch.Tensor,
     mask: torch.Tensor,
-    config: RolloutCorrectionConfig,
+    plan: _Plan,
     direction: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor, Statistics]:
     """Weights before batch normalisation, two masks as numbers (kept, valid), and statistics of some rows."""
-    tokens = _select_tokens(train_logps, rollout_logps, mask, config)
-    rejections = [(criterion, reject(tokens, criterion, direction)) for criterion in config.criteria]
+    tokens = select_tokens(train_logps, rollout_logps, mask, neutralize=plan.neutralize)
+    rejections = [(criterion, reject(tokens, criterion, direction)) for criterion in plan.criteria]
     keep = _keep(tokens, [rejection for _, rejection in rejections])
     weights = weighed = None
-    if config.rollout_is is not None:
-        lower, upper = config.weight_bounds
-        by_token, clamp = config.rollout_is == "token", config.rollout_is_clamp
-        ratio = importance_ratio(tokens, level=config.rollout_is)
-        counts = tokens.valid if by_token else above(tokens.lengths, 0.0)
-        bounded = bound_weights(ratio, counts, lower=lower, upper=upper, clamp=clamp)
-        weighed = Bounding(config.rollout_is, lower, upper, clamp, config.rollout_is_batch_normalize), ratio, bounded
-        weights = bounded if by_token else bounded * tokens.valid
-    coefficients = keep if weights is None or not config.applies_weights else keep * weights
+    if plan.bounding is not None:
+        level, bounding = plan.bounding.level, plan.bounding
+        ratio = importance_ratio(tokens, level=level)
+        counts = tokens.valid if level == "token" else above(tokens.lengths, 0.0)
+        bounded = bound_weights(ratio, counts, lower=bounding.lower, upper=bounding.upper, clamp=bounding.clamps)
+        weighed = bounding, ratio, bounded
+        weights = bounded if level == "token" else bounded * tokens.valid
+    coefficients = keep
+    if weights is not None and plan.applies_weights:
+        coefficients = keep * weights if rejections else weights  # which are 0 where a token does not count
     return weights, keep, tokens.valid, collect(tokens, keep, coefficients, weighed, rejections)
 
 
-def _select_tokens(
-    train_logps: torch.Tensor, rollout_logps: torch.Tensor, mask: torch.Tensor, config: RolloutCorrectionConfig
-) -> Tokens:
-    return select_tokens(train_logps, rollout_logps, mask, neutralize=config.rollout_nan_policy == "neutralize")
+@cache
+def _compiled() -> Callable:
+    """Compiled at its first call, for any number of rows and tokens."""
+    return torch.compile(_correct_rows, fullgraph=True, dynamic=True)
+
+
+def _neutralizes(config: RolloutCorrectionConfig) -> bool:
+    return config.rollout_nan_policy == "neutralize"
 
 
 def _keep(tokens: Tokens, rejections: list[Rejection]) -> torch.Tensor:

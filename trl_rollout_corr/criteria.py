@@ -1,7 +1,21 @@
 """What can be asked for: levels of the weights, and rejection criteria. No torch here."""
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
+
+# Choices are spelt out for editors and type checkers. While a program runs they are text: argparse would take a `Literal`
+# for all that a command line may say, and refuse "none" and what presets fill in. `tests/test_types.py` compares the two.
+if TYPE_CHECKING:
+    Level = Literal["token", "sequence", "geometric"]
+    CriterionName = Literal[
+        "token_k1", "token_k2", "token_k3",
+        "seq_sum_k1", "seq_sum_k2", "seq_sum_k3",
+        "seq_mean_k1", "seq_mean_k2", "seq_mean_k3",
+        "seq_max_k1", "seq_max_k2", "seq_max_k3",
+        "token_tv", "token_kl", "token_binary_kl",
+    ]  # fmt: skip
+else:
+    Level = CriterionName = str
 
 LEVELS = ("token", "sequence", "geometric")
 SCOPES = ("token", "seq_sum", "seq_mean", "seq_max")

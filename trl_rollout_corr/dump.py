@@ -8,7 +8,7 @@ name only when it is complete, so that a crash loses at most the file being writ
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,12 @@ _NAME = re.compile(r"step-(\d+)-rank-(\d+)\.parquet")
 
 
 def write_rows(
-    folder: Path, step: int, rank: int, rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]
+    folder: Path,
+    step: int,
+    rank: int,
+    rows: Sequence[Mapping[str, Any]],
+    settings: Mapping[str, Any],
+    about: Mapping[str, str] | None = None,
 ) -> Path:
     """
     Write the rows of one step and process.
@@ -62,12 +67,14 @@ def write_rows(
             Rows, with the columns of `SCHEMA`.
         settings (`Mapping`):
             Fields of [`RolloutCorrectionConfig`] in effect.
+        about (`Mapping[str, str]`, *optional*):
+            What the run is: its `model`, `trainer` and `date`.
 
     Returns:
         `Path`: the file.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    metadata = {FORMAT: str(VERSION), "settings": json.dumps(dict(settings))}
+    metadata = {FORMAT: str(VERSION), "settings": json.dumps(dict(settings)), "about": json.dumps(dict(about or {}))}
     table = pa.Table.from_pylist(list(rows), schema=SCHEMA.with_metadata(metadata))
     path = folder / f"step-{step:08d}-rank-{rank:05d}.parquet"
     partial = path.with_suffix(".partial")
@@ -147,13 +154,27 @@ def files_of(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step-*.parquet") if _NAME.fullmatch(path.name))
 
 
-def read_logs(path: Path) -> list[dict[str, Any]]:
-    """What the trainer logged, from the folder of a dump. Empty if there is none, or for a single file."""
+def read_logs(path: Path, on_damage: Callable[[str], object] | None = None) -> list[dict[str, Any]]:
+    """
+    Read what the trainer logged.
+
+    Args:
+        path (`Path`):
+            Folder of the dump.
+        on_damage (`Callable[[str], object]`, *optional*):
+            Told, in a sentence, about a line that a crash has cut short. It is left out.
+
+    Returns:
+        `list[dict]`: entries with a step. Empty if there is no log, or for a single file.
+    """
     logs, entries = path / _LOGS, []
-    for line in logs.read_text(encoding="utf-8", errors="replace").splitlines() if logs.is_file() else ():
+    lines = logs.read_text(encoding="utf-8", errors="replace").splitlines() if logs.is_file() else ()
+    for number, line in enumerate(lines, 1):
         try:
             entry = json.loads(line)
-        except json.JSONDecodeError:  # a crash has cut it short
+        except (json.JSONDecodeError, RecursionError):
+            if on_damage is not None:
+                on_damage(f"{_LOGS} is damaged: line {number} of {len(lines)} is cut short, and left out")
             continue
         if isinstance(entry, dict) and isinstance(entry.get("step"), int | float):
             entries.append(entry)

@@ -39,6 +39,8 @@ class Finding:
             Why it matters.
         advice (`str`):
             What to set or look at.
+        limit (`str`):
+            Bound that it is beyond, with its side: `"> 0.03"`.
     """
 
     rule: str
@@ -50,6 +52,12 @@ class Finding:
     seen: str
     why: str
     advice: str
+    limit: str
+
+    @property
+    def in_short(self) -> str:
+        """What was seen, and the rule with its bound, in a line."""
+        return f"{self.seen.replace('`', '')} [{self.rule} {self.limit}]"
 
     def __str__(self) -> str:
         return f"{self.seen} {self.why} {self.advice}"
@@ -284,7 +292,10 @@ class Examiner:
         seen, step = rule.seen.format(value=value, bound=bound), window.step
         if window.only_measured and rule.key.startswith(_EFFECTS):
             seen = f"If the correction were applied: {seen}"
-        return Finding(rule.name, rule.severity, PREFIX + rule.key, step, step, value, seen, rule.why, rule.advice)
+        limit = f"{'<' if rule.below else '>'} {bound:g}"
+        return Finding(
+            rule.name, rule.severity, PREFIX + rule.key, step, step, value, seen, rule.why, rule.advice, limit
+        )
 
 
 def is_training_window(entry: Mapping[str, Any]) -> bool:

@@ -32,11 +32,11 @@ def count(tokens: Tokens) -> torch.Tensor:
     index = (bits >> (32 - leading)).bitwise_and_(2**leading - 1).flatten().long()
     counts = tokens.valid.new_zeros(2**leading)
     counts.scatter_add_(0, index, tokens.valid.flatten())  # whole numbers, so the order does not matter
-    positive, negative = counts.view(2, -1)  # by magnitude
+    sides = counts.view(2, -1)  # positive and negative, by magnitude
     last = _FIRST_BIN + SIDE_BINS - 1
-    sides = [torch.cat([side[_FIRST_BIN:last], side[last:].sum(0, keepdim=True)]) for side in (negative, positive)]
-    small = counts.view(2, -1)[:, :_FIRST_BIN].sum().reshape(1)
-    return torch.cat([sides[0].flip(0), small, sides[1]])
+    small, beyond = sides[:, :_FIRST_BIN].sum().reshape(1), sides[:, last:].sum(1, keepdim=True)
+    positive, negative = torch.cat([sides[:, _FIRST_BIN:last], beyond], 1)
+    return torch.cat([negative.flip(0), small, positive])
 
 
 @cache

@@ -1,15 +1,35 @@
 """How the user is spoken to."""
 
 import difflib
+import logging
 import os
 import warnings
 from collections.abc import Iterable
 
 
+# What is said while a run goes on. Without a handler of the user's, Python writes it to standard error as it is.
+logger = logging.getLogger("trl_rollout_corr")
+
+
+class SelfContainedError(ValueError):
+    """An error that names what it is about, such as another file than the one that a command is asked to read."""
+
+
+def is_first_rank() -> bool:
+    """Whether this process is the one of the job that speaks."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def warn(message: str):
-    """Warn the user, once per run rather than once per rank."""
-    if os.environ.get("RANK", "0") == "0":
+    """Warn the user about settings, once per run rather than once per rank."""
+    if is_first_rank():
         warnings.warn(message, UserWarning, stacklevel=2)
+
+
+def report(message: str, *, error: bool = False):
+    """Tell the user about the run, once rather than once per rank."""
+    if is_first_rank():
+        logger.log(logging.ERROR if error else logging.WARNING, "%s", message)
 
 
 def nearest(name: object, names: Iterable[str]) -> str:

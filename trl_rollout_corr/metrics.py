@@ -60,6 +60,16 @@ class Bounding:
         """Whether weights outside the bounds are set to 0 (IcePop)."""
         return self.lower is not None and not self.clamps
 
+    @property
+    def grows(self) -> bool:
+        """Whether a weight is a function of its token's log-ratio that never falls, so that extremes are those of it."""
+        return self.level == "token" and not self.drops
+
+    def weight(self, log_ratio: float) -> float:
+        """Weight of one log-ratio, if it [`grows`] with it; NaN of NaN."""
+        ratio = math.exp(min(log_ratio, LOG_RATIO_BOUND)) if math.isfinite(log_ratio) else math.nan
+        return min(max(ratio, self.lower or 0.0), self.upper)
+
 
 @dataclass(frozen=True)
 class Statistics(Sums):
@@ -125,6 +135,7 @@ class _Columns:
         self.lengths = tokens.lengths.to(self.dtype)  # (B, 1)
         self.rows = above(self.lengths, 0.0)  # (B, 1), 1 for rows with a token
         self.no_rows = self.rows.reciprocal() - 1.0  # (B, 1), infinity for the others
+        self.divisors = self.lengths.clamp(min=1)
         self.sums: dict[str, torch.Tensor] = {}
         self.maxima: dict[str, torch.Tensor] = {}
 
@@ -132,14 +143,20 @@ class _Columns:
         """Add up `x`, of shape `(B, T)` or `(B, 1)`, which is 0 where it does not count."""
         self.sums[name] = x if x.shape[-1] == 1 else x.sum(-1, keepdim=True)
 
+    def add_columns(self, names: Sequence[str], x: torch.Tensor):
+        """Add up the columns of `x`, of shape `(B, len(names))`, each under its name."""
+        self.sums |= zip(names, x.split(1, -1), strict=True)
+
     def row_mean(self, name: str) -> torch.Tensor:
         """Mean over the tokens of each row of what was added under a name."""
-        return self.sums[name].to(self.dtype) / self.lengths.clamp(min=1)
+        return self.sums[name] / self.divisors
 
     def add_extremes(self, name: str, x: torch.Tensor, outside: torch.Tensor):
         """Largest and (negated) smallest entry of `x` where `outside` is 0 and not infinity."""
-        self.maxima[f"{name}_max"] = (x - outside).amax(-1, keepdim=True)
-        self.maxima[f"{name}_negated_min"] = -(x + outside).amin(-1, keepdim=True)
+        high, low = x - outside, x + outside
+        if x.shape[-1] > 1:
+            high, low = high.amax(-1, keepdim=True), low.amin(-1, keepdim=True)
+        self.maxima[f"{name}_max"], self.maxima[f"{name}_negated_min"] = high, -low
 
     def add_rows(self, name: str, x: torch.Tensor):
         """Add up what there is one of per row, `(B, 1)`, for its mean, its spread and how far it is from 0."""
@@ -215,22 +232,19 @@ def _collect_policies(c: _Columns, tokens: Tokens):
     d = tokens.log_ratio
     c.add("d", d)
     c.add("train_logps", tokens.train_logps)
-    row_d, train_nll = c.row_mean("d"), -c.row_mean("train_logps")
-    for name, nll in (("train", train_nll), ("rollout", train_nll + row_d)):
-        c.add(f"{name}_nll", nll)
-        c.add(f"{name}_ppl", nll.clamp(max=LARGEST_POWER).exp() * c.rows)
-    gap = -row_d
-    c.add("gap", gap)
+    gap, train_nll = -c.row_mean("d"), -c.row_mean("train_logps")
     c.add("abs_gap", gap.abs())
-    c.add("ppl_ratio", gap.clamp(max=LARGEST_POWER).exp() * c.rows)
+    logs = torch.cat([train_nll, train_nll - gap, gap], -1)
+    c.add_columns(("train_nll", "rollout_nll", "gap"), logs)
+    c.add_columns(("train_ppl", "rollout_ppl", "ppl_ratio"), logs.clamp(max=LARGEST_POWER).exp_().mul_(c.rows))
     # r - 1: exp(d) - 1 would lose every digit of a small d. It serves k3 (as in `functional.k3`) and chi2
     excess = d.clamp(max=LARGEST_POWER).expm1_()
     c.add("k3", excess - d)
     # E[r^2] - 1, summed as r^2 - 1 so that a small divergence is not lost in a sum of ones
     excess.clamp_(max=math.expm1(LOG_RATIO_BOUND))
     c.add("chi2_token", (excess + 2.0).mul_(excess))
-    sequence = (row_d * c.lengths).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    c.add("chi2_seq", torch.expm1(2 * sequence))
+    twice = (gap * c.lengths).mul_(-2.0)
+    c.add("chi2_seq", twice.clamp_(-2 * LOG_RATIO_BOUND, 2 * LOG_RATIO_BOUND).expm1_())
     c.add_extremes("gap", gap, c.no_rows)
     c.add_extremes("d", d, tokens.outside)
 
@@ -292,12 +306,8 @@ def _collect_token_weights(c: _Columns, tokens: Tokens, bounding: Bounding, rati
     c.add("is/ratio", ratio)
     c.add("is/squares", excess.square())
     c.sums["is/units"] = tokens.lengths
-    if bounding.lower is not None:
+    if not bounding.grows:
         c.add_extremes("is/weight", bounded, tokens.outside)
-    else:  # truncated weights grow with the log-ratio, whose extremes are found already
-        for suffix, sign in (("max", 1.0), ("negated_min", -1.0)):
-            extreme = (sign * c.maxima[f"d_{suffix}"]).clamp(max=LOG_RATIO_BOUND).exp()
-            c.maxima[f"is/weight_{suffix}"] = sign * extreme.clamp(max=bounding.upper) - c.no_rows.to(extreme.dtype)
     return c.row_mean("is/sum"), c.row_mean("is/ratio"), below(ratio, lower).mul_(tokens.valid)
 
 
@@ -314,10 +324,14 @@ def _collect_sequence_weights(c: _Columns, tokens: Tokens, bounding: Bounding, r
 def _weight_metrics(s: dict[str, float], bounding: Bounding) -> dict[str, float]:
     n, rows = s["tokens"], s["rows"]
     total, squares = n + s["is/sum"], n + 2 * s["is/sum"] + s["is/squares"]
+    if bounding.grows:
+        smallest, largest = (bounding.weight(d) for d in (-_maximum(s["d_negated_min"]), _maximum(s["d_max"])))
+    else:
+        smallest, largest = -_maximum(s["is/weight_negated_min"]), _maximum(s["is/weight_max"])
     metrics = {
         "rollout_is_mean": _divide(total, n),
-        "rollout_is_max": _maximum(s["is/weight_max"]),
-        "rollout_is_min": -_maximum(s["is/weight_negated_min"]),
+        "rollout_is_max": largest,
+        "rollout_is_min": smallest,
         "rollout_is_std": _std(s["is/sum"], s["is/squares"], n),
         "rollout_is_eff_sample_size": total**2 / (n * squares) if n and squares > 0 else (0.0 if n else math.nan),
         "rollout_is_ratio_fraction_high": _divide(s["is/high"], s["is/units"]),

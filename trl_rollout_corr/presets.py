@@ -7,7 +7,46 @@ holds what came after.
 """
 
 from copy import deepcopy
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
+
+
+if TYPE_CHECKING:  # see `criteria`
+    Preset = Literal[
+        "decoupled_token_is",
+        "decoupled_seq_is",
+        "decoupled_token_icepop",
+        "decoupled_seq_is_rs",
+        "decoupled_geo_rs",
+        "decoupled_geo_rs_seq_tis",
+        "decoupled_geo_rs_token_tis",
+        "decoupled_k3_rs",
+        "decoupled_k3_rs_seq_tis",
+        "decoupled_k3_rs_token_tis",
+        "bypass_ppo_clip",
+        "bypass_ppo_clip_geo_rs",
+        "bypass_ppo_clip_k3_rs",
+        "bypass_pg_is",
+        "bypass_pg_token_icepop",
+        "bypass_pg_geo_rs",
+        "bypass_pg_geo_rs_seq_tis",
+        "bypass_pg_geo_rs_token_tis",
+        "disabled",
+        "token_is",
+        "token_tis",
+        "seq_is",
+        "seq_is_rs",
+        "seq_mis",
+        "geo_rs",
+        "geo_mis",
+        "ppo_is_bypass",
+        "pure_is",
+        "bypass_dppo_tv",
+        "bypass_dppo_kl",
+        "decoupled_kpop",
+        "decoupled_intellect3",
+    ]
+else:
+    Preset = str
 
 
 # Rejection by the geometric mean of the ratio: a 0.1 percent drift per token, summed over 1000 tokens, is a factor of e.
@@ -25,7 +64,7 @@ _DPPO = {"rollout_is": "token", "rollout_is_threshold": 20.0, **_REINFORCE}
 
 _VETO = ("seq_max_k1", [1e-4, float("inf")])
 
-VERL_PRESETS: dict[str, dict[str, Any]] = {
+VERL_PRESETS: dict[Preset, dict[str, Any]] = {
     # Biased, low variance: the safe start.
     "decoupled_token_is": _TOKEN_TIS,
     # Unbiased up to the cap; its variance grows with length.
@@ -55,7 +94,7 @@ VERL_PRESETS: dict[str, dict[str, Any]] = {
     "disabled": _NO_IS,
 }
 
-ORIGINAL_PRESETS: dict[str, dict[str, Any]] = {
+ORIGINAL_PRESETS: dict[Preset, dict[str, Any]] = {
     "token_is": _TOKEN_TIS,
     "token_tis": _TOKEN_TIS,
     "seq_is": _SEQ_TIS,
@@ -80,7 +119,7 @@ ORIGINAL_PRESETS: dict[str, dict[str, Any]] = {
 }
 
 # Trust regions on probabilities rather than ratios, and what two labs trained with. Thresholds are the published ones.
-TRUST_REGION_PRESETS: dict[str, dict[str, Any]] = {
+TRUST_REGION_PRESETS: dict[Preset, dict[str, Any]] = {
     # DPPO (https://huggingface.co/papers/2602.04879): bounds of prime-rl, SkyRL and verl, whose ratio is truncated at 20.
     "bypass_dppo_tv": {**_DPPO, "rollout_rs": ["token_tv"], "rollout_rs_threshold": [[0.2, 0.2]]},
     "bypass_dppo_kl": {**_DPPO, "rollout_rs": ["token_kl"], "rollout_rs_threshold": [[0.05, 0.05]]},
@@ -99,10 +138,10 @@ TRUST_REGION_PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 
-PRESETS: dict[str, dict[str, Any]] = {**VERL_PRESETS, **ORIGINAL_PRESETS, **TRUST_REGION_PRESETS}
+PRESETS: dict[Preset, dict[str, Any]] = {**VERL_PRESETS, **ORIGINAL_PRESETS, **TRUST_REGION_PRESETS}
 
 # The preset of a run that names none.
-DEFAULT = "decoupled_token_is"
+DEFAULT: Preset = "decoupled_token_is"
 
 # What a preset decides, and what it says where its row says nothing.
 _BASE: dict[str, Any] = {
@@ -114,6 +153,6 @@ _BASE: dict[str, Any] = {
 }
 
 
-def settings_of(preset: str | None) -> dict[str, Any]:
+def settings_of(preset: Preset | None) -> dict[str, Any]:
     """All that a preset decides, as a copy. `None` is no correction."""
     return deepcopy({**_BASE, **PRESETS[preset or "disabled"]})

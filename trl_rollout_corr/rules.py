@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from .health import Examiner, Finding, Growth, Rule, Window, by_severity
+from .messages import nearest
 
 
 # Healthy band of each metric, `(lower, upper)` with `None` for no bound, without the prefix. For charts and docs.
@@ -407,7 +408,9 @@ def parse_bounds(bounds: Mapping[str, float | None] | str | None) -> dict[str, f
         )
     for name, bound in bounds.items():
         if name not in RULES:
-            raise ValueError(f"{field} has {name!r}, which is no rule. Available rules: {', '.join(RULES)}.")
+            raise ValueError(
+                f"{field} has {name!r}, which is no rule.{nearest(name, RULES)} Available rules: {', '.join(RULES)}."
+            )
         number = isinstance(bound, int | float) and not isinstance(bound, bool) and not math.isnan(bound)
         if bound is not None and not number:
             raise ValueError(

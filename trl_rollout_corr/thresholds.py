@@ -8,9 +8,11 @@ Text is accepted in verl's form (`"0.5_2.0"`, `"0.6_1.6,2.5"`) and as a brackete
 import json
 import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from .criteria import CRITERIA, DIRECTED
+from .messages import nearest
 
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|\+?\.?inf", re.IGNORECASE)
@@ -138,13 +140,15 @@ def parse_criteria(value: Any) -> list[str] | None:
         return None
     for name in names:
         if name not in CRITERIA:
-            raise ValueError(f"`rollout_rs` contains {name!r}. Allowed names: {', '.join(CRITERIA)}.")
+            raise ValueError(
+                f"`rollout_rs` contains {name!r}.{nearest(name, CRITERIA)} Allowed names: {', '.join(CRITERIA)}."
+            )
     if len(set(names)) < len(names):
         raise ValueError(f"`rollout_rs` names a criterion twice, got {names}. List each once.")
     return names
 
 
-def parse_rejection_thresholds(value: Any, criteria: list[str]) -> list[Bounds]:
+def parse_rejection_thresholds(value: Any, criteria: Sequence[str]) -> list[Bounds]:
     """
     Parse `rollout_rs_threshold`.
 
@@ -154,7 +158,7 @@ def parse_rejection_thresholds(value: Any, criteria: list[str]) -> list[Bounds]:
             ratio, or a number `u` that stands for `[1/u, u]`. For `tv` and `kl` it is a bound for negative and one for
             positive advantages, or one number for both. For the others it is an upper bound. The pair of the only
             criterion may stand alone: `[0.5, 2.0]`.
-        criteria (`list[str]`):
+        criteria (`Sequence[str]`):
             Names of the criteria.
 
     Returns:

@@ -54,7 +54,8 @@ def train(settings: dict[str, Any]) -> dict[str, Any]:
 
 def asynchronous(options: dict[str, Any], every: int) -> dict[str, Any]:
     args = RolloutCorrectedAsyncGRPOConfig(**{**async_sorting.TRAINING, **options})
-    return async_sorting.train(MODEL_FOLDER, args, every)
+    script_args = async_sorting.AsyncSortingArguments(eval_every=every)
+    return result_of(*async_sorting.train(MODEL_FOLDER, args, script_args))
 
 
 def synchronous(options: dict[str, Any], every: int) -> dict[str, Any]:
@@ -69,9 +70,14 @@ def synchronous(options: dict[str, Any], every: int) -> dict[str, Any]:
     )
     trainer.remove_callback(PrinterCallback)
     trainer.train()
+    snapshots.try_all(MODEL_FOLDER, tokenizer)
+    return result_of(snapshots, trainer.state.log_history)
+
+
+def result_of(snapshots: async_sorting.Snapshots, log_history: list[dict]) -> dict[str, Any]:
     return {
         "steps": snapshots.steps,
         "seconds": snapshots.seconds,
-        "accuracy": snapshots.accuracies(MODEL_FOLDER, tokenizer),
-        "history": [entry for entry in trainer.state.log_history if "rollout_corr/kl" in entry],
+        "accuracy": snapshots.accuracy,
+        "history": [entry for entry in log_history if "rollout_corr/kl" in entry],
     }

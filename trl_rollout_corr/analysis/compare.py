@@ -3,16 +3,33 @@
 import dataclasses
 import json
 import math
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ..config import RolloutCorrectionConfig
-from ..presets import PRESETS, settings_of
+from ..messages import warn
+from ..presets import PRESETS, Preset, settings_of
 from ..rules import HEALTHY
-from .reading import read_sequences
+from .phase import Phase, healthy_phase
+from .reading import Sequences, read_sequences
 from .replay import Batch, Outcome, batch_of, replay
+from .run import find_dump, logs_of_dump
 from .settings import config_of_run, read_config
 from .spread import TARGET, Spread, measure, predict, suggest, suggest_bounds
-from .text import rounded, three_decimals, yaml_lines
+from .text import percent, rounded, three_decimals, yaml_lines
+from .text import steps as steps_in_words
+
+
+# What needs no bounds made of the sequences, by the mode of the run
+_WITHOUT_BOUNDS: dict[str, Preset] = {
+    "decoupled": "decoupled_token_is",
+    "ppo_clip": "bypass_ppo_clip",
+    "reinforce": "bypass_pg_token_icepop",
+}
+_SUGGESTED = "suggested"
+_REFERENCE: Preset = "disabled"
 
 
 class Setting(NamedTuple):
@@ -21,6 +38,14 @@ class Setting(NamedTuple):
     name: str
     config: RolloutCorrectionConfig
     as_dumped: bool = False
+
+
+class Recommendation(NamedTuple):
+    """The setting to try first: the row of the table that has it, why, and its fields."""
+
+    row: str
+    why: str
+    fields: dict[str, Any]
 
 
 class Comparison(NamedTuple):
@@ -40,6 +65,10 @@ class Comparison(NamedTuple):
             Bounds of `seq_mean_k1` that it suggests.
         notes (`list[str]`):
             What to know about it all.
+        suggestion (`dict` or `None`):
+            Settings with these bounds; `None` if there are no steps to make them of.
+        recommendation ([`Recommendation`]):
+            What to try first.
     """
 
     batch: Batch
@@ -48,6 +77,8 @@ class Comparison(NamedTuple):
     spread: Spread
     bounds: tuple[float, float]
     notes: list[str]
+    suggestion: dict[str, Any] | None
+    recommendation: Recommendation
 
 
 def compare(
@@ -71,7 +102,8 @@ def compare(
         worst (`bool`, *optional*, defaults to `False`):
             Whether to take the sequences that were chosen because they are the worst, too.
         steps (`tuple[int, int]`, *optional*):
-            First and last optimizer step to take. All by default.
+            First and last optimizer step to take. By default those before the first alarm about the policies, or all if
+            there are none.
 
     Returns:
         [`Comparison`]: the numbers.
@@ -79,13 +111,58 @@ def compare(
     Raises:
         `ValueError`: in one line, if the dump or a configuration cannot be used.
     """
-    sequences, fields = read_sequences(path, sampled_only=not worst, steps=steps)
-    batch, config = batch_of(sequences), config_of_run(fields, "the settings in the dump")
-    settings = [Setting("this run", config, as_dumped=True), *_presets(), *(Setting(f, read_config(f)) for f in files)]
+    folder = Path(path)
+    found = find_dump(folder) if folder.is_dir() else None
+    sequences, written = read_sequences(found or folder, sampled_only=not worst, steps=steps)
+    for damage in written.damage:
+        warn(f"{path}: {damage}.")
+    config = config_of_run(written.settings, "the settings in the dump")
+    notes: list[str] = []
+    rows, fit = None, True
+    if steps is None:
+        phase = healthy_phase(logs_of_dump(found or folder, sequences, config), config)
+        rows, fit = _healthy_rows(sequences, phase, notes)
+    batch = batch_of(sequences, rows)
     tokens = batch.tokens(RolloutCorrectionConfig())
     if not tokens.lengths.any():
         raise ValueError("no token of the loss has a log-probability of both policies that is finite")
-    broken, outcomes, notes = int(tokens.broken.sum()), [], []
+    spread = measure(tokens.log_ratio, tokens.valid > 0)
+    bounds = suggest_bounds(spread)
+    suggestion = suggest(spread, bounds, config) if fit else None
+    settings = [Setting("this run", config, as_dumped=True)]
+    if suggestion is not None and spread.s:
+        settings.append(Setting(_SUGGESTED, RolloutCorrectionConfig(**suggestion)))
+    settings += [*_presets(), *(Setting(file, read_config(file)) for file in files)]
+    outcomes = _outcomes(batch, settings, clip, int(tokens.broken.sum()), notes)
+    if config.rollout_metrics_only:
+        notes.append("This run only measured: its row is what its settings would have done.")
+    if not batch.advantages.any():
+        notes.append("Every advantage is 0, so there is no gradient to compare.")
+    recommendation = _recommend(config, outcomes, suggestion, spread)
+    return Comparison(batch, config, outcomes, spread, bounds, notes, suggestion, recommendation)
+
+
+def _healthy_rows(sequences: Sequences, phase: Phase, notes: list[str]) -> tuple[np.ndarray | None, bool]:
+    """Which sequences to take, and whether they are fit to make bounds of. Notes what is left out, and why."""
+    if phase.alarm is None or phase.last_step is None:
+        return None, True
+    rows = sequences.step <= phase.last_step
+    alarm = f"an alarm was raised at step {phase.alarm.step} (`{phase.alarm.rule}`)"
+    if not rows.any():
+        notes.append(f"All steps are taken, and no bounds are made of them: {alarm}, and none was dumped before that.")
+        return None, False
+    if not rows.all():
+        left_out = sequences.step[~rows]
+        where = steps_in_words(int(left_out.min()), int(left_out.max()))
+        notes.append(f"Without {where}: {alarm}. `--steps` takes others.")
+    return rows, True
+
+
+def _outcomes(
+    batch: Batch, settings: list[Setting], clip: tuple[float, float], broken: int, notes: list[str]
+) -> list[tuple[Setting, Outcome]]:
+    """What each setting does."""
+    outcomes = []
     if broken:
         notes.append(f"{broken} of {batch.n_tokens} tokens have a log-probability that is not finite.")
     for setting in settings:
@@ -94,17 +171,42 @@ def compare(
             notes.append(f"{setting.name}: `rollout_nan_policy: raise` ends the run at these sequences.")
         else:
             outcomes.append((setting, replay(batch, setting.config, clip=clip, as_dumped=setting.as_dumped)))
-    if config.rollout_metrics_only:
-        notes.append("This run only measured: its row is what its settings would have done.")
-    if not batch.advantages.any():
-        notes.append("Every advantage is 0, so there is no gradient to compare.")
-    spread = measure(tokens.log_ratio, tokens.valid > 0)
-    return Comparison(batch, config, outcomes, spread, suggest_bounds(spread), notes)
+    return outcomes
+
+
+def _recommend(
+    config: RolloutCorrectionConfig,
+    outcomes: list[tuple[Setting, Outcome]],
+    suggestion: dict[str, Any] | None,
+    spread: Spread,
+) -> Recommendation:
+    """One row, in the mode of the run, and the reason in numbers of the table."""
+    if not spread.s:
+        why = "the policies agree on every token, so that there is nothing to correct"
+        return Recommendation(_REFERENCE, why, {"rollout_correction": _REFERENCE})
+    if suggestion is None:
+        preset = _WITHOUT_BOUNDS[config.rollout_loss_type if config.bypass_mode else "decoupled"]
+        row = next(setting.name for setting, _ in outcomes if preset in setting.name.split(", "))
+        why = (
+            "it needs no bounds from the steps at hand, which are unhealthy and would make bounds that keep what they ought "
+            "to reject. Find the cause of the alarm first; `--steps` makes bounds of the steps that it names, all the same"
+        )
+        return Recommendation(row, why, {"rollout_correction": preset})
+    outcome = next(outcome for setting, outcome in outcomes if setting.name == _SUGGESTED)
+    lower, upper = suggestion["rollout_rs_threshold"]
+    parts = [
+        f"bounds of {lower:g} and {upper:g} reject completions beyond noise, here {percent(outcome.rejected)} of tokens"
+    ]
+    if outcome.effective_sample_size is not None:
+        parts.append(f"its weights leave {percent(outcome.effective_sample_size)} of the sample")
+    if outcome.cosine is not None:
+        parts.append(f"the gradient has a cosine of {outcome.cosine:.3f} with that of the reference")
+    return Recommendation(_SUGGESTED, ", ".join(parts), suggestion)
 
 
 def _presets() -> list[Setting]:
-    """One setting for all presets that say the same."""
-    names: dict[str, list[str]] = {}
+    """One setting for all presets that say the same, and first the one without a correction."""
+    names: dict[str, list[Preset]] = {repr(settings_of(_REFERENCE)): []}
     for name in PRESETS:
         names.setdefault(repr(settings_of(name)), []).append(name)
     return [Setting(", ".join(same), RolloutCorrectionConfig.from_preset(same[0])) for same in names.values()]
@@ -117,13 +219,13 @@ def as_markdown(c: Comparison) -> str:
     """What the command prints."""
     mode = f"bypass, {c.config.rollout_loss_type}" if c.config.bypass_mode else "decoupled"
     policy = "current" if c.config.bypass_mode else "old"
-    spread, s, suggestion = c.spread, c.spread.s, suggest(c.spread, c.bounds, c.config)
+    spread, s, best = c.spread, c.spread.s, c.recommendation
     lengths = f"{rounded(spread.lengths.min().item())} to {rounded(spread.lengths.max().item())}"
     whole = (
         f"{len(c.batch.mask)} sequences of steps {c.batch.steps[0]} to {c.batch.steps[-1]}, {c.batch.n_tokens} tokens."
     )
     half = f"{math.log(2) / s**2:.0f} tokens" if s else "any length"
-    outcomes = [[setting.name, *map(three_decimals, outcome)] for setting, outcome in c.outcomes]
+    outcomes = [[_marked(setting.name, best.row), *map(three_decimals, outcome)] for setting, outcome in c.outcomes]
     predictions = [[quantity, *map(rounded, numbers)] for quantity, *numbers in predict(spread, c.bounds)]
     return "\n".join(
         [
@@ -139,26 +241,32 @@ def as_markdown(c: Comparison) -> str:
             "",
             *_table(["quantity", "predicted", "at mean length", "measured"], predictions),
             "",
-            f"Suggested, to reject at most 5 percent of tokens ({suggestion['rollout_correction']}):",
+            f"Recommended: {best.row}, because {best.why}.",
             "",
             "```yaml",
-            f"{yaml_lines(suggestion)}```",
+            f"{yaml_lines(best.fields)}```",
             "",
         ]
     )
 
 
+def _marked(row: str, recommended: str) -> str:
+    """The name of a row, with what sets it apart."""
+    marks = ["reference"] if row == _REFERENCE else []
+    marks += ["recommended"] if row == recommended else []
+    return f"{row} ({', '.join(marks)})" if marks else row
+
+
 def _remarks(c: Comparison) -> list[str]:
     remarks = []
     _, healthy = HEALTHY["k3_kl"]
-    if healthy is not None and c.spread.s**2 / 2 > healthy:
+    if c.suggestion is not None and healthy is not None and c.spread.s**2 / 2 > healthy:
         remarks.append(
-            "The policies are far apart here, and bounds from this phase describe the disease: choose healthy steps with "
-            "`--steps`, or bring the policies together first."
+            "The policies are far apart in these steps: bounds made of them keep what alarms are raised for."
         )
     if c.spread.s > 2 * c.spread.s_robust:
         remarks.append("A few tokens are far off: most of the spread is theirs.")
-    if c.spread.share_outside(*c.bounds) > TARGET:
+    if c.suggestion is not None and c.spread.share_outside(*c.bounds) > TARGET:
         remarks.append("More completions are far off than noise explains; the suggested bounds reject them.")
     return remarks
 
@@ -185,6 +293,7 @@ def as_json(c: Comparison) -> str:
         "settings": [
             {
                 "name": setting.name,
+                "reference": setting.name == _REFERENCE,
                 "rejected": outcome.rejected,
                 "sample_size": outcome.effective_sample_size,
                 "effective_lr": outcome.effective_lr,
@@ -196,7 +305,8 @@ def as_json(c: Comparison) -> str:
         ],
         "spread": {"s": c.spread.s, "s_robust": c.spread.s_robust, "mean_length": c.spread.mean_length},
         "predictions": [prediction._asdict() for prediction in predict(c.spread, c.bounds)],
-        "suggestion": suggest(c.spread, c.bounds, c.config),
+        "suggestion": c.suggestion,
+        "recommendation": c.recommendation._asdict(),
     }
     return json.dumps(_finite(document), indent=2) + "\n"
 

@@ -1,9 +1,10 @@
 """The reader of a dump: from Parquet to flat arrays, and from those to padded tensors."""
 
 import json
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -26,17 +27,11 @@ class Sequences:
 
     Args:
         table (`pa.Table`):
-            Columns of [`~trl_rollout_corr.dump.SCHEMA`].
-
-    Raises:
-        `ValueError`: if the lists of a row differ in length.
+            Columns of [`~trl_rollout_corr.dump.SCHEMA`]. The lists of a row have one length.
     """
 
     def __init__(self, table: pa.Table):
-        lists = [name for name in (*_LISTS, "tokens") if name in table.column_names]
-        self.lengths, *others = (pc.fill_null(pc.list_value_length(table[name]), 0).to_numpy() for name in lists)
-        if not all(np.array_equal(self.lengths, other) for other in others):
-            raise ValueError("a row of the dump has lists of different lengths")
+        self.lengths = _lengths(table["mask"])
         self.starts = np.concatenate([[0], np.cumsum(self.lengths)])
         self.step, self.reward, self.advantage = (table[name].to_numpy() for name in ("step", "reward", "advantage"))
         self.sampled, self.worst = (table[name].to_numpy().astype(bool) for name in ("sampled", "worst"))
@@ -92,6 +87,10 @@ class Sequences:
         """Where the tokens of a sequence are."""
         return slice(int(self.starts[row]), int(self.starts[row + 1]))
 
+    def text(self, row: int, place: int) -> str:
+        """Text of one token of a sequence."""
+        return self._texts["tokens"][int(row)].values[place].as_py() or ""
+
     def texts(self, row: int) -> list[str]:
         """Text of the tokens of a sequence."""
         return [text or "" for text in self._texts["tokens"][int(row)].as_py()]
@@ -103,6 +102,10 @@ class Sequences:
     def padded(self, column: np.ndarray, rows: np.ndarray) -> torch.Tensor:
         """Some sequences, by index, of an array of tokens: `(B, T)`."""
         return pad(np.concatenate([column[self.slice(row)] for row in rows]), self.lengths[rows])
+
+
+def _lengths(lists: pa.ChunkedArray) -> np.ndarray:
+    return pc.fill_null(pc.list_value_length(lists), 0).to_numpy()
 
 
 def _flat(lists: pa.ChunkedArray) -> np.ndarray:
@@ -119,11 +122,29 @@ def pad(values: np.ndarray, lengths: np.ndarray) -> torch.Tensor:
     return padded
 
 
+class Written(NamedTuple):
+    """
+    What is in the files of a dump besides sequences.
+
+    Args:
+        settings (`dict`):
+            Settings in effect at the last step.
+        about (`dict`):
+            What the run is: its `model`, `trainer` and `date`, as far as it is known.
+        damage (`list[str]`):
+            A sentence about each file that could not be read.
+    """
+
+    settings: dict[str, Any]
+    about: dict[str, str]
+    damage: list[str]
+
+
 def read_sequences(
     path: str | Path, *, texts: bool = False, sampled_only: bool = False, steps: tuple[int, int] | None = None
-) -> tuple[Sequences, dict[str, Any]]:
+) -> tuple[Sequences, Written]:
     """
-    Read the sequences of a dump.
+    Read the sequences of a dump. Of its files, those that are damaged are left out; the rest is still a sample of the run.
 
     Args:
         path (`str` or `Path`):
@@ -136,12 +157,13 @@ def read_sequences(
             First and last optimizer step to take. All by default.
 
     Returns:
-        `tuple[Sequences, dict]`: the sequences in order of steps, and the settings in effect at the last step.
+        `tuple[Sequences, Written]`: the sequences in order of steps, and what else the files say.
 
     Raises:
-        `ValueError`: in one line, if there is no dump, a file is damaged or of another tool, or nothing in it is asked for.
+        `ValueError`: in one line, if there is no dump, no file can be read, a file is of another tool, or nothing in it is
+            asked for.
     """
-    table, settings = read_table(path, _NUMBERS + _TEXTS if texts else _NUMBERS)
+    table, written = read_table(path, _NUMBERS + _TEXTS if texts else _NUMBERS)
     if steps is not None:
         first, last = steps
         table = table.filter(pc.and_(pc.greater_equal(table["step"], first), pc.less_equal(table["step"], last)))
@@ -154,14 +176,18 @@ def read_sequences(
                 "no sequence was drawn at random (`rollout_dump_sampled`), and the worst ones do not represent the batch; "
                 "take them with --worst"
             )
-    return Sequences(table), settings
+    return Sequences(table), written
 
 
 # Files --------------------------------------------------------------------------------------------------------------------
 
 
-def read_table(path: str | Path, columns: list[str] | None = None) -> tuple[pa.Table, dict[str, Any]]:
-    """Columns of a dump in order of steps, as one Arrow table, and the settings in effect at the last step."""
+class _Damaged(ValueError):
+    """A file of a dump that cannot be read, as after a crash of the disk."""
+
+
+def read_table(path: str | Path, columns: list[str] | None = None) -> tuple[pa.Table, Written]:
+    """Columns of a dump in order of steps, as one Arrow table, and what else its files say."""
     path = Path(path)
     try:
         files = files_of(path) if path.is_dir() else [path] if path.exists() else None
@@ -171,25 +197,38 @@ def read_table(path: str | Path, columns: list[str] | None = None) -> tuple[pa.T
         raise ValueError("no such file or folder")
     if not files:
         raise ValueError("no dump here: a folder that `rollout_dump_dir` named holds files step-*.parquet")
-    tables, settings = zip(*(_read_file(file, columns) for file in files), strict=True)
+    tables, metadata, damage = [], [], []
+    for file in files:
+        try:
+            table, of_file = _read_file(file, columns)
+            tables.append(table)
+            metadata.append(of_file)
+        except _Damaged as error:
+            damage.append(f"{error}. It is left out")
+            if len(damage) == len(files):
+                raise ValueError(str(error)) from None
     table = pa.concat_tables(tables)
     if not table.num_rows:
         raise ValueError("the dump holds no sequences")
-    return table, settings[-1]
+    return table, Written(_json(metadata[-1], b"settings"), _json(metadata[0], b"about"), damage)
 
 
-def _read_file(path: Path, columns: list[str] | None) -> tuple[pa.Table, dict[str, Any]]:
+def _read_file(path: Path, columns: list[str] | None) -> tuple[pa.Table, dict[bytes, bytes]]:
     try:
         # not `read_table` of PyArrow, which takes a folder named lr=1e-6 for a column
         with pq.ParquetFile(path) as file:
-            settings = _settings(file.schema_arrow, path.name)
-            return file.read(columns=columns).replace_schema_metadata(), settings
+            metadata = _metadata(file.schema_arrow, path.name)
+            table = file.read(columns=columns).replace_schema_metadata()
     except (OSError, pa.ArrowException) as error:
-        raise ValueError(f"{path.name} is damaged or not Parquet: {str(error).splitlines()[0]}") from None
+        raise _Damaged(f"{path.name} is damaged or not Parquet: {str(error).splitlines()[0]}") from None
+    lengths = [_lengths(table[name]) for name in (*_LISTS, "tokens") if name in table.column_names]
+    if not all(np.array_equal(lengths[0], other) for other in lengths):
+        raise _Damaged(f"{path.name} is damaged: a row has lists of different lengths")
+    return table, metadata
 
 
-def _settings(schema: pa.Schema, name: str) -> dict[str, Any]:
-    """Settings from the metadata of a file, once it is known to be one of ours."""
+def _metadata(schema: pa.Schema, name: str) -> dict[bytes, bytes]:
+    """Metadata of a file, once it is known to be one of ours."""
     metadata = schema.metadata or {}
     version = metadata.get(FORMAT.encode())
     if version is None:
@@ -200,4 +239,8 @@ def _settings(schema: pa.Schema, name: str) -> dict[str, Any]:
         )
     if not schema.equals(SCHEMA):
         raise ValueError(f"{name} does not have the columns of a dump of version {VERSION}")
-    return json.loads(metadata[b"settings"])
+    return metadata
+
+
+def _json(metadata: Mapping[bytes, bytes], key: bytes) -> dict[str, Any]:
+    return json.loads(metadata.get(key, b"{}"))

@@ -1,7 +1,7 @@
 """Sequences of a dump, corrected again with other settings. No TRL here."""
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -120,11 +120,9 @@ def replay(
     )
     tokens = batch.tokens(config)
     keep, coefficients = (batch.keep, batch.coefficients) if as_dumped else (correction.keep, correction.coefficients)
-    factor = coefficients
     if config.clips_around_sampler:
         coefficients = coefficients * (tokens.log_ratio.abs() <= LOG_RATIO_BOUND)  # PPO's gradient ends there
-        largest: Any = config.rollout_clip_ratio_c or math.inf
-        factor = coefficients * _ppo_factor(tokens.log_ratio, batch.advantages, clip, largest)
+    factor = policy_factor(coefficients, tokens.log_ratio, batch.advantages, config, clip)
     count = tokens.lengths.sum(dtype=torch.float64)
     return Outcome(
         None if config.rollout_rs is None else (1 - keep.sum() / count).item(),
@@ -134,13 +132,40 @@ def replay(
     )
 
 
-def _ppo_factor(
-    log_ratio: torch.Tensor, advantages: torch.Tensor, clip: tuple[float, float], largest: float
+def policy_factor(
+    coefficients: torch.Tensor,
+    log_ratio: torch.Tensor,
+    advantages: torch.Tensor,
+    config: RolloutCorrectionConfig,
+    clip: tuple[float, float],
 ) -> torch.Tensor:
-    """Around the sampler, PPO's ratio multiplies the gradient of a token, until it is clipped."""
+    """
+    What multiplies `advantage * grad logp` of each token when it is first trained on.
+
+    Around the sampler, PPO's ratio does so until it is clipped; in the other modes the ratio of the policy to itself is 1.
+
+    Args:
+        coefficients (`torch.Tensor` of shape `(B, T)`):
+            Weights and rejection.
+        log_ratio (`torch.Tensor` of shape `(B, T)`):
+            Log-ratio of training and rollout policy.
+        advantages (`torch.Tensor` of shape `(B, 1)`):
+            Advantages.
+        config ([`RolloutCorrectionConfig`]):
+            The mode.
+        clip (`tuple[float, float]`):
+            Ratios below and above which PPO clips.
+
+    Returns:
+        `torch.Tensor` of shape `(B, T)`.
+    """
+    if not config.clips_around_sampler:
+        return coefficients
     lower, upper = clip
+    largest = float(config.rollout_clip_ratio_c or math.inf)
     ratio = log_ratio.clamp(max=LOG_RATIO_BOUND).exp()
-    return ratio * ~torch.where(advantages > 0, ratio > upper, (ratio < lower) | (ratio > largest))
+    clipped = torch.where(advantages > 0, ratio > upper, (ratio < lower) | (ratio > largest))
+    return coefficients * ratio * ~clipped
 
 
 def _compare_gradients(batch: Batch, factor: torch.Tensor) -> tuple[float | None, float | None]:

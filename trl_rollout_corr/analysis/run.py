@@ -2,13 +2,17 @@
 
 import json
 import math
+import re
+import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from copy import copy
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 import torch
+import yaml
 
 from ..config import RolloutCorrectionConfig
 from ..correction import compute_rollout_correction
@@ -29,6 +33,15 @@ class Dump(NamedTuple):
     config: RolloutCorrectionConfig
 
 
+class About(NamedTuple):
+    """What a run is, as far as it is known: its model, trainer and correction, and when it began or was last written to."""
+
+    model: str = ""
+    trainer: str = ""
+    correction: str = ""
+    date: str = ""
+
+
 class Run(NamedTuple):
     """
     What is left of a run.
@@ -42,12 +55,21 @@ class Run(NamedTuple):
             Where they are from: `"trainer"`, or `"dump"` if they were computed from its sequences.
         dump ([`Dump`] or `None`):
             What it dumped.
+        about ([`About`]):
+            What it is.
+        planned (`int` or `None`):
+            Optimizer steps that it was to make, if that is known.
+        damage (`list[str]`):
+            A sentence about each thing that could not be read, or that is missing.
     """
 
     name: str
     logs: list[dict[str, Any]]
     logged_by: str
     dump: Dump | None
+    about: About
+    planned: int | None
+    damage: list[str]
 
 
 def read_run(path: Path) -> Run:
@@ -70,61 +92,106 @@ def read_run(path: Path) -> Run:
         raise ValueError(error.strerror or str(error)) from None
 
 
-def _read(path: Path, state: Path | None, folder: Path | None) -> Run:
-    dump, entries = None, []
+def _read(path: Path, states: list[Path], folder: Path | None) -> Run:
+    dump, entries, state, about = None, [], {}, About()
+    damage: list[str] = []
     if folder is not None:
-        sequences, settings = read_sequences(folder, texts=True)
-        dump = Dump(sequences, config_of_run(settings, "the settings in the dump cannot be read"))
-        entries += read_logs(folder)
-    if state is not None:
-        entries += _read_state(state)
-    logs, logged_by = [entry for entry in _merge(entries) if is_training_window(entry)], "trainer"
+        sequences, written = read_sequences(folder, texts=True)
+        dump = Dump(sequences, config_of_run(written.settings, "the settings in the dump cannot be read"))
+        known = {name: str(value) for name, value in written.about.items() if name in About._fields}
+        about = About(**{**known, "correction": dump.config.description})
+        damage += written.damage
+        entries += read_logs(folder, damage.append)
+    if states:
+        state = _read_states(states, damage, needed=folder is None)
+        entries += state.get("log_history", [])
+        about = _fill_in(about, _about_run(path if path.is_dir() else path.parent, states[0]))
+    logs, logged_by = _training_windows(entries), "trainer"
     if not logs:
         if dump is None:
-            raise ValueError(f"{(state or path).name} has no log entry with a step and metrics")
+            raise ValueError(f"{(states[0] if states else path).name} has no log entry with a step and metrics")
         logs, logged_by = list(_metrics_of(*dump)), "dump"
-    return Run((path.parent if path.is_file() else path).resolve().name, logs, logged_by, dump)
+    elif dump is not None:
+        damage += _cut_short(logs, dump.sequences)
+    name = (path.parent if path.is_file() else path).resolve().name
+    if folder is not None and folder.parent == path and len([*path.glob("*/step-*.parquet")]) > len(files_of(folder)):
+        name = f"{name}/{folder.name}"  # one of several
+    planned = state.get("max_steps")
+    return Run(name, logs, logged_by, dump, about, planned if isinstance(planned, int) else None, damage)
+
+
+def logs_of_dump(path: Path, sequences: Sequences, config: RolloutCorrectionConfig) -> list[dict[str, Any]]:
+    """The log of a dump, or else the metrics of its sequences."""
+    return _training_windows(read_logs(path)) or list(_metrics_of(sequences, config))
+
+
+def _training_windows(entries: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return [entry for entry in _merge(entries) if is_training_window(entry)]
+
+
+def _cut_short(logs: list[dict[str, Any]], sequences: Sequences) -> list[str]:
+    """A complaint about a log that ends before the sequences do, by more than a logging window."""
+    steps, last = [entry["step"] for entry in logs], int(sequences.step.max())
+    window = statistics.median(np.diff([0, *steps]))
+    if last - steps[-1] <= window:
+        return []
+    return [
+        f"the log ends at step {steps[-1]}, and the sequences go on to step {last}: what came after was not logged"
+    ]
 
 
 # Where things are ---------------------------------------------------------------------------------------------------------
 
 
-def _find(path: Path) -> tuple[Path | None, Path | None]:
-    """The state of the trainer and the dump, as far as they are there."""
+def _find(path: Path) -> tuple[list[Path], Path | None]:
+    """The states of the trainer, the latest first, and the dump, as far as they are there."""
     if not path.exists():
         raise ValueError("no such file or folder")
     if path.is_file():
-        return (path, None) if path.suffix == ".json" else (None, path)
-    state, folder = _find_state(path), _find_dump(path)
-    if state is None and folder is None:
+        return ([path], None) if path.suffix == ".json" else ([], path)
+    states, folder = _find_states(path), find_dump(path)
+    if not states and folder is None:
         raise ValueError(f"neither a dump (files step-*.parquet) nor a run ({STATE}) is here")
-    return state, folder
+    return states, folder
 
 
-def _find_state(folder: Path) -> Path | None:
-    """That of the latest checkpoint, unless one lies here."""
-    if (folder / STATE).exists():
-        return folder / STATE
+def _find_states(folder: Path) -> list[Path]:
+    """The one that lies here, and those of the checkpoints from the latest on."""
+    here = [folder / STATE] if (folder / STATE).exists() else []
     checkpoints = [path for path in folder.glob(f"checkpoint-*/{STATE}") if _number(path).isdigit()]
-    return max(checkpoints, key=lambda path: int(_number(path)), default=None)
+    return here + sorted(checkpoints, key=lambda path: int(_number(path)), reverse=True)
 
 
 def _number(path: Path) -> str:
     return path.parent.name.removeprefix("checkpoint-")
 
 
-def _find_dump(folder: Path) -> Path | None:
+def find_dump(folder: Path) -> Path | None:
     """This folder, or the one below it that was written to last."""
     if files_of(folder):
         return folder
     below = [path for path in sorted(folder.iterdir()) if path.is_dir() and files_of(path)]
-    return max(below, key=lambda path: files_of(path)[-1].name, default=None)
+    return max(below, key=lambda path: files_of(path)[-1].stat().st_mtime_ns, default=None)
 
 
 # Logs ---------------------------------------------------------------------------------------------------------------------
 
 
-def _read_state(path: Path) -> list[dict[str, Any]]:
+def _read_states(paths: list[Path], damage: list[str], *, needed: bool) -> dict[str, Any]:
+    """The first that can be read. If none can, a `ValueError` about the first says so, where a state is needed."""
+    errors = []
+    for path in paths:
+        try:
+            return _read_state(path)
+        except ValueError as error:
+            errors.append(error)
+            damage.append(f"{error}. It is left out")
+    if needed:
+        raise errors[0]
+    return {}
+
+
+def _read_state(path: Path) -> dict[str, Any]:
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -136,7 +203,29 @@ def _read_state(path: Path) -> list[dict[str, Any]]:
         raise ValueError(f"{path.name} holds no log entries yet")
     if not any(str(key).startswith(PREFIX) for entry in entries for key in entry):
         raise ValueError(f"{path.name} has no `{PREFIX}` metrics: it is not of a run of this package's trainers")
-    return entries
+    return state
+
+
+def _about_run(folder: Path, state: Path) -> About:
+    """From the model card that a trainer writes beside its checkpoints, and the day on which the state was written."""
+    date = datetime.fromtimestamp(state.stat().st_mtime, UTC).date().isoformat()
+    cards = [card for card in (folder / "README.md", folder.parent / "README.md") if card.is_file()]
+    text = cards[0].read_text(encoding="utf-8", errors="replace") if cards else ""
+    try:
+        head = yaml.safe_load(text.split("---")[1]) if text.startswith("---") else None
+    except yaml.YAMLError:
+        head = None
+    known = head if isinstance(head, dict) else {}
+    trainer = next((str(tag).upper() for tag in known.get("tags") or () if tag in ("grpo", "rloo")), "")
+    # a model of this machine has no name on the hub, and stands in the text alone
+    named = re.search(r"fine-tuned version of \[?`?([^\]`]+)", text)
+    model = known.get("base_model") or (named[1] if named else "")
+    correction = re.search(r"was handled by \[trl-rollout-corr\][^`]*`([^`]+)`", text)
+    return About(str(model), trainer, correction[1] if correction else "", date)
+
+
+def _fill_in(about: About, more: About) -> About:
+    return About(*(first or second for first, second in zip(about, more, strict=True)))
 
 
 def _merge(entries: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

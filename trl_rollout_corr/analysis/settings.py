@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..config import RolloutCorrectionConfig
+from ..messages import SelfContainedError, warn
 from ..migrate import VERL_KEYS, from_legacy, from_trl, from_verl
 from ..presets import PRESETS
 from .documents import read_document
@@ -88,13 +89,17 @@ def is_legacy(section: Mapping[str, Any]) -> bool:
 
 def read_config(path: str) -> RolloutCorrectionConfig:
     """
-    Settings of ours in a YAML file, such as a recipe. Other keys are ignored. A `ValueError` in one line names a file that
-    cannot be used, and says why.
+    Settings of ours in a YAML file, such as a recipe. Other keys are ignored. Errors in one line, and warnings, name the file.
     """
-    try:
-        return RolloutCorrectionConfig(**_own_fields(read_document(Path(path)).content))
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{path}: {_in_one_line(error)}") from None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            config = RolloutCorrectionConfig(**_own_fields(read_document(Path(path)).content))
+        except (ValueError, TypeError) as error:
+            raise SelfContainedError(f"{path}: {_in_one_line(error)}") from None
+    for warning in caught:
+        warn(f"{path}: {warning.message}")
+    return config
 
 
 def _own_fields(document: Any) -> dict[str, Any]:

@@ -1,8 +1,10 @@
 """Everything that refuses a run, or warns about it before it starts, and knows about both TRL and this package."""
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from copy import copy
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,8 +12,9 @@ from transformers import PreTrainedModel
 from trl import GRPOConfig, RLOOConfig
 
 from ..config import LOSS_TYPES, RolloutCorrectionConfig
+from ..dump import files_of, read_logs
 from ..messages import nearest, warn
-from ..presets import PRESETS
+from ..presets import PRESETS, Preset
 
 
 _TRL_FIELDS = (
@@ -367,6 +370,32 @@ def check_logprobs(completion_ids: list[list[int]], logprobs: Any):
             )
 
 
+def check_dump_folder(folder: Path, *, new_run: bool):
+    """
+    Refuse a folder that a dump cannot be written to. It is made if it is not there.
+
+    Args:
+        folder (`Path`):
+            `rollout_dump_dir`.
+        new_run (`bool`):
+            Whether the run starts at its first step, so that a dump that is there already is that of another run.
+
+    Raises:
+        `ValueError`: if it is not a folder, cannot be written to, or holds the dump of another run.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError("it is not writable")
+    except OSError as error:
+        raise ValueError(f"`rollout_dump_dir` is {str(folder)!r}, which cannot be used: {error}.") from None
+    if new_run and (files_of(folder) or read_logs(folder)):
+        raise ValueError(
+            f"`rollout_dump_dir` is {str(folder)!r}, which holds the dump of another run. Name another folder (for a second "
+            "`train()`, in `trainer.args`), or remove it, for instance if that run ended before a checkpoint."
+        )
+
+
 # What `rollout_monitor: tighten` may switch to --------------------------------------------------------------------------
 
 
@@ -374,24 +403,24 @@ def check_logprobs(completion_ids: list[list[int]], logprobs: Any):
 TIGHTENED_FIELDS = ("rollout_is", "rollout_is_threshold", "rollout_rs", "rollout_rs_threshold")
 
 
-def tighten(args: RolloutCorrectionConfig, name: str | None):
+def tighten(args: RolloutCorrectionConfig, name: Preset | None):
     """Give a configuration the weights and the rejection of a preset. The trainer reads them at every micro-batch."""
     preset = RolloutCorrectionConfig.from_preset(check_name(name))
     for field in TIGHTENED_FIELDS:
         setattr(args, field, getattr(preset, field))
 
 
-def check_name(preset: str | None) -> str:
+def check_name(preset: Preset | None) -> Preset:
     """Check that there is a preset of a name, and return the name."""
     if preset is None or preset not in PRESETS:
         raise ValueError(
-            f"`rollout_monitor_preset` is {preset!r}, but `rollout_monitor='tighten'` switches to it. Available presets: "
-            f"{', '.join(PRESETS)}."
+            f"`rollout_monitor_preset` is {preset!r}, but `rollout_monitor='tighten'` switches to it."
+            f"{nearest(preset, PRESETS)} Available presets: {', '.join(PRESETS)}."
         )
     return preset
 
 
-def check_preset(name: str | None, args: RolloutCorrectionConfig):
+def check_preset(name: Preset | None, args: RolloutCorrectionConfig):
     """
     Check that a run can be switched to a preset.
 

@@ -26,6 +26,7 @@ _SHARED = {
     "_compute_loss": ["self", "model", "inputs"],
     "log": ["self", "logs", "start_time"],
     "add_callback": ["self", "callback"],
+    "create_model_card": ["self", "model_name"],
 }
 METHODS = {
     GRPOTrainer: _SHARED,
@@ -43,8 +44,7 @@ ASYNCHRONOUS = {
     "get_train_dataloader": ["self"],
     "_sync_weight": ["self"],
     "train": ["self", "resume_from_checkpoint"],
-    "log": _SHARED["log"],
-    "add_callback": _SHARED["add_callback"],
+    **{name: _SHARED[name] for name in ("log", "add_callback", "create_model_card")},
 }
 
 

@@ -6,6 +6,7 @@ TRL has.
 """
 
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,9 +15,11 @@ from transformers import PreTrainedModel
 from ..correction import RolloutCorrection, compute_rollout_correction, usable_rollout_logps
 from ..functional import LOG_RATIO_BOUND
 from .batch import ROLLOUT_LOGPS
-from .checks import check_config_class, check_dropout
+from .card import complete_card
+from .checks import check_config_class, check_dropout, check_dump_folder
+from .console import add_console
 from .dumping import SequenceDump
-from .monitor import RolloutCorrectionMonitor, add_monitor, keep_last_monitor
+from .monitor import RolloutCorrectionMonitor, add_monitor, settle_monitors
 from .observer import Corrected, Moment, Observer
 
 
@@ -44,11 +47,14 @@ class CorrectionCore(_Host):
             model_name = model if isinstance(model, str) else model.config._name_or_path
             return self._config_class(f"{model_name.split('/')[-1]}-{self._name}")
         check_config_class(args, self._config_class)
+        if args.rollout_dump_dir is not None:  # now, and not after vLLM has started
+            check_dump_folder(Path(args.rollout_dump_dir), new_run=False)
         return args
 
     def _set_up_observer(self):
         """What is done last when a trainer is built: the monitor, the dump, and sums of what is reported."""
         check_dropout(self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=True))
+        add_console(self.callback_handler)
         add_monitor(self.callback_handler, self.args)
         self._observer = Observer(self.args, self.accelerator, self.callback_handler, self._add_dump())
 
@@ -57,14 +63,14 @@ class CorrectionCore(_Host):
         if self.args.rollout_dump_dir is None:
             return None
         tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
-        dump = SequenceDump(self.args, self.accelerator, tokenizer, self.args.seed)
+        dump = SequenceDump(self.args, self.accelerator, tokenizer, self.args.seed, type(self).__name__)
         self.add_callback(dump)
         return dump
 
     def add_callback(self, callback):
         super().add_callback(callback)
         if isinstance(callback, RolloutCorrectionMonitor) or callback is RolloutCorrectionMonitor:
-            keep_last_monitor(self.callback_handler)
+            settle_monitors(self.callback_handler)
 
     @property
     def _now(self) -> Moment:
@@ -111,6 +117,14 @@ class CorrectionCore(_Host):
         return torch.where(usable, rollout_logps, current), seen.coefficients * usable
 
     # Logging ----------------------------------------------------------------------------------------------------------
+
+    def create_model_card(self, *args, **kwargs):
+        super().create_model_card(*args, **kwargs)
+        path = Path(self.args.output_dir, "README.md")
+        if self.is_world_process_zero() and path.exists():
+            model = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=True).config._name_or_path
+            card = complete_card(path.read_text("utf-8"), model, self.args.output_dir, self.args.description)
+            path.write_text(card, "utf-8")
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         # Trainer reports losses and runtimes on every rank; anything else may come from user code on one rank, where the

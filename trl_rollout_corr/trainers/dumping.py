@@ -4,6 +4,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import fields
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +13,8 @@ from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from ..config import RolloutCorrectionConfig
-from ..dump import append_log, files_of, read_logs, remove_oldest, rewind, write_rows
+from ..dump import append_log, remove_oldest, rewind, write_rows
+from .checks import check_dump_folder
 
 
 class Offered(NamedTuple):
@@ -46,6 +48,8 @@ class SequenceDump(TrainerCallback):
             Turns tokens into text.
         seed (`int`, *optional*, defaults to `0`):
             Seed of what is drawn.
+        trainer (`str`, *optional*, defaults to `""`):
+            Name of the trainer, for those who read the dump.
     """
 
     def __init__(
@@ -54,9 +58,11 @@ class SequenceDump(TrainerCallback):
         accelerator: Accelerator,
         tokenizer: PreTrainedTokenizerBase,
         seed: int = 0,
+        trainer: str = "",
     ):
         self.args, self.accelerator, self.tokenizer = args, accelerator, tokenizer
         self.seed = seed
+        self.about = {"trainer": trainer}
         self.offered: list[Offered] = []
         self.n_batches = 0  # of this step
         self.next_step = args.rollout_dump_steps
@@ -120,19 +126,13 @@ class SequenceDump(TrainerCallback):
 
     # Events -----------------------------------------------------------------------------------------------------------
 
-    def on_train_begin(self, args, state, control, **kwargs):
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
         self.next_step = state.global_step + self.args.rollout_dump_steps
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            if not os.access(self.folder, os.W_OK):
-                raise PermissionError("it is not writable")
-        except OSError as error:
-            raise ValueError(f"`rollout_dump_dir` is {str(self.folder)!r}, which cannot be used: {error}.") from None
-        if state.global_step == 0 and (files_of(self.folder) or read_logs(self.folder)):
-            raise ValueError(
-                f"`rollout_dump_dir` is {str(self.folder)!r}, which holds the dump of another run. Name another folder (for a "
-                "second `train()`, in `trainer.args`), or remove it, for instance if that run ended before a checkpoint."
-            )
+        name = str(getattr(getattr(model, "config", None), "_name_or_path", ""))
+        # of a model that is on this machine, its folder says nothing to others
+        self.about["model"] = Path(name).name if os.path.isdir(name) else name
+        self.about["date"] = datetime.now(UTC).date().isoformat()
+        check_dump_folder(self.folder, new_run=state.global_step == 0)
         if state.global_step and self.accelerator.is_local_main_process:
             # what came after the checkpoint comes again
             rewind(self.folder, state.global_step, logs=state.is_world_process_zero)
@@ -154,7 +154,7 @@ class SequenceDump(TrainerCallback):
 
     def _write(self, step: int, rows: list[dict[str, Any]]):
         settings = {f.name: getattr(self.args, f.name) for f in fields(RolloutCorrectionConfig)}
-        path = write_rows(self.folder, step, self.accelerator.process_index, rows, settings)
+        path = write_rows(self.folder, step, self.accelerator.process_index, rows, settings, self.about)
         self.unchecked += path.stat().st_size
         limit = self.args.rollout_dump_max_gb * 1e9
         # looking at every file at every step would take seconds on a network disk

@@ -1,29 +1,35 @@
 """The health rules during a run: a callback that warns, stops, or tightens."""
 
+import textwrap
+from functools import partial
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
-from ..config import MONITOR_ACTIONS, RolloutCorrectionConfig
+from ..config import MONITOR_ACTIONS, MonitorAction, RolloutCorrectionConfig
 from ..health import Examiner, Finding, is_training_window
 from ..keys import PREFIX
-from ..messages import warn
+from ..messages import report
+from ..presets import Preset
 from ..rules import RULES, parse_bounds
 from .checks import TIGHTENED_FIELDS, check_name, check_preset, tighten
+from .reporting import report_alert
 
 
 ALARMS, TIGHTENED = f"{PREFIX}monitor/alarms", f"{PREFIX}monitor/tightened"
 FIRST_PAUSE = 10  # logging windows between the first two messages about a cause
+_SYMBOLS = {"critical": "✖", "warning": "▲"}
 
 
 class RolloutCorrectionMonitor(TrainerCallback):
     r"""
     Looks at the metrics of rollout correction whenever they are logged, and says what is unhealthy.
 
-    The rules are those of `docs/monitoring.md`. Each finding is a warning with what was seen, why it matters and what to
-    set, repeated after 10, 20, 40 and so on logging windows while it lasts. The number of rules that hold is logged as
-    `rollout_corr/monitor/alarms`.
+    The rules are those of `docs/monitoring.md`. Each finding is a message of the logger `trl_rollout_corr`: a line with the
+    step, what was seen and the bound of the rule; the first time also why it matters and what to set. It is repeated after
+    10, 20, 40 and so on logging windows while it lasts. The same goes to W&B and trackio as an alert, if the run reports
+    there. The number of rules that hold is logged as `rollout_corr/monitor/alarms`.
 
     The trainers add a monitor by themselves, as `rollout_monitor` says. One that is passed to them takes its place.
 
@@ -50,13 +56,16 @@ class RolloutCorrectionMonitor(TrainerCallback):
     ```
     """
 
-    def __init__(self, action: str = "warn", preset: str | None = None, bounds: dict[str, Any] | str | None = None):
+    def __init__(
+        self, action: MonitorAction = "warn", preset: Preset | None = None, bounds: dict[str, Any] | str | None = None
+    ):
         if action not in MONITOR_ACTIONS:
             raise ValueError(f"`rollout_monitor` must be one of {', '.join(MONITOR_ACTIONS)}, got {action!r}.")
         if action == "tighten":
             check_name(preset)
         self.action, self.preset = action, preset
         self.tightened = False
+        self.reporters: CallbackHandler | None = None  # those of the trainer, which may send alerts
         self._examiner = Examiner(RULES, bounds=parse_bounds(bounds))
         self._restart()
 
@@ -78,7 +87,7 @@ class RolloutCorrectionMonitor(TrainerCallback):
         self._examiner.forget_streaks()  # what has been changed since gets its chance
         if self.action == "tighten" and any(TIGHTENED in entry for entry in state.log_history):
             self._tighten(args)
-            warn(f"The run that is resumed had been tightened, and goes on so: {self._description(args)}.")
+            report(f"The run that is resumed had been tightened, and goes on so: {self._description(args)}.")
 
     def on_log(self, args, state: TrainerState, control: TrainerControl, logs: dict[str, Any] | None = None, **kwargs):
         if not logs or not is_training_window(logs):
@@ -90,7 +99,7 @@ class RolloutCorrectionMonitor(TrainerCallback):
         if acted and self.action == "tighten":
             _add(TIGHTENED, 1, logs, state)
         for finding in findings:
-            self._say(finding, acted if finding is findings[0] else None)
+            self._say(finding, acted if finding is findings[0] else None, state)
 
     def on_epoch_end(self, args, state: TrainerState, control: TrainerControl, **kwargs):
         # `save_strategy="best"` takes the wish to save back if it evaluates in the step that stops
@@ -126,22 +135,34 @@ class RolloutCorrectionMonitor(TrainerCallback):
 
     # Messages ---------------------------------------------------------------------------------------------------------
 
-    def _say(self, finding: Finding, acted: str | None):
-        """Warn about a finding, unless it was said a short while ago."""
+    def _say(self, finding: Finding, acted: str | None, state: TrainerState):
+        """Speak about a finding, unless it was said a short while ago."""
         since = self._since.setdefault(finding.rule, finding.step)
         self._seen[finding.rule] = self._windows
         if any(finding.rule in RULES[rule].covers for rule in self._lately()):
             return  # the same cause, and more was said about it
+        explained = finding.rule in self._pauses
         due, pause = self._pauses.get(finding.rule, (self._windows, FIRST_PAUSE))
         if self._windows < due and not acted:
             return
         self._pauses[finding.rule] = self._windows + pause, 2 * pause
-        again = f", first at step {since}" if since < finding.step else ""
-        warn(f"Step {finding.step} ({finding.rule}{again}): {finding}{f' {acted}' if acted else ''}")
+        critical, done = finding.severity == "critical", [acted] if acted else []
+        again = f" since step {since}" if since < finding.step else ""
+        head = f"{_SYMBOLS[finding.severity]} step {finding.step}: {finding.in_short}{again}"
+        report(_with_details(head, done if explained else [*done, finding.why, finding.advice]), error=critical)
+        if self.reporters is not None and state.is_world_process_zero:
+            title, text = f"{finding.rule} at step {finding.step}", " ".join([str(finding), *done])
+            report_alert(self.reporters, title, text, critical=critical)
 
     def _lately(self) -> list[str]:
         """Causes that were seen a short while ago."""
         return [rule for rule, window in self._seen.items() if self._windows - window < FIRST_PAUSE]
+
+
+def _with_details(head: str, details: list[str]) -> str:
+    """A line, and sentences indented below it."""
+    fill = partial(textwrap.fill, width=110, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
+    return "\n".join([head, *map(fill, details)])
 
 
 def _add(key: str, value: int, logs: dict[str, Any], state: TrainerState):
@@ -151,18 +172,25 @@ def _add(key: str, value: int, logs: dict[str, Any], state: TrainerState):
         state.log_history[-1][key] = value
 
 
-def keep_last_monitor(handler: CallbackHandler):
-    """Of several monitors, keep the one that was given last: it takes the place of the others."""
-    *others, last = [x for x in handler.callbacks if isinstance(x, RolloutCorrectionMonitor)]
-    if others:
-        place = handler.callbacks.index(others[0])
-        handler.callbacks = [x for x in handler.callbacks if not isinstance(x, RolloutCorrectionMonitor)]
-        handler.callbacks.insert(place, last)
+def settle_monitors(handler: CallbackHandler):
+    """Of several monitors, keep the one that was given last: it takes the place of the others. It sends alerts from here."""
+    found = [x for x in handler.callbacks if isinstance(x, RolloutCorrectionMonitor)]
+    if not found:
+        return
+    first, last = found[0], found[-1]
+    place = handler.callbacks.index(first)
+    handler.callbacks = [x for x in handler.callbacks if not isinstance(x, RolloutCorrectionMonitor)]
+    handler.callbacks.insert(place, last)
+    last.reporters = handler
 
 
 def add_monitor(handler: CallbackHandler, args: RolloutCorrectionConfig):
     """Add the monitor of a configuration to the callbacks of a trainer, unless the user brings one."""
-    if args.rollout_monitor is None or any(isinstance(x, RolloutCorrectionMonitor) for x in handler.callbacks):
-        return
-    monitor = RolloutCorrectionMonitor(args.rollout_monitor, args.rollout_monitor_preset, args.rollout_monitor_bounds)
-    handler.callbacks.insert(0, monitor)  # before those that report what it adds to the log
+    if args.rollout_monitor is not None and not any(
+        isinstance(x, RolloutCorrectionMonitor) for x in handler.callbacks
+    ):
+        monitor = RolloutCorrectionMonitor(
+            args.rollout_monitor, args.rollout_monitor_preset, args.rollout_monitor_bounds
+        )
+        handler.callbacks.insert(0, monitor)  # before those that report what it adds to the log
+    settle_monitors(handler)

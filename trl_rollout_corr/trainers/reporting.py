@@ -1,6 +1,10 @@
-"""The histogram of the log-ratio, for the reporting backends that draw one. Scalars go through `Trainer.log`."""
+"""
+What trackers get besides the scalars, which go through `Trainer.log`: the histogram of the log-ratio, and alerts.
+"""
 
+import io
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from itertools import accumulate
 
 import numpy as np
@@ -75,3 +79,26 @@ def _add_to_tensorboard(writer, key: str, counts: np.ndarray, edges: np.ndarray,
         bucket_counts=counts.tolist(),
         global_step=step,
     )
+
+
+def report_alert(handler: CallbackHandler, title: str, text: str, *, critical: bool):
+    """
+    Send an alert to W&B and trackio, whichever the run reports to.
+
+    Args:
+        handler ([`~transformers.trainer_callback.CallbackHandler`]):
+            Callbacks of the trainer, on the main process.
+        title (`str`):
+            A few words; W&B takes 63 characters.
+        text (`str`):
+            What was seen, why it matters and what to do.
+        critical (`bool`):
+            Whether its level is that of an error, and not of a warning.
+    """
+    for callback in handler.callbacks:
+        if isinstance(callback, WandbCallback) and callback._initialized:
+            callback._wandb.run.alert(title[:63], text, level="ERROR" if critical else "WARN")
+        elif isinstance(callback, TrackioCallback) and callback._initialized:
+            levels = callback._trackio.AlertLevel
+            with redirect_stdout(io.StringIO()):  # where it would say everything a second time
+                callback._trackio.alert(title, text, level=levels.ERROR if critical else levels.WARN)

@@ -1,53 +1,90 @@
 """
-A run or a dump as one page: `python -m trl_rollout_corr report`.
+A run or a dump as one page, or two against each other: `python -m trl_rollout_corr report`.
 
-`summary`, `shares`, `tokens` and `advice` compute; `trends`, `distribution` and `rejected` make charts of it; `content` puts
-everything together; `page` and `markdown` write it down, with `drawing` for the pictures.
+`summary`, `shares`, `tokens`, `advice` and `verdict` compute; `trends`, `story`, `distribution` and `rejected` make charts of
+it; `content` puts everything together; `page`, `markdown` and `versus` write it down, with `drawing` for the pictures, and
+`markup` and `banner` for what pages have in common.
 """
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...messages import SelfContainedError, warn
 
 
-def write_report(source: str, output: str) -> str:
+if TYPE_CHECKING:
+    from ..run import Run
+
+
+def write_report(sources: Sequence[str], output: str) -> str:
     """
-    Write the report.
+    Write the report. Warns about what of a source is damaged or missing.
 
     Args:
-        source (`str`):
-            What to report on: a dump, a run, or a folder with both.
+        sources (`Sequence[str]`):
+            What to report on: a dump, a run, or a folder with both. Two of them are set against each other.
         output (`str`):
-            The file to write, which ends in `.html` or `.md`.
+            The file to write: a page in `.html`, text with its picture in `.md`, or the picture alone in `.png`.
 
     Returns:
         `str`: what was written, one file a line.
 
     Raises:
-        `ValueError`: in one line, if the source cannot be read or the output cannot be written.
+        `ValueError`: in one line that begins with the source that cannot be read, or the output that cannot be written.
     """
+    if len(sources) > 2:
+        raise SelfContainedError(
+            f"one run, or two to set against each other; got {len(sources)}: {', '.join(sources)}"
+        )
     path = Path(output)
-    if path.suffix not in (".html", ".md"):
-        raise ValueError(f"the output is {output!r}, and must end in .html or .md")
+    if path.suffix not in (".html", ".md", ".png"):
+        raise SelfContainedError(f"{output}: the output must end in .html, .md or .png")
     if not path.parent.is_dir():
-        raise ValueError(f"the output is {output!r}, but there is no folder {str(path.parent)!r}")
+        raise SelfContainedError(f"{output}: there is no folder {str(path.parent)!r} to write to")
     if path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise ValueError(f"the output is {output!r}, which cannot be written")
+        raise SelfContainedError(f"{output}: the output cannot be written")
     try:
         import matplotlib  # noqa: F401
     except ImportError:
         message = 'the report is drawn with matplotlib, which is missing: pip install "trl-rollout-corr[report]"'
-        raise ValueError(message) from None
-    # only now: these import matplotlib, and the line above has to be what says that it is missing
-    from ..run import read_run
-    from .content import build
-    from .markdown import files_of_markdown
-    from .page import page
-
-    report = build(read_run(Path(source)))
-    files = {path: page(report).encode()} if path.suffix == ".html" else files_of_markdown(report, path)
+        raise SelfContainedError(message) from None
+    files = _files([_read(source) for source in sources], sources, path)
     for file, content in files.items():
         _write(file, content)
     return "".join(f"{file}\n" for file in files)
+
+
+def _read(source: str) -> "Run":
+    from ..run import read_run
+
+    try:
+        run = read_run(Path(source))
+    except ValueError as error:
+        raise SelfContainedError(f"{source}: {error}") from None
+    for sentence in run.damage:
+        warn(f"{source}: {sentence}.")
+    return run
+
+
+def _files(runs: "Sequence[Run]", sources: Sequence[str], path: Path) -> dict[Path, bytes]:
+    """Content by path."""
+    # only now: these import matplotlib, and what says that it is missing has to come first
+    from .content import build
+    from .markdown import files_of_markdown, picture_of
+    from .page import page
+    from .versus import markdown_of_two, page_of_two, picture_of_two, set_against
+
+    if len(runs) == 1:
+        report = build(runs[0])
+        if path.suffix == ".md":
+            return files_of_markdown(report, path)
+        return {path: page(report).encode() if path.suffix == ".html" else picture_of(report)}
+    versus = set_against(runs[0], runs[1], (Path(sources[0]), Path(sources[1])))
+    if path.suffix == ".md":
+        return markdown_of_two(versus, path)
+    return {path: page_of_two(versus).encode() if path.suffix == ".html" else picture_of_two(versus)}
 
 
 def _write(path: Path, content: bytes):
@@ -58,4 +95,4 @@ def _write(path: Path, content: bytes):
         partial.replace(path)
     except OSError as error:
         partial.unlink(missing_ok=True)
-        raise ValueError(f"{str(path)!r} cannot be written: {error.strerror}") from None
+        raise SelfContainedError(f"{path}: cannot be written: {error.strerror}") from None

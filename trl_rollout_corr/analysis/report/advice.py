@@ -3,13 +3,22 @@
 import dataclasses
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ...config import RolloutCorrectionConfig
-from ...health import Finding
+from ..phase import healthy_phase
 from ..reading import Sequences
 from ..replay import batch_of
 from ..run import Run
 from ..spread import Spread, measure, suggest, suggest_bounds
-from ..text import number, yaml_lines
+from ..text import yaml_lines
+
+
+_NO_BOUNDS = (
+    "No bounds are made of these steps: an alarm was raised at step {} (`{}`), and nothing was dumped before it. They would "
+    "keep what they ought to reject. Do what the findings say first; `python -m trl_rollout_corr compare` shows what every "
+    "preset would do."
+)
 
 
 class Advice(NamedTuple):
@@ -20,7 +29,7 @@ class Advice(NamedTuple):
     yaml: str
 
 
-def advise(run: Run, findings: list[Finding]) -> list[Advice]:
+def advise(run: Run) -> list[Advice]:
     """Settings of the run, and those to try."""
     if run.dump is None:
         text = (
@@ -30,7 +39,13 @@ def advise(run: Run, findings: list[Finding]) -> list[Advice]:
         return [Advice("A dump first", text, "rollout_dump_dir: dump\nrollout_dump_steps: 10\n")]
     text = "Its settings, without those of the monitor and the dump."
     own = Advice("This run", text, yaml_lines(_own(run.dump.config)))
-    spread = _spread(run.dump.sequences)
+    phase = healthy_phase(run.logs, run.dump.config)
+    rows = run.dump.sequences.represents
+    if phase.alarm is not None and phase.last_step is not None:
+        rows = rows & (run.dump.sequences.step <= phase.last_step)
+        if not rows.any():
+            return [own, Advice("To try", _NO_BOUNDS.format(phase.alarm.step, phase.alarm.rule), "")]
+    spread = _spread(run.dump.sequences, rows)
     if spread is None:
         return [own]
     suggestion = suggest(spread, suggest_bounds(spread), run.dump.config)
@@ -43,16 +58,16 @@ def advise(run: Run, findings: list[Finding]) -> list[Advice]:
         "Bounds from the spread of these tokens, which reject at most 5 percent of them. "
         "`python -m trl_rollout_corr compare` shows what they and every preset would do to this dump."
     )
-    if any(finding.severity == "critical" for finding in findings):
-        text += " First do what the findings say: bounds made from unhealthy steps describe the disease."
+    if phase.alarm is not None:
+        text += f" Only steps to {phase.last_step} are counted, before the alarm at step {phase.alarm.step}."
     return [own, Advice("To try", text, yaml_lines(suggestion))]
 
 
-def _spread(sequences: Sequences) -> Spread | None:
+def _spread(sequences: Sequences, rows: np.ndarray) -> Spread | None:
     """That of which `compare` makes its suggestion."""
-    if not sequences.counted.any():
+    if not (sequences.counted & rows[sequences.row]).any():
         return None
-    tokens = batch_of(sequences, sequences.represents).tokens(RolloutCorrectionConfig())
+    tokens = batch_of(sequences, rows).tokens(RolloutCorrectionConfig())
     return measure(tokens.log_ratio, tokens.valid > 0) if tokens.lengths.any() else None
 
 
@@ -63,20 +78,3 @@ def _own(config: RolloutCorrectionConfig) -> dict[str, Any]:
     left_out = ("rollout_monitor", "rollout_dump", "rollout_correction_resolved")
     about_loss = [name for name in fields if not name.startswith(left_out)]
     return {name: fields[name] for name in about_loss if fields[name] != default[name] or name == "rollout_is"}
-
-
-def in_short(config: RolloutCorrectionConfig) -> str:
-    """The settings in a line."""
-    parts = [str(config.rollout_correction)] if config.rollout_correction else []
-    weights = f"{config.rollout_is} weights {_bounds(config.rollout_is_threshold)}"
-    parts.append(weights if config.rollout_is else "no weights")
-    thresholds: Any = config.rollout_rs_threshold or []
-    criteria = zip(config.rollout_rs or [], thresholds, strict=True)
-    parts += [f"{name} {_bounds(bound)}" for name, bound in criteria] or ["no rejection"]
-    parts.append(f"bypass, {config.rollout_loss_type}" if config.bypass_mode else "decoupled")
-    parts += ["metrics only"] if config.rollout_metrics_only else []
-    return "; ".join(parts)
-
-
-def _bounds(bound: Any) -> str:
-    return str(bound) if isinstance(bound, list) else f"up to {number(bound)}"

@@ -8,18 +8,31 @@ import numpy as np
 
 from ...health import Finding
 from ...keys import PREFIX
-from ...rules import HEALTHY, examine
+from ...rules import examine
 from ..reading import Sequences
 from ..run import Run
 from ..text import number, percent
-from .advice import Advice, advise, in_short
+from .advice import Advice, advise
 from .distribution import distribution, logged_histogram
-from .drawing import Chart
+from .drawing import Chart, Story
 from .rejected import rejected
 from .shares import Share, counted_shares, logged_shares
+from .story import story
 from .summary import summarise
 from .tokens import Worst, find_worst
 from .trends import POINTS, trends
+from .verdict import Verdict, judge, left_bands
+
+
+# Before the first of these words is used
+TERMS = (
+    "A completion is drawn by one policy, the *sampler* (the inference engine), and learned from by another, the *trainer*. "
+    "*d* is the log-probability of a token under the trainer minus that under the sampler, in nats: 0 where they agree. "
+    "*k3_kl*, the gap, is the mean of exp(d) - 1 - d over tokens, an estimate of the KL divergence from sampler to trainer. "
+    "A *weight* is exp(d) within bounds; the *effective sample size* is the share of a batch that weights leave. *Rejected* "
+    "tokens do not take part in the loss, and the *effective learning rate* is the part of the step that weights and "
+    "rejection leave."
+)
 
 
 class Section(NamedTuple):
@@ -38,8 +51,16 @@ class Report(NamedTuple):
     Args:
         name (`str`):
             Name of the run or dump.
+        verdict ([`~trl_rollout_corr.analysis.report.verdict.Verdict`]):
+            How it is doing.
+        about (`list[tuple[str, str]]`):
+            Model, trainer, correction, date and steps, as far as they are known: label and value.
+        damage (`list[str]`):
+            What could not be read, or is missing.
+        story ([`~trl_rollout_corr.analysis.report.drawing.Story`] or `None`):
+            What happened, in one picture; `None` without metrics.
         facts (`list[tuple[str, str]]`):
-            What it is about: label and value.
+            What it is made of: label and value.
         findings (`list[Finding]`):
             What is unhealthy.
         nothing (`str`):
@@ -55,6 +76,10 @@ class Report(NamedTuple):
     """
 
     name: str
+    verdict: Verdict
+    about: list[tuple[str, str]]
+    damage: list[str]
+    story: Story | None
     facts: list[tuple[str, str]]
     findings: list[Finding]
     nothing: str
@@ -76,34 +101,37 @@ def build(run: Run) -> Report:
         [`Report`]: what it says.
     """
     findings = examine(run.logs, run.dump.config if run.dump else None)
+    told = story({run.name: (run.logs, findings)})
     return Report(
         run.name,
+        judge(run.logs, findings, _windows(run)),
+        _about(run),
+        run.damage,
+        told,
         _facts(run),
         findings,
         f"Nothing unhealthy was found in {_windows(run)}." if run.logs else "There are no metrics to look at.",
-        _outside(run),
-        advise(run, findings),
-        [section for section in (_trends(run, findings), _distribution(run), _rejected(run)) if section],
+        left_bands(run.logs),
+        advise(run),
+        [section for section in (_trends(run, findings, told), _distribution(run), _rejected(run)) if section],
         find_worst(run.dump.sequences) if run.dump else None,
     )
-
-
-def _outside(run: Run) -> str:
-    """The rules wait for more than one unhealthy window, so that the last ones may have left a band without a finding."""
-    last = run.logs[-1] if run.logs else {}
-    names = [
-        f"`{name}` ({number(value)})"
-        for name, (low, high) in HEALTHY.items()
-        if (value := last.get(PREFIX + name)) is not None
-        and ((low is not None and value < low) or (high is not None and value > high))
-    ]
-    return f"At the last step, these were outside their healthy bands: {', '.join(names)}." if names else ""
 
 
 def _windows(run: Run) -> str:
     n = len(run.logs)
     kind = "logging window" if run.logged_by == "trainer" else "dumped step"
     return f"{n} {kind}{'' if n == 1 else 's'}"
+
+
+def _about(run: Run) -> list[tuple[str, str]]:
+    names = ("Model", "Trainer", "Correction", "Date")
+    found = [(name, value) for name, value in zip(names, run.about, strict=True) if value]
+    if run.logs:
+        last = run.logs[-1]["step"]
+        planned = f" of {run.planned}" if run.planned and run.planned > 0 else ""
+        found.append(("Last step", f"{last}{planned}"))
+    return found
 
 
 # Facts --------------------------------------------------------------------------------------------------------------------
@@ -114,7 +142,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     if run.logged_by == "trainer" and run.logs:
         facts.append(("Logged steps", f"{_span(entry['step'] for entry in run.logs)}, {_windows(run)}"))
     if run.dump is not None:
-        facts += [*_facts_of_dump(run.dump.sequences), ("Settings", in_short(run.dump.config))]
+        facts += _facts_of_dump(run.dump.sequences)
     return facts
 
 
@@ -139,8 +167,9 @@ def _span(steps: Iterable[int]) -> str:
 # Sections -----------------------------------------------------------------------------------------------------------------
 
 
-def _trends(run: Run, findings: list[Finding]) -> Section | None:
-    if not run.logs:
+def _trends(run: Run, findings: list[Finding], told: Story | None) -> Section | None:
+    charts = trends(run.logs, findings, {panel.name for panel in told.panels} if told else ())
+    if not charts:
         return None
     text = "Shaded green: healthy. Dashed red: where an alarm was first raised."
     if run.logged_by == "dump":
@@ -149,7 +178,7 @@ def _trends(run: Run, findings: list[Finding]) -> Section | None:
         text += (
             " Lines are means over windows of steps, and the pale bands reach from the lowest to the highest value."
         )
-    return Section("trends", "Trends", text, trends(run.logs, findings))
+    return Section("trends", "More trends", text, charts)
 
 
 def _distribution(run: Run) -> Section | None:
@@ -158,11 +187,11 @@ def _distribution(run: Run) -> Section | None:
         chart = logged_histogram(run.logs)
         return Section("distribution", title, "From the log; a dump says more.", [chart]) if chart else None
     summary = summarise(*run.dump)
-    text = "d = log p of the trainer - log p of the sampler, of a token of the loss. "
-    if summary.at_random:
-        text += "Counted over the sequences that were drawn at random, which represent the batch."
-    else:
-        text += (
+    if summary.spread == 0:
+        return Section("distribution", title, "Not at all: d is 0 at every token.", [])
+    text = "Counted over the sequences that were drawn at random, which represent the batch."
+    if not summary.at_random:
+        text = (
             "No sequence of this dump was drawn at random: these are the worst ones, and do not represent the batch."
         )
     return Section("distribution", title, text, distribution(summary))

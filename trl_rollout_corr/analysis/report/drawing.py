@@ -7,13 +7,16 @@ import re
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-from matplotlib import style, ticker
+from matplotlib import image, style, ticker
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from ..text import number, percent
 
@@ -33,6 +36,8 @@ _COLORS = {
 LIGHT, DARK = ({role: colors[i] for role, colors in _COLORS.items()} for i in (0, 1))
 # What is drawn for the page: one colour per role that occurs nowhere else, which becomes a variable of the style sheet
 _MARKS = {role: f"#0a0b{i:02x}" for i, role in enumerate(LIGHT)}
+_WIDE = 12.0  # inches
+_DPI = 110
 _SIZE = (5.0, 3.1)  # inches, of 72 units: on a phone, a unit is about a pixel
 _STYLE = {
     "font.size": 11,
@@ -72,6 +77,8 @@ class Chart(NamedTuple):
             Its rows.
         note (`str`, *optional*, defaults to `""`):
             What else there is to know.
+        flat (`str`, *optional*, defaults to `""`):
+            Says all there is to see, of a chart that would show nothing but a straight line.
     """
 
     name: str
@@ -81,14 +88,54 @@ class Chart(NamedTuple):
     columns: Sequence[str]
     rows: Sequence[Sequence[Any]]
     note: str = ""
+    flat: str = ""
+
+
+class Story(NamedTuple):
+    """
+    Charts below each other over the same steps, with lines through all of them.
+
+    Args:
+        title (`str`):
+            What they show together.
+        alt (`str`):
+            What is to be seen, for those who cannot.
+        panels (`Sequence[Chart]`):
+            The charts. Flat ones are drawn lower.
+        alarms (`Sequence[tuple[int, Sequence[str]]]`):
+            Steps at which there is a line, in order, and the names that are written at it.
+        columns (`Sequence[str]`):
+            Head of the table of plotted numbers.
+        rows (`Sequence[Sequence]`):
+            Its rows.
+        note (`str`):
+            What else there is to know.
+        runs (`Sequence[str]`, *optional*, defaults to `()`):
+            Names of the curves, where they are the same in all charts.
+    """
+
+    title: str
+    alt: str
+    panels: Sequence[Chart]
+    alarms: Sequence[tuple[int, Sequence[str]]]
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+    note: str
+    runs: Sequence[str] = ()
 
 
 # Parts of charts ----------------------------------------------------------------------------------------------------------
 
 
-def draw_line(axes: Axes, steps: Numbers, values: Numbers, color: str, label: str | None = None):
-    """A curve over optimizer steps, with dots if they are few."""
-    axes.plot(steps, values, color=color, marker="o" if len(steps) <= 12 else None, markersize=4, label=label)
+def draw_line(
+    axes: Axes, steps: Numbers, values: Numbers, color: str, label: str | None = None, *, under: bool = False
+):
+    """
+    A curve over optimizer steps, with dots if they are few. One under another is broad and pale, so that both are seen where
+    they meet.
+    """
+    broad = {"linewidth": 6.0, "alpha": 0.4, "solid_capstyle": "round"} if under else {"zorder": 3}
+    axes.plot(steps, values, color=color, marker="o" if len(steps) <= 12 else None, markersize=4, label=label, **broad)
 
 
 def draw_band(axes: Axes, colors: Colors, band: tuple[float | None, float | None]):
@@ -128,26 +175,119 @@ def svg(chart: Chart) -> str:
         _draw(chart, figure.add_subplot(), _MARKS)
         file = io.StringIO()
         figure.savefig(file, format="svg", transparent=True)
-    return _for_page(file.getvalue(), chart)
+    return _for_page(file.getvalue(), chart.name, chart.alt)
 
 
-def png(charts: Sequence[Chart], title: str) -> bytes:
-    """Charts in two columns, on white."""
-    rows = math.ceil(len(charts) / 2)
+def svg_of_story(story: Story, *, wide: bool) -> str:
+    """The story as an element of a page, wide or as narrow as a phone."""
+    size = (_WIDE, 0.25 + _height(story)) if wide else (_SIZE[0], 0.35 + 1.15 * _height(story))
+    with _style(_MARKS):
+        figure = Figure(figsize=size, layout="constrained")
+        _draw_story(story, figure, _MARKS, labels=16 if wide else 6)
+        file = io.StringIO()
+        figure.savefig(file, format="svg", transparent=True)
+    return _for_page(file.getvalue(), "story-wide" if wide else "story-narrow", story.alt)
+
+
+def png(title: str, lines: Sequence[str], story: Story | None, charts: Sequence[Chart]) -> bytes:
+    """A title, lines of text, the story, and charts in two columns, on white."""
+    wide = 2 * _SIZE[0] + 0.4
     with _style(LIGHT):
-        figure = Figure(figsize=(2 * _SIZE[0] + 0.4, rows * (_SIZE[1] + 0.3) + 0.5), layout="constrained")
-        figure.suptitle(title, fontsize=14, fontweight="bold", color=LIGHT["text"], parse_math=False)
-        parts = figure.subfigures(rows, 2, squeeze=False, wspace=0.04, hspace=0.04)
-        for part, chart in zip(parts.flat, charts, strict=False):
-            part.suptitle(chart.title, x=0.02, ha="left", fontsize=12, color=LIGHT["text"])
-            part.set_facecolor("none")
-            _draw(chart, part.add_subplot(), LIGHT)
-        file = io.BytesIO()
-        figure.savefig(file, format="png", dpi=110, facecolor="white", metadata={"Software": None})
+        rows = [[_text([(title, 14.0, "bold"), *((line, 11.0, "normal") for line in lines)], wide)]]
+        if story is not None:
+            rows.append([_picture((wide, _height(story)), partial(_draw_story, story, colors=LIGHT, labels=14))])
+        pictures = [_picture((wide / 2, _SIZE[1] + 0.3), partial(_draw_titled, chart)) for chart in charts]
+        rows += [pictures[i : i + 2] for i in range(0, len(pictures), 2)]
+    # put together here: one layout for all of them comes out differently from time to time, by a pixel
+    canvas = np.full((sum(len(row[0]) for row in rows), rows[0][0].shape[1], 4), 255, np.uint8)
+    top = 0
+    for row in rows:
+        left = 0
+        for picture in row:
+            height, width = picture.shape[:2]
+            canvas[top : top + height, left : left + width] = picture[:, : canvas.shape[1] - left]
+            left += width
+        top += len(row[0])
+    file = io.BytesIO()
+    image.imsave(file, canvas, format="png", dpi=_DPI, metadata={"Software": "trl-rollout-corr"})
     return file.getvalue()
 
 
-def _draw(chart: Chart, axes: Axes, colors: Colors):
+def _picture(size: tuple[float, float], draw: Callable[[Figure], object]) -> np.ndarray:
+    """Pixels of a figure of some inches."""
+    room = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.07)
+    figure = Figure(figsize=size, layout=room, dpi=_DPI, facecolor="white")
+    draw(figure)
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    return np.asarray(canvas.buffer_rgba())
+
+
+def _text(lines: Sequence[tuple[str, float, str]], width: float) -> np.ndarray:
+    """Lines of text, each with its size and weight."""
+    height = 0.2 + 0.27 * len(lines)
+
+    def write(figure: Figure):
+        for i, (text, size, weight) in enumerate(lines):
+            at = 1 - (0.3 + 0.27 * i) / height
+            figure.text(0.015, at, text, fontsize=size, fontweight=weight, color=LIGHT["text"], parse_math=False)
+
+    return _picture((width, height), write)
+
+
+def _draw_titled(chart: Chart, figure: Figure):
+    figure.suptitle(chart.title, x=0.02, ha="left", fontsize=12, color=LIGHT["text"])
+    _draw(chart, figure.add_subplot(), LIGHT)
+
+
+def _height(story: Story) -> float:
+    """Inches."""
+    return sum(map(_height_of_panel, story.panels)) + 0.35 + (0.3 if story.runs else 0.0)
+
+
+def _height_of_panel(panel: Chart) -> float:
+    return 0.75 if panel.flat else 1.5
+
+
+def _draw_story(story: Story, figure: Figure, colors: Colors, *, labels: int):
+    """Draw charts above each other. So many labels of alarms fit next to each other."""
+    ratios = [*map(_height_of_panel, story.panels)]
+    rows = figure.subplots(len(ratios), 1, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
+    for i, (panel, axes) in enumerate(zip(story.panels, rows, strict=True)):
+        _draw(panel, axes, colors, legend_right=True)
+        if story.runs and (legend := axes.get_legend()):
+            legend.remove()
+        axes.set_title(panel.title, loc="left", fontsize=11, color=colors["text"], pad=4.0)
+        for step, _ in story.alarms:
+            axes.axvline(step, color=colors["alarm"], linewidth=1.3, linestyle="--")
+        if i < len(rows) - 1:
+            axes.set_xlabel("")
+    # in the first chart, for its title is above it
+    for step, name in _labels(story.alarms, apart=np.ptp(rows[0].get_xlim()) / labels):
+        at = {"textcoords": "offset points", "xytext": (3, -2), "va": "top"}
+        rows[0].annotate(name, (step, 1.0), xycoords=("data", "axes fraction"), color=colors["alarm"], **at)
+    if story.runs:
+        named = {label: line for axes in rows for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+        figure.legend(
+            [named[name] for name in story.runs if name in named], [name for name in story.runs if name in named],
+            loc="outside upper left", ncols=2, frameon=False, handlelength=1.3, columnspacing=1.0, handletextpad=0.5,
+            labelcolor=colors["text"], borderpad=0.1,
+        )  # fmt: skip
+
+
+def _labels(alarms: Sequence[tuple[int, Sequence[str]]], apart: float) -> list[tuple[int, str]]:
+    """What is written at each line. Of lines that are too close to write between, the last has the names of all."""
+    labels: list[tuple[int, list[str]]] = []
+    for step, names in alarms:
+        here = [*names]
+        if labels and step - labels[-1][0] < apart:
+            before, others = labels[-1]
+            labels[-1], here = (before, []), [*others, *names]
+        labels.append((step, here))
+    return [(step, ", ".join(names[:3]) + ("..." if len(names) > 3 else "")) for step, names in labels]
+
+
+def _draw(chart: Chart, axes: Axes, colors: Colors, *, legend_right: bool = False):
     axes.grid(axis="y", linewidth=0.6)
     chart.draw(axes, colors)
     for axis, scale in ((axes.xaxis, axes.get_xscale()), (axes.yaxis, axes.get_yscale())):
@@ -157,10 +297,11 @@ def _draw(chart: Chart, axes: Axes, colors: Colors):
             _tick(axis, scale)
     handles, labels = axes.get_legend_handles_labels()
     if handles:  # above the axes, where no data is
-        axes.legend(
-            handles, labels, loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=4, frameon=False, borderpad=0.2,
-            handlelength=1.3, columnspacing=1.0, handletextpad=0.5, labelcolor=colors["text"],
+        legend = axes.legend(
+            handles, labels, bbox_to_anchor=(1.0, 0.97) if legend_right else (-0.02, 1.0), ncols=4, frameon=False,
+            borderpad=0.2, handlelength=1.3, columnspacing=1.0, handletextpad=0.5, labelcolor=colors["text"],
         )  # fmt: skip
+        legend.set_loc("lower right" if legend_right else "lower left")
 
 
 def _tick(axis: Axis, scale: str):
@@ -189,13 +330,13 @@ def _ink(colors: Colors) -> dict[str, Any]:
     return dict.fromkeys(keys, colors["text"]) | dict.fromkeys(lines, colors["muted"]) | {"grid.color": colors["grid"]}
 
 
-def _for_page(text: str, chart: Chart) -> str:
+def _for_page(text: str, name: str, alt: str) -> str:
     """Without what belongs in a file of its own, with identifiers of its own, and colours of the page."""
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", text, flags=re.DOTALL)
     text = re.sub(r"font-family: [^;\"]*;? ?", "", text)
     text = re.sub(r' id="(?!m|p|h)[^"]*"', "", text)  # only markers, clips and hatches are referred to
-    text = re.sub(r'( id="|url\(#|href="#)', rf"\g<1>{chart.name}-", text)
+    text = re.sub(r'( id="|url\(#|href="#)', rf"\g<1>{name}-", text)
     text = text.replace("xlink:href", "href").replace(' xmlns:xlink="http://www.w3.org/1999/xlink"', "")
     text = text.replace(' xmlns="http://www.w3.org/2000/svg"', "")
     text = re.sub(r"<svg width=\"[^\"]*\" height=\"[^\"]*\"", "<svg", text)
@@ -204,4 +345,4 @@ def _for_page(text: str, chart: Chart) -> str:
     # a hundredth of a pixel is enough
     text = re.sub(r"<[^>]*>", lambda tag: re.sub(r"(\d\.\d\d)\d+", r"\1", tag[0]), text)
     text = re.sub(r"\s*\n\s*", "\n", text)
-    return text.replace("<svg", f'<svg role="img" aria-label="{html.escape(chart.alt)}"', 1)
+    return text.replace("<svg", f'<svg role="img" aria-label="{html.escape(alt)}"', 1)

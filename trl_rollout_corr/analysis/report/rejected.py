@@ -29,6 +29,7 @@ def _chart(family: str, shares: list[Share]) -> Chart:
         (family, *(["tokens"] if counted else []), "rejected", "down-weighted"),
         [share if counted else (share.label, share.rejected, share.downweighted) for share in shares],
         f"{says.capitalize()}.",
+        "" if any(share.rejected or share.downweighted for share in shares) else "no group loses a token",
     )
 
 

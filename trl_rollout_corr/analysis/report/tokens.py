@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,15 +11,18 @@ from ..reading import Sequences
 
 
 _WORST = 20
-_PER_COMPLETION = 3  # of the worst, so that one broken completion does not hide the others
+# Of the furthest tokens, those with the same text are one row: a percent of all, within these limits
+_AMONG = (200, 2000)
+_PER_COMPLETION = 3  # rows, so that one broken completion does not hide the others
 _BROKEN = 10
 _EXCERPTS = 2
 _AROUND = 6  # tokens of context on either side
 _SHOWN = 240  # tokens of an excerpt
 
 
-class Token(NamedTuple):
-    """A token, where it is, and what the two policies say about it."""
+@dataclass
+class Token:
+    """A token, where it is, what the two policies say about it, and how many of the furthest tokens are like it."""
 
     step: int
     row: int
@@ -32,6 +36,7 @@ class Token(NamedTuple):
     kept: bool
     reward: float
     sampled: bool
+    times: int = 1
 
 
 class Excerpt(NamedTuple):
@@ -62,9 +67,13 @@ class Excerpt(NamedTuple):
 
 
 class Worst(NamedTuple):
-    """The worst tokens, excerpts of the first of their completions, and how many are broken, with the first of those."""
+    """
+    The worst tokens, each with its likes, among how many of the furthest they were counted, excerpts of the first of their
+    completions, and how many are broken, with the first of those.
+    """
 
     tokens: list[Token]
+    among: int
     excerpts: list[Excerpt]
     broken: list[Token]
     n_broken: int
@@ -72,33 +81,37 @@ class Worst(NamedTuple):
 
 def find_worst(sequences: Sequences) -> Worst:
     """The worst tokens of a dump."""
-    worst = _worst(sequences)
+    worst, among = _worst(sequences)
     first_of_row: dict[int, Token] = {}
     for token in worst:
         first_of_row.setdefault(token.row, token)
     broken = np.flatnonzero(sequences.broken)
     return Worst(
         worst,
+        among,
         [_excerpt(sequences, token) for token in list(first_of_row.values())[:_EXCERPTS]],
         [_token(sequences, int(i)) for i in broken[:_BROKEN]],
         len(broken),
     )
 
 
-def _worst(sequences: Sequences) -> list[Token]:
+def _worst(sequences: Sequences) -> tuple[list[Token], int]:
+    """One token of each text and sign of `d`, the furthest, and among how many tokens they were looked for."""
     size = np.where(sequences.valid, np.abs(sequences.log_ratio), -1.0)
-    many = 100 * _WORST  # to choose from, as a few completions may have most of them
-    largest: Any = np.argpartition(-size, min(many, len(size) - 1))[:many] if len(size) else []
-    found: list[Token] = []
+    among = int(np.clip(len(size) // 100, *_AMONG))
+    largest: Any = np.argpartition(-size, min(among, len(size) - 1))[:among] if len(size) else []
+    found: dict[tuple[str, bool], Token] = {}
     of_row: Counter[int] = Counter()
-    for i in sorted(largest, key=lambda i: (-size[i], i)):
-        if size[i] <= 0 or len(found) == _WORST:
-            break
+    furthest = [int(i) for i in sorted(largest, key=lambda i: (-size[i], i)) if size[i] > 0]
+    for i in furthest:
         row = int(sequences.row[i])
-        of_row[row] += 1
-        if of_row[row] <= _PER_COMPLETION:
-            found.append(_token(sequences, int(i)))
-    return found
+        key = sequences.text(row, i - int(sequences.starts[row])), bool(sequences.log_ratio[i] > 0)
+        if key in found:
+            found[key].times += 1
+        elif len(found) < _WORST and of_row[row] < _PER_COMPLETION:
+            of_row[row] += 1
+            found[key] = _token(sequences, i)
+    return list(found.values()), len(furthest)
 
 
 def _token(sequences: Sequences, i: int) -> Token:

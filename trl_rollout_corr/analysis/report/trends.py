@@ -1,6 +1,6 @@
 """Charts of what was logged, over the steps of a run."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ class Trend(NamedTuple):
 TRENDS = (
     Trend(
         "k3-kl",
-        "KL divergence, k3",
+        "Gap (k3_kl), nats per token",
         {f"{PREFIX}k3_kl": "all", f"{PREFIX}engine_k3_kl": "engine", f"{PREFIX}update_k3_kl": "updates since"},
         log=True,
     ),
@@ -46,7 +46,7 @@ TRENDS = (
     ),
 )
 POINTS = 250  # per curve; more cannot be told apart
-_ROLES = ("line", "second", "third")
+ROLES = ("line", "second", "third")
 
 Band = tuple[float | None, float | None]
 
@@ -60,13 +60,28 @@ class Curve(NamedTuple):
     highest: np.ndarray
 
 
-def trends(logs: Sequence[Mapping[str, Any]], findings: Sequence[Finding]) -> list[Chart]:
-    """One chart per trend that was logged, marked where something was found."""
-    charts = (_fan(trend, logs) if trend.fan else _chart(trend, logs, findings) for trend in TRENDS)
+def trends(logs: Sequence[Mapping[str, Any]], findings: Sequence[Finding], told: Collection[str]) -> list[Chart]:
+    """One chart per trend that was logged and is not told already, marked where something was found."""
+    rest = [trend for trend in TRENDS if trend.name not in told]
+    charts = (_fan(trend, logs) if trend.fan else _chart(trend, logs, findings) for trend in rest)
     return [chart for chart in charts if chart is not None]
 
 
-def _curves(trend: Trend, logs: Sequence[Mapping[str, Any]]) -> dict[str, Curve]:
+def is_flat(curve: Curve) -> bool:
+    """Whether there is nothing to see but a straight line."""
+    low, high = float(curve.lowest.min()), float(curve.highest.max())
+    return high - low <= 1e-6 + 1e-3 * abs(high)
+
+
+def in_short(curve: Curve) -> str:
+    steps, values, *_ = curve
+    if len(steps) > 1 and is_flat(curve):
+        return f"{number(float(values[-1]))} at every step"
+    ends = (0, -1) if len(steps) > 1 else (0,)
+    return ", ".join(f"{number(float(values[i]))} at step {number(round(steps[i]))}" for i in ends)
+
+
+def curves_of(trend: Trend, logs: Sequence[Mapping[str, Any]]) -> dict[str, Curve]:
     """Curves of a trend by label, short enough to draw."""
     curves = {}
     for key, label in trend.metrics.items():
@@ -81,28 +96,28 @@ def _curves(trend: Trend, logs: Sequence[Mapping[str, Any]]) -> dict[str, Curve]
 
 
 def _chart(trend: Trend, logs: Sequence[Mapping[str, Any]], findings: Sequence[Finding]) -> Chart | None:
-    curves = _curves(trend, logs)
+    curves = curves_of(trend, logs)
     main, label = next(iter(trend.metrics.items()))
     if label not in curves or (trend.name == "nonfinite" and not curves[label].highest.any()):
         return None
     metric = main.removeprefix(PREFIX)
     band = HEALTHY.get(metric, (None, None))
     alarms = sorted(finding.step for finding in findings if finding.key.removeprefix(PREFIX) == metric)
-    steps, values, *_ = curves[label]
-    ends = [f"{number(values[i])} at step {number(round(steps[i]))}" for i in ((0, -1) if len(steps) > 1 else (0,))]
-    says = f"{', '.join(ends)}.{_healthy(band)}{_alarms(alarms)}"
+    values = curves[label].means
+    says = f"{in_short(curves[label])}.{healthy(band)}{_alarms(alarms)}"
     return Chart(
         trend.name,
         trend.title,
         f"{trend.title} over steps, between {number(values.min())} and {number(values.max())}: {says}",
-        partial(_draw, curves=curves, band=band, alarms=alarms, log=trend.log),
+        partial(draw_curves, curves=curves, band=band, alarms=alarms, log=trend.log),
         ("step", *curves),
-        _rows(curves),
+        rows_of(curves),
         says,
+        says if all(map(is_flat, curves.values())) else "",
     )
 
 
-def _healthy(band: Band) -> str:
+def healthy(band: Band) -> str:
     low, high = band
     if low is None and high is None:
         return ""
@@ -115,20 +130,32 @@ def _alarms(steps: list[int]) -> str:
     return f" Alarm at step {' and '.join(map(str, steps))}." if steps else ""
 
 
-def _rows(curves: Mapping[str, Curve]) -> list[tuple[Any, ...]]:
+def rows_of(curves: Mapping[str, Curve]) -> list[tuple[Any, ...]]:
     """Values by step. Curves of the same run may have been logged at different steps."""
     values = [dict(zip(curve.steps, curve.means, strict=True)) for curve in curves.values()]
     steps = sorted(set().union(*values))
     return [(round(float(step), 1), *(of_step.get(step) for of_step in values)) for step in steps]
 
 
-def _draw(axes: Axes, colors: Colors, *, curves: Mapping[str, Curve], band: Band, alarms: list[int], log: bool):
+def draw_curves(
+    axes: Axes,
+    colors: Colors,
+    *,
+    curves: Mapping[str, Curve],
+    band: Band,
+    alarms: list[int],
+    log: bool,
+    roles: Sequence[str] = ROLES,
+    versus: bool = False,
+):
+    """Curves, of which the first is on top of its parts; those of two runs are equals."""
     log = log and all(curve.lowest.min() > 0 for curve in curves.values())
     if log:
         axes.set_yscale("log")
-    for role, (label, curve) in zip(_ROLES, curves.items(), strict=False):
+    for i, (role, (label, curve)) in enumerate(zip(roles, curves.items(), strict=False)):
         axes.fill_between(curve.steps, curve.lowest, curve.highest, color=colors[role], alpha=0.2, linewidth=0)
-        draw_line(axes, curve.steps, curve.means, colors[role], label if len(curves) > 1 else None)
+        named = label if versus or len(curves) > 1 else None
+        draw_line(axes, curve.steps, curve.means, colors[role], named, under=i > 0 and not versus)
     axes.set_ylim(*_limits(curves, band, log))
     if band != (None, None) and band[1] != 0:
         draw_band(axes, colors, band)
@@ -150,7 +177,7 @@ def _limits(curves: Mapping[str, Curve], band: Band, log: bool) -> tuple[float, 
 
 def _fan(trend: Trend, logs: Sequence[Mapping[str, Any]]) -> Chart | None:
     """Percentiles, one within another."""
-    curves = _curves(trend, logs)
+    curves = curves_of(trend, logs)
     if len(curves) < len(PERCENTILES) or len({len(curve.steps) for curve in curves.values()}) > 1:
         return None
     low, high = (number(float(curves[label].means[-1])) for label in ("p1", "p99"))
@@ -161,7 +188,7 @@ def _fan(trend: Trend, logs: Sequence[Mapping[str, Any]]) -> Chart | None:
         f"Percentiles of the log-ratio over steps; {ends}.",
         partial(_draw_fan, curves=curves),
         ("step", *curves),
-        _rows(curves),
+        rows_of(curves),
         f"{ends.capitalize()}.",
     )
 

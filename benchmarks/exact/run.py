@@ -1,0 +1,143 @@
+"""
+Bias, variance and direction of the policy gradient under every preset, counted over all completions of a small space.
+
+    python benchmarks/exact/run.py
+
+No training, no sampling, no noise: four minutes on one core, or seven seconds with `--lengths 2 4 --seeds 1`. Writes
+`results.json` and `exact.png`, and prints the tables of `README.md`.
+"""
+
+import argparse
+import json
+import math
+import statistics
+from collections import defaultdict
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from errors import error_of, gap
+from figure import draw
+from policies import KINDS, make_problem
+
+from trl_rollout_corr import RolloutCorrectionConfig
+from trl_rollout_corr.presets import PRESETS
+
+
+FOLDER = Path(__file__).parent
+SPACES = {2: 6, 4: 6, 6: 6, 9: 3, 14: 2}  # tokens of a completion: size of the vocabulary
+STRENGTHS = (0.003, 0.01, 0.03, 0.06, 0.1, 0.2, 0.3, 0.5, 0.8, 1.2)
+MEASURES = ("alignment", "cosine", "bias", "spread")
+# Gaps are counted in these bins of `s`.
+BINS = (0.0, 0.01, 0.03, 0.1, 0.3, 1.0, math.inf)
+
+
+def measure(configs: dict[str, RolloutCorrectionConfig], seeds: int, spaces: dict[int, int]) -> list[dict]:
+    """One row per problem and sampler, with the error of each setting."""
+    rows = []
+    for length, size in spaces.items():
+        for seed in range(seeds):
+            problem = make_problem(length, size, seed)
+            for kind, perturbation in KINDS.items():
+                for strength in STRENGTHS:
+                    table = perturbation(problem, strength, seed)
+                    setting = {"kind": kind, "strength": strength, "length": length, "seed": seed}
+                    setting |= asdict(gap(problem, table))
+                    if setting["s"] == 0 and setting["lost"] < 1e-12:
+                        continue  # as the policy itself
+                    errors = {name: asdict(error_of(problem, table, config)) for name, config in configs.items()}
+                    rows.append({**setting, "errors": errors})
+    return rows
+
+
+def same(rows: list[dict]) -> dict[str, list[str]]:
+    """Presets that make the same gradient at the first visit of a batch, by the first of them."""
+    groups = defaultdict(list)
+    for name in rows[0]["errors"]:
+        groups[tuple(round(row["errors"][name]["alignment"], 9) for row in rows)].append(name)
+    return {names[0]: names for names in groups.values()}
+
+
+def by_gap(rows: list[dict]) -> dict[tuple[int, float], list[dict]]:
+    """Rows of a length, and of a bin of `s`, by its lower end."""
+    groups = defaultdict(list)
+    for row in rows:
+        low = max(bound for bound in BINS if bound <= row["s"])
+        groups[row["length"], low].append(row)
+    return dict(sorted(groups.items()))
+
+
+def typical(rows: list[dict], measure: str) -> dict[str, float]:
+    """Mean of a measure over some rows, by setting; of errors, of their logarithm, so that one row does not decide."""
+    values = {name: [row["errors"][name][measure] for row in rows] for name in rows[0]["errors"]}
+    if measure == "bias":
+        return {name: statistics.geometric_mean(max(v, 1e-9) for v in x) for name, x in values.items()}
+    return {name: statistics.fmean(x) for name, x in values.items()}
+
+
+def print_best(rows: list[dict], names: list[str]):
+    """Per length and gap: what is most aligned with the true gradient, and what uncorrected data are."""
+    print("| tokens | s | problems | best | alignment | worst | alignment | no correction | token weights |")
+    print("| --- |" + " --- |" * 8)
+    for (length, low), some in by_gap(rows).items():
+        aligned = {name: typical(some, "alignment")[name] for name in names}
+        ordered = sorted(names, key=lambda name: -aligned[name])
+        best = [name for name in ordered if aligned[name] > aligned[ordered[0]] - 0.002]
+        shown = ", ".join(best[:3]) + (f" and {len(best) - 3} more" if best[3:] else "")
+        high = BINS[BINS.index(low) + 1]
+        print(
+            f"| {length} | {low:g} to {high:g} | {len(some)} | {shown} | {aligned[best[0]]:.3f} | {ordered[-1]} "
+            f"| {aligned[ordered[-1]]:.3f} | {aligned['disabled']:.3f} | {aligned['decoupled_token_is']:.3f} |"
+        )
+
+
+def print_all(rows: list[dict], names: list[str], measure: str):
+    """One line per setting: the measure by bin of the gap, over all lengths and kinds."""
+    groups = defaultdict(list)
+    for (_, low), some in by_gap(rows).items():
+        groups[low] += some
+    print(f"| {measure} | " + " | ".join(f"s from {low:g}" for low in sorted(groups)) + " |")
+    print("| --- |" + " --- |" * len(groups))
+    columns = [typical(groups[low], measure) for low in sorted(groups)]
+    for name in sorted(names, key=lambda name: -columns[-2][name]):
+        print(f"| {name} | " + " | ".join(f"{column[name]:.3f}" for column in columns) + " |")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=4)
+    parser.add_argument("--lengths", type=int, nargs="+", default=list(SPACES), choices=SPACES)
+    parser.add_argument("--output", type=Path, default=FOLDER)
+    args = parser.parse_args()
+
+    torch.set_num_threads(1)
+    configs = {name: RolloutCorrectionConfig.from_preset(name) for name in PRESETS}
+    groups = same(measure(configs, 1, {length: SPACES[length] for length in (2, 4)}))
+    chosen = {name: configs[name] for name in groups}
+    rows = measure(chosen, args.seeds, {length: SPACES[length] for length in args.lengths})
+    args.output.mkdir(parents=True, exist_ok=True)
+    draw(rows, args.output / "exact.png")
+    for first, names in groups.items():
+        print(f"- {first}" + (f", as {', '.join(names[1:])}" if names[1:] else ""))
+    print()
+    print_best(rows, list(groups))
+    for name in MEASURES:
+        print()
+        print_all(rows, list(groups), name)
+    (args.output / "results.json").write_text(json.dumps(summary(rows), indent=1))
+
+
+def summary(rows: list[dict]) -> list[dict]:
+    """What the tables are made of: per length and gap, each measure of each setting."""
+    found = []
+    for (length, low), some in by_gap(rows).items():
+        measures = {
+            name: {setting: float(f"{value:.4g}") for setting, value in typical(some, name).items()}
+            for name in MEASURES
+        }
+        found.append({"length": length, "s_from": low, "problems": len(some), **measures})
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,22 @@
+"""Imported before all else by the examples: what libraries read when they are imported, so that they say only what matters."""
+
+import logging
+import os
+import sys
+import warnings
+
+
+# vLLM says a hundred lines about itself. Before it has read this variable, some more about what a CPU lacks.
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+logging.getLogger("vllm").setLevel(logging.ERROR)
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # vLLM on a CPU says by it to which memory it is bound
+warnings.filterwarnings("ignore", category=FutureWarning)  # addressed to those who write libraries
+
+# Of vLLM on a CPU: a small key-value cache, and the engine in this process
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+
+if os.environ.get("RANK", "0") == "0":
+    print("Loading PyTorch, TRL and vLLM ...", file=sys.stderr, flush=True)

@@ -1,0 +1,149 @@
+"""What the quickstart shows: a line per look at the held-out prompts, a table at the end, and a picture of all runs."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from sorting import accuracy
+from transformers import TrainerCallback
+
+
+RESULT = "quickstart.json"  # in the folder of a run; empty until the run is over
+
+
+class Progress(TrainerCallback):
+    """Prints a line per look at the held-out prompts, and keeps what the picture needs."""
+
+    def __init__(self, tokenizer, every: int):
+        self.tokenizer, self.every = tokenizer, every
+        self.steps, self.accuracy = [], []
+        self.began = time.monotonic()
+
+    def look(self, step: int, last: int, model, log: dict):
+        self.steps.append(step)
+        self.accuracy.append(accuracy(model, self.tokenizer))
+        columns = [f"{self.accuracy[-1]:>8.2f}"]
+        for key in ("k3_kl", "rollout_is_eff_sample_size", "rollout_rs_masked_fraction"):
+            value = log.get(f"rollout_corr/{key}")
+            columns.append(f"{value:>11.3f}" if value is not None else f"{'-':>11}")
+        elapsed = time.monotonic() - self.began
+        left = minutes(elapsed / step * (last - step)) if step else "-"
+        print(f"{step:>4}/{last} {' '.join(columns)} {minutes(elapsed):>8} {left:>6}", flush=True)
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self.began = time.monotonic()
+        header = f"{'held-out':>8} {'KL (k3)':>11} {'sample size':>11} {'rejected':>11} {'elapsed':>8} {'left':>6}"
+        print(f"\n{'step':>{5 + len(str(state.max_steps))}} {header}")
+        self.look(0, state.max_steps, model, {})
+
+    def on_log(self, args, state, control, logs=None, model=None, **kwargs):
+        if state.global_step % self.every == 0 and "loss" in logs:
+            self.look(state.global_step, state.max_steps, model, logs)
+
+
+def minutes(seconds: float) -> str:
+    return f"{round(seconds) // 60}:{round(seconds) % 60:02}"
+
+
+def conclude(
+    name: str, progress: Progress, log_history: list[dict], folders: list[Path], family: Path, seconds: float
+):
+    """
+    Save what came out of a run, and show it beside the other runs.
+
+    Args:
+        name (`str`):
+            Name of the run.
+        progress ([`Progress`]):
+            What it saw.
+        log_history (`list[dict]`):
+            What the trainer logged.
+        folders (`list[Path]`):
+            The folder of the run, and before it that of a run to report beside it.
+        family (`Path`):
+            The folder whose subfolders are the runs to draw together.
+        seconds (`float`):
+            How long it took.
+    """
+    history = [entry for entry in log_history if "rollout_corr/kl" in entry]
+    result = {"name": name, "steps": progress.steps, "accuracy": progress.accuracy, "history": history}
+    (folders[-1] / RESULT).write_text(json.dumps(result))
+    results = [json.loads(path.read_text()) for path in find_results(folders[-1], family)]
+    print_table(result)
+    if len(results) > 1:
+        print("\nAll runs in the picture, held-out accuracy before and after:")
+        for other in results:
+            print(f"  {other['accuracy'][0]:.2f} -> {after(other):.2f}  {other['name']}")
+    draw(results, family / "quickstart.png")
+    print(f"\n{minutes(seconds)} minutes. Picture: {family / 'quickstart.png'}")
+    print(
+        f"Next, every trend and the worst tokens on one page:\n    {command()} report {' '.join(map(str, folders))} -o report.html"
+    )
+
+
+def find_results(folder: Path, family: Path) -> list[Path]:
+    """Those of the runs that are over, in order of time."""
+    found = {path.resolve() for path in [folder / RESULT, *family.glob(f"*/{RESULT}")] if path.stat().st_size}
+    return sorted(found, key=lambda path: path.stat().st_mtime)
+
+
+def after(result: dict) -> float:
+    """Accuracy at the end: mean of the last three looks."""
+    last = result["accuracy"][-3:]
+    return sum(last) / len(last)
+
+
+def command() -> str:
+    """The command line of the package, of the environment that this runs in."""
+    script = Path(sys.executable).with_name("trl-rollout-corr")
+    if not script.exists():
+        return "python -m trl_rollout_corr"
+    return str(script.relative_to(Path.cwd())) if script.is_relative_to(Path.cwd()) else str(script)
+
+
+def average(history: list[dict], key: str) -> float | None:
+    """Mean of a metric over the last quarter of the run."""
+    values = [entry[f"rollout_corr/{key}"] for entry in history if f"rollout_corr/{key}" in entry]
+    values = values[-max(len(values) // 4, 1) :]
+    return sum(values) / len(values) if values else None
+
+
+def print_table(result: dict):
+    history, before = result["history"], result["accuracy"][0]
+    size, rejected = average(history, "rollout_is_eff_sample_size"), average(history, "rollout_rs_masked_fraction")
+    rows = {
+        "held-out accuracy before": f"{before:.2f}",
+        "held-out accuracy after": f"{after(result):.2f}   (mean of the last three looks)",
+        "KL from sampler to trainer": f"{average(history, 'k3_kl'):.3f}   (nats per token; 0: the same policy)",
+        "effective sample size": "-" if size is None else f"{size:.2f}   (share of the batch that the weights leave)",
+        "tokens kept": "1.00" if rejected is None else f"{1 - rejected:.2f}",
+    }
+    width = max(map(len, rows))
+    print("\n" + "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items()))
+    if after(result) > before + 0.05:
+        verdict = "The sampler is behind the policy being trained, and the policy improved all the same."
+    elif after(result) < before - 0.05:
+        verdict = "The sampler is behind the policy being trained, and its data made the policy worse."
+    else:
+        verdict = "The policy neither improved nor collapsed; try another `--rollout_correction`."
+    print(f"\n{verdict}")
+
+
+def draw(results: list[dict], path: Path):
+    """Draw all runs into one picture."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4 + 0.25 * len(results)), layout="constrained")
+    for result in results:
+        left.plot(result["steps"], result["accuracy"], marker="o", label=result["name"])
+        steps = [entry["step"] for entry in result["history"]]
+        right.plot(steps, [entry["rollout_corr/k3_kl"] for entry in result["history"]])
+    left.set(xlabel="optimizer step", ylabel="exact answers on held-out prompts", ylim=(0, 1))
+    right.set(xlabel="optimizer step", ylabel="KL from sampler to trainer (nats per token)", yscale="log")
+    figure.legend(loc="outside lower left", frameon=False)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

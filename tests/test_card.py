@@ -1,0 +1,33 @@
+"""The card of a trained model names the model and the correction."""
+
+import pytest
+
+from tests.tiny import StaleSampler
+from tests.training import TRAINERS, build
+from trl_rollout_corr import __url__, __version__
+from trl_rollout_corr.trainers.card import complete_card
+
+
+def test_a_checkpoint_has_a_card(tiny_model_path, tmp_path):
+    trainer = build(
+        *TRAINERS["grpo"], tiny_model_path, tmp_path / "mine", sampler=StaleSampler(tiny_model_path),
+        rollout_rs="seq_mean_k1", rollout_rs_threshold=1.1, save_strategy="steps", save_steps=2, max_steps=2,
+    )  # fmt: skip
+    trainer.train()
+    card = (tmp_path / "mine" / "README.md").read_text()
+    assert "# Model Card for mine" in card
+    assert "fine-tuned version of `tiny0`" in card
+    assert f"[trl-rollout-corr]({__url__}) {__version__}" in card
+    assert "decoupled_token_is; token weights up to 2; seq_mean_k1 in [0.909091, 1.1]; decoupled" in card
+    assert f"- trl-rollout-corr: {__version__}" in card
+    assert "rollout-correction" in card.split("---")[1]  # a tag
+    assert "None" not in card
+    trainer.create_model_card()  # as a user might, without a name
+    assert "# Model Card for mine" in (tmp_path / "mine" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("text", ["", "# Another template\n"])
+def test_a_card_of_another_form_gets_it_at_its_end(text):
+    card = complete_card(text, "org/model", "out", "disabled; no weights")
+    assert card.startswith(text)
+    assert "`disabled; no weights`" in card

@@ -1,0 +1,161 @@
+"""What is installed: everything that is needed, nothing that is not, and links that lead somewhere."""
+
+import ast
+import email
+import importlib.metadata
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import tomllib
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+import trl_rollout_corr
+from tests.launching import ROOT, output_of
+from trl_rollout_corr.__main__ import main
+from trl_rollout_corr.shipped import write_recipes
+
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+FROM_TRL = {"accelerate", "datasets", "transformers"}  # TRL says which releases
+NAMES = {"yaml": "pyyaml"}  # of distributions, where a module has another
+
+
+def test_all_that_is_imported_is_declared():
+    declared = {re.match(r"[\w-]+", entry)[0] for entry in PROJECT["dependencies"]}
+    optional = {"matplotlib", "vllm", "peft", "wandb", "trackio", "deepspeed"}
+    for path in Path(trl_rollout_corr.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            modules += [node.module] if isinstance(node, ast.ImportFrom) and not node.level else []
+            for module in {module.split(".")[0] for module in modules} - set(sys.stdlib_module_names):
+                name = NAMES.get(module, module)
+                assert name in declared | FROM_TRL | optional | {"trl_rollout_corr"}, f"{path.name} imports {module}"
+    trl = {re.match(r"[\w-]+", entry)[0] for entry in importlib.metadata.requires("trl")}
+    assert trl >= FROM_TRL
+
+
+def test_the_version_is_the_same_everywhere(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    version = trl_rollout_corr.__version__
+    assert capsys.readouterr().out == f"trl-rollout-corr {version}\n"
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == version
+    assert f"## {version}" in (ROOT / "CHANGELOG.md").read_text()
+    assert PROJECT["urls"]["Homepage"] == citation["repository-code"] == trl_rollout_corr.__url__
+
+
+def test_recipes_are_written_out_once(tmp_path, capsys):
+    assert main(["recipes", str(tmp_path / "new")]) == 0
+    assert "accelerate launch" in capsys.readouterr().out
+    for path in [*ROOT.glob("recipes/**/*.*"), *ROOT.glob("examples/*.py")]:
+        assert (tmp_path / "new" / path.relative_to(ROOT)).read_bytes() == path.read_bytes()
+    assert not list(tmp_path.rglob("__pycache__"))
+    assert main(["recipes", str(tmp_path / "new")]) == 2
+    assert "has recipes and examples already" in capsys.readouterr().err
+
+
+def test_what_it_says_next_exists(tmp_path):
+    for path in re.findall(r"(?:recipes|examples)/\S+\.\w+", write_recipes(tmp_path)):
+        assert (tmp_path / path).exists()
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> Path:
+    """A folder with wheel and source distribution, built with what the development tools bring."""
+    for module in ("build", "hatchling", "hatch_fancy_pypi_readme"):
+        if importlib.util.find_spec(module) is None:
+            pytest.skip(f"{module} is not installed; `make setup` brings it")
+    folder = tmp_path_factory.mktemp("dist")
+    output_of(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT))
+    return folder
+
+
+def wheel_of(folder: Path) -> Path:
+    return next(folder.glob("*.whl"))
+
+
+def test_the_wheel_has_the_package_and_the_recipes(built):
+    names = set(zipfile.ZipFile(wheel_of(built)).namelist())
+    for path in Path(trl_rollout_corr.__file__).parent.rglob("*.py"):
+        assert str(path.relative_to(ROOT)) in names
+    assert "trl_rollout_corr/py.typed" in names
+    assert "trl_rollout_corr/analysis/report/page.css" in names
+    for path in [*ROOT.glob("recipes/**/*.*"), *ROOT.glob("examples/*.py")]:
+        assert f"trl_rollout_corr/shipped/{path.relative_to(ROOT)}" in names
+    assert not [name for name in names if name.endswith(".pyc")]
+    assert {name.split("/")[0] for name in names} == {
+        "trl_rollout_corr",
+        f"trl_rollout_corr-{trl_rollout_corr.__version__}.dist-info",
+    }
+
+
+def test_links_of_the_description_lead_out_of_the_repository(built):
+    with zipfile.ZipFile(wheel_of(built)) as wheel:
+        (name,) = [name for name in wheel.namelist() if name.endswith("/METADATA")]
+        metadata = email.message_from_bytes(wheel.read(name))
+    text = metadata.get_payload()
+    links = re.findall(r"\]\(([^)]+)\)", text)
+    assert len(links) > 10
+    assert [link for link in links if not link.startswith(("https://", "#"))] == []
+    (image,) = re.findall(r"!\[[^]]*\]\(([^)]+)\)", text)
+    prefix = "https://raw.githubusercontent.com/trl-rollout-corr/trl-rollout-corr/main/"
+    assert (ROOT / image.removeprefix(prefix)).is_file()
+    for link in links:
+        if "/blob/main/" in link:
+            assert (ROOT / link.split("/blob/main/")[1].split("#")[0]).exists(), link
+
+
+def test_the_source_distribution_is_clean(built):
+    with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
+        names = [name.split("/", 1)[1] for name in archive.getnames()]
+    for needed in (
+        "recipes/grpo/cpu.yaml",
+        "examples/quickstart.py",
+        "tests/test_packaging.py",
+        "LICENSE",
+        "Makefile",
+    ):
+        assert needed in names
+    allowed = {"trl_rollout_corr", "benchmarks", "docs", "examples", "recipes", "tests"}
+    files = {
+        ".gitignore", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "Makefile", "PKG-INFO", "README.md",
+        "README.zh-CN.md", "mkdocs.yml", "pyproject.toml",
+    }  # fmt: skip
+    assert {name.split("/")[0] for name in names} == allowed | files
+    assert not [name for name in names if "__pycache__" in name or name.endswith((".pyc", ".partial"))]
+
+
+@pytest.mark.slow
+def test_the_wheel_works_in_an_empty_environment(built, tmp_path):
+    venv.create(tmp_path / "empty", with_pip=True)
+    run_in = tmp_path / "empty/bin"
+    (tmp_path / "constraints.txt").write_text(f"torch=={torch.__version__}\n")  # the build for CPUs
+    command = [str(run_in / "python"), "-m", "pip", "install", "--quiet", str(wheel_of(built))]
+    command += ["--constraint", str(tmp_path / "constraints.txt")]
+    command += ["--extra-index-url", "https://download.pytorch.org/whl/cpu"]
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+    def call(*command: str) -> str:
+        process = subprocess.run(command, cwd=tmp_path, env=clean, capture_output=True, text=True, check=False)
+        assert process.returncode == 0, process.stderr[-3000:]
+        return process.stdout
+
+    call(*command)
+    tool = str(run_in / "trl-rollout-corr")
+    assert trl_rollout_corr.__version__ in call(tool, "--version")
+    assert "Wrote" in call(tool, "recipes", "written")
+    assert (tmp_path / "written/recipes/grpo/cpu.yaml").exists()
+    (tmp_path / "old.yaml").write_text("algorithm:\n  rollout_correction:\n    rollout_is: token\n")
+    assert "rollout_is" in call(tool, "convert", "old.yaml")
+    call(str(run_in / "python"), "-c", "from trl_rollout_corr import *")

@@ -1,0 +1,50 @@
+"""The site builds strictly: every link and anchor leads somewhere, every page is reached, and every public name is in it."""
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+import trl_rollout_corr
+from tests.launching import ROOT, run
+
+
+MKDOCS = next(
+    (path for path in (ROOT / ".venv-docs/bin/mkdocs", shutil.which("mkdocs")) if path and Path(path).exists()), None
+)
+pytestmark = pytest.mark.skipif(MKDOCS is None, reason="mkdocs is not installed; `make docs` installs it")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    process = run(str(MKDOCS), "build", "--strict", "--site-dir", str(folder), NO_MKDOCS_2_WARNING="1")
+    assert process.returncode == 0, process.stderr[-3000:]
+    return folder
+
+
+def test_every_document_is_a_page(site):
+    for path in (ROOT / "docs").glob("*.md"):
+        page = "index.html" if path.stem == "README" else f"{path.stem}/index.html"
+        assert (site / page).exists()
+        assert f"/{page.removesuffix('index.html')}index.md" in (site / "llms.txt").read_text()
+    assert (site / "sample/report.html").read_bytes() == (ROOT / "docs/sample/report.html").read_bytes()
+
+
+def test_links_out_of_the_documents_lead_to_the_repository(site):
+    prefix = f"{trl_rollout_corr.__url__}/blob/main/"
+    found = set(re.findall(rf'href="{prefix}([^"#]+)', (site / "index.html").read_text()))
+    assert {"README.md", "recipes/README.md"} <= found
+    for page in site.rglob("*.html"):
+        for path in re.findall(rf'href="{prefix}([^"#]+)', page.read_text()):
+            assert (ROOT / path).exists() or os.sep not in path, (page, path)
+
+
+def test_python_has_every_public_name_and_its_fields(site):
+    text = (site / "api/index.html").read_text()
+    for name in trl_rollout_corr.__all__:
+        assert f'id="trl_rollout_corr.{name}"' in text
+    for field in trl_rollout_corr.RolloutCorrectionConfig.__dataclass_fields__:
+        assert field in text

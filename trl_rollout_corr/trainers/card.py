@@ -1,0 +1,35 @@
+"""The model card of a trained model: TRL's, with the model and the correction named."""
+
+from pathlib import Path
+
+from .. import __url__, __version__
+
+
+def complete_card(text: str, model: str, output_dir: str, correction: str) -> str:
+    """
+    Say in a model card which model was trained, and with which correction.
+
+    Args:
+        text (`str`):
+            TRL's card.
+        model (`str`):
+            Name or path of the model that was trained.
+        output_dir (`str`):
+            Where the trained model is. Its name is that of the model, if TRL was given none.
+        correction (`str`):
+            The settings in a line.
+
+    Returns:
+        `str`: the card. What TRL writes otherwise than expected stays as it is.
+    """
+    about = (
+        f"The mismatch between the policy that sampled and the policy that trained was handled by "
+        f"[trl-rollout-corr]({__url__}) {__version__}, with `{correction}`.\n\n"
+    )
+    text = text.replace("# Model Card for None", f"# Model Card for {Path(output_dir).name}")
+    text = text.replace("[None](https://huggingface.co/None)", f"`{Path(model).name}`")  # TRL does not link folders
+    text = text.replace('model="None"', f'model="{output_dir}"')
+    text = text.replace(
+        "### Framework versions\n\n", f"{about}### Framework versions\n\n- trl-rollout-corr: {__version__}\n"
+    )
+    return text if about in text else f"{text}\n{about}"

@@ -1,0 +1,113 @@
+"""What training prints: one line per log. Trackers still get everything."""
+
+import logging
+import sys
+import time
+from typing import Any
+
+from tqdm.auto import tqdm
+from transformers import PrinterCallback, ProgressCallback, TrainerControl, TrainerState
+from transformers.trainer_callback import CallbackHandler
+
+from .. import __version__
+from ..keys import PREFIX
+from ..messages import logger
+from .monitor import ALARMS
+
+
+# What a line shows of a log, where it is there: name, key, and how it is written
+_COLUMNS = (
+    ("reward", "reward", "{:.3f}"),
+    ("k3_kl", f"{PREFIX}k3_kl", "{:<8.2g}"),
+    ("ESS", f"{PREFIX}rollout_is_eff_sample_size", "{:.2f}"),
+    ("rejected", f"{PREFIX}rollout_rs_masked_fraction", "{:6.1%}"),
+    ("effective_lr", f"{PREFIX}effective_lr", "{:.2f}"),
+)
+
+
+class Console(PrinterCallback):
+    """
+    Prints a line per log: progress, time left, reward, `k3_kl`, effective sample size, share rejected, effective learning rate
+    and the number of alarms.
+
+    The trainers put it in the place of the callback by which Transformers prints every metric. To see them all, pass
+    `callbacks=[transformers.PrinterCallback()]`.
+    """
+
+    def __init__(self):
+        self._started, self._first_step = time.monotonic(), 0  # until training begins, for logs outside it
+        self._handler: logging.Handler | None = None
+
+    def on_train_begin(self, args, state: TrainerState, control: TrainerControl, **kwargs):
+        self._started, self._first_step = time.monotonic(), state.global_step
+        if state.is_world_process_zero:
+            self._handler = None if logger.hasHandlers() else _AboveTheBar()
+            if self._handler is not None:
+                logger.addHandler(self._handler)
+            _write(f"Rollout correction {__version__}: {args.description}")
+
+    def on_log(self, args, state: TrainerState, control: TrainerControl, logs: dict[str, Any] | None = None, **kwargs):
+        if not state.is_world_process_zero or not logs:
+            return
+        if "train_runtime" in logs:
+            done = state.global_step - self._first_step
+            _write(f"{done} steps in {_duration(time.monotonic() - self._started)}")
+        else:
+            _write(f"{self._progress(state)}  {_line(logs) or logs}")
+
+    def on_train_end(self, args, state: TrainerState, control: TrainerControl, **kwargs):
+        if state.is_world_process_zero and self._handler is not None:
+            logger.removeHandler(self._handler)
+
+    def _progress(self, state: TrainerState) -> str:
+        step, last = state.global_step, state.max_steps
+        done = step - self._first_step
+        left = (time.monotonic() - self._started) / done * (last - step) if done else None
+        time_left = f"{_duration(left)} left" if left is not None else ""
+        return f"step {step:>{len(str(last))}}/{last} {step / max(last, 1):>4.0%} {time_left:>12}"
+
+
+class _Bar(ProgressCallback):
+    """The progress bar, without the log."""
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        pass
+
+
+class _AboveTheBar(logging.Handler):
+    """Writes messages to standard error, without tearing a progress bar."""
+
+    def emit(self, record: logging.LogRecord):
+        tqdm.write(self.format(record), file=sys.stderr)
+
+
+def _write(line: str):
+    tqdm.write(line)
+    sys.stdout.flush()  # of a job, which is a file
+
+
+def _line(logs: dict[str, Any]) -> str:
+    """The line about a log, without progress. Empty if it has nothing that a line shows."""
+    kind = "eval_" if any(key.startswith("eval_") for key in logs) else ""
+    found = [(name, how, logs.get(kind + key)) for name, key, how in _COLUMNS]
+    parts = [f"{name} {how.format(value)}" for name, how, value in found if isinstance(value, (int, float))]
+    alarms = int(logs.get(ALARMS, 0))
+    parts += [f"{alarms} alarm{'s' if alarms > 1 else ''}"] if alarms else []
+    return "  ".join([*(["eval"] if kind and parts else []), *parts])
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def add_console(handler: CallbackHandler):
+    """Print lines in place of what Transformers prints: of the callbacks, the last. Notebooks keep theirs."""
+    for i, callback in reversed(list(enumerate(handler.callbacks))):
+        if type(callback) is PrinterCallback:
+            handler.callbacks[i] = Console()
+            return
+        if type(callback) is ProgressCallback:
+            handler.callbacks[i : i + 1] = [_Bar(callback.max_str_len), Console()]
+            return

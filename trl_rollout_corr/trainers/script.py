@@ -1,0 +1,108 @@
+"""
+What a training script needs beside a trainer: a parser, and errors of one line, said once per job. `examples/run.py` uses it.
+"""
+
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+from trl import TrlParser
+
+from ..messages import is_first_rank, nearest
+
+
+_PACKAGE = Path(__file__).parents[1]
+_PATIENCE = 60  # seconds that other ranks give the first one to speak
+
+
+class ScriptParser(TrlParser):
+    """[`~trl.TrlParser`] that raises a `ValueError` in one line for all that it cannot use, and names the nearest option."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+    def parse_args_and_config(self, args: Iterable[str] | None = None, **kwargs: Any) -> tuple[Any, ...]:
+        """
+        Parse a command line, and the YAML file that its `--config` names.
+
+        Args:
+            args (`Iterable[str]`, *optional*):
+                Command line; that of the process by default.
+            kwargs:
+                Further arguments of [`~trl.TrlParser.parse_args_and_config`].
+
+        Returns:
+            `tuple`: one instance per dataclass.
+
+        Raises:
+            `ValueError`: if an option or a key is unknown, has a value that cannot be meant, or the file cannot be read.
+        """
+        given = sys.argv[1:] if args is None else args
+        args = [part for arg in given for part in (arg.split("=", 1) if arg.startswith("--config=") else [arg])]
+        if args and args[-1] == "--config":
+            raise ValueError("`--config` names no file.")
+        *parsed, in_file, on_line = super().parse_args_and_config(
+            args, **kwargs, return_remaining_strings=True, separate_remaining_strings=True
+        )
+        file = args[args.index("--config") + 1] if "--config" in args else ""
+        for where, rest in ((file, in_file), ("the command line", on_line)):
+            if unknown := [word for word in rest if word.startswith("--")] or rest:
+                known = {action.dest for action in self._actions}
+                name = unknown[0].removeprefix("--").split("=")[0]
+                hint = nearest(name, known) if unknown[0].startswith("--") else " Options start with --."
+                raise ValueError(f"`{name}` in {where} is no option of this script.{hint}")
+        return tuple(parsed)
+
+
+@contextmanager
+def one_line_errors(*, of_package: bool = False) -> Iterator[None]:
+    """
+    End the script with exit code 2 and one line about an error of its input, once per job rather than once per rank, and say
+    warnings of this package in one line.
+
+    Args:
+        of_package (`bool`, *optional*, defaults to `False`):
+            Let errors that this package has not raised pass, as the traceback of any other is needed.
+    """
+    with _plain_warnings():
+        try:
+            yield
+        except (ValueError, TypeError, ImportError, OSError, yaml.YAMLError) as error:
+            if of_package and not _is_ours(traceback.extract_tb(error.__traceback__)[-1].filename):
+                raise
+            if not is_first_rank():
+                time.sleep(
+                    _PATIENCE
+                )  # a launcher ends all ranks with the first that ends: let it be the one that speaks
+            text = (
+                f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+            )
+            print(f"error: {' '.join(text.split())}", file=sys.stderr, flush=True)  # noqa: T201
+            sys.exit(2)
+
+
+def _is_ours(file: str) -> bool:
+    return Path(file).is_relative_to(_PACKAGE)
+
+
+@contextmanager
+def _plain_warnings() -> Iterator[None]:
+    show = warnings.showwarning
+
+    def show_plainly(message, category, filename, lineno, file=None, line=None):
+        if _is_ours(filename):
+            print(f"warning: {message}", file=file or sys.stderr)
+        else:
+            show(message, category, filename, lineno, file, line)
+
+    warnings.showwarning = show_plainly
+    try:
+        yield
+    finally:
+        warnings.showwarning = show
