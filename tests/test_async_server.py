@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from accelerate import PartialState
 from transformers import AutoTokenizer
 
 from tests.dumps import read_dump
@@ -167,7 +168,14 @@ def test_an_interrupt_leaves_nothing_behind(example, tmp_path, number):
 
 def start(command: list[str], log) -> subprocess.Popen:
     return subprocess.Popen(
-        command, cwd=ROOT, env={**os.environ, **SERVER}, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        command,
+        cwd=ROOT,
+        env={**os.environ, **SERVER},
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        # a shell makes what it starts in the background deaf to Ctrl-C
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
 
 
@@ -185,6 +193,7 @@ def test_the_server_ends_up_with_the_weights_of_the_trainer(chat_model, tmp_path
 
     from trl_rollout_corr import DiskWeightTransfer
 
+    PartialState()  # TRL's logger needs it
     model = load_model(chat_model)
     ids = AutoTokenizer.from_pretrained(chat_model)("12 ab= cd?").input_ids
 
