@@ -77,9 +77,8 @@ def conclude(
             print(f"  {other['accuracy'][0]:.2f} -> {after(other):.2f}  {other['name']}")
     draw(results, family / "quickstart.png")
     print(f"\n{minutes(seconds)} minutes. Picture: {family / 'quickstart.png'}")
-    print(
-        f"Next, every trend and the worst tokens on one page:\n    {command()} report {' '.join(map(str, folders))} -o report.html"
-    )
+    print("Next, every trend and the worst tokens on one page:")
+    print(f"    {command()} report {' '.join(map(str, folders))} -o report.html")
 
 
 def find_results(folder: Path, family: Path) -> list[Path]:

@@ -48,6 +48,7 @@ ANALYSIS = [
     "phase",
     "replay",
     "spread",
+    "exact",
     "compare",
     "report",
 ]

@@ -108,9 +108,10 @@ def test_links_of_the_description_lead_out_of_the_repository(built):
     links = re.findall(r"\]\(([^)]+)\)", text)
     assert len(links) > 10
     assert [link for link in links if not link.startswith(("https://", "#"))] == []
-    (image,) = re.findall(r"!\[[^]]*\]\(([^)]+)\)", text)
+    images = re.findall(r"!\[[^]]*\]\(([^)]+)\)", text)
     prefix = "https://raw.githubusercontent.com/trl-rollout-corr/trl-rollout-corr/main/"
-    assert (ROOT / image.removeprefix(prefix)).is_file()
+    assert images
+    assert all((ROOT / image.removeprefix(prefix)).is_file() for image in images)
     for link in links:
         if "/blob/main/" in link:
             assert (ROOT / link.split("/blob/main/")[1].split("#")[0]).exists(), link

@@ -2,7 +2,7 @@
 
 import os
 import re
-import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,9 +11,8 @@ import trl_rollout_corr
 from tests.launching import ROOT, run
 
 
-MKDOCS = next(
-    (path for path in (ROOT / ".venv-docs/bin/mkdocs", shutil.which("mkdocs")) if path and Path(path).exists()), None
-)
+PLACES = (ROOT / ".venv-docs/bin", Path(sys.executable).parent)
+MKDOCS = next((folder / "mkdocs" for folder in PLACES if (folder / "mkdocs").exists()), None)
 pytestmark = pytest.mark.skipif(MKDOCS is None, reason="mkdocs is not installed; `make docs` installs it")
 
 

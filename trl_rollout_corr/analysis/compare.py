@@ -12,6 +12,7 @@ from ..config import RolloutCorrectionConfig
 from ..messages import warn
 from ..presets import PRESETS, Preset, settings_of
 from ..rules import HEALTHY
+from .exact import given_up
 from .phase import Phase, healthy_phase
 from .reading import Sequences, read_sequences
 from .replay import Batch, Outcome, batch_of, replay
@@ -201,6 +202,12 @@ def _recommend(
         parts.append(f"its weights leave {percent(outcome.effective_sample_size)} of the sample")
     if outcome.cosine is not None:
         parts.append(f"the gradient has a cosine of {outcome.cosine:.3f} with that of the reference")
+    if not config.bypass_mode:
+        lost = given_up(spread.s)
+        parts.append(
+            f"and at a gap of s = {spread.s:.2g} the token weights beneath give up at most {lost.token_weights:g} of the best "
+            f"direction there is, no correction {lost.nothing:g} (benchmarks/exact)"
+        )
     return Recommendation(_SUGGESTED, ", ".join(parts), suggestion)
 
 

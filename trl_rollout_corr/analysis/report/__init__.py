@@ -48,7 +48,7 @@ def write_report(sources: Sequence[str], output: str) -> str:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        message = 'the report is drawn with matplotlib, which is missing: pip install "trl-rollout-corr[report]"'
+        message = "the report is drawn with matplotlib, which is missing: pip install matplotlib"
         raise SelfContainedError(message) from None
     files = _files([_read(source) for source in sources], sources, path)
     for file, content in files.items():
