@@ -5,6 +5,7 @@ Watch a stale sampler ruin a run, and rollout correction rescue it. Minutes on a
     make quickstart ARGS="--rollout_correction disabled"       # TRL's loss, with the same sampler
     make quickstart ARGS="--compare"                           # both, one after the other
     make quickstart ARGS="--trainer rloo --rollout_correction bypass_pg_is"
+    make quickstart ARGS="--trainer async_grpo"                # a sampler that is behind by itself (`async_sorting.py`)
 
 A small model sorts digits (`sorting.py`). GRPO or RLOO improves it with a real vLLM that is always eight optimizer steps
 behind, as a sampler in an asynchronous run would be. Every option of `RolloutCorrectedGRPOConfig` or
@@ -31,6 +32,7 @@ from transformers import AutoTokenizer, PrinterCallback
 from transformers.utils import logging
 
 from trl_rollout_corr import (
+    RolloutCorrectedAsyncGRPOConfig,
     RolloutCorrectedGRPOConfig,
     RolloutCorrectedGRPOTrainer,
     RolloutCorrectedRLOOConfig,
@@ -115,7 +117,7 @@ class Lag:
 def preview(arguments: list[str]) -> tuple[dict, list[str]]:
     """Options that say which parser, correction and folder a run has, and all others: what its name has to say."""
     parser = ArgumentParser(add_help=False, argument_default=SUPPRESS, allow_abbrev=False)
-    parser.add_argument("--trainer", choices=TRAINERS, default="grpo")
+    parser.add_argument("--trainer", choices=[*TRAINERS, "async_grpo"], default="grpo")
     for name in ("rollout_correction", "output_dir", "model_folder", "rollout_dump_dir", "eval_every"):
         parser.add_argument(f"--{name}")
     parser.add_argument("--compare", nargs="?")
@@ -159,9 +161,20 @@ def run_without_correction(arguments: list[str]) -> str:
 def main():
     began = time.monotonic()
     chosen, others = preview(sys.argv[1:])
-    trainer_class, config_class = TRAINERS[chosen["trainer"]]
-    parser = ScriptParser((QuickstartArguments, config_class))
-    parser.set_defaults_with_config(**TRAINING, **({} if "rollout_correction" in chosen else CORRECTION))
+    arguments, training, train_it = QuickstartArguments, TRAINING, train
+    if chosen["trainer"] == "async_grpo":
+        import async_sorting
+
+        arguments, training, train_it = (
+            async_sorting.AsyncSortingArguments,
+            async_sorting.TRAINING,
+            async_sorting.train,
+        )
+        config_class = RolloutCorrectedAsyncGRPOConfig
+    else:
+        config_class = TRAINERS[chosen["trainer"]][1]
+    parser = ScriptParser((arguments, config_class))
+    parser.set_defaults_with_config(**training, **({} if "rollout_correction" in chosen else CORRECTION))
     with one_line_errors():
         script_args, args = parser.parse_args_and_config(sys.argv[1:])
         name = name_of(chosen, others)
@@ -173,24 +186,29 @@ def main():
     logging.disable_progress_bar()
     torch.set_num_threads(1)  # the model is so small that threads only wait for each other
     model_folder = warm_start(Path(script_args.model_folder))
-    tokenizer = AutoTokenizer.from_pretrained(model_folder)
-    print(f"{name}: {args.description}\nStarting vLLM, {script_args.lag} optimizer steps behind ...", flush=True)
-    progress = Progress(tokenizer, script_args.eval_every)
+    print(f"{name}: {args.description}", flush=True)
     with one_line_errors(of_package=True):
-        trainer = trainer_class(
-            model=str(model_folder),
-            reward_funcs=exact_answer,
-            args=args,
-            train_dataset=make_prompts(4096, seed=args.seed),
-            processing_class=tokenizer,
-            callbacks=[progress],
-        )
-        trainer.remove_callback(PrinterCallback)
-        Lag(trainer, script_args.lag)
-        trainer.train()
-    conclude(
-        name, progress, trainer.state.log_history, [*before, folder], Path(args.output_dir), time.monotonic() - began
+        progress, log_history = train_it(model_folder, args, script_args)
+    conclude(name, progress, log_history, [*before, folder], Path(args.output_dir), time.monotonic() - began)
+
+
+def train(model_folder: Path, args, script_args: QuickstartArguments) -> tuple[Progress, list[dict]]:
+    """Train with GRPO or RLOO, and return what was seen and what was logged."""
+    print(f"Starting vLLM, {script_args.lag} optimizer steps behind ...", flush=True)
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    progress = Progress(tokenizer, script_args.eval_every)
+    trainer = TRAINERS[script_args.trainer][0](
+        model=str(model_folder),
+        reward_funcs=exact_answer,
+        args=args,
+        train_dataset=make_prompts(4096, seed=args.seed),
+        processing_class=tokenizer,
+        callbacks=[progress],
     )
+    trainer.remove_callback(PrinterCallback)
+    Lag(trainer, script_args.lag)
+    trainer.train()
+    return progress, trainer.state.log_history
 
 
 if __name__ == "__main__":

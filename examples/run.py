@@ -1,4 +1,4 @@
-"""What `grpo.py` and `rloo.py` share: arguments, data, reward, and training."""
+"""What `grpo.py`, `rloo.py` and `async_grpo.py` share: arguments, data, reward, and training."""
 
 import before_imports  # noqa: F401
 
@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import re
 import sys
+from copy import copy
 from pathlib import Path
 
 from datasets import Dataset, IterableDataset, load_dataset
@@ -32,17 +33,29 @@ SHOWN = (
 # fmt: on
 
 
-def make_parser(config_class: type, description: str) -> ScriptParser:
-    """A parser for scripts, trainer and model, whose `--help` fits on a few screens."""
+def model_config(config_class: type) -> type:
+    """TRL's `ModelConfig` without the options that a configuration has itself, as the asynchronous trainer's has `dtype`."""
+    own = {field.name for field in dataclasses.fields(config_class)}
+    if own.isdisjoint(field.name for field in dataclasses.fields(ModelConfig)):
+        return ModelConfig
+    fields = [
+        (field.name, field.type, copy(field)) for field in dataclasses.fields(ModelConfig) if field.name not in own
+    ]
+    namespace = {"__post_init__": ModelConfig.__post_init__, "__doc__": ModelConfig.__doc__}
+    return dataclasses.make_dataclass("ModelConfig", fields, namespace=namespace)
+
+
+def make_parser(config_class: type, description: str, *more: type) -> ScriptParser:
+    """A parser for scripts, trainer, model and more, whose `--help` fits on a few screens."""
     parser = ScriptParser(
-        (ScriptArguments, config_class, ModelConfig),
+        (ScriptArguments, config_class, model_config(config_class), *more),
         description=description,
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=34, width=119),
         usage="%(prog)s [--config RECIPE] [options]",
         epilog=f"All options of {config_class.__mro__[2].__name__} are accepted as well, in a recipe and here.",
     )
     ours = {field.name for field in dataclasses.fields(RolloutCorrectionConfig)} - {"rollout_correction_resolved"}
-    shown = {*SHOWN, *ours}
+    shown = {*SHOWN, *ours, *(field.name for own in more for field in dataclasses.fields(own))}
     for action in parser._actions:
         if action.dest in shown:
             action.option_strings, action.metavar = action.option_strings[:1], "VALUE"
@@ -115,9 +128,7 @@ def train(trainer_class: type, config_class: type, description: str, arguments: 
         script_args, args, model_args = parse(
             config_class, description, sys.argv[1:] if arguments is None else arguments
         )
-        tokenizer = AutoTokenizer.from_pretrained(
-            model_args.model_name_or_path, revision=model_args.model_revision, padding_side="left"
-        )
+        tokenizer = load_tokenizer(model_args)
         train_dataset = load_questions(script_args, script_args.dataset_train_split, tokenizer)
         evaluates = args.eval_strategy != "no"
         eval_dataset = load_questions(script_args, script_args.dataset_test_split, tokenizer) if evaluates else None
@@ -133,15 +144,27 @@ def train(trainer_class: type, config_class: type, description: str, arguments: 
             peft_config=get_peft_config(model_args),
         )
         trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-    if args.save_strategy != "no":
-        trainer.save_model(args.output_dir)
+    return save(trainer)
+
+
+def load_tokenizer(model_args: ModelConfig) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(
+        model_args.model_name_or_path, revision=model_args.model_revision, padding_side="left"
+    )
+
+
+def save(trainer):
+    """Save what was trained, unless nothing is to be saved, and return the trainer."""
+    if trainer.args.save_strategy != "no":
+        trainer.save_model(trainer.args.output_dir)
         trainer.save_state()  # with the log, for `trl-rollout-corr report`
     return trainer
 
 
-def parse(config_class: type, description: str, arguments: list[str]) -> tuple:
-    """Arguments of script, trainer and model. What cannot be used is an error before anything is loaded."""
-    script_args, args, model_args = make_parser(config_class, description).parse_args_and_config(arguments)
+def parse(config_class: type, description: str, arguments: list[str], *more: type) -> tuple:
+    """Arguments of script, trainer, model and more. What cannot be used is an error before anything is loaded."""
+    parser = make_parser(config_class, description, *more)
+    script_args, args, model_args, *others = parser.parse_args_and_config(arguments)
     if model_args.model_name_or_path is None:
         raise ValueError(
             "`model_name_or_path` is missing: name a model on the Hub or a folder, in the recipe or here."
@@ -151,7 +174,7 @@ def parse(config_class: type, description: str, arguments: list[str]) -> tuple:
     args.model_init_kwargs = {
         "revision": model_args.model_revision,
         "attn_implementation": model_args.attn_implementation,
-        "dtype": model_args.dtype,
+        **({"dtype": model_args.dtype} if hasattr(model_args, "dtype") else {}),
         **(args.model_init_kwargs or {}),
     }
-    return script_args, args, model_args
+    return script_args, args, model_args, *others

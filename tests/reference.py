@@ -219,3 +219,37 @@ def rejection_metrics(sequences, name, bounds, advantages=None):
 def percentile(values, percent):
     """Smallest value that at least `percent` percent of the values do not exceed."""
     return sorted(values)[max(math.ceil(len(values) * percent / 100 - 1e-6), 1) - 1]
+
+
+AGE_BINS = {"0": (0, 0), "1": (1, 1), "2_3": (2, 3), "4_7": (4, 7), "8_15": (8, 15), "16_or_more": (16, math.inf)}
+
+
+def age_metrics(sequences, ages, keeps, coefficients, rewards):
+    """Metrics by age of the sequences, and the line through the squared log-ratios."""
+    metrics, total = {}, sum(map(len, sequences))
+    for name, (first, last) in AGE_BINS.items():
+        rows = [i for i, age in enumerate(ages) if first <= age <= last]
+        if not rows:
+            continue
+        d = [train - rollout for i in rows for train, rollout in sequences[i]]
+        c = [x for i in rows for x in coefficients[i]]
+        kept = [x for i in rows for x in keeps[i]]
+        metrics |= {
+            f"age_{name}/{key}": value
+            for key, value in {
+                "token_share": len(d) / total,
+                "kl": -statistics.fmean(d),
+                "k3_kl": statistics.fmean(math.exp(x) - 1 - x for x in d),
+                "length_mean": len(d) / len(rows),
+                "reward_mean": statistics.fmean(rewards[i] for i in rows),
+                "rejected": 1 - sum(kept) / len(kept),
+                "effective_lr": statistics.fmean(c),
+                "eff_sample_size": sum(c) ** 2 / len(c) / sum(x**2 for x in c) if any(c) else 0.0,
+            }.items()
+        }
+    points = [(age, (t - r) ** 2) for age, row in zip(ages, sequences, strict=True) for t, r in row]
+    slope, intercept = statistics.linear_regression(*zip(*points, strict=True))
+    mean_age = statistics.fmean(age for age, _ in points)
+    return metrics | {
+        "engine_k2_kl": intercept / 2, "drift_k2_kl": slope * mean_age / 2, "drift_k2_kl_per_step": slope / 2
+    }  # fmt: skip

@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 import sys
 
 import pytest
@@ -88,6 +89,33 @@ def test_headline(tmp_path):
         "--steps", "2", "--workers", "1", "--output_dir", str(tmp_path),
     )  # fmt: skip
     assert "0 of 3 runs to do" in again
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_asynchronous(tmp_path):
+    output = output_of(
+        sys.executable, "benchmarks/asynchronous/run.py", "--smoke", "--accuracy", "0", "--output_dir", str(tmp_path)
+    )
+    rows = [line.split("|")[1:-1] for line in output.splitlines() if line.startswith("| ")][2:]
+    assert [row[0].strip() for row in rows] == ["synchronous", "weights_8"]
+    assert all(row[2].strip() == "0" for row in rows)  # any accuracy will do, so that it is there at the start
+    assert all(float(row[4]) > 0 for row in rows)
+    assert float(rows[1][6]) > 0  # it is behind
+
+
+def test_the_time_to_an_accuracy_is_that_of_the_first_look_at_it(tmp_path):
+    report = runpy.run_path(str(ROOT / "benchmarks/asynchronous/run.py"))["report"]
+    for seed, slowness in enumerate((1.0, 3.0, 2.0)):
+        record = {
+            "steps": [0, 10, 20, 30],
+            "seconds_at": [0.0, 10 * slowness, 20 * slowness, 30 * slowness],
+            "accuracy": [0.4, 0.7, 0.5, 0.8],
+            "history": [{"rollout_corr/staleness_mean": 4.0}],
+        }
+        (tmp_path / f"weights_8-{seed}.json").write_text(json.dumps(record))
+    assert report(tmp_path, 0.6).splitlines()[-1] == "| weights_8 | 3 | 20 | 10 | 2.00 | 0.80 | 4.00 | 0.00 |"
+    assert "not by all" in report(tmp_path, 0.9)
 
 
 # Exact gradients -------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import torch
 
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
 from trl_rollout_corr.accounting import account, turns_of
+from trl_rollout_corr.ages import Intake, by_age, completions
 from trl_rollout_corr.criteria import CRITERIA, Criterion
 from trl_rollout_corr.keys import PREFIX
 from trl_rollout_corr.presets import PRESETS
@@ -44,7 +45,8 @@ def reported_keys() -> set[str]:
     keys |= {key.removeprefix(PREFIX) for key in (*accounted_keys(), ALARMS, TIGHTENED)}
     groups = re.compile("^(rejected|downweighted)/(?!reward_mean).*")
     pattern = re.compile("|".join(sorted(CRITERIA, key=len, reverse=True)))
-    return {groups.sub(r"\1/<group>", pattern.sub("<c>", key)) for key in keys}
+    by_age = re.compile("^age_\\w+?/")
+    return {by_age.sub("age_<steps>/", groups.sub(r"\1/<group>", pattern.sub("<c>", key))) for key in keys}
 
 
 def accounted_keys() -> set[str]:
@@ -55,7 +57,16 @@ def accounted_keys() -> set[str]:
     statistics = compute_rollout_correction(zeros, zeros, ones, RolloutCorrectionConfig()).statistics
     segments = update_drift(torch.zeros(2, 2), torch.zeros(2, 2), keep) | engine_drift(statistics)
     segments |= age(torch.ones(2)) | lag(torch.ones(2))
-    return {*accounts.finish(rejects=True, weighs=True), *Staleness.of(segments).finish()}
+    return {*accounts.finish(rejects=True, weighs=True), *Staleness.of(segments).finish(), *asynchronous_keys()}
+
+
+def asynchronous_keys() -> set[str]:
+    """Keys of two completions of different age, and of one that was dropped."""
+    ones, on = torch.ones(2, 2), torch.ones(2, 2, dtype=torch.bool)
+    ages = by_age(ones, ones, on, on, ones, torch.ones(2), torch.tensor([0.0, 5.0]))
+    some = completions(torch.ones(1), torch.ones(1))
+    intake = Intake.of({"trained": some, "stale_dropped": some})
+    return {*ages.finish(rejects=True, corrects=True), *intake.finish()}
 
 
 def test_every_group_is_documented():

@@ -97,6 +97,25 @@ def test_quickstart_refuses_a_dump_of_another_run_before_vllm_starts(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.vllm
+def test_quickstart_with_a_server(sorting_model, tmp_path):
+    options = ["--trainer", "async_grpo", "--model_folder", sorting_model, "--output_dir", str(tmp_path)]
+    # as above, it is decay that moves the weights; and that it does so is seen by samples that are some steps old
+    options += ["--max_steps", "6", "--eval_every", "3", "--weight_decay", "1", "--learning_rate", "0.05"]
+    output = output_of(*LAUNCH, "examples/quickstart.py", *options, **UNCOMPILED)
+    for row in ("mean age", "held-out accuracy after", "KL from sampler"):
+        assert row in output
+    (path,) = tmp_path.glob("async_grpo_corrected*/quickstart.json")
+    result = json.loads(path.read_text())
+    assert result["steps"] == [0, 3, 6]
+    assert len(result["accuracy"]) == 3
+    assert max(window["rollout_corr/staleness_max"] for window in result["history"]) >= 1
+    assert result["history"][-1]["rollout_corr/k3_kl"] > 20 * result["history"][0]["rollout_corr/k3_kl"]
+    assert (tmp_path / "quickstart.png").stat().st_size > 10_000
+    assert not list((tmp_path / "weights").iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
 @pytest.mark.parametrize("trainer", ["grpo", "rloo"])
 def test_quickstart_rescues_a_run_that_collapses(tmp_path, trainer):
     quickstart(

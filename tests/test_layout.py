@@ -31,6 +31,7 @@ ORDER = [
     "metrics",
     "accounting",
     "staleness",
+    "ages",
     "correction",  # so far without pyarrow, numpy and TRL
     "dump",
     "analysis",  # so far without TRL

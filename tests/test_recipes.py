@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
-from trl import ModelConfig, ScriptArguments, TrlParser
+from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config
 
 from tests.launching import ROOT
 from tests.test_reporting import finished_wandb_records
@@ -23,6 +23,7 @@ from trl_rollout_corr.presets import PRESETS
 RECIPES = sorted(str(path.relative_to(ROOT / "recipes")) for path in ROOT.glob("recipes/*/*.yaml"))
 ENGINES = [name for name in RECIPES if name.startswith("accelerate/")]
 RECIPES = [name for name in RECIPES if name not in ENGINES]
+ASYNCHRONOUS = [name for name in RECIPES if name.startswith("async_grpo/")]
 OWN = {field.name for field in dataclasses.fields(RolloutCorrectionConfig)}
 # There to be seen and changed, whatever their defaults.
 ALWAYS_WRITTEN = {"rollout_correction", "output_dir", "model_name_or_path", "use_vllm", "logging_steps"}
@@ -42,7 +43,10 @@ def on_a_cpu(folder: Path) -> list[str]:
 
 def parse(recipe: str, *options: str) -> tuple:
     config_class = TRAINERS[recipe.split("/")[0]][1]
-    parser = TrlParser((ScriptArguments, config_class, ModelConfig))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "examples"))
+        import run
+    parser = TrlParser((ScriptArguments, config_class, run.model_config(config_class)))
     return parser.parse_args_and_config(["--config", str(ROOT / "recipes" / recipe), *options])
 
 
@@ -59,7 +63,7 @@ def test_recipes_parse_without_a_warning(recipe, tmp_path):
     assert [str(w.message) for w in caught if "rollout" in str(w.message) or "vllm" in str(w.message)] == []
     assert args.corrects or "metrics_only" in recipe
     assert "/" in model_args.model_name_or_path
-    assert args.use_vllm
+    assert recipe in ASYNCHRONOUS or args.use_vllm  # the former have no other sampler
     assert args.output_dir == str(tmp_path)
     assert settings(recipe)["output_dir"] == f"outputs/{recipe.replace('/', '_').removesuffix('.yaml')}"
 
@@ -232,11 +236,30 @@ def train(tiny_model_path, questions, tmp_path, shared_engine, monkeypatch):
 
 # A server takes weights through NCCL, which needs GPUs.
 @pytest.mark.vllm
-@pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "grpo/server.yaml"])
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if name not in (*ASYNCHRONOUS, "grpo/server.yaml")])
 def test_recipes_train(train, recipe):
     trainer = train(recipe, "--log_completions", "false")
     assert len([entry for entry in trainer.state.log_history if "loss" in entry]) == 2
     assert_in_step(trainer)
+
+
+@pytest.mark.parametrize("recipe", ASYNCHRONOUS)
+def test_asynchronous_recipes_train(recipe, tiny_model_path, tmp_path):
+    """On samples that are there; `test_async_server.py` has a server."""
+    from tests.asynchronous import WeightsStay, WorkerHere
+    from tests.tiny import prompts
+
+    options = ["--model_name_or_path", tiny_model_path, "--max_steps", "3", "--per_device_train_batch_size", "4",
+               "--gradient_accumulation_steps", "2", "--token_budget", "0", "--save_strategy", "no",
+               "--disable_tqdm", "true"]  # fmt: skip
+    _, args, model_args = parse(recipe, *on_a_cpu(tmp_path), *options)
+    trainer = TRAINERS["async_grpo"][0](
+        tiny_model_path, args=args, train_dataset=prompts(), peft_config=get_peft_config(model_args),
+        rollout_worker=WorkerHere(tiny_model_path, noise=0.0), weight_transfer=WeightsStay(),
+    )  # fmt: skip
+    trainer.train()
+    assert len([entry for entry in trainer.state.log_history if "loss" in entry]) == 3
+    assert any("rollout_corr/age_0/k3_kl" in entry for entry in trainer.state.log_history)
 
 
 @pytest.mark.vllm
@@ -294,7 +317,7 @@ def test_the_reward_reads_the_answer(monkeypatch, text, number):
         ]
 
 
-@pytest.mark.parametrize("example", TRAINERS)
+@pytest.mark.parametrize("example", [*TRAINERS, "async_grpo"])
 def test_help_is_readable(example, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     monkeypatch.setattr(sys, "argv", [f"{example}.py", "--help"])

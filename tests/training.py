@@ -26,7 +26,7 @@ class Trainers(Mapping[str, tuple[type, type]]):
     """Our trainers and their configurations by name, imported when one is asked for."""
 
     def __getitem__(self, name: str) -> tuple[type, type]:
-        prefix = f"RolloutCorrected{name.upper()}"
+        prefix = "RolloutCorrectedAsyncGRPO" if name == "async_grpo" else f"RolloutCorrected{name.upper()}"
         return getattr(trl_rollout_corr, f"{prefix}Trainer"), getattr(trl_rollout_corr, f"{prefix}Config")
 
     def __iter__(self) -> Iterator[str]:

@@ -6,11 +6,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .config import RolloutCorrectionConfig
     from .correction import compute_rollout_correction
+    from .trainers.async_grpo import RolloutCorrectedAsyncGRPOConfig, RolloutCorrectedAsyncGRPOTrainer
     from .trainers.grpo import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
     from .trainers.monitor import RolloutCorrectionMonitor
     from .trainers.rloo import RolloutCorrectedRLOOConfig, RolloutCorrectedRLOOTrainer
+    from .trainers.weight_transfer import DiskWeightTransfer
 
 _MODULES = {
+    "DiskWeightTransfer": "trainers.weight_transfer",
+    "RolloutCorrectedAsyncGRPOConfig": "trainers.async_grpo",
+    "RolloutCorrectedAsyncGRPOTrainer": "trainers.async_grpo",
     "RolloutCorrectionConfig": "config",
     "RolloutCorrectedGRPOConfig": "trainers.grpo",
     "RolloutCorrectedGRPOTrainer": "trainers.grpo",
@@ -21,6 +26,9 @@ _MODULES = {
 }
 
 __all__ = [
+    "DiskWeightTransfer",
+    "RolloutCorrectedAsyncGRPOConfig",
+    "RolloutCorrectedAsyncGRPOTrainer",
     "RolloutCorrectedGRPOConfig",
     "RolloutCorrectedGRPOTrainer",
     "RolloutCorrectedRLOOConfig",

@@ -112,22 +112,22 @@ def account(
     by_row, by_position = _by_row_and_position(valid, keep, coefficients)
     dtype = by_row.dtype
     lengths = by_row[:, 0]
-    octave = _bucket(lengths, _OCTAVES)
+    octave = bucket_of(lengths, _OCTAVES)
     sign = (advantages if advantages.dim() == 1 else advantages.sum(1)).sign().long() + 1
     rewards = rewards.to(dtype)
     counted = lengths.sign()
     scored, rewards = rewards.isfinite() * counted, rewards.nan_to_num(0.0)
     positions = torch.arange(1, valid.shape[1] + 1, device=valid.device)
     segments = {
-        "cell": _add_up(by_row, octave * len(SIGNS) + sign, len(_CELLS)),
-        "rows": _add_up(counted, octave, len(_OCTAVES)),
-        "position": _add_up(by_position, _bucket(positions, BUCKETS), len(BUCKETS)),
-        "reward": _add_up(by_row * scored[:, None], _bucket(rewards, REWARDS), len(REWARDS)),
+        "cell": add_up(by_row, octave * len(SIGNS) + sign, len(_CELLS)),
+        "rows": add_up(counted, octave, len(_OCTAVES)),
+        "position": add_up(by_position, bucket_of(positions, BUCKETS), len(BUCKETS)),
+        "reward": add_up(by_row * scored[:, None], bucket_of(rewards, REWARDS), len(REWARDS)),
         "mean_reward": _mean_rewards(by_row, rewards, scored),
     }
     if turns is not None:
         by_token = _measures(valid, keep, coefficients).flatten(1).T.to(dtype)  # (B * T, 3)
-        segments["turn"] = _add_up(by_token, turns.flatten().clamp(1, TURNS) - 1, TURNS)
+        segments["turn"] = add_up(by_token, turns.flatten().clamp(1, TURNS) - 1, TURNS)
     return Accounts.of(segments)
 
 
@@ -176,7 +176,7 @@ def _by_row_and_position(
     return by_row.T, by_position.T
 
 
-def _bucket(x: torch.Tensor, lower_ends: tuple[float, ...]) -> torch.Tensor:
+def bucket_of(x: torch.Tensor, lower_ends: tuple[float, ...]) -> torch.Tensor:
     """Index of the bucket each number is in."""
     return torch.bucketize(x.contiguous(), _edges(lower_ends, x.dtype, x.device), right=True)
 
@@ -187,7 +187,7 @@ def _edges(lower_ends: tuple[float, ...], dtype: torch.dtype, device: torch.devi
     return torch.tensor(lower_ends[1:], dtype=dtype, device=device)
 
 
-def _add_up(values: torch.Tensor, index: torch.Tensor, n_buckets: int) -> torch.Tensor:
+def add_up(values: torch.Tensor, index: torch.Tensor, n_buckets: int) -> torch.Tensor:
     """Add up rows of `values` by bucket."""
     return values.new_zeros(n_buckets, *values.shape[1:]).index_add_(0, index, values)
 
@@ -195,7 +195,7 @@ def _add_up(values: torch.Tensor, index: torch.Tensor, n_buckets: int) -> torch.
 def _mean_rewards(by_row: torch.Tensor, rewards: torch.Tensor, scored: torch.Tensor) -> torch.Tensor:
     """`(4,)`: completions and rewards of those that keep a token, and of those that keep none."""
     rejected = (by_row[:, 1] >= by_row[:, 0]).long()
-    return _add_up(torch.stack([scored, scored * rewards], 1), rejected, 2).flatten()
+    return add_up(torch.stack([scored, scored * rewards], 1), rejected, 2).flatten()
 
 
 # Numbers --------------------------------------------------------------------------------------------------------------

@@ -91,13 +91,15 @@ def age(steps: torch.Tensor) -> Segments:
 
     Args:
         steps (`torch.Tensor` of shape `(B,)`):
-            Optimizer steps between the weights that sampled and those that train.
+            Optimizer steps between the weights that sampled and those that train; NaN where that is not known.
 
     Returns:
         `dict[str, torch.Tensor]`: sums for [`Staleness.of`].
     """
     steps = steps.to(accumulation_dtype(steps.device))
-    return {"age": _number_and_sum(steps), "age/largest": steps.max()}
+    known = steps.isfinite()
+    number_and_sum = torch.stack([known.sum(dtype=steps.dtype), steps.nan_to_num(0.0).sum()])
+    return {"age": number_and_sum, "age/largest": steps.masked_fill(~known, -torch.inf).max()}
 
 
 def lag(steps: torch.Tensor) -> Segments:

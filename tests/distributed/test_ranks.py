@@ -89,6 +89,7 @@ def two_ranks(tiny_model_path, folder) -> TwoRanks:
         "disagreement": DISAGREEMENTS,
         "engine": CASES,
         "vllm": WITH_VLLM if find_spec("vllm") else {},
+        "asynchronous": {name: {"asynchronous": True, **case} for name, case in ASYNCHRONOUS.items()},
     }
     cases = {
         f"{group} {name}": {"model": tiny_model_path, **case}
@@ -299,6 +300,52 @@ def test_ranks_may_disagree(two_ranks, case):
     assert all(math.isfinite(entry["loss"]) and math.isfinite(entry["grad_norm"]) for entry in losses)
     if "rejected" in case:
         assert 0.4 < losses[0][f"{PREFIX}rollout_rs_masked_fraction"] < 0.7
+
+
+# Asynchronous ---------------------------------------------------------------------------------------------------------
+
+_ASYNC = {"max_steps": 4, "logging_steps": 2, "worker": {"lags": [0, 1, 2, 5], "group": 2}, "max_staleness": 3}
+_NORMALISED = {"rollout_is_batch_normalize": True, "rollout_rs_renormalize": True, "learning_rate": 0.0, **EVERYTHING}
+ASYNCHRONOUS = {
+    "plain": {**_ASYNC, "plain": True},
+    "off": {**_ASYNC, "rollout_correction": "disabled"},
+    "token": {**_ASYNC, "rollout_is": "token", **_NORMALISED},
+    "reinforce": {
+        **_ASYNC, **_NORMALISED, "rollout_is": "sequence", "bypass_mode": True, "rollout_loss_type": "reinforce"
+    },
+    "interpolated": {**_ASYNC, "rollout_proximal": "interpolated"},
+    "ends": {"max_steps": 4, "worker": {"end": 40}},  # sixteen a step, and one micro-batch ahead
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ["token", "reinforce", "interpolated"])
+def test_asynchronous_metrics_of_two_ranks_are_those_of_one(two_ranks, tiny_model_path, folder, case):
+    from tests.distributed import worker
+
+    fields = {**ASYNCHRONOUS[case], "per_device_train_batch_size": 8}
+    worker.run(f"asynchronous {case}", {"model": tiny_model_path, "asynchronous": True, **fields}, folder)
+    alone = json.loads((folder / f"asynchronous {case}.0.json").read_text())
+    expected = reports(alone, PREFIX)
+    assert expected[-1][f"{PREFIX}stale_dropped/fraction"] > 0.1
+    assert expected[-1][f"{PREFIX}age_2_3/k3_kl"] > 0.001
+    ranks = two_ranks.results["asynchronous"][case]
+    assert ranks[0]["parameters"] == ranks[1]["parameters"] == pytest.approx(alone["parameters"], abs=1e-2)
+    if case != "interpolated":  # it trains
+        assert_reports_equal(reports(ranks[0], PREFIX), expected)
+    assert reports(ranks[0], PREFIX) == reports(ranks[1], PREFIX)
+
+
+def test_asynchronous_off_on_two_ranks_is_trl(two_ranks):
+    found = two_ranks.results["asynchronous"]
+    assert found["off"][0]["parameters"] == found["plain"][0]["parameters"]
+    # one at each of two logs; and with each of eight micro-batches that TRL sends, four tensors more
+    assert found["off"][0]["collectives"] - found["plain"][0]["collectives"] == 2 + 4 * 8
+
+
+def test_asynchronous_ranks_end_together_when_the_sampler_does(two_ranks):
+    for rank in two_ranks.results["asynchronous"]["ends"]:
+        assert "after step 2: RuntimeError: the worker has no more samples" in rank["error"]
+        assert "checkpoint-2" in rank["error"]
 
 
 # Engines --------------------------------------------------------------------------------------------------------------

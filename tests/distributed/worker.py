@@ -25,6 +25,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from trl import GRPOTrainer, RLOOTrainer
 
 import tests.conftest  # noqa: F401 - environment of the tests
+from tests.asynchronous import WorkerHere, build_ours, build_theirs
 from tests.tiny import StaleSampler, length_reward
 from tests.training import TRAINERS, config_fields, freeze_sampler, sharing_engines
 
@@ -102,6 +103,8 @@ def numbered_prompts(n: int) -> Dataset:
 
 def build(case: dict, folder: Path):
     case = dict(case)
+    if case.pop("asynchronous", False):
+        return build_asynchronous(case, folder)
     kind, plain, lora = case.pop("trainer", "grpo"), case.pop("plain", False), case.pop("lora", False)
     model, sampler, spread = case.pop("model"), case.pop("sampler", {}), case.pop("spread", None)
     trainer_class, config_class = TRAINERS[kind]
@@ -123,6 +126,11 @@ def build(case: dict, folder: Path):
     if spread is not None:
         freeze_sampler(trainer, spread)
     return trainer
+
+
+def build_asynchronous(case: dict, folder: Path):
+    model, worker, plain = case.pop("model"), case.pop("worker", {}), case.pop("plain", False)
+    return (build_theirs if plain else build_ours)(model, folder, WorkerHere(model, **worker), **case)
 
 
 def pretend_cpus_are_accelerators(timeout: int):
@@ -171,10 +179,17 @@ def run(name: str, case: dict, folder: Path):
     trainer = build(case, folder / name)
     world, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
     assert world == int(os.environ.get("WORLD_SIZE", "1")), "each process thinks that it is alone"
-    inputs = [] if case.get("plain") else record_inputs(trainer)
+    inputs = [] if case.get("plain") or case.get("asynchronous") else record_inputs(trainer)
+    error = None
     with CountedCollectives() as collectives:
-        trainer.train(resume_from_checkpoint=resume)
+        try:
+            trainer.train(resume_from_checkpoint=resume)
+        except RuntimeError as raised:
+            if "end" not in case.get("worker", {}):  # then it is what the case is about
+                raise
+            error = str(raised)
     result = {
+        "error": error,
         "history": trainer.state.log_history,
         "collectives": collectives.count,
         "engine": type(trainer.model_wrapped).__name__,

@@ -9,4 +9,4 @@ COEFFICIENTS = (
 FIRST_LOGPS = "rollout_corr_first_logps"  # (B, T), of the policy at the first visit, where that is the old one
 FIRST_COEFFICIENTS = "rollout_corr_first_coefficients"  # (B, T)
 REWARDS = "rollout_corr_rewards"  # (B,)
-ROLLOUT_STEP = "rollout_corr_step"  # (B,), optimizer step of the weights that sampled
+ROLLOUT_STEP = "rollout_corr_step"  # (B,), optimizer step of the weights that sampled; NaN where unknown

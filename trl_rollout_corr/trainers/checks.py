@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from collections.abc import Mapping
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,17 @@ def check_sampling(config: GRPOConfig | RLOOConfig):
     settings = {name: getattr(config, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
     settings["structured_outputs"] = config.vllm_structured_outputs_regex
     settings |= {name: value for name, value in overrides.items() if name in _DISTORTING}
+    warn_about_distortion(settings)
+
+
+def warn_about_distortion(settings: Mapping[str, Any]):
+    """
+    Warn about options of vLLM under which it draws from another distribution than the trainer computes.
+
+    Args:
+        settings (`Mapping[str, Any]`):
+            Options of sampling by name.
+    """
     distorting = {name: value for name, value in settings.items() if value and value not in _NEUTRAL.get(name, ())}
     if distorting:
         listed = ", ".join(f"`{name}={value!r}`" for name, value in distorting.items())
@@ -287,13 +299,50 @@ def check_loss(config: GRPOConfig):
         )
 
 
+PROXIMAL = ("visit", "interpolated")
+
+
+def check_proximal(value: Any) -> str:
+    """Check what stands for the old policy in an asynchronous run, and return it."""
+    if value not in PROXIMAL:
+        raise ValueError(
+            f"`rollout_proximal` must be one of {', '.join(PROXIMAL)}, got {value!r}.{nearest(value, PROXIMAL)}"
+        )
+    return value
+
+
+def check_asynchronous(config: Any):
+    """
+    Refuse or warn about settings that an asynchronous run cannot follow.
+
+    Args:
+        config ([`RolloutCorrectedAsyncGRPOConfig`]):
+            Configuration of a trainer.
+
+    Raises:
+        `ValueError`: if completions are to be rejected before their baseline, or the old policy is none that is known.
+    """
+    if config.rollout_rs_exclude_from_baseline:
+        raise ValueError(
+            "`rollout_rs_exclude_from_baseline` is True, but in an asynchronous run the rollout worker computes rewards and "
+            "baselines before the trainer has seen a sample, so nothing is known to be rejected by then. Set it to False."
+        )
+    if check_proximal(config.rollout_proximal) != "visit" and (config.bypass_mode or not config.corrects):
+        warn(
+            f"`rollout_proximal` is set to {config.rollout_proximal!r} but has no effect: it is the old policy of decoupled "
+            "mode, with weights or rejection."
+        )
+    if config.token_budget is not None and config.token_budget <= 0:  # else the number of completions is not known
+        check_batch_normalization(config)
+
+
 def definer(trainer: type, method: str, after: type | None = None) -> type:
     """The class that a method comes from, among those after a class in the order of method resolution."""
     order = trainer.__mro__
     return next(cls for cls in order[order.index(after) + 1 if after else 0 :] if method in vars(cls))
 
 
-def check_bases(trainer: type, mixin: type, trl_class: type):
+def check_bases(trainer: type, mixin: type, trl_class: type, method: str = "_compute_loss"):
     """
     Refuse trainers whose loss is not TRL's.
 
@@ -304,14 +353,16 @@ def check_bases(trainer: type, mixin: type, trl_class: type):
             The mixin among its bases. What comes before it goes through it; what comes after is the loss that it corrects.
         trl_class (`type`):
             TRL's trainer whose loss is known.
+        method (`str`, *optional*, defaults to `"_compute_loss"`):
+            Where its loss is.
 
     Raises:
         `TypeError`: if another class brings the loss.
     """
-    found = definer(trainer, "_compute_loss", after=mixin)
+    found = definer(trainer, method, after=mixin)
     if found is not trl_class:
         raise TypeError(
-            f"`{trainer.__name__}` inherits `_compute_loss` from `{found.__name__}`, and rollout correction knows how to "
+            f"`{trainer.__name__}` inherits `{method}` from `{found.__name__}`, and rollout correction knows how to "
             f"enter the loss of `{trl_class.__name__}` only. Derive from the corrected trainer "
             f"alone, or train with `{found.__name__}` as it is."
         )

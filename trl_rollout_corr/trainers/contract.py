@@ -42,6 +42,16 @@ METHODS = {
     },
 }
 
+# Of TRL's asynchronous trainer
+ASYNCHRONOUS = {
+    "compute_loss": _SHARED["compute_loss"],
+    "get_train_dataloader": ["self"],
+    "_sync_weight": ["self"],
+    "train": ["self", "resume_from_checkpoint"],
+    **{name: _SHARED[name] for name in ("log", "add_callback", "create_model_card")},
+}
+
+
 # What the classes keep on themselves, and the keys of a batch
 _ATTRIBUTES = [
     *("beta", "num_iterations", "reward_weights", "temperature", "use_vllm", "vllm_generation", "vllm_mode"),
@@ -72,19 +82,21 @@ FIELDS = {
 CONFIGS = {GRPOTrainer: GRPOConfig, RLOOTrainer: RLOOConfig}
 
 
-def look_at(owner: type) -> Iterator[str | None]:
+def look_at(owner: type, methods: dict[str, list[str]] | None = None) -> Iterator[str | None]:
     """
     Look at a class of TRL.
 
     Args:
         owner (`type`):
             Trainer, or backend of generation.
+        methods (`dict[str, list[str]]`, *optional*):
+            Leading parameters of the methods that are touched. By default those of `METHODS`.
 
     Yields:
         `str` or `None`: one per method, attribute, key of the batch and field of the configuration that is relied on: `None`
         if it is in its place, or a sentence about what has become of it.
     """
-    for name, expected in METHODS[owner].items():
+    for name, expected in (METHODS[owner] if methods is None else methods).items():
         yield _change_of_method(owner, name, expected)
     found = _mentioned(owner)
     for kind, names in NAMES.get(owner, {}).items():
@@ -134,18 +146,19 @@ def _names_in(code: CodeType) -> set[str]:
     return found
 
 
-def changes(owner: type) -> list[str]:
+def changes(owner: type, methods: dict[str, list[str]] | None = None) -> list[str]:
     """Sentences about what has moved in a class of TRL."""
-    return [change for change in look_at(owner) if change]
+    return [change for change in look_at(owner, methods) if change]
 
 
-def refusal(trainers: list[type]) -> str | None:
+def refusal(trainers: list[type], methods: dict[type, dict[str, list[str]]] | None = None) -> str | None:
     """Why the installed TRL cannot be used with some of its trainers, or `None` if it can."""
     installed = version("trl")
     outside = outside_window(release(), installed)
     if outside:
         return outside
-    found = [change for owner in (*trainers, VLLMGeneration) for change in changes(owner)]
+    touched = methods or {owner: METHODS[owner] for owner in (*trainers, VLLMGeneration)}
+    found = [change for owner, names in touched.items() for change in changes(owner, names)]
     if found:
         return (
             f"trl {installed} has changed where rollout correction attaches: {' '.join(found)} Install a newer "
@@ -157,18 +170,20 @@ def refusal(trainers: list[type]) -> str | None:
 _told: set[str] = set()  # so that it is said once, however many trainers are made
 
 
-def check_trl(trainer: type):
+def check_trl(trainer: type, methods: dict[type, dict[str, list[str]]] | None = None):
     """
     Refuse to run on a TRL that this package cannot work with, and warn about one that it was not tested with.
 
     Args:
         trainer (`type`):
             TRL's trainer class that is extended.
+        methods (`dict[type, dict[str, list[str]]]`, *optional*):
+            What is touched, by class. By default that of the trainer and of its sampler in `METHODS`.
 
     Raises:
         `ImportError`: if the version is outside the supported range, or something that is relied on has moved.
     """
-    problem = refusal([trainer])
+    problem = refusal([trainer], methods)
     if problem:
         raise ImportError(problem)
     installed = version("trl")

@@ -208,5 +208,5 @@ class SequenceDump(TrainerCallback):
                 **{name: None if row[name] is None else row[name][:n].tolist() for name in lists},
                 "reward": row["reward"].item(),
                 "advantage": row["advantage"].item(),
-                "staleness": None if row["staleness"] is None else int(row["staleness"]),
+                "staleness": None if row["staleness"] is None or row["staleness"].isnan() else int(row["staleness"]),
             }

@@ -13,16 +13,12 @@ hangs on it:
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list
-from transformers import PreTrainedModel
 
-from ..correction import RolloutCorrection, compute_rollout_correction, keep_mask, usable_rollout_logps
-from ..functional import LOG_RATIO_BOUND
+from ..correction import keep_mask
 from .arrival import Mark
 from .batch import (
     COEFFICIENTS,
@@ -33,37 +29,22 @@ from .batch import (
     ROLLOUT_LOGPS,
     ROLLOUT_STEP,
 )
-from .card import complete_card
 from .checks import (
     check_bases,
-    check_config_class,
     check_corrected_once,
-    check_dropout,
-    check_dump_folder,
     check_has_sampler,
     check_server_logprobs,
     definer,
 )
-from .console import add_console
 from .contract import check_trl
-from .dumping import SequenceDump
+from .core import CorrectionCore
 from .loss import LossCall
-from .monitor import RolloutCorrectionMonitor, add_monitor, settle_monitors
-from .observer import Corrected, Moment, Observer
 from .sampler import announce_sync, record_logprobs, sync_weights_on_cpu
 from .scoring import Logprobs, OldPass, Scoring
 from .visits import Visits
 
 
-if TYPE_CHECKING:
-    from transformers import (
-        Trainer as _Host,
-    )  # of the methods below; `contract.py` has what is touched of TRL's trainers
-else:
-    _Host = object
-
-
-class RolloutCorrectionMixin(_Host):
+class RolloutCorrectionMixin(CorrectionCore):
     """
     Rollout correction for a trainer of TRL. Comes before the trainer among the bases.
 
@@ -80,8 +61,6 @@ class RolloutCorrectionMixin(_Host):
             `rollout_func`, an asynchronous sampler) sets it to theirs.
     """
 
-    _trl_class: type
-    _config_class: type
     _anchor_key: str
 
     rollout_step: int | None = None
@@ -103,19 +82,7 @@ class RolloutCorrectionMixin(_Host):
             sync_weights_on_cpu(self.vllm_generation)
             announce_sync(self.vllm_generation, self._mark_sync)
         self._check_sampler()
-        check_dropout(self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=True))
-        add_console(self.callback_handler)
-        add_monitor(self.callback_handler, self.args)
-        self._observer = Observer(self.args, self.accelerator, self.callback_handler, self._add_dump())
-
-    def _checked_args(self, model: str | PreTrainedModel, args: Any) -> Any:
-        if args is None:
-            model_name = model if isinstance(model, str) else model.config._name_or_path
-            return self._config_class(f"{model_name.split('/')[-1]}-{self._name}")
-        check_config_class(args, self._config_class)
-        if args.rollout_dump_dir is not None:  # now, and not after vLLM has started
-            check_dump_folder(Path(args.rollout_dump_dir), new_run=False)
-        return args
+        self._set_up_observer()
 
     def _check_server(self):
         if self.vllm_mode == "server":
@@ -128,26 +95,8 @@ class RolloutCorrectionMixin(_Host):
     def _check_sampler(self):
         check_has_sampler(self.use_vllm, self._trl_class)
 
-    def _add_dump(self) -> SequenceDump | None:
-        """Add the dump, if there is one, and return it."""
-        if self.args.rollout_dump_dir is None:
-            return None
-        tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
-        dump = SequenceDump(self.args, self.accelerator, tokenizer, self.args.seed, type(self).__name__)
-        self.add_callback(dump)
-        return dump
-
-    def add_callback(self, callback):
-        super().add_callback(callback)
-        if isinstance(callback, RolloutCorrectionMonitor) or callback is RolloutCorrectionMonitor:
-            settle_monitors(self.callback_handler)
-
     def _mark_sync(self):
         self.rollout_step = self.state.global_step
-
-    @property
-    def _now(self) -> Moment:
-        return Moment("train" if self.model.training else "eval", self.state.global_step)
 
     # Scoring ----------------------------------------------------------------------------------------------------------
 
@@ -373,24 +322,6 @@ class RolloutCorrectionMixin(_Host):
             batch[key].copy_(value)
         return value
 
-    def _bypass(self, seen: Corrected) -> tuple[torch.Tensor, Corrected]:
-        """Anchor in bypass mode, `(B, T)`, and what is corrected once tokens that it leaves no gradient are taken out."""
-        anchor, coefficients = self._anchor_in_bypass(seen)
-        statistics = seen.correction.statistics.with_sum("coefficients", coefficients.sum())
-        correction = replace(seen.correction, statistics=statistics)
-        return anchor, seen._replace(correction=correction, coefficients=coefficients)
-
-    def _anchor_in_bypass(self, seen: Corrected) -> tuple[torch.Tensor, torch.Tensor]:
-        """Anchor and coefficients in bypass mode, each `(B, T)`."""
-        current, correction = seen.train_logps, seen.correction
-        if self.args.rollout_loss_type == "reinforce":
-            return current, seen.coefficients  # a ratio of 1 whose gradient is that of the log-likelihood
-        # PPO's gradient vanishes where the ratio saturates, while the ratio itself would overflow. And a rejected token has no
-        # part in the ratio of its completion, where the loss is about that.
-        rollout_logps = usable_rollout_logps(current, seen.batch[ROLLOUT_LOGPS], seen.mask, self.args)
-        usable = correction.keep & ((current - rollout_logps).abs() <= LOG_RATIO_BOUND)
-        return torch.where(usable, rollout_logps, current), seen.coefficients * usable
-
     def _enter_loss(
         self, inputs: dict[str, Any], logps: torch.Tensor, anchor: torch.Tensor, coefficients: torch.Tensor
     ) -> torch.Tensor:
@@ -411,48 +342,3 @@ class RolloutCorrectionMixin(_Host):
             `torch.Tensor` of shape `(B, T)`: the log-probabilities for TRL's loss.
         """
         raise NotImplementedError
-
-    def _loss_mask(self, batch: dict[str, Any]) -> torch.Tensor:
-        """Tokens of the loss, `(B, T)`."""
-        return batch["completion_mask"]
-
-    def _compute_correction(self, train_logps: torch.Tensor, batch: dict[str, Any]) -> RolloutCorrection:
-        return compute_rollout_correction(
-            train_logps,
-            batch[ROLLOUT_LOGPS],
-            self._loss_mask(batch),
-            self.args,
-            advantages=batch["advantages"],
-            sum_over_ranks=lambda tensor: self.accelerator.reduce(tensor, reduction="sum"),
-        )
-
-    def _correct_from(self, train_logps: torch.Tensor, batch: dict[str, Any], *, from_old: bool) -> Corrected:
-        """Correct a batch for the gap between the sampler and a policy of the trainer, the old one or the current one."""
-        correction = self._compute_correction(train_logps, batch)
-        mask = self._loss_mask(batch)
-        return Corrected(batch, mask, train_logps, correction, correction.coefficients, from_old)
-
-    # Logging ----------------------------------------------------------------------------------------------------------
-
-    def create_model_card(self, *args, **kwargs):
-        super().create_model_card(*args, **kwargs)
-        path = Path(self.args.output_dir, "README.md")
-        if self.is_world_process_zero() and path.exists():
-            model = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=True).config._name_or_path
-            card = complete_card(path.read_text("utf-8"), model, self.args.output_dir, self.args.description)
-            path.write_text(card, "utf-8")
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        # Trainer reports losses and runtimes on every rank; anything else may come from user code on one rank, where the
-        # gather below would wait forever.
-        if "train_runtime" in logs:  # what was trained on since the last log, also if an evaluation came last
-            logs.update(self._close_window(self._now._replace(mode="train")))
-        elif "loss" in logs or any(key.endswith("_runtime") for key in logs):
-            self._metrics[self._now.mode].update(
-                {key: [value] for key, value in self._close_window(self._now).items()}
-            )
-        super().log(logs, start_time)
-
-    def _close_window(self, now: Moment) -> dict[str, float]:
-        """Metrics of the logging window that ends, of all ranks."""
-        return self._observer.close_window(now)

@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from transformers.trainer_callback import CallbackHandler
 
 from ..accounting import Accounts, account, turns_of
+from ..ages import Ages, Intake
 from ..config import RolloutCorrectionConfig
 from ..correction import RolloutCorrection
 from ..metrics import Statistics
@@ -157,6 +158,10 @@ class Observer:
             metrics |= staleness.finish()
         if (accounts := sums.get(Accounts)) is not None:
             metrics |= accounts.finish(rejects=self.args.rollout_rs is not None, weighs=self.args.applies_weights)
+        if (ages := sums.get(Ages)) is not None:
+            metrics |= ages.finish(rejects=self.args.rollout_rs is not None, corrects=self.args.corrects)
+        if (intake := sums.get(Intake)) is not None:
+            metrics |= intake.finish()
         return metrics
 
     def _add_ages(self, now: Moment, segments: Segments):

@@ -1,0 +1,152 @@
+"""
+TRL's asynchronous trainer and ours on the same samples, without a server: a rollout worker in this process.
+
+As in `tiny.py`, TRL is imported when it is needed.
+"""
+
+import queue
+import random
+from typing import Any
+
+import numpy as np
+
+import trl_rollout_corr
+from tests.tiny import PROMPTS, StaleSampler, prompts
+
+
+class WeightsStay:
+    """A weight transfer that transfers nothing."""
+
+    def init_weight_transfer(self):
+        pass
+
+    pause = resume = destroy = init_weight_transfer
+
+    def send_weights(self, iterator):
+        for _ in iterator:
+            pass
+
+
+class WorkerHere:
+    """
+    A rollout worker in this process, which makes a sample whenever one is taken from its queue. The same ones every time.
+
+    Args:
+        model_path (`str`):
+            Model of the sampler.
+        lags (`tuple[int]`):
+            Versions that samples are behind the trainer's, in turns.
+        change (`Callable`, *optional*):
+            Changes each sample.
+        turns (`int`, *optional*, defaults to `1`):
+            Turns of a conversation, with two tokens of a tool between them.
+        end (`int`, *optional*):
+            Number of samples after which there are none.
+    """
+
+    def __init__(self, model_path, *, lags=(0, 1, 2), change=None, group=4, turns=1, end=None, seed=0, **sampling):
+        self.sampler = StaleSampler(model_path, **sampling)
+        self.lags, self.change, self.group, self.turns, self.end, self.seed = lags, change, group, turns, end, seed
+        self.rollout_buffer, self.metrics_queue = self, queue.Queue()
+        self.model_version, self.made = 0, 0
+        self.samples, self.stopped = [], False
+
+    def start(self):
+        pass
+
+    def stop(self):
+        self.stopped = True
+
+    def update_model_version(self, model_version):
+        self.model_version = model_version
+
+    def check_health(self, stale_after_s):
+        raise RuntimeError("the worker has no more samples")
+
+    def qsize(self):
+        return 0
+
+    def get(self, timeout=None):
+        if self.made == self.end:
+            raise queue.Empty
+        sample = self.sample(self.made)
+        self.made += 1
+        if self.change is not None:
+            self.change(sample)
+        self.samples.append(sample)
+        return sample
+
+    def sample(self, i: int):
+        from transformers import AutoTokenizer
+
+        from trl_rollout_corr.trainers.upstream import RolloutSample
+
+        tokenizer = AutoTokenizer.from_pretrained(self.sampler.model.name_or_path)
+        group, dice = i // self.group, random.Random(f"{self.seed} {i}")
+        ids = tokenizer(PROMPTS[group % len(PROMPTS)]).input_ids
+        mask, logps = [0] * len(ids), [0.0] * len(ids)
+        for turn in range(self.turns):
+            if turn:
+                ids, mask, logps = [*ids, 5, 6], [*mask, 0, 0], [*logps, 0.0, 0.0]
+            out = self.sampler.sample([PROMPTS[0]], tokenizer, key=f"{self.seed} {i} {turn}")
+            tokens = out["completion_ids"][0]
+            scored = self.sampler.score(ids, tokens)
+            noise = [self.sampler.noise * dice.gauss(0, 1) for _ in tokens]
+            ids, mask = [*ids, *tokens], [*mask, *[1] * len(tokens)]
+            logps = [*logps, *(x + y for x, y in zip(scored, noise, strict=True))]
+        reward = dice.choice([0.0, 1.0])
+        return RolloutSample(
+            prompt=[],
+            completion=[],
+            input_ids=np.array(ids),
+            completion_mask=np.array(mask),
+            old_log_probs=np.array(logps, dtype=np.float32),
+            advantage=(-1) ** i * abs(dice.gauss(0, 1)),  # one of each sign, of any two
+            model_version=max(self.model_version - self.lags[i % len(self.lags)], 0),
+            group_id=group,
+            metrics={"reward": reward},
+        )
+
+
+def fields(output_dir, **more) -> dict[str, Any]:
+    return {
+        "output_dir": str(output_dir),
+        "use_cpu": True,
+        "bf16": False,
+        "report_to": [],
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "max_steps": 3,
+        "learning_rate": 3e-4,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "gradient_checkpointing": False,
+        "token_budget": 0,  # a fixed number of samples
+        "max_staleness": 8,
+        **more,
+    }
+
+
+def build_ours(model, folder, worker=None, *, extra=None, trainer_class=None, **more):
+    """Our trainer on the tiny model. `extra` are arguments of the trainer, `more` fields of its configuration."""
+    trainer_class = trainer_class or trl_rollout_corr.RolloutCorrectedAsyncGRPOTrainer
+    args = trl_rollout_corr.RolloutCorrectedAsyncGRPOConfig(**fields(folder, **{"rollout_monitor": None, **more}))
+    arguments = {"rollout_worker": worker or WorkerHere(model), "weight_transfer": WeightsStay(), **(extra or {})}
+    return trainer_class(model, args=args, train_dataset=prompts(64), **arguments)
+
+
+def build_theirs(model, folder, worker=None, **more):
+    """TRL's trainer on the tiny model, with what a CPU needs."""
+    from trl_rollout_corr.trainers import tree_attention, upstream
+
+    args = upstream.AsyncGRPOConfig(**fields(folder, **more))
+    with upstream.without_peak_flops(args.device):
+        trainer = upstream.AsyncGRPOTrainer(
+            model,
+            args=args,
+            train_dataset=prompts(64),
+            rollout_worker=worker or WorkerHere(model),
+            weight_transfer=WeightsStay(),
+        )
+    tree_attention.register_tree_attention()
+    return trainer

@@ -1,0 +1,234 @@
+"""Asynchronous GRPO with all of its real parts: vLLM's server, TRL's rollout worker, and weights that travel between them."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from accelerate import PartialState
+from transformers import AutoTokenizer
+
+from tests.dumps import read_dump
+from tests.launching import ACCELERATE, ROOT, free_port, output_of
+from tests.tiny import build_tiny_model, build_tiny_tokenizer, load_model
+
+
+pytestmark = [pytest.mark.slow, pytest.mark.vllm]
+
+LAUNCH = [
+    ACCELERATE, "launch", "--num_processes", "1", "--num_machines", "1", "--mixed_precision", "no",
+    "--dynamo_backend", "no", "--cpu",
+]  # fmt: skip
+SERVER = {
+    "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "TORCHDYNAMO_DISABLE": "1",
+}  # fmt: skip
+OPTIONS = (
+    "--max-model-len 256 --max-num-seqs 64 --dtype float32 --enforce-eager --no-enable-chunked-prefill "
+    "--max-num-batched-tokens 4096"
+)
+
+
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory) -> str:
+    """A tiny model that takes conversations."""
+    folder = build_tiny_model(tmp_path_factory.mktemp("chat"))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    close = {"close": tokenizer.eos_token, "content": "text"}
+    tokenizer.response_template = {
+        "defaults": {"role": "assistant"},
+        "start_anchor": "n:",
+        "fields": {"content": close},
+    }
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory) -> str:
+    """Digits are the answers: with so many completions, some are right by chance."""
+    folder = tmp_path_factory.mktemp("questions")
+    rows = [{"prompt": [{"role": "user", "content": f"{i}+{i}in:"}], "answer": f"#### {i % 10}"} for i in range(64)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(folder)
+
+
+@pytest.fixture
+def example(chat_model, questions, tmp_path):
+    """The command line of the example, with a server on a port of its own, which is returned as well."""
+    port = free_port()
+
+    def command(recipe: str, *options: str) -> list[str]:
+        return [
+            *LAUNCH, "examples/async_grpo.py", "--config", f"recipes/async_grpo/{recipe}.yaml",
+            "--model_name_or_path", chat_model, "--dataset_name", questions, "--output_dir", str(tmp_path / "out"),
+            "--use_cpu", "true", "--bf16", "false", "--report_to", "none", "--disable_tqdm", "true",
+            "--vllm_server_base_url", f"http://127.0.0.1:{port}", "--server_devices", "cpu", "--server_options", OPTIONS,
+            "--num_generations", "8", "--per_device_train_batch_size", "32", "--token_budget", "0",
+            "--max_completion_length", "16", "--gradient_checkpointing", "false", "--learning_rate", "1e-4", *options,
+        ]  # fmt: skip
+
+    return command, port
+
+
+def pids(text: str) -> list[tuple[int, str]]:
+    """Running processes whose command line holds a text, with the command line."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = entry.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:  # it ended
+            continue
+        if text in line and str(os.getpid()) != entry.parent.name:
+            found.append((int(entry.parent.name), line[:200]))
+    return found
+
+
+def assert_nothing_is_left(port: int, *texts: str):
+    """No server, no engine, no rollout worker, and nobody on the port."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        left = [line for text in (f"--port {port}", *texts) for _, line in pids(text)]
+        with socket.socket() as probe:
+            listening = probe.connect_ex(("127.0.0.1", port)) == 0
+        if not left and not listening:
+            return
+        time.sleep(0.5)
+    pytest.fail(f"left: {left}, port {port} {'answers' if listening else 'is free'}")
+
+
+@pytest.mark.parametrize("recipe", ["token_is", "lora"])
+def test_weights_reach_the_server(example, chat_model, tmp_path, recipe):
+    """All of them, or an adapter: in the end it samples with another policy than at the start, one close to the trainer's."""
+    command, port = example
+    options = ["--queue_maxsize", "32", "--max_inflight_tasks", "32", "--max_staleness", "2", "--max_steps", "8"]
+    options += ["--rollout_dump_dir", str(tmp_path / "dump"), "--logging_steps", "1"]
+    options += ["--learning_rate", "1e-3"] if recipe == "lora" else ["--weights_folder", str(tmp_path / "weights")]
+    output_of(*command(recipe, *options), **SERVER)
+    assert_nothing_is_left(port, str(tmp_path))
+    assert not list((tmp_path / "weights").glob("*"))
+    rows, model = read_dump(tmp_path / "dump").rows, load_model(chat_model)
+    first, last = ([row for row in rows if row["step"] == step] for step in (1, 8))
+    assert {row["staleness"] for row in first} == {0}
+    assert max(row["staleness"] for row in last) <= 3  # one micro-batch is taken before weights are pushed
+    assert squared_gap(model, first) < 1e-6  # rounding
+    to_the_trainer = np.mean([x**2 for row in last for x in np.subtract(row["train_logps"], row["rollout_logps"])])
+    assert squared_gap(model, last) > 1e-5
+    assert to_the_trainer < squared_gap(model, last) / 2
+
+
+def squared_gap(model, rows: list[dict]) -> float:
+    """Mean squared difference between the log-probabilities of the sampler and those of a model."""
+    gaps, tokenizer = [], build_tiny_tokenizer()
+    for row in rows:
+        prompt, completion = tokenizer(row["prompt"].replace(" ", "")).input_ids, row["token_ids"]
+        with torch.no_grad():
+            logps = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        gaps += np.subtract(logps[range(len(completion)), completion].tolist(), row["rollout_logps"]).tolist()
+    return float(np.mean(np.square(gaps)))
+
+
+def test_a_server_that_dies_is_one_clear_error_and_a_checkpoint(example, tmp_path):
+    command, port = example
+    options = ["--weights_folder", str(tmp_path / "weights"), "--max_steps", "1000", "--save_strategy", "no"]
+    with (tmp_path / "log").open("w") as log:
+        program = start(command("token_is", *options), log)
+        wait_for_steps(program, tmp_path / "log")
+        server = pids(f"--port {port}")[0][0]
+        os.killpg(os.getpgid(server), signal.SIGKILL)  # the server, its engine, and what watches it
+        assert program.wait(180) != 0
+    text = (tmp_path / "log").read_text()
+    assert "A checkpoint is in" in text
+    assert f"The vLLM server at http://127.0.0.1:{port} is gone" in text
+    assert list((tmp_path / "out").glob("checkpoint-*/model.safetensors"))
+    assert_nothing_is_left(port, str(tmp_path))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_an_interrupt_leaves_nothing_behind(example, tmp_path, number):
+    command, port = example
+    options = ["--weights_folder", str(tmp_path / "weights"), "--max_steps", "1000", "--save_strategy", "no"]
+    with (tmp_path / "log").open("w") as log:
+        # without the launcher, which would get the signal in its place
+        python = [sys.executable, *command("token_is", *options)[len(LAUNCH) :]]
+        program = start(python, log)
+        wait_for_steps(program, tmp_path / "log")
+        program.send_signal(number)
+        assert program.wait(180) != 0
+    assert_nothing_is_left(port)
+
+
+def start(command: list[str], log) -> subprocess.Popen:
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, **SERVER},
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        # a shell makes what it starts in the background deaf to Ctrl-C
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+
+
+def wait_for_steps(program: subprocess.Popen, log: Path):
+    while program.poll() is None and "'loss'" not in log.read_text():
+        time.sleep(0.5)
+    assert program.poll() is None, log.read_text()[-5000:]
+
+
+def test_the_server_ends_up_with_the_weights_of_the_trainer(chat_model, tmp_path, monkeypatch):
+    """What it says about a text, before and after."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    import requests
+    from serving import vllm_server
+
+    from trl_rollout_corr import DiskWeightTransfer
+
+    PartialState()  # TRL's logger needs it
+    model = load_model(chat_model)
+    ids = AutoTokenizer.from_pretrained(chat_model)("12 ab= cd?").input_ids
+
+    def ours() -> list[float]:
+        with torch.no_grad():
+            logps = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+        return logps[range(len(ids) - 1), ids[1:]].tolist()
+
+    def theirs(url: str) -> list[float]:
+        request = {"model": chat_model, "prompt": ids, "max_tokens": 1, "prompt_logprobs": 0}
+        found = requests.post(f"{url}/v1/completions", json=request, timeout=60).json()["choices"][0][
+            "prompt_logprobs"
+        ]
+        return [entry[str(token)]["logprob"] for entry, token in zip(found[1:], ids[1:], strict=True)]
+
+    with vllm_server(chat_model, tmp_path / "server.log", OPTIONS.split(), SERVER) as url:
+        assert theirs(url) == pytest.approx(ours(), abs=1e-4)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(0.3 * p.std().nan_to_num() * torch.randn_like(p))
+        assert theirs(url) != pytest.approx(ours(), abs=0.1)
+        transfer = DiskWeightTransfer(url, tmp_path / "weights")
+        transfer.init_weight_transfer()
+        transfer.pause()
+        transfer.send_weights(iter(model.state_dict().items()))
+        transfer.resume()
+        assert theirs(url) == pytest.approx(ours(), abs=1e-4)
+        transfer.destroy()
+        with pytest.raises(RuntimeError, match="did not load the weights"):
+            transfer._load(tmp_path / "nothing")
+
+
+def test_a_server_that_does_not_start_says_why(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    from serving import vllm_server
+
+    with pytest.raises(RuntimeError, match="ended with exit code"), vllm_server(str(tmp_path), tmp_path / "log"):
+        pass

@@ -1,0 +1,550 @@
+"""`RolloutCorrectedAsyncGRPOTrainer` on the real TRL, with samples of known age from a policy that is not the trainer's."""
+
+import dataclasses
+import inspect
+import math
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from tests import reference
+from tests.asynchronous import WorkerHere, build_ours, build_theirs
+from tests.dumps import read_dump
+from tests.tiny import load_model
+from tests.training import (
+    assert_gradients_equal,
+    assert_same_metrics,
+    assert_trains,
+    backward,
+    counting_forwards,
+    logged,
+    losses,
+    window,
+)
+from trl_rollout_corr import (
+    RolloutCorrectedAsyncGRPOConfig,
+    RolloutCorrectedAsyncGRPOTrainer,
+    RolloutCorrectionConfig,
+    compute_rollout_correction,
+)
+from trl_rollout_corr.accounting import Accounts, account
+from trl_rollout_corr.ages import Ages
+from trl_rollout_corr.keys import PREFIX
+from trl_rollout_corr.trainers import contract
+from trl_rollout_corr.trainers.core import CorrectionCore
+from trl_rollout_corr.trainers.packed import Awaited
+from trl_rollout_corr.trainers.tree_attention import register_tree_attention, visible_tokens
+from trl_rollout_corr.trainers.upstream import TREE_ATTENTION, AsyncGRPOTrainer, TreeRow
+
+
+@pytest.fixture
+def make(tiny_model_path, tmp_path):
+    """Build a trainer of ours. `worker` are arguments of its rollout worker."""
+
+    def make(worker=None, **fields):
+        return build_ours(tiny_model_path, tmp_path, WorkerHere(tiny_model_path, **(worker or {})), **fields)
+
+    return make
+
+
+@pytest.fixture
+def theirs(tiny_model_path, tmp_path):
+    return partial(build_theirs, tiny_model_path, tmp_path)
+
+
+def weights_of(trainer):
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+
+
+def micro_batch(trainer):
+    """The first micro-batch, as in training at optimizer step 3, and the samples in it in their order."""
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
+    trainer._step_of_version.update({version: version for version in range(4)})
+    trainer.rollout_worker.update_model_version(3)
+    trainer.model_version = trainer.state.global_step = 3
+    batch = next(iter(trainer.get_train_dataloader()))
+    return batch, trainer.rollout_worker.samples[: trainer.args.per_device_train_batch_size]
+
+
+def unpacked_logps(model, sample):
+    """Log-probabilities of the trained tokens of one sample, without any of TRL's code or packing."""
+    ids = torch.as_tensor(sample.input_ids)
+    logits = model(ids[None]).logits[0, :-1]
+    return logits.log_softmax(-1)[torch.arange(len(ids) - 1), ids[1:]][sample.completion_mask[1:] != 0]
+
+
+def rollout_logps(sample):
+    return torch.as_tensor(sample.old_log_probs)[torch.as_tensor(sample.completion_mask) != 0]
+
+
+# Off means off --------------------------------------------------------------------------------------------------------
+
+OFF = {
+    "disabled": {"rollout_correction": "disabled"},
+    "measured": {
+        "rollout_metrics_only": True,
+        "rollout_is": "sequence",
+        "rollout_is_batch_normalize": True,
+        "rollout_rs": "token_k1",
+        "rollout_rs_threshold": 1.1,
+    },
+    "nothing to correct": {"rollout_is": None},
+}
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_model_path, tmp_path_factory):
+    """What TRL's trainer does."""
+    trainer = build_theirs(tiny_model_path, tmp_path_factory.mktemp("plain"), logging_steps=1)
+    return losses(trainer), trainer.state.log_history, weights_of(trainer)
+
+
+@pytest.mark.parametrize("off", OFF)
+def test_off_is_bit_for_bit_trl(make, plain, off):
+    steps, history, weights = plain
+    trainer = make(**OFF[off], logging_steps=1)
+    assert losses(trainer) == steps
+    assert all(torch.equal(p, weights[name]) for name, p in weights_of(trainer).items())
+    for found, expected in zip(trainer.state.log_history, history, strict=True):  # and its metrics are all there
+        same = {key for key in expected if not key.startswith(("perf", "train_")) and not key.endswith("_s")}
+        assert {key: found[key] for key in same} == {key: expected[key] for key in same}
+    assert all(value > 0 for value in logged(trainer, "k3_kl"))
+
+
+def test_weights_of_one_change_little(make, tiny_model_path, tmp_path):
+    """The sampler is the trainer: corrected and not, the first gradient is that of the policy gradient."""
+    same = {"noise": 0.0}
+    batch, _ = micro_batch(trainer := make(same, rollout_correction="decoupled_geo_rs_token_tis"))
+    found = backward(trainer.model, trainer.compute_loss(trainer.model, batch))
+    batch, _ = micro_batch(off := make(same, rollout_correction="disabled"))
+    assert_gradients_equal(found, backward(off.model, off.compute_loss(off.model, batch)))
+
+
+MODES = {
+    "decoupled": {},
+    "interpolated": {"rollout_proximal": "interpolated"},
+    "reinforce": {"bypass_mode": True, "rollout_loss_type": "reinforce"},
+    "ppo_clip": {"bypass_mode": True, "rollout_clip_ratio_c": 1.1},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_correction_costs_no_forward(make, mode):
+    trainer = make(**MODES[mode], rollout_is="sequence", rollout_rs="token_k1", rollout_rs_threshold=1.5)
+    with counting_forwards(trainer) as count:
+        assert_trains(trainer)
+    assert count["forwards"] == 3 * 2
+
+
+# Gradients against autograd on the samples one by one -----------------------------------------------------------------
+
+
+def expected_loss(model, samples, mode, level, steps, accumulation):
+    """The loss written out, sample by sample."""
+    n_tokens = sum(int(sample.completion_mask.sum()) for sample in samples)
+    total = 0.0
+    for sample, step in zip(samples, steps, strict=True):
+        logps, rollout, advantage = unpacked_logps(model, sample), rollout_logps(sample), float(sample.advantage)
+        current = logps.detach()
+        age = 3 - step
+        share = 0.0 if age == 0 else 1 / max(age, 1)
+        old = current - share * (current - rollout) if mode == "interpolated" else current
+        d = old - rollout
+        exponent = {"token": d, "sequence": d.sum(), "geometric": d.mean(), None: torch.zeros(())}[level]
+        weights = exponent.exp().clamp(max=2.0) * torch.ones_like(d)
+        keep = d**2 / 2 <= 0.03
+        if mode == "reinforce":
+            total = total - (weights * keep * advantage * logps).sum()
+            continue
+        ratio = (logps - (rollout if mode == "ppo_clip" else old)).exp()
+        objective = torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+        if mode == "ppo_clip":
+            weights = torch.where((advantage < 0) & (ratio.detach() > 1.1), 0.0, 1.0)
+        total = total - (weights * keep * objective).sum()
+    return total / n_tokens / accumulation
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric", None])
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_are_those_of_the_loss_written_out(make, tiny_model_path, mode, level):
+    """With two turns, and completions that share a prompt in the row."""
+    worker = {"turns": 2, "noise": 0.25, "group": 2}
+    fields = {"rollout_is": level, "rollout_rs": "token_k2", "rollout_rs_threshold": 0.03}
+    trainer = make(worker, per_device_train_batch_size=8, **MODES[mode], **fields)
+    batch, samples = micro_batch(trainer)
+    assert batch["attention_mask"].sum() < sum(len(sample.input_ids) for sample in samples)
+    found = backward(trainer.model, trainer.compute_loss(trainer.model, batch))
+    assert {sample.advantage > 0 for sample in samples} == {True, False}
+    assert 0 < logged_now(trainer, "rollout_rs_masked_fraction") < 1
+    model = load_model(tiny_model_path)
+    loss = expected_loss(model, samples, mode, level, [sample.model_version for sample in samples], 2)
+    expected = backward(model, loss)
+    assert_gradients_equal(found, {name: gradient for name, gradient in expected.items() if name in found})
+    assert set(found) == set(expected)
+
+
+def logged_now(trainer, key):
+    return window(trainer).finish()[PREFIX + key]
+
+
+def test_the_bound_of_the_dual_clip_takes_effect(make):
+    fields = {"bypass_mode": True, "rollout_is": None}
+    worker = {"noise": 0.5}
+
+    def gradient(bound):
+        batch, _ = micro_batch(trainer := make(worker, rollout_clip_ratio_c=bound, **fields))
+        return backward(trainer.model, trainer.compute_loss(trainer.model, batch))["lm_head.weight"]
+
+    assert not torch.allclose(gradient(1.2), gradient(None))
+    assert torch.equal(gradient(1e6), gradient(None))
+
+
+def test_batch_normalisation_gives_weights_a_mean_of_one(make):
+    trainer = make(rollout_is="token", rollout_is_batch_normalize=True)
+    batch, _ = micro_batch(trainer)
+    trainer.compute_loss(trainer.model, batch)
+    statistics = window(trainer)
+    assert statistics["coefficients"] / statistics["tokens"] == pytest.approx(1.0, abs=1e-5)
+
+
+# Packed rows ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_packed_row_equals_its_samples(tiny_model_path):
+    """To 1e-6, in float64: shared prompts, a shared prefix of completions, one sample twice, and two turns."""
+    worker = WorkerHere(tiny_model_path, turns=2)
+    samples = [worker.sample(i) for i in range(6)]
+    samples.append(worker.sample(0))
+    fork = worker.sample(1)
+    fork.input_ids = np.concatenate([samples[0].input_ids[:-2], [7, 8, 9]])
+    fork.completion_mask = np.concatenate([samples[0].completion_mask[:-2], [1, 1, 1]])
+    fork.old_log_probs = np.zeros(len(fork.input_ids), dtype=np.float32)
+    samples.append(fork)
+    row = TreeRow()
+    for sample in samples:
+        row.add(dataclasses.asdict(sample))
+    packed = row.pack()
+    assert len(packed["input_ids"]) < sum(len(sample.input_ids) for sample in samples) * 0.9
+    longest, path = packed["tree_max_seqlens"].tolist()
+    plain, tree = (load_model(tiny_model_path, torch.float64).eval() for _ in range(2))
+    register_tree_attention()
+    tree.set_attn_implementation(TREE_ATTENTION)
+    logits = tree(
+        input_ids=packed["input_ids"][None],
+        position_ids=packed["position_ids"][None],
+        tree_kv_index=packed["tree_kv_index"],
+        tree_cu_seqlens_q=packed["tree_cu_seqlens_q"],
+        tree_cu_seqlens_k=packed["tree_cu_seqlens_k"],
+        tree_max_seqlen_q=longest,
+        tree_max_seqlen_k=path,
+        use_cache=False,
+    ).logits[0]
+    labels = packed["shift_labels"].clamp(min=0)
+    logps = logits.log_softmax(-1).gather(1, labels[:, None])[:, 0][packed["token_index"]]
+    expected = torch.cat([unpacked_logps(plain, sample) for sample in samples])
+    assert (logps - expected).abs().max() < 1e-6
+    found, expected = (backward(m, x.square().sum()) for m, x in ((tree, logps), (plain, expected)))
+    scale = max(gradient.abs().max() for gradient in expected.values())
+    for name, gradient in expected.items():  # the norms of transformers are in float32
+        assert (found[name] - gradient).abs().max() < 1e-6 * scale, name
+
+
+@pytest.mark.parametrize("sliding_window", [None, 3])
+def test_a_token_sees_what_is_before_it_in_its_sample(sliding_window):
+    row, samples = TreeRow(), [[1, 2, 3, 4, 5], [1, 2, 3, 9, 9, 9], [1, 2, 7], [8, 8, 8, 8], [1, 2, 3, 9, 9, 7]]
+    for ids in samples:
+        ones = np.ones(len(ids))
+        row.add(
+            {
+                "input_ids": np.array(ids),
+                "completion_mask": ones,
+                "old_log_probs": ones,
+                "advantage": 1.0,
+                "group_id": 0,
+            }
+        )
+    packed = row.pack()
+    visible = visible_tokens(
+        packed["tree_kv_index"], packed["tree_cu_seqlens_q"], packed["tree_cu_seqlens_k"], sliding_window
+    )
+    places = packed["token_index"].split([len(ids) - 1 for ids in samples])  # of all tokens but the last of a sample
+    for path in places:
+        for depth, place in enumerate(path.tolist()):
+            first = 0 if sliding_window is None else max(depth + 1 - sliding_window, 0)
+            assert visible[place].nonzero().flatten().tolist() == sorted(path[first : depth + 1].tolist())
+
+
+def test_a_tensor_that_is_awaited_is_filled_where_it_was_taken():
+    awaited, selected = Awaited(torch.zeros(2, 3)), torch.tensor([[True, False, True], [False, True, False]])
+    taken = awaited[selected]
+    assert taken.isnan().all()
+    assert not awaited.was_taken
+    awaited.fill(selected, torch.tensor([1.0, 2.0, 3.0]))
+    assert taken.tolist() == awaited[selected].tolist() == [1.0, 2.0, 3.0]
+    assert awaited.was_taken
+
+
+# Age ------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_age_of_the_weights_travels_with_each_sample(make):
+    trainer = make({"lags": (0, 1, 3), "group": 1}, max_steps=6, weight_sync_steps=2, logging_steps=6)
+    trainer.train()
+    expected = {"age": 0.0, "tokens": 0.0}
+    by_bin = {}
+    for i, sample in enumerate(trainer.rollout_worker.samples[:48]):  # eight in a step
+        if sample.model_version == 0:
+            continue  # before the first push: not known
+        age, tokens = i // 8 - 2 * (sample.model_version - 1), int(sample.completion_mask.sum())
+        by_bin[min(age, 4)] = by_bin.get(min(age, 4), 0) + tokens
+        expected["age"] = max(expected["age"], age)
+    total = sum(by_bin.values())
+    names = {0: "0", 1: "1", 2: "2_3", 3: "2_3", 4: "4_7"}
+    shares = dict.fromkeys(names.values(), 0.0)
+    for age, tokens in by_bin.items():
+        shares[names[age]] += tokens / total
+    assert sum(share > 0 for share in shares.values()) >= 3
+    for name, share in shares.items():
+        assert sum(logged(trainer, f"age_{name}/token_share")) == pytest.approx(share), name
+    assert logged(trainer, "staleness_max") == [expected["age"]]
+
+
+def test_metrics_by_age_are_those_of_loops(make):
+    trainer = make({"lags": (0, 1, 3)}, rollout_is="token", rollout_rs="token_k2", rollout_rs_threshold=0.03)
+    batch, samples = micro_batch(trainer)
+    trainer.compute_loss(trainer.model, batch)
+    model = load_model(trainer.model.config._name_or_path)
+    sequences, ages, rewards = [], [], []
+    for sample in samples:
+        with torch.no_grad():
+            logps = unpacked_logps(model, sample).tolist()
+        sequences.append(list(zip(logps, rollout_logps(sample).tolist(), strict=True)))
+        ages.append(3 - sample.model_version)
+        rewards.append(sample.metrics["reward"])
+    keeps = reference.keeps(sequences, "token_k2", 0.03)
+    weights = reference.weights(sequences, "token", None, 2.0)
+    coefficients = [[k * w for k, w in zip(*rows, strict=True)] for rows in zip(keeps, weights, strict=True)]
+    expected = reference.age_metrics(sequences, ages, keeps, coefficients, rewards)
+    assert len({key.split("/")[0] for key in expected if "/" in key}) == 3
+    found = window(trainer, Ages).finish(rejects=True, corrects=True)
+    assert_same_metrics(found, {PREFIX + key: value for key, value in expected.items()})
+
+
+@pytest.mark.parametrize(("engine", "drift"), [(0.01, 0.0), (0.0, 0.02), (0.03, 0.01)])
+def test_the_regression_separates_engine_and_drift(engine, drift):
+    """Squares that grow linearly with age by construction."""
+    from trl_rollout_corr.ages import by_age
+
+    ages = torch.tensor([0.0, 1.0, 2.0, 5.0, math.nan])
+    squares = engine + drift * ages.nan_to_num(100.0)
+    d = squares.sqrt()[:, None].expand(5, 4)
+    on = torch.ones(5, 4, dtype=torch.bool)
+    sums = by_age(d, torch.zeros(5, 4), on, on, on.float(), torch.zeros(5), ages)
+    metrics = sums.finish(rejects=False, corrects=False)
+    assert metrics[f"{PREFIX}engine_k2_kl"] == pytest.approx(engine / 2, abs=1e-7)
+    assert metrics[f"{PREFIX}drift_k2_kl_per_step"] == pytest.approx(drift / 2, abs=1e-7)
+    assert metrics[f"{PREFIX}drift_k2_kl"] == pytest.approx(drift / 2 * 2, abs=1e-7)  # mean age of 2
+
+
+def test_who_is_dropped_as_stale_is_counted(make):
+    def slow_is_wrong(sample):
+        sample.metrics = {"reward": 0.0 if sample.model_version < made_by.model_version - 1 else 1.0}
+
+    trainer = make({"lags": (0, 1, 2, 0, 3), "change": slow_is_wrong}, max_staleness=1, max_steps=6, logging_steps=6)
+    made_by = trainer.rollout_worker
+    versions = []
+    get = made_by.get
+
+    def noting_the_version(timeout=None):
+        versions.append(made_by.model_version)
+        return get(timeout)
+
+    made_by.get = noting_the_version
+    trainer.train()
+    pairs = list(zip(made_by.samples, versions, strict=True))
+    dropped = [sample for sample, version in pairs if version - sample.model_version > 1]
+    trained = [sample for sample, version in pairs if version - sample.model_version <= 1][:48]
+    assert len(dropped) > 10
+
+    def mean_length(samples):
+        return np.mean([sample.completion_mask.sum() for sample in samples])
+
+    assert logged(trainer, "stale_dropped/fraction") == [pytest.approx(len(dropped) / (len(dropped) + len(trained)))]
+    assert logged(trainer, "stale_dropped/length_mean") == [pytest.approx(mean_length(dropped))]
+    assert logged(trainer, "trained/length_mean") == [pytest.approx(mean_length(trained))]
+    assert logged(trainer, "stale_dropped/reward_mean") == [0.0]
+    assert logged(trainer, "trained/reward_mean") == [1.0]
+    assert [entry["sample/dropped_stale_total"] for entry in trainer.state.log_history if "loss" in entry] == [
+        len(dropped)
+    ]
+
+
+# Samples that cannot be used ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_sample_rejected_trains_on_nothing(make, mode):
+    trainer = make({"noise": 1.0, "lags": (9,)}, **MODES[mode], rollout_rs="seq_max_k2", rollout_rs_threshold=1e-9)
+    trainer._step_of_version[0] = -2  # at an age of one, what is interpolated is the sampler
+    assert losses(trainer) == [(0.0, 0.0)] * 3
+    assert logged(trainer, "rollout_rs_masked_fraction") == [1.0] * 3
+
+
+@pytest.mark.filterwarnings("ignore:Step")
+@pytest.mark.parametrize(
+    ("mode", "value"), [*((mode, math.nan) for mode in MODES), ("decoupled", -math.inf), ("ppo_clip", -9999.0)]
+)
+def test_a_log_probability_that_is_none_hurts_nobody(make, mode, value):
+    def break_first(sample):
+        sample.old_log_probs[-1] = value
+
+    trainer = make({"change": break_first, "min_length": 2}, **MODES[mode], rollout_nan_policy="drop")
+    assert_trains(trainer)
+    assert all(0 < share < 1 for share in logged(trainer, "nonfinite_fraction"))
+
+
+def lose_logps(sample):
+    sample.old_log_probs = None
+
+
+def cut_logps(sample):
+    sample.old_log_probs = sample.old_log_probs[:-1]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), [(lose_logps, "without log-probabilities"), (cut_logps, "one entry per token")]
+)
+def test_missing_log_probabilities_are_one_clear_error(make, change, message):
+    with pytest.raises(ValueError, match=message):
+        make({"change": change}).train()
+
+
+def test_an_error_of_the_sampler_leaves_a_checkpoint(make, tmp_path, tiny_model_path):
+    """Also if the run saves nothing; and it can go on from there as if nothing had been."""
+    worker = {"lags": (0,), "end": 24}
+    trainer = make(worker, max_steps=5, logging_steps=1)
+    with pytest.raises(RuntimeError, match="after step 3: RuntimeError: the worker has no more samples") as error:
+        trainer.train()
+    assert str(tmp_path / "checkpoint-3") in str(error.value)
+    assert "no more samples" in str(error.value.__cause__)
+    assert trainer.rollout_worker.stopped
+    again = make({"lags": (0,)}, max_steps=5, logging_steps=1)
+    again.rollout_worker.made = 24
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    whole = make({"lags": (0,)}, max_steps=5, logging_steps=1)
+    whole.train()
+    for name, weight in weights_of(whole).items():
+        assert torch.equal(weights_of(again)[name], weight), name
+    # one micro-batch is fetched ahead, before the weights are pushed
+    assert logged(whole, "staleness_mean")[-2:] == [0.5, 0.5]
+    assert logged(again, "staleness_mean")[-2:] == [0.0, 0.5]
+
+
+# Metrics, dump and monitor --------------------------------------------------------------------------------------------
+
+
+def test_metrics_are_those_of_the_other_trainers_on_the_same_tensors(make):
+    fields = {
+        "rollout_is": "sequence",
+        "rollout_rs": ["token_k1", "seq_mean_k3"],
+        "rollout_rs_threshold": [1.2, 0.02],
+    }
+    trainer = make({"turns": 1}, **fields)
+    batch, samples = micro_batch(trainer)
+    trainer.compute_loss(trainer.model, batch)
+    model = load_model(trainer.model.config._name_or_path)
+    length = max(int(sample.completion_mask.sum()) for sample in samples)
+    train, rollout = torch.full((len(samples), length), math.nan), torch.full((len(samples), length), math.nan)
+    for row, sample in enumerate(samples):
+        with torch.no_grad():
+            logps = unpacked_logps(model, sample)
+        train[row, : len(logps)], rollout[row, : len(logps)] = logps, rollout_logps(sample)
+    advantages = torch.tensor([sample.advantage for sample in samples])
+    rewards = torch.tensor([sample.metrics["reward"] for sample in samples])
+    correction = compute_rollout_correction(
+        train, rollout, ~train.isnan(), RolloutCorrectionConfig(**fields), advantages=advantages
+    )
+    assert_same_metrics(window(trainer).finish(), correction.metrics())
+    accounts = account(correction.valid, correction.keep, correction.coefficients, advantages, rewards)
+    options = {"rejects": True, "weighs": True}
+    assert_same_metrics(window(trainer, Accounts).finish(**options), accounts.finish(**options))
+
+
+def test_the_dump_has_prompts_completions_and_ages(make, tmp_path):
+    trainer = make({"turns": 2, "lags": (0, 1)}, rollout_dump_dir=str(tmp_path / "dump"), max_steps=4)
+    trainer.train()
+    rows = read_dump(tmp_path / "dump").rows
+    samples = trainer.rollout_worker.samples
+    texts = {trainer.processing_class.decode(sample.input_ids).replace(" ", "") for sample in samples}
+    assert rows
+    assert {row["staleness"] for row in rows} >= {0, 1}
+    for row in rows:
+        assert (row["prompt"] + row["completion"]).replace(" ", "") in texts
+
+
+@pytest.mark.filterwarnings("ignore:Step")
+def test_the_monitor_speaks(make):
+    def shift(sample):
+        sample.old_log_probs = np.where(sample.completion_mask != 0, sample.old_log_probs - 3.0, 0.0)
+
+    with pytest.warns(UserWarning, match="Step"):
+        make({"change": shift}, rollout_monitor="warn", max_steps=12, logging_steps=1).train()
+
+
+# Refused --------------------------------------------------------------------------------------------------------------
+
+
+def test_settings_that_do_not_fit_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="`rollout_rs_exclude_from_baseline` is True, but in an asynchronous run"):
+        RolloutCorrectedAsyncGRPOConfig(
+            str(tmp_path), use_cpu=True, bf16=False, rollout_rs="seq_mean_k1", rollout_rs_threshold=1.1,
+            rollout_rs_exclude_from_baseline=True,
+        )  # fmt: skip
+    with pytest.raises(ValueError, match="`rollout_proximal` must be one of visit, interpolated, got 'interpolate'"):
+        RolloutCorrectedAsyncGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, rollout_proximal="interpolate")
+    with pytest.warns(UserWarning, match="`rollout_proximal` is set to 'interpolated' but has no effect"):
+        RolloutCorrectedAsyncGRPOConfig(
+            str(tmp_path), use_cpu=True, bf16=False, rollout_proximal="interpolated", bypass_mode=True
+        )
+
+
+def test_a_cpu_needs_another_way_for_weights(tiny_model_path, tmp_path):
+    with pytest.raises(ValueError, match="NCCL has no CPUs"):
+        build_ours(tiny_model_path, tmp_path, extra={"weight_transfer": None, "reward_funcs": lambda **_: [0.0]})
+
+
+def test_a_loss_that_has_moved_is_refused(make, monkeypatch):
+    original = AsyncGRPOTrainer.compute_loss
+
+    def twice(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        original(self, model, inputs)
+        return original(self, model, inputs)
+
+    monkeypatch.setattr(AsyncGRPOTrainer, "compute_loss", twice)
+    with pytest.raises(RuntimeError, match="ran the policy 2 times"):
+        make().train()
+
+
+def test_another_loss_is_refused(tiny_model_path, tmp_path):
+    class Other(AsyncGRPOTrainer):
+        def compute_loss(self, *args, **kwargs):
+            return super().compute_loss(*args, **kwargs)
+
+    class Mixed(RolloutCorrectedAsyncGRPOTrainer, Other):
+        pass
+
+    with pytest.raises(TypeError, match="inherits `compute_loss` from `Other`"):
+        build_ours(tiny_model_path, tmp_path, trainer_class=Mixed)
+
+
+def test_every_overridden_method_is_in_the_contract():
+    overridden = {
+        name
+        for cls in (RolloutCorrectedAsyncGRPOTrainer, CorrectionCore)
+        for name, member in vars(cls).items()
+        if inspect.isfunction(member) and hasattr(AsyncGRPOTrainer, name) and name != "__init__"
+    }
+    assert overridden == set(contract.ASYNCHRONOUS)

@@ -1,0 +1,332 @@
+"""
+Asynchronous GRPO with rollout correction.
+
+TRL's loss takes two tensors out of the batch, the advantages and the sampler's log-probabilities, runs the model once, and
+puts the three together. Here it gets tensors that are filled in when the model has run
+([`~trl_rollout_corr.trainers.packed.Awaited`]): the correction then knows the policy, at no forward pass of its own.
+
+`B` completions of this rank's row, `T` tokens from the first of the loss to the last of a completion.
+"""
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import requests
+import torch
+
+from ..ages import Intake, by_age, completions
+from ..config import RolloutCorrectionConfig
+from ..correction import usable_rollout_logps
+from ..functional import LOG_RATIO_BOUND
+from .batch import REWARDS, ROLLOUT_LOGPS, ROLLOUT_STEP
+from .checks import (
+    check_asynchronous,
+    check_bases,
+    check_preset,
+    check_proximal,
+    check_server_logprobs,
+    warn_about_distortion,
+)
+from .contract import ASYNCHRONOUS, check_trl
+from .core import CorrectionCore
+from .intake import ADVANTAGES, TERMS, TEXT, TEXT_PREFIX, TOOLS, Carrier, Layout, Tap
+from .observer import Corrected
+from .packed import Awaited, Policy, Terms
+from .stopping import OrderlyEnd
+from .tree_attention import register_tree_attention
+from .upstream import AsyncGRPOConfig, AsyncGRPOTrainer, AsyncRolloutWorker, WeightTransferClient, without_peak_flops
+
+
+LOSS_MASK = "loss_mask"  # (B, T)
+
+
+@dataclass
+class RolloutCorrectedAsyncGRPOConfig(RolloutCorrectionConfig, AsyncGRPOConfig):
+    r"""
+    Configuration class for the [`RolloutCorrectedAsyncGRPOTrainer`].
+
+    It has the parameters of TRL's `AsyncGRPOConfig`, those of [`RolloutCorrectionConfig`], and one of its own.
+
+    Args:
+        rollout_proximal (`str`, *optional*, defaults to `"visit"`):
+            What stands for the old policy in decoupled mode. A sample is trained on once, so that with `"visit"`, the policy
+            of that visit, the ratio of PPO is always 1. `"interpolated"` lies one optimizer step behind the current policy
+            on the line from the sampler to it, `log old = log rollout + (1 - 1 / age) (log current - log rollout)`, and
+            costs no forward pass either ([A-3PO](https://huggingface.co/papers/2512.06547)). At an age of 1 or of unknown
+            age it is the sampler, at an age of 0 the current policy.
+
+    Raises:
+        `ValueError`: also if `rollout_rs_exclude_from_baseline` is set: baselines are computed by the rollout worker.
+    """
+
+    rollout_proximal: str = field(
+        default="visit",
+        metadata={"help": "Old policy in decoupled mode: visit (the current one), or interpolated by age (A-3PO)."},
+    )
+
+    def __post_init__(self):
+        RolloutCorrectionConfig.__post_init__(self)
+        AsyncGRPOConfig.__post_init__(self)
+        check_asynchronous(self)
+        warn_about_distortion(
+            {name: getattr(self, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
+        )
+        if self.rollout_monitor == "tighten":
+            check_preset(self.rollout_monitor_preset, self)
+
+
+class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
+    r"""
+    TRL's `AsyncGRPOTrainer` that corrects for the age of its samples and for the mismatch between vLLM and the trainer.
+
+    Takes the arguments of `AsyncGRPOTrainer`, with a [`RolloutCorrectedAsyncGRPOConfig`] as `args`. With
+    `rollout_metrics_only=True`, or with neither weights nor rejection nor bypass, losses and gradients are TRL's, bit for
+    bit: PPO clipped around the sampler, which is `bypass_ppo_clip` without the bound of `rollout_clip_ratio_c`.
+
+    What differs from TRL, each as `super()` and an edit of what goes in or comes out: `__init__` (checks, monitor, dump),
+    `compute_loss` (the correction), `get_train_dataloader` (the age and the reward of each sample are carried along),
+    `_sync_weight` (which optimizer step a version of the weights is from), `train` (an error of the sampler ends the run
+    with a checkpoint), `log` (metrics), `add_callback` (one monitor).
+
+    On a CPU, packed rows get an attention of their own (`trainers/tree_attention.py`), and the weights need a way to the
+    server: a [`DiskWeightTransfer`], or an adapter.
+
+    Example:
+
+    ```python
+    from datasets import load_dataset
+    from trl.rewards import accuracy_reward
+    from trl_rollout_corr import RolloutCorrectedAsyncGRPOConfig, RolloutCorrectedAsyncGRPOTrainer
+
+    # VLLM_SERVER_DEV_MODE=1 vllm serve Qwen/Qwen2.5-0.5B-Instruct --weight-transfer-config '{"backend":"nccl"}' \
+    #     --logprobs-mode processed_logprobs
+    trainer = RolloutCorrectedAsyncGRPOTrainer(
+        model="Qwen/Qwen2.5-0.5B-Instruct",
+        reward_funcs=accuracy_reward,
+        args=RolloutCorrectedAsyncGRPOConfig("output", rollout_correction="decoupled_geo_rs_token_tis"),
+        train_dataset=load_dataset("trl-lib/DeepMath-103K", split="train"),
+    )
+    trainer.train()
+    ```
+    """
+
+    _trl_class = AsyncGRPOTrainer
+    _config_class = RolloutCorrectedAsyncGRPOConfig
+    _tag_names = [*AsyncGRPOTrainer._tag_names, "rollout-correction"]
+
+    def __init__(self, model, reward_funcs=None, args=None, *further_args, **kwargs):
+        check_trl(AsyncGRPOTrainer, {AsyncGRPOTrainer: ASYNCHRONOUS})
+        check_bases(type(self), RolloutCorrectedAsyncGRPOTrainer, AsyncGRPOTrainer, method="compute_loss")
+        args = self._checked_args(model, args)
+        with without_peak_flops(args.device):
+            super().__init__(model, reward_funcs, args, *further_args, **kwargs)
+        if args.device.type == "cpu":
+            self._check_weights_reach_the_server()
+            register_tree_attention()  # in place of TRL's, which it has just registered
+        self._tap: Tap | None = None  # on the main process
+        self._step_of_version: dict[int, int] = {}
+        self._end = OrderlyEnd(self.accelerator)
+        self.add_callback(self._end)
+        self._set_up_observer()
+
+    def _check_weights_reach_the_server(self):
+        if isinstance(self.weight_transfer, WeightTransferClient):
+            raise ValueError(
+                "`weight_transfer` is None, which is NCCL, and NCCL has no CPUs. Pass `weight_transfer=DiskWeightTransfer("
+                "url, folder)`; or train an adapter, with a server that has been started with `--enable-lora` and "
+                "`VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`."
+            )
+
+    # Samples ----------------------------------------------------------------------------------------------------------
+
+    def get_train_dataloader(self):
+        dataloader = super().get_train_dataloader()
+        if not self.accelerator.is_main_process:  # only there are samples taken and packed
+            return dataloader
+        samples, batcher = self._rollout_dataset, dataloader.dataset
+        samples.queue = self._tap = Tap(samples.queue)
+        samples.check_health_fn = self._check_health
+        batcher.dataset = Carrier(samples, self._tap, self._optimizer_step_of, self._samples_failed)
+        with_text = self.args.rollout_dump_dir is not None
+        inner = dataloader.base_dataloader  # Accelerate's around torch's
+        inner.collate_fn = Layout(inner.collate_fn, with_text, self.processing_class.pad_token_id)
+        return dataloader
+
+    def _optimizer_step_of(self, version: int) -> float:
+        return self._step_of_version.get(version, math.nan)
+
+    # What can go wrong ------------------------------------------------------------------------------------------------
+
+    def _check_health(self, stale_after_s: float):
+        """Asked when no sample comes for a while."""
+        self.rollout_worker.check_health(stale_after_s)
+        if (gone := self._missing_server()) is not None:
+            raise gone
+
+    def _missing_server(self) -> Exception | None:
+        """An error if TRL's rollout worker has lost its server. It would look for it for minutes."""
+        if not isinstance(self.rollout_worker, AsyncRolloutWorker):
+            return None
+        url = self.vllm_client.server_url
+        refused: Exception | None = None
+        for _ in range(3):
+            try:
+                requests.get(f"{url}/health", timeout=5)
+            except requests.ConnectionError as error:
+                refused = error
+                time.sleep(1.0)
+            except requests.RequestException:  # it is there, and busy
+                return None
+            else:
+                return None
+        gone = RuntimeError(f"The vLLM server at {url} is gone: it refuses connections. Its own log says why.")
+        gone.__cause__ = refused
+        return gone
+
+    def _samples_failed(self, error: Exception) -> bool:
+        if not self._end.running or self.state.global_step == self._end.saved_at:
+            return False  # nothing is lost
+        self._end.error = error
+        return True
+
+    def _sync_weight(self):
+        if not self._end.running:
+            super()._sync_weight()
+            self._check_server()
+        elif not self._sync_or_end():
+            return
+        self._step_of_version[self.model_version] = self.state.global_step
+
+    def _sync_or_end(self) -> bool:
+        """Push weights, or let the run end if the server is gone. Says whether they were pushed."""
+        if self.accelerator.is_main_process:
+            self._end.error = self._end.error or self._missing_server()
+        if self._end.agree(self.control, self.state):
+            return False
+        try:
+            super()._sync_weight()
+        except Exception as error:
+            if self.accelerator.num_processes > 1:  # the others wait for this one, until they are stopped
+                raise
+            self._end.error = error
+            return not self._end.agree(self.control, self.state)
+        return True
+
+    def _check_server(self):
+        if isinstance(self.rollout_worker, AsyncRolloutWorker):  # on the main process
+            mode = self.vllm_client.get_server_info()["model_config"]["logprobs_mode"]
+            check_server_logprobs(mode, self.temperature)
+
+    def train(self, *args, **kwargs):
+        self._end.running = False
+        output = super().train(*args, **kwargs)
+        if self._end.message is not None:
+            folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+            raise RuntimeError(
+                f"Training ended after step {self.state.global_step}: {self._end.message} A checkpoint is in {folder}: when "
+                "the cause is gone, go on from there with `resume_from_checkpoint`."
+            ) from self._end.error
+        return output
+
+    # The loss ---------------------------------------------------------------------------------------------------------
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        awaited = {}
+        if self.args.corrects:
+            awaited = {key: Awaited(inputs[key]) for key in ("advantages", "old_log_probs")}
+        policy = Policy(model, partial(self._correct, inputs=inputs, awaited=awaited))
+        loss = super().compute_loss(policy, {**inputs, **awaited}, return_outputs, num_items_in_batch)
+        if policy.forwards != 1 or not all(x.was_taken for x in awaited.values()):
+            raise RuntimeError(
+                f"The loss of `{type(self).__name__}` ran the policy {policy.forwards} times, or did not take `advantages` "
+                "and `old_log_probs` out of the batch before that, where rollout correction attaches. Install the version of "
+                "trl that this release was tested with."
+            )
+        return loss
+
+    @torch.no_grad()
+    def _correct(self, output: Any, inputs: Mapping[str, Any], awaited: Mapping[str, Awaited]):
+        """Correct a micro-batch when its forward pass is done, and fill in what TRL's loss waits for."""
+        terms, selected = Terms(inputs[TERMS][0]), inputs["token_index"] >= 0
+        logps = output.log_probs.detach().flatten()[inputs["token_index"][selected]]
+        batch = self._completions_of(inputs, terms, selected)
+        anchor, seen = self._corrected(terms.spread(logps), batch)
+        self._observe(terms.spread(logps), seen)
+        if awaited:
+            n = len(logps)
+            coefficients = terms.collect(seen.coefficients, n)
+            awaited["advantages"].fill(selected, inputs["advantages"][selected] * coefficients)
+            awaited["old_log_probs"].fill(selected, terms.collect(anchor, n))
+
+    @staticmethod
+    def _completions_of(inputs: Mapping[str, Any], terms: Terms, selected: torch.Tensor) -> dict[str, Any]:
+        """The row of this rank as completions, under the names of the other trainers."""
+        batch = {
+            LOSS_MASK: terms.mask,
+            ROLLOUT_LOGPS: terms.spread(inputs["old_log_probs"][selected]),
+            "advantages": inputs[ADVANTAGES][0],
+            REWARDS: inputs[REWARDS][0],
+            ROLLOUT_STEP: inputs[ROLLOUT_STEP][0],
+        }
+        if TOOLS in inputs:
+            batch["tool_mask"] = terms.mask
+        return batch | {key: inputs[TEXT_PREFIX + key][0] for key in TEXT if TEXT_PREFIX + key in inputs}
+
+    def _loss_mask(self, batch: dict[str, Any]) -> torch.Tensor:
+        return batch[LOSS_MASK]
+
+    def _corrected(self, current: torch.Tensor, batch: dict[str, Any]) -> tuple[torch.Tensor, Corrected]:
+        """Anchor of the ratio, `(B, T)`, and the corrected batch."""
+        old = self._old_logps(current, batch)
+        self._observer.visited(self._now, batch, batch[LOSS_MASK], current, old)
+        seen = self._correct_from(old, batch, from_old=False)  # between the two lies the age of the data
+        anchor = old
+        if self.args.bypass_mode and self.args.corrects:
+            anchor, seen = self._bypass(seen)
+        self._observer.corrected(self._now, seen)
+        return anchor, seen
+
+    def _old_logps(self, current: torch.Tensor, batch: dict[str, Any]) -> torch.Tensor:
+        """Log-probabilities of what stands for the old policy, `(B, T)`."""
+        interpolates = check_proximal(self.args.rollout_proximal) == "interpolated"
+        if self.args.bypass_mode or not interpolates or not self.args.corrects:
+            return current
+        rollout = usable_rollout_logps(current, batch[ROLLOUT_LOGPS], batch[LOSS_MASK], self.args)
+        log_ratio = current - rollout
+        age = (self.state.global_step - batch[ROLLOUT_STEP]).nan_to_num(1.0).unsqueeze(1)
+        share = torch.where(age > 0, 1.0 / age.clamp(min=1.0), 0.0)  # of the gap, left to the ratio of PPO
+        return current - torch.where(log_ratio.abs() <= LOG_RATIO_BOUND, share * log_ratio, 0.0)
+
+    def _anchor_in_bypass(self, seen: Corrected) -> tuple[torch.Tensor, torch.Tensor]:
+        anchor, coefficients = super()._anchor_in_bypass(seen)
+        bound = self.args.rollout_clip_ratio_c
+        if self.args.clips_around_sampler and bound is not None:
+            negative = seen.batch["advantages"].unsqueeze(1) < 0
+            coefficients = coefficients.masked_fill(negative & (seen.train_logps - anchor > math.log(bound)), 0.0)
+        return anchor, coefficients
+
+    def _observe(self, current: torch.Tensor, seen: Corrected):
+        """Count what depends on the age of the data, and who is trained on."""
+        batch, correction, window = seen.batch, seen.correction, self._observer.windows[self._now.mode]
+        age = self.state.global_step - batch[ROLLOUT_STEP]
+        window.add(
+            by_age(
+                current,
+                batch[ROLLOUT_LOGPS],
+                correction.valid,
+                correction.keep,
+                seen.coefficients,
+                batch[REWARDS],
+                age,
+            )
+        )
+        segments = {"trained": completions(seen.mask.sum(1), batch[REWARDS])}
+        if self._tap is not None and (dropped := self._tap.take_dropped()):
+            lengths, rewards = torch.tensor(dropped, device=current.device).unbind(1)
+            segments["stale_dropped"] = completions(lengths, rewards)
+        window.add(Intake.of(segments))

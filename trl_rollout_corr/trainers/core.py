@@ -1,0 +1,142 @@
+"""
+What all trainers share: the correction of one batch, and what is seen of it. It touches nothing but what every trainer of
+TRL has.
+
+`B` completions, `T` completion tokens.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..correction import RolloutCorrection, compute_rollout_correction, usable_rollout_logps
+from ..functional import LOG_RATIO_BOUND
+from .batch import ROLLOUT_LOGPS
+from .card import complete_card
+from .checks import check_config_class, check_dropout, check_dump_folder
+from .console import add_console
+from .dumping import SequenceDump
+from .monitor import RolloutCorrectionMonitor, add_monitor, settle_monitors
+from .observer import Corrected, Moment, Observer
+
+
+if TYPE_CHECKING:
+    from transformers import (
+        Trainer as _Host,
+    )  # of the methods below; `contract.py` has what is touched of TRL's trainers
+else:
+    _Host = object
+
+
+class CorrectionCore(_Host):
+    """
+    Correction of one batch, and its metrics. Comes before a trainer of TRL among the bases.
+
+    A trainer says which ones it belongs to: `_trl_class` and `_config_class`, TRL's trainer and the configuration that goes
+    with it. And where its batches differ: `_loss_mask`.
+    """
+
+    _trl_class: type
+    _config_class: type
+
+    def _checked_args(self, model: str | PreTrainedModel, args: Any) -> Any:
+        if args is None:
+            model_name = model if isinstance(model, str) else model.config._name_or_path
+            return self._config_class(f"{model_name.split('/')[-1]}-{self._name}")
+        check_config_class(args, self._config_class)
+        if args.rollout_dump_dir is not None:  # now, and not after vLLM has started
+            check_dump_folder(Path(args.rollout_dump_dir), new_run=False)
+        return args
+
+    def _set_up_observer(self):
+        """What is done last when a trainer is built: the monitor, the dump, and sums of what is reported."""
+        check_dropout(self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=True))
+        add_console(self.callback_handler)
+        add_monitor(self.callback_handler, self.args)
+        self._observer = Observer(self.args, self.accelerator, self.callback_handler, self._add_dump())
+
+    def _add_dump(self) -> SequenceDump | None:
+        """Add the dump, if there is one, and return it."""
+        if self.args.rollout_dump_dir is None:
+            return None
+        tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
+        dump = SequenceDump(self.args, self.accelerator, tokenizer, self.args.seed, type(self).__name__)
+        self.add_callback(dump)
+        return dump
+
+    def add_callback(self, callback):
+        super().add_callback(callback)
+        if isinstance(callback, RolloutCorrectionMonitor) or callback is RolloutCorrectionMonitor:
+            settle_monitors(self.callback_handler)
+
+    @property
+    def _now(self) -> Moment:
+        return Moment("train" if self.model.training else "eval", self.state.global_step)
+
+    # The correction ---------------------------------------------------------------------------------------------------
+
+    def _loss_mask(self, batch: dict[str, Any]) -> torch.Tensor:
+        """Tokens of the loss, `(B, T)`."""
+        return batch["completion_mask"]
+
+    def _compute_correction(self, train_logps: torch.Tensor, batch: dict[str, Any]) -> RolloutCorrection:
+        return compute_rollout_correction(
+            train_logps,
+            batch[ROLLOUT_LOGPS],
+            self._loss_mask(batch),
+            self.args,
+            advantages=batch["advantages"],
+            sum_over_ranks=lambda tensor: self.accelerator.reduce(tensor, reduction="sum"),
+        )
+
+    def _correct_from(self, train_logps: torch.Tensor, batch: dict[str, Any], *, from_old: bool) -> Corrected:
+        """Correct a batch for the gap between the sampler and a policy of the trainer, the old one or the current one."""
+        correction = self._compute_correction(train_logps, batch)
+        mask = self._loss_mask(batch)
+        return Corrected(batch, mask, train_logps, correction, correction.coefficients, from_old)
+
+    def _bypass(self, seen: Corrected) -> tuple[torch.Tensor, Corrected]:
+        """Anchor in bypass mode, `(B, T)`, and what is corrected once tokens that it leaves no gradient are taken out."""
+        anchor, coefficients = self._anchor_in_bypass(seen)
+        statistics = seen.correction.statistics.with_sum("coefficients", coefficients.sum())
+        correction = replace(seen.correction, statistics=statistics)
+        return anchor, seen._replace(correction=correction, coefficients=coefficients)
+
+    def _anchor_in_bypass(self, seen: Corrected) -> tuple[torch.Tensor, torch.Tensor]:
+        """Anchor and coefficients in bypass mode, each `(B, T)`."""
+        current, correction = seen.train_logps, seen.correction
+        if self.args.rollout_loss_type == "reinforce":
+            return current, seen.coefficients  # a ratio of 1 whose gradient is that of the log-likelihood
+        # PPO's gradient vanishes where the ratio saturates, while the ratio itself would overflow. And a rejected token has no
+        # part in the ratio of its completion, where the loss is about that.
+        rollout_logps = usable_rollout_logps(current, seen.batch[ROLLOUT_LOGPS], seen.mask, self.args)
+        usable = correction.keep & ((current - rollout_logps).abs() <= LOG_RATIO_BOUND)
+        return torch.where(usable, rollout_logps, current), seen.coefficients * usable
+
+    # Logging ----------------------------------------------------------------------------------------------------------
+
+    def create_model_card(self, *args, **kwargs):
+        super().create_model_card(*args, **kwargs)
+        path = Path(self.args.output_dir, "README.md")
+        if self.is_world_process_zero() and path.exists():
+            model = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=True).config._name_or_path
+            card = complete_card(path.read_text("utf-8"), model, self.args.output_dir, self.args.description)
+            path.write_text(card, "utf-8")
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        # Trainer reports losses and runtimes on every rank; anything else may come from user code on one rank, where the
+        # gather below would wait forever.
+        if "train_runtime" in logs:  # what was trained on since the last log, also if an evaluation came last
+            logs.update(self._close_window(self._now._replace(mode="train")))
+        elif "loss" in logs or any(key.endswith("_runtime") for key in logs):
+            self._metrics[self._now.mode].update(
+                {key: [value] for key, value in self._close_window(self._now).items()}
+            )
+        super().log(logs, start_time)
+
+    def _close_window(self, now: Moment) -> dict[str, float]:
+        """Metrics of the logging window that ends, of all ranks."""
+        return self._observer.close_window(now)

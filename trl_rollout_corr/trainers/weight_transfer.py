@@ -1,0 +1,123 @@
+"""New weights for a vLLM server through files, where NCCL cannot carry them."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import requests
+import torch
+from safetensors.torch import save_file
+
+from .upstream import VLLMClient
+
+
+_SHARD = 4e9  # bytes that are held in memory at a time
+
+
+class DiskWeightTransfer:
+    r"""
+    Sends weights to a vLLM server through a folder that both can read. To be passed to [`RolloutCorrectedAsyncGRPOTrainer`]
+    as `weight_transfer`, in place of TRL's transfer through NCCL, which needs GPUs on both sides.
+
+    At each synchronisation requests are paused, which clears the server's caches, the weights are written, the server loads
+    them (`/collective_rpc` with `reload_weights`), and requests go on. A completion that was under way is then finished by
+    the new weights.
+
+    Args:
+        server_url (`str`):
+            Address of the server, started with `VLLM_SERVER_DEV_MODE=1`.
+        folder (`str` or `Path`):
+            Folder for the weights, which the server reads by this path. Made if it is not there, and what was written is
+            removed when training ends.
+        timeout (`float`, *optional*, defaults to `1800.0`):
+            Seconds allowed for one synchronisation.
+
+    Example:
+
+    ```python
+    from trl_rollout_corr import DiskWeightTransfer, RolloutCorrectedAsyncGRPOTrainer
+
+    trainer = RolloutCorrectedAsyncGRPOTrainer(
+        ..., weight_transfer=DiskWeightTransfer("http://localhost:8000", "outputs/weights")
+    )
+    ```
+    """
+
+    def __init__(self, server_url: str, folder: str | Path, timeout: float = 1800.0):
+        self.client = VLLMClient(server_url)
+        self.folder = Path(folder).absolute()
+        self.timeout = timeout
+        self._version = 0
+
+    def init_weight_transfer(self):
+        """
+        Wait for the server, and see that it takes weights.
+
+        Raises:
+            `RuntimeError`: if it does not.
+        """
+        self.client.wait_for_server_ready()
+        if requests.post(f"{self.client.server_url}/collective_rpc", json={}, timeout=60).status_code == 404:
+            raise RuntimeError(
+                f"The vLLM server at {self.client.server_url} does not let weights be changed. Start it with "
+                "`VLLM_SERVER_DEV_MODE=1` in its environment."
+            )
+
+    def pause(self):
+        """Hold requests, those under way included. Their keys and values are made anew, by the new weights."""
+        self.client.pause(timeout=int(self.timeout))
+
+    def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]):
+        """
+        Write weights and make the server load them.
+
+        Args:
+            iterator (`Iterator[tuple[str, torch.Tensor]]`):
+                Names and weights, as in a checkpoint.
+
+        Raises:
+            `RuntimeError`: if the server does not load them.
+        """
+        previous, self._version = self._path(), self._version + 1
+        _write(iterator, self._path())
+        self._load(self._path())
+        shutil.rmtree(previous, ignore_errors=True)
+
+    def resume(self):
+        """Let requests go on."""
+        self.client.resume(timeout=int(self.timeout))
+
+    def destroy(self):
+        """Remove what was written."""
+        shutil.rmtree(self._path(), ignore_errors=True)
+
+    def _path(self) -> Path:
+        return self.folder / f"weights-{self._version}"
+
+    def _load(self, folder: Path):
+        response = requests.post(
+            f"{self.client.server_url}/collective_rpc",
+            json={"method": "reload_weights", "kwargs": {"weights_path": str(folder)}},
+            timeout=self.timeout,
+        )
+        if response.status_code != 200:
+            raise RuntimeError(
+                f"The vLLM server at {self.client.server_url} did not load the weights in {folder}, which it must be able to "
+                f"read: {response.text}"
+            )
+
+
+def _write(weights: Iterator[tuple[str, torch.Tensor]], folder: Path):
+    """Write weights as a checkpoint in several files, so that few are in memory at a time."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    shard: dict[str, torch.Tensor] = {}
+    size = n_files = 0
+    for name, weight in weights:
+        shard[name] = weight.detach().cpu().contiguous()
+        size += weight.nbytes
+        if size > _SHARD:
+            save_file(shard, folder / f"model-{n_files:05d}.safetensors")
+            shard, size, n_files = {}, 0, n_files + 1
+    if shard:
+        save_file(shard, folder / f"model-{n_files:05d}.safetensors")
