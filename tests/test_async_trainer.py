@@ -34,6 +34,7 @@ from trl_rollout_corr.ages import Ages
 from trl_rollout_corr.keys import PREFIX
 from trl_rollout_corr.trainers import contract
 from trl_rollout_corr.trainers.core import CorrectionCore
+from trl_rollout_corr.trainers.monitor import ALARMS
 from trl_rollout_corr.trainers.packed import Awaited
 from trl_rollout_corr.trainers.tree_attention import register_tree_attention, visible_tokens
 from trl_rollout_corr.trainers.upstream import TREE_ATTENTION, AsyncGRPOTrainer, TreeRow
@@ -491,7 +492,7 @@ def test_the_monitor_raises_alarms(make):
 
     trainer = make({"change": shift}, rollout_monitor="warn", max_steps=4, logging_steps=1)
     trainer.train()
-    assert logged(trainer, "alarms")[-1] > 0
+    assert trainer.state.log_history[-2][ALARMS] > 0
 
 
 # Refused --------------------------------------------------------------------------------------------------------------
