@@ -108,4 +108,5 @@ def test_training_reads_as_often_as_without_correction_and_once_per_log(tiny_mod
         RolloutCorrectedGRPOTrainer, RolloutCorrectedGRPOConfig, tiny_model_path, tmp_path, **common, **MODES[mode]
     )
     logs, reads = 2, 6  # per log one transfer, and five looks at what was transferred
-    assert reads_outside_the_model(ours) == reads_outside_the_model(plain) + logs * reads
+    arrival = ours.args.corrects  # once, at the first step: whether the correction reached the loss
+    assert reads_outside_the_model(ours) == reads_outside_the_model(plain) + logs * reads + arrival

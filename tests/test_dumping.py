@@ -294,7 +294,7 @@ def test_the_commands_of_the_readme_read_a_run(make, tmp_path, capsys):
     assert "this run" in capsys.readouterr().out
     assert main(["report", str(tmp_path / "run"), "-o", str(tmp_path / "report.html")]) == 0
     page = (tmp_path / "report.html").read_text()
-    assert all(f"<h2>{title}" in page or title in page for title in ("Findings", "Trends", "Who is rejected"))
+    assert all(f"<h2>{title}" in page or title in page for title in ("Findings", "What happened", "Who is rejected"))
 
 
 @pytest.mark.parametrize("command", ["report", "compare"])

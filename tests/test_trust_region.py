@@ -155,5 +155,5 @@ def test_both_trainers_reject_by_the_advantage(kind, preset, tmp_path, tiny_mode
     compared = {name: entry for entry in document["settings"] for name in entry["name"].split(", ")}
     assert 0 < compared["this run"]["rejected"] < 1
     assert compared["bypass_dppo_tv"]["rejected"] < compared["this run"]["rejected"]  # its bound is ten times wider
-    write_report(str(tmp_path / "dump"), str(tmp_path / "report.html"))
+    write_report([str(tmp_path / "dump")], str(tmp_path / "report.html"))
     assert "token_tv" in (tmp_path / "report.html").read_text()
