@@ -22,8 +22,9 @@ _NEEDED = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "1",  # its engine has a process of its own, whatever ours does
     "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "3600",  # the rollout worker keeps connections while its queue is full
 }
-# Stops the server when the pipe to this program closes, be it because the program was killed
-_WATCHED = 'exec 3<&0; (cat <&3 >/dev/null; kill -TERM $$) & exec "$@" 3<&- </dev/null'
+# Stops the server when the pipe to this program closes, be it because the program was killed. The server waits for requests
+# that are under way, which may be paused for ever
+_WATCHED = 'exec 3<&0; (cat <&3 >/dev/null; kill -TERM $$; sleep 20; kill -KILL -$$) & exec "$@" 3<&- </dev/null'
 
 
 def free_port() -> int:

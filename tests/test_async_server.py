@@ -180,7 +180,7 @@ def start(command: list[str], log) -> subprocess.Popen:
 
 
 def wait_for_steps(program: subprocess.Popen, log: Path):
-    while program.poll() is None and "'loss'" not in log.read_text():
+    while program.poll() is None and "k3_kl" not in log.read_text():
         time.sleep(0.5)
     assert program.poll() is None, log.read_text()[-5000:]
 

@@ -213,7 +213,7 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
         except Exception as error:
             if self.accelerator.num_processes > 1:  # the others wait for this one, until they are stopped
                 raise
-            self._end.error = error
+            self._end.error = self._missing_server() or error  # it may have gone while it took them
             return not self._end.agree(self.control, self.state)
         return True
 
