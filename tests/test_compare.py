@@ -266,7 +266,9 @@ def test_an_alarm_about_bounds_leaves_no_steps_out(tmp_path):
     settings = {"rollout_correction": "decoupled_geo_rs_token_tis", "rollout_rs_threshold": [0.9999, 1.0001]}
     folder = make_dump(tmp_path / "dump", steps=6, settings=settings)
     assert {finding.rule for finding in examine(read_dump(folder).logs, settings)} & {"rejected", "effective_lr_low"}
-    assert document(folder)["steps"] == [1, 2, 3, 4, 5, 6]
+    found = document(folder)
+    assert found["steps"] == [1, 2, 3, 4, 5, 6]
+    assert found["suggestion"] is not None  # as there would be of unhealthy steps
 
 
 @pytest.mark.parametrize(
