@@ -268,7 +268,7 @@ def test_an_alarm_about_bounds_leaves_no_steps_out(tmp_path):
     assert {finding.rule for finding in examine(read_dump(folder).logs, settings)} & {"rejected", "effective_lr_low"}
     found = document(folder)
     assert found["steps"] == [1, 2, 3, 4, 5, 6]
-    assert found["suggestion"] is not None  # as there would be of unhealthy steps
+    assert found["suggestion"] is not None  # which unhealthy steps would not get
 
 
 @pytest.mark.parametrize(
