@@ -4,11 +4,16 @@ import os
 import socket
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
+
+from packaging.version import Version
 
 
 ROOT = Path(__file__).parent.parent
 ACCELERATE = str(Path(sys.executable).with_name("accelerate"))
+# Older releases of TRL have another asynchronous trainer, or none, and ours refuses them
+HAS_ASYNCHRONOUS = Version(version("trl")) >= Version("1.16.0.dev0")
 
 
 def clean_environment(**environment: str) -> dict[str, str]:

