@@ -12,6 +12,7 @@ import numpy as np
 
 import trl_rollout_corr
 from tests.tiny import PROMPTS, StaleSampler, prompts
+from tests.training import PLAIN
 
 
 class WeightsStay:
@@ -111,11 +112,7 @@ class WorkerHere:
 def fields(output_dir, **more) -> dict[str, Any]:
     return {
         "output_dir": str(output_dir),
-        "use_cpu": True,
-        "bf16": False,
-        "report_to": [],
-        "disable_tqdm": True,
-        "save_strategy": "no",
+        **PLAIN,
         "max_steps": 3,
         "learning_rate": 3e-4,
         "per_device_train_batch_size": 4,

@@ -12,6 +12,7 @@ from trl_rollout_corr import (
     compute_rollout_correction,
     correction,
 )
+from trl_rollout_corr.analysis.settings import config_of_run, read_config
 from trl_rollout_corr.criteria import CRITERIA, TOKEN_ONLY
 
 
@@ -73,6 +74,29 @@ def test_it_is_one_graph_for_batches_of_any_shape(case, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **options: compile_(function, backend=backend, **options))
     assert_same(CASES[case], [(3, 7), (5, 9), (4, 20)])
     assert len(graphs) == 1
+
+
+def test_many_changes_of_settings_do_not_end_a_run(monkeypatch):
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **options: compile_(function, backend="eager", **options))
+    for name in CRITERIA:  # more than the compiler follows
+        assert_same({"rollout_rs": name, "rollout_rs_threshold": 1.5}, [(3, 7)])
+
+
+def test_a_compiler_that_does_not_work_is_named_with_the_field(monkeypatch):
+    def broken(module, inputs):
+        raise RuntimeError("no compiler here")
+
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **options: compile_(function, backend=broken, **options))
+    with pytest.raises(RuntimeError, match=r"`rollout_compile` is True, but .* no compiler here.* set it to False"):
+        assert_same({}, [(3, 7)])
+
+
+def test_a_dump_is_read_without_a_compiler(tmp_path):
+    assert not config_of_run({"rollout_compile": True}, "").rollout_compile
+    (tmp_path / "run.yaml").write_text("rollout_compile: true\n")
+    assert not read_config(str(tmp_path / "run.yaml")).rollout_compile
 
 
 @pytest.mark.slow

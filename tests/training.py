@@ -63,15 +63,15 @@ VLLM = {
 }
 
 
+# On a CPU, with nothing written, shown or tracked
+PLAIN = {"use_cpu": True, "bf16": False, "report_to": [], "disable_tqdm": True, "save_strategy": "no"}
+
+
 def config_fields(output_dir, schedule: str = "aligned", **fields) -> dict[str, Any]:
     accumulation, per_generation, iterations = SCHEDULES[schedule]
     return {
         "output_dir": str(output_dir),
-        "use_cpu": True,
-        "bf16": False,
-        "report_to": [],
-        "disable_tqdm": True,
-        "save_strategy": "no",
+        **PLAIN,
         "logging_steps": 1,
         "rollout_monitor": None,  # these samplers are ill on purpose
         "max_steps": 3,

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -117,8 +117,8 @@ def compute_rollout_correction(
     """
     _check_inputs(train_logps, rollout_logps, mask, config)
     direction = _direction(advantages, mask, config)
-    corrected = _Assembled(mask, keeps_all=not config.criteria)
-    plan, correct_rows = _Plan.of(config), _compiled() if config.rollout_compile else _correct_rows
+    corrected = _Assembled(mask)
+    plan, correct_rows = _Plan.of(config), _correct_rows_compiled if config.rollout_compile else _correct_rows
     for rows in row_blocks(mask):
         direction_of_rows = None if direction is None else direction[rows]
         corrected.put(rows, *correct_rows(train_logps[rows], rollout_logps[rows], mask[rows], plan, direction_of_rows))
@@ -227,11 +227,11 @@ def _direction(
 class _Assembled:
     """Results of blocks, put together without a second copy of them."""
 
-    def __init__(self, mask: torch.Tensor, *, keeps_all: bool):
+    def __init__(self, mask: torch.Tensor):
         self.weights: torch.Tensor | None = None
         self.dtype: torch.dtype | None = None
-        self.valid = torch.empty(mask.shape, dtype=torch.bool, device=mask.device)
-        self.keep = self.valid if keeps_all else torch.empty_like(self.valid)
+        self.keep = torch.empty(mask.shape, dtype=torch.bool, device=mask.device)
+        self.valid = torch.empty_like(self.keep)
         self.parts: list[Statistics] = []
 
     def put(
@@ -246,9 +246,8 @@ class _Assembled:
             self.dtype = keep.dtype
             self.weights = None if weights is None else torch.empty_like(self.keep, dtype=weights.dtype)
         self.parts.append(statistics)
+        self.keep[rows] = keep
         self.valid[rows] = valid
-        if self.keep is not self.valid:
-            self.keep[rows] = keep
         if self.weights is not None and weights is not None:
             self.weights[rows] = weights
 
@@ -300,10 +299,25 @@ def _correct_rows(
     return weights, keep, tokens.valid, collect(tokens, keep, coefficients, weighed, rejections)
 
 
+def _correct_rows_compiled(*arguments: Any) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor, Statistics]:
+    """As `_correct_rows`, by a compiler."""
+    try:
+        return _compiled()(*arguments)
+    except torch._dynamo.exc.TorchDynamoException as error:
+        reason = " ".join([line for line in str(error).splitlines() if line][:2])
+        raise RuntimeError(
+            f"`rollout_compile` is True, but `torch.compile` does not work here: {reason} Install what it needs, or set it to "
+            "False: the numbers are the same."
+        ) from error
+
+
 @cache
 def _compiled() -> Callable:
-    """Compiled at its first call, for any number of rows and tokens."""
-    return torch.compile(_correct_rows, fullgraph=True, dynamic=True)
+    """
+    Compiled at its first call, for any number of rows and tokens. It is one graph (`tests/test_compile.py`), and is not held
+    to that at run time: what makes the compiler give up after many changes of settings must not end a run.
+    """
+    return torch.compile(_correct_rows, dynamic=True)
 
 
 def _neutralizes(config: RolloutCorrectionConfig) -> bool:

@@ -94,7 +94,7 @@ def read_config(path: str) -> RolloutCorrectionConfig:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            config = RolloutCorrectionConfig(**_own_fields(read_document(Path(path)).content))
+            config = _built(_own_fields(read_document(Path(path)).content))
         except (ValueError, TypeError) as error:
             raise SelfContainedError(f"{path}: {_in_one_line(error)}") from None
     for warning in caught:
@@ -125,9 +125,16 @@ def config_of_run(settings: Mapping[str, Any], complaint: str) -> RolloutCorrect
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about settings without effect: the run has warned already
         try:
-            return RolloutCorrectionConfig(**{_RENAMED.get(key, key): value for key, value in settings.items()})
+            return _built({_RENAMED.get(key, key): value for key, value in settings.items()})
         except (ValueError, TypeError) as error:
             raise ValueError(f"{complaint}: {_in_one_line(error)}") from None
+
+
+def _built(fields: Mapping[str, Any]) -> RolloutCorrectionConfig:
+    """What is corrected, and not how fast: who reads a dump need not have a compiler, nor wait for one."""
+    config = RolloutCorrectionConfig(**fields)
+    config.rollout_compile = False
+    return config
 
 
 def _in_one_line(error: Exception) -> str:
