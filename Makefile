@@ -20,7 +20,7 @@ export VLLM_ENABLE_V1_MULTIPROCESSING ?= 0
 # Of the tests. They take a file at a time, in order: the distributed tests, which take longest, come first.
 PROCESSES ?= 2
 
-.PHONY: setup quickstart sample test test-slow test-trl test-trl-all lint format docs clean
+.PHONY: setup quickstart sample arena test test-slow test-trl test-trl-all lint format docs clean
 
 setup: $(STAMP)
 
@@ -58,6 +58,10 @@ sample: $(STAMP)
 	$(BIN)/python -m trl_rollout_corr report $(SAMPLE)/uncorrected -o docs/sample/report.html
 	$(BIN)/python -m trl_rollout_corr report $(SAMPLE)/uncorrected $(SAMPLE)/corrected -o docs/sample/two_runs.html
 	$(BIN)/python -m trl_rollout_corr report $(SAMPLE)/uncorrected $(SAMPLE)/corrected -o docs/images/report.png
+
+# Every way to correct on many tasks and samplers. Goes on where it was interrupted
+arena: $(STAMP)
+	$(BIN)/python benchmarks/arena/run.py $(ARGS)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow" -n $(PROCESSES) --dist loadfile --no-loadscope-reorder $(ARGS)

@@ -12,6 +12,7 @@ from ..config import RolloutCorrectionConfig
 from .batch import OLD_LOGPS
 from .checks import (
     check_batch_normalization,
+    check_bounds_of_means,
     check_logprobs,
     check_loss,
     check_passes_by,
@@ -46,6 +47,7 @@ class RolloutCorrectedGRPOConfig(RolloutCorrectionConfig, GRPOConfig):
         GRPOConfig.__post_init__(self)
         check_batch_normalization(self)
         check_sampling(self)
+        check_bounds_of_means(self)
         check_sequence_level_ratio(self)
         if self.rollout_monitor == "tighten":
             check_preset(self.rollout_monitor_preset, self)
