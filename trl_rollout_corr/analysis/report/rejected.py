@@ -17,7 +17,7 @@ from .shares import FAMILIES, Share
 _FOUND = {
     "token_tv": "whose probability had moved by more than {bound} in the direction that the advantage pushes further",
     "token_kl": "that had moved by more than {bound} nats in the direction that the advantage pushes further",
-    "token_binary_kl": "at which the policies were more than {bound} nats apart, as broken log-probabilities are",
+    "token_binary_kl": "at which the policies were more than {bound} nats apart",
     "token_k1": "with a ratio outside {bound}",
     "seq_mean_k1": "of completions whose mean ratio was outside {bound}",
     "seq_sum_k1": "of completions whose product of ratios was outside {bound}",
