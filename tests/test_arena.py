@@ -3,6 +3,7 @@
 import json
 import sys
 from collections import Counter, defaultdict
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -87,7 +88,7 @@ def test_what_an_interrupted_stage_has_done_is_balanced(cells):
         counts = Counter(cell.task for cell in order[:n] if cell.algorithm == "grpo")
         assert max(counts.values()) - min(counts[task] for task in cells.JUDGING) <= 1
     # all arms of a cell together, and in one engine but for the reference, whose cache is not in eight bits
-    changes = sum(a.cell != b.cell for a, b in zip(first, first[1:], strict=False))
+    changes = sum(a.cell != b.cell for a, b in pairwise(first))
     assert changes == len(order) - 1
     assert set(cells.CORE) <= set(order)
 
@@ -136,7 +137,9 @@ def test_a_run_in_a_few_numbers(cells, report):
 
 
 def test_regret_is_against_the_best_correction_and_not_against_the_unreachable(report):
-    group = {row["arm"]: row for row in (row(STALE, "on_policy", 0.9), row(STALE, "trl", 0.7), row(STALE, "auto", 0.8))}
+    group = {
+        row["arm"]: row for row in (row(STALE, "on_policy", 0.9), row(STALE, "trl", 0.7), row(STALE, "auto", 0.8))
+    }
     assert report.regret(group, "trl") == pytest.approx(0.1)
     assert report.regret(group, "auto") == 0.0
     assert report.behind(group, "trl", "on_policy") == pytest.approx(0.2)
@@ -144,7 +147,12 @@ def test_regret_is_against_the_best_correction_and_not_against_the_unreachable(r
 
 def test_cells_that_are_not_complete_are_left_out(report):
     arms = ["on_policy", "none", "auto"]
-    rows = [row(STALE, "on_policy", 0.9), row(STALE, "auto", 0.8), row(IN_STEP, "on_policy", 0.8), row(IN_STEP, "auto", 0.7)]
+    rows = [
+        row(STALE, "on_policy", 0.9),
+        row(STALE, "auto", 0.8),
+        row(IN_STEP, "on_policy", 0.8),
+        row(IN_STEP, "auto", 0.7),
+    ]
     # in step, no correction is the reference itself, so nothing is missing there
     assert set(report.groups_of(rows, arms)) == {(IN_STEP, 0)}
     rows.append(row(STALE, "none", 0.1))

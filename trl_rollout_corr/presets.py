@@ -149,8 +149,8 @@ AUTO_PRESETS: dict[Preset, dict[str, Any]] = {
         "rollout_rs_threshold": [
             # DPPO's trust region, with its bounds: no token whose probability has moved by more than 0.2 is pushed further.
             [0.2, 0.2],
-            # KPop's divergence at twenty times its bound, for broken log-probabilities. At its own bound of 0.1, and still at 0.5,
-            # it rejected tokens by which a stale policy finds back, and runs fell.
+            # KPop's divergence at twenty times its bound, for broken log-probabilities. At its own bound of 0.1, and still at
+            # 0.5, it rejected tokens by which a stale policy finds back, and runs fell.
             2.0,
         ],
     },

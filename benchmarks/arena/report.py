@@ -144,7 +144,8 @@ def summary(rows: Sequence[Row], arms: Sequence[str]) -> str:
     """A line per arm, over the cells that are complete."""
     groups = groups_of(rows, arms)
     lines = [
-        "| arm | cells | accuracy | behind on-policy | regret, mean | worst | where | rejected: in step | rounded | stale | broken | caught |",
+        "| arm | cells | accuracy | behind on-policy | regret, mean | worst | where | rejected: in step | rounded | stale | broken "
+        "| caught |",
         "| --- " * 12 + "|",
     ]
     for arm in arms:
@@ -163,7 +164,11 @@ def summary(rows: Sequence[Row], arms: Sequence[str]) -> str:
             str(len(own)),
             f"{mean(group[arm]['accuracy'] for group in own.values()):.3f}",
             "-" if reference else f"{mean(behind(group, arm, 'on_policy') for group in own.values()):.3f}",
-            *(("-", "-", "-") if reference else (f"{mean(of_cells.values()):.3f}", f"{of_cells[worst]:.2f}", named(worst))),
+            *(
+                ("-", "-", "-")
+                if reference
+                else (f"{mean(of_cells.values()):.3f}", f"{of_cells[worst]:.2f}", named(worst))
+            ),
             *rejected,
             shown([group[arm].get("caught") for group in own.values()], percent),
         ]
@@ -194,7 +199,10 @@ def every_cell(rows: Sequence[Row], arms: Sequence[str]) -> str:
     for key, group in found.items():
         best = max((row["accuracy"] for name, row in group.items() if name != "on_policy"), default=None)
         values = [f"{group[arm]['accuracy']:.2f}" if arm in group else "" for arm in arms]
-        bold = [f"**{v}**" if a in group and a != "on_policy" and group[a]["accuracy"] == best else v for a, v in zip(arms, values)]
+        bold = [
+            f"**{v}**" if a in group and a != "on_policy" and group[a]["accuracy"] == best else v
+            for a, v in zip(arms, values, strict=True)
+        ]
         lines.append(f"| {named(key)} | {next(iter(group.values()))['start']:.2f} | {' | '.join(bold)} |")
     return "\n".join(lines)
 
@@ -205,7 +213,9 @@ def against(rows: Sequence[Row], arm: str, other: str, arms: Sequence[str]) -> s
     if not groups:
         return f"- `{arm}` against `{other}`: no cell is complete."
     gaps = {key: behind(group, arm, other) for key, group in groups.items()}
-    losses = [f"{named(key)} ({gap:.2f})" for key, gap in sorted(gaps.items(), key=lambda pair: -pair[1]) if gap > NOISE]
+    losses = [
+        f"{named(key)} ({gap:.2f})" for key, gap in sorted(gaps.items(), key=lambda pair: -pair[1]) if gap > NOISE
+    ]
     wins = sum(gap < -NOISE for gap in gaps.values())
     return (
         f"- `{arm}` against `{other}`, {len(gaps)} cells: {-mean(gaps.values()):+.3f} on average; more than {NOISE} above in "
@@ -217,13 +227,21 @@ def alarm_table(rows: Sequence[Row], arms: Sequence[str]) -> str:
     """A line per arm: critical alarms on runs that keep their accuracy, falls without one before, and how early."""
     lines = ["| arm | runs | keep | false alarms | fall | missed | lead, steps |", "| --- " * 7 + "|"]
     for arm in arms:
-        own = {(row["cell"] if arm != "on_policy" else row["accuracy"], row["seed"]): row for row in rows if row["arm"] == arm}
+        own = {
+            (row["cell"] if arm != "on_policy" else row["accuracy"], row["seed"]): row
+            for row in rows
+            if row["arm"] == arm
+        }
         judged = [row for row in own.values() if "critical" in row]
         if not judged:
             continue
         fallen = [row for row in judged if row["falls"] is not None]
         kept = [row for row in judged if row["falls"] is None]
-        leads = [row["falls"] - row["critical"] for row in fallen if row["critical"] is not None and row["critical"] < row["falls"]]
+        leads = [
+            row["falls"] - row["critical"]
+            for row in fallen
+            if row["critical"] is not None and row["critical"] < row["falls"]
+        ]
         cells = [
             f"`{arm}`",
             str(len(judged)),

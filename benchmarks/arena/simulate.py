@@ -5,9 +5,10 @@ something is, and how much of the true gradient it leaves.
     python benchmarks/arena/simulate.py            # half a minute, writes simulation.json beside this file
 
 A token is drawn from eight, by a sampler whose logits are the trainer's plus rounding (`rounding`, the same with heavy tails),
-or are those of some steps ago: the trainer has moved since, towards what is rewarded (`stale`) or anywhere (`astray`). In `broken`, every tenth
-token is reported with the log-probability of another, unlikely one, as in the arena. What a rule leaves of the gradient is
-`<g', g> / <g, g>`, of the estimate `g'` from the sampler's tokens and the policy gradient `g` of the trainer's policy.
+or are those of some steps ago: the trainer has moved since, towards what is rewarded (`stale`) or anywhere (`astray`). In
+`broken`, every tenth token is reported with the log-probability of another, unlikely one, as in the arena. What a rule leaves
+of the gradient is `<g', g> / <g, g>`, of the estimate `g'` from the sampler's tokens and the policy gradient `g` of the
+trainer's policy.
 """
 
 import json
@@ -46,7 +47,13 @@ def log_softmax(logits: Array) -> Array:
 
 
 def draw(
-    dice: np.random.Generator, n: int, *, spread: float, tails: float | None = None, drift: float = 0.0, broken: float = 0.0
+    dice: np.random.Generator,
+    n: int,
+    *,
+    spread: float,
+    tails: float | None = None,
+    drift: float = 0.0,
+    broken: float = 0.0,
 ) -> Tokens:
     """
     Args:
@@ -113,7 +120,7 @@ def within_mean(lower: float, upper: float) -> Callable[[Tokens], Array]:
 
 
 def within_moment(budget: float, batch: int = 64 * LENGTH) -> Callable[[Tokens], Array]:
-    """M2PO (https://huggingface.co/papers/2510.01161): the largest d^2 of a batch go until the mean of the rest is in budget."""
+    """M2PO (https://huggingface.co/papers/2510.01161): the largest d^2 of a batch go until the mean of the rest is low."""
 
     def keep(t: Tokens) -> Array:
         squares = t.d.reshape(-1, batch) ** 2

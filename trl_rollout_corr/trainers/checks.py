@@ -212,8 +212,8 @@ def check_sequence_level_ratio(config: GRPOConfig):
         )
 
 
-# Spread of the log-ratio per token, in nats, between a trainer and a sampler in bfloat16 with the same weights: that of a k3_kl
-# of 0.0008, measured for Qwen3-8B (https://github.com/AknA13/train-infer-mismatch). Small models are nearer to each other.
+# Spread of the log-ratio per token, in nats, between a trainer and a sampler in bfloat16 with the same weights: that of a
+# k3_kl of 0.0008, measured for Qwen3-8B (https://github.com/AknA13/train-infer-mismatch). Small models are nearer.
 ROUNDING = 0.04
 
 
@@ -221,8 +221,8 @@ def check_bounds_of_means(config: GRPOConfig | RLOOConfig):
     """
     Warn if bounds of `seq_mean_k1` are so narrow that rounding alone makes them reject most completions.
 
-    The mean of `T` log-ratios has a spread of `s / sqrt(T)`, so bounds that suit thousands of tokens do not suit a hundred. The
-    prediction takes all completions to be as long as they may get: shorter ones are rejected more often.
+    The mean of `T` log-ratios has a spread of `s / sqrt(T)`, so bounds that suit thousands of tokens do not suit a hundred.
+    The prediction takes all completions to be as long as they may get: shorter ones are rejected more often.
 
     Args:
         config ([`~trl.GRPOConfig`] or [`~trl.RLOOConfig`]):
@@ -240,9 +240,9 @@ def check_bounds_of_means(config: GRPOConfig | RLOOConfig):
             lower = math.floor(1e4 * math.exp(-(ROUNDING**2) / 2 - width)) / 1e4
             upper = math.ceil(1e4 * math.exp(width)) / 1e4
             warn(
-                f"`rollout_rs_threshold` of 'seq_mean_k1' is {bounds}, and `max_completion_length` is {length}: where trainer and "
-                f"sampler differ by the rounding of bfloat16 alone ({ROUNDING} nats per token), {share:.0%} of completions would "
-                f"be rejected, and more of shorter ones. Set [{lower:g}, {upper:g}] or wider, longer completions, or "
+                f"`rollout_rs_threshold` of 'seq_mean_k1' is {bounds}, and `max_completion_length` is {length}: where trainer "
+                f"and sampler differ by the rounding of bfloat16 alone ({ROUNDING} nats per token), {share:.0%} of "
+                f"completions would be rejected, and more of shorter ones. Set [{lower:g}, {upper:g}] or wider, longer completions, or "
                 "`rollout_correction: auto`, whose bounds do not depend on length. If the sampler is more precise than that, "
                 "look at `rollout_corr/rollout_rs_masked_fraction`."
             )

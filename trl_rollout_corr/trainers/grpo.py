@@ -77,7 +77,7 @@ class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
     trainer = RolloutCorrectedGRPOTrainer(
         model="Qwen/Qwen2.5-0.5B-Instruct",
         reward_funcs=accuracy_reward,
-        args=RolloutCorrectedGRPOConfig("output", use_vllm=True, rollout_correction="decoupled_geo_rs_token_tis"),
+        args=RolloutCorrectedGRPOConfig("output", use_vllm=True, rollout_correction="auto"),
         train_dataset=load_dataset("trl-lib/DeepMath-103K", split="train"),
     )
     trainer.train()

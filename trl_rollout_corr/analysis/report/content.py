@@ -206,7 +206,9 @@ def _rejected(run: Run) -> Section | None:
     if charts:
         total = _total(next(iter(families.values())))
         why = f" {said}" if run.dump and (said := reasons(run.logs, run.dump.config)) else ""
-        text += f" {total}{why}{_rewards(run)} Down-weighted: mean of max(0, 1 - coefficient) over tokens not rejected."
+        text += (
+            f" {total}{why}{_rewards(run)} Down-weighted: mean of max(0, 1 - coefficient) over tokens not rejected."
+        )
         return Section("rejected", title, text, charts)
     if run.dump is None:
         return None

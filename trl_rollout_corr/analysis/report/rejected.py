@@ -43,7 +43,8 @@ def reasons(logs: Iterable[Mapping[str, Any]], config: RolloutCorrectionConfig) 
         `str`: the sentence, with means over the log; empty if no criterion was logged.
     """
     entries, parts = list(logs), []
-    for criterion, threshold in zip(config.criteria, config.rollout_rs_threshold or [], strict=True):
+    thresholds: Any = config.rollout_rs_threshold or []  # parsed when the configuration was built
+    for criterion, threshold in zip(config.criteria, thresholds, strict=True):
         key = f"{PREFIX}rollout_rs_{criterion.name}_masked_fraction"
         shares = [entry[key] for entry in entries if np.isfinite(entry.get(key, np.nan))]
         if not shares:
