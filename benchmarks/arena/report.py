@@ -144,8 +144,8 @@ def summary(rows: Sequence[Row], arms: Sequence[str]) -> str:
     """A line per arm, over the cells that are complete."""
     groups = groups_of(rows, arms)
     lines = [
-        "| arm | cells | accuracy | behind on-policy | regret, mean | worst | where | rejected: in step | rounded | stale | broken "
-        "| caught |",
+        "| arm | cells | accuracy | behind on-policy | regret, mean | worst | where | rejected: in step | rounded "
+        "| stale | broken | caught |",
         "| --- " * 12 + "|",
     ]
     for arm in arms:

@@ -242,9 +242,9 @@ def check_bounds_of_means(config: GRPOConfig | RLOOConfig):
             warn(
                 f"`rollout_rs_threshold` of 'seq_mean_k1' is {bounds}, and `max_completion_length` is {length}: where trainer "
                 f"and sampler differ by the rounding of bfloat16 alone ({ROUNDING} nats per token), {share:.0%} of "
-                f"completions would be rejected, and more of shorter ones. Set [{lower:g}, {upper:g}] or wider, longer completions, or "
-                "`rollout_correction: auto`, whose bounds do not depend on length. If the sampler is more precise than that, "
-                "look at `rollout_corr/rollout_rs_masked_fraction`."
+                f"completions would be rejected, and more of shorter ones. Set [{lower:g}, {upper:g}] or wider, longer "
+                "completions, or `rollout_correction: auto`, whose bounds do not depend on length. If the sampler is more "
+                "precise than that, look at `rollout_corr/rollout_rs_masked_fraction`."
             )
 
 
