@@ -182,7 +182,7 @@ def shown(values: Sequence[float | None], form: Any) -> str:
 
 
 def percent(share: float) -> str:
-    return f"{100 * share:.2g} %" if share else "0"
+    return f"{100 * share:.0f} %" if share >= 0.1 else f"{100 * share:.2g} %" if share else "0"
 
 
 def named(key: tuple[str, int]) -> str:
