@@ -57,7 +57,9 @@ def train(run: Run) -> dict[str, Any]:
 def main():
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when a worker imports torch
     args = parse_args()
-    runs = {run.name: run for stage in args.stage for run in STAGES[stage](args.smoke)}
+    runs: dict[str, Run] = {}
+    for run in (run for stage in args.stage for run in STAGES[stage](args.smoke)):
+        runs.setdefault(run.name, run)  # a reference is that of the first of its cells, where it is done
     chosen = [run for run in runs.values() if args.arms is None or run.arm.name in args.arms]
     if not args.report:
         command = f"python benchmarks/arena/run.py --stage {' '.join(args.stage)}"
