@@ -90,8 +90,8 @@ class Run:
 
     @property
     def engine(self) -> str:
-        # A model has its own engine. The name of the cell keeps its runs together, and has no other use.
-        return f"{self.cell.task} {self.sampler.get('engine', 'auto')} {self.cell.name}"
+        # A model has its own engine. Cell and seed have no other use than to keep the order of the stage.
+        return f"{self.cell.task} {self.sampler.get('engine', 'auto')} {self.cell.name} {self.seed}"
 
     @property
     def settings(self) -> dict[str, Any]:
