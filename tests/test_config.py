@@ -21,8 +21,7 @@ def fields(config):
 
 
 def grpo(**kwargs):
-    long = {"max_completion_length": 4096}  # so that no bounds are too narrow for it
-    return RolloutCorrectedGRPOConfig("output", use_cpu=True, bf16=False, report_to=[], **long, **kwargs)
+    return RolloutCorrectedGRPOConfig("output", use_cpu=True, bf16=False, report_to=[], **kwargs)
 
 
 def test_defaults_are_truncated_token_weights():
@@ -482,10 +481,10 @@ def test_json_round_trip(name):
 
 
 def test_positional_output_dir_and_both_post_inits():
-    config = RolloutCorrectedGRPOConfig.from_preset("decoupled_k3_rs", output_dir="o", use_cpu=True, bf16=False)
+    config = RolloutCorrectedGRPOConfig.from_preset("decoupled_geo_rs", output_dir="o", use_cpu=True, bf16=False)
     assert config.output_dir == "o"
     assert config.steps_per_generation == config.gradient_accumulation_steps  # set by GRPOConfig.__post_init__
-    assert config.rollout_rs == ["seq_mean_k3"]
+    assert config.rollout_rs == ["seq_mean_k1"]
     assert grpo().output_dir == "output"
 
 

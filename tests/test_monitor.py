@@ -137,7 +137,7 @@ def test_a_sampler_without_finite_log_probabilities_is_warned_about(make, tiny_m
 
 
 def test_a_run_that_rejects_everything_is_warned_about(make, caplog):
-    trainer = make(RolloutCorrectionMonitor(), rollout_rs="seq_sum_k1", rollout_rs_threshold=1.0001)
+    trainer = make(RolloutCorrectionMonitor(), rollout_rs="seq_mean_k1", rollout_rs_threshold=1.0001)
     with saying(caplog, "Every token of a logging window was rejected"):
         trainer.train()
 

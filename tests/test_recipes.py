@@ -199,7 +199,6 @@ FIRST_EXAMPLES = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.rollout_rs_threshold. of .seq_mean_k1.")
 @pytest.mark.parametrize("recipe", [*SCRIPTS, *FIRST_EXAMPLES])
 def test_recipes_say_what_their_originals_said(recipe, tmp_path):
     if recipe in SCRIPTS:
@@ -240,7 +239,6 @@ def train(tiny_model_path, questions, tmp_path, shared_engine, monkeypatch):
 
 # A server takes weights through NCCL, which needs GPUs.
 @pytest.mark.vllm
-@pytest.mark.filterwarnings("ignore:.rollout_rs_threshold. of .seq_mean_k1.")
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if name not in (*ASYNCHRONOUS, "grpo/server.yaml")])
 def test_recipes_train(train, recipe):
     trainer = train(recipe, "--log_completions", "false")
