@@ -197,7 +197,9 @@ def every_cell(rows: Sequence[Row], arms: Sequence[str]) -> str:
             found[row["cell"], row["seed"]][row["arm"]] = row
     lines = [f"| cell | start | {' | '.join(arms)} |", "| --- " * (len(arms) + 2) + "|"]
     for key, group in found.items():
-        best = max((row["accuracy"] for name, row in group.items() if name != "on_policy"), default=None)
+        if set(group) == {"on_policy"}:  # a reference of several cells, none of whose arms is done
+            continue
+        best = max(row["accuracy"] for name, row in group.items() if name != "on_policy")
         values = [f"{group[arm]['accuracy']:.2f}" if arm in group else "" for arm in arms]
         bold = [
             f"**{v}**" if a in group and a != "on_policy" and group[a]["accuracy"] == best else v
@@ -218,7 +220,7 @@ def against(rows: Sequence[Row], arm: str, other: str, arms: Sequence[str]) -> s
     ]
     wins = sum(gap < -NOISE for gap in gaps.values())
     return (
-        f"- `{arm}` against `{other}`, {len(gaps)} cells: {-mean(gaps.values()):+.3f} on average; more than {NOISE} above in "
+        f"- `{arm}` against `{other}`, {len(gaps)} cell{'s' * (len(gaps) > 1)}: {-mean(gaps.values()):+.3f} on average; more than {NOISE} above in "
         f"{wins}, below in {len(losses)}{': ' + ', '.join(losses) if losses else ''}."
     )
 
