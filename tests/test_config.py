@@ -141,6 +141,7 @@ def test_wrong_values_name_the_field_and_the_way_out(wrong, message):
     [
         ({"rollout_is_clamp": True}, "`rollout_is_threshold` is not a pair"),
         ({"rollout_clip_ratio_c": 2.0}, "in `bypass_mode` with `rollout_loss_type='ppo_clip'`"),
+        ({"rollout_lr_scaling": "ess_sqrt", "rollout_metrics_only": True}, "reported and the step left alone"),
         ({"rollout_is": None, "rollout_is_threshold": 5.0}, "`rollout_is` is None"),
         ({"rollout_is": None, "rollout_is_batch_normalize": True}, "`rollout_is` is None"),
         ({"rollout_is_batch_normalize": True, "bypass_mode": True}, "reported, not applied"),
