@@ -9,7 +9,10 @@ from trl_rollout_corr.rules import RULES, examine
 
 
 # What the rules read, without prefix
-READ = {rule.key for rule in RULES.values()} | {"kl", "k3_kl", "staleness_max", "rejected/others"}
+READ = {rule.key for rule in RULES.values()} | {
+    *("kl", "k3_kl", "engine_kl", "engine_k3_kl", "staleness_max", "rejected/others"),
+    *("log_ppl_abs_diff", "log_ratio_p1", "log_ratio_p99"),
+}
 FALL = 0.1
 # Arms that learn: on-policy, corrected, or with a gap that does no harm
 SILENT = ("on_policy", "geo_rs_tis", "token_tis", "bypass", "rloo_geo_rs_tis", "fp8_none", "fp8_geo_rs_tis")
