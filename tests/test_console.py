@@ -114,7 +114,7 @@ def test_alerts_in_wandb(make, monkeypatch):
     alerts = [record.alert for record in finished_wandb_records(lambda record: record.HasField("alert"))]
     (alert,) = [alert for alert in alerts if alert.title.startswith("k3_high at step 2")]
     assert alert.level == "ERROR"
-    assert re.search(r"`k3_kl` is .* above 0.03\. .* set `rollout_correction`", alert.text)
+    assert re.search(r"`k3_kl` is .* above 0.03, .* Set `rollout_correction`", alert.text)
 
 
 def test_alerts_in_trackio(make, capsys):

@@ -174,7 +174,9 @@ def test_a_cause_that_lasts_is_repeated_ever_more_rarely(observe):
     said, state, control = observe(RolloutCorrectionMonitor(), [FAR] * 200)
     steps = [int(re.match(r"✖ step (\d+): ", message)[1]) for message in said]
     assert steps == [2, 12, 32, 72, 152]
-    assert all("k3_kl is 0.2, above 0.03, and nothing corrects for it. [k3_high > 0.03]" in message for message in said)
+    assert all(
+        "k3_kl is 0.2, above 0.03, and nothing corrects for it. [k3_high > 0.03]" in message for message in said
+    )
     assert ["Rounding gives about" in message for message in said] == [True, False, False, False, False]
     assert all(message.endswith("since step 2") for message in said[1:])
     assert [entry[ALARMS] for entry in state.log_history] == [0, *[1] * 199]

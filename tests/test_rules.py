@@ -29,6 +29,7 @@ HEALTHY_WINDOW = {
     "effective_lr": 0.97,
     "nonfinite_fraction": 0.0,
     "staleness_max": 4.0,
+    "lr_scale": 0.95,
 }
 WEIGHTS = {
     "rollout_is_mean": 0.99,
@@ -73,6 +74,7 @@ ILL = {
     "vetoed": (VETO, {"rollout_is_veto_fraction": 0.11}, {"rollout_is_veto_fraction": 0.09}),
     "effective_lr_low": ({}, {"effective_lr": 0.49}, {"effective_lr": 0.51}),
     "effective_lr_high": ({}, {"effective_lr": 1.51}, {"effective_lr": 1.49}),
+    "lr_scale_low": ({"rollout_lr_scaling": "ess_sqrt"}, {"lr_scale": 0.29}, {"lr_scale": 0.31}),
     "selection": (
         {},
         {"rejected/long_positive": 0.21, "rejected/others": 0.06},
@@ -285,7 +287,10 @@ def test_advice_has_the_numbers_of_the_run():
     window = {**CORRECTED, "rollout_rs_masked_fraction": 0.6, "log_ppl_abs_diff": 0.02}
     log = [{**entry, "completions/mean_length": 212.0} for entry in history(*[window] * 9) if "loss" in entry]
     advice = examine(log, config())[0].advice
-    assert "also in place of a seq_sum criterion, [0.926, 1.079] (their mean log-ratio is 0.02 in size at 212 tokens)." in advice
+    assert (
+        "also in place of a seq_sum criterion, [0.926, 1.079] (their mean log-ratio is 0.02 in size at 212 tokens)."
+        in advice
+    )
     narrow = {**window, "log_ppl_abs_diff": 0.0002}
     assert "[0.99924, 1.00077]" in examine(history(*[narrow] * 9), config())[0].advice
     assert "bounds from its spread" in examine(history(*[{**window, "log_ppl_abs_diff": 0.0}] * 9), config())[0].advice
@@ -297,7 +302,9 @@ def test_advised_bounds_keep_nearly_all():
     # of a normal distribution 3.8 mean sizes are three standard deviations
     values = [statistics.NormalDist(0, 0.03).inv_cdf((i + 0.5) / 2000) for i in range(2000)]
     size = statistics.fmean(map(abs, values))
-    low, high = re.search(r"\[(.*), (.*)\] ", _window({"log_ppl_abs_diff": size}, None).numbers()["geometric"]).groups()
+    low, high = re.search(
+        r"\[(.*), (.*)\] ", _window({"log_ppl_abs_diff": size}, None).numbers()["geometric"]
+    ).groups()
     kept = sum(float(low) <= math.exp(value) <= float(high) for value in values) / len(values)
     assert 0.99 < kept < 1
 
@@ -520,7 +527,13 @@ def run_of_the_arena(kl, accuracy=(0.5, 0.6, 0.4, 0.4), **options):
     history = {"step": [float(step) for step in steps], f"{PREFIX}staleness_max": [8.0] * len(kl)}
     history |= {f"{PREFIX}kl": list(kl), f"{PREFIX}k3_kl": list(kl)}
     settings = {"task": "sort", "options": {"rollout_correction": "decoupled_token_is", **options}}
-    return {"arm": "token_is", "settings": settings, "steps": [0, 10, 20, 30], "accuracy": accuracy, "history": history}
+    return {
+        "arm": "token_is",
+        "settings": settings,
+        "steps": [0, 10, 20, 30],
+        "accuracy": accuracy,
+        "history": history,
+    }
 
 
 def test_what_the_monitor_says_about_a_run_of_the_arena(arena):

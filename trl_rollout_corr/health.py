@@ -378,9 +378,7 @@ class Examiner:
         if window.only_measured and rule.key.startswith(_EFFECTS):
             seen = f"If the correction were applied: {seen}"
         limit = f"{'<' if rule.below else '>'} {bound:g}"
-        return Finding(
-            rule.name, rule.severity, PREFIX + rule.key, step, step, value, seen, rule.why, advice, limit
-        )
+        return Finding(rule.name, rule.severity, PREFIX + rule.key, step, step, value, seen, rule.why, advice, limit)
 
 
 def is_training_window(entry: Mapping[str, Any]) -> bool:

@@ -471,6 +471,18 @@ _RULES = [
         applies=lambda window: window.corrects,
     ),
     Rule(
+        "lr_scale_low",
+        key="lr_scale",
+        bound=0.3,
+        severity="warning",
+        seen="`rollout_lr_scaling` takes steps of {value:.2g} of the learning rate.",
+        why="The ratios of whole completions differ so much that few of them count. In long ones rounding is enough: the "
+        "factor is about `exp(-k3_kl * length)`.",
+        advice="Push weights more often. If the sampler is up to date, set `rollout_lr_scaling` to None.",
+        below=True,
+        applies=lambda window: not window.only_measured,
+    ),
+    Rule(
         "selection",
         key="rejected/long_positive",
         bound=0.2,

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
-sys.path.insert(0, str(HERE.parent / "arena"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "arena"))
+
+import itertools
 
 from cells import TUNING
 from leads import entries
@@ -29,6 +29,8 @@ from trl_rollout_corr.keys import PREFIX
 from trl_rollout_corr.rules import examine
 
 
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
 FALL = 0.1
 RUNS = ROOT / "outputs/arena/runs"
 RESULTS = HERE / "arena.json"
@@ -85,7 +87,7 @@ def course(record: Mapping[str, Any]) -> tuple[str, int | None]:
     for value in record["accuracy"]:
         best = max(best, value)
         low.append(value <= best - FALL)
-    lasting = [now and after for now, after in zip(low, low[1:], strict=False)]
+    lasting = [now and after for now, after in itertools.pairwise(low)]
     kind = "falls" if any(lasting) else "dips" if any(low) else "keeps"
     which = lasting if kind == "falls" else low
     return kind, record["steps"][which.index(True)] if kind != "keeps" else None
@@ -132,7 +134,10 @@ def load(folder: Path) -> dict[str, dict[str, Any]]:
 
 def table(rows: Iterable[Mapping[str, Any]]) -> str:
     """A line per run."""
-    lines = ["| run | accuracy: start, best, end | course | first warning | first critical | verdict |", "| --- " * 6 + "|"]
+    lines = [
+        "| run | accuracy: start, best, end | course | first warning | first critical | verdict |",
+        "| --- " * 6 + "|",
+    ]
     for row in rows:
         start, best, end = row["accuracy"]
         critical = "-" if row["critical"] is None else f"{row['critical']} `{row['rule']}`"

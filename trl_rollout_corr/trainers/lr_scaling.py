@@ -69,9 +69,7 @@ class LearningRateScaling(TrainerCallback):
             mask (`torch.Tensor` of shape `(B, T)`):
                 Non-zero on the tokens of the loss.
         """
-        sums = ratio_sums(
-            current_logps, rollout_logps, mask, neutralize=self.args.rollout_nan_policy == "neutralize"
-        )
+        sums = ratio_sums(current_logps, rollout_logps, mask, neutralize=self.args.rollout_nan_policy == "neutralize")
         self._sums = sums if self._sums is None else self._sums + sums
 
     def on_train_begin(self, args: TrainingArguments, state, control, optimizer=None, **kwargs):
