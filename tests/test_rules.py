@@ -243,6 +243,14 @@ def test_it_is_given_as_many_steps_as_the_sampler_is_behind():
     assert severe(gaps([0.001, 0.002, *[0.04] * 6], staleness_max=2.0)) == [("gap_stays", 7)]
 
 
+@pytest.mark.parametrize(("spacing", "windows"), [(1, 5), (3, 5), (5, 3), (10, 2), (100, 2)])
+def test_windows_of_several_steps_need_not_be_as_many(spacing, windows):
+    before = [{**CORRECTED, **STALE}] * 20
+    wide = [{**CORRECTED, **STALE, "kl": 0.04, "k3_kl": 0.04}] * 5
+    findings = examine(history(*before, *wide, spacing=spacing), config())
+    assert severe(findings) == [("gap_stays", (20 + windows) * spacing)]
+
+
 def test_what_the_engines_differed_by_at_the_start_is_taken_off():
     assert severe(gaps([0.025] * 60)) == severe(gaps([0.05] * 60)) == []
     assert severe(gaps([0.025, 0.02, 0.03, *[0.04] * 60])) == []
@@ -594,7 +602,11 @@ def rules_table() -> str:
     for rule in RULES.values():
         measure = DESCRIPTIONS.get(rule.name, f"`{rule.key}`")
         sign = "below" if rule.below else "above"
-        windows = "1" if rule.patience == 1 else f"{rule.needed} of {rule.patience}"
+        windows = (
+            "1"
+            if rule.patience == 1
+            else f"{rule.patience if rule.lasting else rule.patience // 2 + 1} of {rule.patience}"
+        )
         severity = "**critical**" if rule.severity == "critical" else "warning"
         lines.append(f"| `{rule.name}` | {measure} {sign} {rule.bound:g} | {windows} | {severity} |")
     return "\n".join(lines)

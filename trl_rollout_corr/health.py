@@ -8,7 +8,7 @@ of them, so that a single noisy one does not alarm. The rules themselves are in 
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,16 +106,21 @@ class Course:
     Attributes:
         k3 ([`Growth`]):
             Its `k3_kl`.
+        spacing (`int`):
+            Optimizer steps of the latest window.
     """
 
     BEGINNING = 3  # windows
 
     def __init__(self):
         self.k3 = Growth()
+        self.spacing = 1
+        self._step = 0
         self._first_kl: list[float] = []
 
     def add(self, window: "Window"):
         """Add a window."""
+        self.spacing, self._step = max(window.step - self._step, 1), window.step
         k3, kl = window.gap("k3_kl"), window.gap("kl")
         if k3 is not None:
             self.k3.add(k3, still_rising=not window.settled)
@@ -177,8 +182,8 @@ class Window:
 
     @property
     def settled(self) -> bool:
-        """Whether the sampler is as far behind as it gets: it needs as many steps as completions are old."""
-        return self.step > (self.get("staleness_max") or 0)
+        """Whether the sampler was as far behind as it gets when the window began: it needs as many steps as they are old."""
+        return self.step - self.course.spacing >= (self.get("staleness_max") or 0)
 
     @property
     def clips(self) -> bool:
@@ -262,7 +267,7 @@ class Rule:
         severity (`str`):
             `"warning"` or `"critical"`.
         seen (`str`):
-            What was seen; `{value}`, `{bound}` and `{windows}` are filled in.
+            What was seen; `{value}` and `{bound}` are filled in.
         why (`str`):
             Why it matters.
         advice (`str`):
@@ -271,8 +276,9 @@ class Rule:
             The metric is unhealthy below the bound instead.
         patience (`int`, *optional*, defaults to `3`):
             It fires if more than half of so many windows are unhealthy, the latest among them.
-        lasting (`bool`, *optional*, defaults to `False`):
-            It fires if all of them are.
+        lasting (`int`, *optional*, defaults to `0`):
+            It fires if all of them are; where a window is several steps, if all of as many as are this number of steps are,
+            and at least two. By default most are enough.
         applies (`Callable`, *optional*):
             Whether the rule applies to a [`Window`].
         measure (`Callable`, *optional*):
@@ -290,15 +296,17 @@ class Rule:
     advice: str
     below: bool = False
     patience: int = 3
-    lasting: bool = False
+    lasting: int = 0
     applies: Callable[[Window], bool] = lambda window: True
     measure: Callable[[Window], float | None] | None = None
     covers: tuple[str, ...] = ()
 
-    @property
-    def needed(self) -> int:
-        """How many of the latest windows must be unhealthy."""
-        return self.patience if self.lasting else self.patience // 2 + 1
+    def holds(self, streak: Sequence[bool], spacing: int) -> bool:
+        """Whether it fires after so many healthy and unhealthy windows, each of `spacing` steps, the latest last."""
+        if not self.lasting:
+            return streak[-1] and sum(streak) > self.patience // 2
+        needed = min(self.patience, max(2, math.ceil(self.lasting / spacing)))
+        return len(streak) >= needed and all(streak[-needed:])
 
     def value(self, window: Window) -> float | None:
         """The number that is compared, or `None` if there is none."""
@@ -367,13 +375,13 @@ class Examiner:
         return by_severity(finding for finding in holding if finding.rule not in covered)
 
     def _holds(self, rule: Rule, value: float, bound: float) -> bool:
-        streak, unhealthy = self._streaks[rule.name], rule.unhealthy(value, bound)
-        streak.append(unhealthy)
-        return unhealthy and sum(streak) >= rule.needed
+        streak = self._streaks[rule.name]
+        streak.append(rule.unhealthy(value, bound))
+        return rule.holds(list(streak), self._course.spacing)
 
     @staticmethod
     def _finding(rule: Rule, bound: float, value: float, window: Window) -> Finding:
-        seen, step = rule.seen.format(value=value, bound=bound, windows=rule.patience), window.step
+        seen, step = rule.seen.format(value=value, bound=bound), window.step
         advice = rule.advice.format(**window.numbers())
         if window.only_measured and rule.key.startswith(_EFFECTS):
             seen = f"If the correction were applied: {seen}"

@@ -173,14 +173,13 @@ _RULES = [
         key="kl",
         bound=0.03,
         severity="critical",
-        seen="`kl` has stayed above {bound:g} for {windows} windows, on top of what it was at the start, and is {value:.2g} "
-        "there now.",
+        seen="`kl` stays more than {bound:g} above what it was at the start, now {value:.2g}.",
         why="The gap to a sampler that is behind opens, and closes again as the policy settles. One that stays open in "
         "spite of the correction came before a fall.",
         advice="Push weights more often or lower `learning_rate`; or clip around the sampler: `rollout_correction` "
         "bypass_ppo_clip. Do not widen `rollout_rs_threshold`.",
         patience=5,
-        lasting=True,
+        lasting=15,
         applies=lambda window: window.corrects and not window.clips,
         measure=_lasting_gap,
         covers=("k3_corrected", "k3_growth", "kl_high", "chi2_token", "gap_in_step"),
@@ -190,12 +189,11 @@ _RULES = [
         key="kl",
         bound=0.1,
         severity="critical",
-        seen="`kl` has stayed above {bound:g} for {windows} windows, on top of what it was at the start, and is {value:.2g} "
-        "there now.",
+        seen="`kl` stays more than {bound:g} above what it was at the start, now {value:.2g}.",
         why="Clipping takes out tokens that are far off, and with such a gap it takes out much of what there is to learn.",
         advice="Push weights more often or lower `learning_rate`.",
         patience=5,
-        lasting=True,
+        lasting=15,
         applies=lambda window: window.corrects and window.clips,
         measure=_lasting_gap,
         covers=("k3_corrected", "k3_growth", "kl_high", "chi2_token", "gap_in_step"),
