@@ -425,6 +425,10 @@ def test_command_line(parser):
     assert config.rollout_rs_threshold == [[0.6, 1.6], 2.5]
     assert parse("--rollout_correction", "none").corrects is False
     assert parse("--rollout_clip_ratio_c", "none").rollout_clip_ratio_c is None
+    assert parse("--rollout_lr_scaling", "none").rollout_lr_scaling is None
+    assert parse("--rollout_lr_scaling", "ess_sqrt").rollout_lr_scaling == "ess_sqrt"
+    with pytest.raises(ValueError, match="`rollout_lr_scaling` must be one of ess_sqrt or None, got 'ess'"):
+        parse("--rollout_lr_scaling", "ess")
     with pytest.raises(ValueError, match="at least 1"):
         parse("--rollout_is_threshold", "0.52")
 
