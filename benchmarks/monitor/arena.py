@@ -12,7 +12,6 @@ import re
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "arena"))
 import itertools
 
 from cells import TUNING
-from leads import entries
+from leads import entries, settings_of
 
-from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.keys import PREFIX
 from trl_rollout_corr.rules import examine
 
@@ -45,14 +43,6 @@ def is_watched(record: Mapping[str, Any]) -> bool:
     return f"{PREFIX}k3_kl" in record["history"]
 
 
-def settings_of(record: Mapping[str, Any]) -> RolloutCorrectionConfig:
-    """Settings of a run, as far as the rules look at them."""
-    known = {field.name for field in fields(RolloutCorrectionConfig)}
-    return RolloutCorrectionConfig(
-        **{name: value for name, value in record["settings"]["options"].items() if name in known}
-    )
-
-
 def alarms(record: Mapping[str, Any]) -> list[Alarm]:
     """
     What the monitor would have said during a run.
@@ -67,7 +57,7 @@ def alarms(record: Mapping[str, Any]) -> list[Alarm]:
     """
     if not is_watched(record):
         return []
-    found = examine(entries(record), settings_of(record))
+    found = examine(entries(record), settings_of(record["settings"]["options"]))
     return sorted((finding.step, finding.severity, finding.rule) for finding in found)
 
 

@@ -1,8 +1,10 @@
 """How many steps before the fall of accuracy the monitor alarms, in recorded runs. No torch here."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from typing import Any
 
+from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.health import Finding, Rule
 from trl_rollout_corr.keys import PREFIX
 from trl_rollout_corr.rules import RULES, examine
@@ -54,9 +56,15 @@ def fall(run: Mapping[str, Any]) -> int | None:
     return next((step for step, now, after in pairs if now and after), None)
 
 
+def settings_of(options: Mapping[str, Any]) -> RolloutCorrectionConfig:
+    """Settings of a run from what differs from the defaults, as far as the rules look at them."""
+    known = {field.name for field in fields(RolloutCorrectionConfig)}
+    return RolloutCorrectionConfig(**{name: value for name, value in options.items() if name in known})
+
+
 def alarms(run: Mapping[str, Any]) -> list[Finding]:
     """What the monitor finds in a recorded run."""
-    return examine(entries(run), run["options"])
+    return examine(entries(run), settings_of(run["options"]))
 
 
 def table(recording: Mapping[str, Any]) -> str:
@@ -84,7 +92,10 @@ def closest(run: Mapping[str, Any], rule: Rule) -> float | None:
     log, others = entries(run), dict.fromkeys(set(RULES) - {rule.name})
 
     def fires(bound: float) -> bool:
-        return bool(examine(log, {**run["options"], "rollout_monitor_bounds": {**others, rule.name: bound}}))
+        bounds = {**others, rule.name: bound}
+        return bool(
+            examine(log, settings_of({**run["options"], "rollout_monitor": "warn", "rollout_monitor_bounds": bounds}))
+        )
 
     loose, tight = (-1e6, 1e6) if rule.below else (1e6, -1e6)
     if not fires(tight):
