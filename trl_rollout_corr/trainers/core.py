@@ -48,7 +48,8 @@ class CorrectionCore(_Host):
             model_name = model if isinstance(model, str) else model.config._name_or_path
             return self._config_class(f"{model_name.split('/')[-1]}-{self._name}")
         check_config_class(args, self._config_class)
-        if args.rollout_dump_dir is not None:  # now, and not after vLLM has started
+        check_scalable(args)  # now, and not after vLLM has started
+        if args.rollout_dump_dir is not None:
             check_dump_folder(Path(args.rollout_dump_dir), new_run=False)
         return args
 
@@ -64,7 +65,6 @@ class CorrectionCore(_Host):
         """Add what scales the step, if it is asked for, and return it."""
         if self.args.rollout_lr_scaling is None:
             return None
-        check_scalable(self.accelerator, str(self.args.optim.value))
         scaling = LearningRateScaling(self.args, self.accelerator, self._observer.windows["train"])
         self.callback_handler.add_callback(scaling)
         return scaling

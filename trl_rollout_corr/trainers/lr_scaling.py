@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from transformers import TrainerCallback, TrainingArguments
 
 from ..config import RolloutCorrectionConfig
@@ -17,21 +16,21 @@ from ..step_size import StepSize, ess_sqrt, ratio_sums
 from .observer import LoggingWindow
 
 
-def check_scalable(accelerator: Accelerator, optim: str):
+def check_scalable(args: Any):
     """
     Refuse to scale steps that are made where nothing can be scaled.
 
     Args:
-        accelerator ([`~accelerate.Accelerator`]):
-            Knows the engine.
-        optim (`str`):
-            Name of the optimizer, as in [`~transformers.TrainingArguments`].
+        args ([`RolloutCorrectedGRPOConfig`]):
+            Configuration of a trainer.
 
     Raises:
         `ValueError`: with DeepSpeed, and with optimizers that step during the backward pass.
     """
-    reason = None
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+    if args.rollout_lr_scaling is None:
+        return
+    reason, optim = None, str(getattr(args.optim, "value", args.optim))
+    if args.deepspeed_plugin is not None:
         reason = "DeepSpeed steps by itself, within the backward pass. Use FSDP2 (recipes/accelerate/fsdp2.yaml)"
     elif "layerwise" in optim or "lomo" in optim:
         reason = f"`optim` is {optim!r}, which steps within the backward pass. Use another, such as adamw_torch_fused"
