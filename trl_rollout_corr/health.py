@@ -231,8 +231,9 @@ class Window:
         if size is not None and 0 < size < 5:
             length = self.metrics.get("completions/mean_length")
             tokens = f" at {length:.0f} tokens" if isinstance(length, int | float) else ""
-            geometric = f"{_bounds(-3.8 * size, 3.8 * size)} (their mean log-ratio is {size:.2g} in size{tokens})"
-        if low is not None and high is not None and -20 < low <= high < 20:
+            words = f"nearly all of its completions, whose mean log-ratio is {size:.2g} in size{tokens}"
+            geometric = f"{_bounds(-3.8 * size, 3.8 * size)} ({words})"
+        if low is not None and high is not None and -3 < low <= high < 3:  # beyond that it is no spread
             token = f"{_bounds(min(low, 0.0), max(high, 0.0))} (98 percent of its tokens)"
         return {"geometric": geometric, "token": token}
 

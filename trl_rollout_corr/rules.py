@@ -232,8 +232,8 @@ _RULES = [
         seen="`kl` is {value:.2g}, and a divergence is never below 0: some tokens came with log-probabilities that are not "
         "theirs, which was not so at the start.",
         why="Weights and rejection bound what such tokens do, but cannot repair them.",
-        advice="Look for what changed in the sampler, and at tokens beyond {token}. Until it is found, drop them: "
-        "`rollout_is_threshold` with these bounds (IcePop).",
+        advice="Look for what changed in the sampler, and at the tokens of `log_ratio_max` and `log_ratio_min`. Until it is "
+        "found, drop them: `rollout_is_threshold` [0.5, 5.0] (IcePop).",
         below=True,
         applies=lambda window: not _negative_all_along(window),
         measure=lambda window: window.gap("kl"),
