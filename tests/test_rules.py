@@ -296,8 +296,7 @@ def test_advice_has_the_numbers_of_the_run():
     log = [{**entry, "completions/mean_length": 212.0} for entry in history(*[window] * 9) if "loss" in entry]
     advice = examine(log, config())[0].advice
     assert (
-        "also in place of a seq_sum criterion, [0.926, 1.079] (their mean log-ratio is 0.02 in size at 212 tokens)."
-        in advice
+        "[0.926, 1.079] (nearly all of its completions, whose mean log-ratio is 0.02 in size at 212 tokens)." in advice
     )
     narrow = {**window, "log_ppl_abs_diff": 0.0002}
     assert "[0.99924, 1.00077]" in examine(history(*[narrow] * 9), config())[0].advice
