@@ -241,6 +241,10 @@ def test_a_gap_that_stays_is():
 def test_it_is_given_as_many_steps_as_the_sampler_is_behind():
     assert severe(gaps([0.001, 0.002, *[0.04] * 6])) == []
     assert severe(gaps([0.001, 0.002, *[0.04] * 6], staleness_max=2.0)) == [("gap_stays", 7)]
+    # as it fills, completions get older with every step
+    filling = [{**CORRECTED, "kl": 0.04, "k3_kl": 0.04, "staleness_max": float(min(age, 8))} for age in range(30)]
+    filling[0] |= {"kl": 0.001, "k3_kl": 0.001}
+    assert severe(examine(history(*filling), config())) == [("gap_stays", 14)]
 
 
 @pytest.mark.parametrize(("spacing", "windows"), [(1, 5), (3, 5), (5, 3), (10, 2), (100, 2)])
@@ -266,9 +270,9 @@ def test_samples_from_a_part_of_the_policy_are_no_gap():
 
 def test_clipping_around_the_sampler_bears_more():
     clipped = config(rollout_correction="bypass_ppo_clip")
-    assert severe(gaps([*SETTLING, *[0.09] * 40], clipped)) == []
-    assert severe(gaps([*SETTLING, *[0.11] * 40], clipped)) == [("gap_clipped", 13)]
-    assert severe(gaps([*SETTLING, *[0.09] * 40], config(rollout_correction="bypass_pg_is"))) == [("gap_stays", 13)]
+    assert severe(gaps([*SETTLING, *[0.06] * 40], clipped)) == []
+    assert severe(gaps([*SETTLING, *[0.07] * 40], clipped)) == [("gap_clipped", 13)]
+    assert severe(gaps([*SETTLING, *[0.06] * 40], config(rollout_correction="bypass_pg_is"))) == [("gap_stays", 13)]
 
 
 def test_updates_of_the_policy_are_not_the_samplers_fault():

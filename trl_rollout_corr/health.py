@@ -108,22 +108,28 @@ class Course:
             Its `k3_kl`.
         spacing (`int`):
             Optimizer steps of the latest window.
+        settled (`bool`):
+            Whether the sampler was as far behind as it gets when the latest window began: no completion of it is older than
+            those before, and as many steps have passed as they are old.
     """
 
     BEGINNING = 3  # windows
 
     def __init__(self):
         self.k3 = Growth()
-        self.spacing = 1
-        self._step = 0
+        self.spacing, self.settled = 1, False
+        self._step, self._oldest = 0, 0.0
         self._first_kl: list[float] = []
 
     def add(self, window: "Window"):
         """Add a window."""
-        self.spacing, self._step = max(window.step - self._step, 1), window.step
+        began, staleness = self._step, window.get("staleness_max") or 0.0
+        self.spacing, self._step = max(window.step - began, 1), window.step
+        self.settled = staleness <= min(self._oldest, began)
+        self._oldest = max(self._oldest, staleness)
         k3, kl = window.gap("k3_kl"), window.gap("kl")
         if k3 is not None:
-            self.k3.add(k3, still_rising=not window.settled)
+            self.k3.add(k3, still_rising=not self.settled)
         if kl is not None and len(self._first_kl) < self.BEGINNING:
             self._first_kl.append(kl)
 
@@ -179,11 +185,6 @@ class Window:
         if of_the_sampler is None and self.setting("num_iterations") in (..., 1):
             return self.get(key)
         return of_the_sampler
-
-    @property
-    def settled(self) -> bool:
-        """Whether the sampler was as far behind as it gets when the window began: it needs as many steps as they are old."""
-        return self.step - self.course.spacing >= (self.get("staleness_max") or 0)
 
     @property
     def clips(self) -> bool:

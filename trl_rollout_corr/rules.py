@@ -78,7 +78,7 @@ def _lasting_gap(window: Window) -> float | None:
     is much smaller, the mean ratio is not 1, and it is no gap.
     """
     kl, k3 = window.gap("kl"), window.gap("k3_kl")
-    if kl is None or k3 is None or not window.settled:
+    if kl is None or k3 is None or not window.course.settled:
         return None
     return kl - min(window.course.gap_at_start, _LOW_PRECISION) if k3 > kl / 2 else 0.0
 
@@ -187,10 +187,11 @@ _RULES = [
     Rule(
         "gap_clipped",
         key="kl",
-        bound=0.1,
+        bound=0.065,
         severity="critical",
         seen="`kl` stays more than {bound:g} above what it was at the start, now {value:.2g}.",
-        why="Clipping takes out tokens that are far off, and with such a gap it takes out much of what there is to learn.",
+        why="Clipping takes out tokens that are far off, and bears more than weights do. A gap that stays so large came "
+        "before a fall all the same.",
         advice="Push weights more often or lower `learning_rate`.",
         patience=5,
         lasting=15,
