@@ -7,6 +7,7 @@ from typing import Any
 from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.health import Finding, Rule
 from trl_rollout_corr.keys import PREFIX
+from trl_rollout_corr.presets import DEFAULT, PRESETS
 from trl_rollout_corr.rules import RULES, examine
 
 
@@ -56,9 +57,14 @@ def fall(run: Mapping[str, Any]) -> int | None:
     return next((step for step, now, after in pairs if now and after), None)
 
 
-def settings_of(options: Mapping[str, Any]) -> RolloutCorrectionConfig:
-    """Settings of a run from what differs from the defaults, as far as the rules look at them."""
+def settings_of(options: Mapping[str, Any]) -> RolloutCorrectionConfig | dict[str, Any]:
+    """
+    Settings of a run from what differs from the defaults, as far as the rules look at them. A preset that is not there (of
+    another version) is left as it is: then it is known that the run is corrected, and no more.
+    """
     known = {field.name for field in fields(RolloutCorrectionConfig)}
+    if options.get("rollout_correction", DEFAULT) not in (*PRESETS, None):
+        return dict(options)
     return RolloutCorrectionConfig(**{name: value for name, value in options.items() if name in known})
 
 
