@@ -8,7 +8,6 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-
 from cells import ARMS, SAMPLERS, STAGES, Run, arms_of
 
 
