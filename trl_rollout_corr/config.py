@@ -143,6 +143,13 @@ class RolloutCorrectionConfig(OriginalPresets):
         rollout_monitor_bounds (`dict[str, float]`, *optional*):
             Other bounds of the rules, by name of the rule; `None` switches a rule off.
 
+        > Diagnosis
+
+        rollout_diagnose (`bool`, *optional*, defaults to `False`):
+            Whether to look for the cause of the gap at the first optimizer step, and print it: what
+            `python -m trl_rollout_corr diagnose` says of a dump (`docs/diagnose.md`). The trainer scores a few sequences a
+            second time, one by one, so that its own noise is known; nothing of it touches the loss.
+
         > Dump
 
         rollout_dump_dir (`str`, *optional*):
@@ -236,6 +243,9 @@ class RolloutCorrectionConfig(OriginalPresets):
     )
     rollout_monitor_bounds: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Bounds of the monitor by name of the rule; null switches a rule off."}
+    )
+    rollout_diagnose: bool = field(
+        default=False, metadata={"help": "Look for the cause of the gap at the first step, and print it."}
     )
     rollout_dump_dir: str | None = field(
         default=None, metadata={"help": "Folder for sampled and worst sequences, as Parquet."}
