@@ -74,6 +74,7 @@ def sampled(benchmark, model, *, engine=None, seed: int = SEED, **sampling) -> l
 def process(logits, before, width, *, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0,
             presence_penalty=0.0, frequency_penalty=0.0):  # fmt: skip
     """Penalties, temperature and truncation in vLLM's order."""
+
     def counts(ids):
         return torch.zeros_like(logits).scatter_add_(1, ids, torch.ones_like(ids, dtype=logits.dtype))
 
@@ -106,7 +107,8 @@ def found_in(maker, fault: str, *, seed: int = SEED):
         points = picture(observed, finding)
         assert len(points.at) == len(points.values) > 1 or finding.name == "nan_rows"
         assert np.isfinite(points.values).all()
-        assert 0 <= finding.share <= 1 and 0.5 <= finding.certainty < 1
+        assert 0 <= finding.share <= 1
+        assert 0.5 <= finding.certainty < 1
     return diagnosis
 
 
@@ -209,7 +211,8 @@ def test_exit_codes_and_json(shifted, maker, capsys):
 def test_a_page_has_a_picture_and_the_report_the_diagnosis_on_top(shifted, tmp_path, capsys):
     assert main(["diagnose", str(shifted), "--html", str(tmp_path / "d.html")]) == 1
     page = (tmp_path / "d.html").read_text()
-    assert "a token off" in page and page.count("<svg") == 1
+    assert "a token off" in page
+    assert page.count("<svg") == 1
     assert main(["report", str(shifted), "-o", str(tmp_path / "r.html")]) == 0
     report = (tmp_path / "r.html").read_text()
     assert report.index('id="diagnosis"') < report.index('id="findings"')
@@ -230,7 +233,8 @@ def test_bad_input_is_one_line_and_writes_nothing(shifted, tmp_path, capsys, arg
     folder.mkdir()
     assert main([argument.format(dump=shifted, folder=folder) for argument in arguments]) == 2
     captured = capsys.readouterr()
-    assert complaint in captured.err and captured.err.count("\n") == 1 and not captured.out
+    assert complaint in captured.err
+    assert (captured.err.count("\n"), captured.out) == (1, "")
     assert not list(folder.iterdir())
 
 
@@ -249,7 +253,9 @@ def test_every_cause_has_a_fault_a_signature_a_remedy_that_loads_and_a_place_in_
 
 
 def test_rewriting_says_what_it_cannot_do(tmp_path):
-    with pytest.raises(ValueError, match="`fault` is 'stale'; a dump can be rewritten with one of bos, eos, nan_rows, one_token"):
+    with pytest.raises(
+        ValueError, match="`fault` is 'stale'; a dump can be rewritten with one of bos, eos, nan_rows, one_token"
+    ):
         faults.rewrite(tmp_path, tmp_path / "out", "stale")
     with pytest.raises(ValueError, match="where no file step-"):
         faults.rewrite(tmp_path, tmp_path / "out", "eos")
@@ -285,13 +291,15 @@ def train(model, folder, *, noise=0.0, **fields):
 
 @pytest.mark.parametrize("mode", [{}, {"rollout_correction": "bypass_ppo_clip"}, {"rollout_is_batch_normalize": True}])
 def test_the_first_step_is_diagnosed_and_training_does_not_notice(tiny_model_path, tmp_path, capsys, mode):
-    trainer, seen = train(tiny_model_path, tmp_path, rollout_diagnose=True, rollout_dump_dir=str(tmp_path / "dump"), **mode)
+    trainer, seen = train(
+        tiny_model_path, tmp_path, rollout_diagnose=True, rollout_dump_dir=str(tmp_path / "dump"), **mode
+    )
     diagnosis = trainer._observer.preflight.diagnosis
     assert diagnosis.verdict == "nothing"
     assert "Diagnosis of step 1. Nothing to correct." in capsys.readouterr().out
     rows = [row for path in dump.files_of(tmp_path / "dump") for row in pq.read_table(path).to_pylist()]
     again = [row for row in rows if row["again_logps"]]
-    assert again and {row["step"] for row in again} == {1}
+    assert {row["step"] for row in again} == {1}
     for row in again:
         assert row["again_logps"] == pytest.approx(row["train_logps"], abs=1e-4)
     assert all(len(row["prompt_ids"]) + row["padding"] > 0 for row in rows)
@@ -321,7 +329,9 @@ def test_the_published_matrix_is_that_of_the_results():
     assert results["signatures"] == [
         [s.cause, s.weak, s.strong] for stage in (*STAGES, *DIFFUSE) for s in stage.signatures
     ]  # judged with the bounds that are set
-    table = re.findall(r"^\| `(\w+)` \| (\d+) \| (\d+) \| ([^|]*) \|", (folder / "README.md").read_text(), re.MULTILINE)
+    table = re.findall(
+        r"^\| `(\w+)` \| (\d+) \| (\d+) \| ([^|]*) \|", (folder / "README.md").read_text(), re.MULTILINE
+    )
     told = {cause: (int(right), int(runs), others.strip()) for cause, right, runs, others in table}
     for cause, answers in results["with_second_look"].items():
         others = ", ".join(f"{name} {n}" for name, n in sorted(answers.items()) if name != cause)

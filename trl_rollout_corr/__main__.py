@@ -18,7 +18,10 @@ from .messages import SelfContainedError
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line and return the exit code: 2 for input that cannot be used, 1 if `check` says no or `diagnose` finds something."""
+    """
+    Run the command line and return the exit code: 2 for input that cannot be used, 1 if `check` says no or `diagnose` finds
+    something.
+    """
     args = make_parser().parse_args(arguments)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -91,10 +94,12 @@ def make_parser() -> argparse.ArgumentParser:
     command = commands.add_parser(
         "diagnose",
         help="name what is wrong between sampler and trainer, and what to do about it",
-        description="Find the cause of the gap in the sequences of `rollout_dump_dir`: which, how sure, how much of the gap, and "
-        "the settings that remove it. Exit code 0: healthy, 1: something found, 2: unusable input.",
+        description="Find the cause of the gap in the sequences of `rollout_dump_dir`: which, how sure, how much of the gap, "
+        "and the settings that remove it. Exit code 0: healthy, 1: something found, 2: unusable input.",
     )
-    command.add_argument("dump", help="folder that `rollout_dump_dir` named, one of its files, or a run with a dump in it")
+    command.add_argument(
+        "dump", help="folder that `rollout_dump_dir` named, one of its files, or a run with a dump in it"
+    )
     command.add_argument("--json", action="store_true", help="print JSON")
     command.add_argument("--html", metavar="FILE", help="also write a page with a picture of each cause")
     command.set_defaults(run=_diagnose, subject="dump")

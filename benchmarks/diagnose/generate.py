@@ -46,8 +46,17 @@ def start(folder: Path, dtype: str, **engine: Any) -> Any:
     from vllm import LLM
 
     settings = {"dtype": dtype, "logprobs_mode": "processed_logprobs", **engine}
-    return LLM(str(folder), enforce_eager=True, max_model_len=192, max_num_seqs=256, seed=0, skip_tokenizer_init=True,
-               disable_log_stats=True, enable_prefix_caching=False, **settings)
+    return LLM(
+        str(folder),
+        enforce_eager=True,
+        max_model_len=192,
+        max_num_seqs=256,
+        seed=0,
+        skip_tokenizer_init=True,
+        disable_log_stats=True,
+        enable_prefix_caching=False,
+        **settings,
+    )
 
 
 def requests(seed: int) -> tuple[list[list[int]], list[int]]:
@@ -66,8 +75,9 @@ def sample(llm: Any, seeds: list[int], sampling: dict[int, dict[str, Any]]) -> d
         for prompt, length in zip(*requests(seed), strict=True):
             prompts.append({"prompt_token_ids": prompt})
             fields = {"temperature": 1.0, **sampling.get(seed, {})}
-            params.append(SamplingParams(max_tokens=length, logprobs=0, detokenize=False,
-                                         stop_token_ids=[EOS], **fields))
+            params.append(
+                SamplingParams(max_tokens=length, logprobs=0, detokenize=False, stop_token_ids=[EOS], **fields)
+            )
             owners.append(seed)
     samples: dict[int, list[Sample]] = {seed: [] for seed in seeds}
     for seed, prompt, out in zip(owners, prompts, llm.generate(prompts, params, use_tqdm=False), strict=True):
@@ -92,8 +102,15 @@ def mask_of(tokens: list[int], i: int) -> list[bool]:
 
 
 @torch.no_grad()
-def score(model: Any, samples: list[Sample], *, temperature: float = 1.0, attend_padding: bool = False, drop_prompt: int = 0,
-          retokenize: bool = False) -> tuple[list[list[float]], list[int]]:
+def score(
+    model: Any,
+    samples: list[Sample],
+    *,
+    temperature: float = 1.0,
+    attend_padding: bool = False,
+    drop_prompt: int = 0,
+    retokenize: bool = False,
+) -> tuple[list[list[float]], list[int]]:
     """Log-probabilities of the trainer, and the padding before each prompt. Prompts are padded on the left, as in TRL."""
     prompts = [s.prompt[: len(s.prompt) - drop_prompt] for s in samples]
     width, length = max(map(len, prompts)), max(len(s.completion) for s in samples)
@@ -135,18 +152,43 @@ def with_weights(model: Any, weights: Weights) -> Any:
 # Dumps --------------------------------------------------------------------------------------------------------------------
 
 
-def write(folder: Path, samples: list[Sample], scored: tuple[list[list[float]], list[int]], again: dict[int, list[float]],
-          *, ages: list[int], settings: dict[str, Any], about: dict[str, str], change: Any = None):
+def write(
+    folder: Path,
+    samples: list[Sample],
+    scored: tuple[list[list[float]], list[int]],
+    again: dict[int, list[float]],
+    *,
+    ages: list[int],
+    settings: dict[str, Any],
+    about: dict[str, str],
+    change: Any = None,
+):
     logps, padding = scored
     for step in range(STEPS):
         rows = []
         for i in range(step * ROWS, step * ROWS + ROWS):
             s, n = samples[i], len(samples[i].completion)
             row = {
-                "step": step + 1, "rank": 0, "sampled": True, "worst": False, "prompt": "", "completion": "", "tokens": [""] * n,
-                "token_ids": s.completion, "mask": s.mask, "train_logps": logps[i], "rollout_logps": s.logps, "weights": None,
-                "keep": [True] * n, "coefficients": [1.0] * n, "reward": float(i % 2), "advantage": float(i % 2 * 2 - 1),
-                "staleness": ages[i], "prompt_ids": s.prompt, "padding": padding[i], "again_logps": again.get(i),
+                "step": step + 1,
+                "rank": 0,
+                "sampled": True,
+                "worst": False,
+                "prompt": "",
+                "completion": "",
+                "tokens": [""] * n,
+                "token_ids": s.completion,
+                "mask": s.mask,
+                "train_logps": logps[i],
+                "rollout_logps": s.logps,
+                "weights": None,
+                "keep": [True] * n,
+                "coefficients": [1.0] * n,
+                "reward": float(i % 2),
+                "advantage": float(i % 2 * 2 - 1),
+                "staleness": ages[i],
+                "prompt_ids": s.prompt,
+                "padding": padding[i],
+                "again_logps": again.get(i),
             }
             rows.append(change(row) if change else row)
         dump.write_rows(folder, step + 1, 0, rows, settings, about)
@@ -196,8 +238,16 @@ class Maker:
             scored = score_steps(model, samples, temperature=temperature, **how.scoring)
             again = self.again(model, samples, temperature=temperature, **how.scoring)
         settings: dict[str, Any] = {}
-        write(self.output / fault / str(seed), samples, scored, again, ages=ages_of(seed), settings=settings,
-              about=about_of(seed, fault), change=how.rows)
+        write(
+            self.output / fault / str(seed),
+            samples,
+            scored,
+            again,
+            ages=ages_of(seed),
+            settings=settings,
+            about=about_of(seed, fault),
+            change=how.rows,
+        )
 
     def again(self, model: Any, samples: list[Sample], **how: Any) -> dict[int, list[float]]:
         """Some sequences scored alone, those that `rollout_diagnose` takes: of the first step."""
@@ -217,15 +267,25 @@ class Maker:
             if dtype == "float32":
                 self.make("bf16_head", seed, samples, dtype)
             if seed in mine:
-                for fault in ("one_token_shift", "eos", "dropout", "padding", "nan_rows", ("bos", "template")[seed // 2 % 2]):
+                for fault in (
+                    "one_token_shift",
+                    "eos",
+                    "dropout",
+                    "padding",
+                    "nan_rows",
+                    ("bos", "template")[seed // 2 % 2],
+                ):
                     self.make(fault, seed, samples, dtype)
                 turns = [s._replace(mask=mask_of(s.completion, i)) for i, s in enumerate(samples)]
                 self.make("seams", seed, turns, dtype)
                 for fault in ("stale", "never_pushed", "own_updates"):
                     self.drifting(fault, seed, samples, dtype)
                 self.merging(seed, samples)
-        for family in (("cold_sampler", "hot_sampler"), ("top_p", "top_k", "min_p"),
-                       ("repetition_penalty", "presence_penalty", "frequency_penalty")):
+        for family in (
+            ("cold_sampler", "hot_sampler"),
+            ("top_p", "top_k", "min_p"),
+            ("repetition_penalty", "presence_penalty", "frequency_penalty"),
+        ):
             chosen = {seed: family[seed // 2 % len(family)] for seed in mine}
             drawn = sample(llm, mine, {seed: dict(faults.FAULTS[name].sampling) for seed, name in chosen.items()})
             for seed, samples in drawn.items():
@@ -277,11 +337,18 @@ class Maker:
         again = {0: score(model, samples[:1])[0][0]}
         with_weights(model, self.weights)
         settings = {"rollout_correction": "bypass_ppo_clip"} if fault == "own_updates" else {}
-        write(self.output / fault / str(seed), samples, (logps, padding), again, ages=ages, settings=settings,
-              about=about_of(seed, fault))
+        write(
+            self.output / fault / str(seed),
+            samples,
+            (logps, padding),
+            again,
+            ages=ages,
+            settings=settings,
+            about=about_of(seed, fault),
+        )
 
     def merging(self, seed: int, samples: list[Sample]):
-        """An adapter grows; the sampler has it merged in bfloat16, the trainer beside the weights, and both compute in float32."""
+        """An adapter grows; the sampler has it merged in bfloat16, the trainer beside the weights. Both compute in float32."""
         model = self.models["float32"]
         size = 10 ** random.Random(seed).uniform(-3.5, -2)
         base = {name: weight.bfloat16().float() for name, weight in self.weights.items()}
@@ -299,8 +366,15 @@ class Maker:
             if step == 0:
                 again = self.again(model, mine)
         with_weights(model, self.weights)
-        write(self.output / "lora_merge" / str(seed), kept, (logps, padding), again, ages=ages_of(seed), settings={},
-              about=about_of(seed, "lora_merge"))
+        write(
+            self.output / "lora_merge" / str(seed),
+            kept,
+            (logps, padding),
+            again,
+            ages=ages_of(seed),
+            settings={},
+            about=about_of(seed, "lora_merge"),
+        )
 
 
 def stop(llm: Any):

@@ -8,26 +8,87 @@ import torch
 
 VOCABULARY, EOS = 320, 1
 
-_COMMON = {"vocab_size": VOCABULARY, "bos_token_id": None, "eos_token_id": EOS, "pad_token_id": 0, "max_position_embeddings": 256,
-           "tie_word_embeddings": False}
+_COMMON = {
+    "vocab_size": VOCABULARY,
+    "bos_token_id": None,
+    "eos_token_id": EOS,
+    "pad_token_id": 0,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+}
 # Shapes by name. `tune` is what bounds were set on, `judge` is what the published matrix is of.
 SHAPES: dict[str, dict[str, Any]] = {
-    "tune-qwen2": {"kind": "Qwen2", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 2,
-                   "num_key_value_heads": 2},
-    "tune-llama": {"kind": "Llama", "hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 3, "num_attention_heads": 3,
-                   "num_key_value_heads": 1},
-    "judge-qwen3": {"kind": "Qwen3", "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4,
-                    "num_key_value_heads": 2, "head_dim": 32},
-    "judge-llama": {"kind": "Llama", "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 5, "num_attention_heads": 2,
-                    "num_key_value_heads": 1},
-    "tune-moe": {"kind": "Qwen3Moe", "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64, "num_hidden_layers": 2,
-                 "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2},
-    "judge-moe-small": {"kind": "Qwen3Moe", "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64,
-                        "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "num_experts": 8,
-                        "num_experts_per_tok": 2, "norm_topk_prob": True},
-    "judge-moe": {"kind": "Qwen3Moe", "hidden_size": 128, "intermediate_size": 192, "moe_intermediate_size": 96, "num_hidden_layers": 3,
-                  "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "num_experts": 16, "num_experts_per_tok": 4,
-                  "norm_topk_prob": True},
+    "tune-qwen2": {
+        "kind": "Qwen2",
+        "hidden_size": 64,
+        "intermediate_size": 160,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    },
+    "tune-llama": {
+        "kind": "Llama",
+        "hidden_size": 96,
+        "intermediate_size": 192,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+    },
+    "judge-qwen3": {
+        "kind": "Qwen3",
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+    },
+    "judge-llama": {
+        "kind": "Llama",
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    },
+    "tune-moe": {
+        "kind": "Qwen3Moe",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "moe_intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    "judge-moe-small": {
+        "kind": "Qwen3Moe",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "moe_intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+    },
+    "judge-moe": {
+        "kind": "Qwen3Moe",
+        "hidden_size": 128,
+        "intermediate_size": 192,
+        "moe_intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": True,
+    },
 }
 
 
@@ -68,7 +129,9 @@ def build(shape: str, folder: Path, seed: int) -> Any:
     return model
 
 
-def updated(model: Any, sequences: torch.Tensor, steps: int, learning_rate: float, seed: int) -> list[dict[str, torch.Tensor]]:
+def updated(
+    model: Any, sequences: torch.Tensor, steps: int, learning_rate: float, seed: int
+) -> list[dict[str, torch.Tensor]]:
     """Weights after 0, 1, ... optimizer steps of policy gradients with rewards at random. The model stays as it is."""
     import copy
 

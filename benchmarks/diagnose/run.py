@@ -62,7 +62,15 @@ def main():
     args = parser.parse_args()
     for shape in SHAPES:
         if not (args.output / shape).exists():
-            command = [sys.executable, str(HERE / "generate.py"), shape, "--seeds", str(SEEDS), "--output", str(args.output)]
+            command = [
+                sys.executable,
+                str(HERE / "generate.py"),
+                shape,
+                "--seeds",
+                str(SEEDS),
+                "--output",
+                str(args.output),
+            ]
             subprocess.run(command, check=True)
     folders = [args.output / shape for shape in SHAPES]
     with_look, by_fault, healthy = judge(folders, old=False)

@@ -53,20 +53,35 @@ FAULTS: dict[str, Fault] = {
     "none": Fault("nothing", "trainer and sampler agree up to the last digits of float32"),
     "bf16": Fault("rounding", "both compute in bfloat16, in different kernels", engine={"dtype": "bfloat16"}),
     "bf16_moe": Fault("routing", "a model with experts in bfloat16: routes flip", engine={"dtype": "bfloat16"}),
-    "bf16_head": Fault("head", "the trainer's head computes in bfloat16, the sampler's in float32",
-                       trainer=models.head_in(torch.bfloat16)),
+    "bf16_head": Fault(
+        "head",
+        "the trainer's head computes in bfloat16, the sampler's in float32",
+        trainer=models.head_in(torch.bfloat16),
+    ),
     "fp8_cache": Fault("kv_cache", "keys and values are cached in 8 bits", engine={"kv_cache_dtype": "fp8"}),
     "int8_weights": Fault("weights", "the sampler's weights have 8 bits", weights=models.int8),
     "fp8_weights": Fault("weights", "the sampler's weights are E4M3", weights=models.fp8),
     "int4_weights": Fault("weights", "the sampler's weights have 4 bits", weights=models.int4),
-    "cold_sampler": Fault("temperature", "the sampler is colder than the trainer thinks", sampling={"temperature": 0.8}),
-    "hot_sampler": Fault("temperature", "the sampler is hotter than the trainer thinks", sampling={"temperature": 1.25}),
-    "raw_logprobs": Fault("temperature", "log-probabilities are those before temperature",
-                          engine={"logprobs_mode": "raw_logprobs"}, sampling={"temperature": 0.7}),
+    "cold_sampler": Fault(
+        "temperature", "the sampler is colder than the trainer thinks", sampling={"temperature": 0.8}
+    ),
+    "hot_sampler": Fault(
+        "temperature", "the sampler is hotter than the trainer thinks", sampling={"temperature": 1.25}
+    ),
+    "raw_logprobs": Fault(
+        "temperature",
+        "log-probabilities are those before temperature",
+        engine={"logprobs_mode": "raw_logprobs"},
+        sampling={"temperature": 0.7},
+    ),
     "top_p": Fault("truncation", "the sampler draws from 90 % of the probability", sampling={"top_p": 0.9}),
     "top_k": Fault("truncation", "the sampler draws from ten tokens", sampling={"top_k": 10}),
-    "min_p": Fault("truncation", "the sampler drops what is 20 times less likely than the best", sampling={"min_p": 0.05}),
-    "repetition_penalty": Fault("penalty", "the sampler avoids what it has said", sampling={"repetition_penalty": 1.1}),
+    "min_p": Fault(
+        "truncation", "the sampler drops what is 20 times less likely than the best", sampling={"min_p": 0.05}
+    ),
+    "repetition_penalty": Fault(
+        "penalty", "the sampler avoids what it has said", sampling={"repetition_penalty": 1.1}
+    ),
     "presence_penalty": Fault("penalty", "the sampler avoids what it has said", sampling={"presence_penalty": 0.5}),
     "frequency_penalty": Fault("penalty", "the sampler avoids what it has said", sampling={"frequency_penalty": 0.3}),
     "stale": Fault("stale", "samples are some optimizer steps old", drifts="age"),

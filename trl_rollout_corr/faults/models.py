@@ -135,9 +135,12 @@ def dropout(p: float) -> Callable[[torch.nn.Module], Callable[[], None]]:
     """Dropout of attention, as in training mode of a model whose configuration has `attention_dropout`."""
 
     def inject(model: torch.nn.Module) -> Callable[[], None]:
-        before = [(m, m.attention_dropout, m.training) for m in model.modules() if hasattr(m, "attention_dropout")]
+        attentions: list[Any] = [module for module in model.modules() if hasattr(module, "attention_dropout")]
+        before = [(module, module.attention_dropout, module.training) for module in attentions]
         if not before:
-            raise ValueError("the model has no attention with `attention_dropout`, so that no dropout can be injected.")
+            raise ValueError(
+                "the model has no attention with `attention_dropout`, so that no dropout can be injected."
+            )
 
         def undo():
             for module, value, training in before:

@@ -39,7 +39,10 @@ def nan_rows(row: Row) -> dict[str, Any]:
     """Whole rows of logits are NaN: the sampler has no log-probability from the middle of a completion on, in one of four."""
     n = len(row["rollout_logps"])
     broken = sum(row["token_ids"]) % 4 == 0
-    return {**row, "rollout_logps": [math.nan if broken and i >= n // 2 else x for i, x in enumerate(row["rollout_logps"])]}
+    return {
+        **row,
+        "rollout_logps": [math.nan if broken and i >= n // 2 else x for i, x in enumerate(row["rollout_logps"])],
+    }
 
 
 def rewrite(dump: str | Path, output: str | Path, fault: str) -> Path:

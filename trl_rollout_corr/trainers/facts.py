@@ -23,7 +23,11 @@ def facts_of_trainer(model: Any, args: Any) -> dict[str, str]:
     """
     computes = "bfloat16" if args.bf16 else "float16" if args.fp16 else _name(_dtype(model))
     adapters = getattr(model, "peft_config", None)
-    kind = next((getattr(a.peft_type, "value", a.peft_type) for a in adapters.values()), "") if isinstance(adapters, dict) else ""
+    kind = (
+        next((getattr(a.peft_type, "value", a.peft_type) for a in adapters.values()), "")
+        if isinstance(adapters, dict)
+        else ""
+    )
     return {"trainer_dtype": computes, "adapter": str(kind or "none")}
 
 
@@ -71,7 +75,9 @@ def check_types(facts: Mapping[str, str]):
     trainer, sampler = facts.get("trainer_dtype"), facts.get("sampler_dtype")
     if trainer and sampler and trainer != sampler:
         warn(
-            f"The trainer computes in {trainer} and the sampler in {sampler}: their log-probabilities differ by the rounding of the "
-            f"coarser one. Set `rollout_engine_kwargs` to {{'dtype': '{trainer}'}}, start the server with `--dtype {trainer}`, or "
+            f"The trainer computes in {trainer} and the sampler in {sampler}: their log-probabilities differ by "
+            "the rounding of the "
+            f"coarser one. Set `rollout_engine_kwargs` to {{'dtype': '{trainer}'}}, start the server with "
+            f"`--dtype {trainer}`, or "
             f"let the trainer compute in {sampler}."
         )

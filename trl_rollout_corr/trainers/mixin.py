@@ -39,6 +39,7 @@ from .checks import (
 )
 from .contract import check_trl
 from .core import CorrectionCore
+from .engine import engine_arguments
 from .facts import facts_of_engine
 from .loss import LossCall
 from .observer import Corrected
@@ -73,7 +74,9 @@ class RolloutCorrectionMixin(CorrectionCore):
     def __init__(self, model, reward_funcs=None, args=None, *further_args, **kwargs):
         check_trl(self._trl_class)
         check_bases(type(self), RolloutCorrectionMixin, self._trl_class)
-        super().__init__(model, reward_funcs, self._checked_args(model, args), *further_args, **kwargs)
+        args = self._checked_args(model, args)
+        with engine_arguments(args):
+            super().__init__(model, reward_funcs, args, *further_args, **kwargs)
         self._scoring: Scoring | None = None
         self._loss_call: LossCall | None = None
         self._arrived = False  # whether the correction has been seen to act in TRL's loss
@@ -306,8 +309,10 @@ class RolloutCorrectionMixin(CorrectionCore):
         return self._enter_loss(inputs, logps, anchor, coefficients)
 
     def _report(self, seen: Corrected):
-        """Count a batch that was corrected. Of the first one, some sequences are scored a second time if a diagnosis is due."""
-        images = any(key in seen.batch for key in ("pixel_values", "num_images", "image_grid_thw"))  # which belong to rows
+        """Count a batch that was corrected. Of the first, some sequences are scored twice if a diagnosis is due."""
+        images = any(
+            key in seen.batch for key in ("pixel_values", "num_images", "image_grid_thw")
+        )  # which belong to rows
         if not images and self._observer.looks_twice(self._now):
             again = score_alone(super()._get_per_token_logps_and_entropies, self.model_wrapped, seen.batch)
             seen = seen._replace(batch={**seen.batch, AGAIN_LOGPS: again})

@@ -55,7 +55,8 @@ class Preflight(TrainerCallback):
     def offer(self, step: int, batch: dict[str, torch.Tensor], columns: dict[str, Any]):
         """Take the sequences of a batch. As of [`~trl_rollout_corr.trainers.dumping.SequenceDump.offer`]."""
         on_host = {name: None if x is None else x.cpu() for name, x in {**batch, **columns}.items()}
-        for i in range(min(len(on_host["completion_ids"]), ROWS - len(self.rows))):
+        n = len(columns["mask"])
+        for i in range(min(n, ROWS - len(self.rows))):
             row = numbers_of({"step": step, **{name: None if x is None else x[i] for name, x in on_host.items()}})
             self.rows.append({**row, "rank": 0, "sampled": True, "worst": False, "prompt": "", "completion": ""})
 
@@ -65,7 +66,9 @@ class Preflight(TrainerCallback):
             return
         self.done = True
         if state.is_world_process_zero:
-            table = pa.Table.from_pylist([{**row, "tokens": [""] * len(row["token_ids"])} for row in rows], schema=SCHEMA)
+            table = pa.Table.from_pylist(
+                [{**row, "tokens": [""] * len(row["token_ids"])} for row in rows], schema=SCHEMA
+            )
             settings = {f.name: getattr(self.args, f.name) for f in dataclasses.fields(RolloutCorrectionConfig)}
             try:
                 self.diagnosis = diagnose(Observed(Sequences(table), table, settings, self.about))

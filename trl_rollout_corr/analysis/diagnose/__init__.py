@@ -1,8 +1,8 @@
 """
 What the matter is: `python -m trl_rollout_corr diagnose`. Which cause, how sure, what it costs, and what to do. No TRL here.
 
-`observed` has the tokens, `signatures` the tests, `causes` what each cause is and its remedy; `ranking` puts them in order, and
-`written` writes it down.
+`observed` has the tokens, `signatures` the tests, `causes` what each cause is and its remedy; `ranking` puts them in order,
+`pictures` shows them, and `written` writes it down.
 """
 
 from pathlib import Path

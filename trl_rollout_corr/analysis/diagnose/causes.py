@@ -35,49 +35,56 @@ _SAME = "A correction hides a mistake here: its weights are those of a policy th
 CAUSES: dict[str, Cause] = {
     "nan_rows": Cause(
         "rows of logits that are NaN",
-        "Stop at the first one and look at the weights of that step: `rollout_nan_policy: raise`. Then at a push of weights that "
+        "Stop at the first one and look at the weights of that step: `rollout_nan_policy: raise`. Then at a "
+        "push of weights that "
         "failed, an overflow in float16, and kernels of the sampler.",
         {"rollout_nan_policy": "raise"},
         None,
     ),
     "shift": Cause(
         "log-probabilities that are a token off",
-        "A `rollout_func` or environment returns log-probabilities from the first token of the prompt on, or without the last one. "
+        "A `rollout_func` or environment returns log-probabilities from the first token of the prompt on, or "
+        "without the last one. "
         f"Each must stand beside its own token. {_SAME}",
         {},
         None,
     ),
     "first_token": Cause(
         "another start: BOS twice or never, or another chat template",
-        "Compare the token ids that sampler and trainer begin with. Send ids, not text, to the sampler, and apply the chat template "
+        "Compare the token ids that sampler and trainer begin with. Send ids, not text, to the sampler, and "
+        "apply the chat template "
         f"once. {_SAME}",
         {},
         None,
     ),
     "last_token": Cause(
         "another end: EOS, a stop string, or a limit",
-        "The last token was forced and not sampled, or the sampler may stop at tokens that the trainer does not know. Give both the "
+        "The last token was forced and not sampled, or the sampler may stop at tokens that the trainer does "
+        "not know. Give both the "
         "same `eos_token_id`, leave out stop strings, or take completions that were cut out of the loss.",
         {"mask_truncated_completions": True},
         "decoupled_token_is",
     ),
     "seams": Cause(
         "seams of turns: text that was made into other tokens",
-        "Between turns, text was decoded and made into tokens again, and came out as others. Keep the token ids that were sampled, "
+        "Between turns, text was decoded and made into tokens again, and came out as others. Keep the token "
+        "ids that were sampled, "
         "and append those of the tool's answer.",
         {},
         "decoupled_token_icepop",
     ),
     "padding": Cause(
         "padding that the trainer attends to, or positions that count it",
-        "Give the model the mask of attention and `position_ids` that count from the first token of the prompt. Try a batch of one, "
+        "Give the model the mask of attention and `position_ids` that count from the first token of the "
+        "prompt. Try a batch of one, "
         f"which has no padding. {_SAME}",
         {"per_device_train_batch_size": 1},
         None,
     ),
     "dropout": Cause(
         "dropout in the trainer",
-        "Switch it off: `disable_dropout: true`, and `lora_dropout: 0` of an adapter. The policy that is trained is then the one "
+        "Switch it off: `disable_dropout: true`, and `lora_dropout: 0` of an adapter. The policy that is "
+        "trained is then the one "
         "that samples.",
         {"disable_dropout": True},
         "decoupled_token_is",
@@ -90,7 +97,8 @@ CAUSES: dict[str, Cause] = {
     ),
     "never_pushed": Cause(
         "weights that are never pushed to the sampler",
-        "From the first step on, trainer and sampler move apart, whatever the age says. Look at the push: names of parameters that "
+        "From the first step on, trainer and sampler move apart, whatever the age says. Look at the push: "
+        "names of parameters that "
         "the sampler does not know, an adapter that is not merged, a server that takes weights and keeps its cache. "
         f"{_SAME}",
         {},
@@ -98,14 +106,16 @@ CAUSES: dict[str, Cause] = {
     ),
     "own_updates": Cause(
         "the policy's own updates",
-        "In bypass mode, and with a batch that is trained on several times, the log-ratio contains what was learned meanwhile. "
+        "In bypass mode, and with a batch that is trained on several times, the log-ratio contains what was "
+        "learned meanwhile. "
         "Nothing is wrong with the sampler: judge it by the first visit. A decoupled preset tells the two apart.",
         {"rollout_correction": "decoupled_token_is"},
         "decoupled_token_is",
     ),
     "lora_merge": Cause(
         "an adapter that is rounded when it is merged",
-        "The adapter is added to weights in bfloat16 for the sampler and kept apart in the trainer. Keep the base weights in float32, "
+        "The adapter is added to weights in bfloat16 for the sampler and kept apart in the trainer. Keep the "
+        "base weights in float32, "
         "or let vLLM load the adapter as it is. It stays as small as rounding.",
         {"model_init_kwargs": {"dtype": "float32"}},
         "decoupled_token_is",
@@ -126,14 +136,16 @@ CAUSES: dict[str, Cause] = {
     ),
     "temperature": Cause(
         "another temperature, or log-probabilities from before it",
-        "Both sides must divide logits by one temperature: `--logprobs-mode processed_logprobs` for a server, and the trainer's "
+        "Both sides must divide logits by one temperature: `--logprobs-mode processed_logprobs` for a server, "
+        "and the trainer's "
         f"`temperature` in what samples. {_SAME}",
         {"temperature": 1.0},
         None,
     ),
     "routing": Cause(
         "experts: tokens that take another route",
-        "A few tokens are off by nats, the others hardly. Leave those out token by token; weights of whole completions would be "
+        "A few tokens are off by nats, the others hardly. Leave those out token by token; weights of whole "
+        "completions would be "
         "made of them. float32 routers on both sides have fewer flips.",
         {"rollout_correction": "decoupled_token_icepop"},
         "decoupled_token_icepop",
@@ -146,7 +158,8 @@ CAUSES: dict[str, Cause] = {
     ),
     "weights": Cause(
         "other weights than the trainer's: low precision (int8, fp8, int4), or not the ones that were pushed",
-        "Sample with weights of the trainer's precision, or quantise what the trainer computes with alike. If nothing is quantised, "
+        "Sample with weights of the trainer's precision, or quantise what the trainer computes with alike. If "
+        "nothing is quantised, "
         "compare a weight of the engine with the trainer's.",
         {"rollout_correction": "decoupled_token_is"},
         "decoupled_token_is",
@@ -160,7 +173,8 @@ CAUSES: dict[str, Cause] = {
     ),
     "rounding": Cause(
         "rounding of bfloat16 or float16",
-        "Normal: two kernels, one policy. A head in float32 on both sides makes it smaller, float16 on both sides much smaller.",
+        "Normal: two kernels, one policy. A head in float32 on both sides makes it smaller, float16 on both "
+        "sides much smaller.",
         {"cast_lm_head_to_fp32": True, "rollout_engine_kwargs": {"hf_overrides": {"head_dtype": "float32"}}},
         "decoupled_token_is",
         normal=True,

@@ -61,7 +61,9 @@ class Observed:
         self.n_tokens = int((sequences.mask & sequences.represents[sequences.row]).sum())
         self.broken_row = sequences.row[sequences.broken & sequences.represents[sequences.row]]
         self.row = sequences.row[kept]
-        self.train, self.rollout = (x[kept].astype(np.float64) for x in (sequences.train_logps, sequences.rollout_logps))
+        self.train, self.rollout = (
+            x[kept].astype(np.float64) for x in (sequences.train_logps, sequences.rollout_logps)
+        )
         self.d = self.train - self.rollout
         self.step = sequences.step
         self.lengths = np.bincount(self.row, minlength=len(sequences))

@@ -46,7 +46,9 @@ def _places(o: Observed) -> Points:
 
 def _lags(o: Observed) -> Points:
     fits = {str(lag): misfit(o, lag) for lag in (-2, -1, 0, 1, 2)}
-    return Points("tokens by which the sides are set off", _SIZE, [*fits], [(fit or 0.0) ** 0.5 for fit in fits.values()])
+    return Points(
+        "tokens by which the sides are set off", _SIZE, [*fits], [(fit or 0.0) ** 0.5 for fit in fits.values()]
+    )
 
 
 def _rows(label: str, of: Callable[[Observed], np.ndarray]) -> Callable[[Observed], Points]:
@@ -71,7 +73,9 @@ def _by_probability(y: str, of: Callable[[np.ndarray], float]) -> Callable[[Obse
         x, d = o.middle[here], o.d[here]
         order = np.argsort(x)
         parts = [part for part in np.array_split(order, 14) if part.size]
-        return Points("log-probability of the token, nats", y, [float(x[p].mean()) for p in parts], [of(d[p]) for p in parts])
+        return Points(
+            "log-probability of the token, nats", y, [float(x[p].mean()) for p in parts], [of(d[p]) for p in parts]
+        )
 
     return points
 
@@ -100,7 +104,9 @@ def _few(o: Observed) -> Points:
     shares = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
     total = max(float(squares.sum()), 1e-300)
     of = [float(squares[: max(round(share * len(squares)), 1)].sum()) / total for share in shares]
-    return Points("share of the tokens, those furthest off first", "share of d^2", [f"{100 * share:g} %" for share in shares], of)
+    return Points(
+        "share of the tokens, those furthest off first", "share of d^2", [f"{100 * share:g} %" for share in shares], of
+    )
 
 
 def _broken(o: Observed) -> Points:

@@ -86,7 +86,9 @@ def diagnose(o: Observed) -> Diagnosis:
         `ValueError`: in one line, if there are too few tokens to say anything.
     """
     if len(o) < LEAST and not len(o.broken_row):
-        raise ValueError(f"{len(o)} tokens of the loss have a log-probability of both policies: too few to say anything")
+        raise ValueError(
+            f"{len(o)} tokens of the loss have a log-probability of both policies: too few to say anything"
+        )
     findings, ended = _look(o, STAGES)
     rest = 1 - sum(finding.share for finding in findings if finding.name != "nan_rows")
     if not ended and (not _whole(findings)) and rest > _REST and _matters(o):

@@ -19,6 +19,8 @@ FLOOR = 0.004
 # Above it, what noise there is is too large to be that of rounding.
 LARGE = 0.1
 _BINS = 20
+_END = 0.1  # share of the sequences that are compared at each end of what a gap may grow with
+_GROWTH = 2.0  # of the mean square, from which it is one
 
 
 class Seen(NamedTuple):
@@ -176,7 +178,9 @@ def nan_rows(o: Observed) -> Seen | None:
         return None
     share = n / o.n_tokens
     numbers = {"tokens": float(n), "share": share, "rows": float(len(np.unique(o.broken_row)))}
-    return Seen(share, 1.0, numbers, "{tokens} tokens in {rows} completions have no finite log-probability, a share of {share}")
+    return Seen(
+        share, 1.0, numbers, "{tokens} tokens in {rows} completions have no finite log-probability, a share of {share}"
+    )
 
 
 def shift(o: Observed) -> Seen | None:
@@ -188,7 +192,9 @@ def shift(o: Observed) -> Seen | None:
     here, there = fits[0] or 0.0, fits[lag] or 0.0
     share = _bounded(1 - there / max(here, 1e-300))
     numbers = {"lag": float(lag), "here": here**0.5, "there": there**0.5}
-    return Seen(share, share, numbers, "the two sides fit at a lag of {lag} tokens: |d| is {there} there, and {here} at no lag")
+    return Seen(
+        share, share, numbers, "the two sides fit at a lag of {lag} tokens: |d| is {there} there, and {here} at no lag"
+    )
 
 
 def misfit(o: Observed, lag: int) -> float | None:
@@ -216,17 +222,21 @@ def truncation(o: Observed) -> Seen | None:
 
 
 def temperature(o: Observed) -> Seen | None:
-    """The log-probability of a token says what its log-ratio is."""
+    """The log-probability of a token says what its log-ratio is, whichever side's it is: noise leans to one of them."""
     here = core(o)
-    d, x = o.d[here], o.middle[here]
-    if len(d) < 100 or not x.std():
+    d, sides = o.d[here], (o.train[here], o.rollout[here])
+    if len(d) < 100 or not all(x.std() for x in sides):
         return None
-    total = float(np.square(d).sum())
-    curve = float(np.square(in_bins(x, d)).sum()) / max(total, 1e-300)
-    slope = float(np.cov(x, d)[0, 1] / x.var())
-    numbers = {"share": curve, "slope": 1 + slope}
-    said = "the log-probability of a token explains {share} of d^2; that of the trainer grows by {slope} where the other grows by 1"
-    return Seen(curve if abs(slope) > 0.01 else 0.0, _bounded(curve), numbers, said)
+    total = max(float(np.square(d).sum()), 1e-300)
+    explained = min(float(np.square(in_bins(x, d)).sum()) / total for x in sides)
+    slope = float(np.cov(*sides)[0, 1] / sides[1].var())
+    numbers = {"share": explained, "slope": slope}
+    said = (
+        "the log-probability of a token explains {share} of d^2; that of the trainer grows by {slope} where "
+        "the sampler's grows "
+        "by 1"
+    )
+    return Seen(explained, _bounded(explained), numbers, said)
 
 
 def penalty(o: Observed) -> Seen | None:
@@ -268,37 +278,33 @@ def _without(keys: np.ndarray, values: np.ndarray, kind: np.ndarray) -> np.ndarr
 # From sequence to sequence ------------------------------------------------------------------------------------------------
 
 
-def _growing(o: Observed, x: np.ndarray, said: str, *, least: float) -> Seen | None:
+def _growing(o: Observed, x: np.ndarray, said: str) -> Seen | None:
     """The square of `d` grows with something that is known of each sequence, from where that is smallest."""
     squares = o.of_rows(np.square(o.d) * core(o))  # of the few tokens outside it there are as many in each
     known = np.isfinite(x) & np.isfinite(squares)
-    values = x[known]
-    if known.sum() < 8 or not values.size or values.min() == values.max():
+    values, squares, lengths = x[known], squares[known], o.lengths[known]
+    if len(values) < 8 or values.min() == values.max():
         return None
-    lowest, highest = (values <= np.quantile(values, q) for q in (least, 1.0))
-    highest = values >= np.quantile(values, 1 - least)
-    weights = o.lengths[known]
-    low, high, mean = (
-        float(np.average(squares[known][here], weights=weights[here])) for here in (lowest, highest, values == values)
-    )
-    correlation = _rank_correlation(values, squares[known])
-    growth = high / max(low, (FLOOR / 4) ** 2)
+    lowest, highest = values <= np.quantile(values, _END), values >= np.quantile(values, 1 - _END)
+    low, high = (float(np.average(squares[here], weights=lengths[here])) for here in (lowest, highest))
+    correlation, growth = _rank_correlation(values, squares), high / max(low, (FLOOR / 4) ** 2)
     numbers = {"low": low**0.5, "high": high**0.5, "correlation": correlation}
-    return Seen(correlation if growth > 2 else 0.0, _bounded(1 - low / max(mean, 1e-300)), numbers, said)
+    share = _bounded(1 - low / max(float(np.average(squares, weights=lengths)), 1e-300))
+    return Seen(correlation if growth > _GROWTH else 0.0, share, numbers, said)
 
 
 def stale(o: Observed) -> Seen | None:
     if _visits(o):
         return None
-    return _growing(o, o.staleness, "|d| is {low} in the freshest samples and {high} in the oldest (rank correlation {correlation})",
-                    least=0.1)  # fmt: skip
+    said = "|d| is {low} in the freshest samples and {high} in the oldest (rank correlation {correlation})"
+    return _growing(o, o.staleness, said)
 
 
 def own_updates(o: Observed) -> Seen | None:
     if not _visits(o):
         return None
-    return _growing(o, o.staleness, "|d| is {low} when a batch is first trained on and {high} when last (rank correlation "
-                    "{correlation})", least=0.1)  # fmt: skip
+    said = "|d| is {low} when a batch is first trained on and {high} when last (rank correlation {correlation})"
+    return _growing(o, o.staleness, said)
 
 
 def _visits(o: Observed) -> bool:
@@ -311,8 +317,8 @@ def _visits(o: Observed) -> bool:
 
 
 def _by_step(o: Observed) -> Seen | None:
-    return _growing(o, o.step.astype(float), "|d| is {low} in the first steps and {high} in the last (rank correlation {correlation}), "
-                    "whatever the age", least=0.1)  # fmt: skip
+    said = "|d| is {low} in the first steps and {high} in the last (rank correlation {correlation}), whatever the age"
+    return _growing(o, o.step.astype(float), said)
 
 
 def never_pushed(o: Observed) -> Seen | None:
@@ -326,7 +332,9 @@ def lora_merge(o: Observed) -> Seen | None:
     seen = _by_step(o)
     if seen is None or seen.numbers["low"] > 0.3 * seen.numbers["high"]:
         return None
-    return seen._replace(statistic=seen.share, said="|d| is {low} in the first steps and {high} in the last, as small as rounding")
+    return seen._replace(
+        statistic=seen.share, said="|d| is {low} in the first steps and {high} in the last, as small as rounding"
+    )
 
 
 def _as_small_as_rounding(o: Observed) -> bool:
@@ -337,12 +345,12 @@ def padding(o: Observed) -> Seen | None:
     """What the trainer scores alone, without padding, fits; or the gap grows with the padding."""
     again = np.isfinite(o.again) & core(o)
     gap, alone = _typical(o.d[again]), _typical((o.again - o.rollout)[again])
-    if again.sum() >= 50 and gap > FLOOR:
+    if again.sum() >= 30 and gap > FLOOR:
         share = _bounded(1 - (alone / gap) ** 2)
         said = "|d| is {gap} in a batch, and {alone} where the trainer scores a sequence alone"
         return Seen(share, share, {"gap": gap, "alone": alone}, said)
-    return _growing(o, o.padding, "|d| is {low} in sequences with the least padding and {high} in those with the most (rank "
-                    "correlation {correlation})", least=0.1)  # fmt: skip
+    said = "|d| is {low} in sequences with the least padding and {high} in those with the most (rank correlation {correlation})"
+    return _growing(o, o.padding, said)
 
 
 # Everywhere ---------------------------------------------------------------------------------------------------------------
@@ -352,7 +360,7 @@ def noise_floor(o: Observed) -> float | None:
     """Mean square of the trainer against itself over that of the gap; `None` where it is not known."""
     again = np.isfinite(o.again) & core(o)
     gap = _typical(o.d[again])
-    if again.sum() < 50 or gap < FLOOR / 4:
+    if again.sum() < 30 or gap < FLOOR / 4:
         return None
     return (_typical((o.train - o.again)[again]) / gap) ** 2
 
@@ -374,7 +382,9 @@ def tails(o: Observed) -> tuple[float, float]:
     level = _level(o, here)
     size = np.abs(level)
     square = _mean(np.square(level))
-    return _mean(level**4) / max(square, 1e-300) ** 2, float(np.quantile(size, 0.99)) / max(float(np.median(size)), 1e-300)
+    return _mean(level**4) / max(square, 1e-300) ** 2, float(np.quantile(size, 0.99)) / max(
+        float(np.median(size)), 1e-300
+    )
 
 
 def routing(o: Observed) -> Seen | None:
@@ -385,7 +395,8 @@ def routing(o: Observed) -> Seen | None:
     share = float(np.square(top).sum() / max(np.square(size).sum(), 1e-300))
     numbers = {"top": share, "kurtosis": kurtosis, "tail": tail}
     said = (
-        "1 % of the tokens have {top} of d^2; at tokens of equal probability its kurtosis is {kurtosis} and percentile 99 of |d| "
+        "1 % of the tokens have {top} of d^2; at tokens of equal probability its kurtosis is {kurtosis} and "
+        "percentile 99 of |d| "
         "is {tail} times the median (a Gaussian's: 3 and 3.8)"
     )
     return Seen(kurtosis * tail, _bounded(share), numbers, said)
@@ -405,7 +416,10 @@ def _systematic(o: Observed, said: str) -> Seen:
 def weights(o: Observed) -> Seen | None:
     if kv_cache(o) is not None:
         return None
-    said = "tokens have a log-ratio of their own: two places with one token share {alike} of d^2, and |d| is {gap} from the first step on"
+    said = (
+        "tokens have a log-ratio of their own: two places with one token share {alike} of d^2, and |d| is {gap} from the first "
+        "step on"
+    )
     if "kv_cache_dtype" not in o.about:
         said += " (a cache in 8 bits looks the same, and this dump does not say how the engine caches)"
     return _systematic(o, said)
@@ -415,7 +429,9 @@ def kv_cache(o: Observed) -> Seen | None:
     """The log-ratios of low precision that is the same at every visit, of an engine that says where it has it."""
     if not o.about.get("kv_cache_dtype", "auto").startswith(("fp8", "int8", "nvfp4")):
         return None
-    return _systematic(o, "the engine caches in 8 bits or less; two places with one token share {alike} of d^2, and |d| is {gap}")
+    return _systematic(
+        o, "the engine caches in 8 bits or less; two places with one token share {alike} of d^2, and |d| is {gap}"
+    )
 
 
 def head(o: Observed) -> Seen | None:
@@ -433,7 +449,10 @@ def rounding(o: Observed) -> Seen | None:
     here = core(o)
     gap = _rms(o.d[here])
     slope = _rank_correlation(o.middle[here], np.abs(o.d[here]))
-    said = "|d| is {gap} and grows as tokens get unlikely (rank correlation {slope}); two places with one token share {alike} of d^2"
+    said = (
+        "|d| is {gap} and grows as tokens get unlikely (rank correlation {slope}); two places with one token share {alike} of "
+        "d^2"
+    )
     quiet = (1 - min(gap / LARGE, 1.0) ** 2) * (1 - min(max(by_token(o), 0.0) / 0.15, 1.0))
     return Seen(quiet if slope < -0.1 else 0.0, 1.0, {"gap": gap, "slope": slope, "alike": by_token(o)}, said)
 
@@ -464,7 +483,7 @@ STAGES = (
         (
             Signature("truncation", truncation, 0.2, 0.4),
             Signature("penalty", penalty, 0.14, 0.3),
-            Signature("temperature", temperature, 0.5, 0.65),
+            Signature("temperature", temperature, 0.4, 0.6),
         )
     ),
 )

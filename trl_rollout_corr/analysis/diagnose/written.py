@@ -31,7 +31,9 @@ def detail(diagnosis: Diagnosis) -> str:
     if diagnosis.verdict == "nothing":
         parts.append(f"Below {FLOOR:g} nats a correction changes nothing.")
     if diagnosis.verdict == "unknown":
-        parts.append("See docs/diagnose.md for tests that need a model, and `rollout_diagnose: true` for more to look at.")
+        parts.append(
+            "See docs/diagnose.md for tests that need a model, and `rollout_diagnose: true` for more to look at."
+        )
     return " ".join(parts)
 
 

@@ -2,8 +2,8 @@
 A run or a dump as one page, or two against each other: `python -m trl_rollout_corr report`.
 
 `summary`, `shares`, `tokens`, `advice` and `verdict` compute; `trends`, `story`, `distribution`, `rejected` and `diagnosis`
-make charts of it; `content` puts everything together; `page`, `markdown` and `versus` write it down, with `drawing` for the pictures, and
-`markup` and `banner` for what pages have in common.
+make charts of it; `content` puts everything together; `page`, `markdown` and `versus` write it down, with `drawing` for the
+pictures, and `markup` and `banner` for what pages have in common.
 """
 
 import os

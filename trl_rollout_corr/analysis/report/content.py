@@ -219,7 +219,10 @@ def _rejected(run: Run) -> Section | None:
     title = "Who is rejected"
     families, text = logged_shares(run.logs), "Means of what was logged, over the whole batch."
     if not families and run.dump is not None and run.dump.sequences.counted.any():
-        families, text = counted_shares(run.dump.sequences, run.dump.config), "Counted over the sequences drawn at random."
+        families, text = (
+            counted_shares(run.dump.sequences, run.dump.config),
+            "Counted over the sequences drawn at random.",
+        )
     charts = rejected(families)
     if charts:
         total = _total(next(iter(families.values())))

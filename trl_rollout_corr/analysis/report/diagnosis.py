@@ -41,15 +41,16 @@ def cards(o: Observed, diagnosis: Diagnosis) -> str:
     """What was found, as pieces of a page."""
     kind = "healthy" if diagnosis.healthy else "finding"
     head = f'<p class="{kind}"><strong>{escaped(headline(diagnosis))}.</strong> {code(detail(diagnosis))}</p>\n'
-    return head + "".join(_card(o, finding, i) for i, finding in enumerate(diagnosis.findings, 1))
+    return head + "".join(_card(o, finding) for finding in diagnosis.findings)
 
 
-def _card(o: Observed, finding: Finding, place: int) -> str:
+def _card(o: Observed, finding: Finding) -> str:
     cause, pasted = finding.cause, settings(finding)
-    yaml = f"<pre>{escaped(yaml_lines(pasted))}</pre>" if pasted else ""
+    kind = "finding" if cause.normal else "finding warning"
+    yaml = f'<pre class="remedy">{escaped(yaml_lines(pasted))}</pre>' if pasted else ""
     return (
-        f'<article class="finding {"" if cause.normal else "warning"}"><h3><span class="number">{place}</span>{escaped(cause.title)}'
-        f"</h3>\n<p>{escaped(sure(finding))} ({percent(round(finding.certainty, 2))}), explains "
+        f'<article class="{kind}"><h3>{escaped(cause.title)}</h3>'
+        f"\n<p>{escaped(sure(finding))} ({percent(round(finding.certainty, 2))}), explains "
         f"{percent(round(finding.share, 2))} of d<sup>2</sup>: {escaped(evidence(finding))}.</p>\n"
         f"<p><strong>What to do.</strong> {code(cause.remedy)}</p>{yaml}\n{figure(chart(o, finding))}</article>\n"
     )

@@ -24,8 +24,8 @@ def page(report: Report) -> str:
     story = figure_of_story(report.story) if report.story else ""
     diagnosis = cards_of_diagnosis(*report.diagnosis) if report.diagnosis else ""
     parts = [
-        *([("diagnosis", "Diagnosis", diagnosis)] if diagnosis else []),
-        ("story", "What happened", words() + story),
+        *([("diagnosis", "Diagnosis", words() + diagnosis)] if diagnosis else []),
+        ("story", "What happened", story if diagnosis else words() + story),
         ("findings", "Findings", cards(report)),
         ("settings", "Settings to try", f'<div class="settings">{"".join(map(_advice, report.advice))}</div>'),
         *((section.name, section.title, _section(section)) for section in report.sections),
