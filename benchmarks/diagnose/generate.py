@@ -350,7 +350,7 @@ class Maker:
     def merging(self, seed: int, samples: list[Sample]):
         """An adapter grows; the sampler has it merged in bfloat16, the trainer beside the weights. Both compute in float32."""
         model = self.models["float32"]
-        size = 10 ** random.Random(seed).uniform(-3.5, -2)
+        size = 10 ** random.Random(seed).uniform(-3, -2)
         base = {name: weight.bfloat16().float() for name, weight in self.weights.items()}
         kept, logps, padding = [], [], []
         for step in range(STEPS):

@@ -34,6 +34,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 3,
         "num_key_value_heads": 1,
     },
+    "tune-qwen3": {
+        "kind": "Qwen3",
+        "hidden_size": 96,
+        "intermediate_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "head_dim": 32,
+    },
     "judge-qwen3": {
         "kind": "Qwen3",
         "hidden_size": 128,

@@ -120,8 +120,7 @@ def in_bins(keys: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 def _level(o: Observed, here: np.ndarray) -> np.ndarray:
     """The log-ratio over its root mean square at tokens of this probability, so that unlikely tokens count no more."""
-    scale = np.sqrt(in_bins(o.middle[here], np.square(o.d[here])))
-    return o.d[here] / np.maximum(scale, 1e-12)
+    return o.d[here] / np.maximum(_usual(o, here)[here], 1e-12)
 
 
 def _ranks(values: np.ndarray) -> np.ndarray:
@@ -147,17 +146,29 @@ def alike(keys: np.ndarray, values: np.ndarray) -> float:
 
 
 def _at(o: Observed, here: np.ndarray, said: str) -> Seen | None:
-    """Tokens of one kind against those inside: a fault shows at most of them, and not at a few."""
+    """
+    Tokens of one kind against those inside that are as likely: unlikely ones are further off in any case. A fault shows at
+    many of them, and not at a few.
+    """
     rest = core(o) & ~here
     if here.sum() < 4 or rest.sum() < 20:
         return None
-    squares = np.square(o.d)
-    usual = max(_mean(squares[rest]), FLOOR**2)
-    ratio = _mean(squares[here]) / usual
-    typical = float(np.median(np.abs(o.d[here]))) / max(float(np.median(np.abs(o.d[rest]))), FLOOR / 3)
-    share = _bounded(float((squares[here] - _mean(squares[rest])).sum()) / max(o.total, 1e-300))
-    numbers = {"here": _rms(o.d[here]), "elsewhere": _rms(o.d[rest]), "typical": typical}
-    return Seen(min(ratio, typical**2), share, numbers, said)
+    usual = np.maximum(_usual(o, rest), FLOOR)
+    level = np.abs(o.d) / usual
+    ratio = _mean(np.square(level[here])) / max(_mean(np.square(level[rest])), 1e-12)
+    many = float(np.quantile(level[here], 0.8)) / max(float(np.quantile(level[rest], 0.8)), 0.1)
+    share = _bounded(float((np.square(o.d) - np.square(usual))[here].sum()) / max(o.total, 1e-300))
+    numbers = {"here": _rms(o.d[here]), "elsewhere": _rms(o.d[rest])}
+    return Seen(min(ratio, many**2), share, numbers, said)
+
+
+def _usual(o: Observed, inside: np.ndarray) -> np.ndarray:
+    """Root mean square of the log-ratio at tokens inside that are as likely as each token, `(N,)`."""
+    edges = np.quantile(o.middle[inside], np.linspace(0, 1, min(_BINS, max(int(inside.sum()) // 20, 1)) + 1)[1:-1])
+    bins = np.searchsorted(edges, o.middle)
+    n = len(edges) + 1
+    squares = np.bincount(bins[inside], np.square(o.d[inside]), n) / np.maximum(np.bincount(bins[inside], minlength=n), 1)
+    return np.sqrt(squares)[bins]
 
 
 def first_token(o: Observed) -> Seen | None:
@@ -280,14 +291,16 @@ def _without(keys: np.ndarray, values: np.ndarray, kind: np.ndarray) -> np.ndarr
 
 def _growing(o: Observed, x: np.ndarray, said: str) -> Seen | None:
     """The square of `d` grows with something that is known of each sequence, from where that is smallest."""
-    squares = o.of_rows(np.square(o.d) * core(o))  # of the few tokens outside it there are as many in each
+    here = core(o)
+    squares = o.of_rows(np.square(o.d) * here)  # of the few tokens outside it there are as many in each
+    typical = o.of_rows(np.abs(o.d) / np.maximum(_usual(o, here), 1e-12) * here)  # without the weight of unlikely tokens
     known = np.isfinite(x) & np.isfinite(squares)
     values, squares, lengths = x[known], squares[known], o.lengths[known]
     if len(values) < 8 or values.min() == values.max():
         return None
     lowest, highest = values <= np.quantile(values, _END), values >= np.quantile(values, 1 - _END)
     low, high = (float(np.average(squares[here], weights=lengths[here])) for here in (lowest, highest))
-    correlation, growth = _rank_correlation(values, squares), high / max(low, (FLOOR / 4) ** 2)
+    correlation, growth = _rank_correlation(values, typical[known]), high / max(low, (FLOOR / 4) ** 2)
     numbers = {"low": low**0.5, "high": high**0.5, "correlation": correlation}
     share = _bounded(1 - low / max(float(np.average(squares, weights=lengths)), 1e-300))
     return Seen(correlation if growth > _GROWTH else 0.0, share, numbers, said)
@@ -346,9 +359,10 @@ def padding(o: Observed) -> Seen | None:
     again = np.isfinite(o.again) & core(o)
     gap, alone = _typical(o.d[again]), _typical((o.again - o.rollout)[again])
     if again.sum() >= 30 and gap > FLOOR:
-        share = _bounded(1 - (alone / gap) ** 2)
+        share = _bounded((gap**2 - alone**2) / max(_typical(o.d[core(o)]), gap) ** 2)  # of that of all sequences
+        local = _bounded(1 - (alone / gap) ** 2)
         said = "|d| is {gap} in a batch, and {alone} where the trainer scores a sequence alone"
-        return Seen(share, share, {"gap": gap, "alone": alone}, said)
+        return Seen(local if share > 0.3 else 0.0, share, {"gap": gap, "alone": alone}, said)
     said = "|d| is {low} in sequences with the least padding and {high} in those with the most (rank correlation {correlation})"
     return _growing(o, o.padding, said)
 
