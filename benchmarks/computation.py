@@ -5,7 +5,8 @@ The computation alone, against verl's helper on the same tensors: time, host syn
     python benchmarks/computation.py --device cuda --shapes 512x32768
 
 Weights, keep-mask and every metric of a batch of completions with ragged lengths, float32. The two are timed in turns, and
-beside them one pass that only reads the inputs, the least that any implementation must do.
+beside them the same by `torch.compile` (`rollout_compile`), the accounting by group, which verl does not have, and one pass
+that only reads the inputs, the least that any implementation must do.
 """
 
 import argparse
@@ -24,6 +25,7 @@ import verl_helper
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
+from trl_rollout_corr.accounting import account
 
 
 SHAPES = ("64x2048", "256x8192", "256x32768")
@@ -58,16 +60,25 @@ def make_batch(shape: str, device: str) -> tuple[torch.Tensor, torch.Tensor, tor
 def contestants(batch: tuple, case: dict, verl) -> dict[str, Callable]:
     train, rollout, mask = batch
     config = RolloutCorrectionConfig(**case)
+    compiled = RolloutCorrectionConfig(**case, rollout_compile=True)
+    generator = torch.Generator().manual_seed(1)
+    advantages, rewards = (torch.randn(len(mask), generator=generator).to(mask.device) for _ in range(2))
 
-    def ours():
-        correction = compute_rollout_correction(train, rollout, mask, config)
-        return correction.weights, correction.keep, correction.statistics
+    def ours(config=config):
+        return compute_rollout_correction(train, rollout, mask, config)
+
+    def accounted():
+        correction = ours()
+        return correction, account(correction.valid, correction.keep, correction.coefficients, advantages, rewards)
 
     def theirs():
         weights, keep, metrics = verl.compute_rollout_correction_and_rejection_mask(train, rollout, mask, **case)
         return weights, keep, metrics | verl.compute_offpolicy_metrics(train, rollout, mask)
 
-    return {"read": lambda: (train.sum(), rollout.sum(), mask.sum()), "ours": ours, "verl": theirs}
+    def read():
+        return train.sum(), rollout.sum(), mask.sum()
+
+    return {"read": read, "ours": ours, "compiled": lambda: ours(compiled), "accounted": accounted, "verl": theirs}
 
 
 def seconds(function: Callable, device: str) -> float:
@@ -172,6 +183,7 @@ def measure(shape: str, case: str, device: str, rounds: int, verl) -> dict:
         "case": case,
         **{f"{name}_ms": 1000 * value for name, value in times.items()},
         "verl_over_ours": times["verl"] / times["ours"],
+        "verl_over_compiled": times["verl"] / times["compiled"],
         "ours_over_read": times["ours"] / times["read"],
         **{f"{name}_host_reads": host_reads(functions[name]) for name in ("ours", "verl")},
         **{f"{name}_peak_tensors": peak_tensors(functions[name], batch[0].shape, device) for name in ("ours", "verl")},
@@ -179,8 +191,9 @@ def measure(shape: str, case: str, device: str, rounds: int, verl) -> dict:
 
 
 COLUMNS = {
-    "shape": "{}", "case": "{}", "read_ms": "{:.2f}", "ours_ms": "{:.1f}", "verl_ms": "{:.1f}",
-    "verl_over_ours": "{:.1f}", "ours_over_read": "{:.1f}", "ours_host_reads": "{}", "verl_host_reads": "{}",
+    "shape": "{}", "case": "{}", "read_ms": "{:.2f}", "ours_ms": "{:.2f}", "compiled_ms": "{:.2f}",
+    "accounted_ms": "{:.2f}", "verl_ms": "{:.2f}", "verl_over_ours": "{:.1f}", "verl_over_compiled": "{:.1f}",
+    "ours_over_read": "{:.1f}", "ours_host_reads": "{}", "verl_host_reads": "{}",
     "ours_peak_tensors": "{:.1f}", "verl_peak_tensors": "{:.1f}",
 }  # fmt: skip
 

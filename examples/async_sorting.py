@@ -11,6 +11,7 @@ GPU the weights would go to it through NCCL, here they go through files.
 """
 
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -164,11 +165,19 @@ class Snapshots(TrainerCallback):
             self.accuracy.append(accuracy(model, tokenizer))
 
 
+def serve(model_folder: Path, log: Path) -> AbstractContextManager[str]:
+    """A server for the task's model, for as long as the context. Its address."""
+    return vllm_server(str(model_folder), log, SERVER_OPTIONS, SERVER_ENVIRONMENT)
+
+
 def train(
-    model_folder: Path, args: RolloutCorrectedAsyncGRPOConfig, script_args: AsyncSortingArguments
+    model_folder: Path,
+    args: RolloutCorrectedAsyncGRPOConfig,
+    script_args: AsyncSortingArguments,
+    server_url: str | None = None,
 ) -> tuple[Snapshots, list[dict]]:
     """
-    Train with a server of its own.
+    Train.
 
     Args:
         model_folder (`Path`):
@@ -177,6 +186,8 @@ def train(
             Configuration.
         script_args ([`AsyncSortingArguments`]):
             Arguments of the example.
+        server_url (`str`, *optional*):
+            Address of a server for the model; by default one is started, and stopped again.
 
     Returns:
         `tuple[Snapshots, list[dict]]`: the copies, with steps, seconds and held-out accuracies; and what was logged.
@@ -187,7 +198,7 @@ def train(
         chat_tokenizer(model_folder),
         Snapshots(script_args.eval_every),
     )
-    with vllm_server(str(model_folder), output / "server.log", SERVER_OPTIONS, SERVER_ENVIRONMENT) as url:
+    with nullcontext(server_url) if server_url else serve(model_folder, output / "server.log") as url:
         args.vllm_server_base_url = url
         trainer = RolloutCorrectedAsyncGRPOTrainer(
             model=str(model_folder),

@@ -242,6 +242,10 @@ class _Assembled:
         valid: torch.Tensor,
         statistics: Statistics,
     ):
+        if keep.shape == self.keep.shape:  # all rows at once: nothing to put together
+            self.weights, self.keep, self.valid, self.dtype = weights, keep.bool(), valid.bool(), keep.dtype
+            self.parts = [statistics]
+            return
         if not self.parts:
             self.dtype = keep.dtype
             self.weights = None if weights is None else torch.empty_like(self.keep, dtype=weights.dtype)

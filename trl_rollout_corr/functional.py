@@ -142,16 +142,16 @@ def select_tokens(
     mask = as_numbers(mask if mask.dtype == torch.bool else mask.detach() != 0, dtype)
     finite = below(difference.abs(), LARGEST_LOG_RATIO).mul_(mask)  # 0 for NaN
     valid = below(train_logps.abs(), torch.inf).mul_(mask) if neutralize else finite
-    mask_lengths = mask.sum(-1, keepdim=True)
+    mask_lengths, lengths = mask.sum(-1, keepdim=True), valid.sum(-1, keepdim=True)
     return Tokens(
         # NaN * 0 is NaN, so values that are not finite go first
         log_ratio=difference.nan_to_num_(0.0, 0.0, 0.0).mul_(finite),
         train_logps=train_logps.nan_to_num(0.0, 0.0, 0.0).mul_(valid),
         valid=valid,
         outside=valid.reciprocal().sub_(1.0),
-        lengths=valid.sum(-1, keepdim=True),
+        lengths=lengths,
         mask_lengths=mask_lengths,
-        broken=mask_lengths - finite.sum(-1, keepdim=True),
+        broken=mask_lengths - (finite.sum(-1, keepdim=True) if neutralize else lengths),
     )
 
 

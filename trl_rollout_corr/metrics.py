@@ -178,6 +178,11 @@ class _Columns:
         return (*narrow, *wide), torch.cat(joined, 1)
 
 
+def row_squares(x: torch.Tensor) -> torch.Tensor:
+    """`(B, 1)`: squares added up over each row, without a tensor of them."""
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
+
+
 def collect(
     tokens: Tokens,
     keep: torch.Tensor,
@@ -240,9 +245,9 @@ def _collect_policies(c: _Columns, tokens: Tokens):
     # r - 1: exp(d) - 1 would lose every digit of a small d. It serves k3 (as in `functional.k3`) and chi2
     excess = d.clamp(max=LARGEST_POWER).expm1_()
     c.add("k3", excess - d)
-    # E[r^2] - 1, summed as r^2 - 1 so that a small divergence is not lost in a sum of ones
+    # E[r^2] - 1, summed as (r - 1)^2 + 2 (r - 1) so that a small divergence is not lost in a sum of ones
     excess.clamp_(max=math.expm1(LOG_RATIO_BOUND))
-    c.add("chi2_token", (excess + 2.0).mul_(excess))
+    c.add("chi2_token", row_squares(excess).add_(excess.sum(-1, keepdim=True), alpha=2.0))
     twice = (gap * c.lengths).mul_(-2.0)
     c.add("chi2_seq", twice.clamp_(-2 * LOG_RATIO_BOUND, 2 * LOG_RATIO_BOUND).expm1_())
     c.add_extremes("gap", gap, c.no_rows)
@@ -281,7 +286,7 @@ def _percentile_metrics(s: dict[str, float], counts: list[float]) -> dict[str, f
 
 def _collect_weights(c: _Columns, tokens: Tokens, bounding: Bounding, ratio: torch.Tensor, bounded: torch.Tensor):
     lower = 1 / bounding.upper if bounding.lower is None else bounding.lower
-    high = above(ratio, bounding.upper)
+    high = above(ratio, bounding.upper).sum(-1, keepdim=True)
     collect_level = _collect_token_weights if bounding.level == "token" else _collect_sequence_weights
     row_excess, row_ratio, low = collect_level(c, tokens, bounding, ratio, bounded, lower)
     c.add("is/high", high)
@@ -291,24 +296,26 @@ def _collect_weights(c: _Columns, tokens: Tokens, bounding: Bounding, ratio: tor
     c.add("is/row_low", below(row_ratio, lower) * c.rows)
     c.add_extremes("is/row", row_excess + 1.0, c.no_rows)
     if bounding.drops:
-        outside = high + low
-        c.add("is/outside", outside if bounding.level == "token" else outside * c.lengths)
+        c.add("is/outside", (high + low) * (1 if bounding.level == "token" else c.lengths))
     if bounding.normalized:
         c.add("is/norm_sum", bounded)
         c.sums["is/norm_count"] = c.sums["is/units"]
 
 
 def _collect_token_weights(c: _Columns, tokens: Tokens, bounding: Bounding, ratio, bounded, lower: float):
-    """Weights of tokens. Returns the mean of `w - 1` and of the ratio per row, and 1 where the ratio is low."""
+    """Weights of tokens. Returns, per row, the means of `w - 1` and of the ratio, and how many ratios are low."""
     # sums of w - 1 rather than w: a variance of 1e-8 around a mean of 1 keeps its digits
     excess = bounded - tokens.valid
     c.add("is/sum", excess)
     c.add("is/ratio", ratio)
-    c.add("is/squares", excess.square())
+    c.add("is/squares", row_squares(excess))
     c.sums["is/units"] = tokens.lengths
     if not bounding.grows:
         c.add_extremes("is/weight", bounded, tokens.outside)
-    return c.row_mean("is/sum"), c.row_mean("is/ratio"), below(ratio, lower).mul_(tokens.valid)
+    low = below(ratio, lower).sum(-1, keepdim=True)
+    if lower > 0:  # then so is the ratio of 0 of a token that does not count
+        low = low - (ratio.shape[-1] - tokens.lengths)
+    return c.row_mean("is/sum"), c.row_mean("is/ratio"), low
 
 
 def _collect_sequence_weights(c: _Columns, tokens: Tokens, bounding: Bounding, ratio, bounded, lower: float):
