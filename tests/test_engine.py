@@ -26,12 +26,12 @@ def test_what_is_no_mapping_is_refused(given):
 
 @pytest.mark.parametrize("name", RESERVED)
 def test_what_is_decided_elsewhere_is_refused_with_the_reason(name):
-    with pytest.raises(ValueError, match=f"has '{name}', which is decided elsewhere: .+ Remove it"):
+    with pytest.raises(ValueError, match=rf"has '{name}', which is decided elsewhere: .+ Remove it"):
         check_engine_kwargs({name: 1})
 
 
 def test_what_the_engine_does_not_have_is_refused_with_what_was_meant():
-    with pytest.raises(ValueError, match="'kv_cache_dtyp', which is no argument .* Did you mean 'kv_cache_dtype'"):
+    with pytest.raises(ValueError, match=r"'kv_cache_dtyp', which is no argument .* Did you mean 'kv_cache_dtype'"):
         check_engine_kwargs({"kv_cache_dtyp": "fp8"})
 
 
@@ -42,9 +42,15 @@ def test_the_line_that_starts_a_server():
 
 
 def test_arguments_without_an_engine_warn_and_those_of_a_server_are_printed(tmp_path, capsys):
-    fields = {"output_dir": str(tmp_path), "bf16": False, "use_cpu": True, "rollout_engine_kwargs": {"dtype": "float16"}}
-    with pytest.warns(UserWarning, match="has no effect: `use_vllm` is False"), engine_arguments(
-        RolloutCorrectedGRPOConfig(**fields)
+    fields = {
+        "output_dir": str(tmp_path),
+        "bf16": False,
+        "use_cpu": True,
+        "rollout_engine_kwargs": {"dtype": "float16"},
+    }
+    with (
+        pytest.warns(UserWarning, match="has no effect: `use_vllm` is False"),
+        engine_arguments(RolloutCorrectedGRPOConfig(**fields)),
     ):
         pass
     with engine_arguments(RolloutCorrectedGRPOConfig(use_vllm=True, vllm_mode="server", **fields)):

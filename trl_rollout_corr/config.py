@@ -1,5 +1,6 @@
 """What to correct and how: flat fields, validated when the configuration is built. Neither TRL nor torch here."""
 
+import contextlib
 import dataclasses
 import inspect
 import json
@@ -580,10 +581,8 @@ def _clip_ratio(value: Any) -> float | None:
 
 def _engine_kwargs(value: Any) -> dict[str, Any] | None:
     if isinstance(value, str) and _none_if_null(value) is not None:  # of a command line
-        try:
+        with contextlib.suppress(json.JSONDecodeError):
             value = json.loads(value)
-        except json.JSONDecodeError:
-            pass
     value = _none_if_null(value)
     if value is None or (isinstance(value, Mapping) and all(isinstance(key, str) for key in value)):
         return None if value is None else dict(value)

@@ -4,7 +4,7 @@ Judge `diagnose` by injected faults, and publish the confusion matrix.
     python benchmarks/diagnose/run.py                      # makes the dumps that are missing, then judges
     python benchmarks/diagnose/run.py --output elsewhere   # where dumps are kept
 
-Bounds were set on the shapes `tune-*` and seeds from 100; what is published is of the shapes `judge-*` and seeds from 0.
+Bounds were set on the shapes `tune-*`; what is published is of the shapes `judge-*`, which have other seeds.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from trl_rollout_corr.faults import FAULTS
 
 HERE = Path(__file__).parent
 SHAPES = ["judge-qwen3", "judge-llama", "judge-moe-small", "judge-moe"]
-SEEDS = 20
+FIRST, SEEDS = 200, 20
 
 
 def judge(folders: list[Path], *, old: bool) -> tuple[dict[str, Counter], dict[str, Counter], Counter]:
@@ -62,23 +62,16 @@ def main():
     args = parser.parse_args()
     for shape in SHAPES:
         if not (args.output / shape).exists():
-            command = [
-                sys.executable,
-                str(HERE / "generate.py"),
-                shape,
-                "--seeds",
-                str(SEEDS),
-                "--output",
-                str(args.output),
-            ]
-            subprocess.run(command, check=True)
+            options = {"--seeds": SEEDS, "--first": FIRST, "--output": args.output}
+            words = [str(word) for option in options.items() for word in option]
+            subprocess.run([sys.executable, str(HERE / "generate.py"), shape, *words], check=True)
     folders = [args.output / shape for shape in SHAPES]
     with_look, by_fault, healthy = judge(folders, old=False)
     without, _, _ = judge(folders, old=True)
     order = sorted(with_look)
     results = {
         "shapes": SHAPES,
-        "seeds": SEEDS,
+        "seeds": [FIRST, FIRST + SEEDS - 1],
         "signatures": [[s.cause, s.weak, s.strong] for stage in (*STAGES, *DIFFUSE) for s in stage.signatures],
         "with_second_look": {cause: dict(with_look[cause]) for cause in order},
         "without": {cause: dict(without[cause]) for cause in order},

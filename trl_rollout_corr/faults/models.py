@@ -161,7 +161,8 @@ def head_in(dtype: torch.dtype) -> Callable[[torch.nn.Module], Callable[[], None
         forward = head.forward
 
         def in_dtype(hidden: torch.Tensor) -> torch.Tensor:
-            return torch.nn.functional.linear(hidden.to(dtype), head.weight.to(dtype)).to(hidden.dtype)
+            logits = torch.nn.functional.linear(hidden.to(dtype), head.weight.to(dtype))
+            return logits.to(torch.promote_types(dtype, hidden.dtype))
 
         head.forward = in_dtype
         return lambda: setattr(head, "forward", forward)

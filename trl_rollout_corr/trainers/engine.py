@@ -51,11 +51,13 @@ def check_engine_kwargs(kwargs: Mapping[str, Any]):
     known = [field.name for field in dataclasses.fields(EngineArgs)]
     for name in kwargs:
         if name in RESERVED:
-            raise ValueError(f"`rollout_engine_kwargs` has {name!r}, which is decided elsewhere: {RESERVED[name]}. Remove it.")
+            raise ValueError(
+                f"`rollout_engine_kwargs` has {name!r}, which is decided elsewhere: {RESERVED[name]}. Remove it."
+            )
         if name not in known:
             raise ValueError(
-                f"`rollout_engine_kwargs` has {name!r}, which is no argument of vLLM's engine.{nearest(name, known)} It takes the "
-                "fields of `vllm.EngineArgs`."
+                f"`rollout_engine_kwargs` has {name!r}, which is no argument of vLLM's engine.{nearest(name, known)} "
+                "It takes the fields of `vllm.EngineArgs`."
             )
 
 

@@ -20,7 +20,7 @@ FLOOR = 0.004
 LARGE = 0.1
 _BINS = 20
 _END = 0.1  # share of the sequences that are compared at each end of what a gap may grow with
-_GROWTH = 2.0  # of the mean square, from which it is one
+_GROWTH, _JUMP = 2.0, 9.0  # of the mean square, from which it is one, and from which it need not go on
 
 
 class Seen(NamedTuple):
@@ -159,7 +159,7 @@ def _at(o: Observed, here: np.ndarray, said: str) -> Seen | None:
     many = float(np.quantile(level[here], 0.8)) / max(float(np.quantile(level[rest], 0.8)), 0.1)
     share = _bounded(float((np.square(o.d) - np.square(usual))[here].sum()) / max(o.total, 1e-300))
     numbers = {"here": _rms(o.d[here]), "elsewhere": _rms(o.d[rest])}
-    return Seen(min(ratio, many**2), share, numbers, said)
+    return Seen(min(ratio, many**2) if share > 0.01 else 0.0, share, numbers, said)
 
 
 def _usual(o: Observed, inside: np.ndarray) -> np.ndarray:
@@ -167,7 +167,9 @@ def _usual(o: Observed, inside: np.ndarray) -> np.ndarray:
     edges = np.quantile(o.middle[inside], np.linspace(0, 1, min(_BINS, max(int(inside.sum()) // 20, 1)) + 1)[1:-1])
     bins = np.searchsorted(edges, o.middle)
     n = len(edges) + 1
-    squares = np.bincount(bins[inside], np.square(o.d[inside]), n) / np.maximum(np.bincount(bins[inside], minlength=n), 1)
+    squares = np.bincount(bins[inside], np.square(o.d[inside]), n) / np.maximum(
+        np.bincount(bins[inside], minlength=n), 1
+    )
     return np.sqrt(squares)[bins]
 
 
@@ -254,7 +256,7 @@ def penalty(o: Observed) -> Seen | None:
     """Tokens that were said before are less likely for the sampler than for the trainer, and others more likely."""
     here = core(o)
     d, rest = o.d[here], o.d[here] - in_bins(o.middle[here], o.d[here])
-    kinds = [kind[here] for kind in (o.seen, o.times > 0, o.times.clip(max=4))]
+    kinds = [kind[here] for kind in (o.seen, o.times > 0, o.times.clip(max=12))]
     kinds = [kind.astype(int) for kind in kinds if min(np.sum(kind > 0), np.sum(kind == 0)) >= 30]
     if not kinds:
         return None
@@ -293,7 +295,9 @@ def _growing(o: Observed, x: np.ndarray, said: str) -> Seen | None:
     """The square of `d` grows with something that is known of each sequence, from where that is smallest."""
     here = core(o)
     squares = o.of_rows(np.square(o.d) * here)  # of the few tokens outside it there are as many in each
-    typical = o.of_rows(np.abs(o.d) / np.maximum(_usual(o, here), 1e-12) * here)  # without the weight of unlikely tokens
+    typical = o.of_rows(
+        np.abs(o.d) / np.maximum(_usual(o, here), 1e-12) * here
+    )  # without the weight of unlikely tokens
     known = np.isfinite(x) & np.isfinite(squares)
     values, squares, lengths = x[known], squares[known], o.lengths[known]
     if len(values) < 8 or values.min() == values.max():
@@ -303,7 +307,16 @@ def _growing(o: Observed, x: np.ndarray, said: str) -> Seen | None:
     correlation, growth = _rank_correlation(values, typical[known]), high / max(low, (FLOOR / 4) ** 2)
     numbers = {"low": low**0.5, "high": high**0.5, "correlation": correlation}
     share = _bounded(1 - low / max(float(np.average(squares, weights=lengths)), 1e-300))
+    if growth > _JUMP:  # what begins at once, and stays, is not in order of `x`
+        correlation = max(correlation, 2 * _beyond(typical[known], lowest) - 1)
     return Seen(correlation if growth > _GROWTH else 0.0, share, numbers, said)
+
+
+def _beyond(values: np.ndarray, lowest: np.ndarray) -> float:
+    """Chance that a value is larger than one of the lowest sequences."""
+    ranks = _ranks(values)
+    n, m = int((~lowest).sum()), int(lowest.sum())
+    return float(ranks[~lowest].sum() - n * (n - 1) / 2) / (n * m) if n else 0.5
 
 
 def stale(o: Observed) -> Seen | None:
@@ -331,7 +344,11 @@ def _visits(o: Observed) -> bool:
 
 def _by_step(o: Observed) -> Seen | None:
     said = "|d| is {low} in the first steps and {high} in the last (rank correlation {correlation}), whatever the age"
-    return _growing(o, o.step.astype(float), said)
+    freshest = np.nanmin(o.staleness) if np.isfinite(o.staleness).any() else np.nan
+    steps = np.where(
+        np.isnan(freshest) | (o.staleness == freshest), o.step, np.nan
+    )  # so that age cannot be the reason
+    return _growing(o, steps, said)
 
 
 def never_pushed(o: Observed) -> Seen | None:
@@ -362,8 +379,8 @@ def padding(o: Observed) -> Seen | None:
         share = _bounded((gap**2 - alone**2) / max(_typical(o.d[core(o)]), gap) ** 2)  # of that of all sequences
         local = _bounded(1 - (alone / gap) ** 2)
         said = "|d| is {gap} in a batch, and {alone} where the trainer scores a sequence alone"
-        return Seen(local if share > 0.3 else 0.0, share, {"gap": gap, "alone": alone}, said)
-    said = "|d| is {low} in sequences with the least padding and {high} in those with the most (rank correlation {correlation})"
+        return Seen(local if share > 0.1 else 0.0, share, {"gap": gap, "alone": alone}, said)
+    said = "|d| is {low} with the least padding and {high} with the most (rank correlation {correlation})"
     return _growing(o, o.padding, said)
 
 
@@ -387,7 +404,8 @@ def dropout(o: Observed) -> Seen | None:
     itself = _typical((o.train - o.again)[again])
     numbers = {"itself": itself, "gap": _typical(o.d[again])}
     said = "the trainer differs from itself by {itself} when it scores a sequence twice, and from the sampler by {gap}"
-    return Seen(floor if itself > LARGE / 2 else 0.0, _bounded(floor / 2), numbers, said)
+    alone = (_typical((o.again - o.rollout)[again]) / numbers["gap"]) ** 2  # 0 if it is the batch that is at fault
+    return Seen(floor if itself > LARGE / 2 and alone > 0.4 else 0.0, _bounded(floor / 2), numbers, said)
 
 
 def tails(o: Observed) -> tuple[float, float]:
@@ -431,8 +449,8 @@ def weights(o: Observed) -> Seen | None:
     if kv_cache(o) is not None:
         return None
     said = (
-        "tokens have a log-ratio of their own: two places with one token share {alike} of d^2, and |d| is {gap} from the first "
-        "step on"
+        "tokens have a log-ratio of their own: two places with one token share {alike} of d^2, and |d| is {gap} from the "
+        "first step on"
     )
     if "kv_cache_dtype" not in o.about:
         said += " (a cache in 8 bits looks the same, and this dump does not say how the engine caches)"
@@ -496,7 +514,7 @@ STAGES = (
     Stage(
         (
             Signature("truncation", truncation, 0.2, 0.4),
-            Signature("penalty", penalty, 0.14, 0.3),
+            Signature("penalty", penalty, 0.17, 0.3),
             Signature("temperature", temperature, 0.4, 0.6),
         )
     ),
