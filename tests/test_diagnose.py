@@ -24,6 +24,14 @@ from trl_rollout_corr.presets import PRESETS
 
 
 SEED = 2  # of those that have turns
+# Of faults that take a pass of the sampler each, one of every cause runs by default
+QUICK = ("cold_sampler", "top_p", "repetition_penalty", "int8_weights")
+
+
+def passes(names: list[str]) -> list:
+    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in names]
+
+
 # By what a fault needs of the sampler: a pass of its own, or that of the right policy
 OF_SAMPLING = [name for name, fault in faults.FAULTS.items() if fault.sampling]
 OF_WEIGHTS = [name for name, fault in faults.FAULTS.items() if fault.weights]
@@ -124,7 +132,7 @@ def test_a_fault_of_the_trainer_or_the_rows_is_named(maker, right, benchmark, fa
     assert named(maker, fault) == faults.FAULTS[fault].cause
 
 
-@pytest.mark.parametrize("fault", OF_SAMPLING)
+@pytest.mark.parametrize("fault", passes(OF_SAMPLING))
 def test_a_fault_of_sampling_is_named(maker, benchmark, fault):
     engine = faults.FAULTS[fault].engine.get("logprobs_mode")
     samples = sampled(benchmark, maker.models["float32"], engine=engine, **faults.FAULTS[fault].sampling)
@@ -132,7 +140,7 @@ def test_a_fault_of_sampling_is_named(maker, benchmark, fault):
     assert named(maker, fault) == faults.FAULTS[fault].cause
 
 
-@pytest.mark.parametrize("fault", OF_WEIGHTS)
+@pytest.mark.parametrize("fault", passes(OF_WEIGHTS))
 def test_other_weights_are_named(maker, benchmark, fault):
     change = faults.FAULTS[fault].weights
     model = benchmark.with_weights(maker.models["float32"], {k: change(k, v) for k, v in maker.weights.items()})

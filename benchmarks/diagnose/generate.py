@@ -312,7 +312,7 @@ class Maker:
     def drifting(self, fault: str, seed: int, samples: list[Sample], dtype: str):
         """The sampler has the first weights, the trainer later ones."""
         dice = random.Random(seed)
-        sequences = torch.stack([torch.tensor((s.prompt + s.completion * 4)[:48]) for s in samples])
+        sequences = torch.stack([torch.tensor((s.prompt + s.completion * 48)[:48]) for s in samples])
         rate = 10 ** dice.uniform(-4.8, -4.2)
         steps = [(i // ROWS) + 1 for i in range(len(samples))]
         if fault == "stale":
