@@ -57,7 +57,7 @@ def benchmark():
 def sampled(benchmark, model, *, engine=None, seed: int = SEED, **sampling) -> list:
     """Samples of a model of transformers, with the log-probabilities that vLLM would report."""
     prompts, lengths = benchmark.requests(seed)
-    width, length = max(map(len, prompts)), 40
+    width, length = max(map(len, prompts)), 32
     ids = torch.zeros(len(prompts), width + length, dtype=torch.long)
     attention = torch.ones_like(ids)
     for row, prompt in enumerate(prompts):
@@ -224,8 +224,6 @@ def test_a_page_has_a_picture_and_the_report_the_diagnosis_on_top(shifted, tmp_p
     assert main(["report", str(shifted), "-o", str(tmp_path / "r.html")]) == 0
     report = (tmp_path / "r.html").read_text()
     assert report.index('id="diagnosis"') < report.index('id="findings"')
-    assert main(["report", str(shifted), "-o", str(tmp_path / "r.md")]) == 0
-    assert "## Diagnosis" in (tmp_path / "r.md").read_text()
 
 
 @pytest.mark.parametrize(
@@ -297,7 +295,7 @@ def train(model, folder, *, noise=0.0, **fields):
     return trainer, losses(trainer)
 
 
-@pytest.mark.parametrize("mode", [{}, {"rollout_correction": "bypass_ppo_clip"}, {"rollout_is_batch_normalize": True}])
+@pytest.mark.parametrize("mode", [{"rollout_correction": "bypass_ppo_clip"}, {"rollout_is_batch_normalize": True}])
 def test_the_first_step_is_diagnosed_and_training_does_not_notice(tiny_model_path, tmp_path, capsys, mode):
     trainer, seen = train(
         tiny_model_path, tmp_path, rollout_diagnose=True, rollout_dump_dir=str(tmp_path / "dump"), **mode
