@@ -342,6 +342,10 @@ def test_the_published_matrix_is_that_of_the_results():
     for cause, answers in results["with_second_look"].items():
         others = ", ".join(f"{name} {n}" for name, n in sorted(answers.items()) if name != cause)
         assert told[cause] == (answers.get(cause, 0), sum(answers.values()), others or "-")
+    reached = [cause for cause, (right, runs, _) in told.items() if cause != "nothing" and right >= 0.9 * runs]
+    text = (ROOT / "docs" / "diagnose.md").read_text()
+    assert f"at\nleast 9 of 10 dumps for {len(reached)} of {len(CAUSES)} causes" in text
+    assert f"Of 80 runs without a\nfault, {results['healthy']['none']} are called healthy" in text
 
 
 def test_default_is_off():

@@ -100,7 +100,9 @@ def score_alone(forward: Callable[..., tuple], model: Any, batch: dict[str, Any]
         for i in range(min(AGAIN, len(logps))):
             prompt = batch["prompt_ids"][i][batch["prompt_mask"][i].bool()]
             completion = batch["completion_ids"][i][batch["completion_mask"][i].bool()]
-            if len(completion):
-                ids = torch.cat([prompt, completion])[None]
-                logps[i, : len(completion)] = forward(model, ids, torch.ones_like(ids), len(completion))[0][0].float()
+            # every rank makes as many forward passes, also for a completion that TRL masks as a whole
+            ids = torch.cat([prompt, completion if len(completion) else batch["completion_ids"][i][:1]])[None]
+            n = max(len(completion), 1)
+            scored = forward(model, ids, torch.ones_like(ids), n)[0][0].float()
+            logps[i, : len(completion)] = scored[: len(completion)]
     return logps
