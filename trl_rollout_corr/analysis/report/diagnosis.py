@@ -18,7 +18,7 @@ def chart(o: Observed, finding: Finding) -> Chart:
     points = picture(o, finding)
     return Chart(
         f"cause-{finding.name}",
-        f"{points.y}, by {points.x}",
+        points.y[:1].upper() + points.y[1:],
         f"{finding.cause.title}: {evidence(finding)}.",
         partial(_draw, points=points),
         (points.x, points.y),
