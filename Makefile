@@ -20,7 +20,7 @@ export VLLM_ENABLE_V1_MULTIPROCESSING ?= 0
 # Of the tests. They take a file at a time, in order: the distributed tests, which take longest, come first.
 PROCESSES ?= 2
 
-.PHONY: setup quickstart sample test test-slow test-trl test-trl-all lint format docs clean
+.PHONY: setup quickstart sample arena test test-slow test-trl test-trl-all lint format docs clean
 
 setup: $(STAMP)
 
@@ -47,17 +47,23 @@ quickstart: $(STAMP)
 	$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no --cpu \
 	    examples/quickstart.py $(ARGS)
 
-# The sample of the documents: the quickstart without correction and with it, and what `report` makes of the two
+# The sample of the documents: the quickstart without correction and with one whose bounds are derived from the spread in
+# docs/compare.md, and what `report` makes of the two
 SAMPLE := outputs/sample
+SAMPLE_CORRECTION := --rollout_correction decoupled_geo_rs_token_tis --rollout_rs_threshold 0.95_1.05
 SAMPLE_RUN = $(MAKE) quickstart ARGS="--output_dir $(SAMPLE) --rollout_dump_dir $(SAMPLE)/$(1) --rollout_dump_steps 5 $(2)"
 sample: $(STAMP)
 	rm -rf $(SAMPLE)
 	$(call SAMPLE_RUN,uncorrected,--rollout_correction disabled)
-	$(call SAMPLE_RUN,corrected)
+	$(call SAMPLE_RUN,corrected,$(SAMPLE_CORRECTION))
 	mkdir -p docs/sample docs/images
 	$(BIN)/python -m trl_rollout_corr report $(SAMPLE)/uncorrected -o docs/sample/report.html
 	$(BIN)/python -m trl_rollout_corr report $(SAMPLE)/uncorrected $(SAMPLE)/corrected -o docs/sample/two_runs.html
 	$(BIN)/python -m trl_rollout_corr report $(SAMPLE)/uncorrected $(SAMPLE)/corrected -o docs/images/report.png
+
+# Every way to correct on many tasks and samplers. Goes on where it was interrupted
+arena: $(STAMP)
+	$(BIN)/python benchmarks/arena/run.py $(ARGS)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow" -n $(PROCESSES) --dist loadfile --no-loadscope-reorder $(ARGS)

@@ -42,8 +42,7 @@ from trl_rollout_corr.trainers.checks import check_dump_folder
 from trl_rollout_corr.trainers.script import ScriptParser, one_line_errors
 
 
-# Token weights, and sequences whose average ratio leaves [0.95, 1.05] are rejected
-CORRECTION = {"rollout_correction": "decoupled_geo_rs_token_tis", "rollout_rs_threshold": [0.95, 1.05]}
+CORRECTION = {"rollout_correction": "auto"}
 
 TRAINERS = {
     "grpo": (RolloutCorrectedGRPOTrainer, RolloutCorrectedGRPOConfig),

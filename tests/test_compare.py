@@ -274,7 +274,7 @@ def test_an_alarm_about_bounds_leaves_no_steps_out(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "preset"),
     [
-        ({}, "decoupled_token_is"),
+        ({}, "auto"),
         ({"rollout_correction": "bypass_ppo_clip"}, "bypass_ppo_clip"),
         ({"rollout_correction": "bypass_pg_is"}, "bypass_pg_token_icepop"),
     ],

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 import warnings
 
 import pytest
@@ -207,6 +208,7 @@ EXPECTED_PRESETS = {
     "bypass_dppo_kl": ("token", 20.0, ["token_kl"], [[0.05, 0.05]], "reinforce"),
     "decoupled_kpop": ("token", math.inf, ["token_binary_kl"], [0.1], False),
     "decoupled_intellect3": ("token", [0.5, 5.0], ["seq_max_k1"], [[1e-5, math.inf]], False),
+    "auto": ("token", 2.0, ["token_tv", "token_binary_kl"], [[0.2, 0.2], 2.0], False),
 }
 
 
@@ -297,6 +299,37 @@ def test_a_configuration_as_rollout_correction(name):
     config = grpo(rollout_correction=given)
     assert fields(config) == fields(given)
     assert grpo(rollout_correction=given, rollout_nan_policy="neutralize").rollout_nan_policy == "neutralize"
+
+
+# Bounds that are too narrow for the completions ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config_class", [RolloutCorrectedGRPOConfig, RolloutCorrectedRLOOConfig])
+@pytest.mark.parametrize(
+    ("length", "options", "share"),
+    [
+        # of the table of docs/choosing.md, for a spread of 0.04: 73 percent at 200 tokens, 46 at 1600
+        (200, {"rollout_correction": "decoupled_geo_rs_token_tis"}, "73%"),
+        (200, {"rollout_correction": "bypass_pg_geo_rs"}, "73%"),
+        (1600, {"rollout_correction": "decoupled_geo_rs_token_tis"}, None),
+        (200, {"rollout_correction": "decoupled_geo_rs_token_tis", "rollout_rs_threshold": [0.99, 1.01]}, None),
+        (200, {"rollout_correction": "decoupled_geo_rs_token_tis", "rollout_metrics_only": True}, None),
+        (200, {"rollout_correction": "auto"}, None),
+    ],
+)
+def test_bounds_that_reject_most_of_a_healthy_batch_are_warned_about(config_class, length, options, share):
+    fields = {"use_cpu": True, "bf16": False, "report_to": [], "max_completion_length": length, **options}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        config_class("output", **fields)
+    found = [str(w.message) for w in caught if "seq_mean_k1" in str(w.message)]
+    assert len(found) == (share is not None)
+    if share:
+        assert f"{share} of completions would be rejected" in found[0]
+        bounds = [float(x) for x in re.search(r"Set \[([\d.]+), ([\d.]+)\]", found[0]).groups()]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # what it says to set is not warned about
+            config_class("output", **fields, rollout_rs_threshold=bounds)
 
 
 # What is changed afterwards -------------------------------------------------------------------------------------------

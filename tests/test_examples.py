@@ -76,11 +76,11 @@ def test_quickstart_twice_with_a_dump_and_compared(sorting_model, tmp_path):
     for _ in range(2):
         quickstart("--rollout_dump_dir", str(dump), *small(sorting_model, tmp_path / "runs"), environment=UNCOMPILED)
     assert len(list(dump.glob("step-*.parquet"))) == 4
-    output = quickstart("--compare", "--rollout_rs_threshold", "0.9_1.1", *small(sorting_model, tmp_path / "runs"),
+    output = quickstart("--compare", "--rollout_is_threshold", "3.0", *small(sorting_model, tmp_path / "runs"),
                         environment=UNCOMPILED)  # fmt: skip
     names = sorted(path.name.split("_max_steps")[0] for path in (tmp_path / "runs").iterdir() if path.is_dir())
-    assert names == ["grpo_corrected_rollout_rs_threshold_0.9_1.1", "grpo_disabled"]
-    for name in ("grpo corrected --rollout_rs_threshold 0.9_1.1 ", "grpo disabled "):
+    assert names == ["grpo_corrected_rollout_is_threshold_3.0", "grpo_disabled"]
+    for name in ("grpo corrected --rollout_is_threshold 3.0 ", "grpo disabled "):
         assert re.search(rf"^  0\.\d\d -> 0\.\d\d  {name}", output, re.MULTILINE)
     folders = re.search(r"report (\S+) (\S+) -o report.html", output).groups()
     main(["report", *folders, "-o", str(tmp_path / "two.html")])

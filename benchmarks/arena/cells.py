@@ -2,12 +2,13 @@
 What is compared, as data: ways to correct, and the situations they are tried in. No torch here.
 
 A *cell* is a situation: task, sampler, learning rate and algorithm. An *arm* is a way to correct. The full grid of both is
-some thousand runs; `CELLS` is a fraction of it, balanced so that every task meets every kind of sampler class and each
-learning rate, and every arm is tried in the same cells.
+some thousand runs; a *stage* is a fraction of it, balanced so that every task meets every sampler, each of them meets both
+learning rates, and every arm is tried in the same cells. Runs are in the order in which they are done, cell by cell and seed
+by seed, so that what an interrupted stage has done is balanced too.
 """
 
 from dataclasses import dataclass, field
-from itertools import cycle
+from itertools import cycle, product
 from typing import Any
 
 
@@ -89,7 +90,8 @@ class Run:
 
     @property
     def engine(self) -> str:
-        return f"{self.cell.task} {self.sampler.get('engine', 'auto')}"  # a model has its own engine
+        # A model has its own engine. Cell and seed have no other use than to keep the order of the stage.
+        return f"{self.cell.task} {self.sampler.get('engine', 'auto')} {self.cell.name} {self.seed}"
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -122,10 +124,24 @@ ARMS = {
         Arm("kpop", {"rollout_correction": "decoupled_kpop"}),
         Arm("token_tv", {"rollout_rs": ["token_tv"], "rollout_rs_threshold": [[0.2, 0.2]]}),
         Arm("token_kpop", {"rollout_rs": ["token_binary_kl"], "rollout_rs_threshold": [0.1]}),
+        Arm("tv_kl1", {"rollout_rs": ["token_tv", "token_binary_kl"], "rollout_rs_threshold": [[0.2, 0.2], 1.0]}),
+        Arm("tv_kl05", {"rollout_rs": ["token_tv", "token_binary_kl"], "rollout_rs_threshold": [[0.2, 0.2], 0.5]}),
+        Arm("tv_kl2", {"rollout_rs": ["token_tv", "token_binary_kl"], "rollout_rs_threshold": [[0.2, 0.2], 2.0]}),
+        Arm("auto", {"rollout_correction": "auto"}),
     )
 }  # fmt: skip
-# What is tried on the tuning tasks.
-TUNED = ["on_policy", "none", "trl", "token_is", "icepop", "geo_wide", "bypass", "dppo", "token_tv", "token_kpop"]
+# What is tried on the tuning tasks: everything in six cells, and in the others what could still be chosen.
+TUNED = [name for name in ARMS if name not in ("geo", "kpop", "auto")]
+SHORTLIST = ["on_policy", "trl", "icepop", "bypass", "token_tv", "tv_kl1"]
+# What is judged: the rule, what TRL and the README had before, IcePop, and the two ends.
+JUDGED = ["on_policy", "none", "trl", "icepop", "bypass", "geo", "auto"]
+
+# By the hash of their names, see `tasks.py`, which imports torch.
+TUNING, JUDGING = ["copy_noise", "sort", "walk", "add"], ["running_sum", "reverse", "shift_moe"]
+# Of which vLLM on a CPU was seen to give the tokens other probabilities from the first step on (k3_kl of 3.5), whatever the
+# weights: with such a sampler nothing is judged.
+NOT_SAMPLED = ["shift_moe"]
+SEEDS = [0, 1, 2]
 
 
 def balanced(tasks: list[str], samplers: list[str], algorithm: str = "grpo") -> list[Cell]:
@@ -137,16 +153,73 @@ def balanced(tasks: list[str], samplers: list[str], algorithm: str = "grpo") -> 
     ]
 
 
-# By the hash of their names, see `tasks.py`, which imports torch.
-TUNING, JUDGING = ["copy_noise", "sort", "walk", "add"], ["running_sum", "reverse", "shift_moe"]
+def in_rounds(tasks: list[str], samplers: list[str], algorithm: str = "grpo") -> list[Cell]:
+    """The same in another order: all tasks in turns, each with its own order of the samplers."""
+    return [
+        Cell(task, samplers[(turn + 2 * row) % len(samplers)], SLOW if (turn + row) % 2 else FAST, algorithm)
+        for turn in range(len(samplers))
+        for row, task in enumerate(tasks)
+    ]
+
+
+def arms_of(cell: Cell, names: list[str]) -> list[Arm]:
+    """Arms that differ in a cell: in step, no correction is on-policy; TRL has none of its own for RLOO."""
+    same = {"none"} if cell.sampler == "in step" else set()
+    same |= {"trl"} if cell.algorithm == "rloo" else set()
+    return [ARMS[name] for name in names if name not in same]
+
+
+def runs_of(cells: list[Cell], names: list[str], seeds: list[int]) -> list[Run]:
+    return [Run(arm, cell, seed) for seed in seeds for cell in cells for arm in arms_of(cell, names)]
+
+
+# In this order, so that the first cells are a stale, a rounding and a healthy one
+JUDGED_SAMPLERS = ["lag 16", "burst", "in step", "lag 8", "fp8 cache", "lag 8, burst", "int8 weights"]
+# What is published with three seeds
+CORE = [Cell("running_sum", "lag 16", FAST), Cell("reverse", "lag 8", FAST), Cell("shift_moe", "lag 8, burst", SLOW)]
 
 
 def tuning(smoke: bool = False) -> list[Run]:
-    """All arms, where settings may be chosen: the cells with a stale, a rounding and a broken sampler."""
+    """Where settings may be chosen: the cells with a stale and a broken sampler."""
     if smoke:
-        return [Run(ARMS[name], Cell("sort", "lag 8"), steps=10) for name in ("on_policy", "none", "token_is")]
-    cells = balanced(TUNING, ["lag 8", "lag 16", "lag 8, burst"])
-    return [Run(ARMS[name], cell) for cell in cells for name in TUNED]
+        return [Run(ARMS[name], Cell("sort", "lag 8"), steps=10) for name in ("on_policy", "none", "auto")]
+    samplers = ["lag 8", "lag 16", "lag 8, burst"]
+    return [
+        *runs_of(balanced(["copy_noise", "sort"], samplers), TUNED, [0]),
+        *runs_of([Cell("sort", "lag 16", FAST)], ["on_policy", "trl", "bypass", *_NEAREST], [1, 2]),
+        *runs_of(balanced(["walk", "add"], samplers), SHORTLIST, [0]),
+    ]
 
 
-STAGES = {"tuning": tuning}
+# Told apart by more seeds, in the cell where they differed most
+_NEAREST = ["token_tv", "token_kpop", "tv_kl2", "tv_kl1"]
+
+
+def judging(smoke: bool = False) -> list[Run]:
+    """What nothing is set by: every task with every sampler, some of them with RLOO, and a core with more seeds."""
+    if smoke:
+        return tuning(smoke)
+    return [*runs_of(sampled(judged_cells()), JUDGED, SEEDS[:1]), *runs_of(sampled(CORE), JUDGED, SEEDS[1:])]
+
+
+def sampled(cells: list[Cell]) -> list[Cell]:
+    return [cell for cell in cells if cell.task not in NOT_SAMPLED]
+
+
+def judged_cells() -> list[Cell]:
+    """One of RLOO after seven of GRPO."""
+    grpo = in_rounds(JUDGING, JUDGED_SAMPLERS)
+    rloo = in_rounds(JUDGING, ["lag 8", "lag 16", "fp8 cache"], "rloo")
+    return [cell for turn in range(3) for cell in (*grpo[7 * turn : 7 * turn + 7], rloo[turn])]
+
+
+def full(smoke: bool = False) -> list[Run]:
+    """Everything, for whoever has more cores."""
+    if smoke:
+        return tuning(smoke)
+    rates = SLOW, FAST
+    cells = [Cell(*parts) for parts in product(TUNING + JUDGING, SAMPLERS, rates, ("grpo", "rloo"))]
+    return runs_of(sampled(cells), JUDGED, SEEDS)
+
+
+STAGES = {"tuning": tuning, "judging": judging, "full": full}

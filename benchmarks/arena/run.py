@@ -3,8 +3,10 @@ The arena: every way to correct, on tasks and samplers of many kinds.
 
     python benchmarks/arena/run.py --smoke         # three arms in one cell, a few minutes
     python benchmarks/arena/run.py --stage tuning  # what settings were chosen on
-    python benchmarks/arena/run.py                 # what judges them, and the published table
-    python benchmarks/arena/run.py --report        # train nothing
+    python benchmarks/arena/run.py                 # what judges them
+    python benchmarks/arena/run.py --stage full    # the whole grid: days on two cores
+    python benchmarks/arena/run.py --report        # train nothing: the tables of the runs there are
+    python benchmarks/arena/run.py --report --publish   # and write results.json and README.md
 
 A run that is in the output folder is not done again, so that the same command goes on where it was interrupted.
 """
@@ -18,6 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import report
 from cells import STAGES, Run
 from harness import train_missing
 
@@ -33,6 +36,7 @@ def parse_args() -> Namespace:
     parser.add_argument("--arms", nargs="+", help="some of the arms of the stage")
     parser.add_argument("--smoke", action="store_true", help="three arms in one cell, few steps")
     parser.add_argument("--report", action="store_true", help="train nothing")
+    parser.add_argument("--publish", action="store_true", help="write results.json and the tables of README.md")
     parser.add_argument("--workers", type=int, default=2, help="processes that train, each on one core (default: 2)")
     parser.add_argument("--output_dir", type=Path, default=ROOT / "outputs/arena")
     return parser.parse_args()
@@ -53,11 +57,18 @@ def train(run: Run) -> dict[str, Any]:
 def main():
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when a worker imports torch
     args = parse_args()
-    runs = {run.name: run for stage in args.stage for run in STAGES[stage](args.smoke)}
+    runs: dict[str, Run] = {}
+    for run in (run for stage in args.stage for run in STAGES[stage](args.smoke)):
+        runs.setdefault(run.name, run)  # a reference is that of the first of its cells, where it is done
     chosen = [run for run in runs.values() if args.arms is None or run.arm.name in args.arms]
     if not args.report:
         command = f"python benchmarks/arena/run.py --stage {' '.join(args.stage)}"
         train_missing(chosen, args.output_dir / "runs", args.workers, command, prepare=prepare, train=train)
+    results = report.collect(args.output_dir / "runs")
+    for name, part in report.tables(results).items():
+        print(f"\n{name}\n{part}")
+    if args.publish:
+        report.publish(results)
 
 
 if __name__ == "__main__":

@@ -81,7 +81,10 @@ class Burst:
         correction = self.correct(train_logps, batch)
         mask = batch["completion_mask"].bool()
         broken = torch.isin(batch[ROLLOUT_LOGPS], -self.NUMBERS) & mask
+        without_gradient = ~correction.keep.bool()
+        if correction.weights is not None and self.trainer.args.applies_weights:
+            without_gradient |= correction.weights == 0  # IcePop's way to reject
         for name, tokens in (("broken", broken), ("sound", mask & ~broken)):
             self.counts[name] += int(tokens.sum())
-            self.counts[f"{name}_rejected"] += int((tokens & ~correction.keep.bool()).sum())
+            self.counts[f"{name}_rejected"] += int((tokens & without_gradient).sum())
         return correction

@@ -32,7 +32,7 @@ def prepare(engine: str):
     """Warm up the model, unless it is there, and make every trainer of this process use one vLLM engine."""
     torch.set_num_threads(1)  # the models are so small that threads only wait for each other
     transformers.utils.logging.disable_progress_bar()
-    task, kv_cache_dtype = engine.split()
+    task, kv_cache_dtype, *_ = engine.split()
     warm_start(TASKS[task], MODELS)
     share_engines(kv_cache_dtype)
 

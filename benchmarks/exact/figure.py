@@ -20,6 +20,7 @@ SHOWN = {
     "bypass_ppo_clip": ("PPO around the sampler", "tab:orange"),
     "bypass_dppo_tv": ("DPPO, total variation", "tab:red"),
     "decoupled_kpop": ("KPop", "tab:brown"),
+    "auto": ("auto", "tab:cyan"),
     "decoupled_geo_rs_token_tis": ("geometric rejection", "tab:gray"),
 }
 

@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 
-# Bounds on the geometric mean of a completion's ratio, those of the quickstart. The first that were tried, not tuned.
+# Bounds on the geometric mean of a completion's ratio. The first that were tried, not tuned.
 WINDOW = [0.95, 1.05]
 
 GEOMETRIC_AND_WEIGHTS = {"rollout_correction": "decoupled_geo_rs_token_tis", "rollout_rs_threshold": WINDOW}
@@ -75,6 +75,7 @@ ARMS = [
     # A sampler eight steps behind
     Arm("none", "no correction", "grpo", DISABLED),
     Arm("geo_rs_tis", "geo RS + token TIS", "grpo", GEOMETRIC_AND_WEIGHTS),
+    Arm("auto", "auto", "grpo", {"rollout_correction": "auto"}),  # as in the quickstart
     Arm("on_policy", "on-policy (lag 0)", "grpo", DISABLED, lag=0),
     # The rule is that of geometric RS; which completions it rejects is left to chance
     Arm(

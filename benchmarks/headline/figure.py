@@ -24,6 +24,7 @@ STYLES = {
     "token_tis": ("#E69F00", "-"),
     "trl_default": ("#56B4E9", "-"),
     "geo_rs_tis": ("#0072B2", "-"),
+    "auto": ("#CC79A7", "-"),
     "bypass": ("#009E73", "-"),
     "bypass_geo_rs": ("#009E73", ":"),
     "on_policy": ("#000000", "--"),

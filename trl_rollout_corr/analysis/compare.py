@@ -25,7 +25,7 @@ from .text import steps as steps_in_words
 
 # What needs no bounds made of the sequences, by the mode of the run
 _WITHOUT_BOUNDS: dict[str, Preset] = {
-    "decoupled": "decoupled_token_is",
+    "decoupled": "auto",
     "ppo_clip": "bypass_ppo_clip",
     "reinforce": "bypass_pg_token_icepop",
 }

@@ -109,7 +109,7 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
     trainer = RolloutCorrectedAsyncGRPOTrainer(
         model="Qwen/Qwen2.5-0.5B-Instruct",
         reward_funcs=accuracy_reward,
-        args=RolloutCorrectedAsyncGRPOConfig("output", rollout_correction="decoupled_geo_rs_token_tis"),
+        args=RolloutCorrectedAsyncGRPOConfig("output", rollout_correction="auto"),
         train_dataset=load_dataset("trl-lib/DeepMath-103K", split="train"),
     )
     trainer.train()

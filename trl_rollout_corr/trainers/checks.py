@@ -1,6 +1,7 @@
 """Everything that refuses a run, or warns about it before it starts, and knows about both TRL and this package."""
 
 import dataclasses
+import math
 import os
 from collections.abc import Mapping
 from copy import copy
@@ -11,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 from trl import GRPOConfig, RLOOConfig
 
+from ..analysis.spread import rejected
 from ..config import LOSS_TYPES, RolloutCorrectionConfig
 from ..dump import files_of, read_logs
 from ..messages import nearest, warn
@@ -210,6 +212,42 @@ def check_sequence_level_ratio(config: GRPOConfig):
         )
 
 
+# Spread of the log-ratio per token, in nats, between a trainer and a sampler in bfloat16 with the same weights: that of a
+# k3_kl of 0.0008, measured for Qwen3-8B (https://github.com/AknA13/train-infer-mismatch). Small models are nearer.
+ROUNDING = 0.04
+
+
+def check_bounds_of_means(config: GRPOConfig | RLOOConfig):
+    """
+    Warn if bounds of `seq_mean_k1` are so narrow that rounding alone makes them reject most completions.
+
+    The mean of `T` log-ratios has a spread of `s / sqrt(T)`, so bounds that suit thousands of tokens do not suit a hundred.
+    The prediction takes all completions to be as long as they may get: shorter ones are rejected more often.
+
+    Args:
+        config ([`~trl.GRPOConfig`] or [`~trl.RLOOConfig`]):
+            Configuration of a trainer.
+    """
+    length = config.max_completion_length
+    if not config.corrects or not length:
+        return
+    for criterion, bounds in zip(config.criteria, config.rollout_rs_threshold or [], strict=True):
+        if criterion.name != "seq_mean_k1":
+            continue
+        share = rejected(ROUNDING, torch.tensor(float(length)), *bounds).item()
+        if share > 0.5:
+            width = 3 * ROUNDING / math.sqrt(length)
+            lower = math.floor(1e4 * math.exp(-(ROUNDING**2) / 2 - width)) / 1e4
+            upper = math.ceil(1e4 * math.exp(width)) / 1e4
+            warn(
+                f"`rollout_rs_threshold` of 'seq_mean_k1' is {bounds}, and `max_completion_length` is {length}: where trainer "
+                f"and sampler differ by the rounding of bfloat16 alone ({ROUNDING} nats per token), {share:.0%} of "
+                f"completions would be rejected, and more of shorter ones. Set [{lower:g}, {upper:g}] or wider, longer "
+                "completions, or `rollout_correction: auto`, whose bounds do not depend on length. If the sampler is more "
+                "precise than that, look at `rollout_corr/rollout_rs_masked_fraction`."
+            )
+
+
 def check_dropout(model: PreTrainedModel):
     """
     Warn about dropout, which makes the policy that trains another one than the policy that sampled.
@@ -327,6 +365,7 @@ def check_asynchronous(config: Any):
             "`rollout_rs_exclude_from_baseline` is True, but in an asynchronous run the rollout worker computes rewards and "
             "baselines before the trainer has seen a sample, so nothing is known to be rejected by then. Set it to False."
         )
+    check_bounds_of_means(config)
     if check_proximal(config.rollout_proximal) != "visit" and (config.bypass_mode or not config.corrects):
         warn(
             f"`rollout_proximal` is set to {config.rollout_proximal!r} but has no effect: it is the old policy of decoupled "

@@ -12,6 +12,7 @@ from ..config import RolloutCorrectionConfig
 from .batch import OLD_LOGPS
 from .checks import (
     check_batch_normalization,
+    check_bounds_of_means,
     check_logprobs,
     check_loss,
     check_passes_by,
@@ -46,6 +47,7 @@ class RolloutCorrectedGRPOConfig(RolloutCorrectionConfig, GRPOConfig):
         GRPOConfig.__post_init__(self)
         check_batch_normalization(self)
         check_sampling(self)
+        check_bounds_of_means(self)
         check_sequence_level_ratio(self)
         if self.rollout_monitor == "tighten":
             check_preset(self.rollout_monitor_preset, self)
@@ -75,7 +77,7 @@ class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
     trainer = RolloutCorrectedGRPOTrainer(
         model="Qwen/Qwen2.5-0.5B-Instruct",
         reward_funcs=accuracy_reward,
-        args=RolloutCorrectedGRPOConfig("output", use_vllm=True, rollout_correction="decoupled_geo_rs_token_tis"),
+        args=RolloutCorrectedGRPOConfig("output", use_vllm=True, rollout_correction="auto"),
         train_dataset=load_dataset("trl-lib/DeepMath-103K", split="train"),
     )
     trainer.train()

@@ -10,7 +10,13 @@ from trl import RLOOConfig, RLOOTrainer
 
 from ..config import RolloutCorrectionConfig
 from ..functional import LOG_RATIO_BOUND
-from .checks import check_batch_normalization, check_preset, check_sampling, replace_trl_correction
+from .checks import (
+    check_batch_normalization,
+    check_bounds_of_means,
+    check_preset,
+    check_sampling,
+    replace_trl_correction,
+)
 from .mixin import RolloutCorrectionMixin
 from .observer import Corrected
 from .scoring import OldPass, Scoring
@@ -33,6 +39,7 @@ class RolloutCorrectedRLOOConfig(RolloutCorrectionConfig, RLOOConfig):
         RLOOConfig.__post_init__(self)
         check_batch_normalization(self)
         check_sampling(self)
+        check_bounds_of_means(self)
         if self.rollout_monitor == "tighten":
             check_preset(self.rollout_monitor_preset, self)
 

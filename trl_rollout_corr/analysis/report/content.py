@@ -17,7 +17,7 @@ from ..text import number, percent
 from .advice import Advice, advise
 from .distribution import distribution, logged_histogram
 from .drawing import Chart, Story
-from .rejected import rejected
+from .rejected import reasons, rejected
 from .shares import Share, counted_shares, logged_shares
 from .story import story
 from .summary import summarise
@@ -226,7 +226,10 @@ def _rejected(run: Run) -> Section | None:
     charts = rejected(families)
     if charts:
         total = _total(next(iter(families.values())))
-        text += f" {total}{_rewards(run)} Down-weighted: mean of max(0, 1 - coefficient) over tokens not rejected."
+        why = f" {said}" if run.dump and (said := reasons(run.logs, run.dump.config)) else ""
+        text += (
+            f" {total}{why}{_rewards(run)} Down-weighted: mean of max(0, 1 - coefficient) over tokens not rejected."
+        )
         return Section("rejected", title, text, charts)
     if run.dump is None:
         return None

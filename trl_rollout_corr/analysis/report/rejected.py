@@ -1,13 +1,72 @@
-"""Charts of who is rejected or down-weighted."""
+"""Who is rejected or down-weighted, in charts, and by which criterion, in words."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
+from typing import Any
 
 import numpy as np
 
-from ..text import percent
+from ...config import RolloutCorrectionConfig
+from ...keys import PREFIX
+from ..text import number, percent
 from .drawing import Axes, Chart, Colors, label_percent
 from .shares import FAMILIES, Share
+
+
+# What a criterion found in a token, by its name or its scope. Filled in with its bounds.
+_FOUND = {
+    "token_tv": "whose probability had moved by more than {bound} in the direction that the advantage pushes further",
+    "token_kl": "that had moved by more than {bound} nats in the direction that the advantage pushes further",
+    "token_binary_kl": "at which the policies were more than {bound} nats apart",
+    "token_k1": "with a ratio outside {bound}",
+    "seq_mean_k1": "of completions whose mean ratio was outside {bound}",
+    "seq_sum_k1": "of completions whose product of ratios was outside {bound}",
+    "seq_max_k1": "of completions with a ratio outside {bound} at some token",
+    "token": "with a {divergence} above {bound}",
+    "seq_mean": "of completions with a mean {divergence} above {bound}",
+    "seq_sum": "of completions with a summed {divergence} above {bound}",
+    "seq_max": "of completions with a {divergence} above {bound} at some token",
+}
+
+
+def reasons(logs: Iterable[Mapping[str, Any]], config: RolloutCorrectionConfig) -> str:
+    """
+    What each criterion rejected, in a sentence.
+
+    Args:
+        logs (`Iterable[Mapping]`):
+            Log entries.
+        config ([`RolloutCorrectionConfig`]):
+            Configuration of the run, for the bounds.
+
+    Returns:
+        `str`: the sentence, with means over the log; empty if no criterion was logged.
+    """
+    entries, parts = list(logs), []
+    thresholds: Any = config.rollout_rs_threshold or []  # parsed when the configuration was built
+    for criterion, threshold in zip(config.criteria, thresholds, strict=True):
+        key = f"{PREFIX}rollout_rs_{criterion.name}_masked_fraction"
+        shares = [entry[key] for entry in entries if np.isfinite(entry.get(key, np.nan))]
+        if not shares:
+            continue
+        found = _FOUND.get(criterion.name, _FOUND[criterion.scope])
+        found = found.format(bound=_bound(threshold, criterion.directed), divergence=criterion.divergence)
+        share = float(np.mean(shares))
+        parts.append(f"{percent(share) if share else 'none'} of the tokens, {found} (`{criterion.name}`)")
+    if not parts:
+        return ""
+    both = " Some by more than one criterion." if len(parts) > 1 else ""
+    return f"Rejected: {'; '.join(parts)}.{both}"
+
+
+def _bound(threshold: Any, directed: bool) -> str:
+    if not isinstance(threshold, list):
+        return number(threshold)
+    if directed and threshold[0] == threshold[1]:
+        return number(threshold[0])
+    if directed:
+        return f"{number(threshold[0])} (down) or {number(threshold[1])} (up)"
+    return f"[{', '.join(map(number, threshold))}]"
 
 
 def rejected(families: Mapping[str, list[Share]]) -> list[Chart]:

@@ -1,0 +1,76 @@
+"""The preset `auto`: nothing where the policies differ by rounding, a trust region where they part, no broken tokens."""
+
+import math
+import re
+
+import pytest
+import torch
+
+from tests.training import TRAINERS, build, freeze_sampler, logged
+from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
+from trl_rollout_corr.analysis.report import write_report
+
+
+def correct(train_logps, rollout_logps, advantages, **fields):
+    config = RolloutCorrectionConfig(**{"rollout_correction": "auto", **fields})
+    mask = torch.ones_like(train_logps)
+    return compute_rollout_correction(train_logps, rollout_logps, mask, config, advantages=advantages)
+
+
+@pytest.mark.parametrize("spread", [1e-4, 0.01, 0.03])
+@pytest.mark.parametrize("length", [16, 16_000])
+def test_rounding_is_left_alone_at_every_length(length, spread):
+    dice = torch.Generator().manual_seed(length)
+    rollout = -torch.rand(4, length, generator=dice).mul(3)
+    train_logps = rollout + spread * torch.randn(4, length, generator=dice)
+    advantages = torch.tensor([1.0, -1.0, 0.5, -0.5])
+    found = correct(train_logps, rollout, advantages)
+    weights_alone = correct(train_logps, rollout, advantages, rollout_correction="decoupled_token_is")
+    assert found.keep.all()
+    assert torch.equal(found.coefficients, weights_alone.coefficients)
+
+
+def test_tokens_are_not_pushed_further_but_pushed_back():
+    rollout, train_logps = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.75, 0.25]]).log()
+    for sign, keep in ((1.0, [False, True]), (-1.0, [True, False]), (0.0, [True, True])):
+        assert correct(train_logps, rollout, torch.tensor([sign])).keep.tolist() == [keep]
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0, 0.0])
+def test_broken_tokens_go_whatever_the_advantage(sign):
+    rollout, train_logps = torch.tensor([[-6.0, math.log(0.95)]]), torch.tensor([[0.95, 0.95]]).log()
+    assert correct(train_logps, rollout, torch.tensor([sign])).keep.tolist() == [[False, True]]
+    assert correct(rollout, train_logps, torch.tensor([sign])).keep.tolist() == [[False, True]]
+
+
+def test_every_part_can_be_set():
+    config = RolloutCorrectionConfig(
+        rollout_correction="auto", rollout_is_threshold=5.0, rollout_rs="token_tv", rollout_rs_threshold=0.3
+    )
+    assert config.description == "auto; token weights up to 5; token_tv within -0.3, 0.3; decoupled"
+    config = RolloutCorrectionConfig(rollout_correction="auto", bypass_mode=True)
+    assert config.clips_around_sampler
+    assert config.rollout_rs == ["token_tv", "token_binary_kl"]
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("bypass", [False, True])
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_a_run_rejects_and_the_report_says_what(kind, bypass, tmp_path, tiny_model_path, shared_engine):
+    fields = {"rollout_correction": "auto", "bypass_mode": bypass, "rollout_dump_dir": str(tmp_path / "dump")}
+    generation = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 64, "beta": 0.0}
+    # bounds a hundred times tighter, as a tiny model that was never trained is sure of nothing
+    tight = {"rollout_rs_threshold": [[0.002, 0.002], 0.02]}
+    trainer = build(
+        *TRAINERS[kind], tiny_model_path, tmp_path, per_device_train_batch_size=16, **generation, **fields, **tight
+    )
+    freeze_sampler(trainer, 0.5)
+    trainer.train()
+    shares = {name: logged(trainer, f"rollout_rs_{name}_masked_fraction") for name in trainer.args.rollout_rs}
+    assert all(0 < max(found) < 1 for found in shares.values())
+    write_report([str(tmp_path)], str(tmp_path / "report.html"))
+    page = " ".join(re.sub("<[^>]+>", "", (tmp_path / "report.html").read_text()).split())
+    mean = sum(shares["token_tv"]) / len(shares["token_tv"])
+    moved = "whose probability had moved by more than 0.002 in the direction that the advantage pushes further"
+    assert f"Rejected: {100 * mean:.3g} % of the tokens, {moved} (token_tv)" in page
+    assert "at which the policies were more than 0.02 nats apart" in page
