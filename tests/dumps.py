@@ -112,6 +112,8 @@ def make_dump(
                     "reward": rewards[i].item(),
                     "advantage": advantages[i].item(),
                     "staleness": (step - 1) % 4,
+                    "prompt_ids": [step % len(WORDS), i // group % len(WORDS)],
+                    "padding": i // group % 3,
                 }
             )
         for rank in range(ranks):

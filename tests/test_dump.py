@@ -9,6 +9,7 @@ import pytest
 
 from tests.dumps import make_dump, read_dump
 from trl_rollout_corr import RolloutCorrectionConfig, dump
+from trl_rollout_corr.__main__ import main
 from trl_rollout_corr.analysis.reading import read_table
 
 
@@ -122,16 +123,31 @@ def test_a_run_that_resumes_forgets_what_came_after_its_checkpoint(tmp_path):
 def test_other_versions_are_refused(tmp_path):
     path = dump.files_of(make_dump(tmp_path))[0]
     table = pq.read_table(path)
-    pq.write_table(table.replace_schema_metadata({**table.schema.metadata, dump.FORMAT.encode(): b"2"}), path)
-    with pytest.raises(ValueError, match=r"step-00000001-rank-00000.parquet is of version 2 .* reads version 1$"):
+    pq.write_table(table.replace_schema_metadata({**table.schema.metadata, dump.FORMAT.encode(): b"3"}), path)
+    with pytest.raises(
+        ValueError, match=r"step-00000001-rank-00000.parquet is of version 3 .* reads versions up to 2$"
+    ):
         read_dump(tmp_path)
     pq.write_table(table.drop_columns(["keep"]), path)
-    with pytest.raises(ValueError, match=r"does not have the columns of a dump of version 1$"):
+    with pytest.raises(ValueError, match=r"does not have the columns of a dump of version 2$"):
         read_dump(tmp_path)
+
+
+def test_dumps_of_the_first_version_are_read_as_if_what_came_later_were_null(tmp_path):
+    folder = make_dump(tmp_path, steps=2)
+    now = read_dump(folder).rows
+    for path in dump.files_of(folder):
+        table = pq.read_table(path).drop_columns(list(dump.ADDED[2]))
+        pq.write_table(table.replace_schema_metadata({**table.schema.metadata, dump.FORMAT.encode(): b"1"}), path)
+    rows = read_dump(folder).rows
+    assert rows == [{**row, **dict.fromkeys(dump.ADDED[2])} for row in now]
+    assert main(["diagnose", str(folder)]) == 0
+    assert main(["compare", str(folder)]) == 0
 
 
 def test_every_list_is_as_long_as_the_completion(tmp_path):
-    lists = [field.name for field in dump.SCHEMA if pa.types.is_list(field.type)]
+    later = dump.ADDED[2]
+    lists = [field.name for field in dump.SCHEMA if pa.types.is_list(field.type) and field.name not in later]
     for row in read_dump(make_dump(tmp_path, settings={"rollout_is": None})).rows:
         assert row["weights"] is None
         assert {len(row[name]) for name in lists if name != "weights"} == {len(row["tokens"])}

@@ -35,6 +35,7 @@ ORDER = [
     "step_size",
     "correction",  # so far without pyarrow, numpy and TRL
     "dump",
+    "faults",
     "analysis",  # so far without TRL
     "trainers",
     "__main__",
@@ -51,8 +52,10 @@ ANALYSIS = [
     "spread",
     "exact",
     "compare",
+    "diagnose",
     "report",
 ]
+DIAGNOSE = ["observed", "signatures", "causes", "ranking", "written", "pictures"]
 REPORT = [
     "summary",
     "shares",
@@ -66,6 +69,7 @@ REPORT = [
     "rejected",
     "content",
     "markup",
+    "diagnosis",
     "banner",
     "page",
     "markdown",
@@ -120,7 +124,9 @@ def imported(path: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(
-    ("package", "order"), [("", ORDER), ("analysis.", ANALYSIS), ("analysis.report.", REPORT)], ids=str
+    ("package", "order"),
+    [("", ORDER), ("analysis.", ANALYSIS), ("analysis.diagnose.", DIAGNOSE), ("analysis.report.", REPORT)],
+    ids=str,
 )
 def test_arrows_point_up_only(package, order):
     folder = PACKAGE.joinpath(*package.split("."))
@@ -132,7 +138,10 @@ def test_arrows_point_up_only(package, order):
                 assert order.index(target) < order.index(name), f"{path.relative_to(PACKAGE)} imports {found}"
 
 
-@pytest.mark.parametrize(("folder", "order"), [("", ORDER), ("analysis", ANALYSIS), ("analysis/report", REPORT)])
+@pytest.mark.parametrize(
+    ("folder", "order"),
+    [("", ORDER), ("analysis", ANALYSIS), ("analysis/diagnose", DIAGNOSE), ("analysis/report", REPORT)],
+)
 def test_every_module_has_its_place(folder, order):
     modules = {
         path.relative_to(PACKAGE / folder).with_suffix("").parts[0] for path in (PACKAGE / folder).rglob("*.py")

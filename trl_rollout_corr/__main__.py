@@ -4,6 +4,7 @@ Command line.
     trl-rollout-corr convert old.yaml
     trl-rollout-corr report outputs/run -o report.html
     trl-rollout-corr compare outputs/run/dump
+    trl-rollout-corr diagnose outputs/run/dump
     trl-rollout-corr recipes
     trl-rollout-corr check
 """
@@ -17,7 +18,10 @@ from .messages import SelfContainedError
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line and return the exit code: 2 for input that cannot be used, 1 if `check` says no."""
+    """
+    Run the command line and return the exit code: 2 for input that cannot be used, 1 if `check` says no or `diagnose` finds
+    something.
+    """
     args = make_parser().parse_args(arguments)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -88,6 +92,19 @@ def make_parser() -> argparse.ArgumentParser:
     command.set_defaults(run=_compare, subject="dump")
 
     command = commands.add_parser(
+        "diagnose",
+        help="name what is wrong between sampler and trainer, and what to do about it",
+        description="Find the cause of the gap in the sequences of `rollout_dump_dir`: which, how sure, how much of the gap, "
+        "and the settings that remove it. Exit code 0: healthy, 1: something found, 2: unusable input.",
+    )
+    command.add_argument(
+        "dump", help="folder that `rollout_dump_dir` named, one of its files, or a run with a dump in it"
+    )
+    command.add_argument("--json", action="store_true", help="print JSON")
+    command.add_argument("--html", metavar="FILE", help="also write a page with a picture of each cause")
+    command.set_defaults(run=_diagnose, subject="dump")
+
+    command = commands.add_parser(
         "recipes",
         help="write out the recipes and the examples that run them",
         description="Write the folders recipes/ and examples/, so that the commands of the documents work.",
@@ -126,6 +143,24 @@ def _compare(args: argparse.Namespace) -> str:
     clip = 1 - args.epsilon, 1 + (args.epsilon if args.epsilon_high is None else args.epsilon_high)
     comparison = compare(args.dump, args.config, clip=clip, worst=args.worst, steps=steps)
     return as_json(comparison) if args.json else as_markdown(comparison)
+
+
+def _diagnose(args: argparse.Namespace) -> str:
+    from .analysis.diagnose import diagnose, observe
+    from .analysis.diagnose.written import as_json, as_text
+
+    if args.html is not None:
+        from .analysis.report import check_output
+
+        check_output(args.html, (".html",))
+    observed = observe(args.dump)
+    diagnosis = diagnose(observed)
+    if args.html is not None:
+        from .analysis.report import write_diagnosis
+
+        write_diagnosis(args.dump, args.html, observed, diagnosis)
+    args.code = 0 if diagnosis.healthy else 1
+    return as_json(diagnosis) if args.json else as_text(diagnosis)
 
 
 def _recipes(args: argparse.Namespace) -> str:

@@ -1,7 +1,9 @@
 """What to correct and how: flat fields, validated when the configuration is built. Neither TRL nor torch here."""
 
+import contextlib
 import dataclasses
 import inspect
+import json
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -143,6 +145,13 @@ class RolloutCorrectionConfig(OriginalPresets):
             What to do with a token whose log-ratio is not finite: `"drop"` takes it out of the policy loss and of all
             statistics, `"raise"` stops the run, `"neutralize"` takes its ratio as 1.
 
+        > The engine
+
+        rollout_engine_kwargs (`dict[str, Any]`, *optional*):
+            Arguments of vLLM's engine that TRL has no field for, such as `{"dtype": "float16"}`,
+            `{"kv_cache_dtype": "auto"}` or `{"hf_overrides": {"head_dtype": "float32"}}`: fields of `vllm.EngineArgs`. For
+            `vllm_mode="colocate"`; for a server, the matching `vllm serve` line is printed.
+
         > Monitor
 
         rollout_monitor (`str` or `None`, *optional*, defaults to `"warn"`):
@@ -153,6 +162,13 @@ class RolloutCorrectionConfig(OriginalPresets):
             Preset that `"tighten"` switches to. It must have the mode (`bypass_mode`, `rollout_loss_type`) of the run.
         rollout_monitor_bounds (`dict[str, float]`, *optional*):
             Other bounds of the rules, by name of the rule; `None` switches a rule off.
+
+        > Diagnosis
+
+        rollout_diagnose (`bool`, *optional*, defaults to `False`):
+            Whether to look for the cause of the gap at the first optimizer step, and print it: what
+            `python -m trl_rollout_corr diagnose` says of a dump (`docs/diagnose.md`). The trainer scores a few sequences a
+            second time, one by one, so that its own noise is known; nothing of it touches the loss.
 
         > Dump
 
@@ -243,6 +259,9 @@ class RolloutCorrectionConfig(OriginalPresets):
         default="drop",
         metadata={"help": "Token with a log-probability that is not finite: drop, raise or neutralize."},
     )
+    rollout_engine_kwargs: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Arguments of vLLM's engine that TRL has no field for, as a mapping."}
+    )
     rollout_monitor: MonitorAction | None = field(
         default="warn", metadata={"help": "When metrics look unhealthy: warn, stop, tighten, or none for no monitor."}
     )
@@ -251,6 +270,9 @@ class RolloutCorrectionConfig(OriginalPresets):
     )
     rollout_monitor_bounds: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Bounds of the monitor by name of the rule; null switches a rule off."}
+    )
+    rollout_diagnose: bool = field(
+        default=False, metadata={"help": "Look for the cause of the gap at the first step, and print it."}
     )
     rollout_dump_dir: str | None = field(
         default=None, metadata={"help": "Folder for sampled and worst sequences, as Parquet."}
@@ -575,6 +597,19 @@ def _clip_ratio(value: Any) -> float | None:
     return bound
 
 
+def _engine_kwargs(value: Any) -> dict[str, Any] | None:
+    if isinstance(value, str) and _none_if_null(value) is not None:  # of a command line
+        with contextlib.suppress(json.JSONDecodeError):
+            value = json.loads(value)
+    value = _none_if_null(value)
+    if value is None or (isinstance(value, Mapping) and all(isinstance(key, str) for key in value)):
+        return None if value is None else dict(value)
+    raise ValueError(
+        "`rollout_engine_kwargs` must be a mapping from arguments of vLLM's engine to their values, such as "
+        f"{{'dtype': 'float16'}}, got {value!r}."
+    )
+
+
 # Parsers of single fields, for when a configuration is built and for what is assigned later
 _PARSERS: dict[str, Callable[[Any], Any]] = {
     "rollout_is": lambda value: _choice("rollout_is", value, LEVELS, or_none=True),
@@ -584,11 +619,13 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "rollout_lr_scaling": lambda value: _choice("rollout_lr_scaling", value, LR_SCALINGS, or_none=True),
     "rollout_nan_policy": lambda value: _choice("rollout_nan_policy", value, NAN_POLICIES),
     "rollout_clip_ratio_c": _clip_ratio,
+    "rollout_engine_kwargs": _engine_kwargs,
     **{
         name: partial(_boolean, name)
         for name in (
             "bypass_mode",
             "rollout_compile",
+            "rollout_diagnose",
             "rollout_is_batch_normalize",
             "rollout_is_clamp",
             "rollout_rs_renormalize",

@@ -16,8 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 
-# Bumped when a column changes its meaning; readers refuse what they do not know.
-FORMAT, VERSION = "trl_rollout_corr.dump", 1
+# Bumped when a column is added or changes its meaning; readers refuse what they do not know.
+FORMAT, VERSION = "trl_rollout_corr.dump", 2
 
 SCHEMA = pa.schema(
     [
@@ -38,8 +38,14 @@ SCHEMA = pa.schema(
         ("reward", pa.float32()),
         ("advantage", pa.float32()),
         ("staleness", pa.int32()),  # optimizer steps since the weights that sampled; null if unknown
+        # since version 2
+        ("prompt_ids", pa.list_(pa.int32())),
+        ("padding", pa.int32()),  # tokens of padding before the prompt, in the batch that the trainer scored
+        ("again_logps", pa.list_(pa.float32())),  # `train_logps` of the sequence scored alone; null where it was not
     ]
 )
+# Columns by the version that they came with. Dumps of an older one are read as if these were null.
+ADDED = {2: ("prompt_ids", "padding", "again_logps")}
 
 _LOGS = "logs.jsonl"
 _NAME = re.compile(r"step-(\d+)-rank-(\d+)\.parquet")

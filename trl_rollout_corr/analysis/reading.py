@@ -12,12 +12,12 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 
-from ..dump import FORMAT, SCHEMA, VERSION, files_of
+from ..dump import ADDED, FORMAT, SCHEMA, VERSION, files_of
 
 
 # Columns with a value per sequence or per token. The text takes most of the room, and not everyone needs it.
 _LISTS = ["mask", "train_logps", "rollout_logps", "keep", "coefficients"]
-_NUMBERS = ["step", "sampled", "worst", "reward", "advantage", *_LISTS]
+NUMBERS = ["step", "sampled", "worst", "reward", "advantage", *_LISTS]
 _TEXTS = ["prompt", "tokens"]
 
 
@@ -163,7 +163,7 @@ def read_sequences(
         `ValueError`: in one line, if there is no dump, no file can be read, a file is of another tool, or nothing in it is
             asked for.
     """
-    table, written = read_table(path, _NUMBERS + _TEXTS if texts else _NUMBERS)
+    table, written = read_table(path, NUMBERS + _TEXTS if texts else NUMBERS)
     if steps is not None:
         first, last = steps
         table = table.filter(pc.and_(pc.greater_equal(table["step"], first), pc.less_equal(table["step"], last)))
@@ -218,7 +218,7 @@ def _read_file(path: Path, columns: list[str] | None) -> tuple[pa.Table, dict[by
         # not `read_table` of PyArrow, which takes a folder named lr=1e-6 for a column
         with pq.ParquetFile(path) as file:
             metadata = _metadata(file.schema_arrow, path.name)
-            table = file.read(columns=columns).replace_schema_metadata()
+            table = _filled_in(file.read(columns=columns).replace_schema_metadata(), columns)
     except (OSError, pa.ArrowException) as error:
         raise _Damaged(f"{path.name} is damaged or not Parquet: {str(error).splitlines()[0]}") from None
     lengths = [_lengths(table[name]) for name in (*_LISTS, "tokens") if name in table.column_names]
@@ -233,13 +233,23 @@ def _metadata(schema: pa.Schema, name: str) -> dict[bytes, bytes]:
     version = metadata.get(FORMAT.encode())
     if version is None:
         raise ValueError(f"{name} is Parquet, but not of a dump that `rollout_dump_dir` writes")
-    if version != str(VERSION).encode():
+    known = {str(number).encode(): number for number in range(1, VERSION + 1)}
+    if version not in known:
         raise ValueError(
-            f"{name} is of version {version.decode()} of the dump, and this release reads version {VERSION}"
+            f"{name} is of version {version.decode()} of the dump, and this release reads versions up to {VERSION}"
         )
-    if not schema.equals(SCHEMA):
-        raise ValueError(f"{name} does not have the columns of a dump of version {VERSION}")
+    later = {column for number, columns in ADDED.items() if number > known[version] for column in columns}
+    if not schema.equals(pa.schema([column for column in SCHEMA if column.name not in later])):
+        raise ValueError(f"{name} does not have the columns of a dump of version {known[version]}")
     return metadata
+
+
+def _filled_in(table: pa.Table, columns: list[str] | None) -> pa.Table:
+    """A table with the columns that are asked for, all by default; those that an old version lacks are null."""
+    for column in SCHEMA:
+        if column.name not in table.column_names and (columns is None or column.name in columns):
+            table = table.append_column(column, pa.nulls(table.num_rows, column.type))
+    return table.select(columns or SCHEMA.names)
 
 
 def _json(metadata: Mapping[bytes, bytes], key: bytes) -> dict[str, Any]:

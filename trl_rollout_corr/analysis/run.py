@@ -27,10 +27,11 @@ STATE = "trainer_state.json"
 
 
 class Dump(NamedTuple):
-    """Sequences that a run dumped, and its configuration."""
+    """Sequences that a run dumped, its configuration, and where they lie."""
 
     sequences: Sequences
     config: RolloutCorrectionConfig
+    path: Path
 
 
 class About(NamedTuple):
@@ -97,7 +98,7 @@ def _read(path: Path, states: list[Path], folder: Path | None) -> Run:
     damage: list[str] = []
     if folder is not None:
         sequences, written = read_sequences(folder, texts=True)
-        dump = Dump(sequences, config_of_run(written.settings, "the settings in the dump cannot be read"))
+        dump = Dump(sequences, config_of_run(written.settings, "the settings in the dump cannot be read"), folder)
         known = {name: str(value) for name, value in written.about.items() if name in About._fields}
         about = About(**{**known, "correction": dump.config.description})
         damage += written.damage
@@ -110,7 +111,7 @@ def _read(path: Path, states: list[Path], folder: Path | None) -> Run:
     if not logs:
         if dump is None:
             raise ValueError(f"{(states[0] if states else path).name} has no log entry with a step and metrics")
-        logs, logged_by = list(_metrics_of(*dump)), "dump"
+        logs, logged_by = list(_metrics_of(dump.sequences, dump.config)), "dump"
     elif dump is not None:
         damage += _cut_short(logs, dump.sequences)
     name = (path.parent if path.is_file() else path).resolve().name

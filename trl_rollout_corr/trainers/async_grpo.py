@@ -34,6 +34,7 @@ from .checks import (
 )
 from .contract import ASYNCHRONOUS, check_trl
 from .core import CorrectionCore
+from .engine import announce_server, check_engine_kwargs
 from .intake import ADVANTAGES, TERMS, TEXT, TEXT_PREFIX, TOOLS, Carrier, Layout, Tap
 from .observer import Corrected
 from .packed import Awaited, Policy, Terms
@@ -123,6 +124,9 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
         check_trl(AsyncGRPOTrainer, {AsyncGRPOTrainer: ASYNCHRONOUS})
         check_bases(type(self), RolloutCorrectedAsyncGRPOTrainer, AsyncGRPOTrainer, method="compute_loss")
         args = self._checked_args(model, args)
+        if args.rollout_engine_kwargs:
+            check_engine_kwargs(args.rollout_engine_kwargs)
+            announce_server(args.rollout_engine_kwargs)
         with without_peak_flops(args.device):
             super().__init__(model, reward_funcs, args, *further_args, **kwargs)
         if args.device.type == "cpu":

@@ -10,3 +10,4 @@ FIRST_LOGPS = "rollout_corr_first_logps"  # (B, T), of the policy at the first v
 FIRST_COEFFICIENTS = "rollout_corr_first_coefficients"  # (B, T)
 REWARDS = "rollout_corr_rewards"  # (B,)
 ROLLOUT_STEP = "rollout_corr_step"  # (B,), optimizer step of the weights that sampled; NaN where unknown
+AGAIN_LOGPS = "rollout_corr_again_logps"  # (B, T), of sequences that the trainer scores alone; NaN for the others

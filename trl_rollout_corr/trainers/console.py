@@ -44,16 +44,16 @@ class Console(PrinterCallback):
             self._handler = None if logger.hasHandlers() else _AboveTheBar()
             if self._handler is not None:
                 logger.addHandler(self._handler)
-            _write(f"Rollout correction {__version__}: {args.description}")
+            write(f"Rollout correction {__version__}: {args.description}")
 
     def on_log(self, args, state: TrainerState, control: TrainerControl, logs: dict[str, Any] | None = None, **kwargs):
         if not state.is_world_process_zero or not logs:
             return
         if "train_runtime" in logs:
             done = state.global_step - self._first_step
-            _write(f"{done} steps in {_duration(time.monotonic() - self._started)}")
+            write(f"{done} steps in {_duration(time.monotonic() - self._started)}")
         else:
-            _write(f"{self._progress(state)}  {_line(logs) or logs}")
+            write(f"{self._progress(state)}  {_line(logs) or logs}")
 
     def on_train_end(self, args, state: TrainerState, control: TrainerControl, **kwargs):
         if state.is_world_process_zero and self._handler is not None:
@@ -81,7 +81,8 @@ class _AboveTheBar(logging.Handler):
         tqdm.write(self.format(record), file=sys.stderr)
 
 
-def _write(line: str):
+def write(line: str):
+    """Print a line, or several, without tearing a progress bar."""
     tqdm.write(line)
     sys.stdout.flush()  # of a job, which is a file
 

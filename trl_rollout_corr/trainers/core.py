@@ -19,9 +19,11 @@ from .card import complete_card
 from .checks import check_config_class, check_dropout, check_dump_folder
 from .console import add_console
 from .dumping import SequenceDump
+from .facts import check_types, facts_of_trainer
 from .lr_scaling import LearningRateScaling, check_scalable
 from .monitor import RolloutCorrectionMonitor, add_monitor, settle_monitors
 from .observer import Corrected, Moment, Observer
+from .preflight import Preflight
 
 
 if TYPE_CHECKING:
@@ -58,7 +60,11 @@ class CorrectionCore(_Host):
         check_dropout(self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=True))
         add_console(self.callback_handler)
         add_monitor(self.callback_handler, self.args)
-        self._observer = Observer(self.args, self.accelerator, self.callback_handler, self._add_dump())
+        about = {"trainer": type(self).__name__, **self._facts()}
+        check_types(about)
+        self._observer = Observer(
+            self.args, self.accelerator, self.callback_handler, self._add_dump(about), self._add_preflight(about)
+        )
         self._lr_scaling = self._add_lr_scaling()
 
     def _add_lr_scaling(self) -> LearningRateScaling | None:
@@ -69,12 +75,24 @@ class CorrectionCore(_Host):
         self.callback_handler.add_callback(scaling)
         return scaling
 
-    def _add_dump(self) -> SequenceDump | None:
+    def _facts(self) -> dict[str, str]:
+        """What a diagnosis has to know of trainer and sampler."""
+        return facts_of_trainer(self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=True), self.args)
+
+    def _add_preflight(self, about: dict[str, str]) -> Preflight | None:
+        """Add the diagnosis of the first step, if it is asked for, and return it."""
+        if not self.args.rollout_diagnose:
+            return None
+        preflight = Preflight(self.args, about)
+        self.add_callback(preflight)
+        return preflight
+
+    def _add_dump(self, about: dict[str, str]) -> SequenceDump | None:
         """Add the dump, if there is one, and return it."""
         if self.args.rollout_dump_dir is None:
             return None
         tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
-        dump = SequenceDump(self.args, self.accelerator, tokenizer, self.args.seed, type(self).__name__)
+        dump = SequenceDump(self.args, self.accelerator, tokenizer, self.args.seed, about)
         self.add_callback(dump)
         return dump
 

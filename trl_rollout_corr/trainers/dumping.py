@@ -48,8 +48,8 @@ class SequenceDump(TrainerCallback):
             Turns tokens into text.
         seed (`int`, *optional*, defaults to `0`):
             Seed of what is drawn.
-        trainer (`str`, *optional*, defaults to `""`):
-            Name of the trainer, for those who read the dump.
+        about (`dict[str, str]`, *optional*):
+            What is known of the run, for those who read the dump.
     """
 
     def __init__(
@@ -58,11 +58,11 @@ class SequenceDump(TrainerCallback):
         accelerator: Accelerator,
         tokenizer: PreTrainedTokenizerBase,
         seed: int = 0,
-        trainer: str = "",
+        about: dict[str, str] | None = None,
     ):
         self.args, self.accelerator, self.tokenizer = args, accelerator, tokenizer
         self.seed = seed
-        self.about = {"trainer": trainer}
+        self.about = dict(about or {})
         self.offered: list[Offered] = []
         self.n_batches = 0  # of this step
         self.next_step = args.rollout_dump_steps
@@ -192,21 +192,33 @@ class SequenceDump(TrainerCallback):
     def _rows(self, drawn: set[int], worst: set[int]) -> Iterator[dict[str, Any]]:
         for i in sorted(drawn | worst):
             row = self.offered[i].row
-            n = int(row["completion_mask"].sum())
-            token_ids = row["completion_ids"][:n].tolist()
-            prompt = row["prompt_ids"][row["prompt_mask"].bool()]
-            lists = ("mask", "train_logps", "rollout_logps", "weights", "keep", "coefficients")
+            numbers = numbers_of(row)
+            prompt, token_ids = numbers["prompt_ids"], numbers["token_ids"]
             yield {
-                "step": row["step"],
+                **numbers,
                 "rank": self.accelerator.process_index,
                 "sampled": i in drawn,
                 "worst": i in worst,
-                "prompt": self.tokenizer.decode(prompt.tolist()),
+                "prompt": self.tokenizer.decode(prompt),
                 "completion": self.tokenizer.decode(token_ids),
                 "tokens": [self.tokenizer.decode([token]) for token in token_ids],
-                "token_ids": token_ids,
-                **{name: None if row[name] is None else row[name][:n].tolist() for name in lists},
-                "reward": row["reward"].item(),
-                "advantage": row["advantage"].item(),
-                "staleness": None if row["staleness"] is None or row["staleness"].isnan() else int(row["staleness"]),
             }
+
+
+def numbers_of(row: dict[str, Any]) -> dict[str, Any]:
+    """Columns of one sequence of a batch, as numbers and lists, without its text."""
+    n = int(row["completion_mask"].sum())
+    prompt = row["prompt_mask"].bool()
+    again = row["again_logps"]
+    lists = ("mask", "train_logps", "rollout_logps", "weights", "keep", "coefficients")
+    return {
+        "step": row["step"],
+        "token_ids": row["completion_ids"][:n].tolist(),
+        **{name: None if row[name] is None else row[name][:n].tolist() for name in lists},
+        "reward": row["reward"].item(),
+        "advantage": row["advantage"].item(),
+        "staleness": None if row["staleness"] is None or row["staleness"].isnan() else int(row["staleness"]),
+        "prompt_ids": row["prompt_ids"][prompt].tolist(),
+        "padding": int((~prompt).sum()),
+        "again_logps": None if again is None or again[:n].isnan().all() else again[:n].tolist(),
+    }

@@ -21,6 +21,7 @@ from accelerate.utils import broadcast_object_list
 from ..correction import keep_mask
 from .arrival import Mark
 from .batch import (
+    AGAIN_LOGPS,
     COEFFICIENTS,
     FIRST_COEFFICIENTS,
     FIRST_LOGPS,
@@ -38,7 +39,11 @@ from .checks import (
 )
 from .contract import check_trl
 from .core import CorrectionCore
+from .engine import engine_arguments
+from .facts import facts_of_engine
 from .loss import LossCall
+from .observer import Corrected
+from .preflight import score_alone
 from .sampler import announce_sync, record_logprobs, sync_weights_on_cpu
 from .scoring import Logprobs, OldPass, Scoring
 from .visits import Visits
@@ -64,11 +69,14 @@ class RolloutCorrectionMixin(CorrectionCore):
     _anchor_key: str
 
     rollout_step: int | None = None
+    _engine_config: Any = None  # of vLLM, if it is known
 
     def __init__(self, model, reward_funcs=None, args=None, *further_args, **kwargs):
         check_trl(self._trl_class)
         check_bases(type(self), RolloutCorrectionMixin, self._trl_class)
-        super().__init__(model, reward_funcs, self._checked_args(model, args), *further_args, **kwargs)
+        args = self._checked_args(model, args)
+        with engine_arguments(args):
+            super().__init__(model, reward_funcs, args, *further_args, **kwargs)
         self._scoring: Scoring | None = None
         self._loss_call: LossCall | None = None
         self._arrived = False  # whether the correction has been seen to act in TRL's loss
@@ -88,9 +96,15 @@ class RolloutCorrectionMixin(CorrectionCore):
         if self.vllm_mode == "server":
             info: list[Any] = [None]
             if self.accelerator.is_main_process:  # the only one that talks to the server
-                info = [self.vllm_generation.vllm_client.get_server_info()["model_config"]["logprobs_mode"]]
+                info = [self.vllm_generation.vllm_client.get_server_info()]
             broadcast_object_list(info, from_process=0)  # so that every rank raises, or none
-            check_server_logprobs(info[0], self.temperature)
+            self._engine_config = info[0]
+            check_server_logprobs(info[0]["model_config"]["logprobs_mode"], self.temperature)
+        elif hasattr(self.vllm_generation, "llm"):
+            self._engine_config = self.vllm_generation.llm.llm_engine.vllm_config
+
+    def _facts(self) -> dict[str, str]:
+        return {**super()._facts(), **facts_of_engine(self._engine_config)}
 
     def _check_sampler(self):
         check_has_sampler(self.use_vllm, self._trl_class)
@@ -148,7 +162,7 @@ class RolloutCorrectionMixin(CorrectionCore):
             self._visits.generated(output, FIRST_LOGPS, FIRST_COEFFICIENTS)
         if self.args.corrects and self.args.needs_whole_batch and not self.args.bypass_mode:
             seen = self._correct_from(output[OLD_LOGPS], output, from_old=True)
-            self._observer.corrected(self._now, seen)
+            self._report(seen)
             output[COEFFICIENTS] = seen.coefficients
         return output
 
@@ -284,7 +298,7 @@ class RolloutCorrectionMixin(CorrectionCore):
         if self.args.bypass_mode:
             seen = self._correct_from(current, batch, from_old=old is current)
             anchor, seen = self._bypass(seen) if self.args.corrects else (current, seen)
-            self._observer.corrected(self._now, seen)
+            self._report(seen)
             coefficients = seen.coefficients
         else:
             anchor, coefficients = self._decoupled(batch.get(OLD_LOGPS, old), batch, first)
@@ -294,6 +308,16 @@ class RolloutCorrectionMixin(CorrectionCore):
             mark = self._loss_call.mark = Mark(logps)
             logps, coefficients = mark.logps, coefficients * mark.factor
         return self._enter_loss(inputs, logps, anchor, coefficients)
+
+    def _report(self, seen: Corrected):
+        """Count a batch that was corrected. Of the first, some sequences are scored twice if a diagnosis is due."""
+        images = any(
+            key in seen.batch for key in ("pixel_values", "num_images", "image_grid_thw")
+        )  # which belong to rows
+        if not images and self._observer.looks_twice(self._now):
+            again = score_alone(super()._get_per_token_logps_and_entropies, self.model_wrapped, seen.batch)
+            seen = seen._replace(batch={**seen.batch, AGAIN_LOGPS: again})
+        self._observer.corrected(self._now, seen)
 
     def _is_first_visit(self, batch: dict[str, Any]) -> bool:
         if FIRST_LOGPS not in batch:  # in evaluation every batch is visited once
@@ -313,7 +337,7 @@ class RolloutCorrectionMixin(CorrectionCore):
         if not first:
             return old, batch[FIRST_COEFFICIENTS].to(old.dtype)
         seen = self._correct_from(old, batch, from_old=True)
-        self._observer.corrected(self._now, seen)
+        self._report(seen)
         return old, self._settle(FIRST_COEFFICIENTS, seen.coefficients, batch)
 
     @staticmethod

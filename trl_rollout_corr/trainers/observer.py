@@ -18,8 +18,9 @@ from ..metrics import Statistics
 from ..staleness import Staleness, age, engine_drift, lag, update_drift
 from ..step_size import StepSize
 from ..sums import Segments, Sums
-from .batch import REWARDS, ROLLOUT_LOGPS, ROLLOUT_STEP
+from .batch import AGAIN_LOGPS, REWARDS, ROLLOUT_LOGPS, ROLLOUT_STEP
 from .dumping import SequenceDump
+from .preflight import Preflight
 from .reporting import report_histogram
 
 
@@ -78,6 +79,8 @@ class Observer:
             Callbacks of the trainer, some of which report.
         dump ([`~trl_rollout_corr.trainers.dumping.SequenceDump`], *optional*):
             Where sequences are written to.
+        preflight ([`~trl_rollout_corr.trainers.preflight.Preflight`], *optional*):
+            Where those of the first step are diagnosed.
     """
 
     def __init__(
@@ -86,8 +89,10 @@ class Observer:
         accelerator: Accelerator,
         callbacks: CallbackHandler,
         dump: SequenceDump | None = None,
+        preflight: Preflight | None = None,
     ):
-        self.args, self.accelerator, self.callbacks, self.dump = args, accelerator, callbacks, dump
+        self.args, self.accelerator, self.callbacks = args, accelerator, callbacks
+        self.dump, self.preflight = dump, preflight
         self.windows = {mode: LoggingWindow(accelerator) for mode in ("train", "eval")}
 
     def generated(self, now: Moment, rollout_steps: torch.Tensor):
@@ -134,8 +139,14 @@ class Observer:
         if seen.from_old:
             self._add_ages(now, engine_drift(correction.statistics))
         step = now.step + 1  # the one that trains on it
-        if self.dump is not None and now.mode == "train" and self.dump.wants(step):
-            self.dump.offer(step, *_columns(seen, now.step))
+        collectors = (self.dump, self.preflight) if now.mode == "train" else ()
+        for collector in collectors:
+            if collector is not None and collector.wants(step):
+                collector.offer(step, *_columns(seen, now.step))
+
+    def looks_twice(self, now: Moment) -> bool:
+        """Whether some sequences of the batch at hand are to be scored a second time."""
+        return now.mode == "train" and self.preflight is not None and self.preflight.looks_twice()
 
     def close_window(self, now: Moment) -> dict[str, float]:
         """
@@ -215,4 +226,5 @@ def _columns(seen: Corrected, step: int) -> tuple[dict[str, torch.Tensor], dict[
         "reward": batch[REWARDS],
         "advantage": advantages if advantages.dim() == 1 else advantages.mean(1),
         "staleness": step - batch[ROLLOUT_STEP] if ROLLOUT_STEP in batch else None,
+        "again_logps": batch.get(AGAIN_LOGPS),
     }

@@ -1,9 +1,9 @@
 """
 A run or a dump as one page, or two against each other: `python -m trl_rollout_corr report`.
 
-`summary`, `shares`, `tokens`, `advice` and `verdict` compute; `trends`, `story`, `distribution` and `rejected` make charts of
-it; `content` puts everything together; `page`, `markdown` and `versus` write it down, with `drawing` for the pictures, and
-`markup` and `banner` for what pages have in common.
+`summary`, `shares`, `tokens`, `advice` and `verdict` compute; `trends`, `story`, `distribution`, `rejected` and `diagnosis`
+make charts of it; `content` puts everything together; `page`, `markdown` and `versus` write it down, with `drawing` for the
+pictures, and `markup` and `banner` for what pages have in common.
 """
 
 import os
@@ -15,6 +15,7 @@ from ...messages import SelfContainedError, warn
 
 
 if TYPE_CHECKING:
+    from ..diagnose import Diagnosis, Observed
     from ..run import Run
 
 
@@ -38,9 +39,20 @@ def write_report(sources: Sequence[str], output: str) -> str:
         raise SelfContainedError(
             f"one run, or two to set against each other; got {len(sources)}: {', '.join(sources)}"
         )
+    path = check_output(output, (".html", ".md", ".png"))
+    files = _files([_read(source) for source in sources], sources, path)
+    for file, content in files.items():
+        _write(file, content)
+    return "".join(f"{file}\n" for file in files)
+
+
+def check_output(output: str, endings: Sequence[str]) -> Path:
+    """A file that can be written, and charts that can be drawn, or an error in one line that says why not."""
     path = Path(output)
-    if path.suffix not in (".html", ".md", ".png"):
-        raise SelfContainedError(f"{output}: the output must end in .html, .md or .png")
+    if path.suffix not in endings:
+        *others, last = endings
+        allowed = f"{', '.join(others)} or {last}" if others else last
+        raise SelfContainedError(f"{output}: the output must end in {allowed}")
     if not path.parent.is_dir():
         raise SelfContainedError(f"{output}: there is no folder {str(path.parent)!r} to write to")
     if path.is_dir() or not os.access(path.parent, os.W_OK):
@@ -50,10 +62,14 @@ def write_report(sources: Sequence[str], output: str) -> str:
     except ImportError:
         message = "the report is drawn with matplotlib, which is missing: pip install matplotlib"
         raise SelfContainedError(message) from None
-    files = _files([_read(source) for source in sources], sources, path)
-    for file, content in files.items():
-        _write(file, content)
-    return "".join(f"{file}\n" for file in files)
+    return path
+
+
+def write_diagnosis(source: str, output: str, observed: "Observed", diagnosis: "Diagnosis"):
+    """Write a diagnosis as a page."""
+    from .diagnosis import page_of_diagnosis
+
+    _write(Path(output), page_of_diagnosis(source, observed, diagnosis).encode())
 
 
 def _read(source: str) -> "Run":

@@ -1,6 +1,7 @@
 """What a report says, before it is HTML or Markdown."""
 
 import math
+import warnings
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ import numpy as np
 from ...health import Finding
 from ...keys import PREFIX
 from ...rules import examine
+from ..diagnose import Diagnosis, Observed, diagnose, observe
 from ..reading import Sequences
 from ..run import Run
 from ..text import number, percent
@@ -73,6 +75,8 @@ class Report(NamedTuple):
             Charts.
         worst (`Worst` or `None`):
             Tokens that are furthest off, if there is a dump.
+        diagnosis (`tuple[Observed, Diagnosis]` or `None`):
+            What the matter is with the dump, and what it was seen in, if there are enough tokens.
     """
 
     name: str
@@ -87,6 +91,7 @@ class Report(NamedTuple):
     advice: list[Advice]
     sections: list[Section]
     worst: Worst | None
+    diagnosis: tuple[Observed, Diagnosis] | None
 
 
 def build(run: Run) -> Report:
@@ -115,7 +120,20 @@ def build(run: Run) -> Report:
         advise(run),
         [section for section in (_trends(run, findings, told), _distribution(run), _rejected(run)) if section],
         find_worst(run.dump.sequences) if run.dump else None,
+        _diagnosed(run),
     )
+
+
+def _diagnosed(run: Run) -> tuple[Observed, Diagnosis] | None:
+    if run.dump is None:
+        return None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about files that are damaged, of which the reader of the run has told
+            observed = observe(run.dump.path)
+        return observed, diagnose(observed)
+    except ValueError:  # too few tokens
+        return None
 
 
 def _windows(run: Run) -> str:
@@ -186,7 +204,7 @@ def _distribution(run: Run) -> Section | None:
     if run.dump is None or not run.dump.sequences.counted.any():
         chart = logged_histogram(run.logs)
         return Section("distribution", title, "From the log; a dump says more.", [chart]) if chart else None
-    summary = summarise(*run.dump)
+    summary = summarise(run.dump.sequences, run.dump.config)
     if summary.spread == 0:
         return Section("distribution", title, "Not at all: d is 0 at every token.", [])
     text = "Counted over the sequences that were drawn at random, which represent the batch."
@@ -201,7 +219,10 @@ def _rejected(run: Run) -> Section | None:
     title = "Who is rejected"
     families, text = logged_shares(run.logs), "Means of what was logged, over the whole batch."
     if not families and run.dump is not None and run.dump.sequences.counted.any():
-        families, text = counted_shares(*run.dump), "Counted over the sequences drawn at random."
+        families, text = (
+            counted_shares(run.dump.sequences, run.dump.config),
+            "Counted over the sequences drawn at random.",
+        )
     charts = rejected(families)
     if charts:
         total = _total(next(iter(families.values())))

@@ -6,6 +6,7 @@ from pathlib import Path
 from ...health import Finding
 from ..text import number, printable, steps
 from .content import TERMS, Report
+from .diagnosis import lines as lines_of_diagnosis
 from .drawing import Chart, png
 from .tokens import Token
 
@@ -54,6 +55,7 @@ def markdown(report: Report, picture: str | None) -> str:
     lines += [f"- {label}: {plain(value)}" for label, value in (*report.about, *report.facts)]
     lines += [f"- {sentence}." for sentence in report.damage]
     lines += ["", TERMS]
+    lines += ["", "## Diagnosis", "", *lines_of_diagnosis(report.diagnosis[1])] if report.diagnosis else []
     lines += ["", "## Findings", ""]
     lines += [_finding(finding) for finding in report.findings] or [f"{report.nothing} {report.outside}".strip()]
     lines += ["", "## Settings to try"]

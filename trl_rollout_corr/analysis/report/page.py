@@ -7,6 +7,7 @@ from ..text import number
 from .advice import Advice
 from .banner import banner, cards, words
 from .content import Report, Section
+from .diagnosis import cards as cards_of_diagnosis
 from .drawing import Chart
 from .markup import code, document, escaped, figure, figure_of_story, table_of_rows, visible
 from .tokens import Excerpt, Token, Worst
@@ -21,8 +22,10 @@ def page(report: Report) -> str:
     title = f"Rollout report: {escaped(report.name)}"
     facts = "".join(f"<dt>{escaped(label)}</dt><dd>{escaped(value)}</dd>" for label, value in report.facts)
     story = figure_of_story(report.story) if report.story else ""
+    diagnosis = cards_of_diagnosis(*report.diagnosis) if report.diagnosis else ""
     parts = [
-        ("story", "What happened", words() + story),
+        *([("diagnosis", "Diagnosis", words() + diagnosis)] if diagnosis else []),
+        ("story", "What happened", story if diagnosis else words() + story),
         ("findings", "Findings", cards(report)),
         ("settings", "Settings to try", f'<div class="settings">{"".join(map(_advice, report.advice))}</div>'),
         *((section.name, section.title, _section(section)) for section in report.sections),

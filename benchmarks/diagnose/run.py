@@ -1,0 +1,89 @@
+"""
+Judge `diagnose` by injected faults, and publish the confusion matrix.
+
+    python benchmarks/diagnose/run.py                      # makes the dumps that are missing, then judges
+    python benchmarks/diagnose/run.py --output elsewhere   # where dumps are kept
+
+Bounds were set on the shapes `tune-*`; what is published is of the shapes `judge-*`, which have other seeds.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import numpy as np
+
+from trl_rollout_corr.analysis.diagnose import diagnose, observe
+from trl_rollout_corr.analysis.diagnose.signatures import DIFFUSE, STAGES
+from trl_rollout_corr.faults import FAULTS
+
+
+HERE = Path(__file__).parent
+SHAPES = ["judge-qwen3", "judge-llama", "judge-moe-small", "judge-moe"]
+FIRST, SEEDS = 200, 20
+
+
+def judge(folders: list[Path], *, old: bool) -> tuple[dict[str, Counter], dict[str, Counter], Counter]:
+    """Answers by cause and by fault, and how many of the runs without a fault, or with rounding alone, were called healthy."""
+    by_cause: dict[str, Counter] = defaultdict(Counter)
+    by_fault: dict[str, Counter] = defaultdict(Counter)
+    healthy: Counter = Counter()
+    for folder in folders:
+        for dump in sorted(path for fault in sorted(folder.iterdir()) for path in fault.iterdir()):
+            observed = observe(dump)
+            if old:  # as a dump that nobody asked for a diagnosis of
+                observed.about = {}
+                observed.again[:] = np.nan
+            diagnosis = diagnose(observed)
+            answer = diagnosis.findings[0].name if diagnosis.findings else diagnosis.verdict
+            fault = dump.parent.name
+            by_cause[FAULTS[fault].cause][answer] += 1
+            by_fault[fault][answer] += 1
+            if fault in ("none", "bf16"):
+                healthy[fault] += diagnosis.healthy
+    return by_cause, by_fault, healthy
+
+
+def table(matrix: dict[str, Counter]) -> str:
+    """Rows of the table in README.md."""
+    lines = ["| cause | named first | runs | otherwise |", "| --- | --- | --- | --- |"]
+    for cause, answers in matrix.items():
+        others = ", ".join(f"{name} {n}" for name, n in sorted(answers.items()) if name != cause)
+        lines.append(f"| `{cause}` | {answers[cause]} | {sum(answers.values())} | {others or '-'} |")
+    return "\n".join(lines)
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--output", type=Path, default=Path("outputs/diagnose"))
+    args = parser.parse_args()
+    for shape in SHAPES:
+        if not (args.output / shape).exists():
+            options = {"--seeds": SEEDS, "--first": FIRST, "--output": args.output}
+            words = [str(word) for option in options.items() for word in option]
+            subprocess.run([sys.executable, str(HERE / "generate.py"), shape, *words], check=True)
+    folders = [args.output / shape for shape in SHAPES]
+    with_look, by_fault, healthy = judge(folders, old=False)
+    without, _, _ = judge(folders, old=True)
+    order = sorted(with_look)
+    results = {
+        "shapes": SHAPES,
+        "seeds": [FIRST, FIRST + SEEDS - 1],
+        "signatures": [[s.cause, s.weak, s.strong] for stage in (*STAGES, *DIFFUSE) for s in stage.signatures],
+        "with_second_look": {cause: dict(with_look[cause]) for cause in order},
+        "without": {cause: dict(without[cause]) for cause in order},
+        "by_fault": {fault: dict(by_fault[fault]) for fault in sorted(by_fault)},
+        "healthy": dict(healthy),
+    }
+    (HERE / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    print(table({cause: with_look[cause] for cause in order}))
+    print("\nOld dumps:\n")
+    print(table({cause: without[cause] for cause in order}))
+    print(f"\nHealthy: {dict(healthy)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,352 @@
+"""Causes are named: faults of the kit, put into small real models, in dumps as a run writes them."""
+
+import json
+import re
+import sys
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from tests.dumps import make_dump
+from tests.launching import ROOT
+from tests.tiny import StaleSampler
+from tests.training import build, losses
+from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer, dump, faults
+from trl_rollout_corr.__main__ import main
+from trl_rollout_corr.analysis.diagnose import diagnose, observe
+from trl_rollout_corr.analysis.diagnose.causes import CAUSES
+from trl_rollout_corr.analysis.diagnose.pictures import picture
+from trl_rollout_corr.analysis.diagnose.signatures import DIFFUSE, STAGES
+from trl_rollout_corr.config import RolloutCorrectionConfig
+from trl_rollout_corr.presets import PRESETS
+
+
+SEED = 2  # of those that have turns
+# Of faults that take a pass of the sampler each, one of every cause runs by default
+QUICK = ("cold_sampler", "top_p", "repetition_penalty", "int8_weights")
+
+
+def passes(names: list[str]) -> list:
+    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in names]
+
+
+# By what a fault needs of the sampler: a pass of its own, or that of the right policy
+OF_SAMPLING = [name for name, fault in faults.FAULTS.items() if fault.sampling]
+OF_WEIGHTS = [name for name, fault in faults.FAULTS.items() if fault.weights]
+DRIFTING = ["stale", "never_pushed", "own_updates"]
+ENGINES = ["fp8_cache"]  # which only vLLM has; the benchmark judges it
+AFTERWARDS = sorted(
+    {*faults.FAULTS} - {*OF_SAMPLING, *OF_WEIGHTS, *DRIFTING, *ENGINES, "bf16", "bf16_moe", "lora_merge"}
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def benchmark():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks" / "diagnose"))
+        import generate
+
+        yield generate
+    for name in ("generate", "policies"):
+        sys.modules.pop(name, None)
+
+
+@torch.no_grad()
+def sampled(benchmark, model, *, engine=None, seed: int = SEED, **sampling) -> list:
+    """Samples of a model of transformers, with the log-probabilities that vLLM would report."""
+    prompts, lengths = benchmark.requests(seed)
+    width, length = max(map(len, prompts)), 32
+    ids = torch.zeros(len(prompts), width + length, dtype=torch.long)
+    attention = torch.ones_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) : width] = torch.tensor(prompt)
+        attention[row, : width - len(prompt)] = 0
+    dice, logps = torch.Generator().manual_seed(seed), []
+    for at in range(width, width + length):
+        logits = model(input_ids=ids[:, :at], attention_mask=attention[:, :at]).logits[:, -1].float()
+        whole = logits.log_softmax(-1)
+        processed = process(logits, ids[:, :at] * attention[:, :at], width, **sampling).log_softmax(-1)
+        ids[:, at] = torch.multinomial(processed.exp(), 1, generator=dice)[:, 0]
+        reported = whole if engine == "raw_logprobs" else processed
+        logps.append(reported.gather(-1, ids[:, at, None])[:, 0])
+    columns = torch.stack(logps, 1)
+    return [
+        benchmark.Sample(prompt, ids[i, width : width + n].tolist(), columns[i, :n].tolist(),
+                         benchmark.mask_of([0] * n, i) if seed % 4 >= 2 else [True] * n)
+        for i, (prompt, n) in enumerate(zip(prompts, (min(n, length) for n in lengths), strict=True))
+    ]  # fmt: skip
+
+
+def process(logits, before, width, *, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0,
+            presence_penalty=0.0, frequency_penalty=0.0):  # fmt: skip
+    """Penalties, temperature and truncation in vLLM's order."""
+
+    def counts(ids):
+        return torch.zeros_like(logits).scatter_add_(1, ids, torch.ones_like(ids, dtype=logits.dtype))
+
+    anywhere, said = counts(before).index_fill(1, torch.tensor([0]), 0) > 0, counts(before[:, width:])
+    penalised = torch.where(logits > 0, logits / repetition_penalty, logits * repetition_penalty)
+    logits = torch.where(anywhere, penalised, logits) - frequency_penalty * said - presence_penalty * (said > 0)
+    probabilities = (logits / temperature).softmax(-1)
+    sorted_p, order = probabilities.sort(-1, descending=True)
+    keep = (sorted_p.cumsum(-1) - sorted_p < top_p) & (sorted_p >= min_p * sorted_p[:, :1])
+    keep &= torch.arange(keep.shape[1]) < (top_k or keep.shape[1])
+    dropped = ~torch.zeros_like(keep).scatter(1, order, keep)
+    return (logits / temperature).masked_fill(dropped, -torch.inf)
+
+
+@pytest.fixture(scope="module")
+def maker(benchmark, tmp_path_factory):
+    return benchmark.Maker("tune-qwen2", [SEED], tmp_path_factory.mktemp("faults"))
+
+
+@pytest.fixture(scope="module")
+def right(benchmark, maker):
+    """Samples of the right policy."""
+    return sampled(benchmark, maker.models["float32"])
+
+
+def found_in(maker, fault: str, *, seed: int = SEED):
+    observed = observe(maker.output / fault / str(seed))
+    diagnosis = diagnose(observed)
+    for finding in diagnosis.findings:  # each has its picture
+        points = picture(observed, finding)
+        assert len(points.at) == len(points.values) > 1 or finding.name == "nan_rows"
+        assert np.isfinite(points.values).all()
+        assert 0 <= finding.share <= 1
+        assert 0.5 <= finding.certainty < 1
+    return diagnosis
+
+
+def named(maker, fault: str, **where) -> str:
+    diagnosis = found_in(maker, fault, **where)
+    return diagnosis.findings[0].name if diagnosis.findings else diagnosis.verdict
+
+
+@pytest.mark.parametrize("fault", AFTERWARDS)
+def test_a_fault_of_the_trainer_or_the_rows_is_named(maker, right, benchmark, fault):
+    turns = [s._replace(mask=benchmark.mask_of(s.completion, i)) for i, s in enumerate(right)]
+    maker.make(fault, SEED, turns, "float32")
+    assert named(maker, fault) == faults.FAULTS[fault].cause
+
+
+@pytest.mark.parametrize("fault", passes(OF_SAMPLING))
+def test_a_fault_of_sampling_is_named(maker, benchmark, fault):
+    engine = faults.FAULTS[fault].engine.get("logprobs_mode")
+    samples = sampled(benchmark, maker.models["float32"], engine=engine, **faults.FAULTS[fault].sampling)
+    maker.make(fault, SEED, samples, "float32", temperature=benchmark.TEMPERATURE if engine else 1.0)
+    assert named(maker, fault) == faults.FAULTS[fault].cause
+
+
+@pytest.mark.parametrize("fault", passes(OF_WEIGHTS))
+def test_other_weights_are_named(maker, benchmark, fault):
+    change = faults.FAULTS[fault].weights
+    model = benchmark.with_weights(maker.models["float32"], {k: change(k, v) for k, v in maker.weights.items()})
+    samples = sampled(benchmark, model)
+    benchmark.with_weights(model, maker.weights)
+    maker.make(fault, SEED, samples, "float32")
+    assert named(maker, fault) == "weights"
+
+
+@pytest.mark.parametrize("fault", DRIFTING)
+def test_weights_that_drift_apart_are_told_by_how(maker, right, fault):
+    maker.drifting(fault, SEED, right, "float32")
+    assert named(maker, fault) == fault
+
+
+def test_a_merge_in_bfloat16_is_named(maker, right):
+    maker.merging(SEED, right)
+    assert named(maker, "lora_merge") == "lora_merge"
+
+
+def test_rounding_is_named_and_normal(maker, right):
+    maker.make("bf16", SEED, right, "bfloat16")
+    diagnosis = found_in(maker, "bf16")
+    assert diagnosis.findings[0].name == "rounding"
+    assert diagnosis.healthy
+
+
+def test_flipped_routes_are_named(benchmark, tmp_path):
+    maker = benchmark.Maker("tune-moe", [SEED], tmp_path)
+    maker.make("bf16_moe", SEED, sampled(benchmark, maker.models["float32"]), "bfloat16")
+    assert named(maker, "bf16_moe") == "routing"
+
+
+def test_two_causes_are_both_named_and_their_shares_add_up(maker, benchmark):
+    samples = sampled(benchmark, maker.models["float32"], top_p=0.9)
+    maker.make("eos", SEED, samples, "float32")
+    findings = found_in(maker, "eos").findings
+    assert {finding.name for finding in findings} == {"last_token", "truncation"}
+    assert findings[0].share >= findings[1].share
+
+
+# Answers that are no cause ------------------------------------------------------------------------------------------------
+
+
+def test_what_fits_no_signature_is_unknown(tmp_path):
+    folder = make_dump(tmp_path / "dump", gaussian=True, spread=0.4, rows=64, tools=False)
+    diagnosis = diagnose(observe(folder))
+    assert (diagnosis.verdict, diagnosis.findings, diagnosis.healthy) == ("unknown", [], False)
+    assert main(["diagnose", str(folder)]) == 1
+
+
+def test_too_few_tokens_say_nothing(tmp_path, capsys):
+    folder = make_dump(tmp_path / "dump", rows=2, length=4, steps=1, logs=False)
+    assert main(["diagnose", str(folder)]) == 2
+    assert "too few to say anything" in capsys.readouterr().err
+
+
+# The command --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shifted(tmp_path, maker, right):
+    maker.make("none", SEED, right, "float32")
+    return faults.rewrite(maker.output / "none" / str(SEED), tmp_path / "shifted", "one_token_shift")
+
+
+def test_exit_codes_and_json(shifted, maker, capsys):
+    assert main(["diagnose", str(shifted), "--json"]) == 1
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["causes"][0]["cause"] == "shift"
+    assert answer["causes"][0]["evidence"]["lag"] in (-1, 1)
+    assert main(["diagnose", str(maker.output / "none" / str(SEED))]) == 0
+    assert capsys.readouterr().out.startswith("Nothing to correct.")
+
+
+def test_a_page_has_a_picture_and_the_report_the_diagnosis_on_top(shifted, tmp_path, capsys):
+    assert main(["diagnose", str(shifted), "--html", str(tmp_path / "d.html")]) == 1
+    page = (tmp_path / "d.html").read_text()
+    assert "a token off" in page
+    assert page.count("<svg") == 1
+    assert main(["report", str(shifted), "-o", str(tmp_path / "r.html")]) == 0
+    report = (tmp_path / "r.html").read_text()
+    assert report.index('id="diagnosis"') < report.index('id="findings"')
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["diagnose", "nowhere"], "nowhere: no such file or folder"),
+        (["diagnose", "{dump}", "--html", "{folder}/d.png"], "the output must end in .html"),
+        (["diagnose", "{dump}", "--html", "{folder}/none/d.html"], "there is no folder"),
+    ],
+)
+def test_bad_input_is_one_line_and_writes_nothing(shifted, tmp_path, capsys, arguments, complaint):
+    folder = tmp_path / "out"
+    folder.mkdir()
+    assert main([argument.format(dump=shifted, folder=folder) for argument in arguments]) == 2
+    captured = capsys.readouterr()
+    assert complaint in captured.err
+    assert (captured.err.count("\n"), captured.out) == (1, "")
+    assert not list(folder.iterdir())
+
+
+# The kit ------------------------------------------------------------------------------------------------------------------
+
+
+def test_every_cause_has_a_fault_a_signature_a_remedy_that_loads_and_a_place_in_the_document():
+    text = (ROOT / "docs" / "diagnose.md").read_text()
+    tested = {signature.cause for stage in (*STAGES, *DIFFUSE) for signature in stage.signatures}
+    assert tested == set(CAUSES) == {fault.cause for fault in faults.FAULTS.values()} - {"nothing"}
+    for name, cause in CAUSES.items():
+        assert f"`{name}`" in text
+        assert cause.preset is None or cause.preset in PRESETS
+        known = {f for f in cause.settings if f in RolloutCorrectedGRPOConfig.__dataclass_fields__}
+        assert known == set(cause.settings), name
+
+
+def test_rewriting_says_what_it_cannot_do(tmp_path):
+    with pytest.raises(
+        ValueError, match="`fault` is 'stale'; a dump can be rewritten with one of bos, eos, nan_rows, one_token"
+    ):
+        faults.rewrite(tmp_path, tmp_path / "out", "stale")
+    with pytest.raises(ValueError, match="where no file step-"):
+        faults.rewrite(tmp_path, tmp_path / "out", "eos")
+    folder = make_dump(tmp_path / "dump")
+    with pytest.raises(ValueError, match="holds a dump already"):
+        faults.rewrite(folder, folder, "eos")
+    assert not (tmp_path / "out").exists()
+
+
+def test_faults_leave_a_model_as_it_was(maker):
+    model = maker.models["float32"]
+    ids = torch.arange(2, 42)[None]
+    with torch.no_grad():
+        before = model(input_ids=ids).logits
+        for fault in faults.FAULTS.values():
+            with faults.training_on(model, fault):
+                changed = not torch.equal(model(input_ids=ids).logits, before)
+            assert changed == (fault.trainer is not None)
+            assert torch.equal(model(input_ids=ids).logits, before)
+
+
+# The first step of a trainer ----------------------------------------------------------------------------------------------
+
+
+def train(model, folder, *, noise=0.0, **fields):
+    sampler = StaleSampler(model, noise=noise, min_length=6)
+    trainer = build(
+        RolloutCorrectedGRPOTrainer, RolloutCorrectedGRPOConfig, model, folder, sampler=sampler,
+        max_steps=2, per_device_train_batch_size=8, num_generations=4, **fields,
+    )  # fmt: skip
+    return trainer, losses(trainer)
+
+
+@pytest.mark.parametrize("mode", [{"rollout_correction": "bypass_ppo_clip"}, {"rollout_is_batch_normalize": True}])
+def test_the_first_step_is_diagnosed_and_training_does_not_notice(tiny_model_path, tmp_path, capsys, mode):
+    trainer, seen = train(
+        tiny_model_path, tmp_path, rollout_diagnose=True, rollout_dump_dir=str(tmp_path / "dump"), **mode
+    )
+    diagnosis = trainer._observer.preflight.diagnosis
+    assert diagnosis.verdict == "nothing"
+    assert "Diagnosis of step 1. Nothing to correct." in capsys.readouterr().out
+    rows = [row for path in dump.files_of(tmp_path / "dump") for row in pq.read_table(path).to_pylist()]
+    again = [row for row in rows if row["again_logps"]]
+    assert {row["step"] for row in again} == {1}
+    for row in again:
+        assert row["again_logps"] == pytest.approx(row["train_logps"], abs=1e-4)
+    assert all(len(row["prompt_ids"]) + row["padding"] > 0 for row in rows)
+    assert train(tiny_model_path, tmp_path / "without", **mode)[1] == seen
+
+
+def test_dropout_of_the_trainer_is_seen_at_the_first_step(tiny_model_path, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_path, attention_dropout=0.3)
+    sampler = StaleSampler(tiny_model_path, noise=0.0, min_length=8)
+    with pytest.warns(UserWarning, match="dropout"):
+        trainer = build(
+            RolloutCorrectedGRPOTrainer, RolloutCorrectedGRPOConfig, model, tmp_path, sampler=sampler,
+            max_steps=1, per_device_train_batch_size=16, num_generations=4, rollout_diagnose=True, model_init_kwargs=None,
+        )  # fmt: skip
+    trainer.train()
+    assert [finding.name for finding in trainer._observer.preflight.diagnosis.findings] == ["dropout"]
+
+
+# What is published --------------------------------------------------------------------------------------------------------
+
+
+def test_the_published_matrix_is_that_of_the_results():
+    folder = ROOT / "benchmarks" / "diagnose"
+    results = json.loads((folder / "results.json").read_text())
+    assert results["signatures"] == [
+        [s.cause, s.weak, s.strong] for stage in (*STAGES, *DIFFUSE) for s in stage.signatures
+    ]  # judged with the bounds that are set
+    table = re.findall(
+        r"^\| `(\w+)` \| (\d+) \| (\d+) \| ([^|]*) \|", (folder / "README.md").read_text(), re.MULTILINE
+    )
+    told = {cause: (int(right), int(runs), others.strip()) for cause, right, runs, others in table}
+    for cause, answers in results["with_second_look"].items():
+        others = ", ".join(f"{name} {n}" for name, n in sorted(answers.items()) if name != cause)
+        assert told[cause] == (answers.get(cause, 0), sum(answers.values()), others or "-")
+    reached = [cause for cause, (right, runs, _) in told.items() if cause != "nothing" and right >= 0.9 * runs]
+    text = (ROOT / "docs" / "diagnose.md").read_text()
+    assert f"at\nleast 9 of 10 dumps for {len(reached)} of {len(CAUSES)} causes" in text
+    assert f"Of 80 runs without a\nfault, {results['healthy']['none']} are called healthy" in text
+
+
+def test_default_is_off():
+    assert RolloutCorrectionConfig().rollout_diagnose is False

@@ -1,0 +1,75 @@
+"""A diagnosis as a section of the report, and as a page of its own: `python -m trl_rollout_corr diagnose --html`."""
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from ..diagnose import Diagnosis, Finding, Observed
+from ..diagnose.pictures import Points, picture
+from ..diagnose.written import detail, evidence, headline, settings, sure
+from ..text import percent, yaml_lines
+from .drawing import Axes, Chart, Colors
+from .markup import code, document, escaped, figure
+
+
+def chart(o: Observed, finding: Finding) -> Chart:
+    """The picture of one cause."""
+    points = picture(o, finding)
+    return Chart(
+        f"cause-{finding.name}",
+        points.y[:1].upper() + points.y[1:],
+        f"{finding.cause.title}: {evidence(finding)}.",
+        partial(_draw, points=points),
+        (points.x, points.y),
+        [*zip(points.at, points.values, strict=True)],
+    )
+
+
+def _draw(axes: Axes, colors: Colors, *, points: Points):
+    if isinstance(points.at[0], str):
+        places = np.arange(len(points.at))
+        axes.bar(places, points.values, 0.65, color=colors["line"], alpha=0.85)
+        axes.set_xticks(places, [*map(str, points.at)], rotation=0 if len("".join(map(str, points.at))) < 36 else 18)
+    else:
+        axes.plot(points.at, points.values, color=colors["line"], marker="o", markersize=4)
+    axes.axhline(0, color=colors["muted"], linewidth=0.8)
+    axes.set_xlabel(points.x)
+
+
+def cards(o: Observed, diagnosis: Diagnosis) -> str:
+    """What was found, as pieces of a page."""
+    kind = "healthy" if diagnosis.healthy else "finding"
+    head = f'<p class="{kind}"><strong>{escaped(headline(diagnosis))}.</strong> {code(detail(diagnosis))}</p>\n'
+    return head + "".join(_card(o, finding) for finding in diagnosis.findings)
+
+
+def _card(o: Observed, finding: Finding) -> str:
+    cause, pasted = finding.cause, settings(finding)
+    kind = "finding" if cause.normal else "finding warning"
+    yaml = f'<pre class="remedy">{escaped(yaml_lines(pasted))}</pre>' if pasted else ""
+    return (
+        f'<article class="{kind}"><h3>{escaped(cause.title)}</h3>'
+        f"\n<p>{escaped(sure(finding))} ({percent(round(finding.certainty, 2))}), explains "
+        f"{percent(round(finding.share, 2))} of d<sup>2</sup>: {escaped(evidence(finding))}.</p>\n"
+        f"<p><strong>What to do.</strong> {code(cause.remedy)}</p>{yaml}\n{figure(chart(o, finding))}</article>\n"
+    )
+
+
+def lines(diagnosis: Diagnosis) -> list[str]:
+    """The same in Markdown."""
+    found = [f"**{headline(diagnosis)}.** {detail(diagnosis)}"]
+    for finding in diagnosis.findings:
+        found += [
+            "",
+            f"- {finding.cause.title}: {sure(finding)}, {percent(round(finding.share, 2))} of d^2; {evidence(finding)}. "
+            f"{finding.cause.remedy}",
+        ]
+        if pasted := settings(finding):
+            found += ["", "```yaml", yaml_lines(pasted).rstrip(), "```"]
+    return found
+
+
+def page_of_diagnosis(name: str, o: Observed, diagnosis: Diagnosis) -> str:
+    """A page of its own."""
+    return document(f"Diagnosis: {escaped(Path(name).name)}", "", [("diagnosis", "Diagnosis", cards(o, diagnosis))])

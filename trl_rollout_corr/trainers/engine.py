@@ -1,0 +1,117 @@
+"""
+Arguments of vLLM's engine that TRL has no field for: `rollout_engine_kwargs`.
+
+TRL builds the engine of its colocate mode inside its trainer, from a name of one of its modules. That name is another for as
+long as the trainer is built.
+"""
+
+import dataclasses
+import json
+import shlex
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from trl.generation import vllm_generation
+
+from ..messages import is_first_rank, nearest, warn
+from .console import write
+
+
+# What TRL, or rollout correction, decides, and where
+RESERVED = {
+    "model": "the sampler has the trainer's model",
+    "tensor_parallel_size": "set `vllm_tensor_parallel_size`",
+    "gpu_memory_utilization": "set `vllm_gpu_memory_utilization`",
+    "max_model_len": "set `vllm_max_model_length`",
+    "max_num_seqs": "TRL sets it to the size of a generation",
+    "enable_sleep_mode": "set `vllm_enable_sleep_mode`",
+    "model_impl": "set `vllm_model_impl`",
+    "distributed_executor_backend": "TRL's processes are the engine's",
+    "seed": "ranks that share an engine must draw the same numbers",
+    "logprobs_mode": "the correction needs the log-probabilities of what is sampled from, which TRL asks for",
+    "quantization": "TRL takes it from the trainer's model",
+    "trust_remote_code": "set `trust_remote_code`",
+}
+
+
+def check_engine_kwargs(kwargs: Mapping[str, Any]):
+    """
+    Check that vLLM's engine has all arguments, and that none is decided elsewhere.
+
+    Args:
+        kwargs (`Mapping[str, Any]`):
+            `rollout_engine_kwargs`.
+
+    Raises:
+        `ValueError`: if it has not, or one is.
+    """
+    from vllm import EngineArgs
+
+    known = [field.name for field in dataclasses.fields(EngineArgs)]
+    for name in kwargs:
+        if name in RESERVED:
+            raise ValueError(
+                f"`rollout_engine_kwargs` has {name!r}, which is decided elsewhere: {RESERVED[name]}. Remove it."
+            )
+        if name not in known:
+            raise ValueError(
+                f"`rollout_engine_kwargs` has {name!r}, which is no argument of vLLM's engine.{nearest(name, known)} "
+                "It takes the fields of `vllm.EngineArgs`."
+            )
+
+
+@contextmanager
+def engine_arguments(args: Any) -> Iterator[None]:
+    """
+    Let TRL build its engine with more arguments.
+
+    Args:
+        args ([`RolloutCorrectionConfig`]):
+            Configuration of a trainer that is about to be built. Where TRL builds no engine, what to start the server with is
+            printed instead, or a warning says that nothing happens.
+
+    Raises:
+        `ValueError`: if an argument cannot be passed.
+    """
+    kwargs = args.rollout_engine_kwargs
+    if not kwargs:
+        yield
+        return
+    if not args.use_vllm:
+        warn(f"`rollout_engine_kwargs` is set to {kwargs!r} but has no effect: `use_vllm` is False.")
+        yield
+        return
+    check_engine_kwargs(kwargs)
+    if args.vllm_mode != "colocate":
+        announce_server(kwargs)
+        yield
+        return
+    built = vllm_generation.LLM
+
+    def build(*positional, **options):
+        return built(*positional, **{**options, **kwargs})
+
+    vllm_generation.LLM = build
+    try:
+        yield
+    finally:
+        vllm_generation.LLM = built
+
+
+def announce_server(kwargs: Mapping[str, Any]):
+    """Print how a server is started with these arguments, which nobody can give it later."""
+    if is_first_rank():
+        write(f"`rollout_engine_kwargs` is for the server, which is to be started with: {serve_line(kwargs)}")
+
+
+def serve_line(kwargs: Mapping[str, Any]) -> str:
+    """The command that starts a server with these arguments."""
+    return " ".join(["vllm serve MODEL", *(_flag(name, value) for name, value in kwargs.items())])
+
+
+def _flag(name: str, value: Any) -> str:
+    flag = f"--{name.replace('_', '-')}"
+    if isinstance(value, bool):
+        return flag if value else f"--no-{flag.removeprefix('--')}"
+    return f"{flag} {shlex.quote(json.dumps(value) if isinstance(value, dict | list) else str(value))}"

@@ -1,0 +1,83 @@
+"""What is known of a run before anything is sampled: how trainer and sampler compute. A diagnosis reads it in the dump."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..messages import warn
+
+
+def facts_of_trainer(model: Any, args: Any) -> dict[str, str]:
+    """
+    Facts about the trainer.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Its model.
+        args ([`~transformers.TrainingArguments`]):
+            Its configuration.
+
+    Returns:
+        `dict[str, str]`: `trainer_dtype`, the type that it computes in, and `adapter`, the kind of adapter or `"none"`.
+    """
+    computes = "bfloat16" if args.bf16 else "float16" if args.fp16 else _name(_dtype(model))
+    adapters = getattr(model, "peft_config", None)
+    kind = (
+        next((getattr(a.peft_type, "value", a.peft_type) for a in adapters.values()), "")
+        if isinstance(adapters, dict)
+        else ""
+    )
+    return {"trainer_dtype": computes, "adapter": str(kind or "none")}
+
+
+def _dtype(model: torch.nn.Module) -> Any:
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+
+
+def facts_of_engine(config: Any) -> dict[str, str]:
+    """
+    Facts about vLLM, from its `VllmConfig`: the object, or the tree that a server makes of it.
+
+    Args:
+        config (`Any`):
+            The configuration.
+
+    Returns:
+        `dict[str, str]`: `sampler_dtype`, `kv_cache_dtype` and `quantization`, as far as they are there.
+    """
+    found = {
+        "sampler_dtype": _get(config, "model_config", "dtype"),
+        "kv_cache_dtype": _get(config, "cache_config", "cache_dtype"),
+        "quantization": _get(config, "model_config", "quantization"),
+    }
+    return {name: _name(value) for name, value in found.items() if value is not None}
+
+
+def _get(config: Any, *path: str) -> Any:
+    for name in path:
+        config = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+    return config
+
+
+def _name(value: Any) -> str:
+    return str(value).removeprefix("torch.")
+
+
+def check_types(facts: Mapping[str, str]):
+    """
+    Warn if trainer and sampler compute in different types, of which only one side got the remedy.
+
+    Args:
+        facts (`Mapping[str, str]`):
+            What is known.
+    """
+    trainer, sampler = facts.get("trainer_dtype"), facts.get("sampler_dtype")
+    if trainer and sampler and trainer != sampler:
+        warn(
+            f"The trainer computes in {trainer} and the sampler in {sampler}: their log-probabilities differ by "
+            "the rounding of the "
+            f"coarser one. Set `rollout_engine_kwargs` to {{'dtype': '{trainer}'}}, start the server with "
+            f"`--dtype {trainer}`, or "
+            f"let the trainer compute in {sampler}."
+        )

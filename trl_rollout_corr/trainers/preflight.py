@@ -1,0 +1,108 @@
+"""The diagnosis of the first step: `rollout_diagnose`."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pyarrow as pa
+import torch
+from transformers import TrainerCallback
+
+from ..analysis.diagnose import Observed, diagnose
+from ..analysis.diagnose.written import as_text
+from ..analysis.reading import Sequences
+from ..config import RolloutCorrectionConfig
+from ..dump import SCHEMA
+from .console import write
+from .dumping import numbers_of
+
+
+ROWS = 64  # sequences that are looked at
+AGAIN = 8  # of them, those that are scored a second time
+
+
+class Preflight(TrainerCallback):
+    """
+    Collects sequences of the first optimizer step of a run, and says what is the matter with them when it ends.
+
+    Args:
+        args ([`RolloutCorrectionConfig`]):
+            Configuration of the trainer.
+        about (`dict[str, str]`):
+            What is known of the run.
+
+    Attributes:
+        diagnosis ([`~trl_rollout_corr.analysis.diagnose.Diagnosis`] or `None`):
+            What was found, on the main process after the first step.
+    """
+
+    def __init__(self, args: RolloutCorrectionConfig, about: dict[str, str]):
+        self.args, self.about = args, about
+        self.rows: list[dict[str, Any]] = []
+        self.looked = False  # whether sequences were scored a second time
+        self.done = False
+        self.diagnosis: Any = None
+
+    def wants(self, step: int) -> bool:
+        """Whether sequences of an optimizer step are collected."""
+        return not self.done and len(self.rows) < ROWS
+
+    def looks_twice(self) -> bool:
+        """Whether sequences are to be scored a second time: those of the first batch. The same on all ranks."""
+        first, self.looked = not self.looked and not self.done, True
+        return first
+
+    def offer(self, step: int, batch: dict[str, torch.Tensor], columns: dict[str, Any]):
+        """Take the sequences of a batch. As of [`~trl_rollout_corr.trainers.dumping.SequenceDump.offer`]."""
+        on_host = {name: None if x is None else x.cpu() for name, x in {**batch, **columns}.items()}
+        n = len(columns["mask"])
+        for i in range(min(n, ROWS - len(self.rows))):
+            row = numbers_of({"step": step, **{name: None if x is None else x[i] for name, x in on_host.items()}})
+            self.rows.append({**row, "rank": 0, "sampled": True, "worst": False, "prompt": "", "completion": ""})
+
+    def on_step_end(self, args, state, control, **kwargs):
+        rows, self.rows = self.rows, []
+        if self.done or not rows:
+            return
+        self.done = True
+        if state.is_world_process_zero:
+            table = pa.Table.from_pylist(
+                [{**row, "tokens": [""] * len(row["token_ids"])} for row in rows], schema=SCHEMA
+            )
+            settings = {f.name: getattr(self.args, f.name) for f in dataclasses.fields(RolloutCorrectionConfig)}
+            try:
+                self.diagnosis = diagnose(Observed(Sequences(table), table, settings, self.about))
+                text = as_text(self.diagnosis)
+            except ValueError as error:
+                text = f"No diagnosis of the first step: {error}.\n"
+            write(f"Diagnosis of step {state.global_step}. {text}".rstrip())
+
+
+def score_alone(forward: Callable[..., tuple], model: Any, batch: dict[str, Any]) -> torch.Tensor:
+    """
+    Score sequences of a batch one by one and without padding, and leave the random numbers as they were.
+
+    Args:
+        forward (`Callable`):
+            TRL's forward pass: takes the model, ids, the mask of attention and how many logits to keep, and returns
+            log-probabilities first.
+        model (`torch.nn.Module`):
+            The model.
+        batch (`dict`):
+            TRL's batch.
+
+    Returns:
+        `torch.Tensor` of shape `(B, T)`: log-probabilities of the first `AGAIN` sequences, in nats; NaN elsewhere.
+    """
+    logps = torch.full(batch["completion_ids"].shape, torch.nan, device=batch["completion_ids"].device)
+    devices = [logps.device] if logps.device.type == "cuda" else []
+    with torch.no_grad(), torch.random.fork_rng(devices=devices):
+        for i in range(min(AGAIN, len(logps))):
+            prompt = batch["prompt_ids"][i][batch["prompt_mask"][i].bool()]
+            completion = batch["completion_ids"][i][batch["completion_mask"][i].bool()]
+            # every rank makes as many forward passes, also for a completion that TRL masks as a whole
+            ids = torch.cat([prompt, completion if len(completion) else batch["completion_ids"][i][:1]])[None]
+            n = max(len(completion), 1)
+            scored = forward(model, ids, torch.ones_like(ids), n)[0][0].float()
+            logps[i, : len(completion)] = scored[: len(completion)]
+    return logps
