@@ -18,7 +18,7 @@ ARENA = ROOT / "benchmarks/arena"
 def arena():
     """Import from the folder of the arena, whose modules have short names, and forget them afterwards."""
     before = set(sys.modules)
-    folders = [str(ARENA), str(ROOT / "benchmarks"), str(ROOT / "benchmarks/monitor")]
+    folders = [str(ARENA), str(ROOT / "benchmarks")]
     sys.path[:0] = folders
 
     def load(name):
@@ -134,7 +134,6 @@ def test_a_run_in_a_few_numbers(cells, report):
     assert found["accuracy"] == pytest.approx(0.5)  # of the last three looks, of which the first is the lowest
     assert (found["start"], found["lowest"], found["rejected"]) == (0.5, 0.2, pytest.approx(0.2))
     assert (found["caught"], found["sound_rejected"]) == (0.9, 0.01)
-    assert "critical" in found
 
 
 def test_regret_is_against_the_best_correction_and_not_against_the_unreachable(report):
@@ -169,16 +168,6 @@ def test_losses_are_named(report):
     said = report.against(rows, "auto", "trl", arms)
     assert "2 cells: +0.050 on average" in said
     assert f"above in 1, below in 1: {STALE} (0.10)" in said
-
-
-def test_false_and_missed_alarms(report):
-    rows = [
-        row(STALE, "auto", 0.8, critical=10, falls=None),
-        row(STALE, "auto", 0.1, seed=1, critical=10, falls=40),
-        row(STALE, "auto", 0.1, seed=2, critical=50, falls=40),
-        row(IN_STEP, "auto", 0.8, critical=None, falls=None),
-    ]
-    assert report.alarm_table(rows, ["auto"]).splitlines()[2] == "| `auto` | 4 | 2 | 1 | 2 | 1 | 30 to 30 |"
 
 
 def test_the_document_says_what_the_results_say(report):

@@ -195,3 +195,35 @@ def test_what_a_comparison_says_of_a_gap_is_what_was_counted():
         said = given_up(s + 1e-6)
         assert list(said) == pytest.approx(found, abs=2e-4)
         assert all(a >= b - 1e-9 for a, b in zip(said, found, strict=True))
+
+
+# The arena ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_monitor_is_applied_to_runs_that_are_there(tmp_path):
+    steps = [float(step) for step in range(1, 31)]
+    history = {"step": steps, "rollout_corr/k3_kl": [0.1] * 30, "rollout_corr/kl": [0.1] * 30}
+    record = {
+        "arm": "none",
+        "settings": {"task": "sort", "options": {"rollout_correction": "disabled"}},
+        "steps": [0, 10, 20, 30],
+        "accuracy": [0.5, 0.5, 0.3, 0.2],
+        "history": history,
+    }
+    (tmp_path / "grpo-sort-lag_8-slow-none-0.json").write_text(json.dumps(record))
+    trl = {**record, "arm": "trl", "history": {"step": steps}}
+    (tmp_path / "grpo-sort-lag_8-slow-trl-0.json").write_text(json.dumps(trl))
+    printed = output_of(sys.executable, "benchmarks/monitor/arena.py", "--runs", str(tmp_path))
+    assert "| fall by 0.1 or more, for two looks | 1 | 1 | 0 | 0 |" in printed
+    assert "falls at 20 | 2 | 2 `k3_high` | before, 18 steps |" in printed
+    assert "trl" not in printed
+
+
+def test_scaled_steps_are_set_beside_whole_ones(tmp_path):
+    for arm, accuracy, scales in (("token_is", 0.5, None), ("token_is_ess", 0.6, [0.8, 0.9])):
+        history = {"rollout_corr/lr_scale": scales} if scales else {}
+        record = {"accuracy": [0.4, *[accuracy] * 4], "history": history}
+        (tmp_path / f"grpo-sort-lag_8-slow-{arm}-1.json").write_text(json.dumps(record))
+    printed = output_of(sys.executable, "benchmarks/arena/step_size.py", "--report", "--output_dir", str(tmp_path))
+    assert "| sort, lag 8 | `token_is` | 0.50 | 0.50 | - |" in printed
+    assert "| sort, lag 8 | `token_is_ess` | 0.60 | 0.60 | 0.85 |" in printed

@@ -19,6 +19,9 @@ LINE = re.compile(
 )
 
 
+UNCORRECTED = {"rollout_correction": "disabled", "rollout_rs": None, "rollout_rs_threshold": None}
+
+
 @pytest.fixture
 def make(tiny_model_path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -72,7 +75,7 @@ def test_who_wants_every_metric_gets_it(make, capsys):
 
 def test_messages_go_through_logging_and_do_not_tear_the_bar(make, capsys, monkeypatch):
     monkeypatch.setattr(logger, "propagate", False)  # as without pytest, nobody listens
-    trainer = make(noise=1.0, disable_tqdm=False, max_steps=2)
+    trainer = make(noise=1.0, **UNCORRECTED, disable_tqdm=False, max_steps=2)
     assert any(isinstance(callback, ProgressCallback) for callback in trainer.callback_handler.callbacks)
     trainer.train()
     out, err = capsys.readouterr()
@@ -94,7 +97,7 @@ def test_handlers_of_the_user_get_messages(make, capsys):
     handler = Mine()
     logger.addHandler(handler)
     try:
-        make(noise=1.0, max_steps=2).train()
+        make(noise=1.0, **UNCORRECTED, max_steps=2).train()
     finally:
         logger.removeHandler(handler)
     assert "ERROR" in {record.levelname for record in records}
@@ -107,18 +110,18 @@ def test_handlers_of_the_user_get_messages(make, capsys):
 def test_alerts_in_wandb(make, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
-    make(noise=1.0, report_to=["wandb"], run_name="run", max_steps=2).train()
+    make(noise=1.0, **UNCORRECTED, report_to=["wandb"], run_name="run", max_steps=2).train()
     alerts = [record.alert for record in finished_wandb_records(lambda record: record.HasField("alert"))]
     (alert,) = [alert for alert in alerts if alert.title.startswith("k3_high at step 2")]
     assert alert.level == "ERROR"
-    assert re.search(r"`k3_kl` is .* above 0.03\. .* set `rollout_correction`", alert.text)
+    assert re.search(r"`k3_kl` is .* above 0.03, .* Set `rollout_correction`", alert.text)
 
 
 def test_alerts_in_trackio(make, capsys):
     pytest.importorskip("trackio")
     from trackio.sqlite_storage import SQLiteStorage
 
-    make(noise=1.0, report_to=["trackio"], project="alerts", run_name="run", max_steps=2).train()
+    make(noise=1.0, **UNCORRECTED, report_to=["trackio"], project="alerts", run_name="run", max_steps=2).train()
     (alert,) = [a for a in SQLiteStorage.get_alerts("alerts") if a["title"] == "k3_high at step 2"]
     assert alert["level"] == "error"
     assert "`k3_kl` is" in alert["text"]
@@ -126,5 +129,5 @@ def test_alerts_in_trackio(make, capsys):
 
 
 def test_without_such_a_tracker_there_is_no_alert(make, tmp_path):
-    make(noise=1.0, max_steps=2).train()
+    make(noise=1.0, **UNCORRECTED, max_steps=2).train()
     assert [path.name for path in Path(tmp_path).iterdir()] in ([], ["out"])

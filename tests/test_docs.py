@@ -15,6 +15,7 @@ from trl_rollout_corr.keys import PREFIX
 from trl_rollout_corr.presets import PRESETS
 from trl_rollout_corr.rules import HEALTHY, in_words
 from trl_rollout_corr.staleness import Staleness, age, engine_drift, lag, update_drift
+from trl_rollout_corr.step_size import StepSize
 
 
 ROOT = Path(__file__).parent.parent
@@ -57,7 +58,13 @@ def accounted_keys() -> set[str]:
     statistics = compute_rollout_correction(zeros, zeros, ones, RolloutCorrectionConfig()).statistics
     segments = update_drift(torch.zeros(2, 2), torch.zeros(2, 2), keep) | engine_drift(statistics)
     segments |= age(torch.ones(2)) | lag(torch.ones(2))
-    return {*accounts.finish(rejects=True, weighs=True), *Staleness.of(segments).finish(), *asynchronous_keys()}
+    step = StepSize.of({"scale": torch.ones(2)})
+    return {
+        *accounts.finish(rejects=True, weighs=True),
+        *Staleness.of(segments).finish(),
+        *asynchronous_keys(),
+        *step.finish(),
+    }
 
 
 def asynchronous_keys() -> set[str]:

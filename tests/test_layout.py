@@ -32,6 +32,7 @@ ORDER = [
     "accounting",
     "staleness",
     "ages",
+    "step_size",
     "correction",  # so far without pyarrow, numpy and TRL
     "dump",
     "faults",

@@ -154,7 +154,7 @@ def test_a_dump(page, dump):
         assert all(shown(text) in page.text for text in (finding.seen, finding.why, finding.advice))
     assert {"story", "findings", "settings", "trends", "distribution", "rejected", "worst"} <= set(page.ids)
     assert page.text.startswith(
-        f"Rollout report: dump Rollout report: dump Act now {shown(findings[0].seen)} Seen in step"
+        f"Rollout report: dump Rollout report: dump Look into it {shown(findings[0].seen)} Seen in step"
     )
     assert "Logged steps1 to 6, 6 logging windows" in page.text
     broken = sum(math.isnan(logp) for row in content.rows for logp in row["rollout_logps"])

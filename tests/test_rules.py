@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import statistics
 from dataclasses import asdict
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from tests.launching import ROOT
 from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.criteria import CRITERIA
-from trl_rollout_corr.health import Examiner, Finding, Growth, Window
+from trl_rollout_corr.health import Examiner, Finding, Window
 from trl_rollout_corr.keys import PREFIX
 from trl_rollout_corr.rules import HEALTHY, RULES, examine, parse_bounds
 
@@ -28,6 +29,7 @@ HEALTHY_WINDOW = {
     "effective_lr": 0.97,
     "nonfinite_fraction": 0.0,
     "staleness_max": 4.0,
+    "lr_scale": 0.95,
 }
 WEIGHTS = {
     "rollout_is_mean": 0.99,
@@ -48,9 +50,15 @@ ILL = {
     "nonfinite_many": ({}, {"nonfinite_fraction": 0.11}, {"nonfinite_fraction": 0.0}),
     "nonfinite": ({}, {"nonfinite_fraction": 1e-6}, {"nonfinite_fraction": 0.0}),
     "everything_rejected": ({}, {"effective_lr": 0.0}, {"effective_lr": 0.51}),
-    "k3_high": ({}, {"k3_kl": 0.031, "kl": 0.031}, {"k3_kl": 0.029, "kl": 0.029}),
+    "k3_high": (DISABLED, {"k3_kl": 0.031, "kl": 0.031}, {"k3_kl": 0.014, "kl": 0.014}),
+    "k3_corrected": ({}, {"k3_kl": 0.031, "kl": 0.031}, {"k3_kl": 0.029, "kl": 0.029}),
+    "gap_in_step": (
+        {},
+        {"k3_kl": 0.031, "kl": 0.031, "staleness_max": 0.0},
+        {"k3_kl": 0.029, "kl": 0.029, "staleness_max": 0.0},
+    ),
     "k3_uncorrected": (DISABLED, {"k3_kl": 0.016, "kl": 0.016}, {"k3_kl": 0.014, "kl": 0.014}),
-    "kl_negative": ({}, {"kl": -0.11, "k3_kl": 0.02}, {"kl": -0.004, "k3_kl": 0.004}),
+    "kl_negative": (DISABLED, {"kl": -0.11, "k3_kl": 0.02}, {"kl": -0.004, "k3_kl": 0.004}),
     "kl_high": ({}, {"kl": 0.11, "k3_kl": 0.02}, {"kl": 0.039, "k3_kl": 0.02}),
     "biased_ratio": ({}, {"kl": 0.02, "k3_kl": 0.0006}, {"kl": 0.0104, "k3_kl": 0.0006}),
     "staleness": ({}, {"staleness_max": 17.0}, {"staleness_max": 16.0}),
@@ -66,6 +74,7 @@ ILL = {
     "vetoed": (VETO, {"rollout_is_veto_fraction": 0.11}, {"rollout_is_veto_fraction": 0.09}),
     "effective_lr_low": ({}, {"effective_lr": 0.49}, {"effective_lr": 0.51}),
     "effective_lr_high": ({}, {"effective_lr": 1.51}, {"effective_lr": 1.49}),
+    "lr_scale_low": ({"rollout_lr_scaling": "ess_sqrt"}, {"lr_scale": 0.29}, {"lr_scale": 0.31}),
     "selection": (
         {},
         {"rejected/long_positive": 0.21, "rejected/others": 0.06},
@@ -103,7 +112,7 @@ def found(log, settings=None):
 
 
 def test_every_rule_is_tested():
-    assert set(ILL) | {"k3_growth"} == set(RULES)
+    assert set(ILL) | {"k3_growth", "gap_stays", "gap_clipped", "kl_negative_lately"} == set(RULES)
 
 
 @pytest.mark.parametrize("rule", ILL)
@@ -120,10 +129,10 @@ def test_a_rule_fires_out_of_its_bounds_and_not_within(rule):
 
 
 def _window(window, settings):
-    return Window({PREFIX + key: value for key, value in window.items()}, settings, Growth())
+    return Window({PREFIX + key: value for key, value in window.items()}, settings)
 
 
-@pytest.mark.parametrize("rule", [rule for rule in ILL if RULES[rule].patience > 1])
+@pytest.mark.parametrize("rule", [rule for rule in ILL if RULES[rule].patience > 1 and rule != "gap_in_step"])
 def test_a_single_window_is_forgiven_and_most_of_several_are_not(rule):
     fields, ill, _ = ILL[rule]
     window, patience = healthy(fields), RULES[rule].patience
@@ -198,6 +207,117 @@ def test_logging_steps_of_any_spacing():
     growing = [{**CORRECTED, "k3_kl": 0.001 * 1.02**step} for step in range(100)]
     steps = [examine(history(*growing, spacing=spacing))[0].step for spacing in (1, 10, 500)]
     assert steps == [steps[0], 10 * steps[0], 500 * steps[0]]
+
+
+# The course of the gap ------------------------------------------------------------------------------------------------
+
+STALE = {"staleness_max": 8.0}
+SETTLING = [0.0005 * step**2 for step in range(1, 9)]  # while the lag fills
+
+
+def gaps(values, settings=None, **others):
+    """Findings in a corrected run with these values of `kl`."""
+    windows = [{**CORRECTED, **STALE, "kl": value, "k3_kl": value, **others} for value in values]
+    return examine(history(*windows), settings or config())
+
+
+def severe(findings):
+    return [(finding.rule, finding.step) for finding in findings if finding.severity == "critical"]
+
+
+def test_a_gap_that_opens_and_closes_is_not_critical():
+    closing = [0.06, 0.05, 0.04, 0.02, 0.03, 0.02, 0.01, *[0.005] * 40]
+    findings = gaps([*SETTLING, *closing])
+    assert severe(findings) == []
+    assert [finding.rule for finding in findings] == ["k3_corrected"]
+
+
+def test_a_gap_that_stays_is():
+    assert severe(gaps([*SETTLING, *[0.04] * 40])) == [("gap_stays", 13)]
+    assert severe(gaps([*SETTLING, *[0.04, 0.04, 0.04, 0.04, 0.02] * 8])) == []
+    assert severe(gaps([*SETTLING, *[0.002] * 40, *[0.04] * 5])) == [("gap_stays", 53)]
+
+
+def test_it_is_given_as_many_steps_as_the_sampler_is_behind():
+    assert severe(gaps([0.001, 0.002, *[0.04] * 6])) == []
+    assert severe(gaps([0.001, 0.002, *[0.04] * 6], staleness_max=2.0)) == [("gap_stays", 7)]
+    # as it fills, completions get older with every step
+    filling = [{**CORRECTED, "kl": 0.04, "k3_kl": 0.04, "staleness_max": float(min(age, 8))} for age in range(30)]
+    filling[0] |= {"kl": 0.001, "k3_kl": 0.001}
+    assert severe(examine(history(*filling), config())) == [("gap_stays", 14)]
+
+
+@pytest.mark.parametrize(("spacing", "windows"), [(1, 5), (3, 5), (5, 3), (10, 2), (100, 2)])
+def test_windows_of_several_steps_need_not_be_as_many(spacing, windows):
+    before = [{**CORRECTED, **STALE}] * 20
+    wide = [{**CORRECTED, **STALE, "kl": 0.04, "k3_kl": 0.04}] * 5
+    findings = examine(history(*before, *wide, spacing=spacing), config())
+    assert severe(findings) == [("gap_stays", (20 + windows) * spacing)]
+
+
+def test_what_the_engines_differed_by_at_the_start_is_taken_off():
+    assert severe(gaps([0.025] * 60)) == severe(gaps([0.05] * 60)) == []
+    assert severe(gaps([0.025, 0.02, 0.03, *[0.04] * 60])) == []
+    assert severe(gaps([0.025, 0.02, 0.03, *[0.06] * 60])) == [("gap_stays", 13)]
+    assert severe(gaps([0.2] * 60)) == [("gap_stays", 13)]  # no low precision is as low as that
+
+
+def test_samples_from_a_part_of_the_policy_are_no_gap():
+    truncated = gaps([0.06] * 3 + [0.08] * 40, k3_kl=0.002)
+    assert severe(truncated) == []
+    assert [finding.rule for finding in truncated] == ["biased_ratio"]
+
+
+def test_clipping_around_the_sampler_bears_more():
+    clipped = config(rollout_correction="bypass_ppo_clip")
+    assert severe(gaps([*SETTLING, *[0.06] * 40], clipped)) == []
+    assert severe(gaps([*SETTLING, *[0.07] * 40], clipped)) == [("gap_clipped", 13)]
+    assert severe(gaps([*SETTLING, *[0.06] * 40], config(rollout_correction="bypass_pg_is"))) == [("gap_stays", 13)]
+
+
+def test_updates_of_the_policy_are_not_the_samplers_fault():
+    clipped = {"bypass_mode": True, "num_iterations": 4}
+    own = {"engine_kl": 0.002, "engine_k3_kl": 0.002}
+    assert gaps([*SETTLING, *[0.5] * 40], clipped, **own) == []
+    assert gaps([*SETTLING, *[0.5] * 40], clipped) == []  # nobody knows how much of it is
+    assert severe(gaps([*SETTLING, *[0.5] * 40], clipped, engine_kl=0.2, engine_k3_kl=0.2)) == [("gap_clipped", 13)]
+    assert severe(gaps([*SETTLING, *[0.5] * 40], {**clipped, "num_iterations": 1})) == [("gap_clipped", 13)]
+
+
+def test_log_probabilities_that_go_wrong_later_are_left_to_the_correction():
+    broken = {"kl": -0.6, "k3_kl": 1000.0}
+    log = history(*[CORRECTED] * 5, *[{**CORRECTED, **broken}] * 9, *[CORRECTED] * 5)
+    found_lately = examine(log, config())
+    assert [(f.rule, f.severity, f.step, f.last_step) for f in found_lately] == [
+        ("kl_negative_lately", "warning", 7, 14)
+    ]
+    assert severe(examine(log, config(**DISABLED))) == [("k3_high", 7), ("kl_negative", 7)]
+    assert severe(examine(history(*[{**CORRECTED, **broken}] * 9), config())) == [("kl_negative", 2)]
+
+
+def test_advice_has_the_numbers_of_the_run():
+    window = {**CORRECTED, "rollout_rs_masked_fraction": 0.6, "log_ppl_abs_diff": 0.02}
+    log = [{**entry, "completions/mean_length": 212.0} for entry in history(*[window] * 9) if "loss" in entry]
+    advice = examine(log, config())[0].advice
+    assert (
+        "[0.926, 1.079] (nearly all of its completions, whose mean log-ratio is 0.02 in size at 212 tokens)." in advice
+    )
+    narrow = {**window, "log_ppl_abs_diff": 0.0002}
+    assert "[0.99924, 1.00077]" in examine(history(*[narrow] * 9), config())[0].advice
+    assert "bounds from its spread" in examine(history(*[{**window, "log_ppl_abs_diff": 0.0}] * 9), config())[0].advice
+    dropped = {**CORRECTED, "rollout_is_oob_ratio": 0.4, "log_ratio_p1": -1.2, "log_ratio_p99": 0.5}
+    assert "to [0.30, 1.65] (98 percent of its tokens)" in examine(history(*[dropped] * 9), config(**ICEPOP))[0].advice
+
+
+def test_advised_bounds_keep_nearly_all():
+    # of a normal distribution 3.8 mean sizes are three standard deviations
+    values = [statistics.NormalDist(0, 0.03).inv_cdf((i + 0.5) / 2000) for i in range(2000)]
+    size = statistics.fmean(map(abs, values))
+    low, high = re.search(
+        r"\[(.*), (.*)\] ", _window({"log_ppl_abs_diff": size}, None).numbers()["geometric"]
+    ).groups()
+    kept = sum(float(low) <= math.exp(value) <= float(high) for value in values) / len(values)
+    assert 0.99 < kept < 1
 
 
 # Settings -------------------------------------------------------------------------------------------------------------
@@ -297,8 +417,8 @@ def test_entries_without_our_metrics_are_passed_over():
 def test_values_that_are_no_numbers_are_passed_over(value):
     windows = [dict.fromkeys(CORRECTED, value)] * 30
     assert found(history(*windows)) == []
-    ill = {**CORRECTED, "k3_kl": 0.2, "kl": 0.2}
-    assert found(history(*[ill, *windows, ill])) == ["k3_high"]
+    ill = {**HEALTHY_WINDOW, "k3_kl": 0.2, "kl": 0.2}
+    assert found(history(*[ill, *windows, ill]), config(**DISABLED)) == ["k3_high"]
 
 
 def test_an_infinite_value_is_unhealthy():
@@ -322,12 +442,12 @@ def test_sentences_have_the_values_in_them():
 
 def test_bounds_can_be_changed_and_rules_switched_off():
     log = history(*[{**CORRECTED, "k3_kl": 0.04, "kl": 0.04}] * 9)
-    assert found(log, config()) == ["k3_high"]
-    assert found(log, config(rollout_monitor_bounds={"k3_high": 0.05})) == []
-    assert found(log, config(rollout_monitor_bounds={"k3_high": None})) == []
-    assert found(log, {"rollout_monitor_bounds": {"staleness": 3.0}}) == ["k3_high", "staleness"]
-    strict = examine(log, config(rollout_monitor_bounds={"k3_high": 0.001}))[0]
-    assert strict.seen == "`k3_kl` is 0.04, above 0.001."
+    assert found(log, config()) == ["k3_corrected"]
+    assert found(log, config(rollout_monitor_bounds={"k3_corrected": 0.05})) == []
+    assert found(log, config(rollout_monitor_bounds={"k3_corrected": None})) == []
+    assert found(log, {"rollout_monitor_bounds": {"staleness": 3.0}}) == ["k3_corrected", "staleness"]
+    strict = examine(log, config(rollout_monitor_bounds={"k3_corrected": 0.001}))[0]
+    assert strict.seen == "`k3_kl` is 0.04, above 0.001. It is corrected for."
 
 
 def test_bounds_as_json():
@@ -403,6 +523,80 @@ def test_a_fall_is_one_that_lasts(leads):
     assert leads.fall({**run, "accuracy": [0.5, 0.3, 0.5, 0.3, 0.45, 0.3]}) is None
 
 
+# Runs of the arena ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def arena(leads):
+    import arena
+
+    return arena
+
+
+def run_of_the_arena(kl, accuracy=(0.5, 0.6, 0.4, 0.4), **options):
+    steps = range(1, len(kl) + 1)
+    history = {"step": [float(step) for step in steps], f"{PREFIX}staleness_max": [8.0] * len(kl)}
+    history |= {f"{PREFIX}kl": list(kl), f"{PREFIX}k3_kl": list(kl)}
+    settings = {"task": "sort", "options": {"rollout_correction": "decoupled_token_is", **options}}
+    return {
+        "arm": "token_is",
+        "settings": settings,
+        "steps": [0, 10, 20, 30],
+        "accuracy": accuracy,
+        "history": history,
+    }
+
+
+def test_what_the_monitor_says_about_a_run_of_the_arena(arena):
+    record = run_of_the_arena([0.001] * 9 + [0.04] * 21)
+    assert arena.alarms(record) == [(11, "warning", "k3_corrected"), (14, "critical", "gap_stays")]
+    assert arena.alarms(run_of_the_arena([0.04] * 30, rollout_correction="disabled")) == [(2, "critical", "k3_high")]
+    trl = {**record, "history": {"step": [1.0], "reward": [0.5]}}
+    assert arena.alarms(trl) == []
+    assert not arena.is_watched(trl)
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "course"),
+    [
+        ([0.5, 0.6, 0.55, 0.7], ("keeps", None)),
+        ([0.5, 0.6, 0.49, 0.7], ("dips", 20)),
+        ([0.5, 0.6, 0.7, 0.5], ("dips", 30)),
+        ([0.5, 0.7, 0.6, 0.55], ("falls", 20)),
+        ([0.5, 0.35, 0.3, 0.6], ("falls", 10)),
+    ],
+)
+def test_what_became_of_accuracy(arena, accuracy, course):
+    assert arena.course({"steps": [0, 10, 20, 30], "accuracy": accuracy}) == course
+
+
+def test_alarms_are_false_early_or_late(arena):
+    assert [arena.verdict(*case) for case in (("keeps", None, None), ("keeps", None, 9))] == ["silent", "false"]
+    assert [arena.verdict("falls", 20, step) for step in (19, 20, None)] == ["before", "late", "missed"]
+    row = arena.summary("run", run_of_the_arena([0.001] * 9 + [0.04] * 21))
+    assert (row["course"], row["at"], row["critical"], row["rule"], row["verdict"]) == (
+        "falls", 20, 14, "gap_stays", "before"
+    )  # fmt: skip
+    assert "| `run` | 0.50, 0.60, 0.47 | falls at 20 | 11 | 14 `gap_stays` | before, 6 steps |" in arena.table([row])
+
+
+def test_the_tables_are_those_of_the_result_file(arena):
+    rows = json.loads((ROOT / "benchmarks/monitor/arena.json").read_text())
+    readme = (ROOT / "benchmarks/monitor/README.md").read_text()
+    assert arena.sections(rows) in readme
+    assert arena.insert(readme, arena.sections(rows)) == readme
+    assert arena.insert(readme, "other") != readme
+
+
+def test_on_tuning_tasks_the_monitor_reaches_its_goals(arena):
+    rows = json.loads((ROOT / "benchmarks/monitor/arena.json").read_text())
+    tuning = [row for row in rows if row["task"] in arena.TUNING]
+    assert len(tuning) > 50
+    assert [row["run"] for row in tuning if row["verdict"] == "false"] == []
+    falls = [row["verdict"] for row in tuning if row["course"] == "falls"]
+    assert falls.count("before") >= 0.9 * len(falls) > 9
+
+
 # The document ---------------------------------------------------------------------------------------------------------
 
 
@@ -411,13 +605,24 @@ def rules_table() -> str:
     for rule in RULES.values():
         measure = DESCRIPTIONS.get(rule.name, f"`{rule.key}`")
         sign = "below" if rule.below else "above"
-        windows = "1" if rule.patience == 1 else f"{rule.patience // 2 + 1} of {rule.patience}"
+        windows = (
+            "1"
+            if rule.patience == 1
+            else f"{rule.patience if rule.lasting else rule.patience // 2 + 1} of {rule.patience}"
+        )
         severity = "**critical**" if rule.severity == "critical" else "warning"
         lines.append(f"| `{rule.name}` | {measure} {sign} {rule.bound:g} | {windows} | {severity} |")
     return "\n".join(lines)
 
 
 DESCRIPTIONS = {
+    "k3_high": "nothing is corrected, `k3_kl`",
+    "gap_stays": "the run is corrected, `kl` over that of the start",
+    "gap_clipped": "it clips around the sampler, `kl` over that of the start",
+    "kl_negative": "nothing is corrected or it was so from the start, `kl`",
+    "kl_negative_lately": "the run is corrected and it was not so at the start, `kl`",
+    "gap_in_step": "the sampler has the weights of the trainer, `k3_kl`",
+    "k3_corrected": "the run is corrected, `k3_kl`",
     "k3_uncorrected": "nothing is corrected, `k3_kl`",
     "k3_growth": "`k3_kl` against early in the run",
     "biased_ratio": "distance of `1 + k3_kl - kl` from 1",

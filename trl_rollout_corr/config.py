@@ -23,12 +23,14 @@ from .thresholds import parse_criteria, parse_number, parse_rejection_thresholds
 if TYPE_CHECKING:  # see `criteria`
     LossType = Literal["ppo_clip", "reinforce"]
     NanPolicy = Literal["drop", "raise", "neutralize"]
+    LrScaling = Literal["ess_sqrt"]
     MonitorAction = Literal["warn", "stop", "tighten"]
 else:
-    LossType = NanPolicy = MonitorAction = str
+    LossType = NanPolicy = LrScaling = MonitorAction = str
 
 LOSS_TYPES = ("ppo_clip", "reinforce")
 NAN_POLICIES = ("drop", "raise", "neutralize")
+LR_SCALINGS = ("ess_sqrt",)
 MONITOR_ACTIONS = ("warn", "stop", "tighten")
 
 
@@ -123,6 +125,15 @@ class RolloutCorrectionConfig(OriginalPresets):
             open. In GRPO it is TRL's `delta`, unless that is set. `None` for no bound.
         rollout_metrics_only (`bool`, *optional*, defaults to `False`):
             Compute and report everything the other fields ask for, and leave the loss alone.
+
+        > Size of the step
+
+        rollout_lr_scaling (`str`, *optional*):
+            `"ess_sqrt"` multiplies the learning rate of each optimizer step by `sqrt(ESS / B)`, the effective sample size of
+            the `B` completions of the step on all ranks over their number, with `ESS = (sum w)^2 / sum w^2` of the ratios
+            `w = exp(sum d)` of whole completions of the current policy to the sampler, before any bound
+            ([VCPO](https://huggingface.co/papers/2602.17616)). The longer the completions, the smaller the step. Not with
+            DeepSpeed. `None` leaves the step alone.
 
         > Failures of the sampler
 
@@ -239,6 +250,10 @@ class RolloutCorrectionConfig(OriginalPresets):
     )
     rollout_compile: bool = field(
         default=False, metadata={"help": "Compute the correction by `torch.compile`: fewer and larger kernels."}
+    )
+    rollout_lr_scaling: LrScaling | None = field(
+        default=None,
+        metadata={"help": "Scale each step by the effective sample size of its completions: ess_sqrt, or none."},
     )
     rollout_nan_policy: NanPolicy = field(
         default="drop",
@@ -497,6 +512,9 @@ class RolloutCorrectionConfig(OriginalPresets):
             "rollout_clip_ratio_c": self.rollout_clip_ratio_c not in (None, 3.0)
             and not self.clips_around_sampler
             and "it bounds the ratio to the sampler in `bypass_mode` with `rollout_loss_type='ppo_clip'`",
+            "rollout_lr_scaling": self.rollout_lr_scaling is not None
+            and self.rollout_metrics_only
+            and "`rollout_metrics_only` is True, so that `lr_scale` is reported and the step left alone",
             "rollout_monitor_preset": self.rollout_monitor_preset is not None
             and self.rollout_monitor != "tighten"
             and "`rollout_monitor` is not 'tighten'",
@@ -598,6 +616,7 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "rollout_is_threshold": parse_weight_threshold,
     "rollout_rs": parse_criteria,
     "rollout_loss_type": lambda value: _choice("rollout_loss_type", value, LOSS_TYPES),
+    "rollout_lr_scaling": lambda value: _choice("rollout_lr_scaling", value, LR_SCALINGS, or_none=True),
     "rollout_nan_policy": lambda value: _choice("rollout_nan_policy", value, NAN_POLICIES),
     "rollout_clip_ratio_c": _clip_ratio,
     "rollout_engine_kwargs": _engine_kwargs,

@@ -1,15 +1,15 @@
 """
 Rules about metrics, and what they find. No torch, no TRL.
 
-A rule looks at one number of a logging window. It fires when that is out of bounds in most of the latest windows, so that
-a single noisy one does not alarm. The rules themselves are in `rules.py`.
+A rule looks at one number of a logging window. It fires when that is out of bounds in most of the latest windows, or in all
+of them, so that a single noisy one does not alarm. The rules themselves are in `rules.py`.
 """
 
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from .keys import PREFIX
@@ -99,6 +99,50 @@ class Growth:
         return None if self.level is None else self.level / max(statistics.median(self.first), 1e-12)
 
 
+class Course:
+    """
+    What a run looked like so far.
+
+    Attributes:
+        k3 ([`Growth`]):
+            Its `k3_kl`.
+        spacing (`int`):
+            Optimizer steps of the latest window.
+        settled (`bool`):
+            Whether the sampler was as far behind as it gets when the latest window began: no completion of it is older than
+            those before, and as many steps have passed as they are old.
+    """
+
+    BEGINNING = 3  # windows
+
+    def __init__(self):
+        self.k3 = Growth()
+        self.spacing, self.settled = 1, False
+        self._step, self._oldest = 0, 0.0
+        self._first_kl: list[float] = []
+
+    def add(self, window: "Window"):
+        """Add a window."""
+        began, staleness = self._step, window.get("staleness_max") or 0.0
+        self.spacing, self._step = max(window.step - began, 1), window.step
+        self.settled = staleness <= min(self._oldest, began)
+        self._oldest = max(self._oldest, staleness)
+        k3, kl = window.gap("k3_kl"), window.gap("kl")
+        if k3 is not None:
+            self.k3.add(k3, still_rising=not self.settled)
+        if kl is not None and len(self._first_kl) < self.BEGINNING:
+            self._first_kl.append(kl)
+
+    @property
+    def gap_at_start(self) -> float:
+        """The smallest `kl` of the first windows: what the engines differ by, before any weights are old."""
+        return max(min(self._first_kl, default=0.0), 0.0)
+
+    def began_below(self, bound: float) -> bool:
+        """Whether `kl` was below a bound in most of the first windows."""
+        return 2 * sum(kl < bound for kl in self._first_kl) > len(self._first_kl)
+
+
 @dataclass
 class Window:
     """
@@ -109,13 +153,13 @@ class Window:
             What was logged, with prefix.
         settings (`Any`):
             Fields of [`RolloutCorrectionConfig`], as attributes or items, as far as they are known.
-        k3 ([`Growth`]):
-            The run's `k3_kl` so far.
+        course ([`Course`], *optional*):
+            The run so far.
     """
 
     metrics: Mapping[str, Any]
     settings: Any
-    k3: Growth
+    course: Course = field(default_factory=Course)
 
     def get(self, key: str) -> float | None:
         """A metric, or `None` if it was not logged or is NaN."""
@@ -129,6 +173,23 @@ class Window:
         if isinstance(self.settings, Mapping):
             return self.settings.get(name, ...)
         return getattr(self.settings, name, ...)
+
+    def gap(self, key: str) -> float | None:
+        """
+        `kl` or `k3_kl` to the sampler. In bypass mode the policy's own updates since the batch was generated are left out;
+        `None` if there are some and nobody knows how much they are.
+        """
+        if self.setting("bypass_mode") is not True:
+            return self.get(key)
+        of_the_sampler = self.get(f"engine_{key}")
+        if of_the_sampler is None and self.setting("num_iterations") in (..., 1):
+            return self.get(key)
+        return of_the_sampler
+
+    @property
+    def clips(self) -> bool:
+        """Whether the loss clips the ratio to the sampler, so that tokens that are far off have no gradient."""
+        return self.setting("bypass_mode") is True and self.setting("rollout_loss_type") in (..., "ppo_clip")
 
     @property
     def corrects(self) -> bool:
@@ -158,8 +219,32 @@ class Window:
     @property
     def weights_act(self) -> bool:
         """Whether there are weights that multiply the gradient, or would without `rollout_metrics_only`."""
-        clips = self.setting("bypass_mode") is True and self.setting("rollout_loss_type") in (..., "ppo_clip")
-        return not clips and self.get("rollout_is_mean") is not None
+        return not self.clips and self.get("rollout_is_mean") is not None
+
+    def numbers(self) -> dict[str, str]:
+        """
+        What advice fills in: bounds that keep nearly all of this window. Of completions (`geometric`) three standard
+        deviations of their mean log-ratio, which are 3.8 of its mean size; of tokens (`token`) the first to the 99th
+        percentile.
+        """
+        size, low, high = (self.get(key) for key in ("log_ppl_abs_diff", "log_ratio_p1", "log_ratio_p99"))
+        geometric = token = "bounds from its spread"
+        if size is not None and 0 < size < 5:
+            length = self.metrics.get("completions/mean_length")
+            tokens = f" at {length:.0f} tokens" if isinstance(length, int | float) else ""
+            words = f"nearly all of its completions, whose mean log-ratio is {size:.2g} in size{tokens}"
+            geometric = f"{_bounds(-3.8 * size, 3.8 * size)} ({words})"
+        if low is not None and high is not None and -3 < low <= high < 3:  # beyond that it is no spread
+            token = f"{_bounds(min(low, 0.0), max(high, 0.0))} (98 percent of its tokens)"
+        return {"geometric": geometric, "token": token}
+
+
+def _bounds(low: float, high: float) -> str:
+    """Bounds on a ratio from those of its logarithm, widened to two digits of their distance from 1."""
+    digits = max(2, 1 - math.floor(math.log10(max(1 - math.exp(low), 1e-6))))
+    step = 10.0**-digits
+    lower, upper = math.floor(math.exp(low) / step) * step, math.ceil(math.exp(high) / step) * step
+    return f"[{max(lower, 0.0):.{digits}f}, {upper:.{digits}f}]"
 
 
 # Rules ----------------------------------------------------------------------------------------------------------------
@@ -188,11 +273,14 @@ class Rule:
         why (`str`):
             Why it matters.
         advice (`str`):
-            What to set.
+            What to set. `{geometric}` and `{token}` are filled in, see [`Window.numbers`].
         below (`bool`, *optional*, defaults to `False`):
             The metric is unhealthy below the bound instead.
         patience (`int`, *optional*, defaults to `3`):
             It fires if more than half of so many windows are unhealthy, the latest among them.
+        lasting (`int`, *optional*, defaults to `0`):
+            It fires if all of them are; where a window is several steps, if all of as many as are this number of steps are,
+            and at least two. By default most are enough.
         applies (`Callable`, *optional*):
             Whether the rule applies to a [`Window`].
         measure (`Callable`, *optional*):
@@ -210,9 +298,17 @@ class Rule:
     advice: str
     below: bool = False
     patience: int = 3
+    lasting: int = 0
     applies: Callable[[Window], bool] = lambda window: True
     measure: Callable[[Window], float | None] | None = None
     covers: tuple[str, ...] = ()
+
+    def holds(self, streak: Sequence[bool], spacing: int) -> bool:
+        """Whether it fires after so many healthy and unhealthy windows, each of `spacing` steps, the latest last."""
+        if not self.lasting:
+            return streak[-1] and sum(streak) > self.patience // 2
+        needed = min(self.patience, max(2, math.ceil(self.lasting / spacing)))
+        return len(streak) >= needed and all(streak[-needed:])
 
     def value(self, window: Window) -> float | None:
         """The number that is compared, or `None` if there is none."""
@@ -248,7 +344,7 @@ class Examiner:
 
     def restart(self):
         """Forget the run so far."""
-        self._k3 = Growth()
+        self._course = Course()
         self.forget_streaks()
 
     def forget_streaks(self):
@@ -270,10 +366,8 @@ class Examiner:
         """
         if not is_training_window(entry):
             return []
-        window = Window(entry, self.settings, self._k3)
-        k3, staleness = window.get("k3_kl"), window.get("staleness_max") or 0
-        if k3 is not None:
-            self._k3.add(k3, still_rising=window.step <= staleness)
+        window = Window(entry, self.settings, self._course)
+        self._course.add(window)
         holding = [
             self._finding(self.rules[name], bound, value, window)
             for name, bound in self._bounds.items()
@@ -283,19 +377,18 @@ class Examiner:
         return by_severity(finding for finding in holding if finding.rule not in covered)
 
     def _holds(self, rule: Rule, value: float, bound: float) -> bool:
-        streak, unhealthy = self._streaks[rule.name], rule.unhealthy(value, bound)
-        streak.append(unhealthy)
-        return unhealthy and sum(streak) > rule.patience // 2
+        streak = self._streaks[rule.name]
+        streak.append(rule.unhealthy(value, bound))
+        return rule.holds(list(streak), self._course.spacing)
 
     @staticmethod
     def _finding(rule: Rule, bound: float, value: float, window: Window) -> Finding:
         seen, step = rule.seen.format(value=value, bound=bound), window.step
+        advice = rule.advice.format(**window.numbers())
         if window.only_measured and rule.key.startswith(_EFFECTS):
             seen = f"If the correction were applied: {seen}"
         limit = f"{'<' if rule.below else '>'} {bound:g}"
-        return Finding(
-            rule.name, rule.severity, PREFIX + rule.key, step, step, value, seen, rule.why, rule.advice, limit
-        )
+        return Finding(rule.name, rule.severity, PREFIX + rule.key, step, step, value, seen, rule.why, advice, limit)
 
 
 def is_training_window(entry: Mapping[str, Any]) -> bool:

@@ -139,8 +139,8 @@ TRUST_REGION_PRESETS: dict[Preset, dict[str, Any]] = {
     },
 }
 
-# One setting for every gap and length: its bounds are of the probability of a token, whose unit is that of the sampler and of
-# the task alike. Chosen on four tasks and judged on three others, see benchmarks/arena.
+# One setting for every gap and length: its bounds are on the probability of a token, which has the same unit in every task and
+# for every sampler. Chosen on some tasks and judged on others, see benchmarks/arena.
 AUTO_PRESETS: dict[Preset, dict[str, Any]] = {
     "auto": {
         # Truncated importance sampling (https://fengyao.notion.site/off-policy-rl), with verl's cap.

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from .health import Examiner, Finding, Growth, Rule, Window, by_severity
+from .health import Examiner, Finding, Rule, Window, by_severity
 from .messages import nearest
 
 
@@ -60,10 +60,37 @@ def _vetoes(window: Window) -> bool:
 
 def _k3_growth(window: Window) -> float | None:
     """Growth of `k3_kl`. Below a few times the gap of bfloat16 it is of no consequence."""
-    level, factor = window.k3.level, window.k3.factor
-    if window.get("k3_kl") is None or level is None or factor is None:
+    level, factor = window.course.k3.level, window.course.k3.factor
+    if window.gap("k3_kl") is None or level is None or factor is None:
         return None
     return factor if level > 0.003 else 0.0
+
+
+# A sampler in low precision is up to so far off, in nats per token, and stays there
+_LOW_PRECISION = 0.03
+NEGATIVE_KL = -0.1
+
+
+def _lasting_gap(window: Window) -> float | None:
+    """
+    What has come on top of the gap that the engines had, once the sampler is as far behind as it gets. It is `kl`, to which
+    only tokens contribute that the trainer has come to find unlikely; the others are bounded by the weights. Where `k3_kl`
+    is much smaller, the mean ratio is not 1, and it is no gap.
+    """
+    kl, k3 = window.gap("kl"), window.gap("k3_kl")
+    if kl is None or k3 is None or not window.course.settled:
+        return None
+    return kl - min(window.course.gap_at_start, _LOW_PRECISION) if k3 > kl / 2 else 0.0
+
+
+def _in_step(window: Window) -> bool:
+    """Whether the sampler had the weights of the trainer."""
+    return window.get("staleness_max") == 0
+
+
+def _negative_all_along(window: Window) -> bool:
+    """Whether nothing bounds what is wrong with the log-probabilities, or it was so from the first step."""
+    return not window.corrects or window.course.began_below(NEGATIVE_KL)
 
 
 def _bias(window: Window) -> float | None:
@@ -131,25 +158,60 @@ _RULES = [
         key="k3_kl",
         bound=0.03,
         severity="critical",
-        seen="`k3_kl` is {value:.2g}, above {bound:g}.",
+        seen="`k3_kl` is {value:.2g}, above {bound:g}, and nothing corrects for it.",
         why="Rounding gives about 0.001 and a sampler in low precision up to 0.02: sampler and trainer are different "
         "policies, and updates on such data drive them further apart.",
-        advice="Without correction, set `rollout_correction` to decoupled_geo_rs_token_tis. With one, synchronise "
-        "the sampler more often or lower `learning_rate`, and do not widen `rollout_rs_threshold`. After a jump, "
-        "look for weights that were not pushed; if it was so from the first step, for dropout in the trainer.",
-        covers=("k3_uncorrected", "k3_growth", "kl_high", "chi2_token"),
+        advice="Set `rollout_correction` to bypass_ppo_clip, or to decoupled_geo_rs_token_tis with "
+        "`rollout_rs_threshold` {geometric}. After a jump, look for weights that were not pushed; if it was so from the "
+        "first step, for dropout in the trainer.",
+        applies=lambda window: not window.corrects,
+        measure=lambda window: window.gap("k3_kl"),
+        covers=("k3_uncorrected", "k3_growth", "kl_high", "chi2_token", "gap_in_step"),
+    ),
+    Rule(
+        "gap_stays",
+        key="kl",
+        bound=0.03,
+        severity="critical",
+        seen="`kl` stays more than {bound:g} above what it was at the start, now {value:.2g}.",
+        why="The gap to a sampler that is behind opens, and closes again as the policy settles. One that stays open in "
+        "spite of the correction came before a fall.",
+        advice="Push weights more often or lower `learning_rate`; or clip around the sampler: `rollout_correction` "
+        "bypass_ppo_clip. Do not widen `rollout_rs_threshold`.",
+        patience=5,
+        lasting=15,
+        applies=lambda window: window.corrects and not window.clips,
+        measure=_lasting_gap,
+        covers=("k3_corrected", "k3_growth", "kl_high", "chi2_token", "gap_in_step"),
+    ),
+    Rule(
+        "gap_clipped",
+        key="kl",
+        bound=0.065,
+        severity="critical",
+        seen="`kl` stays more than {bound:g} above what it was at the start, now {value:.2g}.",
+        why="Clipping takes out tokens that are far off, and bears more than weights do. A gap that stays so large came "
+        "before a fall all the same.",
+        advice="Push weights more often or lower `learning_rate`.",
+        patience=5,
+        lasting=15,
+        applies=lambda window: window.corrects and window.clips,
+        measure=_lasting_gap,
+        covers=("k3_corrected", "k3_growth", "kl_high", "chi2_token", "gap_in_step"),
     ),
     Rule(
         "kl_negative",
         key="kl",
-        bound=-0.1,
+        bound=NEGATIVE_KL,
         severity="critical",
         seen="`kl` is {value:.2g}, and a divergence is never below 0.",
         why="The log-probabilities are not those the tokens were sampled with, so that every ratio is wrong.",
         advice="No correction helps. Look for log-probabilities before temperature (a server needs `--logprobs-mode "
         "processed_logprobs`), shifted by a token, or of another completion.",
         below=True,
-        covers=("biased_ratio",),
+        applies=_negative_all_along,
+        measure=lambda window: window.gap("kl"),
+        covers=("biased_ratio", "kl_negative_lately", "k3_corrected", "gap_in_step"),
     ),
     Rule(
         "nonfinite",
@@ -164,6 +226,48 @@ _RULES = [
         patience=1,
     ),
     Rule(
+        "kl_negative_lately",
+        key="kl",
+        bound=NEGATIVE_KL,
+        severity="warning",
+        seen="`kl` is {value:.2g}, and a divergence is never below 0: some tokens came with log-probabilities that are not "
+        "theirs, which was not so at the start.",
+        why="Weights and rejection bound what such tokens do, but cannot repair them.",
+        advice="Look for what changed in the sampler, and at the tokens of `log_ratio_max` and `log_ratio_min`. Until it is "
+        "found, drop them: `rollout_is_threshold` [0.5, 5.0] (IcePop).",
+        below=True,
+        applies=lambda window: not _negative_all_along(window),
+        measure=lambda window: window.gap("kl"),
+        covers=("biased_ratio", "k3_corrected", "chi2_token", "k3_growth", "gap_in_step"),
+    ),
+    Rule(
+        "gap_in_step",
+        key="k3_kl",
+        bound=0.03,
+        severity="warning",
+        seen="`k3_kl` is {value:.2g}, above {bound:g}, although the sampler has the weights of the trainer.",
+        why="It is not the age of the data. The two compute different policies from the same weights.",
+        advice="Look for dropout in the trainer (also `lora_dropout` of an adapter), for a sampler in low precision, and "
+        "for weights that a push leaves out.",
+        applies=_in_step,
+        measure=lambda window: window.gap("k3_kl"),
+        covers=("k3_uncorrected", "k3_corrected"),
+    ),
+    Rule(
+        "k3_corrected",
+        key="k3_kl",
+        bound=0.03,
+        severity="warning",
+        seen="`k3_kl` is {value:.2g}, above {bound:g}. It is corrected for.",
+        why="A sampler that is behind gives that while its lag fills, and the gap then closes. It is serious if it stays "
+        "(`gap_stays`).",
+        advice="If it does not close, push weights more often or lower `learning_rate`. After a jump, look for weights that "
+        "were not pushed.",
+        applies=lambda window: window.corrects,
+        measure=lambda window: window.gap("k3_kl"),
+        covers=("k3_growth", "chi2_token"),
+    ),
+    Rule(
         "k3_uncorrected",
         key="k3_kl",
         bound=0.015,
@@ -171,9 +275,10 @@ _RULES = [
         seen="`k3_kl` is {value:.2g}, above {bound:g}, and nothing corrects for it.",
         why="Rounding gives about 0.001. Training on the data of another policy is biased, and the gap tends to grow.",
         advice="Set `rollout_correction`, for instance to decoupled_geo_rs_token_tis with `rollout_rs_threshold` "
-        "from the spread; or bring the policies together with fresher or preciser sampling.",
+        "{geometric}; or bring the policies together with fresher or preciser sampling.",
         patience=5,
         applies=lambda window: not window.corrects,
+        measure=lambda window: window.gap("k3_kl"),
     ),
     Rule(
         "k3_growth",
@@ -198,6 +303,7 @@ _RULES = [
         advice="If `k3_kl` is as large, the policies differ: fresher or preciser sampling, or a correction with "
         "rejection. If it is much smaller, sampling is truncated: leave `top_p`, `top_k` and `min_p` at their "
         "defaults.",
+        measure=lambda window: window.gap("kl"),
     ),
     Rule(
         "biased_ratio",
@@ -291,8 +397,8 @@ _RULES = [
         severity="warning",
         seen="IcePop dropped a share of {value:.2g} of the tokens, above {bound:g}.",
         why="It is meant for rare outliers; this much of it starves training.",
-        advice="Widen `rollout_is_threshold`; bounds such as [0.5, 5.0] are for tokens, and tighter ones for "
-        "averages of a completion.",
+        advice="Widen `rollout_is_threshold` to {token}; bounds such as [0.5, 5.0] are for tokens, and tighter ones "
+        "for averages of a completion.",
         applies=lambda window: window.weights_act,
         covers=("effective_lr_low",),
     ),
@@ -323,8 +429,8 @@ _RULES = [
         severity="warning",
         seen="A share of {value:.2g} of the tokens is rejected, above {bound:g}.",
         why="Training starves, and what is kept is a narrow choice.",
-        advice="If it was so from the start, widen `rollout_rs_threshold` to the spread of the sampler, or use "
-        "seq_mean_k1 in place of a seq_sum criterion. If it grew, `k3_kl` did, and that is the problem.",
+        advice="If it was so from the start, widen `rollout_rs_threshold` to the spread of the sampler: for seq_mean_k1, "
+        "also in place of a seq_sum criterion, {geometric}. If it grew, `k3_kl` did, and that is the problem.",
         covers=("effective_lr_low",),
     ),
     Rule(
@@ -362,6 +468,18 @@ _RULES = [
         advice="Lower `rollout_is_threshold`, or set `rollout_is` to token if it is sequence. With "
         "`rollout_rs_renormalize` it says how little is kept: widen `rollout_rs_threshold`.",
         applies=lambda window: window.corrects,
+    ),
+    Rule(
+        "lr_scale_low",
+        key="lr_scale",
+        bound=0.3,
+        severity="warning",
+        seen="`rollout_lr_scaling` takes steps of {value:.2g} of the learning rate.",
+        why="The ratios of whole completions differ so much that few of them count. In long ones rounding is enough: the "
+        "factor is about `exp(-k3_kl * length)`.",
+        advice="Push weights more often. If the sampler is up to date, set `rollout_lr_scaling` to None.",
+        below=True,
+        applies=lambda window: not window.only_measured,
     ),
     Rule(
         "selection",
@@ -433,7 +551,7 @@ def examine(history: Iterable[Mapping[str, Any]], settings: Any = None) -> list[
     Returns:
         `list[Finding]`: one per cause, the most serious first.
     """
-    bounds = Window({}, settings, Growth()).setting("rollout_monitor_bounds")
+    bounds = Window({}, settings).setting("rollout_monitor_bounds")
     examiner = Examiner(RULES, settings, None if bounds is ... else parse_bounds(bounds))
     found: dict[str, Finding] = {}
     for entry in history:

@@ -2,15 +2,11 @@
 
 import json
 import re
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
-
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "monitor"))
 
 from cells import ARMS, SAMPLERS, STAGES, Run, arms_of
 
@@ -37,7 +33,7 @@ def row_of(run: Run, record: dict[str, Any]) -> Row:
     Returns:
         `dict`: cell, arm and seed; accuracy at the start, at the lowest look, and as the mean of the last three; mean share of
         tokens rejected, or given weight 0; median of the gap; shares of broken and of sound tokens rejected, where the sampler
-        breaks some; first critical alarm of the monitor, and the step at which accuracy falls.
+        breaks some.
     """
     accuracy, history, broken = record["accuracy"], record["history"], record["broken"]
     row = {
@@ -53,8 +49,6 @@ def row_of(run: Run, record: dict[str, Any]) -> Row:
     if broken.get("broken"):
         row["caught"] = broken["broken_rejected"] / broken["broken"]
         row["sound_rejected"] = broken["sound_rejected"] / broken["sound"]
-    if not run.arm.trl:
-        row |= alarms(record)
     return {key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in row.items()}
 
 
@@ -65,15 +59,6 @@ def logged(history: dict[str, list[float | None]], key: str) -> list[float]:
 def mean_of(history: dict[str, list[float | None]], *keys: str) -> float | None:
     """Mean over the log of the first metric that was logged."""
     return next((mean(values) for key in keys if (values := logged(history, key))), None)
-
-
-def alarms(record: dict[str, Any]) -> Row:
-    """Where the monitor would have raised a critical alarm, and where accuracy fell."""
-    import leads
-
-    run = {**record, "options": record["settings"]["options"]}
-    critical = [finding.step for finding in leads.alarms(run) if finding.severity == "critical"]
-    return {"critical": min(critical, default=None), "falls": leads.fall(run)}
 
 
 def collect(folder: Path) -> dict[str, Any]:
@@ -220,41 +205,9 @@ def against(rows: Sequence[Row], arm: str, other: str, arms: Sequence[str]) -> s
     ]
     wins = sum(gap < -NOISE for gap in gaps.values())
     return (
-        f"- `{arm}` against `{other}`, {len(gaps)} cell{'s' * (len(gaps) > 1)}: {-mean(gaps.values()):+.3f} on average; more than {NOISE} above in "
-        f"{wins}, below in {len(losses)}{': ' + ', '.join(losses) if losses else ''}."
+        f"- `{arm}` against `{other}`, {len(gaps)} cell{'s' * (len(gaps) > 1)}: {-mean(gaps.values()):+.3f} on average; more "
+        f"than {NOISE} above in {wins}, below in {len(losses)}{': ' + ', '.join(losses) if losses else ''}."
     )
-
-
-def alarm_table(rows: Sequence[Row], arms: Sequence[str]) -> str:
-    """A line per arm: critical alarms on runs that keep their accuracy, falls without one before, and how early."""
-    lines = ["| arm | runs | keep | false alarms | fall | missed | lead, steps |", "| --- " * 7 + "|"]
-    for arm in arms:
-        own = {
-            (row["cell"] if arm != "on_policy" else row["accuracy"], row["seed"]): row
-            for row in rows
-            if row["arm"] == arm
-        }
-        judged = [row for row in own.values() if "critical" in row]
-        if not judged:
-            continue
-        fallen = [row for row in judged if row["falls"] is not None]
-        kept = [row for row in judged if row["falls"] is None]
-        leads = [
-            row["falls"] - row["critical"]
-            for row in fallen
-            if row["critical"] is not None and row["critical"] < row["falls"]
-        ]
-        cells = [
-            f"`{arm}`",
-            str(len(judged)),
-            str(len(kept)),
-            str(sum(row["critical"] is not None for row in kept)),
-            str(len(fallen)),
-            str(len(fallen) - len(leads)),
-            f"{min(leads)} to {max(leads)}" if leads else "-",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
 
 
 def arms_in(rows: Sequence[Row]) -> list[str]:
@@ -276,7 +229,6 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
         "judging": summary(judging, judged),
         "against": "\n".join(against(judging, "auto", other, judged) for other in fixed),
         "judging-cells": every_cell(judging, judged),
-        "alarms": alarm_table(judging, judged),
         "tuning-cells": every_cell(tuning, arms_in(tuning)),
         "simulation": simulated(json.loads((HERE / "simulation.json").read_text())["situations"]),
     }

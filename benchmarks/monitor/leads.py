@@ -1,15 +1,21 @@
 """How many steps before the fall of accuracy the monitor alarms, in recorded runs. No torch here."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from typing import Any
 
+from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.health import Finding, Rule
 from trl_rollout_corr.keys import PREFIX
+from trl_rollout_corr.presets import DEFAULT, PRESETS
 from trl_rollout_corr.rules import RULES, examine
 
 
 # What the rules read, without prefix
-READ = {rule.key for rule in RULES.values()} | {"kl", "k3_kl", "staleness_max", "rejected/others"}
+READ = {rule.key for rule in RULES.values()} | {
+    *("kl", "k3_kl", "engine_kl", "engine_k3_kl", "staleness_max", "rejected/others"),
+    *("log_ppl_abs_diff", "log_ratio_p1", "log_ratio_p99"),
+}
 FALL = 0.1
 # Arms that learn: on-policy, corrected, or with a gap that does no harm
 SILENT = ("on_policy", "geo_rs_tis", "token_tis", "bypass", "rloo_geo_rs_tis", "fp8_none", "fp8_geo_rs_tis")
@@ -51,9 +57,20 @@ def fall(run: Mapping[str, Any]) -> int | None:
     return next((step for step, now, after in pairs if now and after), None)
 
 
+def settings_of(options: Mapping[str, Any]) -> RolloutCorrectionConfig | dict[str, Any]:
+    """
+    Settings of a run from what differs from the defaults, as far as the rules look at them. A preset that is not there (of
+    another version) is left as it is: then it is known that the run is corrected, and no more.
+    """
+    known = {field.name for field in fields(RolloutCorrectionConfig)}
+    if options.get("rollout_correction", DEFAULT) not in (*PRESETS, None):
+        return dict(options)
+    return RolloutCorrectionConfig(**{name: value for name, value in options.items() if name in known})
+
+
 def alarms(run: Mapping[str, Any]) -> list[Finding]:
     """What the monitor finds in a recorded run."""
-    return examine(entries(run), run["options"])
+    return examine(entries(run), settings_of(run["options"]))
 
 
 def table(recording: Mapping[str, Any]) -> str:
@@ -81,7 +98,10 @@ def closest(run: Mapping[str, Any], rule: Rule) -> float | None:
     log, others = entries(run), dict.fromkeys(set(RULES) - {rule.name})
 
     def fires(bound: float) -> bool:
-        return bool(examine(log, {**run["options"], "rollout_monitor_bounds": {**others, rule.name: bound}}))
+        bounds = {**others, rule.name: bound}
+        return bool(
+            examine(log, settings_of({**run["options"], "rollout_monitor": "warn", "rollout_monitor_bounds": bounds}))
+        )
 
     loose, tight = (-1e6, 1e6) if rule.below else (1e6, -1e6)
     if not fires(tight):

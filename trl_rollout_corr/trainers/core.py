@@ -20,6 +20,7 @@ from .checks import check_config_class, check_dropout, check_dump_folder
 from .console import add_console
 from .dumping import SequenceDump
 from .facts import check_types, facts_of_trainer
+from .lr_scaling import LearningRateScaling, check_scalable
 from .monitor import RolloutCorrectionMonitor, add_monitor, settle_monitors
 from .observer import Corrected, Moment, Observer
 from .preflight import Preflight
@@ -49,7 +50,8 @@ class CorrectionCore(_Host):
             model_name = model if isinstance(model, str) else model.config._name_or_path
             return self._config_class(f"{model_name.split('/')[-1]}-{self._name}")
         check_config_class(args, self._config_class)
-        if args.rollout_dump_dir is not None:  # now, and not after vLLM has started
+        check_scalable(args)  # now, and not after vLLM has started
+        if args.rollout_dump_dir is not None:
             check_dump_folder(Path(args.rollout_dump_dir), new_run=False)
         return args
 
@@ -63,6 +65,15 @@ class CorrectionCore(_Host):
         self._observer = Observer(
             self.args, self.accelerator, self.callback_handler, self._add_dump(about), self._add_preflight(about)
         )
+        self._lr_scaling = self._add_lr_scaling()
+
+    def _add_lr_scaling(self) -> LearningRateScaling | None:
+        """Add what scales the step, if it is asked for, and return it."""
+        if self.args.rollout_lr_scaling is None:
+            return None
+        scaling = LearningRateScaling(self.args, self.accelerator, self._observer.windows["train"])
+        self.callback_handler.add_callback(scaling)
+        return scaling
 
     def _facts(self) -> dict[str, str]:
         """What a diagnosis has to know of trainer and sampler."""
@@ -109,6 +120,11 @@ class CorrectionCore(_Host):
             advantages=batch["advantages"],
             sum_over_ranks=lambda tensor: self.accelerator.reduce(tensor, reduction="sum"),
         )
+
+    def _weigh_step(self, current: torch.Tensor, batch: dict[str, Any]):
+        """Count a micro-batch for the size of the step, if that is scaled."""
+        if self._lr_scaling is not None and self.model.training:
+            self._lr_scaling.visited(current, batch[ROLLOUT_LOGPS], self._loss_mask(batch))
 
     def _correct_from(self, train_logps: torch.Tensor, batch: dict[str, Any], *, from_old: bool) -> Corrected:
         """Correct a batch for the gap between the sampler and a policy of the trainer, the old one or the current one."""

@@ -294,6 +294,7 @@ class RolloutCorrectionMixin(CorrectionCore):
         current, first = logps.detach(), self._is_first_visit(batch)
         old: Any = self._old_logps(current, batch, first)
         self._observer.visited(self._now, batch, self._loss_mask(batch), current, old)
+        self._weigh_step(current, batch)
         if self.args.bypass_mode:
             seen = self._correct_from(current, batch, from_old=old is current)
             anchor, seen = self._bypass(seen) if self.args.corrects else (current, seen)

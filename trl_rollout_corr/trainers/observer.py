@@ -16,6 +16,7 @@ from ..config import RolloutCorrectionConfig
 from ..correction import RolloutCorrection
 from ..metrics import Statistics
 from ..staleness import Staleness, age, engine_drift, lag, update_drift
+from ..step_size import StepSize
 from ..sums import Segments, Sums
 from .batch import AGAIN_LOGPS, REWARDS, ROLLOUT_LOGPS, ROLLOUT_STEP
 from .dumping import SequenceDump
@@ -173,6 +174,8 @@ class Observer:
             metrics |= ages.finish(rejects=self.args.rollout_rs is not None, corrects=self.args.corrects)
         if (intake := sums.get(Intake)) is not None:
             metrics |= intake.finish()
+        if (step_size := sums.get(StepSize)) is not None:
+            metrics |= step_size.finish()
         return metrics
 
     def _add_ages(self, now: Moment, segments: Segments):

@@ -1,0 +1,109 @@
+"""
+The optimizer step scaled by what its samples are worth: `rollout_lr_scaling`.
+
+Adam divides a gradient by its own size, so that a scaled loss would change nothing: it is the learning rate that is scaled,
+for the one step, and put back before a scheduler or a checkpoint can see it.
+"""
+
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from transformers import TrainerCallback, TrainingArguments
+
+from ..config import RolloutCorrectionConfig
+from ..step_size import StepSize, ess_sqrt, ratio_sums
+from .observer import LoggingWindow
+
+
+def check_scalable(args: Any):
+    """
+    Refuse to scale steps that are made where nothing can be scaled.
+
+    Args:
+        args ([`RolloutCorrectedGRPOConfig`]):
+            Configuration of a trainer.
+
+    Raises:
+        `ValueError`: with DeepSpeed, and with optimizers that step during the backward pass.
+    """
+    if args.rollout_lr_scaling is None:
+        return
+    reason, optim = None, str(getattr(args.optim, "value", args.optim))
+    if args.deepspeed_plugin is not None:
+        reason = "DeepSpeed steps by itself, within the backward pass. Use FSDP2 (recipes/accelerate/fsdp2.yaml)"
+    elif "layerwise" in optim or "lomo" in optim:
+        reason = f"`optim` is {optim!r}, which steps within the backward pass. Use another, such as adamw_torch_fused"
+    if reason is not None:
+        raise ValueError(f"`rollout_lr_scaling` is set, but {reason}, or set `rollout_lr_scaling` to None.")
+
+
+class LearningRateScaling(TrainerCallback):
+    """
+    Scales the learning rate of each optimizer step.
+
+    Args:
+        args ([`RolloutCorrectionConfig`]):
+            Configuration of the trainer. With `rollout_metrics_only` the factor is only reported.
+        accelerator ([`~accelerate.Accelerator`]):
+            Knows the other ranks.
+        window ([`~trl_rollout_corr.trainers.observer.LoggingWindow`]):
+            Where factors are added up for the log.
+    """
+
+    def __init__(self, args: RolloutCorrectionConfig, accelerator: Accelerator, window: LoggingWindow):
+        self.args, self.accelerator, self.window = args, accelerator, window
+        self._sums: torch.Tensor | None = None  # (3,), of the micro-batches of this step on this rank
+        self._own: list[tuple[dict[str, Any], Any]] = []  # groups of parameters, and their learning rate
+
+    def visited(self, current_logps: torch.Tensor, rollout_logps: torch.Tensor, mask: torch.Tensor):
+        """
+        Count a micro-batch of the step.
+
+        Args:
+            current_logps (`torch.Tensor` of shape `(B, T)`):
+                Log-probabilities of the current policy, in nats.
+            rollout_logps (`torch.Tensor` of shape `(B, T)`):
+                Log-probabilities of the policy that sampled, in nats.
+            mask (`torch.Tensor` of shape `(B, T)`):
+                Non-zero on the tokens of the loss.
+        """
+        sums = ratio_sums(current_logps, rollout_logps, mask, neutralize=self.args.rollout_nan_policy == "neutralize")
+        self._sums = sums if self._sums is None else self._sums + sums
+
+    def on_train_begin(self, args: TrainingArguments, state, control, optimizer=None, **kwargs):
+        self._restore()  # of a step that has failed
+        self._sums = None
+        if any(group.get("lr") is None or group.get("relative_step") for group in optimizer.param_groups):
+            raise ValueError(
+                f"`rollout_lr_scaling` is {self.args.rollout_lr_scaling!r}, but each step of the optimizer has its own size. "
+                "Give it a learning rate, or set `rollout_lr_scaling` to None."
+            )
+
+    def on_pre_optimizer_step(self, args: TrainingArguments, state, control, optimizer=None, **kwargs):
+        if self._sums is None:
+            return
+        scale = ess_sqrt(self.accelerator.reduce(self._sums, reduction="sum"))
+        self._sums = None
+        self.window.add(StepSize.of({"scale": torch.stack([torch.ones_like(scale), scale])}))
+        if self.args.rollout_metrics_only:
+            return
+        self._own = [(group, group["lr"]) for group in optimizer.param_groups]
+        factor = scale.float() if _takes_tensors(optimizer) else scale.item()  # the latter waits for the device
+        for group, rate in self._own:
+            group["lr"] = rate * factor
+
+    def on_optimizer_step(self, args: TrainingArguments, state, control, **kwargs):
+        self._restore()
+
+    def _restore(self):
+        for group, rate in self._own:
+            group["lr"] = rate
+        self._own = []
+
+
+def _takes_tensors(optimizer: Any) -> bool:
+    """Whether the learning rate may be a tensor on the device. Trainer's own optimizer is fused, and takes one."""
+    inner = getattr(optimizer, "optimizer", optimizer)  # Accelerate's around torch's
+    adam = isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
+    return adam and all(group.get("fused") for group in inner.param_groups)
