@@ -1,11 +1,15 @@
-"""Start processes as users do."""
+"""Start processes as users do, and import what the benchmarks are made of."""
 
 import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
+from types import ModuleType
 
 from packaging.version import Version
 
@@ -48,3 +52,23 @@ def output_of(*command: str, **options) -> str:
     process = run(*command, **options)
     assert process.returncode == 0, process.stdout[-3000:] + process.stderr[-8000:]
     return process.stdout
+
+
+@contextmanager
+def benchmarks(*folders: str) -> Iterator[Callable[[str], ModuleType]]:
+    """Import from folders of the benchmarks, several of which have modules of the same name, and forget them afterwards."""
+    paths = [str(ROOT / "benchmarks" / folder) for folder in folders]
+    _forget_benchmarks()
+    sys.path[:0] = paths
+    try:
+        yield import_module
+    finally:
+        for path in paths:
+            sys.path.remove(path)
+        _forget_benchmarks()
+
+
+def _forget_benchmarks():
+    for name, module in list(sys.modules.items()):
+        if (getattr(module, "__file__", None) or "").startswith(str(ROOT / "benchmarks")):
+            del sys.modules[name]

@@ -1,14 +1,13 @@
 """The arena: what is run is balanced, what is computed of it is right, and the document says what the results say."""
 
 import json
-import sys
 from collections import Counter, defaultdict
 from itertools import pairwise
 
 import numpy as np
 import pytest
 
-from tests.launching import ROOT
+from tests.launching import ROOT, benchmarks
 
 
 ARENA = ROOT / "benchmarks/arena"
@@ -16,20 +15,8 @@ ARENA = ROOT / "benchmarks/arena"
 
 @pytest.fixture(scope="module")
 def arena():
-    """Import from the folder of the arena, whose modules have short names, and forget them afterwards."""
-    before = set(sys.modules)
-    folders = [str(ARENA), str(ROOT / "benchmarks")]
-    sys.path[:0] = folders
-
-    def load(name):
-        return __import__(name)
-
-    yield load
-    for folder in folders:
-        sys.path.remove(folder)
-    for name in set(sys.modules) - before:
-        if not getattr(sys.modules[name], "__file__", None) or str(ROOT / "benchmarks") in sys.modules[name].__file__:
-            del sys.modules[name]
+    with benchmarks("arena", "") as load:
+        yield load
 
 
 @pytest.fixture(scope="module")

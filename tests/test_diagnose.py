@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 from tests.dumps import make_dump
-from tests.launching import ROOT
+from tests.launching import ROOT, benchmarks
 from tests.tiny import StaleSampler
 from tests.training import build, losses
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer, dump, faults
@@ -44,13 +43,8 @@ AFTERWARDS = sorted(
 
 @pytest.fixture(scope="module")
 def benchmark():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "benchmarks" / "diagnose"))
-        import generate
-
-        yield generate
-    for name in ("generate", "policies"):
-        sys.modules.pop(name, None)
+    with benchmarks("diagnose") as load:
+        yield load("generate")
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 import pytest
 
-from tests.launching import ROOT
+from tests.launching import ROOT, benchmarks
 from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.criteria import CRITERIA
 from trl_rollout_corr.health import Examiner, Finding, Window
@@ -480,11 +480,9 @@ def test_bounds_that_cannot_be_meant_are_refused(bounds, message):
 
 
 @pytest.fixture
-def leads(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks/monitor"))
-    import leads
-
-    return leads
+def leads():
+    with benchmarks("monitor") as load:
+        yield load("leads")
 
 
 RECORDING = json.loads((ROOT / "benchmarks/monitor/recorded.json").read_text())
