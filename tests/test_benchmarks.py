@@ -2,23 +2,20 @@
 
 import json
 import re
-import runpy
 import sys
 
 import pytest
 import torch
 
-from tests.launching import ROOT, output_of
+from tests.launching import ROOT, benchmarks, output_of
 from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.analysis.exact import given_up
 
 
 @pytest.fixture
-def computation(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import computation
-
-    return computation
+def computation():
+    with benchmarks("") as load:
+        yield load("computation")
 
 
 def test_memory_is_that_of_the_largest_moment(computation):
@@ -98,38 +95,53 @@ def test_asynchronous(tmp_path):
         sys.executable, "benchmarks/asynchronous/run.py", "--smoke", "--accuracy", "0", "--output_dir", str(tmp_path)
     )
     rows = [line.split("|")[1:-1] for line in output.splitlines() if line.startswith("| ")][2:]
-    assert [row[0].strip() for row in rows] == ["synchronous", "weights_8"]
+    assert [row[0].strip() for row in rows] == ["synchronous", "auto_8"]
     assert all(row[2].strip() == "0" for row in rows)  # any accuracy will do, so that it is there at the start
     assert all(float(row[4]) > 0 for row in rows)
     assert float(rows[1][6]) > 0  # it is behind
 
 
-def test_the_time_to_an_accuracy_is_that_of_the_first_look_at_it(tmp_path):
-    report = runpy.run_path(str(ROOT / "benchmarks/asynchronous/run.py"))["report"]
+@pytest.fixture
+def report():
+    with benchmarks("asynchronous") as load:
+        yield load("report")
+
+
+def test_the_time_to_an_accuracy_is_that_of_the_first_look_at_it(tmp_path, report):
     for seed, slowness in enumerate((1.0, 3.0, 2.0)):
         record = {
+            "settings": {},
             "steps": [0, 10, 20, 30],
             "seconds_at": [0.0, 10 * slowness, 20 * slowness, 30 * slowness],
-            "accuracy": [0.4, 0.7, 0.5, 0.8],
+            "accuracy": [0.4, 0.7, 0.5, 0.8 - 0.1 * seed],
             "history": [{"rollout_corr/staleness_mean": 4.0}],
         }
-        (tmp_path / f"weights_8-{seed}.json").write_text(json.dumps(record))
-    assert report(tmp_path, 0.6).splitlines()[-1] == "| weights_8 | 3 | 20 | 10 | 2.00 | 0.80 | 4.00 | 0.00 |"
-    assert "not by all" in report(tmp_path, 0.9)
+        (tmp_path / f"auto_8-{seed}.json").write_text(json.dumps(record))
+    runs = report.load(tmp_path, ["synchronous", "auto_8"])
+    row = "| auto_8 | 3 | 20 | 10 | 2.00 | 0.70 | 0.60 | 4.00 | 0.00 |"
+    assert report.table(runs, 0.6).splitlines()[-1] == row
+    assert "not by all" in report.table(runs, 0.8)
+    report.write(runs, 0.6, tmp_path)
+    assert (tmp_path / "time.png").stat().st_size > 10_000
+
+
+def test_what_is_published_of_asynchronous_training_is_what_was_measured(report):
+    folder = ROOT / "benchmarks/asynchronous"
+    results = json.loads((folder / "results.json").read_text())
+    assert report.table(results["runs"], results["target"]) in (folder / "README.md").read_text()
+    assert all(len(records) == 3 for records in results["runs"].values())
 
 
 # Exact gradients -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def exact(monkeypatch):
+def exact():
     """Modules of the benchmark, and a problem of 4 tokens out of 3 with a sampler that rounds."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks/exact"))
-    import errors
-    import policies
-
-    problem = policies.make_problem(length=4, size=3, seed=0)
-    return errors, policies, problem, policies.rounding(problem, 0.3, seed=0)
+    with benchmarks("exact") as load:
+        errors, policies = load("errors"), load("policies")
+        problem = policies.make_problem(length=4, size=3, seed=0)
+        yield errors, policies, problem, policies.rounding(problem, 0.3, seed=0)
 
 
 def test_the_true_gradient_is_that_of_the_expected_reward(exact):

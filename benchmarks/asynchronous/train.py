@@ -3,6 +3,9 @@
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
+from functools import cache
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,9 @@ from trl_rollout_corr import RolloutCorrectedAsyncGRPOConfig, RolloutCorrectedGR
 
 
 MODEL_FOLDER = Path(__file__).parents[2] / quickstart.QuickstartArguments.model_folder
+
+
+_until_the_end = ExitStack()
 
 
 def prepare():
@@ -52,10 +58,20 @@ def train(settings: dict[str, Any]) -> dict[str, Any]:
     return {**found, "seconds_at": result["seconds"], "seconds": time.perf_counter() - start, "settings": settings}
 
 
+@cache
+def server() -> str:
+    """
+    Start the server that all asynchronous runs of this process share: each of them begins by sending its weights there.
+    """
+    Finalize(None, _until_the_end.close, exitpriority=0)  # `atexit` does nothing in a process of multiprocessing
+    log = Path(_until_the_end.enter_context(tempfile.TemporaryDirectory())) / "server.log"
+    return _until_the_end.enter_context(async_sorting.serve(MODEL_FOLDER, log))
+
+
 def asynchronous(options: dict[str, Any], every: int) -> dict[str, Any]:
     args = RolloutCorrectedAsyncGRPOConfig(**{**async_sorting.TRAINING, **options})
     script_args = async_sorting.AsyncSortingArguments(eval_every=every)
-    return result_of(*async_sorting.train(MODEL_FOLDER, args, script_args))
+    return result_of(*async_sorting.train(MODEL_FOLDER, args, script_args, server()))
 
 
 def synchronous(options: dict[str, Any], every: int) -> dict[str, Any]:
