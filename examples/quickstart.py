@@ -19,6 +19,7 @@ import re
 import subprocess
 import sys
 import time
+import warnings
 from argparse import SUPPRESS, ArgumentParser
 from collections import deque
 from dataclasses import dataclass, field
@@ -196,14 +197,17 @@ def train(model_folder: Path, args, script_args: QuickstartArguments) -> tuple[P
     print(f"Starting vLLM, {script_args.lag} optimizer steps behind ...", flush=True)
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     progress = Progress(tokenizer, script_args.eval_every)
-    trainer = TRAINERS[script_args.trainer][0](
-        model=str(model_folder),
-        reward_funcs=exact_answer,
-        args=args,
-        train_dataset=make_prompts(4096, seed=args.seed),
-        processing_class=tokenizer,
-        callbacks=[progress],
-    )
+    with warnings.catch_warnings():
+        # True and wanted: the sampler is to differ, by its age and by bfloat16, which vLLM computes in on float32 weights
+        warnings.filterwarnings("ignore", message="The trainer computes in")
+        trainer = TRAINERS[script_args.trainer][0](
+            model=str(model_folder),
+            reward_funcs=exact_answer,
+            args=args,
+            train_dataset=make_prompts(4096, seed=args.seed),
+            processing_class=tokenizer,
+            callbacks=[progress],
+        )
     trainer.remove_callback(PrinterCallback)
     Lag(trainer, script_args.lag)
     trainer.train()

@@ -75,9 +75,7 @@ def check_types(facts: Mapping[str, str]):
     trainer, sampler = facts.get("trainer_dtype"), facts.get("sampler_dtype")
     if trainer and sampler and trainer != sampler:
         warn(
-            f"The trainer computes in {trainer} and the sampler in {sampler}: their log-probabilities differ by "
-            "the rounding of the "
-            f"coarser one. Set `rollout_engine_kwargs` to {{'dtype': '{trainer}'}}, start the server with "
-            f"`--dtype {trainer}`, or "
-            f"let the trainer compute in {sampler}."
+            f"The trainer computes in {trainer} and the sampler in {sampler}: their log-probabilities differ by the "
+            f"rounding of the coarser one. Set `rollout_engine_kwargs` to {{'dtype': '{trainer}'}}, start the server with "
+            f"`--dtype {trainer}`, or let the trainer compute in {sampler}."
         )

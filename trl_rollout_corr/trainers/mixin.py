@@ -311,9 +311,8 @@ class RolloutCorrectionMixin(CorrectionCore):
 
     def _report(self, seen: Corrected):
         """Count a batch that was corrected. Of the first, some sequences are scored twice if a diagnosis is due."""
-        images = any(
-            key in seen.batch for key in ("pixel_values", "num_images", "image_grid_thw")
-        )  # which belong to rows
+        # Images belong to rows, which are taken one by one
+        images = any(key in seen.batch for key in ("pixel_values", "num_images", "image_grid_thw"))
         if not images and self._observer.looks_twice(self._now):
             again = score_alone(super()._get_per_token_logps_and_entropies, self.model_wrapped, seen.batch)
             seen = seen._replace(batch={**seen.batch, AGAIN_LOGPS: again})

@@ -246,8 +246,7 @@ def temperature(o: Observed) -> Seen | None:
     numbers = {"share": explained, "slope": slope}
     said = (
         "the log-probability of a token explains {share} of d^2; that of the trainer grows by {slope} where "
-        "the sampler's grows "
-        "by 1"
+        "the sampler's grows by 1"
     )
     return Seen(explained, _bounded(explained), numbers, said)
 
@@ -428,8 +427,7 @@ def routing(o: Observed) -> Seen | None:
     numbers = {"top": share, "kurtosis": kurtosis, "tail": tail}
     said = (
         "1 % of the tokens have {top} of d^2; at tokens of equal probability its kurtosis is {kurtosis} and "
-        "percentile 99 of |d| "
-        "is {tail} times the median (a Gaussian's: 3 and 3.8)"
+        "percentile 99 of |d| is {tail} times the median (a Gaussian's: 3 and 3.8)"
     )
     return Seen(kurtosis * tail, _bounded(share), numbers, said)
 
@@ -446,7 +444,7 @@ def _systematic(o: Observed, said: str) -> Seen:
 
 
 def weights(o: Observed) -> Seen | None:
-    if kv_cache(o) is not None:
+    if _caches_in_low_precision(o):
         return None
     said = (
         "tokens have a log-ratio of their own: two places with one token share {alike} of d^2, and |d| is {gap} from the "
@@ -459,11 +457,15 @@ def weights(o: Observed) -> Seen | None:
 
 def kv_cache(o: Observed) -> Seen | None:
     """The log-ratios of low precision that is the same at every visit, of an engine that says where it has it."""
-    if not o.about.get("kv_cache_dtype", "auto").startswith(("fp8", "int8", "nvfp4")):
+    if not _caches_in_low_precision(o):
         return None
     return _systematic(
         o, "the engine caches in 8 bits or less; two places with one token share {alike} of d^2, and |d| is {gap}"
     )
+
+
+def _caches_in_low_precision(o: Observed) -> bool:
+    return o.about.get("kv_cache_dtype", "auto").startswith(("fp8", "int8", "nvfp4"))
 
 
 def head(o: Observed) -> Seen | None:
@@ -478,15 +480,15 @@ def head(o: Observed) -> Seen | None:
 
 def rounding(o: Observed) -> Seen | None:
     """Noise: small, with no token and no place of its own, and larger where tokens are unlikely."""
-    here = core(o)
+    here, same = core(o), by_token(o)
     gap = _rms(o.d[here])
     slope = _rank_correlation(o.middle[here], np.abs(o.d[here]))
     said = (
         "|d| is {gap} and grows as tokens get unlikely (rank correlation {slope}); two places with one token share {alike} of "
         "d^2"
     )
-    quiet = (1 - min(gap / LARGE, 1.0) ** 2) * (1 - min(max(by_token(o), 0.0) / 0.15, 1.0))
-    return Seen(quiet if slope < -0.1 else 0.0, 1.0, {"gap": gap, "slope": slope, "alike": by_token(o)}, said)
+    quiet = (1 - min(gap / LARGE, 1.0) ** 2) * (1 - min(max(same, 0.0) / 0.15, 1.0))
+    return Seen(quiet if slope < -0.1 else 0.0, 1.0, {"gap": gap, "slope": slope, "alike": same}, said)
 
 
 # In the order in which they are looked for
