@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import re
 import sys
-from copy import copy
 from pathlib import Path
 
 from datasets import Dataset, IterableDataset, load_dataset
@@ -15,7 +14,7 @@ from trl import ModelConfig, ScriptArguments, get_peft_config, get_quantization_
 
 from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.trainers.checks import check_dump_folder
-from trl_rollout_corr.trainers.script import ScriptParser, one_line_errors
+from trl_rollout_corr.trainers.script import ScriptParser, model_config, model_init_kwargs, one_line_errors
 
 
 INSTRUCTION = "Solve the problem step by step. Write the final answer as a number after ####."
@@ -31,18 +30,6 @@ SHOWN = (
     "logging_steps", "report_to", "eval_strategy", "save_steps", "resume_from_checkpoint",
 )
 # fmt: on
-
-
-def model_config(config_class: type) -> type:
-    """TRL's `ModelConfig` without the options that a configuration has itself, as the asynchronous trainer's has `dtype`."""
-    own = {field.name for field in dataclasses.fields(config_class)}
-    if own.isdisjoint(field.name for field in dataclasses.fields(ModelConfig)):
-        return ModelConfig
-    fields = [
-        (field.name, field.type, copy(field)) for field in dataclasses.fields(ModelConfig) if field.name not in own
-    ]
-    namespace = {"__post_init__": ModelConfig.__post_init__, "__doc__": ModelConfig.__doc__}
-    return dataclasses.make_dataclass("ModelConfig", fields, namespace=namespace)
 
 
 def make_parser(config_class: type, description: str, *more: type) -> ScriptParser:
@@ -171,10 +158,5 @@ def parse(config_class: type, description: str, arguments: list[str], *more: typ
         )
     if args.rollout_dump_dir is not None:
         check_dump_folder(Path(args.rollout_dump_dir), new_run=not args.resume_from_checkpoint)
-    args.model_init_kwargs = {
-        "revision": model_args.model_revision,
-        "attn_implementation": model_args.attn_implementation,
-        **({"dtype": model_args.dtype} if hasattr(model_args, "dtype") else {}),
-        **(args.model_init_kwargs or {}),
-    }
+    args.model_init_kwargs = model_init_kwargs(args, model_args)
     return script_args, args, model_args, *others

@@ -36,7 +36,8 @@ ORDER = [
     "correction",  # so far without pyarrow, numpy and TRL
     "dump",
     "faults",
-    "analysis",  # so far without TRL
+    "analysis",
+    "probe",  # so far without TRL
     "trainers",
     "__main__",
 ]
@@ -55,7 +56,7 @@ ANALYSIS = [
     "diagnose",
     "report",
 ]
-DIAGNOSE = ["observed", "signatures", "causes", "ranking", "written", "pictures"]
+DIAGNOSE = ["observed", "signatures", "causes", "ranking", "written", "experiments", "pictures"]
 REPORT = [
     "summary",
     "shares",
@@ -78,7 +79,7 @@ REPORT = [
 WITHOUT_TORCH = [*ORDER[: ORDER.index("config") + 1], *(f"analysis.{name}" for name in ANALYSIS[:4]), "__main__"]
 WITHOUT_MATPLOTLIB = [f"analysis.report.{name}" for name in REPORT[: REPORT.index("advice") + 1]]
 WITHOUT_TRL = [
-    *ORDER[: ORDER.index("analysis") + 1],
+    *ORDER[: ORDER.index("probe") + 1],
     "__main__",
     *(f"analysis.{name}" for name in ANALYSIS),
     *(f"analysis.report.{name}" for name in REPORT),

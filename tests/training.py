@@ -250,9 +250,10 @@ def sharing_engines():
             if not torch.distributed.is_initialized():
                 os.environ["MASTER_PORT"] = str(free_port())
             # blocks of the cache: else it is a gigabyte
-            options = {**options, "max_num_seqs": 64, "max_model_len": 256, "num_gpu_blocks_override": 256}
+            small = {"max_num_seqs": 64, "max_model_len": 256, "num_gpu_blocks_override": 256}
+            options = {**options, **small, "dtype": "float32", "enforce_eager": True}
             with torch.random.fork_rng():  # the first trainer draws what the others draw
-                engines[model] = engine_class(model, dtype="float32", enforce_eager=True, **options)
+                engines[model] = engine_class(model, **options)
         return engines[model]
 
     vllm_generation.LLM = shared

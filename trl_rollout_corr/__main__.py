@@ -5,6 +5,7 @@ Command line.
     trl-rollout-corr report outputs/run -o report.html
     trl-rollout-corr compare outputs/run/dump
     trl-rollout-corr diagnose outputs/run/dump
+    trl-rollout-corr diagnose --probe Qwen/Qwen3-0.6B --config recipe.yaml
     trl-rollout-corr recipes
     trl-rollout-corr check
 """
@@ -22,7 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
     Run the command line and return the exit code: 2 for input that cannot be used, 1 if `check` says no or `diagnose` finds
     something.
     """
-    args = make_parser().parse_args(arguments)
+    args = _parse(sys.argv[1:] if arguments is None else arguments)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -40,8 +41,21 @@ def main(arguments: list[str] | None = None) -> int:
     return args.code
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The parser. What it returns has `run`, which takes the arguments and returns what to print."""
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    if not any(word.split("=")[0] == "--probe" for word in arguments):
+        return make_parser().parse_args(arguments)
+    args, args.options = make_parser(probes=True).parse_known_args(arguments)
+    return args
+
+
+def make_parser(*, probes: bool = False) -> argparse.ArgumentParser:
+    """
+    The parser. What it returns has `run`, which takes the arguments and returns what to print.
+
+    Args:
+        probes (`bool`, *optional*, defaults to `False`):
+            Whether there is a probe, which takes options of a run. Their values are not to be taken for a dump.
+    """
     parser = argparse.ArgumentParser(prog="trl-rollout-corr", description="Tools for rollout correction.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.set_defaults(code=0)  # exit code of a command that ran
@@ -94,14 +108,36 @@ def make_parser() -> argparse.ArgumentParser:
     command = commands.add_parser(
         "diagnose",
         help="name what is wrong between sampler and trainer, and what to do about it",
-        description="Find the cause of the gap in the sequences of `rollout_dump_dir`: which, how sure, how much of the gap, "
-        "and the settings that remove it. Exit code 0: healthy, 1: something found, 2: unusable input.",
+        description="Find the cause of the gap in the sequences of `rollout_dump_dir`, or before any training by a probe of "
+        "model and sampler: which, how sure, how much of the gap, and the settings that remove it. Exit code 0: healthy, 1: "
+        "something found, 2: unusable input.",
+        allow_abbrev=False,
     )
-    command.add_argument(
-        "dump", help="folder that `rollout_dump_dir` named, one of its files, or a run with a dump in it"
-    )
+    if not probes:
+        command.add_argument(
+            "dump",
+            nargs="?",
+            help="folder that `rollout_dump_dir` named, one of its files, or a run with a dump in it",
+        )
     command.add_argument("--json", action="store_true", help="print JSON")
     command.add_argument("--html", metavar="FILE", help="also write a page with a picture of each cause")
+    command.add_argument(
+        "--probe",
+        metavar="MODEL",
+        help="sample and score a few completions of this model, instead of a dump. Options of the run, such as --temperature "
+        "0.7, are taken as well",
+    )
+    command.add_argument(
+        "--config", metavar="FILE", help="with --probe: recipe of the run (default: TRL's defaults, colocated)"
+    )
+    command.add_argument("--prompts", metavar="FILE", help="with --probe: prompts, one a line")
+    command.add_argument(
+        "--completions", type=int, default=64, metavar="N", help="with --probe: how many (default: 64)"
+    )
+    command.add_argument(
+        "--trainer", choices=("grpo", "rloo"), default="grpo", help="with --probe: whose recipe it is"
+    )
+    command.add_argument("--verbose", action="store_true", help="with --probe: show what TRL and vLLM say")
     command.set_defaults(run=_diagnose, subject="dump")
 
     command = commands.add_parser(
@@ -146,13 +182,17 @@ def _compare(args: argparse.Namespace) -> str:
 
 
 def _diagnose(args: argparse.Namespace) -> str:
-    from .analysis.diagnose import diagnose, observe
-    from .analysis.diagnose.written import as_json, as_text
-
     if args.html is not None:
         from .analysis.report import check_output
 
         check_output(args.html, (".html",))
+    if args.probe is not None:
+        args.subject = "probe"
+        return _probe(args)
+    _check_no_probe(args)
+    from .analysis.diagnose import diagnose, observe
+    from .analysis.diagnose.written import as_json, as_text
+
     observed = observe(args.dump)
     diagnosis = diagnose(observed)
     if args.html is not None:
@@ -161,6 +201,50 @@ def _diagnose(args: argparse.Namespace) -> str:
         write_diagnosis(args.dump, args.html, observed, diagnosis)
     args.code = 0 if diagnosis.healthy else 1
     return as_json(diagnosis) if args.json else as_text(diagnosis)
+
+
+def _check_no_probe(args: argparse.Namespace):
+    if args.dump is None:
+        raise SelfContainedError("diagnose takes a dump, or a model with --probe; got neither")
+    for name, unset in (("config", None), ("prompts", None), ("verbose", False)):
+        if getattr(args, name) != unset:
+            raise SelfContainedError(f"--{name} is for a probe; name the model with --probe, or leave it out")
+
+
+def _probe(args: argparse.Namespace) -> str:
+    if args.options and not args.options[0].startswith("--"):
+        raise SelfContainedError(f"--probe samples by itself and takes no dump, got {args.options[0]!r}")
+    from .analysis.diagnose.experiments import as_data, rows
+    from .analysis.diagnose.experiments import as_text as as_table
+    from .analysis.diagnose.written import as_json, as_text
+    from .probe import probe
+
+    found = probe(
+        args.probe,
+        config=args.config,
+        options=args.options,
+        prompts=args.prompts,
+        completions=args.completions,
+        trainer=args.trainer,
+        verbose=args.verbose,
+    )
+    size = found.observed.size
+    if args.html is not None:
+        from .analysis.report import write_diagnosis
+
+        write_diagnosis(
+            args.probe, args.html, found.observed, found.diagnosis, rows(size, found.noise, found.outcomes)
+        )
+    args.code = 0 if found.diagnosis.healthy else 1
+    if args.json:
+        more = {
+            "noise_floor": found.noise,
+            "experiments": as_data(found.noise, found.outcomes),
+            "about": found.observed.about,
+            "seconds": round(found.seconds, 1),
+        }
+        return as_json(found.diagnosis, more)
+    return as_text(found.diagnosis) + as_table(size, found.noise, found.outcomes)
 
 
 def _recipes(args: argparse.Namespace) -> str:

@@ -78,7 +78,7 @@ class Preflight(TrainerCallback):
             write(f"Diagnosis of step {state.global_step}. {text}".rstrip())
 
 
-def score_alone(forward: Callable[..., tuple], model: Any, batch: dict[str, Any]) -> torch.Tensor:
+def score_alone(forward: Callable[..., tuple], model: Any, batch: dict[str, Any], most: int = AGAIN) -> torch.Tensor:
     """
     Score sequences of a batch one by one and without padding, and leave the random numbers as they were.
 
@@ -90,14 +90,16 @@ def score_alone(forward: Callable[..., tuple], model: Any, batch: dict[str, Any]
             The model.
         batch (`dict`):
             TRL's batch.
+        most (`int`, *optional*):
+            How many sequences of it.
 
     Returns:
-        `torch.Tensor` of shape `(B, T)`: log-probabilities of the first `AGAIN` sequences, in nats; NaN elsewhere.
+        `torch.Tensor` of shape `(B, T)`: log-probabilities of the first `most` sequences, in nats; NaN elsewhere.
     """
     logps = torch.full(batch["completion_ids"].shape, torch.nan, device=batch["completion_ids"].device)
     devices = [logps.device] if logps.device.type == "cuda" else []
     with torch.no_grad(), torch.random.fork_rng(devices=devices):
-        for i in range(min(AGAIN, len(logps))):
+        for i in range(min(most, len(logps))):
             prompt = batch["prompt_ids"][i][batch["prompt_mask"][i].bool()]
             completion = batch["completion_ids"][i][batch["completion_mask"][i].bool()]
             # every rank makes as many forward passes, also for a completion that TRL masks as a whole

@@ -2,17 +2,19 @@
 What a training script needs beside a trainer: a parser, and errors of one line, said once per job. `examples/run.py` uses it.
 """
 
+import dataclasses
 import sys
 import time
 import traceback
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
-from trl import TrlParser
+from trl import ModelConfig, TrlParser
 
 from ..messages import is_first_rank, nearest
 
@@ -58,6 +60,39 @@ class ScriptParser(TrlParser):
                 hint = nearest(name, known) if unknown[0].startswith("--") else " Options start with --."
                 raise ValueError(f"`{name}` in {where} is no option of this script.{hint}")
         return tuple(parsed)
+
+
+def model_config(config_class: type) -> type:
+    """TRL's `ModelConfig` without the options that a configuration has itself, as the asynchronous trainer's has `dtype`."""
+    own = {field.name for field in dataclasses.fields(config_class)}
+    if own.isdisjoint(field.name for field in dataclasses.fields(ModelConfig)):
+        return ModelConfig
+    fields: Any = [
+        (field.name, field.type, copy(field)) for field in dataclasses.fields(ModelConfig) if field.name not in own
+    ]
+    namespace = {"__post_init__": ModelConfig.__post_init__, "__doc__": ModelConfig.__doc__}
+    return dataclasses.make_dataclass("ModelConfig", fields, namespace=namespace)
+
+
+def model_init_kwargs(args: Any, model_args: Any) -> dict[str, Any]:
+    """
+    How the model of a trainer is loaded, from both configurations that have a say in it.
+
+    Args:
+        args ([`~trl.GRPOConfig`]):
+            Configuration of the trainer, whose `model_init_kwargs` come last.
+        model_args ([`~trl.ModelConfig`]):
+            Configuration of the model.
+
+    Returns:
+        `dict[str, Any]`: `model_init_kwargs`.
+    """
+    return {
+        "revision": model_args.model_revision,
+        "attn_implementation": model_args.attn_implementation,
+        **({"dtype": model_args.dtype} if hasattr(model_args, "dtype") else {}),
+        **(args.model_init_kwargs or {}),
+    }
 
 
 @contextmanager

@@ -6,6 +6,7 @@ Each part names the release at which it can be deleted, once [`OLDEST`] has reac
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
 
@@ -80,6 +81,29 @@ def without_none(logprobs: Logprobs) -> Logprobs:
 # Options under which the loss never calls `_get_per_token_logps_and_entropies`, where rollout correction attaches, and the
 # first release in which it does
 PASSES_BY = {"use_liger_kernel": "1.14"}
+
+
+# Until the release whose trainers score through a head that is fused with the logarithm, and never call the head itself ----
+
+
+@contextmanager
+def float32_fused_head(model: Any, temperature: float) -> Iterator[None]:
+    """TRL's fused head computes in float32, as with `cast_lm_head_to_fp32`. Nothing happens where TRL has none."""
+    try:
+        from trl.trainer.utils import add_fused_lm_head
+    except ImportError:
+        yield
+        return
+    had = "forward" in model.__dict__
+    forward = model.forward
+    add_fused_lm_head(model, temperature=temperature, cast_lm_head_to_fp32=True, outputs=("log_probs", "entropy"))
+    try:
+        yield
+    finally:
+        if had:
+            model.forward = forward
+        else:
+            del model.forward
 
 
 # From 1.17 on, as its release notes say -------------------------------------------------------------------------------

@@ -70,8 +70,8 @@ def as_text(diagnosis: Diagnosis) -> str:
     return "\n".join(lines) + "\n"
 
 
-def as_json(diagnosis: Diagnosis) -> str:
-    """The same for machines."""
+def as_json(diagnosis: Diagnosis, more: Mapping[str, Any] | None = None) -> str:
+    """The same for machines, and what else there is."""
     document: Mapping[str, Any] = {
         "verdict": diagnosis.verdict,
         "healthy": diagnosis.healthy,
@@ -93,5 +93,6 @@ def as_json(diagnosis: Diagnosis) -> str:
             }
             for finding in diagnosis.findings
         ],
+        **(more or {}),
     }
     return json.dumps(document, indent=2) + "\n"

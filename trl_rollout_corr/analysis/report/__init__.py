@@ -65,11 +65,13 @@ def check_output(output: str, endings: Sequence[str]) -> Path:
     return path
 
 
-def write_diagnosis(source: str, output: str, observed: "Observed", diagnosis: "Diagnosis"):
-    """Write a diagnosis as a page."""
+def write_diagnosis(
+    source: str, output: str, observed: "Observed", diagnosis: "Diagnosis", experiments: Sequence[Sequence[str]] = ()
+):
+    """Write a diagnosis as a page, with the rows of the experiments of a probe."""
     from .diagnosis import page_of_diagnosis
 
-    _write(Path(output), page_of_diagnosis(source, observed, diagnosis).encode())
+    _write(Path(output), page_of_diagnosis(source, observed, diagnosis, experiments).encode())
 
 
 def _read(source: str) -> "Run":

@@ -1,16 +1,18 @@
 """A diagnosis as a section of the report, and as a page of its own: `python -m trl_rollout_corr diagnose --html`."""
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from ..diagnose import Diagnosis, Finding, Observed
+from ..diagnose.experiments import COLUMNS
 from ..diagnose.pictures import Points, picture
 from ..diagnose.written import detail, evidence, headline, settings, sure
 from ..text import percent, yaml_lines
 from .drawing import Axes, Chart, Colors
-from .markup import code, document, escaped, figure
+from .markup import code, document, escaped, figure, table
 
 
 def chart(o: Observed, finding: Finding) -> Chart:
@@ -70,6 +72,9 @@ def lines(diagnosis: Diagnosis) -> list[str]:
     return found
 
 
-def page_of_diagnosis(name: str, o: Observed, diagnosis: Diagnosis) -> str:
-    """A page of its own."""
-    return document(f"Diagnosis: {escaped(Path(name).name)}", "", [("diagnosis", "Diagnosis", cards(o, diagnosis))])
+def page_of_diagnosis(name: str, o: Observed, diagnosis: Diagnosis, experiments: Sequence[Sequence[str]] = ()) -> str:
+    """A page of its own, with the rows of the experiments of a probe."""
+    parts = [("diagnosis", "Diagnosis", cards(o, diagnosis))]
+    if experiments:
+        parts.append(("experiments", "Counter-experiments", table(COLUMNS, experiments)))
+    return document(f"Diagnosis: {escaped(Path(name).name)}", "", parts)

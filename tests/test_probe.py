@@ -1,0 +1,373 @@
+"""`diagnose --probe`: a model and its sampler before any training."""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.launching import ROOT, free_port, run
+from tests.tiny import StaleSampler
+from tests.training import build, plain_model, policy_logps
+from trl_rollout_corr import probe as probing_process
+from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
+from trl_rollout_corr.__main__ import main
+from trl_rollout_corr.analysis.diagnose import Diagnosis, Finding, diagnose, observe
+from trl_rollout_corr.analysis.diagnose.causes import CAUSES
+from trl_rollout_corr.analysis.diagnose.experiments import (
+    EXPERIMENTS,
+    Outcome,
+    as_text,
+    engines_to_try,
+    judge,
+    own_noise,
+)
+from trl_rollout_corr.analysis.diagnose.pictures import picture
+from trl_rollout_corr.analysis.diagnose.signatures import FLOOR, Seen
+
+
+# What outcomes mean -------------------------------------------------------------------------------------------------------
+
+
+def finding(name: str, certainty: float = 0.8, share: float = 1.0) -> Finding:
+    return Finding(name, certainty, share, Seen(1.0, share, {"gap": 0.05}, "|d| is {gap}"))
+
+
+def diagnosis(*findings: Finding, size: float = 0.05) -> Diagnosis:
+    verdict = "found" if findings else "unknown" if size >= FLOOR else "nothing"
+    return Diagnosis(verdict, [*findings], size, size**2 / 2, 1.0, 3000, 64)
+
+
+def names(found: Diagnosis) -> list[str]:
+    return [finding.name for finding in found.findings]
+
+
+def test_experiments_speak_of_causes_that_there_are():
+    assert {experiment.cause for experiment in EXPERIMENTS.values()} <= CAUSES.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "after", "says"),
+    [
+        ("dropout_off", 0.01, "confirms"),
+        ("dropout_off", 0.03, ""),
+        ("dropout_off", 0.05, "rules out"),
+        ("float32_trainer", 0.01, "confirms"),
+        ("float32_trainer", 0.05, ""),  # the sampler may round as well
+    ],
+)
+def test_what_becomes_of_the_gap_speaks_for_or_against(name, after, says):
+    assert Outcome(name, 0.05, after).says == says
+
+
+def test_without_a_gap_nothing_is_said():
+    assert Outcome("dropout_off", FLOOR / 2, FLOOR / 200).says == ""
+    found = judge(diagnosis(size=FLOOR / 2), [Outcome("dropout_off", FLOOR / 2, FLOOR / 200)])
+    assert found.verdict == "nothing"
+    assert found.healthy
+
+
+def test_what_an_experiment_confirms_comes_first_and_what_it_rules_out_is_gone():
+    marks = diagnosis(finding("weights"), finding("eos" if "eos" in CAUSES else "last_token", share=0.3))
+    found = judge(marks, [Outcome("cache_of_the_model", 0.05, 0.005), Outcome("batch_of_one", 0.05, 0.05)])
+    assert names(found) == ["kv_cache"]  # beside which the others explain nothing
+    assert found.findings[0].share == pytest.approx(0.99)
+    assert found.findings[0].certainty == 0.99
+    found = judge(
+        diagnosis(finding("padding"), finding("last_token", share=0.3)), [Outcome("batch_of_one", 0.05, 0.049)]
+    )
+    assert names(found) == ["last_token"]
+    found = judge(diagnosis(finding("kv_cache")), [Outcome("cache_of_the_model", 0.05, 0.05)])
+    assert (found.verdict, found.findings, found.healthy) == ("unknown", [], False)
+
+
+def test_the_narrower_of_two_changes_is_believed():
+    outcomes = [Outcome("float32_trainer", 0.05, 0.001), Outcome("float32_head", 0.05, 0.004)]
+    assert names(judge(diagnosis(finding("rounding")), outcomes)) == ["head"]
+    assert names(judge(diagnosis(finding("rounding")), outcomes[:1])) == ["rounding"]
+
+
+def test_an_engine_is_started_only_for_what_is_open():
+    facts = {"sampler_dtype": "bfloat16", "sampler_head_dtype": "bfloat16", "kv_cache_dtype": "auto"}
+    both = ["float32_head_of_the_sampler", "float32_sampler"]
+    assert engines_to_try(diagnosis(), facts, []) == both  # unknown
+    assert engines_to_try(diagnosis(finding("weights")), facts, []) == both
+    assert engines_to_try(diagnosis(finding("rounding", 0.7)), facts, []) == both
+    assert engines_to_try(diagnosis(finding("rounding", 0.99)), facts, []) == []
+    assert engines_to_try(diagnosis(finding("truncation")), facts, []) == []
+    assert engines_to_try(diagnosis(size=FLOOR / 2), facts, []) == []
+    assert engines_to_try(diagnosis(), facts, [Outcome("dropout_off", 0.05, 0.001)]) == []
+    assert engines_to_try(diagnosis(), {**facts, "kv_cache_dtype": "fp8"}, []) == ["cache_of_the_model"]
+    assert engines_to_try(diagnosis(), {"sampler_dtype": "float32", "kv_cache_dtype": "auto"}, []) == []
+
+
+def test_the_table_has_the_gap_the_multiple_and_the_remedy():
+    line = probing_process.serve_line("my model", EXPERIMENTS["float32_head_of_the_sampler"].engine)
+    assert line == """vllm serve 'my model' --hf-overrides '{"head_dtype": "float32"}'"""
+    text = as_text(
+        0.05, 0.01, [Outcome("dropout_off", 0.05, 0.02), Outcome("float32_head_of_the_sampler", 0.05, None, f"{line}")]
+    )
+    row = next(line for line in text.splitlines() if "no dropout in the trainer" in line)
+    assert row.split()[-6:] == ["0.02", "2", "16", "%", "for", "dropout"]
+    assert "disable_dropout: true" in text
+    assert f"Left out: a head of the sampler in float32. {line}" in text
+
+
+# Refusals -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "diagnose takes a dump, or a model with --probe; got neither"),
+        (["dump", "--probe", "m"], "--probe samples by itself and takes no dump, got 'dump'"),
+        (["dump", "--config", "r.yaml"], "--config is for a probe"),
+        (["dump", "--verbose"], "--verbose is for a probe"),
+        (["--probe", "m", "--config", "r.yaml"], "m: --config is 'r.yaml', which is no file"),
+        (["--probe", "m", "--prompts", "p.txt"], "m: --prompts is 'p.txt', which is no file"),
+        (["--probe", "m", "--completions", "1"], "m: --completions must be 2 or more, got 1"),
+        (["--probe", "m", "--html", "p.pdf"], "p.pdf: the output must end in .html"),
+    ],
+)
+def test_what_cannot_be_probed_is_one_line(words, said, capsys):
+    assert main(["diagnose", *words]) == 2
+    found = capsys.readouterr()
+    assert found.err.startswith(said)
+    assert found.err.count("\n") == 1
+    assert not found.out
+
+
+def test_options_of_a_run_are_for_a_probe_alone(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["diagnose", "dump", "--temperature", "0.7"])
+    assert stopped.value.code == 2
+    assert "unrecognized arguments: --temperature 0.7" in capsys.readouterr().err
+
+
+def test_a_probe_is_no_job_of_several_processes(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["diagnose", "--probe", "m"]) == 2
+    assert "is started without a launcher" in capsys.readouterr().err
+
+
+ON_A_CPU = ["--use_cpu", "true", "--bf16", "false", "--report_to", "none"]
+
+
+def request(model, folder, *options, **fields):
+    return {
+        "model": str(model), "config": None, "options": [*ON_A_CPU, *options], "prompts": None, "completions": 64,
+        "trainer": "grpo", "engine": {}, "experiments": True, "output": str(folder), **fields,
+    }  # fmt: skip
+
+
+def test_a_run_without_a_sampler_or_a_model_is_refused(tiny_model_path, tmp_path):
+    from trl_rollout_corr.trainers.probing import read
+
+    with pytest.raises(ValueError, match="`use_vllm` is False"):
+        read(request(tiny_model_path, tmp_path, "--use_vllm", "false"))
+    with pytest.raises(ValueError, match="neither a folder with a model nor one that the Hub has"):
+        read(request(tmp_path / "nowhere", tmp_path))
+    with pytest.raises(
+        ValueError, match="`temperatura` in the command line is no option .* Did you mean 'temperature'"
+    ):
+        read(request(tiny_model_path, tmp_path, "--temperatura", "1"))
+    with pytest.raises(ValueError, match="`dump` in the command line is no option"):
+        read(request(tiny_model_path, tmp_path, "--temperature", "1", "dump"))
+
+
+def test_a_server_that_is_not_there_is_refused_at_once():
+    from trl_rollout_corr.trainers.probing import check_server
+
+    url = f"http://localhost:{free_port()}"
+    with pytest.raises(ValueError, match=f"no vLLM server answers at {url}"):
+        check_server(SimpleNamespace(vllm_server_base_url=url))
+
+
+def test_prompts_come_from_a_file_a_dataset_or_are_plain(tmp_path):
+    from trl_rollout_corr.trainers.probing import PROMPTS, prompts_of
+
+    file, nothing = tmp_path / "prompts.txt", SimpleNamespace(dataset_name=None)
+    file.write_text("one\n\ntwo\n")
+    text, chat = SimpleNamespace(chat_template=None), SimpleNamespace(chat_template="{{ messages }}")
+    assert prompts_of(str(file), nothing, text, 3) == ["one", "two", "one"]
+    assert prompts_of(None, nothing, chat, 20)[16] == [{"role": "user", "content": PROMPTS[0]}]
+    questions = tmp_path / "data"
+    questions.mkdir()
+    (questions / "train.jsonl").write_text('{"question": "3 + 4?", "answer": "7"}\n')
+    data = SimpleNamespace(
+        dataset_name=str(questions), dataset_config=None, dataset_train_split="train", dataset_streaming=False
+    )
+    assert prompts_of(None, data, text, 2) == ["3 + 4?"] * 2
+    (questions / "train.jsonl").write_text('{"text": "3 + 4?"}\n')
+    with pytest.raises(ValueError, match="has columns text; prompts are in one that is called `prompt` or `question`"):
+        prompts_of(None, data, text, 2)
+    file.write_text("\n")
+    with pytest.raises(ValueError, match="has no prompts"):
+        prompts_of(str(file), nothing, text, 3)
+
+
+RECIPES = sorted(
+    str(path.relative_to(ROOT / "recipes"))
+    for kind in ("grpo", "rloo")
+    for path in (ROOT / "recipes" / kind).glob("*.yaml")
+)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_can_be_probed(recipe, tiny_model_path, tmp_path):
+    """As far as its first batch goes."""
+    from trl_rollout_corr.trainers.probing import read, shortened
+
+    fields = {"config": str(ROOT / "recipes" / recipe), "trainer": recipe.split("/")[0]}
+    _, args, _, _ = read(request(tiny_model_path, tmp_path, **fields))
+    short = shortened(args, 63, {"kv_cache_dtype": "auto"})
+    assert short.per_device_train_batch_size == args.per_device_train_batch_size
+    assert 63 <= short.generation_batch_size < 63 + 2 * args.per_device_train_batch_size
+    assert (short.temperature, short.rollout_dump_dir, short.output_dir) == (args.temperature, None, str(tmp_path))
+    assert short.max_completion_length <= 128
+    if args.vllm_mode == "colocate":
+        assert short.rollout_engine_kwargs["kv_cache_dtype"] == "auto"
+
+
+def test_arguments_of_an_engine_are_added_to_those_of_the_run(tiny_model_path, tmp_path):
+    from trl_rollout_corr.trainers.probing import read, shortened
+
+    mine = '{"dtype": "float32", "hf_overrides": {"rope_theta": 1.0}}'
+    _, args, _, _ = read(request(tiny_model_path, tmp_path, "--rollout_engine_kwargs", mine))
+    short = shortened(args, 64, EXPERIMENTS["float32_head_of_the_sampler"].engine)
+    assert short.rollout_engine_kwargs == {
+        "enforce_eager": True, "dtype": "float32", "hf_overrides": {"rope_theta": 1.0, "head_dtype": "float32"},
+    }  # fmt: skip
+    assert args.rollout_engine_kwargs["hf_overrides"] == {"rope_theta": 1.0}
+
+
+# What is changed on a trainer ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["weights", "autocast"])
+def half(request, tiny_model_path, tmp_path_factory):
+    """A trainer in bfloat16, by the type of its weights or by autocast, before its first step; and its first batches."""
+    from trl_rollout_corr.trainers.probing import Probe
+
+    fields = {"weights": {"model_init_kwargs": {"dtype": "bfloat16"}}, "autocast": {"bf16": True}}[request.param]
+    trainer = build(
+        RolloutCorrectedGRPOTrainer, RolloutCorrectedGRPOConfig, tiny_model_path, tmp_path_factory.mktemp("half"),
+        sampler=StaleSampler(tiny_model_path, noise=0.0, min_length=6), **fields,
+    )  # fmt: skip
+    trainer.vllm_generation = SimpleNamespace(generation_kwargs={})
+    probe = Probe(trainer)
+    return probe, probe.sample()
+
+
+def test_the_trainer_computes_in_float32_for_as_long_as_it_is_asked_to(half, tiny_model_path):
+    from trl_rollout_corr.trainers.rescoring import all_in_float32, head_in_float32
+
+    probe, batches = half
+    mask = [batch["completion_mask"].bool() for batch in batches]
+
+    def off(logps):
+        """From the model in float32, with the weights that the trainer has."""
+        weights = {name: p.detach().float() for name, p in probe.trainer.model.named_parameters()}
+        model = plain_model(tiny_model_path, weights)
+        with torch.no_grad():
+            right = [policy_logps(model, batch) for batch in batches]
+        return max((a - b)[m].abs().max().item() for a, b, m in zip(logps, right, mask, strict=True))
+
+    before = probe.score(batches)
+    with head_in_float32(probe.trainer):
+        head = probe.score(batches)
+    with all_in_float32(probe.trainer):
+        whole = probe.score(batches)
+    assert off(whole) < 1e-4 < 0.8 * off(before)
+    assert any((a != b)[m].any() for a, b, m in zip(head, before, mask, strict=True))
+    assert off(head) > 1e-4  # the layers still round
+    assert all(torch.equal(a, b) for a, b in zip(probe.score(batches), before, strict=True))
+
+
+def test_dropout_is_off_for_as_long_as_it_is_asked_to_be(tiny_model_path, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    from trl_rollout_corr.trainers.probing import Probe
+    from trl_rollout_corr.trainers.rescoring import rescorings
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_path, attention_dropout=0.3)
+    sampler = StaleSampler(tiny_model_path, noise=0.0, min_length=6)
+    with pytest.warns(UserWarning, match="dropout"):
+        trainer = build(
+            RolloutCorrectedGRPOTrainer, RolloutCorrectedGRPOConfig, model, tmp_path, sampler=sampler,
+            model_init_kwargs=None,
+        )  # fmt: skip
+    probe = Probe(trainer)
+    batches = probe.sample()
+    changes = rescorings(trainer, "float32")
+    assert list(changes) == ["dropout_off"]
+    with changes["dropout_off"](trainer):
+        once, twice = probe.score(batches), probe.score(batches)
+    assert all(torch.equal(a, b) for a, b in zip(once, twice, strict=True))
+    once, twice = probe.score(batches), probe.score(batches)
+    assert not any(torch.equal(a, b) for a, b in zip(once, twice, strict=True))
+
+
+# A real sampler -----------------------------------------------------------------------------------------------------------
+
+
+def probed(model, folder, *options, **fields):
+    """A probe in this process. Returns the diagnosis, the experiments, and the tokens."""
+    from trl_rollout_corr.trainers.probing import build as build_probe
+    from trl_rollout_corr.trainers.probing import run as run_probe
+
+    folder.mkdir()
+    probe = build_probe(request(model, folder, *options, **fields))
+    left_out = run_probe(probe, folder)
+    observed = observe(folder / "as_it_is")
+    outcomes = probing_process._cheap(folder, observed, {"left_out": left_out})
+    return judge(diagnose(observed), outcomes), {outcome.name: outcome for outcome in outcomes}, observed
+
+
+@pytest.mark.vllm
+def test_a_sampler_in_step_is_healthy_and_a_fault_is_named(tiny_model_path, tmp_path, shared_engine):
+    found, outcomes, observed = probed(tiny_model_path, tmp_path / "a", "--vllm_max_model_length", "64")
+    assert found.verdict == "nothing"
+    assert outcomes.keys() == {"batch_of_one", "before_the_push"}
+    assert len(observed) > 100
+    noise = own_noise(observed)
+    assert noise is not None and observed.size < 100 * noise
+    assert observed.about["sampler_dtype"] == observed.about["trainer_dtype"] == "float32"
+    with pytest.warns(UserWarning, match="top_p"):
+        found, outcomes, observed = probed(tiny_model_path, tmp_path / "b", "--top_p", "0.7")
+    assert names(found)[0] == "truncation"
+    assert outcomes["whole_distribution"].says == "confirms"
+    assert outcomes["batch_of_one"].says == "rules out"
+    assert picture(observed, found.findings[0]).values
+
+
+def command(model, *options) -> tuple[int, str, str]:
+    process = run(sys.executable, "-m", "trl_rollout_corr", "diagnose", "--probe", str(model), *options)
+    return process.returncode, process.stdout, process.stderr
+
+
+FLOAT32 = ("--rollout_engine_kwargs", '{"dtype": "float32"}')
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_the_command(tiny_model_path, tmp_path):
+    code, out, err = command(tiny_model_path, *FLOAT32)
+    assert code == 0, err
+    assert out.startswith("Nothing to correct.")
+    assert "the trainer scores one by one, without padding" in out
+    page = tmp_path / "page.html"
+    cache = json.dumps({"dtype": "float32", "kv_cache_dtype": "fp8"})
+    code, out, err = command(tiny_model_path, "--json", "--html", str(page), "--rollout_engine_kwargs", cache)
+    assert code == 1, err
+    document = json.loads(out)
+    assert document["causes"][0]["cause"] == "kv_cache"
+    experiments = {x["experiment"]: x for x in document["experiments"]}
+    assert experiments["cache_of_the_model"]["says"] == "confirms"
+    assert "keys and values are cached in the type of the model" in page.read_text()
+    code, out, err = command(tmp_path / "nowhere")
+    assert (code, out) == (2, "")
+    assert err.splitlines()[-1].startswith(f"{tmp_path / 'nowhere'}: ")
+    assert "neither a folder with a model" in err.splitlines()[-1]

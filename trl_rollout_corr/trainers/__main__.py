@@ -1,0 +1,18 @@
+"""A process of `diagnose --probe`: `python -m trl_rollout_corr.trainers request.json`."""
+
+import os
+import sys
+
+import torch
+
+
+def start():
+    """Do what a request says. Compiling for a CPU would take longer than everything else."""
+    if not torch.accelerator.is_available():
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # before anything that compiles is imported
+    from .probing import main
+
+    main(sys.argv[1])
+
+
+start()
