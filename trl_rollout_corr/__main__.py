@@ -44,7 +44,8 @@ def main(arguments: list[str] | None = None) -> int:
 def _parse(arguments: list[str]) -> argparse.Namespace:
     if not any(word.split("=")[0] == "--probe" for word in arguments):
         return make_parser().parse_args(arguments)
-    args, args.options = make_parser(probes=True).parse_known_args(arguments)
+    args, options = make_parser(probes=True).parse_known_args(arguments)
+    args.options = options
     return args
 
 
@@ -244,7 +245,7 @@ def _probe(args: argparse.Namespace) -> str:
             "seconds": round(found.seconds, 1),
         }
         return as_json(found.diagnosis, more)
-    return as_text(found.diagnosis) + as_table(size, found.noise, found.outcomes)
+    return as_text(found.diagnosis) + as_table(size, found.noise, found.outcomes, found.observed.about)
 
 
 def _recipes(args: argparse.Namespace) -> str:

@@ -89,7 +89,7 @@ def probe(
     Raises:
         `ValueError`: in one line, if anything cannot be used.
     """
-    _check(config, prompts, completions)
+    _check(model, config, prompts, completions)
     start = time.monotonic()
     request = {
         "model": model,
@@ -104,14 +104,17 @@ def probe(
         _say("starting trainer and sampler")
         facts = _run({**request, "engine": {}, "experiments": True}, folder / "first", verbose=verbose)
         observed = observe(folder / "first" / "as_it_is")
-        found = diagnose(observed)
+        found, noise = diagnose(observed), own_noise(observed)
         outcomes = _cheap(folder / "first", observed, facts)
         for experiment in engines_to_try(found, facts["about"], outcomes):
             outcomes.append(_with_engine(experiment, request, folder, observed, facts, verbose=verbose))
-    return Probed(observed, judge(found, outcomes), own_noise(observed), outcomes, time.monotonic() - start)
+        found = judge(found, outcomes)._replace(floor=observed.size / noise if noise else None)
+    return Probed(observed, found, noise, outcomes, time.monotonic() - start)
 
 
-def _check(config: str | None, prompts: str | None, completions: int):
+def _check(model: str, config: str | None, prompts: str | None, completions: int):
+    if model.startswith(("/", ".", "~")) and not Path(model).is_dir():  # no name of the Hub
+        raise ValueError("there is no such folder")
     for name, file in (("--config", config), ("--prompts", prompts)):
         if file is not None and not Path(file).is_file():
             raise ValueError(f"{name} is {file!r}, which is no file")
@@ -124,7 +127,8 @@ def _check(config: str | None, prompts: str | None, completions: int):
 def _cheap(folder: Path, observed: Observed, facts: Mapping[str, Any]) -> list[Outcome]:
     """Outcomes of the experiments that have left a dump."""
     done = [name for name in EXPERIMENTS if (folder / name).is_dir()]
-    outcomes = [Outcome(name, observed.size, observe(folder / name).size) for name in done]
+    noise = own_noise(observed)
+    outcomes = [Outcome(name, observed.size, observe(folder / name).size, noise=noise) for name in done]
     return outcomes + [Outcome(name, observed.size, None, reason) for name, reason in facts["left_out"].items()]
 
 
@@ -141,7 +145,7 @@ def _with_engine(
         _run({**request, "engine": dict(experiment.engine), "experiments": False}, folder / name, verbose=verbose)
     except ValueError as error:
         return Outcome(name, observed.size, None, f"vLLM cannot: {error}")
-    return Outcome(name, observed.size, observe(folder / name / "as_it_is").size)
+    return Outcome(name, observed.size, observe(folder / name / "as_it_is").size, noise=own_noise(observed))
 
 
 def serve_line(model: str, engine: Mapping[str, Any]) -> str:

@@ -25,6 +25,7 @@ from trl.import_utils import is_vllm_available
 
 from ..config import RolloutCorrectionConfig
 from ..dump import write_rows
+from ..messages import warn
 from .batch import ROLLOUT_LOGPS
 from .dumping import numbers_of
 from .preflight import score_alone
@@ -58,6 +59,10 @@ _SAMPLING = {
 }
 _LENGTH = 128  # tokens of a completion, unless the run has shorter ones
 _CONTEXT = 1024  # tokens that the engine has room for, if there is no recipe
+_SERVE = (
+    """VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --weight-transfer-config '{"backend": "nccl"}' """
+    "--logprobs-mode processed_logprobs"
+)
 _PATIENCE = 5  # seconds in which a server that is there answers
 
 
@@ -146,6 +151,7 @@ def shortened(args: Any, completions: int, engine: Mapping[str, Any]) -> Any:
         "reward_weights": None,
         "mask_truncated_completions": False,
         "log_completions": False,
+        "disable_tqdm": True,
         "report_to": [],
         "save_strategy": "no",
         "eval_strategy": "no",
@@ -229,9 +235,7 @@ def check_server(args: Any):
         with urllib.request.urlopen(f"{url}/health", timeout=_PATIENCE):
             return
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"no vLLM server answers at {url} ({error}). Start it as docs/troubleshooting.md has it."
-        ) from error
+        raise ValueError(f"no vLLM server answers at {url} ({error}). Start one with: {_SERVE}") from error
 
 
 # The trainer --------------------------------------------------------------------------------------------------------------
@@ -257,6 +261,7 @@ def _attached_without_weights(args: Any) -> Iterator[bool]:
         return
     from trl.generation.vllm_client import VLLMClient
 
+    warn("Weights are pushed to a server by a GPU, and there is none: it samples with those that it was started with.")
     before = VLLMClient.init_communicator
     VLLMClient.init_communicator = lambda *args, **kwargs: None
     try:
@@ -366,7 +371,7 @@ class Probe:
     def sampling_without(self, names: tuple[str, ...]) -> Iterator[None]:
         """The sampler without settings that distort what it samples."""
         generation = self.trainer.vllm_generation
-        fields = {name: _NEUTRAL[name] for name in names if name in _NEUTRAL}
+        fields: dict[str, Any] = {name: _NEUTRAL[name] for name in names if name in _NEUTRAL}
         fields["generation_kwargs"] = {k: v for k, v in generation.generation_kwargs.items() if k not in names}
         before = {name: getattr(generation, name) for name in fields}
         try:

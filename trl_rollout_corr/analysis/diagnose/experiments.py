@@ -17,6 +17,8 @@ from .signatures import FLOOR, Seen
 # Share of d^2 that is left, up to which what was changed was the cause, and from which it was not. Another sample of 64
 # completions moves the share by a few percent.
 REMOVED, KEPT = 0.25, 0.8
+# Times the trainer's own noise that the gap was at least, and is at most, where nothing but that noise is left
+_ABOVE, _LEVEL = 1.5, 1.25
 _SURE = 0.9  # certainty from which no engine is started to make sure
 _LEAST = 0.1  # share of d^2 below which a cause is not worth a word once another one is confirmed
 
@@ -96,12 +98,15 @@ class Outcome(NamedTuple):
             The same with the change; `None` if the experiment was left out.
         reason (`str`, *optional*, defaults to `""`):
             Why it was left out.
+        noise (`float`, *optional*):
+            What the trainer differs from itself, in nats.
     """
 
     name: str
     before: float
     after: float | None
     reason: str = ""
+    noise: float | None = None
 
     @property
     def experiment(self) -> Experiment:
@@ -117,9 +122,16 @@ class Outcome(NamedTuple):
         """`"confirms"` or `"rules out"` its cause, or neither: `""`."""
         if self.left is None or self.before < FLOOR:  # where there is no gap, nothing takes it away
             return ""
-        if self.left <= REMOVED:
+        if self.left <= REMOVED or self._at_noise:
             return "confirms"
         return "rules out" if self.experiment.decisive and self.left >= KEPT else ""
+
+    @property
+    def _at_noise(self) -> bool:
+        """Whether the gap was more than the trainer's own noise, and is no more than that now."""
+        if not self.noise or self.after is None:
+            return False
+        return self.before >= _ABOVE * self.noise and self.after <= _LEVEL * self.noise
 
 
 def own_noise(o: Observed) -> float | None:
@@ -230,8 +242,8 @@ def _times(gap: float, noise: float | None) -> str:
     return number(gap / noise) if noise else "-"
 
 
-def as_text(before: float, noise: float | None, outcomes: Iterable[Outcome]) -> str:
-    """What is printed."""
+def as_text(before: float, noise: float | None, outcomes: Iterable[Outcome], about: Mapping[str, str]) -> str:
+    """What is printed. `about` as in the dump."""
     outcomes = list(outcomes)
     table = [COLUMNS, *rows(before, noise, outcomes)]
     widths = [max(len(row[i]) for row in table) for i in range(len(COLUMNS))]
@@ -240,6 +252,9 @@ def as_text(before: float, noise: float | None, outcomes: Iterable[Outcome]) -> 
         lines.append("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
     if noise is not None:
         lines.append(f"The trainer's own: {number(noise)} nats between a padded batch and one by one.")
+    known = {"trainer_dtype": "the trainer", "sampler_dtype": "the sampler", "kv_cache_dtype": "the sampler's cache"}
+    sides = [f"{side} {about[name]}" for name, side in known.items() if name in about]
+    lines.append(f"Types: {', '.join(sides)}.")
     for outcome in outcomes:
         if outcome.reason:
             lines.append(f"Left out: {outcome.experiment.what}. {outcome.reason}")
