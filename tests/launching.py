@@ -4,6 +4,8 @@ import os
 import socket
 import subprocess
 import sys
+import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -52,6 +54,33 @@ def output_of(*command: str, **options) -> str:
     process = run(*command, **options)
     assert process.returncode == 0, process.stdout[-3000:] + process.stderr[-8000:]
     return process.stdout
+
+
+@contextmanager
+def serving(model: str, log: Path, *options: str) -> Iterator[str]:
+    """A vLLM server with a model in float32. Yields its address."""
+    port = free_port()
+    command = [
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--port", str(port),
+        "--dtype", "float32", "--enforce-eager", "--weight-transfer-config", '{"backend":"nccl"}', *options,
+    ]  # fmt: skip
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env={**os.environ, "VLLM_SERVER_DEV_MODE": "1"}, stdout=output, stderr=output
+        )
+    try:
+        url = f"http://localhost:{port}"
+        for _ in range(600):
+            assert process.poll() is None, log.read_text()[-3000:]
+            try:
+                urllib.request.urlopen(f"{url}/health", timeout=1)
+                break
+            except OSError:
+                time.sleep(0.5)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(30)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 from trl import GRPOConfig, GRPOTrainer, RLOOTrainer
+from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 
 from tests.launching import ROOT
@@ -45,6 +46,16 @@ def test_every_overridden_method_is_in_the_contract(ours):
     }
     assert len(overridden) >= 5
     assert overridden <= set(contract.METHODS[ours._trl_class])
+
+
+def test_what_only_a_probe_touches_is_where_it_was():
+    for owner in (GRPOTrainer, RLOOTrainer):
+        assert "_last_loaded_step" in contract._mentioned(owner)
+        for name in ("_prepare_inputs", "get_train_dataloader", "compute_loss_context_manager"):
+            assert callable(getattr(owner, name))
+    fields = contract._mentioned(VLLMGeneration)
+    assert {"top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs", "enable_sleep_mode"} <= fields
+    assert callable(VLLMClient.init_communicator)
 
 
 def test_the_supported_range_is_the_one_that_installers_read():

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.launching import ROOT, free_port, run
+from tests.launching import ROOT, benchmarks, free_port, run, serving
 from tests.tiny import StaleSampler
 from tests.training import build, plain_model, policy_logps
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
@@ -25,6 +25,7 @@ from trl_rollout_corr.analysis.diagnose.experiments import (
 )
 from trl_rollout_corr.analysis.diagnose.pictures import picture
 from trl_rollout_corr.analysis.diagnose.signatures import FLOOR, Seen
+from trl_rollout_corr.faults.models import int8
 
 
 # What outcomes mean -------------------------------------------------------------------------------------------------------
@@ -356,6 +357,19 @@ def test_a_sampler_in_step_is_healthy_and_a_fault_is_named(tiny_model_path, tmp_
     assert (found.verdict, observed.about["adapter"]) == ("nothing", "LORA")
 
 
+@pytest.mark.vllm
+def test_weights_are_pushed_once_or_not_at_all(tiny_model_path, tmp_path, shared_engine, monkeypatch):
+    from trl_rollout_corr.trainers.probing import build as build_probe
+
+    probe = build_probe(request(tiny_model_path, tmp_path, "--vllm_max_model_length", "64", completions=4))
+    pushed = []
+    monkeypatch.setattr(probe.trainer.vllm_generation, "sync_weights", lambda: pushed.append(True))
+    probe.sample(push=False)
+    assert not pushed
+    assert sum(len(batch["completion_ids"]) for batch in probe.sample()) == 4
+    assert pushed == [True]
+
+
 def command(model, *options) -> tuple[int, str, str]:
     process = run(sys.executable, "-m", "trl_rollout_corr", "diagnose", "--probe", str(model), *options)
     return process.returncode, process.stdout, process.stderr
@@ -384,3 +398,39 @@ def test_the_command(tiny_model_path, tmp_path):
     assert (code, out) == (2, "")
     assert err.splitlines()[-1].startswith(f"{tmp_path / 'nowhere'}: ")
     assert "neither a folder with a model" in err.splitlines()[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_a_server(tiny_model_path, tmp_path):
+    """With weights in 8 bits."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.copy_(int8(name, weight))
+    served = str(tmp_path / "int8")
+    model.save_pretrained(served)
+    AutoTokenizer.from_pretrained(tiny_model_path).save_pretrained(served)
+    with serving(served, tmp_path / "log", "--max-model-len", "256", "--logprobs-mode", "processed_logprobs") as url:
+        options = ("--vllm_mode", "server", "--vllm_server_base_url", url, "--completions", "256")
+        code, out, err = command(served, *options)
+        assert code == 0, err
+        assert "samples with those that it was started with" in err
+        code, out, err = command(tiny_model_path, *options, "--json")
+    assert code == 1, err
+    document = json.loads(out)
+    assert document["causes"][0]["cause"] == "weights"
+    assert [x["experiment"] for x in document["experiments"]] == ["batch_of_one"]  # neither pushed, nor another engine
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_faults_that_a_recipe_can_have_are_named(tmp_path):
+    with benchmarks("diagnose") as import_module:
+        module = import_module("probe")
+        for name in ("bfloat16 head of the sampler", "dropout", "top-k, bfloat16", "presence penalty, bfloat16"):
+            fault = module.RUNS[name]
+            found, _ = module.probe(module.save("judge-qwen3", tmp_path / name, fault.model), fault.options)
+            assert found["causes"][0]["cause"] == fault.expected, name

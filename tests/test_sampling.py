@@ -1,17 +1,12 @@
 """Settings under which the sampler's log-probabilities are not comparable to the trainer's are found at the start."""
 
-import os
-import subprocess
-import sys
-import time
-import urllib.request
 import warnings
 
 import pytest
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 
-from tests.launching import ROOT, free_port
+from tests.launching import serving
 from tests.training import TRAINERS, assert_in_step, build, config_fields
 from trl_rollout_corr.trainers.checks import check_server_logprobs
 
@@ -92,30 +87,9 @@ def test_raw_logprobs_of_a_server_are_the_same_at_temperature_one():
 @pytest.fixture(scope="module", params=["processed_logprobs", "raw_logprobs"])
 def server(request, tiny_model_path, tmp_path_factory):
     """A vLLM server, and its `--logprobs-mode`."""
-    port = free_port()
     log = tmp_path_factory.mktemp("server") / "log"
-    command = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", tiny_model_path, "--port", str(port),
-        "--dtype", "float32", "--enforce-eager", "--max-model-len", "64", "--logprobs-mode", request.param,
-        "--weight-transfer-config", '{"backend":"nccl"}',
-    ]  # fmt: skip
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env={**os.environ, "VLLM_SERVER_DEV_MODE": "1"}, stdout=output, stderr=output
-        )
-    try:
-        url = f"http://localhost:{port}"
-        for _ in range(600):
-            assert process.poll() is None, log.read_text()[-3000:]
-            try:
-                urllib.request.urlopen(f"{url}/health", timeout=1)
-                break
-            except OSError:
-                time.sleep(0.5)
+    with serving(tiny_model_path, log, "--max-model-len", "64", "--logprobs-mode", request.param) as url:
         yield request.param, url
-    finally:
-        process.terminate()
-        process.wait(30)
 
 
 @pytest.mark.slow

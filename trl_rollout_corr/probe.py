@@ -160,12 +160,17 @@ def _run(request: dict[str, Any], output: Path, *, verbose: bool) -> dict[str, A
     file = output / "request.json"
     file.write_text(json.dumps({**request, "output": str(output)}), encoding="utf-8")
     command = [sys.executable, "-m", "trl_rollout_corr.trainers", str(file)]
-    process = subprocess.run(
-        command, env={**_ENVIRONMENT, **os.environ}, capture_output=True, text=True, errors="replace", check=False
-    )
-    lines = [line for line in process.stderr.splitlines() if line.strip()]
-    if verbose:
-        sys.stderr.write(process.stdout + process.stderr)
+    # what it prints must not get between what is printed here
+    stdout = sys.__stderr__ if verbose else subprocess.DEVNULL
+    environment = {**_ENVIRONMENT, **os.environ}
+    lines = []
+    with subprocess.Popen(
+        command, env=environment, stdout=stdout, stderr=subprocess.PIPE, text=True, errors="replace"
+    ) as process:
+        for line in process.stderr or ():
+            if verbose:
+                sys.stderr.write(line)
+            lines += [line.strip()] if line.strip() else []
     for line in dict.fromkeys(line for line in lines if line.startswith("warning: ")):
         warn(line.removeprefix("warning: "))
     if process.returncode or not (output / "facts.json").exists():
@@ -175,7 +180,7 @@ def _run(request: dict[str, Any], output: Path, *, verbose: bool) -> dict[str, A
 
 
 def _last_words(lines: list[str], code: int) -> str:
-    last = lines[-1].strip() if lines else "it said nothing"
+    last = lines[-1] if lines else "it said nothing"
     return f"trainer or sampler ended with code {code}: {last} (--verbose shows all)"
 
 
