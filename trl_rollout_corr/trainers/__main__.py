@@ -15,4 +15,5 @@ def start():
     main(sys.argv[1])
 
 
-start()
+if __name__ == "__main__":
+    start()

@@ -51,8 +51,16 @@ PROMPTS = (
     "Give a reason to read books.",
     "If I have 3 apples and eat one, how many are left? Think step by step.",
 )
-_NEUTRAL = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
-# Settings of the sampler that an experiment takes away, in the configuration and in `generation_kwargs`
+# Values of settings of the sampler that do nothing, of which the first is set
+_NOTHING: dict[str, tuple[Any, ...]] = {
+    "top_p": (1.0, None),
+    "top_k": (0, -1, None),
+    "min_p": (0.0, None),
+    "repetition_penalty": (1.0, None),
+    "presence_penalty": (0.0, None),
+    "frequency_penalty": (0.0, None),
+}
+# Those that an experiment takes away, in the configuration and in `generation_kwargs`
 _SAMPLING = {
     "whole_distribution": ("top_p", "top_k", "min_p"),
     "no_penalty": ("repetition_penalty", "presence_penalty", "frequency_penalty"),
@@ -371,7 +379,7 @@ class Probe:
     def sampling_without(self, names: tuple[str, ...]) -> Iterator[None]:
         """The sampler without settings that distort what it samples."""
         generation = self.trainer.vllm_generation
-        fields: dict[str, Any] = {name: _NEUTRAL[name] for name in names if name in _NEUTRAL}
+        fields: dict[str, Any] = {name: _NOTHING[name][0] for name in names if hasattr(generation, name)}
         fields["generation_kwargs"] = {k: v for k, v in generation.generation_kwargs.items() if k not in names}
         before = {name: getattr(generation, name) for name in fields}
         try:
@@ -383,14 +391,11 @@ class Probe:
                 setattr(generation, name, value)
 
     def distorts(self, names: tuple[str, ...]) -> bool:
-        """Whether any of these settings of the sampler is other than it does nothing."""
+        """Whether any of these settings of the sampler does something."""
         generation = self.trainer.vllm_generation
-        values = {name: getattr(generation, name) for name in names if name in _NEUTRAL}
+        values = {name: getattr(generation, name, None) for name in names}
         values |= {name: value for name, value in generation.generation_kwargs.items() if name in names}
-        nothing = {**_NEUTRAL, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-        return any(
-            value not in (nothing[name], None, *([0.0] if name == "min_p" else [])) for name, value in values.items()
-        )
+        return any(value not in _NOTHING[name] for name, value in values.items())
 
 
 def run(probe: Probe, output: Path, *, experiments: bool = True) -> dict[str, str]:
