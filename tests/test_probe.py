@@ -25,7 +25,7 @@ from trl_rollout_corr.analysis.diagnose.experiments import (
 )
 from trl_rollout_corr.analysis.diagnose.pictures import picture
 from trl_rollout_corr.analysis.diagnose.signatures import FLOOR, Seen
-from trl_rollout_corr.faults.models import int8
+from trl_rollout_corr.faults.models import int4, int8, push
 
 
 # What outcomes mean -------------------------------------------------------------------------------------------------------
@@ -370,6 +370,25 @@ def test_weights_are_pushed_once_or_not_at_all(tiny_model_path, tmp_path, shared
     assert pushed == [True]
 
 
+@pytest.mark.vllm
+def test_a_push_that_spoils_weights_is_found(tiny_model_path, tmp_path, shared_engine, monkeypatch):
+    from trl_rollout_corr.trainers.probing import build as build_probe
+    from trl_rollout_corr.trainers.probing import run as run_probe
+
+    probe = build_probe(request(tiny_model_path, tmp_path, "--vllm_max_model_length", "64"))
+    generation = probe.trainer.vllm_generation
+    weights = [(name, int4(name, weight.detach())) for name, weight in probe.trainer.model.named_parameters()]
+    generation.sync_weights()
+    with monkeypatch.context() as patch:
+        patch.setattr(generation, "sync_weights", lambda: push(generation.llm, weights))
+        left_out = run_probe(probe, tmp_path)
+    generation.sync_weights()  # of all other tests
+    observed = observe(tmp_path / "as_it_is")
+    outcomes = probing_process._cheap(tmp_path, observed, {"left_out": left_out})
+    assert {outcome.name: outcome.says for outcome in outcomes}["before_the_push"] == "confirms"
+    assert names(judge(diagnose(observed), outcomes))[0] == "weights"
+
+
 def command(model, *options) -> tuple[int, str, str]:
     process = run(sys.executable, "-m", "trl_rollout_corr", "diagnose", "--probe", str(model), *options)
     return process.returncode, process.stdout, process.stderr
@@ -386,8 +405,11 @@ def test_the_command(tiny_model_path, tmp_path):
     assert out.startswith("Nothing to correct.")
     assert "the trainer scores one by one, without padding" in out
     page = tmp_path / "page.html"
-    cache = json.dumps({"dtype": "float32", "kv_cache_dtype": "fp8"})
-    code, out, err = command(tiny_model_path, "--json", "--html", str(page), "--rollout_engine_kwargs", cache)
+    recipe = tmp_path / "recipe.yaml"
+    cache = "rollout_engine_kwargs: {dtype: float32, kv_cache_dtype: fp8}"
+    recipe.write_text((ROOT / "recipes" / "grpo" / "cpu.yaml").read_text() + f"{cache}\n")
+    options = ("--json", "--html", str(page), "--config", str(recipe), "--vllm_max_model_length", "256")
+    code, out, err = command(tiny_model_path, *options)
     assert code == 1, err
     document = json.loads(out)
     assert document["causes"][0]["cause"] == "kv_cache"
