@@ -114,11 +114,16 @@ def test_an_engine_is_started_only_for_what_is_open():
 def test_the_table_has_the_gap_the_multiple_and_the_remedy():
     line = probing_process.serve_line("my model", EXPERIMENTS["float32_head_of_the_sampler"].engine)
     assert line == """vllm serve 'my model' --hf-overrides '{"head_dtype": "float32"}'"""
-    outcomes = [Outcome("dropout_off", 0.05, 0.02), Outcome("float32_head_of_the_sampler", 0.05, None, line)]
+    outcomes = [
+        Outcome("dropout_off", 0.05, 0.02),
+        Outcome("float32_head_of_the_sampler", 0.05, None, line),
+        Outcome("float32_sampler", 0.05, 0.001),
+    ]
     text = as_text(0.05, 0.01, outcomes, {"trainer_dtype": "float32", "sampler_dtype": "bfloat16"})
     row = next(line for line in text.splitlines() if "no dropout in the trainer" in line)
     assert row.split()[-6:] == ["0.02", "2", "16", "%", "for", "dropout"]
-    assert "disable_dropout: true" in text
+    assert "rollout_engine_kwargs: {dtype: float32}" in text
+    assert "disable_dropout: true" not in text  # which the remedy of dropout says
     assert "Types: the trainer float32, the sampler bfloat16." in text
     assert f"Left out: a head of the sampler in float32. {line}" in text
 

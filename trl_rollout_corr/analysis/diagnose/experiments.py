@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..text import number, percent, yaml_lines
+from .causes import CAUSES
 from .observed import Observed
 from .ranking import Diagnosis, Finding
 from .signatures import FLOOR, Seen
@@ -258,10 +259,16 @@ def as_text(before: float, noise: float | None, outcomes: Iterable[Outcome], abo
     for outcome in outcomes:
         if outcome.reason:
             lines.append(f"Left out: {outcome.experiment.what}. {outcome.reason}")
-        if outcome.says == "confirms" and outcome.experiment.settings:
+        if outcome.says == "confirms" and not _is_remedy(outcome.experiment):
             lines.append(f"To keep it that way: {outcome.experiment.what}.")
             lines += [f"  {line}" for line in yaml_lines(outcome.experiment.settings).splitlines()]
     return "\n".join(lines) + "\n"
+
+
+def _is_remedy(experiment: Experiment) -> bool:
+    """Whether the remedy of the cause says already what to set."""
+    remedy = CAUSES[experiment.cause].settings
+    return all(remedy.get(name) == value for name, value in experiment.settings.items())
 
 
 def as_data(noise: float | None, outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
