@@ -7,10 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.dumps import make_dump
 from tests.launching import ROOT, benchmarks, free_port, run, serving
 from tests.tiny import StaleSampler
 from tests.training import build, plain_model, policy_logps
-from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
+from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer, faults
 from trl_rollout_corr import probe as probing_process
 from trl_rollout_corr.__main__ import main
 from trl_rollout_corr.analysis.diagnose import Diagnosis, Finding, diagnose, observe
@@ -18,6 +19,8 @@ from trl_rollout_corr.analysis.diagnose.causes import CAUSES
 from trl_rollout_corr.analysis.diagnose.experiments import (
     EXPERIMENTS,
     Outcome,
+    _speaking,
+    _with_confirmed,
     as_text,
     engines_to_try,
     judge,
@@ -71,30 +74,36 @@ def test_down_to_the_trainers_own_noise_is_all_there_is_to_go(before, after, say
 
 
 def test_without_a_gap_nothing_is_said():
-    assert Outcome("dropout_off", FLOOR / 2, FLOOR / 200).says == ""
-    found = judge(diagnosis(size=FLOOR / 2), [Outcome("dropout_off", FLOOR / 2, FLOOR / 200)])
-    assert found.verdict == "nothing"
-    assert found.healthy
+    outcome = Outcome("dropout_off", FLOOR / 2, FLOOR / 200)
+    assert (outcome.says, _speaking([outcome])) == ("", ({}, set()))
 
 
-def test_what_an_experiment_confirms_comes_first_and_what_it_rules_out_is_gone():
+def told(marks: Diagnosis, *outcomes: Outcome) -> list[str]:
+    confirming, _ = _speaking(outcomes)
+    return names(_with_confirmed(marks, confirming))
+
+
+def test_what_an_experiment_confirms_comes_first():
     marks = diagnosis(finding("weights"), finding("last_token", share=0.3))
-    found = judge(marks, [Outcome("cache_of_the_model", 0.05, 0.005), Outcome("batch_of_one", 0.05, 0.05)])
-    assert names(found) == ["kv_cache"]  # beside which the others explain nothing
-    assert found.findings[0].share == pytest.approx(0.99)
-    assert found.findings[0].certainty == 0.99
-    found = judge(
-        diagnosis(finding("padding"), finding("last_token", share=0.3)), [Outcome("batch_of_one", 0.05, 0.049)]
-    )
-    assert names(found) == ["last_token"]
-    found = judge(diagnosis(finding("kv_cache")), [Outcome("cache_of_the_model", 0.05, 0.05)])
-    assert (found.verdict, found.findings, found.healthy) == ("unknown", [], False)
+    cache = Outcome("cache_of_the_model", 0.05, 0.005)
+    assert told(marks, cache) == ["kv_cache"]  # beside which the others explain nothing
+    assert told(marks, cache._replace(after=0.024)) == ["kv_cache", "weights"]
+    found = _with_confirmed(marks, {"kv_cache": cache})
+    assert (found.findings[0].share, found.findings[0].certainty) == (pytest.approx(0.99), 0.99)
+    assert told(marks, Outcome("dropout_off", 0.05, 0.03)) == ["weights", "last_token"]
 
 
 def test_the_narrower_of_two_changes_is_believed():
     outcomes = [Outcome("float32_trainer", 0.05, 0.001), Outcome("float32_head", 0.05, 0.004)]
-    assert names(judge(diagnosis(finding("rounding")), outcomes)) == ["head"]
-    assert names(judge(diagnosis(finding("rounding")), outcomes[:1])) == ["rounding"]
+    assert told(diagnosis(finding("rounding")), *outcomes) == ["head"]
+    assert told(diagnosis(finding("rounding")), *outcomes[:1]) == ["rounding"]
+
+
+def test_what_an_experiment_rules_out_is_not_looked_for(tmp_path):
+    observed = observe(faults.rewrite(make_dump(tmp_path / "dump"), tmp_path / "broken", "nan_rows"))
+    assert "nan_rows" in names(diagnose(observed))
+    assert "nan_rows" not in names(diagnose(observed, {"nan_rows"}))
+    assert _speaking([Outcome("batch_of_one", 0.05, 0.049)]) == ({}, {"padding"})
 
 
 def test_an_engine_is_started_only_for_what_is_open():
@@ -337,7 +346,7 @@ def probed(model, folder, *options, **fields):
     left_out = run_probe(probe, folder)
     observed = observe(folder / "as_it_is")
     outcomes = probing_process._cheap(folder, observed, {"left_out": left_out})
-    return judge(diagnose(observed), outcomes), {outcome.name: outcome for outcome in outcomes}, observed
+    return judge(observed, outcomes), {outcome.name: outcome for outcome in outcomes}, observed
 
 
 @pytest.mark.vllm
@@ -391,7 +400,7 @@ def test_a_push_that_spoils_weights_is_found(tiny_model_path, tmp_path, shared_e
     observed = observe(tmp_path / "as_it_is")
     outcomes = probing_process._cheap(tmp_path, observed, {"left_out": left_out})
     assert {outcome.name: outcome.says for outcome in outcomes}["before_the_push"] == "confirms"
-    assert names(judge(diagnose(observed), outcomes))[0] == "weights"
+    assert names(judge(observed, outcomes))[0] == "weights"
 
 
 def command(model, *options) -> tuple[int, str, str]:

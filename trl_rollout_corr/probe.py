@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .analysis.diagnose import Diagnosis, Observed, diagnose, observe
+from .analysis.diagnose import Diagnosis, Observed, observe
 from .analysis.diagnose.experiments import EXPERIMENTS, Outcome, engines_to_try, judge, own_noise
 from .messages import warn
 
@@ -104,11 +104,11 @@ def probe(
         _say("starting trainer and sampler")
         facts = _run({**request, "engine": {}, "experiments": True}, folder / "first", verbose=verbose)
         observed = observe(folder / "first" / "as_it_is")
-        found, noise = diagnose(observed), own_noise(observed)
         outcomes = _cheap(folder / "first", observed, facts)
-        for experiment in engines_to_try(found, facts["about"], outcomes):
+        for experiment in engines_to_try(judge(observed, outcomes), facts["about"], outcomes):
             outcomes.append(_with_engine(experiment, request, folder, observed, facts, verbose=verbose))
-        found = judge(found, outcomes)._replace(floor=observed.size / noise if noise else None)
+        noise = own_noise(observed)
+        found = judge(observed, outcomes)._replace(floor=observed.size / noise if noise else None)
     return Probed(observed, found, noise, outcomes, time.monotonic() - start)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from ..text import number, percent, yaml_lines
 from .causes import CAUSES
 from .observed import Observed
-from .ranking import Diagnosis, Finding
+from .ranking import Diagnosis, Finding, diagnose
 from .signatures import FLOOR, Seen
 
 
@@ -175,20 +175,26 @@ def _settled(finding: Finding) -> bool:
     return finding.name == "rounding" and finding.certainty > _SURE
 
 
-def judge(diagnosis: Diagnosis, outcomes: Iterable[Outcome]) -> Diagnosis:
+def judge(o: Observed, outcomes: Iterable[Outcome]) -> Diagnosis:
     """
-    A diagnosis in the light of experiments, which count for more than marks: what one confirms comes first, and what one rules
-    out is left out.
+    Diagnose in the light of experiments, which count for more than marks: what one confirms comes first, and what one rules
+    out is not looked for.
 
     Args:
-        diagnosis ([`~trl_rollout_corr.analysis.diagnose.Diagnosis`]):
-            What the tokens say.
+        o ([`~trl_rollout_corr.analysis.diagnose.Observed`]):
+            Tokens as they were sampled and scored without a change.
         outcomes (`Iterable[Outcome]`):
             What the experiments did.
 
     Returns:
         [`~trl_rollout_corr.analysis.diagnose.Diagnosis`].
     """
+    confirming, ruled_out = _speaking(outcomes)
+    return _with_confirmed(diagnose(o, ruled_out), confirming)
+
+
+def _speaking(outcomes: Iterable[Outcome]) -> tuple[dict[str, Outcome], set[str]]:
+    """Outcomes that confirm, by cause, and causes that are ruled out."""
     confirming: dict[str, Outcome] = {}
     ruled_out: set[str] = set()
     for outcome in sorted(outcomes, key=lambda outcome: list(EXPERIMENTS).index(outcome.name)):
@@ -197,19 +203,23 @@ def judge(diagnosis: Diagnosis, outcomes: Iterable[Outcome]) -> Diagnosis:
             confirming.setdefault(cause, outcome)
         elif outcome.says == "rules out":
             ruled_out.add(cause)
+    return confirming, ruled_out - confirming.keys()
+
+
+def _with_confirmed(diagnosis: Diagnosis, confirming: Mapping[str, Outcome]) -> Diagnosis:
+    if not confirming:
+        return diagnosis
     known = {finding.name: finding for finding in diagnosis.findings}
     confirmed = [_confirmed(cause, outcome, known.get(cause)) for cause, outcome in confirming.items()]
-    left = min((outcome.left for outcome in confirming.values() if outcome.left is not None), default=1.0)
+    left = min(1 - finding.share for finding in confirmed)
     others = [
         finding._replace(share=finding.share * left)
         for finding in diagnosis.findings
-        if finding.name not in confirming and finding.name not in ruled_out - set(confirming)
+        if finding.name not in confirming
     ]
-    if confirming:
-        others = [finding for finding in others if finding.share >= _LEAST or finding.name == "nan_rows"]
-    findings = [*sorted(confirmed, key=lambda finding: -finding.share), *others]
-    verdict = "found" if findings else "unknown" if diagnosis.findings else diagnosis.verdict
-    return diagnosis._replace(findings=findings, verdict=verdict)
+    others = [finding for finding in others if finding.share >= _LEAST or finding.name == "nan_rows"]
+    confirmed.sort(key=lambda finding: -finding.share)
+    return diagnosis._replace(findings=[*confirmed, *others], verdict="found")
 
 
 def _confirmed(cause: str, outcome: Outcome, known: Finding | None) -> Finding:

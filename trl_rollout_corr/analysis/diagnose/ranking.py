@@ -1,5 +1,6 @@
 """From what was seen to a diagnosis: which causes, in which order, and how sure."""
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 from .causes import CAUSES, Cause
@@ -71,13 +72,15 @@ class Diagnosis(NamedTuple):
         )
 
 
-def diagnose(o: Observed) -> Diagnosis:
+def diagnose(o: Observed, without: Collection[str] = ()) -> Diagnosis:
     """
     Find the causes.
 
     Args:
         o ([`Observed`]):
             Tokens of a dump.
+        without (`Collection[str]`, *optional*):
+            Causes that are known not to be there, which are not looked for.
 
     Returns:
         [`Diagnosis`].
@@ -89,10 +92,10 @@ def diagnose(o: Observed) -> Diagnosis:
         raise ValueError(
             f"{len(o)} tokens of the loss have a log-probability of both policies: too few to say anything"
         )
-    findings, ended = _look(o, STAGES)
+    findings, ended = _look(o, STAGES, without)
     rest = 1 - sum(finding.share for finding in findings if finding.name != "nan_rows")
     if not ended and (not _whole(findings)) and rest > _REST and _matters(o):
-        diffuse, _ = _look(o, DIFFUSE)
+        diffuse, _ = _look(o, DIFFUSE, without)
         findings += [finding._replace(share=finding.share * rest) for finding in diffuse]
     findings.sort(key=lambda finding: -finding.share * finding.certainty)
     verdict = "found" if findings else "unknown" if _matters(o) else "nothing"
@@ -111,11 +114,11 @@ def _matters(o: Observed) -> bool:
     return bool(inside.size) and float((inside**2).mean()) ** 0.5 >= FLOOR
 
 
-def _look(o: Observed, stages: tuple[Stage, ...]) -> tuple[list[Finding], bool]:
+def _look(o: Observed, stages: tuple[Stage, ...], without: Collection[str]) -> tuple[list[Finding], bool]:
     """What the stages find, and whether one of them ended it."""
     findings: list[Finding] = []
     for stage in stages:
-        here = _found(o, stage) if _matters(o) or not stage.floor else []
+        here = _found(o, stage, without) if _matters(o) or not stage.floor else []
         if here and not stage.several:
             here = [max(here, key=lambda finding: finding.certainty * finding.share)]
         findings += here
@@ -124,8 +127,9 @@ def _look(o: Observed, stages: tuple[Stage, ...]) -> tuple[list[Finding], bool]:
     return findings, False
 
 
-def _found(o: Observed, stage: Stage) -> list[Finding]:
-    tests = ((signature, signature.test(o)) for signature in stage.signatures)
+def _found(o: Observed, stage: Stage, without: Collection[str]) -> list[Finding]:
+    looked_for = (signature for signature in stage.signatures if signature.cause not in without)
+    tests = ((signature, signature.test(o)) for signature in looked_for)
     return [
         Finding(signature.cause, _certainty(signature, seen), seen.share, seen)
         for signature, seen in tests
