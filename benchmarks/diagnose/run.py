@@ -23,7 +23,7 @@ from trl_rollout_corr.faults import FAULTS
 
 HERE = Path(__file__).parent
 SHAPES = ["judge-qwen3", "judge-llama", "judge-moe-small", "judge-moe"]
-FIRST, SEEDS = 200, 20
+FIRST, SEEDS = 400, 20
 
 
 def judge(folders: list[Path], *, old: bool) -> tuple[dict[str, Counter], dict[str, Counter], Counter]:
@@ -32,7 +32,7 @@ def judge(folders: list[Path], *, old: bool) -> tuple[dict[str, Counter], dict[s
     by_fault: dict[str, Counter] = defaultdict(Counter)
     healthy: Counter = Counter()
     for folder in folders:
-        for dump in sorted(path for fault in sorted(folder.iterdir()) for path in fault.iterdir()):
+        for dump in sorted(path for path in folder.glob("*/*") if path.is_dir()):
             observed = observe(dump)
             if old:  # as a dump that nobody asked for a diagnosis of
                 observed.about = {}
@@ -68,6 +68,9 @@ def main():
     folders = [args.output / shape for shape in SHAPES]
     with_look, by_fault, healthy = judge(folders, old=False)
     without, _, _ = judge(folders, old=True)
+    _, weaker, _ = judge([folder.with_name(f"{folder.name}-weaker") for folder in folders], old=False)
+    strengths = [json.loads(path.read_text()) for folder in folders for path in folder.glob("truncation.json")]
+    drawn = Counter(f"{name} {x:g}" for of_shape in strengths for one in of_shape.values() for name, x in one.items())
     order = sorted(with_look)
     results = {
         "shapes": SHAPES,
@@ -77,12 +80,14 @@ def main():
         "without": {cause: dict(without[cause]) for cause in order},
         "by_fault": {fault: dict(by_fault[fault]) for fault in sorted(by_fault)},
         "healthy": dict(healthy),
+        "truncation": dict(sorted(drawn.items())),
+        "weaker": {fault: dict(answers) for fault, answers in weaker.items()},
     }
     (HERE / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     print(table({cause: with_look[cause] for cause in order}))
     print("\nOld dumps:\n")
     print(table({cause: without[cause] for cause in order}))
-    print(f"\nHealthy: {dict(healthy)}")
+    print(f"\nHealthy: {dict(healthy)}\nTruncation: {results['truncation']}\nWeaker: {results['weaker']}")
 
 
 if __name__ == "__main__":
