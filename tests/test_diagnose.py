@@ -134,6 +134,14 @@ def test_a_fault_of_sampling_is_named(maker, benchmark, fault):
     assert named(maker, fault) == faults.FAULTS[fault].cause
 
 
+@pytest.mark.parametrize("fault", ["presence_penalty", "frequency_penalty"])
+def test_a_penalty_is_named_where_a_sure_model_repeats_itself(benchmark, tmp_path, fault):
+    sure = benchmark.Maker("tune-surer", [SEED], tmp_path)
+    samples = sampled(benchmark, sure.models["float32"], **faults.FAULTS[fault].sampling)
+    sure.make(fault, SEED, samples, "bfloat16")
+    assert named(sure, fault) == "penalty"
+
+
 @pytest.mark.parametrize("fault", passes(OF_WEIGHTS))
 def test_other_weights_are_named(maker, benchmark, fault):
     change = faults.FAULTS[fault].weights
@@ -184,6 +192,15 @@ def test_what_fits_no_signature_is_unknown(tmp_path):
     diagnosis = diagnose(observe(folder))
     assert (diagnosis.verdict, diagnosis.findings, diagnosis.healthy) == ("unknown", [], False)
     assert main(["diagnose", str(folder)]) == 1
+
+
+def test_a_gap_that_grows_over_a_few_sequences_may_be_chance(tmp_path):
+    many, few = (
+        make_dump(tmp_path / str(rows), steps=8, rows=rows, spread=0.1, growth=1.3, sampled=rows, worst=0, logs=False)
+        for rows in (8, 1)
+    )
+    assert [finding.name for finding in diagnose(observe(many)).findings] == ["never_pushed"]
+    assert diagnose(observe(few)).verdict == "unknown"
 
 
 def test_too_few_tokens_say_nothing(tmp_path, capsys):
@@ -318,6 +335,19 @@ def test_dropout_of_the_trainer_is_seen_at_the_first_step(tiny_model_path, tmp_p
         )  # fmt: skip
     trainer.train()
     assert [finding.name for finding in trainer._observer.preflight.diagnosis.findings] == ["dropout"]
+
+
+def test_a_report_reads_a_dump_once(shifted, tmp_path, monkeypatch):
+    opened, read = [], pq.ParquetFile.__init__
+
+    def reading(self, source, *args, **kwargs):
+        opened.append(source)
+        return read(self, source, *args, **kwargs)
+
+    monkeypatch.setattr(pq.ParquetFile, "__init__", reading)
+    assert main(["report", str(shifted), "-o", str(tmp_path / "r.md")]) == 0
+    assert "a token off" in (tmp_path / "r.md").read_text()
+    assert sorted(opened) == sorted(dump.files_of(shifted))
 
 
 # What is published --------------------------------------------------------------------------------------------------------
