@@ -19,6 +19,7 @@ FLOOR = 0.004
 # Above it, what noise there is is too large to be that of rounding.
 LARGE = 0.1
 _BINS = 20
+_MANY = 0.9  # quantile of tokens that are compared: a tenth is many, as most are sure in a model that repeats itself
 _BEFORE = 8  # tokens sampled last, which stand for what could have been sampled instead
 _END = 0.1  # share of the sequences that are compared at each end of what a gap may grow with
 _GROWTH, _JUMP = 1.4, 9.0  # of the mean square, from which it is one, and from which it need not go on
@@ -157,7 +158,7 @@ def _at(o: Observed, here: np.ndarray, said: str) -> Seen | None:
     usual = np.maximum(_usual(o, rest), FLOOR)
     level = np.abs(o.d) / usual
     ratio = _mean(np.square(level[here])) / max(_mean(np.square(level[rest])), 1e-12)
-    many = float(np.quantile(level[here], 0.8)) / max(float(np.quantile(level[rest], 0.8)), 0.1)
+    many = float(np.quantile(level[here], _MANY)) / max(float(np.quantile(level[rest], _MANY)), 0.1)
     share = _bounded(float((np.square(o.d) - np.square(usual))[here].sum()) / max(o.total, 1e-300))
     numbers = {"here": _rms(o.d[here]), "elsewhere": _rms(o.d[rest])}
     return Seen(min(ratio, many**2) if share > 0.01 else 0.0, share, numbers, said)
@@ -232,7 +233,7 @@ def truncation(o: Observed) -> Seen | None:
     below = float(np.square(d[d < 0]).sum() / np.square(d).sum())
     numbers = {"below": below, "ratio": _mean(ratio)}
     said = "d is below 0 for {below} of its square, and exp(d), whose mean is 1 for whole distributions, has a mean of {ratio}"
-    return Seen(bias if sure > 5 and below > 0.55 else 0.0, _bounded(2 * below - 1), numbers, said)
+    return Seen(bias if sure > 6 and below > 0.55 else 0.0, _bounded(2 * below - 1), numbers, said)
 
 
 def temperature(o: Observed) -> Seen | None:
@@ -408,15 +409,18 @@ def _as_small_as_rounding(o: Observed) -> bool:
 
 def padding(o: Observed) -> Seen | None:
     """What the trainer scores alone, without padding, fits; or the gap grows with the padding."""
+    said = "|d| is {low} with the least padding and {high} with the most (rank correlation {correlation})"
+    growing = _growing(o, o.padding, said)
     again = np.isfinite(o.again) & core(o)
     gap, alone = _typical(o.d[again]), _typical((o.again - o.rollout)[again])
-    if again.sum() >= 30 and gap > FLOOR:
-        share = _bounded((gap**2 - alone**2) / max(_typical(o.d[core(o)]), gap) ** 2)  # of that of all sequences
-        local = _bounded(1 - (alone / gap) ** 2)
-        said = "|d| is {gap} in a batch, and {alone} where the trainer scores a sequence alone"
-        return Seen(local if share > 0.1 else 0.0, share, {"gap": gap, "alone": alone}, said)
-    said = "|d| is {low} with the least padding and {high} with the most (rank correlation {correlation})"
-    return _growing(o, o.padding, said)
+    if again.sum() < 30 or gap <= FLOOR:
+        return growing
+    share = _bounded((gap**2 - alone**2) / max(_typical(o.d[core(o)]), gap) ** 2)  # of that of all sequences
+    local = _bounded(1 - (alone / gap) ** 2)
+    said = "|d| is {gap} in a batch, and {alone} where the trainer scores a sequence alone"
+    seen = Seen(local if share > 0.1 else 0.0, share, {"gap": gap, "alone": alone}, said)
+    # where the few that are scored alone have little padding, they leave it open, and all of them together say more
+    return growing if growing and local > 0.3 and growing.statistic > seen.statistic else seen
 
 
 # Everywhere ---------------------------------------------------------------------------------------------------------------
@@ -551,7 +555,7 @@ STAGES = (
     ),
     Stage(
         (
-            Signature("truncation", truncation, 0.15, 0.4),
+            Signature("truncation", truncation, 0.2, 0.4),
             Signature("penalty", penalty, 0.3, 0.5),
             Signature("temperature", temperature, 0.4, 0.6),
         )
