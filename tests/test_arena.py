@@ -38,7 +38,7 @@ def test_tasks_are_split_by_their_names_alone(arena, cells):
     assert sorted(cells.JUDGING) == sorted(tasks.JUDGING)
     assert not set(cells.TUNING) & set(cells.JUDGING)
     assert {run.cell.task for run in cells.tuning()} <= set(cells.TUNING)
-    assert {run.cell.task for run in cells.judging()} == set(cells.JUDGING) - set(cells.NOT_SAMPLED)
+    assert {run.cell.task for run in cells.judging()} == set(cells.JUDGING)
 
 
 @pytest.mark.parametrize("stage", ["tuning", "judging", "full"])
@@ -51,11 +51,13 @@ def test_a_name_is_one_run(stage, cells):
     assert len({json.dumps(runs[0], sort_keys=True) for runs in by_name.values()}) == len(by_name)
 
 
-def test_every_task_meets_every_sampler_and_both_rates(cells):
+def test_every_sampler_is_judged_on_two_tasks_and_at_both_rates(cells):
     judged = [cell for cell in cells.judged_cells() if cell.algorithm == "grpo"]
-    assert Counter((cell.task, cell.sampler) for cell in judged) == {
-        (task, sampler): 1 for task in cells.JUDGING for sampler in cells.JUDGED_SAMPLERS
-    }
+    assert len({(cell.task, cell.sampler) for cell in judged}) == len(judged)
+    assert set(Counter(cell.task for cell in judged).values()) == {5}
+    met = Counter(cell.sampler for cell in judged)
+    assert set(met) == set(cells.JUDGED_SAMPLERS)
+    assert min(met.values()) == 2
     rates = defaultdict(set)
     for cell in judged:
         rates[cell.task].add(cell.learning_rate)
@@ -70,7 +72,7 @@ def test_what_an_interrupted_stage_has_done_is_balanced(cells):
     first = [run for run in runs if run.seed == 0]
     assert runs[: len(first)] == first  # one seed of all cells before the second of any
     order = list(dict.fromkeys(run.cell for run in first))
-    assert order == cells.sampled(cells.judged_cells())
+    assert order == cells.judged_cells()
     tasks = {cell.task for cell in order}
     for n in range(2, len(order)):
         counts = Counter(cell.task for cell in order[:n] if cell.algorithm == "grpo")

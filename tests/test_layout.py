@@ -35,6 +35,7 @@ ORDER = [
     "step_size",
     "correction",  # so far without pyarrow, numpy and TRL
     "dump",
+    "reload",
     "faults",
     "analysis",  # so far without TRL
     "trainers",

@@ -1,11 +1,15 @@
 """The trainers on a real vLLM engine, on the CPU, colocated."""
 
 import math
+import sys
+from textwrap import dedent
 
 import pytest
 from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer
 
+from tests.launching import output_of
+from tests.tiny import build_tiny_model
 from tests.training import (
     SCHEDULES,
     VISITED_BEFORE_UPDATE,
@@ -47,6 +51,23 @@ def test_a_synced_float32_sampler_agrees_with_the_trainer(make, peft):
     assert moved > 1e-3  # an unsynced sampler would show
     assert_in_step(trainer)
     assert logged(trainer, "rollout_is_eff_sample_size") == [pytest.approx(1.0)] * 4
+
+
+@pytest.mark.slow  # vLLM has to be new: it prepares for experts, or does not, once per process
+def test_experts_are_pushed_as_vllm_packs_them(tmp_path):
+    path = build_tiny_model(tmp_path / "model", experts=4)
+    script = f"""
+        from pathlib import Path
+        from tests.training import VLLM, assert_in_step, build, sharing_engines
+        from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
+
+        trainer = RolloutCorrectedGRPOTrainer, RolloutCorrectedGRPOConfig
+        with sharing_engines():
+            trainer = build(*trainer, {path!r}, Path({str(tmp_path)!r}), **VLLM, learning_rate=1e-2, max_steps=3)
+            trainer.train()
+        assert_in_step(trainer)
+    """
+    output_of(sys.executable, "-c", dedent(script))
 
 
 def test_a_prompt_that_is_cached_is_read_again_with_new_weights(make):

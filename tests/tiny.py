@@ -26,12 +26,14 @@ def build_tiny_tokenizer():
     )
 
 
-def build_tiny_model(folder: Path, seed: int = 0) -> str:
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+def build_tiny_model(folder: Path, seed: int = 0, experts: int = 0) -> str:
+    import transformers
 
     tokenizer = build_tiny_tokenizer()
     torch.manual_seed(seed)
-    config = Qwen2Config(
+    kind = "Qwen3Moe" if experts else "Qwen2"
+    moe = {"moe_intermediate_size": 32, "num_experts": experts, "num_experts_per_tok": 2, "head_dim": 32}
+    config = getattr(transformers, f"{kind}Config")(
         vocab_size=len(tokenizer),
         hidden_size=64,  # a head size of 32 is the smallest that vLLM has CPU kernels for
         intermediate_size=128,
@@ -43,8 +45,9 @@ def build_tiny_model(folder: Path, seed: int = 0) -> str:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         tie_word_embeddings=False,
+        **(moe if experts else {}),
     )
-    model = Qwen2ForCausalLM(config)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
     with torch.no_grad():  # the default initialisation is so flat that every token has the same probability
         model.lm_head.weight.mul_(10)
         model.lm_head.weight[tokenizer.eos_token_id].mul_(3)  # and completions would never end

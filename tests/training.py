@@ -19,6 +19,7 @@ from tests.launching import free_port
 from tests.tiny import StaleSampler, length_reward, load_model, prompts
 from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.metrics import Statistics
+from trl_rollout_corr.reload import push
 from trl_rollout_corr.sums import Sums
 
 
@@ -281,10 +282,7 @@ def freeze_sampler(trainer, spread: float) -> dict[str, torch.Tensor]:
         )
         for name, p in named_weights(trainer.vllm_generation)
     ]
-    runner = trainer.vllm_generation.llm.llm_engine.model_executor.driver_worker.model_runner
-    with torch.no_grad():
-        runner.reload_weights(weights_iterator=iter(weights))
-    trainer.vllm_generation.llm.reset_prefix_cache()
+    push(trainer.vllm_generation.llm, weights)
     trainer.vllm_generation.sync_weights = lambda: None
     return dict(weights)
 

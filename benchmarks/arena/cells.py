@@ -2,7 +2,7 @@
 What is compared, as data: ways to correct, and the situations they are tried in. No torch here.
 
 A *cell* is a situation: task, sampler, learning rate and algorithm. An *arm* is a way to correct. The full grid of both is
-some thousand runs; a *stage* is a fraction of it, balanced so that every task meets every sampler, each of them meets both
+some thousand runs; a *stage* is a fraction of it, balanced so that every task meets most samplers, each of them meets both
 learning rates, and every arm is tried in the same cells. Runs are in the order in which they are done, cell by cell and seed
 by seed, so that what an interrupted stage has done is balanced too.
 """
@@ -138,9 +138,6 @@ JUDGED = ["on_policy", "none", "trl", "icepop", "bypass", "geo", "auto"]
 
 # By the hash of their names, see `tasks.py`, which imports torch.
 TUNING, JUDGING = ["copy_noise", "sort", "walk", "add"], ["running_sum", "reverse", "shift_moe"]
-# Of which vLLM on a CPU was seen to give the tokens other probabilities from the first step on (k3_kl of 3.5), whatever the
-# weights: with such a sampler nothing is judged.
-NOT_SAMPLED = ["shift_moe"]
 SEEDS = [0, 1, 2]
 
 
@@ -199,18 +196,14 @@ def judging(smoke: bool = False) -> list[Run]:
     """What nothing is set by: every task with every sampler, some of them with RLOO, and a core with more seeds."""
     if smoke:
         return tuning(smoke)
-    return [*runs_of(sampled(judged_cells()), JUDGED, SEEDS[:1]), *runs_of(sampled(CORE), JUDGED, SEEDS[1:])]
-
-
-def sampled(cells: list[Cell]) -> list[Cell]:
-    return [cell for cell in cells if cell.task not in NOT_SAMPLED]
+    return [*runs_of(judged_cells(), JUDGED, SEEDS[:1]), *runs_of(CORE, JUDGED, SEEDS[1:])]
 
 
 def judged_cells() -> list[Cell]:
-    """One of RLOO after seven of GRPO."""
+    """Five of the seven samplers of each task with GRPO, and one of RLOO after five of them."""
     grpo = in_rounds(JUDGING, JUDGED_SAMPLERS)
     rloo = in_rounds(JUDGING, ["lag 8", "lag 16", "fp8 cache"], "rloo")
-    return [cell for turn in range(3) for cell in (*grpo[7 * turn : 7 * turn + 7], rloo[turn])]
+    return [cell for turn in range(3) for cell in (*grpo[5 * turn : 5 * turn + 5], rloo[turn])]
 
 
 def full(smoke: bool = False) -> list[Run]:
@@ -219,7 +212,7 @@ def full(smoke: bool = False) -> list[Run]:
         return tuning(smoke)
     rates = SLOW, FAST
     cells = [Cell(*parts) for parts in product(TUNING + JUDGING, SAMPLERS, rates, ("grpo", "rloo"))]
-    return runs_of(sampled(cells), JUDGED, SEEDS)
+    return runs_of(cells, JUDGED, SEEDS)
 
 
 STAGES = {"tuning": tuning, "judging": judging, "full": full}

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..reload import push
+
 
 if TYPE_CHECKING:
     from .catalog import Fault
@@ -98,13 +100,6 @@ def sampling_from(llm: Any, weights: Weights, fault: "Fault") -> Iterator[None]:
         yield
     finally:
         push(llm, weights)
-
-
-def push(llm: Any, weights: Weights):
-    """Push weights into a vLLM engine of this process, and forget what it has cached with the old ones."""
-    with torch.no_grad():
-        llm.llm_engine.model_executor.driver_worker.model_runner.reload_weights(weights_iterator=iter(list(weights)))
-    llm.reset_prefix_cache()
 
 
 # The forward pass of the trainer ------------------------------------------------------------------------------------------

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-import torch
 from trl.generation.vllm_generation import VLLMGeneration
 
+from ..reload import push
 from .scoring import Logprobs
 from .versions import named_weights
 
@@ -100,10 +100,9 @@ def announce_sync(generation: VLLMGeneration, announce: Callable[[], Any]):
 
 def sync_weights_on_cpu(generation: VLLMGeneration):
     """
-    Push weights through vLLM's own reload on a CPU.
+    Push weights through vLLM's own reload on a CPU, see [`~trl_rollout_corr.reload.push`].
 
-    vLLM repacks weights for its CPU kernels after loading them, so that TRL's push of single parameters finds other shapes
-    than the checkpoint's and fails. `reload_weights` undoes and redoes the packing.
+    TRL's push of single parameters finds other shapes there than the checkpoint's, and fails.
 
     Args:
         generation ([`~trl.generation.vllm_generation.VLLMGeneration`]):
@@ -113,9 +112,6 @@ def sync_weights_on_cpu(generation: VLLMGeneration):
         return
 
     def sync_weights(*args, **kwargs):
-        with torch.no_grad():
-            model_runner = generation.llm.llm_engine.model_executor.driver_worker.model_runner
-            model_runner.reload_weights(weights_iterator=named_weights(generation))
-        generation.llm.reset_prefix_cache()
+        push(generation.llm, named_weights(generation))
 
     generation.sync_weights = sync_weights
