@@ -23,7 +23,7 @@ from trl_rollout_corr.faults import FAULTS
 
 HERE = Path(__file__).parent
 SHAPES = ["judge-qwen3", "judge-llama", "judge-moe-small", "judge-moe"]
-FIRST, SEEDS = 400, 20
+FIRST, SEEDS = 600, 20
 
 
 def judge(folders: list[Path], *, old: bool) -> tuple[dict[str, Counter], dict[str, Counter], Counter]:
