@@ -1,5 +1,6 @@
 """Causes are named: faults of the kit, put into small real models, in dumps as a run writes them."""
 
+import itertools
 import json
 import re
 
@@ -134,12 +135,11 @@ def test_a_fault_of_sampling_is_named(maker, benchmark, fault):
     assert named(maker, fault) == faults.FAULTS[fault].cause
 
 
-@pytest.mark.parametrize("fault", ["presence_penalty", "frequency_penalty"])
-def test_a_penalty_is_named_where_a_sure_model_repeats_itself(benchmark, tmp_path, fault):
+def test_a_penalty_is_named_where_a_sure_model_repeats_itself(benchmark, tmp_path):
     sure = benchmark.Maker("tune-surer", [SEED], tmp_path)
-    samples = sampled(benchmark, sure.models["float32"], **faults.FAULTS[fault].sampling)
-    sure.make(fault, SEED, samples, "bfloat16")
-    assert named(sure, fault) == "penalty"
+    samples = sampled(benchmark, sure.models["float32"], **faults.FAULTS["frequency_penalty"].sampling)
+    sure.make("frequency_penalty", SEED, samples, "bfloat16")
+    assert named(sure, "frequency_penalty") == "penalty"
 
 
 @pytest.mark.parametrize("fault", passes(OF_WEIGHTS))
@@ -182,6 +182,48 @@ def test_two_causes_are_both_named_and_their_shares_add_up(maker, benchmark):
     findings = found_in(maker, "eos").findings
     assert {finding.name for finding in findings} == {"last_token", "truncation"}
     assert findings[0].share >= findings[1].share
+
+
+def rewritten(folder, output, change):
+    """A dump whose rows are changed in place."""
+    for file in dump.files_of(folder):
+        rows = pq.read_table(file).to_pylist()
+        for row in rows:
+            change(row)
+        dump.write_rows(output, rows[0]["step"], 0, rows, {}, {"adapter": "none", "kv_cache_dtype": "auto"})
+    return diagnose(observe(output)).findings
+
+
+def test_a_mistake_comes_before_what_is_in_every_run(maker, right, tmp_path):
+    def force(row):
+        row["rollout_logps"][-1] -= 0.13
+
+    maker.make("bf16", SEED, right, "bfloat16")
+    findings = rewritten(maker.output / "bf16" / str(SEED), tmp_path / "dump", force)
+    assert [finding.name for finding in findings] == ["last_token", "rounding"]
+    assert findings[0].share < findings[1].share
+
+
+def test_an_end_is_named_where_most_ends_are_sure(maker, right, tmp_path):
+    places = itertools.count()
+
+    def force(row):
+        row["rollout_logps"][-1] -= 1.0 * (next(places) % 7 == 0)
+
+    maker.make("none", SEED, right, "float32")
+    findings = rewritten(maker.output / "none" / str(SEED), tmp_path / "dump", force)
+    assert [finding.name for finding in findings] == ["last_token"]
+
+
+def test_padding_is_seen_where_what_was_scored_alone_had_little_of_it(maker, right, tmp_path):
+    def less(row):
+        if row["again_logps"]:
+            pairs = zip(row["again_logps"], row["train_logps"], strict=True)
+            row["train_logps"] = [alone + 0.2 * (padded - alone) for alone, padded in pairs]
+
+    maker.make("padding", SEED, right, "float32")
+    findings = rewritten(maker.output / "padding" / str(SEED), tmp_path / "dump", less)
+    assert [finding.name for finding in findings] == ["padding"]
 
 
 # Answers that are no cause ------------------------------------------------------------------------------------------------
