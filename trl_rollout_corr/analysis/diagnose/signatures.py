@@ -531,6 +531,20 @@ def rounding(o: Observed) -> Seen | None:
     return Seen(quiet if slope < -0.1 else 0.0, 1.0, {"gap": gap, "slope": slope, "alike": same}, said)
 
 
+def old_throughout(o: Observed) -> Seen | None:
+    """Samples that are known to be old, with no fresh ones to compare them with, and a gap that is too large for rounding."""
+    gap = _rms(o.d[core(o)])
+    ages = o.staleness[o.row]
+    if gap <= LARGE or not np.isfinite(ages).any() or _visits(o):
+        return None
+    said = (
+        "samples are {age} optimizer steps old or older, |d| is {gap}, more than rounding makes, and nothing else fits; there "
+        "are no fresh ones to compare with"
+    )
+    old = _mean(ages >= 1)
+    return Seen(old, 1.0, {"age": float(np.min(ages[ages >= 1], initial=np.inf)), "gap": gap}, said)
+
+
 # In the order in which they are looked for
 STAGES = (
     Stage((Signature("nan_rows", nan_rows, 0.0, 0.001),), floor=False),
@@ -565,5 +579,11 @@ STAGES = (
 DIFFUSE = (
     Stage((Signature("routing", routing, 60.0, 120.0),), ends=True),
     Stage((Signature("kv_cache", kv_cache, 0.15, 0.4), Signature("weights", weights, 0.12, 0.25)), ends=True),
-    Stage((Signature("head", head, 0.8, 0.95), Signature("rounding", rounding, 0.4, 0.8))),
+    Stage(
+        (
+            Signature("head", head, 0.8, 0.95),
+            Signature("rounding", rounding, 0.4, 0.8),
+            Signature("stale", old_throughout, 0.9, 1.5),  # never more than possible
+        )
+    ),
 )
