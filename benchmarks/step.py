@@ -58,6 +58,7 @@ CONTESTANTS = {
     "grpo, TRL's correction": (*GRPO, {"vllm_importance_sampling_mode": "token_truncate"}),
     "grpo, measured": (*OUR_GRPO, {"rollout_correction": "disabled"}),
     "grpo, decoupled_token_is": (*OUR_GRPO, {"rollout_correction": "decoupled_token_is"}),
+    "grpo, auto": (*OUR_GRPO, {"rollout_correction": "auto"}),
     "grpo, bypass_ppo_clip": (*OUR_GRPO, {"rollout_correction": "bypass_ppo_clip"}),
     "rloo, no correction": (*RLOO, {"beta": 0.0}),
     "rloo, measured": (*OUR_RLOO, {"beta": 0.0, "rollout_correction": "disabled"}),

@@ -9,11 +9,13 @@ from trl_rollout_corr import (
     RolloutCorrectedGRPOConfig,
     RolloutCorrectedGRPOTrainer,
     RolloutCorrectionConfig,
+    compiling,
     compute_rollout_correction,
-    correction,
 )
+from trl_rollout_corr.accounting import account, turns_of
 from trl_rollout_corr.analysis.settings import config_of_run, read_config
 from trl_rollout_corr.criteria import CRITERIA, TOKEN_ONLY
+from trl_rollout_corr.keys import PREFIX
 
 
 CASES = {
@@ -28,11 +30,9 @@ PROBABILITY = tuple(f"token_{divergence}" for divergence in TOKEN_ONLY)
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
     monkeypatch.delenv("TORCHDYNAMO_DISABLE")  # which `conftest.py` sets
-    torch.compiler.reset()
-    correction._compiled.cache_clear()
+    compiling.forget()
     yield
-    torch.compiler.reset()
-    correction._compiled.cache_clear()
+    compiling.forget()
 
 
 def batch(rows: int, length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -62,17 +62,63 @@ def assert_same(case: dict, shapes: list[tuple[int, int]]):
             assert {key: found[key] for key in keys} == pytest.approx(expected_of_keys, rel=tolerance, abs=1e-6)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_it_is_one_graph_for_batches_of_any_shape(case, monkeypatch):
-    graphs = []
+@pytest.fixture
+def graphs(monkeypatch) -> list[torch.fx.GraphModule]:
+    """The graphs that are made, which are then run as they are."""
+    found = []
 
     def backend(module, inputs):
-        graphs.append(module)
+        found.append(module)
         return module
 
     compile_ = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, **options: compile_(function, backend=backend, **options))
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_one_graph_for_batches_of_any_shape(case, graphs):
     assert_same(CASES[case], [(3, 7), (5, 9), (4, 20)])
+    assert len(graphs) == 1
+
+
+def assert_digits_are_kept():
+    """A divergence of 5e-9, in which `exp(d) - 1` of float32 would leave nothing."""
+    train = -3 * torch.rand(8, 300, generator=torch.Generator().manual_seed(0))
+    inputs = train, train + 1e-4, torch.ones(8, 300)
+    eager, compiled = (
+        compute_rollout_correction(*inputs, RolloutCorrectionConfig(rollout_compile=choice)).metrics()
+        for choice in (False, True)
+    )
+    for key in ("k3_kl", "chi2_token", "chi2_seq"):
+        assert compiled[PREFIX + key] == pytest.approx(eager[PREFIX + key], rel=1e-2)
+
+
+def test_a_small_divergence_keeps_its_digits(graphs):
+    assert_digits_are_kept()
+    assert graphs
+
+
+@pytest.mark.parametrize("x", [-60.0, -1.0, -0.5, -0.4999, -1e-3, 0.0, 1e-20, 1e-6, 0.3, 0.4999, 0.5, 2.0, 60.0])
+def test_the_series_is_exact_to_rounding(x, graphs):
+    for dtype, digits in ((torch.float32, 4e-7), (torch.float64, 1e-10)):
+        found = torch.compile(compiling.expm1)(torch.tensor(x, dtype=dtype))
+        assert found.item() == pytest.approx(torch.expm1(torch.tensor(x, dtype=dtype)).item(), rel=digits)
+
+
+def assert_same_accounts(shapes: list[tuple[int, int]]):
+    for rows, length in shapes:
+        mask = batch(rows, length)[2]
+        keep = mask & (torch.arange(length) % 3 > 0)
+        dice = torch.Generator().manual_seed(length)
+        advantages, rewards = torch.randn(2, rows, generator=dice)
+        arguments = mask, keep, 0.7 * keep, advantages, rewards, turns_of(torch.arange(length).expand(rows, -1) % 4)
+        eager, compiled = (account(*arguments, compile=choice) for choice in (False, True))
+        torch.testing.assert_close(compiled.vector, eager.vector, rtol=1e-6, atol=1e-5)
+
+
+def test_accounting_is_one_graph(graphs):
+    assert_same_accounts([(3, 7), (5, 9), (4, 20)])
     assert len(graphs) == 1
 
 
@@ -103,6 +149,12 @@ def test_a_dump_is_read_without_a_compiler(tmp_path):
 @pytest.mark.parametrize("case", CASES)
 def test_the_compiler_makes_the_same_numbers(case):
     assert_same(CASES[case], [(3, 7), (8, 300)])
+
+
+@pytest.mark.slow
+def test_the_compiler_keeps_digits_and_accounts():
+    assert_digits_are_kept()
+    assert_same_accounts([(3, 7), (8, 300)])
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ ORDER = [
     "migrate",
     "shipped",
     "config",  # so far without torch
+    "compiling",
     "functional",
     "histogram",
     "sums",

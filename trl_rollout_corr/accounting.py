@@ -8,11 +8,12 @@ split over ranks, micro-batches or logging steps. The layout is the same for eve
 import math
 from collections.abc import Mapping
 from functools import cache
-from typing import ClassVar
+from typing import ClassVar, NamedTuple, Self
 
 import torch
 
-from .functional import accumulation_dtype, as_numbers, row_blocks
+from .compiling import as_numbers, compiled
+from .functional import accumulation_dtype, row_blocks
 from .keys import PREFIX
 from .sums import SegmentedSums
 
@@ -88,6 +89,8 @@ def account(
     advantages: torch.Tensor,
     rewards: torch.Tensor,
     turns: torch.Tensor | None = None,
+    *,
+    compile: bool = False,
 ) -> Accounts:
     """
     Add up what the correction does to the gradient of which tokens.
@@ -105,14 +108,47 @@ def account(
             Rewards; NaN for a completion that was not scored.
         turns (`torch.Tensor` of shape `(B, T)`, *optional*):
             Turn of each token, from 1. By default there is one turn.
+        compile (`bool`, *optional*, defaults to `False`):
+            Whether it is compiled, see [`~trl_rollout_corr.compiling.compiled`].
 
     Returns:
         [`Accounts`]: the sums. No host synchronisation, no collective.
     """
+    edges = _Edges.on(valid.device)
+    if not compile:
+        return _account(valid, keep, coefficients, advantages, rewards, turns, edges)
+    valid, keep = (as_numbers(mask, coefficients.dtype) for mask in (valid, keep))
+    return compiled(_account)(valid, keep, coefficients, advantages, rewards, turns, edges)
+
+
+class _Edges(NamedTuple):
+    """Where buckets begin, but for the first of each kind."""
+
+    lengths: torch.Tensor
+    positions: torch.Tensor
+    rewards: torch.Tensor
+
+    @classmethod
+    def on(cls, device: torch.device) -> Self:
+        dtype = accumulation_dtype(device)
+        return cls(
+            edges_of(_OCTAVES, dtype, device), edges_of(BUCKETS, torch.long, device), edges_of(REWARDS, dtype, device)
+        )
+
+
+def _account(
+    valid: torch.Tensor,
+    keep: torch.Tensor,
+    coefficients: torch.Tensor,
+    advantages: torch.Tensor,
+    rewards: torch.Tensor,
+    turns: torch.Tensor | None,
+    edges: _Edges,
+) -> Accounts:
     by_row, by_position = _by_row_and_position(valid, keep, coefficients)
     dtype = by_row.dtype
     lengths = by_row[:, 0]
-    octave = bucket_of(lengths, _OCTAVES)
+    octave = bucket_of(lengths, edges.lengths)
     sign = (advantages if advantages.dim() == 1 else advantages.sum(1)).sign().long() + 1
     rewards = rewards.to(dtype)
     counted = lengths.sign()
@@ -121,8 +157,8 @@ def account(
     segments = {
         "cell": add_up(by_row, octave * len(SIGNS) + sign, len(_CELLS)),
         "rows": add_up(counted, octave, len(_OCTAVES)),
-        "position": add_up(by_position, bucket_of(positions, BUCKETS), len(BUCKETS)),
-        "reward": add_up(by_row * scored[:, None], bucket_of(rewards, REWARDS), len(REWARDS)),
+        "position": add_up(by_position, bucket_of(positions, edges.positions), len(BUCKETS)),
+        "reward": add_up(by_row * scored[:, None], bucket_of(rewards, edges.rewards), len(REWARDS)),
         "mean_reward": _mean_rewards(by_row, rewards, scored),
     }
     if turns is not None:
@@ -155,7 +191,7 @@ def _measures(valid: torch.Tensor, keep: torch.Tensor, coefficients: torch.Tenso
     """`(3, B, T)`: 1 if a token counts, 1 if it is rejected, what weights take away."""
     measures = coefficients.new_empty(len(MEASURES), *valid.shape)
     counts, rejected, removed = measures
-    counts.copy_(valid.view(torch.uint8))  # the bytes of a boolean, see `as_numbers`
+    counts.copy_(as_numbers(valid, coefficients.dtype))
     kept = as_numbers(keep, coefficients.dtype)
     torch.sub(counts, kept, out=rejected)
     torch.sub(kept, coefficients, out=removed).clamp_(min=0.0)  # the coefficient of a rejected token is 0
@@ -169,21 +205,22 @@ def _by_row_and_position(
     dtype = accumulation_dtype(valid.device)
     by_row = torch.empty(len(MEASURES), valid.shape[0], dtype=dtype, device=valid.device)
     by_position = by_row.new_zeros(len(MEASURES), valid.shape[1])
-    for rows in row_blocks(valid):
+    # a compiler makes no tensor of the measures, and a graph for each number of blocks
+    for rows in (slice(None),) if torch.compiler.is_compiling() else row_blocks(valid):
         measures = _measures(valid[rows], keep[rows], coefficients[rows])
         by_row[:, rows] = measures.sum(2)
         by_position += measures.sum(1)
     return by_row.T, by_position.T
 
 
-def bucket_of(x: torch.Tensor, lower_ends: tuple[float, ...]) -> torch.Tensor:
+def bucket_of(x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
     """Index of the bucket each number is in."""
-    return torch.bucketize(x.contiguous(), _edges(lower_ends, x.dtype, x.device), right=True)
+    return torch.bucketize(x.contiguous(), edges, right=True)
 
 
 @cache
-def _edges(lower_ends: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Kept on the device: copying numbers to it waits for it."""
+def edges_of(lower_ends: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Where buckets begin, but for the first. Kept on the device: copying numbers to it waits for it."""
     return torch.tensor(lower_ends[1:], dtype=dtype, device=device)
 
 

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import torch
 
-from .accounting import add_up, bucket_of
+from .accounting import add_up, bucket_of, edges_of
 from .functional import LARGEST_POWER, LOG_RATIO_BOUND, accumulation_dtype, k3, row_blocks
 from .keys import PREFIX
 from .sums import SegmentedSums
@@ -102,7 +102,7 @@ def by_age(
     line = [ages * tokens, ages.square() * tokens, squares, ages * squares, tokens]
     return Ages.of(
         {
-            "bins": add_up(rows, bucket_of(ages, AGES), len(AGES)),
+            "bins": add_up(rows, bucket_of(ages, edges_of(AGES, ages.dtype, ages.device)), len(AGES)),
             "line": torch.stack([x.sum() for x in line]),
         }
     )

@@ -2,18 +2,17 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import torch
 
+from .compiling import as_numbers, compiled
 from .config import RolloutCorrectionConfig
 from .criteria import Criterion
 from .functional import (
     Rejection,
     Tokens,
     above,
-    as_numbers,
     bound_weights,
     importance_ratio,
     mean_weight,
@@ -118,7 +117,9 @@ def compute_rollout_correction(
     _check_inputs(train_logps, rollout_logps, mask, config)
     direction = _direction(advantages, mask, config)
     corrected = _Assembled(mask)
-    plan, correct_rows = _Plan.of(config), _correct_rows_compiled if config.rollout_compile else _correct_rows
+    plan, correct_rows = _Plan.of(config), _correct_rows
+    if config.rollout_compile:
+        mask, correct_rows = as_numbers(mask, torch.float32), compiled(_correct_rows)
     for rows in row_blocks(mask):
         direction_of_rows = None if direction is None else direction[rows]
         corrected.put(rows, *correct_rows(train_logps[rows], rollout_logps[rows], mask[rows], plan, direction_of_rows))
@@ -301,27 +302,6 @@ def _correct_rows(
     if weights is not None and plan.applies_weights:
         coefficients = keep * weights if rejections else weights  # which are 0 where a token does not count
     return weights, keep, tokens.valid, collect(tokens, keep, coefficients, weighed, rejections)
-
-
-def _correct_rows_compiled(*arguments: Any) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor, Statistics]:
-    """As `_correct_rows`, by a compiler."""
-    try:
-        return _compiled()(*arguments)
-    except torch._dynamo.exc.TorchDynamoException as error:
-        reason = " ".join([line for line in str(error).splitlines() if line][:2])
-        raise RuntimeError(
-            f"`rollout_compile` is True, but `torch.compile` does not work here: {reason} Install what it needs, or set it to "
-            "False: the numbers are the same."
-        ) from error
-
-
-@cache
-def _compiled() -> Callable:
-    """
-    Compiled at its first call, for any number of rows and tokens. It is one graph (`tests/test_compile.py`), and is not held
-    to that at run time: what makes the compiler give up after many changes of settings must not end a run.
-    """
-    return torch.compile(_correct_rows, dynamic=True)
 
 
 def _neutralizes(config: RolloutCorrectionConfig) -> bool:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from .compiling import as_numbers, expm1, zero_unless
 from .criteria import DIVERGENCES, LEVELS, SCOPES, TOKEN_ONLY, Criterion
 
 
@@ -112,11 +113,6 @@ def below(x: torch.Tensor, bound: float) -> torch.Tensor:
     return torch.lt(x, bound, out=torch.empty_like(x))
 
 
-def as_numbers(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """1 where a boolean mask is true, else 0. Its bytes are read as numbers: CPUs convert those six times as fast."""
-    return mask.view(torch.uint8).to(dtype)
-
-
 def select_tokens(
     train_logps: torch.Tensor, rollout_logps: torch.Tensor, mask: torch.Tensor, *, neutralize: bool = False
 ) -> Tokens:
@@ -139,14 +135,13 @@ def select_tokens(
     dtype = torch.promote_types(torch.promote_types(train_logps.dtype, rollout_logps.dtype), torch.float32)
     train_logps = train_logps.detach().to(dtype)
     difference = train_logps - rollout_logps.detach().to(dtype)
-    mask = as_numbers(mask if mask.dtype == torch.bool else mask.detach() != 0, dtype)
+    mask = as_numbers(mask, dtype)
     finite = below(difference.abs(), LARGEST_LOG_RATIO).mul_(mask)  # 0 for NaN
     valid = below(train_logps.abs(), torch.inf).mul_(mask) if neutralize else finite
     mask_lengths, lengths = mask.sum(-1, keepdim=True), valid.sum(-1, keepdim=True)
     return Tokens(
-        # NaN * 0 is NaN, so values that are not finite go first
-        log_ratio=difference.nan_to_num_(0.0, 0.0, 0.0).mul_(finite),
-        train_logps=train_logps.nan_to_num(0.0, 0.0, 0.0).mul_(valid),
+        log_ratio=zero_unless(difference, finite),
+        train_logps=zero_unless(train_logps, valid),
         valid=valid,
         outside=valid.reciprocal().sub_(1.0),
         lengths=lengths,
@@ -244,7 +239,7 @@ def token_divergence(log_ratio: torch.Tensor, divergence: str) -> torch.Tensor:
 
 def k3(log_ratio: torch.Tensor) -> torch.Tensor:
     """`exp(d) - 1 - d` of log-ratios that are bounded from above."""
-    return torch.expm1(log_ratio) - log_ratio  # expm1: exp(d) - 1 loses every digit for the usual d of 1e-4
+    return expm1(log_ratio) - log_ratio  # expm1: exp(d) - 1 loses every digit for the usual d of 1e-4
 
 
 def probability_divergence(tokens: Tokens, divergence: str) -> torch.Tensor:
@@ -272,20 +267,20 @@ def probability_divergence(tokens: Tokens, divergence: str) -> torch.Tensor:
     log_q = (tokens.train_logps - tokens.log_ratio).clamp_(max=0.0)
     if divergence == "tv":  # without the difference of two numbers near 1
         larger = torch.maximum(log_p, log_q).exp_()
-        return torch.expm1(-tokens.log_ratio.abs()).neg_().copysign_(tokens.log_ratio).mul_(larger)
+        return expm1(-tokens.log_ratio.abs()).neg_().copysign_(tokens.log_ratio).mul_(larger)
     if divergence not in TOKEN_ONLY:
         raise ValueError(f"`divergence` must be one of {TOKEN_ONLY}, got {divergence!r}.")
     for logps in (log_p, log_q):
         logps.clamp_(math.log(SMALLEST_PROBABILITY), math.log1p(-SMALLEST_PROBABILITY))
     d, of_others = (
         log_p - log_q,
-        torch.log(torch.expm1(log_p) / torch.expm1(log_q)),
+        torch.log(expm1(log_p) / expm1(log_q)),
     )  # ln of p / q and (1 - p) / (1 - q)
     # rounding may leave either below 0, which it cannot be
-    from_sampler = (torch.expm1(log_q) * of_others - log_q.exp() * d).clamp_(min=0.0)  # D(q, p)
+    from_sampler = (expm1(log_q) * of_others - log_q.exp() * d).clamp_(min=0.0)  # D(q, p)
     if divergence == "kl":
         return from_sampler.copysign_(d)
-    return torch.maximum(from_sampler, log_p.exp() * d - torch.expm1(log_p) * of_others)
+    return torch.maximum(from_sampler, log_p.exp() * d - expm1(log_p) * of_others)
 
 
 def reject(tokens: Tokens, criterion: Criterion, direction: torch.Tensor | None = None) -> Rejection:

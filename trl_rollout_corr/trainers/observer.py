@@ -134,7 +134,15 @@ class Observer:
         window = self.windows[now.mode]
         window.add(correction.statistics)
         window.add(
-            account(correction.valid, correction.keep, seen.coefficients, batch["advantages"], batch[REWARDS], turns)
+            account(
+                correction.valid,
+                correction.keep,
+                seen.coefficients,
+                batch["advantages"],
+                batch[REWARDS],
+                turns,
+                compile=self.args.rollout_compile,
+            )
         )
         if seen.from_old:
             self._add_ages(now, engine_drift(correction.statistics))
