@@ -1,5 +1,6 @@
 """Causes are named: faults of the kit, put into small real models, in dumps as a run writes them."""
 
+import itertools
 import json
 import re
 
@@ -18,6 +19,7 @@ from trl_rollout_corr.analysis.diagnose import diagnose, observe
 from trl_rollout_corr.analysis.diagnose.causes import CAUSES
 from trl_rollout_corr.analysis.diagnose.pictures import picture
 from trl_rollout_corr.analysis.diagnose.signatures import DIFFUSE, STAGES
+from trl_rollout_corr.analysis.diagnose.written import headline
 from trl_rollout_corr.config import RolloutCorrectionConfig
 from trl_rollout_corr.presets import PRESETS
 
@@ -134,6 +136,13 @@ def test_a_fault_of_sampling_is_named(maker, benchmark, fault):
     assert named(maker, fault) == faults.FAULTS[fault].cause
 
 
+def test_a_penalty_is_named_where_a_sure_model_repeats_itself(benchmark, tmp_path):
+    sure = benchmark.Maker("tune-surer", [SEED], tmp_path)
+    samples = sampled(benchmark, sure.models["float32"], **faults.FAULTS["frequency_penalty"].sampling)
+    sure.make("frequency_penalty", SEED, samples, "bfloat16")
+    assert named(sure, "frequency_penalty") == "penalty"
+
+
 @pytest.mark.parametrize("fault", passes(OF_WEIGHTS))
 def test_other_weights_are_named(maker, benchmark, fault):
     change = faults.FAULTS[fault].weights
@@ -176,6 +185,48 @@ def test_two_causes_are_both_named_and_their_shares_add_up(maker, benchmark):
     assert findings[0].share >= findings[1].share
 
 
+def rewritten(folder, output, change):
+    """A dump whose rows are changed in place."""
+    for file in dump.files_of(folder):
+        rows = pq.read_table(file).to_pylist()
+        for row in rows:
+            change(row)
+        dump.write_rows(output, rows[0]["step"], 0, rows, {}, {"adapter": "none", "kv_cache_dtype": "auto"})
+    return diagnose(observe(output)).findings
+
+
+def test_a_mistake_comes_before_what_is_in_every_run(maker, right, tmp_path):
+    def force(row):
+        row["rollout_logps"][-1] -= 0.13
+
+    maker.make("bf16", SEED, right, "bfloat16")
+    findings = rewritten(maker.output / "bf16" / str(SEED), tmp_path / "dump", force)
+    assert [finding.name for finding in findings] == ["last_token", "rounding"]
+    assert findings[0].share < findings[1].share
+
+
+def test_an_end_is_named_where_most_ends_are_sure(maker, right, tmp_path):
+    places = itertools.count()
+
+    def force(row):
+        row["rollout_logps"][-1] -= 1.0 * (next(places) % 7 == 0)
+
+    maker.make("none", SEED, right, "float32")
+    findings = rewritten(maker.output / "none" / str(SEED), tmp_path / "dump", force)
+    assert [finding.name for finding in findings] == ["last_token"]
+
+
+def test_padding_is_seen_where_what_was_scored_alone_had_little_of_it(maker, right, tmp_path):
+    def less(row):
+        if row["again_logps"]:
+            pairs = zip(row["again_logps"], row["train_logps"], strict=True)
+            row["train_logps"] = [alone + 0.2 * (padded - alone) for alone, padded in pairs]
+
+    maker.make("padding", SEED, right, "float32")
+    findings = rewritten(maker.output / "padding" / str(SEED), tmp_path / "dump", less)
+    assert [finding.name for finding in findings] == ["padding"]
+
+
 # Answers that are no cause ------------------------------------------------------------------------------------------------
 
 
@@ -184,6 +235,24 @@ def test_what_fits_no_signature_is_unknown(tmp_path):
     diagnosis = diagnose(observe(folder))
     assert (diagnosis.verdict, diagnosis.findings, diagnosis.healthy) == ("unknown", [], False)
     assert main(["diagnose", str(folder)]) == 1
+
+
+def test_what_is_old_throughout_is_possibly_stale(tmp_path):
+    folder = make_dump(tmp_path / "dump", gaussian=True, spread=0.4, rows=64, tools=False)
+    [finding] = rewritten(folder, tmp_path / "old", lambda row: row.update(staleness=8))
+    assert finding.name == "stale"
+    assert headline(diagnose(observe(tmp_path / "old"))).startswith("Possible: stale weights")
+    assert rewritten(folder, tmp_path / "fresh", lambda row: row.update(staleness=0)) == []
+    assert len(picture(observe(tmp_path / "old"), finding).at) > 1
+
+
+def test_a_gap_that_grows_over_a_few_sequences_may_be_chance(tmp_path):
+    many, few = (
+        make_dump(tmp_path / str(rows), steps=8, rows=rows, spread=0.1, growth=1.3, sampled=rows, worst=0, logs=False)
+        for rows in (8, 1)
+    )
+    assert [finding.name for finding in diagnose(observe(many)).findings] == ["never_pushed"]
+    assert diagnose(observe(few)).verdict == "unknown"
 
 
 def test_too_few_tokens_say_nothing(tmp_path, capsys):
@@ -318,6 +387,19 @@ def test_dropout_of_the_trainer_is_seen_at_the_first_step(tiny_model_path, tmp_p
         )  # fmt: skip
     trainer.train()
     assert [finding.name for finding in trainer._observer.preflight.diagnosis.findings] == ["dropout"]
+
+
+def test_a_report_reads_a_dump_once(shifted, tmp_path, monkeypatch):
+    opened, read = [], pq.ParquetFile.__init__
+
+    def reading(self, source, *args, **kwargs):
+        opened.append(source)
+        return read(self, source, *args, **kwargs)
+
+    monkeypatch.setattr(pq.ParquetFile, "__init__", reading)
+    assert main(["report", str(shifted), "-o", str(tmp_path / "r.md")]) == 0
+    assert "a token off" in (tmp_path / "r.md").read_text()
+    assert sorted(opened) == sorted(dump.files_of(shifted))
 
 
 # What is published --------------------------------------------------------------------------------------------------------

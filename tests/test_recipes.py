@@ -9,6 +9,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config
@@ -17,6 +18,7 @@ from tests.launching import ROOT
 from tests.test_reporting import finished_wandb_records
 from tests.training import TRAINERS, assert_in_step
 from trl_rollout_corr import RolloutCorrectionConfig
+from trl_rollout_corr.analysis.diagnose.causes import CAUSES
 from trl_rollout_corr.presets import PRESETS
 
 
@@ -237,9 +239,32 @@ def train(tiny_model_path, questions, tmp_path, shared_engine, monkeypatch):
     return train
 
 
-# A server takes weights through NCCL, which needs GPUs.
+# What `diagnose` points at, by cause
+OF_PRECISION = {"rounding": ["grpo/fp32_head.yaml", "grpo/fp16.yaml"], "head": ["grpo/fp32_head.yaml"]}
+# A server takes weights through NCCL, which needs GPUs; float16 takes an engine of its own
+ELSEWHERE = (*ASYNCHRONOUS, "grpo/server.yaml", "grpo/fp16.yaml")
+
+
+@pytest.mark.parametrize("cause", OF_PRECISION)
+def test_remedies_point_at_recipes_of_precision(cause):
+    named = re.findall(r"recipe (\S+\.yaml)", CAUSES[cause].remedy)
+    assert named == OF_PRECISION[cause]
+    assert CAUSES[cause].settings.items() <= settings(named[0]).items()
+
+
+@pytest.mark.slow
 @pytest.mark.vllm
-@pytest.mark.parametrize("recipe", [name for name in RECIPES if name not in (*ASYNCHRONOUS, "grpo/server.yaml")])
+def test_float16_is_on_both_sides(train):
+    trainer = train("grpo/fp16.yaml", "--log_completions", "false")
+    assert trainer.accelerator.mixed_precision == "fp16"
+    assert trainer.vllm_generation.llm.llm_engine.vllm_config.model_config.dtype == torch.float16
+    rows = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(rows) == 2
+    assert 0 < rows[0]["rollout_corr/k3_kl"] < 0.01
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if name not in ELSEWHERE])
 def test_recipes_train(train, recipe):
     trainer = train(recipe, "--log_completions", "false")
     assert len([entry for entry in trainer.state.log_history if "loss" in entry]) == 2

@@ -241,21 +241,24 @@ def micro_batches(trainer) -> list[dict[str, Any]]:
 
 @contextmanager
 def sharing_engines():
-    """Make TRL build one float32 vLLM engine per model and process, and use it in every trainer."""
+    """
+    Make TRL build one vLLM engine per model and process, and use it in every trainer: in float32, or in the type that
+    `rollout_engine_kwargs` asks for.
+    """
     from trl.generation import vllm_generation
 
     engine_class, engines = vllm_generation.LLM, {}
 
-    def shared(model: str, **options):
-        if model not in engines:
+    def shared(model: str, *, dtype: str = "float32", **options):
+        if (model, dtype) not in engines:
             if not torch.distributed.is_initialized():
                 os.environ["MASTER_PORT"] = str(free_port())
             # blocks of the cache: else it is a gigabyte
             small = {"max_num_seqs": 64, "max_model_len": 256, "num_gpu_blocks_override": 256}
-            options = {**options, **small, "dtype": "float32", "enforce_eager": True}
+            options = {**options, **small, "dtype": dtype, "enforce_eager": True}
             with torch.random.fork_rng():  # the first trainer draws what the others draw
-                engines[model] = engine_class(model, **options)
-        return engines[model]
+                engines[model, dtype] = engine_class(model, **options)
+        return engines[model, dtype]
 
     vllm_generation.LLM = shared
     try:

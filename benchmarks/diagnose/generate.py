@@ -8,6 +8,7 @@ Half of the seeds have both sides in bfloat16 underneath a fault, half in float3
 """
 
 import argparse
+import json
 import os
 import random
 from pathlib import Path
@@ -22,11 +23,14 @@ import torch
 from policies import EOS, SHAPES, VOCABULARY, build, updated
 
 from trl_rollout_corr import dump, faults
+from trl_rollout_corr.analysis.diagnose.signatures import FLOOR
 from trl_rollout_corr.faults.models import merged
 
 
 STEPS, ROWS, AGAIN = 8, 8, 12  # optimizer steps, sequences of each, and how many of all are scored a second time
 TEMPERATURE = 0.7  # that the trainer knows of, where log-probabilities are raw
+# Of truncation, the first is as in the catalogue. A sure model samples from few tokens in any case, and has to be left fewer
+STRENGTHS = {"top_p": (0.9, 0.8, 0.7, 0.5), "top_k": (10, 5, 3, 2), "min_p": (0.05, 0.1, 0.2, 0.4)}
 Weights = dict[str, torch.Tensor]
 
 
@@ -142,6 +146,13 @@ def score_steps(model: Any, samples: list[Sample], **how: Any) -> tuple[list[lis
     return logps, padding
 
 
+def effect(logps: list[list[float]], others: list[list[float]]) -> float:
+    """Root mean square of a difference of log-probabilities, in nats, behind the first tokens of completions."""
+    pairs = zip(logps, others, strict=True)
+    d = torch.cat([torch.tensor(a[1:]) - torch.tensor(b[1:]) for a, b in pairs])
+    return float(d.square().mean().sqrt())
+
+
 def with_weights(model: Any, weights: Weights) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -226,12 +237,22 @@ class Maker:
         self.weights = {name: p.detach().clone() for name, p in self.models["float32"].named_parameters()}
         with_weights(self.models["bfloat16"], self.weights)
         self.folder = output / f"{shape}-model"
+        self.truncation: dict[int, dict[str, Any]] = {}
 
     def below(self, seed: int) -> str:
         """The type of both sides underneath a fault."""
         return "bfloat16" if seed % 2 else "float32"
 
-    def make(self, fault: str, seed: int, samples: list[Sample], dtype: str, *, temperature: float = 1.0):
+    def make(
+        self,
+        fault: str,
+        seed: int,
+        samples: list[Sample],
+        dtype: str,
+        *,
+        temperature: float = 1.0,
+        output: Path | None = None,
+    ):
         how = faults.FAULTS[fault]
         model = self.models[dtype]
         with faults.training_on(model, how):
@@ -239,7 +260,7 @@ class Maker:
             again = self.again(model, samples, temperature=temperature, **how.scoring)
         settings: dict[str, Any] = {}
         write(
-            self.output / fault / str(seed),
+            (output or self.output) / fault / str(seed),
             samples,
             scored,
             again,
@@ -283,13 +304,13 @@ class Maker:
                 self.merging(seed, samples)
         for family in (
             ("cold_sampler", "hot_sampler"),
-            ("top_p", "top_k", "min_p"),
             ("repetition_penalty", "presence_penalty", "frequency_penalty"),
         ):
             chosen = {seed: family[seed // 2 % len(family)] for seed in mine}
             drawn = sample(llm, mine, {seed: dict(faults.FAULTS[name].sampling) for seed, name in chosen.items()})
             for seed, samples in drawn.items():
                 self.make(chosen[seed], seed, samples, dtype)
+        self.truncating(llm, mine, dtype)
         for k, fault in enumerate(("int8_weights", "fp8_weights", "int4_weights")):
             chosen_seeds = [seed for seed in mine if seed // 2 % 3 == k]
             if chosen_seeds:
@@ -308,6 +329,35 @@ class Maker:
         for seed, samples in sample(llm, mine[::2], dict.fromkeys(mine, faults.FAULTS[name].sampling)).items():
             self.make(name, seed, samples, dtype, temperature=TEMPERATURE)
         stop(llm)
+
+    def truncating(self, llm: Any, mine: list[int], dtype: str):
+        """Truncation, of a strength that is chosen by what it does, on the engine in float32, which comes first."""
+        if dtype == "float32":
+            self.choose_strengths(llm)
+        for seed, samples in sample(llm, mine, self.truncation).items():
+            self.make(next(iter(self.truncation[seed])), seed, samples, dtype)
+        # what is weaker than that, as the catalogue has it, is kept apart
+        weaker = {seed: name for seed in mine for name, x in self.truncation[seed].items() if x != STRENGTHS[name][0]}
+        catalogue = {seed: dict(faults.FAULTS[name].sampling) for seed, name in weaker.items()}
+        for seed, samples in sample(llm, [*weaker], catalogue).items():
+            self.make(weaker[seed], seed, samples, dtype, output=self.output.with_name(f"{self.shape}-weaker"))
+
+    def choose_strengths(self, llm: Any):
+        """
+        For each seed the least truncation that does anything. In float32, alone, it moves the log-ratio by as much as is
+        looked for; if bfloat16 is underneath, by half as much as the rounding of the two sides.
+        """
+        left = {seed: [*STRENGTHS][seed // 2 % len(STRENGTHS)] for seed in self.seeds}
+        right = sample(llm, self.seeds[:1], {})[self.seeds[0]]
+        of_one_side = effect(*(score_steps(model, right)[0] for model in self.models.values()))
+        least = {"float32": FLOOR, "bfloat16": 2**0.5 * of_one_side / 2}
+        for level in range(max(map(len, STRENGTHS.values()))):
+            self.truncation.update({seed: {name: STRENGTHS[name][level]} for seed, name in left.items()})
+            for seed, samples in sample(llm, [*left], self.truncation).items():
+                alone = effect(score_steps(self.models["float32"], samples)[0], [s.logps for s in samples])
+                if alone >= least[self.below(seed)]:
+                    del left[seed]
+        (self.output / "truncation.json").write_text(json.dumps(self.truncation) + "\n")
 
     def drifting(self, fault: str, seed: int, samples: list[Sample], dtype: str):
         """The sampler has the first weights, the trainer later ones."""

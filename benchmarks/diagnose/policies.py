@@ -43,6 +43,44 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 3,
         "head_dim": 32,
     },
+    "tune-sure": {
+        "kind": "Llama",
+        "sharpness": 16,
+        "hidden_size": 64,
+        "intermediate_size": 160,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    },
+    "tune-surer": {
+        "kind": "Qwen3",
+        "sharpness": 14,
+        "hidden_size": 96,
+        "intermediate_size": 192,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "head_dim": 32,
+    },
+    "tune-loops": {
+        "kind": "Qwen3",
+        "sharpness": 14,
+        "hidden_size": 96,
+        "intermediate_size": 192,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "head_dim": 32,
+    },
+    "tune-surest": {
+        "kind": "Qwen3",
+        "hidden_size": 96,
+        "intermediate_size": 192,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "head_dim": 32,
+    },
     "judge-qwen3": {
         "kind": "Qwen3",
         "hidden_size": 128,
@@ -105,13 +143,14 @@ def build(shape: str, folder: Path, seed: int) -> Any:
     """
     A model, saved to a folder.
 
-    A token that goes with a large part of its embedding that the head sees leaves little open; one that goes with a small part
+    `sharpness` of a shape is the size of its logits: the larger, the surer the model, and the more it repeats itself. A token
+    that goes with a large part of its embedding that the head sees leaves little open; one that goes with a small part
     leaves much. Layers at random make it depend on what came before.
     """
     import transformers
 
     fields = {**_COMMON, **SHAPES[shape]}
-    kind = fields.pop("kind")
+    kind, sharpness = fields.pop("kind"), fields.pop("sharpness", 11)
     torch.manual_seed(seed)
     model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**fields)).eval()
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
@@ -127,7 +166,7 @@ def build(shape: str, folder: Path, seed: int) -> Any:
         seen = torch.nn.functional.normalize(torch.randn(VOCABULARY, size - hidden), dim=-1) * sure
         unseen = torch.nn.functional.normalize(torch.ones(VOCABULARY, hidden), dim=-1) * (1 - sure**2).sqrt()
         embedding.copy_(torch.cat([unseen, seen], 1) * size**0.5)
-        head.copy_(torch.randn_like(head) * 11 / size**0.5)
+        head.copy_(torch.randn_like(head) * sharpness / size**0.5)
         head[:, :hidden] = 0
         head[EOS] = 0
         head[EOS, 0] = 9 / (size / hidden) ** 0.5 * 0.7

@@ -3,6 +3,7 @@ Judge `diagnose` by injected faults, and publish the confusion matrix.
 
     python benchmarks/diagnose/run.py                      # makes the dumps that are missing, then judges
     python benchmarks/diagnose/run.py --output elsewhere   # where dumps are kept
+    python benchmarks/diagnose/run.py tune-loops --first 500 --seeds 24    # others, without publishing
 
 Bounds were set on the shapes `tune-*`; what is published is of the shapes `judge-*`, which have other seeds.
 """
@@ -23,7 +24,7 @@ from trl_rollout_corr.faults import FAULTS
 
 HERE = Path(__file__).parent
 SHAPES = ["judge-qwen3", "judge-llama", "judge-moe-small", "judge-moe"]
-FIRST, SEEDS = 200, 20
+FIRST, SEEDS = 600, 20
 
 
 def judge(folders: list[Path], *, old: bool) -> tuple[dict[str, Counter], dict[str, Counter], Counter]:
@@ -32,7 +33,7 @@ def judge(folders: list[Path], *, old: bool) -> tuple[dict[str, Counter], dict[s
     by_fault: dict[str, Counter] = defaultdict(Counter)
     healthy: Counter = Counter()
     for folder in folders:
-        for dump in sorted(path for fault in sorted(folder.iterdir()) for path in fault.iterdir()):
+        for dump in sorted(path for path in folder.glob("*/*") if path.is_dir()):
             observed = observe(dump)
             if old:  # as a dump that nobody asked for a diagnosis of
                 observed.about = {}
@@ -58,31 +59,40 @@ def table(matrix: dict[str, Counter]) -> str:
 
 def main():
     parser = argparse.ArgumentParser()
+    parser.add_argument("shapes", nargs="*", default=SHAPES)
+    parser.add_argument("--first", type=int, default=FIRST)
+    parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--output", type=Path, default=Path("outputs/diagnose"))
     args = parser.parse_args()
-    for shape in SHAPES:
+    for shape in args.shapes:
         if not (args.output / shape).exists():
-            options = {"--seeds": SEEDS, "--first": FIRST, "--output": args.output}
+            options = {"--seeds": args.seeds, "--first": args.first, "--output": args.output}
             words = [str(word) for option in options.items() for word in option]
             subprocess.run([sys.executable, str(HERE / "generate.py"), shape, *words], check=True)
-    folders = [args.output / shape for shape in SHAPES]
+    folders = [args.output / shape for shape in args.shapes]
     with_look, by_fault, healthy = judge(folders, old=False)
     without, _, _ = judge(folders, old=True)
+    _, weaker, _ = judge([folder.with_name(f"{folder.name}-weaker") for folder in folders], old=False)
+    strengths = [json.loads(path.read_text()) for folder in folders for path in folder.glob("truncation.json")]
+    drawn = Counter(f"{name} {x:g}" for of_shape in strengths for one in of_shape.values() for name, x in one.items())
     order = sorted(with_look)
     results = {
-        "shapes": SHAPES,
-        "seeds": [FIRST, FIRST + SEEDS - 1],
+        "shapes": args.shapes,
+        "seeds": [args.first, args.first + args.seeds - 1],
         "signatures": [[s.cause, s.weak, s.strong] for stage in (*STAGES, *DIFFUSE) for s in stage.signatures],
         "with_second_look": {cause: dict(with_look[cause]) for cause in order},
         "without": {cause: dict(without[cause]) for cause in order},
         "by_fault": {fault: dict(by_fault[fault]) for fault in sorted(by_fault)},
         "healthy": dict(healthy),
+        "truncation": dict(sorted(drawn.items())),
+        "weaker": {fault: dict(answers) for fault, answers in weaker.items()},
     }
-    (HERE / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    if (args.shapes, args.first, args.seeds) == (SHAPES, FIRST, SEEDS):
+        (HERE / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     print(table({cause: with_look[cause] for cause in order}))
     print("\nOld dumps:\n")
     print(table({cause: without[cause] for cause in order}))
-    print(f"\nHealthy: {dict(healthy)}")
+    print(f"\nHealthy: {dict(healthy)}\nTruncation: {results['truncation']}\nWeaker: {results['weaker']}")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,9 @@ from ..dump import ADDED, FORMAT, SCHEMA, VERSION, files_of
 # Columns with a value per sequence or per token. The text takes most of the room, and not everyone needs it.
 _LISTS = ["mask", "train_logps", "rollout_logps", "keep", "coefficients"]
 NUMBERS = ["step", "sampled", "worst", "reward", "advantage", *_LISTS]
-_TEXTS = ["prompt", "tokens"]
+TEXTS = ["prompt", "tokens"]
+# What else a log-ratio could depend on, for a diagnosis
+CONTEXT = ["token_ids", "staleness", "prompt_ids", "padding", "again_logps"]
 
 
 class Sequences:
@@ -38,7 +40,7 @@ class Sequences:
         self.mask, self.keep = (_flat(table[name]).astype(bool) for name in ("mask", "keep"))
         self.train_logps, self.rollout_logps = _flat(table["train_logps"]), _flat(table["rollout_logps"])
         self.coefficients = _flat(table["coefficients"])
-        self._texts = table.select([name for name in _TEXTS if name in table.column_names])
+        self._texts = table.select([name for name in TEXTS if name in table.column_names])
 
     def __len__(self) -> int:
         return len(self.step)
@@ -141,16 +143,15 @@ class Written(NamedTuple):
 
 
 def read_sequences(
-    path: str | Path, *, texts: bool = False, sampled_only: bool = False, steps: tuple[int, int] | None = None
+    path: str | Path, *, sampled_only: bool = False, steps: tuple[int, int] | None = None
 ) -> tuple[Sequences, Written]:
     """
-    Read the sequences of a dump. Of its files, those that are damaged are left out; the rest is still a sample of the run.
+    Read the sequences of a dump, without their text. Of its files, those that are damaged are left out; the rest is still a
+    sample of the run.
 
     Args:
         path (`str` or `Path`):
             Folder of the dump, or one of its files.
-        texts (`bool`, *optional*, defaults to `False`):
-            Whether to read prompts and the text of tokens.
         sampled_only (`bool`, *optional*, defaults to `False`):
             Whether to leave out sequences that were chosen because they are the worst.
         steps (`tuple[int, int]`, *optional*):
@@ -163,7 +164,7 @@ def read_sequences(
         `ValueError`: in one line, if there is no dump, no file can be read, a file is of another tool, or nothing in it is
             asked for.
     """
-    table, written = read_table(path, NUMBERS + _TEXTS if texts else NUMBERS)
+    table, written = read_table(path, NUMBERS)
     if steps is not None:
         first, last = steps
         table = table.filter(pc.and_(pc.greater_equal(table["step"], first), pc.less_equal(table["step"], last)))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
+import pyarrow as pa
 import torch
 import yaml
 
@@ -19,7 +20,7 @@ from ..correction import compute_rollout_correction
 from ..dump import files_of, read_logs
 from ..health import is_training_window
 from ..keys import PREFIX
-from .reading import Sequences, read_sequences
+from .reading import CONTEXT, NUMBERS, TEXTS, Sequences, Written, read_table
 from .settings import config_of_run
 
 
@@ -27,11 +28,24 @@ STATE = "trainer_state.json"
 
 
 class Dump(NamedTuple):
-    """Sequences that a run dumped, its configuration, and where they lie."""
+    """
+    What a run dumped.
+
+    Args:
+        sequences ([`~trl_rollout_corr.analysis.reading.Sequences`]):
+            Its sequences.
+        config ([`RolloutCorrectionConfig`]):
+            Its configuration.
+        context (`pa.Table`):
+            `CONTEXT` of the same sequences, which a diagnosis looks at.
+        written ([`~trl_rollout_corr.analysis.reading.Written`]):
+            What else its files say.
+    """
 
     sequences: Sequences
     config: RolloutCorrectionConfig
-    path: Path
+    context: pa.Table
+    written: Written
 
 
 class About(NamedTuple):
@@ -97,8 +111,9 @@ def _read(path: Path, states: list[Path], folder: Path | None) -> Run:
     dump, entries, state, about = None, [], {}, About()
     damage: list[str] = []
     if folder is not None:
-        sequences, written = read_sequences(folder, texts=True)
-        dump = Dump(sequences, config_of_run(written.settings, "the settings in the dump cannot be read"), folder)
+        table, written = read_table(folder, [*NUMBERS, *TEXTS, *CONTEXT])
+        config = config_of_run(written.settings, "the settings in the dump cannot be read")
+        dump = Dump(Sequences(table), config, table.select(CONTEXT), written)
         known = {name: str(value) for name, value in written.about.items() if name in About._fields}
         about = About(**{**known, "correction": dump.config.description})
         damage += written.damage

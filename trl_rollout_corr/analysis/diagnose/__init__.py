@@ -8,9 +8,9 @@ What the matter is: `python -m trl_rollout_corr diagnose`. Which cause, how sure
 from pathlib import Path
 
 from ...messages import warn
-from ..reading import NUMBERS, Sequences, read_table
+from ..reading import CONTEXT, NUMBERS, Sequences, read_table
 from ..run import find_dump
-from .observed import COLUMNS, Observed
+from .observed import Observed
 from .ranking import Diagnosis, Finding, diagnose
 
 
@@ -33,7 +33,7 @@ def observe(path: str | Path) -> Observed:
     """
     folder = Path(path)
     found = find_dump(folder) if folder.is_dir() else None
-    table, written = read_table(found or folder, [*NUMBERS, *COLUMNS])
+    table, written = read_table(found or folder, [*NUMBERS, *CONTEXT])
     for damage in written.damage:
         warn(f"{path}: {damage}.")
     return Observed(Sequences(table), table, written.settings, written.about)

@@ -166,15 +166,15 @@ CAUSES: dict[str, Cause] = {
     ),
     "head": Cause(
         "precision of the head",
-        "Let the head compute in float32 on both sides.",
+        "Let the head compute in float32 on both sides: recipe grpo/fp32_head.yaml.",
         {"cast_lm_head_to_fp32": True, "rollout_engine_kwargs": {"hf_overrides": {"head_dtype": "float32"}}},
         "decoupled_token_is",
         normal=True,
     ),
     "rounding": Cause(
         "rounding of bfloat16 or float16",
-        "Normal: two kernels, one policy. A head in float32 on both sides makes it smaller, float16 on both "
-        "sides much smaller.",
+        "Normal: two kernels, one policy. A head in float32 on both sides makes it smaller (recipe grpo/fp32_head.yaml), "
+        "float16 on both sides much smaller (recipe grpo/fp16.yaml).",
         {"cast_lm_head_to_fp32": True, "rollout_engine_kwargs": {"hf_overrides": {"head_dtype": "float32"}}},
         "decoupled_token_is",
         normal=True,

@@ -10,8 +10,6 @@ from ..reading import Sequences
 
 
 SEAM = 2  # tokens after the edge of a turn that count as its beginning
-# Columns that are read besides those of [`~trl_rollout_corr.analysis.reading.Sequences`]
-COLUMNS = ("token_ids", "staleness", "prompt_ids", "padding", "again_logps")
 
 
 class Observed:
@@ -23,7 +21,7 @@ class Observed:
         sequences ([`~trl_rollout_corr.analysis.reading.Sequences`]):
             The sequences.
         table (`pa.Table`):
-            `COLUMNS` of the same rows.
+            `CONTEXT` of the same rows.
         settings (`dict`):
             Settings of the run.
         about (`dict`):

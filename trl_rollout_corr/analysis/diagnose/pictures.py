@@ -114,8 +114,15 @@ def _broken(o: Observed) -> Points:
     return Points("optimizer step", "tokens without a finite log-probability", steps.tolist(), counts.tolist())
 
 
-_AGES = _rows("optimizer steps since the weights that sampled", lambda o: o.staleness)
 _STEPS = _rows("optimizer step", lambda o: o.step.astype(float))
+
+
+def _ages(o: Observed) -> Points:
+    if len(np.unique(o.staleness[np.isfinite(o.staleness)])) < 2:  # no curve
+        return _STEPS(o)
+    return _rows("optimizer steps since the weights that sampled", lambda o: o.staleness)(o)
+
+
 _SIZES = _by_probability(_SIZE, _rms)
 _MEANS = _by_probability("mean of d, nats", lambda d: float(d.mean()))
 _PICTURES: dict[str, Callable[[Observed], Points]] = {
@@ -126,8 +133,8 @@ _PICTURES: dict[str, Callable[[Observed], Points]] = {
     "seams": _places,
     "padding": _itself,
     "dropout": _itself,
-    "stale": _AGES,
-    "own_updates": _AGES,
+    "stale": _ages,
+    "own_updates": _ages,
     "never_pushed": _STEPS,
     "lora_merge": _STEPS,
     "truncation": _MEANS,

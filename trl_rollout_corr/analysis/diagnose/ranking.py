@@ -45,7 +45,7 @@ class Diagnosis(NamedTuple):
         verdict (`str`):
             `"found"`, `"unknown"` or `"nothing"`.
         findings (`list[Finding]`):
-            Causes, the one that explains most first. Empty if the verdict is another.
+            Causes, the one that explains most first, and those that are normal last. Empty if the verdict is another.
         size (`float`):
             Root mean square of the log-ratio, in nats.
         k3 (`float`):
@@ -97,7 +97,8 @@ def diagnose(o: Observed, without: Collection[str] = ()) -> Diagnosis:
     if not ended and (not _whole(findings)) and rest > _REST and _matters(o):
         diffuse, _ = _look(o, DIFFUSE, without)
         findings += [finding._replace(share=finding.share * rest) for finding in diffuse]
-    findings.sort(key=lambda finding: -finding.share * finding.certainty)
+    # what is in every run comes last, however large: it is not what is to be looked at
+    findings.sort(key=lambda finding: (finding.cause.normal, -finding.share * finding.certainty))
     verdict = "found" if findings else "unknown" if _matters(o) else "nothing"
     floor = noise_floor(o)
     multiple = None if not floor else floor**-0.5

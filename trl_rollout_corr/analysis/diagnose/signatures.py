@@ -19,8 +19,11 @@ FLOOR = 0.004
 # Above it, what noise there is is too large to be that of rounding.
 LARGE = 0.1
 _BINS = 20
+_MANY = 0.9  # quantile of tokens that are compared: a tenth is many, as most are sure in a model that repeats itself
+_BEFORE = 8  # tokens sampled last, which stand for what could have been sampled instead
 _END = 0.1  # share of the sequences that are compared at each end of what a gap may grow with
-_GROWTH, _JUMP = 2.0, 9.0  # of the mean square, from which it is one, and from which it need not go on
+_GROWTH, _JUMP = 1.4, 9.0  # of the mean square, from which it is one, and from which it need not go on
+_CHANCE = 3.0  # standard deviations of a rank correlation of as many sequences, from which it is more than chance
 
 
 class Seen(NamedTuple):
@@ -111,11 +114,10 @@ def core(o: Observed) -> np.ndarray:
     return inside if inside.any() else np.ones(len(o), bool)
 
 
-def in_bins(keys: np.ndarray, values: np.ndarray) -> np.ndarray:
+def in_bins(keys: np.ndarray, values: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
     """Mean of the values in the bin of each token: bins of the keys with as many tokens each."""
     edges = np.quantile(keys, np.linspace(0, 1, min(_BINS, max(len(keys) // 20, 1)) + 1)[1:-1])
-    bins = np.searchsorted(edges, keys)
-    return (np.bincount(bins, values) / np.maximum(np.bincount(bins), 1))[bins]
+    return _mean_of_equal(np.searchsorted(edges, keys), values, np.ones(len(keys)) if weights is None else weights)
 
 
 def _level(o: Observed, here: np.ndarray) -> np.ndarray:
@@ -156,7 +158,7 @@ def _at(o: Observed, here: np.ndarray, said: str) -> Seen | None:
     usual = np.maximum(_usual(o, rest), FLOOR)
     level = np.abs(o.d) / usual
     ratio = _mean(np.square(level[here])) / max(_mean(np.square(level[rest])), 1e-12)
-    many = float(np.quantile(level[here], 0.8)) / max(float(np.quantile(level[rest], 0.8)), 0.1)
+    many = float(np.quantile(level[here], _MANY)) / max(float(np.quantile(level[rest], _MANY)), 0.1)
     share = _bounded(float((np.square(o.d) - np.square(usual))[here].sum()) / max(o.total, 1e-300))
     numbers = {"here": _rms(o.d[here]), "elsewhere": _rms(o.d[rest])}
     return Seen(min(ratio, many**2) if share > 0.01 else 0.0, share, numbers, said)
@@ -252,27 +254,61 @@ def temperature(o: Observed) -> Seen | None:
 
 
 def penalty(o: Observed) -> Seen | None:
-    """Tokens that were said before are less likely for the sampler than for the trainer, and others more likely."""
-    here = core(o)
-    d, rest = o.d[here], o.d[here] - in_bins(o.middle[here], o.d[here])
-    kinds = [kind[here] for kind in (o.seen, o.times > 0, o.times.clip(max=12))]
-    kinds = [kind.astype(int) for kind in kinds if min(np.sum(kind > 0), np.sum(kind == 0)) >= 30]
-    if not kinds:
+    """
+    Tokens that were said before are less likely for the sampler than for the trainer, and others more likely.
+
+    In log-odds, however likely a token is, the difference is its own penalty less that of what could have been sampled
+    instead. Of `d`, little of it is left where a model is sure.
+    """
+    here, times = core(o), o.times.clip(max=24).astype(float)
+    penalties = (o.seen.astype(float), (o.times > 0).astype(float), times - _mean_before(o.row, times + 1, _BEFORE))
+    kinds = (o.seen, o.times > 0, o.times.clip(max=12))
+    known = [(x[here], k[here]) for x, k in zip(penalties, kinds, strict=True) if _varies(k[here])]
+    if not known:
         return None
-    # of each token with itself, as other causes make log-ratios that are a token's own
-    tokens, rest = o.token[here], _less_own_mean(o.token[here], rest)
-    correlations = [_correlation(_less_own_mean(tokens, kind), rest) for kind in kinds]
-    correlation, kind = max(zip(correlations, kinds, strict=True), key=lambda pair: pair[0])
+    d, middle, token = o.d[here], o.middle[here], o.token[here]
+    difference, weight = _log_odds(o.train[here]) - _log_odds(o.rollout[here]), np.square(1 - np.exp(middle))
+
+    def own(values: np.ndarray) -> np.ndarray:
+        """What is neither of its probability nor of the token: other causes make log-ratios that are a token's own."""
+        values = values - in_bins(middle, values, weight)
+        return (values - _mean_of_equal(token, values, weight)) * np.sqrt(weight)
+
+    effect = own(difference)
+    correlations = [_correlation(own(penalty), effect) for penalty, _ in known]
+    correlation, kind = max(zip(correlations, [kind for _, kind in known], strict=True), key=lambda pair: pair[0])
     seen = kind > 0
-    explained = 1 - float(np.square(_without(o.middle[here], d, kind)).sum()) / max(float(np.square(d).sum()), 1e-300)
+    explained = 1 - float(np.square(_without(middle, d, kind)).sum()) / max(float(np.square(d).sum()), 1e-300)
     numbers = {"seen": _mean(d[seen]), "unseen": _mean(d[~seen]), "correlation": correlation}
-    said = "d is {seen} on average at tokens that were said before, and {unseen} at others (correlation {correlation})"
+    said = (
+        "d is {seen} on average at tokens that were said before, and {unseen} at others; of one and the same token, what was "
+        "said before and the difference in log-odds have a correlation of {correlation}"
+    )
     return Seen(correlation, _bounded(explained), numbers, said)
 
 
-def _less_own_mean(keys: np.ndarray, values: np.ndarray) -> np.ndarray:
+def _varies(kind: np.ndarray) -> bool:
+    """Whether there are enough tokens that were said before, and enough that were not."""
+    return bool(min(np.sum(kind > 0), np.sum(kind == 0)) >= 30)
+
+
+def _log_odds(logps: np.ndarray) -> np.ndarray:
+    """Logarithm of `p / (1 - p)`, of tokens that are at most nearly certain: float32 knows no more."""
+    p = np.exp(logps).clip(1e-6, 1 - 1e-4)
+    return np.log(p / (1 - p))
+
+
+def _mean_before(rows: np.ndarray, values: np.ndarray, n: int) -> np.ndarray:
+    """Mean over the `n` tokens before, or those that there are in the row; 0 at the first."""
+    at = np.arange(len(rows))
+    starts = np.maximum.accumulate(np.where(np.diff(rows, prepend=-1) != 0, at, 0))
+    first, sums = np.maximum(at - n, starts), np.concatenate([[0.0], np.cumsum(values)])
+    return (sums[at] - sums[first]) / np.maximum(at - first, 1)
+
+
+def _mean_of_equal(keys: np.ndarray, values: np.ndarray, weights: np.ndarray) -> np.ndarray:
     _, inverse = np.unique(keys, return_inverse=True)
-    return values - (np.bincount(inverse, values) / np.bincount(inverse))[inverse]
+    return (np.bincount(inverse, values * weights) / np.maximum(np.bincount(inverse, weights), 1e-300))[inverse]
 
 
 def _correlation(x: np.ndarray, y: np.ndarray) -> float:
@@ -308,7 +344,8 @@ def _growing(o: Observed, x: np.ndarray, said: str) -> Seen | None:
     share = _bounded(1 - low / max(float(np.average(squares, weights=lengths)), 1e-300))
     if growth > _JUMP:  # what begins at once, and stays, is not in order of `x`
         correlation = max(correlation, 2 * _beyond(typical[known], lowest) - 1)
-    return Seen(correlation if growth > _GROWTH else 0.0, share, numbers, said)
+    more = growth > _GROWTH and correlation * (len(values) - 1) ** 0.5 > _CHANCE
+    return Seen(correlation if more else 0.0, share, numbers, said)
 
 
 def _beyond(values: np.ndarray, lowest: np.ndarray) -> float:
@@ -372,15 +409,18 @@ def _as_small_as_rounding(o: Observed) -> bool:
 
 def padding(o: Observed) -> Seen | None:
     """What the trainer scores alone, without padding, fits; or the gap grows with the padding."""
+    said = "|d| is {low} with the least padding and {high} with the most (rank correlation {correlation})"
+    growing = _growing(o, o.padding, said)
     again = np.isfinite(o.again) & core(o)
     gap, alone = _typical(o.d[again]), _typical((o.again - o.rollout)[again])
-    if again.sum() >= 30 and gap > FLOOR:
-        share = _bounded((gap**2 - alone**2) / max(_typical(o.d[core(o)]), gap) ** 2)  # of that of all sequences
-        local = _bounded(1 - (alone / gap) ** 2)
-        said = "|d| is {gap} in a batch, and {alone} where the trainer scores a sequence alone"
-        return Seen(local if share > 0.1 else 0.0, share, {"gap": gap, "alone": alone}, said)
-    said = "|d| is {low} with the least padding and {high} with the most (rank correlation {correlation})"
-    return _growing(o, o.padding, said)
+    if again.sum() < 30 or gap <= FLOOR:
+        return growing
+    share = _bounded((gap**2 - alone**2) / max(_typical(o.d[core(o)]), gap) ** 2)  # of that of all sequences
+    local = _bounded(1 - (alone / gap) ** 2)
+    said = "|d| is {gap} in a batch, and {alone} where the trainer scores a sequence alone"
+    seen = Seen(local if share > 0.1 else 0.0, share, {"gap": gap, "alone": alone}, said)
+    # where the few that are scored alone have little padding, they leave it open, and all of them together say more
+    return growing if growing and local > 0.3 and growing.statistic > seen.statistic else seen
 
 
 # Everywhere ---------------------------------------------------------------------------------------------------------------
@@ -491,6 +531,20 @@ def rounding(o: Observed) -> Seen | None:
     return Seen(quiet if slope < -0.1 else 0.0, 1.0, {"gap": gap, "slope": slope, "alike": same}, said)
 
 
+def old_throughout(o: Observed) -> Seen | None:
+    """Samples that are known to be old, with no fresh ones to compare them with, and a gap that is too large for rounding."""
+    gap = _rms(o.d[core(o)])
+    ages = o.staleness[o.row]
+    if gap <= LARGE or not np.isfinite(ages).any() or _visits(o):
+        return None
+    said = (
+        "samples are {age} optimizer steps old or older, |d| is {gap}, more than rounding makes, and nothing else fits; there "
+        "are no fresh ones to compare with"
+    )
+    old = _mean(ages >= 1)
+    return Seen(old, 1.0, {"age": float(np.min(ages[ages >= 1], initial=np.inf)), "gap": gap}, said)
+
+
 # In the order in which they are looked for
 STAGES = (
     Stage((Signature("nan_rows", nan_rows, 0.0, 0.001),), floor=False),
@@ -516,7 +570,7 @@ STAGES = (
     Stage(
         (
             Signature("truncation", truncation, 0.2, 0.4),
-            Signature("penalty", penalty, 0.17, 0.3),
+            Signature("penalty", penalty, 0.3, 0.5),
             Signature("temperature", temperature, 0.4, 0.6),
         )
     ),
@@ -525,5 +579,11 @@ STAGES = (
 DIFFUSE = (
     Stage((Signature("routing", routing, 60.0, 120.0),), ends=True),
     Stage((Signature("kv_cache", kv_cache, 0.15, 0.4), Signature("weights", weights, 0.12, 0.25)), ends=True),
-    Stage((Signature("head", head, 0.8, 0.95), Signature("rounding", rounding, 0.4, 0.8))),
+    Stage(
+        (
+            Signature("head", head, 0.8, 0.95),
+            Signature("rounding", rounding, 0.4, 0.8),
+            Signature("stale", old_throughout, 0.9, 1.5),  # never more than possible
+        )
+    ),
 )

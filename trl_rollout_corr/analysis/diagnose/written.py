@@ -16,8 +16,9 @@ def headline(diagnosis: Diagnosis) -> str:
         return "Nothing to correct"
     if diagnosis.verdict == "unknown":
         return "Unknown: there is a gap, and no signature fits it"
-    first = diagnosis.findings[0].cause.title
-    return f"{'Normal' if diagnosis.healthy else 'Found'}: {first}"
+    first = diagnosis.findings[0]
+    kind = "Normal" if diagnosis.healthy else "Possible" if sure(first) == "possible" else "Found"
+    return f"{kind}: {first.cause.title}"
 
 
 def detail(diagnosis: Diagnosis) -> str:

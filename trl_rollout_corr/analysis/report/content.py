@@ -1,7 +1,6 @@
 """What a report says, before it is HTML or Markdown."""
 
 import math
-import warnings
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -10,7 +9,7 @@ import numpy as np
 from ...health import Finding
 from ...keys import PREFIX
 from ...rules import examine
-from ..diagnose import Diagnosis, Observed, diagnose, observe
+from ..diagnose import Diagnosis, Observed, diagnose
 from ..reading import Sequences
 from ..run import Run
 from ..text import number, percent
@@ -127,10 +126,9 @@ def build(run: Run) -> Report:
 def _diagnosed(run: Run) -> tuple[Observed, Diagnosis] | None:
     if run.dump is None:
         return None
+    dump = run.dump
+    observed = Observed(dump.sequences, dump.context, dump.written.settings, dump.written.about)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about files that are damaged, of which the reader of the run has told
-            observed = observe(run.dump.path)
         return observed, diagnose(observed)
     except ValueError:  # too few tokens
         return None
