@@ -6,6 +6,7 @@ its own (`trl_rollout_corr/trainers/probing.py`), which leaves dumps that are di
 import json
 import os
 import shlex
+import socket
 import subprocess
 import sys
 import tempfile
@@ -162,7 +163,8 @@ def _run(request: dict[str, Any], output: Path, *, verbose: bool) -> dict[str, A
     command = [sys.executable, "-m", "trl_rollout_corr.trainers", str(file)]
     # what it prints must not get between what is printed here
     stdout = sys.__stderr__ if verbose else subprocess.DEVNULL
-    environment = {**_ENVIRONMENT, **os.environ}
+    # TRL's own choice is the same in all processes that choose at one time
+    environment = {**_ENVIRONMENT, "MASTER_PORT": str(_free_port()), **os.environ}
     lines = []
     with subprocess.Popen(
         command, env=environment, stdout=stdout, stderr=subprocess.PIPE, text=True, errors="replace"
@@ -177,6 +179,12 @@ def _run(request: dict[str, Any], output: Path, *, verbose: bool) -> dict[str, A
         said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
         raise ValueError(said[-1] if said else _last_words(lines, process.returncode))
     return json.loads((output / "facts.json").read_text(encoding="utf-8"))
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return listener.getsockname()[1]
 
 
 def _last_words(lines: list[str], code: int) -> str:
