@@ -6,7 +6,7 @@ split over ranks, micro-batches or logging steps. The layout is the same for eve
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import ClassVar, NamedTuple, Self
 
@@ -162,8 +162,9 @@ def _account(
         "mean_reward": _mean_rewards(by_row, rewards, scored),
     }
     if turns is not None:
-        by_token = _measures(valid, keep, coefficients).flatten(1).T.to(dtype)  # (B * T, 3)
-        segments["turn"] = add_up(by_token, turns.flatten().clamp(1, TURNS) - 1, TURNS)
+        index = turns.flatten().clamp(1, TURNS) - 1
+        by_turn = [add_up(x.flatten().to(dtype), index, TURNS) for x in _measures(valid, keep, coefficients)]
+        segments["turn"] = torch.stack(by_turn, 1)
     return Accounts.of(segments)
 
 
@@ -187,15 +188,12 @@ def turns_of(mask: torch.Tensor) -> torch.Tensor:
 # Sums -----------------------------------------------------------------------------------------------------------------
 
 
-def _measures(valid: torch.Tensor, keep: torch.Tensor, coefficients: torch.Tensor) -> torch.Tensor:
-    """`(3, B, T)`: 1 if a token counts, 1 if it is rejected, what weights take away."""
-    measures = coefficients.new_empty(len(MEASURES), *valid.shape)
-    counts, rejected, removed = measures
-    counts.copy_(as_numbers(valid, coefficients.dtype))
-    kept = as_numbers(keep, coefficients.dtype)
-    torch.sub(counts, kept, out=rejected)
-    torch.sub(kept, coefficients, out=removed).clamp_(min=0.0)  # the coefficient of a rejected token is 0
-    return measures
+def _measures(valid: torch.Tensor, keep: torch.Tensor, coefficients: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Three of `(B, T)`, each until the next: 1 if a token counts, 1 if it is rejected, what weights take away."""
+    counts, kept = (as_numbers(mask, coefficients.dtype) for mask in (valid, keep))
+    yield counts
+    yield counts.sub_(kept)
+    yield kept.sub_(coefficients).clamp_(min=0.0)  # the coefficient of a rejected token is 0
 
 
 def _by_row_and_position(
@@ -203,14 +201,13 @@ def _by_row_and_position(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The measures added up over each row, `(B, 3)`, and over each position, `(T, 3)`."""
     dtype = accumulation_dtype(valid.device)
-    by_row = torch.empty(len(MEASURES), valid.shape[0], dtype=dtype, device=valid.device)
-    by_position = by_row.new_zeros(len(MEASURES), valid.shape[1])
+    by_row, by_position = [], []
     # a compiler makes no tensor of the measures, and a graph for each number of blocks
     for rows in (slice(None),) if torch.compiler.is_compiling() else row_blocks(valid):
-        measures = _measures(valid[rows], keep[rows], coefficients[rows])
-        by_row[:, rows] = measures.sum(2)
-        by_position += measures.sum(1)
-    return by_row.T, by_position.T
+        sums = [(x.sum(1), x.sum(0)) for x in _measures(valid[rows], keep[rows], coefficients[rows])]
+        by_row.append(torch.stack([x for x, _ in sums]))
+        by_position.append(torch.stack([x for _, x in sums]))
+    return torch.cat(by_row, 1).to(dtype).T, torch.stack(by_position).sum(0, dtype=dtype).T
 
 
 def bucket_of(x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:

@@ -138,9 +138,9 @@ class RolloutCorrectionConfig(OriginalPresets):
         > Failures of the sampler
 
         rollout_compile (`bool`, *optional*, defaults to `False`):
-            Whether weights, masks and sums are computed by `torch.compile`: fewer and larger kernels, the same numbers to
-            1e-6 (means of the criteria of the probability to 1e-2, where a token is nearly certain). The first step waits for
-            the compiler, for up to a minute. Needs a C++ compiler, and Triton on a GPU.
+            Whether weights, masks, sums and accounts are computed by `torch.compile`: fewer and larger kernels, the same
+            numbers to 1e-6 (means of the criteria of the probability to 1e-2, where a token is nearly certain). The first step
+            waits for the compiler, for up to a minute. Needs a C++ compiler, and Triton on a GPU.
         rollout_nan_policy (`str`, *optional*, defaults to `"drop"`):
             What to do with a token whose log-ratio is not finite: `"drop"` takes it out of the policy loss and of all
             statistics, `"raise"` stops the run, `"neutralize"` takes its ratio as 1.
