@@ -132,7 +132,7 @@ ARMS = {
 }  # fmt: skip
 # What is tried on the tuning tasks: everything in six cells, and in the others what could still be chosen.
 TUNED = [name for name in ARMS if name not in ("geo", "kpop", "auto")]
-SHORTLIST = ["on_policy", "trl", "icepop", "bypass", "token_tv", "tv_kl1"]
+SHORTLIST = ["on_policy", "none", "trl", "icepop", "bypass", "tv_kl2"]
 # What is judged: the rule, what TRL and the README had before, IcePop, and the two ends.
 JUDGED = ["on_policy", "none", "trl", "icepop", "bypass", "geo", "auto"]
 
