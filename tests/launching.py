@@ -4,8 +4,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -13,6 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 
+import pytest
 from packaging.version import Version
 
 
@@ -58,29 +57,13 @@ def output_of(*command: str, **options) -> str:
 
 @contextmanager
 def serving(model: str, log: Path, *options: str) -> Iterator[str]:
-    """A vLLM server with a model in float32. Yields its address."""
-    port = free_port()
-    command = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--port", str(port),
-        "--dtype", "float32", "--enforce-eager", "--weight-transfer-config", '{"backend":"nccl"}', *options,
-    ]  # fmt: skip
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env={**os.environ, "VLLM_SERVER_DEV_MODE": "1"}, stdout=output, stderr=output
-        )
-    try:
-        url = f"http://localhost:{port}"
-        for _ in range(600):
-            assert process.poll() is None, log.read_text()[-3000:]
-            try:
-                urllib.request.urlopen(f"{url}/health", timeout=1)
-                break
-            except OSError:
-                time.sleep(0.5)
+    """A vLLM server with a model in float32, as the examples start one. Yields its address."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "examples"))
+        from serving import vllm_server
+    always = ["--dtype", "float32", "--enforce-eager", "--weight-transfer-config", '{"backend":"nccl"}']
+    with vllm_server(model, log, [*always, *options]) as url:
         yield url
-    finally:
-        process.terminate()
-        process.wait(30)
 
 
 @contextmanager

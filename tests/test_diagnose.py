@@ -12,7 +12,7 @@ import torch
 from tests.dumps import make_dump
 from tests.launching import ROOT, benchmarks
 from tests.tiny import StaleSampler
-from tests.training import build, losses
+from tests.training import build, build_with_dropout, losses
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer, dump, faults
 from trl_rollout_corr.__main__ import main
 from trl_rollout_corr.analysis.diagnose import diagnose, observe
@@ -376,15 +376,8 @@ def test_the_first_step_is_diagnosed_and_training_does_not_notice(tiny_model_pat
 
 
 def test_dropout_of_the_trainer_is_seen_at_the_first_step(tiny_model_path, tmp_path):
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(tiny_model_path, attention_dropout=0.3)
-    sampler = StaleSampler(tiny_model_path, noise=0.0, min_length=8)
-    with pytest.warns(UserWarning, match="dropout"):
-        trainer = build(
-            RolloutCorrectedGRPOTrainer, RolloutCorrectedGRPOConfig, model, tmp_path, sampler=sampler,
-            max_steps=1, per_device_train_batch_size=16, num_generations=4, rollout_diagnose=True, model_init_kwargs=None,
-        )  # fmt: skip
+    fields = {"max_steps": 1, "per_device_train_batch_size": 16, "num_generations": 4, "rollout_diagnose": True}
+    trainer = build_with_dropout(tiny_model_path, tmp_path, **fields)
     trainer.train()
     assert [finding.name for finding in trainer._observer.preflight.diagnosis.findings] == ["dropout"]
 

@@ -10,7 +10,7 @@ import torch
 from tests.dumps import make_dump
 from tests.launching import ROOT, benchmarks, free_port, run, serving
 from tests.tiny import StaleSampler
-from tests.training import build, plain_model, policy_logps
+from tests.training import build, build_with_dropout, plain_model, policy_logps
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer, faults
 from trl_rollout_corr import probe as probing_process
 from trl_rollout_corr.__main__ import main
@@ -147,6 +147,8 @@ def test_the_table_has_the_gap_the_multiple_and_the_remedy():
         (["dump", "--probe", "m"], "--probe samples by itself and takes no dump, got 'dump'"),
         (["dump", "--config", "r.yaml"], "--config is for a probe"),
         (["dump", "--verbose"], "--verbose is for a probe"),
+        (["dump", "--completions", "8"], "--completions is for a probe"),
+        (["dump", "--trainer", "grpo"], "--trainer is for a probe"),
         (["--probe", "./nowhere"], "./nowhere: there is no such folder"),
         (["--probe", "m", "--config", "r.yaml"], "m: --config is 'r.yaml', which is no file"),
         (["--probe", "m", "--prompts", "p.txt"], "m: --prompts is 'p.txt', which is no file"),
@@ -160,6 +162,12 @@ def test_what_cannot_be_probed_is_one_line(words, said, capsys):
     assert found.err.startswith(said)
     assert found.err.count("\n") == 1
     assert not found.out
+
+
+def test_other_commands_take_no_probe(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["report", "outputs", "--probe", "m"])
+    assert "unrecognized arguments: --probe m" in capsys.readouterr().err
 
 
 def test_options_of_a_run_are_for_a_probe_alone(capsys):
@@ -310,18 +318,10 @@ def test_the_trainer_computes_in_float32_for_as_long_as_it_is_asked_to(half, tin
 
 
 def test_dropout_is_off_for_as_long_as_it_is_asked_to_be(tiny_model_path, tmp_path):
-    from transformers import AutoModelForCausalLM
-
     from trl_rollout_corr.trainers.probing import Probe
     from trl_rollout_corr.trainers.rescoring import rescorings
 
-    model = AutoModelForCausalLM.from_pretrained(tiny_model_path, attention_dropout=0.3)
-    sampler = StaleSampler(tiny_model_path, noise=0.0, min_length=6)
-    with pytest.warns(UserWarning, match="dropout"):
-        trainer = build(
-            RolloutCorrectedGRPOTrainer, RolloutCorrectedGRPOConfig, model, tmp_path, sampler=sampler,
-            model_init_kwargs=None,
-        )  # fmt: skip
+    trainer = build_with_dropout(tiny_model_path, tmp_path)
     probe = Probe(trainer)
     batches = probe.sample()
     changes = rescorings(trainer, "float32")
@@ -345,7 +345,7 @@ def probed(model, folder, *options, **fields):
     probe = build_probe(request(model, folder, *options, **fields))
     left_out = run_probe(probe, folder)
     observed = observe(folder / "as_it_is")
-    outcomes = probing_process._cheap(folder, observed, {"left_out": left_out})
+    outcomes = probing_process._cheap(folder, observed, own_noise(observed), {"left_out": left_out})
     return judge(observed, outcomes), {outcome.name: outcome for outcome in outcomes}, observed
 
 
@@ -398,7 +398,7 @@ def test_a_push_that_spoils_weights_is_found(tiny_model_path, tmp_path, shared_e
         left_out = run_probe(probe, tmp_path)
     generation.sync_weights()  # of all other tests
     observed = observe(tmp_path / "as_it_is")
-    outcomes = probing_process._cheap(tmp_path, observed, {"left_out": left_out})
+    outcomes = probing_process._cheap(tmp_path, observed, own_noise(observed), {"left_out": left_out})
     assert {outcome.name: outcome.says for outcome in outcomes}["before_the_push"] == "confirms"
     assert names(judge(observed, outcomes))[0] == "weights"
 

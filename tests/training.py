@@ -98,6 +98,17 @@ def build(trainer_class, config_class, model, folder, *, sampler=None, schedule=
     return trainer_class(model, args=config_class(**fields), **arguments)
 
 
+def build_with_dropout(path: str, folder, **fields):
+    """A trainer whose model drops a part of its attention, and whose sampler does not."""
+    from transformers import AutoModelForCausalLM
+
+    trainer = trl_rollout_corr.RolloutCorrectedGRPOTrainer, trl_rollout_corr.RolloutCorrectedGRPOConfig
+    model = AutoModelForCausalLM.from_pretrained(path, attention_dropout=0.3)
+    sampler = StaleSampler(path, noise=0.0, min_length=8)
+    with pytest.warns(UserWarning, match="dropout"):
+        return build(*trainer, model, folder, sampler=sampler, model_init_kwargs=None, **fields)
+
+
 def losses(trainer) -> list[tuple[float, float]]:
     """Train, and return loss and gradient norm of each step."""
     trainer.train()

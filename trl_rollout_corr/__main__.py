@@ -34,15 +34,15 @@ def main(arguments: list[str] | None = None) -> int:
         except (ValueError, TypeError) as error:
             print(f"{getattr(args, args.subject)}: {error}", file=sys.stderr)
             return 2
-    for warning in caught:
-        if issubclass(warning.category, UserWarning):
-            print(f"warning: {warning.message}", file=sys.stderr)
+    said = (str(warning.message) for warning in caught if issubclass(warning.category, UserWarning))
+    for message in dict.fromkeys(said):
+        print(f"warning: {message}", file=sys.stderr)
     sys.stdout.write(output)
     return args.code
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    if not any(word.split("=")[0] == "--probe" for word in arguments):
+    if arguments[:1] != ["diagnose"] or not any(word.split("=")[0] == "--probe" for word in arguments):
         return make_parser().parse_args(arguments)
     args, options = make_parser(probes=True).parse_known_args(arguments)
     args.options = options
@@ -132,11 +132,9 @@ def make_parser(*, probes: bool = False) -> argparse.ArgumentParser:
         "--config", metavar="FILE", help="with --probe: recipe of the run (default: TRL's defaults, colocated)"
     )
     command.add_argument("--prompts", metavar="FILE", help="with --probe: prompts, one a line")
+    command.add_argument("--completions", type=int, metavar="N", help="with --probe: how many (default: 64)")
     command.add_argument(
-        "--completions", type=int, default=64, metavar="N", help="with --probe: how many (default: 64)"
-    )
-    command.add_argument(
-        "--trainer", choices=("grpo", "rloo"), default="grpo", help="with --probe: whose recipe it is"
+        "--trainer", choices=("grpo", "rloo"), help="with --probe: whose recipe it is (default: grpo)"
     )
     command.add_argument("--verbose", action="store_true", help="with --probe: show what TRL and vLLM say")
     command.set_defaults(run=_diagnose, subject="dump")
@@ -207,8 +205,8 @@ def _diagnose(args: argparse.Namespace) -> str:
 def _check_no_probe(args: argparse.Namespace):
     if args.dump is None:
         raise SelfContainedError("diagnose takes a dump, or a model with --probe; got neither")
-    for name, unset in (("config", None), ("prompts", None), ("verbose", False)):
-        if getattr(args, name) != unset:
+    for name in ("config", "prompts", "completions", "trainer", "verbose"):
+        if getattr(args, name) not in (None, False):
             raise SelfContainedError(f"--{name} is for a probe; name the model with --probe, or leave it out")
 
 
@@ -225,8 +223,8 @@ def _probe(args: argparse.Namespace) -> str:
         config=args.config,
         options=args.options,
         prompts=args.prompts,
-        completions=args.completions,
-        trainer=args.trainer,
+        completions=64 if args.completions is None else args.completions,
+        trainer=args.trainer or "grpo",
         verbose=args.verbose,
     )
     size = found.observed.size

@@ -105,10 +105,10 @@ def probe(
         _say("starting trainer and sampler")
         facts = _run({**request, "engine": {}, "experiments": True}, folder / "first", verbose=verbose)
         observed = observe(folder / "first" / "as_it_is")
-        outcomes = _cheap(folder / "first", observed, facts)
-        for experiment in engines_to_try(judge(observed, outcomes), facts["about"], outcomes):
-            outcomes.append(_with_engine(experiment, request, folder, observed, facts, verbose=verbose))
         noise = own_noise(observed)
+        outcomes = _cheap(folder / "first", observed, noise, facts)
+        for experiment in engines_to_try(judge(observed, outcomes), facts["about"], outcomes):
+            outcomes.append(_with_engine(experiment, request, folder, observed, noise, facts, verbose=verbose))
         found = judge(observed, outcomes)._replace(floor=observed.size / noise if noise else None)
     return Probed(observed, found, noise, outcomes, time.monotonic() - start)
 
@@ -125,16 +125,22 @@ def _check(model: str, config: str | None, prompts: str | None, completions: int
         raise ValueError("a probe is one process, and is started without a launcher")
 
 
-def _cheap(folder: Path, observed: Observed, facts: Mapping[str, Any]) -> list[Outcome]:
+def _cheap(folder: Path, observed: Observed, noise: float | None, facts: Mapping[str, Any]) -> list[Outcome]:
     """Outcomes of the experiments that have left a dump."""
     done = [name for name in EXPERIMENTS if (folder / name).is_dir()]
-    noise = own_noise(observed)
     outcomes = [Outcome(name, observed.size, observe(folder / name).size, noise=noise) for name in done]
     return outcomes + [Outcome(name, observed.size, None, reason) for name, reason in facts["left_out"].items()]
 
 
 def _with_engine(
-    name: str, request: Mapping[str, Any], folder: Path, observed: Observed, facts: Mapping[str, Any], *, verbose: bool
+    name: str,
+    request: Mapping[str, Any],
+    folder: Path,
+    observed: Observed,
+    noise: float | None,
+    facts: Mapping[str, Any],
+    *,
+    verbose: bool,
 ) -> Outcome:
     """The outcome of an experiment that takes an engine of its own."""
     experiment = EXPERIMENTS[name]
@@ -146,7 +152,7 @@ def _with_engine(
         _run({**request, "engine": dict(experiment.engine), "experiments": False}, folder / name, verbose=verbose)
     except ValueError as error:
         return Outcome(name, observed.size, None, f"vLLM cannot: {error}")
-    return Outcome(name, observed.size, observe(folder / name / "as_it_is").size, noise=own_noise(observed))
+    return Outcome(name, observed.size, observe(folder / name / "as_it_is").size, noise=noise)
 
 
 def serve_line(model: str, engine: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""New weights for a vLLM engine that runs in this process, on a CPU."""
+"""New weights for a vLLM engine that runs in this process."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -20,7 +20,8 @@ def push(llm: Any, weights: Iterable[tuple[str, torch.Tensor]]):
             Weights by their names in the checkpoint. Experts may be one tensor of a layer or one each.
     """
     runner = llm.llm_engine.model_executor.driver_worker.model_runner
-    pack_experts_again(runner.model)
+    if next(runner.model.parameters()).device.type == "cpu":
+        pack_experts_again(runner.model)
     with torch.no_grad():
         runner.reload_weights(weights_iterator=iter(weights))
     llm.reset_prefix_cache()

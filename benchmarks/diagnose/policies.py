@@ -16,6 +16,15 @@ _COMMON = {
     "max_position_embeddings": 256,
     "tie_word_embeddings": False,
 }
+_NARROW = {
+    "kind": "Qwen3",
+    "hidden_size": 96,
+    "intermediate_size": 192,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+    "head_dim": 32,
+}
 # Shapes by name. `tune` is what bounds were set on, `judge` is what the published matrix is of.
 SHAPES: dict[str, dict[str, Any]] = {
     "tune-qwen2": {
@@ -52,35 +61,9 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
     },
-    "tune-surer": {
-        "kind": "Qwen3",
-        "sharpness": 14,
-        "hidden_size": 96,
-        "intermediate_size": 192,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 3,
-        "num_key_value_heads": 3,
-        "head_dim": 32,
-    },
-    "tune-loops": {
-        "kind": "Qwen3",
-        "sharpness": 14,
-        "hidden_size": 96,
-        "intermediate_size": 192,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 3,
-        "num_key_value_heads": 3,
-        "head_dim": 32,
-    },
-    "tune-surest": {
-        "kind": "Qwen3",
-        "hidden_size": 96,
-        "intermediate_size": 192,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 3,
-        "num_key_value_heads": 3,
-        "head_dim": 32,
-    },
+    "tune-surer": {**_NARROW, "sharpness": 14},
+    "tune-loops": {**_NARROW, "sharpness": 14},
+    "tune-surest": _NARROW,
     "judge-qwen3": {
         "kind": "Qwen3",
         "hidden_size": 128,

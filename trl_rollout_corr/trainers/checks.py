@@ -138,6 +138,16 @@ def check_sampling(config: GRPOConfig | RLOOConfig):
     warn_about_distortion(settings)
 
 
+def distorting(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Those options of sampling that change the distribution."""
+    return {name: value for name, value in settings.items() if value and value not in _NEUTRAL.get(name, ())}
+
+
+def neutral(name: str) -> float:
+    """A value of an option of sampling, a number, that changes nothing."""
+    return _NEUTRAL.get(name, (0.0,))[0]
+
+
 def warn_about_distortion(settings: Mapping[str, Any]):
     """
     Warn about options of vLLM under which it draws from another distribution than the trainer computes.
@@ -146,13 +156,12 @@ def warn_about_distortion(settings: Mapping[str, Any]):
         settings (`Mapping[str, Any]`):
             Options of sampling by name.
     """
-    distorting = {name: value for name, value in settings.items() if value and value not in _NEUTRAL.get(name, ())}
-    if distorting:
-        listed = ", ".join(f"`{name}={value!r}`" for name, value in distorting.items())
+    if changed := distorting(settings):
+        listed = ", ".join(f"`{name}={value!r}`" for name, value in changed.items())
         warn(
             f"{listed} changes the distribution vLLM samples from, but not the one the trainer computes, so that every "
             "ratio is off by the probability mass that was cut or moved. Leave it at its default, or read ratios, weights "
-            f"and rejections with that in mind.{_renormalized(distorting)}"
+            f"and rejections with that in mind.{_renormalized(changed)}"
         )
 
 

@@ -27,6 +27,7 @@ from ..config import RolloutCorrectionConfig
 from ..dump import write_rows
 from ..messages import warn
 from .batch import ROLLOUT_LOGPS
+from .checks import distorting, neutral
 from .dumping import numbers_of
 from .preflight import score_alone
 from .rescoring import rescorings
@@ -51,15 +52,6 @@ PROMPTS = (
     "Give a reason to read books.",
     "If I have 3 apples and eat one, how many are left? Think step by step.",
 )
-# Values of settings of the sampler that do nothing, of which the first is set
-_NOTHING: dict[str, tuple[Any, ...]] = {
-    "top_p": (1.0, None),
-    "top_k": (0, -1, None),
-    "min_p": (0.0, None),
-    "repetition_penalty": (1.0, None),
-    "presence_penalty": (0.0, None),
-    "frequency_penalty": (0.0, None),
-}
 # Those that an experiment takes away, in the configuration and in `generation_kwargs`
 _SAMPLING = {
     "whole_distribution": ("top_p", "top_k", "min_p"),
@@ -379,7 +371,7 @@ class Probe:
     def sampling_without(self, names: tuple[str, ...]) -> Iterator[None]:
         """The sampler without settings that distort what it samples."""
         generation = self.trainer.vllm_generation
-        fields: dict[str, Any] = {name: _NOTHING[name][0] for name in names if hasattr(generation, name)}
+        fields: dict[str, Any] = {name: neutral(name) for name in names if hasattr(generation, name)}
         fields["generation_kwargs"] = {k: v for k, v in generation.generation_kwargs.items() if k not in names}
         before = {name: getattr(generation, name) for name in fields}
         try:
@@ -395,7 +387,7 @@ class Probe:
         generation = self.trainer.vllm_generation
         values = {name: getattr(generation, name, None) for name in names}
         values |= {name: value for name, value in generation.generation_kwargs.items() if name in names}
-        return any(value not in _NOTHING[name] for name, value in values.items())
+        return bool(distorting(values))
 
 
 def run(probe: Probe, output: Path, *, experiments: bool = True) -> dict[str, str]:

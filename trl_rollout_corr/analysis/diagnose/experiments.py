@@ -12,7 +12,7 @@ from ..text import number, percent, yaml_lines
 from .causes import CAUSES
 from .observed import Observed
 from .ranking import Diagnosis, Finding, diagnose
-from .signatures import FLOOR, Seen
+from .signatures import FLOOR, Seen, caches_in_low_precision
 
 
 # Share of d^2 that is left, up to which what was changed was the cause, and from which it was not. Another sample of 64
@@ -158,7 +158,7 @@ def engines_to_try(diagnosis: Diagnosis, facts: Mapping[str, str], outcomes: Ite
     """
     if diagnosis.size < FLOOR or any(outcome.says == "confirms" for outcome in outcomes):
         return []
-    if facts.get("kv_cache_dtype", "auto").startswith(("fp8", "int8", "nvfp4")):
+    if caches_in_low_precision(facts):
         return ["cache_of_the_model"]  # a low precision of weights looks the same
     first = diagnosis.findings[0] if diagnosis.findings else None
     if first is not None and (first.name not in ("head", "rounding", "weights") or _settled(first)):

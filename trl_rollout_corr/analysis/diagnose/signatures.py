@@ -484,7 +484,7 @@ def _systematic(o: Observed, said: str) -> Seen:
 
 
 def weights(o: Observed) -> Seen | None:
-    if _caches_in_low_precision(o):
+    if caches_in_low_precision(o.about):
         return None
     said = (
         "tokens have a log-ratio of their own: two places with one token share {alike} of d^2, and |d| is {gap} from the "
@@ -497,15 +497,16 @@ def weights(o: Observed) -> Seen | None:
 
 def kv_cache(o: Observed) -> Seen | None:
     """The log-ratios of low precision that is the same at every visit, of an engine that says where it has it."""
-    if not _caches_in_low_precision(o):
+    if not caches_in_low_precision(o.about):
         return None
     return _systematic(
         o, "the engine caches in 8 bits or less; two places with one token share {alike} of d^2, and |d| is {gap}"
     )
 
 
-def _caches_in_low_precision(o: Observed) -> bool:
-    return o.about.get("kv_cache_dtype", "auto").startswith(("fp8", "int8", "nvfp4"))
+def caches_in_low_precision(about: Mapping[str, str]) -> bool:
+    """Whether the engine says that it keeps keys and values in 8 bits or less."""
+    return about.get("kv_cache_dtype", "auto").startswith(("fp8", "int8", "nvfp4"))
 
 
 def head(o: Observed) -> Seen | None:
