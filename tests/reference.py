@@ -216,6 +216,16 @@ def rejection_metrics(sequences, name, bounds, advantages=None):
     return metrics
 
 
+def direction_metrics(sequences, advantages):
+    """`kl` of the tokens whose advantage has a sign."""
+    pairs = list(zip(sequences, advantages, strict=True))
+    by_sign = {
+        "positive": [rollout - train for row, advantage in pairs for train, rollout in row if advantage > 0],
+        "negative": [rollout - train for row, advantage in pairs for train, rollout in row if advantage < 0],
+    }
+    return {f"kl/advantage_{sign}": statistics.fmean(gaps) for sign, gaps in by_sign.items() if gaps}
+
+
 def percentile(values, percent):
     """Smallest value that at least `percent` percent of the values do not exceed."""
     return sorted(values)[max(math.ceil(len(values) * percent / 100 - 1e-6), 1) - 1]

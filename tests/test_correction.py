@@ -226,6 +226,23 @@ def test_the_effective_learning_rate_is_the_mean_coefficient(batch, level, norma
     assert named(correction)["effective_lr"] == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
+@given(batches_of_probabilities(), st.booleans())
+def test_the_divergence_by_sign_of_the_advantage_equals_the_loops(batch, per_token):
+    train, rollout, mask, advantages = batch
+    given_as = advantages[:, None].expand(mask.shape) if per_token else advantages
+    found = {key: value for key, value in named(correct(train, rollout, mask, given_as)).items() if "/" in key}
+    expected = reference.direction_metrics(sequences(train, rollout, mask), advantages.tolist())
+    assert found == pytest.approx(expected, rel=1e-9, abs=1e-9)
+    parts = [correct(*(x[i : i + 1] for x in (train, rollout, mask, given_as))).statistics for i in range(len(mask))]
+    together = parts[0].combine(torch.stack([part.vector for part in parts])).finish()
+    assert {key: together[PREFIX + key] for key in found} == pytest.approx(found, rel=1e-9, abs=1e-9)
+
+
+def test_advantages_of_another_shape_are_refused():
+    with pytest.raises(ValueError, match=r"`advantages` must be of shape \(3,\) or \(3, 2\), got \(2,\)"):
+        correct(torch.zeros(3, 2), torch.zeros(3, 2), torch.ones(3, 2), torch.ones(2))
+
+
 def test_normalised_weights_have_mean_one():
     train, rollout = torch.randn(5, 7, generator=torch.Generator().manual_seed(0)), torch.zeros(5, 7)
     mask = torch.ones(5, 7)

@@ -40,8 +40,8 @@ def reported_keys() -> set[str]:
             rollout_rs=list(CRITERIA),
             rollout_rs_threshold=2.0,
         )
-        zeros, ones = torch.zeros(1, 1), torch.ones(1, 1)
-        correction = compute_rollout_correction(zeros, zeros, ones, config, advantages=torch.ones(1))
+        zeros, ones = torch.zeros(2, 1), torch.ones(2, 1)
+        correction = compute_rollout_correction(zeros, zeros, ones, config, advantages=torch.tensor([1.0, -1.0]))
         keys |= {key.removeprefix(PREFIX) for key in correction.metrics()}
     keys |= {key.removeprefix(PREFIX) for key in (*accounted_keys(), ALARMS, TIGHTENED)}
     groups = re.compile("^(rejected|downweighted)/(?!reward_mean).*")

@@ -89,7 +89,7 @@ def compute_rollout_correction(
         config ([`RolloutCorrectionConfig`]):
             What to compute.
         advantages (`torch.Tensor` of shape `(B,)` or `(B, T)`, *optional*):
-            Advantages, for criteria that look at their sign.
+            Advantages, for criteria that look at their sign, and for the divergence of what they reward.
         sum_over_ranks (`Callable[[torch.Tensor], torch.Tensor]`, *optional*):
             Returns the sum of a tensor over all ranks. Called once with a tensor of shape `(4,)`, and only if
             `rollout_is_batch_normalize` or `rollout_rs_renormalize` needs the whole batch. By default the batch at hand is
@@ -212,15 +212,16 @@ def _check_inputs(
 def _direction(
     advantages: torch.Tensor | None, mask: torch.Tensor, config: RolloutCorrectionConfig
 ) -> torch.Tensor | None:
-    """Sign of the advantages, `(B, 1)` or `(B, T)`, if a criterion looks at it."""
+    """Sign of the advantages, `(B, 1)` or `(B, T)`, if there are any."""
     directed = [criterion.name for criterion in config.criteria if criterion.directed]
-    if not directed:
+    if advantages is None and not directed:
         return None
     if advantages is None or advantages.shape not in (mask.shape, mask.shape[:1]):
         got = None if advantages is None else tuple(advantages.shape)
+        who = f"`rollout_rs` has {directed[0]!r}, which looks at the sign of the advantages: pass " if directed else ""
         raise ValueError(
-            f"`rollout_rs` has {directed[0]!r}, which looks at the sign of the advantages: pass `advantages` of shape "
-            f"{tuple(mask.shape[:1])} or {tuple(mask.shape)}, got {got}."
+            f"{who}`advantages` {'of' if directed else 'must be of'} shape {tuple(mask.shape[:1])} or "
+            f"{tuple(mask.shape)}, got {got}."
         )
     return (advantages if advantages.dim() == 2 else advantages.unsqueeze(1)).detach().float().sign()
 
@@ -301,7 +302,7 @@ def _correct_rows(
     coefficients = keep
     if weights is not None and plan.applies_weights:
         coefficients = keep * weights if rejections else weights  # which are 0 where a token does not count
-    return weights, keep, tokens.valid, collect(tokens, keep, coefficients, weighed, rejections)
+    return weights, keep, tokens.valid, collect(tokens, keep, coefficients, weighed, rejections, direction)
 
 
 def _neutralizes(config: RolloutCorrectionConfig) -> bool:

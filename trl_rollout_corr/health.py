@@ -63,6 +63,11 @@ class Finding:
         return f"{self.seen} {self.why} {self.advice}"
 
 
+def windows_of(steps: int, spacing: int, *, at_most: int) -> int:
+    """How many windows of `spacing` steps make up so many steps, at least two."""
+    return min(at_most, max(2, math.ceil(steps / spacing)))
+
+
 # What a rule sees -----------------------------------------------------------------------------------------------------
 
 
@@ -114,12 +119,14 @@ class Course:
     """
 
     BEGINNING = 3  # windows
+    RECENT, RECENT_STEPS = 5, 15  # so many windows; fewer, and at least two, where they have more steps
 
     def __init__(self):
         self.k3 = Growth()
         self.spacing, self.settled = 1, False
         self._step, self._oldest = 0, 0.0
         self._first_kl: list[float] = []
+        self._rewarded: deque[float] = deque(maxlen=self.RECENT)
 
     def add(self, window: "Window"):
         """Add a window."""
@@ -132,11 +139,19 @@ class Course:
             self.k3.add(k3, still_rising=not self.settled)
         if kl is not None and len(self._first_kl) < self.BEGINNING:
             self._first_kl.append(kl)
+        if (rewarded := window.gap_of_rewarded()) is not None:
+            self._rewarded.append(rewarded)
 
     @property
     def gap_at_start(self) -> float:
         """The smallest `kl` of the first windows: what the engines differ by, before any weights are old."""
         return max(min(self._first_kl, default=0.0), 0.0)
+
+    def rewarded_above(self, bound: float) -> bool | None:
+        """Whether what was rewarded has become less likely, in most of the latest windows; `None` if nobody knows."""
+        number = windows_of(self.RECENT_STEPS, self.spacing, at_most=self.RECENT)
+        latest = list(self._rewarded)[-number:]
+        return 2 * sum(gap > bound for gap in latest) > number if latest else None
 
     def began_below(self, bound: float) -> bool:
         """Whether `kl` was below a bound in most of the first windows."""
@@ -185,6 +200,11 @@ class Window:
         if of_the_sampler is None and self.setting("num_iterations") in (..., 1):
             return self.get(key)
         return of_the_sampler
+
+    def gap_of_rewarded(self) -> float | None:
+        """`kl` to the sampler where the advantage is positive; `None` where [`gap`] is, and if there is no such token."""
+        own_updates = self.setting("bypass_mode") is True and self.setting("num_iterations") not in (..., 1)
+        return None if own_updates else self.get("kl/advantage_positive")
 
     @property
     def clips(self) -> bool:
@@ -285,6 +305,8 @@ class Rule:
             Whether the rule applies to a [`Window`].
         measure (`Callable`, *optional*):
             The number of a [`Window`] in place of the metric.
+        confirmed (`Callable`, *optional*):
+            Whether it may fire at a [`Window`], of which it holds.
         covers (`tuple[str]`, *optional*):
             Rules that say less about the same thing, and are silent while this one holds.
     """
@@ -301,13 +323,14 @@ class Rule:
     lasting: int = 0
     applies: Callable[[Window], bool] = lambda window: True
     measure: Callable[[Window], float | None] | None = None
+    confirmed: Callable[[Window], bool] = lambda window: True
     covers: tuple[str, ...] = ()
 
     def holds(self, streak: Sequence[bool], spacing: int) -> bool:
         """Whether it fires after so many healthy and unhealthy windows, each of `spacing` steps, the latest last."""
         if not self.lasting:
             return streak[-1] and sum(streak) > self.patience // 2
-        needed = min(self.patience, max(2, math.ceil(self.lasting / spacing)))
+        needed = windows_of(self.lasting, spacing, at_most=self.patience)
         return len(streak) >= needed and all(streak[-needed:])
 
     def value(self, window: Window) -> float | None:
@@ -371,7 +394,9 @@ class Examiner:
         holding = [
             self._finding(self.rules[name], bound, value, window)
             for name, bound in self._bounds.items()
-            if (value := self.rules[name].value(window)) is not None and self._holds(self.rules[name], value, bound)
+            if (value := self.rules[name].value(window)) is not None
+            and self._holds(self.rules[name], value, bound)
+            and self.rules[name].confirmed(window)
         ]
         covered = {name for finding in holding for name in self.rules[finding.rule].covers}
         return by_severity(finding for finding in holding if finding.rule not in covered)

@@ -190,6 +190,7 @@ def collect(
     coefficients: torch.Tensor,
     weights: tuple[Bounding, torch.Tensor, torch.Tensor] | None = None,
     rejections: Sequence[tuple[Criterion, Rejection]] = (),
+    direction: torch.Tensor | None = None,
 ) -> Statistics:
     """
     Add up everything that is reported about some rows of a batch.
@@ -206,6 +207,8 @@ def collect(
             batch normalisation), 0 where it does not count. `(B, T)` at token level, otherwise `(B, 1)`.
         rejections (`Sequence[tuple[Criterion, Rejection]]`, *optional*):
             The criteria and what each said.
+        direction (`torch.Tensor` of shape `(B, 1)` or `(B, T)`, *optional*):
+            Sign of the advantages.
 
     Returns:
         [`Statistics`]: sums of the rows. No host synchronisation, no collective.
@@ -217,6 +220,8 @@ def collect(
     c.add("nonfinite", tokens.broken)
     c.add("coefficients", coefficients)
     _collect_policies(c, tokens)
+    if direction is not None:
+        _collect_directions(c, tokens, direction)
     if weights is not None:
         _collect_weights(c, tokens, *weights)
     for criterion, rejection in rejections:
@@ -255,6 +260,15 @@ def _collect_policies(c: _Columns, tokens: Tokens):
     c.add_extremes("d", d, tokens.outside)
 
 
+def _collect_directions(c: _Columns, tokens: Tokens, direction: torch.Tensor):
+    """The log-ratio where the advantage is positive, and where it is negative."""
+    by_token = direction.shape[-1] > 1
+    d, counts = (tokens.log_ratio, tokens.valid) if by_token else (c.sums["d"], tokens.lengths)
+    for name, chosen in (("positive", above(direction, 0.0)), ("negative", below(direction, 0.0))):
+        c.add(f"{name}/d", d * chosen)
+        c.add(f"{name}/tokens", counts * chosen)
+
+
 def _policy_metrics(s: dict[str, float]) -> dict[str, float]:
     tokens, rows = s["tokens"], s["rows"]
     return {
@@ -273,6 +287,11 @@ def _policy_metrics(s: dict[str, float]) -> dict[str, float]:
         "chi2_seq": _divide(s["chi2_seq"], rows),
         "effective_lr": _divide(s["coefficients"], tokens),
         "nonfinite_fraction": _divide(s["nonfinite"], s["mask_tokens"]),
+        **{
+            f"kl/advantage_{sign}": -_divide(s[f"{sign}/d"], s[f"{sign}/tokens"])
+            for sign in ("positive", "negative")
+            if s.get(f"{sign}/tokens")
+        },
     }
 
 

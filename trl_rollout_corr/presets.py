@@ -145,13 +145,13 @@ AUTO_PRESETS: dict[Preset, dict[str, Any]] = {
     "auto": {
         # Truncated importance sampling (https://fengyao.notion.site/off-policy-rl), with verl's cap.
         **_TOKEN_TIS,
-        "rollout_rs": ["token_tv", "token_binary_kl"],
+        "rollout_rs": ["token_tv", "token_k1"],
         "rollout_rs_threshold": [
             # DPPO's trust region, with its bounds: no token whose probability has moved by more than 0.2 is pushed further.
             [0.2, 0.2],
-            # KPop's divergence at twenty times its bound, for broken log-probabilities. At its own bound of 0.1, and still at
-            # 0.5, it rejected tokens by which a stale policy finds back, and runs fell.
-            2.0,
+            # IcePop's upper bound on the ratio, for broken log-probabilities. Below 1 the weight does what there is to do;
+            # with IcePop's lower bound, tokens by which a stale policy finds back were rejected, and runs fell.
+            [0.0, 5.0],
         ],
     },
 }

@@ -80,7 +80,30 @@ def _lasting_gap(window: Window) -> float | None:
     kl, k3 = window.gap("kl"), window.gap("k3_kl")
     if kl is None or k3 is None or not window.course.settled:
         return None
-    return kl - min(window.course.gap_at_start, _LOW_PRECISION) if k3 > kl / 2 else 0.0
+    return _since_the_start(kl, window) if k3 > kl / 2 else 0.0
+
+
+def _since_the_start(gap: float, window: Window) -> float:
+    """What has come on top of the gap that the engines had."""
+    return gap - min(window.course.gap_at_start, _LOW_PRECISION)
+
+
+# In nats per token: more than the noise of a window where nothing is unlearnt
+_UNLEARNT = 0.005
+
+
+def _unlearns(window: Window) -> bool:
+    """
+    Whether what was rewarded has become less likely, as far as anybody knows. A policy that learns from a sampler that is
+    behind finds what did badly unlikely, which is most of its gap; where one falls, it is also what did well.
+    """
+    return window.course.rewarded_above(_UNLEARNT) is not False
+
+
+def _gap_of_rewarded(window: Window) -> float | None:
+    """The gap where the advantage is positive, once the sampler is as far behind as it gets."""
+    gap = window.gap_of_rewarded()
+    return None if gap is None or not window.course.settled else _since_the_start(gap, window)
 
 
 def _in_step(window: Window) -> bool:
@@ -169,19 +192,44 @@ _RULES = [
         covers=("k3_uncorrected", "k3_growth", "kl_high", "chi2_token", "gap_in_step"),
     ),
     Rule(
+        "unlearning",
+        key="kl/advantage_positive",
+        bound=0.03,
+        severity="critical",
+        seen="What was rewarded has become unlikely: `kl/advantage_positive` is {value:.2g} above what it was at the start, "
+        "more than {bound:g}.",
+        why="A policy that learns finds unlikely what did badly. One that loses what did well came before a fall, or in it.",
+        advice="Push weights more often or lower `learning_rate`; without correction, set `rollout_correction` to auto.",
+        patience=3,
+        lasting=3,
+        measure=_gap_of_rewarded,
+        covers=(
+            "gap_stays",
+            "gap_clipped",
+            "k3_high",
+            "k3_corrected",
+            "k3_uncorrected",
+            "k3_growth",
+            "kl_high",
+            "chi2_token",
+        ),
+    ),
+    Rule(
         "gap_stays",
         key="kl",
         bound=0.03,
         severity="critical",
-        seen="`kl` stays more than {bound:g} above what it was at the start, now {value:.2g}.",
+        seen="`kl` stays more than {bound:g} above what it was at the start, now {value:.2g}, also where the advantage is "
+        "positive.",
         why="The gap to a sampler that is behind opens, and closes again as the policy settles. One that stays open in "
-        "spite of the correction came before a fall.",
+        "spite of the correction came before a fall, if what was rewarded became less likely too.",
         advice="Push weights more often or lower `learning_rate`; or clip around the sampler: `rollout_correction` "
         "bypass_ppo_clip. Do not widen `rollout_rs_threshold`.",
         patience=5,
         lasting=15,
         applies=lambda window: window.corrects and not window.clips,
         measure=_lasting_gap,
+        confirmed=_unlearns,
         covers=("k3_corrected", "k3_growth", "kl_high", "chi2_token", "gap_in_step"),
     ),
     Rule(

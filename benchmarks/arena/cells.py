@@ -127,12 +127,14 @@ ARMS = {
         Arm("tv_kl1", {"rollout_rs": ["token_tv", "token_binary_kl"], "rollout_rs_threshold": [[0.2, 0.2], 1.0]}),
         Arm("tv_kl05", {"rollout_rs": ["token_tv", "token_binary_kl"], "rollout_rs_threshold": [[0.2, 0.2], 0.5]}),
         Arm("tv_kl2", {"rollout_rs": ["token_tv", "token_binary_kl"], "rollout_rs_threshold": [[0.2, 0.2], 2.0]}),
+        Arm("tv_up10", {"rollout_rs": ["token_tv", "token_k1"], "rollout_rs_threshold": [[0.2, 0.2], [0, 10.0]]}),
+        Arm("tv_up5", {"rollout_rs": ["token_tv", "token_k1"], "rollout_rs_threshold": [[0.2, 0.2], [0, 5.0]]}),
         Arm("auto", {"rollout_correction": "auto"}),
     )
 }  # fmt: skip
 # What is tried on the tuning tasks: everything in six cells, and in the others what could still be chosen.
 TUNED = [name for name in ARMS if name not in ("geo", "kpop", "auto")]
-SHORTLIST = ["on_policy", "none", "trl", "icepop", "bypass", "tv_kl2"]
+SHORTLIST = ["on_policy", "none", "trl", "icepop", "bypass", "tv_kl2", "tv_up10", "tv_up5"]
 # What is judged: the rule, what TRL and the README had before, IcePop, and the two ends.
 JUDGED = ["on_policy", "none", "trl", "icepop", "bypass", "geo", "auto"]
 
@@ -183,13 +185,15 @@ def tuning(smoke: bool = False) -> list[Run]:
     samplers = ["lag 8", "lag 16", "lag 8, burst"]
     return [
         *runs_of(balanced(["copy_noise", "sort"], samplers), TUNED, [0]),
-        *runs_of([Cell("sort", "lag 16", FAST)], ["on_policy", "trl", "bypass", *_NEAREST], [1, 2]),
         *runs_of(balanced(["walk", "add"], samplers), SHORTLIST, [0]),
+        *runs_of(
+            [Cell("sort", "lag 16", FAST), Cell("copy_noise", "lag 16"), Cell("add", "lag 16", FAST)], _LAST, [1, 2]
+        ),
     ]
 
 
-# Told apart by more seeds, in the cell where they differed most
-_NEAREST = ["token_tv", "token_kpop", "tv_kl2", "tv_kl1"]
+# What was left to choose from, with more seeds where the sampler is furthest behind
+_LAST = ["tv_kl2", "tv_up10", "tv_up5"]
 
 
 def judging(smoke: bool = False) -> list[Run]:

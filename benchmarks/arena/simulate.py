@@ -159,6 +159,8 @@ RULES: dict[str, Callable[[Tokens], Array]] = {
     "token_tv 0.2, token_binary_kl 0.5": both(within_tv(0.2), within_kl(0.5)),
     "token_tv 0.2, token_binary_kl 1": both(within_tv(0.2), within_kl(1.0)),
     "token_tv 0.2, token_binary_kl 2": both(within_tv(0.2), within_kl(2.0)),
+    "token_tv 0.2, token_k1 up to 10": both(within_tv(0.2), within_ratio(0.0, 10.0)),
+    "token_tv 0.2, token_k1 up to 5": both(within_tv(0.2), within_ratio(0.0, 5.0)),
 }
 SITUATIONS: dict[str, dict[str, float]] = {
     **{f"rounding {spread:g}": {"spread": spread} for spread in (1e-4, 0.001, 0.01, 0.03, 0.1, 0.3)},

@@ -1,5 +1,6 @@
 """Who is rejected or down-weighted, in charts, and by which criterion, in words."""
 
+import math
 from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -18,10 +19,10 @@ _FOUND = {
     "token_tv": "whose probability had moved by more than {bound} in the direction that the advantage pushes further",
     "token_kl": "that had moved by more than {bound} nats in the direction that the advantage pushes further",
     "token_binary_kl": "at which the policies were more than {bound} nats apart",
-    "token_k1": "with a ratio outside {bound}",
-    "seq_mean_k1": "of completions whose mean ratio was outside {bound}",
-    "seq_sum_k1": "of completions whose product of ratios was outside {bound}",
-    "seq_max_k1": "of completions with a ratio outside {bound} at some token",
+    "token_k1": "with a ratio {bound}",
+    "seq_mean_k1": "of completions whose mean ratio was {bound}",
+    "seq_sum_k1": "of completions whose product of ratios was {bound}",
+    "seq_max_k1": "of completions with a ratio {bound} at some token",
     "token": "with a {divergence} above {bound}",
     "seq_mean": "of completions with a mean {divergence} above {bound}",
     "seq_sum": "of completions with a summed {divergence} above {bound}",
@@ -66,7 +67,10 @@ def _bound(threshold: Any, directed: bool) -> str:
         return number(threshold[0])
     if directed:
         return f"{number(threshold[0])} (down) or {number(threshold[1])} (up)"
-    return f"[{', '.join(map(number, threshold))}]"
+    lower, upper = threshold
+    if lower == 0:
+        return f"above {number(upper)}"
+    return f"below {number(lower)}" if upper == math.inf else f"outside [{number(lower)}, {number(upper)}]"
 
 
 def rejected(families: Mapping[str, list[Share]]) -> list[Chart]:
