@@ -170,8 +170,8 @@ def healthy_claims(document: str) -> dict[str, list[str]]:
     """What a document says in a table, or in brackets, about the healthy band of a metric."""
     text = (ROOT / document).read_text().replace("rollout_corr/", "")
     claims: dict[str, list[str]] = {}
-    for keys, cells in re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| (.+) \|$", text, re.MULTILINE):
-        for key in re.findall(r"`(\w+)`", keys):
+    for keys, cells in re.findall(r"^\| ((?:`[\w/]+`(?:, )?)+) \| (.+) \|$", text, re.MULTILINE):
+        for key in re.findall(r"`([\w/]+)`", keys):
             claims.setdefault(key, []).append(cells)
     for key, claim in re.findall(r"`(\w+)` \(((?:below|above) [\d.]+)\)", text):
         claims.setdefault(key, []).append(claim)

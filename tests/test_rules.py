@@ -112,7 +112,8 @@ def found(log, settings=None):
 
 
 def test_every_rule_is_tested():
-    assert set(ILL) | {"k3_growth", "gap_stays", "gap_clipped", "kl_negative_lately"} == set(RULES)
+    alone = {"k3_growth", "unlearning", "gap_stays", "gap_clipped", "kl_negative_lately"}
+    assert set(ILL) | alone == set(RULES)
 
 
 @pytest.mark.parametrize("rule", ILL)
@@ -236,6 +237,42 @@ def test_a_gap_that_stays_is():
     assert severe(gaps([*SETTLING, *[0.04] * 40])) == [("gap_stays", 13)]
     assert severe(gaps([*SETTLING, *[0.04, 0.04, 0.04, 0.04, 0.02] * 8])) == []
     assert severe(gaps([*SETTLING, *[0.002] * 40, *[0.04] * 5])) == [("gap_stays", 53)]
+
+
+REWARDED = "kl/advantage_positive"
+
+
+@pytest.mark.parametrize(("spacing", "windows"), [(1, 3), (2, 2), (10, 2)])
+def test_a_policy_that_loses_what_was_rewarded_is_critical(spacing, windows):
+    before, after = ({**CORRECTED, **STALE, REWARDED: value} for value in (0.0, 0.032))
+    log = history(*[before] * 20, *[after] * 5, spacing=spacing)
+    assert severe(examine(log, config())) == [("unlearning", (20 + windows) * spacing)]
+    assert severe(examine(log, config(**DISABLED))) == [("unlearning", (20 + windows) * spacing)]
+    almost = {**before, REWARDED: 0.03}
+    assert examine(history(*[before] * 20, *[almost] * 5, spacing=spacing), config()) == []
+    assert examine(history(*[before] * 20, *[after, after, before] * 5, spacing=1), config()) == []
+
+
+def test_what_was_rewarded_is_not_looked_at_while_the_lag_fills():
+    filling = [{**CORRECTED, "staleness_max": float(min(age, 8)), REWARDED: 0.2} for age in range(8)]
+    settled = {**CORRECTED, **STALE, REWARDED: 0.0}
+    assert examine(history(*filling, *[settled] * 20), config()) == []
+
+
+def test_a_gap_that_is_all_where_the_advantage_is_negative_is_none():
+    severity = {rewarded: severe(gaps([*SETTLING, *[0.04] * 40], **{REWARDED: rewarded})) for rewarded in (0.0, 0.01)}
+    assert severity == {0.0: [], 0.01: [("gap_stays", 13)]}
+    later = [{**CORRECTED, **STALE, "kl": 0.04, "k3_kl": 0.04, REWARDED: 0.02 * (step >= 30)} for step in range(60)]
+    quiet = {**CORRECTED, **STALE, REWARDED: 0.0}
+    # most of five windows
+    assert severe(examine(history(quiet, quiet, quiet, *later), config())) == [("gap_stays", 36)]
+
+
+def test_updates_of_the_policy_itself_are_not_what_was_unlearnt():
+    log = history(*[{**CORRECTED, **STALE, REWARDED: value} for value in (*[0.0] * 20, *[0.2] * 20)])
+    clipped = {"bypass_mode": True, "rollout_loss_type": "ppo_clip"}
+    assert severe(examine(log, {**clipped, "num_iterations": 1})) == [("unlearning", 23)]
+    assert severe(examine(log, {**clipped, "num_iterations": 4})) == []
 
 
 def test_it_is_given_as_many_steps_as_the_sampler_is_behind():
@@ -615,6 +652,7 @@ def rules_table() -> str:
 
 DESCRIPTIONS = {
     "k3_high": "nothing is corrected, `k3_kl`",
+    "unlearning": "`kl/advantage_positive` over `kl` of the start",
     "gap_stays": "the run is corrected, `kl` over that of the start",
     "gap_clipped": "it clips around the sampler, `kl` over that of the start",
     "kl_negative": "nothing is corrected or it was so from the start, `kl`",

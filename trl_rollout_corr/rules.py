@@ -16,6 +16,7 @@ from .messages import nearest
 HEALTHY: dict[str, tuple[float | None, float | None]] = {
     "k3_kl": (None, 0.01),
     "kl": (-0.1, 0.1),
+    "kl/advantage_positive": (None, 0.03),
     "chi2_token": (None, 1.0),
     "chi2_seq": (None, 10.0),
     "effective_lr": (0.5, 1.5),

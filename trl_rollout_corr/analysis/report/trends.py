@@ -32,6 +32,11 @@ TRENDS = (
         log=True,
     ),
     Trend("kl", "KL divergence, mean of -d", {f"{PREFIX}kl": "kl"}),
+    Trend(
+        "kl-by-advantage",
+        "KL divergence by the sign of the advantage",
+        {f"{PREFIX}kl/advantage_positive": "positive", f"{PREFIX}kl/advantage_negative": "negative"},
+    ),
     Trend("percentiles", "Percentiles of d", {f"{PREFIX}log_ratio_p{p}": f"p{p}" for p in PERCENTILES}, fan=True),
     Trend("effective-lr", "Effective learning rate", {f"{PREFIX}effective_lr": "effective_lr"}),
     Trend("sample-size", "Effective sample size of the weights", {f"{PREFIX}rollout_is_eff_sample_size": "share"}),
