@@ -70,6 +70,10 @@ class Task:
         """Tokens of problem, mark, answer and end."""
         return self.longest_problem + self.longest + 2
 
+    @property
+    def is_long(self) -> bool:
+        return self.longest > 64
+
     def problems(self, n: int, seed: int) -> list[tuple[str, str]]:
         dice = random.Random(f"{self.name} {seed}")
         return [self.problem(dice) for _ in range(n)]

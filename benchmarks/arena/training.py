@@ -16,7 +16,7 @@ import transformers
 from cells import Run
 from tasks import TASKS, accuracy, exact_answer, warm_start
 from train import HeldOut, machine, share_engines, versions
-from transformers import AutoTokenizer, PrinterCallback
+from transformers import PreTrainedTokenizerFast, PrinterCallback
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from trl_rollout_corr.keys import PREFIX
@@ -25,7 +25,7 @@ from trl_rollout_corr.trainers.sampler import sync_weights_on_cpu
 
 MODELS = Path(__file__).parents[2] / ".cache/arena"
 TRL = {"grpo": (GRPOTrainer, GRPOConfig), "rloo": (RLOOTrainer, RLOOConfig)}
-EVAL_EVERY = 10
+EVAL_EVERY, LONG_EVAL_EVERY = 10, 30  # steps; a look at long answers takes as long as ten steps
 
 
 def prepare(engine: str):
@@ -50,8 +50,9 @@ def train(run: Run) -> dict[str, Any]:
     """
     task = TASKS[run.cell.task]
     folder = MODELS / task.name
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    held_out = HeldOut(lambda model: accuracy(task, model, tokenizer), EVAL_EVERY)
+    # not AutoTokenizer, which makes it a Qwen2Tokenizer: that knows single bytes only, and no sign of `walk`
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    held_out = HeldOut(lambda model: accuracy(task, model, tokenizer), LONG_EVAL_EVERY if task.is_long else EVAL_EVERY)
     trainer_class, config_class = (TRL if run.arm.trl else quickstart.TRAINERS)[run.cell.algorithm]
     options = run.arm.options if run.arm.trl else {"rollout_monitor": None, **run.arm.options}
     training = {
