@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 
+from tests.dumps import read_dump
 from tests.tiny import StaleSampler
 from tests.training import TRAINERS, BrokenSampler, build, config_fields, losses, micro_batches, window
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
@@ -336,3 +337,20 @@ def test_weights_that_are_pushed_to_vllm_are_those_of_that_step(shared_engine, t
     losses(trainer)
     assert [entry["staleness_mean"] for entry in entries(trainer)] == [0, 1, 0, 1]
     assert [entry["sampler_lag"] for entry in entries(trainer) if "sampler_lag" in entry] == [0, 0]
+
+
+def test_a_run_logs_the_divergence_by_sign_of_the_advantage(make, tmp_path):
+    trainer = make(max_steps=1, rollout_dump_dir=str(tmp_path / "dump"))
+    losses(trainer)
+    rows = read_dump(tmp_path / "dump").rows
+    assert all(row["sampled"] for row in rows)  # the whole batch
+    (logged,) = entries(trainer)
+    for sign in ("positive", "negative"):
+        gaps = [
+            rollout - train
+            for row in rows
+            if row["advantage"] and (row["advantage"] > 0) == (sign == "positive")
+            for train, rollout, counts in zip(row["train_logps"], row["rollout_logps"], row["mask"], strict=True)
+            if counts
+        ]
+        assert logged[f"kl/advantage_{sign}"] == pytest.approx(sum(gaps) / len(gaps), rel=1e-4)
