@@ -262,11 +262,14 @@ def _collect_policies(c: _Columns, tokens: Tokens):
 
 def _collect_directions(c: _Columns, tokens: Tokens, direction: torch.Tensor):
     """The log-ratio where the advantage is positive, and where it is negative."""
-    by_token = direction.shape[-1] > 1
-    d, counts = (tokens.log_ratio, tokens.valid) if by_token else (c.sums["d"], tokens.lengths)
-    for name, chosen in (("positive", above(direction, 0.0)), ("negative", below(direction, 0.0))):
-        c.add(f"{name}/d", d * chosen)
-        c.add(f"{name}/tokens", counts * chosen)
+    positive, negative = direction.clamp(min=0.0), direction.clamp(max=0.0).neg_()
+    for sign, chosen in (("positive", positive), ("negative", negative)):
+        names = f"{sign}/d", f"{sign}/tokens"
+        if direction.shape[-1] > 1:
+            for name, x in zip(names, (tokens.log_ratio, tokens.valid), strict=True):
+                c.add(name, x * chosen)
+        else:
+            c.add_columns(names, torch.cat([c.sums["d"], tokens.lengths], -1).mul_(chosen))
 
 
 def _policy_metrics(s: dict[str, float]) -> dict[str, float]:
