@@ -268,6 +268,19 @@ def test_a_gap_that_is_all_where_the_advantage_is_negative_is_none():
     assert severe(examine(history(quiet, quiet, quiet, *later), config())) == [("gap_stays", 36)]
 
 
+def test_what_was_so_from_the_start_is_not_unlearnt():
+    same = {**CORRECTED, "kl": 0.1, "staleness_max": 0.0}
+    dropout, truncated = ({**same, "k3_kl": k3, REWARDED: 0.1} for k3 in (0.1, 0.01))
+    assert "unlearning" not in found(history(*[dropout] * 40), config())
+    assert "unlearning" not in found(history(*[truncated] * 40), config())
+    low_precision = {**CORRECTED, **STALE, "kl": 0.02, "k3_kl": 0.02, REWARDED: 0.02}
+    apart = {**low_precision, "kl": 0.06, "k3_kl": 0.06}
+    assert severe(examine(history(*[low_precision] * 20, *[apart] * 20), config())) == []
+    assert severe(examine(history(*[low_precision] * 20, *[{**apart, REWARDED: 0.03}] * 20), config())) == [
+        ("gap_stays", 25)
+    ]
+
+
 def test_updates_of_the_policy_itself_are_not_what_was_unlearnt():
     log = history(*[{**CORRECTED, **STALE, REWARDED: value} for value in (*[0.0] * 20, *[0.2] * 20)])
     clipped = {"bypass_mode": True, "rollout_loss_type": "ppo_clip"}

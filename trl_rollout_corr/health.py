@@ -148,10 +148,10 @@ class Course:
         return max(min(self._first_kl, default=0.0), 0.0)
 
     def rewarded_above(self, bound: float) -> bool | None:
-        """Whether what was rewarded has become less likely, in most of the latest windows; `None` if nobody knows."""
+        """Whether what was rewarded became less likely since the start, in most of the latest windows; `None` if unknown."""
         number = windows_of(self.RECENT_STEPS, self.spacing, at_most=self.RECENT)
         latest = list(self._rewarded)[-number:]
-        return 2 * sum(gap > bound for gap in latest) > number if latest else None
+        return 2 * sum(gap - self.gap_at_start > bound for gap in latest) > number if latest else None
 
     def began_below(self, bound: float) -> bool:
         """Whether `kl` was below a bound in most of the first windows."""

@@ -81,12 +81,7 @@ def _lasting_gap(window: Window) -> float | None:
     kl, k3 = window.gap("kl"), window.gap("k3_kl")
     if kl is None or k3 is None or not window.course.settled:
         return None
-    return _since_the_start(kl, window) if k3 > kl / 2 else 0.0
-
-
-def _since_the_start(gap: float, window: Window) -> float:
-    """What has come on top of the gap that the engines had."""
-    return gap - min(window.course.gap_at_start, _LOW_PRECISION)
+    return kl - min(window.course.gap_at_start, _LOW_PRECISION) if k3 > kl / 2 else 0.0
 
 
 # In nats per token: more than the noise of a window where nothing is unlearnt
@@ -102,9 +97,12 @@ def _unlearns(window: Window) -> bool:
 
 
 def _gap_of_rewarded(window: Window) -> float | None:
-    """The gap where the advantage is positive, once the sampler is as far behind as it gets."""
+    """
+    What has come on top of the gap at the start where the advantage is positive, once the sampler is as far behind as it gets.
+    All of that gap is taken off, whatever its size: dropout or truncated sampling are no matter of learning.
+    """
     gap = window.gap_of_rewarded()
-    return None if gap is None or not window.course.settled else _since_the_start(gap, window)
+    return None if gap is None or not window.course.settled else gap - window.course.gap_at_start
 
 
 def _in_step(window: Window) -> bool:
