@@ -18,7 +18,7 @@ _MAIN = (
     "position",
     "length",
 )
-LINE = 150  # characters of a line in a picture
+LINE = 130  # characters of a line in a picture, at most as wide as its charts
 _AT_LEAST = 4  # then the picture takes others, too
 
 
