@@ -230,12 +230,19 @@ def test_the_effective_learning_rate_is_the_mean_coefficient(batch, level, norma
 def test_the_divergence_by_sign_of_the_advantage_equals_the_loops(batch, per_token):
     train, rollout, mask, advantages = batch
     given_as = advantages[:, None].expand(mask.shape) if per_token else advantages
-    found = {key: value for key, value in named(correct(train, rollout, mask, given_as)).items() if "/" in key}
+    found = {key: value for key, value in named(correct(train, rollout, mask, given_as)).items() if "advantage" in key}
     expected = reference.direction_metrics(sequences(train, rollout, mask), advantages.tolist())
     assert found == pytest.approx(expected, rel=1e-9, abs=1e-9)
     parts = [correct(*(x[i : i + 1] for x in (train, rollout, mask, given_as))).statistics for i in range(len(mask))]
     together = parts[0].combine(torch.stack([part.vector for part in parts])).finish()
     assert {key: together[PREFIX + key] for key in found} == pytest.approx(found, rel=1e-9, abs=1e-9)
+
+
+def test_advantages_as_a_column_are_those_of_rows():
+    train, rollout, mask = torch.randn(3, 4).double(), torch.randn(3, 4).double(), torch.ones(3, 4)
+    advantages = torch.tensor([1.0, -1.0, 0.0])  # the loss of TRL takes both
+    one, other = (named(correct(train, rollout, mask, given)) for given in (advantages, advantages[:, None]))
+    assert one == other
 
 
 def test_advantages_of_another_shape_are_refused():

@@ -216,7 +216,8 @@ def _direction(
     directed = [criterion.name for criterion in config.criteria if criterion.directed]
     if advantages is None and not directed:
         return None
-    if advantages is None or advantages.shape not in (mask.shape, mask.shape[:1]):
+    rows = mask.shape[0]
+    if advantages is None or advantages.shape not in (mask.shape, (rows,), (rows, 1)):
         got = None if advantages is None else tuple(advantages.shape)
         who = f"`rollout_rs` has {directed[0]!r}, which looks at the sign of the advantages: pass " if directed else ""
         raise ValueError(
