@@ -223,7 +223,7 @@ def direction_metrics(sequences, advantages):
         "positive": [rollout - train for row, advantage in pairs for train, rollout in row if advantage > 0],
         "negative": [rollout - train for row, advantage in pairs for train, rollout in row if advantage < 0],
     }
-    return {f"kl/advantage_{sign}": statistics.fmean(gaps) for sign, gaps in by_sign.items() if gaps}
+    return {f"kl_advantage_{sign}": statistics.fmean(gaps) for sign, gaps in by_sign.items() if gaps}
 
 
 def percentile(values, percent):

@@ -353,4 +353,4 @@ def test_a_run_logs_the_divergence_by_sign_of_the_advantage(make, tmp_path):
             for train, rollout, counts in zip(row["train_logps"], row["rollout_logps"], row["mask"], strict=True)
             if counts
         ]
-        assert logged[f"kl/advantage_{sign}"] == pytest.approx(sum(gaps) / len(gaps), rel=1e-4)
+        assert logged[f"kl_advantage_{sign}"] == pytest.approx(sum(gaps) / len(gaps), rel=1e-4)

@@ -69,7 +69,7 @@ def test_a_run_rejects_and_the_report_says_what(kind, bypass, tmp_path, tiny_mod
     trainer.train()
     shares = {name: logged(trainer, f"rollout_rs_{name}_masked_fraction") for name in trainer.args.rollout_rs}
     assert all(0 < max(found) < 1 for found in shares.values())
-    assert any(logged(trainer, "kl/advantage_positive"))
+    assert any(logged(trainer, "kl_advantage_positive"))
     write_report([str(tmp_path)], str(tmp_path / "report.html"))
     page = " ".join(re.sub("<[^>]+>", "", (tmp_path / "report.html").read_text()).split())
     mean = sum(shares["token_tv"]) / len(shares["token_tv"])

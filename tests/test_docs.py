@@ -92,6 +92,12 @@ def test_every_metric_is_documented_and_every_documented_metric_is_reported():
     assert documented_keys() == reported_keys()
 
 
+def test_no_metric_has_the_name_of_a_folder_of_others():
+    """Trackers that keep a file per metric, such as MLflow's, cannot store `a` beside `a/b`."""
+    keys = {PREFIX + key for key in reported_keys()}
+    assert [(key, other) for key in keys for other in keys if other.startswith(f"{key}/")] == []
+
+
 def rule(criterion: Criterion, bounds: float | list[float]) -> str:
     """A criterion and its bounds as in the table of presets."""
     if criterion.directed:
@@ -170,8 +176,8 @@ def healthy_claims(document: str) -> dict[str, list[str]]:
     """What a document says in a table, or in brackets, about the healthy band of a metric."""
     text = (ROOT / document).read_text().replace("rollout_corr/", "")
     claims: dict[str, list[str]] = {}
-    for keys, cells in re.findall(r"^\| ((?:`[\w/]+`(?:, )?)+) \| (.+) \|$", text, re.MULTILINE):
-        for key in re.findall(r"`([\w/]+)`", keys):
+    for keys, cells in re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| (.+) \|$", text, re.MULTILINE):
+        for key in re.findall(r"`(\w+)`", keys):
             claims.setdefault(key, []).append(cells)
     for key, claim in re.findall(r"`(\w+)` \(((?:below|above) [\d.]+)\)", text):
         claims.setdefault(key, []).append(claim)

@@ -239,7 +239,7 @@ def test_a_gap_that_stays_is():
     assert severe(gaps([*SETTLING, *[0.002] * 40, *[0.04] * 5])) == [("gap_stays", 53)]
 
 
-REWARDED = "kl/advantage_positive"
+REWARDED = "kl_advantage_positive"
 
 
 @pytest.mark.parametrize(("spacing", "windows"), [(1, 3), (2, 2), (10, 2)])
@@ -665,7 +665,7 @@ def rules_table() -> str:
 
 DESCRIPTIONS = {
     "k3_high": "nothing is corrected, `k3_kl`",
-    "unlearning": "`kl/advantage_positive` over `kl` of the start",
+    "unlearning": "`kl_advantage_positive` over `kl` of the start",
     "gap_stays": "the run is corrected, `kl` over that of the start",
     "gap_clipped": "it clips around the sampler, `kl` over that of the start",
     "kl_negative": "nothing is corrected or it was so from the start, `kl`",

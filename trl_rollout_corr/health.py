@@ -197,14 +197,18 @@ class Window:
         if self.setting("bypass_mode") is not True:
             return self.get(key)
         of_the_sampler = self.get(f"engine_{key}")
-        if of_the_sampler is None and self.setting("num_iterations") in (..., 1):
+        if of_the_sampler is None and self.fresh:
             return self.get(key)
         return of_the_sampler
 
     def gap_of_rewarded(self) -> float | None:
         """`kl` to the sampler where the advantage is positive; `None` where [`gap`] is, and if there is no such token."""
-        own_updates = self.setting("bypass_mode") is True and self.setting("num_iterations") not in (..., 1)
-        return None if own_updates else self.get("kl/advantage_positive")
+        return self.get("kl_advantage_positive") if self.fresh else None
+
+    @property
+    def fresh(self) -> bool:
+        """Whether ratios are about samples that the policy has not been trained on. Those raise it where they did well."""
+        return self.setting("bypass_mode") is not True or self.setting("num_iterations") in (..., 1)
 
     @property
     def clips(self) -> bool:

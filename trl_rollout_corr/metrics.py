@@ -291,7 +291,7 @@ def _policy_metrics(s: dict[str, float]) -> dict[str, float]:
         "effective_lr": _divide(s["coefficients"], tokens),
         "nonfinite_fraction": _divide(s["nonfinite"], s["mask_tokens"]),
         **{
-            f"kl/advantage_{sign}": -_divide(s[f"{sign}/d"], s[f"{sign}/tokens"])
+            f"kl_advantage_{sign}": -_divide(s[f"{sign}/d"], s[f"{sign}/tokens"])
             for sign in ("positive", "negative")
             if s.get(f"{sign}/tokens")
         },

@@ -16,7 +16,7 @@ from .messages import nearest
 HEALTHY: dict[str, tuple[float | None, float | None]] = {
     "k3_kl": (None, 0.01),
     "kl": (-0.1, 0.1),
-    "kl/advantage_positive": (None, 0.03),
+    "kl_advantage_positive": (None, 0.03),
     "chi2_token": (None, 1.0),
     "chi2_seq": (None, 10.0),
     "effective_lr": (0.5, 1.5),
@@ -126,11 +126,6 @@ def _bias(window: Window) -> float | None:
     return abs(k3 - kl) if abs(k3 - kl) > k3 else 0.0
 
 
-def _fresh(window: Window) -> bool:
-    """Whether ratios are about samples that the policy has not been trained on. Those raise it where they did well."""
-    return window.setting("bypass_mode") is not True or window.setting("num_iterations") in (..., 1)
-
-
 def _selection(window: Window) -> float | None:
     """Rejected share of long completions with a positive advantage, where it is over three times that of the others."""
     chosen, others = window.get("rejected/long_positive"), window.get("rejected/others")
@@ -192,10 +187,10 @@ _RULES = [
     ),
     Rule(
         "unlearning",
-        key="kl/advantage_positive",
+        key="kl_advantage_positive",
         bound=0.03,
         severity="critical",
-        seen="What was rewarded has become unlikely: `kl/advantage_positive` is {value:.2g} above what it was at the start, "
+        seen="What was rewarded has become unlikely: `kl_advantage_positive` is {value:.2g} above what it was at the start, "
         "more than {bound:g}.",
         why="A policy that learns finds unlikely what did badly. One that loses what did well came before a fall, or in it.",
         advice="Push weights more often or lower `learning_rate`; without correction, set `rollout_correction` to auto.",
@@ -362,7 +357,7 @@ _RULES = [
         advice="Leave `top_p`, `top_k`, `min_p` and penalties at their defaults. If they are, look for another "
         "temperature and for tokens that were added or changed after sampling.",
         patience=5,
-        applies=_fresh,
+        applies=lambda window: window.fresh,
         measure=_bias,
     ),
     Rule(

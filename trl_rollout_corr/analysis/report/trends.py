@@ -35,7 +35,7 @@ TRENDS = (
     Trend(
         "kl-by-advantage",
         "KL divergence by the sign of the advantage",
-        {f"{PREFIX}kl/advantage_positive": "positive", f"{PREFIX}kl/advantage_negative": "negative"},
+        {f"{PREFIX}kl_advantage_positive": "positive", f"{PREFIX}kl_advantage_negative": "negative"},
     ),
     Trend("percentiles", "Percentiles of d", {f"{PREFIX}log_ratio_p{p}": f"p{p}" for p in PERCENTILES}, fan=True),
     Trend("effective-lr", "Effective learning rate", {f"{PREFIX}effective_lr": "effective_lr"}),
