@@ -23,12 +23,12 @@ from transformers import AutoTokenizer, TrainerCallback
 from trl import ScriptArguments, get_peft_config, get_quantization_config
 from trl.import_utils import is_vllm_available
 
-from ..config import RolloutCorrectionConfig
 from ..dump import write_rows
 from ..messages import warn
 from .batch import ROLLOUT_LOGPS
 from .checks import distorting, neutral
 from .dumping import numbers_of
+from .facts import settings_in_effect
 from .preflight import score_alone
 from .rescoring import rescorings
 from .script import ScriptParser, model_config, model_init_kwargs, one_line_errors
@@ -279,14 +279,16 @@ class Probe:
             The trainer, with a sampler. It begins to train here.
         pushes (`bool`, *optional*, defaults to `True`):
             Whether its weights are pushed to the sampler, as at the first step of a run.
+        run ([`RolloutCorrectionConfig`], *optional*):
+            Configuration of the run that is probed. That of the trainer by default.
 
     Attributes:
         about (`dict[str, str]`):
             How both compute.
     """
 
-    def __init__(self, trainer: Any, pushes: bool = True):
-        self.trainer, self.pushes = trainer, pushes
+    def __init__(self, trainer: Any, pushes: bool = True, run: Any = None):
+        self.trainer, self.pushes, self.run = trainer, pushes, run or trainer.args
         trainer.add_callback(_StopBeforeTraining())
         with suppress(_Prepared):
             trainer.train()
@@ -341,8 +343,7 @@ class Probe:
             for i, batch in enumerate(batches)
             for row in self._rows(batch, logps[i], None if again is None else again[i])
         ]
-        settings = {f.name: getattr(self.trainer.args, f.name) for f in dataclasses.fields(RolloutCorrectionConfig)}
-        write_rows(folder, 1, 0, rows, settings, self.about)
+        write_rows(folder, 1, 0, rows, settings_in_effect(self.run), self.about)
 
     def _rows(
         self, batch: dict[str, Any], logps: torch.Tensor, again: torch.Tensor | None
@@ -439,7 +440,7 @@ def build(request: Mapping[str, Any]) -> Probe:
         )
     except OSError as error:
         raise ValueError(_missing(request["model"])) from error
-    args = shortened(args, request["completions"], request["engine"])
+    run, args = args, shortened(args, request["completions"], request["engine"])
     if args.vllm_mode == "server":
         check_server(args)
     from datasets import Dataset
@@ -456,7 +457,7 @@ def build(request: Mapping[str, Any]) -> Probe:
             quantization_config=get_quantization_config(model_args),
             peft_config=get_peft_config(model_args),
         )
-    return Probe(trainer, pushes)
+    return Probe(trainer, pushes, run)
 
 
 def _no_reward(completions: list[Any], **kwargs: Any) -> list[float]:
