@@ -528,7 +528,7 @@ def test_dumps_that_cannot_be_compared(tmp_path, capsys):
     n = len(row["mask"])
     for name, columns, message in (
         ("short", {"keep": row["keep"][:-1]}, "lists of different lengths"),
-        ("null", {"coefficients": None}, "lists of different lengths"),
+        ("null", {"coefficients": None}, "`coefficients` of a row is null"),
         ("tools", {"mask": [False] * n}, "no token of the loss"),
         ("broken", {"rollout_logps": [math.nan] * n}, "no token of the loss has a log-probability of both policies"),
     ):

@@ -206,7 +206,7 @@ def read_logs(path: Path, on_damage: Callable[[str], object] | None = None) -> l
             entry = json.loads(line)
         except (ValueError, RecursionError):
             if on_damage is not None:
-                on_damage(f"{_LOGS} is damaged: line {number} of {len(lines)} is cut short, and left out")
+                on_damage(f"{_LOGS} is damaged: line {number} of {len(lines)} is cut short or no JSON, and left out")
             continue
         if isinstance(entry, dict) and isinstance(entry.get("step"), int | float):
             entries.append(entry)
