@@ -252,7 +252,7 @@ def _merge(entries: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         step: Any = entry.get("step")
         if _is_number(step, "step") and math.isfinite(step):
             numbers: dict[str, Any] = {k: v for k, v in entry.items() if isinstance(k, str) and _is_number(v, k)}
-            merged.setdefault(int(step), {}).update(numbers)
+            merged.setdefault(int(step), {}).update({**numbers, "step": int(step)})
     return [merged[step] for step in sorted(merged)]
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, TrainerCallback
+from transformers import AutoConfig, AutoTokenizer, TrainerCallback
 from trl import ScriptArguments, get_peft_config, get_quantization_config
 from trl.import_utils import is_vllm_available
 
@@ -90,9 +90,13 @@ def read(request: Mapping[str, Any]) -> tuple[type, Any, Any, Any]:
         "rloo": (rloo.RolloutCorrectedRLOOTrainer, rloo.RolloutCorrectedRLOOConfig),
     }[request["trainer"]]
     parser = ScriptParser((ScriptArguments, config_class, model_config(config_class)))
-    given = ["--config", request["config"]] if request["config"] else _without_recipe(request["model"])
-    line = [*given, *request["options"], "--model_name_or_path", request["model"], "--output_dir", request["output"]]
-    script_args, args, model_args = parser.parse_args_and_config(line)
+    line = [*request["options"], "--model_name_or_path", request["model"], "--output_dir", request["output"]]
+    given = ["--config", request["config"]]
+    if not request["config"]:
+        known = parser.parse_known_args(line)[0]
+        source = {"revision": known.model_revision, "trust_remote_code": known.trust_remote_code}
+        given = _without_recipe(_load(AutoConfig, request["model"], **source))
+    script_args, args, model_args = parser.parse_args_and_config([*given, *line])
     if not args.use_vllm:
         raise ValueError("`use_vllm` is False, so that there is no sampler to probe. Set it to true.")
     if not is_vllm_available():
@@ -101,21 +105,28 @@ def read(request: Mapping[str, Any]) -> tuple[type, Any, Any, Any]:
     return trainer_class, args, model_args, script_args
 
 
-def _without_recipe(model: str) -> list[str]:
-    """TRL's defaults, with a colocated engine; and what it takes where there is no accelerator."""
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(model)
-    except OSError as error:
-        raise ValueError(_missing(model)) from error
+def _without_recipe(config: Any) -> list[str]:
+    """TRL's defaults for a model, with a colocated engine; and what it takes where there is no accelerator."""
     length = min(getattr(config.get_text_config(), "max_position_embeddings", None) or _CONTEXT, _CONTEXT)
     options = ["--use_vllm", "true", "--vllm_mode", "colocate", "--vllm_max_model_length", str(length)]
     return [*options, *([] if torch.accelerator.is_available() else ["--use_cpu", "true", "--bf16", "false"])]
 
 
-def _missing(model: str) -> str:
-    return f"{model!r} is neither a folder with a model nor one that the Hub has, or gives to you."
+def _load(kind: Any, model: str, **kwargs: Any) -> Any:
+    """A configuration or a tokenizer of a model. Code of the model that is not trusted is an error, and no question."""
+    try:
+        return kind.from_pretrained(model, **kwargs)
+    except OSError as error:
+        raise ValueError(
+            f"{model!r} is neither a folder with a model nor one that the Hub has, or gives to you."
+        ) from error
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise ValueError(
+            f"`trust_remote_code` is False, and {model!r} has code of its own, which would run here. Read that code, and set "
+            "`trust_remote_code: true` in the recipe, or pass `--trust_remote_code true`."
+        ) from error
 
 
 def shortened(args: Any, completions: int, engine: Mapping[str, Any]) -> Any:
@@ -434,12 +445,9 @@ def run(probe: Probe, output: Path, *, experiments: bool = True) -> dict[str, st
 def build(request: Mapping[str, Any]) -> Probe:
     """The trainer and the sampler of a request."""
     trainer_class, args, model_args, script_args = read(request)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            request["model"], revision=model_args.model_revision, padding_side="left"
-        )
-    except OSError as error:
-        raise ValueError(_missing(request["model"])) from error
+    source = {"revision": model_args.model_revision, "trust_remote_code": args.trust_remote_code}
+    _load(AutoConfig, request["model"], **source)  # a tokenizer may have no code where the model has
+    tokenizer = _load(AutoTokenizer, request["model"], **source, padding_side="left")
     run, args = args, shortened(args, request["completions"], request["engine"])
     if args.vllm_mode == "server":
         check_server(args)
