@@ -232,11 +232,14 @@ def test_padding_is_seen_where_what_was_scored_alone_had_little_of_it(maker, rig
 # Answers that are no cause ------------------------------------------------------------------------------------------------
 
 
-def test_what_fits_no_signature_is_unknown(tmp_path):
-    folder = make_dump(tmp_path / "dump", gaussian=True, spread=0.4, rows=64, tools=False)
+@pytest.mark.parametrize("diagnosed", [False, True])
+def test_what_fits_no_signature_is_unknown(tmp_path, capsys, diagnosed):
+    settings = {"rollout_diagnose": diagnosed}
+    folder = make_dump(tmp_path / "dump", gaussian=True, spread=0.4, rows=64, tools=False, settings=settings)
     diagnosis = diagnose(observe(folder))
     assert (diagnosis.verdict, diagnosis.findings, diagnosis.healthy) == ("unknown", [], False)
     assert main(["diagnose", str(folder)]) == 1
+    assert ("`rollout_diagnose: true` for more" in capsys.readouterr().out) != diagnosed
 
 
 def test_what_is_old_throughout_is_possibly_stale(tmp_path):
@@ -319,9 +322,6 @@ def test_what_is_in_effect_is_not_advised(maker, right, tmp_path, capsys):
         assert main(["diagnose", str(tmp_path / name), "--json"]) == 1
         [cause] = json.loads(capsys.readouterr().out)["causes"]
         assert cause["cause"] == "last_token"
-        assert main(["report", str(tmp_path / name), "-o", str(tmp_path / "r.md")]) == 0
-        capsys.readouterr()
-        assert cause["remedy"] in (tmp_path / "r.md").read_text()
         return cause["remedy"], cause["settings"]
 
     source, preset = {"mask_truncated_completions": True}, {"rollout_correction": "decoupled_token_is"}
@@ -335,6 +335,8 @@ def test_what_is_in_effect_is_not_advised(maker, right, tmp_path, capsys):
     assert advised("preset", rollout_is="token") == (f"{cause.remedy} {rest}", source)
     assert advised("measured", rollout_is="token", rollout_metrics_only=True)[1] == {**source, **preset}
     assert advised("both", **source, bypass_mode=True) == (f"{done} {rest}", {})
+    assert main(["report", str(tmp_path / "both"), "-o", str(tmp_path / "r.md")]) == 0
+    assert f"{done} {rest}" in (tmp_path / "r.md").read_text()
 
 
 @pytest.mark.parametrize("name", [name for name in CAUSES if name != "own_updates"])  # which no such run has
