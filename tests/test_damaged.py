@@ -134,7 +134,7 @@ def test_a_dump_is_used_or_refused_in_one_line(rows, tmp_path, capsys, edits, me
 
 
 @pytest.mark.slow
-@settings(max_examples=400, **FUZZ)
+@settings(max_examples=120, **FUZZ)
 @given(**GIVEN)
 def test_a_dump_is_drawn_or_refused_in_one_line(rows, tmp_path, capsys, edits, metadata):
     answers(written(tmp_path / "dump", rows, edits, **metadata), capsys, draw=True)
