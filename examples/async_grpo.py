@@ -80,7 +80,7 @@ def main(arguments: list[str] | None = None):
             RolloutCorrectedAsyncGRPOConfig, __doc__, sys.argv[1:] if arguments is None else arguments, ServerArguments
         )
         args.model_init_kwargs.pop("attn_implementation")  # rows are packed, with an attention that goes with that
-        tokenizer = load_tokenizer(model_args)
+        tokenizer = load_tokenizer(model_args, args.trust_remote_code)
         train_dataset = load_questions(script_args, script_args.dataset_train_split, tokenizer)
     transfer = None
     if server_args.weights_folder is not None:

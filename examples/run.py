@@ -115,7 +115,7 @@ def train(trainer_class: type, config_class: type, description: str, arguments: 
         script_args, args, model_args = parse(
             config_class, description, sys.argv[1:] if arguments is None else arguments
         )
-        tokenizer = load_tokenizer(model_args)
+        tokenizer = load_tokenizer(model_args, args.trust_remote_code)
         train_dataset = load_questions(script_args, script_args.dataset_train_split, tokenizer)
         evaluates = args.eval_strategy != "no"
         eval_dataset = load_questions(script_args, script_args.dataset_test_split, tokenizer) if evaluates else None
@@ -134,9 +134,12 @@ def train(trainer_class: type, config_class: type, description: str, arguments: 
     return save(trainer)
 
 
-def load_tokenizer(model_args: ModelConfig) -> PreTrainedTokenizerBase:
+def load_tokenizer(model_args: ModelConfig, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(
-        model_args.model_name_or_path, revision=model_args.model_revision, padding_side="left"
+        model_args.model_name_or_path,
+        revision=model_args.model_revision,
+        padding_side="left",
+        trust_remote_code=trust_remote_code,
     )
 
 

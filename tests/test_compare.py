@@ -254,6 +254,14 @@ def test_steps_from_the_first_alarm_on_are_left_out(tmp_path):
     assert everything["spread"]["s"] > 2 * found["spread"]["s"]
 
 
+def test_steps_of_a_log_are_integers_whatever_another_tool_wrote(tmp_path):
+    folder, _ = drifting(tmp_path / "dump")
+    healthy = document(folder)["steps"]
+    entries = [{**entry, "step": entry["step"] + 0.5} for entry in dump.read_logs(folder)]
+    (folder / "logs.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    assert document(folder)["steps"] == healthy
+
+
 def test_without_a_log_alarms_are_those_of_the_sequences(tmp_path):
     folder, _ = drifting(tmp_path / "dump")
     with_log = document(folder)
@@ -528,7 +536,7 @@ def test_dumps_that_cannot_be_compared(tmp_path, capsys):
     n = len(row["mask"])
     for name, columns, message in (
         ("short", {"keep": row["keep"][:-1]}, "lists of different lengths"),
-        ("null", {"coefficients": None}, "lists of different lengths"),
+        ("null", {"coefficients": None}, "`coefficients` of a row is null"),
         ("tools", {"mask": [False] * n}, "no token of the loss"),
         ("broken", {"rollout_logps": [math.nan] * n}, "no token of the loss has a log-probability of both policies"),
     ):

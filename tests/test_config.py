@@ -57,7 +57,8 @@ def test_weight_thresholds(written, bounds):
 @pytest.mark.parametrize(
     "written",
     [0.52, 0, -1, math.nan, True, "abc", "", "0.5_2_3", "1_000", "a_b", [2.0], [0.5, 2.0, 3.0], [2.0, 0.5], [1.5, 2.0],
-     [0.2, 0.9], [-0.5, 2.0], [[0.5, 2.0], 3.0], {"upper": 2.0}, "[0.5_2, 3]", "nan", None],
+     [0.2, 0.9], [-0.5, 2.0], [[0.5, 2.0], 3.0], {"upper": 2.0}, "[0.5_2, 3]", "nan", None,
+     pytest.param(-(10**400), id="beyond all floats")],
 )  # fmt: skip
 def test_weight_thresholds_that_cannot_be_meant(written):
     with pytest.raises(ValueError, match="`rollout_is_threshold`"):

@@ -1,5 +1,6 @@
 """Causes are named: faults of the kit, put into small real models, in dumps as a run writes them."""
 
+import dataclasses
 import itertools
 import json
 import re
@@ -9,19 +10,20 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from tests.dumps import make_dump
+from tests.dumps import make_dump, read_dump
 from tests.launching import ROOT, benchmarks
 from tests.tiny import StaleSampler
-from tests.training import build, build_with_dropout, losses
+from tests.training import TRAINERS, build, build_with_dropout, config_fields, losses
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer, dump, faults
 from trl_rollout_corr.__main__ import main
-from trl_rollout_corr.analysis.diagnose import diagnose, observe
+from trl_rollout_corr.analysis.diagnose import Diagnosis, Finding, diagnose, observe
 from trl_rollout_corr.analysis.diagnose.causes import CAUSES
 from trl_rollout_corr.analysis.diagnose.pictures import picture
-from trl_rollout_corr.analysis.diagnose.signatures import DIFFUSE, STAGES
-from trl_rollout_corr.analysis.diagnose.written import headline
+from trl_rollout_corr.analysis.diagnose.signatures import DIFFUSE, STAGES, Seen
+from trl_rollout_corr.analysis.diagnose.written import advise, headline
 from trl_rollout_corr.config import RolloutCorrectionConfig
 from trl_rollout_corr.presets import PRESETS
+from trl_rollout_corr.trainers.facts import settings_in_effect
 
 
 SEED = 2  # of those that have turns
@@ -230,11 +232,14 @@ def test_padding_is_seen_where_what_was_scored_alone_had_little_of_it(maker, rig
 # Answers that are no cause ------------------------------------------------------------------------------------------------
 
 
-def test_what_fits_no_signature_is_unknown(tmp_path):
-    folder = make_dump(tmp_path / "dump", gaussian=True, spread=0.4, rows=64, tools=False)
+@pytest.mark.parametrize("diagnosed", [False, True])
+def test_what_fits_no_signature_is_unknown(tmp_path, capsys, diagnosed):
+    settings = {"rollout_diagnose": diagnosed}
+    folder = make_dump(tmp_path / "dump", gaussian=True, spread=0.4, rows=64, tools=False, settings=settings)
     diagnosis = diagnose(observe(folder))
     assert (diagnosis.verdict, diagnosis.findings, diagnosis.healthy) == ("unknown", [], False)
     assert main(["diagnose", str(folder)]) == 1
+    assert ("`rollout_diagnose: true` for more" in capsys.readouterr().out) != diagnosed
 
 
 def test_what_is_old_throughout_is_possibly_stale(tmp_path):
@@ -305,6 +310,81 @@ def test_bad_input_is_one_line_and_writes_nothing(shifted, tmp_path, capsys, arg
     assert complaint in captured.err
     assert (captured.err.count("\n"), captured.out) == (1, "")
     assert not list(folder.iterdir())
+
+
+def test_what_is_in_effect_is_not_advised(maker, right, tmp_path, capsys):
+    maker.make("none", SEED, right, "float32")
+    folder = faults.rewrite(maker.output / "none" / str(SEED), tmp_path / "eos", "eos")
+    rows = [row for file in dump.files_of(folder) for row in pq.read_table(file).to_pylist()]
+
+    def advised(name: str, **settings) -> tuple[str, dict]:
+        dump.write_rows(tmp_path / name, 1, 0, [{**row, "step": 1} for row in rows], settings)
+        assert main(["diagnose", str(tmp_path / name), "--json"]) == 1
+        [cause] = json.loads(capsys.readouterr().out)["causes"]
+        assert cause["cause"] == "last_token"
+        return cause["remedy"], cause["settings"]
+
+    source, preset = {"mask_truncated_completions": True}, {"rollout_correction": "decoupled_token_is"}
+    cause = CAUSES["last_token"]
+    assert advised("unknown") == (cause.remedy, {**source, **preset})
+    off = {"rollout_is": None, "rollout_rs": None, "bypass_mode": False}
+    assert advised("none", mask_truncated_completions=False, **off) == (cause.remedy, {**source, **preset})
+    done = f"In effect already: `mask_truncated_completions: true`. {cause.otherwise}"
+    assert advised("source", **source, **off) == (done, preset)
+    rest = "The run has a correction for the rest."
+    assert advised("preset", rollout_is="token") == (f"{cause.remedy} {rest}", source)
+    assert advised("measured", rollout_is="token", rollout_metrics_only=True)[1] == {**source, **preset}
+    assert advised("both", **source, bypass_mode=True) == (f"{done} {rest}", {})
+    assert main(["report", str(tmp_path / "both"), "-o", str(tmp_path / "r.md")]) == 0
+    assert f"{done} {rest}" in (tmp_path / "r.md").read_text()
+
+
+@pytest.mark.parametrize("name", [name for name in CAUSES if name != "own_updates"])  # which no such run has
+def test_every_remedy_looks_at_what_is_in_effect(name):
+    cause, finding = CAUSES[name], Finding(name, 0.9, 1.0, Seen(1.0, 1.0, {}, ""))
+
+    def advice(**in_effect):
+        return advise(Diagnosis("found", [finding], 0.1, 0.1, None, 100, 10, in_effect), finding)
+
+    preset = {"rollout_correction": cause.preset} if cause.preset else {}
+    assert advice() == (cause.remedy, {**cause.settings, **preset})
+    run = dataclasses.asdict(RolloutCorrectionConfig.from_preset(cause.preset or "disabled"))
+    text, settings = advice(**{**run, **cause.settings})
+    assert settings == {}
+    assert text.startswith("In effect already: " if cause.settings else cause.remedy)
+    assert cause.otherwise in text
+    assert bool(cause.otherwise) == bool(cause.settings)
+
+
+def test_mappings_are_in_effect_key_by_key():
+    def missing(name: str, **in_effect) -> dict:
+        finding = Finding(name, 0.9, 1.0, Seen(1.0, 1.0, {}, ""))
+        advice = advise(Diagnosis("found", [finding], 0.1, 0.1, None, 100, 10, in_effect), finding)
+        return {key: value for key, value in advice.settings.items() if key != "rollout_correction"}
+
+    float32_head = CAUSES["head"].settings
+    engine = {"dtype": "float32", "hf_overrides": {"head_dtype": "float32", "rope_theta": 1.0}}
+    assert missing("head", cast_lm_head_to_fp32=True, rollout_engine_kwargs=engine) == {}
+    assert missing("head", cast_lm_head_to_fp32=True, rollout_engine_kwargs={"dtype": "float32"}) == {
+        "rollout_engine_kwargs": float32_head["rollout_engine_kwargs"]
+    }
+    assert missing("truncation", top_p=1.0, top_k=None, min_p=0.0) == {}  # all of them are off
+    assert missing("truncation", top_p=0.9, top_k=0, min_p=None) == {"top_p": 1.0}
+    assert missing("penalty", repetition_penalty=1.2, generation_kwargs=None) == {"repetition_penalty": 1.0}
+    assert missing("kv_cache", rollout_engine_kwargs=None) == {}  # `auto` is vLLM's default
+
+
+@pytest.mark.parametrize("kind", ["grpo", "rloo"])
+def test_settings_that_are_advised_are_written_and_secrets_are_not(kind, tmp_path):
+    kwargs = {"model_init_kwargs": {"dtype": "float32", "token": "hf_secret"}, "generation_kwargs": {"seed": 1}}
+    _, config_class = TRAINERS[kind]
+    written = settings_in_effect(config_class(**config_fields(tmp_path, **kwargs)))
+    advised = {name for cause in CAUSES.values() for name in cause.settings}
+    assert advised - written.keys() == ({"cast_lm_head_to_fp32"} if kind == "rloo" else set())
+    assert written["model_init_kwargs"] == {"dtype": "float32"}
+    assert "secret" not in json.dumps(written)
+    dump.write_rows(tmp_path, 1, 0, read_dump(make_dump(tmp_path / "dump")).rows[:8], written)
+    assert main(["compare", str(tmp_path)]) == 0
 
 
 # The kit ------------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -99,6 +100,26 @@ def test_a_log_entry_that_a_crash_cut_short_is_left_out(tmp_path):
         file.write('{"loss": 0.1, "rollout_co\n')
     dump.append_log(tmp_path, {"step": 4})
     assert [entry["step"] for entry in read_dump(tmp_path).logs] == [1, 2, 4]
+
+
+@pytest.fixture
+def longest_integer():
+    """Python's default, which some libraries lift."""
+    before = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(4300)
+    yield 4300
+    sys.set_int_max_str_digits(before)
+
+
+def test_an_integer_that_python_does_not_read_is_damage(tmp_path, longest_integer):
+    make_dump(tmp_path, steps=2)
+    with (tmp_path / "logs.jsonl").open("a") as file:
+        file.write(f'{{"step": {"9" * (longest_integer + 1)}}}\n')
+    damage: list[str] = []
+    assert [entry["step"] for entry in dump.read_logs(tmp_path, damage.append)] == [1, 2]
+    assert damage == ["logs.jsonl is damaged: line 3 of 3 is cut short or no JSON, and left out"]
+    dump.rewind(tmp_path, 1)
+    assert [entry["step"] for entry in read_dump(tmp_path).logs] == [1]
 
 
 def test_the_first_and_the_latest_step_are_never_removed(tmp_path):

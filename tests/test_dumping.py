@@ -2,9 +2,12 @@
 
 import math
 from datetime import UTC, date, datetime
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from transformers import TrainerCallback
 
 from tests.dumps import read_dump
 from tests.tiny import PROMPTS, StaleSampler
@@ -12,6 +15,7 @@ from tests.training import TRAINERS, BrokenSampler, build, evaluation, losses
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
 from trl_rollout_corr.__main__ import main
 from trl_rollout_corr.analysis.reading import read_table
+from trl_rollout_corr.analysis.settings import FIELDS
 from trl_rollout_corr.dump import files_of
 from trl_rollout_corr.trainers import dumping
 
@@ -179,6 +183,48 @@ def test_a_folder_that_cannot_be_used_is_refused_before_the_first_step(make, tmp
 def test_a_folder_may_be_a_path(make, tmp_path):
     make(rollout_dump_dir=tmp_path / "dump", max_steps=1).train()
     assert read_dump(tmp_path / "dump").settings["rollout_dump_dir"] == str(tmp_path / "dump")
+
+
+def test_what_json_does_not_know_ends_no_run_and_can_be_read_back(make, tmp_path):
+    class Odd:
+        def __str__(self):
+            return "odd"
+
+    endless: dict = {}
+    endless["itself"] = endless
+    kwargs = {
+        "dtype": torch.float16,
+        "hf_overrides": {"head_dtype": torch.float32, "rope_theta": np.float32(2.0), 3: (1, {Path("a")})},
+        "seed": torch.tensor(7),
+        "compilation_config": Odd(),
+        "additional_config": endless,
+    }
+    callback = Logging({"odd": Odd(), "endless": endless, "ratio": torch.tensor(0.5)})
+    with pytest.warns(UserWarning, match="has no effect: `use_vllm` is False"):
+        trainer = make(rollout_dump_dir=tmp_path / "dump", rollout_engine_kwargs=kwargs, max_steps=2)
+    trainer.callback_handler.callbacks.insert(0, callback)  # before the dump
+    assert len(losses(trainer)) == 2
+    written = read_dump(tmp_path / "dump")
+    read = RolloutCorrectionConfig(**{k: v for k, v in written.settings.items() if k in FIELDS}).rollout_engine_kwargs
+    assert read.pop("additional_config")["itself"]["itself"]
+    assert read == {
+        "dtype": "float16",
+        "hf_overrides": {"head_dtype": "float32", "rope_theta": 2.0, "3": [1, ["a"]]},
+        "seed": 7,
+        "compilation_config": "odd",
+    }
+    assert (written.logs[0]["odd"], written.logs[0]["ratio"]) == ("odd", 0.5)
+    assert main(["compare", str(tmp_path / "dump")]) == 0
+
+
+class Logging(TrainerCallback):
+    """Adds to what is logged."""
+
+    def __init__(self, more: dict):
+        self.more = more
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        logs.update(self.more)
 
 
 def test_completions_that_are_masked_as_truncated_are_not_drawn(make, tmp_path, tiny_model_path):

@@ -39,6 +39,7 @@ def test_the_line_that_starts_a_server():
     kwargs = {"dtype": "float16", "enforce_eager": True, "hf_overrides": {"head_dtype": "float32"}}
     line = """vllm serve MODEL --dtype float16 --enforce-eager --hf-overrides '{"head_dtype": "float32"}'"""
     assert serve_line(kwargs) == line
+    assert serve_line({**kwargs, "dtype": torch.float16, "hf_overrides": {"head_dtype": torch.float32}}) == line
 
 
 def test_arguments_without_an_engine_warn_and_those_of_a_server_are_printed(tmp_path, capsys):

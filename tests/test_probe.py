@@ -1,6 +1,7 @@
 """`diagnose --probe`: a model and its sampler before any training."""
 
 import json
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -8,8 +9,8 @@ import pytest
 import torch
 
 from tests.dumps import make_dump
-from tests.launching import ROOT, benchmarks, free_port, run, serving
-from tests.tiny import StaleSampler
+from tests.launching import ROOT, benchmarks, clean_environment, free_port, run, serving
+from tests.tiny import StaleSampler, build_model_with_code
 from tests.training import build, build_with_dropout, plain_model, policy_logps
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer, faults
 from trl_rollout_corr import probe as probing_process
@@ -433,6 +434,89 @@ def test_the_command(tiny_model_path, tmp_path):
     code, out, err = command("nobody/nothing")
     assert (code, out) == (2, "")
     assert err.splitlines()[-1].startswith("nobody/nothing: 'nobody/nothing' is neither a folder with a model nor one")
+
+
+@pytest.fixture(scope="module")
+def model_with_code(imported_trl, tmp_path_factory) -> str:
+    return build_model_with_code(tmp_path_factory.mktemp("own"))
+
+
+def probed_elsewhere(folder, model, *options) -> tuple[int, str, list[str]]:
+    """
+    The command in a folder with a `yaml.py`, with a yes to every question. Returns its exit code, what it prints, and the code
+    that was run. That of the command itself is started with `-P`, as its script is.
+    """
+    ran, here = folder / "ran", folder / "here"
+    here.mkdir()
+    ran.touch()
+    (here / "yaml.py").write_text('import os\nprint("yaml", file=open(os.environ["RAN"], "a"))\nraise ImportError\n')
+    process = subprocess.run(
+        [sys.executable, "-P", "-m", "trl_rollout_corr", "diagnose", "--probe", model, *options],
+        cwd=here,
+        env=clean_environment(RAN=str(ran), HF_MODULES_CACHE=str(folder / "modules")),
+        input="y\n" * 100,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return process.returncode, process.stdout + process.stderr, ran.read_text().split()
+
+
+def test_no_code_is_run_that_nobody_asked_for(model_with_code, tmp_path):
+    code, printed, ran = probed_elsewhere(tmp_path, model_with_code, "--use_vllm", "true")
+    assert (code, ran) == (2, []), printed
+    assert "[y/N]" not in printed
+    said = printed.splitlines()[-1]
+    assert said.startswith(
+        f"{model_with_code}: `trust_remote_code` is False, and {model_with_code!r} has code of its own"
+    )
+
+
+@pytest.fixture
+def saying_yes(tmp_path, monkeypatch):
+    """To every question. The file has the code that was run."""
+    monkeypatch.setattr("builtins.input", lambda *args: "y")
+    monkeypatch.setenv("RAN", str(tmp_path / "ran"))
+    (tmp_path / "ran").touch()
+    return tmp_path / "ran"
+
+
+def test_code_of_a_model_is_trusted_as_the_recipe_says(model_with_code, tiny_model_path, tmp_path, saying_yes):
+    from trl_rollout_corr.trainers.probing import build as build_probe
+    from trl_rollout_corr.trainers.probing import read
+
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("use_vllm: true\ntrust_remote_code: false\n")
+    for options in ({}, {"config": str(recipe)}):
+        with pytest.raises(ValueError, match=r"`trust_remote_code` is False, and .* has code of its own"):
+            build_probe(request(model_with_code, tmp_path, **options))
+    assert saying_yes.read_text() == ""
+    recipe.write_text("use_vllm: true\ntrust_remote_code: true\n")
+    for line, options in ((["--trust_remote_code", "true"], {}), ([], {"config": str(recipe)})):
+        assert read(request(model_with_code, tmp_path, *line, **options))[1].trust_remote_code is True
+    assert read(request(tiny_model_path, tmp_path))[1].trust_remote_code is False
+
+
+def test_an_example_asks_nothing_either(model_with_code, tmp_path, saying_yes, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    import run as example
+
+    options = ["--model_name_or_path", model_with_code, "--output_dir", str(tmp_path), *ON_A_CPU]
+    with pytest.raises(SystemExit, match="2"):
+        example.train(RolloutCorrectedGRPOTrainer, RolloutCorrectedGRPOConfig, "", options)
+    assert "`trust_remote_code=True`" in capsys.readouterr().err
+    assert saying_yes.read_text() == ""
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_a_model_with_code_is_probed_where_it_is_trusted(model_with_code, tmp_path):
+    engine = '{"dtype": "float32", "hf_overrides": {"architectures": ["Qwen2ForCausalLM"]}}'
+    options = ("--trust_remote_code", "true", "--rollout_engine_kwargs", engine)
+    code, printed, ran = probed_elsewhere(tmp_path, model_with_code, *options)
+    assert code == 0, printed
+    assert printed.startswith("Nothing to correct.")
+    assert {*ran} == {"configuration_own", "modeling_own", "tokenization_own"}
 
 
 @pytest.mark.slow

@@ -319,6 +319,14 @@ def test_an_integer_beyond_all_measure_is_refused_in_one_line(tmp_path, capsys, 
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize("head", ["tags: 5", "tags: [[grpo]]", "- grpo", "[" * 5000, "base_model: {a: b}"])
+def test_a_model_card_of_any_kind_is_no_reason_to_fail(tmp_path, undrawn, head):
+    logs = [{"step": step, f"{PREFIX}k3_kl": 0.001, "reward": 0.5} for step in range(1, 5)]
+    run = make_run(tmp_path / "run", logs)
+    (run / "README.md").write_text(f"---\n{head}\n---\n")
+    assert "Logged steps1 to 4" in Page(write(run, tmp_path / "report.html")).text
+
+
 def test_long_runs_are_drawn_as_windows(tmp_path):
     logs = [
         {
@@ -555,7 +563,7 @@ def test_a_log_that_is_cut_short_is_noticed(tmp_path, undrawn, capsys):
     (folder / "logs.jsonl").write_text("".join(lines[:3]) + lines[3][:40])
     page, error = damage_of(folder, tmp_path / "report.html", capsys)
     for text in (
-        "ogs.jsonl is damaged: line 4 of 4 is cut short, and left out.",
+        "ogs.jsonl is damaged: line 4 of 4 is cut short or no JSON, and left out.",
         "he log ends at step 3, and the sequences go on to step 6",
     ):
         assert text in error

@@ -56,6 +56,42 @@ def build_tiny_model(folder: Path, seed: int = 0, experts: int = 0) -> str:
     return str(folder)
 
 
+def build_model_with_code(folder: Path) -> str:
+    """
+    A tiny model whose configuration, model and tokenizer are code of its own. A part that is imported writes its name to the
+    file that the environment variable `RAN` names.
+    """
+    import json
+
+    build_tiny_model(folder)
+    parts = {
+        "configuration_own": ("Config", "Qwen2Config", '    model_type = "own"'),
+        "modeling_own": ("ForCausalLM", "Qwen2ForCausalLM", "    config_class = OwnConfig"),
+        "tokenization_own": ("TokenizerFast", "PreTrainedTokenizerFast", "    pass"),
+    }
+    for module, (name, base, body) in parts.items():
+        lines = ["import os", f"from transformers import {base}"]
+        lines += ["from .configuration_own import OwnConfig"] if module == "modeling_own" else []
+        lines += [f'print("{module}", file=open(os.environ["RAN"], "a"))', f"class Own{name}({base}):", body]
+        (folder / f"{module}.py").write_text("\n".join(lines) + "\n")
+    of_model = {
+        "model_type": "own",
+        "architectures": ["OwnForCausalLM"],
+        "auto_map": {
+            "AutoConfig": "configuration_own.OwnConfig",
+            "AutoModelForCausalLM": "modeling_own.OwnForCausalLM",
+        },
+    }
+    of_tokenizer = {
+        "tokenizer_class": "OwnTokenizer",
+        "auto_map": {"AutoTokenizer": [None, "tokenization_own.OwnTokenizerFast"]},
+    }
+    for file, more in (("config.json", of_model), ("tokenizer_config.json", of_tokenizer)):
+        path = folder / file
+        path.write_text(json.dumps({**json.loads(path.read_text()), **more}))
+    return str(folder)
+
+
 def prompts(n: int = 32):
     from datasets import Dataset
 

@@ -12,7 +12,9 @@ Command line.
 
 import argparse
 import sys
+import traceback
 import warnings
+from pathlib import Path
 
 from . import __version__
 from .messages import SelfContainedError
@@ -28,17 +30,27 @@ def main(arguments: list[str] | None = None) -> int:
         warnings.simplefilter("always")
         try:
             output = args.run(args)
-        except SelfContainedError as error:
-            print(error, file=sys.stderr)
-            return 2
-        except (ValueError, TypeError) as error:
-            print(f"{getattr(args, args.subject)}: {error}", file=sys.stderr)
+        except Exception as error:  # a traceback would leave with 1, which says that something was found
+            print(" ".join(_refusal(args, error).splitlines()), file=sys.stderr)
             return 2
     said = (str(warning.message) for warning in caught if issubclass(warning.category, UserWarning))
     for message in dict.fromkeys(said):
         print(f"warning: {message}", file=sys.stderr)
     sys.stdout.write(output)
     return args.code
+
+
+def _refusal(args: argparse.Namespace, error: Exception) -> str:
+    """What is said about input that cannot be used."""
+    if isinstance(error, SelfContainedError):
+        return str(error)
+    if isinstance(error, OSError):
+        return f"{error.filename or getattr(args, args.subject)}: {error.strerror or error}"
+    if isinstance(error, ValueError | TypeError):
+        return f"{getattr(args, args.subject)}: {error}"
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    where = f"{Path(place.filename).name}:{place.lineno}"
+    return f"{args.command}: unexpected {error!r} in {where}. If the input is not damaged, please report this line."
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:

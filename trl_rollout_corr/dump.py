@@ -9,6 +9,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,11 @@ def write_rows(
         `Path`: the file.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    metadata = {FORMAT: str(VERSION), "settings": json.dumps(dict(settings)), "about": json.dumps(dict(about or {}))}
+    metadata = {
+        FORMAT: str(VERSION),
+        "settings": json.dumps(plain(settings)),
+        "about": json.dumps(plain(about or {})),
+    }
     table = pa.Table.from_pylist(list(rows), schema=SCHEMA.with_metadata(metadata))
     path = folder / f"step-{step:08d}-rank-{rank:05d}.parquet"
     partial = path.with_suffix(".partial")
@@ -93,15 +98,36 @@ def append_log(folder: Path, entry: Mapping[str, Any]):
     """Add what the trainer logged to the dump, as one line of JSON."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / _LOGS).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(dict(entry), default=_as_json) + "\n")
+        file.write(json.dumps(plain(entry)) + "\n")
 
 
-def _as_json(value: Any) -> Any:
-    """A logged value that JSON does not know: a number of numpy or torch, or else its text."""
+def plain(value: Any, depth: int = 8) -> Any:
+    """
+    A value in types that JSON has, whatever it is: nothing that a user sets or logs may end a run.
+
+    Args:
+        value (`Any`):
+            Mappings and lists are converted item by item, numbers of numpy and torch become Python's, a `torch.dtype` its
+            name as configurations have it (`"float16"`), and everything else its text.
+        depth (`int`, *optional*, defaults to `8`):
+            Levels that are converted. Below them there is text, as something may contain itself.
+
+    Returns:
+        `Any`: what `json.dumps` takes.
+    """
+    if isinstance(value, Enum):
+        value = value.value
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if depth and isinstance(value, Mapping):
+        return {str(key): plain(item, depth - 1) for key, item in value.items()}
+    if depth and isinstance(value, list | tuple | set | frozenset):
+        return [plain(item, depth - 1) for item in value]
     try:
-        return value.item()
-    except (AttributeError, ValueError, RuntimeError):
-        return str(value)
+        number = value.item()
+    except Exception:  # of any type
+        number = None
+    return number if isinstance(number, bool | int | float) else str(value).removeprefix("torch.")
 
 
 def remove_oldest(folder: Path, max_bytes: float):
@@ -178,9 +204,9 @@ def read_logs(path: Path, on_damage: Callable[[str], object] | None = None) -> l
     for number, line in enumerate(lines, 1):
         try:
             entry = json.loads(line)
-        except (json.JSONDecodeError, RecursionError):
+        except (ValueError, RecursionError):
             if on_damage is not None:
-                on_damage(f"{_LOGS} is damaged: line {number} of {len(lines)} is cut short, and left out")
+                on_damage(f"{_LOGS} is damaged: line {number} of {len(lines)} is cut short or no JSON, and left out")
             continue
         if isinstance(entry, dict) and isinstance(entry.get("step"), int | float):
             entries.append(entry)

@@ -29,6 +29,13 @@ _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
+# Python puts no folder on the path by itself, such as the current one, whose `yaml.py` would be run: neither here, nor in the
+# processes that vLLM starts with `python -m`. The folder of this package is passed, and last once the package is imported.
+_SAFE = {"PYTHONSAFEPATH": "1"}
+_START = (
+    "import runpy, sys; sys.path.insert(0, sys.argv.pop(1)); import trl_rollout_corr; sys.path.append(sys.path.pop(0)); "
+    "runpy.run_module('trl_rollout_corr.trainers', run_name='__main__')"
+)
 
 
 class Probed(NamedTuple):
@@ -166,14 +173,20 @@ def _run(request: dict[str, Any], output: Path, *, verbose: bool) -> dict[str, A
     output.mkdir()
     file = output / "request.json"
     file.write_text(json.dumps({**request, "output": str(output)}), encoding="utf-8")
-    command = [sys.executable, "-m", "trl_rollout_corr.trainers", str(file)]
+    command = [sys.executable, "-c", _START, str(Path(__file__).parents[1]), str(file)]
     # what it prints must not get between what is printed here
     stdout = sys.__stderr__ if verbose else subprocess.DEVNULL
     # TRL's own choice is the same in all processes that choose at one time
-    environment = {**_ENVIRONMENT, "MASTER_PORT": str(_free_port()), **os.environ}
+    environment = {**_ENVIRONMENT, "MASTER_PORT": str(_free_port()), **os.environ, **_SAFE}
     lines = []
     with subprocess.Popen(
-        command, env=environment, stdout=stdout, stderr=subprocess.PIPE, text=True, errors="replace"
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,  # nobody is asked anything
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
     ) as process:
         for line in process.stderr or ():
             if verbose:

@@ -9,6 +9,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from .criteria import CRITERIA, DIRECTED
@@ -41,8 +42,10 @@ def parse_number(value: Any, field: str) -> float:
     """
     if isinstance(value, str) and _NUMBER.fullmatch(value.strip()):
         return float(value.strip().lower().replace(".inf", "inf"))
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value):
-        return float(value)
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        with suppress(OverflowError):  # of an integer beyond all floats
+            if not math.isnan(value):
+                return float(value)
     raise ValueError(f"`{field}` must be made of numbers, got {value!r}. {_UNDERSCORE_HINT}")
 
 

@@ -21,6 +21,9 @@ NUMBERS = ["step", "sampled", "worst", "reward", "advantage", *_LISTS]
 TEXTS = ["prompt", "tokens"]
 # What else a log-ratio could depend on, for a diagnosis
 CONTEXT = ["token_ids", "staleness", "prompt_ids", "padding", "again_logps"]
+# Lists with an entry per token, and what may be null
+_PER_TOKEN = [*_LISTS, "tokens", "token_ids", "weights", "again_logps"]
+_NULLABLE = {"prompt", "completion", "weights", "staleness", "prompt_ids", "padding", "again_logps"}
 
 
 class Sequences:
@@ -107,7 +110,7 @@ class Sequences:
 
 
 def _lengths(lists: pa.ChunkedArray) -> np.ndarray:
-    return pc.fill_null(pc.list_value_length(lists), 0).to_numpy()
+    return pc.list_value_length(lists).to_numpy()
 
 
 def _flat(lists: pa.ChunkedArray) -> np.ndarray:
@@ -211,21 +214,36 @@ def read_table(path: str | Path, columns: list[str] | None = None) -> tuple[pa.T
     table = pa.concat_tables(tables)
     if not table.num_rows:
         raise ValueError("the dump holds no sequences")
-    return table, Written(_json(metadata[-1], b"settings"), _json(metadata[0], b"about"), damage)
+    return table, Written(metadata[-1]["settings"], metadata[0]["about"], damage)
 
 
-def _read_file(path: Path, columns: list[str] | None) -> tuple[pa.Table, dict[bytes, bytes]]:
+def _read_file(path: Path, columns: list[str] | None) -> tuple[pa.Table, dict[str, dict[str, Any]]]:
     try:
         # not `read_table` of PyArrow, which takes a folder named lr=1e-6 for a column
         with pq.ParquetFile(path) as file:
             metadata = _metadata(file.schema_arrow, path.name)
             table = _filled_in(file.read(columns=columns).replace_schema_metadata(), columns)
+            table.validate(full=True)
     except (OSError, pa.ArrowException) as error:
         raise _Damaged(f"{path.name} is damaged or not Parquet: {str(error).splitlines()[0]}") from None
-    lengths = [_lengths(table[name]) for name in (*_LISTS, "tokens") if name in table.column_names]
-    if not all(np.array_equal(lengths[0], other) for other in lengths):
-        raise _Damaged(f"{path.name} is damaged: a row has lists of different lengths")
-    return table, metadata
+    if fault := _fault(table):
+        raise _Damaged(f"{path.name} is damaged: {fault}")
+    return table, {key: _json(metadata, key, path.name) for key in ("settings", "about")}
+
+
+def _fault(table: pa.Table) -> str | None:
+    """What is wrong with the rows of a file, if anything is."""
+    for name in table.column_names:
+        column = table[name]
+        if column.null_count and name not in _NULLABLE:
+            return f"`{name}` of a row is null"
+        if pa.types.is_list(column.type) and name != "tokens" and pc.list_flatten(column).null_count:
+            return f"`{name}` of a row has an entry that is null"
+    lists = [table[name] for name in _PER_TOKEN if name in table.column_names]
+    lengths = [pc.list_value_length(x).to_numpy() for x in lists]  # NaN for null
+    if any((np.isfinite(x) & (x != lengths[0])).any() for x in lengths):
+        return "a row has lists of different lengths"
+    return None
 
 
 def _metadata(schema: pa.Schema, name: str) -> dict[bytes, bytes]:
@@ -253,5 +271,11 @@ def _filled_in(table: pa.Table, columns: list[str] | None) -> pa.Table:
     return table.select(columns or SCHEMA.names)
 
 
-def _json(metadata: Mapping[bytes, bytes], key: bytes) -> dict[str, Any]:
-    return json.loads(metadata.get(key, b"{}"))
+def _json(metadata: Mapping[bytes, bytes], key: str, name: str) -> dict[str, Any]:
+    try:
+        found = json.loads(metadata.get(key.encode(), b"{}"))
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or (key == "about" and not all(isinstance(x, str) for x in found.values())):
+        raise _Damaged(f"{name} is damaged: its metadata `{key}` is not a JSON object of the kind that a run writes")
+    return found

@@ -210,7 +210,7 @@ def _read_states(paths: list[Path], damage: list[str], *, needed: bool) -> dict[
 def _read_state(path: Path) -> dict[str, Any]:
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path.name} is damaged or not JSON: {error}") from None
     entries = state.get("log_history") if isinstance(state, dict) else None
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
@@ -229,10 +229,11 @@ def _about_run(folder: Path, state: Path) -> About:
     text = cards[0].read_text(encoding="utf-8", errors="replace") if cards else ""
     try:
         head = yaml.safe_load(text.split("---")[1]) if text.startswith("---") else None
-    except yaml.YAMLError:
+    except (yaml.YAMLError, RecursionError):
         head = None
     known = head if isinstance(head, dict) else {}
-    trainer = next((str(tag).upper() for tag in known.get("tags") or () if tag in ("grpo", "rloo")), "")
+    tags = known["tags"] if isinstance(known.get("tags"), list) else []
+    trainer = next((str(tag).upper() for tag in tags if tag in ("grpo", "rloo")), "")
     # a model of this machine has no name on the hub, and stands in the text alone
     named = re.search(r"fine-tuned version of \[?`?([^\]`]+)", text)
     model = known.get("base_model") or (named[1] if named else "")
@@ -251,7 +252,7 @@ def _merge(entries: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         step: Any = entry.get("step")
         if _is_number(step, "step") and math.isfinite(step):
             numbers: dict[str, Any] = {k: v for k, v in entry.items() if isinstance(k, str) and _is_number(v, k)}
-            merged.setdefault(int(step), {}).update(numbers)
+            merged.setdefault(int(step), {}).update({**numbers, "step": int(step)})
     return [merged[step] for step in sorted(merged)]
 
 

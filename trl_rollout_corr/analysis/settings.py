@@ -125,7 +125,9 @@ def config_of_run(settings: Mapping[str, Any], complaint: str) -> RolloutCorrect
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about settings without effect: the run has warned already
         try:
-            return _built({_RENAMED.get(key, key): value for key, value in settings.items()})
+            # beside settings of TRL, of which none begins like this
+            ours = {key: value for key, value in settings.items() if key in FIELDS or key.startswith("rollout_")}
+            return _built({_RENAMED.get(key, key): value for key, value in ours.items()})
         except (ValueError, TypeError) as error:
             raise ValueError(f"{complaint}: {_in_one_line(error)}") from None
 

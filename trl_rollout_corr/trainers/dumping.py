@@ -3,7 +3,6 @@
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback
 from ..config import RolloutCorrectionConfig
 from ..dump import append_log, remove_oldest, rewind, write_rows
 from .checks import check_dump_folder
+from .facts import settings_in_effect
 
 
 class Offered(NamedTuple):
@@ -153,7 +153,7 @@ class SequenceDump(TrainerCallback):
             self._unless_the_disk_fails(append_log, self.folder, {**logs, "step": state.global_step})
 
     def _write(self, step: int, rows: list[dict[str, Any]]):
-        settings = {f.name: getattr(self.args, f.name) for f in fields(RolloutCorrectionConfig)}
+        settings = settings_in_effect(self.args)
         path = write_rows(self.folder, step, self.accelerator.process_index, rows, settings, self.about)
         self.unchecked += path.stat().st_size
         limit = self.args.rollout_dump_max_gb * 1e9

@@ -14,6 +14,7 @@ from typing import Any
 
 from trl.generation import vllm_generation
 
+from ..dump import plain
 from ..messages import is_first_rank, nearest, warn
 from .console import write
 
@@ -107,7 +108,7 @@ def announce_server(kwargs: Mapping[str, Any]):
 
 def serve_line(kwargs: Mapping[str, Any]) -> str:
     """The command that starts a server with these arguments."""
-    return " ".join(["vllm serve MODEL", *(_flag(name, value) for name, value in kwargs.items())])
+    return " ".join(["vllm serve MODEL", *(_flag(name, value) for name, value in plain(kwargs).items())])
 
 
 def _flag(name: str, value: Any) -> str:

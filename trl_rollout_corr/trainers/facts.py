@@ -1,11 +1,50 @@
 """What is known of a run before anything is sampled: how trainer and sampler compute. A diagnosis reads it in the dump."""
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
 
+from ..config import RolloutCorrectionConfig
+from ..dump import plain
 from ..messages import warn
+
+
+# Fields of TRL that a diagnosis advises to set, and of mappings the keys: others may be secret, such as a token of the Hub
+_ADVISED: dict[str, tuple[str, ...]] = {
+    "cast_lm_head_to_fp32": (),
+    "disable_dropout": (),
+    "generation_kwargs": ("frequency_penalty", "presence_penalty"),
+    "mask_truncated_completions": (),
+    "min_p": (),
+    "model_init_kwargs": ("dtype",),
+    "per_device_train_batch_size": (),
+    "repetition_penalty": (),
+    "temperature": (),
+    "top_k": (),
+    "top_p": (),
+}
+
+
+def settings_in_effect(args: Any) -> dict[str, Any]:
+    """
+    Settings of a run, for its dump and its diagnosis.
+
+    Args:
+        args ([`RolloutCorrectionConfig`]):
+            Configuration of a trainer.
+
+    Returns:
+        `dict[str, Any]`: fields of [`RolloutCorrectionConfig`] and those of TRL that a diagnosis advises to set, in types
+        that JSON has.
+    """
+    found = {field.name: getattr(args, field.name) for field in fields(RolloutCorrectionConfig)}
+    for name, keys in _ADVISED.items():
+        if hasattr(args, name):
+            value = getattr(args, name)
+            found[name] = {key: value[key] for key in keys if key in value} if isinstance(value, Mapping) else value
+    return plain(found)
 
 
 def facts_of_trainer(model: Any, args: Any) -> dict[str, str]:

@@ -22,7 +22,7 @@ from .upstream import RolloutSample, TreeRow
 TERMS = "rollout_corr_terms"  # (R, B, T) number of the loss term of a token, -1 for none
 ADVANTAGES = "rollout_corr_advantages"  # (R, B)
 TOOLS = "rollout_corr_tools"  # (R,), there if tokens of the loss have others between them
-TEXT = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")  # for a dump
+TEXT = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")  # for a dump or a diagnosis
 TEXT_PREFIX = "rollout_corr_"
 
 # vLLM's server writes this for minus infinity, which JSON does not have
@@ -150,7 +150,7 @@ class Layout:
         collator (`Callable`):
             TRL's collator. It gets a list with one entry, the rows of all ranks.
         with_text (`bool`):
-            Whether to add the tokens, for a dump.
+            Whether to add the tokens, for a dump or a diagnosis.
         pad_token_id (`int`):
             What they are padded with.
     """

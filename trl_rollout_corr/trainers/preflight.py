@@ -1,6 +1,5 @@
 """The diagnosis of the first step: `rollout_diagnose`."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +14,7 @@ from ..config import RolloutCorrectionConfig
 from ..dump import SCHEMA
 from .console import write
 from .dumping import numbers_of
+from .facts import settings_in_effect
 
 
 ROWS = 64  # sequences that are looked at
@@ -69,11 +69,11 @@ class Preflight(TrainerCallback):
             table = pa.Table.from_pylist(
                 [{**row, "tokens": [""] * len(row["token_ids"])} for row in rows], schema=SCHEMA
             )
-            settings = {f.name: getattr(self.args, f.name) for f in dataclasses.fields(RolloutCorrectionConfig)}
             try:
-                self.diagnosis = diagnose(Observed(Sequences(table), table, settings, self.about))
+                observed = Observed(Sequences(table), table, settings_in_effect(self.args), self.about)
+                self.diagnosis = diagnose(observed)
                 text = as_text(self.diagnosis)
-            except ValueError as error:
+            except Exception as error:  # looking at a run must not end it
                 text = f"No diagnosis of the first step: {error}.\n"
             write(f"Diagnosis of step {state.global_step}. {text}".rstrip())
 

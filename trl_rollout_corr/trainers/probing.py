@@ -19,16 +19,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, TrainerCallback
+from transformers import AutoConfig, AutoTokenizer, TrainerCallback
 from trl import ScriptArguments, get_peft_config, get_quantization_config
 from trl.import_utils import is_vllm_available
 
-from ..config import RolloutCorrectionConfig
 from ..dump import write_rows
 from ..messages import warn
 from .batch import ROLLOUT_LOGPS
 from .checks import distorting, neutral
 from .dumping import numbers_of
+from .facts import settings_in_effect
 from .preflight import score_alone
 from .rescoring import rescorings
 from .script import ScriptParser, model_config, model_init_kwargs, one_line_errors
@@ -90,9 +90,13 @@ def read(request: Mapping[str, Any]) -> tuple[type, Any, Any, Any]:
         "rloo": (rloo.RolloutCorrectedRLOOTrainer, rloo.RolloutCorrectedRLOOConfig),
     }[request["trainer"]]
     parser = ScriptParser((ScriptArguments, config_class, model_config(config_class)))
-    given = ["--config", request["config"]] if request["config"] else _without_recipe(request["model"])
-    line = [*given, *request["options"], "--model_name_or_path", request["model"], "--output_dir", request["output"]]
-    script_args, args, model_args = parser.parse_args_and_config(line)
+    line = [*request["options"], "--model_name_or_path", request["model"], "--output_dir", request["output"]]
+    given = ["--config", request["config"]]
+    if not request["config"]:
+        known = parser.parse_known_args(line)[0]
+        source = {"revision": known.model_revision, "trust_remote_code": known.trust_remote_code}
+        given = _without_recipe(_load(AutoConfig, request["model"], **source))
+    script_args, args, model_args = parser.parse_args_and_config([*given, *line])
     if not args.use_vllm:
         raise ValueError("`use_vllm` is False, so that there is no sampler to probe. Set it to true.")
     if not is_vllm_available():
@@ -101,21 +105,28 @@ def read(request: Mapping[str, Any]) -> tuple[type, Any, Any, Any]:
     return trainer_class, args, model_args, script_args
 
 
-def _without_recipe(model: str) -> list[str]:
-    """TRL's defaults, with a colocated engine; and what it takes where there is no accelerator."""
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(model)
-    except OSError as error:
-        raise ValueError(_missing(model)) from error
+def _without_recipe(config: Any) -> list[str]:
+    """TRL's defaults for a model, with a colocated engine; and what it takes where there is no accelerator."""
     length = min(getattr(config.get_text_config(), "max_position_embeddings", None) or _CONTEXT, _CONTEXT)
     options = ["--use_vllm", "true", "--vllm_mode", "colocate", "--vllm_max_model_length", str(length)]
     return [*options, *([] if torch.accelerator.is_available() else ["--use_cpu", "true", "--bf16", "false"])]
 
 
-def _missing(model: str) -> str:
-    return f"{model!r} is neither a folder with a model nor one that the Hub has, or gives to you."
+def _load(kind: Any, model: str, **kwargs: Any) -> Any:
+    """A configuration or a tokenizer of a model. Code of the model that is not trusted is an error, and no question."""
+    try:
+        return kind.from_pretrained(model, **kwargs)
+    except OSError as error:
+        raise ValueError(
+            f"{model!r} is neither a folder with a model nor one that the Hub has, or gives to you."
+        ) from error
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise ValueError(
+            f"`trust_remote_code` is False, and {model!r} has code of its own, which would run here. Read that code, and set "
+            "`trust_remote_code: true` in the recipe, or pass `--trust_remote_code true`."
+        ) from error
 
 
 def shortened(args: Any, completions: int, engine: Mapping[str, Any]) -> Any:
@@ -279,14 +290,16 @@ class Probe:
             The trainer, with a sampler. It begins to train here.
         pushes (`bool`, *optional*, defaults to `True`):
             Whether its weights are pushed to the sampler, as at the first step of a run.
+        run ([`RolloutCorrectionConfig`], *optional*):
+            Configuration of the run that is probed. That of the trainer by default.
 
     Attributes:
         about (`dict[str, str]`):
             How both compute.
     """
 
-    def __init__(self, trainer: Any, pushes: bool = True):
-        self.trainer, self.pushes = trainer, pushes
+    def __init__(self, trainer: Any, pushes: bool = True, run: Any = None):
+        self.trainer, self.pushes, self.run = trainer, pushes, run or trainer.args
         trainer.add_callback(_StopBeforeTraining())
         with suppress(_Prepared):
             trainer.train()
@@ -341,8 +354,7 @@ class Probe:
             for i, batch in enumerate(batches)
             for row in self._rows(batch, logps[i], None if again is None else again[i])
         ]
-        settings = {f.name: getattr(self.trainer.args, f.name) for f in dataclasses.fields(RolloutCorrectionConfig)}
-        write_rows(folder, 1, 0, rows, settings, self.about)
+        write_rows(folder, 1, 0, rows, settings_in_effect(self.run), self.about)
 
     def _rows(
         self, batch: dict[str, Any], logps: torch.Tensor, again: torch.Tensor | None
@@ -433,13 +445,10 @@ def run(probe: Probe, output: Path, *, experiments: bool = True) -> dict[str, st
 def build(request: Mapping[str, Any]) -> Probe:
     """The trainer and the sampler of a request."""
     trainer_class, args, model_args, script_args = read(request)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            request["model"], revision=model_args.model_revision, padding_side="left"
-        )
-    except OSError as error:
-        raise ValueError(_missing(request["model"])) from error
-    args = shortened(args, request["completions"], request["engine"])
+    source = {"revision": model_args.model_revision, "trust_remote_code": args.trust_remote_code}
+    _load(AutoConfig, request["model"], **source)  # a tokenizer may have no code where the model has
+    tokenizer = _load(AutoTokenizer, request["model"], **source, padding_side="left")
+    run, args = args, shortened(args, request["completions"], request["engine"])
     if args.vllm_mode == "server":
         check_server(args)
     from datasets import Dataset
@@ -456,7 +465,7 @@ def build(request: Mapping[str, Any]) -> Probe:
             quantization_config=get_quantization_config(model_args),
             peft_config=get_peft_config(model_args),
         )
-    return Probe(trainer, pushes)
+    return Probe(trainer, pushes, run)
 
 
 def _no_reward(completions: list[Any], **kwargs: Any) -> list[float]:

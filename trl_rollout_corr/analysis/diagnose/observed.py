@@ -146,7 +146,7 @@ def _earlier(tokens: np.ndarray) -> np.ndarray:
 def _again(lists: pa.ChunkedArray, lengths: np.ndarray) -> np.ndarray:
     """Lists end to end, with NaN for a list that is null."""
     parts = [
-        entry.values.to_numpy(zero_copy_only=False) if entry.is_valid and len(entry) == n else np.full(n, np.nan)
+        entry.values.to_numpy() if entry.is_valid else np.full(n, np.nan)
         for entry, n in zip(lists, lengths, strict=True)
     ]
     return np.concatenate(parts)

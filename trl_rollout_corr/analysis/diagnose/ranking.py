@@ -1,7 +1,7 @@
 """From what was seen to a diagnosis: which causes, in which order, and how sure."""
 
-from collections.abc import Collection
-from typing import NamedTuple
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
 
 from .causes import CAUSES, Cause
 from .observed import Observed
@@ -54,6 +54,8 @@ class Diagnosis(NamedTuple):
             The gap as a multiple of what the trainer differs from itself; `None` where that is not known.
         n_tokens, n_sequences (`int`):
             What it is made of.
+        in_effect (`Mapping[str, Any]`, *optional*):
+            Settings of the run, as far as they are known.
     """
 
     verdict: str
@@ -63,6 +65,7 @@ class Diagnosis(NamedTuple):
     floor: float | None
     n_tokens: int
     n_sequences: int
+    in_effect: Mapping[str, Any] = {}
 
     @property
     def healthy(self) -> bool:
@@ -102,7 +105,7 @@ def diagnose(o: Observed, without: Collection[str] = ()) -> Diagnosis:
     verdict = "found" if findings else "unknown" if _matters(o) else "nothing"
     floor = noise_floor(o)
     multiple = None if not floor else floor**-0.5
-    return Diagnosis(verdict, findings, o.size, o.k3, multiple, len(o), int((o.lengths > 0).sum()))
+    return Diagnosis(verdict, findings, o.size, o.k3, multiple, len(o), int((o.lengths > 0).sum()), o.settings)
 
 
 def _whole(findings: list[Finding]) -> bool:

@@ -3,8 +3,10 @@
 import json
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
+from ...health import Window
+from ...presets import DEFAULT, PRESETS, Preset
 from ..text import number, percent, yaml_lines
 from .ranking import Diagnosis, Finding
 from .signatures import FLOOR
@@ -32,9 +34,10 @@ def detail(diagnosis: Diagnosis) -> str:
     if diagnosis.verdict == "nothing":
         parts.append(f"Below {FLOOR:g} nats a correction changes nothing.")
     if diagnosis.verdict == "unknown":
-        parts.append(
-            "See docs/diagnose.md for tests that need a model, and `rollout_diagnose: true` for more to look at."
+        more = (
+            "" if diagnosis.in_effect.get("rollout_diagnose") else ", and `rollout_diagnose: true` for more to look at"
         )
+        parts.append(f"See docs/diagnose.md for tests that need a model{more}.")
     return " ".join(parts)
 
 
@@ -48,26 +51,66 @@ def sure(finding: Finding) -> str:
     return "certain" if finding.certainty > 0.9 else "likely" if finding.certainty > 0.7 else "possible"
 
 
-def settings(finding: Finding) -> dict[str, Any]:
-    """Settings to paste: what removes the cause, and the preset for what is left."""
-    cause = finding.cause
-    preset = {} if cause.preset is None else {"rollout_correction": cause.preset}
-    return {**cause.settings, **preset}
+class Advice(NamedTuple):
+    """
+    What to do about a cause.
+
+    Args:
+        text (`str`):
+            In sentences.
+        settings (`dict[str, Any]`):
+            Settings to paste: what removes the cause, and the preset for what is left. Without those in effect.
+    """
+
+    text: str
+    settings: dict[str, Any]
+
+
+def advise(diagnosis: Diagnosis, finding: Finding) -> Advice:
+    """What to do about a cause in the run that has it."""
+    cause, run = finding.cause, diagnosis.in_effect
+    missing = {name: value for name, value in cause.settings.items() if not _in_effect(value, run.get(name, ...))}
+    text = cause.remedy
+    if cause.otherwise and not missing:
+        done = ", ".join(f"`{line}`" for line in yaml_lines(cause.settings).splitlines())
+        text = f"In effect already: {done}. {cause.otherwise}"
+    if cause.preset is not None and _corrects(cause.preset, run):
+        text += " The run has a correction for the rest."
+    elif cause.preset is not None:
+        missing["rollout_correction"] = cause.preset
+    return Advice(text, missing)
+
+
+# Values that hold where a mapping of settings does not name them
+_DEFAULTS = {"frequency_penalty": 0.0, "kv_cache_dtype": "auto", "presence_penalty": 0.0}
+
+
+def _in_effect(value: Any, run: Any) -> bool:
+    """Whether a setting has an advised value in the run. One that is not known (`...`) has not."""
+    if isinstance(value, Mapping):
+        known = run if isinstance(run, Mapping) else {}
+        return run is not ... and all(_in_effect(x, known.get(k, _DEFAULTS.get(k, ...))) for k, x in value.items())
+    return run is not ... and (run == value or not (run or value))  # 0, None and False are all off
+
+
+def _corrects(preset: Preset, run: Mapping[str, Any]) -> bool:
+    """Whether a run corrects for as much as a preset. In place of the default one, any correction will do."""
+    return Window({}, run).corrects and (preset == DEFAULT or PRESETS[preset].items() <= run.items())
 
 
 def as_text(diagnosis: Diagnosis) -> str:
     """What is printed."""
     lines = [f"{headline(diagnosis)}.", detail(diagnosis)]
     for place, finding in enumerate(diagnosis.findings, 1):
-        cause = finding.cause
+        cause, advice = finding.cause, advise(diagnosis, finding)
         lines += [
             "",
             f"{place}. {cause.title[:1].upper()}{cause.title[1:]} ({finding.name})",
             f"   {sure(finding)} ({percent(round(finding.certainty, 2))}), explains {percent(round(finding.share, 2))} of d^2",
             f"   Seen: {evidence(finding)}.",
-            f"   What to do: {cause.remedy}",
+            f"   What to do: {advice.text}",
         ]
-        lines += [f"     {line}" for line in yaml_lines(settings(finding)).splitlines()]
+        lines += [f"     {line}" for line in yaml_lines(advice.settings).splitlines()]
     return "\n".join(lines) + "\n"
 
 
@@ -88,11 +131,11 @@ def as_json(diagnosis: Diagnosis, more: Mapping[str, Any] | None = None) -> str:
                 "certainty": round(finding.certainty, 3),
                 "share_of_squared_log_ratio": round(finding.share, 4),
                 "evidence": dict(finding.seen.numbers),
-                "remedy": finding.cause.remedy,
-                "settings": settings(finding),
+                "remedy": advice.text,
+                "settings": advice.settings,
                 "preset": finding.cause.preset,
             }
-            for finding in diagnosis.findings
+            for finding, advice in ((finding, advise(diagnosis, finding)) for finding in diagnosis.findings)
         ],
         **(more or {}),
     }

@@ -9,7 +9,7 @@ import numpy as np
 from ..diagnose import Diagnosis, Finding, Observed
 from ..diagnose.experiments import COLUMNS
 from ..diagnose.pictures import Points, picture
-from ..diagnose.written import detail, evidence, headline, settings, sure
+from ..diagnose.written import advise, detail, evidence, headline, sure
 from ..text import percent, yaml_lines
 from .drawing import Axes, Chart, Colors
 from .markup import code, document, escaped, figure, table
@@ -43,18 +43,18 @@ def cards(o: Observed, diagnosis: Diagnosis) -> str:
     """What was found, as pieces of a page."""
     kind = "healthy" if diagnosis.healthy else "finding"
     head = f'<p class="{kind}"><strong>{escaped(headline(diagnosis))}.</strong> {code(detail(diagnosis))}</p>\n'
-    return head + "".join(_card(o, finding) for finding in diagnosis.findings)
+    return head + "".join(_card(o, diagnosis, finding) for finding in diagnosis.findings)
 
 
-def _card(o: Observed, finding: Finding) -> str:
-    cause, pasted = finding.cause, settings(finding)
+def _card(o: Observed, diagnosis: Diagnosis, finding: Finding) -> str:
+    cause, advice = finding.cause, advise(diagnosis, finding)
     kind = "finding" if cause.normal else "finding warning"
-    yaml = f'<pre class="remedy">{escaped(yaml_lines(pasted))}</pre>' if pasted else ""
+    yaml = f'<pre class="remedy">{escaped(yaml_lines(advice.settings))}</pre>' if advice.settings else ""
     return (
         f'<article class="{kind}"><h3>{escaped(cause.title)}</h3>'
         f"\n<p>{escaped(sure(finding))} ({percent(round(finding.certainty, 2))}), explains "
         f"{percent(round(finding.share, 2))} of d<sup>2</sup>: {escaped(evidence(finding))}.</p>\n"
-        f"<p><strong>What to do.</strong> {code(cause.remedy)}</p>{yaml}\n{figure(chart(o, finding))}</article>\n"
+        f"<p><strong>What to do.</strong> {code(advice.text)}</p>{yaml}\n{figure(chart(o, finding))}</article>\n"
     )
 
 
@@ -62,13 +62,14 @@ def lines(diagnosis: Diagnosis) -> list[str]:
     """The same in Markdown."""
     found = [f"**{headline(diagnosis)}.** {detail(diagnosis)}"]
     for finding in diagnosis.findings:
+        advice = advise(diagnosis, finding)
         found += [
             "",
             f"- {finding.cause.title}: {sure(finding)}, {percent(round(finding.share, 2))} of d^2; {evidence(finding)}. "
-            f"{finding.cause.remedy}",
+            f"{advice.text}",
         ]
-        if pasted := settings(finding):
-            found += ["", "```yaml", yaml_lines(pasted).rstrip(), "```"]
+        if advice.settings:
+            found += ["", "```yaml", yaml_lines(advice.settings).rstrip(), "```"]
     return found
 
 
