@@ -119,6 +119,15 @@ def test_rejection_thresholds_that_cannot_be_meant(criteria, written, message):
 
 
 @pytest.mark.parametrize(
+    ("first", "today"), [("token", "token_k1"), ("sequence", "seq_sum_k1"), ("geometric", "seq_mean_k1")]
+)
+def test_criteria_by_their_first_names_are_told_the_name_today(first, today):
+    for names in (first, [first], f"token_k2,{first}"):
+        with pytest.raises(ValueError, match=rf"contains '{first}'. Did you mean '{today}', its name today\? Allowed"):
+            grpo(rollout_rs=names, rollout_rs_threshold=2.0)
+
+
+@pytest.mark.parametrize(
     ("wrong", "message"),
     [
         ({"rollout_is": "tokn"}, "`rollout_is` must be one of token, sequence, geometric or None, got 'tokn'"),
@@ -283,6 +292,46 @@ def test_a_section_of_verl_as_rollout_correction():
         RolloutCorrectionConfig(rollout_correction={}).corrects is False
     )  # verl's class computes no weights without a level
     assert RolloutCorrectionConfig(rollout_correction=section, rollout_is=None).rollout_is is None
+
+
+def nested(tmp_path, text):
+    """A configuration of GRPO from a YAML file with a mapping in it."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"output_dir: out\nuse_cpu: true\nbf16: false\n{text}")
+    (config,) = TrlParser(RolloutCorrectedGRPOConfig).parse_args_and_config(["--config", str(path)])
+    return config
+
+
+def decided(config):
+    return {name: getattr(config, name) for name in ("rollout_is", "rollout_rs", "bypass_mode", "rollout_nan_policy")}
+
+
+def test_a_nested_section_in_a_yaml_file(tmp_path):
+    section = "rollout_correction:\n  rollout_is: sequence\n  rollout_rs: seq_max_k2\n  rollout_rs_threshold: 2.5\n"
+    config = nested(tmp_path, f"{section}  bypass_mode: true\n  loss_type: reinforce\nloss_type: grpo\n")
+    assert decided(config) == {
+        "rollout_is": "sequence", "rollout_rs": ["seq_max_k2"], "bypass_mode": True, "rollout_nan_policy": "drop"
+    }  # fmt: skip
+    assert (config.rollout_loss_type, config.loss_type) == ("reinforce", "grpo")
+    assert nested(tmp_path, f"{section}rollout_is: token\n").rollout_is == "token"  # what stands beside it
+    ours = nested(tmp_path, "rollout_correction:\n  rollout_correction: auto\n  rollout_nan_policy: raise\n")
+    assert ours.rollout_rs == ["token_tv", "token_k1"]
+    assert ours.rollout_nan_policy == "raise"
+    with pytest.raises(ValueError, match="`rollout_correction` is a mapping with 'rollout_iss'"):
+        nested(tmp_path, "rollout_correction:\n  rollout_iss: token\n")
+
+
+@pytest.mark.parametrize("name", ["bypass_pg_geo_rs_token_tis", "auto", "decoupled_k3_rs_seq_tis"])
+def test_a_configuration_that_is_assigned_to_rollout_correction(name):
+    given = RolloutCorrectionConfig.from_preset(name, rollout_is_threshold=4.0, rollout_nan_policy="raise")
+    config = grpo(rollout_correction="decoupled_seq_is")
+    config.rollout_correction = given
+    assert fields(config) == fields(grpo(rollout_correction=given)) == fields(given)
+    config.rollout_correction = "decoupled_token_is"
+    assert (config.rollout_is, config.rollout_rs, config.bypass_mode) == ("token", None, False)
+    own = grpo(rollout_is="geometric")
+    own.rollout_correction = {"rollout_is": "token", "rollout_rs": "token_k2", "rollout_rs_threshold": 0.1}
+    assert (own.rollout_is, own.rollout_rs) == ("geometric", ["token_k2"])  # what the user has set stays
 
 
 def test_fields_of_ours_as_rollout_correction():

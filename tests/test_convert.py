@@ -111,6 +111,19 @@ def test_lines_of_a_readme(tmp_path, capsys):
     assert "`token_k1` to the inverse" in output.err
 
 
+def test_criteria_of_ours_keep_their_bounds(tmp_path, capsys):
+    path = tmp_path / "old.yaml"
+    section = "rollout_rs: [token_tv, token_kl, token_k1]\n    rollout_rs_threshold: [0.2, 0.05, [0, 5]]\n"
+    path.write_text(f"algorithm:\n  rollout_correction:\n    {section}")
+    assert main(["convert", str(path)]) == 0
+    output = capsys.readouterr()
+    assert output.err == ""
+    assert yaml.safe_load(output.out)["rollout_rs_threshold"] == [[0.2, 0.2], [0.05, 0.05], [0.0, 5.0]]
+    path.write_text(path.read_text().replace("0.2, 0.05", "5, 0.05"))
+    assert main(["convert", str(path)]) == 2
+    assert "line 4: `rollout_rs_threshold` for `token_tv`" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "text", ["algorithm:\n  rollout_correction: token_is\n", "algorithm.rollout_correction=token_is"]
 )

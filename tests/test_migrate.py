@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
+from trl_rollout_corr.presets import PRESETS
 
 
 def describe(config):
@@ -59,6 +60,55 @@ def test_one_sided_verl_bounds_are_inverted_too():
     with pytest.warns(UserWarning, match="inverse"):
         config = RolloutCorrectionConfig.from_verl({"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_inf"})
     assert config.rollout_rs_threshold == [[0.0, 2.0]]
+
+
+@pytest.mark.parametrize(
+    ("criterion", "bounds", "read"),
+    [
+        ("token_tv", 0.2, [0.2, 0.2]),
+        ("token_tv", "0.1_0.3", [0.1, 0.3]),
+        ("token_kl", [0.05, 0.05], [0.05, 0.05]),
+        ("token_binary_kl", 0.1, 0.1),
+        ("seq_max_k1", [1e-4, math.inf], [1e-4, math.inf]),
+        ("seq_max_k1", "0.6_1.6", [0.6, 1.6]),
+        ("token_k1", [0.0, 5.0], [0.0, 5.0]),  # verl refuses a lower bound of 0
+    ],
+)
+def test_bounds_that_verl_does_not_know_mean_what_they_say(criterion, bounds, read):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config = RolloutCorrectionConfig.from_verl({"rollout_rs": criterion, "rollout_rs_threshold": bounds})
+    assert config.rollout_rs_threshold == [read]
+
+
+@pytest.mark.filterwarnings("ignore:verl applies the bounds of `token_k1`")
+def test_beside_a_criterion_of_ours_the_bounds_of_verls_are_still_verls():
+    section = {"rollout_rs": "token_k1,token_tv", "rollout_rs_threshold": "0.6_1.6,0.2"}
+    assert RolloutCorrectionConfig.from_verl(section).rollout_rs_threshold == [[1 / 1.6, 1 / 0.6], [0.2, 0.2]]
+
+
+def test_the_values_of_auto_as_a_section_are_auto():
+    auto = RolloutCorrectionConfig(rollout_correction="auto")
+    section = PRESETS["auto"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        configs = [RolloutCorrectionConfig.from_verl(section), RolloutCorrectionConfig(rollout_correction=section)]
+    assert [describe(config) for config in configs] == [describe(auto)] * 2
+    ratios = torch.tensor([[0.1, 0.5, 1.0, 2.0, 6.0]])
+    train_logps, rollout_logps = ratios.log() - 2, torch.full((1, 5), -2.0)
+    keeps = [
+        compute_rollout_correction(train_logps, rollout_logps, torch.ones(1, 5), config, advantages=torch.ones(1)).keep
+        for config in (auto, *configs)
+    ]
+    assert [keep.tolist() for keep in keeps] == [[[True, True, True, True, False]]] * 3
+
+
+def test_a_lower_bound_on_the_ratio_is_none_on_a_difference_of_probabilities():
+    section = {"rollout_rs": "token_tv", "rollout_rs_threshold": 0.2, "rollout_rs_threshold_lower": 0.5}
+    with pytest.raises(
+        ValueError, match=r"`rollout_rs_threshold_lower` is 0.5, a lower bound on the ratio, .*'token_tv'"
+    ):
+        RolloutCorrectionConfig.from_verl(section)
 
 
 def test_values_of_a_shell_script():

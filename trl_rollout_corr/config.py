@@ -102,8 +102,8 @@ class RolloutCorrectionConfig(OriginalPresets):
             criterion keeps it.
         rollout_rs_threshold (`float` or `list`, *optional*):
             One entry per criterion, or one for all. For k1 a pair of bounds on the ratio, or `u` for `[1/u, u]`; for
-            `token_tv` and `token_kl` a bound for negative and one for positive advantages, or one for both; else an upper
-            bound in nats.
+            `token_tv` (below 1) and `token_kl` (in nats) a bound for negative and one for positive advantages, or one for
+            both; else an upper bound in nats.
         rollout_rs_renormalize (`bool`, *optional*, defaults to `False`):
             Multiply the loss by valid tokens over kept tokens of the batch of all ranks (same batch as for
             `rollout_is_batch_normalize`). By default a rejected token adds zero to the loss and stays in TRL's
