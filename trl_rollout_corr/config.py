@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from .criteria import DIRECTED, LEVELS, Criterion, CriterionName, Level
-from .messages import nearest, warn
+from .messages import nearest, warn_idle
 from .migrate import VERL_KEYS, from_legacy, from_trl, from_verl
 from .original import OriginalPresets
 from .presets import DEFAULT, PRESETS, Preset, settings_of
@@ -527,7 +527,7 @@ class RolloutCorrectionConfig(OriginalPresets):
             reasons[name] = changed and self.rollout_dump_dir is None and "`rollout_dump_dir` is None"
         for name, reason in reasons.items():
             if name in explicit and reason:
-                warn(f"`{name}` is set to {getattr(self, name)!r} but has no effect: {reason}.")
+                warn_idle(name, getattr(self, name), reason)
         if self.rollout_rs is None:
             self.rollout_rs_threshold = None
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .criteria import DIRECTED, FIRST_NAMES
-from .messages import warn
+from .messages import warn, warn_idle
 from .thresholds import parse_number, parse_rejection_thresholds, parse_weight_threshold
 
 
@@ -40,6 +40,14 @@ _LEGACY_KEYS = (
     "rollout_is_veto_threshold",
 )
 
+
+# Of what acts only with a threshold
+_LEGACY_DEFAULTS = {
+    "rollout_is_level": "token",
+    "rollout_is_mode": "truncate",
+    "rollout_is_threshold_lower": None,
+    "rollout_is_veto_threshold": None,
+}
 
 _TRL_KEYS = (
     "vllm_importance_sampling_correction",
@@ -79,27 +87,30 @@ def from_verl(settings: Mapping[str, Any] | None) -> dict[str, Any]:
         return dict(_OFF)
     settings = {key: _plain(value) for key, value in settings.items() if key != "_target_"}
     _check_keys(settings, VERL_KEYS, "a verl `rollout_correction` section")
-    fields = _verl_weights(settings)
-    fields.update(_verl_rejection(settings))
+    fields = {**_verl_weights(settings), **_verl_rejection(settings)}
+    pure, loss = settings.get("use_pure_rollout_correction"), settings.get("loss_type", "ppo_clip")
     if settings.get("bypass_mode") or settings.get("bypass_old_logprob_for_rollout"):
-        fields["bypass_mode"] = True
-        pure = settings.get("use_pure_rollout_correction")
-        fields["rollout_loss_type"] = "reinforce" if pure else settings.get("loss_type", "ppo_clip")
+        return {**fields, "bypass_mode": True, "rollout_loss_type": "reinforce" if pure else loss}
+    if pure:
+        warn_idle("use_pure_rollout_correction", pure, "`bypass_old_logprob_for_rollout` is False")
+    if loss not in ("ppo_clip", None):
+        warn_idle("loss_type", loss, "`bypass_mode` is False")
     return fields
 
 
 def _verl_weights(settings: dict[str, Any]) -> dict[str, Any]:
-    level = settings.get("rollout_is")
-    if level is None:
-        return {"rollout_is": None}
-    threshold = settings.get("rollout_is_threshold", 2.0)
-    if threshold is None:
+    level, threshold = settings.get("rollout_is"), settings.get("rollout_is_threshold", 2.0)
+    normalize = {"rollout_is_batch_normalize": True} if settings.get("rollout_is_batch_normalize") else {}
+    if level is not None and threshold is not None:
+        return {"rollout_is": level, "rollout_is_threshold": parse_weight_threshold(threshold), **normalize}
+    idle: dict[str, Any] = {**normalize}
+    if level is not None:
         warn("`rollout_is_threshold` is null, which makes verl compute no weights: `rollout_is` is set to None.")
-        return {"rollout_is": None}
-    fields = {"rollout_is": level, "rollout_is_threshold": parse_weight_threshold(threshold)}
-    if settings.get("rollout_is_batch_normalize"):
-        fields["rollout_is_batch_normalize"] = True
-    return fields
+    elif threshold not in (None, 2.0, "2.0") or ("rollout_is" not in settings and "rollout_is_threshold" in settings):
+        idle["rollout_is_threshold"] = threshold  # verl's YAML has 2.0 beside a level of null
+    for name, value in idle.items():
+        warn_idle(name, value, "`rollout_is` is None")
+    return {"rollout_is": None}
 
 
 def _verl_rejection(settings: dict[str, Any]) -> dict[str, Any]:
@@ -111,6 +122,9 @@ def _verl_rejection(settings: dict[str, Any]) -> dict[str, Any]:
         names = list(dict.fromkeys(name.strip(" '\"") for name in names if name.strip()))  # verl drops repeated names
         criteria = [FIRST_NAMES.get(name, name) for name in names]
         thresholds = _verl_thresholds(settings, names, criteria)
+    for name in ("rollout_rs_threshold", "rollout_rs_threshold_lower"):
+        if names is None and settings.get(name) is not None:
+            warn_idle(name, settings[name], "`rollout_rs` is not set")
     if (veto := settings.get("rollout_token_veto_threshold")) is not None:
         criteria, thresholds = _add_veto(criteria, thresholds, veto)
     return {"rollout_rs": criteria, "rollout_rs_threshold": thresholds} if criteria else {}
@@ -184,6 +198,9 @@ def from_legacy(settings: Mapping[str, Any]) -> dict[str, Any]:
                 "`rollout_is` is true but `rollout_is_threshold` is missing, which switched everything off in verl: so it is "
                 "here. For token weights set `rollout_correction` to decoupled_token_is."
             )
+        for name, default in _LEGACY_DEFAULTS.items():
+            if (value := settings.get(name, default)) != default:
+                warn_idle(name, value, "`rollout_is_threshold` is None")
         return dict(_OFF)
     upper = parse_number(upper, "rollout_is_threshold")
     level, mode = settings.get("rollout_is_level", "token"), settings.get("rollout_is_mode", "truncate")
