@@ -351,6 +351,64 @@ def test_a_configuration_as_rollout_correction(name):
     assert grpo(rollout_correction=given, rollout_nan_policy="neutralize").rollout_nan_policy == "neutralize"
 
 
+# The line that describes a run -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({}, "decoupled_token_is; token weights up to 2; no rejection; decoupled"),
+        (
+            {"rollout_is_threshold": 3.0},
+            "decoupled_token_is with changes; token weights up to 3; no rejection; decoupled",
+        ),
+        (
+            {"rollout_is": "sequence", "bypass_mode": True, "rollout_loss_type": "reinforce"},
+            "sequence weights up to 2; no rejection; bypass, reinforce",
+        ),
+        ({"rollout_is": None}, "no weights; no rejection; decoupled"),
+        (
+            {"rollout_correction": "ppo_is_bypass"},
+            "ppo_is_bypass; token weights up to 2 (reported only); no rejection; bypass, ppo_clip",
+        ),
+        (
+            {"rollout_correction": "bypass_pg_is", "rollout_loss_type": "ppo_clip"},
+            "sequence weights up to 2 (reported only); no rejection; bypass, ppo_clip",
+        ),
+        (
+            {"rollout_correction": "decoupled_k3_rs", "rollout_rs": "token_k3", "rollout_rs_threshold": 0.1},
+            "no weights; token_k3 up to 0.1; decoupled",
+        ),
+        ({"rollout_correction": "disabled"}, "disabled; no weights; no rejection; decoupled"),
+        (
+            {"rollout_correction": "disabled", "rollout_rs": "token_k1", "rollout_rs_threshold": 2.0},
+            "no weights; token_k1 in [0.5, 2]; decoupled",
+        ),
+        ({"rollout_correction": None}, "no weights; no rejection; decoupled"),
+        (
+            {"rollout_correction": "decoupled_seq_is", "bypass_mode": True, "rollout_loss_type": "reinforce"},
+            "sequence weights up to 2; no rejection; bypass, reinforce",
+        ),
+        (
+            {"rollout_correction": "bypass_ppo_clip", "rollout_rs": "token_k2", "rollout_rs_threshold": 0.1},
+            "bypass_ppo_clip with changes; no weights; token_k2 up to 0.1; bypass, ppo_clip",
+        ),
+    ],
+)
+def test_the_line_of_a_run_names_the_preset_as_far_as_it_is_in_effect(options, line):
+    assert RolloutCorrectionConfig(**options).description == line
+
+
+def test_the_line_of_a_run_follows_what_is_assigned():
+    config = RolloutCorrectionConfig(rollout_correction="decoupled_geo_rs_token_tis")
+    config.rollout_is = "sequence"
+    assert config.description == (
+        "decoupled_geo_rs_token_tis with changes; sequence weights up to 2; seq_mean_k1 in [0.999, 1.001]; decoupled"
+    )
+    config.rollout_rs = None
+    assert config.description == "sequence weights up to 2; no rejection; decoupled"
+
+
 # Bounds that are too narrow for the completions ----------------------------------------------------------------------------
 
 

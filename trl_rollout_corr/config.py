@@ -391,15 +391,28 @@ class RolloutCorrectionConfig(OriginalPresets):
     @property
     def description(self) -> str:
         """The settings in a line."""
-        parts: list[str] = [self.rollout_correction] if isinstance(self.rollout_correction, str) else []
-        parts.append(
+        parts = self._preset_in_effect()
+        weights = (
             f"{self.rollout_is} weights {_in_words(self.rollout_is_threshold)}" if self.rollout_is else "no weights"
         )
+        parts.append(f"{weights} (reported only)" if self.rollout_is and not self.applies_weights else weights)
         criteria = zip(self.criteria, self._parsed_thresholds(), strict=True)
         parts += [f"{c.name} {_in_words(bound, c.directed)}" for c, bound in criteria] or ["no rejection"]
         parts.append(f"bypass, {self.rollout_loss_type}" if self.bypass_mode else "decoupled")
         parts += ["metrics only"] if self.rollout_metrics_only else []
         return "; ".join(parts)
+
+    def _preset_in_effect(self) -> list[str]:
+        """Name of the preset, as long as its mode and something of what it applies are in effect."""
+        name = self.rollout_correction
+        if not isinstance(name, str):
+            return []
+        preset = settings_of(name)
+        same = {key for key, value in preset.items() if getattr(self, key) == value}
+        if same == set(preset):
+            return [name]
+        applied = {key for key in ("rollout_is", "rollout_rs", "bypass_mode") if preset[key]}
+        return [f"{name} with changes"] if same >= {"bypass_mode", "rollout_loss_type"} and same & applied else []
 
     # Construction -----------------------------------------------------------------------------------------------------
 
