@@ -440,6 +440,35 @@ def test_bounds_that_reject_most_of_a_healthy_batch_are_warned_about(config_clas
             config_class("output", **fields, rollout_rs_threshold=bounds)
 
 
+# Several visits without clipping --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config_class", [RolloutCorrectedGRPOConfig, RolloutCorrectedRLOOConfig])
+@pytest.mark.parametrize(
+    ("options", "warned"),
+    [
+        ({"rollout_correction": "bypass_pg_is"}, True),
+        ({"rollout_correction": "bypass_pg_token_icepop", "num_iterations": 4}, True),
+        ({"rollout_correction": "bypass_pg_is", "num_iterations": 1}, False),
+        ({"rollout_correction": "bypass_pg_is", "rollout_metrics_only": True}, False),
+        ({"rollout_correction": "bypass_ppo_clip"}, False),
+        ({"rollout_correction": "decoupled_seq_is"}, False),
+        ({"rollout_correction": "bypass_dppo_tv"}, False),  # a trust region, in the place of clipping
+    ],
+)
+def test_reinforce_over_several_iterations_is_warned_about(config_class, options, warned):
+    fields = {"use_cpu": True, "bf16": False, "report_to": [], "num_iterations": 2, **options}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        config_class("output", **fields)
+    found = [str(warning.message) for warning in caught if "has no clipping" in str(warning.message)]
+    assert len(found) == warned
+    if warned:
+        assert found[0].startswith(
+            f"`num_iterations` is {fields['num_iterations']} with `rollout_loss_type='reinforce'`"
+        )
+
+
 # What is changed afterwards -------------------------------------------------------------------------------------------
 
 
@@ -684,6 +713,53 @@ def test_presets_that_a_run_cannot_be_tightened_to(config_class, tmp_path, field
     common = {"output_dir": str(tmp_path), "use_vllm": True, "use_cpu": True, "bf16": False}
     with pytest.raises(ValueError, match=message):
         config_class(**common, rollout_monitor="tighten", **fields)
+
+
+EXCLUDING = {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": 2.0, "rollout_rs_exclude_from_baseline": True}
+
+
+@pytest.mark.parametrize("config_class", [RolloutCorrectedGRPOConfig, RolloutCorrectedRLOOConfig])
+def test_the_tightened_settings_are_checked_as_a_whole(config_class, tmp_path):
+    def build(**fields):
+        return config_class(str(tmp_path), use_vllm=True, use_cpu=True, bf16=False, **fields)
+
+    looks = "cannot switch to: `rollout_rs_exclude_from_baseline` is True, but 'token_tv' in `rollout_rs` looks at the"
+    with pytest.raises(ValueError, match=looks):
+        build(**EXCLUDING, rollout_monitor="tighten", rollout_monitor_preset="auto")
+    for first in ("rollout_monitor", "rollout_monitor_preset"):  # in any order
+        config = build(**EXCLUDING)
+        values = {"rollout_monitor": "tighten", "rollout_monitor_preset": "auto"}
+        setattr(config, first, values.pop(first))
+        with pytest.raises(ValueError, match=looks):
+            setattr(config, *values.popitem())
+        config.rollout_monitor, config.rollout_monitor_preset = "warn", "decoupled_seq_is_rs"
+        config.rollout_monitor = "tighten"
+        with pytest.raises(ValueError, match="its mode is bypass"):
+            config.rollout_monitor_preset = "bypass_ppo_clip_geo_rs"
+        assert config.rollout_monitor_preset == "decoupled_seq_is_rs"  # what was refused leaves nothing behind
+        with pytest.raises(ValueError, match=r"`rollout_monitor_preset` is 'decoupled_seq'. Did you mean"):
+            config.rollout_monitor_preset = "decoupled_seq"
+    config.rollout_rs_exclude_from_baseline = False
+    config.rollout_monitor_preset = "auto"
+    config.rollout_rs_exclude_from_baseline = True
+    with pytest.raises(ValueError, match=looks):
+        config.check()  # as a trainer does
+
+
+def test_the_tightened_settings_are_warned_about(tmp_path):
+    fields = {"use_cpu": True, "bf16": False, "report_to": [], "rollout_correction": "disabled"}
+    with pytest.warns(UserWarning, match="switched to 'decoupled_geo_rs'.*73% of completions would be rejected"):
+        RolloutCorrectedRLOOConfig(
+            str(tmp_path), **fields, max_completion_length=200,
+            rollout_monitor="tighten", rollout_monitor_preset="decoupled_geo_rs",
+        )  # fmt: skip
+    with pytest.warns(
+        UserWarning, match=r"switched to 'decoupled_token_is'.*`rollout_is='token'` act on single tokens"
+    ):
+        RolloutCorrectedGRPOConfig(
+            str(tmp_path), **fields, importance_sampling_level="sequence", loss_type="grpo",
+            rollout_monitor="tighten", rollout_monitor_preset="decoupled_token_is",
+        )  # fmt: skip
 
 
 def test_a_monitor_from_a_command_line():
