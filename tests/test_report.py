@@ -588,7 +588,10 @@ def test_settings_are_those_of_the_run_and_those_that_compare_suggests(dump, pag
     args = make_parser().parse_args(["compare", str(dump), "--json"])
     compared = json.loads(args.run(args))
     assert suggested == compared["suggestion"]
-    assert "decoupled_geo_rs_token_tis with changes; token weights up to 2; seq_mean_k1 in [0.99, 1.01]; decoupled" in page.text
+    assert (
+        "decoupled_geo_rs_token_tis with changes; token weights up to 2; seq_mean_k1 in [0.99, 1.01]; decoupled"
+        in page.text
+    )
 
 
 @pytest.mark.filterwarnings("ignore:`rollout")
