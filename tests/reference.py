@@ -44,6 +44,11 @@ def normalization_units(bounded, level):
     return [w for row in bounded for w in (row if level == "token" else row[:1])]
 
 
+def threshold_of(name: str, bound: float) -> float:
+    """A bound for any criterion: the one given, below 1 for a difference of probabilities."""
+    return min(bound, 0.9) if name == "token_tv" else bound
+
+
 def scope_and_divergence(name):
     scope = next(scope for scope in ("token", "seq_sum", "seq_mean", "seq_max") if name.startswith(f"{scope}_"))
     return scope, name.removeprefix(f"{scope}_")

@@ -21,6 +21,7 @@ from tests.training import (
     counting_forwards,
     logged,
     losses,
+    saying,
     window,
 )
 from trl_rollout_corr import (
@@ -514,6 +515,68 @@ def test_the_monitor_raises_alarms(make):
 
 
 # Refused --------------------------------------------------------------------------------------------------------------
+
+
+NORMALISED = {"rollout_is": "sequence", "rollout_is_batch_normalize": True}
+
+
+@pytest.mark.parametrize(
+    ("fields", "scope"),
+    [
+        ({**NORMALISED, "token_budget": None}, "may be"),  # the default
+        ({**NORMALISED, "token_budget": 512}, "may be"),
+        ({**NORMALISED, "token_budget": 0, "per_device_train_batch_size": 1}, "is"),
+        ({**NORMALISED, "token_budget": 512, "bypass_mode": True, "rollout_loss_type": "reinforce"}, "may be"),
+        ({**NORMALISED, "token_budget": None, "rollout_is": "token"}, None),
+        ({**NORMALISED, "token_budget": 0}, None),
+    ],
+)
+def test_a_row_of_one_completion_is_not_normalised(make, fields, scope):
+    if scope is None:
+        assert make(**fields).args.rollout_is_batch_normalize
+        return
+    with pytest.raises(
+        ValueError, match=f"in an asynchronous run .* {scope} one completion: its weight would be 1. Set"
+    ):
+        make(**fields)
+
+
+@pytest.mark.filterwarnings("ignore:`rollout_is_batch_normalize` is set")  # without effect, so far
+def test_a_preset_is_checked_before_the_run(make):
+    fields = {"rollout_correction": "disabled", "rollout_monitor": "tighten", "rollout_is_batch_normalize": True}
+    with pytest.raises(
+        ValueError, match=r"'decoupled_seq_is', which .* cannot switch to: `rollout_is_batch_normalize`"
+    ):
+        make(**fields, rollout_monitor_preset="decoupled_seq_is", token_budget=None)
+    trainer = make(**fields, rollout_monitor_preset="decoupled_seq_is")
+    trainer.args.token_budget = 512
+    with pytest.raises(
+        ValueError, match=r"'decoupled_seq_is', which .* cannot switch to: `rollout_is_batch_normalize`"
+    ):
+        trainer.train()
+
+
+def test_a_run_is_tightened(make, caplog):
+    trainer = make(
+        {"noise": 1.0}, rollout_correction="disabled", rollout_monitor="tighten", rollout_monitor_preset="auto",
+        max_steps=4, logging_steps=1,
+    )  # fmt: skip
+    with saying(caplog, "from here on with the preset auto"):
+        trainer.train()
+    assert trainer.args.rollout_rs == ["token_tv", "token_k1"]
+    assert trainer.state.global_step == 4
+
+
+def test_what_is_assigned_before_training_acts(make, tmp_path):
+    trainer = make(max_steps=2, logging_steps=1)
+    trainer.args.rollout_monitor, trainer.args.rollout_lr_scaling = "warn", "ess_sqrt"
+    trainer.args.rollout_dump_dir, trainer.args.rollout_proximal = tmp_path / "dump", "interpolated"
+    trainer.train()
+    assert all({ALARMS, f"{PREFIX}lr_scale"} <= entry.keys() for entry in trainer.state.log_history if "loss" in entry)
+    assert {row["step"] for row in read_dump(tmp_path / "dump").rows} == {1, 2}
+    trainer.args.rollout_proximal = "interpolate"
+    with pytest.raises(ValueError, match="`rollout_proximal` must be one of visit, interpolated, got 'interpolate'"):
+        trainer.train()
 
 
 def test_settings_that_do_not_fit_are_refused(tmp_path):

@@ -48,7 +48,7 @@ def test_every_part_can_be_set():
     config = RolloutCorrectionConfig(
         rollout_correction="auto", rollout_is_threshold=5.0, rollout_rs="token_tv", rollout_rs_threshold=0.3
     )
-    assert config.description == "auto; token weights up to 5; token_tv within -0.3, 0.3; decoupled"
+    assert config.description == "auto with changes; token weights up to 5; token_tv within -0.3, 0.3; decoupled"
     config = RolloutCorrectionConfig(rollout_correction="auto", bypass_mode=True)
     assert config.clips_around_sampler
     assert config.rollout_rs == ["token_tv", "token_k1"]

@@ -8,17 +8,21 @@ from trl_rollout_corr import __url__, __version__
 from trl_rollout_corr.trainers.card import complete_card
 
 
-def test_a_checkpoint_has_a_card(tiny_model_path, tmp_path):
+def test_a_checkpoint_has_a_card(tiny_model_path, tmp_path, capsys):
     trainer = build(
         *TRAINERS["grpo"], tiny_model_path, tmp_path / "mine", sampler=StaleSampler(tiny_model_path),
-        rollout_rs="seq_mean_k1", rollout_rs_threshold=1.1, save_strategy="steps", save_steps=2, max_steps=2,
+        rollout_is="sequence", bypass_mode=True, rollout_rs="seq_mean_k1", rollout_rs_threshold=1.1,
+        save_strategy="steps", save_steps=2, max_steps=2,
     )  # fmt: skip
     trainer.train()
     card = (tmp_path / "mine" / "README.md").read_text()
     assert "# Model Card for mine" in card
     assert "fine-tuned version of `tiny0`" in card
     assert f"[trl-rollout-corr]({__url__}) {__version__}" in card
-    assert "decoupled_token_is; token weights up to 2; seq_mean_k1 in [0.909091, 1.1]; decoupled" in card
+    # no field of the default preset is in effect, and the weights are reported and not applied
+    line = "sequence weights up to 2 (reported only); seq_mean_k1 in [0.909091, 1.1]; bypass, ppo_clip"
+    assert f"`{line}`" in card
+    assert f"{__version__}: {line}\n" in capsys.readouterr().out
     assert f"- trl-rollout-corr: {__version__}" in card
     assert "rollout-correction" in card.split("---")[1]  # a tag
     assert "None" not in card

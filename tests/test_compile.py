@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.reference import threshold_of
 from tests.tiny import StaleSampler
 from tests.training import build, losses
 from trl_rollout_corr import (
@@ -22,7 +23,11 @@ CASES = {
     "token": {},
     "pair": {"rollout_is_threshold": [0.5, 2.0]},
     "normalised": {"rollout_is": "sequence", "rollout_is_batch_normalize": True},
-    "criteria": {"rollout_rs": list(CRITERIA), "rollout_rs_threshold": 1.5, "rollout_nan_policy": "neutralize"},
+    "criteria": {
+        "rollout_rs": list(CRITERIA),
+        "rollout_rs_threshold": [threshold_of(name, 1.5) for name in CRITERIA],
+        "rollout_nan_policy": "neutralize",
+    },
 }
 PROBABILITY = tuple(f"token_{divergence}" for divergence in TOKEN_ONLY)
 
@@ -126,7 +131,7 @@ def test_many_changes_of_settings_do_not_end_a_run(monkeypatch):
     compile_ = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, **options: compile_(function, backend="eager", **options))
     for name in CRITERIA:  # more than the compiler follows
-        assert_same({"rollout_rs": name, "rollout_rs_threshold": 1.5}, [(3, 7)])
+        assert_same({"rollout_rs": name, "rollout_rs_threshold": threshold_of(name, 1.5)}, [(3, 7)])
 
 
 def test_a_compiler_that_does_not_work_is_named_with_the_field(monkeypatch):

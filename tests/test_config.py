@@ -120,6 +120,15 @@ def test_rejection_thresholds_that_cannot_be_meant(criteria, written, message):
 
 
 @pytest.mark.parametrize(
+    ("first", "today"), [("token", "token_k1"), ("sequence", "seq_sum_k1"), ("geometric", "seq_mean_k1")]
+)
+def test_criteria_by_their_first_names_are_told_the_name_today(first, today):
+    for names in (first, [first], f"token_k2,{first}"):
+        with pytest.raises(ValueError, match=rf"contains '{first}'. Did you mean '{today}', its name today\? Allowed"):
+            grpo(rollout_rs=names, rollout_rs_threshold=2.0)
+
+
+@pytest.mark.parametrize(
     ("wrong", "message"),
     [
         ({"rollout_is": "tokn"}, "`rollout_is` must be one of token, sequence, geometric or None, got 'tokn'"),
@@ -286,6 +295,46 @@ def test_a_section_of_verl_as_rollout_correction():
     assert RolloutCorrectionConfig(rollout_correction=section, rollout_is=None).rollout_is is None
 
 
+def nested(tmp_path, text):
+    """A configuration of GRPO from a YAML file with a mapping in it."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"output_dir: out\nuse_cpu: true\nbf16: false\n{text}")
+    (config,) = TrlParser(RolloutCorrectedGRPOConfig).parse_args_and_config(["--config", str(path)])
+    return config
+
+
+def decided(config):
+    return {name: getattr(config, name) for name in ("rollout_is", "rollout_rs", "bypass_mode", "rollout_nan_policy")}
+
+
+def test_a_nested_section_in_a_yaml_file(tmp_path):
+    section = "rollout_correction:\n  rollout_is: sequence\n  rollout_rs: seq_max_k2\n  rollout_rs_threshold: 2.5\n"
+    config = nested(tmp_path, f"{section}  bypass_mode: true\n  loss_type: reinforce\nloss_type: grpo\n")
+    assert decided(config) == {
+        "rollout_is": "sequence", "rollout_rs": ["seq_max_k2"], "bypass_mode": True, "rollout_nan_policy": "drop"
+    }  # fmt: skip
+    assert (config.rollout_loss_type, config.loss_type) == ("reinforce", "grpo")
+    assert nested(tmp_path, f"{section}rollout_is: token\n").rollout_is == "token"  # what stands beside it
+    ours = nested(tmp_path, "rollout_correction:\n  rollout_correction: auto\n  rollout_nan_policy: raise\n")
+    assert ours.rollout_rs == ["token_tv", "token_k1"]
+    assert ours.rollout_nan_policy == "raise"
+    with pytest.raises(ValueError, match="`rollout_correction` is a mapping with 'rollout_iss'"):
+        nested(tmp_path, "rollout_correction:\n  rollout_iss: token\n")
+
+
+@pytest.mark.parametrize("name", ["bypass_pg_geo_rs_token_tis", "auto", "decoupled_k3_rs_seq_tis"])
+def test_a_configuration_that_is_assigned_to_rollout_correction(name):
+    given = RolloutCorrectionConfig.from_preset(name, rollout_is_threshold=4.0, rollout_nan_policy="raise")
+    config = grpo(rollout_correction="decoupled_seq_is")
+    config.rollout_correction = given
+    assert fields(config) == fields(grpo(rollout_correction=given)) == fields(given)
+    config.rollout_correction = "decoupled_token_is"
+    assert (config.rollout_is, config.rollout_rs, config.bypass_mode) == ("token", None, False)
+    own = grpo(rollout_is="geometric")
+    own.rollout_correction = {"rollout_is": "token", "rollout_rs": "token_k2", "rollout_rs_threshold": 0.1}
+    assert (own.rollout_is, own.rollout_rs) == ("geometric", ["token_k2"])  # what the user has set stays
+
+
 def test_fields_of_ours_as_rollout_correction():
     config = RolloutCorrectionConfig(rollout_correction={"rollout_is": "token", "rollout_nan_policy": "raise"})
     assert (config.rollout_is, config.rollout_nan_policy) == ("token", "raise")
@@ -301,6 +350,64 @@ def test_a_configuration_as_rollout_correction(name):
     config = grpo(rollout_correction=given)
     assert fields(config) == fields(given)
     assert grpo(rollout_correction=given, rollout_nan_policy="neutralize").rollout_nan_policy == "neutralize"
+
+
+# The line that describes a run -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({}, "decoupled_token_is; token weights up to 2; no rejection; decoupled"),
+        (
+            {"rollout_is_threshold": 3.0},
+            "decoupled_token_is with changes; token weights up to 3; no rejection; decoupled",
+        ),
+        (
+            {"rollout_is": "sequence", "bypass_mode": True, "rollout_loss_type": "reinforce"},
+            "sequence weights up to 2; no rejection; bypass, reinforce",
+        ),
+        ({"rollout_is": None}, "no weights; no rejection; decoupled"),
+        (
+            {"rollout_correction": "ppo_is_bypass"},
+            "ppo_is_bypass; token weights up to 2 (reported only); no rejection; bypass, ppo_clip",
+        ),
+        (
+            {"rollout_correction": "bypass_pg_is", "rollout_loss_type": "ppo_clip"},
+            "sequence weights up to 2 (reported only); no rejection; bypass, ppo_clip",
+        ),
+        (
+            {"rollout_correction": "decoupled_k3_rs", "rollout_rs": "token_k3", "rollout_rs_threshold": 0.1},
+            "no weights; token_k3 up to 0.1; decoupled",
+        ),
+        ({"rollout_correction": "disabled"}, "disabled; no weights; no rejection; decoupled"),
+        (
+            {"rollout_correction": "disabled", "rollout_rs": "token_k1", "rollout_rs_threshold": 2.0},
+            "no weights; token_k1 in [0.5, 2]; decoupled",
+        ),
+        ({"rollout_correction": None}, "no weights; no rejection; decoupled"),
+        (
+            {"rollout_correction": "decoupled_seq_is", "bypass_mode": True, "rollout_loss_type": "reinforce"},
+            "sequence weights up to 2; no rejection; bypass, reinforce",
+        ),
+        (
+            {"rollout_correction": "bypass_ppo_clip", "rollout_rs": "token_k2", "rollout_rs_threshold": 0.1},
+            "bypass_ppo_clip with changes; no weights; token_k2 up to 0.1; bypass, ppo_clip",
+        ),
+    ],
+)
+def test_the_line_of_a_run_names_the_preset_as_far_as_it_is_in_effect(options, line):
+    assert RolloutCorrectionConfig(**options).description == line
+
+
+def test_the_line_of_a_run_follows_what_is_assigned():
+    config = RolloutCorrectionConfig(rollout_correction="decoupled_geo_rs_token_tis")
+    config.rollout_is = "sequence"
+    assert config.description == (
+        "decoupled_geo_rs_token_tis with changes; sequence weights up to 2; seq_mean_k1 in [0.999, 1.001]; decoupled"
+    )
+    config.rollout_rs = None
+    assert config.description == "sequence weights up to 2; no rejection; decoupled"
 
 
 # Bounds that are too narrow for the completions ----------------------------------------------------------------------------
@@ -332,6 +439,35 @@ def test_bounds_that_reject_most_of_a_healthy_batch_are_warned_about(config_clas
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # what it says to set is not warned about
             config_class("output", **fields, rollout_rs_threshold=bounds)
+
+
+# Several visits without clipping --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config_class", [RolloutCorrectedGRPOConfig, RolloutCorrectedRLOOConfig])
+@pytest.mark.parametrize(
+    ("options", "warned"),
+    [
+        ({"rollout_correction": "bypass_pg_is"}, True),
+        ({"rollout_correction": "bypass_pg_token_icepop", "num_iterations": 4}, True),
+        ({"rollout_correction": "bypass_pg_is", "num_iterations": 1}, False),
+        ({"rollout_correction": "bypass_pg_is", "rollout_metrics_only": True}, False),
+        ({"rollout_correction": "bypass_ppo_clip"}, False),
+        ({"rollout_correction": "decoupled_seq_is"}, False),
+        ({"rollout_correction": "bypass_dppo_tv"}, False),  # a trust region, in the place of clipping
+    ],
+)
+def test_reinforce_over_several_iterations_is_warned_about(config_class, options, warned):
+    fields = {"use_cpu": True, "bf16": False, "report_to": [], "num_iterations": 2, **options}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        config_class("output", **fields)
+    found = [str(warning.message) for warning in caught if "has no clipping" in str(warning.message)]
+    assert len(found) == warned
+    if warned:
+        assert found[0].startswith(
+            f"`num_iterations` is {fields['num_iterations']} with `rollout_loss_type='reinforce'`"
+        )
 
 
 # What is changed afterwards -------------------------------------------------------------------------------------------
@@ -578,6 +714,53 @@ def test_presets_that_a_run_cannot_be_tightened_to(config_class, tmp_path, field
     common = {"output_dir": str(tmp_path), "use_vllm": True, "use_cpu": True, "bf16": False}
     with pytest.raises(ValueError, match=message):
         config_class(**common, rollout_monitor="tighten", **fields)
+
+
+EXCLUDING = {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": 2.0, "rollout_rs_exclude_from_baseline": True}
+
+
+@pytest.mark.parametrize("config_class", [RolloutCorrectedGRPOConfig, RolloutCorrectedRLOOConfig])
+def test_the_tightened_settings_are_checked_as_a_whole(config_class, tmp_path):
+    def build(**fields):
+        return config_class(str(tmp_path), use_vllm=True, use_cpu=True, bf16=False, **fields)
+
+    looks = "cannot switch to: `rollout_rs_exclude_from_baseline` is True, but 'token_tv' in `rollout_rs` looks at the"
+    with pytest.raises(ValueError, match=looks):
+        build(**EXCLUDING, rollout_monitor="tighten", rollout_monitor_preset="auto")
+    for first in ("rollout_monitor", "rollout_monitor_preset"):  # in any order
+        config = build(**EXCLUDING)
+        values = {"rollout_monitor": "tighten", "rollout_monitor_preset": "auto"}
+        setattr(config, first, values.pop(first))
+        with pytest.raises(ValueError, match=looks):
+            setattr(config, *values.popitem())
+        config.rollout_monitor, config.rollout_monitor_preset = "warn", "decoupled_seq_is_rs"
+        config.rollout_monitor = "tighten"
+        with pytest.raises(ValueError, match="its mode is bypass"):
+            config.rollout_monitor_preset = "bypass_ppo_clip_geo_rs"
+        assert config.rollout_monitor_preset == "decoupled_seq_is_rs"  # what was refused leaves nothing behind
+        with pytest.raises(ValueError, match=r"`rollout_monitor_preset` is 'decoupled_seq'. Did you mean"):
+            config.rollout_monitor_preset = "decoupled_seq"
+    config.rollout_rs_exclude_from_baseline = False
+    config.rollout_monitor_preset = "auto"
+    config.rollout_rs_exclude_from_baseline = True
+    with pytest.raises(ValueError, match=looks):
+        config.check()  # as a trainer does
+
+
+def test_the_tightened_settings_are_warned_about(tmp_path):
+    fields = {"use_cpu": True, "bf16": False, "report_to": [], "rollout_correction": "disabled"}
+    with pytest.warns(UserWarning, match="switched to 'decoupled_geo_rs'.*73% of completions would be rejected"):
+        RolloutCorrectedRLOOConfig(
+            str(tmp_path), **fields, max_completion_length=200,
+            rollout_monitor="tighten", rollout_monitor_preset="decoupled_geo_rs",
+        )  # fmt: skip
+    with pytest.warns(
+        UserWarning, match=r"switched to 'decoupled_token_is'.*`rollout_is='token'` act on single tokens"
+    ):
+        RolloutCorrectedGRPOConfig(
+            str(tmp_path), **fields, importance_sampling_level="sequence", loss_type="grpo",
+            rollout_monitor="tighten", rollout_monitor_preset="decoupled_token_is",
+        )  # fmt: skip
 
 
 def test_a_monitor_from_a_command_line():

@@ -39,7 +39,9 @@ def test_a_step_is_one_line(make, capsys, bar):
     trainer = make(disable_tqdm=not bar)
     trainer.train()
     title, *lines, end = capsys.readouterr().out.strip().splitlines()
-    assert title.startswith("Rollout correction 0.1.0: decoupled_token_is; token weights up to 2; token_k1 in [")
+    assert title.startswith(
+        "Rollout correction 0.1.0: decoupled_token_is with changes; token weights up to 2; token_k1 in ["
+    )
     assert re.fullmatch(r"3 steps in 0:\d\d", end)
     assert max(map(len, lines)) < 130
     found = [LINE.match(line) for line in lines]

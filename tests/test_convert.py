@@ -112,6 +112,53 @@ def test_lines_of_a_readme(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
+    "line",
+    [
+        "rollout_is_threshold=2.0   # a bound",
+        'rollout_is_batch_normalize="true"',
+        'rollout_rs_threshold="0.6_1.6"',
+        'rollout_rs_threshold="2.5"',
+        'loss_type="reinforce"',
+        'algorithm.rollout_correction.use_pure_rollout_correction="true"',
+    ],
+)
+def test_a_line_of_a_readme_that_does_nothing_alone_says_so(tmp_path, capsys, line):
+    path = tmp_path / "lines.sh"
+    path.write_text(f"# of a table\n{line}\n")
+    assert main(["convert", str(path)]) == 0
+    output = capsys.readouterr()
+    name = line.split("=")[0].split(".")[-1]
+    assert output.out == "rollout_is: null\n"
+    assert output.err.startswith(f"warning: {path}:2: `{name}` is set to ")
+    assert " but has no effect: " in output.err
+    assert len(output.err.splitlines()) == 1
+
+
+def test_of_a_line_that_is_written_again_the_last_one_counts_and_that_is_said(tmp_path, capsys):
+    path = tmp_path / "lines.sh"
+    path.write_text('rollout_rs="token_k2"\nrollout_rs_threshold=0.1\nrollout_rs="null"\nrollout_rs="null"\n')
+    assert main(["convert", str(path)]) == 0
+    output = capsys.readouterr()
+    assert output.out == "rollout_is: null\n"
+    assert f"{path}:1: `rollout_rs` has no effect: line 4 sets it again." in output.err
+    assert f"{path}:2: `rollout_rs_threshold` is set to '0.1' but has no effect" in output.err
+    assert len(output.err.splitlines()) == 2  # to the same value again is no matter
+
+
+def test_criteria_of_ours_keep_their_bounds(tmp_path, capsys):
+    path = tmp_path / "old.yaml"
+    section = "rollout_rs: [token_tv, token_kl, token_k1]\n    rollout_rs_threshold: [0.2, 0.05, [0, 5]]\n"
+    path.write_text(f"algorithm:\n  rollout_correction:\n    {section}")
+    assert main(["convert", str(path)]) == 0
+    output = capsys.readouterr()
+    assert output.err == ""
+    assert yaml.safe_load(output.out)["rollout_rs_threshold"] == [[0.2, 0.2], [0.05, 0.05], [0.0, 5.0]]
+    path.write_text(path.read_text().replace("0.2, 0.05", "5, 0.05"))
+    assert main(["convert", str(path)]) == 2
+    assert "line 4: `rollout_rs_threshold` for `token_tv`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     "text", ["algorithm:\n  rollout_correction: token_is\n", "algorithm.rollout_correction=token_is"]
 )
 def test_the_name_of_a_preset_in_the_place_of_verl(tmp_path, capsys, text):

@@ -276,7 +276,8 @@ def test_extreme_log_ratios_stay_finite(dtype, level, gap):
     train = torch.tensor([[0.0, gap, 0.0], [gap, gap, gap]], dtype=dtype)
     rollout = torch.zeros(2, 3, dtype=dtype)
     for criterion in CRITERIA:
-        fields = {"rollout_rs": criterion, "rollout_rs_threshold": 2.0, "rollout_is_threshold": math.inf}
+        bound = reference.threshold_of(criterion, 2.0)
+        fields = {"rollout_rs": criterion, "rollout_rs_threshold": bound, "rollout_is_threshold": math.inf}
         advantages = torch.tensor([1.0, gap])
         correction = correct(train, rollout, torch.ones(2, 3), advantages, rollout_is=level, **fields)
         assert correction.weights.isfinite().all()
@@ -352,7 +353,8 @@ BROKEN = [math.nan, math.inf, -math.inf]
 @pytest.mark.parametrize("value", BROKEN)
 def test_drop_takes_the_token_out_of_everything(value, level):
     train, rollout, mask = torch.zeros(1, 4) - 1, torch.tensor([[-1.2, value, -0.7, -1.4]]), torch.ones(1, 4)
-    fields = {"rollout_is": level, "rollout_rs": list(CRITERIA), "rollout_rs_threshold": 3.0}
+    bounds = [reference.threshold_of(name, 3.0) for name in CRITERIA]
+    fields = {"rollout_is": level, "rollout_rs": list(CRITERIA), "rollout_rs_threshold": bounds}
     advantages = torch.ones(1)
     broken = correct(train, rollout, mask, advantages, **fields)
     without = correct(train[:, [0, 2, 3]], rollout[:, [0, 2, 3]], mask[:, [0, 2, 3]], advantages, **fields)

@@ -6,6 +6,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils._python_dispatch import TorchDispatchMode
 from trl import GRPOConfig, GRPOTrainer
 
+from tests.reference import threshold_of
 from tests.tiny import StaleSampler
 from tests.training import build
 from trl_rollout_corr import (
@@ -21,7 +22,7 @@ from trl_rollout_corr.step_size import ess_sqrt, ratio_sums
 
 EVERYTHING = {
     "rollout_rs": list(CRITERIA),
-    "rollout_rs_threshold": 1e6,
+    "rollout_rs_threshold": [threshold_of(name, 1e6) for name in CRITERIA],
     "rollout_is_batch_normalize": True,
     "rollout_rs_renormalize": True,
 }

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.reference import threshold_of
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
 from trl_rollout_corr.accounting import account, turns_of
 from trl_rollout_corr.ages import Intake, by_age, completions
@@ -38,7 +39,7 @@ def reported_keys() -> set[str]:
             rollout_is_threshold=threshold,
             rollout_is_batch_normalize=True,
             rollout_rs=list(CRITERIA),
-            rollout_rs_threshold=2.0,
+            rollout_rs_threshold=[threshold_of(name, 2.0) for name in CRITERIA],
         )
         zeros, ones = torch.zeros(2, 1), torch.ones(2, 1)
         correction = compute_rollout_correction(zeros, zeros, ones, config, advantages=torch.tensor([1.0, -1.0]))

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
+from trl_rollout_corr.presets import PRESETS
 
 
 def describe(config):
@@ -61,6 +62,55 @@ def test_one_sided_verl_bounds_are_inverted_too():
     assert config.rollout_rs_threshold == [[0.0, 2.0]]
 
 
+@pytest.mark.parametrize(
+    ("criterion", "bounds", "read"),
+    [
+        ("token_tv", 0.2, [0.2, 0.2]),
+        ("token_tv", "0.1_0.3", [0.1, 0.3]),
+        ("token_kl", [0.05, 0.05], [0.05, 0.05]),
+        ("token_binary_kl", 0.1, 0.1),
+        ("seq_max_k1", [1e-4, math.inf], [1e-4, math.inf]),
+        ("seq_max_k1", "0.6_1.6", [0.6, 1.6]),
+        ("token_k1", [0.0, 5.0], [0.0, 5.0]),  # verl refuses a lower bound of 0
+    ],
+)
+def test_bounds_that_verl_does_not_know_mean_what_they_say(criterion, bounds, read):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config = RolloutCorrectionConfig.from_verl({"rollout_rs": criterion, "rollout_rs_threshold": bounds})
+    assert config.rollout_rs_threshold == [read]
+
+
+@pytest.mark.filterwarnings("ignore:verl applies the bounds of `token_k1`")
+def test_beside_a_criterion_of_ours_the_bounds_of_verls_are_still_verls():
+    section = {"rollout_rs": "token_k1,token_tv", "rollout_rs_threshold": "0.6_1.6,0.2"}
+    assert RolloutCorrectionConfig.from_verl(section).rollout_rs_threshold == [[1 / 1.6, 1 / 0.6], [0.2, 0.2]]
+
+
+def test_the_values_of_auto_as_a_section_are_auto():
+    auto = RolloutCorrectionConfig(rollout_correction="auto")
+    section = PRESETS["auto"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        configs = [RolloutCorrectionConfig.from_verl(section), RolloutCorrectionConfig(rollout_correction=section)]
+    assert [describe(config) for config in configs] == [describe(auto)] * 2
+    ratios = torch.tensor([[0.1, 0.5, 1.0, 2.0, 6.0]])
+    train_logps, rollout_logps = ratios.log() - 2, torch.full((1, 5), -2.0)
+    keeps = [
+        compute_rollout_correction(train_logps, rollout_logps, torch.ones(1, 5), config, advantages=torch.ones(1)).keep
+        for config in (auto, *configs)
+    ]
+    assert [keep.tolist() for keep in keeps] == [[[True, True, True, True, False]]] * 3
+
+
+def test_a_lower_bound_on_the_ratio_is_none_on_a_difference_of_probabilities():
+    section = {"rollout_rs": "token_tv", "rollout_rs_threshold": 0.2, "rollout_rs_threshold_lower": 0.5}
+    with pytest.raises(
+        ValueError, match=r"`rollout_rs_threshold_lower` is 0.5, a lower bound on the ratio, .*'token_tv'"
+    ):
+        RolloutCorrectionConfig.from_verl(section)
+
+
 def test_values_of_a_shell_script():
     config = RolloutCorrectionConfig.from_verl(
         {"rollout_is": "sequence", "rollout_is_batch_normalize": "true", "rollout_rs": "null", "bypass_mode": "true",
@@ -82,11 +132,95 @@ def test_repeated_names_are_dropped_as_in_verl():
     assert config.rollout_rs == ["token_k2"]
 
 
-def test_the_loss_type_is_ignored_without_bypass_as_in_verl():
+IDLE = {
+    "pure without bypass": (
+        {"rollout_is": "sequence", "use_pure_rollout_correction": True},
+        "`use_pure_rollout_correction` is set to True but has no effect: `bypass_old_logprob_for_rollout` is False.",
+    ),
+    "loss without bypass": (
+        {"rollout_is": "token", "loss_type": "reinforce"},
+        "`loss_type` is set to 'reinforce' but has no effect: `bypass_mode` is False.",
+    ),
+    "threshold alone": (
+        {"rollout_is_threshold": 2.0},
+        "`rollout_is_threshold` is set to 2.0 but has no effect: `rollout_is` is None.",
+    ),
+    "threshold without a level": (
+        {"rollout_is": "null", "rollout_is_threshold": 5.0},
+        "`rollout_is_threshold` is set to 5.0 but has no effect: `rollout_is` is None.",
+    ),
+    "normalisation without a level": (
+        {"rollout_is": None, "rollout_is_batch_normalize": "true"},
+        "`rollout_is_batch_normalize` is set to True but has no effect: `rollout_is` is None.",
+    ),
+    "normalisation of weights that are reported": (
+        {"rollout_is": "token", "rollout_is_batch_normalize": True, "bypass_mode": True},
+        "`rollout_is_batch_normalize` is set to True but has no effect: with `bypass_mode` and "
+        "`rollout_loss_type='ppo_clip'` the weights are reported, not applied.",
+    ),
+    "bounds without a criterion": (
+        {"rollout_is": "token", "rollout_rs": None, "rollout_rs_threshold": "0.6_1.6"},
+        "`rollout_rs_threshold` is set to '0.6_1.6' but has no effect: `rollout_rs` is not set.",
+    ),
+    "a lower bound without a criterion": (
+        {"rollout_is": "token", "rollout_rs_threshold_lower": 0.5},
+        "`rollout_rs_threshold_lower` is set to 0.5 but has no effect: `rollout_rs` is not set.",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", IDLE)
+def test_settings_of_verl_without_effect_are_warned_about_once(case):
+    section, message = IDLE[case]
+    for build in (
+        RolloutCorrectionConfig.from_verl,
+        lambda section: RolloutCorrectionConfig(rollout_correction=section),
+    ):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            config = build(section)
+        assert [str(warning.message) for warning in caught] == [message]
+        assert config.rollout_loss_type == "ppo_clip"  # without effect, as in verl
+
+
+def test_the_words_are_those_of_the_configuration():
+    with pytest.warns(UserWarning, match="has no effect") as ours:
+        RolloutCorrectionConfig(rollout_is=None, rollout_is_threshold=5.0, rollout_rs_threshold=[0.5, 2.0])
+    with pytest.warns(UserWarning, match="has no effect") as theirs:
+        RolloutCorrectionConfig.from_verl({"rollout_is_threshold": 5.0, "rollout_rs_threshold": [0.5, 2.0]})
+    assert [str(warning.message) for warning in ours] == [str(warning.message) for warning in theirs]
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"rollout_is": None, "rollout_is_threshold": 2.0, "rollout_is_batch_normalize": False, "rollout_rs": None,
+         "rollout_rs_threshold": None, "bypass_mode": False, "loss_type": "ppo_clip"},  # verl's YAML, with every default
+        {"rollout_is": "token", "rollout_rs_threshold": "null", "use_pure_rollout_correction": "false"},
+        {"rollout_is": None, "rollout_is_threshold": "2.0"},
+    ],
+)  # fmt: skip
+def test_defaults_of_verl_are_not_warned_about(section):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        config = RolloutCorrectionConfig.from_verl({"rollout_is": "token", "loss_type": "reinforce"})
-    assert config.rollout_loss_type == "ppo_clip"
+        RolloutCorrectionConfig.from_verl(section)
+
+
+@pytest.mark.parametrize(
+    ("settings", "idle"),
+    [
+        ({"rollout_is_veto_threshold": 1e-3}, "`rollout_is_veto_threshold` is set to 0.001"),
+        ({"rollout_is_threshold": None, "rollout_is_level": "sequence"}, "`rollout_is_level` is set to 'sequence'"),
+        ({"rollout_is_mode": "mask", "rollout_is": False}, "`rollout_is_mode` is set to 'mask'"),
+        ({"rollout_is_threshold_lower": 0.5}, "`rollout_is_threshold_lower` is set to 0.5"),
+    ],
+)
+def test_legacy_settings_that_are_switched_off_are_warned_about(settings, idle):
+    with pytest.warns(UserWarning, match="has no effect") as caught:
+        assert not RolloutCorrectionConfig.from_legacy(settings).corrects
+    assert [str(warning.message) for warning in caught] == [
+        f"{idle} but has no effect: `rollout_is_threshold` is None."
+    ]
 
 
 def test_first_typed_configuration():

@@ -28,6 +28,8 @@ from trl_rollout_corr.trainers.monitor import ALARMS, TIGHTENED, RolloutCorrecti
 
 
 PRESET = "decoupled_geo_rs_token_tis"
+# A run that rejects nearly nothing
+EXCLUDING = {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": 1e9, "rollout_rs_exclude_from_baseline": True}
 
 
 def make_grpo(model, folder, **fields):
@@ -386,13 +388,60 @@ def test_a_resumed_run_is_as_tight_as_it_was(make_either, tmp_path, caplog):
         ("disabled", {}, "neither weights nor rejection"),
         (PRESET, {"rollout_metrics_only": True}, "`rollout_metrics_only` is True"),
         (PRESET, {"loss_type": "vespo"}, "`loss_type` is 'vespo'"),
+        ("auto", {**EXCLUDING}, "`rollout_rs_exclude_from_baseline` is True, but 'token_tv' in `rollout_rs` looks at"),
     ],
 )
-def test_a_preset_that_does_not_suit_the_run_is_refused_at_its_start(make, preset, fields, message):
-    trainer = make(RolloutCorrectionMonitor("tighten", preset), **fields)
-    with pytest.raises(ValueError, match=f"`rollout_monitor_preset` is '{preset}', which .*{message}"):
+def test_a_preset_that_does_not_suit_the_run_is_refused_with_the_monitor(make, preset, fields, message):
+    refused = f"`rollout_monitor_preset` is '{preset}', which .*{message}"
+    with pytest.raises(ValueError, match=refused):
+        make(RolloutCorrectionMonitor("tighten", preset), **fields)
+    trainer = make(**fields)
+    trainer.add_callback(RolloutCorrectionMonitor("tighten", preset))
+    with pytest.raises(ValueError, match=refused):
         trainer.train()
     assert trainer.state.global_step == 0
+
+
+def test_what_is_excluded_from_the_baseline_may_be_tightened(make, caplog):
+    trainer = make(RolloutCorrectionMonitor("tighten", "decoupled_seq_is_rs"), **EXCLUDING, max_steps=4)
+    with saying(caplog, "from here on with the preset decoupled_seq_is_rs"):
+        trainer.train()
+    assert trainer.args.rollout_rs == ["seq_sum_k1"]
+    assert trainer.state.global_step == 4
+
+
+class ExcludingFrom(TrainerCallback):
+    """Changes a setting while the run goes on, such that the preset does not suit any more."""
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        args.rollout_rs_exclude_from_baseline = True
+
+
+def test_a_preset_that_does_not_suit_any_more_does_not_end_the_run(make, caplog):
+    monitor = RolloutCorrectionMonitor("tighten", "auto")
+    trainer = make(monitor, max_steps=4)
+    trainer.add_callback(ExcludingFrom())
+    with saying(
+        caplog, "The run goes on as it is: `rollout_monitor_preset` is 'auto', which .* looks at the advantages"
+    ):
+        trainer.train()
+    assert trainer.state.global_step == 4
+    assert steps_with(trainer, TIGHTENED) == []
+    assert trainer.args.rollout_is is None
+    assert len([message for message in messages(caplog) if "goes on as it is" in message]) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", [name for name in PRESETS if name not in ("disabled", "bypass_ppo_clip")])
+def test_every_preset_that_is_accepted_can_be_switched_to(make, preset, caplog):
+    mode = {name: PRESETS[preset][name] for name in ("bypass_mode", "rollout_loss_type") if name in PRESETS[preset]}
+    excluding = {"rollout_rs_exclude_from_baseline": True} if not mode and preset != "auto" else {}
+    options = {"rollout_is": None, "rollout_rs": "seq_sum_k1", "rollout_rs_threshold": 1e9, **mode, **excluding}
+    trainer = make(RolloutCorrectionMonitor("tighten", preset), **options, max_steps=5, steps_per_generation=4)
+    with saying(caplog, f"from here on with the preset {preset}"):
+        steps = losses(trainer)
+    assert len(steps) == 5
+    assert all(math.isfinite(x) for step in steps for x in step)
 
 
 def test_what_is_no_action_preset_or_rule_is_refused():

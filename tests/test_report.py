@@ -243,7 +243,7 @@ def test_a_real_run(tiny_model_path, tmp_path, undrawn):
         r"Model(.*?)Trainer(.*?)Correction(.*?)Date(.*?)Last step(.*?) What happened", page.text
     ).groups()
     assert about[:2] == ("tiny0", "GRPO")
-    assert about[2].startswith("decoupled_geo_rs_token_tis; ")
+    assert about[2].startswith("decoupled_geo_rs_token_tis with changes; ")
     assert re.fullmatch(r"20\d\d-\d\d-\d\d", about[3])
     assert about[4] == f"{trainer.state.global_step} of {trainer.state.max_steps}"
 
@@ -596,7 +596,10 @@ def test_settings_are_those_of_the_run_and_those_that_compare_suggests(dump, pag
     args = make_parser().parse_args(["compare", str(dump), "--json"])
     compared = json.loads(args.run(args))
     assert suggested == compared["suggestion"]
-    assert "decoupled_geo_rs_token_tis; token weights up to 2; seq_mean_k1 in [0.99, 1.01]; decoupled" in page.text
+    assert (
+        "decoupled_geo_rs_token_tis with changes; token weights up to 2; seq_mean_k1 in [0.99, 1.01]; decoupled"
+        in page.text
+    )
 
 
 @pytest.mark.filterwarnings("ignore:`rollout")

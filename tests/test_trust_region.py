@@ -120,6 +120,23 @@ def test_bounds_on_a_change_are_positive_and_one_or_two(wrong):
         RolloutCorrectionConfig(rollout_rs="token_tv", rollout_rs_threshold=wrong)
 
 
+@pytest.mark.parametrize("wrong", [1, 1.0, 5.0, [0.2, 1.0], [1.5, 0.2], math.inf, "[inf, inf]"])
+def test_a_bound_that_no_difference_of_probabilities_exceeds_is_refused(wrong):
+    with pytest.raises(ValueError, match=r"for `token_tv` must be below 1, got .* rejects nothing"):
+        RolloutCorrectionConfig(rollout_rs="token_tv", rollout_rs_threshold=wrong)
+
+
+def test_one_side_may_have_no_bound():
+    rollout, train_logps = torch.tensor([[0.9, 0.1]]).log(), torch.tensor([[0.1, 0.9]]).log()
+    for bounds, sign, keep in (([0.2, math.inf], 1, [True, True]), ([0.2, math.inf], -1, [False, True])):
+        fields = {"rollout_rs": "token_tv", "rollout_rs_threshold": bounds}
+        found = correct(train_logps, rollout, torch.ones(1, 2), torch.tensor([float(sign)]), **fields)
+        assert found.keep.tolist() == [keep]
+    assert RolloutCorrectionConfig(rollout_rs="token_kl", rollout_rs_threshold=5.0).rollout_rs_threshold == [
+        [5.0, 5.0]
+    ]
+
+
 def test_the_baseline_cannot_depend_on_what_depends_on_it():
     with pytest.raises(ValueError, match=r"`rollout_rs_exclude_from_baseline` is True, but 'token_kl'"):
         RolloutCorrectionConfig(rollout_rs="token_kl", rollout_rs_threshold=0.1, rollout_rs_exclude_from_baseline=True)

@@ -2,13 +2,14 @@
 
 import json
 import math
+import warnings
 
 import numpy as np
 import pytest
 import torch
 from transformers import TrainerCallback
 
-from tests.tiny import StaleSampler, build_tiny_model, load_model
+from tests.tiny import StaleSampler, build_tiny_model, length_reward, load_model, prompts
 from tests.training import (
     TRAINERS,
     VLLM,
@@ -19,12 +20,15 @@ from tests.training import (
     evaluation,
     freeze_sampler,
     gradients,
+    logged,
     losses,
     micro_batches,
     policy_logps,
     saying,
 )
-from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectionMonitor
+from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectionConfig, RolloutCorrectionMonitor
+from trl_rollout_corr.dump import files_of
+from trl_rollout_corr.trainers.monitor import ALARMS
 from trl_rollout_corr.trainers.sampler import sampled_logprobs
 
 
@@ -71,6 +75,118 @@ def test_settings_may_change_in_the_middle_of_a_logging_window(make, fields):
     expected = {key for key in same_from_the_start.state.log_history[2] if key.startswith("rollout_corr/rollout_")}
     assert keys == expected  # of the window that began with the change
     assert last["step"] == 4
+
+
+def assign(args, folder):
+    """Settings of what is added to a trainer, all on."""
+    args.rollout_monitor = "warn"
+    args.rollout_diagnose = True
+    args.rollout_dump_dir = str(folder)
+    args.rollout_lr_scaling = "ess_sqrt"
+
+
+def seen_of(trainer, folder, capsys) -> dict[str, bool]:
+    """What a run has done of them."""
+    keys = {key for entry in trainer.state.log_history for key in entry}
+    return {
+        "rollout_monitor": ALARMS in keys,
+        "rollout_diagnose": "Diagnosis of step 1" in capsys.readouterr().out,
+        "rollout_dump_dir": bool(files_of(folder)),
+        "rollout_lr_scaling": "rollout_corr/lr_scale" in keys,
+    }
+
+
+def test_what_is_assigned_before_training_acts(make, tmp_path, capsys):
+    trainer = make(max_steps=2)
+    assign(trainer.args, tmp_path / "dump")
+    trainer.train()
+    assert all(seen_of(trainer, tmp_path / "dump", capsys).values())
+    trainer.args.rollout_dump_dir = tmp_path / "second"
+    trainer.train()  # once more, as the error about a folder with a dump advises
+    assert {path.name for path in files_of(tmp_path / "second")} == {path.name for path in files_of(tmp_path / "dump")}
+
+
+def test_what_is_switched_off_before_training_is_off(make, tmp_path, capsys):
+    on = {"rollout_monitor": "warn", "rollout_diagnose": True, "rollout_lr_scaling": "ess_sqrt"}
+    trainer = make(max_steps=2, rollout_dump_dir=str(tmp_path / "dump"), **on)
+    trainer.args.rollout_monitor = trainer.args.rollout_dump_dir = trainer.args.rollout_lr_scaling = None
+    trainer.args.rollout_diagnose = False
+    found = losses(trainer)
+    assert not any(seen_of(trainer, tmp_path / "dump", capsys).values())
+    assert found == losses(make(max_steps=2))
+    assert {path.name for path in tmp_path.iterdir()} <= {"dump", "README.md"}
+    assert list((tmp_path / "dump").iterdir()) == []
+
+
+def test_a_monitor_that_is_assigned_is_the_one_that_acts(make, caplog):
+    trainer = make(rollout_correction="disabled", rollout_monitor="warn", max_steps=9, sampler=None)
+    trainer.args.rollout_monitor, trainer.args.rollout_monitor_bounds = "stop", {"k3_high": 0.0}
+    with saying(caplog, "training ends here"):
+        trainer.train()
+    assert trainer.state.global_step < 9
+
+
+def test_a_monitor_that_was_removed_stays_removed(make):
+    trainer = make(rollout_monitor="warn", max_steps=1)
+    trainer.remove_callback(RolloutCorrectionMonitor)
+    trainer.train()
+    assert not any(ALARMS in entry for entry in trainer.state.log_history)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("rollout_monitor", "stop"),
+        ("rollout_monitor_bounds", {"k3_high": 1.0}),
+        ("rollout_diagnose", True),
+        ("rollout_dump_dir", "elsewhere"),
+        ("rollout_lr_scaling", "ess_sqrt"),
+        ("rollout_engine_kwargs", {"dtype": "float16"}),
+    ],
+)
+def test_what_is_read_when_training_begins_cannot_be_changed_while_it_goes_on(make, tmp_path, name, value):
+    trainer = make(max_steps=4, save_strategy="steps", save_steps=1, extra={"callbacks": [Changing(**{name: value})]})
+    with pytest.raises(ValueError, match=f"`{name}` is set to .* while a run goes on, .* Set it before `train"):
+        trainer.train()
+    assert trainer.state.global_step == 2
+    saved = torch.load(tmp_path / "checkpoint-1" / "training_args.bin", weights_only=False)
+    for args in (trainer.args, saved):  # nothing goes on
+        setattr(args, name, value)
+
+
+def test_the_engine_of_a_trainer_cannot_be_changed(make):
+    trainer = make(max_steps=1)
+    trainer.args.rollout_engine_kwargs = {"dtype": "float16"}
+    with pytest.raises(
+        ValueError, match=r"`rollout_engine_kwargs` is {'dtype': 'float16'}, but was None when the trainer"
+    ):
+        trainer.train()
+    trainer.args.rollout_engine_kwargs = None
+    trainer.train()
+    assert trainer.state.global_step == 1
+
+
+def test_settings_that_were_assigned_one_by_one_are_checked_together(make):
+    trainer = make(max_steps=1, rollout_rs="seq_sum_k1", rollout_rs_threshold=2.0)
+    trainer.args.rollout_rs_exclude_from_baseline = True
+    trainer.args.rollout_rs, trainer.args.rollout_rs_threshold = "token_tv", 0.2
+    with pytest.raises(ValueError, match="`rollout_rs_exclude_from_baseline` is True, but 'token_tv'"):
+        trainer.train()
+    with pytest.raises(ValueError, match="`rollout_rs_exclude_from_baseline` is True, but 'token_tv'"):
+        type(trainer)(trainer.model, length_reward, trainer.args, train_dataset=prompts(8), rollout_func=len)
+    trainer.args.rollout_rs_exclude_from_baseline = False
+    trainer.train()
+    assert trainer.state.global_step == 1
+
+
+def test_a_configuration_that_is_assigned_before_training_acts(make):
+    trainer = make(max_steps=2, rollout_correction="disabled")
+    trainer.args.rollout_correction = RolloutCorrectionConfig(
+        rollout_is="sequence", rollout_rs="token_k1", rollout_rs_threshold=1.1
+    )
+    trainer.train()
+    assert all(x > 0 for x in logged(trainer, "rollout_rs_token_k1_masked_fraction"))
+    assert len(logged(trainer, "rollout_is_seq_mean")) == 2
 
 
 # Logs -------------------------------------------------------------------------------------------------------------------
@@ -137,6 +253,29 @@ def test_a_ratio_beyond_the_dual_clip_has_no_gradient_where_the_advantage_is_neg
 
     bounded, unbounded = gradient(), gradient(rollout_clip_ratio_c=None)
     assert unbounded > 100 * bounded
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "delta", "reason"),
+    [
+        ("cispo", None, "`loss_type` is 'cispo', which bounds the ratio in its own way"),
+        ("sapo", None, "`loss_type` is 'sapo', which bounds the ratio in its own way"),
+        ("grpo", 5.0, "`delta` is 5.0, which is the same bound and goes first"),
+        ("grpo", None, None),
+    ],
+)
+def test_a_dual_clip_that_the_loss_does_not_look_at_is_warned_about(make, tiny_model_path, loss_type, delta, reason):
+    def steps(c):
+        sampler = BrokenSampler(tiny_model_path, one_token_far_off)
+        fields = {"rollout_correction": "bypass_ppo_clip", "loss_type": loss_type, "epsilon_high": 5.0, "delta": delta}
+        return losses(make(sampler, **fields, rollout_clip_ratio_c=c, max_steps=1))
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        bounded = steps(1.5)
+    found = [str(warning.message) for warning in caught if "rollout_clip_ratio_c" in str(warning.message)]
+    assert found == ([f"`rollout_clip_ratio_c` is set to 1.5 but has no effect: {reason}."] if reason else [])
+    assert (bounded == steps(3.0)) == (reason is not None)  # the default, of which nothing is said
 
 
 def verl_loss(ratio, advantages, c):

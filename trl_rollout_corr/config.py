@@ -6,13 +6,13 @@ import inspect
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from .criteria import DIRECTED, LEVELS, Criterion, CriterionName, Level
-from .messages import nearest, warn
+from .messages import nearest, warn_idle
 from .migrate import VERL_KEYS, from_legacy, from_trl, from_verl
 from .original import OriginalPresets
 from .presets import DEFAULT, PRESETS, Preset, settings_of
@@ -102,8 +102,8 @@ class RolloutCorrectionConfig(OriginalPresets):
             criterion keeps it.
         rollout_rs_threshold (`float` or `list`, *optional*):
             One entry per criterion, or one for all. For k1 a pair of bounds on the ratio, or `u` for `[1/u, u]`; for
-            `token_tv` and `token_kl` a bound for negative and one for positive advantages, or one for both; else an upper
-            bound in nats.
+            `token_tv` (below 1) and `token_kl` (in nats) a bound for negative and one for positive advantages, or one for
+            both; else an upper bound in nats.
         rollout_rs_renormalize (`bool`, *optional*, defaults to `False`):
             Multiply the loss by valid tokens over kept tokens of the batch of all ranks (same batch as for
             `rollout_is_batch_normalize`). By default a rejected token adds zero to the loss and stays in TRL's
@@ -295,19 +295,43 @@ class RolloutCorrectionConfig(OriginalPresets):
     def __post_init__(self):
         explicit = self._resolve()
         self._parse()
-        self._parse_monitor_and_dump()
+        RolloutCorrectionConfig.check(self)  # of a subclass not all fields are settled yet
         self._warn_about_idle_fields(explicit)
         self.__dict__["_built"] = True  # what is assigned from now on is parsed, see `__setattr__`
 
     def __setattr__(self, name: str, value: Any):
         if "_built" not in self.__dict__:
             super().__setattr__(name, value)
-        elif name == "rollout_correction":
-            super().__setattr__(name, value)
+            return
+        before = self.__dict__.get(name)
+        if name in self.__dict__.get("_fixed", ()) and value != before:
+            raise ValueError(
+                f"`{name}` is set to {value!r} while a run goes on, but was read when it began, as {before!r}. Set it before "
+                "`train()`."
+            )
+        super().__setattr__(name, _PARSERS[name](value) if name in _PARSERS else value)
+        if name == "rollout_correction":
             self._resolve()
             self._parse()
-        else:
-            super().__setattr__(name, _PARSERS[name](value) if name in _PARSERS else value)
+            RolloutCorrectionConfig.check(self)
+        elif name in ("rollout_monitor", "rollout_monitor_preset") and self.rollout_monitor_preset is not None:
+            try:
+                self.check()
+            except ValueError:
+                super().__setattr__(name, before)
+                raise
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_fixed"}  # a copy may be changed
+
+    @contextlib.contextmanager
+    def fixed(self, *names: str) -> Iterator[None]:
+        """Refuse to assign fields, for as long as a run goes on that has read them at its start."""
+        self.__dict__["_fixed"] = names
+        try:
+            yield
+        finally:
+            self.__dict__.pop("_fixed", None)
 
     @classmethod
     def from_preset(cls, name: Preset | None, **overrides: Any) -> Self:
@@ -391,15 +415,28 @@ class RolloutCorrectionConfig(OriginalPresets):
     @property
     def description(self) -> str:
         """The settings in a line."""
-        parts: list[str] = [self.rollout_correction] if isinstance(self.rollout_correction, str) else []
-        parts.append(
+        parts = self._preset_in_effect()
+        weights = (
             f"{self.rollout_is} weights {_in_words(self.rollout_is_threshold)}" if self.rollout_is else "no weights"
         )
+        parts.append(f"{weights} (reported only)" if self.rollout_is and not self.applies_weights else weights)
         criteria = zip(self.criteria, self._parsed_thresholds(), strict=True)
         parts += [f"{c.name} {_in_words(bound, c.directed)}" for c, bound in criteria] or ["no rejection"]
         parts.append(f"bypass, {self.rollout_loss_type}" if self.bypass_mode else "decoupled")
         parts += ["metrics only"] if self.rollout_metrics_only else []
         return "; ".join(parts)
+
+    def _preset_in_effect(self) -> list[str]:
+        """Name of the preset, as long as its mode and something of what it applies are in effect."""
+        name = self.rollout_correction
+        if not isinstance(name, str):
+            return []
+        preset = settings_of(name)
+        same = {key for key, value in preset.items() if getattr(self, key) == value}
+        if same == set(preset):
+            return [name]
+        applied = {key for key in ("rollout_is", "rollout_rs", "bypass_mode") if preset[key]}
+        return [f"{name} with changes"] if same >= {"bypass_mode", "rollout_loss_type"} and same & applied else []
 
     # Construction -----------------------------------------------------------------------------------------------------
 
@@ -447,6 +484,18 @@ class RolloutCorrectionConfig(OriginalPresets):
             self.rollout_rs_threshold = _none_if_null(self.rollout_rs_threshold)
         else:
             self.rollout_rs_threshold = self._parsed_thresholds()
+
+    def check(self, *, warns: bool = False):
+        """
+        Refuse settings that exclude each other. Also asked when training begins, as they may have been assigned one by one.
+
+        Args:
+            warns (`bool`, *optional*, defaults to `False`):
+                Whether to warn, too, about those that are unlikely to be meant.
+
+        Raises:
+            `ValueError`: if two settings exclude each other.
+        """
         directed = [criterion.name for criterion in self.criteria if criterion.directed]
         if self.rollout_rs_exclude_from_baseline and directed:
             raise ValueError(
@@ -457,6 +506,11 @@ class RolloutCorrectionConfig(OriginalPresets):
             raise ValueError(
                 "`rollout_rs_exclude_from_baseline` is True, but `bypass_mode` computes no log-probabilities before the "
                 "rewards are scored, so nothing is known to be rejected by then. Set one of the two to False."
+            )
+        if self.rollout_dump_dir is not None and not self.rollout_dump_sampled + self.rollout_dump_worst:
+            raise ValueError(
+                "`rollout_dump_dir` is set, but `rollout_dump_sampled` and `rollout_dump_worst` are both 0, so nothing would "
+                "be written. Set one of them, or `rollout_dump_dir` to None."
             )
 
     def _parsed_thresholds(self) -> list[Any]:
@@ -470,27 +524,6 @@ class RolloutCorrectionConfig(OriginalPresets):
                 "criterion: bounds on the ratio such as [0.5, 2.0] for k1, an upper bound such as 0.01 for k2 and k3."
             )
         return parse_rejection_thresholds(thresholds, self.rollout_rs)
-
-    def _parse_monitor_and_dump(self):
-        self.rollout_monitor = _choice(
-            "rollout_monitor", _none_if_null(self.rollout_monitor), MONITOR_ACTIONS, or_none=True
-        )
-        self.rollout_monitor_preset = _none_if_null(self.rollout_monitor_preset)
-        self.rollout_monitor_bounds = parse_bounds(_none_if_null(self.rollout_monitor_bounds)) or None
-        self.rollout_dump_dir = _none_if_null(self.rollout_dump_dir)
-        if self.rollout_dump_dir is not None:
-            self.rollout_dump_dir = os.path.expanduser(os.fspath(self.rollout_dump_dir))
-        for name, smallest in (("rollout_dump_steps", 1), ("rollout_dump_sampled", 0), ("rollout_dump_worst", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
-                raise ValueError(f"`{name}` must be an integer of {smallest} or more, got {value!r}.")
-        if not self.rollout_dump_max_gb > 0:
-            raise ValueError(f"`rollout_dump_max_gb` must be a number above 0, got {self.rollout_dump_max_gb!r}.")
-        if self.rollout_dump_dir is not None and not self.rollout_dump_sampled + self.rollout_dump_worst:
-            raise ValueError(
-                "`rollout_dump_dir` is set, but `rollout_dump_sampled` and `rollout_dump_worst` are both 0, so nothing would "
-                "be written. Set one of them, or `rollout_dump_dir` to None."
-            )
 
     def _warn_about_idle_fields(self, explicit: set[str]):
         reasons = {
@@ -527,7 +560,7 @@ class RolloutCorrectionConfig(OriginalPresets):
             reasons[name] = changed and self.rollout_dump_dir is None and "`rollout_dump_dir` is None"
         for name, reason in reasons.items():
             if name in explicit and reason:
-                warn(f"`{name}` is set to {getattr(self, name)!r} but has no effect: {reason}.")
+                warn_idle(name, getattr(self, name), reason)
         if self.rollout_rs is None:
             self.rollout_rs_threshold = None
 
@@ -585,6 +618,32 @@ def _boolean(name: str, value: Any) -> bool:
     return value
 
 
+def _monitor_preset(value: Any) -> str | None:
+    name = _none_if_null(value)
+    if name is None or name in PRESETS:
+        return name
+    raise ValueError(
+        f"`rollout_monitor_preset` is {name!r}.{nearest(name, PRESETS)} Available presets: {', '.join(PRESETS)}."
+    )
+
+
+def _folder(value: Any) -> str | None:
+    path = _none_if_null(value)
+    return None if path is None else os.path.expanduser(os.fspath(path))
+
+
+def _count(name: str, smallest: int, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
+        raise ValueError(f"`{name}` must be an integer of {smallest} or more, got {value!r}.")
+    return value
+
+
+def _gigabytes(value: Any) -> float:
+    if not value > 0:
+        raise ValueError(f"`rollout_dump_max_gb` must be a number above 0, got {value!r}.")
+    return value
+
+
 def _clip_ratio(value: Any) -> float | None:
     if _none_if_null(value) is None:
         return None
@@ -620,6 +679,14 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "rollout_nan_policy": lambda value: _choice("rollout_nan_policy", value, NAN_POLICIES),
     "rollout_clip_ratio_c": _clip_ratio,
     "rollout_engine_kwargs": _engine_kwargs,
+    "rollout_monitor": lambda value: _choice("rollout_monitor", value, MONITOR_ACTIONS, or_none=True),
+    "rollout_monitor_preset": _monitor_preset,
+    "rollout_monitor_bounds": lambda value: parse_bounds(_none_if_null(value)) or None,
+    "rollout_dump_dir": _folder,
+    "rollout_dump_steps": partial(_count, "rollout_dump_steps", 1),
+    "rollout_dump_sampled": partial(_count, "rollout_dump_sampled", 0),
+    "rollout_dump_worst": partial(_count, "rollout_dump_worst", 0),
+    "rollout_dump_max_gb": _gigabytes,
     **{
         name: partial(_boolean, name)
         for name in (

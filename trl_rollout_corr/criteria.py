@@ -26,6 +26,8 @@ CRITERIA = (
     *(f"{scope}_{divergence}" for scope in SCOPES for divergence in DIVERGENCES),
     *(f"token_{divergence}" for divergence in TOKEN_ONLY),
 )
+# Names of criteria in the pull request that brought rejection to verl, and today's
+FIRST_NAMES = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
 
 
 class Criterion(NamedTuple):

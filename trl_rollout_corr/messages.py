@@ -26,6 +26,11 @@ def warn(message: str):
         warnings.warn(message, UserWarning, stacklevel=2)
 
 
+def warn_idle(name: str, value: object, reason: str):
+    """Warn the user about a setting without effect."""
+    warn(f"`{name}` is set to {value!r} but has no effect: {reason}.")
+
+
 def report(message: str, *, error: bool = False):
     """Tell the user about the run, once rather than once per rank."""
     if is_first_rank():

@@ -9,7 +9,8 @@ call them.
 from collections.abc import Mapping
 from typing import Any
 
-from .messages import warn
+from .criteria import DIRECTED, FIRST_NAMES
+from .messages import warn, warn_idle
 from .thresholds import parse_number, parse_rejection_thresholds, parse_weight_threshold
 
 
@@ -27,8 +28,8 @@ VERL_KEYS = (
     "bypass_old_logprob_for_rollout",
     "use_pure_rollout_correction",
 )
-# Criteria by their first names, which bounded the ratio itself.
-_FIRST_CRITERIA = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
+# Criteria whose bounds verl applies to the inverse of the ratio. By their first names they bounded the ratio itself.
+_INVERTED = ("token_k1", "seq_sum_k1", "seq_mean_k1")
 
 _LEGACY_KEYS = (
     "rollout_is_threshold",
@@ -39,6 +40,14 @@ _LEGACY_KEYS = (
     "rollout_is_veto_threshold",
 )
 
+
+# Of what acts only with a threshold
+_LEGACY_DEFAULTS = {
+    "rollout_is_level": "token",
+    "rollout_is_mode": "truncate",
+    "rollout_is_threshold_lower": None,
+    "rollout_is_veto_threshold": None,
+}
 
 _TRL_KEYS = (
     "vllm_importance_sampling_correction",
@@ -59,7 +68,8 @@ def from_verl(settings: Mapping[str, Any] | None) -> dict[str, Any]:
     criteria) are understood; text such as `"null"` and `"true"` is converted. Differences that are handled:
 
     - verl 0.9.1 applies the bounds of `*_k1` criteria to the inverse of the ratio. Bounds that are not reciprocal are
-      inverted here, with a warning, so that a ported run rejects what it rejected before.
+      inverted here, with a warning, so that a ported run rejects what it rejected before. Bounds that verl does not have
+      (of `seq_max_k1`, `token_tv`, `token_kl` and `token_binary_kl`, and a lower bound of 0) mean what they mean here.
     - verl accepts `rollout_is` without a threshold and then computes no weights; so does the translation, with a warning.
     - A missing `rollout_is` is None, as in verl's YAML defaults.
 
@@ -77,27 +87,30 @@ def from_verl(settings: Mapping[str, Any] | None) -> dict[str, Any]:
         return dict(_OFF)
     settings = {key: _plain(value) for key, value in settings.items() if key != "_target_"}
     _check_keys(settings, VERL_KEYS, "a verl `rollout_correction` section")
-    fields = _verl_weights(settings)
-    fields.update(_verl_rejection(settings))
+    fields = {**_verl_weights(settings), **_verl_rejection(settings)}
+    pure, loss = settings.get("use_pure_rollout_correction"), settings.get("loss_type", "ppo_clip")
     if settings.get("bypass_mode") or settings.get("bypass_old_logprob_for_rollout"):
-        fields["bypass_mode"] = True
-        pure = settings.get("use_pure_rollout_correction")
-        fields["rollout_loss_type"] = "reinforce" if pure else settings.get("loss_type", "ppo_clip")
+        return {**fields, "bypass_mode": True, "rollout_loss_type": "reinforce" if pure else loss}
+    if pure:
+        warn_idle("use_pure_rollout_correction", pure, "`bypass_old_logprob_for_rollout` is False")
+    if loss not in ("ppo_clip", None):
+        warn_idle("loss_type", loss, "`bypass_mode` is False")
     return fields
 
 
 def _verl_weights(settings: dict[str, Any]) -> dict[str, Any]:
-    level = settings.get("rollout_is")
-    if level is None:
-        return {"rollout_is": None}
-    threshold = settings.get("rollout_is_threshold", 2.0)
-    if threshold is None:
+    level, threshold = settings.get("rollout_is"), settings.get("rollout_is_threshold", 2.0)
+    normalize = {"rollout_is_batch_normalize": True} if settings.get("rollout_is_batch_normalize") else {}
+    if level is not None and threshold is not None:
+        return {"rollout_is": level, "rollout_is_threshold": parse_weight_threshold(threshold), **normalize}
+    idle: dict[str, Any] = {**normalize}
+    if level is not None:
         warn("`rollout_is_threshold` is null, which makes verl compute no weights: `rollout_is` is set to None.")
-        return {"rollout_is": None}
-    fields = {"rollout_is": level, "rollout_is_threshold": parse_weight_threshold(threshold)}
-    if settings.get("rollout_is_batch_normalize"):
-        fields["rollout_is_batch_normalize"] = True
-    return fields
+    elif threshold not in (None, 2.0, "2.0") or ("rollout_is" not in settings and "rollout_is_threshold" in settings):
+        idle["rollout_is_threshold"] = threshold  # verl's YAML has 2.0 beside a level of null
+    for name, value in idle.items():
+        warn_idle(name, value, "`rollout_is` is None")
+    return {"rollout_is": None}
 
 
 def _verl_rejection(settings: dict[str, Any]) -> dict[str, Any]:
@@ -107,8 +120,11 @@ def _verl_rejection(settings: dict[str, Any]) -> dict[str, Any]:
     if names is not None:
         names = names.strip("[]").split(",") if isinstance(names, str) else names
         names = list(dict.fromkeys(name.strip(" '\"") for name in names if name.strip()))  # verl drops repeated names
-        criteria = [_FIRST_CRITERIA.get(name, name) for name in names]
+        criteria = [FIRST_NAMES.get(name, name) for name in names]
         thresholds = _verl_thresholds(settings, names, criteria)
+    for name in ("rollout_rs_threshold", "rollout_rs_threshold_lower"):
+        if names is None and settings.get(name) is not None:
+            warn_idle(name, settings[name], "`rollout_rs` is not set")
     if (veto := settings.get("rollout_token_veto_threshold")) is not None:
         criteria, thresholds = _add_veto(criteria, thresholds, veto)
     return {"rollout_rs": criteria, "rollout_rs_threshold": thresholds} if criteria else {}
@@ -122,22 +138,22 @@ def _verl_thresholds(settings: dict[str, Any], names: list[str], criteria: list[
             "threshold."
         )
     if lower is not None:
+        if directed := [name for name in criteria if name.removeprefix("token_") in DIRECTED]:
+            raise ValueError(
+                f"`rollout_rs_threshold_lower` is {lower}, a lower bound on the ratio, and {directed[0]!r} has none. Write a "
+                "pair into `rollout_rs_threshold`: a bound for negative and one for positive advantages."
+            )
         return parse_rejection_thresholds([[lower, threshold]], criteria)
-    return [
-        # a criterion by its first name bounded the ratio itself
-        _inverted(entry, criterion) if isinstance(entry, list) and name not in _FIRST_CRITERIA else entry
-        for entry, name, criterion in zip(
-            parse_rejection_thresholds(threshold, criteria), names, criteria, strict=True
-        )
-    ]
+    entries = parse_rejection_thresholds(threshold, criteria)
+    return [_inverted(entry, name) if name in _INVERTED else entry for entry, name in zip(entries, names, strict=True)]
 
 
-def _inverted(bounds: list[float], name: str) -> list[float]:
+def _inverted(bounds: Any, name: str) -> list[float]:
     """Bounds that keep the same tokens when they are read as bounds on the ratio instead of on its inverse."""
     lower, upper = bounds
-    if abs(lower * upper - 1) < 1e-9:
+    if lower == 0 or abs(lower * upper - 1) < 1e-9:  # verl refuses a lower bound of 0: it is meant as it is here
         return bounds
-    inverted = [1 / upper, 1 / lower if lower else float("inf")]
+    inverted = [1 / upper, 1 / lower]
     warn(
         f"verl applies the bounds of `{name}` to the inverse of the ratio: [{lower:g}, {upper:g}] there keeps ratios in "
         f"[{inverted[0]:.6g}, {inverted[1]:.6g}], and that is what the translated configuration says. If you meant ratios in "
@@ -182,14 +198,17 @@ def from_legacy(settings: Mapping[str, Any]) -> dict[str, Any]:
                 "`rollout_is` is true but `rollout_is_threshold` is missing, which switched everything off in verl: so it is "
                 "here. For token weights set `rollout_correction` to decoupled_token_is."
             )
+        for name, default in _LEGACY_DEFAULTS.items():
+            if (value := settings.get(name, default)) != default:
+                warn_idle(name, value, "`rollout_is_threshold` is None")
         return dict(_OFF)
     upper = parse_number(upper, "rollout_is_threshold")
     level, mode = settings.get("rollout_is_level", "token"), settings.get("rollout_is_mode", "truncate")
-    if level not in _FIRST_CRITERIA:
-        raise ValueError(f"`rollout_is_level` must be one of {', '.join(_FIRST_CRITERIA)}, got {level!r}.")
+    if level not in FIRST_NAMES:
+        raise ValueError(f"`rollout_is_level` must be one of {', '.join(FIRST_NAMES)}, got {level!r}.")
     criteria, thresholds = [], []
     if mode in ("mask", "clip"):
-        criteria = [_FIRST_CRITERIA[level]]
+        criteria = [FIRST_NAMES[level]]
         thresholds = parse_rejection_thresholds([[1 / upper if lower is None else lower, upper]], criteria)
     elif mode != "truncate":
         raise ValueError(f"`rollout_is_mode` must be 'truncate', 'mask' or 'clip', got {mode!r}.")

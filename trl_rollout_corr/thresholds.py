@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from .criteria import CRITERIA, DIRECTED
+from .criteria import CRITERIA, DIRECTED, FIRST_NAMES
 from .messages import nearest
 
 
@@ -143,8 +143,9 @@ def parse_criteria(value: Any) -> list[str] | None:
         return None
     for name in names:
         if name not in CRITERIA:
+            hint = f" Did you mean {FIRST_NAMES[name]!r}, its name today?" if name in FIRST_NAMES else None
             raise ValueError(
-                f"`rollout_rs` contains {name!r}.{nearest(name, CRITERIA)} Allowed names: {', '.join(CRITERIA)}."
+                f"`rollout_rs` contains {name!r}.{hint or nearest(name, CRITERIA)} Allowed names: {', '.join(CRITERIA)}."
             )
     if len(set(names)) < len(names):
         raise ValueError(f"`rollout_rs` names a criterion twice, got {names}. List each once.")
@@ -201,7 +202,13 @@ def _parse_entry(entry: Any, name: str) -> Bounds:
             )
         return [1 / upper, upper]
     if name.removeprefix("token_") in DIRECTED:
-        return _parse_directed(entry, f"{field}` for `{name}")
+        bounds = _parse_directed(entry, f"{field}` for `{name}")
+        if name == "token_tv" and (min(bounds) >= 1 or any(1 <= bound < math.inf for bound in bounds)):
+            raise ValueError(
+                f"`{field}` for `token_tv` must be below 1, got {entry!r}: a difference of probabilities is at most 1, so "
+                "that such a bound rejects nothing. Set one such as 0.2, or a pair with inf on the side without a bound."
+            )
+        return bounds
     if isinstance(entry, list):
         raise ValueError(
             f"`{field}` for `{name}` must be one upper bound, got {entry!r}. Only k1 criteria take a pair [lower, upper]."

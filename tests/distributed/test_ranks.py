@@ -20,7 +20,7 @@ from trl_rollout_corr.keys import PREFIX
 
 EVERYTHING = {
     "rollout_rs": list(CRITERIA),
-    "rollout_rs_threshold": [[0.5, 2.0] if name.endswith("k1") else 1.0 for name in CRITERIA],
+    "rollout_rs_threshold": [[0.5, 2.0] if name.endswith("k1") else 0.9 for name in CRITERIA],
 }
 
 

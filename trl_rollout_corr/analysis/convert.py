@@ -63,6 +63,9 @@ def convert(path: str) -> str:
     for warning in caught:
         line = _line(document, foreign, str(warning.message)) or document.line(*foreign.above) or 1
         warn(f"{path}:{line}: {warning.message}")
+    for key, lines in document.replaced.items():
+        for line in lines:
+            warn(f"{path}:{line}: `{key[-1]}` has no effect: line {document.lines[key]} sets it again.")
     for line, message in _left_out(document, foreign):
         warn(f"{path}:{line}: {message}")
     return yaml_lines(fields)

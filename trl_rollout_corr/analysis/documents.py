@@ -23,10 +23,13 @@ class Document(NamedTuple):
             What is in it. Arguments of a shell script are nested mappings of text.
         lines (`dict[tuple[str, ...], int]`):
             Line of each key, by its path. From 1.
+        replaced (`dict[tuple[str, ...], list[int]]`):
+            Lines that set a key to another value before, by its path. From 1.
     """
 
     content: Any
     lines: dict[Key, int]
+    replaced: dict[Key, list[int]] = {}
 
     def line(self, *path: str) -> int | None:
         """Line of a key, or of the nearest above it that has one."""
@@ -69,6 +72,7 @@ def _from_script(text: str) -> Document | None:
     """Arguments of a command and assignments to variables. `None` if there is neither."""
     content: dict[str, Any] = {}
     lines: dict[Key, int] = {}
+    replaced: dict[Key, list[int]] = {}
     variables: dict[str, str] = {}
     for word, line in _words(text):
         match = _ARGUMENT.fullmatch(word)
@@ -82,9 +86,12 @@ def _from_script(text: str) -> Document | None:
         section = content
         for part in above:
             section = section.setdefault(part, {}) if isinstance(section.get(part, {}), dict) else {}
+        key = (*above, last)
+        if key in lines and section[last] != value:
+            replaced.setdefault(key, []).append(lines[key])
         section[last] = value
-        lines[(*above, last)] = line
-    return Document(content, lines) if content else None
+        lines[key] = line
+    return Document(content, lines, replaced) if content else None
 
 
 def _words(text: str) -> Iterator[tuple[str, int]]:

@@ -73,7 +73,7 @@ def find_foreign(document: Any) -> Foreign | None:
         return Foreign("TRL's own correction", from_trl, trl, above, maybe_ours and not FIELDS.isdisjoint(document))
     if legacy:
         return Foreign("verl's first releases", from_legacy, flat, above)
-    if flat or "bypass_mode" in section or "loss_type" in section:
+    if flat or not section.keys().isdisjoint(VERL_KEYS):
         verl = {key: value for key, value in section.items() if key in VERL_KEYS or key in flat}
         return Foreign("verl", from_verl, verl, above, maybe_ours)
     return None

@@ -27,10 +27,12 @@ from .batch import REWARDS, ROLLOUT_LOGPS, ROLLOUT_STEP
 from .checks import (
     check_asynchronous,
     check_bases,
-    check_preset,
+    check_bounds_of_means,
     check_proximal,
     check_server_logprobs,
+    check_tightened,
     warn_about_distortion,
+    warn_about_proximal,
 )
 from .contract import ASYNCHRONOUS, check_trl
 from .core import CorrectionCore
@@ -62,7 +64,8 @@ class RolloutCorrectedAsyncGRPOConfig(RolloutCorrectionConfig, AsyncGRPOConfig):
             age it is the sampler, at an age of 0 the current policy.
 
     Raises:
-        `ValueError`: also if `rollout_rs_exclude_from_baseline` is set: baselines are computed by the rollout worker.
+        `ValueError`: also if `rollout_rs_exclude_from_baseline` is set: baselines are computed by the rollout worker; or if
+            batch normalisation would see a single sequence.
     """
 
     rollout_proximal: str = field(
@@ -73,12 +76,18 @@ class RolloutCorrectedAsyncGRPOConfig(RolloutCorrectionConfig, AsyncGRPOConfig):
     def __post_init__(self):
         RolloutCorrectionConfig.__post_init__(self)
         AsyncGRPOConfig.__post_init__(self)
-        check_asynchronous(self)
         warn_about_distortion(
             {name: getattr(self, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
         )
-        if self.rollout_monitor == "tighten":
-            check_preset(self.rollout_monitor_preset, self)
+        self.check(warns=True)
+
+    def check(self, *, warns: bool = False):
+        super().check()
+        check_asynchronous(self)
+        if warns:
+            check_bounds_of_means(self)
+            warn_about_proximal(self)
+        check_tightened(self, warns=warns)
 
 
 class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import os
+import warnings
 from collections.abc import Mapping
 from copy import copy
 from pathlib import Path
@@ -15,7 +16,7 @@ from trl import GRPOConfig, RLOOConfig
 from ..analysis.spread import rejected
 from ..config import LOSS_TYPES, RolloutCorrectionConfig
 from ..dump import files_of, read_logs
-from ..messages import nearest, warn
+from ..messages import nearest, warn, warn_idle
 from ..presets import PRESETS, Preset
 from .versions import INSTALLED, PASSES_BY, RENORMALIZED, RENORMALIZED_SINCE, before
 
@@ -187,9 +188,7 @@ def check_batch_normalization(config: GRPOConfig | RLOOConfig):
     Raises:
         `ValueError`: if the micro-batch of all ranks is one sequence where it is the scope of a sequence-level mean.
     """
-    sequence_level = config.rollout_is in ("sequence", "geometric")
-    normalizes = config.corrects and config.applies_weights and config.rollout_is_batch_normalize
-    if not (normalizes and sequence_level and config.bypass_mode):
+    if not (_normalizes_sequences(config) and config.bypass_mode):
         return
     if config.per_device_train_batch_size * config.world_size == 1:
         raise ValueError(
@@ -198,6 +197,12 @@ def check_batch_normalization(config: GRPOConfig | RLOOConfig):
             "`gradient_accumulation_steps` accordingly), or use `bypass_mode=False`, which normalises over the generation "
             "batch."
         )
+
+
+def _normalizes_sequences(config: Any) -> bool:
+    """Whether each weight is divided by a mean over sequences."""
+    normalizes = config.corrects and config.applies_weights and config.rollout_is_batch_normalize
+    return normalizes and config.rollout_is in ("sequence", "geometric")
 
 
 def check_sequence_level_ratio(config: GRPOConfig):
@@ -367,21 +372,70 @@ def check_asynchronous(config: Any):
             Configuration of a trainer.
 
     Raises:
-        `ValueError`: if completions are to be rejected before their baseline, or the old policy is none that is known.
+        `ValueError`: if completions are to be rejected before their baseline, if the old policy is none that is known, or if
+            batch normalisation may see a single sequence.
     """
     if config.rollout_rs_exclude_from_baseline:
         raise ValueError(
             "`rollout_rs_exclude_from_baseline` is True, but in an asynchronous run the rollout worker computes rewards and "
             "baselines before the trainer has seen a sample, so nothing is known to be rejected by then. Set it to False."
         )
-    check_bounds_of_means(config)
-    if check_proximal(config.rollout_proximal) != "visit" and (config.bypass_mode or not config.corrects):
-        warn(
-            f"`rollout_proximal` is set to {config.rollout_proximal!r} but has no effect: it is the old policy of decoupled "
-            "mode, with weights or rejection."
+    check_proximal(config.rollout_proximal)
+    packs = (
+        config.token_budget is None or config.token_budget > 0
+    )  # as many completions into a row as there is room for
+    fewest = config.world_size * (1 if packs else config.per_device_train_batch_size)
+    if _normalizes_sequences(config) and fewest == 1:
+        raise ValueError(
+            "`rollout_is_batch_normalize` is True, and in an asynchronous run it spans the micro-batch of all ranks, which "
+            f"{'with this `token_budget` may be' if packs else 'is'} one completion: its weight would be 1. Set "
+            "`token_budget` to 0 and `per_device_train_batch_size` to 2 or more, or `rollout_is_batch_normalize` to False."
         )
-    if config.token_budget is not None and config.token_budget <= 0:  # else the number of completions is not known
-        check_batch_normalization(config)
+
+
+def warn_about_proximal(config: Any):
+    """Warn if there is no old policy for `rollout_proximal` to stand for."""
+    if config.rollout_proximal != "visit" and (config.bypass_mode or not config.corrects):
+        reason = "it is the old policy of decoupled mode, with weights or rejection"
+        warn_idle("rollout_proximal", config.rollout_proximal, reason)
+
+
+def warn_about_clip_ratio(config: GRPOConfig):
+    """
+    Warn if TRL's loss does not bound the ratio to the sampler by `rollout_clip_ratio_c`.
+
+    Args:
+        config ([`~trl.GRPOConfig`]):
+            Configuration of a trainer.
+    """
+    if not (config.corrects and config.clips_around_sampler) or config.rollout_clip_ratio_c in (None, 3.0):
+        return
+    if config.loss_type in ("cispo", "sapo"):
+        reason = f"`loss_type` is {config.loss_type!r}, which bounds the ratio in its own way"
+    elif config.delta is not None:
+        reason = f"`delta` is {config.delta}, which is the same bound and goes first"
+    else:
+        return
+    warn_idle("rollout_clip_ratio_c", config.rollout_clip_ratio_c, reason)
+
+
+def warn_about_iterations(config: GRPOConfig | RLOOConfig):
+    """
+    Warn if completions are visited several times by a loss that bounds no step.
+
+    Args:
+        config ([`~trl.GRPOConfig`] or [`~trl.RLOOConfig`]):
+            Configuration of a trainer.
+    """
+    clips = not config.bypass_mode or config.rollout_loss_type != "reinforce"
+    if not config.corrects or clips or config.num_iterations == 1:
+        return
+    if not any(criterion.directed for criterion in config.criteria):  # a trust region
+        warn(
+            f"`num_iterations` is {config.num_iterations} with `rollout_loss_type='reinforce'`, which has no clipping: only "
+            "the bound of the weights limits the steps, and each visit of a completion moves the policy further. Set "
+            "`rollout_loss_type` to 'ppo_clip', `num_iterations` to 1, or add a trust region: 'token_tv' in `rollout_rs`."
+        )
 
 
 def definer(trainer: type, method: str, after: type | None = None) -> type:
@@ -521,7 +575,13 @@ def check_name(preset: Preset | None) -> Preset:
     return preset
 
 
-def check_preset(name: Preset | None, args: RolloutCorrectionConfig):
+def check_tightened(config: RolloutCorrectionConfig, *, warns: bool = False):
+    """Check what the monitor of a configuration may switch the run to, see [`check_preset`]."""
+    if config.rollout_monitor == "tighten":
+        check_preset(config.rollout_monitor_preset, config, warns=warns)
+
+
+def check_preset(name: Preset | None, args: RolloutCorrectionConfig, *, warns: bool = False):
     """
     Check that a run can be switched to a preset.
 
@@ -530,6 +590,8 @@ def check_preset(name: Preset | None, args: RolloutCorrectionConfig):
             Name of the preset.
         args ([`RolloutCorrectionConfig`]):
             Configuration of the run.
+        warns (`bool`, *optional*, defaults to `False`):
+            Whether to warn about what the run would then be warned about.
 
     Raises:
         `ValueError`: if there is no such preset, or it has another mode, corrects nothing, or cannot act in this run.
@@ -545,15 +607,27 @@ def check_preset(name: Preset | None, args: RolloutCorrectionConfig):
         raise ValueError(f"{refused}it has neither weights nor rejection.")
     if args.rollout_metrics_only:
         raise ValueError(f"{refused}`rollout_metrics_only` is True. Set it to False, or `rollout_monitor` to 'warn'.")
-    if getattr(args, "loss_type", None) == "vespo":
-        raise ValueError(
-            f"{refused}`loss_type` is 'vespo', which cannot be corrected. Set `rollout_monitor` to 'warn'."
-        )
     tightened = copy(args)
+    tightened.rollout_monitor = None  # it switches once
+    known = _warnings_of(tightened, warns)
     tighten(tightened, name)
-    check_batch_normalization(tightened)
-    if hasattr(tightened, "importance_sampling_level"):  # GRPO
-        check_sequence_level_ratio(tightened)
+    try:
+        found = _warnings_of(tightened, warns)
+    except ValueError as error:
+        raise ValueError(f"{refused}{error} Or choose another preset.") from None
+    for message in found:
+        if message not in known:
+            warn(
+                f"Once `rollout_monitor='tighten'` has switched to {name!r}: {message} Or choose another "
+                "`rollout_monitor_preset`, as the settings of a preset stay as they are."
+            )
+
+
+def _warnings_of(config: RolloutCorrectionConfig, warns: bool) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        config.check(warns=warns)
+    return [str(warning.message) for warning in caught]
 
 
 def _mode(config: RolloutCorrectionConfig) -> str:

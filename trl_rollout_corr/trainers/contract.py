@@ -31,6 +31,7 @@ _SHARED = {
     "log": ["self", "logs", "start_time"],
     "add_callback": ["self", "callback"],
     "create_model_card": ["self", "model_name"],
+    "train": ["self", "resume_from_checkpoint"],
 }
 METHODS = {
     GRPOTrainer: _SHARED,
@@ -47,8 +48,7 @@ ASYNCHRONOUS = {
     "compute_loss": _SHARED["compute_loss"],
     "get_train_dataloader": ["self"],
     "_sync_weight": ["self"],
-    "train": ["self", "resume_from_checkpoint"],
-    **{name: _SHARED[name] for name in ("log", "add_callback", "create_model_card")},
+    **{name: _SHARED[name] for name in ("log", "add_callback", "create_model_card", "train")},
 }
 
 

@@ -5,6 +5,8 @@ TRL has.
 `B` completions, `T` completion tokens.
 """
 
+from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +23,7 @@ from .console import add_console
 from .dumping import SequenceDump
 from .facts import check_types, facts_of_trainer
 from .lr_scaling import LearningRateScaling, check_scalable
-from .monitor import RolloutCorrectionMonitor, add_monitor, settle_monitors
+from .monitor import MONITOR_FIELDS, RolloutCorrectionMonitor, add_monitor, settle_monitors
 from .observer import Corrected, Moment, Observer
 from .preflight import Preflight
 
@@ -32,6 +34,16 @@ if TYPE_CHECKING:
     )  # of the methods below; `contract.py` has what is touched of TRL's trainers
 else:
     _Host = object
+
+
+# Fields that are read when training begins: assigned before that they act, and later they are refused.
+_READ_AT_START = (
+    *MONITOR_FIELDS,
+    "rollout_dump_dir",
+    "rollout_diagnose",
+    "rollout_lr_scaling",
+    "rollout_engine_kwargs",
+)
 
 
 class CorrectionCore(_Host):
@@ -45,12 +57,16 @@ class CorrectionCore(_Host):
     _trl_class: type
     _config_class: type
 
+    _of_monitor: list[Any] | None = None  # settings that the monitor was made of
+    _lr_scaling: LearningRateScaling | None = None
+
     def _checked_args(self, model: str | PreTrainedModel, args: Any) -> Any:
         if args is None:
             model_name = model if isinstance(model, str) else model.config._name_or_path
             return self._config_class(f"{model_name.split('/')[-1]}-{self._name}")
         check_config_class(args, self._config_class)
-        check_scalable(args)  # now, and not after vLLM has started
+        args.check()  # fields may have been assigned since; now, and not after vLLM has started
+        check_scalable(args)
         if args.rollout_dump_dir is not None:
             check_dump_folder(Path(args.rollout_dump_dir), new_run=False)
         return args
@@ -59,42 +75,56 @@ class CorrectionCore(_Host):
         """What is done last when a trainer is built: the monitor, the dump, and sums of what is reported."""
         check_dropout(self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=True))
         add_console(self.callback_handler)
-        add_monitor(self.callback_handler, self.args)
-        about = {"trainer": type(self).__name__, **self._facts()}
-        check_types(about)
-        self._observer = Observer(
-            self.args, self.accelerator, self.callback_handler, self._add_dump(about), self._add_preflight(about)
-        )
-        self._lr_scaling = self._add_lr_scaling()
+        self._about = {"trainer": type(self).__name__, **self._facts()}
+        check_types(self._about)
+        self._engine_kwargs = deepcopy(self.args.rollout_engine_kwargs)
+        self._observer = Observer(self.args, self.accelerator, self.callback_handler)
+        self._equip()
 
-    def _add_lr_scaling(self) -> LearningRateScaling | None:
-        """Add what scales the step, if it is asked for, and return it."""
-        if self.args.rollout_lr_scaling is None:
-            return None
-        scaling = LearningRateScaling(self.args, self.accelerator, self._observer.windows["train"])
-        self.callback_handler.add_callback(scaling)
-        return scaling
+    def _equip(self):
+        """Add the callbacks that settings ask for, and remove the others. Settings may change until training begins."""
+        args, observer = self.args, self._observer
+        of_monitor = deepcopy([getattr(args, name) for name in MONITOR_FIELDS])
+        if of_monitor != self._of_monitor:  # else a monitor that the user has removed stays removed
+            self._of_monitor = of_monitor
+            add_monitor(self.callback_handler, args)
+        observer.dump = self._equipped(observer.dump, args.rollout_dump_dir is not None, self._new_dump)
+        observer.preflight = self._equipped(observer.preflight, args.rollout_diagnose, self._new_preflight)
+        self._lr_scaling = self._equipped(self._lr_scaling, args.rollout_lr_scaling is not None, self._new_lr_scaling)
+
+    def _equipped(self, found: Any, wanted: bool, new: Callable[[], Any]) -> Any:
+        """Callback that a setting asks for, the one found or a new one; `None` if the setting asks for none."""
+        if not wanted and found is not None:
+            self.remove_callback(found)
+        if wanted and found is None:
+            found = new()
+            self.add_callback(found)
+        return found if wanted else None
+
+    def train(self, *args, **kwargs):
+        self._checked_args(self.model, self.args)
+        if self.args.rollout_engine_kwargs != self._engine_kwargs:
+            raise ValueError(
+                f"`rollout_engine_kwargs` is {self.args.rollout_engine_kwargs!r}, but was {self._engine_kwargs!r} when the "
+                "trainer was built, and that is what the sampler runs with. Build the trainer with it."
+            )
+        self._equip()
+        with self.args.fixed(*_READ_AT_START):
+            return super().train(*args, **kwargs)
+
+    def _new_lr_scaling(self) -> LearningRateScaling:
+        return LearningRateScaling(self.args, self.accelerator, self._observer.windows["train"])
 
     def _facts(self) -> dict[str, str]:
         """What a diagnosis has to know of trainer and sampler."""
         return facts_of_trainer(self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=True), self.args)
 
-    def _add_preflight(self, about: dict[str, str]) -> Preflight | None:
-        """Add the diagnosis of the first step, if it is asked for, and return it."""
-        if not self.args.rollout_diagnose:
-            return None
-        preflight = Preflight(self.args, about)
-        self.add_callback(preflight)
-        return preflight
+    def _new_preflight(self) -> Preflight:
+        return Preflight(self.args, self._about)
 
-    def _add_dump(self, about: dict[str, str]) -> SequenceDump | None:
-        """Add the dump, if there is one, and return it."""
-        if self.args.rollout_dump_dir is None:
-            return None
+    def _new_dump(self) -> SequenceDump:
         tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
-        dump = SequenceDump(self.args, self.accelerator, tokenizer, self.args.seed, about)
-        self.add_callback(dump)
-        return dump
+        return SequenceDump(self.args, self.accelerator, tokenizer, self.args.seed, self._about)
 
     def add_callback(self, callback):
         super().add_callback(callback)

@@ -16,10 +16,12 @@ from .checks import (
     check_logprobs,
     check_loss,
     check_passes_by,
-    check_preset,
     check_sampling,
     check_sequence_level_ratio,
+    check_tightened,
     replace_trl_correction,
+    warn_about_clip_ratio,
+    warn_about_iterations,
 )
 from .mixin import RolloutCorrectionMixin
 from .versions import without_none
@@ -45,12 +47,19 @@ class RolloutCorrectedGRPOConfig(RolloutCorrectionConfig, GRPOConfig):
         check_passes_by(self)
         replace_trl_correction(self)
         GRPOConfig.__post_init__(self)
-        check_batch_normalization(self)
         check_sampling(self)
-        check_bounds_of_means(self)
-        check_sequence_level_ratio(self)
-        if self.rollout_monitor == "tighten":
-            check_preset(self.rollout_monitor_preset, self)
+        self.check(warns=True)
+
+    def check(self, *, warns: bool = False):
+        super().check()
+        check_loss(self)
+        check_batch_normalization(self)
+        if warns:
+            check_bounds_of_means(self)
+            check_sequence_level_ratio(self)
+            warn_about_clip_ratio(self)
+            warn_about_iterations(self)
+        check_tightened(self, warns=warns)
 
 
 class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
@@ -65,7 +74,7 @@ class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
     `_generate` and `_generate_and_score_completions` (the sampler's log-probabilities, and TRL's old pass, which is spared
     where it is not needed), `_calculate_rewards` (completions that are rejected before the baseline),
     `_get_per_token_logps_and_entropies` and `compute_loss` (the correction), `log` (metrics), `add_callback` (one monitor),
-    `create_model_card` (model and correction).
+    `create_model_card` (model and correction), `train` (settings that were assigned since the trainer was built).
 
     Example:
 

@@ -18,6 +18,7 @@ from .reporting import report_alert
 
 
 ALARMS, TIGHTENED = f"{PREFIX}monitor/alarms", f"{PREFIX}monitor/tightened"
+MONITOR_FIELDS = ("rollout_monitor", "rollout_monitor_preset", "rollout_monitor_bounds")
 FIRST_PAUSE = 10  # logging windows between the first two messages about a cause
 _SYMBOLS = {"critical": "✖", "warning": "▲"}
 
@@ -44,8 +45,8 @@ class RolloutCorrectionMonitor(TrainerCallback):
             Other bounds of the rules, by name; `None` switches a rule off.
 
     Raises:
-        `ValueError`: if the action, the preset or a threshold is not one; and when training begins, if the preset does not
-            suit the run.
+        `ValueError`: if the action, the preset or a threshold is not one; and when a trainer gets the monitor or begins to
+            train, if the preset does not suit the run.
 
     Example:
 
@@ -64,6 +65,7 @@ class RolloutCorrectionMonitor(TrainerCallback):
         if action == "tighten":
             check_name(preset)
         self.action, self.preset = action, preset
+        self.of_configuration = False  # or brought by the user
         self.tightened = False
         self.reporters: CallbackHandler | None = None  # those of the trainer, which may send alerts
         self._examiner = Examiner(RULES, bounds=parse_bounds(bounds))
@@ -95,8 +97,8 @@ class RolloutCorrectionMonitor(TrainerCallback):
         self._windows += 1
         findings = self._examiner.observe({**logs, "step": state.global_step})
         _add(ALARMS, len(findings), logs, state)
-        acted = self._act(findings, args, control)
-        if acted and self.action == "tighten":
+        tightened, acted = self.tightened, self._act(findings, args, control)
+        if self.tightened and not tightened:
             _add(TIGHTENED, 1, logs, state)
         for finding in findings:
             self._say(finding, acted if finding is findings[0] else None, state)
@@ -121,6 +123,11 @@ class RolloutCorrectionMonitor(TrainerCallback):
             return f"`rollout_monitor` is 'stop': training ends here, with a checkpoint in {args.output_dir}."
         if self.tightened:
             return None
+        try:
+            check_preset(self.preset, args)  # settings may have been changed since the run began
+        except ValueError as error:
+            self.action = "warn"
+            return f"The run goes on as it is: {error}"
         self._tighten(args)
         self._examiner.forget_streaks()
         return f"`rollout_monitor` is 'tighten': from here on with {self._description(args)}."
@@ -185,12 +192,14 @@ def settle_monitors(handler: CallbackHandler):
 
 
 def add_monitor(handler: CallbackHandler, args: RolloutCorrectionConfig):
-    """Add the monitor of a configuration to the callbacks of a trainer, unless the user brings one."""
-    if args.rollout_monitor is not None and not any(
-        isinstance(x, RolloutCorrectionMonitor) for x in handler.callbacks
-    ):
-        monitor = RolloutCorrectionMonitor(
-            args.rollout_monitor, args.rollout_monitor_preset, args.rollout_monitor_bounds
-        )
+    """Give the callbacks of a trainer the monitor that its configuration asks for, unless the user brings one."""
+    brought = [x for x in handler.callbacks if isinstance(x, RolloutCorrectionMonitor) and not x.of_configuration]
+    handler.callbacks = [x for x in handler.callbacks if x in brought or not isinstance(x, RolloutCorrectionMonitor)]
+    if args.rollout_monitor is not None and not brought:
+        monitor = RolloutCorrectionMonitor(*(getattr(args, name) for name in MONITOR_FIELDS))
+        monitor.of_configuration = True
         handler.callbacks.insert(0, monitor)  # before those that report what it adds to the log
     settle_monitors(handler)
+    for monitor in brought:
+        if monitor.action == "tighten":
+            check_preset(monitor.preset, args, warns=True)

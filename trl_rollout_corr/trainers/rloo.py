@@ -13,9 +13,10 @@ from ..functional import LOG_RATIO_BOUND
 from .checks import (
     check_batch_normalization,
     check_bounds_of_means,
-    check_preset,
     check_sampling,
+    check_tightened,
     replace_trl_correction,
+    warn_about_iterations,
 )
 from .mixin import RolloutCorrectionMixin
 from .observer import Corrected
@@ -37,11 +38,16 @@ class RolloutCorrectedRLOOConfig(RolloutCorrectionConfig, RLOOConfig):
         RolloutCorrectionConfig.__post_init__(self)
         replace_trl_correction(self)  # which RLOO may get one day
         RLOOConfig.__post_init__(self)
-        check_batch_normalization(self)
         check_sampling(self)
-        check_bounds_of_means(self)
-        if self.rollout_monitor == "tighten":
-            check_preset(self.rollout_monitor_preset, self)
+        self.check(warns=True)
+
+    def check(self, *, warns: bool = False):
+        super().check()
+        check_batch_normalization(self)
+        if warns:
+            check_bounds_of_means(self)
+            warn_about_iterations(self)
+        check_tightened(self, warns=warns)
 
 
 class RolloutAsOld(OldPass):
@@ -68,7 +74,7 @@ class RolloutCorrectedRLOOTrainer(RolloutCorrectionMixin, RLOOTrainer):
     `_generate` and `_generate_and_score_completions` (the sampler's log-probabilities, and TRL's old pass, which is spared
     where it is not needed), `_calculate_rewards` (completions that are rejected before the baseline),
     `_get_per_token_logps_and_entropies` and `compute_loss` (the correction), `log` (metrics), `add_callback` (one monitor),
-    `create_model_card` (model and correction).
+    `create_model_card` (model and correction), `train` (settings that were assigned since the trainer was built).
 
     RLOO's ratio is that of the whole completion, so weights and rejection act on the gradient of each token: the clipped
     ratio keeps its value, and the logged loss is that of the unweighted ratio.
