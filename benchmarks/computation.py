@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 import verl_helper
+from tables import COMPILED, COMPUTATION, markdown
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
@@ -199,19 +200,6 @@ def measure(shape: str, case: str, device: str, rounds: int, verl) -> dict:
     }
 
 
-COLUMNS = {
-    "shape": "{}", "case": "{}", "read_ms": "{:.2f}", "ours_ms": "{:.2f}", "compiled_ms": "{:.2f}",
-    "accounted_ms": "{:.2f}", "compiled_accounted_ms": "{:.2f}", "verl_ms": "{:.2f}", "verl_over_ours": "{:.1f}",
-    "verl_over_compiled": "{:.1f}", "verl_over_compiled_accounted": "{:.1f}",
-    "ours_over_read": "{:.1f}", "ours_host_reads": "{}", "verl_host_reads": "{}",
-    "ours_peak_tensors": "{:.1f}", "verl_peak_tensors": "{:.1f}",
-}  # fmt: skip
-
-
-def print_row(values: list[str]):
-    print(" ".join(f"{value:<20}" if i == 1 else f"{value:>12}" for i, value in enumerate(values)), flush=True)
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", default=[*SHAPES, *GROWTH])
@@ -225,7 +213,6 @@ def main():
 
     args.wheel_folder.mkdir(parents=True, exist_ok=True)
     verl = verl_helper.load(args.wheel_folder)
-    print_row([name.replace("_", " ").replace("peak tensors", "mem") for name in COLUMNS])
     rows = []
     with threads(args.threads) if args.device == "cpu" else nullcontext():
         for shape in dict.fromkeys(args.shapes):
@@ -233,7 +220,8 @@ def main():
                 if shape in GROWTH and shape not in SHAPES and case != "token":
                     continue
                 rows.append(measure(shape, case, args.device, args.rounds, verl))
-                print_row([form.format(rows[-1][name]) for name, form in COLUMNS.items()])
+                print(f"{shape}, {case}: done", flush=True)
+    print(f"\n{markdown(rows, COMPUTATION)}\n\n{markdown(rows, COMPILED)}")
     if args.output:
         setting = {"torch": torch.__version__, "verl": verl_helper.VERSION, "python": platform.python_version()}
         setting |= {"device": args.device, "threads": args.threads, "rounds": args.rounds}

@@ -3,10 +3,10 @@ What a log costs over many processes: one gather of one vector, and how that gro
 
     python benchmarks/gather.py
 
-Processes on this machine that talk through gloo each hold the statistics of a batch; timed are the gather, and what turns
-gathered vectors into metrics. The latter is also timed for up to 512 vectors, which needs no processes. On paper, a log over
-`n` ranks takes that time, plus `n` vectors through a network of a given bandwidth. More processes than cores mostly wait for
-each other: their times say little about a machine with a device per rank.
+Processes on this machine that talk through gloo each hold what a trainer counts of a batch; timed are the gather, and what
+turns gathered vectors into metrics. The latter is also timed for up to 512 vectors, which needs no processes. On paper, a log
+over `n` ranks takes that time, plus `n` vectors through a network of a given bandwidth. More processes than cores mostly wait
+for each other: their times say little about a machine with a device per rank.
 """
 
 import argparse
@@ -19,10 +19,15 @@ import time
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
+from accelerate import Accelerator
+from tables import GATHER, ON_PAPER, markdown
 from torch.multiprocessing import spawn
 
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
+from trl_rollout_corr.accounting import Accounts, account
+from trl_rollout_corr.staleness import Staleness, age, engine_drift, lag
+from trl_rollout_corr.sums import Sums
+from trl_rollout_corr.trainers.observer import LoggingWindow
 
 
 CONFIGS = {
@@ -37,37 +42,54 @@ CONFIGS = {
 PAPER = (8, 64, 512)  # ranks to extrapolate to
 
 
-def batch_statistics(config: RolloutCorrectionConfig, seed: int):
+def sums_of_a_batch(fields: dict, seed: int) -> list[Sums]:
+    """What a trainer counts at the first visit of a batch."""
     generator = torch.Generator().manual_seed(seed)
     rollout = -torch.rand(8, 512, generator=generator)
     train = rollout + 0.02 * torch.randn(8, 512, generator=generator)
-    return compute_rollout_correction(train, rollout, torch.ones(8, 512), config).statistics
+    config, mask, ones = RolloutCorrectionConfig(**fields), torch.ones(8, 512, dtype=torch.bool), torch.ones(8)
+    correction = compute_rollout_correction(train, rollout, mask, config, advantages=ones)
+    accounts = account(correction.valid, correction.keep, correction.coefficients, ones, ones)
+    return [
+        correction.statistics,
+        accounts,
+        Staleness.of(lag(ones) | age(ones) | engine_drift(correction.statistics)),
+    ]
+
+
+def finish(sums: Sums):
+    """To numbers, as the trainers do."""
+    sums.finish(rejects=True, weighs=True) if isinstance(sums, Accounts) else sums.finish()
 
 
 def work(rank: int, ranks: int, port: int, rounds: int, path: str):
     """One process: log as the trainers do, again and again."""
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(ranks))
+    os.environ.update(LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=ranks)
+    accelerator = Accelerator(cpu=True)
     found = {}
     for name, fields in CONFIGS.items():
-        part = batch_statistics(RolloutCorrectionConfig(**fields), seed=rank)
-        gathered = [torch.empty_like(part.vector) for _ in range(ranks)]
+        parts = sums_of_a_batch(fields, seed=rank)
         times = {"gather": [], "finish": []}
         for _ in range(rounds):
-            dist.barrier()
+            window = LoggingWindow(accelerator)
+            for part in parts:
+                window.add(part)
+            accelerator.wait_for_everyone()
             start = time.perf_counter()
-            dist.all_gather(gathered, part.vector)
+            gathered = window.close()
             middle = time.perf_counter()
-            part.combine(torch.stack(gathered)).finish()
+            for part in gathered.values():
+                finish(part)
             times["gather"].append(middle - start)
             times["finish"].append(time.perf_counter() - middle)
-        found[name] = {"bytes": part.vector.numel() * part.vector.element_size()}
+        found[name] = {"sent_kb": sum(part.vector.numel() * part.vector.element_size() for part in parts) / 1e3}
         found[name] |= {f"{key}_ms": 1000 * statistics.median(values) for key, values in times.items()}
     if rank == 0:
         Path(path).write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
 
 
 def free_port() -> int:
@@ -78,11 +100,12 @@ def free_port() -> int:
 
 def finishing_ms(fields: dict, ranks: int, rounds: int) -> float:
     """Median milliseconds from the vectors of so many ranks to metrics."""
-    part = batch_statistics(RolloutCorrectionConfig(**fields), seed=0)
-    vectors, times = torch.stack([part.vector] * ranks), []
+    parts = [(part, torch.stack([part.vector] * ranks)) for part in sums_of_a_batch(fields, seed=0)]
+    times = []
     for _ in range(rounds):
         start = time.perf_counter()
-        part.combine(vectors).finish()
+        for part, vectors in parts:
+            finish(part.combine(vectors))
         times.append(time.perf_counter() - start)
     return 1000 * statistics.median(times)
 
@@ -94,34 +117,26 @@ def main():
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--output", type=Path, help="Where to write the results as JSON.")
     args = parser.parse_args()
-    rows = []
+    measured, extrapolated = [], []
     with tempfile.TemporaryDirectory() as folder:
         for ranks in args.ranks:
             path = f"{folder}/{ranks}"
             spawn(work, (ranks, free_port(), args.rounds, path), nprocs=ranks)
-            rows += [
-                {"config": name, "ranks": ranks, "received": found["bytes"] * (ranks - 1), **found}
-                for name, found in json.loads(Path(path).read_text()).items()
-            ]
-    for name in CONFIGS:
-        mine = [row for row in rows if row["config"] == name]
-        print(f"\n{name}: {mine[0]['bytes']} bytes sent per rank and log")
-        for row in mine:
-            print(f"  {row['ranks']:>4} ranks  gather {row['gather_ms']:.2f} ms  to numbers {row['finish_ms']:.2f} ms")
+            found = json.loads(Path(path).read_text())
+            measured += [{"config": name, "ranks": ranks, **row} for name, row in found.items()]
+    for row in measured[: len(CONFIGS)]:
         for ranks in PAPER:
-            finishing = finishing_ms(CONFIGS[name], ranks, args.rounds)
-            received = mine[0]["bytes"] * ranks
-            network = 1000 * received / (args.bandwidth * 1e9)
-            print(
-                f"  {ranks:>4} ranks on paper: {received / 1e6:.2f} MB received, {network:.2f} ms at {args.bandwidth} GB/s; "
-                f"to numbers, measured: {finishing:.2f} ms"
-            )
-            rows.append(
-                {"config": name, "ranks": ranks, "received": received, "network_ms": network, "finish_ms": finishing}
-            )
+            received = row["sent_kb"] * ranks / 1e3
+            network = 1000 * received / (args.bandwidth * 1e3)
+            finishing = finishing_ms(CONFIGS[row["config"]], ranks, args.rounds)
+            of_ranks = {"received_mb": received, "network_ms": network, "finish_ms": finishing}
+            extrapolated.append({"config": row["config"], "ranks": ranks, **of_ranks})
+    print(markdown(measured, GATHER))
+    print(f"\nOn paper, over a network of {args.bandwidth:g} GB/s:\n\n{markdown(extrapolated, ON_PAPER)}")
     if args.output:
         setting = {"torch": torch.__version__, "cores": os.cpu_count(), "rounds": args.rounds}
-        args.output.write_text(json.dumps({"setting": setting, "rows": rows}, indent=1))
+        results = {"setting": setting, "rows": measured, "on_paper": extrapolated}
+        args.output.write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ A training step with a real vLLM: TRL without correction, TRL with its own, and 
 
 A model of random weights writes completions that always have the full length, so that everyone does the same work. The
 contestants train a few steps each, in turns, in one process with one vLLM engine; medians and ratios to TRL without
-correction are printed, in total and for what is not sampling. With `--memory` each contestant has a process of its own, and
-the ratio is that of the peak memory.
+correction are printed, in total and for what is not sampling: seconds of CPU time, or on a GPU of wall clock. With
+`--memory` each contestant has a process of its own, and the ratio is that of the peak memory.
 """
 
 import argparse
@@ -35,6 +35,7 @@ import torch
 import transformers
 import vllm
 from sorting import make_prompts, make_tokenizer
+from tables import MEMORY, STEP, markdown
 from transformers import PrinterCallback, Qwen2Config, Qwen2ForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.generation import vllm_generation
@@ -52,12 +53,17 @@ GRPO, RLOO = (GRPOTrainer, GRPOConfig), (RLOOTrainer, RLOOConfig)
 OUR_GRPO = (RolloutCorrectedGRPOTrainer, RolloutCorrectedGRPOConfig)
 OUR_RLOO = (RolloutCorrectedRLOOTrainer, RolloutCorrectedRLOOConfig)
 VOCABULARY = 4096  # of the model; its tokenizer knows a few of them, and nobody reads the completions
+BOUNDS = {"rollout_rs_threshold": [0.99, 1.01]}
 BASELINE = {"grpo": "grpo, no correction", "rloo": "rloo, no correction"}
 CONTESTANTS = {
     "grpo, no correction": (*GRPO, {"vllm_importance_sampling_correction": False}),
     "grpo, TRL's correction": (*GRPO, {"vllm_importance_sampling_mode": "token_truncate"}),
     "grpo, measured": (*OUR_GRPO, {"rollout_correction": "disabled"}),
     "grpo, decoupled_token_is": (*OUR_GRPO, {"rollout_correction": "decoupled_token_is"}),
+    "grpo, decoupled_seq_is": (*OUR_GRPO, {"rollout_correction": "decoupled_seq_is"}),
+    "grpo, geometric weights": (*OUR_GRPO, {"rollout_is": "geometric"}),
+    "grpo, decoupled_geo_rs": (*OUR_GRPO, {"rollout_correction": "decoupled_geo_rs", **BOUNDS}),
+    "grpo, decoupled_geo_rs_token_tis": (*OUR_GRPO, {"rollout_correction": "decoupled_geo_rs_token_tis", **BOUNDS}),
     "grpo, auto": (*OUR_GRPO, {"rollout_correction": "auto"}),
     "grpo, bypass_ppo_clip": (*OUR_GRPO, {"rollout_correction": "bypass_ppo_clip"}),
     "rloo, no correction": (*RLOO, {"beta": 0.0}),
@@ -89,6 +95,10 @@ def make_model(folder: Path, hidden: int, layers: int) -> str:
     return f"{sum(p.numel() for p in model.parameters()) / 1e6:.0f}M parameters"
 
 
+# A CPU may have other things to do: the time that this process was given. A GPU has not
+seconds = time.perf_counter if torch.cuda.device_count() else time.process_time
+
+
 def share_one_engine():
     """All trainers of this process use the engine that the first one starts."""
     vllm_generation.LLM = functools.cache(functools.partial(vllm.LLM, dtype="float32", enforce_eager=True))
@@ -105,18 +115,18 @@ class Stopwatch(TrainerCallback):
 
         @functools.wraps(generate)
         def timed(*args, **kwargs):
-            start = time.perf_counter()
+            start = seconds()
             output = generate(*args, **kwargs)
-            self.sampled += time.perf_counter() - start
+            self.sampled += seconds() - start
             return output
 
         generation.generate = timed
 
     def on_step_begin(self, args, state, control, **kwargs):
-        self.start, self.sampled = time.perf_counter(), 0.0
+        self.start, self.sampled = seconds(), 0.0
 
     def on_step_end(self, args, state, control, **kwargs):
-        self.steps.append(time.perf_counter() - self.start)
+        self.steps.append(seconds() - self.start)
         self.sampling.append(self.sampled)
 
 
@@ -190,22 +200,13 @@ def train_and_print_peak(name: str, model: Path, args: argparse.Namespace):
     print(json.dumps(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20))
 
 
-def print_table(rows: list[dict]):
-    columns = list(rows[0])
-    for row in [dict.fromkeys(columns), *rows]:
-        cells = [name if row[name] is None else row[name] for name in columns]
-        print("  ".join(f"{cell:<26}" if i == 0 else f"{cell:>22}" for i, cell in enumerate(cells)))
-
-
-def table_of_times(times: dict[str, dict[str, list[float]]]) -> list[dict]:
+def rows_of_times(times: dict[str, dict[str, list[float]]]) -> list[dict]:
     median = {name: {key: statistics.median(values) for key, values in t.items()} for name, t in times.items()}
     return [
         {
             "contestant": name,
-            "step, s": f"{m['step']:.3f}",
-            "without sampling, s": f"{m['training']:.3f}",
-            "ratio of the step": f"{m['step'] / median[BASELINE[name[:4]]]['step']:.3f}",
-            "ratio w/o sampling": f"{m['training'] / median[BASELINE[name[:4]]]['training']:.3f}",
+            **{f"{key}_s": value for key, value in m.items()},
+            **{f"{key}_ratio": value / median[BASELINE[name[:4]]][key] for key, value in m.items()},
         }
         for name, m in median.items()
     ]
@@ -237,12 +238,12 @@ def main():
         if args.memory:
             peaks = peak_memory(names, Path(folder), args)
             rows = [
-                {"contestant": n, "peak, GiB": f"{p:.3f}", "ratio": f"{p / peaks[BASELINE[n[:4]]]:.4f}"}
-                for n, p in peaks.items()
+                {"contestant": name, "peak_gib": peak, "ratio": peak / peaks[BASELINE[name[:4]]]}
+                for name, peak in peaks.items()
             ]
         else:
-            rows = table_of_times(interleaved(names, Path(folder), args))
-    print_table(rows)
+            rows = rows_of_times(interleaved(names, Path(folder), args))
+    print(markdown(rows, MEMORY if args.memory else STEP))
     if args.output:
         setting = {
             key: str(value) for key, value in vars(args).items() if key in ("hidden", "layers", "rounds", "steps")

@@ -17,6 +17,10 @@ from packaging.version import Version
 
 ROOT = Path(__file__).parent.parent
 ACCELERATE = str(Path(sys.executable).with_name("accelerate"))
+UNCOMPILED = {
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_USE_AOT_COMPILE": "0",
+}  # a compiled engine takes half a minute to start
 # Older releases of TRL have another asynchronous trainer, or none, and ours refuses them
 HAS_ASYNCHRONOUS = Version(version("trl")) >= Version("1.16.0.dev0")
 

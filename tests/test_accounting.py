@@ -2,12 +2,14 @@
 
 import math
 import random
+import re
 
 import pytest
 import torch
 
 from tests.dumps import read_dump
-from tests.tiny import StaleSampler
+from tests.launching import ROOT
+from tests.tiny import StaleSampler, prompts
 from tests.training import TRAINERS, BrokenSampler, build, config_fields, losses, micro_batches, window
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
 from trl_rollout_corr.accounting import BUCKETS, REWARDS, account, turns_of
@@ -259,6 +261,26 @@ def test_a_sampler_that_is_behind(make):
     losses(trainer)
     assert [entry["sampler_lag"] for entry in entries(trainer)] == [0, 1, 2, 2, 2]
     assert [entry["staleness_max"] for entry in entries(trainer)] == [0, 1, 2, 2, 2]
+
+
+def test_samples_that_are_used_again_are_corrected(tiny_model_path, tmp_path):
+    (code,) = re.findall(r"```python\n(class UsedTwice.*?)```", (ROOT / "docs/choosing.md").read_text(), re.DOTALL)
+    names: dict = {}
+    exec(code, names)
+    sampler, seen = StaleSampler(tiny_model_path, noise=0.0), []
+
+    def sample(prompts, trainer):
+        seen.append(trainer.state.global_step)
+        return sampler(prompts, trainer)
+
+    trainer = build(*TRAINERS["grpo"], tiny_model_path, tmp_path, sampler=names["UsedTwice"](sample), max_steps=3,
+                    learning_rate=3e-3, shuffle_dataset=False, extra={"train_dataset": prompts(2)})  # fmt: skip
+    losses(trainer)
+    assert seen == [0, 2]
+    first, again, _ = entries(trainer)
+    assert [entry["staleness_max"] for entry in entries(trainer)] == [0, 1, 0]
+    assert first["k3_kl"] < 1e-6 < 1e-3 < again["k3_kl"]
+    assert again["rollout_is_std"] > 0.01
 
 
 def test_nothing_is_claimed_about_unknown_weights(make):

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from tests.launching import ROOT, benchmarks, output_of
+from tests.tiny import StaleSampler
+from tests.training import TRAINERS, build
 from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.analysis.exact import given_up
 
@@ -54,9 +56,26 @@ def test_gather(tmp_path):
         "--output",
         str(tmp_path / "out.json"),
     )
-    assert re.search(r"512 ranks on paper: \d+\.\d+ MB received", output)
-    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
-    assert {row["ranks"] for row in rows} == {1, 2, 8, 64, 512}
+    assert re.search(r"\| weights, three criteria \| 512 \| \d+\.\d+ \|", output)
+    results = json.loads((tmp_path / "out.json").read_text())
+    assert {row["ranks"] for row in results["rows"]} == {1, 2}
+    assert {row["ranks"] for row in results["on_paper"]} == {8, 64, 512}
+
+
+def test_a_log_sends_what_the_benchmark_says(tiny_model_path, tmp_path):
+    trainer = build(*TRAINERS["grpo"], tiny_model_path, tmp_path, sampler=StaleSampler(tiny_model_path), max_steps=1)
+    sent, gather = [], trainer.accelerator.gather
+
+    def counting(tensor):
+        sent.append(tensor.numel())
+        return gather(tensor)
+
+    trainer.accelerator.gather = counting
+    trainer.train()
+    with benchmarks("") as load:
+        module = load("gather")
+        parts = module.sums_of_a_batch(module.CONFIGS["token weights"], seed=0)
+    assert max(sent) == sum(part.vector.numel() for part in parts)
 
 
 @pytest.mark.slow
@@ -67,8 +86,8 @@ def test_step(tmp_path):
         "--steps", "1", "--output", str(tmp_path / "out.json"),
     )  # fmt: skip
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
-    assert len(rows) == 9
-    assert all(float(row["step, s"]) > 0 for row in rows)
+    assert len(rows) == 14
+    assert all(row["step_s"] > row["training_s"] > 0 for row in rows)
 
 
 @pytest.mark.slow

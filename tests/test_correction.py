@@ -446,6 +446,15 @@ def test_sequence_chi2_is_of_the_product():
     assert metrics["chi2_seq"] == pytest.approx(math.exp(2 * 0.6) - 1, rel=1e-6)
 
 
+def test_raw_weights_have_the_sample_size_of_their_chi_squared():
+    d = torch.randn(256, 1024, generator=torch.Generator().manual_seed(0)) * 0.5 - 0.125
+    metrics = named(correct(d, torch.zeros_like(d), torch.ones_like(d), rollout_is_threshold=math.inf))
+    assert metrics["chi2_token"] == pytest.approx(math.exp(0.25) - 1, rel=0.05)
+    assert metrics["rollout_is_eff_sample_size"] == pytest.approx(1 / (1 + metrics["chi2_token"]), rel=0.01)
+    assert metrics["log_ppl_diff"] == pytest.approx(metrics["kl"])  # of completions of one length
+    assert metrics["ppl_ratio"] == pytest.approx(math.exp(metrics["log_ppl_diff"]), rel=0.01)
+
+
 def test_sequence_weight_is_the_exponential_of_the_sum():
     weights = correct(
         torch.tensor([[0.1, -0.3, 0.4]]), torch.zeros(1, 3), torch.ones(1, 3), rollout_is="sequence"
@@ -534,6 +543,26 @@ def test_token_k1_rejects_tokens_and_seq_max_k1_their_sequences():
         [True] * 3,
     ]
     assert correct(train, zeros, ones, rollout_rs="seq_max_k1", **fields).keep.tolist() == [[False] * 3, [True] * 3]
+
+
+def test_bounds_of_k2_are_in_nats():
+    train = torch.tensor([[0.0, math.log(9.3)], [0.0, math.log(9.4)]])
+    zeros, ones = torch.zeros(2, 2), torch.ones(2, 2)
+    of_k2 = correct(train, zeros, ones, rollout_is=None, rollout_rs="seq_max_k2", rollout_rs_threshold=2.5)
+    assert of_k2.keep.any(-1).tolist() == [True, False]
+    of_ratio = correct(train, zeros, ones, rollout_is=None, rollout_rs="seq_max_k1", rollout_rs_threshold=2.5)
+    assert not of_ratio.keep.any()
+
+
+def test_the_masked_fraction_is_of_tokens():
+    train = torch.tensor([[0.0, 1.0, 0.0, 0.0], [0.0] * 4])
+    metrics = named(
+        correct(
+            train, torch.zeros(2, 4), torch.ones(2, 4), rollout_is=None, rollout_rs="token_k1", rollout_rs_threshold=2
+        )
+    )
+    assert metrics["rollout_rs_masked_fraction"] == 1 / 8
+    assert metrics["rollout_rs_seq_masked_fraction"] == 1 / 2
 
 
 @given(batches(), st.sampled_from(["token", "sequence", "geometric"]))

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import json
-import re
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -478,23 +477,17 @@ def test_a_report_reads_a_dump_once(shifted, tmp_path, monkeypatch):
 # What is published --------------------------------------------------------------------------------------------------------
 
 
-def test_the_published_matrix_is_that_of_the_results():
-    folder = ROOT / "benchmarks" / "diagnose"
-    results = json.loads((folder / "results.json").read_text())
+def test_published_answers_are_of_the_bounds_that_are_set():
+    results = json.loads((ROOT / "benchmarks" / "diagnose" / "results.json").read_text())
     assert results["signatures"] == [
         [s.cause, s.weak, s.strong] for stage in (*STAGES, *DIFFUSE) for s in stage.signatures
     ]  # judged with the bounds that are set
-    table = re.findall(
-        r"^\| `(\w+)` \| (\d+) \| (\d+) \| ([^|]*) \|", (folder / "README.md").read_text(), re.MULTILINE
-    )
-    told = {cause: (int(right), int(runs), others.strip()) for cause, right, runs, others in table}
-    for cause, answers in results["with_second_look"].items():
-        others = ", ".join(f"{name} {n}" for name, n in sorted(answers.items()) if name != cause)
-        assert told[cause] == (answers.get(cause, 0), sum(answers.values()), others or "-")
-    reached = [cause for cause, (right, runs, _) in told.items() if cause != "nothing" and right >= 0.9 * runs]
+    named = {
+        name: answers.get(name, 0) / sum(answers.values()) for name, answers in results["with_second_look"].items()
+    }
+    reached = [cause for cause, share in named.items() if cause != "nothing" and share >= 0.9]
     text = (ROOT / "docs" / "diagnose.md").read_text()
     assert f"at\nleast 9 of 10 dumps for {len(reached)} of {len(CAUSES)} causes" in text
-    assert f"Of 80 runs without a\nfault, {results['healthy']['none']} are called healthy" in text
 
 
 def test_default_is_off():

@@ -224,6 +224,29 @@ def test_every_document_is_listed():
     assert documents <= set(listed)
 
 
+def test_settings_in_the_place_of_those_of_verl_exist():
+    from trl_rollout_corr import RolloutCorrectedGRPOConfig  # imports TRL
+
+    fields = set(RolloutCorrectedGRPOConfig.__dataclass_fields__)
+    values = {
+        "ppo_clip",
+        "dapo",
+        "grpo",
+        "dr_grpo",
+        "ess_sqrt",
+        "RolloutCorrectedGRPOTrainer",
+        "RolloutCorrectedRLOOTrainer",
+    }
+    text = (ROOT / "docs/migration.md").read_text().split("## Settings outside the section")[1].split("\n## ")[0]
+    rows = [row.split("|")[1:3] for row in text.splitlines() if row.startswith("| `")]
+    assert len(rows) > 10
+    for theirs, ours in rows:
+        names = {name for code in re.findall(r"`([^`]+)`", ours) for name in re.findall(r"[A-Za-z_]{3,}", code)}
+        assert names - values <= fields, names
+        if " none" in ours:
+            assert not set(re.findall(r"\w+", theirs)) & fields
+
+
 def test_every_difference_from_verl_is_held_by_a_test():
     rows = [line for line in (ROOT / "docs/differences.md").read_text().splitlines() if line.startswith("| ")]
     rows = [row for row in rows if "held by" not in row and "---" not in row]

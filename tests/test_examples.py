@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.dumps import make_dump
-from tests.launching import ACCELERATE, ROOT, output_of, run
+from tests.launching import ACCELERATE, ROOT, UNCOMPILED, output_of, run
 from tests.training import TRAINERS
 from trl_rollout_corr import compute_rollout_correction
 from trl_rollout_corr.__main__ import main
@@ -24,8 +24,6 @@ LAUNCH = [
 
 
 RESULT = "quickstart.json"  # of a run, in its folder
-# A compiled engine takes half a minute to start; the slow test below has one
-UNCOMPILED = {"TORCHDYNAMO_DISABLE": "1", "VLLM_USE_AOT_COMPILE": "0"}
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,9 @@ import json
 import re
 import runpy
 import sys
+import tomllib
 import warnings
+from importlib.metadata import metadata
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config
 
-from tests.launching import ROOT
+from tests.launching import ACCELERATE, ROOT, UNCOMPILED, run
 from tests.test_reporting import finished_wandb_records
 from tests.training import TRAINERS, assert_in_step
 from trl_rollout_corr import RolloutCorrectionConfig
@@ -81,6 +83,17 @@ def test_recipes_hold_only_what_differs_from_the_defaults(recipe, tmp_path):
         field = fields[name]
         default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
         assert name in ALWAYS_WRITTEN or value != default, f"`{name}: {value}` is the default"
+
+
+def test_recipes_with_an_adapter_name_the_extra_that_they_need():
+    with open(ROOT / "pyproject.toml", "rb") as file:
+        extras = tomllib.load(file)["project"]["optional-dependencies"]
+    assert extras["peft"] == [extras["vllm"][0].replace("vllm", "peft")]  # TRL says which releases it works with
+    assert "peft" in metadata("trl").get_all("Provides-Extra")
+    with_adapter = [recipe for recipe in RECIPES if settings(recipe).get("use_peft")]
+    assert len(with_adapter) == 2
+    for recipe in with_adapter:
+        assert 'pip install "trl-rollout-corr[peft]"' in text(recipe).split("output_dir:")[0]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -221,6 +234,15 @@ def questions(tmp_path_factory) -> str:
     return str(folder)
 
 
+def small(model: str, questions: str, folder: Path) -> list[str]:
+    """Options of a run of seconds."""
+    return [
+        *on_a_cpu(folder), "--model_name_or_path", model, "--dtype", "float32", "--dataset_name", questions,
+        "--max_steps", "2", "--num_generations", "4", "--per_device_train_batch_size", "4",
+        "--gradient_accumulation_steps", "2", "--max_completion_length", "8", "--disable_tqdm", "true",
+    ]  # fmt: skip
+
+
 @pytest.fixture
 def train(tiny_model_path, questions, tmp_path, shared_engine, monkeypatch):
     """Runs an example on a recipe, with a small model, dataset and batch."""
@@ -228,21 +250,18 @@ def train(tiny_model_path, questions, tmp_path, shared_engine, monkeypatch):
     import run
 
     def train(recipe: str, *options: str):
-        return run.train(
-            *TRAINERS[recipe.split("/")[0]], "",
-            ["--config", str(ROOT / "recipes" / recipe), *on_a_cpu(tmp_path), "--model_name_or_path", tiny_model_path,
-             "--dtype", "float32", "--dataset_name", questions, "--max_steps", "2", "--num_generations", "4",
-             "--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2", "--max_completion_length", "8",
-             "--save_strategy", "no", "--disable_tqdm", "true", *options],
-        )  # fmt: skip
+        arguments = ["--config", str(ROOT / "recipes" / recipe), *small(tiny_model_path, questions, tmp_path)]
+        return run.train(*TRAINERS[recipe.split("/")[0]], "", [*arguments, "--save_strategy", "no", *options])
 
     return train
 
 
 # What `diagnose` points at, by cause
 OF_PRECISION = {"rounding": ["grpo/fp32_head.yaml", "grpo/fp16.yaml"], "head": ["grpo/fp32_head.yaml"]}
-# A server takes weights through NCCL, which needs GPUs; float16 takes an engine of its own
-ELSEWHERE = (*ASYNCHRONOUS, "grpo/server.yaml", "grpo/fp16.yaml")
+# Launched by the commands of the README
+LAUNCHED = ("grpo/cpu.yaml", "rloo/auto.yaml")
+NOT_TRAINED = ("grpo/server.yaml",)  # the server takes weights through NCCL, which needs GPUs
+ELSEWHERE = (*ASYNCHRONOUS, *LAUNCHED, *NOT_TRAINED, "grpo/fp16.yaml")  # float16 takes an engine of its own
 
 
 @pytest.mark.parametrize("cause", OF_PRECISION)
@@ -269,6 +288,31 @@ def test_recipes_train(train, recipe):
     trainer = train(recipe, "--log_completions", "false")
     assert len([entry for entry in trainer.state.log_history if "loss" in entry]) == 2
     assert_in_step(trainer)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("recipe", LAUNCHED)
+def test_examples_are_launched_and_end_well(recipe, tiny_model_path, questions, tmp_path):
+    example = f"examples/{recipe.split('/')[0]}.py"
+    process = run(
+        ACCELERATE, "launch", "--config_file", "recipes/accelerate/cpu.yaml", example, "--config", f"recipes/{recipe}",
+        *small(tiny_model_path, questions, tmp_path), "--vllm_max_model_length", "256", "--save_strategy", "steps",
+        **UNCOMPILED,
+    )  # fmt: skip
+    assert process.returncode == 0, process.stderr[-4000:]
+    assert "Traceback" not in process.stderr
+    log = json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]
+    rows = [entry for entry in log if "loss" in entry]
+    assert len(rows) == 2
+    assert all(0 < row["rollout_corr/k3_kl"] < 0.01 and "rollout_corr/rollout_is_mean" in row for row in rows)
+    assert (tmp_path / "model.safetensors").exists()
+
+
+def test_recipes_that_are_not_trained_are_named():
+    (said,) = re.findall(
+        r"The tests\ntrain every recipe but (.+?) for two steps", (ROOT / "recipes/README.md").read_text()
+    )
+    assert re.findall(r"\((\w+/\w+\.yaml)\)", said) == [*NOT_TRAINED]
 
 
 @pytest.mark.parametrize("recipe", ASYNCHRONOUS)

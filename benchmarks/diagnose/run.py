@@ -48,12 +48,12 @@ def judge(folders: list[Path], *, old: bool) -> tuple[dict[str, Counter], dict[s
     return by_cause, by_fault, healthy
 
 
-def table(matrix: dict[str, Counter]) -> str:
+def table(matrix: dict[str, dict[str, int]]) -> str:
     """Rows of the table in README.md."""
     lines = ["| cause | named first | runs | otherwise |", "| --- | --- | --- | --- |"]
     for cause, answers in matrix.items():
         others = ", ".join(f"{name} {n}" for name, n in sorted(answers.items()) if name != cause)
-        lines.append(f"| `{cause}` | {answers[cause]} | {sum(answers.values())} | {others or '-'} |")
+        lines.append(f"| `{cause}` | {answers.get(cause, 0)} | {sum(answers.values())} | {others or '-'} |")
     return "\n".join(lines)
 
 

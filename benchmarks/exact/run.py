@@ -11,14 +11,19 @@ import argparse
 import json
 import math
 import statistics
+import sys
 from collections import defaultdict
 from dataclasses import asdict
 from pathlib import Path
+
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 from errors import error_of, gap
 from figure import draw
 from policies import KINDS, make_problem
+from tables import markdown
 
 from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.presets import PRESETS
@@ -75,32 +80,73 @@ def typical(rows: list[dict], measure: str) -> dict[str, float]:
     return {name: statistics.fmean(x) for name, x in values.items()}
 
 
-def print_best(rows: list[dict], names: list[str]):
-    """Per length and gap: what is most aligned with the true gradient, and what uncorrected data are."""
-    print("| tokens | s | problems | best | alignment | worst | alignment | no correction | token weights |")
-    print("| --- |" + " --- |" * 8)
+def summary(rows: list[dict]) -> list[dict]:
+    """What the tables are made of: per length and gap, each measure of each setting."""
+    found = []
     for (length, low), some in by_gap(rows).items():
-        aligned = {name: typical(some, "alignment")[name] for name in names}
-        ordered = sorted(names, key=lambda name: -aligned[name])
-        best = [name for name in ordered if aligned[name] > aligned[ordered[0]] - 0.002]
-        shown = ", ".join(best[:3]) + (f" and {len(best) - 3} more" if best[3:] else "")
-        high = BINS[BINS.index(low) + 1]
-        print(
-            f"| {length} | {low:g} to {high:g} | {len(some)} | {shown} | {aligned[best[0]]:.3f} | {ordered[-1]} "
-            f"| {aligned[ordered[-1]]:.3f} | {aligned['disabled']:.3f} | {aligned['decoupled_token_is']:.3f} |"
-        )
+        measures = {
+            name: {setting: float(f"{value:.4g}") for setting, value in typical(some, name).items()}
+            for name in MEASURES
+        }
+        found.append({"length": length, "s_from": low, "problems": len(some), **measures})
+    return found
 
 
-def print_all(rows: list[dict], names: list[str], measure: str):
+# Tables of `README.md` ------------------------------------------------------------------------------------------------
+
+
+BEST = {
+    "tokens": "{length}",
+    "s": "{s_from:g} to {s_to:g}",
+    "problems": "{problems}",
+    "best": "{best}",
+    "alignment": "{highest:.3f}",
+    "worst": "{worst}",
+    "its alignment": "{lowest:.3f}",
+    "no correction": "{alignment[disabled]:.3f}",
+    "token weights": "{alignment[decoupled_token_is]:.3f}",
+}
+
+
+def best(results: list[dict]) -> str:
+    """Per length and gap: what is most aligned with the true gradient, and what uncorrected data are."""
+    rows = []
+    for result in results:
+        aligned = result["alignment"]
+        ordered = sorted(aligned, key=lambda name: -aligned[name])
+        first, last = ordered[0], ordered[-1]
+        near = [name for name in ordered if aligned[name] > aligned[first] - 0.002]
+        shown = ", ".join(near[:3]) + (f" and {len(near) - 3} more" if near[3:] else "")
+        high = BINS[BINS.index(result["s_from"]) + 1]
+        of_best = {"best": shown, "highest": aligned[first], "worst": last, "lowest": aligned[last]}
+        rows.append({**result, **of_best, "s_to": high})
+    return markdown(rows, BEST)
+
+
+def every_setting(results: list[dict], measure: str) -> str:
     """One line per setting: the measure by bin of the gap, over all lengths and kinds."""
-    groups = defaultdict(list)
-    for (_, low), some in by_gap(rows).items():
-        groups[low] += some
-    print(f"| {measure} | " + " | ".join(f"s from {low:g}" for low in sorted(groups)) + " |")
-    print("| --- |" + " --- |" * len(groups))
-    columns = [typical(groups[low], measure) for low in sorted(groups)]
-    for name in sorted(names, key=lambda name: -columns[-2][name]):
-        print(f"| {name} | " + " | ".join(f"{column[name]:.3f}" for column in columns) + " |")
+    bins = sorted({result["s_from"] for result in results})
+    columns = {low: over_lengths([r for r in results if r["s_from"] == low], measure) for low in bins}
+    rows = [
+        {"setting": name, **{f"from_{i}": columns[low][name] for i, low in enumerate(bins)}} for name in columns[0.0]
+    ]
+    rows.sort(key=lambda row: -row[f"from_{len(bins) - 2}"])
+    return markdown(
+        rows, {measure: "{setting}", **{f"s from {low:g}": f"{{from_{i}:.3f}}" for i, low in enumerate(bins)}}
+    )
+
+
+def over_lengths(results: list[dict], measure: str) -> dict[str, float]:
+    """Mean over all problems of some lengths, as in [`typical`]."""
+    counts = [result["problems"] for result in results]
+    values = {name: [result[measure][name] for result in results] for name in results[0][measure]}
+    if measure == "bias":
+        return {name: math.exp(statistics.fmean(map(math.log, x), counts)) for name, x in values.items()}
+    return {name: statistics.fmean(x, counts) for name, x in values.items()}
+
+
+def tables(results: list[dict]) -> list[str]:
+    return [best(results), *(every_setting(results, measure) for measure in ("alignment", "bias"))]
 
 
 def main():
@@ -119,24 +165,9 @@ def main():
     draw(rows, args.output / "exact.png")
     for first, names in groups.items():
         print(f"- {first}" + (f", as {', '.join(names[1:])}" if names[1:] else ""))
-    print()
-    print_best(rows, list(groups))
-    for name in MEASURES:
-        print()
-        print_all(rows, list(groups), name)
-    (args.output / "results.json").write_text(json.dumps(summary(rows), indent=1))
-
-
-def summary(rows: list[dict]) -> list[dict]:
-    """What the tables are made of: per length and gap, each measure of each setting."""
-    found = []
-    for (length, low), some in by_gap(rows).items():
-        measures = {
-            name: {setting: float(f"{value:.4g}") for setting, value in typical(some, name).items()}
-            for name in MEASURES
-        }
-        found.append({"length": length, "s_from": low, "problems": len(some), **measures})
-    return found
+    results = summary(rows)
+    print("", *tables(results), sep="\n\n")
+    (args.output / "results.json").write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

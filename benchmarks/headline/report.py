@@ -1,6 +1,7 @@
 """Table, claims, `results.json` and `headline.png` of the runs in a folder."""
 
 import json
+import math
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -10,21 +11,30 @@ from typing import Any
 
 from arms import ARMS
 from figure import K3, draw
+from tables import markdown
 
 
-COLUMNS = [
-    "arm",
-    "seeds",
-    "last 3",
-    "per seed",
-    "worst",
-    "final",
-    "greedy",
-    "sampler's reward",
-    "k3 median / max",
-    "sample size",
-    "kept",
-]
+COLUMNS = {
+    "arm": "{label}",
+    "seeds": "{seeds}",
+    "start": "{start}",
+    "last 3": "**{last}**",
+    "per seed": "{per_seed}",
+    "worst": "{worst}",
+    "final": "{final}",
+    "greedy": "{greedy}",
+    "sampler's reward": "{reward}",
+    "k3 median / max": "{k3} / {k3_max}",
+    "sample size": "{sample_size}",
+    "kept": "{kept}",
+}
+PER_STEP = ("per_device_train_batch_size", "gradient_accumulation_steps")
+ACCURACIES = (0.5, 0.6, 0.7)  # whose price in samples is told
+CLAIMS = {
+    "claim": "{claim}",
+    "verdict": "{verdict}",
+    "per seed": "{shown} {relation} {bound:.2f}, margin {margin:.3f}",
+}
 
 Record = dict[str, Any]  # what `train.train` returns, and the command
 Runs = dict[str, dict[int, Record]]  # by arm and seed
@@ -110,31 +120,55 @@ def summarize(record: Record) -> Summary:
     )
 
 
-def table(runs: Runs) -> str:
-    """A row per arm: means over seeds, or the extreme where the column says so."""
-    lines = [f"| {' | '.join(COLUMNS)} |", f"| {' | '.join(['---'] * len(COLUMNS))} |"]
-    for arm in (arm for arm in ARMS if arm.name in runs):
-        summaries = [summarize(record) for record in runs[arm.name].values()]
+# Tables --------------------------------------------------------------------------------------------------------------
 
-        def over_seeds(key: str, pick: Callable = mean, form: str = ".2f", summaries=summaries) -> str:
-            values = [getattr(summary, key) for summary in summaries]
-            return "-" if None in values else format(pick(values), form)
 
-        columns = [
-            arm.label,
-            str(len(summaries)),
-            f"**{over_seeds('last')}**",
-            ", ".join(f"{summary.last:.2f}" for summary in summaries),
-            over_seeds("worst", min),
-            over_seeds("final"),
-            over_seeds("greedy"),
-            over_seeds("reward"),
-            f"{over_seeds('k3', form='.2g')} / {over_seeds('k3_max', max, '.2g')}",
-            over_seeds("sample_size"),
-            over_seeds("kept"),
-        ]
-        lines.append(f"| {' | '.join(columns)} |")
-    return "\n".join(lines)
+def tables(results: dict[str, Any]) -> list[str]:
+    """The tables of `README.md`: arms, samples to an accuracy, claims."""
+    arms = results["arms"].values()
+    per_step = math.prod(results["training"][key] for key in PER_STEP)
+    samples = {"arm": "{label}", **{f"{accuracy:g}": f"{{samples[{i}]}}" for i, accuracy in enumerate(ACCURACIES)}}
+    return [
+        markdown(map(row_of, arms), COLUMNS),
+        markdown((samples_of(arm, per_step) for arm in arms), samples),
+        markdown(map(verdict_of, results["claims"]), CLAIMS),
+    ]
+
+
+def row_of(arm: dict[str, Any]) -> dict[str, str]:
+    """Means over seeds, or the extreme where the column says so."""
+    summaries = [seed["summary"] for seed in arm["seeds"].values()]
+
+    def over_seeds(key: str, pick: Callable = mean, form: str = ".2f") -> str:
+        values = [summary[key] for summary in summaries]
+        return "-" if None in values else format(pick(values), form)
+
+    return {
+        "label": arm["label"],
+        "seeds": str(len(summaries)),
+        "per_seed": ", ".join(f"{summary['last']:.2f}" for summary in summaries),
+        "worst": over_seeds("worst", min),
+        "k3": over_seeds("k3", form=".2g"),
+        "k3_max": over_seeds("k3_max", max, ".2g"),
+        **{key: over_seeds(key) for key in ("start", "last", "final", "greedy", "reward", "sample_size", "kept")},
+    }
+
+
+def samples_of(arm: dict[str, Any], per_step: int) -> dict[str, Any]:
+    """Completions that were sampled until the first look at an accuracy: median over the seeds, if all reached it."""
+    samples = []
+    for accuracy in ACCURACIES:
+        looks = [zip(seed["steps"], seed["accuracy"], strict=True) for seed in arm["seeds"].values()]
+        steps = [next((step for step, found in of_seed if found >= accuracy), None) for of_seed in looks]
+        reached = [step for step in steps if step is not None]
+        every = len(reached) == len(steps)
+        samples.append(f"{median(reached) * per_step:,}" if every else f"{len(reached)} of {len(steps)} seeds")
+    return {"label": arm["label"], "samples": samples}
+
+
+def verdict_of(claim: dict[str, Any]) -> dict[str, Any]:
+    shown = ", ".join(f"{value:.2f}" for value in claim["values"])
+    return {**claim, "verdict": "held" if claim["held"] else "**did not hold**", "shown": shown}
 
 
 # Claims --------------------------------------------------------------------------------------------------------------
@@ -240,15 +274,6 @@ def claims(start: float) -> list[Claim]:
     ]
 
 
-def print_verdicts(verdicts: list[dict[str, Any]]):
-    for verdict in verdicts:
-        values = ", ".join(f"{value:.2f}" for value in verdict["values"])
-        print(
-            f"{'HELD' if verdict['held'] else 'DID NOT HOLD':<13} {verdict['claim']}: "
-            f"{values} {verdict['relation']} {verdict['bound']:.2f}, margin {verdict['margin']:.3f}"
-        )
-
-
 # Report --------------------------------------------------------------------------------------------------------------
 
 
@@ -297,16 +322,16 @@ def distinct(records: list[Record], key: str) -> Any:
 
 
 def write_report(folder: Path):
-    """Print table and claims of the runs in `folder / "runs"`, and write `results.json` and `headline.png`."""
+    """Print the tables of the runs in `folder / "runs"`, and write `results.json` and `headline.png`."""
     runs = load(folder / "runs")
     summaries = {arm: {seed: summarize(record) for seed, record in seeds.items()} for arm, seeds in runs.items()}
     start = mean(summary.start for seeds in summaries.values() for summary in seeds.values())
     verdicts = [claim.check(summaries) for claim in claims(start)]
     checked = [verdict for verdict in verdicts if verdict is not None]
-    print(f"\nHeld-out accuracy at the start: {start:.2f}\n\n{table(runs)}\n")
-    print_verdicts(checked)
+    results = as_json(runs, start, checked)
+    print(f"\nHeld-out accuracy at the start: {start:.2f}", *tables(results), sep="\n\n")
     if len(checked) < len(verdicts):
         print(f"{len(verdicts) - len(checked)} claims are about arms that were not run.")
-    (folder / "results.json").write_text(to_text(as_json(runs, start, checked)))
+    (folder / "results.json").write_text(to_text(results))
     draw(runs, start, folder / "headline.png")
     print(f"\n{folder / 'results.json'}\n{folder / 'headline.png'}")
