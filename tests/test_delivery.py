@@ -121,17 +121,19 @@ def test_samples_of_a_function_are_not_an_error(tiny_model_path, tmp_path, caplo
         build(*trainer, tiny_model_path, tmp_path, sampler=sampler, learning_rate=1e-3, max_steps=8).train()
 
 
-def test_looking_does_not_touch_the_loss(tiny_model_path, tmp_path):
+def test_looking_does_not_touch_the_loss(tiny_model_path, tmp_path, monkeypatch):
     """Not even where each forward pass draws, in a model with dropout."""
+    monkeypatch.setattr("trl_rollout_corr.trainers.delivery.MOVED", 0.0)  # every gap is looked into
     runs = []
     for looks in (True, False):
         trainer = build_with_dropout(tiny_model_path, tmp_path, learning_rate=1e-2, max_steps=8)
-        trainer.rollout_func = Announcing(tiny_model_path, noise=0.0, min_length=8)
+        trainer.rollout_func = Announcing(tiny_model_path, noise=0.0)
         trainer._delivery.done = not looks
         with counting_forwards(trainer) as count:
             torch.manual_seed(0)
             runs.append((losses(trainer), count["forwards"]))
     assert runs[0][0] == runs[1][0]
+    assert all(gradient > 0 for _, gradient in runs[0][0])
     assert runs[0][1] > runs[1][1]  # it did look
 
 

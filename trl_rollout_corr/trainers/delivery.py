@@ -116,11 +116,12 @@ class Delivery:
         in_step = 8 * ages <= (0 if self._first is None else step - self._first.step)
         log_ratio = logps - rollout_logps
         sums = _sums(log_ratio[tokens.bool() & log_ratio.isfinite() & in_step[:, None]])
-        moved, self._moved = torch.zeros_like(sums) if self._moved is None else self._moved, None
+        moved = torch.zeros_like(sums) if self._moved is None else self._moved
         late = (ages[in_step] > 0).any().to(sums).expand(3)
         of_gap, of_movement, late = self.accelerator.reduce(torch.stack([sums, moved, late])).tolist()
-        if not of_gap[0]:
+        if not of_gap[0]:  # all too far behind
             return
+        self._moved = None
         gap, error = _mean_and_error(*of_gap)
         if self._first is None:
             self._first = FirstBatch(step, max(gap + 3 * error, NOISE), logps, tokens.bool(), score)
