@@ -22,6 +22,8 @@ _NEEDED = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "1",  # its engine has a process of its own, whatever ours does
     "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "3600",  # the rollout worker keeps connections while its queue is full
 }
+# Packs all weights again when new ones come, on a CPU
+_EXTENSION = ["--worker-extension-cls", "trl_rollout_corr.reload.PackingWorker"]
 # Stops the server when the pipe to this program closes, be it because the program was killed. The server waits for requests
 # that are under way, which may be paused for ever
 _WATCHED = 'exec 3<&0; (cat <&3 >/dev/null; kill -TERM $$; sleep 20; kill -KILL -$$) & exec "$@" 3<&- </dev/null'
@@ -67,7 +69,7 @@ def vllm_server(
     """
     port = port or free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host", "127.0.0.1"]
-    command += ["--port", str(port), "--logprobs-mode", "processed_logprobs", *options]
+    command += ["--port", str(port), "--logprobs-mode", "processed_logprobs", *_EXTENSION, *options]
     inherited = {name: value for name, value in os.environ.items() if name not in _OF_THE_LAUNCHER}
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as output, _terminating():

@@ -53,6 +53,14 @@ def tiny_model_path(imported_trl, tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="session")
+def tied_model_path(imported_trl, tmp_path_factory) -> str:
+    """As `tiny_model_path`, with a head that is the embedding."""
+    from tests.tiny import build_tiny_model
+
+    return build_tiny_model(tmp_path_factory.mktemp("tied"), tied=True)
+
+
+@pytest.fixture(scope="session")
 def shared_engine():
     """One float32 vLLM engine for all tests of a process: it takes half a minute to start."""
     from tests.training import sharing_engines

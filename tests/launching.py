@@ -60,13 +60,13 @@ def output_of(*command: str, **options) -> str:
 
 
 @contextmanager
-def serving(model: str, log: Path, *options: str) -> Iterator[str]:
+def serving(model: str, log: Path, *options: str, **environment: str) -> Iterator[str]:
     """A vLLM server with a model in float32, as the examples start one. Yields its address."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "examples"))
         from serving import vllm_server
     always = ["--dtype", "float32", "--enforce-eager", "--weight-transfer-config", '{"backend":"nccl"}']
-    with vllm_server(model, log, [*always, *options]) as url:
+    with vllm_server(model, log, [*always, *options], environment) as url:
         yield url
 
 

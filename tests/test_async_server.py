@@ -7,17 +7,20 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import requests
 import torch
 from accelerate import PartialState
 from transformers import AutoTokenizer
 
 from tests.dumps import read_dump
-from tests.launching import ACCELERATE, ROOT, free_port, output_of
-from tests.tiny import build_tiny_model, build_tiny_tokenizer, load_model
+from tests.launching import ACCELERATE, ROOT, free_port, output_of, serving
+from tests.tiny import StaleSampler, build_tiny_model, build_tiny_tokenizer, load_model
 
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
@@ -30,10 +33,10 @@ SERVER = {
     "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "TORCHDYNAMO_DISABLE": "1",
 }  # fmt: skip
-OPTIONS = (
-    "--max-model-len 256 --max-num-seqs 64 --dtype float32 --enforce-eager --no-enable-chunked-prefill "
-    "--max-num-batched-tokens 4096"
-)
+LIMITS = [
+    "--max-model-len", "256", "--max-num-seqs", "64", "--no-enable-chunked-prefill", "--max-num-batched-tokens", "4096",
+]  # fmt: skip
+OPTIONS = " ".join(["--dtype float32 --enforce-eager", *LIMITS])
 
 
 @pytest.fixture(scope="module")
@@ -185,45 +188,70 @@ def wait_for_steps(program: subprocess.Popen, log: Path):
     assert program.poll() is None, log.read_text()[-5000:]
 
 
-def test_the_server_ends_up_with_the_weights_of_the_trainer(chat_model, tmp_path, monkeypatch):
-    """What it says about a text, before and after."""
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    import requests
-    from serving import vllm_server
-
+def test_a_push_in_the_middle_of_a_completion(tmp_path):
+    """
+    Each token has the probability that the weights of its moment give it: the first ones, and then those of the trainer. The
+    model has what vLLM packs at the first load only.
+    """
     from trl_rollout_corr import DiskWeightTransfer
 
     PartialState()  # TRL's logger needs it
-    model = load_model(chat_model)
-    ids = AutoTokenizer.from_pretrained(chat_model)("12 ab= cd?").input_ids
-
-    def ours() -> list[float]:
-        with torch.no_grad():
-            logps = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
-        return logps[range(len(ids) - 1), ids[1:]].tolist()
-
-    def theirs(url: str) -> list[float]:
-        request = {"model": chat_model, "prompt": ids, "max_tokens": 1, "prompt_logprobs": 0}
-        found = requests.post(f"{url}/v1/completions", json=request, timeout=60).json()["choices"][0][
-            "prompt_logprobs"
-        ]
-        return [entry[str(token)]["logprob"] for entry, token in zip(found[1:], ids[1:], strict=True)]
-
-    with vllm_server(chat_model, tmp_path / "server.log", OPTIONS.split(), SERVER) as url:
-        assert theirs(url) == pytest.approx(ours(), abs=1e-4)
-        with torch.no_grad():
-            for p in model.parameters():
-                p.add_(0.3 * p.std().nan_to_num() * torch.randn_like(p))
-        assert theirs(url) != pytest.approx(ours(), abs=0.1)
+    path = build_tiny_model(tmp_path / "model", experts=4, tied=True)
+    before, after = load_model(path), load_model(path)
+    with torch.no_grad():
+        for p in after.parameters():
+            p.add_(0.3 * p.std().nan_to_num() * torch.randn(p.shape, generator=torch.Generator().manual_seed(0)))
+    prompt = AutoTokenizer.from_pretrained(path)("12 ab= cd?").input_ids
+    one_after_the_other = ["--max-num-seqs", "1"]  # so that one of them is under way, however late the push comes
+    with serving(path, tmp_path / "server.log", *LIMITS, *one_after_the_other, **SERVER) as url:
         transfer = DiskWeightTransfer(url, tmp_path / "weights")
         transfer.init_weight_transfer()
+        stream = streamed(url, path, prompt, n=8, max_tokens=240)
+        sampled = [next(stream) for _ in range(5)]
         transfer.pause()
-        transfer.send_weights(iter(model.state_dict().items()))
+        transfer.send_weights(after.named_parameters())
         transfer.resume()
-        assert theirs(url) == pytest.approx(ours(), abs=1e-4)
+        sampled += stream
         transfer.destroy()
         with pytest.raises(RuntimeError, match="did not load the weights"):
             transfer._load(tmp_path / "nothing")
+    spans = []
+    for number in range(8):
+        _, ids, theirs = zip(*(token for token in sampled if token[0] == number), strict=True)
+        by_old, by_new = (
+            np.abs(np.subtract(StaleSampler.score(SimpleNamespace(model=model), prompt, list(ids)), theirs)) < 1e-3
+            for model in (before, after)
+        )
+        n_old = len(ids) if by_old.all() else int(np.argmin(by_old))
+        assert by_new[n_old:].all()
+        spans.append(0 < n_old < len(ids) and not by_new[:n_old].all())
+    assert any(spans)
+
+
+def streamed(url: str, model: str, prompt: list[int], n: int, max_tokens: int) -> Iterator[tuple[int, int, float]]:
+    """Number of the completion, token and log-probability, as the server samples them."""
+    request = {
+        "model": model, "prompt": prompt, "n": n, "max_tokens": max_tokens, "stream": True, "ignore_eos": True,
+        "logprobs": 0, "return_token_ids": True,
+    }  # fmt: skip
+    with requests.post(f"{url}/v1/completions", json=request, stream=True, timeout=60) as response:
+        for line in response.iter_lines(chunk_size=1):
+            if line.startswith(b"data: {"):
+                (choice,) = json.loads(line.removeprefix(b"data: "))["choices"]
+                for token, logp in zip(choice["token_ids"], choice["logprobs"]["token_logprobs"], strict=True):
+                    yield choice["index"], token, logp
+
+
+def test_a_server_on_a_cpu_that_would_take_a_part_of_the_weights_is_refused(tmp_path):
+    from trl_rollout_corr import DiskWeightTransfer
+
+    PartialState()
+    path = build_tiny_model(tmp_path / "model")
+    with (
+        serving(path, tmp_path / "server.log", *LIMITS, "--worker-extension-cls", "", **SERVER) as url,
+        pytest.raises(RuntimeError, match="runs on a CPU and was started without `--worker-extension-cls"),
+    ):
+        DiskWeightTransfer(url, tmp_path / "weights").init_weight_transfer()
 
 
 def test_a_server_that_does_not_start_says_why(tmp_path, monkeypatch):

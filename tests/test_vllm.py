@@ -30,10 +30,11 @@ pytestmark = pytest.mark.vllm
 
 
 @pytest.fixture
-def make(tiny_model_path, tmp_path, shared_engine):
-    def make(trainer_class=RolloutCorrectedGRPOTrainer, **fields):
+def make(tiny_model_path, tied_model_path, tmp_path, shared_engine):
+    def make(trainer_class=RolloutCorrectedGRPOTrainer, tied=False, **fields):
         config_class = GRPOConfig if trainer_class is GRPOTrainer else RolloutCorrectedGRPOConfig
-        trainer = build(trainer_class, config_class, tiny_model_path, tmp_path, **{**VLLM, **fields})
+        path = tied_model_path if tied else tiny_model_path
+        trainer = build(trainer_class, config_class, path, tmp_path, **{**VLLM, **fields})
         sync_weights_on_cpu(trainer.vllm_generation)  # TRL's own push of weights fails on a CPU
         return trainer
 
@@ -41,16 +42,24 @@ def make(tiny_model_path, tmp_path, shared_engine):
 
 
 @pytest.mark.seam("lora")
+@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("peft", [False, True])
-def test_a_synced_float32_sampler_agrees_with_the_trainer(make, peft):
+def test_a_synced_float32_sampler_agrees_with_the_trainer(make, peft, tied):
     lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights="gaussian") if peft else None
-    trainer = make(learning_rate=1e-2, max_steps=4, extra={"peft_config": lora} if peft else None)
+    trainer = make(learning_rate=1e-2, max_steps=4, tied=tied, extra={"peft_config": lora} if peft else None)
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
     trainer.train()
     moved = max((p - before[name]).abs().max() for name, p in trainer.model.named_parameters() if name in before)
     assert moved > 1e-3  # an unsynced sampler would show
     assert_in_step(trainer)
     assert logged(trainer, "rollout_is_eff_sample_size") == [pytest.approx(1.0)] * 4
+
+
+def test_a_tied_head_is_pushed_to_a_bfloat16_sampler(make):
+    with pytest.warns(UserWarning, match="computes in float32 and the sampler in bfloat16"):
+        trainer = make(learning_rate=1e-2, max_steps=4, tied=True, rollout_engine_kwargs={"dtype": "bfloat16"})
+    trainer.train()
+    assert max(map(abs, logged(trainer, "log_ratio_max") + logged(trainer, "log_ratio_min"))) < 0.1  # 0.5 without
 
 
 @pytest.mark.slow  # vLLM has to be new: it prepares for experts, or does not, once per process

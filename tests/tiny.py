@@ -26,7 +26,7 @@ def build_tiny_tokenizer():
     )
 
 
-def build_tiny_model(folder: Path, seed: int = 0, experts: int = 0) -> str:
+def build_tiny_model(folder: Path, seed: int = 0, experts: int = 0, tied: bool = False) -> str:
     import transformers
 
     tokenizer = build_tiny_tokenizer()
@@ -44,13 +44,16 @@ def build_tiny_model(folder: Path, seed: int = 0, experts: int = 0) -> str:
         bos_token_id=tokenizer.eos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        tie_word_embeddings=False,
+        tie_word_embeddings=tied,
         **(moe if experts else {}),
     )
     model = getattr(transformers, f"{kind}ForCausalLM")(config)
     with torch.no_grad():  # the default initialisation is so flat that every token has the same probability
-        model.lm_head.weight.mul_(10)
-        model.lm_head.weight[tokenizer.eos_token_id].mul_(3)  # and completions would never end
+        if tied:  # and a head that is tied repeats the last token, the more the larger it is
+            model.lm_head.weight.mul_(3)
+        else:
+            model.lm_head.weight.mul_(10)
+            model.lm_head.weight[tokenizer.eos_token_id].mul_(3)  # and completions would never end
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)

@@ -299,6 +299,22 @@ def freeze_sampler(trainer, spread: float) -> dict[str, torch.Tensor]:
     return dict(weights)
 
 
+@contextmanager
+def pushing_first_weights_only():
+    """Weights are pushed once, and what looks like a push afterwards does nothing."""
+    from trl_rollout_corr.trainers import sampler
+
+    def push_once(llm, weights):
+        sampler.push = lambda llm, weights: None
+        push(llm, weights)
+
+    sampler.push = push_once
+    try:
+        yield
+    finally:
+        sampler.push = push
+
+
 class BrokenSampler(StaleSampler):
     """A sampler whose log-probabilities are changed by a function before they are returned."""
 

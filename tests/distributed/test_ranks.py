@@ -89,6 +89,7 @@ def two_ranks(tiny_model_path, folder) -> TwoRanks:
         "disagreement": DISAGREEMENTS,
         "engine": {**CASES, **SCALED},
         "vllm": WITH_VLLM if find_spec("vllm") else {},
+        "delivery": {"grpo": LOSES_WEIGHTS} if find_spec("vllm") else {},
         "asynchronous": {
             name: {"asynchronous": True, **case} for name, case in ASYNCHRONOUS.items() if HAS_ASYNCHRONOUS
         },
@@ -493,6 +494,19 @@ WITH_VLLM = {
 }
 
 
+LOSES_WEIGHTS = {**WITH_VLLM["grpo full"], "learning_rate": 1e-2, "max_steps": 8, "loses_weights": True}
+
+
+@pytest.mark.vllm
+def test_weights_that_do_not_arrive_are_one_error_on_all_ranks(two_ranks):
+    assert_one_error(two_ranks.results["delivery"]["grpo"])
+
+
+def assert_one_error(ranks: list[dict]):
+    (error,) = {rank["error"] for rank in ranks}
+    assert "The sampler does not have the weights of the trainer" in error
+
+
 def assert_in_step(found: dict[str, list[dict]]):
     """Weights were pushed to the sampler after every step, or it and the trainer would part."""
     assert found
@@ -517,4 +531,6 @@ def test_a_real_sampler_on_each_rank(two_ranks):
 def test_every_engine_with_a_real_sampler_on_each_rank(tiny_model_path, tmp_path, engine):
     if engine.startswith("zero"):
         pytest.importorskip("deepspeed")
-    assert_in_step(launch_engine(engine, WITH_VLLM, tiny_model_path, tmp_path))
+    found = launch_engine(engine, {**WITH_VLLM, "loses weights": LOSES_WEIGHTS}, tiny_model_path, tmp_path)
+    assert_one_error(found.pop("loses weights"))
+    assert_in_step(found)

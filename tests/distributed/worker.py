@@ -9,6 +9,7 @@ import gc
 import json
 import os
 import sys
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from trl import GRPOTrainer, RLOOTrainer
 import tests.conftest  # noqa: F401 - environment of the tests
 from tests.asynchronous import WorkerHere, build_ours, build_theirs
 from tests.tiny import StaleSampler, length_reward
-from tests.training import TRAINERS, config_fields, freeze_sampler, sharing_engines
+from tests.training import TRAINERS, config_fields, freeze_sampler, pushing_first_weights_only, sharing_engines
 
 
 class SameOnAnyNumberOfRanks(StaleSampler):
@@ -175,17 +176,18 @@ def main():
 
 def run(name: str, case: dict, folder: Path):
     """Train one case, and write what happened."""
-    resume = case.pop("resume", None)
+    resume, loses_weights = case.pop("resume", None), case.pop("loses_weights", False)
     trainer = build(case, folder / name)
     world, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
     assert world == int(os.environ.get("WORLD_SIZE", "1")), "each process thinks that it is alone"
     inputs = [] if case.get("plain") or case.get("asynchronous") else record_inputs(trainer)
     error = None
-    with CountedCollectives() as collectives:
+    losing = pushing_first_weights_only() if loses_weights else nullcontext()
+    with CountedCollectives() as collectives, losing:
         try:
             trainer.train(resume_from_checkpoint=resume)
         except RuntimeError as raised:
-            if "end" not in case.get("worker", {}):  # then it is what the case is about
+            if not loses_weights and "end" not in case.get("worker", {}):  # then it is what the case is about
                 raise
             error = str(raised)
     result = {

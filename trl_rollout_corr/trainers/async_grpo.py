@@ -10,7 +10,7 @@ puts the three together. Here it gets tensors that are filled in when the model 
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -232,8 +232,8 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
 
     def _check_server(self):
         if isinstance(self.rollout_worker, AsyncRolloutWorker):  # on the main process
-            mode = self.vllm_client.get_server_info()["model_config"]["logprobs_mode"]
-            check_server_logprobs(mode, self.temperature)
+            self._engine_config = self.vllm_client.get_server_info()
+            check_server_logprobs(self._engine_config["model_config"]["logprobs_mode"], self.temperature)
 
     def train(self, *args, **kwargs):
         self._end.running = False
@@ -252,6 +252,7 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
         awaited = {}
         if self.args.corrects:
             awaited = {key: Awaited(inputs[key]) for key in ("advantages", "old_log_probs")}
+        self._delivery.generated(self.state.global_step)
         policy = Policy(model, partial(self._correct, inputs=inputs, awaited=awaited))
         loss = super().compute_loss(policy, {**inputs, **awaited}, return_outputs, num_items_in_batch)
         if policy.forwards != 1 or not all(x.was_taken for x in awaited.values()):
@@ -263,11 +264,15 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
         return loss
 
     @torch.no_grad()
-    def _correct(self, output: Any, inputs: Mapping[str, Any], awaited: Mapping[str, Awaited]):
+    def _correct(
+        self, output: Any, forward: Callable[[], Any], inputs: Mapping[str, Any], awaited: Mapping[str, Awaited]
+    ):
         """Correct a micro-batch when its forward pass is done, and fill in what TRL's loss waits for."""
         terms, selected = Terms(inputs[TERMS][0]), inputs["token_index"] >= 0
-        logps = output.log_probs.detach().flatten()[inputs["token_index"][selected]]
+        index = inputs["token_index"][selected]
+        logps = output.log_probs.detach().flatten()[index]
         batch = self._completions_of(inputs, terms, selected)
+        self._look_at_delivery(terms.spread(logps), batch, lambda: terms.spread(forward().log_probs.flatten()[index]))
         anchor, seen = self._corrected(terms.spread(logps), batch)
         self._observe(terms.spread(logps), seen)
         if awaited:

@@ -16,12 +16,13 @@ from transformers import PreTrainedModel
 
 from ..correction import RolloutCorrection, compute_rollout_correction, usable_rollout_logps
 from ..functional import LOG_RATIO_BOUND
-from .batch import ROLLOUT_LOGPS
+from .batch import ROLLOUT_LOGPS, ROLLOUT_STEP
 from .card import complete_card
 from .checks import check_config_class, check_dropout, check_dump_folder
 from .console import add_console
+from .delivery import Delivery
 from .dumping import SequenceDump
-from .facts import check_types, facts_of_trainer
+from .facts import check_types, facts_of_engine, facts_of_trainer, may_round
 from .lr_scaling import LearningRateScaling, check_scalable
 from .monitor import MONITOR_FIELDS, RolloutCorrectionMonitor, add_monitor, settle_monitors
 from .observer import Corrected, Moment, Observer
@@ -29,9 +30,7 @@ from .preflight import Preflight
 
 
 if TYPE_CHECKING:
-    from transformers import (
-        Trainer as _Host,
-    )  # of the methods below; `contract.py` has what is touched of TRL's trainers
+    from transformers import Trainer as _Host  # `contract.py` has what is touched of TRL's trainers
 else:
     _Host = object
 
@@ -56,6 +55,7 @@ class CorrectionCore(_Host):
 
     _trl_class: type
     _config_class: type
+    _engine_config: Any = None  # of vLLM, if it is known
 
     _of_monitor: list[Any] | None = None  # settings that the monitor was made of
     _lr_scaling: LearningRateScaling | None = None
@@ -79,6 +79,7 @@ class CorrectionCore(_Host):
         check_types(self._about)
         self._engine_kwargs = deepcopy(self.args.rollout_engine_kwargs)
         self._observer = Observer(self.args, self.accelerator, self.callback_handler)
+        self._delivery = Delivery(self.accelerator, self._doubt_delivery)
         self._equip()
 
     def _equip(self):
@@ -117,7 +118,12 @@ class CorrectionCore(_Host):
 
     def _facts(self) -> dict[str, str]:
         """What a diagnosis has to know of trainer and sampler."""
-        return facts_of_trainer(self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=True), self.args)
+        model = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=True)
+        return facts_of_trainer(model, self.args) | facts_of_engine(self._engine_config)
+
+    def _doubt_delivery(self) -> str | None:
+        """Why a sampler that has got all weights may look as if it had not, or `None` if there is no reason."""
+        return may_round(self._facts())
 
     def _new_preflight(self) -> Preflight:
         return Preflight(self.args, self._about)
@@ -150,6 +156,13 @@ class CorrectionCore(_Host):
             advantages=batch["advantages"],
             sum_over_ranks=lambda tensor: self.accelerator.reduce(tensor, reduction="sum"),
         )
+
+    def _look_at_delivery(self, current: torch.Tensor, batch: dict[str, Any], score: Callable[[], torch.Tensor]):
+        """See that weights arrive in the sampler. `score` returns `current` by the weights of the time when it is called."""
+        if ROLLOUT_STEP in batch and self.model.training:
+            step = self.state.global_step
+            mask, ages = self._loss_mask(batch), step - batch[ROLLOUT_STEP]
+            self._delivery.visited(step, current, batch[ROLLOUT_LOGPS], mask, ages, score)
 
     def _weigh_step(self, current: torch.Tensor, batch: dict[str, Any]):
         """Count a micro-batch for the size of the step, if that is scaled."""

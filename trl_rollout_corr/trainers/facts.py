@@ -118,3 +118,24 @@ def check_types(facts: Mapping[str, str]):
             f"rounding of the coarser one. Set `rollout_engine_kwargs` to {{'dtype': '{trainer}'}}, start the server with "
             f"`--dtype {trainer}`, or let the trainer compute in {sampler}."
         )
+
+
+def may_round(facts: Mapping[str, str]) -> str | None:
+    """
+    Say why updates may get lost on the way to the sampler.
+
+    Args:
+        facts (`Mapping[str, str]`):
+            What is known.
+
+    Returns:
+        `str` or `None`: the reason, or `None` if the sampler has the very weights that the trainer computes with.
+    """
+    trainer, sampler = facts["trainer_dtype"], facts.get("sampler_dtype", "an unknown type")
+    if facts["adapter"] != "none":
+        return "The adapter is merged into the weights before they are pushed, and rounding takes small updates away."
+    if facts.get("quantization"):
+        return f"The sampler is quantised ({facts['quantization']}), and rounding takes small updates away."
+    if trainer != sampler:
+        return f"The trainer computes in {trainer} and the sampler in {sampler}: rounding takes small updates away."
+    return None

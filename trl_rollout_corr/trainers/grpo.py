@@ -103,6 +103,11 @@ class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
         if self.rollout_func is None:  # a rollout function brings its own log-probabilities
             super()._check_sampler()
 
+    def _doubt_delivery(self) -> str | None:
+        if self.rollout_func is not None:
+            return "Completions come from `rollout_func`, which may have another sampler."
+        return super()._doubt_delivery()
+
     def _generate(self, prompts, *args, **kwargs):
         generated = super()._generate(prompts, *args, **kwargs)
         prompt_ids, completion_ids, tool_mask, completions, logprobs, *others = generated

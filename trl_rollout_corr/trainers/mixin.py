@@ -13,6 +13,7 @@ hangs on it:
 """
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,7 +41,6 @@ from .checks import (
 from .contract import check_trl
 from .core import CorrectionCore
 from .engine import engine_arguments
-from .facts import facts_of_engine
 from .loss import LossCall
 from .observer import Corrected
 from .preflight import score_alone
@@ -69,7 +69,6 @@ class RolloutCorrectionMixin(CorrectionCore):
     _anchor_key: str
 
     rollout_step: int | None = None
-    _engine_config: Any = None  # of vLLM, if it is known
 
     def __init__(self, model, reward_funcs=None, args=None, *further_args, **kwargs):
         check_trl(self._trl_class)
@@ -102,9 +101,6 @@ class RolloutCorrectionMixin(CorrectionCore):
             check_server_logprobs(info[0]["model_config"]["logprobs_mode"], self.temperature)
         elif hasattr(self.vllm_generation, "llm"):
             self._engine_config = self.vllm_generation.llm.llm_engine.vllm_config
-
-    def _facts(self) -> dict[str, str]:
-        return {**super()._facts(), **facts_of_engine(self._engine_config)}
 
     def _check_sampler(self):
         check_has_sampler(self.use_vllm, self._trl_class)
@@ -160,6 +156,7 @@ class RolloutCorrectionMixin(CorrectionCore):
         self._note_origin(output)
         if self.model.training:
             self._visits.generated(output, FIRST_LOGPS, FIRST_COEFFICIENTS)
+            self._delivery.generated(self.state.global_step)
         if self.args.corrects and self.args.needs_whole_batch and not self.args.bypass_mode:
             seen = self._correct_from(output[OLD_LOGPS], output, from_old=True)
             self._report(seen)
@@ -242,6 +239,8 @@ class RolloutCorrectionMixin(CorrectionCore):
         logps, *others = forward(model, *args, **kwargs)
         if self._loss_call is not None and self._is_policy(model, logps, self._loss_call):
             self._loss_call.take_forward()
+            again = partial(forward, self.model, *args, **kwargs)
+            self._look_at_delivery(logps.detach(), self._loss_call.batch, lambda: again()[0])
             logps = self._correct(logps, self._loss_call.batch, self._loss_call.inputs)
             self._loss_call.inputs.read.clear()  # what is read from here on is read by the loss
         return logps, *others

@@ -4,6 +4,7 @@ Packed rows: how the flat loss terms of TRL's asynchronous trainer become comple
 `M` loss terms of a row, `B` completions, `T` tokens from the first of the loss to the last of a completion.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -84,7 +85,7 @@ class Policy:
         model (`torch.nn.Module`):
             The policy, possibly wrapped.
         correct (`Callable`):
-            Called with the output of a forward pass.
+            Called with the output of a forward pass, and with what makes the same pass again.
     """
 
     def __init__(self, model: Any, correct: Any):
@@ -92,9 +93,10 @@ class Policy:
         self.forwards = 0
 
     def __call__(self, *args, **kwargs):
-        output = self._model(*args, **kwargs)
+        forward = partial(self._model, *args, **kwargs)
+        output = forward()
         self.forwards += 1
-        self._correct(output)
+        self._correct(output, forward)
         return output
 
     def __getattr__(self, name: str):

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from .upstream import VLLMClient
 
 
+EXTENSION = "trl_rollout_corr.reload.PackingWorker"
 _SHARD = 4e9  # bytes that are held in memory at a time
 
 
@@ -20,12 +21,13 @@ class DiskWeightTransfer:
     as `weight_transfer`, in place of TRL's transfer through NCCL, which needs GPUs on both sides.
 
     At each synchronisation requests are paused, which clears the server's caches, the weights are written, the server loads
-    them (`/collective_rpc` with `reload_weights`), and requests go on. A completion that was under way is then finished by
-    the new weights.
+    them (`/collective_rpc`), and requests go on. A completion that was under way is then finished by the new weights.
 
     Args:
         server_url (`str`):
-            Address of the server, started with `VLLM_SERVER_DEV_MODE=1`.
+            Address of the server, started with `VLLM_SERVER_DEV_MODE=1`; on a CPU also with
+            `--worker-extension-cls trl_rollout_corr.reload.PackingWorker`, as vLLM alone packs neither a head that is tied
+            to the embedding nor experts again.
         folder (`str` or `Path`):
             Folder for the weights, which the server reads by this path. Made if it is not there, and what was written is
             removed when training ends.
@@ -48,19 +50,30 @@ class DiskWeightTransfer:
         self.folder = Path(folder).absolute()
         self.timeout = timeout
         self._version = 0
+        self._method = "reload_weights"  # of the server's worker
 
     def init_weight_transfer(self):
         """
         Wait for the server, and see that it takes weights.
 
         Raises:
-            `RuntimeError`: if it does not.
+            `RuntimeError`: if it does not, or would take a part of them.
         """
         self.client.wait_for_server_ready()
-        if requests.post(f"{self.client.server_url}/collective_rpc", json={}, timeout=60).status_code == 404:
+        response = requests.get(f"{self.client.server_url}/server_info", params={"config_format": "json"}, timeout=60)
+        if response.status_code == 404:
             raise RuntimeError(
                 f"The vLLM server at {self.client.server_url} does not let weights be changed. Start it with "
                 "`VLLM_SERVER_DEV_MODE=1` in its environment."
+            )
+        info = response.json()["vllm_config"]
+        if info["parallel_config"]["worker_extension_cls"] == EXTENSION:
+            self._method = "reload_and_pack"
+        elif info["device_config"]["device"] == "cpu":
+            raise RuntimeError(
+                f"The vLLM server at {self.client.server_url} runs on a CPU and was started without `--worker-extension-cls "
+                f"{EXTENSION}`. It would go on sampling with the first weights of a head that is tied to the embedding, and "
+                "mix up those of experts. Start it with that option, where trl-rollout-corr is installed."
             )
 
     def pause(self):
@@ -97,7 +110,7 @@ class DiskWeightTransfer:
     def _load(self, folder: Path):
         response = requests.post(
             f"{self.client.server_url}/collective_rpc",
-            json={"method": "reload_weights", "kwargs": {"weights_path": str(folder)}},
+            json={"method": self._method, "kwargs": {"weights_path": str(folder)}},
             timeout=self.timeout,
         )
         if response.status_code != 200:

@@ -1,0 +1,204 @@
+"""
+Whether the weights that are pushed arrive in the sampler.
+
+A push that does not arrive raises no error, and `staleness_max` stays 0: the sampler goes on with its first weights, or with
+some of them. What shows is the gap between sampler and trainer, which grows as the policy moves.
+
+`B` completions, `T` completion tokens.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+
+from ..messages import report
+
+
+NOISE = 1e-4  # nats, a gap that any engine may have
+# Movements, in gaps of the first batch, that tell whether all of the weights arrived, and whether a part did not
+MOVED, FAR = 6.0, 100.0
+# Gaps, in movements, from which they did not
+ALL, PART = 1 / 3, 1 / 20
+LAST = 256  # optimizer steps after the first batch, until which later ones are compared with it
+
+
+class Delivery:
+    r"""
+    Compares the gap between sampler and trainer with the movement of the trainer's policy.
+
+        gap       g(k) = mean |log pi_k - log pi_sampler|   of tokens that are sampled after k optimizer steps
+        movement  m(k) = mean |log pi_k - log pi_0|         of the tokens of the first batch
+
+    The first batch is sampled with the trainer's own weights: `g(0)` is the part of any gap that precision, dropout or
+    truncation explain. A sampler that gets the new weights keeps `g(k) = g(0)`, one that goes on with its first weights has
+    `g(k) = m(k)`, or a half of it as long as the first batch, on which the trainer has trained, moves more than others. From
+    `m >= 6 g(0)` on the two can be told apart: no weights arrived if `g >= m / 3`. A part that is missing, such as the head,
+    makes a smaller gap, which precision alone could make as well until `m >= 100 g(0)`; from there on a part is missing if
+    `g >= m / 20`. It has to be so twice in a row, as one batch may be odd.
+
+    `g` is about the first micro-batch of a generation, which the loss scores with the weights that generated it: it costs
+    nothing. It is looked at after 1, 2, 4, 8, ... steps, and only if it is `2 g(0)` or more, `m` is needed: a forward pass
+    without gradient over one micro-batch, at the next generation. A run whose weights arrive makes none.
+
+    Args:
+        accelerator ([`~accelerate.Accelerator`]):
+            Knows the other ranks.
+        doubt (`Callable[[], str | None]`):
+            Says why a sampler that gets all weights may look as if it did not, or `None` if there is no reason. A reason makes
+            the error a warning.
+    """
+
+    def __init__(self, accelerator: Accelerator, doubt: Callable[[], str | None]):
+        self.accelerator, self.doubt = accelerator, doubt
+        self.done = False
+        self._is_new = False  # whether no micro-batch of the last generation was seen
+        self._is_due = False  # whether the movement is needed
+        self._is_suspect = False
+        self._moved: torch.Tensor | None = None  # sums over the movement of each token
+        self._first: FirstBatch | None = None
+        self._next = 0  # optimizer step of the next look
+
+    def generated(self, step: int):
+        """
+        Take note of a generation, and score the first batch again if that is due. Nothing of the new one is trained on yet.
+
+        Args:
+            step (`int`):
+                Optimizer steps made so far.
+        """
+        if self._first is not None and step > self._first.step + LAST:
+            self._end()
+        self._is_new = not self.done
+        if self._first is not None and self._is_due:
+            self._is_due = False
+            devices = [self.accelerator.device] if self.accelerator.device.type == "cuda" else []
+            with torch.no_grad(), torch.random.fork_rng(devices=devices):  # dropout draws
+                moved = self._first.score() - self._first.logps
+            self._moved = _sums(moved[self._first.tokens])
+
+    def visited(
+        self,
+        step: int,
+        logps: torch.Tensor,
+        rollout_logps: torch.Tensor,
+        tokens: torch.Tensor,
+        ages: torch.Tensor,
+        score: Callable[[], torch.Tensor],
+    ):
+        """
+        Look at a micro-batch, if it is the first of a generation.
+
+        Args:
+            step (`int`):
+                Optimizer steps made so far.
+            logps (`torch.Tensor` of shape `(B, T)`):
+                Log-probabilities of the current policy, in nats.
+            rollout_logps (`torch.Tensor` of shape `(B, T)`):
+                Log-probabilities of the sampler, in nats.
+            tokens (`torch.Tensor` of shape `(B, T)`):
+                Non-zero on the tokens of the loss.
+            ages (`torch.Tensor` of shape `(B,)`):
+                Optimizer steps that the sampler is known to be behind; NaN if unknown.
+            score (`Callable[[], torch.Tensor]`):
+                Returns what `logps` would be by the weights of the time when it is called.
+
+        Raises:
+            `RuntimeError`: if weights did not arrive, on all ranks.
+        """
+        if not self._is_new or (step < self._next and self._moved is None):
+            return
+        self._is_new = False
+        # A sampler may be behind on purpose: by so few of the steps that most of the movement is not in them
+        in_step = 8 * ages <= (0 if self._first is None else step - self._first.step)
+        log_ratio = logps - rollout_logps
+        sums = _sums(log_ratio[tokens.bool() & log_ratio.isfinite() & in_step[:, None]])
+        moved = torch.zeros_like(sums) if self._moved is None else self._moved
+        late = (ages[in_step] > 0).any().to(sums).expand(3)
+        of_gap, of_movement, late = self.accelerator.reduce(torch.stack([sums, moved, late])).tolist()
+        if not of_gap[0]:  # all too far behind
+            return
+        self._moved = None
+        gap, error = _mean_and_error(*of_gap)
+        if self._first is None:
+            self._first = FirstBatch(step, max(gap + 3 * error, NOISE), logps, tokens.bool(), score)
+            self._next = step + 1
+            return
+        self._next = 2 * step - self._first.step
+        if of_movement[0]:
+            self._judge(step, gap, _mean_and_error(*of_movement)[0], late[0] > 0)
+        else:
+            self._is_due = gap >= ALL * MOVED * self._first.noise
+
+    def _judge(self, step: int, gap: float, moved: float, late: bool):
+        """Say that weights did not arrive, if that is so for the second time."""
+        assert self._first is not None
+        far = moved >= FAR * self._first.noise and not late
+        missing = moved >= MOVED * self._first.noise and gap >= moved * (PART if far else ALL)
+        if missing and self._is_suspect:
+            first = self._first
+            self._end()
+            self._report(first, step, gap, moved, late)
+        self._is_suspect = missing
+
+    def _report(self, first: "FirstBatch", step: int, gap: float, moved: float, late: bool):
+        """Raise an error, or a warning if there is another explanation."""
+        reasons = broadcast_object_list([self.doubt()])  # the main process may know more of the sampler
+        if late:
+            reasons.append("Samples are some optimizer steps old, in which the policy may have moved as far.")
+        doubt = " ".join(reason for reason in reasons if reason)
+        message = (
+            f"The sampler {'may not have' if doubt else 'does not have'} the weights of the trainer, though each push ended "
+            f"well and `rollout_corr/staleness_max` does not show it. At step {first.step} the two gave a token "
+            f"log-probabilities that were {first.noise:.2g} nats apart (mean absolute difference, with its error), at step "
+            f"{step} it is {gap:.2g}, where the trainer's policy has moved by {moved:.2g} in between. So the sampler goes on "
+            "with its first weights, or with a part of them. Update vLLM, or change `vllm_mode`, the device or the type of "
+            "weights; if the sampler is meant to have older weights, set `trainer.rollout_step` to their optimizer step "
+            'whenever they are pushed. See "Weights do not arrive" in docs/troubleshooting.md.'
+        )
+        if not doubt:
+            raise RuntimeError(message)
+        report(f"{message} {doubt}")
+
+    def _end(self):
+        """Look no more, and let go of the first batch."""
+        self.done, self._first, self._moved = True, None, None
+
+
+class FirstBatch(NamedTuple):
+    """
+    The first micro-batch of a run.
+
+    Args:
+        step (`int`):
+            Optimizer steps made before.
+        noise (`float`):
+            Its gap between sampler and trainer with three standard errors, in nats per token.
+        logps (`torch.Tensor` of shape `(B, T)`):
+            Log-probabilities of the policy that it was sampled from, in nats.
+        tokens (`torch.Tensor` of shape `(B, T)`):
+            Whether a token is one of the loss.
+        score (`Callable[[], torch.Tensor]`):
+            Returns log-probabilities by the weights of the time when it is called, `(B, T)`.
+    """
+
+    step: int
+    noise: float
+    logps: torch.Tensor
+    tokens: torch.Tensor
+    score: Callable[[], torch.Tensor]
+
+
+def _sums(x: torch.Tensor) -> torch.Tensor:
+    """Number, sum of absolute values and sum of squares, `(3,)`."""
+    x = x.float()
+    return torch.stack([torch.ones_like(x).sum(), x.abs().sum(), x.square().sum()])
+
+
+def _mean_and_error(n: float, total: float, squares: float) -> tuple[float, float]:
+    """Mean absolute value and its standard error, from sums."""
+    mean = total / n
+    return mean, math.sqrt(max(squares / n - mean**2, 0.0) / n)
