@@ -171,5 +171,6 @@ def test_asynchronous(tiny_model_path, tmp_path, caplog, arrives):
     ],
 )
 def test_why_a_sampler_may_look_behind(facts, reason):
-    found = may_round({"trainer_dtype": "bfloat16", "adapter": "none", **facts})
+    in_part = facts.pop("in_part", False)
+    found = may_round({"trainer_dtype": "bfloat16", "adapter": "none", **facts}, in_part)
     assert found is None if reason is None else re.search(reason, found)

@@ -121,9 +121,9 @@ class CorrectionCore(_Host):
         model = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=True)
         return facts_of_trainer(model, self.args) | facts_of_engine(self._engine_config)
 
-    def _doubt_delivery(self) -> str | None:
+    def _doubt_delivery(self, in_part: bool) -> str | None:
         """Why a sampler that has got all weights may look as if it had not, or `None` if there is no reason."""
-        return may_round(self._facts())
+        return may_round(self._facts(), in_part)
 
     def _new_preflight(self) -> Preflight:
         return Preflight(self.args, self._about)

@@ -47,12 +47,12 @@ class Delivery:
     Args:
         accelerator ([`~accelerate.Accelerator`]):
             Knows the other ranks.
-        doubt (`Callable[[], str | None]`):
-            Says why a sampler that gets all weights may look as if it did not, or `None` if there is no reason. A reason makes
-            the error a warning.
+        doubt (`Callable[[bool], str | None]`):
+            Given whether only a part of the weights seems to be missing, says why a sampler that gets all weights may look
+            like that, or `None` if there is no reason. A reason makes the error a warning.
     """
 
-    def __init__(self, accelerator: Accelerator, doubt: Callable[[], str | None]):
+    def __init__(self, accelerator: Accelerator, doubt: Callable[[bool], str | None]):
         self.accelerator, self.doubt = accelerator, doubt
         self.done = False
         self._is_new = False  # whether no micro-batch of the last generation was seen
@@ -146,7 +146,9 @@ class Delivery:
 
     def _report(self, first: "FirstBatch", step: int, gap: float, moved: float, late: bool):
         """Raise an error, or a warning if there is another explanation."""
-        reasons = broadcast_object_list([self.doubt()])  # the main process may know more of the sampler
+        reasons = broadcast_object_list(
+            [self.doubt(gap < ALL * moved)]
+        )  # the main process may know more of the sampler
         if late:
             reasons.append("Samples are some optimizer steps old, in which the policy may have moved as far.")
         doubt = " ".join(reason for reason in reasons if reason)

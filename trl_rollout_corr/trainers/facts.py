@@ -120,13 +120,15 @@ def check_types(facts: Mapping[str, str]):
         )
 
 
-def may_round(facts: Mapping[str, str]) -> str | None:
+def may_round(facts: Mapping[str, str], in_part: bool) -> str | None:
     """
     Say why updates may get lost on the way to the sampler.
 
     Args:
         facts (`Mapping[str, str]`):
-            What is known.
+            Types, adapter and quantization of trainer and sampler.
+        in_part (`bool`):
+            Whether only a part of the updates seems lost.
 
     Returns:
         `str` or `None`: the reason, or `None` if the sampler has the very weights that the trainer computes with.
@@ -138,4 +140,6 @@ def may_round(facts: Mapping[str, str]) -> str | None:
         return f"The sampler is quantised ({facts['quantization']}), and rounding takes small updates away."
     if trainer != sampler:
         return f"The trainer computes in {trainer} and the sampler in {sampler}: rounding takes small updates away."
+    if in_part and trainer != "float32":
+        return f"Both compute in {trainer}, whose rounding errors may grow while the policy changes as much as here."
     return None

@@ -103,10 +103,10 @@ class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
         if self.rollout_func is None:  # a rollout function brings its own log-probabilities
             super()._check_sampler()
 
-    def _doubt_delivery(self) -> str | None:
+    def _doubt_delivery(self, in_part: bool) -> str | None:
         if self.rollout_func is not None:
             return "Completions come from `rollout_func`, which may have another sampler."
-        return super()._doubt_delivery()
+        return super()._doubt_delivery(in_part)
 
     def _generate(self, prompts, *args, **kwargs):
         generated = super()._generate(prompts, *args, **kwargs)
