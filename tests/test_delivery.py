@@ -164,6 +164,8 @@ def test_asynchronous(tiny_model_path, tmp_path, caplog, arrives):
     ("facts", "reason"),
     [
         ({"sampler_dtype": "bfloat16"}, None),
+        ({"sampler_dtype": "bfloat16", "in_part": True}, "Both compute in bfloat16"),
+        ({"trainer_dtype": "float32", "sampler_dtype": "float32", "in_part": True}, None),
         ({"sampler_dtype": "float32"}, "The trainer computes in bfloat16 and the sampler in float32"),
         ({}, "the sampler in an unknown type"),
         ({"sampler_dtype": "bfloat16", "adapter": "LORA"}, "The adapter is merged"),
@@ -171,6 +173,5 @@ def test_asynchronous(tiny_model_path, tmp_path, caplog, arrives):
     ],
 )
 def test_why_a_sampler_may_look_behind(facts, reason):
-    in_part = facts.pop("in_part", False)
-    found = may_round({"trainer_dtype": "bfloat16", "adapter": "none", **facts}, in_part)
+    found = may_round({"trainer_dtype": "bfloat16", "adapter": "none", **facts}, facts.get("in_part", False))
     assert found is None if reason is None else re.search(reason, found)
