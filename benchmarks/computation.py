@@ -26,7 +26,7 @@ from tables import COMPILED, COMPUTATION, markdown
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
-from trl_rollout_corr.accounting import account
+from trl_rollout_corr.correction.accounting import account
 
 
 SHAPES = ("64x2048", "256x8192", "256x32768")

@@ -24,9 +24,9 @@ from tables import GATHER, ON_PAPER, markdown
 from torch.multiprocessing import spawn
 
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
-from trl_rollout_corr.accounting import Accounts, account
-from trl_rollout_corr.staleness import Staleness, age, engine_drift, lag
-from trl_rollout_corr.sums import Sums
+from trl_rollout_corr.correction.accounting import Accounts, account
+from trl_rollout_corr.correction.staleness import Staleness, age, engine_drift, lag
+from trl_rollout_corr.correction.sums import Sums
 from trl_rollout_corr.trainers.observer import LoggingWindow
 
 

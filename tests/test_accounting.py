@@ -12,9 +12,9 @@ from tests.launching import ROOT
 from tests.tiny import StaleSampler, prompts
 from tests.training import TRAINERS, BrokenSampler, build, config_fields, losses, micro_batches, window
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
-from trl_rollout_corr.accounting import BUCKETS, REWARDS, account, turns_of
-from trl_rollout_corr.keys import PREFIX
-from trl_rollout_corr.staleness import Staleness, age, update_drift
+from trl_rollout_corr.correction.accounting import BUCKETS, REWARDS, account, turns_of
+from trl_rollout_corr.correction.staleness import Staleness, age, update_drift
+from trl_rollout_corr.settings.keys import PREFIX
 
 
 CONFIG = RolloutCorrectionConfig(

@@ -30,9 +30,9 @@ from trl_rollout_corr import (
     RolloutCorrectionConfig,
     compute_rollout_correction,
 )
-from trl_rollout_corr.accounting import Accounts, account
-from trl_rollout_corr.ages import Ages
-from trl_rollout_corr.keys import PREFIX
+from trl_rollout_corr.correction.accounting import Accounts, account
+from trl_rollout_corr.correction.ages import Ages
+from trl_rollout_corr.settings.keys import PREFIX
 from trl_rollout_corr.trainers import contract
 from trl_rollout_corr.trainers.core import CorrectionCore
 from trl_rollout_corr.trainers.monitor import ALARMS
@@ -339,7 +339,7 @@ def test_metrics_by_age_are_those_of_loops(make):
 @pytest.mark.parametrize(("engine", "drift"), [(0.01, 0.0), (0.0, 0.02), (0.03, 0.01)])
 def test_the_regression_separates_engine_and_drift(engine, drift):
     """Squares that grow linearly with age by construction."""
-    from trl_rollout_corr.ages import by_age
+    from trl_rollout_corr.correction.ages import by_age
 
     ages = torch.tensor([0.0, 1.0, 2.0, 5.0, math.nan])
     squares = engine + drift * ages.nan_to_num(100.0)

@@ -15,9 +15,8 @@ import yaml
 from tests import reference
 from tests.dumps import make_dump, read_dump
 from tests.launching import run as run_process
-from trl_rollout_corr import RolloutCorrectionConfig, dump
+from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.__main__ import main, make_parser
-from trl_rollout_corr.analysis.reading import read_sequences
 from trl_rollout_corr.analysis.replay import batch_of
 from trl_rollout_corr.analysis.spread import (
     Spread,
@@ -29,9 +28,11 @@ from trl_rollout_corr.analysis.spread import (
     suggest_bounds,
     truncated_mean,
 )
-from trl_rollout_corr.analysis.text import percent
-from trl_rollout_corr.presets import PRESETS
-from trl_rollout_corr.rules import examine
+from trl_rollout_corr.dumps import writing as dump
+from trl_rollout_corr.dumps.reading import read_sequences
+from trl_rollout_corr.health.rules import examine
+from trl_rollout_corr.settings.formatting import percent
+from trl_rollout_corr.settings.presets import PRESETS
 
 
 NUMBERS = ("rejected", "sample_size", "effective_lr", "cosine", "norm")

@@ -10,13 +10,13 @@ from trl_rollout_corr import (
     RolloutCorrectedGRPOConfig,
     RolloutCorrectedGRPOTrainer,
     RolloutCorrectionConfig,
-    compiling,
     compute_rollout_correction,
 )
-from trl_rollout_corr.accounting import account, turns_of
-from trl_rollout_corr.analysis.settings import config_of_run, read_config
-from trl_rollout_corr.criteria import CRITERIA, TOKEN_ONLY
-from trl_rollout_corr.keys import PREFIX
+from trl_rollout_corr.correction import compiling
+from trl_rollout_corr.correction.accounting import account, turns_of
+from trl_rollout_corr.settings.criteria import CRITERIA, TOKEN_ONLY
+from trl_rollout_corr.settings.files import config_of_run, read_config
+from trl_rollout_corr.settings.keys import PREFIX
 
 
 CASES = {

@@ -11,8 +11,8 @@ from transformers import HfArgumentParser
 from trl import TrlParser
 
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedRLOOConfig, RolloutCorrectionConfig
-from trl_rollout_corr.criteria import CRITERIA
-from trl_rollout_corr.presets import ORIGINAL_PRESETS, PRESETS, VERL_PRESETS
+from trl_rollout_corr.settings.criteria import CRITERIA
+from trl_rollout_corr.settings.presets import ORIGINAL_PRESETS, PRESETS, VERL_PRESETS
 
 
 def fields(config):

@@ -15,9 +15,9 @@ from trl_rollout_corr import (
     RolloutCorrectionConfig,
     compute_rollout_correction,
 )
-from trl_rollout_corr.criteria import CRITERIA
-from trl_rollout_corr.presets import PRESETS
-from trl_rollout_corr.step_size import ess_sqrt, ratio_sums
+from trl_rollout_corr.correction.step_size import ess_sqrt, ratio_sums
+from trl_rollout_corr.settings.criteria import CRITERIA
+from trl_rollout_corr.settings.presets import PRESETS
 
 
 EVERYTHING = {

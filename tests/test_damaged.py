@@ -11,9 +11,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tests.dumps import make_dump, read_dump
-from trl_rollout_corr import RolloutCorrectionConfig, dump
+from trl_rollout_corr import RolloutCorrectionConfig
+from trl_rollout_corr import diagnosis as diagnosing
 from trl_rollout_corr.__main__ import main
-from trl_rollout_corr.analysis import diagnose as diagnosing
+from trl_rollout_corr.dumps import writing as dump
 
 
 FLOATS = [None, math.nan, math.inf, -math.inf, 0.0, 1e-45, 3e38, -3e38, 5.0]

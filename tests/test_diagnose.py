@@ -13,15 +13,16 @@ from tests.dumps import make_dump, read_dump
 from tests.launching import ROOT, benchmarks
 from tests.tiny import StaleSampler
 from tests.training import TRAINERS, build, build_with_dropout, config_fields, losses
-from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer, dump, faults
+from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer, faults
 from trl_rollout_corr.__main__ import main
-from trl_rollout_corr.analysis.diagnose import Diagnosis, Finding, diagnose, observe
-from trl_rollout_corr.analysis.diagnose.causes import CAUSES
-from trl_rollout_corr.analysis.diagnose.pictures import picture
-from trl_rollout_corr.analysis.diagnose.signatures import DIFFUSE, STAGES, Seen
-from trl_rollout_corr.analysis.diagnose.written import advise, headline
-from trl_rollout_corr.config import RolloutCorrectionConfig
-from trl_rollout_corr.presets import PRESETS
+from trl_rollout_corr.diagnosis import Diagnosis, Finding, diagnose, observe
+from trl_rollout_corr.diagnosis.causes import CAUSES
+from trl_rollout_corr.diagnosis.pictures import picture
+from trl_rollout_corr.diagnosis.signatures import DIFFUSE, STAGES, Seen
+from trl_rollout_corr.diagnosis.written import advise, headline
+from trl_rollout_corr.dumps import writing as dump
+from trl_rollout_corr.settings.config import RolloutCorrectionConfig
+from trl_rollout_corr.settings.presets import PRESETS
 from trl_rollout_corr.trainers.facts import settings_in_effect
 
 

@@ -9,14 +9,14 @@ import torch
 
 from tests.reference import threshold_of
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
-from trl_rollout_corr.accounting import account, turns_of
-from trl_rollout_corr.ages import Intake, by_age, completions
-from trl_rollout_corr.criteria import CRITERIA, Criterion
-from trl_rollout_corr.keys import PREFIX
-from trl_rollout_corr.presets import PRESETS
-from trl_rollout_corr.rules import HEALTHY, in_words
-from trl_rollout_corr.staleness import Staleness, age, engine_drift, lag, update_drift
-from trl_rollout_corr.step_size import StepSize
+from trl_rollout_corr.correction.accounting import account, turns_of
+from trl_rollout_corr.correction.ages import Intake, by_age, completions
+from trl_rollout_corr.correction.staleness import Staleness, age, engine_drift, lag, update_drift
+from trl_rollout_corr.correction.step_size import StepSize
+from trl_rollout_corr.health.rules import HEALTHY, in_words
+from trl_rollout_corr.settings.criteria import CRITERIA, Criterion
+from trl_rollout_corr.settings.keys import PREFIX
+from trl_rollout_corr.settings.presets import PRESETS
 
 
 ROOT = Path(__file__).parent.parent

@@ -9,9 +9,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.dumps import make_dump, read_dump
-from trl_rollout_corr import RolloutCorrectionConfig, dump
+from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.__main__ import main
-from trl_rollout_corr.analysis.reading import read_table
+from trl_rollout_corr.dumps import writing as dump
+from trl_rollout_corr.dumps.reading import read_table
 
 
 def steps_of(folder) -> list[int]:

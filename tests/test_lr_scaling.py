@@ -22,7 +22,7 @@ from tests.training import (
     logged,
     losses,
 )
-from trl_rollout_corr.step_size import ess_sqrt, ratio_sums
+from trl_rollout_corr.correction.step_size import ess_sqrt, ratio_sums
 
 
 ESS = {"rollout_lr_scaling": "ess_sqrt"}

@@ -22,7 +22,7 @@ from tests.training import (
     saying,
 )
 from trl_rollout_corr import RolloutCorrectionConfig
-from trl_rollout_corr.presets import PRESETS
+from trl_rollout_corr.settings.presets import PRESETS
 from trl_rollout_corr.trainers.checks import TIGHTENED_FIELDS
 from trl_rollout_corr.trainers.monitor import ALARMS, TIGHTENED, RolloutCorrectionMonitor
 

@@ -13,11 +13,14 @@ from tests.launching import ROOT, benchmarks, clean_environment, free_port, run,
 from tests.tiny import StaleSampler, build_model_with_code
 from tests.training import build, build_with_dropout, plain_model, policy_logps
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer, faults
-from trl_rollout_corr import probe as probing_process
 from trl_rollout_corr.__main__ import main
-from trl_rollout_corr.analysis.diagnose import Diagnosis, Finding, diagnose, observe
-from trl_rollout_corr.analysis.diagnose.causes import CAUSES
-from trl_rollout_corr.analysis.diagnose.experiments import (
+from trl_rollout_corr.diagnosis import Diagnosis, Finding, diagnose, observe
+from trl_rollout_corr.diagnosis.causes import CAUSES
+from trl_rollout_corr.diagnosis.pictures import picture
+from trl_rollout_corr.diagnosis.signatures import FLOOR, Seen
+from trl_rollout_corr.faults.models import int4, int8, push
+from trl_rollout_corr.probe import command as probing_process
+from trl_rollout_corr.probe.experiments import (
     EXPERIMENTS,
     Outcome,
     _speaking,
@@ -27,9 +30,6 @@ from trl_rollout_corr.analysis.diagnose.experiments import (
     judge,
     own_noise,
 )
-from trl_rollout_corr.analysis.diagnose.pictures import picture
-from trl_rollout_corr.analysis.diagnose.signatures import FLOOR, Seen
-from trl_rollout_corr.faults.models import int4, int8, push
 
 
 # What outcomes mean -------------------------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ def request(model, folder, *options, **fields):
 
 
 def test_a_run_without_a_sampler_or_a_model_is_refused(tiny_model_path, tmp_path):
-    from trl_rollout_corr.trainers.probing import read
+    from trl_rollout_corr.probe.process import read
 
     with pytest.raises(ValueError, match="`use_vllm` is False"):
         read(request(tiny_model_path, tmp_path, "--use_vllm", "false"))
@@ -210,7 +210,7 @@ def test_a_run_without_a_sampler_or_a_model_is_refused(tiny_model_path, tmp_path
 
 
 def test_a_server_that_is_not_there_is_refused_at_once():
-    from trl_rollout_corr.trainers.probing import check_server
+    from trl_rollout_corr.probe.process import check_server
 
     url = f"http://localhost:{free_port()}"
     with pytest.raises(ValueError, match=f"no vLLM server answers at {url}"):
@@ -218,7 +218,7 @@ def test_a_server_that_is_not_there_is_refused_at_once():
 
 
 def test_prompts_come_from_a_file_a_dataset_or_are_plain(tmp_path):
-    from trl_rollout_corr.trainers.probing import PROMPTS, prompts_of
+    from trl_rollout_corr.probe.process import PROMPTS, prompts_of
 
     file, nothing = tmp_path / "prompts.txt", SimpleNamespace(dataset_name=None)
     file.write_text("one\n\ntwo\n")
@@ -250,7 +250,7 @@ RECIPES = sorted(
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_can_be_probed(recipe, tiny_model_path, tmp_path):
     """As far as its first batch goes."""
-    from trl_rollout_corr.trainers.probing import read, shortened
+    from trl_rollout_corr.probe.process import read, shortened
 
     fields = {"config": str(ROOT / "recipes" / recipe), "trainer": recipe.split("/")[0]}
     _, args, _, _ = read(request(tiny_model_path, tmp_path, **fields))
@@ -264,7 +264,7 @@ def test_every_recipe_can_be_probed(recipe, tiny_model_path, tmp_path):
 
 
 def test_arguments_of_an_engine_are_added_to_those_of_the_run(tiny_model_path, tmp_path):
-    from trl_rollout_corr.trainers.probing import read, shortened
+    from trl_rollout_corr.probe.process import read, shortened
 
     mine = '{"dtype": "float32", "hf_overrides": {"rope_theta": 1.0}}'
     _, args, _, _ = read(request(tiny_model_path, tmp_path, "--rollout_engine_kwargs", mine))
@@ -281,7 +281,7 @@ def test_arguments_of_an_engine_are_added_to_those_of_the_run(tiny_model_path, t
 @pytest.fixture(scope="module", params=["weights", "autocast"])
 def half(request, tiny_model_path, tmp_path_factory):
     """A trainer in bfloat16, by the type of its weights or by autocast, before its first step; and its first batches."""
-    from trl_rollout_corr.trainers.probing import Probe
+    from trl_rollout_corr.probe.process import Probe
 
     fields = {"weights": {"model_init_kwargs": {"dtype": "bfloat16"}}, "autocast": {"bf16": True}}[request.param]
     trainer = build(
@@ -294,7 +294,7 @@ def half(request, tiny_model_path, tmp_path_factory):
 
 
 def test_the_trainer_computes_in_float32_for_as_long_as_it_is_asked_to(half, tiny_model_path):
-    from trl_rollout_corr.trainers.rescoring import all_in_float32, head_in_float32
+    from trl_rollout_corr.probe.rescoring import all_in_float32, head_in_float32
 
     probe, batches = half
     mask = [batch["completion_mask"].bool() for batch in batches]
@@ -319,8 +319,8 @@ def test_the_trainer_computes_in_float32_for_as_long_as_it_is_asked_to(half, tin
 
 
 def test_dropout_is_off_for_as_long_as_it_is_asked_to_be(tiny_model_path, tmp_path):
-    from trl_rollout_corr.trainers.probing import Probe
-    from trl_rollout_corr.trainers.rescoring import rescorings
+    from trl_rollout_corr.probe.process import Probe
+    from trl_rollout_corr.probe.rescoring import rescorings
 
     trainer = build_with_dropout(tiny_model_path, tmp_path)
     probe = Probe(trainer)
@@ -339,8 +339,8 @@ def test_dropout_is_off_for_as_long_as_it_is_asked_to_be(tiny_model_path, tmp_pa
 
 def probed(model, folder, *options, **fields):
     """A probe in this process. Returns the diagnosis, the experiments, and the tokens."""
-    from trl_rollout_corr.trainers.probing import build as build_probe
-    from trl_rollout_corr.trainers.probing import run as run_probe
+    from trl_rollout_corr.probe.process import build as build_probe
+    from trl_rollout_corr.probe.process import run as run_probe
 
     folder.mkdir()
     probe = build_probe(request(model, folder, *options, **fields))
@@ -374,7 +374,7 @@ def test_a_sampler_in_step_is_healthy_and_a_fault_is_named(tiny_model_path, tmp_
 
 @pytest.mark.vllm
 def test_weights_are_pushed_once_or_not_at_all(tiny_model_path, tmp_path, shared_engine, monkeypatch):
-    from trl_rollout_corr.trainers.probing import build as build_probe
+    from trl_rollout_corr.probe.process import build as build_probe
 
     probe = build_probe(request(tiny_model_path, tmp_path, "--vllm_max_model_length", "64", completions=4))
     pushed = []
@@ -387,8 +387,8 @@ def test_weights_are_pushed_once_or_not_at_all(tiny_model_path, tmp_path, shared
 
 @pytest.mark.vllm
 def test_a_push_that_spoils_weights_is_found(tiny_model_path, tmp_path, shared_engine, monkeypatch):
-    from trl_rollout_corr.trainers.probing import build as build_probe
-    from trl_rollout_corr.trainers.probing import run as run_probe
+    from trl_rollout_corr.probe.process import build as build_probe
+    from trl_rollout_corr.probe.process import run as run_probe
 
     probe = build_probe(request(tiny_model_path, tmp_path, "--vllm_max_model_length", "64"))
     generation = probe.trainer.vllm_generation
@@ -482,8 +482,8 @@ def saying_yes(tmp_path, monkeypatch):
 
 
 def test_code_of_a_model_is_trusted_as_the_recipe_says(model_with_code, tiny_model_path, tmp_path, saying_yes):
-    from trl_rollout_corr.trainers.probing import build as build_probe
-    from trl_rollout_corr.trainers.probing import read
+    from trl_rollout_corr.probe.process import build as build_probe
+    from trl_rollout_corr.probe.process import read
 
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("use_vllm: true\ntrust_remote_code: false\n")

@@ -20,8 +20,8 @@ from tests.launching import ACCELERATE, ROOT, UNCOMPILED, run
 from tests.test_reporting import finished_wandb_records
 from tests.training import TRAINERS, assert_in_step
 from trl_rollout_corr import RolloutCorrectionConfig
-from trl_rollout_corr.analysis.diagnose.causes import CAUSES
-from trl_rollout_corr.presets import PRESETS
+from trl_rollout_corr.diagnosis.causes import CAUSES
+from trl_rollout_corr.settings.presets import PRESETS
 
 
 RECIPES = sorted(str(path.relative_to(ROOT / "recipes")) for path in ROOT.glob("recipes/*/*.yaml"))

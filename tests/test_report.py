@@ -24,9 +24,9 @@ from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.__main__ import main, make_parser
 from trl_rollout_corr.analysis import report
 from trl_rollout_corr.analysis.report import summary
-from trl_rollout_corr.dump import write_rows
-from trl_rollout_corr.keys import PREFIX
-from trl_rollout_corr.rules import examine
+from trl_rollout_corr.dumps.writing import write_rows
+from trl_rollout_corr.health.rules import examine
+from trl_rollout_corr.settings.keys import PREFIX
 
 
 SETTINGS = {"rollout_correction": "decoupled_geo_rs_token_tis", "rollout_rs_threshold": [0.99, 1.01]}

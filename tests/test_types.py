@@ -10,9 +10,9 @@ import pytest
 import trl_rollout_corr
 from tests.launching import ROOT
 from trl_rollout_corr import RolloutCorrectionConfig
-from trl_rollout_corr.config import LOSS_TYPES, MONITOR_ACTIONS, NAN_POLICIES
-from trl_rollout_corr.criteria import CRITERIA, LEVELS
-from trl_rollout_corr.presets import PRESETS
+from trl_rollout_corr.settings.config import LOSS_TYPES, MONITOR_ACTIONS, NAN_POLICIES
+from trl_rollout_corr.settings.criteria import CRITERIA, LEVELS
+from trl_rollout_corr.settings.presets import PRESETS
 
 
 def spelt_out(module: str, name: str) -> list[str]:

@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:
-    from .config import RolloutCorrectionConfig
-    from .correction import compute_rollout_correction
+    from .correction.compute import compute_rollout_correction
+    from .settings.config import RolloutCorrectionConfig
     from .trainers.async_grpo import RolloutCorrectedAsyncGRPOConfig, RolloutCorrectedAsyncGRPOTrainer
     from .trainers.grpo import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
     from .trainers.monitor import RolloutCorrectionMonitor
@@ -16,13 +16,13 @@ _MODULES = {
     "DiskWeightTransfer": "trainers.weight_transfer",
     "RolloutCorrectedAsyncGRPOConfig": "trainers.async_grpo",
     "RolloutCorrectedAsyncGRPOTrainer": "trainers.async_grpo",
-    "RolloutCorrectionConfig": "config",
+    "RolloutCorrectionConfig": "settings.config",
     "RolloutCorrectedGRPOConfig": "trainers.grpo",
     "RolloutCorrectedGRPOTrainer": "trainers.grpo",
     "RolloutCorrectedRLOOConfig": "trainers.rloo",
     "RolloutCorrectedRLOOTrainer": "trainers.rloo",
     "RolloutCorrectionMonitor": "trainers.monitor",
-    "compute_rollout_correction": "correction",
+    "compute_rollout_correction": "correction.compute",
 }
 
 __all__ = [

@@ -172,7 +172,7 @@ def make_parser(*, probes: bool = False) -> argparse.ArgumentParser:
 
 
 def _convert(args: argparse.Namespace) -> str:
-    from .analysis.convert import convert
+    from .settings.convert import convert
 
     return convert(args.file)
 
@@ -201,8 +201,8 @@ def _diagnose(args: argparse.Namespace) -> str:
         args.subject = "probe"
         return _probe(args)
     _check_no_probe(args)
-    from .analysis.diagnose import diagnose, observe
-    from .analysis.diagnose.written import as_json, as_text
+    from .diagnosis import diagnose, observe
+    from .diagnosis.written import as_json, as_text
 
     observed = observe(args.dump)
     diagnosis = diagnose(observed)
@@ -225,10 +225,10 @@ def _check_no_probe(args: argparse.Namespace):
 def _probe(args: argparse.Namespace) -> str:
     if args.options and not args.options[0].startswith("--"):
         raise SelfContainedError(f"--probe samples by itself and takes no dump, got {args.options[0]!r}")
-    from .analysis.diagnose.experiments import as_data, rows
-    from .analysis.diagnose.experiments import as_text as as_table
-    from .analysis.diagnose.written import as_json, as_text
-    from .probe import probe
+    from .diagnosis.written import as_json, as_text
+    from .probe.command import probe
+    from .probe.experiments import as_data, rows
+    from .probe.experiments import as_text as as_table
 
     found = probe(
         args.probe,
@@ -259,7 +259,7 @@ def _probe(args: argparse.Namespace) -> str:
 
 
 def _recipes(args: argparse.Namespace) -> str:
-    from .shipped import write_recipes
+    from .settings.shipped import write_recipes
 
     return write_recipes(args.folder)
 

@@ -22,8 +22,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from policies import EOS, SHAPES, VOCABULARY, build, updated
 
-from trl_rollout_corr import dump, faults
-from trl_rollout_corr.analysis.diagnose.signatures import FLOOR
+from trl_rollout_corr import faults
+from trl_rollout_corr.diagnosis.signatures import FLOOR
+from trl_rollout_corr.dumps import writing as dump
 from trl_rollout_corr.faults.models import merged
 
 

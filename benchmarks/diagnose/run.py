@@ -17,8 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from trl_rollout_corr.analysis.diagnose import diagnose, observe
-from trl_rollout_corr.analysis.diagnose.signatures import DIFFUSE, STAGES
+from trl_rollout_corr.diagnosis import diagnose, observe
+from trl_rollout_corr.diagnosis.signatures import DIFFUSE, STAGES
 from trl_rollout_corr.faults import FAULTS
 
 

@@ -5,10 +5,10 @@ from dataclasses import fields
 from typing import Any
 
 from trl_rollout_corr import RolloutCorrectionConfig
-from trl_rollout_corr.health import Finding, Rule
-from trl_rollout_corr.keys import PREFIX
-from trl_rollout_corr.presets import DEFAULT, PRESETS
-from trl_rollout_corr.rules import RULES, examine
+from trl_rollout_corr.health.examine import Finding, Rule
+from trl_rollout_corr.health.rules import RULES, examine
+from trl_rollout_corr.settings.keys import PREFIX
+from trl_rollout_corr.settings.presets import DEFAULT, PRESETS
 
 
 # What the rules read, without prefix

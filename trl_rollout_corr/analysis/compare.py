@@ -8,19 +8,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..config import RolloutCorrectionConfig
+from ..dumps.reading import Sequences, read_sequences
+from ..health.rules import HEALTHY
 from ..messages import warn
-from ..presets import PRESETS, Preset, settings_of
-from ..rules import HEALTHY
+from ..settings.config import RolloutCorrectionConfig
+from ..settings.files import config_of_run, read_config
+from ..settings.formatting import percent, rounded, three_decimals, yaml_lines
+from ..settings.formatting import steps as steps_in_words
+from ..settings.presets import PRESETS, Preset, settings_of
 from .exact import given_up
 from .phase import Phase, healthy_phase
-from .reading import Sequences, read_sequences
 from .replay import Batch, Outcome, batch_of, replay
 from .run import find_dump, logs_of_dump
-from .settings import config_of_run, read_config
 from .spread import TARGET, Spread, measure, predict, suggest, suggest_bounds
-from .text import percent, rounded, three_decimals, yaml_lines
-from .text import steps as steps_in_words
 
 
 # What needs no bounds made of the sequences, by the mode of the run

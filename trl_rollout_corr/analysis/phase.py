@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..config import RolloutCorrectionConfig
-from ..health import Finding
-from ..keys import PREFIX
-from ..rules import RULES, examine
+from ..health.examine import Finding
+from ..health.rules import RULES, examine
+from ..settings.config import RolloutCorrectionConfig
+from ..settings.keys import PREFIX
 
 
 # Metrics of how far apart the policies are. An alarm about what weights or bounds do says nothing against the sequences.
@@ -20,7 +20,7 @@ class Phase(NamedTuple):
     Args:
         last_step (`int` or `None`):
             The last step that is healthy; `None` if all are. 0 if none is.
-        alarm ([`~trl_rollout_corr.health.Finding`] or `None`):
+        alarm ([`~trl_rollout_corr.health.examine.Finding`] or `None`):
             The alarm that came after it.
     """
 

@@ -6,11 +6,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ..config import RolloutCorrectionConfig
-from ..correction import compute_rollout_correction
-from ..functional import LOG_RATIO_BOUND, Tokens, select_tokens
-from ..keys import PREFIX
-from .reading import Sequences, pad
+from ..correction.compute import compute_rollout_correction
+from ..correction.functional import LOG_RATIO_BOUND, Tokens, select_tokens
+from ..dumps.reading import Sequences, pad
+from ..settings.config import RolloutCorrectionConfig
+from ..settings.keys import PREFIX
 
 
 class Batch(NamedTuple):

@@ -15,13 +15,13 @@ import pyarrow as pa
 import torch
 import yaml
 
-from ..config import RolloutCorrectionConfig
-from ..correction import compute_rollout_correction
-from ..dump import files_of, read_logs
-from ..health import is_training_window
-from ..keys import PREFIX
-from .reading import CONTEXT, NUMBERS, TEXTS, Sequences, Written, read_table
-from .settings import config_of_run
+from ..correction.compute import compute_rollout_correction
+from ..dumps.reading import CONTEXT, NUMBERS, TEXTS, Sequences, Written, read_table
+from ..dumps.writing import files_of, read_logs
+from ..health.examine import is_training_window
+from ..settings.config import RolloutCorrectionConfig
+from ..settings.files import config_of_run
+from ..settings.keys import PREFIX
 
 
 STATE = "trainer_state.json"
@@ -32,13 +32,13 @@ class Dump(NamedTuple):
     What a run dumped.
 
     Args:
-        sequences ([`~trl_rollout_corr.analysis.reading.Sequences`]):
+        sequences ([`~trl_rollout_corr.dumps.reading.Sequences`]):
             Its sequences.
         config ([`RolloutCorrectionConfig`]):
             Its configuration.
         context (`pa.Table`):
             `CONTEXT` of the same sequences, which a diagnosis looks at.
-        written ([`~trl_rollout_corr.analysis.reading.Written`]):
+        written ([`~trl_rollout_corr.dumps.reading.Written`]):
             What else its files say.
     """
 

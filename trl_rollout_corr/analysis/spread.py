@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..config import RolloutCorrectionConfig
-from ..functional import LOG_RATIO_BOUND
+from ..correction.functional import LOG_RATIO_BOUND
+from ..settings.config import RolloutCorrectionConfig
 
 
 _cdf = torch.special.ndtr  # of the standard normal

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..reload import push
+from ..trainers.reload import push
 
 
 if TYPE_CHECKING:

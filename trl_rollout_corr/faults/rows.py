@@ -11,7 +11,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from ..dump import files_of, write_rows
+from ..dumps.writing import files_of, write_rows
 
 
 Row = Mapping[str, Any]

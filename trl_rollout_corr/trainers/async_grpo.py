@@ -19,10 +19,10 @@ from typing import Any
 import requests
 import torch
 
-from ..ages import Intake, by_age, completions
-from ..config import RolloutCorrectionConfig
-from ..correction import usable_rollout_logps
-from ..functional import LOG_RATIO_BOUND
+from ..correction.ages import Intake, by_age, completions
+from ..correction.compute import usable_rollout_logps
+from ..correction.functional import LOG_RATIO_BOUND
+from ..settings.config import RolloutCorrectionConfig
 from .batch import REWARDS, ROLLOUT_LOGPS, ROLLOUT_STEP
 from .checks import (
     check_asynchronous,

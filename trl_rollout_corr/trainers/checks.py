@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 from trl import GRPOConfig, RLOOConfig
 
 from ..analysis.spread import rejected
-from ..config import LOSS_TYPES, RolloutCorrectionConfig
-from ..dump import files_of, read_logs
+from ..dumps.writing import files_of, read_logs
 from ..messages import nearest, warn, warn_idle
-from ..presets import PRESETS, Preset
+from ..settings.config import LOSS_TYPES, RolloutCorrectionConfig
+from ..settings.presets import PRESETS, Preset
 from .versions import INSTALLED, PASSES_BY, RENORMALIZED, RENORMALIZED_SINCE, before
 
 

@@ -10,8 +10,8 @@ from transformers import PrinterCallback, ProgressCallback, TrainerControl, Trai
 from transformers.trainer_callback import CallbackHandler
 
 from .. import __version__
-from ..keys import PREFIX
 from ..messages import logger
+from ..settings.keys import PREFIX
 from .monitor import ALARMS
 
 

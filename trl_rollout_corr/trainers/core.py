@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel
 
-from ..correction import RolloutCorrection, compute_rollout_correction, usable_rollout_logps
-from ..functional import LOG_RATIO_BOUND
+from ..correction.compute import RolloutCorrection, compute_rollout_correction, usable_rollout_logps
+from ..correction.functional import LOG_RATIO_BOUND
 from .batch import ROLLOUT_LOGPS, ROLLOUT_STEP
 from .card import complete_card
 from .checks import check_config_class, check_dropout, check_dump_folder

@@ -11,8 +11,8 @@ import torch
 from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 
-from ..config import RolloutCorrectionConfig
-from ..dump import append_log, remove_oldest, rewind, write_rows
+from ..dumps.writing import append_log, remove_oldest, rewind, write_rows
+from ..settings.config import RolloutCorrectionConfig
 from .checks import check_dump_folder
 from .facts import settings_in_effect
 

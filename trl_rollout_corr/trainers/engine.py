@@ -14,7 +14,7 @@ from typing import Any
 
 from trl.generation import vllm_generation
 
-from ..dump import plain
+from ..dumps.writing import plain
 from ..messages import is_first_rank, nearest, warn
 from .console import write
 

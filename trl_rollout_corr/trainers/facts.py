@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from ..config import RolloutCorrectionConfig
-from ..dump import plain
+from ..dumps.writing import plain
 from ..messages import warn
+from ..settings.config import RolloutCorrectionConfig
 
 
 # Fields of TRL that a diagnosis advises to set, and of mappings the keys: others may be secret, such as a token of the Hub

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from trl import GRPOConfig, GRPOTrainer
 
-from ..config import RolloutCorrectionConfig
+from ..settings.config import RolloutCorrectionConfig
 from .batch import OLD_LOGPS
 from .checks import (
     check_batch_normalization,

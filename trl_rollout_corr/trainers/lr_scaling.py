@@ -11,8 +11,8 @@ import torch
 from accelerate import Accelerator
 from transformers import TrainerCallback, TrainingArguments
 
-from ..config import RolloutCorrectionConfig
-from ..step_size import StepSize, ess_sqrt, ratio_sums
+from ..correction.step_size import StepSize, ess_sqrt, ratio_sums
+from ..settings.config import RolloutCorrectionConfig
 from .observer import LoggingWindow
 
 

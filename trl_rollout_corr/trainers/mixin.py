@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from accelerate.utils import broadcast_object_list
 
-from ..correction import keep_mask
+from ..correction.compute import keep_mask
 from .arrival import Mark
 from .batch import (
     AGAIN_LOGPS,

@@ -7,12 +7,12 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
-from ..config import MONITOR_ACTIONS, MonitorAction, RolloutCorrectionConfig
-from ..health import Examiner, Finding, is_training_window
-from ..keys import PREFIX
+from ..health.examine import Examiner, Finding, is_training_window
+from ..health.rules import RULES, parse_bounds
 from ..messages import report
-from ..presets import Preset
-from ..rules import RULES, parse_bounds
+from ..settings.config import MONITOR_ACTIONS, MonitorAction, RolloutCorrectionConfig
+from ..settings.keys import PREFIX
+from ..settings.presets import Preset
 from .checks import TIGHTENED_FIELDS, check_name, check_preset, tighten
 from .reporting import report_alert
 

@@ -10,14 +10,14 @@ import torch
 from accelerate import Accelerator
 from transformers.trainer_callback import CallbackHandler
 
-from ..accounting import Accounts, account, turns_of
-from ..ages import Ages, Intake
-from ..config import RolloutCorrectionConfig
-from ..correction import RolloutCorrection
-from ..metrics import Statistics
-from ..staleness import Staleness, age, engine_drift, lag, update_drift
-from ..step_size import StepSize
-from ..sums import Segments, Sums
+from ..correction.accounting import Accounts, account, turns_of
+from ..correction.ages import Ages, Intake
+from ..correction.compute import RolloutCorrection
+from ..correction.metrics import Statistics
+from ..correction.staleness import Staleness, age, engine_drift, lag, update_drift
+from ..correction.step_size import StepSize
+from ..correction.sums import Segments, Sums
+from ..settings.config import RolloutCorrectionConfig
 from .batch import AGAIN_LOGPS, REWARDS, ROLLOUT_LOGPS, ROLLOUT_STEP
 from .dumping import SequenceDump
 from .preflight import Preflight
@@ -50,7 +50,7 @@ class Corrected(NamedTuple):
             Non-zero on the tokens of the loss.
         train_logps (`torch.Tensor` of shape `(B, T)`):
             Log-probabilities of the policy that was corrected for, in nats.
-        correction ([`~trl_rollout_corr.correction.RolloutCorrection`]):
+        correction ([`~trl_rollout_corr.correction.compute.RolloutCorrection`]):
             Its correction.
         coefficients (`torch.Tensor` of shape `(B, T)`):
             What multiplies the policy gradient of each token.

@@ -7,11 +7,11 @@ import pyarrow as pa
 import torch
 from transformers import TrainerCallback
 
-from ..analysis.diagnose import Observed, diagnose
-from ..analysis.diagnose.written import as_text
-from ..analysis.reading import Sequences
-from ..config import RolloutCorrectionConfig
-from ..dump import SCHEMA
+from ..diagnosis import Observed, diagnose
+from ..diagnosis.written import as_text
+from ..dumps.reading import Sequences
+from ..dumps.writing import SCHEMA
+from ..settings.config import RolloutCorrectionConfig
 from .console import write
 from .dumping import numbers_of
 from .facts import settings_in_effect
@@ -32,7 +32,7 @@ class Preflight(TrainerCallback):
             What is known of the run.
 
     Attributes:
-        diagnosis ([`~trl_rollout_corr.analysis.diagnose.Diagnosis`] or `None`):
+        diagnosis ([`~trl_rollout_corr.diagnosis.Diagnosis`] or `None`):
             What was found, on the main process after the first step.
     """
 

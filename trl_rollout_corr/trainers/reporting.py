@@ -11,8 +11,8 @@ import numpy as np
 from transformers.integrations import TensorBoardCallback, TrackioCallback, WandbCallback
 from transformers.trainer_callback import CallbackHandler
 
-from ..histogram import SIDE_BINS
-from ..keys import PREFIX
+from ..correction.histogram import SIDE_BINS
+from ..settings.keys import PREFIX
 
 
 # A picture needs no more than two bins per octave; W&B takes 512 at most.
@@ -25,7 +25,7 @@ def coarser(counts: Sequence[float], edges: Sequence[float]) -> tuple[np.ndarray
 
     Args:
         counts (`list[float]`):
-            Counts of [`~trl_rollout_corr.metrics.Statistics.histogram`].
+            Counts of [`~trl_rollout_corr.correction.metrics.Statistics.histogram`].
         edges (`list[float]`):
             Its edges, in nats.
 

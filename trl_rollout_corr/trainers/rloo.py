@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from trl import RLOOConfig, RLOOTrainer
 
-from ..config import RolloutCorrectionConfig
-from ..functional import LOG_RATIO_BOUND
+from ..correction.functional import LOG_RATIO_BOUND
+from ..settings.config import RolloutCorrectionConfig
 from .checks import (
     check_batch_normalization,
     check_bounds_of_means,

@@ -10,7 +10,7 @@ from typing import Any
 
 from trl.generation.vllm_generation import VLLMGeneration
 
-from ..reload import push
+from .reload import push
 from .scoring import Logprobs
 from .versions import named_weights
 
@@ -100,7 +100,7 @@ def announce_sync(generation: VLLMGeneration, announce: Callable[[], Any]):
 
 def sync_weights_on_cpu(generation: VLLMGeneration):
     """
-    Push weights through vLLM's own reload on a CPU, see [`~trl_rollout_corr.reload.push`].
+    Push weights through vLLM's own reload on a CPU, see [`~trl_rollout_corr.trainers.reload.push`].
 
     TRL's push of single parameters finds other shapes there than the checkpoint's, and fails.
 

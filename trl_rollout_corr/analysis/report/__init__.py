@@ -15,7 +15,7 @@ from ...messages import SelfContainedError, warn
 
 
 if TYPE_CHECKING:
-    from ..diagnose import Diagnosis, Observed
+    from ...diagnosis import Diagnosis, Observed
     from ..run import Run
 
 

@@ -5,13 +5,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...config import RolloutCorrectionConfig
+from ...dumps.reading import Sequences
+from ...settings.config import RolloutCorrectionConfig
+from ...settings.formatting import yaml_lines
 from ..phase import healthy_phase
-from ..reading import Sequences
 from ..replay import batch_of
 from ..run import Run
 from ..spread import Spread, measure, suggest, suggest_bounds
-from ..text import yaml_lines
 
 
 _NO_BOUNDS = (

@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...health import Finding
-from ...keys import PREFIX
-from ...rules import examine
-from ..diagnose import Diagnosis, Observed, diagnose
-from ..reading import Sequences
+from ...diagnosis import Diagnosis, Observed, diagnose
+from ...dumps.reading import Sequences
+from ...health.examine import Finding
+from ...health.rules import examine
+from ...settings.formatting import number, percent
+from ...settings.keys import PREFIX
 from ..run import Run
-from ..text import number, percent
 from .advice import Advice, advise
 from .distribution import distribution, logged_histogram
 from .drawing import Chart, Story

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 
-from ..diagnose import Diagnosis, Finding, Observed
-from ..diagnose.experiments import COLUMNS
-from ..diagnose.pictures import Points, picture
-from ..diagnose.written import advise, detail, evidence, headline, sure
-from ..text import percent, yaml_lines
+from ...diagnosis import Diagnosis, Finding, Observed
+from ...diagnosis.pictures import Points, picture
+from ...diagnosis.written import advise, detail, evidence, headline, sure
+from ...probe.experiments import COLUMNS
+from ...settings.formatting import percent, yaml_lines
 from .drawing import Axes, Chart, Colors
 from .markup import code, document, escaped, figure, table
 

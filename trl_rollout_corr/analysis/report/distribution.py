@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from ...histogram import PERCENTILES
-from ...keys import PREFIX
-from ..text import number, percent
+from ...correction.histogram import PERCENTILES
+from ...settings.formatting import number, percent
+from ...settings.keys import PREFIX
 from .drawing import Axes, Chart, Colors, draw_band, draw_line, label_steps, label_whole_numbers
 from .summary import PROBABILITIES, Bound, Bucket, Completions, Histogram, Summary, Window
 

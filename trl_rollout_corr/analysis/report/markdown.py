@@ -3,8 +3,8 @@
 import textwrap
 from pathlib import Path
 
-from ...health import Finding
-from ..text import number, printable, steps
+from ...health.examine import Finding
+from ...settings.formatting import number, printable, steps
 from .content import TERMS, Report
 from .diagnosis import lines as lines_of_diagnosis
 from .drawing import Chart, png

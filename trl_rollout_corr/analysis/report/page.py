@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from ..text import number
+from ...settings.formatting import number
 from .advice import Advice
 from .banner import banner, cards, words
 from .content import Report, Section

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ...accounting import Accounts, account, turns_of
-from ...config import RolloutCorrectionConfig
-from ...keys import PREFIX
-from ..reading import Sequences
+from ...correction.accounting import Accounts, account, turns_of
+from ...dumps.reading import Sequences
+from ...settings.config import RolloutCorrectionConfig
+from ...settings.keys import PREFIX
 
 
 # What groups have in common

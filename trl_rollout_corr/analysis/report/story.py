@@ -4,9 +4,9 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from ...health import Finding
-from ...keys import PREFIX
-from ...rules import HEALTHY
+from ...health.examine import Finding
+from ...health.rules import HEALTHY
+from ...settings.keys import PREFIX
 from .drawing import Chart, Story
 from .trends import ROLES, TRENDS, Curve, Trend, curves_of, draw_curves, healthy, in_short, is_flat, rows_of
 

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...config import RolloutCorrectionConfig
-from ...criteria import TOKEN_ONLY
-from ..reading import Sequences
+from ...dumps.reading import Sequences
+from ...settings.config import RolloutCorrectionConfig
+from ...settings.criteria import TOKEN_ONLY
 
 
 BINS = 80

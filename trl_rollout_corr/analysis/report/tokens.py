@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..reading import Sequences
+from ...dumps.reading import Sequences
 
 
 _WORST = 20

@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...health import Finding
-from ...histogram import PERCENTILES
-from ...keys import PREFIX
-from ...rules import HEALTHY
-from ..text import number
+from ...correction.histogram import PERCENTILES
+from ...health.examine import Finding
+from ...health.rules import HEALTHY
+from ...settings.formatting import number
+from ...settings.keys import PREFIX
 from .drawing import Axes, Chart, Colors, draw_band, draw_line, label_steps
 
 

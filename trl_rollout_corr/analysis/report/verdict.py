@@ -5,10 +5,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ...health import Finding
-from ...keys import PREFIX
-from ...rules import HEALTHY, in_words
-from ..text import number, percent, steps
+from ...health.examine import Finding
+from ...health.rules import HEALTHY, in_words
+from ...settings.formatting import number, percent, steps
+from ...settings.keys import PREFIX
 
 
 class Tile(NamedTuple):

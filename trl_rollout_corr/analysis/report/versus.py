@@ -5,9 +5,9 @@ import textwrap
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...rules import examine
+from ...health.rules import examine
+from ...settings.formatting import yaml_lines
 from ..run import Run
-from ..text import yaml_lines
 from .banner import banner, cards, words
 from .content import Report, build
 from .drawing import Story, png

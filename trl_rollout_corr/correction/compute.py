@@ -1,0 +1,327 @@
+"""Log-probabilities, a mask and a configuration in; weights, a keep-mask and statistics out. Torch only."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Self
+
+import torch
+
+from ..settings.config import RolloutCorrectionConfig
+from ..settings.criteria import Criterion
+from .compiling import as_numbers, compiled
+from .functional import (
+    Rejection,
+    Tokens,
+    above,
+    bound_weights,
+    importance_ratio,
+    mean_weight,
+    reject,
+    renormalization,
+    row_blocks,
+    select_tokens,
+)
+from .metrics import Bounding, Statistics, collect
+
+
+@dataclass(frozen=True)
+class RolloutCorrection:
+    """
+    Correction of one batch. `B` completions of `T` tokens.
+
+    Args:
+        weights (`torch.Tensor` of shape `(B, T)` or `None`):
+            Detached importance weights after bounding and batch normalisation, 0 outside the valid tokens. `None` without
+            `rollout_is`.
+        keep (`torch.Tensor` of shape `(B, T)`):
+            Boolean mask: valid tokens that every criterion keeps.
+        valid (`torch.Tensor` of shape `(B, T)`):
+            Boolean mask: tokens of the loss whose log-ratio is finite.
+        scale (`torch.Tensor` of shape `()`):
+            Factor of `rollout_rs_renormalize`, or 1.
+        applies_weights (`bool`):
+            Whether the mode applies the weights, or only reports them.
+        statistics ([`~trl_rollout_corr.correction.metrics.Statistics`]):
+            Sums from which the metrics are made.
+    """
+
+    weights: torch.Tensor | None
+    keep: torch.Tensor
+    valid: torch.Tensor
+    scale: torch.Tensor
+    applies_weights: bool
+    statistics: Statistics
+
+    @property
+    def coefficients(self) -> torch.Tensor:
+        """
+        What multiplies the policy gradient of each token: the weights (where the mode applies them), times `keep`, times the
+        renormalisation factor. `(B, T)`, made anew at each access.
+        """
+        kept = as_numbers(self.keep, self.scale.dtype).mul_(self.scale)
+        return kept if self.weights is None or not self.applies_weights else kept.mul_(self.weights)
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics of this batch alone, by key (`rollout_corr/...`, see `docs/metrics.md`)."""
+        return self.statistics.finish()
+
+
+def compute_rollout_correction(
+    train_logps: torch.Tensor,
+    rollout_logps: torch.Tensor,
+    mask: torch.Tensor,
+    config: RolloutCorrectionConfig,
+    *,
+    advantages: torch.Tensor | None = None,
+    sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> RolloutCorrection:
+    """
+    Correct a batch for the mismatch between the policy that sampled it and the policy that trains on it.
+
+    Args:
+        train_logps (`torch.Tensor` of shape `(B, T)`):
+            Log-probabilities of the sampled tokens under the training policy, in nats: the *old* policy in decoupled mode,
+            the *current* one in bypass mode. Gradients are not followed.
+        rollout_logps (`torch.Tensor` of shape `(B, T)`):
+            Log-probabilities of the same tokens under the policy that sampled them, in nats.
+        mask (`torch.Tensor` of shape `(B, T)`):
+            Non-zero on the tokens of the loss. Log-probabilities elsewhere may hold anything, NaN included.
+        config ([`RolloutCorrectionConfig`]):
+            What to compute.
+        advantages (`torch.Tensor` of shape `(B,)` or `(B, T)`, *optional*):
+            Advantages, for criteria that look at their sign, and for the divergence of what they reward.
+        sum_over_ranks (`Callable[[torch.Tensor], torch.Tensor]`, *optional*):
+            Returns the sum of a tensor over all ranks. Called once with a tensor of shape `(4,)`, and only if
+            `rollout_is_batch_normalize` or `rollout_rs_renormalize` needs the whole batch. By default the batch at hand is
+            the whole batch.
+
+    Returns:
+        [`RolloutCorrection`]: detached; gradients are finite whatever the inputs.
+
+    Raises:
+        `ValueError`: if the shapes differ, if there is no token, or if a log-probability of the loss is not finite and
+            `rollout_nan_policy` is `"raise"`.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
+
+    >>> train, rollout = torch.tensor([[-1.0, -0.5]]), torch.tensor([[-1.0, -2.5]])
+    >>> config = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=2.0)
+    >>> compute_rollout_correction(train, rollout, torch.ones(1, 2), config).weights
+    tensor([[1., 2.]])
+    ```
+    """
+    _check_inputs(train_logps, rollout_logps, mask, config)
+    direction = _direction(advantages, mask, config)
+    corrected = _Assembled(mask)
+    plan, correct_rows = _Plan.of(config), _correct_rows
+    if config.rollout_compile:
+        mask, correct_rows = as_numbers(mask, torch.float32), compiled(_correct_rows)
+    for rows in row_blocks(mask):
+        direction_of_rows = None if direction is None else direction[rows]
+        corrected.put(rows, *correct_rows(train_logps[rows], rollout_logps[rows], mask[rows], plan, direction_of_rows))
+    weights, statistics = corrected.weights, corrected.statistics()
+
+    scale = statistics.vector.new_ones(())
+    if config.needs_whole_batch:
+        totals = _batch_totals(statistics, config)
+        totals = totals if sum_over_ranks is None else sum_over_ranks(totals)
+        if config.rollout_is_batch_normalize and config.applies_weights:
+            mean = mean_weight(totals[:2])
+            weights = None if weights is None else weights.div_(mean)
+            statistics = statistics.with_sum("coefficients", statistics["coefficients"] / mean)
+        if config.rollout_rs_renormalize:
+            scale = renormalization(totals[2:])
+            statistics = statistics.with_sum("coefficients", statistics["coefficients"] * scale)
+    scale = scale.to(corrected.dtype)
+    return RolloutCorrection(weights, corrected.keep, corrected.valid, scale, config.applies_weights, statistics)
+
+
+def keep_mask(
+    train_logps: torch.Tensor, rollout_logps: torch.Tensor, mask: torch.Tensor, config: RolloutCorrectionConfig
+) -> torch.Tensor:
+    """
+    The keep-mask of [`compute_rollout_correction`] alone.
+
+    Args:
+        train_logps (`torch.Tensor` of shape `(B, T)`):
+            Log-probabilities under the training policy, in nats.
+        rollout_logps (`torch.Tensor` of shape `(B, T)`):
+            Log-probabilities under the rollout policy, in nats.
+        mask (`torch.Tensor` of shape `(B, T)`):
+            Non-zero on the tokens of the loss.
+        config ([`RolloutCorrectionConfig`]):
+            The rejection criteria.
+
+    Returns:
+        `torch.Tensor` of shape `(B, T)`: boolean mask of the tokens that count and that every criterion keeps.
+    """
+    tokens = select_tokens(train_logps, rollout_logps, mask, neutralize=_neutralizes(config))
+    return _keep(tokens, [reject(tokens, criterion) for criterion in config.criteria]) > 0
+
+
+def usable_rollout_logps(
+    train_logps: torch.Tensor, rollout_logps: torch.Tensor, mask: torch.Tensor, config: RolloutCorrectionConfig
+) -> torch.Tensor:
+    """
+    Log-probabilities of the rollout policy, replaced by those of the training policy wherever they do not count.
+
+    Args:
+        train_logps (`torch.Tensor` of shape `(B, T)`):
+            Log-probabilities under the training policy, in nats.
+        rollout_logps (`torch.Tensor` of shape `(B, T)`):
+            Log-probabilities under the rollout policy, in nats.
+        mask (`torch.Tensor` of shape `(B, T)`):
+            Non-zero on the tokens of the loss.
+        config ([`RolloutCorrectionConfig`]):
+            What to do with log-probabilities that are not finite.
+
+    Returns:
+        `torch.Tensor` of shape `(B, T)`: the log-ratio to it is 0 outside the mask and where it would not be finite.
+    """
+    return train_logps - select_tokens(train_logps, rollout_logps, mask, neutralize=_neutralizes(config)).log_ratio
+
+
+def _check_inputs(
+    train_logps: torch.Tensor, rollout_logps: torch.Tensor, mask: torch.Tensor, config: RolloutCorrectionConfig
+):
+    shapes = {
+        "train_logps": tuple(train_logps.shape),
+        "rollout_logps": tuple(rollout_logps.shape),
+        "mask": tuple(mask.shape),
+    }
+    if len(set(shapes.values())) > 1 or train_logps.dim() != 2 or not train_logps.numel():
+        got = ", ".join(f"`{name}` {shape}" for name, shape in shapes.items())
+        raise ValueError(f"The inputs must have one shape (B, T) with at least one token, got {got}.")
+    if config.rollout_nan_policy != "raise":
+        return
+    # waits for the device, as the user asked
+    broken = int(select_tokens(train_logps, rollout_logps, mask).broken.sum())
+    if broken:
+        raise ValueError(
+            f"{broken} of {int((mask != 0).sum())} tokens have a log-probability that is not finite, and "
+            "`rollout_nan_policy` is 'raise'. A NaN from the sampler means that a whole row of its logits is broken. Look "
+            "for the cause there, or set `rollout_nan_policy` to 'drop' (the token leaves the loss) or 'neutralize' (its "
+            "ratio is taken as 1)."
+        )
+
+
+def _direction(
+    advantages: torch.Tensor | None, mask: torch.Tensor, config: RolloutCorrectionConfig
+) -> torch.Tensor | None:
+    """Sign of the advantages, `(B, 1)` or `(B, T)`, if there are any."""
+    directed = [criterion.name for criterion in config.criteria if criterion.directed]
+    if advantages is None and not directed:
+        return None
+    rows = mask.shape[0]
+    if advantages is None or advantages.shape not in (mask.shape, (rows,), (rows, 1)):
+        got = None if advantages is None else tuple(advantages.shape)
+        who = f"`rollout_rs` has {directed[0]!r}, which looks at the sign of the advantages: pass " if directed else ""
+        raise ValueError(
+            f"{who}`advantages` {'of' if directed else 'must be of'} shape {tuple(mask.shape[:1])} or "
+            f"{tuple(mask.shape)}, got {got}."
+        )
+    return (advantages if advantages.dim() == 2 else advantages.unsqueeze(1)).detach().float().sign()
+
+
+class _Assembled:
+    """Results of blocks, put together without a second copy of them."""
+
+    def __init__(self, mask: torch.Tensor):
+        self.weights: torch.Tensor | None = None
+        self.dtype: torch.dtype | None = None
+        self.keep = torch.empty(mask.shape, dtype=torch.bool, device=mask.device)
+        self.valid = torch.empty_like(self.keep)
+        self.parts: list[Statistics] = []
+
+    def put(
+        self,
+        rows: slice,
+        weights: torch.Tensor | None,
+        keep: torch.Tensor,
+        valid: torch.Tensor,
+        statistics: Statistics,
+    ):
+        if keep.shape == self.keep.shape:  # all rows at once: nothing to put together
+            self.weights, self.keep, self.valid, self.dtype = weights, keep.bool(), valid.bool(), keep.dtype
+            self.parts = [statistics]
+            return
+        if not self.parts:
+            self.dtype = keep.dtype
+            self.weights = None if weights is None else torch.empty_like(self.keep, dtype=weights.dtype)
+        self.parts.append(statistics)
+        self.keep[rows] = keep
+        self.valid[rows] = valid
+        if self.weights is not None and weights is not None:
+            self.weights[rows] = weights
+
+    def statistics(self) -> Statistics:
+        first, *others = self.parts
+        return first.combine(torch.stack([part.vector for part in self.parts])) if others else first
+
+
+class _Plan(NamedTuple):
+    """What a configuration asks for, as data: read once, not once per block, and known to a compiler."""
+
+    neutralize: bool
+    criteria: tuple[Criterion, ...]
+    bounding: Bounding | None
+    applies_weights: bool
+
+    @classmethod
+    def of(cls, config: RolloutCorrectionConfig) -> Self:
+        bounding = None
+        if config.rollout_is is not None:
+            bounding = Bounding(
+                config.rollout_is, *config.weight_bounds, config.rollout_is_clamp, config.rollout_is_batch_normalize
+            )
+        return cls(_neutralizes(config), tuple(config.criteria), bounding, config.applies_weights)
+
+
+def _correct_rows(
+    train_logps: torch.Tensor,
+    rollout_logps: torch.Tensor,
+    mask: torch.Tensor,
+    plan: _Plan,
+    direction: torch.Tensor | None,
+) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor, Statistics]:
+    """Weights before batch normalisation, two masks as numbers (kept, valid), and statistics of some rows."""
+    tokens = select_tokens(train_logps, rollout_logps, mask, neutralize=plan.neutralize)
+    rejections = [(criterion, reject(tokens, criterion, direction)) for criterion in plan.criteria]
+    keep = _keep(tokens, [rejection for _, rejection in rejections])
+    weights = weighed = None
+    if plan.bounding is not None:
+        level, bounding = plan.bounding.level, plan.bounding
+        ratio = importance_ratio(tokens, level=level)
+        counts = tokens.valid if level == "token" else above(tokens.lengths, 0.0)
+        bounded = bound_weights(ratio, counts, lower=bounding.lower, upper=bounding.upper, clamp=bounding.clamps)
+        weighed = bounding, ratio, bounded
+        weights = bounded if level == "token" else bounded * tokens.valid
+    coefficients = keep
+    if weights is not None and plan.applies_weights:
+        coefficients = keep * weights if rejections else weights  # which are 0 where a token does not count
+    return weights, keep, tokens.valid, collect(tokens, keep, coefficients, weighed, rejections, direction)
+
+
+def _neutralizes(config: RolloutCorrectionConfig) -> bool:
+    return config.rollout_nan_policy == "neutralize"
+
+
+def _keep(tokens: Tokens, rejections: list[Rejection]) -> torch.Tensor:
+    """1 on tokens that count and that every criterion keeps, else 0."""
+    keep = tokens.valid
+    for rejection in rejections:
+        keep = keep * (1.0 - rejection.rejected)
+    return keep
+
+
+def _batch_totals(statistics: Statistics, config: RolloutCorrectionConfig) -> torch.Tensor:
+    """`(4,)`: sum and number of the weights, valid tokens, kept tokens. One vector, hence one collective."""
+    nothing = statistics.vector.new_zeros(())
+    normalized = config.rollout_is is not None and config.rollout_is_batch_normalize
+    weights = [statistics[name] if normalized else nothing for name in ("is/norm_sum", "is/norm_count")]
+    tokens, rejected = statistics["tokens"], statistics["rejected"] if config.criteria else nothing
+    return torch.stack([*weights, tokens, tokens - rejected])

@@ -1,0 +1,486 @@
+"""
+Metrics as sums: what is added up on the device, and how the sums become numbers. Torch only.
+
+A batch is described by one float64 vector of sums, counts, histogram bins and maxima ([`Statistics`]). Nothing touches the
+host until [`Statistics.finish`]. For each subject, what is added up stands next to what is made of it: the two policies,
+importance weights, rejection.
+
+Names inside a vector are internal; the metric keys, their formulas and healthy ranges are listed in `docs/metrics.md`.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+
+from ..settings.criteria import Criterion
+from ..settings.keys import PREFIX
+from . import histogram
+from .compiling import expm1
+from .functional import (
+    LARGEST_POWER,
+    LOG_RATIO_BOUND,
+    MIN_MEAN_WEIGHT,
+    Rejection,
+    Tokens,
+    above,
+    accumulation_dtype,
+    below,
+)
+from .sums import Sums
+
+
+@dataclass(frozen=True)
+class Bounding:
+    """
+    What is known about importance weights besides their values.
+
+    Args:
+        level (`str`):
+            `"token"`, `"sequence"` or `"geometric"`.
+        lower (`float` or `None`):
+            Lower bound, `None` for truncation.
+        upper (`float`):
+            Upper bound.
+        clamps (`bool`):
+            Whether weights outside the bounds are moved to them, and not set to 0.
+        normalized (`bool`):
+            Whether the weights are then divided by their mean.
+    """
+
+    level: str
+    lower: float | None
+    upper: float
+    clamps: bool
+    normalized: bool
+
+    @property
+    def drops(self) -> bool:
+        """Whether weights outside the bounds are set to 0 (IcePop)."""
+        return self.lower is not None and not self.clamps
+
+    @property
+    def grows(self) -> bool:
+        """Whether a weight is a function of its token's log-ratio that never falls, so that extremes are those of it."""
+        return self.level == "token" and not self.drops
+
+    def weight(self, log_ratio: float) -> float:
+        """Weight of one log-ratio, if it [`grows`] with it; NaN of NaN."""
+        ratio = math.exp(min(log_ratio, LOG_RATIO_BOUND)) if math.isfinite(log_ratio) else math.nan
+        return min(max(ratio, self.lower or 0.0), self.upper)
+
+
+@dataclass(frozen=True)
+class Statistics(Sums):
+    """
+    Sums that describe a batch, in one vector of shape `(len(sum_names) + BINS + len(max_names),)`: the sums, the histogram of
+    the log-ratio, and the maxima.
+
+    Args:
+        bounding ([`Bounding`], *optional*):
+            About the importance weights, if there are any.
+        criteria (`tuple[Criterion, ...]`, *optional*):
+            What rejects.
+    """
+
+    bounding: Bounding | None = None
+    criteria: tuple[Criterion, ...] = ()
+
+    def fits(self, other: Self) -> bool:
+        """Whether the two are about the same weights and criteria, with the same bounds."""
+        return super().fits(other) and (self.bounding, self.criteria) == (other.bounding, other.criteria)
+
+    def with_sum(self, name: str, value: torch.Tensor) -> Self:
+        """The same with another value of one of the sums, for what is only known when the whole batch has been seen."""
+        vector = self.vector.clone()
+        vector[self.sum_names.index(name)] = value
+        return replace(self, vector=vector)
+
+    def histogram(self) -> tuple[list[float], tuple[float, ...]]:
+        """
+        Histogram of the log-ratio over the valid tokens.
+
+        Returns:
+            `tuple[list[float], tuple[float, ...]]`: the `BINS` counts and the `BINS + 1` edges, in nats.
+        """
+        start = len(self.sum_names)
+        return self.vector[start : start + histogram.BINS].tolist(), histogram.bin_edges()
+
+    def finish(self) -> dict[str, float]:
+        """
+        Turn the sums into named numbers. This is the only place that waits for the device.
+
+        Returns:
+            `dict[str, float]`: metrics by key (`rollout_corr/...`). A value that is undefined, because the batch has no
+            valid token, is NaN; every other value is finite.
+        """
+        s = self.by_name()
+        metrics = _policy_metrics(s) | _percentile_metrics(s, self.histogram()[0])
+        if self.bounding is not None:
+            metrics |= _weight_metrics(s, self.bounding)
+        for criterion in self.criteria:
+            metrics |= _criterion_metrics(s, criterion)
+        if self.criteria:
+            metrics["rollout_rs_masked_fraction"] = _divide(s["rejected"], s["tokens"])
+            metrics["rollout_rs_seq_masked_fraction"] = _divide(s["rejected_rows"], s["rows"])
+        return {PREFIX + key: value for key, value in metrics.items()}
+
+
+class _Columns:
+    """One column per name, of what each row of a block adds to it. Added up over the rows when the block is done."""
+
+    def __init__(self, tokens: Tokens):
+        self.dtype = accumulation_dtype(tokens.valid.device)
+        self.lengths = tokens.lengths.to(self.dtype)  # (B, 1)
+        self.rows = above(self.lengths, 0.0)  # (B, 1), 1 for rows with a token
+        self.no_rows = self.rows.reciprocal() - 1.0  # (B, 1), infinity for the others
+        self.divisors = self.lengths.clamp(min=1)
+        self.sums: dict[str, torch.Tensor] = {}
+        self.maxima: dict[str, torch.Tensor] = {}
+
+    def add(self, name: str, x: torch.Tensor):
+        """Add up `x`, of shape `(B, T)` or `(B, 1)`, which is 0 where it does not count."""
+        self.sums[name] = x if x.shape[-1] == 1 else x.sum(-1, keepdim=True)
+
+    def add_columns(self, names: Sequence[str], x: torch.Tensor):
+        """Add up the columns of `x`, of shape `(B, len(names))`, each under its name."""
+        self.sums |= zip(names, x.split(1, -1), strict=True)
+
+    def row_mean(self, name: str) -> torch.Tensor:
+        """Mean over the tokens of each row of what was added under a name."""
+        return self.sums[name] / self.divisors
+
+    def add_extremes(self, name: str, x: torch.Tensor, outside: torch.Tensor):
+        """Largest and (negated) smallest entry of `x` where `outside` is 0 and not infinity."""
+        high, low = x - outside, x + outside
+        if x.shape[-1] > 1:
+            high, low = high.amax(-1, keepdim=True), low.amin(-1, keepdim=True)
+        self.maxima[f"{name}_max"], self.maxima[f"{name}_negated_min"] = high, -low
+
+    def add_rows(self, name: str, x: torch.Tensor):
+        """Add up what there is one of per row, `(B, 1)`, for its mean, its spread and how far it is from 0."""
+        self.add(f"{name}/row_sum", x)
+        self.add(f"{name}/row_squares", x.square())
+        self.maxima[f"{name}/deviation"] = x.abs() - self.no_rows
+
+    def joined(self) -> tuple[tuple[str, ...], torch.Tensor, tuple[str, ...], torch.Tensor]:
+        """Names and values of the sums, and of the maxima."""
+        sum_names, sums = self._joined(self.sums)
+        max_names, maxima = self._joined(self.maxima)
+        return sum_names, sums.sum(0), max_names, maxima.amax(0)
+
+    def _joined(self, columns: dict[str, torch.Tensor]) -> tuple[tuple[str, ...], torch.Tensor]:
+        """Names and columns, `(B, N)`. Those of one type first: converting them together is one operation, not N."""
+        narrow = [name for name, column in columns.items() if column.dtype != self.dtype]
+        wide = [name for name in columns if name not in narrow]
+        joined = [torch.cat([columns[name] for name in names], 1).to(self.dtype) for names in (narrow, wide) if names]
+        return (*narrow, *wide), torch.cat(joined, 1)
+
+
+def row_squares(x: torch.Tensor) -> torch.Tensor:
+    """`(B, 1)`: squares added up over each row, without a tensor of them."""
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
+
+
+def collect(
+    tokens: Tokens,
+    keep: torch.Tensor,
+    coefficients: torch.Tensor,
+    weights: tuple[Bounding, torch.Tensor, torch.Tensor] | None = None,
+    rejections: Sequence[tuple[Criterion, Rejection]] = (),
+    direction: torch.Tensor | None = None,
+) -> Statistics:
+    """
+    Add up everything that is reported about some rows of a batch.
+
+    Args:
+        tokens ([`~trl_rollout_corr.correction.functional.Tokens`]):
+            The tokens that count.
+        keep (`torch.Tensor` of shape `(B, T)`):
+            1 on tokens that count and that every criterion keeps, else 0.
+        coefficients (`torch.Tensor` of shape `(B, T)`):
+            What multiplies the policy gradient of each token.
+        weights (`tuple[Bounding, torch.Tensor, torch.Tensor]`, *optional*):
+            If there are importance weights: how they were made, the ratio before bounding, and the weight after it (before
+            batch normalisation), 0 where it does not count. `(B, T)` at token level, otherwise `(B, 1)`.
+        rejections (`Sequence[tuple[Criterion, Rejection]]`, *optional*):
+            The criteria and what each said.
+        direction (`torch.Tensor` of shape `(B, 1)` or `(B, T)`, *optional*):
+            Sign of the advantages.
+
+    Returns:
+        [`Statistics`]: sums of the rows. No host synchronisation, no collective.
+    """
+    c = _Columns(tokens)
+    c.add("tokens", tokens.lengths)
+    c.add("rows", c.rows)
+    c.add("mask_tokens", tokens.mask_lengths)
+    c.add("nonfinite", tokens.broken)
+    c.add("coefficients", coefficients)
+    _collect_policies(c, tokens)
+    if direction is not None:
+        _collect_directions(c, tokens, direction)
+    if weights is not None:
+        _collect_weights(c, tokens, *weights)
+    for criterion, rejection in rejections:
+        _collect_criterion(c, tokens, criterion, rejection)
+    if rejections:
+        rejected = tokens.lengths - keep.sum(-1, keepdim=True)
+        c.add("rejected", rejected)
+        c.add("rejected_rows", above(rejected, 0.0))
+    sum_names, sums, max_names, maxima = c.joined()
+    vector = torch.cat([sums, histogram.count(tokens).to(c.dtype), maxima])
+    criteria = tuple(criterion for criterion, _ in rejections)
+    return Statistics(sum_names, max_names, vector, None if weights is None else weights[0], criteria)
+
+
+# The two policies -----------------------------------------------------------------------------------------------------
+
+
+def _collect_policies(c: _Columns, tokens: Tokens):
+    d = tokens.log_ratio
+    c.add("d", d)
+    c.add("train_logps", tokens.train_logps)
+    gap, train_nll = -c.row_mean("d"), -c.row_mean("train_logps")
+    c.add("abs_gap", gap.abs())
+    logs = torch.cat([train_nll, train_nll - gap, gap], -1)
+    c.add_columns(("train_nll", "rollout_nll", "gap"), logs)
+    c.add_columns(("train_ppl", "rollout_ppl", "ppl_ratio"), logs.clamp(max=LARGEST_POWER).exp_().mul_(c.rows))
+    # r - 1: exp(d) - 1 would lose every digit of a small d. It serves k3 (as in `functional.k3`) and chi2
+    excess = expm1(d.clamp(max=LARGEST_POWER))
+    c.add("k3", excess - d)
+    # E[r^2] - 1, summed as (r - 1)^2 + 2 (r - 1) so that a small divergence is not lost in a sum of ones
+    excess.clamp_(max=math.expm1(LOG_RATIO_BOUND))
+    c.add("chi2_token", row_squares(excess).add_(excess.sum(-1, keepdim=True), alpha=2.0))
+    twice = (gap * c.lengths).mul_(-2.0)
+    c.add("chi2_seq", expm1(twice.clamp_(-2 * LOG_RATIO_BOUND, 2 * LOG_RATIO_BOUND)))
+    c.add_extremes("gap", gap, c.no_rows)
+    c.add_extremes("d", d, tokens.outside)
+
+
+def _collect_directions(c: _Columns, tokens: Tokens, direction: torch.Tensor):
+    """The log-ratio where the advantage is positive, and where it is negative."""
+    positive, negative = direction.clamp(min=0.0), direction.clamp(max=0.0).neg_()
+    for sign, chosen in (("positive", positive), ("negative", negative)):
+        names = f"{sign}/d", f"{sign}/tokens"
+        if direction.shape[-1] > 1:
+            for name, x in zip(names, (tokens.log_ratio, tokens.valid), strict=True):
+                c.add(name, x * chosen)
+        else:
+            c.add_columns(names, torch.cat([c.sums["d"], tokens.lengths], -1).mul_(chosen))
+
+
+def _policy_metrics(s: dict[str, float]) -> dict[str, float]:
+    tokens, rows = s["tokens"], s["rows"]
+    return {
+        "training_log_ppl": _divide(s["train_nll"], rows),
+        "training_ppl": _divide(s["train_ppl"], rows),
+        "rollout_log_ppl": _divide(s["rollout_nll"], rows),
+        "rollout_ppl": _divide(s["rollout_ppl"], rows),
+        "log_ppl_diff": _divide(s["gap"], rows),
+        "log_ppl_abs_diff": _divide(s["abs_gap"], rows),
+        "log_ppl_diff_max": _maximum(s["gap_max"]),
+        "log_ppl_diff_min": -_maximum(s["gap_negated_min"]),
+        "ppl_ratio": _divide(s["ppl_ratio"], rows),
+        "kl": -_divide(s["d"], tokens),
+        "k3_kl": _divide(s["k3"], tokens),
+        "chi2_token": _divide(s["chi2_token"], tokens),
+        "chi2_seq": _divide(s["chi2_seq"], rows),
+        "effective_lr": _divide(s["coefficients"], tokens),
+        "nonfinite_fraction": _divide(s["nonfinite"], s["mask_tokens"]),
+        **{
+            f"kl_advantage_{sign}": -_divide(s[f"{sign}/d"], s[f"{sign}/tokens"])
+            for sign in ("positive", "negative")
+            if s.get(f"{sign}/tokens")
+        },
+    }
+
+
+def _percentile_metrics(s: dict[str, float], counts: list[float]) -> dict[str, float]:
+    found = histogram.percentiles(counts, -s["d_negated_min"], s["d_max"])
+    metrics = {f"log_ratio_p{percent}": value for percent, value in found.items()}
+    return metrics | {"log_ratio_min": -_maximum(s["d_negated_min"]), "log_ratio_max": _maximum(s["d_max"])}
+
+
+# Importance weights ---------------------------------------------------------------------------------------------------
+
+
+def _collect_weights(c: _Columns, tokens: Tokens, bounding: Bounding, ratio: torch.Tensor, bounded: torch.Tensor):
+    lower = 1 / bounding.upper if bounding.lower is None else bounding.lower
+    high = above(ratio, bounding.upper).sum(-1, keepdim=True)
+    collect_level = _collect_token_weights if bounding.level == "token" else _collect_sequence_weights
+    row_excess, row_ratio, low = collect_level(c, tokens, bounding, ratio, bounded, lower)
+    c.add("is/high", high)
+    c.add("is/low", low)
+    c.add_rows("is", row_excess)
+    c.add("is/row_high", above(row_ratio, bounding.upper))
+    c.add("is/row_low", below(row_ratio, lower) * c.rows)
+    c.add_extremes("is/row", row_excess + 1.0, c.no_rows)
+    if bounding.drops:
+        c.add("is/outside", (high + low) * (1 if bounding.level == "token" else c.lengths))
+    if bounding.normalized:
+        c.add("is/norm_sum", bounded)
+        c.sums["is/norm_count"] = c.sums["is/units"]
+
+
+def _collect_token_weights(c: _Columns, tokens: Tokens, bounding: Bounding, ratio, bounded, lower: float):
+    """Weights of tokens. Returns, per row, the means of `w - 1` and of the ratio, and how many ratios are low."""
+    # sums of w - 1 rather than w: a variance of 1e-8 around a mean of 1 keeps its digits
+    excess = bounded - tokens.valid
+    c.add("is/sum", excess)
+    c.add("is/ratio", ratio)
+    c.add("is/squares", row_squares(excess))
+    c.sums["is/units"] = tokens.lengths
+    if not bounding.grows:
+        c.add_extremes("is/weight", bounded, tokens.outside)
+    low = below(ratio, lower).sum(-1, keepdim=True)
+    if lower > 0:  # then so is the ratio of 0 of a token that does not count
+        low = low - (ratio.shape[-1] - tokens.lengths)
+    return c.row_mean("is/sum"), c.row_mean("is/ratio"), low
+
+
+def _collect_sequence_weights(c: _Columns, tokens: Tokens, bounding: Bounding, ratio, bounded, lower: float):
+    """Weights of sequences, which count as often as a sequence has tokens. Returns what the function above does."""
+    row_excess, row_ratio = (bounded.to(c.dtype) - 1.0) * c.rows, ratio.to(c.dtype)
+    c.add("is/sum", row_excess * c.lengths)
+    c.add("is/squares", row_excess.square() * c.lengths)
+    c.sums["is/units"] = c.rows
+    c.add_extremes("is/weight", row_ratio, c.no_rows)  # as in verl, the raw ratio
+    return row_excess, row_ratio, below(ratio, lower) * c.rows
+
+
+def _weight_metrics(s: dict[str, float], bounding: Bounding) -> dict[str, float]:
+    n, rows = s["tokens"], s["rows"]
+    total, squares = n + s["is/sum"], n + 2 * s["is/sum"] + s["is/squares"]
+    if bounding.grows:
+        smallest, largest = (bounding.weight(d) for d in (-_maximum(s["d_negated_min"]), _maximum(s["d_max"])))
+    else:
+        smallest, largest = -_maximum(s["is/weight_negated_min"]), _maximum(s["is/weight_max"])
+    metrics = {
+        "rollout_is_mean": _divide(total, n),
+        "rollout_is_max": largest,
+        "rollout_is_min": smallest,
+        "rollout_is_std": _std(s["is/sum"], s["is/squares"], n),
+        "rollout_is_eff_sample_size": total**2 / (n * squares) if n and squares > 0 else (0.0 if n else math.nan),
+        "rollout_is_ratio_fraction_high": _divide(s["is/high"], s["is/units"]),
+        "rollout_is_ratio_fraction_low": _divide(s["is/low"], s["is/units"]),
+        "rollout_is_seq_mean": _divide(rows + s["is/row_sum"], rows),
+        "rollout_is_seq_std": _std(s["is/row_sum"], s["is/row_squares"], rows, sample=True),
+        "rollout_is_seq_max": _maximum(s["is/row_max"]),
+        "rollout_is_seq_min": -_maximum(s["is/row_negated_min"]),
+        "rollout_is_seq_max_deviation": _maximum(s["is/deviation"]),
+        "rollout_is_seq_fraction_high": _divide(s["is/row_high"], rows),
+        "rollout_is_seq_fraction_low": _divide(s["is/row_low"], rows),
+    }
+    if bounding.drops:
+        metrics["rollout_is_oob_ratio"] = _divide(s["is/outside"], n)
+    if bounding.normalized:
+        mean = _divide(s["is/norm_sum"], s["is/norm_count"])
+        metrics["rollout_is_batch_norm_factor"] = 1.0 if mean <= MIN_MEAN_WEIGHT else mean
+    return metrics
+
+
+# Rejection criteria ---------------------------------------------------------------------------------------------------
+
+
+def _collect_criterion(c: _Columns, tokens: Tokens, criterion: Criterion, rejection: Rejection):
+    name = f"rs/{criterion.name}"
+    floor = criterion.lower if criterion.signed else 0.0
+    collect_scope = _collect_token_criterion if criterion.by_token else _collect_sequence_criterion
+    row, row_high, row_low, rejected = collect_scope(c, tokens, criterion, rejection, name, floor)
+    c.add(f"{name}/high", rejection.high)
+    c.add(f"{name}/low", rejection.low)
+    c.add_rows(name, row)
+    c.add(f"{name}/row_high", row_high)
+    c.add(f"{name}/row_low", row_low)
+    c.add(f"{name}/rejected", rejected)
+    c.add(f"{name}/rejected_rows", above(rejected, 0.0))
+    c.add_extremes(f"{name}/row", row, c.no_rows)
+    if criterion.name == "seq_max_k1":  # its lower ratio bound is the veto of verl's first releases
+        c.add(f"{name}/veto_tokens", below(tokens.log_ratio, -criterion.upper).mul_(tokens.valid))
+        c.add(f"{name}/veto_rows", rejection.high)
+
+
+def _collect_token_criterion(c: _Columns, tokens: Tokens, criterion: Criterion, rejection, name: str, floor: float):
+    """A criterion on tokens. Returns, per row: its mean, whether that is out of bounds, and the tokens that are rejected."""
+    statistic = rejection.statistic
+    c.add(f"{name}/sum", statistic)
+    row = c.row_mean(f"{name}/sum")
+    bounded = statistic.clamp(floor, criterion.upper).mul_(tokens.valid)
+    c.add(f"{name}/bounded", bounded)
+    c.add(f"{name}/bounded_squares", bounded.square())
+    c.sums[f"{name}/units"] = tokens.lengths
+    if criterion.divergence == "k1":  # its extremes are those of d, with the other sign
+        c.maxima[f"{name}/statistic_max"] = c.maxima["d_negated_min"]
+        c.maxima[f"{name}/statistic_negated_min"] = c.maxima["d_max"]
+    else:
+        c.add_extremes(f"{name}/statistic", statistic, tokens.outside)
+    row_high, row_low = above(row, criterion.upper) * c.rows, below(row, criterion.lower) * c.rows
+    return row, row_high, row_low, rejection.rejected.sum(-1, keepdim=True)
+
+
+def _collect_sequence_criterion(c: _Columns, tokens: Tokens, criterion: Criterion, rejection, name: str, floor: float):
+    """A criterion on sequences, each of which counts as often as it has tokens. Returns what the function above does."""
+    row = rejection.statistic.to(c.dtype) * c.rows
+    bounded = row.clamp(floor, criterion.upper)
+    c.add(f"{name}/sum", row * c.lengths)
+    c.add(f"{name}/bounded", bounded * c.lengths)
+    c.add(f"{name}/bounded_squares", bounded.square() * c.lengths)
+    c.sums[f"{name}/units"] = c.rows
+    c.add_extremes(f"{name}/statistic", row, c.no_rows)
+    return row, rejection.high, rejection.low, rejection.rejected * tokens.lengths
+
+
+def _criterion_metrics(s: dict[str, float], criterion: Criterion) -> dict[str, float]:
+    def get(key: str) -> float:
+        return s[f"rs/{criterion.name}/{key}"]
+
+    tokens, rows = s["tokens"], s["rows"]
+    metrics = {
+        "mean": _divide(get("sum"), tokens),
+        "max": _maximum(get("statistic_max")),
+        "min": -_maximum(get("statistic_negated_min")),
+        "fraction_high": _divide(get("high"), get("units")),
+        "fraction_low": _divide(get("low"), get("units")),
+        "std": _std(get("bounded"), get("bounded_squares"), tokens),
+        "seq_mean": _divide(get("row_sum"), rows),
+        "seq_std": _std(get("row_sum"), get("row_squares"), rows, sample=True),
+        "seq_max": _maximum(get("row_max")),
+        "seq_min": -_maximum(get("row_negated_min")),
+        "seq_max_deviation": _maximum(get("deviation")),
+        "seq_fraction_high": _divide(get("row_high"), rows),
+        "masked_fraction": _divide(get("rejected"), tokens),
+        "seq_masked_fraction": _divide(get("rejected_rows"), rows),
+    }
+    if criterion.signed:
+        metrics["seq_fraction_low"] = _divide(get("row_low"), rows)
+    metrics = {f"rollout_rs_{criterion.name}_{key}": value for key, value in metrics.items()}
+    if criterion.name == "seq_max_k1":
+        metrics["rollout_is_catastrophic_token_fraction"] = _divide(get("veto_tokens"), tokens)
+        metrics["rollout_is_veto_fraction"] = _divide(get("veto_rows"), rows)
+    return metrics
+
+
+# Finishing ------------------------------------------------------------------------------------------------------------
+
+
+def _divide(total: float, count: float) -> float:
+    return total / count if count else math.nan
+
+
+def _maximum(value: float) -> float:
+    return value if math.isfinite(value) else math.nan
+
+
+def _std(total: float, squares: float, count: float, *, sample: bool = False) -> float:
+    """Standard deviation from a sum and a sum of squares; with `sample`, the unbiased one (divided by n - 1)."""
+    if not count:
+        return math.nan
+    if count == 1:
+        return 0.0
+    variance = squares / count - (total / count) ** 2
+    if variance < 1e-14 * squares / count:  # what is left of a difference of equal numbers
+        return 0.0
+    return math.sqrt(variance * count / (count - 1)) if sample else math.sqrt(variance)

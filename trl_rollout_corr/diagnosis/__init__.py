@@ -1,0 +1,39 @@
+"""
+What the matter is: `python -m trl_rollout_corr diagnose`. Which cause, how sure, what it costs, and what to do. No TRL here.
+
+`observed` has the tokens, `signatures` the tests, `causes` what each cause is and its remedy; `ranking` puts them in order,
+`pictures` shows them, and `written` writes it down.
+"""
+
+from pathlib import Path
+
+from ..analysis.run import find_dump
+from ..dumps.reading import CONTEXT, NUMBERS, Sequences, read_table
+from ..messages import warn
+from .observed import Observed
+from .ranking import Diagnosis, Finding, diagnose
+
+
+__all__ = ["Diagnosis", "Finding", "Observed", "diagnose", "observe"]
+
+
+def observe(path: str | Path) -> Observed:
+    """
+    Read what a diagnosis looks at.
+
+    Args:
+        path (`str` or `Path`):
+            A dump (folder or file), or a run with one below it.
+
+    Returns:
+        [`~trl_rollout_corr.diagnosis.observed.Observed`].
+
+    Raises:
+        `ValueError`: in one line, if there is no dump that can be read.
+    """
+    folder = Path(path)
+    found = find_dump(folder) if folder.is_dir() else None
+    table, written = read_table(found or folder, [*NUMBERS, *CONTEXT])
+    for damage in written.damage:
+        warn(f"{path}: {damage}.")
+    return Observed(Sequences(table), table, written.settings, written.about)

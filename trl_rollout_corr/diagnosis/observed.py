@@ -1,0 +1,152 @@
+"""What a diagnosis looks at: the tokens of a dump, one entry each, with all that their log-ratio could depend on."""
+
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from ..dumps.reading import Sequences
+
+
+SEAM = 2  # tokens after the edge of a turn that count as its beginning
+
+
+class Observed:
+    """
+    Tokens of the sequences that represent a batch: those of the loss that have a log-probability of both policies. `N` tokens,
+    `B` sequences.
+
+    Args:
+        sequences ([`~trl_rollout_corr.dumps.reading.Sequences`]):
+            The sequences.
+        table (`pa.Table`):
+            `CONTEXT` of the same rows.
+        settings (`dict`):
+            Settings of the run.
+        about (`dict`):
+            What the run says of itself.
+
+    Attributes:
+        d (`np.ndarray` of shape `(N,)`):
+            Log-ratio, in nats.
+        train, rollout (`np.ndarray` of shape `(N,)`):
+            Log-probabilities of trainer and sampler.
+        again (`np.ndarray` of shape `(N,)`):
+            Log-probability of the trainer when it scores the sequence alone; NaN where it did not.
+        row (`np.ndarray` of shape `(N,)`):
+            Index of the sequence.
+        position, token (`np.ndarray` of shape `(N,)`):
+            Place in the completion from 0, and id.
+        first, last, seam, seen (`np.ndarray` of shape `(N,)`):
+            Whether the token is the first of the completion, the last, one of the first after tokens outside the loss, and
+            whether it is in the prompt or the completion before.
+        times (`np.ndarray` of shape `(N,)`):
+            How often it is in the completion before.
+        staleness, padding (`np.ndarray` of shape `(B,)`):
+            NaN where they are not known.
+        step, lengths (`np.ndarray` of shape `(B,)`):
+            Optimizer step, and tokens that are here.
+        broken_row (`np.ndarray`):
+            Index of the sequence of each token of the loss that has no finite log-ratio.
+        n_tokens (`int`):
+            Tokens of the loss, with those.
+    """
+
+    def __init__(self, sequences: Sequences, table: pa.Table, settings: dict[str, Any], about: dict[str, str]):
+        self.settings, self.about = settings, about
+        kept = sequences.counted
+        self.n_tokens = int((sequences.mask & sequences.represents[sequences.row]).sum())
+        self.broken_row = sequences.row[sequences.broken & sequences.represents[sequences.row]]
+        self.row = sequences.row[kept]
+        self.train, self.rollout = (
+            x[kept].astype(np.float64) for x in (sequences.train_logps, sequences.rollout_logps)
+        )
+        self.d = self.train - self.rollout
+        self.step = sequences.step
+        self.lengths = np.bincount(self.row, minlength=len(sequences))
+        starts = sequences.starts[:-1][sequences.row]
+        position = np.arange(len(sequences.row)) - starts
+        self.position = position[kept]
+        self.first = self.position == 0
+        self.last = self.position == sequences.lengths[self.row] - 1
+        self.seam = _after_gap(sequences.mask, position)[kept]
+        self.token = _flat(table["token_ids"])[kept]
+        self.seen, self.times = (x[kept] for x in _seen(table, sequences))
+        self.staleness, self.padding = (table[name].to_numpy().astype(np.float64) for name in ("staleness", "padding"))
+        self.again = _again(table["again_logps"], sequences.lengths)[kept].astype(np.float64)
+
+    def __len__(self) -> int:
+        return len(self.d)
+
+    @cached_property
+    def total(self) -> float:
+        """Sum of the squared log-ratio: what causes share."""
+        return float(np.square(self.d).sum())
+
+    @cached_property
+    def size(self) -> float:
+        """Root mean square of the log-ratio, in nats."""
+        return float(np.sqrt(self.total / max(len(self), 1)))
+
+    @cached_property
+    def k3(self) -> float:
+        """`rollout_corr/k3_kl` of these tokens."""
+        d = self.d.clip(-20, 20)
+        return float(np.mean(np.expm1(d) - d)) if len(d) else 0.0
+
+    @cached_property
+    def middle(self) -> np.ndarray:
+        """Log-probability of a token between those of the two policies, which noise in either does not lean to one side."""
+        return (self.train + self.rollout) / 2
+
+    def of_rows(self, values: np.ndarray) -> np.ndarray:
+        """Means over the tokens of each sequence, `(B,)`; NaN for those without tokens."""
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return np.bincount(self.row, weights=values, minlength=len(self.lengths)) / self.lengths
+
+
+def _flat(lists: pa.ChunkedArray) -> np.ndarray:
+    return np.concatenate([chunk.flatten().to_numpy(zero_copy_only=False) for chunk in lists.chunks])
+
+
+def _after_gap(mask: np.ndarray, position: np.ndarray) -> np.ndarray:
+    """Tokens of the loss at most `SEAM` behind tokens of the same completion that are outside the loss."""
+    near = np.zeros_like(mask)
+    for back in range(1, SEAM + 1):
+        outside = np.zeros_like(mask)
+        outside[back:] = ~mask[:-back]
+        near |= outside & (position >= back)
+    return mask & near
+
+
+def _seen(table: pa.Table, sequences: Sequences) -> tuple[np.ndarray, np.ndarray]:
+    """Whether a token stands before, in the prompt as far as it is known or in the completion, and how often in that."""
+    tokens = _flat(table["token_ids"])
+    seen, times = np.zeros(len(tokens), bool), np.zeros(len(tokens), np.int64)
+    for row, prompt in enumerate(table["prompt_ids"]):
+        where = sequences.slice(row)
+        times[where] = _earlier(tokens[where])
+        seen[where] = times[where] > 0
+        if prompt.is_valid:
+            seen[where] |= np.isin(tokens[where], prompt.values.to_numpy())
+    return seen, times
+
+
+def _earlier(tokens: np.ndarray) -> np.ndarray:
+    """How often each token stands before itself."""
+    order = np.argsort(tokens, kind="stable")
+    new = np.concatenate([[True], np.diff(tokens[order]) != 0]) if len(tokens) else np.zeros(0, bool)
+    starts = np.maximum.accumulate(np.where(new, np.arange(len(tokens)), 0)) if len(tokens) else np.zeros(0, int)
+    times = np.zeros(len(tokens), np.int64)
+    times[order] = np.arange(len(tokens)) - starts
+    return times
+
+
+def _again(lists: pa.ChunkedArray, lengths: np.ndarray) -> np.ndarray:
+    """Lists end to end, with NaN for a list that is null."""
+    parts = [
+        entry.values.to_numpy() if entry.is_valid else np.full(n, np.nan)
+        for entry, n in zip(lists, lengths, strict=True)
+    ]
+    return np.concatenate(parts)

@@ -1,0 +1,1 @@
+"""A model and its sampler, measured before training: `diagnose --probe`."""
