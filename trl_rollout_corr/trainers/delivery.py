@@ -132,8 +132,10 @@ class Delivery:
             self._first = FirstBatch(step, max(gap + 3 * error, NOISE), logps, tokens.bool(), score)
         elif of_movement[0]:
             self._judge(step, gap, _mean_and_error(*of_movement)[0], late[0] > 0)
-        elif gap >= ALL * MOVED * self._first.noise:
-            self._is_due, self._next = True, step  # the next generation is looked at, too
+        else:
+            self._is_due = gap >= ALL * MOVED * self._first.noise
+        if self._is_due:  # at the next generation
+            self._next = step
 
     def _judge(self, step: int, gap: float, moved: float, late: bool):
         """Say that weights did not arrive, if that is so for the second time."""
@@ -144,13 +146,12 @@ class Delivery:
             first = self._first
             self._end()
             self._report(first, step, gap, moved, late)
-        self._is_suspect = missing
+        self._is_suspect = self._is_due = missing
 
     def _report(self, first: "FirstBatch", step: int, gap: float, moved: float, late: bool):
         """Raise an error, or a warning if there is another explanation."""
-        reasons = broadcast_object_list(
-            [self.doubt(gap < ALL * moved)]
-        )  # the main process may know more of the sampler
+        # The main process may know more of the sampler
+        reasons = broadcast_object_list([self.doubt(gap < ALL * moved)])
         if late:
             reasons.append("Samples are some optimizer steps old, in which the policy may have moved as far.")
         doubt = " ".join(reason for reason in reasons if reason)
