@@ -38,7 +38,6 @@ __all__ = [
     "compute_rollout_correction",
 ]
 __version__ = "0.1.0"
-__url__ = "https://github.com/trl-rollout-corr/trl-rollout-corr"
 
 
 def __getattr__(name: str) -> Any:
