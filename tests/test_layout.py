@@ -31,7 +31,6 @@ ORDER = {
         "convert",
     ],  # so far without torch
     "correction": [
-        "compiling",
         "functional",
         "histogram",
         "sums",
