@@ -12,7 +12,7 @@ from typing import ClassVar, NamedTuple, Self
 
 import torch
 
-from ..settings.keys import PREFIX
+from ..messages import PREFIX
 from .functional import accumulation_dtype, as_numbers, row_blocks
 from .sums import SegmentedSums
 

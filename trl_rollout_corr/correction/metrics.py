@@ -15,8 +15,8 @@ from typing import Self
 
 import torch
 
-from ..settings.criteria import Criterion
-from ..settings.keys import PREFIX
+from ..messages import PREFIX
+from ..settings.criteria import Bounding, Criterion
 from . import histogram
 from .functional import (
     LARGEST_POWER,
@@ -29,46 +29,6 @@ from .functional import (
     below,
 )
 from .sums import Sums
-
-
-@dataclass(frozen=True)
-class Bounding:
-    """
-    What is known about importance weights besides their values.
-
-    Args:
-        level (`str`):
-            `"token"`, `"sequence"` or `"geometric"`.
-        lower (`float` or `None`):
-            Lower bound, `None` for truncation.
-        upper (`float`):
-            Upper bound.
-        clamps (`bool`):
-            Whether weights outside the bounds are moved to them, and not set to 0.
-        normalized (`bool`):
-            Whether the weights are then divided by their mean.
-    """
-
-    level: str
-    lower: float | None
-    upper: float
-    clamps: bool
-    normalized: bool
-
-    @property
-    def drops(self) -> bool:
-        """Whether weights outside the bounds are set to 0 (IcePop)."""
-        return self.lower is not None and not self.clamps
-
-    @property
-    def grows(self) -> bool:
-        """Whether a weight is a function of its token's log-ratio that never falls, so that extremes are those of it."""
-        return self.level == "token" and not self.drops
-
-    def weight(self, log_ratio: float) -> float:
-        """Weight of one log-ratio, if it [`grows`] with it; NaN of NaN."""
-        ratio = math.exp(min(log_ratio, LOG_RATIO_BOUND)) if math.isfinite(log_ratio) else math.nan
-        return min(max(ratio, self.lower or 0.0), self.upper)
 
 
 @dataclass(frozen=True)
@@ -350,11 +310,17 @@ def _collect_sequence_weights(c: _Columns, tokens: Tokens, bounding: Bounding, r
     return row_excess, row_ratio, below(ratio, lower) * c.rows
 
 
+def _weight(bounding: Bounding, log_ratio: float) -> float:
+    """`min(max(exp(d), lower), upper)`: weight of a token whose log-ratio is `d`, if [`Bounding.grows`]. NaN of NaN."""
+    ratio = math.exp(min(log_ratio, LOG_RATIO_BOUND)) if math.isfinite(log_ratio) else math.nan
+    return min(max(ratio, bounding.lower or 0.0), bounding.upper)
+
+
 def _weight_metrics(s: dict[str, float], bounding: Bounding) -> dict[str, float]:
     n, rows = s["tokens"], s["rows"]
     total, squares = n + s["is/sum"], n + 2 * s["is/sum"] + s["is/squares"]
     if bounding.grows:
-        smallest, largest = (bounding.weight(d) for d in (-_maximum(s["d_negated_min"]), _maximum(s["d_max"])))
+        smallest, largest = (_weight(bounding, d) for d in (-_maximum(s["d_negated_min"]), _maximum(s["d_max"])))
     else:
         smallest, largest = -_maximum(s["is/weight_negated_min"]), _maximum(s["is/weight_max"])
     metrics = {

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..messages import warn
+from ..messages import warn, yaml_lines
 from .config import RolloutCorrectionConfig
 from .documents import Document, read_document
-from .files import FIELDS, Foreign, find_foreign
-from .formatting import yaml_lines
+from .fields import FIELDS
+from .files import Foreign, find_foreign
 
 
 # Keys of verl's `algorithm` section that are not about rollout correction, and where they went

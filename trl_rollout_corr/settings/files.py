@@ -1,6 +1,5 @@
 """Settings in files: whose they are, and what they say here. No torch."""
 
-import dataclasses
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -9,11 +8,11 @@ from typing import Any, NamedTuple
 from ..messages import SelfContainedError, warn
 from .config import RolloutCorrectionConfig
 from .documents import read_document
+from .fields import FIELDS
 from .migrate import VERL_KEYS, from_legacy, from_trl, from_verl
 from .presets import PRESETS
 
 
-FIELDS = frozenset(field.name for field in dataclasses.fields(RolloutCorrectionConfig))
 # Fields in dumps of earlier versions
 _RENAMED = {"rollout_monitor_thresholds": "rollout_monitor_bounds"}
 _REMOVED = ("rollout_compile",)
