@@ -1,19 +1,30 @@
 """Fields, presets, strict parsing, and the round trips through YAML, command line and JSON."""
 
+import copy
 import dataclasses
 import json
 import math
+import pickle
 import re
 import warnings
 
 import pytest
+import torch
 from transformers import HfArgumentParser
 from trl import TrlParser
 
-from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedRLOOConfig, RolloutCorrectionConfig
+from trl_rollout_corr import (
+    RolloutCorrectedGRPOConfig,
+    RolloutCorrectedRLOOConfig,
+    RolloutCorrectionConfig,
+    compute_rollout_correction,
+)
+from trl_rollout_corr.messages import SettingError
+from trl_rollout_corr.settings import resolve as resolve_module
 from trl_rollout_corr.settings.criteria import CRITERIA
 from trl_rollout_corr.settings.files import config_of_run
 from trl_rollout_corr.settings.presets import ORIGINAL_PRESETS, PRESETS, VERL_PRESETS
+from trl_rollout_corr.settings.resolve import resolve
 
 
 def fields(config):
@@ -796,3 +807,36 @@ def test_settings_in_a_dump_of_an_earlier_version_are_read():
     assert config.rollout_monitor_bounds == {"k3_high": 0.5}
     with pytest.raises(TypeError, match="`rollout_compile` is no field"):
         RolloutCorrectionConfig(rollout_compile=True)
+
+
+def test_a_refused_setting_is_data():
+    with pytest.raises(SettingError) as caught:
+        RolloutCorrectionConfig(rollout_rs="token_k2", rollout_rs_threshold=-1.0)
+    for error in (caught.value, pickle.loads(pickle.dumps(caught.value))):
+        assert (error.field, error.value, error.allowed) == ("rollout_rs_threshold", -1.0, "a positive upper bound")
+        assert str(error) == "`rollout_rs_threshold` for `token_k2` must be a positive upper bound, got -1.0."
+
+
+def test_the_correction_is_parsed_once_and_follows_what_is_assigned(monkeypatch):
+    config = RolloutCorrectionConfig("decoupled_geo_rs")
+    first, parsed = config.correction, []
+    parse = resolve_module.parse_rejection_thresholds
+    monkeypatch.setattr(
+        resolve_module, "parse_rejection_thresholds", lambda *given: parsed.append(given) or parse(*given)
+    )
+    train = torch.zeros(2, 3)
+    for _ in range(3):
+        compute_rollout_correction(train, train, torch.ones(2, 3), config)
+    assert config.correction is first
+    assert not parsed
+    config.rollout_rs_threshold[0][1] = 1.25  # in place
+    assert config.criteria[0].lower == -math.log(1.25)
+    config.rollout_correction = "bypass_pg_is"
+    assert (config.correction.mode, config.correction.bounding.level) == ("reinforce", "sequence")
+    assert copy.deepcopy(config).correction == config.correction == resolve({"rollout_correction": "bypass_pg_is"})
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_resolve_without_a_configuration(name):
+    assert resolve({"rollout_correction": name}) == RolloutCorrectionConfig.from_preset(name).correction
+    assert resolve({"rollout_correction": name, "rollout_is": None}).bounding is None

@@ -1,4 +1,4 @@
-"""[`RolloutCorrectionConfig`]: what to correct and how, in flat fields. Neither TRL nor torch here."""
+"""The configuration, flat fields. Neither TRL nor torch here."""
 
 import contextlib
 import inspect
@@ -11,14 +11,22 @@ from .criteria import Criterion
 from .fields import DEFAULTS, PARSERS, CorrectionFields, DumpFields, EngineFields, MonitorFields, none_if_null
 from .migrate import from_legacy, from_trl, from_verl
 from .presets import DECIDED, FIRST_METHODS, PRESETS, Preset, settings_of
-from .resolve import Correction, fill, is_default, read_given, rejection_thresholds, resolve, weight_bounds
+from .resolve import (
+    Correction,
+    fill,
+    idle_fields,
+    is_default,
+    read_given,
+    rejection_thresholds,
+    resolve,
+    weight_bounds,
+)
 from .unset import Unset
 
 
+# Dataclasses take the fields of the last base first: `rollout_correction` is the first argument
 @dataclass
-class RolloutCorrectionConfig(
-    DumpFields, MonitorFields, EngineFields, CorrectionFields
-):  # the last has the first fields
+class RolloutCorrectionConfig(DumpFields, MonitorFields, EngineFields, CorrectionFields):
     r"""
     Configuration of rollout correction.
 
@@ -30,8 +38,8 @@ class RolloutCorrectionConfig(
             Name of a preset (see `docs/presets.md`); `None` for no correction. Fields that are set beside it override it.
             Also the `rollout_correction` section of a verl configuration, or a [`RolloutCorrectionConfig`].
         rollout_correction_resolved (`str`, *optional*):
-            Set by the configuration itself: the preset that fields were filled in from. So a saved or copied configuration
-            whose `rollout_correction` is changed follows the new preset, in all fields that the user has not set.
+            Set by the configuration itself: the preset that has filled in fields. If `rollout_correction` of a saved or copied
+            configuration is changed, the fields that the user has not set follow the new preset.
 
         > Importance sampling
 
@@ -52,7 +60,7 @@ class RolloutCorrectionConfig(
         rollout_rs (`list[str]`, *optional*):
             Rejection criteria, each `<scope>_<divergence>` with scope `token`, `seq_sum`, `seq_mean` or `seq_max` and
             divergence `k1 = -d`, `k2 = d^2/2` or `k3 = exp(d)-1-d`; or of the probabilities of a token: `token_tv` and
-            `token_kl` (DPPO: they look at the sign of the advantage), `token_binary_kl` (KPop). A token is kept if every
+            `token_kl` (DPPO, depend on the sign of the advantage), `token_binary_kl` (KPop). A token is kept if every
             criterion keeps it.
         rollout_rs_threshold (`float` or `list`, *optional*):
             One entry per criterion, or one for all. For k1 a pair of bounds on the ratio, or `u` for `[1/u, u]`; for
@@ -69,30 +77,30 @@ class RolloutCorrectionConfig(
         > Mode
 
         bypass_mode (`bool`, *optional*, defaults to `False`):
-            Use the sampler's log-probabilities in place of the old policy's, which are then never computed.
+            Use the sampler's log-probabilities instead of those of the old policy, which are not computed.
         rollout_loss_type (`str`, *optional*, defaults to `"ppo_clip"`):
             Loss in bypass mode: `"ppo_clip"` clips the ratio to the rollout policy, which is the correction, so that
             weights are only reported; `"reinforce"` weights the log-likelihood and does not clip.
         rollout_clip_ratio_c (`float` or `None`, *optional*, defaults to `3.0`):
-            In bypass mode with `"ppo_clip"`: with a negative advantage, a ratio to the sampler beyond it has no gradient
-            ([dual clip](https://huggingface.co/papers/1912.09729), and verl's default). PPO's own clipping leaves that side
-            open. In GRPO it is TRL's `delta`, unless that is set. `None` for no bound.
+            Largest ratio to the sampler with a gradient where the advantage is negative, in bypass mode with `"ppo_clip"`
+            ([dual clip](https://huggingface.co/papers/1912.09729), and verl's default). PPO's own clipping has no bound there.
+            GRPO gets it as TRL's `delta`, unless `delta` is set. `None` for no bound.
         rollout_metrics_only (`bool`, *optional*, defaults to `False`):
-            Compute and report everything the other fields ask for, and leave the loss alone.
+            Compute and report the correction, and leave the loss alone.
 
         > Size of the step
 
         rollout_lr_scaling (`str`, *optional*):
             `"ess_sqrt"` multiplies the learning rate of each optimizer step by `sqrt(ESS / B)`, the effective sample size of
-            the `B` completions of the step on all ranks over their number, with `ESS = (sum w)^2 / sum w^2` of the ratios
-            `w = exp(sum d)` of whole completions of the current policy to the sampler, before any bound
-            ([VCPO](https://huggingface.co/papers/2602.17616)). The longer the completions, the smaller the step. Not with
-            DeepSpeed. `None` leaves the step alone.
+            the `B` completions of the step on all ranks over their number. `ESS = (sum w)^2 / sum w^2`, with the unbounded
+            ratios `w = exp(sum d)` of the current policy to the sampler for whole completions
+            ([VCPO](https://huggingface.co/papers/2602.17616)). Longer completions give smaller steps. Not with DeepSpeed.
+            `None` leaves the step alone.
 
         > Failures of the sampler
 
         rollout_nan_policy (`str`, *optional*, defaults to `"drop"`):
-            What to do with a token whose log-ratio is not finite: `"drop"` takes it out of the policy loss and of all
+            Treatment of a token whose log-ratio is not finite: `"drop"` takes it out of the policy loss and of all
             statistics, `"raise"` stops the run, `"neutralize"` takes its ratio as 1.
 
         > The engine
@@ -105,9 +113,9 @@ class RolloutCorrectionConfig(
         > Monitor
 
         rollout_monitor (`str` or `None`, *optional*, defaults to `"warn"`):
-            What happens when the metrics look unhealthy (see `docs/monitoring.md`): `"warn"` says what was seen, why it
-            matters and what to set; `"stop"` also saves a checkpoint and ends training at a serious finding; `"tighten"`
-            switches to the preset of `rollout_monitor_preset` instead. `None` for no monitor.
+            Reaction to unhealthy metrics (see `docs/monitoring.md`): `"warn"` reports the finding, its reason and a remedy;
+            `"stop"` also saves a checkpoint and ends training at a serious finding; `"tighten"` instead switches to the preset
+            of `rollout_monitor_preset`. `None` for no monitor.
         rollout_monitor_preset (`str`, *optional*):
             Preset that `"tighten"` switches to. It must have the mode (`bypass_mode`, `rollout_loss_type`) of the run.
         rollout_monitor_bounds (`dict[str, float]`, *optional*):
@@ -116,9 +124,9 @@ class RolloutCorrectionConfig(
         > Diagnosis
 
         rollout_diagnose (`bool`, *optional*, defaults to `False`):
-            Whether to look for the cause of the gap at the first optimizer step, and print it: what
-            `python -m trl_rollout_corr diagnose` says of a dump (`docs/diagnose.md`). The trainer scores a few sequences a
-            second time, one by one, so that its own noise is known; nothing of it touches the loss.
+            Whether to print the cause of the gap at the first optimizer step, as `python -m trl_rollout_corr diagnose` does
+            for a dump (`docs/diagnose.md`). The trainer scores a few sequences a second time, one by one, to measure its own
+            noise. The loss does not change.
 
         > Dump
 
@@ -135,11 +143,11 @@ class RolloutCorrectionConfig(
             Size of the folder in GB above which the oldest steps are deleted.
 
     Raises:
-        `ValueError`: if a field has a value that cannot be meant; the message names the field, the value and the way out.
+        `ValueError`: if the value of a field is refused. The message names the field, the value and a remedy.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        # Python names the argument that it does not know, and not the one that was meant
+        # Python's own error for an unknown argument does not suggest a name
         known = inspect.signature(cls.__init__).parameters
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
             for name in kwargs.keys() - known:
@@ -152,7 +160,7 @@ class RolloutCorrectionConfig(
         RolloutCorrectionConfig.check(self)  # of a subclass not all fields are settled yet
         self._warn_about_idle_fields(explicit)
         if self.rollout_rs is None:
-            self.rollout_rs_threshold = None  # it has warned
+            self.rollout_rs_threshold = None
         self.__dict__["_built"] = True  # what is assigned from now on is parsed, see `__setattr__`
 
     def __setattr__(self, name: str, value: Any):
@@ -180,7 +188,7 @@ class RolloutCorrectionConfig(
 
     @contextlib.contextmanager
     def fixed(self, *names: str) -> Iterator[None]:
-        """Refuse to assign fields, for as long as a run goes on that has read them at its start."""
+        """Refuse to assign fields during a run that has read them at its start."""
         self.__dict__["_fixed"] = names
         try:
             yield
@@ -224,19 +232,19 @@ class RolloutCorrectionConfig(
     @classmethod
     def from_trl(cls, settings: Mapping[str, Any], **overrides: Any) -> Self:
         """
-        Build a configuration that does what TRL's `vllm_importance_sampling_*` settings did.
+        Build a configuration equivalent to TRL's `vllm_importance_sampling_*` settings.
 
         See [`~trl_rollout_corr.settings.migrate.from_trl`]. `overrides` are further fields of the class.
         """
         return cls(**{**from_trl(settings), **overrides})
 
-    # What the fields amount to ----------------------------------------------------------------------------------------
+    # Resolved settings ------------------------------------------------------------------------------------------------
 
     @property
     def correction(self) -> Correction:
-        """The fields as the mathematics reads them. Parsed once after each change."""
+        """Resolved settings of the correction. The fields are parsed once after each change."""
         given = {name: self.__dict__[name] for name in _OF_CORRECTION}
-        state = repr(given)  # lists may be changed in place
+        state = repr(given)  # a list may be changed in place
         found, correction = self.__dict__.get("_correction", (None, None))
         if found != state:
             correction = resolve(given)
@@ -275,7 +283,7 @@ class RolloutCorrectionConfig(
 
     @property
     def description(self) -> str:
-        """The settings in a line."""
+        """One line about the settings."""
         parts = self._preset_in_effect()
         weights = (
             f"{self.rollout_is} weights {_in_words(self.rollout_is_threshold)}" if self.rollout_is else "no weights"
@@ -289,7 +297,7 @@ class RolloutCorrectionConfig(
         return "; ".join(parts)
 
     def _preset_in_effect(self) -> list[str]:
-        """Name of the preset, as long as its mode and something of what it applies are in effect."""
+        """Name of the preset, if its mode is in effect, and its weights or its rejection."""
         name = self.rollout_correction
         if not isinstance(name, str):
             return []
@@ -303,7 +311,7 @@ class RolloutCorrectionConfig(
     # Construction -----------------------------------------------------------------------------------------------------
 
     def _fill(self) -> set[str]:
-        """Fill in the fields that the preset decides and the user has not set. Returns the names of the others."""
+        """Fill in the fields that the user has not set and the preset decides. Returns the names of the other fields."""
         name, given = read_given(self.rollout_correction)
         explicit = {**{key: value for key, value in given.items() if key in DECIDED}, **self._set_by_user()}
         further = {key: value for key, value in given.items() if key not in DECIDED and is_default(self, key)}
@@ -312,7 +320,7 @@ class RolloutCorrectionConfig(
         return set(DEFAULTS) - set(DECIDED) | set(explicit)
 
     def _set_by_user(self) -> dict[str, Any]:
-        """Fields that a preset decides, as far as the user has set them."""
+        """Fields set by the user among those that a preset decides."""
         values = {key: getattr(self, key) for key in DECIDED}
         base = none_if_null(self.rollout_correction_resolved)
         if base is not None and base not in PRESETS:
@@ -339,11 +347,11 @@ class RolloutCorrectionConfig(
 
     def check(self, *, warns: bool = False):
         """
-        Refuse settings that exclude each other. Also asked when training begins, as they may have been assigned one by one.
+        Refuse settings that exclude each other. Called again when training begins, after single fields may have changed.
 
         Args:
             warns (`bool`, *optional*, defaults to `False`):
-                Whether to warn, too, about those that are unlikely to be meant.
+                Whether to also warn about settings that are probably a mistake.
 
         Raises:
             `ValueError`: if two settings exclude each other.
@@ -367,53 +375,9 @@ class RolloutCorrectionConfig(
             raise SettingError("rollout_dump_dir", self.rollout_dump_dir, reason, remedy=remedy)
 
     def _warn_about_idle_fields(self, explicit: set[str]):
-        reasons = {
-            "rollout_is_threshold": self.rollout_is is None
-            and self.rollout_is_threshold != 2.0  # a saved configuration lists every field
-            and "`rollout_is` is None",
-            "rollout_is_batch_normalize": self.rollout_is_batch_normalize and self._idle_normalization(),
-            "rollout_is_clamp": self.rollout_is_clamp and self._idle_clamp(),
-            "rollout_rs_threshold": self.rollout_rs is None and "`rollout_rs` is not set",
-            "rollout_rs_renormalize": self.rollout_rs_renormalize
-            and not self.rollout_rs
-            and "`rollout_rs` is not set",
-            "rollout_rs_exclude_from_baseline": self.rollout_rs_exclude_from_baseline
-            and not self.rollout_rs
-            and "`rollout_rs` is not set",
-            "rollout_loss_type": self.rollout_loss_type != "ppo_clip"
-            and not self.bypass_mode
-            and "`bypass_mode` is False, and the loss is TRL's `loss_type`",
-            "rollout_clip_ratio_c": self.rollout_clip_ratio_c not in (None, 3.0)
-            and not self.clips_around_sampler
-            and "it bounds the ratio to the sampler in `bypass_mode` with `rollout_loss_type='ppo_clip'`",
-            "rollout_lr_scaling": self.rollout_lr_scaling is not None
-            and self.rollout_metrics_only
-            and "`rollout_metrics_only` is True, so that `lr_scale` is reported and the step left alone",
-            "rollout_monitor_preset": self.rollout_monitor_preset is not None
-            and self.rollout_monitor != "tighten"
-            and "`rollout_monitor` is not 'tighten'",
-            "rollout_monitor_bounds": bool(self.rollout_monitor_bounds)
-            and self.rollout_monitor is None
-            and "`rollout_monitor` is None",
-        }
-        for name in ("rollout_dump_steps", "rollout_dump_sampled", "rollout_dump_worst", "rollout_dump_max_gb"):
-            changed = getattr(self, name) != type(self).__dataclass_fields__[name].default
-            reasons[name] = changed and self.rollout_dump_dir is None and "`rollout_dump_dir` is None"
-        for name, reason in reasons.items():
-            if name in explicit and reason:
+        for name, reason in idle_fields(self.__dict__, self.correction).items():
+            if name in explicit:
                 warn_idle(name, getattr(self, name), reason)
-
-    def _idle_clamp(self) -> str | None:
-        if self.rollout_is is None:
-            return "`rollout_is` is None"
-        return None if isinstance(self.rollout_is_threshold, list) else "`rollout_is_threshold` is not a pair"
-
-    def _idle_normalization(self) -> str | None:
-        if self.rollout_is is None:
-            return "`rollout_is` is None"
-        if not self.applies_weights:
-            return "with `bypass_mode` and `rollout_loss_type='ppo_clip'` the weights are reported, not applied"
-        return None
 
 
 _OF_CORRECTION = tuple(CorrectionFields.__dataclass_fields__)

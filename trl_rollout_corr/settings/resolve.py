@@ -1,5 +1,6 @@
 """From fields as the user gives them to a [`Correction`], which the mathematics reads. No torch here."""
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,7 +8,7 @@ from typing import Any
 
 from ..messages import SettingError, nearest
 from .criteria import DIRECTED, Bounding, Criterion
-from .fields import DEFAULTS, FIELDS, PARSERS, CorrectionFields, none_if_null
+from .fields import DEFAULTS, FIELDS, PARSERS, CorrectionFields, DumpFields, none_if_null
 from .migrate import VERL_KEYS, from_verl
 from .presets import DEFAULT, PRESETS, Preset, settings_of
 from .thresholds import Bounds, parse_criteria, parse_rejection_thresholds
@@ -156,6 +157,45 @@ def _criterion(name: str, bounds: Any) -> Criterion:
         return Criterion(scope, divergence, -math.inf, bounds)
     lower, upper = bounds
     return Criterion(scope, divergence, -math.log(upper), math.inf if lower == 0 else -math.log(lower))
+
+
+def idle_fields(fields: Mapping[str, Any], correction: Correction) -> dict[str, str]:
+    """
+    Find fields that are set and have no effect.
+
+    Args:
+        fields (`Mapping[str, Any]`):
+            Parsed fields of a configuration.
+        correction ([`Correction`]):
+            The same, resolved.
+
+    Returns:
+        `dict[str, str]`: reason for each field without effect.
+    """
+    bounding = correction.bounding
+    no_weights = bounding is None and "`rollout_is` is None"
+    no_rejection = not correction.criteria and "`rollout_rs` is not set"
+    no_bypass = not correction.bypasses and "`bypass_mode` is False, and the loss is TRL's `loss_type`"
+    no_clipping = "it bounds the ratio to the sampler in `bypass_mode` with `rollout_loss_type='ppo_clip'`"
+    reported = "with `bypass_mode` and `rollout_loss_type='ppo_clip'` the weights are reported, not applied"
+    only_metrics = "`rollout_metrics_only` is True, so that `lr_scale` is reported and the step left alone"
+    no_pair = bounding is not None and bounding.lower is None and "`rollout_is_threshold` is not a pair"
+    reasons: dict[str, Any] = {
+        "rollout_is_threshold": fields["rollout_is_threshold"] != 2.0 and no_weights,  # 2.0 is in saved configurations
+        "rollout_is_batch_normalize": no_weights or (not correction.applies_weights and reported),
+        "rollout_is_clamp": no_weights or no_pair,
+        "rollout_rs_threshold": no_rejection,
+        "rollout_rs_renormalize": no_rejection,
+        "rollout_rs_exclude_from_baseline": no_rejection,
+        "rollout_loss_type": fields["rollout_loss_type"] != "ppo_clip" and no_bypass,
+        "rollout_clip_ratio_c": fields["rollout_clip_ratio_c"] and not correction.clips_around_sampler and no_clipping,
+        "rollout_lr_scaling": correction.metrics_only and only_metrics,
+        "rollout_monitor_preset": fields["rollout_monitor"] != "tighten" and "`rollout_monitor` is not 'tighten'",
+        "rollout_monitor_bounds": fields["rollout_monitor"] is None and "`rollout_monitor` is None",
+    }
+    no_dump = fields["rollout_dump_dir"] is None and "`rollout_dump_dir` is None"
+    reasons |= {f.name: no_dump for f in dataclasses.fields(DumpFields) if f.name != "rollout_dump_dir"}
+    return {name: reason for name, reason in reasons.items() if reason and fields[name] != DEFAULTS[name]}
 
 
 # Values of `rollout_correction` ---------------------------------------------------------------------------------------
