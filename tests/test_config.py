@@ -743,7 +743,9 @@ def test_the_tightened_settings_are_checked_as_a_whole(config_class, tmp_path):
     def build(**fields):
         return config_class(str(tmp_path), use_vllm=True, use_cpu=True, bf16=False, **fields)
 
-    looks = "cannot switch to: `rollout_rs_exclude_from_baseline` is True, but 'token_tv' in `rollout_rs` looks at the"
+    looks = (
+        "cannot switch to: `rollout_rs_exclude_from_baseline` is True, but 'token_tv' in `rollout_rs` depends on the"
+    )
     with pytest.raises(ValueError, match=looks):
         build(**EXCLUDING, rollout_monitor="tighten", rollout_monitor_preset="auto")
     for first in ("rollout_monitor", "rollout_monitor_preset"):  # in any order

@@ -205,7 +205,10 @@ def test_differences_are_warned_about_beside_the_yaml(monkeypatch, capsys):
         (b"a: [1", "not YAML"),
         (b"\xff\xfe\x00", "not YAML"),
         (b"rollout_correction: {rollout_is: word}", "`rollout_is` must be one of token"),
-        (b"rollout_correction: {rollout_iss: token}", "line 1: `rollout_iss` is 'token', which does not belong to a verl"),
+        (
+            b"rollout_correction: {rollout_iss: token}",
+            "line 1: `rollout_iss` is 'token', which does not belong to a verl",
+        ),
         (b"rollout_correction: {rollout_is: token, rollout_is_threshold: [1, 2, 3]}", "`rollout_is_threshold`"),
         (b"rollout_is_level: word\nrollout_is_threshold: 2", "`rollout_is_level` must be one of"),
     ],

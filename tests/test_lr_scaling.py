@@ -22,8 +22,10 @@ from tests.training import (
     logged,
     losses,
 )
+from trl_rollout_corr.correction import compute
 from trl_rollout_corr.correction.functional import select_tokens
 from trl_rollout_corr.correction.step_size import ess_sqrt, ratio_sums
+from trl_rollout_corr.trainers import core
 from trl_rollout_corr.trainers.batch import ROLLOUT_LOGPS
 
 
@@ -290,6 +292,22 @@ def test_asynchronous(tiny_model_path, tmp_path):
         [left[0] * scale for left, scale in zip(trainer.rates.left, scales, strict=True)], rel=1e-5
     )
     assert min(scales) < 0.99
+
+
+def test_tokens_are_selected_once_per_micro_batch_in_bypass_mode(make, monkeypatch):
+    selected, corrected = [], []
+
+    def counted(*args, **kwargs):
+        selected.append(args)
+        return select_tokens(*args, **kwargs)
+
+    for module in (compute, core):
+        monkeypatch.setattr(module, "select_tokens", counted)
+    trainer = make(max_steps=2, rollout_correction="bypass_ppo_clip", rollout_nan_policy="raise", **ESS)
+    correct = trainer._correct
+    trainer._correct = lambda *args: corrected.append(args) or correct(*args)
+    trainer.train()
+    assert len(selected) == len(corrected) > 2
 
 
 # What cannot be scaled ------------------------------------------------------------------------------------------------

@@ -422,7 +422,7 @@ def test_a_preset_that_does_not_suit_any_more_does_not_end_the_run(make, caplog)
     trainer = make(monitor, max_steps=4)
     trainer.add_callback(ExcludingFrom())
     with saying(
-        caplog, "The run goes on as it is: `rollout_monitor_preset` is 'auto', which .* looks at the advantages"
+        caplog, "The run goes on as it is: `rollout_monitor_preset` is 'auto', which .* depends on the advantages"
     ):
         trainer.train()
     assert trainer.state.global_step == 4

@@ -224,7 +224,9 @@ def _direction(advantages: torch.Tensor | None, mask: torch.Tensor, settings: Co
     rows = mask.shape[0]
     if advantages is None or advantages.shape not in (mask.shape, (rows,), (rows, 1)):
         got = None if advantages is None else tuple(advantages.shape)
-        who = f"`rollout_rs` has {directed[0]!r}, which looks at the sign of the advantages: pass " if directed else ""
+        who = (
+            f"`rollout_rs` has {directed[0]!r}, which depends on the sign of the advantages: pass " if directed else ""
+        )
         raise ValueError(
             f"{who}`advantages` {'of' if directed else 'must be of'} shape {tuple(mask.shape[:1])} or "
             f"{tuple(mask.shape)}, got {got}."

@@ -1,6 +1,5 @@
 """
-How large a step the samples are worth: the effective sample size of whole completions. Sums until they are logged, as in
-`metrics.py`. Torch only.
+Factor of the learning rate from the effective sample size of whole completions. Torch only.
 """
 
 from collections.abc import Mapping
@@ -57,8 +56,8 @@ def ess_sqrt(sums: torch.Tensor) -> torch.Tensor:
     Factor of the learning rate from the effective sample size of whole completions:
     `sqrt(ESS / B)` with `ESS = (sum w)^2 / sum w^2` ([VCPO](https://huggingface.co/papers/2602.17616)).
 
-    The variance of a mean of weighted samples is that of `ESS` equal ones, and the learning rate of an adaptive optimizer
-    is commonly scaled by the square root of the number of samples.
+    A mean of weighted samples has the variance of a mean of `ESS` equally weighted ones, and the learning rate of an adaptive
+    optimizer is commonly scaled by the square root of the number of samples.
 
     Args:
         sums (`torch.Tensor` of shape `(3,)`):

@@ -359,9 +359,9 @@ class RolloutCorrectionConfig(DumpFields, MonitorFields, EngineFields, Correctio
         directed = [criterion.name for criterion in self.criteria if criterion.directed]
         if self.rollout_rs_exclude_from_baseline and directed:
             reason = (
-                f"but {directed[0]!r} in `rollout_rs` looks at the advantages, which are computed from the baseline"
+                f"but {directed[0]!r} in `rollout_rs` depends on the advantages, which are computed from the baseline"
             )
-            remedy = "Set it to False, or use criteria that do not."
+            remedy = "Set it to False, or use criteria that do not depend on them."
             raise SettingError("rollout_rs_exclude_from_baseline", True, reason, remedy=remedy)
         if self.rollout_rs_exclude_from_baseline and self.bypass_mode:
             reason = (

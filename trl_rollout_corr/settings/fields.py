@@ -160,7 +160,7 @@ FIELDS = frozenset(DEFAULTS)
 
 
 def none_if_null(value: Any) -> Any:
-    """The command line has no way to say None, and text from other tools says "null"."""
+    """Turn the text "none" or "null", of a command line or of another tool, into `None`."""
     return None if isinstance(value, str) and value.strip().lower() in ("none", "null") else value
 
 

@@ -70,7 +70,7 @@ def from_verl(settings: Mapping[str, Any] | None) -> dict[str, Any]:
     - verl 0.9.1 applies the bounds of `*_k1` criteria to the inverse of the ratio. Bounds that are not reciprocal are
       inverted here, with a warning, so that a ported run rejects the same tokens. Bounds that verl does not have
       (of `seq_max_k1`, `token_tv`, `token_kl` and `token_binary_kl`, and a lower bound of 0) mean what they mean here.
-    - verl accepts `rollout_is` without a threshold and then computes no weights; so does the translation, with a warning.
+    - verl accepts `rollout_is` without a threshold and then computes no weights. So does the translation, with a warning.
     - A missing `rollout_is` is None, as in verl's YAML defaults.
 
     Args:
@@ -108,7 +108,7 @@ def _verl_weights(settings: dict[str, Any]) -> dict[str, Any]:
         message = "`rollout_is_threshold` is null, which makes verl compute no weights: `rollout_is` is set to None."
         warn(message, "rollout_is_threshold")
     elif threshold not in (None, 2.0, "2.0") or ("rollout_is" not in settings and "rollout_is_threshold" in settings):
-        idle["rollout_is_threshold"] = threshold  # verl's YAML has 2.0 beside a level of null
+        idle["rollout_is_threshold"] = threshold  # verl's YAML defaults have 2.0 with a level of null
     for name, value in idle.items():
         warn_idle(name, value, "`rollout_is` is None")
     return {"rollout_is": None}
@@ -147,9 +147,9 @@ def _verl_thresholds(settings: dict[str, Any], names: list[str], criteria: list[
 
 
 def _inverted(bounds: Any, name: str) -> list[float]:
-    """Bounds that keep the same tokens when they are read as bounds on the ratio instead of on its inverse."""
+    """Turn bounds on the inverse of the ratio into bounds on the ratio that keep the same tokens."""
     lower, upper = bounds
-    if lower == 0 or abs(lower * upper - 1) < 1e-9:  # verl refuses a lower bound of 0: it is meant as it is here
+    if lower == 0 or abs(lower * upper - 1) < 1e-9:  # verl refuses a lower bound of 0, so such bounds are on the ratio
         return bounds
     inverted = [1 / upper, 1 / lower]
     warn(
@@ -194,8 +194,8 @@ def from_legacy(settings: Mapping[str, Any]) -> dict[str, Any]:
     if upper is None:
         if settings.get("rollout_is"):
             warn(
-                "`rollout_is` is true but `rollout_is_threshold` is missing, which switched everything off in verl: so it is "
-                "here. For token weights set `rollout_correction` to decoupled_token_is.",
+                "`rollout_is` is true but `rollout_is_threshold` is missing, which switched everything off in verl, and here "
+                "too. For token weights set `rollout_correction` to decoupled_token_is.",
                 "rollout_is",
             )
         for name, default in _LEGACY_DEFAULTS.items():
@@ -280,6 +280,6 @@ def _check_keys(settings: Mapping[str, Any], known: tuple[str, ...], what: str):
 
 
 def _plain(value: Any) -> Any:
-    """Values of a shell script: `"null"`, `"true"` and `"false"` are text there."""
+    """Turn the text `"null"`, `"true"` or `"false"` of a shell script into its value."""
     words = {"null": None, "none": None, "true": True, "false": False}
     return words.get(value.strip().lower(), value) if isinstance(value, str) else value

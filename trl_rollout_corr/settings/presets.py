@@ -1,9 +1,8 @@
 """
 Presets, as data: a name, and the fields that differ from the defaults.
 
-The first table holds verl 0.9.1's presets. The second holds the ten of the pull request that introduced rollout
-correction to verl, written in today's fields; their `veto` is the criterion `seq_max_k1` with bounds `[1e-4, inf]`. The third
-holds what came after.
+First table: presets of verl 0.9.1. Second table: the ten presets of the pull request that introduced rollout correction to
+verl, in today's fields; their `veto` is the criterion `seq_max_k1` with bounds `[1e-4, inf]`. Third table: later methods.
 """
 
 from collections.abc import Callable
@@ -114,18 +113,18 @@ ORIGINAL_PRESETS: dict[Preset, dict[str, Any]] = {
         "rollout_rs": ["seq_mean_k1", _VETO[0]],
         "rollout_rs_threshold": [[0.999, 1.001], _VETO[1]],
     },
-    # Its token weights are reported; with PPO clipping around the sampler there is nothing left to weight.
+    # The token weights are only reported: PPO clipping around the sampler is the correction.
     "ppo_is_bypass": {**_TOKEN_TIS, **_PPO_CLIP},
     "pure_is": VERL_PRESETS["bypass_pg_is"],
     "disabled": _NO_IS,
 }
 
-# Trust regions on probabilities rather than ratios, and what two labs trained with. Thresholds are the published ones.
+# Trust regions on probabilities instead of ratios, and settings that two labs trained with. Thresholds are as published.
 TRUST_REGION_PRESETS: dict[Preset, dict[str, Any]] = {
     # DPPO (https://huggingface.co/papers/2602.04879): bounds of prime-rl, SkyRL and verl, whose ratio is truncated at 20.
     "bypass_dppo_tv": {**_DPPO, "rollout_rs": ["token_tv"], "rollout_rs_threshold": [[0.2, 0.2]]},
     "bypass_dppo_kl": {**_DPPO, "rollout_rs": ["token_kl"], "rollout_rs_threshold": [[0.05, 0.05]]},
-    # KPop (https://ringtech.notion.site/kpop), as AReaL has it: the kept tokens' weights have no bound of their own.
+    # KPop (https://ringtech.notion.site/kpop), as in AReaL: the weights of kept tokens have no bound.
     "decoupled_kpop": {
         "rollout_is": "token",
         "rollout_is_threshold": float("inf"),
@@ -141,17 +140,17 @@ TRUST_REGION_PRESETS: dict[Preset, dict[str, Any]] = {
 }
 
 # One setting for every gap and length: its bounds are on the probability of a token, which has the same unit in every task and
-# for every sampler. Chosen on some tasks and judged on others, see benchmarks/arena.
+# for every sampler. Chosen on some tasks and judged on others, see `benchmarks/arena`.
 AUTO_PRESETS: dict[Preset, dict[str, Any]] = {
     "auto": {
         # Truncated importance sampling (https://fengyao.notion.site/off-policy-rl), with verl's cap.
         **_TOKEN_TIS,
         "rollout_rs": ["token_tv", "token_k1"],
         "rollout_rs_threshold": [
-            # DPPO's trust region, with its bounds: no token whose probability has moved by more than 0.2 is pushed further.
+            # DPPO's trust region and bounds: a probability that has changed by more than 0.2 is not pushed further.
             [0.2, 0.2],
-            # IcePop's upper bound on the ratio, for broken log-probabilities. Below 1 the weight does what there is to do;
-            # with IcePop's lower bound, tokens by which a stale policy finds back were rejected, and runs fell.
+            # IcePop's upper bound on the ratio, for broken log-probabilities. No lower bound: small ratios already have small
+            # weights, and rejecting their tokens stopped stale policies from recovering.
             [0.0, 5.0],
         ],
     },

@@ -1,5 +1,5 @@
 """
-Strict parsing of the thresholds that users write, in Python, YAML, JSON or on a command line.
+Strict parsing of thresholds in Python, YAML, JSON and on a command line.
 
 Text is accepted in verl's form (`"0.5_2.0"`, `"0.6_1.6,2.5"`) and as a bracketed list (`"[[0.6, 1.6], 2.5]"`). Python's
 `float` would read `"0.5_2"` as 0.52, and so does YAML without quotes, hence the number grammar below.
@@ -45,7 +45,7 @@ def parse_number(value: Any, field: str, part: str = "") -> float:
     if isinstance(value, str) and _NUMBER.fullmatch(value.strip()):
         return float(value.strip().lower().replace(".inf", "inf"))
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        with suppress(OverflowError):  # of an integer beyond all floats
+        with suppress(OverflowError):  # an integer larger than all floats
             if not math.isnan(value):
                 return float(value)
     raise SettingError(field, value, allowed="made of numbers", remedy=_UNDERSCORE_HINT, part=part)
@@ -54,12 +54,12 @@ def parse_number(value: Any, field: str, part: str = "") -> float:
 def parse_structure(value: Any, field: str) -> Any:
     """
     Turn text into nested lists of still unparsed numbers: `"0.6_1.6,2.5"` and `"[[0.6, 1.6], 2.5]"` both give
-    `[["0.6", "1.6"], "2.5"]`, `"0.6_1.6"` gives `[["0.6", "1.6"]]` and `"2.5"` gives `"2.5"`. Anything but text is
-    returned as it is.
+    `[["0.6", "1.6"], "2.5"]`, `"0.6_1.6"` gives `[["0.6", "1.6"]]` and `"2.5"` gives `"2.5"`. Other values are returned
+    unchanged.
 
     Args:
         value (`Any`):
-            What the user wrote.
+            Value of the field.
         field (`str`):
             Field that the error names.
 
