@@ -78,18 +78,18 @@ def is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def warn(message: str, field: str | None = None):
+def warn(message: str, field: str | None = None) -> None:
     """Warn about settings, on one rank only. `field` is the name of the setting, if there is one."""
     if is_first_rank():
         warnings.warn(SettingWarning(message, field), stacklevel=2)
 
 
-def warn_idle(name: str, value: object, reason: str):
+def warn_idle(name: str, value: object, reason: str) -> None:
     """Warn about a setting without effect."""
     warn(f"`{name}` is set to {value!r} but has no effect: {reason}.", name)
 
 
-def report(message: str, *, error: bool = False):
+def report(message: str, *, error: bool = False) -> None:
     """Log a message about the run, on one rank only."""
     if is_first_rank():
         logger.log(logging.ERROR if error else logging.WARNING, "%s", message)

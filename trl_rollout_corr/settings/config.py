@@ -154,7 +154,7 @@ class RolloutCorrectionConfig(DumpFields, MonitorFields, EngineFields, Correctio
                 raise TypeError(f"`{name}` is no field of {cls.__name__}.{nearest(name, known)}")
         return super().__new__(cls)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         explicit = self._fill()
         self._parse()
         RolloutCorrectionConfig.check(self)  # of a subclass not all fields are settled yet
@@ -163,7 +163,7 @@ class RolloutCorrectionConfig(DumpFields, MonitorFields, EngineFields, Correctio
             self.rollout_rs_threshold = None
         self.__dict__["_built"] = True  # what is assigned from now on is parsed, see `__setattr__`
 
-    def __setattr__(self, name: str, value: Any):
+    def __setattr__(self, name: str, value: Any) -> None:
         if "_built" not in self.__dict__:
             super().__setattr__(name, value)
             return
@@ -245,11 +245,10 @@ class RolloutCorrectionConfig(DumpFields, MonitorFields, EngineFields, Correctio
         """Resolved settings of the correction. The fields are parsed once after each change."""
         given = {name: self.__dict__[name] for name in _OF_CORRECTION}
         state = repr(given)  # a list may be changed in place
-        found, correction = self.__dict__.get("_correction", (None, None))
-        if found != state:
-            correction = resolve(given)
-            self.__dict__["_correction"] = state, correction
-        return correction
+        found: tuple[str, Correction] | None = self.__dict__.get("_resolved")
+        if found is None or found[0] != state:
+            found = self.__dict__["_resolved"] = state, resolve(given)
+        return found[1]
 
     @property
     def corrects(self) -> bool:
@@ -337,7 +336,7 @@ class RolloutCorrectionConfig(DumpFields, MonitorFields, EngineFields, Correctio
             found.pop("rollout_rs_threshold", None)
         return found
 
-    def _parse(self):
+    def _parse(self) -> None:
         for name, parse in PARSERS.items():
             self.__dict__[name] = parse(self.__dict__[name])
         thresholds = rejection_thresholds(self.rollout_rs, self.rollout_rs_threshold)
@@ -345,7 +344,7 @@ class RolloutCorrectionConfig(DumpFields, MonitorFields, EngineFields, Correctio
             thresholds if self.rollout_rs else none_if_null(self.rollout_rs_threshold)
         )
 
-    def check(self, *, warns: bool = False):
+    def check(self, *, warns: bool = False) -> None:
         """
         Refuse settings that exclude each other. Called again when training begins, after single fields may have changed.
 
@@ -374,7 +373,7 @@ class RolloutCorrectionConfig(DumpFields, MonitorFields, EngineFields, Correctio
             remedy = "Set one of them, or `rollout_dump_dir` to None."
             raise SettingError("rollout_dump_dir", self.rollout_dump_dir, reason, remedy=remedy)
 
-    def _warn_about_idle_fields(self, explicit: set[str]):
+    def _warn_about_idle_fields(self, explicit: set[str]) -> None:
         for name, reason in idle_fields(self.__dict__, self.correction).items():
             if name in explicit:
                 warn_idle(name, getattr(self, name), reason)

@@ -69,7 +69,7 @@ def convert(path: str) -> str:
     return yaml_lines(fields)
 
 
-def _refuse_ours(content: Any, foreign: Foreign | None):
+def _refuse_ours(content: Any, foreign: Foreign | None) -> None:
     """A recipe of this package has nothing to convert."""
     keys = set(content) if isinstance(content, Mapping) else set()
     named = isinstance(content, Mapping) and isinstance(content.get("rollout_correction"), str)

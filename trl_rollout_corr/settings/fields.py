@@ -178,7 +178,7 @@ def _boolean(name: str, value: Any) -> bool:
     return value
 
 
-def _monitor_preset(value: Any) -> str | None:
+def _monitor_preset(value: Any) -> Any:
     name = none_if_null(value)
     if name is None or name in PRESETS:
         return name
@@ -197,7 +197,7 @@ def _count(name: str, smallest: int, value: Any) -> int:
     return value
 
 
-def _gigabytes(value: Any) -> float:
+def _gigabytes(value: Any) -> Any:
     if not value > 0:
         raise SettingError("rollout_dump_max_gb", value, allowed="a number above 0")
     return value

@@ -150,7 +150,7 @@ def _inverted(bounds: Any, name: str) -> list[float]:
     """Turn bounds on the inverse of the ratio into bounds on the ratio that keep the same tokens."""
     lower, upper = bounds
     if lower == 0 or abs(lower * upper - 1) < 1e-9:  # verl refuses a lower bound of 0, so such bounds are on the ratio
-        return bounds
+        return [lower, upper]
     inverted = [1 / upper, 1 / lower]
     warn(
         f"verl applies the bounds of `{name}` to the inverse of the ratio: [{lower:g}, {upper:g}] there keeps ratios in "
@@ -272,7 +272,7 @@ def _add_veto(criteria: list[str], thresholds: list, settings: Mapping[str, Any]
     return [*criteria, "seq_max_k1"], [*thresholds, [lower, float("inf")]]
 
 
-def _check_keys(settings: Mapping[str, Any], known: tuple[str, ...], what: str):
+def _check_keys(settings: Mapping[str, Any], known: tuple[str, ...], what: str) -> None:
     unknown = sorted(set(settings) - set(known))
     if unknown:
         key, remedy = unknown[0], f"Known keys: {', '.join(known)}."

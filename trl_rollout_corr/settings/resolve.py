@@ -235,7 +235,7 @@ def _fields_of(config: CorrectionFields) -> tuple[Preset | None, dict[str, Any]]
 
 def is_default(config: CorrectionFields, name: str) -> bool:
     """`True` if a field has the default of this package, which a subclass may have replaced."""
-    return getattr(config, name) == DEFAULTS[name]
+    return bool(getattr(config, name) == DEFAULTS[name])
 
 
 def _from_mapping(settings: Mapping[str, Any]) -> tuple[Preset | None, dict[str, Any]]:
