@@ -32,7 +32,7 @@ from trl_rollout_corr import (
 )
 from trl_rollout_corr.correction.accounting import Accounts, account
 from trl_rollout_corr.correction.ages import Ages
-from trl_rollout_corr.settings.keys import PREFIX
+from trl_rollout_corr.messages import PREFIX
 from trl_rollout_corr.trainers import contract
 from trl_rollout_corr.trainers.core import CorrectionCore
 from trl_rollout_corr.trainers.monitor import ALARMS

@@ -31,7 +31,7 @@ from trl_rollout_corr.analysis.spread import (
 from trl_rollout_corr.dumps import writing as dump
 from trl_rollout_corr.dumps.reading import read_sequences
 from trl_rollout_corr.health.rules import examine
-from trl_rollout_corr.settings.formatting import percent
+from trl_rollout_corr.messages import percent
 from trl_rollout_corr.settings.presets import PRESETS
 
 

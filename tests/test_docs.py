@@ -14,8 +14,8 @@ from trl_rollout_corr.correction.ages import Intake, by_age, completions
 from trl_rollout_corr.correction.staleness import Staleness, age, engine_drift, lag, update_drift
 from trl_rollout_corr.correction.step_size import StepSize
 from trl_rollout_corr.health.rules import HEALTHY, in_words
+from trl_rollout_corr.messages import PREFIX
 from trl_rollout_corr.settings.criteria import CRITERIA, Criterion
-from trl_rollout_corr.settings.keys import PREFIX
 from trl_rollout_corr.settings.presets import PRESETS
 
 

@@ -12,8 +12,8 @@ from tests.launching import ROOT, benchmarks
 from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.health.examine import Examiner, Finding, Window
 from trl_rollout_corr.health.rules import HEALTHY, RULES, examine, parse_bounds
+from trl_rollout_corr.messages import PREFIX
 from trl_rollout_corr.settings.criteria import CRITERIA
-from trl_rollout_corr.settings.keys import PREFIX
 
 
 DISABLED = {"rollout_correction": "disabled"}

@@ -7,7 +7,7 @@ from typing import Any
 from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.health.examine import Finding, Rule
 from trl_rollout_corr.health.rules import RULES, examine
-from trl_rollout_corr.settings.keys import PREFIX
+from trl_rollout_corr.messages import PREFIX
 from trl_rollout_corr.settings.presets import DEFAULT, PRESETS
 
 

@@ -10,11 +10,10 @@ import numpy as np
 
 from ..dumps.reading import Sequences, read_sequences
 from ..health.rules import HEALTHY
-from ..messages import warn
+from ..messages import percent, rounded, three_decimals, warn, yaml_lines
+from ..messages import steps as steps_in_words
 from ..settings.config import RolloutCorrectionConfig
 from ..settings.files import config_of_run, read_config
-from ..settings.formatting import percent, rounded, three_decimals, yaml_lines
-from ..settings.formatting import steps as steps_in_words
 from ..settings.presets import PRESETS, Preset, settings_of
 from .exact import given_up
 from .phase import Phase, healthy_phase

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 from ..health.examine import Finding
 from ..health.rules import RULES, examine
+from ..messages import PREFIX
 from ..settings.config import RolloutCorrectionConfig
-from ..settings.keys import PREFIX
 
 
 # Metrics of how far apart the policies are. An alarm about what weights or bounds do says nothing against the sequences.

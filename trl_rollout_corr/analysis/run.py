@@ -19,9 +19,9 @@ from ..correction.compute import compute_rollout_correction
 from ..dumps.reading import CONTEXT, NUMBERS, TEXTS, Sequences, Written, read_table
 from ..dumps.writing import files_of, read_logs
 from ..health.examine import is_training_window
+from ..messages import PREFIX
 from ..settings.config import RolloutCorrectionConfig
 from ..settings.files import config_of_run
-from ..settings.keys import PREFIX
 
 
 STATE = "trainer_state.json"

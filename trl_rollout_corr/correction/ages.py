@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import torch
 
-from ..settings.keys import PREFIX
+from ..messages import PREFIX
 from .accounting import add_up, bucket_of, edges_of
 from .functional import LARGEST_POWER, LOG_RATIO_BOUND, accumulation_dtype, k3, row_blocks
 from .sums import SegmentedSums

@@ -1,8 +1,8 @@
 """
 Importance weights and rejection rules: tensors in, tensors out.
 
-Shapes: `B` completions, `T` completion tokens. What is true of a token is written as a number, 1 or 0, in the type of the
-log-ratio: such indicators are multiplied and added up, several times faster than booleans are combined and counted.
+Shapes: `B` completions, `T` completion tokens. A *valid* token is a token of the loss whose log-ratio is finite. Indicators
+are numbers, 1 or 0, in the type of the log-ratio: their products and sums are several times faster than those of booleans.
 
 Nothing in this module reads a configuration, synchronises with the host, or talks to another process.
 """
@@ -14,27 +14,26 @@ from typing import NamedTuple
 import torch
 
 from ..settings.criteria import DIVERGENCES, LEVELS, SCOPES, TOKEN_ONLY, Criterion
-from .compiling import as_numbers, expm1, zero_unless
 
 
 # exp(20) = 4.9e8: a ratio beyond it says "broken", not "off-policy", and sums of squares still fit in float32. The bound is
 # verl's. verl also raises ratios below exp(-20) to exp(-20); here they go to 0, which is 2e-9 away.
 LOG_RATIO_BOUND = 20.0
 
-# Beyond this a log-ratio is that of a masked logit. The bound keeps sums of squares finite in float32.
+# A larger log-ratio comes from a masked logit. The bound keeps sums of squares finite in float32.
 LARGEST_LOG_RATIO = 1e15
 
-# Powers of e are taken of at most this: sums over a long row of exp(60) still fit in float32.
+# Largest exponent of `exp`: sums of exp(60) over a long row still fit in float32.
 LARGEST_POWER = 60.0
 
-# Probabilities are kept this far from 0 and 1 in a divergence of two events.
+# Smallest distance of a probability to 0 and 1 in a divergence of two events.
 SMALLEST_PROBABILITY = 1e-6
 
-# A mean weight below this carries no information to normalise with (every weight was zeroed).
+# Weights with a smaller mean are not normalised: all of them are 0.
 MIN_MEAN_WEIGHT = 1e-8
 
-# Rows are worked on in blocks of so many tokens, of which a dozen tensors are alive at a time. On a CPU they stay in its
-# cache; elsewhere a kernel must be worth its launch.
+# Tokens per block of rows. A dozen tensors of a block are alive at a time: on a CPU they fit in its cache; elsewhere larger
+# blocks mean fewer kernels.
 _BLOCK_ON_CPU, _BLOCK_ELSEWHERE = 2**17, 2**22
 
 
@@ -45,19 +44,19 @@ def accumulation_dtype(device: torch.device) -> torch.dtype:
 
 class Tokens(NamedTuple):
     """
-    The tokens that count, in some rows of a batch. Made by [`select_tokens`].
+    Valid tokens in some rows of a batch. Made by [`select_tokens`].
 
     Args:
         log_ratio (`torch.Tensor` of shape `(B, T)`):
-            Log-ratio `d = log pi_train - log pi_rollout` of the sampled tokens, 0 where they do not count.
+            Log-ratio `d = log pi_train - log pi_rollout` of the sampled tokens, 0 outside the valid tokens.
         train_logps (`torch.Tensor` of shape `(B, T)`):
-            Log-probabilities under the training policy, 0 where they do not count.
+            Log-probabilities under the training policy, 0 outside the valid tokens.
         valid (`torch.Tensor` of shape `(B, T)`):
-            1 on tokens that count, else 0.
+            1 on valid tokens, else 0.
         outside (`torch.Tensor` of shape `(B, T)`):
-            0 on tokens that count, else infinity: added before a minimum, and subtracted before a maximum.
+            0 on valid tokens, else infinity: added before a minimum, and subtracted before a maximum.
         lengths (`torch.Tensor` of shape `(B, 1)`):
-            Number of tokens that count.
+            Number of valid tokens.
         mask_lengths (`torch.Tensor` of shape `(B, 1)`):
             Number of tokens of the loss.
         broken (`torch.Tensor` of shape `(B, 1)`):
@@ -75,11 +74,11 @@ class Tokens(NamedTuple):
 
 class Rejection(NamedTuple):
     """
-    What one [`Criterion`] says. `(B, T)` for scope `"token"`, else `(B, 1)`.
+    Result of one [`Criterion`], `(B, T)` for scope `"token"`, else `(B, 1)`.
 
     Args:
         statistic (`torch.Tensor`):
-            What the bounds are on; 0 for a token that does not count, and for a sequence without tokens.
+            Statistic that the bounds apply to; 0 outside the valid tokens, and for a sequence without valid tokens.
         high (`torch.Tensor`):
             1 where the statistic exceeds the upper bound, else 0.
         low (`torch.Tensor`):
@@ -96,11 +95,23 @@ class Rejection(NamedTuple):
 
 
 def row_blocks(mask: torch.Tensor) -> Iterator[slice]:
-    """Slices of the rows of a tensor of shape `(B, T)`, each small enough to be worked on at once."""
+    """Slices of the rows of a tensor of shape `(B, T)`, one per block."""
     size = _BLOCK_ON_CPU if mask.device.type == "cpu" else _BLOCK_ELSEWHERE
     step = max(size // mask.shape[1], 1)
     for start in range(0, mask.shape[0], step):
         yield slice(start, start + step)
+
+
+def as_numbers(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """1 where a mask is not 0, else 0. The bytes of booleans are read as numbers: CPUs convert those six times as fast."""
+    if mask.dtype != torch.bool:
+        mask = mask.detach() != 0
+    return mask.view(torch.uint8).to(dtype)
+
+
+def zero_unless(x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """`x` where `counts` is 1, and 0 where it is 0, also where `x` is NaN or infinite."""
+    return x.nan_to_num(0.0, 0.0, 0.0).mul_(counts)  # NaN * 0 is NaN
 
 
 def above(x: torch.Tensor, bound: float) -> torch.Tensor:
@@ -117,7 +128,7 @@ def select_tokens(
     train_logps: torch.Tensor, rollout_logps: torch.Tensor, mask: torch.Tensor, *, neutralize: bool = False
 ) -> Tokens:
     """
-    Select the tokens that count: those of the mask whose log-ratio is finite.
+    Select the valid tokens: tokens of the mask whose log-ratio is finite.
 
     Args:
         train_logps (`torch.Tensor` of shape `(B, T)`):
@@ -166,8 +177,8 @@ def importance_ratio(tokens: Tokens, *, level: str) -> torch.Tensor:
             `"token"`, `"sequence"` or `"geometric"`.
 
     Returns:
-        `torch.Tensor` of shape `(B, T)` or, for the two sequence levels, `(B, 1)`: the ratio, at most `exp(20)`. 0 on tokens
-        that do not count.
+        `torch.Tensor` of shape `(B, T)` or, for the two sequence levels, `(B, 1)`: the ratio, at most `exp(20)`, 0 outside
+        the valid tokens.
     """
     if level == "token":
         return tokens.log_ratio.clamp(max=LOG_RATIO_BOUND).exp_().mul_(tokens.valid)
@@ -187,9 +198,9 @@ def bound_weights(
 
     Args:
         ratio (`torch.Tensor` of shape `(B, T)` or `(B, 1)`):
-            Raw importance ratio, 0 where it does not count.
+            Raw importance ratio, 0 outside the valid tokens.
         counts (`torch.Tensor` of the shape of `ratio`):
-            1 where it counts, else 0.
+            1 on valid tokens, or on sequences with one, else 0.
         lower (`float` or `None`):
             `None` truncates: `min(ratio, upper)`. A number switches to
             [IcePop](https://ringtech.notion.site/icepop): 0 outside `[lower, upper]`, unchanged inside.
@@ -239,7 +250,7 @@ def token_divergence(log_ratio: torch.Tensor, divergence: str) -> torch.Tensor:
 
 def k3(log_ratio: torch.Tensor) -> torch.Tensor:
     """`exp(d) - 1 - d` of log-ratios that are bounded from above."""
-    return expm1(log_ratio) - log_ratio  # expm1: exp(d) - 1 loses every digit for the usual d of 1e-4
+    return torch.expm1(log_ratio) - log_ratio  # expm1: exp(d) - 1 loses every digit for the usual d of 1e-4
 
 
 def probability_divergence(tokens: Tokens, divergence: str) -> torch.Tensor:
@@ -251,7 +262,7 @@ def probability_divergence(tokens: Tokens, divergence: str) -> torch.Tensor:
       [DPPO](https://huggingface.co/papers/2602.04879) (equations 13 and 14 there);
     - `binary_kl = max(D(p, q), D(q, p))`: KPop, as AReaL has it.
 
-    A ratio is noisy where a token is unlikely, and says little where it is likely: from 0.98 to 0.90 it moves by 8 percent.
+    The ratio of an unlikely token is noisy, and the ratio of a likely token hardly moves: by 8 percent from 0.98 to 0.90.
 
     Args:
         tokens ([`Tokens`]):
@@ -260,27 +271,27 @@ def probability_divergence(tokens: Tokens, divergence: str) -> torch.Tensor:
             `"tv"`, `"kl"` or `"binary_kl"`.
 
     Returns:
-        `torch.Tensor` of shape `(B, T)`: the divergence, in nats but for `tv`; 0 where a token does not count. Probabilities
-        are taken within `[1e-6, 1 - 1e-6]`.
+        `torch.Tensor` of shape `(B, T)`: the divergence (`tv` without unit, the others in nats), 0 outside the valid
+        tokens. Probabilities are clamped to `[1e-6, 1 - 1e-6]`.
     """
     log_p = tokens.train_logps.clamp(max=0.0)
     log_q = (tokens.train_logps - tokens.log_ratio).clamp_(max=0.0)
     if divergence == "tv":  # without the difference of two numbers near 1
         larger = torch.maximum(log_p, log_q).exp_()
-        return expm1(-tokens.log_ratio.abs()).neg_().copysign_(tokens.log_ratio).mul_(larger)
+        return torch.expm1(-tokens.log_ratio.abs()).neg_().copysign_(tokens.log_ratio).mul_(larger)
     if divergence not in TOKEN_ONLY:
         raise ValueError(f"`divergence` must be one of {TOKEN_ONLY}, got {divergence!r}.")
     for logps in (log_p, log_q):
         logps.clamp_(math.log(SMALLEST_PROBABILITY), math.log1p(-SMALLEST_PROBABILITY))
     d, of_others = (
         log_p - log_q,
-        torch.log(expm1(log_p) / expm1(log_q)),
+        torch.log(torch.expm1(log_p) / torch.expm1(log_q)),
     )  # ln of p / q and (1 - p) / (1 - q)
-    # rounding may leave either below 0, which it cannot be
-    from_sampler = (expm1(log_q) * of_others - log_q.exp() * d).clamp_(min=0.0)  # D(q, p)
+    # a divergence is never negative, but rounding may make it so
+    from_sampler = (torch.expm1(log_q) * of_others - log_q.exp() * d).clamp_(min=0.0)  # D(q, p)
     if divergence == "kl":
         return from_sampler.copysign_(d)
-    return torch.maximum(from_sampler, log_p.exp() * d - expm1(log_p) * of_others)
+    return torch.maximum(from_sampler, log_p.exp() * d - torch.expm1(log_p) * of_others)
 
 
 def reject(tokens: Tokens, criterion: Criterion, direction: torch.Tensor | None = None) -> Rejection:
@@ -293,14 +304,14 @@ def reject(tokens: Tokens, criterion: Criterion, direction: torch.Tensor | None 
         criterion ([`Criterion`]):
             The rule.
         direction (`torch.Tensor` of shape `(B, 1)` or `(B, T)`, *optional*):
-            Sign of the advantage, for a rule that looks at it.
+            Sign of the advantage, for a rule that depends on it.
 
     Returns:
         [`Rejection`]: the statistic, and where it is out of bounds.
     """
     if criterion.divergence in TOKEN_ONLY:
         return _reject_by_probability(tokens, criterion, direction)
-    divergence = token_divergence(tokens.log_ratio, criterion.divergence)  # 0 where it does not count
+    divergence = token_divergence(tokens.log_ratio, criterion.divergence)  # 0 outside the valid tokens
     highest = lowest = statistic = _reduce_sequence(divergence, tokens, criterion.scope)
     if criterion.scope == "seq_max" and criterion.divergence == "k1":
         # k1 is signed, so the worst token may lie on either side
@@ -316,7 +327,9 @@ def _reject_by_probability(tokens: Tokens, criterion: Criterion, direction: torc
     high, low = above(statistic, criterion.upper).mul_(tokens.valid), below(statistic, criterion.lower)
     if criterion.directed:
         if direction is None:
-            raise ValueError(f"`{criterion.name}` looks at the sign of the advantages, which are missing.")
+            raise ValueError(
+                f"`{criterion.name}` depends on the sign of the advantages, which are missing. Pass them."
+            )
         high, low = high * above(direction, 0.0), low * below(direction, 0.0)
     return Rejection(statistic, high, low)
 
@@ -337,15 +350,14 @@ def _reduce_sequence(divergence: torch.Tensor, tokens: Tokens, scope: str) -> to
 
 def mean_weight(sums: torch.Tensor) -> torch.Tensor:
     """
-    What weights are divided by in batch normalisation (self-normalised importance sampling).
+    Divisor of the weights in batch normalisation (self-normalised importance sampling).
 
     Args:
         sums (`torch.Tensor` of shape `(2,)`):
-            Sum and number of the weights of the whole batch, added up over all ranks: of tokens at token level, of sequences
-            otherwise.
+            Sum and number of the weights of the whole batch, over all ranks: of tokens at token level, else of sequences.
 
     Returns:
-        `torch.Tensor` of shape `()`: their mean, or 1 if it is below 1e-8.
+        `torch.Tensor` of shape `()`: mean of the weights, or 1 if the mean is below 1e-8.
     """
     mean = sums[0] / sums[1].clamp(min=1)
     return torch.where(mean > MIN_MEAN_WEIGHT, mean, torch.ones_like(mean))

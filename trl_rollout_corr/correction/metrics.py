@@ -15,10 +15,9 @@ from typing import Self
 
 import torch
 
-from ..settings.criteria import Criterion
-from ..settings.keys import PREFIX
+from ..messages import PREFIX
+from ..settings.criteria import Bounding, Criterion
 from . import histogram
-from .compiling import expm1
 from .functional import (
     LARGEST_POWER,
     LOG_RATIO_BOUND,
@@ -30,46 +29,6 @@ from .functional import (
     below,
 )
 from .sums import Sums
-
-
-@dataclass(frozen=True)
-class Bounding:
-    """
-    What is known about importance weights besides their values.
-
-    Args:
-        level (`str`):
-            `"token"`, `"sequence"` or `"geometric"`.
-        lower (`float` or `None`):
-            Lower bound, `None` for truncation.
-        upper (`float`):
-            Upper bound.
-        clamps (`bool`):
-            Whether weights outside the bounds are moved to them, and not set to 0.
-        normalized (`bool`):
-            Whether the weights are then divided by their mean.
-    """
-
-    level: str
-    lower: float | None
-    upper: float
-    clamps: bool
-    normalized: bool
-
-    @property
-    def drops(self) -> bool:
-        """Whether weights outside the bounds are set to 0 (IcePop)."""
-        return self.lower is not None and not self.clamps
-
-    @property
-    def grows(self) -> bool:
-        """Whether a weight is a function of its token's log-ratio that never falls, so that extremes are those of it."""
-        return self.level == "token" and not self.drops
-
-    def weight(self, log_ratio: float) -> float:
-        """Weight of one log-ratio, if it [`grows`] with it; NaN of NaN."""
-        ratio = math.exp(min(log_ratio, LOG_RATIO_BOUND)) if math.isfinite(log_ratio) else math.nan
-        return min(max(ratio, self.lower or 0.0), self.upper)
 
 
 @dataclass(frozen=True)
@@ -249,13 +208,13 @@ def _collect_policies(c: _Columns, tokens: Tokens):
     c.add_columns(("train_nll", "rollout_nll", "gap"), logs)
     c.add_columns(("train_ppl", "rollout_ppl", "ppl_ratio"), logs.clamp(max=LARGEST_POWER).exp_().mul_(c.rows))
     # r - 1: exp(d) - 1 would lose every digit of a small d. It serves k3 (as in `functional.k3`) and chi2
-    excess = expm1(d.clamp(max=LARGEST_POWER))
+    excess = torch.expm1(d.clamp(max=LARGEST_POWER))
     c.add("k3", excess - d)
     # E[r^2] - 1, summed as (r - 1)^2 + 2 (r - 1) so that a small divergence is not lost in a sum of ones
     excess.clamp_(max=math.expm1(LOG_RATIO_BOUND))
     c.add("chi2_token", row_squares(excess).add_(excess.sum(-1, keepdim=True), alpha=2.0))
     twice = (gap * c.lengths).mul_(-2.0)
-    c.add("chi2_seq", expm1(twice.clamp_(-2 * LOG_RATIO_BOUND, 2 * LOG_RATIO_BOUND)))
+    c.add("chi2_seq", torch.expm1(twice.clamp_(-2 * LOG_RATIO_BOUND, 2 * LOG_RATIO_BOUND)))
     c.add_extremes("gap", gap, c.no_rows)
     c.add_extremes("d", d, tokens.outside)
 
@@ -351,11 +310,17 @@ def _collect_sequence_weights(c: _Columns, tokens: Tokens, bounding: Bounding, r
     return row_excess, row_ratio, below(ratio, lower) * c.rows
 
 
+def _weight(bounding: Bounding, log_ratio: float) -> float:
+    """`min(max(exp(d), lower), upper)`: weight of a token whose log-ratio is `d`, if [`Bounding.grows`]. NaN of NaN."""
+    ratio = math.exp(min(log_ratio, LOG_RATIO_BOUND)) if math.isfinite(log_ratio) else math.nan
+    return min(max(ratio, bounding.lower or 0.0), bounding.upper)
+
+
 def _weight_metrics(s: dict[str, float], bounding: Bounding) -> dict[str, float]:
     n, rows = s["tokens"], s["rows"]
     total, squares = n + s["is/sum"], n + 2 * s["is/sum"] + s["is/squares"]
     if bounding.grows:
-        smallest, largest = (bounding.weight(d) for d in (-_maximum(s["d_negated_min"]), _maximum(s["d_max"])))
+        smallest, largest = (_weight(bounding, d) for d in (-_maximum(s["d_negated_min"]), _maximum(s["d_max"])))
     else:
         smallest, largest = -_maximum(s["is/weight_negated_min"]), _maximum(s["is/weight_max"])
     metrics = {

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from ..settings.keys import PREFIX
+from ..messages import PREFIX
 from .functional import LARGEST_POWER, accumulation_dtype, k3, select_tokens
 from .metrics import Statistics
 from .sums import SegmentedSums, Segments

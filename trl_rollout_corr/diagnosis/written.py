@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ..health.examine import Window
-from ..settings.formatting import number, percent, yaml_lines
+from ..messages import number, percent, yaml_lines
 from ..settings.presets import DEFAULT, PRESETS, Preset
 from .ranking import Diagnosis, Finding
 from .signatures import FLOOR

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..settings.keys import PREFIX
+from ..messages import PREFIX
 
 
 @dataclass(frozen=True)

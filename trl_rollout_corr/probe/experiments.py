@@ -12,7 +12,7 @@ from ..diagnosis.causes import CAUSES
 from ..diagnosis.observed import Observed
 from ..diagnosis.ranking import Diagnosis, Finding, diagnose
 from ..diagnosis.signatures import FLOOR, Seen, caches_in_low_precision
-from ..settings.formatting import number, percent, yaml_lines
+from ..messages import number, percent, yaml_lines
 
 
 # Share of d^2 that is left, up to which what was changed was the cause, and from which it was not. Another sample of 64

@@ -1,1 +1,1 @@
-"""What to correct and how: names, presets, thresholds, configuration, and settings of other tools. No torch here."""
+"""Settings: criteria, presets, thresholds, the configuration, and settings of other tools. No torch here."""

@@ -1,11 +1,11 @@
 """
 Presets, as data: a name, and the fields that differ from the defaults.
 
-The first table holds verl 0.9.1's presets. The second holds the ten of the pull request that introduced rollout
-correction to verl, written in today's fields; their `veto` is the criterion `seq_max_k1` with bounds `[1e-4, inf]`. The third
-holds what came after.
+First table: presets of verl 0.9.1. Second table: the ten presets of the pull request that introduced rollout correction to
+verl, in today's fields; their `veto` is the criterion `seq_max_k1` with bounds `[1e-4, inf]`. Third table: later methods.
 """
 
+from collections.abc import Callable
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -113,18 +113,18 @@ ORIGINAL_PRESETS: dict[Preset, dict[str, Any]] = {
         "rollout_rs": ["seq_mean_k1", _VETO[0]],
         "rollout_rs_threshold": [[0.999, 1.001], _VETO[1]],
     },
-    # Its token weights are reported; with PPO clipping around the sampler there is nothing left to weight.
+    # The token weights are only reported: PPO clipping around the sampler is the correction.
     "ppo_is_bypass": {**_TOKEN_TIS, **_PPO_CLIP},
     "pure_is": VERL_PRESETS["bypass_pg_is"],
     "disabled": _NO_IS,
 }
 
-# Trust regions on probabilities rather than ratios, and what two labs trained with. Thresholds are the published ones.
+# Trust regions on probabilities instead of ratios, and settings that two labs trained with. Thresholds are as published.
 TRUST_REGION_PRESETS: dict[Preset, dict[str, Any]] = {
     # DPPO (https://huggingface.co/papers/2602.04879): bounds of prime-rl, SkyRL and verl, whose ratio is truncated at 20.
     "bypass_dppo_tv": {**_DPPO, "rollout_rs": ["token_tv"], "rollout_rs_threshold": [[0.2, 0.2]]},
     "bypass_dppo_kl": {**_DPPO, "rollout_rs": ["token_kl"], "rollout_rs_threshold": [[0.05, 0.05]]},
-    # KPop (https://ringtech.notion.site/kpop), as AReaL has it: the kept tokens' weights have no bound of their own.
+    # KPop (https://ringtech.notion.site/kpop), as in AReaL: the weights of kept tokens have no bound.
     "decoupled_kpop": {
         "rollout_is": "token",
         "rollout_is_threshold": float("inf"),
@@ -140,17 +140,17 @@ TRUST_REGION_PRESETS: dict[Preset, dict[str, Any]] = {
 }
 
 # One setting for every gap and length: its bounds are on the probability of a token, which has the same unit in every task and
-# for every sampler. Chosen on some tasks and judged on others, see benchmarks/arena.
+# for every sampler. Chosen on some tasks and judged on others, see `benchmarks/arena`.
 AUTO_PRESETS: dict[Preset, dict[str, Any]] = {
     "auto": {
         # Truncated importance sampling (https://fengyao.notion.site/off-policy-rl), with verl's cap.
         **_TOKEN_TIS,
         "rollout_rs": ["token_tv", "token_k1"],
         "rollout_rs_threshold": [
-            # DPPO's trust region, with its bounds: no token whose probability has moved by more than 0.2 is pushed further.
+            # DPPO's trust region and bounds: a probability that has changed by more than 0.2 is not pushed further.
             [0.2, 0.2],
-            # IcePop's upper bound on the ratio, for broken log-probabilities. Below 1 the weight does what there is to do;
-            # with IcePop's lower bound, tokens by which a stale policy finds back were rejected, and runs fell.
+            # IcePop's upper bound on the ratio, for broken log-probabilities. No lower bound: small ratios already have small
+            # weights, and rejecting their tokens stopped stale policies from recovering.
             [0.0, 5.0],
         ],
     },
@@ -166,7 +166,7 @@ PRESETS: dict[Preset, dict[str, Any]] = {
 # The preset of a run that names none.
 DEFAULT: Preset = "decoupled_token_is"
 
-# What a preset decides, and what it says where its row says nothing.
+# Fields that a preset decides, with the values for those missing in its row.
 _BASE: dict[str, Any] = {
     **_TOKEN_TIS,
     "rollout_rs": None,
@@ -177,5 +177,60 @@ _BASE: dict[str, Any] = {
 
 
 def settings_of(preset: Preset | None) -> dict[str, Any]:
-    """All that a preset decides, as a copy. `None` is no correction."""
+    """Values of all fields that a preset decides, as a copy. `None` is no correction."""
     return deepcopy({**_BASE, **PRESETS[preset or "disabled"]})
+
+
+DECIDED = tuple(_BASE)
+
+
+# Methods of verl's first pull request -----------------------------------------------------------------------------------
+
+
+def _weights(threshold: float = 2.0) -> dict[str, Any]:
+    return {"rollout_is_threshold": threshold}
+
+
+def _ratio_bounds(upper: float, lower: float | None) -> list[float]:
+    return [1 / upper if lower is None else lower, upper]
+
+
+def _seq_is_rs(
+    is_threshold: float = 2.0, rs_threshold: float = 2.0, rs_threshold_lower: float | None = None
+) -> dict[str, Any]:
+    bounds = _ratio_bounds(rs_threshold, rs_threshold_lower)
+    return {"rollout_is_threshold": is_threshold, "rollout_rs_threshold": [bounds]}
+
+
+def _seq_mis(threshold: float = 2.0) -> dict[str, Any]:
+    return {"rollout_is_threshold": threshold, "rollout_rs_threshold": [[0.0, threshold]]}
+
+
+def _geo_rs(
+    rs_threshold: float = 1.001, rs_threshold_lower: float | None = None, veto_threshold: float | None = 1e-4
+) -> dict[str, Any]:
+    bounds = _ratio_bounds(rs_threshold, rs_threshold_lower)
+    if veto_threshold is None:
+        return {"rollout_rs": ["seq_mean_k1"], "rollout_rs_threshold": [bounds]}
+    return {"rollout_rs_threshold": [bounds, [veto_threshold, float("inf")]]}
+
+
+def _geo_mis(
+    rs_threshold: float = 1.001, rs_threshold_lower: float = 0.999, veto_threshold: float | None = 1e-4
+) -> dict[str, Any]:
+    return _geo_rs(rs_threshold, rs_threshold_lower, veto_threshold)
+
+
+# Class methods of verl's configuration in that pull request: fields of the preset of the same name, from their arguments
+FIRST_METHODS: dict[Preset, Callable[..., dict[str, Any]]] = {
+    "token_is": _weights,
+    "token_tis": _weights,
+    "seq_is": _weights,
+    "seq_is_rs": _seq_is_rs,
+    "seq_mis": _seq_mis,
+    "geo_rs": _geo_rs,
+    "geo_mis": _geo_mis,
+    "ppo_is_bypass": _weights,
+    "pure_is": _weights,
+    "disabled": lambda: {},
+}

@@ -16,7 +16,8 @@ from trl import GRPOConfig, RLOOConfig
 from ..analysis.spread import rejected
 from ..dumps.writing import files_of, read_logs
 from ..messages import nearest, warn, warn_idle
-from ..settings.config import LOSS_TYPES, RolloutCorrectionConfig
+from ..settings.config import RolloutCorrectionConfig
+from ..settings.fields import LOSS_TYPES
 from ..settings.presets import PRESETS, Preset
 from .versions import INSTALLED, PASSES_BY, RENORMALIZED, RENORMALIZED_SINCE, before
 

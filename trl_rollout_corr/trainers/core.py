@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel
 
-from ..correction.compute import RolloutCorrection, compute_rollout_correction, usable_rollout_logps
-from ..correction.functional import LOG_RATIO_BOUND
+from ..correction.compute import RolloutCorrection, compute_rollout_correction
+from ..correction.functional import LOG_RATIO_BOUND, select_tokens
 from ..dumps.writing import plain
 from .batch import ROLLOUT_LOGPS, ROLLOUT_STEP
 from .card import complete_card
@@ -165,10 +165,16 @@ class CorrectionCore(_Host):
             mask, ages = self._loss_mask(batch), step - batch[ROLLOUT_STEP]
             self._delivery.visited(step, current, batch[ROLLOUT_LOGPS], mask, ages, score)
 
-    def _weigh_step(self, current: torch.Tensor, batch: dict[str, Any]):
+    def _weigh_step(self, current: torch.Tensor, batch: dict[str, Any], seen: Corrected | None = None):
         """Count a micro-batch for the size of the step, if that is scaled."""
-        if self._lr_scaling is not None and self.model.training:
-            self._lr_scaling.visited(current, batch[ROLLOUT_LOGPS], self._loss_mask(batch))
+        if self._lr_scaling is None or not self.model.training:
+            return
+        if seen is not None and seen.correction.log_ratio is not None:  # of bypass mode: the pair is the same
+            self._lr_scaling.visited(seen.correction.log_ratio, seen.correction.valid)
+            return
+        neutralize = self.args.rollout_nan_policy == "neutralize"
+        tokens = select_tokens(current, batch[ROLLOUT_LOGPS], self._loss_mask(batch), neutralize=neutralize)
+        self._lr_scaling.visited(tokens.log_ratio, tokens.valid)
 
     def _correct_from(self, train_logps: torch.Tensor, batch: dict[str, Any], *, from_old: bool) -> Corrected:
         """Correct a batch for the gap between the sampler and a policy of the trainer, the old one or the current one."""
@@ -190,9 +196,9 @@ class CorrectionCore(_Host):
             return current, seen.coefficients  # a ratio of 1 whose gradient is that of the log-likelihood
         # PPO's gradient vanishes where the ratio saturates, while the ratio itself would overflow. And a rejected token has no
         # part in the ratio of its completion, where the loss is about that.
-        rollout_logps = usable_rollout_logps(current, seen.batch[ROLLOUT_LOGPS], seen.mask, self.args)
-        usable = correction.keep & ((current - rollout_logps).abs() <= LOG_RATIO_BOUND)
-        return torch.where(usable, rollout_logps, current), seen.coefficients * usable
+        assert correction.log_ratio is not None
+        usable = correction.keep & (correction.log_ratio.abs() <= LOG_RATIO_BOUND)
+        return torch.where(usable, current - correction.log_ratio, current), seen.coefficients * usable
 
     # Logging ----------------------------------------------------------------------------------------------------------
 

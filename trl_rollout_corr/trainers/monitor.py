@@ -9,9 +9,9 @@ from transformers.trainer_callback import CallbackHandler
 
 from ..health.examine import Examiner, Finding, is_training_window
 from ..health.rules import RULES, parse_bounds
-from ..messages import report
-from ..settings.config import MONITOR_ACTIONS, MonitorAction, RolloutCorrectionConfig
-from ..settings.keys import PREFIX
+from ..messages import PREFIX, report
+from ..settings.config import RolloutCorrectionConfig
+from ..settings.fields import MONITOR_ACTIONS, MonitorAction
 from ..settings.presets import Preset
 from .checks import TIGHTENED_FIELDS, check_name, check_preset, tighten
 from .reporting import report_alert

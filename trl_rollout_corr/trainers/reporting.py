@@ -12,7 +12,7 @@ from transformers.integrations import TensorBoardCallback, TrackioCallback, Wand
 from transformers.trainer_callback import CallbackHandler
 
 from ..correction.histogram import SIDE_BINS
-from ..settings.keys import PREFIX
+from ..messages import PREFIX
 
 
 # A picture needs no more than two bins per octave; W&B takes 512 at most.

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...dumps.reading import Sequences
+from ...messages import yaml_lines
 from ...settings.config import RolloutCorrectionConfig
-from ...settings.formatting import yaml_lines
 from ..phase import healthy_phase
 from ..replay import batch_of
 from ..run import Run

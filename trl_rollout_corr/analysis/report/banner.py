@@ -1,7 +1,7 @@
 """The banner of a run, and cards of what was found: pieces that the page of one run and that of two have in common."""
 
 from ...health.examine import Finding
-from ...settings.formatting import number, steps
+from ...messages import number, steps
 from .content import TERMS, Report
 from .markup import code, escaped, terms
 from .verdict import Tile

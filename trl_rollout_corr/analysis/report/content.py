@@ -10,8 +10,7 @@ from ...diagnosis import Diagnosis, Observed, diagnose
 from ...dumps.reading import Sequences
 from ...health.examine import Finding
 from ...health.rules import examine
-from ...settings.formatting import number, percent
-from ...settings.keys import PREFIX
+from ...messages import PREFIX, number, percent
 from ..run import Run
 from .advice import Advice, advise
 from .distribution import distribution, logged_histogram

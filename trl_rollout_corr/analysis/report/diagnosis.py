@@ -9,8 +9,8 @@ import numpy as np
 from ...diagnosis import Diagnosis, Finding, Observed
 from ...diagnosis.pictures import Points, picture
 from ...diagnosis.written import advise, detail, evidence, headline, sure
+from ...messages import percent, yaml_lines
 from ...probe.experiments import COLUMNS
-from ...settings.formatting import percent, yaml_lines
 from .drawing import Axes, Chart, Colors
 from .markup import code, document, escaped, figure, table
 

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from ...correction.histogram import PERCENTILES
-from ...settings.formatting import number, percent
-from ...settings.keys import PREFIX
+from ...messages import PREFIX, number, percent
 from .drawing import Axes, Chart, Colors, draw_band, draw_line, label_steps, label_whole_numbers
 from .summary import PROBABILITIES, Bound, Bucket, Completions, Histogram, Summary, Window
 

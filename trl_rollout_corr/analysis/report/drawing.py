@@ -18,7 +18,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from ...settings.formatting import number, percent
+from ...messages import number, percent
 
 
 # In light and in dark mode. Data is in Okabe and Ito's colours, which colour-blind readers tell apart

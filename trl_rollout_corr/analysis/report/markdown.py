@@ -4,7 +4,7 @@ import textwrap
 from pathlib import Path
 
 from ...health.examine import Finding
-from ...settings.formatting import number, printable, steps
+from ...messages import number, printable, steps
 from .content import TERMS, Report
 from .diagnosis import lines as lines_of_diagnosis
 from .drawing import Chart, png

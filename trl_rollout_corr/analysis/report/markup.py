@@ -8,7 +8,7 @@ from importlib.resources import files
 from typing import Any
 
 from ... import __version__
-from ...settings.formatting import number, printable
+from ...messages import number, printable
 from .drawing import DARK, LIGHT, Chart, Story, svg, svg_of_story
 
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from ...settings.formatting import number
+from ...messages import number
 from .advice import Advice
 from .banner import banner, cards, words
 from .content import Report, Section

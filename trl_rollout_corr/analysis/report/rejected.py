@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from ...messages import PREFIX, number, percent
 from ...settings.config import RolloutCorrectionConfig
-from ...settings.formatting import number, percent
-from ...settings.keys import PREFIX
 from .drawing import Axes, Chart, Colors, label_percent
 from .shares import FAMILIES, Share
 

@@ -11,8 +11,8 @@ import torch
 
 from ...correction.accounting import Accounts, account, turns_of
 from ...dumps.reading import Sequences
+from ...messages import PREFIX
 from ...settings.config import RolloutCorrectionConfig
-from ...settings.keys import PREFIX
 
 
 # What groups have in common

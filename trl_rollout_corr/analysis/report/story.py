@@ -6,7 +6,7 @@ from typing import Any
 
 from ...health.examine import Finding
 from ...health.rules import HEALTHY
-from ...settings.keys import PREFIX
+from ...messages import PREFIX
 from .drawing import Chart, Story
 from .trends import ROLES, TRENDS, Curve, Trend, curves_of, draw_curves, healthy, in_short, is_flat, rows_of
 

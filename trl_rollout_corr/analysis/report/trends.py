@@ -9,8 +9,7 @@ import numpy as np
 from ...correction.histogram import PERCENTILES
 from ...health.examine import Finding
 from ...health.rules import HEALTHY
-from ...settings.formatting import number
-from ...settings.keys import PREFIX
+from ...messages import PREFIX, number
 from .drawing import Axes, Chart, Colors, draw_band, draw_line, label_steps
 
 

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 from ...health.examine import Finding
 from ...health.rules import HEALTHY, in_words
-from ...settings.formatting import number, percent, steps
-from ...settings.keys import PREFIX
+from ...messages import PREFIX, number, percent, steps
 
 
 class Tile(NamedTuple):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...health.rules import examine
-from ...settings.formatting import yaml_lines
+from ...messages import yaml_lines
 from ..run import Run
 from .banner import banner, cards, words
 from .content import Report, build
