@@ -13,7 +13,7 @@ from tests.dumps import make_dump, read_dump
 from tests.launching import ROOT, benchmarks
 from tests.tiny import StaleSampler
 from tests.training import TRAINERS, build, build_with_dropout, config_fields, losses
-from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer, faults
+from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
 from trl_rollout_corr.__main__ import main
 from trl_rollout_corr.diagnosis import Diagnosis, Finding, diagnose, observe
 from trl_rollout_corr.diagnosis.causes import CAUSES
@@ -26,6 +26,8 @@ from trl_rollout_corr.settings.presets import PRESETS
 from trl_rollout_corr.trainers.facts import settings_in_effect
 
 
+with benchmarks("diagnose") as load_module:
+    faults = load_module("faults")
 SEED = 2  # of those that have turns
 # Of faults that take a pass of the sampler each, one of every cause runs by default
 QUICK = ("cold_sampler", "top_p", "repetition_penalty", "int8_weights")
