@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 
 # Bumped when a column is added or changes its meaning; readers refuse what they do not know.
-FORMAT, VERSION = "trl_rollout_corr.dumps.writing", 2
+FORMAT, VERSION = "trl_rollout_corr.dump", 2
 
 SCHEMA = pa.schema(
     [
