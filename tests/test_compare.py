@@ -315,6 +315,13 @@ def test_one_row_is_recommended_with_the_numbers_of_the_row(tmp_path):
     assert compare(folder).count("(reference)") == 1
 
 
+def test_policies_that_have_nothing_to_do_with_each_other_have_no_bounds(tmp_path):
+    found = document(make_dump(tmp_path / "dump", spread=4.0, gaussian=True), "--steps", ":")
+    assert found["suggestion"] is None
+    assert found["recommendation"]["fields"] == {"rollout_correction": "auto"}
+    assert "nothing to do with each other" in found["recommendation"]["why"]
+
+
 def test_policies_that_agree_need_the_reference(tmp_path):
     text = compare(make_dump(tmp_path, spread=0.0))
     assert "| disabled (reference, recommended)" in text

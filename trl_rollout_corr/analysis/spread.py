@@ -1,17 +1,16 @@
 """
-What the spread of the log-ratio predicts, and what was measured.
+Predictions from the spread of the log-ratio, and the values measured on a dump.
 
 Log-ratios are taken as independent and normal, with variance `s^2` and the mean `-s^2 / 2` at which a ratio has mean 1. The
 log-weight of `T` tokens is then normal with variance `v = s^2 T` and mean `-v / 2` (`docs/theory.md`).
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from ..correction.functional import LOG_RATIO_BOUND
-from ..settings.config import RolloutCorrectionConfig
 
 
 _cdf = torch.special.ndtr  # of the standard normal
@@ -27,13 +26,6 @@ _NARROWEST = 0.001
 
 # Completions that need bounds so much wider than the model's are not noise, and widen nothing.
 _OUTLIERS = 2.0
-
-# What is rejected in the mode of the run, and token weights where the mode applies them.
-_SUGGESTED = {
-    "decoupled": "decoupled_geo_rs_token_tis",
-    "ppo_clip": "bypass_ppo_clip_geo_rs",
-    "reinforce": "bypass_pg_geo_rs_token_tis",
-}
 
 
 class Spread(NamedTuple):
@@ -162,11 +154,31 @@ def predict(spread: Spread, bounds: tuple[float, float]) -> list[Prediction]:
         `list[Prediction]`: shares and means over tokens, as they are logged.
     """
     s, mean_length = spread.s, torch.tensor(spread.mean_length, dtype=torch.float64)
-    v, v_mean = s * s * spread.lengths, s * s * mean_length
+    far = min(5 * s, _LARGEST)
+    lower, upper = math.exp(-far), math.exp(far)
+    of_tokens = rejected(s, torch.ones_like(mean_length), lower, upper).item()
+    measured = (spread.log_ratio.abs() > far).double().mean().item()
+    return [
+        Prediction("mean log-ratio", -s * s / 2, -s * s / 2, spread.log_ratio.mean().item()),
+        *_of_weights(spread, s * s * spread.lengths, s * s * mean_length),
+        *(
+            Prediction(
+                f"seq_mean_k1 [{low:g}, {high:g}]: rejected",
+                spread.share(rejected(s, spread.lengths, low, high)),
+                rejected(s, mean_length, low, high).item(),
+                spread.share_outside(low, high),
+            )
+            for low, high in ((0.999, 1.001), (0.99, 1.01), bounds)
+        ),
+        Prediction(f"token_k1 [{lower:.3g}, {upper:.3g}] (5 s): rejected", of_tokens, of_tokens, measured),
+    ]
+
+
+def _of_weights(spread: Spread, v: torch.Tensor, v_mean: torch.Tensor) -> list[Prediction]:
+    """Predictions for sequence weights, from the variance of the log-weight of each completion and of one of mean length."""
     w = spread.sums.clamp(max=LOG_RATIO_BOUND).exp()
     square = spread.share(w.square())
-    predictions = [
-        Prediction("mean log-ratio", -s * s / 2, -s * s / 2, spread.log_ratio.mean().item()),
+    return [
         Prediction(
             "sequence weights: ESS",
             # weights of all lengths have mean 1; their second moments add up
@@ -187,21 +199,6 @@ def predict(spread: Spread, bounds: tuple[float, float]) -> list[Prediction]:
             spread.share(w * (w <= 3.0)),
         ),
     ]
-    for lower, upper in ((0.999, 1.001), (0.99, 1.01), bounds):
-        predictions.append(
-            Prediction(
-                f"seq_mean_k1 [{lower:g}, {upper:g}]: rejected",
-                spread.share(rejected(s, spread.lengths, lower, upper)),
-                rejected(s, mean_length, lower, upper).item(),
-                spread.share_outside(lower, upper),
-            )
-        )
-    far = min(5 * s, _LARGEST)
-    lower, upper = math.exp(-far), math.exp(far)
-    of_tokens = rejected(s, torch.ones_like(mean_length), lower, upper).item()
-    measured = (spread.log_ratio.abs() > far).double().mean().item()
-    name = f"token_k1 [{lower:.3g}, {upper:.3g}] (5 s): rejected"
-    return [*predictions, Prediction(name, of_tokens, of_tokens, measured)]
 
 
 # Suggestion ---------------------------------------------------------------------------------------------------------------
@@ -228,27 +225,6 @@ def suggest_bounds(spread: Spread) -> tuple[float, float]:
     unit = 10.0**digits
     lower, upper = math.floor(math.exp(-drift - width) * unit) / unit, math.ceil(math.exp(width) * unit) / unit
     return round(lower, digits), round(upper, digits)
-
-
-def suggest(spread: Spread, bounds: tuple[float, float], config: RolloutCorrectionConfig) -> dict[str, Any]:
-    """
-    Settings for completions like these.
-
-    Args:
-        spread ([`Spread`]):
-            The completions.
-        bounds (`tuple[float, float]`):
-            What [`suggest_bounds`] says of them.
-        config ([`RolloutCorrectionConfig`]):
-            Configuration of the run, whose mode is kept.
-
-    Returns:
-        `dict`: fields of [`RolloutCorrectionConfig`].
-    """
-    if spread.s == 0.0:
-        return {"rollout_correction": "disabled"}
-    mode = config.rollout_loss_type if config.bypass_mode else "decoupled"
-    return {"rollout_correction": _SUGGESTED[mode], "rollout_rs_threshold": list(bounds)}
 
 
 def _modelled_width(spread: Spread, drift: float) -> float:
