@@ -29,7 +29,7 @@ from trl_rollout_corr.analysis.spread import (
     truncated_mean,
 )
 from trl_rollout_corr.dumps import writing as dump
-from trl_rollout_corr.dumps.reading import read_sequences
+from trl_rollout_corr.dumps.reading import open_dump
 from trl_rollout_corr.health.rules import examine
 from trl_rollout_corr.settings.formatting import percent
 from trl_rollout_corr.settings.presets import PRESETS
@@ -611,7 +611,7 @@ def test_the_command(tmp_path):
 
 def test_tokens_of_tools_and_padding_take_no_part(tmp_path):
     make_dump(tmp_path, rows=8, sampled=8)
-    batch = batch_of(read_sequences(tmp_path, sampled_only=True)[0])
+    batch = batch_of(open_dump(tmp_path, sampled_only=True).sequences)
     expected = [
         [logp for logp, counts in zip(row["train_logps"], row["mask"], strict=True) if counts]
         for row in read_dump(tmp_path).rows

@@ -42,7 +42,7 @@ ORDER = {
         "step_size",
         "compute",
     ],  # so far without pyarrow, numpy and TRL
-    "dumps": ["writing", "reading"],
+    "dumps": ["schema", "rows", "sequences", "writing", "reading"],
     "diagnosis": ["observed", "signatures", "causes", "ranking", "written", "pictures"],
     "trainers": [
         "reload",

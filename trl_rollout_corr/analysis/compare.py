@@ -3,12 +3,12 @@
 import dataclasses
 import json
 import math
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..dumps.reading import Sequences, read_sequences
+from ..dumps.reading import open_dump
+from ..dumps.sequences import Sequences
 from ..health.rules import HEALTHY, examine
 from ..messages import warn
 from ..settings.config import RolloutCorrectionConfig
@@ -18,7 +18,7 @@ from ..settings.formatting import steps as steps_in_words
 from ..settings.presets import PRESETS, Preset, settings_of
 from .recommend import NOTHING, HealthySteps, Recommendation, healthy_steps, recommend, spread_of
 from .replay import Batch, Outcome, batch_of, replay
-from .run import entries_of, find_dump, log_of_dump
+from .run import entries_of, log_of_dump
 from .spread import TARGET, Spread, predict, suggest_bounds
 
 
@@ -102,16 +102,14 @@ def compare(
     Raises:
         `ValueError`: in one line, if the dump or a configuration cannot be used.
     """
-    folder = Path(path)
-    found = find_dump(folder) if folder.is_dir() else None
-    sequences, written = read_sequences(found or folder, sampled_only=not worst, steps=steps)
-    for damage in written.damage:
+    dump = open_dump(path, sampled_only=not worst, steps=steps)
+    for damage in dump.damage:
         warn(f"{path}: {damage}.")
-    config = config_of_run(written.settings, "the settings in the dump")
+    sequences, config = dump.sequences, config_of_run(dump.settings, "the settings in the dump")
     notes: list[str] = []
     healthy = HealthySteps(np.ones(len(sequences), bool), None, None)
     if steps is None:
-        log = log_of_dump(found or folder, sequences, config)
+        log = log_of_dump(dump.path, sequences, config)
         healthy = healthy_steps(sequences, log.index, examine(entries_of(log), config))
         notes += _notes_on_steps(sequences, healthy)
     batch = batch_of(sequences, healthy.rows if healthy.rows.any() else None)

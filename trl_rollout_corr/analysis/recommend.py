@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..dumps.reading import Sequences
+from ..dumps.sequences import Sequences
 from ..health.examine import Finding
 from ..health.rules import RULES
 from ..settings.config import RolloutCorrectionConfig
@@ -75,7 +75,7 @@ def healthy_steps(sequences: Sequences, logged_steps: Sequence[int], findings: S
     Find the steps that are fit to make bounds of.
 
     Args:
-        sequences ([`~trl_rollout_corr.dumps.reading.Sequences`]):
+        sequences ([`~trl_rollout_corr.dumps.sequences.Sequences`]):
             Sequences of the dump.
         logged_steps (`Sequence[int]`):
             Steps of the log, in order.

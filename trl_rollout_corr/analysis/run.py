@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
-import pyarrow as pa
 import torch
 import yaml
 
 from ..correction.compute import compute_rollout_correction
-from ..dumps.reading import CONTEXT, NUMBERS, TEXTS, Sequences, Written, read_table
+from ..dumps.reading import find_dump, open_dump
+from ..dumps.sequences import Sequences
 from ..dumps.writing import files_of, read_logs
 from ..health.examine import is_training_window
 from ..settings.config import RolloutCorrectionConfig
@@ -31,20 +31,18 @@ class Dump(NamedTuple):
     What a run dumped.
 
     Args:
-        sequences ([`~trl_rollout_corr.dumps.reading.Sequences`]):
+        sequences ([`~trl_rollout_corr.dumps.sequences.Sequences`]):
             Its sequences.
         config ([`RolloutCorrectionConfig`]):
             Its configuration.
-        context (`pa.Table`):
-            `CONTEXT` of the same sequences, which a diagnosis looks at.
-        written ([`~trl_rollout_corr.dumps.reading.Written`]):
-            What else its files say.
+        settings (`dict`), about (`dict[str, str]`):
+            Settings in effect at the last step, and facts about the run, as in its files.
     """
 
     sequences: Sequences
     config: RolloutCorrectionConfig
-    context: pa.Table
-    written: Written
+    settings: dict[str, Any]
+    about: dict[str, str]
 
 
 class About(NamedTuple):
@@ -111,12 +109,12 @@ def _read(path: Path, states: list[Path], folder: Path | None) -> Run:
     dump, entries, state, about = None, [], {}, About()
     damage: list[str] = []
     if folder is not None:
-        table, written = read_table(folder, [*NUMBERS, *TEXTS, *CONTEXT])
-        config = config_of_run(written.settings, "the settings in the dump cannot be read")
-        dump = Dump(Sequences(table), config, table.select(CONTEXT), written)
-        known = {name: str(value) for name, value in written.about.items() if name in About._fields}
+        opened = open_dump(folder, text=True)
+        config = config_of_run(opened.settings, "the settings in the dump cannot be read")
+        dump = Dump(opened.sequences, config, opened.settings, opened.about)
+        known = {name: str(value) for name, value in opened.about.items() if name in About._fields}
         about = About(**{**known, "correction": dump.config.description})
-        damage += written.damage
+        damage += opened.damage
         entries += read_logs(folder, damage.append)
     if states:
         state = _read_states(states, damage, needed=folder is None)
@@ -185,14 +183,6 @@ def _find_states(folder: Path) -> list[Path]:
 
 def _number(path: Path) -> str:
     return path.parent.name.removeprefix("checkpoint-")
-
-
-def find_dump(folder: Path) -> Path | None:
-    """This folder, or the one below it that was written to last."""
-    if files_of(folder):
-        return folder
-    below = [path for path in sorted(folder.iterdir()) if path.is_dir() and files_of(path)]
-    return max(below, key=lambda path: files_of(path)[-1].stat().st_mtime_ns, default=None)
 
 
 # Logs ---------------------------------------------------------------------------------------------------------------------

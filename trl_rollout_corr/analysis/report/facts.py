@@ -79,7 +79,7 @@ def _of_tokens(facts: Facts, dump: Dump) -> Facts:
 
 
 def _diagnose(dump: Dump) -> tuple[Observed, Diagnosis] | None:
-    observed = Observed(dump.sequences, dump.context, dump.written.settings, dump.written.about)
+    observed = Observed(dump.sequences, dump.settings, dump.about)
     try:
         return observed, diagnose(observed)
     except ValueError:  # too few tokens

@@ -12,7 +12,7 @@ import pandas as pd
 import torch
 
 from ...correction.accounting import Accounts, account, turns_of
-from ...dumps.reading import Sequences
+from ...dumps.sequences import Sequences
 from ...settings.config import RolloutCorrectionConfig
 from ...settings.formatting import number, percent
 from ...settings.keys import PREFIX

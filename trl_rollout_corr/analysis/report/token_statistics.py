@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from ...dumps.reading import Sequences
+from ...dumps.sequences import Sequences
 from ...settings.config import RolloutCorrectionConfig
 from ...settings.criteria import TOKEN_ONLY, Criterion
 
@@ -52,7 +52,7 @@ def count_tokens(sequences: Sequences, config: RolloutCorrectionConfig) -> Token
     Compute the statistics of a dump.
 
     Args:
-        sequences ([`~trl_rollout_corr.dumps.reading.Sequences`]):
+        sequences ([`~trl_rollout_corr.dumps.sequences.Sequences`]):
             Sequences. At least one token of those that represent the batch has a finite log-ratio.
         config ([`RolloutCorrectionConfig`]):
             Configuration of the run.

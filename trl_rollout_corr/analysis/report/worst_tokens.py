@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...dumps.reading import Sequences
+from ...dumps.sequences import Sequences
 
 
 _WORST = 20
