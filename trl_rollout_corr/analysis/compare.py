@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..dumps.reading import Sequences, read_sequences
+from ..dumps.reading import Sequences, find_dump, read_sequences
 from ..health.rules import HEALTHY, examine
 from ..messages import warn
 from ..settings.config import RolloutCorrectionConfig
@@ -18,7 +18,7 @@ from ..settings.formatting import steps as steps_in_words
 from ..settings.presets import PRESETS, Preset, settings_of
 from .recommend import NOTHING, HealthySteps, Recommendation, healthy_steps, recommend, spread_of
 from .replay import Batch, Outcome, batch_of, replay
-from .run import entries_of, find_dump, log_of_dump
+from .run import entries_of, log_of_dump
 from .spread import TARGET, Spread, predict, suggest_bounds
 
 

@@ -7,8 +7,7 @@ What the matter is: `python -m trl_rollout_corr diagnose`. Which cause, how sure
 
 from pathlib import Path
 
-from ..analysis.run import find_dump
-from ..dumps.reading import CONTEXT, NUMBERS, Sequences, read_table
+from ..dumps.reading import CONTEXT, NUMBERS, Sequences, find_dump, read_table
 from ..messages import warn
 from .observed import Observed
 from .ranking import Diagnosis, Finding, diagnose

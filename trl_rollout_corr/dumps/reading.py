@@ -186,6 +186,14 @@ def read_sequences(
 # Files --------------------------------------------------------------------------------------------------------------------
 
 
+def find_dump(folder: Path) -> Path | None:
+    """The dump in a folder: the folder itself, or the folder below it that was written to last; `None` if there is none."""
+    if files_of(folder):
+        return folder
+    below = [path for path in sorted(folder.iterdir()) if path.is_dir() and files_of(path)]
+    return max(below, key=lambda path: files_of(path)[-1].stat().st_mtime_ns, default=None)
+
+
 class _Damaged(ValueError):
     """A file of a dump that cannot be read, as after a crash of the disk."""
 
