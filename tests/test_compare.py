@@ -24,10 +24,10 @@ from trl_rollout_corr.analysis.spread import (
     icepop_mean,
     measure,
     predict,
-    rejected,
     suggest_bounds,
     truncated_mean,
 )
+from trl_rollout_corr.correction.functional import expected_share_outside
 from trl_rollout_corr.dumps import writing as dump
 from trl_rollout_corr.dumps.reading import open_dump
 from trl_rollout_corr.health.rules import examine
@@ -351,7 +351,9 @@ def test_closed_forms_are_those_of_random_weights():
     mean = torch.randn(2_000_000, generator=rng, dtype=torch.float64) * s / length.sqrt() - s * s / 2
     for lower, upper in ((0.95, 1.01), (0.9, 1.2), (0.0, 1.0)):
         outside = (mean.exp() < lower) | (mean.exp() > upper)
-        assert rejected(s, length, lower, upper).item() == pytest.approx(outside.double().mean().item(), abs=2e-3)
+        assert expected_share_outside(s, length, lower, upper).item() == pytest.approx(
+            outside.double().mean().item(), abs=2e-3
+        )
 
 
 def test_closed_forms_without_a_spread():
@@ -362,7 +364,7 @@ def test_closed_forms_without_a_spread():
         == effective_sample_size(nothing).item()
         == 1
     )
-    assert rejected(0.0, length, 0.999, 1.001).item() == 0
+    assert expected_share_outside(0.0, length, 0.999, 1.001).item() == 0
 
 
 def test_the_table_of_the_theory_follows():

@@ -103,7 +103,7 @@ def written(folder, rows, edits=(), settings=b"{}", about=b"{}"):
 
 def answers(folder, capsys, *, draw: bool) -> list[str]:
     """What all commands say of a dump, once it is known to be one line and 2, or an answer. JSON is that of the standard."""
-    commands = [["compare", "--json"], ["diagnose", "--json"], ["report", "-o", str(folder / "report.md")]]
+    commands = [["compare", "--json"], ["diagnose", "--json"], ["report", "-o", str(folder / "report.html")]]
     said = []
     for name, *options in commands:
         if name == "report" and not (draw or all(said)):

@@ -1,6 +1,7 @@
 """Causes are named: faults of the kit, put into small real models, in dumps as a run writes them."""
 
 import dataclasses
+import html
 import itertools
 import json
 
@@ -337,8 +338,9 @@ def test_what_is_in_effect_is_not_advised(maker, right, tmp_path, capsys):
     assert advised("preset", rollout_is="token") == (f"{cause.remedy} {rest}", source)
     assert advised("measured", rollout_is="token", rollout_metrics_only=True)[1] == {**source, **preset}
     assert advised("both", **source, bypass_mode=True) == (f"{done} {rest}", {})
-    assert main(["report", str(tmp_path / "both"), "-o", str(tmp_path / "r.md")]) == 0
-    assert f"{done} {rest}" in (tmp_path / "r.md").read_text()
+    assert main(["report", str(tmp_path / "both"), "-o", str(tmp_path / "r.html")]) == 0
+    page = (tmp_path / "r.html").read_text()
+    assert f"{done} {rest}" in html.unescape(page.replace("<code>", "`").replace("</code>", "`"))
 
 
 @pytest.mark.parametrize("name", [name for name in CAUSES if name != "own_updates"])  # which no such run has
@@ -472,8 +474,8 @@ def test_a_report_reads_a_dump_once(shifted, tmp_path, monkeypatch):
         return read(self, source, *args, **kwargs)
 
     monkeypatch.setattr(pq.ParquetFile, "__init__", reading)
-    assert main(["report", str(shifted), "-o", str(tmp_path / "r.md")]) == 0
-    assert "a token off" in (tmp_path / "r.md").read_text()
+    assert main(["report", str(shifted), "-o", str(tmp_path / "r.html")]) == 0
+    assert "a token off" in (tmp_path / "r.html").read_text()
     assert sorted(opened) == sorted(dump.files_of(shifted))
 
 

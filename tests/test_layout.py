@@ -81,27 +81,21 @@ ORDER = {
         "async_grpo",
     ],
     "probe": ["experiments", "rescoring", "command", "process", "__main__"],
-    "analysis": ["run", "phase", "replay", "spread", "exact", "compare", "report"],
+    "analysis": ["run", "replay", "spread", "recommend", "compare", "report"],
     "__main__": [],
 }
 REPORT = [
-    "summary",
-    "shares",
-    "tokens",
-    "verdict",
-    "advice",  # so far without matplotlib
-    "drawing",
-    "trends",
-    "story",
-    "distribution",
-    "rejected",
-    "content",
-    "markup",
-    "diagnosis",
-    "banner",
+    "status",
+    "worst_tokens",
     "page",
-    "markdown",
-    "versus",
+    "rejection",
+    "token_statistics",
+    "log_charts",
+    "token_charts",
+    "facts",
+    "compose",  # so far without matplotlib
+    "drawing",
+    "html_page",
 ]
 
 
@@ -110,7 +104,10 @@ def modules_of(*wings: str) -> list[str]:
 
 
 WITHOUT_TORCH = [*modules_of("messages", "health", "settings"), "__main__"]
-WITHOUT_MATPLOTLIB = [f"analysis.report.{name}" for name in REPORT[: REPORT.index("advice") + 1]]
+WITHOUT_MATPLOTLIB = [
+    "analysis.compare",
+    *(f"analysis.report.{name}" for name in REPORT[: REPORT.index("compose") + 1]),
+]
 WITHOUT_TRL = [
     *modules_of("messages", "health", "settings", "correction", "dumps", "diagnosis", "analysis"),
     *(f"analysis.report.{name}" for name in REPORT),

@@ -1,7 +1,6 @@
 """The reader of a run: what its trainer logged, the sequences that it dumped, or both."""
 
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from copy import copy
 from datetime import UTC, datetime
@@ -218,26 +217,26 @@ def _read_state(path: Path) -> dict[str, Any]:
 
 
 def _about_run(folder: Path, state: Path) -> About:
-    """From the model card beside the checkpoints, and the day on which the state was written."""
+    """From the metadata of the model card beside the checkpoints, and the day on which the state was written."""
     cards = [card for card in (folder / "README.md", folder.parent / "README.md") if card.is_file()]
-    about = about_of_card(cards[0].read_text(encoding="utf-8", errors="replace")) if cards else About()
-    return about._replace(date=datetime.fromtimestamp(state.stat().st_mtime, UTC).date().isoformat())
-
-
-def about_of_card(text: str) -> About:
-    """Model, trainer and correction, from the model card that a trainer writes."""
-    try:
-        head = yaml.safe_load(text.split("---")[1]) if text.startswith("---") else None
-    except (yaml.YAMLError, RecursionError):
-        head = None
-    known = head if isinstance(head, dict) else {}
-    tags = known["tags"] if isinstance(known.get("tags"), list) else []
+    card = _metadata(cards[0].read_text(encoding="utf-8", errors="replace")) if cards else {}
+    tags = card["tags"] if isinstance(card.get("tags"), list) else []
     trainer = next((str(tag).upper() for tag in tags if tag in ("grpo", "rloo")), "")
-    # a model of this machine has no name on the hub, and stands in the text alone
-    named = re.search(r"fine-tuned version of \[?`?([^\]`]+)", text)
-    model = known.get("base_model") or (named[1] if named else "")
-    correction = re.search(r"was handled by \[trl-rollout-corr\][^`]*`([^`]+)`", text)
-    return About(str(model), trainer, correction[1] if correction else "")
+    ours = card["trl_rollout_corr"] if isinstance(card.get("trl_rollout_corr"), dict) else {}
+    date = datetime.fromtimestamp(state.stat().st_mtime, UTC).date().isoformat()
+    # the base model is the one on the hub, which a model of this machine does not have
+    model = card.get("base_model") or ours.get("model", "")
+    return About(str(model), trainer, str(ours.get("correction", "")), date)
+
+
+def _metadata(card: str) -> dict[str, Any]:
+    """The metadata at the beginning of a model card; empty if there is none or it is no YAML."""
+    head, end, _ = card.removeprefix("---\n").partition("\n---\n")
+    try:
+        metadata = yaml.safe_load(head) if end and card.startswith("---\n") else None
+    except (yaml.YAMLError, RecursionError):
+        metadata = None
+    return metadata if isinstance(metadata, dict) else {}
 
 
 def _fill_in(about: About, more: About) -> About:

@@ -10,10 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..correction.functional import LOG_RATIO_BOUND
+from ..correction.functional import LOG_RATIO_BOUND, expected_share_outside, normal_cdf
 
-
-_cdf = torch.special.ndtr  # of the standard normal
 
 # Share of the tokens that suggested bounds may reject.
 TARGET = 0.05
@@ -118,23 +116,12 @@ def effective_sample_size(v: torch.Tensor) -> torch.Tensor:
 
 def truncated_mean(v: torch.Tensor, upper: float) -> torch.Tensor:
     """Mean of `min(w, upper)`."""
-    return icepop_mean(v, upper) + upper * _cdf(-_standardized(math.log(upper) + v / 2, v.sqrt()))
+    return icepop_mean(v, upper) + upper * normal_cdf(-math.log(upper) - v / 2, v.sqrt())
 
 
 def icepop_mean(v: torch.Tensor, upper: float) -> torch.Tensor:
     """Mean of `w` where `w <= upper`, and 0 elsewhere."""
-    return _cdf(_standardized(math.log(upper) - v / 2, v.sqrt()))
-
-
-def rejected(s: float, lengths: torch.Tensor, lower: float, upper: float) -> torch.Tensor:
-    """Probability that the geometric mean of the ratio over `lengths` tokens leaves `[lower, upper]`."""
-    center, spread = -s * s / 2, s / lengths.sqrt()
-    low = -math.inf if lower == 0 else math.log(lower)
-    return _cdf(_standardized(low - center, spread)) + _cdf(-_standardized(math.log(upper) - center, spread))
-
-
-def _standardized(distance: torch.Tensor | float, spread: torch.Tensor) -> torch.Tensor:
-    return distance / spread.clamp(min=1e-300)  # without spread, everything is infinitely far out
+    return normal_cdf(math.log(upper) - v / 2, v.sqrt())
 
 
 # Predicted against measured -----------------------------------------------------------------------------------------------
@@ -156,7 +143,7 @@ def predict(spread: Spread, bounds: tuple[float, float]) -> list[Prediction]:
     s, mean_length = spread.s, torch.tensor(spread.mean_length, dtype=torch.float64)
     far = min(5 * s, _LARGEST)
     lower, upper = math.exp(-far), math.exp(far)
-    of_tokens = rejected(s, torch.ones_like(mean_length), lower, upper).item()
+    of_tokens = expected_share_outside(s, torch.ones_like(mean_length), lower, upper).item()
     measured = (spread.log_ratio.abs() > far).double().mean().item()
     return [
         Prediction("mean log-ratio", -s * s / 2, -s * s / 2, spread.log_ratio.mean().item()),
@@ -164,8 +151,8 @@ def predict(spread: Spread, bounds: tuple[float, float]) -> list[Prediction]:
         *(
             Prediction(
                 f"seq_mean_k1 [{low:g}, {high:g}]: rejected",
-                spread.share(rejected(s, spread.lengths, low, high)),
-                rejected(s, mean_length, low, high).item(),
+                spread.share(expected_share_outside(s, spread.lengths, low, high)),
+                expected_share_outside(s, mean_length, low, high).item(),
                 spread.share_outside(low, high),
             )
             for low, high in ((0.999, 1.001), (0.99, 1.01), bounds)
@@ -232,7 +219,9 @@ def _modelled_width(spread: Spread, drift: float) -> float:
     below, above = 0.0, min(10 * spread.s + 1e-12, _LARGEST)
     for _ in range(60):
         middle = (below + above) / 2
-        share = spread.share(rejected(spread.s, spread.lengths, math.exp(-drift - middle), math.exp(middle)))
+        share = spread.share(
+            expected_share_outside(spread.s, spread.lengths, math.exp(-drift - middle), math.exp(middle))
+        )
         below, above = (below, middle) if share <= TARGET else (middle, above)
     return above
 

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 from trl import GRPOConfig, RLOOConfig
 
-from ..analysis.spread import rejected
+from ..correction.functional import expected_share_outside
 from ..dumps.writing import files_of, read_logs
 from ..messages import nearest, warn, warn_idle
 from ..settings.config import LOSS_TYPES, RolloutCorrectionConfig
@@ -248,7 +248,7 @@ def check_bounds_of_means(config: GRPOConfig | RLOOConfig):
     for criterion, bounds in zip(config.criteria, config.rollout_rs_threshold or [], strict=True):
         if criterion.name != "seq_mean_k1":
             continue
-        share = rejected(ROUNDING, torch.tensor(float(length)), *bounds).item()
+        share = expected_share_outside(ROUNDING, torch.tensor(float(length)), *bounds).item()
         if share > 0.5:
             width = 3 * ROUNDING / math.sqrt(length)
             lower = math.floor(1e4 * math.exp(-(ROUNDING**2) / 2 - width)) / 1e4

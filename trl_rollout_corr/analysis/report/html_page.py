@@ -1,11 +1,9 @@
 """A page as one HTML file: no script, nothing from the network, readable in light and dark, wide and narrow."""
 
 import math
-import re
 from typing import Any
 
 from jinja2 import Environment, PackageLoader
-from markupsafe import Markup, escape
 
 from ... import __version__
 from ...settings.formatting import number, printable
@@ -23,11 +21,10 @@ def render(page: Page) -> str:
         loader=PackageLoader(__package__), autoescape=True, finalize=_printable, trim_blocks=True, lstrip_blocks=True
     )
     filters = {
-        "code": _code,
         "cell": _cell,
         "number": number,
         "shade": _shade,
-        "svg": lambda chart: Markup(svg(chart)),
+        "svg": svg,
     }
     environment.filters.update(filters)
     template = environment.get_template("page.html")
@@ -36,12 +33,7 @@ def render(page: Page) -> str:
 
 def _printable(value: Any) -> Any:
     """Text of others, whatever is in it: control characters as signs."""
-    return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
-
-
-def _code(text: str) -> Markup:
-    """Text of ours, in which backticks mean code."""
-    return Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(printable(text)))))
+    return printable(value) if isinstance(value, str) and not hasattr(value, "__html__") else value
 
 
 def _cell(value: Any) -> str:
