@@ -15,7 +15,7 @@ PACKAGE = Path(trl_rollout_corr.__file__).parent
 # Wings, and the modules of each. A module imports modules above it, of its own wing and of wings above that
 ORDER = {
     "messages": [],
-    "health": ["rules", "examine"],
+    "health": ["advice", "examine", "rules"],
     "settings": [
         "keys",
         "formatting",
@@ -43,7 +43,17 @@ ORDER = {
         "compute",
     ],  # so far without pyarrow, numpy and TRL
     "dumps": ["schema", "rows", "sequences", "writing", "reading"],
-    "diagnosis": ["observed", "signatures", "causes", "ranking", "written", "pictures"],
+    "diagnosis": [
+        "observed",
+        "evidence",
+        "single_tokens",
+        "sampling",
+        "drift",
+        "precision",
+        "causes",
+        "ranking",
+        "text",
+    ],
     "trainers": [
         "reload",
         "batch",

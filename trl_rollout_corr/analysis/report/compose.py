@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...diagnosis import Diagnosis, Observed
-from ...diagnosis.written import advise, detail, evidence, headline, sure
+from ...diagnosis.text import detail, evidence, headline, remedy_for, sure
 from ...health.examine import Finding as Alarm
 from ...settings.config import RolloutCorrectionConfig
 from ...settings.formatting import number, percent, steps, yaml_lines
@@ -150,7 +150,7 @@ def _diagnosis(observed: Observed, diagnosis: Diagnosis) -> Section:
     cards = [Card(f"{headline(diagnosis)}.", detail(diagnosis), "healthy" if diagnosis.healthy else "warning")]
     for finding in diagnosis.findings:
         share, certainty = percent(round(finding.share, 2)), percent(round(finding.certainty, 2))
-        advice = advise(diagnosis, finding)
+        advice = remedy_for(diagnosis, finding)
         cards.append(
             Card(
                 _capital(finding.cause.title),

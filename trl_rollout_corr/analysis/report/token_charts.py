@@ -7,8 +7,7 @@ import pandas as pd
 
 from ...correction.histogram import PERCENTILES
 from ...diagnosis import Finding, Observed
-from ...diagnosis.pictures import picture
-from ...diagnosis.written import evidence
+from ...diagnosis.text import evidence
 from ...settings.formatting import number, percent
 from ...settings.keys import PREFIX
 from .page import Axis, Chart, Series
@@ -245,7 +244,7 @@ def who_is_rejected(family: str, shares: pd.DataFrame) -> Chart:
 
 def evidence_of(observed: Observed, finding: Finding) -> Chart:
     """The evidence of a cause."""
-    points = picture(observed, finding)
+    points = finding.picture(observed)
     names = [str(name) for name in points.at] if isinstance(points.at[0], str) else []
     places = np.arange(len(names)) if names else np.array(points.at, dtype=float)
     ends = (places[0] - 0.5, places[-1] + 0.5) if names else (places[0], places[-1])
