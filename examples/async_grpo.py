@@ -25,8 +25,8 @@ from trl_rollout_corr import (
     DiskWeightTransfer,
     RolloutCorrectedAsyncGRPOConfig,
     RolloutCorrectedAsyncGRPOTrainer,
+    one_line_errors,
 )
-from trl_rollout_corr.trainers.script import one_line_errors
 
 
 @dataclass

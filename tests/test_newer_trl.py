@@ -14,7 +14,7 @@ from tests.tiny import StaleSampler
 from tests.training import TRAINERS, VLLM, assert_same_steps, build, logged, losses, micro_batches
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
 from trl_rollout_corr.__main__ import main
-from trl_rollout_corr.trainers import checks, contract, inspection, versions
+from trl_rollout_corr.trainers import contract, inspection, versions
 from trl_rollout_corr.trainers.versions import FIRST_UNSUPPORTED, OLDEST, Version
 
 
@@ -206,8 +206,7 @@ def test_truncation_that_trl_makes_up_for_is_not_corrected_again(
     tiny_model_path, tmp_path, shared_engine, monkeypatch, makes_up
 ):
     if makes_up:
-        monkeypatch.setattr(checks, "INSTALLED", Version("1.17.0"))
-        monkeypatch.setattr(checks, "before", lambda other: Version(other) > Version("1.17.0"))
+        monkeypatch.setattr(versions, "INSTALLED", Version("1.17.0"))
         monkeypatch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", over_kept_tokens)
     with pytest.warns(UserWarning, match="`top_k=4` changes the distribution") as caught:
         trainer = build(
@@ -226,9 +225,9 @@ def test_truncation_that_trl_makes_up_for_is_not_corrected_again(
 def test_a_loss_that_is_one_kernel_is_refused_where_it_was_one(tmp_path, monkeypatch):
     if "use_liger_kernel" not in {field.name for field in dataclasses.fields(GRPOConfig)}:
         pytest.skip("this TRL has no such option")
-    monkeypatch.setattr(checks, "before", lambda other: Version(other) > Version("1.13.0"))
+    monkeypatch.setattr(versions, "INSTALLED", Version("1.13.0"))
     config = RolloutCorrectedGRPOConfig(str(tmp_path), bf16=False)
-    checks.check_passes_by(config)
+    versions.check_passes_by(config)
     config.use_liger_kernel = True
     with pytest.raises(ValueError, match=r"`use_liger_kernel` is True.*install trl 1.14 or newer"):
-        checks.check_passes_by(config)
+        versions.check_passes_by(config)

@@ -26,10 +26,10 @@ from trl.import_utils import is_vllm_available
 from ..dumps.writing import write_rows
 from ..messages import warn
 from ..trainers.batch import ROLLOUT_LOGPS
-from ..trainers.checks import distorting, neutral
 from ..trainers.dumping import numbers_of
 from ..trainers.facts import settings_in_effect
 from ..trainers.preflight import score_alone
+from ..trainers.sampler import distorting, neutral
 from ..trainers.script import ScriptParser, model_config, model_init_kwargs, one_line_errors
 from .rescoring import rescorings
 

@@ -22,30 +22,73 @@ import torch
 from ..correction.ages import Intake, by_age, completions
 from ..correction.compute import usable_rollout_logps
 from ..correction.functional import LOG_RATIO_BOUND
+from ..messages import nearest, warn_idle
 from ..settings.config import RolloutCorrectionConfig
 from .batch import REWARDS, ROLLOUT_LOGPS, ROLLOUT_STEP
-from .checks import (
-    check_asynchronous,
-    check_bases,
-    check_bounds_of_means,
-    check_proximal,
-    check_server_logprobs,
-    check_tightened,
-    warn_about_distortion,
-    warn_about_proximal,
-)
-from .contract import ASYNCHRONOUS, check_trl
-from .core import CorrectionCore
+from .contract import ASYNCHRONOUS, check_bases, check_trl
+from .core import CorrectionCore, check_bounds_of_means
 from .engine import announce_server, check_engine_kwargs
 from .intake import ADVANTAGES, TERMS, TEXT, TEXT_PREFIX, TOOLS, Carrier, Layout, Tap
+from .loss import normalizes_sequences
+from .monitor import check_tightened
 from .observer import Corrected
 from .packed import Awaited, Policy, Terms
+from .sampler import check_server_logprobs, warn_about_distortion
 from .stopping import OrderlyEnd
 from .tree_attention import register_tree_attention
 from .upstream import AsyncGRPOConfig, AsyncGRPOTrainer, AsyncRolloutWorker, WeightTransferClient, without_peak_flops
 
 
 LOSS_MASK = "loss_mask"  # (B, T)
+
+
+PROXIMAL = ("visit", "interpolated")
+
+
+def check_proximal(value: Any) -> str:
+    """Check what stands for the old policy in an asynchronous run, and return it."""
+    if value not in PROXIMAL:
+        raise ValueError(
+            f"`rollout_proximal` must be one of {', '.join(PROXIMAL)}, got {value!r}.{nearest(value, PROXIMAL)}"
+        )
+    return value
+
+
+def check_asynchronous(config: Any):
+    """
+    Refuse or warn about settings that an asynchronous run cannot follow.
+
+    Args:
+        config ([`RolloutCorrectedAsyncGRPOConfig`]):
+            Configuration of a trainer.
+
+    Raises:
+        `ValueError`: if completions are to be rejected before their baseline, if the old policy is none that is known, or if
+            batch normalisation may see a single sequence.
+    """
+    if config.rollout_rs_exclude_from_baseline:
+        raise ValueError(
+            "`rollout_rs_exclude_from_baseline` is True, but in an asynchronous run the rollout worker computes rewards and "
+            "baselines before the trainer has seen a sample, so nothing is known to be rejected by then. Set it to False."
+        )
+    check_proximal(config.rollout_proximal)
+    packs = (
+        config.token_budget is None or config.token_budget > 0
+    )  # as many completions into a row as there is room for
+    fewest = config.world_size * (1 if packs else config.per_device_train_batch_size)
+    if normalizes_sequences(config) and fewest == 1:
+        raise ValueError(
+            "`rollout_is_batch_normalize` is True, and in an asynchronous run it spans the micro-batch of all ranks, which "
+            f"{'with this `token_budget` may be' if packs else 'is'} one completion: its weight would be 1. Set "
+            "`token_budget` to 0 and `per_device_train_batch_size` to 2 or more, or `rollout_is_batch_normalize` to False."
+        )
+
+
+def warn_about_proximal(config: Any):
+    """Warn if there is no old policy for `rollout_proximal` to stand for."""
+    if config.rollout_proximal != "visit" and (config.bypass_mode or not config.corrects):
+        reason = "it is the old policy of decoupled mode, with weights or rejection"
+        warn_idle("rollout_proximal", config.rollout_proximal, reason)
 
 
 @dataclass

@@ -5,6 +5,7 @@ TRL has.
 `B` completions, `T` completion tokens.
 """
 
+import math
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
@@ -13,16 +14,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
+from trl import GRPOConfig, RLOOConfig
 
+from ..analysis.spread import rejected
 from ..correction.compute import RolloutCorrection, compute_rollout_correction, usable_rollout_logps
 from ..correction.functional import LOG_RATIO_BOUND
+from ..messages import warn
 from .batch import ROLLOUT_LOGPS, ROLLOUT_STEP
 from .card import complete_card
-from .checks import check_config_class, check_dropout, check_dump_folder
 from .console import add_console
+from .contract import check_config_class
 from .delivery import Delivery
-from .dumping import SequenceDump
-from .facts import check_types, facts_of_engine, facts_of_trainer, may_round
+from .dumping import SequenceDump, check_dump_folder
+from .facts import check_dropout, check_types, facts_of_engine, facts_of_trainer, may_round
 from .lr_scaling import LearningRateScaling, check_scalable
 from .monitor import MONITOR_FIELDS, RolloutCorrectionMonitor, add_monitor, settle_monitors
 from .observer import Corrected, Moment, Observer
@@ -43,6 +47,42 @@ _READ_AT_START = (
     "rollout_lr_scaling",
     "rollout_engine_kwargs",
 )
+
+
+# Spread of the log-ratio per token, in nats, between a trainer and a sampler in bfloat16 with the same weights: that of a
+# k3_kl of 0.0008, measured for Qwen3-8B (https://github.com/AknA13/train-infer-mismatch). Small models are nearer.
+ROUNDING = 0.04
+
+
+def check_bounds_of_means(config: GRPOConfig | RLOOConfig):
+    """
+    Warn if bounds of `seq_mean_k1` are so narrow that rounding alone makes them reject most completions.
+
+    The mean of `T` log-ratios has a spread of `s / sqrt(T)`, so bounds that suit thousands of tokens do not suit a hundred.
+    The prediction takes all completions to be as long as they may get: shorter ones are rejected more often.
+
+    Args:
+        config ([`~trl.GRPOConfig`] or [`~trl.RLOOConfig`]):
+            Configuration of a trainer.
+    """
+    length = config.max_completion_length
+    if not config.corrects or not length:
+        return
+    for criterion, bounds in zip(config.criteria, config.rollout_rs_threshold or [], strict=True):
+        if criterion.name != "seq_mean_k1":
+            continue
+        share = rejected(ROUNDING, torch.tensor(float(length)), *bounds).item()
+        if share > 0.5:
+            width = 3 * ROUNDING / math.sqrt(length)
+            lower = math.floor(1e4 * math.exp(-(ROUNDING**2) / 2 - width)) / 1e4
+            upper = math.ceil(1e4 * math.exp(width)) / 1e4
+            warn(
+                f"`rollout_rs_threshold` of 'seq_mean_k1' is {bounds}, and `max_completion_length` is {length}: where trainer "
+                f"and sampler differ by the rounding of bfloat16 alone ({ROUNDING} nats per token), {share:.0%} of "
+                f"completions would be rejected, and more of shorter ones. Set [{lower:g}, {upper:g}] or wider, longer "
+                "completions, or `rollout_correction: auto`, whose bounds do not depend on length. If the sampler is more "
+                "precise than that, look at `rollout_corr/rollout_rs_masked_fraction`."
+            )
 
 
 class CorrectionCore(_Host):

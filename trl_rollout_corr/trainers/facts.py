@@ -5,6 +5,7 @@ from dataclasses import fields
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from ..dumps.writing import plain
 from ..messages import warn
@@ -118,6 +119,29 @@ def check_types(facts: Mapping[str, str]):
             f"rounding of the coarser one. Set `rollout_engine_kwargs` to {{'dtype': '{trainer}'}}, start the server with "
             f"`--dtype {trainer}`, or let the trainer compute in {sampler}."
         )
+
+
+def check_dropout(model: PreTrainedModel):
+    """
+    Warn about dropout, which makes the policy that trains another one than the policy that sampled.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            The model that trains.
+    """
+    in_attention = getattr(model.config.get_text_config(), "attention_dropout", 0.0) or 0.0
+    layers = [name for name, layer in model.named_modules() if isinstance(layer, torch.nn.Dropout) and layer.p > 0]
+    remedies = ["`model_init_kwargs={'attention_dropout': 0.0}`"] if in_attention else []
+    remedies += ["`disable_dropout=True`"] if layers else []
+    if not remedies:
+        return
+    adapters = any("lora_dropout" in name for name in layers)
+    where = [f"in attention ({in_attention:g})"] if in_attention else []
+    where += [f"in {len(layers)} layers{', of the LoRA adapter among them' if adapters else ''}"] if layers else []
+    warn(
+        f"Dropout is on in the model that trains, {' and '.join(where)}, and off in the sampler. The two are then different "
+        f"policies even with equal weights, and correction takes that for a mismatch. Set {' and '.join(remedies)}."
+    )
 
 
 def may_round(facts: Mapping[str, str], in_part: bool) -> str | None:

@@ -31,21 +31,21 @@ from .batch import (
     ROLLOUT_LOGPS,
     ROLLOUT_STEP,
 )
-from .checks import (
-    check_bases,
-    check_corrected_once,
-    check_has_sampler,
-    check_server_logprobs,
-    definer,
-)
-from .contract import check_trl
+from .contract import check_bases, check_trl, definer
 from .core import CorrectionCore
 from .engine import engine_arguments
 from .loss import LossCall
 from .observer import Corrected
 from .preflight import score_alone
-from .sampler import announce_sync, record_logprobs, sync_weights_on_cpu
+from .sampler import (
+    announce_sync,
+    check_has_sampler,
+    check_server_logprobs,
+    record_logprobs,
+    sync_weights_on_cpu,
+)
 from .scoring import Logprobs, OldPass, Scoring
+from .versions import check_corrected_once
 from .visits import Visits
 
 
