@@ -34,10 +34,10 @@ from trl_rollout_corr.correction.accounting import Accounts, account
 from trl_rollout_corr.correction.ages import Ages
 from trl_rollout_corr.settings.keys import PREFIX
 from trl_rollout_corr.trainers import contract
+from trl_rollout_corr.trainers._cpu_attention import register_tree_attention, visible_tokens
 from trl_rollout_corr.trainers.core import CorrectionCore
 from trl_rollout_corr.trainers.monitor import ALARMS
 from trl_rollout_corr.trainers.packed import Awaited
-from trl_rollout_corr.trainers.tree_attention import register_tree_attention, visible_tokens
 from trl_rollout_corr.trainers.upstream import TREE_ATTENTION, AsyncGRPOTrainer, TreeRow
 
 

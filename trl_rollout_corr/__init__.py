@@ -13,10 +13,8 @@ if TYPE_CHECKING:
     from .trainers.monitor import RolloutCorrectionMonitor
     from .trainers.rloo import RolloutCorrectedRLOOConfig, RolloutCorrectedRLOOTrainer
     from .trainers.script import ScriptParser, model_config, model_init_kwargs, one_line_errors
-    from .trainers.weight_transfer import DiskWeightTransfer
 
 _MODULES = {
-    "DiskWeightTransfer": "trainers.weight_transfer",
     "RolloutCorrectedAsyncGRPOConfig": "trainers.async_grpo",
     "RolloutCorrectedAsyncGRPOTrainer": "trainers.async_grpo",
     "RolloutCorrectionConfig": "settings.config",
@@ -35,7 +33,6 @@ _MODULES = {
 }
 
 __all__ = [
-    "DiskWeightTransfer",
     "RolloutCorrectedAsyncGRPOConfig",
     "RolloutCorrectedAsyncGRPOTrainer",
     "RolloutCorrectedGRPOConfig",

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..trainers.reload import push
+from ..trainers._cpu_reload import push
 
 
 if TYPE_CHECKING:

@@ -24,6 +24,7 @@ from ..correction.compute import usable_rollout_logps
 from ..correction.functional import LOG_RATIO_BOUND
 from ..messages import nearest, warn_idle
 from ..settings.config import RolloutCorrectionConfig
+from ._cpu_attention import register_tree_attention
 from .batch import REWARDS, ROLLOUT_LOGPS, ROLLOUT_STEP
 from .contract import ASYNCHRONOUS, check_bases, check_trl
 from .core import CorrectionCore, check_bounds_of_means
@@ -35,7 +36,6 @@ from .observer import Corrected
 from .packed import Awaited, Policy, Terms
 from .sampler import check_server_logprobs, warn_about_distortion
 from .stopping import OrderlyEnd
-from .tree_attention import register_tree_attention
 from .upstream import AsyncGRPOConfig, AsyncGRPOTrainer, AsyncRolloutWorker, WeightTransferClient, without_peak_flops
 
 
@@ -146,8 +146,8 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
     `_sync_weight` (which optimizer step a version of the weights is from), `train` (an error of the sampler ends the run
     with a checkpoint), `log` (metrics), `add_callback` (one monitor).
 
-    On a CPU, packed rows get an attention of their own (`trainers/tree_attention.py`), and the weights need a way to the
-    server: a [`DiskWeightTransfer`], or an adapter.
+    On a CPU, packed rows get an attention of their own (`trainers/_cpu_attention.py`), and the weights need a way to the
+    server: a `DiskWeightTransfer` (`trainers/_disk_weight_transfer.py`), or an adapter.
 
     Example:
 
@@ -194,7 +194,7 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
         if isinstance(self.weight_transfer, WeightTransferClient):
             raise ValueError(
                 "`weight_transfer` is None, which is NCCL, and NCCL has no CPUs. Pass `weight_transfer=DiskWeightTransfer("
-                "url, folder)`; or train an adapter, with a server that has been started with `--enable-lora` and "
+                "url, folder)`, of `trl_rollout_corr.trainers._disk_weight_transfer`; or train an adapter, with a server that has been started with `--enable-lora` and "
                 "`VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`."
             )
 

@@ -12,7 +12,7 @@ from trl import GRPOConfig, RLOOConfig
 from trl.generation.vllm_generation import VLLMGeneration
 
 from ..messages import warn
-from .reload import push
+from ._cpu_reload import push
 from .scoring import Logprobs
 from .versions import named_weights, renormalized
 
@@ -249,7 +249,7 @@ def announce_sync(generation: VLLMGeneration, announce: Callable[[], Any]):
 
 def sync_weights_on_cpu(generation: VLLMGeneration):
     """
-    Push weights through vLLM's own reload on a CPU, see [`~trl_rollout_corr.trainers.reload.push`].
+    Push weights through vLLM's own reload on a CPU, see [`~trl_rollout_corr.trainers._cpu_reload.push`].
 
     TRL's push of single parameters finds other shapes there than the checkpoint's, and fails.
 
