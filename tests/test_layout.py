@@ -39,8 +39,7 @@ ORDER = {
         "sums",
         "metrics",
         "accounting",
-        "staleness",
-        "ages",
+        "age",
         "step_size",
         "compute",
     ],  # so far without pyarrow, numpy and TRL

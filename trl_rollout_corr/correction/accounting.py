@@ -12,10 +12,9 @@ from typing import ClassVar, NamedTuple, Self
 
 import torch
 
-from ..settings.keys import PREFIX
 from .compiling import as_numbers, compiled
 from .functional import accumulation_dtype, row_blocks
-from .sums import SegmentedSums
+from .sums import Applied, SegmentedSums
 
 
 # Lower ends, in tokens, of the buckets that are reported. Lengths are counted by octaves, so that half of the completions can
@@ -48,28 +47,15 @@ class Accounts(SegmentedSums):
         "mean_reward": ("kept/rows", "kept/reward", "rejected/rows", "rejected/reward"),
     }
 
-    def finish(self, *, rejects: bool, weighs: bool) -> dict[str, float]:
-        """
-        Turn the sums into named numbers. Waits for the device.
-
-        Args:
-            rejects (`bool`):
-                Whether there is anything that rejects, so that the shares of rejected tokens are reported.
-            weighs (`bool`):
-                Whether weights are applied, so that the shares they take away are reported.
-
-        Returns:
-            `dict[str, float]`: metrics by key (`rollout_corr/...`), of the groups that have a token.
-        """
-        s = self.by_name()
+    def _metrics(self, s: dict[str, float], applied: Applied) -> dict[str, float]:
         groups = {name: sums for name, sums in _groups(s).items() if sums["tokens"]}
         metrics: dict[str, float] = {}
-        for key, measure, asked in (("rejected", "rejected", rejects), ("downweighted", "removed", weighs)):
-            if asked:
-                metrics |= {f"{key}/{name}": sums[measure] / sums["tokens"] for name, sums in groups.items()}
-        if rejects:
+        if applied.rejects:
+            metrics |= {f"rejected/{name}": sums["rejected"] / sums["tokens"] for name, sums in groups.items()}
             metrics |= _reward_metrics(s)
-        return {PREFIX + key: value for key, value in metrics.items()}
+        if applied.weighs:
+            metrics |= {f"downweighted/{name}": sums["removed"] / sums["tokens"] for name, sums in groups.items()}
+        return metrics
 
     def groups(self) -> dict[str, dict[str, float]]:
         """

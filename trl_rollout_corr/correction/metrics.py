@@ -16,7 +16,6 @@ from typing import Self
 import torch
 
 from ..settings.criteria import Criterion
-from ..settings.keys import PREFIX
 from . import histogram
 from .compiling import expm1
 from .functional import (
@@ -29,7 +28,7 @@ from .functional import (
     accumulation_dtype,
     below,
 )
-from .sums import Sums
+from .sums import Applied, Sums
 
 
 @dataclass(frozen=True)
@@ -108,15 +107,8 @@ class Statistics(Sums):
         start = len(self.sum_names)
         return self.vector[start : start + histogram.BINS].tolist(), histogram.bin_edges()
 
-    def finish(self) -> dict[str, float]:
-        """
-        Turn the sums into named numbers. This is the only place that waits for the device.
-
-        Returns:
-            `dict[str, float]`: metrics by key (`rollout_corr/...`). A value that is undefined, because the batch has no
-            valid token, is NaN; every other value is finite.
-        """
-        s = self.by_name()
+    def _metrics(self, s: dict[str, float], applied: Applied) -> dict[str, float]:
+        """Metrics of the batch: NaN if it has no valid token, finite otherwise."""
         metrics = _policy_metrics(s) | _percentile_metrics(s, self.histogram()[0])
         if self.bounding is not None:
             metrics |= _weight_metrics(s, self.bounding)
@@ -125,7 +117,7 @@ class Statistics(Sums):
         if self.criteria:
             metrics["rollout_rs_masked_fraction"] = _divide(s["rejected"], s["tokens"])
             metrics["rollout_rs_seq_masked_fraction"] = _divide(s["rejected_rows"], s["rows"])
-        return {PREFIX + key: value for key, value in metrics.items()}
+        return metrics
 
 
 class _Columns:

@@ -26,8 +26,8 @@ class DiskWeightTransfer:
     Args:
         server_url (`str`):
             Address of the server, started with `VLLM_SERVER_DEV_MODE=1`; on a CPU also with
-            `--worker-extension-cls trl_rollout_corr.trainers._cpu_reload.PackingWorker`, as vLLM alone packs neither a head that is
-            tied to the embedding nor experts again.
+            `--worker-extension-cls trl_rollout_corr.trainers._cpu_reload.PackingWorker`, as vLLM alone packs neither a head
+            that is tied to the embedding nor experts again.
         folder (`str` or `Path`):
             Folder for the weights, which the server reads by this path. Made if it is not there, and what was written is
             removed when training ends.

@@ -19,7 +19,6 @@ from typing import Any
 import requests
 import torch
 
-from ..correction.ages import Intake, by_age, completions
 from ..correction.compute import usable_rollout_logps
 from ..correction.functional import LOG_RATIO_BOUND
 from ..messages import nearest, warn_idle
@@ -193,9 +192,9 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
     def _check_weights_reach_the_server(self):
         if isinstance(self.weight_transfer, WeightTransferClient):
             raise ValueError(
-                "`weight_transfer` is None, which is NCCL, and NCCL has no CPUs. Pass `weight_transfer=DiskWeightTransfer("
-                "url, folder)`, of `trl_rollout_corr.trainers._disk_weight_transfer`; or train an adapter, with a server that has been started with `--enable-lora` and "
-                "`VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`."
+                "`weight_transfer` is None, which is NCCL, and NCCL needs GPUs. Pass `weight_transfer=DiskWeightTransfer("
+                "url, folder)` from `trl_rollout_corr.trainers._disk_weight_transfer`; or train an adapter, with a server "
+                "that was started with `--enable-lora` and `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`."
             )
 
     # Samples ----------------------------------------------------------------------------------------------------------
@@ -317,7 +316,8 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
         batch = self._completions_of(inputs, terms, selected)
         self._look_at_delivery(terms.spread(logps), batch, lambda: terms.spread(forward().log_probs.flatten()[index]))
         anchor, seen = self._corrected(terms.spread(logps), batch)
-        self._observe(terms.spread(logps), seen)
+        dropped = self._tap.take_dropped() if self._tap is not None else []
+        self._observer.trained(self._now, terms.spread(logps), seen, dropped)
         if awaited:
             n = len(logps)
             coefficients = terms.collect(seen.coefficients, n)
@@ -344,7 +344,7 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
     def _corrected(self, current: torch.Tensor, batch: dict[str, Any]) -> tuple[torch.Tensor, Corrected]:
         """Anchor of the ratio, `(B, T)`, and the corrected batch."""
         old = self._old_logps(current, batch)
-        self._observer.visited(self._now, batch, batch[LOSS_MASK], current, old)
+        self._observer.visited(self._now, self._ages(batch), batch[LOSS_MASK], current, old)
         self._weigh_step(current, batch)
         seen = self._correct_from(old, batch, from_old=False)  # between the two lies the age of the data
         anchor = old
@@ -360,8 +360,11 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
             return current
         rollout = usable_rollout_logps(current, batch[ROLLOUT_LOGPS], batch[LOSS_MASK], self.args)
         log_ratio = current - rollout
-        age = (self.state.global_step - batch[ROLLOUT_STEP]).nan_to_num(1.0).unsqueeze(1)
-        share = torch.where(age > 0, 1.0 / age.clamp(min=1.0), 0.0)  # of the gap, left to the ratio of PPO
+        ages = self._ages(batch)
+        assert ages is not None
+        # log old = log current - (log current - log rollout) / age; an unknown age counts as 1, and at age 0 old is current
+        age = ages.nan_to_num(1.0).unsqueeze(1)
+        share = torch.where(age > 0, 1.0 / age.clamp(min=1.0), 0.0)
         return current - torch.where(log_ratio.abs() <= LOG_RATIO_BOUND, share * log_ratio, 0.0)
 
     def _anchor_in_bypass(self, seen: Corrected) -> tuple[torch.Tensor, torch.Tensor]:
@@ -371,24 +374,3 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
             negative = seen.batch["advantages"].unsqueeze(1) < 0
             coefficients = coefficients.masked_fill(negative & (seen.train_logps - anchor > math.log(bound)), 0.0)
         return anchor, coefficients
-
-    def _observe(self, current: torch.Tensor, seen: Corrected):
-        """Count what depends on the age of the data, and who is trained on."""
-        batch, correction, window = seen.batch, seen.correction, self._observer.windows[self._now.mode]
-        age = self.state.global_step - batch[ROLLOUT_STEP]
-        window.add(
-            by_age(
-                current,
-                batch[ROLLOUT_LOGPS],
-                correction.valid,
-                correction.keep,
-                seen.coefficients,
-                batch[REWARDS],
-                age,
-            )
-        )
-        segments = {"trained": completions(seen.mask.sum(1), batch[REWARDS])}
-        if self._tap is not None and (dropped := self._tap.take_dropped()):
-            lengths, rewards = torch.tensor(dropped, device=current.device).unbind(1)
-            segments["stale_dropped"] = completions(lengths, rewards)
-        window.add(Intake.of(segments))

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -154,7 +155,7 @@ class CorrectionCore(_Host):
             return super().train(*args, **kwargs)
 
     def _new_lr_scaling(self) -> LearningRateScaling:
-        return LearningRateScaling(self.args, self.accelerator, self._observer.windows["train"])
+        return LearningRateScaling(self.args, self.accelerator, partial(self._observer.add, "train"))
 
     def _facts(self) -> dict[str, str]:
         """What a diagnosis has to know of trainer and sampler."""
@@ -197,11 +198,15 @@ class CorrectionCore(_Host):
             sum_over_ranks=lambda tensor: self.accelerator.reduce(tensor, reduction="sum"),
         )
 
+    def _ages(self, batch: dict[str, Any]) -> torch.Tensor | None:
+        """Age of each completion, `(B,)` in optimizer steps, NaN if unknown; `None` if the sampler tells none."""
+        return self.state.global_step - batch[ROLLOUT_STEP] if ROLLOUT_STEP in batch else None
+
     def _look_at_delivery(self, current: torch.Tensor, batch: dict[str, Any], score: Callable[[], torch.Tensor]):
         """See that weights arrive in the sampler. `score` returns `current` by the weights of the time when it is called."""
-        if ROLLOUT_STEP in batch and self.model.training:
-            step = self.state.global_step
-            mask, ages = self._loss_mask(batch), step - batch[ROLLOUT_STEP]
+        ages = self._ages(batch)
+        if ages is not None and self.model.training:
+            step, mask = self.state.global_step, self._loss_mask(batch)
             self._delivery.visited(step, current, batch[ROLLOUT_LOGPS], mask, ages, score)
 
     def _weigh_step(self, current: torch.Tensor, batch: dict[str, Any]):
@@ -212,8 +217,8 @@ class CorrectionCore(_Host):
     def _correct_from(self, train_logps: torch.Tensor, batch: dict[str, Any], *, from_old: bool) -> Corrected:
         """Correct a batch for the gap between the sampler and a policy of the trainer, the old one or the current one."""
         correction = self._compute_correction(train_logps, batch)
-        mask = self._loss_mask(batch)
-        return Corrected(batch, mask, train_logps, correction, correction.coefficients, from_old)
+        mask, ages = self._loss_mask(batch), self._ages(batch)
+        return Corrected(batch, mask, train_logps, correction, correction.coefficients, from_old, ages)
 
     def _bypass(self, seen: Corrected) -> tuple[torch.Tensor, Corrected]:
         """Anchor in bypass mode, `(B, T)`, and what is corrected once tokens that it leaves no gradient are taken out."""

@@ -198,7 +198,7 @@ class RolloutCorrectionMixin(CorrectionCore):
         if self.rollout_step is not None:
             steps = torch.full_like(output["advantages"], self.rollout_step, dtype=torch.long)
             output[ROLLOUT_STEP] = steps if steps.dim() == 1 else steps[:, 0]
-            self._observer.generated(self._now, output[ROLLOUT_STEP])
+        self._observer.generated(self._now, self._ages(output))
 
     def _generate(self, prompts, *args, **kwargs):
         scoring = self._scoring or Scoring(None)
@@ -292,7 +292,7 @@ class RolloutCorrectionMixin(CorrectionCore):
         inputs["advantages"] = batch["advantages"]
         current, first = logps.detach(), self._is_first_visit(batch)
         old: Any = self._old_logps(current, batch, first)
-        self._observer.visited(self._now, batch, self._loss_mask(batch), current, old)
+        self._observer.visited(self._now, self._ages(batch), self._loss_mask(batch), current, old)
         self._weigh_step(current, batch)
         if self.args.bypass_mode:
             seen = self._correct_from(current, batch, from_old=old is current)
