@@ -33,7 +33,7 @@ from trl_rollout_corr import (
 from trl_rollout_corr.correction.accounting import Accounts, account
 from trl_rollout_corr.correction.age import ByAge, by_age
 from trl_rollout_corr.settings.keys import PREFIX
-from trl_rollout_corr.trainers import contract
+from trl_rollout_corr.trainers import trl_interface
 from trl_rollout_corr.trainers._cpu_attention import register_tree_attention, visible_tokens
 from trl_rollout_corr.trainers.core import CorrectionCore
 from trl_rollout_corr.trainers.monitor import ALARMS
@@ -630,4 +630,4 @@ def test_every_overridden_method_is_in_the_contract():
         for name, member in vars(cls).items()
         if inspect.isfunction(member) and hasattr(AsyncGRPOTrainer, name) and name != "__init__"
     }
-    assert overridden == set(contract.ASYNCHRONOUS)
+    assert overridden == set(trl_interface.ASYNCHRONOUS)

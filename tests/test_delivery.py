@@ -20,7 +20,7 @@ from tests.training import (
     saying,
 )
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
-from trl_rollout_corr.trainers.facts import may_round
+from trl_rollout_corr.trainers.run_metadata import may_round
 
 
 NOT_THERE = "The sampler does not have the weights of the trainer"

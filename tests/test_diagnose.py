@@ -23,7 +23,7 @@ from trl_rollout_corr.diagnosis.written import advise, headline
 from trl_rollout_corr.dumps import writing as dump
 from trl_rollout_corr.settings.config import RolloutCorrectionConfig
 from trl_rollout_corr.settings.presets import PRESETS
-from trl_rollout_corr.trainers.facts import settings_in_effect
+from trl_rollout_corr.trainers.run_metadata import settings_in_effect
 
 
 SEED = 2  # of those that have turns

@@ -25,7 +25,6 @@ from ..messages import nearest, warn_idle
 from ..settings.config import RolloutCorrectionConfig
 from ._cpu_attention import register_tree_attention
 from .batch import REWARDS, ROLLOUT_LOGPS, ROLLOUT_STEP
-from .contract import ASYNCHRONOUS, check_bases, check_trl
 from .core import CorrectionCore, check_bounds_of_means
 from .engine import announce_server, check_engine_kwargs
 from .intake import ADVANTAGES, TERMS, TEXT, TEXT_PREFIX, TOOLS, Carrier, Layout, Tap
@@ -35,6 +34,7 @@ from .observer import Corrected
 from .packed import Awaited, Policy, Terms
 from .sampler import check_server_logprobs, warn_about_distortion
 from .stopping import OrderlyEnd
+from .trl_interface import ASYNCHRONOUS, check_bases, check_trl
 from .upstream import AsyncGRPOConfig, AsyncGRPOTrainer, AsyncRolloutWorker, WeightTransferClient, without_peak_flops
 
 

@@ -24,18 +24,18 @@ from ..messages import warn
 from .batch import ROLLOUT_LOGPS, ROLLOUT_STEP
 from .card import complete_card
 from .console import add_console
-from .contract import check_config_class
 from .delivery import Delivery
 from .dumping import SequenceDump, check_dump_folder
-from .facts import check_dropout, check_types, facts_of_engine, facts_of_trainer, may_round
 from .lr_scaling import LearningRateScaling, check_scalable
 from .monitor import MONITOR_FIELDS, RolloutCorrectionMonitor, add_monitor, settle_monitors
 from .observer import Corrected, Moment, Observer
 from .preflight import Preflight
+from .run_metadata import check_dropout, check_types, engine_metadata, may_round, trainer_metadata
+from .trl_interface import check_config_class
 
 
 if TYPE_CHECKING:
-    from transformers import Trainer as _Host  # `contract.py` has what is touched of TRL's trainers
+    from transformers import Trainer as _Host  # `trl_interface.py` has what is touched of TRL's trainers
 else:
     _Host = object
 
@@ -116,7 +116,7 @@ class CorrectionCore(_Host):
         """What is done last when a trainer is built: the monitor, the dump, and sums of what is reported."""
         check_dropout(self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=True))
         add_console(self.callback_handler)
-        self._about = {"trainer": type(self).__name__, **self._facts()}
+        self._about = {"trainer": type(self).__name__, **self._metadata()}
         check_types(self._about)
         self._engine_kwargs = deepcopy(self.args.rollout_engine_kwargs)
         self._observer = Observer(self.args, self.accelerator, self.callback_handler)
@@ -157,14 +157,14 @@ class CorrectionCore(_Host):
     def _new_lr_scaling(self) -> LearningRateScaling:
         return LearningRateScaling(self.args, self.accelerator, partial(self._observer.add, "train"))
 
-    def _facts(self) -> dict[str, str]:
+    def _metadata(self) -> dict[str, str]:
         """What a diagnosis has to know of trainer and sampler."""
         model = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=True)
-        return facts_of_trainer(model, self.args) | facts_of_engine(self._engine_config)
+        return trainer_metadata(model, self.args) | engine_metadata(self._engine_config)
 
     def _doubt_delivery(self, in_part: bool) -> str | None:
         """Why a sampler that has got all weights may look as if it had not, or `None` if there is no reason."""
-        return may_round(self._facts(), in_part)
+        return may_round(self._metadata(), in_part)
 
     def _new_preflight(self) -> Preflight:
         return Preflight(self.args, self._about)

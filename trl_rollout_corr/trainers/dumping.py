@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from ..dumps.writing import append_log, files_of, read_logs, remove_oldest, rewind, write_rows
 from ..settings.config import RolloutCorrectionConfig
-from .facts import settings_in_effect
+from .run_metadata import settings_in_effect
 
 
 def check_dump_folder(folder: Path, *, new_run: bool):

@@ -7,7 +7,7 @@ import torch
 from trl import GRPOConfig, RLOOConfig
 
 from ..messages import warn
-from .arrival import Mark, not_arrived
+from .gradient_check import GradientCheck, not_in_loss
 
 
 class LossInputs(dict):
@@ -56,7 +56,7 @@ class LossCall:
         self.inputs = LossInputs({key: value for key, value in batch.items() if key != "advantages"})
         self.with_gradient = torch.is_grad_enabled()
         self.forwards = 0
-        self.mark: Mark | None = None  # at the first step
+        self.gradient_check: GradientCheck | None = None  # at the first step
 
     def take_forward(self):
         """
@@ -94,7 +94,7 @@ class LossCall:
             )
         unread = [f"`{key}`" for key in sorted(keys - self.inputs.read)]
         if unread:
-            raise not_arrived(f"it does not read {' and '.join(unread)} from the batch")
+            raise not_in_loss(f"it does not read {' and '.join(unread)} from the batch")
 
 
 def check_batch_normalization(config: GRPOConfig | RLOOConfig):

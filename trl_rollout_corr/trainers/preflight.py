@@ -14,7 +14,7 @@ from ..dumps.writing import SCHEMA
 from ..settings.config import RolloutCorrectionConfig
 from .console import write
 from .dumping import numbers_of
-from .facts import settings_in_effect
+from .run_metadata import settings_in_effect
 
 
 ROWS = 64  # sequences that are looked at

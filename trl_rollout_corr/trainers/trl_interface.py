@@ -3,7 +3,7 @@ What this package relies on in TRL, checked before training.
 
 TRL keeps most of this private or changes it without notice. Should something move, the correction could vanish while
 training goes on; so the trainers refuse to start, and say what moved. What is only appended is no concern. What cannot be
-seen from outside shows at the first step ([`~trl_rollout_corr.trainers.arrival.Mark`]).
+seen from outside shows at the first step ([`~trl_rollout_corr.trainers.gradient_check.GradientCheck`]).
 """
 
 import dataclasses
