@@ -1,4 +1,4 @@
-"""`python -m trl_rollout_corr report`: numbers, the page, the picture, and what cannot be read."""
+"""`trl-rollout-corr report`: numbers, the page, the picture, and what cannot be read."""
 
 import html
 import json

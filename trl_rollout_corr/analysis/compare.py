@@ -1,4 +1,4 @@
-"""`python -m trl_rollout_corr compare`: what every preset would do to the sequences of a dump. No TRL here."""
+"""`trl-rollout-corr compare`: what every preset would do to the sequences of a dump. No TRL here."""
 
 import dataclasses
 import json

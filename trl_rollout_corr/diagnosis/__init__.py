@@ -1,5 +1,5 @@
 """
-What the matter is: `python -m trl_rollout_corr diagnose`. Which cause, how sure, what it costs, and what to do. No TRL here.
+What the matter is: `trl-rollout-corr diagnose`. Which cause, how sure, what it costs, and what to do. No TRL here.
 
 `observed` has the tokens, `signatures` the tests, `causes` what each cause is and its remedy; `ranking` puts them in order,
 `pictures` shows them, and `written` writes it down.

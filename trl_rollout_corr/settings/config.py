@@ -167,13 +167,13 @@ class RolloutCorrectionConfig(OriginalPresets):
 
         rollout_diagnose (`bool`, *optional*, defaults to `False`):
             Whether to look for the cause of the gap at the first optimizer step, and print it: what
-            `python -m trl_rollout_corr diagnose` says of a dump (`docs/diagnose.md`). The trainer scores a few sequences a
+            `trl-rollout-corr diagnose` says of a dump (`docs/diagnose.md`). The trainer scores a few sequences a
             second time, one by one, so that its own noise is known; nothing of it touches the loss.
 
         > Dump
 
         rollout_dump_dir (`str`, *optional*):
-            Folder to write sampled and worst sequences to, as Parquet, for `python -m trl_rollout_corr report` and
+            Folder to write sampled and worst sequences to, as Parquet, for `trl-rollout-corr report` and
             `compare`. Nothing is written by default.
         rollout_dump_steps (`int`, *optional*, defaults to `1`):
             Number of optimizer steps between two dumps.

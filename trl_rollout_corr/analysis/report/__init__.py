@@ -1,5 +1,5 @@
 """
-A run or a dump as one page, or two against each other: `python -m trl_rollout_corr report`.
+A run or a dump as one page, or two against each other: `trl-rollout-corr report`.
 
 `summary`, `shares`, `tokens`, `advice` and `verdict` compute; `trends`, `story`, `distribution`, `rejected` and `diagnosis`
 make charts of it; `content` puts everything together; `page`, `markdown` and `versus` write it down, with `drawing` for the

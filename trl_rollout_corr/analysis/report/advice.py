@@ -16,7 +16,7 @@ from ..spread import Spread, measure, suggest, suggest_bounds
 
 _NO_BOUNDS = (
     "No bounds are made of these steps: an alarm was raised at step {} (`{}`), and nothing was dumped before it. They would "
-    "keep what they ought to reject. Do what the findings say first; `python -m trl_rollout_corr compare` shows what every "
+    "keep what they ought to reject. Do what the findings say first; `trl-rollout-corr compare` shows what every "
     "preset would do."
 )
 
@@ -56,7 +56,7 @@ def advise(run: Run) -> list[Advice]:
         return [own, Advice("To try", text, yaml_lines(suggestion))]
     text = (
         "Bounds from the spread of these tokens, which reject at most 5 percent of them. "
-        "`python -m trl_rollout_corr compare` shows what they and every preset would do to this dump."
+        "`trl-rollout-corr compare` shows what they and every preset would do to this dump."
     )
     if phase.alarm is not None:
         text += f" Only steps to {phase.last_step} are counted, before the alarm at step {phase.alarm.step}."

@@ -1,4 +1,4 @@
-"""A diagnosis as a section of the report, and as a page of its own: `python -m trl_rollout_corr diagnose --html`."""
+"""A diagnosis as a section of the report, and as a page of its own: `trl-rollout-corr diagnose --html`."""
 
 from collections.abc import Sequence
 from functools import partial
