@@ -37,6 +37,7 @@ ORDER = {
         "functional",
         "histogram",
         "sums",
+        "columns",
         "metrics",
         "accounting",
         "age",
