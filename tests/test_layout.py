@@ -33,7 +33,6 @@ ORDER = {
         "convert",
     ],  # so far without torch
     "correction": [
-        "compiling",
         "functional",
         "histogram",
         "sums",

@@ -12,8 +12,7 @@ from typing import ClassVar, NamedTuple, Self
 
 import torch
 
-from .compiling import as_numbers, compiled
-from .functional import accumulation_dtype, row_blocks
+from .functional import accumulation_dtype, as_numbers, row_blocks
 from .sums import Applied, SegmentedSums
 
 
@@ -75,8 +74,6 @@ def account(
     advantages: torch.Tensor,
     rewards: torch.Tensor,
     turns: torch.Tensor | None = None,
-    *,
-    compile: bool = False,
 ) -> Accounts:
     """
     Add up what the correction does to the gradient of which tokens.
@@ -94,17 +91,11 @@ def account(
             Rewards; NaN for a completion that was not scored.
         turns (`torch.Tensor` of shape `(B, T)`, *optional*):
             Turn of each token, from 1. By default there is one turn.
-        compile (`bool`, *optional*, defaults to `False`):
-            Whether it is compiled, see [`~trl_rollout_corr.correction.compiling.compiled`].
 
     Returns:
         [`Accounts`]: the sums. No host synchronisation, no collective.
     """
-    edges = _Edges.on(valid.device)
-    if not compile:
-        return _account(valid, keep, coefficients, advantages, rewards, turns, edges)
-    valid, keep = (as_numbers(mask, coefficients.dtype) for mask in (valid, keep))
-    return compiled(_account)(valid, keep, coefficients, advantages, rewards, turns, edges)
+    return _account(valid, keep, coefficients, advantages, rewards, turns, _Edges.on(valid.device))
 
 
 class _Edges(NamedTuple):
@@ -188,8 +179,7 @@ def _by_row_and_position(
     """The measures added up over each row, `(B, 3)`, and over each position, `(T, 3)`."""
     dtype = accumulation_dtype(valid.device)
     by_row, by_position = [], []
-    # a compiler makes no tensor of the measures, and a graph for each number of blocks
-    for rows in (slice(None),) if torch.compiler.is_compiling() else row_blocks(valid):
+    for rows in row_blocks(valid):
         sums = [(x.sum(1), x.sum(0)) for x in _measures(valid[rows], keep[rows], coefficients[rows])]
         by_row.append(torch.stack([x for x, _ in sums]))
         by_position.append(torch.stack([x for _, x in sums]))

@@ -18,7 +18,6 @@ import torch
 from ..settings.criteria import Criterion
 from . import histogram
 from .columns import Columns, row_squares
-from .compiling import expm1
 from .functional import (
     LARGEST_POWER,
     LOG_RATIO_BOUND,
@@ -185,13 +184,13 @@ def _collect_policies(c: Columns, tokens: Tokens):
     c.add_columns(("train_nll", "rollout_nll", "gap"), logs)
     c.add_columns(("train_ppl", "rollout_ppl", "ppl_ratio"), logs.clamp(max=LARGEST_POWER).exp_().mul_(c.rows))
     # r - 1: exp(d) - 1 would lose every digit of a small d. It serves k3 (as in `functional.k3`) and chi2
-    excess = expm1(d.clamp(max=LARGEST_POWER))
+    excess = torch.expm1(d.clamp(max=LARGEST_POWER))
     c.add("k3", excess - d)
     # E[r^2] - 1, summed as (r - 1)^2 + 2 (r - 1) so that a small divergence is not lost in a sum of ones
     excess.clamp_(max=math.expm1(LOG_RATIO_BOUND))
     c.add("chi2_token", row_squares(excess).add_(excess.sum(-1, keepdim=True), alpha=2.0))
     twice = (gap * c.lengths).mul_(-2.0)
-    c.add("chi2_seq", expm1(twice.clamp_(-2 * LOG_RATIO_BOUND, 2 * LOG_RATIO_BOUND)))
+    c.add("chi2_seq", torch.expm1(twice.clamp_(-2 * LOG_RATIO_BOUND, 2 * LOG_RATIO_BOUND)))
     c.add_extremes("gap", gap, c.no_rows)
     c.add_extremes("d", d, tokens.outside)
 

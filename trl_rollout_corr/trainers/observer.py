@@ -185,7 +185,6 @@ class Observer:
                 batch["advantages"],
                 batch[REWARDS],
                 turns,
-                compile=self.args.rollout_compile,
             ),
         )
         if seen.from_old:
