@@ -1,6 +1,7 @@
 """Causes are named: faults of the kit, put into small real models, in dumps as a run writes them."""
 
 import dataclasses
+import html
 import itertools
 import json
 
@@ -13,7 +14,7 @@ from tests.dumps import make_dump, read_dump
 from tests.launching import ROOT, benchmarks
 from tests.tiny import StaleSampler
 from tests.training import TRAINERS, build, build_with_dropout, config_fields, losses
-from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer, faults
+from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
 from trl_rollout_corr.__main__ import main
 from trl_rollout_corr.diagnosis import Diagnosis, Finding, diagnose, observe
 from trl_rollout_corr.diagnosis.causes import CAUSES
@@ -26,6 +27,8 @@ from trl_rollout_corr.settings.presets import PRESETS
 from trl_rollout_corr.trainers.run_metadata import settings_in_effect
 
 
+with benchmarks("diagnose") as load_module:
+    faults = load_module("faults")
 SEED = 2  # of those that have turns
 # Of faults that take a pass of the sampler each, one of every cause runs by default
 QUICK = ("cold_sampler", "top_p", "repetition_penalty", "int8_weights")
@@ -335,8 +338,9 @@ def test_what_is_in_effect_is_not_advised(maker, right, tmp_path, capsys):
     assert advised("preset", rollout_is="token") == (f"{cause.remedy} {rest}", source)
     assert advised("measured", rollout_is="token", rollout_metrics_only=True)[1] == {**source, **preset}
     assert advised("both", **source, bypass_mode=True) == (f"{done} {rest}", {})
-    assert main(["report", str(tmp_path / "both"), "-o", str(tmp_path / "r.md")]) == 0
-    assert f"{done} {rest}" in (tmp_path / "r.md").read_text()
+    assert main(["report", str(tmp_path / "both"), "-o", str(tmp_path / "r.html")]) == 0
+    page = (tmp_path / "r.html").read_text()
+    assert f"{done} {rest}" in html.unescape(page.replace("<code>", "`").replace("</code>", "`"))
 
 
 @pytest.mark.parametrize("name", [name for name in CAUSES if name != "own_updates"])  # which no such run has
@@ -470,8 +474,8 @@ def test_a_report_reads_a_dump_once(shifted, tmp_path, monkeypatch):
         return read(self, source, *args, **kwargs)
 
     monkeypatch.setattr(pq.ParquetFile, "__init__", reading)
-    assert main(["report", str(shifted), "-o", str(tmp_path / "r.md")]) == 0
-    assert "a token off" in (tmp_path / "r.md").read_text()
+    assert main(["report", str(shifted), "-o", str(tmp_path / "r.html")]) == 0
+    assert "a token off" in (tmp_path / "r.html").read_text()
     assert sorted(opened) == sorted(dump.files_of(shifted))
 
 

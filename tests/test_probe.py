@@ -12,13 +12,12 @@ from tests.dumps import make_dump
 from tests.launching import ROOT, benchmarks, clean_environment, free_port, run, serving
 from tests.tiny import StaleSampler, build_model_with_code
 from tests.training import build, build_with_dropout, plain_model, policy_logps
-from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer, faults
+from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
 from trl_rollout_corr.__main__ import main
 from trl_rollout_corr.diagnosis import Diagnosis, Finding, diagnose, observe
 from trl_rollout_corr.diagnosis.causes import CAUSES
 from trl_rollout_corr.diagnosis.pictures import picture
 from trl_rollout_corr.diagnosis.signatures import FLOOR, Seen
-from trl_rollout_corr.faults.models import int4, int8, push
 from trl_rollout_corr.probe import command as probing_process
 from trl_rollout_corr.probe.experiments import (
     EXPERIMENTS,
@@ -30,7 +29,12 @@ from trl_rollout_corr.probe.experiments import (
     judge,
     own_noise,
 )
+from trl_rollout_corr.trainers._cpu_reload import push
 
+
+with benchmarks("diagnose") as load_module:
+    faults = load_module("faults")
+    int4, int8 = faults.models.int4, faults.models.int8
 
 # What outcomes mean -------------------------------------------------------------------------------------------------------
 

@@ -82,41 +82,8 @@ def make_parser(*, probes: bool = False) -> argparse.ArgumentParser:
     command.add_argument("file", help="YAML file, or - for standard input")
     command.set_defaults(run=_convert, subject="file")
 
-    command = commands.add_parser(
-        "report",
-        help="draw a report of a run or a dump",
-        description="Draw what happened in a run, from its log, from the sequences of `rollout_dump_dir`, or from both. "
-        "With two runs, draw one against the other, such as uncorrected against corrected.",
-    )
-    command.add_argument(
-        "source",
-        nargs="+",
-        help="a dump (folder or file), a run (`output_dir` or trainer_state.json), or an `output_dir` with both; "
-        "or two of them",
-    )
-    output = "report.html, or report.md with the charts beside it as report.png, or report.png: the picture alone"
-    command.add_argument("-o", "--output", default="report.html", help=output)
-    command.set_defaults(run=_report, subject="output")
-
-    command = commands.add_parser(
-        "compare",
-        help="say what every preset would do to the sequences of a dump",
-        description="Apply every preset to the sequences of `rollout_dump_dir`, and suggest bounds. Needs no GPU.",
-    )
-    command.add_argument("dump", help="folder that `rollout_dump_dir` named, or one of its files")
-    command.add_argument(
-        "--config", action="append", default=[], metavar="FILE", help="YAML with settings to compare, such as a recipe"
-    )
-    command.add_argument("--json", action="store_true", help="print JSON")
-    command.add_argument("--worst", action="store_true", help="take the worst sequences too, which bias every number")
-    command.add_argument(
-        "--steps",
-        metavar="FIRST:LAST",
-        help="optimizer steps to take (default: those before the first alarm about the policies)",
-    )
-    command.add_argument("--epsilon", type=float, default=0.2, help="PPO's clipping in bypass mode (default: 0.2)")
-    command.add_argument("--epsilon_high", type=float, help="its upper side, if it is another")
-    command.set_defaults(run=_compare, subject="dump")
+    _add_report(commands)
+    _add_compare(commands)
 
     command = commands.add_parser(
         "diagnose",
@@ -166,6 +133,46 @@ def make_parser(*, probes: bool = False) -> argparse.ArgumentParser:
     )
     command.set_defaults(run=_check, subject="command")
     return parser
+
+
+def _add_report(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"):
+    command = commands.add_parser(
+        "report",
+        help="draw a report of a run or a dump",
+        description="Draw what happened in a run, from its log, from the sequences of `rollout_dump_dir`, or from both. "
+        "With two runs, draw one against the other, such as uncorrected against corrected.",
+    )
+    command.add_argument(
+        "source",
+        nargs="+",
+        help="a dump (folder or file), a run (`output_dir` or trainer_state.json), or an `output_dir` with both; "
+        "or two of them",
+    )
+    output = "report.html, or report.png for the verdict and the main charts alone (default: report.html)"
+    command.add_argument("-o", "--output", default="report.html", help=output)
+    command.set_defaults(run=_report, subject="output")
+
+
+def _add_compare(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"):
+    command = commands.add_parser(
+        "compare",
+        help="say what every preset would do to the sequences of a dump",
+        description="Apply every preset to the sequences of `rollout_dump_dir`, and suggest bounds. Needs no GPU.",
+    )
+    command.add_argument("dump", help="folder that `rollout_dump_dir` named, or one of its files")
+    command.add_argument(
+        "--config", action="append", default=[], metavar="FILE", help="YAML with settings to compare, such as a recipe"
+    )
+    command.add_argument("--json", action="store_true", help="print JSON")
+    command.add_argument("--worst", action="store_true", help="take the worst sequences too, which bias every number")
+    command.add_argument(
+        "--steps",
+        metavar="FIRST:LAST",
+        help="optimizer steps to take (default: those before the first alarm about the policies)",
+    )
+    command.add_argument("--epsilon", type=float, default=0.2, help="PPO's clipping in bypass mode (default: 0.2)")
+    command.add_argument("--epsilon_high", type=float, help="its upper side, if it is another")
+    command.set_defaults(run=_compare, subject="dump")
 
 
 # Each command imports its work when it runs: `convert` does without torch, and `--help` does not wait for it.
@@ -227,7 +234,7 @@ def _probe(args: argparse.Namespace) -> str:
         raise SelfContainedError(f"--probe samples by itself and takes no dump, got {args.options[0]!r}")
     from .diagnosis.written import as_json, as_text
     from .probe.command import probe
-    from .probe.experiments import as_data, rows
+    from .probe.experiments import COLUMNS, as_data, rows
     from .probe.experiments import as_text as as_table
 
     found = probe(
@@ -244,7 +251,7 @@ def _probe(args: argparse.Namespace) -> str:
         from .analysis.report import write_diagnosis
 
         write_diagnosis(
-            args.probe, args.html, found.observed, found.diagnosis, rows(size, found.noise, found.outcomes)
+            args.probe, args.html, found.observed, found.diagnosis, [COLUMNS, *rows(size, found.noise, found.outcomes)]
         )
     args.code = 0 if found.diagnosis.healthy else 1
     if args.json:

@@ -16,10 +16,10 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 import numpy as np
+from faults import FAULTS
 
 from trl_rollout_corr.diagnosis import diagnose, observe
 from trl_rollout_corr.diagnosis.signatures import DIFFUSE, STAGES
-from trl_rollout_corr.faults import FAULTS
 
 
 HERE = Path(__file__).parent

@@ -8,7 +8,7 @@ import torch
 
 from ..correction.compute import compute_rollout_correction
 from ..correction.functional import LOG_RATIO_BOUND, Tokens, select_tokens
-from ..dumps.reading import Sequences, pad
+from ..dumps.sequences import Sequences, pad
 from ..settings.config import RolloutCorrectionConfig
 from ..settings.keys import PREFIX
 

@@ -375,3 +375,48 @@ def renormalization(valid_and_kept: torch.Tensor) -> torch.Tensor:
     """
     valid, kept = valid_and_kept
     return torch.where(kept > 0, valid / kept.clamp(min=1), torch.ones_like(valid))
+
+
+# Independent normal log-ratios --------------------------------------------------------------------------------------------
+
+
+def normal_cdf(distance: torch.Tensor | float, spread: torch.Tensor) -> torch.Tensor:
+    """
+    Probability that a normal variable is at most `distance` above its mean.
+
+    Args:
+        distance (`torch.Tensor` or `float`):
+            Distance from the mean.
+        spread (`torch.Tensor`):
+            Standard deviation; 0 for a variable that is always at its mean.
+
+    Returns:
+        `torch.Tensor`: probability.
+    """
+    return torch.special.ndtr(distance / spread.clamp(min=1e-300))
+
+
+def expected_share_outside(s: float, lengths: torch.Tensor, lower: float, upper: float) -> torch.Tensor:
+    """
+    Share of completions whose geometric mean of the ratio is outside `[lower, upper]`.
+
+    Log-ratios are taken as independent and normal, with variance `s^2` and the mean at which a ratio has mean 1:
+
+        mean of T log-ratios ~ N(-s^2 / 2, s^2 / T)
+
+    Args:
+        s (`float`):
+            Root mean square of the log-ratio, in nats.
+        lengths (`torch.Tensor`):
+            Tokens `T` of a completion.
+        lower (`float`):
+            Lower bound on the ratio; 0 for none.
+        upper (`float`):
+            Upper bound on the ratio.
+
+    Returns:
+        `torch.Tensor` of the shape of `lengths`.
+    """
+    center, spread = -s * s / 2, s / lengths.sqrt()
+    low = -math.inf if lower == 0 else math.log(lower)
+    return normal_cdf(low - center, spread) + normal_cdf(center - math.log(upper), spread)

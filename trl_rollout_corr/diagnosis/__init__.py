@@ -7,8 +7,7 @@ What the matter is: `trl-rollout-corr diagnose`. Which cause, how sure, what it 
 
 from pathlib import Path
 
-from ..analysis.run import find_dump
-from ..dumps.reading import CONTEXT, NUMBERS, Sequences, read_table
+from ..dumps.reading import open_dump
 from ..messages import warn
 from .observed import Observed
 from .ranking import Diagnosis, Finding, diagnose
@@ -31,9 +30,7 @@ def observe(path: str | Path) -> Observed:
     Raises:
         `ValueError`: in one line, if there is no dump that can be read.
     """
-    folder = Path(path)
-    found = find_dump(folder) if folder.is_dir() else None
-    table, written = read_table(found or folder, [*NUMBERS, *CONTEXT])
-    for damage in written.damage:
+    dump = open_dump(path)
+    for damage in dump.damage:
         warn(f"{path}: {damage}.")
-    return Observed(Sequences(table), table, written.settings, written.about)
+    return Observed(dump.sequences, dump.settings, dump.about)

@@ -4,9 +4,8 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
-from ..dumps.reading import Sequences
+from ..dumps.sequences import Sequences
 
 
 SEAM = 2  # tokens after the edge of a turn that count as its beginning
@@ -18,10 +17,8 @@ class Observed:
     `B` sequences.
 
     Args:
-        sequences ([`~trl_rollout_corr.dumps.reading.Sequences`]):
+        sequences ([`~trl_rollout_corr.dumps.sequences.Sequences`]):
             The sequences.
-        table (`pa.Table`):
-            `CONTEXT` of the same rows.
         settings (`dict`):
             Settings of the run.
         about (`dict`):
@@ -53,7 +50,7 @@ class Observed:
             Tokens of the loss, with those.
     """
 
-    def __init__(self, sequences: Sequences, table: pa.Table, settings: dict[str, Any], about: dict[str, str]):
+    def __init__(self, sequences: Sequences, settings: dict[str, Any], about: dict[str, str]):
         self.settings, self.about = settings, about
         kept = sequences.counted
         self.n_tokens = int((sequences.mask & sequences.represents[sequences.row]).sum())
@@ -71,10 +68,10 @@ class Observed:
         self.first = self.position == 0
         self.last = self.position == sequences.lengths[self.row] - 1
         self.seam = _after_gap(sequences.mask, position)[kept]
-        self.token = _flat(table["token_ids"])[kept]
-        self.seen, self.times = (x[kept] for x in _seen(table, sequences))
-        self.staleness, self.padding = (table[name].to_numpy().astype(np.float64) for name in ("staleness", "padding"))
-        self.again = _again(table["again_logps"], sequences.lengths)[kept].astype(np.float64)
+        self.token = sequences.token_ids[kept]
+        self.seen, self.times = (x[kept] for x in _seen(sequences))
+        self.staleness, self.padding = sequences.staleness, sequences.padding
+        self.again = sequences.again_logps[kept].astype(np.float64)
 
     def __len__(self) -> int:
         return len(self.d)
@@ -106,10 +103,6 @@ class Observed:
             return np.bincount(self.row, weights=values, minlength=len(self.lengths)) / self.lengths
 
 
-def _flat(lists: pa.ChunkedArray) -> np.ndarray:
-    return np.concatenate([chunk.flatten().to_numpy(zero_copy_only=False) for chunk in lists.chunks])
-
-
 def _after_gap(mask: np.ndarray, position: np.ndarray) -> np.ndarray:
     """Tokens of the loss at most `SEAM` behind tokens of the same completion that are outside the loss."""
     near = np.zeros_like(mask)
@@ -120,16 +113,14 @@ def _after_gap(mask: np.ndarray, position: np.ndarray) -> np.ndarray:
     return mask & near
 
 
-def _seen(table: pa.Table, sequences: Sequences) -> tuple[np.ndarray, np.ndarray]:
+def _seen(sequences: Sequences) -> tuple[np.ndarray, np.ndarray]:
     """Whether a token stands before, in the prompt as far as it is known or in the completion, and how often in that."""
-    tokens = _flat(table["token_ids"])
+    tokens = sequences.token_ids
     seen, times = np.zeros(len(tokens), bool), np.zeros(len(tokens), np.int64)
-    for row, prompt in enumerate(table["prompt_ids"]):
+    for row, prompt in enumerate(sequences.prompts):
         where = sequences.slice(row)
         times[where] = _earlier(tokens[where])
-        seen[where] = times[where] > 0
-        if prompt.is_valid:
-            seen[where] |= np.isin(tokens[where], prompt.values.to_numpy())
+        seen[where] = (times[where] > 0) | np.isin(tokens[where], prompt)
     return seen, times
 
 
@@ -141,12 +132,3 @@ def _earlier(tokens: np.ndarray) -> np.ndarray:
     times = np.zeros(len(tokens), np.int64)
     times[order] = np.arange(len(tokens)) - starts
     return times
-
-
-def _again(lists: pa.ChunkedArray, lengths: np.ndarray) -> np.ndarray:
-    """Lists end to end, with NaN for a list that is null."""
-    parts = [
-        entry.values.to_numpy() if entry.is_valid else np.full(n, np.nan)
-        for entry, n in zip(lists, lengths, strict=True)
-    ]
-    return np.concatenate(parts)

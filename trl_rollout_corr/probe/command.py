@@ -34,7 +34,7 @@ _ENVIRONMENT = {
 _SAFE = {"PYTHONSAFEPATH": "1"}
 _START = (
     "import runpy, sys; sys.path.insert(0, sys.argv.pop(1)); import trl_rollout_corr; sys.path.append(sys.path.pop(0)); "
-    "runpy.run_module('trl_rollout_corr.trainers', run_name='__main__')"
+    "runpy.run_module('trl_rollout_corr.probe', run_name='__main__')"
 )
 
 

@@ -23,10 +23,10 @@ from transformers import AutoConfig, AutoTokenizer, TrainerCallback
 from trl import ScriptArguments, get_peft_config, get_quantization_config
 from trl.import_utils import is_vllm_available
 
+from ..dumps.rows import make_row, on_host
 from ..dumps.writing import write_rows
 from ..messages import warn
 from ..trainers.batch import ROLLOUT_LOGPS
-from ..trainers.dumping import numbers_of
 from ..trainers.preflight import score_alone
 from ..trainers.run_metadata import settings_in_effect
 from ..trainers.sampler import distorting, neutral
@@ -356,9 +356,7 @@ class Probe:
         ]
         write_rows(folder, 1, 0, rows, settings_in_effect(self.run), self.about)
 
-    def _rows(
-        self, batch: dict[str, Any], logps: torch.Tensor, again: torch.Tensor | None
-    ) -> Iterator[dict[str, Any]]:
+    def _rows(self, batch: dict[str, Any], logps: torch.Tensor, again: torch.Tensor | None) -> list[dict[str, Any]]:
         mask = self.trainer._loss_mask(batch).bool()
         columns = {
             **{name: batch[name] for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")},
@@ -373,11 +371,7 @@ class Probe:
             "staleness": torch.zeros(len(mask)),
             "again_logps": again,
         }
-        on_host = {name: None if x is None else x.cpu() for name, x in columns.items()}
-        for i in range(len(mask)):
-            row = numbers_of({"step": 1, **{name: None if x is None else x[i] for name, x in on_host.items()}})
-            text = {"prompt": "", "completion": "", "tokens": [""] * len(row["token_ids"])}
-            yield {**row, **text, "rank": 0, "sampled": True, "worst": False}
+        return [make_row(sequence, step=1) for sequence in on_host(columns)]
 
     @contextmanager
     def sampling_without(self, names: tuple[str, ...]) -> Iterator[None]:

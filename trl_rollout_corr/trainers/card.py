@@ -1,6 +1,8 @@
-"""The model card of a trained model: TRL's, with the model and the correction named."""
+"""The model card of a trained model: TRL's, with the model and the correction named, for readers and as metadata."""
 
 from pathlib import Path
+
+import yaml
 
 from .. import __url__, __version__
 
@@ -32,4 +34,7 @@ def complete_card(text: str, model: str, output_dir: str, correction: str) -> st
     text = text.replace(
         "### Framework versions\n\n", f"{about}### Framework versions\n\n- trl-rollout-corr: {__version__}\n"
     )
+    if text.startswith("---\n"):
+        known = {"trl_rollout_corr": {"model": Path(model).name, "correction": correction}}
+        text = f"---\n{yaml.safe_dump(known, sort_keys=False, allow_unicode=True)}{text[4:]}"
     return text if about in text else f"{text}\n{about}"

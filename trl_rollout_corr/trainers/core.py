@@ -17,9 +17,8 @@ import torch
 from transformers import PreTrainedModel
 from trl import GRPOConfig, RLOOConfig
 
-from ..analysis.spread import rejected
 from ..correction.compute import RolloutCorrection, compute_rollout_correction, usable_rollout_logps
-from ..correction.functional import LOG_RATIO_BOUND
+from ..correction.functional import LOG_RATIO_BOUND, expected_share_outside
 from ..messages import warn
 from .batch import ROLLOUT_LOGPS, ROLLOUT_STEP
 from .card import complete_card
@@ -72,7 +71,7 @@ def check_bounds_of_means(config: GRPOConfig | RLOOConfig):
     for criterion, bounds in zip(config.criteria, config.rollout_rs_threshold or [], strict=True):
         if criterion.name != "seq_mean_k1":
             continue
-        share = rejected(ROUNDING, torch.tensor(float(length)), *bounds).item()
+        share = expected_share_outside(ROUNDING, torch.tensor(float(length)), *bounds).item()
         if share > 0.5:
             width = 3 * ROUNDING / math.sqrt(length)
             lower = math.floor(1e4 * math.exp(-(ROUNDING**2) / 2 - width)) / 1e4

@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +11,7 @@ import torch
 from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 
+from ..dumps.rows import make_row, on_host
 from ..dumps.writing import append_log, files_of, read_logs, remove_oldest, rewind, write_rows
 from ..settings.config import RolloutCorrectionConfig
 from .run_metadata import settings_in_effect
@@ -51,13 +52,16 @@ class Offered(NamedTuple):
             Largest absolute log-ratio of its tokens, infinite if one has no finite log-probability.
         chance (`float`):
             A random number in `[0, 1)`. The sequences with the largest are the ones that are drawn.
-        row (`dict`):
-            Its columns, without text.
+        step (`int`):
+            Optimizer step that trains on it.
+        sequence (`dict`):
+            Its tensors.
     """
 
     distance: float
     chance: float
-    row: dict[str, Any]
+    step: int
+    sequence: dict[str, torch.Tensor | None]
 
 
 class SequenceDump(TrainerCallback):
@@ -127,10 +131,8 @@ class SequenceDump(TrainerCallback):
         chance[distance < 0] = -1.0
         self.n_batches += 1
         chosen = self._chosen(distance, chance)
-        on_host = {name: None if x is None else x[chosen].cpu() for name, x in {**batch, **columns}.items()}
-        for i, index in enumerate(chosen.tolist()):
-            row = {name: None if x is None else x[i] for name, x in on_host.items()}
-            self.offered.append(Offered(distance[index].item(), chance[index].item(), {"step": step, **row}))
+        for index, sequence in zip(chosen.tolist(), on_host({**batch, **columns}, chosen), strict=True):
+            self.offered.append(Offered(distance[index].item(), chance[index].item(), step, sequence))
         self._thin_out()
 
     def _chosen(self, distance: torch.Tensor, chance: torch.Tensor) -> torch.Tensor:
@@ -166,7 +168,7 @@ class SequenceDump(TrainerCallback):
         if not self.wants(state.global_step):
             return
         drawn, worst, anywhere = self._among_all_ranks()
-        rows = list(self._rows(drawn, worst))
+        rows = [self._row(self.offered[i], sampled=i in drawn, worst=i in worst) for i in sorted(drawn | worst)]
         self.offered, self.n_batches = [], 0
         if anywhere:  # the same on all ranks
             self.next_step = state.global_step + self.args.rollout_dump_steps
@@ -214,36 +216,6 @@ class SequenceDump(TrainerCallback):
             chosen.append({i for i in best.tolist() if 0 <= i < len(self.offered)})
         return chosen[0], chosen[1], bool((everywhere >= 0).any())
 
-    def _rows(self, drawn: set[int], worst: set[int]) -> Iterator[dict[str, Any]]:
-        for i in sorted(drawn | worst):
-            row = self.offered[i].row
-            numbers = numbers_of(row)
-            prompt, token_ids = numbers["prompt_ids"], numbers["token_ids"]
-            yield {
-                **numbers,
-                "rank": self.accelerator.process_index,
-                "sampled": i in drawn,
-                "worst": i in worst,
-                "prompt": self.tokenizer.decode(prompt),
-                "completion": self.tokenizer.decode(token_ids),
-                "tokens": [self.tokenizer.decode([token]) for token in token_ids],
-            }
-
-
-def numbers_of(row: dict[str, Any]) -> dict[str, Any]:
-    """Columns of one sequence of a batch, as numbers and lists, without its text."""
-    n = int(row["completion_mask"].sum())
-    prompt = row["prompt_mask"].bool()
-    again = row["again_logps"]
-    lists = ("mask", "train_logps", "rollout_logps", "weights", "keep", "coefficients")
-    return {
-        "step": row["step"],
-        "token_ids": row["completion_ids"][:n].tolist(),
-        **{name: None if row[name] is None else row[name][:n].tolist() for name in lists},
-        "reward": row["reward"].item(),
-        "advantage": row["advantage"].item(),
-        "staleness": None if row["staleness"] is None or row["staleness"].isnan() else int(row["staleness"]),
-        "prompt_ids": row["prompt_ids"][prompt].tolist(),
-        "padding": int((~prompt).sum()),
-        "again_logps": None if again is None or again[:n].isnan().all() else again[:n].tolist(),
-    }
+    def _row(self, offered: Offered, **chosen: bool) -> dict[str, Any]:
+        rank, decode = self.accelerator.process_index, self.tokenizer.decode
+        return make_row(offered.sequence, offered.step, rank=rank, decode=decode, **chosen)

@@ -3,17 +3,15 @@
 from collections.abc import Callable
 from typing import Any
 
-import pyarrow as pa
 import torch
 from transformers import TrainerCallback
 
 from ..diagnosis import Observed, diagnose
 from ..diagnosis.written import as_text
-from ..dumps.reading import Sequences
-from ..dumps.writing import SCHEMA
+from ..dumps.rows import make_row, on_host
+from ..dumps.sequences import Sequences
 from ..settings.config import RolloutCorrectionConfig
 from .console import write
-from .dumping import numbers_of
 from .run_metadata import settings_in_effect
 
 
@@ -54,11 +52,9 @@ class Preflight(TrainerCallback):
 
     def offer(self, step: int, batch: dict[str, torch.Tensor], columns: dict[str, Any]):
         """Take the sequences of a batch. As of [`~trl_rollout_corr.trainers.dumping.SequenceDump.offer`]."""
-        on_host = {name: None if x is None else x.cpu() for name, x in {**batch, **columns}.items()}
-        n = len(columns["mask"])
-        for i in range(min(n, ROWS - len(self.rows))):
-            row = numbers_of({"step": step, **{name: None if x is None else x[i] for name, x in on_host.items()}})
-            self.rows.append({**row, "rank": 0, "sampled": True, "worst": False, "prompt": "", "completion": ""})
+        mask = columns["mask"]
+        missing = torch.arange(min(len(mask), ROWS - len(self.rows)), device=mask.device)
+        self.rows += [make_row(sequence, step) for sequence in on_host({**batch, **columns}, missing)]
 
     def on_step_end(self, args, state, control, **kwargs):
         rows, self.rows = self.rows, []
@@ -66,11 +62,8 @@ class Preflight(TrainerCallback):
             return
         self.done = True
         if state.is_world_process_zero:
-            table = pa.Table.from_pylist(
-                [{**row, "tokens": [""] * len(row["token_ids"])} for row in rows], schema=SCHEMA
-            )
             try:
-                observed = Observed(Sequences(table), table, settings_in_effect(self.args), self.about)
+                observed = Observed(Sequences.from_rows(rows), settings_in_effect(self.args), self.about)
                 self.diagnosis = diagnose(observed)
                 text = as_text(self.diagnosis)
             except Exception as error:  # looking at a run must not end it

@@ -2,12 +2,11 @@
 
 import math
 from collections import Counter
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...dumps.reading import Sequences
+from ...dumps.sequences import Sequences
 
 
 _WORST = 20
@@ -20,62 +19,42 @@ _AROUND = 6  # tokens of context on either side
 _SHOWN = 240  # tokens of an excerpt
 
 
-@dataclass
-class Token:
-    """A token, where it is, what the two policies say about it, and how many of the furthest tokens are like it."""
+class Token(NamedTuple):
+    """A token: its place, its text with the tokens around it, and what the dump says about it."""
 
     step: int
     row: int
-    position: int
+    position: int  # in the completion, from 1
     before: str
     text: str
     after: str
-    train: float
-    rollout: float
+    train: float  # probability under the trainer
+    rollout: float  # and under the sampler
     d: float
     kept: bool
     reward: float
-    sampled: bool
-    times: int = 1
+    sampled: bool  # whether its sequence was drawn at random
+    times: int = 1  # tokens among the furthest with the same text and sign of d
 
 
 class Excerpt(NamedTuple):
-    """
-    Part of a completion around its worst token.
-
-    Args:
-        step (`int`):
-            Optimizer step.
-        reward (`float`):
-            Its reward; NaN if unknown.
-        length (`int`):
-            Its number of tokens.
-        first (`int`):
-            Position of the first token that is shown.
-        prompt (`str`):
-            End of the prompt.
-        tokens (`list[tuple[str, str, float]]`):
-            Text, state (`"kept"`, `"rejected"`, `"broken"` or `"tool"`) and log-ratio of each token that is shown.
-    """
+    """A part of a completion around its worst token."""
 
     step: int
-    reward: float
-    length: int
-    first: int
-    prompt: str
-    tokens: list[tuple[str, str, float]]
+    reward: float  # NaN if unknown
+    length: int  # tokens of the completion
+    first: int  # position of the first token that is shown
+    prompt: str  # its end
+    tokens: list[tuple[str, str, float]]  # text, state ("kept", "rejected", "broken" or "tool") and log-ratio
 
 
 class Worst(NamedTuple):
-    """
-    The worst tokens, each with its likes, among how many of the furthest they were counted, excerpts of the first of their
-    completions, and how many are broken, with the first of those.
-    """
+    """The worst tokens of a dump."""
 
-    tokens: list[Token]
-    among: int
-    excerpts: list[Excerpt]
-    broken: list[Token]
+    tokens: list[Token]  # one of each text and sign of d, the furthest
+    among: int  # tokens among which they were looked for
+    excerpts: list[Excerpt]  # of the first of their completions
+    broken: list[Token]  # the first ones without a finite log-ratio
     n_broken: int
 
 
@@ -85,18 +64,13 @@ def find_worst(sequences: Sequences) -> Worst:
     first_of_row: dict[int, Token] = {}
     for token in worst:
         first_of_row.setdefault(token.row, token)
+    excerpts = [_excerpt(sequences, token) for token in list(first_of_row.values())[:_EXCERPTS]]
     broken = np.flatnonzero(sequences.broken)
-    return Worst(
-        worst,
-        among,
-        [_excerpt(sequences, token) for token in list(first_of_row.values())[:_EXCERPTS]],
-        [_token(sequences, int(i)) for i in broken[:_BROKEN]],
-        len(broken),
-    )
+    return Worst(worst, among, excerpts, [_token(sequences, int(i)) for i in broken[:_BROKEN]], len(broken))
 
 
 def _worst(sequences: Sequences) -> tuple[list[Token], int]:
-    """One token of each text and sign of `d`, the furthest, and among how many tokens they were looked for."""
+    """One token of each text and sign of `d`, the furthest, and the number of tokens among which they were looked for."""
     size = np.where(sequences.valid, np.abs(sequences.log_ratio), -1.0)
     among = int(np.clip(len(size) // 100, *_AMONG))
     largest: Any = np.argpartition(-size, min(among, len(size) - 1))[:among] if len(size) else []
@@ -107,7 +81,7 @@ def _worst(sequences: Sequences) -> tuple[list[Token], int]:
         row = int(sequences.row[i])
         key = sequences.text(row, i - int(sequences.starts[row])), bool(sequences.log_ratio[i] > 0)
         if key in found:
-            found[key].times += 1
+            found[key] = found[key]._replace(times=found[key].times + 1)
         elif len(found) < _WORST and of_row[row] < _PER_COMPLETION:
             of_row[row] += 1
             found[key] = _token(sequences, i)

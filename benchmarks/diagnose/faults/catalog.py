@@ -1,10 +1,15 @@
 """The faults, as data: which cause each injects, and where."""
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import torch
+
+from trl_rollout_corr.dumps.writing import files_of, write_rows
 
 from . import models, rows
 
@@ -97,3 +102,39 @@ FAULTS: dict[str, Fault] = {
     "padding": Fault("padding", "the trainer attends to padding", scoring={"attend_padding": True}),
     "nan_rows": Fault("nan_rows", "whole rows of logits are NaN", rows=rows.nan_rows),
 }
+
+
+def rewrite(dump: str | Path, output: str | Path, fault: str) -> Path:
+    """
+    Write a dump anew, with a fault.
+
+    Args:
+        dump (`str` or `Path`):
+            Folder of a dump.
+        output (`str` or `Path`):
+            Folder for the dump with the fault. It must not have one yet.
+        fault (`str`):
+            Name of a fault of `FAULTS` that changes rows: `"one_token_shift"`, `"bos"`, `"eos"` or `"nan_rows"`.
+
+    Returns:
+        `Path`: the folder with the fault.
+
+    Raises:
+        `ValueError`: if the fault does not change rows, there is no dump, or the output has one already.
+    """
+    known = sorted(name for name, fault in FAULTS.items() if fault.rows is not None)
+    if fault not in known:
+        raise ValueError(f"`fault` is {fault!r}; a dump can be rewritten with one of {', '.join(known)}.")
+    change: Any = FAULTS[fault].rows
+    source, target = Path(dump), Path(output)
+    if not files_of(source):
+        raise ValueError(f"`dump` is {str(dump)!r}, where no file step-*.parquet is; name the folder of a dump.")
+    if target.exists() and files_of(target):
+        raise ValueError(f"`output` is {str(output)!r}, which holds a dump already; name another folder.")
+    for file in files_of(source):
+        table = pq.read_table(file)
+        metadata = table.schema.metadata or {}
+        rows = [change(row) for row in table.to_pylist()]
+        settings, about = (json.loads(metadata.get(key, b"{}")) for key in (b"settings", b"about"))
+        write_rows(target, rows[0]["step"], rows[0]["rank"], rows, settings, about)
+    return target
