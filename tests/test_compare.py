@@ -1,4 +1,4 @@
-"""`python -m trl_rollout_corr compare`."""
+"""`trl-rollout-corr compare`."""
 
 import dataclasses
 import json
@@ -565,7 +565,7 @@ def test_dumps_that_cannot_be_compared(tmp_path, capsys):
             b"algorithm: {rollout_correction: {rollout_is: token}}",
             "a configuration of verl; translate it with `python -m",
         ),
-        (b"rollout_correction: {rollout_is: token}", "python -m trl_rollout_corr convert"),
+        (b"rollout_correction: {rollout_is: token}", "trl-rollout-corr convert"),
         (b"{rollout_is: true, rollout_is_threshold: 2}", "of verl's first releases; translate it"),
         (b"vllm_importance_sampling_mode: token_mask", "of TRL's own correction; translate it"),
         (b"learning_rate: 1", "no field of rollout correction"),

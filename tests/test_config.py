@@ -12,6 +12,7 @@ from trl import TrlParser
 
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedRLOOConfig, RolloutCorrectionConfig
 from trl_rollout_corr.settings.criteria import CRITERIA
+from trl_rollout_corr.settings.files import config_of_run
 from trl_rollout_corr.settings.presets import ORIGINAL_PRESETS, PRESETS, VERL_PRESETS
 
 
@@ -781,3 +782,10 @@ def test_a_monitor_from_a_command_line():
 def test_options_of_what_is_off_are_warned_about(fields, reason):
     with pytest.warns(UserWarning, match=f"has no effect: {reason}"):
         RolloutCorrectionConfig(**fields)
+
+
+def test_settings_in_a_dump_of_an_earlier_version_are_read():
+    config = config_of_run({"rollout_compile": True, "rollout_monitor_thresholds": {"ess_low": 0.5}}, "")
+    assert config.rollout_monitor_bounds == {"ess_low": 0.5}
+    with pytest.raises(TypeError, match="`rollout_compile` is no field"):
+        RolloutCorrectionConfig(rollout_compile=True)

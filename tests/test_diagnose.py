@@ -23,7 +23,7 @@ from trl_rollout_corr.diagnosis.ranking import DIFFUSE, STAGES
 from trl_rollout_corr.diagnosis.text import headline, remedy_for
 from trl_rollout_corr.dumps import writing as dump
 from trl_rollout_corr.settings.config import RolloutCorrectionConfig
-from trl_rollout_corr.trainers.facts import settings_in_effect
+from trl_rollout_corr.trainers.run_metadata import settings_in_effect
 
 
 with benchmarks("diagnose") as load_module:

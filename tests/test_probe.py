@@ -28,7 +28,7 @@ from trl_rollout_corr.probe.experiments import (
     judge,
     own_noise,
 )
-from trl_rollout_corr.trainers.reload import push
+from trl_rollout_corr.trainers._cpu_reload import push
 
 
 with benchmarks("diagnose") as load_module:

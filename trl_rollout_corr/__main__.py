@@ -272,7 +272,7 @@ def _recipes(args: argparse.Namespace) -> str:
 
 
 def _check(args: argparse.Namespace) -> str:
-    from .trainers.inspection import inspect_trl
+    from .trainers.check_command import inspect_trl
 
     report, usable = inspect_trl()
     args.code = 0 if usable else 1

@@ -12,10 +12,8 @@ from typing import ClassVar, NamedTuple, Self
 
 import torch
 
-from ..settings.keys import PREFIX
-from .compiling import as_numbers, compiled
-from .functional import accumulation_dtype, row_blocks
-from .sums import SegmentedSums
+from .functional import accumulation_dtype, as_numbers, row_blocks
+from .sums import Applied, SegmentedSums
 
 
 # Lower ends, in tokens, of the buckets that are reported. Lengths are counted by octaves, so that half of the completions can
@@ -48,28 +46,15 @@ class Accounts(SegmentedSums):
         "mean_reward": ("kept/rows", "kept/reward", "rejected/rows", "rejected/reward"),
     }
 
-    def finish(self, *, rejects: bool, weighs: bool) -> dict[str, float]:
-        """
-        Turn the sums into named numbers. Waits for the device.
-
-        Args:
-            rejects (`bool`):
-                Whether there is anything that rejects, so that the shares of rejected tokens are reported.
-            weighs (`bool`):
-                Whether weights are applied, so that the shares they take away are reported.
-
-        Returns:
-            `dict[str, float]`: metrics by key (`rollout_corr/...`), of the groups that have a token.
-        """
-        s = self.by_name()
+    def _metrics(self, s: dict[str, float], applied: Applied) -> dict[str, float]:
         groups = {name: sums for name, sums in _groups(s).items() if sums["tokens"]}
         metrics: dict[str, float] = {}
-        for key, measure, asked in (("rejected", "rejected", rejects), ("downweighted", "removed", weighs)):
-            if asked:
-                metrics |= {f"{key}/{name}": sums[measure] / sums["tokens"] for name, sums in groups.items()}
-        if rejects:
+        if applied.rejects:
+            metrics |= {f"rejected/{name}": sums["rejected"] / sums["tokens"] for name, sums in groups.items()}
             metrics |= _reward_metrics(s)
-        return {PREFIX + key: value for key, value in metrics.items()}
+        if applied.weighs:
+            metrics |= {f"downweighted/{name}": sums["removed"] / sums["tokens"] for name, sums in groups.items()}
+        return metrics
 
     def groups(self) -> dict[str, dict[str, float]]:
         """
@@ -89,8 +74,6 @@ def account(
     advantages: torch.Tensor,
     rewards: torch.Tensor,
     turns: torch.Tensor | None = None,
-    *,
-    compile: bool = False,
 ) -> Accounts:
     """
     Add up what the correction does to the gradient of which tokens.
@@ -108,17 +91,11 @@ def account(
             Rewards; NaN for a completion that was not scored.
         turns (`torch.Tensor` of shape `(B, T)`, *optional*):
             Turn of each token, from 1. By default there is one turn.
-        compile (`bool`, *optional*, defaults to `False`):
-            Whether it is compiled, see [`~trl_rollout_corr.correction.compiling.compiled`].
 
     Returns:
         [`Accounts`]: the sums. No host synchronisation, no collective.
     """
-    edges = _Edges.on(valid.device)
-    if not compile:
-        return _account(valid, keep, coefficients, advantages, rewards, turns, edges)
-    valid, keep = (as_numbers(mask, coefficients.dtype) for mask in (valid, keep))
-    return compiled(_account)(valid, keep, coefficients, advantages, rewards, turns, edges)
+    return _account(valid, keep, coefficients, advantages, rewards, turns, _Edges.on(valid.device))
 
 
 class _Edges(NamedTuple):
@@ -202,8 +179,7 @@ def _by_row_and_position(
     """The measures added up over each row, `(B, 3)`, and over each position, `(T, 3)`."""
     dtype = accumulation_dtype(valid.device)
     by_row, by_position = [], []
-    # a compiler makes no tensor of the measures, and a graph for each number of blocks
-    for rows in (slice(None),) if torch.compiler.is_compiling() else row_blocks(valid):
+    for rows in row_blocks(valid):
         sums = [(x.sum(1), x.sum(0)) for x in _measures(valid[rows], keep[rows], coefficients[rows])]
         by_row.append(torch.stack([x for x, _ in sums]))
         by_position.append(torch.stack([x for _, x in sums]))

@@ -8,11 +8,11 @@ import torch
 
 from ..settings.config import RolloutCorrectionConfig
 from ..settings.criteria import Criterion
-from .compiling import as_numbers, compiled
 from .functional import (
     Rejection,
     Tokens,
     above,
+    as_numbers,
     bound_weights,
     importance_ratio,
     mean_weight,
@@ -117,12 +117,12 @@ def compute_rollout_correction(
     _check_inputs(train_logps, rollout_logps, mask, config)
     direction = _direction(advantages, mask, config)
     corrected = _Assembled(mask)
-    plan, correct_rows = _Plan.of(config), _correct_rows
-    if config.rollout_compile:
-        mask, correct_rows = as_numbers(mask, torch.float32), compiled(_correct_rows)
+    plan = _Plan.of(config)
     for rows in row_blocks(mask):
         direction_of_rows = None if direction is None else direction[rows]
-        corrected.put(rows, *correct_rows(train_logps[rows], rollout_logps[rows], mask[rows], plan, direction_of_rows))
+        corrected.put(
+            rows, *_correct_rows(train_logps[rows], rollout_logps[rows], mask[rows], plan, direction_of_rows)
+        )
     weights, statistics = corrected.weights, corrected.statistics()
 
     scale = statistics.vector.new_ones(())
@@ -264,7 +264,7 @@ class _Assembled:
 
 
 class _Plan(NamedTuple):
-    """What a configuration asks for, as data: read once, not once per block, and known to a compiler."""
+    """What a configuration asks for, as data: read once, not once per block."""
 
     neutralize: bool
     criteria: tuple[Criterion, ...]

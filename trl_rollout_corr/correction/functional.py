@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 
 from ..settings.criteria import DIVERGENCES, LEVELS, SCOPES, TOKEN_ONLY, Criterion
-from .compiling import as_numbers, expm1, zero_unless
 
 
 # exp(20) = 4.9e8: a ratio beyond it says "broken", not "off-policy", and sums of squares still fit in float32. The bound is
@@ -101,6 +100,18 @@ def row_blocks(mask: torch.Tensor) -> Iterator[slice]:
     step = max(size // mask.shape[1], 1)
     for start in range(0, mask.shape[0], step):
         yield slice(start, start + step)
+
+
+def as_numbers(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """1 where a mask is not 0, else 0. The bytes of booleans are read as numbers: CPUs convert those six times as fast."""
+    if mask.dtype != torch.bool:
+        mask = mask.detach() != 0
+    return mask.view(torch.uint8).to(dtype)
+
+
+def zero_unless(x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """`x` where `counts` is 1, and 0 where it is 0, also where `x` is NaN or infinite."""
+    return x.nan_to_num(0.0, 0.0, 0.0).mul_(counts)  # NaN * 0 is NaN
 
 
 def above(x: torch.Tensor, bound: float) -> torch.Tensor:
@@ -239,7 +250,7 @@ def token_divergence(log_ratio: torch.Tensor, divergence: str) -> torch.Tensor:
 
 def k3(log_ratio: torch.Tensor) -> torch.Tensor:
     """`exp(d) - 1 - d` of log-ratios that are bounded from above."""
-    return expm1(log_ratio) - log_ratio  # expm1: exp(d) - 1 loses every digit for the usual d of 1e-4
+    return torch.expm1(log_ratio) - log_ratio  # expm1: exp(d) - 1 loses every digit for the usual d of 1e-4
 
 
 def probability_divergence(tokens: Tokens, divergence: str) -> torch.Tensor:
@@ -267,20 +278,20 @@ def probability_divergence(tokens: Tokens, divergence: str) -> torch.Tensor:
     log_q = (tokens.train_logps - tokens.log_ratio).clamp_(max=0.0)
     if divergence == "tv":  # without the difference of two numbers near 1
         larger = torch.maximum(log_p, log_q).exp_()
-        return expm1(-tokens.log_ratio.abs()).neg_().copysign_(tokens.log_ratio).mul_(larger)
+        return torch.expm1(-tokens.log_ratio.abs()).neg_().copysign_(tokens.log_ratio).mul_(larger)
     if divergence not in TOKEN_ONLY:
         raise ValueError(f"`divergence` must be one of {TOKEN_ONLY}, got {divergence!r}.")
     for logps in (log_p, log_q):
         logps.clamp_(math.log(SMALLEST_PROBABILITY), math.log1p(-SMALLEST_PROBABILITY))
     d, of_others = (
         log_p - log_q,
-        torch.log(expm1(log_p) / expm1(log_q)),
+        torch.log(torch.expm1(log_p) / torch.expm1(log_q)),
     )  # ln of p / q and (1 - p) / (1 - q)
     # rounding may leave either below 0, which it cannot be
-    from_sampler = (expm1(log_q) * of_others - log_q.exp() * d).clamp_(min=0.0)  # D(q, p)
+    from_sampler = (torch.expm1(log_q) * of_others - log_q.exp() * d).clamp_(min=0.0)  # D(q, p)
     if divergence == "kl":
         return from_sampler.copysign_(d)
-    return torch.maximum(from_sampler, log_p.exp() * d - expm1(log_p) * of_others)
+    return torch.maximum(from_sampler, log_p.exp() * d - torch.expm1(log_p) * of_others)
 
 
 def reject(tokens: Tokens, criterion: Criterion, direction: torch.Tensor | None = None) -> Rejection:

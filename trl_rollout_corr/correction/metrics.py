@@ -16,9 +16,8 @@ from typing import Self
 import torch
 
 from ..settings.criteria import Criterion
-from ..settings.keys import PREFIX
 from . import histogram
-from .compiling import expm1
+from .columns import Columns, row_squares
 from .functional import (
     LARGEST_POWER,
     LOG_RATIO_BOUND,
@@ -26,10 +25,9 @@ from .functional import (
     Rejection,
     Tokens,
     above,
-    accumulation_dtype,
     below,
 )
-from .sums import Sums
+from .sums import Applied, Sums
 
 
 @dataclass(frozen=True)
@@ -108,15 +106,8 @@ class Statistics(Sums):
         start = len(self.sum_names)
         return self.vector[start : start + histogram.BINS].tolist(), histogram.bin_edges()
 
-    def finish(self) -> dict[str, float]:
-        """
-        Turn the sums into named numbers. This is the only place that waits for the device.
-
-        Returns:
-            `dict[str, float]`: metrics by key (`rollout_corr/...`). A value that is undefined, because the batch has no
-            valid token, is NaN; every other value is finite.
-        """
-        s = self.by_name()
+    def _metrics(self, s: dict[str, float], applied: Applied) -> dict[str, float]:
+        """Metrics of the batch: NaN if it has no valid token, finite otherwise."""
         metrics = _policy_metrics(s) | _percentile_metrics(s, self.histogram()[0])
         if self.bounding is not None:
             metrics |= _weight_metrics(s, self.bounding)
@@ -125,63 +116,7 @@ class Statistics(Sums):
         if self.criteria:
             metrics["rollout_rs_masked_fraction"] = _divide(s["rejected"], s["tokens"])
             metrics["rollout_rs_seq_masked_fraction"] = _divide(s["rejected_rows"], s["rows"])
-        return {PREFIX + key: value for key, value in metrics.items()}
-
-
-class _Columns:
-    """One column per name, of what each row of a block adds to it. Added up over the rows when the block is done."""
-
-    def __init__(self, tokens: Tokens):
-        self.dtype = accumulation_dtype(tokens.valid.device)
-        self.lengths = tokens.lengths.to(self.dtype)  # (B, 1)
-        self.rows = above(self.lengths, 0.0)  # (B, 1), 1 for rows with a token
-        self.no_rows = self.rows.reciprocal() - 1.0  # (B, 1), infinity for the others
-        self.divisors = self.lengths.clamp(min=1)
-        self.sums: dict[str, torch.Tensor] = {}
-        self.maxima: dict[str, torch.Tensor] = {}
-
-    def add(self, name: str, x: torch.Tensor):
-        """Add up `x`, of shape `(B, T)` or `(B, 1)`, which is 0 where it does not count."""
-        self.sums[name] = x if x.shape[-1] == 1 else x.sum(-1, keepdim=True)
-
-    def add_columns(self, names: Sequence[str], x: torch.Tensor):
-        """Add up the columns of `x`, of shape `(B, len(names))`, each under its name."""
-        self.sums |= zip(names, x.split(1, -1), strict=True)
-
-    def row_mean(self, name: str) -> torch.Tensor:
-        """Mean over the tokens of each row of what was added under a name."""
-        return self.sums[name] / self.divisors
-
-    def add_extremes(self, name: str, x: torch.Tensor, outside: torch.Tensor):
-        """Largest and (negated) smallest entry of `x` where `outside` is 0 and not infinity."""
-        high, low = x - outside, x + outside
-        if x.shape[-1] > 1:
-            high, low = high.amax(-1, keepdim=True), low.amin(-1, keepdim=True)
-        self.maxima[f"{name}_max"], self.maxima[f"{name}_negated_min"] = high, -low
-
-    def add_rows(self, name: str, x: torch.Tensor):
-        """Add up what there is one of per row, `(B, 1)`, for its mean, its spread and how far it is from 0."""
-        self.add(f"{name}/row_sum", x)
-        self.add(f"{name}/row_squares", x.square())
-        self.maxima[f"{name}/deviation"] = x.abs() - self.no_rows
-
-    def joined(self) -> tuple[tuple[str, ...], torch.Tensor, tuple[str, ...], torch.Tensor]:
-        """Names and values of the sums, and of the maxima."""
-        sum_names, sums = self._joined(self.sums)
-        max_names, maxima = self._joined(self.maxima)
-        return sum_names, sums.sum(0), max_names, maxima.amax(0)
-
-    def _joined(self, columns: dict[str, torch.Tensor]) -> tuple[tuple[str, ...], torch.Tensor]:
-        """Names and columns, `(B, N)`. Those of one type first: converting them together is one operation, not N."""
-        narrow = [name for name, column in columns.items() if column.dtype != self.dtype]
-        wide = [name for name in columns if name not in narrow]
-        joined = [torch.cat([columns[name] for name in names], 1).to(self.dtype) for names in (narrow, wide) if names]
-        return (*narrow, *wide), torch.cat(joined, 1)
-
-
-def row_squares(x: torch.Tensor) -> torch.Tensor:
-    """`(B, 1)`: squares added up over each row, without a tensor of them."""
-    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
+        return metrics
 
 
 def collect(
@@ -213,7 +148,7 @@ def collect(
     Returns:
         [`Statistics`]: sums of the rows. No host synchronisation, no collective.
     """
-    c = _Columns(tokens)
+    c = Columns(tokens)
     c.add("tokens", tokens.lengths)
     c.add("rows", c.rows)
     c.add("mask_tokens", tokens.mask_lengths)
@@ -239,7 +174,7 @@ def collect(
 # The two policies -----------------------------------------------------------------------------------------------------
 
 
-def _collect_policies(c: _Columns, tokens: Tokens):
+def _collect_policies(c: Columns, tokens: Tokens):
     d = tokens.log_ratio
     c.add("d", d)
     c.add("train_logps", tokens.train_logps)
@@ -249,18 +184,18 @@ def _collect_policies(c: _Columns, tokens: Tokens):
     c.add_columns(("train_nll", "rollout_nll", "gap"), logs)
     c.add_columns(("train_ppl", "rollout_ppl", "ppl_ratio"), logs.clamp(max=LARGEST_POWER).exp_().mul_(c.rows))
     # r - 1: exp(d) - 1 would lose every digit of a small d. It serves k3 (as in `functional.k3`) and chi2
-    excess = expm1(d.clamp(max=LARGEST_POWER))
+    excess = torch.expm1(d.clamp(max=LARGEST_POWER))
     c.add("k3", excess - d)
     # E[r^2] - 1, summed as (r - 1)^2 + 2 (r - 1) so that a small divergence is not lost in a sum of ones
     excess.clamp_(max=math.expm1(LOG_RATIO_BOUND))
     c.add("chi2_token", row_squares(excess).add_(excess.sum(-1, keepdim=True), alpha=2.0))
     twice = (gap * c.lengths).mul_(-2.0)
-    c.add("chi2_seq", expm1(twice.clamp_(-2 * LOG_RATIO_BOUND, 2 * LOG_RATIO_BOUND)))
+    c.add("chi2_seq", torch.expm1(twice.clamp_(-2 * LOG_RATIO_BOUND, 2 * LOG_RATIO_BOUND)))
     c.add_extremes("gap", gap, c.no_rows)
     c.add_extremes("d", d, tokens.outside)
 
 
-def _collect_directions(c: _Columns, tokens: Tokens, direction: torch.Tensor):
+def _collect_directions(c: Columns, tokens: Tokens, direction: torch.Tensor):
     """The log-ratio where the advantage is positive, and where it is negative."""
     positive, negative = direction.clamp(min=0.0), direction.clamp(max=0.0).neg_()
     for sign, chosen in (("positive", positive), ("negative", negative)):
@@ -307,7 +242,7 @@ def _percentile_metrics(s: dict[str, float], counts: list[float]) -> dict[str, f
 # Importance weights ---------------------------------------------------------------------------------------------------
 
 
-def _collect_weights(c: _Columns, tokens: Tokens, bounding: Bounding, ratio: torch.Tensor, bounded: torch.Tensor):
+def _collect_weights(c: Columns, tokens: Tokens, bounding: Bounding, ratio: torch.Tensor, bounded: torch.Tensor):
     lower = 1 / bounding.upper if bounding.lower is None else bounding.lower
     high = above(ratio, bounding.upper).sum(-1, keepdim=True)
     collect_level = _collect_token_weights if bounding.level == "token" else _collect_sequence_weights
@@ -325,7 +260,7 @@ def _collect_weights(c: _Columns, tokens: Tokens, bounding: Bounding, ratio: tor
         c.sums["is/norm_count"] = c.sums["is/units"]
 
 
-def _collect_token_weights(c: _Columns, tokens: Tokens, bounding: Bounding, ratio, bounded, lower: float):
+def _collect_token_weights(c: Columns, tokens: Tokens, bounding: Bounding, ratio, bounded, lower: float):
     """Weights of tokens. Returns, per row, the means of `w - 1` and of the ratio, and how many ratios are low."""
     # sums of w - 1 rather than w: a variance of 1e-8 around a mean of 1 keeps its digits
     excess = bounded - tokens.valid
@@ -341,7 +276,7 @@ def _collect_token_weights(c: _Columns, tokens: Tokens, bounding: Bounding, rati
     return c.row_mean("is/sum"), c.row_mean("is/ratio"), low
 
 
-def _collect_sequence_weights(c: _Columns, tokens: Tokens, bounding: Bounding, ratio, bounded, lower: float):
+def _collect_sequence_weights(c: Columns, tokens: Tokens, bounding: Bounding, ratio, bounded, lower: float):
     """Weights of sequences, which count as often as a sequence has tokens. Returns what the function above does."""
     row_excess, row_ratio = (bounded.to(c.dtype) - 1.0) * c.rows, ratio.to(c.dtype)
     c.add("is/sum", row_excess * c.lengths)
@@ -385,7 +320,7 @@ def _weight_metrics(s: dict[str, float], bounding: Bounding) -> dict[str, float]
 # Rejection criteria ---------------------------------------------------------------------------------------------------
 
 
-def _collect_criterion(c: _Columns, tokens: Tokens, criterion: Criterion, rejection: Rejection):
+def _collect_criterion(c: Columns, tokens: Tokens, criterion: Criterion, rejection: Rejection):
     name = f"rs/{criterion.name}"
     floor = criterion.lower if criterion.signed else 0.0
     collect_scope = _collect_token_criterion if criterion.by_token else _collect_sequence_criterion
@@ -403,7 +338,7 @@ def _collect_criterion(c: _Columns, tokens: Tokens, criterion: Criterion, reject
         c.add(f"{name}/veto_rows", rejection.high)
 
 
-def _collect_token_criterion(c: _Columns, tokens: Tokens, criterion: Criterion, rejection, name: str, floor: float):
+def _collect_token_criterion(c: Columns, tokens: Tokens, criterion: Criterion, rejection, name: str, floor: float):
     """A criterion on tokens. Returns, per row: its mean, whether that is out of bounds, and the tokens that are rejected."""
     statistic = rejection.statistic
     c.add(f"{name}/sum", statistic)
@@ -421,7 +356,7 @@ def _collect_token_criterion(c: _Columns, tokens: Tokens, criterion: Criterion, 
     return row, row_high, row_low, rejection.rejected.sum(-1, keepdim=True)
 
 
-def _collect_sequence_criterion(c: _Columns, tokens: Tokens, criterion: Criterion, rejection, name: str, floor: float):
+def _collect_sequence_criterion(c: Columns, tokens: Tokens, criterion: Criterion, rejection, name: str, floor: float):
     """A criterion on sequences, each of which counts as often as it has tokens. Returns what the function above does."""
     row = rejection.statistic.to(c.dtype) * c.rows
     bounded = row.clamp(floor, criterion.upper)

@@ -8,9 +8,8 @@ from typing import ClassVar
 
 import torch
 
-from ..settings.keys import PREFIX
 from .functional import LOG_RATIO_BOUND, accumulation_dtype, select_tokens
-from .sums import SegmentedSums
+from .sums import Applied, SegmentedSums
 
 
 class StepSize(SegmentedSums):
@@ -18,15 +17,8 @@ class StepSize(SegmentedSums):
 
     SEGMENTS: ClassVar[Mapping[str, tuple[str, ...]]] = {"scale": ("steps", "lr_scale")}
 
-    def finish(self) -> dict[str, float]:
-        """
-        Turn the sums into named numbers. Waits for the device.
-
-        Returns:
-            `dict[str, float]`: metrics by key (`rollout_corr/...`).
-        """
-        s = self.by_name()
-        return {f"{PREFIX}lr_scale": s["lr_scale"] / s["steps"]}
+    def _metrics(self, s: dict[str, float], applied: Applied) -> dict[str, float]:
+        return {"lr_scale": s["lr_scale"] / s["steps"]}
 
 
 def ratio_sums(

@@ -8,9 +8,29 @@ value made from them does not depend on how the data was split.
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import ClassVar, NamedTuple, Self
 
 import torch
+
+from ..settings.keys import PREFIX
+
+
+class Applied(NamedTuple):
+    """
+    Parts of the correction that a run has. Metrics of the others are left out.
+
+    Args:
+        rejects (`bool`):
+            Criteria reject tokens.
+        weighs (`bool`):
+            Importance weights multiply the policy gradient.
+        corrects (`bool`):
+            The loss differs from TRL's.
+    """
+
+    rejects: bool
+    weighs: bool
+    corrects: bool
 
 
 @dataclass(frozen=True)
@@ -65,8 +85,22 @@ class Sums:
         maxima = values[len(values) - len(self.max_names) :]
         return dict(zip(self.sum_names, values, strict=False)) | dict(zip(self.max_names, maxima, strict=True))
 
+    def finish(self, *, rejects: bool = True, weighs: bool = True, corrects: bool = True) -> dict[str, float]:
+        """
+        Turn the sums into metrics. Waits for the device. The arguments are those of [`Applied`].
 
-# Some of the sums of a [`SegmentedSums`], by name of the segment
+        Returns:
+            `dict[str, float]`: metrics by key (`rollout_corr/...`).
+        """
+        metrics = self._metrics(self.by_name(), Applied(rejects, weighs, corrects))
+        return {PREFIX + key: value for key, value in metrics.items()}
+
+    def _metrics(self, s: dict[str, float], applied: Applied) -> dict[str, float]:
+        """Metrics without prefix, from the sums and maxima by name."""
+        raise NotImplementedError
+
+
+# Sums of a part of a [`SegmentedSums`], by name of the segment
 Segments = Mapping[str, torch.Tensor]
 
 

@@ -137,10 +137,6 @@ class RolloutCorrectionConfig(OriginalPresets):
 
         > Failures of the sampler
 
-        rollout_compile (`bool`, *optional*, defaults to `False`):
-            Whether weights, masks, sums and accounts are computed by `torch.compile`: fewer and larger kernels, the same
-            numbers to 1e-6 (means of the criteria of the probability to 1e-2, where a token is nearly certain). The first step
-            waits for the compiler, for up to a minute. Needs a C++ compiler, and Triton on a GPU.
         rollout_nan_policy (`str`, *optional*, defaults to `"drop"`):
             What to do with a token whose log-ratio is not finite: `"drop"` takes it out of the policy loss and of all
             statistics, `"raise"` stops the run, `"neutralize"` takes its ratio as 1.
@@ -167,13 +163,13 @@ class RolloutCorrectionConfig(OriginalPresets):
 
         rollout_diagnose (`bool`, *optional*, defaults to `False`):
             Whether to look for the cause of the gap at the first optimizer step, and print it: what
-            `python -m trl_rollout_corr diagnose` says of a dump (`docs/diagnose.md`). The trainer scores a few sequences a
+            `trl-rollout-corr diagnose` says of a dump (`docs/diagnose.md`). The trainer scores a few sequences a
             second time, one by one, so that its own noise is known; nothing of it touches the loss.
 
         > Dump
 
         rollout_dump_dir (`str`, *optional*):
-            Folder to write sampled and worst sequences to, as Parquet, for `python -m trl_rollout_corr report` and
+            Folder to write sampled and worst sequences to, as Parquet, for `trl-rollout-corr report` and
             `compare`. Nothing is written by default.
         rollout_dump_steps (`int`, *optional*, defaults to `1`):
             Number of optimizer steps between two dumps.
@@ -247,9 +243,6 @@ class RolloutCorrectionConfig(OriginalPresets):
     )
     rollout_metrics_only: bool = field(
         default=False, metadata={"help": "Compute and report everything, leave the loss alone."}
-    )
-    rollout_compile: bool = field(
-        default=False, metadata={"help": "Compute the correction by `torch.compile`: fewer and larger kernels."}
     )
     rollout_lr_scaling: LrScaling | None = field(
         default=None,
@@ -691,7 +684,6 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
         name: partial(_boolean, name)
         for name in (
             "bypass_mode",
-            "rollout_compile",
             "rollout_diagnose",
             "rollout_is_batch_normalize",
             "rollout_is_clamp",

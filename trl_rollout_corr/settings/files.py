@@ -14,8 +14,10 @@ from .presets import PRESETS
 
 
 FIELDS = frozenset(field.name for field in dataclasses.fields(RolloutCorrectionConfig))
+# Fields in dumps of earlier versions
+_RENAMED = {"rollout_monitor_thresholds": "rollout_monitor_bounds"}
+_REMOVED = ("rollout_compile",)
 # Keys that only the first releases of verl had. A boolean `rollout_is` is theirs, too.
-_RENAMED = {"rollout_monitor_thresholds": "rollout_monitor_bounds"}  # of dumps that are older
 _LEGACY_ONLY = ("rollout_is_level", "rollout_is_mode", "rollout_is_threshold_lower", "rollout_is_veto_threshold")
 
 
@@ -94,7 +96,7 @@ def read_config(path: str) -> RolloutCorrectionConfig:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            config = _built(_own_fields(read_document(Path(path)).content))
+            config = RolloutCorrectionConfig(**_own_fields(read_document(Path(path)).content))
         except (ValueError, TypeError) as error:
             raise SelfContainedError(f"{path}: {_in_one_line(error)}") from None
     for warning in caught:
@@ -110,7 +112,7 @@ def _own_fields(document: Any) -> dict[str, Any]:
     if isinstance(document.get("algorithm"), Mapping):  # a whole configuration, whatever is in it
         tool = "verl"
     if tool:
-        raise ValueError(f"a configuration of {tool}; translate it with `python -m trl_rollout_corr convert`")
+        raise ValueError(f"a configuration of {tool}; translate it with `trl-rollout-corr convert`")
     unknown = [key for key in document if str(key).startswith("rollout_") and key not in FIELDS]
     if unknown:
         raise ValueError(f"`{unknown[0]}` is not a field of rollout correction")
@@ -126,17 +128,12 @@ def config_of_run(settings: Mapping[str, Any], complaint: str) -> RolloutCorrect
         warnings.simplefilter("ignore")  # about settings without effect: the run has warned already
         try:
             # beside settings of TRL, of which none begins like this
-            ours = {key: value for key, value in settings.items() if key in FIELDS or key.startswith("rollout_")}
-            return _built({_RENAMED.get(key, key): value for key, value in ours.items()})
+            ours = {_RENAMED.get(key, key): value for key, value in settings.items() if key not in _REMOVED}
+            return RolloutCorrectionConfig(
+                **{key: value for key, value in ours.items() if key in FIELDS or key.startswith("rollout_")}
+            )
         except (ValueError, TypeError) as error:
             raise ValueError(f"{complaint}: {_in_one_line(error)}") from None
-
-
-def _built(fields: Mapping[str, Any]) -> RolloutCorrectionConfig:
-    """What is corrected, and not how fast: who reads a dump need not have a compiler, nor wait for one."""
-    config = RolloutCorrectionConfig(**fields)
-    config.rollout_compile = False
-    return config
 
 
 def _in_one_line(error: Exception) -> str:

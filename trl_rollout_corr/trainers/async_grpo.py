@@ -19,33 +19,75 @@ from typing import Any
 import requests
 import torch
 
-from ..correction.ages import Intake, by_age, completions
 from ..correction.compute import usable_rollout_logps
 from ..correction.functional import LOG_RATIO_BOUND
+from ..messages import nearest, warn_idle
 from ..settings.config import RolloutCorrectionConfig
+from ._cpu_attention import register_tree_attention
 from .batch import REWARDS, ROLLOUT_LOGPS, ROLLOUT_STEP
-from .checks import (
-    check_asynchronous,
-    check_bases,
-    check_bounds_of_means,
-    check_proximal,
-    check_server_logprobs,
-    check_tightened,
-    warn_about_distortion,
-    warn_about_proximal,
-)
-from .contract import ASYNCHRONOUS, check_trl
-from .core import CorrectionCore
+from .core import CorrectionCore, check_bounds_of_means
 from .engine import announce_server, check_engine_kwargs
 from .intake import ADVANTAGES, TERMS, TEXT, TEXT_PREFIX, TOOLS, Carrier, Layout, Tap
+from .loss import normalizes_sequences
+from .monitor import check_tightened
 from .observer import Corrected
 from .packed import Awaited, Policy, Terms
+from .sampler import check_server_logprobs, warn_about_distortion
 from .stopping import OrderlyEnd
-from .tree_attention import register_tree_attention
+from .trl_interface import ASYNCHRONOUS, check_bases, check_trl
 from .upstream import AsyncGRPOConfig, AsyncGRPOTrainer, AsyncRolloutWorker, WeightTransferClient, without_peak_flops
 
 
 LOSS_MASK = "loss_mask"  # (B, T)
+
+
+PROXIMAL = ("visit", "interpolated")
+
+
+def check_proximal(value: Any) -> str:
+    """Check what stands for the old policy in an asynchronous run, and return it."""
+    if value not in PROXIMAL:
+        raise ValueError(
+            f"`rollout_proximal` must be one of {', '.join(PROXIMAL)}, got {value!r}.{nearest(value, PROXIMAL)}"
+        )
+    return value
+
+
+def check_asynchronous(config: Any):
+    """
+    Refuse or warn about settings that an asynchronous run cannot follow.
+
+    Args:
+        config ([`RolloutCorrectedAsyncGRPOConfig`]):
+            Configuration of a trainer.
+
+    Raises:
+        `ValueError`: if completions are to be rejected before their baseline, if the old policy is none that is known, or if
+            batch normalisation may see a single sequence.
+    """
+    if config.rollout_rs_exclude_from_baseline:
+        raise ValueError(
+            "`rollout_rs_exclude_from_baseline` is True, but in an asynchronous run the rollout worker computes rewards and "
+            "baselines before the trainer has seen a sample, so nothing is known to be rejected by then. Set it to False."
+        )
+    check_proximal(config.rollout_proximal)
+    packs = (
+        config.token_budget is None or config.token_budget > 0
+    )  # as many completions into a row as there is room for
+    fewest = config.world_size * (1 if packs else config.per_device_train_batch_size)
+    if normalizes_sequences(config) and fewest == 1:
+        raise ValueError(
+            "`rollout_is_batch_normalize` is True, and in an asynchronous run it spans the micro-batch of all ranks, which "
+            f"{'with this `token_budget` may be' if packs else 'is'} one completion: its weight would be 1. Set "
+            "`token_budget` to 0 and `per_device_train_batch_size` to 2 or more, or `rollout_is_batch_normalize` to False."
+        )
+
+
+def warn_about_proximal(config: Any):
+    """Warn if there is no old policy for `rollout_proximal` to stand for."""
+    if config.rollout_proximal != "visit" and (config.bypass_mode or not config.corrects):
+        reason = "it is the old policy of decoupled mode, with weights or rejection"
+        warn_idle("rollout_proximal", config.rollout_proximal, reason)
 
 
 @dataclass
@@ -103,8 +145,8 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
     `_sync_weight` (which optimizer step a version of the weights is from), `train` (an error of the sampler ends the run
     with a checkpoint), `log` (metrics), `add_callback` (one monitor).
 
-    On a CPU, packed rows get an attention of their own (`trainers/tree_attention.py`), and the weights need a way to the
-    server: a [`DiskWeightTransfer`], or an adapter.
+    On a CPU, packed rows get an attention of their own (`trainers/_cpu_attention.py`), and the weights need a way to the
+    server: a `DiskWeightTransfer` (`trainers/_disk_weight_transfer.py`), or an adapter.
 
     Example:
 
@@ -150,9 +192,9 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
     def _check_weights_reach_the_server(self):
         if isinstance(self.weight_transfer, WeightTransferClient):
             raise ValueError(
-                "`weight_transfer` is None, which is NCCL, and NCCL has no CPUs. Pass `weight_transfer=DiskWeightTransfer("
-                "url, folder)`; or train an adapter, with a server that has been started with `--enable-lora` and "
-                "`VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`."
+                "`weight_transfer` is None, which is NCCL, and NCCL needs GPUs. Pass `weight_transfer=DiskWeightTransfer("
+                "url, folder)` from `trl_rollout_corr.trainers._disk_weight_transfer`; or train an adapter, with a server "
+                "that was started with `--enable-lora` and `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`."
             )
 
     # Samples ----------------------------------------------------------------------------------------------------------
@@ -274,7 +316,8 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
         batch = self._completions_of(inputs, terms, selected)
         self._look_at_delivery(terms.spread(logps), batch, lambda: terms.spread(forward().log_probs.flatten()[index]))
         anchor, seen = self._corrected(terms.spread(logps), batch)
-        self._observe(terms.spread(logps), seen)
+        dropped = self._tap.take_dropped() if self._tap is not None else []
+        self._observer.trained(self._now, terms.spread(logps), seen, dropped)
         if awaited:
             n = len(logps)
             coefficients = terms.collect(seen.coefficients, n)
@@ -301,7 +344,7 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
     def _corrected(self, current: torch.Tensor, batch: dict[str, Any]) -> tuple[torch.Tensor, Corrected]:
         """Anchor of the ratio, `(B, T)`, and the corrected batch."""
         old = self._old_logps(current, batch)
-        self._observer.visited(self._now, batch, batch[LOSS_MASK], current, old)
+        self._observer.visited(self._now, self._ages(batch), batch[LOSS_MASK], current, old)
         self._weigh_step(current, batch)
         seen = self._correct_from(old, batch, from_old=False)  # between the two lies the age of the data
         anchor = old
@@ -317,8 +360,11 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
             return current
         rollout = usable_rollout_logps(current, batch[ROLLOUT_LOGPS], batch[LOSS_MASK], self.args)
         log_ratio = current - rollout
-        age = (self.state.global_step - batch[ROLLOUT_STEP]).nan_to_num(1.0).unsqueeze(1)
-        share = torch.where(age > 0, 1.0 / age.clamp(min=1.0), 0.0)  # of the gap, left to the ratio of PPO
+        ages = self._ages(batch)
+        assert ages is not None
+        # log old = log current - (log current - log rollout) / age; an unknown age counts as 1, and at age 0 old is current
+        age = ages.nan_to_num(1.0).unsqueeze(1)
+        share = torch.where(age > 0, 1.0 / age.clamp(min=1.0), 0.0)
         return current - torch.where(log_ratio.abs() <= LOG_RATIO_BOUND, share * log_ratio, 0.0)
 
     def _anchor_in_bypass(self, seen: Corrected) -> tuple[torch.Tensor, torch.Tensor]:
@@ -328,24 +374,3 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
             negative = seen.batch["advantages"].unsqueeze(1) < 0
             coefficients = coefficients.masked_fill(negative & (seen.train_logps - anchor > math.log(bound)), 0.0)
         return anchor, coefficients
-
-    def _observe(self, current: torch.Tensor, seen: Corrected):
-        """Count what depends on the age of the data, and who is trained on."""
-        batch, correction, window = seen.batch, seen.correction, self._observer.windows[self._now.mode]
-        age = self.state.global_step - batch[ROLLOUT_STEP]
-        window.add(
-            by_age(
-                current,
-                batch[ROLLOUT_LOGPS],
-                correction.valid,
-                correction.keep,
-                seen.coefficients,
-                batch[REWARDS],
-                age,
-            )
-        )
-        segments = {"trained": completions(seen.mask.sum(1), batch[REWARDS])}
-        if self._tap is not None and (dropped := self._tap.take_dropped()):
-            lengths, rewards = torch.tensor(dropped, device=current.device).unbind(1)
-            segments["stale_dropped"] = completions(lengths, rewards)
-        window.add(Intake.of(segments))

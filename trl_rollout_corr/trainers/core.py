@@ -5,32 +5,36 @@ TRL has.
 `B` completions, `T` completion tokens.
 """
 
+import math
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
+from trl import GRPOConfig, RLOOConfig
 
 from ..correction.compute import RolloutCorrection, compute_rollout_correction, usable_rollout_logps
-from ..correction.functional import LOG_RATIO_BOUND
+from ..correction.functional import LOG_RATIO_BOUND, expected_share_outside
+from ..messages import warn
 from .batch import ROLLOUT_LOGPS, ROLLOUT_STEP
 from .card import complete_card
-from .checks import check_config_class, check_dropout, check_dump_folder
 from .console import add_console
 from .delivery import Delivery
-from .dumping import SequenceDump
-from .facts import check_types, facts_of_engine, facts_of_trainer, may_round
+from .dumping import SequenceDump, check_dump_folder
 from .lr_scaling import LearningRateScaling, check_scalable
 from .monitor import MONITOR_FIELDS, RolloutCorrectionMonitor, add_monitor, settle_monitors
 from .observer import Corrected, Moment, Observer
 from .preflight import Preflight
+from .run_metadata import check_dropout, check_types, engine_metadata, may_round, trainer_metadata
+from .trl_interface import check_config_class
 
 
 if TYPE_CHECKING:
-    from transformers import Trainer as _Host  # `contract.py` has what is touched of TRL's trainers
+    from transformers import Trainer as _Host  # `trl_interface.py` has what is touched of TRL's trainers
 else:
     _Host = object
 
@@ -43,6 +47,42 @@ _READ_AT_START = (
     "rollout_lr_scaling",
     "rollout_engine_kwargs",
 )
+
+
+# Spread of the log-ratio per token, in nats, between a trainer and a sampler in bfloat16 with the same weights: that of a
+# k3_kl of 0.0008, measured for Qwen3-8B (https://github.com/AknA13/train-infer-mismatch). Small models are nearer.
+ROUNDING = 0.04
+
+
+def check_bounds_of_means(config: GRPOConfig | RLOOConfig):
+    """
+    Warn if bounds of `seq_mean_k1` are so narrow that rounding alone makes them reject most completions.
+
+    The mean of `T` log-ratios has a spread of `s / sqrt(T)`, so bounds that suit thousands of tokens do not suit a hundred.
+    The prediction takes all completions to be as long as they may get: shorter ones are rejected more often.
+
+    Args:
+        config ([`~trl.GRPOConfig`] or [`~trl.RLOOConfig`]):
+            Configuration of a trainer.
+    """
+    length = config.max_completion_length
+    if not config.corrects or not length:
+        return
+    for criterion, bounds in zip(config.criteria, config.rollout_rs_threshold or [], strict=True):
+        if criterion.name != "seq_mean_k1":
+            continue
+        share = expected_share_outside(ROUNDING, torch.tensor(float(length)), *bounds).item()
+        if share > 0.5:
+            width = 3 * ROUNDING / math.sqrt(length)
+            lower = math.floor(1e4 * math.exp(-(ROUNDING**2) / 2 - width)) / 1e4
+            upper = math.ceil(1e4 * math.exp(width)) / 1e4
+            warn(
+                f"`rollout_rs_threshold` of 'seq_mean_k1' is {bounds}, and `max_completion_length` is {length}: where trainer "
+                f"and sampler differ by the rounding of bfloat16 alone ({ROUNDING} nats per token), {share:.0%} of "
+                f"completions would be rejected, and more of shorter ones. Set [{lower:g}, {upper:g}] or wider, longer "
+                "completions, or `rollout_correction: auto`, whose bounds do not depend on length. If the sampler is more "
+                "precise than that, look at `rollout_corr/rollout_rs_masked_fraction`."
+            )
 
 
 class CorrectionCore(_Host):
@@ -75,7 +115,7 @@ class CorrectionCore(_Host):
         """What is done last when a trainer is built: the monitor, the dump, and sums of what is reported."""
         check_dropout(self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=True))
         add_console(self.callback_handler)
-        self._about = {"trainer": type(self).__name__, **self._facts()}
+        self._about = {"trainer": type(self).__name__, **self._metadata()}
         check_types(self._about)
         self._engine_kwargs = deepcopy(self.args.rollout_engine_kwargs)
         self._observer = Observer(self.args, self.accelerator, self.callback_handler)
@@ -114,16 +154,16 @@ class CorrectionCore(_Host):
             return super().train(*args, **kwargs)
 
     def _new_lr_scaling(self) -> LearningRateScaling:
-        return LearningRateScaling(self.args, self.accelerator, self._observer.windows["train"])
+        return LearningRateScaling(self.args, self.accelerator, partial(self._observer.add, "train"))
 
-    def _facts(self) -> dict[str, str]:
+    def _metadata(self) -> dict[str, str]:
         """What a diagnosis has to know of trainer and sampler."""
         model = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=True)
-        return facts_of_trainer(model, self.args) | facts_of_engine(self._engine_config)
+        return trainer_metadata(model, self.args) | engine_metadata(self._engine_config)
 
     def _doubt_delivery(self, in_part: bool) -> str | None:
         """Why a sampler that has got all weights may look as if it had not, or `None` if there is no reason."""
-        return may_round(self._facts(), in_part)
+        return may_round(self._metadata(), in_part)
 
     def _new_preflight(self) -> Preflight:
         return Preflight(self.args, self._about)
@@ -157,11 +197,15 @@ class CorrectionCore(_Host):
             sum_over_ranks=lambda tensor: self.accelerator.reduce(tensor, reduction="sum"),
         )
 
+    def _ages(self, batch: dict[str, Any]) -> torch.Tensor | None:
+        """Age of each completion, `(B,)` in optimizer steps, NaN if unknown; `None` if the sampler tells none."""
+        return self.state.global_step - batch[ROLLOUT_STEP] if ROLLOUT_STEP in batch else None
+
     def _look_at_delivery(self, current: torch.Tensor, batch: dict[str, Any], score: Callable[[], torch.Tensor]):
         """See that weights arrive in the sampler. `score` returns `current` by the weights of the time when it is called."""
-        if ROLLOUT_STEP in batch and self.model.training:
-            step = self.state.global_step
-            mask, ages = self._loss_mask(batch), step - batch[ROLLOUT_STEP]
+        ages = self._ages(batch)
+        if ages is not None and self.model.training:
+            step, mask = self.state.global_step, self._loss_mask(batch)
             self._delivery.visited(step, current, batch[ROLLOUT_LOGPS], mask, ages, score)
 
     def _weigh_step(self, current: torch.Tensor, batch: dict[str, Any]):
@@ -172,8 +216,8 @@ class CorrectionCore(_Host):
     def _correct_from(self, train_logps: torch.Tensor, batch: dict[str, Any], *, from_old: bool) -> Corrected:
         """Correct a batch for the gap between the sampler and a policy of the trainer, the old one or the current one."""
         correction = self._compute_correction(train_logps, batch)
-        mask = self._loss_mask(batch)
-        return Corrected(batch, mask, train_logps, correction, correction.coefficients, from_old)
+        mask, ages = self._loss_mask(batch), self._ages(batch)
+        return Corrected(batch, mask, train_logps, correction, correction.coefficients, from_old, ages)
 
     def _bypass(self, seen: Corrected) -> tuple[torch.Tensor, Corrected]:
         """Anchor in bypass mode, `(B, T)`, and what is corrected once tokens that it leaves no gradient are taken out."""

@@ -12,10 +12,35 @@ from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from ..dumps.rows import make_row, on_host
-from ..dumps.writing import append_log, remove_oldest, rewind, write_rows
+from ..dumps.writing import append_log, files_of, read_logs, remove_oldest, rewind, write_rows
 from ..settings.config import RolloutCorrectionConfig
-from .checks import check_dump_folder
-from .facts import settings_in_effect
+from .run_metadata import settings_in_effect
+
+
+def check_dump_folder(folder: Path, *, new_run: bool):
+    """
+    Refuse a folder that a dump cannot be written to. It is made if it is not there.
+
+    Args:
+        folder (`Path`):
+            `rollout_dump_dir`.
+        new_run (`bool`):
+            Whether the run starts at its first step, so that a dump that is there already is that of another run.
+
+    Raises:
+        `ValueError`: if it is not a folder, cannot be written to, or holds the dump of another run.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError("it is not writable")
+    except OSError as error:
+        raise ValueError(f"`rollout_dump_dir` is {str(folder)!r}, which cannot be used: {error}.") from None
+    if new_run and (files_of(folder) or read_logs(folder)):
+        raise ValueError(
+            f"`rollout_dump_dir` is {str(folder)!r}, which holds the dump of another run. Name another folder (for a second "
+            "`train()`, in `trainer.args`), or remove it, for instance if that run ended before a checkpoint."
+        )
 
 
 class Offered(NamedTuple):

@@ -8,23 +8,97 @@ from typing import Any
 import torch
 from trl import GRPOConfig, GRPOTrainer
 
-from ..settings.config import RolloutCorrectionConfig
+from ..messages import warn, warn_idle
+from ..settings.config import LOSS_TYPES, RolloutCorrectionConfig
 from .batch import OLD_LOGPS
-from .checks import (
-    check_batch_normalization,
-    check_bounds_of_means,
-    check_logprobs,
-    check_loss,
-    check_passes_by,
-    check_sampling,
-    check_sequence_level_ratio,
-    check_tightened,
-    replace_trl_correction,
-    warn_about_clip_ratio,
-    warn_about_iterations,
-)
+from .core import check_bounds_of_means
+from .loss import check_batch_normalization, warn_about_iterations
 from .mixin import RolloutCorrectionMixin
-from .versions import without_none
+from .monitor import check_tightened
+from .sampler import check_logprobs, check_sampling
+from .versions import check_passes_by, replace_trl_correction, without_none
+
+
+def check_loss(config: GRPOConfig):
+    """
+    Refuse losses of GRPO that rollout correction cannot be combined with.
+
+    Args:
+        config ([`~trl.GRPOConfig`]):
+            Configuration of a trainer.
+
+    Raises:
+        `ValueError`: if the loss is one of ours, if it weights sequences in its own way, or if the ratio of 1 that
+            `rollout_loss_type="reinforce"` needs would be clipped or averaged.
+    """
+    if config.loss_type in LOSS_TYPES:
+        raise ValueError(
+            f"`loss_type` is {config.loss_type!r}, which is a loss of `bypass_mode`: set `rollout_loss_type` to it. "
+            "`loss_type` is TRL's: grpo, dr_grpo, dapo, ..."
+        )
+    if not config.corrects:
+        return
+    if config.loss_type == "vespo":
+        raise ValueError(
+            "`loss_type` is 'vespo', which folds importance weights into its own sequence weight, so no other weight or "
+            "rejection can be applied to it. Choose another `loss_type`, or only measure with "
+            "`rollout_metrics_only=True`."
+        )
+    if not config.bypass_mode or config.rollout_loss_type != "reinforce":
+        return
+    cap = config.epsilon_high or config.epsilon
+    if config.loss_type == "cispo" and cap < 1.0:
+        raise ValueError(
+            f"`epsilon_high` is {cap} with `loss_type='cispo'`, which caps the ratio by it, and "
+            "with `rollout_loss_type='reinforce'`, whose ratio is 1: every gradient would be scaled by it. Set "
+            "`epsilon_high` to 1 or more."
+        )
+    if config.importance_sampling_level != "token":
+        raise ValueError(
+            f"`importance_sampling_level` is {config.importance_sampling_level!r} with `rollout_loss_type='reinforce'`, "
+            "whose loss is a sum over tokens. Set it to 'token'; for weights of sequences set `rollout_is` to "
+            "'sequence' or 'geometric'."
+        )
+
+
+def check_sequence_level_ratio(config: GRPOConfig):
+    """
+    Warn if single tokens are to be weighted or rejected in a loss whose ratio is that of the completion.
+
+    Args:
+        config ([`~trl.GRPOConfig`]):
+            Configuration of a trainer.
+    """
+    if not config.corrects or config.importance_sampling_level != "sequence":
+        return
+    settings = [f"`{name}`" for name in config.rollout_rs or [] if name.startswith("token_")]
+    if config.rollout_is == "token" and config.applies_weights:
+        settings.append("`rollout_is='token'`")
+    if settings:
+        warn(
+            f"{', '.join(settings)} act on single tokens, but with `importance_sampling_level='sequence'` every token of a "
+            "completion has the same gradient: the mean over its tokens is what acts, as with TRL's own correction. To weight "
+            "or reject completions, use `rollout_is='sequence'` or 'geometric', and criteria that start with `seq_`."
+        )
+
+
+def warn_about_clip_ratio(config: GRPOConfig):
+    """
+    Warn if TRL's loss does not bound the ratio to the sampler by `rollout_clip_ratio_c`.
+
+    Args:
+        config ([`~trl.GRPOConfig`]):
+            Configuration of a trainer.
+    """
+    if not (config.corrects and config.clips_around_sampler) or config.rollout_clip_ratio_c in (None, 3.0):
+        return
+    if config.loss_type in ("cispo", "sapo"):
+        reason = f"`loss_type` is {config.loss_type!r}, which bounds the ratio in its own way"
+    elif config.delta is not None:
+        reason = f"`delta` is {config.delta}, which is the same bound and goes first"
+    else:
+        return
+    warn_idle("rollout_clip_ratio_c", config.rollout_clip_ratio_c, reason)
 
 
 @dataclass

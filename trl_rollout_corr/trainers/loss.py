@@ -4,8 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from trl import GRPOConfig, RLOOConfig
 
-from .arrival import Mark, not_arrived
+from ..messages import warn
+from .gradient_check import GradientCheck, not_in_loss
 
 
 class LossInputs(dict):
@@ -54,7 +56,7 @@ class LossCall:
         self.inputs = LossInputs({key: value for key, value in batch.items() if key != "advantages"})
         self.with_gradient = torch.is_grad_enabled()
         self.forwards = 0
-        self.mark: Mark | None = None  # at the first step
+        self.gradient_check: GradientCheck | None = None  # at the first step
 
     def take_forward(self):
         """
@@ -92,4 +94,51 @@ class LossCall:
             )
         unread = [f"`{key}`" for key in sorted(keys - self.inputs.read)]
         if unread:
-            raise not_arrived(f"it does not read {' and '.join(unread)} from the batch")
+            raise not_in_loss(f"it does not read {' and '.join(unread)} from the batch")
+
+
+def check_batch_normalization(config: GRPOConfig | RLOOConfig):
+    """
+    Refuse batch normalisation over a single sequence, which would set its weight to 1.
+
+    Args:
+        config ([`~trl.GRPOConfig`] or [`~trl.RLOOConfig`]):
+            Configuration of a trainer, after TRL has resolved batch sizes.
+
+    Raises:
+        `ValueError`: if the micro-batch of all ranks is one sequence where it is the scope of a sequence-level mean.
+    """
+    if not (normalizes_sequences(config) and config.bypass_mode):
+        return
+    if config.per_device_train_batch_size * config.world_size == 1:
+        raise ValueError(
+            "`rollout_is_batch_normalize` is True with `bypass_mode`, where it spans the micro-batch of all ranks, and that "
+            "is one sequence: its weight would always be 1. Set `per_device_train_batch_size` to 2 or more (and divide "
+            "`gradient_accumulation_steps` accordingly), or use `bypass_mode=False`, which normalises over the generation "
+            "batch."
+        )
+
+
+def normalizes_sequences(config: Any) -> bool:
+    """Whether each weight is divided by a mean over sequences."""
+    normalizes = config.corrects and config.applies_weights and config.rollout_is_batch_normalize
+    return normalizes and config.rollout_is in ("sequence", "geometric")
+
+
+def warn_about_iterations(config: GRPOConfig | RLOOConfig):
+    """
+    Warn if completions are visited several times by a loss that bounds no step.
+
+    Args:
+        config ([`~trl.GRPOConfig`] or [`~trl.RLOOConfig`]):
+            Configuration of a trainer.
+    """
+    clips = not config.bypass_mode or config.rollout_loss_type != "reinforce"
+    if not config.corrects or clips or config.num_iterations == 1:
+        return
+    if not any(criterion.directed for criterion in config.criteria):  # a trust region
+        warn(
+            f"`num_iterations` is {config.num_iterations} with `rollout_loss_type='reinforce'`, which has no clipping: only "
+            "the bound of the weights limits the steps, and each visit of a completion moves the policy further. Set "
+            "`rollout_loss_type` to 'ppo_clip', `num_iterations` to 1, or add a trust region: 'token_tv' in `rollout_rs`."
+        )

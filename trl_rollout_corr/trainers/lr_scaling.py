@@ -5,6 +5,7 @@ Adam divides a gradient by its own size, so that a scaled loss would change noth
 for the one step, and put back before a scheduler or a checkpoint can see it.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +14,6 @@ from transformers import TrainerCallback, TrainingArguments
 
 from ..correction.step_size import StepSize, ess_sqrt, ratio_sums
 from ..settings.config import RolloutCorrectionConfig
-from .observer import LoggingWindow
 
 
 def check_scalable(args: Any):
@@ -47,12 +47,12 @@ class LearningRateScaling(TrainerCallback):
             Configuration of the trainer. With `rollout_metrics_only` the factor is only reported.
         accelerator ([`~accelerate.Accelerator`]):
             Knows the other ranks.
-        window ([`~trl_rollout_corr.trainers.observer.LoggingWindow`]):
-            Where factors are added up for the log.
+        add (`Callable[[StepSize], None]`):
+            Adds the factor of a step to the log.
     """
 
-    def __init__(self, args: RolloutCorrectionConfig, accelerator: Accelerator, window: LoggingWindow):
-        self.args, self.accelerator, self.window = args, accelerator, window
+    def __init__(self, args: RolloutCorrectionConfig, accelerator: Accelerator, add: Callable[[StepSize], None]):
+        self.args, self.accelerator, self.add = args, accelerator, add
         self._sums: torch.Tensor | None = None  # (3,), of the micro-batches of this step on this rank
         self._own: list[tuple[dict[str, Any], Any]] = []  # groups of parameters, and their learning rate
 
@@ -85,7 +85,7 @@ class LearningRateScaling(TrainerCallback):
             return
         scale = ess_sqrt(self.accelerator.reduce(self._sums, reduction="sum"))
         self._sums = None
-        self.window.add(StepSize.of({"scale": torch.stack([torch.ones_like(scale), scale])}))
+        self.add(StepSize.of({"scale": torch.stack([torch.ones_like(scale), scale])}))
         if self.args.rollout_metrics_only:
             return
         self._own = [(group, group["lr"]) for group in optimizer.param_groups]

@@ -20,7 +20,6 @@ import torch
 from accelerate.utils import broadcast_object_list
 
 from ..correction.compute import keep_mask
-from .arrival import Mark
 from .batch import (
     AGAIN_LOGPS,
     COEFFICIENTS,
@@ -31,22 +30,23 @@ from .batch import (
     ROLLOUT_LOGPS,
     ROLLOUT_STEP,
 )
-from .checks import (
-    check_bases,
-    check_corrected_once,
-    check_has_sampler,
-    check_server_logprobs,
-    definer,
-)
-from .contract import check_trl
 from .core import CorrectionCore
 from .engine import engine_arguments
+from .gradient_check import GradientCheck
+from .iterations import Iterations
 from .loss import LossCall
 from .observer import Corrected
 from .preflight import score_alone
-from .sampler import announce_sync, record_logprobs, sync_weights_on_cpu
+from .sampler import (
+    announce_sync,
+    check_has_sampler,
+    check_server_logprobs,
+    record_logprobs,
+    sync_weights_on_cpu,
+)
 from .scoring import Logprobs, OldPass, Scoring
-from .visits import Visits
+from .trl_interface import check_bases, check_trl, definer
+from .versions import check_corrected_once
 
 
 class RolloutCorrectionMixin(CorrectionCore):
@@ -78,8 +78,8 @@ class RolloutCorrectionMixin(CorrectionCore):
             super().__init__(model, reward_funcs, args, *further_args, **kwargs)
         self._scoring: Scoring | None = None
         self._loss_call: LossCall | None = None
-        self._arrived = False  # whether the correction has been seen to act in TRL's loss
-        self._visits = Visits(self.args.steps_per_generation, self.num_iterations)
+        self._gradient_checked = False  # whether the correction has been seen to act in TRL's loss
+        self._iterations = Iterations(self.args.steps_per_generation, self.num_iterations)
         # Every sample is visited before the first optimizer step since its generation, so that the policy of its first
         # visit is the old policy.
         self._visited_before_update = self.args.gradient_accumulation_steps % self.args.steps_per_generation == 0
@@ -155,7 +155,7 @@ class RolloutCorrectionMixin(CorrectionCore):
         output[REWARDS] = scoring.rewards
         self._note_origin(output)
         if self.model.training:
-            self._visits.generated(output, FIRST_LOGPS, FIRST_COEFFICIENTS)
+            self._iterations.generated(output, FIRST_LOGPS, FIRST_COEFFICIENTS)
             self._delivery.generated(self.state.global_step)
         if self.args.corrects and self.args.needs_whole_batch and not self.args.bypass_mode:
             seen = self._correct_from(output[OLD_LOGPS], output, from_old=True)
@@ -198,7 +198,7 @@ class RolloutCorrectionMixin(CorrectionCore):
         if self.rollout_step is not None:
             steps = torch.full_like(output["advantages"], self.rollout_step, dtype=torch.long)
             output[ROLLOUT_STEP] = steps if steps.dim() == 1 else steps[:, 0]
-            self._observer.generated(self._now, output[ROLLOUT_STEP])
+        self._observer.generated(self._now, self._ages(output))
 
     def _generate(self, prompts, *args, **kwargs):
         scoring = self._scoring or Scoring(None)
@@ -266,9 +266,11 @@ class RolloutCorrectionMixin(CorrectionCore):
         """Check that a loss was corrected: by what it read, and once by its gradient."""
         own = definer(type(self), "_compute_loss") not in self._trl_class.__mro__
         call.check_corrected(type(self), set() if own or not self.args.corrects else {"advantages", self._anchor_key})
-        if call.mark is not None:
+        if call.gradient_check is not None:
             per_token = getattr(self, "importance_sampling_level", "token") == "token"
-            self._arrived = call.mark.arrived(loss, own=own, per_token=per_token, alone=self.beta == 0.0)
+            self._gradient_checked = call.gradient_check.passes(
+                loss, own=own, per_token=per_token, alone=self.beta == 0.0
+            )
 
     def _bounding_the_ratio(self) -> AbstractContextManager:
         """What bounds the ratio to the sampler where the advantage is negative, as far as TRL's loss can do it."""
@@ -292,7 +294,7 @@ class RolloutCorrectionMixin(CorrectionCore):
         inputs["advantages"] = batch["advantages"]
         current, first = logps.detach(), self._is_first_visit(batch)
         old: Any = self._old_logps(current, batch, first)
-        self._observer.visited(self._now, batch, self._loss_mask(batch), current, old)
+        self._observer.visited(self._now, self._ages(batch), self._loss_mask(batch), current, old)
         self._weigh_step(current, batch)
         if self.args.bypass_mode:
             seen = self._correct_from(current, batch, from_old=old is current)
@@ -303,9 +305,9 @@ class RolloutCorrectionMixin(CorrectionCore):
             anchor, coefficients = self._decoupled(batch.get(OLD_LOGPS, old), batch, first)
         if not self.args.corrects:
             return logps
-        if self._loss_call is not None and not self._arrived and logps.requires_grad:
-            mark = self._loss_call.mark = Mark(logps)
-            logps, coefficients = mark.logps, coefficients * mark.factor
+        if self._loss_call is not None and not self._gradient_checked and logps.requires_grad:
+            check = self._loss_call.gradient_check = GradientCheck(logps)
+            logps, coefficients = check.logps, coefficients * check.factor
         return self._enter_loss(inputs, logps, anchor, coefficients)
 
     def _report(self, seen: Corrected):
@@ -320,7 +322,9 @@ class RolloutCorrectionMixin(CorrectionCore):
     def _is_first_visit(self, batch: dict[str, Any]) -> bool:
         if FIRST_LOGPS not in batch:  # in evaluation every batch is visited once
             return True
-        return self._visits.is_first(batch[FIRST_LOGPS], [kept[FIRST_LOGPS] for kept in self._buffered_inputs or []])
+        return self._iterations.is_first(
+            batch[FIRST_LOGPS], [kept[FIRST_LOGPS] for kept in self._buffered_inputs or []]
+        )
 
     def _old_logps(self, current: torch.Tensor, batch: dict[str, Any], first: bool) -> torch.Tensor | None:
         """Log-probabilities of the policy that the trainer had when the batch was generated, as far as they are known."""

@@ -1,6 +1,8 @@
 """The health rules during a run: a callback that warns, stops, or tightens."""
 
 import textwrap
+import warnings
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -9,16 +11,17 @@ from transformers.trainer_callback import CallbackHandler
 
 from ..health.examine import Examiner, Finding, is_training_window
 from ..health.rules import RULES, parse_bounds
-from ..messages import report
+from ..messages import nearest, report, warn
 from ..settings.config import MONITOR_ACTIONS, MonitorAction, RolloutCorrectionConfig
 from ..settings.keys import PREFIX
-from ..settings.presets import Preset
-from .checks import TIGHTENED_FIELDS, check_name, check_preset, tighten
+from ..settings.presets import PRESETS, Preset
 from .reporting import report_alert
 
 
 ALARMS, TIGHTENED = f"{PREFIX}monitor/alarms", f"{PREFIX}monitor/tightened"
 MONITOR_FIELDS = ("rollout_monitor", "rollout_monitor_preset", "rollout_monitor_bounds")
+# What a preset decides while a run goes on. Its mode stays that of the run.
+TIGHTENED_FIELDS = ("rollout_is", "rollout_is_threshold", "rollout_rs", "rollout_rs_threshold")
 FIRST_PAUSE = 10  # logging windows between the first two messages about a cause
 _SYMBOLS = {"critical": "✖", "warning": "▲"}
 
@@ -203,3 +206,82 @@ def add_monitor(handler: CallbackHandler, args: RolloutCorrectionConfig):
     for monitor in brought:
         if monitor.action == "tighten":
             check_preset(monitor.preset, args, warns=True)
+
+
+# The action `tighten` -------------------------------------------------------------------------------------------------
+
+
+def tighten(args: RolloutCorrectionConfig, name: Preset | None):
+    """Give a configuration the weights and the rejection of a preset. The trainer reads them at every micro-batch."""
+    preset = RolloutCorrectionConfig.from_preset(check_name(name))
+    for field in TIGHTENED_FIELDS:
+        setattr(args, field, getattr(preset, field))
+
+
+def check_name(preset: Preset | None) -> Preset:
+    """Check that there is a preset of a name, and return the name."""
+    if preset is None or preset not in PRESETS:
+        raise ValueError(
+            f"`rollout_monitor_preset` is {preset!r}, but `rollout_monitor='tighten'` switches to it."
+            f"{nearest(preset, PRESETS)} Available presets: {', '.join(PRESETS)}."
+        )
+    return preset
+
+
+def check_tightened(config: RolloutCorrectionConfig, *, warns: bool = False):
+    """Check what the monitor of a configuration may switch the run to, see [`check_preset`]."""
+    if config.rollout_monitor == "tighten":
+        check_preset(config.rollout_monitor_preset, config, warns=warns)
+
+
+def check_preset(name: Preset | None, args: RolloutCorrectionConfig, *, warns: bool = False):
+    """
+    Check that a run can be switched to a preset.
+
+    Args:
+        name (`str`):
+            Name of the preset.
+        args ([`RolloutCorrectionConfig`]):
+            Configuration of the run.
+        warns (`bool`, *optional*, defaults to `False`):
+            Whether to warn about what the run would then be warned about.
+
+    Raises:
+        `ValueError`: if there is no such preset, or it has another mode, corrects nothing, or cannot act in this run.
+    """
+    name = check_name(name)
+    preset = RolloutCorrectionConfig.from_preset(name)
+    refused = f"`rollout_monitor_preset` is {name!r}, which `rollout_monitor='tighten'` cannot switch to: "
+    if _mode(preset) != _mode(args):
+        raise ValueError(
+            f"{refused}its mode is {_mode(preset)}, that of the run is {_mode(args)}. Choose a preset of the same mode."
+        )
+    if preset.rollout_is is None and preset.rollout_rs is None:
+        raise ValueError(f"{refused}it has neither weights nor rejection.")
+    if args.rollout_metrics_only:
+        raise ValueError(f"{refused}`rollout_metrics_only` is True. Set it to False, or `rollout_monitor` to 'warn'.")
+    tightened = copy(args)
+    tightened.rollout_monitor = None  # it switches once
+    known = _warnings_of(tightened, warns)
+    tighten(tightened, name)
+    try:
+        found = _warnings_of(tightened, warns)
+    except ValueError as error:
+        raise ValueError(f"{refused}{error} Or choose another preset.") from None
+    for message in found:
+        if message not in known:
+            warn(
+                f"Once `rollout_monitor='tighten'` has switched to {name!r}: {message} Or choose another "
+                "`rollout_monitor_preset`, as the settings of a preset stay as they are."
+            )
+
+
+def _warnings_of(config: RolloutCorrectionConfig, warns: bool) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        config.check(warns=warns)
+    return [str(warning.message) for warning in caught]
+
+
+def _mode(config: RolloutCorrectionConfig) -> str:
+    return f"bypass ({config.rollout_loss_type})" if config.bypass_mode else "decoupled"

@@ -12,7 +12,7 @@ from ..dumps.rows import make_row, on_host
 from ..dumps.sequences import Sequences
 from ..settings.config import RolloutCorrectionConfig
 from .console import write
-from .facts import settings_in_effect
+from .run_metadata import settings_in_effect
 
 
 ROWS = 64  # sequences that are looked at

@@ -10,17 +10,14 @@ from trl import RLOOConfig, RLOOTrainer
 
 from ..correction.functional import LOG_RATIO_BOUND
 from ..settings.config import RolloutCorrectionConfig
-from .checks import (
-    check_batch_normalization,
-    check_bounds_of_means,
-    check_sampling,
-    check_tightened,
-    replace_trl_correction,
-    warn_about_iterations,
-)
+from .core import check_bounds_of_means
+from .loss import check_batch_normalization, warn_about_iterations
 from .mixin import RolloutCorrectionMixin
+from .monitor import check_tightened
 from .observer import Corrected
+from .sampler import check_sampling
 from .scoring import OldPass, Scoring
+from .versions import replace_trl_correction
 
 
 @dataclass

@@ -4,16 +4,22 @@ What differs between the releases of TRL that this package works with, and nothi
 Each part names the release at which it can be deleted, once [`OLDEST`] has reached it.
 """
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from packaging.version import Version
 
+from ..messages import warn
 from .scoring import Logprobs
+
+
+if TYPE_CHECKING:  # an older TRL may have none of them, and `trl-rollout-corr check` says so
+    from trl import GRPOConfig, RLOOConfig
 
 
 OLDEST, NEWEST_TESTED, FIRST_UNSUPPORTED = "1.10", "1.16", "2"
@@ -83,6 +89,76 @@ def without_none(logprobs: Logprobs) -> Logprobs:
 PASSES_BY = {"use_liger_kernel": "1.14"}
 
 
+def check_passes_by(config: "GRPOConfig"):
+    """
+    Refuse options of older releases of TRL with which its loss is another one.
+
+    Args:
+        config ([`~trl.GRPOConfig`]):
+            Configuration of a trainer.
+
+    Raises:
+        `ValueError`: if such an option is on.
+    """
+    for name, since in PASSES_BY.items():
+        if before(since) and getattr(config, name, False):
+            raise ValueError(
+                f"`{name}` is {getattr(config, name)!r}, and trl {INSTALLED} then computes its loss in one kernel, where "
+                f"rollout correction cannot enter. Set `{name}` to False, or install trl {since} or newer."
+            )
+
+
+# TRL's own correction, which changes from release to release ----------------------------------------------------------
+
+_OF_TRL = "vllm_importance_sampling_"  # how the fields of TRL's own correction begin
+
+
+def replace_trl_correction(config: "GRPOConfig | RLOOConfig"):
+    """
+    Switch TRL's own correction off, and say so if it was configured, or if TRL has one that is not known here.
+
+    Args:
+        config ([`~trl.GRPOConfig`] or [`~trl.RLOOConfig`]):
+            Configuration, changed in place before TRL validates it.
+    """
+    defaults = {f.name: f.default for f in dataclasses.fields(config) if f.name.startswith(_OF_TRL)}
+    switch = f"{_OF_TRL}correction"
+    if switch in defaults:
+        del defaults[switch]
+        setattr(config, switch, False)
+    acting = {name: getattr(config, name) for name in defaults if getattr(config, name) != defaults[name]}
+    acting |= {name: True for name in defaults if getattr(config, name) is True}
+    for name in acting:
+        if acting[name] is True:
+            setattr(config, name, False)
+    if acting:
+        settings = ", ".join(f"`{name}={value!r}`" for name, value in acting.items())
+        warn(
+            f"{settings} has no effect: rollout correction replaces TRL's. `RolloutCorrectionConfig.from_trl` translates "
+            "the settings of TRL that it knows."
+        )
+
+
+def check_corrected_once(batch: dict[str, Any]):
+    """
+    Check that TRL has not corrected a batch itself.
+
+    Args:
+        batch (`dict`):
+            A batch that TRL has generated and scored.
+
+    Raises:
+        `RuntimeError`: if TRL put weights of its own into it.
+    """
+    found = [f"`{key}`" for key in batch if key.startswith("importance_sampling")]
+    if found:
+        raise RuntimeError(
+            f"trl {INSTALLED} put {', '.join(found)} into the batch: a correction of its own, although "
+            f"`{_OF_TRL}correction` is switched off. Completions would be corrected twice. Switch it off in your "
+            "configuration, or install a version of trl that this release of trl-rollout-corr was tested with."
+        )
+
+
 # Until the release whose trainers score through a head that is fused with the logarithm, and never call the head itself ----
 
 
@@ -111,3 +187,14 @@ def float32_fused_head(model: Any, temperature: float) -> Iterator[None]:
 # TRL puts the trainer's log-probabilities on the tokens that these left to vLLM, so that they distort no ratio any more
 RENORMALIZED = ("top_p", "top_k", "min_p")
 RENORMALIZED_SINCE = "1.17"
+
+
+def renormalized(distorting: dict[str, Any]) -> str:
+    """What to add about options that TRL itself makes up for in newer releases."""
+    named = [f"`{name}`" for name in RENORMALIZED if name in distorting]
+    if not named or before(RENORMALIZED_SINCE):
+        return ""
+    return (
+        f" TRL says that from {RENORMALIZED_SINCE} on it makes up for {', '.join(named)} itself: then "
+        "`rollout_corr/rollout_is_mean` is near 1, and nothing is off."
+    )

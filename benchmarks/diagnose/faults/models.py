@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trl_rollout_corr.trainers.reload import push
+from trl_rollout_corr.trainers._cpu_reload import push
 
 
 if TYPE_CHECKING:

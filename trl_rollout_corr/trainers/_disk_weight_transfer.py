@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from .upstream import VLLMClient
 
 
-EXTENSION = "trl_rollout_corr.trainers.reload.PackingWorker"
+EXTENSION = "trl_rollout_corr.trainers._cpu_reload.PackingWorker"
 _SHARD = 4e9  # bytes that are held in memory at a time
 
 
@@ -26,8 +26,8 @@ class DiskWeightTransfer:
     Args:
         server_url (`str`):
             Address of the server, started with `VLLM_SERVER_DEV_MODE=1`; on a CPU also with
-            `--worker-extension-cls trl_rollout_corr.trainers.reload.PackingWorker`, as vLLM alone packs neither a head that is
-            tied to the embedding nor experts again.
+            `--worker-extension-cls trl_rollout_corr.trainers._cpu_reload.PackingWorker`, as vLLM alone packs neither a head
+            that is tied to the embedding nor experts again.
         folder (`str` or `Path`):
             Folder for the weights, which the server reads by this path. Made if it is not there, and what was written is
             removed when training ends.
@@ -37,7 +37,8 @@ class DiskWeightTransfer:
     Example:
 
     ```python
-    from trl_rollout_corr import DiskWeightTransfer, RolloutCorrectedAsyncGRPOTrainer
+    from trl_rollout_corr import RolloutCorrectedAsyncGRPOTrainer
+    from trl_rollout_corr.trainers._disk_weight_transfer import DiskWeightTransfer
 
     trainer = RolloutCorrectedAsyncGRPOTrainer(
         ..., weight_transfer=DiskWeightTransfer("http://localhost:8000", "outputs/weights")

@@ -17,7 +17,7 @@ import torch
 TOLERANCE = 0.05  # relative to the largest gradient; bfloat16 rounds by less than a hundredth
 
 
-class Mark:
+class GradientCheck:
     """
     The factor of one on the coefficients of a micro-batch.
 
@@ -36,7 +36,7 @@ class Mark:
         self.logps = logps.view_as(logps)  # a tensor of its own, on which no hook of FSDP or DeepSpeed waits
         self.factor = torch.ones_like(logps, requires_grad=True)
 
-    def arrived(self, loss: torch.Tensor, *, own: bool, per_token: bool, alone: bool) -> bool:
+    def passes(self, loss: torch.Tensor, *, own: bool, per_token: bool, alone: bool) -> bool:
         """
         Say whether the coefficients have arrived in a loss.
 
@@ -59,7 +59,7 @@ class Mark:
         gradient, first = self._gradients(loss)
         if gradient is None or first is None:
             lost = "log-probabilities" if gradient is None else "coefficients"
-            raise not_arrived(f"its gradient does not depend on the {lost} that it was handed")
+            raise not_in_loss(f"its gradient does not depend on the {lost} that it was handed")
         if own:
             return True
         # Positive and negative by turns, so that what one token takes from its neighbours does not cancel
@@ -75,9 +75,9 @@ class Mark:
         numbers = [once.abs().max(), whole.abs().max(), (signed - once).abs().max(), (whole - once).abs().max()]
         size, total, misplaced, unweighted = torch.stack(numbers).tolist()  # waits for the device, at the first step
         if misplaced > TOLERANCE * size:
-            raise not_arrived("the coefficient of one token acts on the gradient of others")
+            raise not_in_loss("the coefficient of one token acts on the gradient of others")
         if alone and unweighted > TOLERANCE * total:
-            raise not_arrived(
+            raise not_in_loss(
                 f"{unweighted / total:.0%} of the gradient of some token does not follow its coefficient"
             )
         return size > 0
@@ -103,7 +103,7 @@ def _numbers(like: torch.Tensor, dim: int) -> torch.Tensor:
     return numbers[:, None] if dim == 0 else numbers[None, :]
 
 
-def not_arrived(why: str) -> RuntimeError:
+def not_in_loss(why: str) -> RuntimeError:
     """The error about a correction that does not act, for a reason."""
     return RuntimeError(
         f"Rollout correction does not arrive in the loss of trl {version('trl')}: {why}. Training would go on without it, or "

@@ -3,7 +3,7 @@ What this package relies on in TRL, checked before training.
 
 TRL keeps most of this private or changes it without notice. Should something move, the correction could vanish while
 training goes on; so the trainers refuse to start, and say what moved. What is only appended is no concern. What cannot be
-seen from outside shows at the first step ([`~trl_rollout_corr.trainers.arrival.Mark`]).
+seen from outside shows at the first step ([`~trl_rollout_corr.trainers.gradient_check.GradientCheck`]).
 """
 
 import dataclasses
@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Iterator
 from importlib.metadata import version
 from types import CodeType, FunctionType
+from typing import Any
 
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
@@ -193,4 +194,45 @@ def check_trl(trainer: type, methods: dict[type, dict[str, list[str]]] | None = 
             f"trl {installed} is newer than the releases that trl-rollout-corr was tested with ({OLDEST} to "
             f"{NEWEST_TESTED}). Everything it relies on is in its place, and the first step will show whether the correction "
             "reaches the loss. `trl-rollout-corr check` says what was looked at."
+        )
+
+
+def definer(trainer: type, method: str, after: type | None = None) -> type:
+    """The class that a method comes from, among those after a class in the order of method resolution."""
+    order = trainer.__mro__
+    return next(cls for cls in order[order.index(after) + 1 if after else 0 :] if method in vars(cls))
+
+
+def check_bases(trainer: type, mixin: type, trl_class: type, method: str = "_compute_loss"):
+    """
+    Refuse trainers whose loss is not TRL's.
+
+    Args:
+        trainer (`type`):
+            Class of the trainer.
+        mixin (`type`):
+            The mixin among its bases. What comes before it goes through it; what comes after is the loss that it corrects.
+        trl_class (`type`):
+            TRL's trainer whose loss is known.
+        method (`str`, *optional*, defaults to `"_compute_loss"`):
+            Where its loss is.
+
+    Raises:
+        `TypeError`: if another class brings the loss.
+    """
+    found = definer(trainer, method, after=mixin)
+    if found is not trl_class:
+        raise TypeError(
+            f"`{trainer.__name__}` inherits `{method}` from `{found.__name__}`, and rollout correction knows how to "
+            f"enter the loss of `{trl_class.__name__}` only. Derive from the corrected trainer "
+            f"alone, or train with `{found.__name__}` as it is."
+        )
+
+
+def check_config_class(args: Any, config_class: type):
+    """Refuse arguments of another trainer."""
+    if not isinstance(args, config_class):
+        raise TypeError(
+            f"`args` must be a `{config_class.__name__}`, got a `{type(args).__name__}`. It takes the same "
+            "arguments, and those of rollout correction."
         )

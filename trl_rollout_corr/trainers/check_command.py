@@ -39,8 +39,8 @@ def inspect_trl() -> tuple[str, bool]:
     """
     lines = [f"{'python':<17} {platform.python_version()}", f"{'trl-rollout-corr':<17} {__version__}"]
     lines += [f"{package:<17} {installed(package) or 'not installed'}{_remark(package)}" for package in PACKAGES]
-    contract, problem = _look_at_contract()
-    lines += ["", *contract, "", problem or f"trl {installed('trl')} can be corrected.{_untested()}"]
+    trl_interface, problem = _look_at_trl()
+    lines += ["", *trl_interface, "", problem or f"trl {installed('trl')} can be corrected.{_untested()}"]
     return "\n".join(lines) + "\n", problem is None
 
 
@@ -51,7 +51,7 @@ def _remark(package: str) -> str:
     return f"   (trl {installed('trl')} works with vllm{allowed.specifier})"
 
 
-def _look_at_contract() -> tuple[list[str], str | None]:
+def _look_at_trl() -> tuple[list[str], str | None]:
     """Lines about what is relied on in TRL, and why the trainers do not start with it."""
     if installed("trl") is None:
         return [], "trl is not installed: `pip install trl`."
@@ -63,15 +63,15 @@ def _look_at_contract() -> tuple[list[str], str | None]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # TRL's, about what is said above
-            from . import contract
+            from . import trl_interface
     except Exception as error:  # whatever stops TRL from being imported stops the trainers
         return [], f"trl {installed('trl')} cannot be imported: {type(error).__name__}: {error}"
-    return list(_contract_lines(contract)), contract.refusal([*contract.CONFIGS])
+    return list(_interface_lines(trl_interface)), trl_interface.refusal([*trl_interface.CONFIGS])
 
 
-def _contract_lines(contract) -> Iterator[str]:
-    for owner in contract.METHODS:
-        found = list(contract.look_at(owner))
+def _interface_lines(trl_interface) -> Iterator[str]:
+    for owner in trl_interface.METHODS:
+        found = list(trl_interface.look_at(owner))
         changes = [change for change in found if change]
         yield f"{owner.__name__:<17} {len(found) - len(changes)} of {len(found)} names that are relied on are in their place"
         yield from (f"{'':<17} {change}" for change in changes)

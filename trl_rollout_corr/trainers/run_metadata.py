@@ -5,6 +5,7 @@ from dataclasses import fields
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from ..dumps.writing import plain
 from ..messages import warn
@@ -47,7 +48,7 @@ def settings_in_effect(args: Any) -> dict[str, Any]:
     return plain(found)
 
 
-def facts_of_trainer(model: Any, args: Any) -> dict[str, str]:
+def trainer_metadata(model: Any, args: Any) -> dict[str, str]:
     """
     Facts about the trainer.
 
@@ -74,7 +75,7 @@ def _dtype(model: torch.nn.Module) -> Any:
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
-def facts_of_engine(config: Any) -> dict[str, str]:
+def engine_metadata(config: Any) -> dict[str, str]:
     """
     Facts about vLLM, from its `VllmConfig`: the object, or the tree that a server makes of it.
 
@@ -103,15 +104,15 @@ def _name(value: Any) -> str:
     return str(value).removeprefix("torch.")
 
 
-def check_types(facts: Mapping[str, str]):
+def check_types(metadata: Mapping[str, str]):
     """
     Warn if trainer and sampler compute in different types, of which only one side got the remedy.
 
     Args:
-        facts (`Mapping[str, str]`):
+        metadata (`Mapping[str, str]`):
             What is known.
     """
-    trainer, sampler = facts.get("trainer_dtype"), facts.get("sampler_dtype")
+    trainer, sampler = metadata.get("trainer_dtype"), metadata.get("sampler_dtype")
     if trainer and sampler and trainer != sampler:
         warn(
             f"The trainer computes in {trainer} and the sampler in {sampler}: their log-probabilities differ by the "
@@ -120,12 +121,35 @@ def check_types(facts: Mapping[str, str]):
         )
 
 
-def may_round(facts: Mapping[str, str], in_part: bool) -> str | None:
+def check_dropout(model: PreTrainedModel):
+    """
+    Warn about dropout, which makes the policy that trains another one than the policy that sampled.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            The model that trains.
+    """
+    in_attention = getattr(model.config.get_text_config(), "attention_dropout", 0.0) or 0.0
+    layers = [name for name, layer in model.named_modules() if isinstance(layer, torch.nn.Dropout) and layer.p > 0]
+    remedies = ["`model_init_kwargs={'attention_dropout': 0.0}`"] if in_attention else []
+    remedies += ["`disable_dropout=True`"] if layers else []
+    if not remedies:
+        return
+    adapters = any("lora_dropout" in name for name in layers)
+    where = [f"in attention ({in_attention:g})"] if in_attention else []
+    where += [f"in {len(layers)} layers{', of the LoRA adapter among them' if adapters else ''}"] if layers else []
+    warn(
+        f"Dropout is on in the model that trains, {' and '.join(where)}, and off in the sampler. The two are then different "
+        f"policies even with equal weights, and correction takes that for a mismatch. Set {' and '.join(remedies)}."
+    )
+
+
+def may_round(metadata: Mapping[str, str], in_part: bool) -> str | None:
     """
     Say why updates may get lost on the way to the sampler.
 
     Args:
-        facts (`Mapping[str, str]`):
+        metadata (`Mapping[str, str]`):
             Types, adapter and quantization of trainer and sampler.
         in_part (`bool`):
             Whether only a part of the updates seems lost.
@@ -133,11 +157,11 @@ def may_round(facts: Mapping[str, str], in_part: bool) -> str | None:
     Returns:
         `str` or `None`: the reason, or `None` if the sampler has the very weights that the trainer computes with.
     """
-    trainer, sampler = facts["trainer_dtype"], facts.get("sampler_dtype", "an unknown type")
-    if facts["adapter"] != "none":
+    trainer, sampler = metadata["trainer_dtype"], metadata.get("sampler_dtype", "an unknown type")
+    if metadata["adapter"] != "none":
         return "The adapter is merged into the weights before they are pushed, and rounding takes small updates away."
-    if facts.get("quantization"):
-        return f"The sampler is quantised ({facts['quantization']}), and rounding takes small updates away."
+    if metadata.get("quantization"):
+        return f"The sampler is quantised ({metadata['quantization']}), and rounding takes small updates away."
     if trainer != sampler:
         return f"The trainer computes in {trainer} and the sampler in {sampler}: rounding takes small updates away."
     if in_part and trainer != "float32":

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 
-class Visits:
+class Iterations:
     """
     Tells the first visit of a micro-batch from later ones.
 
@@ -39,7 +39,7 @@ class Visits:
 
         Args:
             tensor (`torch.Tensor` of shape `(B, T)`):
-                One of the tensors that [`Visits.generated`] made room with, as it is in the micro-batch.
+                One of the tensors that [`Iterations.generated`] made room with, as it is in the micro-batch.
             kept (`list[torch.Tensor]`):
                 The same tensor of all micro-batches that the trainer keeps.
 

@@ -69,9 +69,9 @@ both = pytest.mark.parametrize("kind", ["grpo", pytest.param("rloo", marks=pytes
 )
 def test_every_loss_is_seen_to_be_corrected(make, mode, loss):
     trainer = make(**MODES[mode], **LOSSES[loss])
-    assert not trainer._arrived
+    assert not trainer._gradient_checked
     loss_of_first(trainer)
-    assert trainer._arrived
+    assert trainer._gradient_checked
 
 
 @pytest.mark.parametrize("mode", ["sequence weights", "whole batch"])
@@ -79,7 +79,7 @@ def test_every_loss_is_seen_to_be_corrected(make, mode, loss):
 def test_ratios_of_completions_are_seen_to_be_corrected(make, mode, beta):
     trainer = make(**MODES[mode], importance_sampling_level="sequence", loss_type="grpo", beta=beta)
     loss_of_first(trainer)
-    assert trainer._arrived
+    assert trainer._gradient_checked
 
 
 @seam
@@ -91,14 +91,14 @@ def test_rloo_is_seen_to_be_corrected(make, mode, beta):
     batches = micro_batches(trainer)
     for batch in batches:
         trainer.compute_loss(trainer.model, batch)
-    assert trainer._arrived
+    assert trainer._gradient_checked
 
 
 @seam
 @both
 def test_looking_changes_neither_loss_nor_gradient(make, kind):
     looked, blind = make(kind, rollout_is="token"), make(kind, rollout_is="token")
-    blind._arrived = True
+    blind._gradient_checked = True
     found = []
     for trainer in (looked, blind):
         loss = loss_of_first(trainer)
@@ -114,9 +114,9 @@ def test_a_batch_without_gradient_cannot_tell_and_the_next_one_does(make):
     trainer = make()
     batches = micro_batches(trainer)
     trainer.compute_loss(trainer.model, {**batches[0], "advantages": torch.zeros_like(batches[0]["advantages"])})
-    assert not trainer._arrived
+    assert not trainer._gradient_checked
     trainer.compute_loss(trainer.model, batches[1])
-    assert trainer._arrived
+    assert trainer._gradient_checked
 
 
 def test_evaluation_and_measuring_are_not_looked_at(make):
@@ -126,7 +126,7 @@ def test_evaluation_and_measuring_are_not_looked_at(make):
     batch = micro_batches(trainer)[0]
     with torch.no_grad():
         trainer.compute_loss(trainer.model, batch)
-    assert not trainer._arrived
+    assert not trainer._gradient_checked
 
 
 # What TRL might change without a word ---------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ def test_a_loss_without_second_derivatives_is_judged_by_the_first(make, monkeypa
             trainer.train()
     else:
         assert losses(trainer) == expected
-        assert trainer._arrived
+        assert trainer._gradient_checked
 
 
 # A loss of the user's own ---------------------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ class Own(RolloutCorrectedGRPOTrainer):
 def test_a_loss_of_ones_own_may_do_what_it_likes_with_the_coefficients(make):
     trainer = make(trainer_class=Own)
     losses(trainer)
-    assert trainer._arrived
+    assert trainer._gradient_checked
 
 
 def test_a_loss_of_ones_own_that_detaches_them_is_told(make):

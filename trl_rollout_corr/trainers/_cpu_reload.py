@@ -25,7 +25,7 @@ def push(llm: Any, weights: Iterable[tuple[str, torch.Tensor]]):
 class PackingWorker:
     """
     An extension of vLLM's worker, for a server on a CPU:
-    `--worker-extension-cls trl_rollout_corr.trainers.reload.PackingWorker`.
+    `--worker-extension-cls trl_rollout_corr.trainers._cpu_reload.PackingWorker`.
     """
 
     def reload_and_pack(self, weights_path: str):
