@@ -205,10 +205,11 @@ def _read_states(paths: list[Path], damage: list[str], *, needed: bool) -> dict[
 
 def _read_state(path: Path) -> dict[str, Any]:
     try:
-        state = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path.name} is damaged or not JSON: {error}") from None
-    entries = state.get("log_history") if isinstance(state, dict) else None
+    state: dict[str, Any] = found if isinstance(found, dict) else {}
+    entries = state.get("log_history")
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise ValueError(f"{path.name} is JSON, but not the state of a trainer: it has no `log_history`")
     if not entries:

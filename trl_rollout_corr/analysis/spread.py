@@ -206,7 +206,7 @@ def suggest_bounds(spread: Spread) -> tuple[float, float]:
         `tuple[float, float]`: bounds on the ratio, rounded outwards.
     """
     drift = spread.s**2 / 2
-    model, measured = _modelled_width(spread, drift), _measured_width(spread, drift)
+    measured, model = _measured_width(spread, drift), _modelled_width(spread, drift)
     width = max(model, measured if measured <= _OUTLIERS * model else 0.0, _NARROWEST)
     digits = max(1 - math.floor(math.log10(width)), 1)  # two of the width, however narrow
     unit = 10.0**digits
@@ -214,8 +214,16 @@ def suggest_bounds(spread: Spread) -> tuple[float, float]:
     return round(lower, digits), round(upper, digits)
 
 
+def _measured_width(spread: Spread, drift: float) -> float:
+    """Smallest width `h` with which bounds `exp(-drift - h)` and `exp(h)` reject at most the target of these completions."""
+    mean = spread.sums / spread.lengths
+    needed, order = torch.maximum(mean, -mean - drift).clamp(min=0.0).sort()
+    kept = spread.lengths[order].cumsum(0) / spread.lengths.sum()
+    return needed[int((kept < 1 - TARGET).sum())].item()
+
+
 def _modelled_width(spread: Spread, drift: float) -> float:
-    """Smallest width `h` for which the model rejects at most the target with bounds `exp(-drift - h)` and `exp(h)`."""
+    """The same by the model."""
     below, above = 0.0, min(10 * spread.s + 1e-12, _LARGEST)
     for _ in range(60):
         middle = (below + above) / 2
@@ -224,11 +232,3 @@ def _modelled_width(spread: Spread, drift: float) -> float:
         )
         below, above = (below, middle) if share <= TARGET else (middle, above)
     return above
-
-
-def _measured_width(spread: Spread, drift: float) -> float:
-    """The same for the completions at hand."""
-    mean = spread.sums / spread.lengths
-    needed, order = torch.maximum(mean, -mean - drift).clamp(min=0.0).sort()
-    kept = spread.lengths[order].cumsum(0) / spread.lengths.sum()
-    return needed[int((kept < 1 - TARGET).sum())].item()
