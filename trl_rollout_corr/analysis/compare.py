@@ -128,7 +128,8 @@ def compare(
     if not batch.advantages.any():
         notes.append("Every advantage is 0, so there is no gradient to compare.")
     row, outcome = _row_of(best, outcomes)
-    best = best._replace(reason=", ".join([best.reason, *(_measured(outcome) if best.has_bounds else [])]))
+    if best.has_bounds:
+        best = best._replace(reason=f"{best.reason}. On these sequences: {_measured(outcome)}")
     return Comparison(batch, config, outcomes, spread, suggest_bounds(spread), notes, best, row)
 
 
@@ -171,14 +172,14 @@ def _row_of(best: Recommendation, outcomes: list[tuple[Setting, Outcome]]) -> tu
     return next((setting.name, outcome) for setting, outcome in outcomes if name in setting.name.split(", "))
 
 
-def _measured(outcome: Outcome) -> list[str]:
+def _measured(outcome: Outcome) -> str:
     """The effect of settings on these sequences, in words."""
-    parts = [f"here {percent(outcome.rejected)} of all tokens"]
+    parts = [f"{percent(outcome.rejected)} of all tokens rejected"]
     if outcome.effective_sample_size is not None:
-        parts.append(f"its weights leave {percent(outcome.effective_sample_size)} of the sample")
+        parts.append(f"effective sample size of the weights {percent(outcome.effective_sample_size)}")
     if outcome.cosine is not None:
-        parts.append(f"its gradient has a cosine of {outcome.cosine:.3f} with that of the reference")
-    return parts
+        parts.append(f"cosine of the gradient with the reference {outcome.cosine:.3f}")
+    return ", ".join(parts)
 
 
 def _presets() -> list[Setting]:

@@ -103,7 +103,8 @@ def _chart(name: str, logs: Mapping[str, pd.DataFrame], alarms: Alarms) -> Chart
     ends = {label: _ends(means[label].dropna()) for label in means}
     says = "; ".join(f"{run} {said}" for run, said in ends.items()) if two else ends[main]
     says += f". Healthy: {band.in_words()}." if band != Band() else "."
-    alarmed = f" Alarm at step {', '.join(str(step) for step, _ in alarms)}." if alarms else ""
+    at = dict.fromkeys(str(step) for step, _ in alarms)
+    alarmed = f" Alarm at step {', '.join(at)}." if alarms else ""
     low, high = number(means.min(axis=None)), number(means.max(axis=None))
     log = trend.log and curves.lowest.min(axis=None) > 0
     series = [_series(curves, label, colors[label], part=not two and label != main) for label in means]
