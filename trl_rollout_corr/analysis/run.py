@@ -1,4 +1,4 @@
-"""The reader of a run: what its trainer logged, the sequences that it dumped, or both."""
+"""The reader of a run: the log of its trainer, its dumped sequences, or both."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,7 +27,7 @@ STATE = "trainer_state.json"
 
 class Dump(NamedTuple):
     """
-    What a run dumped.
+    The dump of a run.
 
     Args:
         sequences ([`~trl_rollout_corr.dumps.reading.Sequences`]):
@@ -37,7 +37,7 @@ class Dump(NamedTuple):
         context (`pa.Table`):
             `CONTEXT` of the same sequences, which a diagnosis looks at.
         written ([`~trl_rollout_corr.dumps.reading.Written`]):
-            What else its files say.
+            Settings, facts and damage in its files.
     """
 
     sequences: Sequences
@@ -95,7 +95,7 @@ def read_run(path: Path) -> Run:
             A dump (folder or file), a `trainer_state.json`, or a folder that holds either or both.
 
     Returns:
-        [`Run`]: what was found.
+        [`Run`].
 
     Raises:
         `ValueError`: in one line, if there is neither, or a file is damaged or of another tool.
@@ -176,7 +176,7 @@ def _find(path: Path) -> tuple[list[Path], Path | None]:
 
 
 def _find_states(folder: Path) -> list[Path]:
-    """The one that lies here, and those of the checkpoints from the latest on."""
+    """The state in this folder, and those of its checkpoints, the latest first."""
     here = [folder / STATE] if (folder / STATE).exists() else []
     checkpoints = [path for path in folder.glob(f"checkpoint-*/{STATE}") if _number(path).isdigit()]
     return here + sorted(checkpoints, key=lambda path: int(_number(path)), reverse=True)
@@ -265,7 +265,7 @@ def _is_number(value: Any, key: str) -> bool:
 
 
 def _metrics_of(sequences: Sequences, config: RolloutCorrectionConfig) -> Iterator[dict[str, Any]]:
-    """What the trainer would have logged, from the sequences that represent its batches."""
+    """Metrics as the trainer logs them, from the sequences that represent its batches."""
     if config.rollout_nan_policy == "raise":  # the run ended there; the report should not
         config = copy(config)
         config.rollout_nan_policy = "drop"

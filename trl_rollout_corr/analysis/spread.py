@@ -28,7 +28,7 @@ _OUTLIERS = 2.0
 
 class Spread(NamedTuple):
     """
-    Log-ratios of some completions, reduced to what the model is about. `B` completions that have tokens.
+    Log-ratios of `B` completions that have tokens.
 
     Args:
         log_ratio (`torch.Tensor` of shape `(N,)`):
@@ -54,7 +54,7 @@ class Spread(NamedTuple):
         return self.lengths.mean().item()
 
     def share(self, of_rows: torch.Tensor) -> float:
-        """Mean over tokens of what is known per completion."""
+        """Mean over tokens of a value per completion."""
         return ((of_rows * self.lengths).sum() / self.lengths.sum()).item()
 
     def share_outside(self, lower: float, upper: float) -> float:
@@ -69,7 +69,7 @@ class Prediction(NamedTuple):
 
     Args:
         quantity (`str`):
-            What it is.
+            Its name.
         predicted (`float`):
             The model's value, for the lengths that the completions have.
         at_mean_length (`float`):
@@ -129,7 +129,7 @@ def icepop_mean(v: torch.Tensor, upper: float) -> torch.Tensor:
 
 def predict(spread: Spread, bounds: tuple[float, float]) -> list[Prediction]:
     """
-    Predict what weights and bounds do, and measure it.
+    Predict and measure the effect of weights and bounds.
 
     Args:
         spread ([`Spread`]):
@@ -195,8 +195,8 @@ def suggest_bounds(spread: Spread) -> tuple[float, float]:
     """
     Bounds of `seq_mean_k1` that reject at most 5 percent of the tokens, by the model and on the dump.
 
-    They lie symmetrically around 1, with the lower one moved out by the drift `s^2 / 2`. What single completions need that
-    are much further off than the model allows does not count.
+    They lie symmetrically around 1, with the lower one moved out by the drift `s^2 / 2`. Single completions that are
+    much further off than the model allows do not count.
 
     Args:
         spread ([`Spread`]):

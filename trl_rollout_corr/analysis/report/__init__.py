@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def write_report(sources: Sequence[str], output: str) -> str:
     """
-    Write the report. Warns about what of a source is damaged or missing.
+    Write the report. Warns about damaged and missing parts of a source.
 
     Args:
         sources (`Sequence[str]`):
