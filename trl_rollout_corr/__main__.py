@@ -135,7 +135,7 @@ def make_parser(*, probes: bool = False) -> argparse.ArgumentParser:
     return parser
 
 
-def _add_report(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"):
+def _add_report(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     command = commands.add_parser(
         "report",
         help="draw a report of a run or a dump",
@@ -153,7 +153,7 @@ def _add_report(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     command.set_defaults(run=_report, subject="output")
 
 
-def _add_compare(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"):
+def _add_compare(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     command = commands.add_parser(
         "compare",
         help="say what every preset would do to the sequences of a dump",

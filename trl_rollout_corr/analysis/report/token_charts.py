@@ -131,7 +131,7 @@ def _by_position(buckets: pd.DataFrame) -> Chart:
             )
         ],
         buckets.set_axis(names).rename_axis("position").reset_index(),
-        "A mild growth is usual. A gap at the first token alone points to the template, a steep growth to a cache.",
+        "Slow growth is usual. A gap at the first token alone suggests the template, steep growth a stale cache.",
     )
 
 
@@ -211,7 +211,7 @@ def _sample_sizes(windows: pd.DataFrame) -> Chart:
             for name, color in (("token weights", "line"), ("sequence weights", "second"))
         ],
         windows,
-        f"{says.capitalize()}, over {int(last['completions'])} completions. Few completions flatter sequence weights. "
+        f"{says.capitalize()}, over {int(last['completions'])} completions. With few completions, the value of sequence weights is too high. "
         "Healthy: above 0.5.",
         Band.of("rollout_is_eff_sample_size"),
     )
