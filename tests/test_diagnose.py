@@ -289,7 +289,7 @@ def test_exit_codes_and_json(shifted, maker, capsys):
 def test_a_page_has_a_picture_and_the_report_the_diagnosis_on_top(shifted, tmp_path, capsys):
     assert main(["diagnose", str(shifted), "--html", str(tmp_path / "d.html")]) == 1
     page = (tmp_path / "d.html").read_text()
-    assert "a token off" in page
+    assert "one token off" in page
     assert page.count("<svg") == 1
     assert main(["report", str(shifted), "-o", str(tmp_path / "r.html")]) == 0
     report = (tmp_path / "r.html").read_text()
@@ -487,7 +487,7 @@ def test_a_report_reads_a_dump_once(shifted, tmp_path, monkeypatch):
 
     monkeypatch.setattr(pq.ParquetFile, "__init__", reading)
     assert main(["report", str(shifted), "-o", str(tmp_path / "r.html")]) == 0
-    assert "a token off" in (tmp_path / "r.html").read_text()
+    assert "one token off" in (tmp_path / "r.html").read_text()
     assert sorted(opened) == sorted(dump.files_of(shifted))
 
 

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 # Wings, and the modules of each. A module imports modules above it, of its own wing and of wings above that
 ORDER = {
     "messages": [],
-    "health": ["advice", "examine", "rules"],
+    "health": ["advice", "bands", "windows", "rule", "conditions", "rules", "examine"],
     "settings": [
         "keys",
         "formatting",

@@ -32,7 +32,7 @@ from trl_rollout_corr.analysis.report.drawing import COLORS, _labels, draw
 from trl_rollout_corr.analysis.report.log_charts import more_trends, overview
 from trl_rollout_corr.analysis.report.token_statistics import bounds
 from trl_rollout_corr.dumps.writing import write_rows
-from trl_rollout_corr.health.rules import examine
+from trl_rollout_corr.health.examine import examine
 from trl_rollout_corr.settings.keys import PREFIX
 
 

@@ -9,7 +9,8 @@ import numpy as np
 
 from ..dumps.reading import open_dump
 from ..dumps.sequences import Sequences
-from ..health.rules import HEALTHY, examine
+from ..health.bands import HEALTHY
+from ..health.examine import examine
 from ..messages import warn
 from ..settings.config import RolloutCorrectionConfig
 from ..settings.files import config_of_run, read_config

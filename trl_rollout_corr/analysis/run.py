@@ -16,7 +16,7 @@ from ..correction.compute import compute_rollout_correction
 from ..dumps.reading import find_dump, open_dump
 from ..dumps.sequences import Sequences
 from ..dumps.writing import files_of, read_logs
-from ..health.examine import is_training_window
+from ..health.windows import is_training_window
 from ..settings.config import RolloutCorrectionConfig
 from ..settings.files import config_of_run
 from ..settings.keys import PREFIX

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ..health import advice
-from ..health.examine import Window
+from ..health.windows import Window
 from ..settings.formatting import number, percent, yaml_lines
 from .evidence import FLOOR
 from .ranking import Diagnosis, Finding

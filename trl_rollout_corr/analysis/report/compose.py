@@ -6,7 +6,7 @@ from typing import Any
 
 from ...diagnosis import Diagnosis, Observed
 from ...diagnosis.text import detail, evidence, headline, remedy_for, sure
-from ...health.examine import Finding as Alarm
+from ...health.rule import Alarm
 from ...settings.config import RolloutCorrectionConfig
 from ...settings.formatting import number, percent, steps, yaml_lines
 from .facts import Facts

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import pandas as pd
 
 from ...diagnosis import Diagnosis, Observed, diagnose
-from ...health.examine import Finding
-from ...health.rules import examine
+from ...health.examine import examine
+from ...health.rule import Alarm
 from ...settings.config import RolloutCorrectionConfig
 from ...settings.formatting import printable
 from ..recommend import HealthySteps, Recommendation, healthy_steps, recommend_from
@@ -24,7 +24,7 @@ class Facts(NamedTuple):
     name: str
     run: Run
     windows: str  # the number of logging windows, in words
-    findings: list[Finding]  # in the log, the most serious first
+    findings: list[Alarm]  # in the log, the most serious first
     status: Status
     shares: Mapping[str, pd.DataFrame] = {}  # of tokens rejected and down-weighted, by family of groups
     worst: Worst | None = None  # tokens with the largest log-ratio, if there is a dump
