@@ -145,7 +145,7 @@ def test_the_policy_may_be_probed_without_gradient(make):
 
 
 def test_a_second_forward_pass_of_the_policy_is_an_error(make):
-    with pytest.raises(RuntimeError, match=r"The policy was run twice in one loss.*torch\.no_grad"):
+    with pytest.raises(RuntimeError, match=r"The loss ran the policy twice.*torch\.no_grad"):
         make(scoring_the_policy(gradient=True)).train()
 
 
