@@ -69,8 +69,8 @@ class LossCall:
         if self.forwards > 1:
             raise RuntimeError(
                 "The loss ran the policy twice through `_get_per_token_logps_and_entropies`, and rollout correction cannot "
-                "know which of the two forward passes to correct. Run the other one under `torch.no_grad()`, or call the model "
-                "itself."
+                "know which of the two forward passes to correct. Run the other one under `torch.no_grad()`, or call the "
+                "model itself."
             )
 
     def check_corrected(self, trainer: type, keys: set[str]):
