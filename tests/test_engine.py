@@ -26,7 +26,7 @@ def test_what_is_no_mapping_is_refused(given):
 
 @pytest.mark.parametrize("name", RESERVED)
 def test_what_is_decided_elsewhere_is_refused_with_the_reason(name):
-    with pytest.raises(ValueError, match=rf"has '{name}', which is decided elsewhere: .+ Remove it"):
+    with pytest.raises(ValueError, match=rf"has '{name}', which is set elsewhere: .+ Remove it"):
         check_engine_kwargs({name: 1})
 
 

@@ -157,7 +157,7 @@ def test_a_loss_that_leaves_the_correction_out_is_an_error(make, monkeypatch, ch
     old, new, message = CHANGES[change]
     monkeypatch.setattr(GRPOTrainer, "_compute_loss", edited(GRPOTrainer._compute_loss, (old, new)))
     trainer = make(**MODES[mode])
-    with pytest.raises(RuntimeError, match=rf"does not arrive in the loss of trl .*{message}"):
+    with pytest.raises(RuntimeError, match=rf"does not reach the loss of trl .*{message}"):
         trainer.train()
     assert trainer.state.global_step == 0
 
@@ -173,7 +173,7 @@ def test_a_loss_that_leaves_the_correction_out_is_an_error(make, monkeypatch, ch
 )
 def test_a_loss_of_rloo_that_leaves_the_correction_out_is_an_error(make, monkeypatch, old, new, message):
     monkeypatch.setattr(RLOOTrainer, "_compute_loss", edited(RLOOTrainer._compute_loss, (old, new)))
-    with pytest.raises(RuntimeError, match=rf"does not arrive in the loss of trl .*{message}"):
+    with pytest.raises(RuntimeError, match=rf"does not reach the loss of trl .*{message}"):
         make("rloo").train()
 
 

@@ -213,7 +213,7 @@ def test_truncation_that_trl_makes_up_for_is_not_corrected_again(
             RolloutCorrectedGRPOTrainer, RolloutCorrectedGRPOConfig, tiny_model_path, tmp_path,
             **VLLM, top_k=4, rollout_is="token", rollout_is_threshold=[0.1, 10.0],
         )  # fmt: skip
-    assert ("makes up for `top_k` itself" in str(caught[0].message)) == makes_up
+    assert ("TRL compensates `top_k`" in str(caught[0].message)) == makes_up
     trainer.train()
     weights = logged(trainer, "rollout_is_mean")
     assert all(abs(weight - 1.0) < 1e-3 for weight in weights) if makes_up else all(w < 0.97 for w in weights)

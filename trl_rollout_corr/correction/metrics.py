@@ -1,11 +1,11 @@
 """
-Metrics as sums: what is added up on the device, and how the sums become numbers. Torch only.
+Metrics as sums on the device, which become numbers when they are logged. Torch only.
 
-A batch is described by one float64 vector of sums, counts, histogram bins and maxima ([`Statistics`]). Nothing touches the
-host until [`Statistics.finish`]. For each subject, what is added up stands next to what is made of it: the two policies,
-importance weights, rejection.
+A batch is described by one float64 vector of sums, counts, histogram bins and maxima ([`Statistics`]). The host waits for the
+device in [`Statistics.finish`] only. For each subject (the two policies, importance weights, rejection), the sums and the
+metrics made of them stand next to each other.
 
-Names inside a vector are internal; the metric keys, their formulas and healthy ranges are listed in `docs/metrics.md`.
+Names inside a vector are internal. The metric keys, their formulas and healthy ranges are listed in `docs/metrics.md`.
 """
 
 import math
@@ -33,7 +33,7 @@ from .sums import Applied, Sums
 @dataclass(frozen=True)
 class Bounding:
     """
-    What is known about importance weights besides their values.
+    Bounds and level of importance weights.
 
     Args:
         level (`str`):
@@ -43,9 +43,9 @@ class Bounding:
         upper (`float`):
             Upper bound.
         clamps (`bool`):
-            Whether weights outside the bounds are moved to them, and not set to 0.
+            Move weights outside the bounds to the nearest bound instead of setting them to 0.
         normalized (`bool`):
-            Whether the weights are then divided by their mean.
+            Divide the weights by their mean afterwards.
     """
 
     level: str
@@ -56,16 +56,16 @@ class Bounding:
 
     @property
     def drops(self) -> bool:
-        """Whether weights outside the bounds are set to 0 (IcePop)."""
+        """True if weights outside the bounds are set to 0 (IcePop)."""
         return self.lower is not None and not self.clamps
 
     @property
     def grows(self) -> bool:
-        """Whether a weight is a function of its token's log-ratio that never falls, so that extremes are those of it."""
+        """True if the weight is monotone in the log-ratio of its token: its extremes follow from those of the log-ratio."""
         return self.level == "token" and not self.drops
 
     def weight(self, log_ratio: float) -> float:
-        """Weight of one log-ratio, if it [`grows`] with it; NaN of NaN."""
+        """Weight of a log-ratio, `min(max(exp(d), lower), upper)`, if the weight [`grows`] with it; NaN for NaN."""
         ratio = math.exp(min(log_ratio, LOG_RATIO_BOUND)) if math.isfinite(log_ratio) else math.nan
         return min(max(ratio, self.lower or 0.0), self.upper)
 
@@ -78,20 +78,20 @@ class Statistics(Sums):
 
     Args:
         bounding ([`Bounding`], *optional*):
-            About the importance weights, if there are any.
+            Importance weights, if there are any.
         criteria (`tuple[Criterion, ...]`, *optional*):
-            What rejects.
+            Rejection criteria.
     """
 
     bounding: Bounding | None = None
     criteria: tuple[Criterion, ...] = ()
 
     def fits(self, other: Self) -> bool:
-        """Whether the two are about the same weights and criteria, with the same bounds."""
+        """True if both have the same layout, weights and criteria, with the same bounds."""
         return super().fits(other) and (self.bounding, self.criteria) == (other.bounding, other.criteria)
 
     def with_sum(self, name: str, value: torch.Tensor) -> Self:
-        """The same with another value of one of the sums, for what is only known when the whole batch has been seen."""
+        """Copy with another value of one sum, which is known only when the whole batch has been seen."""
         vector = self.vector.clone()
         vector[self.sum_names.index(name)] = value
         return replace(self, vector=vector)
@@ -128,20 +128,20 @@ def collect(
     direction: torch.Tensor | None = None,
 ) -> Statistics:
     """
-    Add up everything that is reported about some rows of a batch.
+    Add up the statistics of some rows of a batch.
 
     Args:
         tokens ([`~trl_rollout_corr.correction.functional.Tokens`]):
             The tokens that count.
         keep (`torch.Tensor` of shape `(B, T)`):
-            1 on tokens that count and that every criterion keeps, else 0.
+            1 on tokens that count and that no criterion rejects, else 0.
         coefficients (`torch.Tensor` of shape `(B, T)`):
-            What multiplies the policy gradient of each token.
+            Factor of the policy gradient of each token.
         weights (`tuple[Bounding, torch.Tensor, torch.Tensor]`, *optional*):
-            If there are importance weights: how they were made, the ratio before bounding, and the weight after it (before
-            batch normalisation), 0 where it does not count. `(B, T)` at token level, otherwise `(B, 1)`.
+            Importance weights, if there are any: their bounds, the ratio before bounding, and the weight after bounding and
+            before batch normalisation, 0 on tokens that do not count. `(B, T)` at token level, otherwise `(B, 1)`.
         rejections (`Sequence[tuple[Criterion, Rejection]]`, *optional*):
-            The criteria and what each said.
+            Criteria and their results.
         direction (`torch.Tensor` of shape `(B, 1)` or `(B, T)`, *optional*):
             Sign of the advantages.
 
@@ -183,12 +183,13 @@ def _collect_policies(c: Columns, tokens: Tokens):
     logs = torch.cat([train_nll, train_nll - gap, gap], -1)
     c.add_columns(("train_nll", "rollout_nll", "gap"), logs)
     c.add_columns(("train_ppl", "rollout_ppl", "ppl_ratio"), logs.clamp(max=LARGEST_POWER).exp_().mul_(c.rows))
-    # r - 1: exp(d) - 1 would lose every digit of a small d. It serves k3 (as in `functional.k3`) and chi2
+    # k3 = r - 1 - d with r = exp(d). `expm1` keeps the digits of a small d
     excess = torch.expm1(d.clamp(max=LARGEST_POWER))
     c.add("k3", excess - d)
-    # E[r^2] - 1, summed as (r - 1)^2 + 2 (r - 1) so that a small divergence is not lost in a sum of ones
+    # chi^2 = E[r^2] - 1 = E[(r - 1)^2 + 2 (r - 1)]: a sum of squares r^2 would lose a small divergence
     excess.clamp_(max=math.expm1(LOG_RATIO_BOUND))
     c.add("chi2_token", row_squares(excess).add_(excess.sum(-1, keepdim=True), alpha=2.0))
+    # chi^2 of sequences = E[exp(2 sum d)] - 1, where gap = -mean d
     twice = (gap * c.lengths).mul_(-2.0)
     c.add("chi2_seq", torch.expm1(twice.clamp_(-2 * LOG_RATIO_BOUND, 2 * LOG_RATIO_BOUND)))
     c.add_extremes("gap", gap, c.no_rows)
@@ -196,7 +197,7 @@ def _collect_policies(c: Columns, tokens: Tokens):
 
 
 def _collect_directions(c: Columns, tokens: Tokens, direction: torch.Tensor):
-    """The log-ratio where the advantage is positive, and where it is negative."""
+    """Sums of the log-ratio over tokens of positive and of negative advantage."""
     positive, negative = direction.clamp(min=0.0), direction.clamp(max=0.0).neg_()
     for sign, chosen in (("positive", positive), ("negative", negative)):
         names = f"{sign}/d", f"{sign}/tokens"
@@ -261,7 +262,7 @@ def _collect_weights(c: Columns, tokens: Tokens, bounding: Bounding, ratio: torc
 
 
 def _collect_token_weights(c: Columns, tokens: Tokens, bounding: Bounding, ratio, bounded, lower: float):
-    """Weights of tokens. Returns, per row, the means of `w - 1` and of the ratio, and how many ratios are low."""
+    """Weights of tokens. Returns, per row, the means of `w - 1` and of the ratio, and the number of low ratios."""
     # sums of w - 1 rather than w: a variance of 1e-8 around a mean of 1 keeps its digits
     excess = bounded - tokens.valid
     c.add("is/sum", excess)
@@ -271,23 +272,24 @@ def _collect_token_weights(c: Columns, tokens: Tokens, bounding: Bounding, ratio
     if not bounding.grows:
         c.add_extremes("is/weight", bounded, tokens.outside)
     low = below(ratio, lower).sum(-1, keepdim=True)
-    if lower > 0:  # then so is the ratio of 0 of a token that does not count
+    if lower > 0:  # a token that does not count has a ratio of 0, which is below
         low = low - (ratio.shape[-1] - tokens.lengths)
     return c.row_mean("is/sum"), c.row_mean("is/ratio"), low
 
 
 def _collect_sequence_weights(c: Columns, tokens: Tokens, bounding: Bounding, ratio, bounded, lower: float):
-    """Weights of sequences, which count as often as a sequence has tokens. Returns what the function above does."""
+    """Weights of sequences, each counted once per token of its sequence. Returns as `_collect_token_weights`."""
     row_excess, row_ratio = (bounded.to(c.dtype) - 1.0) * c.rows, ratio.to(c.dtype)
     c.add("is/sum", row_excess * c.lengths)
     c.add("is/squares", row_excess.square() * c.lengths)
     c.sums["is/units"] = c.rows
-    c.add_extremes("is/weight", row_ratio, c.no_rows)  # as in verl, the raw ratio
+    c.add_extremes("is/weight", row_ratio, c.no_rows)  # the ratio before bounding, as in verl
     return row_excess, row_ratio, below(ratio, lower) * c.rows
 
 
 def _weight_metrics(s: dict[str, float], bounding: Bounding) -> dict[str, float]:
     n, rows = s["tokens"], s["rows"]
+    # effective sample size over the number of tokens: (sum w)^2 / (n sum w^2), from sums of w - 1 and (w - 1)^2
     total, squares = n + s["is/sum"], n + 2 * s["is/sum"] + s["is/squares"]
     if bounding.grows:
         smallest, largest = (bounding.weight(d) for d in (-_maximum(s["d_negated_min"]), _maximum(s["d_max"])))
@@ -333,13 +335,13 @@ def _collect_criterion(c: Columns, tokens: Tokens, criterion: Criterion, rejecti
     c.add(f"{name}/rejected", rejected)
     c.add(f"{name}/rejected_rows", above(rejected, 0.0))
     c.add_extremes(f"{name}/row", row, c.no_rows)
-    if criterion.name == "seq_max_k1":  # its lower ratio bound is the veto of verl's first releases
+    if criterion.name == "seq_max_k1":  # its lower bound on the ratio is the veto of verl's first releases
         c.add(f"{name}/veto_tokens", below(tokens.log_ratio, -criterion.upper).mul_(tokens.valid))
         c.add(f"{name}/veto_rows", rejection.high)
 
 
 def _collect_token_criterion(c: Columns, tokens: Tokens, criterion: Criterion, rejection, name: str, floor: float):
-    """A criterion on tokens. Returns, per row: its mean, whether that is out of bounds, and the tokens that are rejected."""
+    """Criterion on tokens. Returns, per row: mean, 1 if it is above, 1 if below the bounds, number of rejected tokens."""
     statistic = rejection.statistic
     c.add(f"{name}/sum", statistic)
     row = c.row_mean(f"{name}/sum")
@@ -347,7 +349,7 @@ def _collect_token_criterion(c: Columns, tokens: Tokens, criterion: Criterion, r
     c.add(f"{name}/bounded", bounded)
     c.add(f"{name}/bounded_squares", bounded.square())
     c.sums[f"{name}/units"] = tokens.lengths
-    if criterion.divergence == "k1":  # its extremes are those of d, with the other sign
+    if criterion.divergence == "k1":  # k1 = -d
         c.maxima[f"{name}/statistic_max"] = c.maxima["d_negated_min"]
         c.maxima[f"{name}/statistic_negated_min"] = c.maxima["d_max"]
     else:
@@ -357,7 +359,7 @@ def _collect_token_criterion(c: Columns, tokens: Tokens, criterion: Criterion, r
 
 
 def _collect_sequence_criterion(c: Columns, tokens: Tokens, criterion: Criterion, rejection, name: str, floor: float):
-    """A criterion on sequences, each of which counts as often as it has tokens. Returns what the function above does."""
+    """Criterion on sequences, each counted once per token. Returns as `_collect_token_criterion`."""
     row = rejection.statistic.to(c.dtype) * c.rows
     bounded = row.clamp(floor, criterion.upper)
     c.add(f"{name}/sum", row * c.lengths)
@@ -416,6 +418,6 @@ def _std(total: float, squares: float, count: float, *, sample: bool = False) ->
     if count == 1:
         return 0.0
     variance = squares / count - (total / count) ** 2
-    if variance < 1e-14 * squares / count:  # what is left of a difference of equal numbers
+    if variance < 1e-14 * squares / count:  # rounding error of a difference of equal numbers
         return 0.0
     return math.sqrt(variance * count / (count - 1)) if sample else math.sqrt(variance)

@@ -1,5 +1,5 @@
 """
-How large a step the samples are worth: the effective sample size of whole completions. Sums until they are logged, as in
+Factor of the learning rate from the effective sample size of whole completions. Sums until they are logged, as in
 `metrics.py`. Torch only.
 """
 

@@ -1,8 +1,8 @@
 """
 Named sums in one vector. Torch only.
 
-Vectors of two micro-batches, two logging steps or two ranks combine by adding the sums and taking the larger maxima, so that a
-value made from them does not depend on how the data was split.
+Vectors of two micro-batches, two logging steps or two ranks combine by adding the sums and taking the larger maxima. So a
+metric does not depend on the split of the data.
 """
 
 import math
@@ -42,7 +42,7 @@ class Sums:
         sum_names (`tuple[str, ...]`):
             Names of the leading entries, which add up.
         max_names (`tuple[str, ...]`):
-            Names of the trailing entries, of which the largest counts. A minimum is stored as the maximum of its negative.
+            Names of the trailing entries, maxima. A minimum is stored as the maximum of its negative.
         vector (`torch.Tensor` of shape `(N,)`):
             The sums, any sums without a name, and the maxima.
     """
@@ -60,14 +60,14 @@ class Sums:
                 Vectors to combine.
 
         Returns:
-            Their combination, of the type of `self`, which only lends its layout.
+            Their combination, of the type and layout of `self`. The values of `self` do not count.
         """
         n_additive = vectors.shape[1] - len(self.max_names)
         combined = torch.cat([vectors[:, :n_additive].sum(0), vectors[:, n_additive:].amax(0)])
         return replace(self, vector=combined)
 
     def fits(self, other: Self) -> bool:
-        """Whether the two have the same layout."""
+        """True if both have the same layout."""
         return (self.sum_names, self.max_names) == (other.sum_names, other.max_names)
 
     def __add__(self, other: Self) -> Self:
@@ -105,7 +105,7 @@ Segments = Mapping[str, torch.Tensor]
 
 
 class SegmentedSums(Sums):
-    """Sums whose layout is always the same: segments of fixed length, of which a batch may know only some."""
+    """Sums of one layout: segments of fixed length. A batch may fill some of them only."""
 
     SEGMENTS: ClassVar[Mapping[str, tuple[str, ...]]]
     MAXIMA: ClassVar[tuple[str, ...]] = ()
@@ -120,7 +120,7 @@ class SegmentedSums(Sums):
                 Values by name of a segment or a maximum. Not empty.
 
         Returns:
-            A vector in which all other sums are 0.
+            A vector with these values. All other sums are 0.
         """
         nothing = next(iter(segments.values())).new_zeros(())
         parts = [

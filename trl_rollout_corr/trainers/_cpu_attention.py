@@ -1,10 +1,9 @@
 """
 Attention over packed rows on a CPU.
 
-TRL packs the samples of a micro-batch into one row in which shared prefixes appear once: a tree. It attends with
-FlashAttention-3, whose kernel exists for GPUs only. Here is the same attention in PyTorch, exact, for trying things out on
-a laptop: it looks at every pair of tokens of the row, so that it takes time, and a mask of booleans, that grow with the
-square of the row.
+TRL packs the samples of a micro-batch into one row in which shared prefixes appear once: a tree. Its attention is
+FlashAttention-3, whose kernel exists for GPUs only. This module computes the same attention in PyTorch, exactly, for small
+runs without a GPU: time, and memory for a boolean mask, grow with the square of the row.
 """
 
 import torch
@@ -30,7 +29,7 @@ def tree_attention(
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
     """
-    Attention of a packed row of `N` tokens, in which each token sees those before it on its path from the root.
+    Attention of a packed row of `N` tokens. Each token attends to the tokens before it on its path from the root.
 
     Args:
         module (`torch.nn.Module`):
@@ -42,17 +41,17 @@ def tree_attention(
         value (`torch.Tensor` of shape `(1, K, N, D)`):
             Values.
         attention_mask (`torch.Tensor`, *optional*):
-            Not used: the tree says who sees whom.
+            Not used: the tree defines the mask.
         tree_kv_index (`torch.Tensor` of shape `(P,)`):
-            Places in the row of the tokens on the paths of all segments, one path after the other.
+            Index in the row of each token on the paths of all segments, one path after the other.
         tree_cu_seqlens_q (`torch.Tensor` of shape `(S + 1,)`):
-            Where the `S` segments of the row begin and end.
+            Start and end of the `S` segments of the row.
         tree_cu_seqlens_k (`torch.Tensor` of shape `(S + 1,)`):
-            Where their paths begin and end in `tree_kv_index`.
+            Start and end of their paths in `tree_kv_index`.
         scaling (`float`, *optional*, defaults to `1 / sqrt(D)`):
-            What scores are multiplied by.
+            Factor of the scores.
         sliding_window (`int`, *optional*):
-            Number of tokens that a token sees, itself included.
+            Number of tokens that a token attends to, itself included.
         softcap (`float`, *optional*):
             Bound of the scores.
 
@@ -65,7 +64,7 @@ def tree_attention(
     if softcap:
         raise NotImplementedError(
             f"The model bounds its attention scores (softcap={softcap}), which the attention for packed rows on a CPU does "
-            "not do. Train it on a GPU, or use `RolloutCorrectedGRPOTrainer`."
+            "not support. Train it on a GPU, or use `RolloutCorrectedGRPOTrainer`."
         )
     visible = visible_tokens(tree_kv_index, tree_cu_seqlens_q, tree_cu_seqlens_k, sliding_window)
     grouped = query.shape[1] != key.shape[1]
@@ -76,7 +75,7 @@ def tree_attention(
 def visible_tokens(
     kv_index: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, sliding_window: int | None = None
 ) -> torch.Tensor:
-    """Who sees whom: boolean, `(N, N)`, for the arguments of [`tree_attention`]."""
+    """Attention mask, boolean, `(N, N)`, from arguments of [`tree_attention`]."""
     lengths, path_lengths = (cu.diff().long() for cu in (cu_seqlens_q, cu_seqlens_k))
     segments = torch.arange(len(lengths), device=kv_index.device)
     path_of = segments.repeat_interleave(path_lengths)  # (P,)
@@ -91,5 +90,5 @@ def visible_tokens(
 
 
 def register_tree_attention():
-    """Take the place of TRL's attention in the models that are built from now on."""
+    """Replace TRL's attention in models that are built afterwards."""
     AttentionInterface.register(TREE_ATTENTION, tree_attention)

@@ -1,4 +1,4 @@
-"""New weights for vLLM, packed as its kernels need them. Runs in the process of the engine, which may be a server's."""
+"""New weights for vLLM on a CPU, packed for its kernels. Runs in the process of the engine, which may be a server."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -9,13 +9,13 @@ import torch
 
 def push(llm: Any, weights: Iterable[tuple[str, torch.Tensor]]):
     """
-    Push weights through vLLM's own reload, and forget what is cached with the old ones.
+    Push weights through vLLM's own reload, and clear the prefix cache of the old weights.
 
     Args:
         llm (`vllm.LLM`):
             The engine, in this process.
         weights (`Iterable[tuple[str, torch.Tensor]]`):
-            Weights by their names in the checkpoint. Experts may be one tensor of a layer or one each.
+            Weights by their names in the checkpoint. The experts of a layer may be one tensor, or one tensor each.
     """
     with torch.no_grad():
         reload(llm.llm_engine.model_executor.driver_worker, weights_iterator=iter(weights))
@@ -37,9 +37,9 @@ def reload(worker: Any, **weights: Any):
     """
     Load weights into the model of a vLLM worker, and pack all of them for its CPU kernels.
 
-    vLLM packs weights for its CPU kernels after loading them, and its reload packs them again, with two exceptions: experts
-    are packed at the first load only, and a head that is tied to the embedding has no weights of its own in a checkpoint, so
-    that it would sample with the packed weights of the first load for ever.
+    vLLM packs weights for its CPU kernels after loading them, and again at a reload, with two exceptions. Experts are packed
+    at the first load only. A head that is tied to the embedding has no weights of its own in a checkpoint, so it would keep
+    the packed weights of the first load.
 
     Args:
         worker (`vllm.v1.worker.worker_base.WorkerBase`):
@@ -57,7 +57,7 @@ def reload(worker: Any, **weights: Any):
 
 
 def pack_experts_again(model: torch.nn.Module):
-    """Let vLLM take the next load of experts for the first, in which it packs them."""
+    """Let vLLM pack experts at the next load, as at the first."""
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
         if method is not None and getattr(method, "moe_kernel", None) is not None:
@@ -65,7 +65,7 @@ def pack_experts_again(model: torch.nn.Module):
 
 
 def pack_tied_heads(model: torch.nn.Module):
-    """Pack layers that share their weight with another one."""
+    """Pack layers that share their weight with another layer."""
     layers: list[Any] = [x for x in model.modules() if hasattr(x, "quant_method") and hasattr(x, "weight")]
     uses = Counter(id(layer.weight) for layer in layers)
     for layer in layers:

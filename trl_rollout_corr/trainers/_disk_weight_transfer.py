@@ -1,4 +1,4 @@
-"""New weights for a vLLM server through files, where NCCL cannot carry them."""
+"""New weights for a vLLM server through files, for machines without NCCL."""
 
 import shutil
 from collections.abc import Iterator
@@ -12,16 +12,16 @@ from .upstream import VLLMClient
 
 
 EXTENSION = "trl_rollout_corr.trainers._cpu_reload.PackingWorker"
-_SHARD = 4e9  # bytes that are held in memory at a time
+_SHARD = 4e9  # bytes of weights in memory at a time
 
 
 class DiskWeightTransfer:
     r"""
-    Sends weights to a vLLM server through a folder that both can read. To be passed to [`RolloutCorrectedAsyncGRPOTrainer`]
-    as `weight_transfer`, in place of TRL's transfer through NCCL, which needs GPUs on both sides.
+    Sends weights to a vLLM server through a folder that both can read. Pass it to [`RolloutCorrectedAsyncGRPOTrainer`] as
+    `weight_transfer`, in place of TRL's transfer through NCCL, which needs GPUs on both sides.
 
-    At each synchronisation requests are paused, which clears the server's caches, the weights are written, the server loads
-    them (`/collective_rpc`), and requests go on. A completion that was under way is then finished by the new weights.
+    At each synchronisation, requests are paused, which clears the caches of the server, the weights are written, the server
+    loads them (`/collective_rpc`), and requests go on. A completion in progress is finished with the new weights.
 
     Args:
         server_url (`str`):
@@ -29,7 +29,7 @@ class DiskWeightTransfer:
             `--worker-extension-cls trl_rollout_corr.trainers._cpu_reload.PackingWorker`, as vLLM alone packs neither a head
             that is tied to the embedding nor experts again.
         folder (`str` or `Path`):
-            Folder for the weights, which the server reads by this path. Made if it is not there, and what was written is
+            Folder for the weights, which the server reads by this path. It is made if it is missing, and the weights are
             removed when training ends.
         timeout (`float`, *optional*, defaults to `1800.0`):
             Seconds allowed for one synchronisation.
@@ -55,16 +55,16 @@ class DiskWeightTransfer:
 
     def init_weight_transfer(self):
         """
-        Wait for the server, and see that it takes weights.
+        Wait for the server, and check that it takes weights.
 
         Raises:
-            `RuntimeError`: if it does not, or would take a part of them.
+            `RuntimeError`: if it takes no weights, or only a part of them.
         """
         self.client.wait_for_server_ready()
         response = requests.get(f"{self.client.server_url}/server_info", params={"config_format": "json"}, timeout=60)
         if response.status_code == 404:
             raise RuntimeError(
-                f"The vLLM server at {self.client.server_url} does not let weights be changed. Start it with "
+                f"The vLLM server at {self.client.server_url} does not accept new weights. Start it with "
                 "`VLLM_SERVER_DEV_MODE=1` in its environment."
             )
         info = response.json()["vllm_config"]
@@ -73,12 +73,12 @@ class DiskWeightTransfer:
         elif info["device_config"]["device"] == "cpu":
             raise RuntimeError(
                 f"The vLLM server at {self.client.server_url} runs on a CPU and was started without `--worker-extension-cls "
-                f"{EXTENSION}`. It would go on sampling with the first weights of a head that is tied to the embedding, and "
-                "mix up those of experts. Start it with that option, where trl-rollout-corr is installed."
+                f"{EXTENSION}`. It would keep the first weights of a head that is tied to the embedding, and mix up the "
+                "weights of experts. Start it with that option, where trl-rollout-corr is installed."
             )
 
     def pause(self):
-        """Hold requests, those under way included. Their keys and values are made anew, by the new weights."""
+        """Pause requests, also those in progress. Their keys and values are computed again with the new weights."""
         self.client.pause(timeout=int(self.timeout))
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]):
@@ -98,11 +98,11 @@ class DiskWeightTransfer:
         shutil.rmtree(previous, ignore_errors=True)
 
     def resume(self):
-        """Let requests go on."""
+        """Resume requests."""
         self.client.resume(timeout=int(self.timeout))
 
     def destroy(self):
-        """Remove what was written."""
+        """Remove the weights on disk."""
         shutil.rmtree(self._path(), ignore_errors=True)
 
     def _path(self) -> Path:
@@ -122,7 +122,7 @@ class DiskWeightTransfer:
 
 
 def _write(weights: Iterator[tuple[str, torch.Tensor]], folder: Path):
-    """Write weights as a checkpoint in several files, so that few are in memory at a time."""
+    """Write weights as a checkpoint of several files, with at most `_SHARD` bytes in memory at a time."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     shard: dict[str, torch.Tensor] = {}

@@ -1,10 +1,10 @@
 """
-Whether the correction arrives in TRL's loss, seen by its effect at the first step.
+Test at the first step that the coefficients of the correction reach TRL's loss.
 
-A correction multiplies the policy gradient of each token by a coefficient. So the coefficients of a micro-batch are given a
-factor of one that autograd follows. In the gradient of the loss with respect to the log-probabilities, the factor of a token
-must then appear at that token, and at no other. This takes derivatives through the loss alone, from `(B, T)` to `(B, T)`:
-never through the model, and without a collective.
+A correction multiplies the policy gradient of each token by a coefficient. For the test, the coefficients `c` of a micro-batch
+are multiplied by a tensor of ones, `f`, with gradient. With `g = d loss / d logps`, the derivative `d sum_t(g_t) / d f_t` must
+equal `g_t`: the coefficient of a token scales the gradient of that token and of no other. The derivatives are taken through
+the loss alone, from `(B, T)` to `(B, T)`, never through the model, and without a collective.
 
 `B` completions, `T` completion tokens.
 """
@@ -14,12 +14,12 @@ from importlib.metadata import version
 import torch
 
 
-TOLERANCE = 0.05  # relative to the largest gradient; bfloat16 rounds by less than a hundredth
+TOLERANCE = 0.05  # relative to the largest gradient; the rounding error of bfloat16 is below 0.01
 
 
 class GradientCheck:
     """
-    The factor of one on the coefficients of a micro-batch.
+    Test of one micro-batch.
 
     Args:
         logps (`torch.Tensor` of shape `(B, T)`):
@@ -27,42 +27,42 @@ class GradientCheck:
 
     Attributes:
         logps (`torch.Tensor` of shape `(B, T)`):
-            The same, for the loss.
+            The same log-probabilities, for the loss.
         factor (`torch.Tensor` of shape `(B, T)`):
-            Ones, with gradient, to multiply the coefficients by.
+            Ones with gradient. The caller multiplies the coefficients by them.
     """
 
     def __init__(self, logps: torch.Tensor):
-        self.logps = logps.view_as(logps)  # a tensor of its own, on which no hook of FSDP or DeepSpeed waits
+        self.logps = logps.view_as(logps)  # a new tensor, without hooks of FSDP or DeepSpeed
         self.factor = torch.ones_like(logps, requires_grad=True)
 
     def passes(self, loss: torch.Tensor, *, own: bool, per_token: bool, alone: bool) -> bool:
         """
-        Say whether the coefficients have arrived in a loss.
+        Check that the coefficients act on a loss.
 
         Args:
             loss (`torch.Tensor`):
                 The loss, a scalar with gradient.
             own (`bool`):
-                Whether it is a loss of the user's own, which may do with the coefficients as it likes.
+                The loss is the user's own: it must depend on the coefficients, in any way.
             per_token (`bool`):
-                Whether the gradient of a token must follow its own coefficient, and not only those of its completion.
+                The gradient of a token must follow its own coefficient, not only the coefficients of its completion.
             alone (`bool`):
-                Whether nothing but the policy gradient depends on the log-probabilities.
+                The loss has no other term that depends on the log-probabilities, such as a KL penalty.
 
         Returns:
-            `bool`: `False` if this micro-batch cannot tell, because nothing in it has a gradient.
+            `bool`: `False` if all gradients of this micro-batch are 0, so that it proves nothing.
 
         Raises:
-            `RuntimeError`: if the loss has its log-probabilities or its coefficients from elsewhere.
+            `RuntimeError`: if the loss does not use these log-probabilities and coefficients.
         """
         gradient, first = self._gradients(loss)
         if gradient is None or first is None:
             lost = "log-probabilities" if gradient is None else "coefficients"
-            raise not_in_loss(f"its gradient does not depend on the {lost} that it was handed")
+            raise not_in_loss(f"its gradient does not depend on the {lost} that it was given")
         if own:
             return True
-        # Positive and negative by turns, so that what one token takes from its neighbours does not cancel
+        # Alternating signs, so that effects of neighbouring tokens on one token do not cancel
         place = _numbers(gradient, 0) + (_numbers(gradient, 1) if per_token else 0)
         signs = (1.0 - 2.0 * (place % 2)).to(gradient.dtype)
         once, signed = self._of_factor(gradient), self._of_factor(gradient * signs)
@@ -83,14 +83,14 @@ class GradientCheck:
         return size > 0
 
     def _gradients(self, loss: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The gradient of a loss with respect to log-probabilities and factor, `None` where it does not depend on them."""
+        """Gradients of a loss with respect to log-probabilities and factor; `None` without dependence."""
         if not loss.requires_grad:
             return None, None
         logps, factor = torch.autograd.grad(loss, [self.logps, self.factor], create_graph=True, allow_unused=True)
         return logps, factor
 
     def _of_factor(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """What of a gradient follows the factor, `(B, T)`. `None`: the loss has an operator without second derivatives."""
+        """Derivative of a gradient by the factor, `(B, T)`; `None` if an operator of the loss has no second derivative."""
         try:
             return torch.autograd.grad(gradient.sum(), self.factor, retain_graph=True, allow_unused=True)[0]
         except RuntimeError:
@@ -98,15 +98,15 @@ class GradientCheck:
 
 
 def _numbers(like: torch.Tensor, dim: int) -> torch.Tensor:
-    """The number of each row or column, to broadcast."""
+    """Index of each row or column, to broadcast."""
     numbers = torch.arange(like.shape[dim], device=like.device)
     return numbers[:, None] if dim == 0 else numbers[None, :]
 
 
 def not_in_loss(why: str) -> RuntimeError:
-    """The error about a correction that does not act, for a reason."""
+    """Error about a correction that does not act on the loss."""
     return RuntimeError(
-        f"Rollout correction does not arrive in the loss of trl {version('trl')}: {why}. Training would go on without it, or "
+        f"Rollout correction does not reach the loss of trl {version('trl')}: {why}. Training would go on without it, or "
         "with a part of it. If `_compute_loss` is your own, use the result of `_get_per_token_logps_and_entropies` and "
         "`inputs['advantages']` as they are, without detaching them; otherwise install a version of trl that this release "
         "was tested with, or a newer trl-rollout-corr."

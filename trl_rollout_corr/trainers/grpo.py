@@ -28,20 +28,20 @@ def check_loss(config: GRPOConfig):
             Configuration of a trainer.
 
     Raises:
-        `ValueError`: if the loss is one of ours, if it weights sequences in its own way, or if the ratio of 1 that
-            `rollout_loss_type="reinforce"` needs would be clipped or averaged.
+        `ValueError`: if the loss is a value of `rollout_loss_type`, if it has importance weights of its own, or if it would
+            clip or average the ratio of 1 that `rollout_loss_type="reinforce"` needs.
     """
     if config.loss_type in LOSS_TYPES:
         raise ValueError(
-            f"`loss_type` is {config.loss_type!r}, which is a loss of `bypass_mode`: set `rollout_loss_type` to it. "
-            "`loss_type` is TRL's: grpo, dr_grpo, dapo, ..."
+            f"`loss_type` is {config.loss_type!r}, which is a loss of `bypass_mode`: set `rollout_loss_type` to it, and "
+            "`loss_type` to a loss of TRL: grpo, dr_grpo, dapo, ..."
         )
     if not config.corrects:
         return
     if config.loss_type == "vespo":
         raise ValueError(
-            "`loss_type` is 'vespo', which folds importance weights into its own sequence weight, so no other weight or "
-            "rejection can be applied to it. Choose another `loss_type`, or only measure with "
+            "`loss_type` is 'vespo', which has importance weights of its own, so no other weight or rejection can be "
+            "applied to it. Choose another `loss_type`, or only measure with "
             "`rollout_metrics_only=True`."
         )
     if not config.bypass_mode or config.rollout_loss_type != "reinforce":
@@ -49,8 +49,8 @@ def check_loss(config: GRPOConfig):
     cap = config.epsilon_high or config.epsilon
     if config.loss_type == "cispo" and cap < 1.0:
         raise ValueError(
-            f"`epsilon_high` is {cap} with `loss_type='cispo'`, which caps the ratio by it, and "
-            "with `rollout_loss_type='reinforce'`, whose ratio is 1: every gradient would be scaled by it. Set "
+            f"`epsilon_high` is {cap} with `loss_type='cispo'`, where it is the upper bound of the ratio, and "
+            f"with `rollout_loss_type='reinforce'`, whose ratio is 1: every gradient would be multiplied by {cap}. Set "
             "`epsilon_high` to 1 or more."
         )
     if config.importance_sampling_level != "token":
@@ -63,7 +63,7 @@ def check_loss(config: GRPOConfig):
 
 def check_sequence_level_ratio(config: GRPOConfig):
     """
-    Warn if single tokens are to be weighted or rejected in a loss whose ratio is that of the completion.
+    Warn about weights and rejection of tokens in a loss with one ratio per completion.
 
     Args:
         config ([`~trl.GRPOConfig`]):
@@ -76,8 +76,8 @@ def check_sequence_level_ratio(config: GRPOConfig):
         settings.append("`rollout_is='token'`")
     if settings:
         warn(
-            f"{', '.join(settings)} act on single tokens, but with `importance_sampling_level='sequence'` every token of a "
-            "completion has the same gradient: the mean over its tokens is what acts, as with TRL's own correction. To weight "
+            f"{', '.join(settings)} act on single tokens, but with `importance_sampling_level='sequence'` all tokens of a "
+            "completion have the same gradient: their mean acts on the completion, as in TRL's own correction. To weight "
             "or reject completions, use `rollout_is='sequence'` or 'geometric', and criteria that start with `seq_`."
         )
 
@@ -93,9 +93,9 @@ def warn_about_clip_ratio(config: GRPOConfig):
     if not (config.corrects and config.clips_around_sampler) or config.rollout_clip_ratio_c in (None, 3.0):
         return
     if config.loss_type in ("cispo", "sapo"):
-        reason = f"`loss_type` is {config.loss_type!r}, which bounds the ratio in its own way"
+        reason = f"`loss_type` is {config.loss_type!r}, which has its own bound on the ratio"
     elif config.delta is not None:
-        reason = f"`delta` is {config.delta}, which is the same bound and goes first"
+        reason = f"`delta` is {config.delta}, which is the same bound and takes precedence"
     else:
         return
     warn_idle("rollout_clip_ratio_c", config.rollout_clip_ratio_c, reason)
@@ -110,9 +110,9 @@ class RolloutCorrectedGRPOConfig(RolloutCorrectionConfig, GRPOConfig):
     (`vllm_importance_sampling_correction`) is switched off.
 
     Raises:
-        `ValueError`: also if `loss_type` is `"vespo"`, which weights sequences in its own way, if
-            `rollout_loss_type="reinforce"` meets `importance_sampling_level="sequence"`, or if batch normalisation would see
-            a single sequence.
+        `ValueError`: also if `loss_type` is `"vespo"`, which has importance weights of its own, if
+            `rollout_loss_type="reinforce"` is combined with `importance_sampling_level="sequence"`, or if the mean of batch
+            normalisation would be over a single sequence.
     """
 
     def __post_init__(self):
@@ -144,11 +144,11 @@ class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
     `rollout_metrics_only=True`, or with neither weights nor rejection nor bypass, losses and gradients are those of
     `GRPOTrainer` with `vllm_importance_sampling_correction=False`, bit for bit.
 
-    What differs from TRL, each as `super()` and an edit of what goes in or comes out: `__init__` (checks, monitor, dump),
-    `_generate` and `_generate_and_score_completions` (the sampler's log-probabilities, and TRL's old pass, which is spared
-    where it is not needed), `_calculate_rewards` (completions that are rejected before the baseline),
+    Differences from TRL, each as `super()` with changed arguments or results: `__init__` (checks, monitor, dump), `_generate`
+    and `_generate_and_score_completions` (the sampler's log-probabilities; TRL's old pass is skipped if it is not needed),
+    `_calculate_rewards` (completions that are rejected before the baseline),
     `_get_per_token_logps_and_entropies` and `compute_loss` (the correction), `log` (metrics), `add_callback` (one monitor),
-    `create_model_card` (model and correction), `train` (settings that were assigned since the trainer was built).
+    `create_model_card` (model and correction), `train` (settings that were assigned after the trainer was built).
 
     Example:
 
@@ -179,7 +179,7 @@ class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
 
     def _doubt_delivery(self, in_part: bool) -> str | None:
         if self.rollout_func is not None:
-            return "Completions come from `rollout_func`, which may have another sampler."
+            return "Completions come from `rollout_func`, which may use another sampler."
         return super()._doubt_delivery(in_part)
 
     def _generate(self, prompts, *args, **kwargs):
@@ -193,9 +193,9 @@ class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
 
     @contextmanager
     def _asking_for_old_pass(self) -> Iterator[None]:
-        # TRL makes its old pass if the gradient accumulation steps are not a multiple of `steps_per_generation *
-        # num_iterations`. With one iteration more than there are accumulation steps they never are, so that its first
-        # forward pass while scoring is always the old pass, and never the reference pass.
+        # TRL makes its old pass if `gradient_accumulation_steps` is not a multiple of `steps_per_generation * num_iterations`.
+        # With `num_iterations = gradient_accumulation_steps + 1` it never is: the first forward pass while scoring is then the
+        # old pass, and not the reference pass.
         num_iterations = self.num_iterations
         self.num_iterations = self.args.gradient_accumulation_steps + 1
         try:
@@ -207,7 +207,7 @@ class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
     def _bounding_the_ratio(self) -> Iterator[None]:
         args, delta = self.args, self.args.delta
         if args.corrects and args.clips_around_sampler and delta is None:
-            args.delta = args.rollout_clip_ratio_c  # for this call, so that it is not taken for the user's
+            args.delta = args.rollout_clip_ratio_c  # for this call only, as it is not a setting of the user
         try:
             yield
         finally:
@@ -220,12 +220,11 @@ class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
     def _enter_loss(
         self, inputs: dict[str, Any], logps: torch.Tensor, anchor: torch.Tensor, coefficients: torch.Tensor
     ) -> torch.Tensor:
-        # TRL takes advantages of shape (B, T). Every loss type is homogeneous in them and the coefficients are not
-        # negative, so they commute with PPO's min; masks, denominators, KL and entropy terms stay TRL's.
+        # With A = c * advantage and c >= 0, -min(r A, clip(r) A) is c times TRL's loss of the token; so are all loss types.
+        # Masks, denominators, KL and entropy terms stay TRL's.
         advantages = inputs["advantages"]
         if self.importance_sampling_level == "sequence" and advantages.dim() == 1:
-            # every token of a completion has the same gradient, so that their mean is what acts; and of shape (B, 1), TRL
-            # counts clipped completions as it always does
+            # all tokens of a completion have the same gradient, so their mean acts. TRL counts clipped completions from (B, 1)
             mask = self._loss_mask(inputs)
             coefficients = (coefficients * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
         inputs["advantages"] = (advantages if advantages.dim() == 2 else advantages.unsqueeze(1)) * coefficients

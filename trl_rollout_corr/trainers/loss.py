@@ -1,4 +1,4 @@
-"""One call of TRL's loss: what it is about, and whether the correction reached it."""
+"""One call of TRL's loss, with a check that it was corrected, and checks of settings for losses."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,11 +12,11 @@ from .gradient_check import GradientCheck, not_in_loss
 
 class LossInputs(dict):
     """
-    A batch for TRL's loss, without advantages until the forward pass of the policy has put them in.
+    Batch for TRL's loss. It has no advantages until the correction, after the forward pass of the policy, adds them.
 
     Attributes:
         read (`set[str]`):
-            Keys that have been read.
+            Keys that were read.
     """
 
     def __init__(self, batch: Mapping[str, Any]):
@@ -31,7 +31,7 @@ class LossInputs(dict):
         if key != "advantages":
             raise KeyError(key)
         raise RuntimeError(
-            "`advantages` are read before the forward pass of the policy, which puts the corrected ones into the batch. In "
+            "`advantages` are read before the forward pass of the policy, after which the batch has the corrected ones. In "
             "`_compute_loss`, call `self._get_per_token_logps_and_entropies` with the policy first, and read `advantages`, "
             "`old_per_token_logps` and `old_logps` after it, as TRL does."
         )
@@ -60,17 +60,17 @@ class LossCall:
 
     def take_forward(self):
         """
-        Take note of a forward pass of the policy.
+        Count a forward pass of the policy.
 
         Raises:
-            `RuntimeError`: at the second one: which of the two is to be corrected?
+            `RuntimeError`: at the second forward pass, as only one can be corrected.
         """
         self.forwards += 1
         if self.forwards > 1:
             raise RuntimeError(
-                "The policy was run twice in one loss through `_get_per_token_logps_and_entropies`, and rollout correction "
-                "cannot know which of the two forward passes is that of the loss. Run the other one under "
-                "`torch.no_grad()`, or call the model itself."
+                "The loss ran the policy twice through `_get_per_token_logps_and_entropies`, and rollout correction cannot "
+                "know which of the two forward passes to correct. Run the other one under `torch.no_grad()`, or call the "
+                "model itself."
             )
 
     def check_corrected(self, trainer: type, keys: set[str]):
@@ -81,15 +81,15 @@ class LossCall:
             trainer (`type`):
                 Class of the trainer.
             keys (`set[str]`):
-                Keys that the loss must have read after the correction was put into them.
+                Keys of corrected values, which the loss must have read.
 
         Raises:
-            `RuntimeError`: if no forward pass of the policy came by, or a key was not read.
+            `RuntimeError`: if the loss made no forward pass of the policy, or did not read a key.
         """
         if not self.forwards:
             raise RuntimeError(
-                f"The loss of `{trainer.__name__}` did not run the policy through `_get_per_token_logps_and_entropies`, where "
-                "rollout correction attaches. If `_compute_loss` is your own, run it there; otherwise install the version of "
+                f"The loss of `{trainer.__name__}` did not run the policy through `_get_per_token_logps_and_entropies`, which "
+                "rollout correction overrides. If `_compute_loss` is your own, run it there; otherwise install the version of "
                 "trl that this release was tested with."
             )
         unread = [f"`{key}`" for key in sorted(keys - self.inputs.read)]
@@ -106,28 +106,28 @@ def check_batch_normalization(config: GRPOConfig | RLOOConfig):
             Configuration of a trainer, after TRL has resolved batch sizes.
 
     Raises:
-        `ValueError`: if the micro-batch of all ranks is one sequence where it is the scope of a sequence-level mean.
+        `ValueError`: if the mean would be over a micro-batch of one sequence.
     """
     if not (normalizes_sequences(config) and config.bypass_mode):
         return
     if config.per_device_train_batch_size * config.world_size == 1:
         raise ValueError(
-            "`rollout_is_batch_normalize` is True with `bypass_mode`, where it spans the micro-batch of all ranks, and that "
-            "is one sequence: its weight would always be 1. Set `per_device_train_batch_size` to 2 or more (and divide "
+            "`rollout_is_batch_normalize` is True with `bypass_mode`, where the mean is over the micro-batch of all ranks, "
+            "which is one sequence: its weight would always be 1. Set `per_device_train_batch_size` to 2 or more (and divide "
             "`gradient_accumulation_steps` accordingly), or use `bypass_mode=False`, which normalises over the generation "
             "batch."
         )
 
 
 def normalizes_sequences(config: Any) -> bool:
-    """Whether each weight is divided by a mean over sequences."""
+    """True if weights are divided by their mean over sequences."""
     normalizes = config.corrects and config.applies_weights and config.rollout_is_batch_normalize
     return normalizes and config.rollout_is in ("sequence", "geometric")
 
 
 def warn_about_iterations(config: GRPOConfig | RLOOConfig):
     """
-    Warn if completions are visited several times by a loss that bounds no step.
+    Warn about several visits of completions by a loss without a bound on the step.
 
     Args:
         config ([`~trl.GRPOConfig`] or [`~trl.RLOOConfig`]):

@@ -1,8 +1,8 @@
 """
-The optimizer step scaled by what its samples are worth: `rollout_lr_scaling`.
+Learning rate scaled by the effective sample size of each optimizer step: `rollout_lr_scaling`.
 
-Adam divides a gradient by its own size, so that a scaled loss would change nothing: it is the learning rate that is scaled,
-for the one step, and put back before a scheduler or a checkpoint can see it.
+Adam divides the gradient by its root mean square, so a scaled loss would change nothing. Instead the learning rate is scaled
+for one step, and restored before a scheduler or a checkpoint can read it.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from ..settings.config import RolloutCorrectionConfig
 
 def check_scalable(args: Any):
     """
-    Refuse to scale steps that are made where nothing can be scaled.
+    Refuse optimizers whose learning rate cannot be scaled for one step.
 
     Args:
         args ([`RolloutCorrectedGRPOConfig`]):
@@ -44,9 +44,9 @@ class LearningRateScaling(TrainerCallback):
 
     Args:
         args ([`RolloutCorrectionConfig`]):
-            Configuration of the trainer. With `rollout_metrics_only` the factor is only reported.
+            Configuration of the trainer. With `rollout_metrics_only` the factor is reported and not applied.
         accelerator ([`~accelerate.Accelerator`]):
-            Knows the other ranks.
+            Sums over ranks.
         add (`Callable[[StepSize], None]`):
             Adds the factor of a step to the log.
     """
@@ -72,11 +72,11 @@ class LearningRateScaling(TrainerCallback):
         self._sums = sums if self._sums is None else self._sums + sums
 
     def on_train_begin(self, args: TrainingArguments, state, control, optimizer=None, **kwargs):
-        self._restore()  # of a step that has failed
+        self._restore()  # after a step that failed
         self._sums = None
         if any(group.get("lr") is None or group.get("relative_step") for group in optimizer.param_groups):
             raise ValueError(
-                f"`rollout_lr_scaling` is {self.args.rollout_lr_scaling!r}, but each step of the optimizer has its own size. "
+                f"`rollout_lr_scaling` is {self.args.rollout_lr_scaling!r}, but the optimizer chooses its own learning rate. "
                 "Give it a learning rate, or set `rollout_lr_scaling` to None."
             )
 
@@ -103,7 +103,7 @@ class LearningRateScaling(TrainerCallback):
 
 
 def _takes_tensors(optimizer: Any) -> bool:
-    """Whether the learning rate may be a tensor on the device. Trainer's own optimizer is fused, and takes one."""
+    """True if the learning rate may be a tensor on the device, as with fused Adam, the default of `Trainer`."""
     inner = getattr(optimizer, "optimizer", optimizer)  # Accelerate's around torch's
     adam = isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
     return adam and all(group.get("fused") for group in inner.param_groups)

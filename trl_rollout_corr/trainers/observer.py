@@ -1,5 +1,5 @@
 """
-What a trainer sees of its correction: metrics, the age of the data, a histogram and the dump. Nothing here changes the loss.
+Metrics of the correction, age of the data, histogram and dump of a trainer. Nothing here changes the loss.
 
 `B` completions, `T` completion tokens.
 """
@@ -34,7 +34,7 @@ from .reporting import report_histogram
 
 class Moment(NamedTuple):
     """
-    When something is observed.
+    Mode and step of an observation.
 
     Args:
         mode (`str`):
@@ -61,9 +61,9 @@ class Corrected(NamedTuple):
         correction ([`~trl_rollout_corr.correction.compute.RolloutCorrection`]):
             Its correction.
         coefficients (`torch.Tensor` of shape `(B, T)`):
-            What multiplies the policy gradient of each token.
+            Factor of the policy gradient of each token.
         from_old (`bool`):
-            Whether the policy that was corrected for is the one that the trainer had when the batch was generated.
+            True if `train_logps` are of the old policy, the one of the trainer when the batch was generated.
         ages (`torch.Tensor` of shape `(B,)`, *optional*):
             Optimizer steps between the weights that sampled and the weights that train; NaN if unknown.
     """
@@ -79,19 +79,19 @@ class Corrected(NamedTuple):
 
 class Observer:
     """
-    Adds up what is reported, until it is logged.
+    Adds up metrics until they are logged.
 
     Args:
         args ([`RolloutCorrectionConfig`]):
             Configuration of the trainer.
         accelerator ([`~accelerate.Accelerator`]):
-            Knows the other ranks.
+            Gathers over ranks.
         callbacks ([`~transformers.trainer_callback.CallbackHandler`]):
             Callbacks of the trainer, some of which report.
         dump ([`~trl_rollout_corr.trainers.dumping.SequenceDump`], *optional*):
-            Where sequences are written to.
+            Writes sequences.
         preflight ([`~trl_rollout_corr.trainers.preflight.Preflight`], *optional*):
-            Where those of the first step are diagnosed.
+            Diagnoses the sequences of the first step.
     """
 
     def __init__(
@@ -124,11 +124,11 @@ class Observer:
         old_logps: torch.Tensor | None,
     ):
         """
-        Count optimizer steps since the weights that sampled, and the divergence of the policy since generation.
+        Count the ages of completions, and the gap between the current policy and the old policy.
 
         Args:
             now ([`Moment`]):
-                When the batch is trained on.
+                Mode and step of the visit.
             ages (`torch.Tensor` of shape `(B,)`, *optional*):
                 Ages of its completions in optimizer steps, if they are known.
             mask (`torch.Tensor` of shape `(B, T)`):
@@ -136,7 +136,7 @@ class Observer:
             current_logps (`torch.Tensor` of shape `(B, T)`):
                 Log-probabilities of the current policy.
             old_logps (`torch.Tensor` of shape `(B, T)`, *optional*):
-                Log-probabilities of the policy that the trainer had when the batch was generated, if they are known.
+                Log-probabilities of the old policy, if they are known.
         """
         if ages is not None:
             self.add(now.mode, Staleness.of(count_ages(ages)))
@@ -151,7 +151,7 @@ class Observer:
 
         Args:
             now ([`Moment`]):
-                When the batch is trained on.
+                Mode and step of the visit.
             current_logps (`torch.Tensor` of shape `(B, T)`):
                 Log-probabilities of the current policy, in nats.
             seen ([`Corrected`]):
@@ -189,23 +189,23 @@ class Observer:
         )
         if seen.from_old:
             self.add(now.mode, Staleness.of(engine_gap(correction.statistics)))
-        step = now.step + 1  # the one that trains on it
+        step = now.step + 1  # the optimizer step that trains on the batch
         collectors = (self.dump, self.preflight) if now.mode == "train" else ()
         for collector in collectors:
             if collector is not None and collector.wants(step):
                 collector.offer(step, *_columns(seen))
 
     def looks_twice(self, now: Moment) -> bool:
-        """Whether some sequences of the batch at hand are to be scored a second time."""
+        """True if some sequences of this batch are to be scored a second time."""
         return now.mode == "train" and self.preflight is not None and self.preflight.looks_twice()
 
     def close_window(self, now: Moment) -> dict[str, float]:
         """
-        Metrics of the logging window that ends, of all ranks. Its histogram goes to the trackers that draw one.
+        Metrics of the logging window that ends, over all ranks. Its histogram goes to the trackers that can show one.
 
         Args:
             now ([`Moment`]):
-                When it ends.
+                Mode and step of the end.
 
         Returns:
             `dict[str, float]`: metrics by key (`rollout_corr/...`).
@@ -225,7 +225,7 @@ class LoggingWindow:
 
     Args:
         accelerator ([`~accelerate.Accelerator`]):
-            Knows the other ranks.
+            Gathers over ranks.
     """
 
     def __init__(self, accelerator: Accelerator):
@@ -233,7 +233,7 @@ class LoggingWindow:
         self.sums: dict[type[Sums], Any] = {}
 
     def add(self, sums: Sums):
-        """Add what one batch contributes. If settings have changed since the window began, it begins anew."""
+        """Add the sums of one batch. If settings have changed since the window began, its sums start again from this batch."""
         kind, before = type(sums), self.sums.get(type(sums))
         self.sums[kind] = sums if before is None or not before.fits(sums) else before + sums
 
@@ -250,7 +250,7 @@ class LoggingWindow:
 
 
 def _columns(seen: Corrected) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor | None]]:
-    """What the dump holds of a batch: tokens as TRL has them, and tensors of shape `(B, T)` or `(B,)` by column."""
+    """Columns of the dump: tokens and their masks as in TRL's batch, and tensors of shape `(B, T)` or `(B,)` by column."""
     batch, advantages = seen.batch, seen.batch["advantages"]
     tokens = {name: batch[name] for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")}
     return tokens, {

@@ -1,4 +1,4 @@
-"""What is known of a run before anything is sampled: how trainer and sampler compute. A diagnosis reads it in the dump."""
+"""Metadata of a run: settings, types, adapter and quantization of trainer and sampler. A diagnosis reads it in the dump."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -12,7 +12,7 @@ from ..messages import warn
 from ..settings.config import RolloutCorrectionConfig
 
 
-# Fields of TRL that a diagnosis advises to set, and of mappings the keys: others may be secret, such as a token of the Hub
+# Fields of TRL that a diagnosis advises to set. Of mappings, only these keys: others may be secret, such as a Hub token
 _ADVISED: dict[str, tuple[str, ...]] = {
     "cast_lm_head_to_fp32": (),
     "disable_dropout": (),
@@ -50,7 +50,7 @@ def settings_in_effect(args: Any) -> dict[str, Any]:
 
 def trainer_metadata(model: Any, args: Any) -> dict[str, str]:
     """
-    Facts about the trainer.
+    Type and adapter of the trainer.
 
     Args:
         model ([`~transformers.PreTrainedModel`]):
@@ -59,7 +59,7 @@ def trainer_metadata(model: Any, args: Any) -> dict[str, str]:
             Its configuration.
 
     Returns:
-        `dict[str, str]`: `trainer_dtype`, the type that it computes in, and `adapter`, the kind of adapter or `"none"`.
+        `dict[str, str]`: `trainer_dtype`, the type of its computations, and `adapter`, the kind of adapter or `"none"`.
     """
     computes = "bfloat16" if args.bf16 else "float16" if args.fp16 else _name(_dtype(model))
     adapters = getattr(model, "peft_config", None)
@@ -77,14 +77,14 @@ def _dtype(model: torch.nn.Module) -> Any:
 
 def engine_metadata(config: Any) -> dict[str, str]:
     """
-    Facts about vLLM, from its `VllmConfig`: the object, or the tree that a server makes of it.
+    Types and quantization of vLLM, from its `VllmConfig` or from the mapping that a server returns.
 
     Args:
         config (`Any`):
             The configuration.
 
     Returns:
-        `dict[str, str]`: `sampler_dtype`, `kv_cache_dtype` and `quantization`, as far as they are there.
+        `dict[str, str]`: `sampler_dtype`, `kv_cache_dtype` and `quantization`, without those that are unknown.
     """
     found = {
         "sampler_dtype": _get(config, "model_config", "dtype"),
@@ -106,11 +106,11 @@ def _name(value: Any) -> str:
 
 def check_types(metadata: Mapping[str, str]):
     """
-    Warn if trainer and sampler compute in different types, of which only one side got the remedy.
+    Warn if trainer and sampler compute in different types.
 
     Args:
         metadata (`Mapping[str, str]`):
-            What is known.
+            Metadata of trainer and sampler.
     """
     trainer, sampler = metadata.get("trainer_dtype"), metadata.get("sampler_dtype")
     if trainer and sampler and trainer != sampler:
@@ -123,11 +123,11 @@ def check_types(metadata: Mapping[str, str]):
 
 def check_dropout(model: PreTrainedModel):
     """
-    Warn about dropout, which makes the policy that trains another one than the policy that sampled.
+    Warn about dropout, which is on in the trainer and off in the sampler.
 
     Args:
         model ([`~transformers.PreTrainedModel`]):
-            The model that trains.
+            Model of the trainer.
     """
     in_attention = getattr(model.config.get_text_config(), "attention_dropout", 0.0) or 0.0
     layers = [name for name, layer in model.named_modules() if isinstance(layer, torch.nn.Dropout) and layer.p > 0]
@@ -139,23 +139,23 @@ def check_dropout(model: PreTrainedModel):
     where = [f"in attention ({in_attention:g})"] if in_attention else []
     where += [f"in {len(layers)} layers{', of the LoRA adapter among them' if adapters else ''}"] if layers else []
     warn(
-        f"Dropout is on in the model that trains, {' and '.join(where)}, and off in the sampler. The two are then different "
-        f"policies even with equal weights, and correction takes that for a mismatch. Set {' and '.join(remedies)}."
+        f"Dropout is on in the model that trains, {' and '.join(where)}, and off in the sampler. The two are "
+        f"different policies even with equal weights, and the correction acts on the difference. Set {' and '.join(remedies)}."
     )
 
 
 def may_round(metadata: Mapping[str, str], in_part: bool) -> str | None:
     """
-    Say why updates may get lost on the way to the sampler.
+    Reason why a sampler may miss small updates of the weights.
 
     Args:
         metadata (`Mapping[str, str]`):
             Types, adapter and quantization of trainer and sampler.
         in_part (`bool`):
-            Whether only a part of the updates seems lost.
+            Only a part of the updates seems to be missing.
 
     Returns:
-        `str` or `None`: the reason, or `None` if the sampler has the very weights that the trainer computes with.
+        `str` or `None`: the reason; `None` if the sampler has exactly the weights of the trainer.
     """
     trainer, sampler = metadata["trainer_dtype"], metadata.get("sampler_dtype", "an unknown type")
     if metadata["adapter"] != "none":

@@ -1,7 +1,7 @@
 """
-What is asked of vLLM: the log-probability of each sampled token, and new weights on a CPU.
+vLLM as the sampler: checks of its options, the log-probability of each sampled token, and new weights on a CPU.
 
-Both are changes to one [`~trl.generation.vllm_generation.VLLMGeneration`] object, after TRL has built it.
+The last two change one [`~trl.generation.vllm_generation.VLLMGeneration`] object after TRL has built it.
 """
 
 from collections.abc import Callable, Mapping
@@ -35,7 +35,7 @@ _NEUTRAL = {"top_p": (1.0,), "top_k": (0, -1), "repetition_penalty": (1.0,)}  # 
 
 
 def check_has_sampler(use_vllm: bool, trl_class: type):
-    """Refuse to train without a sampler that says log-probabilities."""
+    """Refuse to train without a sampler that returns log-probabilities."""
     if not use_vllm:
         raise ValueError(
             "`use_vllm` is False, so there are no log-probabilities of the sampler to correct with. Set `use_vllm=True`, "
@@ -61,7 +61,8 @@ def check_sampling(config: GRPOConfig | RLOOConfig):
     if overrides.get("temperature", config.temperature) != config.temperature:
         raise ValueError(
             f"`generation_kwargs` sets a temperature of {overrides['temperature']} while `temperature` is "
-            f"{config.temperature}: tokens would be sampled at one and trained on at the other. Set `temperature` alone."
+            f"{config.temperature}: tokens would be sampled with the first and scored with the second. Set "
+            "`temperature` alone."
         )
     for name, allowed in (("logprobs", "an integer of 0 or more"), ("n", "1")):
         value = overrides.get(name, 1)
@@ -77,18 +78,18 @@ def check_sampling(config: GRPOConfig | RLOOConfig):
 
 
 def distorting(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Those options of sampling that change the distribution."""
+    """Options of sampling that change the distribution, by name."""
     return {name: value for name, value in settings.items() if value and value not in _NEUTRAL.get(name, ())}
 
 
 def neutral(name: str) -> float:
-    """A value of an option of sampling, a number, that changes nothing."""
+    """Value of an option of sampling with which the distribution does not change."""
     return _NEUTRAL.get(name, (0.0,))[0]
 
 
 def warn_about_distortion(settings: Mapping[str, Any]):
     """
-    Warn about options of vLLM under which it draws from another distribution than the trainer computes.
+    Warn about options of vLLM that change the distribution of the sampler but not that of the trainer.
 
     Args:
         settings (`Mapping[str, Any]`):
@@ -105,7 +106,7 @@ def warn_about_distortion(settings: Mapping[str, Any]):
 
 def check_server_logprobs(mode: str, temperature: float):
     """
-    Check which log-probabilities a vLLM server returns.
+    Check that a vLLM server returns log-probabilities of the distribution it samples from.
 
     Args:
         mode (`str`):
@@ -114,7 +115,7 @@ def check_server_logprobs(mode: str, temperature: float):
             Sampling temperature.
 
     Raises:
-        `ValueError`: if they are not those after temperature, and the temperature is not 1.
+        `ValueError`: if they are not computed after temperature, and the temperature is not 1.
     """
     if mode == "processed_logprobs":
         return
@@ -168,7 +169,7 @@ def sampled_logprobs(
     completion_ids: list[list[int]], logprobs: list[list[list[float | None]]], token_ids: list[list[list[int]]]
 ) -> Logprobs:
     """
-    Pick the log-probability of the sampled token out of the candidates vLLM returns for each position.
+    Log-probability of each sampled token, among the candidates that vLLM returns for its position.
 
     vLLM sorts the candidates by probability and TRL takes the first, which is the sampled token only if there is a single
     candidate. With `generation_kwargs={"logprobs": 5}` it is the most likely token instead.
@@ -184,7 +185,9 @@ def sampled_logprobs(
     Returns:
         `list[list[float | None]]`: one log-probability per sampled token, in nats.
     """
-    if all(len(sequence[0]) == 1 for sequence in logprobs if sequence):  # as asked for, unless the user asks for more
+    if all(
+        len(sequence[0]) == 1 for sequence in logprobs if sequence
+    ):  # the default; a user may ask for more candidates
         return [[candidates[0] for candidates in sequence] for sequence in logprobs]
     return [
         [
@@ -197,7 +200,7 @@ def sampled_logprobs(
 
 def record_logprobs(generation: VLLMGeneration, keep: Callable[[Logprobs], Any]):
     """
-    Ask vLLM for log-probabilities, and make `generate` return those of the sampled tokens and nothing else.
+    Ask vLLM for log-probabilities, and make `generate` return those of the sampled tokens only.
 
     Args:
         generation ([`~trl.generation.vllm_generation.VLLMGeneration`]):
@@ -229,7 +232,7 @@ def record_logprobs(generation: VLLMGeneration, keep: Callable[[Logprobs], Any])
 
 def announce_sync(generation: VLLMGeneration, announce: Callable[[], Any]):
     """
-    Call a function whenever weights are pushed to vLLM, right before.
+    Call a function before each push of weights to vLLM.
 
     Args:
         generation ([`~trl.generation.vllm_generation.VLLMGeneration`]):
@@ -251,11 +254,11 @@ def sync_weights_on_cpu(generation: VLLMGeneration):
     """
     Push weights through vLLM's own reload on a CPU, see [`~trl_rollout_corr.trainers._cpu_reload.push`].
 
-    TRL's push of single parameters finds other shapes there than the checkpoint's, and fails.
+    TRL's push of single parameters fails on a CPU, where vLLM stores weights in other shapes than the checkpoint.
 
     Args:
         generation ([`~trl.generation.vllm_generation.VLLMGeneration`]):
-            The generation backend in colocate mode, changed in place. Left alone on any other device.
+            The generation backend in colocate mode, changed in place. Not changed on other devices.
     """
     if generation.mode != "colocate" or generation.accelerator.device.type != "cpu":
         return

@@ -1,9 +1,9 @@
 """
-What this package relies on in TRL, checked before training.
+Methods, attributes, batch keys and fields of TRL that this package uses, checked before training.
 
-TRL keeps most of this private or changes it without notice. Should something move, the correction could vanish while
-training goes on; so the trainers refuse to start, and say what moved. What is only appended is no concern. What cannot be
-seen from outside shows at the first step ([`~trl_rollout_corr.trainers.gradient_check.GradientCheck`]).
+Most of them are private in TRL or change without notice. With a changed name, training could go on without correction: the
+trainers refuse to start, and name the change. Additional parameters at the end do no harm. Changes inside a method are found
+at the first step ([`~trl_rollout_corr.trainers.gradient_check.GradientCheck`]).
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from ..messages import warn
 from .versions import NEWEST_TESTED, OLDEST, PUSHES_WEIGHTS, is_untested, outside_window, release
 
 
-# Leading parameters that are passed or read by position or by name.
+# Leading parameters, passed or read by position or by name.
 _FORWARD = ["self", "model", "input_ids", "attention_mask", "logits_to_keep"]
 _SHARED = {
     "_get_per_token_logps_and_entropies": _FORWARD,
@@ -44,7 +44,7 @@ METHODS = {
     },
 }
 
-# Of TRL's asynchronous trainer
+# Methods of TRL's asynchronous trainer
 ASYNCHRONOUS = {
     "compute_loss": _SHARED["compute_loss"],
     "get_train_dataloader": ["self"],
@@ -53,7 +53,7 @@ ASYNCHRONOUS = {
 }
 
 
-# What the classes keep on themselves, and the keys of a batch
+# Attributes of the classes, and keys of a batch
 _ATTRIBUTES = [
     *("beta", "num_iterations", "reward_weights", "temperature", "use_vllm", "vllm_generation", "vllm_mode"),
     *("_buffered_inputs", "_metrics"),
@@ -85,17 +85,17 @@ CONFIGS = {GRPOTrainer: GRPOConfig, RLOOTrainer: RLOOConfig}
 
 def look_at(owner: type, methods: dict[str, list[str]] | None = None) -> Iterator[str | None]:
     """
-    Look at a class of TRL.
+    Compare a class of TRL with the names that are used.
 
     Args:
         owner (`type`):
             Trainer, or backend of generation.
         methods (`dict[str, list[str]]`, *optional*):
-            Leading parameters of the methods that are touched. By default those of `METHODS`.
+            Leading parameters of the methods in use. By default those of `METHODS`.
 
     Yields:
-        `str` or `None`: one per method, attribute, key of the batch and field of the configuration that is relied on: `None`
-        if it is in its place, or a sentence about what has become of it.
+        `str` or `None`: one per method, attribute, key of the batch and field of the configuration: `None` if it is
+        unchanged, else a sentence about the change.
     """
     for name, expected in (METHODS[owner] if methods is None else methods).items():
         yield _change_of_method(owner, name, expected)
@@ -117,7 +117,7 @@ def _change_of_method(owner: type, name: str, expected: list[str]) -> str | None
     parameters = list(inspect.signature(method).parameters.values())
     found = [parameter.name for parameter in parameters]
     for i, parameter in enumerate(parameters):
-        if parameter.kind is parameter.VAR_POSITIONAL:  # which takes them all
+        if parameter.kind is parameter.VAR_POSITIONAL:  # takes all parameters
             found[i:] = expected[i:]
             break
     if found[: len(expected)] != expected:
@@ -126,7 +126,7 @@ def _change_of_method(owner: type, name: str, expected: list[str]) -> str | None
 
 
 def _mentioned(owner: type) -> set[str]:
-    """Names and strings in the code of a class of TRL, of its bases in TRL, and of the functions beside them."""
+    """Names and strings in the code of a class of TRL, its bases in TRL, and the functions of their modules."""
     found: set[str] = set()
     for cls in owner.__mro__:
         if cls.__module__.split(".")[0] == "trl":
@@ -148,12 +148,12 @@ def _names_in(code: CodeType) -> set[str]:
 
 
 def changes(owner: type, methods: dict[str, list[str]] | None = None) -> list[str]:
-    """Sentences about what has moved in a class of TRL."""
+    """Sentences about changed or missing names of a class of TRL."""
     return [change for change in look_at(owner, methods) if change]
 
 
 def refusal(trainers: list[type], methods: dict[type, dict[str, list[str]]] | None = None) -> str | None:
-    """Why the installed TRL cannot be used with some of its trainers, or `None` if it can."""
+    """Reason why some trainers of the installed TRL cannot be corrected; `None` if all can."""
     installed = version("trl")
     outside = outside_window(release(), installed)
     if outside:
@@ -162,27 +162,27 @@ def refusal(trainers: list[type], methods: dict[type, dict[str, list[str]]] | No
     found = [change for owner, names in touched.items() for change in changes(owner, names)]
     if found:
         return (
-            f"trl {installed} has changed where rollout correction attaches: {' '.join(found)} Install a newer "
+            f"trl {installed} has changed names that rollout correction uses: {' '.join(found)} Install a newer "
             f"trl-rollout-corr, or a TRL that this one was tested with: `pip install 'trl=={NEWEST_TESTED}.*'`."
         )
     return None
 
 
-_told: set[str] = set()  # so that it is said once, however many trainers are made
+_told: set[str] = set()  # one warning per process
 
 
 def check_trl(trainer: type, methods: dict[type, dict[str, list[str]]] | None = None):
     """
-    Refuse to run on a TRL that this package cannot work with, and warn about one that it was not tested with.
+    Refuse an unsupported TRL, and warn about an untested one.
 
     Args:
         trainer (`type`):
-            TRL's trainer class that is extended.
+            TRL's trainer class.
         methods (`dict[type, dict[str, list[str]]]`, *optional*):
-            What is touched, by class. By default that of the trainer and of its sampler in `METHODS`.
+            Methods in use, by class. By default those of the trainer and of its sampler in `METHODS`.
 
     Raises:
-        `ImportError`: if the version is outside the supported range, or something that is relied on has moved.
+        `ImportError`: if the version is outside the supported range, or a name in use has changed.
     """
     problem = refusal([trainer], methods)
     if problem:
@@ -192,13 +192,13 @@ def check_trl(trainer: type, methods: dict[type, dict[str, list[str]]] | None = 
         _told.add(installed)
         warn(
             f"trl {installed} is newer than the releases that trl-rollout-corr was tested with ({OLDEST} to "
-            f"{NEWEST_TESTED}). Everything it relies on is in its place, and the first step will show whether the correction "
-            "reaches the loss. `trl-rollout-corr check` says what was looked at."
+            f"{NEWEST_TESTED}). All names that it uses are there, and the first step will show whether the correction reaches "
+            "the loss. `trl-rollout-corr check` lists the names."
         )
 
 
 def definer(trainer: type, method: str, after: type | None = None) -> type:
-    """The class that a method comes from, among those after a class in the order of method resolution."""
+    """Class that defines a method, among the classes after `after` in the order of method resolution."""
     order = trainer.__mro__
     return next(cls for cls in order[order.index(after) + 1 if after else 0 :] if method in vars(cls))
 
@@ -211,28 +211,27 @@ def check_bases(trainer: type, mixin: type, trl_class: type, method: str = "_com
         trainer (`type`):
             Class of the trainer.
         mixin (`type`):
-            The mixin among its bases. What comes before it goes through it; what comes after is the loss that it corrects.
+            The mixin among its bases. It corrects the loss of the classes after it.
         trl_class (`type`):
-            TRL's trainer whose loss is known.
+            TRL's trainer with the loss that can be corrected.
         method (`str`, *optional*, defaults to `"_compute_loss"`):
-            Where its loss is.
+            Method of the loss.
 
     Raises:
-        `TypeError`: if another class brings the loss.
+        `TypeError`: if another class defines the loss.
     """
     found = definer(trainer, method, after=mixin)
     if found is not trl_class:
         raise TypeError(
-            f"`{trainer.__name__}` inherits `{method}` from `{found.__name__}`, and rollout correction knows how to "
-            f"enter the loss of `{trl_class.__name__}` only. Derive from the corrected trainer "
-            f"alone, or train with `{found.__name__}` as it is."
+            f"`{trainer.__name__}` inherits `{method}` from `{found.__name__}`, and rollout correction supports the "
+            f"loss of `{trl_class.__name__}` only. Derive from the corrected trainer alone, or train with `{found.__name__}`."
         )
 
 
 def check_config_class(args: Any, config_class: type):
-    """Refuse arguments of another trainer."""
+    """Refuse the configuration of another trainer."""
     if not isinstance(args, config_class):
         raise TypeError(
             f"`args` must be a `{config_class.__name__}`, got a `{type(args).__name__}`. It takes the same "
-            "arguments, and those of rollout correction."
+            "arguments and those of rollout correction."
         )
