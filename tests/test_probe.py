@@ -1,4 +1,4 @@
-"""`diagnose --probe`: a model and its sampler before any training."""
+"""The command `probe`: a model and its sampler before any training."""
 
 import json
 import subprocess
@@ -29,6 +29,7 @@ from trl_rollout_corr.probe.experiments import (
     own_noise,
 )
 from trl_rollout_corr.trainers._cpu_reload import push
+from trl_rollout_corr.trainers.engine import serve_line
 
 
 with benchmarks("diagnose") as load_module:
@@ -125,7 +126,7 @@ def test_an_engine_is_started_only_for_what_is_open():
 
 
 def test_the_table_has_the_gap_the_multiple_and_the_remedy():
-    line = probing_process.serve_line("my model", EXPERIMENTS["float32_head_of_the_sampler"][1].engine)
+    line = serve_line(EXPERIMENTS["float32_head_of_the_sampler"][1].engine, "my model")
     assert line == """vllm serve 'my model' --hf-overrides '{"head_dtype": "float32"}'"""
     outcomes = [
         Result("dropout_off", 0.05, 0.02),
@@ -147,43 +148,43 @@ def test_the_table_has_the_gap_the_multiple_and_the_remedy():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "diagnose takes a dump, or a model with --probe; got neither"),
-        (["dump", "--probe", "m"], "--probe samples by itself and takes no dump, got 'dump'"),
-        (["dump", "--config", "r.yaml"], "--config is for a probe"),
-        (["dump", "--verbose"], "--verbose is for a probe"),
-        (["dump", "--completions", "8"], "--completions is for a probe"),
-        (["dump", "--trainer", "grpo"], "--trainer is for a probe"),
-        (["--probe", "./nowhere"], "./nowhere: there is no such folder"),
-        (["--probe", "m", "--config", "r.yaml"], "m: --config is 'r.yaml', which is no file"),
-        (["--probe", "m", "--prompts", "p.txt"], "m: --prompts is 'p.txt', which is no file"),
-        (["--probe", "m", "--completions", "1"], "m: --completions must be 2 or more, got 1"),
-        (["--probe", "m", "--html", "p.pdf"], "p.pdf: the output must end in .html"),
+        (["./nowhere"], "./nowhere: there is no such folder"),
+        (["m", "--config", "r.yaml"], "m: --config is 'r.yaml', which is no file"),
+        (["m", "--prompts", "p.txt"], "m: --prompts is 'p.txt', which is no file"),
+        (["m", "--completions", "1"], "m: --completions must be 2 or more, got 1"),
+        (["m", "--html", "p.pdf"], "p.pdf: the output must end in .html"),
     ],
 )
 def test_what_cannot_be_probed_is_one_line(words, said, capsys):
-    assert main(["diagnose", *words]) == 2
+    assert main(["probe", *words]) == 2
     found = capsys.readouterr()
     assert found.err.startswith(said)
     assert found.err.count("\n") == 1
     assert not found.out
 
 
-def test_other_commands_take_no_probe(capsys):
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["probe"], "the following arguments are required: model"),
+        (
+            ["diagnose", "--probe", "m", "--temperature", "0.7"],
+            "--probe is a command of its own: trl-rollout-corr probe MODEL",
+        ),
+        (["diagnose", "--probe=m"], "--probe is a command of its own: trl-rollout-corr probe MODEL"),
+        (["diagnose", "dump", "--temperature", "0.7"], "unrecognized arguments: --temperature 0.7"),
+        (["report", "outputs", "--probe", "m"], "unrecognized arguments: --probe m"),
+    ],
+)
+def test_options_of_a_run_are_for_a_probe_alone(words, said, capsys):
     with pytest.raises(SystemExit, match="2"):
-        main(["report", "outputs", "--probe", "m"])
-    assert "unrecognized arguments: --probe m" in capsys.readouterr().err
-
-
-def test_options_of_a_run_are_for_a_probe_alone(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        main(["diagnose", "dump", "--temperature", "0.7"])
-    assert stopped.value.code == 2
-    assert "unrecognized arguments: --temperature 0.7" in capsys.readouterr().err
+        main(words)
+    assert said in capsys.readouterr().err
 
 
 def test_a_probe_is_no_job_of_several_processes(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert main(["diagnose", "--probe", "m"]) == 2
+    assert main(["probe", "m"]) == 2
     assert "is started without a launcher" in capsys.readouterr().err
 
 
@@ -408,7 +409,7 @@ def test_a_push_that_spoils_weights_is_found(tiny_model_path, tmp_path, shared_e
 
 
 def command(model, *options) -> tuple[int, str, str]:
-    process = run(sys.executable, "-m", "trl_rollout_corr", "diagnose", "--probe", str(model), *options)
+    process = run(sys.executable, "-m", "trl_rollout_corr", "probe", str(model), *options)
     return process.returncode, process.stdout, process.stderr
 
 
@@ -454,7 +455,7 @@ def probed_elsewhere(folder, model, *options) -> tuple[int, str, list[str]]:
     ran.touch()
     (here / "yaml.py").write_text('import os\nprint("yaml", file=open(os.environ["RAN"], "a"))\nraise ImportError\n')
     process = subprocess.run(
-        [sys.executable, "-P", "-m", "trl_rollout_corr", "diagnose", "--probe", model, *options],
+        [sys.executable, "-P", "-m", "trl_rollout_corr", "probe", model, *options],
         cwd=here,
         env=clean_environment(RAN=str(ran), HF_MODULES_CACHE=str(folder / "modules")),
         input="y\n" * 100,

@@ -1,11 +1,11 @@
 """
-The part of `diagnose --probe` that has a model: a process with one trainer and one sampler, which begins to train as the run
-would, and stops before the first step.
+The process of a probe that has the model: one trainer and one sampler, which begin to train as in the run and stop before the
+first step.
 
     python -m trl_rollout_corr.probe request.json
 
-It leaves a dump of the sampled tokens, and one of each counter-experiment. `trl_rollout_corr/probe/command.py` starts it and
-reads them.
+It writes a dump of the sampled tokens and one for each counter-experiment, and `answer.json`.
+`trl_rollout_corr/probe/command.py` starts it and reads them.
 """
 
 import dataclasses
@@ -27,10 +27,19 @@ from ..dumps.rows import make_row, on_host
 from ..dumps.writing import write_rows
 from ..messages import warn
 from ..trainers.batch import ROLLOUT_LOGPS
+from ..trainers.engine import serve_line
 from ..trainers.preflight import score_alone
 from ..trainers.run_metadata import settings_in_effect
 from ..trainers.sampler import distorting, neutral
-from ..trainers.script import ScriptParser, model_config, model_init_kwargs, one_line_errors
+from ..trainers.script import (
+    INPUT_ERRORS,
+    ScriptParser,
+    in_one_line,
+    model_config,
+    model_init_kwargs,
+    package_warnings,
+)
+from .experiments import EXPERIMENTS
 from .rescoring import rescorings
 
 
@@ -52,7 +61,7 @@ PROMPTS = (
     "Give a reason to read books.",
     "If I have 3 apples and eat one, how many are left? Think step by step.",
 )
-# Those that an experiment takes away, in the configuration and in `generation_kwargs`
+# Settings that an experiment removes, from the configuration and from `generation_kwargs`
 _SAMPLING = {
     "whole_distribution": ("top_p", "top_k", "min_p"),
     "no_penalty": ("repetition_penalty", "presence_penalty", "frequency_penalty"),
@@ -71,7 +80,7 @@ _PATIENCE = 5  # seconds in which a server that is there answers
 
 def read(request: Mapping[str, Any]) -> tuple[type, Any, Any, Any]:
     """
-    What the run would be.
+    Read the configuration of the run.
 
     Args:
         request (`Mapping[str, Any]`):
@@ -106,7 +115,7 @@ def read(request: Mapping[str, Any]) -> tuple[type, Any, Any, Any]:
 
 
 def _without_recipe(config: Any) -> list[str]:
-    """TRL's defaults for a model, with a colocated engine; and what it takes where there is no accelerator."""
+    """Options of a run with TRL's defaults and a colocated engine, also where there is no accelerator."""
     length = min(getattr(config.get_text_config(), "max_position_embeddings", None) or _CONTEXT, _CONTEXT)
     options = ["--use_vllm", "true", "--vllm_mode", "colocate", "--vllm_max_model_length", str(length)]
     return [*options, *([] if torch.accelerator.is_available() else ["--use_cpu", "true", "--bf16", "false"])]
@@ -131,13 +140,13 @@ def _load(kind: Any, model: str, **kwargs: Any) -> Any:
 
 def shortened(args: Any, completions: int, engine: Mapping[str, Any]) -> Any:
     """
-    The run, as far as its first batch goes.
+    Shorten a run to its first batch.
 
     Args:
         args ([`RolloutCorrectedGRPOConfig`]):
             Configuration of the run.
         completions (`int`):
-            How many completions the first batch should have, at least.
+            Least number of completions in the first batch.
         engine (`Mapping[str, Any]`):
             Arguments of the engine besides those of the run.
 
@@ -155,7 +164,7 @@ def shortened(args: Any, completions: int, engine: Mapping[str, Any]) -> Any:
         "num_generations": 2,
         "num_iterations": 1,
         "max_completion_length": min(args.max_completion_length or _LENGTH, _LENGTH),
-        # neither learned nor kept, and no part of the gap
+        # the rest has no part in the gap
         "max_steps": 1,
         "beta": 0.0,
         "sync_ref_model": False,
@@ -194,7 +203,7 @@ def _on_cpu(args: Any) -> bool:
 
 def prompts_of(file: str | None, script_args: Any, tokenizer: Any, n: int) -> list[Any]:
     """
-    Prompts: those of a file, one a line, or of the recipe's dataset, or some plain ones.
+    Prompts of a file (one a line), or of the recipe's dataset, or some plain ones.
 
     Args:
         file (`str`, *optional*):
@@ -202,12 +211,12 @@ def prompts_of(file: str | None, script_args: Any, tokenizer: Any, n: int) -> li
         script_args ([`~trl.ScriptArguments`]):
             May name a dataset, with a column `prompt` or `question`.
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            If it has a chat template, texts become messages.
+            Tokenizer. If it has a chat template, texts become messages.
         n (`int`):
-            How many.
+            Number of prompts.
 
     Returns:
-        `list`: as TRL takes them, over and over again if there are less.
+        `list`: prompts as TRL takes them, repeated if there are fewer.
 
     Raises:
         `ValueError`: if there are none.
@@ -240,7 +249,7 @@ def _of_dataset(script_args: Any, n: int) -> list[Any]:
 
 
 def check_server(args: Any):
-    """Refuse at once a server that is not there, for which TRL would wait for minutes."""
+    """Refuse a server that does not answer at once. TRL would wait for minutes."""
     url = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
     try:
         with urllib.request.urlopen(f"{url}/health", timeout=_PATIENCE):
@@ -253,7 +262,7 @@ def check_server(args: Any):
 
 
 class _Prepared(Exception):
-    """All is as it is when training begins."""
+    """Raised when training begins."""
 
 
 class _StopBeforeTraining(TrainerCallback):
@@ -264,8 +273,8 @@ class _StopBeforeTraining(TrainerCallback):
 @contextmanager
 def _attached_without_weights(args: Any) -> Iterator[bool]:
     """
-    Whether weights can be pushed. They go to a server through NCCL, which takes a GPU; without one the server keeps its own,
-    and TRL would refuse.
+    Whether weights can be pushed. They go to a server through NCCL, which needs a GPU. Without one, keep TRL from refusing:
+    the server samples with its own weights.
     """
     if args.vllm_mode != "server" or not _on_cpu(args):
         yield True
@@ -283,7 +292,7 @@ def _attached_without_weights(args: Any) -> Iterator[bool]:
 
 class Probe:
     """
-    A trainer before its first step, whose batches are sampled and scored as often as one likes.
+    A trainer before its first step, whose first batch can be sampled and scored several times.
 
     Args:
         trainer ([`RolloutCorrectedGRPOTrainer`] or [`RolloutCorrectedRLOOTrainer`]):
@@ -295,7 +304,7 @@ class Probe:
 
     Attributes:
         about (`dict[str, str]`):
-            How both compute.
+            Types in which trainer and sampler compute.
     """
 
     def __init__(self, trainer: Any, pushes: bool = True, run: Any = None):
@@ -309,12 +318,12 @@ class Probe:
         head = getattr(getattr(trainer._engine_config, "model_config", None), "head_dtype", None)
         self.about = {
             "trainer": type(trainer).__name__,
-            **trainer._facts(),
+            **trainer._metadata(),
             **({} if head is None else {"sampler_head_dtype": str(head).removeprefix("torch.")}),
         }
 
     def sample(self, *, push: bool = True) -> list[dict[str, Any]]:
-        """Sample the first batch, with the weights of the trainer or with those that the sampler has. Batches of TRL's."""
+        """Sample the first batch, with the trainer's weights or (`push=False`) the sampler's. Returns TRL's batches."""
         trainer = self.trainer
         trainer._last_loaded_step = -1 if push and self.pushes else trainer.state.global_step
         trainer._buffered_inputs = None
@@ -334,7 +343,7 @@ class Probe:
         return logps.float()
 
     def score_alone(self, batches: list[dict[str, Any]]) -> list[torch.Tensor]:
-        """The same one by one, and without padding."""
+        """Score batches one sequence at a time, without padding."""
         forward = self.trainer._get_per_token_logps_and_entropies
         with self.trainer.compute_loss_context_manager():
             return [
@@ -348,7 +357,7 @@ class Probe:
         logps: list[torch.Tensor],
         again: list[torch.Tensor] | None = None,
     ):
-        """Write a dump of batches that were scored."""
+        """Write a dump of scored batches."""
         rows = [
             row
             for i, batch in enumerate(batches)
@@ -389,7 +398,7 @@ class Probe:
                 setattr(generation, name, value)
 
     def distorts(self, names: tuple[str, ...]) -> bool:
-        """Whether any of these settings of the sampler does something."""
+        """Whether any of these settings of the sampler has an effect."""
         generation = self.trainer.vllm_generation
         values = {name: getattr(generation, name, None) for name in names}
         values |= {name: value for name, value in generation.generation_kwargs.items() if name in names}
@@ -398,7 +407,7 @@ class Probe:
 
 def run(probe: Probe, output: Path, *, experiments: bool = True) -> dict[str, str]:
     """
-    Sample and score once as it is, and then with each change that needs no other engine.
+    Sample and score without a change, and with each change that needs no other engine.
 
     Args:
         probe ([`Probe`]):
@@ -409,7 +418,7 @@ def run(probe: Probe, output: Path, *, experiments: bool = True) -> dict[str, st
             Whether to run any.
 
     Returns:
-        `dict[str, str]`: why experiments were left out, by name.
+        `dict[str, str]`: reasons why experiments were left out, by name.
     """
     left_out: dict[str, str] = {}
     generation = probe.trainer.vllm_generation
@@ -437,7 +446,7 @@ def run(probe: Probe, output: Path, *, experiments: bool = True) -> dict[str, st
 
 
 def build(request: Mapping[str, Any]) -> Probe:
-    """The trainer and the sampler of a request."""
+    """Build the trainer and the sampler of a request."""
     trainer_class, args, model_args, script_args = read(request)
     source = {"revision": model_args.model_revision, "trust_remote_code": args.trust_remote_code}
     _load(AutoConfig, request["model"], **source)  # a tokenizer may have no code where the model has
@@ -467,16 +476,27 @@ def _no_reward(completions: list[Any], **kwargs: Any) -> list[float]:
 
 
 def main(path: str):
-    """Do what a request says, and leave dumps and `facts.json` in its folder."""
+    """Carry out a request. Dumps and `answer.json`, with facts and warnings or an error, are written to its folder."""
     request = json.loads(Path(path).read_text(encoding="utf-8"))
     output = Path(request["output"])
-    with one_line_errors():
-        probe = build(request)
-        left_out = run(probe, output, experiments=request["experiments"])
-    facts = {
+    said: list[str] = []
+    answer: dict[str, Any] = {"warnings": said}
+    try:
+        with package_warnings(said.append):
+            answer |= _answer(request, output)
+    except INPUT_ERRORS as error:
+        answer["error"] = in_one_line(error)
+    finally:
+        (output / "answer.json").write_text(json.dumps(answer), encoding="utf-8")
+
+
+def _answer(request: Mapping[str, Any], output: Path) -> dict[str, Any]:
+    probe = build(request)
+    left_out = run(probe, output, experiments=request["experiments"])
+    engines = {name: x.engine for name, (_, x) in EXPERIMENTS.items() if x.on == "engine"}
+    return {
         "about": probe.about,
         "left_out": left_out,
         "mode": probe.trainer.vllm_mode,
-        "pushes": probe.pushes,
+        "servers": {name: serve_line(kwargs, request["model"]) for name, kwargs in engines.items()},
     }
-    (output / "facts.json").write_text(json.dumps(facts), encoding="utf-8")

@@ -106,9 +106,11 @@ def announce_server(kwargs: Mapping[str, Any]):
         write(f"Start the server with the arguments of `rollout_engine_kwargs`: {serve_line(kwargs)}")
 
 
-def serve_line(kwargs: Mapping[str, Any]) -> str:
+def serve_line(kwargs: Mapping[str, Any], model: str = "MODEL") -> str:
     """Command line of a server with these arguments."""
-    return " ".join(["vllm serve MODEL", *(_flag(name, value) for name, value in plain(kwargs).items())])
+    return " ".join(
+        [f"vllm serve {shlex.quote(model)}", *(_flag(name, value) for name, value in plain(kwargs).items())]
+    )
 
 
 def _flag(name: str, value: Any) -> str:

@@ -121,6 +121,14 @@ def check_types(metadata: Mapping[str, str]):
         )
 
 
+def dropout_of(model: PreTrainedModel) -> tuple[float, list[str]]:
+    """Dropout of a model in training mode: its rate in attention, and the names of the layers that have it."""
+    in_attention = getattr(model.config.get_text_config(), "attention_dropout", 0.0) or 0.0
+    return in_attention, [
+        name for name, layer in model.named_modules() if isinstance(layer, torch.nn.Dropout) and layer.p > 0
+    ]
+
+
 def check_dropout(model: PreTrainedModel):
     """
     Warn about dropout, which is on in the trainer and off in the sampler.
@@ -129,8 +137,7 @@ def check_dropout(model: PreTrainedModel):
         model ([`~transformers.PreTrainedModel`]):
             Model of the trainer.
     """
-    in_attention = getattr(model.config.get_text_config(), "attention_dropout", 0.0) or 0.0
-    layers = [name for name, layer in model.named_modules() if isinstance(layer, torch.nn.Dropout) and layer.p > 0]
+    in_attention, layers = dropout_of(model)
     remedies = ["`model_init_kwargs={'attention_dropout': 0.0}`"] if in_attention else []
     remedies += ["`disable_dropout=True`"] if layers else []
     if not remedies:

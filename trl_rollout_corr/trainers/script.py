@@ -5,7 +5,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from pathlib import Path
@@ -17,6 +17,7 @@ from trl import ModelConfig, TrlParser
 from ..messages import is_first_rank, nearest
 
 
+INPUT_ERRORS = (ValueError, TypeError, ImportError, OSError, yaml.YAMLError)
 _PACKAGE = Path(__file__).parents[1]
 _PATIENCE = 60  # seconds that other ranks wait before they print an error, too
 
@@ -103,20 +104,17 @@ def one_line_errors(*, of_package: bool = False) -> Iterator[None]:
         of_package (`bool`, *optional*, defaults to `False`):
             Handle only errors that this package raises. Others keep their traceback.
     """
-    with _plain_warnings():
+    with package_warnings(lambda message: print(f"warning: {message}", file=sys.stderr)):  # noqa: T201
         try:
             yield
-        except (ValueError, TypeError, ImportError, OSError, yaml.YAMLError) as error:
+        except INPUT_ERRORS as error:
             if of_package and not _is_ours(traceback.extract_tb(error.__traceback__)[-1].filename):
                 raise
             if not is_first_rank():
                 time.sleep(
                     _PATIENCE
                 )  # a launcher ends all ranks with the first that ends: let it be the one that speaks
-            text = (
-                f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
-            )
-            print(f"error: {' '.join(text.split())}", file=sys.stderr, flush=True)  # noqa: T201
+            print(f"error: {in_one_line(error)}", file=sys.stderr, flush=True)  # noqa: T201
             sys.exit(2)
 
 
@@ -124,17 +122,24 @@ def _is_ours(file: str) -> bool:
     return Path(file).is_relative_to(_PACKAGE)
 
 
+def in_one_line(error: Exception) -> str:
+    """The message of an error, with the file that it is about."""
+    text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+    return " ".join(text.split())
+
+
 @contextmanager
-def _plain_warnings() -> Iterator[None]:
+def package_warnings(tell: Callable[[str], object]) -> Iterator[None]:
+    """Pass warnings of this package to a function. Others are shown as always."""
     show = warnings.showwarning
 
-    def show_plainly(message, category, filename, lineno, file=None, line=None):
+    def show_or_tell(message, category, filename, lineno, file=None, line=None):
         if _is_ours(filename):
-            print(f"warning: {message}", file=file or sys.stderr)
+            tell(str(message))
         else:
             show(message, category, filename, lineno, file, line)
 
-    warnings.showwarning = show_plainly
+    warnings.showwarning = show_or_tell
     try:
         yield
     finally:
