@@ -177,7 +177,7 @@ def test_files_and_make_targets_in_the_documents_exist(document):
 
 @pytest.mark.parametrize("readme", ["README.md", "README.zh-CN.md"])
 def test_the_readme_is_short(readme):
-    assert len((ROOT / readme).read_text().splitlines()) <= 160
+    assert len((ROOT / readme).read_text().splitlines()) <= 150
 
 
 def healthy_claims(document: str) -> dict[str, list[str]]:

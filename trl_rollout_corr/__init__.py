@@ -50,7 +50,6 @@ __all__ = [
     "one_line_errors",
 ]
 __version__ = "0.1.0"
-__url__ = "https://github.com/trl-rollout-corr/trl-rollout-corr"
 
 
 def __getattr__(name: str) -> Any:

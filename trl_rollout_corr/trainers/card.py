@@ -4,7 +4,7 @@ from pathlib import Path
 
 import yaml
 
-from .. import __url__, __version__
+from .. import __version__
 
 
 def complete_card(text: str, model: str, output_dir: str, correction: str) -> str:
@@ -26,7 +26,7 @@ def complete_card(text: str, model: str, output_dir: str, correction: str) -> st
     """
     about = (
         f"The mismatch between the policy that sampled and the policy that trained was handled by "
-        f"[trl-rollout-corr]({__url__}) {__version__}, with `{correction}`.\n\n"
+        f"trl-rollout-corr {__version__}, with `{correction}`.\n\n"
     )
     text = text.replace("# Model Card for None", f"# Model Card for {Path(output_dir).name}")
     text = text.replace("[None](https://huggingface.co/None)", f"`{Path(model).name}`")  # TRL does not link folders
