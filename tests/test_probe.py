@@ -199,7 +199,7 @@ def request(model, folder, *options, **fields):
 
 
 def test_a_run_without_a_sampler_or_a_model_is_refused(tiny_model_path, tmp_path):
-    from trl_rollout_corr.probe.process import read
+    from trl_rollout_corr.probe.configuration import read
 
     with pytest.raises(ValueError, match="`use_vllm` is False"):
         read(request(tiny_model_path, tmp_path, "--use_vllm", "false"))
@@ -214,7 +214,7 @@ def test_a_run_without_a_sampler_or_a_model_is_refused(tiny_model_path, tmp_path
 
 
 def test_a_server_that_is_not_there_is_refused_at_once():
-    from trl_rollout_corr.probe.process import check_server
+    from trl_rollout_corr.probe.configuration import check_server
 
     url = f"http://localhost:{free_port()}"
     with pytest.raises(ValueError, match=f"no vLLM server answers at {url}"):
@@ -222,7 +222,7 @@ def test_a_server_that_is_not_there_is_refused_at_once():
 
 
 def test_prompts_come_from_a_file_a_dataset_or_are_plain(tmp_path):
-    from trl_rollout_corr.probe.process import PROMPTS, prompts_of
+    from trl_rollout_corr.probe.configuration import PROMPTS, prompts_of
 
     file, nothing = tmp_path / "prompts.txt", SimpleNamespace(dataset_name=None)
     file.write_text("one\n\ntwo\n")
@@ -254,7 +254,7 @@ RECIPES = sorted(
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_can_be_probed(recipe, tiny_model_path, tmp_path):
     """As far as its first batch goes."""
-    from trl_rollout_corr.probe.process import read, shortened
+    from trl_rollout_corr.probe.configuration import read, shortened
 
     fields = {"config": str(ROOT / "recipes" / recipe), "trainer": recipe.split("/")[0]}
     _, args, _, _ = read(request(tiny_model_path, tmp_path, **fields))
@@ -268,7 +268,7 @@ def test_every_recipe_can_be_probed(recipe, tiny_model_path, tmp_path):
 
 
 def test_arguments_of_an_engine_are_added_to_those_of_the_run(tiny_model_path, tmp_path):
-    from trl_rollout_corr.probe.process import read, shortened
+    from trl_rollout_corr.probe.configuration import read, shortened
 
     mine = '{"dtype": "float32", "hf_overrides": {"rope_theta": 1.0}}'
     _, args, _, _ = read(request(tiny_model_path, tmp_path, "--rollout_engine_kwargs", mine))
@@ -486,8 +486,8 @@ def saying_yes(tmp_path, monkeypatch):
 
 
 def test_code_of_a_model_is_trusted_as_the_recipe_says(model_with_code, tiny_model_path, tmp_path, saying_yes):
+    from trl_rollout_corr.probe.configuration import read
     from trl_rollout_corr.probe.process import build as build_probe
-    from trl_rollout_corr.probe.process import read
 
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("use_vllm: true\ntrust_remote_code: false\n")

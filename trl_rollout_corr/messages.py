@@ -7,6 +7,9 @@ import warnings
 from collections.abc import Iterable
 
 
+# First part of every metric key
+PREFIX = "rollout_corr/"
+
 # What is said while a run goes on. Without a handler of the user's, Python writes it to standard error as it is.
 logger = logging.getLogger("trl_rollout_corr")
 

@@ -74,7 +74,7 @@ def own_updates(o: Observed) -> Seen | None:
 
 
 def _visits(o: Observed) -> bool:
-    """Whether ages count the visits of a batch: bypass mode compares the sampler with the policy that was updated since."""
+    """True if ages count the visits of a batch: bypass mode compares the sampler with the policy that was updated since."""
     if mode_of(o.settings) == "decoupled":
         return False
     known = np.isfinite(o.staleness)

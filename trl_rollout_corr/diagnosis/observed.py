@@ -1,4 +1,4 @@
-"""What a diagnosis looks at: the tokens of a dump, one entry each, with all that their log-ratio could depend on."""
+"""Tokens of a dump for a diagnosis: their log-ratio, and everything that it could depend on."""
 
 from functools import cached_property
 from typing import Any
@@ -22,7 +22,7 @@ class Observed:
         settings (`dict`):
             Settings of the run.
         about (`dict`):
-            What the run says of itself.
+            Facts about the run, as in the dump.
 
     Attributes:
         d (`np.ndarray` of shape `(N,)`):
@@ -34,20 +34,20 @@ class Observed:
         row (`np.ndarray` of shape `(N,)`):
             Index of the sequence.
         position, token (`np.ndarray` of shape `(N,)`):
-            Place in the completion from 0, and id.
+            Index in the completion, and id.
         first, last, seam, seen (`np.ndarray` of shape `(N,)`):
-            Whether the token is the first of the completion, the last, one of the first after tokens outside the loss, and
-            whether it is in the prompt or the completion before.
+            Whether the token is the first of the completion, the last, among the first after tokens outside the loss, and
+            whether it occurred before, in the prompt or the completion.
         times (`np.ndarray` of shape `(N,)`):
-            How often it is in the completion before.
+            Number of earlier occurrences in the completion.
         staleness, padding (`np.ndarray` of shape `(B,)`):
             NaN where they are not known.
         step, lengths (`np.ndarray` of shape `(B,)`):
-            Optimizer step, and tokens that are here.
+            Optimizer step, and number of tokens.
         broken_row (`np.ndarray`):
             Index of the sequence of each token of the loss that has no finite log-ratio.
         n_tokens (`int`):
-            Tokens of the loss, with those.
+            Number of tokens of the loss, including those.
     """
 
     def __init__(self, sequences: Sequences, settings: dict[str, Any], about: dict[str, str]):
@@ -78,7 +78,7 @@ class Observed:
 
     @cached_property
     def total(self) -> float:
-        """Sum of the squared log-ratio: what causes share."""
+        """Sum of the squared log-ratio, of which causes explain shares."""
         return float(np.square(self.d).sum())
 
     @cached_property
@@ -94,7 +94,7 @@ class Observed:
 
     @cached_property
     def middle(self) -> np.ndarray:
-        """Log-probability of a token between those of the two policies, which noise in either does not lean to one side."""
+        """Mean of the two log-probabilities of a token. Noise in either side has no preferred sign relative to it."""
         return (self.train + self.rollout) / 2
 
     def of_rows(self, values: np.ndarray) -> np.ndarray:
@@ -114,7 +114,7 @@ def _after_gap(mask: np.ndarray, position: np.ndarray) -> np.ndarray:
 
 
 def _seen(sequences: Sequences) -> tuple[np.ndarray, np.ndarray]:
-    """Whether a token stands before, in the prompt as far as it is known or in the completion, and how often in that."""
+    """For each token: whether it occurred before, in the prompt (if known) or the completion, and its count in the latter."""
     tokens = sequences.token_ids
     seen, times = np.zeros(len(tokens), bool), np.zeros(len(tokens), np.int64)
     for row, prompt in enumerate(sequences.prompts):
@@ -125,7 +125,7 @@ def _seen(sequences: Sequences) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _earlier(tokens: np.ndarray) -> np.ndarray:
-    """How often each token stands before itself."""
+    """Number of earlier occurrences of each token."""
     order = np.argsort(tokens, kind="stable")
     new = np.concatenate([[True], np.diff(tokens[order]) != 0]) if len(tokens) else np.zeros(0, bool)
     starts = np.maximum.accumulate(np.where(new, np.arange(len(tokens)), 0)) if len(tokens) else np.zeros(0, int)

@@ -130,7 +130,7 @@ def kv_cache(o: Observed) -> Seen | None:
 
 
 def caches_in_low_precision(about: Mapping[str, str]) -> bool:
-    """Whether the engine reports that it keeps keys and values in 8 bits or less."""
+    """True if the engine reports that it keeps keys and values in 8 bits or less."""
     return about.get("kv_cache_dtype", "auto").startswith(("fp8", "int8", "nvfp4"))
 
 

@@ -120,7 +120,7 @@ class Diagnosis(NamedTuple):
 
     @property
     def healthy(self) -> bool:
-        """Whether nothing has to be done: there is no gap, or a normal one."""
+        """True if nothing has to be done: there is no gap, or a normal one."""
         return self.verdict == "nothing" or (
             self.verdict == "found" and self.size < LARGE and all(finding.cause.normal for finding in self.findings)
         )
@@ -160,7 +160,7 @@ def diagnose(o: Observed, without: Collection[str] = ()) -> Diagnosis:
 
 
 def _whole(findings: list[Finding]) -> bool:
-    """Whether a cause was found that acts on all tokens, and hides the diffuse causes."""
+    """True if a cause was found that acts on all tokens, and hides the diffuse causes."""
     return any(finding.name not in ("nan_rows", "first_token", "last_token", "seams") for finding in findings)
 
 

@@ -98,7 +98,7 @@ def penalty(o: Observed) -> Seen | None:
 
 
 def _varies(kind: np.ndarray) -> bool:
-    """Whether there are enough tokens that were said before, and enough that were not."""
+    """True if enough tokens were said before, and enough were not."""
     return bool(min(np.sum(kind > 0), np.sum(kind == 0)) >= 30)
 
 

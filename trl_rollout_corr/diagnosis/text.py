@@ -93,7 +93,7 @@ _DEFAULTS = {"frequency_penalty": 0.0, "kv_cache_dtype": "auto", "presence_penal
 
 
 def _in_effect(value: Any, run: Any) -> bool:
-    """Whether a setting has the advised value in the run. An unknown one (`...`) has not."""
+    """True if a setting has the advised value in the run. An unknown one (`...`) has not."""
     if isinstance(value, Mapping):
         known = run if isinstance(run, Mapping) else {}
         return run is not ... and all(_in_effect(x, known.get(k, _DEFAULTS.get(k, ...))) for k, x in value.items())
@@ -101,7 +101,7 @@ def _in_effect(value: Any, run: Any) -> bool:
 
 
 def _corrects(run: Mapping[str, Any], *, rejecting: bool) -> bool:
-    """Whether a run has a correction, and if asked one that takes single tokens out of the gradient."""
+    """True if a run has a correction, and if asked one that takes single tokens out of the gradient."""
     window, bounds = Window({}, run), run.get("rollout_is_threshold")
     takes_out = bool(run.get("rollout_rs")) or isinstance(bounds, list) or window.clips
     return window.corrects and (takes_out or not rejecting)

@@ -100,7 +100,7 @@ class Sequences:
 
     @cached_property
     def broken(self) -> np.ndarray:
-        """Tokens of the loss without one."""
+        """Tokens of the loss without a finite log-ratio."""
         return self.mask & ~np.isfinite(self.log_ratio)
 
     @cached_property
@@ -110,7 +110,7 @@ class Sequences:
 
     @cached_property
     def row(self) -> np.ndarray:
-        """Index of its sequence."""
+        """Index of the sequence of each token."""
         return np.repeat(np.arange(len(self), dtype=np.int32), self.lengths)
 
     # Of each sequence -------------------------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ class Sequences:
     # Of some sequences ------------------------------------------------------------------------------------------------
 
     def slice(self, row: int) -> slice:
-        """Where the tokens of a sequence are."""
+        """Slice of the tokens of a sequence."""
         return slice(int(self.starts[row]), int(self.starts[row + 1]))
 
     def text(self, row: int, place: int) -> str:

@@ -12,7 +12,7 @@ def truncates(window: Window) -> bool:
 
 
 def vetoes(window: Window) -> bool:
-    """Whether the lower bound of `seq_max_k1` is so low that it rejects broken tokens only."""
+    """True if the lower bound of `seq_max_k1` is so low that it rejects broken tokens only."""
     criteria, bounds = window.setting("rollout_rs"), window.setting("rollout_rs_threshold")
     if not isinstance(criteria, list) or not isinstance(bounds, list) or len(criteria) != len(bounds):
         return True
@@ -51,7 +51,7 @@ _UNLEARNT = 0.005
 
 def unlearns(window: Window) -> bool:
     """
-    Whether rewarded tokens became less likely, or it is unknown. If a policy learns from a stale sampler, tokens with a
+    True if rewarded tokens became less likely, or it is unknown. If a policy learns from a stale sampler, tokens with a
     negative advantage become unlikely, which is most of the gap; before a collapse rewarded tokens do too.
     """
     return window.course.rewarded_above(_UNLEARNT) is not False
@@ -67,12 +67,12 @@ def gap_of_rewarded(window: Window) -> float | None:
 
 
 def in_step(window: Window) -> bool:
-    """Whether the sampler had the trainer's weights."""
+    """True if the sampler had the trainer's weights."""
     return window.get("staleness_max") == 0
 
 
 def negative_all_along(window: Window) -> bool:
-    """Whether the run is not corrected, or `kl` was negative from the first step."""
+    """True if the run is not corrected, or `kl` was negative from the first step."""
     return not window.corrects or window.course.began_below(NEGATIVE_KL)
 
 

@@ -107,7 +107,7 @@ class Rule:
     covers: tuple[str, ...] = ()
 
     def holds(self, streak: Sequence[bool], spacing: int) -> bool:
-        """Whether it fires after these windows (`True`: unhealthy, the latest last) of `spacing` optimizer steps each."""
+        """True if it fires after these windows (`True`: unhealthy, the latest last) of `spacing` optimizer steps each."""
         if not self.lasting:
             return streak[-1] and sum(streak) > self.patience // 2
         needed = windows_of(self.lasting, spacing, at_most=self.patience)

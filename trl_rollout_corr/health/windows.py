@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..settings.keys import PREFIX
+from ..messages import PREFIX
 from .advice import Situation, advise, mode_of
 
 
@@ -93,13 +93,13 @@ class Course:
         return max(min(self._first_kl, default=0.0), 0.0)
 
     def rewarded_above(self, bound: float) -> bool | None:
-        """Whether rewarded tokens became less likely since the start in most of the latest windows; `None` if unknown."""
+        """True if rewarded tokens became less likely since the start in most of the latest windows; `None` if unknown."""
         number = windows_of(self.RECENT_STEPS, self.spacing, at_most=self.RECENT)
         latest = list(self._rewarded)[-number:]
         return 2 * sum(gap - self.gap_at_start > bound for gap in latest) > number if latest else None
 
     def began_below(self, bound: float) -> bool:
-        """Whether `kl` was below a bound in most of the first windows."""
+        """True if `kl` was below a bound in most of the first windows."""
         return 2 * sum(kl < bound for kl in self._first_kl) > len(self._first_kl)
 
 
@@ -152,17 +152,17 @@ class Window:
 
     @property
     def fresh(self) -> bool:
-        """Whether ratios are of samples that the policy has not been trained on yet."""
+        """True if ratios are of samples that the policy has not been trained on yet."""
         return self.setting("bypass_mode") is not True or self.setting("num_iterations") in (..., 1)
 
     @property
     def clips(self) -> bool:
-        """Whether the loss clips the ratio to the sampler, so that tokens with a large log-ratio have no gradient."""
+        """True if the loss clips the ratio to the sampler, so that tokens with a large log-ratio have no gradient."""
         return self.setting("bypass_mode") is True and self.setting("rollout_loss_type") in (..., "ppo_clip")
 
     @property
     def corrects(self) -> bool:
-        """Whether the loss is corrected. If the settings are unknown: whether weights or rejection are logged."""
+        """True if the loss is corrected. If the settings are unknown: if weights or rejection are logged."""
         known = self.setting("corrects")
         if isinstance(known, bool):
             return known
@@ -182,12 +182,12 @@ class Window:
 
     @property
     def only_measured(self) -> bool:
-        """Whether weights and rejection are only reported."""
+        """True if weights and rejection are only reported."""
         return self.setting("rollout_metrics_only") is True
 
     @property
     def weights_act(self) -> bool:
-        """Whether importance weights multiply the gradient, or would without `rollout_metrics_only`."""
+        """True if importance weights multiply the gradient, or would without `rollout_metrics_only`."""
         return not self.clips and self.get("rollout_is_mean") is not None
 
     def numbers(self) -> dict[str, str]:
@@ -231,5 +231,5 @@ def _bounds(low: float, high: float) -> str:
 
 
 def is_training_window(entry: Mapping[str, Any]) -> bool:
-    """Whether a log entry has metrics of rollout correction in training. Those of an evaluation have another prefix."""
+    """True if a log entry has metrics of rollout correction in training. Those of an evaluation have another prefix."""
     return any(key.startswith(PREFIX) and not key.startswith(f"{PREFIX}monitor/") for key in entry)

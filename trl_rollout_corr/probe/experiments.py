@@ -85,7 +85,7 @@ class Result(NamedTuple):
 
     @property
     def _at_noise(self) -> bool:
-        """Whether the gap was more than the trainer's own noise, and is no more than that now."""
+        """True if the gap was more than the trainer's own noise, and is no more than that now."""
         if not self.noise or self.after is None:
             return False
         return self.before >= _ABOVE * self.noise and self.after <= _LEVEL * self.noise
@@ -232,7 +232,7 @@ def as_text(before: float, noise: float | None, results: Iterable[Result], about
 
 
 def _is_remedy(result: Result) -> bool:
-    """Whether the settings of the experiment are those of the remedy."""
+    """True if the settings of the experiment are those of the remedy."""
     remedy = CAUSES[result.cause].settings
     return all(remedy.get(name) == value for name, value in result.experiment.settings.items())
 

@@ -8,20 +8,15 @@ It writes a dump of the sampled tokens and one for each counter-experiment, and 
 `trl_rollout_corr/probe/command.py` starts it and reads them.
 """
 
-import dataclasses
 import json
-import urllib.request
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoTokenizer, TrainerCallback
-from trl import ScriptArguments, get_peft_config, get_quantization_config
-from trl.import_utils import is_vllm_available
+from trl import get_peft_config, get_quantization_config
 
 from ..dumps.rows import make_row, on_host
 from ..dumps.writing import write_rows
@@ -33,232 +28,19 @@ from ..trainers.run_metadata import settings_in_effect
 from ..trainers.sampler import distorting, neutral
 from ..trainers.script import (
     INPUT_ERRORS,
-    ScriptParser,
     in_one_line,
-    model_config,
-    model_init_kwargs,
     package_warnings,
 )
+from .configuration import check_server, load, on_cpu, prompts_of, read, shortened
 from .experiments import EXPERIMENTS
 from .rescoring import rescorings
 
 
-PROMPTS = (
-    "What is the capital of France?",
-    "Name three colors.",
-    "Count from one to ten.",
-    "Why is the sky blue?",
-    "Write a sentence about rain.",
-    "What is 12 times 7?",
-    "Explain what a prime number is, in two sentences.",
-    "Say hello.",
-    "List five animals that can fly.",
-    "Which is larger, 0.8 or 0.75?",
-    "Tell me a short story about a dog that is lost.",
-    "How do you boil an egg?",
-    "Translate 'good morning' into Spanish.",
-    "What comes after Tuesday?",
-    "Give a reason to read books.",
-    "If I have 3 apples and eat one, how many are left? Think step by step.",
-)
 # Settings that an experiment removes, from the configuration and from `generation_kwargs`
 _SAMPLING = {
     "whole_distribution": ("top_p", "top_k", "min_p"),
     "no_penalty": ("repetition_penalty", "presence_penalty", "frequency_penalty"),
 }
-_LENGTH = 128  # tokens of a completion, unless the run has shorter ones
-_CONTEXT = 1024  # tokens that the engine has room for, if there is no recipe
-_SERVE = (
-    """VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --weight-transfer-config '{"backend": "nccl"}' """
-    "--logprobs-mode processed_logprobs"
-)
-_PATIENCE = 5  # seconds in which a server that is there answers
-
-
-# The run that is probed ---------------------------------------------------------------------------------------------------
-
-
-def read(request: Mapping[str, Any]) -> tuple[type, Any, Any, Any]:
-    """
-    Read the configuration of the run.
-
-    Args:
-        request (`Mapping[str, Any]`):
-            `model`, `trainer` (`"grpo"` or `"rloo"`), `config` (a file or `None`) and `options` (a command line).
-
-    Returns:
-        `tuple`: the class of the trainer, and the configurations of trainer, model and script.
-
-    Raises:
-        `ValueError`: if it cannot be used.
-    """
-    from ..trainers import grpo, rloo
-
-    trainer_class, config_class = {
-        "grpo": (grpo.RolloutCorrectedGRPOTrainer, grpo.RolloutCorrectedGRPOConfig),
-        "rloo": (rloo.RolloutCorrectedRLOOTrainer, rloo.RolloutCorrectedRLOOConfig),
-    }[request["trainer"]]
-    parser = ScriptParser((ScriptArguments, config_class, model_config(config_class)))
-    line = [*request["options"], "--model_name_or_path", request["model"], "--output_dir", request["output"]]
-    given = ["--config", request["config"]]
-    if not request["config"]:
-        known = parser.parse_known_args(line)[0]
-        source = {"revision": known.model_revision, "trust_remote_code": known.trust_remote_code}
-        given = _without_recipe(_load(AutoConfig, request["model"], **source))
-    script_args, args, model_args = parser.parse_args_and_config([*given, *line])
-    if not args.use_vllm:
-        raise ValueError("`use_vllm` is False, so that there is no sampler to probe. Set it to true.")
-    if not is_vllm_available():
-        raise ValueError("vLLM is not installed, which samples: pip install 'trl-rollout-corr[vllm]'.")
-    args.model_init_kwargs = model_init_kwargs(args, model_args)
-    return trainer_class, args, model_args, script_args
-
-
-def _without_recipe(config: Any) -> list[str]:
-    """Options of a run with TRL's defaults and a colocated engine, also where there is no accelerator."""
-    length = min(getattr(config.get_text_config(), "max_position_embeddings", None) or _CONTEXT, _CONTEXT)
-    options = ["--use_vllm", "true", "--vllm_mode", "colocate", "--vllm_max_model_length", str(length)]
-    return [*options, *([] if torch.accelerator.is_available() else ["--use_cpu", "true", "--bf16", "false"])]
-
-
-def _load(kind: Any, model: str, **kwargs: Any) -> Any:
-    """A configuration or a tokenizer of a model. Code of the model that is not trusted is an error, and no question."""
-    try:
-        return kind.from_pretrained(model, **kwargs)
-    except OSError as error:
-        raise ValueError(
-            f"{model!r} is neither a folder with a model nor one that the Hub has, or gives to you."
-        ) from error
-    except ValueError as error:
-        if "trust_remote_code" not in str(error):
-            raise
-        raise ValueError(
-            f"`trust_remote_code` is False, and {model!r} has code of its own, which would run here. Read that code, and set "
-            "`trust_remote_code: true` in the recipe, or pass `--trust_remote_code true`."
-        ) from error
-
-
-def shortened(args: Any, completions: int, engine: Mapping[str, Any]) -> Any:
-    """
-    Shorten a run to its first batch.
-
-    Args:
-        args ([`RolloutCorrectedGRPOConfig`]):
-            Configuration of the run.
-        completions (`int`):
-            Least number of completions in the first batch.
-        engine (`Mapping[str, Any]`):
-            Arguments of the engine besides those of the run.
-
-    Returns:
-        [`RolloutCorrectedGRPOConfig`].
-    """
-    size = min(args.per_device_train_batch_size, completions)
-    batches = -(-completions // size)
-    batches += batches * size % 2  # two completions for each prompt
-    wanted = {
-        "per_device_train_batch_size": size,
-        "generation_batch_size": None,
-        "steps_per_generation": batches,
-        "gradient_accumulation_steps": batches,
-        "num_generations": 2,
-        "num_iterations": 1,
-        "max_completion_length": min(args.max_completion_length or _LENGTH, _LENGTH),
-        # the rest has no part in the gap
-        "max_steps": 1,
-        "beta": 0.0,
-        "sync_ref_model": False,
-        "reward_weights": None,
-        "mask_truncated_completions": False,
-        "log_completions": False,
-        "disable_tqdm": True,
-        "report_to": [],
-        "save_strategy": "no",
-        "eval_strategy": "no",
-        "load_best_model_at_end": False,
-        "push_to_hub": False,
-        "resume_from_checkpoint": None,
-        "dataloader_num_workers": 0,
-        "rollout_dump_dir": None,
-        "rollout_diagnose": False,
-    }
-    if args.vllm_mode == "colocate":
-        # compiling for a CPU would take longer than everything else
-        eager = {"enforce_eager": True} if _on_cpu(args) else {}
-        wanted["rollout_engine_kwargs"] = _merged({**eager, **(args.rollout_engine_kwargs or {})}, engine) or None
-    known = {field.name for field in dataclasses.fields(args) if field.init}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the run, and said when it was read
-        return dataclasses.replace(args, **{name: value for name, value in wanted.items() if name in known})
-
-
-def _merged(kwargs: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    both = {name: {**kwargs[name], **more[name]} for name in more if isinstance(kwargs.get(name), dict)}
-    return {**kwargs, **more, **both}
-
-
-def _on_cpu(args: Any) -> bool:
-    return args.device.type == "cpu"
-
-
-def prompts_of(file: str | None, script_args: Any, tokenizer: Any, n: int) -> list[Any]:
-    """
-    Prompts of a file (one a line), or of the recipe's dataset, or some plain ones.
-
-    Args:
-        file (`str`, *optional*):
-            A text file.
-        script_args ([`~trl.ScriptArguments`]):
-            May name a dataset, with a column `prompt` or `question`.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            Tokenizer. If it has a chat template, texts become messages.
-        n (`int`):
-            Number of prompts.
-
-    Returns:
-        `list`: prompts as TRL takes them, repeated if there are fewer.
-
-    Raises:
-        `ValueError`: if there are none.
-    """
-    found: list[Any] = list(PROMPTS)
-    if file is not None:
-        found = [line for line in Path(file).read_text(encoding="utf-8").splitlines() if line.strip()]
-        if not found:
-            raise ValueError(f"{file}: has no prompts; write one in each line.")
-    elif script_args.dataset_name is not None:
-        found = _of_dataset(script_args, n)
-    chats = tokenizer.chat_template is not None
-    found = [[{"role": "user", "content": x}] if chats and isinstance(x, str) else x for x in found]
-    return list(islice(cycle(found), n))
-
-
-def _of_dataset(script_args: Any, n: int) -> list[Any]:
-    from datasets import load_dataset
-
-    name, split = script_args.dataset_name, script_args.dataset_train_split
-    dataset = load_dataset(name, name=script_args.dataset_config, split=split, streaming=script_args.dataset_streaming)
-    rows = list(dataset.take(n))
-    column = next((column for column in ("prompt", "question") if rows and column in rows[0]), None)
-    if column is None:
-        raise ValueError(
-            f"{name}: has {'columns ' + ', '.join(rows[0]) if rows else 'no rows'}; prompts are in one that is called "
-            "`prompt` or `question`."
-        )
-    return [row[column] for row in rows]
-
-
-def check_server(args: Any):
-    """Refuse a server that does not answer at once. TRL would wait for minutes."""
-    url = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
-    try:
-        with urllib.request.urlopen(f"{url}/health", timeout=_PATIENCE):
-            return
-    except (OSError, ValueError) as error:
-        raise ValueError(f"no vLLM server answers at {url} ({error}). Start one with: {_SERVE}") from error
-
-
-# The trainer --------------------------------------------------------------------------------------------------------------
 
 
 class _Prepared(Exception):
@@ -273,10 +55,10 @@ class _StopBeforeTraining(TrainerCallback):
 @contextmanager
 def _attached_without_weights(args: Any) -> Iterator[bool]:
     """
-    Whether weights can be pushed. They go to a server through NCCL, which needs a GPU. Without one, keep TRL from refusing:
-    the server samples with its own weights.
+    Yield whether weights can be pushed. They go to a server through NCCL, which needs a GPU. Without one, keep TRL from
+    refusing: the server samples with its own weights.
     """
-    if args.vllm_mode != "server" or not _on_cpu(args):
+    if args.vllm_mode != "server" or not on_cpu(args):
         yield True
         return
     from trl.generation.vllm_client import VLLMClient
@@ -398,7 +180,7 @@ class Probe:
                 setattr(generation, name, value)
 
     def distorts(self, names: tuple[str, ...]) -> bool:
-        """Whether any of these settings of the sampler has an effect."""
+        """True if any of these settings of the sampler has an effect."""
         generation = self.trainer.vllm_generation
         values = {name: getattr(generation, name, None) for name in names}
         values |= {name: value for name, value in generation.generation_kwargs.items() if name in names}
@@ -449,8 +231,8 @@ def build(request: Mapping[str, Any]) -> Probe:
     """Build the trainer and the sampler of a request."""
     trainer_class, args, model_args, script_args = read(request)
     source = {"revision": model_args.model_revision, "trust_remote_code": args.trust_remote_code}
-    _load(AutoConfig, request["model"], **source)  # a tokenizer may have no code where the model has
-    tokenizer = _load(AutoTokenizer, request["model"], **source, padding_side="left")
+    load(AutoConfig, request["model"], **source)  # a tokenizer may have no code where the model has
+    tokenizer = load(AutoTokenizer, request["model"], **source, padding_side="left")
     run, args = args, shortened(args, request["completions"], request["engine"])
     if args.vllm_mode == "server":
         check_server(args)

@@ -1,3 +1,3 @@
-"""Start of every key that is logged."""
+"""First part of every metric key."""
 
-PREFIX = "rollout_corr/"
+from ..messages import PREFIX as PREFIX

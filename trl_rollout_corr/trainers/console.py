@@ -1,4 +1,4 @@
-"""What training prints: one line per log. Trackers still get everything."""
+"""The console: one line per log. Trackers still get everything."""
 
 import logging
 import sys
@@ -15,7 +15,7 @@ from ..settings.keys import PREFIX
 from .monitor import ALARMS
 
 
-# What a line shows of a log, where it is there: name, key, and how it is written
+# Columns of a line, shown where the log has them: name, key, and format
 _COLUMNS = (
     ("reward", "reward", "{:.3f}"),
     ("k3_kl", f"{PREFIX}k3_kl", "{:<8.2g}"),
@@ -88,7 +88,7 @@ def write(line: str):
 
 
 def _line(logs: dict[str, Any]) -> str:
-    """The line about a log, without progress. Empty if it has nothing that a line shows."""
+    """The line for a log, without progress; empty if the log has no column."""
     kind = "eval_" if any(key.startswith("eval_") for key in logs) else ""
     found = [(name, how, logs.get(kind + key)) for name, key, how in _COLUMNS]
     parts = [f"{name} {how.format(value)}" for name, how, value in found if isinstance(value, (int, float))]
@@ -104,7 +104,7 @@ def _duration(seconds: float) -> str:
 
 
 def add_console(handler: CallbackHandler):
-    """Print lines in place of what Transformers prints: of the callbacks, the last. Notebooks keep theirs."""
+    """Put a console in the place of the last callback by which Transformers prints. Notebooks keep theirs."""
     for i, callback in reversed(list(enumerate(handler.callbacks))):
         if type(callback) is PrinterCallback:
             handler.callbacks[i] = Console()

@@ -1,4 +1,4 @@
-"""Which sequences go to the dump: some at random, and the worst, over all ranks."""
+"""The choice of sequences for the dump: some at random, and the worst, over all ranks."""
 
 import os
 import warnings
@@ -76,9 +76,9 @@ class SequenceDump(TrainerCallback):
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
             Turns tokens into text.
         seed (`int`, *optional*, defaults to `0`):
-            Seed of what is drawn.
+            Seed of the random choice.
         about (`dict[str, str]`, *optional*):
-            What is known of the run, for those who read the dump.
+            Facts about the run, for readers of the dump.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class SequenceDump(TrainerCallback):
 
     def wants(self, step: int) -> bool:
         """
-        Whether an optimizer step is dumped. If nothing is corrected in the step that is due, as on a revisit in decoupled
+        True if an optimizer step is dumped. If nothing is corrected in the step that is due, as on a revisit in decoupled
         mode, it is the next one.
         """
         return step >= self.next_step
@@ -143,7 +143,7 @@ class SequenceDump(TrainerCallback):
         return chosen[chance[chosen] >= 0]
 
     def _thin_out(self):
-        """Forget what cannot be written any more."""
+        """Forget sequences that can no longer be chosen."""
         if self.offered:
             self.offered = [self.offered[i] for i in self._chosen(*self._scores().unbind(1)).tolist()]
 
@@ -201,7 +201,7 @@ class SequenceDump(TrainerCallback):
             warnings.warn(f"The dump in {str(self.folder)!r} ends here: {error}.", UserWarning, stacklevel=2)
 
     def _among_all_ranks(self) -> tuple[set[int], set[int], bool]:
-        """What of this rank is drawn and what is among the worst of all ranks, and whether any rank was offered something."""
+        """Indices of this rank that are drawn, and that are among the worst of all ranks; and whether any rank has some."""
         size = self.args.rollout_dump_worst + self.args.rollout_dump_sampled
         scores = torch.full((1, size, 2), -1.0)
         if self.offered:

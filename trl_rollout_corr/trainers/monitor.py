@@ -30,10 +30,10 @@ _SYMBOLS = {"critical": "✖", "warning": "▲"}
 
 class RolloutCorrectionMonitor(TrainerCallback):
     r"""
-    Looks at the metrics of rollout correction whenever they are logged, and says what is unhealthy.
+    Examines the metrics of rollout correction whenever they are logged, and reports unhealthy ones.
 
     The rules are those of `docs/monitoring.md`. Each finding is a message of the logger `trl_rollout_corr`: a line with the
-    step, what was seen and the bound of the rule; the first time also why it matters and what to set. It is repeated after
+    step, the observation and the bound of the rule; the first time also the reason and the advice. It is repeated after
     10, 20, 40 and so on logging windows while it lasts. The same goes to W&B and trackio as an alert, if the run reports
     there. The number of rules that hold is logged as `rollout_corr/monitor/alarms`.
 
@@ -41,7 +41,7 @@ class RolloutCorrectionMonitor(TrainerCallback):
 
     Args:
         action (`str`, *optional*, defaults to `"warn"`):
-            What else happens at the first critical finding. `"stop"` saves a checkpoint and ends training. `"tighten"`
+            Action at the first critical alarm. `"stop"` saves a checkpoint and ends training. `"tighten"`
             switches to another preset, once, and logs `rollout_corr/monitor/tightened`.
         preset (`str`, *optional*):
             Preset that `"tighten"` switches to: its weights and rejection, with their bounds. It must have the mode
@@ -119,7 +119,7 @@ class RolloutCorrectionMonitor(TrainerCallback):
     # Actions ----------------------------------------------------------------------------------------------------------
 
     def _act(self, findings: list[Alarm], args, control: TrainerControl) -> str | None:
-        """Do what is to be done at a critical finding. Returns what was done, for the message about it."""
+        """Act on a critical alarm. Returns a sentence about the action."""
         critical = bool(findings) and findings[0].severity == "critical"
         if not critical or self.action == "warn":
             return None
@@ -148,7 +148,7 @@ class RolloutCorrectionMonitor(TrainerCallback):
     # Messages ---------------------------------------------------------------------------------------------------------
 
     def _say(self, finding: Alarm, acted: str | None, state: TrainerState):
-        """Speak about a finding, unless it was said a short while ago."""
+        """Report an alarm, unless it was reported a short while ago."""
         since = self._since.setdefault(finding.rule, finding.step)
         self._seen[finding.rule] = self._windows
         if any(finding.rule in RULES[rule].covers for rule in self._lately()):
@@ -167,7 +167,7 @@ class RolloutCorrectionMonitor(TrainerCallback):
             report_alert(self.reporters, title, text, critical=critical)
 
     def _lately(self) -> list[str]:
-        """Causes that were seen a short while ago."""
+        """Rules that held a short while ago."""
         return [rule for rule, window in self._seen.items() if self._windows - window < FIRST_PAUSE]
 
 

@@ -21,17 +21,17 @@ AGAIN = 8  # of them, those that are scored a second time
 
 class Preflight(TrainerCallback):
     """
-    Collects sequences of the first optimizer step of a run, and says what is the matter with them when it ends.
+    Collects sequences of the first optimizer step of a run, and diagnoses them at its end.
 
     Args:
         args ([`RolloutCorrectionConfig`]):
             Configuration of the trainer.
         about (`dict[str, str]`):
-            What is known of the run.
+            Facts about the run.
 
     Attributes:
         diagnosis ([`~trl_rollout_corr.diagnosis.Diagnosis`] or `None`):
-            What was found, on the main process after the first step.
+            The diagnosis, on the main process after the first step.
     """
 
     def __init__(self, args: RolloutCorrectionConfig, about: dict[str, str]):
@@ -42,11 +42,11 @@ class Preflight(TrainerCallback):
         self.diagnosis: Any = None
 
     def wants(self, step: int) -> bool:
-        """Whether sequences of an optimizer step are collected."""
+        """True if sequences of an optimizer step are collected."""
         return not self.done and len(self.rows) < ROWS
 
     def looks_twice(self) -> bool:
-        """Whether sequences are to be scored a second time: those of the first batch. The same on all ranks."""
+        """True if sequences are to be scored a second time: those of the first batch. The same on all ranks."""
         first, self.looked = not self.looked and not self.done, True
         return first
 
@@ -73,7 +73,7 @@ class Preflight(TrainerCallback):
 
 def score_alone(forward: Callable[..., tuple], model: Any, batch: dict[str, Any], most: int = AGAIN) -> torch.Tensor:
     """
-    Score sequences of a batch one by one and without padding, and leave the random numbers as they were.
+    Score sequences of a batch one by one and without padding, with the state of the random numbers restored.
 
     Args:
         forward (`Callable`):
@@ -84,7 +84,7 @@ def score_alone(forward: Callable[..., tuple], model: Any, batch: dict[str, Any]
         batch (`dict`):
             TRL's batch.
         most (`int`, *optional*):
-            How many sequences of it.
+            Number of sequences.
 
     Returns:
         `torch.Tensor` of shape `(B, T)`: log-probabilities of the first `most` sequences, in nats; NaN elsewhere.
