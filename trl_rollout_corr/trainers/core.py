@@ -18,6 +18,7 @@ from trl import GRPOConfig, RLOOConfig
 
 from ..correction.compute import RolloutCorrection, compute_rollout_correction, usable_rollout_logps
 from ..correction.functional import LOG_RATIO_BOUND, expected_share_outside
+from ..dumps.writing import plain
 from ..messages import warn
 from .batch import ROLLOUT_LOGPS, ROLLOUT_STEP
 from .card import complete_card
@@ -117,7 +118,7 @@ class CorrectionCore(_Host):
         add_console(self.callback_handler)
         self._about = {"trainer": type(self).__name__, **self._metadata()}
         check_types(self._about)
-        self._engine_kwargs = deepcopy(self.args.rollout_engine_kwargs)
+        self._engine_kwargs = plain(self.args.rollout_engine_kwargs)
         self._observer = Observer(self.args, self.accelerator, self.callback_handler)
         self._delivery = Delivery(self.accelerator, self._doubt_delivery)
         self._equip()
@@ -144,7 +145,7 @@ class CorrectionCore(_Host):
 
     def train(self, *args, **kwargs):
         self._checked_args(self.model, self.args)
-        if self.args.rollout_engine_kwargs != self._engine_kwargs:
+        if plain(self.args.rollout_engine_kwargs) != self._engine_kwargs:
             raise ValueError(
                 f"`rollout_engine_kwargs` is {self.args.rollout_engine_kwargs!r}, but was {self._engine_kwargs!r} when the "
                 "trainer was built, and that is what the sampler runs with. Build the trainer with it."

@@ -23,7 +23,7 @@ NOISE = 1e-4  # nats, a gap that any engine may have
 MOVED, FAR = 6.0, 100.0
 # Gaps, in movements, from which they did not
 ALL, PART = 1 / 3, 1 / 20
-LAST = 256  # optimizer steps after the first batch, until which later ones are compared with it
+LAST = 256  # optimizer steps after the first look, until which there are more
 
 
 class Delivery:
@@ -60,6 +60,7 @@ class Delivery:
         self._is_suspect = False
         self._moved: torch.Tensor | None = None  # sums over the movement of each token
         self._first: FirstBatch | None = None
+        self._start: int | None = None  # optimizer steps made before the first look
         self._next = 0  # optimizer step of the next look
 
     def generated(self, step: int):
@@ -70,7 +71,7 @@ class Delivery:
             step (`int`):
                 Optimizer steps made so far.
         """
-        if self._first is not None and step > self._first.step + LAST:
+        if self._start is not None and step > self._start + LAST:
             self._end()
         self._is_new = not self.done
         if self._first is not None and self._is_due:
@@ -109,9 +110,12 @@ class Delivery:
         Raises:
             `RuntimeError`: if weights did not arrive, on all ranks.
         """
-        if not self._is_new or (step < self._next and self._moved is None):
+        if not self._is_new or step < self._next:
             return
         self._is_new = False
+        if self._start is None:
+            self._start = step
+        self._next = max(step + 1, 2 * step - self._start)
         # A sampler may be behind on purpose: by so few of the steps that most of the movement is not in them
         in_step = 8 * ages <= (0 if self._first is None else step - self._first.step)
         log_ratio = logps - rollout_logps
@@ -120,18 +124,18 @@ class Delivery:
         late = (ages[in_step] > 0).any().to(sums).expand(3)
         of_gap, of_movement, late = self.accelerator.reduce(torch.stack([sums, moved, late])).tolist()
         if not of_gap[0]:  # all too far behind
+            self._next = step + 1 + (step - self._start) // 8
             return
         self._moved = None
         gap, error = _mean_and_error(*of_gap)
         if self._first is None:
             self._first = FirstBatch(step, max(gap + 3 * error, NOISE), logps, tokens.bool(), score)
-            self._next = step + 1
-            return
-        self._next = 2 * step - self._first.step
-        if of_movement[0]:
+        elif of_movement[0]:
             self._judge(step, gap, _mean_and_error(*of_movement)[0], late[0] > 0)
         else:
             self._is_due = gap >= ALL * MOVED * self._first.noise
+        if self._is_due:  # at the next generation
+            self._next = step
 
     def _judge(self, step: int, gap: float, moved: float, late: bool):
         """Say that weights did not arrive, if that is so for the second time."""
@@ -142,13 +146,12 @@ class Delivery:
             first = self._first
             self._end()
             self._report(first, step, gap, moved, late)
-        self._is_suspect = missing
+        self._is_suspect = self._is_due = missing
 
     def _report(self, first: "FirstBatch", step: int, gap: float, moved: float, late: bool):
         """Raise an error, or a warning if there is another explanation."""
-        reasons = broadcast_object_list(
-            [self.doubt(gap < ALL * moved)]
-        )  # the main process may know more of the sampler
+        # The main process may know more of the sampler
+        reasons = broadcast_object_list([self.doubt(gap < ALL * moved)])
         if late:
             reasons.append("Samples are some optimizer steps old, in which the policy may have moved as far.")
         doubt = " ".join(reason for reason in reasons if reason)
