@@ -21,7 +21,7 @@ from trl_rollout_corr.correction.age import (
     update_gap,
 )
 from trl_rollout_corr.correction.step_size import StepSize
-from trl_rollout_corr.health.rules import HEALTHY, in_words
+from trl_rollout_corr.health.bands import HEALTHY, in_words
 from trl_rollout_corr.settings.criteria import CRITERIA, Criterion
 from trl_rollout_corr.settings.keys import PREFIX
 from trl_rollout_corr.settings.presets import PRESETS

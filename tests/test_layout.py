@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 # Wings, and the modules of each. A module imports modules above it, of its own wing and of wings above that
 ORDER = {
     "messages": [],
-    "health": ["rules", "examine"],
+    "health": ["advice", "bands", "windows", "rule", "conditions", "rules", "examine"],
     "settings": [
         "keys",
         "formatting",
@@ -44,7 +44,17 @@ ORDER = {
         "compute",
     ],  # so far without pyarrow, numpy and TRL
     "dumps": ["schema", "rows", "sequences", "writing", "reading"],
-    "diagnosis": ["observed", "signatures", "causes", "ranking", "written", "pictures"],
+    "diagnosis": [
+        "observed",
+        "evidence",
+        "single_tokens",
+        "sampling",
+        "drift",
+        "precision",
+        "causes",
+        "ranking",
+        "text",
+    ],
     "trainers": [
         "_cpu_reload",
         "batch",

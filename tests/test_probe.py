@@ -16,12 +16,11 @@ from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTra
 from trl_rollout_corr.__main__ import main
 from trl_rollout_corr.diagnosis import Diagnosis, Finding, diagnose, observe
 from trl_rollout_corr.diagnosis.causes import CAUSES
-from trl_rollout_corr.diagnosis.pictures import picture
-from trl_rollout_corr.diagnosis.signatures import FLOOR, Seen
+from trl_rollout_corr.diagnosis.evidence import FLOOR, Seen
 from trl_rollout_corr.probe import command as probing_process
 from trl_rollout_corr.probe.experiments import (
     EXPERIMENTS,
-    Outcome,
+    Result,
     _speaking,
     _with_confirmed,
     as_text,
@@ -53,7 +52,7 @@ def names(found: Diagnosis) -> list[str]:
 
 
 def test_experiments_speak_of_causes_that_there_are():
-    assert {experiment.cause for experiment in EXPERIMENTS.values()} <= CAUSES.keys()
+    assert {cause for cause, _ in EXPERIMENTS.values()} <= CAUSES.keys()
 
 
 @pytest.mark.parametrize(
@@ -67,7 +66,7 @@ def test_experiments_speak_of_causes_that_there_are():
     ],
 )
 def test_what_becomes_of_the_gap_speaks_for_or_against(name, after, says):
-    assert Outcome(name, 0.05, after).says == says
+    assert Result(name, 0.05, after).says == says
 
 
 @pytest.mark.parametrize(
@@ -75,31 +74,31 @@ def test_what_becomes_of_the_gap_speaks_for_or_against(name, after, says):
     [(0.05, 0.034, "confirms"), (0.05, 0.04, ""), (0.04, 0.03, ""), (0.04, 0.038, "rules out")],
 )
 def test_down_to_the_trainers_own_noise_is_all_there_is_to_go(before, after, says):
-    assert Outcome("whole_distribution", before, after, noise=0.03).says == says
+    assert Result("whole_distribution", before, after, noise=0.03).says == says
 
 
 def test_without_a_gap_nothing_is_said():
-    outcome = Outcome("dropout_off", FLOOR / 2, FLOOR / 200)
+    outcome = Result("dropout_off", FLOOR / 2, FLOOR / 200)
     assert (outcome.says, _speaking([outcome])) == ("", ({}, set()))
 
 
-def told(marks: Diagnosis, *outcomes: Outcome) -> list[str]:
+def told(marks: Diagnosis, *outcomes: Result) -> list[str]:
     confirming, _ = _speaking(outcomes)
     return names(_with_confirmed(marks, confirming))
 
 
 def test_what_an_experiment_confirms_comes_first():
     marks = diagnosis(finding("weights"), finding("last_token", share=0.3))
-    cache = Outcome("cache_of_the_model", 0.05, 0.005)
+    cache = Result("cache_of_the_model", 0.05, 0.005)
     assert told(marks, cache) == ["kv_cache"]  # beside which the others explain nothing
     assert told(marks, cache._replace(after=0.024)) == ["kv_cache", "weights"]
     found = _with_confirmed(marks, {"kv_cache": cache})
     assert (found.findings[0].share, found.findings[0].certainty) == (pytest.approx(0.99), 0.99)
-    assert told(marks, Outcome("dropout_off", 0.05, 0.03)) == ["weights", "last_token"]
+    assert told(marks, Result("dropout_off", 0.05, 0.03)) == ["weights", "last_token"]
 
 
 def test_the_narrower_of_two_changes_is_believed():
-    outcomes = [Outcome("float32_trainer", 0.05, 0.001), Outcome("float32_head", 0.05, 0.004)]
+    outcomes = [Result("float32_trainer", 0.05, 0.001), Result("float32_head", 0.05, 0.004)]
     assert told(diagnosis(finding("rounding")), *outcomes) == ["head"]
     assert told(diagnosis(finding("rounding")), *outcomes[:1]) == ["rounding"]
 
@@ -108,7 +107,7 @@ def test_what_an_experiment_rules_out_is_not_looked_for(tmp_path):
     observed = observe(faults.rewrite(make_dump(tmp_path / "dump"), tmp_path / "broken", "nan_rows"))
     assert "nan_rows" in names(diagnose(observed))
     assert "nan_rows" not in names(diagnose(observed, {"nan_rows"}))
-    assert _speaking([Outcome("batch_of_one", 0.05, 0.049)]) == ({}, {"padding"})
+    assert _speaking([Result("batch_of_one", 0.05, 0.049)]) == ({}, {"padding"})
 
 
 def test_an_engine_is_started_only_for_what_is_open():
@@ -120,18 +119,18 @@ def test_an_engine_is_started_only_for_what_is_open():
     assert engines_to_try(diagnosis(finding("rounding", 0.99)), facts, []) == []
     assert engines_to_try(diagnosis(finding("truncation")), facts, []) == []
     assert engines_to_try(diagnosis(size=FLOOR / 2), facts, []) == []
-    assert engines_to_try(diagnosis(), facts, [Outcome("dropout_off", 0.05, 0.001)]) == []
+    assert engines_to_try(diagnosis(), facts, [Result("dropout_off", 0.05, 0.001)]) == []
     assert engines_to_try(diagnosis(), {**facts, "kv_cache_dtype": "fp8"}, []) == ["cache_of_the_model"]
     assert engines_to_try(diagnosis(), {"sampler_dtype": "float32", "kv_cache_dtype": "auto"}, []) == []
 
 
 def test_the_table_has_the_gap_the_multiple_and_the_remedy():
-    line = probing_process.serve_line("my model", EXPERIMENTS["float32_head_of_the_sampler"].engine)
+    line = probing_process.serve_line("my model", EXPERIMENTS["float32_head_of_the_sampler"][1].engine)
     assert line == """vllm serve 'my model' --hf-overrides '{"head_dtype": "float32"}'"""
     outcomes = [
-        Outcome("dropout_off", 0.05, 0.02),
-        Outcome("float32_head_of_the_sampler", 0.05, None, line),
-        Outcome("float32_sampler", 0.05, 0.001),
+        Result("dropout_off", 0.05, 0.02),
+        Result("float32_head_of_the_sampler", 0.05, None, line),
+        Result("float32_sampler", 0.05, 0.001),
     ]
     text = as_text(0.05, 0.01, outcomes, {"trainer_dtype": "float32", "sampler_dtype": "bfloat16"})
     row = next(line for line in text.splitlines() if "no dropout in the trainer" in line)
@@ -272,7 +271,7 @@ def test_arguments_of_an_engine_are_added_to_those_of_the_run(tiny_model_path, t
 
     mine = '{"dtype": "float32", "hf_overrides": {"rope_theta": 1.0}}'
     _, args, _, _ = read(request(tiny_model_path, tmp_path, "--rollout_engine_kwargs", mine))
-    short = shortened(args, 64, EXPERIMENTS["float32_head_of_the_sampler"].engine)
+    short = shortened(args, 64, EXPERIMENTS["float32_head_of_the_sampler"][1].engine)
     assert short.rollout_engine_kwargs == {
         "enforce_eager": True, "dtype": "float32", "hf_overrides": {"rope_theta": 1.0, "head_dtype": "float32"},
     }  # fmt: skip
@@ -369,7 +368,7 @@ def test_a_sampler_in_step_is_healthy_and_a_fault_is_named(tiny_model_path, tmp_
     assert names(found)[0] == "truncation"
     assert outcomes["whole_distribution"].says == "confirms"
     assert outcomes["batch_of_one"].says == "rules out"
-    assert picture(observed, found.findings[0]).values
+    assert found.findings[0].picture(observed).values
     found, _, observed = probed(
         tiny_model_path, tmp_path / "c", "--use_peft", "true", "--lora_dropout", "0", trainer="rloo"
     )

@@ -32,7 +32,7 @@ from trl_rollout_corr.analysis.report.drawing import COLORS, _labels, draw
 from trl_rollout_corr.analysis.report.log_charts import more_trends, overview
 from trl_rollout_corr.analysis.report.token_statistics import bounds
 from trl_rollout_corr.dumps.writing import write_rows
-from trl_rollout_corr.health.rules import examine
+from trl_rollout_corr.health.examine import examine
 from trl_rollout_corr.settings.keys import PREFIX
 
 
@@ -136,7 +136,7 @@ def make_run(folder, logs, **more):
 
 
 def shown(text: str) -> str:
-    """How a sentence with code in it reads on the page."""
+    """A sentence with code in it, as the page shows it."""
     return " ".join(text.replace("`", "").split())
 
 
@@ -338,7 +338,18 @@ def test_an_integer_beyond_all_measure_is_refused_in_one_line(tmp_path, capsys, 
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize("head", ["tags: 5", "tags: [[grpo]]", "- grpo", "[" * 5000, "base_model: {a: b}"])
+@pytest.mark.parametrize(
+    "head",
+    [
+        "tags: 5",
+        "tags: [[grpo]]",
+        "- grpo",
+        "[" * 5000,
+        "base_model: {a: b}",
+        "trl_rollout_corr: 5",
+        "trl_rollout_corr: {model: [1]}",
+    ],
+)
 def test_a_model_card_of_any_kind_is_no_reason_to_fail(tmp_path, undrawn, head):
     logs = [{"step": step, f"{PREFIX}k3_kl": 0.001, "reward": 0.5} for step in range(1, 5)]
     run = make_run(tmp_path / "run", logs)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .correction.compute import compute_rollout_correction
-    from .health.rules import examine
+    from .health.examine import examine
     from .settings.config import RolloutCorrectionConfig
     from .trainers.async_grpo import RolloutCorrectedAsyncGRPOConfig, RolloutCorrectedAsyncGRPOTrainer
     from .trainers.dumping import check_dump_folder
@@ -26,7 +26,7 @@ _MODULES = {
     "ScriptParser": "trainers.script",
     "check_dump_folder": "trainers.dumping",
     "compute_rollout_correction": "correction.compute",
-    "examine": "health.rules",
+    "examine": "health.examine",
     "model_config": "trainers.script",
     "model_init_kwargs": "trainers.script",
     "one_line_errors": "trainers.script",

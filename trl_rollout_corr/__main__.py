@@ -135,7 +135,7 @@ def make_parser(*, probes: bool = False) -> argparse.ArgumentParser:
     return parser
 
 
-def _add_report(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"):
+def _add_report(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     command = commands.add_parser(
         "report",
         help="draw a report of a run or a dump",
@@ -153,7 +153,7 @@ def _add_report(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     command.set_defaults(run=_report, subject="output")
 
 
-def _add_compare(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"):
+def _add_compare(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     command = commands.add_parser(
         "compare",
         help="say what every preset would do to the sequences of a dump",
@@ -209,7 +209,7 @@ def _diagnose(args: argparse.Namespace) -> str:
         return _probe(args)
     _check_no_probe(args)
     from .diagnosis import diagnose, observe
-    from .diagnosis.written import as_json, as_text
+    from .diagnosis.text import as_json, as_text
 
     observed = observe(args.dump)
     diagnosis = diagnose(observed)
@@ -232,7 +232,7 @@ def _check_no_probe(args: argparse.Namespace):
 def _probe(args: argparse.Namespace) -> str:
     if args.options and not args.options[0].startswith("--"):
         raise SelfContainedError(f"--probe samples by itself and takes no dump, got {args.options[0]!r}")
-    from .diagnosis.written import as_json, as_text
+    from .diagnosis.text import as_json, as_text
     from .probe.command import probe
     from .probe.experiments import COLUMNS, as_data, rows
     from .probe.experiments import as_text as as_table
@@ -251,18 +251,18 @@ def _probe(args: argparse.Namespace) -> str:
         from .analysis.report import write_diagnosis
 
         write_diagnosis(
-            args.probe, args.html, found.observed, found.diagnosis, [COLUMNS, *rows(size, found.noise, found.outcomes)]
+            args.probe, args.html, found.observed, found.diagnosis, [COLUMNS, *rows(size, found.noise, found.results)]
         )
     args.code = 0 if found.diagnosis.healthy else 1
     if args.json:
         more = {
             "noise_floor": found.noise,
-            "experiments": as_data(found.noise, found.outcomes),
+            "experiments": as_data(found.noise, found.results),
             "about": found.observed.about,
             "seconds": round(found.seconds, 1),
         }
         return as_json(found.diagnosis, more)
-    return as_text(found.diagnosis) + as_table(size, found.noise, found.outcomes, found.observed.about)
+    return as_text(found.diagnosis) + as_table(size, found.noise, found.results, found.observed.about)
 
 
 def _recipes(args: argparse.Namespace) -> str:

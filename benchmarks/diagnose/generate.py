@@ -24,7 +24,7 @@ import torch
 from faults.models import merged
 from policies import EOS, SHAPES, VOCABULARY, build, updated
 
-from trl_rollout_corr.diagnosis.signatures import FLOOR
+from trl_rollout_corr.diagnosis.evidence import FLOOR
 from trl_rollout_corr.dumps import writing as dump
 
 

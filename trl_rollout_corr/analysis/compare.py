@@ -9,7 +9,8 @@ import numpy as np
 
 from ..dumps.reading import open_dump
 from ..dumps.sequences import Sequences
-from ..health.rules import HEALTHY, examine
+from ..health.bands import HEALTHY
+from ..health.examine import examine
 from ..messages import warn
 from ..settings.config import RolloutCorrectionConfig
 from ..settings.files import config_of_run, read_config
@@ -17,7 +18,7 @@ from ..settings.formatting import percent, rounded, three_decimals, yaml_lines
 from ..settings.formatting import steps as steps_in_words
 from ..settings.presets import PRESETS, Preset, settings_of
 from .recommend import NOTHING, HealthySteps, Recommendation, healthy_steps, recommend, spread_of
-from .replay import Batch, Outcome, batch_of, replay
+from .replay import Batch, Effect, batch_of, replay
 from .run import entries_of, log_of_dump
 from .spread import TARGET, Spread, predict, suggest_bounds
 
@@ -42,7 +43,7 @@ class Comparison(NamedTuple):
             The sequences.
         config ([`RolloutCorrectionConfig`]):
             Configuration of the run.
-        outcomes (`list[tuple[Setting, Outcome]]`):
+        effects (`list[tuple[Setting, Effect]]`):
             Effect of each setting.
         spread ([`~trl_rollout_corr.analysis.spread.Spread`]):
             Spread of the log-ratio.
@@ -58,7 +59,7 @@ class Comparison(NamedTuple):
 
     batch: Batch
     config: RolloutCorrectionConfig
-    outcomes: list[tuple[Setting, Outcome]]
+    effects: list[tuple[Setting, Effect]]
     spread: Spread
     bounds: tuple[float, float]
     notes: list[str]
@@ -120,14 +121,15 @@ def compare(
     settings = [Setting("this run", config, as_dumped=True)]
     settings += [Setting(_SUGGESTED, RolloutCorrectionConfig(**best.settings))] if best.has_bounds else []
     settings += [*_presets(), *(Setting(file, read_config(file)) for file in files)]
-    outcomes = _outcomes(batch, settings, clip, notes)
+    effects = _effects(batch, settings, clip, notes)
     if config.rollout_metrics_only:
         notes.append("This run only measured: its row is the effect that its settings would have had.")
     if not batch.advantages.any():
         notes.append("Every advantage is 0, so there is no gradient to compare.")
-    row, outcome = _row_of(best, outcomes)
-    best = best._replace(reason=", ".join([best.reason, *(_measured(outcome) if best.has_bounds else [])]))
-    return Comparison(batch, config, outcomes, spread, suggest_bounds(spread), notes, best, row)
+    row, effect = _row_of(best, effects)
+    if best.has_bounds:
+        best = best._replace(reason=f"{best.reason}. On these sequences: {_measured(effect)}")
+    return Comparison(batch, config, effects, spread, suggest_bounds(spread), notes, best, row)
 
 
 def _notes_on_steps(sequences: Sequences, healthy: HealthySteps) -> list[str]:
@@ -146,37 +148,37 @@ def _notes_on_steps(sequences: Sequences, healthy: HealthySteps) -> list[str]:
     ]
 
 
-def _outcomes(
+def _effects(
     batch: Batch, settings: list[Setting], clip: tuple[float, float], notes: list[str]
-) -> list[tuple[Setting, Outcome]]:
+) -> list[tuple[Setting, Effect]]:
     """The effect of each setting."""
-    outcomes = []
+    effects = []
     broken = int(batch.tokens(RolloutCorrectionConfig()).broken.sum())
     if broken:
         notes.append(f"{broken} of {batch.n_tokens} tokens have a log-probability that is not finite.")
     for setting in settings:
         if broken and setting.config.rollout_nan_policy == "raise":
-            outcomes.append((setting, Outcome()))
+            effects.append((setting, Effect()))
             notes.append(f"{setting.name}: `rollout_nan_policy: raise` ends the run at these sequences.")
         else:
-            outcomes.append((setting, replay(batch, setting.config, clip=clip, as_dumped=setting.as_dumped)))
-    return outcomes
+            effects.append((setting, replay(batch, setting.config, clip=clip, as_dumped=setting.as_dumped)))
+    return effects
 
 
-def _row_of(best: Recommendation, outcomes: list[tuple[Setting, Outcome]]) -> tuple[str, Outcome]:
+def _row_of(best: Recommendation, effects: list[tuple[Setting, Effect]]) -> tuple[str, Effect]:
     """The row of the table with the recommended settings, and their effect."""
     name = _SUGGESTED if best.has_bounds else best.settings["rollout_correction"]
-    return next((setting.name, outcome) for setting, outcome in outcomes if name in setting.name.split(", "))
+    return next((setting.name, effect) for setting, effect in effects if name in setting.name.split(", "))
 
 
-def _measured(outcome: Outcome) -> list[str]:
+def _measured(effect: Effect) -> str:
     """The effect of settings on these sequences, in words."""
-    parts = [f"here {percent(outcome.rejected)} of all tokens"]
-    if outcome.effective_sample_size is not None:
-        parts.append(f"its weights leave {percent(outcome.effective_sample_size)} of the sample")
-    if outcome.cosine is not None:
-        parts.append(f"its gradient has a cosine of {outcome.cosine:.3f} with that of the reference")
-    return parts
+    parts = [f"{percent(effect.rejected)} of all tokens rejected"]
+    if effect.effective_sample_size is not None:
+        parts.append(f"effective sample size of the weights {percent(effect.effective_sample_size)}")
+    if effect.cosine is not None:
+        parts.append(f"cosine of the gradient with the reference {effect.cosine:.3f}")
+    return ", ".join(parts)
 
 
 def _presets() -> list[Setting]:
@@ -187,7 +189,7 @@ def _presets() -> list[Setting]:
     return [Setting(", ".join(same), RolloutCorrectionConfig.from_preset(same[0])) for same in names.values()]
 
 
-# What is printed ----------------------------------------------------------------------------------------------------------
+# Output ------------------------------------------------------------------------------------------------------------------
 
 
 def as_markdown(c: Comparison) -> str:
@@ -200,7 +202,7 @@ def as_markdown(c: Comparison) -> str:
         f"{len(c.batch.mask)} sequences of steps {c.batch.steps[0]} to {c.batch.steps[-1]}, {c.batch.n_tokens} tokens."
     )
     half = f"{math.log(2) / s**2:.0f} tokens" if s else "any length"
-    outcomes = [[_marked(setting.name, c.row), *map(three_decimals, outcome)] for setting, outcome in c.outcomes]
+    effects = [[_marked(setting.name, c.row), *map(three_decimals, effect)] for setting, effect in c.effects]
     predictions = [[quantity, *map(rounded, numbers)] for quantity, *numbers in predict(spread, c.bounds)]
     return "\n".join(
         [
@@ -208,7 +210,7 @@ def as_markdown(c: Comparison) -> str:
             f"The run: {mode}; the trainer's log-probabilities are those of the {policy} policy.",
             *c.notes,
             "",
-            *_table(["settings", "rejected", "ESS", "effective lr", "cosine", "norm"], outcomes),
+            *_table(["settings", "rejected", "ESS", "effective lr", "cosine", "norm"], effects),
             "",
             f"Spread s = {s:.4g}, without tails {spread.s_robust:.4g}. Mean length {rounded(spread.mean_length)} ({lengths}).",
             f"v = s^2 * length = {rounded(s * s * spread.mean_length)}. Sequence weights keep half of their ESS up to {half}.",
@@ -237,7 +239,7 @@ def _remarks(c: Comparison) -> list[str]:
     _, healthy = HEALTHY["k3_kl"]
     if c.suggestion is not None and healthy is not None and c.spread.s**2 / 2 > healthy:
         remarks.append(
-            "The policies are far apart in these steps: bounds made of them keep what alarms are raised for."
+            "The policies are far apart in these steps: bounds made of them keep tokens for which alarms are raised."
         )
     if c.spread.s > 2 * c.spread.s_robust:
         remarks.append("A few tokens are far off: most of the spread is theirs.")
@@ -269,14 +271,14 @@ def as_json(c: Comparison) -> str:
             {
                 "name": setting.name,
                 "reference": setting.name == NOTHING,
-                "rejected": outcome.rejected,
-                "sample_size": outcome.effective_sample_size,
-                "effective_lr": outcome.effective_lr,
-                "cosine": outcome.cosine,
-                "norm": outcome.norm,
+                "rejected": effect.rejected,
+                "sample_size": effect.effective_sample_size,
+                "effective_lr": effect.effective_lr,
+                "cosine": effect.cosine,
+                "norm": effect.norm,
                 "fields": dataclasses.asdict(setting.config),
             }
-            for setting, outcome in c.outcomes
+            for setting, effect in c.effects
         ],
         "spread": {"s": c.spread.s, "s_robust": c.spread.s_robust, "mean_length": c.spread.mean_length},
         "predictions": [prediction._asdict() for prediction in predict(c.spread, c.bounds)],

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..dumps.sequences import Sequences
-from ..health.examine import Finding
+from ..health.rule import Alarm
 from ..health.rules import RULES
 from ..settings.config import RolloutCorrectionConfig
 from ..settings.formatting import percent
@@ -43,13 +43,13 @@ class HealthySteps(NamedTuple):
             Which sequences are of these steps.
         last (`int` or `None`):
             The last of these steps; 0 if there is none, `None` if all steps are healthy.
-        alarm ([`~trl_rollout_corr.health.examine.Finding`] or `None`):
+        alarm ([`~trl_rollout_corr.health.rule.Alarm`] or `None`):
             The alarm that came after it.
     """
 
     rows: np.ndarray
     last: int | None
-    alarm: Finding | None
+    alarm: Alarm | None
 
 
 class Recommendation(NamedTuple):
@@ -70,7 +70,7 @@ class Recommendation(NamedTuple):
     has_bounds: bool = False
 
 
-def healthy_steps(sequences: Sequences, logged_steps: Sequence[int], findings: Sequence[Finding]) -> HealthySteps:
+def healthy_steps(sequences: Sequences, logged_steps: Sequence[int], findings: Sequence[Alarm]) -> HealthySteps:
     """
     Find the steps that are fit to make bounds of.
 
@@ -79,7 +79,7 @@ def healthy_steps(sequences: Sequences, logged_steps: Sequence[int], findings: S
             Sequences of the dump.
         logged_steps (`Sequence[int]`):
             Steps of the log, in order.
-        findings (`Sequence[Finding]`):
+        findings (`Sequence[Alarm]`):
             Findings in this log.
 
     Returns:
@@ -112,7 +112,7 @@ def spread_of(batch: Batch) -> Spread | None:
     return measure(tokens.log_ratio, tokens.valid > 0) if tokens.lengths.any() else None
 
 
-def recommend(spread: Spread | None, config: RolloutCorrectionConfig, alarm: Finding | None = None) -> Recommendation:
+def recommend(spread: Spread | None, config: RolloutCorrectionConfig, alarm: Alarm | None = None) -> Recommendation:
     """
     Recommend settings.
 
@@ -121,7 +121,7 @@ def recommend(spread: Spread | None, config: RolloutCorrectionConfig, alarm: Fin
             Spread of the log-ratio in healthy steps; `None` if no step is healthy.
         config ([`RolloutCorrectionConfig`]):
             Configuration of the run, whose mode is kept.
-        alarm ([`~trl_rollout_corr.health.examine.Finding`], *optional*):
+        alarm ([`~trl_rollout_corr.health.rule.Alarm`], *optional*):
             The alarm before which no step is healthy.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The reader of a run: what its trainer logged, the sequences that it dumped, or both."""
+"""The reader of a run: the log of its trainer, its dumped sequences, or both."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,7 +16,7 @@ from ..correction.compute import compute_rollout_correction
 from ..dumps.reading import find_dump, open_dump
 from ..dumps.sequences import Sequences
 from ..dumps.writing import files_of, read_logs
-from ..health.examine import is_training_window
+from ..health.windows import is_training_window
 from ..settings.config import RolloutCorrectionConfig
 from ..settings.files import config_of_run
 from ..settings.keys import PREFIX
@@ -27,7 +27,7 @@ STATE = "trainer_state.json"
 
 class Dump(NamedTuple):
     """
-    What a run dumped.
+    The dump of a run.
 
     Args:
         sequences ([`~trl_rollout_corr.dumps.sequences.Sequences`]):
@@ -93,7 +93,7 @@ def read_run(path: Path) -> Run:
             A dump (folder or file), a `trainer_state.json`, or a folder that holds either or both.
 
     Returns:
-        [`Run`]: what was found.
+        [`Run`].
 
     Raises:
         `ValueError`: in one line, if there is neither, or a file is damaged or of another tool.
@@ -174,7 +174,7 @@ def _find(path: Path) -> tuple[list[Path], Path | None]:
 
 
 def _find_states(folder: Path) -> list[Path]:
-    """The one that lies here, and those of the checkpoints from the latest on."""
+    """The state in this folder, and those of its checkpoints, the latest first."""
     here = [folder / STATE] if (folder / STATE).exists() else []
     checkpoints = [path for path in folder.glob(f"checkpoint-*/{STATE}") if _number(path).isdigit()]
     return here + sorted(checkpoints, key=lambda path: int(_number(path)), reverse=True)
@@ -203,10 +203,11 @@ def _read_states(paths: list[Path], damage: list[str], *, needed: bool) -> dict[
 
 def _read_state(path: Path) -> dict[str, Any]:
     try:
-        state = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path.name} is damaged or not JSON: {error}") from None
-    entries = state.get("log_history") if isinstance(state, dict) else None
+    state: dict[str, Any] = found if isinstance(found, dict) else {}
+    entries = state.get("log_history")
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise ValueError(f"{path.name} is JSON, but not the state of a trainer: it has no `log_history`")
     if not entries:
@@ -262,7 +263,7 @@ def _is_number(value: Any, key: str) -> bool:
 
 
 def _metrics_of(sequences: Sequences, config: RolloutCorrectionConfig) -> Iterator[dict[str, Any]]:
-    """What the trainer would have logged, from the sequences that represent its batches."""
+    """Metrics as the trainer logs them, from the sequences that represent its batches."""
     if config.rollout_nan_policy == "raise":  # the run ended there; the report should not
         config = copy(config)
         config.rollout_nan_policy = "drop"

@@ -28,7 +28,7 @@ _OUTLIERS = 2.0
 
 class Spread(NamedTuple):
     """
-    Log-ratios of some completions, reduced to what the model is about. `B` completions that have tokens.
+    Log-ratios of `B` completions that have tokens.
 
     Args:
         log_ratio (`torch.Tensor` of shape `(N,)`):
@@ -54,7 +54,7 @@ class Spread(NamedTuple):
         return self.lengths.mean().item()
 
     def share(self, of_rows: torch.Tensor) -> float:
-        """Mean over tokens of what is known per completion."""
+        """Mean over tokens of a value per completion."""
         return ((of_rows * self.lengths).sum() / self.lengths.sum()).item()
 
     def share_outside(self, lower: float, upper: float) -> float:
@@ -69,7 +69,7 @@ class Prediction(NamedTuple):
 
     Args:
         quantity (`str`):
-            What it is.
+            Its name.
         predicted (`float`):
             The model's value, for the lengths that the completions have.
         at_mean_length (`float`):
@@ -129,7 +129,7 @@ def icepop_mean(v: torch.Tensor, upper: float) -> torch.Tensor:
 
 def predict(spread: Spread, bounds: tuple[float, float]) -> list[Prediction]:
     """
-    Predict what weights and bounds do, and measure it.
+    Predict and measure the effect of weights and bounds.
 
     Args:
         spread ([`Spread`]):
@@ -195,8 +195,8 @@ def suggest_bounds(spread: Spread) -> tuple[float, float]:
     """
     Bounds of `seq_mean_k1` that reject at most 5 percent of the tokens, by the model and on the dump.
 
-    They lie symmetrically around 1, with the lower one moved out by the drift `s^2 / 2`. What single completions need that
-    are much further off than the model allows does not count.
+    They lie symmetrically around 1, with the lower one moved out by the drift `s^2 / 2`. Single completions that are
+    much further off than the model allows do not count.
 
     Args:
         spread ([`Spread`]):
@@ -206,7 +206,7 @@ def suggest_bounds(spread: Spread) -> tuple[float, float]:
         `tuple[float, float]`: bounds on the ratio, rounded outwards.
     """
     drift = spread.s**2 / 2
-    model, measured = _modelled_width(spread, drift), _measured_width(spread, drift)
+    measured, model = _measured_width(spread, drift), _modelled_width(spread, drift)
     width = max(model, measured if measured <= _OUTLIERS * model else 0.0, _NARROWEST)
     digits = max(1 - math.floor(math.log10(width)), 1)  # two of the width, however narrow
     unit = 10.0**digits
@@ -214,8 +214,16 @@ def suggest_bounds(spread: Spread) -> tuple[float, float]:
     return round(lower, digits), round(upper, digits)
 
 
+def _measured_width(spread: Spread, drift: float) -> float:
+    """Smallest width `h` with which bounds `exp(-drift - h)` and `exp(h)` reject at most the target of these completions."""
+    mean = spread.sums / spread.lengths
+    needed, order = torch.maximum(mean, -mean - drift).clamp(min=0.0).sort()
+    kept = spread.lengths[order].cumsum(0) / spread.lengths.sum()
+    return needed[int((kept < 1 - TARGET).sum())].item()
+
+
 def _modelled_width(spread: Spread, drift: float) -> float:
-    """Smallest width `h` for which the model rejects at most the target with bounds `exp(-drift - h)` and `exp(h)`."""
+    """The same by the model."""
     below, above = 0.0, min(10 * spread.s + 1e-12, _LARGEST)
     for _ in range(60):
         middle = (below + above) / 2
@@ -224,11 +232,3 @@ def _modelled_width(spread: Spread, drift: float) -> float:
         )
         below, above = (below, middle) if share <= TARGET else (middle, above)
     return above
-
-
-def _measured_width(spread: Spread, drift: float) -> float:
-    """The same for the completions at hand."""
-    mean = spread.sums / spread.lengths
-    needed, order = torch.maximum(mean, -mean - drift).clamp(min=0.0).sort()
-    kept = spread.lengths[order].cumsum(0) / spread.lengths.sum()
-    return needed[int((kept < 1 - TARGET).sum())].item()

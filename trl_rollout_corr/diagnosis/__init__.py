@@ -1,8 +1,9 @@
 """
-What the matter is: `trl-rollout-corr diagnose`. Which cause, how sure, what it costs, and what to do. No TRL here.
+The diagnosis, `trl-rollout-corr diagnose`: the cause of the gap between trainer and sampler, its certainty and share, and the
+remedy. Arrays of numpy in, no TRL.
 
-`observed` has the tokens, `signatures` the tests, `causes` what each cause is and its remedy; `ranking` puts them in order,
-`pictures` shows them, and `written` writes it down.
+`observed` has the tokens. `causes` has one record for each cause; their tests and pictures are in `single_tokens`, `drift`,
+`sampling` and `precision`, made of the statistics in `evidence`. `ranking` searches, and `text` writes the answer.
 """
 
 from pathlib import Path
@@ -18,7 +19,7 @@ __all__ = ["Diagnosis", "Finding", "Observed", "diagnose", "observe"]
 
 def observe(path: str | Path) -> Observed:
     """
-    Read what a diagnosis looks at.
+    Read the tokens of a dump for a diagnosis.
 
     Args:
         path (`str` or `Path`):

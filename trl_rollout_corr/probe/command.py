@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from ..diagnosis import Diagnosis, Observed, observe
 from ..messages import warn
-from .experiments import EXPERIMENTS, Outcome, engines_to_try, judge, own_noise
+from .experiments import EXPERIMENTS, Result, engines_to_try, judge, own_noise
 
 
 # What vLLM reads when it is imported: on a CPU a small cache and the engine in this process, and to say what matters alone
@@ -49,7 +49,7 @@ class Probed(NamedTuple):
             In the light of the experiments.
         noise (`float` or `None`):
             What the trainer differs from itself, in nats.
-        outcomes (`list[Outcome]`):
+        results (`list[Result]`):
             Of the experiments.
         seconds (`float`):
             How long it took.
@@ -58,7 +58,7 @@ class Probed(NamedTuple):
     observed: Observed
     diagnosis: Diagnosis
     noise: float | None
-    outcomes: list[Outcome]
+    results: list[Result]
     seconds: float
 
 
@@ -113,11 +113,11 @@ def probe(
         facts = _run({**request, "engine": {}, "experiments": True}, folder / "first", verbose=verbose)
         observed = observe(folder / "first" / "as_it_is")
         noise = own_noise(observed)
-        outcomes = _cheap(folder / "first", observed, noise, facts)
-        for experiment in engines_to_try(judge(observed, outcomes), facts["about"], outcomes):
-            outcomes.append(_with_engine(experiment, request, folder, observed, noise, facts, verbose=verbose))
-        found = judge(observed, outcomes)._replace(floor=observed.size / noise if noise else None)
-    return Probed(observed, found, noise, outcomes, time.monotonic() - start)
+        results = _cheap(folder / "first", observed, noise, facts)
+        for experiment in engines_to_try(judge(observed, results), facts["about"], results):
+            results.append(_with_engine(experiment, request, folder, observed, noise, facts, verbose=verbose))
+        found = judge(observed, results)._replace(floor=observed.size / noise if noise else None)
+    return Probed(observed, found, noise, results, time.monotonic() - start)
 
 
 def _check(model: str, config: str | None, prompts: str | None, completions: int):
@@ -132,11 +132,11 @@ def _check(model: str, config: str | None, prompts: str | None, completions: int
         raise ValueError("a probe is one process, and is started without a launcher")
 
 
-def _cheap(folder: Path, observed: Observed, noise: float | None, facts: Mapping[str, Any]) -> list[Outcome]:
-    """Outcomes of the experiments that have left a dump."""
+def _cheap(folder: Path, observed: Observed, noise: float | None, facts: Mapping[str, Any]) -> list[Result]:
+    """Results of the experiments that have left a dump."""
     done = [name for name in EXPERIMENTS if (folder / name).is_dir()]
-    outcomes = [Outcome(name, observed.size, observe(folder / name).size, noise=noise) for name in done]
-    return outcomes + [Outcome(name, observed.size, None, reason) for name, reason in facts["left_out"].items()]
+    results = [Result(name, observed.size, observe(folder / name).size, noise=noise) for name in done]
+    return results + [Result(name, observed.size, None, reason) for name, reason in facts["left_out"].items()]
 
 
 def _with_engine(
@@ -148,18 +148,18 @@ def _with_engine(
     facts: Mapping[str, Any],
     *,
     verbose: bool,
-) -> Outcome:
-    """The outcome of an experiment that takes an engine of its own."""
-    experiment = EXPERIMENTS[name]
+) -> Result:
+    """The result of an experiment that takes an engine of its own."""
+    experiment = EXPERIMENTS[name][1]
     if facts["mode"] == "server":
         line = serve_line(request["model"], experiment.engine)
-        return Outcome(name, observed.size, None, f"It takes a server of its own: {line}")
-    _say(f"starting another sampler: {experiment.what}")
+        return Result(name, observed.size, None, f"It takes a server of its own: {line}")
+    _say(f"starting another sampler: {experiment.change}")
     try:
         _run({**request, "engine": dict(experiment.engine), "experiments": False}, folder / name, verbose=verbose)
     except ValueError as error:
-        return Outcome(name, observed.size, None, f"vLLM cannot: {error}")
-    return Outcome(name, observed.size, observe(folder / name / "as_it_is").size, noise=noise)
+        return Result(name, observed.size, None, f"vLLM cannot: {error}")
+    return Result(name, observed.size, observe(folder / name / "as_it_is").size, noise=noise)
 
 
 def serve_line(model: str, engine: Mapping[str, Any]) -> str:

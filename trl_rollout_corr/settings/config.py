@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from ..health.rules import parse_bounds
+from ..health.examine import parse_bounds
 from ..messages import nearest, warn_idle
 from .criteria import DIRECTED, LEVELS, Criterion, CriterionName, Level
 from .migrate import VERL_KEYS, from_legacy, from_trl, from_verl

@@ -9,8 +9,10 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
-from ..health.examine import Examiner, Finding, is_training_window
-from ..health.rules import RULES, parse_bounds
+from ..health.examine import Examiner, parse_bounds
+from ..health.rule import Alarm
+from ..health.rules import RULES
+from ..health.windows import is_training_window
 from ..messages import nearest, report, warn
 from ..settings.config import MONITOR_ACTIONS, MonitorAction, RolloutCorrectionConfig
 from ..settings.keys import PREFIX
@@ -116,7 +118,7 @@ class RolloutCorrectionMonitor(TrainerCallback):
 
     # Actions ----------------------------------------------------------------------------------------------------------
 
-    def _act(self, findings: list[Finding], args, control: TrainerControl) -> str | None:
+    def _act(self, findings: list[Alarm], args, control: TrainerControl) -> str | None:
         """Do what is to be done at a critical finding. Returns what was done, for the message about it."""
         critical = bool(findings) and findings[0].severity == "critical"
         if not critical or self.action == "warn":
@@ -145,7 +147,7 @@ class RolloutCorrectionMonitor(TrainerCallback):
 
     # Messages ---------------------------------------------------------------------------------------------------------
 
-    def _say(self, finding: Finding, acted: str | None, state: TrainerState):
+    def _say(self, finding: Alarm, acted: str | None, state: TrainerState):
         """Speak about a finding, unless it was said a short while ago."""
         since = self._since.setdefault(finding.rule, finding.step)
         self._seen[finding.rule] = self._windows

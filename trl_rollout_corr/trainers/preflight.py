@@ -7,7 +7,7 @@ import torch
 from transformers import TrainerCallback
 
 from ..diagnosis import Observed, diagnose
-from ..diagnosis.written import as_text
+from ..diagnosis.text import as_text
 from ..dumps.rows import make_row, on_host
 from ..dumps.sequences import Sequences
 from ..settings.config import RolloutCorrectionConfig

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def write_report(sources: Sequence[str], output: str) -> str:
     """
-    Write the report. Warns about what of a source is damaged or missing.
+    Write the report. Warns about damaged and missing parts of a source.
 
     Args:
         sources (`Sequence[str]`):
@@ -75,7 +75,7 @@ def check_output(output: str, endings: Sequence[str]) -> Path:
 
 def write_diagnosis(
     source: str, output: str, observed: "Observed", diagnosis: "Diagnosis", experiments: Sequence[Sequence[str]] = ()
-):
+) -> None:
     """Write a diagnosis as a page, with the table of the experiments of a probe: its columns, then its rows."""
     from .compose import compose_diagnosis
     from .html_page import render
@@ -106,7 +106,7 @@ def _names(sources: Sequence[Path]) -> list[str]:
     return [f"{first[-1]} (A)", f"{second[-1]} (B)"]
 
 
-def _write(path: Path, content: bytes):
+def _write(path: Path, content: bytes) -> None:
     """Under its name only when it is complete."""
     partial = path.with_name(path.name + ".partial")
     try:

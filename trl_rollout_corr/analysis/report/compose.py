@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...diagnosis import Diagnosis, Observed
-from ...diagnosis.written import advise, detail, evidence, headline, sure
-from ...health.examine import Finding as Alarm
+from ...diagnosis.text import detail, evidence, headline, remedy_for, sure
+from ...health.rule import Alarm
 from ...settings.config import RolloutCorrectionConfig
 from ...settings.formatting import number, percent, steps, yaml_lines
 from .facts import Facts
@@ -150,7 +150,7 @@ def _diagnosis(observed: Observed, diagnosis: Diagnosis) -> Section:
     cards = [Card(f"{headline(diagnosis)}.", detail(diagnosis), "healthy" if diagnosis.healthy else "warning")]
     for finding in diagnosis.findings:
         share, certainty = percent(round(finding.share, 2)), percent(round(finding.certainty, 2))
-        advice = advise(diagnosis, finding)
+        advice = remedy_for(diagnosis, finding)
         cards.append(
             Card(
                 _capital(finding.cause.title),
@@ -216,7 +216,7 @@ def _distribution(facts: Facts) -> Section | None:
         chart = logged_histogram(facts.log)
         return Section(name, title, "From the log; a dump says more.", charts=[chart]) if chart else None
     if found.size == 0:
-        return Section(name, title, "Not at all: d is 0 at every token.")
+        return Section(name, title, "d is 0 at every token: the policies agree.")
     text = "Counted over the sequences that were drawn at random, which represent the batch."
     if not found.at_random:
         text = (
@@ -228,14 +228,14 @@ def _distribution(facts: Facts) -> Section | None:
 def _rejected(facts: Facts) -> Section | None:
     families = {family: shares for family, shares in facts.shares.items() if len(shares) > 1}
     if not families:
-        nothing = "Nothing: the settings reject no tokens and apply no weights."
+        nothing = "The settings reject no tokens and apply no weights."
         return Section("rejected", "Who is rejected", nothing) if facts.config else None
     first = next(iter(facts.shares.values()))
     counted = "tokens" in first
     parts = [
         "Counted over the sequences drawn at random."
         if counted
-        else "Means of what was logged, over the whole batch.",
+        else "Means of the logged shares, over whole batches.",
         total(first),
         reasons(facts.log, facts.config) if facts.config else "",
         rewards(facts.log),

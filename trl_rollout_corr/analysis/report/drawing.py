@@ -140,7 +140,7 @@ def _style() -> Iterator[None]:
 # Charts -------------------------------------------------------------------------------------------------------------------
 
 
-def draw(chart: Chart, axes: Axes, *, legend: bool = True, beside_title: bool = False):
+def draw(chart: Chart, axes: Axes, *, legend: bool = True, beside_title: bool = False) -> None:
     """
     Draw a chart.
 
@@ -172,7 +172,7 @@ def draw(chart: Chart, axes: Axes, *, legend: bool = True, beside_title: bool = 
         drawn.set_loc("lower right" if beside_title else "lower left")
 
 
-def _draw_series(axes: Axes, series: Series, chart: Chart, place: int):
+def _draw_series(axes: Axes, series: Series, chart: Chart, place: int) -> None:
     x, y = np.asarray(series.x), np.asarray(series.y)
     ink: dict[str, Any] = {"color": _LIGHT[series.color], "alpha": series.alpha, "label": series.name or None}
     if series.mark == "bars":
@@ -189,7 +189,7 @@ def _draw_series(axes: Axes, series: Series, chart: Chart, place: int):
         axes.plot(x, y, **{**ink, **few, **_MARKS[series.mark]})
 
 
-def _dress(axes: Axes, side: str, described: Axis, *, ticks: int = 5):
+def _dress(axes: Axes, side: str, described: Axis, *, ticks: int = 5) -> None:
     """Scale, ends, label and about so many ticks of an axis."""
     axis = getattr(axes, f"{side}axis")
     axes.set(**{f"{side}label": described.label, f"{side}scale": "log" if described.log else "linear"})
@@ -210,7 +210,7 @@ def _dress(axes: Axes, side: str, described: Axis, *, ticks: int = 5):
     axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: write(value)))
 
 
-def _draw_band(axes: Axes, chart: Chart):
+def _draw_band(axes: Axes, chart: Chart) -> None:
     if chart.band == Band() or chart.band.high == 0:
         return
     low, high = axes.get_ylim()
@@ -225,7 +225,7 @@ def _draw_band(axes: Axes, chart: Chart):
     axes.set_ylim(low, high)
 
 
-def _draw_alarms(axes: Axes, chart: Chart):
+def _draw_alarms(axes: Axes, chart: Chart) -> None:
     for step in {step for step, _ in chart.alarms}:
         axes.axvline(step, color=_LIGHT["alarm"], linewidth=1.3, linestyle="--")
     left, right = axes.get_xlim()

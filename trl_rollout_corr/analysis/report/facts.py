@@ -6,8 +6,8 @@ from typing import NamedTuple
 import pandas as pd
 
 from ...diagnosis import Diagnosis, Observed, diagnose
-from ...health.examine import Finding
-from ...health.rules import examine
+from ...health.examine import examine
+from ...health.rule import Alarm
 from ...settings.config import RolloutCorrectionConfig
 from ...settings.formatting import printable
 from ..recommend import HealthySteps, Recommendation, healthy_steps, recommend_from
@@ -24,7 +24,7 @@ class Facts(NamedTuple):
     name: str
     run: Run
     windows: str  # the number of logging windows, in words
-    findings: list[Finding]  # in the log, the most serious first
+    findings: list[Alarm]  # in the log, the most serious first
     status: Status
     shares: Mapping[str, pd.DataFrame] = {}  # of tokens rejected and down-weighted, by family of groups
     worst: Worst | None = None  # tokens with the largest log-ratio, if there is a dump
@@ -59,21 +59,19 @@ def analyse(name: str, run: Run, *, alone: bool) -> Facts:
     """
     kind = "logging window" if run.logged_by == "trainer" else "dumped step"
     windows = f"{len(run.log)} {kind}{'' if len(run.log) == 1 else 's'}"
+    dump = run.dump if alone else None
+    diagnosis = None if dump is None else _diagnose(dump)
     findings = examine(entries_of(run.log), run.dump.config if run.dump else None)
-    facts = Facts(printable(name), run, windows, findings, judge(run.log, findings, windows))
-    if not alone:
+    facts = Facts(printable(name), run, windows, findings, judge(run.log, findings, windows), diagnosis=diagnosis)
+    if alone:
+        facts = facts._replace(shares=shares_of(run.log, dump))
+    if dump is None:
         return facts
-    facts = facts._replace(shares=shares_of(run.log, run.dump))
-    return facts if run.dump is None else _of_tokens(facts, run.dump)
-
-
-def _of_tokens(facts: Facts, dump: Dump) -> Facts:
-    """The facts that a dump adds."""
     sequences, config = dump.sequences, dump.config
-    facts = facts._replace(diagnosis=_diagnose(dump), worst=find_worst(sequences))
+    facts = facts._replace(worst=find_worst(sequences))
     if not sequences.counted.any():
         return facts
-    healthy = healthy_steps(sequences, facts.log.index, facts.findings)
+    healthy = healthy_steps(sequences, run.log.index, findings)
     best = recommend_from(sequences, config, healthy)
     return facts._replace(healthy=healthy, recommendation=best, statistics=count_tokens(sequences, config))
 

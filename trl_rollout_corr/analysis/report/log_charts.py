@@ -103,7 +103,8 @@ def _chart(name: str, logs: Mapping[str, pd.DataFrame], alarms: Alarms) -> Chart
     ends = {label: _ends(means[label].dropna()) for label in means}
     says = "; ".join(f"{run} {said}" for run, said in ends.items()) if two else ends[main]
     says += f". Healthy: {band.in_words()}." if band != Band() else "."
-    alarmed = f" Alarm at step {', '.join(str(step) for step, _ in alarms)}." if alarms else ""
+    at = dict.fromkeys(str(step) for step, _ in alarms)
+    alarmed = f" Alarm at step {', '.join(at)}." if alarms else ""
     low, high = number(means.min(axis=None)), number(means.max(axis=None))
     log = trend.log and curves.lowest.min(axis=None) > 0
     series = [_series(curves, label, colors[label], part=not two and label != main) for label in means]
@@ -160,7 +161,7 @@ def _table(means: pd.DataFrame) -> pd.DataFrame:
 
 
 def _is_flat(values: pd.Series) -> bool:
-    """Whether there is nothing to see but a straight line."""
+    """Whether the curve is a horizontal line."""
     low, high = values.min(), values.max()
     return bool(high - low <= 1e-6 + 1e-3 * abs(high))
 

@@ -105,7 +105,7 @@ class Section(NamedTuple):
 
 
 class Banner(NamedTuple):
-    """The state of a run; its model, trainer, correction, date and steps (labels and values); what is damaged or missing."""
+    """The state of a run; its model, trainer, correction, date and steps (labels and values); damaged and missing parts."""
 
     title: str
     status: Status

@@ -1,4 +1,4 @@
-"""Who is rejected or down-weighted: shares of groups of tokens, as logged or counted over a dump, and shares by criterion."""
+"""Rejected and down-weighted tokens: shares by group, logged or counted over a dump, and shares by criterion."""
 
 import math
 from collections import defaultdict
@@ -32,7 +32,7 @@ _NAMES = {"long_positive": "long_long, positive", "others": "long_all others"}
 _ORDER = {"negative": -1.0, "below_0": -1.0, "zero": 0.0, "long, positive": 0.0, "positive": 1.0}
 _MEASURES = {"rejected": "rejected", "downweighted": "down-weighted"}
 _ROWS_AT_ONCE = 256
-# What a criterion rejects, by its name or its scope
+# Tokens that a criterion rejects, by its name or its scope
 _REJECTS = {
     "token_tv": "whose probability had moved by more than {bound} in the direction that the advantage pushes further",
     "token_kl": "that had moved by more than {bound} nats in the direction that the advantage pushes further",
@@ -184,7 +184,7 @@ def rewards(log: pd.DataFrame) -> str:
 def total(shares: pd.DataFrame) -> str:
     """Shares over all groups of a family, if the number of their tokens is known."""
     if "tokens" not in shares:
-        return "Whoever loses most is learned from least."
+        return "The group that loses most is learned from least."
     tokens = shares["tokens"].sum()
     parts = [
         f"{percent(float((shares[measure] * shares['tokens']).sum() / tokens))} {measure}"

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from ...health.examine import Finding
-from ...health.rules import HEALTHY
+from ...health.bands import HEALTHY
+from ...health.rule import Alarm
 from ...settings.formatting import number, percent, steps
 from ...settings.keys import PREFIX
 
@@ -59,14 +59,14 @@ _HEADLINES = {"critical": "Act now", "warning": "Look into it", "healthy": "Heal
 _LAST, _PART = 10, 10  # windows of which a tile has the mean: that many, or a tenth of the run if that is more
 
 
-def judge(log: pd.DataFrame, findings: Sequence[Finding], windows: str) -> Status:
+def judge(log: pd.DataFrame, findings: Sequence[Alarm], windows: str) -> Status:
     """
     Sum up a run.
 
     Args:
         log (`pd.DataFrame`):
             Metrics by step.
-        findings (`Sequence[Finding]`):
+        findings (`Sequence[Alarm]`):
             Findings in them, the most serious first.
         windows (`str`):
             The number of logging windows, in words.

@@ -7,8 +7,7 @@ import pandas as pd
 
 from ...correction.histogram import PERCENTILES
 from ...diagnosis import Finding, Observed
-from ...diagnosis.pictures import picture
-from ...diagnosis.written import evidence
+from ...diagnosis.text import evidence
 from ...settings.formatting import number, percent
 from ...settings.keys import PREFIX
 from .page import Axis, Chart, Series
@@ -132,7 +131,7 @@ def _by_position(buckets: pd.DataFrame) -> Chart:
             )
         ],
         buckets.set_axis(names).rename_axis("position").reset_index(),
-        "A mild growth is usual. A gap at the first token alone points to the template, a steep growth to a cache.",
+        "Slow growth is usual. A gap at the first token alone suggests the template, steep growth a stale cache.",
     )
 
 
@@ -212,7 +211,7 @@ def _sample_sizes(windows: pd.DataFrame) -> Chart:
             for name, color in (("token weights", "line"), ("sequence weights", "second"))
         ],
         windows,
-        f"{says.capitalize()}, over {int(last['completions'])} completions. Few completions flatter sequence weights. "
+        f"{says.capitalize()}, over {int(last['completions'])} completions. With few completions, the value of sequence weights is too high. "
         "Healthy: above 0.5.",
         Band.of("rollout_is_eff_sample_size"),
     )
@@ -245,7 +244,7 @@ def who_is_rejected(family: str, shares: pd.DataFrame) -> Chart:
 
 def evidence_of(observed: Observed, finding: Finding) -> Chart:
     """The evidence of a cause."""
-    points = picture(observed, finding)
+    points = finding.picture(observed)
     names = [str(name) for name in points.at] if isinstance(points.at[0], str) else []
     places = np.arange(len(names)) if names else np.array(points.at, dtype=float)
     ends = (places[0] - 0.5, places[-1] + 0.5) if names else (places[0], places[-1])

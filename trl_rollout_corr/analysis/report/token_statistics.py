@@ -78,7 +78,7 @@ def count_tokens(sequences: Sequences, config: RolloutCorrectionConfig) -> Token
 
 
 def bounds(config: RolloutCorrectionConfig) -> list[Bound]:
-    """Where weights are bounded and tokens or sequences rejected, as log-ratios."""
+    """Bounds of weights and criteria, as log-ratios."""
     found = []
     if config.rollout_is is not None:
         for side, ratio in zip(("lower", "upper"), config.weight_bounds, strict=True):

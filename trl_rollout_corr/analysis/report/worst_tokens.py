@@ -20,7 +20,7 @@ _SHOWN = 240  # tokens of an excerpt
 
 
 class Token(NamedTuple):
-    """A token: its place, its text with the tokens around it, and what the dump says about it."""
+    """A token: its place, its text with the tokens around it, and its numbers in the dump."""
 
     step: int
     row: int
