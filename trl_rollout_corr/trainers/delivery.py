@@ -1,8 +1,8 @@
 """
-Whether the weights that are pushed arrive in the sampler.
+Check that pushed weights arrive in the sampler.
 
-A push that does not arrive raises no error, and `staleness_max` stays 0: the sampler goes on with its first weights, or with
-some of them. What shows is the gap between sampler and trainer, which grows as the policy moves.
+A push that does not arrive raises no error, and `staleness_max` stays 0: the sampler keeps its first weights, or a part of
+them. The gap between sampler and trainer shows it: it grows with the movement of the policy.
 
 `B` completions, `T` completion tokens.
 """
@@ -18,10 +18,10 @@ from accelerate.utils import broadcast_object_list
 from ..messages import report
 
 
-NOISE = 1e-4  # nats, a gap that any engine may have
-# Movements, in gaps of the first batch, that tell whether all of the weights arrived, and whether a part did not
+NOISE = 1e-4  # nats, smallest gap that counts
+# Smallest movements, in gaps of the first batch, that show that no weights arrived, and that a part is missing
 MOVED, FAR = 6.0, 100.0
-# Gaps, in movements, from which they did not
+# Smallest gaps, in movements, that show the same
 ALL, PART = 1 / 3, 1 / 20
 LAST = 256  # optimizer steps after the first look, until which there are more
 
