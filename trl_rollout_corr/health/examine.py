@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..messages import nearest
-from ..settings.keys import PREFIX
+from ..messages import PREFIX, nearest
 from .rule import Alarm, Rule
 from .rules import RULES
 from .windows import Course, Window, is_training_window

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..settings.keys import PREFIX
+from ..messages import PREFIX
 from .advice import Situation, advise, mode_of
 
 
@@ -197,7 +197,7 @@ class Window:
         `geometric` and `token` are bounds that keep nearly all completions and tokens of this window: three standard
         deviations of the mean log-ratio of a completion, which are 3.8 times the mean of its absolute value, and percentiles 1
         to 99. `correct` and `instead` are sentences on the correction, for a gap and for one that grows in spite of a
-        correction. """
+        correction."""
         size, low, high = (self.get(key) for key in ("log_ppl_abs_diff", "log_ratio_p1", "log_ratio_p99"))
         geometric = token = "bounds from its spread"
         if size is not None and 0 < size < 5:

@@ -347,8 +347,8 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
         """Anchor of the ratio, `(B, T)`, and the corrected batch."""
         old = self._old_logps(current, batch)
         self._observer.visited(self._now, self._ages(batch), batch[LOSS_MASK], current, old)
-        self._weigh_step(current, batch)
         seen = self._correct_from(old, batch, from_old=False)  # the old policy is newer than the sampler
+        self._weigh_step(current, batch, seen)
         anchor = old
         if self.args.bypass_mode and self.args.corrects:
             anchor, seen = self._bypass(seen)

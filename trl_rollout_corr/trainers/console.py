@@ -10,8 +10,7 @@ from transformers import PrinterCallback, ProgressCallback, TrainerControl, Trai
 from transformers.trainer_callback import CallbackHandler
 
 from .. import __version__
-from ..messages import logger
-from ..settings.keys import PREFIX
+from ..messages import PREFIX, logger
 from .monitor import ALARMS
 
 

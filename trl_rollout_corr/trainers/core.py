@@ -16,8 +16,8 @@ import torch
 from transformers import PreTrainedModel
 from trl import GRPOConfig, RLOOConfig
 
-from ..correction.compute import RolloutCorrection, compute_rollout_correction, usable_rollout_logps
-from ..correction.functional import LOG_RATIO_BOUND, expected_share_outside
+from ..correction.compute import RolloutCorrection, compute_rollout_correction
+from ..correction.functional import LOG_RATIO_BOUND, expected_share_outside, select_tokens
 from ..dumps.writing import plain
 from ..messages import warn
 from .batch import ROLLOUT_LOGPS, ROLLOUT_STEP
@@ -209,10 +209,18 @@ class CorrectionCore(_Host):
             step, mask = self.state.global_step, self._loss_mask(batch)
             self._delivery.visited(step, current, batch[ROLLOUT_LOGPS], mask, ages, score)
 
-    def _weigh_step(self, current: torch.Tensor, batch: dict[str, Any]):
+    def _weigh_step(self, current: torch.Tensor, batch: dict[str, Any], seen: Corrected | None = None):
         """Count a micro-batch for the factor of the learning rate, if `rollout_lr_scaling` is set."""
-        if self._lr_scaling is not None and self.model.training:
-            self._lr_scaling.visited(current, batch[ROLLOUT_LOGPS], self._loss_mask(batch))
+        if self._lr_scaling is None or not self.model.training:
+            return
+        if (
+            seen is not None and seen.correction.log_ratio is not None
+        ):  # of the current policy to the sampler, in bypass mode
+            self._lr_scaling.visited(seen.correction.log_ratio, seen.correction.valid)
+            return
+        neutralize = self.args.rollout_nan_policy == "neutralize"
+        tokens = select_tokens(current, batch[ROLLOUT_LOGPS], self._loss_mask(batch), neutralize=neutralize)
+        self._lr_scaling.visited(tokens.log_ratio, tokens.valid)
 
     def _correct_from(self, train_logps: torch.Tensor, batch: dict[str, Any], *, from_old: bool) -> Corrected:
         """Correct a batch for the gap between the sampler and a policy of the trainer: old (`from_old`) or current."""
@@ -234,9 +242,9 @@ class CorrectionCore(_Host):
             return current, seen.coefficients  # ratio 1, with the gradient of the log-likelihood
         # PPO's gradient is 0 where the ratio saturates, and the ratio itself would overflow. A rejected token must not change
         # the ratio of its completion in a loss with ratios of completions. Both get the current policy as anchor: ratio 1.
-        rollout_logps = usable_rollout_logps(current, seen.batch[ROLLOUT_LOGPS], seen.mask, self.args)
-        usable = correction.keep & ((current - rollout_logps).abs() <= LOG_RATIO_BOUND)
-        return torch.where(usable, rollout_logps, current), seen.coefficients * usable
+        assert correction.log_ratio is not None
+        usable = correction.keep & (correction.log_ratio.abs() <= LOG_RATIO_BOUND)
+        return torch.where(usable, current - correction.log_ratio, current), seen.coefficients * usable
 
     # Logging ----------------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,8 @@ import torch
 from trl import GRPOConfig, GRPOTrainer
 
 from ..messages import warn, warn_idle
-from ..settings.config import LOSS_TYPES, RolloutCorrectionConfig
+from ..settings.config import RolloutCorrectionConfig
+from ..settings.fields import LOSS_TYPES
 from .batch import OLD_LOGPS
 from .core import check_bounds_of_means
 from .loss import check_batch_normalization, warn_about_iterations

@@ -56,19 +56,17 @@ class LearningRateScaling(TrainerCallback):
         self._sums: torch.Tensor | None = None  # (3,), of the micro-batches of this step on this rank
         self._own: list[tuple[dict[str, Any], Any]] = []  # groups of parameters, and their learning rate
 
-    def visited(self, current_logps: torch.Tensor, rollout_logps: torch.Tensor, mask: torch.Tensor):
+    def visited(self, log_ratio: torch.Tensor, valid: torch.Tensor):
         """
         Count a micro-batch of the step.
 
         Args:
-            current_logps (`torch.Tensor` of shape `(B, T)`):
-                Log-probabilities of the current policy, in nats.
-            rollout_logps (`torch.Tensor` of shape `(B, T)`):
-                Log-probabilities of the policy that sampled, in nats.
-            mask (`torch.Tensor` of shape `(B, T)`):
-                Non-zero on the tokens of the loss.
+            log_ratio (`torch.Tensor` of shape `(B, T)`):
+                Log-ratio of the current policy to the sampler, in nats, 0 outside the valid tokens.
+            valid (`torch.Tensor` of shape `(B, T)`):
+                Non-zero on the tokens of the loss whose log-ratio is finite.
         """
-        sums = ratio_sums(current_logps, rollout_logps, mask, neutralize=self.args.rollout_nan_policy == "neutralize")
+        sums = ratio_sums(log_ratio, valid)
         self._sums = sums if self._sums is None else self._sums + sums
 
     def on_train_begin(self, args: TrainingArguments, state, control, optimizer=None, **kwargs):

@@ -294,13 +294,14 @@ class RolloutCorrectionMixin(CorrectionCore):
         current, first = logps.detach(), self._is_first_visit(batch)
         old: Any = self._old_logps(current, batch, first)
         self._observer.visited(self._now, self._ages(batch), self._loss_mask(batch), current, old)
-        self._weigh_step(current, batch)
         if self.args.bypass_mode:
             seen = self._correct_from(current, batch, from_old=old is current)
+            self._weigh_step(current, batch, seen)
             anchor, seen = self._bypass(seen) if self.args.corrects else (current, seen)
             self._report(seen)
             coefficients = seen.coefficients
         else:
+            self._weigh_step(current, batch)
             anchor, coefficients = self._decoupled(batch.get(OLD_LOGPS, old), batch, first)
         if not self.args.corrects:
             return logps

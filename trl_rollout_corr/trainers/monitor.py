@@ -13,9 +13,9 @@ from ..health.examine import Examiner, parse_bounds
 from ..health.rule import Alarm
 from ..health.rules import RULES
 from ..health.windows import is_training_window
-from ..messages import nearest, report, warn
-from ..settings.config import MONITOR_ACTIONS, MonitorAction, RolloutCorrectionConfig
-from ..settings.keys import PREFIX
+from ..messages import PREFIX, nearest, report, warn
+from ..settings.config import RolloutCorrectionConfig
+from ..settings.fields import MONITOR_ACTIONS, MonitorAction
 from ..settings.presets import PRESETS, Preset
 from .reporting import report_alert
 

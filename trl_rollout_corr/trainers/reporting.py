@@ -10,7 +10,7 @@ from transformers.integrations import TensorBoardCallback, TrackioCallback, Wand
 from transformers.trainer_callback import CallbackHandler
 
 from ..correction.histogram import SIDE_BINS
-from ..settings.keys import PREFIX
+from ..messages import PREFIX
 
 
 # Bins merged into one: two bins per octave are enough for a picture, and W&B takes at most 512.
