@@ -80,7 +80,7 @@ ORDER = {
         "monitor",
         "console",
         "engine",
-        "preflight",
+        "first_step",
         "observer",
         "lr_scaling",
         "core",

@@ -27,7 +27,7 @@ from ..dumps.rows import make_row, on_host
 from ..dumps.writing import write_rows
 from ..messages import warn
 from ..trainers.batch import ROLLOUT_LOGPS
-from ..trainers.preflight import score_alone
+from ..trainers.first_step import score_alone
 from ..trainers.run_metadata import settings_in_effect
 from ..trainers.sampler import distorting, neutral
 from ..trainers.script import ScriptParser, model_config, model_init_kwargs, one_line_errors

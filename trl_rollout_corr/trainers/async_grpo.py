@@ -207,7 +207,7 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
         samples.queue = self._tap = Tap(samples.queue)
         samples.check_health_fn = self._check_health
         batcher.dataset = Carrier(samples, self._tap, self._optimizer_step_of, self._samples_failed)
-        with_text = any((self._observer.dump, self._observer.preflight))
+        with_text = any((self._observer.dump, self._observer.first_step))
         inner = dataloader.base_dataloader  # Accelerate's around torch's
         inner.collate_fn = Layout(inner.collate_fn, with_text, self.processing_class.pad_token_id)
         return dataloader

@@ -25,10 +25,10 @@ from .card import complete_card
 from .console import add_console
 from .delivery import Delivery
 from .dumping import SequenceDump, check_dump_folder
+from .first_step import FirstStepDiagnosis
 from .lr_scaling import LearningRateScaling, check_scalable
 from .monitor import MONITOR_FIELDS, RolloutCorrectionMonitor, add_monitor, settle_monitors
 from .observer import Corrected, Moment, Observer
-from .preflight import Preflight
 from .run_metadata import check_dropout, check_types, engine_metadata, may_round, trainer_metadata
 from .trl_interface import check_config_class
 
@@ -131,7 +131,7 @@ class CorrectionCore(_Host):
             self._of_monitor = of_monitor
             add_monitor(self.callback_handler, args)
         observer.dump = self._equipped(observer.dump, args.rollout_dump_dir is not None, self._new_dump)
-        observer.preflight = self._equipped(observer.preflight, args.rollout_diagnose, self._new_preflight)
+        observer.first_step = self._equipped(observer.first_step, args.rollout_diagnose, self._new_first_step)
         self._lr_scaling = self._equipped(self._lr_scaling, args.rollout_lr_scaling is not None, self._new_lr_scaling)
 
     def _equipped(self, found: Any, wanted: bool, new: Callable[[], Any]) -> Any:
@@ -166,8 +166,8 @@ class CorrectionCore(_Host):
         """Reason why a sampler with all new weights may look as if it had old ones; `None` if there is none."""
         return may_round(self._metadata(), in_part)
 
-    def _new_preflight(self) -> Preflight:
-        return Preflight(self.args, self._about)
+    def _new_first_step(self) -> FirstStepDiagnosis:
+        return FirstStepDiagnosis(self.args, self._about)
 
     def _new_dump(self) -> SequenceDump:
         tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)

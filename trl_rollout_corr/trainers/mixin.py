@@ -32,11 +32,11 @@ from .batch import (
 )
 from .core import CorrectionCore
 from .engine import engine_arguments
+from .first_step import score_alone
 from .gradient_check import GradientCheck
 from .iterations import Iterations
 from .loss import LossCall
 from .observer import Corrected
-from .preflight import score_alone
 from .sampler import (
     announce_sync,
     check_has_sampler,

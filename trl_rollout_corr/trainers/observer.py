@@ -28,7 +28,7 @@ from ..correction.sums import Sums
 from ..settings.config import RolloutCorrectionConfig
 from .batch import AGAIN_LOGPS, REWARDS, ROLLOUT_LOGPS
 from .dumping import SequenceDump
-from .preflight import Preflight
+from .first_step import FirstStepDiagnosis
 from .reporting import report_histogram
 
 
@@ -90,7 +90,7 @@ class Observer:
             Callbacks of the trainer, some of which report.
         dump ([`~trl_rollout_corr.trainers.dumping.SequenceDump`], *optional*):
             Writes sequences.
-        preflight ([`~trl_rollout_corr.trainers.preflight.Preflight`], *optional*):
+        first_step ([`~trl_rollout_corr.trainers.first_step.FirstStepDiagnosis`], *optional*):
             Diagnoses the sequences of the first step.
     """
 
@@ -100,10 +100,10 @@ class Observer:
         accelerator: Accelerator,
         callbacks: CallbackHandler,
         dump: SequenceDump | None = None,
-        preflight: Preflight | None = None,
+        first_step: FirstStepDiagnosis | None = None,
     ):
         self.args, self.accelerator, self.callbacks = args, accelerator, callbacks
-        self.dump, self.preflight = dump, preflight
+        self.dump, self.first_step = dump, first_step
         self.windows = {mode: LoggingWindow(accelerator) for mode in ("train", "eval")}
 
     def add(self, mode: str, sums: Sums):
@@ -190,14 +190,14 @@ class Observer:
         if seen.from_old:
             self.add(now.mode, Staleness.of(engine_gap(correction.statistics)))
         step = now.step + 1  # the optimizer step that trains on the batch
-        collectors = (self.dump, self.preflight) if now.mode == "train" else ()
+        collectors = (self.dump, self.first_step) if now.mode == "train" else ()
         for collector in collectors:
             if collector is not None and collector.wants(step):
                 collector.offer(step, *_columns(seen))
 
     def looks_twice(self, now: Moment) -> bool:
         """True if some sequences of this batch are to be scored a second time."""
-        return now.mode == "train" and self.preflight is not None and self.preflight.looks_twice()
+        return now.mode == "train" and self.first_step is not None and self.first_step.looks_twice()
 
     def close_window(self, now: Moment) -> dict[str, float]:
         """

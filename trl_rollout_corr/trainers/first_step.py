@@ -19,7 +19,7 @@ ROWS = 64  # sequences that are looked at
 AGAIN = 8  # of them, those that are scored a second time
 
 
-class Preflight(TrainerCallback):
+class FirstStepDiagnosis(TrainerCallback):
     """
     Collects sequences of the first optimizer step of a run, and says what is the matter with them when it ends.
 
