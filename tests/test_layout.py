@@ -212,6 +212,14 @@ def test_public_names():
         trl_rollout_corr.RolloutCorrector
 
 
+def test_docstrings_begin_with_a_noun_or_a_verb():
+    for path in (path for wing in ("correction", "trainers") for path in (PACKAGE / wing).glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+                first = (ast.get_docstring(node) or "").split(" ")[0]
+                assert first not in {"What", "Who", "Which", "How", "Where", "Whether"}, f"{path.name}: {node}"
+
+
 def test_examples_import_public_names_only():
     """Examples are copied by users. What stands in for a GPU is in private modules, which they may name."""
     for path in (ROOT / "examples").glob("*.py"):

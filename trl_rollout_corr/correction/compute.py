@@ -40,7 +40,7 @@ class RolloutCorrection:
         scale (`torch.Tensor` of shape `()`):
             Factor of `rollout_rs_renormalize`, or 1.
         applies_weights (`bool`):
-            Whether the mode applies the weights, or only reports them.
+            True if the mode applies the weights; False if it only reports them.
         log_ratio (`torch.Tensor` of shape `(B, T)` or `None`):
             Log-ratio to the sampler, in nats, 0 outside the valid tokens. `None` in decoupled mode.
         statistics ([`~trl_rollout_corr.correction.metrics.Statistics`]):

@@ -1,4 +1,4 @@
-"""What training prints: one line per log. Trackers still get everything."""
+"""Console output of training: one line per log. Trackers get all metrics."""
 
 import logging
 import sys

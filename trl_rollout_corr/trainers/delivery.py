@@ -34,11 +34,10 @@ class Delivery:
         movement  m(k) = mean |log pi_k - log pi_0|         of the tokens of the first batch
 
     The first batch is sampled with the trainer's own weights: `g(0)` is the part of any gap that precision, dropout or
-    truncation explain. A sampler that gets the new weights keeps `g(k) = g(0)`, one that goes on with its first weights has
-    `g(k) = m(k)`, or a half of it as long as the first batch, on which the trainer has trained, moves more than others. From
-    `m >= 6 g(0)` on the two can be told apart: no weights arrived if `g >= m / 3`. A part that is missing, such as the head,
-    makes a smaller gap, which precision alone could make as well until `m >= 100 g(0)`; from there on a part is missing if
-    `g >= m / 20`. It has to be so twice in a row, as one batch may be odd.
+    truncation explain. A sampler with the new weights keeps `g(k) = g(0)`. A sampler with its first weights has `g(k) = m(k)`,
+    or half of it while the first batch, on which the trainer has trained, moves more than others. For `m >= 6 g(0)` the two
+    differ clearly: no weights arrived if `g >= m / 3`. A missing part, such as the head, makes a smaller gap, which precision
+    alone can make as well for `m < 100 g(0)`; above, a part is missing if `g >= m / 20`. Both must hold in two looks in a row.
 
     `g` is about the first micro-batch of a generation, which the loss scores with the weights that generated it: it costs
     nothing. It is looked at after 1, 2, 4, 8, ... steps, and only if it is `2 g(0)` or more, `m` is needed: a forward pass
@@ -46,10 +45,10 @@ class Delivery:
 
     Args:
         accelerator ([`~accelerate.Accelerator`]):
-            Knows the other ranks.
+            Sums over ranks.
         doubt (`Callable[[bool], str | None]`):
-            Given whether only a part of the weights seems to be missing, says why a sampler that gets all weights may look
-            like that, or `None` if there is no reason. A reason makes the error a warning.
+            Called with `True` if only a part of the weights seems to be missing. Returns the reason why a sampler with all
+            weights may look like that, or `None`. With a reason, the error becomes a warning.
     """
 
     def __init__(self, accelerator: Accelerator, doubt: Callable[[bool], str | None]):
@@ -65,7 +64,7 @@ class Delivery:
 
     def generated(self, step: int):
         """
-        Take note of a generation, and score the first batch again if that is due. Nothing of the new one is trained on yet.
+        Count a generation, and score the first batch again if that is due, before the trainer trains on the new one.
 
         Args:
             step (`int`):
@@ -105,7 +104,7 @@ class Delivery:
             ages (`torch.Tensor` of shape `(B,)`):
                 Optimizer steps that the sampler is known to be behind; NaN if unknown.
             score (`Callable[[], torch.Tensor]`):
-                Returns what `logps` would be by the weights of the time when it is called.
+                Computes `logps` again, with the weights at the time of the call.
 
         Raises:
             `RuntimeError`: if weights did not arrive, on all ranks.
@@ -116,7 +115,7 @@ class Delivery:
         if self._start is None:
             self._start = step
         self._next = max(step + 1, 2 * step - self._start)
-        # A sampler may be behind on purpose: by so few of the steps that most of the movement is not in them
+        # A sampler may be behind on purpose. Samples count if most of the movement happened before their weights
         in_step = 8 * ages <= (0 if self._first is None else step - self._first.step)
         log_ratio = logps - rollout_logps
         sums = _sums(log_ratio[tokens.bool() & log_ratio.isfinite() & in_step[:, None]])
@@ -185,9 +184,9 @@ class FirstBatch(NamedTuple):
         logps (`torch.Tensor` of shape `(B, T)`):
             Log-probabilities of the policy that it was sampled from, in nats.
         tokens (`torch.Tensor` of shape `(B, T)`):
-            Whether a token is one of the loss.
+            Boolean mask of the tokens of the loss.
         score (`Callable[[], torch.Tensor]`):
-            Returns log-probabilities by the weights of the time when it is called, `(B, T)`.
+            Computes log-probabilities, `(B, T)`, with the weights at the time of the call.
     """
 
     step: int

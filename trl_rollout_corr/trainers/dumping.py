@@ -1,4 +1,4 @@
-"""Which sequences go to the dump: some at random, and the worst, over all ranks."""
+"""Selection of the sequences for the dump: some at random, and the worst, over all ranks."""
 
 import os
 import warnings
@@ -19,13 +19,13 @@ from .run_metadata import settings_in_effect
 
 def check_dump_folder(folder: Path, *, new_run: bool):
     """
-    Refuse a folder that a dump cannot be written to. It is made if it is not there.
+    Refuse a folder that cannot take a dump. It is made if it is missing.
 
     Args:
         folder (`Path`):
             `rollout_dump_dir`.
         new_run (`bool`):
-            Whether the run starts at its first step, so that a dump that is there already is that of another run.
+            The run starts at its first step, so that an existing dump is of another run.
 
     Raises:
         `ValueError`: if it is not a folder, cannot be written to, or holds the dump of another run.
@@ -51,7 +51,7 @@ class Offered(NamedTuple):
         distance (`float`):
             Largest absolute log-ratio of its tokens, infinite if one has no finite log-probability.
         chance (`float`):
-            A random number in `[0, 1)`. The sequences with the largest are the ones that are drawn.
+            Random number in `[0, 1)`. The sequences with the largest numbers are drawn.
         step (`int`):
             Optimizer step that trains on it.
         sequence (`dict`):
@@ -72,13 +72,13 @@ class SequenceDump(TrainerCallback):
         args ([`RolloutCorrectionConfig`]):
             Configuration of the trainer.
         accelerator ([`~accelerate.Accelerator`]):
-            Knows the other ranks.
+            Gathers over ranks.
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
             Turns tokens into text.
         seed (`int`, *optional*, defaults to `0`):
-            Seed of what is drawn.
+            Seed of the random selection.
         about (`dict[str, str]`, *optional*):
-            What is known of the run, for those who read the dump.
+            Metadata of the run, for readers of the dump.
     """
 
     def __init__(
@@ -104,8 +104,8 @@ class SequenceDump(TrainerCallback):
 
     def wants(self, step: int) -> bool:
         """
-        Whether an optimizer step is dumped. If nothing is corrected in the step that is due, as on a revisit in decoupled
-        mode, it is the next one.
+        True if an optimizer step is dumped. If the step that is due corrects nothing, as a later visit in decoupled mode, the
+        next step is dumped.
         """
         return step >= self.next_step
 
@@ -201,7 +201,7 @@ class SequenceDump(TrainerCallback):
             warnings.warn(f"The dump in {str(self.folder)!r} ends here: {error}.", UserWarning, stacklevel=2)
 
     def _among_all_ranks(self) -> tuple[set[int], set[int], bool]:
-        """What of this rank is drawn and what is among the worst of all ranks, and whether any rank was offered something."""
+        """Indices of drawn and of worst sequences of this rank, among all ranks, and `True` if any rank has a sequence."""
         size = self.args.rollout_dump_worst + self.args.rollout_dump_sampled
         scores = torch.full((1, size, 2), -1.0)
         if self.offered:

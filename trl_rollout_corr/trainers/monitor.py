@@ -214,14 +214,14 @@ def add_monitor(handler: CallbackHandler, args: RolloutCorrectionConfig):
 
 
 def tighten(args: RolloutCorrectionConfig, name: Preset | None):
-    """Give a configuration the weights and the rejection of a preset. The trainer reads them at every micro-batch."""
+    """Set weights and rejection of a configuration to those of a preset. The trainer reads them at every micro-batch."""
     preset = RolloutCorrectionConfig.from_preset(check_name(name))
     for field in TIGHTENED_FIELDS:
         setattr(args, field, getattr(preset, field))
 
 
 def check_name(preset: Preset | None) -> Preset:
-    """Check that there is a preset of a name, and return the name."""
+    """Check that a preset exists, and return its name."""
     if preset is None or preset not in PRESETS:
         raise ValueError(
             f"`rollout_monitor_preset` is {preset!r}, but `rollout_monitor='tighten'` switches to it."
@@ -231,7 +231,7 @@ def check_name(preset: Preset | None) -> Preset:
 
 
 def check_tightened(config: RolloutCorrectionConfig, *, warns: bool = False):
-    """Check what the monitor of a configuration may switch the run to, see [`check_preset`]."""
+    """Check the preset that the monitor of a configuration may switch to, see [`check_preset`]."""
     if config.rollout_monitor == "tighten":
         check_preset(config.rollout_monitor_preset, config, warns=warns)
 
@@ -246,7 +246,7 @@ def check_preset(name: Preset | None, args: RolloutCorrectionConfig, *, warns: b
         args ([`RolloutCorrectionConfig`]):
             Configuration of the run.
         warns (`bool`, *optional*, defaults to `False`):
-            Whether to warn about what the run would then be warned about.
+            Repeat warnings about the settings that the run would then have.
 
     Raises:
         `ValueError`: if there is no such preset, or it has another mode, corrects nothing, or cannot act in this run.
@@ -274,7 +274,7 @@ def check_preset(name: Preset | None, args: RolloutCorrectionConfig, *, warns: b
         if message not in known:
             warn(
                 f"Once `rollout_monitor='tighten'` has switched to {name!r}: {message} Or choose another "
-                "`rollout_monitor_preset`, as the settings of a preset stay as they are."
+                "`rollout_monitor_preset`: the settings of a preset are fixed."
             )
 
 
