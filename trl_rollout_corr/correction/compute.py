@@ -194,7 +194,7 @@ def usable_rollout_logps(
     return train_logps - select_tokens(train_logps, rollout_logps, mask, neutralize=neutralize).log_ratio
 
 
-def _check_shapes(train_logps: torch.Tensor, rollout_logps: torch.Tensor, mask: torch.Tensor):
+def _check_shapes(train_logps: torch.Tensor, rollout_logps: torch.Tensor, mask: torch.Tensor) -> None:
     shapes = {
         "train_logps": tuple(train_logps.shape),
         "rollout_logps": tuple(rollout_logps.shape),
@@ -205,7 +205,7 @@ def _check_shapes(train_logps: torch.Tensor, rollout_logps: torch.Tensor, mask: 
         raise ValueError(f"The inputs must have one shape (B, T) with at least one token, got {got}.")
 
 
-def _check_finite(statistics: Statistics):
+def _check_finite(statistics: Statistics) -> None:
     """Refuse log-probabilities that are not finite. Waits for the device, as `rollout_nan_policy='raise'` asks for."""
     if broken := int(statistics["nonfinite"]):
         raise ValueError(
@@ -245,7 +245,7 @@ class _Rows(NamedTuple):
 class _Assembled:
     """Results of all row blocks. A single block is not copied."""
 
-    def __init__(self, mask: torch.Tensor):
+    def __init__(self, mask: torch.Tensor) -> None:
         self.weights: torch.Tensor | None = None
         self.log_ratio: torch.Tensor | None = None
         self.dtype: torch.dtype | None = None
@@ -253,7 +253,7 @@ class _Assembled:
         self.valid = torch.empty_like(self.keep)
         self.parts: list[Statistics] = []
 
-    def put(self, rows: slice, block: _Rows):
+    def put(self, rows: slice, block: _Rows) -> None:
         self.dtype = block.keep.dtype
         if block.keep.shape == self.keep.shape:
             self.weights, self.log_ratio = block.weights, block.log_ratio

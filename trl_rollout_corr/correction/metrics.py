@@ -134,7 +134,7 @@ def collect(
 # The two policies -----------------------------------------------------------------------------------------------------
 
 
-def _collect_policies(c: Columns, tokens: Tokens):
+def _collect_policies(c: Columns, tokens: Tokens) -> None:
     d = tokens.log_ratio
     c.add("d", d)
     c.add("train_logps", tokens.train_logps)
@@ -156,7 +156,7 @@ def _collect_policies(c: Columns, tokens: Tokens):
     c.add_extremes("d", d, tokens.outside)
 
 
-def _collect_directions(c: Columns, tokens: Tokens, direction: torch.Tensor):
+def _collect_directions(c: Columns, tokens: Tokens, direction: torch.Tensor) -> None:
     """Sums of the log-ratio over tokens of positive and of negative advantage."""
     positive, negative = direction.clamp(min=0.0), direction.clamp(max=0.0).neg_()
     for sign, chosen in (("positive", positive), ("negative", negative)):
@@ -203,7 +203,9 @@ def _percentile_metrics(s: dict[str, float], counts: list[float]) -> dict[str, f
 # Importance weights ---------------------------------------------------------------------------------------------------
 
 
-def _collect_weights(c: Columns, tokens: Tokens, bounding: Bounding, ratio: torch.Tensor, bounded: torch.Tensor):
+def _collect_weights(
+    c: Columns, tokens: Tokens, bounding: Bounding, ratio: torch.Tensor, bounded: torch.Tensor
+) -> None:
     lower = 1 / bounding.upper if bounding.lower is None else bounding.lower
     high = above(ratio, bounding.upper).sum(-1, keepdim=True)
     collect_level = _collect_token_weights if bounding.level == "token" else _collect_sequence_weights
@@ -288,7 +290,7 @@ def _weight_metrics(s: dict[str, float], bounding: Bounding) -> dict[str, float]
 # Rejection criteria ---------------------------------------------------------------------------------------------------
 
 
-def _collect_criterion(c: Columns, tokens: Tokens, criterion: Criterion, rejection: Rejection):
+def _collect_criterion(c: Columns, tokens: Tokens, criterion: Criterion, rejection: Rejection) -> None:
     name = f"rs/{criterion.name}"
     floor = criterion.lower if criterion.signed else 0.0
     collect_scope = _collect_token_criterion if criterion.by_token else _collect_sequence_criterion

@@ -55,7 +55,7 @@ _READ_AT_START = (
 ROUNDING = 0.04
 
 
-def check_bounds_of_means(config: GRPOConfig | RLOOConfig):
+def check_bounds_of_means(config: GRPOConfig | RLOOConfig) -> None:
     """
     Warn if bounds of `seq_mean_k1` are so narrow that rounding alone rejects most completions.
 
@@ -112,7 +112,7 @@ class CorrectionCore(_Host):
             check_dump_folder(Path(args.rollout_dump_dir), new_run=False)
         return args
 
-    def _set_up_observer(self):
+    def _set_up_observer(self) -> None:
         """Last step of building a trainer: warnings about the model, the observer, and the callbacks."""
         check_dropout(self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=True))
         add_console(self.callback_handler)
@@ -123,7 +123,7 @@ class CorrectionCore(_Host):
         self._delivery = Delivery(self.accelerator, self._doubt_delivery)
         self._equip()
 
-    def _equip(self):
+    def _equip(self) -> None:
         """Add the callbacks of the settings, and remove the others. Settings may change until training begins."""
         args, observer = self.args, self._observer
         of_monitor = deepcopy([getattr(args, name) for name in MONITOR_FIELDS])
@@ -173,7 +173,7 @@ class CorrectionCore(_Host):
         tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
         return SequenceDump(self.args, self.accelerator, tokenizer, self.args.seed, self._about)
 
-    def add_callback(self, callback):
+    def add_callback(self, callback) -> None:
         super().add_callback(callback)
         if isinstance(callback, RolloutCorrectionMonitor) or callback is RolloutCorrectionMonitor:
             settle_monitors(self.callback_handler)
@@ -202,14 +202,16 @@ class CorrectionCore(_Host):
         """Age of each completion, `(B,)` in optimizer steps, NaN if unknown; `None` if the sampler tells none."""
         return self.state.global_step - batch[ROLLOUT_STEP] if ROLLOUT_STEP in batch else None
 
-    def _look_at_delivery(self, current: torch.Tensor, batch: dict[str, Any], score: Callable[[], torch.Tensor]):
+    def _look_at_delivery(
+        self, current: torch.Tensor, batch: dict[str, Any], score: Callable[[], torch.Tensor]
+    ) -> None:
         """Check that weights arrive in the sampler. `score` computes `current` again, with the weights of that time."""
         ages = self._ages(batch)
         if ages is not None and self.model.training:
             step, mask = self.state.global_step, self._loss_mask(batch)
             self._delivery.visited(step, current, batch[ROLLOUT_LOGPS], mask, ages, score)
 
-    def _weigh_step(self, current: torch.Tensor, batch: dict[str, Any], seen: Corrected | None = None):
+    def _weigh_step(self, current: torch.Tensor, batch: dict[str, Any], seen: Corrected | None = None) -> None:
         """Count a micro-batch for the factor of the learning rate, if `rollout_lr_scaling` is set."""
         if self._lr_scaling is None or not self.model.training:
             return
@@ -248,7 +250,7 @@ class CorrectionCore(_Host):
 
     # Logging ----------------------------------------------------------------------------------------------------------
 
-    def create_model_card(self, *args, **kwargs):
+    def create_model_card(self, *args, **kwargs) -> None:
         super().create_model_card(*args, **kwargs)
         path = Path(self.args.output_dir, "README.md")
         if self.is_world_process_zero() and path.exists():

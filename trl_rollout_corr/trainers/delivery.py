@@ -51,7 +51,7 @@ class Delivery:
             weights may look like that, or `None`. With a reason, the error becomes a warning.
     """
 
-    def __init__(self, accelerator: Accelerator, doubt: Callable[[bool], str | None]):
+    def __init__(self, accelerator: Accelerator, doubt: Callable[[bool], str | None]) -> None:
         self.accelerator, self.doubt = accelerator, doubt
         self.done = False
         self._is_new = False  # whether no micro-batch of the last generation was seen
@@ -62,7 +62,7 @@ class Delivery:
         self._start: int | None = None  # optimizer steps made before the first look
         self._next = 0  # optimizer step of the next look
 
-    def generated(self, step: int):
+    def generated(self, step: int) -> None:
         """
         Count a generation, and score the first batch again if that is due, before the trainer trains on the new one.
 
@@ -88,7 +88,7 @@ class Delivery:
         tokens: torch.Tensor,
         ages: torch.Tensor,
         score: Callable[[], torch.Tensor],
-    ):
+    ) -> None:
         """
         Look at a micro-batch, if it is the first of a generation.
 
@@ -136,7 +136,7 @@ class Delivery:
         if self._is_due:  # at the next generation
             self._next = step
 
-    def _judge(self, step: int, gap: float, moved: float, late: bool):
+    def _judge(self, step: int, gap: float, moved: float, late: bool) -> None:
         """Say that weights did not arrive, if that is so for the second time."""
         assert self._first is not None
         far = moved >= FAR * self._first.noise and not late
@@ -147,7 +147,7 @@ class Delivery:
             self._report(first, step, gap, moved, late)
         self._is_suspect = self._is_due = missing
 
-    def _report(self, first: "FirstBatch", step: int, gap: float, moved: float, late: bool):
+    def _report(self, first: "FirstBatch", step: int, gap: float, moved: float, late: bool) -> None:
         """Raise an error, or a warning if there is another explanation."""
         # The main process may know more of the sampler
         reasons = broadcast_object_list([self.doubt(gap < ALL * moved)])
@@ -167,7 +167,7 @@ class Delivery:
             raise RuntimeError(message)
         report(f"{message} {doubt}")
 
-    def _end(self):
+    def _end(self) -> None:
         """Look no more, and let go of the first batch."""
         self.done, self._first, self._moved = True, None, None
 

@@ -17,7 +17,7 @@ from ..settings.config import RolloutCorrectionConfig
 from .run_metadata import settings_in_effect
 
 
-def check_dump_folder(folder: Path, *, new_run: bool):
+def check_dump_folder(folder: Path, *, new_run: bool) -> None:
     """
     Refuse a folder that cannot take a dump. It is made if it is missing.
 
@@ -88,7 +88,7 @@ class SequenceDump(TrainerCallback):
         tokenizer: PreTrainedTokenizerBase,
         seed: int = 0,
         about: dict[str, str] | None = None,
-    ):
+    ) -> None:
         self.args, self.accelerator, self.tokenizer = args, accelerator, tokenizer
         self.seed = seed
         self.about = dict(about or {})
@@ -109,7 +109,7 @@ class SequenceDump(TrainerCallback):
         """
         return step >= self.next_step
 
-    def offer(self, step: int, batch: dict[str, torch.Tensor], columns: dict[str, Any]):
+    def offer(self, step: int, batch: dict[str, torch.Tensor], columns: dict[str, Any]) -> None:
         """
         Consider the sequences of a batch.
 
@@ -142,7 +142,7 @@ class SequenceDump(TrainerCallback):
         chosen = torch.cat(top).unique()
         return chosen[chance[chosen] >= 0]
 
-    def _thin_out(self):
+    def _thin_out(self) -> None:
         """Forget what cannot be written any more."""
         if self.offered:
             self.offered = [self.offered[i] for i in self._chosen(*self._scores().unbind(1)).tolist()]
@@ -153,7 +153,7 @@ class SequenceDump(TrainerCallback):
 
     # Events -----------------------------------------------------------------------------------------------------------
 
-    def on_train_begin(self, args, state, control, model=None, **kwargs):
+    def on_train_begin(self, args, state, control, model=None, **kwargs) -> None:
         self.next_step = state.global_step + self.args.rollout_dump_steps
         name = str(getattr(getattr(model, "config", None), "_name_or_path", ""))
         # of a model that is on this machine, its folder says nothing to others
@@ -164,7 +164,7 @@ class SequenceDump(TrainerCallback):
             # what came after the checkpoint comes again
             rewind(self.folder, state.global_step, logs=state.is_world_process_zero)
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_step_end(self, args, state, control, **kwargs) -> None:
         if not self.wants(state.global_step):
             return
         drawn, worst, anywhere = self._among_all_ranks()
@@ -175,11 +175,11 @@ class SequenceDump(TrainerCallback):
         if rows:
             self._unless_the_disk_fails(self._write, state.global_step, rows)
 
-    def on_log(self, args, state, control, logs=None, **kwargs):
+    def on_log(self, args, state, control, logs=None, **kwargs) -> None:
         if state.is_world_process_zero and logs:
             self._unless_the_disk_fails(append_log, self.folder, {**logs, "step": state.global_step})
 
-    def _write(self, step: int, rows: list[dict[str, Any]]):
+    def _write(self, step: int, rows: list[dict[str, Any]]) -> None:
         settings = settings_in_effect(self.args)
         path = write_rows(self.folder, step, self.accelerator.process_index, rows, settings, self.about)
         self.unchecked += path.stat().st_size
@@ -189,7 +189,7 @@ class SequenceDump(TrainerCallback):
             remove_oldest(self.folder, limit)
             self.unchecked = 0
 
-    def _unless_the_disk_fails(self, write: Callable, *args):
+    def _unless_the_disk_fails(self, write: Callable, *args) -> None:
         """A full disk must not end the run. Whatever happens, this rank still takes part in the gathers."""
         if self.gave_up:
             return

@@ -34,7 +34,7 @@ class FirstStepDiagnosis(TrainerCallback):
             Diagnosis, on the main process after the first step.
     """
 
-    def __init__(self, args: RolloutCorrectionConfig, about: dict[str, str]):
+    def __init__(self, args: RolloutCorrectionConfig, about: dict[str, str]) -> None:
         self.args, self.about = args, about
         self.rows: list[dict[str, Any]] = []
         self.looked = False  # True once sequences were scored a second time
@@ -50,13 +50,13 @@ class FirstStepDiagnosis(TrainerCallback):
         first, self.looked = not self.looked and not self.done, True
         return first
 
-    def offer(self, step: int, batch: dict[str, torch.Tensor], columns: dict[str, Any]):
+    def offer(self, step: int, batch: dict[str, torch.Tensor], columns: dict[str, Any]) -> None:
         """Take the sequences of a batch, as [`~trl_rollout_corr.trainers.dumping.SequenceDump.offer`] does."""
         mask = columns["mask"]
         missing = torch.arange(min(len(mask), ROWS - len(self.rows)), device=mask.device)
         self.rows += [make_row(sequence, step) for sequence in on_host({**batch, **columns}, missing)]
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_step_end(self, args, state, control, **kwargs) -> None:
         rows, self.rows = self.rows, []
         if self.done or not rows:
             return

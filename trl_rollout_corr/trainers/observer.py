@@ -101,16 +101,16 @@ class Observer:
         callbacks: CallbackHandler,
         dump: SequenceDump | None = None,
         first_step: FirstStepDiagnosis | None = None,
-    ):
+    ) -> None:
         self.args, self.accelerator, self.callbacks = args, accelerator, callbacks
         self.dump, self.first_step = dump, first_step
         self.windows = {mode: LoggingWindow(accelerator) for mode in ("train", "eval")}
 
-    def add(self, mode: str, sums: Sums):
+    def add(self, mode: str, sums: Sums) -> None:
         """Add sums to the logging window of a mode, `"train"` or `"eval"`."""
         self.windows[mode].add(sums)
 
-    def generated(self, now: Moment, lags: torch.Tensor | None):
+    def generated(self, now: Moment, lags: torch.Tensor | None) -> None:
         """Count the ages of completions, `(B,)` in optimizer steps, when they are sampled; `None` if unknown."""
         if lags is not None:
             self.add(now.mode, Staleness.of(count_lags(lags)))
@@ -122,7 +122,7 @@ class Observer:
         mask: torch.Tensor,
         current_logps: torch.Tensor,
         old_logps: torch.Tensor | None,
-    ):
+    ) -> None:
         """
         Count the ages of completions, and the gap between the current policy and the old policy.
 
@@ -145,7 +145,7 @@ class Observer:
 
     def trained(
         self, now: Moment, current_logps: torch.Tensor, seen: Corrected, dropped: Sequence[tuple[float, float]] = ()
-    ):
+    ) -> None:
         """
         Count a batch by the age of its completions.
 
@@ -171,7 +171,7 @@ class Observer:
             sums["stale_dropped"] = count_completions(lengths, rewards)
         self.add(now.mode, ByAge.of(sums))
 
-    def corrected(self, now: Moment, seen: Corrected):
+    def corrected(self, now: Moment, seen: Corrected) -> None:
         """Count a batch that was corrected, and offer it to the dump."""
         batch, correction = seen.batch, seen.correction
         turns = turns_of(seen.mask) if "tool_mask" in batch else None
@@ -228,11 +228,11 @@ class LoggingWindow:
             Gathers over ranks.
     """
 
-    def __init__(self, accelerator: Accelerator):
+    def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
         self.sums: dict[type[Sums], Any] = {}
 
-    def add(self, sums: Sums):
+    def add(self, sums: Sums) -> None:
         """Add the sums of one batch. If settings have changed since the window began, its sums start again from this batch."""
         kind, before = type(sums), self.sums.get(type(sums))
         self.sums[kind] = sums if before is None or not before.fits(sums) else before + sums

@@ -128,7 +128,7 @@ def _is_ours(file: str) -> bool:
 def _plain_warnings() -> Iterator[None]:
     show = warnings.showwarning
 
-    def show_plainly(message, category, filename, lineno, file=None, line=None):
+    def show_plainly(message, category, filename, lineno, file=None, line=None) -> None:
         if _is_ours(filename):
             print(f"warning: {message}", file=file or sys.stderr)
         else:
