@@ -74,7 +74,9 @@ def serving(model: str, log: Path, *options: str, **environment: str) -> Iterato
 def benchmarks(*folders: str) -> Iterator[Callable[[str], ModuleType]]:
     """Import from folders of the benchmarks, several of which have modules of the same name, and forget them afterwards."""
     paths = [str(ROOT / "benchmarks" / folder) for folder in folders]
-    _forget_benchmarks()
+    for path in paths:  # an example may have a module of the same name
+        for module in Path(path).glob("*.py"):
+            sys.modules.pop(module.stem, None)
     sys.path[:0] = paths
     try:
         yield import_module

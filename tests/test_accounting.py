@@ -14,7 +14,7 @@ from tests.training import TRAINERS, BrokenSampler, build, config_fields, losses
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
 from trl_rollout_corr.correction.accounting import BUCKETS, REWARDS, account, turns_of
 from trl_rollout_corr.correction.age import Staleness, count_ages, update_gap
-from trl_rollout_corr.settings.keys import PREFIX
+from trl_rollout_corr.messages import PREFIX
 
 
 CONFIG = RolloutCorrectionConfig(

@@ -32,7 +32,7 @@ from trl_rollout_corr import (
 )
 from trl_rollout_corr.correction.accounting import Accounts, account
 from trl_rollout_corr.correction.age import ByAge, by_age
-from trl_rollout_corr.settings.keys import PREFIX
+from trl_rollout_corr.messages import PREFIX
 from trl_rollout_corr.trainers import trl_interface
 from trl_rollout_corr.trainers._cpu_attention import register_tree_attention, visible_tokens
 from trl_rollout_corr.trainers.core import CorrectionCore

@@ -459,7 +459,7 @@ def test_the_first_step_is_diagnosed_and_training_does_not_notice(tiny_model_pat
     trainer, seen = train(
         tiny_model_path, tmp_path, rollout_diagnose=True, rollout_dump_dir=str(tmp_path / "dump"), **mode
     )
-    diagnosis = trainer._observer.preflight.diagnosis
+    diagnosis = trainer._observer.first_step.diagnosis
     assert diagnosis.verdict == "nothing"
     assert "Diagnosis of step 1. Nothing to correct." in capsys.readouterr().out
     rows = [row for path in dump.files_of(tmp_path / "dump") for row in pq.read_table(path).to_pylist()]
@@ -475,7 +475,7 @@ def test_dropout_of_the_trainer_is_seen_at_the_first_step(tiny_model_path, tmp_p
     fields = {"max_steps": 1, "per_device_train_batch_size": 16, "num_generations": 4, "rollout_diagnose": True}
     trainer = build_with_dropout(tiny_model_path, tmp_path, **fields)
     trainer.train()
-    assert [finding.name for finding in trainer._observer.preflight.diagnosis.findings] == ["dropout"]
+    assert [finding.name for finding in trainer._observer.first_step.diagnosis.findings] == ["dropout"]
 
 
 def test_a_report_reads_a_dump_once(shifted, tmp_path, monkeypatch):

@@ -22,8 +22,8 @@ from trl_rollout_corr.correction.age import (
 )
 from trl_rollout_corr.correction.step_size import StepSize
 from trl_rollout_corr.health.bands import HEALTHY, in_words
+from trl_rollout_corr.messages import PREFIX
 from trl_rollout_corr.settings.criteria import CRITERIA, Criterion
-from trl_rollout_corr.settings.keys import PREFIX
 from trl_rollout_corr.settings.presets import PRESETS
 
 

@@ -19,15 +19,14 @@ ORDER = {
     "messages": [],
     "health": ["advice", "bands", "windows", "rule", "conditions", "rules", "examine"],
     "settings": [
-        "keys",
-        "formatting",
+        "unset",
         "criteria",
         "presets",
-        "original",
         "thresholds",
-        "documents",
         "migrate",
-        "shipped",
+        "recipes",
+        "fields",
+        "resolve",
         "config",
         "files",
         "convert",
@@ -81,7 +80,7 @@ ORDER = {
         "monitor",
         "console",
         "engine",
-        "preflight",
+        "first_step",
         "observer",
         "lr_scaling",
         "core",
@@ -212,6 +211,14 @@ def test_public_names():
     assert sorted(listed) == sorted(trl_rollout_corr.__all__)
     with pytest.raises(AttributeError, match="no attribute 'RolloutCorrector'"):
         trl_rollout_corr.RolloutCorrector
+
+
+def test_docstrings_begin_with_a_noun_or_a_verb():
+    for path in (path for wing in ("correction", "trainers") for path in (PACKAGE / wing).glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+                first = (ast.get_docstring(node) or "").split(" ")[0]
+                assert first not in {"What", "Who", "Which", "How", "Where", "Whether"}, f"{path.name}: {node}"
 
 
 def test_examples_import_public_names_only():

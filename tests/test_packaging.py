@@ -21,7 +21,7 @@ import yaml
 import trl_rollout_corr
 from tests.launching import ROOT, output_of
 from trl_rollout_corr.__main__ import main
-from trl_rollout_corr.settings.shipped import write_recipes
+from trl_rollout_corr.settings.recipes import write_recipes
 
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -33,7 +33,7 @@ from trl_rollout_corr.analysis.report.log_charts import more_trends, overview
 from trl_rollout_corr.analysis.report.token_statistics import bounds
 from trl_rollout_corr.dumps.writing import write_rows
 from trl_rollout_corr.health.examine import examine
-from trl_rollout_corr.settings.keys import PREFIX
+from trl_rollout_corr.messages import PREFIX
 
 
 SETTINGS = {"rollout_correction": "decoupled_geo_rs_token_tis", "rollout_rs_threshold": [0.99, 1.01]}

@@ -22,7 +22,7 @@ from trl_rollout_corr import (
     compute_rollout_correction,
 )
 from trl_rollout_corr.correction.histogram import BINS
-from trl_rollout_corr.settings.keys import PREFIX
+from trl_rollout_corr.messages import PREFIX
 from trl_rollout_corr.trainers.reporting import coarser
 
 

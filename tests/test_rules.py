@@ -15,8 +15,8 @@ from trl_rollout_corr.health.examine import Examiner, examine, parse_bounds
 from trl_rollout_corr.health.rule import Alarm
 from trl_rollout_corr.health.rules import RULES
 from trl_rollout_corr.health.windows import Window
+from trl_rollout_corr.messages import PREFIX
 from trl_rollout_corr.settings.criteria import CRITERIA
-from trl_rollout_corr.settings.keys import PREFIX
 
 
 DISABLED = {"rollout_correction": "disabled"}

@@ -267,7 +267,7 @@ def _probe(args: argparse.Namespace) -> str:
 
 
 def _recipes(args: argparse.Namespace) -> str:
-    from .settings.shipped import write_recipes
+    from .settings.recipes import write_recipes
 
     return write_recipes(args.folder)
 

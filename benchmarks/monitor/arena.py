@@ -24,7 +24,7 @@ from cells import TUNING
 from leads import entries, settings_of
 
 from trl_rollout_corr.health.examine import examine
-from trl_rollout_corr.settings.keys import PREFIX
+from trl_rollout_corr.messages import PREFIX
 
 
 HERE = Path(__file__).parent

@@ -8,7 +8,7 @@ from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.health.examine import examine
 from trl_rollout_corr.health.rule import Alarm, Rule
 from trl_rollout_corr.health.rules import RULES
-from trl_rollout_corr.settings.keys import PREFIX
+from trl_rollout_corr.messages import PREFIX
 from trl_rollout_corr.settings.presets import DEFAULT, PRESETS
 
 

@@ -14,8 +14,8 @@ from tests.dumps import read_dump
 from tests.launching import ACCELERATE, HAS_ASYNCHRONOUS, ROOT, run
 from tests.training import assert_same_metrics
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
+from trl_rollout_corr.messages import PREFIX
 from trl_rollout_corr.settings.criteria import CRITERIA
-from trl_rollout_corr.settings.keys import PREFIX
 
 
 EVERYTHING = {
@@ -350,8 +350,9 @@ def test_asynchronous_metrics_of_two_ranks_are_those_of_one(two_ranks, tiny_mode
 def test_asynchronous_off_on_two_ranks_is_trl(two_ranks):
     found = two_ranks.results["asynchronous"]
     assert found["off"][0]["parameters"] == found["plain"][0]["parameters"]
-    # one at each of two logs; and with each of eight micro-batches that TRL sends, four tensors more
-    assert found["off"][0]["collectives"] - found["plain"][0]["collectives"] == 2 + 4 * 8
+    # one at each of two logs, and with each of eight micro-batches that TRL sends, four tensors more
+    looks = found["off"][0]["collectives"] - found["plain"][0]["collectives"] - (2 + 4 * 8)
+    assert 1 <= looks <= 2 * 4  # of four steps: whether weights arrive
 
 
 @asynchronous

@@ -11,11 +11,10 @@ from ..dumps.reading import open_dump
 from ..dumps.sequences import Sequences
 from ..health.bands import HEALTHY
 from ..health.examine import examine
-from ..messages import warn
+from ..messages import percent, rounded, three_decimals, warn, yaml_lines
+from ..messages import steps as steps_in_words
 from ..settings.config import RolloutCorrectionConfig
 from ..settings.files import config_of_run, read_config
-from ..settings.formatting import percent, rounded, three_decimals, yaml_lines
-from ..settings.formatting import steps as steps_in_words
 from ..settings.presets import PRESETS, Preset, settings_of
 from .recommend import NOTHING, HealthySteps, Recommendation, healthy_steps, recommend, spread_of
 from .replay import Batch, Effect, batch_of, replay

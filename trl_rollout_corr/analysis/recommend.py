@@ -8,9 +8,8 @@ import numpy as np
 from ..dumps.sequences import Sequences
 from ..health.rule import Alarm
 from ..health.rules import RULES
+from ..messages import PREFIX, percent
 from ..settings.config import RolloutCorrectionConfig
-from ..settings.formatting import percent
-from ..settings.keys import PREFIX
 from ..settings.presets import Preset
 from .replay import Batch, batch_of
 from .spread import TARGET, Spread, measure, suggest_bounds

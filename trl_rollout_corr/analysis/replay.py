@@ -9,8 +9,8 @@ import torch
 from ..correction.compute import compute_rollout_correction
 from ..correction.functional import LOG_RATIO_BOUND, Tokens, select_tokens
 from ..dumps.sequences import Sequences, pad
+from ..messages import PREFIX
 from ..settings.config import RolloutCorrectionConfig
-from ..settings.keys import PREFIX
 
 
 class Batch(NamedTuple):

@@ -17,9 +17,9 @@ from ..dumps.reading import find_dump, open_dump
 from ..dumps.sequences import Sequences
 from ..dumps.writing import files_of, read_logs
 from ..health.windows import is_training_window
+from ..messages import PREFIX
 from ..settings.config import RolloutCorrectionConfig
 from ..settings.files import config_of_run
-from ..settings.keys import PREFIX
 
 
 STATE = "trainer_state.json"

@@ -16,7 +16,7 @@ class Columns:
             Tokens of the rows that count.
     """
 
-    def __init__(self, tokens: Tokens):
+    def __init__(self, tokens: Tokens) -> None:
         self.dtype = accumulation_dtype(tokens.valid.device)
         self.lengths = tokens.lengths.to(self.dtype)  # (B, 1)
         self.rows = above(self.lengths, 0.0)  # (B, 1), 1 for rows with a token
@@ -25,11 +25,11 @@ class Columns:
         self.sums: dict[str, torch.Tensor] = {}
         self.maxima: dict[str, torch.Tensor] = {}
 
-    def add(self, name: str, x: torch.Tensor):
+    def add(self, name: str, x: torch.Tensor) -> None:
         """Add up `x`, of shape `(B, T)` or `(B, 1)`. It is 0 on tokens and rows that do not count."""
         self.sums[name] = x if x.shape[-1] == 1 else x.sum(-1, keepdim=True)
 
-    def add_columns(self, names: Sequence[str], x: torch.Tensor):
+    def add_columns(self, names: Sequence[str], x: torch.Tensor) -> None:
         """Add up the columns of `x`, of shape `(B, len(names))`, each under its name."""
         self.sums |= zip(names, x.split(1, -1), strict=True)
 
@@ -37,14 +37,14 @@ class Columns:
         """Mean over the tokens of each row of the column of a name."""
         return self.sums[name] / self.divisors
 
-    def add_extremes(self, name: str, x: torch.Tensor, outside: torch.Tensor):
+    def add_extremes(self, name: str, x: torch.Tensor, outside: torch.Tensor) -> None:
         """Largest and (negated) smallest entry of `x` where `outside` is 0 and not infinity."""
         high, low = x - outside, x + outside
         if x.shape[-1] > 1:
             high, low = high.amax(-1, keepdim=True), low.amin(-1, keepdim=True)
         self.maxima[f"{name}_max"], self.maxima[f"{name}_negated_min"] = high, -low
 
-    def add_rows(self, name: str, x: torch.Tensor):
+    def add_rows(self, name: str, x: torch.Tensor) -> None:
         """Add up a statistic of each row, `(B, 1)`: its sum, its squares, and its largest distance from 0."""
         self.add(f"{name}/row_sum", x)
         self.add(f"{name}/row_squares", x.square())

@@ -74,7 +74,7 @@ class Tokens(NamedTuple):
 
 class Rejection(NamedTuple):
     """
-    What one [`Criterion`] says. `(B, T)` for scope `"token"`, else `(B, 1)`.
+    Result of one [`Criterion`]. `(B, T)` for scope `"token"`, else `(B, 1)`.
 
     Args:
         statistic (`torch.Tensor`):
@@ -348,7 +348,7 @@ def _reduce_sequence(divergence: torch.Tensor, tokens: Tokens, scope: str) -> to
 
 def mean_weight(sums: torch.Tensor) -> torch.Tensor:
     """
-    What weights are divided by in batch normalisation (self-normalised importance sampling).
+    Divisor of the weights in batch normalisation (self-normalised importance sampling).
 
     Args:
         sums (`torch.Tensor` of shape `(2,)`):

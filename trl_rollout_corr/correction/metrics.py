@@ -15,7 +15,7 @@ from typing import Self
 
 import torch
 
-from ..settings.criteria import Criterion
+from ..settings.criteria import Bounding, Criterion
 from . import histogram
 from .columns import Columns, row_squares
 from .functional import (
@@ -28,46 +28,6 @@ from .functional import (
     below,
 )
 from .sums import Applied, Sums
-
-
-@dataclass(frozen=True)
-class Bounding:
-    """
-    Bounds and level of importance weights.
-
-    Args:
-        level (`str`):
-            `"token"`, `"sequence"` or `"geometric"`.
-        lower (`float` or `None`):
-            Lower bound, `None` for truncation.
-        upper (`float`):
-            Upper bound.
-        clamps (`bool`):
-            Move weights outside the bounds to the nearest bound instead of setting them to 0.
-        normalized (`bool`):
-            Divide the weights by their mean afterwards.
-    """
-
-    level: str
-    lower: float | None
-    upper: float
-    clamps: bool
-    normalized: bool
-
-    @property
-    def drops(self) -> bool:
-        """True if weights outside the bounds are set to 0 (IcePop)."""
-        return self.lower is not None and not self.clamps
-
-    @property
-    def grows(self) -> bool:
-        """True if the weight is monotone in the log-ratio of its token: its extremes follow from those of the log-ratio."""
-        return self.level == "token" and not self.drops
-
-    def weight(self, log_ratio: float) -> float:
-        """Weight of a log-ratio, `min(max(exp(d), lower), upper)`, if the weight [`grows`] with it; NaN for NaN."""
-        ratio = math.exp(min(log_ratio, LOG_RATIO_BOUND)) if math.isfinite(log_ratio) else math.nan
-        return min(max(ratio, self.lower or 0.0), self.upper)
 
 
 @dataclass(frozen=True)
@@ -174,7 +134,7 @@ def collect(
 # The two policies -----------------------------------------------------------------------------------------------------
 
 
-def _collect_policies(c: Columns, tokens: Tokens):
+def _collect_policies(c: Columns, tokens: Tokens) -> None:
     d = tokens.log_ratio
     c.add("d", d)
     c.add("train_logps", tokens.train_logps)
@@ -196,7 +156,7 @@ def _collect_policies(c: Columns, tokens: Tokens):
     c.add_extremes("d", d, tokens.outside)
 
 
-def _collect_directions(c: Columns, tokens: Tokens, direction: torch.Tensor):
+def _collect_directions(c: Columns, tokens: Tokens, direction: torch.Tensor) -> None:
     """Sums of the log-ratio over tokens of positive and of negative advantage."""
     positive, negative = direction.clamp(min=0.0), direction.clamp(max=0.0).neg_()
     for sign, chosen in (("positive", positive), ("negative", negative)):
@@ -243,7 +203,9 @@ def _percentile_metrics(s: dict[str, float], counts: list[float]) -> dict[str, f
 # Importance weights ---------------------------------------------------------------------------------------------------
 
 
-def _collect_weights(c: Columns, tokens: Tokens, bounding: Bounding, ratio: torch.Tensor, bounded: torch.Tensor):
+def _collect_weights(
+    c: Columns, tokens: Tokens, bounding: Bounding, ratio: torch.Tensor, bounded: torch.Tensor
+) -> None:
     lower = 1 / bounding.upper if bounding.lower is None else bounding.lower
     high = above(ratio, bounding.upper).sum(-1, keepdim=True)
     collect_level = _collect_token_weights if bounding.level == "token" else _collect_sequence_weights
@@ -287,12 +249,18 @@ def _collect_sequence_weights(c: Columns, tokens: Tokens, bounding: Bounding, ra
     return row_excess, row_ratio, below(ratio, lower) * c.rows
 
 
+def _weight(bounding: Bounding, log_ratio: float) -> float:
+    """`min(max(exp(d), lower), upper)`: weight of a token whose log-ratio is `d`, if [`Bounding.grows`]. NaN of NaN."""
+    ratio = math.exp(min(log_ratio, LOG_RATIO_BOUND)) if math.isfinite(log_ratio) else math.nan
+    return min(max(ratio, bounding.lower or 0.0), bounding.upper)
+
+
 def _weight_metrics(s: dict[str, float], bounding: Bounding) -> dict[str, float]:
     n, rows = s["tokens"], s["rows"]
     # effective sample size over the number of tokens: (sum w)^2 / (n sum w^2), from sums of w - 1 and (w - 1)^2
     total, squares = n + s["is/sum"], n + 2 * s["is/sum"] + s["is/squares"]
     if bounding.grows:
-        smallest, largest = (bounding.weight(d) for d in (-_maximum(s["d_negated_min"]), _maximum(s["d_max"])))
+        smallest, largest = (_weight(bounding, d) for d in (-_maximum(s["d_negated_min"]), _maximum(s["d_max"])))
     else:
         smallest, largest = -_maximum(s["is/weight_negated_min"]), _maximum(s["is/weight_max"])
     metrics = {
@@ -322,7 +290,7 @@ def _weight_metrics(s: dict[str, float], bounding: Bounding) -> dict[str, float]
 # Rejection criteria ---------------------------------------------------------------------------------------------------
 
 
-def _collect_criterion(c: Columns, tokens: Tokens, criterion: Criterion, rejection: Rejection):
+def _collect_criterion(c: Columns, tokens: Tokens, criterion: Criterion, rejection: Rejection) -> None:
     name = f"rs/{criterion.name}"
     floor = criterion.lower if criterion.signed else 0.0
     collect_scope = _collect_token_criterion if criterion.by_token else _collect_sequence_criterion

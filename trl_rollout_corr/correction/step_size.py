@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from .functional import LOG_RATIO_BOUND, accumulation_dtype, select_tokens
+from .functional import LOG_RATIO_BOUND, accumulation_dtype
 from .sums import Applied, SegmentedSums
 
 
@@ -21,32 +21,26 @@ class StepSize(SegmentedSums):
         return {"lr_scale": s["lr_scale"] / s["steps"]}
 
 
-def ratio_sums(
-    train_logps: torch.Tensor, rollout_logps: torch.Tensor, mask: torch.Tensor, *, neutralize: bool = False
-) -> torch.Tensor:
+def ratio_sums(log_ratio: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
     """
-    Add up what [`ess_sqrt`] needs of some completions. The sums of two micro-batches, or of two ranks, add up.
+    Sums for [`ess_sqrt`] over some completions. The sums of two micro-batches, or of two ranks, add up.
 
     Args:
-        train_logps (`torch.Tensor` of shape `(B, T)`):
-            Log-probabilities of the sampled tokens under the policy that trains, in nats.
-        rollout_logps (`torch.Tensor` of shape `(B, T)`):
-            Log-probabilities of the same tokens under the policy that sampled them, in nats.
-        mask (`torch.Tensor` of shape `(B, T)`):
-            Non-zero on the tokens of the loss.
-        neutralize (`bool`, *optional*, defaults to `False`):
-            Take a ratio as 1 where the sampler's log-probability is not finite, instead of leaving the token out.
+        log_ratio (`torch.Tensor` of shape `(B, T)`):
+            Log-ratio of the current policy to the sampler, in nats, 0 outside the valid tokens.
+        valid (`torch.Tensor` of shape `(B, T)`):
+            Non-zero on the tokens of the loss whose log-ratio is finite.
 
     Returns:
-        `torch.Tensor` of shape `(3,)`: number of completions with a token that counts, sum of their ratios
-        `w = exp(sum d)` and sum of the squares. No host synchronisation, no collective.
+        `torch.Tensor` of shape `(3,)`: number of completions with a valid token, sum of their ratios `w = exp(sum d)` and sum
+        of the squares. No host synchronisation, no collective.
     """
-    tokens = select_tokens(train_logps, rollout_logps, mask, neutralize=neutralize)
-    dtype = accumulation_dtype(mask.device)
-    counts = (tokens.lengths > 0).to(dtype)
-    # not raised at exp(-20): completions that are all unlikely still differ. Squares of exp(-40) fit in float32
-    log_ratio = tokens.log_ratio.sum(-1, keepdim=True, dtype=dtype).clamp(-2 * LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    ratio = log_ratio.exp() * counts
+    dtype = accumulation_dtype(valid.device)
+    counts = valid.any(-1, keepdim=True).to(dtype)
+    # w = exp(sum d) within [exp(-40), exp(20)]: a bound of exp(-20) would make all unlikely completions equal, and squares of
+    # exp(-40) fit in float32
+    total = log_ratio.sum(-1, keepdim=True, dtype=dtype).clamp(-2 * LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    ratio = total.exp() * counts
     return torch.stack([counts.sum(), ratio.sum(), ratio.square().sum()])
 
 

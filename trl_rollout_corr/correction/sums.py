@@ -12,7 +12,7 @@ from typing import ClassVar, NamedTuple, Self
 
 import torch
 
-from ..settings.keys import PREFIX
+from ..messages import PREFIX
 
 
 class Applied(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from ..health import advice
 from ..health.windows import Window
-from ..settings.formatting import number, percent, yaml_lines
+from ..messages import number, percent, yaml_lines
 from .evidence import FLOOR
 from .ranking import Diagnosis, Finding
 

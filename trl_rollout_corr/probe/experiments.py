@@ -13,7 +13,7 @@ from ..diagnosis.evidence import FLOOR, Seen, rms
 from ..diagnosis.observed import Observed
 from ..diagnosis.precision import caches_in_low_precision
 from ..diagnosis.ranking import Diagnosis, Finding, diagnose
-from ..settings.formatting import number, percent, yaml_lines
+from ..messages import number, percent, yaml_lines
 
 
 # Share of d^2 that is left: up to the first, the cause is confirmed, from the second on it is ruled out. Another sample of 64

@@ -23,7 +23,7 @@ from ..dumps.writing import write_rows
 from ..messages import warn
 from ..trainers.batch import ROLLOUT_LOGPS
 from ..trainers.engine import serve_line
-from ..trainers.preflight import score_alone
+from ..trainers.first_step import score_alone
 from ..trainers.run_metadata import settings_in_effect
 from ..trainers.sampler import distorting, neutral
 from ..trainers.script import (

@@ -1,20 +1,18 @@
 """`trl-rollout-corr convert`: settings of another tool, as YAML of this package. No torch."""
 
-import re
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..messages import warn
+from ..messages import warn, yaml_lines
 from .config import RolloutCorrectionConfig
-from .documents import Document, read_document
-from .files import FIELDS, Foreign, find_foreign
-from .formatting import yaml_lines
+from .fields import FIELDS
+from .files import Document, Foreign, find_foreign, read_document
 
 
-# Keys of verl's `algorithm` section that are not about rollout correction, and where they went
+# Keys of verl's `algorithm` section that are not about rollout correction, and their counterparts in TRL
 _ELSEWHERE = {
     "gamma": "it discounts rewards per token, and TRL's trainers give one reward to the whole completion",
     "lam": "it is a parameter of GAE",
@@ -32,7 +30,7 @@ _ESTIMATORS = {
 
 def convert(path: str) -> str:
     """
-    Translate a configuration of another tool. Warns about every key that is left out, with its line.
+    Translate a configuration of another tool. A warning with its line names every key that is left out.
 
     Args:
         path (`str`):
@@ -56,12 +54,12 @@ def convert(path: str) -> str:
         warnings.simplefilter("always")
         try:
             fields = foreign.translate(foreign.settings)
-            RolloutCorrectionConfig(**fields)  # says what is wrong, if anything is
+            RolloutCorrectionConfig(**fields)  # raises an error if a value is refused
         except ValueError as error:
-            line = _line(document, foreign, str(error))
+            line = _line(document, foreign, getattr(error, "field", None))
             raise ValueError(f"line {line}: {error}" if line else str(error)) from None
     for warning in caught:
-        line = _line(document, foreign, str(warning.message)) or document.line(*foreign.above) or 1
+        line = _line(document, foreign, getattr(warning.message, "field", None)) or document.line(*foreign.above) or 1
         warn(f"{path}:{line}: {warning.message}")
     for key, lines in document.replaced.items():
         for line in lines:
@@ -80,14 +78,14 @@ def _refuse_ours(content: Any, foreign: Foreign | None):
         raise ValueError("a configuration of this package already: there is nothing to convert")
 
 
-def _line(document: Document, foreign: Foreign, message: str) -> int | None:
-    """Line of the setting that a message names first."""
-    names = (name for pair in re.findall(r"`(\w+)`|'(\w+)'", message) for name in pair if name)
+def _line(document: Document, foreign: Foreign, field: str | None) -> int | None:
+    """Line of a setting. verl's `loss_type` is our `rollout_loss_type`."""
+    names = () if field is None else (field, field.removeprefix("rollout_"))
     return next((line for name in names if (line := document.lines.get((*foreign.above, name)))), None)
 
 
 def _left_out(document: Document, foreign: Foreign) -> Iterator[tuple[int, str]]:
-    """Lines and messages about what a configuration of verl says besides. TRL's other fields are TRL's here, too."""
+    """Lines and messages about the other keys of a configuration of verl. TRL's other fields need no translation."""
     if "algorithm" not in document.content:
         return
     algorithm = document.content["algorithm"]

@@ -1,10 +1,10 @@
-"""What can be asked for: levels of the weights, and rejection criteria. No torch here."""
+"""Levels and bounds of the importance weights, and rejection criteria. No torch here."""
 
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 
-# Choices are spelt out for editors and type checkers. While a program runs they are text: argparse would take a `Literal`
-# for all that a command line may say, and refuse "none" and what presets fill in. `tests/test_types.py` compares the two.
+# Editors and type checkers get the choices as a `Literal`. At run time the type is `str`: for a `Literal`, argparse would
+# refuse "none". `tests/test_types.py` compares the two.
 if TYPE_CHECKING:
     Level = Literal["token", "sequence", "geometric"]
     CriterionName = Literal[
@@ -20,24 +20,24 @@ else:
 LEVELS = ("token", "sequence", "geometric")
 SCOPES = ("token", "seq_sum", "seq_mean", "seq_max")
 DIVERGENCES = ("k1", "k2", "k3")
-# Of the probabilities of a token rather than of their ratio. The first two look at the sign of the advantage.
+# Divergences of the probabilities of a token instead of their ratio. The first two depend on the sign of the advantage.
 DIRECTED, TOKEN_ONLY = ("tv", "kl"), ("tv", "kl", "binary_kl")
 CRITERIA = (
     *(f"{scope}_{divergence}" for scope in SCOPES for divergence in DIVERGENCES),
     *(f"token_{divergence}" for divergence in TOKEN_ONLY),
 )
-# Names of criteria in the pull request that brought rejection to verl, and today's
+# Names of criteria in verl's first pull request about rejection, and today's names
 FIRST_NAMES = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
 
 
 class Criterion(NamedTuple):
     """
-    A rejection rule: keep what has `lower <= statistic <= upper`.
+    A rejection rule: tokens or sequences with `lower <= statistic <= upper` are kept.
 
     Args:
         scope (`str`):
-            `"token"`, or how the tokens of a sequence are reduced to one statistic: `"seq_sum"`, `"seq_mean"`,
-            `"seq_max"`.
+            `"token"`; or, for one statistic per sequence, the sum, mean or maximum over its tokens: `"seq_sum"`,
+            `"seq_mean"`, `"seq_max"`.
         divergence (`str`):
             Per-token statistic, see [`~trl_rollout_corr.correction.functional.token_divergence`] and
             [`~trl_rollout_corr.correction.functional.probability_divergence`].
@@ -58,15 +58,49 @@ class Criterion(NamedTuple):
 
     @property
     def signed(self) -> bool:
-        """Whether the statistic may be negative, so that there is a lower bound."""
+        """`True` if the statistic may be negative, and so has a lower bound."""
         return self.divergence == "k1" or self.directed
 
     @property
     def directed(self) -> bool:
-        """Whether it rejects only where the advantage pushes further in the direction of the change."""
+        """`True` if the rule rejects only tokens whose advantage increases the change of their probability."""
         return self.divergence in DIRECTED
 
     @property
     def by_token(self) -> bool:
-        """Whether it rejects single tokens, and not whole sequences."""
+        """`True` if the rule rejects single tokens, `False` if it rejects whole sequences."""
         return self.scope == "token"
+
+
+class Bounding(NamedTuple):
+    """
+    Level and bounds of the importance weights.
+
+    Args:
+        level (`str`):
+            `"token"`, `"sequence"` or `"geometric"`.
+        lower (`float` or `None`):
+            Lower bound, `None` for truncation.
+        upper (`float`):
+            Upper bound.
+        clamps (`bool`):
+            Whether weights outside the bounds are moved to the nearest bound, instead of being set to 0.
+        normalized (`bool`):
+            Whether the weights are divided by their mean afterwards.
+    """
+
+    level: str
+    lower: float | None
+    upper: float
+    clamps: bool
+    normalized: bool
+
+    @property
+    def drops(self) -> bool:
+        """`True` if weights outside the bounds are set to 0 (IcePop)."""
+        return self.lower is not None and not self.clamps
+
+    @property
+    def grows(self) -> bool:
+        """`True` if the weight of a token is a function of its log-ratio that never falls, so that their extremes agree."""
+        return self.level == "token" and not self.drops

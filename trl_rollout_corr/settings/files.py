@@ -1,24 +1,129 @@
-"""Settings in files: whose they are, and what they say here. No torch."""
+"""Files with settings: YAML and shell scripts, of this package and of other tools. No torch."""
 
-import dataclasses
+import re
+import shlex
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
+
+import yaml
 
 from ..messages import SelfContainedError, warn
 from .config import RolloutCorrectionConfig
-from .documents import read_document
+from .fields import FIELDS
 from .migrate import VERL_KEYS, from_legacy, from_trl, from_verl
 from .presets import PRESETS
 
 
-FIELDS = frozenset(field.name for field in dataclasses.fields(RolloutCorrectionConfig))
 # Fields in dumps of earlier versions
 _RENAMED = {"rollout_monitor_thresholds": "rollout_monitor_bounds"}
 _REMOVED = ("rollout_compile",)
 # Keys that only the first releases of verl had. A boolean `rollout_is` is theirs, too.
 _LEGACY_ONLY = ("rollout_is_level", "rollout_is_mode", "rollout_is_threshold_lower", "rollout_is_veto_threshold")
+
+
+Key = tuple[str, ...]
+
+_ARGUMENT = re.compile(r"\+{0,2}([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
+
+
+class Document(NamedTuple):
+    """
+    A configuration.
+
+    Args:
+        content (`Any`):
+            Content. Arguments of a shell script are nested mappings of text.
+        lines (`dict[tuple[str, ...], int]`):
+            Line of each key by its path, counted from 1.
+        replaced (`dict[tuple[str, ...], list[int]]`):
+            Earlier lines that set a key to another value, by its path, counted from 1.
+    """
+
+    content: Any
+    lines: dict[Key, int]
+    replaced: dict[Key, list[int]] = {}
+
+    def line(self, *path: str) -> int | None:
+        """Line of a key, or of the nearest key above it with a line."""
+        found = [self.lines[path[:n]] for n in range(len(path), 0, -1) if path[:n] in self.lines]
+        return found[0] if found else None
+
+
+def read_document(file: Path | TextIO) -> Document:
+    """Read a YAML file, or a shell script with arguments such as `algorithm.gamma=1.0`. A `ValueError` has one line."""
+    try:
+        text = file.read_text(encoding="utf-8") if isinstance(file, Path) else file.read()
+        return _from_yaml(text)
+    except OSError as error:
+        raise ValueError(error.strerror) from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not YAML: {error}") from None
+    except yaml.YAMLError as error:
+        script = _from_script(text)
+        if script is None:
+            raise ValueError(f"not YAML: {str(error).splitlines()[0]}") from None
+        return script
+
+
+def _from_yaml(text: str) -> Document:
+    content = yaml.safe_load(text)
+    if isinstance(content, str):
+        return _from_script(text) or Document(content, {})
+    return Document(content, dict(_lines(yaml.compose(text, Loader=yaml.SafeLoader))))
+
+
+def _lines(node: yaml.Node | None, above: Key = ()) -> Iterator[tuple[Key, int]]:
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            path = (*above, str(key.value))
+            yield path, key.start_mark.line + 1
+            yield from _lines(value, path)
+
+
+def _from_script(text: str) -> Document | None:
+    """Arguments of a command and assignments to variables, `None` if there are none."""
+    content: dict[str, Any] = {}
+    lines: dict[Key, int] = {}
+    replaced: dict[Key, list[int]] = {}
+    variables: dict[str, str] = {}
+    for word, line in _words(text):
+        match = _ARGUMENT.fullmatch(word)
+        if match is None:
+            continue
+        name, value = match.group(1), _expand(match.group(2), variables)
+        variables[name] = value
+        if "." not in name and not name.startswith(("rollout_", "bypass_mode", "loss_type")):
+            continue
+        *above, last = name.split(".")
+        section = content
+        for part in above:
+            section = section.setdefault(part, {}) if isinstance(section.get(part, {}), dict) else {}
+        key = (*above, last)
+        if key in lines and section[last] != value:
+            replaced.setdefault(key, []).append(lines[key])
+        section[last] = value
+        lines[key] = line
+    return Document(content, lines, replaced) if content else None
+
+
+def _words(text: str) -> Iterator[tuple[str, int]]:
+    """Words of a script without quotes and comments, with their lines. Lines with unmatched quotes are left out."""
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            for word in shlex.split(line.rstrip().removesuffix("\\"), comments=True):
+                yield word, number
+        except ValueError:
+            continue
+
+
+def _expand(value: str, variables: Mapping[str, str]) -> str:
+    known = re.sub(r"\$\{?(\w+)\}?", lambda match: variables.get(match.group(1), match.group(0)), value)
+    return known.strip("\\'\"")
+
+
+# Settings of other tools ----------------------------------------------------------------------------------------------
 
 
 class Foreign(NamedTuple):
@@ -27,15 +132,15 @@ class Foreign(NamedTuple):
 
     Args:
         tool (`str`):
-            Whose they are.
+            Name of the tool.
         translate (`Callable`):
-            What translates them.
+            Function that translates them.
         settings (`Mapping` or `None`):
             The settings.
         above (`tuple[str, ...]`):
             Keys under which they stand.
         maybe_ours (`bool`, *optional*, defaults to `False`):
-            Whether they may be ours: verl's section, on its own, has our names.
+            Whether they may be settings of this package: a section of verl alone has the same names.
     """
 
     tool: str
@@ -82,16 +187,20 @@ def find_foreign(document: Any) -> Foreign | None:
 
 
 def is_legacy(section: Mapping[str, Any]) -> bool:
-    """Whether keys are those of verl's first releases."""
+    """Return `True` for keys of verl's first releases."""
     boolean = section.get("rollout_is")
     if isinstance(boolean, str):  # of a shell script
         boolean = {"true": True, "false": False}.get(boolean.strip().lower(), boolean)
     return any(key in section for key in _LEGACY_ONLY) or isinstance(boolean, bool)
 
 
+# Settings of this package ---------------------------------------------------------------------------------------------
+
+
 def read_config(path: str) -> RolloutCorrectionConfig:
     """
-    Settings of ours in a YAML file, such as a recipe. Other keys are ignored. Errors in one line, and warnings, name the file.
+    Read settings of this package from a YAML file, such as a recipe. Other keys are ignored. Errors and warnings name the
+    file.
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -123,9 +232,9 @@ def _own_fields(document: Any) -> dict[str, Any]:
 
 
 def config_of_run(settings: Mapping[str, Any], complaint: str) -> RolloutCorrectionConfig:
-    """Configuration that a dump was made with. A `ValueError` in one line begins with the complaint, and says why."""
+    """Configuration of the run that wrote a dump. Errors are a `ValueError` of one line that begins with the complaint."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about settings without effect: the run has warned already
+        warnings.simplefilter("ignore")  # the run has warned already
         try:
             # beside settings of TRL, of which none begins like this
             ours = {_RENAMED.get(key, key): value for key, value in settings.items() if key not in _REMOVED}

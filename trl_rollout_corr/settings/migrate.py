@@ -1,20 +1,20 @@
 """
 Settings of other tools, translated to fields of [`RolloutCorrectionConfig`].
 
-Each function takes a mapping and returns a dictionary of fields; what does not translate one to one is warned about, and
-what cannot be translated is an error. The classmethods `RolloutCorrectionConfig.from_verl`, `.from_legacy` and `.from_trl`
+Each function takes a mapping and returns a dictionary of fields. A setting without an exact counterpart gives a warning, and
+one without any counterpart an error. The classmethods `RolloutCorrectionConfig.from_verl`, `.from_legacy` and `.from_trl`
 call them.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-from ..messages import warn, warn_idle
+from ..messages import SettingError, warn, warn_idle
 from .criteria import DIRECTED, FIRST_NAMES
 from .thresholds import parse_number, parse_rejection_thresholds, parse_weight_threshold
 
 
-# Fields of verl's typed configuration, today's and those of the pull request that introduced it.
+# Fields of verl's typed configuration, of today and of the pull request that introduced it.
 VERL_KEYS = (
     "rollout_is",
     "rollout_is_threshold",
@@ -41,7 +41,7 @@ _LEGACY_KEYS = (
 )
 
 
-# Of what acts only with a threshold
+# Defaults of settings that act only with a threshold
 _LEGACY_DEFAULTS = {
     "rollout_is_level": "token",
     "rollout_is_mode": "truncate",
@@ -68,7 +68,7 @@ def from_verl(settings: Mapping[str, Any] | None) -> dict[str, Any]:
     criteria) are understood; text such as `"null"` and `"true"` is converted. Differences that are handled:
 
     - verl 0.9.1 applies the bounds of `*_k1` criteria to the inverse of the ratio. Bounds that are not reciprocal are
-      inverted here, with a warning, so that a ported run rejects what it rejected before. Bounds that verl does not have
+      inverted here, with a warning, so that a ported run rejects the same tokens. Bounds that verl does not have
       (of `seq_max_k1`, `token_tv`, `token_kl` and `token_binary_kl`, and a lower bound of 0) mean what they mean here.
     - verl accepts `rollout_is` without a threshold and then computes no weights; so does the translation, with a warning.
     - A missing `rollout_is` is None, as in verl's YAML defaults.
@@ -105,7 +105,8 @@ def _verl_weights(settings: dict[str, Any]) -> dict[str, Any]:
         return {"rollout_is": level, "rollout_is_threshold": parse_weight_threshold(threshold), **normalize}
     idle: dict[str, Any] = {**normalize}
     if level is not None:
-        warn("`rollout_is_threshold` is null, which makes verl compute no weights: `rollout_is` is set to None.")
+        message = "`rollout_is_threshold` is null, which makes verl compute no weights: `rollout_is` is set to None."
+        warn(message, "rollout_is_threshold")
     elif threshold not in (None, 2.0, "2.0") or ("rollout_is" not in settings and "rollout_is_threshold" in settings):
         idle["rollout_is_threshold"] = threshold  # verl's YAML has 2.0 beside a level of null
     for name, value in idle.items():
@@ -125,24 +126,21 @@ def _verl_rejection(settings: dict[str, Any]) -> dict[str, Any]:
     for name in ("rollout_rs_threshold", "rollout_rs_threshold_lower"):
         if names is None and settings.get(name) is not None:
             warn_idle(name, settings[name], "`rollout_rs` is not set")
-    if (veto := settings.get("rollout_token_veto_threshold")) is not None:
-        criteria, thresholds = _add_veto(criteria, thresholds, veto)
+    if settings.get("rollout_token_veto_threshold") is not None:
+        criteria, thresholds = _add_veto(criteria, thresholds, settings, "rollout_token_veto_threshold")
     return {"rollout_rs": criteria, "rollout_rs_threshold": thresholds} if criteria else {}
 
 
 def _verl_thresholds(settings: dict[str, Any], names: list[str], criteria: list[str]) -> list[Any]:
     threshold, lower = settings.get("rollout_rs_threshold"), settings.get("rollout_rs_threshold_lower")
     if threshold is None:
-        raise ValueError(
-            f"`rollout_rs` is {criteria}, but `rollout_rs_threshold` is not set. verl refuses this as well; set the "
-            "threshold."
-        )
+        remedy = "verl refuses this as well; set the threshold."
+        raise SettingError("rollout_rs", criteria, "but `rollout_rs_threshold` is not set", remedy=remedy)
     if lower is not None:
         if directed := [name for name in criteria if name.removeprefix("token_") in DIRECTED]:
-            raise ValueError(
-                f"`rollout_rs_threshold_lower` is {lower}, a lower bound on the ratio, and {directed[0]!r} has none. Write a "
-                "pair into `rollout_rs_threshold`: a bound for negative and one for positive advantages."
-            )
+            reason = f"a lower bound on the ratio, and {directed[0]!r} has none"
+            remedy = "Write a pair into `rollout_rs_threshold`: a bound for negative and one for positive advantages."
+            raise SettingError("rollout_rs_threshold_lower", lower, reason, remedy=remedy)
         return parse_rejection_thresholds([[lower, threshold]], criteria)
     entries = parse_rejection_thresholds(threshold, criteria)
     return [_inverted(entry, name) if name in _INVERTED else entry for entry, name in zip(entries, names, strict=True)]
@@ -157,7 +155,8 @@ def _inverted(bounds: Any, name: str) -> list[float]:
     warn(
         f"verl applies the bounds of `{name}` to the inverse of the ratio: [{lower:g}, {upper:g}] there keeps ratios in "
         f"[{inverted[0]:.6g}, {inverted[1]:.6g}], and that is what the translated configuration says. If you meant ratios in "
-        f"[{lower:g}, {upper:g}], set `rollout_rs_threshold` to that."
+        f"[{lower:g}, {upper:g}], set `rollout_rs_threshold` to that.",
+        "rollout_rs_threshold",
     )
     return inverted
 
@@ -196,7 +195,8 @@ def from_legacy(settings: Mapping[str, Any]) -> dict[str, Any]:
         if settings.get("rollout_is"):
             warn(
                 "`rollout_is` is true but `rollout_is_threshold` is missing, which switched everything off in verl: so it is "
-                "here. For token weights set `rollout_correction` to decoupled_token_is."
+                "here. For token weights set `rollout_correction` to decoupled_token_is.",
+                "rollout_is",
             )
         for name, default in _LEGACY_DEFAULTS.items():
             if (value := settings.get(name, default)) != default:
@@ -205,17 +205,20 @@ def from_legacy(settings: Mapping[str, Any]) -> dict[str, Any]:
     upper = parse_number(upper, "rollout_is_threshold")
     level, mode = settings.get("rollout_is_level", "token"), settings.get("rollout_is_mode", "truncate")
     if level not in FIRST_NAMES:
-        raise ValueError(f"`rollout_is_level` must be one of {', '.join(FIRST_NAMES)}, got {level!r}.")
+        raise SettingError("rollout_is_level", level, allowed=f"one of {', '.join(FIRST_NAMES)}")
     criteria, thresholds = [], []
     if mode in ("mask", "clip"):
         criteria = [FIRST_NAMES[level]]
         thresholds = parse_rejection_thresholds([[1 / upper if lower is None else lower, upper]], criteria)
     elif mode != "truncate":
-        raise ValueError(f"`rollout_is_mode` must be 'truncate', 'mask' or 'clip', got {mode!r}.")
+        raise SettingError("rollout_is_mode", mode, allowed="'truncate', 'mask' or 'clip'")
     elif lower is not None:
-        warn(f"`rollout_is_threshold_lower` is {lower} but never acted on the weights in mode 'truncate': dropped.")
+        message = (
+            f"`rollout_is_threshold_lower` is {lower} but never acted on the weights in mode 'truncate': dropped."
+        )
+        warn(message, "rollout_is_threshold_lower")
     if settings.get("rollout_is_veto_threshold") is not None:
-        criteria, thresholds = _add_veto(criteria, thresholds, settings["rollout_is_veto_threshold"])
+        criteria, thresholds = _add_veto(criteria, thresholds, settings, "rollout_is_veto_threshold")
     fields = {"rollout_is": level, "rollout_is_threshold": parse_weight_threshold(upper)}
     if criteria:
         fields.update(rollout_rs=criteria, rollout_rs_threshold=thresholds)
@@ -251,10 +254,8 @@ def from_trl(settings: Mapping[str, Any]) -> dict[str, Any]:
     lower = settings.get("vllm_importance_sampling_clip_min")
     level, _, bounding = str(mode).partition("_")
     if level not in ("token", "sequence") or bounding not in ("truncate", "mask"):
-        raise ValueError(
-            f"`vllm_importance_sampling_mode` must be token_truncate, token_mask, sequence_truncate or sequence_mask, got "
-            f"{mode!r}."
-        )
+        allowed = "token_truncate, token_mask, sequence_truncate or sequence_mask"
+        raise SettingError("vllm_importance_sampling_mode", mode, allowed=allowed)
     upper = float("inf") if upper is None else upper
     fields = {"rollout_is": level, "rollout_is_threshold": parse_weight_threshold(upper)}
     fields["rollout_nan_policy"] = "neutralize"
@@ -265,16 +266,17 @@ def from_trl(settings: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def _add_veto(criteria: list[str], thresholds: list, veto: Any) -> tuple[list[str], list]:
-    """Drop a sequence if the ratio of any of its tokens is below `veto`."""
-    lower = parse_number(veto, "rollout_token_veto_threshold")
+def _add_veto(criteria: list[str], thresholds: list, settings: Mapping[str, Any], name: str) -> tuple[list[str], list]:
+    """Reject a sequence if the ratio of any of its tokens is below the threshold of a name."""
+    lower = parse_number(settings[name], name)
     return [*criteria, "seq_max_k1"], [*thresholds, [lower, float("inf")]]
 
 
 def _check_keys(settings: Mapping[str, Any], known: tuple[str, ...], what: str):
     unknown = sorted(set(settings) - set(known))
     if unknown:
-        raise ValueError(f"{unknown} do not belong to {what}. Known keys: {', '.join(known)}.")
+        key, remedy = unknown[0], f"Known keys: {', '.join(known)}."
+        raise SettingError(key, settings[key], f"which does not belong to {what}", remedy=remedy)
 
 
 def _plain(value: Any) -> Any:

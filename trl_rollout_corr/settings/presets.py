@@ -6,6 +6,7 @@ correction to verl, written in today's fields; their `veto` is the criterion `se
 holds what came after.
 """
 
+from collections.abc import Callable
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -166,7 +167,7 @@ PRESETS: dict[Preset, dict[str, Any]] = {
 # The preset of a run that names none.
 DEFAULT: Preset = "decoupled_token_is"
 
-# What a preset decides, and what it says where its row says nothing.
+# Fields that a preset decides, with the values for those missing in its row.
 _BASE: dict[str, Any] = {
     **_TOKEN_TIS,
     "rollout_rs": None,
@@ -177,5 +178,60 @@ _BASE: dict[str, Any] = {
 
 
 def settings_of(preset: Preset | None) -> dict[str, Any]:
-    """All that a preset decides, as a copy. `None` is no correction."""
+    """Values of all fields that a preset decides, as a copy. `None` is no correction."""
     return deepcopy({**_BASE, **PRESETS[preset or "disabled"]})
+
+
+DECIDED = tuple(_BASE)
+
+
+# Methods of verl's first pull request -----------------------------------------------------------------------------------
+
+
+def _weights(threshold: float = 2.0) -> dict[str, Any]:
+    return {"rollout_is_threshold": threshold}
+
+
+def _ratio_bounds(upper: float, lower: float | None) -> list[float]:
+    return [1 / upper if lower is None else lower, upper]
+
+
+def _seq_is_rs(
+    is_threshold: float = 2.0, rs_threshold: float = 2.0, rs_threshold_lower: float | None = None
+) -> dict[str, Any]:
+    bounds = _ratio_bounds(rs_threshold, rs_threshold_lower)
+    return {"rollout_is_threshold": is_threshold, "rollout_rs_threshold": [bounds]}
+
+
+def _seq_mis(threshold: float = 2.0) -> dict[str, Any]:
+    return {"rollout_is_threshold": threshold, "rollout_rs_threshold": [[0.0, threshold]]}
+
+
+def _geo_rs(
+    rs_threshold: float = 1.001, rs_threshold_lower: float | None = None, veto_threshold: float | None = 1e-4
+) -> dict[str, Any]:
+    bounds = _ratio_bounds(rs_threshold, rs_threshold_lower)
+    if veto_threshold is None:
+        return {"rollout_rs": ["seq_mean_k1"], "rollout_rs_threshold": [bounds]}
+    return {"rollout_rs_threshold": [bounds, [veto_threshold, float("inf")]]}
+
+
+def _geo_mis(
+    rs_threshold: float = 1.001, rs_threshold_lower: float = 0.999, veto_threshold: float | None = 1e-4
+) -> dict[str, Any]:
+    return _geo_rs(rs_threshold, rs_threshold_lower, veto_threshold)
+
+
+# Class methods of verl's configuration in that pull request: fields of the preset of the same name, from their arguments
+FIRST_METHODS: dict[Preset, Callable[..., dict[str, Any]]] = {
+    "token_is": _weights,
+    "token_tis": _weights,
+    "seq_is": _weights,
+    "seq_is_rs": _seq_is_rs,
+    "seq_mis": _seq_mis,
+    "geo_rs": _geo_rs,
+    "geo_mis": _geo_mis,
+    "ppo_is_bypass": _weights,
+    "pure_is": _weights,
+    "disabled": lambda: {},
+}

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from ..messages import nearest
+from ..messages import SettingError, nearest
 from .criteria import CRITERIA, DIRECTED, FIRST_NAMES
 
 
@@ -24,7 +24,7 @@ _UNDERSCORE_HINT = (
 Bounds = float | list[float]
 
 
-def parse_number(value: Any, field: str) -> float:
+def parse_number(value: Any, field: str, part: str = "") -> float:
     """
     Parse one number.
 
@@ -33,6 +33,8 @@ def parse_number(value: Any, field: str) -> float:
             A number, or its text.
         field (`str`):
             Field that the error names.
+        part (`str`, *optional*):
+            Part of the field that the error names, such as "for `token_k1`".
 
     Returns:
         `float`: the number, possibly infinite.
@@ -46,7 +48,7 @@ def parse_number(value: Any, field: str) -> float:
         with suppress(OverflowError):  # of an integer beyond all floats
             if not math.isnan(value):
                 return float(value)
-    raise ValueError(f"`{field}` must be made of numbers, got {value!r}. {_UNDERSCORE_HINT}")
+    raise SettingError(field, value, allowed="made of numbers", remedy=_UNDERSCORE_HINT, part=part)
 
 
 def parse_structure(value: Any, field: str) -> Any:
@@ -78,7 +80,7 @@ def parse_structure(value: Any, field: str) -> Any:
         try:
             return json.loads(re.sub(r"[^\[\],\s]+", lambda match: json.dumps(match.group()), text))
         except json.JSONDecodeError as error:
-            raise ValueError(f"`{field}` is not a list of numbers and pairs of numbers, got {value!r}.") from error
+            raise SettingError(field, value, "which is not a list of numbers and pairs of numbers") from error
     split = [part.strip().split("_") for part in text.split(",")]
     parts = [part[0] if len(part) == 1 else part for part in split]
     return parts[0] if len(parts) == 1 and isinstance(parts[0], str) else parts
@@ -100,19 +102,19 @@ def parse_weight_threshold(value: Any) -> Bounds:
     """
     field = "rollout_is_threshold"
     if value is None:
-        raise ValueError(
-            f"`{field}` must be a number or a pair [lower, upper], got None. For weights without a bound set it to inf; for "
-            "no weights set `rollout_is` to None."
-        )
+        remedy = "For weights without a bound set it to inf; for no weights set `rollout_is` to None."
+        raise SettingError(field, value, allowed="a number or a pair [lower, upper]", remedy=remedy)
     parsed = parse_structure(value, field)
     if isinstance(parsed, list):
         return _parse_pair(parsed[0] if len(parsed) == 1 and isinstance(parsed[0], list) else parsed, field)
     upper = parse_number(parsed, field)
     if upper < 1:
-        raise ValueError(
-            f"`{field}` must be at least 1 when it is one number (a truncation bound), got {upper}: a lower bound would "
-            f"shrink the weight of tokens on which both policies agree. Set a number such as 2.0, or a pair such as "
-            f"[0.5, 5.0]. {_UNDERSCORE_HINT}"
+        raise SettingError(
+            field,
+            upper,
+            "a lower bound would shrink the weight of tokens on which both policies agree",
+            "at least 1 when it is one number (a truncation bound)",
+            f"Set a number such as 2.0, or a pair such as [0.5, 5.0]. {_UNDERSCORE_HINT}",
         )
     return upper
 
@@ -137,18 +139,18 @@ def parse_criteria(value: Any) -> list[str] | None:
     if names is None:
         return None
     if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"`rollout_rs` must be a list of names, got {value!r}. Allowed names: {', '.join(CRITERIA)}.")
+        remedy = f"Allowed names: {', '.join(CRITERIA)}."
+        raise SettingError("rollout_rs", value, allowed="a list of names", remedy=remedy)
     names = [name.strip() for name in names]
     if names in (["none"], ["null"], ["None"], []):
         return None
     for name in names:
         if name not in CRITERIA:
             hint = f" Did you mean {FIRST_NAMES[name]!r}, its name today?" if name in FIRST_NAMES else None
-            raise ValueError(
-                f"`rollout_rs` contains {name!r}.{hint or nearest(name, CRITERIA)} Allowed names: {', '.join(CRITERIA)}."
-            )
+            remedy = f"{hint or nearest(name, CRITERIA)} Allowed names: {', '.join(CRITERIA)}.".strip()
+            raise SettingError("rollout_rs", names, f"and {name!r} is no criterion", remedy=remedy)
     if len(set(names)) < len(names):
-        raise ValueError(f"`rollout_rs` names a criterion twice, got {names}. List each once.")
+        raise SettingError("rollout_rs", names, "which names a criterion twice", remedy="List each once.")
     return names
 
 
@@ -179,67 +181,65 @@ def parse_rejection_thresholds(value: Any, criteria: Sequence[str]) -> list[Boun
     if len(entries) == 1:
         entries = entries * len(criteria)
     if len(entries) != len(criteria):
-        raise ValueError(
-            f"`{field}` must have one entry for each of the {len(criteria)} criteria in `rollout_rs` "
-            f"({', '.join(criteria)}), or one entry for all of them; got {len(entries)} in {value!r}."
-        )
+        allowed = f"one entry for each of the {len(criteria)} criteria in `rollout_rs` ({', '.join(criteria)}), or one for all"
+        raise SettingError(field, value, f"{len(entries)} entries", allowed)
     return [_parse_entry(entry, name) for entry, name in zip(entries, criteria, strict=True)]
 
 
 def _parse_entry(entry: Any, name: str) -> Bounds:
-    field = "rollout_rs_threshold"
-    if isinstance(entry, tuple):
-        entry = list(entry)
+    field, part = "rollout_rs_threshold", f"for `{name}`"
+    entry = list(entry) if isinstance(entry, tuple) else entry
     if name.endswith("k1"):
-        if isinstance(entry, list):
-            return _parse_pair(entry, f"{field}` for `{name}")
-        upper = parse_number(entry, f"{field}` for `{name}")
-        if upper < 1:
-            raise ValueError(
-                f"`{field}` for `{name}` must be a pair of bounds on the ratio such as [0.5, 2.0], or a number u of at "
-                f"least 1 that stands for [1/u, u]; got {upper}. With several criteria, one pair each is written "
-                f"[[0.5, 2.0], [0.5, 2.0]]. {_UNDERSCORE_HINT}"
-            )
-        return [1 / upper, upper]
+        return _parse_ratio_bounds(entry, field, part)
     if name.removeprefix("token_") in DIRECTED:
-        bounds = _parse_directed(entry, f"{field}` for `{name}")
+        bounds = _parse_directed(entry, field, part)
         if name == "token_tv" and (min(bounds) >= 1 or any(1 <= bound < math.inf for bound in bounds)):
-            raise ValueError(
-                f"`{field}` for `token_tv` must be below 1, got {entry!r}: a difference of probabilities is at most 1, so "
-                "that such a bound rejects nothing. Set one such as 0.2, or a pair with inf on the side without a bound."
-            )
+            reason = "a difference of probabilities is at most 1, so such a bound rejects nothing"
+            remedy = "Set one such as 0.2, or a pair with inf on the side without a bound."
+            raise SettingError(field, entry, reason, "below 1", remedy, part)
         return bounds
     if isinstance(entry, list):
-        raise ValueError(
-            f"`{field}` for `{name}` must be one upper bound, got {entry!r}. Only k1 criteria take a pair [lower, upper]."
-        )
-    upper = parse_number(entry, f"{field}` for `{name}")
+        remedy = "Only k1 criteria take a pair [lower, upper]."
+        raise SettingError(field, entry, allowed="one upper bound", remedy=remedy, part=part)
+    upper = parse_number(entry, field, part)
     if upper <= 0:
-        raise ValueError(f"`{field}` for `{name}` must be a positive upper bound, got {upper}.")
+        raise SettingError(field, upper, allowed="a positive upper bound", part=part)
     return upper
 
 
-def _parse_directed(entry: Any, field: str) -> list[float]:
-    """Largest change against a negative advantage, and with a positive one. One number stands for both."""
+def _parse_ratio_bounds(entry: Any, field: str, part: str) -> list[float]:
+    """Bounds on the ratio: a pair, or a number `u` for `[1/u, u]`."""
+    if isinstance(entry, list):
+        return _parse_pair(entry, field, part)
+    upper = parse_number(entry, field, part)
+    if upper < 1:
+        allowed = (
+            "a pair of bounds on the ratio such as [0.5, 2.0], or a number u of at least 1 that stands for [1/u, u]"
+        )
+        remedy = f"With several criteria, one pair each is written [[0.5, 2.0], [0.5, 2.0]]. {_UNDERSCORE_HINT}"
+        raise SettingError(field, upper, allowed=allowed, remedy=remedy, part=part)
+    return [1 / upper, upper]
+
+
+def _parse_directed(entry: Any, field: str, part: str) -> list[float]:
+    """Largest change of a token with a negative and with a positive advantage. One number stands for both."""
     pair = entry if isinstance(entry, list) else [entry, entry]
     if len(pair) != 2 or any(isinstance(bound, list) for bound in pair):
-        raise ValueError(f"`{field}` must be a number, or a pair for negative and positive advantages, got {entry!r}.")
-    bounds = [parse_number(bound, field) for bound in pair]
+        allowed = "a number, or a pair for negative and positive advantages"
+        raise SettingError(field, entry, allowed=allowed, part=part)
+    bounds = [parse_number(bound, field, part) for bound in pair]
     if min(bounds) <= 0:
-        raise ValueError(
-            f"`{field}` must be made of positive bounds, got {entry!r}: they are on the size of the change."
-        )
+        reason = "the bounds are on the size of the change"
+        raise SettingError(field, entry, reason, "made of positive bounds", part=part)
     return bounds
 
 
-def _parse_pair(pair: list, field: str) -> list[float]:
-    """Two numbers around 1, as bounds on a ratio. A lower bound of 0 or an upper bound of infinity is no bound."""
+def _parse_pair(pair: list, field: str, part: str = "") -> list[float]:
+    """Bounds around 1 on a ratio. A lower bound of 0 or an upper bound of infinity is no bound."""
     if len(pair) != 2 or any(isinstance(bound, list) for bound in pair):
-        raise ValueError(f"`{field}` must be a number or a pair [lower, upper], got {pair!r}.")
-    lower, upper = (parse_number(bound, field) for bound in pair)
+        raise SettingError(field, pair, allowed="a number or a pair [lower, upper]", part=part)
+    lower, upper = (parse_number(bound, field, part) for bound in pair)
     if not 0 <= lower <= 1 <= upper:
-        raise ValueError(
-            f"`{field}` must be a pair with 0 <= lower <= 1 <= upper, got [{lower}, {upper}]: bounds that exclude a ratio "
-            "of 1 drop the tokens on which both policies agree."
-        )
+        reason = "bounds that exclude a ratio of 1 drop the tokens on which both policies agree"
+        raise SettingError(field, [lower, upper], reason, "a pair with 0 <= lower <= 1 <= upper", part=part)
     return [lower, upper]

@@ -89,6 +89,6 @@ def visible_tokens(
     return visible if not sliding_window else visible & (distance < sliding_window)
 
 
-def register_tree_attention():
+def register_tree_attention() -> None:
     """Replace TRL's attention in models that are built afterwards."""
     AttentionInterface.register(TREE_ATTENTION, tree_attention)

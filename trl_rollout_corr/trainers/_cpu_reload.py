@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 
-def push(llm: Any, weights: Iterable[tuple[str, torch.Tensor]]):
+def push(llm: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     """
     Push weights through vLLM's own reload, and clear the prefix cache of the old weights.
 
@@ -28,12 +28,12 @@ class PackingWorker:
     `--worker-extension-cls trl_rollout_corr.trainers._cpu_reload.PackingWorker`.
     """
 
-    def reload_and_pack(self, weights_path: str):
+    def reload_and_pack(self, weights_path: str) -> None:
         """Load weights from a folder, and pack all of them. For `/collective_rpc`."""
         reload(self, weights_path=weights_path)
 
 
-def reload(worker: Any, **weights: Any):
+def reload(worker: Any, **weights: Any) -> None:
     """
     Load weights into the model of a vLLM worker, and pack all of them for its CPU kernels.
 
@@ -56,7 +56,7 @@ def reload(worker: Any, **weights: Any):
         pack_tied_heads(model)
 
 
-def pack_experts_again(model: torch.nn.Module):
+def pack_experts_again(model: torch.nn.Module) -> None:
     """Let vLLM pack experts at the next load, as at the first."""
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
@@ -64,7 +64,7 @@ def pack_experts_again(model: torch.nn.Module):
             method.moe_kernel = None
 
 
-def pack_tied_heads(model: torch.nn.Module):
+def pack_tied_heads(model: torch.nn.Module) -> None:
     """Pack layers that share their weight with another layer."""
     layers: list[Any] = [x for x in model.modules() if hasattr(x, "quant_method") and hasattr(x, "weight")]
     uses = Counter(id(layer.weight) for layer in layers)

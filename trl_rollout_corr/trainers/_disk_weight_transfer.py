@@ -46,14 +46,14 @@ class DiskWeightTransfer:
     ```
     """
 
-    def __init__(self, server_url: str, folder: str | Path, timeout: float = 1800.0):
+    def __init__(self, server_url: str, folder: str | Path, timeout: float = 1800.0) -> None:
         self.client = VLLMClient(server_url)
         self.folder = Path(folder).absolute()
         self.timeout = timeout
         self._version = 0
         self._method = "reload_weights"  # of the server's worker
 
-    def init_weight_transfer(self):
+    def init_weight_transfer(self) -> None:
         """
         Wait for the server, and check that it takes weights.
 
@@ -77,11 +77,11 @@ class DiskWeightTransfer:
                 "weights of experts. Start it with that option, where trl-rollout-corr is installed."
             )
 
-    def pause(self):
+    def pause(self) -> None:
         """Pause requests, also those in progress. Their keys and values are computed again with the new weights."""
         self.client.pause(timeout=int(self.timeout))
 
-    def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]):
+    def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
         """
         Write weights and make the server load them.
 
@@ -97,18 +97,18 @@ class DiskWeightTransfer:
         self._load(self._path())
         shutil.rmtree(previous, ignore_errors=True)
 
-    def resume(self):
+    def resume(self) -> None:
         """Resume requests."""
         self.client.resume(timeout=int(self.timeout))
 
-    def destroy(self):
+    def destroy(self) -> None:
         """Remove the weights on disk."""
         shutil.rmtree(self._path(), ignore_errors=True)
 
     def _path(self) -> Path:
         return self.folder / f"weights-{self._version}"
 
-    def _load(self, folder: Path):
+    def _load(self, folder: Path) -> None:
         response = requests.post(
             f"{self.client.server_url}/collective_rpc",
             json={"method": self._method, "kwargs": {"weights_path": str(folder)}},
@@ -121,7 +121,7 @@ class DiskWeightTransfer:
             )
 
 
-def _write(weights: Iterator[tuple[str, torch.Tensor]], folder: Path):
+def _write(weights: Iterator[tuple[str, torch.Tensor]], folder: Path) -> None:
     """Write weights as a checkpoint of several files, with at most `_SHARD` bytes in memory at a time."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

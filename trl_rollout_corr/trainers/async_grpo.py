@@ -53,7 +53,7 @@ def check_proximal(value: Any) -> str:
     return value
 
 
-def check_asynchronous(config: Any):
+def check_asynchronous(config: Any) -> None:
     """
     Refuse or warn about settings that an asynchronous run cannot follow.
 
@@ -83,7 +83,7 @@ def check_asynchronous(config: Any):
         )
 
 
-def warn_about_proximal(config: Any):
+def warn_about_proximal(config: Any) -> None:
     """Warn if the run has no old policy, so that `rollout_proximal` has no effect."""
     if config.rollout_proximal != "visit" and (config.bypass_mode or not config.corrects):
         reason = "it is the old policy of decoupled mode, with weights or rejection"
@@ -115,7 +115,7 @@ class RolloutCorrectedAsyncGRPOConfig(RolloutCorrectionConfig, AsyncGRPOConfig):
         metadata={"help": "Old policy in decoupled mode: visit (the current one), or interpolated by age (A-3PO)."},
     )
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         RolloutCorrectionConfig.__post_init__(self)
         AsyncGRPOConfig.__post_init__(self)
         warn_about_distortion(
@@ -123,7 +123,7 @@ class RolloutCorrectedAsyncGRPOConfig(RolloutCorrectionConfig, AsyncGRPOConfig):
         )
         self.check(warns=True)
 
-    def check(self, *, warns: bool = False):
+    def check(self, *, warns: bool = False) -> None:
         super().check()
         check_asynchronous(self)
         if warns:
@@ -171,7 +171,7 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
     _config_class = RolloutCorrectedAsyncGRPOConfig
     _tag_names = [*AsyncGRPOTrainer._tag_names, "rollout-correction"]
 
-    def __init__(self, model, reward_funcs=None, args=None, *further_args, **kwargs):
+    def __init__(self, model, reward_funcs=None, args=None, *further_args, **kwargs) -> None:
         check_trl(AsyncGRPOTrainer, {AsyncGRPOTrainer: ASYNCHRONOUS})
         check_bases(type(self), RolloutCorrectedAsyncGRPOTrainer, AsyncGRPOTrainer, method="compute_loss")
         args = self._checked_args(model, args)
@@ -189,7 +189,7 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
         self.add_callback(self._end)
         self._set_up_observer()
 
-    def _check_weights_reach_the_server(self):
+    def _check_weights_reach_the_server(self) -> None:
         if isinstance(self.weight_transfer, WeightTransferClient):
             raise ValueError(
                 "`weight_transfer` is None, which is NCCL, and NCCL needs GPUs. Pass `weight_transfer=DiskWeightTransfer("
@@ -207,7 +207,7 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
         samples.queue = self._tap = Tap(samples.queue)
         samples.check_health_fn = self._check_health
         batcher.dataset = Carrier(samples, self._tap, self._optimizer_step_of, self._samples_failed)
-        with_text = any((self._observer.dump, self._observer.preflight))
+        with_text = any((self._observer.dump, self._observer.first_step))
         inner = dataloader.base_dataloader  # Accelerate's around torch's
         inner.collate_fn = Layout(inner.collate_fn, with_text, self.processing_class.pad_token_id)
         return dataloader
@@ -217,7 +217,7 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
 
     # Errors of sampler and server ----------------------------------------------------------------------------------------
 
-    def _check_health(self, stale_after_s: float):
+    def _check_health(self, stale_after_s: float) -> None:
         """Health check that TRL calls when no sample comes for a while."""
         self.rollout_worker.check_health(stale_after_s)
         if (gone := self._missing_server()) is not None:
@@ -251,7 +251,7 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
         self._end.error = error
         return True
 
-    def _sync_weight(self):
+    def _sync_weight(self) -> None:
         if not self._end.running:
             super()._sync_weight()
             self._check_server()
@@ -274,7 +274,7 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
             return not self._end.agree(self.control, self.state)
         return True
 
-    def _check_server(self):
+    def _check_server(self) -> None:
         if isinstance(self.rollout_worker, AsyncRolloutWorker):  # only on the main process
             self._engine_config = self.vllm_client.get_server_info()
             check_server_logprobs(self._engine_config["model_config"]["logprobs_mode"], self.temperature)
@@ -310,7 +310,7 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
     @torch.no_grad()
     def _correct(
         self, output: Any, forward: Callable[[], Any], inputs: Mapping[str, Any], awaited: Mapping[str, Awaited]
-    ):
+    ) -> None:
         """Correct a micro-batch after its forward pass, and fill the placeholders in TRL's loss."""
         terms, selected = Terms(inputs[TERMS][0]), inputs["token_index"] >= 0
         index = inputs["token_index"][selected]
@@ -347,8 +347,8 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
         """Anchor of the ratio, `(B, T)`, and the corrected batch."""
         old = self._old_logps(current, batch)
         self._observer.visited(self._now, self._ages(batch), batch[LOSS_MASK], current, old)
-        self._weigh_step(current, batch)
         seen = self._correct_from(old, batch, from_old=False)  # the old policy is newer than the sampler
+        self._weigh_step(current, batch, seen)
         anchor = old
         if self.args.bypass_mode and self.args.corrects:
             anchor, seen = self._bypass(seen)

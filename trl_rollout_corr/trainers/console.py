@@ -1,4 +1,4 @@
-"""The console: one line per log. Trackers still get everything."""
+"""Console output of training: one line per log. Trackers get all metrics."""
 
 import logging
 import sys
@@ -10,8 +10,7 @@ from transformers import PrinterCallback, ProgressCallback, TrainerControl, Trai
 from transformers.trainer_callback import CallbackHandler
 
 from .. import __version__
-from ..messages import logger
-from ..settings.keys import PREFIX
+from ..messages import PREFIX, logger
 from .monitor import ALARMS
 
 
@@ -34,11 +33,11 @@ class Console(PrinterCallback):
     `callbacks=[transformers.PrinterCallback()]`.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._started, self._first_step = time.monotonic(), 0  # until training begins, for logs outside it
         self._handler: logging.Handler | None = None
 
-    def on_train_begin(self, args, state: TrainerState, control: TrainerControl, **kwargs):
+    def on_train_begin(self, args, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         self._started, self._first_step = time.monotonic(), state.global_step
         if state.is_world_process_zero:
             self._handler = None if logger.hasHandlers() else _AboveTheBar()
@@ -46,7 +45,9 @@ class Console(PrinterCallback):
                 logger.addHandler(self._handler)
             write(f"Rollout correction {__version__}: {args.description}")
 
-    def on_log(self, args, state: TrainerState, control: TrainerControl, logs: dict[str, Any] | None = None, **kwargs):
+    def on_log(
+        self, args, state: TrainerState, control: TrainerControl, logs: dict[str, Any] | None = None, **kwargs
+    ) -> None:
         if not state.is_world_process_zero or not logs:
             return
         if "train_runtime" in logs:
@@ -55,7 +56,7 @@ class Console(PrinterCallback):
         else:
             write(f"{self._progress(state)}  {_line(logs) or logs}")
 
-    def on_train_end(self, args, state: TrainerState, control: TrainerControl, **kwargs):
+    def on_train_end(self, args, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         if state.is_world_process_zero and self._handler is not None:
             logger.removeHandler(self._handler)
 
@@ -70,18 +71,18 @@ class Console(PrinterCallback):
 class _Bar(ProgressCallback):
     """The progress bar, without the log."""
 
-    def on_log(self, args, state, control, logs=None, **kwargs):
+    def on_log(self, args, state, control, logs=None, **kwargs) -> None:
         pass
 
 
 class _AboveTheBar(logging.Handler):
     """Writes messages to standard error, without tearing a progress bar."""
 
-    def emit(self, record: logging.LogRecord):
+    def emit(self, record: logging.LogRecord) -> None:
         tqdm.write(self.format(record), file=sys.stderr)
 
 
-def write(line: str):
+def write(line: str) -> None:
     """Print a line, or several, without tearing a progress bar."""
     tqdm.write(line)
     sys.stdout.flush()  # of a job, which is a file
@@ -103,8 +104,8 @@ def _duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
-def add_console(handler: CallbackHandler):
-    """Put a console in the place of the last callback by which Transformers prints. Notebooks keep theirs."""
+def add_console(handler: CallbackHandler) -> None:
+    """Print lines in place of what Transformers prints: of the callbacks, the last. Notebooks keep theirs."""
     for i, callback in reversed(list(enumerate(handler.callbacks))):
         if type(callback) is PrinterCallback:
             handler.callbacks[i] = Console()

@@ -16,18 +16,19 @@ import torch
 from transformers import PreTrainedModel
 from trl import GRPOConfig, RLOOConfig
 
-from ..correction.compute import RolloutCorrection, compute_rollout_correction, usable_rollout_logps
-from ..correction.functional import LOG_RATIO_BOUND, expected_share_outside
+from ..correction.compute import RolloutCorrection, compute_rollout_correction
+from ..correction.functional import LOG_RATIO_BOUND, expected_share_outside, select_tokens
+from ..dumps.writing import plain
 from ..messages import warn
 from .batch import ROLLOUT_LOGPS, ROLLOUT_STEP
 from .card import complete_card
 from .console import add_console
 from .delivery import Delivery
 from .dumping import SequenceDump, check_dump_folder
+from .first_step import FirstStepDiagnosis
 from .lr_scaling import LearningRateScaling, check_scalable
 from .monitor import MONITOR_FIELDS, RolloutCorrectionMonitor, add_monitor, settle_monitors
 from .observer import Corrected, Moment, Observer
-from .preflight import Preflight
 from .run_metadata import check_dropout, check_types, engine_metadata, may_round, trainer_metadata
 from .trl_interface import check_config_class
 
@@ -54,7 +55,7 @@ _READ_AT_START = (
 ROUNDING = 0.04
 
 
-def check_bounds_of_means(config: GRPOConfig | RLOOConfig):
+def check_bounds_of_means(config: GRPOConfig | RLOOConfig) -> None:
     """
     Warn if bounds of `seq_mean_k1` are so narrow that rounding alone rejects most completions.
 
@@ -111,18 +112,18 @@ class CorrectionCore(_Host):
             check_dump_folder(Path(args.rollout_dump_dir), new_run=False)
         return args
 
-    def _set_up_observer(self):
+    def _set_up_observer(self) -> None:
         """Last step of building a trainer: warnings about the model, the observer, and the callbacks."""
         check_dropout(self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=True))
         add_console(self.callback_handler)
         self._about = {"trainer": type(self).__name__, **self._metadata()}
         check_types(self._about)
-        self._engine_kwargs = deepcopy(self.args.rollout_engine_kwargs)
+        self._engine_kwargs = plain(self.args.rollout_engine_kwargs)
         self._observer = Observer(self.args, self.accelerator, self.callback_handler)
         self._delivery = Delivery(self.accelerator, self._doubt_delivery)
         self._equip()
 
-    def _equip(self):
+    def _equip(self) -> None:
         """Add the callbacks of the settings, and remove the others. Settings may change until training begins."""
         args, observer = self.args, self._observer
         of_monitor = deepcopy([getattr(args, name) for name in MONITOR_FIELDS])
@@ -130,7 +131,7 @@ class CorrectionCore(_Host):
             self._of_monitor = of_monitor
             add_monitor(self.callback_handler, args)
         observer.dump = self._equipped(observer.dump, args.rollout_dump_dir is not None, self._new_dump)
-        observer.preflight = self._equipped(observer.preflight, args.rollout_diagnose, self._new_preflight)
+        observer.first_step = self._equipped(observer.first_step, args.rollout_diagnose, self._new_first_step)
         self._lr_scaling = self._equipped(self._lr_scaling, args.rollout_lr_scaling is not None, self._new_lr_scaling)
 
     def _equipped(self, found: Any, wanted: bool, new: Callable[[], Any]) -> Any:
@@ -144,7 +145,7 @@ class CorrectionCore(_Host):
 
     def train(self, *args, **kwargs):
         self._checked_args(self.model, self.args)
-        if self.args.rollout_engine_kwargs != self._engine_kwargs:
+        if plain(self.args.rollout_engine_kwargs) != self._engine_kwargs:
             raise ValueError(
                 f"`rollout_engine_kwargs` is {self.args.rollout_engine_kwargs!r}, but was {self._engine_kwargs!r} when the "
                 "trainer was built, and that is what the sampler runs with. Build the trainer with it."
@@ -165,14 +166,14 @@ class CorrectionCore(_Host):
         """Reason why a sampler with all new weights may look as if it had old ones; `None` if there is none."""
         return may_round(self._metadata(), in_part)
 
-    def _new_preflight(self) -> Preflight:
-        return Preflight(self.args, self._about)
+    def _new_first_step(self) -> FirstStepDiagnosis:
+        return FirstStepDiagnosis(self.args, self._about)
 
     def _new_dump(self) -> SequenceDump:
         tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
         return SequenceDump(self.args, self.accelerator, tokenizer, self.args.seed, self._about)
 
-    def add_callback(self, callback):
+    def add_callback(self, callback) -> None:
         super().add_callback(callback)
         if isinstance(callback, RolloutCorrectionMonitor) or callback is RolloutCorrectionMonitor:
             settle_monitors(self.callback_handler)
@@ -201,17 +202,27 @@ class CorrectionCore(_Host):
         """Age of each completion, `(B,)` in optimizer steps, NaN if unknown; `None` if the sampler tells none."""
         return self.state.global_step - batch[ROLLOUT_STEP] if ROLLOUT_STEP in batch else None
 
-    def _look_at_delivery(self, current: torch.Tensor, batch: dict[str, Any], score: Callable[[], torch.Tensor]):
+    def _look_at_delivery(
+        self, current: torch.Tensor, batch: dict[str, Any], score: Callable[[], torch.Tensor]
+    ) -> None:
         """Check that weights arrive in the sampler. `score` computes `current` again, with the weights of that time."""
         ages = self._ages(batch)
         if ages is not None and self.model.training:
             step, mask = self.state.global_step, self._loss_mask(batch)
             self._delivery.visited(step, current, batch[ROLLOUT_LOGPS], mask, ages, score)
 
-    def _weigh_step(self, current: torch.Tensor, batch: dict[str, Any]):
+    def _weigh_step(self, current: torch.Tensor, batch: dict[str, Any], seen: Corrected | None = None) -> None:
         """Count a micro-batch for the factor of the learning rate, if `rollout_lr_scaling` is set."""
-        if self._lr_scaling is not None and self.model.training:
-            self._lr_scaling.visited(current, batch[ROLLOUT_LOGPS], self._loss_mask(batch))
+        if self._lr_scaling is None or not self.model.training:
+            return
+        if (
+            seen is not None and seen.correction.log_ratio is not None
+        ):  # of the current policy to the sampler, in bypass mode
+            self._lr_scaling.visited(seen.correction.log_ratio, seen.correction.valid)
+            return
+        neutralize = self.args.rollout_nan_policy == "neutralize"
+        tokens = select_tokens(current, batch[ROLLOUT_LOGPS], self._loss_mask(batch), neutralize=neutralize)
+        self._lr_scaling.visited(tokens.log_ratio, tokens.valid)
 
     def _correct_from(self, train_logps: torch.Tensor, batch: dict[str, Any], *, from_old: bool) -> Corrected:
         """Correct a batch for the gap between the sampler and a policy of the trainer: old (`from_old`) or current."""
@@ -233,13 +244,13 @@ class CorrectionCore(_Host):
             return current, seen.coefficients  # ratio 1, with the gradient of the log-likelihood
         # PPO's gradient is 0 where the ratio saturates, and the ratio itself would overflow. A rejected token must not change
         # the ratio of its completion in a loss with ratios of completions. Both get the current policy as anchor: ratio 1.
-        rollout_logps = usable_rollout_logps(current, seen.batch[ROLLOUT_LOGPS], seen.mask, self.args)
-        usable = correction.keep & ((current - rollout_logps).abs() <= LOG_RATIO_BOUND)
-        return torch.where(usable, rollout_logps, current), seen.coefficients * usable
+        assert correction.log_ratio is not None
+        usable = correction.keep & (correction.log_ratio.abs() <= LOG_RATIO_BOUND)
+        return torch.where(usable, current - correction.log_ratio, current), seen.coefficients * usable
 
     # Logging ----------------------------------------------------------------------------------------------------------
 
-    def create_model_card(self, *args, **kwargs):
+    def create_model_card(self, *args, **kwargs) -> None:
         super().create_model_card(*args, **kwargs)
         path = Path(self.args.output_dir, "README.md")
         if self.is_world_process_zero() and path.exists():

@@ -1,4 +1,4 @@
-"""The choice of sequences for the dump: some at random, and the worst, over all ranks."""
+"""Selection of the sequences for the dump: some at random, and the worst, over all ranks."""
 
 import os
 import warnings
@@ -17,15 +17,15 @@ from ..settings.config import RolloutCorrectionConfig
 from .run_metadata import settings_in_effect
 
 
-def check_dump_folder(folder: Path, *, new_run: bool):
+def check_dump_folder(folder: Path, *, new_run: bool) -> None:
     """
-    Refuse a folder that a dump cannot be written to. It is made if it is not there.
+    Refuse a folder that cannot take a dump. It is made if it is missing.
 
     Args:
         folder (`Path`):
             `rollout_dump_dir`.
         new_run (`bool`):
-            Whether the run starts at its first step, so that a dump that is there already is that of another run.
+            The run starts at its first step, so that an existing dump is of another run.
 
     Raises:
         `ValueError`: if it is not a folder, cannot be written to, or holds the dump of another run.
@@ -51,7 +51,7 @@ class Offered(NamedTuple):
         distance (`float`):
             Largest absolute log-ratio of its tokens, infinite if one has no finite log-probability.
         chance (`float`):
-            A random number in `[0, 1)`. The sequences with the largest are the ones that are drawn.
+            Random number in `[0, 1)`. The sequences with the largest numbers are drawn.
         step (`int`):
             Optimizer step that trains on it.
         sequence (`dict`):
@@ -72,13 +72,13 @@ class SequenceDump(TrainerCallback):
         args ([`RolloutCorrectionConfig`]):
             Configuration of the trainer.
         accelerator ([`~accelerate.Accelerator`]):
-            Knows the other ranks.
+            Gathers over ranks.
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
             Turns tokens into text.
         seed (`int`, *optional*, defaults to `0`):
-            Seed of the random choice.
+            Seed of the random selection.
         about (`dict[str, str]`, *optional*):
-            Facts about the run, for readers of the dump.
+            Metadata of the run, for readers of the dump.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class SequenceDump(TrainerCallback):
         tokenizer: PreTrainedTokenizerBase,
         seed: int = 0,
         about: dict[str, str] | None = None,
-    ):
+    ) -> None:
         self.args, self.accelerator, self.tokenizer = args, accelerator, tokenizer
         self.seed = seed
         self.about = dict(about or {})
@@ -104,12 +104,12 @@ class SequenceDump(TrainerCallback):
 
     def wants(self, step: int) -> bool:
         """
-        True if an optimizer step is dumped. If nothing is corrected in the step that is due, as on a revisit in decoupled
-        mode, it is the next one.
+        True if an optimizer step is dumped. If the step that is due corrects nothing, as a later visit in decoupled mode, the
+        next step is dumped.
         """
         return step >= self.next_step
 
-    def offer(self, step: int, batch: dict[str, torch.Tensor], columns: dict[str, Any]):
+    def offer(self, step: int, batch: dict[str, torch.Tensor], columns: dict[str, Any]) -> None:
         """
         Consider the sequences of a batch.
 
@@ -142,8 +142,8 @@ class SequenceDump(TrainerCallback):
         chosen = torch.cat(top).unique()
         return chosen[chance[chosen] >= 0]
 
-    def _thin_out(self):
-        """Forget sequences that can no longer be chosen."""
+    def _thin_out(self) -> None:
+        """Forget what cannot be written any more."""
         if self.offered:
             self.offered = [self.offered[i] for i in self._chosen(*self._scores().unbind(1)).tolist()]
 
@@ -153,7 +153,7 @@ class SequenceDump(TrainerCallback):
 
     # Events -----------------------------------------------------------------------------------------------------------
 
-    def on_train_begin(self, args, state, control, model=None, **kwargs):
+    def on_train_begin(self, args, state, control, model=None, **kwargs) -> None:
         self.next_step = state.global_step + self.args.rollout_dump_steps
         name = str(getattr(getattr(model, "config", None), "_name_or_path", ""))
         # of a model that is on this machine, its folder says nothing to others
@@ -164,7 +164,7 @@ class SequenceDump(TrainerCallback):
             # what came after the checkpoint comes again
             rewind(self.folder, state.global_step, logs=state.is_world_process_zero)
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_step_end(self, args, state, control, **kwargs) -> None:
         if not self.wants(state.global_step):
             return
         drawn, worst, anywhere = self._among_all_ranks()
@@ -175,11 +175,11 @@ class SequenceDump(TrainerCallback):
         if rows:
             self._unless_the_disk_fails(self._write, state.global_step, rows)
 
-    def on_log(self, args, state, control, logs=None, **kwargs):
+    def on_log(self, args, state, control, logs=None, **kwargs) -> None:
         if state.is_world_process_zero and logs:
             self._unless_the_disk_fails(append_log, self.folder, {**logs, "step": state.global_step})
 
-    def _write(self, step: int, rows: list[dict[str, Any]]):
+    def _write(self, step: int, rows: list[dict[str, Any]]) -> None:
         settings = settings_in_effect(self.args)
         path = write_rows(self.folder, step, self.accelerator.process_index, rows, settings, self.about)
         self.unchecked += path.stat().st_size
@@ -189,7 +189,7 @@ class SequenceDump(TrainerCallback):
             remove_oldest(self.folder, limit)
             self.unchecked = 0
 
-    def _unless_the_disk_fails(self, write: Callable, *args):
+    def _unless_the_disk_fails(self, write: Callable, *args) -> None:
         """A full disk must not end the run. Whatever happens, this rank still takes part in the gathers."""
         if self.gave_up:
             return
@@ -201,7 +201,7 @@ class SequenceDump(TrainerCallback):
             warnings.warn(f"The dump in {str(self.folder)!r} ends here: {error}.", UserWarning, stacklevel=2)
 
     def _among_all_ranks(self) -> tuple[set[int], set[int], bool]:
-        """Indices of this rank that are drawn, and that are among the worst of all ranks; and whether any rank has some."""
+        """Indices of drawn and of worst sequences of this rank, among all ranks, and `True` if any rank has a sequence."""
         size = self.args.rollout_dump_worst + self.args.rollout_dump_sampled
         scores = torch.full((1, size, 2), -1.0)
         if self.offered:

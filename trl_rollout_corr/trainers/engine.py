@@ -36,7 +36,7 @@ RESERVED = {
 }
 
 
-def check_engine_kwargs(kwargs: Mapping[str, Any]):
+def check_engine_kwargs(kwargs: Mapping[str, Any]) -> None:
     """
     Check that all arguments are arguments of vLLM's engine, and that none is set by TRL.
 
@@ -100,7 +100,7 @@ def engine_arguments(args: Any) -> Iterator[None]:
         vllm_generation.LLM = built
 
 
-def announce_server(kwargs: Mapping[str, Any]):
+def announce_server(kwargs: Mapping[str, Any]) -> None:
     """Print the command line of a server with these arguments, which it takes at its start only."""
     if is_first_rank():
         write(f"Start the server with the arguments of `rollout_engine_kwargs`: {serve_line(kwargs)}")

@@ -32,7 +32,7 @@ class GradientCheck:
             Ones with gradient. The caller multiplies the coefficients by them.
     """
 
-    def __init__(self, logps: torch.Tensor):
+    def __init__(self, logps: torch.Tensor) -> None:
         self.logps = logps.view_as(logps)  # a new tensor, without hooks of FSDP or DeepSpeed
         self.factor = torch.ones_like(logps, requires_grad=True)
 

@@ -9,7 +9,8 @@ import torch
 from trl import GRPOConfig, GRPOTrainer
 
 from ..messages import warn, warn_idle
-from ..settings.config import LOSS_TYPES, RolloutCorrectionConfig
+from ..settings.config import RolloutCorrectionConfig
+from ..settings.fields import LOSS_TYPES
 from .batch import OLD_LOGPS
 from .core import check_bounds_of_means
 from .loss import check_batch_normalization, warn_about_iterations
@@ -19,7 +20,7 @@ from .sampler import check_logprobs, check_sampling
 from .versions import check_passes_by, replace_trl_correction, without_none
 
 
-def check_loss(config: GRPOConfig):
+def check_loss(config: GRPOConfig) -> None:
     """
     Refuse losses of GRPO that rollout correction cannot be combined with.
 
@@ -61,7 +62,7 @@ def check_loss(config: GRPOConfig):
         )
 
 
-def check_sequence_level_ratio(config: GRPOConfig):
+def check_sequence_level_ratio(config: GRPOConfig) -> None:
     """
     Warn about weights and rejection of tokens in a loss with one ratio per completion.
 
@@ -82,7 +83,7 @@ def check_sequence_level_ratio(config: GRPOConfig):
         )
 
 
-def warn_about_clip_ratio(config: GRPOConfig):
+def warn_about_clip_ratio(config: GRPOConfig) -> None:
     """
     Warn if TRL's loss does not bound the ratio to the sampler by `rollout_clip_ratio_c`.
 
@@ -115,7 +116,7 @@ class RolloutCorrectedGRPOConfig(RolloutCorrectionConfig, GRPOConfig):
             normalisation would be over a single sequence.
     """
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         RolloutCorrectionConfig.__post_init__(self)
         check_loss(self)
         check_passes_by(self)
@@ -124,7 +125,7 @@ class RolloutCorrectedGRPOConfig(RolloutCorrectionConfig, GRPOConfig):
         check_sampling(self)
         self.check(warns=True)
 
-    def check(self, *, warns: bool = False):
+    def check(self, *, warns: bool = False) -> None:
         super().check()
         check_loss(self)
         check_batch_normalization(self)
@@ -173,7 +174,7 @@ class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
     num_iterations: int  # TRL's
     _tag_names = [*GRPOTrainer._tag_names, "rollout-correction"]
 
-    def _check_sampler(self):
+    def _check_sampler(self) -> None:
         if self.rollout_func is None:  # a rollout function brings its own log-probabilities
             super()._check_sampler()
 

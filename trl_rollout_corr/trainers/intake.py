@@ -38,7 +38,7 @@ class Tap:
             Queue of the rollout worker.
     """
 
-    def __init__(self, queue: Any):
+    def __init__(self, queue: Any) -> None:
         self._queue = queue
         self._last: RolloutSample | None = None
         self._dropped: list[tuple[float, float]] = []  # tokens and reward
@@ -125,7 +125,7 @@ class Carrier(torch.utils.data.IterableDataset):
         tap: Tap,
         step_of: Callable[[int], float],
         failed: Callable[[Exception], bool],
-    ):
+    ) -> None:
         self._dataset, self._tap, self._step_of, self._failed = dataset, tap, step_of, failed
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -155,7 +155,7 @@ class Layout:
             Padding of prompts and completions.
     """
 
-    def __init__(self, collator: Callable[[list[Any]], dict[str, Any]], with_text: bool, pad_token_id: int):
+    def __init__(self, collator: Callable[[list[Any]], dict[str, Any]], with_text: bool, pad_token_id: int) -> None:
         self._collator, self._with_text, self._pad_token_id = collator, with_text, pad_token_id
 
     def __call__(self, examples: list[list[TreeRow]]) -> dict[str, Any]:
@@ -208,7 +208,7 @@ def _number_terms(samples: Sequence[Mapping[str, Any]]) -> Iterator[np.ndarray]:
         n += int(trained.sum())
 
 
-def _check_order(batch: Mapping[str, Any], terms: list[list[np.ndarray]]):
+def _check_order(batch: Mapping[str, Any], terms: list[list[np.ndarray]]) -> None:
     for segments, index, of_row in zip(batch["segment_id"], batch["token_index"], terms, strict=True):
         expected = np.repeat(np.arange(len(of_row)), [(numbers >= 0).sum() for numbers in of_row])
         if not np.array_equal(segments[index >= 0].numpy(), expected):

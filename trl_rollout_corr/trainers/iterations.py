@@ -22,12 +22,12 @@ class Iterations:
             Number of visits of each.
     """
 
-    def __init__(self, per_generation: int, iterations: int):
+    def __init__(self, per_generation: int, iterations: int) -> None:
         self.per_generation, self.iterations = per_generation, iterations
         self._visited: set[int] = set()
         self._copies = 0
 
-    def generated(self, output: dict[str, Any], *keys: str):
+    def generated(self, output: dict[str, Any], *keys: str) -> None:
         """Add tensors of NaN to a generation batch, for the results of first visits. Forgets the previous batch."""
         self._visited, self._copies = set(), 0
         for key in keys:

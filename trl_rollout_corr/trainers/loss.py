@@ -19,7 +19,7 @@ class LossInputs(dict):
             Keys that were read.
     """
 
-    def __init__(self, batch: Mapping[str, Any]):
+    def __init__(self, batch: Mapping[str, Any]) -> None:
         super().__init__(batch)
         self.read: set[str] = set()
 
@@ -27,7 +27,7 @@ class LossInputs(dict):
         self.read.add(key)
         return super().__getitem__(key)
 
-    def __missing__(self, key: str):
+    def __missing__(self, key: str) -> None:
         if key != "advantages":
             raise KeyError(key)
         raise RuntimeError(
@@ -51,14 +51,14 @@ class LossCall:
             The micro-batch.
     """
 
-    def __init__(self, model: Any, batch: Mapping[str, Any]):
+    def __init__(self, model: Any, batch: Mapping[str, Any]) -> None:
         self.model, self.batch = model, dict(batch)
         self.inputs = LossInputs({key: value for key, value in batch.items() if key != "advantages"})
         self.with_gradient = torch.is_grad_enabled()
         self.forwards = 0
         self.gradient_check: GradientCheck | None = None  # at the first step
 
-    def take_forward(self):
+    def take_forward(self) -> None:
         """
         Count a forward pass of the policy.
 
@@ -73,7 +73,7 @@ class LossCall:
                 "model itself."
             )
 
-    def check_corrected(self, trainer: type, keys: set[str]):
+    def check_corrected(self, trainer: type, keys: set[str]) -> None:
         """
         Check that the loss was corrected.
 
@@ -97,7 +97,7 @@ class LossCall:
             raise not_in_loss(f"it does not read {' and '.join(unread)} from the batch")
 
 
-def check_batch_normalization(config: GRPOConfig | RLOOConfig):
+def check_batch_normalization(config: GRPOConfig | RLOOConfig) -> None:
     """
     Refuse batch normalisation over a single sequence, which would set its weight to 1.
 
@@ -125,7 +125,7 @@ def normalizes_sequences(config: Any) -> bool:
     return normalizes and config.rollout_is in ("sequence", "geometric")
 
 
-def warn_about_iterations(config: GRPOConfig | RLOOConfig):
+def warn_about_iterations(config: GRPOConfig | RLOOConfig) -> None:
     """
     Warn about several visits of completions by a loss without a bound on the step.
 

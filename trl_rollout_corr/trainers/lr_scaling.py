@@ -16,7 +16,7 @@ from ..correction.step_size import StepSize, ess_sqrt, ratio_sums
 from ..settings.config import RolloutCorrectionConfig
 
 
-def check_scalable(args: Any):
+def check_scalable(args: Any) -> None:
     """
     Refuse optimizers whose learning rate cannot be scaled for one step.
 
@@ -51,27 +51,27 @@ class LearningRateScaling(TrainerCallback):
             Adds the factor of a step to the log.
     """
 
-    def __init__(self, args: RolloutCorrectionConfig, accelerator: Accelerator, add: Callable[[StepSize], None]):
+    def __init__(
+        self, args: RolloutCorrectionConfig, accelerator: Accelerator, add: Callable[[StepSize], None]
+    ) -> None:
         self.args, self.accelerator, self.add = args, accelerator, add
         self._sums: torch.Tensor | None = None  # (3,), of the micro-batches of this step on this rank
         self._own: list[tuple[dict[str, Any], Any]] = []  # groups of parameters, and their learning rate
 
-    def visited(self, current_logps: torch.Tensor, rollout_logps: torch.Tensor, mask: torch.Tensor):
+    def visited(self, log_ratio: torch.Tensor, valid: torch.Tensor) -> None:
         """
         Count a micro-batch of the step.
 
         Args:
-            current_logps (`torch.Tensor` of shape `(B, T)`):
-                Log-probabilities of the current policy, in nats.
-            rollout_logps (`torch.Tensor` of shape `(B, T)`):
-                Log-probabilities of the policy that sampled, in nats.
-            mask (`torch.Tensor` of shape `(B, T)`):
-                Non-zero on the tokens of the loss.
+            log_ratio (`torch.Tensor` of shape `(B, T)`):
+                Log-ratio of the current policy to the sampler, in nats, 0 outside the valid tokens.
+            valid (`torch.Tensor` of shape `(B, T)`):
+                Non-zero on the tokens of the loss whose log-ratio is finite.
         """
-        sums = ratio_sums(current_logps, rollout_logps, mask, neutralize=self.args.rollout_nan_policy == "neutralize")
+        sums = ratio_sums(log_ratio, valid)
         self._sums = sums if self._sums is None else self._sums + sums
 
-    def on_train_begin(self, args: TrainingArguments, state, control, optimizer=None, **kwargs):
+    def on_train_begin(self, args: TrainingArguments, state, control, optimizer=None, **kwargs) -> None:
         self._restore()  # after a step that failed
         self._sums = None
         if any(group.get("lr") is None or group.get("relative_step") for group in optimizer.param_groups):
@@ -80,7 +80,7 @@ class LearningRateScaling(TrainerCallback):
                 "Give it a learning rate, or set `rollout_lr_scaling` to None."
             )
 
-    def on_pre_optimizer_step(self, args: TrainingArguments, state, control, optimizer=None, **kwargs):
+    def on_pre_optimizer_step(self, args: TrainingArguments, state, control, optimizer=None, **kwargs) -> None:
         if self._sums is None:
             return
         scale = ess_sqrt(self.accelerator.reduce(self._sums, reduction="sum"))
@@ -93,10 +93,10 @@ class LearningRateScaling(TrainerCallback):
         for group, rate in self._own:
             group["lr"] = rate * factor
 
-    def on_optimizer_step(self, args: TrainingArguments, state, control, **kwargs):
+    def on_optimizer_step(self, args: TrainingArguments, state, control, **kwargs) -> None:
         self._restore()
 
-    def _restore(self):
+    def _restore(self) -> None:
         for group, rate in self._own:
             group["lr"] = rate
         self._own = []

@@ -32,11 +32,11 @@ from .batch import (
 )
 from .core import CorrectionCore
 from .engine import engine_arguments
+from .first_step import score_alone
 from .gradient_check import GradientCheck
 from .iterations import Iterations
 from .loss import LossCall
 from .observer import Corrected
-from .preflight import score_alone
 from .sampler import (
     announce_sync,
     check_has_sampler,
@@ -70,7 +70,7 @@ class RolloutCorrectionMixin(CorrectionCore):
 
     rollout_step: int | None = None
 
-    def __init__(self, model, reward_funcs=None, args=None, *further_args, **kwargs):
+    def __init__(self, model, reward_funcs=None, args=None, *further_args, **kwargs) -> None:
         check_trl(self._trl_class)
         check_bases(type(self), RolloutCorrectionMixin, self._trl_class)
         args = self._checked_args(model, args)
@@ -91,7 +91,7 @@ class RolloutCorrectionMixin(CorrectionCore):
         self._check_sampler()
         self._set_up_observer()
 
-    def _check_server(self):
+    def _check_server(self) -> None:
         if self.vllm_mode == "server":
             info: list[Any] = [None]
             if self.accelerator.is_main_process:  # only this process has a connection to the server
@@ -102,10 +102,10 @@ class RolloutCorrectionMixin(CorrectionCore):
         elif hasattr(self.vllm_generation, "llm"):
             self._engine_config = self.vllm_generation.llm.llm_engine.vllm_config
 
-    def _check_sampler(self):
+    def _check_sampler(self) -> None:
         check_has_sampler(self.use_vllm, self._trl_class)
 
-    def _mark_sync(self):
+    def _mark_sync(self) -> None:
         self.rollout_step = self.state.global_step
 
     # Scoring ----------------------------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ class RolloutCorrectionMixin(CorrectionCore):
     def _asking_for_old_pass(self) -> AbstractContextManager:
         return nullcontext()
 
-    def _record_logprobs(self, logprobs: Logprobs):
+    def _record_logprobs(self, logprobs: Logprobs) -> None:
         """Keep the log-probabilities of a generation, one list per completion."""
         if self._scoring is not None:
             self._scoring.logprobs = logprobs
@@ -163,7 +163,7 @@ class RolloutCorrectionMixin(CorrectionCore):
             output[COEFFICIENTS] = seen.coefficients
         return output
 
-    def _check_rows(self, scoring: Scoring, output: dict[str, Any]):
+    def _check_rows(self, scoring: Scoring, output: dict[str, Any]) -> None:
         """Check that log-probabilities and rewards belong to the completions of the batch."""
         rows = [len(x) for x in (scoring.logprobs, scoring.rewards) if x is not None]
         if any(n != len(output["completion_ids"]) for n in rows):
@@ -174,7 +174,7 @@ class RolloutCorrectionMixin(CorrectionCore):
                 "batches in a subclass of the corrected trainer, where each part has the log-probabilities of its sampler."
             )
 
-    def _settle_old_pass(self, old_pass: OldPass, output: dict[str, Any]):
+    def _settle_old_pass(self, old_pass: OldPass, output: dict[str, Any]) -> None:
         """Put the old log-probabilities into the batch, or remove their placeholder."""
         expected = 1 + (self.beta != 0.0)  # the old pass, and the reference pass
         if old_pass.calls != expected or self._anchor_key not in output:
@@ -192,7 +192,7 @@ class RolloutCorrectionMixin(CorrectionCore):
         """Log-probabilities of the sampler, `(B, T)`."""
         return output[ROLLOUT_LOGPS]
 
-    def _note_origin(self, output: dict[str, Any]):
+    def _note_origin(self, output: dict[str, Any]) -> None:
         """Keep the optimizer step of the weights that sampled a batch, and count its age."""
         if self.rollout_step is not None:
             steps = torch.full_like(output["advantages"], self.rollout_step, dtype=torch.long)
@@ -261,7 +261,7 @@ class RolloutCorrectionMixin(CorrectionCore):
         self._check_arrival(call, loss)
         return loss
 
-    def _check_arrival(self, call: LossCall, loss: torch.Tensor):
+    def _check_arrival(self, call: LossCall, loss: torch.Tensor) -> None:
         """Check that a loss was corrected: by the keys it read, and once by its gradient."""
         own = definer(type(self), "_compute_loss") not in self._trl_class.__mro__
         call.check_corrected(type(self), set() if own or not self.args.corrects else {"advantages", self._anchor_key})
@@ -294,13 +294,14 @@ class RolloutCorrectionMixin(CorrectionCore):
         current, first = logps.detach(), self._is_first_visit(batch)
         old: Any = self._old_logps(current, batch, first)
         self._observer.visited(self._now, self._ages(batch), self._loss_mask(batch), current, old)
-        self._weigh_step(current, batch)
         if self.args.bypass_mode:
             seen = self._correct_from(current, batch, from_old=old is current)
+            self._weigh_step(current, batch, seen)
             anchor, seen = self._bypass(seen) if self.args.corrects else (current, seen)
             self._report(seen)
             coefficients = seen.coefficients
         else:
+            self._weigh_step(current, batch)
             anchor, coefficients = self._decoupled(batch.get(OLD_LOGPS, old), batch, first)
         if not self.args.corrects:
             return logps
@@ -309,7 +310,7 @@ class RolloutCorrectionMixin(CorrectionCore):
             logps, coefficients = check.logps, coefficients * check.factor
         return self._enter_loss(inputs, logps, anchor, coefficients)
 
-    def _report(self, seen: Corrected):
+    def _report(self, seen: Corrected) -> None:
         """Count a corrected batch. With `rollout_diagnose`, sequences of the first batch are scored a second time."""
         # Sequences are scored one by one, which is not possible with images
         images = any(key in seen.batch for key in ("pixel_values", "num_images", "image_grid_thw"))

@@ -13,9 +13,9 @@ from ..health.examine import Examiner, parse_bounds
 from ..health.rule import Alarm
 from ..health.rules import RULES
 from ..health.windows import is_training_window
-from ..messages import nearest, report, warn
-from ..settings.config import MONITOR_ACTIONS, MonitorAction, RolloutCorrectionConfig
-from ..settings.keys import PREFIX
+from ..messages import PREFIX, nearest, report, warn
+from ..settings.config import RolloutCorrectionConfig
+from ..settings.fields import MONITOR_ACTIONS, MonitorAction
 from ..settings.presets import PRESETS, Preset
 from .reporting import report_alert
 
@@ -64,7 +64,7 @@ class RolloutCorrectionMonitor(TrainerCallback):
 
     def __init__(
         self, action: MonitorAction = "warn", preset: Preset | None = None, bounds: dict[str, Any] | str | None = None
-    ):
+    ) -> None:
         if action not in MONITOR_ACTIONS:
             raise ValueError(f"`rollout_monitor` must be one of {', '.join(MONITOR_ACTIONS)}, got {action!r}.")
         if action == "tighten":
@@ -76,7 +76,7 @@ class RolloutCorrectionMonitor(TrainerCallback):
         self._examiner = Examiner(RULES, bounds=parse_bounds(bounds))
         self._restart()
 
-    def _restart(self):
+    def _restart(self) -> None:
         self._examiner.restart()
         self._stopping = False
         self._windows = 0
@@ -84,7 +84,7 @@ class RolloutCorrectionMonitor(TrainerCallback):
         self._seen: dict[str, int] = {}  # window in which it was seen last
         self._pauses: dict[str, tuple[int, int]] = {}  # by cause: window of the next message, and the pause after it
 
-    def on_train_begin(self, args, state: TrainerState, control: TrainerControl, **kwargs):
+    def on_train_begin(self, args, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         if self.action == "tighten" and not self.tightened:
             check_preset(self.preset, args)
         self._restart()
@@ -96,7 +96,9 @@ class RolloutCorrectionMonitor(TrainerCallback):
             self._tighten(args)
             report(f"The run that is resumed had been tightened, and goes on so: {self._description(args)}.")
 
-    def on_log(self, args, state: TrainerState, control: TrainerControl, logs: dict[str, Any] | None = None, **kwargs):
+    def on_log(
+        self, args, state: TrainerState, control: TrainerControl, logs: dict[str, Any] | None = None, **kwargs
+    ) -> None:
         if not logs or not is_training_window(logs):
             return
         self._windows += 1
@@ -108,12 +110,12 @@ class RolloutCorrectionMonitor(TrainerCallback):
         for finding in findings:
             self._say(finding, acted if finding is findings[0] else None, state)
 
-    def on_epoch_end(self, args, state: TrainerState, control: TrainerControl, **kwargs):
+    def on_epoch_end(self, args, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         # `save_strategy="best"` takes the wish to save back if it evaluates in the step that stops
         if self._stopping:
             control.should_save = True
 
-    def on_save(self, args, state: TrainerState, control: TrainerControl, **kwargs):
+    def on_save(self, args, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         self._stopping = False
 
     # Actions ----------------------------------------------------------------------------------------------------------
@@ -137,7 +139,7 @@ class RolloutCorrectionMonitor(TrainerCallback):
         self._examiner.forget_streaks()
         return f"`rollout_monitor` is 'tighten': from here on with {self._description(args)}."
 
-    def _tighten(self, args):
+    def _tighten(self, args) -> None:
         self.tightened = True
         tighten(args, self.preset)
 
@@ -147,8 +149,8 @@ class RolloutCorrectionMonitor(TrainerCallback):
 
     # Messages ---------------------------------------------------------------------------------------------------------
 
-    def _say(self, finding: Alarm, acted: str | None, state: TrainerState):
-        """Report an alarm, unless it was reported a short while ago."""
+    def _say(self, finding: Alarm, acted: str | None, state: TrainerState) -> None:
+        """Speak about a finding, unless it was said a short while ago."""
         since = self._since.setdefault(finding.rule, finding.step)
         self._seen[finding.rule] = self._windows
         if any(finding.rule in RULES[rule].covers for rule in self._lately()):
@@ -177,14 +179,14 @@ def _with_details(head: str, details: list[str]) -> str:
     return "\n".join([head, *map(fill, details)])
 
 
-def _add(key: str, value: int, logs: dict[str, Any], state: TrainerState):
+def _add(key: str, value: int, logs: dict[str, Any], state: TrainerState) -> None:
     """Add a number to the log: to what the other callbacks get, and to the copy that the trainer has just kept."""
     logs[key] = value
     if state.log_history:
         state.log_history[-1][key] = value
 
 
-def settle_monitors(handler: CallbackHandler):
+def settle_monitors(handler: CallbackHandler) -> None:
     """Of several monitors, keep the one that was given last: it takes the place of the others. It sends alerts from here."""
     found = [x for x in handler.callbacks if isinstance(x, RolloutCorrectionMonitor)]
     if not found:
@@ -196,7 +198,7 @@ def settle_monitors(handler: CallbackHandler):
     last.reporters = handler
 
 
-def add_monitor(handler: CallbackHandler, args: RolloutCorrectionConfig):
+def add_monitor(handler: CallbackHandler, args: RolloutCorrectionConfig) -> None:
     """Give the callbacks of a trainer the monitor that its configuration asks for, unless the user brings one."""
     brought = [x for x in handler.callbacks if isinstance(x, RolloutCorrectionMonitor) and not x.of_configuration]
     handler.callbacks = [x for x in handler.callbacks if x in brought or not isinstance(x, RolloutCorrectionMonitor)]
@@ -213,15 +215,15 @@ def add_monitor(handler: CallbackHandler, args: RolloutCorrectionConfig):
 # The action `tighten` -------------------------------------------------------------------------------------------------
 
 
-def tighten(args: RolloutCorrectionConfig, name: Preset | None):
-    """Give a configuration the weights and the rejection of a preset. The trainer reads them at every micro-batch."""
+def tighten(args: RolloutCorrectionConfig, name: Preset | None) -> None:
+    """Set weights and rejection of a configuration to those of a preset. The trainer reads them at every micro-batch."""
     preset = RolloutCorrectionConfig.from_preset(check_name(name))
     for field in TIGHTENED_FIELDS:
         setattr(args, field, getattr(preset, field))
 
 
 def check_name(preset: Preset | None) -> Preset:
-    """Check that there is a preset of a name, and return the name."""
+    """Check that a preset exists, and return its name."""
     if preset is None or preset not in PRESETS:
         raise ValueError(
             f"`rollout_monitor_preset` is {preset!r}, but `rollout_monitor='tighten'` switches to it."
@@ -230,13 +232,13 @@ def check_name(preset: Preset | None) -> Preset:
     return preset
 
 
-def check_tightened(config: RolloutCorrectionConfig, *, warns: bool = False):
-    """Check what the monitor of a configuration may switch the run to, see [`check_preset`]."""
+def check_tightened(config: RolloutCorrectionConfig, *, warns: bool = False) -> None:
+    """Check the preset that the monitor of a configuration may switch to, see [`check_preset`]."""
     if config.rollout_monitor == "tighten":
         check_preset(config.rollout_monitor_preset, config, warns=warns)
 
 
-def check_preset(name: Preset | None, args: RolloutCorrectionConfig, *, warns: bool = False):
+def check_preset(name: Preset | None, args: RolloutCorrectionConfig, *, warns: bool = False) -> None:
     """
     Check that a run can be switched to a preset.
 
@@ -246,7 +248,7 @@ def check_preset(name: Preset | None, args: RolloutCorrectionConfig, *, warns: b
         args ([`RolloutCorrectionConfig`]):
             Configuration of the run.
         warns (`bool`, *optional*, defaults to `False`):
-            Whether to warn about what the run would then be warned about.
+            Repeat warnings about the settings that the run would then have.
 
     Raises:
         `ValueError`: if there is no such preset, or it has another mode, corrects nothing, or cannot act in this run.
@@ -274,7 +276,7 @@ def check_preset(name: Preset | None, args: RolloutCorrectionConfig, *, warns: b
         if message not in known:
             warn(
                 f"Once `rollout_monitor='tighten'` has switched to {name!r}: {message} Or choose another "
-                "`rollout_monitor_preset`, as the settings of a preset stay as they are."
+                "`rollout_monitor_preset`: the settings of a preset are fixed."
             )
 
 

@@ -28,7 +28,7 @@ from ..correction.sums import Sums
 from ..settings.config import RolloutCorrectionConfig
 from .batch import AGAIN_LOGPS, REWARDS, ROLLOUT_LOGPS
 from .dumping import SequenceDump
-from .preflight import Preflight
+from .first_step import FirstStepDiagnosis
 from .reporting import report_histogram
 
 
@@ -90,7 +90,7 @@ class Observer:
             Callbacks of the trainer, some of which report.
         dump ([`~trl_rollout_corr.trainers.dumping.SequenceDump`], *optional*):
             Writes sequences.
-        preflight ([`~trl_rollout_corr.trainers.preflight.Preflight`], *optional*):
+        first_step ([`~trl_rollout_corr.trainers.first_step.FirstStepDiagnosis`], *optional*):
             Diagnoses the sequences of the first step.
     """
 
@@ -100,17 +100,17 @@ class Observer:
         accelerator: Accelerator,
         callbacks: CallbackHandler,
         dump: SequenceDump | None = None,
-        preflight: Preflight | None = None,
-    ):
+        first_step: FirstStepDiagnosis | None = None,
+    ) -> None:
         self.args, self.accelerator, self.callbacks = args, accelerator, callbacks
-        self.dump, self.preflight = dump, preflight
+        self.dump, self.first_step = dump, first_step
         self.windows = {mode: LoggingWindow(accelerator) for mode in ("train", "eval")}
 
-    def add(self, mode: str, sums: Sums):
+    def add(self, mode: str, sums: Sums) -> None:
         """Add sums to the logging window of a mode, `"train"` or `"eval"`."""
         self.windows[mode].add(sums)
 
-    def generated(self, now: Moment, lags: torch.Tensor | None):
+    def generated(self, now: Moment, lags: torch.Tensor | None) -> None:
         """Count the ages of completions, `(B,)` in optimizer steps, when they are sampled; `None` if unknown."""
         if lags is not None:
             self.add(now.mode, Staleness.of(count_lags(lags)))
@@ -122,7 +122,7 @@ class Observer:
         mask: torch.Tensor,
         current_logps: torch.Tensor,
         old_logps: torch.Tensor | None,
-    ):
+    ) -> None:
         """
         Count the ages of completions, and the gap between the current policy and the old policy.
 
@@ -145,7 +145,7 @@ class Observer:
 
     def trained(
         self, now: Moment, current_logps: torch.Tensor, seen: Corrected, dropped: Sequence[tuple[float, float]] = ()
-    ):
+    ) -> None:
         """
         Count a batch by the age of its completions.
 
@@ -171,7 +171,7 @@ class Observer:
             sums["stale_dropped"] = count_completions(lengths, rewards)
         self.add(now.mode, ByAge.of(sums))
 
-    def corrected(self, now: Moment, seen: Corrected):
+    def corrected(self, now: Moment, seen: Corrected) -> None:
         """Count a batch that was corrected, and offer it to the dump."""
         batch, correction = seen.batch, seen.correction
         turns = turns_of(seen.mask) if "tool_mask" in batch else None
@@ -190,14 +190,14 @@ class Observer:
         if seen.from_old:
             self.add(now.mode, Staleness.of(engine_gap(correction.statistics)))
         step = now.step + 1  # the optimizer step that trains on the batch
-        collectors = (self.dump, self.preflight) if now.mode == "train" else ()
+        collectors = (self.dump, self.first_step) if now.mode == "train" else ()
         for collector in collectors:
             if collector is not None and collector.wants(step):
                 collector.offer(step, *_columns(seen))
 
     def looks_twice(self, now: Moment) -> bool:
         """True if some sequences of this batch are to be scored a second time."""
-        return now.mode == "train" and self.preflight is not None and self.preflight.looks_twice()
+        return now.mode == "train" and self.first_step is not None and self.first_step.looks_twice()
 
     def close_window(self, now: Moment) -> dict[str, float]:
         """
@@ -228,11 +228,11 @@ class LoggingWindow:
             Gathers over ranks.
     """
 
-    def __init__(self, accelerator: Accelerator):
+    def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
         self.sums: dict[type[Sums], Any] = {}
 
-    def add(self, sums: Sums):
+    def add(self, sums: Sums) -> None:
         """Add the sums of one batch. If settings have changed since the window began, its sums start again from this batch."""
         kind, before = type(sums), self.sums.get(type(sums))
         self.sums[kind] = sums if before is None or not before.fits(sums) else before + sums

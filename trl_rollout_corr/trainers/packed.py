@@ -19,7 +19,7 @@ class Terms:
             Number of the loss term of each token; -1 for tokens without one and after the end of a completion.
     """
 
-    def __init__(self, index: torch.Tensor):
+    def __init__(self, index: torch.Tensor) -> None:
         self.mask = index >= 0  # (B, T)
         self._index = index.long()
 
@@ -45,7 +45,7 @@ class Awaited:
             Tensor of the batch.
     """
 
-    def __init__(self, tensor: torch.Tensor):
+    def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor, self._known = tensor, False
         self._taken: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -55,7 +55,7 @@ class Awaited:
             self._taken.append((index, terms.fill_(torch.nan)))
         return terms
 
-    def fill(self, selected: torch.Tensor, terms: torch.Tensor):
+    def fill(self, selected: torch.Tensor, terms: torch.Tensor) -> None:
         """
         Set the loss terms, also those that were taken before.
 
@@ -88,7 +88,7 @@ class Policy:
             Called with the output of a forward pass, and with a function that repeats the pass.
     """
 
-    def __init__(self, model: Any, correct: Any):
+    def __init__(self, model: Any, correct: Any) -> None:
         self._model, self._correct = model, correct
         self.forwards = 0
 

@@ -10,7 +10,7 @@ from transformers.integrations import TensorBoardCallback, TrackioCallback, Wand
 from transformers.trainer_callback import CallbackHandler
 
 from ..correction.histogram import SIDE_BINS
-from ..settings.keys import PREFIX
+from ..messages import PREFIX
 
 
 # Bins merged into one: two bins per octave are enough for a picture, and W&B takes at most 512.
@@ -36,7 +36,9 @@ def coarser(counts: Sequence[float], edges: Sequence[float]) -> tuple[np.ndarray
     return np.diff([cumulative[i] for i in kept]), np.array([edges[i] for i in kept])
 
 
-def report_histogram(handler: CallbackHandler, counts: Sequence[float], edges: Sequence[float], mode: str, step: int):
+def report_histogram(
+    handler: CallbackHandler, counts: Sequence[float], edges: Sequence[float], mode: str, step: int
+) -> None:
     """
     Send the histogram of the log-ratio to the trackers of the run among W&B, trackio and TensorBoard.
 
@@ -64,7 +66,7 @@ def report_histogram(handler: CallbackHandler, counts: Sequence[float], edges: S
             _add_to_tensorboard(callback.tb_writer, key, *merged, step)
 
 
-def _add_to_tensorboard(writer, key: str, counts: np.ndarray, edges: np.ndarray, step: int):
+def _add_to_tensorboard(writer, key: str, counts: np.ndarray, edges: np.ndarray, step: int) -> None:
     centers = (edges[:-1] + edges[1:]) / 2
     writer.add_histogram_raw(
         key,
@@ -79,7 +81,7 @@ def _add_to_tensorboard(writer, key: str, counts: np.ndarray, edges: np.ndarray,
     )
 
 
-def report_alert(handler: CallbackHandler, title: str, text: str, *, critical: bool):
+def report_alert(handler: CallbackHandler, title: str, text: str, *, critical: bool) -> None:
     """
     Send an alert to the trackers of the run among W&B and trackio.
 

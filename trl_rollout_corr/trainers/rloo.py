@@ -31,14 +31,14 @@ class RolloutCorrectedRLOOConfig(RolloutCorrectionConfig, RLOOConfig):
         `ValueError`: also if the mean of batch normalisation would be over a single sequence.
     """
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         RolloutCorrectionConfig.__post_init__(self)
         replace_trl_correction(self)  # a later TRL may have one for RLOO
         RLOOConfig.__post_init__(self)
         check_sampling(self)
         self.check(warns=True)
 
-    def check(self, *, warns: bool = False):
+    def check(self, *, warns: bool = False) -> None:
         super().check()
         check_batch_normalization(self)
         if warns:

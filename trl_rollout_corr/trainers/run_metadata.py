@@ -104,7 +104,7 @@ def _name(value: Any) -> str:
     return str(value).removeprefix("torch.")
 
 
-def check_types(metadata: Mapping[str, str]):
+def check_types(metadata: Mapping[str, str]) -> None:
     """
     Warn if trainer and sampler compute in different types.
 
@@ -129,7 +129,7 @@ def dropout_of(model: PreTrainedModel) -> tuple[float, list[str]]:
     ]
 
 
-def check_dropout(model: PreTrainedModel):
+def check_dropout(model: PreTrainedModel) -> None:
     """
     Warn about dropout, which is on in the trainer and off in the sampler.
 

@@ -34,7 +34,7 @@ _DISTORTING = (
 _NEUTRAL = {"top_p": (1.0,), "top_k": (0, -1), "repetition_penalty": (1.0,)}  # for the others: None, 0 and empty
 
 
-def check_has_sampler(use_vllm: bool, trl_class: type):
+def check_has_sampler(use_vllm: bool, trl_class: type) -> None:
     """Refuse to train without a sampler that returns log-probabilities."""
     if not use_vllm:
         raise ValueError(
@@ -43,7 +43,7 @@ def check_has_sampler(use_vllm: bool, trl_class: type):
         )
 
 
-def check_sampling(config: GRPOConfig | RLOOConfig):
+def check_sampling(config: GRPOConfig | RLOOConfig) -> None:
     """
     Refuse or warn about settings of vLLM under which its log-probabilities are not comparable to the trainer's.
 
@@ -87,7 +87,7 @@ def neutral(name: str) -> float:
     return _NEUTRAL.get(name, (0.0,))[0]
 
 
-def warn_about_distortion(settings: Mapping[str, Any]):
+def warn_about_distortion(settings: Mapping[str, Any]) -> None:
     """
     Warn about options of vLLM that change the distribution of the sampler but not that of the trainer.
 
@@ -104,7 +104,7 @@ def warn_about_distortion(settings: Mapping[str, Any]):
         )
 
 
-def check_server_logprobs(mode: str, temperature: float):
+def check_server_logprobs(mode: str, temperature: float) -> None:
     """
     Check that a vLLM server returns log-probabilities of the distribution it samples from.
 
@@ -128,7 +128,7 @@ def check_server_logprobs(mode: str, temperature: float):
     warn(f"{message}: at `temperature=1.0` they agree only without penalties and truncation.")
 
 
-def check_logprobs(completion_ids: list[list[int]], logprobs: Any):
+def check_logprobs(completion_ids: list[list[int]], logprobs: Any) -> None:
     """
     Check that there is one log-probability for each sampled token.
 
@@ -198,7 +198,7 @@ def sampled_logprobs(
     ]
 
 
-def record_logprobs(generation: VLLMGeneration, keep: Callable[[Logprobs], Any]):
+def record_logprobs(generation: VLLMGeneration, keep: Callable[[Logprobs], Any]) -> None:
     """
     Ask vLLM for log-probabilities, and make `generate` return those of the sampled tokens only.
 
@@ -230,7 +230,7 @@ def record_logprobs(generation: VLLMGeneration, keep: Callable[[Logprobs], Any])
     generation.generate = generate_and_record
 
 
-def announce_sync(generation: VLLMGeneration, announce: Callable[[], Any]):
+def announce_sync(generation: VLLMGeneration, announce: Callable[[], Any]) -> None:
     """
     Call a function before each push of weights to vLLM.
 
@@ -250,7 +250,7 @@ def announce_sync(generation: VLLMGeneration, announce: Callable[[], Any]):
     generation.sync_weights = announce_and_sync
 
 
-def sync_weights_on_cpu(generation: VLLMGeneration):
+def sync_weights_on_cpu(generation: VLLMGeneration) -> None:
     """
     Push weights through vLLM's own reload on a CPU, see [`~trl_rollout_corr.trainers._cpu_reload.push`].
 
@@ -263,7 +263,7 @@ def sync_weights_on_cpu(generation: VLLMGeneration):
     if generation.mode != "colocate" or generation.accelerator.device.type != "cpu":
         return
 
-    def sync_weights(*args, **kwargs):
+    def sync_weights(*args, **kwargs) -> None:
         push(generation.llm, named_weights(generation))
 
     generation.sync_weights = sync_weights

@@ -24,7 +24,7 @@ class OldPass:
             pass. By default the forward pass runs.
     """
 
-    def __init__(self, answer: Callable[[torch.Tensor, int], torch.Tensor] | None = None):
+    def __init__(self, answer: Callable[[torch.Tensor, int], torch.Tensor] | None = None) -> None:
         self.answer = answer
         self.calls = 0
         # known after the first call, each (B, T)
@@ -55,14 +55,14 @@ class Scoring:
             Treatment of TRL's old pass. `None` leaves TRL unchanged.
     """
 
-    def __init__(self, old_pass: OldPass | None):
+    def __init__(self, old_pass: OldPass | None) -> None:
         self.old_pass = old_pass
         self.paused = False  # True while forward passes are the user's, not TRL's
         self.logprobs: Logprobs | None = None  # of the sampled tokens, per completion
         self.tool_mask: list[list[int]] | None = None  # 0 on tokens of tools, per completion
         self.rewards: torch.Tensor | None = None  # (B,)
 
-    def restart(self):
+    def restart(self) -> None:
         """Start again: TRL generates a batch, and scores it afterwards."""
         if self.old_pass is not None:
             self.old_pass.calls = 0

@@ -133,7 +133,7 @@ def package_warnings(tell: Callable[[str], object]) -> Iterator[None]:
     """Pass warnings of this package to a function. Others are shown as always."""
     show = warnings.showwarning
 
-    def show_or_tell(message, category, filename, lineno, file=None, line=None):
+    def show_or_tell(message, category, filename, lineno, file=None, line=None) -> None:
         if _is_ours(filename):
             tell(str(message))
         else:

@@ -24,7 +24,7 @@ class OrderlyEnd(TrainerCallback):
             Optimizer step of the last checkpoint, or of the start.
     """
 
-    def __init__(self, accelerator: Accelerator):
+    def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
         self.error: Exception | None = None
         self.message: str | None = None
@@ -40,12 +40,12 @@ class OrderlyEnd(TrainerCallback):
             control.should_save = state.global_step > self.saved_at
         return self.message is not None
 
-    def on_train_begin(self, args, state: TrainerState, control: TrainerControl, **kwargs):
+    def on_train_begin(self, args, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         self.error = self.message = None
         self.running, self.saved_at = True, state.global_step
 
-    def on_epoch_end(self, args, state: TrainerState, control: TrainerControl, **kwargs):
+    def on_epoch_end(self, args, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         self.agree(control, state)
 
-    def on_save(self, args, state: TrainerState, control: TrainerControl, **kwargs):
+    def on_save(self, args, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         self.saved_at = state.global_step

@@ -171,7 +171,7 @@ def refusal(trainers: list[type], methods: dict[type, dict[str, list[str]]] | No
 _told: set[str] = set()  # one warning per process
 
 
-def check_trl(trainer: type, methods: dict[type, dict[str, list[str]]] | None = None):
+def check_trl(trainer: type, methods: dict[type, dict[str, list[str]]] | None = None) -> None:
     """
     Refuse an unsupported TRL, and warn about an untested one.
 
@@ -203,7 +203,7 @@ def definer(trainer: type, method: str, after: type | None = None) -> type:
     return next(cls for cls in order[order.index(after) + 1 if after else 0 :] if method in vars(cls))
 
 
-def check_bases(trainer: type, mixin: type, trl_class: type, method: str = "_compute_loss"):
+def check_bases(trainer: type, mixin: type, trl_class: type, method: str = "_compute_loss") -> None:
     """
     Refuse trainers whose loss is not TRL's.
 
@@ -228,7 +228,7 @@ def check_bases(trainer: type, mixin: type, trl_class: type, method: str = "_com
         )
 
 
-def check_config_class(args: Any, config_class: type):
+def check_config_class(args: Any, config_class: type) -> None:
     """Refuse the configuration of another trainer."""
     if not isinstance(args, config_class):
         raise TypeError(

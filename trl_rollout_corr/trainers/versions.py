@@ -89,7 +89,7 @@ def without_none(logprobs: Logprobs) -> Logprobs:
 PASSES_BY = {"use_liger_kernel": "1.14"}
 
 
-def check_passes_by(config: "GRPOConfig"):
+def check_passes_by(config: "GRPOConfig") -> None:
     """
     Refuse options of older releases of TRL whose loss cannot be corrected.
 
@@ -113,7 +113,7 @@ def check_passes_by(config: "GRPOConfig"):
 _OF_TRL = "vllm_importance_sampling_"  # how the fields of TRL's own correction begin
 
 
-def replace_trl_correction(config: "GRPOConfig | RLOOConfig"):
+def replace_trl_correction(config: "GRPOConfig | RLOOConfig") -> None:
     """
     Switch TRL's own correction off, and warn if it was configured or is unknown to this package.
 
@@ -139,7 +139,7 @@ def replace_trl_correction(config: "GRPOConfig | RLOOConfig"):
         )
 
 
-def check_corrected_once(batch: dict[str, Any]):
+def check_corrected_once(batch: dict[str, Any]) -> None:
     """
     Check that TRL has not corrected a batch itself.
 

@@ -7,8 +7,8 @@ from typing import Any
 from ...diagnosis import Diagnosis, Observed
 from ...diagnosis.text import detail, evidence, headline, remedy_for, sure
 from ...health.rule import Alarm
+from ...messages import number, percent, steps, yaml_lines
 from ...settings.config import RolloutCorrectionConfig
-from ...settings.formatting import number, percent, steps, yaml_lines
 from .facts import Facts
 from .log_charts import POINTS, more_trends, overview
 from .page import Banner, Card, Group, Page, Section, table

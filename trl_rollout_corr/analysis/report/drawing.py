@@ -14,7 +14,7 @@ from matplotlib import style, ticker
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ...settings.formatting import number, percent
+from ...messages import number, percent
 from .page import Axis, Chart, Page, Series
 from .status import Band
 

@@ -8,8 +8,8 @@ import pandas as pd
 from ...diagnosis import Diagnosis, Observed, diagnose
 from ...health.examine import examine
 from ...health.rule import Alarm
+from ...messages import printable
 from ...settings.config import RolloutCorrectionConfig
-from ...settings.formatting import printable
 from ..recommend import HealthySteps, Recommendation, healthy_steps, recommend_from
 from ..run import Dump, Run, entries_of
 from .rejection import shares_of

@@ -6,7 +6,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader
 
 from ... import __version__
-from ...settings.formatting import number, printable
+from ...messages import number, printable
 from .drawing import COLORS, svg
 from .page import Page
 

@@ -8,8 +8,7 @@ import numpy as np
 import pandas as pd
 
 from ...correction.histogram import PERCENTILES
-from ...settings.formatting import number
-from ...settings.keys import PREFIX
+from ...messages import PREFIX, number
 from .page import Axis, Chart, Series
 from .status import Band
 

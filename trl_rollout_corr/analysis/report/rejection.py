@@ -13,9 +13,8 @@ import torch
 
 from ...correction.accounting import Accounts, account, turns_of
 from ...dumps.sequences import Sequences
+from ...messages import PREFIX, number, percent
 from ...settings.config import RolloutCorrectionConfig
-from ...settings.formatting import number, percent
-from ...settings.keys import PREFIX
 from ..run import Dump
 
 

@@ -8,8 +8,7 @@ import pandas as pd
 
 from ...health.bands import HEALTHY
 from ...health.rule import Alarm
-from ...settings.formatting import number, percent, steps
-from ...settings.keys import PREFIX
+from ...messages import PREFIX, number, percent, steps
 
 
 class Band(NamedTuple):

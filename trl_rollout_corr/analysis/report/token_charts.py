@@ -8,8 +8,7 @@ import pandas as pd
 from ...correction.histogram import PERCENTILES
 from ...diagnosis import Finding, Observed
 from ...diagnosis.text import evidence
-from ...settings.formatting import number, percent
-from ...settings.keys import PREFIX
+from ...messages import PREFIX, number, percent
 from .page import Axis, Chart, Series
 from .rejection import FAMILIES
 from .status import Band

@@ -15,29 +15,29 @@ from .console import write
 from .run_metadata import settings_in_effect
 
 
-ROWS = 64  # sequences that are looked at
-AGAIN = 8  # of them, those that are scored a second time
+ROWS = 64  # sequences of a diagnosis
+AGAIN = 8  # sequences that are scored a second time
 
 
-class Preflight(TrainerCallback):
+class FirstStepDiagnosis(TrainerCallback):
     """
-    Collects sequences of the first optimizer step of a run, and diagnoses them at its end.
+    Collects sequences of the first optimizer step of a run, and prints their diagnosis at its end.
 
     Args:
         args ([`RolloutCorrectionConfig`]):
             Configuration of the trainer.
         about (`dict[str, str]`):
-            Facts about the run.
+            Metadata of the run.
 
     Attributes:
         diagnosis ([`~trl_rollout_corr.diagnosis.Diagnosis`] or `None`):
-            The diagnosis, on the main process after the first step.
+            Diagnosis, on the main process after the first step.
     """
 
-    def __init__(self, args: RolloutCorrectionConfig, about: dict[str, str]):
+    def __init__(self, args: RolloutCorrectionConfig, about: dict[str, str]) -> None:
         self.args, self.about = args, about
         self.rows: list[dict[str, Any]] = []
-        self.looked = False  # whether sequences were scored a second time
+        self.looked = False  # True once sequences were scored a second time
         self.done = False
         self.diagnosis: Any = None
 
@@ -46,17 +46,17 @@ class Preflight(TrainerCallback):
         return not self.done and len(self.rows) < ROWS
 
     def looks_twice(self) -> bool:
-        """True if sequences are to be scored a second time: those of the first batch. The same on all ranks."""
+        """True for the first batch, whose sequences are scored a second time. The same on all ranks."""
         first, self.looked = not self.looked and not self.done, True
         return first
 
-    def offer(self, step: int, batch: dict[str, torch.Tensor], columns: dict[str, Any]):
-        """Take the sequences of a batch. As of [`~trl_rollout_corr.trainers.dumping.SequenceDump.offer`]."""
+    def offer(self, step: int, batch: dict[str, torch.Tensor], columns: dict[str, Any]) -> None:
+        """Take the sequences of a batch, as [`~trl_rollout_corr.trainers.dumping.SequenceDump.offer`] does."""
         mask = columns["mask"]
         missing = torch.arange(min(len(mask), ROWS - len(self.rows)), device=mask.device)
         self.rows += [make_row(sequence, step) for sequence in on_host({**batch, **columns}, missing)]
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_step_end(self, args, state, control, **kwargs) -> None:
         rows, self.rows = self.rows, []
         if self.done or not rows:
             return
@@ -66,7 +66,7 @@ class Preflight(TrainerCallback):
                 observed = Observed(Sequences.from_rows(rows), settings_in_effect(self.args), self.about)
                 self.diagnosis = diagnose(observed)
                 text = as_text(self.diagnosis)
-            except Exception as error:  # looking at a run must not end it
+            except Exception as error:  # an error of the diagnosis must not end the run
                 text = f"No diagnosis of the first step: {error}.\n"
             write(f"Diagnosis of step {state.global_step}. {text}".rstrip())
 

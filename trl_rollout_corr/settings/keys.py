@@ -1,3 +1,0 @@
-"""First part of every metric key."""
-
-from ..messages import PREFIX as PREFIX
