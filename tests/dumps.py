@@ -190,5 +190,5 @@ class Written(NamedTuple):
 
 def read_dump(path: Path | str) -> Written:
     """Read a dump, row by row, as no command does: Python numbers take twenty times the memory."""
-    table, written = read_table(path)
-    return Written(table.to_pylist(), written.settings, dump.read_logs(Path(path)))
+    table, settings, _, _ = read_table(path)
+    return Written(table.to_pylist(), settings, dump.read_logs(Path(path)))

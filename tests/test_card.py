@@ -1,6 +1,7 @@
 """The card of a trained model names the model and the correction."""
 
 import pytest
+import yaml
 
 from tests.tiny import StaleSampler
 from tests.training import TRAINERS, build
@@ -24,7 +25,9 @@ def test_a_checkpoint_has_a_card(tiny_model_path, tmp_path, capsys):
     assert f"`{line}`" in card
     assert f"{__version__}: {line}\n" in capsys.readouterr().out
     assert f"- trl-rollout-corr: {__version__}" in card
-    assert "rollout-correction" in card.split("---")[1]  # a tag
+    metadata = yaml.safe_load(card.split("---\n")[1])
+    assert "rollout-correction" in metadata["tags"]
+    assert metadata["trl_rollout_corr"] == {"model": "tiny0", "correction": line}
     assert "None" not in card
     trainer.create_model_card()  # as a user might, without a name
     assert "# Model Card for mine" in (tmp_path / "mine" / "README.md").read_text()

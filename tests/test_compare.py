@@ -1,4 +1,4 @@
-"""`python -m trl_rollout_corr compare`."""
+"""`trl-rollout-corr compare`."""
 
 import dataclasses
 import json
@@ -24,13 +24,13 @@ from trl_rollout_corr.analysis.spread import (
     icepop_mean,
     measure,
     predict,
-    rejected,
     suggest_bounds,
     truncated_mean,
 )
+from trl_rollout_corr.correction.functional import expected_share_outside
 from trl_rollout_corr.dumps import writing as dump
-from trl_rollout_corr.dumps.reading import read_sequences
-from trl_rollout_corr.health.rules import examine
+from trl_rollout_corr.dumps.reading import open_dump
+from trl_rollout_corr.health.examine import examine
 from trl_rollout_corr.messages import percent
 from trl_rollout_corr.settings.presets import PRESETS
 
@@ -315,6 +315,13 @@ def test_one_row_is_recommended_with_the_numbers_of_the_row(tmp_path):
     assert compare(folder).count("(reference)") == 1
 
 
+def test_policies_that_have_nothing_to_do_with_each_other_have_no_bounds(tmp_path):
+    found = document(make_dump(tmp_path / "dump", spread=4.0, gaussian=True), "--steps", ":")
+    assert found["suggestion"] is None
+    assert found["recommendation"]["fields"] == {"rollout_correction": "auto"}
+    assert "nothing to do with each other" in found["recommendation"]["why"]
+
+
 def test_policies_that_agree_need_the_reference(tmp_path):
     text = compare(make_dump(tmp_path, spread=0.0))
     assert "| disabled (reference, recommended)" in text
@@ -344,7 +351,9 @@ def test_closed_forms_are_those_of_random_weights():
     mean = torch.randn(2_000_000, generator=rng, dtype=torch.float64) * s / length.sqrt() - s * s / 2
     for lower, upper in ((0.95, 1.01), (0.9, 1.2), (0.0, 1.0)):
         outside = (mean.exp() < lower) | (mean.exp() > upper)
-        assert rejected(s, length, lower, upper).item() == pytest.approx(outside.double().mean().item(), abs=2e-3)
+        assert expected_share_outside(s, length, lower, upper).item() == pytest.approx(
+            outside.double().mean().item(), abs=2e-3
+        )
 
 
 def test_closed_forms_without_a_spread():
@@ -355,7 +364,7 @@ def test_closed_forms_without_a_spread():
         == effective_sample_size(nothing).item()
         == 1
     )
-    assert rejected(0.0, length, 0.999, 1.001).item() == 0
+    assert expected_share_outside(0.0, length, 0.999, 1.001).item() == 0
 
 
 def test_the_table_of_the_theory_follows():
@@ -556,7 +565,7 @@ def test_dumps_that_cannot_be_compared(tmp_path, capsys):
             b"algorithm: {rollout_correction: {rollout_is: token}}",
             "a configuration of verl; translate it with `python -m",
         ),
-        (b"rollout_correction: {rollout_is: token}", "python -m trl_rollout_corr convert"),
+        (b"rollout_correction: {rollout_is: token}", "trl-rollout-corr convert"),
         (b"{rollout_is: true, rollout_is_threshold: 2}", "of verl's first releases; translate it"),
         (b"vllm_importance_sampling_mode: token_mask", "of TRL's own correction; translate it"),
         (b"learning_rate: 1", "no field of rollout correction"),
@@ -604,7 +613,7 @@ def test_the_command(tmp_path):
 
 def test_tokens_of_tools_and_padding_take_no_part(tmp_path):
     make_dump(tmp_path, rows=8, sampled=8)
-    batch = batch_of(read_sequences(tmp_path, sampled_only=True)[0])
+    batch = batch_of(open_dump(tmp_path, sampled_only=True).sequences)
     expected = [
         [logp for logp, counts in zip(row["train_logps"], row["mask"], strict=True) if counts]
         for row in read_dump(tmp_path).rows

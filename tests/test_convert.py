@@ -1,4 +1,4 @@
-"""`python -m trl_rollout_corr convert`."""
+"""`trl-rollout-corr convert`."""
 
 import io
 import sys

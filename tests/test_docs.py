@@ -10,10 +10,18 @@ import torch
 from tests.reference import threshold_of
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
 from trl_rollout_corr.correction.accounting import account, turns_of
-from trl_rollout_corr.correction.ages import Intake, by_age, completions
-from trl_rollout_corr.correction.staleness import Staleness, age, engine_drift, lag, update_drift
+from trl_rollout_corr.correction.age import (
+    ByAge,
+    Staleness,
+    by_age,
+    count_ages,
+    count_completions,
+    count_lags,
+    engine_gap,
+    update_gap,
+)
 from trl_rollout_corr.correction.step_size import StepSize
-from trl_rollout_corr.health.rules import HEALTHY, in_words
+from trl_rollout_corr.health.bands import HEALTHY, in_words
 from trl_rollout_corr.messages import PREFIX
 from trl_rollout_corr.settings.criteria import CRITERIA, Criterion
 from trl_rollout_corr.settings.presets import PRESETS
@@ -57,11 +65,11 @@ def accounted_keys() -> set[str]:
     accounts = account(torch.ones_like(keep), keep, keep.float(), torch.ones(2), torch.ones(2), turns_of(keep))
     zeros, ones = torch.zeros(1, 1), torch.ones(1, 1)
     statistics = compute_rollout_correction(zeros, zeros, ones, RolloutCorrectionConfig()).statistics
-    segments = update_drift(torch.zeros(2, 2), torch.zeros(2, 2), keep) | engine_drift(statistics)
-    segments |= age(torch.ones(2)) | lag(torch.ones(2))
+    segments = update_gap(torch.zeros(2, 2), torch.zeros(2, 2), keep) | engine_gap(statistics)
+    segments |= count_ages(torch.ones(2)) | count_lags(torch.ones(2))
     step = StepSize.of({"scale": torch.ones(2)})
     return {
-        *accounts.finish(rejects=True, weighs=True),
+        *accounts.finish(),
         *Staleness.of(segments).finish(),
         *asynchronous_keys(),
         *step.finish(),
@@ -72,9 +80,8 @@ def asynchronous_keys() -> set[str]:
     """Keys of two completions of different age, and of one that was dropped."""
     ones, on = torch.ones(2, 2), torch.ones(2, 2, dtype=torch.bool)
     ages = by_age(ones, ones, on, on, ones, torch.ones(2), torch.tensor([0.0, 5.0]))
-    some = completions(torch.ones(1), torch.ones(1))
-    intake = Intake.of({"trained": some, "stale_dropped": some})
-    return {*ages.finish(rejects=True, corrects=True), *intake.finish()}
+    some = count_completions(torch.ones(1), torch.ones(1))
+    return {*ByAge.of({**ages, "trained": some, "stale_dropped": some}).finish()}
 
 
 def test_every_group_is_documented():

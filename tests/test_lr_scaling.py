@@ -323,6 +323,7 @@ def test_an_optimizer_that_ignores_its_learning_rate_is_refused(make):
     trainer.optimizer = Adafactor(trainer.model.parameters(), lr=None, relative_step=True)
     trainer.lr_scheduler = AdafactorSchedule(trainer.optimizer)
     with pytest.raises(
-        ValueError, match=r"its own size. Give it a learning rate, or set `rollout_lr_scaling` to None"
+        ValueError,
+        match=r"chooses its own learning rate. Give it a learning rate, or set `rollout_lr_scaling` to None",
     ):
         trainer.train()

@@ -23,8 +23,7 @@ from tests.training import (
 )
 from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.settings.presets import PRESETS
-from trl_rollout_corr.trainers.checks import TIGHTENED_FIELDS
-from trl_rollout_corr.trainers.monitor import ALARMS, TIGHTENED, RolloutCorrectionMonitor
+from trl_rollout_corr.trainers.monitor import ALARMS, TIGHTENED, TIGHTENED_FIELDS, RolloutCorrectionMonitor
 
 
 PRESET = "decoupled_geo_rs_token_tis"

@@ -258,9 +258,9 @@ def test_a_ratio_beyond_the_dual_clip_has_no_gradient_where_the_advantage_is_neg
 @pytest.mark.parametrize(
     ("loss_type", "delta", "reason"),
     [
-        ("cispo", None, "`loss_type` is 'cispo', which bounds the ratio in its own way"),
-        ("sapo", None, "`loss_type` is 'sapo', which bounds the ratio in its own way"),
-        ("grpo", 5.0, "`delta` is 5.0, which is the same bound and goes first"),
+        ("cispo", None, "`loss_type` is 'cispo', which has its own bound on the ratio"),
+        ("sapo", None, "`loss_type` is 'sapo', which has its own bound on the ratio"),
+        ("grpo", 5.0, "`delta` is 5.0, which is the same bound and takes precedence"),
         ("grpo", None, None),
     ],
 )

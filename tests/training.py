@@ -20,7 +20,7 @@ from tests.tiny import StaleSampler, length_reward, load_model, prompts
 from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.correction.metrics import Statistics
 from trl_rollout_corr.correction.sums import Sums
-from trl_rollout_corr.trainers.reload import push
+from trl_rollout_corr.trainers._cpu_reload import push
 
 
 class Trainers(Mapping[str, tuple[type, type]]):

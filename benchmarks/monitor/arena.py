@@ -23,7 +23,7 @@ import itertools
 from cells import TUNING
 from leads import entries, settings_of
 
-from trl_rollout_corr.health.rules import examine
+from trl_rollout_corr.health.examine import examine
 from trl_rollout_corr.messages import PREFIX
 
 

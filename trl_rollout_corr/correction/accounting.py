@@ -1,8 +1,8 @@
 """
-Who is corrected: sums over groups of tokens. Torch only.
+Effect of the correction on groups of tokens: by length, position, advantage, reward and turn. Torch only.
 
-As in `metrics.py` everything is a sum in one vector until it is logged, so that a share does not depend on how the batch was
-split over ranks, micro-batches or logging steps. The layout is the same for every configuration.
+As in `metrics.py` all values are sums in one vector until they are logged, so that a share does not depend on the split of
+the batch over ranks, micro-batches or logging steps. The layout is the same for every configuration.
 """
 
 import math
@@ -12,19 +12,18 @@ from typing import ClassVar, NamedTuple, Self
 
 import torch
 
-from ..messages import PREFIX
 from .functional import accumulation_dtype, as_numbers, row_blocks
-from .sums import SegmentedSums
+from .sums import Applied, SegmentedSums
 
 
-# Lower ends, in tokens, of the buckets that are reported. Lengths are counted by octaves, so that half of the completions can
-# be called long.
+# Lower edges of the reported buckets, in tokens. Lengths are counted in octaves, so that the longer half of the completions
+# can be found.
 BUCKETS = (1, 16, 64, 256, 1024, 4096, 16384)
 _OCTAVES = tuple(2**i for i in range(15))
 SIGNS = ("negative", "zero", "positive")
 REWARDS = (-math.inf, 0.0, 0.25, 0.5, 0.75, 1.0)
 REWARD_NAMES = ("below_0", "0_to_0.25", "0.25_to_0.5", "0.5_to_0.75", "0.75_to_1", "1_or_more")
-TURNS = 8  # the last one also holds all later ones
+TURNS = 8  # the last bucket holds later turns as well
 MEASURES = ("tokens", "rejected", "removed")
 
 
@@ -47,36 +46,23 @@ class Accounts(SegmentedSums):
         "mean_reward": ("kept/rows", "kept/reward", "rejected/rows", "rejected/reward"),
     }
 
-    def finish(self, *, rejects: bool, weighs: bool) -> dict[str, float]:
-        """
-        Turn the sums into named numbers. Waits for the device.
-
-        Args:
-            rejects (`bool`):
-                Whether there is anything that rejects, so that the shares of rejected tokens are reported.
-            weighs (`bool`):
-                Whether weights are applied, so that the shares they take away are reported.
-
-        Returns:
-            `dict[str, float]`: metrics by key (`rollout_corr/...`), of the groups that have a token.
-        """
-        s = self.by_name()
+    def _metrics(self, s: dict[str, float], applied: Applied) -> dict[str, float]:
         groups = {name: sums for name, sums in _groups(s).items() if sums["tokens"]}
         metrics: dict[str, float] = {}
-        for key, measure, asked in (("rejected", "rejected", rejects), ("downweighted", "removed", weighs)):
-            if asked:
-                metrics |= {f"{key}/{name}": sums[measure] / sums["tokens"] for name, sums in groups.items()}
-        if rejects:
+        if applied.rejects:
+            metrics |= {f"rejected/{name}": sums["rejected"] / sums["tokens"] for name, sums in groups.items()}
             metrics |= _reward_metrics(s)
-        return {PREFIX + key: value for key, value in metrics.items()}
+        if applied.weighs:
+            metrics |= {f"downweighted/{name}": sums["removed"] / sums["tokens"] for name, sums in groups.items()}
+        return metrics
 
     def groups(self) -> dict[str, dict[str, float]]:
         """
         The sums of each group of tokens. Waits for the device.
 
         Returns:
-            `dict[str, dict[str, float]]`: by name of a group, as in the metrics, its `tokens`, how many of them are
-            `rejected`, and what weights have `removed`, in tokens.
+            `dict[str, dict[str, float]]`: by name of a group, as in the metrics, the number of its `tokens`, of its
+            `rejected` tokens, and the sum of `max(0, 1 - coefficient)` over the tokens that are kept, `removed`.
         """
         return _groups(self.by_name())
 
@@ -90,15 +76,15 @@ def account(
     turns: torch.Tensor | None = None,
 ) -> Accounts:
     """
-    Add up what the correction does to the gradient of which tokens.
+    Add up tokens, rejected tokens and gradient removed by weights, by group of tokens.
 
     Args:
         valid (`torch.Tensor` of shape `(B, T)`):
             Boolean mask of the tokens that count.
         keep (`torch.Tensor` of shape `(B, T)`):
-            Boolean mask of those that every criterion keeps.
+            Boolean mask of the tokens that no criterion rejects.
         coefficients (`torch.Tensor` of shape `(B, T)`):
-            What multiplies the policy gradient of each token. Of a kept token, `max(0, 1 - coefficient)` counts as removed.
+            Factor of the policy gradient of each token. Of a kept token, `max(0, 1 - coefficient)` counts as removed.
         advantages (`torch.Tensor` of shape `(B,)` or `(B, T)`):
             Advantages.
         rewards (`torch.Tensor` of shape `(B,)`):
@@ -113,7 +99,7 @@ def account(
 
 
 class _Edges(NamedTuple):
-    """Where buckets begin, but for the first of each kind."""
+    """Lower edges of the buckets of each kind, without the first."""
 
     lengths: torch.Tensor
     positions: torch.Tensor
@@ -180,7 +166,7 @@ def turns_of(mask: torch.Tensor) -> torch.Tensor:
 
 
 def _measures(valid: torch.Tensor, keep: torch.Tensor, coefficients: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Three of `(B, T)`, each until the next: 1 if a token counts, 1 if it is rejected, what weights take away."""
+    """Three tensors, `(B, T)`, each valid until the next: token counts, token is rejected, gradient removed by weights."""
     counts, kept = (as_numbers(mask, coefficients.dtype) for mask in (valid, keep))
     yield counts
     yield counts.sub_(kept)
@@ -190,7 +176,7 @@ def _measures(valid: torch.Tensor, keep: torch.Tensor, coefficients: torch.Tenso
 def _by_row_and_position(
     valid: torch.Tensor, keep: torch.Tensor, coefficients: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The measures added up over each row, `(B, 3)`, and over each position, `(T, 3)`."""
+    """Sums of the measures over each row, `(B, 3)`, and over each position, `(T, 3)`."""
     dtype = accumulation_dtype(valid.device)
     by_row, by_position = [], []
     for rows in row_blocks(valid):
@@ -201,13 +187,13 @@ def _by_row_and_position(
 
 
 def bucket_of(x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
-    """Index of the bucket each number is in."""
+    """Index of the bucket of each number."""
     return torch.bucketize(x.contiguous(), edges, right=True)
 
 
 @cache
 def edges_of(lower_ends: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Where buckets begin, but for the first. Kept on the device: copying numbers to it waits for it."""
+    """Lower edges of buckets without the first. Cached on the device, because copying to it waits for it."""
     return torch.tensor(lower_ends[1:], dtype=dtype, device=device)
 
 
@@ -217,7 +203,7 @@ def add_up(values: torch.Tensor, index: torch.Tensor, n_buckets: int) -> torch.T
 
 
 def _mean_rewards(by_row: torch.Tensor, rewards: torch.Tensor, scored: torch.Tensor) -> torch.Tensor:
-    """`(4,)`: completions and rewards of those that keep a token, and of those that keep none."""
+    """`(4,)`: number and sum of rewards of the completions that keep a token, then of those that keep none."""
     rejected = (by_row[:, 1] >= by_row[:, 0]).long()
     return add_up(torch.stack([scored, scored * rewards], 1), rejected, 2).flatten()
 
@@ -238,7 +224,7 @@ def _groups(s: Mapping[str, float]) -> dict[str, dict[str, float]]:
         groups[f"advantage_{sign}"] = _total(s, [f"cell/{octave}/{sign}" for octave in _OCTAVES])
     for reward in REWARD_NAMES:
         groups[f"reward_{reward}"] = _total(s, [f"reward/{reward}"])
-    if s["turn/2/tokens"]:  # else it is the whole
+    if s["turn/2/tokens"]:  # with one turn the group is the whole batch
         for turn in range(1, TURNS + 1):
             groups[f"turn_{turn}{'_or_later' if turn == TURNS else ''}"] = _total(s, [f"turn/{turn}"])
     return groups | _long_and_positive(s)

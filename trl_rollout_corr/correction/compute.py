@@ -40,7 +40,7 @@ class RolloutCorrection:
         scale (`torch.Tensor` of shape `()`):
             Factor of `rollout_rs_renormalize`, or 1.
         applies_weights (`bool`):
-            Whether the mode applies the weights, or only reports them.
+            True if the mode applies the weights; False if it only reports them.
         log_ratio (`torch.Tensor` of shape `(B, T)` or `None`):
             Log-ratio to the sampler, in nats, 0 outside the valid tokens. `None` in decoupled mode.
         statistics ([`~trl_rollout_corr.correction.metrics.Statistics`]):
@@ -247,7 +247,7 @@ class _Rows(NamedTuple):
 class _Assembled:
     """Results of all row blocks. A single block is not copied."""
 
-    def __init__(self, mask: torch.Tensor):
+    def __init__(self, mask: torch.Tensor) -> None:
         self.weights: torch.Tensor | None = None
         self.log_ratio: torch.Tensor | None = None
         self.dtype: torch.dtype | None = None

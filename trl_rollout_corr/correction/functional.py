@@ -1,8 +1,8 @@
 """
 Importance weights and rejection rules: tensors in, tensors out.
 
-Shapes: `B` completions, `T` completion tokens. A *valid* token is a token of the loss whose log-ratio is finite. Indicators
-are numbers, 1 or 0, in the type of the log-ratio: their products and sums are several times faster than those of booleans.
+Shapes: `B` completions, `T` completion tokens. What is true of a token is written as a number, 1 or 0, in the type of the
+log-ratio: such indicators are multiplied and added up, several times faster than booleans are combined and counted.
 
 Nothing in this module reads a configuration, synchronises with the host, or talks to another process.
 """
@@ -20,20 +20,20 @@ from ..settings.criteria import DIVERGENCES, LEVELS, SCOPES, TOKEN_ONLY, Criteri
 # verl's. verl also raises ratios below exp(-20) to exp(-20); here they go to 0, which is 2e-9 away.
 LOG_RATIO_BOUND = 20.0
 
-# A larger log-ratio comes from a masked logit. The bound keeps sums of squares finite in float32.
+# Beyond this a log-ratio is that of a masked logit. The bound keeps sums of squares finite in float32.
 LARGEST_LOG_RATIO = 1e15
 
-# Largest exponent of `exp`: sums of exp(60) over a long row still fit in float32.
+# Powers of e are taken of at most this: sums over a long row of exp(60) still fit in float32.
 LARGEST_POWER = 60.0
 
-# Smallest distance of a probability to 0 and 1 in a divergence of two events.
+# Probabilities are kept this far from 0 and 1 in a divergence of two events.
 SMALLEST_PROBABILITY = 1e-6
 
-# Weights with a smaller mean are not normalised: all of them are 0.
+# A mean weight below this carries no information to normalise with (every weight was zeroed).
 MIN_MEAN_WEIGHT = 1e-8
 
-# Tokens per block of rows. A dozen tensors of a block are alive at a time: on a CPU they fit in its cache; elsewhere larger
-# blocks mean fewer kernels.
+# Rows are worked on in blocks of so many tokens, of which a dozen tensors are alive at a time. On a CPU they stay in its
+# cache; elsewhere a kernel must be worth its launch.
 _BLOCK_ON_CPU, _BLOCK_ELSEWHERE = 2**17, 2**22
 
 
@@ -44,19 +44,19 @@ def accumulation_dtype(device: torch.device) -> torch.dtype:
 
 class Tokens(NamedTuple):
     """
-    Valid tokens in some rows of a batch. Made by [`select_tokens`].
+    The tokens that count, in some rows of a batch. Made by [`select_tokens`].
 
     Args:
         log_ratio (`torch.Tensor` of shape `(B, T)`):
-            Log-ratio `d = log pi_train - log pi_rollout` of the sampled tokens, 0 outside the valid tokens.
+            Log-ratio `d = log pi_train - log pi_rollout` of the sampled tokens, 0 where they do not count.
         train_logps (`torch.Tensor` of shape `(B, T)`):
-            Log-probabilities under the training policy, 0 outside the valid tokens.
+            Log-probabilities under the training policy, 0 where they do not count.
         valid (`torch.Tensor` of shape `(B, T)`):
-            1 on valid tokens, else 0.
+            1 on tokens that count, else 0.
         outside (`torch.Tensor` of shape `(B, T)`):
-            0 on valid tokens, else infinity: added before a minimum, and subtracted before a maximum.
+            0 on tokens that count, else infinity: added before a minimum, and subtracted before a maximum.
         lengths (`torch.Tensor` of shape `(B, 1)`):
-            Number of valid tokens.
+            Number of tokens that count.
         mask_lengths (`torch.Tensor` of shape `(B, 1)`):
             Number of tokens of the loss.
         broken (`torch.Tensor` of shape `(B, 1)`):
@@ -74,11 +74,11 @@ class Tokens(NamedTuple):
 
 class Rejection(NamedTuple):
     """
-    Result of one [`Criterion`], `(B, T)` for scope `"token"`, else `(B, 1)`.
+    Result of one [`Criterion`]. `(B, T)` for scope `"token"`, else `(B, 1)`.
 
     Args:
         statistic (`torch.Tensor`):
-            Statistic that the bounds apply to; 0 outside the valid tokens, and for a sequence without valid tokens.
+            What the bounds are on; 0 for a token that does not count, and for a sequence without tokens.
         high (`torch.Tensor`):
             1 where the statistic exceeds the upper bound, else 0.
         low (`torch.Tensor`):
@@ -95,7 +95,7 @@ class Rejection(NamedTuple):
 
 
 def row_blocks(mask: torch.Tensor) -> Iterator[slice]:
-    """Slices of the rows of a tensor of shape `(B, T)`, one per block."""
+    """Slices of the rows of a tensor of shape `(B, T)`, each small enough to be worked on at once."""
     size = _BLOCK_ON_CPU if mask.device.type == "cpu" else _BLOCK_ELSEWHERE
     step = max(size // mask.shape[1], 1)
     for start in range(0, mask.shape[0], step):
@@ -128,7 +128,7 @@ def select_tokens(
     train_logps: torch.Tensor, rollout_logps: torch.Tensor, mask: torch.Tensor, *, neutralize: bool = False
 ) -> Tokens:
     """
-    Select the valid tokens: tokens of the mask whose log-ratio is finite.
+    Select the tokens that count: those of the mask whose log-ratio is finite.
 
     Args:
         train_logps (`torch.Tensor` of shape `(B, T)`):
@@ -177,8 +177,8 @@ def importance_ratio(tokens: Tokens, *, level: str) -> torch.Tensor:
             `"token"`, `"sequence"` or `"geometric"`.
 
     Returns:
-        `torch.Tensor` of shape `(B, T)` or, for the two sequence levels, `(B, 1)`: the ratio, at most `exp(20)`, 0 outside
-        the valid tokens.
+        `torch.Tensor` of shape `(B, T)` or, for the two sequence levels, `(B, 1)`: the ratio, at most `exp(20)`. 0 on tokens
+        that do not count.
     """
     if level == "token":
         return tokens.log_ratio.clamp(max=LOG_RATIO_BOUND).exp_().mul_(tokens.valid)
@@ -198,9 +198,9 @@ def bound_weights(
 
     Args:
         ratio (`torch.Tensor` of shape `(B, T)` or `(B, 1)`):
-            Raw importance ratio, 0 outside the valid tokens.
+            Raw importance ratio, 0 where it does not count.
         counts (`torch.Tensor` of the shape of `ratio`):
-            1 on valid tokens, or on sequences with one, else 0.
+            1 where it counts, else 0.
         lower (`float` or `None`):
             `None` truncates: `min(ratio, upper)`. A number switches to
             [IcePop](https://ringtech.notion.site/icepop): 0 outside `[lower, upper]`, unchanged inside.
@@ -262,7 +262,7 @@ def probability_divergence(tokens: Tokens, divergence: str) -> torch.Tensor:
       [DPPO](https://huggingface.co/papers/2602.04879) (equations 13 and 14 there);
     - `binary_kl = max(D(p, q), D(q, p))`: KPop, as AReaL has it.
 
-    The ratio of an unlikely token is noisy, and the ratio of a likely token hardly moves: by 8 percent from 0.98 to 0.90.
+    A ratio is noisy where a token is unlikely, and says little where it is likely: from 0.98 to 0.90 it moves by 8 percent.
 
     Args:
         tokens ([`Tokens`]):
@@ -271,8 +271,8 @@ def probability_divergence(tokens: Tokens, divergence: str) -> torch.Tensor:
             `"tv"`, `"kl"` or `"binary_kl"`.
 
     Returns:
-        `torch.Tensor` of shape `(B, T)`: the divergence (`tv` without unit, the others in nats), 0 outside the valid
-        tokens. Probabilities are clamped to `[1e-6, 1 - 1e-6]`.
+        `torch.Tensor` of shape `(B, T)`: the divergence, in nats but for `tv`; 0 where a token does not count. Probabilities
+        are taken within `[1e-6, 1 - 1e-6]`.
     """
     log_p = tokens.train_logps.clamp(max=0.0)
     log_q = (tokens.train_logps - tokens.log_ratio).clamp_(max=0.0)
@@ -287,7 +287,7 @@ def probability_divergence(tokens: Tokens, divergence: str) -> torch.Tensor:
         log_p - log_q,
         torch.log(torch.expm1(log_p) / torch.expm1(log_q)),
     )  # ln of p / q and (1 - p) / (1 - q)
-    # a divergence is never negative, but rounding may make it so
+    # rounding may leave either below 0, which it cannot be
     from_sampler = (torch.expm1(log_q) * of_others - log_q.exp() * d).clamp_(min=0.0)  # D(q, p)
     if divergence == "kl":
         return from_sampler.copysign_(d)
@@ -304,14 +304,14 @@ def reject(tokens: Tokens, criterion: Criterion, direction: torch.Tensor | None 
         criterion ([`Criterion`]):
             The rule.
         direction (`torch.Tensor` of shape `(B, 1)` or `(B, T)`, *optional*):
-            Sign of the advantage, for a rule that depends on it.
+            Sign of the advantage, for a rule that looks at it.
 
     Returns:
         [`Rejection`]: the statistic, and where it is out of bounds.
     """
     if criterion.divergence in TOKEN_ONLY:
         return _reject_by_probability(tokens, criterion, direction)
-    divergence = token_divergence(tokens.log_ratio, criterion.divergence)  # 0 outside the valid tokens
+    divergence = token_divergence(tokens.log_ratio, criterion.divergence)  # 0 where it does not count
     highest = lowest = statistic = _reduce_sequence(divergence, tokens, criterion.scope)
     if criterion.scope == "seq_max" and criterion.divergence == "k1":
         # k1 is signed, so the worst token may lie on either side
@@ -327,9 +327,7 @@ def _reject_by_probability(tokens: Tokens, criterion: Criterion, direction: torc
     high, low = above(statistic, criterion.upper).mul_(tokens.valid), below(statistic, criterion.lower)
     if criterion.directed:
         if direction is None:
-            raise ValueError(
-                f"`{criterion.name}` depends on the sign of the advantages, which are missing. Pass them."
-            )
+            raise ValueError(f"`{criterion.name}` looks at the sign of the advantages, which are missing.")
         high, low = high * above(direction, 0.0), low * below(direction, 0.0)
     return Rejection(statistic, high, low)
 
@@ -354,10 +352,11 @@ def mean_weight(sums: torch.Tensor) -> torch.Tensor:
 
     Args:
         sums (`torch.Tensor` of shape `(2,)`):
-            Sum and number of the weights of the whole batch, over all ranks: of tokens at token level, else of sequences.
+            Sum and number of the weights of the whole batch, added up over all ranks: of tokens at token level, of sequences
+            otherwise.
 
     Returns:
-        `torch.Tensor` of shape `()`: mean of the weights, or 1 if the mean is below 1e-8.
+        `torch.Tensor` of shape `()`: their mean, or 1 if it is below 1e-8.
     """
     mean = sums[0] / sums[1].clamp(min=1)
     return torch.where(mean > MIN_MEAN_WEIGHT, mean, torch.ones_like(mean))
@@ -376,3 +375,48 @@ def renormalization(valid_and_kept: torch.Tensor) -> torch.Tensor:
     """
     valid, kept = valid_and_kept
     return torch.where(kept > 0, valid / kept.clamp(min=1), torch.ones_like(valid))
+
+
+# Independent normal log-ratios --------------------------------------------------------------------------------------------
+
+
+def normal_cdf(distance: torch.Tensor | float, spread: torch.Tensor) -> torch.Tensor:
+    """
+    Probability that a normal variable is at most `distance` above its mean.
+
+    Args:
+        distance (`torch.Tensor` or `float`):
+            Distance from the mean.
+        spread (`torch.Tensor`):
+            Standard deviation; 0 for a variable that is always at its mean.
+
+    Returns:
+        `torch.Tensor`: probability.
+    """
+    return torch.special.ndtr(distance / spread.clamp(min=1e-300))
+
+
+def expected_share_outside(s: float, lengths: torch.Tensor, lower: float, upper: float) -> torch.Tensor:
+    """
+    Share of completions whose geometric mean of the ratio is outside `[lower, upper]`.
+
+    Log-ratios are taken as independent and normal, with variance `s^2` and the mean at which a ratio has mean 1:
+
+        mean of T log-ratios ~ N(-s^2 / 2, s^2 / T)
+
+    Args:
+        s (`float`):
+            Root mean square of the log-ratio, in nats.
+        lengths (`torch.Tensor`):
+            Tokens `T` of a completion.
+        lower (`float`):
+            Lower bound on the ratio; 0 for none.
+        upper (`float`):
+            Upper bound on the ratio.
+
+    Returns:
+        `torch.Tensor` of the shape of `lengths`.
+    """
+    center, spread = -s * s / 2, s / lengths.sqrt()
+    low = -math.inf if lower == 0 else math.log(lower)
+    return normal_cdf(low - center, spread) + normal_cdf(center - math.log(upper), spread)

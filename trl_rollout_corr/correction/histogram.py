@@ -1,9 +1,9 @@
 """
 Histogram of the log-ratio, and percentiles from it. Torch only.
 
-Its bins are fixed, so that those of several ranks add up. There are 32 bins per octave of `|d|` from 2^-23 to 2^7 on either
-side of 0, and one bin for what is smaller, which is rounding noise. A bin spans at most 3.1 percent of its value, so that a
-percentile is within 1.6 percent.
+The bins are fixed, so that the counts of several ranks add up. There are 32 bins per octave of `|d|` from 2^-23 to 2^7 on
+either side of 0, and one bin for smaller values, which are rounding noise. A bin spans at most 3.1 percent of its value, so
+that a percentile has an error of at most 1.6 percent.
 """
 
 import math
@@ -22,12 +22,14 @@ _MANTISSA_BITS = 5
 SMALLEST_EXPONENT, LARGEST_EXPONENT = -23, 7
 SIDE_BINS = (LARGEST_EXPONENT - SMALLEST_EXPONENT) * 2**_MANTISSA_BITS
 BINS = 2 * SIDE_BINS + 1
-_FIRST_BIN = (127 + SMALLEST_EXPONENT) * 2**_MANTISSA_BITS  # leading bits of the smallest magnitude
+_FIRST_BIN = (127 + SMALLEST_EXPONENT) * 2**_MANTISSA_BITS  # exponent and mantissa bits of the smallest magnitude
 
 
 def count(tokens: Tokens) -> torch.Tensor:
-    """Counts of the log-ratio, `(BINS,)`. The bin of a float32 is its sign, its exponent and the start of its mantissa."""
-    leading = 9 + _MANTISSA_BITS  # bits of a float32 that are kept
+    """Counts of the log-ratio, `(BINS,)`. Sign, exponent and first mantissa bits of a float32 are the number of its bin."""
+    leading = (
+        9 + _MANTISSA_BITS
+    )  # bits of a float32 that make the number of the bin: sign, 8 of the exponent, mantissa
     bits = tokens.log_ratio.float().view(torch.int32)
     index = (bits >> (32 - leading)).bitwise_and_(2**leading - 1).flatten().long()
     counts = tokens.valid.new_zeros(2**leading)
@@ -55,13 +57,13 @@ def percentiles(counts: list[float], smallest: float, largest: float) -> dict[in
         counts (`list[float]`):
             The histogram.
         smallest (`float`):
-            Smallest log-ratio. The outermost bins hold everything beyond them.
+            Smallest log-ratio. The outermost bins also hold all values beyond them.
         largest (`float`):
             Largest log-ratio.
 
     Returns:
-        `dict[int, float]`: by percent, in nats: the smallest bin that at least so many tokens do not exceed, as the geometric
-        middle of its edges. NaN if nothing was counted.
+        `dict[int, float]`: by percent, in nats: the geometric mean of the edges of the bin that holds the percentile. NaN if
+        no token was counted.
     """
     cumulative = list(accumulate(counts))
     return {percent: _percentile(cumulative, percent / 100, smallest, largest) for percent in PERCENTILES}

@@ -1,11 +1,11 @@
 """
-Metrics as sums: what is added up on the device, and how the sums become numbers. Torch only.
+Metrics as sums on the device, which become numbers when they are logged. Torch only.
 
-A batch is described by one float64 vector of sums, counts, histogram bins and maxima ([`Statistics`]). Nothing touches the
-host until [`Statistics.finish`]. For each subject, what is added up stands next to what is made of it: the two policies,
-importance weights, rejection.
+A batch is described by one float64 vector of sums, counts, histogram bins and maxima ([`Statistics`]). The host waits for the
+device in [`Statistics.finish`] only. For each subject (the two policies, importance weights, rejection), the sums and the
+metrics made of them stand next to each other.
 
-Names inside a vector are internal; the metric keys, their formulas and healthy ranges are listed in `docs/metrics.md`.
+Names inside a vector are internal. The metric keys, their formulas and healthy ranges are listed in `docs/metrics.md`.
 """
 
 import math
@@ -15,9 +15,9 @@ from typing import Self
 
 import torch
 
-from ..messages import PREFIX
 from ..settings.criteria import Bounding, Criterion
 from . import histogram
+from .columns import Columns, row_squares
 from .functional import (
     LARGEST_POWER,
     LOG_RATIO_BOUND,
@@ -25,10 +25,9 @@ from .functional import (
     Rejection,
     Tokens,
     above,
-    accumulation_dtype,
     below,
 )
-from .sums import Sums
+from .sums import Applied, Sums
 
 
 @dataclass(frozen=True)
@@ -39,20 +38,20 @@ class Statistics(Sums):
 
     Args:
         bounding ([`Bounding`], *optional*):
-            About the importance weights, if there are any.
+            Importance weights, if there are any.
         criteria (`tuple[Criterion, ...]`, *optional*):
-            What rejects.
+            Rejection criteria.
     """
 
     bounding: Bounding | None = None
     criteria: tuple[Criterion, ...] = ()
 
     def fits(self, other: Self) -> bool:
-        """Whether the two are about the same weights and criteria, with the same bounds."""
+        """True if both have the same layout, weights and criteria, with the same bounds."""
         return super().fits(other) and (self.bounding, self.criteria) == (other.bounding, other.criteria)
 
     def with_sum(self, name: str, value: torch.Tensor) -> Self:
-        """The same with another value of one of the sums, for what is only known when the whole batch has been seen."""
+        """Copy with another value of one sum, which is known only when the whole batch has been seen."""
         vector = self.vector.clone()
         vector[self.sum_names.index(name)] = value
         return replace(self, vector=vector)
@@ -67,15 +66,8 @@ class Statistics(Sums):
         start = len(self.sum_names)
         return self.vector[start : start + histogram.BINS].tolist(), histogram.bin_edges()
 
-    def finish(self) -> dict[str, float]:
-        """
-        Turn the sums into named numbers. This is the only place that waits for the device.
-
-        Returns:
-            `dict[str, float]`: metrics by key (`rollout_corr/...`). A value that is undefined, because the batch has no
-            valid token, is NaN; every other value is finite.
-        """
-        s = self.by_name()
+    def _metrics(self, s: dict[str, float], applied: Applied) -> dict[str, float]:
+        """Metrics of the batch: NaN if it has no valid token, finite otherwise."""
         metrics = _policy_metrics(s) | _percentile_metrics(s, self.histogram()[0])
         if self.bounding is not None:
             metrics |= _weight_metrics(s, self.bounding)
@@ -84,63 +76,7 @@ class Statistics(Sums):
         if self.criteria:
             metrics["rollout_rs_masked_fraction"] = _divide(s["rejected"], s["tokens"])
             metrics["rollout_rs_seq_masked_fraction"] = _divide(s["rejected_rows"], s["rows"])
-        return {PREFIX + key: value for key, value in metrics.items()}
-
-
-class _Columns:
-    """One column per name, of what each row of a block adds to it. Added up over the rows when the block is done."""
-
-    def __init__(self, tokens: Tokens):
-        self.dtype = accumulation_dtype(tokens.valid.device)
-        self.lengths = tokens.lengths.to(self.dtype)  # (B, 1)
-        self.rows = above(self.lengths, 0.0)  # (B, 1), 1 for rows with a token
-        self.no_rows = self.rows.reciprocal() - 1.0  # (B, 1), infinity for the others
-        self.divisors = self.lengths.clamp(min=1)
-        self.sums: dict[str, torch.Tensor] = {}
-        self.maxima: dict[str, torch.Tensor] = {}
-
-    def add(self, name: str, x: torch.Tensor):
-        """Add up `x`, of shape `(B, T)` or `(B, 1)`, which is 0 where it does not count."""
-        self.sums[name] = x if x.shape[-1] == 1 else x.sum(-1, keepdim=True)
-
-    def add_columns(self, names: Sequence[str], x: torch.Tensor):
-        """Add up the columns of `x`, of shape `(B, len(names))`, each under its name."""
-        self.sums |= zip(names, x.split(1, -1), strict=True)
-
-    def row_mean(self, name: str) -> torch.Tensor:
-        """Mean over the tokens of each row of what was added under a name."""
-        return self.sums[name] / self.divisors
-
-    def add_extremes(self, name: str, x: torch.Tensor, outside: torch.Tensor):
-        """Largest and (negated) smallest entry of `x` where `outside` is 0 and not infinity."""
-        high, low = x - outside, x + outside
-        if x.shape[-1] > 1:
-            high, low = high.amax(-1, keepdim=True), low.amin(-1, keepdim=True)
-        self.maxima[f"{name}_max"], self.maxima[f"{name}_negated_min"] = high, -low
-
-    def add_rows(self, name: str, x: torch.Tensor):
-        """Add up what there is one of per row, `(B, 1)`, for its mean, its spread and how far it is from 0."""
-        self.add(f"{name}/row_sum", x)
-        self.add(f"{name}/row_squares", x.square())
-        self.maxima[f"{name}/deviation"] = x.abs() - self.no_rows
-
-    def joined(self) -> tuple[tuple[str, ...], torch.Tensor, tuple[str, ...], torch.Tensor]:
-        """Names and values of the sums, and of the maxima."""
-        sum_names, sums = self._joined(self.sums)
-        max_names, maxima = self._joined(self.maxima)
-        return sum_names, sums.sum(0), max_names, maxima.amax(0)
-
-    def _joined(self, columns: dict[str, torch.Tensor]) -> tuple[tuple[str, ...], torch.Tensor]:
-        """Names and columns, `(B, N)`. Those of one type first: converting them together is one operation, not N."""
-        narrow = [name for name, column in columns.items() if column.dtype != self.dtype]
-        wide = [name for name in columns if name not in narrow]
-        joined = [torch.cat([columns[name] for name in names], 1).to(self.dtype) for names in (narrow, wide) if names]
-        return (*narrow, *wide), torch.cat(joined, 1)
-
-
-def row_squares(x: torch.Tensor) -> torch.Tensor:
-    """`(B, 1)`: squares added up over each row, without a tensor of them."""
-    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
+        return metrics
 
 
 def collect(
@@ -152,27 +88,27 @@ def collect(
     direction: torch.Tensor | None = None,
 ) -> Statistics:
     """
-    Add up everything that is reported about some rows of a batch.
+    Add up the statistics of some rows of a batch.
 
     Args:
         tokens ([`~trl_rollout_corr.correction.functional.Tokens`]):
             The tokens that count.
         keep (`torch.Tensor` of shape `(B, T)`):
-            1 on tokens that count and that every criterion keeps, else 0.
+            1 on tokens that count and that no criterion rejects, else 0.
         coefficients (`torch.Tensor` of shape `(B, T)`):
-            What multiplies the policy gradient of each token.
+            Factor of the policy gradient of each token.
         weights (`tuple[Bounding, torch.Tensor, torch.Tensor]`, *optional*):
-            If there are importance weights: how they were made, the ratio before bounding, and the weight after it (before
-            batch normalisation), 0 where it does not count. `(B, T)` at token level, otherwise `(B, 1)`.
+            Importance weights, if there are any: their bounds, the ratio before bounding, and the weight after bounding and
+            before batch normalisation, 0 on tokens that do not count. `(B, T)` at token level, otherwise `(B, 1)`.
         rejections (`Sequence[tuple[Criterion, Rejection]]`, *optional*):
-            The criteria and what each said.
+            Criteria and their results.
         direction (`torch.Tensor` of shape `(B, 1)` or `(B, T)`, *optional*):
             Sign of the advantages.
 
     Returns:
         [`Statistics`]: sums of the rows. No host synchronisation, no collective.
     """
-    c = _Columns(tokens)
+    c = Columns(tokens)
     c.add("tokens", tokens.lengths)
     c.add("rows", c.rows)
     c.add("mask_tokens", tokens.mask_lengths)
@@ -198,7 +134,7 @@ def collect(
 # The two policies -----------------------------------------------------------------------------------------------------
 
 
-def _collect_policies(c: _Columns, tokens: Tokens):
+def _collect_policies(c: Columns, tokens: Tokens) -> None:
     d = tokens.log_ratio
     c.add("d", d)
     c.add("train_logps", tokens.train_logps)
@@ -207,20 +143,21 @@ def _collect_policies(c: _Columns, tokens: Tokens):
     logs = torch.cat([train_nll, train_nll - gap, gap], -1)
     c.add_columns(("train_nll", "rollout_nll", "gap"), logs)
     c.add_columns(("train_ppl", "rollout_ppl", "ppl_ratio"), logs.clamp(max=LARGEST_POWER).exp_().mul_(c.rows))
-    # r - 1: exp(d) - 1 would lose every digit of a small d. It serves k3 (as in `functional.k3`) and chi2
+    # k3 = r - 1 - d with r = exp(d). `expm1` keeps the digits of a small d
     excess = torch.expm1(d.clamp(max=LARGEST_POWER))
     c.add("k3", excess - d)
-    # E[r^2] - 1, summed as (r - 1)^2 + 2 (r - 1) so that a small divergence is not lost in a sum of ones
+    # chi^2 = E[r^2] - 1 = E[(r - 1)^2 + 2 (r - 1)]: a sum of squares r^2 would lose a small divergence
     excess.clamp_(max=math.expm1(LOG_RATIO_BOUND))
     c.add("chi2_token", row_squares(excess).add_(excess.sum(-1, keepdim=True), alpha=2.0))
+    # chi^2 of sequences = E[exp(2 sum d)] - 1, where gap = -mean d
     twice = (gap * c.lengths).mul_(-2.0)
     c.add("chi2_seq", torch.expm1(twice.clamp_(-2 * LOG_RATIO_BOUND, 2 * LOG_RATIO_BOUND)))
     c.add_extremes("gap", gap, c.no_rows)
     c.add_extremes("d", d, tokens.outside)
 
 
-def _collect_directions(c: _Columns, tokens: Tokens, direction: torch.Tensor):
-    """The log-ratio where the advantage is positive, and where it is negative."""
+def _collect_directions(c: Columns, tokens: Tokens, direction: torch.Tensor) -> None:
+    """Sums of the log-ratio over tokens of positive and of negative advantage."""
     positive, negative = direction.clamp(min=0.0), direction.clamp(max=0.0).neg_()
     for sign, chosen in (("positive", positive), ("negative", negative)):
         names = f"{sign}/d", f"{sign}/tokens"
@@ -266,7 +203,9 @@ def _percentile_metrics(s: dict[str, float], counts: list[float]) -> dict[str, f
 # Importance weights ---------------------------------------------------------------------------------------------------
 
 
-def _collect_weights(c: _Columns, tokens: Tokens, bounding: Bounding, ratio: torch.Tensor, bounded: torch.Tensor):
+def _collect_weights(
+    c: Columns, tokens: Tokens, bounding: Bounding, ratio: torch.Tensor, bounded: torch.Tensor
+) -> None:
     lower = 1 / bounding.upper if bounding.lower is None else bounding.lower
     high = above(ratio, bounding.upper).sum(-1, keepdim=True)
     collect_level = _collect_token_weights if bounding.level == "token" else _collect_sequence_weights
@@ -284,8 +223,8 @@ def _collect_weights(c: _Columns, tokens: Tokens, bounding: Bounding, ratio: tor
         c.sums["is/norm_count"] = c.sums["is/units"]
 
 
-def _collect_token_weights(c: _Columns, tokens: Tokens, bounding: Bounding, ratio, bounded, lower: float):
-    """Weights of tokens. Returns, per row, the means of `w - 1` and of the ratio, and how many ratios are low."""
+def _collect_token_weights(c: Columns, tokens: Tokens, bounding: Bounding, ratio, bounded, lower: float):
+    """Weights of tokens. Returns, per row, the means of `w - 1` and of the ratio, and the number of low ratios."""
     # sums of w - 1 rather than w: a variance of 1e-8 around a mean of 1 keeps its digits
     excess = bounded - tokens.valid
     c.add("is/sum", excess)
@@ -295,18 +234,18 @@ def _collect_token_weights(c: _Columns, tokens: Tokens, bounding: Bounding, rati
     if not bounding.grows:
         c.add_extremes("is/weight", bounded, tokens.outside)
     low = below(ratio, lower).sum(-1, keepdim=True)
-    if lower > 0:  # then so is the ratio of 0 of a token that does not count
+    if lower > 0:  # a token that does not count has a ratio of 0, which is below
         low = low - (ratio.shape[-1] - tokens.lengths)
     return c.row_mean("is/sum"), c.row_mean("is/ratio"), low
 
 
-def _collect_sequence_weights(c: _Columns, tokens: Tokens, bounding: Bounding, ratio, bounded, lower: float):
-    """Weights of sequences, which count as often as a sequence has tokens. Returns what the function above does."""
+def _collect_sequence_weights(c: Columns, tokens: Tokens, bounding: Bounding, ratio, bounded, lower: float):
+    """Weights of sequences, each counted once per token of its sequence. Returns as `_collect_token_weights`."""
     row_excess, row_ratio = (bounded.to(c.dtype) - 1.0) * c.rows, ratio.to(c.dtype)
     c.add("is/sum", row_excess * c.lengths)
     c.add("is/squares", row_excess.square() * c.lengths)
     c.sums["is/units"] = c.rows
-    c.add_extremes("is/weight", row_ratio, c.no_rows)  # as in verl, the raw ratio
+    c.add_extremes("is/weight", row_ratio, c.no_rows)  # the ratio before bounding, as in verl
     return row_excess, row_ratio, below(ratio, lower) * c.rows
 
 
@@ -318,6 +257,7 @@ def _weight(bounding: Bounding, log_ratio: float) -> float:
 
 def _weight_metrics(s: dict[str, float], bounding: Bounding) -> dict[str, float]:
     n, rows = s["tokens"], s["rows"]
+    # effective sample size over the number of tokens: (sum w)^2 / (n sum w^2), from sums of w - 1 and (w - 1)^2
     total, squares = n + s["is/sum"], n + 2 * s["is/sum"] + s["is/squares"]
     if bounding.grows:
         smallest, largest = (_weight(bounding, d) for d in (-_maximum(s["d_negated_min"]), _maximum(s["d_max"])))
@@ -350,7 +290,7 @@ def _weight_metrics(s: dict[str, float], bounding: Bounding) -> dict[str, float]
 # Rejection criteria ---------------------------------------------------------------------------------------------------
 
 
-def _collect_criterion(c: _Columns, tokens: Tokens, criterion: Criterion, rejection: Rejection):
+def _collect_criterion(c: Columns, tokens: Tokens, criterion: Criterion, rejection: Rejection) -> None:
     name = f"rs/{criterion.name}"
     floor = criterion.lower if criterion.signed else 0.0
     collect_scope = _collect_token_criterion if criterion.by_token else _collect_sequence_criterion
@@ -363,13 +303,13 @@ def _collect_criterion(c: _Columns, tokens: Tokens, criterion: Criterion, reject
     c.add(f"{name}/rejected", rejected)
     c.add(f"{name}/rejected_rows", above(rejected, 0.0))
     c.add_extremes(f"{name}/row", row, c.no_rows)
-    if criterion.name == "seq_max_k1":  # its lower ratio bound is the veto of verl's first releases
+    if criterion.name == "seq_max_k1":  # its lower bound on the ratio is the veto of verl's first releases
         c.add(f"{name}/veto_tokens", below(tokens.log_ratio, -criterion.upper).mul_(tokens.valid))
         c.add(f"{name}/veto_rows", rejection.high)
 
 
-def _collect_token_criterion(c: _Columns, tokens: Tokens, criterion: Criterion, rejection, name: str, floor: float):
-    """A criterion on tokens. Returns, per row: its mean, whether that is out of bounds, and the tokens that are rejected."""
+def _collect_token_criterion(c: Columns, tokens: Tokens, criterion: Criterion, rejection, name: str, floor: float):
+    """Criterion on tokens. Returns, per row: mean, 1 if it is above, 1 if below the bounds, number of rejected tokens."""
     statistic = rejection.statistic
     c.add(f"{name}/sum", statistic)
     row = c.row_mean(f"{name}/sum")
@@ -377,7 +317,7 @@ def _collect_token_criterion(c: _Columns, tokens: Tokens, criterion: Criterion, 
     c.add(f"{name}/bounded", bounded)
     c.add(f"{name}/bounded_squares", bounded.square())
     c.sums[f"{name}/units"] = tokens.lengths
-    if criterion.divergence == "k1":  # its extremes are those of d, with the other sign
+    if criterion.divergence == "k1":  # k1 = -d
         c.maxima[f"{name}/statistic_max"] = c.maxima["d_negated_min"]
         c.maxima[f"{name}/statistic_negated_min"] = c.maxima["d_max"]
     else:
@@ -386,8 +326,8 @@ def _collect_token_criterion(c: _Columns, tokens: Tokens, criterion: Criterion, 
     return row, row_high, row_low, rejection.rejected.sum(-1, keepdim=True)
 
 
-def _collect_sequence_criterion(c: _Columns, tokens: Tokens, criterion: Criterion, rejection, name: str, floor: float):
-    """A criterion on sequences, each of which counts as often as it has tokens. Returns what the function above does."""
+def _collect_sequence_criterion(c: Columns, tokens: Tokens, criterion: Criterion, rejection, name: str, floor: float):
+    """Criterion on sequences, each counted once per token. Returns as `_collect_token_criterion`."""
     row = rejection.statistic.to(c.dtype) * c.rows
     bounded = row.clamp(floor, criterion.upper)
     c.add(f"{name}/sum", row * c.lengths)
@@ -446,6 +386,6 @@ def _std(total: float, squares: float, count: float, *, sample: bool = False) ->
     if count == 1:
         return 0.0
     variance = squares / count - (total / count) ** 2
-    if variance < 1e-14 * squares / count:  # what is left of a difference of equal numbers
+    if variance < 1e-14 * squares / count:  # rounding error of a difference of equal numbers
         return 0.0
     return math.sqrt(variance * count / (count - 1)) if sample else math.sqrt(variance)

@@ -1,5 +1,6 @@
 """
-Factor of the learning rate from the effective sample size of whole completions. Torch only.
+Factor of the learning rate from the effective sample size of whole completions. Sums until they are logged, as in
+`metrics.py`. Torch only.
 """
 
 from collections.abc import Mapping
@@ -7,9 +8,8 @@ from typing import ClassVar
 
 import torch
 
-from ..messages import PREFIX
 from .functional import LOG_RATIO_BOUND, accumulation_dtype
-from .sums import SegmentedSums
+from .sums import Applied, SegmentedSums
 
 
 class StepSize(SegmentedSums):
@@ -17,15 +17,8 @@ class StepSize(SegmentedSums):
 
     SEGMENTS: ClassVar[Mapping[str, tuple[str, ...]]] = {"scale": ("steps", "lr_scale")}
 
-    def finish(self) -> dict[str, float]:
-        """
-        Turn the sums into named numbers. Waits for the device.
-
-        Returns:
-            `dict[str, float]`: metrics by key (`rollout_corr/...`).
-        """
-        s = self.by_name()
-        return {f"{PREFIX}lr_scale": s["lr_scale"] / s["steps"]}
+    def _metrics(self, s: dict[str, float], applied: Applied) -> dict[str, float]:
+        return {"lr_scale": s["lr_scale"] / s["steps"]}
 
 
 def ratio_sums(log_ratio: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
@@ -56,8 +49,8 @@ def ess_sqrt(sums: torch.Tensor) -> torch.Tensor:
     Factor of the learning rate from the effective sample size of whole completions:
     `sqrt(ESS / B)` with `ESS = (sum w)^2 / sum w^2` ([VCPO](https://huggingface.co/papers/2602.17616)).
 
-    A mean of weighted samples has the variance of a mean of `ESS` equally weighted ones, and the learning rate of an adaptive
-    optimizer is commonly scaled by the square root of the number of samples.
+    The variance of a mean of weighted samples is that of `ESS` equal ones, and the learning rate of an adaptive optimizer
+    is commonly scaled by the square root of the number of samples.
 
     Args:
         sums (`torch.Tensor` of shape `(3,)`):

@@ -1,16 +1,36 @@
 """
 Named sums in one vector. Torch only.
 
-Vectors of two micro-batches, two logging steps or two ranks combine by adding the sums and taking the larger maxima, so that a
-value made from them does not depend on how the data was split.
+Vectors of two micro-batches, two logging steps or two ranks combine by adding the sums and taking the larger maxima. So a
+metric does not depend on the split of the data.
 """
 
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import ClassVar, NamedTuple, Self
 
 import torch
+
+from ..messages import PREFIX
+
+
+class Applied(NamedTuple):
+    """
+    Parts of the correction that a run has. Metrics of the others are left out.
+
+    Args:
+        rejects (`bool`):
+            Criteria reject tokens.
+        weighs (`bool`):
+            Importance weights multiply the policy gradient.
+        corrects (`bool`):
+            The loss differs from TRL's.
+    """
+
+    rejects: bool
+    weighs: bool
+    corrects: bool
 
 
 @dataclass(frozen=True)
@@ -22,7 +42,7 @@ class Sums:
         sum_names (`tuple[str, ...]`):
             Names of the leading entries, which add up.
         max_names (`tuple[str, ...]`):
-            Names of the trailing entries, of which the largest counts. A minimum is stored as the maximum of its negative.
+            Names of the trailing entries, maxima. A minimum is stored as the maximum of its negative.
         vector (`torch.Tensor` of shape `(N,)`):
             The sums, any sums without a name, and the maxima.
     """
@@ -40,14 +60,14 @@ class Sums:
                 Vectors to combine.
 
         Returns:
-            Their combination, of the type of `self`, which only lends its layout.
+            Their combination, of the type and layout of `self`. The values of `self` do not count.
         """
         n_additive = vectors.shape[1] - len(self.max_names)
         combined = torch.cat([vectors[:, :n_additive].sum(0), vectors[:, n_additive:].amax(0)])
         return replace(self, vector=combined)
 
     def fits(self, other: Self) -> bool:
-        """Whether the two have the same layout."""
+        """True if both have the same layout."""
         return (self.sum_names, self.max_names) == (other.sum_names, other.max_names)
 
     def __add__(self, other: Self) -> Self:
@@ -65,13 +85,27 @@ class Sums:
         maxima = values[len(values) - len(self.max_names) :]
         return dict(zip(self.sum_names, values, strict=False)) | dict(zip(self.max_names, maxima, strict=True))
 
+    def finish(self, *, rejects: bool = True, weighs: bool = True, corrects: bool = True) -> dict[str, float]:
+        """
+        Turn the sums into metrics. Waits for the device. The arguments are those of [`Applied`].
 
-# Some of the sums of a [`SegmentedSums`], by name of the segment
+        Returns:
+            `dict[str, float]`: metrics by key (`rollout_corr/...`).
+        """
+        metrics = self._metrics(self.by_name(), Applied(rejects, weighs, corrects))
+        return {PREFIX + key: value for key, value in metrics.items()}
+
+    def _metrics(self, s: dict[str, float], applied: Applied) -> dict[str, float]:
+        """Metrics without prefix, from the sums and maxima by name."""
+        raise NotImplementedError
+
+
+# Sums of a part of a [`SegmentedSums`], by name of the segment
 Segments = Mapping[str, torch.Tensor]
 
 
 class SegmentedSums(Sums):
-    """Sums whose layout is always the same: segments of fixed length, of which a batch may know only some."""
+    """Sums of one layout: segments of fixed length. A batch may fill some of them only."""
 
     SEGMENTS: ClassVar[Mapping[str, tuple[str, ...]]]
     MAXIMA: ClassVar[tuple[str, ...]] = ()
@@ -86,7 +120,7 @@ class SegmentedSums(Sums):
                 Values by name of a segment or a maximum. Not empty.
 
         Returns:
-            A vector in which all other sums are 0.
+            A vector with these values. All other sums are 0.
         """
         nothing = next(iter(segments.values())).new_zeros(())
         parts = [

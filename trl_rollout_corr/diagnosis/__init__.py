@@ -1,14 +1,14 @@
 """
-What the matter is: `python -m trl_rollout_corr diagnose`. Which cause, how sure, what it costs, and what to do. No TRL here.
+The diagnosis, `trl-rollout-corr diagnose`: the cause of the gap between trainer and sampler, its certainty and share, and the
+remedy. Arrays of numpy in, no TRL.
 
-`observed` has the tokens, `signatures` the tests, `causes` what each cause is and its remedy; `ranking` puts them in order,
-`pictures` shows them, and `written` writes it down.
+`observed` has the tokens. `causes` has one record for each cause; their tests and pictures are in `single_tokens`, `drift`,
+`sampling` and `precision`, made of the statistics in `evidence`. `ranking` searches, and `text` writes the answer.
 """
 
 from pathlib import Path
 
-from ..analysis.run import find_dump
-from ..dumps.reading import CONTEXT, NUMBERS, Sequences, read_table
+from ..dumps.reading import open_dump
 from ..messages import warn
 from .observed import Observed
 from .ranking import Diagnosis, Finding, diagnose
@@ -19,7 +19,7 @@ __all__ = ["Diagnosis", "Finding", "Observed", "diagnose", "observe"]
 
 def observe(path: str | Path) -> Observed:
     """
-    Read what a diagnosis looks at.
+    Read the tokens of a dump for a diagnosis.
 
     Args:
         path (`str` or `Path`):
@@ -31,9 +31,7 @@ def observe(path: str | Path) -> Observed:
     Raises:
         `ValueError`: in one line, if there is no dump that can be read.
     """
-    folder = Path(path)
-    found = find_dump(folder) if folder.is_dir() else None
-    table, written = read_table(found or folder, [*NUMBERS, *CONTEXT])
-    for damage in written.damage:
+    dump = open_dump(path)
+    for damage in dump.damage:
         warn(f"{path}: {damage}.")
-    return Observed(Sequences(table), table, written.settings, written.about)
+    return Observed(dump.sequences, dump.settings, dump.about)

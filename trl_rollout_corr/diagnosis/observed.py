@@ -1,12 +1,11 @@
-"""What a diagnosis looks at: the tokens of a dump, one entry each, with all that their log-ratio could depend on."""
+"""Tokens of a dump for a diagnosis: their log-ratio, and everything that it could depend on."""
 
 from functools import cached_property
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
-from ..dumps.reading import Sequences
+from ..dumps.sequences import Sequences
 
 
 SEAM = 2  # tokens after the edge of a turn that count as its beginning
@@ -18,14 +17,12 @@ class Observed:
     `B` sequences.
 
     Args:
-        sequences ([`~trl_rollout_corr.dumps.reading.Sequences`]):
+        sequences ([`~trl_rollout_corr.dumps.sequences.Sequences`]):
             The sequences.
-        table (`pa.Table`):
-            `CONTEXT` of the same rows.
         settings (`dict`):
             Settings of the run.
         about (`dict`):
-            What the run says of itself.
+            Facts about the run, as in the dump.
 
     Attributes:
         d (`np.ndarray` of shape `(N,)`):
@@ -37,23 +34,23 @@ class Observed:
         row (`np.ndarray` of shape `(N,)`):
             Index of the sequence.
         position, token (`np.ndarray` of shape `(N,)`):
-            Place in the completion from 0, and id.
+            Index in the completion, and id.
         first, last, seam, seen (`np.ndarray` of shape `(N,)`):
-            Whether the token is the first of the completion, the last, one of the first after tokens outside the loss, and
-            whether it is in the prompt or the completion before.
+            Whether the token is the first of the completion, the last, among the first after tokens outside the loss, and
+            whether it occurred before, in the prompt or the completion.
         times (`np.ndarray` of shape `(N,)`):
-            How often it is in the completion before.
+            Number of earlier occurrences in the completion.
         staleness, padding (`np.ndarray` of shape `(B,)`):
             NaN where they are not known.
         step, lengths (`np.ndarray` of shape `(B,)`):
-            Optimizer step, and tokens that are here.
+            Optimizer step, and number of tokens.
         broken_row (`np.ndarray`):
             Index of the sequence of each token of the loss that has no finite log-ratio.
         n_tokens (`int`):
-            Tokens of the loss, with those.
+            Number of tokens of the loss, including those.
     """
 
-    def __init__(self, sequences: Sequences, table: pa.Table, settings: dict[str, Any], about: dict[str, str]):
+    def __init__(self, sequences: Sequences, settings: dict[str, Any], about: dict[str, str]):
         self.settings, self.about = settings, about
         kept = sequences.counted
         self.n_tokens = int((sequences.mask & sequences.represents[sequences.row]).sum())
@@ -71,17 +68,17 @@ class Observed:
         self.first = self.position == 0
         self.last = self.position == sequences.lengths[self.row] - 1
         self.seam = _after_gap(sequences.mask, position)[kept]
-        self.token = _flat(table["token_ids"])[kept]
-        self.seen, self.times = (x[kept] for x in _seen(table, sequences))
-        self.staleness, self.padding = (table[name].to_numpy().astype(np.float64) for name in ("staleness", "padding"))
-        self.again = _again(table["again_logps"], sequences.lengths)[kept].astype(np.float64)
+        self.token = sequences.token_ids[kept]
+        self.seen, self.times = (x[kept] for x in _seen(sequences))
+        self.staleness, self.padding = sequences.staleness, sequences.padding
+        self.again = sequences.again_logps[kept].astype(np.float64)
 
     def __len__(self) -> int:
         return len(self.d)
 
     @cached_property
     def total(self) -> float:
-        """Sum of the squared log-ratio: what causes share."""
+        """Sum of the squared log-ratio, of which causes explain shares."""
         return float(np.square(self.d).sum())
 
     @cached_property
@@ -97,17 +94,13 @@ class Observed:
 
     @cached_property
     def middle(self) -> np.ndarray:
-        """Log-probability of a token between those of the two policies, which noise in either does not lean to one side."""
+        """Mean of the two log-probabilities of a token. Noise in either side has no preferred sign relative to it."""
         return (self.train + self.rollout) / 2
 
     def of_rows(self, values: np.ndarray) -> np.ndarray:
         """Means over the tokens of each sequence, `(B,)`; NaN for those without tokens."""
         with np.errstate(invalid="ignore", divide="ignore"):
             return np.bincount(self.row, weights=values, minlength=len(self.lengths)) / self.lengths
-
-
-def _flat(lists: pa.ChunkedArray) -> np.ndarray:
-    return np.concatenate([chunk.flatten().to_numpy(zero_copy_only=False) for chunk in lists.chunks])
 
 
 def _after_gap(mask: np.ndarray, position: np.ndarray) -> np.ndarray:
@@ -120,33 +113,22 @@ def _after_gap(mask: np.ndarray, position: np.ndarray) -> np.ndarray:
     return mask & near
 
 
-def _seen(table: pa.Table, sequences: Sequences) -> tuple[np.ndarray, np.ndarray]:
-    """Whether a token stands before, in the prompt as far as it is known or in the completion, and how often in that."""
-    tokens = _flat(table["token_ids"])
+def _seen(sequences: Sequences) -> tuple[np.ndarray, np.ndarray]:
+    """For each token: whether it occurred before, in the prompt (if known) or the completion, and its count in the latter."""
+    tokens = sequences.token_ids
     seen, times = np.zeros(len(tokens), bool), np.zeros(len(tokens), np.int64)
-    for row, prompt in enumerate(table["prompt_ids"]):
+    for row, prompt in enumerate(sequences.prompts):
         where = sequences.slice(row)
         times[where] = _earlier(tokens[where])
-        seen[where] = times[where] > 0
-        if prompt.is_valid:
-            seen[where] |= np.isin(tokens[where], prompt.values.to_numpy())
+        seen[where] = (times[where] > 0) | np.isin(tokens[where], prompt)
     return seen, times
 
 
 def _earlier(tokens: np.ndarray) -> np.ndarray:
-    """How often each token stands before itself."""
+    """Number of earlier occurrences of each token."""
     order = np.argsort(tokens, kind="stable")
     new = np.concatenate([[True], np.diff(tokens[order]) != 0]) if len(tokens) else np.zeros(0, bool)
     starts = np.maximum.accumulate(np.where(new, np.arange(len(tokens)), 0)) if len(tokens) else np.zeros(0, int)
     times = np.zeros(len(tokens), np.int64)
     times[order] = np.arange(len(tokens)) - starts
     return times
-
-
-def _again(lists: pa.ChunkedArray, lengths: np.ndarray) -> np.ndarray:
-    """Lists end to end, with NaN for a list that is null."""
-    parts = [
-        entry.values.to_numpy() if entry.is_valid else np.full(n, np.nan)
-        for entry, n in zip(lists, lengths, strict=True)
-    ]
-    return np.concatenate(parts)

@@ -1,15 +1,62 @@
-"""From what was seen to a diagnosis: which causes, in which order, and how sure."""
+"""The search: which tests are made in which order, and how certain the causes are that they find."""
 
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from .causes import CAUSES, Cause
+from .causes import CAUSES, Cause, Test
+from .evidence import FLOOR, LARGE, Points, Seen, core
 from .observed import Observed
-from .signatures import DIFFUSE, FLOOR, LARGE, STAGES, Seen, Signature, Stage, core, noise_floor
+from .precision import noise_floor
 
 
-LEAST = 30  # tokens that it takes to say anything
-_REST = 0.3  # share of what is explained by nothing else, from which it is looked at, too
+LEAST = 30  # tokens, the least that a diagnosis needs
+_REST = 0.3  # share of d^2 that no cause explains, above which diffuse causes are looked for
+
+
+class Stage(NamedTuple):
+    """
+    Causes that are looked for together.
+
+    Args:
+        causes (`tuple[str, ...]`):
+            Their names. The cause that explains most is taken.
+        several (`bool`, *optional*, defaults to `False`):
+            Take all causes that are found: each acts on other tokens.
+        ends (`bool`, *optional*, defaults to `False`):
+            Skip all later stages if a cause is found here, because its effects would be taken for theirs.
+        floor (`bool`, *optional*, defaults to `True`):
+            Look only where the log-ratio is large enough to matter.
+        fallback (`tuple[str, ...]`, *optional*):
+            Names of causes that are looked for by their fallback test.
+    """
+
+    causes: tuple[str, ...]
+    several: bool = False
+    ends: bool = False
+    floor: bool = True
+    fallback: tuple[str, ...] = ()
+
+    @property
+    def tests(self) -> list[tuple[str, Test]]:
+        """Name and test of each cause."""
+        late = ((name, CAUSES[name].fallback) for name in self.fallback)
+        return [(name, CAUSES[name].test) for name in self.causes] + [(name, test) for name, test in late if test]
+
+
+STAGES = (
+    Stage(("nan_rows",), floor=False),
+    Stage(("shift",), ends=True),
+    Stage(("first_token", "last_token", "seams"), several=True, floor=False),
+    Stage(("padding", "dropout"), ends=True),
+    Stage(("stale", "own_updates", "never_pushed", "lora_merge")),
+    Stage(("truncation", "penalty", "temperature")),
+)
+# For the share of d^2 that none of the above explains
+DIFFUSE = (
+    Stage(("routing",), ends=True),
+    Stage(("kv_cache", "weights"), ends=True),
+    Stage(("head", "rounding"), fallback=("stale",)),
+)
 
 
 class Finding(NamedTuple):
@@ -20,7 +67,7 @@ class Finding(NamedTuple):
         name (`str`):
             Its name, a key of `CAUSES`.
         certainty (`float`):
-            How sure, from 0.5 to 0.99.
+            Certainty, from 0.5 to 0.99.
         share (`float`):
             Share of the sum of squared log-ratios that it explains.
         seen ([`Seen`]):
@@ -36,24 +83,28 @@ class Finding(NamedTuple):
     def cause(self) -> Cause:
         return CAUSES[self.name]
 
+    def picture(self, o: Observed) -> Points:
+        """A picture of the evidence, as points."""
+        return self.cause.picture(o)
+
 
 class Diagnosis(NamedTuple):
     """
-    What is the matter with a dump.
+    The causes of the gap in a dump.
 
     Args:
         verdict (`str`):
             `"found"`, `"unknown"` or `"nothing"`.
         findings (`list[Finding]`):
-            Causes, the one that explains most first, and those that are normal last. Empty if the verdict is another.
+            Causes: those that explain most first, normal ones last. Empty if the verdict is another.
         size (`float`):
             Root mean square of the log-ratio, in nats.
         k3 (`float`):
             `rollout_corr/k3_kl`.
         floor (`float` or `None`):
-            The gap as a multiple of what the trainer differs from itself; `None` where that is not known.
+            The gap over the trainer's difference from itself; `None` if that is not known.
         n_tokens, n_sequences (`int`):
-            What it is made of.
+            Number of tokens and sequences.
         in_effect (`Mapping[str, Any]`, *optional*):
             Settings of the run, as far as they are known.
     """
@@ -69,7 +120,7 @@ class Diagnosis(NamedTuple):
 
     @property
     def healthy(self) -> bool:
-        """Whether there is nothing to do: nothing at all, or no more than what is normal."""
+        """True if nothing has to be done: there is no gap, or a normal one."""
         return self.verdict == "nothing" or (
             self.verdict == "found" and self.size < LARGE and all(finding.cause.normal for finding in self.findings)
         )
@@ -83,7 +134,7 @@ def diagnose(o: Observed, without: Collection[str] = ()) -> Diagnosis:
         o ([`Observed`]):
             Tokens of a dump.
         without (`Collection[str]`, *optional*):
-            Causes that are known not to be there, which are not looked for.
+            Causes that are known to be absent, which are not looked for.
 
     Returns:
         [`Diagnosis`].
@@ -100,7 +151,7 @@ def diagnose(o: Observed, without: Collection[str] = ()) -> Diagnosis:
     if not ended and (not _whole(findings)) and rest > _REST and _matters(o):
         diffuse, _ = _look(o, DIFFUSE, without)
         findings += [finding._replace(share=finding.share * rest) for finding in diffuse]
-    # what is in every run comes last, however large: it is not what is to be looked at
+    # normal causes come last, however large
     findings.sort(key=lambda finding: (finding.cause.normal, -finding.share * finding.certainty))
     verdict = "found" if findings else "unknown" if _matters(o) else "nothing"
     floor = noise_floor(o)
@@ -109,7 +160,7 @@ def diagnose(o: Observed, without: Collection[str] = ()) -> Diagnosis:
 
 
 def _whole(findings: list[Finding]) -> bool:
-    """Whether a cause was found that acts on all tokens, beneath which noise says nothing."""
+    """True if a cause was found that acts on all tokens, and hides the diffuse causes."""
     return any(finding.name not in ("nan_rows", "first_token", "last_token", "seams") for finding in findings)
 
 
@@ -119,7 +170,7 @@ def _matters(o: Observed) -> bool:
 
 
 def _look(o: Observed, stages: tuple[Stage, ...], without: Collection[str]) -> tuple[list[Finding], bool]:
-    """What the stages find, and whether one of them ended it."""
+    """Findings of the stages, and whether one of them ended the search."""
     findings: list[Finding] = []
     for stage in stages:
         here = _found(o, stage, without) if _matters(o) or not stage.floor else []
@@ -132,16 +183,15 @@ def _look(o: Observed, stages: tuple[Stage, ...], without: Collection[str]) -> t
 
 
 def _found(o: Observed, stage: Stage, without: Collection[str]) -> list[Finding]:
-    looked_for = (signature for signature in stage.signatures if signature.cause not in without)
-    tests = ((signature, signature.test(o)) for signature in looked_for)
+    tests = ((name, test, test.look(o)) for name, test in stage.tests if name not in without)
     return [
-        Finding(signature.cause, _certainty(signature, seen), seen.share, seen)
-        for signature, seen in tests
-        if seen is not None and seen.statistic > signature.weak
+        Finding(name, _certainty(test, seen), seen.share, seen)
+        for name, test, seen in tests
+        if seen is not None and seen.statistic > test.weak
     ]
 
 
-def _certainty(signature: Signature, seen: Seen) -> float:
-    """From 0.5 where the statistic is weak to 0.99 where it is strong."""
-    reach = (seen.statistic - signature.weak) / (signature.strong - signature.weak)
+def _certainty(test: Test, seen: Seen) -> float:
+    """Certainty: 0.5 for a weak statistic, 0.99 for a strong one."""
+    reach = (seen.statistic - test.weak) / (test.strong - test.weak)
     return 0.5 + 0.49 * min(max(reach, 0.0), 1.0)

@@ -1,8 +1,7 @@
-"""The reader of a dump: from Parquet to flat arrays, and from those to padded tensors."""
+"""The reader of a dump: [`open_dump`] returns everything that its files hold."""
 
 import json
 from collections.abc import Mapping
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,164 +9,71 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-import torch
 
-from .writing import ADDED, FORMAT, SCHEMA, VERSION, files_of
+from .schema import ADDED, FORMAT, SCHEMA, VERSION
+from .sequences import OF_SEQUENCES, OF_TOKENS, Sequences
+from .writing import files_of
 
 
-# Columns with a value per sequence or per token. The text takes most of the room, and not everyone needs it.
-_LISTS = ["mask", "train_logps", "rollout_logps", "keep", "coefficients"]
-NUMBERS = ["step", "sampled", "worst", "reward", "advantage", *_LISTS]
-TEXTS = ["prompt", "tokens"]
-# What else a log-ratio could depend on, for a diagnosis
-CONTEXT = ["token_ids", "staleness", "prompt_ids", "padding", "again_logps"]
-# Lists with an entry per token, and what may be null
-_PER_TOKEN = [*_LISTS, "tokens", "token_ids", "weights", "again_logps"]
+_NUMBERS = [*OF_SEQUENCES, *OF_TOKENS, "prompt_ids"]
+_TEXT = ["prompt", "tokens"]  # takes most of the room of a dump
+# Lists with an entry for each token, and columns that may be null
+_PER_TOKEN = [*OF_TOKENS, "tokens", "weights"]
 _NULLABLE = {"prompt", "completion", "weights", "staleness", "prompt_ids", "padding", "again_logps"}
 
 
-class Sequences:
+class Dump(NamedTuple):
     """
-    `B` sequences of a dump as arrays: one entry per sequence, or one per token with all sequences end to end.
+    A dump.
 
     Args:
-        table (`pa.Table`):
-            Columns of [`~trl_rollout_corr.dumps.writing.SCHEMA`]. The lists of a row have one length.
-    """
-
-    def __init__(self, table: pa.Table):
-        self.lengths = _lengths(table["mask"])
-        self.starts = np.concatenate([[0], np.cumsum(self.lengths)])
-        self.step, self.reward, self.advantage = (table[name].to_numpy() for name in ("step", "reward", "advantage"))
-        self.sampled, self.worst = (table[name].to_numpy().astype(bool) for name in ("sampled", "worst"))
-        self.mask, self.keep = (_flat(table[name]).astype(bool) for name in ("mask", "keep"))
-        self.train_logps, self.rollout_logps = _flat(table["train_logps"]), _flat(table["rollout_logps"])
-        self.coefficients = _flat(table["coefficients"])
-        self._texts = table.select([name for name in TEXTS if name in table.column_names])
-
-    def __len__(self) -> int:
-        return len(self.step)
-
-    # Of each token ----------------------------------------------------------------------------------------------------
-
-    @cached_property
-    def log_ratio(self) -> np.ndarray:
-        with np.errstate(invalid="ignore"):
-            return self.train_logps - self.rollout_logps
-
-    @cached_property
-    def valid(self) -> np.ndarray:
-        """Tokens of the loss with a finite log-ratio."""
-        return self.mask & np.isfinite(self.log_ratio)
-
-    @cached_property
-    def broken(self) -> np.ndarray:
-        """Tokens of the loss without one."""
-        return self.mask & ~np.isfinite(self.log_ratio)
-
-    @cached_property
-    def counted(self) -> np.ndarray:
-        """Valid tokens of the sequences that represent the batch."""
-        return self.valid & self.represents[self.row]
-
-    @cached_property
-    def row(self) -> np.ndarray:
-        """Index of its sequence."""
-        return np.repeat(np.arange(len(self), dtype=np.int32), self.lengths)
-
-    # Of each sequence -------------------------------------------------------------------------------------------------
-
-    @cached_property
-    def represents(self) -> np.ndarray:
-        """Sequences that represent the batch: those that were drawn at random, or all if none were."""
-        return self.sampled if self.sampled.any() else np.ones(len(self), bool)
-
-    def sums(self, values: np.ndarray) -> np.ndarray:
-        """Sums over the tokens of each sequence."""
-        return np.bincount(self.row, weights=values, minlength=len(self))
-
-    # Of some sequences ------------------------------------------------------------------------------------------------
-
-    def slice(self, row: int) -> slice:
-        """Where the tokens of a sequence are."""
-        return slice(int(self.starts[row]), int(self.starts[row + 1]))
-
-    def text(self, row: int, place: int) -> str:
-        """Text of one token of a sequence."""
-        return self._texts["tokens"][int(row)].values[place].as_py() or ""
-
-    def texts(self, row: int) -> list[str]:
-        """Text of the tokens of a sequence."""
-        return [text or "" for text in self._texts["tokens"][int(row)].as_py()]
-
-    def prompt(self, row: int) -> str:
-        """Prompt of a sequence."""
-        return self._texts["prompt"][int(row)].as_py() or ""
-
-    def padded(self, column: np.ndarray, rows: np.ndarray) -> torch.Tensor:
-        """Some sequences, by index, of an array of tokens: `(B, T)`."""
-        return pad(np.concatenate([column[self.slice(row)] for row in rows]), self.lengths[rows])
-
-
-def _lengths(lists: pa.ChunkedArray) -> np.ndarray:
-    return pc.list_value_length(lists).to_numpy()
-
-
-def _flat(lists: pa.ChunkedArray) -> np.ndarray:
-    """Lists end to end."""
-    return np.concatenate([chunk.flatten().to_numpy(zero_copy_only=False) for chunk in lists.chunks])
-
-
-def pad(values: np.ndarray, lengths: np.ndarray) -> torch.Tensor:
-    """Sequences that lie end to end, below each other: `(B, T)` with zeros after the end of each, and `T` at least 1."""
-    inside = torch.arange(max(int(lengths.max()), 1)) < torch.from_numpy(lengths)[:, None]
-    flat = torch.from_numpy(values)
-    padded = flat.new_zeros(inside.shape)
-    padded[inside] = flat
-    return padded
-
-
-class Written(NamedTuple):
-    """
-    What is in the files of a dump besides sequences.
-
-    Args:
+        path (`Path`):
+            Folder with the files, or the only file that was read.
+        sequences ([`~trl_rollout_corr.dumps.sequences.Sequences`]):
+            Sequences in order of steps.
         settings (`dict`):
             Settings in effect at the last step.
-        about (`dict`):
-            What the run is: its `model`, `trainer` and `date`, as far as it is known.
+        about (`dict[str, str]`):
+            Facts about the run, as far as they are known: `model`, `trainer`, `date`, types and adapter.
         damage (`list[str]`):
-            A sentence about each file that could not be read.
+            A sentence about each file that cannot be read.
     """
 
+    path: Path
+    sequences: Sequences
     settings: dict[str, Any]
     about: dict[str, str]
     damage: list[str]
 
 
-def read_sequences(
-    path: str | Path, *, sampled_only: bool = False, steps: tuple[int, int] | None = None
-) -> tuple[Sequences, Written]:
+def open_dump(
+    path: str | Path, *, text: bool = False, sampled_only: bool = False, steps: tuple[int, int] | None = None
+) -> Dump:
     """
-    Read the sequences of a dump, without their text. Of its files, those that are damaged are left out; the rest is still a
-    sample of the run.
+    Read a dump. Damaged files are left out: the other files are still a sample of the run.
 
     Args:
         path (`str` or `Path`):
-            Folder of the dump, or one of its files.
+            Folder of the dump, one of its files, or the folder of a run with a dump in it.
+        text (`bool`, *optional*, defaults to `False`):
+            Whether to read prompts and the text of tokens.
         sampled_only (`bool`, *optional*, defaults to `False`):
             Whether to leave out sequences that were chosen because they are the worst.
         steps (`tuple[int, int]`, *optional*):
-            First and last optimizer step to take. All by default.
+            First and last optimizer step to read. All by default.
 
     Returns:
-        `tuple[Sequences, Written]`: the sequences in order of steps, and what else the files say.
+        [`Dump`].
 
     Raises:
-        `ValueError`: in one line, if there is no dump, no file can be read, a file is of another tool, or nothing in it is
-            asked for.
+        `ValueError`: in one line, if there is no dump, no file can be read, a file is of another tool, or no sequence is left.
     """
-    table, written = read_table(path, NUMBERS)
+    try:
+        folder = Path(path)
+        found = (find_dump(folder) if folder.is_dir() else None) or folder
+    except OSError as error:
+        raise ValueError(error.strerror) from None
+    table, settings, about, damage = read_table(found, [*_NUMBERS, *(_TEXT if text else ())])
     if steps is not None:
         first, last = steps
         table = table.filter(pc.and_(pc.greater_equal(table["step"], first), pc.less_equal(table["step"], last)))
@@ -180,7 +86,38 @@ def read_sequences(
                 "no sequence was drawn at random (`rollout_dump_sampled`), and the worst ones do not represent the batch; "
                 "take them with --worst"
             )
-    return Sequences(table), written
+    return Dump(found, _sequences(table), settings, about, damage)
+
+
+def find_dump(folder: Path) -> Path | None:
+    """The dump in a folder: the folder itself, or the folder below it that was written to last; `None` if there is none."""
+    if files_of(folder):
+        return folder
+    below = [path for path in sorted(folder.iterdir()) if path.is_dir() and files_of(path)]
+    return max(below, key=lambda path: files_of(path)[-1].stat().st_mtime_ns, default=None)
+
+
+# From Arrow to numpy ------------------------------------------------------------------------------------------------------
+
+
+def _sequences(table: pa.Table) -> Sequences:
+    lengths = pc.list_value_length(table["mask"]).to_numpy()
+    columns = {name: table[name].to_numpy().astype(dtype) for name, dtype in OF_SEQUENCES.items()}
+    columns |= {name: _end_to_end(table[name], lengths).astype(dtype) for name, dtype in OF_TOKENS.items()}
+    nothing = np.zeros(0, np.int32)
+    prompts = [ids.values.to_numpy() if ids.is_valid else nothing for ids in table["prompt_ids"]]
+    has_text = set(_TEXT) <= set(table.column_names)
+    return Sequences(lengths, columns, prompts, table.select(_TEXT) if has_text else None)
+
+
+def _end_to_end(lists: pa.ChunkedArray, lengths: np.ndarray) -> np.ndarray:
+    """Lists one after the other, with NaN for those that are null."""
+    values = np.concatenate([chunk.flatten().to_numpy(zero_copy_only=False) for chunk in lists.chunks])
+    if not lists.null_count:
+        return values
+    filled = np.full(lengths.sum(), np.nan, np.float32)
+    filled[np.repeat(lists.is_valid().to_numpy().astype(bool), lengths)] = values
+    return filled
 
 
 # Files --------------------------------------------------------------------------------------------------------------------
@@ -190,8 +127,10 @@ class _Damaged(ValueError):
     """A file of a dump that cannot be read, as after a crash of the disk."""
 
 
-def read_table(path: str | Path, columns: list[str] | None = None) -> tuple[pa.Table, Written]:
-    """Columns of a dump in order of steps, as one Arrow table, and what else its files say."""
+def read_table(
+    path: str | Path, columns: list[str] | None = None
+) -> tuple[pa.Table, dict[str, Any], dict[str, str], list[str]]:
+    """Columns of a dump in order of steps, its settings, the facts about the run, and a sentence for each damaged file."""
     path = Path(path)
     try:
         files = files_of(path) if path.is_dir() else [path] if path.exists() else None
@@ -214,7 +153,7 @@ def read_table(path: str | Path, columns: list[str] | None = None) -> tuple[pa.T
     table = pa.concat_tables(tables)
     if not table.num_rows:
         raise ValueError("the dump holds no sequences")
-    return table, Written(metadata[-1]["settings"], metadata[0]["about"], damage)
+    return table, metadata[-1]["settings"], metadata[0]["about"], damage
 
 
 def _read_file(path: Path, columns: list[str] | None) -> tuple[pa.Table, dict[str, dict[str, Any]]]:
@@ -232,7 +171,7 @@ def _read_file(path: Path, columns: list[str] | None) -> tuple[pa.Table, dict[st
 
 
 def _fault(table: pa.Table) -> str | None:
-    """What is wrong with the rows of a file, if anything is."""
+    """The mistake in the rows of a file, or `None`."""
     for name in table.column_names:
         column = table[name]
         if column.null_count and name not in _NULLABLE:

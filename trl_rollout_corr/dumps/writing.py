@@ -1,8 +1,8 @@
 """
-Sequences on disk: what a row of a dump holds, how it is written, and how a run that goes on finds what is there.
+Files of a dump: how they are written, deleted and listed, and the log beside them.
 
-A dump is a folder of Parquet files, one per optimizer step and process that had something to write. A file appears under its
-name only when it is complete, so that a crash loses at most the file being written. No TRL here.
+A dump is a folder of Parquet files, one for each optimizer step and process that had something to write. A file appears under
+its name only when it is complete, so that a crash loses at most the file being written.
 """
 
 import json
@@ -16,37 +16,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from .schema import FORMAT, SCHEMA, VERSION
 
-# Bumped when a column is added or changes its meaning; readers refuse what they do not know.
-FORMAT, VERSION = "trl_rollout_corr.dumps.writing", 2
-
-SCHEMA = pa.schema(
-    [
-        ("step", pa.int32()),  # optimizer steps made when the sequence was trained on
-        ("rank", pa.int32()),
-        ("sampled", pa.bool_()),  # drawn at random: these rows represent the batch
-        ("worst", pa.bool_()),  # among those with the largest |log-ratio| of a token
-        ("prompt", pa.string()),
-        ("completion", pa.string()),
-        ("tokens", pa.list_(pa.string())),  # text of each token of the completion; all lists have this length
-        ("token_ids", pa.list_(pa.int32())),
-        ("mask", pa.list_(pa.bool_())),  # tokens of the loss
-        ("train_logps", pa.list_(pa.float32())),  # nats; NaN and infinity as they came
-        ("rollout_logps", pa.list_(pa.float32())),
-        ("weights", pa.list_(pa.float32())),  # bounded and normalised importance weights; null without weights
-        ("keep", pa.list_(pa.bool_())),  # what no criterion rejects
-        ("coefficients", pa.list_(pa.float32())),  # what multiplies the policy gradient
-        ("reward", pa.float32()),
-        ("advantage", pa.float32()),
-        ("staleness", pa.int32()),  # optimizer steps since the weights that sampled; null if unknown
-        # since version 2
-        ("prompt_ids", pa.list_(pa.int32())),
-        ("padding", pa.int32()),  # tokens of padding before the prompt, in the batch that the trainer scored
-        ("again_logps", pa.list_(pa.float32())),  # `train_logps` of the sequence scored alone; null where it was not
-    ]
-)
-# Columns by the version that they came with. Dumps of an older one are read as if these were null.
-ADDED = {2: ("prompt_ids", "padding", "again_logps")}
 
 _LOGS = "logs.jsonl"
 _NAME = re.compile(r"step-(\d+)-rank-(\d+)\.parquet")

@@ -1,1 +1,1 @@
-"""A model and its sampler, measured before training: `diagnose --probe`."""
+"""The diagnosis of a model and its sampler before any training: the command `probe`."""

@@ -1,4 +1,4 @@
-"""A process of `diagnose --probe`: `python -m trl_rollout_corr.probe request.json`."""
+"""A process of the command `probe`: `python -m trl_rollout_corr.probe request.json`."""
 
 import os
 import sys
@@ -7,7 +7,7 @@ import torch
 
 
 def start():
-    """Do what a request says. Compiling for a CPU would take longer than everything else."""
+    """Carry out a request, without compiling on a CPU, which would take longer than everything else."""
     if not torch.accelerator.is_available():
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # before anything that compiles is imported
     from .process import main

@@ -1,11 +1,10 @@
 """
-`diagnose --probe`: a model and its sampler, looked at before anything is trained. No TRL here: each engine has a process of
-its own (`trl_rollout_corr/probe/process.py`), which leaves dumps that are diagnosed as any other.
+The command `probe`: the diagnosis of a model and its sampler before any training. No TRL here: each engine has a process of
+its own (`trl_rollout_corr/probe/process.py`), which writes dumps and an answer in JSON.
 """
 
 import json
 import os
-import shlex
 import socket
 import subprocess
 import sys
@@ -17,10 +16,10 @@ from typing import Any, NamedTuple
 
 from ..diagnosis import Diagnosis, Observed, observe
 from ..messages import warn
-from .experiments import EXPERIMENTS, Outcome, engines_to_try, judge, own_noise
+from .experiments import EXPERIMENTS, Result, engines_to_try, judge, own_noise
 
 
-# What vLLM reads when it is imported: on a CPU a small cache and the engine in this process, and to say what matters alone
+# Variables that vLLM reads when it is imported: on a CPU a small cache, the engine in its own process, errors only
 _ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "TRANSFORMERS_VERBOSITY": "error",
@@ -29,36 +28,36 @@ _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
-# Python puts no folder on the path by itself, such as the current one, whose `yaml.py` would be run: neither here, nor in the
-# processes that vLLM starts with `python -m`. The folder of this package is passed, and last once the package is imported.
+# Keep the current folder off Python's path, in the process and in those that vLLM starts with `python -m`: a `yaml.py` there
+# would be run. The folder of this package is passed as an argument, and last on the path once the package is imported.
 _SAFE = {"PYTHONSAFEPATH": "1"}
 _START = (
     "import runpy, sys; sys.path.insert(0, sys.argv.pop(1)); import trl_rollout_corr; sys.path.append(sys.path.pop(0)); "
-    "runpy.run_module('trl_rollout_corr.trainers', run_name='__main__')"
+    "runpy.run_module('trl_rollout_corr.probe', run_name='__main__')"
 )
 
 
 class Probed(NamedTuple):
     """
-    What a probe found.
+    The result of a probe.
 
     Args:
         observed ([`~trl_rollout_corr.diagnosis.Observed`]):
-            The tokens, as sampled and scored without a change.
+            Tokens that were sampled and scored without a change.
         diagnosis ([`~trl_rollout_corr.diagnosis.Diagnosis`]):
-            In the light of the experiments.
+            Diagnosis with the results of the experiments.
         noise (`float` or `None`):
-            What the trainer differs from itself, in nats.
-        outcomes (`list[Outcome]`):
-            Of the experiments.
+            The trainer's difference from itself, in nats.
+        results (`list[Result]`):
+            Results of the experiments.
         seconds (`float`):
-            How long it took.
+            Seconds that it took.
     """
 
     observed: Observed
     diagnosis: Diagnosis
     noise: float | None
-    outcomes: list[Outcome]
+    results: list[Result]
     seconds: float
 
 
@@ -85,11 +84,11 @@ def probe(
         prompts (`str`, *optional*):
             A text file with a prompt in each line. By default those of the recipe's dataset, or some plain ones.
         completions (`int`, *optional*, defaults to `64`):
-            How many completions are sampled, at least.
+            Least number of completions.
         trainer (`str`, *optional*, defaults to `"grpo"`):
-            Whose options those are: `"grpo"` or `"rloo"`.
+            Trainer of the run: `"grpo"` or `"rloo"`.
         verbose (`bool`, *optional*, defaults to `False`):
-            Let through what TRL and vLLM say.
+            Show the output of TRL and vLLM.
 
     Returns:
         [`Probed`].
@@ -113,11 +112,11 @@ def probe(
         facts = _run({**request, "engine": {}, "experiments": True}, folder / "first", verbose=verbose)
         observed = observe(folder / "first" / "as_it_is")
         noise = own_noise(observed)
-        outcomes = _cheap(folder / "first", observed, noise, facts)
-        for experiment in engines_to_try(judge(observed, outcomes), facts["about"], outcomes):
-            outcomes.append(_with_engine(experiment, request, folder, observed, noise, facts, verbose=verbose))
-        found = judge(observed, outcomes)._replace(floor=observed.size / noise if noise else None)
-    return Probed(observed, found, noise, outcomes, time.monotonic() - start)
+        results = _cheap(folder / "first", observed, noise, facts)
+        for experiment in engines_to_try(judge(observed, results), facts["about"], results):
+            results.append(_with_engine(experiment, request, folder, observed, noise, facts, verbose=verbose))
+        found = judge(observed, results)._replace(floor=observed.size / noise if noise else None)
+    return Probed(observed, found, noise, results, time.monotonic() - start)
 
 
 def _check(model: str, config: str | None, prompts: str | None, completions: int):
@@ -132,11 +131,11 @@ def _check(model: str, config: str | None, prompts: str | None, completions: int
         raise ValueError("a probe is one process, and is started without a launcher")
 
 
-def _cheap(folder: Path, observed: Observed, noise: float | None, facts: Mapping[str, Any]) -> list[Outcome]:
-    """Outcomes of the experiments that have left a dump."""
+def _cheap(folder: Path, observed: Observed, noise: float | None, facts: Mapping[str, Any]) -> list[Result]:
+    """Results of the experiments that have left a dump."""
     done = [name for name in EXPERIMENTS if (folder / name).is_dir()]
-    outcomes = [Outcome(name, observed.size, observe(folder / name).size, noise=noise) for name in done]
-    return outcomes + [Outcome(name, observed.size, None, reason) for name, reason in facts["left_out"].items()]
+    results = [Result(name, observed.size, observe(folder / name).size, noise=noise) for name in done]
+    return results + [Result(name, observed.size, None, reason) for name, reason in facts["left_out"].items()]
 
 
 def _with_engine(
@@ -148,37 +147,30 @@ def _with_engine(
     facts: Mapping[str, Any],
     *,
     verbose: bool,
-) -> Outcome:
-    """The outcome of an experiment that takes an engine of its own."""
-    experiment = EXPERIMENTS[name]
+) -> Result:
+    """The result of an experiment that takes an engine of its own."""
+    experiment = EXPERIMENTS[name][1]
     if facts["mode"] == "server":
-        line = serve_line(request["model"], experiment.engine)
-        return Outcome(name, observed.size, None, f"It takes a server of its own: {line}")
-    _say(f"starting another sampler: {experiment.what}")
+        return Result(name, observed.size, None, f"It takes a server of its own: {facts['servers'][name]}")
+    _say(f"starting another sampler: {experiment.change}")
     try:
         _run({**request, "engine": dict(experiment.engine), "experiments": False}, folder / name, verbose=verbose)
     except ValueError as error:
-        return Outcome(name, observed.size, None, f"vLLM cannot: {error}")
-    return Outcome(name, observed.size, observe(folder / name / "as_it_is").size, noise=noise)
-
-
-def serve_line(model: str, engine: Mapping[str, Any]) -> str:
-    """The command that starts a server with these arguments."""
-    words = [(f"--{name.replace('_', '-')}", x if isinstance(x, str) else json.dumps(x)) for name, x in engine.items()]
-    return " ".join(["vllm serve", shlex.quote(model), *(f"{flag} {shlex.quote(value)}" for flag, value in words)])
+        return Result(name, observed.size, None, f"vLLM cannot: {error}")
+    return Result(name, observed.size, observe(folder / name / "as_it_is").size, noise=noise)
 
 
 def _run(request: dict[str, Any], output: Path, *, verbose: bool) -> dict[str, Any]:
-    """One trainer and one sampler. Returns what is known of them, with dumps in the folder."""
+    """Run one trainer and one sampler, which write dumps into the folder. Returns their answer."""
     output.mkdir()
     file = output / "request.json"
     file.write_text(json.dumps({**request, "output": str(output)}), encoding="utf-8")
     command = [sys.executable, "-c", _START, str(Path(__file__).parents[1]), str(file)]
-    # what it prints must not get between what is printed here
+    # its output must not mix with the output of this command
     stdout = sys.__stderr__ if verbose else subprocess.DEVNULL
-    # TRL's own choice is the same in all processes that choose at one time
+    # TRL's own choice is the same in all processes that start at one time
     environment = {**_ENVIRONMENT, "MASTER_PORT": str(_free_port()), **os.environ, **_SAFE}
-    lines = []
+    last = ""
     with subprocess.Popen(
         command,
         env=environment,
@@ -191,13 +183,14 @@ def _run(request: dict[str, Any], output: Path, *, verbose: bool) -> dict[str, A
         for line in process.stderr or ():
             if verbose:
                 sys.stderr.write(line)
-            lines += [line.strip()] if line.strip() else []
-    for line in dict.fromkeys(line for line in lines if line.startswith("warning: ")):
-        warn(line.removeprefix("warning: "))
-    if process.returncode or not (output / "facts.json").exists():
-        said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-        raise ValueError(said[-1] if said else _last_words(lines, process.returncode))
-    return json.loads((output / "facts.json").read_text(encoding="utf-8"))
+            last = line.strip() or last
+    answer = output / "answer.json"
+    facts = json.loads(answer.read_text(encoding="utf-8")) if answer.exists() else {}
+    for message in dict.fromkeys(facts.get("warnings", ())):
+        warn(message)
+    if "about" not in facts:
+        raise ValueError(facts.get("error") or _last_words(last, process.returncode))
+    return facts
 
 
 def _free_port() -> int:
@@ -206,10 +199,9 @@ def _free_port() -> int:
         return listener.getsockname()[1]
 
 
-def _last_words(lines: list[str], code: int) -> str:
-    last = lines[-1] if lines else "it said nothing"
-    return f"trainer or sampler ended with code {code}: {last} (--verbose shows all)"
+def _last_words(line: str, code: int) -> str:
+    return f"trainer or sampler ended with code {code}: {line or 'no output'} (--verbose shows all)"
 
 
-def _say(what: str):
-    print(f"Probe: {what} ...", file=sys.stderr, flush=True)  # noqa: T201
+def _say(action: str):
+    print(f"Probe: {action} ...", file=sys.stderr, flush=True)  # noqa: T201

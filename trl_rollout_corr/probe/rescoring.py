@@ -1,6 +1,5 @@
 """
-What is changed on a trainer for a counter-experiment, for as long as its context lasts: dropout, and the type in which the
-head or the whole model computes.
+Changes of a trainer for a counter-experiment, each a context manager: no dropout, or a head or a whole model in float32.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -9,12 +8,13 @@ from typing import Any
 
 import torch
 
+from ..trainers.run_metadata import dropout_of
 from ..trainers.versions import float32_fused_head
 
 
 @contextmanager
 def without_dropout(trainer: Any) -> Iterator[None]:
-    """The model as it evaluates."""
+    """The model in evaluation mode."""
     was_training = trainer.model.training
     trainer.model_wrapped.eval()
     try:
@@ -25,7 +25,7 @@ def without_dropout(trainer: Any) -> Iterator[None]:
 
 @contextmanager
 def head_in_float32(trainer: Any) -> Iterator[None]:
-    """The head computes in float32, outside autocast; an embedding that shares its weight stays as it is."""
+    """The head in float32, outside autocast. An embedding with the same weight is not changed."""
     model = causal_model(trainer)
     head = model.get_output_embeddings()
     weight, bias, forward = head.weight, head.bias, head.forward
@@ -47,7 +47,7 @@ def head_in_float32(trainer: Any) -> Iterator[None]:
 
 @contextmanager
 def all_in_float32(trainer: Any) -> Iterator[None]:
-    """All weights and all that is computed with them are float32, without autocast."""
+    """The whole model in float32, without autocast."""
     model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=True)
     tensors = [x for x in (*model.parameters(), *model.buffers()) if x.is_floating_point()]
     before = [(x, x.data) for x in tensors]
@@ -66,7 +66,7 @@ def _put_back(before: list[tuple[torch.Tensor, torch.Tensor]]):
 
 @contextmanager
 def _without_autocast(trainer: Any, model: Any) -> Iterator[None]:
-    """Accelerate puts it around the forward pass of a prepared model, and TRL around its own call of it."""
+    """Remove autocast, which Accelerate puts around the forward pass of a prepared model, and TRL around its own call."""
     prepared, autocast = model.__dict__.get("forward"), trainer.accelerator.autocast
     plain = model.__dict__.get("_original_forward")
     trainer.accelerator.autocast = nullcontext
@@ -81,7 +81,7 @@ def _without_autocast(trainer: Any, model: Any) -> Iterator[None]:
 
 
 def causal_model(trainer: Any) -> Any:
-    """The model with the head, without what wraps it."""
+    """The model with the head, unwrapped."""
     model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=True)
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
@@ -97,17 +97,9 @@ def head_dtype(trainer: Any) -> torch.dtype | None:
     return torch.bfloat16 if trainer.args.bf16 else torch.float16 if trainer.args.fp16 else weight.dtype
 
 
-def has_dropout(trainer: Any) -> bool:
-    """Whether a forward pass in training mode drops anything."""
-    model = causal_model(trainer)
-    in_attention = getattr(model.config.get_text_config(), "attention_dropout", 0.0)
-    layers = (layer for layer in trainer.model.modules() if isinstance(layer, torch.nn.Dropout))
-    return bool(in_attention) or any(layer.p > 0 for layer in layers)
-
-
 def rescorings(trainer: Any, dtype: str) -> Mapping[str, Callable[[Any], Any]]:
     """
-    Experiments that the trainer can make alone, as keys of `EXPERIMENTS`, and what makes each.
+    Experiments that the trainer can make alone, by their names in `EXPERIMENTS`.
 
     Args:
         trainer (`Trainer`):
@@ -118,9 +110,10 @@ def rescorings(trainer: Any, dtype: str) -> Mapping[str, Callable[[Any], Any]]:
     Returns:
         `dict`: a context manager that takes the trainer, by experiment.
     """
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=True)
     can_cast = not getattr(causal_model(trainer), "is_quantized", False)
     return {
-        **({"dropout_off": without_dropout} if has_dropout(trainer) else {}),
+        **({"dropout_off": without_dropout} if any(dropout_of(model)) else {}),
         **({"float32_head": head_in_float32} if head_dtype(trainer) in (torch.bfloat16, torch.float16) else {}),
         **({"float32_trainer": all_in_float32} if can_cast and dtype in ("bfloat16", "float16") else {}),
     }

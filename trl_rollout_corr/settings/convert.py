@@ -1,4 +1,4 @@
-"""`python -m trl_rollout_corr convert`: settings of another tool, as YAML of this package. No torch."""
+"""`trl-rollout-corr convert`: settings of another tool, as YAML of this package. No torch."""
 
 import sys
 import warnings

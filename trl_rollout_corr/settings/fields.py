@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..health.rules import parse_bounds
+from ..health.examine import parse_bounds
 from ..messages import SettingError, nearest
 from .criteria import LEVELS, CriterionName, Level
 from .presets import DEFAULT, PRESETS, Preset

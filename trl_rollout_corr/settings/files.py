@@ -221,7 +221,7 @@ def _own_fields(document: Any) -> dict[str, Any]:
     if isinstance(document.get("algorithm"), Mapping):  # a whole configuration, whatever is in it
         tool = "verl"
     if tool:
-        raise ValueError(f"a configuration of {tool}; translate it with `python -m trl_rollout_corr convert`")
+        raise ValueError(f"a configuration of {tool}; translate it with `trl-rollout-corr convert`")
     unknown = [key for key in document if str(key).startswith("rollout_") and key not in FIELDS]
     if unknown:
         raise ValueError(f"`{unknown[0]}` is not a field of rollout correction")
