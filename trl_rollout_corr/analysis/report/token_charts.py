@@ -210,7 +210,8 @@ def _sample_sizes(windows: pd.DataFrame) -> Chart:
             for name, color in (("token weights", "line"), ("sequence weights", "second"))
         ],
         windows,
-        f"{says.capitalize()}, over {int(last['completions'])} completions. With few completions, the value of sequence weights is too high. "
+        f"{says.capitalize()}, over {int(last['completions'])} completions. "
+        "With few completions, the value of sequence weights is too high. "
         "Healthy: above 0.5.",
         Band.of("rollout_is_eff_sample_size"),
     )
