@@ -183,7 +183,7 @@ def test_steps_are_selected(tmp_path):
 
 def test_presets_that_say_the_same_share_a_row(tmp_path):
     entries = document(make_dump(tmp_path))["settings"]
-    first = ["this run", "suggested", "disabled", "decoupled_token_is, token_is, token_tis"]
+    first = ["this run", "bounds that fit", "disabled", "decoupled_token_is, token_is, token_tis"]
     assert [entry["name"] for entry in entries][:4] == first
     assert sorted(name for entry in entries[2:] for name in entry["name"].split(", ")) == sorted(PRESETS)
     fields = [{**entry["fields"], "rollout_correction": None} for entry in entries[2:]]
@@ -249,7 +249,8 @@ def test_steps_from_the_first_alarm_on_are_left_out(tmp_path):
         for note in found["notes"]
     )
     by_hand = document(folder, "--steps", f":{healthy[-1]}")
-    assert found["suggestion"] == by_hand["suggestion"] == found["recommendation"]["fields"]
+    assert found["suggestion"] == by_hand["suggestion"]
+    assert found["recommendation"]["fields"] == {"rollout_correction": "auto"}
     everything = document(folder, "--steps", ":")
     assert everything["steps"] == list(range(1, 11))
     assert everything["spread"]["s"] > 2 * found["spread"]["s"]
@@ -467,7 +468,7 @@ def test_there_are_no_bounds_within_rounding():
 )
 def test_the_suggested_yaml_is_a_configuration_in_the_mode_of_the_run(settings, preset, tmp_path):
     folder = make_dump(tmp_path / "dump", settings=settings)
-    (text,) = re.findall(r"^```yaml\n(.*?)^```$", compare(folder), re.MULTILINE | re.DOTALL)
+    _, text = re.findall(r"^```yaml\n(.*?)^```$", compare(folder), re.MULTILINE | re.DOTALL)
     fields = yaml.safe_load(text)
     config = RolloutCorrectionConfig(**fields)
     run = RolloutCorrectionConfig(**settings)
@@ -482,7 +483,8 @@ def test_the_suggested_yaml_is_a_configuration_in_the_mode_of_the_run(settings, 
 
 def test_policies_that_agree_need_no_correction(tmp_path):
     folder = make_dump(tmp_path, spread=0.0)
-    assert document(folder)["suggestion"] == {"rollout_correction": "disabled"}
+    assert document(folder)["recommendation"]["fields"] == {"rollout_correction": "disabled"}
+    assert document(folder)["suggestion"] is None
     assert "up to any length" in compare(folder)
     assert {entry["predicted"] for entry in document(folder)["predictions"]} <= {0.0, 1.0}
 
@@ -563,7 +565,7 @@ def test_dumps_that_cannot_be_compared(tmp_path, capsys):
     [
         (
             b"algorithm: {rollout_correction: {rollout_is: token}}",
-            "a configuration of verl; translate it with `python -m",
+            "a configuration of verl; translate it with `trl-rollout-corr",
         ),
         (b"rollout_correction: {rollout_is: token}", "trl-rollout-corr convert"),
         (b"{rollout_is: true, rollout_is_threshold: 2}", "of verl's first releases; translate it"),

@@ -387,7 +387,11 @@ def test_a_resumed_run_is_as_tight_as_it_was(make_either, tmp_path, caplog):
         ("disabled", {}, "neither weights nor rejection"),
         (PRESET, {"rollout_metrics_only": True}, "`rollout_metrics_only` is True"),
         (PRESET, {"loss_type": "vespo"}, "`loss_type` is 'vespo'"),
-        ("auto", {**EXCLUDING}, "`rollout_rs_exclude_from_baseline` is True, but 'token_tv' in `rollout_rs` depends on"),
+        (
+            "auto",
+            {**EXCLUDING},
+            "`rollout_rs_exclude_from_baseline` is True, but 'token_tv' in `rollout_rs` depends on",
+        ),
     ],
 )
 def test_a_preset_that_does_not_suit_the_run_is_refused_with_the_monitor(make, preset, fields, message):

@@ -616,11 +616,12 @@ def settings_of(path) -> list[dict]:
 
 
 def test_settings_are_those_of_the_run_and_those_that_compare_suggests(dump, page):
-    own, suggested = settings_of(dump.parent / "report.html")
+    own, suggested, fitted = settings_of(dump.parent / "report.html")
     assert RolloutCorrectionConfig(**own) == RolloutCorrectionConfig(**SETTINGS)
     args = make_parser().parse_args(["compare", str(dump), "--json"])
     compared = json.loads(args.run(args))
-    assert suggested == compared["suggestion"]
+    assert suggested == compared["recommendation"]["fields"]
+    assert fitted == compared["suggestion"]
     assert (
         "decoupled_geo_rs_token_tis with changes; token weights up to 2; seq_mean_k1 in [0.99, 1.01]; decoupled"
         in page.text

@@ -22,7 +22,7 @@ from .run import entries_of, log_of_dump
 from .spread import TARGET, Spread, predict, suggest_bounds
 
 
-_SUGGESTED = "suggested"
+_FITTED = "bounds that fit"
 
 
 class Setting(NamedTuple):
@@ -64,12 +64,6 @@ class Comparison(NamedTuple):
     notes: list[str]
     recommendation: Recommendation
     row: str
-
-    @property
-    def suggestion(self) -> dict[str, Any] | None:
-        """The recommended settings, where they are made of these sequences."""
-        of_these = self.recommendation.has_bounds or self.spread.s == 0.0
-        return self.recommendation.settings if of_these else None
 
 
 def compare(
@@ -118,7 +112,7 @@ def compare(
         raise ValueError("no token of the loss has a log-probability of both policies that is finite")
     best = recommend(spread if healthy.rows.any() else None, config, healthy.alarm)
     settings = [Setting("this run", config, as_dumped=True)]
-    settings += [Setting(_SUGGESTED, RolloutCorrectionConfig(**best.settings))] if best.has_bounds else []
+    settings += [Setting(_FITTED, RolloutCorrectionConfig(**best.fitted))] if best.fitted else []
     settings += [*_presets(), *(Setting(file, read_config(file)) for file in files)]
     effects = _effects(batch, settings, clip, notes)
     if config.rollout_metrics_only:
@@ -126,7 +120,7 @@ def compare(
     if not batch.advantages.any():
         notes.append("Every advantage is 0, so there is no gradient to compare.")
     row, effect = _row_of(best, effects)
-    if best.has_bounds:
+    if best.fitted:
         best = best._replace(reason=f"{best.reason}. On these sequences: {_measured(effect)}")
     return Comparison(batch, config, effects, spread, suggest_bounds(spread), notes, best, row)
 
@@ -166,7 +160,7 @@ def _effects(
 
 def _row_of(best: Recommendation, effects: list[tuple[Setting, Effect]]) -> tuple[str, Effect]:
     """The row of the table with the recommended settings, and their effect."""
-    name = _SUGGESTED if best.has_bounds else best.settings["rollout_correction"]
+    name = best.settings["rollout_correction"]
     return next((setting.name, effect) for setting, effect in effects if name in setting.name.split(", "))
 
 
@@ -220,10 +214,19 @@ def as_markdown(c: Comparison) -> str:
             f"Recommended: {c.row}, because {best.reason}.",
             "",
             "```yaml",
-            f"{yaml_lines(best.settings)}```",
+            f"{yaml_lines(dict(best.settings))}```",
+            *_alternative(best),
             "",
         ]
     )
+
+
+def _alternative(best: Recommendation) -> list[str]:
+    """The settings whose bounds fit these sequences."""
+    if best.fitted is None:
+        return []
+    text = f"{_FITTED.capitalize()} the spread of these tokens reject outliers, and at most {percent(TARGET)} of the others:"
+    return ["", text, "", "```yaml", f"{yaml_lines(best.fitted)}```"]
 
 
 def _marked(row: str, recommended: str) -> str:
@@ -236,14 +239,14 @@ def _marked(row: str, recommended: str) -> str:
 def _remarks(c: Comparison) -> list[str]:
     remarks = []
     _, healthy = HEALTHY["k3_kl"]
-    if c.suggestion is not None and healthy is not None and c.spread.s**2 / 2 > healthy:
+    if c.recommendation.fitted and healthy is not None and c.spread.s**2 / 2 > healthy:
         remarks.append(
             "The policies are far apart in these steps: bounds made of them keep tokens for which alarms are raised."
         )
     if c.spread.s > 2 * c.spread.s_robust:
         remarks.append("A few tokens are far off: most of the spread is theirs.")
-    if c.suggestion is not None and c.spread.share_outside(*c.bounds) > TARGET:
-        remarks.append("More completions are far off than noise explains; the suggested bounds reject them.")
+    if c.recommendation.fitted and c.spread.share_outside(*c.bounds) > TARGET:
+        remarks.append("More completions are far off than noise explains; bounds that fit reject them.")
     return remarks
 
 
@@ -281,7 +284,7 @@ def as_json(c: Comparison) -> str:
         ],
         "spread": {"s": c.spread.s, "s_robust": c.spread.s_robust, "mean_length": c.spread.mean_length},
         "predictions": [prediction._asdict() for prediction in predict(c.spread, c.bounds)],
-        "suggestion": c.suggestion,
+        "suggestion": c.recommendation.fitted,
         "recommendation": {"row": c.row, "why": c.recommendation.reason, "fields": c.recommendation.settings},
     }
     return json.dumps(_finite(document), indent=2) + "\n"

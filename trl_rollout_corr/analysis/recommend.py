@@ -1,18 +1,19 @@
 """The one recommendation for the sequences of a dump, settings and reason, that `report` and `compare` give."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..dumps.sequences import Sequences
+from ..health.advice import advise, mode_of
 from ..health.rule import Alarm
 from ..health.rules import RULES
-from ..messages import PREFIX, percent
+from ..messages import PREFIX
 from ..settings.config import RolloutCorrectionConfig
 from ..settings.presets import Preset
 from .replay import Batch, batch_of
-from .spread import TARGET, Spread, measure, suggest_bounds
+from .spread import Spread, measure, suggest_bounds
 
 
 # Metrics of how far apart the policies are. An alarm about what weights or bounds do says nothing against the sequences.
@@ -20,16 +21,10 @@ _OF_THE_POLICIES = (f"{PREFIX}k3_kl", f"{PREFIX}kl")
 
 NOTHING: Preset = "disabled"
 # By the mode of the run: rejection by bounds that fit the sequences, with token weights where the mode applies weights
-_WITH_BOUNDS: dict[str, Preset] = {
+_FITTED: dict[str, Preset] = {
     "decoupled": "decoupled_geo_rs_token_tis",
     "ppo_clip": "bypass_ppo_clip_geo_rs",
     "reinforce": "bypass_pg_geo_rs_token_tis",
-}
-# By the mode of the run: presets whose numbers do not depend on the sequences
-_WITHOUT_BOUNDS: dict[str, Preset] = {
-    "decoupled": "auto",
-    "ppo_clip": "bypass_ppo_clip",
-    "reinforce": "bypass_pg_token_icepop",
 }
 
 
@@ -60,13 +55,13 @@ class Recommendation(NamedTuple):
             Fields of [`RolloutCorrectionConfig`].
         reason (`str`):
             Why, as the end of a sentence that begins with "because".
-        has_bounds (`bool`, *optional*, defaults to `False`):
-            Whether the settings have bounds that are made of the sequences.
+        fitted (`dict`, *optional*):
+            Settings whose bounds fit the sequences, as an alternative; `None` if there are none.
     """
 
-    settings: dict[str, Any]
+    settings: Mapping[str, Any]
     reason: str
-    has_bounds: bool = False
+    fitted: dict[str, Any] | None = None
 
 
 def healthy_steps(sequences: Sequences, logged_steps: Sequence[int], findings: Sequence[Alarm]) -> HealthySteps:
@@ -126,12 +121,12 @@ def recommend(spread: Spread | None, config: RolloutCorrectionConfig, alarm: Ala
     Returns:
         [`Recommendation`].
     """
-    mode = config.rollout_loss_type if config.bypass_mode else "decoupled"
-    without_bounds = {"rollout_correction": _WITHOUT_BOUNDS[mode]}
+    mode = mode_of(config)
+    advised = advise(mode, "gap").settings
     if spread is None:
         raised = f": an alarm was raised at step {alarm.step} (`{alarm.rule}`)" if alarm else ""
         return Recommendation(
-            without_bounds,
+            advised,
             "it needs no bounds made of these sequences, and bounds made of unhealthy steps would keep tokens that should be "
             f"rejected{raised}, and no step before it was dumped. Find the cause of the alarm first",
         )
@@ -141,12 +136,8 @@ def recommend(spread: Spread | None, config: RolloutCorrectionConfig, alarm: Ala
     lower, upper = suggest_bounds(spread)
     if lower == 0.0:
         return Recommendation(
-            without_bounds,
+            advised,
             "no bounds fit: the policies are so far apart that they have nothing to do with each other. Find the cause first",
         )
-    settings = {"rollout_correction": _WITH_BOUNDS[mode], "rollout_rs_threshold": [lower, upper]}
-    reason = (
-        f"bounds of {lower:g} and {upper:g} fit the spread of these tokens: they reject outliers, and at most "
-        f"{percent(TARGET)} of the other tokens"
-    )
-    return Recommendation(settings, reason, has_bounds=True)
+    fitted = {"rollout_correction": _FITTED[mode], "rollout_rs_threshold": [lower, upper]}
+    return Recommendation(advised, "it has no bounds to choose", fitted)

@@ -14,8 +14,7 @@ Situation = Literal["healthy", "gap", "growing gap", "broken"]
 # bfloat16 is larger in most models.
 NEGLIGIBLE = 0.004
 
-# The preset of each mode. `auto` is the one that kept the best accuracy on all tasks of `benchmarks/arena`; in bypass mode the
-# presets that need no bounds made of the run's own data.
+# The preset of each mode: one that needs no bounds made of the run's own data. `benchmarks/arena` has the accuracy of each.
 _PRESETS: Mapping[Mode, str] = {
     "decoupled": "auto",
     "ppo_clip": "bypass_ppo_clip",
@@ -89,4 +88,4 @@ def advise(mode: Mode, situation: Situation, *, corrects: bool = False, spread: 
         return Advice({}, f"The log-ratio has a root mean square of {spread:.2g} nats: a correction changes nothing.")
     if corrects:
         return Advice({}, "The run has a correction, and its policies are close enough for it.")
-    return Advice(preset, "It has no bounds to choose, and kept the best accuracy on all tasks of the arena.")
+    return Advice(preset, "It has no bounds to choose.")

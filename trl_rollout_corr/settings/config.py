@@ -124,14 +124,14 @@ class RolloutCorrectionConfig(DumpFields, MonitorFields, EngineFields, Correctio
         > Diagnosis
 
         rollout_diagnose (`bool`, *optional*, defaults to `False`):
-            Whether to print the cause of the gap at the first optimizer step, as `python -m trl_rollout_corr diagnose` does
+            Whether to print the cause of the gap at the first optimizer step, as `trl-rollout-corr diagnose` does
             for a dump (`docs/diagnose.md`). The trainer scores a few sequences a second time, one by one, to measure its own
             noise. The loss does not change.
 
         > Dump
 
         rollout_dump_dir (`str`, *optional*):
-            Folder to write sampled and worst sequences to, as Parquet, for `python -m trl_rollout_corr report` and
+            Folder to write sampled and worst sequences to, as Parquet, for `trl-rollout-corr report` and
             `compare`. Nothing is written by default.
         rollout_dump_steps (`int`, *optional*, defaults to `1`):
             Number of optimizer steps between two dumps.

@@ -180,7 +180,10 @@ def _settings(facts: Facts) -> Section:
         if healthy.alarm is not None and healthy.rows.any():
             text += f" Only steps to {healthy.last} are counted, before the alarm at step {healthy.alarm.step}."
         text += " `trl-rollout-corr compare` shows the effect of every preset on this dump."
-        cards.append(Card("To try", text, yaml=yaml_lines(best.settings)))
+        cards.append(Card("To try", text, yaml=yaml_lines(dict(best.settings))))
+        if best.fitted:
+            fits = "An alternative: bounds that fit the spread of these tokens."
+            cards.append(Card("Bounds that fit", fits, yaml=yaml_lines(best.fitted)))
     return Section("settings", "Settings to try", groups=[Group(cards)])
 
 
