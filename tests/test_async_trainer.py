@@ -501,7 +501,7 @@ def test_the_first_step_is_diagnosed_and_what_is_set_is_not_advised(make, tmp_pa
         make(worker, rollout_diagnose=True, rollout_correction=correction, max_steps=1, **folder).train()
         printed = capsys.readouterr().out
         assert "Diagnosis of step 1. Found: other weights than the trainer's" in printed
-        assert ("rollout_correction: decoupled_token_is" in printed) == advised
+        assert ("rollout_correction: auto" in printed) == advised
         assert ("The run has a correction for the rest" in printed) != advised
         folder = {"rollout_dump_dir": str(tmp_path / "another")} if dumped else {}
 

@@ -319,7 +319,7 @@ def test_tokens_that_are_broken_or_absurd(dump, tmp_path):
     assert "There are no metrics to look at." in Page(write(tmp_path / "empty", tmp_path / "empty.html")).text
     broken = Page(write(tmp_path / "broken", tmp_path / "broken.html")).text
     assert f"{sum(second['mask'])} tokens of the loss have a log-probability that is NaN or infinite" in broken
-    assert "warningA fraction of 1 of the tokens came without a finite log-probability" in broken
+    assert "warningA share of 1 of the tokens came without a finite log-probability" in broken
     assert "nothing to do with each other" in Page(write(tmp_path / "all", tmp_path / "all.html")).text
 
 

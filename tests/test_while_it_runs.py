@@ -146,7 +146,7 @@ def test_a_monitor_that_was_removed_stays_removed(make):
 )
 def test_what_is_read_when_training_begins_cannot_be_changed_while_it_goes_on(make, tmp_path, name, value):
     trainer = make(max_steps=4, save_strategy="steps", save_steps=1, extra={"callbacks": [Changing(**{name: value})]})
-    with pytest.raises(ValueError, match=f"`{name}` is set to .* while a run goes on, .* Set it before `train"):
+    with pytest.raises(ValueError, match=f"`{name}` is .*, but the run read .* at its start. Set it before `train"):
         trainer.train()
     assert trainer.state.global_step == 2
     saved = torch.load(tmp_path / "checkpoint-1" / "training_args.bin", weights_only=False)
