@@ -57,9 +57,9 @@ sample: $(STAMP)
 	$(call SAMPLE_RUN,uncorrected,--rollout_correction disabled)
 	$(call SAMPLE_RUN,corrected,$(SAMPLE_CORRECTION))
 	mkdir -p docs/sample docs/images
-	$(BIN)/python -m trl_rollout_corr report $(SAMPLE)/uncorrected -o docs/sample/report.html
-	$(BIN)/python -m trl_rollout_corr report $(SAMPLE)/uncorrected $(SAMPLE)/corrected -o docs/sample/two_runs.html
-	$(BIN)/python -m trl_rollout_corr report $(SAMPLE)/uncorrected $(SAMPLE)/corrected -o docs/images/report.png
+	$(BIN)/trl-rollout-corr report $(SAMPLE)/uncorrected -o docs/sample/report.html
+	$(BIN)/trl-rollout-corr report $(SAMPLE)/uncorrected $(SAMPLE)/corrected -o docs/sample/two_runs.html
+	$(BIN)/trl-rollout-corr report $(SAMPLE)/uncorrected $(SAMPLE)/corrected -o docs/images/report.png
 
 # Every way to correct on many tasks and samplers. Goes on where it was interrupted
 arena: $(STAMP)

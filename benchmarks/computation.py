@@ -5,8 +5,8 @@ The computation alone, against verl's helper on the same tensors: time, host syn
     python benchmarks/computation.py --device cuda --shapes 512x32768
 
 Weights, keep-mask and every metric of a batch of completions with ragged lengths, float32. The two are timed in turns, and
-beside them the same by `torch.compile` (`rollout_compile`), the accounting by group, which verl does not have, and one pass
-that only reads the inputs, the least that any implementation must do.
+beside them the accounting by group, which verl does not have, and one pass that only reads the inputs, the least that any
+implementation must do.
 """
 
 import argparse
@@ -22,11 +22,11 @@ from pathlib import Path
 
 import torch
 import verl_helper
-from tables import COMPILED, COMPUTATION, markdown
+from tables import COMPUTATION, markdown
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
-from trl_rollout_corr.accounting import account
+from trl_rollout_corr.correction.accounting import account
 
 
 SHAPES = ("64x2048", "256x8192", "256x32768")
@@ -61,17 +61,15 @@ def make_batch(shape: str, device: str) -> tuple[torch.Tensor, torch.Tensor, tor
 def contestants(batch: tuple, case: dict, verl) -> dict[str, Callable]:
     train, rollout, mask = batch
     config = RolloutCorrectionConfig(**case)
-    compiled = RolloutCorrectionConfig(**case, rollout_compile=True)
     generator = torch.Generator().manual_seed(1)
     advantages, rewards = (torch.randn(len(mask), generator=generator).to(mask.device) for _ in range(2))
 
-    def ours(config=config):
+    def ours():
         return compute_rollout_correction(train, rollout, mask, config)
 
-    def accounted(config=config):
-        correction = ours(config)
-        told = correction.valid, correction.keep, correction.coefficients, advantages, rewards
-        return correction, account(*told, compile=config.rollout_compile)
+    def accounted():
+        correction = ours()
+        return correction, account(correction.valid, correction.keep, correction.coefficients, advantages, rewards)
 
     def theirs():
         weights, keep, metrics = verl.compute_rollout_correction_and_rejection_mask(train, rollout, mask, **case)
@@ -83,9 +81,7 @@ def contestants(batch: tuple, case: dict, verl) -> dict[str, Callable]:
     return {
         "read": read,
         "ours": ours,
-        "compiled": lambda: ours(compiled),
         "accounted": accounted,
-        "compiled_accounted": lambda: accounted(compiled),
         "verl": theirs,
     }
 
@@ -192,8 +188,6 @@ def measure(shape: str, case: str, device: str, rounds: int, verl) -> dict:
         "case": case,
         **{f"{name}_ms": 1000 * value for name, value in times.items()},
         "verl_over_ours": times["verl"] / times["ours"],
-        "verl_over_compiled": times["verl"] / times["compiled"],
-        "verl_over_compiled_accounted": times["verl"] / times["compiled_accounted"],
         "ours_over_read": times["ours"] / times["read"],
         **{f"{name}_host_reads": host_reads(functions[name]) for name in ("ours", "verl")},
         **{f"{name}_peak_tensors": peak_tensors(functions[name], batch[0].shape, device) for name in ("ours", "verl")},
@@ -221,7 +215,7 @@ def main():
                     continue
                 rows.append(measure(shape, case, args.device, args.rounds, verl))
                 print(f"{shape}, {case}: done", flush=True)
-    print(f"\n{markdown(rows, COMPUTATION)}\n\n{markdown(rows, COMPILED)}")
+    print(f"\n{markdown(rows, COMPUTATION)}")
     if args.output:
         setting = {"torch": torch.__version__, "verl": verl_helper.VERSION, "python": platform.python_version()}
         setting |= {"device": args.device, "threads": args.threads, "rounds": args.rounds}

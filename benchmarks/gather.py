@@ -24,9 +24,9 @@ from tables import GATHER, ON_PAPER, markdown
 from torch.multiprocessing import spawn
 
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
-from trl_rollout_corr.accounting import Accounts, account
-from trl_rollout_corr.staleness import Staleness, age, engine_drift, lag
-from trl_rollout_corr.sums import Sums
+from trl_rollout_corr.correction.accounting import account
+from trl_rollout_corr.correction.age import Staleness, count_ages, count_lags, engine_gap
+from trl_rollout_corr.correction.sums import Sums
 from trl_rollout_corr.trainers.observer import LoggingWindow
 
 
@@ -53,13 +53,8 @@ def sums_of_a_batch(fields: dict, seed: int) -> list[Sums]:
     return [
         correction.statistics,
         accounts,
-        Staleness.of(lag(ones) | age(ones) | engine_drift(correction.statistics)),
+        Staleness.of(count_lags(ones) | count_ages(ones) | engine_gap(correction.statistics)),
     ]
-
-
-def finish(sums: Sums):
-    """To numbers, as the trainers do."""
-    sums.finish(rejects=True, weighs=True) if isinstance(sums, Accounts) else sums.finish()
 
 
 def work(rank: int, ranks: int, port: int, rounds: int, path: str):
@@ -80,8 +75,8 @@ def work(rank: int, ranks: int, port: int, rounds: int, path: str):
             start = time.perf_counter()
             gathered = window.close()
             middle = time.perf_counter()
-            for part in gathered.values():
-                finish(part)
+            for part in gathered:
+                part.finish()
             times["gather"].append(middle - start)
             times["finish"].append(time.perf_counter() - middle)
         found[name] = {"sent_kb": sum(part.vector.numel() * part.vector.element_size() for part in parts) / 1e3}
@@ -105,7 +100,7 @@ def finishing_ms(fields: dict, ranks: int, rounds: int) -> float:
     for _ in range(rounds):
         start = time.perf_counter()
         for part, vectors in parts:
-            finish(part.combine(vectors))
+            part.combine(vectors).finish()
         times.append(time.perf_counter() - start)
     return 1000 * statistics.median(times)
 

@@ -31,18 +31,6 @@ COMPUTATION = {
     "reads: here, verl": "{ours_host_reads}, {verl_host_reads}",
     "mem: here, verl": "{ours_peak_tensors:.1f}, {verl_peak_tensors:.1f}",
 }
-COMPILED = {
-    "batch": "{shape}",
-    "case": "{case}",
-    "one by one, ms": "{ours_ms:.1f}",
-    "compiled, ms": "{compiled_ms:.1f}",
-    "one by one with accounts, ms": "{accounted_ms:.1f}",
-    "compiled with accounts, ms": "{compiled_accounted_ms:.1f}",
-    "verl, ms": "{verl_ms:.1f}",
-    "verl / one by one": "{verl_over_ours:.1f}",
-    "verl / compiled": "{verl_over_compiled:.1f}",
-    "verl / compiled with accounts": "{verl_over_compiled_accounted:.1f}",
-}
 STEP = {
     "contestant": "{contestant}",
     "step, s": "{step_s:.3f}",

@@ -1,17 +1,17 @@
-"""Write docs/compatibility.md from what the runs found."""
+"""Write docs/compatibility.md from the results of the runs."""
 
 import json
 from pathlib import Path
 
 
 GROUPS = {  # of tests, in the order of the columns
-    "contract": "what is relied on in TRL",
+    "contract": "parts of TRL that this package relies on",
     "off": "without correction, equal to TRL bit for bit",
-    "first step": "the correction is seen to reach every loss, and looking changes nothing",
+    "first step": "the correction reaches every loss, and the check changes nothing",
     "forwards": "forward passes are counted",
     "truncation": "equal to TRL's own `token_truncate` and `sequence_truncate`, on a real vLLM",
     "rloo": "`RLOOTrainer`: off, forward passes, gradients against formulas, on a real vLLM",
-    "lora": "an adapter trains, and the reference pass is no old pass",
+    "lora": "an adapter trains, and the reference pass is not taken for the old pass",
     "ranks": "two processes: collectives are counted, ranks that disagree, a real vLLM in each",
 }
 BEGIN, END = "<!-- table: `make test-trl` writes it -->", "<!-- end of table -->"
@@ -22,7 +22,7 @@ def version_key(result: dict) -> tuple:
 
 
 def read_results(root: Path) -> list[dict]:
-    """What the runs found, the newest TRL first."""
+    """Results of the runs, the newest TRL first."""
     results = [json.loads(path.read_text()) for path in (root / "compatibility/results").glob("*.json")]
     return sorted(results, key=version_key, reverse=True)
 
@@ -58,8 +58,8 @@ def render(results: list[dict]) -> str:
         if result["gpu"]:
             gpus.append([result["trl"], *(result["gpu"][name] for name in ("vllm", "torch", "transformers"))])
     legend = [f"- {group}: {what}" for group, what in GROUPS.items()]
-    lines = ["Tests passed, by what they are about:", "", *table(tests), "", *legend, "", *remarks]
-    lines += ["", "What `pip install` brings for GPUs (resolved, not installed):", "", *table(gpus)]
+    lines = ["Tests passed, by subject:", "", *table(tests), "", *legend, "", *remarks]
+    lines += ["", "Versions that `pip install` resolves for GPUs (not installed):", "", *table(gpus)]
     return "\n".join(lines)
 
 

@@ -1,17 +1,25 @@
-"""Hooks of the site: links that lead out of `docs/` go to the repository."""
+"""Hooks of the site: links that lead out of `docs/` go to the repository, if the site knows its address."""
 
 import posixpath
 import re
 
 
 def on_page_markdown(markdown: str, page, config, files) -> str:
-    """Give links to files beside `docs/` the address that they have in the repository."""
+    """
+    Give links to files beside `docs/` their address in the repository, `repo_url`. Without one, a link becomes its text and
+    the path of the file, and an image its text.
+    """
 
     def to_repository(match: re.Match) -> str:
-        path = posixpath.normpath(posixpath.join("docs", posixpath.dirname(page.file.src_uri), match[1]))
-        return match[0] if path.startswith("docs/") else f"]({config.repo_url}/blob/main/{path}{match[2] or ''})"
+        image, text, link, anchor = match.groups()
+        path = posixpath.normpath(posixpath.join("docs", posixpath.dirname(page.file.src_uri), link))
+        if path.startswith("docs/"):
+            return match[0]
+        if config.repo_url:
+            return f"{image}[{text}]({config.repo_url}/blob/main/{path}{anchor or ''})"
+        return text if image or path in text else f"{text} (`{path}`)"
 
-    return re.sub(r"\]\((\.\./[^)#\s]+)(#[^)\s]+)?\)", to_repository, markdown)
+    return re.sub(r"(!?)\[([^\]]*)\]\((\.\./[^)#\s]+)(#[^)\s]+)?\)", to_repository, markdown)
 
 
 def on_page_content(html: str, page, config, files) -> str:

@@ -38,9 +38,10 @@ from trl_rollout_corr import (
     RolloutCorrectedGRPOTrainer,
     RolloutCorrectedRLOOConfig,
     RolloutCorrectedRLOOTrainer,
+    ScriptParser,
+    check_dump_folder,
+    one_line_errors,
 )
-from trl_rollout_corr.trainers.checks import check_dump_folder
-from trl_rollout_corr.trainers.script import ScriptParser, one_line_errors
 
 
 CORRECTION = {"rollout_correction": "auto"}

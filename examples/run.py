@@ -12,9 +12,14 @@ from datasets import Dataset, IterableDataset, load_dataset
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from trl import ModelConfig, ScriptArguments, get_peft_config, get_quantization_config
 
-from trl_rollout_corr import RolloutCorrectionConfig
-from trl_rollout_corr.trainers.checks import check_dump_folder
-from trl_rollout_corr.trainers.script import ScriptParser, model_config, model_init_kwargs, one_line_errors
+from trl_rollout_corr import (
+    RolloutCorrectionConfig,
+    ScriptParser,
+    check_dump_folder,
+    model_config,
+    model_init_kwargs,
+    one_line_errors,
+)
 
 
 INSTRUCTION = "Solve the problem step by step. Write the final answer as a number after ####."

@@ -97,7 +97,7 @@ def command() -> str:
     """The command line of the package, of the environment that this runs in."""
     script = Path(sys.executable).with_name("trl-rollout-corr")
     if not script.exists():
-        return "python -m trl_rollout_corr"
+        return "trl-rollout-corr"
     return str(script.relative_to(Path.cwd())) if script.is_relative_to(Path.cwd()) else str(script)
 
 

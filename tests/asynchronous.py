@@ -134,7 +134,7 @@ def build_ours(model, folder, worker=None, *, extra=None, trainer_class=None, **
 
 def build_theirs(model, folder, worker=None, **more):
     """TRL's trainer on the tiny model, with what a CPU needs."""
-    from trl_rollout_corr.trainers import tree_attention, upstream
+    from trl_rollout_corr.trainers import _cpu_attention, upstream
 
     args = upstream.AsyncGRPOConfig(**fields(folder, **more))
     with upstream.without_peak_flops(args.device):
@@ -145,5 +145,5 @@ def build_theirs(model, folder, worker=None, **more):
             rollout_worker=worker or WorkerHere(model),
             weight_transfer=WeightsStay(),
         )
-    tree_attention.register_tree_attention()
+    _cpu_attention.register_tree_attention()
     return trainer

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction, dump
-from trl_rollout_corr.analysis.reading import read_table
+from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
+from trl_rollout_corr.dumps import writing as dump
+from trl_rollout_corr.dumps.reading import read_table
 
 
 WORDS = [" the", " sum", " of", " 3", " 7", " and", " is", " 10", ",", ".", "\n", " so", " <b>", " équation", " 数"]
@@ -189,5 +190,5 @@ class Written(NamedTuple):
 
 def read_dump(path: Path | str) -> Written:
     """Read a dump, row by row, as no command does: Python numbers take twenty times the memory."""
-    table, written = read_table(path)
-    return Written(table.to_pylist(), written.settings, dump.read_logs(Path(path)))
+    table, settings, _, _ = read_table(path)
+    return Written(table.to_pylist(), settings, dump.read_logs(Path(path)))

@@ -12,9 +12,9 @@ from tests.launching import ROOT
 from tests.tiny import StaleSampler, prompts
 from tests.training import TRAINERS, BrokenSampler, build, config_fields, losses, micro_batches, window
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
-from trl_rollout_corr.accounting import BUCKETS, REWARDS, account, turns_of
-from trl_rollout_corr.keys import PREFIX
-from trl_rollout_corr.staleness import Staleness, age, update_drift
+from trl_rollout_corr.correction.accounting import BUCKETS, REWARDS, account, turns_of
+from trl_rollout_corr.correction.age import Staleness, count_ages, update_gap
+from trl_rollout_corr.messages import PREFIX
 
 
 CONFIG = RolloutCorrectionConfig(
@@ -150,7 +150,7 @@ def test_advantages_per_token_count_by_their_sum():
 
 
 def test_ages_add_up_and_the_largest_stays():
-    ages = Staleness.of(age(torch.tensor([3, 5]))) + Staleness.of(age(torch.tensor([10])))
+    ages = Staleness.of(count_ages(torch.tensor([3, 5]))) + Staleness.of(count_ages(torch.tensor([10])))
     assert ages.finish() == {f"{PREFIX}staleness_mean": 6.0, f"{PREFIX}staleness_max": 10.0}
 
 
@@ -158,7 +158,7 @@ def test_drift_is_that_of_the_current_policy_from_the_old_one():
     old, mask = torch.full((2, 3), -2.0), torch.tensor([[1, 1, 1], [1, 0, 0]])
     current = old + torch.tensor([[0.1, -0.2, 0.3], [0.4, math.nan, 9.0]])
     d = [0.1, -0.2, 0.3, 0.4]
-    assert Staleness.of(update_drift(old, current, mask)).finish() == pytest.approx(
+    assert Staleness.of(update_gap(old, current, mask)).finish() == pytest.approx(
         {f"{PREFIX}update_kl": -sum(d) / 4, f"{PREFIX}update_k3_kl": sum(math.expm1(x) - x for x in d) / 4}, rel=1e-4
     )
 

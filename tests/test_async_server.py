@@ -193,7 +193,7 @@ def test_a_push_in_the_middle_of_a_completion(tmp_path):
     Each token has the probability that the weights of its moment give it: the first ones, and then those of the trainer. The
     model has what vLLM packs at the first load only.
     """
-    from trl_rollout_corr import DiskWeightTransfer
+    from trl_rollout_corr.trainers._disk_weight_transfer import DiskWeightTransfer
 
     PartialState()  # TRL's logger needs it
     path = build_tiny_model(tmp_path / "model", experts=4, tied=True)
@@ -243,7 +243,7 @@ def streamed(url: str, model: str, prompt: list[int], n: int, max_tokens: int) -
 
 
 def test_a_server_on_a_cpu_that_would_take_a_part_of_the_weights_is_refused(tmp_path):
-    from trl_rollout_corr import DiskWeightTransfer
+    from trl_rollout_corr.trainers._disk_weight_transfer import DiskWeightTransfer
 
     PartialState()
     path = build_tiny_model(tmp_path / "model")

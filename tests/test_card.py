@@ -1,10 +1,11 @@
 """The card of a trained model names the model and the correction."""
 
 import pytest
+import yaml
 
 from tests.tiny import StaleSampler
 from tests.training import TRAINERS, build
-from trl_rollout_corr import __url__, __version__
+from trl_rollout_corr import __version__
 from trl_rollout_corr.trainers.card import complete_card
 
 
@@ -18,13 +19,15 @@ def test_a_checkpoint_has_a_card(tiny_model_path, tmp_path, capsys):
     card = (tmp_path / "mine" / "README.md").read_text()
     assert "# Model Card for mine" in card
     assert "fine-tuned version of `tiny0`" in card
-    assert f"[trl-rollout-corr]({__url__}) {__version__}" in card
+    assert f"handled by trl-rollout-corr {__version__}, with" in card
     # no field of the default preset is in effect, and the weights are reported and not applied
     line = "sequence weights up to 2 (reported only); seq_mean_k1 in [0.909091, 1.1]; bypass, ppo_clip"
     assert f"`{line}`" in card
     assert f"{__version__}: {line}\n" in capsys.readouterr().out
     assert f"- trl-rollout-corr: {__version__}" in card
-    assert "rollout-correction" in card.split("---")[1]  # a tag
+    metadata = yaml.safe_load(card.split("---\n")[1])
+    assert "rollout-correction" in metadata["tags"]
+    assert metadata["trl_rollout_corr"] == {"model": "tiny0", "correction": line}
     assert "None" not in card
     trainer.create_model_card()  # as a user might, without a name
     assert "# Model Card for mine" in (tmp_path / "mine" / "README.md").read_text()

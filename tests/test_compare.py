@@ -1,4 +1,4 @@
-"""`python -m trl_rollout_corr compare`."""
+"""`trl-rollout-corr compare`."""
 
 import dataclasses
 import json
@@ -15,9 +15,8 @@ import yaml
 from tests import reference
 from tests.dumps import make_dump, read_dump
 from tests.launching import run as run_process
-from trl_rollout_corr import RolloutCorrectionConfig, dump
+from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.__main__ import main, make_parser
-from trl_rollout_corr.analysis.reading import read_sequences
 from trl_rollout_corr.analysis.replay import batch_of
 from trl_rollout_corr.analysis.spread import (
     Spread,
@@ -25,13 +24,15 @@ from trl_rollout_corr.analysis.spread import (
     icepop_mean,
     measure,
     predict,
-    rejected,
     suggest_bounds,
     truncated_mean,
 )
-from trl_rollout_corr.analysis.text import percent
-from trl_rollout_corr.presets import PRESETS
-from trl_rollout_corr.rules import examine
+from trl_rollout_corr.correction.functional import expected_share_outside
+from trl_rollout_corr.dumps import writing as dump
+from trl_rollout_corr.dumps.reading import open_dump
+from trl_rollout_corr.health.examine import examine
+from trl_rollout_corr.messages import percent
+from trl_rollout_corr.settings.presets import PRESETS
 
 
 NUMBERS = ("rejected", "sample_size", "effective_lr", "cosine", "norm")
@@ -182,7 +183,7 @@ def test_steps_are_selected(tmp_path):
 
 def test_presets_that_say_the_same_share_a_row(tmp_path):
     entries = document(make_dump(tmp_path))["settings"]
-    first = ["this run", "suggested", "disabled", "decoupled_token_is, token_is, token_tis"]
+    first = ["this run", "bounds that fit", "disabled", "decoupled_token_is, token_is, token_tis"]
     assert [entry["name"] for entry in entries][:4] == first
     assert sorted(name for entry in entries[2:] for name in entry["name"].split(", ")) == sorted(PRESETS)
     fields = [{**entry["fields"], "rollout_correction": None} for entry in entries[2:]]
@@ -248,7 +249,8 @@ def test_steps_from_the_first_alarm_on_are_left_out(tmp_path):
         for note in found["notes"]
     )
     by_hand = document(folder, "--steps", f":{healthy[-1]}")
-    assert found["suggestion"] == by_hand["suggestion"] == found["recommendation"]["fields"]
+    assert found["suggestion"] == by_hand["suggestion"]
+    assert found["recommendation"]["fields"] == {"rollout_correction": "auto"}
     everything = document(folder, "--steps", ":")
     assert everything["steps"] == list(range(1, 11))
     assert everything["spread"]["s"] > 2 * found["spread"]["s"]
@@ -314,6 +316,13 @@ def test_one_row_is_recommended_with_the_numbers_of_the_row(tmp_path):
     assert compare(folder).count("(reference)") == 1
 
 
+def test_policies_that_have_nothing_to_do_with_each_other_have_no_bounds(tmp_path):
+    found = document(make_dump(tmp_path / "dump", spread=4.0, gaussian=True), "--steps", ":")
+    assert found["suggestion"] is None
+    assert found["recommendation"]["fields"] == {"rollout_correction": "auto"}
+    assert "nothing to do with each other" in found["recommendation"]["why"]
+
+
 def test_policies_that_agree_need_the_reference(tmp_path):
     text = compare(make_dump(tmp_path, spread=0.0))
     assert "| disabled (reference, recommended)" in text
@@ -343,7 +352,9 @@ def test_closed_forms_are_those_of_random_weights():
     mean = torch.randn(2_000_000, generator=rng, dtype=torch.float64) * s / length.sqrt() - s * s / 2
     for lower, upper in ((0.95, 1.01), (0.9, 1.2), (0.0, 1.0)):
         outside = (mean.exp() < lower) | (mean.exp() > upper)
-        assert rejected(s, length, lower, upper).item() == pytest.approx(outside.double().mean().item(), abs=2e-3)
+        assert expected_share_outside(s, length, lower, upper).item() == pytest.approx(
+            outside.double().mean().item(), abs=2e-3
+        )
 
 
 def test_closed_forms_without_a_spread():
@@ -354,7 +365,7 @@ def test_closed_forms_without_a_spread():
         == effective_sample_size(nothing).item()
         == 1
     )
-    assert rejected(0.0, length, 0.999, 1.001).item() == 0
+    assert expected_share_outside(0.0, length, 0.999, 1.001).item() == 0
 
 
 def test_the_table_of_the_theory_follows():
@@ -457,7 +468,7 @@ def test_there_are_no_bounds_within_rounding():
 )
 def test_the_suggested_yaml_is_a_configuration_in_the_mode_of_the_run(settings, preset, tmp_path):
     folder = make_dump(tmp_path / "dump", settings=settings)
-    (text,) = re.findall(r"^```yaml\n(.*?)^```$", compare(folder), re.MULTILINE | re.DOTALL)
+    _, text = re.findall(r"^```yaml\n(.*?)^```$", compare(folder), re.MULTILINE | re.DOTALL)
     fields = yaml.safe_load(text)
     config = RolloutCorrectionConfig(**fields)
     run = RolloutCorrectionConfig(**settings)
@@ -472,7 +483,8 @@ def test_the_suggested_yaml_is_a_configuration_in_the_mode_of_the_run(settings, 
 
 def test_policies_that_agree_need_no_correction(tmp_path):
     folder = make_dump(tmp_path, spread=0.0)
-    assert document(folder)["suggestion"] == {"rollout_correction": "disabled"}
+    assert document(folder)["recommendation"]["fields"] == {"rollout_correction": "disabled"}
+    assert document(folder)["suggestion"] is None
     assert "up to any length" in compare(folder)
     assert {entry["predicted"] for entry in document(folder)["predictions"]} <= {0.0, 1.0}
 
@@ -553,9 +565,9 @@ def test_dumps_that_cannot_be_compared(tmp_path, capsys):
     [
         (
             b"algorithm: {rollout_correction: {rollout_is: token}}",
-            "a configuration of verl; translate it with `python -m",
+            "a configuration of verl; translate it with `trl-rollout-corr",
         ),
-        (b"rollout_correction: {rollout_is: token}", "python -m trl_rollout_corr convert"),
+        (b"rollout_correction: {rollout_is: token}", "trl-rollout-corr convert"),
         (b"{rollout_is: true, rollout_is_threshold: 2}", "of verl's first releases; translate it"),
         (b"vllm_importance_sampling_mode: token_mask", "of TRL's own correction; translate it"),
         (b"learning_rate: 1", "no field of rollout correction"),
@@ -603,7 +615,7 @@ def test_the_command(tmp_path):
 
 def test_tokens_of_tools_and_padding_take_no_part(tmp_path):
     make_dump(tmp_path, rows=8, sampled=8)
-    batch = batch_of(read_sequences(tmp_path, sampled_only=True)[0])
+    batch = batch_of(open_dump(tmp_path, sampled_only=True).sequences)
     expected = [
         [logp for logp, counts in zip(row["train_logps"], row["mask"], strict=True) if counts]
         for row in read_dump(tmp_path).rows

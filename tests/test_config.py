@@ -1,18 +1,30 @@
 """Fields, presets, strict parsing, and the round trips through YAML, command line and JSON."""
 
+import copy
 import dataclasses
 import json
 import math
+import pickle
 import re
 import warnings
 
 import pytest
+import torch
 from transformers import HfArgumentParser
 from trl import TrlParser
 
-from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedRLOOConfig, RolloutCorrectionConfig
-from trl_rollout_corr.criteria import CRITERIA
-from trl_rollout_corr.presets import ORIGINAL_PRESETS, PRESETS, VERL_PRESETS
+from trl_rollout_corr import (
+    RolloutCorrectedGRPOConfig,
+    RolloutCorrectedRLOOConfig,
+    RolloutCorrectionConfig,
+    compute_rollout_correction,
+)
+from trl_rollout_corr.messages import SettingError
+from trl_rollout_corr.settings import resolve as resolve_module
+from trl_rollout_corr.settings.criteria import CRITERIA
+from trl_rollout_corr.settings.files import config_of_run
+from trl_rollout_corr.settings.presets import ORIGINAL_PRESETS, PRESETS, VERL_PRESETS
+from trl_rollout_corr.settings.resolve import resolve
 
 
 def fields(config):
@@ -97,7 +109,7 @@ def test_rejection_thresholds(criteria, written, parsed):
     ("criteria", "written", "message"),
     [
         ("token_k1", None, r"`rollout_rs_threshold` is not set"),
-        ("token", 2.0, r"`rollout_rs` contains 'token'.*Allowed names: token_k1"),
+        ("token", 2.0, r"`rollout_rs` is .* 'token' is no criterion.*Allowed names: token_k1"),
         ("token_k4", 2.0, r"Allowed names"),
         (["token_k2", "token_k2"], 2.0, r"twice"),
         (3, 2.0, r"`rollout_rs` must be a list of names, got 3"),
@@ -108,7 +120,7 @@ def test_rejection_thresholds(criteria, written, parsed):
         ("token_k3", 0.0, r"positive upper bound"),
         ("token_k3", "many", r"made of numbers, got 'many'"),
         ("token_k3", True, r"made of numbers, got True"),
-        (["token_k1", "token_k2", "token_k3"], [2.0, 0.1], r"one entry for each of the 3 criteria.*got 2"),
+        (["token_k1", "token_k2", "token_k3"], [2.0, 0.1], r"one entry for each of the 3 criteria.*: 2 entries"),
         (["token_k1", "token_k2"], [0.6, 1.6], r"\[\[0.5, 2.0\], \[0.5, 2.0\]\]"),
         (["token_k1", "token_k2"], [[0.6, 1.6]], r"`token_k2` must be one upper bound"),
         ("token_k1", "[0.6, 1.6", r"not a list of numbers"),
@@ -124,7 +136,9 @@ def test_rejection_thresholds_that_cannot_be_meant(criteria, written, message):
 )
 def test_criteria_by_their_first_names_are_told_the_name_today(first, today):
     for names in (first, [first], f"token_k2,{first}"):
-        with pytest.raises(ValueError, match=rf"contains '{first}'. Did you mean '{today}', its name today\? Allowed"):
+        with pytest.raises(
+            ValueError, match=rf"'{first}' is no criterion. Did you mean '{today}', its name today\? Allowed"
+        ):
             grpo(rollout_rs=names, rollout_rs_threshold=2.0)
 
 
@@ -533,9 +547,14 @@ def test_the_class_methods_of_the_first_version():
     assert RolloutCorrectionConfig.ppo_is_bypass(3.0).clips_around_sampler
     assert RolloutCorrectionConfig.pure_is(3.0).rollout_loss_type == "reinforce"
     assert not RolloutCorrectionConfig.disabled().corrects
-    assert RolloutCorrectedGRPOConfig.token_is(3.0, output_dir="o", use_cpu=True, bf16=False).output_dir == "o"
+    assert settings(RolloutCorrectionConfig.seq_is(rollout_is="token")) == ("token", 2.0, None, None)
+    with pytest.raises(TypeError):
+        RolloutCorrectionConfig.disabled(2.0)
     for name in ORIGINAL_PRESETS:
         assert fields(getattr(RolloutCorrectionConfig, name)()) == fields(RolloutCorrectionConfig.from_preset(name))
+        # `config.disabled` would be a method, and true
+        assert not hasattr(RolloutCorrectionConfig(), name)
+        assert not hasattr(RolloutCorrectedGRPOConfig, name)
 
 
 # YAML, command line, JSON ---------------------------------------------------------------------------------------------
@@ -724,7 +743,9 @@ def test_the_tightened_settings_are_checked_as_a_whole(config_class, tmp_path):
     def build(**fields):
         return config_class(str(tmp_path), use_vllm=True, use_cpu=True, bf16=False, **fields)
 
-    looks = "cannot switch to: `rollout_rs_exclude_from_baseline` is True, but 'token_tv' in `rollout_rs` looks at the"
+    looks = (
+        "cannot switch to: `rollout_rs_exclude_from_baseline` is True, but 'token_tv' in `rollout_rs` depends on the"
+    )
     with pytest.raises(ValueError, match=looks):
         build(**EXCLUDING, rollout_monitor="tighten", rollout_monitor_preset="auto")
     for first in ("rollout_monitor", "rollout_monitor_preset"):  # in any order
@@ -781,3 +802,43 @@ def test_a_monitor_from_a_command_line():
 def test_options_of_what_is_off_are_warned_about(fields, reason):
     with pytest.warns(UserWarning, match=f"has no effect: {reason}"):
         RolloutCorrectionConfig(**fields)
+
+
+def test_settings_in_a_dump_of_an_earlier_version_are_read():
+    config = config_of_run({"rollout_compile": True, "rollout_monitor_thresholds": {"k3_high": 0.5}}, "")
+    assert config.rollout_monitor_bounds == {"k3_high": 0.5}
+    with pytest.raises(TypeError, match="`rollout_compile` is no field"):
+        RolloutCorrectionConfig(rollout_compile=True)
+
+
+def test_a_refused_setting_is_data():
+    with pytest.raises(SettingError) as caught:
+        RolloutCorrectionConfig(rollout_rs="token_k2", rollout_rs_threshold=-1.0)
+    for error in (caught.value, pickle.loads(pickle.dumps(caught.value))):
+        assert (error.field, error.value, error.allowed) == ("rollout_rs_threshold", -1.0, "a positive upper bound")
+        assert str(error) == "`rollout_rs_threshold` for `token_k2` must be a positive upper bound, got -1.0."
+
+
+def test_the_correction_is_parsed_once_and_follows_what_is_assigned(monkeypatch):
+    config = RolloutCorrectionConfig("decoupled_geo_rs")
+    first, parsed = config.correction, []
+    parse = resolve_module.parse_rejection_thresholds
+    monkeypatch.setattr(
+        resolve_module, "parse_rejection_thresholds", lambda *given: parsed.append(given) or parse(*given)
+    )
+    train = torch.zeros(2, 3)
+    for _ in range(3):
+        compute_rollout_correction(train, train, torch.ones(2, 3), config)
+    assert config.correction is first
+    assert not parsed
+    config.rollout_rs_threshold[0][1] = 1.25  # in place
+    assert config.criteria[0].lower == -math.log(1.25)
+    config.rollout_correction = "bypass_pg_is"
+    assert (config.correction.mode, config.correction.bounding.level) == ("reinforce", "sequence")
+    assert copy.deepcopy(config).correction == config.correction == resolve({"rollout_correction": "bypass_pg_is"})
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_resolve_without_a_configuration(name):
+    assert resolve({"rollout_correction": name}) == RolloutCorrectionConfig.from_preset(name).correction
+    assert resolve({"rollout_correction": name, "rollout_is": None}).bounding is None

@@ -13,7 +13,7 @@ from tests.launching import ROOT
 from tests.tiny import StaleSampler
 from tests.training import BrokenSampler, build, micro_batches
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer, RolloutCorrectedRLOOTrainer
-from trl_rollout_corr.trainers import contract
+from trl_rollout_corr.trainers import trl_interface
 from trl_rollout_corr.trainers.mixin import RolloutCorrectionMixin
 from trl_rollout_corr.trainers.versions import FIRST_UNSUPPORTED, OLDEST
 
@@ -31,9 +31,9 @@ def make(tiny_model_path, tmp_path):
     return make
 
 
-@pytest.mark.parametrize("owner", contract.METHODS)
+@pytest.mark.parametrize("owner", trl_interface.METHODS)
 def test_everything_is_where_it_was(owner):
-    assert contract.changes(owner) == []
+    assert trl_interface.changes(owner) == []
 
 
 @pytest.mark.parametrize("ours", [RolloutCorrectedGRPOTrainer, RolloutCorrectedRLOOTrainer])
@@ -45,15 +45,15 @@ def test_every_overridden_method_is_in_the_contract(ours):
         if inspect.isfunction(member) and hasattr(ours._trl_class, name) and name != "__init__"
     }
     assert len(overridden) >= 5
-    assert overridden <= set(contract.METHODS[ours._trl_class])
+    assert overridden <= set(trl_interface.METHODS[ours._trl_class])
 
 
 def test_what_only_a_probe_touches_is_where_it_was():
     for owner in (GRPOTrainer, RLOOTrainer):
-        assert "_last_loaded_step" in contract._mentioned(owner)
+        assert "_last_loaded_step" in trl_interface._mentioned(owner)
         for name in ("_prepare_inputs", "get_train_dataloader", "compute_loss_context_manager"):
             assert callable(getattr(owner, name))
-    fields = contract._mentioned(VLLMGeneration)
+    fields = trl_interface._mentioned(VLLMGeneration)
     assert {"top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs", "enable_sleep_mode"} <= fields
     assert callable(VLLMClient.init_communicator)
 

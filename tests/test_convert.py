@@ -1,4 +1,4 @@
-"""`python -m trl_rollout_corr convert`."""
+"""`trl-rollout-corr convert`."""
 
 import io
 import sys
@@ -205,7 +205,10 @@ def test_differences_are_warned_about_beside_the_yaml(monkeypatch, capsys):
         (b"a: [1", "not YAML"),
         (b"\xff\xfe\x00", "not YAML"),
         (b"rollout_correction: {rollout_is: word}", "`rollout_is` must be one of token"),
-        (b"rollout_correction: {rollout_iss: token}", "'rollout_iss'"),
+        (
+            b"rollout_correction: {rollout_iss: token}",
+            "line 1: `rollout_iss` is 'token', which does not belong to a verl",
+        ),
         (b"rollout_correction: {rollout_is: token, rollout_is_threshold: [1, 2, 3]}", "`rollout_is_threshold`"),
         (b"rollout_is_level: word\nrollout_is_threshold: 2", "`rollout_is_level` must be one of"),
     ],
@@ -228,3 +231,10 @@ def test_the_command(tmp_path):
     path.write_text(yaml.safe_dump(TRL))
     process = run(sys.executable, "-m", "trl_rollout_corr", "convert", str(path))
     assert process.stdout == "rollout_is: token\nrollout_is_threshold: 2.0\nrollout_nan_policy: neutralize\n"
+
+
+def test_a_refused_value_of_another_name_has_its_line(tmp_path, capsys):
+    path = tmp_path / "verl.yaml"
+    path.write_text("rollout_correction:\n  bypass_mode: true\n  rollout_rs: null\n  loss_type: pg\n")
+    assert main(["convert", str(path)]) == 2
+    assert "line 4: `rollout_loss_type` must be one of ppo_clip, reinforce, got 'pg'" in capsys.readouterr().err

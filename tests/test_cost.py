@@ -15,9 +15,9 @@ from trl_rollout_corr import (
     RolloutCorrectionConfig,
     compute_rollout_correction,
 )
-from trl_rollout_corr.criteria import CRITERIA
-from trl_rollout_corr.presets import PRESETS
-from trl_rollout_corr.step_size import ess_sqrt, ratio_sums
+from trl_rollout_corr.correction.step_size import ess_sqrt, ratio_sums
+from trl_rollout_corr.settings.criteria import CRITERIA
+from trl_rollout_corr.settings.presets import PRESETS
 
 
 EVERYTHING = {
@@ -45,7 +45,7 @@ def correct_without_values(config: RolloutCorrectionConfig):
 
 def test_the_size_of_the_step_reads_no_value():
     with FakeTensorMode():
-        ess_sqrt(ratio_sums(torch.zeros(2, 3), torch.zeros(2, 3), torch.ones(2, 3)))
+        ess_sqrt(ratio_sums(torch.zeros(2, 3), torch.ones(2, 3)))
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -20,7 +20,7 @@ from tests.training import (
     saying,
 )
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
-from trl_rollout_corr.trainers.facts import may_round
+from trl_rollout_corr.trainers.run_metadata import may_round
 
 
 NOT_THERE = "The sampler does not have the weights of the trainer"
@@ -49,7 +49,7 @@ def test_first_weights_end_the_run(make, kind, preset):
 
 @pytest.mark.vllm
 def test_a_part_that_stays_behind_ends_the_run(make, monkeypatch):
-    monkeypatch.setattr("trl_rollout_corr.reload.pack_tied_heads", lambda model: None)
+    monkeypatch.setattr("trl_rollout_corr.trainers._cpu_reload.pack_tied_heads", lambda model: None)
     with pytest.raises(RuntimeError, match=NOT_THERE):
         make(tied=True, learning_rate=1e-2).train()
 

@@ -9,9 +9,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.dumps import make_dump, read_dump
-from trl_rollout_corr import RolloutCorrectionConfig, dump
+from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.__main__ import main
-from trl_rollout_corr.analysis.reading import read_table
+from trl_rollout_corr.dumps import writing as dump
+from trl_rollout_corr.dumps.reading import read_table
+from trl_rollout_corr.dumps.schema import ADDED, FORMAT, SCHEMA
 
 
 def steps_of(folder) -> list[int]:
@@ -23,7 +25,7 @@ def copy_of_a_row(folder, step: int) -> dict:
 
 
 def test_what_is_written_is_read(tmp_path):
-    row = dict.fromkeys(dump.SCHEMA.names)
+    row = dict.fromkeys(SCHEMA.names)
     row |= {
         "step": 3,
         "rank": 1,
@@ -41,6 +43,9 @@ def test_what_is_written_is_read(tmp_path):
     assert read.settings == {"rollout_is_threshold": [0.5, math.inf]}
     assert read.logs == []
     assert read_dump(path).rows == [row]  # one file alone
+    assert (
+        pq.read_schema(path).metadata[b"trl_rollout_corr.dump"] == b"2"
+    )  # the mark that dumps of older releases have
 
 
 def test_rows_are_in_order_of_steps_and_settings_are_the_last(tmp_path):
@@ -57,10 +62,10 @@ def test_rows_are_in_order_of_steps_and_settings_are_the_last(tmp_path):
 
 def test_a_table_has_the_columns_that_are_asked_for(tmp_path):
     make_dump(tmp_path)
-    table, written = read_table(tmp_path, ["step", "keep"])
+    table, settings, _, _ = read_table(tmp_path, ["step", "keep"])
     assert table.column_names == ["step", "keep"]
     assert table["keep"].to_pylist() == [row["keep"] for row in read_dump(tmp_path).rows]
-    assert RolloutCorrectionConfig(**written.settings) == RolloutCorrectionConfig()
+    assert RolloutCorrectionConfig(**settings) == RolloutCorrectionConfig()
 
 
 def test_a_folder_that_looks_like_a_partition_is_a_folder(tmp_path):
@@ -144,7 +149,7 @@ def test_a_run_that_resumes_forgets_what_came_after_its_checkpoint(tmp_path):
 def test_other_versions_are_refused(tmp_path):
     path = dump.files_of(make_dump(tmp_path))[0]
     table = pq.read_table(path)
-    pq.write_table(table.replace_schema_metadata({**table.schema.metadata, dump.FORMAT.encode(): b"3"}), path)
+    pq.write_table(table.replace_schema_metadata({**table.schema.metadata, FORMAT.encode(): b"3"}), path)
     with pytest.raises(
         ValueError, match=r"step-00000001-rank-00000.parquet is of version 3 .* reads versions up to 2$"
     ):
@@ -158,17 +163,17 @@ def test_dumps_of_the_first_version_are_read_as_if_what_came_later_were_null(tmp
     folder = make_dump(tmp_path, steps=2)
     now = read_dump(folder).rows
     for path in dump.files_of(folder):
-        table = pq.read_table(path).drop_columns(list(dump.ADDED[2]))
-        pq.write_table(table.replace_schema_metadata({**table.schema.metadata, dump.FORMAT.encode(): b"1"}), path)
+        table = pq.read_table(path).drop_columns(list(ADDED[2]))
+        pq.write_table(table.replace_schema_metadata({**table.schema.metadata, FORMAT.encode(): b"1"}), path)
     rows = read_dump(folder).rows
-    assert rows == [{**row, **dict.fromkeys(dump.ADDED[2])} for row in now]
+    assert rows == [{**row, **dict.fromkeys(ADDED[2])} for row in now]
     assert main(["diagnose", str(folder)]) == 0
     assert main(["compare", str(folder)]) == 0
 
 
 def test_every_list_is_as_long_as_the_completion(tmp_path):
-    later = dump.ADDED[2]
-    lists = [field.name for field in dump.SCHEMA if pa.types.is_list(field.type) and field.name not in later]
+    later = ADDED[2]
+    lists = [field.name for field in SCHEMA if pa.types.is_list(field.type) and field.name not in later]
     for row in read_dump(make_dump(tmp_path, settings={"rollout_is": None})).rows:
         assert row["weights"] is None
         assert {len(row[name]) for name in lists if name != "weights"} == {len(row["tokens"])}

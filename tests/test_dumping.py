@@ -14,9 +14,9 @@ from tests.tiny import PROMPTS, StaleSampler
 from tests.training import TRAINERS, BrokenSampler, build, evaluation, losses
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
 from trl_rollout_corr.__main__ import main
-from trl_rollout_corr.analysis.reading import read_table
-from trl_rollout_corr.analysis.settings import FIELDS
-from trl_rollout_corr.dump import files_of
+from trl_rollout_corr.dumps.reading import open_dump
+from trl_rollout_corr.dumps.writing import files_of
+from trl_rollout_corr.settings.fields import FIELDS
 from trl_rollout_corr.trainers import dumping
 
 
@@ -95,7 +95,7 @@ def test_rows_hold_text_and_what_happened(make, tmp_path):
     losses(trainer)
     dump = read_dump(tmp_path / "dump")
     assert dump.settings["rollout_correction"] == "decoupled_seq_is_rs"
-    about = read_table(tmp_path / "dump")[1].about
+    about = open_dump(tmp_path / "dump").about
     assert (about["model"], about["trainer"]) == ("tiny0", "RolloutCorrectedGRPOTrainer")
     assert date.fromisoformat(about["date"]) <= datetime.now(UTC).date()
     assert [entry["step"] for entry in dump.logs if "loss" in entry] == [1, 2, 3]

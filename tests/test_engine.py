@@ -6,7 +6,7 @@ import torch
 from tests.training import VLLM, build
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer, RolloutCorrectionConfig
 from trl_rollout_corr.trainers.engine import RESERVED, check_engine_kwargs, engine_arguments, serve_line
-from trl_rollout_corr.trainers.facts import check_types, facts_of_engine
+from trl_rollout_corr.trainers.run_metadata import check_types, engine_metadata
 
 
 pytestmark = pytest.mark.vllm
@@ -26,7 +26,7 @@ def test_what_is_no_mapping_is_refused(given):
 
 @pytest.mark.parametrize("name", RESERVED)
 def test_what_is_decided_elsewhere_is_refused_with_the_reason(name):
-    with pytest.raises(ValueError, match=rf"has '{name}', which is decided elsewhere: .+ Remove it"):
+    with pytest.raises(ValueError, match=rf"has '{name}', which is set elsewhere: .+ Remove it"):
         check_engine_kwargs({name: 1})
 
 
@@ -76,6 +76,6 @@ def test_arguments_reach_the_engine(tiny_model_path, tmp_path):
     config = trainer.vllm_generation.llm.llm_engine.vllm_config
     assert config.model_config.max_logprobs == 7
     assert config.model_config.head_dtype == torch.bfloat16
-    assert facts_of_engine(config) == {"sampler_dtype": "float32", "kv_cache_dtype": "auto"}
+    assert engine_metadata(config) == {"sampler_dtype": "float32", "kv_cache_dtype": "auto"}
     assert trainer._observer.dump is None
     trainer.train()

@@ -1,6 +1,7 @@
 """Which module may import what."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,79 +13,115 @@ import trl_rollout_corr
 
 
 PACKAGE = Path(trl_rollout_corr.__file__).parent
-# Each may import those above it. A folder counts as one module; inside it, the order is its own
-ORDER = [
-    "keys",
-    "messages",
-    "criteria",
-    "presets",
-    "original",
-    "thresholds",
-    "health",
-    "rules",
-    "migrate",
-    "shipped",
-    "config",  # so far without torch
-    "compiling",
-    "functional",
-    "histogram",
-    "sums",
-    "metrics",
-    "accounting",
-    "staleness",
-    "ages",
-    "step_size",
-    "correction",  # so far without pyarrow, numpy and TRL
-    "dump",
-    "reload",
-    "faults",
-    "analysis",
-    "probe",  # so far without TRL
-    "trainers",
-    "__main__",
-]
-ANALYSIS = [
-    "text",
-    "documents",
-    "settings",
-    "convert",
-    "reading",
-    "run",
-    "phase",
-    "replay",
-    "spread",
-    "exact",
-    "compare",
-    "diagnose",
-    "report",
-]
-DIAGNOSE = ["observed", "signatures", "causes", "ranking", "written", "experiments", "pictures"]
+ROOT = Path(__file__).parents[1]
+# Wings, and the modules of each. A module imports modules above it, of its own wing and of wings above that
+ORDER = {
+    "messages": [],
+    "health": ["advice", "bands", "windows", "rule", "conditions", "rules", "examine"],
+    "settings": [
+        "unset",
+        "criteria",
+        "presets",
+        "thresholds",
+        "migrate",
+        "recipes",
+        "fields",
+        "resolve",
+        "config",
+        "files",
+        "convert",
+    ],  # so far without torch
+    "correction": [
+        "functional",
+        "histogram",
+        "sums",
+        "columns",
+        "metrics",
+        "accounting",
+        "age",
+        "step_size",
+        "compute",
+    ],  # so far without pyarrow, numpy and TRL
+    "dumps": ["schema", "rows", "sequences", "writing", "reading"],
+    "diagnosis": [
+        "observed",
+        "evidence",
+        "single_tokens",
+        "sampling",
+        "drift",
+        "precision",
+        "causes",
+        "ranking",
+        "text",
+    ],
+    "trainers": [
+        "_cpu_reload",
+        "batch",
+        "card",
+        "gradient_check",
+        "delivery",
+        "run_metadata",
+        "packed",
+        "reporting",
+        "scoring",
+        "script",
+        "stopping",
+        "upstream",
+        "iterations",
+        "intake",
+        "loss",
+        "_cpu_attention",
+        "versions",
+        "_disk_weight_transfer",
+        "trl_interface",
+        "sampler",
+        "dumping",
+        "check_command",
+        "monitor",
+        "console",
+        "engine",
+        "first_step",
+        "observer",
+        "lr_scaling",
+        "core",
+        "mixin",
+        "grpo",
+        "rloo",
+        "async_grpo",
+    ],
+    "probe": ["experiments", "command", "rescoring", "configuration", "process", "__main__"],
+    "analysis": ["run", "replay", "spread", "recommend", "compare", "report"],
+    "__main__": [],
+}
 REPORT = [
-    "summary",
-    "shares",
-    "tokens",
-    "verdict",
-    "advice",  # so far without matplotlib
-    "drawing",
-    "trends",
-    "story",
-    "distribution",
-    "rejected",
-    "content",
-    "markup",
-    "diagnosis",
-    "banner",
+    "status",
+    "worst_tokens",
     "page",
-    "markdown",
-    "versus",
+    "rejection",
+    "token_statistics",
+    "log_charts",
+    "token_charts",
+    "facts",
+    "compose",  # so far without matplotlib
+    "drawing",
+    "html_page",
 ]
-WITHOUT_TORCH = [*ORDER[: ORDER.index("config") + 1], *(f"analysis.{name}" for name in ANALYSIS[:4]), "__main__"]
-WITHOUT_MATPLOTLIB = [f"analysis.report.{name}" for name in REPORT[: REPORT.index("advice") + 1]]
+
+
+def modules_of(*wings: str) -> list[str]:
+    return [f"{wing}.{name}" if name else wing for wing in wings for name in ORDER[wing] or [""]]
+
+
+WITHOUT_TORCH = [*modules_of("messages", "health", "settings"), "__main__"]
+WITHOUT_MATPLOTLIB = [
+    "analysis.compare",
+    *(f"analysis.report.{name}" for name in REPORT[: REPORT.index("compose") + 1]),
+]
 WITHOUT_TRL = [
-    *ORDER[: ORDER.index("probe") + 1],
-    "__main__",
-    *(f"analysis.{name}" for name in ANALYSIS),
+    *modules_of("messages", "health", "settings", "correction", "dumps", "diagnosis", "analysis"),
     *(f"analysis.report.{name}" for name in REPORT),
+    *(f"probe.{name}" for name in ORDER["probe"][:2]),
+    "__main__",
 ]
 
 
@@ -126,35 +163,41 @@ def imported(path: Path) -> Iterator[str]:
                 yield from (".".join([*above, alias.name]) for alias in node.names)
 
 
-@pytest.mark.parametrize(
-    ("package", "order"),
-    [("", ORDER), ("analysis.", ANALYSIS), ("analysis.diagnose.", DIAGNOSE), ("analysis.report.", REPORT)],
-    ids=str,
-)
-def test_arrows_point_up_only(package, order):
-    folder = PACKAGE.joinpath(*package.split("."))
-    for path in folder.rglob("*.py"):
-        name = path.relative_to(folder).with_suffix("").parts[0]
-        for found in imported(path):
-            target = found.removeprefix(package).split(".")[0]
-            if name != "__init__" and found.startswith(package) and target in order and target != name:
-                assert order.index(target) < order.index(name), f"{path.relative_to(PACKAGE)} imports {found}"
-
-
-@pytest.mark.parametrize(
-    ("folder", "order"),
-    [("", ORDER), ("analysis", ANALYSIS), ("analysis/diagnose", DIAGNOSE), ("analysis/report", REPORT)],
-)
-def test_every_module_has_its_place(folder, order):
-    modules = {
-        path.relative_to(PACKAGE / folder).with_suffix("").parts[0] for path in (PACKAGE / folder).rglob("*.py")
-    }
-    assert modules - {"__init__"} == set(order)
-
-
-def test_trl_is_imported_by_the_trainers_alone():
+def test_arrows_point_up_only():
+    places = {name: place for place, name in enumerate(modules_of(*ORDER))}
     for path in PACKAGE.rglob("*.py"):
-        if path.parent != PACKAGE / "trainers":
+        name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts[:2])
+        for found in imported(path):
+            target = ".".join(found.split(".")[:2])
+            if name in places and target in places and target != name:
+                assert places[target] < places[name], f"{path.relative_to(PACKAGE)} imports {found}"
+
+
+def test_a_report_has_an_order_of_its_own():
+    for path in (PACKAGE / "analysis/report").glob("*.py"):
+        for found in imported(path):
+            target = found.partition("analysis.report.")[2]
+            if path.stem in REPORT and target in REPORT and target != path.stem:
+                assert REPORT.index(target) < REPORT.index(path.stem), f"{path.name} imports {found}"
+    assert {path.stem for path in (PACKAGE / "analysis/report").glob("*.py")} - {"__init__"} == set(REPORT)
+
+
+def test_every_module_has_its_place():
+    assert {path.stem for path in PACKAGE.iterdir()} - {"__init__", "__pycache__", "py"} == set(ORDER)
+    for wing, modules in ORDER.items():
+        found = {
+            path.stem for path in (PACKAGE / wing).glob("*") if path.suffix == ".py" or (path / "__init__.py").exists()
+        }
+        assert found - {"__init__"} == set(modules), wing
+
+
+def test_trl_is_imported_by_the_trainers_and_the_process_of_the_probe_alone():
+    for path in PACKAGE.rglob("*.py"):
+        if path.parent != PACKAGE / "trainers" and path not in {
+            PACKAGE / "probe/configuration.py",
+            PACKAGE / "probe/process.py",
+            PACKAGE / "probe/rescoring.py",
+        }:
             for node in ast.walk(ast.parse(path.read_text())):
                 names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
                 names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
@@ -164,5 +207,24 @@ def test_trl_is_imported_by_the_trainers_alone():
 def test_public_names():
     for name in trl_rollout_corr.__all__:
         assert getattr(trl_rollout_corr, name).__doc__
+    listed = re.findall(r"^::: trl_rollout_corr\.(\S+)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(trl_rollout_corr.__all__)
     with pytest.raises(AttributeError, match="no attribute 'RolloutCorrector'"):
         trl_rollout_corr.RolloutCorrector
+
+
+def test_docstrings_begin_with_a_noun_or_a_verb():
+    for path in (path for wing in ("correction", "trainers") for path in (PACKAGE / wing).glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+                first = (ast.get_docstring(node) or "").split(" ")[0]
+                assert first not in {"What", "Who", "Which", "How", "Where", "Whether"}, f"{path.name}: {node}"
+
+
+def test_examples_import_public_names_only():
+    """Examples are copied by users. What stands in for a GPU is in private modules, which they may name."""
+    for path in (ROOT / "examples").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "trl_rollout_corr":
+                private = node.module.rpartition(".")[2].startswith("_")
+                assert node.module == "trl_rollout_corr" or private, f"{path.name} imports {node.module}"

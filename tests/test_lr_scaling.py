@@ -22,7 +22,11 @@ from tests.training import (
     logged,
     losses,
 )
-from trl_rollout_corr.step_size import ess_sqrt, ratio_sums
+from trl_rollout_corr.correction import compute
+from trl_rollout_corr.correction.functional import select_tokens
+from trl_rollout_corr.correction.step_size import ess_sqrt, ratio_sums
+from trl_rollout_corr.trainers import core
+from trl_rollout_corr.trainers.batch import ROLLOUT_LOGPS
 
 
 ESS = {"rollout_lr_scaling": "ess_sqrt"}
@@ -36,8 +40,13 @@ def inputs(rows=6, tokens=5, spread=0.3, seed=0):
     return train, rollout, mask
 
 
+def sums(train, rollout, mask, **options):
+    tokens = select_tokens(train, rollout, mask, **options)
+    return ratio_sums(tokens.log_ratio, tokens.valid)
+
+
 def scale(train, rollout, mask, **options):
-    return ess_sqrt(ratio_sums(train, rollout, mask, **options)).item()
+    return ess_sqrt(sums(train, rollout, mask, **options)).item()
 
 
 # The formula ----------------------------------------------------------------------------------------------------------
@@ -77,8 +86,8 @@ def test_longer_completions_take_smaller_steps():
 
 def test_sums_of_parts_add_up():
     train, rollout, mask = inputs(rows=8)
-    parts = [ratio_sums(train[i], rollout[i], mask[i]) for i in (slice(0, 3), slice(3, 4), slice(4, 8))]
-    assert torch.allclose(sum(parts), ratio_sums(train, rollout, mask), rtol=1e-12)
+    parts = [sums(train[i], rollout[i], mask[i]) for i in (slice(0, 3), slice(3, 4), slice(4, 8))]
+    assert torch.allclose(sum(parts), sums(train, rollout, mask), rtol=1e-12)
 
 
 def test_tokens_and_completions_that_do_not_count():
@@ -137,13 +146,14 @@ def make(tiny_model_path, tmp_path):
 
 def recorded(trainer):
     """Everything that is counted for a step, by step."""
-    steps, visited = {}, trainer._lr_scaling.visited
+    steps, weigh = {}, trainer._weigh_step
 
-    def record(*tensors):
+    def record(current, batch, *seen):
+        tensors = current, batch[ROLLOUT_LOGPS], trainer._loss_mask(batch)
         steps.setdefault(trainer.state.global_step, []).append([x.detach().clone() for x in tensors])
-        visited(*tensors)
+        weigh(current, batch, *seen)
 
-    trainer._lr_scaling.visited = record
+    trainer._weigh_step = record
     return steps
 
 
@@ -284,6 +294,22 @@ def test_asynchronous(tiny_model_path, tmp_path):
     assert min(scales) < 0.99
 
 
+def test_tokens_are_selected_once_per_micro_batch_in_bypass_mode(make, monkeypatch):
+    selected, corrected = [], []
+
+    def counted(*args, **kwargs):
+        selected.append(args)
+        return select_tokens(*args, **kwargs)
+
+    for module in (compute, core):
+        monkeypatch.setattr(module, "select_tokens", counted)
+    trainer = make(max_steps=2, rollout_correction="bypass_ppo_clip", rollout_nan_policy="raise", **ESS)
+    correct = trainer._correct
+    trainer._correct = lambda *args: corrected.append(args) or correct(*args)
+    trainer.train()
+    assert len(selected) == len(corrected) > 2
+
+
 # What cannot be scaled ------------------------------------------------------------------------------------------------
 
 
@@ -297,6 +323,7 @@ def test_an_optimizer_that_ignores_its_learning_rate_is_refused(make):
     trainer.optimizer = Adafactor(trainer.model.parameters(), lr=None, relative_step=True)
     trainer.lr_scheduler = AdafactorSchedule(trainer.optimizer)
     with pytest.raises(
-        ValueError, match=r"its own size. Give it a learning rate, or set `rollout_lr_scaling` to None"
+        ValueError,
+        match=r"chooses its own learning rate. Give it a learning rate, or set `rollout_lr_scaling` to None",
     ):
         trainer.train()

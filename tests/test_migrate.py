@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
-from trl_rollout_corr.presets import PRESETS
+from trl_rollout_corr.settings.presets import PRESETS
 
 
 def describe(config):
@@ -242,9 +242,12 @@ def test_first_names_bound_the_ratio_itself():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"rollout_is_level": "token"}, r"\['rollout_is_level'\] do not belong to a verl.*Known keys: rollout_is"),
+        (
+            {"rollout_is_level": "token"},
+            r"`rollout_is_level` is 'token', which does not belong to a verl.*Known keys: rollout_is",
+        ),
         ({"rollout_rs": "token_k1"}, "`rollout_rs_threshold` is not set"),
-        ({"rollout_rs": "token_k9", "rollout_rs_threshold": 1}, "`rollout_rs` contains 'token_k9'"),
+        ({"rollout_rs": "token_k9", "rollout_rs_threshold": 1}, "'token_k9' is no criterion"),
     ],
 )
 def test_verl_settings_that_cannot_be_translated(settings, message):
@@ -325,7 +328,7 @@ def test_legacy_bound_that_never_acted():
     [
         ({"rollout_is_threshold": 2.0, "rollout_is_level": "turn"}, "`rollout_is_level` must be one of token"),
         ({"rollout_is_threshold": 2.0, "rollout_is_mode": "zero"}, "`rollout_is_mode` must be 'truncate'"),
-        ({"rollout_rs": "token_k1"}, "do not belong to the legacy"),
+        ({"rollout_rs": "token_k1"}, "does not belong to the legacy"),
     ],
 )
 def test_legacy_settings_that_cannot_be_translated(settings, message):
@@ -366,7 +369,7 @@ def test_trl_truncation_with_a_lower_bound_clamps(level):
     ("settings", "message"),
     [
         ({"vllm_importance_sampling_mode": "turn_mask"}, "must be token_truncate"),
-        ({"importance_sampling_level": "token"}, "do not belong to TRL"),
+        ({"importance_sampling_level": "token"}, "does not belong to TRL"),
     ],
 )
 def test_trl_settings_that_cannot_be_translated(settings, message):

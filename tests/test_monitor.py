@@ -22,9 +22,8 @@ from tests.training import (
     saying,
 )
 from trl_rollout_corr import RolloutCorrectionConfig
-from trl_rollout_corr.presets import PRESETS
-from trl_rollout_corr.trainers.checks import TIGHTENED_FIELDS
-from trl_rollout_corr.trainers.monitor import ALARMS, TIGHTENED, RolloutCorrectionMonitor
+from trl_rollout_corr.settings.presets import PRESETS
+from trl_rollout_corr.trainers.monitor import ALARMS, TIGHTENED, TIGHTENED_FIELDS, RolloutCorrectionMonitor
 
 
 PRESET = "decoupled_geo_rs_token_tis"
@@ -388,7 +387,11 @@ def test_a_resumed_run_is_as_tight_as_it_was(make_either, tmp_path, caplog):
         ("disabled", {}, "neither weights nor rejection"),
         (PRESET, {"rollout_metrics_only": True}, "`rollout_metrics_only` is True"),
         (PRESET, {"loss_type": "vespo"}, "`loss_type` is 'vespo'"),
-        ("auto", {**EXCLUDING}, "`rollout_rs_exclude_from_baseline` is True, but 'token_tv' in `rollout_rs` looks at"),
+        (
+            "auto",
+            {**EXCLUDING},
+            "`rollout_rs_exclude_from_baseline` is True, but 'token_tv' in `rollout_rs` depends on",
+        ),
     ],
 )
 def test_a_preset_that_does_not_suit_the_run_is_refused_with_the_monitor(make, preset, fields, message):
@@ -422,7 +425,7 @@ def test_a_preset_that_does_not_suit_any_more_does_not_end_the_run(make, caplog)
     trainer = make(monitor, max_steps=4)
     trainer.add_callback(ExcludingFrom())
     with saying(
-        caplog, "The run goes on as it is: `rollout_monitor_preset` is 'auto', which .* looks at the advantages"
+        caplog, "The run goes on as it is: `rollout_monitor_preset` is 'auto', which .* depends on the advantages"
     ):
         trainer.train()
     assert trainer.state.global_step == 4

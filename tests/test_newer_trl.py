@@ -14,7 +14,7 @@ from tests.tiny import StaleSampler
 from tests.training import TRAINERS, VLLM, assert_same_steps, build, logged, losses, micro_batches
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
 from trl_rollout_corr.__main__ import main
-from trl_rollout_corr.trainers import checks, contract, inspection, versions
+from trl_rollout_corr.trainers import check_command, trl_interface, versions
 from trl_rollout_corr.trainers.versions import FIRST_UNSUPPORTED, OLDEST, Version
 
 
@@ -22,21 +22,21 @@ from trl_rollout_corr.trainers.versions import FIRST_UNSUPPORTED, OLDEST, Versio
 
 
 def pretend(monkeypatch, version: str):
-    monkeypatch.setattr(contract, "version", lambda name: version)
-    monkeypatch.setattr(contract, "release", lambda: Version(Version(version).base_version))
-    monkeypatch.setattr(contract, "_told", set())
+    monkeypatch.setattr(trl_interface, "version", lambda name: version)
+    monkeypatch.setattr(trl_interface, "release", lambda: Version(Version(version).base_version))
+    monkeypatch.setattr(trl_interface, "_told", set())
 
 
 @pytest.mark.parametrize("version", ["1.9.2", "0.29.1", "2.0.0", "2.0.0.dev0"])
 def test_a_release_outside_the_window_is_refused(monkeypatch, version):
     pretend(monkeypatch, version)
     with pytest.raises(ImportError, match=rf"trl>={OLDEST},<{FIRST_UNSUPPORTED}, got trl {version}.*pip install"):
-        contract.check_trl(GRPOTrainer)
+        trl_interface.check_trl(GRPOTrainer)
 
 
 def test_check_names_the_window_to_whoever_is_outside_it(monkeypatch, capsys):
     monkeypatch.setattr(versions, "release", lambda: Version("0.24.0"))  # which has no `VLLMGeneration`
-    monkeypatch.setattr(inspection, "version", lambda name: "0.24.0")
+    monkeypatch.setattr(check_command, "version", lambda name: "0.24.0")
     assert main(["check"]) == 1
     assert f"works with trl>={OLDEST},<{FIRST_UNSUPPORTED}, got trl 0.24.0" in capsys.readouterr().out
 
@@ -44,16 +44,16 @@ def test_check_names_the_window_to_whoever_is_outside_it(monkeypatch, capsys):
 @pytest.mark.parametrize("version", ["1.10.0", "1.10.0.dev0", "1.14.2", "1.16.3"])
 def test_a_release_in_the_window_is_silent(monkeypatch, version):
     pretend(monkeypatch, version)
-    contract.check_trl(GRPOTrainer)
+    trl_interface.check_trl(GRPOTrainer)
 
 
 @pytest.mark.parametrize("version", ["1.17.0", "1.17.0.dev0", "1.99.1"])
 def test_a_newer_release_is_warned_about_once(monkeypatch, version):
     pretend(monkeypatch, version)
     with pytest.warns(UserWarning, match=f"trl {version} is newer"):
-        contract.check_trl(GRPOTrainer)
-    contract.check_trl(RLOOTrainer)  # a second warning would be an error here
-    contract.check_trl(GRPOTrainer)
+        trl_interface.check_trl(GRPOTrainer)
+    trl_interface.check_trl(RLOOTrainer)  # a second warning would be an error here
+    trl_interface.check_trl(GRPOTrainer)
 
 
 # What it has moved ----------------------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ def test_the_installed_trl_passes_the_check(capsys):
     assert main(["check"]) == 0
     printed = capsys.readouterr().out
     assert "can be corrected" in printed
-    assert all(f"{owner.__name__} " in printed for owner in contract.METHODS)
+    assert all(f"{owner.__name__} " in printed for owner in trl_interface.METHODS)
 
 
 # What it corrects itself ----------------------------------------------------------------------------------------------
@@ -206,15 +206,14 @@ def test_truncation_that_trl_makes_up_for_is_not_corrected_again(
     tiny_model_path, tmp_path, shared_engine, monkeypatch, makes_up
 ):
     if makes_up:
-        monkeypatch.setattr(checks, "INSTALLED", Version("1.17.0"))
-        monkeypatch.setattr(checks, "before", lambda other: Version(other) > Version("1.17.0"))
+        monkeypatch.setattr(versions, "INSTALLED", Version("1.17.0"))
         monkeypatch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", over_kept_tokens)
     with pytest.warns(UserWarning, match="`top_k=4` changes the distribution") as caught:
         trainer = build(
             RolloutCorrectedGRPOTrainer, RolloutCorrectedGRPOConfig, tiny_model_path, tmp_path,
             **VLLM, top_k=4, rollout_is="token", rollout_is_threshold=[0.1, 10.0],
         )  # fmt: skip
-    assert ("makes up for `top_k` itself" in str(caught[0].message)) == makes_up
+    assert ("TRL compensates `top_k`" in str(caught[0].message)) == makes_up
     trainer.train()
     weights = logged(trainer, "rollout_is_mean")
     assert all(abs(weight - 1.0) < 1e-3 for weight in weights) if makes_up else all(w < 0.97 for w in weights)
@@ -226,9 +225,9 @@ def test_truncation_that_trl_makes_up_for_is_not_corrected_again(
 def test_a_loss_that_is_one_kernel_is_refused_where_it_was_one(tmp_path, monkeypatch):
     if "use_liger_kernel" not in {field.name for field in dataclasses.fields(GRPOConfig)}:
         pytest.skip("this TRL has no such option")
-    monkeypatch.setattr(checks, "before", lambda other: Version(other) > Version("1.13.0"))
+    monkeypatch.setattr(versions, "INSTALLED", Version("1.13.0"))
     config = RolloutCorrectedGRPOConfig(str(tmp_path), bf16=False)
-    checks.check_passes_by(config)
+    versions.check_passes_by(config)
     config.use_liger_kernel = True
     with pytest.raises(ValueError, match=r"`use_liger_kernel` is True.*install trl 1.14 or newer"):
-        checks.check_passes_by(config)
+        versions.check_passes_by(config)

@@ -1,4 +1,4 @@
-"""`diagnose --probe`: a model and its sampler before any training."""
+"""The command `probe`: a model and its sampler before any training."""
 
 import json
 import subprocess
@@ -12,14 +12,15 @@ from tests.dumps import make_dump
 from tests.launching import ROOT, benchmarks, clean_environment, free_port, run, serving
 from tests.tiny import StaleSampler, build_model_with_code
 from tests.training import build, build_with_dropout, plain_model, policy_logps
-from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer, faults
-from trl_rollout_corr import probe as probing_process
+from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
 from trl_rollout_corr.__main__ import main
-from trl_rollout_corr.analysis.diagnose import Diagnosis, Finding, diagnose, observe
-from trl_rollout_corr.analysis.diagnose.causes import CAUSES
-from trl_rollout_corr.analysis.diagnose.experiments import (
+from trl_rollout_corr.diagnosis import Diagnosis, Finding, diagnose, observe
+from trl_rollout_corr.diagnosis.causes import CAUSES
+from trl_rollout_corr.diagnosis.evidence import FLOOR, Seen
+from trl_rollout_corr.probe import command as probing_process
+from trl_rollout_corr.probe.experiments import (
     EXPERIMENTS,
-    Outcome,
+    Result,
     _speaking,
     _with_confirmed,
     as_text,
@@ -27,10 +28,13 @@ from trl_rollout_corr.analysis.diagnose.experiments import (
     judge,
     own_noise,
 )
-from trl_rollout_corr.analysis.diagnose.pictures import picture
-from trl_rollout_corr.analysis.diagnose.signatures import FLOOR, Seen
-from trl_rollout_corr.faults.models import int4, int8, push
+from trl_rollout_corr.trainers._cpu_reload import push
+from trl_rollout_corr.trainers.engine import serve_line
 
+
+with benchmarks("diagnose") as load_module:
+    faults = load_module("faults")
+    int4, int8 = faults.models.int4, faults.models.int8
 
 # What outcomes mean -------------------------------------------------------------------------------------------------------
 
@@ -49,7 +53,7 @@ def names(found: Diagnosis) -> list[str]:
 
 
 def test_experiments_speak_of_causes_that_there_are():
-    assert {experiment.cause for experiment in EXPERIMENTS.values()} <= CAUSES.keys()
+    assert {cause for cause, _ in EXPERIMENTS.values()} <= CAUSES.keys()
 
 
 @pytest.mark.parametrize(
@@ -63,7 +67,7 @@ def test_experiments_speak_of_causes_that_there_are():
     ],
 )
 def test_what_becomes_of_the_gap_speaks_for_or_against(name, after, says):
-    assert Outcome(name, 0.05, after).says == says
+    assert Result(name, 0.05, after).says == says
 
 
 @pytest.mark.parametrize(
@@ -71,31 +75,31 @@ def test_what_becomes_of_the_gap_speaks_for_or_against(name, after, says):
     [(0.05, 0.034, "confirms"), (0.05, 0.04, ""), (0.04, 0.03, ""), (0.04, 0.038, "rules out")],
 )
 def test_down_to_the_trainers_own_noise_is_all_there_is_to_go(before, after, says):
-    assert Outcome("whole_distribution", before, after, noise=0.03).says == says
+    assert Result("whole_distribution", before, after, noise=0.03).says == says
 
 
 def test_without_a_gap_nothing_is_said():
-    outcome = Outcome("dropout_off", FLOOR / 2, FLOOR / 200)
+    outcome = Result("dropout_off", FLOOR / 2, FLOOR / 200)
     assert (outcome.says, _speaking([outcome])) == ("", ({}, set()))
 
 
-def told(marks: Diagnosis, *outcomes: Outcome) -> list[str]:
+def told(marks: Diagnosis, *outcomes: Result) -> list[str]:
     confirming, _ = _speaking(outcomes)
     return names(_with_confirmed(marks, confirming))
 
 
 def test_what_an_experiment_confirms_comes_first():
     marks = diagnosis(finding("weights"), finding("last_token", share=0.3))
-    cache = Outcome("cache_of_the_model", 0.05, 0.005)
+    cache = Result("cache_of_the_model", 0.05, 0.005)
     assert told(marks, cache) == ["kv_cache"]  # beside which the others explain nothing
     assert told(marks, cache._replace(after=0.024)) == ["kv_cache", "weights"]
     found = _with_confirmed(marks, {"kv_cache": cache})
     assert (found.findings[0].share, found.findings[0].certainty) == (pytest.approx(0.99), 0.99)
-    assert told(marks, Outcome("dropout_off", 0.05, 0.03)) == ["weights", "last_token"]
+    assert told(marks, Result("dropout_off", 0.05, 0.03)) == ["weights", "last_token"]
 
 
 def test_the_narrower_of_two_changes_is_believed():
-    outcomes = [Outcome("float32_trainer", 0.05, 0.001), Outcome("float32_head", 0.05, 0.004)]
+    outcomes = [Result("float32_trainer", 0.05, 0.001), Result("float32_head", 0.05, 0.004)]
     assert told(diagnosis(finding("rounding")), *outcomes) == ["head"]
     assert told(diagnosis(finding("rounding")), *outcomes[:1]) == ["rounding"]
 
@@ -104,7 +108,7 @@ def test_what_an_experiment_rules_out_is_not_looked_for(tmp_path):
     observed = observe(faults.rewrite(make_dump(tmp_path / "dump"), tmp_path / "broken", "nan_rows"))
     assert "nan_rows" in names(diagnose(observed))
     assert "nan_rows" not in names(diagnose(observed, {"nan_rows"}))
-    assert _speaking([Outcome("batch_of_one", 0.05, 0.049)]) == ({}, {"padding"})
+    assert _speaking([Result("batch_of_one", 0.05, 0.049)]) == ({}, {"padding"})
 
 
 def test_an_engine_is_started_only_for_what_is_open():
@@ -116,18 +120,18 @@ def test_an_engine_is_started_only_for_what_is_open():
     assert engines_to_try(diagnosis(finding("rounding", 0.99)), facts, []) == []
     assert engines_to_try(diagnosis(finding("truncation")), facts, []) == []
     assert engines_to_try(diagnosis(size=FLOOR / 2), facts, []) == []
-    assert engines_to_try(diagnosis(), facts, [Outcome("dropout_off", 0.05, 0.001)]) == []
+    assert engines_to_try(diagnosis(), facts, [Result("dropout_off", 0.05, 0.001)]) == []
     assert engines_to_try(diagnosis(), {**facts, "kv_cache_dtype": "fp8"}, []) == ["cache_of_the_model"]
     assert engines_to_try(diagnosis(), {"sampler_dtype": "float32", "kv_cache_dtype": "auto"}, []) == []
 
 
 def test_the_table_has_the_gap_the_multiple_and_the_remedy():
-    line = probing_process.serve_line("my model", EXPERIMENTS["float32_head_of_the_sampler"].engine)
+    line = serve_line(EXPERIMENTS["float32_head_of_the_sampler"][1].engine, "my model")
     assert line == """vllm serve 'my model' --hf-overrides '{"head_dtype": "float32"}'"""
     outcomes = [
-        Outcome("dropout_off", 0.05, 0.02),
-        Outcome("float32_head_of_the_sampler", 0.05, None, line),
-        Outcome("float32_sampler", 0.05, 0.001),
+        Result("dropout_off", 0.05, 0.02),
+        Result("float32_head_of_the_sampler", 0.05, None, line),
+        Result("float32_sampler", 0.05, 0.001),
     ]
     text = as_text(0.05, 0.01, outcomes, {"trainer_dtype": "float32", "sampler_dtype": "bfloat16"})
     row = next(line for line in text.splitlines() if "no dropout in the trainer" in line)
@@ -144,43 +148,43 @@ def test_the_table_has_the_gap_the_multiple_and_the_remedy():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "diagnose takes a dump, or a model with --probe; got neither"),
-        (["dump", "--probe", "m"], "--probe samples by itself and takes no dump, got 'dump'"),
-        (["dump", "--config", "r.yaml"], "--config is for a probe"),
-        (["dump", "--verbose"], "--verbose is for a probe"),
-        (["dump", "--completions", "8"], "--completions is for a probe"),
-        (["dump", "--trainer", "grpo"], "--trainer is for a probe"),
-        (["--probe", "./nowhere"], "./nowhere: there is no such folder"),
-        (["--probe", "m", "--config", "r.yaml"], "m: --config is 'r.yaml', which is no file"),
-        (["--probe", "m", "--prompts", "p.txt"], "m: --prompts is 'p.txt', which is no file"),
-        (["--probe", "m", "--completions", "1"], "m: --completions must be 2 or more, got 1"),
-        (["--probe", "m", "--html", "p.pdf"], "p.pdf: the output must end in .html"),
+        (["./nowhere"], "./nowhere: there is no such folder"),
+        (["m", "--config", "r.yaml"], "m: --config is 'r.yaml', which is no file"),
+        (["m", "--prompts", "p.txt"], "m: --prompts is 'p.txt', which is no file"),
+        (["m", "--completions", "1"], "m: --completions must be 2 or more, got 1"),
+        (["m", "--html", "p.pdf"], "p.pdf: the output must end in .html"),
     ],
 )
 def test_what_cannot_be_probed_is_one_line(words, said, capsys):
-    assert main(["diagnose", *words]) == 2
+    assert main(["probe", *words]) == 2
     found = capsys.readouterr()
     assert found.err.startswith(said)
     assert found.err.count("\n") == 1
     assert not found.out
 
 
-def test_other_commands_take_no_probe(capsys):
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["probe"], "the following arguments are required: model"),
+        (
+            ["diagnose", "--probe", "m", "--temperature", "0.7"],
+            "--probe is a command of its own: trl-rollout-corr probe MODEL",
+        ),
+        (["diagnose", "--probe=m"], "--probe is a command of its own: trl-rollout-corr probe MODEL"),
+        (["diagnose", "dump", "--temperature", "0.7"], "unrecognized arguments: --temperature 0.7"),
+        (["report", "outputs", "--probe", "m"], "unrecognized arguments: --probe m"),
+    ],
+)
+def test_options_of_a_run_are_for_a_probe_alone(words, said, capsys):
     with pytest.raises(SystemExit, match="2"):
-        main(["report", "outputs", "--probe", "m"])
-    assert "unrecognized arguments: --probe m" in capsys.readouterr().err
-
-
-def test_options_of_a_run_are_for_a_probe_alone(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        main(["diagnose", "dump", "--temperature", "0.7"])
-    assert stopped.value.code == 2
-    assert "unrecognized arguments: --temperature 0.7" in capsys.readouterr().err
+        main(words)
+    assert said in capsys.readouterr().err
 
 
 def test_a_probe_is_no_job_of_several_processes(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert main(["diagnose", "--probe", "m"]) == 2
+    assert main(["probe", "m"]) == 2
     assert "is started without a launcher" in capsys.readouterr().err
 
 
@@ -195,7 +199,7 @@ def request(model, folder, *options, **fields):
 
 
 def test_a_run_without_a_sampler_or_a_model_is_refused(tiny_model_path, tmp_path):
-    from trl_rollout_corr.trainers.probing import read
+    from trl_rollout_corr.probe.configuration import read
 
     with pytest.raises(ValueError, match="`use_vllm` is False"):
         read(request(tiny_model_path, tmp_path, "--use_vllm", "false"))
@@ -210,7 +214,7 @@ def test_a_run_without_a_sampler_or_a_model_is_refused(tiny_model_path, tmp_path
 
 
 def test_a_server_that_is_not_there_is_refused_at_once():
-    from trl_rollout_corr.trainers.probing import check_server
+    from trl_rollout_corr.probe.configuration import check_server
 
     url = f"http://localhost:{free_port()}"
     with pytest.raises(ValueError, match=f"no vLLM server answers at {url}"):
@@ -218,7 +222,7 @@ def test_a_server_that_is_not_there_is_refused_at_once():
 
 
 def test_prompts_come_from_a_file_a_dataset_or_are_plain(tmp_path):
-    from trl_rollout_corr.trainers.probing import PROMPTS, prompts_of
+    from trl_rollout_corr.probe.configuration import PROMPTS, prompts_of
 
     file, nothing = tmp_path / "prompts.txt", SimpleNamespace(dataset_name=None)
     file.write_text("one\n\ntwo\n")
@@ -250,7 +254,7 @@ RECIPES = sorted(
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_can_be_probed(recipe, tiny_model_path, tmp_path):
     """As far as its first batch goes."""
-    from trl_rollout_corr.trainers.probing import read, shortened
+    from trl_rollout_corr.probe.configuration import read, shortened
 
     fields = {"config": str(ROOT / "recipes" / recipe), "trainer": recipe.split("/")[0]}
     _, args, _, _ = read(request(tiny_model_path, tmp_path, **fields))
@@ -264,11 +268,11 @@ def test_every_recipe_can_be_probed(recipe, tiny_model_path, tmp_path):
 
 
 def test_arguments_of_an_engine_are_added_to_those_of_the_run(tiny_model_path, tmp_path):
-    from trl_rollout_corr.trainers.probing import read, shortened
+    from trl_rollout_corr.probe.configuration import read, shortened
 
     mine = '{"dtype": "float32", "hf_overrides": {"rope_theta": 1.0}}'
     _, args, _, _ = read(request(tiny_model_path, tmp_path, "--rollout_engine_kwargs", mine))
-    short = shortened(args, 64, EXPERIMENTS["float32_head_of_the_sampler"].engine)
+    short = shortened(args, 64, EXPERIMENTS["float32_head_of_the_sampler"][1].engine)
     assert short.rollout_engine_kwargs == {
         "enforce_eager": True, "dtype": "float32", "hf_overrides": {"rope_theta": 1.0, "head_dtype": "float32"},
     }  # fmt: skip
@@ -281,7 +285,7 @@ def test_arguments_of_an_engine_are_added_to_those_of_the_run(tiny_model_path, t
 @pytest.fixture(scope="module", params=["weights", "autocast"])
 def half(request, tiny_model_path, tmp_path_factory):
     """A trainer in bfloat16, by the type of its weights or by autocast, before its first step; and its first batches."""
-    from trl_rollout_corr.trainers.probing import Probe
+    from trl_rollout_corr.probe.process import Probe
 
     fields = {"weights": {"model_init_kwargs": {"dtype": "bfloat16"}}, "autocast": {"bf16": True}}[request.param]
     trainer = build(
@@ -294,7 +298,7 @@ def half(request, tiny_model_path, tmp_path_factory):
 
 
 def test_the_trainer_computes_in_float32_for_as_long_as_it_is_asked_to(half, tiny_model_path):
-    from trl_rollout_corr.trainers.rescoring import all_in_float32, head_in_float32
+    from trl_rollout_corr.probe.rescoring import all_in_float32, head_in_float32
 
     probe, batches = half
     mask = [batch["completion_mask"].bool() for batch in batches]
@@ -319,8 +323,8 @@ def test_the_trainer_computes_in_float32_for_as_long_as_it_is_asked_to(half, tin
 
 
 def test_dropout_is_off_for_as_long_as_it_is_asked_to_be(tiny_model_path, tmp_path):
-    from trl_rollout_corr.trainers.probing import Probe
-    from trl_rollout_corr.trainers.rescoring import rescorings
+    from trl_rollout_corr.probe.process import Probe
+    from trl_rollout_corr.probe.rescoring import rescorings
 
     trainer = build_with_dropout(tiny_model_path, tmp_path)
     probe = Probe(trainer)
@@ -339,8 +343,8 @@ def test_dropout_is_off_for_as_long_as_it_is_asked_to_be(tiny_model_path, tmp_pa
 
 def probed(model, folder, *options, **fields):
     """A probe in this process. Returns the diagnosis, the experiments, and the tokens."""
-    from trl_rollout_corr.trainers.probing import build as build_probe
-    from trl_rollout_corr.trainers.probing import run as run_probe
+    from trl_rollout_corr.probe.process import build as build_probe
+    from trl_rollout_corr.probe.process import run as run_probe
 
     folder.mkdir()
     probe = build_probe(request(model, folder, *options, **fields))
@@ -365,7 +369,7 @@ def test_a_sampler_in_step_is_healthy_and_a_fault_is_named(tiny_model_path, tmp_
     assert names(found)[0] == "truncation"
     assert outcomes["whole_distribution"].says == "confirms"
     assert outcomes["batch_of_one"].says == "rules out"
-    assert picture(observed, found.findings[0]).values
+    assert found.findings[0].picture(observed).values
     found, _, observed = probed(
         tiny_model_path, tmp_path / "c", "--use_peft", "true", "--lora_dropout", "0", trainer="rloo"
     )
@@ -374,7 +378,7 @@ def test_a_sampler_in_step_is_healthy_and_a_fault_is_named(tiny_model_path, tmp_
 
 @pytest.mark.vllm
 def test_weights_are_pushed_once_or_not_at_all(tiny_model_path, tmp_path, shared_engine, monkeypatch):
-    from trl_rollout_corr.trainers.probing import build as build_probe
+    from trl_rollout_corr.probe.process import build as build_probe
 
     probe = build_probe(request(tiny_model_path, tmp_path, "--vllm_max_model_length", "64", completions=4))
     pushed = []
@@ -387,8 +391,8 @@ def test_weights_are_pushed_once_or_not_at_all(tiny_model_path, tmp_path, shared
 
 @pytest.mark.vllm
 def test_a_push_that_spoils_weights_is_found(tiny_model_path, tmp_path, shared_engine, monkeypatch):
-    from trl_rollout_corr.trainers.probing import build as build_probe
-    from trl_rollout_corr.trainers.probing import run as run_probe
+    from trl_rollout_corr.probe.process import build as build_probe
+    from trl_rollout_corr.probe.process import run as run_probe
 
     probe = build_probe(request(tiny_model_path, tmp_path, "--vllm_max_model_length", "64"))
     generation = probe.trainer.vllm_generation
@@ -405,7 +409,7 @@ def test_a_push_that_spoils_weights_is_found(tiny_model_path, tmp_path, shared_e
 
 
 def command(model, *options) -> tuple[int, str, str]:
-    process = run(sys.executable, "-m", "trl_rollout_corr", "diagnose", "--probe", str(model), *options)
+    process = run(sys.executable, "-m", "trl_rollout_corr", "probe", str(model), *options)
     return process.returncode, process.stdout, process.stderr
 
 
@@ -451,7 +455,7 @@ def probed_elsewhere(folder, model, *options) -> tuple[int, str, list[str]]:
     ran.touch()
     (here / "yaml.py").write_text('import os\nprint("yaml", file=open(os.environ["RAN"], "a"))\nraise ImportError\n')
     process = subprocess.run(
-        [sys.executable, "-P", "-m", "trl_rollout_corr", "diagnose", "--probe", model, *options],
+        [sys.executable, "-P", "-m", "trl_rollout_corr", "probe", model, *options],
         cwd=here,
         env=clean_environment(RAN=str(ran), HF_MODULES_CACHE=str(folder / "modules")),
         input="y\n" * 100,
@@ -482,8 +486,8 @@ def saying_yes(tmp_path, monkeypatch):
 
 
 def test_code_of_a_model_is_trusted_as_the_recipe_says(model_with_code, tiny_model_path, tmp_path, saying_yes):
-    from trl_rollout_corr.trainers.probing import build as build_probe
-    from trl_rollout_corr.trainers.probing import read
+    from trl_rollout_corr.probe.configuration import read
+    from trl_rollout_corr.probe.process import build as build_probe
 
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("use_vllm: true\ntrust_remote_code: false\n")

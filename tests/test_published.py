@@ -34,7 +34,6 @@ def of_this_folder(load, results) -> list[str]:
     tables = load("tables")
     columns = {
         "computation": tables.COMPUTATION,
-        "compiled": tables.COMPILED,
         "step": tables.STEP,
         "memory": tables.MEMORY,
         "gather": tables.GATHER,

@@ -1,4 +1,4 @@
-"""`python -m trl_rollout_corr report`: numbers, the page, the picture, and what cannot be read."""
+"""`trl-rollout-corr report`: numbers, the page, the picture, and files that cannot be read."""
 
 import html
 import json
@@ -8,14 +8,17 @@ import re
 import shutil
 import subprocess
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from html.parser import HTMLParser
 
+import matplotlib.image
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from matplotlib.figure import Figure
 
 from tests.dumps import make_dump, read_dump
 from tests.tiny import StaleSampler
@@ -23,10 +26,14 @@ from tests.training import TRAINERS, build
 from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.__main__ import main, make_parser
 from trl_rollout_corr.analysis import report
-from trl_rollout_corr.analysis.report import summary
-from trl_rollout_corr.dump import write_rows
-from trl_rollout_corr.keys import PREFIX
-from trl_rollout_corr.rules import examine
+from trl_rollout_corr.analysis.report import facts as facts_module
+from trl_rollout_corr.analysis.report import html_page
+from trl_rollout_corr.analysis.report.drawing import COLORS, _labels, draw
+from trl_rollout_corr.analysis.report.log_charts import more_trends, overview
+from trl_rollout_corr.analysis.report.token_statistics import bounds
+from trl_rollout_corr.dumps.writing import write_rows
+from trl_rollout_corr.health.examine import examine
+from trl_rollout_corr.messages import PREFIX
 
 
 SETTINGS = {"rollout_correction": "decoupled_geo_rs_token_tis", "rollout_rs_threshold": [0.99, 1.01]}
@@ -42,25 +49,24 @@ OF_DUMP = {
     "by-turn",
 }
 OF_RUN = {"kl", "percentiles", "sample-size", "mean-weight"}
-TOLD = ["Gap (k3_kl), nats per token", "Share of tokens rejected", "Effective learning rate", "Reward"]
+OVERVIEW = ["Gap (k3_kl), nats per token", "Share of tokens rejected", "Effective learning rate", "Reward"]
 
 
 def write(source, output) -> str:
-    """Run the command and return the file."""
+    """Run the command and return the page."""
     sources = map(str, source if isinstance(source, list) else [source])
     args = make_parser().parse_args(["report", *sources, "-o", str(output)])
-    printed = args.run(args)
-    assert str(output) in printed.splitlines()
+    assert args.run(args) == f"{output}\n"
     return output.read_text(encoding="utf-8")
 
 
 class Page(HTMLParser):
-    """What is on a page: tags, attributes, text, identifiers, and the table of each chart."""
+    """A page, read: tags, attributes, text, identifiers, the sentence that describes each chart, and its table."""
 
     def __init__(self, text: str):
         super().__init__()
         self.tags, self.attributes, self.charts, self.tables = set(), [], {}, {}
-        self.words, self.ids, self._open, self._chart = [], [], [], None
+        self.words, self.ids, self._open, self._role = [], [], [], None
         self.feed(text)
         self.text = " ".join("".join(self.words).split())
 
@@ -71,12 +77,10 @@ class Page(HTMLParser):
         self._open.append(tag)
         if "id" in attrs:
             self.ids.append(attrs["id"])
-        if tag == "figure":
-            self._chart = None
-        if tag == "svg":
-            assert attrs["role"] == "img"
-            if attrs["aria-label"] not in self.charts.values():  # the story is there twice: wide and narrow
-                self.charts[len(self.charts)] = attrs["aria-label"]
+        if attrs.get("role") == "img":
+            self.charts[len(self.charts)] = attrs["aria-label"]
+        assert tag != "svg" or self._role == "img"  # of the element around it
+        self._role = attrs.get("role")
         if tag == "table":
             number = len(self.charts) - 1
             self.tables[number if number not in self.tables else 1000 + len(self.tables)] = []
@@ -98,15 +102,14 @@ class Page(HTMLParser):
             self.tables[max(self.tables)][-1][-1] += data
 
     def table(self, alt: str) -> list[list[str]]:
-        """Rows of the table below the chart whose text for those who cannot see starts so."""
+        """Rows of the table below the chart whose description starts so."""
         (number,) = [number for number, label in self.charts.items() if label.startswith(alt)]
         return self.tables[number][1:]
 
-    def story(self, title: str) -> dict[float, float]:
-        """Values by step of a panel of the story."""
-        (number,) = [number for number, label in self.charts.items() if label.startswith("The run over")]
-        (head, *rows) = self.tables[number]
-        return {float(row[0]): float(row[head.index(title)]) for row in rows}
+    def trend(self, title: str, column: int = 1) -> dict[float, float]:
+        """Values by step of a chart over steps."""
+        rows = self.table(f"{title} over steps")
+        return {float(row[0]): float(row[column]) for row in rows if row[column] != "-"}
 
 
 @pytest.fixture(scope="module")
@@ -123,13 +126,7 @@ def page(dump) -> Page:
 @pytest.fixture
 def undrawn(monkeypatch):
     """Leave the charts empty, which saves a second a page."""
-    from trl_rollout_corr.analysis.report import markup
-
-    def empty(chart, wide=True):
-        return f'<svg role="img" aria-label="{html.escape(chart.alt)}"></svg>'
-
-    monkeypatch.setattr(markup, "svg", empty)
-    monkeypatch.setattr(markup, "svg_of_story", empty)
+    monkeypatch.setattr(html_page, "svg", lambda chart: "")
 
 
 def make_run(folder, logs, **more):
@@ -139,7 +136,7 @@ def make_run(folder, logs, **more):
 
 
 def shown(text: str) -> str:
-    """How a sentence with code in it reads on the page."""
+    """A sentence with code in it, as the page shows it."""
     return " ".join(text.replace("`", "").split())
 
 
@@ -152,7 +149,7 @@ def test_a_dump(page, dump):
     assert findings
     for finding in findings:
         assert all(shown(text) in page.text for text in (finding.seen, finding.why, finding.advice))
-    assert {"story", "findings", "settings", "trends", "distribution", "rejected", "worst"} <= set(page.ids)
+    assert {"overview", "findings", "settings", "trends", "distribution", "rejected", "worst"} <= set(page.ids)
     assert page.text.startswith(
         f"Rollout report: dump Rollout report: dump Look into it {shown(findings[0].seen)} Seen in step"
     )
@@ -175,17 +172,40 @@ def test_nothing_is_loaded_and_nothing_is_run(dump, page):
     assert not {"script", "img", "link", "iframe", "object", "base"} & page.tags
     assert all(not name.startswith("on") and name != "src" for name, _ in page.attributes)
     assert all(value.startswith("#") for name, value in page.attributes if name == "href")
-    assert "://" not in text
+    assert set(re.findall(r"\w+://[^\"<) ]*", text)) == {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
     assert "@import" not in text
     assert text.count("url(") == text.count("url(#")
 
 
-def test_colors_are_those_of_the_page(dump):
-    text = (dump.parent / "report.html").read_text(encoding="utf-8")
-    assert "prefers-color-scheme: dark" in text
-    charts = "".join(part.split("</svg>")[0] for part in text.split("<svg")[1:])
-    assert "var(--line)" in charts
-    assert not [word for word in ("#0a0b", "stroke: #", "fill: #") if word in charts]
+def test_every_color_of_a_chart_has_one_for_the_dark(dump):
+    style, *charts = (dump.parent / "report.html").read_text(encoding="utf-8").split("<svg")
+    charts = "".join(part.split("</svg>")[0] for part in charts)
+    used = set(re.findall(r"(?:stroke|fill): (#\w+)", charts))
+    assert {COLORS[role][0] for role in ("text", "muted", "grid", "line", "band", "alarm", "bound")} <= used
+    for role, (light, dark) in COLORS.items():
+        used.discard(light)
+        assert f'[style*="stroke: {light}"] {{ stroke: var(--{role}) !important; }}' in style
+        assert f'[style*="fill: {light}"] {{ fill: var(--{role}) !important; }}' in style
+        assert f"--{role}: {dark};" in style.split("prefers-color-scheme: dark")[1]
+    assert not used
+
+
+@pytest.mark.parametrize("runs", [1, 2])
+def test_facts_are_computed_once_per_run(runs, dump, tmp_path, undrawn, monkeypatch):
+    calls = []
+    for name in ("examine", "judge", "diagnose", "find_worst", "count_tokens", "shares_of", "recommend_from"):
+        function = getattr(facts_module, name)
+
+        def counting(*args, name=name, function=function):
+            calls.append(name)
+            return function(*args)
+
+        monkeypatch.setattr(facts_module, name, counting)
+    write([dump] * runs, tmp_path / "report.html")
+    once = {"examine", "judge"} | (
+        {"diagnose", "find_worst", "count_tokens", "shares_of", "recommend_from"} if runs == 1 else set()
+    )
+    assert Counter(calls) == dict.fromkeys(once, runs)
 
 
 def test_a_run_alone(dump, tmp_path, undrawn):
@@ -234,8 +254,8 @@ def test_a_real_run(tiny_model_path, tmp_path, undrawn):
     trainer.train()
     page = Page(write(tmp_path / "out", tmp_path / "report.html"))
     logs = [entry for entry in trainer.state.log_history if "rollout_corr/k3_kl" in entry]
-    for title, key in zip(TOLD, ("k3_kl", "rollout_rs_masked_fraction", "effective_lr"), strict=False):
-        values = page.story(title)
+    for title, key in zip(OVERVIEW, ("k3_kl", "rollout_rs_masked_fraction", "effective_lr"), strict=False):
+        values = page.trend(title)
         expected = {entry["step"]: entry[f"rollout_corr/{key}"] for entry in logs}
         assert values == pytest.approx({step: expected[step] for step in values}, rel=1e-3)
         assert values
@@ -256,8 +276,8 @@ def test_a_dump_without_logs_is_examined_too(tmp_path, undrawn):
     assert "The dump has no log" in without.text
     assert "The dump has no log" not in with_logs.text
     assert without.table("Mean weight") == with_logs.table("Mean weight")
-    for title in TOLD[:3]:
-        assert without.story(title) == with_logs.story(title)
+    for title in OVERVIEW[:3]:
+        assert without.trend(title) == with_logs.trend(title)
     findings = examine(read_dump(tmp_path / "a" / "dump").logs, RolloutCorrectionConfig(**SETTINGS))
     assert findings
     assert all(shown(finding.seen) in without.text for finding in findings)
@@ -296,11 +316,10 @@ def test_tokens_that_are_broken_or_absurd(dump, tmp_path):
     ]
     for name, chosen in (("all", rows), ("empty", rows[:1]), ("broken", rows[:2])):
         write_rows(tmp_path / name, 1, 0, [{**row, "sampled": True} for row in chosen], content.settings)
-        write(tmp_path / name, tmp_path / f"{name}.md")
     assert "There are no metrics to look at." in Page(write(tmp_path / "empty", tmp_path / "empty.html")).text
     broken = Page(write(tmp_path / "broken", tmp_path / "broken.html")).text
     assert f"{sum(second['mask'])} tokens of the loss have a log-probability that is NaN or infinite" in broken
-    assert "warningA fraction of 1 of the tokens came without a finite log-probability" in broken
+    assert "warningA share of 1 of the tokens came without a finite log-probability" in broken
     assert "nothing to do with each other" in Page(write(tmp_path / "all", tmp_path / "all.html")).text
 
 
@@ -319,7 +338,18 @@ def test_an_integer_beyond_all_measure_is_refused_in_one_line(tmp_path, capsys, 
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize("head", ["tags: 5", "tags: [[grpo]]", "- grpo", "[" * 5000, "base_model: {a: b}"])
+@pytest.mark.parametrize(
+    "head",
+    [
+        "tags: 5",
+        "tags: [[grpo]]",
+        "- grpo",
+        "[" * 5000,
+        "base_model: {a: b}",
+        "trl_rollout_corr: 5",
+        "trl_rollout_corr: {model: [1]}",
+    ],
+)
 def test_a_model_card_of_any_kind_is_no_reason_to_fail(tmp_path, undrawn, head):
     logs = [{"step": step, f"{PREFIX}k3_kl": 0.001, "reward": 0.5} for step in range(1, 5)]
     run = make_run(tmp_path / "run", logs)
@@ -338,7 +368,7 @@ def test_long_runs_are_drawn_as_windows(tmp_path):
         for step in range(1, 1001)
     ]
     page = Page(write(make_run(tmp_path / "run", logs), tmp_path / "report.html"))
-    values = page.story(TOLD[0])
+    values = page.trend(OVERVIEW[0])
     assert len(values) == 250
     assert values[2.5] == 0.0025
     assert "Lines are means over windows" in page.text
@@ -378,7 +408,7 @@ def test_who_is_rejected_is_read_from_the_log_if_it_is_there(dump, tmp_path, und
     assert "The mean reward is 0.125 where a completion is rejected as a whole, and 0.875 elsewhere." in page.text
 
 
-# The verdict and the story --------------------------------------------------------------------------------------------------
+# The verdict and the overview ---------------------------------------------------------------------------------------------
 
 
 def test_d_is_defined_before_it_is_used(page):
@@ -389,99 +419,95 @@ def test_d_is_defined_before_it_is_used(page):
 
 def test_the_banner_has_the_means_of_the_last_windows(tmp_path, undrawn):
     logs = [
-        {"step": step, "rollout_corr/k3_kl": 1e-4 * step, "rollout_corr/effective_lr": 1.0, "reward": step / 100}
+        {"step": step, "rollout_corr/k3_kl": 1e-4 * step, "rollout_corr/effective_lr": 1.0, "reward": step / 128}
         for step in range(1, 201)
     ]
     page = Page(write(make_run(tmp_path / "run", logs, max_steps=500), tmp_path / "report.html"))
     assert "Gap (k3_kl, nats per token)0.0191at first 0.00105, healthy: below 0.01" in page.text  # of 20 windows
     assert "Effective learning rate1at first 1, healthy: 0.5 to 1.5" in page.text
     assert "Tokens rejected-no criterion rejects" in page.text
-    assert "Reward1.9at first 0.105" in page.text
+    assert "Reward1.49at first 0.082" in page.text
     assert "Last step200 of 500" in page.text
     tiles = re.findall(r'class="tile (\w*)"', (tmp_path / "report.html").read_text())
     assert tiles == ["bad", "good", "", ""]
 
 
-def test_the_story_has_every_alarm_and_numbers_them_as_the_findings(dump, page):
+def test_the_overview_has_every_alarm_and_numbers_them_as_the_findings(dump, page):
     findings = examine(read_dump(dump).logs, RolloutCorrectionConfig(**SETTINGS))
     text = (dump.parent / "report.html").read_text(encoding="utf-8")
     assert re.findall(r'class="number">(\d+)<', text) == [str(i) for i, _ in enumerate(findings, 1)]
     marks = sorted((finding.step, str(i), finding.rule) for i, finding in enumerate(findings, 1))
     told = ", ".join(f"{name} ({rule}) at step {step}" for step, name, rule in marks)
     assert f"Dashed red: first alarms, numbered as the findings: {told}." in page.text
+    (gap,) = [alt for alt in page.charts.values() if alt.startswith(OVERVIEW[0])]
+    assert gap.endswith(f"Alarm at step {', '.join(str(step) for step, _, _ in marks)}.")
 
 
 def test_labels_of_close_alarms_do_not_overlap():
-    from trl_rollout_corr.analysis.report.drawing import _labels
+    alarms = [(10, "1"), (11, "2"), (11, "3"), (50, "4"), (60, "5")]
+    assert _labels(alarms, end=60, letter=5.0) == [(11, "1, 2, 3"), (50, "4"), (60, "5")]
+    assert _labels(alarms, end=60, letter=8.0) == [(11, "1..."), (50, "4"), (60, "5")]
+    assert _labels(alarms, end=70, letter=0.1) == [(10, "1"), (11, "2, 3"), (50, "4"), (60, "5")]
 
-    alarms = [(10, ["1"]), (11, ["2", "3"]), (50, ["4"])]
-    assert _labels(alarms, apart=5.0) == [(10, ""), (11, "1, 2, 3"), (50, "4")]
-    assert _labels(alarms, apart=0.5) == [(10, "1"), (11, "2, 3"), (50, "4")]
+
+def log_of(**metrics) -> pd.DataFrame:
+    """A log of steps 1, 2, 3."""
+    names = {name: name if name == "reward" else PREFIX + name for name in metrics}
+    return pd.DataFrame(
+        {names[name]: values for name, values in metrics.items()}, index=pd.Index([1, 2, 3], name="step")
+    )
 
 
-def drawn(chart):
-    """The axes of a chart."""
-    from matplotlib.figure import Figure
-
-    from trl_rollout_corr.analysis.report.drawing import LIGHT
-
+def drawn(chart) -> dict:
+    """Curves of a chart by their name in the legend."""
     axes = Figure().add_subplot()
-    chart.draw(axes, LIGHT)
-    return axes
+    draw(chart, axes)
+    return {line.get_label(): line for line in axes.get_lines()}
 
 
 def test_curves_that_are_the_same_are_both_seen():
-    from trl_rollout_corr.analysis.report.story import story
-
-    logs = [
-        {"step": step, f"{PREFIX}k3_kl": 0.001 * step, f"{PREFIX}engine_k3_kl": 0.001 * step} for step in (1, 2, 3)
-    ]
-    main, part = drawn(story({"run": (logs, [])}).panels[0]).get_lines()[:2]
-    assert (main.get_label(), part.get_label()) == ("all", "engine")
-    assert main.get_zorder() > part.get_zorder()
-    assert part.get_linewidth() > 2 * main.get_linewidth()
+    (gap,) = overview({"run": log_of(k3_kl=[0.001, 0.002, 0.003], engine_k3_kl=[0.001, 0.002, 0.003])}, [])
+    lines = drawn(gap)
+    assert lines["all"].get_zorder() > lines["engine"].get_zorder()
+    assert lines["engine"].get_linewidth() > 2 * lines["all"].get_linewidth()
 
 
-def test_of_two_runs_each_has_its_color_in_every_panel():
-    from trl_rollout_corr.analysis.report.drawing import LIGHT
-    from trl_rollout_corr.analysis.report.story import story
-
-    first = [{"step": step, f"{PREFIX}k3_kl": 0.01 * step, "reward": 0.1} for step in (1, 2, 3)]
-    second = [
-        {**entry, f"{PREFIX}k3_kl": 0.001, f"{PREFIX}rollout_rs_masked_fraction": 0.1 * entry["step"]}
-        for entry in first
-    ]
-    told = story({"a": (first, []), "b": (second, [])})
-    assert [panel.name for panel in told.panels] == ["k3-kl", "rejected", "reward"]
-    for panel in told.panels:
-        colors = {line.get_label(): line.get_color() for line in drawn(panel).get_lines()}
-        assert colors["b"] == LIGHT["line"]
-        assert colors.get("a", LIGHT["second"]) == LIGHT["second"]
-    assert told.columns == (
-        "step", "Gap (k3_kl), nats per token: a", "Gap (k3_kl), nats per token: b", "Share of tokens rejected: b",
-        "Reward: a", "Reward: b",
-    )  # fmt: skip
+def test_of_two_runs_each_has_its_color_in_every_chart():
+    first = log_of(k3_kl=[0.01, 0.02, 0.03], reward=[0.1] * 3)
+    second = log_of(k3_kl=[0.001] * 3, reward=[0.1] * 3, rollout_rs_masked_fraction=[0.1, 0.2, 0.3])
+    charts = overview({"a": first, "b": second}, [])
+    assert [chart.title for chart in charts] == [OVERVIEW[0], OVERVIEW[1], OVERVIEW[3]]
+    for chart in charts:
+        assert list(chart.table) == (["step", "a", "b"] if chart.title != OVERVIEW[1] else ["step", "b"])
+        colors = {name: line.get_color() for name, line in drawn(chart).items() if name in ("a", "b")}
+        if len(chart.series) == 1:  # no legend
+            colors = {"b": COLORS[chart.series[0].color][0]}
+        assert colors["b"] == COLORS["line"][0]
+        assert colors.get("a", COLORS["second"][0]) == COLORS["second"][0]
 
 
-def test_what_is_flat_takes_little_room(tmp_path, undrawn):
-    from trl_rollout_corr.analysis.report import drawing
-    from trl_rollout_corr.analysis.report.story import story
-
-    logs = [
-        {
-            "step": step,
-            f"{PREFIX}k3_kl": 1e-4 * step,
-            f"{PREFIX}kl": 0.05,
-            f"{PREFIX}rollout_is_mean": 1.0,
-            "reward": 0.0,
-        }
-        for step in (1, 2, 3)
-    ]
-    gap, reward = story({"run": (logs, [])}).panels
-    assert drawing._height_of_panel(reward) < 0.6 * drawing._height_of_panel(gap)
+def test_what_is_flat_is_a_sentence(tmp_path, undrawn):
+    log = log_of(k3_kl=[1e-4, 2e-4, 3e-4], kl=[0.05] * 3, rollout_is_mean=[1.0] * 3, reward=[0.0] * 3)
+    assert [chart.flat for chart in overview({"run": log}, [])] == [False, True]
+    logs = [{"step": step, **row} for step, row in zip(log.index, log.to_dict("records"), strict=True)]
     page = Page(write(make_run(tmp_path / "run", logs), tmp_path / "report.html"))
     assert "Mean weight: 1 at every step. Healthy: 0.8 to 1.2." in page.text
-    assert not [label for label in page.charts.values() if label.startswith(("Mean weight", "KL divergence"))]
+    assert "Reward: 0 at every step." in page.text
+    assert not [
+        label for label in page.charts.values() if label.startswith(("Mean weight", "KL divergence", "Reward"))
+    ]
+
+
+def test_the_kl_of_trl_to_its_reference_is_not_the_kl_to_the_sampler():
+    log = log_of(k3_kl=[0.001] * 3).assign(kl=[5.0] * 3)
+    assert [chart.title for chart in more_trends(log, {}, ["k3-kl"])] == []
+
+
+def test_a_gap_of_rounding_does_not_squeeze_the_axis():
+    (gap,) = overview({"run": log_of(k3_kl=[1e-13, 0.01, 0.02])}, [])
+    assert 1e-7 < gap.y.limits[0] < 1e-6
+    (gap,) = overview({"run": log_of(k3_kl=[1e-13, 2e-13, 1e-12])}, [])
+    assert gap.y.limits[0] < 1e-12
 
 
 # Two runs -----------------------------------------------------------------------------------------------------------------
@@ -499,31 +525,29 @@ def test_two_runs_side_by_side(two, tmp_path, undrawn):
     page = Page(write(two, tmp_path / "report.html"))
     assert "Rollout report: uncorrected/dump against corrected/dump" in page.text
     (a, b) = (read_dump(folder).logs for folder in two)
-    for name, logs in (("uncorrected/dump", a), ("corrected/dump", b)):
+    for column, logs in ((1, a), (2, b)):
         expected = {entry["step"]: entry[f"{PREFIX}k3_kl"] for entry in logs}
-        assert page.story(f"{TOLD[0]}: {name}") == pytest.approx(expected, rel=1e-3)
+        assert page.trend(OVERVIEW[0], column) == pytest.approx(expected, rel=1e-3)
     n = len(a) // 2
     rewards = [np.mean([entry["reward"] for entry in logs[-n:]]) for logs in (a, b)]
     said = re.search(r"dump ends with a reward of ([\d.]+), corrected/dump with ([\d.]+)\.", page.text).groups()
     assert [float(x) for x in said] == pytest.approx(rewards, rel=2e-3)
-    assert "A: uncorrected/dump Act now" in page.text
-    assert "B: corrected/dump Healthy" in page.text
+    assert "A: uncorrected/dumpAct now" in page.text
+    assert "B: corrected/dumpHealthy" in page.text
     assert "rollout_rs_threshold null[[0.99, 1.01]]".replace(" ", "") in page.text.replace(" ", "")
     for finding in examine(a, RolloutCorrectionConfig(rollout_correction="disabled")):
         assert shown(finding.seen) in page.text
 
 
 def test_the_picture_of_two_runs_and_of_one(two, tmp_path):
-    matplotlib_image = pytest.importorskip("matplotlib.image")
-    text = write(two, tmp_path / "both.md")
-    assert "![What happened](both.png)" in text
-    assert "| Correction | disabled; no weights; no rejection; decoupled | decoupled" in text
     for sources, name in ((two, "two.png"), (two[:1], "one.png")):
         assert main(["report", *map(str, sources), "-o", str(tmp_path / name)]) == 0
-        picture = matplotlib_image.imread(tmp_path / name)
-        assert 1000 < picture.shape[1] < 1400
-        assert picture[..., :3].std() > 0.05
-    assert (tmp_path / "two.png").read_bytes() == (tmp_path / "both.png").read_bytes()
+        picture = matplotlib.image.imread(tmp_path / name)
+        height, width = picture.shape[:2]
+        assert 1000 < width < 1400
+        assert height > 0.4 * width
+        for part in np.array_split(picture[..., :3], 4):  # text, or a chart
+            assert part.std() > 0.03
 
 
 def test_errors_name_the_run_they_are_about(two, tmp_path, capsys):
@@ -586,20 +610,32 @@ def test_of_a_checkpoint_that_is_damaged_the_one_before_is_taken(dump, tmp_path,
 
 
 def settings_of(path) -> list[dict]:
-    parts = path.read_text(encoding="utf-8").split("<pre>")[1:]
+    section = path.read_text(encoding="utf-8").split('<section id="settings">')[1].split("</section>")[0]
+    parts = section.split("<pre>")[1:]
     return [yaml.safe_load(html.unescape(part.split("</pre>")[0])) for part in parts]
 
 
 def test_settings_are_those_of_the_run_and_those_that_compare_suggests(dump, page):
-    own, suggested = settings_of(dump.parent / "report.html")
+    own, suggested, fitted = settings_of(dump.parent / "report.html")
     assert RolloutCorrectionConfig(**own) == RolloutCorrectionConfig(**SETTINGS)
     args = make_parser().parse_args(["compare", str(dump), "--json"])
     compared = json.loads(args.run(args))
-    assert suggested == compared["suggestion"]
+    assert suggested == compared["recommendation"]["fields"]
+    assert fitted == compared["suggestion"]
     assert (
         "decoupled_geo_rs_token_tis with changes; token weights up to 2; seq_mean_k1 in [0.99, 1.01]; decoupled"
         in page.text
     )
+
+
+@pytest.mark.parametrize("spread", [0.0, 1.0], ids=["policies that agree", "no healthy step"])
+def test_the_report_recommends_the_settings_that_compare_recommends(spread, tmp_path, undrawn):
+    folder = make_dump(tmp_path / "dump", spread=spread)
+    page = Page(write(folder, tmp_path / "report.html"))
+    args = make_parser().parse_args(["compare", str(folder), "--json"])
+    best = json.loads(args.run(args))["recommendation"]
+    assert settings_of(tmp_path / "report.html")[1] == best["fields"]
+    assert f"{best['why'][1:].replace('`', '')}." in page.text
 
 
 @pytest.mark.filterwarnings("ignore:`rollout")
@@ -626,7 +662,7 @@ def test_bounds_are_where_the_statistic_meets_its_threshold():
         rollout_is="token", rollout_is_threshold=[0.5, 3.0], rollout_rs=["token_k1", "seq_max_k2", "token_k3"],
         rollout_rs_threshold=[[0.25, 4.0], 0.08, 0.3],
     )  # fmt: skip
-    places = {bound.name: bound.d for bound in summary.bounds(config)}
+    places = {bound.name: bound.d for bound in bounds(config)}
     assert places["token weights, lower"] == pytest.approx(math.log(0.5))
     assert places["token weights, upper"] == pytest.approx(math.log(3.0))
     assert places["token_k1, lower"] == pytest.approx(math.log(0.25))
@@ -751,7 +787,7 @@ def test_colors_of_the_worst_tokens_are_those_of_the_legend(dump, page):
         assert shade == max(beyond), d
     style = (dump.parent / "report.html").read_text(encoding="utf-8").split("</style>")[0]
     assert "--up: 213, 94, 0" in style  # orange, as *more likely under the trainer* in the charts
-    assert ".text mark.u1" in style
+    assert ".u1 { background: rgba(var(--up)" in style
 
 
 def test_repeats_of_a_token_are_one_row(dump, tmp_path, undrawn):
@@ -809,47 +845,14 @@ def test_text_of_the_dump_is_escaped(hostile, tmp_path):
     assert "Rollout report: <b>&$x$" in page.text
 
 
-def test_text_of_the_dump_makes_no_markdown(hostile, tmp_path):
-    text = write(hostile, tmp_path / "report.md")
-    rows = [line for line in text.splitlines() if line.startswith(("| `", "| **`"))]
-    assert len(rows) >= 10
-    for row in rows:
-        assert row.count("|") == 10
-        outside = "".join(row.split("`")[::2])
-        assert not set("<@#") & set(outside)
-
-
-# Markdown and the picture -------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def pictured(dump, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("pictured")
-    write(dump, folder / "my report.md")
-    return folder
-
-
-def test_markdown_and_picture(dump, pictured):
-    matplotlib_image = pytest.importorskip("matplotlib.image")
-    text = (pictured / "my report.md").read_text(encoding="utf-8")
-    for finding in examine(read_dump(dump).logs, RolloutCorrectionConfig(**SETTINGS)):
-        assert all(part in text for part in (finding.seen, finding.why, finding.advice))
-    assert "![Charts](my%20report.png)" in text
-    assert "rollout_rs_threshold" in text
-    picture = matplotlib_image.imread(pictured / "my report.png")
-    height, width = picture.shape[:2]
-    assert 1000 < width < 1400
-    assert height > width
-    for part in np.array_split(picture[..., :3], 5):  # one row of panels each
-        assert part.std() > 0.03
-    assert sorted(path.name for path in pictured.iterdir()) == ["my report.md", "my report.png"]
-
-
-def test_the_same_input_gives_the_same_output(dump, page, pictured, tmp_path):
-    for name in ("report.html", "my report.md"):
-        write(dump, tmp_path / name)
-    for first in (dump.parent / "report.html", *pictured.iterdir()):
-        assert (tmp_path / first.name).read_bytes() == first.read_bytes()
+@pytest.mark.parametrize("name", ["report.html", "report.png"])
+def test_the_same_input_gives_the_same_output(name, dump, tmp_path):
+    written = []
+    for i in (1, 2):
+        (tmp_path / f"{i}").mkdir()
+        assert main(["report", str(dump), "-o", str(tmp_path / f"{i}" / name)]) == 0
+        written.append((tmp_path / f"{i}" / name).read_bytes())
+    assert written[0] == written[1]
 
 
 # What cannot be read or written -------------------------------------------------------------------------------------------
@@ -913,7 +916,11 @@ def test_bad_input_is_one_line(make, message, dump, tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("report.pdf", "must end in .html, .md or .png"),
+        ("report.pdf", "must end in .html or .png"),
+        (
+            "report.md",
+            r"must end in .html or .png. Markdown is no longer written: attach the HTML page or the picture",
+        ),
         ("missing/report.html", "there is no folder"),
         ("folder.html", "cannot be written"),
     ],

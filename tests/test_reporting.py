@@ -21,8 +21,8 @@ from trl_rollout_corr import (
     RolloutCorrectionConfig,
     compute_rollout_correction,
 )
-from trl_rollout_corr.histogram import BINS
-from trl_rollout_corr.keys import PREFIX
+from trl_rollout_corr.correction.histogram import BINS
+from trl_rollout_corr.messages import PREFIX
 from trl_rollout_corr.trainers.reporting import coarser
 
 

@@ -10,10 +10,13 @@ import pytest
 
 from tests.launching import ROOT, benchmarks
 from trl_rollout_corr import RolloutCorrectionConfig
-from trl_rollout_corr.criteria import CRITERIA
-from trl_rollout_corr.health import Examiner, Finding, Window
-from trl_rollout_corr.keys import PREFIX
-from trl_rollout_corr.rules import HEALTHY, RULES, examine, parse_bounds
+from trl_rollout_corr.health.bands import HEALTHY
+from trl_rollout_corr.health.examine import Examiner, examine, parse_bounds
+from trl_rollout_corr.health.rule import Alarm
+from trl_rollout_corr.health.rules import RULES
+from trl_rollout_corr.health.windows import Window
+from trl_rollout_corr.messages import PREFIX
+from trl_rollout_corr.settings.criteria import CRITERIA
 
 
 DISABLED = {"rollout_correction": "disabled"}
@@ -147,7 +150,7 @@ def test_a_single_window_is_forgiven_and_most_of_several_are_not(rule):
 @pytest.mark.parametrize("rule", RULES)
 def test_what_a_rule_says(rule):
     rule = RULES[rule]
-    said = str(Finding(rule.name, rule.severity, rule.key, 1, 1, 0.5, rule.seen, rule.why, rule.advice, "> 0.1"))
+    said = str(Alarm(rule.name, rule.severity, rule.key, 1, 1, 0.5, rule.seen, rule.why, rule.advice, "> 0.1"))
     assert said.endswith(".")
     assert rule.severity in ("warning", "critical")
     assert rule.patience % 2 == 1
@@ -497,7 +500,7 @@ def test_bounds_can_be_changed_and_rules_switched_off():
     assert found(log, config(rollout_monitor_bounds={"k3_corrected": None})) == []
     assert found(log, {"rollout_monitor_bounds": {"staleness": 3.0}}) == ["k3_corrected", "staleness"]
     strict = examine(log, config(rollout_monitor_bounds={"k3_corrected": 0.001}))[0]
-    assert strict.seen == "`k3_kl` is 0.04, above 0.001. It is corrected for."
+    assert strict.seen == "`k3_kl` is 0.04, above 0.001, and the run corrects for it."
 
 
 def test_bounds_as_json():

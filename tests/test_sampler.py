@@ -2,8 +2,7 @@
 
 import pytest
 
-from trl_rollout_corr.trainers.checks import check_logprobs
-from trl_rollout_corr.trainers.sampler import sampled_logprobs
+from trl_rollout_corr.trainers.sampler import check_logprobs, sampled_logprobs
 
 
 def test_the_sampled_token_is_found_among_the_candidates():

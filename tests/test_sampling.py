@@ -8,7 +8,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from tests.launching import serving
 from tests.training import TRAINERS, assert_in_step, build, config_fields
-from trl_rollout_corr.trainers.checks import check_server_logprobs
+from trl_rollout_corr.trainers.sampler import check_server_logprobs
 
 
 both_trainers = pytest.mark.parametrize("config_class", [config for _, config in TRAINERS.values()])

@@ -52,7 +52,10 @@ def test_lists_and_pairs_work_as_help_shows_them(parse, options, description):
             ["--rollout_correction", "decoupled_token_i"],
             "`rollout_correction` is .* Did you mean 'decoupled_token_is'?",
         ),
-        (["--rollout_rs", "token_k9", "--rollout_rs_threshold", "2"], "'token_k9'. Did you mean 'token_k"),
+        (
+            ["--rollout_rs", "token_k9", "--rollout_rs_threshold", "2"],
+            "'token_k9' is no criterion. Did you mean 'token_k",
+        ),
         (["--rollout_nan_policy", "dropp"], "Did you mean 'drop'?"),
         (["--rollout_monitor_bounds", '{"k3_hihg": 1}'], "Did you mean 'k3_high'?"),
         (["--rollout_monitor", "tighten", "--rollout_monitor_preset", "token_i"], "Did you mean 'token_is'?"),

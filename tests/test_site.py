@@ -14,14 +14,18 @@ from tests.launching import ROOT, run
 PLACES = (ROOT / ".venv-docs/bin", Path(sys.executable).parent)
 MKDOCS = next((folder / "mkdocs" for folder in PLACES if (folder / "mkdocs").exists()), None)
 pytestmark = pytest.mark.skipif(MKDOCS is None, reason="mkdocs is not installed; `make docs` installs it")
+REPOSITORY = "https://example.org/repository"
+
+
+def build_site(folder: Path, **environment: str) -> Path:
+    process = run(str(MKDOCS), "build", "--strict", "--site-dir", str(folder), NO_MKDOCS_2_WARNING="1", **environment)
+    assert process.returncode == 0, process.stderr[-3000:]
+    return folder
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("site")
-    process = run(str(MKDOCS), "build", "--strict", "--site-dir", str(folder), NO_MKDOCS_2_WARNING="1")
-    assert process.returncode == 0, process.stderr[-3000:]
-    return folder
+    return build_site(tmp_path_factory.mktemp("site"), REPO_URL=REPOSITORY)
 
 
 def test_every_document_is_a_page(site):
@@ -33,12 +37,18 @@ def test_every_document_is_a_page(site):
 
 
 def test_links_out_of_the_documents_lead_to_the_repository(site):
-    prefix = f"{trl_rollout_corr.__url__}/blob/main/"
+    prefix = f"{REPOSITORY}/blob/main/"
     found = set(re.findall(rf'href="{prefix}([^"#]+)', (site / "index.html").read_text()))
     assert {"README.md", "recipes/README.md"} <= found
     for page in site.rglob("*.html"):
         for path in re.findall(rf'href="{prefix}([^"#]+)', page.read_text()):
             assert (ROOT / path).exists() or os.sep not in path, (page, path)
+
+
+def test_without_a_repository_such_links_are_text(tmp_path):
+    page = (build_site(tmp_path) / "index.html").read_text()
+    assert "Recipes (<code>recipes/README.md</code>)" in page
+    assert "/blob/main/" not in page
 
 
 def test_python_has_every_public_name_and_its_fields(site):

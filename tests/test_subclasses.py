@@ -76,7 +76,7 @@ def test_a_copied_batch_keeps_its_old_policy(make, trainer_class, copying, field
 def test_tensors_that_are_copied_before_each_visit_are_an_error(make, copying):
     trainer = make(copying(RolloutCorrectedGRPOTrainer, tensors_copied), schedule="two iterations", max_steps=4)
     with pytest.raises(
-        RuntimeError, match=r"its first visit kept for it are gone.*copy the dictionary \(`dict\(inputs\)`\)"
+        RuntimeError, match=r"log-probabilities of its first visit are lost.*copy the dictionary \(`dict\(inputs\)`\)"
     ):
         trainer.train()
     assert trainer.state.global_step == 1  # the first visits were fine
@@ -145,7 +145,7 @@ def test_the_policy_may_be_probed_without_gradient(make):
 
 
 def test_a_second_forward_pass_of_the_policy_is_an_error(make):
-    with pytest.raises(RuntimeError, match=r"The policy was run twice in one loss.*torch\.no_grad"):
+    with pytest.raises(RuntimeError, match=r"The loss ran the policy twice.*torch\.no_grad"):
         make(scoring_the_policy(gradient=True)).train()
 
 

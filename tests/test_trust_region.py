@@ -11,8 +11,8 @@ from tests.training import TRAINERS, build, freeze_sampler, logged
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
 from trl_rollout_corr.analysis.compare import as_json, compare
 from trl_rollout_corr.analysis.report import write_report
-from trl_rollout_corr.criteria import DIRECTED, TOKEN_ONLY
-from trl_rollout_corr.functional import probability_divergence, select_tokens
+from trl_rollout_corr.correction.functional import probability_divergence, select_tokens
+from trl_rollout_corr.settings.criteria import DIRECTED, TOKEN_ONLY
 
 
 _INDEX = torch.arange(24, dtype=torch.float64).view(4, 6)

@@ -10,14 +10,14 @@ import pytest
 import trl_rollout_corr
 from tests.launching import ROOT
 from trl_rollout_corr import RolloutCorrectionConfig
-from trl_rollout_corr.config import LOSS_TYPES, MONITOR_ACTIONS, NAN_POLICIES
-from trl_rollout_corr.criteria import CRITERIA, LEVELS
-from trl_rollout_corr.presets import PRESETS
+from trl_rollout_corr.settings.criteria import CRITERIA, LEVELS
+from trl_rollout_corr.settings.fields import LOSS_TYPES, MONITOR_ACTIONS, NAN_POLICIES
+from trl_rollout_corr.settings.presets import PRESETS
 
 
 def spelt_out(module: str, name: str) -> list[str]:
     """The choices of a `Literal` in the source."""
-    tree = ast.parse(Path(trl_rollout_corr.__file__).with_name(f"{module}.py").read_text())
+    tree = ast.parse(Path(trl_rollout_corr.__file__).with_name("settings").joinpath(f"{module}.py").read_text())
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Subscript) and node.targets[0].id == name:
             return [choice.value for choice in node.value.slice.elts]
@@ -30,9 +30,9 @@ def spelt_out(module: str, name: str) -> list[str]:
         ("presets", "Preset", PRESETS),
         ("criteria", "Level", LEVELS),
         ("criteria", "CriterionName", CRITERIA),
-        ("config", "LossType", LOSS_TYPES),
-        ("config", "NanPolicy", NAN_POLICIES),
-        ("config", "MonitorAction", MONITOR_ACTIONS),
+        ("fields", "LossType", LOSS_TYPES),
+        ("fields", "NanPolicy", NAN_POLICIES),
+        ("fields", "MonitorAction", MONITOR_ACTIONS),
     ],
 )
 def test_choices_are_those_of_the_code(module, name, choices):

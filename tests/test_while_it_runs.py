@@ -27,7 +27,7 @@ from tests.training import (
     saying,
 )
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectionConfig, RolloutCorrectionMonitor
-from trl_rollout_corr.dump import files_of
+from trl_rollout_corr.dumps.writing import files_of
 from trl_rollout_corr.trainers.monitor import ALARMS
 from trl_rollout_corr.trainers.sampler import sampled_logprobs
 
@@ -146,7 +146,7 @@ def test_a_monitor_that_was_removed_stays_removed(make):
 )
 def test_what_is_read_when_training_begins_cannot_be_changed_while_it_goes_on(make, tmp_path, name, value):
     trainer = make(max_steps=4, save_strategy="steps", save_steps=1, extra={"callbacks": [Changing(**{name: value})]})
-    with pytest.raises(ValueError, match=f"`{name}` is set to .* while a run goes on, .* Set it before `train"):
+    with pytest.raises(ValueError, match=f"`{name}` is .*, but the run read .* at its start. Set it before `train"):
         trainer.train()
     assert trainer.state.global_step == 2
     saved = torch.load(tmp_path / "checkpoint-1" / "training_args.bin", weights_only=False)
@@ -258,9 +258,9 @@ def test_a_ratio_beyond_the_dual_clip_has_no_gradient_where_the_advantage_is_neg
 @pytest.mark.parametrize(
     ("loss_type", "delta", "reason"),
     [
-        ("cispo", None, "`loss_type` is 'cispo', which bounds the ratio in its own way"),
-        ("sapo", None, "`loss_type` is 'sapo', which bounds the ratio in its own way"),
-        ("grpo", 5.0, "`delta` is 5.0, which is the same bound and goes first"),
+        ("cispo", None, "`loss_type` is 'cispo', which has its own bound on the ratio"),
+        ("sapo", None, "`loss_type` is 'sapo', which has its own bound on the ratio"),
+        ("grpo", 5.0, "`delta` is 5.0, which is the same bound and takes precedence"),
         ("grpo", None, None),
     ],
 )

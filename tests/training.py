@@ -18,9 +18,9 @@ import trl_rollout_corr
 from tests.launching import free_port
 from tests.tiny import StaleSampler, length_reward, load_model, prompts
 from trl_rollout_corr import RolloutCorrectionConfig
-from trl_rollout_corr.metrics import Statistics
-from trl_rollout_corr.reload import push
-from trl_rollout_corr.sums import Sums
+from trl_rollout_corr.correction.metrics import Statistics
+from trl_rollout_corr.correction.sums import Sums
+from trl_rollout_corr.trainers._cpu_reload import push
 
 
 class Trainers(Mapping[str, tuple[type, type]]):

@@ -4,29 +4,35 @@ from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:
-    from .config import RolloutCorrectionConfig
-    from .correction import compute_rollout_correction
+    from .correction.compute import compute_rollout_correction
+    from .health.examine import examine
+    from .settings.config import RolloutCorrectionConfig
     from .trainers.async_grpo import RolloutCorrectedAsyncGRPOConfig, RolloutCorrectedAsyncGRPOTrainer
+    from .trainers.dumping import check_dump_folder
     from .trainers.grpo import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
     from .trainers.monitor import RolloutCorrectionMonitor
     from .trainers.rloo import RolloutCorrectedRLOOConfig, RolloutCorrectedRLOOTrainer
-    from .trainers.weight_transfer import DiskWeightTransfer
+    from .trainers.script import ScriptParser, model_config, model_init_kwargs, one_line_errors
 
 _MODULES = {
-    "DiskWeightTransfer": "trainers.weight_transfer",
     "RolloutCorrectedAsyncGRPOConfig": "trainers.async_grpo",
     "RolloutCorrectedAsyncGRPOTrainer": "trainers.async_grpo",
-    "RolloutCorrectionConfig": "config",
+    "RolloutCorrectionConfig": "settings.config",
     "RolloutCorrectedGRPOConfig": "trainers.grpo",
     "RolloutCorrectedGRPOTrainer": "trainers.grpo",
     "RolloutCorrectedRLOOConfig": "trainers.rloo",
     "RolloutCorrectedRLOOTrainer": "trainers.rloo",
     "RolloutCorrectionMonitor": "trainers.monitor",
-    "compute_rollout_correction": "correction",
+    "ScriptParser": "trainers.script",
+    "check_dump_folder": "trainers.dumping",
+    "compute_rollout_correction": "correction.compute",
+    "examine": "health.examine",
+    "model_config": "trainers.script",
+    "model_init_kwargs": "trainers.script",
+    "one_line_errors": "trainers.script",
 }
 
 __all__ = [
-    "DiskWeightTransfer",
     "RolloutCorrectedAsyncGRPOConfig",
     "RolloutCorrectedAsyncGRPOTrainer",
     "RolloutCorrectedGRPOConfig",
@@ -35,10 +41,15 @@ __all__ = [
     "RolloutCorrectedRLOOTrainer",
     "RolloutCorrectionConfig",
     "RolloutCorrectionMonitor",
+    "ScriptParser",
+    "check_dump_folder",
     "compute_rollout_correction",
+    "examine",
+    "model_config",
+    "model_init_kwargs",
+    "one_line_errors",
 ]
 __version__ = "0.1.0"
-__url__ = "https://github.com/trl-rollout-corr/trl-rollout-corr"
 
 
 def __getattr__(name: str) -> Any:

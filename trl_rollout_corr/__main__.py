@@ -5,7 +5,7 @@ Command line.
     trl-rollout-corr report outputs/run -o report.html
     trl-rollout-corr compare outputs/run/dump
     trl-rollout-corr diagnose outputs/run/dump
-    trl-rollout-corr diagnose --probe Qwen/Qwen3-0.6B --config recipe.yaml
+    trl-rollout-corr probe Qwen/Qwen3-0.6B --config recipe.yaml
     trl-rollout-corr recipes
     trl-rollout-corr check
 """
@@ -15,6 +15,7 @@ import sys
 import traceback
 import warnings
 from pathlib import Path
+from typing import Any
 
 from . import __version__
 from .messages import SelfContainedError
@@ -22,8 +23,8 @@ from .messages import SelfContainedError
 
 def main(arguments: list[str] | None = None) -> int:
     """
-    Run the command line and return the exit code: 2 for input that cannot be used, 1 if `check` says no or `diagnose` finds
-    something.
+    Run the command line and return the exit code: 2 for input that cannot be used, 1 if `check` says no or `diagnose`
+    or `probe` finds a cause.
     """
     args = _parse(sys.argv[1:] if arguments is None else arguments)
     with warnings.catch_warnings(record=True) as caught:
@@ -54,21 +55,15 @@ def _refusal(args: argparse.Namespace, error: Exception) -> str:
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    if arguments[:1] != ["diagnose"] or not any(word.split("=")[0] == "--probe" for word in arguments):
+    if arguments[:1] != ["probe"]:
         return make_parser().parse_args(arguments)
-    args, options = make_parser(probes=True).parse_known_args(arguments)
+    args, options = make_parser().parse_known_args(arguments)
     args.options = options
     return args
 
 
-def make_parser(*, probes: bool = False) -> argparse.ArgumentParser:
-    """
-    The parser. What it returns has `run`, which takes the arguments and returns what to print.
-
-    Args:
-        probes (`bool`, *optional*, defaults to `False`):
-            Whether there is a probe, which takes options of a run. Their values are not to be taken for a dump.
-    """
+def make_parser() -> argparse.ArgumentParser:
+    """The parser. Its result has `run`, a function of the arguments that returns the text to print."""
     parser = argparse.ArgumentParser(prog="trl-rollout-corr", description="Tools for rollout correction.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.set_defaults(code=0)  # exit code of a command that ran
@@ -82,6 +77,30 @@ def make_parser(*, probes: bool = False) -> argparse.ArgumentParser:
     command.add_argument("file", help="YAML file, or - for standard input")
     command.set_defaults(run=_convert, subject="file")
 
+    _add_report(commands)
+    _add_compare(commands)
+
+    _add_diagnose(commands)
+    _add_probe(commands)
+
+    command = commands.add_parser(
+        "recipes",
+        help="write out the recipes and the examples that run them",
+        description="Write the folders recipes/ and examples/, so that the commands of the documents work.",
+    )
+    command.add_argument("folder", nargs="?", default=".", help="where to (default: here)")
+    command.set_defaults(run=_recipes, subject="folder")
+
+    command = commands.add_parser(
+        "check",
+        help="say whether the installed TRL can be corrected",
+        description="Print what is installed, what is relied on in TRL and whether it is there, and a verdict.",
+    )
+    command.set_defaults(run=_check, subject="command")
+    return parser
+
+
+def _add_report(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     command = commands.add_parser(
         "report",
         help="draw a report of a run or a dump",
@@ -94,10 +113,12 @@ def make_parser(*, probes: bool = False) -> argparse.ArgumentParser:
         help="a dump (folder or file), a run (`output_dir` or trainer_state.json), or an `output_dir` with both; "
         "or two of them",
     )
-    output = "report.html, or report.md with the charts beside it as report.png, or report.png: the picture alone"
+    output = "report.html, or report.png for the verdict and the main charts alone (default: report.html)"
     command.add_argument("-o", "--output", default="report.html", help=output)
     command.set_defaults(run=_report, subject="output")
 
+
+def _add_compare(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     command = commands.add_parser(
         "compare",
         help="say what every preset would do to the sequences of a dump",
@@ -118,61 +139,58 @@ def make_parser(*, probes: bool = False) -> argparse.ArgumentParser:
     command.add_argument("--epsilon_high", type=float, help="its upper side, if it is another")
     command.set_defaults(run=_compare, subject="dump")
 
+
+def _add_diagnose(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     command = commands.add_parser(
         "diagnose",
-        help="name what is wrong between sampler and trainer, and what to do about it",
-        description="Find the cause of the gap in the sequences of `rollout_dump_dir`, or before any training by a probe of "
-        "model and sampler: which, how sure, how much of the gap, and the settings that remove it. Exit code 0: healthy, 1: "
-        "something found, 2: unusable input.",
+        help="name the cause of the gap between sampler and trainer, and its remedy",
+        description="Find the cause of the gap in the sequences of `rollout_dump_dir`: its certainty, its share of the gap, "
+        "and the settings that remove it. Exit code 0: healthy, 1: a cause was found, 2: unusable input.",
         allow_abbrev=False,
     )
-    if not probes:
-        command.add_argument(
-            "dump",
-            nargs="?",
-            help="folder that `rollout_dump_dir` named, one of its files, or a run with a dump in it",
-        )
+    command.add_argument(
+        "dump", help="folder that `rollout_dump_dir` named, one of its files, or a run with a dump in it"
+    )
     command.add_argument("--json", action="store_true", help="print JSON")
     command.add_argument("--html", metavar="FILE", help="also write a page with a picture of each cause")
-    command.add_argument(
-        "--probe",
-        metavar="MODEL",
-        help="sample and score a few completions of this model, instead of a dump. Options of the run, such as --temperature "
-        "0.7, are taken as well",
-    )
-    command.add_argument(
-        "--config", metavar="FILE", help="with --probe: recipe of the run (default: TRL's defaults, colocated)"
-    )
-    command.add_argument("--prompts", metavar="FILE", help="with --probe: prompts, one a line")
-    command.add_argument("--completions", type=int, metavar="N", help="with --probe: how many (default: 64)")
-    command.add_argument(
-        "--trainer", choices=("grpo", "rloo"), help="with --probe: whose recipe it is (default: grpo)"
-    )
-    command.add_argument("--verbose", action="store_true", help="with --probe: show what TRL and vLLM say")
+    command.add_argument("--probe", nargs="?", action=_Moved, help=argparse.SUPPRESS)
     command.set_defaults(run=_diagnose, subject="dump")
 
-    command = commands.add_parser(
-        "recipes",
-        help="write out the recipes and the examples that run them",
-        description="Write the folders recipes/ and examples/, so that the commands of the documents work.",
-    )
-    command.add_argument("folder", nargs="?", default=".", help="where to (default: here)")
-    command.set_defaults(run=_recipes, subject="folder")
 
+class _Moved(argparse.Action):
+    """Refuses `diagnose --probe`."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        parser.error("--probe is a command of its own: trl-rollout-corr probe MODEL")
+
+
+def _add_probe(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     command = commands.add_parser(
-        "check",
-        help="say whether the installed TRL can be corrected",
-        description="Print what is installed, what is relied on in TRL and whether it is there, and a verdict.",
+        "probe",
+        help="the same before any training, from a few completions of a model",
+        description="Build the trainer and the sampler of a run, sample and score a few completions, and find the cause of "
+        "the gap by experiments. Takes all options of the run, such as --temperature 0.7. Exit code 0: healthy, 1: a cause "
+        "was found, 2: unusable input.",
+        allow_abbrev=False,
     )
-    command.set_defaults(run=_check, subject="command")
-    return parser
+    command.add_argument("model", help="name or folder of a model")
+    command.add_argument("--config", metavar="FILE", help="recipe of the run (default: TRL's defaults, colocated)")
+    command.add_argument("--prompts", metavar="FILE", help="text file with a prompt in each line")
+    command.add_argument("--completions", type=int, metavar="N", default=64, help="their least number (default: 64)")
+    command.add_argument("--trainer", choices=("grpo", "rloo"), default="grpo", help="of the recipe (default: grpo)")
+    command.add_argument("--json", action="store_true", help="print JSON")
+    command.add_argument("--html", metavar="FILE", help="also write a page with a picture of each cause")
+    command.add_argument("--verbose", action="store_true", help="show the output of TRL and vLLM")
+    command.set_defaults(run=_probe, subject="model")
 
 
 # Each command imports its work when it runs: `convert` does without torch, and `--help` does not wait for it.
 
 
 def _convert(args: argparse.Namespace) -> str:
-    from .analysis.convert import convert
+    from .settings.convert import convert
 
     return convert(args.file)
 
@@ -197,12 +215,8 @@ def _diagnose(args: argparse.Namespace) -> str:
         from .analysis.report import check_output
 
         check_output(args.html, (".html",))
-    if args.probe is not None:
-        args.subject = "probe"
-        return _probe(args)
-    _check_no_probe(args)
-    from .analysis.diagnose import diagnose, observe
-    from .analysis.diagnose.written import as_json, as_text
+    from .diagnosis import diagnose, observe
+    from .diagnosis.text import as_json, as_text
 
     observed = observe(args.dump)
     diagnosis = diagnose(observed)
@@ -214,29 +228,23 @@ def _diagnose(args: argparse.Namespace) -> str:
     return as_json(diagnosis) if args.json else as_text(diagnosis)
 
 
-def _check_no_probe(args: argparse.Namespace):
-    if args.dump is None:
-        raise SelfContainedError("diagnose takes a dump, or a model with --probe; got neither")
-    for name in ("config", "prompts", "completions", "trainer", "verbose"):
-        if getattr(args, name) not in (None, False):
-            raise SelfContainedError(f"--{name} is for a probe; name the model with --probe, or leave it out")
-
-
 def _probe(args: argparse.Namespace) -> str:
-    if args.options and not args.options[0].startswith("--"):
-        raise SelfContainedError(f"--probe samples by itself and takes no dump, got {args.options[0]!r}")
-    from .analysis.diagnose.experiments import as_data, rows
-    from .analysis.diagnose.experiments import as_text as as_table
-    from .analysis.diagnose.written import as_json, as_text
-    from .probe import probe
+    if args.html is not None:
+        from .analysis.report import check_output
+
+        check_output(args.html, (".html",))
+    from .diagnosis.text import as_json, as_text
+    from .probe.command import probe
+    from .probe.experiments import COLUMNS, as_data, rows
+    from .probe.experiments import as_text as as_table
 
     found = probe(
-        args.probe,
+        args.model,
         config=args.config,
         options=args.options,
         prompts=args.prompts,
-        completions=64 if args.completions is None else args.completions,
-        trainer=args.trainer or "grpo",
+        completions=args.completions,
+        trainer=args.trainer,
         verbose=args.verbose,
     )
     size = found.observed.size
@@ -244,28 +252,28 @@ def _probe(args: argparse.Namespace) -> str:
         from .analysis.report import write_diagnosis
 
         write_diagnosis(
-            args.probe, args.html, found.observed, found.diagnosis, rows(size, found.noise, found.outcomes)
+            args.model, args.html, found.observed, found.diagnosis, [COLUMNS, *rows(size, found.noise, found.results)]
         )
     args.code = 0 if found.diagnosis.healthy else 1
     if args.json:
         more = {
             "noise_floor": found.noise,
-            "experiments": as_data(found.noise, found.outcomes),
+            "experiments": as_data(found.noise, found.results),
             "about": found.observed.about,
             "seconds": round(found.seconds, 1),
         }
         return as_json(found.diagnosis, more)
-    return as_text(found.diagnosis) + as_table(size, found.noise, found.outcomes, found.observed.about)
+    return as_text(found.diagnosis) + as_table(size, found.noise, found.results, found.observed.about)
 
 
 def _recipes(args: argparse.Namespace) -> str:
-    from .shipped import write_recipes
+    from .settings.recipes import write_recipes
 
     return write_recipes(args.folder)
 
 
 def _check(args: argparse.Namespace) -> str:
-    from .trainers.inspection import inspect_trl
+    from .trainers.check_command import inspect_trl
 
     report, usable = inspect_trl()
     args.code = 0 if usable else 1

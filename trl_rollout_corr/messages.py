@@ -1,38 +1,96 @@
-"""How the user is spoken to."""
+"""Messages to the user: errors, warnings, reports of a run, and numbers and settings as text."""
 
 import difflib
 import logging
+import math
 import os
+import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import yaml
 
 
-# What is said while a run goes on. Without a handler of the user's, Python writes it to standard error as it is.
+# First part of every metric key
+PREFIX = "rollout_corr/"
+
+# Messages during a run. Without a handler of the user's, Python writes them unchanged to standard error.
 logger = logging.getLogger("trl_rollout_corr")
 
 
 class SelfContainedError(ValueError):
-    """An error that names what it is about, such as another file than the one that a command is asked to read."""
+    """An error whose message names the file, for commands that read several files."""
+
+
+class SettingError(ValueError):
+    """
+    An error about the value of one setting.
+
+    Args:
+        field (`str`):
+            Name of the setting.
+        value (`Any`):
+            Value of the setting.
+        reason (`str`, *optional*):
+            Reason why the value is refused.
+        allowed (`str`, *optional*):
+            Allowed values, such as `"above 1"`. The message then begins "`field` must be above 1, got 0.5", otherwise
+            "`field` is 0.5".
+        remedy (`str`, *optional*):
+            Sentences that say what to do.
+        part (`str`, *optional*):
+            Part of the setting that the value belongs to, such as "for `token_k1`".
+    """
+
+    def __init__(self, field: str, value: Any, reason: str = "", allowed: str = "", remedy: str = "", part: str = ""):
+        super().__init__(field, value, reason, allowed, remedy, part)  # all of them, for pickle
+        self.field, self.value, self.reason = field, value, reason
+        self.allowed, self.remedy, self.part = allowed, remedy, part
+
+    def __str__(self) -> str:
+        name = f"`{self.field}` {self.part}".strip()
+        if self.allowed:
+            text = f"{name} must be {self.allowed}, got {self.value!r}" + (f": {self.reason}" if self.reason else "")
+        else:
+            text = f"{name} is {self.value!r}" + (f", {self.reason}" if self.reason else "")
+        return f"{text}. {self.remedy}".rstrip()
+
+
+class SettingWarning(UserWarning):
+    """
+    A warning about one setting.
+
+    Args:
+        message (`str`):
+            The warning.
+        field (`str`, *optional*):
+            Name of the setting.
+    """
+
+    def __init__(self, message: str, field: str | None = None):
+        super().__init__(message)
+        self.field = field
 
 
 def is_first_rank() -> bool:
-    """Whether this process is the one of the job that speaks."""
+    """Return `True` on the rank that writes messages."""
     return os.environ.get("RANK", "0") == "0"
 
 
-def warn(message: str):
-    """Warn the user about settings, once per run rather than once per rank."""
+def warn(message: str, field: str | None = None) -> None:
+    """Warn about settings, on one rank only. `field` is the name of the setting, if there is one."""
     if is_first_rank():
-        warnings.warn(message, UserWarning, stacklevel=2)
+        warnings.warn(SettingWarning(message, field), stacklevel=2)
 
 
-def warn_idle(name: str, value: object, reason: str):
-    """Warn the user about a setting without effect."""
-    warn(f"`{name}` is set to {value!r} but has no effect: {reason}.")
+def warn_idle(name: str, value: object, reason: str) -> None:
+    """Warn about a setting without effect."""
+    warn(f"`{name}` is set to {value!r} but has no effect: {reason}.", name)
 
 
-def report(message: str, *, error: bool = False):
-    """Tell the user about the run, once rather than once per rank."""
+def report(message: str, *, error: bool = False) -> None:
+    """Log a message about the run, on one rank only."""
     if is_first_rank():
         logger.log(logging.ERROR if error else logging.WARNING, "%s", message)
 
@@ -41,3 +99,59 @@ def nearest(name: object, names: Iterable[str]) -> str:
     """ " Did you mean 'x'?", or nothing if no name is close."""
     found = difflib.get_close_matches(str(name), list(names), n=1)
     return f" Did you mean {found[0]!r}?" if found else ""
+
+
+# Numbers and settings as text -----------------------------------------------------------------------------------------
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """A number in a sentence: a few digits, and powers of ten only where zeros would have to be counted."""
+    if value is None:
+        return ""
+    if math.isnan(value):
+        return "NaN"
+    if isinstance(value, int) or (math.isfinite(value) and value == int(value) and abs(value) < 1e5):
+        return f"{int(value)}"
+    if math.isfinite(value) and not 1e-3 <= abs(value) < 1e5:
+        mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
+        mantissa = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
+        return f"{mantissa}e{int(exponent)}"
+    return f"{value:.{digits}g}"
+
+
+def percent(share: float | None) -> str:
+    """A share in percent."""
+    return "" if share is None else f"{number(100 * share)} %"
+
+
+def rounded(value: float) -> str:
+    """A number in a column of large and small ones: three digits, or all of those before the point."""
+    return "-" if math.isnan(value) else f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
+
+
+def three_decimals(value: float | None) -> str:
+    """A number in a column of shares and ratios."""
+    return "-" if value is None or math.isnan(value) else f"{value:.3f}"
+
+
+def steps(first: int, last: int) -> str:
+    """One optimizer step, or from which to which."""
+    return f"step {first}" if first == last else f"steps {first} to {last}"
+
+
+def yaml_lines(fields: Mapping[str, Any]) -> str:
+    """Fields as YAML, one a line."""
+    return "".join(f"{key}: {_in_one_line(value)}\n" for key, value in fields.items())
+
+
+def _in_one_line(value: Any) -> str:
+    return yaml.safe_dump([value], default_flow_style=True, width=1000).strip()[1:-1]
+
+
+def printable(text: str) -> str:
+    """Control characters as signs; direction marks, which could reorder what stands around them, as their names."""
+    return re.sub(
+        r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]",
+        lambda match: chr(0x2400 + ord(match[0])) if ord(match[0]) < 32 else f"\\u{ord(match[0]):04x}",
+        text,
+    )

@@ -19,7 +19,7 @@ from train import HeldOut, machine, share_engines, versions
 from transformers import PreTrainedTokenizerFast, PrinterCallback
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-from trl_rollout_corr.keys import PREFIX
+from trl_rollout_corr.messages import PREFIX
 from trl_rollout_corr.trainers.sampler import sync_weights_on_cpu
 
 

@@ -3,7 +3,7 @@ Dumps with faults, of one shape: every fault that the shape can show, at every s
 
     python benchmarks/diagnose/generate.py judge-qwen3 --seeds 20 --output outputs/diagnose
 
-A real vLLM engine on the CPU samples, a real model of transformers scores, and `trl_rollout_corr.faults` puts the faults in.
+A real vLLM engine on the CPU samples, a real model of transformers scores, and `faults` puts the faults in.
 Half of the seeds have both sides in bfloat16 underneath a fault, half in float32.
 """
 
@@ -19,12 +19,13 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import faults
 import torch
+from faults.models import merged
 from policies import EOS, SHAPES, VOCABULARY, build, updated
 
-from trl_rollout_corr import dump, faults
-from trl_rollout_corr.analysis.diagnose.signatures import FLOOR
-from trl_rollout_corr.faults.models import merged
+from trl_rollout_corr.diagnosis.evidence import FLOOR
+from trl_rollout_corr.dumps import writing as dump
 
 
 STEPS, ROWS, AGAIN = 8, 8, 12  # optimizer steps, sequences of each, and how many of all are scored a second time

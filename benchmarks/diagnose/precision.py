@@ -9,11 +9,10 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
+from faults import Fault, training_on
+from faults.models import head_in
 from generate import sample, score_steps, start, stop, with_weights
 from policies import build
-
-from trl_rollout_corr.faults import Fault, training_on
-from trl_rollout_corr.faults.models import head_in
 
 
 SEEDS = list(range(8))

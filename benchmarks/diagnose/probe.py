@@ -1,6 +1,6 @@
 """
-What `diagnose --probe` says of faults that a recipe can have: a small model with a real vLLM engine on the CPU, through the
-command line.
+Answers of the command `probe` about faults that a recipe can have: a small model with a real vLLM engine on the CPU, through
+the command line.
 
     python benchmarks/diagnose/probe.py                # all of them
     python benchmarks/diagnose/probe.py top-p dropout
@@ -70,7 +70,7 @@ def probe(model: str, options: dict[str, Any]) -> tuple[dict[str, Any], float]:
     words = [word for name, value in options.items() for word in (f"--{name}", _as_word(value))]
     start = _seconds()
     process = subprocess.run(
-        [sys.executable, "-m", "trl_rollout_corr", "diagnose", "--probe", model, "--json", *words],
+        [sys.executable, "-m", "trl_rollout_corr", "probe", model, "--json", *words],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     if process.returncode not in (0, 1):

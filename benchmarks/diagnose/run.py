@@ -16,10 +16,10 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 import numpy as np
+from faults import FAULTS
 
-from trl_rollout_corr.analysis.diagnose import diagnose, observe
-from trl_rollout_corr.analysis.diagnose.signatures import DIFFUSE, STAGES
-from trl_rollout_corr.faults import FAULTS
+from trl_rollout_corr.diagnosis import diagnose, observe
+from trl_rollout_corr.diagnosis.ranking import DIFFUSE, STAGES
 
 
 HERE = Path(__file__).parent
@@ -79,7 +79,7 @@ def main():
     results = {
         "shapes": args.shapes,
         "seeds": [args.first, args.first + args.seeds - 1],
-        "signatures": [[s.cause, s.weak, s.strong] for stage in (*STAGES, *DIFFUSE) for s in stage.signatures],
+        "signatures": [[name, test.weak, test.strong] for stage in (*STAGES, *DIFFUSE) for name, test in stage.tests],
         "with_second_look": {cause: dict(with_look[cause]) for cause in order},
         "without": {cause: dict(without[cause]) for cause in order},
         "by_fault": {fault: dict(by_fault[fault]) for fault in sorted(by_fault)},

@@ -8,7 +8,7 @@ from policies import DOUBLE, Problem, mean_gradient, mean_square, probabilities,
 
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
 from trl_rollout_corr.analysis.replay import policy_factor
-from trl_rollout_corr.correction import RolloutCorrection
+from trl_rollout_corr.correction.compute import RolloutCorrection
 
 
 # Settings whose effect depends on what else is in the batch.

@@ -26,7 +26,7 @@ from policies import KINDS, make_problem
 from tables import markdown
 
 from trl_rollout_corr import RolloutCorrectionConfig
-from trl_rollout_corr.presets import PRESETS
+from trl_rollout_corr.settings.presets import PRESETS
 
 
 FOLDER = Path(__file__).parent

@@ -27,8 +27,8 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.generation import vllm_generation
 
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
-from trl_rollout_corr.correction import RolloutCorrection
-from trl_rollout_corr.keys import PREFIX
+from trl_rollout_corr.correction.compute import RolloutCorrection
+from trl_rollout_corr.messages import PREFIX
 from trl_rollout_corr.trainers.observer import Moment
 from trl_rollout_corr.trainers.sampler import sync_weights_on_cpu
 

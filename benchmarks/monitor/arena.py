@@ -23,8 +23,8 @@ import itertools
 from cells import TUNING
 from leads import entries, settings_of
 
-from trl_rollout_corr.keys import PREFIX
-from trl_rollout_corr.rules import examine
+from trl_rollout_corr.health.examine import examine
+from trl_rollout_corr.messages import PREFIX
 
 
 HERE = Path(__file__).parent

@@ -5,10 +5,11 @@ from dataclasses import fields
 from typing import Any
 
 from trl_rollout_corr import RolloutCorrectionConfig
-from trl_rollout_corr.health import Finding, Rule
-from trl_rollout_corr.keys import PREFIX
-from trl_rollout_corr.presets import DEFAULT, PRESETS
-from trl_rollout_corr.rules import RULES, examine
+from trl_rollout_corr.health.examine import examine
+from trl_rollout_corr.health.rule import Alarm, Rule
+from trl_rollout_corr.health.rules import RULES
+from trl_rollout_corr.messages import PREFIX
+from trl_rollout_corr.settings.presets import DEFAULT, PRESETS
 
 
 # What the rules read, without prefix
@@ -68,7 +69,7 @@ def settings_of(options: Mapping[str, Any]) -> RolloutCorrectionConfig | dict[st
     return RolloutCorrectionConfig(**{name: value for name, value in options.items() if name in known})
 
 
-def alarms(run: Mapping[str, Any]) -> list[Finding]:
+def alarms(run: Mapping[str, Any]) -> list[Alarm]:
     """What the monitor finds in a recorded run."""
     return examine(entries(run), settings_of(run["options"]))
 

@@ -19,7 +19,7 @@ import torch
 from tests.distributed.test_ranks import EVERYTHING, assert_in_step, metrics_of, reports
 from tests.launching import ACCELERATE, ROOT, clean_environment, free_port
 from tests.training import assert_same_metrics
-from trl_rollout_corr.keys import PREFIX
+from trl_rollout_corr.messages import PREFIX
 
 
 MACHINES = 2

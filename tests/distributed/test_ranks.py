@@ -14,8 +14,8 @@ from tests.dumps import read_dump
 from tests.launching import ACCELERATE, HAS_ASYNCHRONOUS, ROOT, run
 from tests.training import assert_same_metrics
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
-from trl_rollout_corr.criteria import CRITERIA
-from trl_rollout_corr.keys import PREFIX
+from trl_rollout_corr.messages import PREFIX
+from trl_rollout_corr.settings.criteria import CRITERIA
 
 
 EVERYTHING = {

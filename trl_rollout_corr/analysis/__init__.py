@@ -1,7 +1,6 @@
 """
-What happens after the run: the work of `python -m trl_rollout_corr`. Nothing is imported here, so that every command loads
-only what it needs.
+The commands after a run: `compare` replays presets on a dump, `report` draws a run. Nothing is imported here, so that every
+command loads only the modules that it needs.
 
-`convert` translates settings of other tools, `compare` replays presets on a dump, `report` draws a run. Data flows one way:
-`reading`, `run` and `settings` read; `replay`, `spread` and `report` compute; `text` writes numbers down.
+Data flows one way: `run` reads; `replay`, `spread` and `recommend` compute; `compare` and `report` write.
 """

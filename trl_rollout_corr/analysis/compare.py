@@ -1,85 +1,69 @@
-"""`python -m trl_rollout_corr compare`: what every preset would do to the sequences of a dump. No TRL here."""
+"""`trl-rollout-corr compare`: the effect of every preset on the sequences of a dump. No TRL here."""
 
 import dataclasses
 import json
 import math
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..config import RolloutCorrectionConfig
-from ..messages import warn
-from ..presets import PRESETS, Preset, settings_of
-from ..rules import HEALTHY
-from .exact import given_up
-from .phase import Phase, healthy_phase
-from .reading import Sequences, read_sequences
-from .replay import Batch, Outcome, batch_of, replay
-from .run import find_dump, logs_of_dump
-from .settings import config_of_run, read_config
-from .spread import TARGET, Spread, measure, predict, suggest, suggest_bounds
-from .text import percent, rounded, three_decimals, yaml_lines
-from .text import steps as steps_in_words
+from ..dumps.reading import open_dump
+from ..dumps.sequences import Sequences
+from ..health.bands import HEALTHY
+from ..health.examine import examine
+from ..messages import percent, rounded, three_decimals, warn, yaml_lines
+from ..messages import steps as steps_in_words
+from ..settings.config import RolloutCorrectionConfig
+from ..settings.files import config_of_run, read_config
+from ..settings.presets import PRESETS, Preset, settings_of
+from .recommend import NOTHING, HealthySteps, Recommendation, healthy_steps, recommend, spread_of
+from .replay import Batch, Effect, batch_of, replay
+from .run import entries_of, log_of_dump
+from .spread import TARGET, Spread, predict, suggest_bounds
 
 
-# What needs no bounds made of the sequences, by the mode of the run
-_WITHOUT_BOUNDS: dict[str, Preset] = {
-    "decoupled": "auto",
-    "ppo_clip": "bypass_ppo_clip",
-    "reinforce": "bypass_pg_token_icepop",
-}
-_SUGGESTED = "suggested"
-_REFERENCE: Preset = "disabled"
+_FITTED = "bounds that fit"
 
 
 class Setting(NamedTuple):
-    """A configuration to compare: what the table calls it, and whether what it did is in the dump."""
+    """A configuration to compare: its name in the table, and whether its effect is in the dump."""
 
     name: str
     config: RolloutCorrectionConfig
     as_dumped: bool = False
 
 
-class Recommendation(NamedTuple):
-    """The setting to try first: the row of the table that has it, why, and its fields."""
-
-    row: str
-    why: str
-    fields: dict[str, Any]
-
-
 class Comparison(NamedTuple):
     """
-    All that is printed.
+    The numbers and sentences that are printed.
 
     Args:
         batch ([`~trl_rollout_corr.analysis.replay.Batch`]):
             The sequences.
         config ([`RolloutCorrectionConfig`]):
             Configuration of the run.
-        outcomes (`list[tuple[Setting, Outcome]]`):
-            What each setting does.
+        effects (`list[tuple[Setting, Effect]]`):
+            Effect of each setting.
         spread ([`~trl_rollout_corr.analysis.spread.Spread`]):
             Spread of the log-ratio.
         bounds (`tuple[float, float]`):
-            Bounds of `seq_mean_k1` that it suggests.
+            Bounds of `seq_mean_k1` that fit this spread.
         notes (`list[str]`):
-            What to know about it all.
-        suggestion (`dict` or `None`):
-            Settings with these bounds; `None` if there are no steps to make them of.
-        recommendation ([`Recommendation`]):
-            What to try first.
+            Remarks about the sequences and the run.
+        recommendation ([`~trl_rollout_corr.analysis.recommend.Recommendation`]):
+            The settings to try first.
+        row (`str`):
+            The row of the table that has them.
     """
 
     batch: Batch
     config: RolloutCorrectionConfig
-    outcomes: list[tuple[Setting, Outcome]]
+    effects: list[tuple[Setting, Effect]]
     spread: Spread
     bounds: tuple[float, float]
     notes: list[str]
-    suggestion: dict[str, Any] | None
     recommendation: Recommendation
+    row: str
 
 
 def compare(
@@ -112,118 +96,97 @@ def compare(
     Raises:
         `ValueError`: in one line, if the dump or a configuration cannot be used.
     """
-    folder = Path(path)
-    found = find_dump(folder) if folder.is_dir() else None
-    sequences, written = read_sequences(found or folder, sampled_only=not worst, steps=steps)
-    for damage in written.damage:
+    dump = open_dump(path, sampled_only=not worst, steps=steps)
+    for damage in dump.damage:
         warn(f"{path}: {damage}.")
-    config = config_of_run(written.settings, "the settings in the dump")
+    sequences, config = dump.sequences, config_of_run(dump.settings, "the settings in the dump")
     notes: list[str] = []
-    rows, fit = None, True
+    healthy = HealthySteps(np.ones(len(sequences), bool), None, None)
     if steps is None:
-        phase = healthy_phase(logs_of_dump(found or folder, sequences, config), config)
-        rows, fit = _healthy_rows(sequences, phase, notes)
-    batch = batch_of(sequences, rows)
-    tokens = batch.tokens(RolloutCorrectionConfig())
-    if not tokens.lengths.any():
+        log = log_of_dump(dump.path, sequences, config)
+        healthy = healthy_steps(sequences, log.index, examine(entries_of(log), config))
+        notes += _notes_on_steps(sequences, healthy)
+    batch = batch_of(sequences, healthy.rows if healthy.rows.any() else None)
+    spread = spread_of(batch)
+    if spread is None:
         raise ValueError("no token of the loss has a log-probability of both policies that is finite")
-    spread = measure(tokens.log_ratio, tokens.valid > 0)
-    bounds = suggest_bounds(spread)
-    suggestion = suggest(spread, bounds, config) if fit else None
+    best = recommend(spread if healthy.rows.any() else None, config, healthy.alarm)
     settings = [Setting("this run", config, as_dumped=True)]
-    if suggestion is not None and spread.s:
-        settings.append(Setting(_SUGGESTED, RolloutCorrectionConfig(**suggestion)))
+    settings += [Setting(_FITTED, RolloutCorrectionConfig(**best.fitted))] if best.fitted else []
     settings += [*_presets(), *(Setting(file, read_config(file)) for file in files)]
-    outcomes = _outcomes(batch, settings, clip, int(tokens.broken.sum()), notes)
+    effects = _effects(batch, settings, clip, notes)
     if config.rollout_metrics_only:
-        notes.append("This run only measured: its row is what its settings would have done.")
+        notes.append("This run only measured: its row is the effect that its settings would have had.")
     if not batch.advantages.any():
         notes.append("Every advantage is 0, so there is no gradient to compare.")
-    recommendation = _recommend(config, outcomes, suggestion, spread)
-    return Comparison(batch, config, outcomes, spread, bounds, notes, suggestion, recommendation)
+    row, effect = _row_of(best, effects)
+    if best.fitted:
+        best = best._replace(reason=f"{best.reason}. On these sequences: {_measured(effect)}")
+    return Comparison(batch, config, effects, spread, suggest_bounds(spread), notes, best, row)
 
 
-def _healthy_rows(sequences: Sequences, phase: Phase, notes: list[str]) -> tuple[np.ndarray | None, bool]:
-    """Which sequences to take, and whether they are fit to make bounds of. Notes what is left out, and why."""
-    if phase.alarm is None or phase.last_step is None:
-        return None, True
-    rows = sequences.step <= phase.last_step
-    alarm = f"an alarm was raised at step {phase.alarm.step} (`{phase.alarm.rule}`)"
-    if not rows.any():
-        notes.append(f"All steps are taken, and no bounds are made of them: {alarm}, and none was dumped before that.")
-        return None, False
-    if not rows.all():
-        left_out = sequences.step[~rows]
-        where = steps_in_words(int(left_out.min()), int(left_out.max()))
-        notes.append(f"Without {where}: {alarm}. `--steps` takes others.")
-    return rows, True
+def _notes_on_steps(sequences: Sequences, healthy: HealthySteps) -> list[str]:
+    """The steps that are left out, and why."""
+    if healthy.alarm is None or healthy.rows.all():
+        return []
+    alarm = f"an alarm was raised at step {healthy.alarm.step} (`{healthy.alarm.rule}`)"
+    if not healthy.rows.any():
+        return [
+            f"All steps are taken, and no bounds are made of them: {alarm}, and none was dumped before that. `--steps` makes "
+            "bounds of the steps that it names."
+        ]
+    left_out = sequences.step[~healthy.rows]
+    return [
+        f"Without {steps_in_words(int(left_out.min()), int(left_out.max()))}: {alarm}. `--steps` takes other steps."
+    ]
 
 
-def _outcomes(
-    batch: Batch, settings: list[Setting], clip: tuple[float, float], broken: int, notes: list[str]
-) -> list[tuple[Setting, Outcome]]:
-    """What each setting does."""
-    outcomes = []
+def _effects(
+    batch: Batch, settings: list[Setting], clip: tuple[float, float], notes: list[str]
+) -> list[tuple[Setting, Effect]]:
+    """The effect of each setting."""
+    effects = []
+    broken = int(batch.tokens(RolloutCorrectionConfig()).broken.sum())
     if broken:
         notes.append(f"{broken} of {batch.n_tokens} tokens have a log-probability that is not finite.")
     for setting in settings:
         if broken and setting.config.rollout_nan_policy == "raise":
-            outcomes.append((setting, Outcome()))
+            effects.append((setting, Effect()))
             notes.append(f"{setting.name}: `rollout_nan_policy: raise` ends the run at these sequences.")
         else:
-            outcomes.append((setting, replay(batch, setting.config, clip=clip, as_dumped=setting.as_dumped)))
-    return outcomes
+            effects.append((setting, replay(batch, setting.config, clip=clip, as_dumped=setting.as_dumped)))
+    return effects
 
 
-def _recommend(
-    config: RolloutCorrectionConfig,
-    outcomes: list[tuple[Setting, Outcome]],
-    suggestion: dict[str, Any] | None,
-    spread: Spread,
-) -> Recommendation:
-    """One row, in the mode of the run, and the reason in numbers of the table."""
-    if not spread.s:
-        why = "the policies agree on every token, so that there is nothing to correct"
-        return Recommendation(_REFERENCE, why, {"rollout_correction": _REFERENCE})
-    if suggestion is None:
-        preset = _WITHOUT_BOUNDS[config.rollout_loss_type if config.bypass_mode else "decoupled"]
-        row = next(setting.name for setting, _ in outcomes if preset in setting.name.split(", "))
-        why = (
-            "it needs no bounds from the steps at hand, which are unhealthy and would make bounds that keep what they ought "
-            "to reject. Find the cause of the alarm first; `--steps` makes bounds of the steps that it names, all the same"
-        )
-        return Recommendation(row, why, {"rollout_correction": preset})
-    outcome = next(outcome for setting, outcome in outcomes if setting.name == _SUGGESTED)
-    lower, upper = suggestion["rollout_rs_threshold"]
-    parts = [
-        f"bounds of {lower:g} and {upper:g} reject completions beyond noise, here {percent(outcome.rejected)} of tokens"
-    ]
-    if outcome.effective_sample_size is not None:
-        parts.append(f"its weights leave {percent(outcome.effective_sample_size)} of the sample")
-    if outcome.cosine is not None:
-        parts.append(f"the gradient has a cosine of {outcome.cosine:.3f} with that of the reference")
-    if not config.bypass_mode:
-        lost = given_up(spread.s)
-        parts.append(
-            f"and at a gap of s = {spread.s:.2g} the token weights beneath give up at most {lost.token_weights:g} of the best "
-            f"direction there is, no correction {lost.nothing:g} (benchmarks/exact)"
-        )
-    return Recommendation(_SUGGESTED, ", ".join(parts), suggestion)
+def _row_of(best: Recommendation, effects: list[tuple[Setting, Effect]]) -> tuple[str, Effect]:
+    """The row of the table with the recommended settings, and their effect."""
+    name = best.settings["rollout_correction"]
+    return next((setting.name, effect) for setting, effect in effects if name in setting.name.split(", "))
+
+
+def _measured(effect: Effect) -> str:
+    """The effect of settings on these sequences, in words."""
+    parts = [f"{percent(effect.rejected)} of all tokens rejected"]
+    if effect.effective_sample_size is not None:
+        parts.append(f"effective sample size of the weights {percent(effect.effective_sample_size)}")
+    if effect.cosine is not None:
+        parts.append(f"cosine of the gradient with the reference {effect.cosine:.3f}")
+    return ", ".join(parts)
 
 
 def _presets() -> list[Setting]:
-    """One setting for all presets that say the same, and first the one without a correction."""
-    names: dict[str, list[Preset]] = {repr(settings_of(_REFERENCE)): []}
+    """One setting for all presets with the same fields; first the one without a correction, the reference."""
+    names: dict[str, list[Preset]] = {repr(settings_of(NOTHING)): []}
     for name in PRESETS:
         names.setdefault(repr(settings_of(name)), []).append(name)
     return [Setting(", ".join(same), RolloutCorrectionConfig.from_preset(same[0])) for same in names.values()]
 
 
-# What is printed ----------------------------------------------------------------------------------------------------------
+# Output ------------------------------------------------------------------------------------------------------------------
 
 
 def as_markdown(c: Comparison) -> str:
-    """What the command prints."""
+    """The text that the command prints."""
     mode = f"bypass, {c.config.rollout_loss_type}" if c.config.bypass_mode else "decoupled"
     policy = "current" if c.config.bypass_mode else "old"
     spread, s, best = c.spread, c.spread.s, c.recommendation
@@ -232,7 +195,7 @@ def as_markdown(c: Comparison) -> str:
         f"{len(c.batch.mask)} sequences of steps {c.batch.steps[0]} to {c.batch.steps[-1]}, {c.batch.n_tokens} tokens."
     )
     half = f"{math.log(2) / s**2:.0f} tokens" if s else "any length"
-    outcomes = [[_marked(setting.name, best.row), *map(three_decimals, outcome)] for setting, outcome in c.outcomes]
+    effects = [[_marked(setting.name, c.row), *map(three_decimals, effect)] for setting, effect in c.effects]
     predictions = [[quantity, *map(rounded, numbers)] for quantity, *numbers in predict(spread, c.bounds)]
     return "\n".join(
         [
@@ -240,7 +203,7 @@ def as_markdown(c: Comparison) -> str:
             f"The run: {mode}; the trainer's log-probabilities are those of the {policy} policy.",
             *c.notes,
             "",
-            *_table(["settings", "rejected", "ESS", "effective lr", "cosine", "norm"], outcomes),
+            *_table(["settings", "rejected", "ESS", "effective lr", "cosine", "norm"], effects),
             "",
             f"Spread s = {s:.4g}, without tails {spread.s_robust:.4g}. Mean length {rounded(spread.mean_length)} ({lengths}).",
             f"v = s^2 * length = {rounded(s * s * spread.mean_length)}. Sequence weights keep half of their ESS up to {half}.",
@@ -248,18 +211,27 @@ def as_markdown(c: Comparison) -> str:
             "",
             *_table(["quantity", "predicted", "at mean length", "measured"], predictions),
             "",
-            f"Recommended: {best.row}, because {best.why}.",
+            f"Recommended: {c.row}, because {best.reason}.",
             "",
             "```yaml",
-            f"{yaml_lines(best.fields)}```",
+            f"{yaml_lines(dict(best.settings))}```",
+            *_alternative(best),
             "",
         ]
     )
 
 
+def _alternative(best: Recommendation) -> list[str]:
+    """The settings whose bounds fit these sequences."""
+    if best.fitted is None:
+        return []
+    text = f"{_FITTED.capitalize()} the spread of these tokens reject outliers, and at most {percent(TARGET)} of the others:"
+    return ["", text, "", "```yaml", f"{yaml_lines(best.fitted)}```"]
+
+
 def _marked(row: str, recommended: str) -> str:
-    """The name of a row, with what sets it apart."""
-    marks = ["reference"] if row == _REFERENCE else []
+    """The name of a row, marked if it is the reference or recommended."""
+    marks = ["reference"] if row == NOTHING else []
     marks += ["recommended"] if row == recommended else []
     return f"{row} ({', '.join(marks)})" if marks else row
 
@@ -267,14 +239,14 @@ def _marked(row: str, recommended: str) -> str:
 def _remarks(c: Comparison) -> list[str]:
     remarks = []
     _, healthy = HEALTHY["k3_kl"]
-    if c.suggestion is not None and healthy is not None and c.spread.s**2 / 2 > healthy:
+    if c.recommendation.fitted and healthy is not None and c.spread.s**2 / 2 > healthy:
         remarks.append(
-            "The policies are far apart in these steps: bounds made of them keep what alarms are raised for."
+            "The policies are far apart in these steps: bounds made of them keep tokens for which alarms are raised."
         )
     if c.spread.s > 2 * c.spread.s_robust:
         remarks.append("A few tokens are far off: most of the spread is theirs.")
-    if c.suggestion is not None and c.spread.share_outside(*c.bounds) > TARGET:
-        remarks.append("More completions are far off than noise explains; the suggested bounds reject them.")
+    if c.recommendation.fitted and c.spread.share_outside(*c.bounds) > TARGET:
+        remarks.append("More completions are far off than noise explains; bounds that fit reject them.")
     return remarks
 
 
@@ -291,7 +263,7 @@ def _table(header: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def as_json(c: Comparison) -> str:
-    """What it prints with `--json`."""
+    """The text that it prints with `--json`."""
     document = {
         "sequences": len(c.batch.mask),
         "tokens": c.batch.n_tokens,
@@ -300,26 +272,26 @@ def as_json(c: Comparison) -> str:
         "settings": [
             {
                 "name": setting.name,
-                "reference": setting.name == _REFERENCE,
-                "rejected": outcome.rejected,
-                "sample_size": outcome.effective_sample_size,
-                "effective_lr": outcome.effective_lr,
-                "cosine": outcome.cosine,
-                "norm": outcome.norm,
+                "reference": setting.name == NOTHING,
+                "rejected": effect.rejected,
+                "sample_size": effect.effective_sample_size,
+                "effective_lr": effect.effective_lr,
+                "cosine": effect.cosine,
+                "norm": effect.norm,
                 "fields": dataclasses.asdict(setting.config),
             }
-            for setting, outcome in c.outcomes
+            for setting, effect in c.effects
         ],
         "spread": {"s": c.spread.s, "s_robust": c.spread.s_robust, "mean_length": c.spread.mean_length},
         "predictions": [prediction._asdict() for prediction in predict(c.spread, c.bounds)],
-        "suggestion": c.suggestion,
-        "recommendation": c.recommendation._asdict(),
+        "suggestion": c.recommendation.fitted,
+        "recommendation": {"row": c.row, "why": c.recommendation.reason, "fields": c.recommendation.settings},
     }
     return json.dumps(_finite(document), indent=2) + "\n"
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no word for infinity, which our settings take as text, nor for NaN."""
+    """JSON has neither infinity, which our settings take as text, nor NaN."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -6,11 +6,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ..config import RolloutCorrectionConfig
-from ..correction import compute_rollout_correction
-from ..functional import LOG_RATIO_BOUND, Tokens, select_tokens
-from ..keys import PREFIX
-from .reading import Sequences, pad
+from ..correction.compute import compute_rollout_correction
+from ..correction.functional import LOG_RATIO_BOUND, Tokens, select_tokens
+from ..dumps.sequences import Sequences, pad
+from ..messages import PREFIX
+from ..settings.config import RolloutCorrectionConfig
 
 
 class Batch(NamedTuple):
@@ -27,9 +27,9 @@ class Batch(NamedTuple):
         rollout_logps (`torch.Tensor` of shape `(B, T)`):
             Log-probabilities under the rollout policy, in nats.
         keep (`torch.Tensor` of shape `(B, T)`):
-            What the run kept.
+            Tokens that the run kept.
         coefficients (`torch.Tensor` of shape `(B, T)`):
-            What multiplied the policy gradient in the run.
+            Factor of the policy gradient in the run.
         advantages (`torch.Tensor` of shape `(B, 1)`):
             Advantage of each sequence; 0 if it is not finite.
     """
@@ -52,9 +52,9 @@ class Batch(NamedTuple):
         return select_tokens(self.train_logps, self.rollout_logps, self.mask, neutralize=neutralize)
 
 
-class Outcome(NamedTuple):
+class Effect(NamedTuple):
     """
-    What settings do to the sequences. `None` for what there is not.
+    Effect of settings on sequences. `None` where a number is not defined.
 
     Args:
         rejected (`float` or `None`):
@@ -62,7 +62,7 @@ class Outcome(NamedTuple):
         effective_sample_size (`float` or `None`):
             Effective sample size of the weights, as a share of the tokens.
         effective_lr (`float` or `None`):
-            Mean of what multiplies the policy gradient.
+            Mean factor of the policy gradient.
         cosine (`float` or `None`):
             Cosine of the corrected and the uncorrected gradient, by token.
         norm (`float` or `None`):
@@ -95,7 +95,7 @@ def replay(
     *,
     clip: tuple[float, float],
     as_dumped: bool = False,
-) -> Outcome:
+) -> Effect:
     """
     Correct sequences with a configuration.
 
@@ -103,14 +103,14 @@ def replay(
         batch ([`Batch`]):
             The sequences.
         config ([`RolloutCorrectionConfig`]):
-            What to do.
+            The settings.
         clip (`tuple[float, float]`):
             Ratios below and above which PPO clips.
         as_dumped (`bool`, *optional*, defaults to `False`):
-            Take what was rejected, and what multiplied the gradients, from the run itself.
+            Whether rejected tokens and factors of the gradient are those of the run itself.
 
     Returns:
-        [`Outcome`]: what it does.
+        [`Effect`].
 
     Raises:
         `ValueError`: if a log-probability is not finite and `rollout_nan_policy` is `"raise"`.
@@ -124,7 +124,7 @@ def replay(
         coefficients = coefficients * (tokens.log_ratio.abs() <= LOG_RATIO_BOUND)  # PPO's gradient ends there
     factor = policy_factor(coefficients, tokens.log_ratio, batch.advantages, config, clip)
     count = tokens.lengths.sum(dtype=torch.float64)
-    return Outcome(
+    return Effect(
         None if config.rollout_rs is None else (1 - keep.sum() / count).item(),
         correction.metrics().get(f"{PREFIX}rollout_is_eff_sample_size"),
         (coefficients.sum(dtype=torch.float64) / count).item(),
@@ -140,7 +140,7 @@ def policy_factor(
     clip: tuple[float, float],
 ) -> torch.Tensor:
     """
-    What multiplies `advantage * grad logp` of each token when it is first trained on.
+    Factor of `advantage * grad logp` of each token in the first optimizer step on it.
 
     Around the sampler, PPO's ratio does so until it is clipped; in the other modes the ratio of the policy to itself is 1.
 

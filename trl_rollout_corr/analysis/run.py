@@ -1,27 +1,25 @@
-"""The reader of a run: what its trainer logged, the sequences that it dumped, or both."""
+"""The reader of a run: the log of its trainer, its dumped sequences, or both."""
 
 import json
-import math
-import re
-import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from copy import copy
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import numpy as np
-import pyarrow as pa
+import pandas as pd
 import torch
 import yaml
 
-from ..config import RolloutCorrectionConfig
-from ..correction import compute_rollout_correction
-from ..dump import files_of, read_logs
-from ..health import is_training_window
-from ..keys import PREFIX
-from .reading import CONTEXT, NUMBERS, TEXTS, Sequences, Written, read_table
-from .settings import config_of_run
+from ..correction.compute import compute_rollout_correction
+from ..dumps.reading import find_dump, open_dump
+from ..dumps.sequences import Sequences
+from ..dumps.writing import files_of, read_logs
+from ..health.windows import is_training_window
+from ..messages import PREFIX
+from ..settings.config import RolloutCorrectionConfig
+from ..settings.files import config_of_run
 
 
 STATE = "trainer_state.json"
@@ -29,27 +27,25 @@ STATE = "trainer_state.json"
 
 class Dump(NamedTuple):
     """
-    What a run dumped.
+    The dump of a run.
 
     Args:
-        sequences ([`~trl_rollout_corr.analysis.reading.Sequences`]):
+        sequences ([`~trl_rollout_corr.dumps.sequences.Sequences`]):
             Its sequences.
         config ([`RolloutCorrectionConfig`]):
             Its configuration.
-        context (`pa.Table`):
-            `CONTEXT` of the same sequences, which a diagnosis looks at.
-        written ([`~trl_rollout_corr.analysis.reading.Written`]):
-            What else its files say.
+        settings (`dict`), about (`dict[str, str]`):
+            Settings in effect at the last step, and facts about the run, as in its files.
     """
 
     sequences: Sequences
     config: RolloutCorrectionConfig
-    context: pa.Table
-    written: Written
+    settings: dict[str, Any]
+    about: dict[str, str]
 
 
 class About(NamedTuple):
-    """What a run is, as far as it is known: its model, trainer and correction, and when it began or was last written to."""
+    """Model, trainer and correction of a run, and the day on which it began or was last written to; empty if unknown."""
 
     model: str = ""
     trainer: str = ""
@@ -59,27 +55,28 @@ class About(NamedTuple):
 
 class Run(NamedTuple):
     """
-    What is left of a run.
+    The files of a run, read.
 
     Args:
         name (`str`):
             Name of its folder.
-        logs (`list[dict]`):
-            Log entries with metrics of rollout correction, in order of steps.
+        log (`pd.DataFrame`):
+            Metrics of training: a row per logging window, its optimizer step as index `step`, and a column per metric. NaN
+            where a metric was not logged.
         logged_by (`str`):
-            Where they are from: `"trainer"`, or `"dump"` if they were computed from its sequences.
+            Source of the log: `"trainer"`, or `"dump"` if it was computed from the dumped sequences.
         dump ([`Dump`] or `None`):
-            What it dumped.
+            Its dump.
         about ([`About`]):
-            What it is.
+            Its model, trainer, correction and date.
         planned (`int` or `None`):
-            Optimizer steps that it was to make, if that is known.
+            Optimizer steps that it was to make, if known.
         damage (`list[str]`):
-            A sentence about each thing that could not be read, or that is missing.
+            A sentence about each file or part that could not be read, or is missing.
     """
 
     name: str
-    logs: list[dict[str, Any]]
+    log: pd.DataFrame
     logged_by: str
     dump: Dump | None
     about: About
@@ -96,7 +93,7 @@ def read_run(path: Path) -> Run:
             A dump (folder or file), a `trainer_state.json`, or a folder that holds either or both.
 
     Returns:
-        [`Run`]: what was found.
+        [`Run`].
 
     Raises:
         `ValueError`: in one line, if there is neither, or a file is damaged or of another tool.
@@ -111,48 +108,53 @@ def _read(path: Path, states: list[Path], folder: Path | None) -> Run:
     dump, entries, state, about = None, [], {}, About()
     damage: list[str] = []
     if folder is not None:
-        table, written = read_table(folder, [*NUMBERS, *TEXTS, *CONTEXT])
-        config = config_of_run(written.settings, "the settings in the dump cannot be read")
-        dump = Dump(Sequences(table), config, table.select(CONTEXT), written)
-        known = {name: str(value) for name, value in written.about.items() if name in About._fields}
+        opened = open_dump(folder, text=True)
+        config = config_of_run(opened.settings, "the settings in the dump cannot be read")
+        dump = Dump(opened.sequences, config, opened.settings, opened.about)
+        known = {name: str(value) for name, value in opened.about.items() if name in About._fields}
         about = About(**{**known, "correction": dump.config.description})
-        damage += written.damage
+        damage += opened.damage
         entries += read_logs(folder, damage.append)
     if states:
         state = _read_states(states, damage, needed=folder is None)
         entries += state.get("log_history", [])
         about = _fill_in(about, _about_run(path if path.is_dir() else path.parent, states[0]))
-    logs, logged_by = _training_windows(entries), "trainer"
-    if not logs:
+    log, logged_by = _merge(entries), "trainer"
+    if log.empty:
         if dump is None:
             raise ValueError(f"{(states[0] if states else path).name} has no log entry with a step and metrics")
-        logs, logged_by = list(_metrics_of(dump.sequences, dump.config)), "dump"
+        log, logged_by = _merge(_metrics_of(dump.sequences, dump.config)), "dump"
     elif dump is not None:
-        damage += _cut_short(logs, dump.sequences)
+        damage += _cut_short(log, dump.sequences)
     name = (path.parent if path.is_file() else path).resolve().name
     if folder is not None and folder.parent == path and len([*path.glob("*/step-*.parquet")]) > len(files_of(folder)):
         name = f"{name}/{folder.name}"  # one of several
     planned = state.get("max_steps")
-    return Run(name, logs, logged_by, dump, about, planned if isinstance(planned, int) else None, damage)
+    return Run(name, log, logged_by, dump, about, planned if isinstance(planned, int) else None, damage)
 
 
-def logs_of_dump(path: Path, sequences: Sequences, config: RolloutCorrectionConfig) -> list[dict[str, Any]]:
-    """The log of a dump, or else the metrics of its sequences."""
-    return _training_windows(read_logs(path)) or list(_metrics_of(sequences, config))
+def log_of_dump(path: Path, sequences: Sequences, config: RolloutCorrectionConfig) -> pd.DataFrame:
+    """The log of a dump; without one, metrics of its sequences."""
+    logged = _merge(read_logs(path))
+    return _merge(_metrics_of(sequences, config)) if logged.empty else logged
 
 
-def _training_windows(entries: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    return [entry for entry in _merge(entries) if is_training_window(entry)]
+def entries_of(log: pd.DataFrame) -> list[dict[str, Any]]:
+    """Log entries as a trainer writes them: a dictionary per step, without the metrics that were not logged."""
+    rows = zip(log.index, log.to_dict("records"), strict=True)
+    return [
+        {**{key: value for key, value in row.items() if not pd.isna(value)}, "step": int(step)} for step, row in rows
+    ]
 
 
-def _cut_short(logs: list[dict[str, Any]], sequences: Sequences) -> list[str]:
+def _cut_short(log: pd.DataFrame, sequences: Sequences) -> list[str]:
     """A complaint about a log that ends before the sequences do, by more than a logging window."""
-    steps, last = [entry["step"] for entry in logs], int(sequences.step.max())
-    window = statistics.median(np.diff([0, *steps]))
-    if last - steps[-1] <= window:
+    logged, dumped = int(log.index[-1]), int(sequences.step.max())
+    window = np.median(np.diff(log.index, prepend=0))
+    if dumped - logged <= window:
         return []
     return [
-        f"the log ends at step {steps[-1]}, and the sequences go on to step {last}: what came after was not logged"
+        f"the log ends at step {logged}, and the sequences go on to step {dumped}: the steps between were not logged"
     ]
 
 
@@ -172,7 +174,7 @@ def _find(path: Path) -> tuple[list[Path], Path | None]:
 
 
 def _find_states(folder: Path) -> list[Path]:
-    """The one that lies here, and those of the checkpoints from the latest on."""
+    """The state in this folder, and those of its checkpoints, the latest first."""
     here = [folder / STATE] if (folder / STATE).exists() else []
     checkpoints = [path for path in folder.glob(f"checkpoint-*/{STATE}") if _number(path).isdigit()]
     return here + sorted(checkpoints, key=lambda path: int(_number(path)), reverse=True)
@@ -180,14 +182,6 @@ def _find_states(folder: Path) -> list[Path]:
 
 def _number(path: Path) -> str:
     return path.parent.name.removeprefix("checkpoint-")
-
-
-def find_dump(folder: Path) -> Path | None:
-    """This folder, or the one below it that was written to last."""
-    if files_of(folder):
-        return folder
-    below = [path for path in sorted(folder.iterdir()) if path.is_dir() and files_of(path)]
-    return max(below, key=lambda path: files_of(path)[-1].stat().st_mtime_ns, default=None)
 
 
 # Logs ---------------------------------------------------------------------------------------------------------------------
@@ -209,10 +203,11 @@ def _read_states(paths: list[Path], damage: list[str], *, needed: bool) -> dict[
 
 def _read_state(path: Path) -> dict[str, Any]:
     try:
-        state = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path.name} is damaged or not JSON: {error}") from None
-    entries = state.get("log_history") if isinstance(state, dict) else None
+    state: dict[str, Any] = found if isinstance(found, dict) else {}
+    entries = state.get("log_history")
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise ValueError(f"{path.name} is JSON, but not the state of a trainer: it has no `log_history`")
     if not entries:
@@ -223,47 +218,52 @@ def _read_state(path: Path) -> dict[str, Any]:
 
 
 def _about_run(folder: Path, state: Path) -> About:
-    """From the model card that a trainer writes beside its checkpoints, and the day on which the state was written."""
-    date = datetime.fromtimestamp(state.stat().st_mtime, UTC).date().isoformat()
+    """From the metadata of the model card beside the checkpoints, and the day on which the state was written."""
     cards = [card for card in (folder / "README.md", folder.parent / "README.md") if card.is_file()]
-    text = cards[0].read_text(encoding="utf-8", errors="replace") if cards else ""
-    try:
-        head = yaml.safe_load(text.split("---")[1]) if text.startswith("---") else None
-    except (yaml.YAMLError, RecursionError):
-        head = None
-    known = head if isinstance(head, dict) else {}
-    tags = known["tags"] if isinstance(known.get("tags"), list) else []
+    card = _metadata(cards[0].read_text(encoding="utf-8", errors="replace")) if cards else {}
+    tags = card["tags"] if isinstance(card.get("tags"), list) else []
     trainer = next((str(tag).upper() for tag in tags if tag in ("grpo", "rloo")), "")
-    # a model of this machine has no name on the hub, and stands in the text alone
-    named = re.search(r"fine-tuned version of \[?`?([^\]`]+)", text)
-    model = known.get("base_model") or (named[1] if named else "")
-    correction = re.search(r"was handled by \[trl-rollout-corr\][^`]*`([^`]+)`", text)
-    return About(str(model), trainer, correction[1] if correction else "", date)
+    ours = card["trl_rollout_corr"] if isinstance(card.get("trl_rollout_corr"), dict) else {}
+    date = datetime.fromtimestamp(state.stat().st_mtime, UTC).date().isoformat()
+    # the base model is the one on the hub, which a model of this machine does not have
+    model = card.get("base_model") or ours.get("model", "")
+    return About(str(model), trainer, str(ours.get("correction", "")), date)
+
+
+def _metadata(card: str) -> dict[str, Any]:
+    """The metadata at the beginning of a model card; empty if there is none or it is no YAML."""
+    head, end, _ = card.removeprefix("---\n").partition("\n---\n")
+    try:
+        metadata = yaml.safe_load(head) if end and card.startswith("---\n") else None
+    except (yaml.YAMLError, RecursionError):
+        metadata = None
+    return metadata if isinstance(metadata, dict) else {}
 
 
 def _fill_in(about: About, more: About) -> About:
     return About(*(first or second for first, second in zip(about, more, strict=True)))
 
 
-def _merge(entries: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One entry per step, of what is a number. Of two for one step, the later one counts, key by key."""
-    merged: dict[int, dict[str, Any]] = {}
-    for entry in entries:
-        step: Any = entry.get("step")
-        if _is_number(step, "step") and math.isfinite(step):
-            numbers: dict[str, Any] = {k: v for k, v in entry.items() if isinstance(k, str) and _is_number(v, k)}
-            merged.setdefault(int(step), {}).update({**numbers, "step": int(step)})
-    return [merged[step] for step in sorted(merged)]
+def _merge(entries: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
+    """Numbers of the training windows, a row per step. Of two entries for one step, the later one counts, key by key."""
+    numbers = pd.DataFrame(
+        [{key: value for key, value in entry.items() if _is_number(value, key)} for entry in entries]
+    )
+    if "step" not in numbers:
+        return pd.DataFrame()
+    numbers = numbers[np.isfinite(numbers["step"])].astype({"step": int})
+    merged = numbers.groupby("step").last()
+    return merged.dropna(how="all", subset=[key for key in merged if is_training_window({key: None})])
 
 
-def _is_number(value: Any, key: str) -> TypeGuard[float]:
+def _is_number(value: Any, key: str) -> bool:
     if isinstance(value, int) and abs(value) >= 2**63:  # JSON has integers of any length, and numpy has not
         raise ValueError(f"the log has an integer of {len(str(value))} digits under `{key}`, which no trainer logs")
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _metrics_of(sequences: Sequences, config: RolloutCorrectionConfig) -> Iterator[dict[str, Any]]:
-    """What the trainer would have logged, from the sequences that represent its batches."""
+    """Metrics as the trainer logs them, from the sequences that represent its batches."""
     if config.rollout_nan_policy == "raise":  # the run ended there; the report should not
         config = copy(config)
         config.rollout_nan_policy = "drop"

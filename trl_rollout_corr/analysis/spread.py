@@ -1,20 +1,17 @@
 """
-What the spread of the log-ratio predicts, and what was measured.
+Predictions from the spread of the log-ratio, and the values measured on a dump.
 
 Log-ratios are taken as independent and normal, with variance `s^2` and the mean `-s^2 / 2` at which a ratio has mean 1. The
 log-weight of `T` tokens is then normal with variance `v = s^2 T` and mean `-v / 2` (`docs/theory.md`).
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from ..config import RolloutCorrectionConfig
-from ..functional import LOG_RATIO_BOUND
+from ..correction.functional import LOG_RATIO_BOUND, expected_share_outside, normal_cdf
 
-
-_cdf = torch.special.ndtr  # of the standard normal
 
 # Share of the tokens that suggested bounds may reject.
 TARGET = 0.05
@@ -28,17 +25,10 @@ _NARROWEST = 0.001
 # Completions that need bounds so much wider than the model's are not noise, and widen nothing.
 _OUTLIERS = 2.0
 
-# What is rejected in the mode of the run, and token weights where the mode applies them.
-_SUGGESTED = {
-    "decoupled": "decoupled_geo_rs_token_tis",
-    "ppo_clip": "bypass_ppo_clip_geo_rs",
-    "reinforce": "bypass_pg_geo_rs_token_tis",
-}
-
 
 class Spread(NamedTuple):
     """
-    Log-ratios of some completions, reduced to what the model is about. `B` completions that have tokens.
+    Log-ratios of `B` completions that have tokens.
 
     Args:
         log_ratio (`torch.Tensor` of shape `(N,)`):
@@ -64,7 +54,7 @@ class Spread(NamedTuple):
         return self.lengths.mean().item()
 
     def share(self, of_rows: torch.Tensor) -> float:
-        """Mean over tokens of what is known per completion."""
+        """Mean over tokens of a value per completion."""
         return ((of_rows * self.lengths).sum() / self.lengths.sum()).item()
 
     def share_outside(self, lower: float, upper: float) -> float:
@@ -79,7 +69,7 @@ class Prediction(NamedTuple):
 
     Args:
         quantity (`str`):
-            What it is.
+            Its name.
         predicted (`float`):
             The model's value, for the lengths that the completions have.
         at_mean_length (`float`):
@@ -126,23 +116,12 @@ def effective_sample_size(v: torch.Tensor) -> torch.Tensor:
 
 def truncated_mean(v: torch.Tensor, upper: float) -> torch.Tensor:
     """Mean of `min(w, upper)`."""
-    return icepop_mean(v, upper) + upper * _cdf(-_standardized(math.log(upper) + v / 2, v.sqrt()))
+    return icepop_mean(v, upper) + upper * normal_cdf(-math.log(upper) - v / 2, v.sqrt())
 
 
 def icepop_mean(v: torch.Tensor, upper: float) -> torch.Tensor:
     """Mean of `w` where `w <= upper`, and 0 elsewhere."""
-    return _cdf(_standardized(math.log(upper) - v / 2, v.sqrt()))
-
-
-def rejected(s: float, lengths: torch.Tensor, lower: float, upper: float) -> torch.Tensor:
-    """Probability that the geometric mean of the ratio over `lengths` tokens leaves `[lower, upper]`."""
-    center, spread = -s * s / 2, s / lengths.sqrt()
-    low = -math.inf if lower == 0 else math.log(lower)
-    return _cdf(_standardized(low - center, spread)) + _cdf(-_standardized(math.log(upper) - center, spread))
-
-
-def _standardized(distance: torch.Tensor | float, spread: torch.Tensor) -> torch.Tensor:
-    return distance / spread.clamp(min=1e-300)  # without spread, everything is infinitely far out
+    return normal_cdf(math.log(upper) - v / 2, v.sqrt())
 
 
 # Predicted against measured -----------------------------------------------------------------------------------------------
@@ -150,7 +129,7 @@ def _standardized(distance: torch.Tensor | float, spread: torch.Tensor) -> torch
 
 def predict(spread: Spread, bounds: tuple[float, float]) -> list[Prediction]:
     """
-    Predict what weights and bounds do, and measure it.
+    Predict and measure the effect of weights and bounds.
 
     Args:
         spread ([`Spread`]):
@@ -162,11 +141,31 @@ def predict(spread: Spread, bounds: tuple[float, float]) -> list[Prediction]:
         `list[Prediction]`: shares and means over tokens, as they are logged.
     """
     s, mean_length = spread.s, torch.tensor(spread.mean_length, dtype=torch.float64)
-    v, v_mean = s * s * spread.lengths, s * s * mean_length
+    far = min(5 * s, _LARGEST)
+    lower, upper = math.exp(-far), math.exp(far)
+    of_tokens = expected_share_outside(s, torch.ones_like(mean_length), lower, upper).item()
+    measured = (spread.log_ratio.abs() > far).double().mean().item()
+    return [
+        Prediction("mean log-ratio", -s * s / 2, -s * s / 2, spread.log_ratio.mean().item()),
+        *_of_weights(spread, s * s * spread.lengths, s * s * mean_length),
+        *(
+            Prediction(
+                f"seq_mean_k1 [{low:g}, {high:g}]: rejected",
+                spread.share(expected_share_outside(s, spread.lengths, low, high)),
+                expected_share_outside(s, mean_length, low, high).item(),
+                spread.share_outside(low, high),
+            )
+            for low, high in ((0.999, 1.001), (0.99, 1.01), bounds)
+        ),
+        Prediction(f"token_k1 [{lower:.3g}, {upper:.3g}] (5 s): rejected", of_tokens, of_tokens, measured),
+    ]
+
+
+def _of_weights(spread: Spread, v: torch.Tensor, v_mean: torch.Tensor) -> list[Prediction]:
+    """Predictions for sequence weights, from the variance of the log-weight of each completion and of one of mean length."""
     w = spread.sums.clamp(max=LOG_RATIO_BOUND).exp()
     square = spread.share(w.square())
-    predictions = [
-        Prediction("mean log-ratio", -s * s / 2, -s * s / 2, spread.log_ratio.mean().item()),
+    return [
         Prediction(
             "sequence weights: ESS",
             # weights of all lengths have mean 1; their second moments add up
@@ -187,21 +186,6 @@ def predict(spread: Spread, bounds: tuple[float, float]) -> list[Prediction]:
             spread.share(w * (w <= 3.0)),
         ),
     ]
-    for lower, upper in ((0.999, 1.001), (0.99, 1.01), bounds):
-        predictions.append(
-            Prediction(
-                f"seq_mean_k1 [{lower:g}, {upper:g}]: rejected",
-                spread.share(rejected(s, spread.lengths, lower, upper)),
-                rejected(s, mean_length, lower, upper).item(),
-                spread.share_outside(lower, upper),
-            )
-        )
-    far = min(5 * s, _LARGEST)
-    lower, upper = math.exp(-far), math.exp(far)
-    of_tokens = rejected(s, torch.ones_like(mean_length), lower, upper).item()
-    measured = (spread.log_ratio.abs() > far).double().mean().item()
-    name = f"token_k1 [{lower:.3g}, {upper:.3g}] (5 s): rejected"
-    return [*predictions, Prediction(name, of_tokens, of_tokens, measured)]
 
 
 # Suggestion ---------------------------------------------------------------------------------------------------------------
@@ -211,8 +195,8 @@ def suggest_bounds(spread: Spread) -> tuple[float, float]:
     """
     Bounds of `seq_mean_k1` that reject at most 5 percent of the tokens, by the model and on the dump.
 
-    They lie symmetrically around 1, with the lower one moved out by the drift `s^2 / 2`. What single completions need that
-    are much further off than the model allows does not count.
+    They lie symmetrically around 1, with the lower one moved out by the drift `s^2 / 2`. Single completions that are
+    much further off than the model allows do not count.
 
     Args:
         spread ([`Spread`]):
@@ -222,7 +206,7 @@ def suggest_bounds(spread: Spread) -> tuple[float, float]:
         `tuple[float, float]`: bounds on the ratio, rounded outwards.
     """
     drift = spread.s**2 / 2
-    model, measured = _modelled_width(spread, drift), _measured_width(spread, drift)
+    measured, model = _measured_width(spread, drift), _modelled_width(spread, drift)
     width = max(model, measured if measured <= _OUTLIERS * model else 0.0, _NARROWEST)
     digits = max(1 - math.floor(math.log10(width)), 1)  # two of the width, however narrow
     unit = 10.0**digits
@@ -230,40 +214,21 @@ def suggest_bounds(spread: Spread) -> tuple[float, float]:
     return round(lower, digits), round(upper, digits)
 
 
-def suggest(spread: Spread, bounds: tuple[float, float], config: RolloutCorrectionConfig) -> dict[str, Any]:
-    """
-    Settings for completions like these.
-
-    Args:
-        spread ([`Spread`]):
-            The completions.
-        bounds (`tuple[float, float]`):
-            What [`suggest_bounds`] says of them.
-        config ([`RolloutCorrectionConfig`]):
-            Configuration of the run, whose mode is kept.
-
-    Returns:
-        `dict`: fields of [`RolloutCorrectionConfig`].
-    """
-    if spread.s == 0.0:
-        return {"rollout_correction": "disabled"}
-    mode = config.rollout_loss_type if config.bypass_mode else "decoupled"
-    return {"rollout_correction": _SUGGESTED[mode], "rollout_rs_threshold": list(bounds)}
-
-
-def _modelled_width(spread: Spread, drift: float) -> float:
-    """Smallest width `h` for which the model rejects at most the target with bounds `exp(-drift - h)` and `exp(h)`."""
-    below, above = 0.0, min(10 * spread.s + 1e-12, _LARGEST)
-    for _ in range(60):
-        middle = (below + above) / 2
-        share = spread.share(rejected(spread.s, spread.lengths, math.exp(-drift - middle), math.exp(middle)))
-        below, above = (below, middle) if share <= TARGET else (middle, above)
-    return above
-
-
 def _measured_width(spread: Spread, drift: float) -> float:
-    """The same for the completions at hand."""
+    """Smallest width `h` with which bounds `exp(-drift - h)` and `exp(h)` reject at most the target of these completions."""
     mean = spread.sums / spread.lengths
     needed, order = torch.maximum(mean, -mean - drift).clamp(min=0.0).sort()
     kept = spread.lengths[order].cumsum(0) / spread.lengths.sum()
     return needed[int((kept < 1 - TARGET).sum())].item()
+
+
+def _modelled_width(spread: Spread, drift: float) -> float:
+    """The same by the model."""
+    below, above = 0.0, min(10 * spread.s + 1e-12, _LARGEST)
+    for _ in range(60):
+        middle = (below + above) / 2
+        share = spread.share(
+            expected_share_outside(spread.s, spread.lengths, math.exp(-drift - middle), math.exp(middle))
+        )
+        below, above = (below, middle) if share <= TARGET else (middle, above)
+    return above

@@ -2,8 +2,8 @@
 Asynchronous GRPO with rollout correction.
 
 TRL's loss takes two tensors out of the batch, the advantages and the sampler's log-probabilities, runs the model once, and
-puts the three together. Here it gets tensors that are filled in when the model has run
-([`~trl_rollout_corr.trainers.packed.Awaited`]): the correction then knows the policy, at no forward pass of its own.
+combines the three. Here it gets placeholders ([`~trl_rollout_corr.trainers.packed.Awaited`]), which are filled after the
+forward pass. So the correction knows the log-probabilities of the policy without a forward pass of its own.
 
 `B` completions of this rank's row, `T` tokens from the first of the loss to the last of a completion.
 """
@@ -19,33 +19,75 @@ from typing import Any
 import requests
 import torch
 
-from ..ages import Intake, by_age, completions
-from ..config import RolloutCorrectionConfig
-from ..correction import usable_rollout_logps
-from ..functional import LOG_RATIO_BOUND
+from ..correction.compute import usable_rollout_logps
+from ..correction.functional import LOG_RATIO_BOUND
+from ..messages import nearest, warn_idle
+from ..settings.config import RolloutCorrectionConfig
+from ._cpu_attention import register_tree_attention
 from .batch import REWARDS, ROLLOUT_LOGPS, ROLLOUT_STEP
-from .checks import (
-    check_asynchronous,
-    check_bases,
-    check_bounds_of_means,
-    check_proximal,
-    check_server_logprobs,
-    check_tightened,
-    warn_about_distortion,
-    warn_about_proximal,
-)
-from .contract import ASYNCHRONOUS, check_trl
-from .core import CorrectionCore
+from .core import CorrectionCore, check_bounds_of_means
 from .engine import announce_server, check_engine_kwargs
 from .intake import ADVANTAGES, TERMS, TEXT, TEXT_PREFIX, TOOLS, Carrier, Layout, Tap
+from .loss import normalizes_sequences
+from .monitor import check_tightened
 from .observer import Corrected
 from .packed import Awaited, Policy, Terms
+from .sampler import check_server_logprobs, warn_about_distortion
 from .stopping import OrderlyEnd
-from .tree_attention import register_tree_attention
+from .trl_interface import ASYNCHRONOUS, check_bases, check_trl
 from .upstream import AsyncGRPOConfig, AsyncGRPOTrainer, AsyncRolloutWorker, WeightTransferClient, without_peak_flops
 
 
 LOSS_MASK = "loss_mask"  # (B, T)
+
+
+PROXIMAL = ("visit", "interpolated")
+
+
+def check_proximal(value: Any) -> str:
+    """Check and return `rollout_proximal`, the choice of the old policy in an asynchronous run."""
+    if value not in PROXIMAL:
+        raise ValueError(
+            f"`rollout_proximal` must be one of {', '.join(PROXIMAL)}, got {value!r}.{nearest(value, PROXIMAL)}"
+        )
+    return value
+
+
+def check_asynchronous(config: Any) -> None:
+    """
+    Refuse or warn about settings that an asynchronous run cannot follow.
+
+    Args:
+        config ([`RolloutCorrectedAsyncGRPOConfig`]):
+            Configuration of a trainer.
+
+    Raises:
+        `ValueError`: if completions are to be rejected before their baseline, if `rollout_proximal` is unknown, or if the mean
+            of batch normalisation may be over a single sequence.
+    """
+    if config.rollout_rs_exclude_from_baseline:
+        raise ValueError(
+            "`rollout_rs_exclude_from_baseline` is True, but in an asynchronous run the rollout worker computes rewards and "
+            "baselines before the trainer gets a sample, when rejections are not known yet. Set it to False."
+        )
+    check_proximal(config.rollout_proximal)
+    packs = (
+        config.token_budget is None or config.token_budget > 0
+    )  # as many completions into a row as there is room for
+    fewest = config.world_size * (1 if packs else config.per_device_train_batch_size)
+    if normalizes_sequences(config) and fewest == 1:
+        raise ValueError(
+            "`rollout_is_batch_normalize` is True, and in an asynchronous run the mean is over the micro-batch of all ranks, "
+            f"which {'with this `token_budget` may be' if packs else 'is'} one completion: its weight would be 1. Set "
+            "`token_budget` to 0 and `per_device_train_batch_size` to 2 or more, or `rollout_is_batch_normalize` to False."
+        )
+
+
+def warn_about_proximal(config: Any) -> None:
+    """Warn if the run has no old policy, so that `rollout_proximal` has no effect."""
+    if config.rollout_proximal != "visit" and (config.bypass_mode or not config.corrects):
+        reason = "it is the old policy of decoupled mode, with weights or rejection"
+        warn_idle("rollout_proximal", config.rollout_proximal, reason)
 
 
 @dataclass
@@ -53,19 +95,19 @@ class RolloutCorrectedAsyncGRPOConfig(RolloutCorrectionConfig, AsyncGRPOConfig):
     r"""
     Configuration class for the [`RolloutCorrectedAsyncGRPOTrainer`].
 
-    It has the parameters of TRL's `AsyncGRPOConfig`, those of [`RolloutCorrectionConfig`], and one of its own.
+    It has the parameters of TRL's `AsyncGRPOConfig`, those of [`RolloutCorrectionConfig`], and one more.
 
     Args:
         rollout_proximal (`str`, *optional*, defaults to `"visit"`):
-            What stands for the old policy in decoupled mode. A sample is trained on once, so that with `"visit"`, the policy
-            of that visit, the ratio of PPO is always 1. `"interpolated"` lies one optimizer step behind the current policy
-            on the line from the sampler to it, `log old = log rollout + (1 - 1 / age) (log current - log rollout)`, and
-            costs no forward pass either ([A-3PO](https://huggingface.co/papers/2512.06547)). At an age of 1 or of unknown
-            age it is the sampler, at an age of 0 the current policy.
+            Old policy in decoupled mode. A sample is visited once, so with `"visit"`, the policy of that visit, the ratio of
+            PPO is always 1. `"interpolated"` is one optimizer step behind the current policy, on the line from the sampler to
+            it: `log old = log rollout + (1 - 1 / age) (log current - log rollout)`. It needs no forward pass either
+            ([A-3PO](https://huggingface.co/papers/2512.06547)). At age 1 or unknown age it is the sampler, at age 0 the
+            current policy.
 
     Raises:
-        `ValueError`: also if `rollout_rs_exclude_from_baseline` is set: baselines are computed by the rollout worker; or if
-            batch normalisation would see a single sequence.
+        `ValueError`: also if `rollout_rs_exclude_from_baseline` is set, as the rollout worker computes baselines; or if the
+            mean of batch normalisation would be over a single sequence.
     """
 
     rollout_proximal: str = field(
@@ -73,7 +115,7 @@ class RolloutCorrectedAsyncGRPOConfig(RolloutCorrectionConfig, AsyncGRPOConfig):
         metadata={"help": "Old policy in decoupled mode: visit (the current one), or interpolated by age (A-3PO)."},
     )
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         RolloutCorrectionConfig.__post_init__(self)
         AsyncGRPOConfig.__post_init__(self)
         warn_about_distortion(
@@ -81,7 +123,7 @@ class RolloutCorrectedAsyncGRPOConfig(RolloutCorrectionConfig, AsyncGRPOConfig):
         )
         self.check(warns=True)
 
-    def check(self, *, warns: bool = False):
+    def check(self, *, warns: bool = False) -> None:
         super().check()
         check_asynchronous(self)
         if warns:
@@ -98,13 +140,13 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
     `rollout_metrics_only=True`, or with neither weights nor rejection nor bypass, losses and gradients are TRL's, bit for
     bit: PPO clipped around the sampler, which is `bypass_ppo_clip` without the bound of `rollout_clip_ratio_c`.
 
-    What differs from TRL, each as `super()` and an edit of what goes in or comes out: `__init__` (checks, monitor, dump),
-    `compute_loss` (the correction), `get_train_dataloader` (the age and the reward of each sample are carried along),
-    `_sync_weight` (which optimizer step a version of the weights is from), `train` (an error of the sampler ends the run
-    with a checkpoint), `log` (metrics), `add_callback` (one monitor).
+    Differences from TRL, each as `super()` with changed arguments or results: `__init__` (checks, monitor, dump),
+    `compute_loss` (the correction), `get_train_dataloader` (age and reward of each sample), `_sync_weight` (optimizer step of
+    each version of the weights), `train` (an error of the sampler ends the run with a checkpoint), `log` (metrics),
+    `add_callback` (one monitor).
 
-    On a CPU, packed rows get an attention of their own (`trainers/tree_attention.py`), and the weights need a way to the
-    server: a [`DiskWeightTransfer`], or an adapter.
+    On a CPU, packed rows need another attention (`trainers/_cpu_attention.py`), and weights need another way to the server:
+    a `DiskWeightTransfer` (`trainers/_disk_weight_transfer.py`), or an adapter.
 
     Example:
 
@@ -129,7 +171,7 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
     _config_class = RolloutCorrectedAsyncGRPOConfig
     _tag_names = [*AsyncGRPOTrainer._tag_names, "rollout-correction"]
 
-    def __init__(self, model, reward_funcs=None, args=None, *further_args, **kwargs):
+    def __init__(self, model, reward_funcs=None, args=None, *further_args, **kwargs) -> None:
         check_trl(AsyncGRPOTrainer, {AsyncGRPOTrainer: ASYNCHRONOUS})
         check_bases(type(self), RolloutCorrectedAsyncGRPOTrainer, AsyncGRPOTrainer, method="compute_loss")
         args = self._checked_args(model, args)
@@ -147,25 +189,25 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
         self.add_callback(self._end)
         self._set_up_observer()
 
-    def _check_weights_reach_the_server(self):
+    def _check_weights_reach_the_server(self) -> None:
         if isinstance(self.weight_transfer, WeightTransferClient):
             raise ValueError(
-                "`weight_transfer` is None, which is NCCL, and NCCL has no CPUs. Pass `weight_transfer=DiskWeightTransfer("
-                "url, folder)`; or train an adapter, with a server that has been started with `--enable-lora` and "
-                "`VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`."
+                "`weight_transfer` is None, which is NCCL, and NCCL needs GPUs. Pass `weight_transfer=DiskWeightTransfer("
+                "url, folder)` from `trl_rollout_corr.trainers._disk_weight_transfer`; or train an adapter, with a server "
+                "that was started with `--enable-lora` and `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`."
             )
 
     # Samples ----------------------------------------------------------------------------------------------------------
 
     def get_train_dataloader(self):
         dataloader = super().get_train_dataloader()
-        if not self.accelerator.is_main_process:  # only there are samples taken and packed
+        if not self.accelerator.is_main_process:  # only the main process takes and packs samples
             return dataloader
         samples, batcher = self._rollout_dataset, dataloader.dataset
         samples.queue = self._tap = Tap(samples.queue)
         samples.check_health_fn = self._check_health
         batcher.dataset = Carrier(samples, self._tap, self._optimizer_step_of, self._samples_failed)
-        with_text = any((self._observer.dump, self._observer.preflight))
+        with_text = any((self._observer.dump, self._observer.first_step))
         inner = dataloader.base_dataloader  # Accelerate's around torch's
         inner.collate_fn = Layout(inner.collate_fn, with_text, self.processing_class.pad_token_id)
         return dataloader
@@ -173,16 +215,16 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
     def _optimizer_step_of(self, version: int) -> float:
         return self._step_of_version.get(version, math.nan)
 
-    # What can go wrong ------------------------------------------------------------------------------------------------
+    # Errors of sampler and server ----------------------------------------------------------------------------------------
 
-    def _check_health(self, stale_after_s: float):
-        """Asked when no sample comes for a while."""
+    def _check_health(self, stale_after_s: float) -> None:
+        """Health check that TRL calls when no sample comes for a while."""
         self.rollout_worker.check_health(stale_after_s)
         if (gone := self._missing_server()) is not None:
             raise gone
 
     def _missing_server(self) -> Exception | None:
-        """An error if TRL's rollout worker has lost its server. It would look for it for minutes."""
+        """Error if the server of TRL's rollout worker is gone. The worker itself would retry for minutes."""
         if not isinstance(self.rollout_worker, AsyncRolloutWorker):
             return None
         url = self.vllm_client.server_url
@@ -193,21 +235,23 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
             except requests.ConnectionError as error:
                 refused = error
                 time.sleep(1.0)
-            except requests.RequestException:  # it is there, and busy
+            except requests.RequestException:  # the server is there, and busy
                 return None
             else:
                 return None
-        gone = RuntimeError(f"The vLLM server at {url} is gone: it refuses connections. Its own log says why.")
+        gone = RuntimeError(
+            f"The vLLM server at {url} is gone: it refuses connections. Look for the reason in its log."
+        )
         gone.__cause__ = refused
         return gone
 
     def _samples_failed(self, error: Exception) -> bool:
         if not self._end.running or self.state.global_step == self._end.saved_at:
-            return False  # nothing is lost
+            return False  # no step is lost
         self._end.error = error
         return True
 
-    def _sync_weight(self):
+    def _sync_weight(self) -> None:
         if not self._end.running:
             super()._sync_weight()
             self._check_server()
@@ -216,7 +260,7 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
         self._step_of_version[self.model_version] = self.state.global_step
 
     def _sync_or_end(self) -> bool:
-        """Push weights, or let the run end if the server is gone. Says whether they were pushed."""
+        """Push weights, or end the run if the server is gone. Returns `True` if they were pushed."""
         if self.accelerator.is_main_process:
             self._end.error = self._end.error or self._missing_server()
         if self._end.agree(self.control, self.state):
@@ -224,14 +268,14 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
         try:
             super()._sync_weight()
         except Exception as error:
-            if self.accelerator.num_processes > 1:  # the others wait for this one, until they are stopped
+            if self.accelerator.num_processes > 1:  # other ranks wait for this one, until they are stopped
                 raise
-            self._end.error = self._missing_server() or error  # it may have gone while it took them
+            self._end.error = self._missing_server() or error  # the server may have stopped during the push
             return not self._end.agree(self.control, self.state)
         return True
 
-    def _check_server(self):
-        if isinstance(self.rollout_worker, AsyncRolloutWorker):  # on the main process
+    def _check_server(self) -> None:
+        if isinstance(self.rollout_worker, AsyncRolloutWorker):  # only on the main process
             self._engine_config = self.vllm_client.get_server_info()
             check_server_logprobs(self._engine_config["model_config"]["logprobs_mode"], self.temperature)
 
@@ -241,8 +285,8 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
         if self._end.message is not None:
             folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
             raise RuntimeError(
-                f"Training ended after step {self.state.global_step}: {self._end.message} A checkpoint is in {folder}: when "
-                "the cause is gone, go on from there with `resume_from_checkpoint`."
+                f"Training ended after step {self.state.global_step}: {self._end.message} A checkpoint is in {folder}: "
+                "remove the cause, and resume with `resume_from_checkpoint`."
             ) from self._end.error
         return output
 
@@ -257,8 +301,8 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
         loss = super().compute_loss(policy, {**inputs, **awaited}, return_outputs, num_items_in_batch)
         if policy.forwards != 1 or not all(x.was_taken for x in awaited.values()):
             raise RuntimeError(
-                f"The loss of `{type(self).__name__}` ran the policy {policy.forwards} times, or did not take `advantages` "
-                "and `old_log_probs` out of the batch before that, where rollout correction attaches. Install the version of "
+                f"The loss of `{type(self).__name__}` ran the policy {policy.forwards} times instead of once, or did not "
+                "take `advantages` and `old_log_probs` out of the batch before. Install the version of "
                 "trl that this release was tested with."
             )
         return loss
@@ -266,15 +310,16 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
     @torch.no_grad()
     def _correct(
         self, output: Any, forward: Callable[[], Any], inputs: Mapping[str, Any], awaited: Mapping[str, Awaited]
-    ):
-        """Correct a micro-batch when its forward pass is done, and fill in what TRL's loss waits for."""
+    ) -> None:
+        """Correct a micro-batch after its forward pass, and fill the placeholders in TRL's loss."""
         terms, selected = Terms(inputs[TERMS][0]), inputs["token_index"] >= 0
         index = inputs["token_index"][selected]
         logps = output.log_probs.detach().flatten()[index]
         batch = self._completions_of(inputs, terms, selected)
         self._look_at_delivery(terms.spread(logps), batch, lambda: terms.spread(forward().log_probs.flatten()[index]))
         anchor, seen = self._corrected(terms.spread(logps), batch)
-        self._observe(terms.spread(logps), seen)
+        dropped = self._tap.take_dropped() if self._tap is not None else []
+        self._observer.trained(self._now, terms.spread(logps), seen, dropped)
         if awaited:
             n = len(logps)
             coefficients = terms.collect(seen.coefficients, n)
@@ -283,7 +328,7 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
 
     @staticmethod
     def _completions_of(inputs: Mapping[str, Any], terms: Terms, selected: torch.Tensor) -> dict[str, Any]:
-        """The row of this rank as completions, under the names of the other trainers."""
+        """Row of this rank as completions, with the keys of the other trainers."""
         batch = {
             LOSS_MASK: terms.mask,
             ROLLOUT_LOGPS: terms.spread(inputs["old_log_probs"][selected]),
@@ -301,9 +346,9 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
     def _corrected(self, current: torch.Tensor, batch: dict[str, Any]) -> tuple[torch.Tensor, Corrected]:
         """Anchor of the ratio, `(B, T)`, and the corrected batch."""
         old = self._old_logps(current, batch)
-        self._observer.visited(self._now, batch, batch[LOSS_MASK], current, old)
-        self._weigh_step(current, batch)
-        seen = self._correct_from(old, batch, from_old=False)  # between the two lies the age of the data
+        self._observer.visited(self._now, self._ages(batch), batch[LOSS_MASK], current, old)
+        seen = self._correct_from(old, batch, from_old=False)  # the old policy is newer than the sampler
+        self._weigh_step(current, batch, seen)
         anchor = old
         if self.args.bypass_mode and self.args.corrects:
             anchor, seen = self._bypass(seen)
@@ -311,14 +356,17 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
         return anchor, seen
 
     def _old_logps(self, current: torch.Tensor, batch: dict[str, Any]) -> torch.Tensor:
-        """Log-probabilities of what stands for the old policy, `(B, T)`."""
+        """Log-probabilities of the old policy, `(B, T)`."""
         interpolates = check_proximal(self.args.rollout_proximal) == "interpolated"
         if self.args.bypass_mode or not interpolates or not self.args.corrects:
             return current
         rollout = usable_rollout_logps(current, batch[ROLLOUT_LOGPS], batch[LOSS_MASK], self.args)
         log_ratio = current - rollout
-        age = (self.state.global_step - batch[ROLLOUT_STEP]).nan_to_num(1.0).unsqueeze(1)
-        share = torch.where(age > 0, 1.0 / age.clamp(min=1.0), 0.0)  # of the gap, left to the ratio of PPO
+        ages = self._ages(batch)
+        assert ages is not None
+        # log old = log current - (log current - log rollout) / age; an unknown age counts as 1, and at age 0 old is current
+        age = ages.nan_to_num(1.0).unsqueeze(1)
+        share = torch.where(age > 0, 1.0 / age.clamp(min=1.0), 0.0)
         return current - torch.where(log_ratio.abs() <= LOG_RATIO_BOUND, share * log_ratio, 0.0)
 
     def _anchor_in_bypass(self, seen: Corrected) -> tuple[torch.Tensor, torch.Tensor]:
@@ -328,24 +376,3 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
             negative = seen.batch["advantages"].unsqueeze(1) < 0
             coefficients = coefficients.masked_fill(negative & (seen.train_logps - anchor > math.log(bound)), 0.0)
         return anchor, coefficients
-
-    def _observe(self, current: torch.Tensor, seen: Corrected):
-        """Count what depends on the age of the data, and who is trained on."""
-        batch, correction, window = seen.batch, seen.correction, self._observer.windows[self._now.mode]
-        age = self.state.global_step - batch[ROLLOUT_STEP]
-        window.add(
-            by_age(
-                current,
-                batch[ROLLOUT_LOGPS],
-                correction.valid,
-                correction.keep,
-                seen.coefficients,
-                batch[REWARDS],
-                age,
-            )
-        )
-        segments = {"trained": completions(seen.mask.sum(1), batch[REWARDS])}
-        if self._tap is not None and (dropped := self._tap.take_dropped()):
-            lengths, rewards = torch.tensor(dropped, device=current.device).unbind(1)
-            segments["stale_dropped"] = completions(lengths, rewards)
-        window.add(Intake.of(segments))

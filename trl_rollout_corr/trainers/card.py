@@ -1,13 +1,15 @@
-"""The model card of a trained model: TRL's, with the model and the correction named."""
+"""The model card of a trained model: TRL's, with the model and the correction named, for readers and as metadata."""
 
 from pathlib import Path
 
-from .. import __url__, __version__
+import yaml
+
+from .. import __version__
 
 
 def complete_card(text: str, model: str, output_dir: str, correction: str) -> str:
     """
-    Say in a model card which model was trained, and with which correction.
+    Add the model and the correction to a model card.
 
     Args:
         text (`str`):
@@ -15,16 +17,16 @@ def complete_card(text: str, model: str, output_dir: str, correction: str) -> st
         model (`str`):
             Name or path of the model that was trained.
         output_dir (`str`):
-            Where the trained model is. Its name is that of the model, if TRL was given none.
+            Folder of the trained model. Its name replaces a missing model name.
         correction (`str`):
-            The settings in a line.
+            Settings of the correction, in one line.
 
     Returns:
-        `str`: the card. What TRL writes otherwise than expected stays as it is.
+        `str`: the card. Parts that TRL writes in an unexpected form are not changed.
     """
     about = (
         f"The mismatch between the policy that sampled and the policy that trained was handled by "
-        f"[trl-rollout-corr]({__url__}) {__version__}, with `{correction}`.\n\n"
+        f"trl-rollout-corr {__version__}, with `{correction}`.\n\n"
     )
     text = text.replace("# Model Card for None", f"# Model Card for {Path(output_dir).name}")
     text = text.replace("[None](https://huggingface.co/None)", f"`{Path(model).name}`")  # TRL does not link folders
@@ -32,4 +34,7 @@ def complete_card(text: str, model: str, output_dir: str, correction: str) -> st
     text = text.replace(
         "### Framework versions\n\n", f"{about}### Framework versions\n\n- trl-rollout-corr: {__version__}\n"
     )
+    if text.startswith("---\n"):
+        known = {"trl_rollout_corr": {"model": Path(model).name, "correction": correction}}
+        text = f"---\n{yaml.safe_dump(known, sort_keys=False, allow_unicode=True)}{text[4:]}"
     return text if about in text else f"{text}\n{about}"

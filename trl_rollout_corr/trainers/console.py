@@ -1,4 +1,4 @@
-"""What training prints: one line per log. Trackers still get everything."""
+"""Console output of training: one line per log. Trackers get all metrics."""
 
 import logging
 import sys
@@ -10,12 +10,11 @@ from transformers import PrinterCallback, ProgressCallback, TrainerControl, Trai
 from transformers.trainer_callback import CallbackHandler
 
 from .. import __version__
-from ..keys import PREFIX
-from ..messages import logger
+from ..messages import PREFIX, logger
 from .monitor import ALARMS
 
 
-# What a line shows of a log, where it is there: name, key, and how it is written
+# Columns of a line, shown where the log has them: name, key, and format
 _COLUMNS = (
     ("reward", "reward", "{:.3f}"),
     ("k3_kl", f"{PREFIX}k3_kl", "{:<8.2g}"),
@@ -34,11 +33,11 @@ class Console(PrinterCallback):
     `callbacks=[transformers.PrinterCallback()]`.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._started, self._first_step = time.monotonic(), 0  # until training begins, for logs outside it
         self._handler: logging.Handler | None = None
 
-    def on_train_begin(self, args, state: TrainerState, control: TrainerControl, **kwargs):
+    def on_train_begin(self, args, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         self._started, self._first_step = time.monotonic(), state.global_step
         if state.is_world_process_zero:
             self._handler = None if logger.hasHandlers() else _AboveTheBar()
@@ -46,7 +45,9 @@ class Console(PrinterCallback):
                 logger.addHandler(self._handler)
             write(f"Rollout correction {__version__}: {args.description}")
 
-    def on_log(self, args, state: TrainerState, control: TrainerControl, logs: dict[str, Any] | None = None, **kwargs):
+    def on_log(
+        self, args, state: TrainerState, control: TrainerControl, logs: dict[str, Any] | None = None, **kwargs
+    ) -> None:
         if not state.is_world_process_zero or not logs:
             return
         if "train_runtime" in logs:
@@ -55,7 +56,7 @@ class Console(PrinterCallback):
         else:
             write(f"{self._progress(state)}  {_line(logs) or logs}")
 
-    def on_train_end(self, args, state: TrainerState, control: TrainerControl, **kwargs):
+    def on_train_end(self, args, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         if state.is_world_process_zero and self._handler is not None:
             logger.removeHandler(self._handler)
 
@@ -70,25 +71,25 @@ class Console(PrinterCallback):
 class _Bar(ProgressCallback):
     """The progress bar, without the log."""
 
-    def on_log(self, args, state, control, logs=None, **kwargs):
+    def on_log(self, args, state, control, logs=None, **kwargs) -> None:
         pass
 
 
 class _AboveTheBar(logging.Handler):
     """Writes messages to standard error, without tearing a progress bar."""
 
-    def emit(self, record: logging.LogRecord):
+    def emit(self, record: logging.LogRecord) -> None:
         tqdm.write(self.format(record), file=sys.stderr)
 
 
-def write(line: str):
+def write(line: str) -> None:
     """Print a line, or several, without tearing a progress bar."""
     tqdm.write(line)
     sys.stdout.flush()  # of a job, which is a file
 
 
 def _line(logs: dict[str, Any]) -> str:
-    """The line about a log, without progress. Empty if it has nothing that a line shows."""
+    """The line for a log, without progress; empty if the log has no column."""
     kind = "eval_" if any(key.startswith("eval_") for key in logs) else ""
     found = [(name, how, logs.get(kind + key)) for name, key, how in _COLUMNS]
     parts = [f"{name} {how.format(value)}" for name, how, value in found if isinstance(value, (int, float))]
@@ -103,7 +104,7 @@ def _duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
-def add_console(handler: CallbackHandler):
+def add_console(handler: CallbackHandler) -> None:
     """Print lines in place of what Transformers prints: of the callbacks, the last. Notebooks keep theirs."""
     for i, callback in reversed(list(enumerate(handler.callbacks))):
         if type(callback) is PrinterCallback:

@@ -1,42 +1,45 @@
 """
-What all trainers share: the correction of one batch, and what is seen of it. It touches nothing but what every trainer of
-TRL has.
+Correction of one batch, its metrics and callbacks, for all trainers. It uses only attributes that every trainer of TRL has.
 
 `B` completions, `T` completion tokens.
 """
 
+import math
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
+from trl import GRPOConfig, RLOOConfig
 
-from ..correction import RolloutCorrection, compute_rollout_correction, usable_rollout_logps
-from ..dump import plain
-from ..functional import LOG_RATIO_BOUND
+from ..correction.compute import RolloutCorrection, compute_rollout_correction
+from ..correction.functional import LOG_RATIO_BOUND, expected_share_outside, select_tokens
+from ..dumps.writing import plain
+from ..messages import warn
 from .batch import ROLLOUT_LOGPS, ROLLOUT_STEP
 from .card import complete_card
-from .checks import check_config_class, check_dropout, check_dump_folder
 from .console import add_console
 from .delivery import Delivery
-from .dumping import SequenceDump
-from .facts import check_types, facts_of_engine, facts_of_trainer, may_round
+from .dumping import SequenceDump, check_dump_folder
+from .first_step import FirstStepDiagnosis
 from .lr_scaling import LearningRateScaling, check_scalable
 from .monitor import MONITOR_FIELDS, RolloutCorrectionMonitor, add_monitor, settle_monitors
 from .observer import Corrected, Moment, Observer
-from .preflight import Preflight
+from .run_metadata import check_dropout, check_types, engine_metadata, may_round, trainer_metadata
+from .trl_interface import check_config_class
 
 
 if TYPE_CHECKING:
-    from transformers import Trainer as _Host  # `contract.py` has what is touched of TRL's trainers
+    from transformers import Trainer as _Host  # the attributes in use are in `trl_interface.py`
 else:
     _Host = object
 
 
-# Fields that are read when training begins: assigned before that they act, and later they are refused.
+# Fields that are read when training begins. A later assignment is an error.
 _READ_AT_START = (
     *MONITOR_FIELDS,
     "rollout_dump_dir",
@@ -46,19 +49,56 @@ _READ_AT_START = (
 )
 
 
+# Standard deviation of the log-ratio per token, in nats, between a trainer and a sampler in bfloat16 with the same weights. It
+# corresponds to a k3_kl of 0.0008, measured for Qwen3-8B (https://github.com/AknA13/train-infer-mismatch). It is lower for
+# small models.
+ROUNDING = 0.04
+
+
+def check_bounds_of_means(config: GRPOConfig | RLOOConfig) -> None:
+    """
+    Warn if bounds of `seq_mean_k1` are so narrow that rounding alone rejects most completions.
+
+    The mean of `T` log-ratios has a standard deviation of `s / sqrt(T)`, so bounds for thousands of tokens are too narrow for
+    a hundred. The prediction is for completions of the maximum length; shorter completions are rejected more often.
+
+    Args:
+        config ([`~trl.GRPOConfig`] or [`~trl.RLOOConfig`]):
+            Configuration of a trainer.
+    """
+    length = config.max_completion_length
+    if not config.corrects or not length:
+        return
+    for criterion, bounds in zip(config.criteria, config.rollout_rs_threshold or [], strict=True):
+        if criterion.name != "seq_mean_k1":
+            continue
+        share = expected_share_outside(ROUNDING, torch.tensor(float(length)), *bounds).item()
+        if share > 0.5:
+            width = 3 * ROUNDING / math.sqrt(length)
+            lower = math.floor(1e4 * math.exp(-(ROUNDING**2) / 2 - width)) / 1e4
+            upper = math.ceil(1e4 * math.exp(width)) / 1e4
+            warn(
+                f"`rollout_rs_threshold` of 'seq_mean_k1' is {bounds}, and `max_completion_length` is {length}: with a "
+                f"sampler that differs by the rounding of bfloat16 alone ({ROUNDING} nats per token), {share:.0%} of "
+                f"completions would be rejected, and more of shorter completions. Set [{lower:g}, {upper:g}] or wider, longer "
+                "completions, or `rollout_correction: auto`, whose bounds do not depend on length. If the sampler is more "
+                "precise, look at `rollout_corr/rollout_rs_masked_fraction`."
+            )
+
+
 class CorrectionCore(_Host):
     """
     Correction of one batch, and its metrics. Comes before a trainer of TRL among the bases.
 
-    A trainer says which ones it belongs to: `_trl_class` and `_config_class`, TRL's trainer and the configuration that goes
-    with it. And where its batches differ: `_loss_mask`.
+    A trainer sets `_trl_class` (TRL's trainer) and `_config_class` (its configuration), and overrides `_loss_mask` if its
+    batches have another mask of the loss.
     """
 
     _trl_class: type
     _config_class: type
-    _engine_config: Any = None  # of vLLM, if it is known
+    _engine_config: Any = None  # of vLLM, if known
 
-    _of_monitor: list[Any] | None = None  # settings that the monitor was made of
+    _of_monitor: list[Any] | None = None  # settings that the monitor was made from
     _lr_scaling: LearningRateScaling | None = None
 
     def _checked_args(self, model: str | PreTrainedModel, args: Any) -> Any:
@@ -66,32 +106,32 @@ class CorrectionCore(_Host):
             model_name = model if isinstance(model, str) else model.config._name_or_path
             return self._config_class(f"{model_name.split('/')[-1]}-{self._name}")
         check_config_class(args, self._config_class)
-        args.check()  # fields may have been assigned since; now, and not after vLLM has started
+        args.check()  # again, as fields may have been assigned; before vLLM starts, which takes long
         check_scalable(args)
         if args.rollout_dump_dir is not None:
             check_dump_folder(Path(args.rollout_dump_dir), new_run=False)
         return args
 
-    def _set_up_observer(self):
-        """What is done last when a trainer is built: the monitor, the dump, and sums of what is reported."""
+    def _set_up_observer(self) -> None:
+        """Last step of building a trainer: warnings about the model, the observer, and the callbacks."""
         check_dropout(self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=True))
         add_console(self.callback_handler)
-        self._about = {"trainer": type(self).__name__, **self._facts()}
+        self._about = {"trainer": type(self).__name__, **self._metadata()}
         check_types(self._about)
         self._engine_kwargs = plain(self.args.rollout_engine_kwargs)
         self._observer = Observer(self.args, self.accelerator, self.callback_handler)
         self._delivery = Delivery(self.accelerator, self._doubt_delivery)
         self._equip()
 
-    def _equip(self):
-        """Add the callbacks that settings ask for, and remove the others. Settings may change until training begins."""
+    def _equip(self) -> None:
+        """Add the callbacks of the settings, and remove the others. Settings may change until training begins."""
         args, observer = self.args, self._observer
         of_monitor = deepcopy([getattr(args, name) for name in MONITOR_FIELDS])
-        if of_monitor != self._of_monitor:  # else a monitor that the user has removed stays removed
+        if of_monitor != self._of_monitor:  # with equal settings, a monitor that the user has removed stays removed
             self._of_monitor = of_monitor
             add_monitor(self.callback_handler, args)
         observer.dump = self._equipped(observer.dump, args.rollout_dump_dir is not None, self._new_dump)
-        observer.preflight = self._equipped(observer.preflight, args.rollout_diagnose, self._new_preflight)
+        observer.first_step = self._equipped(observer.first_step, args.rollout_diagnose, self._new_first_step)
         self._lr_scaling = self._equipped(self._lr_scaling, args.rollout_lr_scaling is not None, self._new_lr_scaling)
 
     def _equipped(self, found: Any, wanted: bool, new: Callable[[], Any]) -> Any:
@@ -115,25 +155,25 @@ class CorrectionCore(_Host):
             return super().train(*args, **kwargs)
 
     def _new_lr_scaling(self) -> LearningRateScaling:
-        return LearningRateScaling(self.args, self.accelerator, self._observer.windows["train"])
+        return LearningRateScaling(self.args, self.accelerator, partial(self._observer.add, "train"))
 
-    def _facts(self) -> dict[str, str]:
-        """What a diagnosis has to know of trainer and sampler."""
+    def _metadata(self) -> dict[str, str]:
+        """Types, adapter and quantization of trainer and sampler, for a diagnosis."""
         model = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=True)
-        return facts_of_trainer(model, self.args) | facts_of_engine(self._engine_config)
+        return trainer_metadata(model, self.args) | engine_metadata(self._engine_config)
 
     def _doubt_delivery(self, in_part: bool) -> str | None:
-        """Why a sampler that has got all weights may look as if it had not, or `None` if there is no reason."""
-        return may_round(self._facts(), in_part)
+        """Reason why a sampler with all new weights may look as if it had old ones; `None` if there is none."""
+        return may_round(self._metadata(), in_part)
 
-    def _new_preflight(self) -> Preflight:
-        return Preflight(self.args, self._about)
+    def _new_first_step(self) -> FirstStepDiagnosis:
+        return FirstStepDiagnosis(self.args, self._about)
 
     def _new_dump(self) -> SequenceDump:
         tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
         return SequenceDump(self.args, self.accelerator, tokenizer, self.args.seed, self._about)
 
-    def add_callback(self, callback):
+    def add_callback(self, callback) -> None:
         super().add_callback(callback)
         if isinstance(callback, RolloutCorrectionMonitor) or callback is RolloutCorrectionMonitor:
             settle_monitors(self.callback_handler)
@@ -158,26 +198,40 @@ class CorrectionCore(_Host):
             sum_over_ranks=lambda tensor: self.accelerator.reduce(tensor, reduction="sum"),
         )
 
-    def _look_at_delivery(self, current: torch.Tensor, batch: dict[str, Any], score: Callable[[], torch.Tensor]):
-        """See that weights arrive in the sampler. `score` returns `current` by the weights of the time when it is called."""
-        if ROLLOUT_STEP in batch and self.model.training:
-            step = self.state.global_step
-            mask, ages = self._loss_mask(batch), step - batch[ROLLOUT_STEP]
+    def _ages(self, batch: dict[str, Any]) -> torch.Tensor | None:
+        """Age of each completion, `(B,)` in optimizer steps, NaN if unknown; `None` if the sampler tells none."""
+        return self.state.global_step - batch[ROLLOUT_STEP] if ROLLOUT_STEP in batch else None
+
+    def _look_at_delivery(
+        self, current: torch.Tensor, batch: dict[str, Any], score: Callable[[], torch.Tensor]
+    ) -> None:
+        """Check that weights arrive in the sampler. `score` computes `current` again, with the weights of that time."""
+        ages = self._ages(batch)
+        if ages is not None and self.model.training:
+            step, mask = self.state.global_step, self._loss_mask(batch)
             self._delivery.visited(step, current, batch[ROLLOUT_LOGPS], mask, ages, score)
 
-    def _weigh_step(self, current: torch.Tensor, batch: dict[str, Any]):
-        """Count a micro-batch for the size of the step, if that is scaled."""
-        if self._lr_scaling is not None and self.model.training:
-            self._lr_scaling.visited(current, batch[ROLLOUT_LOGPS], self._loss_mask(batch))
+    def _weigh_step(self, current: torch.Tensor, batch: dict[str, Any], seen: Corrected | None = None) -> None:
+        """Count a micro-batch for the factor of the learning rate, if `rollout_lr_scaling` is set."""
+        if self._lr_scaling is None or not self.model.training:
+            return
+        if (
+            seen is not None and seen.correction.log_ratio is not None
+        ):  # of the current policy to the sampler, in bypass mode
+            self._lr_scaling.visited(seen.correction.log_ratio, seen.correction.valid)
+            return
+        neutralize = self.args.rollout_nan_policy == "neutralize"
+        tokens = select_tokens(current, batch[ROLLOUT_LOGPS], self._loss_mask(batch), neutralize=neutralize)
+        self._lr_scaling.visited(tokens.log_ratio, tokens.valid)
 
     def _correct_from(self, train_logps: torch.Tensor, batch: dict[str, Any], *, from_old: bool) -> Corrected:
-        """Correct a batch for the gap between the sampler and a policy of the trainer, the old one or the current one."""
+        """Correct a batch for the gap between the sampler and a policy of the trainer: old (`from_old`) or current."""
         correction = self._compute_correction(train_logps, batch)
-        mask = self._loss_mask(batch)
-        return Corrected(batch, mask, train_logps, correction, correction.coefficients, from_old)
+        mask, ages = self._loss_mask(batch), self._ages(batch)
+        return Corrected(batch, mask, train_logps, correction, correction.coefficients, from_old, ages)
 
     def _bypass(self, seen: Corrected) -> tuple[torch.Tensor, Corrected]:
-        """Anchor in bypass mode, `(B, T)`, and what is corrected once tokens that it leaves no gradient are taken out."""
+        """Anchor in bypass mode, `(B, T)`, and the correction without the tokens that have no gradient there."""
         anchor, coefficients = self._anchor_in_bypass(seen)
         statistics = seen.correction.statistics.with_sum("coefficients", coefficients.sum())
         correction = replace(seen.correction, statistics=statistics)
@@ -187,16 +241,16 @@ class CorrectionCore(_Host):
         """Anchor and coefficients in bypass mode, each `(B, T)`."""
         current, correction = seen.train_logps, seen.correction
         if self.args.rollout_loss_type == "reinforce":
-            return current, seen.coefficients  # a ratio of 1 whose gradient is that of the log-likelihood
-        # PPO's gradient vanishes where the ratio saturates, while the ratio itself would overflow. And a rejected token has no
-        # part in the ratio of its completion, where the loss is about that.
-        rollout_logps = usable_rollout_logps(current, seen.batch[ROLLOUT_LOGPS], seen.mask, self.args)
-        usable = correction.keep & ((current - rollout_logps).abs() <= LOG_RATIO_BOUND)
-        return torch.where(usable, rollout_logps, current), seen.coefficients * usable
+            return current, seen.coefficients  # ratio 1, with the gradient of the log-likelihood
+        # PPO's gradient is 0 where the ratio saturates, and the ratio itself would overflow. A rejected token must not change
+        # the ratio of its completion in a loss with ratios of completions. Both get the current policy as anchor: ratio 1.
+        assert correction.log_ratio is not None
+        usable = correction.keep & (correction.log_ratio.abs() <= LOG_RATIO_BOUND)
+        return torch.where(usable, current - correction.log_ratio, current), seen.coefficients * usable
 
     # Logging ----------------------------------------------------------------------------------------------------------
 
-    def create_model_card(self, *args, **kwargs):
+    def create_model_card(self, *args, **kwargs) -> None:
         super().create_model_card(*args, **kwargs)
         path = Path(self.args.output_dir, "README.md")
         if self.is_world_process_zero() and path.exists():
@@ -205,9 +259,9 @@ class CorrectionCore(_Host):
             path.write_text(card, "utf-8")
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        # Trainer reports losses and runtimes on every rank; anything else may come from user code on one rank, where the
-        # gather below would wait forever.
-        if "train_runtime" in logs:  # what was trained on since the last log, also if an evaluation came last
+        # Trainer logs losses and runtimes on every rank. Other logs may come from user code on one rank, where the gather
+        # below would wait forever.
+        if "train_runtime" in logs:  # training since the last log, also if an evaluation came last
             logs.update(self._close_window(self._now._replace(mode="train")))
         elif "loss" in logs or any(key.endswith("_runtime") for key in logs):
             self._metrics[self._now.mode].update(
@@ -216,5 +270,5 @@ class CorrectionCore(_Host):
         super().log(logs, start_time)
 
     def _close_window(self, now: Moment) -> dict[str, float]:
-        """Metrics of the logging window that ends, of all ranks."""
+        """Metrics of the logging window that ends, over all ranks."""
         return self._observer.close_window(now)

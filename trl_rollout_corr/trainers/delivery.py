@@ -1,8 +1,8 @@
 """
-Whether the weights that are pushed arrive in the sampler.
+Check that pushed weights arrive in the sampler.
 
-A push that does not arrive raises no error, and `staleness_max` stays 0: the sampler goes on with its first weights, or with
-some of them. What shows is the gap between sampler and trainer, which grows as the policy moves.
+A push that does not arrive raises no error, and `staleness_max` stays 0: the sampler keeps its first weights, or a part of
+them. The gap between sampler and trainer shows it: it grows with the movement of the policy.
 
 `B` completions, `T` completion tokens.
 """
@@ -18,10 +18,10 @@ from accelerate.utils import broadcast_object_list
 from ..messages import report
 
 
-NOISE = 1e-4  # nats, a gap that any engine may have
-# Movements, in gaps of the first batch, that tell whether all of the weights arrived, and whether a part did not
+NOISE = 1e-4  # nats, smallest gap that counts
+# Smallest movements, in gaps of the first batch, that show that no weights arrived, and that a part is missing
 MOVED, FAR = 6.0, 100.0
-# Gaps, in movements, from which they did not
+# Smallest gaps, in movements, that show the same
 ALL, PART = 1 / 3, 1 / 20
 LAST = 256  # optimizer steps after the first look, until which there are more
 
@@ -34,11 +34,10 @@ class Delivery:
         movement  m(k) = mean |log pi_k - log pi_0|         of the tokens of the first batch
 
     The first batch is sampled with the trainer's own weights: `g(0)` is the part of any gap that precision, dropout or
-    truncation explain. A sampler that gets the new weights keeps `g(k) = g(0)`, one that goes on with its first weights has
-    `g(k) = m(k)`, or a half of it as long as the first batch, on which the trainer has trained, moves more than others. From
-    `m >= 6 g(0)` on the two can be told apart: no weights arrived if `g >= m / 3`. A part that is missing, such as the head,
-    makes a smaller gap, which precision alone could make as well until `m >= 100 g(0)`; from there on a part is missing if
-    `g >= m / 20`. It has to be so twice in a row, as one batch may be odd.
+    truncation explain. A sampler with the new weights keeps `g(k) = g(0)`. A sampler with its first weights has `g(k) = m(k)`,
+    or half of it while the first batch, on which the trainer has trained, moves more than others. For `m >= 6 g(0)` the two
+    differ clearly: no weights arrived if `g >= m / 3`. A missing part, such as the head, makes a smaller gap, which precision
+    alone can make as well for `m < 100 g(0)`; above, a part is missing if `g >= m / 20`. Both must hold in two looks in a row.
 
     `g` is about the first micro-batch of a generation, which the loss scores with the weights that generated it: it costs
     nothing. It is looked at after 1, 2, 4, 8, ... steps, and only if it is `2 g(0)` or more, `m` is needed: a forward pass
@@ -46,13 +45,13 @@ class Delivery:
 
     Args:
         accelerator ([`~accelerate.Accelerator`]):
-            Knows the other ranks.
+            Sums over ranks.
         doubt (`Callable[[bool], str | None]`):
-            Given whether only a part of the weights seems to be missing, says why a sampler that gets all weights may look
-            like that, or `None` if there is no reason. A reason makes the error a warning.
+            Called with `True` if only a part of the weights seems to be missing. Returns the reason why a sampler with all
+            weights may look like that, or `None`. With a reason, the error becomes a warning.
     """
 
-    def __init__(self, accelerator: Accelerator, doubt: Callable[[bool], str | None]):
+    def __init__(self, accelerator: Accelerator, doubt: Callable[[bool], str | None]) -> None:
         self.accelerator, self.doubt = accelerator, doubt
         self.done = False
         self._is_new = False  # whether no micro-batch of the last generation was seen
@@ -63,9 +62,9 @@ class Delivery:
         self._start: int | None = None  # optimizer steps made before the first look
         self._next = 0  # optimizer step of the next look
 
-    def generated(self, step: int):
+    def generated(self, step: int) -> None:
         """
-        Take note of a generation, and score the first batch again if that is due. Nothing of the new one is trained on yet.
+        Count a generation, and score the first batch again if that is due, before the trainer trains on the new one.
 
         Args:
             step (`int`):
@@ -89,7 +88,7 @@ class Delivery:
         tokens: torch.Tensor,
         ages: torch.Tensor,
         score: Callable[[], torch.Tensor],
-    ):
+    ) -> None:
         """
         Look at a micro-batch, if it is the first of a generation.
 
@@ -105,7 +104,7 @@ class Delivery:
             ages (`torch.Tensor` of shape `(B,)`):
                 Optimizer steps that the sampler is known to be behind; NaN if unknown.
             score (`Callable[[], torch.Tensor]`):
-                Returns what `logps` would be by the weights of the time when it is called.
+                Computes `logps` again, with the weights at the time of the call.
 
         Raises:
             `RuntimeError`: if weights did not arrive, on all ranks.
@@ -116,7 +115,7 @@ class Delivery:
         if self._start is None:
             self._start = step
         self._next = max(step + 1, 2 * step - self._start)
-        # A sampler may be behind on purpose: by so few of the steps that most of the movement is not in them
+        # A sampler may be behind on purpose. Samples count if most of the movement happened before their weights
         in_step = 8 * ages <= (0 if self._first is None else step - self._first.step)
         log_ratio = logps - rollout_logps
         sums = _sums(log_ratio[tokens.bool() & log_ratio.isfinite() & in_step[:, None]])
@@ -137,7 +136,7 @@ class Delivery:
         if self._is_due:  # at the next generation
             self._next = step
 
-    def _judge(self, step: int, gap: float, moved: float, late: bool):
+    def _judge(self, step: int, gap: float, moved: float, late: bool) -> None:
         """Say that weights did not arrive, if that is so for the second time."""
         assert self._first is not None
         far = moved >= FAR * self._first.noise and not late
@@ -148,7 +147,7 @@ class Delivery:
             self._report(first, step, gap, moved, late)
         self._is_suspect = self._is_due = missing
 
-    def _report(self, first: "FirstBatch", step: int, gap: float, moved: float, late: bool):
+    def _report(self, first: "FirstBatch", step: int, gap: float, moved: float, late: bool) -> None:
         """Raise an error, or a warning if there is another explanation."""
         # The main process may know more of the sampler
         reasons = broadcast_object_list([self.doubt(gap < ALL * moved)])
@@ -168,7 +167,7 @@ class Delivery:
             raise RuntimeError(message)
         report(f"{message} {doubt}")
 
-    def _end(self):
+    def _end(self) -> None:
         """Look no more, and let go of the first batch."""
         self.done, self._first, self._moved = True, None, None
 
@@ -185,9 +184,9 @@ class FirstBatch(NamedTuple):
         logps (`torch.Tensor` of shape `(B, T)`):
             Log-probabilities of the policy that it was sampled from, in nats.
         tokens (`torch.Tensor` of shape `(B, T)`):
-            Whether a token is one of the loss.
+            Boolean mask of the tokens of the loss.
         score (`Callable[[], torch.Tensor]`):
-            Returns log-probabilities by the weights of the time when it is called, `(B, T)`.
+            Computes log-probabilities, `(B, T)`, with the weights at the time of the call.
     """
 
     step: int

@@ -1,8 +1,8 @@
-"""Which sequences go to the dump: some at random, and the worst, over all ranks."""
+"""Selection of the sequences for the dump: some at random, and the worst, over all ranks."""
 
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,10 +11,36 @@ import torch
 from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 
-from ..config import RolloutCorrectionConfig
-from ..dump import append_log, remove_oldest, rewind, write_rows
-from .checks import check_dump_folder
-from .facts import settings_in_effect
+from ..dumps.rows import make_row, on_host
+from ..dumps.writing import append_log, files_of, read_logs, remove_oldest, rewind, write_rows
+from ..settings.config import RolloutCorrectionConfig
+from .run_metadata import settings_in_effect
+
+
+def check_dump_folder(folder: Path, *, new_run: bool) -> None:
+    """
+    Refuse a folder that cannot take a dump. It is made if it is missing.
+
+    Args:
+        folder (`Path`):
+            `rollout_dump_dir`.
+        new_run (`bool`):
+            The run starts at its first step, so that an existing dump is of another run.
+
+    Raises:
+        `ValueError`: if it is not a folder, cannot be written to, or holds the dump of another run.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError("it is not writable")
+    except OSError as error:
+        raise ValueError(f"`rollout_dump_dir` is {str(folder)!r}, which cannot be used: {error}.") from None
+    if new_run and (files_of(folder) or read_logs(folder)):
+        raise ValueError(
+            f"`rollout_dump_dir` is {str(folder)!r}, which holds the dump of another run. Name another folder (for a second "
+            "`train()`, in `trainer.args`), or remove it, for instance if that run ended before a checkpoint."
+        )
 
 
 class Offered(NamedTuple):
@@ -25,14 +51,17 @@ class Offered(NamedTuple):
         distance (`float`):
             Largest absolute log-ratio of its tokens, infinite if one has no finite log-probability.
         chance (`float`):
-            A random number in `[0, 1)`. The sequences with the largest are the ones that are drawn.
-        row (`dict`):
-            Its columns, without text.
+            Random number in `[0, 1)`. The sequences with the largest numbers are drawn.
+        step (`int`):
+            Optimizer step that trains on it.
+        sequence (`dict`):
+            Its tensors.
     """
 
     distance: float
     chance: float
-    row: dict[str, Any]
+    step: int
+    sequence: dict[str, torch.Tensor | None]
 
 
 class SequenceDump(TrainerCallback):
@@ -43,13 +72,13 @@ class SequenceDump(TrainerCallback):
         args ([`RolloutCorrectionConfig`]):
             Configuration of the trainer.
         accelerator ([`~accelerate.Accelerator`]):
-            Knows the other ranks.
+            Gathers over ranks.
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
             Turns tokens into text.
         seed (`int`, *optional*, defaults to `0`):
-            Seed of what is drawn.
+            Seed of the random selection.
         about (`dict[str, str]`, *optional*):
-            What is known of the run, for those who read the dump.
+            Metadata of the run, for readers of the dump.
     """
 
     def __init__(
@@ -59,7 +88,7 @@ class SequenceDump(TrainerCallback):
         tokenizer: PreTrainedTokenizerBase,
         seed: int = 0,
         about: dict[str, str] | None = None,
-    ):
+    ) -> None:
         self.args, self.accelerator, self.tokenizer = args, accelerator, tokenizer
         self.seed = seed
         self.about = dict(about or {})
@@ -75,12 +104,12 @@ class SequenceDump(TrainerCallback):
 
     def wants(self, step: int) -> bool:
         """
-        Whether an optimizer step is dumped. If nothing is corrected in the step that is due, as on a revisit in decoupled
-        mode, it is the next one.
+        True if an optimizer step is dumped. If the step that is due corrects nothing, as a later visit in decoupled mode, the
+        next step is dumped.
         """
         return step >= self.next_step
 
-    def offer(self, step: int, batch: dict[str, torch.Tensor], columns: dict[str, Any]):
+    def offer(self, step: int, batch: dict[str, torch.Tensor], columns: dict[str, Any]) -> None:
         """
         Consider the sequences of a batch.
 
@@ -102,10 +131,8 @@ class SequenceDump(TrainerCallback):
         chance[distance < 0] = -1.0
         self.n_batches += 1
         chosen = self._chosen(distance, chance)
-        on_host = {name: None if x is None else x[chosen].cpu() for name, x in {**batch, **columns}.items()}
-        for i, index in enumerate(chosen.tolist()):
-            row = {name: None if x is None else x[i] for name, x in on_host.items()}
-            self.offered.append(Offered(distance[index].item(), chance[index].item(), {"step": step, **row}))
+        for index, sequence in zip(chosen.tolist(), on_host({**batch, **columns}, chosen), strict=True):
+            self.offered.append(Offered(distance[index].item(), chance[index].item(), step, sequence))
         self._thin_out()
 
     def _chosen(self, distance: torch.Tensor, chance: torch.Tensor) -> torch.Tensor:
@@ -115,7 +142,7 @@ class SequenceDump(TrainerCallback):
         chosen = torch.cat(top).unique()
         return chosen[chance[chosen] >= 0]
 
-    def _thin_out(self):
+    def _thin_out(self) -> None:
         """Forget what cannot be written any more."""
         if self.offered:
             self.offered = [self.offered[i] for i in self._chosen(*self._scores().unbind(1)).tolist()]
@@ -126,7 +153,7 @@ class SequenceDump(TrainerCallback):
 
     # Events -----------------------------------------------------------------------------------------------------------
 
-    def on_train_begin(self, args, state, control, model=None, **kwargs):
+    def on_train_begin(self, args, state, control, model=None, **kwargs) -> None:
         self.next_step = state.global_step + self.args.rollout_dump_steps
         name = str(getattr(getattr(model, "config", None), "_name_or_path", ""))
         # of a model that is on this machine, its folder says nothing to others
@@ -137,22 +164,22 @@ class SequenceDump(TrainerCallback):
             # what came after the checkpoint comes again
             rewind(self.folder, state.global_step, logs=state.is_world_process_zero)
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_step_end(self, args, state, control, **kwargs) -> None:
         if not self.wants(state.global_step):
             return
         drawn, worst, anywhere = self._among_all_ranks()
-        rows = list(self._rows(drawn, worst))
+        rows = [self._row(self.offered[i], sampled=i in drawn, worst=i in worst) for i in sorted(drawn | worst)]
         self.offered, self.n_batches = [], 0
         if anywhere:  # the same on all ranks
             self.next_step = state.global_step + self.args.rollout_dump_steps
         if rows:
             self._unless_the_disk_fails(self._write, state.global_step, rows)
 
-    def on_log(self, args, state, control, logs=None, **kwargs):
+    def on_log(self, args, state, control, logs=None, **kwargs) -> None:
         if state.is_world_process_zero and logs:
             self._unless_the_disk_fails(append_log, self.folder, {**logs, "step": state.global_step})
 
-    def _write(self, step: int, rows: list[dict[str, Any]]):
+    def _write(self, step: int, rows: list[dict[str, Any]]) -> None:
         settings = settings_in_effect(self.args)
         path = write_rows(self.folder, step, self.accelerator.process_index, rows, settings, self.about)
         self.unchecked += path.stat().st_size
@@ -162,7 +189,7 @@ class SequenceDump(TrainerCallback):
             remove_oldest(self.folder, limit)
             self.unchecked = 0
 
-    def _unless_the_disk_fails(self, write: Callable, *args):
+    def _unless_the_disk_fails(self, write: Callable, *args) -> None:
         """A full disk must not end the run. Whatever happens, this rank still takes part in the gathers."""
         if self.gave_up:
             return
@@ -174,7 +201,7 @@ class SequenceDump(TrainerCallback):
             warnings.warn(f"The dump in {str(self.folder)!r} ends here: {error}.", UserWarning, stacklevel=2)
 
     def _among_all_ranks(self) -> tuple[set[int], set[int], bool]:
-        """What of this rank is drawn and what is among the worst of all ranks, and whether any rank was offered something."""
+        """Indices of drawn and of worst sequences of this rank, among all ranks, and `True` if any rank has a sequence."""
         size = self.args.rollout_dump_worst + self.args.rollout_dump_sampled
         scores = torch.full((1, size, 2), -1.0)
         if self.offered:
@@ -189,36 +216,6 @@ class SequenceDump(TrainerCallback):
             chosen.append({i for i in best.tolist() if 0 <= i < len(self.offered)})
         return chosen[0], chosen[1], bool((everywhere >= 0).any())
 
-    def _rows(self, drawn: set[int], worst: set[int]) -> Iterator[dict[str, Any]]:
-        for i in sorted(drawn | worst):
-            row = self.offered[i].row
-            numbers = numbers_of(row)
-            prompt, token_ids = numbers["prompt_ids"], numbers["token_ids"]
-            yield {
-                **numbers,
-                "rank": self.accelerator.process_index,
-                "sampled": i in drawn,
-                "worst": i in worst,
-                "prompt": self.tokenizer.decode(prompt),
-                "completion": self.tokenizer.decode(token_ids),
-                "tokens": [self.tokenizer.decode([token]) for token in token_ids],
-            }
-
-
-def numbers_of(row: dict[str, Any]) -> dict[str, Any]:
-    """Columns of one sequence of a batch, as numbers and lists, without its text."""
-    n = int(row["completion_mask"].sum())
-    prompt = row["prompt_mask"].bool()
-    again = row["again_logps"]
-    lists = ("mask", "train_logps", "rollout_logps", "weights", "keep", "coefficients")
-    return {
-        "step": row["step"],
-        "token_ids": row["completion_ids"][:n].tolist(),
-        **{name: None if row[name] is None else row[name][:n].tolist() for name in lists},
-        "reward": row["reward"].item(),
-        "advantage": row["advantage"].item(),
-        "staleness": None if row["staleness"] is None or row["staleness"].isnan() else int(row["staleness"]),
-        "prompt_ids": row["prompt_ids"][prompt].tolist(),
-        "padding": int((~prompt).sum()),
-        "again_logps": None if again is None or again[:n].isnan().all() else again[:n].tolist(),
-    }
+    def _row(self, offered: Offered, **chosen: bool) -> dict[str, Any]:
+        rank, decode = self.accelerator.process_index, self.tokenizer.decode
+        return make_row(offered.sequence, offered.step, rank=rank, decode=decode, **chosen)

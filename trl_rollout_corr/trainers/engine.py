@@ -1,8 +1,8 @@
 """
 Arguments of vLLM's engine that TRL has no field for: `rollout_engine_kwargs`.
 
-TRL builds the engine of its colocate mode inside its trainer, from a name of one of its modules. That name is another for as
-long as the trainer is built.
+TRL builds the engine of its colocate mode inside its trainer, as `vllm_generation.LLM`. This name is replaced while the
+trainer is built.
 """
 
 import dataclasses
@@ -14,12 +14,12 @@ from typing import Any
 
 from trl.generation import vllm_generation
 
-from ..dump import plain
+from ..dumps.writing import plain
 from ..messages import is_first_rank, nearest, warn
 from .console import write
 
 
-# What TRL, or rollout correction, decides, and where
+# Arguments that TRL or rollout correction sets, with the way to change them
 RESERVED = {
     "model": "the sampler has the trainer's model",
     "tensor_parallel_size": "set `vllm_tensor_parallel_size`",
@@ -28,24 +28,24 @@ RESERVED = {
     "max_num_seqs": "TRL sets it to the size of a generation",
     "enable_sleep_mode": "set `vllm_enable_sleep_mode`",
     "model_impl": "set `vllm_model_impl`",
-    "distributed_executor_backend": "TRL's processes are the engine's",
+    "distributed_executor_backend": "the engine runs in TRL's processes",
     "seed": "ranks that share an engine must draw the same numbers",
-    "logprobs_mode": "the correction needs the log-probabilities of what is sampled from, which TRL asks for",
+    "logprobs_mode": "TRL asks for the log-probabilities of the distribution sampled from, which the correction needs",
     "quantization": "TRL takes it from the trainer's model",
     "trust_remote_code": "set `trust_remote_code`",
 }
 
 
-def check_engine_kwargs(kwargs: Mapping[str, Any]):
+def check_engine_kwargs(kwargs: Mapping[str, Any]) -> None:
     """
-    Check that vLLM's engine has all arguments, and that none is decided elsewhere.
+    Check that all arguments are arguments of vLLM's engine, and that none is set by TRL.
 
     Args:
         kwargs (`Mapping[str, Any]`):
             `rollout_engine_kwargs`.
 
     Raises:
-        `ValueError`: if it has not, or one is.
+        `ValueError`: if an argument is unknown or set by TRL.
     """
     from vllm import EngineArgs
 
@@ -53,7 +53,7 @@ def check_engine_kwargs(kwargs: Mapping[str, Any]):
     for name in kwargs:
         if name in RESERVED:
             raise ValueError(
-                f"`rollout_engine_kwargs` has {name!r}, which is decided elsewhere: {RESERVED[name]}. Remove it."
+                f"`rollout_engine_kwargs` has {name!r}, which is set elsewhere: {RESERVED[name]}. Remove it."
             )
         if name not in known:
             raise ValueError(
@@ -65,12 +65,12 @@ def check_engine_kwargs(kwargs: Mapping[str, Any]):
 @contextmanager
 def engine_arguments(args: Any) -> Iterator[None]:
     """
-    Let TRL build its engine with more arguments.
+    Context in which TRL builds its engine with more arguments.
 
     Args:
         args ([`RolloutCorrectionConfig`]):
-            Configuration of a trainer that is about to be built. Where TRL builds no engine, what to start the server with is
-            printed instead, or a warning says that nothing happens.
+            Configuration of the trainer to build. With a server, its command line is printed instead; without vLLM, there
+            is a warning that the setting has no effect.
 
     Raises:
         `ValueError`: if an argument cannot be passed.
@@ -100,15 +100,17 @@ def engine_arguments(args: Any) -> Iterator[None]:
         vllm_generation.LLM = built
 
 
-def announce_server(kwargs: Mapping[str, Any]):
-    """Print how a server is started with these arguments, which nobody can give it later."""
+def announce_server(kwargs: Mapping[str, Any]) -> None:
+    """Print the command line of a server with these arguments, which it takes at its start only."""
     if is_first_rank():
-        write(f"`rollout_engine_kwargs` is for the server, which is to be started with: {serve_line(kwargs)}")
+        write(f"Start the server with the arguments of `rollout_engine_kwargs`: {serve_line(kwargs)}")
 
 
-def serve_line(kwargs: Mapping[str, Any]) -> str:
-    """The command that starts a server with these arguments."""
-    return " ".join(["vllm serve MODEL", *(_flag(name, value) for name, value in plain(kwargs).items())])
+def serve_line(kwargs: Mapping[str, Any], model: str = "MODEL") -> str:
+    """Command line of a server with these arguments."""
+    return " ".join(
+        [f"vllm serve {shlex.quote(model)}", *(_flag(name, value) for name, value in plain(kwargs).items())]
+    )
 
 
 def _flag(name: str, value: Any) -> str:

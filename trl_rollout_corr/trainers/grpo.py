@@ -8,23 +8,98 @@ from typing import Any
 import torch
 from trl import GRPOConfig, GRPOTrainer
 
-from ..config import RolloutCorrectionConfig
+from ..messages import warn, warn_idle
+from ..settings.config import RolloutCorrectionConfig
+from ..settings.fields import LOSS_TYPES
 from .batch import OLD_LOGPS
-from .checks import (
-    check_batch_normalization,
-    check_bounds_of_means,
-    check_logprobs,
-    check_loss,
-    check_passes_by,
-    check_sampling,
-    check_sequence_level_ratio,
-    check_tightened,
-    replace_trl_correction,
-    warn_about_clip_ratio,
-    warn_about_iterations,
-)
+from .core import check_bounds_of_means
+from .loss import check_batch_normalization, warn_about_iterations
 from .mixin import RolloutCorrectionMixin
-from .versions import without_none
+from .monitor import check_tightened
+from .sampler import check_logprobs, check_sampling
+from .versions import check_passes_by, replace_trl_correction, without_none
+
+
+def check_loss(config: GRPOConfig) -> None:
+    """
+    Refuse losses of GRPO that rollout correction cannot be combined with.
+
+    Args:
+        config ([`~trl.GRPOConfig`]):
+            Configuration of a trainer.
+
+    Raises:
+        `ValueError`: if the loss is a value of `rollout_loss_type`, if it has importance weights of its own, or if it would
+            clip or average the ratio of 1 that `rollout_loss_type="reinforce"` needs.
+    """
+    if config.loss_type in LOSS_TYPES:
+        raise ValueError(
+            f"`loss_type` is {config.loss_type!r}, which is a loss of `bypass_mode`: set `rollout_loss_type` to it, and "
+            "`loss_type` to a loss of TRL: grpo, dr_grpo, dapo, ..."
+        )
+    if not config.corrects:
+        return
+    if config.loss_type == "vespo":
+        raise ValueError(
+            "`loss_type` is 'vespo', which has importance weights of its own, so no other weight or rejection can be "
+            "applied to it. Choose another `loss_type`, or only measure with "
+            "`rollout_metrics_only=True`."
+        )
+    if not config.bypass_mode or config.rollout_loss_type != "reinforce":
+        return
+    cap = config.epsilon_high or config.epsilon
+    if config.loss_type == "cispo" and cap < 1.0:
+        raise ValueError(
+            f"`epsilon_high` is {cap} with `loss_type='cispo'`, where it is the upper bound of the ratio, and "
+            f"with `rollout_loss_type='reinforce'`, whose ratio is 1: every gradient would be multiplied by {cap}. Set "
+            "`epsilon_high` to 1 or more."
+        )
+    if config.importance_sampling_level != "token":
+        raise ValueError(
+            f"`importance_sampling_level` is {config.importance_sampling_level!r} with `rollout_loss_type='reinforce'`, "
+            "whose loss is a sum over tokens. Set it to 'token'; for weights of sequences set `rollout_is` to "
+            "'sequence' or 'geometric'."
+        )
+
+
+def check_sequence_level_ratio(config: GRPOConfig) -> None:
+    """
+    Warn about weights and rejection of tokens in a loss with one ratio per completion.
+
+    Args:
+        config ([`~trl.GRPOConfig`]):
+            Configuration of a trainer.
+    """
+    if not config.corrects or config.importance_sampling_level != "sequence":
+        return
+    settings = [f"`{name}`" for name in config.rollout_rs or [] if name.startswith("token_")]
+    if config.rollout_is == "token" and config.applies_weights:
+        settings.append("`rollout_is='token'`")
+    if settings:
+        warn(
+            f"{', '.join(settings)} act on single tokens, but with `importance_sampling_level='sequence'` all tokens of a "
+            "completion have the same gradient: their mean acts on the completion, as in TRL's own correction. To weight "
+            "or reject completions, use `rollout_is='sequence'` or 'geometric', and criteria that start with `seq_`."
+        )
+
+
+def warn_about_clip_ratio(config: GRPOConfig) -> None:
+    """
+    Warn if TRL's loss does not bound the ratio to the sampler by `rollout_clip_ratio_c`.
+
+    Args:
+        config ([`~trl.GRPOConfig`]):
+            Configuration of a trainer.
+    """
+    if not (config.corrects and config.clips_around_sampler) or config.rollout_clip_ratio_c in (None, 3.0):
+        return
+    if config.loss_type in ("cispo", "sapo"):
+        reason = f"`loss_type` is {config.loss_type!r}, which has its own bound on the ratio"
+    elif config.delta is not None:
+        reason = f"`delta` is {config.delta}, which is the same bound and takes precedence"
+    else:
+        return
+    warn_idle("rollout_clip_ratio_c", config.rollout_clip_ratio_c, reason)
 
 
 @dataclass
@@ -36,12 +111,12 @@ class RolloutCorrectedGRPOConfig(RolloutCorrectionConfig, GRPOConfig):
     (`vllm_importance_sampling_correction`) is switched off.
 
     Raises:
-        `ValueError`: also if `loss_type` is `"vespo"`, which weights sequences in its own way, if
-            `rollout_loss_type="reinforce"` meets `importance_sampling_level="sequence"`, or if batch normalisation would see
-            a single sequence.
+        `ValueError`: also if `loss_type` is `"vespo"`, which has importance weights of its own, if
+            `rollout_loss_type="reinforce"` is combined with `importance_sampling_level="sequence"`, or if the mean of batch
+            normalisation would be over a single sequence.
     """
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         RolloutCorrectionConfig.__post_init__(self)
         check_loss(self)
         check_passes_by(self)
@@ -50,7 +125,7 @@ class RolloutCorrectedGRPOConfig(RolloutCorrectionConfig, GRPOConfig):
         check_sampling(self)
         self.check(warns=True)
 
-    def check(self, *, warns: bool = False):
+    def check(self, *, warns: bool = False) -> None:
         super().check()
         check_loss(self)
         check_batch_normalization(self)
@@ -70,11 +145,11 @@ class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
     `rollout_metrics_only=True`, or with neither weights nor rejection nor bypass, losses and gradients are those of
     `GRPOTrainer` with `vllm_importance_sampling_correction=False`, bit for bit.
 
-    What differs from TRL, each as `super()` and an edit of what goes in or comes out: `__init__` (checks, monitor, dump),
-    `_generate` and `_generate_and_score_completions` (the sampler's log-probabilities, and TRL's old pass, which is spared
-    where it is not needed), `_calculate_rewards` (completions that are rejected before the baseline),
+    Differences from TRL, each as `super()` with changed arguments or results: `__init__` (checks, monitor, dump), `_generate`
+    and `_generate_and_score_completions` (the sampler's log-probabilities; TRL's old pass is skipped if it is not needed),
+    `_calculate_rewards` (completions that are rejected before the baseline),
     `_get_per_token_logps_and_entropies` and `compute_loss` (the correction), `log` (metrics), `add_callback` (one monitor),
-    `create_model_card` (model and correction), `train` (settings that were assigned since the trainer was built).
+    `create_model_card` (model and correction), `train` (settings that were assigned after the trainer was built).
 
     Example:
 
@@ -99,13 +174,13 @@ class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
     num_iterations: int  # TRL's
     _tag_names = [*GRPOTrainer._tag_names, "rollout-correction"]
 
-    def _check_sampler(self):
+    def _check_sampler(self) -> None:
         if self.rollout_func is None:  # a rollout function brings its own log-probabilities
             super()._check_sampler()
 
     def _doubt_delivery(self, in_part: bool) -> str | None:
         if self.rollout_func is not None:
-            return "Completions come from `rollout_func`, which may have another sampler."
+            return "Completions come from `rollout_func`, which may use another sampler."
         return super()._doubt_delivery(in_part)
 
     def _generate(self, prompts, *args, **kwargs):
@@ -119,9 +194,9 @@ class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
 
     @contextmanager
     def _asking_for_old_pass(self) -> Iterator[None]:
-        # TRL makes its old pass if the gradient accumulation steps are not a multiple of `steps_per_generation *
-        # num_iterations`. With one iteration more than there are accumulation steps they never are, so that its first
-        # forward pass while scoring is always the old pass, and never the reference pass.
+        # TRL makes its old pass if `gradient_accumulation_steps` is not a multiple of `steps_per_generation * num_iterations`.
+        # With `num_iterations = gradient_accumulation_steps + 1` it never is: the first forward pass while scoring is then the
+        # old pass, and not the reference pass.
         num_iterations = self.num_iterations
         self.num_iterations = self.args.gradient_accumulation_steps + 1
         try:
@@ -133,7 +208,7 @@ class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
     def _bounding_the_ratio(self) -> Iterator[None]:
         args, delta = self.args, self.args.delta
         if args.corrects and args.clips_around_sampler and delta is None:
-            args.delta = args.rollout_clip_ratio_c  # for this call, so that it is not taken for the user's
+            args.delta = args.rollout_clip_ratio_c  # for this call only, as it is not a setting of the user
         try:
             yield
         finally:
@@ -146,12 +221,11 @@ class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
     def _enter_loss(
         self, inputs: dict[str, Any], logps: torch.Tensor, anchor: torch.Tensor, coefficients: torch.Tensor
     ) -> torch.Tensor:
-        # TRL takes advantages of shape (B, T). Every loss type is homogeneous in them and the coefficients are not
-        # negative, so they commute with PPO's min; masks, denominators, KL and entropy terms stay TRL's.
+        # With A = c * advantage and c >= 0, -min(r A, clip(r) A) is c times TRL's loss of the token; so are all loss types.
+        # Masks, denominators, KL and entropy terms stay TRL's.
         advantages = inputs["advantages"]
         if self.importance_sampling_level == "sequence" and advantages.dim() == 1:
-            # every token of a completion has the same gradient, so that their mean is what acts; and of shape (B, 1), TRL
-            # counts clipped completions as it always does
+            # all tokens of a completion have the same gradient, so their mean acts. TRL counts clipped completions from (B, 1)
             mask = self._loss_mask(inputs)
             coefficients = (coefficients * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
         inputs["advantages"] = (advantages if advantages.dim() == 2 else advantages.unsqueeze(1)) * coefficients

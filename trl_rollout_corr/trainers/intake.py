@@ -1,9 +1,9 @@
 """
-From the queue of the rollout worker to the micro-batch, on the main process: what TRL forgets on the way is carried along.
+Age, reward and layout of samples, on their way from the queue of the rollout worker to the micro-batch, on the main process.
 
-TRL takes a sample from the queue, drops it if it is stale, packs the others into rows, and sends row `i` to rank `i`. Three
-wraps go along: [`Tap`] around the queue sees every sample, [`Carrier`] around the data set adds to what TRL hands on, and
-[`Layout`] around the collator adds the keys below to the batch.
+TRL takes a sample from the queue, drops it if it is stale, packs the others into rows, and sends row `i` to rank `i`. It drops
+the version of the weights and the rewards. Three wrappers keep them: [`Tap`] around the queue, [`Carrier`] around the data
+set, and [`Layout`] around the collator, which adds the keys below to the batch.
 
 `R` rows, one per rank; `B` completions of a row, `T` tokens from the first of the loss to the last of a completion; both of
 the largest row.
@@ -19,26 +19,26 @@ from .batch import REWARDS, ROLLOUT_STEP
 from .upstream import RolloutSample, TreeRow
 
 
-TERMS = "rollout_corr_terms"  # (R, B, T) number of the loss term of a token, -1 for none
+TERMS = "rollout_corr_terms"  # (R, B, T) index of the loss term of a token, -1 for none
 ADVANTAGES = "rollout_corr_advantages"  # (R, B)
-TOOLS = "rollout_corr_tools"  # (R,), there if tokens of the loss have others between them
+TOOLS = "rollout_corr_tools"  # (R,), present if results of tools are between tokens of the loss
 TEXT = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")  # for a dump or a diagnosis
 TEXT_PREFIX = "rollout_corr_"
 
-# vLLM's server writes this for minus infinity, which JSON does not have
+# Value of minus infinity in answers of vLLM's server, as JSON has none
 _SERVER_INFINITY = -9999.0
 
 
 class Tap:
     """
-    A queue of samples, which keeps the last one.
+    Queue of samples that keeps the last sample.
 
     Args:
         queue (`queue.Queue` or `multiprocessing.Queue`):
             Queue of the rollout worker.
     """
 
-    def __init__(self, queue: Any):
+    def __init__(self, queue: Any) -> None:
         self._queue = queue
         self._last: RolloutSample | None = None
         self._dropped: list[tuple[float, float]] = []  # tokens and reward
@@ -47,30 +47,30 @@ class Tap:
         return getattr(self._queue, name)
 
     def get(self, *args, **kwargs) -> RolloutSample:
-        if self._last is not None:  # nobody handed it on
+        if self._last is not None:  # TRL dropped it
             self._dropped.append((float(self._last.completion_mask.sum()), reward_of(self._last.metrics)))
             self._last = None
         self._last = checked(self._queue.get(*args, **kwargs))
         return self._last
 
     def hand_on(self) -> RolloutSample:
-        """The last sample, which is trained on."""
+        """Last sample, which TRL passes on to training."""
         sample, self._last = self._last, None
         if sample is None:
             raise RuntimeError(
-                "TRL handed on a sample that it did not take from the queue of the rollout worker. It has changed in a way "
-                "that rollout correction does not know: install the version of trl that this release was tested with."
+                "TRL trains on a sample that it did not take from the queue of the rollout worker. This version of TRL is not "
+                "supported: install a version of trl that this release was tested with."
             )
         return sample
 
     def take_dropped(self) -> list[tuple[float, float]]:
-        """Tokens and rewards of the samples that were not handed on since the last call."""
+        """Number of tokens and reward of each sample that TRL dropped since the last call."""
         dropped, self._dropped = self._dropped, []
         return dropped
 
 
 def reward_of(metrics: Mapping[str, float] | None) -> float:
-    """Reward of a sample, NaN without."""
+    """Reward of a sample; NaN if it has none."""
     return float((metrics or {}).get("reward", np.nan))
 
 
@@ -80,24 +80,25 @@ def checked(sample: RolloutSample) -> RolloutSample:
 
     Args:
         sample (`RolloutSample`):
-            The sample. Log-probabilities that stand for minus infinity or for none are made infinite and NaN.
+            The sample. Its log-probabilities are changed in place: -9999 and less to minus infinity, `None` to NaN.
 
     Returns:
         `RolloutSample`: the sample.
 
     Raises:
-        `ValueError`: if they are missing, or not one per token.
+        `ValueError`: if they are missing, or their number is not the number of tokens.
     """
     if sample.old_log_probs is None:
         raise ValueError(
             "The rollout worker returned a sample without log-probabilities (`old_log_probs` is None), which rollout "
-            "correction needs. Ask the sampler for that of every sampled token, after temperature: `logprobs=0` for vLLM."
+            "correction needs. Ask the sampler for the log-probability of every sampled token, after temperature: "
+            "`logprobs=0` for vLLM."
         )
     logps = np.asarray(sample.old_log_probs, dtype=np.float32)  # None becomes NaN
     if logps.shape != np.shape(sample.input_ids):
         raise ValueError(
             f"`old_log_probs` of a sample must have one entry per token of `input_ids`, got {logps.shape} for "
-            f"{np.shape(sample.input_ids)}. Where there is none, as in the prompt, it holds 0."
+            f"{np.shape(sample.input_ids)}. Set 0 for tokens without one, such as the prompt."
         )
     sample.old_log_probs = np.where(logps <= _SERVER_INFINITY, -np.inf, logps)
     return sample
@@ -105,7 +106,7 @@ def checked(sample: RolloutSample) -> RolloutSample:
 
 class Carrier(torch.utils.data.IterableDataset):
     """
-    The data set that TRL makes of the queue, with more about each sample.
+    TRL's data set over the queue, with reward and optimizer step of each sample.
 
     Args:
         dataset (`torch.utils.data.IterableDataset`):
@@ -113,10 +114,9 @@ class Carrier(torch.utils.data.IterableDataset):
         tap ([`Tap`]):
             The queue.
         step_of (`Callable[[int], float]`):
-            Optimizer step of a version of the weights; NaN if unknown.
+            Returns the optimizer step of a version of the weights; NaN if unknown.
         failed (`Callable[[Exception], Any]`):
-            Called with what ends the samples, if that is an error. It says whether the run can be brought to an end; if not,
-            the error goes on.
+            Called with an error that ends the samples. If it returns `False`, the error is raised.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Carrier(torch.utils.data.IterableDataset):
         tap: Tap,
         step_of: Callable[[int], float],
         failed: Callable[[Exception], bool],
-    ):
+    ) -> None:
         self._dataset, self._tap, self._step_of, self._failed = dataset, tap, step_of, failed
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -144,18 +144,18 @@ class Carrier(torch.utils.data.IterableDataset):
 
 class Layout:
     """
-    A collator that adds to TRL's batch how its loss terms lie in completions, and what is known about these.
+    Collator that adds the layout of loss terms in completions, advantages, rewards and steps to TRL's batch.
 
     Args:
         collator (`Callable`):
             TRL's collator. It gets a list with one entry, the rows of all ranks.
         with_text (`bool`):
-            Whether to add the tokens, for a dump or a diagnosis.
+            Add prompts and completions, for a dump or a diagnosis.
         pad_token_id (`int`):
-            What they are padded with.
+            Padding of prompts and completions.
     """
 
-    def __init__(self, collator: Callable[[list[Any]], dict[str, Any]], with_text: bool, pad_token_id: int):
+    def __init__(self, collator: Callable[[list[Any]], dict[str, Any]], with_text: bool, pad_token_id: int) -> None:
         self._collator, self._with_text, self._pad_token_id = collator, with_text, pad_token_id
 
     def __call__(self, examples: list[list[TreeRow]]) -> dict[str, Any]:
@@ -165,7 +165,7 @@ class Layout:
         terms = [list(_number_terms(of_row)) for of_row in samples]
         _check_order(batch, terms)
         batch[TERMS] = _padded(terms, -1, torch.int32)
-        # what is padded has no token of the loss
+        # padded completions have no token of the loss
         for key, name, padding in (
             (ADVANTAGES, "advantage", 0.0),
             *((key, key, np.nan) for key in (REWARDS, ROLLOUT_STEP)),
@@ -194,13 +194,13 @@ class Layout:
 
 
 def _start(sample: Mapping[str, Any]) -> int:
-    """Where the completion begins: at the first token of the loss. The first token of a sample has no prediction."""
+    """Index of the first token of the loss, where the completion begins. The first token of a sample has no prediction."""
     trained = np.flatnonzero(np.asarray(sample["completion_mask"])[1:])
     return int(trained[0]) + 1 if len(trained) else len(sample["input_ids"])
 
 
 def _number_terms(samples: Sequence[Mapping[str, Any]]) -> Iterator[np.ndarray]:
-    """Number of the loss term of each token of each completion, in TRL's order; -1 where there is none."""
+    """Index of the loss term of each token of each completion, in TRL's order; -1 without one."""
     n = 0
     for sample in samples:
         trained = np.asarray(sample["completion_mask"])[_start(sample) :] != 0
@@ -208,19 +208,18 @@ def _number_terms(samples: Sequence[Mapping[str, Any]]) -> Iterator[np.ndarray]:
         n += int(trained.sum())
 
 
-def _check_order(batch: Mapping[str, Any], terms: list[list[np.ndarray]]):
+def _check_order(batch: Mapping[str, Any], terms: list[list[np.ndarray]]) -> None:
     for segments, index, of_row in zip(batch["segment_id"], batch["token_index"], terms, strict=True):
         expected = np.repeat(np.arange(len(of_row)), [(numbers >= 0).sum() for numbers in of_row])
         if not np.array_equal(segments[index >= 0].numpy(), expected):
             raise RuntimeError(
-                "TRL packed the loss terms of a row in another order than that of its samples and their tokens. It has "
-                "changed in a way that rollout correction does not know: install the version of trl that this release was "
-                "tested with."
+                "TRL packed the loss terms of a row in another order than the samples and their tokens. This version of TRL "
+                "is not supported: install a version of trl that this release was tested with."
             )
 
 
 def _padded(values: Sequence[Sequence[Any]], padding: float, dtype: torch.dtype) -> torch.Tensor:
-    """`(R, B, T)` from `T` numbers of `B` completions of `R` rows."""
+    """Padded tensor, `(R, B, T)`, from the numbers of each completion of each row."""
     n_completions = max(len(of_row) for of_row in values)
     length = max((len(x) for of_row in values for x in of_row), default=0)
     padded = torch.full((len(values), n_completions, length), padding, dtype=dtype)

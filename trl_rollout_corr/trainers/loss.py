@@ -1,23 +1,25 @@
-"""One call of TRL's loss: what it is about, and whether the correction reached it."""
+"""One call of TRL's loss, with a check that it was corrected, and checks of settings for losses."""
 
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from trl import GRPOConfig, RLOOConfig
 
-from .arrival import Mark, not_arrived
+from ..messages import warn
+from .gradient_check import GradientCheck, not_in_loss
 
 
 class LossInputs(dict):
     """
-    A batch for TRL's loss, without advantages until the forward pass of the policy has put them in.
+    Batch for TRL's loss. It has no advantages until the correction, after the forward pass of the policy, adds them.
 
     Attributes:
         read (`set[str]`):
-            Keys that have been read.
+            Keys that were read.
     """
 
-    def __init__(self, batch: Mapping[str, Any]):
+    def __init__(self, batch: Mapping[str, Any]) -> None:
         super().__init__(batch)
         self.read: set[str] = set()
 
@@ -25,11 +27,11 @@ class LossInputs(dict):
         self.read.add(key)
         return super().__getitem__(key)
 
-    def __missing__(self, key: str):
+    def __missing__(self, key: str) -> None:
         if key != "advantages":
             raise KeyError(key)
         raise RuntimeError(
-            "`advantages` are read before the forward pass of the policy, which puts the corrected ones into the batch. In "
+            "`advantages` are read before the forward pass of the policy, after which the batch has the corrected ones. In "
             "`_compute_loss`, call `self._get_per_token_logps_and_entropies` with the policy first, and read `advantages`, "
             "`old_per_token_logps` and `old_logps` after it, as TRL does."
         )
@@ -49,29 +51,29 @@ class LossCall:
             The micro-batch.
     """
 
-    def __init__(self, model: Any, batch: Mapping[str, Any]):
+    def __init__(self, model: Any, batch: Mapping[str, Any]) -> None:
         self.model, self.batch = model, dict(batch)
         self.inputs = LossInputs({key: value for key, value in batch.items() if key != "advantages"})
         self.with_gradient = torch.is_grad_enabled()
         self.forwards = 0
-        self.mark: Mark | None = None  # at the first step
+        self.gradient_check: GradientCheck | None = None  # at the first step
 
-    def take_forward(self):
+    def take_forward(self) -> None:
         """
-        Take note of a forward pass of the policy.
+        Count a forward pass of the policy.
 
         Raises:
-            `RuntimeError`: at the second one: which of the two is to be corrected?
+            `RuntimeError`: at the second forward pass, as only one can be corrected.
         """
         self.forwards += 1
         if self.forwards > 1:
             raise RuntimeError(
-                "The policy was run twice in one loss through `_get_per_token_logps_and_entropies`, and rollout correction "
-                "cannot know which of the two forward passes is that of the loss. Run the other one under "
-                "`torch.no_grad()`, or call the model itself."
+                "The loss ran the policy twice through `_get_per_token_logps_and_entropies`, and rollout correction cannot "
+                "know which of the two forward passes to correct. Run the other one under `torch.no_grad()`, or call the "
+                "model itself."
             )
 
-    def check_corrected(self, trainer: type, keys: set[str]):
+    def check_corrected(self, trainer: type, keys: set[str]) -> None:
         """
         Check that the loss was corrected.
 
@@ -79,17 +81,64 @@ class LossCall:
             trainer (`type`):
                 Class of the trainer.
             keys (`set[str]`):
-                Keys that the loss must have read after the correction was put into them.
+                Keys of corrected values, which the loss must have read.
 
         Raises:
-            `RuntimeError`: if no forward pass of the policy came by, or a key was not read.
+            `RuntimeError`: if the loss made no forward pass of the policy, or did not read a key.
         """
         if not self.forwards:
             raise RuntimeError(
-                f"The loss of `{trainer.__name__}` did not run the policy through `_get_per_token_logps_and_entropies`, where "
-                "rollout correction attaches. If `_compute_loss` is your own, run it there; otherwise install the version of "
+                f"The loss of `{trainer.__name__}` did not run the policy through `_get_per_token_logps_and_entropies`, which "
+                "rollout correction overrides. If `_compute_loss` is your own, run it there; otherwise install the version of "
                 "trl that this release was tested with."
             )
         unread = [f"`{key}`" for key in sorted(keys - self.inputs.read)]
         if unread:
-            raise not_arrived(f"it does not read {' and '.join(unread)} from the batch")
+            raise not_in_loss(f"it does not read {' and '.join(unread)} from the batch")
+
+
+def check_batch_normalization(config: GRPOConfig | RLOOConfig) -> None:
+    """
+    Refuse batch normalisation over a single sequence, which would set its weight to 1.
+
+    Args:
+        config ([`~trl.GRPOConfig`] or [`~trl.RLOOConfig`]):
+            Configuration of a trainer, after TRL has resolved batch sizes.
+
+    Raises:
+        `ValueError`: if the mean would be over a micro-batch of one sequence.
+    """
+    if not (normalizes_sequences(config) and config.bypass_mode):
+        return
+    if config.per_device_train_batch_size * config.world_size == 1:
+        raise ValueError(
+            "`rollout_is_batch_normalize` is True with `bypass_mode`, where the mean is over the micro-batch of all ranks, "
+            "which is one sequence: its weight would always be 1. Set `per_device_train_batch_size` to 2 or more (and divide "
+            "`gradient_accumulation_steps` accordingly), or use `bypass_mode=False`, which normalises over the generation "
+            "batch."
+        )
+
+
+def normalizes_sequences(config: Any) -> bool:
+    """True if weights are divided by their mean over sequences."""
+    normalizes = config.corrects and config.applies_weights and config.rollout_is_batch_normalize
+    return normalizes and config.rollout_is in ("sequence", "geometric")
+
+
+def warn_about_iterations(config: GRPOConfig | RLOOConfig) -> None:
+    """
+    Warn about several visits of completions by a loss without a bound on the step.
+
+    Args:
+        config ([`~trl.GRPOConfig`] or [`~trl.RLOOConfig`]):
+            Configuration of a trainer.
+    """
+    clips = not config.bypass_mode or config.rollout_loss_type != "reinforce"
+    if not config.corrects or clips or config.num_iterations == 1:
+        return
+    if not any(criterion.directed for criterion in config.criteria):  # a trust region
+        warn(
+            f"`num_iterations` is {config.num_iterations} with `rollout_loss_type='reinforce'`, which has no clipping: only "
+            "the bound of the weights limits the steps, and each visit of a completion moves the policy further. Set "
+            "`rollout_loss_type` to 'ppo_clip', `num_iterations` to 1, or add a trust region: 'token_tv' in `rollout_rs`."
+        )

@@ -1,24 +1,24 @@
 """
-The optimizer step scaled by what its samples are worth: `rollout_lr_scaling`.
+Learning rate scaled by the effective sample size of each optimizer step: `rollout_lr_scaling`.
 
-Adam divides a gradient by its own size, so that a scaled loss would change nothing: it is the learning rate that is scaled,
-for the one step, and put back before a scheduler or a checkpoint can see it.
+Adam divides the gradient by its root mean square, so a scaled loss would change nothing. Instead the learning rate is scaled
+for one step, and restored before a scheduler or a checkpoint can read it.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from transformers import TrainerCallback, TrainingArguments
 
-from ..config import RolloutCorrectionConfig
-from ..step_size import StepSize, ess_sqrt, ratio_sums
-from .observer import LoggingWindow
+from ..correction.step_size import StepSize, ess_sqrt, ratio_sums
+from ..settings.config import RolloutCorrectionConfig
 
 
-def check_scalable(args: Any):
+def check_scalable(args: Any) -> None:
     """
-    Refuse to scale steps that are made where nothing can be scaled.
+    Refuse optimizers whose learning rate cannot be scaled for one step.
 
     Args:
         args ([`RolloutCorrectedGRPOConfig`]):
@@ -44,48 +44,48 @@ class LearningRateScaling(TrainerCallback):
 
     Args:
         args ([`RolloutCorrectionConfig`]):
-            Configuration of the trainer. With `rollout_metrics_only` the factor is only reported.
+            Configuration of the trainer. With `rollout_metrics_only` the factor is reported and not applied.
         accelerator ([`~accelerate.Accelerator`]):
-            Knows the other ranks.
-        window ([`~trl_rollout_corr.trainers.observer.LoggingWindow`]):
-            Where factors are added up for the log.
+            Sums over ranks.
+        add (`Callable[[StepSize], None]`):
+            Adds the factor of a step to the log.
     """
 
-    def __init__(self, args: RolloutCorrectionConfig, accelerator: Accelerator, window: LoggingWindow):
-        self.args, self.accelerator, self.window = args, accelerator, window
+    def __init__(
+        self, args: RolloutCorrectionConfig, accelerator: Accelerator, add: Callable[[StepSize], None]
+    ) -> None:
+        self.args, self.accelerator, self.add = args, accelerator, add
         self._sums: torch.Tensor | None = None  # (3,), of the micro-batches of this step on this rank
         self._own: list[tuple[dict[str, Any], Any]] = []  # groups of parameters, and their learning rate
 
-    def visited(self, current_logps: torch.Tensor, rollout_logps: torch.Tensor, mask: torch.Tensor):
+    def visited(self, log_ratio: torch.Tensor, valid: torch.Tensor) -> None:
         """
         Count a micro-batch of the step.
 
         Args:
-            current_logps (`torch.Tensor` of shape `(B, T)`):
-                Log-probabilities of the current policy, in nats.
-            rollout_logps (`torch.Tensor` of shape `(B, T)`):
-                Log-probabilities of the policy that sampled, in nats.
-            mask (`torch.Tensor` of shape `(B, T)`):
-                Non-zero on the tokens of the loss.
+            log_ratio (`torch.Tensor` of shape `(B, T)`):
+                Log-ratio of the current policy to the sampler, in nats, 0 outside the valid tokens.
+            valid (`torch.Tensor` of shape `(B, T)`):
+                Non-zero on the tokens of the loss whose log-ratio is finite.
         """
-        sums = ratio_sums(current_logps, rollout_logps, mask, neutralize=self.args.rollout_nan_policy == "neutralize")
+        sums = ratio_sums(log_ratio, valid)
         self._sums = sums if self._sums is None else self._sums + sums
 
-    def on_train_begin(self, args: TrainingArguments, state, control, optimizer=None, **kwargs):
-        self._restore()  # of a step that has failed
+    def on_train_begin(self, args: TrainingArguments, state, control, optimizer=None, **kwargs) -> None:
+        self._restore()  # after a step that failed
         self._sums = None
         if any(group.get("lr") is None or group.get("relative_step") for group in optimizer.param_groups):
             raise ValueError(
-                f"`rollout_lr_scaling` is {self.args.rollout_lr_scaling!r}, but each step of the optimizer has its own size. "
+                f"`rollout_lr_scaling` is {self.args.rollout_lr_scaling!r}, but the optimizer chooses its own learning rate. "
                 "Give it a learning rate, or set `rollout_lr_scaling` to None."
             )
 
-    def on_pre_optimizer_step(self, args: TrainingArguments, state, control, optimizer=None, **kwargs):
+    def on_pre_optimizer_step(self, args: TrainingArguments, state, control, optimizer=None, **kwargs) -> None:
         if self._sums is None:
             return
         scale = ess_sqrt(self.accelerator.reduce(self._sums, reduction="sum"))
         self._sums = None
-        self.window.add(StepSize.of({"scale": torch.stack([torch.ones_like(scale), scale])}))
+        self.add(StepSize.of({"scale": torch.stack([torch.ones_like(scale), scale])}))
         if self.args.rollout_metrics_only:
             return
         self._own = [(group, group["lr"]) for group in optimizer.param_groups]
@@ -93,17 +93,17 @@ class LearningRateScaling(TrainerCallback):
         for group, rate in self._own:
             group["lr"] = rate * factor
 
-    def on_optimizer_step(self, args: TrainingArguments, state, control, **kwargs):
+    def on_optimizer_step(self, args: TrainingArguments, state, control, **kwargs) -> None:
         self._restore()
 
-    def _restore(self):
+    def _restore(self) -> None:
         for group, rate in self._own:
             group["lr"] = rate
         self._own = []
 
 
 def _takes_tensors(optimizer: Any) -> bool:
-    """Whether the learning rate may be a tensor on the device. Trainer's own optimizer is fused, and takes one."""
+    """True if the learning rate may be a tensor on the device, as with fused Adam, the default of `Trainer`."""
     inner = getattr(optimizer, "optimizer", optimizer)  # Accelerate's around torch's
     adam = isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
     return adam and all(group.get("fused") for group in inner.param_groups)

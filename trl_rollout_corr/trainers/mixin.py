@@ -1,13 +1,13 @@
 """
 The seam into TRL, shared by the trainers.
 
-TRL's trainers call one method for every forward pass of a policy, `_get_per_token_logps_and_entropies`. Everything here
-hangs on it:
+TRL's trainers call one method for every forward pass of a policy, `_get_per_token_logps_and_entropies`. The mixin overrides
+it:
 
-- *in the loss* its result passes through [`RolloutCorrectionMixin._correct`] on its way back to TRL, which reads the anchor
-  of the ratio and the advantages only after it. So a correction costs no forward pass of its own;
-- *while scoring* TRL's first call computes the log-probabilities of the *old* policy. It is answered without a forward
-  pass where they are not needed ([`~trl_rollout_corr.trainers.scoring.OldPass`]).
+- *in the loss*, [`RolloutCorrectionMixin._correct`] gets the log-probabilities of the current policy before TRL does. TRL
+  reads the anchor of the ratio and the advantages only afterwards, so a correction needs no forward pass of its own;
+- *while scoring*, TRL's first call computes the log-probabilities of the *old* policy. If they are not needed, the call
+  returns without a forward pass ([`~trl_rollout_corr.trainers.scoring.OldPass`]).
 
 `B` completions, `T` completion tokens.
 """
@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from accelerate.utils import broadcast_object_list
 
-from ..correction import keep_mask
-from .arrival import Mark
+from ..correction.compute import keep_mask
 from .batch import (
     AGAIN_LOGPS,
     COEFFICIENTS,
@@ -31,46 +30,47 @@ from .batch import (
     ROLLOUT_LOGPS,
     ROLLOUT_STEP,
 )
-from .checks import (
-    check_bases,
-    check_corrected_once,
-    check_has_sampler,
-    check_server_logprobs,
-    definer,
-)
-from .contract import check_trl
 from .core import CorrectionCore
 from .engine import engine_arguments
+from .first_step import score_alone
+from .gradient_check import GradientCheck
+from .iterations import Iterations
 from .loss import LossCall
 from .observer import Corrected
-from .preflight import score_alone
-from .sampler import announce_sync, record_logprobs, sync_weights_on_cpu
+from .sampler import (
+    announce_sync,
+    check_has_sampler,
+    check_server_logprobs,
+    record_logprobs,
+    sync_weights_on_cpu,
+)
 from .scoring import Logprobs, OldPass, Scoring
-from .visits import Visits
+from .trl_interface import check_bases, check_trl, definer
+from .versions import check_corrected_once
 
 
 class RolloutCorrectionMixin(CorrectionCore):
     """
     Rollout correction for a trainer of TRL. Comes before the trainer among the bases.
 
-    A trainer says what differs between TRL's trainers:
+    A trainer defines the differences between TRL's trainers:
 
-    - `_trl_class` and `_config_class`, TRL's trainer and the configuration that goes with it;
-    - `_anchor_key`, the key under which TRL keeps what the ratio is taken against;
-    - `_enter_loss`, how an anchor and coefficients enter TRL's loss;
-    - `_asking_for_old_pass`, what makes TRL run its old pass while scoring.
+    - `_trl_class` and `_config_class`: TRL's trainer and its configuration;
+    - `_anchor_key`: key of the log-probabilities in the denominator of TRL's ratio;
+    - `_enter_loss`: puts anchor and coefficients into TRL's loss;
+    - `_asking_for_old_pass`: makes TRL run its old pass while scoring.
 
     Attributes:
         rollout_step (`int`, *optional*):
-            Optimizer step of the weights that sample. Set when they are pushed to vLLM. Whoever samples with others (a
-            `rollout_func`, an asynchronous sampler) sets it to theirs.
+            Optimizer step of the weights that sample. Set when weights are pushed to vLLM. A `rollout_func` or a sampler
+            with other weights must set it to the step of its weights.
     """
 
     _anchor_key: str
 
     rollout_step: int | None = None
 
-    def __init__(self, model, reward_funcs=None, args=None, *further_args, **kwargs):
+    def __init__(self, model, reward_funcs=None, args=None, *further_args, **kwargs) -> None:
         check_trl(self._trl_class)
         check_bases(type(self), RolloutCorrectionMixin, self._trl_class)
         args = self._checked_args(model, args)
@@ -78,10 +78,10 @@ class RolloutCorrectionMixin(CorrectionCore):
             super().__init__(model, reward_funcs, args, *further_args, **kwargs)
         self._scoring: Scoring | None = None
         self._loss_call: LossCall | None = None
-        self._arrived = False  # whether the correction has been seen to act in TRL's loss
-        self._visits = Visits(self.args.steps_per_generation, self.num_iterations)
-        # Every sample is visited before the first optimizer step since its generation, so that the policy of its first
-        # visit is the old policy.
+        self._gradient_checked = False  # True once the correction was found in the gradient of TRL's loss
+        self._iterations = Iterations(self.args.steps_per_generation, self.num_iterations)
+        # Every sample is visited before the first optimizer step after its generation: the policy of the first visit is the
+        # old policy.
         self._visited_before_update = self.args.gradient_accumulation_steps % self.args.steps_per_generation == 0
         if self.use_vllm:
             self._check_server()
@@ -91,10 +91,10 @@ class RolloutCorrectionMixin(CorrectionCore):
         self._check_sampler()
         self._set_up_observer()
 
-    def _check_server(self):
+    def _check_server(self) -> None:
         if self.vllm_mode == "server":
             info: list[Any] = [None]
-            if self.accelerator.is_main_process:  # the only one that talks to the server
+            if self.accelerator.is_main_process:  # only this process has a connection to the server
                 info = [self.vllm_generation.vllm_client.get_server_info()]
             broadcast_object_list(info, from_process=0)  # so that every rank raises, or none
             self._engine_config = info[0]
@@ -102,17 +102,17 @@ class RolloutCorrectionMixin(CorrectionCore):
         elif hasattr(self.vllm_generation, "llm"):
             self._engine_config = self.vllm_generation.llm.llm_engine.vllm_config
 
-    def _check_sampler(self):
+    def _check_sampler(self) -> None:
         check_has_sampler(self.use_vllm, self._trl_class)
 
-    def _mark_sync(self):
+    def _mark_sync(self) -> None:
         self.rollout_step = self.state.global_step
 
     # Scoring ----------------------------------------------------------------------------------------------------------
 
     @property
     def _needs_old_pass(self) -> bool:
-        """Whether the old policy's log-probabilities must be computed when the batch is generated."""
+        """True if the log-probabilities of the old policy must be computed when the batch is generated."""
         args = self.args
         return not args.bypass_mode and (
             not self._visited_before_update or args.needs_whole_batch or self._excludes_from_baseline
@@ -120,11 +120,11 @@ class RolloutCorrectionMixin(CorrectionCore):
 
     @property
     def _excludes_from_baseline(self) -> bool:
-        # in evaluation there is no baseline, and the reward is that of every completion
+        # an evaluation has no baseline, and reports the reward of all completions
         return self.args.corrects and self.args.rollout_rs_exclude_from_baseline and self.model.training
 
     def _new_old_pass(self) -> OldPass | None:
-        """How to treat TRL's old pass, or `None` to leave TRL alone."""
+        """Treatment of TRL's old pass; `None` leaves TRL unchanged."""
         if not self.args.corrects:
             return None
         return OldPass() if self._needs_old_pass else OldPass(answer=self._answer_old_pass)
@@ -135,7 +135,7 @@ class RolloutCorrectionMixin(CorrectionCore):
     def _asking_for_old_pass(self) -> AbstractContextManager:
         return nullcontext()
 
-    def _record_logprobs(self, logprobs: Logprobs):
+    def _record_logprobs(self, logprobs: Logprobs) -> None:
         """Keep the log-probabilities of a generation, one list per completion."""
         if self._scoring is not None:
             self._scoring.logprobs = logprobs
@@ -155,7 +155,7 @@ class RolloutCorrectionMixin(CorrectionCore):
         output[REWARDS] = scoring.rewards
         self._note_origin(output)
         if self.model.training:
-            self._visits.generated(output, FIRST_LOGPS, FIRST_COEFFICIENTS)
+            self._iterations.generated(output, FIRST_LOGPS, FIRST_COEFFICIENTS)
             self._delivery.generated(self.state.global_step)
         if self.args.corrects and self.args.needs_whole_batch and not self.args.bypass_mode:
             seen = self._correct_from(output[OLD_LOGPS], output, from_old=True)
@@ -163,26 +163,25 @@ class RolloutCorrectionMixin(CorrectionCore):
             output[COEFFICIENTS] = seen.coefficients
         return output
 
-    def _check_rows(self, scoring: Scoring, output: dict[str, Any]):
-        """Check that what passed by while scoring is about the completions that came out."""
+    def _check_rows(self, scoring: Scoring, output: dict[str, Any]) -> None:
+        """Check that log-probabilities and rewards belong to the completions of the batch."""
         rows = [len(x) for x in (scoring.logprobs, scoring.rewards) if x is not None]
         if any(n != len(output["completion_ids"]) for n in rows):
             owner = definer(type(self), "_generate_and_score_completions", after=RolloutCorrectionMixin)
             raise RuntimeError(
                 f"`{owner.__name__}._generate_and_score_completions` returned {len(output['completion_ids'])} completions, "
-                f"but the last ones that were generated and scored are {rows[0]}: rollout correction cannot tell where the "
-                "others are from. Put batches together in a subclass of the corrected trainer, where each part has its "
-                "sampler's log-probabilities."
+                f"but {rows[0]} were generated and scored last: the log-probabilities of the others are unknown. Join "
+                "batches in a subclass of the corrected trainer, where each part has the log-probabilities of its sampler."
             )
 
-    def _settle_old_pass(self, old_pass: OldPass, output: dict[str, Any]):
-        """Put the old log-probabilities into the batch, or take what stood in for them out of it."""
+    def _settle_old_pass(self, old_pass: OldPass, output: dict[str, Any]) -> None:
+        """Put the old log-probabilities into the batch, or remove their placeholder."""
         expected = 1 + (self.beta != 0.0)  # the old pass, and the reference pass
         if old_pass.calls != expected or self._anchor_key not in output:
             raise RuntimeError(
                 f"TRL made {old_pass.calls} forward passes while scoring where {expected} were expected, or did not return "
-                f"`{self._anchor_key}`. It has changed in a way that rollout correction does not know: install the version "
-                "of trl that this release was tested with."
+                f"`{self._anchor_key}`. This version of TRL is not supported: install a "
+                "version of trl that this release was tested with."
             )
         if old_pass.runs:
             output[OLD_LOGPS] = old_pass.logps
@@ -193,28 +192,28 @@ class RolloutCorrectionMixin(CorrectionCore):
         """Log-probabilities of the sampler, `(B, T)`."""
         return output[ROLLOUT_LOGPS]
 
-    def _note_origin(self, output: dict[str, Any]):
-        """Note which weights sampled a batch, for as long as it is trained on."""
+    def _note_origin(self, output: dict[str, Any]) -> None:
+        """Keep the optimizer step of the weights that sampled a batch, and count its age."""
         if self.rollout_step is not None:
             steps = torch.full_like(output["advantages"], self.rollout_step, dtype=torch.long)
             output[ROLLOUT_STEP] = steps if steps.dim() == 1 else steps[:, 0]
-            self._observer.generated(self._now, output[ROLLOUT_STEP])
+        self._observer.generated(self._now, self._ages(output))
 
     def _generate(self, prompts, *args, **kwargs):
         scoring = self._scoring or Scoring(None)
-        scoring.restart()  # a class below may generate several times, and keep the last
-        with scoring.pause():  # a rollout function may score what it likes
+        scoring.restart()  # a subclass may generate several times, and use the last result
+        with scoring.pause():  # a rollout function may run forward passes of its own
             return super()._generate(prompts, *args, **kwargs)
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list, *args, **kwargs):
         scoring = self._scoring
-        with (scoring or Scoring(None)).pause():  # and so may a reward function
+        with (scoring or Scoring(None)).pause():  # a reward function may, too
             rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list, *args, **kwargs)
         if scoring is not None:
             scoring.rewards = self._own_rewards(rewards, len(prompts))
         if scoring is None or scoring.old_pass is None or not self._excludes_from_baseline:
             return rewards
-        # TRL leaves completions without a reward out of the baseline, and gives them no advantage
+        # TRL leaves completions with a NaN reward out of the baseline, and sets their advantage to 0
         rejected = self.accelerator.gather(self._rejected_sequences(scoring, scoring.old_pass))
         return rewards.masked_fill(rejected.unsqueeze(1), torch.nan)
 
@@ -225,7 +224,7 @@ class RolloutCorrectionMixin(CorrectionCore):
         return total.masked_fill(rewards.isnan().all(1), torch.nan)[first : first + n]
 
     def _rejected_sequences(self, scoring: Scoring, old_pass: OldPass) -> torch.Tensor:
-        """Which completions of the batch being scored lose every token, `(B,)`."""
+        """Completions of the batch being scored that have all tokens rejected, boolean, `(B,)`."""
         mask = scoring.loss_mask(old_pass.completion_mask).bool()
         keep = keep_mask(old_pass.logps, scoring.rollout_logps(mask), mask, self.args)
         return mask.any(1) & ~keep.any(1)
@@ -242,17 +241,17 @@ class RolloutCorrectionMixin(CorrectionCore):
             again = partial(forward, self.model, *args, **kwargs)
             self._look_at_delivery(logps.detach(), self._loss_call.batch, lambda: again()[0])
             logps = self._correct(logps, self._loss_call.batch, self._loss_call.inputs)
-            self._loss_call.inputs.read.clear()  # what is read from here on is read by the loss
+            self._loss_call.inputs.read.clear()  # only reads after the correction count
         return logps, *others
 
     def _is_policy(self, model, logps: torch.Tensor, call: LossCall) -> bool:
-        """Whether a forward pass in the loss is that of the policy, and not of a teacher, a reference or a probe."""
+        """True for a forward pass of the policy; False for a teacher, a reference, or a pass without gradient."""
         models = [self.accelerator.unwrap_model(m, keep_fp32_wrapper=True) for m in (model, call.model)]
         return models[0] is models[1] and (logps.requires_grad or not call.with_gradient)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None, *args, **kwargs):
-        # TRL must not read the advantages before `_correct` has put them back. If it ever does, that is an error rather
-        # than a loss without correction.
+        # The batch has no advantages until `_correct` puts them back. If TRL read them earlier, its loss would not be
+        # corrected: `LossInputs` raises an error instead.
         self._loss_call = call = LossCall(model, inputs)
         try:
             with self._bounding_the_ratio():
@@ -262,16 +261,18 @@ class RolloutCorrectionMixin(CorrectionCore):
         self._check_arrival(call, loss)
         return loss
 
-    def _check_arrival(self, call: LossCall, loss: torch.Tensor):
-        """Check that a loss was corrected: by what it read, and once by its gradient."""
+    def _check_arrival(self, call: LossCall, loss: torch.Tensor) -> None:
+        """Check that a loss was corrected: by the keys it read, and once by its gradient."""
         own = definer(type(self), "_compute_loss") not in self._trl_class.__mro__
         call.check_corrected(type(self), set() if own or not self.args.corrects else {"advantages", self._anchor_key})
-        if call.mark is not None:
+        if call.gradient_check is not None:
             per_token = getattr(self, "importance_sampling_level", "token") == "token"
-            self._arrived = call.mark.arrived(loss, own=own, per_token=per_token, alone=self.beta == 0.0)
+            self._gradient_checked = call.gradient_check.passes(
+                loss, own=own, per_token=per_token, alone=self.beta == 0.0
+            )
 
     def _bounding_the_ratio(self) -> AbstractContextManager:
-        """What bounds the ratio to the sampler where the advantage is negative, as far as TRL's loss can do it."""
+        """Bound TRL's ratio to the sampler for negative advantages, if TRL's loss has an option for it."""
         return nullcontext()
 
     def _correct(self, logps: torch.Tensor, batch: dict[str, Any], inputs: dict[str, Any]) -> torch.Tensor:
@@ -282,9 +283,9 @@ class RolloutCorrectionMixin(CorrectionCore):
             logps (`torch.Tensor` of shape `(B, T)`):
                 Log-probabilities of the current policy, with gradient.
             batch (`dict`):
-                The micro-batch, or a copy. What the first visit settles is kept in its tensors.
+                The micro-batch, or a copy. Results of the first visit are kept in its tensors.
             inputs (`dict`):
-                What TRL's loss reads; changed in place.
+                Batch for TRL's loss; changed in place.
 
         Returns:
             `torch.Tensor` of shape `(B, T)`: the log-probabilities for TRL's loss.
@@ -292,25 +293,26 @@ class RolloutCorrectionMixin(CorrectionCore):
         inputs["advantages"] = batch["advantages"]
         current, first = logps.detach(), self._is_first_visit(batch)
         old: Any = self._old_logps(current, batch, first)
-        self._observer.visited(self._now, batch, self._loss_mask(batch), current, old)
-        self._weigh_step(current, batch)
+        self._observer.visited(self._now, self._ages(batch), self._loss_mask(batch), current, old)
         if self.args.bypass_mode:
             seen = self._correct_from(current, batch, from_old=old is current)
+            self._weigh_step(current, batch, seen)
             anchor, seen = self._bypass(seen) if self.args.corrects else (current, seen)
             self._report(seen)
             coefficients = seen.coefficients
         else:
+            self._weigh_step(current, batch)
             anchor, coefficients = self._decoupled(batch.get(OLD_LOGPS, old), batch, first)
         if not self.args.corrects:
             return logps
-        if self._loss_call is not None and not self._arrived and logps.requires_grad:
-            mark = self._loss_call.mark = Mark(logps)
-            logps, coefficients = mark.logps, coefficients * mark.factor
+        if self._loss_call is not None and not self._gradient_checked and logps.requires_grad:
+            check = self._loss_call.gradient_check = GradientCheck(logps)
+            logps, coefficients = check.logps, coefficients * check.factor
         return self._enter_loss(inputs, logps, anchor, coefficients)
 
-    def _report(self, seen: Corrected):
-        """Count a batch that was corrected. Of the first, some sequences are scored twice if a diagnosis is due."""
-        # Images belong to rows, which are taken one by one
+    def _report(self, seen: Corrected) -> None:
+        """Count a corrected batch. With `rollout_diagnose`, sequences of the first batch are scored a second time."""
+        # Sequences are scored one by one, which is not possible with images
         images = any(key in seen.batch for key in ("pixel_values", "num_images", "image_grid_thw"))
         if not images and self._observer.looks_twice(self._now):
             again = score_alone(super()._get_per_token_logps_and_entropies, self.model_wrapped, seen.batch)
@@ -318,12 +320,14 @@ class RolloutCorrectionMixin(CorrectionCore):
         self._observer.corrected(self._now, seen)
 
     def _is_first_visit(self, batch: dict[str, Any]) -> bool:
-        if FIRST_LOGPS not in batch:  # in evaluation every batch is visited once
+        if FIRST_LOGPS not in batch:  # an evaluation visits every batch once
             return True
-        return self._visits.is_first(batch[FIRST_LOGPS], [kept[FIRST_LOGPS] for kept in self._buffered_inputs or []])
+        return self._iterations.is_first(
+            batch[FIRST_LOGPS], [kept[FIRST_LOGPS] for kept in self._buffered_inputs or []]
+        )
 
     def _old_logps(self, current: torch.Tensor, batch: dict[str, Any], first: bool) -> torch.Tensor | None:
-        """Log-probabilities of the policy that the trainer had when the batch was generated, as far as they are known."""
+        """Log-probabilities of the old policy, `(B, T)`; `None` if they are unknown."""
         if self._visited_before_update or not self.model.training:
             return self._settle(FIRST_LOGPS, current, batch) if first else batch[FIRST_LOGPS].to(current.dtype)
         return batch.get(OLD_LOGPS)
@@ -340,7 +344,7 @@ class RolloutCorrectionMixin(CorrectionCore):
 
     @staticmethod
     def _settle(key: str, value: torch.Tensor, batch: dict[str, Any]) -> torch.Tensor:
-        """Keep what the first visit finds for the others, and return it."""
+        """Keep a result of the first visit for later visits, and return it."""
         if key in batch:
             batch[key].copy_(value)
         return value
@@ -349,17 +353,17 @@ class RolloutCorrectionMixin(CorrectionCore):
         self, inputs: dict[str, Any], logps: torch.Tensor, anchor: torch.Tensor, coefficients: torch.Tensor
     ) -> torch.Tensor:
         """
-        Make TRL's loss use an anchor and coefficients.
+        Put an anchor and coefficients into TRL's loss.
 
         Args:
             inputs (`dict`):
-                What TRL's loss reads; changed in place.
+                Batch for TRL's loss; changed in place.
             logps (`torch.Tensor` of shape `(B, T)`):
                 Log-probabilities of the current policy, with gradient.
             anchor (`torch.Tensor` of shape `(B, T)`):
-                Log-probabilities against which the ratio is taken.
+                Log-probabilities in the denominator of the ratio.
             coefficients (`torch.Tensor` of shape `(B, T)`):
-                What multiplies the policy gradient of each token.
+                Factor of the policy gradient of each token.
 
         Returns:
             `torch.Tensor` of shape `(B, T)`: the log-probabilities for TRL's loss.

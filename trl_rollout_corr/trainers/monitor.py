@@ -1,34 +1,39 @@
 """The health rules during a run: a callback that warns, stops, or tightens."""
 
 import textwrap
+import warnings
+from copy import copy
 from functools import partial
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
-from ..config import MONITOR_ACTIONS, MonitorAction, RolloutCorrectionConfig
-from ..health import Examiner, Finding, is_training_window
-from ..keys import PREFIX
-from ..messages import report
-from ..presets import Preset
-from ..rules import RULES, parse_bounds
-from .checks import TIGHTENED_FIELDS, check_name, check_preset, tighten
+from ..health.examine import Examiner, parse_bounds
+from ..health.rule import Alarm
+from ..health.rules import RULES
+from ..health.windows import is_training_window
+from ..messages import PREFIX, nearest, report, warn
+from ..settings.config import RolloutCorrectionConfig
+from ..settings.fields import MONITOR_ACTIONS, MonitorAction
+from ..settings.presets import PRESETS, Preset
 from .reporting import report_alert
 
 
 ALARMS, TIGHTENED = f"{PREFIX}monitor/alarms", f"{PREFIX}monitor/tightened"
 MONITOR_FIELDS = ("rollout_monitor", "rollout_monitor_preset", "rollout_monitor_bounds")
+# What a preset decides while a run goes on. Its mode stays that of the run.
+TIGHTENED_FIELDS = ("rollout_is", "rollout_is_threshold", "rollout_rs", "rollout_rs_threshold")
 FIRST_PAUSE = 10  # logging windows between the first two messages about a cause
 _SYMBOLS = {"critical": "✖", "warning": "▲"}
 
 
 class RolloutCorrectionMonitor(TrainerCallback):
     r"""
-    Looks at the metrics of rollout correction whenever they are logged, and says what is unhealthy.
+    Examines the metrics of rollout correction whenever they are logged, and reports unhealthy ones.
 
     The rules are those of `docs/monitoring.md`. Each finding is a message of the logger `trl_rollout_corr`: a line with the
-    step, what was seen and the bound of the rule; the first time also why it matters and what to set. It is repeated after
+    step, the observation and the bound of the rule; the first time also the reason and the advice. It is repeated after
     10, 20, 40 and so on logging windows while it lasts. The same goes to W&B and trackio as an alert, if the run reports
     there. The number of rules that hold is logged as `rollout_corr/monitor/alarms`.
 
@@ -36,7 +41,7 @@ class RolloutCorrectionMonitor(TrainerCallback):
 
     Args:
         action (`str`, *optional*, defaults to `"warn"`):
-            What else happens at the first critical finding. `"stop"` saves a checkpoint and ends training. `"tighten"`
+            Action at the first critical alarm. `"stop"` saves a checkpoint and ends training. `"tighten"`
             switches to another preset, once, and logs `rollout_corr/monitor/tightened`.
         preset (`str`, *optional*):
             Preset that `"tighten"` switches to: its weights and rejection, with their bounds. It must have the mode
@@ -59,7 +64,7 @@ class RolloutCorrectionMonitor(TrainerCallback):
 
     def __init__(
         self, action: MonitorAction = "warn", preset: Preset | None = None, bounds: dict[str, Any] | str | None = None
-    ):
+    ) -> None:
         if action not in MONITOR_ACTIONS:
             raise ValueError(f"`rollout_monitor` must be one of {', '.join(MONITOR_ACTIONS)}, got {action!r}.")
         if action == "tighten":
@@ -71,7 +76,7 @@ class RolloutCorrectionMonitor(TrainerCallback):
         self._examiner = Examiner(RULES, bounds=parse_bounds(bounds))
         self._restart()
 
-    def _restart(self):
+    def _restart(self) -> None:
         self._examiner.restart()
         self._stopping = False
         self._windows = 0
@@ -79,7 +84,7 @@ class RolloutCorrectionMonitor(TrainerCallback):
         self._seen: dict[str, int] = {}  # window in which it was seen last
         self._pauses: dict[str, tuple[int, int]] = {}  # by cause: window of the next message, and the pause after it
 
-    def on_train_begin(self, args, state: TrainerState, control: TrainerControl, **kwargs):
+    def on_train_begin(self, args, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         if self.action == "tighten" and not self.tightened:
             check_preset(self.preset, args)
         self._restart()
@@ -91,7 +96,9 @@ class RolloutCorrectionMonitor(TrainerCallback):
             self._tighten(args)
             report(f"The run that is resumed had been tightened, and goes on so: {self._description(args)}.")
 
-    def on_log(self, args, state: TrainerState, control: TrainerControl, logs: dict[str, Any] | None = None, **kwargs):
+    def on_log(
+        self, args, state: TrainerState, control: TrainerControl, logs: dict[str, Any] | None = None, **kwargs
+    ) -> None:
         if not logs or not is_training_window(logs):
             return
         self._windows += 1
@@ -103,18 +110,18 @@ class RolloutCorrectionMonitor(TrainerCallback):
         for finding in findings:
             self._say(finding, acted if finding is findings[0] else None, state)
 
-    def on_epoch_end(self, args, state: TrainerState, control: TrainerControl, **kwargs):
+    def on_epoch_end(self, args, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         # `save_strategy="best"` takes the wish to save back if it evaluates in the step that stops
         if self._stopping:
             control.should_save = True
 
-    def on_save(self, args, state: TrainerState, control: TrainerControl, **kwargs):
+    def on_save(self, args, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         self._stopping = False
 
     # Actions ----------------------------------------------------------------------------------------------------------
 
-    def _act(self, findings: list[Finding], args, control: TrainerControl) -> str | None:
-        """Do what is to be done at a critical finding. Returns what was done, for the message about it."""
+    def _act(self, findings: list[Alarm], args, control: TrainerControl) -> str | None:
+        """Act on a critical alarm. Returns a sentence about the action."""
         critical = bool(findings) and findings[0].severity == "critical"
         if not critical or self.action == "warn":
             return None
@@ -132,7 +139,7 @@ class RolloutCorrectionMonitor(TrainerCallback):
         self._examiner.forget_streaks()
         return f"`rollout_monitor` is 'tighten': from here on with {self._description(args)}."
 
-    def _tighten(self, args):
+    def _tighten(self, args) -> None:
         self.tightened = True
         tighten(args, self.preset)
 
@@ -142,7 +149,7 @@ class RolloutCorrectionMonitor(TrainerCallback):
 
     # Messages ---------------------------------------------------------------------------------------------------------
 
-    def _say(self, finding: Finding, acted: str | None, state: TrainerState):
+    def _say(self, finding: Alarm, acted: str | None, state: TrainerState) -> None:
         """Speak about a finding, unless it was said a short while ago."""
         since = self._since.setdefault(finding.rule, finding.step)
         self._seen[finding.rule] = self._windows
@@ -162,7 +169,7 @@ class RolloutCorrectionMonitor(TrainerCallback):
             report_alert(self.reporters, title, text, critical=critical)
 
     def _lately(self) -> list[str]:
-        """Causes that were seen a short while ago."""
+        """Rules that held a short while ago."""
         return [rule for rule, window in self._seen.items() if self._windows - window < FIRST_PAUSE]
 
 
@@ -172,14 +179,14 @@ def _with_details(head: str, details: list[str]) -> str:
     return "\n".join([head, *map(fill, details)])
 
 
-def _add(key: str, value: int, logs: dict[str, Any], state: TrainerState):
+def _add(key: str, value: int, logs: dict[str, Any], state: TrainerState) -> None:
     """Add a number to the log: to what the other callbacks get, and to the copy that the trainer has just kept."""
     logs[key] = value
     if state.log_history:
         state.log_history[-1][key] = value
 
 
-def settle_monitors(handler: CallbackHandler):
+def settle_monitors(handler: CallbackHandler) -> None:
     """Of several monitors, keep the one that was given last: it takes the place of the others. It sends alerts from here."""
     found = [x for x in handler.callbacks if isinstance(x, RolloutCorrectionMonitor)]
     if not found:
@@ -191,7 +198,7 @@ def settle_monitors(handler: CallbackHandler):
     last.reporters = handler
 
 
-def add_monitor(handler: CallbackHandler, args: RolloutCorrectionConfig):
+def add_monitor(handler: CallbackHandler, args: RolloutCorrectionConfig) -> None:
     """Give the callbacks of a trainer the monitor that its configuration asks for, unless the user brings one."""
     brought = [x for x in handler.callbacks if isinstance(x, RolloutCorrectionMonitor) and not x.of_configuration]
     handler.callbacks = [x for x in handler.callbacks if x in brought or not isinstance(x, RolloutCorrectionMonitor)]
@@ -203,3 +210,82 @@ def add_monitor(handler: CallbackHandler, args: RolloutCorrectionConfig):
     for monitor in brought:
         if monitor.action == "tighten":
             check_preset(monitor.preset, args, warns=True)
+
+
+# The action `tighten` -------------------------------------------------------------------------------------------------
+
+
+def tighten(args: RolloutCorrectionConfig, name: Preset | None) -> None:
+    """Set weights and rejection of a configuration to those of a preset. The trainer reads them at every micro-batch."""
+    preset = RolloutCorrectionConfig.from_preset(check_name(name))
+    for field in TIGHTENED_FIELDS:
+        setattr(args, field, getattr(preset, field))
+
+
+def check_name(preset: Preset | None) -> Preset:
+    """Check that a preset exists, and return its name."""
+    if preset is None or preset not in PRESETS:
+        raise ValueError(
+            f"`rollout_monitor_preset` is {preset!r}, but `rollout_monitor='tighten'` switches to it."
+            f"{nearest(preset, PRESETS)} Available presets: {', '.join(PRESETS)}."
+        )
+    return preset
+
+
+def check_tightened(config: RolloutCorrectionConfig, *, warns: bool = False) -> None:
+    """Check the preset that the monitor of a configuration may switch to, see [`check_preset`]."""
+    if config.rollout_monitor == "tighten":
+        check_preset(config.rollout_monitor_preset, config, warns=warns)
+
+
+def check_preset(name: Preset | None, args: RolloutCorrectionConfig, *, warns: bool = False) -> None:
+    """
+    Check that a run can be switched to a preset.
+
+    Args:
+        name (`str`):
+            Name of the preset.
+        args ([`RolloutCorrectionConfig`]):
+            Configuration of the run.
+        warns (`bool`, *optional*, defaults to `False`):
+            Repeat warnings about the settings that the run would then have.
+
+    Raises:
+        `ValueError`: if there is no such preset, or it has another mode, corrects nothing, or cannot act in this run.
+    """
+    name = check_name(name)
+    preset = RolloutCorrectionConfig.from_preset(name)
+    refused = f"`rollout_monitor_preset` is {name!r}, which `rollout_monitor='tighten'` cannot switch to: "
+    if _mode(preset) != _mode(args):
+        raise ValueError(
+            f"{refused}its mode is {_mode(preset)}, that of the run is {_mode(args)}. Choose a preset of the same mode."
+        )
+    if preset.rollout_is is None and preset.rollout_rs is None:
+        raise ValueError(f"{refused}it has neither weights nor rejection.")
+    if args.rollout_metrics_only:
+        raise ValueError(f"{refused}`rollout_metrics_only` is True. Set it to False, or `rollout_monitor` to 'warn'.")
+    tightened = copy(args)
+    tightened.rollout_monitor = None  # it switches once
+    known = _warnings_of(tightened, warns)
+    tighten(tightened, name)
+    try:
+        found = _warnings_of(tightened, warns)
+    except ValueError as error:
+        raise ValueError(f"{refused}{error} Or choose another preset.") from None
+    for message in found:
+        if message not in known:
+            warn(
+                f"Once `rollout_monitor='tighten'` has switched to {name!r}: {message} Or choose another "
+                "`rollout_monitor_preset`: the settings of a preset are fixed."
+            )
+
+
+def _warnings_of(config: RolloutCorrectionConfig, warns: bool) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        config.check(warns=warns)
+    return [str(warning.message) for warning in caught]
+
+
+def _mode(config: RolloutCorrectionConfig) -> str:
+    return f"bypass ({config.rollout_loss_type})" if config.bypass_mode else "decoupled"

@@ -1,32 +1,40 @@
 """
-What a trainer sees of its correction: metrics, the age of the data, a histogram and the dump. Nothing here changes the loss.
+Metrics of the correction, age of the data, histogram and dump of a trainer. Nothing here changes the loss.
 
 `B` completions, `T` completion tokens.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
 from transformers.trainer_callback import CallbackHandler
 
-from ..accounting import Accounts, account, turns_of
-from ..ages import Ages, Intake
-from ..config import RolloutCorrectionConfig
-from ..correction import RolloutCorrection
-from ..metrics import Statistics
-from ..staleness import Staleness, age, engine_drift, lag, update_drift
-from ..step_size import StepSize
-from ..sums import Segments, Sums
-from .batch import AGAIN_LOGPS, REWARDS, ROLLOUT_LOGPS, ROLLOUT_STEP
+from ..correction.accounting import account, turns_of
+from ..correction.age import (
+    ByAge,
+    Staleness,
+    by_age,
+    count_ages,
+    count_completions,
+    count_lags,
+    engine_gap,
+    update_gap,
+)
+from ..correction.compute import RolloutCorrection
+from ..correction.metrics import Statistics
+from ..correction.sums import Sums
+from ..settings.config import RolloutCorrectionConfig
+from .batch import AGAIN_LOGPS, REWARDS, ROLLOUT_LOGPS
 from .dumping import SequenceDump
-from .preflight import Preflight
+from .first_step import FirstStepDiagnosis
 from .reporting import report_histogram
 
 
 class Moment(NamedTuple):
     """
-    When something is observed.
+    Mode and step of an observation.
 
     Args:
         mode (`str`):
@@ -50,12 +58,14 @@ class Corrected(NamedTuple):
             Non-zero on the tokens of the loss.
         train_logps (`torch.Tensor` of shape `(B, T)`):
             Log-probabilities of the policy that was corrected for, in nats.
-        correction ([`~trl_rollout_corr.correction.RolloutCorrection`]):
+        correction ([`~trl_rollout_corr.correction.compute.RolloutCorrection`]):
             Its correction.
         coefficients (`torch.Tensor` of shape `(B, T)`):
-            What multiplies the policy gradient of each token.
+            Factor of the policy gradient of each token.
         from_old (`bool`):
-            Whether the policy that was corrected for is the one that the trainer had when the batch was generated.
+            True if `train_logps` are of the old policy, the one of the trainer when the batch was generated.
+        ages (`torch.Tensor` of shape `(B,)`, *optional*):
+            Optimizer steps between the weights that sampled and the weights that train; NaN if unknown.
     """
 
     batch: dict[str, Any]
@@ -64,23 +74,24 @@ class Corrected(NamedTuple):
     correction: RolloutCorrection
     coefficients: torch.Tensor
     from_old: bool
+    ages: torch.Tensor | None
 
 
 class Observer:
     """
-    Adds up what is reported, until it is logged.
+    Adds up metrics until they are logged.
 
     Args:
         args ([`RolloutCorrectionConfig`]):
             Configuration of the trainer.
         accelerator ([`~accelerate.Accelerator`]):
-            Knows the other ranks.
+            Gathers over ranks.
         callbacks ([`~transformers.trainer_callback.CallbackHandler`]):
             Callbacks of the trainer, some of which report.
         dump ([`~trl_rollout_corr.trainers.dumping.SequenceDump`], *optional*):
-            Where sequences are written to.
-        preflight ([`~trl_rollout_corr.trainers.preflight.Preflight`], *optional*):
-            Where those of the first step are diagnosed.
+            Writes sequences.
+        first_step ([`~trl_rollout_corr.trainers.first_step.FirstStepDiagnosis`], *optional*):
+            Diagnoses the sequences of the first step.
     """
 
     def __init__(
@@ -89,51 +100,84 @@ class Observer:
         accelerator: Accelerator,
         callbacks: CallbackHandler,
         dump: SequenceDump | None = None,
-        preflight: Preflight | None = None,
-    ):
+        first_step: FirstStepDiagnosis | None = None,
+    ) -> None:
         self.args, self.accelerator, self.callbacks = args, accelerator, callbacks
-        self.dump, self.preflight = dump, preflight
+        self.dump, self.first_step = dump, first_step
         self.windows = {mode: LoggingWindow(accelerator) for mode in ("train", "eval")}
 
-    def generated(self, now: Moment, rollout_steps: torch.Tensor):
-        """Count how far the sampler was behind. `rollout_steps` of shape `(B,)`: optimizer steps of its weights."""
-        self._add_ages(now, lag(now.step - rollout_steps))
+    def add(self, mode: str, sums: Sums) -> None:
+        """Add sums to the logging window of a mode, `"train"` or `"eval"`."""
+        self.windows[mode].add(sums)
+
+    def generated(self, now: Moment, lags: torch.Tensor | None) -> None:
+        """Count the ages of completions, `(B,)` in optimizer steps, when they are sampled; `None` if unknown."""
+        if lags is not None:
+            self.add(now.mode, Staleness.of(count_lags(lags)))
 
     def visited(
         self,
         now: Moment,
-        batch: dict[str, Any],
+        ages: torch.Tensor | None,
         mask: torch.Tensor,
         current_logps: torch.Tensor,
         old_logps: torch.Tensor | None,
-    ):
+    ) -> None:
         """
-        Count optimizer steps since the weights that sampled, and the divergence of the policy since generation.
+        Count the ages of completions, and the gap between the current policy and the old policy.
 
         Args:
             now ([`Moment`]):
-                When the batch is trained on.
-            batch (`dict`):
-                The batch.
+                Mode and step of the visit.
+            ages (`torch.Tensor` of shape `(B,)`, *optional*):
+                Ages of its completions in optimizer steps, if they are known.
             mask (`torch.Tensor` of shape `(B, T)`):
                 Non-zero on the tokens of the loss.
             current_logps (`torch.Tensor` of shape `(B, T)`):
                 Log-probabilities of the current policy.
             old_logps (`torch.Tensor` of shape `(B, T)`, *optional*):
-                Log-probabilities of the policy that the trainer had when the batch was generated, if they are known.
+                Log-probabilities of the old policy, if they are known.
         """
-        if ROLLOUT_STEP in batch:
-            self._add_ages(now, age(now.step - batch[ROLLOUT_STEP]))
+        if ages is not None:
+            self.add(now.mode, Staleness.of(count_ages(ages)))
         if old_logps is not None and old_logps is not current_logps:
-            self._add_ages(now, update_drift(old_logps, current_logps, mask))
+            self.add(now.mode, Staleness.of(update_gap(old_logps, current_logps, mask)))
 
-    def corrected(self, now: Moment, seen: Corrected):
+    def trained(
+        self, now: Moment, current_logps: torch.Tensor, seen: Corrected, dropped: Sequence[tuple[float, float]] = ()
+    ) -> None:
+        """
+        Count a batch by the age of its completions.
+
+        Args:
+            now ([`Moment`]):
+                Mode and step of the visit.
+            current_logps (`torch.Tensor` of shape `(B, T)`):
+                Log-probabilities of the current policy, in nats.
+            seen ([`Corrected`]):
+                The batch, with ages.
+            dropped (`Sequence[tuple[float, float]]`, *optional*):
+                Tokens and reward of each completion that was dropped as too old since the last batch.
+        """
+        assert seen.ages is not None
+        correction, rewards = seen.correction, seen.batch[REWARDS]
+        rollout_logps = seen.batch[ROLLOUT_LOGPS]
+        sums = by_age(
+            current_logps, rollout_logps, correction.valid, correction.keep, seen.coefficients, rewards, seen.ages
+        )
+        sums = {**sums, "trained": count_completions(seen.mask.sum(1), rewards)}
+        if dropped:
+            lengths, rewards = torch.tensor(dropped, device=current_logps.device).unbind(1)
+            sums["stale_dropped"] = count_completions(lengths, rewards)
+        self.add(now.mode, ByAge.of(sums))
+
+    def corrected(self, now: Moment, seen: Corrected) -> None:
         """Count a batch that was corrected, and offer it to the dump."""
         batch, correction = seen.batch, seen.correction
         turns = turns_of(seen.mask) if "tool_mask" in batch else None
-        window = self.windows[now.mode]
-        window.add(correction.statistics)
-        window.add(
+        self.add(now.mode, correction.statistics)
+        self.add(
+            now.mode,
             account(
                 correction.valid,
                 correction.keep,
@@ -141,53 +185,38 @@ class Observer:
                 batch["advantages"],
                 batch[REWARDS],
                 turns,
-                compile=self.args.rollout_compile,
-            )
+            ),
         )
         if seen.from_old:
-            self._add_ages(now, engine_drift(correction.statistics))
-        step = now.step + 1  # the one that trains on it
-        collectors = (self.dump, self.preflight) if now.mode == "train" else ()
+            self.add(now.mode, Staleness.of(engine_gap(correction.statistics)))
+        step = now.step + 1  # the optimizer step that trains on the batch
+        collectors = (self.dump, self.first_step) if now.mode == "train" else ()
         for collector in collectors:
             if collector is not None and collector.wants(step):
-                collector.offer(step, *_columns(seen, now.step))
+                collector.offer(step, *_columns(seen))
 
     def looks_twice(self, now: Moment) -> bool:
-        """Whether some sequences of the batch at hand are to be scored a second time."""
-        return now.mode == "train" and self.preflight is not None and self.preflight.looks_twice()
+        """True if some sequences of this batch are to be scored a second time."""
+        return now.mode == "train" and self.first_step is not None and self.first_step.looks_twice()
 
     def close_window(self, now: Moment) -> dict[str, float]:
         """
-        Metrics of the logging window that ends, of all ranks. Its histogram goes to the trackers that draw one.
+        Metrics of the logging window that ends, over all ranks. Its histogram goes to the trackers that can show one.
 
         Args:
             now ([`Moment`]):
-                When it ends.
+                Mode and step of the end.
 
         Returns:
             `dict[str, float]`: metrics by key (`rollout_corr/...`).
         """
-        sums = self.windows[now.mode].close()
-        metrics: dict[str, float] = {}
-        if (statistics := sums.get(Statistics)) is not None:
-            metrics |= statistics.finish()
-            if self.accelerator.is_main_process:
-                counts, edges = statistics.histogram()
-                report_histogram(self.callbacks, counts, edges, now.mode, now.step)
-        if (staleness := sums.get(Staleness)) is not None:
-            metrics |= staleness.finish()
-        if (accounts := sums.get(Accounts)) is not None:
-            metrics |= accounts.finish(rejects=self.args.rollout_rs is not None, weighs=self.args.applies_weights)
-        if (ages := sums.get(Ages)) is not None:
-            metrics |= ages.finish(rejects=self.args.rollout_rs is not None, corrects=self.args.corrects)
-        if (intake := sums.get(Intake)) is not None:
-            metrics |= intake.finish()
-        if (step_size := sums.get(StepSize)) is not None:
-            metrics |= step_size.finish()
+        args, metrics = self.args, dict[str, float]()
+        rejects, weighs, corrects = args.rollout_rs is not None, args.applies_weights, args.corrects
+        for sums in self.windows[now.mode].close():
+            metrics |= sums.finish(rejects=rejects, weighs=weighs, corrects=corrects)
+            if isinstance(sums, Statistics) and self.accelerator.is_main_process:
+                report_histogram(self.callbacks, *sums.histogram(), now.mode, now.step)
         return metrics
-
-    def _add_ages(self, now: Moment, segments: Segments):
-        self.windows[now.mode].add(Staleness.of(segments))
 
 
 class LoggingWindow:
@@ -196,32 +225,32 @@ class LoggingWindow:
 
     Args:
         accelerator ([`~accelerate.Accelerator`]):
-            Knows the other ranks.
+            Gathers over ranks.
     """
 
-    def __init__(self, accelerator: Accelerator):
+    def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
         self.sums: dict[type[Sums], Any] = {}
 
-    def add(self, sums: Sums):
-        """Add what one batch contributes. If settings have changed since the window began, it begins anew."""
+    def add(self, sums: Sums) -> None:
+        """Add the sums of one batch. If settings have changed since the window began, its sums start again from this batch."""
         kind, before = type(sums), self.sums.get(type(sums))
         self.sums[kind] = sums if before is None or not before.fits(sums) else before + sums
 
-    def close(self) -> dict[type[Sums], Any]:
-        """Sums of all ranks by their kind, in one gather, on the host. The window is empty afterwards."""
+    def close(self) -> list[Sums]:
+        """Sums of all ranks, in one gather, on the host. The window is empty afterwards."""
         window, self.sums = self.sums, {}
         if not window:
-            return {}
+            return []
         kinds = sorted(window, key=lambda kind: kind.__name__)  # the same order on all ranks
         vectors = [window[kind].vector for kind in kinds]
         everywhere = self.accelerator.gather(torch.cat(vectors)[None]).cpu()
         parts = everywhere.split([len(vector) for vector in vectors], dim=1)
-        return {kind: window[kind].combine(part) for kind, part in zip(kinds, parts, strict=True)}
+        return [window[kind].combine(part) for kind, part in zip(kinds, parts, strict=True)]
 
 
-def _columns(seen: Corrected, step: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor | None]]:
-    """What the dump holds of a batch: tokens as TRL has them, and tensors of shape `(B, T)` or `(B,)` by column."""
+def _columns(seen: Corrected) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor | None]]:
+    """Columns of the dump: tokens and their masks as in TRL's batch, and tensors of shape `(B, T)` or `(B,)` by column."""
     batch, advantages = seen.batch, seen.batch["advantages"]
     tokens = {name: batch[name] for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")}
     return tokens, {
@@ -233,6 +262,6 @@ def _columns(seen: Corrected, step: int) -> tuple[dict[str, torch.Tensor], dict[
         "coefficients": seen.coefficients,
         "reward": batch[REWARDS],
         "advantage": advantages if advantages.dim() == 1 else advantages.mean(1),
-        "staleness": step - batch[ROLLOUT_STEP] if ROLLOUT_STEP in batch else None,
+        "staleness": seen.ages,
         "again_logps": batch.get(AGAIN_LOGPS),
     }

@@ -1,5 +1,5 @@
 """
-Packed rows: how the flat loss terms of TRL's asynchronous trainer become completions, and how corrections get back to it.
+Packed rows of TRL's asynchronous trainer: from flat loss terms to completions, and back with the corrections.
 
 `M` loss terms of a row, `B` completions, `T` tokens from the first of the loss to the last of a completion.
 """
@@ -12,40 +12,40 @@ import torch
 
 class Terms:
     """
-    Which loss term is which token of which completion.
+    Map between the loss terms of a row and the tokens of its completions.
 
     Args:
         index (`torch.Tensor` of shape `(B, T)`):
-            Number of the loss term of each token, -1 for a token that is none, and beyond the end of a completion.
+            Number of the loss term of each token; -1 for tokens without one and after the end of a completion.
     """
 
-    def __init__(self, index: torch.Tensor):
+    def __init__(self, index: torch.Tensor) -> None:
         self.mask = index >= 0  # (B, T)
         self._index = index.long()
 
     def spread(self, terms: torch.Tensor) -> torch.Tensor:
-        """Lay loss terms, `(M,)`, out as completions, `(B, T)`. Tokens that are none hold anything."""
+        """Loss terms, `(M,)`, as completions, `(B, T)`. Values of tokens without a loss term are arbitrary."""
         return terms[self._index.clamp(min=0)]
 
     def collect(self, tokens: torch.Tensor, n: int) -> torch.Tensor:
-        """The `n` loss terms, `(M,)`, of tokens laid out as completions, `(B, T)`."""
-        place = torch.where(self.mask, self._index, n)  # the others all go to one place more
+        """The `n` loss terms, `(M,)`, from completions, `(B, T)`."""
+        place = torch.where(self.mask, self._index, n)  # tokens without a loss term all go to one extra place
         return tokens.new_zeros(n + 1).scatter_(0, place.flatten(), tokens.flatten())[:n]
 
 
 class Awaited:
     """
-    A tensor of a batch that is known only after the forward pass.
+    Tensor of a batch whose values are known only after the forward pass.
 
-    TRL takes its loss terms out of it (`tensor[selected]`) before the forward pass, and uses them after it. What was taken
-    holds NaN until then, so that nothing can be made of it too early without being seen.
+    TRL takes its loss terms (`tensor[selected]`) before the forward pass, and uses them afterwards. They hold NaN until then,
+    so that an earlier use shows in the loss.
 
     Args:
         tensor (`torch.Tensor`):
-            What the batch held.
+            Tensor of the batch.
     """
 
-    def __init__(self, tensor: torch.Tensor):
+    def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor, self._known = tensor, False
         self._taken: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -55,13 +55,13 @@ class Awaited:
             self._taken.append((index, terms.fill_(torch.nan)))
         return terms
 
-    def fill(self, selected: torch.Tensor, terms: torch.Tensor):
+    def fill(self, selected: torch.Tensor, terms: torch.Tensor) -> None:
         """
-        Say what the loss terms are.
+        Set the loss terms, also those that were taken before.
 
         Args:
             selected (`torch.Tensor`):
-                Where the loss terms are in the tensor.
+                Mask or indices of the loss terms in the tensor.
             terms (`torch.Tensor` of shape `(M,)`):
                 The loss terms.
         """
@@ -73,22 +73,22 @@ class Awaited:
 
     @property
     def was_taken(self) -> bool:
-        """Whether somebody has asked for it."""
+        """True if loss terms were taken before they were known."""
         return self._known and bool(self._taken)
 
 
 class Policy:
     """
-    Stands in for the model in one call of the loss: runs it, and shows its output to the correction.
+    Replaces the model in one call of the loss: runs it, and passes its output to the correction.
 
     Args:
         model (`torch.nn.Module`):
             The policy, possibly wrapped.
         correct (`Callable`):
-            Called with the output of a forward pass, and with what makes the same pass again.
+            Called with the output of a forward pass, and with a function that repeats the pass.
     """
 
-    def __init__(self, model: Any, correct: Any):
+    def __init__(self, model: Any, correct: Any) -> None:
         self._model, self._correct = model, correct
         self.forwards = 0
 

@@ -1,6 +1,4 @@
-"""
-What trackers get besides the scalars, which go through `Trainer.log`: the histogram of the log-ratio, and alerts.
-"""
+"""Histogram of the log-ratio and alerts, for trackers. Scalars go through `Trainer.log`."""
 
 import io
 from collections.abc import Sequence
@@ -11,11 +9,11 @@ import numpy as np
 from transformers.integrations import TensorBoardCallback, TrackioCallback, WandbCallback
 from transformers.trainer_callback import CallbackHandler
 
-from ..histogram import SIDE_BINS
-from ..keys import PREFIX
+from ..correction.histogram import SIDE_BINS
+from ..messages import PREFIX
 
 
-# A picture needs no more than two bins per octave; W&B takes 512 at most.
+# Bins merged into one: two bins per octave are enough for a picture, and W&B takes at most 512.
 _MERGED = 16
 
 
@@ -25,12 +23,12 @@ def coarser(counts: Sequence[float], edges: Sequence[float]) -> tuple[np.ndarray
 
     Args:
         counts (`list[float]`):
-            Counts of [`~trl_rollout_corr.metrics.Statistics.histogram`].
+            Counts of [`~trl_rollout_corr.correction.metrics.Statistics.histogram`].
         edges (`list[float]`):
             Its edges, in nats.
 
     Returns:
-        `tuple[np.ndarray, np.ndarray]`: counts and edges, one more of these.
+        `tuple[np.ndarray, np.ndarray]`: `n` counts and `n + 1` edges.
     """
     cumulative = [0.0, *accumulate(counts)]
     middle = range(SIDE_BINS, SIDE_BINS + 2)
@@ -38,9 +36,11 @@ def coarser(counts: Sequence[float], edges: Sequence[float]) -> tuple[np.ndarray
     return np.diff([cumulative[i] for i in kept]), np.array([edges[i] for i in kept])
 
 
-def report_histogram(handler: CallbackHandler, counts: Sequence[float], edges: Sequence[float], mode: str, step: int):
+def report_histogram(
+    handler: CallbackHandler, counts: Sequence[float], edges: Sequence[float], mode: str, step: int
+) -> None:
     """
-    Send the histogram of the log-ratio to W&B, trackio and TensorBoard, whichever the run reports to.
+    Send the histogram of the log-ratio to the trackers of the run among W&B, trackio and TensorBoard.
 
     Args:
         handler ([`~transformers.trainer_callback.CallbackHandler`]):
@@ -66,7 +66,7 @@ def report_histogram(handler: CallbackHandler, counts: Sequence[float], edges: S
             _add_to_tensorboard(callback.tb_writer, key, *merged, step)
 
 
-def _add_to_tensorboard(writer, key: str, counts: np.ndarray, edges: np.ndarray, step: int):
+def _add_to_tensorboard(writer, key: str, counts: np.ndarray, edges: np.ndarray, step: int) -> None:
     centers = (edges[:-1] + edges[1:]) / 2
     writer.add_histogram_raw(
         key,
@@ -81,24 +81,24 @@ def _add_to_tensorboard(writer, key: str, counts: np.ndarray, edges: np.ndarray,
     )
 
 
-def report_alert(handler: CallbackHandler, title: str, text: str, *, critical: bool):
+def report_alert(handler: CallbackHandler, title: str, text: str, *, critical: bool) -> None:
     """
-    Send an alert to W&B and trackio, whichever the run reports to.
+    Send an alert to the trackers of the run among W&B and trackio.
 
     Args:
         handler ([`~transformers.trainer_callback.CallbackHandler`]):
             Callbacks of the trainer, on the main process.
         title (`str`):
-            A few words; W&B takes 63 characters.
+            Title; W&B takes 63 characters.
         text (`str`):
-            What was seen, why it matters and what to do.
+            Finding, reason and advice.
         critical (`bool`):
-            Whether its level is that of an error, and not of a warning.
+            Send it with the level of an error instead of a warning.
     """
     for callback in handler.callbacks:
         if isinstance(callback, WandbCallback) and callback._initialized:
             callback._wandb.run.alert(title[:63], text, level="ERROR" if critical else "WARN")
         elif isinstance(callback, TrackioCallback) and callback._initialized:
             levels = callback._trackio.AlertLevel
-            with redirect_stdout(io.StringIO()):  # where it would say everything a second time
+            with redirect_stdout(io.StringIO()):  # trackio would print the alert a second time
                 callback._trackio.alert(title, text, level=levels.ERROR if critical else levels.WARN)

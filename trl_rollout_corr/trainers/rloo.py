@@ -8,19 +8,16 @@ from typing import Any
 import torch
 from trl import RLOOConfig, RLOOTrainer
 
-from ..config import RolloutCorrectionConfig
-from ..functional import LOG_RATIO_BOUND
-from .checks import (
-    check_batch_normalization,
-    check_bounds_of_means,
-    check_sampling,
-    check_tightened,
-    replace_trl_correction,
-    warn_about_iterations,
-)
+from ..correction.functional import LOG_RATIO_BOUND
+from ..settings.config import RolloutCorrectionConfig
+from .core import check_bounds_of_means
+from .loss import check_batch_normalization, warn_about_iterations
 from .mixin import RolloutCorrectionMixin
+from .monitor import check_tightened
 from .observer import Corrected
+from .sampler import check_sampling
 from .scoring import OldPass, Scoring
+from .versions import replace_trl_correction
 
 
 @dataclass
@@ -31,17 +28,17 @@ class RolloutCorrectedRLOOConfig(RolloutCorrectionConfig, RLOOConfig):
     It has the parameters of [`~trl.RLOOConfig`] and those of [`RolloutCorrectionConfig`].
 
     Raises:
-        `ValueError`: also if batch normalisation would see a single sequence.
+        `ValueError`: also if the mean of batch normalisation would be over a single sequence.
     """
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         RolloutCorrectionConfig.__post_init__(self)
-        replace_trl_correction(self)  # which RLOO may get one day
+        replace_trl_correction(self)  # a later TRL may have one for RLOO
         RLOOConfig.__post_init__(self)
         check_sampling(self)
         self.check(warns=True)
 
-    def check(self, *, warns: bool = False):
+    def check(self, *, warns: bool = False) -> None:
         super().check()
         check_batch_normalization(self)
         if warns:
@@ -51,13 +48,13 @@ class RolloutCorrectedRLOOConfig(RolloutCorrectionConfig, RLOOConfig):
 
 
 class RolloutAsOld(OldPass):
-    """In bypass mode, the sampler's log-probabilities in place of the old policy's."""
+    """Old pass of bypass mode: returns the sampler's log-probabilities."""
 
     def __call__(self, forward: Callable, *args, **kwargs) -> tuple:
         outputs = super().__call__(forward, *args, **kwargs)
         if self.calls == 2:
-            # The reference pass. TRL will subtract it from the answer and add the difference to the reward; a token
-            # without a finite log-probability must contribute nothing to it.
+            # Reference pass. The KL penalty in the reward is the sum of `logps - reference`: equal values make it 0 for a
+            # token without a finite log-probability
             self.logps.copy_(torch.where(self.logps.isfinite(), self.logps, outputs[0]))
         return outputs
 
@@ -70,17 +67,17 @@ class RolloutCorrectedRLOOTrainer(RolloutCorrectionMixin, RLOOTrainer):
     `rollout_metrics_only=True`, or with neither weights nor rejection nor bypass, losses and gradients are those of
     `RLOOTrainer`, bit for bit.
 
-    What differs from TRL, each as `super()` and an edit of what goes in or comes out: `__init__` (checks, monitor, dump),
-    `_generate` and `_generate_and_score_completions` (the sampler's log-probabilities, and TRL's old pass, which is spared
-    where it is not needed), `_calculate_rewards` (completions that are rejected before the baseline),
+    Differences from TRL, each as `super()` with changed arguments or results: `__init__` (checks, monitor, dump), `_generate`
+    and `_generate_and_score_completions` (the sampler's log-probabilities; TRL's old pass is skipped if it is not needed),
+    `_calculate_rewards` (completions that are rejected before the baseline),
     `_get_per_token_logps_and_entropies` and `compute_loss` (the correction), `log` (metrics), `add_callback` (one monitor),
-    `create_model_card` (model and correction), `train` (settings that were assigned since the trainer was built).
+    `create_model_card` (model and correction), `train` (settings that were assigned after the trainer was built).
 
-    RLOO's ratio is that of the whole completion, so weights and rejection act on the gradient of each token: the clipped
-    ratio keeps its value, and the logged loss is that of the unweighted ratio.
+    RLOO has one ratio per completion, so weights and rejection act on the gradient of each token: the value of the clipped
+    ratio does not change, and the logged loss has no weights.
 
-    With `beta > 0` RLOO puts the KL divergence to the reference into the reward, before the baseline. It is that of the old
-    policy in decoupled mode, which then runs TRL's old pass; in bypass mode it is that of the sampler, as in verl.
+    With `beta > 0` RLOO subtracts the KL divergence to the reference from the reward, before the baseline. In decoupled mode
+    it is the divergence of the old policy, which needs TRL's old pass; in bypass mode that of the sampler, as in verl.
 
     Example:
 
@@ -106,12 +103,12 @@ class RolloutCorrectedRLOOTrainer(RolloutCorrectionMixin, RLOOTrainer):
 
     @property
     def _needs_old_pass(self) -> bool:
-        # with beta, the old policy's log-probabilities are part of the reward
+        # with beta, the reward contains the log-probabilities of the old policy
         return super()._needs_old_pass or (self.beta != 0.0 and not self.args.bypass_mode)
 
     def _new_old_pass(self) -> OldPass | None:
         if not self.args.corrects:
-            return OldPass()  # TRL runs it anyway, and only returns its sum
+            return OldPass()  # TRL runs it in any case, and returns only its sum over tokens
         return RolloutAsOld(self._answer_old_pass) if self.args.bypass_mode else super()._new_old_pass()
 
     def _answer_old_pass(self, input_ids: torch.Tensor, logits_to_keep: int) -> torch.Tensor:
@@ -123,7 +120,7 @@ class RolloutCorrectedRLOOTrainer(RolloutCorrectionMixin, RLOOTrainer):
 
     def _anchor_in_bypass(self, seen: Corrected) -> tuple[torch.Tensor, torch.Tensor]:
         current, (anchor, coefficients) = seen.train_logps, super()._anchor_in_bypass(seen)
-        # the ratio is a product over tokens, so it saturates long before a token does
+        # log ratio of a completion = sum over its tokens, so it saturates before the ratio of a token
         log_ratio = (current - anchor).sum(1, keepdim=True)
         saturated = log_ratio.abs() > LOG_RATIO_BOUND
         if self.args.clips_around_sampler and self.args.rollout_clip_ratio_c is not None:
@@ -135,7 +132,7 @@ class RolloutCorrectedRLOOTrainer(RolloutCorrectionMixin, RLOOTrainer):
         self, inputs: dict[str, Any], logps: torch.Tensor, anchor: torch.Tensor, coefficients: torch.Tensor
     ) -> torch.Tensor:
         inputs["old_logps"] = (anchor * self._loss_mask(inputs)).sum(1)
-        # a completion without gradient would still add a constant to the logged loss
+        # a completion without gradient must not add a constant to the logged loss
         inputs["advantages"] = inputs["advantages"] * coefficients.any(1)
-        # same value, so that clipping sees the ratio as it is; each token's gradient times its coefficient
+        # value log pi, gradient c * grad log pi: clipping uses the unweighted ratio
         return logps.detach() + coefficients * (logps - logps.detach())

@@ -1,25 +1,175 @@
 """
-What is asked of vLLM: the log-probability of each sampled token, and new weights on a CPU.
+vLLM as the sampler: checks of its options, the log-probability of each sampled token, and new weights on a CPU.
 
-Both are changes to one [`~trl.generation.vllm_generation.VLLMGeneration`] object, after TRL has built it.
+The last two change one [`~trl.generation.vllm_generation.VLLMGeneration`] object after TRL has built it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any
 
+from trl import GRPOConfig, RLOOConfig
 from trl.generation.vllm_generation import VLLMGeneration
 
-from ..reload import push
+from ..messages import warn
+from ._cpu_reload import push
 from .scoring import Logprobs
-from .versions import named_weights
+from .versions import named_weights, renormalized
+
+
+# Options of vLLM that change the distribution tokens are drawn from, but not the one the trainer computes.
+_DISTORTING = (
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+    "logit_bias",
+    "min_tokens",
+    "bad_words",
+    "allowed_token_ids",
+    "structured_outputs",
+)
+_NEUTRAL = {"top_p": (1.0,), "top_k": (0, -1), "repetition_penalty": (1.0,)}  # for the others: None, 0 and empty
+
+
+def check_has_sampler(use_vllm: bool, trl_class: type) -> None:
+    """Refuse to train without a sampler that returns log-probabilities."""
+    if not use_vllm:
+        raise ValueError(
+            "`use_vllm` is False, so there are no log-probabilities of the sampler to correct with. Set `use_vllm=True`, "
+            f"or use `{trl_class.__name__}`."
+        )
+
+
+def check_sampling(config: GRPOConfig | RLOOConfig) -> None:
+    """
+    Refuse or warn about settings of vLLM under which its log-probabilities are not comparable to the trainer's.
+
+    Args:
+        config ([`~trl.GRPOConfig`] or [`~trl.RLOOConfig`]):
+            Configuration of a trainer.
+
+    Raises:
+        `ValueError`: if the temperature of the sampler is not that of the trainer, or vLLM is told to return no
+            log-probabilities or several completions per request.
+    """
+    if not config.use_vllm:
+        return
+    overrides = config.generation_kwargs or {}
+    if overrides.get("temperature", config.temperature) != config.temperature:
+        raise ValueError(
+            f"`generation_kwargs` sets a temperature of {overrides['temperature']} while `temperature` is "
+            f"{config.temperature}: tokens would be sampled with the first and scored with the second. Set "
+            "`temperature` alone."
+        )
+    for name, allowed in (("logprobs", "an integer of 0 or more"), ("n", "1")):
+        value = overrides.get(name, 1)
+        if value is None or value is False or (name == "n" and value != 1):
+            raise ValueError(
+                f"`generation_kwargs` sets `{name}` to {value!r}, which must be {allowed}: rollout correction needs the "
+                "log-probability of every sampled token. Remove it."
+            )
+    settings = {name: getattr(config, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
+    settings["structured_outputs"] = config.vllm_structured_outputs_regex
+    settings |= {name: value for name, value in overrides.items() if name in _DISTORTING}
+    warn_about_distortion(settings)
+
+
+def distorting(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of sampling that change the distribution, by name."""
+    return {name: value for name, value in settings.items() if value and value not in _NEUTRAL.get(name, ())}
+
+
+def neutral(name: str) -> float:
+    """Value of an option of sampling with which the distribution does not change."""
+    return _NEUTRAL.get(name, (0.0,))[0]
+
+
+def warn_about_distortion(settings: Mapping[str, Any]) -> None:
+    """
+    Warn about options of vLLM that change the distribution of the sampler but not that of the trainer.
+
+    Args:
+        settings (`Mapping[str, Any]`):
+            Options of sampling by name.
+    """
+    if changed := distorting(settings):
+        listed = ", ".join(f"`{name}={value!r}`" for name, value in changed.items())
+        warn(
+            f"{listed} changes the distribution vLLM samples from, but not the one the trainer computes, so that every "
+            "ratio is off by the probability mass that was cut or moved. Leave it at its default, or read ratios, weights "
+            f"and rejections with that in mind.{renormalized(changed)}"
+        )
+
+
+def check_server_logprobs(mode: str, temperature: float) -> None:
+    """
+    Check that a vLLM server returns log-probabilities of the distribution it samples from.
+
+    Args:
+        mode (`str`):
+            `logprobs_mode` of the server.
+        temperature (`float`):
+            Sampling temperature.
+
+    Raises:
+        `ValueError`: if they are not computed after temperature, and the temperature is not 1.
+    """
+    if mode == "processed_logprobs":
+        return
+    message = (
+        f"The vLLM server runs with `--logprobs-mode {mode}`, so it does not return the log-probabilities that tokens are "
+        "sampled with. Restart it with `--logprobs-mode processed_logprobs`"
+    )
+    if temperature != 1.0 or not mode.endswith("logprobs"):
+        raise ValueError(f"{message}: at `temperature={temperature}` every ratio would be wrong.")
+    warn(f"{message}: at `temperature=1.0` they agree only without penalties and truncation.")
+
+
+def check_logprobs(completion_ids: list[list[int]], logprobs: Any) -> None:
+    """
+    Check that there is one log-probability for each sampled token.
+
+    Args:
+        completion_ids (`list[list[int]]`):
+            Sampled tokens, per sequence.
+        logprobs (`list[list[float | None]]` or `None`):
+            Their log-probabilities.
+
+    Raises:
+        `ValueError`: if they are missing, of another length than the completions, or nested.
+    """
+    if logprobs is None:
+        raise ValueError(
+            "The completions came without log-probabilities, which rollout correction needs. Set `use_vllm=True`, or return "
+            "them as `logprobs` from your `rollout_func`: one list per completion with the log-probability of each sampled "
+            "token, after temperature."
+        )
+    if len(logprobs) != len(completion_ids):
+        raise ValueError(
+            f"`logprobs` must have one list per completion, got {len(logprobs)} lists for {len(completion_ids)} completions."
+        )
+    for i, (ids, sequence) in enumerate(zip(completion_ids, logprobs, strict=True)):
+        if len(sequence) != len(ids):
+            raise ValueError(
+                f"`logprobs[{i}]` must have one entry per token of the completion, got {len(sequence)} for {len(ids)} tokens. "
+                "Check that `rollout_func` neither drops nor appends tokens (an end-of-sequence token, for instance) after "
+                "sampling."
+            )
+        if any(isinstance(logprob, (list, tuple)) for logprob in sequence):
+            raise ValueError(
+                f"`logprobs[{i}]` must be a flat list with one number per token, got nested lists. If vLLM returned several "
+                "candidates per token, keep the log-probability of the sampled one."
+            )
 
 
 def sampled_logprobs(
     completion_ids: list[list[int]], logprobs: list[list[list[float | None]]], token_ids: list[list[list[int]]]
 ) -> Logprobs:
     """
-    Pick the log-probability of the sampled token out of the candidates vLLM returns for each position.
+    Log-probability of each sampled token, among the candidates that vLLM returns for its position.
 
     vLLM sorts the candidates by probability and TRL takes the first, which is the sampled token only if there is a single
     candidate. With `generation_kwargs={"logprobs": 5}` it is the most likely token instead.
@@ -35,7 +185,9 @@ def sampled_logprobs(
     Returns:
         `list[list[float | None]]`: one log-probability per sampled token, in nats.
     """
-    if all(len(sequence[0]) == 1 for sequence in logprobs if sequence):  # as asked for, unless the user asks for more
+    if all(
+        len(sequence[0]) == 1 for sequence in logprobs if sequence
+    ):  # the default; a user may ask for more candidates
         return [[candidates[0] for candidates in sequence] for sequence in logprobs]
     return [
         [
@@ -46,9 +198,9 @@ def sampled_logprobs(
     ]
 
 
-def record_logprobs(generation: VLLMGeneration, keep: Callable[[Logprobs], Any]):
+def record_logprobs(generation: VLLMGeneration, keep: Callable[[Logprobs], Any]) -> None:
     """
-    Ask vLLM for log-probabilities, and make `generate` return those of the sampled tokens and nothing else.
+    Ask vLLM for log-probabilities, and make `generate` return those of the sampled tokens only.
 
     Args:
         generation ([`~trl.generation.vllm_generation.VLLMGeneration`]):
@@ -78,9 +230,9 @@ def record_logprobs(generation: VLLMGeneration, keep: Callable[[Logprobs], Any])
     generation.generate = generate_and_record
 
 
-def announce_sync(generation: VLLMGeneration, announce: Callable[[], Any]):
+def announce_sync(generation: VLLMGeneration, announce: Callable[[], Any]) -> None:
     """
-    Call a function whenever weights are pushed to vLLM, right before.
+    Call a function before each push of weights to vLLM.
 
     Args:
         generation ([`~trl.generation.vllm_generation.VLLMGeneration`]):
@@ -98,20 +250,20 @@ def announce_sync(generation: VLLMGeneration, announce: Callable[[], Any]):
     generation.sync_weights = announce_and_sync
 
 
-def sync_weights_on_cpu(generation: VLLMGeneration):
+def sync_weights_on_cpu(generation: VLLMGeneration) -> None:
     """
-    Push weights through vLLM's own reload on a CPU, see [`~trl_rollout_corr.reload.push`].
+    Push weights through vLLM's own reload on a CPU, see [`~trl_rollout_corr.trainers._cpu_reload.push`].
 
-    TRL's push of single parameters finds other shapes there than the checkpoint's, and fails.
+    TRL's push of single parameters fails on a CPU, where vLLM stores weights in other shapes than the checkpoint.
 
     Args:
         generation ([`~trl.generation.vllm_generation.VLLMGeneration`]):
-            The generation backend in colocate mode, changed in place. Left alone on any other device.
+            The generation backend in colocate mode, changed in place. Not changed on other devices.
     """
     if generation.mode != "colocate" or generation.accelerator.device.type != "cpu":
         return
 
-    def sync_weights(*args, **kwargs):
+    def sync_weights(*args, **kwargs) -> None:
         push(generation.llm, named_weights(generation))
 
     generation.sync_weights = sync_weights

@@ -1,5 +1,5 @@
 """
-What lives while TRL generates and scores one batch: its old pass, and what passes by and would be lost.
+State while TRL generates and scores one batch: its old pass, log-probabilities and rewards, which TRL would discard.
 
 `B` completions, `T` completion tokens.
 """
@@ -20,11 +20,11 @@ class OldPass:
 
     Args:
         answer (`Callable[[torch.Tensor, int], torch.Tensor]`, *optional*):
-            Takes `input_ids` and `logits_to_keep` and returns what TRL gets in place of a forward pass, of shape `(B, T)`.
-            By default the forward pass runs.
+            Takes `input_ids` and `logits_to_keep`, and returns log-probabilities of shape `(B, T)` in place of the forward
+            pass. By default the forward pass runs.
     """
 
-    def __init__(self, answer: Callable[[torch.Tensor, int], torch.Tensor] | None = None):
+    def __init__(self, answer: Callable[[torch.Tensor, int], torch.Tensor] | None = None) -> None:
         self.answer = answer
         self.calls = 0
         # known after the first call, each (B, T)
@@ -48,28 +48,28 @@ class OldPass:
 
 class Scoring:
     """
-    One batch that TRL generates and scores. Made when it starts, and dropped when it is done.
+    State of one batch while TRL generates and scores it.
 
     Args:
         old_pass ([`OldPass`], *optional*):
-            How to treat TRL's old pass. By default TRL is left alone.
+            Treatment of TRL's old pass. `None` leaves TRL unchanged.
     """
 
-    def __init__(self, old_pass: OldPass | None):
+    def __init__(self, old_pass: OldPass | None) -> None:
         self.old_pass = old_pass
-        self.paused = False  # forward passes are none of TRL's own
+        self.paused = False  # True while forward passes are the user's, not TRL's
         self.logprobs: Logprobs | None = None  # of the sampled tokens, per completion
         self.tool_mask: list[list[int]] | None = None  # 0 on tokens of tools, per completion
         self.rewards: torch.Tensor | None = None  # (B,)
 
-    def restart(self):
-        """A batch is generated, which TRL does before it scores it."""
+    def restart(self) -> None:
+        """Start again: TRL generates a batch, and scores it afterwards."""
         if self.old_pass is not None:
             self.old_pass.calls = 0
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """While code of the user runs."""
+        """Ignore forward passes while code of the user runs."""
         self.paused = True
         try:
             yield
@@ -83,7 +83,7 @@ class Scoring:
         return torch.tensor(padded, dtype=torch.float32, device=like.device)
 
     def loss_mask(self, completion_mask: torch.Tensor) -> torch.Tensor:
-        """Tokens of the loss, `(B, T)`, from those of the completions."""
+        """Mask of the tokens of the loss, `(B, T)`, from the mask of the completions."""
         if self.tool_mask is None:
             return completion_mask
         rows = [[*row, *[1] * (completion_mask.shape[1] - len(row))] for row in self.tool_mask]

@@ -1,13 +1,11 @@
-"""
-What a training script needs beside a trainer: a parser, and errors of one line, said once per job. `examples/run.py` uses it.
-"""
+"""Parts of a training script: a parser, and errors of one line, printed once per job. Used in `examples/run.py`."""
 
 import dataclasses
 import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from pathlib import Path
@@ -19,12 +17,13 @@ from trl import ModelConfig, TrlParser
 from ..messages import is_first_rank, nearest
 
 
+INPUT_ERRORS = (ValueError, TypeError, ImportError, OSError, yaml.YAMLError)
 _PACKAGE = Path(__file__).parents[1]
-_PATIENCE = 60  # seconds that other ranks give the first one to speak
+_PATIENCE = 60  # seconds that other ranks wait before they print an error, too
 
 
 class ScriptParser(TrlParser):
-    """[`~trl.TrlParser`] that raises a `ValueError` in one line for all that it cannot use, and names the nearest option."""
+    """[`~trl.TrlParser`] that raises a `ValueError` of one line for bad options, with the nearest known option."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
@@ -43,7 +42,7 @@ class ScriptParser(TrlParser):
             `tuple`: one instance per dataclass.
 
         Raises:
-            `ValueError`: if an option or a key is unknown, has a value that cannot be meant, or the file cannot be read.
+            `ValueError`: if an option or a key is unknown, a value is invalid, or the file cannot be read.
         """
         given = sys.argv[1:] if args is None else args
         args = [part for arg in given for part in (arg.split("=", 1) if arg.startswith("--config=") else [arg])]
@@ -63,7 +62,7 @@ class ScriptParser(TrlParser):
 
 
 def model_config(config_class: type) -> type:
-    """TRL's `ModelConfig` without the options that a configuration has itself, as the asynchronous trainer's has `dtype`."""
+    """TRL's `ModelConfig` without the options of `config_class`, such as `dtype` of the asynchronous trainer."""
     own = {field.name for field in dataclasses.fields(config_class)}
     if own.isdisjoint(field.name for field in dataclasses.fields(ModelConfig)):
         return ModelConfig
@@ -76,11 +75,11 @@ def model_config(config_class: type) -> type:
 
 def model_init_kwargs(args: Any, model_args: Any) -> dict[str, Any]:
     """
-    How the model of a trainer is loaded, from both configurations that have a say in it.
+    Arguments for loading the model of a trainer, from the configurations of trainer and model.
 
     Args:
         args ([`~trl.GRPOConfig`]):
-            Configuration of the trainer, whose `model_init_kwargs` come last.
+            Configuration of the trainer. Its `model_init_kwargs` take precedence.
         model_args ([`~trl.ModelConfig`]):
             Configuration of the model.
 
@@ -98,27 +97,24 @@ def model_init_kwargs(args: Any, model_args: Any) -> dict[str, Any]:
 @contextmanager
 def one_line_errors(*, of_package: bool = False) -> Iterator[None]:
     """
-    End the script with exit code 2 and one line about an error of its input, once per job rather than once per rank, and say
+    End the script with exit code 2 and one line about an error of its input, once per job instead of once per rank, and print
     warnings of this package in one line.
 
     Args:
         of_package (`bool`, *optional*, defaults to `False`):
-            Let errors that this package has not raised pass, as the traceback of any other is needed.
+            Handle only errors that this package raises. Others keep their traceback.
     """
-    with _plain_warnings():
+    with package_warnings(lambda message: print(f"warning: {message}", file=sys.stderr)):  # noqa: T201
         try:
             yield
-        except (ValueError, TypeError, ImportError, OSError, yaml.YAMLError) as error:
+        except INPUT_ERRORS as error:
             if of_package and not _is_ours(traceback.extract_tb(error.__traceback__)[-1].filename):
                 raise
             if not is_first_rank():
                 time.sleep(
                     _PATIENCE
                 )  # a launcher ends all ranks with the first that ends: let it be the one that speaks
-            text = (
-                f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
-            )
-            print(f"error: {' '.join(text.split())}", file=sys.stderr, flush=True)  # noqa: T201
+            print(f"error: {in_one_line(error)}", file=sys.stderr, flush=True)  # noqa: T201
             sys.exit(2)
 
 
@@ -126,17 +122,24 @@ def _is_ours(file: str) -> bool:
     return Path(file).is_relative_to(_PACKAGE)
 
 
+def in_one_line(error: Exception) -> str:
+    """The message of an error, with the file that it is about."""
+    text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+    return " ".join(text.split())
+
+
 @contextmanager
-def _plain_warnings() -> Iterator[None]:
+def package_warnings(tell: Callable[[str], object]) -> Iterator[None]:
+    """Pass warnings of this package to a function. Others are shown as always."""
     show = warnings.showwarning
 
-    def show_plainly(message, category, filename, lineno, file=None, line=None):
+    def show_or_tell(message, category, filename, lineno, file=None, line=None) -> None:
         if _is_ours(filename):
-            print(f"warning: {message}", file=file or sys.stderr)
+            tell(str(message))
         else:
             show(message, category, filename, lineno, file, line)
 
-    warnings.showwarning = show_plainly
+    warnings.showwarning = show_or_tell
     try:
         yield
     finally:

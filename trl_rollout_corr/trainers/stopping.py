@@ -1,4 +1,4 @@
-"""An orderly end of a run whose samples or weights cannot go on: a checkpoint first, and then the error, on every rank."""
+"""End of a run whose sampler or server has failed: a checkpoint, and then the error on every rank."""
 
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
@@ -7,31 +7,31 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 class OrderlyEnd(TrainerCallback):
     """
-    Ends a run with a checkpoint if the main process says so.
+    Ends a run with a checkpoint if the main process has an error.
 
     Args:
         accelerator ([`~accelerate.Accelerator`]):
-            Knows the other ranks.
+            Broadcasts the error to all ranks.
 
     Attributes:
         error (`Exception`, *optional*):
-            What ends the run. Set on the main process.
+            Error that ends the run. Set on the main process.
         message (`str`, *optional*):
-            The same in words, on all ranks, once they agree.
+            Type and text of the error, on all ranks after [`OrderlyEnd.agree`].
         running (`bool`):
-            Whether the loop of training has begun.
+            The training loop has begun.
         saved_at (`int`):
-            Optimizer step of the last checkpoint, or of the beginning.
+            Optimizer step of the last checkpoint, or of the start.
     """
 
-    def __init__(self, accelerator: Accelerator):
+    def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
         self.error: Exception | None = None
         self.message: str | None = None
         self.running, self.saved_at = False, 0
 
     def agree(self, control: TrainerControl, state: TrainerState) -> bool:
-        """Tell all ranks whether the run ends here, which they must all ask."""
+        """Broadcast the error, if any, and end the run. All ranks must call it. Returns `True` if the run ends."""
         message = [None if self.error is None else f"{type(self.error).__name__}: {self.error}"]
         broadcast_object_list(message, from_process=0)
         self.message = message[0]
@@ -40,12 +40,12 @@ class OrderlyEnd(TrainerCallback):
             control.should_save = state.global_step > self.saved_at
         return self.message is not None
 
-    def on_train_begin(self, args, state: TrainerState, control: TrainerControl, **kwargs):
+    def on_train_begin(self, args, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         self.error = self.message = None
         self.running, self.saved_at = True, state.global_step
 
-    def on_epoch_end(self, args, state: TrainerState, control: TrainerControl, **kwargs):
+    def on_epoch_end(self, args, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         self.agree(control, state)
 
-    def on_save(self, args, state: TrainerState, control: TrainerControl, **kwargs):
+    def on_save(self, args, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         self.saved_at = state.global_step

@@ -1,4 +1,4 @@
-"""TRL's asynchronous trainer, and what belongs to it. All that is imported from an experimental place of TRL is here."""
+"""Imports from experimental modules of TRL: the asynchronous trainer and its parts."""
 
 from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import version
@@ -15,7 +15,7 @@ try:
     from trl.experimental.async_grpo.weight_transfer import WeightTransferClient
 except ImportError as error:
     raise ImportError(
-        f"The asynchronous trainer of trl {version('trl')} is not the one of trl 1.16, which rollout correction attaches to: "
+        f"The asynchronous trainer of trl {version('trl')} is not the one of trl 1.16, which rollout correction supports: "
         f"{error}. Run `pip install 'trl==1.16.*'`, or train with `RolloutCorrectedGRPOTrainer`."
     ) from error
 
@@ -34,7 +34,7 @@ __all__ = [
 
 
 def without_peak_flops(device: torch.device) -> AbstractContextManager:
-    """While TRL builds its trainer: it asks CUDA for the peak throughput of the device, and a CPU is no device of CUDA's."""
+    """Context in which TRL can build its trainer on a CPU: TRL asks CUDA for the peak throughput of the device."""
     if device.type != "cpu":
         return nullcontext()
     return patch.object(async_grpo_trainer, "get_peak_flops_per_device", lambda accelerator, dtype: None)

@@ -1,26 +1,32 @@
 """
-What differs between the releases of TRL that this package works with, and nothing else.
+Differences between the supported releases of TRL, and nothing else.
 
-Each part names the release at which it can be deleted, once [`OLDEST`] has reached it.
+Each part names a release. When [`OLDEST`] has reached it, the part can be deleted.
 """
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from packaging.version import Version
 
+from ..messages import warn
 from .scoring import Logprobs
+
+
+if TYPE_CHECKING:  # an older TRL may have none of them, and `trl-rollout-corr check` says so
+    from trl import GRPOConfig, RLOOConfig
 
 
 OLDEST, NEWEST_TESTED, FIRST_UNSUPPORTED = "1.10", "1.16", "2"
 
 
 def release() -> Version:
-    """The release of TRL that is installed. A development version counts as the release it leads to."""
+    """Installed release of TRL. A development version counts as the release that follows it."""
     return Version(Version(version("trl")).base_version)
 
 
@@ -28,12 +34,12 @@ INSTALLED = release()
 
 
 def before(other: str) -> bool:
-    """Whether the installed TRL is older than a release."""
+    """True if the installed TRL is older than a release."""
     return Version(other) > INSTALLED
 
 
 def outside_window(trl: Version, named: str) -> str | None:
-    """Why a release of TRL is too old or too new, or `None` if it is neither."""
+    """Error message about a release of TRL that is too old or too new; `None` if it is neither."""
     if Version(OLDEST) <= trl < Version(FIRST_UNSUPPORTED):
         return None
     return (
@@ -43,24 +49,24 @@ def outside_window(trl: Version, named: str) -> str | None:
 
 
 def is_untested(trl: Version) -> bool:
-    """Whether a release of TRL is newer than those that this package was tested with."""
+    """True if a release of TRL is newer than those that this package was tested with."""
     return trl.release[:2] > Version(NEWEST_TESTED).release
 
 
 # Until 1.11 -----------------------------------------------------------------------------------------------------------
 
-# What names the weights that are pushed to vLLM, with its leading parameters
+# Method that names the weights pushed to vLLM, with its leading parameters
 PUSHES_WEIGHTS = (
     {"_push_param_to_vllm": ["self", "name", "param"]} if before("1.11") else {"_iter_named_params": ["self"]}
 )
 
 
 def named_weights(generation: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights of the trainer under the names that vLLM knows. From 1.11 on `generation._iter_named_params()`."""
+    """Weights of the trainer under the names of vLLM. From 1.11 on `generation._iter_named_params()`."""
     if hasattr(generation, "_iter_named_params"):
         return generation._iter_named_params()
     pushed: list[tuple[str, torch.Tensor]] = []
-    # before it is pushed a parameter is gathered, and released after it
+    # TRL gathers a parameter before the push and releases it afterwards, so a copy is kept
     generation._push_param_to_vllm = lambda name, param: pushed.append((name, param.clone()))
     try:
         type(generation).sync_weights(generation)
@@ -70,7 +76,7 @@ def named_weights(generation: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def without_none(logprobs: Logprobs) -> Logprobs:
-    """NaN in place of `None`, which is what vLLM's NaN becomes. TRL makes a tensor of it from 1.11 on."""
+    """NaN in place of `None`, the form of NaN in vLLM's output. TRL from 1.11 on replaces it itself."""
     if not before("1.11"):
         return logprobs
     return [[math.nan if logprob is None else logprob for logprob in sequence] for sequence in logprobs]
@@ -78,9 +84,79 @@ def without_none(logprobs: Logprobs) -> Logprobs:
 
 # Until 1.14 -----------------------------------------------------------------------------------------------------------
 
-# Options under which the loss never calls `_get_per_token_logps_and_entropies`, where rollout correction attaches, and the
+# Options with which the loss does not call `_get_per_token_logps_and_entropies`, which rollout correction overrides, and the
 # first release in which it does
 PASSES_BY = {"use_liger_kernel": "1.14"}
+
+
+def check_passes_by(config: "GRPOConfig") -> None:
+    """
+    Refuse options of older releases of TRL whose loss cannot be corrected.
+
+    Args:
+        config ([`~trl.GRPOConfig`]):
+            Configuration of a trainer.
+
+    Raises:
+        `ValueError`: if such an option is on.
+    """
+    for name, since in PASSES_BY.items():
+        if before(since) and getattr(config, name, False):
+            raise ValueError(
+                f"`{name}` is {getattr(config, name)!r}, and trl {INSTALLED} then computes its loss in one kernel, which "
+                f"cannot be corrected. Set `{name}` to False, or install trl {since} or newer."
+            )
+
+
+# TRL's own correction, which changes from release to release ----------------------------------------------------------
+
+_OF_TRL = "vllm_importance_sampling_"  # how the fields of TRL's own correction begin
+
+
+def replace_trl_correction(config: "GRPOConfig | RLOOConfig") -> None:
+    """
+    Switch TRL's own correction off, and warn if it was configured or is unknown to this package.
+
+    Args:
+        config ([`~trl.GRPOConfig`] or [`~trl.RLOOConfig`]):
+            Configuration, changed in place before TRL validates it.
+    """
+    defaults = {f.name: f.default for f in dataclasses.fields(config) if f.name.startswith(_OF_TRL)}
+    switch = f"{_OF_TRL}correction"
+    if switch in defaults:
+        del defaults[switch]
+        setattr(config, switch, False)
+    acting = {name: getattr(config, name) for name in defaults if getattr(config, name) != defaults[name]}
+    acting |= {name: True for name in defaults if getattr(config, name) is True}
+    for name in acting:
+        if acting[name] is True:
+            setattr(config, name, False)
+    if acting:
+        settings = ", ".join(f"`{name}={value!r}`" for name, value in acting.items())
+        warn(
+            f"{settings} has no effect: rollout correction replaces TRL's. `RolloutCorrectionConfig.from_trl` translates "
+            "most settings of TRL."
+        )
+
+
+def check_corrected_once(batch: dict[str, Any]) -> None:
+    """
+    Check that TRL has not corrected a batch itself.
+
+    Args:
+        batch (`dict`):
+            Batch that TRL has generated and scored.
+
+    Raises:
+        `RuntimeError`: if the batch has importance weights of TRL.
+    """
+    found = [f"`{key}`" for key in batch if key.startswith("importance_sampling")]
+    if found:
+        raise RuntimeError(
+            f"trl {INSTALLED} put {', '.join(found)} into the batch: a correction of its own, although "
+            f"`{_OF_TRL}correction` is switched off. Completions would be corrected twice. Switch it off in your "
+            "configuration, or install a version of trl that this release of trl-rollout-corr was tested with."
+        )
 
 
 # Until the release whose trainers score through a head that is fused with the logarithm, and never call the head itself ----
@@ -88,7 +164,7 @@ PASSES_BY = {"use_liger_kernel": "1.14"}
 
 @contextmanager
 def float32_fused_head(model: Any, temperature: float) -> Iterator[None]:
-    """TRL's fused head computes in float32, as with `cast_lm_head_to_fp32`. Nothing happens where TRL has none."""
+    """Let TRL's fused head compute in float32, as with `cast_lm_head_to_fp32`. No effect if TRL has no fused head."""
     try:
         from trl.trainer.utils import add_fused_lm_head
     except ImportError:
@@ -108,6 +184,17 @@ def float32_fused_head(model: Any, temperature: float) -> Iterator[None]:
 
 # From 1.17 on, as its release notes say -------------------------------------------------------------------------------
 
-# TRL puts the trainer's log-probabilities on the tokens that these left to vLLM, so that they distort no ratio any more
+# TRL normalises the trainer's log-probabilities over the tokens that these options left to vLLM: ratios are exact again
 RENORMALIZED = ("top_p", "top_k", "min_p")
 RENORMALIZED_SINCE = "1.17"
+
+
+def renormalized(distorting: dict[str, Any]) -> str:
+    """Note on options that newer releases of TRL compensate."""
+    named = [f"`{name}`" for name in RENORMALIZED if name in distorting]
+    if not named or before(RENORMALIZED_SINCE):
+        return ""
+    return (
+        f" According to its release notes, TRL compensates {', '.join(named)} from {RENORMALIZED_SINCE} on: then "
+        "`rollout_corr/rollout_is_mean` is near 1, and the ratios are right."
+    )

@@ -1,9 +1,8 @@
 """
-A run or a dump as one page, or two against each other: `python -m trl_rollout_corr report`.
+A run or a dump as one page, or two against each other: `trl-rollout-corr report`. In three passes:
 
-`summary`, `shares`, `tokens`, `advice` and `verdict` compute; `trends`, `story`, `distribution`, `rejected` and `diagnosis`
-make charts of it; `content` puts everything together; `page`, `markdown` and `versus` write it down, with `drawing` for the
-pictures, and `markup` and `banner` for what pages have in common.
+`facts` computes everything that a report says about a run, once; `compose` makes a page of it, which is data; `html_page`
+writes the page as HTML, `drawing` as a picture.
 """
 
 import os
@@ -15,22 +14,22 @@ from ...messages import SelfContainedError, warn
 
 
 if TYPE_CHECKING:
-    from ..diagnose import Diagnosis, Observed
+    from ...diagnosis import Diagnosis, Observed
     from ..run import Run
 
 
 def write_report(sources: Sequence[str], output: str) -> str:
     """
-    Write the report. Warns about what of a source is damaged or missing.
+    Write the report. Warns about damaged and missing parts of a source.
 
     Args:
         sources (`Sequence[str]`):
-            What to report on: a dump, a run, or a folder with both. Two of them are set against each other.
+            A dump, a run, or a folder with both. Two of them are set against each other.
         output (`str`):
-            The file to write: a page in `.html`, text with its picture in `.md`, or the picture alone in `.png`.
+            The file to write: a page in `.html`, or its verdict and main charts in `.png`.
 
     Returns:
-        `str`: what was written, one file a line.
+        `str`: the name of the file, as a line.
 
     Raises:
         `ValueError`: in one line that begins with the source that cannot be read, or the output that cannot be written.
@@ -39,20 +38,29 @@ def write_report(sources: Sequence[str], output: str) -> str:
         raise SelfContainedError(
             f"one run, or two to set against each other; got {len(sources)}: {', '.join(sources)}"
         )
-    path = check_output(output, (".html", ".md", ".png"))
-    files = _files([_read(source) for source in sources], sources, path)
-    for file, content in files.items():
-        _write(file, content)
-    return "".join(f"{file}\n" for file in files)
+    path = check_output(output, (".html", ".png"))
+    # only now: these import matplotlib, and the error about a missing matplotlib comes first
+    from .compose import compose
+    from .drawing import png
+    from .facts import analyse
+    from .html_page import render
+
+    runs = [_read(source) for source in sources]
+    names = [run.name for run in runs] if len(runs) == 1 else _names([Path(source) for source in sources])
+    facts = [analyse(name, run, alone=len(runs) == 1) for name, run in zip(names, runs, strict=True)]
+    page = compose(facts)
+    _write(path, png(page) if path.suffix == ".png" else render(page).encode())
+    return f"{path}\n"
 
 
 def check_output(output: str, endings: Sequence[str]) -> Path:
-    """A file that can be written, and charts that can be drawn, or an error in one line that says why not."""
+    """The path of the output, or an error in one line: it cannot be written, or charts cannot be drawn."""
     path = Path(output)
     if path.suffix not in endings:
-        *others, last = endings
-        allowed = f"{', '.join(others)} or {last}" if others else last
-        raise SelfContainedError(f"{output}: the output must end in {allowed}")
+        instead = (
+            " Markdown is no longer written: attach the HTML page or the picture." if path.suffix == ".md" else ""
+        )
+        raise SelfContainedError(f"{output}: the output must end in {' or '.join(endings)}.{instead}")
     if not path.parent.is_dir():
         raise SelfContainedError(f"{output}: there is no folder {str(path.parent)!r} to write to")
     if path.is_dir() or not os.access(path.parent, os.W_OK):
@@ -67,11 +75,13 @@ def check_output(output: str, endings: Sequence[str]) -> Path:
 
 def write_diagnosis(
     source: str, output: str, observed: "Observed", diagnosis: "Diagnosis", experiments: Sequence[Sequence[str]] = ()
-):
-    """Write a diagnosis as a page, with the rows of the experiments of a probe."""
-    from .diagnosis import page_of_diagnosis
+) -> None:
+    """Write a diagnosis as a page, with the table of the experiments of a probe: its columns, then its rows."""
+    from .compose import compose_diagnosis
+    from .html_page import render
 
-    _write(Path(output), page_of_diagnosis(source, observed, diagnosis, experiments).encode())
+    page = compose_diagnosis(Path(source).name, observed, diagnosis, experiments)
+    _write(Path(output), render(page).encode())
 
 
 def _read(source: str) -> "Run":
@@ -86,26 +96,17 @@ def _read(source: str) -> "Run":
     return run
 
 
-def _files(runs: "Sequence[Run]", sources: Sequence[str], path: Path) -> dict[Path, bytes]:
-    """Content by path."""
-    # only now: these import matplotlib, and what says that it is missing has to come first
-    from .content import build
-    from .markdown import files_of_markdown, picture_of
-    from .page import page
-    from .versus import markdown_of_two, page_of_two, picture_of_two, set_against
-
-    if len(runs) == 1:
-        report = build(runs[0])
-        if path.suffix == ".md":
-            return files_of_markdown(report, path)
-        return {path: page(report).encode() if path.suffix == ".html" else picture_of(report)}
-    versus = set_against(runs[0], runs[1], (Path(sources[0]), Path(sources[1])))
-    if path.suffix == ".md":
-        return markdown_of_two(versus, path)
-    return {path: page_of_two(versus).encode() if path.suffix == ".html" else picture_of_two(versus)}
+def _names(sources: Sequence[Path]) -> list[str]:
+    """The shortest ends of two paths that differ."""
+    first, second = (source.resolve().parts for source in sources)
+    for n in range(1, max(len(first), len(second)) + 1):
+        names = ["/".join(first[-n:]), "/".join(second[-n:])]
+        if names[0] != names[1]:
+            return names
+    return [f"{first[-1]} (A)", f"{second[-1]} (B)"]
 
 
-def _write(path: Path, content: bytes):
+def _write(path: Path, content: bytes) -> None:
     """Under its name only when it is complete."""
     partial = path.with_name(path.name + ".partial")
     try:

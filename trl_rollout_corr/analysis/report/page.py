@@ -1,133 +1,130 @@
-"""The report as one HTML file: no script, nothing from the network, right in light and dark, wide and narrow."""
+"""A page as data: sections, cards, tables and charts, without a line of HTML and without drawing code."""
 
-import math
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-from ..text import number
-from .advice import Advice
-from .banner import banner, cards, words
-from .content import Report, Section
-from .diagnosis import cards as cards_of_diagnosis
-from .drawing import Chart
-from .markup import code, document, escaped, figure, figure_of_story, table_of_rows, visible
-from .tokens import Excerpt, Token, Worst
+import numpy as np
+import pandas as pd
+
+from .status import Band, Status
+from .worst_tokens import Worst
 
 
-# Classes of a token by |d|: what the style sheet colours
-LEVELS = (0.1, 0.5, 2.0)
+Numbers = Sequence[float] | np.ndarray
 
 
-def page(report: Report) -> str:
-    """The report as HTML."""
-    title = f"Rollout report: {escaped(report.name)}"
-    facts = "".join(f"<dt>{escaped(label)}</dt><dd>{escaped(value)}</dd>" for label, value in report.facts)
-    story = figure_of_story(report.story) if report.story else ""
-    diagnosis = cards_of_diagnosis(*report.diagnosis) if report.diagnosis else ""
-    parts = [
-        *([("diagnosis", "Diagnosis", words() + diagnosis)] if diagnosis else []),
-        ("story", "What happened", story if diagnosis else words() + story),
-        ("findings", "Findings", cards(report)),
-        ("settings", "Settings to try", f'<div class="settings">{"".join(map(_advice, report.advice))}</div>'),
-        *((section.name, section.title, _section(section)) for section in report.sections),
-    ]
-    if report.worst is not None:
-        parts.append(("worst", "The worst tokens", _worst(report.worst)))
-    parts.append(("made-of", "What this report is made of", f"<dl>{facts}</dl>"))
-    return document(title, banner(report), parts)
+class Axis(NamedTuple):
+    """An axis of a chart."""
+
+    label: str = ""  # quantity and unit
+    log: bool = False
+    ticks: str = "numbers"  # or "whole" (numbers), or "percent" (of shares)
+    limits: tuple[float, float] | None = None  # by default those of the data
+    names: Sequence[str] = ()  # of categories at 0, 1, 2, ..., in place of numbers
 
 
-def _advice(advice: Advice) -> str:
-    yaml = f"<pre>{escaped(advice.yaml)}</pre>" if advice.yaml else ""
-    return f'<article class="setting"><h3>{escaped(advice.title)}</h3><p>{code(advice.text)}</p>{yaml}</article>'
+class Series(NamedTuple):
+    """
+    One curve, one set of bars or points, or one area.
+
+    Args:
+        name (`str`):
+            Name in the legend; empty for none.
+        x (`Sequence[float]`):
+            Places. One more than `y` where the mark is `"steps"`: the edges of the steps.
+        y (`Sequence[float]`):
+            Values. The upper end where the mark is `"area"`.
+        mark (`str`, *optional*, defaults to `"line"`):
+            `"line"`, `"broad"` (a pale line under another), `"thin"`, `"dotted"`, `"dashed"`, `"joined"` (points on a line),
+            `"points"`, `"crosses"`, `"diamonds"`, `"bars"`, `"rows"` (horizontal bars), `"steps"` or `"area"`.
+        color (`str`, *optional*, defaults to `"line"`):
+            Role of its colour, a key of `COLORS` in `drawing`.
+        alpha (`float`, *optional*, defaults to `1.0`):
+            Opacity.
+        low (`Sequence[float]`, *optional*, defaults to `()`):
+            Lower end of an area.
+    """
+
+    name: str
+    x: Numbers
+    y: Numbers
+    mark: str = "line"
+    color: str = "line"
+    alpha: float = 1.0
+    low: Numbers = ()
 
 
-# Charts -------------------------------------------------------------------------------------------------------------------
+class Chart(NamedTuple):
+    """A chart."""
+
+    name: str  # identifier, unique on the page
+    title: str
+    alt: str  # the sentence that describes it to readers who cannot see it
+    x: Axis
+    y: Axis
+    series: Sequence[Series]  # in the order in which they are drawn
+    table: pd.DataFrame  # the plotted numbers
+    note: str = ""
+    band: Band = Band()  # healthy values
+    alarms: Sequence[tuple[int, str]] = ()  # steps of first alarms, in order, and the numbers of their findings
+    flat: bool = False  # nothing to see but a straight line, so that the note says all
+    size: tuple[float, float] = (5.0, 3.1)  # inches of 72 units
 
 
-def _section(section: Section) -> str:
-    charts = "".join(figure(chart) for chart in section.charts if not chart.flat)
-    grid = f'<div class="grid">\n{charts}</div>\n' if charts else ""
-    return f'<p class="intro">{code(section.text)}</p>\n{grid}{_flat(section.charts)}'
+class Card(NamedTuple):
+    """A finding, a cause, settings, or a summary. Text in backticks is code."""
+
+    title: str
+    text: str = ""
+    level: str = ""  # critical, warning, healthy or none
+    number: str = ""  # of a finding in the charts
+    remedy: str = ""
+    yaml: str = ""
+    meta: str = ""
+    chart: Chart | None = None
 
 
-def _flat(charts: Sequence[Chart]) -> str:
-    """A line in place of a chart that would show nothing but a straight one."""
-    flat = "".join(f"<li><strong>{escaped(c.title)}</strong>: {escaped(c.flat)}</li>" for c in charts if c.flat)
-    return f'<ul class="flat">{flat}</ul>\n' if flat else ""
+class Group(NamedTuple):
+    """Cards of one run, with a title where there are two."""
+
+    cards: Sequence[Card]
+    title: str = ""
 
 
-# Tokens -------------------------------------------------------------------------------------------------------------------
+class Section(NamedTuple):
+    """A section: its identifier and title, and the parts that it has. `facts` are labels and values."""
+
+    name: str
+    title: str
+    text: str = ""
+    groups: Sequence[Group] = ()
+    charts: Sequence[Chart] = ()
+    table: pd.DataFrame | None = None
+    worst: Worst | None = None
+    facts: Sequence[tuple[str, str]] = ()
 
 
-def _worst(worst: Worst) -> str:
-    parts = []
-    if worst.broken:
-        shown = "" if len(worst.broken) == worst.n_broken else f" The first {len(worst.broken)} of them:"
-        parts.append(
-            f"<h3>Not finite</h3>\n<p>{worst.n_broken:,} tokens of the loss have a log-probability that is NaN or infinite. "
-            f"They are in no chart.{shown}</p>{_tokens(worst.broken)}"
-        )
-    parts.append(
-        '<p class="intro">The largest |d| in the dump, over all its sequences: one row for each text and sign of d, with its '
-        f"furthest token marked in its context, and at most three of one completion. <em>Times</em> says how many of the "
-        f"{worst.among:,} furthest tokens are alike, p is the probability under the trainer and the sampler, and positions "
-        "count from 1.</p>"
-    )
-    nothing = "<p>None: no token of the loss has a finite log-ratio other than 0.</p>"
-    parts.append(_legend() + _tokens(worst.tokens, times=True) if worst.tokens else nothing)
-    if worst.excerpts:
-        parts.append(f"<h3>Where they stand</h3>\n{''.join(map(_excerpt, worst.excerpts))}")
-    return "".join(parts)
+class Banner(NamedTuple):
+    """The state of a run; its model, trainer, correction, date and steps (labels and values); damaged and missing parts."""
+
+    title: str
+    status: Status
+    about: Sequence[tuple[str, str]]
+    damage: Sequence[str]
 
 
-def _tokens(tokens: list[Token], *, times: bool = False) -> str:
-    counted = ("times",) if times else ()
-    columns = ("token", "d", *counted, "p trainer", "p sampler", "step", "position", "kept", "reward", "drawn")
-    return table_of_rows(columns, (_token(token, times) for token in tokens), left=' class="left"') + "\n"
+class Page(NamedTuple):
+    """A page: title, a sentence below it, a banner per run, and sections."""
+
+    title: str
+    sections: Sequence[Section]
+    lead: str = ""
+    banners: Sequence[Banner] = ()
+
+    def section(self, name: str) -> Section | None:
+        return next((section for section in self.sections if section.name == name), None)
 
 
-def _token(token: Token, times: bool) -> str:
-    before, word, after = (visible(part, wrap=False) for part in (token.before, token.text, token.after))
-    text = f'{before}<mark class="{_shade(token.d) or "broken"}">{word or "&nbsp;"}</mark>{after}'
-    counted = (token.times,) if times else ()
-    numbers = (token.d, *counted, token.train, token.rollout, token.step, token.position)
-    kept, drawn = "yes" if token.kept else "no", "at random" if token.sampled else "as worst"
-    cells = [*map(number, numbers), kept, number(token.reward), drawn]
-    return f'<tr><td class="text">{text}</td>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>\n'
-
-
-def _legend() -> str:
-    names = [f"{level:g}" for level in LEVELS]
-    up = "".join(f'<span class="u{i + 1}">{name}</span>' for i, name in enumerate(names))
-    down = "".join(f'<span class="d{i + 1}">-{name}</span>' for i, name in enumerate(names))
-    return (
-        f'<p class="legend">More likely under the trainer, d at least: {up} less: {down} '
-        '<span class="rejected">rejected</span><span class="tool">of a tool or outside the loss</span>'
-        '<span class="broken">not finite</span></p>\n'
-    )
-
-
-def _shade(d: float) -> str:
-    """The class of the colour of a log-ratio; empty if it is small or none."""
-    level = sum(abs(d) >= bound for bound in LEVELS)
-    return f"{'u' if d > 0 else 'd'}{level}" if level else ""
-
-
-def _excerpt(excerpt: Excerpt) -> str:
-    last = excerpt.first + len(excerpt.tokens) - 1
-    reward = "" if math.isnan(excerpt.reward) else f", reward {number(excerpt.reward)}"
-    return (
-        f'<article class="excerpt"><p class="meta">Step {excerpt.step}{reward}, tokens {excerpt.first} to {last} of '
-        f'{excerpt.length}</p><div class="text" tabindex="0"><span class="prompt">{visible(excerpt.prompt)}</span>\n'
-        f"{''.join(_colored(*token) for token in excerpt.tokens)}</div></article>\n"
-    )
-
-
-def _colored(text: str, state: str, d: float) -> str:
-    classes = [state] if state != "kept" else []
-    if state in ("kept", "rejected") and _shade(d):
-        classes.append(_shade(d))
-    if not classes:
-        return visible(text)
-    title = f' title="d {number(d)}"' if math.isfinite(d) and state != "tool" else ""
-    return f'<span class="{" ".join(classes)}"{title}>{visible(text)}</span>'
+def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> pd.DataFrame:
+    """A table of text and numbers."""
+    return pd.DataFrame(list(rows), columns=list(columns), dtype=object)

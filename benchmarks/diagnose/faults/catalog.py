@@ -1,0 +1,140 @@
+"""The faults, as data: which cause each injects, and where."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import torch
+
+from trl_rollout_corr.dumps.writing import files_of, write_rows
+
+from . import models, rows
+
+
+@dataclass(frozen=True)
+class Fault:
+    """
+    A fault, and what injects it. What is not given stays as it should be.
+
+    Args:
+        cause (`str`):
+            The cause that `diagnose` should name.
+        what (`str`):
+            What is wrong, in a line.
+        engine (`Mapping[str, Any]`, *optional*):
+            Arguments of vLLM's engine.
+        sampling (`Mapping[str, Any]`, *optional*):
+            Arguments of vLLM's `SamplingParams`.
+        weights (`Callable[[str, torch.Tensor], torch.Tensor]`, *optional*):
+            What becomes of a weight, by name, on its way into the sampler.
+        trainer (`Callable[[torch.nn.Module], Callable[[], None]]`, *optional*):
+            Changes the trainer's model, and returns what undoes it.
+        scoring (`Mapping[str, Any]`, *optional*):
+            How the trainer lays out what it scores: `attend_padding` (the mask of attention has no zeros), `drop_prompt`
+            (tokens that the end of the prompt lacks), `retokenize` (the last token of a tool's answer is another one).
+        rows (`Callable[[Mapping], dict]`, *optional*):
+            Changes a row of a dump.
+        drifts (`str`, *optional*):
+            Where the weights of trainer and sampler move apart: `"age"` (samples come from older weights), `"step"` (no
+            weights are pushed), `"visit"` (a batch is trained on several times) or `"adapter"` (an adapter grows, and is
+            merged in bfloat16). Inject it with other checkpoints.
+    """
+
+    cause: str
+    what: str
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    weights: Callable[[str, torch.Tensor], torch.Tensor] | None = None
+    trainer: Callable[[torch.nn.Module], Callable[[], None]] | None = None
+    scoring: Mapping[str, Any] = field(default_factory=dict)
+    rows: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
+    drifts: str | None = None
+
+
+FAULTS: dict[str, Fault] = {
+    "none": Fault("nothing", "trainer and sampler agree up to the last digits of float32"),
+    "bf16": Fault("rounding", "both compute in bfloat16, in different kernels", engine={"dtype": "bfloat16"}),
+    "bf16_moe": Fault("routing", "a model with experts in bfloat16: routes flip", engine={"dtype": "bfloat16"}),
+    "bf16_head": Fault(
+        "head",
+        "the trainer's head computes in bfloat16, the sampler's in float32",
+        trainer=models.head_in(torch.bfloat16),
+    ),
+    "fp8_cache": Fault("kv_cache", "keys and values are cached in 8 bits", engine={"kv_cache_dtype": "fp8"}),
+    "int8_weights": Fault("weights", "the sampler's weights have 8 bits", weights=models.int8),
+    "fp8_weights": Fault("weights", "the sampler's weights are E4M3", weights=models.fp8),
+    "int4_weights": Fault("weights", "the sampler's weights have 4 bits", weights=models.int4),
+    "cold_sampler": Fault(
+        "temperature", "the sampler is colder than the trainer thinks", sampling={"temperature": 0.8}
+    ),
+    "hot_sampler": Fault(
+        "temperature", "the sampler is hotter than the trainer thinks", sampling={"temperature": 1.25}
+    ),
+    "raw_logprobs": Fault(
+        "temperature",
+        "log-probabilities are those before temperature",
+        engine={"logprobs_mode": "raw_logprobs"},
+        sampling={"temperature": 0.7},
+    ),
+    "top_p": Fault("truncation", "the sampler draws from 90 % of the probability", sampling={"top_p": 0.9}),
+    "top_k": Fault("truncation", "the sampler draws from ten tokens", sampling={"top_k": 10}),
+    "min_p": Fault(
+        "truncation", "the sampler drops what is 20 times less likely than the best", sampling={"min_p": 0.05}
+    ),
+    "repetition_penalty": Fault(
+        "penalty", "the sampler avoids what it has said", sampling={"repetition_penalty": 1.1}
+    ),
+    "presence_penalty": Fault("penalty", "the sampler avoids what it has said", sampling={"presence_penalty": 0.5}),
+    "frequency_penalty": Fault("penalty", "the sampler avoids what it has said", sampling={"frequency_penalty": 0.3}),
+    "stale": Fault("stale", "samples are some optimizer steps old", drifts="age"),
+    "never_pushed": Fault("never_pushed", "the sampler still has its first weights", drifts="step"),
+    "own_updates": Fault("own_updates", "a batch is trained on four times, in bypass mode", drifts="visit"),
+    "lora_merge": Fault("lora_merge", "an adapter is merged in bfloat16 for the sampler", drifts="adapter"),
+    "one_token_shift": Fault("shift", "log-probabilities are those of the neighbour", rows=rows.shift_by_one),
+    "bos": Fault("first_token", "the sampler read another start", rows=rows.another_first_token),
+    "template": Fault("first_token", "the trainer's prompt lacks the end of the template", scoring={"drop_prompt": 1}),
+    "eos": Fault("last_token", "the end is forced, and reported as certain", rows=rows.force_the_last_token),
+    "seams": Fault("seams", "the text before a turn is made of other tokens", scoring={"retokenize": True}),
+    "dropout": Fault("dropout", "the trainer scores with dropout", trainer=models.dropout(0.1)),
+    "padding": Fault("padding", "the trainer attends to padding", scoring={"attend_padding": True}),
+    "nan_rows": Fault("nan_rows", "whole rows of logits are NaN", rows=rows.nan_rows),
+}
+
+
+def rewrite(dump: str | Path, output: str | Path, fault: str) -> Path:
+    """
+    Write a dump anew, with a fault.
+
+    Args:
+        dump (`str` or `Path`):
+            Folder of a dump.
+        output (`str` or `Path`):
+            Folder for the dump with the fault. It must not have one yet.
+        fault (`str`):
+            Name of a fault of `FAULTS` that changes rows: `"one_token_shift"`, `"bos"`, `"eos"` or `"nan_rows"`.
+
+    Returns:
+        `Path`: the folder with the fault.
+
+    Raises:
+        `ValueError`: if the fault does not change rows, there is no dump, or the output has one already.
+    """
+    known = sorted(name for name, fault in FAULTS.items() if fault.rows is not None)
+    if fault not in known:
+        raise ValueError(f"`fault` is {fault!r}; a dump can be rewritten with one of {', '.join(known)}.")
+    change: Any = FAULTS[fault].rows
+    source, target = Path(dump), Path(output)
+    if not files_of(source):
+        raise ValueError(f"`dump` is {str(dump)!r}, where no file step-*.parquet is; name the folder of a dump.")
+    if target.exists() and files_of(target):
+        raise ValueError(f"`output` is {str(output)!r}, which holds a dump already; name another folder.")
+    for file in files_of(source):
+        table = pq.read_table(file)
+        metadata = table.schema.metadata or {}
+        rows = [change(row) for row in table.to_pylist()]
+        settings, about = (json.loads(metadata.get(key, b"{}")) for key in (b"settings", b"about"))
+        write_rows(target, rows[0]["step"], rows[0]["rank"], rows, settings, about)
+    return target

@@ -1,0 +1,49 @@
+"""A page as one HTML file: no script, nothing from the network, readable in light and dark, wide and narrow."""
+
+import math
+from typing import Any
+
+from jinja2 import Environment, PackageLoader
+
+from ... import __version__
+from ...messages import number, printable
+from .drawing import COLORS, svg
+from .page import Page
+
+
+# Lower ends of |d| for the three shades of a token
+SHADES = (0.1, 0.5, 2.0)
+
+
+def render(page: Page) -> str:
+    """The page as HTML."""
+    environment = Environment(
+        loader=PackageLoader(__package__), autoescape=True, finalize=_printable, trim_blocks=True, lstrip_blocks=True
+    )
+    filters = {
+        "cell": _cell,
+        "number": number,
+        "shade": _shade,
+        "svg": svg,
+    }
+    environment.filters.update(filters)
+    template = environment.get_template("page.html")
+    return template.render(page=page, colors=COLORS, shades=SHADES, version=__version__).strip() + "\n"
+
+
+def _printable(value: Any) -> Any:
+    """Text of others, whatever is in it: control characters as signs."""
+    return printable(value) if isinstance(value, str) and not hasattr(value, "__html__") else value
+
+
+def _cell(value: Any) -> str:
+    """Text or a number in a table."""
+    if isinstance(value, str):
+        return value
+    return "-" if value is None or math.isnan(value) else number(value, 4)
+
+
+def _shade(d: float) -> str:
+    """The class of the colour of a token; empty if its log-ratio is small or NaN."""
+    level = sum(abs(d) >= bound for bound in SHADES)
+    return f"{'u' if d > 0 else 'd'}{level}" if level else ""

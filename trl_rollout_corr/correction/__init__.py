@@ -1,0 +1,1 @@
+"""The mathematics: importance weights, rejection, and sums of what is reported. Torch alone."""

@@ -1,0 +1,256 @@
+"""
+Effect of the correction on groups of tokens: by length, position, advantage, reward and turn. Torch only.
+
+As in `metrics.py` all values are sums in one vector until they are logged, so that a share does not depend on the split of
+the batch over ranks, micro-batches or logging steps. The layout is the same for every configuration.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import ClassVar, NamedTuple, Self
+
+import torch
+
+from .functional import accumulation_dtype, as_numbers, row_blocks
+from .sums import Applied, SegmentedSums
+
+
+# Lower edges of the reported buckets, in tokens. Lengths are counted in octaves, so that the longer half of the completions
+# can be found.
+BUCKETS = (1, 16, 64, 256, 1024, 4096, 16384)
+_OCTAVES = tuple(2**i for i in range(15))
+SIGNS = ("negative", "zero", "positive")
+REWARDS = (-math.inf, 0.0, 0.25, 0.5, 0.75, 1.0)
+REWARD_NAMES = ("below_0", "0_to_0.25", "0.25_to_0.5", "0.5_to_0.75", "0.75_to_1", "1_or_more")
+TURNS = 8  # the last bucket holds later turns as well
+MEASURES = ("tokens", "rejected", "removed")
+
+
+def _table(name: str, buckets: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(f"{name}/{bucket}/{measure}" for bucket in buckets for measure in MEASURES)
+
+
+_CELLS = tuple(f"{length}/{sign}" for length in _OCTAVES for sign in SIGNS)
+
+
+class Accounts(SegmentedSums):
+    """Sums over groups of tokens."""
+
+    SEGMENTS: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "cell": _table("cell", _CELLS),
+        "rows": tuple(f"rows/{length}" for length in _OCTAVES),
+        "position": _table("position", tuple(map(str, BUCKETS))),
+        "reward": _table("reward", REWARD_NAMES),
+        "turn": _table("turn", tuple(str(turn) for turn in range(1, TURNS + 1))),
+        "mean_reward": ("kept/rows", "kept/reward", "rejected/rows", "rejected/reward"),
+    }
+
+    def _metrics(self, s: dict[str, float], applied: Applied) -> dict[str, float]:
+        groups = {name: sums for name, sums in _groups(s).items() if sums["tokens"]}
+        metrics: dict[str, float] = {}
+        if applied.rejects:
+            metrics |= {f"rejected/{name}": sums["rejected"] / sums["tokens"] for name, sums in groups.items()}
+            metrics |= _reward_metrics(s)
+        if applied.weighs:
+            metrics |= {f"downweighted/{name}": sums["removed"] / sums["tokens"] for name, sums in groups.items()}
+        return metrics
+
+    def groups(self) -> dict[str, dict[str, float]]:
+        """
+        The sums of each group of tokens. Waits for the device.
+
+        Returns:
+            `dict[str, dict[str, float]]`: by name of a group, as in the metrics, the number of its `tokens`, of its
+            `rejected` tokens, and the sum of `max(0, 1 - coefficient)` over the tokens that are kept, `removed`.
+        """
+        return _groups(self.by_name())
+
+
+def account(
+    valid: torch.Tensor,
+    keep: torch.Tensor,
+    coefficients: torch.Tensor,
+    advantages: torch.Tensor,
+    rewards: torch.Tensor,
+    turns: torch.Tensor | None = None,
+) -> Accounts:
+    """
+    Add up tokens, rejected tokens and gradient removed by weights, by group of tokens.
+
+    Args:
+        valid (`torch.Tensor` of shape `(B, T)`):
+            Boolean mask of the tokens that count.
+        keep (`torch.Tensor` of shape `(B, T)`):
+            Boolean mask of the tokens that no criterion rejects.
+        coefficients (`torch.Tensor` of shape `(B, T)`):
+            Factor of the policy gradient of each token. Of a kept token, `max(0, 1 - coefficient)` counts as removed.
+        advantages (`torch.Tensor` of shape `(B,)` or `(B, T)`):
+            Advantages.
+        rewards (`torch.Tensor` of shape `(B,)`):
+            Rewards; NaN for a completion that was not scored.
+        turns (`torch.Tensor` of shape `(B, T)`, *optional*):
+            Turn of each token, from 1. By default there is one turn.
+
+    Returns:
+        [`Accounts`]: the sums. No host synchronisation, no collective.
+    """
+    return _account(valid, keep, coefficients, advantages, rewards, turns, _Edges.on(valid.device))
+
+
+class _Edges(NamedTuple):
+    """Lower edges of the buckets of each kind, without the first."""
+
+    lengths: torch.Tensor
+    positions: torch.Tensor
+    rewards: torch.Tensor
+
+    @classmethod
+    def on(cls, device: torch.device) -> Self:
+        dtype = accumulation_dtype(device)
+        return cls(
+            edges_of(_OCTAVES, dtype, device), edges_of(BUCKETS, torch.long, device), edges_of(REWARDS, dtype, device)
+        )
+
+
+def _account(
+    valid: torch.Tensor,
+    keep: torch.Tensor,
+    coefficients: torch.Tensor,
+    advantages: torch.Tensor,
+    rewards: torch.Tensor,
+    turns: torch.Tensor | None,
+    edges: _Edges,
+) -> Accounts:
+    by_row, by_position = _by_row_and_position(valid, keep, coefficients)
+    dtype = by_row.dtype
+    lengths = by_row[:, 0]
+    octave = bucket_of(lengths, edges.lengths)
+    sign = (advantages if advantages.dim() == 1 else advantages.sum(1)).sign().long() + 1
+    rewards = rewards.to(dtype)
+    counted = lengths.sign()
+    scored, rewards = rewards.isfinite() * counted, rewards.nan_to_num(0.0)
+    positions = torch.arange(1, valid.shape[1] + 1, device=valid.device)
+    segments = {
+        "cell": add_up(by_row, octave * len(SIGNS) + sign, len(_CELLS)),
+        "rows": add_up(counted, octave, len(_OCTAVES)),
+        "position": add_up(by_position, bucket_of(positions, edges.positions), len(BUCKETS)),
+        "reward": add_up(by_row * scored[:, None], bucket_of(rewards, edges.rewards), len(REWARDS)),
+        "mean_reward": _mean_rewards(by_row, rewards, scored),
+    }
+    if turns is not None:
+        index = turns.flatten().clamp(1, TURNS) - 1
+        by_turn = [add_up(x.flatten().to(dtype), index, TURNS) for x in _measures(valid, keep, coefficients)]
+        segments["turn"] = torch.stack(by_turn, 1)
+    return Accounts.of(segments)
+
+
+def turns_of(mask: torch.Tensor) -> torch.Tensor:
+    """
+    Number the turns of a completion with tool calls.
+
+    Args:
+        mask (`torch.Tensor` of shape `(B, T)`):
+            Non-zero on tokens of the model, 0 on results of tools between them.
+
+    Returns:
+        `torch.Tensor` of shape `(B, T)`: turn of each token of the model, from 1.
+    """
+    model = mask != 0
+    starts = model.clone()
+    starts[:, 1:] &= ~model[:, :-1]
+    return starts.cumsum(1)
+
+
+# Sums -----------------------------------------------------------------------------------------------------------------
+
+
+def _measures(valid: torch.Tensor, keep: torch.Tensor, coefficients: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Three tensors, `(B, T)`, each valid until the next: token counts, token is rejected, gradient removed by weights."""
+    counts, kept = (as_numbers(mask, coefficients.dtype) for mask in (valid, keep))
+    yield counts
+    yield counts.sub_(kept)
+    yield kept.sub_(coefficients).clamp_(min=0.0)  # the coefficient of a rejected token is 0
+
+
+def _by_row_and_position(
+    valid: torch.Tensor, keep: torch.Tensor, coefficients: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums of the measures over each row, `(B, 3)`, and over each position, `(T, 3)`."""
+    dtype = accumulation_dtype(valid.device)
+    by_row, by_position = [], []
+    for rows in row_blocks(valid):
+        sums = [(x.sum(1), x.sum(0)) for x in _measures(valid[rows], keep[rows], coefficients[rows])]
+        by_row.append(torch.stack([x for x, _ in sums]))
+        by_position.append(torch.stack([x for _, x in sums]))
+    return torch.cat(by_row, 1).to(dtype).T, torch.stack(by_position).sum(0, dtype=dtype).T
+
+
+def bucket_of(x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+    """Index of the bucket of each number."""
+    return torch.bucketize(x.contiguous(), edges, right=True)
+
+
+@cache
+def edges_of(lower_ends: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Lower edges of buckets without the first. Cached on the device, because copying to it waits for it."""
+    return torch.tensor(lower_ends[1:], dtype=dtype, device=device)
+
+
+def add_up(values: torch.Tensor, index: torch.Tensor, n_buckets: int) -> torch.Tensor:
+    """Add up rows of `values` by bucket."""
+    return values.new_zeros(n_buckets, *values.shape[1:]).index_add_(0, index, values)
+
+
+def _mean_rewards(by_row: torch.Tensor, rewards: torch.Tensor, scored: torch.Tensor) -> torch.Tensor:
+    """`(4,)`: number and sum of rewards of the completions that keep a token, then of those that keep none."""
+    rejected = (by_row[:, 1] >= by_row[:, 0]).long()
+    return add_up(torch.stack([scored, scored * rewards], 1), rejected, 2).flatten()
+
+
+# Numbers --------------------------------------------------------------------------------------------------------------
+
+
+def _groups(s: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Sums of the measures by name of a group."""
+    groups = {}
+    for i, low in enumerate(BUCKETS):
+        high = BUCKETS[i + 1] if i + 1 < len(BUCKETS) else math.inf
+        bucket = f"{low}_{high - 1}" if high < math.inf else f"{low}_or_more"
+        octaves = [octave for octave in _OCTAVES if low <= octave < high]
+        groups[f"length_{bucket}"] = _total(s, [f"cell/{octave}/{sign}" for octave in octaves for sign in SIGNS])
+        groups[f"position_{bucket}"] = _total(s, [f"position/{low}"])
+    for sign in SIGNS:
+        groups[f"advantage_{sign}"] = _total(s, [f"cell/{octave}/{sign}" for octave in _OCTAVES])
+    for reward in REWARD_NAMES:
+        groups[f"reward_{reward}"] = _total(s, [f"reward/{reward}"])
+    if s["turn/2/tokens"]:  # with one turn the group is the whole batch
+        for turn in range(1, TURNS + 1):
+            groups[f"turn_{turn}{'_or_later' if turn == TURNS else ''}"] = _total(s, [f"turn/{turn}"])
+    return groups | _long_and_positive(s)
+
+
+def _long_and_positive(s: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Completions longer than the median octave whose advantage is positive, and all others."""
+    rows = [s[f"rows/{octave}"] for octave in _OCTAVES]
+    seen, median = 0.0, 0
+    while median < len(rows) - 1 and seen + rows[median] < sum(rows) / 2:
+        seen += rows[median]
+        median += 1
+    longer = _OCTAVES[median + 1 :]
+    chosen = {f"cell/{octave}/positive" for octave in longer}
+    groups = {
+        "long_positive": _total(s, sorted(chosen)),
+        "others": _total(s, [f"cell/{cell}" for cell in _CELLS if f"cell/{cell}" not in chosen]),
+    }
+    return groups if groups["long_positive"]["tokens"] else {}
+
+
+def _total(s: Mapping[str, float], names: list[str]) -> dict[str, float]:
+    return {measure: math.fsum(s[f"{name}/{measure}"] for name in names) for measure in MEASURES}
+
+
+def _reward_metrics(s: Mapping[str, float]) -> dict[str, float]:
+    means = {"kept": s["kept/rows"], "rejected": s["rejected/rows"]}
+    sums = {"kept": s["kept/reward"], "rejected": s["rejected/reward"]}
+    return {f"{name}/reward_mean": sums[name] / rows for name, rows in means.items() if rows}

@@ -1,0 +1,260 @@
+"""
+Age of the data: metrics by age, and the part of the gap to the sampler that updates of the policy explain. Sums until they
+are logged, as in `metrics.py`. Torch only.
+
+The age of a completion is the number of optimizer steps between the weights that sampled it and the weights that train on it.
+In the metrics of a whole batch it is called staleness.
+"""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+
+from .accounting import add_up, bucket_of, edges_of
+from .functional import LARGEST_POWER, LOG_RATIO_BOUND, accumulation_dtype, k3, row_blocks, select_tokens
+from .metrics import Statistics
+from .sums import Applied, SegmentedSums, Segments
+
+
+# Age in every trainer -------------------------------------------------------------------------------------------------
+
+
+_GAP = ("tokens", "d", "k3")
+
+
+class Staleness(SegmentedSums):
+    """Sums of ages and lags, and of the two parts of the gap to the sampler. A segment that is unknown stays 0."""
+
+    SEGMENTS: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "engine": tuple(f"engine/{name}" for name in _GAP),
+        "update": tuple(f"update/{name}" for name in _GAP),
+        "age": ("age/rows", "age/sum"),
+        "lag": ("lag/rows", "lag/sum"),
+    }
+    MAXIMA: ClassVar[tuple[str, ...]] = ("age/largest",)
+
+    def _metrics(self, s: dict[str, float], applied: Applied) -> dict[str, float]:
+        metrics = {}
+        for part in ("engine", "update"):
+            if tokens := s[f"{part}/tokens"]:
+                metrics[f"{part}_kl"] = -s[f"{part}/d"] / tokens
+                metrics[f"{part}_k3_kl"] = s[f"{part}/k3"] / tokens
+        if rows := s["age/rows"]:
+            metrics["staleness_mean"] = s["age/sum"] / rows
+            metrics["staleness_max"] = s["age/largest"]
+        if rows := s["lag/rows"]:
+            metrics["sampler_lag"] = s["lag/sum"] / rows
+        return metrics
+
+
+def engine_gap(statistics: Statistics) -> Segments:
+    """
+    Gap of the old policy to the sampler, which has the same weights: it is due to the two engines.
+
+    Args:
+        statistics ([`~trl_rollout_corr.correction.metrics.Statistics`]):
+            Statistics of a batch whose training policy is the old policy.
+
+    Returns:
+        `dict[str, torch.Tensor]`: sums for [`Staleness.of`].
+    """
+    return {"engine": torch.stack([statistics[name] for name in _GAP])}
+
+
+def update_gap(old_logps: torch.Tensor, current_logps: torch.Tensor, mask: torch.Tensor) -> Segments:
+    """
+    Gap of the current policy to the old policy, which is due to the optimizer steps between the two.
+
+    Args:
+        old_logps (`torch.Tensor` of shape `(B, T)`):
+            Log-probabilities when the batch was generated, in nats.
+        current_logps (`torch.Tensor` of shape `(B, T)`):
+            Log-probabilities now, in nats.
+        mask (`torch.Tensor` of shape `(B, T)`):
+            Non-zero on the tokens of the loss.
+
+    Returns:
+        `dict[str, torch.Tensor]`: sums for [`Staleness.of`].
+    """
+    tokens = select_tokens(current_logps, old_logps, mask)
+    # d = log pi_current - log pi_old, with KL estimates -d and k3 = exp(d) - 1 - d
+    d = tokens.log_ratio
+    dtype = accumulation_dtype(d.device)
+    return {"update": torch.stack([x.sum(dtype=dtype) for x in (tokens.lengths, d, k3(d.clamp(max=LARGEST_POWER)))])}
+
+
+def count_ages(ages: torch.Tensor) -> Segments:
+    """Number, sum and maximum of the ages of completions, `(B,)` in optimizer steps, NaN if unknown. For [`Staleness.of`]."""
+    ages = ages.to(accumulation_dtype(ages.device))
+    return {"age": _number_and_sum(ages), "age/largest": ages.masked_fill(~ages.isfinite(), -torch.inf).max()}
+
+
+def count_lags(lags: torch.Tensor) -> Segments:
+    """Number and sum of the ages of completions, `(B,)` in optimizer steps, when they were sampled. For [`Staleness.of`]."""
+    return {"lag": _number_and_sum(lags.to(accumulation_dtype(lags.device)))}
+
+
+def _number_and_sum(x: torch.Tensor) -> torch.Tensor:
+    return torch.stack([x.isfinite().sum(dtype=x.dtype), x.nan_to_num(0.0).sum()])
+
+
+# Metrics by age, of the asynchronous trainer --------------------------------------------------------------------------
+
+
+# Smallest age of each bin, in optimizer steps
+AGES = (0, 1, 2, 4, 8, 16)
+AGE_NAMES = ("0", "1", "2_3", "4_7", "8_15", "16_or_more")
+_MEASURES = (
+    "rows", "tokens", "d", "k3", "squares", "kept", "coefficients", "coefficient_squares", "scored", "reward",
+)  # fmt: skip
+_COMPLETIONS = ("rows", "tokens", "scored", "reward")
+
+
+class ByAge(SegmentedSums):
+    """
+    Sums over the completions of each age, the sums of a least-squares line through the squared log-ratio against the age,
+    and sums over the completions that were trained on and those that were dropped as too old.
+    """
+
+    SEGMENTS: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "bins": tuple(f"{name}/{measure}" for name in AGE_NAMES for measure in _MEASURES),
+        "line": ("age", "age_squares", "squares", "age_times_squares", "tokens"),
+        **{part: tuple(f"{part}/{name}" for name in _COMPLETIONS) for part in ("trained", "stale_dropped")},
+    }
+
+    def _metrics(self, s: dict[str, float], applied: Applied) -> dict[str, float]:
+        metrics = _line(s) | _completion_metrics(s)
+        for name in AGE_NAMES:
+            if tokens := s[f"{name}/tokens"]:
+                of_bin = {measure: s[f"{name}/{measure}"] for measure in _MEASURES}
+                found = _bin_metrics(of_bin, applied) | {"token_share": tokens / s["tokens"]}
+                metrics |= {f"age_{name}/{key}": value for key, value in found.items()}
+        return metrics
+
+
+def by_age(
+    train_logps: torch.Tensor,
+    rollout_logps: torch.Tensor,
+    valid: torch.Tensor,
+    keep: torch.Tensor,
+    coefficients: torch.Tensor,
+    rewards: torch.Tensor,
+    ages: torch.Tensor,
+) -> Segments:
+    """
+    Add up a batch by the age of its completions.
+
+    Args:
+        train_logps (`torch.Tensor` of shape `(B, T)`):
+            Log-probabilities of the current policy, in nats.
+        rollout_logps (`torch.Tensor` of shape `(B, T)`):
+            Log-probabilities of the policy that sampled, in nats.
+        valid (`torch.Tensor` of shape `(B, T)`):
+            Boolean mask of the tokens that count. A log-ratio among them that is not finite is taken as 0.
+        keep (`torch.Tensor` of shape `(B, T)`):
+            Boolean mask of the tokens that no criterion rejects.
+        coefficients (`torch.Tensor` of shape `(B, T)`):
+            Factor of the policy gradient of each token.
+        rewards (`torch.Tensor` of shape `(B,)`):
+            Rewards; NaN for a completion that was not scored.
+        ages (`torch.Tensor` of shape `(B,)`):
+            Ages, in optimizer steps. A completion of unknown age, NaN, is left out.
+
+    Returns:
+        `dict[str, torch.Tensor]`: sums for [`ByAge.of`]. No host synchronisation, no collective.
+    """
+    dtype = accumulation_dtype(valid.device)
+    blocks = [
+        _row_sums(train_logps[i], rollout_logps[i], valid[i], keep[i], coefficients[i]).to(dtype)
+        for i in row_blocks(valid)
+    ]
+    tokens, *others = torch.cat(blocks).unbind(1)
+    rewards, known = rewards.to(dtype), ages.isfinite() & (tokens > 0)
+    scored = rewards.isfinite().to(dtype)
+    rows = torch.stack([torch.ones_like(tokens), tokens, *others, scored, rewards.nan_to_num(0.0) * scored], 1)
+    rows = rows * known[:, None]
+    ages = ages.to(dtype).nan_to_num(0.0)
+    tokens, squares = rows[:, _MEASURES.index("tokens")], rows[:, _MEASURES.index("squares")]
+    line = [ages * tokens, ages.square() * tokens, squares, ages * squares, tokens]
+    return {
+        "bins": add_up(rows, bucket_of(ages, edges_of(AGES, ages.dtype, ages.device)), len(AGES)),
+        "line": torch.stack([x.sum() for x in line]),
+    }
+
+
+def _row_sums(
+    train_logps: torch.Tensor,
+    rollout_logps: torch.Tensor,
+    valid: torch.Tensor,
+    keep: torch.Tensor,
+    coefficients: torch.Tensor,
+) -> torch.Tensor:
+    """`(B, 7)`: the measures of each row from `tokens` to `coefficient_squares`."""
+    d = torch.where(valid, train_logps - rollout_logps, 0.0).nan_to_num_(0.0, 0.0, 0.0)
+    squares = d.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).square_()
+    measures = (valid, d, k3(d.clamp(max=LARGEST_POWER)), squares, keep, coefficients, coefficients.square())
+    return torch.stack([measure.sum(1, dtype=d.dtype) for measure in measures], 1)
+
+
+def count_completions(lengths: torch.Tensor, rewards: torch.Tensor) -> torch.Tensor:
+    """
+    Add up completions.
+
+    Args:
+        lengths (`torch.Tensor` of shape `(B,)`):
+            Tokens of the loss. A completion without one does not count.
+        rewards (`torch.Tensor` of shape `(B,)`):
+            Rewards; NaN for a completion that was not scored.
+
+    Returns:
+        `torch.Tensor` of shape `(4,)`: the segment `trained` or `stale_dropped` of [`ByAge`].
+    """
+    dtype = accumulation_dtype(lengths.device)
+    lengths, rewards = lengths.to(dtype), rewards.to(dtype)
+    rows = (lengths > 0).to(dtype)
+    scored = rewards.isfinite().to(dtype) * rows
+    return torch.stack([x.sum() for x in (rows, lengths, scored, rewards.nan_to_num(0.0) * scored)])
+
+
+def _bin_metrics(s: Mapping[str, float], applied: Applied) -> dict[str, float]:
+    tokens = s["tokens"]
+    metrics = {"kl": -s["d"] / tokens, "k3_kl": s["k3"] / tokens, "length_mean": tokens / s["rows"]}
+    if s["scored"]:
+        metrics["reward_mean"] = s["reward"] / s["scored"]
+    if applied.rejects:
+        metrics["rejected"] = 1 - s["kept"] / tokens
+    if applied.corrects:
+        # effective sample size over the number of tokens: (sum c)^2 / (N sum c^2)
+        squares = s["coefficient_squares"]
+        metrics["effective_lr"] = s["coefficients"] / tokens
+        metrics["eff_sample_size"] = s["coefficients"] ** 2 / (tokens * squares) if squares else 0.0
+    return metrics
+
+
+def _line(s: Mapping[str, float]) -> dict[str, float]:
+    """Least-squares line `d^2 = intercept + slope * age` over tokens. Half of `d^2` is the KL estimate k2."""
+    if not (tokens := s["tokens"]):
+        return {}
+    age, square = s["age"] / tokens, s["squares"] / tokens
+    variance = s["age_squares"] / tokens - age**2
+    if variance < 1e-9 * max(age, 1.0) ** 2:  # one age only
+        return {}
+    # slope = cov(age, d^2) / var(age), intercept = mean(d^2) - slope * mean(age)
+    slope = (s["age_times_squares"] / tokens - age * square) / variance
+    return {
+        "engine_k2_kl": (square - slope * age) / 2,
+        "drift_k2_kl": slope * age / 2,
+        "drift_k2_kl_per_step": slope / 2,
+    }
+
+
+def _completion_metrics(s: Mapping[str, float]) -> dict[str, float]:
+    dropped, trained = s["stale_dropped/rows"], s["trained/rows"]
+    metrics = {"stale_dropped/fraction": dropped / (dropped + trained)} if dropped + trained else {}
+    for part, rows in (("trained", trained), ("stale_dropped", dropped)):
+        if rows:
+            metrics[f"{part}/length_mean"] = s[f"{part}/tokens"] / rows
+        if scored := s[f"{part}/scored"]:
+            metrics[f"{part}/reward_mean"] = s[f"{part}/reward"] / scored
+    return metrics

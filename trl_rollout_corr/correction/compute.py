@@ -1,0 +1,320 @@
+"""Log-probabilities, a mask and settings in; weights, a keep-mask and statistics out. Torch only."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ..settings.config import RolloutCorrectionConfig
+from ..settings.resolve import Correction
+from .functional import (
+    Rejection,
+    Tokens,
+    above,
+    as_numbers,
+    bound_weights,
+    importance_ratio,
+    mean_weight,
+    reject,
+    renormalization,
+    row_blocks,
+    select_tokens,
+)
+from .metrics import Statistics, collect
+
+
+@dataclass(frozen=True)
+class RolloutCorrection:
+    """
+    Correction of one batch. `B` completions of `T` tokens.
+
+    Args:
+        weights (`torch.Tensor` of shape `(B, T)` or `None`):
+            Detached importance weights after bounding and batch normalisation, 0 outside the valid tokens. `None` without
+            weights.
+        keep (`torch.Tensor` of shape `(B, T)`):
+            Boolean mask: valid tokens that every criterion keeps.
+        valid (`torch.Tensor` of shape `(B, T)`):
+            Boolean mask: tokens of the loss whose log-ratio is finite.
+        scale (`torch.Tensor` of shape `()`):
+            Factor of `rollout_rs_renormalize`, or 1.
+        applies_weights (`bool`):
+            True if the mode applies the weights; False if it only reports them.
+        log_ratio (`torch.Tensor` of shape `(B, T)` or `None`):
+            Log-ratio to the sampler, in nats, 0 outside the valid tokens. `None` in decoupled mode.
+        statistics ([`~trl_rollout_corr.correction.metrics.Statistics`]):
+            Sums from which the metrics are made.
+    """
+
+    weights: torch.Tensor | None
+    keep: torch.Tensor
+    valid: torch.Tensor
+    scale: torch.Tensor
+    applies_weights: bool
+    log_ratio: torch.Tensor | None
+    statistics: Statistics
+
+    @property
+    def coefficients(self) -> torch.Tensor:
+        """
+        Factors of the policy gradient of each token, `(B, T)`: `weights * keep * scale`, without the weights where the mode
+        does not apply them. Computed at each access.
+        """
+        kept = as_numbers(self.keep, self.scale.dtype).mul_(self.scale)
+        return kept if self.weights is None or not self.applies_weights else kept.mul_(self.weights)
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics of this batch alone, by key (`rollout_corr/...`, see `docs/metrics.md`)."""
+        return self.statistics.finish()
+
+
+def compute_rollout_correction(
+    train_logps: torch.Tensor,
+    rollout_logps: torch.Tensor,
+    mask: torch.Tensor,
+    config: RolloutCorrectionConfig | Correction,
+    *,
+    advantages: torch.Tensor | None = None,
+    sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> RolloutCorrection:
+    """
+    Correct a batch for the mismatch between the policy that sampled it and the policy that trains on it.
+
+    Args:
+        train_logps (`torch.Tensor` of shape `(B, T)`):
+            Log-probabilities of the sampled tokens under the training policy, in nats: the *old* policy in decoupled mode,
+            the *current* one in bypass mode. Gradients are not followed.
+        rollout_logps (`torch.Tensor` of shape `(B, T)`):
+            Log-probabilities of the same tokens under the policy that sampled them, in nats.
+        mask (`torch.Tensor` of shape `(B, T)`):
+            Non-zero on the tokens of the loss. Log-probabilities elsewhere may hold anything, NaN included.
+        config ([`RolloutCorrectionConfig`] or [`~trl_rollout_corr.settings.resolve.Correction`]):
+            Settings, or the result of resolving them.
+        advantages (`torch.Tensor` of shape `(B,)` or `(B, T)`, *optional*):
+            Advantages, for criteria that depend on their sign, and for the divergence by sign of the advantage.
+        sum_over_ranks (`Callable[[torch.Tensor], torch.Tensor]`, *optional*):
+            Returns the sum of a tensor over all ranks. Called once with a tensor of shape `(4,)`, and only if
+            `rollout_is_batch_normalize` or `rollout_rs_renormalize` needs the whole batch. By default the batch at hand is
+            the whole batch.
+
+    Returns:
+        [`RolloutCorrection`]: detached; gradients are finite whatever the inputs.
+
+    Raises:
+        `ValueError`: if the shapes differ, if there is no token, or if a log-probability of the loss is not finite and
+            `rollout_nan_policy` is `"raise"`.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
+
+    >>> train, rollout = torch.tensor([[-1.0, -0.5]]), torch.tensor([[-1.0, -2.5]])
+    >>> config = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=2.0)
+    >>> compute_rollout_correction(train, rollout, torch.ones(1, 2), config).weights
+    tensor([[1., 2.]])
+    ```
+    """
+    settings = config if isinstance(config, Correction) else config.correction
+    _check_shapes(train_logps, rollout_logps, mask)
+    direction = _direction(advantages, mask, settings)
+    corrected = _Assembled(mask)
+    for rows in row_blocks(mask):
+        direction_of_rows = None if direction is None else direction[rows]
+        corrected.put(
+            rows, _correct_rows(train_logps[rows], rollout_logps[rows], mask[rows], settings, direction_of_rows)
+        )
+    weights, statistics = corrected.weights, corrected.statistics()
+    if settings.nan_policy == "raise":
+        _check_finite(statistics)
+
+    scale = statistics.vector.new_ones(())
+    if settings.needs_whole_batch:
+        totals = _batch_totals(statistics, settings)
+        totals = totals if sum_over_ranks is None else sum_over_ranks(totals)
+        if settings.normalizes:
+            mean = mean_weight(totals[:2])
+            weights = None if weights is None else weights.div_(mean)
+            statistics = statistics.with_sum("coefficients", statistics["coefficients"] / mean)
+        if settings.renormalizes:
+            scale = renormalization(totals[2:])
+            statistics = statistics.with_sum("coefficients", statistics["coefficients"] * scale)
+    scale = scale.to(corrected.dtype)
+    return RolloutCorrection(
+        weights, corrected.keep, corrected.valid, scale, settings.applies_weights, corrected.log_ratio, statistics
+    )
+
+
+def keep_mask(
+    train_logps: torch.Tensor, rollout_logps: torch.Tensor, mask: torch.Tensor, config: RolloutCorrectionConfig
+) -> torch.Tensor:
+    """
+    The keep-mask of [`compute_rollout_correction`] alone.
+
+    Args:
+        train_logps (`torch.Tensor` of shape `(B, T)`):
+            Log-probabilities under the training policy, in nats.
+        rollout_logps (`torch.Tensor` of shape `(B, T)`):
+            Log-probabilities under the rollout policy, in nats.
+        mask (`torch.Tensor` of shape `(B, T)`):
+            Non-zero on the tokens of the loss.
+        config ([`RolloutCorrectionConfig`]):
+            The rejection criteria.
+
+    Returns:
+        `torch.Tensor` of shape `(B, T)`: boolean mask of the valid tokens that every criterion keeps.
+    """
+    settings = config.correction
+    tokens = select_tokens(train_logps, rollout_logps, mask, neutralize=settings.nan_policy == "neutralize")
+    return _keep(tokens, [reject(tokens, criterion) for criterion in settings.criteria]) > 0
+
+
+def usable_rollout_logps(
+    train_logps: torch.Tensor, rollout_logps: torch.Tensor, mask: torch.Tensor, config: RolloutCorrectionConfig
+) -> torch.Tensor:
+    """
+    Log-probabilities of the rollout policy on valid tokens, and those of the training policy elsewhere.
+
+    Args:
+        train_logps (`torch.Tensor` of shape `(B, T)`):
+            Log-probabilities under the training policy, in nats.
+        rollout_logps (`torch.Tensor` of shape `(B, T)`):
+            Log-probabilities under the rollout policy, in nats.
+        mask (`torch.Tensor` of shape `(B, T)`):
+            Non-zero on the tokens of the loss.
+        config ([`RolloutCorrectionConfig`]):
+            Treatment of log-probabilities that are not finite.
+
+    Returns:
+        `torch.Tensor` of shape `(B, T)`: the log-ratio to it is 0 outside the mask and where it would not be finite.
+    """
+    neutralize = config.rollout_nan_policy == "neutralize"
+    return train_logps - select_tokens(train_logps, rollout_logps, mask, neutralize=neutralize).log_ratio
+
+
+def _check_shapes(train_logps: torch.Tensor, rollout_logps: torch.Tensor, mask: torch.Tensor) -> None:
+    shapes = {
+        "train_logps": tuple(train_logps.shape),
+        "rollout_logps": tuple(rollout_logps.shape),
+        "mask": tuple(mask.shape),
+    }
+    if len(set(shapes.values())) > 1 or train_logps.dim() != 2 or not train_logps.numel():
+        got = ", ".join(f"`{name}` {shape}" for name, shape in shapes.items())
+        raise ValueError(f"The inputs must have one shape (B, T) with at least one token, got {got}.")
+
+
+def _check_finite(statistics: Statistics) -> None:
+    """Refuse log-probabilities that are not finite. Waits for the device, as `rollout_nan_policy='raise'` asks for."""
+    if broken := int(statistics["nonfinite"]):
+        raise ValueError(
+            f"{broken} of {int(statistics['mask_tokens'])} tokens have a log-probability that is not finite, and "
+            "`rollout_nan_policy` is 'raise'. A NaN from the sampler means that a whole row of its logits is broken. Look "
+            "for the cause there, or set `rollout_nan_policy` to 'drop' (the token leaves the loss) or 'neutralize' (its "
+            "ratio is taken as 1)."
+        )
+
+
+def _direction(advantages: torch.Tensor | None, mask: torch.Tensor, settings: Correction) -> torch.Tensor | None:
+    """Sign of the advantages, `(B, 1)` or `(B, T)`, if there are any."""
+    directed = [criterion.name for criterion in settings.criteria if criterion.directed]
+    if advantages is None and not directed:
+        return None
+    rows = mask.shape[0]
+    if advantages is None or advantages.shape not in (mask.shape, (rows,), (rows, 1)):
+        got = None if advantages is None else tuple(advantages.shape)
+        who = (
+            f"`rollout_rs` has {directed[0]!r}, which depends on the sign of the advantages: pass " if directed else ""
+        )
+        raise ValueError(
+            f"{who}`advantages` {'of' if directed else 'must be of'} shape {tuple(mask.shape[:1])} or "
+            f"{tuple(mask.shape)}, got {got}."
+        )
+    return (advantages if advantages.dim() == 2 else advantages.unsqueeze(1)).detach().float().sign()
+
+
+class _Rows(NamedTuple):
+    """Correction of some rows, before batch normalisation. `keep` and `valid` are 1 or 0."""
+
+    weights: torch.Tensor | None
+    keep: torch.Tensor
+    valid: torch.Tensor
+    log_ratio: torch.Tensor | None
+    statistics: Statistics
+
+
+class _Assembled:
+    """Results of all row blocks. A single block is not copied."""
+
+    def __init__(self, mask: torch.Tensor) -> None:
+        self.weights: torch.Tensor | None = None
+        self.log_ratio: torch.Tensor | None = None
+        self.dtype: torch.dtype | None = None
+        self.keep = torch.empty(mask.shape, dtype=torch.bool, device=mask.device)
+        self.valid = torch.empty_like(self.keep)
+        self.parts: list[Statistics] = []
+
+    def put(self, rows: slice, block: _Rows) -> None:
+        self.dtype = block.keep.dtype
+        if block.keep.shape == self.keep.shape:
+            self.weights, self.log_ratio = block.weights, block.log_ratio
+            self.keep, self.valid = block.keep.bool(), block.valid.bool()
+            self.parts = [block.statistics]
+            return
+        self.parts.append(block.statistics)
+        self.keep[rows], self.valid[rows] = block.keep, block.valid
+        self.weights = self._with(self.weights, rows, block.weights)
+        self.log_ratio = self._with(self.log_ratio, rows, block.log_ratio)
+
+    def _with(self, whole: torch.Tensor | None, rows: slice, part: torch.Tensor | None) -> torch.Tensor | None:
+        if part is None:
+            return None
+        whole = torch.empty_like(self.keep, dtype=part.dtype) if whole is None else whole
+        whole[rows] = part
+        return whole
+
+    def statistics(self) -> Statistics:
+        first, *others = self.parts
+        return first.combine(torch.stack([part.vector for part in self.parts])) if others else first
+
+
+def _correct_rows(
+    train_logps: torch.Tensor,
+    rollout_logps: torch.Tensor,
+    mask: torch.Tensor,
+    settings: Correction,
+    direction: torch.Tensor | None,
+) -> _Rows:
+    tokens = select_tokens(train_logps, rollout_logps, mask, neutralize=settings.nan_policy == "neutralize")
+    rejections = [(criterion, reject(tokens, criterion, direction)) for criterion in settings.criteria]
+    keep = _keep(tokens, [rejection for _, rejection in rejections])
+    weights = weighed = None
+    if (bounding := settings.bounding) is not None:
+        ratio = importance_ratio(tokens, level=bounding.level)
+        counts = tokens.valid if bounding.level == "token" else above(tokens.lengths, 0.0)
+        bounded = bound_weights(ratio, counts, lower=bounding.lower, upper=bounding.upper, clamp=bounding.clamps)
+        weighed = bounding, ratio, bounded
+        weights = bounded if bounding.level == "token" else bounded * tokens.valid
+    coefficients = keep
+    if weights is not None and settings.applies_weights:
+        coefficients = keep * weights if rejections else weights  # weights are 0 where a token is not valid
+    statistics = collect(tokens, keep, coefficients, weighed, rejections, direction)
+    return _Rows(weights, keep, tokens.valid, tokens.log_ratio if settings.bypasses else None, statistics)
+
+
+def _keep(tokens: Tokens, rejections: list[Rejection]) -> torch.Tensor:
+    """1 on valid tokens that every criterion keeps, else 0."""
+    keep = tokens.valid
+    for rejection in rejections:
+        keep = keep * (1.0 - rejection.rejected)
+    return keep
+
+
+def _batch_totals(statistics: Statistics, settings: Correction) -> torch.Tensor:
+    """`(4,)`: sum and number of the weights, valid tokens, kept tokens. One vector, hence one collective."""
+    nothing = statistics.vector.new_zeros(())
+    normalized = settings.bounding is not None and settings.bounding.normalized
+    weights = [statistics[name] if normalized else nothing for name in ("is/norm_sum", "is/norm_count")]
+    tokens, rejected = statistics["tokens"], statistics["rejected"] if settings.criteria else nothing
+    return torch.stack([*weights, tokens, tokens - rejected])

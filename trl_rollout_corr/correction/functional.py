@@ -1,0 +1,422 @@
+"""
+Importance weights and rejection rules: tensors in, tensors out.
+
+Shapes: `B` completions, `T` completion tokens. What is true of a token is written as a number, 1 or 0, in the type of the
+log-ratio: such indicators are multiplied and added up, several times faster than booleans are combined and counted.
+
+Nothing in this module reads a configuration, synchronises with the host, or talks to another process.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from ..settings.criteria import DIVERGENCES, LEVELS, SCOPES, TOKEN_ONLY, Criterion
+
+
+# exp(20) = 4.9e8: a ratio beyond it says "broken", not "off-policy", and sums of squares still fit in float32. The bound is
+# verl's. verl also raises ratios below exp(-20) to exp(-20); here they go to 0, which is 2e-9 away.
+LOG_RATIO_BOUND = 20.0
+
+# Beyond this a log-ratio is that of a masked logit. The bound keeps sums of squares finite in float32.
+LARGEST_LOG_RATIO = 1e15
+
+# Powers of e are taken of at most this: sums over a long row of exp(60) still fit in float32.
+LARGEST_POWER = 60.0
+
+# Probabilities are kept this far from 0 and 1 in a divergence of two events.
+SMALLEST_PROBABILITY = 1e-6
+
+# A mean weight below this carries no information to normalise with (every weight was zeroed).
+MIN_MEAN_WEIGHT = 1e-8
+
+# Rows are worked on in blocks of so many tokens, of which a dozen tensors are alive at a time. On a CPU they stay in its
+# cache; elsewhere a kernel must be worth its launch.
+_BLOCK_ON_CPU, _BLOCK_ELSEWHERE = 2**17, 2**22
+
+
+def accumulation_dtype(device: torch.device) -> torch.dtype:
+    """Type to add up a batch in: float32 stops counting at 2^24 tokens, but MPS has nothing wider."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+class Tokens(NamedTuple):
+    """
+    The tokens that count, in some rows of a batch. Made by [`select_tokens`].
+
+    Args:
+        log_ratio (`torch.Tensor` of shape `(B, T)`):
+            Log-ratio `d = log pi_train - log pi_rollout` of the sampled tokens, 0 where they do not count.
+        train_logps (`torch.Tensor` of shape `(B, T)`):
+            Log-probabilities under the training policy, 0 where they do not count.
+        valid (`torch.Tensor` of shape `(B, T)`):
+            1 on tokens that count, else 0.
+        outside (`torch.Tensor` of shape `(B, T)`):
+            0 on tokens that count, else infinity: added before a minimum, and subtracted before a maximum.
+        lengths (`torch.Tensor` of shape `(B, 1)`):
+            Number of tokens that count.
+        mask_lengths (`torch.Tensor` of shape `(B, 1)`):
+            Number of tokens of the loss.
+        broken (`torch.Tensor` of shape `(B, 1)`):
+            Number of tokens of the loss whose log-ratio is not finite.
+    """
+
+    log_ratio: torch.Tensor
+    train_logps: torch.Tensor
+    valid: torch.Tensor
+    outside: torch.Tensor
+    lengths: torch.Tensor
+    mask_lengths: torch.Tensor
+    broken: torch.Tensor
+
+
+class Rejection(NamedTuple):
+    """
+    Result of one [`Criterion`]. `(B, T)` for scope `"token"`, else `(B, 1)`.
+
+    Args:
+        statistic (`torch.Tensor`):
+            What the bounds are on; 0 for a token that does not count, and for a sequence without tokens.
+        high (`torch.Tensor`):
+            1 where the statistic exceeds the upper bound, else 0.
+        low (`torch.Tensor`):
+            1 where the statistic is under the lower bound, else 0.
+    """
+
+    statistic: torch.Tensor
+    high: torch.Tensor
+    low: torch.Tensor
+
+    @property
+    def rejected(self) -> torch.Tensor:
+        return torch.maximum(self.high, self.low)
+
+
+def row_blocks(mask: torch.Tensor) -> Iterator[slice]:
+    """Slices of the rows of a tensor of shape `(B, T)`, each small enough to be worked on at once."""
+    size = _BLOCK_ON_CPU if mask.device.type == "cpu" else _BLOCK_ELSEWHERE
+    step = max(size // mask.shape[1], 1)
+    for start in range(0, mask.shape[0], step):
+        yield slice(start, start + step)
+
+
+def as_numbers(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """1 where a mask is not 0, else 0. The bytes of booleans are read as numbers: CPUs convert those six times as fast."""
+    if mask.dtype != torch.bool:
+        mask = mask.detach() != 0
+    return mask.view(torch.uint8).to(dtype)
+
+
+def zero_unless(x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """`x` where `counts` is 1, and 0 where it is 0, also where `x` is NaN or infinite."""
+    return x.nan_to_num(0.0, 0.0, 0.0).mul_(counts)  # NaN * 0 is NaN
+
+
+def above(x: torch.Tensor, bound: float) -> torch.Tensor:
+    """1 where `x > bound`, else 0, in the type of `x`."""
+    return torch.gt(x, bound, out=torch.empty_like(x))
+
+
+def below(x: torch.Tensor, bound: float) -> torch.Tensor:
+    """1 where `x < bound`, else 0, in the type of `x`."""
+    return torch.lt(x, bound, out=torch.empty_like(x))
+
+
+def select_tokens(
+    train_logps: torch.Tensor, rollout_logps: torch.Tensor, mask: torch.Tensor, *, neutralize: bool = False
+) -> Tokens:
+    """
+    Select the tokens that count: those of the mask whose log-ratio is finite.
+
+    Args:
+        train_logps (`torch.Tensor` of shape `(B, T)`):
+            Log-probabilities of the sampled tokens under the training policy, in nats.
+        rollout_logps (`torch.Tensor` of shape `(B, T)`):
+            Log-probabilities of the same tokens under the policy that sampled them, in nats.
+        mask (`torch.Tensor` of shape `(B, T)`):
+            Non-zero on the tokens of the loss. Log-probabilities elsewhere may hold anything, NaN included.
+        neutralize (`bool`, *optional*, defaults to `False`):
+            Take the log-ratio as 0 where only the rollout policy's log-probability is not finite.
+
+    Returns:
+        [`Tokens`]: in float32 or wider.
+    """
+    dtype = torch.promote_types(torch.promote_types(train_logps.dtype, rollout_logps.dtype), torch.float32)
+    train_logps = train_logps.detach().to(dtype)
+    difference = train_logps - rollout_logps.detach().to(dtype)
+    mask = as_numbers(mask, dtype)
+    finite = below(difference.abs(), LARGEST_LOG_RATIO).mul_(mask)  # 0 for NaN
+    valid = below(train_logps.abs(), torch.inf).mul_(mask) if neutralize else finite
+    mask_lengths, lengths = mask.sum(-1, keepdim=True), valid.sum(-1, keepdim=True)
+    return Tokens(
+        log_ratio=zero_unless(difference, finite),
+        train_logps=zero_unless(train_logps, valid),
+        valid=valid,
+        outside=valid.reciprocal().sub_(1.0),
+        lengths=lengths,
+        mask_lengths=mask_lengths,
+        broken=mask_lengths - (finite.sum(-1, keepdim=True) if neutralize else lengths),
+    )
+
+
+def importance_ratio(tokens: Tokens, *, level: str) -> torch.Tensor:
+    r"""
+    Raw importance ratio, before any bound: `exp(d)` per token, `exp(sum d)` or `exp(mean d)` per sequence.
+
+    `sequence` is the unbiased importance weight of a completion; `token` is its first-order, low-variance substitute
+    ([Your Efficient RL Framework Secretly Brings You Off-Policy RL Training](https://fengyao.notion.site/off-policy-rl));
+    `geometric` is `sequence` to the power `1 / length` ([GSPO](https://huggingface.co/papers/2507.18071) uses this form
+    of ratio).
+
+    Args:
+        tokens ([`Tokens`]):
+            The tokens.
+        level (`str`):
+            `"token"`, `"sequence"` or `"geometric"`.
+
+    Returns:
+        `torch.Tensor` of shape `(B, T)` or, for the two sequence levels, `(B, 1)`: the ratio, at most `exp(20)`. 0 on tokens
+        that do not count.
+    """
+    if level == "token":
+        return tokens.log_ratio.clamp(max=LOG_RATIO_BOUND).exp_().mul_(tokens.valid)
+    log_ratio = tokens.log_ratio.sum(-1, keepdim=True)
+    if level == "geometric":
+        log_ratio = log_ratio / tokens.lengths.clamp(min=1)
+    elif level != "sequence":
+        raise ValueError(f"`level` must be one of {LEVELS}, got {level!r}.")
+    return log_ratio.clamp(max=LOG_RATIO_BOUND).exp().mul_(above(tokens.lengths, 0.0))
+
+
+def bound_weights(
+    ratio: torch.Tensor, counts: torch.Tensor, *, lower: float | None, upper: float, clamp: bool = False
+) -> torch.Tensor:
+    """
+    Bound importance ratios: truncate them from above, drop those outside an interval, or clamp them to it.
+
+    Args:
+        ratio (`torch.Tensor` of shape `(B, T)` or `(B, 1)`):
+            Raw importance ratio, 0 where it does not count.
+        counts (`torch.Tensor` of the shape of `ratio`):
+            1 where it counts, else 0.
+        lower (`float` or `None`):
+            `None` truncates: `min(ratio, upper)`. A number switches to
+            [IcePop](https://ringtech.notion.site/icepop): 0 outside `[lower, upper]`, unchanged inside.
+        upper (`float`):
+            Upper bound.
+        clamp (`bool`, *optional*, defaults to `False`):
+            Raise and lower ratios to `[lower, upper]` instead.
+
+    Returns:
+        `torch.Tensor` of the shape of `ratio`: weights in `[0, upper]`.
+    """
+    if lower is None:
+        return ratio.clamp(max=upper)
+    if clamp:
+        return ratio.clamp(lower, upper).mul_(counts)
+    return ratio * (1.0 - above(ratio, upper) - below(ratio, lower))
+
+
+def token_divergence(log_ratio: torch.Tensor, divergence: str) -> torch.Tensor:
+    r"""
+    Per-token estimates of the divergence between the two policies
+    ([Approximating KL Divergence](http://joschu.net/blog/kl-approx.html)), with `d` the log-ratio:
+
+    - `k1 = -d`, which is signed: positive where the trainer finds the token less likely than the sampler did;
+    - `k2 = d^2 / 2`, symmetric in `d`;
+    - `k3 = exp(d) - 1 - d`, which grows like the ratio above 1 and like its logarithm below.
+
+    Args:
+        log_ratio (`torch.Tensor` of shape `(B, T)`):
+            Log-ratio `d`, 0 outside the valid tokens.
+        divergence (`str`):
+            `"k1"`, `"k2"` or `"k3"`.
+
+    Returns:
+        `torch.Tensor` of shape `(B, T)`: the estimate in nats. `k2` and `k3` are computed from `d` clamped to
+        `[-20, 20]` so that they stay finite; `k1` needs no clamp.
+    """
+    if divergence == "k1":
+        return -log_ratio
+    bounded = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    if divergence == "k2":
+        return bounded.square() / 2
+    if divergence == "k3":
+        return k3(bounded)
+    raise ValueError(f"`divergence` must be one of {DIVERGENCES}, got {divergence!r}.")
+
+
+def k3(log_ratio: torch.Tensor) -> torch.Tensor:
+    """`exp(d) - 1 - d` of log-ratios that are bounded from above."""
+    return torch.expm1(log_ratio) - log_ratio  # expm1: exp(d) - 1 loses every digit for the usual d of 1e-4
+
+
+def probability_divergence(tokens: Tokens, divergence: str) -> torch.Tensor:
+    r"""
+    Divergences of the two policies seen as policies over two events, the sampled token and any other. With `p` the
+    probability under the training policy, `q` under the sampler, and `D(a, b) = a ln(a / b) + (1 - a) ln((1 - a) / (1 - b))`:
+
+    - `tv = p - q`, the total variation with its sign, and `kl = sign(p - q) D(q, p)`: of
+      [DPPO](https://huggingface.co/papers/2602.04879) (equations 13 and 14 there);
+    - `binary_kl = max(D(p, q), D(q, p))`: KPop, as AReaL has it.
+
+    A ratio is noisy where a token is unlikely, and says little where it is likely: from 0.98 to 0.90 it moves by 8 percent.
+
+    Args:
+        tokens ([`Tokens`]):
+            The tokens.
+        divergence (`str`):
+            `"tv"`, `"kl"` or `"binary_kl"`.
+
+    Returns:
+        `torch.Tensor` of shape `(B, T)`: the divergence, in nats but for `tv`; 0 where a token does not count. Probabilities
+        are taken within `[1e-6, 1 - 1e-6]`.
+    """
+    log_p = tokens.train_logps.clamp(max=0.0)
+    log_q = (tokens.train_logps - tokens.log_ratio).clamp_(max=0.0)
+    if divergence == "tv":  # without the difference of two numbers near 1
+        larger = torch.maximum(log_p, log_q).exp_()
+        return torch.expm1(-tokens.log_ratio.abs()).neg_().copysign_(tokens.log_ratio).mul_(larger)
+    if divergence not in TOKEN_ONLY:
+        raise ValueError(f"`divergence` must be one of {TOKEN_ONLY}, got {divergence!r}.")
+    for logps in (log_p, log_q):
+        logps.clamp_(math.log(SMALLEST_PROBABILITY), math.log1p(-SMALLEST_PROBABILITY))
+    d, of_others = (
+        log_p - log_q,
+        torch.log(torch.expm1(log_p) / torch.expm1(log_q)),
+    )  # ln of p / q and (1 - p) / (1 - q)
+    # rounding may leave either below 0, which it cannot be
+    from_sampler = (torch.expm1(log_q) * of_others - log_q.exp() * d).clamp_(min=0.0)  # D(q, p)
+    if divergence == "kl":
+        return from_sampler.copysign_(d)
+    return torch.maximum(from_sampler, log_p.exp() * d - torch.expm1(log_p) * of_others)
+
+
+def reject(tokens: Tokens, criterion: Criterion, direction: torch.Tensor | None = None) -> Rejection:
+    """
+    Apply one rejection rule.
+
+    Args:
+        tokens ([`Tokens`]):
+            The tokens.
+        criterion ([`Criterion`]):
+            The rule.
+        direction (`torch.Tensor` of shape `(B, 1)` or `(B, T)`, *optional*):
+            Sign of the advantage, for a rule that looks at it.
+
+    Returns:
+        [`Rejection`]: the statistic, and where it is out of bounds.
+    """
+    if criterion.divergence in TOKEN_ONLY:
+        return _reject_by_probability(tokens, criterion, direction)
+    divergence = token_divergence(tokens.log_ratio, criterion.divergence)  # 0 where it does not count
+    highest = lowest = statistic = _reduce_sequence(divergence, tokens, criterion.scope)
+    if criterion.scope == "seq_max" and criterion.divergence == "k1":
+        # k1 is signed, so the worst token may lie on either side
+        lowest = -_reduce_sequence(-divergence, tokens, criterion.scope)
+        statistic = torch.where(highest.abs() >= lowest.abs(), highest, lowest)
+    counts = tokens.valid if criterion.scope == "token" else above(tokens.lengths, 0.0)
+    high, low = above(highest, criterion.upper).mul_(counts), below(lowest, criterion.lower).mul_(counts)
+    return Rejection(statistic, high, low)
+
+
+def _reject_by_probability(tokens: Tokens, criterion: Criterion, direction: torch.Tensor | None) -> Rejection:
+    statistic = probability_divergence(tokens, criterion.divergence).mul_(tokens.valid)
+    high, low = above(statistic, criterion.upper).mul_(tokens.valid), below(statistic, criterion.lower)
+    if criterion.directed:
+        if direction is None:
+            raise ValueError(f"`{criterion.name}` looks at the sign of the advantages, which are missing.")
+        high, low = high * above(direction, 0.0), low * below(direction, 0.0)
+    return Rejection(statistic, high, low)
+
+
+def _reduce_sequence(divergence: torch.Tensor, tokens: Tokens, scope: str) -> torch.Tensor:
+    """Reduce a divergence to `(B, 1)`, or leave it `(B, T)` for scope `"token"`."""
+    if scope == "token":
+        return divergence
+    if scope == "seq_sum":
+        return divergence.sum(-1, keepdim=True)
+    if scope == "seq_mean":
+        return divergence.sum(-1, keepdim=True) / tokens.lengths.clamp(min=1)
+    if scope == "seq_max":
+        worst = (divergence - tokens.outside).amax(-1, keepdim=True)
+        return worst.masked_fill(tokens.lengths == 0, 0.0)
+    raise ValueError(f"`scope` must be one of {SCOPES}, got {scope!r}.")
+
+
+def mean_weight(sums: torch.Tensor) -> torch.Tensor:
+    """
+    Divisor of the weights in batch normalisation (self-normalised importance sampling).
+
+    Args:
+        sums (`torch.Tensor` of shape `(2,)`):
+            Sum and number of the weights of the whole batch, added up over all ranks: of tokens at token level, of sequences
+            otherwise.
+
+    Returns:
+        `torch.Tensor` of shape `()`: their mean, or 1 if it is below 1e-8.
+    """
+    mean = sums[0] / sums[1].clamp(min=1)
+    return torch.where(mean > MIN_MEAN_WEIGHT, mean, torch.ones_like(mean))
+
+
+def renormalization(valid_and_kept: torch.Tensor) -> torch.Tensor:
+    """
+    Factor that turns a mean over all valid tokens into a mean over the kept ones.
+
+    Args:
+        valid_and_kept (`torch.Tensor` of shape `(2,)`):
+            Number of valid tokens and number of kept tokens of the whole batch, added up over all ranks.
+
+    Returns:
+        `torch.Tensor` of shape `()`: `valid / kept`, or 1 if nothing is kept.
+    """
+    valid, kept = valid_and_kept
+    return torch.where(kept > 0, valid / kept.clamp(min=1), torch.ones_like(valid))
+
+
+# Independent normal log-ratios --------------------------------------------------------------------------------------------
+
+
+def normal_cdf(distance: torch.Tensor | float, spread: torch.Tensor) -> torch.Tensor:
+    """
+    Probability that a normal variable is at most `distance` above its mean.
+
+    Args:
+        distance (`torch.Tensor` or `float`):
+            Distance from the mean.
+        spread (`torch.Tensor`):
+            Standard deviation; 0 for a variable that is always at its mean.
+
+    Returns:
+        `torch.Tensor`: probability.
+    """
+    return torch.special.ndtr(distance / spread.clamp(min=1e-300))
+
+
+def expected_share_outside(s: float, lengths: torch.Tensor, lower: float, upper: float) -> torch.Tensor:
+    """
+    Share of completions whose geometric mean of the ratio is outside `[lower, upper]`.
+
+    Log-ratios are taken as independent and normal, with variance `s^2` and the mean at which a ratio has mean 1:
+
+        mean of T log-ratios ~ N(-s^2 / 2, s^2 / T)
+
+    Args:
+        s (`float`):
+            Root mean square of the log-ratio, in nats.
+        lengths (`torch.Tensor`):
+            Tokens `T` of a completion.
+        lower (`float`):
+            Lower bound on the ratio; 0 for none.
+        upper (`float`):
+            Upper bound on the ratio.
+
+    Returns:
+        `torch.Tensor` of the shape of `lengths`.
+    """
+    center, spread = -s * s / 2, s / lengths.sqrt()
+    low = -math.inf if lower == 0 else math.log(lower)
+    return normal_cdf(low - center, spread) + normal_cdf(center - math.log(upper), spread)

@@ -1,0 +1,135 @@
+"""
+Named sums in one vector. Torch only.
+
+Vectors of two micro-batches, two logging steps or two ranks combine by adding the sums and taking the larger maxima. So a
+metric does not depend on the split of the data.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar, NamedTuple, Self
+
+import torch
+
+from ..messages import PREFIX
+
+
+class Applied(NamedTuple):
+    """
+    Parts of the correction that a run has. Metrics of the others are left out.
+
+    Args:
+        rejects (`bool`):
+            Criteria reject tokens.
+        weighs (`bool`):
+            Importance weights multiply the policy gradient.
+        corrects (`bool`):
+            The loss differs from TRL's.
+    """
+
+    rejects: bool
+    weighs: bool
+    corrects: bool
+
+
+@dataclass(frozen=True)
+class Sums:
+    """
+    Named sums and maxima in one vector.
+
+    Args:
+        sum_names (`tuple[str, ...]`):
+            Names of the leading entries, which add up.
+        max_names (`tuple[str, ...]`):
+            Names of the trailing entries, maxima. A minimum is stored as the maximum of its negative.
+        vector (`torch.Tensor` of shape `(N,)`):
+            The sums, any sums without a name, and the maxima.
+    """
+
+    sum_names: tuple[str, ...]
+    max_names: tuple[str, ...]
+    vector: torch.Tensor
+
+    def combine(self, vectors: torch.Tensor) -> Self:
+        """
+        Combine vectors of the same layout, for instance one per rank.
+
+        Args:
+            vectors (`torch.Tensor` of shape `(K, N)`):
+                Vectors to combine.
+
+        Returns:
+            Their combination, of the type and layout of `self`. The values of `self` do not count.
+        """
+        n_additive = vectors.shape[1] - len(self.max_names)
+        combined = torch.cat([vectors[:, :n_additive].sum(0), vectors[:, n_additive:].amax(0)])
+        return replace(self, vector=combined)
+
+    def fits(self, other: Self) -> bool:
+        """True if both have the same layout."""
+        return (self.sum_names, self.max_names) == (other.sum_names, other.max_names)
+
+    def __add__(self, other: Self) -> Self:
+        if not self.fits(other):
+            raise ValueError("Statistics of different configurations cannot be combined.")
+        return self.combine(torch.stack([self.vector, other.vector]))
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """One of the sums, of shape `()`."""
+        return self.vector[self.sum_names.index(name)]
+
+    def by_name(self) -> dict[str, float]:
+        """The sums and the maxima as numbers. Waits for the device."""
+        values = self.vector.tolist()
+        maxima = values[len(values) - len(self.max_names) :]
+        return dict(zip(self.sum_names, values, strict=False)) | dict(zip(self.max_names, maxima, strict=True))
+
+    def finish(self, *, rejects: bool = True, weighs: bool = True, corrects: bool = True) -> dict[str, float]:
+        """
+        Turn the sums into metrics. Waits for the device. The arguments are those of [`Applied`].
+
+        Returns:
+            `dict[str, float]`: metrics by key (`rollout_corr/...`).
+        """
+        metrics = self._metrics(self.by_name(), Applied(rejects, weighs, corrects))
+        return {PREFIX + key: value for key, value in metrics.items()}
+
+    def _metrics(self, s: dict[str, float], applied: Applied) -> dict[str, float]:
+        """Metrics without prefix, from the sums and maxima by name."""
+        raise NotImplementedError
+
+
+# Sums of a part of a [`SegmentedSums`], by name of the segment
+Segments = Mapping[str, torch.Tensor]
+
+
+class SegmentedSums(Sums):
+    """Sums of one layout: segments of fixed length. A batch may fill some of them only."""
+
+    SEGMENTS: ClassVar[Mapping[str, tuple[str, ...]]]
+    MAXIMA: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    def of(cls, segments: Segments) -> Self:
+        """
+        Put segments together.
+
+        Args:
+            segments (`dict[str, torch.Tensor]`):
+                Values by name of a segment or a maximum. Not empty.
+
+        Returns:
+            A vector with these values. All other sums are 0.
+        """
+        nothing = next(iter(segments.values())).new_zeros(())
+        parts = [
+            segments[name].flatten() if name in segments else nothing.expand(len(names))
+            for name, names in cls.SEGMENTS.items()
+        ]
+        maxima = [segments.get(name, nothing - math.inf).reshape(1) for name in cls.MAXIMA]
+        return cls(_joined(cls.SEGMENTS.values()), cls.MAXIMA, torch.cat([*parts, *maxima]))
+
+
+def _joined(parts: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
+    return tuple(name for part in parts for name in part)

@@ -1,0 +1,37 @@
+"""
+The diagnosis, `trl-rollout-corr diagnose`: the cause of the gap between trainer and sampler, its certainty and share, and the
+remedy. Arrays of numpy in, no TRL.
+
+`observed` has the tokens. `causes` has one record for each cause; their tests and pictures are in `single_tokens`, `drift`,
+`sampling` and `precision`, made of the statistics in `evidence`. `ranking` searches, and `text` writes the answer.
+"""
+
+from pathlib import Path
+
+from ..dumps.reading import open_dump
+from ..messages import warn
+from .observed import Observed
+from .ranking import Diagnosis, Finding, diagnose
+
+
+__all__ = ["Diagnosis", "Finding", "Observed", "diagnose", "observe"]
+
+
+def observe(path: str | Path) -> Observed:
+    """
+    Read the tokens of a dump for a diagnosis.
+
+    Args:
+        path (`str` or `Path`):
+            A dump (folder or file), or a run with one below it.
+
+    Returns:
+        [`~trl_rollout_corr.diagnosis.observed.Observed`].
+
+    Raises:
+        `ValueError`: in one line, if there is no dump that can be read.
+    """
+    dump = open_dump(path)
+    for damage in dump.damage:
+        warn(f"{path}: {damage}.")
+    return Observed(dump.sequences, dump.settings, dump.about)

@@ -1,0 +1,338 @@
+"""
+The causes that a diagnosis knows, one record each: the test that finds the cause, the picture that shows it, the experiments
+that confirm it, and the remedy. `docs/diagnose.md` has them at length.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+from ..health.advice import advise
+from . import drift, precision, sampling, single_tokens
+from .evidence import Picture, Seen
+from .observed import Observed
+
+
+class Test(NamedTuple):
+    """
+    A test of the tokens of a dump.
+
+    Args:
+        look (`Callable`):
+            Returns the evidence, or `None` where the test cannot be made.
+        weak, strong (`float`):
+            Statistics of the evidence from which the cause is possible, and from which it is nearly certain.
+    """
+
+    look: Callable[[Observed], Seen | None]
+    weak: float
+    strong: float
+
+
+class Experiment(NamedTuple):
+    """
+    A counter-experiment: one thing is changed on purpose. If the gap goes away, that thing was the cause.
+
+    Args:
+        change (`str`):
+            The change, in words.
+        on (`str`):
+            Where it is made: `"trainer"` (the same tokens are scored again), `"sampler"` (the same engine samples again) or
+            `"engine"` (another engine is started).
+        decisive (`bool`, *optional*, defaults to `False`):
+            Whether a gap that stays rules the cause out. Otherwise the other side may still have it.
+        settings (`Mapping[str, Any]`, *optional*):
+            Settings of a trainer that make the change permanent.
+        engine (`Mapping[str, Any]`, *optional*):
+            Arguments of the other engine.
+    """
+
+    change: str
+    on: Literal["trainer", "sampler", "engine"]
+    decisive: bool = False
+    settings: Mapping[str, Any] = {}
+    engine: Mapping[str, Any] = {}
+
+
+class Cause(NamedTuple):
+    """
+    A cause of the gap between trainer and sampler.
+
+    Args:
+        title (`str`):
+            The cause, in a line.
+        test ([`Test`]):
+            The test that finds it.
+        picture (`Callable`):
+            Returns the points of a picture of the evidence.
+        remedy (`str`):
+            The remedy: first at the source.
+        settings (`Mapping[str, Any]`, *optional*):
+            Settings of a trainer that are the remedy; empty where no setting is.
+        otherwise (`str`, *optional*, defaults to `""`):
+            The remedy for a run that has these settings already.
+        correction (`str`, *optional*, defaults to `""`):
+            Correction for what is left after the remedy: `"any"`, `"rejecting"` (one that rejects single tokens), or none
+            where a correction would hide a mistake.
+        normal (`bool`, *optional*, defaults to `False`):
+            Whether every run has it, so that only a large gap is unhealthy.
+        experiments (`Mapping[str, Experiment]`, *optional*):
+            Experiments of a probe, by name.
+        fallback ([`Test`], *optional*):
+            Test that finds it where nothing else explains the gap.
+    """
+
+    title: str
+    test: Test
+    picture: Picture
+    remedy: str
+    settings: Mapping[str, Any] = {}
+    otherwise: str = ""
+    correction: Literal["", "any", "rejecting"] = ""
+    normal: bool = False
+    experiments: Mapping[str, Experiment] = {}
+    fallback: Test | None = None
+
+
+_HIDES = "Do not correct for it: the importance weights would be those of a policy that nobody samples from."
+_ELSEWHERE = (
+    "in a `rollout_func`, or by the server, which takes values that a request leaves out from the model's "
+    "`generation_config.json` unless it is started with `--generation-config vllm`."
+)
+_SMALLER = "Normal: the layers still round. float16 on both sides makes the gap much smaller (recipe grpo/fp16.yaml)."
+_FLOAT32_HEAD = {"hf_overrides": {"head_dtype": "float32"}}
+_FLOAT32_HEADS = {"cast_lm_head_to_fp32": True, "rollout_engine_kwargs": _FLOAT32_HEAD}
+
+CAUSES: dict[str, Cause] = {
+    "nan_rows": Cause(
+        "rows of logits that are NaN",
+        Test(single_tokens.nan_rows, 0.0, 0.001),
+        single_tokens.broken_steps,
+        "Stop at the first NaN with `rollout_nan_policy: raise`, and look at the weights of that step. Then look for a failed "
+        "push of weights, an overflow in float16, and faulty kernels of the sampler.",
+        {"rollout_nan_policy": "raise"},
+        "Look at the weights of the step that raised the error, and for a failed push of weights, an overflow in float16, and "
+        "faulty kernels of the sampler.",
+    ),
+    "shift": Cause(
+        "log-probabilities that are one token off",
+        Test(single_tokens.shift, 0.6, 0.85),
+        single_tokens.lags,
+        "A `rollout_func` or environment returns log-probabilities from the first token of the prompt on, or without the last "
+        f"one. Return one log-probability for each sampled token, in the same order. {_HIDES}",
+    ),
+    "first_token": Cause(
+        "another start: BOS twice or never, or another chat template",
+        Test(single_tokens.first_token, 6.0, 30.0),
+        single_tokens.places,
+        "Compare the token ids at the start of the sampler's and the trainer's prompt. Send ids, not text, to the sampler, "
+        f"and apply the chat template once. {_HIDES}",
+    ),
+    "last_token": Cause(
+        "another end: EOS, a stop string, or a limit",
+        Test(single_tokens.last_token, 6.0, 30.0),
+        single_tokens.places,
+        "The last token was forced and not sampled, or the sampler stops at tokens that the trainer does not know. Give both "
+        "the same `eos_token_id`, use no stop strings, or leave truncated completions out of the loss.",
+        {"mask_truncated_completions": True},
+        "The last token is not that of a truncated completion: give trainer and sampler the same `eos_token_id`, and use no "
+        "stop strings.",
+        correction="any",
+    ),
+    "seams": Cause(
+        "seams between turns: text that was tokenized again",
+        Test(single_tokens.seams, 6.0, 30.0),
+        single_tokens.places,
+        "Between turns, text was decoded and tokenized again, with other tokens as the result. Keep the sampled token ids, "
+        "and append those of the tool's answer.",
+        correction="rejecting",
+    ),
+    "padding": Cause(
+        "padding that the trainer attends to, or positions that count it",
+        Test(precision.padding, 0.7, 0.9),
+        precision.trainer_twice,
+        "Give the model the attention mask, and `position_ids` that count from the first token of the prompt. To check, train "
+        f"with a batch of one, which has no padding. {_HIDES}",
+        {"per_device_train_batch_size": 1},
+        "Give the model `position_ids` that count from the first token of the prompt, and the attention mask. "
+        + _HIDES,
+        experiments={
+            "batch_of_one": Experiment(
+                "the trainer scores one by one, without padding", "trainer", True, {"per_device_train_batch_size": 1}
+            )
+        },
+    ),
+    "dropout": Cause(
+        "dropout in the trainer",
+        Test(precision.dropout, 0.4, 0.7),
+        precision.trainer_twice,
+        "Switch it off: `disable_dropout: true`, and `lora_dropout: 0` for an adapter. Then the trained policy is the one "
+        "that samples.",
+        {"disable_dropout": True},
+        "The dropout is `lora_dropout` of an adapter, which should be 0, or in the code of the model.",
+        correction="any",
+        experiments={
+            "dropout_off": Experiment("no dropout in the trainer", "trainer", True, {"disable_dropout": True})
+        },
+    ),
+    "stale": Cause(
+        "stale weights: samples of an older policy",
+        Test(drift.stale, 0.4, 0.6),
+        drift.ages,
+        "Sample with newer weights: fewer steps between pushes, a shorter queue. The correction is for the rest.",
+        correction="any",
+        fallback=Test(drift.old_throughout, 0.9, 1.5),  # at most possible: its statistic is at most 1
+    ),
+    "own_updates": Cause(
+        "the policy's own updates",
+        Test(drift.own_updates, 0.4, 0.6),
+        drift.ages,
+        "In bypass mode, the log-ratio of a batch that is trained on several times includes the updates since it was sampled. "
+        "The sampler is right: judge it by the first visit of a batch. A preset of decoupled mode measures the two apart.",
+        advise("decoupled", "gap").settings,
+    ),
+    "never_pushed": Cause(
+        "weights that are never pushed to the sampler",
+        Test(drift.never_pushed, 0.4, 0.6),
+        drift.steps,
+        "Trainer and sampler move apart from the first step on, whatever the age says. Look at the push: names of parameters "
+        "that the sampler does not know, an adapter that is not merged, a server that takes weights but keeps its cache. "
+        f"{_HIDES}",
+    ),
+    "lora_merge": Cause(
+        "an adapter that is rounded when it is merged",
+        Test(drift.lora_merge, 0.6, 0.9),
+        drift.steps,
+        "The sampler gets the adapter added to weights in bfloat16, and the trainer keeps it apart. Keep the base weights in "
+        "float32, or let vLLM load the adapter by itself. The gap stays as small as rounding.",
+        {"model_init_kwargs": {"dtype": "float32"}},
+        "The sampler rounds: let vLLM load the adapter by itself, or compute in float32 (`rollout_engine_kwargs: {dtype: "
+        "float32}`). The gap stays as small as rounding.",
+        correction="any",
+        normal=True,
+    ),
+    "truncation": Cause(
+        "truncated sampling: top-p, top-k or min-p",
+        Test(sampling.truncation, 0.2, 0.4),
+        sampling.means,
+        "The sampler draws from a part of the distribution, and the trainer uses all of it. Sample from all of it.",
+        {"top_p": 1.0, "top_k": 0, "min_p": None},
+        f"The truncation is set elsewhere: in `generation_kwargs`, {_ELSEWHERE}",
+        correction="any",
+        experiments={
+            "whole_distribution": Experiment(
+                "the sampler draws from the whole distribution",
+                "sampler",
+                True,
+                {"top_p": 1.0, "top_k": 0, "min_p": None},
+            )
+        },
+    ),
+    "penalty": Cause(
+        "a penalty on tokens that were said before",
+        Test(sampling.penalty, 0.3, 0.5),
+        sampling.repeats,
+        "The sampler's log-probabilities include a penalty that the trainer does not know. Remove it, also from "
+        "`generation_kwargs` and the model's `generation_config.json`.",
+        {"repetition_penalty": 1.0, "generation_kwargs": {"presence_penalty": 0.0, "frequency_penalty": 0.0}},
+        f"The penalty is set elsewhere: {_ELSEWHERE}",
+        correction="any",
+        experiments={
+            "no_penalty": Experiment("no penalty in the sampler", "sampler", True, {"repetition_penalty": 1.0})
+        },
+    ),
+    "temperature": Cause(
+        "another temperature, or log-probabilities from before it",
+        Test(sampling.temperature, 0.4, 0.6),
+        sampling.means,
+        "Both sides must divide logits by one temperature: start a server with `--logprobs-mode processed_logprobs`, and "
+        f"sample with the trainer's `temperature`. {_HIDES}",
+        {"temperature": 1.0},
+        "The sampler divides logits by another temperature: look for one in a `rollout_func`, in `generation_kwargs` and in "
+        f"requests to the server. {_HIDES}",
+    ),
+    "routing": Cause(
+        "experts: tokens that take another route",
+        Test(precision.routing, 60.0, 120.0),
+        precision.largest_tokens,
+        "A few tokens have a log-ratio of some nats, and the others almost none. Reject these tokens one by one: they would "
+        "decide the weight of a whole completion. With float32 routers on both sides fewer routes differ.",
+        correction="rejecting",
+    ),
+    "kv_cache": Cause(
+        "a cache of keys and values in low precision",
+        Test(precision.kv_cache, 0.15, 0.4),
+        sampling.sizes,
+        "Cache in the type of the model.",
+        {"rollout_engine_kwargs": {"kv_cache_dtype": "auto"}},
+        "The checkpoint or the server asks for the low precision: name the type of the model, such as `kv_cache_dtype: "
+        "bfloat16`, or start the server with `--kv-cache-dtype bfloat16`.",
+        correction="any",
+        experiments={
+            "cache_of_the_model": Experiment(
+                "keys and values are cached in the type of the model",
+                "engine",
+                True,
+                {"rollout_engine_kwargs": {"kv_cache_dtype": "auto"}},
+                {"kv_cache_dtype": "auto"},
+            )
+        },
+    ),
+    "weights": Cause(
+        "other weights than the trainer's: low precision (int8, fp8, int4), or not the ones that were pushed",
+        Test(precision.weights, 0.12, 0.25),
+        sampling.sizes,
+        "Sample with weights in the trainer's precision, or quantise the trainer's in the same way. If nothing is quantised, "
+        "compare a weight of the engine with the trainer's.",
+        correction="any",
+        experiments={
+            "before_the_push": Experiment(
+                "the sampler has the weights that vLLM has loaded, and none was pushed", "sampler"
+            )
+        },
+    ),
+    "head": Cause(
+        "precision of the head",
+        Test(precision.head, 0.8, 0.95),
+        sampling.sizes,
+        "Let the head compute in float32 on both sides: recipe grpo/fp32_head.yaml.",
+        _FLOAT32_HEADS,
+        _SMALLER,
+        correction="any",
+        normal=True,
+        experiments={
+            "float32_head": Experiment(
+                "a head of the trainer in float32", "trainer", settings={"cast_lm_head_to_fp32": True}
+            ),
+            "float32_head_of_the_sampler": Experiment(
+                "a head of the sampler in float32",
+                "engine",
+                settings={"rollout_engine_kwargs": _FLOAT32_HEAD},
+                engine=_FLOAT32_HEAD,
+            ),
+        },
+    ),
+    "rounding": Cause(
+        "rounding of bfloat16 or float16",
+        Test(precision.rounding, 0.4, 0.8),
+        sampling.sizes,
+        "Normal: two kernels, one policy. A head in float32 on both sides makes the gap smaller (recipe grpo/fp32_head.yaml), "
+        "float16 on both sides much smaller (recipe grpo/fp16.yaml).",
+        _FLOAT32_HEADS,
+        _SMALLER,
+        correction="any",
+        normal=True,
+        experiments={
+            "float32_trainer": Experiment(
+                "the trainer computes in float32",
+                "trainer",
+                settings={"bf16": False, "fp16": False, "model_init_kwargs": {"dtype": "float32"}},
+            ),
+            "float32_sampler": Experiment(
+                "the sampler computes in float32",
+                "engine",
+                settings={"rollout_engine_kwargs": {"dtype": "float32"}},
+                engine={"dtype": "float32"},
+            ),
+        },
+    ),
+}

@@ -1,0 +1,130 @@
+"""Statistics of the tokens of a dump that the tests of several causes use, and the form of the evidence."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ..health.advice import NEGLIGIBLE
+from .observed import Observed
+
+
+# Root mean square of the log-ratio, in nats, below which no cause is looked for.
+FLOOR = NEGLIGIBLE
+# Root mean square of the log-ratio, in nats, above which rounding cannot be the only cause.
+LARGE = 0.1
+_BINS = 20
+SIZE = "root mean square of d, nats"  # label of pictures
+
+
+class Seen(NamedTuple):
+    """
+    The evidence of a test.
+
+    Args:
+        statistic (`float`):
+            Statistic of the test: a larger one speaks more for the cause.
+        share (`float`):
+            Share of the sum of squared log-ratios that the cause explains, between 0 and 1.
+        numbers (`Mapping[str, float]`):
+            The numbers of the evidence, by their names in `said`.
+        said (`str`):
+            The evidence in a sentence, with the numbers in braces.
+    """
+
+    statistic: float
+    share: float
+    numbers: Mapping[str, float]
+    said: str
+
+
+class Points(NamedTuple):
+    """
+    Points of a picture.
+
+    Args:
+        x (`str`):
+            Label of the horizontal axis.
+        y (`str`):
+            Label of the vertical axis.
+        at (`Sequence[float]` or `Sequence[str]`):
+            Places on the horizontal axis: numbers make a curve, names make bars.
+        values (`Sequence[float]`):
+            Values on the vertical axis.
+    """
+
+    x: str
+    y: str
+    at: Sequence[float] | Sequence[str]
+    values: Sequence[float]
+
+
+Picture = Callable[[Observed], Points]
+
+
+def mean(values: np.ndarray) -> float:
+    return float(values.mean()) if values.size else 0.0
+
+
+def rms(values: np.ndarray) -> float:
+    return mean(np.square(values)) ** 0.5
+
+
+def typical(values: np.ndarray) -> float:
+    """Root mean square without the largest 5 %, which a few tokens on another route can make arbitrarily large."""
+    size = np.sort(np.abs(values))
+    return rms(size[: max(int(0.95 * len(size)), 1)])
+
+
+def bounded(share: float) -> float:
+    return float(min(max(share, 0.0), 1.0))
+
+
+def core(o: Observed) -> np.ndarray:
+    """Tokens inside a completion: neither at its ends nor at a seam between turns, which have causes of their own."""
+    inside = ~(o.first | o.last | o.seam)
+    return inside if inside.any() else np.ones(len(o), bool)
+
+
+def in_bins(keys: np.ndarray, values: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
+    """Mean of the values in the bin of each token. The bins are quantiles of the keys, with equal numbers of tokens."""
+    edges = np.quantile(keys, np.linspace(0, 1, min(_BINS, max(len(keys) // 20, 1)) + 1)[1:-1])
+    return mean_of_equal(np.searchsorted(edges, keys), values, np.ones(len(keys)) if weights is None else weights)
+
+
+def mean_of_equal(keys: np.ndarray, values: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Weighted mean of the values over the tokens with the same key, for each token."""
+    _, inverse = np.unique(keys, return_inverse=True)
+    return (np.bincount(inverse, values * weights) / np.maximum(np.bincount(inverse, weights), 1e-300))[inverse]
+
+
+def usual_size(o: Observed, inside: np.ndarray) -> np.ndarray:
+    """Root mean square of the log-ratio at those tokens `inside` that are as likely as each token, `(N,)`."""
+    edges = np.quantile(o.middle[inside], np.linspace(0, 1, min(_BINS, max(int(inside.sum()) // 20, 1)) + 1)[1:-1])
+    bins = np.searchsorted(edges, o.middle)
+    n = len(edges) + 1
+    squares = np.bincount(bins[inside], np.square(o.d[inside]), n) / np.maximum(
+        np.bincount(bins[inside], minlength=n), 1
+    )
+    return np.sqrt(squares)[bins]
+
+
+def relative_size(o: Observed, here: np.ndarray) -> np.ndarray:
+    """Log-ratio over its root mean square at tokens of the same probability, so that unlikely tokens count no more."""
+    return o.d[here] / np.maximum(usual_size(o, here)[here], 1e-12)
+
+
+def ranks_of(values: np.ndarray) -> np.ndarray:
+    """Ranks; equal values get the mean of their ranks."""
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return (np.cumsum(counts) - (counts + 1) / 2)[inverse]
+
+
+def spearman(x: np.ndarray, y: np.ndarray) -> float:
+    """Spearman's rank correlation, 0 where one side does not vary."""
+    return pearson(ranks_of(x), ranks_of(y))
+
+
+def pearson(x: np.ndarray, y: np.ndarray) -> float:
+    """Correlation, 0 where one side does not vary."""
+    return float(np.corrcoef(x, y)[0, 1]) if x.std() and y.std() else 0.0

@@ -1,0 +1,134 @@
+"""Tokens of a dump for a diagnosis: their log-ratio, and everything that it could depend on."""
+
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from ..dumps.sequences import Sequences
+
+
+SEAM = 2  # tokens after the edge of a turn that count as its beginning
+
+
+class Observed:
+    """
+    Tokens of the sequences that represent a batch: those of the loss that have a log-probability of both policies. `N` tokens,
+    `B` sequences.
+
+    Args:
+        sequences ([`~trl_rollout_corr.dumps.sequences.Sequences`]):
+            The sequences.
+        settings (`dict`):
+            Settings of the run.
+        about (`dict`):
+            Facts about the run, as in the dump.
+
+    Attributes:
+        d (`np.ndarray` of shape `(N,)`):
+            Log-ratio, in nats.
+        train, rollout (`np.ndarray` of shape `(N,)`):
+            Log-probabilities of trainer and sampler.
+        again (`np.ndarray` of shape `(N,)`):
+            Log-probability of the trainer when it scores the sequence alone; NaN where it did not.
+        row (`np.ndarray` of shape `(N,)`):
+            Index of the sequence.
+        position, token (`np.ndarray` of shape `(N,)`):
+            Index in the completion, and id.
+        first, last, seam, seen (`np.ndarray` of shape `(N,)`):
+            Whether the token is the first of the completion, the last, among the first after tokens outside the loss, and
+            whether it occurred before, in the prompt or the completion.
+        times (`np.ndarray` of shape `(N,)`):
+            Number of earlier occurrences in the completion.
+        staleness, padding (`np.ndarray` of shape `(B,)`):
+            NaN where they are not known.
+        step, lengths (`np.ndarray` of shape `(B,)`):
+            Optimizer step, and number of tokens.
+        broken_row (`np.ndarray`):
+            Index of the sequence of each token of the loss that has no finite log-ratio.
+        n_tokens (`int`):
+            Number of tokens of the loss, including those.
+    """
+
+    def __init__(self, sequences: Sequences, settings: dict[str, Any], about: dict[str, str]):
+        self.settings, self.about = settings, about
+        kept = sequences.counted
+        self.n_tokens = int((sequences.mask & sequences.represents[sequences.row]).sum())
+        self.broken_row = sequences.row[sequences.broken & sequences.represents[sequences.row]]
+        self.row = sequences.row[kept]
+        self.train, self.rollout = (
+            x[kept].astype(np.float64) for x in (sequences.train_logps, sequences.rollout_logps)
+        )
+        self.d = self.train - self.rollout
+        self.step = sequences.step
+        self.lengths = np.bincount(self.row, minlength=len(sequences))
+        starts = sequences.starts[:-1][sequences.row]
+        position = np.arange(len(sequences.row)) - starts
+        self.position = position[kept]
+        self.first = self.position == 0
+        self.last = self.position == sequences.lengths[self.row] - 1
+        self.seam = _after_gap(sequences.mask, position)[kept]
+        self.token = sequences.token_ids[kept]
+        self.seen, self.times = (x[kept] for x in _seen(sequences))
+        self.staleness, self.padding = sequences.staleness, sequences.padding
+        self.again = sequences.again_logps[kept].astype(np.float64)
+
+    def __len__(self) -> int:
+        return len(self.d)
+
+    @cached_property
+    def total(self) -> float:
+        """Sum of the squared log-ratio, of which causes explain shares."""
+        return float(np.square(self.d).sum())
+
+    @cached_property
+    def size(self) -> float:
+        """Root mean square of the log-ratio, in nats."""
+        return float(np.sqrt(self.total / max(len(self), 1)))
+
+    @cached_property
+    def k3(self) -> float:
+        """`rollout_corr/k3_kl` of these tokens."""
+        d = self.d.clip(-20, 20)
+        return float(np.mean(np.expm1(d) - d)) if len(d) else 0.0
+
+    @cached_property
+    def middle(self) -> np.ndarray:
+        """Mean of the two log-probabilities of a token. Noise in either side has no preferred sign relative to it."""
+        return (self.train + self.rollout) / 2
+
+    def of_rows(self, values: np.ndarray) -> np.ndarray:
+        """Means over the tokens of each sequence, `(B,)`; NaN for those without tokens."""
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return np.bincount(self.row, weights=values, minlength=len(self.lengths)) / self.lengths
+
+
+def _after_gap(mask: np.ndarray, position: np.ndarray) -> np.ndarray:
+    """Tokens of the loss at most `SEAM` behind tokens of the same completion that are outside the loss."""
+    near = np.zeros_like(mask)
+    for back in range(1, SEAM + 1):
+        outside = np.zeros_like(mask)
+        outside[back:] = ~mask[:-back]
+        near |= outside & (position >= back)
+    return mask & near
+
+
+def _seen(sequences: Sequences) -> tuple[np.ndarray, np.ndarray]:
+    """For each token: whether it occurred before, in the prompt (if known) or the completion, and its count in the latter."""
+    tokens = sequences.token_ids
+    seen, times = np.zeros(len(tokens), bool), np.zeros(len(tokens), np.int64)
+    for row, prompt in enumerate(sequences.prompts):
+        where = sequences.slice(row)
+        times[where] = _earlier(tokens[where])
+        seen[where] = (times[where] > 0) | np.isin(tokens[where], prompt)
+    return seen, times
+
+
+def _earlier(tokens: np.ndarray) -> np.ndarray:
+    """Number of earlier occurrences of each token."""
+    order = np.argsort(tokens, kind="stable")
+    new = np.concatenate([[True], np.diff(tokens[order]) != 0]) if len(tokens) else np.zeros(0, bool)
+    starts = np.maximum.accumulate(np.where(new, np.arange(len(tokens)), 0)) if len(tokens) else np.zeros(0, int)
+    times = np.zeros(len(tokens), np.int64)
+    times[order] = np.arange(len(tokens)) - starts
+    return times

@@ -1,0 +1,180 @@
+"""
+Causes by which trainer and sampler compute other numbers from the same weights, and other weights: padding, dropout, routing,
+low precision and rounding.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from .drift import by_sequence, growing
+from .evidence import (
+    FLOOR,
+    LARGE,
+    SIZE,
+    Points,
+    Seen,
+    bounded,
+    core,
+    mean,
+    relative_size,
+    rms,
+    spearman,
+    typical,
+)
+from .observed import Observed
+
+
+def noise_floor(o: Observed) -> float | None:
+    """Mean square of the trainer's difference from itself over that of the gap; `None` if too few tokens were scored twice."""
+    again = np.isfinite(o.again) & core(o)
+    gap = typical(o.d[again])
+    if again.sum() < 30 or gap < FLOOR / 4:
+        return None
+    return (typical((o.train - o.again)[again]) / gap) ** 2
+
+
+def padding(o: Observed) -> Seen | None:
+    """Test whether the gap vanishes where the trainer scores a sequence alone, or grows with the padding."""
+    said = "|d| is {low} with the least padding and {high} with the most (rank correlation {correlation})"
+    more = growing(o, o.padding, said)
+    again = np.isfinite(o.again) & core(o)
+    gap, alone = typical(o.d[again]), typical((o.again - o.rollout)[again])
+    if again.sum() < 30 or gap <= FLOOR:
+        return more
+    share = bounded((gap**2 - alone**2) / max(typical(o.d[core(o)]), gap) ** 2)  # of all sequences
+    local = bounded(1 - (alone / gap) ** 2)
+    said = "|d| is {gap} in a batch, and {alone} where the trainer scores a sequence alone"
+    seen = Seen(local if share > 0.1 else 0.0, share, {"gap": gap, "alone": alone}, said)
+    # the few sequences that are scored alone may have little padding; then all sequences together show more
+    return more if more and local > 0.3 and more.statistic > seen.statistic else seen
+
+
+def dropout(o: Observed) -> Seen | None:
+    """Test whether the trainer differs from itself by more than rounding."""
+    floor, again = noise_floor(o), np.isfinite(o.again) & core(o)
+    if floor is None:
+        return None
+    itself = typical((o.train - o.again)[again])
+    numbers = {"itself": itself, "gap": typical(o.d[again])}
+    said = "the trainer differs from itself by {itself} when it scores a sequence twice, and from the sampler by {gap}"
+    alone = (typical((o.again - o.rollout)[again]) / numbers["gap"]) ** 2  # 0 if padding is the cause
+    return Seen(floor if itself > LARGE / 2 and alone > 0.4 else 0.0, bounded(floor / 2), numbers, said)
+
+
+def tails(o: Observed) -> tuple[float, float]:
+    """Kurtosis of the log-ratio at tokens of equal probability, and percentile 99 of its size over the median."""
+    here = core(o)
+    level = relative_size(o, here)
+    size = np.abs(level)
+    square = mean(np.square(level))
+    return mean(level**4) / max(square, 1e-300) ** 2, float(np.quantile(size, 0.99)) / max(
+        float(np.median(size)), 1e-300
+    )
+
+
+def routing(o: Observed) -> Seen | None:
+    """Test whether a few tokens, at any place and of any probability, have most of the sum of `d^2`."""
+    kurtosis, tail = tails(o)
+    size = np.abs(o.d[core(o)])
+    top = np.sort(size)[-max(len(size) // 100, 1) :]
+    share = float(np.square(top).sum() / max(np.square(size).sum(), 1e-300))
+    numbers = {"top": share, "kurtosis": kurtosis, "tail": tail}
+    said = (
+        "1 % of the tokens have a share of {top} of d^2; at tokens of equal probability the kurtosis of d is {kurtosis}, and "
+        "percentile 99 of |d| is {tail} times the median (3 and 3.8 for a Gaussian)"
+    )
+    return Seen(kurtosis * tail, bounded(share), numbers, said)
+
+
+def alike(keys: np.ndarray, values: np.ndarray) -> float:
+    """Mean product of two values with the same key over the mean square: 1 if the key determines the value, 0 for noise."""
+    _, inverse = np.unique(keys, return_inverse=True)
+    n, sums, squares = np.bincount(inverse), np.bincount(inverse, values), np.bincount(inverse, np.square(values))
+    pairs, square = float((n * (n - 1)).sum()), mean(np.square(values))
+    return float((np.square(sums) - squares).sum()) / pairs / square if pairs and square else 0.0
+
+
+def by_token(o: Observed) -> float:
+    """Correlation of the log-ratios at two places with the same token: 0 for noise, more for other weights."""
+    here = core(o)
+    return alike(o.token[here], relative_size(o, here))
+
+
+def _systematic(o: Observed, said: str) -> Seen:
+    same = by_token(o)
+    return Seen(same, 1.0, {"alike": same, "gap": rms(o.d[core(o)])}, said)
+
+
+def weights(o: Observed) -> Seen | None:
+    if caches_in_low_precision(o.about):
+        return None
+    said = (
+        "the same token has a similar log-ratio wherever it occurs (correlation {alike}), and |d| is {gap} from the first "
+        "step on"
+    )
+    if "kv_cache_dtype" not in o.about:
+        said += " (a cache in 8 bits looks the same, and this dump does not say how the engine caches)"
+    return _systematic(o, said)
+
+
+def kv_cache(o: Observed) -> Seen | None:
+    """Test as for [`weights`], for an engine that reports a cache in low precision."""
+    if not caches_in_low_precision(o.about):
+        return None
+    return _systematic(
+        o,
+        "the engine caches in 8 bits or less, the same token has a similar log-ratio wherever it occurs (correlation "
+        "{alike}), and |d| is {gap}",
+    )
+
+
+def caches_in_low_precision(about: Mapping[str, str]) -> bool:
+    """True if the engine reports that it keeps keys and values in 8 bits or less."""
+    return about.get("kv_cache_dtype", "auto").startswith(("fp8", "int8", "nvfp4"))
+
+
+def head(o: Observed) -> Seen | None:
+    """Test whether the gap is as small as rounding, but the trainer reproduces it, unlike rounding in the layers."""
+    floor = noise_floor(o)
+    gap = rms(o.d[core(o)])
+    if floor is None or gap > LARGE:
+        return None
+    said = "|d| is {gap}, as of rounding; a share of {floor} of d^2 changes when the trainer scores a sequence alone"
+    return Seen(1 - floor, 1.0, {"gap": gap, "floor": floor}, said)
+
+
+def rounding(o: Observed) -> Seen | None:
+    """Test whether the gap is small noise: unrelated to the token, and larger where tokens are unlikely."""
+    here, same = core(o), by_token(o)
+    gap = rms(o.d[here])
+    slope = spearman(o.middle[here], np.abs(o.d[here]))
+    said = (
+        "|d| is {gap}, and larger at unlikely tokens (rank correlation {slope}); two occurrences of the same token have a "
+        "correlation of {alike}"
+    )
+    quiet = (1 - min(gap / LARGE, 1.0) ** 2) * (1 - min(max(same, 0.0) / 0.15, 1.0))
+    return Seen(quiet if slope < -0.1 else 0.0, 1.0, {"gap": gap, "slope": slope, "alike": same}, said)
+
+
+# Pictures -----------------------------------------------------------------------------------------------------------------
+
+
+def trainer_twice(o: Observed) -> Points:
+    again = np.isfinite(o.again)
+    if not again.any():
+        return by_sequence("tokens of padding", lambda o: o.padding)(o)
+    pairs = {
+        "trainer - sampler": o.d, "trainer alone - sampler": o.again - o.rollout, "trainer - trainer alone": o.train - o.again
+    }  # fmt: skip
+    return Points("what is compared", SIZE, [*pairs], [rms(values[again]) for values in pairs.values()])
+
+
+def largest_tokens(o: Observed) -> Points:
+    squares = np.sort(np.square(o.d[core(o)]))[::-1]
+    shares = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
+    total = max(float(squares.sum()), 1e-300)
+    of = [float(squares[: max(round(share * len(squares)), 1)].sum()) / total for share in shares]
+    return Points(
+        "share of the tokens, those furthest off first", "share of d^2", [f"{100 * share:g} %" for share in shares], of
+    )

@@ -1,0 +1,197 @@
+"""The search: which tests are made in which order, and how certain the causes are that they find."""
+
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+from .causes import CAUSES, Cause, Test
+from .evidence import FLOOR, LARGE, Points, Seen, core
+from .observed import Observed
+from .precision import noise_floor
+
+
+LEAST = 30  # tokens, the least that a diagnosis needs
+_REST = 0.3  # share of d^2 that no cause explains, above which diffuse causes are looked for
+
+
+class Stage(NamedTuple):
+    """
+    Causes that are looked for together.
+
+    Args:
+        causes (`tuple[str, ...]`):
+            Their names. The cause that explains most is taken.
+        several (`bool`, *optional*, defaults to `False`):
+            Take all causes that are found: each acts on other tokens.
+        ends (`bool`, *optional*, defaults to `False`):
+            Skip all later stages if a cause is found here, because its effects would be taken for theirs.
+        floor (`bool`, *optional*, defaults to `True`):
+            Look only where the log-ratio is large enough to matter.
+        fallback (`tuple[str, ...]`, *optional*):
+            Names of causes that are looked for by their fallback test.
+    """
+
+    causes: tuple[str, ...]
+    several: bool = False
+    ends: bool = False
+    floor: bool = True
+    fallback: tuple[str, ...] = ()
+
+    @property
+    def tests(self) -> list[tuple[str, Test]]:
+        """Name and test of each cause."""
+        late = ((name, CAUSES[name].fallback) for name in self.fallback)
+        return [(name, CAUSES[name].test) for name in self.causes] + [(name, test) for name, test in late if test]
+
+
+STAGES = (
+    Stage(("nan_rows",), floor=False),
+    Stage(("shift",), ends=True),
+    Stage(("first_token", "last_token", "seams"), several=True, floor=False),
+    Stage(("padding", "dropout"), ends=True),
+    Stage(("stale", "own_updates", "never_pushed", "lora_merge")),
+    Stage(("truncation", "penalty", "temperature")),
+)
+# For the share of d^2 that none of the above explains
+DIFFUSE = (
+    Stage(("routing",), ends=True),
+    Stage(("kv_cache", "weights"), ends=True),
+    Stage(("head", "rounding"), fallback=("stale",)),
+)
+
+
+class Finding(NamedTuple):
+    """
+    A cause that was found.
+
+    Args:
+        name (`str`):
+            Its name, a key of `CAUSES`.
+        certainty (`float`):
+            Certainty, from 0.5 to 0.99.
+        share (`float`):
+            Share of the sum of squared log-ratios that it explains.
+        seen ([`Seen`]):
+            The evidence.
+    """
+
+    name: str
+    certainty: float
+    share: float
+    seen: Seen
+
+    @property
+    def cause(self) -> Cause:
+        return CAUSES[self.name]
+
+    def picture(self, o: Observed) -> Points:
+        """A picture of the evidence, as points."""
+        return self.cause.picture(o)
+
+
+class Diagnosis(NamedTuple):
+    """
+    The causes of the gap in a dump.
+
+    Args:
+        verdict (`str`):
+            `"found"`, `"unknown"` or `"nothing"`.
+        findings (`list[Finding]`):
+            Causes: those that explain most first, normal ones last. Empty if the verdict is another.
+        size (`float`):
+            Root mean square of the log-ratio, in nats.
+        k3 (`float`):
+            `rollout_corr/k3_kl`.
+        floor (`float` or `None`):
+            The gap over the trainer's difference from itself; `None` if that is not known.
+        n_tokens, n_sequences (`int`):
+            Number of tokens and sequences.
+        in_effect (`Mapping[str, Any]`, *optional*):
+            Settings of the run, as far as they are known.
+    """
+
+    verdict: str
+    findings: list[Finding]
+    size: float
+    k3: float
+    floor: float | None
+    n_tokens: int
+    n_sequences: int
+    in_effect: Mapping[str, Any] = {}
+
+    @property
+    def healthy(self) -> bool:
+        """True if nothing has to be done: there is no gap, or a normal one."""
+        return self.verdict == "nothing" or (
+            self.verdict == "found" and self.size < LARGE and all(finding.cause.normal for finding in self.findings)
+        )
+
+
+def diagnose(o: Observed, without: Collection[str] = ()) -> Diagnosis:
+    """
+    Find the causes.
+
+    Args:
+        o ([`Observed`]):
+            Tokens of a dump.
+        without (`Collection[str]`, *optional*):
+            Causes that are known to be absent, which are not looked for.
+
+    Returns:
+        [`Diagnosis`].
+
+    Raises:
+        `ValueError`: in one line, if there are too few tokens to say anything.
+    """
+    if len(o) < LEAST and not len(o.broken_row):
+        raise ValueError(
+            f"{len(o)} tokens of the loss have a log-probability of both policies: too few to say anything"
+        )
+    findings, ended = _look(o, STAGES, without)
+    rest = 1 - sum(finding.share for finding in findings if finding.name != "nan_rows")
+    if not ended and (not _whole(findings)) and rest > _REST and _matters(o):
+        diffuse, _ = _look(o, DIFFUSE, without)
+        findings += [finding._replace(share=finding.share * rest) for finding in diffuse]
+    # normal causes come last, however large
+    findings.sort(key=lambda finding: (finding.cause.normal, -finding.share * finding.certainty))
+    verdict = "found" if findings else "unknown" if _matters(o) else "nothing"
+    floor = noise_floor(o)
+    multiple = None if not floor else floor**-0.5
+    return Diagnosis(verdict, findings, o.size, o.k3, multiple, len(o), int((o.lengths > 0).sum()), o.settings)
+
+
+def _whole(findings: list[Finding]) -> bool:
+    """True if a cause was found that acts on all tokens, and hides the diffuse causes."""
+    return any(finding.name not in ("nan_rows", "first_token", "last_token", "seams") for finding in findings)
+
+
+def _matters(o: Observed) -> bool:
+    inside = o.d[core(o)]
+    return bool(inside.size) and float((inside**2).mean()) ** 0.5 >= FLOOR
+
+
+def _look(o: Observed, stages: tuple[Stage, ...], without: Collection[str]) -> tuple[list[Finding], bool]:
+    """Findings of the stages, and whether one of them ended the search."""
+    findings: list[Finding] = []
+    for stage in stages:
+        here = _found(o, stage, without) if _matters(o) or not stage.floor else []
+        if here and not stage.several:
+            here = [max(here, key=lambda finding: finding.certainty * finding.share)]
+        findings += here
+        if here and stage.ends:
+            return findings, True
+    return findings, False
+
+
+def _found(o: Observed, stage: Stage, without: Collection[str]) -> list[Finding]:
+    tests = ((name, test, test.look(o)) for name, test in stage.tests if name not in without)
+    return [
+        Finding(name, _certainty(test, seen), seen.share, seen)
+        for name, test, seen in tests
+        if seen is not None and seen.statistic > test.weak
+    ]
+
+
+def _certainty(test: Test, seen: Seen) -> float:
+    """Certainty: 0.5 for a weak statistic, 0.99 for a strong one."""
+    reach = (seen.statistic - test.weak) / (test.strong - test.weak)
+    return 0.5 + 0.49 * min(max(reach, 0.0), 1.0)

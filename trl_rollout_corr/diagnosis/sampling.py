@@ -1,0 +1,155 @@
+"""Causes that change the distribution that the sampler draws from: truncation, temperature and penalties."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from .evidence import (
+    SIZE,
+    Picture,
+    Points,
+    Seen,
+    bounded,
+    core,
+    in_bins,
+    mean,
+    mean_of_equal,
+    pearson,
+    rms,
+)
+from .observed import Observed
+
+
+_BEFORE = 8  # number of latest tokens, which stand for the tokens that could have been sampled instead
+
+
+def truncation(o: Observed) -> Seen | None:
+    """
+    Look for `d = log S`, where `S < 1` is the trainer's probability of the tokens that the sampler may draw: `d` is negative,
+    and the mean of `exp(d)` is below 1.
+    """
+    d = o.d[core(o)]
+    if not np.abs(d).sum():
+        return None
+    ratio = np.exp(d.clip(-20, 3))
+    bias = (1 - mean(ratio)) / mean(np.abs(d))
+    sure = (1 - mean(ratio)) / max(float(ratio.std()) / len(d) ** 0.5, 1e-12)
+    below = float(np.square(d[d < 0]).sum() / np.square(d).sum())
+    numbers = {"below": below, "ratio": mean(ratio)}
+    said = (
+        "a share of {below} of d^2 comes from negative d, and the mean of exp(d) is {ratio}; it is 1 if the sampler draws "
+        "from the whole distribution"
+    )
+    return Seen(bias if sure > 6 and below > 0.55 else 0.0, bounded(2 * below - 1), numbers, said)
+
+
+def temperature(o: Observed) -> Seen | None:
+    """
+    Explain the log-ratio by the log-probability of the token, first the trainer's and then the sampler's. Noise correlates
+    with one of them only.
+    """
+    here = core(o)
+    d, sides = o.d[here], (o.train[here], o.rollout[here])
+    if len(d) < 100 or not all(x.std() for x in sides):
+        return None
+    total = max(float(np.square(d).sum()), 1e-300)
+    explained = min(float(np.square(in_bins(x, d)).sum()) / total for x in sides)
+    slope = float(np.cov(*sides)[0, 1] / sides[1].var())
+    numbers = {"share": explained, "slope": slope}
+    said = (
+        "the log-probability of a token explains a share of {share} of d^2; the trainer's grows by {slope} nats for each nat "
+        "of the sampler's"
+    )
+    return Seen(explained, bounded(explained), numbers, said)
+
+
+def penalty(o: Observed) -> Seen | None:
+    """
+    Look for tokens that are less likely for the sampler if they were said before, and more likely otherwise.
+
+    The test uses log-odds. There, the difference of the two sides is the penalty of the token minus the penalty of the tokens
+    that could have been sampled instead, however likely the token is; in `d` it vanishes where a model is sure.
+    """
+    here, times = core(o), o.times.clip(max=24).astype(float)
+    penalties = (o.seen.astype(float), (o.times > 0).astype(float), times - _mean_before(o.row, times + 1, _BEFORE))
+    kinds = (o.seen, o.times > 0, o.times.clip(max=12))
+    known = [(x[here], k[here]) for x, k in zip(penalties, kinds, strict=True) if _varies(k[here])]
+    if not known:
+        return None
+    d, middle, token = o.d[here], o.middle[here], o.token[here]
+    difference, weight = _log_odds(o.train[here]) - _log_odds(o.rollout[here]), np.square(1 - np.exp(middle))
+
+    def own(values: np.ndarray) -> np.ndarray:
+        """Subtract the means of tokens of this probability and of this token, which other causes explain."""
+        values = values - in_bins(middle, values, weight)
+        return (values - mean_of_equal(token, values, weight)) * np.sqrt(weight)
+
+    effect = own(difference)
+    correlations = [pearson(own(penalty), effect) for penalty, _ in known]
+    correlation, kind = max(zip(correlations, [kind for _, kind in known], strict=True), key=lambda pair: pair[0])
+    seen = kind > 0
+    explained = 1 - float(np.square(_without(middle, d, kind)).sum()) / max(float(np.square(d).sum()), 1e-300)
+    numbers = {"seen": mean(d[seen]), "unseen": mean(d[~seen]), "correlation": correlation}
+    said = (
+        "the mean of d is {seen} at tokens that were said before, and {unseen} at others; at occurrences of the same token, "
+        "the difference in log-odds and the number of earlier occurrences have a correlation of {correlation}"
+    )
+    return Seen(correlation, bounded(explained), numbers, said)
+
+
+def _varies(kind: np.ndarray) -> bool:
+    """True if enough tokens were said before, and enough were not."""
+    return bool(min(np.sum(kind > 0), np.sum(kind == 0)) >= 30)
+
+
+def _log_odds(logps: np.ndarray) -> np.ndarray:
+    """`log(p / (1 - p))`, with `p` clipped to the digits that float32 has."""
+    p = np.exp(logps).clip(1e-6, 1 - 1e-4)
+    return np.log(p / (1 - p))
+
+
+def _mean_before(rows: np.ndarray, values: np.ndarray, n: int) -> np.ndarray:
+    """Mean over the latest `n` tokens before each token in its row; 0 at the first token."""
+    at = np.arange(len(rows))
+    starts = np.maximum.accumulate(np.where(np.diff(rows, prepend=-1) != 0, at, 0))
+    first, sums = np.maximum(at - n, starts), np.concatenate([[0.0], np.cumsum(values)])
+    return (sums[at] - sums[first]) / np.maximum(at - first, 1)
+
+
+def _without(keys: np.ndarray, values: np.ndarray, kind: np.ndarray) -> np.ndarray:
+    """Values minus the mean of their kind at tokens of this probability."""
+    rest = values.copy()
+    for which in np.unique(kind):
+        rest[kind == which] -= in_bins(keys[kind == which], values[kind == which])
+    return rest
+
+
+# Pictures -----------------------------------------------------------------------------------------------------------------
+
+
+def by_probability(y: str, of: Callable[[np.ndarray], float]) -> Picture:
+    """A picture of a statistic of the log-ratio over the log-probability of the token."""
+
+    def points(o: Observed) -> Points:
+        here = core(o)
+        x, d = o.middle[here], o.d[here]
+        order = np.argsort(x)
+        parts = [part for part in np.array_split(order, 14) if part.size]
+        return Points(
+            "log-probability of the token, nats", y, [float(x[p].mean()) for p in parts], [of(d[p]) for p in parts]
+        )
+
+    return points
+
+
+def repeats(o: Observed) -> Points:
+    here = core(o)
+    times = np.where(o.seen & (o.times == 0), 0.5, o.times.clip(max=4))
+    names = {0.0: "new", 0.5: "in the prompt", 1.0: "once", 2.0: "twice", 3.0: "3 times", 4.0: "more often"}
+    kinds = {name: here & (times == value) for value, name in names.items()}
+    kinds = {name: which for name, which in kinds.items() if which.sum() >= 5}
+    return Points("said before", "mean of d, nats", [*kinds], [float(o.d[which].mean()) for which in kinds.values()])
+
+
+means = by_probability("mean of d, nats", lambda d: float(d.mean()))
+sizes = by_probability(SIZE, rms)

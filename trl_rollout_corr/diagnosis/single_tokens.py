@@ -1,0 +1,100 @@
+"""Causes that act at some places: the first or last token, seams between turns, and log-probabilities one token off."""
+
+import numpy as np
+
+from .evidence import (
+    FLOOR,
+    SIZE,
+    Points,
+    Seen,
+    bounded,
+    core,
+    mean,
+    rms,
+    usual_size,
+)
+from .observed import Observed
+
+
+# Quantile at which tokens are compared. A tenth of them is many: most tokens of a sure model are nearly certain
+_MANY = 0.9
+
+
+def _at(o: Observed, here: np.ndarray, said: str) -> Seen | None:
+    """
+    Compare tokens of one kind with equally likely tokens inside: unlikely tokens have a larger log-ratio in any case. A cause
+    shows at many tokens of its kind, not at a few.
+    """
+    rest = core(o) & ~here
+    if here.sum() < 4 or rest.sum() < 20:
+        return None
+    usual = np.maximum(usual_size(o, rest), FLOOR)
+    level = np.abs(o.d) / usual
+    ratio = mean(np.square(level[here])) / max(mean(np.square(level[rest])), 1e-12)
+    many = float(np.quantile(level[here], _MANY)) / max(float(np.quantile(level[rest], _MANY)), 0.1)
+    share = bounded(float((np.square(o.d) - np.square(usual))[here].sum()) / max(o.total, 1e-300))
+    numbers = {"here": rms(o.d[here]), "elsewhere": rms(o.d[rest])}
+    return Seen(min(ratio, many**2) if share > 0.01 else 0.0, share, numbers, said)
+
+
+def first_token(o: Observed) -> Seen | None:
+    return _at(o, o.first, "|d| is {here} at the first token of a completion and {elsewhere} inside")
+
+
+def last_token(o: Observed) -> Seen | None:
+    return _at(o, o.last, "|d| is {here} at the last token of a completion and {elsewhere} inside")
+
+
+def seams(o: Observed) -> Seen | None:
+    return _at(o, o.seam, "|d| is {here} at the start of later turns and {elsewhere} inside")
+
+
+def nan_rows(o: Observed) -> Seen | None:
+    n = len(o.broken_row)
+    if not n:
+        return None
+    share = n / o.n_tokens
+    numbers = {"tokens": float(n), "share": share, "rows": float(len(np.unique(o.broken_row)))}
+    return Seen(
+        share, 1.0, numbers, "{tokens} tokens in {rows} completions have no finite log-probability, a share of {share}"
+    )
+
+
+def shift(o: Observed) -> Seen | None:
+    """Compare the log-probabilities of one side with those of the other one or two tokens later or earlier."""
+    fits = {lag: misfit(o, lag) for lag in (-2, -1, 0, 1, 2)}
+    if fits[0] is None or any(fit is None for fit in fits.values()):
+        return None
+    lag = min((lag for lag in fits if lag), key=lambda lag: fits[lag] or 0.0)
+    here, there = fits[0] or 0.0, fits[lag] or 0.0
+    share = bounded(1 - there / max(here, 1e-300))
+    numbers = {"lag": float(lag), "here": here**0.5, "there": there**0.5}
+    return Seen(
+        share, share, numbers, "the two sides fit at a lag of {lag} tokens: |d| is {there} there, and {here} at no lag"
+    )
+
+
+def misfit(o: Observed, lag: int) -> float | None:
+    """Mean square of `train` minus `rollout`, which is taken `lag` tokens later in the same completion."""
+    i = np.arange(max(0, -lag), len(o) - max(0, lag))
+    i = i[core(o)[i] & (o.row[i] == o.row[i + lag]) & (o.position[i + lag] - o.position[i] == lag)]
+    return mean(np.square(o.train[i] - o.rollout[i + lag])) if len(i) > 20 else None
+
+
+# Pictures -----------------------------------------------------------------------------------------------------------------
+
+
+def places(o: Observed) -> Points:
+    kinds = {"first": o.first, "inside": core(o), "at a seam": o.seam, "last": o.last}
+    kinds = {name: here for name, here in kinds.items() if here.any()}
+    return Points("place in the completion", SIZE, [*kinds], [rms(o.d[here]) for here in kinds.values()])
+
+
+def lags(o: Observed) -> Points:
+    fits = {str(lag): misfit(o, lag) for lag in (-2, -1, 0, 1, 2)}
+    return Points("tokens by which one side is shifted", SIZE, [*fits], [(fit or 0.0) ** 0.5 for fit in fits.values()])
+
+
+def broken_steps(o: Observed) -> Points:
+    steps, counts = np.unique(o.step[o.broken_row], return_counts=True)
+    return Points("optimizer step", "tokens without a finite log-probability", steps.tolist(), counts.tolist())

@@ -1,0 +1,151 @@
+"""A diagnosis as text and as JSON."""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ..health import advice
+from ..health.windows import Window
+from ..messages import number, percent, yaml_lines
+from .evidence import FLOOR
+from .ranking import Diagnosis, Finding
+
+
+def headline(diagnosis: Diagnosis) -> str:
+    """The answer in a line."""
+    if diagnosis.verdict == "nothing":
+        return "Nothing to correct"
+    if diagnosis.verdict == "unknown":
+        return "Unknown: there is a gap, and no known cause fits it"
+    first = diagnosis.findings[0]
+    kind = "Normal" if diagnosis.healthy else "Possible" if sure(first) == "possible" else "Found"
+    return f"{kind}: {first.cause.title}"
+
+
+def detail(diagnosis: Diagnosis) -> str:
+    """The size of the gap, and the number of tokens that it was measured on."""
+    parts = [
+        f"The root mean square of d is {number(diagnosis.size)} nats, k3_kl {number(diagnosis.k3)}, "
+        f"over {diagnosis.n_tokens:,} tokens of {diagnosis.n_sequences:,} completions."
+    ]
+    if diagnosis.floor is not None:
+        parts.append(f"That is {number(diagnosis.floor)} times the trainer's difference from itself.")
+    if diagnosis.verdict == "nothing":
+        parts.append(f"Below {FLOOR:g} nats a correction changes nothing.")
+    if diagnosis.verdict == "unknown":
+        more = (
+            ""
+            if diagnosis.in_effect.get("rollout_diagnose")
+            else ", and set `rollout_diagnose: true` for more evidence"
+        )
+        parts.append(f"See docs/diagnose.md for tests that need a model{more}.")
+    return " ".join(parts)
+
+
+def evidence(finding: Finding) -> str:
+    """The evidence in a sentence, with its numbers."""
+    return re.sub(r"\{(\w+)\}", lambda match: number(finding.seen.numbers[match[1]]), finding.seen.said)
+
+
+def sure(finding: Finding) -> str:
+    """The certainty, in a word."""
+    return "certain" if finding.certainty > 0.9 else "likely" if finding.certainty > 0.7 else "possible"
+
+
+class Remedy(NamedTuple):
+    """
+    The remedy of a cause in a run.
+
+    Args:
+        text (`str`):
+            The remedy, in sentences.
+        settings (`dict[str, Any]`):
+            Settings to paste that are not in effect: those that remove the cause, and the correction for the rest of the gap.
+    """
+
+    text: str
+    settings: dict[str, Any]
+
+
+def remedy_for(diagnosis: Diagnosis, finding: Finding) -> Remedy:
+    """The remedy of a cause in the run that has it."""
+    cause, run = finding.cause, diagnosis.in_effect
+    missing = {name: value for name, value in cause.settings.items() if not _in_effect(value, run.get(name, ...))}
+    text = cause.remedy
+    if cause.otherwise and not missing:
+        done = ", ".join(f"`{line}`" for line in yaml_lines(cause.settings).splitlines())
+        text = f"In effect already: {done}. {cause.otherwise}"
+    if cause.correction and _corrects(run, rejecting=cause.correction == "rejecting"):
+        text += " The run has a correction for the rest."
+    else:
+        missing |= _correction(finding, run)
+    return Remedy(text, missing)
+
+
+def _correction(finding: Finding, run: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The correction for the rest of the gap; empty where it would hide a mistake."""
+    return advice.advise(advice.mode_of(run), "gap" if finding.cause.correction else "broken").settings
+
+
+# Values of settings that a mapping does not name
+_DEFAULTS = {"frequency_penalty": 0.0, "kv_cache_dtype": "auto", "presence_penalty": 0.0}
+
+
+def _in_effect(value: Any, run: Any) -> bool:
+    """True if a setting has the advised value in the run. An unknown one (`...`) has not."""
+    if isinstance(value, Mapping):
+        known = run if isinstance(run, Mapping) else {}
+        return run is not ... and all(_in_effect(x, known.get(k, _DEFAULTS.get(k, ...))) for k, x in value.items())
+    return run is not ... and (run == value or not (run or value))  # 0, None and False are all off
+
+
+def _corrects(run: Mapping[str, Any], *, rejecting: bool) -> bool:
+    """True if a run has a correction, and if asked one that takes single tokens out of the gradient."""
+    window, bounds = Window({}, run), run.get("rollout_is_threshold")
+    takes_out = bool(run.get("rollout_rs")) or isinstance(bounds, list) or window.clips
+    return window.corrects and (takes_out or not rejecting)
+
+
+def as_text(diagnosis: Diagnosis) -> str:
+    """The diagnosis as text for a terminal."""
+    lines = [f"{headline(diagnosis)}.", detail(diagnosis)]
+    for place, finding in enumerate(diagnosis.findings, 1):
+        cause, remedy = finding.cause, remedy_for(diagnosis, finding)
+        lines += [
+            "",
+            f"{place}. {cause.title[:1].upper()}{cause.title[1:]} ({finding.name})",
+            f"   {sure(finding)} ({percent(round(finding.certainty, 2))}), explains {percent(round(finding.share, 2))} of d^2",
+            f"   Seen: {evidence(finding)}.",
+            f"   What to do: {remedy.text}",
+        ]
+        lines += [f"     {line}" for line in yaml_lines(remedy.settings).splitlines()]
+    return "\n".join(lines) + "\n"
+
+
+def as_json(diagnosis: Diagnosis, more: Mapping[str, Any] | None = None) -> str:
+    """The diagnosis as JSON, with `more` keys."""
+    document: Mapping[str, Any] = {
+        "verdict": diagnosis.verdict,
+        "healthy": diagnosis.healthy,
+        "rms_log_ratio": diagnosis.size,
+        "k3_kl": diagnosis.k3,
+        "multiple_of_noise_floor": diagnosis.floor,
+        "tokens": diagnosis.n_tokens,
+        "sequences": diagnosis.n_sequences,
+        "causes": [
+            {
+                "cause": finding.name,
+                "title": finding.cause.title,
+                "certainty": round(finding.certainty, 3),
+                "share_of_squared_log_ratio": round(finding.share, 4),
+                "evidence": dict(finding.seen.numbers),
+                "remedy": remedy.text,
+                "settings": remedy.settings,
+                "preset": _correction(finding, diagnosis.in_effect).get("rollout_correction"),
+            }
+            for finding, remedy in ((finding, remedy_for(diagnosis, finding)) for finding in diagnosis.findings)
+        ],
+        **(more or {}),
+    }
+    return json.dumps(document, indent=2) + "\n"

@@ -1,0 +1,1 @@
+"""Sampled sequences on disk: how they are written and read."""

@@ -1,0 +1,220 @@
+"""The reader of a dump: [`open_dump`] returns everything that its files hold."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from .schema import ADDED, FORMAT, SCHEMA, VERSION
+from .sequences import OF_SEQUENCES, OF_TOKENS, Sequences
+from .writing import files_of
+
+
+_NUMBERS = [*OF_SEQUENCES, *OF_TOKENS, "prompt_ids"]
+_TEXT = ["prompt", "tokens"]  # takes most of the room of a dump
+# Lists with an entry for each token, and columns that may be null
+_PER_TOKEN = [*OF_TOKENS, "tokens", "weights"]
+_NULLABLE = {"prompt", "completion", "weights", "staleness", "prompt_ids", "padding", "again_logps"}
+
+
+class Dump(NamedTuple):
+    """
+    A dump.
+
+    Args:
+        path (`Path`):
+            Folder with the files, or the only file that was read.
+        sequences ([`~trl_rollout_corr.dumps.sequences.Sequences`]):
+            Sequences in order of steps.
+        settings (`dict`):
+            Settings in effect at the last step.
+        about (`dict[str, str]`):
+            Facts about the run, as far as they are known: `model`, `trainer`, `date`, types and adapter.
+        damage (`list[str]`):
+            A sentence about each file that cannot be read.
+    """
+
+    path: Path
+    sequences: Sequences
+    settings: dict[str, Any]
+    about: dict[str, str]
+    damage: list[str]
+
+
+def open_dump(
+    path: str | Path, *, text: bool = False, sampled_only: bool = False, steps: tuple[int, int] | None = None
+) -> Dump:
+    """
+    Read a dump. Damaged files are left out: the other files are still a sample of the run.
+
+    Args:
+        path (`str` or `Path`):
+            Folder of the dump, one of its files, or the folder of a run with a dump in it.
+        text (`bool`, *optional*, defaults to `False`):
+            Whether to read prompts and the text of tokens.
+        sampled_only (`bool`, *optional*, defaults to `False`):
+            Whether to leave out sequences that were chosen because they are the worst.
+        steps (`tuple[int, int]`, *optional*):
+            First and last optimizer step to read. All by default.
+
+    Returns:
+        [`Dump`].
+
+    Raises:
+        `ValueError`: in one line, if there is no dump, no file can be read, a file is of another tool, or no sequence is left.
+    """
+    try:
+        folder = Path(path)
+        found = (find_dump(folder) if folder.is_dir() else None) or folder
+    except OSError as error:
+        raise ValueError(error.strerror) from None
+    table, settings, about, damage = read_table(found, [*_NUMBERS, *(_TEXT if text else ())])
+    if steps is not None:
+        first, last = steps
+        table = table.filter(pc.and_(pc.greater_equal(table["step"], first), pc.less_equal(table["step"], last)))
+        if not table.num_rows:
+            raise ValueError(f"the dump holds no sequences of steps {first} to {last}")
+    if sampled_only:
+        table = table.filter(table["sampled"])
+        if not table.num_rows:
+            raise ValueError(
+                "no sequence was drawn at random (`rollout_dump_sampled`), and the worst ones do not represent the batch; "
+                "take them with --worst"
+            )
+    return Dump(found, _sequences(table), settings, about, damage)
+
+
+def find_dump(folder: Path) -> Path | None:
+    """The dump in a folder: the folder itself, or the folder below it that was written to last; `None` if there is none."""
+    if files_of(folder):
+        return folder
+    below = [path for path in sorted(folder.iterdir()) if path.is_dir() and files_of(path)]
+    return max(below, key=lambda path: files_of(path)[-1].stat().st_mtime_ns, default=None)
+
+
+# From Arrow to numpy ------------------------------------------------------------------------------------------------------
+
+
+def _sequences(table: pa.Table) -> Sequences:
+    lengths = pc.list_value_length(table["mask"]).to_numpy()
+    columns = {name: table[name].to_numpy().astype(dtype) for name, dtype in OF_SEQUENCES.items()}
+    columns |= {name: _end_to_end(table[name], lengths).astype(dtype) for name, dtype in OF_TOKENS.items()}
+    nothing = np.zeros(0, np.int32)
+    prompts = [ids.values.to_numpy() if ids.is_valid else nothing for ids in table["prompt_ids"]]
+    has_text = set(_TEXT) <= set(table.column_names)
+    return Sequences(lengths, columns, prompts, table.select(_TEXT) if has_text else None)
+
+
+def _end_to_end(lists: pa.ChunkedArray, lengths: np.ndarray) -> np.ndarray:
+    """Lists one after the other, with NaN for those that are null."""
+    values = np.concatenate([chunk.flatten().to_numpy(zero_copy_only=False) for chunk in lists.chunks])
+    if not lists.null_count:
+        return values
+    filled = np.full(lengths.sum(), np.nan, np.float32)
+    filled[np.repeat(lists.is_valid().to_numpy().astype(bool), lengths)] = values
+    return filled
+
+
+# Files --------------------------------------------------------------------------------------------------------------------
+
+
+class _Damaged(ValueError):
+    """A file of a dump that cannot be read, as after a crash of the disk."""
+
+
+def read_table(
+    path: str | Path, columns: list[str] | None = None
+) -> tuple[pa.Table, dict[str, Any], dict[str, str], list[str]]:
+    """Columns of a dump in order of steps, its settings, the facts about the run, and a sentence for each damaged file."""
+    path = Path(path)
+    try:
+        files = files_of(path) if path.is_dir() else [path] if path.exists() else None
+    except OSError as error:
+        raise ValueError(error.strerror) from None
+    if files is None:
+        raise ValueError("no such file or folder")
+    if not files:
+        raise ValueError("no dump here: a folder that `rollout_dump_dir` named holds files step-*.parquet")
+    tables, metadata, damage = [], [], []
+    for file in files:
+        try:
+            table, of_file = _read_file(file, columns)
+            tables.append(table)
+            metadata.append(of_file)
+        except _Damaged as error:
+            damage.append(f"{error}. It is left out")
+            if len(damage) == len(files):
+                raise ValueError(str(error)) from None
+    table = pa.concat_tables(tables)
+    if not table.num_rows:
+        raise ValueError("the dump holds no sequences")
+    return table, metadata[-1]["settings"], metadata[0]["about"], damage
+
+
+def _read_file(path: Path, columns: list[str] | None) -> tuple[pa.Table, dict[str, dict[str, Any]]]:
+    try:
+        # not `read_table` of PyArrow, which takes a folder named lr=1e-6 for a column
+        with pq.ParquetFile(path) as file:
+            metadata = _metadata(file.schema_arrow, path.name)
+            table = _filled_in(file.read(columns=columns).replace_schema_metadata(), columns)
+            table.validate(full=True)
+    except (OSError, pa.ArrowException) as error:
+        raise _Damaged(f"{path.name} is damaged or not Parquet: {str(error).splitlines()[0]}") from None
+    if fault := _fault(table):
+        raise _Damaged(f"{path.name} is damaged: {fault}")
+    return table, {key: _json(metadata, key, path.name) for key in ("settings", "about")}
+
+
+def _fault(table: pa.Table) -> str | None:
+    """The mistake in the rows of a file, or `None`."""
+    for name in table.column_names:
+        column = table[name]
+        if column.null_count and name not in _NULLABLE:
+            return f"`{name}` of a row is null"
+        if pa.types.is_list(column.type) and name != "tokens" and pc.list_flatten(column).null_count:
+            return f"`{name}` of a row has an entry that is null"
+    lists = [table[name] for name in _PER_TOKEN if name in table.column_names]
+    lengths = [pc.list_value_length(x).to_numpy() for x in lists]  # NaN for null
+    if any((np.isfinite(x) & (x != lengths[0])).any() for x in lengths):
+        return "a row has lists of different lengths"
+    return None
+
+
+def _metadata(schema: pa.Schema, name: str) -> dict[bytes, bytes]:
+    """Metadata of a file, once it is known to be one of ours."""
+    metadata = schema.metadata or {}
+    version = metadata.get(FORMAT.encode())
+    if version is None:
+        raise ValueError(f"{name} is Parquet, but not of a dump that `rollout_dump_dir` writes")
+    known = {str(number).encode(): number for number in range(1, VERSION + 1)}
+    if version not in known:
+        raise ValueError(
+            f"{name} is of version {version.decode()} of the dump, and this release reads versions up to {VERSION}"
+        )
+    later = {column for number, columns in ADDED.items() if number > known[version] for column in columns}
+    if not schema.equals(pa.schema([column for column in SCHEMA if column.name not in later])):
+        raise ValueError(f"{name} does not have the columns of a dump of version {known[version]}")
+    return metadata
+
+
+def _filled_in(table: pa.Table, columns: list[str] | None) -> pa.Table:
+    """A table with the columns that are asked for, all by default; those that an old version lacks are null."""
+    for column in SCHEMA:
+        if column.name not in table.column_names and (columns is None or column.name in columns):
+            table = table.append_column(column, pa.nulls(table.num_rows, column.type))
+    return table.select(columns or SCHEMA.names)
+
+
+def _json(metadata: Mapping[bytes, bytes], key: str, name: str) -> dict[str, Any]:
+    try:
+        found = json.loads(metadata.get(key.encode(), b"{}"))
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or (key == "about" and not all(isinstance(x, str) for x in found.values())):
+        raise _Damaged(f"{name} is damaged: its metadata `{key}` is not a JSON object of the kind that a run writes")
+    return found

@@ -1,0 +1,84 @@
+"""Rows of a dump, made of the tensors of a batch. Trainers, the diagnosis of the first step and the probe make them here."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+
+Tensors: TypeAlias = Mapping[str, torch.Tensor | None]
+
+# Lists with an entry for each token of the completion
+_LISTS = ("mask", "train_logps", "rollout_logps", "weights", "keep", "coefficients")
+
+
+def on_host(batch: Tensors, chosen: torch.Tensor | None = None) -> Iterator[dict[str, torch.Tensor | None]]:
+    """
+    Take the sequences of a batch apart, on the CPU.
+
+    Args:
+        batch (`Mapping[str, torch.Tensor | None]`):
+            Tensors of shape `(B, ...)`, among them `mask`.
+        chosen (`torch.Tensor` of shape `(K,)`, *optional*):
+            Indices of the sequences to take. All by default.
+
+    Returns:
+        `Iterator[dict]`: the tensors of each sequence, without the first dimension.
+    """
+    tensors = {name: x if x is None or chosen is None else x[chosen] for name, x in batch.items()}
+    tensors = {name: None if x is None else x.cpu() for name, x in tensors.items()}
+    mask = tensors["mask"]
+    for i in range(0 if mask is None else len(mask)):
+        yield {name: None if x is None else x[i] for name, x in tensors.items()}
+
+
+def make_row(
+    sequence: Mapping[str, Any],
+    step: int,
+    *,
+    rank: int = 0,
+    sampled: bool = True,
+    worst: bool = False,
+    decode: Callable[[Sequence[int]], str] | None = None,
+) -> dict[str, Any]:
+    """
+    Make the row of a sequence.
+
+    Args:
+        sequence (`Mapping[str, torch.Tensor | None]`):
+            One sequence of [`on_host`]: TRL's `prompt_ids`, `prompt_mask`, `completion_ids` and `completion_mask`, and by
+            column `mask`, `train_logps`, `rollout_logps`, `weights`, `keep`, `coefficients` and `again_logps` of shape `(T,)`,
+            `reward`, `advantage` and `staleness` of shape `()`.
+        step (`int`):
+            Optimizer steps made when the sequence is trained on.
+        rank (`int`, *optional*, defaults to `0`):
+            Process that has the sequence.
+        sampled, worst (`bool`, *optional*, default to `True` and `False`):
+            Whether the sequence was drawn at random, and whether it is among those with the largest log-ratio.
+        decode (`Callable`, *optional*):
+            Turns token ids into text. Without it, all text is empty.
+
+    Returns:
+        `dict[str, Any]`: numbers, lists and text, with the columns of [`~trl_rollout_corr.dumps.schema.SCHEMA`].
+    """
+    decode = decode or (lambda ids: "")
+    n = int(sequence["completion_mask"].sum())
+    in_prompt, again, age = sequence["prompt_mask"].bool(), sequence["again_logps"], sequence["staleness"]
+    prompt_ids, token_ids = sequence["prompt_ids"][in_prompt].tolist(), sequence["completion_ids"][:n].tolist()
+    return {
+        "step": step,
+        "rank": rank,
+        "sampled": sampled,
+        "worst": worst,
+        "prompt": decode(prompt_ids),
+        "completion": decode(token_ids),
+        "tokens": [decode([token]) for token in token_ids],
+        "token_ids": token_ids,
+        **{name: None if sequence[name] is None else sequence[name][:n].tolist() for name in _LISTS},
+        "reward": sequence["reward"].item(),
+        "advantage": sequence["advantage"].item(),
+        "staleness": None if age is None or age.isnan() else int(age),
+        "prompt_ids": prompt_ids,
+        "padding": int((~in_prompt).sum()),
+        "again_logps": None if again is None or again[:n].isnan().all() else again[:n].tolist(),
+    }

@@ -1,0 +1,189 @@
+"""
+Files of a dump: how they are written, deleted and listed, and the log beside them.
+
+A dump is a folder of Parquet files, one for each optimizer step and process that had something to write. A file appears under
+its name only when it is complete, so that a crash loses at most the file being written.
+"""
+
+import json
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from .schema import FORMAT, SCHEMA, VERSION
+
+
+_LOGS = "logs.jsonl"
+_NAME = re.compile(r"step-(\d+)-rank-(\d+)\.parquet")
+
+
+def write_rows(
+    folder: Path,
+    step: int,
+    rank: int,
+    rows: Sequence[Mapping[str, Any]],
+    settings: Mapping[str, Any],
+    about: Mapping[str, str] | None = None,
+) -> Path:
+    """
+    Write the rows of one step and process.
+
+    Args:
+        folder (`Path`):
+            Folder of the dump; made if it is not there.
+        step (`int`):
+            Optimizer steps made so far.
+        rank (`int`):
+            Process that writes.
+        rows (`Sequence[Mapping]`):
+            Rows, with the columns of `SCHEMA`.
+        settings (`Mapping`):
+            Fields of [`RolloutCorrectionConfig`] in effect.
+        about (`Mapping[str, str]`, *optional*):
+            What the run is: its `model`, `trainer` and `date`.
+
+    Returns:
+        `Path`: the file.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    metadata = {
+        FORMAT: str(VERSION),
+        "settings": json.dumps(plain(settings)),
+        "about": json.dumps(plain(about or {})),
+    }
+    table = pa.Table.from_pylist(list(rows), schema=SCHEMA.with_metadata(metadata))
+    path = folder / f"step-{step:08d}-rank-{rank:05d}.parquet"
+    partial = path.with_suffix(".partial")
+    pq.write_table(table, partial, compression="zstd")
+    os.replace(partial, path)
+    return path
+
+
+def append_log(folder: Path, entry: Mapping[str, Any]):
+    """Add what the trainer logged to the dump, as one line of JSON."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / _LOGS).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(plain(entry)) + "\n")
+
+
+def plain(value: Any, depth: int = 8) -> Any:
+    """
+    A value in types that JSON has, whatever it is: nothing that a user sets or logs may end a run.
+
+    Args:
+        value (`Any`):
+            Mappings and lists are converted item by item, numbers of numpy and torch become Python's, a `torch.dtype` its
+            name as configurations have it (`"float16"`), and everything else its text.
+        depth (`int`, *optional*, defaults to `8`):
+            Levels that are converted. Below them there is text, as something may contain itself.
+
+    Returns:
+        `Any`: what `json.dumps` takes.
+    """
+    if isinstance(value, Enum):
+        value = value.value
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if depth and isinstance(value, Mapping):
+        return {str(key): plain(item, depth - 1) for key, item in value.items()}
+    if depth and isinstance(value, list | tuple | set | frozenset):
+        return [plain(item, depth - 1) for item in value]
+    try:
+        number = value.item()
+    except Exception:  # of any type
+        number = None
+    return number if isinstance(number, bool | int | float) else str(value).removeprefix("torch.")
+
+
+def remove_oldest(folder: Path, max_bytes: float):
+    """
+    Delete the files of the oldest steps until the others fit. The first step stays, to compare with, and the latest.
+
+    Args:
+        folder (`Path`):
+            Folder of the dump.
+        max_bytes (`float`):
+            Bytes that its Parquet files may take.
+    """
+    sizes = {path: _size(path) for path in files_of(folder)}
+    total = sum(sizes.values())
+    steps = sorted({_step(path) for path in sizes})
+    for step in steps[1:-1]:
+        if total <= max_bytes:
+            return
+        for path in [path for path in sizes if _step(path) == step]:
+            total -= sizes[path]
+            path.unlink(missing_ok=True)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:  # a process of another machine, which writes to the same disk, was faster
+        return 0
+
+
+def rewind(folder: Path, step: int, *, logs: bool = True):
+    """
+    Forget what came after a step, because the run goes on from there.
+
+    Args:
+        folder (`Path`):
+            Folder of the dump.
+        step (`int`):
+            Optimizer step of the checkpoint.
+        logs (`bool`, *optional*, defaults to `True`):
+            Rewind the log, too. One process does that.
+    """
+    for path in files_of(folder):
+        if _step(path) > step:
+            path.unlink(missing_ok=True)
+    path = folder / _LOGS
+    if logs and path.exists():
+        kept = [entry for entry in read_logs(folder) if entry["step"] <= step]
+        partial = path.with_suffix(".partial")
+        partial.write_text("".join(json.dumps(entry) + "\n" for entry in kept), encoding="utf-8")
+        os.replace(partial, path)
+
+
+def files_of(folder: Path) -> list[Path]:
+    """Complete files of a dump, in order of steps."""
+    return sorted(path for path in folder.glob("step-*.parquet") if _NAME.fullmatch(path.name))
+
+
+def read_logs(path: Path, on_damage: Callable[[str], object] | None = None) -> list[dict[str, Any]]:
+    """
+    Read what the trainer logged.
+
+    Args:
+        path (`Path`):
+            Folder of the dump.
+        on_damage (`Callable[[str], object]`, *optional*):
+            Told, in a sentence, about a line that a crash has cut short. It is left out.
+
+    Returns:
+        `list[dict]`: entries with a step. Empty if there is no log, or for a single file.
+    """
+    logs, entries = path / _LOGS, []
+    lines = logs.read_text(encoding="utf-8", errors="replace").splitlines() if logs.is_file() else ()
+    for number, line in enumerate(lines, 1):
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError):
+            if on_damage is not None:
+                on_damage(f"{_LOGS} is damaged: line {number} of {len(lines)} is cut short or no JSON, and left out")
+            continue
+        if isinstance(entry, dict) and isinstance(entry.get("step"), int | float):
+            entries.append(entry)
+    return entries
+
+
+def _step(path: Path) -> int:
+    match = _NAME.fullmatch(path.name)
+    return int(match.group(1)) if match else -1

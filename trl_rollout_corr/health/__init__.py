@@ -1,0 +1,1 @@
+"""Rules about logged metrics, and what they find. No torch here."""

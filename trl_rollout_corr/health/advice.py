@@ -1,0 +1,91 @@
+"""
+The correction to advise. Monitor, report, `compare` and `diagnose` ask here, so that all of them give one answer; `README.md`
+and `docs/choosing.md` say the same.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+
+Mode = Literal["decoupled", "ppo_clip", "reinforce"]
+Situation = Literal["healthy", "gap", "growing gap", "broken"]
+
+# Root mean square of the log-ratio, in nats, below which a correction changes nothing (`benchmarks/exact`). The rounding of
+# bfloat16 is larger in most models.
+NEGLIGIBLE = 0.004
+
+# The preset of each mode: one that needs no bounds made of the run's own data. `benchmarks/arena` has the accuracy of each.
+_PRESETS: Mapping[Mode, str] = {
+    "decoupled": "auto",
+    "ppo_clip": "bypass_ppo_clip",
+    "reinforce": "bypass_pg_token_icepop",
+}
+
+
+class Advice(NamedTuple):
+    """
+    Advice on the correction.
+
+    Args:
+        settings (`Mapping[str, Any]`):
+            Settings to change. Empty: leave them as they are.
+        reason (`str`):
+            The reason, in a sentence.
+    """
+
+    settings: Mapping[str, Any]
+    reason: str
+
+    @property
+    def sentence(self) -> str:
+        """The advice in a sentence, as messages have it."""
+        chosen = ", ".join(f"`{name}` to {value}" for name, value in self.settings.items())
+        return f"Set {chosen}." if chosen else f"Leave the correction as it is: {self.reason}"
+
+
+def mode_of(settings: Any) -> Mode:
+    """
+    The mode of a run.
+
+    Args:
+        settings (`Any`):
+            Fields of [`RolloutCorrectionConfig`], as attributes or items. Unknown fields are those of decoupled mode.
+
+    Returns:
+        `str`: `"decoupled"`, or the loss of bypass mode, `"ppo_clip"` or `"reinforce"`.
+    """
+    known = settings if isinstance(settings, Mapping) else getattr(settings, "__dict__", {})
+    bypass = known.get("bypass_mode", str(known.get("rollout_correction") or "").startswith("bypass"))
+    if bypass is not True:
+        return "decoupled"
+    return "reinforce" if known.get("rollout_loss_type") == "reinforce" else "ppo_clip"
+
+
+def advise(mode: Mode, situation: Situation, *, corrects: bool = False, spread: float | None = None) -> Advice:
+    """
+    Advise a correction.
+
+    Args:
+        mode (`str`):
+            Mode of the run, of [`mode_of`]. The advice keeps it.
+        situation (`str`):
+            State of the run: `"healthy"` (no alarm), `"gap"` (trainer and sampler are too far apart), `"growing gap"` (the gap
+            grows in spite of a correction), or `"broken"` (log-probabilities are wrong, which no correction repairs).
+        corrects (`bool`, *optional*, defaults to `False`):
+            Whether the run has a correction.
+        spread (`float`, *optional*):
+            Root mean square of the log-ratio, in nats, if it is known.
+
+    Returns:
+        [`Advice`].
+    """
+    preset = {"rollout_correction": _PRESETS[mode]}
+    if situation == "broken":
+        return Advice({}, "The log-probabilities are wrong, and no correction repairs them. Find the cause first.")
+    if situation == "growing gap":
+        return Advice(preset, "It needs no bounds that fit the data, and data of a growing gap give none.")
+    if spread is not None and spread < NEGLIGIBLE:
+        return Advice({}, f"The log-ratio has a root mean square of {spread:.2g} nats: a correction changes nothing.")
+    if corrects:
+        return Advice({}, "The run has a correction, and its policies are close enough for it.")
+    return Advice(preset, "It has no bounds to choose.")

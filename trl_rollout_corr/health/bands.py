@@ -1,0 +1,27 @@
+"""Healthy bands of metrics, for charts and documents."""
+
+# Healthy band by metric without its prefix: `(lower, upper)`, with `None` for no bound.
+HEALTHY: dict[str, tuple[float | None, float | None]] = {
+    "k3_kl": (None, 0.01),
+    "kl": (-0.1, 0.1),
+    "kl_advantage_positive": (None, 0.03),
+    "chi2_token": (None, 1.0),
+    "chi2_seq": (None, 10.0),
+    "effective_lr": (0.5, 1.5),
+    "nonfinite_fraction": (None, 0.0),
+    "rollout_is_mean": (0.8, 1.2),
+    "rollout_is_std": (None, 1.0),
+    "rollout_is_eff_sample_size": (0.5, None),
+    "rollout_rs_masked_fraction": (None, 0.3),
+    "rollout_is_veto_fraction": (None, 0.1),
+}
+
+
+def in_words(name: str) -> str:
+    """The healthy band of a metric, as documents and reports write it: "below 0.3". Empty if it has none."""
+    low, high = HEALTHY.get(name, (None, None))
+    if low is not None and high is not None:
+        return f"{low:g} to {high:g}"
+    if high is not None:
+        return f"below {high:g}" if high else "0"
+    return f"above {low:g}" if low is not None else ""

@@ -1,0 +1,95 @@
+"""Conditions under which rules apply, and the numbers that they compare where that is not a metric by itself."""
+
+from .windows import Window
+
+
+def sequence_weights(window: Window) -> bool:
+    return window.weights_act and window.setting("rollout_is") == "sequence"
+
+
+def truncates(window: Window) -> bool:
+    return window.weights_act and window.get("rollout_is_oob_ratio") is None
+
+
+def vetoes(window: Window) -> bool:
+    """True if the lower bound of `seq_max_k1` is so low that it rejects broken tokens only."""
+    criteria, bounds = window.setting("rollout_rs"), window.setting("rollout_rs_threshold")
+    if not isinstance(criteria, list) or not isinstance(bounds, list) or len(criteria) != len(bounds):
+        return True
+    bounds = dict(zip(criteria, bounds, strict=True)).get("seq_max_k1")
+    return not isinstance(bounds, list) or bounds[0] <= 0.01
+
+
+def k3_growth(window: Window) -> float | None:
+    """Growth of `k3_kl`; 0 below a few times the gap of bfloat16, where growth has no consequence."""
+    level, factor = window.course.k3.level, window.course.k3.factor
+    if window.gap("k3_kl") is None or level is None or factor is None:
+        return None
+    return factor if level > 0.003 else 0.0
+
+
+# Largest gap of a sampler in low precision, which stays the same during a run, in nats per token
+_LOW_PRECISION = 0.03
+NEGATIVE_KL = -0.1
+
+
+def lasting_gap(window: Window) -> float | None:
+    """
+    `kl` minus the gap of the engines at the start, once the sampler has reached its full staleness. Mostly tokens contribute
+    that became unlikely for the trainer; weights bound the others. Where `k3_kl` is much smaller than `kl`, the mean ratio is
+    not 1: another problem.
+    """
+    kl, k3 = window.gap("kl"), window.gap("k3_kl")
+    if kl is None or k3 is None or not window.course.settled:
+        return None
+    return kl - min(window.course.gap_at_start, _LOW_PRECISION) if k3 > kl / 2 else 0.0
+
+
+# In nats per token: more than the noise of a window where nothing is unlearnt
+_UNLEARNT = 0.005
+
+
+def unlearns(window: Window) -> bool:
+    """
+    True if rewarded tokens became less likely, or it is unknown. If a policy learns from a stale sampler, tokens with a
+    negative advantage become unlikely, which is most of the gap; before a collapse rewarded tokens do too.
+    """
+    return window.course.rewarded_above(_UNLEARNT) is not False
+
+
+def gap_of_rewarded(window: Window) -> float | None:
+    """
+    `kl` where the advantage is positive minus the gap at the start, once the sampler has reached its full staleness. All of
+    the gap at the start is subtracted: dropout or truncated sampling are not learned.
+    """
+    gap = window.gap_of_rewarded()
+    return None if gap is None or not window.course.settled else gap - window.course.gap_at_start
+
+
+def in_step(window: Window) -> bool:
+    """True if the sampler had the trainer's weights."""
+    return window.get("staleness_max") == 0
+
+
+def negative_all_along(window: Window) -> bool:
+    """True if the run is not corrected, or `kl` was negative from the first step."""
+    return not window.corrects or window.course.began_below(NEGATIVE_KL)
+
+
+def bias(window: Window) -> float | None:
+    """
+    Difference of the mean ratio without bounds, `1 + k3_kl - kl`, from 1; 0 where noise in `kl` explains it. The mean ratio is
+    1 for samples of the sampler's policy, whatever the trainer's policy.
+    """
+    kl, k3 = window.get("kl"), window.get("k3_kl")
+    if kl is None or k3 is None:
+        return None
+    return abs(k3 - kl) if abs(k3 - kl) > k3 else 0.0
+
+
+def selection(window: Window) -> float | None:
+    """Rejected share of long completions with a positive advantage; 0 unless it is over three times that of the others."""
+    chosen, others = window.get("rejected/long_positive"), window.get("rejected/others")
+    if chosen is None or others is None:
+        return None
+    return chosen if chosen > 3 * others else 0.0

@@ -1,0 +1,123 @@
+"""The form of a rule, and of the alarm that it raises."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from .windows import Window, windows_of
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """
+    An alarm: something unhealthy.
+
+    Args:
+        rule (`str`):
+            Name of the rule.
+        severity (`str`):
+            `"warning"`, or `"critical"` for what ends or tightens a run if the monitor is told to.
+        key (`str`):
+            Metric that was compared.
+        step (`int`):
+            Optimizer step at which it was raised first.
+        last_step (`int`):
+            Optimizer step at which it held last.
+        value (`float`):
+            Value of the metric when it was raised.
+        seen (`str`):
+            The observation, in one sentence.
+        why (`str`):
+            Why it matters.
+        advice (`str`):
+            The settings to change, or where to look.
+        limit (`str`):
+            The bound that was passed: `"> 0.03"`.
+    """
+
+    rule: str
+    severity: str
+    key: str
+    step: int
+    last_step: int
+    value: float
+    seen: str
+    why: str
+    advice: str
+    limit: str
+
+    @property
+    def in_short(self) -> str:
+        """The observation, and the rule with its bound, in a line."""
+        return f"{self.seen.replace('`', '')} [{self.rule} {self.limit}]"
+
+    def __str__(self) -> str:
+        return f"{self.seen} {self.why} {self.advice}"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """
+    A rule: when a metric is unhealthy, and the message about it.
+
+    Args:
+        name (`str`):
+            Its name.
+        key (`str`):
+            Metric, without prefix.
+        bound (`float`):
+            The metric is unhealthy above it.
+        severity (`str`):
+            `"warning"` or `"critical"`.
+        seen (`str`):
+            The observation; `{value}` and `{bound}` are filled in.
+        why (`str`):
+            Why it matters.
+        advice (`str`):
+            The settings to change. The placeholders of [`Window.numbers`] are filled in.
+        below (`bool`, *optional*, defaults to `False`):
+            The metric is unhealthy below the bound instead.
+        patience (`int`, *optional*, defaults to `3`):
+            Number of windows. It fires if more than half of the latest `patience` windows are unhealthy, with the latest.
+        lasting (`int`, *optional*, defaults to `0`):
+            Number of consecutive unhealthy optimizer steps after which it fires (at least two windows, and at most
+            `patience`); 0: a majority of `patience` windows.
+        applies (`Callable`, *optional*):
+            Whether the rule applies to a [`Window`].
+        measure (`Callable`, *optional*):
+            The number of a [`Window`] in place of the metric.
+        confirmed (`Callable`, *optional*):
+            Second condition on the [`Window`], checked only when the rule holds.
+        covers (`tuple[str]`, *optional*):
+            Rules about the same thing that are silent while this one holds.
+    """
+
+    name: str
+    key: str
+    bound: float
+    severity: str
+    seen: str
+    why: str
+    advice: str
+    below: bool = False
+    patience: int = 3
+    lasting: int = 0
+    applies: Callable[[Window], bool] = lambda window: True
+    measure: Callable[[Window], float | None] | None = None
+    confirmed: Callable[[Window], bool] = lambda window: True
+    covers: tuple[str, ...] = ()
+
+    def holds(self, streak: Sequence[bool], spacing: int) -> bool:
+        """True if it fires after these windows (`True`: unhealthy, the latest last) of `spacing` optimizer steps each."""
+        if not self.lasting:
+            return streak[-1] and sum(streak) > self.patience // 2
+        needed = windows_of(self.lasting, spacing, at_most=self.patience)
+        return len(streak) >= needed and all(streak[-needed:])
+
+    def value(self, window: Window) -> float | None:
+        """The number that is compared, or `None` if the rule does not apply."""
+        if not self.applies(window):
+            return None
+        return self.measure(window) if self.measure else window.get(self.key)
+
+    def unhealthy(self, value: float, bound: float) -> bool:
+        return value < bound if self.below else value > bound

@@ -1,0 +1,235 @@
+"""Logging windows of a run, and its history as the rules see it."""
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..messages import PREFIX
+from .advice import Situation, advise, mode_of
+
+
+def windows_of(steps: int, spacing: int, *, at_most: int) -> int:
+    """Number of windows of `spacing` optimizer steps that cover `steps` of them: at least 2, and `at_most` so many."""
+    return min(at_most, max(2, math.ceil(steps / spacing)))
+
+
+class Growth:
+    """
+    Growth of a metric: the median of the latest windows over the median of the first ones. The very first windows are left
+    out: a sampler that will be some steps behind is not yet so.
+    """
+
+    SKIPPED, COMPARED = 10, 10
+
+    def __init__(self):
+        self.skipped = 0
+        self.first: list[float] = []
+        self.latest: deque[float] = deque(maxlen=self.COMPARED)
+
+    def add(self, value: float, still_rising: bool):
+        """Add a window. It is left out as one of the very first while the age of the samples is `still_rising`."""
+        if self.skipped < self.SKIPPED or (still_rising and not self.first):
+            self.skipped += 1
+        elif len(self.first) < self.COMPARED:
+            self.first.append(value)
+        else:
+            self.latest.append(value)
+
+    @property
+    def level(self) -> float | None:
+        """Median of the latest windows; `None` until there are enough."""
+        return statistics.median(self.latest) if len(self.latest) == self.COMPARED else None
+
+    @property
+    def factor(self) -> float | None:
+        """The level over that early in the run."""
+        return None if self.level is None else self.level / max(statistics.median(self.first), 1e-12)
+
+
+class Course:
+    """
+    The history of a run.
+
+    Attributes:
+        k3 ([`Growth`]):
+            Its `k3_kl`.
+        spacing (`int`):
+            Optimizer steps of the latest window.
+        settled (`bool`):
+            Whether the sampler had reached its full staleness when the latest window began: no completion in it is older than
+            earlier ones, and as many steps as their age have passed.
+    """
+
+    BEGINNING = 3  # windows
+    RECENT, RECENT_STEPS = 5, 15  # windows, or fewer that cover these optimizer steps
+
+    def __init__(self):
+        self.k3 = Growth()
+        self.spacing, self.settled = 1, False
+        self._step, self._oldest = 0, 0.0
+        self._first_kl: list[float] = []
+        self._rewarded: deque[float] = deque(maxlen=self.RECENT)
+
+    def add(self, window: "Window"):
+        """Add a window."""
+        began, staleness = self._step, window.get("staleness_max") or 0.0
+        self.spacing, self._step = max(window.step - began, 1), window.step
+        self.settled = staleness <= min(self._oldest, began)
+        self._oldest = max(self._oldest, staleness)
+        k3, kl = window.gap("k3_kl"), window.gap("kl")
+        if k3 is not None:
+            self.k3.add(k3, still_rising=not self.settled)
+        if kl is not None and len(self._first_kl) < self.BEGINNING:
+            self._first_kl.append(kl)
+        if (rewarded := window.gap_of_rewarded()) is not None:
+            self._rewarded.append(rewarded)
+
+    @property
+    def gap_at_start(self) -> float:
+        """The smallest `kl` of the first windows: the difference of the engines, before any weights are stale."""
+        return max(min(self._first_kl, default=0.0), 0.0)
+
+    def rewarded_above(self, bound: float) -> bool | None:
+        """True if rewarded tokens became less likely since the start in most of the latest windows; `None` if unknown."""
+        number = windows_of(self.RECENT_STEPS, self.spacing, at_most=self.RECENT)
+        latest = list(self._rewarded)[-number:]
+        return 2 * sum(gap - self.gap_at_start > bound for gap in latest) > number if latest else None
+
+    def began_below(self, bound: float) -> bool:
+        """True if `kl` was below a bound in most of the first windows."""
+        return 2 * sum(kl < bound for kl in self._first_kl) > len(self._first_kl)
+
+
+@dataclass
+class Window:
+    """
+    A logging window, with the settings and the history of the run.
+
+    Args:
+        metrics (`Mapping`):
+            The log entry, keys with prefix.
+        settings (`Any`):
+            Fields of [`RolloutCorrectionConfig`], as attributes or items, as far as they are known.
+        course ([`Course`], *optional*):
+            History of the run.
+    """
+
+    metrics: Mapping[str, Any]
+    settings: Any
+    course: Course = field(default_factory=Course)
+
+    def get(self, key: str) -> float | None:
+        """A metric, or `None` if it was not logged or is NaN."""
+        value = self.metrics.get(PREFIX + key)
+        if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+            return None
+        return float(value)
+
+    def setting(self, name: str) -> Any:
+        """A field of the configuration, or `Ellipsis` if it is not known."""
+        if isinstance(self.settings, Mapping):
+            return self.settings.get(name, ...)
+        return getattr(self.settings, name, ...)
+
+    def gap(self, key: str) -> float | None:
+        """
+        `kl` or `k3_kl` to the sampler, in bypass mode without the policy's own updates since the batch was generated; `None`
+        if there are such updates and their size is unknown.
+        """
+        if self.setting("bypass_mode") is not True:
+            return self.get(key)
+        of_the_sampler = self.get(f"engine_{key}")
+        if of_the_sampler is None and self.fresh:
+            return self.get(key)
+        return of_the_sampler
+
+    def gap_of_rewarded(self) -> float | None:
+        """`kl` to the sampler where the advantage is positive; `None` as for [`gap`], or if there is no such token."""
+        return self.get("kl_advantage_positive") if self.fresh else None
+
+    @property
+    def fresh(self) -> bool:
+        """True if ratios are of samples that the policy has not been trained on yet."""
+        return self.setting("bypass_mode") is not True or self.setting("num_iterations") in (..., 1)
+
+    @property
+    def clips(self) -> bool:
+        """True if the loss clips the ratio to the sampler, so that tokens with a large log-ratio have no gradient."""
+        return self.setting("bypass_mode") is True and self.setting("rollout_loss_type") in (..., "ppo_clip")
+
+    @property
+    def corrects(self) -> bool:
+        """True if the loss is corrected. If the settings are unknown: if weights or rejection are logged."""
+        known = self.setting("corrects")
+        if isinstance(known, bool):
+            return known
+        if self.only_measured:
+            return False
+        asked = [self.setting(name) for name in ("rollout_is", "rollout_rs", "bypass_mode")]
+        if ... not in asked or any(value is not ... and value for value in asked):
+            return any(asked)
+        if isinstance(self.setting("rollout_correction"), str):
+            return self.setting("rollout_correction") != "disabled"
+        return any(key.startswith((f"{PREFIX}rollout_is_", f"{PREFIX}rollout_rs_")) for key in self.metrics)
+
+    @property
+    def step(self) -> int:
+        """Optimizer step at which it was logged."""
+        return self.metrics.get("step", 0)
+
+    @property
+    def only_measured(self) -> bool:
+        """True if weights and rejection are only reported."""
+        return self.setting("rollout_metrics_only") is True
+
+    @property
+    def weights_act(self) -> bool:
+        """True if importance weights multiply the gradient, or would without `rollout_metrics_only`."""
+        return not self.clips and self.get("rollout_is_mean") is not None
+
+    def numbers(self) -> dict[str, str]:
+        """
+        Texts for the advice of rules, by placeholder.
+
+        `geometric` and `token` are bounds that keep nearly all completions and tokens of this window: three standard
+        deviations of the mean log-ratio of a completion, which are 3.8 times the mean of its absolute value, and percentiles 1
+        to 99. `correct` and `instead` are sentences on the correction, for a gap and for one that grows in spite of a
+        correction."""
+        size, low, high = (self.get(key) for key in ("log_ppl_abs_diff", "log_ratio_p1", "log_ratio_p99"))
+        geometric = token = "bounds from its spread"
+        if size is not None and 0 < size < 5:
+            length = self.metrics.get("completions/mean_length")
+            tokens = f" at {length:.0f} tokens" if isinstance(length, int | float) else ""
+            words = f"nearly all of its completions, whose mean log-ratio is {size:.2g} in size{tokens}"
+            geometric = f"{_bounds(-3.8 * size, 3.8 * size)} ({words})"
+        if low is not None and high is not None and -3 < low <= high < 3:  # otherwise it is no spread
+            token = f"{_bounds(min(low, 0.0), max(high, 0.0))} (98 percent of its tokens)"
+        return {
+            "geometric": geometric,
+            "token": token,
+            "correct": self._advised("gap"),
+            "instead": self._advised("growing gap"),
+        }
+
+    def _advised(self, situation: Situation) -> str:
+        """The correction to set, in a sentence; empty if there is nothing to change."""
+        if self.only_measured:
+            return "Set `rollout_metrics_only` to False, so that the correction has an effect."
+        advice = advise(mode_of(self.settings), situation, corrects=self.corrects)
+        return advice.sentence if any(self.setting(k) != value for k, value in advice.settings.items()) else ""
+
+
+def _bounds(low: float, high: float) -> str:
+    """Bounds on a ratio from those of its logarithm, widened to two digits of their distance from 1."""
+    digits = max(2, 1 - math.floor(math.log10(max(1 - math.exp(low), 1e-6))))
+    step = 10.0**-digits
+    lower, upper = math.floor(math.exp(low) / step) * step, math.ceil(math.exp(high) / step) * step
+    return f"[{max(lower, 0.0):.{digits}f}, {upper:.{digits}f}]"
+
+
+def is_training_window(entry: Mapping[str, Any]) -> bool:
+    """True if a log entry has metrics of rollout correction in training. Those of an evaluation have another prefix."""
+    return any(key.startswith(PREFIX) and not key.startswith(f"{PREFIX}monitor/") for key in entry)

@@ -1,3 +1,0 @@
-"""Start of every key that is logged."""
-
-PREFIX = "rollout_corr/"

@@ -1,0 +1,1 @@
+"""The diagnosis of a model and its sampler before any training: the command `probe`."""

@@ -1,0 +1,284 @@
+"""
+The process of a probe that has the model: one trainer and one sampler, which begin to train as in the run and stop before the
+first step.
+
+    python -m trl_rollout_corr.probe request.json
+
+It writes a dump of the sampled tokens and one for each counter-experiment, and `answer.json`.
+`trl_rollout_corr/probe/command.py` starts it and reads them.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoTokenizer, TrainerCallback
+from trl import get_peft_config, get_quantization_config
+
+from ..dumps.rows import make_row, on_host
+from ..dumps.writing import write_rows
+from ..messages import warn
+from ..trainers.batch import ROLLOUT_LOGPS
+from ..trainers.engine import serve_line
+from ..trainers.first_step import score_alone
+from ..trainers.run_metadata import settings_in_effect
+from ..trainers.sampler import distorting, neutral
+from ..trainers.script import (
+    INPUT_ERRORS,
+    in_one_line,
+    package_warnings,
+)
+from .configuration import check_server, load, on_cpu, prompts_of, read, shortened
+from .experiments import EXPERIMENTS
+from .rescoring import rescorings
+
+
+# Settings that an experiment removes, from the configuration and from `generation_kwargs`
+_SAMPLING = {
+    "whole_distribution": ("top_p", "top_k", "min_p"),
+    "no_penalty": ("repetition_penalty", "presence_penalty", "frequency_penalty"),
+}
+
+
+class _Prepared(Exception):
+    """Raised when training begins."""
+
+
+class _StopBeforeTraining(TrainerCallback):
+    def on_train_begin(self, args, state, control, **kwargs):
+        raise _Prepared
+
+
+@contextmanager
+def _attached_without_weights(args: Any) -> Iterator[bool]:
+    """
+    Yield whether weights can be pushed. They go to a server through NCCL, which needs a GPU. Without one, keep TRL from
+    refusing: the server samples with its own weights.
+    """
+    if args.vllm_mode != "server" or not on_cpu(args):
+        yield True
+        return
+    from trl.generation.vllm_client import VLLMClient
+
+    warn("Weights are pushed to a server by a GPU, and there is none: it samples with those that it was started with.")
+    before = VLLMClient.init_communicator
+    VLLMClient.init_communicator = lambda *args, **kwargs: None
+    try:
+        yield False
+    finally:
+        VLLMClient.init_communicator = before
+
+
+class Probe:
+    """
+    A trainer before its first step, whose first batch can be sampled and scored several times.
+
+    Args:
+        trainer ([`RolloutCorrectedGRPOTrainer`] or [`RolloutCorrectedRLOOTrainer`]):
+            The trainer, with a sampler. It begins to train here.
+        pushes (`bool`, *optional*, defaults to `True`):
+            Whether its weights are pushed to the sampler, as at the first step of a run.
+        run ([`RolloutCorrectionConfig`], *optional*):
+            Configuration of the run that is probed. That of the trainer by default.
+
+    Attributes:
+        about (`dict[str, str]`):
+            Types in which trainer and sampler compute.
+    """
+
+    def __init__(self, trainer: Any, pushes: bool = True, run: Any = None):
+        self.trainer, self.pushes, self.run = trainer, pushes, run or trainer.args
+        trainer.add_callback(_StopBeforeTraining())
+        with suppress(_Prepared):
+            trainer.train()
+        trainer.model_wrapped.train()
+        trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
+        self.inputs = next(iter(trainer.get_train_dataloader()))
+        head = getattr(getattr(trainer._engine_config, "model_config", None), "head_dtype", None)
+        self.about = {
+            "trainer": type(trainer).__name__,
+            **trainer._metadata(),
+            **({} if head is None else {"sampler_head_dtype": str(head).removeprefix("torch.")}),
+        }
+
+    def sample(self, *, push: bool = True) -> list[dict[str, Any]]:
+        """Sample the first batch, with the trainer's weights or (`push=False`) the sampler's. Returns TRL's batches."""
+        trainer = self.trainer
+        trainer._last_loaded_step = -1 if push and self.pushes else trainer.state.global_step
+        trainer._buffered_inputs = None
+        trainer._prepare_inputs(self.inputs)
+        return trainer._buffered_inputs
+
+    def score(self, batches: list[dict[str, Any]]) -> list[torch.Tensor]:
+        """Score batches as the loss does, `(B, T)` each."""
+        with torch.no_grad(), self.trainer.compute_loss_context_manager():
+            return [self._forward(batch) for batch in batches]
+
+    def _forward(self, batch: dict[str, Any]) -> torch.Tensor:
+        ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+        attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+        n = batch["completion_ids"].shape[1]
+        logps = self.trainer._get_per_token_logps_and_entropies(self.trainer.model_wrapped, ids, attention, n)[0]
+        return logps.float()
+
+    def score_alone(self, batches: list[dict[str, Any]]) -> list[torch.Tensor]:
+        """Score batches one sequence at a time, without padding."""
+        forward = self.trainer._get_per_token_logps_and_entropies
+        with self.trainer.compute_loss_context_manager():
+            return [
+                score_alone(forward, self.trainer.model_wrapped, batch, len(batch["prompt_ids"])) for batch in batches
+            ]
+
+    def write(
+        self,
+        folder: Path,
+        batches: list[dict[str, Any]],
+        logps: list[torch.Tensor],
+        again: list[torch.Tensor] | None = None,
+    ):
+        """Write a dump of scored batches."""
+        rows = [
+            row
+            for i, batch in enumerate(batches)
+            for row in self._rows(batch, logps[i], None if again is None else again[i])
+        ]
+        write_rows(folder, 1, 0, rows, settings_in_effect(self.run), self.about)
+
+    def _rows(self, batch: dict[str, Any], logps: torch.Tensor, again: torch.Tensor | None) -> list[dict[str, Any]]:
+        mask = self.trainer._loss_mask(batch).bool()
+        columns = {
+            **{name: batch[name] for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")},
+            "mask": mask,
+            "train_logps": logps,
+            "rollout_logps": batch[ROLLOUT_LOGPS].float(),
+            "weights": None,
+            "keep": mask,
+            "coefficients": mask.float(),
+            "reward": torch.zeros(len(mask)),
+            "advantage": torch.zeros(len(mask)),
+            "staleness": torch.zeros(len(mask)),
+            "again_logps": again,
+        }
+        return [make_row(sequence, step=1) for sequence in on_host(columns)]
+
+    @contextmanager
+    def sampling_without(self, names: tuple[str, ...]) -> Iterator[None]:
+        """The sampler without settings that distort what it samples."""
+        generation = self.trainer.vllm_generation
+        fields: dict[str, Any] = {name: neutral(name) for name in names if hasattr(generation, name)}
+        fields["generation_kwargs"] = {k: v for k, v in generation.generation_kwargs.items() if k not in names}
+        before = {name: getattr(generation, name) for name in fields}
+        try:
+            for name, value in fields.items():
+                setattr(generation, name, value)
+            yield
+        finally:
+            for name, value in before.items():
+                setattr(generation, name, value)
+
+    def distorts(self, names: tuple[str, ...]) -> bool:
+        """True if any of these settings of the sampler has an effect."""
+        generation = self.trainer.vllm_generation
+        values = {name: getattr(generation, name, None) for name in names}
+        values |= {name: value for name, value in generation.generation_kwargs.items() if name in names}
+        return bool(distorting(values))
+
+
+def run(probe: Probe, output: Path, *, experiments: bool = True) -> dict[str, str]:
+    """
+    Sample and score without a change, and with each change that needs no other engine.
+
+    Args:
+        probe ([`Probe`]):
+            The trainer.
+        output (`Path`):
+            Folder for the dumps: `as_it_is`, and one for each experiment.
+        experiments (`bool`, *optional*, defaults to `True`):
+            Whether to run any.
+
+    Returns:
+        `dict[str, str]`: reasons why experiments were left out, by name.
+    """
+    left_out: dict[str, str] = {}
+    generation = probe.trainer.vllm_generation
+    if experiments and probe.pushes and not getattr(generation, "enable_sleep_mode", False):
+        batches = probe.sample(push=False)
+        probe.write(output / "before_the_push", batches, probe.score(batches))
+    batches = probe.sample()
+    again = probe.score_alone(batches)
+    probe.write(output / "as_it_is", batches, probe.score(batches), again)
+    if not experiments:
+        return left_out
+    probe.write(output / "batch_of_one", batches, again)
+    for name, change in rescorings(probe.trainer, probe.about["trainer_dtype"]).items():
+        try:
+            with change(probe.trainer):
+                probe.write(output / name, batches, probe.score(batches))
+        except torch.OutOfMemoryError:
+            left_out[name] = "There is not enough memory for it."
+    for name, settings in _SAMPLING.items():
+        if probe.distorts(settings):
+            with probe.sampling_without(settings):
+                other = probe.sample()
+                probe.write(output / name, other, probe.score(other))
+    return left_out
+
+
+def build(request: Mapping[str, Any]) -> Probe:
+    """Build the trainer and the sampler of a request."""
+    trainer_class, args, model_args, script_args = read(request)
+    source = {"revision": model_args.model_revision, "trust_remote_code": args.trust_remote_code}
+    load(AutoConfig, request["model"], **source)  # a tokenizer may have no code where the model has
+    tokenizer = load(AutoTokenizer, request["model"], **source, padding_side="left")
+    run, args = args, shortened(args, request["completions"], request["engine"])
+    if args.vllm_mode == "server":
+        check_server(args)
+    from datasets import Dataset
+
+    n = args.per_device_train_batch_size * args.steps_per_generation // args.num_generations
+    prompts = prompts_of(request["prompts"], script_args, tokenizer, n)
+    with _attached_without_weights(args) as pushes:
+        trainer = trainer_class(
+            model=request["model"],
+            reward_funcs=_no_reward,
+            args=args,
+            train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in prompts]),
+            processing_class=tokenizer,
+            quantization_config=get_quantization_config(model_args),
+            peft_config=get_peft_config(model_args),
+        )
+    return Probe(trainer, pushes, run)
+
+
+def _no_reward(completions: list[Any], **kwargs: Any) -> list[float]:
+    return [0.0] * len(completions)
+
+
+def main(path: str):
+    """Carry out a request. Dumps and `answer.json`, with facts and warnings or an error, are written to its folder."""
+    request = json.loads(Path(path).read_text(encoding="utf-8"))
+    output = Path(request["output"])
+    said: list[str] = []
+    answer: dict[str, Any] = {"warnings": said}
+    try:
+        with package_warnings(said.append):
+            answer |= _answer(request, output)
+    except INPUT_ERRORS as error:
+        answer["error"] = in_one_line(error)
+    finally:
+        (output / "answer.json").write_text(json.dumps(answer), encoding="utf-8")
+
+
+def _answer(request: Mapping[str, Any], output: Path) -> dict[str, Any]:
+    probe = build(request)
+    left_out = run(probe, output, experiments=request["experiments"])
+    engines = {name: x.engine for name, (_, x) in EXPERIMENTS.items() if x.on == "engine"}
+    return {
+        "about": probe.about,
+        "left_out": left_out,
+        "mode": probe.trainer.vllm_mode,
+        "servers": {name: serve_line(kwargs, request["model"]) for name, kwargs in engines.items()},
+    }

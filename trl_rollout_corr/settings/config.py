@@ -1,0 +1,408 @@
+"""The configuration, flat fields. Neither TRL nor torch here."""
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from ..messages import SettingError, nearest, warn_idle
+from .criteria import Criterion
+from .fields import DEFAULTS, PARSERS, CorrectionFields, DumpFields, EngineFields, MonitorFields, none_if_null
+from .migrate import from_legacy, from_trl, from_verl
+from .presets import DECIDED, FIRST_METHODS, PRESETS, Preset, settings_of
+from .resolve import (
+    Correction,
+    fill,
+    idle_fields,
+    is_default,
+    read_given,
+    rejection_thresholds,
+    resolve,
+    weight_bounds,
+)
+from .unset import Unset
+
+
+# Dataclasses take the fields of the last base first: `rollout_correction` is the first argument
+@dataclass
+class RolloutCorrectionConfig(DumpFields, MonitorFields, EngineFields, CorrectionFields):
+    r"""
+    Configuration of rollout correction.
+
+    All fields are flat, so that they can be given in Python, in a YAML file, as JSON, or on a command line. Thresholds are
+    numbers and lists of numbers; verl's text form (`"0.6_1.6,2.5"`) is parsed too.
+
+    Args:
+        rollout_correction (`str`, `dict` or `None`, *optional*, defaults to `"decoupled_token_is"`):
+            Name of a preset (see `docs/presets.md`); `None` for no correction. Fields that are set beside it override it.
+            Also the `rollout_correction` section of a verl configuration, or a [`RolloutCorrectionConfig`].
+        rollout_correction_resolved (`str`, *optional*):
+            Set by the configuration itself: the preset that has filled in fields. If `rollout_correction` of a saved or copied
+            configuration is changed, the fields that the user has not set follow the new preset.
+
+        > Importance sampling
+
+        rollout_is (`str` or `None`, *optional*, defaults to `"token"`):
+            Level of the importance weights: `"token"` for `exp(d)`, `"sequence"` for `exp(sum d)`, `"geometric"` for
+            `exp(mean d)`, with `d = logp_train - logp_rollout`. `None` for no weights.
+        rollout_is_threshold (`float` or `list[float]`, *optional*, defaults to `2.0`):
+            A number truncates the weights from above. A pair `[lower, upper]` sets those outside it to 0 (IcePop).
+        rollout_is_clamp (`bool`, *optional*, defaults to `False`):
+            With a pair, raise and lower weights to its bounds instead of setting those outside it to 0.
+        rollout_is_batch_normalize (`bool`, *optional*, defaults to `False`):
+            Divide the weights by their mean over the batch of all ranks (self-normalised importance sampling): over tokens
+            at token level, over sequences otherwise. In decoupled mode the batch is the generation batch, and the old
+            log-probabilities are computed when it is generated. In bypass mode it is the micro-batch of all ranks.
+
+        > Rejection
+
+        rollout_rs (`list[str]`, *optional*):
+            Rejection criteria, each `<scope>_<divergence>` with scope `token`, `seq_sum`, `seq_mean` or `seq_max` and
+            divergence `k1 = -d`, `k2 = d^2/2` or `k3 = exp(d)-1-d`; or of the probabilities of a token: `token_tv` and
+            `token_kl` (DPPO, depend on the sign of the advantage), `token_binary_kl` (KPop). A token is kept if every
+            criterion keeps it.
+        rollout_rs_threshold (`float` or `list`, *optional*):
+            One entry per criterion, or one for all. For k1 a pair of bounds on the ratio, or `u` for `[1/u, u]`; for
+            `token_tv` (below 1) and `token_kl` (in nats) a bound for negative and one for positive advantages, or one for
+            both; else an upper bound in nats.
+        rollout_rs_renormalize (`bool`, *optional*, defaults to `False`):
+            Multiply the loss by valid tokens over kept tokens of the batch of all ranks (same batch as for
+            `rollout_is_batch_normalize`). By default a rejected token adds zero to the loss and stays in TRL's
+            denominators.
+        rollout_rs_exclude_from_baseline (`bool`, *optional*, defaults to `False`):
+            Leave sequences that are rejected as a whole out of the baseline of their group. Costs a forward pass at
+            generation; not available in bypass mode.
+
+        > Mode
+
+        bypass_mode (`bool`, *optional*, defaults to `False`):
+            Use the sampler's log-probabilities instead of those of the old policy, which are not computed.
+        rollout_loss_type (`str`, *optional*, defaults to `"ppo_clip"`):
+            Loss in bypass mode: `"ppo_clip"` clips the ratio to the rollout policy, which is the correction, so that
+            weights are only reported; `"reinforce"` weights the log-likelihood and does not clip.
+        rollout_clip_ratio_c (`float` or `None`, *optional*, defaults to `3.0`):
+            Largest ratio to the sampler with a gradient where the advantage is negative, in bypass mode with `"ppo_clip"`
+            ([dual clip](https://huggingface.co/papers/1912.09729), and verl's default). PPO's own clipping has no bound there.
+            GRPO gets it as TRL's `delta`, unless `delta` is set. `None` for no bound.
+        rollout_metrics_only (`bool`, *optional*, defaults to `False`):
+            Compute and report the correction, and leave the loss alone.
+
+        > Size of the step
+
+        rollout_lr_scaling (`str`, *optional*):
+            `"ess_sqrt"` multiplies the learning rate of each optimizer step by `sqrt(ESS / B)`, the effective sample size of
+            the `B` completions of the step on all ranks over their number. `ESS = (sum w)^2 / sum w^2`, with the unbounded
+            ratios `w = exp(sum d)` of the current policy to the sampler for whole completions
+            ([VCPO](https://huggingface.co/papers/2602.17616)). Longer completions give smaller steps. Not with DeepSpeed.
+            `None` leaves the step alone.
+
+        > Failures of the sampler
+
+        rollout_nan_policy (`str`, *optional*, defaults to `"drop"`):
+            Treatment of a token whose log-ratio is not finite: `"drop"` takes it out of the policy loss and of all
+            statistics, `"raise"` stops the run, `"neutralize"` takes its ratio as 1.
+
+        > The engine
+
+        rollout_engine_kwargs (`dict[str, Any]`, *optional*):
+            Arguments of vLLM's engine that TRL has no field for, such as `{"dtype": "float16"}`,
+            `{"kv_cache_dtype": "auto"}` or `{"hf_overrides": {"head_dtype": "float32"}}`: fields of `vllm.EngineArgs`. For
+            `vllm_mode="colocate"`; for a server, the matching `vllm serve` line is printed.
+
+        > Monitor
+
+        rollout_monitor (`str` or `None`, *optional*, defaults to `"warn"`):
+            Reaction to unhealthy metrics (see `docs/monitoring.md`): `"warn"` reports the finding, its reason and a remedy;
+            `"stop"` also saves a checkpoint and ends training at a serious finding; `"tighten"` instead switches to the preset
+            of `rollout_monitor_preset`. `None` for no monitor.
+        rollout_monitor_preset (`str`, *optional*):
+            Preset that `"tighten"` switches to. It must have the mode (`bypass_mode`, `rollout_loss_type`) of the run.
+        rollout_monitor_bounds (`dict[str, float]`, *optional*):
+            Other bounds of the rules, by name of the rule; `None` switches a rule off.
+
+        > Diagnosis
+
+        rollout_diagnose (`bool`, *optional*, defaults to `False`):
+            Whether to print the cause of the gap at the first optimizer step, as `trl-rollout-corr diagnose` does
+            for a dump (`docs/diagnose.md`). The trainer scores a few sequences a second time, one by one, to measure its own
+            noise. The loss does not change.
+
+        > Dump
+
+        rollout_dump_dir (`str`, *optional*):
+            Folder to write sampled and worst sequences to, as Parquet, for `trl-rollout-corr report` and
+            `compare`. Nothing is written by default.
+        rollout_dump_steps (`int`, *optional*, defaults to `1`):
+            Number of optimizer steps between two dumps.
+        rollout_dump_sampled (`int`, *optional*, defaults to `8`):
+            Number of sequences, drawn at random over all ranks, per dump.
+        rollout_dump_worst (`int`, *optional*, defaults to `8`):
+            Number of sequences with the largest log-ratio of a token, over all ranks, per dump.
+        rollout_dump_max_gb (`float`, *optional*, defaults to `1.0`):
+            Size of the folder in GB above which the oldest steps are deleted.
+
+    Raises:
+        `ValueError`: if the value of a field is refused. The message names the field, the value and a remedy.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        # Python's own error for an unknown argument does not suggest a name
+        known = inspect.signature(cls.__init__).parameters
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+            for name in kwargs.keys() - known:
+                raise TypeError(f"`{name}` is no field of {cls.__name__}.{nearest(name, known)}")
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        explicit = self._fill()
+        self._parse()
+        RolloutCorrectionConfig.check(self)  # of a subclass not all fields are settled yet
+        self._warn_about_idle_fields(explicit)
+        if self.rollout_rs is None:
+            self.rollout_rs_threshold = None
+        self.__dict__["_built"] = True  # what is assigned from now on is parsed, see `__setattr__`
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_built" not in self.__dict__:
+            super().__setattr__(name, value)
+            return
+        before = self.__dict__.get(name)
+        if name in self.__dict__.get("_fixed", ()) and value != before:
+            read = f"but the run read {before!r} at its start"
+            raise SettingError(name, value, read, remedy="Set it before `train()`.")
+        super().__setattr__(name, PARSERS[name](value) if name in PARSERS else value)
+        if name == "rollout_correction":
+            self._fill()
+            self._parse()
+            RolloutCorrectionConfig.check(self)
+        elif name in ("rollout_monitor", "rollout_monitor_preset") and self.rollout_monitor_preset is not None:
+            try:
+                self.check()
+            except ValueError:
+                super().__setattr__(name, before)
+                raise
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_fixed"}  # a copy may be changed
+
+    @contextlib.contextmanager
+    def fixed(self, *names: str) -> Iterator[None]:
+        """Refuse to assign fields during a run that has read them at its start."""
+        self.__dict__["_fixed"] = names
+        try:
+            yield
+        finally:
+            self.__dict__.pop("_fixed", None)
+
+    @classmethod
+    def from_preset(cls, name: Preset | None, **overrides: Any) -> Self:
+        """
+        Build a configuration from a preset.
+
+        Args:
+            name (`str` or `None`):
+                Name of the preset; `None` for no correction.
+            overrides:
+                Further fields of the class; those of rollout correction override the preset.
+
+        Returns:
+            An instance of the class this is called on.
+        """
+        return cls(rollout_correction=name, **overrides)
+
+    @classmethod
+    def from_verl(cls, settings: Mapping[str, Any] | None, **overrides: Any) -> Self:
+        """
+        Build a configuration from the `rollout_correction` section of a verl configuration.
+
+        See [`~trl_rollout_corr.settings.migrate.from_verl`]. `overrides` are further fields of the class.
+        """
+        return cls(**{**from_verl(settings), **overrides})
+
+    @classmethod
+    def from_legacy(cls, settings: Mapping[str, Any], **overrides: Any) -> Self:
+        """
+        Build a configuration from the flat `rollout_is*` keys of verl's first releases.
+
+        See [`~trl_rollout_corr.settings.migrate.from_legacy`]. `overrides` are further fields of the class.
+        """
+        return cls(**{**from_legacy(settings), **overrides})
+
+    @classmethod
+    def from_trl(cls, settings: Mapping[str, Any], **overrides: Any) -> Self:
+        """
+        Build a configuration equivalent to TRL's `vllm_importance_sampling_*` settings.
+
+        See [`~trl_rollout_corr.settings.migrate.from_trl`]. `overrides` are further fields of the class.
+        """
+        return cls(**{**from_trl(settings), **overrides})
+
+    # Resolved settings ------------------------------------------------------------------------------------------------
+
+    @property
+    def correction(self) -> Correction:
+        """Resolved settings of the correction. The fields are parsed once after each change."""
+        given = {name: self.__dict__[name] for name in _OF_CORRECTION}
+        state = repr(given)  # a list may be changed in place
+        found: tuple[str, Correction] | None = self.__dict__.get("_resolved")
+        if found is None or found[0] != state:
+            found = self.__dict__["_resolved"] = state, resolve(given)
+        return found[1]
+
+    @property
+    def corrects(self) -> bool:
+        """`True` if the loss differs from TRL's."""
+        return self.correction.corrects
+
+    @property
+    def applies_weights(self) -> bool:
+        """`True` if the importance weights multiply the policy gradient."""
+        return self.correction.applies_weights
+
+    @property
+    def needs_whole_batch(self) -> bool:
+        """`True` if a factor of the loss depends on the batch of all ranks."""
+        return self.correction.needs_whole_batch
+
+    @property
+    def weight_bounds(self) -> tuple[float | None, float]:
+        """Lower and upper bound of the importance weights; the lower one is `None` for truncation."""
+        return weight_bounds(self.rollout_is_threshold)
+
+    @property
+    def clips_around_sampler(self) -> bool:
+        """`True` if PPO's ratio is the ratio to the sampler, which then is the correction."""
+        return self.correction.clips_around_sampler
+
+    @property
+    def criteria(self) -> tuple[Criterion, ...]:
+        """Rejection criteria, with bounds in units of their statistic."""
+        return self.correction.criteria
+
+    @property
+    def description(self) -> str:
+        """One line about the settings."""
+        parts = self._preset_in_effect()
+        weights = (
+            f"{self.rollout_is} weights {_in_words(self.rollout_is_threshold)}" if self.rollout_is else "no weights"
+        )
+        parts.append(f"{weights} (reported only)" if self.rollout_is and not self.applies_weights else weights)
+        thresholds = rejection_thresholds(self.rollout_rs, self.rollout_rs_threshold)
+        criteria = zip(self.criteria, thresholds, strict=True)
+        parts += [f"{c.name} {_in_words(bound, c.directed)}" for c, bound in criteria] or ["no rejection"]
+        parts.append(f"bypass, {self.rollout_loss_type}" if self.bypass_mode else "decoupled")
+        parts += ["metrics only"] if self.rollout_metrics_only else []
+        return "; ".join(parts)
+
+    def _preset_in_effect(self) -> list[str]:
+        """Name of the preset, if its mode is in effect, and its weights or its rejection."""
+        name = self.rollout_correction
+        if not isinstance(name, str):
+            return []
+        preset = settings_of(name)
+        same = {key for key, value in preset.items() if getattr(self, key) == value}
+        if same == set(preset):
+            return [name]
+        applied = {key for key in ("rollout_is", "rollout_rs", "bypass_mode") if preset[key]}
+        return [f"{name} with changes"] if same >= {"bypass_mode", "rollout_loss_type"} and same & applied else []
+
+    # Construction -----------------------------------------------------------------------------------------------------
+
+    def _fill(self) -> set[str]:
+        """Fill in the fields that the user has not set and the preset decides. Returns the names of the other fields."""
+        name, given = read_given(self.rollout_correction)
+        explicit = {**{key: value for key, value in given.items() if key in DECIDED}, **self._set_by_user()}
+        further = {key: value for key, value in given.items() if key not in DECIDED and is_default(self, key)}
+        names = {"rollout_correction": name, "rollout_correction_resolved": name or "disabled"}
+        self.__dict__.update({**fill(name, explicit), **further, **names})
+        return set(DEFAULTS) - set(DECIDED) | set(explicit)
+
+    def _set_by_user(self) -> dict[str, Any]:
+        """Fields set by the user among those that a preset decides."""
+        values = {key: getattr(self, key) for key in DECIDED}
+        base = none_if_null(self.rollout_correction_resolved)
+        if base is not None and base not in PRESETS:
+            raise SettingError(
+                "rollout_correction_resolved", base, "which the configuration sets itself", remedy="Remove it."
+            )
+        before = {} if base is None else settings_of(base)
+        found = {
+            key: value
+            for key, value in values.items()
+            if not isinstance(value, Unset) and (base is None or value != before[key])
+        }
+        if found.get("rollout_rs_threshold") is None:
+            found.pop("rollout_rs_threshold", None)
+        return found
+
+    def _parse(self) -> None:
+        for name, parse in PARSERS.items():
+            self.__dict__[name] = parse(self.__dict__[name])
+        thresholds = rejection_thresholds(self.rollout_rs, self.rollout_rs_threshold)
+        self.__dict__["rollout_rs_threshold"] = (
+            thresholds if self.rollout_rs else none_if_null(self.rollout_rs_threshold)
+        )
+
+    def check(self, *, warns: bool = False) -> None:
+        """
+        Refuse settings that exclude each other. Called again when training begins, after single fields may have changed.
+
+        Args:
+            warns (`bool`, *optional*, defaults to `False`):
+                Whether to also warn about settings that are probably a mistake.
+
+        Raises:
+            `ValueError`: if two settings exclude each other.
+        """
+        directed = [criterion.name for criterion in self.criteria if criterion.directed]
+        if self.rollout_rs_exclude_from_baseline and directed:
+            reason = (
+                f"but {directed[0]!r} in `rollout_rs` depends on the advantages, which are computed from the baseline"
+            )
+            remedy = "Set it to False, or use criteria that do not depend on them."
+            raise SettingError("rollout_rs_exclude_from_baseline", True, reason, remedy=remedy)
+        if self.rollout_rs_exclude_from_baseline and self.bypass_mode:
+            reason = (
+                "but `bypass_mode` computes no log-probabilities before the rewards are scored, so nothing is known to be "
+                "rejected by then"
+            )
+            raise SettingError("rollout_rs_exclude_from_baseline", True, reason, remedy="Set one of the two to False.")
+        if self.rollout_dump_dir is not None and not self.rollout_dump_sampled + self.rollout_dump_worst:
+            reason = "but `rollout_dump_sampled` and `rollout_dump_worst` are both 0, so nothing would be written"
+            remedy = "Set one of them, or `rollout_dump_dir` to None."
+            raise SettingError("rollout_dump_dir", self.rollout_dump_dir, reason, remedy=remedy)
+
+    def _warn_about_idle_fields(self, explicit: set[str]) -> None:
+        for name, reason in idle_fields(self.__dict__, self.correction).items():
+            if name in explicit:
+                warn_idle(name, getattr(self, name), reason)
+
+
+_OF_CORRECTION = tuple(CorrectionFields.__dataclass_fields__)
+
+
+def _in_words(bound: Any, directed: bool = False) -> str:
+    if not isinstance(bound, list):
+        return f"up to {bound:g}"
+    return f"within {-bound[0]:g}, {bound[1]:g}" if directed else f"in [{bound[0]:g}, {bound[1]:g}]"
+
+
+class _FirstMethod:
+    """Class method of verl's first pull request, on [`RolloutCorrectionConfig`] alone: see [`presets.FIRST_METHODS`]."""
+
+    def __init__(self, name: Preset, fields_of: Callable[..., dict[str, Any]]):
+        self.name, self.fields_of = name, fields_of
+
+    def __get__(self, instance: object, owner: type) -> Callable[..., RolloutCorrectionConfig]:
+        if instance is not None or owner is not RolloutCorrectionConfig:
+            raise AttributeError(f"{owner.__name__!r} has no attribute {self.name!r}")
+        return self.build
+
+    def build(self, *arguments: Any, **options: Any) -> RolloutCorrectionConfig:
+        named = {key: options.pop(key) for key in inspect.signature(self.fields_of).parameters if key in options}
+        return RolloutCorrectionConfig.from_preset(self.name, **{**self.fields_of(*arguments, **named), **options})
+
+
+for _name, _fields_of in FIRST_METHODS.items():
+    setattr(RolloutCorrectionConfig, _name, _FirstMethod(_name, _fields_of))

@@ -1,0 +1,249 @@
+"""Files with settings: YAML and shell scripts, of this package and of other tools. No torch."""
+
+import re
+import shlex
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+import yaml
+
+from ..messages import SelfContainedError, warn
+from .config import RolloutCorrectionConfig
+from .fields import FIELDS
+from .migrate import VERL_KEYS, from_legacy, from_trl, from_verl
+from .presets import PRESETS
+
+
+# Fields in dumps of earlier versions
+_RENAMED = {"rollout_monitor_thresholds": "rollout_monitor_bounds"}
+_REMOVED = ("rollout_compile",)
+# Keys that only the first releases of verl had. A boolean `rollout_is` is theirs, too.
+_LEGACY_ONLY = ("rollout_is_level", "rollout_is_mode", "rollout_is_threshold_lower", "rollout_is_veto_threshold")
+
+
+Key = tuple[str, ...]
+
+_ARGUMENT = re.compile(r"\+{0,2}([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
+
+
+class Document(NamedTuple):
+    """
+    A configuration.
+
+    Args:
+        content (`Any`):
+            Content. Arguments of a shell script are nested mappings of text.
+        lines (`dict[tuple[str, ...], int]`):
+            Line of each key by its path, counted from 1.
+        replaced (`dict[tuple[str, ...], list[int]]`):
+            Earlier lines that set a key to another value, by its path, counted from 1.
+    """
+
+    content: Any
+    lines: dict[Key, int]
+    replaced: dict[Key, list[int]] = {}
+
+    def line(self, *path: str) -> int | None:
+        """Line of a key, or of the nearest key above it with a line."""
+        found = [self.lines[path[:n]] for n in range(len(path), 0, -1) if path[:n] in self.lines]
+        return found[0] if found else None
+
+
+def read_document(file: Path | TextIO) -> Document:
+    """Read a YAML file, or a shell script with arguments such as `algorithm.gamma=1.0`. A `ValueError` has one line."""
+    try:
+        text = file.read_text(encoding="utf-8") if isinstance(file, Path) else file.read()
+        return _from_yaml(text)
+    except OSError as error:
+        raise ValueError(error.strerror) from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not YAML: {error}") from None
+    except yaml.YAMLError as error:
+        script = _from_script(text)
+        if script is None:
+            raise ValueError(f"not YAML: {str(error).splitlines()[0]}") from None
+        return script
+
+
+def _from_yaml(text: str) -> Document:
+    content = yaml.safe_load(text)
+    if isinstance(content, str):
+        return _from_script(text) or Document(content, {})
+    return Document(content, dict(_lines(yaml.compose(text, Loader=yaml.SafeLoader))))
+
+
+def _lines(node: yaml.Node | None, above: Key = ()) -> Iterator[tuple[Key, int]]:
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            path = (*above, str(key.value))
+            yield path, key.start_mark.line + 1
+            yield from _lines(value, path)
+
+
+def _from_script(text: str) -> Document | None:
+    """Arguments of a command and assignments to variables, `None` if there are none."""
+    content: dict[str, Any] = {}
+    lines: dict[Key, int] = {}
+    replaced: dict[Key, list[int]] = {}
+    variables: dict[str, str] = {}
+    for word, line in _words(text):
+        match = _ARGUMENT.fullmatch(word)
+        if match is None:
+            continue
+        name, value = match.group(1), _expand(match.group(2), variables)
+        variables[name] = value
+        if "." not in name and not name.startswith(("rollout_", "bypass_mode", "loss_type")):
+            continue
+        *above, last = name.split(".")
+        section = content
+        for part in above:
+            section = section.setdefault(part, {}) if isinstance(section.get(part, {}), dict) else {}
+        key = (*above, last)
+        if key in lines and section[last] != value:
+            replaced.setdefault(key, []).append(lines[key])
+        section[last] = value
+        lines[key] = line
+    return Document(content, lines, replaced) if content else None
+
+
+def _words(text: str) -> Iterator[tuple[str, int]]:
+    """Words of a script without quotes and comments, with their lines. Lines with unmatched quotes are left out."""
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            for word in shlex.split(line.rstrip().removesuffix("\\"), comments=True):
+                yield word, number
+        except ValueError:
+            continue
+
+
+def _expand(value: str, variables: Mapping[str, str]) -> str:
+    known = re.sub(r"\$\{?(\w+)\}?", lambda match: variables.get(match.group(1), match.group(0)), value)
+    return known.strip("\\'\"")
+
+
+# Settings of other tools ----------------------------------------------------------------------------------------------
+
+
+class Foreign(NamedTuple):
+    """
+    Settings of another tool.
+
+    Args:
+        tool (`str`):
+            Name of the tool.
+        translate (`Callable`):
+            Function that translates them.
+        settings (`Mapping` or `None`):
+            The settings.
+        above (`tuple[str, ...]`):
+            Keys under which they stand.
+        maybe_ours (`bool`, *optional*, defaults to `False`):
+            Whether they may be settings of this package: a section of verl alone has the same names.
+    """
+
+    tool: str
+    translate: Callable[..., dict[str, Any]]
+    settings: Mapping[str, Any] | None
+    above: tuple[str, ...] = ()
+    maybe_ours: bool = False
+
+
+def find_foreign(document: Any) -> Foreign | None:
+    """
+    Find the settings of rollout correction in a configuration of another tool.
+
+    Args:
+        document (`Any`):
+            Content of a file: the whole configuration, or only its part about rollout correction.
+
+    Returns:
+        [`Foreign`] or `None`: the settings, if there are any.
+    """
+    section = document.get("algorithm", document) if isinstance(document, Mapping) else None
+    if not isinstance(section, Mapping):
+        return None
+    above = () if section is document else ("algorithm",)
+    legacy = is_legacy(section)
+    maybe_ours = section is document and not legacy
+    named = section.get("rollout_correction", "")
+    if isinstance(named, Mapping) and is_legacy(named):
+        return Foreign("verl's first releases", from_legacy, named, (*above, "rollout_correction"))
+    if named is None or isinstance(named, Mapping):
+        return Foreign("verl", from_verl, named, (*above, "rollout_correction"), maybe_ours and named is None)
+    if above and named in PRESETS:
+        return Foreign("verl", lambda name: {"rollout_correction": name}, named, (*above, "rollout_correction"))
+    flat = {key: value for key, value in section.items() if str(key).startswith(("rollout_is", "rollout_rs"))}
+    trl = {key: value for key, value in section.items() if str(key).startswith("vllm_importance_sampling_")}
+    if trl:
+        return Foreign("TRL's own correction", from_trl, trl, above, maybe_ours and not FIELDS.isdisjoint(document))
+    if legacy:
+        return Foreign("verl's first releases", from_legacy, flat, above)
+    if flat or not section.keys().isdisjoint(VERL_KEYS):
+        verl = {key: value for key, value in section.items() if key in VERL_KEYS or key in flat}
+        return Foreign("verl", from_verl, verl, above, maybe_ours)
+    return None
+
+
+def is_legacy(section: Mapping[str, Any]) -> bool:
+    """Return `True` for keys of verl's first releases."""
+    boolean = section.get("rollout_is")
+    if isinstance(boolean, str):  # of a shell script
+        boolean = {"true": True, "false": False}.get(boolean.strip().lower(), boolean)
+    return any(key in section for key in _LEGACY_ONLY) or isinstance(boolean, bool)
+
+
+# Settings of this package ---------------------------------------------------------------------------------------------
+
+
+def read_config(path: str) -> RolloutCorrectionConfig:
+    """
+    Read settings of this package from a YAML file, such as a recipe. Other keys are ignored. Errors and warnings name the
+    file.
+    """
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            config = RolloutCorrectionConfig(**_own_fields(read_document(Path(path)).content))
+        except (ValueError, TypeError) as error:
+            raise SelfContainedError(f"{path}: {_in_one_line(error)}") from None
+    for warning in caught:
+        warn(f"{path}: {warning.message}")
+    return config
+
+
+def _own_fields(document: Any) -> dict[str, Any]:
+    if not isinstance(document, Mapping):
+        raise ValueError("no settings, which would be lines such as `rollout_correction: decoupled_token_is`")
+    foreign = find_foreign(document)
+    tool = None if foreign is None or foreign.maybe_ours else foreign.tool
+    if isinstance(document.get("algorithm"), Mapping):  # a whole configuration, whatever is in it
+        tool = "verl"
+    if tool:
+        raise ValueError(f"a configuration of {tool}; translate it with `trl-rollout-corr convert`")
+    unknown = [key for key in document if str(key).startswith("rollout_") and key not in FIELDS]
+    if unknown:
+        raise ValueError(f"`{unknown[0]}` is not a field of rollout correction")
+    fields = {key: value for key, value in document.items() if key in FIELDS}
+    if not fields:
+        raise ValueError("no field of rollout correction in it, such as `rollout_correction`")
+    return fields
+
+
+def config_of_run(settings: Mapping[str, Any], complaint: str) -> RolloutCorrectionConfig:
+    """Configuration of the run that wrote a dump. Errors are a `ValueError` of one line that begins with the complaint."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the run has warned already
+        try:
+            # beside settings of TRL, of which none begins like this
+            ours = {_RENAMED.get(key, key): value for key, value in settings.items() if key not in _REMOVED}
+            return RolloutCorrectionConfig(
+                **{key: value for key, value in ours.items() if key in FIELDS or key.startswith("rollout_")}
+            )
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{complaint}: {_in_one_line(error)}") from None
+
+
+def _in_one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,285 @@
+"""
+Settings of other tools, translated to fields of [`RolloutCorrectionConfig`].
+
+Each function takes a mapping and returns a dictionary of fields. A setting without an exact counterpart gives a warning, and
+one without any counterpart an error. The classmethods `RolloutCorrectionConfig.from_verl`, `.from_legacy` and `.from_trl`
+call them.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..messages import SettingError, warn, warn_idle
+from .criteria import DIRECTED, FIRST_NAMES
+from .thresholds import parse_number, parse_rejection_thresholds, parse_weight_threshold
+
+
+# Fields of verl's typed configuration, of today and of the pull request that introduced it.
+VERL_KEYS = (
+    "rollout_is",
+    "rollout_is_threshold",
+    "rollout_is_batch_normalize",
+    "rollout_rs",
+    "rollout_rs_threshold",
+    "bypass_mode",
+    "loss_type",
+    "rollout_rs_threshold_lower",
+    "rollout_token_veto_threshold",
+    "bypass_old_logprob_for_rollout",
+    "use_pure_rollout_correction",
+)
+# Criteria whose bounds verl applies to the inverse of the ratio. By their first names they bounded the ratio itself.
+_INVERTED = ("token_k1", "seq_sum_k1", "seq_mean_k1")
+
+_LEGACY_KEYS = (
+    "rollout_is_threshold",
+    "rollout_is",
+    "rollout_is_level",
+    "rollout_is_mode",
+    "rollout_is_threshold_lower",
+    "rollout_is_veto_threshold",
+)
+
+
+# Defaults of settings that act only with a threshold
+_LEGACY_DEFAULTS = {
+    "rollout_is_level": "token",
+    "rollout_is_mode": "truncate",
+    "rollout_is_threshold_lower": None,
+    "rollout_is_veto_threshold": None,
+}
+
+_TRL_KEYS = (
+    "vllm_importance_sampling_correction",
+    "vllm_importance_sampling_mode",
+    "vllm_importance_sampling_clip_max",
+    "vllm_importance_sampling_clip_min",
+    "vllm_importance_sampling_cap",
+)
+
+_OFF = {"rollout_correction": "disabled"}
+
+
+def from_verl(settings: Mapping[str, Any] | None) -> dict[str, Any]:
+    """
+    Translate the `rollout_correction` section of a verl configuration.
+
+    Today's keys and those of the pull request that introduced the section (bounds on the ratio, veto, first names of the
+    criteria) are understood; text such as `"null"` and `"true"` is converted. Differences that are handled:
+
+    - verl 0.9.1 applies the bounds of `*_k1` criteria to the inverse of the ratio. Bounds that are not reciprocal are
+      inverted here, with a warning, so that a ported run rejects the same tokens. Bounds that verl does not have
+      (of `seq_max_k1`, `token_tv`, `token_kl` and `token_binary_kl`, and a lower bound of 0) mean what they mean here.
+    - verl accepts `rollout_is` without a threshold and then computes no weights. So does the translation, with a warning.
+    - A missing `rollout_is` is None, as in verl's YAML defaults.
+
+    Args:
+        settings (`Mapping[str, Any]` or `None`):
+            The section. `None` turns correction off.
+
+    Returns:
+        `dict[str, Any]`: fields of [`RolloutCorrectionConfig`].
+
+    Raises:
+        `ValueError`: if a key is unknown or a value cannot be translated.
+    """
+    if settings is None:
+        return dict(_OFF)
+    settings = {key: _plain(value) for key, value in settings.items() if key != "_target_"}
+    _check_keys(settings, VERL_KEYS, "a verl `rollout_correction` section")
+    fields = {**_verl_weights(settings), **_verl_rejection(settings)}
+    pure, loss = settings.get("use_pure_rollout_correction"), settings.get("loss_type", "ppo_clip")
+    if settings.get("bypass_mode") or settings.get("bypass_old_logprob_for_rollout"):
+        return {**fields, "bypass_mode": True, "rollout_loss_type": "reinforce" if pure else loss}
+    if pure:
+        warn_idle("use_pure_rollout_correction", pure, "`bypass_old_logprob_for_rollout` is False")
+    if loss not in ("ppo_clip", None):
+        warn_idle("loss_type", loss, "`bypass_mode` is False")
+    return fields
+
+
+def _verl_weights(settings: dict[str, Any]) -> dict[str, Any]:
+    level, threshold = settings.get("rollout_is"), settings.get("rollout_is_threshold", 2.0)
+    normalize = {"rollout_is_batch_normalize": True} if settings.get("rollout_is_batch_normalize") else {}
+    if level is not None and threshold is not None:
+        return {"rollout_is": level, "rollout_is_threshold": parse_weight_threshold(threshold), **normalize}
+    idle: dict[str, Any] = {**normalize}
+    if level is not None:
+        message = "`rollout_is_threshold` is null, which makes verl compute no weights: `rollout_is` is set to None."
+        warn(message, "rollout_is_threshold")
+    elif threshold not in (None, 2.0, "2.0") or ("rollout_is" not in settings and "rollout_is_threshold" in settings):
+        idle["rollout_is_threshold"] = threshold  # verl's YAML defaults have 2.0 with a level of null
+    for name, value in idle.items():
+        warn_idle(name, value, "`rollout_is` is None")
+    return {"rollout_is": None}
+
+
+def _verl_rejection(settings: dict[str, Any]) -> dict[str, Any]:
+    names = settings.get("rollout_rs")
+    criteria: list[str] = []
+    thresholds: list[Any] = []
+    if names is not None:
+        names = names.strip("[]").split(",") if isinstance(names, str) else names
+        names = list(dict.fromkeys(name.strip(" '\"") for name in names if name.strip()))  # verl drops repeated names
+        criteria = [FIRST_NAMES.get(name, name) for name in names]
+        thresholds = _verl_thresholds(settings, names, criteria)
+    for name in ("rollout_rs_threshold", "rollout_rs_threshold_lower"):
+        if names is None and settings.get(name) is not None:
+            warn_idle(name, settings[name], "`rollout_rs` is not set")
+    if settings.get("rollout_token_veto_threshold") is not None:
+        criteria, thresholds = _add_veto(criteria, thresholds, settings, "rollout_token_veto_threshold")
+    return {"rollout_rs": criteria, "rollout_rs_threshold": thresholds} if criteria else {}
+
+
+def _verl_thresholds(settings: dict[str, Any], names: list[str], criteria: list[str]) -> list[Any]:
+    threshold, lower = settings.get("rollout_rs_threshold"), settings.get("rollout_rs_threshold_lower")
+    if threshold is None:
+        remedy = "verl refuses this as well; set the threshold."
+        raise SettingError("rollout_rs", criteria, "but `rollout_rs_threshold` is not set", remedy=remedy)
+    if lower is not None:
+        if directed := [name for name in criteria if name.removeprefix("token_") in DIRECTED]:
+            reason = f"a lower bound on the ratio, and {directed[0]!r} has none"
+            remedy = "Write a pair into `rollout_rs_threshold`: a bound for negative and one for positive advantages."
+            raise SettingError("rollout_rs_threshold_lower", lower, reason, remedy=remedy)
+        return parse_rejection_thresholds([[lower, threshold]], criteria)
+    entries = parse_rejection_thresholds(threshold, criteria)
+    return [_inverted(entry, name) if name in _INVERTED else entry for entry, name in zip(entries, names, strict=True)]
+
+
+def _inverted(bounds: Any, name: str) -> list[float]:
+    """Turn bounds on the inverse of the ratio into bounds on the ratio that keep the same tokens."""
+    lower, upper = bounds
+    if lower == 0 or abs(lower * upper - 1) < 1e-9:  # verl refuses a lower bound of 0, so such bounds are on the ratio
+        return [lower, upper]
+    inverted = [1 / upper, 1 / lower]
+    warn(
+        f"verl applies the bounds of `{name}` to the inverse of the ratio: [{lower:g}, {upper:g}] there keeps ratios in "
+        f"[{inverted[0]:.6g}, {inverted[1]:.6g}], and that is what the translated configuration says. If you meant ratios in "
+        f"[{lower:g}, {upper:g}], set `rollout_rs_threshold` to that.",
+        "rollout_rs_threshold",
+    )
+    return inverted
+
+
+def from_legacy(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """
+    Translate the flat `rollout_is*` keys of verl's first releases.
+
+    | key | default |
+    | --- | --- |
+    | `rollout_is_threshold` | None: everything off |
+    | `rollout_is` | False: compute and report, apply nothing |
+    | `rollout_is_level` | `"token"`, also `"sequence"`, `"geometric"` |
+    | `rollout_is_mode` | `"truncate"`; `"mask"` (for two weeks `"clip"`) rejects outside `[lower, upper]` |
+    | `rollout_is_threshold_lower` | 1 / upper; acts in mask mode only |
+    | `rollout_is_veto_threshold` | None; a sequence with a token of lower ratio is dropped |
+
+    Early releases set weights outside the bounds to 0 and later ones removed the tokens from the mask. With TRL's
+    denominators, which a rejected token does not leave, the two are the same. The veto was on by default (1e-4) in the
+    first releases: set it, if the run to port relied on that.
+
+    Args:
+        settings (`Mapping[str, Any]`):
+            The keys.
+
+    Returns:
+        `dict[str, Any]`: fields of [`RolloutCorrectionConfig`].
+
+    Raises:
+        `ValueError`: if a key is unknown or a value cannot be translated.
+    """
+    settings = {key: _plain(value) for key, value in settings.items()}
+    _check_keys(settings, _LEGACY_KEYS, "the legacy `rollout_is` keys")
+    upper, lower = settings.get("rollout_is_threshold"), settings.get("rollout_is_threshold_lower")
+    if upper is None:
+        if settings.get("rollout_is"):
+            warn(
+                "`rollout_is` is true but `rollout_is_threshold` is missing, which switched everything off in verl, and here "
+                "too. For token weights set `rollout_correction` to decoupled_token_is.",
+                "rollout_is",
+            )
+        for name, default in _LEGACY_DEFAULTS.items():
+            if (value := settings.get(name, default)) != default:
+                warn_idle(name, value, "`rollout_is_threshold` is None")
+        return dict(_OFF)
+    upper = parse_number(upper, "rollout_is_threshold")
+    level, mode = settings.get("rollout_is_level", "token"), settings.get("rollout_is_mode", "truncate")
+    if level not in FIRST_NAMES:
+        raise SettingError("rollout_is_level", level, allowed=f"one of {', '.join(FIRST_NAMES)}")
+    criteria, thresholds = [], []
+    if mode in ("mask", "clip"):
+        criteria = [FIRST_NAMES[level]]
+        thresholds = parse_rejection_thresholds([[1 / upper if lower is None else lower, upper]], criteria)
+    elif mode != "truncate":
+        raise SettingError("rollout_is_mode", mode, allowed="'truncate', 'mask' or 'clip'")
+    elif lower is not None:
+        message = (
+            f"`rollout_is_threshold_lower` is {lower} but never acted on the weights in mode 'truncate': dropped."
+        )
+        warn(message, "rollout_is_threshold_lower")
+    if settings.get("rollout_is_veto_threshold") is not None:
+        criteria, thresholds = _add_veto(criteria, thresholds, settings, "rollout_is_veto_threshold")
+    fields = {"rollout_is": level, "rollout_is_threshold": parse_weight_threshold(upper)}
+    if criteria:
+        fields.update(rollout_rs=criteria, rollout_rs_threshold=thresholds)
+    if not settings.get("rollout_is", False):
+        fields["rollout_metrics_only"] = True
+    return fields
+
+
+def from_trl(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """
+    Translate TRL's `vllm_importance_sampling_*` settings of `GRPOConfig`; missing ones have TRL's defaults.
+
+    The `truncate` modes become a truncation bound, or with `clip_min` a pair that weights are clamped to. The `mask` modes
+    set weights outside the bounds to 0 and keep the others, which is IcePop. TRL takes the ratio of a token without a
+    log-probability as 1, hence `rollout_nan_policy`.
+
+    Args:
+        settings (`Mapping[str, Any]`):
+            The settings.
+
+    Returns:
+        `dict[str, Any]`: fields of [`RolloutCorrectionConfig`].
+
+    Raises:
+        `ValueError`: if a key is unknown or a value cannot be translated.
+    """
+    settings = {key: _plain(value) for key, value in settings.items()}
+    _check_keys(settings, _TRL_KEYS, "TRL's `vllm_importance_sampling_*` settings")
+    if not settings.get("vllm_importance_sampling_correction", True):
+        return dict(_OFF)
+    mode = settings.get("vllm_importance_sampling_mode", "sequence_mask")
+    upper = settings.get("vllm_importance_sampling_cap") or settings.get("vllm_importance_sampling_clip_max", 3.0)
+    lower = settings.get("vllm_importance_sampling_clip_min")
+    level, _, bounding = str(mode).partition("_")
+    if level not in ("token", "sequence") or bounding not in ("truncate", "mask"):
+        allowed = "token_truncate, token_mask, sequence_truncate or sequence_mask"
+        raise SettingError("vllm_importance_sampling_mode", mode, allowed=allowed)
+    upper = float("inf") if upper is None else upper
+    fields = {"rollout_is": level, "rollout_is_threshold": parse_weight_threshold(upper)}
+    fields["rollout_nan_policy"] = "neutralize"
+    if bounding == "mask":
+        return {**fields, "rollout_is_threshold": parse_weight_threshold([lower or 0.0, upper])}
+    if lower is not None:
+        return {**fields, "rollout_is_threshold": parse_weight_threshold([lower, upper]), "rollout_is_clamp": True}
+    return fields
+
+
+def _add_veto(criteria: list[str], thresholds: list, settings: Mapping[str, Any], name: str) -> tuple[list[str], list]:
+    """Reject a sequence if the ratio of any of its tokens is below the threshold of a name."""
+    lower = parse_number(settings[name], name)
+    return [*criteria, "seq_max_k1"], [*thresholds, [lower, float("inf")]]
+
+
+def _check_keys(settings: Mapping[str, Any], known: tuple[str, ...], what: str) -> None:
+    unknown = sorted(set(settings) - set(known))
+    if unknown:
+        key, remedy = unknown[0], f"Known keys: {', '.join(known)}."
+        raise SettingError(key, settings[key], f"which does not belong to {what}", remedy=remedy)
+
+
+def _plain(value: Any) -> Any:
+    """Turn the text `"null"`, `"true"` or `"false"` of a shell script into its value."""
+    words = {"null": None, "none": None, "true": True, "false": False}
+    return words.get(value.strip().lower(), value) if isinstance(value, str) else value

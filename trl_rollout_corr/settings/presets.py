@@ -1,0 +1,236 @@
+"""
+Presets, as data: a name, and the fields that differ from the defaults.
+
+First table: presets of verl 0.9.1. Second table: the ten presets of the pull request that introduced rollout correction to
+verl, in today's fields; their `veto` is the criterion `seq_max_k1` with bounds `[1e-4, inf]`. Third table: later methods.
+"""
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any, Literal
+
+
+if TYPE_CHECKING:  # see `criteria`
+    Preset = Literal[
+        "decoupled_token_is",
+        "decoupled_seq_is",
+        "decoupled_token_icepop",
+        "decoupled_seq_is_rs",
+        "decoupled_geo_rs",
+        "decoupled_geo_rs_seq_tis",
+        "decoupled_geo_rs_token_tis",
+        "decoupled_k3_rs",
+        "decoupled_k3_rs_seq_tis",
+        "decoupled_k3_rs_token_tis",
+        "bypass_ppo_clip",
+        "bypass_ppo_clip_geo_rs",
+        "bypass_ppo_clip_k3_rs",
+        "bypass_pg_is",
+        "bypass_pg_token_icepop",
+        "bypass_pg_geo_rs",
+        "bypass_pg_geo_rs_seq_tis",
+        "bypass_pg_geo_rs_token_tis",
+        "disabled",
+        "token_is",
+        "token_tis",
+        "seq_is",
+        "seq_is_rs",
+        "seq_mis",
+        "geo_rs",
+        "geo_mis",
+        "ppo_is_bypass",
+        "pure_is",
+        "bypass_dppo_tv",
+        "bypass_dppo_kl",
+        "decoupled_kpop",
+        "decoupled_intellect3",
+        "auto",
+    ]
+else:
+    Preset = str
+
+
+# Rejection by the geometric mean of the ratio: a 0.1 percent drift per token, summed over 1000 tokens, is a factor of e.
+_GEO_RS = {"rollout_rs": ["seq_mean_k1"], "rollout_rs_threshold": [[0.999, 1.001]]}
+# Rejection by the mean k3 estimate of the KL divergence, in nats per token.
+_K3_RS = {"rollout_rs": ["seq_mean_k3"], "rollout_rs_threshold": [0.01]}
+_NO_IS = {"rollout_is": None}
+_TOKEN_TIS = {"rollout_is": "token", "rollout_is_threshold": 2.0}
+_SEQ_TIS = {"rollout_is": "sequence", "rollout_is_threshold": 2.0}
+_TOKEN_ICEPOP = {"rollout_is": "token", "rollout_is_threshold": [0.5, 5.0]}
+_PPO_CLIP = {"bypass_mode": True, "rollout_loss_type": "ppo_clip"}
+_REINFORCE = {"bypass_mode": True, "rollout_loss_type": "reinforce"}
+# Off-policy REINFORCE within a trust region; the bound on the ratio is only against overflow
+_DPPO = {"rollout_is": "token", "rollout_is_threshold": 20.0, **_REINFORCE}
+
+_VETO = ("seq_max_k1", [1e-4, float("inf")])
+
+VERL_PRESETS: dict[Preset, dict[str, Any]] = {
+    # Biased, low variance: the safe start.
+    "decoupled_token_is": _TOKEN_TIS,
+    # Unbiased up to the cap; its variance grows with length.
+    "decoupled_seq_is": _SEQ_TIS,
+    # Drops tokens the two engines disagree on instead of capping them.
+    "decoupled_token_icepop": _TOKEN_ICEPOP,
+    # Sequence weights, and sequences beyond [0.5, 2] go.
+    "decoupled_seq_is_rs": {**_SEQ_TIS, "rollout_rs": ["seq_sum_k1"], "rollout_rs_threshold": [[0.5, 2.0]]},
+    # Length-neutral rejection alone.
+    "decoupled_geo_rs": {**_NO_IS, **_GEO_RS},
+    "decoupled_geo_rs_seq_tis": {**_SEQ_TIS, **_GEO_RS},
+    "decoupled_geo_rs_token_tis": {**_TOKEN_TIS, **_GEO_RS},
+    "decoupled_k3_rs": {**_NO_IS, **_K3_RS},
+    "decoupled_k3_rs_seq_tis": {**_SEQ_TIS, **_K3_RS},
+    "decoupled_k3_rs_token_tis": {**_TOKEN_TIS, **_K3_RS},
+    # PPO clipped around the sampler: the ratio itself is the correction.
+    "bypass_ppo_clip": {**_NO_IS, **_PPO_CLIP},
+    "bypass_ppo_clip_geo_rs": {**_NO_IS, **_PPO_CLIP, **_GEO_RS},
+    "bypass_ppo_clip_k3_rs": {**_NO_IS, **_PPO_CLIP, **_K3_RS},
+    # Off-policy REINFORCE: explicit weights, no clipping.
+    "bypass_pg_is": {**_SEQ_TIS, **_REINFORCE},
+    "bypass_pg_token_icepop": {**_TOKEN_ICEPOP, **_REINFORCE},
+    "bypass_pg_geo_rs": {**_NO_IS, **_REINFORCE, **_GEO_RS},
+    "bypass_pg_geo_rs_seq_tis": {**_SEQ_TIS, **_REINFORCE, **_GEO_RS},
+    "bypass_pg_geo_rs_token_tis": {**_TOKEN_TIS, **_REINFORCE, **_GEO_RS},
+    # Measures, corrects nothing: loss and gradients are TRL's.
+    "disabled": _NO_IS,
+}
+
+ORIGINAL_PRESETS: dict[Preset, dict[str, Any]] = {
+    "token_is": _TOKEN_TIS,
+    "token_tis": _TOKEN_TIS,
+    "seq_is": _SEQ_TIS,
+    "seq_is_rs": VERL_PRESETS["decoupled_seq_is_rs"],
+    # Only a product above 2 is rejected.
+    "seq_mis": {**_SEQ_TIS, "rollout_rs": ["seq_sum_k1"], "rollout_rs_threshold": [[0.0, 2.0]]},
+    # The lower bound was the reciprocal of the upper one.
+    "geo_rs": {
+        **_NO_IS,
+        "rollout_rs": ["seq_mean_k1", _VETO[0]],
+        "rollout_rs_threshold": [[1 / 1.001, 1.001], _VETO[1]],
+    },
+    "geo_mis": {
+        **_NO_IS,
+        "rollout_rs": ["seq_mean_k1", _VETO[0]],
+        "rollout_rs_threshold": [[0.999, 1.001], _VETO[1]],
+    },
+    # The token weights are only reported: PPO clipping around the sampler is the correction.
+    "ppo_is_bypass": {**_TOKEN_TIS, **_PPO_CLIP},
+    "pure_is": VERL_PRESETS["bypass_pg_is"],
+    "disabled": _NO_IS,
+}
+
+# Trust regions on probabilities instead of ratios, and settings that two labs trained with. Thresholds are as published.
+TRUST_REGION_PRESETS: dict[Preset, dict[str, Any]] = {
+    # DPPO (https://huggingface.co/papers/2602.04879): bounds of prime-rl, SkyRL and verl, whose ratio is truncated at 20.
+    "bypass_dppo_tv": {**_DPPO, "rollout_rs": ["token_tv"], "rollout_rs_threshold": [[0.2, 0.2]]},
+    "bypass_dppo_kl": {**_DPPO, "rollout_rs": ["token_kl"], "rollout_rs_threshold": [[0.05, 0.05]]},
+    # KPop (https://ringtech.notion.site/kpop), as in AReaL: the weights of kept tokens have no bound.
+    "decoupled_kpop": {
+        "rollout_is": "token",
+        "rollout_is_threshold": float("inf"),
+        "rollout_rs": ["token_binary_kl"],
+        "rollout_rs_threshold": [0.1],
+    },
+    # INTELLECT-3 (https://huggingface.co/papers/2512.16144): IcePop, and no rollout with a token of a ratio below 1e-5.
+    "decoupled_intellect3": {
+        **_TOKEN_ICEPOP,
+        "rollout_rs": ["seq_max_k1"],
+        "rollout_rs_threshold": [[1e-5, float("inf")]],
+    },
+}
+
+# One setting for every gap and length: its bounds are on the probability of a token, which has the same unit in every task and
+# for every sampler. Chosen on some tasks and judged on others, see `benchmarks/arena`.
+AUTO_PRESETS: dict[Preset, dict[str, Any]] = {
+    "auto": {
+        # Truncated importance sampling (https://fengyao.notion.site/off-policy-rl), with verl's cap.
+        **_TOKEN_TIS,
+        "rollout_rs": ["token_tv", "token_k1"],
+        "rollout_rs_threshold": [
+            # DPPO's trust region and bounds: a probability that has changed by more than 0.2 is not pushed further.
+            [0.2, 0.2],
+            # IcePop's upper bound on the ratio, for broken log-probabilities. No lower bound: small ratios already have small
+            # weights, and rejecting their tokens stopped stale policies from recovering.
+            [0.0, 5.0],
+        ],
+    },
+}
+
+PRESETS: dict[Preset, dict[str, Any]] = {
+    **VERL_PRESETS,
+    **ORIGINAL_PRESETS,
+    **TRUST_REGION_PRESETS,
+    **AUTO_PRESETS,
+}
+
+# The preset of a run that names none.
+DEFAULT: Preset = "decoupled_token_is"
+
+# Fields that a preset decides, with the values for those missing in its row.
+_BASE: dict[str, Any] = {
+    **_TOKEN_TIS,
+    "rollout_rs": None,
+    "rollout_rs_threshold": None,
+    "bypass_mode": False,
+    "rollout_loss_type": "ppo_clip",
+}
+
+
+def settings_of(preset: Preset | None) -> dict[str, Any]:
+    """Values of all fields that a preset decides, as a copy. `None` is no correction."""
+    return deepcopy({**_BASE, **PRESETS[preset or "disabled"]})
+
+
+DECIDED = tuple(_BASE)
+
+
+# Methods of verl's first pull request -----------------------------------------------------------------------------------
+
+
+def _weights(threshold: float = 2.0) -> dict[str, Any]:
+    return {"rollout_is_threshold": threshold}
+
+
+def _ratio_bounds(upper: float, lower: float | None) -> list[float]:
+    return [1 / upper if lower is None else lower, upper]
+
+
+def _seq_is_rs(
+    is_threshold: float = 2.0, rs_threshold: float = 2.0, rs_threshold_lower: float | None = None
+) -> dict[str, Any]:
+    bounds = _ratio_bounds(rs_threshold, rs_threshold_lower)
+    return {"rollout_is_threshold": is_threshold, "rollout_rs_threshold": [bounds]}
+
+
+def _seq_mis(threshold: float = 2.0) -> dict[str, Any]:
+    return {"rollout_is_threshold": threshold, "rollout_rs_threshold": [[0.0, threshold]]}
+
+
+def _geo_rs(
+    rs_threshold: float = 1.001, rs_threshold_lower: float | None = None, veto_threshold: float | None = 1e-4
+) -> dict[str, Any]:
+    bounds = _ratio_bounds(rs_threshold, rs_threshold_lower)
+    if veto_threshold is None:
+        return {"rollout_rs": ["seq_mean_k1"], "rollout_rs_threshold": [bounds]}
+    return {"rollout_rs_threshold": [bounds, [veto_threshold, float("inf")]]}
+
+
+def _geo_mis(
+    rs_threshold: float = 1.001, rs_threshold_lower: float = 0.999, veto_threshold: float | None = 1e-4
+) -> dict[str, Any]:
+    return _geo_rs(rs_threshold, rs_threshold_lower, veto_threshold)
+
+
+# Class methods of verl's configuration in that pull request: fields of the preset of the same name, from their arguments
+FIRST_METHODS: dict[Preset, Callable[..., dict[str, Any]]] = {
+    "token_is": _weights,
+    "token_tis": _weights,
+    "seq_is": _weights,
+    "seq_is_rs": _seq_is_rs,
+    "seq_mis": _seq_mis,
+    "geo_rs": _geo_rs,
+    "geo_mis": _geo_mis,
+    "ppo_is_bypass": _weights,
+    "pure_is": _weights,
+    "disabled": lambda: {},
+}

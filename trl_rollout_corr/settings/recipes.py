@@ -1,0 +1,40 @@
+"""Recipes and examples that the installed package contains."""
+
+import shutil
+from pathlib import Path
+
+
+_PACKAGE = Path(__file__).parents[1]
+_PARTS = ("recipes", "examples")
+
+
+def source() -> Path:
+    """Folder of recipes and examples: inside the package if it is installed from a wheel, else the root of the checkout."""
+    return next(folder for folder in (_PACKAGE / "shipped", _PACKAGE.parent) if (folder / "recipes").is_dir())
+
+
+def write_recipes(folder: str | Path) -> str:
+    """
+    Write `recipes/` and `examples/` into a folder. The commands of the documents work there unchanged.
+
+    Args:
+        folder (`str` or `Path`):
+            The folder. It is created if it does not exist.
+
+    Returns:
+        `str`: message about the files, and the command to run next.
+
+    Raises:
+        `ValueError`: if the folder has `recipes` or `examples` already.
+    """
+    folder = Path(folder)
+    if found := [part for part in _PARTS if (folder / part).exists()]:
+        raise ValueError(f"has {' and '.join(found)} already, which would be overwritten. Name another folder.")
+    for part in _PARTS:
+        shutil.copytree(source() / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+    count = len(list(folder.glob("recipes/*/*.yaml")))
+    return (
+        f"Wrote {count} recipes and configurations to {folder / 'recipes'}, and scripts for them to {folder / 'examples'}.\n"
+        f"Next:\n    cd {folder}\n    accelerate launch --config_file recipes/accelerate/cpu.yaml examples/grpo.py "
+        "--config recipes/grpo/cpu.yaml\n"
+    )

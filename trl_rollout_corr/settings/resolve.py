@@ -1,0 +1,260 @@
+"""From fields as the user gives them to a [`Correction`], which the mathematics reads. No torch here."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..messages import SettingError, nearest
+from .criteria import DIRECTED, Bounding, Criterion
+from .fields import DEFAULTS, FIELDS, PARSERS, CorrectionFields, DumpFields, none_if_null
+from .migrate import VERL_KEYS, from_verl
+from .presets import DEFAULT, PRESETS, Preset, settings_of
+from .thresholds import Bounds, parse_criteria, parse_rejection_thresholds
+
+
+@dataclass(frozen=True)
+class Correction:
+    """
+    Resolved settings of the correction: no preset is left to look up, and every threshold is a number.
+
+    Args:
+        mode (`str`):
+            `"decoupled"`; or the loss of bypass mode, `"ppo_clip"` or `"reinforce"`.
+        bounding ([`Bounding`] or `None`):
+            Level and bounds of the importance weights, `None` for no weights.
+        criteria (`tuple[Criterion, ...]`):
+            Rejection criteria, with bounds in units of their statistic.
+        renormalizes (`bool`):
+            Whether the loss is multiplied by valid tokens over kept tokens.
+        metrics_only (`bool`):
+            Whether the loss is left alone.
+        nan_policy (`str`):
+            Treatment of a token whose log-ratio is not finite: `"drop"`, `"raise"` or `"neutralize"`.
+    """
+
+    mode: str
+    bounding: Bounding | None
+    criteria: tuple[Criterion, ...]
+    renormalizes: bool
+    metrics_only: bool
+    nan_policy: str
+
+    @property
+    def bypasses(self) -> bool:
+        """`True` if the sampler's log-probabilities replace those of the old policy."""
+        return self.mode != "decoupled"
+
+    @property
+    def corrects(self) -> bool:
+        """`True` if the loss differs from TRL's."""
+        return (self.bounding is not None or bool(self.criteria) or self.bypasses) and not self.metrics_only
+
+    @property
+    def clips_around_sampler(self) -> bool:
+        """`True` if PPO's ratio is the ratio to the sampler, which then is the correction."""
+        return self.mode == "ppo_clip"
+
+    @property
+    def applies_weights(self) -> bool:
+        """`True` if the importance weights multiply the policy gradient. PPO around the sampler has no place for them."""
+        return self.bounding is not None and not self.clips_around_sampler
+
+    @property
+    def normalizes(self) -> bool:
+        """`True` if the applied weights are divided by their mean over the batch of all ranks."""
+        return self.applies_weights and self.bounding is not None and self.bounding.normalized
+
+    @property
+    def needs_whole_batch(self) -> bool:
+        """`True` if a factor of the loss depends on the batch of all ranks."""
+        return self.normalizes or (bool(self.criteria) and self.renormalizes)
+
+
+def resolve(given: Mapping[str, Any]) -> Correction:
+    """
+    Resolve fields of [`RolloutCorrectionConfig`].
+
+    Args:
+        given (`Mapping[str, Any]`):
+            The fields that are set. The preset of `rollout_correction` decides the others.
+
+    Returns:
+        [`Correction`]: the settings.
+
+    Raises:
+        `ValueError`: if a field has a value that cannot be meant.
+    """
+    preset, further = read_given(given.get("rollout_correction", DEFAULT))
+    explicit = {**further, **{name: value for name, value in given.items() if name != "rollout_correction"}}
+    values = {**DEFAULTS, **fill(preset, explicit)}
+    fields = {name: parse(values[name]) for name, parse in PARSERS.items()}
+    bounding = None
+    if fields["rollout_is"] is not None:
+        lower, upper = weight_bounds(fields["rollout_is_threshold"])
+        clamps, normalized = fields["rollout_is_clamp"], fields["rollout_is_batch_normalize"]
+        bounding = Bounding(fields["rollout_is"], lower, upper, clamps, normalized)
+    names = fields["rollout_rs"] or []
+    thresholds = rejection_thresholds(fields["rollout_rs"], values["rollout_rs_threshold"])
+    return Correction(
+        mode=fields["rollout_loss_type"] if fields["bypass_mode"] else "decoupled",
+        bounding=bounding,
+        criteria=tuple(_criterion(name, bounds) for name, bounds in zip(names, thresholds, strict=True)),
+        renormalizes=fields["rollout_rs_renormalize"],
+        metrics_only=fields["rollout_metrics_only"],
+        nan_policy=fields["rollout_nan_policy"],
+    )
+
+
+def fill(preset: Preset | None, explicit: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a preset, with the fields that are set in their place. No criterion gets the threshold of another."""
+    settings = settings_of(preset)
+    if (
+        "rollout_rs" in explicit
+        and "rollout_rs_threshold" not in explicit
+        and parse_criteria(explicit["rollout_rs"]) != settings["rollout_rs"]
+    ):
+        settings["rollout_rs_threshold"] = None
+    return {**settings, **explicit}
+
+
+def weight_bounds(threshold: Any) -> tuple[float | None, float]:
+    """Lower and upper bound of the importance weights from a parsed threshold; the lower one is `None` for truncation."""
+    return (threshold[0], threshold[1]) if isinstance(threshold, list) else (None, threshold)
+
+
+def rejection_thresholds(criteria: Sequence[str] | None, thresholds: Any) -> list[Bounds]:
+    """
+    Parse `rollout_rs_threshold`, one entry per criterion.
+
+    Raises:
+        `ValueError`: if it is not set, or does not fit the criteria.
+    """
+    if criteria is None:
+        return []
+    thresholds = none_if_null(thresholds)
+    if thresholds is None:
+        raise SettingError(
+            "rollout_rs",
+            criteria,
+            "but `rollout_rs_threshold` is not set",
+            remedy="Give one entry per criterion: bounds on the ratio such as [0.5, 2.0] for k1, an upper bound such as 0.01 "
+            "for k2 and k3.",
+        )
+    return parse_rejection_thresholds(thresholds, criteria)
+
+
+def _criterion(name: str, bounds: Any) -> Criterion:
+    """Criterion of a name. Bounds on the ratio become bounds on `k1 = -log ratio`."""
+    if name.startswith("token_"):
+        scope, divergence = "token", name.removeprefix("token_")
+    else:
+        scope, divergence = name.rsplit("_", 1)
+    if divergence in DIRECTED:
+        return Criterion(scope, divergence, -bounds[0], bounds[1])
+    if divergence != "k1":
+        return Criterion(scope, divergence, -math.inf, bounds)
+    lower, upper = bounds
+    return Criterion(scope, divergence, -math.log(upper), math.inf if lower == 0 else -math.log(lower))
+
+
+def idle_fields(fields: Mapping[str, Any], correction: Correction) -> dict[str, str]:
+    """
+    Find fields that are set and have no effect.
+
+    Args:
+        fields (`Mapping[str, Any]`):
+            Parsed fields of a configuration.
+        correction ([`Correction`]):
+            The same, resolved.
+
+    Returns:
+        `dict[str, str]`: reason for each field without effect.
+    """
+    bounding = correction.bounding
+    no_weights = bounding is None and "`rollout_is` is None"
+    no_rejection = not correction.criteria and "`rollout_rs` is not set"
+    no_bypass = not correction.bypasses and "`bypass_mode` is False, and the loss is TRL's `loss_type`"
+    no_clipping = "it bounds the ratio to the sampler in `bypass_mode` with `rollout_loss_type='ppo_clip'`"
+    reported = "with `bypass_mode` and `rollout_loss_type='ppo_clip'` the weights are reported, not applied"
+    only_metrics = "`rollout_metrics_only` is True, so that `lr_scale` is reported and the step left alone"
+    no_pair = bounding is not None and bounding.lower is None and "`rollout_is_threshold` is not a pair"
+    reasons: dict[str, Any] = {
+        "rollout_is_threshold": fields["rollout_is_threshold"] != 2.0 and no_weights,  # 2.0 is in saved configurations
+        "rollout_is_batch_normalize": no_weights or (not correction.applies_weights and reported),
+        "rollout_is_clamp": no_weights or no_pair,
+        "rollout_rs_threshold": no_rejection,
+        "rollout_rs_renormalize": no_rejection,
+        "rollout_rs_exclude_from_baseline": no_rejection,
+        "rollout_loss_type": fields["rollout_loss_type"] != "ppo_clip" and no_bypass,
+        "rollout_clip_ratio_c": fields["rollout_clip_ratio_c"] and not correction.clips_around_sampler and no_clipping,
+        "rollout_lr_scaling": correction.metrics_only and only_metrics,
+        "rollout_monitor_preset": fields["rollout_monitor"] != "tighten" and "`rollout_monitor` is not 'tighten'",
+        "rollout_monitor_bounds": fields["rollout_monitor"] is None and "`rollout_monitor` is None",
+    }
+    no_dump = fields["rollout_dump_dir"] is None and "`rollout_dump_dir` is None"
+    reasons |= {f.name: no_dump for f in dataclasses.fields(DumpFields) if f.name != "rollout_dump_dir"}
+    return {name: reason for name, reason in reasons.items() if reason and fields[name] != DEFAULTS[name]}
+
+
+# Values of `rollout_correction` ---------------------------------------------------------------------------------------
+
+
+_OFF = ("none", "null", "false", "off", "no", "")
+
+
+def read_given(value: Any) -> tuple[Preset | None, dict[str, Any]]:
+    """Name of the preset and further fields in a value of `rollout_correction`."""
+    value = getattr(value, "shown", value)  # of a default
+    if isinstance(value, CorrectionFields):
+        return _fields_of(value)
+    if isinstance(value, Mapping):
+        return _from_mapping(value)
+    if value is None or value is False or (isinstance(value, str) and value.strip().lower() in _OFF):
+        return None, {}
+    if isinstance(value, str) and value in PRESETS:
+        name: Any = value
+        return name, {}
+    if isinstance(value, str):
+        remedy = f"{nearest(value, PRESETS)} Available presets: {', '.join(PRESETS)}.".strip()
+        raise SettingError("rollout_correction", value, remedy=remedy)
+    allowed = "the name of a preset, a mapping of settings, a RolloutCorrectionConfig, or None for no correction"
+    raise SettingError("rollout_correction", value, allowed=allowed)
+
+
+def _fields_of(config: CorrectionFields) -> tuple[Preset | None, dict[str, Any]]:
+    """Preset of a configuration, and the fields that differ from it and from the defaults."""
+    name: Any = None if isinstance(config.rollout_correction, dict) else config.rollout_correction
+    preset = settings_of(name)
+    fields = {key: getattr(config, key) for key in DEFAULTS}
+    del fields["rollout_correction"], fields["rollout_correction_resolved"]
+    own = {key: value for key, value in fields.items() if key not in preset and not is_default(config, key)}
+    return name, {**own, **{key: fields[key] for key in preset if fields[key] != preset[key]}}
+
+
+def is_default(config: CorrectionFields, name: str) -> bool:
+    """`True` if a field has the default of this package, which a subclass may have replaced."""
+    return bool(getattr(config, name) == DEFAULTS[name])
+
+
+def _from_mapping(settings: Mapping[str, Any]) -> tuple[Preset | None, dict[str, Any]]:
+    """A section of verl, or fields of this package. Keys that both have mean what they mean in verl."""
+    unknown = sorted(set(map(str, settings)) - FIELDS - set(VERL_KEYS))
+    if unknown:
+        raise ValueError(
+            f"`rollout_correction` is a mapping with {unknown[0]!r}, which is neither a field of rollout correction nor a key "
+            f"of verl's `rollout_correction` section.{nearest(unknown[0], FIELDS | set(VERL_KEYS))}"
+        )
+    if set(settings) <= set(VERL_KEYS):
+        return None, {"rollout_is": None, **from_verl(settings)}
+    foreign = sorted(set(settings) - FIELDS)
+    if foreign:
+        raise ValueError(
+            f"`rollout_correction` is a mapping with {foreign[0]!r}, a key of verl's section, beside fields of this package. "
+            "Write the fields beside `rollout_correction` instead, and translate verl's section with `python -m "
+            "trl_rollout_corr convert`."
+        )
+    fields = {key: value for key, value in settings.items() if key != "rollout_correction_resolved"}
+    name, further = read_given(fields.pop("rollout_correction", None))
+    return name, {**further, **fields}

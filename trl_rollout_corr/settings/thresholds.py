@@ -1,0 +1,245 @@
+"""
+Strict parsing of thresholds in Python, YAML, JSON and on a command line.
+
+Text is accepted in verl's form (`"0.5_2.0"`, `"0.6_1.6,2.5"`) and as a bracketed list (`"[[0.6, 1.6], 2.5]"`). Python's
+`float` would read `"0.5_2"` as 0.52, and so does YAML without quotes, hence the number grammar below.
+"""
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from ..messages import SettingError, nearest
+from .criteria import CRITERIA, DIRECTED, FIRST_NAMES
+
+
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|\+?\.?inf", re.IGNORECASE)
+_UNDERSCORE_HINT = (
+    "(YAML and Python read an unquoted 0.5_2 as the number 0.52: write the pair as [0.5, 2.0], or quote it.)"
+)
+
+Bounds = float | list[float]
+
+
+def parse_number(value: Any, field: str, part: str = "") -> float:
+    """
+    Parse one number.
+
+    Args:
+        value (`Any`):
+            A number, or its text.
+        field (`str`):
+            Field that the error names.
+        part (`str`, *optional*):
+            Part of the field that the error names, such as "for `token_k1`".
+
+    Returns:
+        `float`: the number, possibly infinite.
+
+    Raises:
+        `ValueError`: if it is not a number, or NaN.
+    """
+    if isinstance(value, str) and _NUMBER.fullmatch(value.strip()):
+        return float(value.strip().lower().replace(".inf", "inf"))
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        with suppress(OverflowError):  # an integer larger than all floats
+            if not math.isnan(value):
+                return float(value)
+    raise SettingError(field, value, allowed="made of numbers", remedy=_UNDERSCORE_HINT, part=part)
+
+
+def parse_structure(value: Any, field: str) -> Any:
+    """
+    Turn text into nested lists of still unparsed numbers: `"0.6_1.6,2.5"` and `"[[0.6, 1.6], 2.5]"` both give
+    `[["0.6", "1.6"], "2.5"]`, `"0.6_1.6"` gives `[["0.6", "1.6"]]` and `"2.5"` gives `"2.5"`. Other values are returned
+    unchanged.
+
+    Args:
+        value (`Any`):
+            Value of the field.
+        field (`str`):
+            Field that the error names.
+
+    Returns:
+        `Any`: a scalar, or a list of scalars and pairs.
+
+    Raises:
+        `ValueError`: if brackets do not match.
+    """
+    if isinstance(value, (list, tuple)) and all(isinstance(part, str) for part in value):
+        value = ",".join(value)  # the command line passes a list of text
+    if isinstance(value, tuple):
+        return list(value)
+    if not isinstance(value, str):
+        return value
+    text = value.strip()
+    if text.startswith("["):
+        try:
+            return json.loads(re.sub(r"[^\[\],\s]+", lambda match: json.dumps(match.group()), text))
+        except json.JSONDecodeError as error:
+            raise SettingError(field, value, "which is not a list of numbers and pairs of numbers") from error
+    split = [part.strip().split("_") for part in text.split(",")]
+    parts = [part[0] if len(part) == 1 else part for part in split]
+    return parts[0] if len(parts) == 1 and isinstance(parts[0], str) else parts
+
+
+def parse_weight_threshold(value: Any) -> Bounds:
+    """
+    Parse `rollout_is_threshold`.
+
+    Args:
+        value (`Any`):
+            One number `C` (truncation) or a pair `[lower, upper]` (IcePop).
+
+    Returns:
+        `float` or `list[float]`: the bound, or the pair.
+
+    Raises:
+        `ValueError`: if it is neither, or if the bounds exclude a ratio of 1.
+    """
+    field = "rollout_is_threshold"
+    if value is None:
+        remedy = "For weights without a bound set it to inf; for no weights set `rollout_is` to None."
+        raise SettingError(field, value, allowed="a number or a pair [lower, upper]", remedy=remedy)
+    parsed = parse_structure(value, field)
+    if isinstance(parsed, list):
+        return _parse_pair(parsed[0] if len(parsed) == 1 and isinstance(parsed[0], list) else parsed, field)
+    upper = parse_number(parsed, field)
+    if upper < 1:
+        raise SettingError(
+            field,
+            upper,
+            "a lower bound would shrink the weight of tokens on which both policies agree",
+            "at least 1 when it is one number (a truncation bound)",
+            f"Set a number such as 2.0, or a pair such as [0.5, 5.0]. {_UNDERSCORE_HINT}",
+        )
+    return upper
+
+
+def parse_criteria(value: Any) -> list[str] | None:
+    """
+    Parse `rollout_rs`.
+
+    Args:
+        value (`Any`):
+            Names of criteria, as a list or as comma-separated text, or `None`.
+
+    Returns:
+        `list[str]` or `None`: the names.
+
+    Raises:
+        `ValueError`: if a name is unknown or given twice.
+    """
+    names = value.split(",") if isinstance(value, str) else value
+    if isinstance(names, (list, tuple)) and len(names) == 1 and isinstance(names[0], str):
+        names = names[0].split(",")  # the command line passes one element with commas
+    if names is None:
+        return None
+    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+        remedy = f"Allowed names: {', '.join(CRITERIA)}."
+        raise SettingError("rollout_rs", value, allowed="a list of names", remedy=remedy)
+    names = [name.strip() for name in names]
+    if names in (["none"], ["null"], ["None"], []):
+        return None
+    for name in names:
+        if name not in CRITERIA:
+            hint = f" Did you mean {FIRST_NAMES[name]!r}, its name today?" if name in FIRST_NAMES else None
+            remedy = f"{hint or nearest(name, CRITERIA)} Allowed names: {', '.join(CRITERIA)}.".strip()
+            raise SettingError("rollout_rs", names, f"and {name!r} is no criterion", remedy=remedy)
+    if len(set(names)) < len(names):
+        raise SettingError("rollout_rs", names, "which names a criterion twice", remedy="List each once.")
+    return names
+
+
+def parse_rejection_thresholds(value: Any, criteria: Sequence[str]) -> list[Bounds]:
+    """
+    Parse `rollout_rs_threshold`.
+
+    Args:
+        value (`Any`):
+            One entry per criterion, or a single entry for all of them. For k1, an entry is a pair of bounds on the
+            ratio, or a number `u` that stands for `[1/u, u]`. For `tv` and `kl` it is a bound for negative and one for
+            positive advantages, or one number for both. For the others it is an upper bound. The pair of the only
+            criterion may stand alone: `[0.5, 2.0]`.
+        criteria (`Sequence[str]`):
+            Names of the criteria.
+
+    Returns:
+        `list[float | list[float]]`: one entry per criterion, a pair for k1, `tv` and `kl`.
+
+    Raises:
+        `ValueError`: if the number of entries is wrong, or an entry does not fit its criterion.
+    """
+    field = "rollout_rs_threshold"
+    parsed = parse_structure(value, field)
+    if len(criteria) == 1 and isinstance(parsed, list) and len(parsed) == 2:
+        parsed = [parsed]  # the pair of the only criterion
+    entries = parsed if isinstance(parsed, list) else [parsed]
+    if len(entries) == 1:
+        entries = entries * len(criteria)
+    if len(entries) != len(criteria):
+        allowed = f"one entry for each of the {len(criteria)} criteria in `rollout_rs` ({', '.join(criteria)}), or one for all"
+        raise SettingError(field, value, f"{len(entries)} entries", allowed)
+    return [_parse_entry(entry, name) for entry, name in zip(entries, criteria, strict=True)]
+
+
+def _parse_entry(entry: Any, name: str) -> Bounds:
+    field, part = "rollout_rs_threshold", f"for `{name}`"
+    entry = list(entry) if isinstance(entry, tuple) else entry
+    if name.endswith("k1"):
+        return _parse_ratio_bounds(entry, field, part)
+    if name.removeprefix("token_") in DIRECTED:
+        bounds = _parse_directed(entry, field, part)
+        if name == "token_tv" and (min(bounds) >= 1 or any(1 <= bound < math.inf for bound in bounds)):
+            reason = "a difference of probabilities is at most 1, so such a bound rejects nothing"
+            remedy = "Set one such as 0.2, or a pair with inf on the side without a bound."
+            raise SettingError(field, entry, reason, "below 1", remedy, part)
+        return bounds
+    if isinstance(entry, list):
+        remedy = "Only k1 criteria take a pair [lower, upper]."
+        raise SettingError(field, entry, allowed="one upper bound", remedy=remedy, part=part)
+    upper = parse_number(entry, field, part)
+    if upper <= 0:
+        raise SettingError(field, upper, allowed="a positive upper bound", part=part)
+    return upper
+
+
+def _parse_ratio_bounds(entry: Any, field: str, part: str) -> list[float]:
+    """Bounds on the ratio: a pair, or a number `u` for `[1/u, u]`."""
+    if isinstance(entry, list):
+        return _parse_pair(entry, field, part)
+    upper = parse_number(entry, field, part)
+    if upper < 1:
+        allowed = (
+            "a pair of bounds on the ratio such as [0.5, 2.0], or a number u of at least 1 that stands for [1/u, u]"
+        )
+        remedy = f"With several criteria, one pair each is written [[0.5, 2.0], [0.5, 2.0]]. {_UNDERSCORE_HINT}"
+        raise SettingError(field, upper, allowed=allowed, remedy=remedy, part=part)
+    return [1 / upper, upper]
+
+
+def _parse_directed(entry: Any, field: str, part: str) -> list[float]:
+    """Largest change of a token with a negative and with a positive advantage. One number stands for both."""
+    pair = entry if isinstance(entry, list) else [entry, entry]
+    if len(pair) != 2 or any(isinstance(bound, list) for bound in pair):
+        allowed = "a number, or a pair for negative and positive advantages"
+        raise SettingError(field, entry, allowed=allowed, part=part)
+    bounds = [parse_number(bound, field, part) for bound in pair]
+    if min(bounds) <= 0:
+        reason = "the bounds are on the size of the change"
+        raise SettingError(field, entry, reason, "made of positive bounds", part=part)
+    return bounds
+
+
+def _parse_pair(pair: list, field: str, part: str = "") -> list[float]:
+    """Bounds around 1 on a ratio. A lower bound of 0 or an upper bound of infinity is no bound."""
+    if len(pair) != 2 or any(isinstance(bound, list) for bound in pair):
+        raise SettingError(field, pair, allowed="a number or a pair [lower, upper]", part=part)
+    lower, upper = (parse_number(bound, field, part) for bound in pair)
+    if not 0 <= lower <= 1 <= upper:
+        reason = "bounds that exclude a ratio of 1 drop the tokens on which both policies agree"
+        raise SettingError(field, [lower, upper], reason, "a pair with 0 <= lower <= 1 <= upper", part=part)
+    return [lower, upper]

@@ -1,0 +1,73 @@
+"""New weights for vLLM on a CPU, packed for its kernels. Runs in the process of the engine, which may be a server."""
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+
+def push(llm: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """
+    Push weights through vLLM's own reload, and clear the prefix cache of the old weights.
+
+    Args:
+        llm (`vllm.LLM`):
+            The engine, in this process.
+        weights (`Iterable[tuple[str, torch.Tensor]]`):
+            Weights by their names in the checkpoint. The experts of a layer may be one tensor, or one tensor each.
+    """
+    with torch.no_grad():
+        reload(llm.llm_engine.model_executor.driver_worker, weights_iterator=iter(weights))
+    llm.reset_prefix_cache()
+
+
+class PackingWorker:
+    """
+    An extension of vLLM's worker, for a server on a CPU:
+    `--worker-extension-cls trl_rollout_corr.trainers._cpu_reload.PackingWorker`.
+    """
+
+    def reload_and_pack(self, weights_path: str) -> None:
+        """Load weights from a folder, and pack all of them. For `/collective_rpc`."""
+        reload(self, weights_path=weights_path)
+
+
+def reload(worker: Any, **weights: Any) -> None:
+    """
+    Load weights into the model of a vLLM worker, and pack all of them for its CPU kernels.
+
+    vLLM packs weights for its CPU kernels after loading them, and again at a reload, with two exceptions. Experts are packed
+    at the first load only. A head that is tied to the embedding has no weights of its own in a checkpoint, so it would keep
+    the packed weights of the first load.
+
+    Args:
+        worker (`vllm.v1.worker.worker_base.WorkerBase`):
+            The worker, on any device.
+        weights (`Any`):
+            Arguments of its `reload_weights`.
+    """
+    model = worker.get_model()
+    on_cpu = next(model.parameters()).device.type == "cpu"
+    if on_cpu:
+        pack_experts_again(model)
+    worker.reload_weights(**weights)
+    if on_cpu:
+        pack_tied_heads(model)
+
+
+def pack_experts_again(model: torch.nn.Module) -> None:
+    """Let vLLM pack experts at the next load, as at the first."""
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if method is not None and getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
+
+
+def pack_tied_heads(model: torch.nn.Module) -> None:
+    """Pack layers that share their weight with another layer."""
+    layers: list[Any] = [x for x in model.modules() if hasattr(x, "quant_method") and hasattr(x, "weight")]
+    uses = Counter(id(layer.weight) for layer in layers)
+    for layer in layers:
+        if uses[id(layer.weight)] > 1:
+            layer.quant_method.process_weights_after_loading(layer)

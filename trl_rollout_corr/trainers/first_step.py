@@ -1,0 +1,103 @@
+"""The diagnosis of the first step: `rollout_diagnose`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from ..diagnosis import Observed, diagnose
+from ..diagnosis.text import as_text
+from ..dumps.rows import make_row, on_host
+from ..dumps.sequences import Sequences
+from ..settings.config import RolloutCorrectionConfig
+from .console import write
+from .run_metadata import settings_in_effect
+
+
+ROWS = 64  # sequences of a diagnosis
+AGAIN = 8  # sequences that are scored a second time
+
+
+class FirstStepDiagnosis(TrainerCallback):
+    """
+    Collects sequences of the first optimizer step of a run, and prints their diagnosis at its end.
+
+    Args:
+        args ([`RolloutCorrectionConfig`]):
+            Configuration of the trainer.
+        about (`dict[str, str]`):
+            Metadata of the run.
+
+    Attributes:
+        diagnosis ([`~trl_rollout_corr.diagnosis.Diagnosis`] or `None`):
+            Diagnosis, on the main process after the first step.
+    """
+
+    def __init__(self, args: RolloutCorrectionConfig, about: dict[str, str]) -> None:
+        self.args, self.about = args, about
+        self.rows: list[dict[str, Any]] = []
+        self.looked = False  # True once sequences were scored a second time
+        self.done = False
+        self.diagnosis: Any = None
+
+    def wants(self, step: int) -> bool:
+        """True if sequences of an optimizer step are collected."""
+        return not self.done and len(self.rows) < ROWS
+
+    def looks_twice(self) -> bool:
+        """True for the first batch, whose sequences are scored a second time. The same on all ranks."""
+        first, self.looked = not self.looked and not self.done, True
+        return first
+
+    def offer(self, step: int, batch: dict[str, torch.Tensor], columns: dict[str, Any]) -> None:
+        """Take the sequences of a batch, as [`~trl_rollout_corr.trainers.dumping.SequenceDump.offer`] does."""
+        mask = columns["mask"]
+        missing = torch.arange(min(len(mask), ROWS - len(self.rows)), device=mask.device)
+        self.rows += [make_row(sequence, step) for sequence in on_host({**batch, **columns}, missing)]
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        rows, self.rows = self.rows, []
+        if self.done or not rows:
+            return
+        self.done = True
+        if state.is_world_process_zero:
+            try:
+                observed = Observed(Sequences.from_rows(rows), settings_in_effect(self.args), self.about)
+                self.diagnosis = diagnose(observed)
+                text = as_text(self.diagnosis)
+            except Exception as error:  # an error of the diagnosis must not end the run
+                text = f"No diagnosis of the first step: {error}.\n"
+            write(f"Diagnosis of step {state.global_step}. {text}".rstrip())
+
+
+def score_alone(forward: Callable[..., tuple], model: Any, batch: dict[str, Any], most: int = AGAIN) -> torch.Tensor:
+    """
+    Score sequences of a batch one by one and without padding, with the state of the random numbers restored.
+
+    Args:
+        forward (`Callable`):
+            TRL's forward pass: takes the model, ids, the mask of attention and how many logits to keep, and returns
+            log-probabilities first.
+        model (`torch.nn.Module`):
+            The model.
+        batch (`dict`):
+            TRL's batch.
+        most (`int`, *optional*):
+            Number of sequences.
+
+    Returns:
+        `torch.Tensor` of shape `(B, T)`: log-probabilities of the first `most` sequences, in nats; NaN elsewhere.
+    """
+    logps = torch.full(batch["completion_ids"].shape, torch.nan, device=batch["completion_ids"].device)
+    devices = [logps.device] if logps.device.type == "cuda" else []
+    with torch.no_grad(), torch.random.fork_rng(devices=devices):
+        for i in range(min(most, len(logps))):
+            prompt = batch["prompt_ids"][i][batch["prompt_mask"][i].bool()]
+            completion = batch["completion_ids"][i][batch["completion_mask"][i].bool()]
+            # every rank makes as many forward passes, also for a completion that TRL masks as a whole
+            ids = torch.cat([prompt, completion if len(completion) else batch["completion_ids"][i][:1]])[None]
+            n = max(len(completion), 1)
+            scored = forward(model, ids, torch.ones_like(ids), n)[0][0].float()
+            logps[i, : len(completion)] = scored[: len(completion)]
+    return logps

@@ -1,0 +1,113 @@
+"""
+Test at the first step that the coefficients of the correction reach TRL's loss.
+
+A correction multiplies the policy gradient of each token by a coefficient. For the test, the coefficients `c` of a micro-batch
+are multiplied by a tensor of ones, `f`, with gradient. With `g = d loss / d logps`, the derivative `d sum_t(g_t) / d f_t` must
+equal `g_t`: the coefficient of a token scales the gradient of that token and of no other. The derivatives are taken through
+the loss alone, from `(B, T)` to `(B, T)`, never through the model, and without a collective.
+
+`B` completions, `T` completion tokens.
+"""
+
+from importlib.metadata import version
+
+import torch
+
+
+TOLERANCE = 0.05  # relative to the largest gradient; the rounding error of bfloat16 is below 0.01
+
+
+class GradientCheck:
+    """
+    Test of one micro-batch.
+
+    Args:
+        logps (`torch.Tensor` of shape `(B, T)`):
+            Log-probabilities of the current policy, with gradient.
+
+    Attributes:
+        logps (`torch.Tensor` of shape `(B, T)`):
+            The same log-probabilities, for the loss.
+        factor (`torch.Tensor` of shape `(B, T)`):
+            Ones with gradient. The caller multiplies the coefficients by them.
+    """
+
+    def __init__(self, logps: torch.Tensor) -> None:
+        self.logps = logps.view_as(logps)  # a new tensor, without hooks of FSDP or DeepSpeed
+        self.factor = torch.ones_like(logps, requires_grad=True)
+
+    def passes(self, loss: torch.Tensor, *, own: bool, per_token: bool, alone: bool) -> bool:
+        """
+        Check that the coefficients act on a loss.
+
+        Args:
+            loss (`torch.Tensor`):
+                The loss, a scalar with gradient.
+            own (`bool`):
+                The loss is the user's own: it must depend on the coefficients, in any way.
+            per_token (`bool`):
+                The gradient of a token must follow its own coefficient, not only the coefficients of its completion.
+            alone (`bool`):
+                The loss has no other term that depends on the log-probabilities, such as a KL penalty.
+
+        Returns:
+            `bool`: `False` if all gradients of this micro-batch are 0, so that it proves nothing.
+
+        Raises:
+            `RuntimeError`: if the loss does not use these log-probabilities and coefficients.
+        """
+        gradient, first = self._gradients(loss)
+        if gradient is None or first is None:
+            lost = "log-probabilities" if gradient is None else "coefficients"
+            raise not_in_loss(f"its gradient does not depend on the {lost} that it was given")
+        if own:
+            return True
+        # Alternating signs, so that effects of neighbouring tokens on one token do not cancel
+        place = _numbers(gradient, 0) + (_numbers(gradient, 1) if per_token else 0)
+        signs = (1.0 - 2.0 * (place % 2)).to(gradient.dtype)
+        once, signed = self._of_factor(gradient), self._of_factor(gradient * signs)
+        if once is None or signed is None:
+            return True
+        parts = torch.stack([gradient.detach(), once, signed * signs])
+        if not per_token:
+            parts = parts.sum(2)
+        whole, once, signed = parts
+        numbers = [once.abs().max(), whole.abs().max(), (signed - once).abs().max(), (whole - once).abs().max()]
+        size, total, misplaced, unweighted = torch.stack(numbers).tolist()  # waits for the device, at the first step
+        if misplaced > TOLERANCE * size:
+            raise not_in_loss("the coefficient of one token acts on the gradient of others")
+        if alone and unweighted > TOLERANCE * total:
+            raise not_in_loss(
+                f"{unweighted / total:.0%} of the gradient of some token does not follow its coefficient"
+            )
+        return size > 0
+
+    def _gradients(self, loss: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Gradients of a loss with respect to log-probabilities and factor; `None` without dependence."""
+        if not loss.requires_grad:
+            return None, None
+        logps, factor = torch.autograd.grad(loss, [self.logps, self.factor], create_graph=True, allow_unused=True)
+        return logps, factor
+
+    def _of_factor(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Derivative of a gradient by the factor, `(B, T)`; `None` if an operator of the loss has no second derivative."""
+        try:
+            return torch.autograd.grad(gradient.sum(), self.factor, retain_graph=True, allow_unused=True)[0]
+        except RuntimeError:
+            return None
+
+
+def _numbers(like: torch.Tensor, dim: int) -> torch.Tensor:
+    """Index of each row or column, to broadcast."""
+    numbers = torch.arange(like.shape[dim], device=like.device)
+    return numbers[:, None] if dim == 0 else numbers[None, :]
+
+
+def not_in_loss(why: str) -> RuntimeError:
+    """Error about a correction that does not act on the loss."""
+    return RuntimeError(
+        f"Rollout correction does not reach the loss of trl {version('trl')}: {why}. Training would go on without it, or "
+        "with a part of it. If `_compute_loss` is your own, use the result of `_get_per_token_logps_and_entropies` and "
+        "`inputs['advantages']` as they are, without detaching them; otherwise install a version of trl that this release "
+        "was tested with, or a newer trl-rollout-corr."
+    )

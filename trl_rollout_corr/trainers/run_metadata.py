@@ -1,0 +1,176 @@
+"""Metadata of a run: settings, types, adapter and quantization of trainer and sampler. A diagnosis reads it in the dump."""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..dumps.writing import plain
+from ..messages import warn
+from ..settings.config import RolloutCorrectionConfig
+
+
+# Fields of TRL that a diagnosis advises to set. Of mappings, only these keys: others may be secret, such as a Hub token
+_ADVISED: dict[str, tuple[str, ...]] = {
+    "cast_lm_head_to_fp32": (),
+    "disable_dropout": (),
+    "generation_kwargs": ("frequency_penalty", "presence_penalty"),
+    "mask_truncated_completions": (),
+    "min_p": (),
+    "model_init_kwargs": ("dtype",),
+    "per_device_train_batch_size": (),
+    "repetition_penalty": (),
+    "temperature": (),
+    "top_k": (),
+    "top_p": (),
+}
+
+
+def settings_in_effect(args: Any) -> dict[str, Any]:
+    """
+    Settings of a run, for its dump and its diagnosis.
+
+    Args:
+        args ([`RolloutCorrectionConfig`]):
+            Configuration of a trainer.
+
+    Returns:
+        `dict[str, Any]`: fields of [`RolloutCorrectionConfig`] and those of TRL that a diagnosis advises to set, in types
+        that JSON has.
+    """
+    found = {field.name: getattr(args, field.name) for field in fields(RolloutCorrectionConfig)}
+    for name, keys in _ADVISED.items():
+        if hasattr(args, name):
+            value = getattr(args, name)
+            found[name] = {key: value[key] for key in keys if key in value} if isinstance(value, Mapping) else value
+    return plain(found)
+
+
+def trainer_metadata(model: Any, args: Any) -> dict[str, str]:
+    """
+    Type and adapter of the trainer.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Its model.
+        args ([`~transformers.TrainingArguments`]):
+            Its configuration.
+
+    Returns:
+        `dict[str, str]`: `trainer_dtype`, the type of its computations, and `adapter`, the kind of adapter or `"none"`.
+    """
+    computes = "bfloat16" if args.bf16 else "float16" if args.fp16 else _name(_dtype(model))
+    adapters = getattr(model, "peft_config", None)
+    kind = (
+        next((getattr(a.peft_type, "value", a.peft_type) for a in adapters.values()), "")
+        if isinstance(adapters, dict)
+        else ""
+    )
+    return {"trainer_dtype": computes, "adapter": str(kind or "none")}
+
+
+def _dtype(model: torch.nn.Module) -> Any:
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+
+
+def engine_metadata(config: Any) -> dict[str, str]:
+    """
+    Types and quantization of vLLM, from its `VllmConfig` or from the mapping that a server returns.
+
+    Args:
+        config (`Any`):
+            The configuration.
+
+    Returns:
+        `dict[str, str]`: `sampler_dtype`, `kv_cache_dtype` and `quantization`, without those that are unknown.
+    """
+    found = {
+        "sampler_dtype": _get(config, "model_config", "dtype"),
+        "kv_cache_dtype": _get(config, "cache_config", "cache_dtype"),
+        "quantization": _get(config, "model_config", "quantization"),
+    }
+    return {name: _name(value) for name, value in found.items() if value is not None}
+
+
+def _get(config: Any, *path: str) -> Any:
+    for name in path:
+        config = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+    return config
+
+
+def _name(value: Any) -> str:
+    return str(value).removeprefix("torch.")
+
+
+def check_types(metadata: Mapping[str, str]) -> None:
+    """
+    Warn if trainer and sampler compute in different types.
+
+    Args:
+        metadata (`Mapping[str, str]`):
+            Metadata of trainer and sampler.
+    """
+    trainer, sampler = metadata.get("trainer_dtype"), metadata.get("sampler_dtype")
+    if trainer and sampler and trainer != sampler:
+        warn(
+            f"The trainer computes in {trainer} and the sampler in {sampler}: their log-probabilities differ by the "
+            f"rounding of the coarser one. Set `rollout_engine_kwargs` to {{'dtype': '{trainer}'}}, start the server with "
+            f"`--dtype {trainer}`, or let the trainer compute in {sampler}."
+        )
+
+
+def dropout_of(model: PreTrainedModel) -> tuple[float, list[str]]:
+    """Dropout of a model in training mode: its rate in attention, and the names of the layers that have it."""
+    in_attention = getattr(model.config.get_text_config(), "attention_dropout", 0.0) or 0.0
+    return in_attention, [
+        name for name, layer in model.named_modules() if isinstance(layer, torch.nn.Dropout) and layer.p > 0
+    ]
+
+
+def check_dropout(model: PreTrainedModel) -> None:
+    """
+    Warn about dropout, which is on in the trainer and off in the sampler.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Model of the trainer.
+    """
+    in_attention, layers = dropout_of(model)
+    remedies = ["`model_init_kwargs={'attention_dropout': 0.0}`"] if in_attention else []
+    remedies += ["`disable_dropout=True`"] if layers else []
+    if not remedies:
+        return
+    adapters = any("lora_dropout" in name for name in layers)
+    where = [f"in attention ({in_attention:g})"] if in_attention else []
+    where += [f"in {len(layers)} layers{', of the LoRA adapter among them' if adapters else ''}"] if layers else []
+    warn(
+        f"Dropout is on in the model that trains, {' and '.join(where)}, and off in the sampler. The two are "
+        f"different policies even with equal weights, and the correction acts on the difference. Set {' and '.join(remedies)}."
+    )
+
+
+def may_round(metadata: Mapping[str, str], in_part: bool) -> str | None:
+    """
+    Reason why a sampler may miss small updates of the weights.
+
+    Args:
+        metadata (`Mapping[str, str]`):
+            Types, adapter and quantization of trainer and sampler.
+        in_part (`bool`):
+            Only a part of the updates seems to be missing.
+
+    Returns:
+        `str` or `None`: the reason; `None` if the sampler has exactly the weights of the trainer.
+    """
+    trainer, sampler = metadata["trainer_dtype"], metadata.get("sampler_dtype", "an unknown type")
+    if metadata["adapter"] != "none":
+        return "The adapter is merged into the weights before they are pushed, and rounding takes small updates away."
+    if metadata.get("quantization"):
+        return f"The sampler is quantised ({metadata['quantization']}), and rounding takes small updates away."
+    if trainer != sampler:
+        return f"The trainer computes in {trainer} and the sampler in {sampler}: rounding takes small updates away."
+    if in_part and trainer != "float32":
+        return f"Both compute in {trainer}, whose rounding errors may grow while the policy changes as much as here."
+    return None
