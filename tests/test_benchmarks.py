@@ -43,6 +43,7 @@ def test_batches_are_ragged(computation):
     assert len(set(mask.sum(1).tolist())) > 3
 
 
+@pytest.mark.slow
 def test_gather(tmp_path):
     output = output_of(
         sys.executable,

@@ -58,6 +58,7 @@ RolloutCorrectionMonitor("shout")
 """
 
 
+@pytest.mark.slow
 def test_a_type_checker_catches_what_is_misspelt(tmp_path):
     pytest.importorskip("mypy")
     for name, code in (("good", GOOD), ("bad", BAD)):

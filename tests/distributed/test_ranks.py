@@ -423,7 +423,7 @@ def by_engine(two_ranks, tiny_model_path, tmp_path_factory):
     return results_of
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ["fsdp2", pytest.param("zero2", marks=pytest.mark.slow), "zero3"])
 @pytest.mark.parametrize("case", CASES)
 def test_engines_train_like_plain_data_parallelism(by_engine, engine, case):
     if engine != "fsdp2":
