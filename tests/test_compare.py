@@ -320,7 +320,7 @@ def test_policies_that_have_nothing_to_do_with_each_other_have_no_bounds(tmp_pat
     found = document(make_dump(tmp_path / "dump", spread=4.0, gaussian=True), "--steps", ":")
     assert found["suggestion"] is None
     assert found["recommendation"]["fields"] == {"rollout_correction": "auto"}
-    assert "nothing to do with each other" in found["recommendation"]["why"]
+    assert "almost nothing in common" in found["recommendation"]["why"]
 
 
 def test_policies_that_agree_need_the_reference(tmp_path):
@@ -550,7 +550,11 @@ def test_dumps_that_cannot_be_compared(tmp_path, capsys):
         ("short", {"keep": row["keep"][:-1]}, "lists of different lengths"),
         ("null", {"coefficients": None}, "`coefficients` of a row is null"),
         ("tools", {"mask": [False] * n}, "no token of the loss"),
-        ("broken", {"rollout_logps": [math.nan] * n}, "no token of the loss has a log-probability of both policies"),
+        (
+            "broken",
+            {"rollout_logps": [math.nan] * n},
+            "no token of the loss has a finite log-probability under both policies",
+        ),
     ):
         dump.write_rows(tmp_path / name, 1, 0, [{**row, "sampled": True, **columns}], {})
         assert message in error_of(capsys, tmp_path / name)

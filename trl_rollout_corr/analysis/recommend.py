@@ -137,7 +137,7 @@ def recommend(spread: Spread | None, config: RolloutCorrectionConfig, alarm: Ala
     if lower == 0.0:
         return Recommendation(
             advised,
-            "no bounds fit: the policies are so far apart that they have nothing to do with each other. Find the cause first",
+            "no bounds fit: the two policies have almost nothing in common. Find the cause first",
         )
     fitted = {"rollout_correction": _FITTED[mode], "rollout_rs_threshold": [lower, upper]}
     return Recommendation(advised, "it has no bounds to choose", fitted)

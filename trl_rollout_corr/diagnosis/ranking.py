@@ -144,7 +144,7 @@ def diagnose(o: Observed, without: Collection[str] = ()) -> Diagnosis:
     """
     if len(o) < LEAST and not len(o.broken_row):
         raise ValueError(
-            f"{len(o)} tokens of the loss have a log-probability of both policies: too few to say anything"
+            f"{len(o)} tokens of the loss have a log-probability of both policies: too few for a diagnosis"
         )
     findings, ended = _look(o, STAGES, without)
     rest = 1 - sum(finding.share for finding in findings if finding.name != "nan_rows")

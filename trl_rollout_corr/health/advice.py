@@ -83,7 +83,7 @@ def advise(mode: Mode, situation: Situation, *, corrects: bool = False, spread: 
     if situation == "broken":
         return Advice({}, "The log-probabilities are wrong, and no correction repairs them. Find the cause first.")
     if situation == "growing gap":
-        return Advice(preset, "It needs no bounds that fit the data, and data of a growing gap give none.")
+        return Advice(preset, "It has no bounds to choose, and data of a growing gap give no bounds.")
     if spread is not None and spread < NEGLIGIBLE:
         return Advice({}, f"The log-ratio has a root mean square of {spread:.2g} nats: a correction changes nothing.")
     if corrects:

@@ -40,7 +40,7 @@ class CorrectionFields:
         metadata={"help": "Name of a preset, or none. Fields that are set beside it override it."},
     )
     rollout_correction_resolved: str | None = field(
-        default=None, metadata={"help": "Set by the configuration itself: the preset that fields were filled in from."}
+        default=None, metadata={"help": "Not for users: the preset whose fields are in effect."}
     )
     rollout_is: Level | None = field(
         default=unset("token"),

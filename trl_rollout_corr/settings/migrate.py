@@ -154,7 +154,7 @@ def _inverted(bounds: Any, name: str) -> list[float]:
     inverted = [1 / upper, 1 / lower]
     warn(
         f"verl applies the bounds of `{name}` to the inverse of the ratio: [{lower:g}, {upper:g}] there keeps ratios in "
-        f"[{inverted[0]:.6g}, {inverted[1]:.6g}], and that is what the translated configuration says. If you meant ratios in "
+        f"[{inverted[0]:.6g}, {inverted[1]:.6g}], and the translated configuration has these bounds. If you meant ratios in "
         f"[{lower:g}, {upper:g}], set `rollout_rs_threshold` to that.",
         "rollout_rs_threshold",
     )

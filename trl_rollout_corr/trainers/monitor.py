@@ -94,7 +94,7 @@ class RolloutCorrectionMonitor(TrainerCallback):
         self._examiner.forget_streaks()  # what has been changed since gets its chance
         if self.action == "tighten" and any(TIGHTENED in entry for entry in state.log_history):
             self._tighten(args)
-            report(f"The run that is resumed had been tightened, and goes on so: {self._description(args)}.")
+            report(f"The resumed run had been tightened, and continues with {self._description(args)}.")
 
     def on_log(
         self, args, state: TrainerState, control: TrainerControl, logs: dict[str, Any] | None = None, **kwargs
@@ -134,10 +134,10 @@ class RolloutCorrectionMonitor(TrainerCallback):
             check_preset(self.preset, args)  # settings may have been changed since the run began
         except ValueError as error:
             self.action = "warn"
-            return f"The run goes on as it is: {error}"
+            return f"The settings stay as they are: {error}"
         self._tighten(args)
         self._examiner.forget_streaks()
-        return f"`rollout_monitor` is 'tighten': from here on with {self._description(args)}."
+        return f"`rollout_monitor` is 'tighten': training continues with {self._description(args)}."
 
     def _tighten(self, args) -> None:
         self.tightened = True

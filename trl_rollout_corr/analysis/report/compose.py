@@ -172,7 +172,7 @@ def _settings(facts: Facts) -> Section:
         )
         cards = [Card("A dump first", text, yaml="rollout_dump_dir: dump\nrollout_dump_steps: 10\n")]
     else:
-        text = "Its settings, without those of the monitor and the dump."
+        text = "Settings of the run, without those of the monitor and the dump."
         cards = [Card("This run", text, yaml=yaml_lines(_own(facts.config)))]
     best, healthy = facts.recommendation, facts.healthy
     if best is not None and healthy is not None:
@@ -217,7 +217,7 @@ def _distribution(facts: Facts) -> Section | None:
     name, title, found = "distribution", "How far apart the policies are", facts.statistics
     if found is None:
         chart = logged_histogram(facts.log)
-        return Section(name, title, "From the log; a dump says more.", charts=[chart]) if chart else None
+        return Section(name, title, "From the log; a dump has more detail.", charts=[chart]) if chart else None
     if found.size == 0:
         return Section(name, title, "d is 0 at every token: the policies agree.")
     text = "Counted over the sequences that were drawn at random, which represent the batch."
