@@ -127,7 +127,7 @@ def preview(arguments: list[str]) -> tuple[dict, list[str]]:
 
 
 def name_of(chosen: dict, others: list[str]) -> str:
-    """What sets a run apart from others: trainer, preset, and the options beside them."""
+    """Name of a run: trainer, preset, and the options beside them."""
     return " ".join([chosen["trainer"], chosen.get("rollout_correction", "corrected"), *others])
 
 

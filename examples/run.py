@@ -1,4 +1,4 @@
-"""What `grpo.py`, `rloo.py` and `async_grpo.py` share: arguments, data, reward, and training."""
+"""Common parts of `grpo.py`, `rloo.py` and `async_grpo.py`: arguments, data, reward, and training."""
 
 import before_imports  # noqa: F401
 

@@ -1,4 +1,4 @@
-"""What the quickstart shows: a line per look at the held-out prompts, a table at the end, and a picture of all runs."""
+"""Output of the quickstart: a line per look at the held-out prompts, a table at the end, and a picture of all runs."""
 
 import json
 import sys

@@ -99,7 +99,7 @@ OFF = {
 
 @pytest.fixture(scope="module")
 def plain(tiny_model_path, tmp_path_factory):
-    """What TRL's trainer does."""
+    """A run of TRL's trainer."""
     trainer = build_theirs(tiny_model_path, tmp_path_factory.mktemp("plain"), logging_steps=1)
     return losses(trainer), trainer.state.log_history, weights_of(trainer)
 

@@ -181,7 +181,7 @@ def test_the_readme_is_short(readme):
 
 
 def healthy_claims(document: str) -> dict[str, list[str]]:
-    """What a document says in a table, or in brackets, about the healthy band of a metric."""
+    """Healthy bands of metrics that a document has in a table, or in brackets."""
     text = (ROOT / document).read_text().replace("rollout_corr/", "")
     claims: dict[str, list[str]] = {}
     for keys, cells in re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| (.+) \|$", text, re.MULTILINE):
@@ -270,7 +270,7 @@ def without_comments(code: str) -> str:
 
 
 def tables(document: str) -> list[list[list[str]]]:
-    """What is in backticks, in every row of every table."""
+    """Text in backticks, in every row of every table."""
     found = re.findall(r"(?:^\|.*\n)+", (ROOT / document).read_text(), re.MULTILINE)
     return [[sorted(re.findall(r"`([^`]+)`", row)) for row in table.splitlines()] for table in found]
 

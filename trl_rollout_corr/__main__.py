@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _refusal(args: argparse.Namespace, error: Exception) -> str:
-    """What is said about input that cannot be used."""
+    """The message about input that cannot be used."""
     if isinstance(error, SelfContainedError):
         return str(error)
     if isinstance(error, OSError):

@@ -34,7 +34,7 @@ class HealthySteps(NamedTuple):
 
     Args:
         rows (`np.ndarray` of shape `(B,)`):
-            Which sequences are of these steps.
+            True for sequences of these steps.
         last (`int` or `None`):
             The last of these steps; 0 if there is none, `None` if all steps are healthy.
         alarm ([`~trl_rollout_corr.health.rule.Alarm`] or `None`):

@@ -92,7 +92,7 @@ def measure(log_ratio: torch.Tensor, valid: torch.Tensor) -> Spread:
         log_ratio (`torch.Tensor` of shape `(B, T)`):
             Log-ratio, 0 where it does not count.
         valid (`torch.Tensor` of shape `(B, T)`):
-            Which tokens count. At least one.
+            True for tokens that count. At least one.
 
     Returns:
         [`Spread`]: in float64.

@@ -36,7 +36,7 @@ class Experiment(NamedTuple):
         change (`str`):
             The change, in words.
         on (`str`):
-            Where it is made: `"trainer"` (the same tokens are scored again), `"sampler"` (the same engine samples again) or
+            Changed side: `"trainer"` (the same tokens are scored again), `"sampler"` (the same engine samples again) or
             `"engine"` (another engine is started).
         decisive (`bool`, *optional*, defaults to `False`):
             Whether a gap that stays rules the cause out. Otherwise the other side may still have it.
@@ -71,7 +71,7 @@ class Cause(NamedTuple):
         otherwise (`str`, *optional*, defaults to `""`):
             The remedy for a run that has these settings already.
         correction (`str`, *optional*, defaults to `""`):
-            Correction for what is left after the remedy: `"any"`, `"rejecting"` (one that rejects single tokens), or none
+            Correction for the gap left after the remedy: `"any"`, `"rejecting"` (one that rejects single tokens), or none
             where a correction would hide a mistake.
         normal (`bool`, *optional*, defaults to `False`):
             Whether every run has it, so that only a large gap is unhealthy.
@@ -93,7 +93,7 @@ class Cause(NamedTuple):
     fallback: Test | None = None
 
 
-_HIDES = "Do not correct for it: the importance weights would be those of a policy that nobody samples from."
+_HIDES = "Do not correct for it: the importance weights would be those of a policy that no token was sampled from."
 _ELSEWHERE = (
     "in a `rollout_func`, or by the server, which takes values that a request leaves out from the model's "
     "`generation_config.json` unless it is started with `--generation-config vllm`."

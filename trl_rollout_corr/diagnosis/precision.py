@@ -167,7 +167,7 @@ def trainer_twice(o: Observed) -> Points:
     pairs = {
         "trainer - sampler": o.d, "trainer alone - sampler": o.again - o.rollout, "trainer - trainer alone": o.train - o.again
     }  # fmt: skip
-    return Points("what is compared", SIZE, [*pairs], [rms(values[again]) for values in pairs.values()])
+    return Points("pair of policies", SIZE, [*pairs], [rms(values[again]) for values in pairs.values()])
 
 
 def largest_tokens(o: Observed) -> Points:

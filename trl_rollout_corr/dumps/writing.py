@@ -46,7 +46,7 @@ def write_rows(
         settings (`Mapping`):
             Fields of [`RolloutCorrectionConfig`] in effect.
         about (`Mapping[str, str]`, *optional*):
-            What the run is: its `model`, `trainer` and `date`.
+            Description of the run: its `model`, `trainer` and `date`.
 
     Returns:
         `Path`: the file.

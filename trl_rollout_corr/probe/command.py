@@ -174,7 +174,7 @@ def _run(request: dict[str, Any], output: Path, *, verbose: bool) -> dict[str, A
     with subprocess.Popen(
         command,
         env=environment,
-        stdin=subprocess.DEVNULL,  # nobody is asked anything
+        stdin=subprocess.DEVNULL,  # no command asks the user
         stdout=stdout,
         stderr=subprocess.PIPE,
         text=True,

@@ -161,7 +161,7 @@ class RolloutCorrectionConfig(DumpFields, MonitorFields, EngineFields, Correctio
         self._warn_about_idle_fields(explicit)
         if self.rollout_rs is None:
             self.rollout_rs_threshold = None
-        self.__dict__["_built"] = True  # what is assigned from now on is parsed, see `__setattr__`
+        self.__dict__["_built"] = True  # values assigned from now on are parsed, see `__setattr__`
 
     def __setattr__(self, name: str, value: Any) -> None:
         if "_built" not in self.__dict__:

@@ -33,7 +33,7 @@ MONITOR_ACTIONS = ("warn", "stop", "tighten")
 
 @dataclass
 class CorrectionFields:
-    """Fields of [`RolloutCorrectionConfig`] that say what is corrected."""
+    """Fields of [`RolloutCorrectionConfig`] about the correction itself."""
 
     rollout_correction: dict[str, Any] | Preset | None = field(
         default=unset(DEFAULT),

@@ -148,7 +148,7 @@ class SequenceDump(TrainerCallback):
             self.offered = [self.offered[i] for i in self._chosen(*self._scores().unbind(1)).tolist()]
 
     def _scores(self) -> torch.Tensor:
-        """`(N, 2)`: distance and chance of what was offered."""
+        """`(N, 2)`: distance and chance of each candidate."""
         return torch.tensor([(offered.distance, offered.chance) for offered in self.offered])
 
     # Events -----------------------------------------------------------------------------------------------------------
