@@ -221,7 +221,7 @@ def test_notes_say_what_the_numbers_are(tmp_path):
     assert "The run: bypass, reinforce; the trainer's log-probabilities are those of the current policy." in text
     text = compare(make_dump(tmp_path / "b", settings={"rollout_metrics_only": True}))
     assert "The run: decoupled; the trainer's log-probabilities are those of the old policy." in text
-    assert "This run only measured" in text
+    assert "This run has `rollout_metrics_only`" in text
     folder = make_dump(tmp_path / "c", group=1)  # alone in its group, every advantage is 0
     assert "there is no gradient to compare" in compare(folder)
     assert outcomes(folder)["decoupled_token_is"]["cosine"] is None

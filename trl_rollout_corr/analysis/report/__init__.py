@@ -26,7 +26,7 @@ def write_report(sources: Sequence[str], output: str) -> str:
         sources (`Sequence[str]`):
             A dump, a run, or a folder with both. Two of them are set against each other.
         output (`str`):
-            The file to write: a page in `.html`, or its verdict and main charts in `.png`.
+            The file to write: a page in `.html`, or its state and main charts in `.png`.
 
     Returns:
         `str`: the name of the file, as a line.
