@@ -293,7 +293,7 @@ def test_a_run_is_tightened_once(make_either, caplog):
 def test_a_tightened_run_is_the_uncorrected_one_and_then_another(make_either, caplog):
     untouched = losses(make_either(folder="untouched", max_steps=4))
     monitor = RolloutCorrectionMonitor("tighten", "decoupled_token_is")
-    with saying(caplog, "from here on"):
+    with saying(caplog, "training continues with"):
         tightened = losses(make_either(monitor, max_steps=4))
     assert tightened[:2] == untouched[:2]
     assert tightened[2] != untouched[2]
@@ -303,7 +303,7 @@ def test_a_tightened_run_is_the_uncorrected_one_and_then_another(make_either, ca
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_run_is_tightened_on_every_schedule(make_either, schedule, caplog):
     trainer = make_either(RolloutCorrectionMonitor("tighten", PRESET), schedule=schedule, max_steps=8)
-    with saying(caplog, "from here on"):
+    with saying(caplog, "training continues with"):
         steps = losses(trainer)
     assert len(steps) == 8
     assert all(math.isfinite(x) for step in steps for x in step)
@@ -316,7 +316,7 @@ def test_a_run_is_tightened_in_the_middle_of_a_generation(make_either, num_itera
     fields = {"steps_per_generation": 8, "num_iterations": num_iterations, "max_steps": 10, "num_generations": 4}
     untouched = losses(make_either(folder="untouched", **fields))
     trainer = make_either(RolloutCorrectionMonitor("tighten", "decoupled_token_is"), **fields)
-    with saying(caplog, "from here on"):
+    with saying(caplog, "training continues with"):
         tightened = losses(trainer)
     assert steps_with(trainer, TIGHTENED) == [2]
     assert tightened[:2] == untouched[:2]
@@ -334,7 +334,7 @@ def test_factors_of_the_whole_batch_come_with_the_preset(make, options, caplog):
             max_steps=6,
             **options,
         )
-    with saying(caplog, "from here on"):
+    with saying(caplog, "training continues with"):
         assert all(math.isfinite(loss) for loss, _ in losses(trainer))
 
 
@@ -360,7 +360,7 @@ def test_bypass_is_tightened_to_bypass(make, tiny_model_path, caplog):
 
 def test_a_resumed_run_is_as_tight_as_it_was(make_either, tmp_path, caplog):
     fields = {"max_steps": 4, "save_strategy": "steps", "save_steps": 3}
-    with saying(caplog, "from here on"):
+    with saying(caplog, "training continues with"):
         make_either(RolloutCorrectionMonitor("tighten", PRESET), **fields).train()
     resumed = make_either(RolloutCorrectionMonitor("tighten", PRESET), folder="resumed", **fields)
     with saying(caplog, "The resumed run had been tightened, and continues with"):

@@ -203,7 +203,7 @@ def test_a_run_without_a_sampler_or_a_model_is_refused(tiny_model_path, tmp_path
 
     with pytest.raises(ValueError, match="`use_vllm` is False"):
         read(request(tiny_model_path, tmp_path, "--use_vllm", "false"))
-    with pytest.raises(ValueError, match="neither a folder with a model nor one that the Hub has"):
+    with pytest.raises(ValueError, match="neither a folder with a model nor a model of the Hub"):
         read(request(tmp_path / "nowhere", tmp_path))
     with pytest.raises(
         ValueError, match=r"`temperatura` in the command line is no option .* Did you mean 'temperature'"
@@ -437,7 +437,9 @@ def test_the_command(tiny_model_path, tmp_path):
     assert "keys and values are cached in the type of the model" in page.read_text()
     code, out, err = command("nobody/nothing")
     assert (code, out) == (2, "")
-    assert err.splitlines()[-1].startswith("nobody/nothing: 'nobody/nothing' is neither a folder with a model nor one")
+    assert err.splitlines()[-1].startswith(
+        "nobody/nothing: 'nobody/nothing' is neither a folder with a model nor a model"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -540,7 +542,7 @@ def test_a_server(tiny_model_path, tmp_path):
         options = ("--vllm_mode", "server", "--vllm_server_base_url", url, "--completions", "256")
         code, out, err = command(served, *options)
         assert code == 0, err
-        assert "samples with those that it was started with" in err
+        assert "the server samples with its first weights" in err
         code, out, err = command(tiny_model_path, *options, "--json")
     assert code == 1, err
     document = json.loads(out)

@@ -16,7 +16,7 @@ from .replay import Batch, batch_of
 from .spread import Spread, measure, suggest_bounds
 
 
-# Metrics of how far apart the policies are. An alarm about what weights or bounds do says nothing against the sequences.
+# Metrics of the gap between the policies. An alarm about weights or bounds does not make the sequences unhealthy.
 _OF_THE_POLICIES = (f"{PREFIX}k3_kl", f"{PREFIX}kl")
 
 NOTHING: Preset = "disabled"

@@ -23,7 +23,7 @@ class Stage(NamedTuple):
         several (`bool`, *optional*, defaults to `False`):
             Take all causes that are found: each acts on other tokens.
         ends (`bool`, *optional*, defaults to `False`):
-            Skip all later stages if a cause is found here, because its effects would be taken for theirs.
+            Skip all later stages if a cause is found here, because its effects would be mistaken for those of later causes.
         floor (`bool`, *optional*, defaults to `True`):
             Look only where the log-ratio is large enough to matter.
         fallback (`tuple[str, ...]`, *optional*):

@@ -166,7 +166,7 @@ class Probe:
 
     @contextmanager
     def sampling_without(self, names: tuple[str, ...]) -> Iterator[None]:
-        """The sampler without settings that distort what it samples."""
+        """The sampler without settings that distort its distribution."""
         generation = self.trainer.vllm_generation
         fields: dict[str, Any] = {name: neutral(name) for name in names if hasattr(generation, name)}
         fields["generation_kwargs"] = {k: v for k, v in generation.generation_kwargs.items() if k not in names}

@@ -239,7 +239,7 @@ def is_default(config: CorrectionFields, name: str) -> bool:
 
 
 def _from_mapping(settings: Mapping[str, Any]) -> tuple[Preset | None, dict[str, Any]]:
-    """A section of verl, or fields of this package. Keys that both have mean what they mean in verl."""
+    """A section of verl, or fields of this package. Keys of both have the meaning of verl."""
     unknown = sorted(set(map(str, settings)) - FIELDS - set(VERL_KEYS))
     if unknown:
         raise ValueError(
