@@ -127,7 +127,7 @@ def recommend(spread: Spread | None, config: RolloutCorrectionConfig, alarm: Ala
         raised = f": an alarm was raised at step {alarm.step} (`{alarm.rule}`)" if alarm else ""
         return Recommendation(
             advised,
-            "it needs no bounds made of these sequences, and bounds made of unhealthy steps would keep tokens that should be "
+            "it has no bounds to choose, and bounds made of unhealthy steps would keep tokens that should be "
             f"rejected{raised}, and no step before it was dumped. Find the cause of the alarm first",
         )
     if spread.s == 0.0:
