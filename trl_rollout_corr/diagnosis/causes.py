@@ -95,8 +95,8 @@ class Cause(NamedTuple):
 
 _HIDES = "Do not correct for it: the importance weights would be those of a policy that no token was sampled from."
 _ELSEWHERE = (
-    "in a `rollout_func`, or by the server, which takes values that a request leaves out from the model's "
-    "`generation_config.json` unless it is started with `--generation-config vllm`."
+    "in a `rollout_func`, or by the server, which fills missing values from the model's `generation_config.json` unless "
+    "started with `--generation-config vllm`."
 )
 _SMALLER = "Normal: the layers still round. float16 on both sides makes the gap much smaller (recipe grpo/fp16.yaml)."
 _FLOAT32_HEAD = {"hf_overrides": {"head_dtype": "float32"}}

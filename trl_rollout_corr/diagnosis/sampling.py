@@ -37,8 +37,8 @@ def truncation(o: Observed) -> Seen | None:
     below = float(np.square(d[d < 0]).sum() / np.square(d).sum())
     numbers = {"below": below, "ratio": mean(ratio)}
     said = (
-        "a share of {below} of d^2 comes from negative d, and the mean of exp(d) is {ratio}; it is 1 if the sampler draws "
-        "from the whole distribution"
+        "a share of {below} of d^2 comes from negative d, and the mean of exp(d) is {ratio} (1 if the sampler draws from the "
+        "whole distribution)"
     )
     return Seen(bias if sure > 6 and below > 0.55 else 0.0, bounded(2 * below - 1), numbers, said)
 

@@ -40,7 +40,7 @@ class Advice(NamedTuple):
     def sentence(self) -> str:
         """The advice in a sentence, as messages have it."""
         chosen = ", ".join(f"`{name}` to {value}" for name, value in self.settings.items())
-        return f"Set {chosen}." if chosen else f"Leave the correction as it is: {self.reason}"
+        return f"Set {chosen}." if chosen else f"Keep the settings of the correction: {self.reason}"
 
 
 def mode_of(settings: Any) -> Mode:

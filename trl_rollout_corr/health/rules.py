@@ -45,8 +45,8 @@ _RULES = [
         seen="`k3_kl` is {value:.2g}, above {bound:g}, and nothing corrects for it.",
         why="Rounding gives about 0.001 and a sampler in low precision up to 0.02: sampler and trainer are different "
         "policies, and updates on such data drive them further apart.",
-        advice="{correct} If the gap came suddenly, look for weights that were not pushed; if it was there at the first "
-        "step, for dropout in the trainer.",
+        advice="{correct} If the gap came suddenly, look for weights that were not pushed; if the gap exists from the first "
+        "step on, for dropout in the trainer.",
         applies=lambda window: not window.corrects,
         measure=lambda window: window.gap("k3_kl"),
         covers=("k3_uncorrected", "k3_growth", "kl_high", "chi2_token", "gap_in_step"),
@@ -216,8 +216,8 @@ _RULES = [
         severity="warning",
         seen="The mean ratio of trainer to sampler, `1 + k3_kl - kl`, differs from 1 by {value:.2g}.",
         why="The mean ratio is 1 for any two policies, so these are not the log-probabilities of the sampled tokens.",
-        advice="Leave `top_p`, `top_k`, `min_p` and penalties at their defaults. If they are, look for another "
-        "temperature, and for tokens that were added or changed after sampling.",
+        advice="Leave `top_p`, `top_k`, `min_p` and penalties at their defaults. If all have their defaults, look for "
+        "another temperature, and for tokens that were added or changed after sampling.",
         patience=5,
         applies=lambda window: window.fresh,
         measure=conditions.bias,
@@ -314,7 +314,7 @@ _RULES = [
         seen="`chi2_token` is {value:.2g}, above {bound:g}.",
         why="A few tokens have a huge ratio, so that token weights without a bound would be mostly noise.",
         advice="Keep `rollout_is_threshold` at 2 or below, or drop outliers with IcePop (a pair of bounds). "
-        "`log_ratio_p99` and `log_ratio_max` show which tokens they are.",
+        "`log_ratio_p99` and `log_ratio_max` show the size of the outliers.",
     ),
     Rule(
         "chi2_seq",
@@ -346,7 +346,7 @@ _RULES = [
         seen="A share of {value:.2g} of the completions has a token below the lower bound of seq_max_k1.",
         why="Rounding is not the cause: look for broken rows of logits, tokens scored at another position, and text "
         "that was added after sampling.",
-        advice="`log_ratio_min` shows which tokens they are. To reject fewer completions, lower the first bound in "
+        advice="`log_ratio_min` shows the lowest log-ratio. To reject fewer completions, lower the first bound in "
         "`rollout_rs_threshold`.",
         applies=conditions.vetoes,
     ),

@@ -205,7 +205,7 @@ def _trends(facts: Facts, shown: Sequence[str]) -> Section | None:
         return None
     text = "Shaded green: healthy. Dashed red: where an alarm was first raised, with the number of its finding."
     if facts.run.logged_by == "dump":
-        text = f"The dump has no log, so these are computed from its sequences drawn at random. {text}"
+        text = f"The dump has no log, so the metrics are computed from its sequences drawn at random. {text}"
     if len(facts.log) > POINTS:
         text += (
             " Lines are means over windows of steps, and the pale bands reach from the lowest to the highest value."
