@@ -171,8 +171,16 @@ def test_files_and_make_targets_in_the_documents_exist(document):
         assert target in targets or target in ("a", "sense", "the", "it"), target
     for path in re.findall(r"\b((?:examples|recipes|docs|tests|benchmarks|trl_rollout_corr)/[\w./-]*\w)", text):
         assert (ROOT / path).exists(), path
-    for link in re.findall(r"\]\(([\w./-]+)\)", text):
-        assert (ROOT / document).parent.joinpath(link).exists(), link
+    for link, anchor in re.findall(r"\]\(([\w./-]*)(?:#([\w-]+))?\)", text):
+        target = (ROOT / document).parent / link if link else ROOT / document
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target.read_text()), f"{link}#{anchor}"
+
+
+def anchors(text: str) -> set[str]:
+    """Anchors of the headings of a document."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"\]\([^)]*\)", "", text), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("readme", ["README.md", "README.zh-CN.md"])
