@@ -1,5 +1,5 @@
 """
-What a log costs over many processes: one gather of one vector, and how that grows.
+Cost of a log over many processes: one gather of one vector, and how that grows.
 
     python benchmarks/gather.py
 
@@ -43,7 +43,7 @@ PAPER = (8, 64, 512)  # ranks to extrapolate to
 
 
 def sums_of_a_batch(fields: dict, seed: int) -> list[Sums]:
-    """What a trainer counts at the first visit of a batch."""
+    """The sums of a trainer at the first visit of a batch."""
     generator = torch.Generator().manual_seed(seed)
     rollout = -torch.rand(8, 512, generator=generator)
     train = rollout + 0.02 * torch.randn(8, 512, generator=generator)

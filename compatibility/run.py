@@ -90,7 +90,7 @@ class Environment:
             run(self.python, "-m", "pip", command, "--quiet", *arguments)
 
     def ask(self, code: str) -> str:
-        """What a line of Python prints."""
+        """Output of a line of Python."""
         return run(self.python, "-c", code).strip()
 
     def versions(self) -> dict[str, str]:
@@ -113,7 +113,7 @@ def allowed_vllm(environment: Environment) -> tuple[str, str]:
 
 
 def candidates(oldest: str, newest: str) -> Iterator[tuple[str, str | None]]:
-    """What to ask for, the best first, and what to say about it."""
+    """Requirements to try, the best first, and a remark on each."""
     major, minor, *_ = (int(part) for part in newest.split("."))
     yield f"=={newest}", None
     yield f">={oldest},<={newest}", None
@@ -146,7 +146,7 @@ def install(environment: Environment, trl: str, extra: list[str]) -> list[str]:
 
 
 def first_reason(text: str) -> str:
-    """What an installer said was missing, in short."""
+    """Packages that an installer reported as missing."""
     found = re.search(r"no version of (torch)\S*?==(\S+?)[\s,]", text) or re.search(
         r"No matching.*?(\w+)==(\S+)", text
     )
@@ -154,7 +154,7 @@ def first_reason(text: str) -> str:
 
 
 def resolve_for_gpu(trl: str, newest: str) -> dict[str, str]:
-    """What `pip install trl[vllm]` would bring on Linux with CUDA, from metadata alone. Empty without uv."""
+    """Packages that `pip install trl[vllm]` would install on Linux with CUDA, from metadata alone. Empty without uv."""
     if not UV:
         return {}
     for vllm in (f"vllm=={newest}", "vllm"):

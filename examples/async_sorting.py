@@ -56,7 +56,7 @@ TRAINING = {
     "token_budget": 0,  # as many completions in every step
     "num_generations": 8,
     "max_staleness": 8,
-    "queue_maxsize": 64,  # what waits longer gets older
+    "queue_maxsize": 64,  # samples that wait longer get older
     "gradient_checkpointing": False,
     "max_steps": 120,
     "learning_rate": 5e-5,

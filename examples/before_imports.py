@@ -1,4 +1,4 @@
-"""Imported before all else by the examples: what libraries read when they are imported, so that they say only what matters."""
+"""Imported first by the examples: sets variables that libraries read at import, so that they print only what matters."""
 
 import logging
 import os
@@ -6,7 +6,7 @@ import sys
 import warnings
 
 
-# vLLM says a hundred lines about itself. Before it has read this variable, some more about what a CPU lacks.
+# vLLM logs a hundred lines, and some more about missing features of a CPU before it has read this variable.
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 logging.getLogger("vllm").setLevel(logging.ERROR)
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

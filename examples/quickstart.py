@@ -116,7 +116,7 @@ class Lag:
 
 
 def preview(arguments: list[str]) -> tuple[dict, list[str]]:
-    """Options that say which parser, correction and folder a run has, and all others: what its name has to say."""
+    """Options for the parser, the correction and the folder of a run, and all others, which are in its name."""
     parser = ArgumentParser(add_help=False, argument_default=SUPPRESS, allow_abbrev=False)
     parser.add_argument("--trainer", choices=[*TRAINERS, "async_grpo"], default="grpo")
     for name in ("rollout_correction", "output_dir", "model_folder", "rollout_dump_dir", "eval_every"):
@@ -127,7 +127,7 @@ def preview(arguments: list[str]) -> tuple[dict, list[str]]:
 
 
 def name_of(chosen: dict, others: list[str]) -> str:
-    """What sets a run apart from others: trainer, preset, and the options beside them."""
+    """Name of a run: trainer, preset, and the options beside them."""
     return " ".join([chosen["trainer"], chosen.get("rollout_correction", "corrected"), *others])
 
 
@@ -194,7 +194,7 @@ def main():
 
 
 def train(model_folder: Path, args, script_args: QuickstartArguments) -> tuple[Progress, list[dict]]:
-    """Train with GRPO or RLOO, and return what was seen and what was logged."""
+    """Train with GRPO or RLOO, and return held-out results and the log."""
     print(f"Starting vLLM, {script_args.lag} optimizer steps behind ...", flush=True)
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     progress = Progress(tokenizer, script_args.eval_every)

@@ -1,4 +1,4 @@
-"""What `grpo.py`, `rloo.py` and `async_grpo.py` share: arguments, data, reward, and training."""
+"""Common parts of `grpo.py`, `rloo.py` and `async_grpo.py`: arguments, data, reward, and training."""
 
 import before_imports  # noqa: F401
 
@@ -149,7 +149,7 @@ def load_tokenizer(model_args: ModelConfig, trust_remote_code: bool) -> PreTrain
 
 
 def save(trainer):
-    """Save what was trained, unless nothing is to be saved, and return the trainer."""
+    """Save the model, unless saving is off, and return the trainer."""
     if trainer.args.save_strategy != "no":
         trainer.save_model(trainer.args.output_dir)
         trainer.save_state()  # with the log, for `trl-rollout-corr report`

@@ -19,7 +19,7 @@ _OF_THE_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MAS
 _NEEDED = {
     "VLLM_SERVER_DEV_MODE": "1",  # pause, resume, and new weights
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",  # new adapters
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",  # its engine has a process of its own, whatever ours does
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",  # its engine has a process of its own, also if this program has none
     "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "3600",  # the rollout worker keeps connections while its queue is full
 }
 # Packs all weights again when new ones come, on a CPU
@@ -45,13 +45,13 @@ def vllm_server(
     start_timeout: float = 600.0,
 ) -> Iterator[str]:
     """
-    Start vLLM's server, and stop it in the end, whatever the end is.
+    Start vLLM's server, and stop it at the end, also after an error.
 
     Args:
         model (`str`):
             Model to serve.
         log (`Path`):
-            File for what the server prints.
+            File for the output of the server.
         options (`Sequence[str]`, *optional*):
             Further options of the server's command line.
         environment (`Mapping[str, str]`, *optional*):
@@ -65,7 +65,7 @@ def vllm_server(
         `Iterator[str]`: its address, when it answers.
 
     Raises:
-        `RuntimeError`: if it does not start; the message ends in what it printed last.
+        `RuntimeError`: if it does not start; the message ends with its last output.
     """
     port = port or free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host", "127.0.0.1"]
@@ -91,7 +91,7 @@ def vllm_server(
 
 @contextmanager
 def _terminating() -> Iterator[None]:
-    """Let SIGTERM end the program as an exception does, so that what it has started is stopped."""
+    """Let SIGTERM end the program as an exception does, so that processes it has started are stopped."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -115,7 +115,7 @@ def _wait_until_it_answers(server: subprocess.Popen, url: str, log: Path, timeou
 
 def _stop(server: subprocess.Popen, patience: float = 20.0):
     """Ask the server to end, which ends its engine, and then make both."""
-    for signal_number in (signal.SIGTERM, signal.SIGKILL):  # SIGKILL in any case: for what is left of its group
+    for signal_number in (signal.SIGTERM, signal.SIGKILL):  # SIGKILL in any case: for the rest of its group
         with suppress(ProcessLookupError):
             os.killpg(server.pid, signal_number)
         with suppress(subprocess.TimeoutExpired):

@@ -1,4 +1,4 @@
-"""What the quickstart shows: a line per look at the held-out prompts, a table at the end, and a picture of all runs."""
+"""Output of the quickstart: a line per look at the held-out prompts, a table at the end, and a picture of all runs."""
 
 import json
 import sys
@@ -13,7 +13,7 @@ RESULT = "quickstart.json"  # in the folder of a run; empty until the run is ove
 
 
 class Progress(TrainerCallback):
-    """Prints a line per look at the held-out prompts, and keeps what the picture needs."""
+    """Prints a line per look at the held-out prompts, and keeps the data of the picture."""
 
     def __init__(self, tokenizer, every: int):
         self.tokenizer, self.every = tokenizer, every
@@ -50,7 +50,7 @@ def conclude(
     name: str, progress: Progress, log_history: list[dict], folders: list[Path], family: Path, seconds: float
 ):
     """
-    Save what came out of a run, and show it beside the other runs.
+    Save the result of a run, and show it beside the other runs.
 
     Args:
         name (`str`):

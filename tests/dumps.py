@@ -129,7 +129,7 @@ def make_dump(
 
 
 def _masks(rows: int, length: int, rng: torch.Generator, *, vary: bool, tools: bool):
-    """Which tokens exist, and which are tokens of the loss."""
+    """Masks of the tokens that exist, and of those of the loss."""
     lengths = torch.full((rows,), length)
     if vary:
         lengths = torch.randint(max(length // 4, 1), length + 1, (rows,), generator=rng)
@@ -181,7 +181,7 @@ def _choice(d: torch.Tensor, mask: torch.Tensor, sampled: int | None, worst: int
 
 
 class Written(NamedTuple):
-    """What a dump holds: one dictionary per row, the settings in effect at the last step, and what was logged."""
+    """Content of a dump: one dictionary per row, the settings in effect at the last step, and what was logged."""
 
     rows: list[dict[str, Any]]
     settings: dict[str, Any]

@@ -53,7 +53,7 @@ def free_port() -> int:
 
 
 def output_of(*command: str, **options) -> str:
-    """What a command prints, which must succeed."""
+    """Output of a command, which must succeed."""
     process = run(*command, **options)
     assert process.returncode == 0, process.stdout[-3000:] + process.stderr[-8000:]
     return process.stdout

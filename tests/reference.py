@@ -72,7 +72,7 @@ def binary_kl(a, b):
 
 
 def keeps(sequences, name, bounds, advantages=None):
-    """Whether one criterion keeps each token. `bounds` as the user writes them: on the ratio for k1."""
+    """True for each token that one criterion keeps. `bounds` as the user writes them: on the ratio for k1."""
     scope, divergence = scope_and_divergence(name)
     result = []
     for index, sequence in enumerate(sequences):

@@ -1,4 +1,4 @@
-"""Who is corrected, and how old the data is: against plain loops, and in training."""
+"""Rejection by group, and the age of the data: against plain loops, and in training."""
 
 import math
 import random

@@ -99,7 +99,7 @@ OFF = {
 
 @pytest.fixture(scope="module")
 def plain(tiny_model_path, tmp_path_factory):
-    """What TRL's trainer does."""
+    """A run of TRL's trainer."""
     trainer = build_theirs(tiny_model_path, tmp_path_factory.mktemp("plain"), logging_steps=1)
     return losses(trainer), trainer.state.log_history, weights_of(trainer)
 
@@ -500,7 +500,7 @@ def test_the_first_step_is_diagnosed_and_what_is_set_is_not_advised(make, tmp_pa
         worker = {"min_length": 6, "change": far_off}
         make(worker, rollout_diagnose=True, rollout_correction=correction, max_steps=1, **folder).train()
         printed = capsys.readouterr().out
-        assert "Diagnosis of step 1. Found: other weights than the trainer's" in printed
+        assert "Diagnosis of step 1. Found: weights that differ from the trainer's" in printed
         assert ("rollout_correction: auto" in printed) == advised
         assert ("The run has a correction for the rest" in printed) != advised
         folder = {"rollout_dump_dir": str(tmp_path / "another")} if dumped else {}
@@ -562,7 +562,7 @@ def test_a_run_is_tightened(make, caplog):
         {"noise": 1.0}, rollout_correction="disabled", rollout_monitor="tighten", rollout_monitor_preset="auto",
         max_steps=4, logging_steps=1,
     )  # fmt: skip
-    with saying(caplog, "from here on with the preset auto"):
+    with saying(caplog, "training continues with the preset auto"):
         trainer.train()
     assert trainer.args.rollout_rs == ["token_tv", "token_k1"]
     assert trainer.state.global_step == 4

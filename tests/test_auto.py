@@ -73,6 +73,6 @@ def test_a_run_rejects_and_the_report_says_what(kind, bypass, tmp_path, tiny_mod
     write_report([str(tmp_path)], str(tmp_path / "report.html"))
     page = " ".join(re.sub("<[^>]+>", "", (tmp_path / "report.html").read_text()).split())
     mean = sum(shares["token_tv"]) / len(shares["token_tv"])
-    moved = "whose probability had moved by more than 0.002 in the direction that the advantage pushes further"
+    moved = "whose probability had changed by more than 0.002 in the direction of the advantage"
     assert f"Rejected: {100 * mean:.3g} % of the tokens, {moved} (token_tv)" in page
     assert "with a ratio above 1.02 (token_k1)" in page

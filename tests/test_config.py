@@ -137,7 +137,7 @@ def test_rejection_thresholds_that_cannot_be_meant(criteria, written, message):
 def test_criteria_by_their_first_names_are_told_the_name_today(first, today):
     for names in (first, [first], f"token_k2,{first}"):
         with pytest.raises(
-            ValueError, match=rf"'{first}' is no criterion. Did you mean '{today}', its name today\? Allowed"
+            ValueError, match=rf"'{first}' is no criterion. Did you mean '{today}', its present name\? Allowed"
         ):
             grpo(rollout_rs=names, rollout_rs_threshold=2.0)
 

@@ -1,4 +1,4 @@
-"""What training prints, and what the alarms of the monitor become in trackers."""
+"""Output of training, and alarms of the monitor in trackers."""
 
 import logging
 import re

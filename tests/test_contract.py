@@ -1,4 +1,4 @@
-"""What is touched in TRL: methods, parameters, dictionary keys and the order of reads. Run these on a new TRL first."""
+"""Parts of TRL in use: methods, parameters, dictionary keys and the order of reads. Run these on a new TRL first."""
 
 import inspect
 import re

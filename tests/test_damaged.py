@@ -42,7 +42,7 @@ NO_JSON = st.sampled_from([b"", b"{", b"[" * 100_000, b"\xff\xfe\x00", b"9" * 50
 
 
 def of_kind(names: list[str]):
-    """What may stand in the metadata of a file under a key that has these names: mostly something of its kind."""
+    """Values for a key of these names in the metadata of a file: mostly of the right kind."""
     changed = st.dictionaries(st.sampled_from(names), ANYTHING, max_size=2)
     return (changed | ANYTHING).map(lambda x: json.dumps(x).encode()) | NO_JSON
 
@@ -102,7 +102,7 @@ def written(folder, rows, edits=(), settings=b"{}", about=b"{}"):
 
 
 def answers(folder, capsys, *, draw: bool) -> list[str]:
-    """What all commands say of a dump, once it is known to be one line and 2, or an answer. JSON is that of the standard."""
+    """Output of all commands on a dump: one line with exit code 2, or an answer. JSON is that of the standard."""
     commands = [["compare", "--json"], ["diagnose", "--json"], ["report", "-o", str(folder / "report.html")]]
     said = []
     for name, *options in commands:

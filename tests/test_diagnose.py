@@ -265,7 +265,7 @@ def test_a_gap_that_grows_over_a_few_sequences_may_be_chance(tmp_path):
 def test_too_few_tokens_say_nothing(tmp_path, capsys):
     folder = make_dump(tmp_path / "dump", rows=2, length=4, steps=1, logs=False)
     assert main(["diagnose", str(folder)]) == 2
-    assert "too few to say anything" in capsys.readouterr().err
+    assert "too few for a diagnosis" in capsys.readouterr().err
 
 
 # The command --------------------------------------------------------------------------------------------------------------

@@ -171,8 +171,16 @@ def test_files_and_make_targets_in_the_documents_exist(document):
         assert target in targets or target in ("a", "sense", "the", "it"), target
     for path in re.findall(r"\b((?:examples|recipes|docs|tests|benchmarks|trl_rollout_corr)/[\w./-]*\w)", text):
         assert (ROOT / path).exists(), path
-    for link in re.findall(r"\]\(([\w./-]+)\)", text):
-        assert (ROOT / document).parent.joinpath(link).exists(), link
+    for link, anchor in re.findall(r"\]\(([\w./-]*)(?:#([\w-]+))?\)", text):
+        target = (ROOT / document).parent / link if link else ROOT / document
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target.read_text()), f"{link}#{anchor}"
+
+
+def anchors(text: str) -> set[str]:
+    """Anchors of the headings of a document."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"\]\([^)]*\)", "", text), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("readme", ["README.md", "README.zh-CN.md"])
@@ -181,7 +189,7 @@ def test_the_readme_is_short(readme):
 
 
 def healthy_claims(document: str) -> dict[str, list[str]]:
-    """What a document says in a table, or in brackets, about the healthy band of a metric."""
+    """Healthy bands of metrics that a document has in a table, or in brackets."""
     text = (ROOT / document).read_text().replace("rollout_corr/", "")
     claims: dict[str, list[str]] = {}
     for keys, cells in re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| (.+) \|$", text, re.MULTILINE):
@@ -270,7 +278,7 @@ def without_comments(code: str) -> str:
 
 
 def tables(document: str) -> list[list[list[str]]]:
-    """What is in backticks, in every row of every table."""
+    """Text in backticks, in every row of every table."""
     found = re.findall(r"(?:^\|.*\n)+", (ROOT / document).read_text(), re.MULTILINE)
     return [[sorted(re.findall(r"`([^`]+)`", row)) for row in table.splitlines()] for table in found]
 

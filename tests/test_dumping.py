@@ -1,4 +1,4 @@
-"""What a run writes to `rollout_dump_dir`."""
+"""Files that a run writes to `rollout_dump_dir`."""
 
 import math
 from datetime import UTC, date, datetime

@@ -1,4 +1,4 @@
-"""Which module may import what."""
+"""Allowed imports of each module."""
 
 import ast
 import re

@@ -117,7 +117,7 @@ def test_broken_tokens_are_left_out_or_taken_as_equal():
 
 
 class Rates(TrainerCallback):
-    """What the optimizer steps with, and what a scheduler and a checkpoint see. Added last, so that it comes after ours."""
+    """Learning rates of the optimizer step, the scheduler and the checkpoint. Added last, so that it comes after ours."""
 
     def __init__(self):
         self.used, self.left = [], []

@@ -282,7 +282,7 @@ def test_a_warning_does_not_stop(observe):
 def test_a_run_is_tightened_once(make_either, caplog):
     trainer = make_either(RolloutCorrectionMonitor("tighten", PRESET), max_steps=5)
     assert trainer.args.rollout_is is None
-    with saying(caplog, "from here on with the preset decoupled_geo_rs_token_tis, `rollout_is='token'`"):
+    with saying(caplog, "training continues with the preset decoupled_geo_rs_token_tis, `rollout_is='token'`"):
         trainer.train()
     assert settings(trainer.args) == settings(RolloutCorrectionConfig.from_preset(PRESET))
     assert steps_with(trainer, TIGHTENED) == [2]
@@ -293,7 +293,7 @@ def test_a_run_is_tightened_once(make_either, caplog):
 def test_a_tightened_run_is_the_uncorrected_one_and_then_another(make_either, caplog):
     untouched = losses(make_either(folder="untouched", max_steps=4))
     monitor = RolloutCorrectionMonitor("tighten", "decoupled_token_is")
-    with saying(caplog, "from here on"):
+    with saying(caplog, "training continues with"):
         tightened = losses(make_either(monitor, max_steps=4))
     assert tightened[:2] == untouched[:2]
     assert tightened[2] != untouched[2]
@@ -303,7 +303,7 @@ def test_a_tightened_run_is_the_uncorrected_one_and_then_another(make_either, ca
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_run_is_tightened_on_every_schedule(make_either, schedule, caplog):
     trainer = make_either(RolloutCorrectionMonitor("tighten", PRESET), schedule=schedule, max_steps=8)
-    with saying(caplog, "from here on"):
+    with saying(caplog, "training continues with"):
         steps = losses(trainer)
     assert len(steps) == 8
     assert all(math.isfinite(x) for step in steps for x in step)
@@ -316,7 +316,7 @@ def test_a_run_is_tightened_in_the_middle_of_a_generation(make_either, num_itera
     fields = {"steps_per_generation": 8, "num_iterations": num_iterations, "max_steps": 10, "num_generations": 4}
     untouched = losses(make_either(folder="untouched", **fields))
     trainer = make_either(RolloutCorrectionMonitor("tighten", "decoupled_token_is"), **fields)
-    with saying(caplog, "from here on"):
+    with saying(caplog, "training continues with"):
         tightened = losses(trainer)
     assert steps_with(trainer, TIGHTENED) == [2]
     assert tightened[:2] == untouched[:2]
@@ -334,7 +334,7 @@ def test_factors_of_the_whole_batch_come_with_the_preset(make, options, caplog):
             max_steps=6,
             **options,
         )
-    with saying(caplog, "from here on"):
+    with saying(caplog, "training continues with"):
         assert all(math.isfinite(loss) for loss, _ in losses(trainer))
 
 
@@ -352,7 +352,7 @@ def test_bypass_is_tightened_to_bypass(make, tiny_model_path, caplog):
         max_steps=8,
         schedule="several steps per generation",
     )
-    with saying(caplog, "from here on with the preset bypass_ppo_clip_k3_rs"):
+    with saying(caplog, "training continues with the preset bypass_ppo_clip_k3_rs"):
         trainer.train()
     assert trainer.args.rollout_rs == ["seq_mean_k3"]
     assert logged(trainer, "rollout_rs_masked_fraction")
@@ -360,10 +360,10 @@ def test_bypass_is_tightened_to_bypass(make, tiny_model_path, caplog):
 
 def test_a_resumed_run_is_as_tight_as_it_was(make_either, tmp_path, caplog):
     fields = {"max_steps": 4, "save_strategy": "steps", "save_steps": 3}
-    with saying(caplog, "from here on"):
+    with saying(caplog, "training continues with"):
         make_either(RolloutCorrectionMonitor("tighten", PRESET), **fields).train()
     resumed = make_either(RolloutCorrectionMonitor("tighten", PRESET), folder="resumed", **fields)
-    with saying(caplog, "The run that is resumed had been tightened, and goes on so"):
+    with saying(caplog, "The resumed run had been tightened, and continues with"):
         resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
     assert settings(resumed.args) == settings(RolloutCorrectionConfig.from_preset(PRESET))
     assert steps_with(resumed, TIGHTENED) == [2]
@@ -407,7 +407,7 @@ def test_a_preset_that_does_not_suit_the_run_is_refused_with_the_monitor(make, p
 
 def test_what_is_excluded_from_the_baseline_may_be_tightened(make, caplog):
     trainer = make(RolloutCorrectionMonitor("tighten", "decoupled_seq_is_rs"), **EXCLUDING, max_steps=4)
-    with saying(caplog, "from here on with the preset decoupled_seq_is_rs"):
+    with saying(caplog, "training continues with the preset decoupled_seq_is_rs"):
         trainer.train()
     assert trainer.args.rollout_rs == ["seq_sum_k1"]
     assert trainer.state.global_step == 4
@@ -425,13 +425,13 @@ def test_a_preset_that_does_not_suit_any_more_does_not_end_the_run(make, caplog)
     trainer = make(monitor, max_steps=4)
     trainer.add_callback(ExcludingFrom())
     with saying(
-        caplog, "The run goes on as it is: `rollout_monitor_preset` is 'auto', which .* depends on the advantages"
+        caplog, "The settings stay as they are: `rollout_monitor_preset` is 'auto', which .* depends on the advantages"
     ):
         trainer.train()
     assert trainer.state.global_step == 4
     assert steps_with(trainer, TIGHTENED) == []
     assert trainer.args.rollout_is is None
-    assert len([message for message in messages(caplog) if "goes on as it is" in message]) == 1
+    assert len([message for message in messages(caplog) if "settings stay as they are" in message]) == 1
 
 
 @pytest.mark.slow
@@ -441,7 +441,7 @@ def test_every_preset_that_is_accepted_can_be_switched_to(make, preset, caplog):
     excluding = {"rollout_rs_exclude_from_baseline": True} if not mode and preset != "auto" else {}
     options = {"rollout_is": None, "rollout_rs": "seq_sum_k1", "rollout_rs_threshold": 1e9, **mode, **excluding}
     trainer = make(RolloutCorrectionMonitor("tighten", preset), **options, max_steps=5, steps_per_generation=4)
-    with saying(caplog, f"from here on with the preset {preset}"):
+    with saying(caplog, f"training continues with the preset {preset}"):
         steps = losses(trainer)
     assert len(steps) == 5
     assert all(math.isfinite(x) for step in steps for x in step)

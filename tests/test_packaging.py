@@ -1,4 +1,4 @@
-"""What is installed: everything that is needed, nothing that is not, and links that lead somewhere."""
+"""Content of the installed package: everything that is needed, nothing that is not, and links that lead somewhere."""
 
 import ast
 import email

@@ -169,9 +169,9 @@ def test_what_cannot_be_probed_is_one_line(words, said, capsys):
         (["probe"], "the following arguments are required: model"),
         (
             ["diagnose", "--probe", "m", "--temperature", "0.7"],
-            "--probe is a command of its own: trl-rollout-corr probe MODEL",
+            "--probe is not an option of diagnose: run trl-rollout-corr probe MODEL",
         ),
-        (["diagnose", "--probe=m"], "--probe is a command of its own: trl-rollout-corr probe MODEL"),
+        (["diagnose", "--probe=m"], "--probe is not an option of diagnose: run trl-rollout-corr probe MODEL"),
         (["diagnose", "dump", "--temperature", "0.7"], "unrecognized arguments: --temperature 0.7"),
         (["report", "outputs", "--probe", "m"], "unrecognized arguments: --probe m"),
     ],
@@ -185,7 +185,7 @@ def test_options_of_a_run_are_for_a_probe_alone(words, said, capsys):
 def test_a_probe_is_no_job_of_several_processes(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["probe", "m"]) == 2
-    assert "is started without a launcher" in capsys.readouterr().err
+    assert "start it without a launcher" in capsys.readouterr().err
 
 
 ON_A_CPU = ["--use_cpu", "true", "--bf16", "false", "--report_to", "none"]
@@ -203,7 +203,7 @@ def test_a_run_without_a_sampler_or_a_model_is_refused(tiny_model_path, tmp_path
 
     with pytest.raises(ValueError, match="`use_vllm` is False"):
         read(request(tiny_model_path, tmp_path, "--use_vllm", "false"))
-    with pytest.raises(ValueError, match="neither a folder with a model nor one that the Hub has"):
+    with pytest.raises(ValueError, match="neither a folder with a model nor a model of the Hub"):
         read(request(tmp_path / "nowhere", tmp_path))
     with pytest.raises(
         ValueError, match=r"`temperatura` in the command line is no option .* Did you mean 'temperature'"
@@ -237,7 +237,7 @@ def test_prompts_come_from_a_file_a_dataset_or_are_plain(tmp_path):
     )
     assert prompts_of(None, data, text, 2) == ["3 + 4?"] * 2
     (questions / "train.jsonl").write_text('{"text": "3 + 4?"}\n')
-    with pytest.raises(ValueError, match="has columns text; prompts are in one that is called `prompt` or `question`"):
+    with pytest.raises(ValueError, match="has columns text; the column of the prompts must be `prompt` or `question`"):
         prompts_of(None, data, text, 2)
     file.write_text("\n")
     with pytest.raises(ValueError, match="has no prompts"):
@@ -437,7 +437,9 @@ def test_the_command(tiny_model_path, tmp_path):
     assert "keys and values are cached in the type of the model" in page.read_text()
     code, out, err = command("nobody/nothing")
     assert (code, out) == (2, "")
-    assert err.splitlines()[-1].startswith("nobody/nothing: 'nobody/nothing' is neither a folder with a model nor one")
+    assert err.splitlines()[-1].startswith(
+        "nobody/nothing: 'nobody/nothing' is neither a folder with a model nor a model"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -540,7 +542,7 @@ def test_a_server(tiny_model_path, tmp_path):
         options = ("--vllm_mode", "server", "--vllm_server_base_url", url, "--completions", "256")
         code, out, err = command(served, *options)
         assert code == 0, err
-        assert "samples with those that it was started with" in err
+        assert "the server samples with its first weights" in err
         code, out, err = command(tiny_model_path, *options, "--json")
     assert code == 1, err
     document = json.loads(out)

@@ -25,7 +25,7 @@ BENCHMARKS = ROOT / "benchmarks"
 
 
 def results_of(folder: str) -> Any:
-    """What is in the results file of a benchmark; by name, if it has several."""
+    """Content of the results file of a benchmark; by name, if it has several."""
     files = {path.stem: json.loads(path.read_text()) for path in (BENCHMARKS / folder).glob("*.json")}
     return files["results"] if list(files) == ["results"] else files
 
@@ -83,7 +83,7 @@ DOCUMENTS = [
 
 
 def section(text: str, anchor: str) -> str:
-    """What is below a heading, up to the next one of its level."""
+    """Text below a heading, up to the next one of its level."""
     for level, title in re.findall(r"^(#+) (.+)$", text, re.MULTILINE):
         if re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") == anchor:
             below = text.split(f"\n{level} {title}\n", 1)[1]

@@ -320,7 +320,7 @@ def test_tokens_that_are_broken_or_absurd(dump, tmp_path):
     broken = Page(write(tmp_path / "broken", tmp_path / "broken.html")).text
     assert f"{sum(second['mask'])} tokens of the loss have a log-probability that is NaN or infinite" in broken
     assert "warningA share of 1 of the tokens came without a finite log-probability" in broken
-    assert "nothing to do with each other" in Page(write(tmp_path / "all", tmp_path / "all.html")).text
+    assert "almost nothing in common" in Page(write(tmp_path / "all", tmp_path / "all.html")).text
 
 
 def test_worst_sequences_alone_do_not_pass_for_the_batch(tmp_path, undrawn):
@@ -558,7 +558,7 @@ def test_errors_name_the_run_they_are_about(two, tmp_path, capsys):
     assert main(["report", str(two[0]), "-o", str(tmp_path / "report.pdf")]) == 2
     assert capsys.readouterr().err.startswith(f"{tmp_path / 'report.pdf'}: ")
     assert main(["report", *map(str, [*two, two[0]]), "-o", output]) == 2
-    assert capsys.readouterr().err.startswith("one run, or two to set against each other; got 3: ")
+    assert capsys.readouterr().err.startswith("one run, or two runs to compare; got 3: ")
 
 
 # What is damaged or missing -----------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What is asked of vLLM, apart from the engine. The engine itself is in `test_vllm.py`."""
+"""Requests to vLLM, apart from the engine. The engine itself is in `test_vllm.py`."""
 
 import pytest
 

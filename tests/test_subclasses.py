@@ -1,4 +1,4 @@
-"""What users do around the trainers: subclasses, copied batches, other models in the loss, scoring of their own."""
+"""Use around the trainers: subclasses, copied batches, other models in the loss, scoring of their own."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""What happens around a run: settings that change, logs that are cut short or are not JSON, monitors that come late."""
+"""Events around a run: settings that change, logs that are cut short or are not JSON, monitors that come late."""
 
 import json
 import math
@@ -86,7 +86,7 @@ def assign(args, folder):
 
 
 def seen_of(trainer, folder, capsys) -> dict[str, bool]:
-    """What a run has done of them."""
+    """The part of them that a run has done."""
     keys = {key for entry in trainer.state.log_history for key in entry}
     return {
         "rollout_monitor": ALARMS in keys,

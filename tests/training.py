@@ -121,7 +121,7 @@ def assert_same_steps(found: list[tuple[float, float]], expected: list[tuple[flo
 
 
 def window(trainer, kind: type[Sums] = Statistics):
-    """What the current logging window has added up so far."""
+    """Sums of the current logging window so far."""
     return trainer._observer.windows["train"].sums[kind]
 
 
@@ -176,7 +176,7 @@ def assert_evaluates(trainer):
 
 
 def messages(caplog) -> list[str]:
-    """What the run has said so far, each in one line."""
+    """Messages of the run so far, each in one line."""
     return [" ".join(record.getMessage().split()) for record in caplog.records if record.name == "trl_rollout_corr"]
 
 

@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _refusal(args: argparse.Namespace, error: Exception) -> str:
-    """What is said about input that cannot be used."""
+    """The message about input that cannot be used."""
     if isinstance(error, SelfContainedError):
         return str(error)
     if isinstance(error, OSError):
@@ -71,7 +71,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser(
         "convert",
-        help="print the YAML that says here what a configuration of verl or TRL says there",
+        help="translate settings of verl or TRL into YAML of this package",
         description="Translate a configuration of verl, of its first releases, or of TRL's own correction.",
     )
     command.add_argument("file", help="YAML file, or - for standard input")
@@ -85,16 +85,17 @@ def make_parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser(
         "recipes",
-        help="write out the recipes and the examples that run them",
+        help="write the recipes and their training scripts to a folder",
         description="Write the folders recipes/ and examples/, so that the commands of the documents work.",
     )
-    command.add_argument("folder", nargs="?", default=".", help="where to (default: here)")
+    command.add_argument("folder", nargs="?", default=".", help="folder to write to (default: the current one)")
     command.set_defaults(run=_recipes, subject="folder")
 
     command = commands.add_parser(
         "check",
-        help="say whether the installed TRL can be corrected",
-        description="Print what is installed, what is relied on in TRL and whether it is there, and a verdict.",
+        help="check that the installed TRL is supported",
+        description="Print the installed versions, the names of TRL that this package uses, those that are missing, and a "
+        "verdict.",
     )
     command.set_defaults(run=_check, subject="command")
     return parser
@@ -104,8 +105,8 @@ def _add_report(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     command = commands.add_parser(
         "report",
         help="draw a report of a run or a dump",
-        description="Draw what happened in a run, from its log, from the sequences of `rollout_dump_dir`, or from both. "
-        "With two runs, draw one against the other, such as uncorrected against corrected.",
+        description="Draw a report of a run, from its log, from the sequences of `rollout_dump_dir`, or from both. "
+        "With two runs, draw them side by side, such as an uncorrected and a corrected one.",
     )
     command.add_argument(
         "source",
@@ -113,7 +114,7 @@ def _add_report(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         help="a dump (folder or file), a run (`output_dir` or trainer_state.json), or an `output_dir` with both; "
         "or two of them",
     )
-    output = "report.html, or report.png for the verdict and the main charts alone (default: report.html)"
+    output = "report.html, or report.png for the state and the main charts alone (default: report.html)"
     command.add_argument("-o", "--output", default="report.html", help=output)
     command.set_defaults(run=_report, subject="output")
 
@@ -121,22 +122,28 @@ def _add_report(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 def _add_compare(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     command = commands.add_parser(
         "compare",
-        help="say what every preset would do to the sequences of a dump",
-        description="Apply every preset to the sequences of `rollout_dump_dir`, and suggest bounds. Needs no GPU.",
+        help="show the effect of every preset on the sequences of a dump",
+        description="Apply every preset to the sequences of `rollout_dump_dir`, and recommend settings. Needs no GPU.",
     )
-    command.add_argument("dump", help="folder that `rollout_dump_dir` named, or one of its files")
     command.add_argument(
-        "--config", action="append", default=[], metavar="FILE", help="YAML with settings to compare, such as a recipe"
+        "dump", help="folder that `rollout_dump_dir` named, one of its files, or a run with a dump in it"
+    )
+    command.add_argument(
+        "--config",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="YAML with settings to compare, such as a recipe; may be given again",
     )
     command.add_argument("--json", action="store_true", help="print JSON")
-    command.add_argument("--worst", action="store_true", help="take the worst sequences too, which bias every number")
+    command.add_argument("--worst", action="store_true", help="also take the worst sequences; they bias every number")
     command.add_argument(
         "--steps",
         metavar="FIRST:LAST",
-        help="optimizer steps to take (default: those before the first alarm about the policies)",
+        help="optimizer steps to take, : for all (default: those before the first alarm about `k3_kl` or `kl`)",
     )
-    command.add_argument("--epsilon", type=float, default=0.2, help="PPO's clipping in bypass mode (default: 0.2)")
-    command.add_argument("--epsilon_high", type=float, help="its upper side, if it is another")
+    command.add_argument("--epsilon", type=float, default=0.2, help="clip range of PPO in bypass mode (default: 0.2)")
+    command.add_argument("--epsilon_high", type=float, help="upper clip range of PPO (default: that of --epsilon)")
     command.set_defaults(run=_compare, subject="dump")
 
 
@@ -163,23 +170,33 @@ class _Moved(argparse.Action):
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
     ) -> None:
-        parser.error("--probe is a command of its own: trl-rollout-corr probe MODEL")
+        parser.error("--probe is not an option of diagnose: run trl-rollout-corr probe MODEL")
 
 
 def _add_probe(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     command = commands.add_parser(
         "probe",
-        help="the same before any training, from a few completions of a model",
+        help="diagnose a model and its sampler before training, from a few completions",
         description="Build the trainer and the sampler of a run, sample and score a few completions, and find the cause of "
         "the gap by experiments. Takes all options of the run, such as --temperature 0.7. Exit code 0: healthy, 1: a cause "
         "was found, 2: unusable input.",
         allow_abbrev=False,
     )
     command.add_argument("model", help="name or folder of a model")
-    command.add_argument("--config", metavar="FILE", help="recipe of the run (default: TRL's defaults, colocated)")
-    command.add_argument("--prompts", metavar="FILE", help="text file with a prompt in each line")
-    command.add_argument("--completions", type=int, metavar="N", default=64, help="their least number (default: 64)")
-    command.add_argument("--trainer", choices=("grpo", "rloo"), default="grpo", help="of the recipe (default: grpo)")
+    command.add_argument(
+        "--config", metavar="FILE", help="recipe of the run (default: TRL's settings, with a colocated engine)"
+    )
+    command.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help="text file with a prompt in each line (default: from the dataset of the recipe, or built-in)",
+    )
+    command.add_argument(
+        "--completions", type=int, metavar="N", default=64, help="least number of completions (default: 64)"
+    )
+    command.add_argument(
+        "--trainer", choices=("grpo", "rloo"), default="grpo", help="trainer of the recipe (default: grpo)"
+    )
     command.add_argument("--json", action="store_true", help="print JSON")
     command.add_argument("--html", metavar="FILE", help="also write a page with a picture of each cause")
     command.add_argument("--verbose", action="store_true", help="show the output of TRL and vLLM")

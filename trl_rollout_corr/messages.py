@@ -38,7 +38,7 @@ class SettingError(ValueError):
             Allowed values, such as `"above 1"`. The message then begins "`field` must be above 1, got 0.5", otherwise
             "`field` is 0.5".
         remedy (`str`, *optional*):
-            Sentences that say what to do.
+            Sentences with the remedy.
         part (`str`, *optional*):
             Part of the setting that the value belongs to, such as "for `token_k1`".
     """
@@ -149,7 +149,7 @@ def _in_one_line(value: Any) -> str:
 
 
 def printable(text: str) -> str:
-    """Control characters as signs; direction marks, which could reorder what stands around them, as their names."""
+    """Control characters as signs; direction marks, which could reorder the text around them, as their names."""
     return re.sub(
         r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]",
         lambda match: chr(0x2400 + ord(match[0])) if ord(match[0]) < 32 else f"\\u{ord(match[0]):04x}",

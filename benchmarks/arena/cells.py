@@ -1,5 +1,5 @@
 """
-What is compared, as data: ways to correct, and the situations they are tried in. No torch here.
+The comparison, as data: ways to correct, and the situations they are tried in. No torch here.
 
 A *cell* is a situation: task, sampler, learning rate and algorithm. An *arm* is a way to correct. The full grid of both is
 some thousand runs; a *stage* is a fraction of it, balanced so that every task meets most samplers, each of them meets both
@@ -95,7 +95,7 @@ class Run:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What decides the outcome, apart from the seed. As it is read back from JSON."""
+        """Inputs of the outcome, apart from the seed, as read back from JSON."""
         sampler = {key: list(value) if isinstance(value, tuple) else value for key, value in self.sampler.items()}
         return {
             "task": self.cell.task,
@@ -179,7 +179,7 @@ CORE = [Cell("running_sum", "lag 16", FAST), Cell("reverse", "lag 8", FAST), Cel
 
 
 def tuning(smoke: bool = False) -> list[Run]:
-    """Where settings may be chosen: the cells with a stale and a broken sampler."""
+    """Cells for the choice of settings: those with a stale and a broken sampler."""
     if smoke:
         return [Run(ARMS[name], Cell("sort", "lag 8"), steps=10) for name in ("on_policy", "none", "auto")]
     samplers = ["lag 8", "lag 16", "lag 8, burst"]
@@ -197,7 +197,7 @@ _LAST = ["tv_kl2", "tv_up10", "tv_up5"]
 
 
 def judging(smoke: bool = False) -> list[Run]:
-    """What nothing is set by: every task with every sampler, some of them with RLOO, and a core with more seeds."""
+    """Cells for judging alone: every task with every sampler, some of them with RLOO, and a core with more seeds."""
     if smoke:
         return tuning(smoke)
     return [*runs_of(judged_cells(), JUDGED, SEEDS[:1]), *runs_of(CORE, JUDGED, SEEDS[1:])]

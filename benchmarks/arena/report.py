@@ -103,7 +103,7 @@ def needed(cell: str, arms: Sequence[str]) -> set[str]:
 
 
 def regret(group: Group, arm: str) -> float:
-    """How far an arm is behind the best correction of a cell. On-policy is none: it cannot be had there."""
+    """Distance of an arm from the best correction of a cell. On-policy sampling is not a correction."""
     return max(row["accuracy"] for name, row in group.items() if name != "on_policy") - group[arm]["accuracy"]
 
 
@@ -115,7 +115,7 @@ CELLS = {run.cell.name: run.cell for stage in STAGES.values() for run in stage()
 
 
 def kind(cell: str) -> str:
-    """What is wrong with the sampler of a cell."""
+    """The fault of the sampler of a cell."""
     faults = SAMPLERS[CELLS[cell].sampler]
     if "burst" in faults:
         return "broken"
@@ -216,7 +216,7 @@ def arms_in(rows: Sequence[Row]) -> list[str]:
 
 
 def tables(results: dict[str, Any]) -> dict[str, str]:
-    """What stands between the marks of `README.md`, by mark."""
+    """Text between the marks of `README.md`, by mark."""
     judging, tuning = results["judging"]["rows"], results["tuning"]["rows"]
     judged = arms_in(judging)
     fixed = [name for name in judged if name not in ("on_policy", "auto")]

@@ -1,4 +1,4 @@
-"""What can be wrong with a sampler, done to a real vLLM: its weights lag or are rounded, or it reports other numbers."""
+"""Faults of a sampler, put into a real vLLM: its weights lag or are rounded, or it reports other numbers."""
 
 import random
 from collections import Counter

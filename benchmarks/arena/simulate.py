@@ -176,7 +176,7 @@ SITUATIONS: dict[str, dict[str, float]] = {
 
 
 def judge(tokens: Tokens, keep: Array) -> dict[str, float]:
-    """What a rule does, with token weights truncated at 2 beneath it."""
+    """Effect of a rule, with token weights truncated at 2 beneath it."""
     broken, sound = tokens.broken, ~tokens.broken
     weights = np.exp(tokens.d).clip(max=2.0) * keep * tokens.advantage
     estimate = (weights[:, None] * tokens.step * tokens.gradient).sum(dtype=np.float64)

@@ -1,5 +1,5 @@
 """
-What `rollout_lr_scaling: ess_sqrt` does, on the tuning tasks of the arena with stale samplers.
+Effect of `rollout_lr_scaling: ess_sqrt` on the tuning tasks of the arena with stale samplers.
 
     python benchmarks/arena/step_size.py            # train what is missing, and print the table: an hour on one core
     python benchmarks/arena/step_size.py --report   # the table, of the runs there are

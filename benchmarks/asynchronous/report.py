@@ -12,7 +12,7 @@ NOT_BY_ALL = "not by all"
 
 
 def summary(record: Record) -> Record:
-    """What is published of a run."""
+    """The published part of a run."""
     return {
         "settings": record["settings"],
         "steps": record["steps"],

@@ -1,5 +1,5 @@
 """
-What correction buys in asynchronous training: time. Seconds of wall clock until a held-out accuracy is reached, against the
+Time that correction saves in asynchronous training. Seconds of wall clock until a held-out accuracy is reached, against the
 synchronous trainer, with and without correction, for samples of up to 2, 8 and 16 versions.
 
     python benchmarks/asynchronous/run.py             # every arm, three seeds

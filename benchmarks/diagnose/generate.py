@@ -207,7 +207,7 @@ def write(
 
 
 def about_of(seed: int, fault: str = "") -> dict[str, str]:
-    """What a run writes down of itself: an adapter, which has nothing to do with most faults, and how the engine caches."""
+    """Metadata of a run: an adapter, which has nothing to do with most faults, and how the engine caches."""
     adapter = {"adapter": "LORA"} if seed % 3 == 0 or fault == "lora_merge" else {"adapter": "none"}
     cache = faults.FAULTS[fault].engine.get("kv_cache_dtype", "auto") if fault else "auto"
     return {**adapter, "kv_cache_dtype": cache}

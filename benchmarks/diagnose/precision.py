@@ -1,5 +1,5 @@
 """
-What the precision kit does: the gap before and after, on a small model in bfloat16, with a real vLLM engine on the CPU.
+Effect of the precision kit: the gap before and after, on a small model in bfloat16, with a real vLLM engine on the CPU.
 
     python benchmarks/diagnose/precision.py
 """

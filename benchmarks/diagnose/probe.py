@@ -66,7 +66,7 @@ def save(shape: str, folder: Path, changes: dict[str, Any]) -> str:
 
 
 def probe(model: str, options: dict[str, Any]) -> tuple[dict[str, Any], float]:
-    """What the command prints, and the seconds of a core that it took."""
+    """Output of the command, and the seconds of a core that it took."""
     words = [word for name, value in options.items() for word in (f"--{name}", _as_word(value))]
     start = _seconds()
     process = subprocess.run(

@@ -21,7 +21,7 @@ CLIP = (0.8, 1.2)
 @dataclass(frozen=True)
 class Gap:
     """
-    How far two policies are apart, over the completions that the sampler draws.
+    Distance of two policies, over the completions that the sampler draws.
 
     Args:
         s (`float`):
@@ -40,7 +40,7 @@ class Gap:
 @dataclass(frozen=True)
 class Error:
     """
-    How wrong a gradient is. In units of the length of the true gradient.
+    Error of a gradient, in units of the length of the true gradient.
 
     Args:
         bias (`float`):
@@ -61,7 +61,7 @@ class Error:
 
 
 def gap(problem: Problem, table: torch.Tensor) -> Gap:
-    """How far a sampler is from the policy."""
+    """Distance of a sampler from the policy."""
     mass, d = probabilities(problem, table), log_ratio(problem, table)
     drawn = mass > 0
     k3 = (torch.expm1(d) - d)[drawn].mean(1)
@@ -111,7 +111,7 @@ def coefficients(
     advantages: torch.Tensor,
     config: RolloutCorrectionConfig,
 ) -> torch.Tensor:
-    """What multiplies the gradient of each token, of shape `(N, T)`, as the package computes it in an endless batch."""
+    """Factor on the gradient of each token, of shape `(N, T)`, as the package computes it in an endless batch."""
     train_logps, rollout_logps = problem.logps(problem.logits.log_softmax(-1)), problem.logps(table)
     correct = partial(
         compute_rollout_correction, train_logps, rollout_logps, torch.ones_like(train_logps), advantages=advantages

@@ -81,7 +81,7 @@ def typical(rows: list[dict], measure: str) -> dict[str, float]:
 
 
 def summary(rows: list[dict]) -> list[dict]:
-    """What the tables are made of: per length and gap, each measure of each setting."""
+    """Data of the tables: per length and gap, each measure of each setting."""
     found = []
     for (length, low), some in by_gap(rows).items():
         measures = {

@@ -43,7 +43,7 @@ class Arm:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What decides the outcome of a run, apart from the seed."""
+        """Inputs of the outcome of a run, apart from the seed."""
         return {key: value for key, value in asdict(self).items() if key not in ("name", "label")}
 
 

@@ -219,7 +219,7 @@ class Claim:
 
 def claims(start: float) -> list[Claim]:
     """
-    What the experiment claims, fixed before it was run.
+    Claims of the experiment, fixed before it was run.
 
     Args:
         start (`float`):

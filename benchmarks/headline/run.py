@@ -1,5 +1,5 @@
 """
-What a stale and a low-precision sampler do to training, and what rollout correction does about it.
+Effect of a stale and of a low-precision sampler on training, without and with rollout correction.
 
     python benchmarks/headline/run.py             # every arm, three seeds
     python benchmarks/headline/run.py --smoke     # three arms, one seed, about two minutes

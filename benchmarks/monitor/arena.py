@@ -39,13 +39,13 @@ Alarm = tuple[int, str, str]
 
 
 def is_watched(record: Mapping[str, Any]) -> bool:
-    """Whether a run logged what the rules read. Those of TRL's own trainer do not."""
+    """True if a run logged the inputs of the rules. Runs of TRL's own trainer did not."""
     return f"{PREFIX}k3_kl" in record["history"]
 
 
 def alarms(record: Mapping[str, Any]) -> list[Alarm]:
     """
-    What the monitor would have said during a run.
+    Alarms that the monitor would have raised during a run.
 
     Args:
         record (`Mapping`):
@@ -63,7 +63,7 @@ def alarms(record: Mapping[str, Any]) -> list[Alarm]:
 
 def course(record: Mapping[str, Any]) -> tuple[str, int | None]:
     """
-    What became of held-out accuracy.
+    Held-out accuracy over a run.
 
     Args:
         record (`Mapping`):
@@ -146,7 +146,7 @@ def table(rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def counts(rows: Iterable[Mapping[str, Any]]) -> str:
-    """What the runs amount to: false alarms of those that keep their accuracy, and what came before the falls."""
+    """Summary of the runs: false alarms of those that keep their accuracy, and what came before the falls."""
     rows = list(rows)
     lines = ["| runs | number | critical before | late | never |", "| --- | --- | --- | --- | --- |"]
     kept = [row for row in rows if row["course"] == "keeps"]

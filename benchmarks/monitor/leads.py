@@ -1,4 +1,4 @@
-"""How many steps before the fall of accuracy the monitor alarms, in recorded runs. No torch here."""
+"""Steps from the first alarm of the monitor to the fall of accuracy, in recorded runs. No torch here."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
@@ -23,7 +23,7 @@ SILENT = ("on_policy", "geo_rs_tis", "token_tis", "bypass", "rloo_geo_rs_tis", "
 
 
 def recorded(runs: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """What is kept of the runs: settings, held-out accuracy, and what the rules read."""
+    """Records of the runs: settings, held-out accuracy, and the inputs of the rules."""
     keys = {"step", "reward", *(PREFIX + key for key in READ)}
     return {
         "versions": next((run["versions"] for run in runs.values()), None),
@@ -70,7 +70,7 @@ def settings_of(options: Mapping[str, Any]) -> RolloutCorrectionConfig | dict[st
 
 
 def alarms(run: Mapping[str, Any]) -> list[Alarm]:
-    """What the monitor finds in a recorded run."""
+    """Findings of the monitor in a recorded run."""
     return examine(entries(run), settings_of(run["options"]))
 
 

@@ -54,7 +54,7 @@ def choose_runs(arms: list[str] | None) -> list[Run]:
 
 
 def columns(log_history: list[dict[str, float]]) -> dict[str, list[float | None]]:
-    """What the rules read, and the reward, of every step: a list per metric, with None where it was not reported."""
+    """Inputs of the rules, and the reward, of every step: a list per metric, with None where it was not reported."""
     entries = [entry for entry in log_history if "loss" in entry]
     keys = ["step", "reward", *sorted(PREFIX + key for key in READ)]
     return {

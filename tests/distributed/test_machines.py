@@ -61,11 +61,11 @@ class Cluster:
         ]  # fmt: skip
 
     def errors(self) -> str:
-        """What the machines printed."""
+        """Output of the machines."""
         return "\n".join(path.read_text()[-6000:] for path in sorted(self.folder.glob("stderr of machine *")))
 
     def results(self) -> dict[str, list[dict]]:
-        """What each rank wrote, by case. Waits for the machines, which must succeed."""
+        """Results of each rank, by case. Waits for the machines, which must succeed."""
         assert [machine.wait(timeout=900) for machine in self.machines] == [0] * MACHINES, self.errors()
         return {
             name: [json.loads((self.folder / f"{name}.{rank}.json").read_text()) for rank in range(RANKS)]

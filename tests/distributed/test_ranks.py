@@ -40,7 +40,7 @@ def launch(
 
 
 def results(process: subprocess.CompletedProcess, cases: dict, folder: Path, ranks: int) -> dict[str, list[dict]]:
-    """What each rank wrote, per case."""
+    """Results of each rank, per case."""
     files = {name: [folder / f"{name}.{rank}.json" for rank in range(ranks)] for name in cases}
     missing = [str(path) for paths in files.values() for path in paths if not path.exists()]
     assert not missing, f"{missing}\n{process.stderr[-8000:]}"
@@ -69,7 +69,7 @@ def assert_reports_equal(found: list[dict], expected: list[dict]):
 
 
 class TwoRanks(NamedTuple):
-    """What plain data parallelism on two ranks did."""
+    """Results of plain data parallelism on two ranks."""
 
     process: subprocess.CompletedProcess
     results: dict[str, dict[str, list[dict]]]  # by group and case, of each rank

@@ -1,5 +1,5 @@
 """
-What one rank runs. Started by `accelerate launch`; reads cases from a JSON file and writes what happened to a folder.
+Program of one rank. Started by `accelerate launch`; reads cases from a JSON file and writes what happened to a folder.
 
     accelerate launch ... tests/distributed/worker.py CASES.json FOLDER
 """

@@ -109,14 +109,14 @@ def compare(
     batch = batch_of(sequences, healthy.rows if healthy.rows.any() else None)
     spread = spread_of(batch)
     if spread is None:
-        raise ValueError("no token of the loss has a log-probability of both policies that is finite")
+        raise ValueError("no token of the loss has a finite log-probability under both policies")
     best = recommend(spread if healthy.rows.any() else None, config, healthy.alarm)
     settings = [Setting("this run", config, as_dumped=True)]
     settings += [Setting(_FITTED, RolloutCorrectionConfig(**best.fitted))] if best.fitted else []
     settings += [*_presets(), *(Setting(file, read_config(file)) for file in files)]
     effects = _effects(batch, settings, clip, notes)
     if config.rollout_metrics_only:
-        notes.append("This run only measured: its row is the effect that its settings would have had.")
+        notes.append("This run has `rollout_metrics_only`: its row shows the settings as if they were applied.")
     if not batch.advantages.any():
         notes.append("Every advantage is 0, so there is no gradient to compare.")
     row, effect = _row_of(best, effects)
@@ -132,12 +132,12 @@ def _notes_on_steps(sequences: Sequences, healthy: HealthySteps) -> list[str]:
     alarm = f"an alarm was raised at step {healthy.alarm.step} (`{healthy.alarm.rule}`)"
     if not healthy.rows.any():
         return [
-            f"All steps are taken, and no bounds are made of them: {alarm}, and none was dumped before that. `--steps` makes "
-            "bounds of the steps that it names."
+            f"All steps are taken, and no bounds are made: {alarm}, and no earlier step was dumped. To make bounds anyway, "
+            "name the steps with `--steps`."
         ]
     left_out = sequences.step[~healthy.rows]
     return [
-        f"Without {steps_in_words(int(left_out.min()), int(left_out.max()))}: {alarm}. `--steps` takes other steps."
+        f"Without {steps_in_words(int(left_out.min()), int(left_out.max()))}: {alarm}. To take other steps, use `--steps`."
     ]
 
 
@@ -241,12 +241,15 @@ def _remarks(c: Comparison) -> list[str]:
     _, healthy = HEALTHY["k3_kl"]
     if c.recommendation.fitted and healthy is not None and c.spread.s**2 / 2 > healthy:
         remarks.append(
-            "The policies are far apart in these steps: bounds made of them keep tokens for which alarms are raised."
+            "The policies are far apart in these steps: bounds made of these steps keep tokens that should be rejected."
         )
     if c.spread.s > 2 * c.spread.s_robust:
-        remarks.append("A few tokens are far off: most of the spread is theirs.")
+        remarks.append("Most of the spread comes from a few tokens with a large log-ratio.")
     if c.recommendation.fitted and c.spread.share_outside(*c.bounds) > TARGET:
-        remarks.append("More completions are far off than noise explains; bounds that fit reject them.")
+        remarks.append(
+            "More completions have a large mean log-ratio than noise explains; the bounds that fit reject these "
+            "completions."
+        )
     return remarks
 
 

@@ -16,7 +16,7 @@ from .replay import Batch, batch_of
 from .spread import Spread, measure, suggest_bounds
 
 
-# Metrics of how far apart the policies are. An alarm about what weights or bounds do says nothing against the sequences.
+# Metrics of the gap between the policies. An alarm about weights or bounds does not make the sequences unhealthy.
 _OF_THE_POLICIES = (f"{PREFIX}k3_kl", f"{PREFIX}kl")
 
 NOTHING: Preset = "disabled"
@@ -34,7 +34,7 @@ class HealthySteps(NamedTuple):
 
     Args:
         rows (`np.ndarray` of shape `(B,)`):
-            Which sequences are of these steps.
+            True for sequences of these steps.
         last (`int` or `None`):
             The last of these steps; 0 if there is none, `None` if all steps are healthy.
         alarm ([`~trl_rollout_corr.health.rule.Alarm`] or `None`):
@@ -127,7 +127,7 @@ def recommend(spread: Spread | None, config: RolloutCorrectionConfig, alarm: Ala
         raised = f": an alarm was raised at step {alarm.step} (`{alarm.rule}`)" if alarm else ""
         return Recommendation(
             advised,
-            "it needs no bounds made of these sequences, and bounds made of unhealthy steps would keep tokens that should be "
+            "it has no bounds to choose, and bounds made of unhealthy steps would keep tokens that should be "
             f"rejected{raised}, and no step before it was dumped. Find the cause of the alarm first",
         )
     if spread.s == 0.0:
@@ -137,7 +137,7 @@ def recommend(spread: Spread | None, config: RolloutCorrectionConfig, alarm: Ala
     if lower == 0.0:
         return Recommendation(
             advised,
-            "no bounds fit: the policies are so far apart that they have nothing to do with each other. Find the cause first",
+            "no bounds fit: the two policies have almost nothing in common. Find the cause first",
         )
     fitted = {"rollout_correction": _FITTED[mode], "rollout_rs_threshold": [lower, upper]}
     return Recommendation(advised, "it has no bounds to choose", fitted)

@@ -21,7 +21,7 @@ class Batch(NamedTuple):
         steps (`list[int]`):
             Optimizer steps that they are from, in order.
         mask (`torch.Tensor` of shape `(B, T)`):
-            Which entries are tokens.
+            True for entries that are tokens.
         train_logps (`torch.Tensor` of shape `(B, T)`):
             Log-probabilities under the training policy, in nats.
         rollout_logps (`torch.Tensor` of shape `(B, T)`):

@@ -213,7 +213,7 @@ def _read_state(path: Path) -> dict[str, Any]:
     if not entries:
         raise ValueError(f"{path.name} holds no log entries yet")
     if not any(str(key).startswith(PREFIX) for entry in entries for key in entry):
-        raise ValueError(f"{path.name} has no `{PREFIX}` metrics: it is not of a run of this package's trainers")
+        raise ValueError(f"{path.name} has no `{PREFIX}` metrics: the run did not use a trainer of this package")
     return state
 
 

@@ -13,13 +13,13 @@ import torch
 from ..correction.functional import LOG_RATIO_BOUND, expected_share_outside, normal_cdf
 
 
-# Share of the tokens that suggested bounds may reject.
+# Share of the tokens that the bounds that fit may reject.
 TARGET = 0.05
 
 # A log-ratio whose exponential is still a number.
 _LARGEST = 300.0
 
-# Bounds are not suggested closer to 1 than the narrowest of the presets': below is rounding.
+# The bounds that fit are not closer to 1 than the narrowest of the presets': below is rounding.
 _NARROWEST = 0.001
 
 # Completions that need bounds so much wider than the model's are not noise, and widen nothing.
@@ -92,7 +92,7 @@ def measure(log_ratio: torch.Tensor, valid: torch.Tensor) -> Spread:
         log_ratio (`torch.Tensor` of shape `(B, T)`):
             Log-ratio, 0 where it does not count.
         valid (`torch.Tensor` of shape `(B, T)`):
-            Which tokens count. At least one.
+            True for tokens that count. At least one.
 
     Returns:
         [`Spread`]: in float64.

@@ -1,1 +1,1 @@
-"""The mathematics: importance weights, rejection, and sums of what is reported. Torch alone."""
+"""The mathematics: importance weights, rejection, and sums for metrics. Torch alone."""

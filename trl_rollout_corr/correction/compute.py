@@ -99,7 +99,7 @@ def compute_rollout_correction(
             the whole batch.
 
     Returns:
-        [`RolloutCorrection`]: detached; gradients are finite whatever the inputs.
+        [`RolloutCorrection`]: detached; gradients are finite for all inputs.
 
     Raises:
         `ValueError`: if the shapes differ, if there is no token, or if a log-probability of the loss is not finite and

@@ -78,7 +78,7 @@ class Rejection(NamedTuple):
 
     Args:
         statistic (`torch.Tensor`):
-            What the bounds are on; 0 for a token that does not count, and for a sequence without tokens.
+            The value that bounds act on; 0 for a token that does not count, and for a sequence without tokens.
         high (`torch.Tensor`):
             1 where the statistic exceeds the upper bound, else 0.
         low (`torch.Tensor`):

@@ -36,7 +36,7 @@ class Experiment(NamedTuple):
         change (`str`):
             The change, in words.
         on (`str`):
-            Where it is made: `"trainer"` (the same tokens are scored again), `"sampler"` (the same engine samples again) or
+            Changed side: `"trainer"` (the same tokens are scored again), `"sampler"` (the same engine samples again) or
             `"engine"` (another engine is started).
         decisive (`bool`, *optional*, defaults to `False`):
             Whether a gap that stays rules the cause out. Otherwise the other side may still have it.
@@ -71,7 +71,7 @@ class Cause(NamedTuple):
         otherwise (`str`, *optional*, defaults to `""`):
             The remedy for a run that has these settings already.
         correction (`str`, *optional*, defaults to `""`):
-            Correction for what is left after the remedy: `"any"`, `"rejecting"` (one that rejects single tokens), or none
+            Correction for the gap left after the remedy: `"any"`, `"rejecting"` (one that rejects single tokens), or none
             where a correction would hide a mistake.
         normal (`bool`, *optional*, defaults to `False`):
             Whether every run has it, so that only a large gap is unhealthy.
@@ -93,10 +93,10 @@ class Cause(NamedTuple):
     fallback: Test | None = None
 
 
-_HIDES = "Do not correct for it: the importance weights would be those of a policy that nobody samples from."
+_HIDES = "Do not correct for it: the importance weights would be those of a policy that no token was sampled from."
 _ELSEWHERE = (
-    "in a `rollout_func`, or by the server, which takes values that a request leaves out from the model's "
-    "`generation_config.json` unless it is started with `--generation-config vllm`."
+    "in a `rollout_func`, or by the server, which fills missing values from the model's `generation_config.json` unless "
+    "started with `--generation-config vllm`."
 )
 _SMALLER = "Normal: the layers still round. float16 on both sides makes the gap much smaller (recipe grpo/fp16.yaml)."
 _FLOAT32_HEAD = {"hf_overrides": {"head_dtype": "float32"}}
@@ -121,14 +121,14 @@ CAUSES: dict[str, Cause] = {
         f"one. Return one log-probability for each sampled token, in the same order. {_HIDES}",
     ),
     "first_token": Cause(
-        "another start: BOS twice or never, or another chat template",
+        "another first token: BOS twice or missing, or another chat template",
         Test(single_tokens.first_token, 6.0, 30.0),
         single_tokens.places,
         "Compare the token ids at the start of the sampler's and the trainer's prompt. Send ids, not text, to the sampler, "
         f"and apply the chat template once. {_HIDES}",
     ),
     "last_token": Cause(
-        "another end: EOS, a stop string, or a limit",
+        "another last token: EOS, a stop string, or a limit",
         Test(single_tokens.last_token, 6.0, 30.0),
         single_tokens.places,
         "The last token was forced and not sampled, or the sampler stops at tokens that the trainer does not know. Give both "
@@ -147,7 +147,7 @@ CAUSES: dict[str, Cause] = {
         correction="rejecting",
     ),
     "padding": Cause(
-        "padding that the trainer attends to, or positions that count it",
+        "attention to padding in the trainer, or positions that count padding",
         Test(precision.padding, 0.7, 0.9),
         precision.trainer_twice,
         "Give the model the attention mask, and `position_ids` that count from the first token of the prompt. To check, train "
@@ -178,7 +178,7 @@ CAUSES: dict[str, Cause] = {
         "stale weights: samples of an older policy",
         Test(drift.stale, 0.4, 0.6),
         drift.ages,
-        "Sample with newer weights: fewer steps between pushes, a shorter queue. The correction is for the rest.",
+        "Sample with newer weights: fewer steps between pushes, a shorter queue. The correction handles the rest of the gap.",
         correction="any",
         fallback=Test(drift.old_throughout, 0.9, 1.5),  # at most possible: its statistic is at most 1
     ),
@@ -187,14 +187,16 @@ CAUSES: dict[str, Cause] = {
         Test(drift.own_updates, 0.4, 0.6),
         drift.ages,
         "In bypass mode, the log-ratio of a batch that is trained on several times includes the updates since it was sampled. "
-        "The sampler is right: judge it by the first visit of a batch. A preset of decoupled mode measures the two apart.",
+        "The sampler is correct: judge its gap by the first visit of a batch. A preset of decoupled mode measures sampler "
+        "and updates separately.",
         advise("decoupled", "gap").settings,
     ),
     "never_pushed": Cause(
         "weights that are never pushed to the sampler",
         Test(drift.never_pushed, 0.4, 0.6),
         drift.steps,
-        "Trainer and sampler move apart from the first step on, whatever the age says. Look at the push: names of parameters "
+        "Trainer and sampler move apart from the first step on, at any age of the samples. Look at the push: names of "
+        "parameters "
         "that the sampler does not know, an adapter that is not merged, a server that takes weights but keeps its cache. "
         f"{_HIDES}",
     ),
@@ -202,7 +204,8 @@ CAUSES: dict[str, Cause] = {
         "an adapter that is rounded when it is merged",
         Test(drift.lora_merge, 0.6, 0.9),
         drift.steps,
-        "The sampler gets the adapter added to weights in bfloat16, and the trainer keeps it apart. Keep the base weights in "
+        "The sampler gets the adapter added to weights in bfloat16, and the trainer adds the output of the adapter. Keep the "
+        "base weights in "
         "float32, or let vLLM load the adapter by itself. The gap stays as small as rounding.",
         {"model_init_kwargs": {"dtype": "float32"}},
         "The sampler rounds: let vLLM load the adapter by itself, or compute in float32 (`rollout_engine_kwargs: {dtype: "
@@ -214,7 +217,8 @@ CAUSES: dict[str, Cause] = {
         "truncated sampling: top-p, top-k or min-p",
         Test(sampling.truncation, 0.2, 0.4),
         sampling.means,
-        "The sampler draws from a part of the distribution, and the trainer uses all of it. Sample from all of it.",
+        "The sampler draws from a truncated distribution, and the trainer scores with the whole one. Sample from the whole "
+        "distribution.",
         {"top_p": 1.0, "top_k": 0, "min_p": None},
         f"The truncation is set elsewhere: in `generation_kwargs`, {_ELSEWHERE}",
         correction="any",
@@ -228,7 +232,7 @@ CAUSES: dict[str, Cause] = {
         },
     ),
     "penalty": Cause(
-        "a penalty on tokens that were said before",
+        "a penalty on repeated tokens",
         Test(sampling.penalty, 0.3, 0.5),
         sampling.repeats,
         "The sampler's log-probabilities include a penalty that the trainer does not know. Remove it, also from "
@@ -241,7 +245,7 @@ CAUSES: dict[str, Cause] = {
         },
     ),
     "temperature": Cause(
-        "another temperature, or log-probabilities from before it",
+        "another temperature, or log-probabilities before temperature",
         Test(sampling.temperature, 0.4, 0.6),
         sampling.means,
         "Both sides must divide logits by one temperature: start a server with `--logprobs-mode processed_logprobs`, and "
@@ -251,18 +255,19 @@ CAUSES: dict[str, Cause] = {
         f"requests to the server. {_HIDES}",
     ),
     "routing": Cause(
-        "experts: tokens that take another route",
+        "mixture of experts: tokens that are routed to other experts",
         Test(precision.routing, 60.0, 120.0),
         precision.largest_tokens,
-        "A few tokens have a log-ratio of some nats, and the others almost none. Reject these tokens one by one: they would "
-        "decide the weight of a whole completion. With float32 routers on both sides fewer routes differ.",
+        "A few tokens have a log-ratio of some nats, and the others almost none. Reject single tokens, not completions: one "
+        "such token would decide the weight of its completion. With float32 routers on both sides there are fewer of these "
+        "tokens.",
         correction="rejecting",
     ),
     "kv_cache": Cause(
-        "a cache of keys and values in low precision",
+        "key-value cache in low precision",
         Test(precision.kv_cache, 0.15, 0.4),
         sampling.sizes,
-        "Cache in the type of the model.",
+        "Keep the key-value cache in the type of the model.",
         {"rollout_engine_kwargs": {"kv_cache_dtype": "auto"}},
         "The checkpoint or the server asks for the low precision: name the type of the model, such as `kv_cache_dtype: "
         "bfloat16`, or start the server with `--kv-cache-dtype bfloat16`.",
@@ -278,7 +283,7 @@ CAUSES: dict[str, Cause] = {
         },
     ),
     "weights": Cause(
-        "other weights than the trainer's: low precision (int8, fp8, int4), or not the ones that were pushed",
+        "weights that differ from the trainer's: low precision (int8, fp8, int4), or not the pushed ones",
         Test(precision.weights, 0.12, 0.25),
         sampling.sizes,
         "Sample with weights in the trainer's precision, or quantise the trainer's in the same way. If nothing is quantised, "
@@ -315,7 +320,8 @@ CAUSES: dict[str, Cause] = {
         "rounding of bfloat16 or float16",
         Test(precision.rounding, 0.4, 0.8),
         sampling.sizes,
-        "Normal: two kernels, one policy. A head in float32 on both sides makes the gap smaller (recipe grpo/fp32_head.yaml), "
+        "Normal: two kernels compute the same policy. A head in float32 on both sides makes the gap smaller (recipe "
+        "grpo/fp32_head.yaml), "
         "float16 on both sides much smaller (recipe grpo/fp16.yaml).",
         _FLOAT32_HEADS,
         _SMALLER,

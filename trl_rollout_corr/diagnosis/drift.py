@@ -83,7 +83,7 @@ def _visits(o: Observed) -> bool:
 
 
 def _by_step(o: Observed) -> Seen | None:
-    said = "|d| is {low} in the first steps and {high} in the last (rank correlation {correlation}), whatever the age"
+    said = "|d| is {low} in the first steps and {high} in the last (rank correlation {correlation}), at any age"
     freshest = np.nanmin(o.staleness) if np.isfinite(o.staleness).any() else np.nan
     # the freshest samples only, so that age cannot be the cause
     steps = np.where(np.isnan(freshest) | (o.staleness == freshest), o.step, np.nan)

@@ -23,7 +23,7 @@ class Seen(NamedTuple):
 
     Args:
         statistic (`float`):
-            Statistic of the test: a larger one speaks more for the cause.
+            Statistic of the test: the larger, the more certain the cause.
         share (`float`):
             Share of the sum of squared log-ratios that the cause explains, between 0 and 1.
         numbers (`Mapping[str, float]`):

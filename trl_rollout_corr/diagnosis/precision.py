@@ -114,7 +114,7 @@ def weights(o: Observed) -> Seen | None:
         "step on"
     )
     if "kv_cache_dtype" not in o.about:
-        said += " (a cache in 8 bits looks the same, and this dump does not say how the engine caches)"
+        said += " (an 8-bit key-value cache looks the same, and the type of the cache is not in this dump)"
     return _systematic(o, said)
 
 
@@ -124,7 +124,7 @@ def kv_cache(o: Observed) -> Seen | None:
         return None
     return _systematic(
         o,
-        "the engine caches in 8 bits or less, the same token has a similar log-ratio wherever it occurs (correlation "
+        "the key-value cache has 8 bits or less, the same token has a similar log-ratio wherever it occurs (correlation "
         "{alike}), and |d| is {gap}",
     )
 
@@ -167,7 +167,7 @@ def trainer_twice(o: Observed) -> Points:
     pairs = {
         "trainer - sampler": o.d, "trainer alone - sampler": o.again - o.rollout, "trainer - trainer alone": o.train - o.again
     }  # fmt: skip
-    return Points("what is compared", SIZE, [*pairs], [rms(values[again]) for values in pairs.values()])
+    return Points("pair of policies", SIZE, [*pairs], [rms(values[again]) for values in pairs.values()])
 
 
 def largest_tokens(o: Observed) -> Points:

@@ -23,7 +23,7 @@ class Stage(NamedTuple):
         several (`bool`, *optional*, defaults to `False`):
             Take all causes that are found: each acts on other tokens.
         ends (`bool`, *optional*, defaults to `False`):
-            Skip all later stages if a cause is found here, because its effects would be taken for theirs.
+            Skip all later stages if a cause is found here, because its effects would be mistaken for those of later causes.
         floor (`bool`, *optional*, defaults to `True`):
             Look only where the log-ratio is large enough to matter.
         fallback (`tuple[str, ...]`, *optional*):
@@ -144,7 +144,7 @@ def diagnose(o: Observed, without: Collection[str] = ()) -> Diagnosis:
     """
     if len(o) < LEAST and not len(o.broken_row):
         raise ValueError(
-            f"{len(o)} tokens of the loss have a log-probability of both policies: too few to say anything"
+            f"{len(o)} tokens of the loss have a log-probability of both policies: too few for a diagnosis"
         )
     findings, ended = _look(o, STAGES, without)
     rest = 1 - sum(finding.share for finding in findings if finding.name != "nan_rows")

@@ -37,8 +37,8 @@ def truncation(o: Observed) -> Seen | None:
     below = float(np.square(d[d < 0]).sum() / np.square(d).sum())
     numbers = {"below": below, "ratio": mean(ratio)}
     said = (
-        "a share of {below} of d^2 comes from negative d, and the mean of exp(d) is {ratio}; it is 1 if the sampler draws "
-        "from the whole distribution"
+        "a share of {below} of d^2 comes from negative d, and the mean of exp(d) is {ratio} (1 if the sampler draws from the "
+        "whole distribution)"
     )
     return Seen(bias if sure > 6 and below > 0.55 else 0.0, bounded(2 * below - 1), numbers, said)
 
@@ -65,7 +65,7 @@ def temperature(o: Observed) -> Seen | None:
 
 def penalty(o: Observed) -> Seen | None:
     """
-    Look for tokens that are less likely for the sampler if they were said before, and more likely otherwise.
+    Look for tokens that are less likely for the sampler if they occurred before, and more likely otherwise.
 
     The test uses log-odds. There, the difference of the two sides is the penalty of the token minus the penalty of the tokens
     that could have been sampled instead, however likely the token is; in `d` it vanishes where a model is sure.
@@ -91,14 +91,14 @@ def penalty(o: Observed) -> Seen | None:
     explained = 1 - float(np.square(_without(middle, d, kind)).sum()) / max(float(np.square(d).sum()), 1e-300)
     numbers = {"seen": mean(d[seen]), "unseen": mean(d[~seen]), "correlation": correlation}
     said = (
-        "the mean of d is {seen} at tokens that were said before, and {unseen} at others; at occurrences of the same token, "
+        "the mean of d is {seen} at tokens that occurred before, and {unseen} at others; at occurrences of the same token, "
         "the difference in log-odds and the number of earlier occurrences have a correlation of {correlation}"
     )
     return Seen(correlation, bounded(explained), numbers, said)
 
 
 def _varies(kind: np.ndarray) -> bool:
-    """True if enough tokens were said before, and enough were not."""
+    """True if enough tokens occurred before, and enough did not."""
     return bool(min(np.sum(kind > 0), np.sum(kind == 0)) >= 30)
 
 

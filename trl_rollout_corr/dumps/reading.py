@@ -186,7 +186,7 @@ def _fault(table: pa.Table) -> str | None:
 
 
 def _metadata(schema: pa.Schema, name: str) -> dict[bytes, bytes]:
-    """Metadata of a file, once it is known to be one of ours."""
+    """Metadata of a file, once it is known to be of this package."""
     metadata = schema.metadata or {}
     version = metadata.get(FORMAT.encode())
     if version is None:

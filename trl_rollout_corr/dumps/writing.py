@@ -46,7 +46,7 @@ def write_rows(
         settings (`Mapping`):
             Fields of [`RolloutCorrectionConfig`] in effect.
         about (`Mapping[str, str]`, *optional*):
-            What the run is: its `model`, `trainer` and `date`.
+            Description of the run: its `model`, `trainer` and `date`.
 
     Returns:
         `Path`: the file.
@@ -66,7 +66,7 @@ def write_rows(
 
 
 def append_log(folder: Path, entry: Mapping[str, Any]):
-    """Add what the trainer logged to the dump, as one line of JSON."""
+    """Add an entry of the trainer's log to the dump, as one line of JSON."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / _LOGS).open("a", encoding="utf-8") as file:
         file.write(json.dumps(plain(entry)) + "\n")
@@ -74,7 +74,7 @@ def append_log(folder: Path, entry: Mapping[str, Any]):
 
 def plain(value: Any, depth: int = 8) -> Any:
     """
-    A value in types that JSON has, whatever it is: nothing that a user sets or logs may end a run.
+    A value of any type, in types that JSON has: no setting and no logged value may end a run.
 
     Args:
         value (`Any`):
@@ -84,7 +84,7 @@ def plain(value: Any, depth: int = 8) -> Any:
             Levels that are converted. Below them there is text, as something may contain itself.
 
     Returns:
-        `Any`: what `json.dumps` takes.
+        `Any`: a value that `json.dumps` accepts.
     """
     if isinstance(value, Enum):
         value = value.value
@@ -131,7 +131,7 @@ def _size(path: Path) -> int:
 
 def rewind(folder: Path, step: int, *, logs: bool = True):
     """
-    Forget what came after a step, because the run goes on from there.
+    Remove the entries after a step, because the run continues there.
 
     Args:
         folder (`Path`):
@@ -159,7 +159,7 @@ def files_of(folder: Path) -> list[Path]:
 
 def read_logs(path: Path, on_damage: Callable[[str], object] | None = None) -> list[dict[str, Any]]:
     """
-    Read what the trainer logged.
+    Read the log of the trainer.
 
     Args:
         path (`Path`):

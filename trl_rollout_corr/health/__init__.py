@@ -1,1 +1,1 @@
-"""Rules about logged metrics, and what they find. No torch here."""
+"""Rules about logged metrics, and their findings. No torch here."""

@@ -40,7 +40,7 @@ class Advice(NamedTuple):
     def sentence(self) -> str:
         """The advice in a sentence, as messages have it."""
         chosen = ", ".join(f"`{name}` to {value}" for name, value in self.settings.items())
-        return f"Set {chosen}." if chosen else f"Leave the correction as it is: {self.reason}"
+        return f"Set {chosen}." if chosen else f"Keep the settings of the correction: {self.reason}"
 
 
 def mode_of(settings: Any) -> Mode:
@@ -83,7 +83,7 @@ def advise(mode: Mode, situation: Situation, *, corrects: bool = False, spread: 
     if situation == "broken":
         return Advice({}, "The log-probabilities are wrong, and no correction repairs them. Find the cause first.")
     if situation == "growing gap":
-        return Advice(preset, "It needs no bounds that fit the data, and data of a growing gap give none.")
+        return Advice(preset, "It has no bounds to choose, and data of a growing gap give no bounds.")
     if spread is not None and spread < NEGLIGIBLE:
         return Advice({}, f"The log-ratio has a root mean square of {spread:.2g} nats: a correction changes nothing.")
     if corrects:

@@ -79,7 +79,7 @@ def negative_all_along(window: Window) -> bool:
 def bias(window: Window) -> float | None:
     """
     Difference of the mean ratio without bounds, `1 + k3_kl - kl`, from 1; 0 where noise in `kl` explains it. The mean ratio is
-    1 for samples of the sampler's policy, whatever the trainer's policy.
+    1 for samples of the sampler's policy, for any policy of the trainer.
     """
     kl, k3 = window.get("kl"), window.get("k3_kl")
     if kl is None or k3 is None:

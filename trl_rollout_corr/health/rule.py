@@ -15,7 +15,7 @@ class Alarm:
         rule (`str`):
             Name of the rule.
         severity (`str`):
-            `"warning"`, or `"critical"` for what ends or tightens a run if the monitor is told to.
+            `"warning"`, or `"critical"`, which ends or tightens a run if the monitor is set to do so.
         key (`str`):
             Metric that was compared.
         step (`int`):

@@ -45,8 +45,8 @@ _RULES = [
         seen="`k3_kl` is {value:.2g}, above {bound:g}, and nothing corrects for it.",
         why="Rounding gives about 0.001 and a sampler in low precision up to 0.02: sampler and trainer are different "
         "policies, and updates on such data drive them further apart.",
-        advice="{correct} If the gap came suddenly, look for weights that were not pushed; if it was there at the first "
-        "step, for dropout in the trainer.",
+        advice="{correct} If the gap came suddenly, look for weights that were not pushed; if the gap exists from the first "
+        "step on, for dropout in the trainer.",
         applies=lambda window: not window.corrects,
         measure=lambda window: window.gap("k3_kl"),
         covers=("k3_uncorrected", "k3_growth", "kl_high", "chi2_token", "gap_in_step"),
@@ -137,8 +137,8 @@ _RULES = [
         key="kl",
         bound=NEGATIVE_KL,
         severity="warning",
-        seen="`kl` is {value:.2g}, but a KL divergence is never negative: some tokens have wrong log-probabilities, "
-        "which was not so at the start.",
+        seen="`kl` is {value:.2g}, but a KL divergence is never negative: unlike at the start, some tokens have wrong "
+        "log-probabilities.",
         why="Weights and rejection limit the effect of such tokens, but cannot repair them.",
         advice="Look for a change in the sampler, and at the tokens of `log_ratio_max` and `log_ratio_min`. Until the "
         "cause is found, drop them: `rollout_is_threshold` [0.5, 5.0] (IcePop).",
@@ -153,7 +153,7 @@ _RULES = [
         bound=0.03,
         severity="warning",
         seen="`k3_kl` is {value:.2g}, above {bound:g}, although the sampler has the trainer's weights.",
-        why="The age of the data is not the cause: the two compute different policies from the same weights.",
+        why="The age of the data is not the cause: sampler and trainer compute different policies from the same weights.",
         advice="Look for dropout in the trainer (also `lora_dropout` of an adapter), for a sampler in low precision, and "
         "for weights that are not pushed.",
         applies=conditions.in_step,
@@ -166,7 +166,7 @@ _RULES = [
         bound=0.03,
         severity="warning",
         seen="`k3_kl` is {value:.2g}, above {bound:g}, and the run corrects for it.",
-        why="With a stale sampler the gap first grows, then shrinks. It is serious if it stays (`gap_stays`).",
+        why="With a stale sampler the gap first grows, then shrinks. A gap that stays is serious (`gap_stays`).",
         advice="If it does not shrink, push weights more often or lower `learning_rate`. If it came suddenly, look for "
         "weights that were not pushed.",
         applies=lambda window: window.corrects,
@@ -215,9 +215,9 @@ _RULES = [
         bound=0.01,
         severity="warning",
         seen="The mean ratio of trainer to sampler, `1 + k3_kl - kl`, differs from 1 by {value:.2g}.",
-        why="It is 1 for any two policies, so these are not the log-probabilities of the sampled tokens.",
-        advice="Leave `top_p`, `top_k`, `min_p` and penalties at their defaults. If they are, look for another "
-        "temperature, and for tokens that were added or changed after sampling.",
+        why="The mean ratio is 1 for any two policies, so these are not the log-probabilities of the sampled tokens.",
+        advice="Leave `top_p`, `top_k`, `min_p` and penalties at their defaults. If all have their defaults, look for "
+        "another temperature, and for tokens that were added or changed after sampling.",
         patience=5,
         applies=lambda window: window.fresh,
         measure=conditions.bias,
@@ -238,9 +238,9 @@ _RULES = [
         bound=0.5,
         severity="warning",
         seen="The mean importance weight is {value:.2g}, below {bound:g}.",
-        why="It should be near 1; the optimizer step shrinks with it.",
+        why="The mean should be near 1; the optimizer step shrinks with the mean weight.",
         advice="If `rollout_is` is sequence, set it to token: sequence weights fall with length. If IcePop drops too many "
-        "tokens, widen `rollout_is_threshold`. A smaller upper bound makes it worse.",
+        "tokens, widen `rollout_is_threshold`. A smaller upper bound lowers the mean weight further.",
         below=True,
         applies=lambda window: window.weights_act,
         covers=("effective_lr_low",),
@@ -300,7 +300,7 @@ _RULES = [
         bound=0.3,
         severity="warning",
         seen="IcePop dropped a share of {value:.2g} of the tokens, above {bound:g}.",
-        why="IcePop is meant for rare outliers; at this share too little is left to train on.",
+        why="IcePop is meant for rare outliers; at this share too few tokens are left to train on.",
         advice="Widen `rollout_is_threshold` to {token}; bounds such as [0.5, 5.0] are for tokens, and tighter ones for "
         "means over a completion.",
         applies=lambda window: window.weights_act,
@@ -314,7 +314,7 @@ _RULES = [
         seen="`chi2_token` is {value:.2g}, above {bound:g}.",
         why="A few tokens have a huge ratio, so that token weights without a bound would be mostly noise.",
         advice="Keep `rollout_is_threshold` at 2 or below, or drop outliers with IcePop (a pair of bounds). "
-        "`log_ratio_p99` and `log_ratio_max` show which tokens they are.",
+        "`log_ratio_p99` and `log_ratio_max` show the size of the outliers.",
     ),
     Rule(
         "chi2_seq",
@@ -332,7 +332,7 @@ _RULES = [
         bound=0.5,
         severity="warning",
         seen="A share of {value:.2g} of the tokens is rejected, above {bound:g}.",
-        why="Too little is left to train on, and it is a biased selection.",
+        why="Too few tokens are left to train on, and they are a biased selection.",
         advice="If the share was as large at the start, widen `rollout_rs_threshold` to the spread of the sampler: for "
         "seq_mean_k1, also in place of a seq_sum criterion, {geometric}. If it grew, so did `k3_kl`, which is the "
         "cause.",
@@ -344,9 +344,9 @@ _RULES = [
         bound=0.1,
         severity="warning",
         seen="A share of {value:.2g} of the completions has a token below the lower bound of seq_max_k1.",
-        why="Rounding does not do that: look for broken rows of logits, tokens scored at another position, and text "
+        why="Rounding is not the cause: look for broken rows of logits, tokens scored at another position, and text "
         "that was added after sampling.",
-        advice="`log_ratio_min` shows which tokens they are. To reject fewer completions, lower the first bound in "
+        advice="`log_ratio_min` shows the lowest log-ratio. To reject fewer completions, lower the first bound in "
         "`rollout_rs_threshold`.",
         applies=conditions.vetoes,
     ),

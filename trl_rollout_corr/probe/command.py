@@ -128,7 +128,7 @@ def _check(model: str, config: str | None, prompts: str | None, completions: int
     if completions < 2:
         raise ValueError(f"--completions must be 2 or more, got {completions}")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError("a probe is one process, and is started without a launcher")
+        raise ValueError("a probe is one process: start it without a launcher")
 
 
 def _cheap(folder: Path, observed: Observed, noise: float | None, facts: Mapping[str, Any]) -> list[Result]:
@@ -151,12 +151,12 @@ def _with_engine(
     """The result of an experiment that takes an engine of its own."""
     experiment = EXPERIMENTS[name][1]
     if facts["mode"] == "server":
-        return Result(name, observed.size, None, f"It takes a server of its own: {facts['servers'][name]}")
+        return Result(name, observed.size, None, f"It needs another server: {facts['servers'][name]}")
     _say(f"starting another sampler: {experiment.change}")
     try:
         _run({**request, "engine": dict(experiment.engine), "experiments": False}, folder / name, verbose=verbose)
     except ValueError as error:
-        return Result(name, observed.size, None, f"vLLM cannot: {error}")
+        return Result(name, observed.size, None, f"vLLM refuses it: {error}")
     return Result(name, observed.size, observe(folder / name / "as_it_is").size, noise=noise)
 
 
@@ -174,7 +174,7 @@ def _run(request: dict[str, Any], output: Path, *, verbose: bool) -> dict[str, A
     with subprocess.Popen(
         command,
         env=environment,
-        stdin=subprocess.DEVNULL,  # nobody is asked anything
+        stdin=subprocess.DEVNULL,  # no command asks the user
         stdout=stdout,
         stderr=subprocess.PIPE,
         text=True,

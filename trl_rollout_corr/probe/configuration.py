@@ -74,7 +74,7 @@ def read(request: Mapping[str, Any]) -> tuple[type, Any, Any, Any]:
     if not args.use_vllm:
         raise ValueError("`use_vllm` is False, so that there is no sampler to probe. Set it to true.")
     if not is_vllm_available():
-        raise ValueError("vLLM is not installed, which samples: pip install 'trl-rollout-corr[vllm]'.")
+        raise ValueError("vLLM, the sampler, is not installed: pip install 'trl-rollout-corr[vllm]'.")
     args.model_init_kwargs = model_init_kwargs(args, model_args)
     return trainer_class, args, model_args, script_args
 
@@ -92,7 +92,7 @@ def load(kind: Any, model: str, **kwargs: Any) -> Any:
         return kind.from_pretrained(model, **kwargs)
     except OSError as error:
         raise ValueError(
-            f"{model!r} is neither a folder with a model nor one that the Hub has, or gives to you."
+            f"{model!r} is neither a folder with a model nor a model of the Hub that you can access."
         ) from error
     except ValueError as error:
         if "trust_remote_code" not in str(error):
@@ -207,7 +207,7 @@ def _of_dataset(script_args: Any, n: int) -> list[Any]:
     column = next((column for column in ("prompt", "question") if rows and column in rows[0]), None)
     if column is None:
         raise ValueError(
-            f"{name}: has {'columns ' + ', '.join(rows[0]) if rows else 'no rows'}; prompts are in one that is called "
+            f"{name}: has {'columns ' + ', '.join(rows[0]) if rows else 'no rows'}; the column of the prompts must be "
             "`prompt` or `question`."
         )
     return [row[column] for row in rows]

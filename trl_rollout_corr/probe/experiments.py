@@ -190,7 +190,7 @@ def _confirmed(cause: str, result: Result, known: Finding | None) -> Finding:
 
 # Written down -------------------------------------------------------------------------------------------------------------
 
-COLUMNS = ("changed", "|d|, nats", "times the trainer's own", "d^2 that is left", "speaks")
+COLUMNS = ("changed", "|d|, nats", "times the trainer's own", "d^2 that is left", "evidence")
 
 
 def rows(before: float, noise: float | None, results: Iterable[Result]) -> list[tuple[str, str, str, str, str]]:
@@ -199,9 +199,9 @@ def rows(before: float, noise: float | None, results: Iterable[Result]) -> list[
     for result in results:
         if result.after is not None:
             cause = result.cause
-            speaks = {"confirms": f"for {cause}", "rules out": f"against {cause}"}.get(result.says, "")
+            evidence = {"confirms": f"for {cause}", "rules out": f"against {cause}"}.get(result.says, "")
             left = percent(round(result.left or 0.0, 2)) if before >= FLOOR else "-"
-            table.append((result.experiment.change, number(result.after), _times(result.after, noise), left, speaks))
+            table.append((result.experiment.change, number(result.after), _times(result.after, noise), left, evidence))
     return table
 
 

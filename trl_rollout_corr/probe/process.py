@@ -63,7 +63,7 @@ def _attached_without_weights(args: Any) -> Iterator[bool]:
         return
     from trl.generation.vllm_client import VLLMClient
 
-    warn("Weights are pushed to a server by a GPU, and there is none: it samples with those that it was started with.")
+    warn("Without a GPU no weights can be pushed to a server: the server samples with its first weights.")
     before = VLLMClient.init_communicator
     VLLMClient.init_communicator = lambda *args, **kwargs: None
     try:
@@ -166,7 +166,7 @@ class Probe:
 
     @contextmanager
     def sampling_without(self, names: tuple[str, ...]) -> Iterator[None]:
-        """The sampler without settings that distort what it samples."""
+        """The sampler without settings that distort its distribution."""
         generation = self.trainer.vllm_generation
         fields: dict[str, Any] = {name: neutral(name) for name in names if hasattr(generation, name)}
         fields["generation_kwargs"] = {k: v for k, v in generation.generation_kwargs.items() if k not in names}
@@ -218,7 +218,7 @@ def run(probe: Probe, output: Path, *, experiments: bool = True) -> dict[str, st
             with change(probe.trainer):
                 probe.write(output / name, batches, probe.score(batches))
         except torch.OutOfMemoryError:
-            left_out[name] = "There is not enough memory for it."
+            left_out[name] = "Not enough memory."
     for name, settings in _SAMPLING.items():
         if probe.distorts(settings):
             with probe.sampling_without(settings):

@@ -161,7 +161,7 @@ class RolloutCorrectionConfig(DumpFields, MonitorFields, EngineFields, Correctio
         self._warn_about_idle_fields(explicit)
         if self.rollout_rs is None:
             self.rollout_rs_threshold = None
-        self.__dict__["_built"] = True  # what is assigned from now on is parsed, see `__setattr__`
+        self.__dict__["_built"] = True  # values assigned from now on are parsed, see `__setattr__`
 
     def __setattr__(self, name: str, value: Any) -> None:
         if "_built" not in self.__dict__:
@@ -364,8 +364,8 @@ class RolloutCorrectionConfig(DumpFields, MonitorFields, EngineFields, Correctio
             raise SettingError("rollout_rs_exclude_from_baseline", True, reason, remedy=remedy)
         if self.rollout_rs_exclude_from_baseline and self.bypass_mode:
             reason = (
-                "but `bypass_mode` computes no log-probabilities before the rewards are scored, so nothing is known to be "
-                "rejected by then"
+                "but `bypass_mode` computes no log-probabilities before the rewards are scored, so that no rejection is "
+                "known at that time"
             )
             raise SettingError("rollout_rs_exclude_from_baseline", True, reason, remedy="Set one of the two to False.")
         if self.rollout_dump_dir is not None and not self.rollout_dump_sampled + self.rollout_dump_worst:

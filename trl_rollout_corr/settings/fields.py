@@ -33,14 +33,14 @@ MONITOR_ACTIONS = ("warn", "stop", "tighten")
 
 @dataclass
 class CorrectionFields:
-    """Fields of [`RolloutCorrectionConfig`] that say what is corrected."""
+    """Fields of [`RolloutCorrectionConfig`] about the correction itself."""
 
     rollout_correction: dict[str, Any] | Preset | None = field(
         default=unset(DEFAULT),
         metadata={"help": "Name of a preset, or none. Fields that are set beside it override it."},
     )
     rollout_correction_resolved: str | None = field(
-        default=None, metadata={"help": "Set by the configuration itself: the preset that fields were filled in from."}
+        default=None, metadata={"help": "Not for users: the preset whose fields are in effect."}
     )
     rollout_is: Level | None = field(
         default=unset("token"),

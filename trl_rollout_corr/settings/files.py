@@ -19,7 +19,7 @@ from .presets import PRESETS
 # Fields in dumps of earlier versions
 _RENAMED = {"rollout_monitor_thresholds": "rollout_monitor_bounds"}
 _REMOVED = ("rollout_compile",)
-# Keys that only the first releases of verl had. A boolean `rollout_is` is theirs, too.
+# Keys that only the first releases of verl had. A boolean `rollout_is` is of these releases, too.
 _LEGACY_ONLY = ("rollout_is_level", "rollout_is_mode", "rollout_is_threshold_lower", "rollout_is_veto_threshold")
 
 
@@ -218,7 +218,7 @@ def _own_fields(document: Any) -> dict[str, Any]:
         raise ValueError("no settings, which would be lines such as `rollout_correction: decoupled_token_is`")
     foreign = find_foreign(document)
     tool = None if foreign is None or foreign.maybe_ours else foreign.tool
-    if isinstance(document.get("algorithm"), Mapping):  # a whole configuration, whatever is in it
+    if isinstance(document.get("algorithm"), Mapping):  # a whole configuration, with any content
         tool = "verl"
     if tool:
         raise ValueError(f"a configuration of {tool}; translate it with `trl-rollout-corr convert`")

@@ -69,7 +69,7 @@ def from_verl(settings: Mapping[str, Any] | None) -> dict[str, Any]:
 
     - verl 0.9.1 applies the bounds of `*_k1` criteria to the inverse of the ratio. Bounds that are not reciprocal are
       inverted here, with a warning, so that a ported run rejects the same tokens. Bounds that verl does not have
-      (of `seq_max_k1`, `token_tv`, `token_kl` and `token_binary_kl`, and a lower bound of 0) mean what they mean here.
+      (of `seq_max_k1`, `token_tv`, `token_kl` and `token_binary_kl`, and a lower bound of 0) have the same meaning as here.
     - verl accepts `rollout_is` without a threshold and then computes no weights. So does the translation, with a warning.
     - A missing `rollout_is` is None, as in verl's YAML defaults.
 
@@ -154,7 +154,7 @@ def _inverted(bounds: Any, name: str) -> list[float]:
     inverted = [1 / upper, 1 / lower]
     warn(
         f"verl applies the bounds of `{name}` to the inverse of the ratio: [{lower:g}, {upper:g}] there keeps ratios in "
-        f"[{inverted[0]:.6g}, {inverted[1]:.6g}], and that is what the translated configuration says. If you meant ratios in "
+        f"[{inverted[0]:.6g}, {inverted[1]:.6g}], and the translated configuration has these bounds. If you meant ratios in "
         f"[{lower:g}, {upper:g}], set `rollout_rs_threshold` to that.",
         "rollout_rs_threshold",
     )

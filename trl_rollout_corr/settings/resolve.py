@@ -239,7 +239,7 @@ def is_default(config: CorrectionFields, name: str) -> bool:
 
 
 def _from_mapping(settings: Mapping[str, Any]) -> tuple[Preset | None, dict[str, Any]]:
-    """A section of verl, or fields of this package. Keys that both have mean what they mean in verl."""
+    """A section of verl, or fields of this package. Keys of both have the meaning of verl."""
     unknown = sorted(set(map(str, settings)) - FIELDS - set(VERL_KEYS))
     if unknown:
         raise ValueError(
@@ -252,8 +252,8 @@ def _from_mapping(settings: Mapping[str, Any]) -> tuple[Preset | None, dict[str,
     if foreign:
         raise ValueError(
             f"`rollout_correction` is a mapping with {foreign[0]!r}, a key of verl's section, beside fields of this package. "
-            "Write the fields beside `rollout_correction` instead, and translate verl's section with `python -m "
-            "trl_rollout_corr convert`."
+            "Write the fields beside `rollout_correction` instead, and translate verl's section with `trl-rollout-corr "
+            "convert`."
         )
     fields = {key: value for key, value in settings.items() if key != "rollout_correction_resolved"}
     name, further = read_given(fields.pop("rollout_correction", None))

@@ -146,7 +146,7 @@ def parse_criteria(value: Any) -> list[str] | None:
         return None
     for name in names:
         if name not in CRITERIA:
-            hint = f" Did you mean {FIRST_NAMES[name]!r}, its name today?" if name in FIRST_NAMES else None
+            hint = f" Did you mean {FIRST_NAMES[name]!r}, its present name?" if name in FIRST_NAMES else None
             remedy = f"{hint or nearest(name, CRITERIA)} Allowed names: {', '.join(CRITERIA)}.".strip()
             raise SettingError("rollout_rs", names, f"and {name!r} is no criterion", remedy=remedy)
     if len(set(names)) < len(names):

@@ -105,7 +105,7 @@ def _duration(seconds: float) -> str:
 
 
 def add_console(handler: CallbackHandler) -> None:
-    """Print lines in place of what Transformers prints: of the callbacks, the last. Notebooks keep theirs."""
+    """Print lines in place of those of Transformers, as the last of the callbacks. Notebooks keep their own output."""
     for i, callback in reversed(list(enumerate(handler.callbacks))):
         if type(callback) is PrinterCallback:
             handler.callbacks[i] = Console()

@@ -148,7 +148,7 @@ class CorrectionCore(_Host):
         if plain(self.args.rollout_engine_kwargs) != self._engine_kwargs:
             raise ValueError(
                 f"`rollout_engine_kwargs` is {self.args.rollout_engine_kwargs!r}, but was {self._engine_kwargs!r} when the "
-                "trainer was built, and that is what the sampler runs with. Build the trainer with it."
+                "trainer was built, and the sampler runs with these. Build the trainer with the new ones."
             )
         self._equip()
         with self.args.fixed(*_READ_AT_START):

@@ -152,15 +152,17 @@ class Delivery:
         # The main process may know more of the sampler
         reasons = broadcast_object_list([self.doubt(gap < ALL * moved)])
         if late:
-            reasons.append("Samples are some optimizer steps old, in which the policy may have moved as far.")
+            reasons.append(
+                "Samples are some optimizer steps old, and the policy may have moved as far in these steps."
+            )
         doubt = " ".join(reason for reason in reasons if reason)
         message = (
-            f"The sampler {'may not have' if doubt else 'does not have'} the weights of the trainer, though each push ended "
-            f"well and `rollout_corr/staleness_max` does not show it. At step {first.step} the two gave a token "
-            f"log-probabilities that were {first.noise:.2g} nats apart (mean absolute difference, with its error), at step "
-            f"{step} it is {gap:.2g}, where the trainer's policy has moved by {moved:.2g} in between. So the sampler goes on "
-            "with its first weights, or with a part of them. Update vLLM, or change `vllm_mode`, the device or the type of "
-            "weights; if the sampler is meant to have older weights, set `trainer.rollout_step` to their optimizer step "
+            f"The sampler {'may not have' if doubt else 'does not have'} the weights of the trainer, although every push "
+            "succeeded and `rollout_corr/staleness_max` does not show the failure. The mean absolute difference of their "
+            f"log-probabilities was {first.noise:.2g} nats at step {first.step}, error included, and is {gap:.2g} at step "
+            f"{step}; between the two steps, the trainer's policy moved by {moved:.2g}. So the sampler has kept all or some "
+            "of its first weights. Update vLLM, or change `vllm_mode`, the device or the type of weights; "
+            "if the sampler is meant to have older weights, set `trainer.rollout_step` to their optimizer step "
             'whenever they are pushed. See "Weights do not arrive" in docs/troubleshooting.md.'
         )
         if not doubt:

@@ -143,12 +143,12 @@ class SequenceDump(TrainerCallback):
         return chosen[chance[chosen] >= 0]
 
     def _thin_out(self) -> None:
-        """Forget what cannot be written any more."""
+        """Forget candidates that cannot be among those written."""
         if self.offered:
             self.offered = [self.offered[i] for i in self._chosen(*self._scores().unbind(1)).tolist()]
 
     def _scores(self) -> torch.Tensor:
-        """`(N, 2)`: distance and chance of what was offered."""
+        """`(N, 2)`: distance and chance of each candidate."""
         return torch.tensor([(offered.distance, offered.chance) for offered in self.offered])
 
     # Events -----------------------------------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ class SequenceDump(TrainerCallback):
         self.about["date"] = datetime.now(UTC).date().isoformat()
         check_dump_folder(self.folder, new_run=state.global_step == 0)
         if state.global_step and self.accelerator.is_local_main_process:
-            # what came after the checkpoint comes again
+            # steps after the checkpoint are trained again
             rewind(self.folder, state.global_step, logs=state.is_world_process_zero)
 
     def on_step_end(self, args, state, control, **kwargs) -> None:

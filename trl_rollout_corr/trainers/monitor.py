@@ -91,10 +91,10 @@ class RolloutCorrectionMonitor(TrainerCallback):
         self._examiner.settings = args
         for entry in state.log_history:  # of a run that is resumed
             self._examiner.observe(entry)
-        self._examiner.forget_streaks()  # what has been changed since gets its chance
+        self._examiner.forget_streaks()  # settings may have changed since
         if self.action == "tighten" and any(TIGHTENED in entry for entry in state.log_history):
             self._tighten(args)
-            report(f"The run that is resumed had been tightened, and goes on so: {self._description(args)}.")
+            report(f"The resumed run had been tightened, and continues with {self._description(args)}.")
 
     def on_log(
         self, args, state: TrainerState, control: TrainerControl, logs: dict[str, Any] | None = None, **kwargs
@@ -134,10 +134,10 @@ class RolloutCorrectionMonitor(TrainerCallback):
             check_preset(self.preset, args)  # settings may have been changed since the run began
         except ValueError as error:
             self.action = "warn"
-            return f"The run goes on as it is: {error}"
+            return f"The settings stay as they are: {error}"
         self._tighten(args)
         self._examiner.forget_streaks()
-        return f"`rollout_monitor` is 'tighten': from here on with {self._description(args)}."
+        return f"`rollout_monitor` is 'tighten': training continues with {self._description(args)}."
 
     def _tighten(self, args) -> None:
         self.tightened = True
@@ -180,7 +180,7 @@ def _with_details(head: str, details: list[str]) -> str:
 
 
 def _add(key: str, value: int, logs: dict[str, Any], state: TrainerState) -> None:
-    """Add a number to the log: to what the other callbacks get, and to the copy that the trainer has just kept."""
+    """Add a number to the log: to the entry that other callbacks get, and to the copy that the trainer has just kept."""
     logs[key] = value
     if state.log_history:
         state.log_history[-1][key] = value
@@ -205,7 +205,7 @@ def add_monitor(handler: CallbackHandler, args: RolloutCorrectionConfig) -> None
     if args.rollout_monitor is not None and not brought:
         monitor = RolloutCorrectionMonitor(*(getattr(args, name) for name in MONITOR_FIELDS))
         monitor.of_configuration = True
-        handler.callbacks.insert(0, monitor)  # before those that report what it adds to the log
+        handler.callbacks.insert(0, monitor)  # before those that report its additions to the log
     settle_monitors(handler)
     for monitor in brought:
         if monitor.action == "tighten":

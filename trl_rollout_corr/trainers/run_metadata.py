@@ -166,11 +166,11 @@ def may_round(metadata: Mapping[str, str], in_part: bool) -> str | None:
     """
     trainer, sampler = metadata["trainer_dtype"], metadata.get("sampler_dtype", "an unknown type")
     if metadata["adapter"] != "none":
-        return "The adapter is merged into the weights before they are pushed, and rounding takes small updates away."
+        return "The adapter is merged into the weights before they are pushed, and rounding removes small updates."
     if metadata.get("quantization"):
-        return f"The sampler is quantised ({metadata['quantization']}), and rounding takes small updates away."
+        return f"The sampler is quantised ({metadata['quantization']}), and rounding removes small updates."
     if trainer != sampler:
-        return f"The trainer computes in {trainer} and the sampler in {sampler}: rounding takes small updates away."
+        return f"The trainer computes in {trainer} and the sampler in {sampler}: rounding removes small updates."
     if in_part and trainer != "float32":
         return f"Both compute in {trainer}, whose rounding errors may grow while the policy changes as much as here."
     return None

@@ -99,8 +99,8 @@ def warn_about_distortion(settings: Mapping[str, Any]) -> None:
         listed = ", ".join(f"`{name}={value!r}`" for name, value in changed.items())
         warn(
             f"{listed} changes the distribution vLLM samples from, but not the one the trainer computes, so that every "
-            "ratio is off by the probability mass that was cut or moved. Leave it at its default, or read ratios, weights "
-            f"and rejections with that in mind.{renormalized(changed)}"
+            "ratio is off by the probability mass that was cut or moved. Leave it at its default, or expect biased ratios, "
+            f"weights and rejections.{renormalized(changed)}"
         )
 
 
@@ -125,7 +125,9 @@ def check_server_logprobs(mode: str, temperature: float) -> None:
     )
     if temperature != 1.0 or not mode.endswith("logprobs"):
         raise ValueError(f"{message}: at `temperature={temperature}` every ratio would be wrong.")
-    warn(f"{message}: at `temperature=1.0` they agree only without penalties and truncation.")
+    warn(
+        f"{message}: at `temperature=1.0` raw and processed log-probabilities agree only without penalties and truncation."
+    )
 
 
 def check_logprobs(completion_ids: list[list[int]], logprobs: Any) -> None:

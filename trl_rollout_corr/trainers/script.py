@@ -113,7 +113,7 @@ def one_line_errors(*, of_package: bool = False) -> Iterator[None]:
             if not is_first_rank():
                 time.sleep(
                     _PATIENCE
-                )  # a launcher ends all ranks with the first that ends: let it be the one that speaks
+                )  # a launcher ends all ranks with the first that ends: let rank 0 print and end first
             print(f"error: {in_one_line(error)}", file=sys.stderr, flush=True)  # noqa: T201
             sys.exit(2)
 

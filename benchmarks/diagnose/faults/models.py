@@ -19,7 +19,7 @@ Weights = Iterable[tuple[str, torch.Tensor]]
 
 
 def _is_matrix(name: str, weight: torch.Tensor) -> bool:
-    """What quantisation touches: matrices of the layers, neither the embedding nor the head."""
+    """Weights that are quantised: matrices of the layers, neither the embedding nor the head."""
     return weight.dim() >= 2 and "embed" not in name and "lm_head" not in name
 
 

@@ -26,7 +26,7 @@ def write_report(sources: Sequence[str], output: str) -> str:
         sources (`Sequence[str]`):
             A dump, a run, or a folder with both. Two of them are set against each other.
         output (`str`):
-            The file to write: a page in `.html`, or its verdict and main charts in `.png`.
+            The file to write: a page in `.html`, or its state and main charts in `.png`.
 
     Returns:
         `str`: the name of the file, as a line.
@@ -35,9 +35,7 @@ def write_report(sources: Sequence[str], output: str) -> str:
         `ValueError`: in one line that begins with the source that cannot be read, or the output that cannot be written.
     """
     if len(sources) > 2:
-        raise SelfContainedError(
-            f"one run, or two to set against each other; got {len(sources)}: {', '.join(sources)}"
-        )
+        raise SelfContainedError(f"one run, or two runs to compare; got {len(sources)}: {', '.join(sources)}")
     path = check_output(output, (".html", ".png"))
     # only now: these import matplotlib, and the error about a missing matplotlib comes first
     from .compose import compose

@@ -172,7 +172,7 @@ def _settings(facts: Facts) -> Section:
         )
         cards = [Card("A dump first", text, yaml="rollout_dump_dir: dump\nrollout_dump_steps: 10\n")]
     else:
-        text = "Its settings, without those of the monitor and the dump."
+        text = "Settings of the run, without those of the monitor and the dump."
         cards = [Card("This run", text, yaml=yaml_lines(_own(facts.config)))]
     best, healthy = facts.recommendation, facts.healthy
     if best is not None and healthy is not None:
@@ -205,7 +205,7 @@ def _trends(facts: Facts, shown: Sequence[str]) -> Section | None:
         return None
     text = "Shaded green: healthy. Dashed red: where an alarm was first raised, with the number of its finding."
     if facts.run.logged_by == "dump":
-        text = f"The dump has no log, so these are computed from its sequences drawn at random. {text}"
+        text = f"The dump has no log, so the metrics are computed from its sequences drawn at random. {text}"
     if len(facts.log) > POINTS:
         text += (
             " Lines are means over windows of steps, and the pale bands reach from the lowest to the highest value."
@@ -217,7 +217,7 @@ def _distribution(facts: Facts) -> Section | None:
     name, title, found = "distribution", "How far apart the policies are", facts.statistics
     if found is None:
         chart = logged_histogram(facts.log)
-        return Section(name, title, "From the log; a dump says more.", charts=[chart]) if chart else None
+        return Section(name, title, "From the log; a dump has more detail.", charts=[chart]) if chart else None
     if found.size == 0:
         return Section(name, title, "d is 0 at every token: the policies agree.")
     text = "Counted over the sequences that were drawn at random, which represent the batch."

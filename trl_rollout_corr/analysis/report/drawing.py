@@ -131,7 +131,7 @@ def _lines(page: Page) -> list[str]:
 
 @contextmanager
 def _style() -> Iterator[None]:
-    """Our style, whatever that of the user is, and no warning about a sign of a name that the font does not have."""
+    """The style of the package instead of the user's, and no warning about a character that the font does not have."""
     with style.context(["default", _STYLE]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph")
         yield

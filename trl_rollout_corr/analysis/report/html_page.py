@@ -32,7 +32,7 @@ def render(page: Page) -> str:
 
 
 def _printable(value: Any) -> Any:
-    """Text of others, whatever is in it: control characters as signs."""
+    """Text from outside: control characters become visible signs."""
     return printable(value) if isinstance(value, str) and not hasattr(value, "__html__") else value
 
 

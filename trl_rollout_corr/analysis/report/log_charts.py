@@ -160,7 +160,7 @@ def _table(means: pd.DataFrame) -> pd.DataFrame:
 
 
 def _is_flat(values: pd.Series) -> bool:
-    """Whether the curve is a horizontal line."""
+    """True if the curve is a horizontal line."""
     low, high = values.min(), values.max()
     return bool(high - low <= 1e-6 + 1e-3 * abs(high))
 

@@ -33,9 +33,9 @@ _MEASURES = {"rejected": "rejected", "downweighted": "down-weighted"}
 _ROWS_AT_ONCE = 256
 # Tokens that a criterion rejects, by its name or its scope
 _REJECTS = {
-    "token_tv": "whose probability had moved by more than {bound} in the direction that the advantage pushes further",
-    "token_kl": "that had moved by more than {bound} nats in the direction that the advantage pushes further",
-    "token_binary_kl": "at which the policies were more than {bound} nats apart",
+    "token_tv": "whose probability had changed by more than {bound} in the direction of the advantage",
+    "token_kl": "whose KL divergence was above {bound} nats, in the direction of the advantage",
+    "token_binary_kl": "whose KL divergence was above {bound} nats",
     "token_k1": "with a ratio {bound}",
     "seq_mean_k1": "of completions whose mean ratio was {bound}",
     "seq_sum_k1": "of completions whose product of ratios was {bound}",
@@ -183,7 +183,7 @@ def rewards(log: pd.DataFrame) -> str:
 def total(shares: pd.DataFrame) -> str:
     """Shares over all groups of a family, if the number of their tokens is known."""
     if "tokens" not in shares:
-        return "The group that loses most is learned from least."
+        return "Training learns least from the group with the largest share."
     tokens = shares["tokens"].sum()
     parts = [
         f"{percent(float((shares[measure] * shares['tokens']).sum() / tokens))} {measure}"
