@@ -14,7 +14,8 @@ that is possible, and into the rows of a dump where it is not. vLLM is only an o
 `catalog` has the faults as data, `rows` the changes of a dump's rows, `models` those of weights and forward passes.
 """
 
-from .catalog import FAULTS, Fault, rewrite
+from .catalog import FAULTS, rewrite
+from .fault import Fault
 from .models import sampling_from, training_on
 
 

@@ -2,15 +2,14 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from trl_rollout_corr.trainers._cpu_reload import push
 
+from .fault import Fault
 
-if TYPE_CHECKING:
-    from .catalog import Fault
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 
@@ -79,7 +78,7 @@ def merged(rank: int, size: float, seed: int = 0) -> Callable[[str, torch.Tensor
 
 
 @contextmanager
-def sampling_from(llm: Any, weights: Weights, fault: "Fault") -> Iterator[None]:
+def sampling_from(llm: Any, weights: Weights, fault: Fault) -> Iterator[None]:
     """
     Let a running vLLM engine sample from weights with a fault, and put the right ones back.
 
@@ -106,7 +105,7 @@ def sampling_from(llm: Any, weights: Weights, fault: "Fault") -> Iterator[None]:
 
 
 @contextmanager
-def training_on(model: torch.nn.Module, fault: "Fault") -> Iterator[None]:
+def training_on(model: torch.nn.Module, fault: Fault) -> Iterator[None]:
     """
     Let a model of transformers score with a fault.
 
