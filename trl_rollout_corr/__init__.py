@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
+from .messages import __version__ as __version__
+
 
 if TYPE_CHECKING:
     from .correction.compute import compute_rollout_correction
@@ -49,7 +51,6 @@ __all__ = [
     "model_init_kwargs",
     "one_line_errors",
 ]
-__version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:

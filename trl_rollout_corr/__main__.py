@@ -17,8 +17,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from . import __version__
-from .messages import SelfContainedError
+from .messages import SelfContainedError, __version__
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -12,6 +12,8 @@ from typing import Any
 import yaml
 
 
+__version__ = "0.1.0"
+
 # First part of every metric key
 PREFIX = "rollout_corr/"
 

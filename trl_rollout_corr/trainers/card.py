@@ -4,7 +4,7 @@ from pathlib import Path
 
 import yaml
 
-from .. import __version__
+from ..messages import __version__
 
 
 def complete_card(text: str, model: str, output_dir: str, correction: str) -> str:

@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 
 from packaging.requirements import Requirement
 
-from .. import __version__
+from ..messages import __version__
 
 
 PACKAGES = ("torch", "trl", "transformers", "accelerate", "vllm")

@@ -9,8 +9,7 @@ from tqdm.auto import tqdm
 from transformers import PrinterCallback, ProgressCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
-from .. import __version__
-from ..messages import PREFIX, logger
+from ..messages import PREFIX, __version__, logger
 from .monitor import ALARMS
 
 

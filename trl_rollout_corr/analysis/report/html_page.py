@@ -5,8 +5,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader
 
-from ... import __version__
-from ...messages import number, printable
+from ...messages import __version__, number, printable
 from .drawing import COLORS, svg
 from .page import Page
 
