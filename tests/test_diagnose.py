@@ -394,11 +394,12 @@ def test_mappings_are_in_effect_key_by_key():
 @pytest.mark.parametrize("kind", ["grpo", "rloo"])
 def test_settings_that_are_advised_are_written_and_secrets_are_not(kind, tmp_path):
     kwargs = {"model_init_kwargs": {"dtype": "float32", "token": "hf_secret"}, "generation_kwargs": {"seed": 1}}
+    kwargs["rollout_engine_kwargs"] = {"hf_token": "hf_secret", "dtype": "float32"}
     _, config_class = TRAINERS[kind]
     written = settings_in_effect(config_class(**config_fields(tmp_path, **kwargs)))
     advised = {name for cause in CAUSES.values() for name in cause.settings}
     assert advised - written.keys() == ({"cast_lm_head_to_fp32"} if kind == "rloo" else set())
-    assert written["model_init_kwargs"] == {"dtype": "float32"}
+    assert written["model_init_kwargs"] == written["rollout_engine_kwargs"] == {"dtype": "float32"}
     assert "secret" not in json.dumps(written)
     dump.write_rows(tmp_path, 1, 0, read_dump(make_dump(tmp_path / "dump")).rows[:8], written)
     assert main(["compare", str(tmp_path)]) == 0

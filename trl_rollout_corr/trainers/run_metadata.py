@@ -45,6 +45,8 @@ def settings_in_effect(args: Any) -> dict[str, Any]:
         if hasattr(args, name):
             value = getattr(args, name)
             found[name] = {key: value[key] for key in keys if key in value} if isinstance(value, Mapping) else value
+    engine = found["rollout_engine_kwargs"] or {}  # vLLM's only secret is the token of the hub
+    found["rollout_engine_kwargs"] = {name: value for name, value in engine.items() if name != "hf_token"} or None
     return plain(found)
 
 
