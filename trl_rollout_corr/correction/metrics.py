@@ -11,7 +11,7 @@ Names inside a vector are internal. The metric keys, their formulas and healthy 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 import torch
 
@@ -223,7 +223,9 @@ def _collect_weights(
         c.sums["is/norm_count"] = c.sums["is/units"]
 
 
-def _collect_token_weights(c: Columns, tokens: Tokens, bounding: Bounding, ratio, bounded, lower: float):
+def _collect_token_weights(
+    c: Columns, tokens: Tokens, bounding: Bounding, ratio: torch.Tensor, bounded: torch.Tensor, lower: float
+) -> Any:
     """Weights of tokens. Returns, per row, the means of `w - 1` and of the ratio, and the number of low ratios."""
     # sums of w - 1 rather than w: a variance of 1e-8 around a mean of 1 keeps its digits
     excess = bounded - tokens.valid
@@ -239,7 +241,9 @@ def _collect_token_weights(c: Columns, tokens: Tokens, bounding: Bounding, ratio
     return c.row_mean("is/sum"), c.row_mean("is/ratio"), low
 
 
-def _collect_sequence_weights(c: Columns, tokens: Tokens, bounding: Bounding, ratio, bounded, lower: float):
+def _collect_sequence_weights(
+    c: Columns, tokens: Tokens, bounding: Bounding, ratio: torch.Tensor, bounded: torch.Tensor, lower: float
+) -> Any:
     """Weights of sequences, each counted once per token of its sequence. Returns as `_collect_token_weights`."""
     row_excess, row_ratio = (bounded.to(c.dtype) - 1.0) * c.rows, ratio.to(c.dtype)
     c.add("is/sum", row_excess * c.lengths)
@@ -308,7 +312,9 @@ def _collect_criterion(c: Columns, tokens: Tokens, criterion: Criterion, rejecti
         c.add(f"{name}/veto_rows", rejection.high)
 
 
-def _collect_token_criterion(c: Columns, tokens: Tokens, criterion: Criterion, rejection, name: str, floor: float):
+def _collect_token_criterion(
+    c: Columns, tokens: Tokens, criterion: Criterion, rejection: Rejection, name: str, floor: float
+) -> Any:
     """Criterion on tokens. Returns, per row: mean, 1 if it is above, 1 if below the bounds, number of rejected tokens."""
     statistic = rejection.statistic
     c.add(f"{name}/sum", statistic)
@@ -326,7 +332,9 @@ def _collect_token_criterion(c: Columns, tokens: Tokens, criterion: Criterion, r
     return row, row_high, row_low, rejection.rejected.sum(-1, keepdim=True)
 
 
-def _collect_sequence_criterion(c: Columns, tokens: Tokens, criterion: Criterion, rejection, name: str, floor: float):
+def _collect_sequence_criterion(
+    c: Columns, tokens: Tokens, criterion: Criterion, rejection: Rejection, name: str, floor: float
+) -> Any:
     """Criterion on sequences, each counted once per token. Returns as `_collect_token_criterion`."""
     row = rejection.statistic.to(c.dtype) * c.rows
     bounded = row.clamp(floor, criterion.upper)

@@ -65,7 +65,7 @@ def write_rows(
     return path
 
 
-def append_log(folder: Path, entry: Mapping[str, Any]):
+def append_log(folder: Path, entry: Mapping[str, Any]) -> None:
     """Add an entry of the trainer's log to the dump, as one line of JSON."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / _LOGS).open("a", encoding="utf-8") as file:
@@ -101,7 +101,7 @@ def plain(value: Any, depth: int = 8) -> Any:
     return number if isinstance(number, bool | int | float) else str(value).removeprefix("torch.")
 
 
-def remove_oldest(folder: Path, max_bytes: float):
+def remove_oldest(folder: Path, max_bytes: float) -> None:
     """
     Delete the files of the oldest steps until the others fit. The first step stays, to compare with, and the latest.
 
@@ -129,7 +129,7 @@ def _size(path: Path) -> int:
         return 0
 
 
-def rewind(folder: Path, step: int, *, logs: bool = True):
+def rewind(folder: Path, step: int, *, logs: bool = True) -> None:
     """
     Remove the entries after a step, because the run continues there.
 

@@ -39,12 +39,12 @@ class Examiner:
         self._bounds: dict[str, float] = {name: bound for name, bound in chosen.items() if bound is not None}
         self.restart()
 
-    def restart(self):
+    def restart(self) -> None:
         """Forget the run so far."""
         self._course = Course()
         self.forget_streaks()
 
-    def forget_streaks(self):
+    def forget_streaks(self) -> None:
         """Start counting unhealthy windows anew, with the history of the run."""
         self._streaks: dict[str, deque[bool]] = {
             name: deque(maxlen=self.rules[name].patience) for name in self._bounds

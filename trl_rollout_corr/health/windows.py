@@ -24,12 +24,12 @@ class Growth:
 
     SKIPPED, COMPARED = 10, 10
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.skipped = 0
         self.first: list[float] = []
         self.latest: deque[float] = deque(maxlen=self.COMPARED)
 
-    def add(self, value: float, still_rising: bool):
+    def add(self, value: float, still_rising: bool) -> None:
         """Add a window. It is left out as one of the very first while the age of the samples is `still_rising`."""
         if self.skipped < self.SKIPPED or (still_rising and not self.first):
             self.skipped += 1
@@ -66,14 +66,14 @@ class Course:
     BEGINNING = 3  # windows
     RECENT, RECENT_STEPS = 5, 15  # windows, or fewer that cover these optimizer steps
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.k3 = Growth()
         self.spacing, self.settled = 1, False
         self._step, self._oldest = 0, 0.0
         self._first_kl: list[float] = []
         self._rewarded: deque[float] = deque(maxlen=self.RECENT)
 
-    def add(self, window: "Window"):
+    def add(self, window: "Window") -> None:
         """Add a window."""
         began, staleness = self._step, window.get("staleness_max") or 0.0
         self.spacing, self._step = max(window.step - began, 1), window.step

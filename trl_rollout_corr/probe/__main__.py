@@ -6,7 +6,7 @@ import sys
 import torch
 
 
-def start():
+def start() -> None:
     """Carry out a request, without compiling on a CPU, which would take longer than everything else."""
     if not torch.accelerator.is_available():
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # before anything that compiles is imported

@@ -119,7 +119,7 @@ def probe(
     return Probed(observed, found, noise, results, time.monotonic() - start)
 
 
-def _check(model: str, config: str | None, prompts: str | None, completions: int):
+def _check(model: str, config: str | None, prompts: str | None, completions: int) -> None:
     if model.startswith(("/", ".", "~")) and not Path(model).is_dir():  # no name of the Hub
         raise ValueError("there is no such folder")
     for name, file in (("--config", config), ("--prompts", prompts)):
@@ -203,5 +203,5 @@ def _last_words(line: str, code: int) -> str:
     return f"trainer or sampler ended with code {code}: {line or 'no output'} (--verbose shows all)"
 
 
-def _say(action: str):
+def _say(action: str) -> None:
     print(f"Probe: {action} ...", file=sys.stderr, flush=True)  # noqa: T201

@@ -213,7 +213,7 @@ def _of_dataset(script_args: Any, n: int) -> list[Any]:
     return [row[column] for row in rows]
 
 
-def check_server(args: Any):
+def check_server(args: Any) -> None:
     """Refuse a server that does not answer at once. TRL would wait for minutes."""
     url = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
     try:

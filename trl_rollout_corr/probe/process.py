@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, TrainerCallback
+from transformers import AutoConfig, AutoTokenizer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from trl import get_peft_config, get_quantization_config
 
 from ..dumps.rows import make_row, on_host
@@ -48,7 +48,9 @@ class _Prepared(Exception):
 
 
 class _StopBeforeTraining(TrainerCallback):
-    def on_train_begin(self, args, state, control, **kwargs):
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         raise _Prepared
 
 
@@ -138,7 +140,7 @@ class Probe:
         batches: list[dict[str, Any]],
         logps: list[torch.Tensor],
         again: list[torch.Tensor] | None = None,
-    ):
+    ) -> None:
         """Write a dump of scored batches."""
         rows = [
             row
@@ -257,7 +259,7 @@ def _no_reward(completions: list[Any], **kwargs: Any) -> list[float]:
     return [0.0] * len(completions)
 
 
-def main(path: str):
+def main(path: str) -> None:
     """Carry out a request. Dumps and `answer.json`, with facts and warnings or an error, are written to its folder."""
     request = json.loads(Path(path).read_text(encoding="utf-8"))
     output = Path(request["output"])

@@ -59,7 +59,7 @@ def all_in_float32(trainer: Any) -> Iterator[None]:
         yield
 
 
-def _put_back(before: list[tuple[torch.Tensor, torch.Tensor]]):
+def _put_back(before: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     for tensor, data in before:
         tensor.data = data
 

@@ -6,6 +6,8 @@ FlashAttention-3, whose kernel exists for GPUs only. This module computes the sa
 runs without a GPU: time, and memory for a boolean mask, grow with the square of the row.
 """
 
+from typing import Any
+
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
@@ -26,7 +28,7 @@ def tree_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    **kwargs,
+    **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """
     Attention of a packed row of `N` tokens. Each token attends to the tokens before it on its path from the root.

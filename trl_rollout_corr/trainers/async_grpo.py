@@ -171,7 +171,9 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
     _config_class = RolloutCorrectedAsyncGRPOConfig
     _tag_names = [*AsyncGRPOTrainer._tag_names, "rollout-correction"]
 
-    def __init__(self, model, reward_funcs=None, args=None, *further_args, **kwargs) -> None:
+    def __init__(
+        self, model: Any, reward_funcs: Any = None, args: Any = None, *further_args: Any, **kwargs: Any
+    ) -> None:
         check_trl(AsyncGRPOTrainer, {AsyncGRPOTrainer: ASYNCHRONOUS})
         check_bases(type(self), RolloutCorrectedAsyncGRPOTrainer, AsyncGRPOTrainer, method="compute_loss")
         args = self._checked_args(model, args)
@@ -199,7 +201,7 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
 
     # Samples ----------------------------------------------------------------------------------------------------------
 
-    def get_train_dataloader(self):
+    def get_train_dataloader(self) -> Any:
         dataloader = super().get_train_dataloader()
         if not self.accelerator.is_main_process:  # only the main process takes and packs samples
             return dataloader
@@ -279,7 +281,7 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
             self._engine_config = self.vllm_client.get_server_info()
             check_server_logprobs(self._engine_config["model_config"]["logprobs_mode"], self.temperature)
 
-    def train(self, *args, **kwargs):
+    def train(self, *args: Any, **kwargs: Any) -> Any:
         self._end.running = False
         output = super().train(*args, **kwargs)
         if self._end.message is not None:
@@ -292,7 +294,9 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
 
     # The loss ---------------------------------------------------------------------------------------------------------
 
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None
+    ) -> Any:
         awaited = {}
         if self.args.corrects:
             awaited = {key: Awaited(inputs[key]) for key in ("advantages", "old_log_probs")}

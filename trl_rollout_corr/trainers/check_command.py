@@ -4,6 +4,7 @@ import platform
 import warnings
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, requires, version
+from typing import Any
 
 from packaging.requirements import Requirement
 
@@ -69,7 +70,7 @@ def _look_at_trl() -> tuple[list[str], str | None]:
     return list(_interface_lines(trl_interface)), trl_interface.refusal([*trl_interface.CONFIGS])
 
 
-def _interface_lines(trl_interface) -> Iterator[str]:
+def _interface_lines(trl_interface: Any) -> Iterator[str]:
     for owner in trl_interface.METHODS:
         found = list(trl_interface.look_at(owner))
         changes = [change for change in found if change]

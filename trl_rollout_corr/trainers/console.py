@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from tqdm.auto import tqdm
-from transformers import PrinterCallback, ProgressCallback, TrainerControl, TrainerState
+from transformers import PrinterCallback, ProgressCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 
 from ..messages import PREFIX, __version__, logger
@@ -36,7 +36,9 @@ class Console(PrinterCallback):
         self._started, self._first_step = time.monotonic(), 0  # until training begins, for logs outside it
         self._handler: logging.Handler | None = None
 
-    def on_train_begin(self, args, state: TrainerState, control: TrainerControl, **kwargs) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self._started, self._first_step = time.monotonic(), state.global_step
         if state.is_world_process_zero:
             self._handler = None if logger.hasHandlers() else _AboveTheBar()
@@ -45,7 +47,12 @@ class Console(PrinterCallback):
             write(f"Rollout correction {__version__}: {args.description}")
 
     def on_log(
-        self, args, state: TrainerState, control: TrainerControl, logs: dict[str, Any] | None = None, **kwargs
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
     ) -> None:
         if not state.is_world_process_zero or not logs:
             return
@@ -55,7 +62,9 @@ class Console(PrinterCallback):
         else:
             write(f"{self._progress(state)}  {_line(logs) or logs}")
 
-    def on_train_end(self, args, state: TrainerState, control: TrainerControl, **kwargs) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if state.is_world_process_zero and self._handler is not None:
             logger.removeHandler(self._handler)
 
@@ -70,7 +79,9 @@ class Console(PrinterCallback):
 class _Bar(ProgressCallback):
     """The progress bar, without the log."""
 
-    def on_log(self, args, state, control, logs=None, **kwargs) -> None:
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
+    ) -> None:
         pass
 
 

@@ -143,7 +143,7 @@ class CorrectionCore(_Host):
             self.add_callback(found)
         return found if wanted else None
 
-    def train(self, *args, **kwargs):
+    def train(self, *args: Any, **kwargs: Any) -> Any:
         self._checked_args(self.model, self.args)
         if plain(self.args.rollout_engine_kwargs) != self._engine_kwargs:
             raise ValueError(
@@ -173,7 +173,7 @@ class CorrectionCore(_Host):
         tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
         return SequenceDump(self.args, self.accelerator, tokenizer, self.args.seed, self._about)
 
-    def add_callback(self, callback) -> None:
+    def add_callback(self, callback: Any) -> None:
         super().add_callback(callback)
         if isinstance(callback, RolloutCorrectionMonitor) or callback is RolloutCorrectionMonitor:
             settle_monitors(self.callback_handler)
@@ -250,7 +250,7 @@ class CorrectionCore(_Host):
 
     # Logging ----------------------------------------------------------------------------------------------------------
 
-    def create_model_card(self, *args, **kwargs) -> None:
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         super().create_model_card(*args, **kwargs)
         path = Path(self.args.output_dir, "README.md")
         if self.is_world_process_zero() and path.exists():

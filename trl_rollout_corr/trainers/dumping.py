@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
-from transformers import PreTrainedTokenizerBase, TrainerCallback
+from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..dumps.rows import make_row, on_host
 from ..dumps.writing import append_log, files_of, read_logs, remove_oldest, rewind, write_rows
@@ -153,7 +153,9 @@ class SequenceDump(TrainerCallback):
 
     # Events -----------------------------------------------------------------------------------------------------------
 
-    def on_train_begin(self, args, state, control, model=None, **kwargs) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+    ) -> None:
         self.next_step = state.global_step + self.args.rollout_dump_steps
         name = str(getattr(getattr(model, "config", None), "_name_or_path", ""))
         # of a model that is on this machine, its folder says nothing to others
@@ -164,7 +166,9 @@ class SequenceDump(TrainerCallback):
             # steps after the checkpoint are trained again
             rewind(self.folder, state.global_step, logs=state.is_world_process_zero)
 
-    def on_step_end(self, args, state, control, **kwargs) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if not self.wants(state.global_step):
             return
         drawn, worst, anywhere = self._among_all_ranks()
@@ -175,7 +179,9 @@ class SequenceDump(TrainerCallback):
         if rows:
             self._unless_the_disk_fails(self._write, state.global_step, rows)
 
-    def on_log(self, args, state, control, logs=None, **kwargs) -> None:
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
+    ) -> None:
         if state.is_world_process_zero and logs:
             self._unless_the_disk_fails(append_log, self.folder, {**logs, "step": state.global_step})
 
@@ -189,7 +195,7 @@ class SequenceDump(TrainerCallback):
             remove_oldest(self.folder, limit)
             self.unchecked = 0
 
-    def _unless_the_disk_fails(self, write: Callable, *args) -> None:
+    def _unless_the_disk_fails(self, write: Callable, *args: Any) -> None:
         """A full disk must not end the run. Whatever happens, this rank still takes part in the gathers."""
         if self.gave_up:
             return

@@ -90,7 +90,7 @@ def engine_arguments(args: Any) -> Iterator[None]:
         return
     built = vllm_generation.LLM
 
-    def build(*positional, **options):
+    def build(*positional: Any, **options: Any) -> Any:
         return built(*positional, **{**options, **kwargs})
 
     vllm_generation.LLM = build

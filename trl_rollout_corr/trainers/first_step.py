@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..diagnosis import Observed, diagnose
 from ..diagnosis.text import as_text
@@ -56,7 +56,9 @@ class FirstStepDiagnosis(TrainerCallback):
         missing = torch.arange(min(len(mask), ROWS - len(self.rows)), device=mask.device)
         self.rows += [make_row(sequence, step) for sequence in on_host({**batch, **columns}, missing)]
 
-    def on_step_end(self, args, state, control, **kwargs) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         rows, self.rows = self.rows, []
         if self.done or not rows:
             return

@@ -183,7 +183,7 @@ class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
             return "Completions come from `rollout_func`, which may use another sampler."
         return super()._doubt_delivery(in_part)
 
-    def _generate(self, prompts, *args, **kwargs):
+    def _generate(self, prompts: Any, *args: Any, **kwargs: Any) -> Any:
         generated = super()._generate(prompts, *args, **kwargs)
         prompt_ids, completion_ids, tool_mask, completions, logprobs, *others = generated
         check_logprobs(completion_ids, logprobs)

@@ -43,10 +43,10 @@ class Tap:
         self._last: RolloutSample | None = None
         self._dropped: list[tuple[float, float]] = []  # tokens and reward
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name: str) -> Any:
         return getattr(self._queue, name)
 
-    def get(self, *args, **kwargs) -> RolloutSample:
+    def get(self, *args: Any, **kwargs: Any) -> RolloutSample:
         if self._last is not None:  # TRL dropped it
             self._dropped.append((float(self._last.completion_mask.sum()), reward_of(self._last.metrics)))
             self._last = None

@@ -23,7 +23,7 @@ class LossInputs(dict):
         super().__init__(batch)
         self.read: set[str] = set()
 
-    def __getitem__(self, key: str):
+    def __getitem__(self, key: str) -> Any:
         self.read.add(key)
         return super().__getitem__(key)
 
@@ -36,7 +36,7 @@ class LossInputs(dict):
             "`old_per_token_logps` and `old_logps` after it, as TRL does."
         )
 
-    def get(self, key, default=None):
+    def get(self, key: Any, default: Any = None) -> Any:
         return self[key] if key in self or key == "advantages" else default
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from transformers import TrainerCallback, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..correction.step_size import StepSize, ess_sqrt, ratio_sums
 from ..settings.config import RolloutCorrectionConfig
@@ -71,7 +71,14 @@ class LearningRateScaling(TrainerCallback):
         sums = ratio_sums(log_ratio, valid)
         self._sums = sums if self._sums is None else self._sums + sums
 
-    def on_train_begin(self, args: TrainingArguments, state, control, optimizer=None, **kwargs) -> None:
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        optimizer: Any = None,
+        **kwargs: Any,
+    ) -> None:
         self._restore()  # after a step that failed
         self._sums = None
         if any(group.get("lr") is None or group.get("relative_step") for group in optimizer.param_groups):
@@ -80,7 +87,14 @@ class LearningRateScaling(TrainerCallback):
                 "Give it a learning rate, or set `rollout_lr_scaling` to None."
             )
 
-    def on_pre_optimizer_step(self, args: TrainingArguments, state, control, optimizer=None, **kwargs) -> None:
+    def on_pre_optimizer_step(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        optimizer: Any = None,
+        **kwargs: Any,
+    ) -> None:
         if self._sums is None:
             return
         scale = ess_sqrt(self.accelerator.reduce(self._sums, reduction="sum"))
@@ -93,7 +107,9 @@ class LearningRateScaling(TrainerCallback):
         for group, rate in self._own:
             group["lr"] = rate * factor
 
-    def on_optimizer_step(self, args: TrainingArguments, state, control, **kwargs) -> None:
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self._restore()
 
     def _restore(self) -> None:

@@ -70,7 +70,9 @@ class RolloutCorrectionMixin(CorrectionCore):
 
     rollout_step: int | None = None
 
-    def __init__(self, model, reward_funcs=None, args=None, *further_args, **kwargs) -> None:
+    def __init__(
+        self, model: Any, reward_funcs: Any = None, args: Any = None, *further_args: Any, **kwargs: Any
+    ) -> None:
         check_trl(self._trl_class)
         check_bases(type(self), RolloutCorrectionMixin, self._trl_class)
         args = self._checked_args(model, args)
@@ -140,7 +142,7 @@ class RolloutCorrectionMixin(CorrectionCore):
         if self._scoring is not None:
             self._scoring.logprobs = logprobs
 
-    def _generate_and_score_completions(self, inputs, *args, **kwargs):
+    def _generate_and_score_completions(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         self._scoring = scoring = Scoring(self._new_old_pass())
         try:
             with nullcontext() if scoring.old_pass is None else self._asking_for_old_pass():
@@ -199,13 +201,15 @@ class RolloutCorrectionMixin(CorrectionCore):
             output[ROLLOUT_STEP] = steps if steps.dim() == 1 else steps[:, 0]
         self._observer.generated(self._now, self._ages(output))
 
-    def _generate(self, prompts, *args, **kwargs):
+    def _generate(self, prompts: Any, *args: Any, **kwargs: Any) -> Any:
         scoring = self._scoring or Scoring(None)
         scoring.restart()  # a subclass may generate several times, and use the last result
         with scoring.pause():  # a rollout function may run forward passes of its own
             return super()._generate(prompts, *args, **kwargs)
 
-    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list, *args, **kwargs):
+    def _calculate_rewards(
+        self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         scoring = self._scoring
         with (scoring or Scoring(None)).pause():  # a reward function may, too
             rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list, *args, **kwargs)
@@ -231,7 +235,7 @@ class RolloutCorrectionMixin(CorrectionCore):
 
     # The loss ---------------------------------------------------------------------------------------------------------
 
-    def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
+    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         forward = super()._get_per_token_logps_and_entropies
         if self._scoring is not None and self._scoring.old_pass is not None and not self._scoring.paused:
             return self._scoring.old_pass(forward, model, *args, **kwargs)
@@ -244,12 +248,20 @@ class RolloutCorrectionMixin(CorrectionCore):
             self._loss_call.inputs.read.clear()  # only reads after the correction count
         return logps, *others
 
-    def _is_policy(self, model, logps: torch.Tensor, call: LossCall) -> bool:
+    def _is_policy(self, model: Any, logps: torch.Tensor, call: LossCall) -> bool:
         """True for a forward pass of the policy; False for a teacher, a reference, or a pass without gradient."""
         models = [self.accelerator.unwrap_model(m, keep_fp32_wrapper=True) for m in (model, call.model)]
         return models[0] is models[1] and (logps.requires_grad or not call.with_gradient)
 
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None, *args, **kwargs):
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: Any,
+        return_outputs: Any = False,
+        num_items_in_batch: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         # The batch has no advantages until `_correct` puts them back. If TRL read them earlier, its loss would not be
         # corrected: `LossInputs` raises an error instead.
         self._loss_call = call = LossCall(model, inputs)

@@ -6,7 +6,7 @@ from copy import copy
 from functools import partial
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 
 from ..health.examine import Examiner, parse_bounds
@@ -84,7 +84,9 @@ class RolloutCorrectionMonitor(TrainerCallback):
         self._seen: dict[str, int] = {}  # window in which it was seen last
         self._pauses: dict[str, tuple[int, int]] = {}  # by cause: window of the next message, and the pause after it
 
-    def on_train_begin(self, args, state: TrainerState, control: TrainerControl, **kwargs) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if self.action == "tighten" and not self.tightened:
             check_preset(self.preset, args)
         self._restart()
@@ -97,7 +99,12 @@ class RolloutCorrectionMonitor(TrainerCallback):
             report(f"The resumed run had been tightened, and continues with {self._description(args)}.")
 
     def on_log(
-        self, args, state: TrainerState, control: TrainerControl, logs: dict[str, Any] | None = None, **kwargs
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
     ) -> None:
         if not logs or not is_training_window(logs):
             return
@@ -110,17 +117,19 @@ class RolloutCorrectionMonitor(TrainerCallback):
         for finding in findings:
             self._say(finding, acted if finding is findings[0] else None, state)
 
-    def on_epoch_end(self, args, state: TrainerState, control: TrainerControl, **kwargs) -> None:
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         # `save_strategy="best"` takes the wish to save back if it evaluates in the step that stops
         if self._stopping:
             control.should_save = True
 
-    def on_save(self, args, state: TrainerState, control: TrainerControl, **kwargs) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._stopping = False
 
     # Actions ----------------------------------------------------------------------------------------------------------
 
-    def _act(self, findings: list[Alarm], args, control: TrainerControl) -> str | None:
+    def _act(self, findings: list[Alarm], args: TrainingArguments, control: TrainerControl) -> str | None:
         """Act on a critical alarm. Returns a sentence about the action."""
         critical = bool(findings) and findings[0].severity == "critical"
         if not critical or self.action == "warn":
@@ -139,11 +148,11 @@ class RolloutCorrectionMonitor(TrainerCallback):
         self._examiner.forget_streaks()
         return f"`rollout_monitor` is 'tighten': training continues with {self._description(args)}."
 
-    def _tighten(self, args) -> None:
+    def _tighten(self, args: TrainingArguments) -> None:
         self.tightened = True
         tighten(args, self.preset)
 
-    def _description(self, args) -> str:
+    def _description(self, args: TrainingArguments) -> str:
         settings = ", ".join(f"`{name}={getattr(args, name)!r}`" for name in TIGHTENED_FIELDS)
         return f"the preset {self.preset}, {settings}"
 

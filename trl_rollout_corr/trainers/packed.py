@@ -92,12 +92,12 @@ class Policy:
         self._model, self._correct = model, correct
         self.forwards = 0
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = partial(self._model, *args, **kwargs)
         output = forward()
         self.forwards += 1
         self._correct(output, forward)
         return output
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)

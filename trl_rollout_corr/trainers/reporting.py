@@ -4,6 +4,7 @@ import io
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 from transformers.integrations import TensorBoardCallback, TrackioCallback, WandbCallback
@@ -66,7 +67,7 @@ def report_histogram(
             _add_to_tensorboard(callback.tb_writer, key, *merged, step)
 
 
-def _add_to_tensorboard(writer, key: str, counts: np.ndarray, edges: np.ndarray, step: int) -> None:
+def _add_to_tensorboard(writer: Any, key: str, counts: np.ndarray, edges: np.ndarray, step: int) -> None:
     centers = (edges[:-1] + edges[1:]) / 2
     writer.add_histogram_raw(
         key,

@@ -50,7 +50,7 @@ class RolloutCorrectedRLOOConfig(RolloutCorrectionConfig, RLOOConfig):
 class RolloutAsOld(OldPass):
     """Old pass of bypass mode: returns the sampler's log-probabilities."""
 
-    def __call__(self, forward: Callable, *args, **kwargs) -> tuple:
+    def __call__(self, forward: Callable, *args: Any, **kwargs: Any) -> tuple:
         outputs = super().__call__(forward, *args, **kwargs)
         if self.calls == 2:
             # Reference pass. The KL penalty in the reward is the sum of `logps - reference`: equal values make it 0 for a

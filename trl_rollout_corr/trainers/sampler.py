@@ -215,7 +215,7 @@ def record_logprobs(generation: VLLMGeneration, keep: Callable[[Logprobs], Any])
     generate = generation.generate
 
     @wraps(generate)
-    def generate_and_record(*args, **kwargs):
+    def generate_and_record(*args: Any, **kwargs: Any) -> Any:
         prompt_ids, completion_ids, logprobs, token_ids, *others = generate(*args, **kwargs)
         if logprobs is None:
             raise RuntimeError(
@@ -245,7 +245,7 @@ def announce_sync(generation: VLLMGeneration, announce: Callable[[], Any]) -> No
     sync_weights = generation.sync_weights
 
     @wraps(sync_weights)
-    def announce_and_sync(*args, **kwargs):
+    def announce_and_sync(*args: Any, **kwargs: Any) -> Any:
         announce()
         return sync_weights(*args, **kwargs)
 
@@ -265,7 +265,7 @@ def sync_weights_on_cpu(generation: VLLMGeneration) -> None:
     if generation.mode != "colocate" or generation.accelerator.device.type != "cpu":
         return
 
-    def sync_weights(*args, **kwargs) -> None:
+    def sync_weights(*args: Any, **kwargs: Any) -> None:
         push(generation.llm, named_weights(generation))
 
     generation.sync_weights = sync_weights

@@ -7,6 +7,7 @@ State while TRL generates and scores one batch: its old pass, log-probabilities 
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -35,7 +36,16 @@ class OldPass:
     def runs(self) -> bool:
         return self.answer is None
 
-    def __call__(self, forward: Callable, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs) -> tuple:
+    def __call__(
+        self,
+        forward: Callable,
+        model: Any,
+        input_ids: Any,
+        attention_mask: Any,
+        logits_to_keep: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple:
         self.calls += 1
         if self.calls == 1 and self.answer is not None:
             outputs = (self.answer(input_ids, logits_to_keep), None, None)

@@ -133,7 +133,9 @@ def package_warnings(tell: Callable[[str], object]) -> Iterator[None]:
     """Pass warnings of this package to a function. Others are shown as always."""
     show = warnings.showwarning
 
-    def show_or_tell(message, category, filename, lineno, file=None, line=None) -> None:
+    def show_or_tell(
+        message: Any, category: Any, filename: Any, lineno: Any, file: Any = None, line: Any = None
+    ) -> None:
         if _is_ours(filename):
             tell(str(message))
         else:

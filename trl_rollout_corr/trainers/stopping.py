@@ -1,8 +1,10 @@
 """End of a run whose sampler or server has failed: a checkpoint, and then the error on every rank."""
 
+from typing import Any
+
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 
 class OrderlyEnd(TrainerCallback):
@@ -40,12 +42,16 @@ class OrderlyEnd(TrainerCallback):
             control.should_save = state.global_step > self.saved_at
         return self.message is not None
 
-    def on_train_begin(self, args, state: TrainerState, control: TrainerControl, **kwargs) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self.error = self.message = None
         self.running, self.saved_at = True, state.global_step
 
-    def on_epoch_end(self, args, state: TrainerState, control: TrainerControl, **kwargs) -> None:
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self.agree(control, state)
 
-    def on_save(self, args, state: TrainerState, control: TrainerControl, **kwargs) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.saved_at = state.global_step
