@@ -206,6 +206,7 @@ def test_claims_of_the_theory_hold(exact):
     assert policies.probabilities(problem, near) @ (ratio - 1).square() == pytest.approx(4 * s**2, rel=0.5)
 
 
+@pytest.mark.slow
 def test_exact(tmp_path):
     script = ROOT / "benchmarks/exact/run.py"
     output = output_of(sys.executable, str(script), "--seeds", "1", "--lengths", "2", "--output", str(tmp_path))

@@ -128,6 +128,7 @@ def assert_same_training(found: list[dict], expected: list[dict]):
 # They train as one ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_two_machines_train_as_one_process(tiny_model_path, tmp_path):
     with cluster({"sharded": grpo(tiny_model_path, **FSDP2)}, tmp_path / "machines") as machines:
         expected = alone(tiny_model_path, tmp_path / "alone")
