@@ -18,20 +18,11 @@ from tests.launching import run as run_process
 from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.__main__ import main, make_parser
 from trl_rollout_corr.analysis.replay import batch_of
-from trl_rollout_corr.analysis.spread import (
-    Spread,
-    effective_sample_size,
-    icepop_mean,
-    measure,
-    predict,
-    suggest_bounds,
-    truncated_mean,
-)
-from trl_rollout_corr.correction.functional import expected_share_outside
+from trl_rollout_corr.analysis.spread import Spread, measure, suggest_bounds
+from trl_rollout_corr.correction.functional import expected_share_outside, normal_cdf
 from trl_rollout_corr.dumps import writing as dump
 from trl_rollout_corr.dumps.reading import open_dump
 from trl_rollout_corr.health.examine import examine
-from trl_rollout_corr.messages import percent
 from trl_rollout_corr.settings.presets import PRESETS
 
 
@@ -57,8 +48,19 @@ def like(numbers: dict[str, float | None], tolerance: float) -> dict:
     return {key: None if value is None else pytest.approx(value, rel=tolerance) for key, value in numbers.items()}
 
 
-def predictions(*arguments) -> dict[str, dict]:
-    return {entry["quantity"]: entry for entry in document(*arguments)["predictions"]}
+def effective_sample_size(v: torch.Tensor) -> torch.Tensor:
+    """Effective sample size of weights whose logarithm is normal with variance `v`, before any bound (`docs/theory.md`)."""
+    return torch.exp(-v)
+
+
+def truncated_mean(v: torch.Tensor, upper: float) -> torch.Tensor:
+    """Mean of `min(w, upper)` of such weights with mean 1."""
+    return icepop_mean(v, upper) + upper * normal_cdf(-math.log(upper) - v / 2, v.sqrt())
+
+
+def icepop_mean(v: torch.Tensor, upper: float) -> torch.Tensor:
+    """Mean of `w` where `w <= upper`, and 0 elsewhere."""
+    return normal_cdf(math.log(upper) - v / 2, v.sqrt())
 
 
 # The table ----------------------------------------------------------------------------------------------------------------
@@ -166,11 +168,13 @@ def test_factors_of_the_whole_batch_come_from_the_run(tmp_path):
     assert outcomes(folder)["this run"]["effective_lr"] == pytest.approx(expected, rel=1e-6)
 
 
-def test_worst_rows_count_only_if_asked_for(tmp_path):
-    make_dump(tmp_path, sampled=10, worst=6)
-    rows = read_dump(tmp_path).rows
-    assert document(tmp_path)["sequences"] == sum(row["sampled"] for row in rows) == 30
-    assert document(tmp_path, "--worst")["sequences"] == len(rows) > 30
+def test_worst_rows_count_only_if_there_are_no_others(tmp_path):
+    make_dump(tmp_path / "both", sampled=10, worst=6)
+    rows = read_dump(tmp_path / "both").rows
+    assert document(tmp_path / "both")["sequences"] == sum(row["sampled"] for row in rows) == 30 < len(rows)
+    found = document(make_dump(tmp_path / "worst", sampled=0))
+    assert found["sequences"] == 12
+    assert found["notes"] == ["No sequence was drawn at random: the worst ones bias every number."]
 
 
 def test_steps_are_selected(tmp_path):
@@ -196,9 +200,8 @@ def test_the_table_is_markdown_and_has_dashes_for_what_there_is_not(tmp_path):
         for line in compare(make_dump(tmp_path, spread=3.0, gaussian=True), "--steps", ":").splitlines()
         if line.startswith("|")
     ]
-    first, second = (rows[: len(rows) - 10], rows[-10:])
-    assert len({len(row) for row in first}) == len({len(row) for row in second}) == 1
-    cells = {row.split("|")[1].strip(): [cell.strip() for cell in row.split("|")[2:-1]] for row in first}
+    assert len({len(row) for row in rows}) == 1
+    cells = {row.split("|")[1].strip(): [cell.strip() for cell in row.split("|")[2:-1]] for row in rows}
     assert cells["settings"] == ["rejected", "ESS", "effective lr", "cosine", "norm"]
     assert cells["disabled (reference)"] == ["-", "-", "1.000", "1.000", "1.000"]
     assert cells["decoupled_geo_rs"] == ["1.000", "-", "0.000", "-", "0.000"]
@@ -264,11 +267,10 @@ def test_steps_of_a_log_are_integers_whatever_another_tool_wrote(tmp_path):
     assert document(folder)["steps"] == healthy
 
 
-def test_without_a_log_alarms_are_those_of_the_sequences(tmp_path):
+def test_without_a_log_there_are_no_alarms(tmp_path):
     folder, _ = drifting(tmp_path / "dump")
-    with_log = document(folder)
     (folder / "logs.jsonl").unlink()
-    assert document(folder)["steps"] == with_log["steps"]
+    assert document(folder)["steps"] == list(range(1, 11))
 
 
 def test_an_alarm_about_bounds_leaves_no_steps_out(tmp_path):
@@ -301,17 +303,14 @@ def test_without_healthy_steps_what_needs_no_bounds_is_recommended(settings, pre
     assert document(folder, "--steps", ":")["suggestion"] is not None
 
 
-def test_one_row_is_recommended_with_the_numbers_of_the_row(tmp_path):
+def test_one_row_is_recommended(tmp_path):
     folder = make_dump(tmp_path / "dump", spread=0.02)
     rows = [line for line in compare(folder).splitlines() if line.startswith("|") and "recommended" in line]
     assert len(rows) == 1
     found = document(folder)
     best = found["recommendation"]
-    (entry,) = [entry for entry in found["settings"] if entry["name"] == best["row"]]
     assert rows[0].startswith(f"| {best['row']} (recommended)")
-    for number in (percent(entry["rejected"]), percent(entry["sample_size"]), f"{entry['cosine']:.3f}"):
-        assert number in best["why"]
-    assert best["why"] in compare(folder)
+    assert f"Recommended: {best['row']}. {best['why']}" in compare(folder)
     assert [entry["name"] for entry in found["settings"] if entry["reference"]] == ["disabled"]
     assert compare(folder).count("(reference)") == 1
 
@@ -320,13 +319,23 @@ def test_policies_that_have_nothing_to_do_with_each_other_have_no_bounds(tmp_pat
     found = document(make_dump(tmp_path / "dump", spread=4.0, gaussian=True), "--steps", ":")
     assert found["suggestion"] is None
     assert found["recommendation"]["fields"] == {"rollout_correction": "auto"}
-    assert "almost nothing in common" in found["recommendation"]["why"]
 
 
-def test_policies_that_agree_need_the_reference(tmp_path):
-    text = compare(make_dump(tmp_path, spread=0.0))
-    assert "| disabled (reference, recommended)" in text
-    assert "Recommended: disabled, because the policies agree on every token" in text
+def test_bounds_of_policies_that_are_far_apart_come_with_a_warning(tmp_path):
+    folder = make_dump(tmp_path / "dump", spread=1.0)
+    assert "The policies are far apart" in compare(folder, "--steps", ":")
+    assert "The policies are far apart" not in compare(make_dump(tmp_path / "near"))
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.003])
+def test_a_gap_without_effect_needs_no_other_settings(spread, tmp_path):
+    folder = make_dump(tmp_path / "dump", spread=spread)
+    text = compare(folder)
+    assert "| this run (recommended)" in text
+    assert "Recommended: this run. The log-ratio has a root mean square of" in text
+    assert "a correction changes nothing." in text
+    assert document(folder)["recommendation"]["fields"] == {}
+    assert document(folder)["suggestion"] is None
 
 
 def test_the_folder_of_the_run_will_do(tmp_path):
@@ -334,7 +343,7 @@ def test_the_folder_of_the_run_will_do(tmp_path):
     assert document(tmp_path / "run") == document(tmp_path / "run" / "dump")
 
 
-# Predictions --------------------------------------------------------------------------------------------------------------
+# Closed forms --------------------------------------------------------------------------------------------------------------
 
 
 def test_closed_forms_are_those_of_random_weights():
@@ -376,46 +385,32 @@ def test_the_table_of_the_theory_follows():
     assert [round(x, 2) for x in icepop_mean(v, 3.0).tolist()] == [0.99, 0.82, 0.59, 0.20]
 
 
-def test_what_is_predicted_is_measured_where_the_model_holds(tmp_path):
+def test_closed_forms_are_measured_where_the_model_holds(tmp_path):
     """With `s = 0.09`, truncated weights have a mean of 0.9, which would be 1.15 were the mean log-ratio `+s^2 / 2`."""
-    make_dump(tmp_path, steps=1, rows=1200, sampled=1200, length=90, spread=0.09, gaussian=True, logs=False)
-    found = predictions(tmp_path)
-    assert len(found) == 8
-    for quantity, entry in found.items():
-        tolerance = {"mean log-ratio": 0.001, "sequence weights: ESS": 0.1}.get(quantity, 0.045)
-        assert entry["predicted"] == pytest.approx(entry["measured"], abs=tolerance), quantity
-    assert found["mean log-ratio"]["measured"] < -0.003
-
-
-def test_predictions_are_for_the_lengths_that_there_are():
-    """Of 5 and of 40 tokens; a completion of the mean length is like neither."""
-    rng = torch.Generator().manual_seed(0)
-    d = torch.randn(20000, 40, generator=rng, dtype=torch.float64) * 0.15 - 0.15**2 / 2
-    valid = torch.arange(40) < torch.where(torch.arange(20000) % 4 > 0, 5, 40)[:, None]
-    for prediction in predict(measure(d * valid, valid), (0.97, 1.03)):
-        assert prediction.predicted == pytest.approx(prediction.measured, abs=0.02), prediction.quantity
-        if prediction.quantity in (
-            "sequence weights: ESS",
-            "sequence weights truncated at 2: mean",
-            "seq_mean_k1 [0.99, 1.01]: rejected",
-        ):
-            assert abs(prediction.predicted - prediction.at_mean_length) > 0.04
-
-
-def test_measured_values_are_those_that_are_logged(tmp_path):
-    make_dump(tmp_path, spread=0.12, broken=2)
+    folder = make_dump(
+        tmp_path / "dump", steps=1, rows=1200, sampled=1200, length=90, spread=0.09, gaussian=True, logs=False
+    )
     (tmp_path / "truncate.yaml").write_text("{rollout_is: sequence, rollout_is_threshold: 2}")
     (tmp_path / "drop.yaml").write_text("{rollout_is: sequence, rollout_is_threshold: [0, 3]}")
     (tmp_path / "free.yaml").write_text("{rollout_is: sequence, rollout_is_threshold: inf}")
     files = [tmp_path / f"{name}.yaml" for name in ("truncate", "drop", "free")]
-    found = outcomes(tmp_path, *(text for file in files for text in ("--config", file)))
+    found = outcomes(folder, *(text for file in files for text in ("--config", file)))
     truncate, drop, free = (found[str(file)] for file in files)
-    measured = {quantity: entry["measured"] for quantity, entry in predictions(tmp_path).items()}
-    assert measured["sequence weights: ESS"] == pytest.approx(free["sample_size"], rel=1e-5)
-    assert measured["sequence weights truncated at 2: mean"] == pytest.approx(truncate["effective_lr"], rel=1e-5)
-    assert measured["sequence weights dropped above 3: mean"] == pytest.approx(drop["effective_lr"], rel=1e-5)
-    geometric = found["decoupled_geo_rs"]["rejected"]
-    assert measured["seq_mean_k1 [0.999, 1.001]: rejected"] == pytest.approx(geometric, rel=1e-6)
+    rows = read_dump(folder).rows
+    lengths = torch.tensor([sum(row["mask"]) for row in rows], dtype=torch.float64)
+    v = lengths * document(folder)["spread"]["s"] ** 2
+
+    def mean(of_rows: torch.Tensor) -> float:
+        """Over tokens."""
+        return ((of_rows * lengths).sum() / lengths.sum()).item()
+
+    assert truncate["effective_lr"] == pytest.approx(mean(truncated_mean(v, 2.0)), abs=0.045)
+    assert drop["effective_lr"] == pytest.approx(mean(icepop_mean(v, 3.0)), abs=0.045)
+    # weights of all lengths have mean 1; their second moments add up
+    assert free["sample_size"] == pytest.approx(1 / mean(1 / effective_sample_size(v)), abs=0.1)
+    s = document(folder)["spread"]["s"]
+    outside = mean(expected_share_outside(s, lengths, 0.999, 1.001))
+    assert found["decoupled_geo_rs"]["rejected"] == pytest.approx(outside, abs=0.045)
 
 
 # Suggestion ---------------------------------------------------------------------------------------------------------------
@@ -444,8 +439,8 @@ def test_bounds_are_those_of_the_document():
 
 
 def test_bounds_do_not_follow_broken_completions():
-    d = spread_of(0.1, 100, rows=200).log_ratio[torch.randperm(20000, generator=torch.Generator().manual_seed(0))]
-    healthy = d.view(200, 100)
+    rng = torch.Generator().manual_seed(0)
+    healthy = torch.randn(200, 100, generator=rng, dtype=torch.float64) * 0.1 - 0.1**2 / 2
     broken = healthy.clone()
     broken[:30] -= 1.0
     everything = torch.ones(200, 100, dtype=torch.bool)
@@ -479,14 +474,6 @@ def test_the_suggested_yaml_is_a_configuration_in_the_mode_of_the_run(settings, 
     (tmp_path / "suggested.yaml").write_text(text)
     found = outcomes(folder, "--config", tmp_path / "suggested.yaml")[str(tmp_path / "suggested.yaml")]
     assert found["rejected"] <= 0.05
-
-
-def test_policies_that_agree_need_no_correction(tmp_path):
-    folder = make_dump(tmp_path, spread=0.0)
-    assert document(folder)["recommendation"]["fields"] == {"rollout_correction": "disabled"}
-    assert document(folder)["suggestion"] is None
-    assert "up to any length" in compare(folder)
-    assert {entry["predicted"] for entry in document(folder)["predictions"]} <= {0.0, 1.0}
 
 
 # Bad input ----------------------------------------------------------------------------------------------------------------
@@ -542,8 +529,6 @@ def test_files_of_other_tools(tmp_path, capsys):
 
 def test_dumps_that_cannot_be_compared(tmp_path, capsys):
     only_worst = make_dump(tmp_path / "worst", sampled=0)
-    assert "no sequence was drawn at random" in error_of(capsys, only_worst)
-    assert document(only_worst, "--worst")["sequences"] == 12
     row = read_dump(only_worst).rows[0]
     n = len(row["mask"])
     for name, columns, message in (
@@ -561,7 +546,7 @@ def test_dumps_that_cannot_be_compared(tmp_path, capsys):
     dump.write_rows(tmp_path / "settings", 1, 0, [{**row, "sampled": True}], {"rollout_iss": "token"})
     assert "the settings in the dump: " in error_of(capsys, tmp_path / "settings")
     for steps in ("9", "9:", "3:2", "a:b", "1:2:3"):
-        assert "steps" in error_of(capsys, only_worst, "--worst", "--steps", steps)
+        assert "steps" in error_of(capsys, only_worst, "--steps", steps)
 
 
 @pytest.mark.parametrize(
@@ -619,19 +604,14 @@ def test_the_command(tmp_path):
 
 def test_tokens_of_tools_and_padding_take_no_part(tmp_path):
     make_dump(tmp_path, rows=8, sampled=8)
-    batch = batch_of(open_dump(tmp_path, sampled_only=True).sequences)
+    sequences = open_dump(tmp_path).sequences
+    batch = batch_of(sequences, sequences.represents)
     expected = [
         [logp for logp, counts in zip(row["train_logps"], row["mask"], strict=True) if counts]
         for row in read_dump(tmp_path).rows
     ]
     assert [logps[mask].tolist() for logps, mask in zip(batch.train_logps, batch.mask, strict=True)] == expected
     assert batch.mask.shape[1] == max(map(len, expected))
-
-
-def test_an_effective_sample_size_without_weights_is_0():
-    spread = measure(torch.full((1, 30), -1e4), torch.ones(1, 30, dtype=torch.bool))
-    found = {prediction.quantity: prediction.measured for prediction in predict(spread, (0.99, 1.01))}
-    assert found["sequence weights: ESS"] == found["sequence weights truncated at 2: mean"] == 0
 
 
 @pytest.mark.parametrize("distance", [1e4, 1e9])
@@ -641,4 +621,3 @@ def test_absurd_log_ratios_are_survived(distance):
     spread = measure(log_ratio, torch.ones(40, 30, dtype=torch.bool))
     bounds = suggest_bounds(spread)
     assert bounds[0] < 1 < bounds[1]
-    assert all(math.isfinite(p.predicted) and math.isfinite(p.measured) for p in predict(spread, bounds))

@@ -286,22 +286,21 @@ def test_exit_codes_and_json(shifted, maker, capsys):
     assert capsys.readouterr().out.startswith("Nothing to correct.")
 
 
-def test_a_page_has_a_picture_and_the_report_the_diagnosis_on_top(shifted, tmp_path, capsys):
-    assert main(["diagnose", str(shifted), "--html", str(tmp_path / "d.html")]) == 1
-    page = (tmp_path / "d.html").read_text()
-    assert "one token off" in page
-    assert page.count("<svg") == 1
+def test_a_report_has_the_diagnosis_on_top_with_a_picture_of_the_cause(shifted, tmp_path):
     assert main(["report", str(shifted), "-o", str(tmp_path / "r.html")]) == 0
     report = (tmp_path / "r.html").read_text()
-    assert report.index('id="diagnosis"') < report.index('id="findings"')
+    diagnosis, rest = report.split('<section id="overview">')
+    assert 'id="findings"' in rest
+    assert "one token off" in diagnosis
+    assert diagnosis.count("<svg") == 1
 
 
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
         (["diagnose", "nowhere"], "nowhere: no such file or folder"),
-        (["diagnose", "{dump}", "--html", "{folder}/d.png"], "the output must end in .html"),
-        (["diagnose", "{dump}", "--html", "{folder}/none/d.html"], "there is no folder"),
+        (["report", "{dump}", "-o", "{folder}/d.svg"], "the output must end in .html or .png"),
+        (["report", "{dump}", "-o", "{folder}/none/d.html"], "there is no folder"),
     ],
 )
 def test_bad_input_is_one_line_and_writes_nothing(shifted, tmp_path, capsys, arguments, complaint):

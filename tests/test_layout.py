@@ -89,22 +89,20 @@ ORDER = {
         "rloo",
         "async_grpo",
     ],
-    "probe": ["experiments", "command", "rescoring", "configuration", "process", "__main__"],
+    "probe": ["experiments", "command", "rescoring", "configuration", "process"],
     "analysis": ["run", "replay", "spread", "recommend", "compare", "report"],
     "__main__": [],
 }
 REPORT = [
-    "status",
     "worst_tokens",
     "page",
-    "rejection",
-    "token_statistics",
+    "facts",
     "log_charts",
     "token_charts",
-    "facts",
     "compose",  # so far without matplotlib
     "drawing",
     "html_page",
+    "command",
 ]
 
 

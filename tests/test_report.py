@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections import Counter, defaultdict
+from collections import Counter
 from html.parser import HTMLParser
 
 import matplotlib.image
@@ -25,31 +25,28 @@ from tests.tiny import StaleSampler
 from tests.training import TRAINERS, build
 from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.__main__ import main, make_parser
-from trl_rollout_corr.analysis import report
+from trl_rollout_corr.analysis.report import command as report
+from trl_rollout_corr.analysis.report import compose as compose_module
 from trl_rollout_corr.analysis.report import facts as facts_module
-from trl_rollout_corr.analysis.report import html_page
-from trl_rollout_corr.analysis.report.drawing import COLORS, _labels, draw
-from trl_rollout_corr.analysis.report.log_charts import more_trends, overview
-from trl_rollout_corr.analysis.report.token_statistics import bounds
+from trl_rollout_corr.analysis.report import html_page, token_charts
+from trl_rollout_corr.analysis.report.drawing import COLORS, draw
+from trl_rollout_corr.analysis.report.log_charts import OVERVIEW as NAMES
+from trl_rollout_corr.analysis.report.log_charts import trends
 from trl_rollout_corr.dumps.writing import write_rows
 from trl_rollout_corr.health.examine import examine
 from trl_rollout_corr.messages import PREFIX
 
 
 SETTINGS = {"rollout_correction": "decoupled_geo_rs_token_tis", "rollout_rs_threshold": [0.99, 1.01]}
-OF_DUMP = {
-    "histogram",
-    "probability",
-    "position",
-    "length",
-    "sizes",
-    "by-length",
-    "by-advantage",
-    "by-reward",
-    "by-turn",
-}
-OF_RUN = {"kl", "percentiles", "sample-size", "mean-weight"}
-OVERVIEW = ["Gap (k3_kl), nats per token", "Share of tokens rejected", "Effective learning rate", "Reward"]
+OF_DUMP = {"histogram", "probability", "position"}
+OF_RUN = {"kl", "percentiles", "mean-weight"}
+OVERVIEW = [
+    "Gap (k3_kl), nats per token",
+    "Share of tokens rejected",
+    "Effective sample size of the weights",
+    "Effective learning rate",
+    "Reward",
+]
 
 
 def write(source, output) -> str:
@@ -102,13 +99,13 @@ class Page(HTMLParser):
             self.tables[max(self.tables)][-1][-1] += data
 
     def table(self, alt: str) -> list[list[str]]:
-        """Rows of the table below the chart whose description starts so."""
-        (number,) = [number for number, label in self.charts.items() if label.startswith(alt)]
+        """Rows of the table below the chart of this title."""
+        (number,) = [number for number, label in self.charts.items() if label.startswith(f"{alt}.")]
         return self.tables[number][1:]
 
     def trend(self, title: str, column: int = 1) -> dict[float, float]:
         """Values by step of a chart over steps."""
-        rows = self.table(f"{title} over steps")
+        rows = self.table(title)
         return {float(row[0]): float(row[column]) for row in rows if row[column] != "-"}
 
 
@@ -156,7 +153,7 @@ def test_a_dump(page, dump):
     assert "Logged steps1 to 6, 6 logging windows" in page.text
     broken = sum(math.isnan(logp) for row in content.rows for logp in row["rollout_logps"])
     assert broken > 1
-    assert f"Not finite{broken} tokens" in page.text
+    assert f"{broken} tokens of the loss have a log-probability that is NaN or infinite" in page.text
     assert len(page.charts) == len(set(page.charts.values())) > len(OF_DUMP | OF_RUN)
 
 
@@ -181,7 +178,7 @@ def test_every_color_of_a_chart_has_one_for_the_dark(dump):
     style, *charts = (dump.parent / "report.html").read_text(encoding="utf-8").split("<svg")
     charts = "".join(part.split("</svg>")[0] for part in charts)
     used = set(re.findall(r"(?:stroke|fill): (#\w+)", charts))
-    assert {COLORS[role][0] for role in ("text", "muted", "grid", "line", "band", "alarm", "bound")} <= used
+    assert {COLORS[role][0] for role in ("text", "muted", "grid", "line", "second", "third", "band", "alarm")} <= used
     for role, (light, dark) in COLORS.items():
         used.discard(light)
         assert f'[style*="stroke: {light}"] {{ stroke: var(--{role}) !important; }}' in style
@@ -193,18 +190,18 @@ def test_every_color_of_a_chart_has_one_for_the_dark(dump):
 @pytest.mark.parametrize("runs", [1, 2])
 def test_facts_are_computed_once_per_run(runs, dump, tmp_path, undrawn, monkeypatch):
     calls = []
-    for name in ("examine", "judge", "diagnose", "find_worst", "count_tokens", "shares_of", "recommend_from"):
-        function = getattr(facts_module, name)
+    for module, name in (
+        (facts_module, "examine"), (facts_module, "diagnose"), (compose_module, "find_worst"), (token_charts, "_charts")
+    ):  # fmt: skip
+        function = getattr(module, name)
 
         def counting(*args, name=name, function=function):
             calls.append(name)
             return function(*args)
 
-        monkeypatch.setattr(facts_module, name, counting)
+        monkeypatch.setattr(module, name, counting)
     write([dump] * runs, tmp_path / "report.html")
-    once = {"examine", "judge"} | (
-        {"diagnose", "find_worst", "count_tokens", "shares_of", "recommend_from"} if runs == 1 else set()
-    )
+    once = {"examine", "diagnose", "find_worst", "_charts"} if runs == 1 else {"examine"}
     assert Counter(calls) == dict.fromkeys(once, runs)
 
 
@@ -217,14 +214,12 @@ def test_a_run_alone(dump, tmp_path, undrawn):
     page = Page(write(tmp_path / "run", tmp_path / "report.html"))
     assert "Logged steps1 to 6, 6 logging windows" in page.text
     assert all(shown(finding.seen) in page.text for finding in examine(logs))
-    assert {"trends", "distribution"} <= set(page.ids)
-    assert "worst" not in page.ids
+    assert "trends" in page.ids
+    assert not {"distribution", "worst"} & set(page.ids)
     assert "rollout_dump_dir" in page.text
-    rows = page.table("Density of the log-ratio")
-    assert sum(float(share) for *_, share in rows) == pytest.approx(1.0)
-    assert float(rows[0][1]) == pytest.approx(
-        np.mean([entry["rollout_corr/log_ratio_p1"] for entry in logs]), rel=1e-3
-    )
+    rows = page.table("Percentiles of d")
+    expected = [entry["rollout_corr/log_ratio_p1"] for entry in logs]
+    assert [float(low) for _, _, low, _ in rows] == pytest.approx(expected, rel=1e-3)
 
 
 def test_a_run_with_a_dump(dump, tmp_path, undrawn):
@@ -242,7 +237,7 @@ def test_of_several_dumps_the_latest_is_taken_and_named(tmp_path, undrawn):
         for file in folder.iterdir():
             os.utime(file, (1e9 - i, 1e9 - i))
     page = Page(write(tmp_path / "runs", tmp_path / "report.html"))
-    assert page.text.startswith("Rollout report: runs/b Rollout report: runs/b ")
+    assert "Dumped steps1, in b" in page.text
     assert "Logged steps1, 1 logging window" in page.text
 
 
@@ -254,33 +249,23 @@ def test_a_real_run(tiny_model_path, tmp_path, undrawn):
     trainer.train()
     page = Page(write(tmp_path / "out", tmp_path / "report.html"))
     logs = [entry for entry in trainer.state.log_history if "rollout_corr/k3_kl" in entry]
-    for title, key in zip(OVERVIEW, ("k3_kl", "rollout_rs_masked_fraction", "effective_lr"), strict=False):
+    keys = ("k3_kl", "rollout_rs_masked_fraction", "rollout_is_eff_sample_size", "effective_lr")
+    for title, key in zip(OVERVIEW, keys, strict=False):
         values = page.trend(title)
         expected = {entry["step"]: entry[f"rollout_corr/{key}"] for entry in logs}
         assert values == pytest.approx({step: expected[step] for step in values}, rel=1e-3)
         assert values
-    about = re.search(
-        r"Model(.*?)Trainer(.*?)Correction(.*?)Date(.*?)Last step(.*?) What happened", page.text
-    ).groups()
+    about = re.search(r"Model(.*?)Trainer(.*?)Correction(.*?)Logged steps1 to (\d+),", page.text).groups()
     assert about[:2] == ("tiny0", "GRPO")
     assert about[2].startswith("decoupled_geo_rs_token_tis with changes; ")
-    assert re.fullmatch(r"20\d\d-\d\d-\d\d", about[3])
-    assert about[4] == f"{trainer.state.global_step} of {trainer.state.max_steps}"
+    assert about[3] == f"{trainer.state.global_step}"
 
 
-def test_a_dump_without_logs_is_examined_too(tmp_path, undrawn):
-    options = {"steps": 3, "length": 100, "growth": 2.0, "settings": SETTINGS, "sampled": 32, "broken": 1}
-    with_logs = Page(write(make_dump(tmp_path / "a" / "dump", **options), tmp_path / "a.html"))
-    folder = make_dump(tmp_path / "b" / "dump", **options, logs=False)
-    without = Page(write(folder, tmp_path / "b.html"))
-    assert "The dump has no log" in without.text
-    assert "The dump has no log" not in with_logs.text
-    assert without.table("Mean weight") == with_logs.table("Mean weight")
-    for title in OVERVIEW[:3]:
-        assert without.trend(title) == with_logs.trend(title)
-    findings = examine(read_dump(tmp_path / "a" / "dump").logs, RolloutCorrectionConfig(**SETTINGS))
-    assert findings
-    assert all(shown(finding.seen) in without.text for finding in findings)
+def test_a_dump_without_a_log_has_its_tokens(tmp_path, undrawn):
+    page = Page(write(make_dump(tmp_path / "dump", settings=SETTINGS, logs=False), tmp_path / "report.html"))
+    assert "There are no metrics to look at." in page.text
+    assert {"diagnosis", "settings", "distribution", "worst"} <= set(page.ids)
+    assert not {"trends", "rejected"} & set(page.ids)
 
 
 def test_a_healthy_run_is_called_healthy(tmp_path, undrawn):
@@ -301,8 +286,8 @@ def test_nothing_to_see(tmp_path):
         tmp_path / "dump", steps=1, rows=1, length=1, group=1, spread=1e-9, worst=0, sampled=1, logs=False
     )
     page = Page(write(folder, tmp_path / "report.html"))
-    assert "None: no token of the loss has a finite log-ratio other than 0." in page.text
-    assert "nothing to correct" in page.text
+    assert "None: no token of the loss has a log-ratio other than 0." in page.text
+    assert "There are no metrics to look at." in page.text
 
 
 def test_tokens_that_are_broken_or_absurd(dump, tmp_path):
@@ -319,23 +304,13 @@ def test_tokens_that_are_broken_or_absurd(dump, tmp_path):
     assert "There are no metrics to look at." in Page(write(tmp_path / "empty", tmp_path / "empty.html")).text
     broken = Page(write(tmp_path / "broken", tmp_path / "broken.html")).text
     assert f"{sum(second['mask'])} tokens of the loss have a log-probability that is NaN or infinite" in broken
-    assert "warningA share of 1 of the tokens came without a finite log-probability" in broken
-    assert "almost nothing in common" in Page(write(tmp_path / "all", tmp_path / "all.html")).text
+    assert "d is 0 at every token with a finite log-ratio" in broken
+    assert "The largest |d|" in Page(write(tmp_path / "all", tmp_path / "all.html")).text
 
 
 def test_worst_sequences_alone_do_not_pass_for_the_batch(tmp_path, undrawn):
     page = Page(write(make_dump(tmp_path / "dump", sampled=0), tmp_path / "report.html"))
     assert "do not represent the batch" in page.text
-
-
-@pytest.mark.parametrize("key", ["step", f"{PREFIX}k3_kl", "reward"])
-def test_an_integer_beyond_all_measure_is_refused_in_one_line(tmp_path, capsys, key):
-    logs = [{"step": step, f"{PREFIX}k3_kl": 0.001, "reward": 0.5} for step in range(1, 5)]
-    logs[2][key] = 10**400
-    assert main(["report", str(make_run(tmp_path / "run", logs)), "-o", str(tmp_path / "report.html")]) == 2
-    error = capsys.readouterr().err
-    assert f"an integer of 401 digits under `{key}`" in error
-    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -393,15 +368,15 @@ def test_who_is_rejected_is_read_from_the_log_if_it_is_there(dump, tmp_path, und
         for step in (1, 2)
     ]
     page = Page(write(make_run(tmp_path / "run", logs), tmp_path / "report.html"))
-    assert page.table("Share of tokens taken away by length") == [
+    assert page.table("Rejected, by length of the completion") == [
         ["16-63", "0.15", "0.05"],
         ["16384 or more", "0.3", "-"],
     ]
-    assert page.table("Share of tokens taken away by reward") == [
+    assert page.table("Rejected, by reward") == [
         ["below 0", "0.25", "-"],
         ["0.25 to 0.5", "0.5", "-"],
     ]
-    assert page.table("Share of tokens taken away of long") == [
+    assert page.table("Rejected, of long completions with a positive advantage") == [
         ["long, positive", "0.75", "-"],
         ["all others", "0.5", "-"],
     ]
@@ -417,21 +392,6 @@ def test_d_is_defined_before_it_is_used(page):
     assert page.text.index("k3_kl, the gap, is the mean of exp(d) - 1 - d") < page.text.index("What to do.")
 
 
-def test_the_banner_has_the_means_of_the_last_windows(tmp_path, undrawn):
-    logs = [
-        {"step": step, "rollout_corr/k3_kl": 1e-4 * step, "rollout_corr/effective_lr": 1.0, "reward": step / 128}
-        for step in range(1, 201)
-    ]
-    page = Page(write(make_run(tmp_path / "run", logs, max_steps=500), tmp_path / "report.html"))
-    assert "Gap (k3_kl, nats per token)0.0191at first 0.00105, healthy: below 0.01" in page.text  # of 20 windows
-    assert "Effective learning rate1at first 1, healthy: 0.5 to 1.5" in page.text
-    assert "Tokens rejected-no criterion rejects" in page.text
-    assert "Reward1.49at first 0.082" in page.text
-    assert "Last step200 of 500" in page.text
-    tiles = re.findall(r'class="tile (\w*)"', (tmp_path / "report.html").read_text())
-    assert tiles == ["bad", "good", "", ""]
-
-
 def test_the_overview_has_every_alarm_and_numbers_them_as_the_findings(dump, page):
     findings = examine(read_dump(dump).logs, RolloutCorrectionConfig(**SETTINGS))
     text = (dump.parent / "report.html").read_text(encoding="utf-8")
@@ -439,15 +399,6 @@ def test_the_overview_has_every_alarm_and_numbers_them_as_the_findings(dump, pag
     marks = sorted((finding.step, str(i), finding.rule) for i, finding in enumerate(findings, 1))
     told = ", ".join(f"{name} ({rule}) at step {step}" for step, name, rule in marks)
     assert f"Dashed red: first alarms, numbered as the findings: {told}." in page.text
-    (gap,) = [alt for alt in page.charts.values() if alt.startswith(OVERVIEW[0])]
-    assert gap.endswith(f"Alarm at step {', '.join(str(step) for step, _, _ in marks)}.")
-
-
-def test_labels_of_close_alarms_do_not_overlap():
-    alarms = [(10, "1"), (11, "2"), (11, "3"), (50, "4"), (60, "5")]
-    assert _labels(alarms, end=60, letter=5.0) == [(11, "1, 2, 3"), (50, "4"), (60, "5")]
-    assert _labels(alarms, end=60, letter=8.0) == [(11, "1..."), (50, "4"), (60, "5")]
-    assert _labels(alarms, end=70, letter=0.1) == [(10, "1"), (11, "2, 3"), (50, "4"), (60, "5")]
 
 
 def log_of(**metrics) -> pd.DataFrame:
@@ -458,25 +409,48 @@ def log_of(**metrics) -> pd.DataFrame:
     )
 
 
-def drawn(chart) -> dict:
-    """Curves of a chart by their name in the legend."""
+def overview(logs, alarms=()):
+    return trends(logs, NAMES, {"": alarms})
+
+
+def axes_of(chart):
     axes = Figure().add_subplot()
     draw(chart, axes)
-    return {line.get_label(): line for line in axes.get_lines()}
+    return axes
+
+
+def drawn(chart) -> dict:
+    """Curves of a chart by their name in the legend."""
+    return {line.get_label(): line for line in axes_of(chart).get_lines()}
+
+
+def test_every_alarm_is_marked_with_its_number_and_close_ones_do_not_overlap():
+    (gap,) = overview({"run": log_of(k3_kl=[0.001, 0.002, 0.003])}, [(1, "1"), (2, "2"), (2, "3")])
+    texts = axes_of(gap).texts
+    assert [text.get_text() for text in texts] == ["1", "2, 3"]
+    assert [text.xy[0] for text in texts] == [1, 2]
+    assert abs(texts[0].xyann[1] - texts[1].xyann[1]) >= 11  # the size of the letters
+
+
+def test_the_axis_reaches_to_the_ends_of_the_healthy_band():
+    charts = overview({"run": log_of(k3_kl=[0.001, 0.002, 0.003], effective_lr=[1.0] * 3)})
+    low, high = axes_of(charts[1]).get_ylim()
+    assert low <= 0.5 < 1.5 <= high
+    assert charts[0].note == "0.001 at step 1, 0.003 at step 3. Healthy: below 0.01."
 
 
 def test_curves_that_are_the_same_are_both_seen():
-    (gap,) = overview({"run": log_of(k3_kl=[0.001, 0.002, 0.003], engine_k3_kl=[0.001, 0.002, 0.003])}, [])
+    (gap,) = overview({"run": log_of(k3_kl=[0.001, 0.002, 0.003], engine_k3_kl=[0.001, 0.002, 0.003])})
     lines = drawn(gap)
-    assert lines["all"].get_zorder() > lines["engine"].get_zorder()
-    assert lines["engine"].get_linewidth() > 2 * lines["all"].get_linewidth()
+    assert lines["engine"].get_zorder() > lines["all"].get_zorder()
+    assert (lines["all"].get_linestyle(), lines["engine"].get_linestyle()) == ("-", "--")
 
 
 def test_of_two_runs_each_has_its_color_in_every_chart():
     first = log_of(k3_kl=[0.01, 0.02, 0.03], reward=[0.1] * 3)
     second = log_of(k3_kl=[0.001] * 3, reward=[0.1] * 3, rollout_rs_masked_fraction=[0.1, 0.2, 0.3])
-    charts = overview({"a": first, "b": second}, [])
-    assert [chart.title for chart in charts] == [OVERVIEW[0], OVERVIEW[1], OVERVIEW[3]]
+    charts = overview({"a": first, "b": second})
+    assert [chart.title for chart in charts] == [OVERVIEW[0], OVERVIEW[1], OVERVIEW[4]]
     for chart in charts:
         assert list(chart.table) == (["step", "a", "b"] if chart.title != OVERVIEW[1] else ["step", "b"])
         colors = {name: line.get_color() for name, line in drawn(chart).items() if name in ("a", "b")}
@@ -486,28 +460,17 @@ def test_of_two_runs_each_has_its_color_in_every_chart():
         assert colors.get("a", COLORS["second"][0]) == COLORS["second"][0]
 
 
-def test_what_is_flat_is_a_sentence(tmp_path, undrawn):
-    log = log_of(k3_kl=[1e-4, 2e-4, 3e-4], kl=[0.05] * 3, rollout_is_mean=[1.0] * 3, reward=[0.0] * 3)
-    assert [chart.flat for chart in overview({"run": log}, [])] == [False, True]
-    logs = [{"step": step, **row} for step, row in zip(log.index, log.to_dict("records"), strict=True)]
-    page = Page(write(make_run(tmp_path / "run", logs), tmp_path / "report.html"))
-    assert "Mean weight: 1 at every step. Healthy: 0.8 to 1.2." in page.text
-    assert "Reward: 0 at every step." in page.text
-    assert not [
-        label for label in page.charts.values() if label.startswith(("Mean weight", "KL divergence", "Reward"))
-    ]
-
-
 def test_the_kl_of_trl_to_its_reference_is_not_the_kl_to_the_sampler():
     log = log_of(k3_kl=[0.001] * 3).assign(kl=[5.0] * 3)
-    assert [chart.title for chart in more_trends(log, {}, ["k3-kl"])] == []
+    assert [chart.name for chart in trends({"": log}, ["k3-kl", "kl"], {})] == ["k3-kl"]
 
 
 def test_a_gap_of_rounding_does_not_squeeze_the_axis():
-    (gap,) = overview({"run": log_of(k3_kl=[1e-13, 0.01, 0.02])}, [])
-    assert 1e-7 < gap.y.limits[0] < 1e-6
-    (gap,) = overview({"run": log_of(k3_kl=[1e-13, 2e-13, 1e-12])}, [])
-    assert gap.y.limits[0] < 1e-12
+    (gap,) = overview({"run": log_of(k3_kl=[1e-13, 0.01, 0.02])})
+    assert 1e-7 < axes_of(gap).get_ylim()[0] < 1e-6
+    assert gap.table["all"].iloc[0] == 1e-13
+    (gap,) = overview({"run": log_of(k3_kl=[1e-13, 2e-13, 1e-12])})
+    assert axes_of(gap).get_ylim()[0] < 1e-12
 
 
 # Two runs -----------------------------------------------------------------------------------------------------------------
@@ -528,10 +491,10 @@ def test_two_runs_side_by_side(two, tmp_path, undrawn):
     for column, logs in ((1, a), (2, b)):
         expected = {entry["step"]: entry[f"{PREFIX}k3_kl"] for entry in logs}
         assert page.trend(OVERVIEW[0], column) == pytest.approx(expected, rel=1e-3)
-    n = len(a) // 2
-    rewards = [np.mean([entry["reward"] for entry in logs[-n:]]) for logs in (a, b)]
-    said = re.search(r"dump ends with a reward of ([\d.]+), corrected/dump with ([\d.]+)\.", page.text).groups()
-    assert [float(x) for x in said] == pytest.approx(rewards, rel=2e-3)
+    said = re.search(
+        r"Reward uncorrected/dump .*?, ([\d.]+) at step 6; corrected/dump .*?, ([\d.]+) at step 6", page.text
+    )
+    assert [float(x) for x in said.groups()] == pytest.approx([a[-1]["reward"], b[-1]["reward"]], rel=2e-3)
     assert "A: uncorrected/dumpAct now" in page.text
     assert "B: corrected/dumpHealthy" in page.text
     assert "rollout_rs_threshold null[[0.99, 1.01]]".replace(" ", "") in page.text.replace(" ", "")
@@ -578,7 +541,7 @@ def test_a_damaged_file_is_left_out_with_a_warning(tmp_path, undrawn, capsys):
     assert error.startswith(f"warning: {folder}: {damaged.name} is damaged or not Parquet: ")
     assert f"{damaged.name.capitalize()} is damaged or not Parquet" in page.text
     kept = [row for row in read_dump(folder).rows if row["step"] != 2]
-    assert f"Sequences{len(kept)}: " in page.text
+    assert f"Sequences{len(kept)}, " in page.text
 
 
 def test_a_log_that_is_cut_short_is_noticed(tmp_path, undrawn, capsys):
@@ -586,12 +549,10 @@ def test_a_log_that_is_cut_short_is_noticed(tmp_path, undrawn, capsys):
     lines = (folder / "logs.jsonl").read_text().splitlines(keepends=True)
     (folder / "logs.jsonl").write_text("".join(lines[:3]) + lines[3][:40])
     page, error = damage_of(folder, tmp_path / "report.html", capsys)
-    for text in (
-        "ogs.jsonl is damaged: line 4 of 4 is cut short or no JSON, and left out.",
-        "he log ends at step 3, and the sequences go on to step 6",
-    ):
-        assert text in error
-        assert text in page.text
+    text = "ogs.jsonl is damaged: line 4 of 4 is cut short or no JSON, and left out."
+    assert text in error
+    assert text in page.text
+    assert "Logged steps1 to 3" in page.text
     (folder / "logs.jsonl").write_text("".join(lines))
     assert damage_of(folder, tmp_path / "report.html", capsys)[1] == ""
 
@@ -616,12 +577,11 @@ def settings_of(path) -> list[dict]:
 
 
 def test_settings_are_those_of_the_run_and_those_that_compare_suggests(dump, page):
-    own, suggested, fitted = settings_of(dump.parent / "report.html")
+    own, suggested = settings_of(dump.parent / "report.html")
     assert RolloutCorrectionConfig(**own) == RolloutCorrectionConfig(**SETTINGS)
     args = make_parser().parse_args(["compare", str(dump), "--json"])
     compared = json.loads(args.run(args))
     assert suggested == compared["recommendation"]["fields"]
-    assert fitted == compared["suggestion"]
     assert (
         "decoupled_geo_rs_token_tis with changes; token weights up to 2; seq_mean_k1 in [0.99, 1.01]; decoupled"
         in page.text
@@ -634,8 +594,8 @@ def test_the_report_recommends_the_settings_that_compare_recommends(spread, tmp_
     page = Page(write(folder, tmp_path / "report.html"))
     args = make_parser().parse_args(["compare", str(folder), "--json"])
     best = json.loads(args.run(args))["recommendation"]
-    assert settings_of(tmp_path / "report.html")[1] == best["fields"]
-    assert f"{best['why'][1:].replace('`', '')}." in page.text
+    assert (settings_of(tmp_path / "report.html")[1] or {}) == best["fields"]
+    assert best["why"].replace("`", "") in page.text
 
 
 @pytest.mark.filterwarnings("ignore:`rollout")
@@ -654,24 +614,7 @@ def test_settings_of_every_kind_are_drawn_and_can_be_read_back(settings, tmp_pat
     page = Page(write(folder, tmp_path / "report.html"))
     own = settings_of(tmp_path / "report.html")[0]
     assert RolloutCorrectionConfig(**own) == RolloutCorrectionConfig(**settings)
-    assert len(page.charts) > 6
-
-
-def test_bounds_are_where_the_statistic_meets_its_threshold():
-    config = RolloutCorrectionConfig(
-        rollout_is="token", rollout_is_threshold=[0.5, 3.0], rollout_rs=["token_k1", "seq_max_k2", "token_k3"],
-        rollout_rs_threshold=[[0.25, 4.0], 0.08, 0.3],
-    )  # fmt: skip
-    places = {bound.name: bound.d for bound in bounds(config)}
-    assert places["token weights, lower"] == pytest.approx(math.log(0.5))
-    assert places["token weights, upper"] == pytest.approx(math.log(3.0))
-    assert places["token_k1, lower"] == pytest.approx(math.log(0.25))
-    assert places["token_k1, upper"] == pytest.approx(math.log(4.0))
-    assert places["seq_max_k2, upper"] == pytest.approx(0.4)
-    for side, sign in (("lower", -1), ("upper", 1)):
-        d = places[f"token_k3, {side}"]
-        assert math.copysign(1, d) == sign
-        assert math.exp(d) - 1 - d == pytest.approx(0.3)
+    assert len(page.charts) >= 3
 
 
 # Numbers, against plain loops ---------------------------------------------------------------------------------------------
@@ -696,9 +639,10 @@ def tokens_of(dump) -> list[dict]:
 
 def test_the_histogram_counts_every_token(dump, page):
     tokens = tokens_of(dump)
-    rows = [(float(low), float(high), int(count)) for low, high, count in page.table("Histogram")]
-    assert sum(count for *_, count in rows) == len(tokens)
-    low, high, count = max(rows, key=lambda row: row[2])
+    rows = [(float(low), float(high), int(n), int(out)) for low, high, n, out in page.table("Histogram of d")]
+    assert sum(count for _, _, count, _ in rows) == len(tokens)
+    assert sum(out for *_, out in rows) == sum(not token["keep"] for token in tokens) > 0
+    low, high, count, _ = max(rows, key=lambda row: row[2])
     middle = [low * 0.999 <= token["d"] < high * 1.001 for token in tokens]
     assert sum(middle) == pytest.approx(count, rel=0.02)  # edges are rounded in the table
 
@@ -707,58 +651,23 @@ def test_by_probability_and_by_position(dump, page):
     tokens = tokens_of(dump)
     edges = [
         ("< 0.01", 0, 0.01),
-        ("0.01-0.1", 0.01, 0.1),
-        ("0.1-0.5", 0.1, 0.5),
-        ("0.5-0.9", 0.5, 0.9),
-        ("> 0.9", 0.9, 9),
+        ("0.01 to 0.1", 0.01, 0.1),
+        ("0.1 to 0.5", 0.1, 0.5),
+        ("0.5 to 0.9", 0.5, 0.9),
+        ("0.9 to 1", 0.9, 9),
     ]
-    rows = {row[0]: row[1:] for row in page.table("Mean of |d| by probability")}
+    rows = {row[0]: row[1:] for row in page.table("|d| by probability under the sampler")}
     assert set(rows) == {name for name, _, _ in edges}
     for name, low, high in edges:
         sizes = [abs(token["d"]) for token in tokens if low <= token["p"] < high]
         assert int(rows[name][0]) == pytest.approx(len(sizes), abs=2)  # exp of a float32
         assert float(rows[name][1]) == pytest.approx(np.mean(sizes), rel=0.02)
-    rows = {row[0]: row[1:] for row in page.table("Mean, median and 99th percentile")}
+    rows = {row[0]: row[1:] for row in page.table("|d| by position in the completion")}
     sizes = [abs(token["d"]) for token in tokens if 64 <= token["position"] < 128]
     assert int(rows["64-127"][0]) == len(sizes)
     expected = [np.mean(sizes), np.median(sizes), np.quantile(sizes, 0.99)]
     assert [float(x) for x in rows["64-127"][1:]] == pytest.approx(expected, rel=1e-3)
     assert sum(int(row[0]) for row in rows.values()) == len(tokens)
-
-
-@pytest.mark.parametrize(
-    ("family", "bucket"),
-    [
-        ("by length", lambda token: "16-63" if token["length"] < 64 else "64-255"),
-        ("by sign", lambda token: "positive" if token["row"]["advantage"] > 0 else "negative"),
-        ("by reward", lambda token: "1 or more" if token["row"]["reward"] == 1 else "0 to 0.25"),
-        ("by turn", lambda token: "1" if all(token["row"]["mask"][: token["position"]]) else "2"),
-    ],
-)
-def test_who_is_rejected(family, bucket, dump, page):
-    groups = defaultdict(list)
-    for token in tokens_of(dump):
-        groups[bucket(token)].append(token)
-    rows = {row[0]: row[1:] for row in page.table(f"Share of tokens taken away {family}")}
-    assert set(rows) == set(groups)
-    assert len(rows) > 1
-    for name, tokens in groups.items():
-        rejected = np.mean([not token["keep"] for token in tokens])
-        removed = np.mean([max(0.0, 1 - token["coefficient"]) if token["keep"] else 0.0 for token in tokens])
-        assert int(rows[name][0]) == len(tokens)
-        assert [float(x) for x in rows[name][1:]] == pytest.approx([rejected, removed], rel=1e-3, abs=1e-7)
-
-
-def test_sample_sizes(dump, page):
-    rows = page.table("Effective sample size over steps")
-    last = [token for token in tokens_of(dump) if token["row"]["step"] == 6]
-    of_tokens = [math.exp(token["d"]) for token in last]
-    sums = defaultdict(float)
-    for token in last:
-        sums[id(token["row"])] += token["d"]
-    for column, weights in ((2, of_tokens), (3, [math.exp(d) for d in sums.values()])):
-        expected = sum(weights) ** 2 / (len(weights) * sum(w * w for w in weights))
-        assert float(rows[-1][column]) == pytest.approx(expected, rel=1e-3)
 
 
 def test_the_worst_token_is_the_worst(dump, page):
@@ -770,9 +679,10 @@ def test_the_worst_token_is_the_worst(dump, page):
     )
     table = page.tables[max(page.tables)]
     start = next(i for i, row in enumerate(table) if "times" in row)
-    rows = table[start + 1 :]
+    rows = [row for row in table[start + 1 :] if row[1] != "NaN"]
     assert abs(float(rows[0][1])) == pytest.approx(worst, rel=0.01)
     assert len(rows) == len({row[0] for row in rows}) > 5
+    assert [row[1] for row in table[start + 1 :]][: -len(rows)] == ["NaN"] * (len(table) - start - 1 - len(rows))
 
 
 def test_colors_of_the_worst_tokens_are_those_of_the_legend(dump, page):
@@ -790,9 +700,15 @@ def test_colors_of_the_worst_tokens_are_those_of_the_legend(dump, page):
     assert ".u1 { background: rgba(var(--up)" in style
 
 
+def broken(row: dict) -> bool:
+    return not all(map(math.isfinite, row["rollout_logps"]))
+
+
 def test_repeats_of_a_token_are_one_row(dump, tmp_path, undrawn):
     content = read_dump(dump)
-    rows = [{**row, "tokens": [" the"] * len(row["tokens"]), "sampled": True} for row in content.rows]
+    rows = [
+        {**row, "tokens": [" the"] * len(row["tokens"]), "sampled": True} for row in content.rows if not broken(row)
+    ]
     write_rows(tmp_path / "dump", 1, 0, rows, content.settings)
     page = Page(write(tmp_path / "dump", tmp_path / "report.html"))
     table = page.tables[max(page.tables)]
@@ -917,10 +833,6 @@ def test_bad_input_is_one_line(make, message, dump, tmp_path):
     ("name", "message"),
     [
         ("report.pdf", "must end in .html or .png"),
-        (
-            "report.md",
-            r"must end in .html or .png. Markdown is no longer written: attach the HTML page or the picture",
-        ),
         ("missing/report.html", "there is no folder"),
         ("folder.html", "cannot be written"),
     ],
@@ -940,10 +852,12 @@ def test_a_file_that_cannot_be_finished_leaves_nothing_behind(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["report.png"]
 
 
-def test_without_matplotlib_it_says_what_to_install(dump, tmp_path, monkeypatch):
+def test_without_matplotlib_it_says_what_to_install(dump, tmp_path, monkeypatch, capsys):
+    for name in [name for name in sys.modules if name.startswith("trl_rollout_corr.analysis.report.")]:
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ValueError, match="pip install matplotlib"):
-        write(dump, tmp_path / "report.html")
+    assert main(["report", str(dump), "-o", str(tmp_path / "report.html")]) == 2
+    assert capsys.readouterr().err == "report needs matplotlib, which is missing: pip install matplotlib\n"
 
 
 def test_the_command_costs_nothing_until_it_runs():

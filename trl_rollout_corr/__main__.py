@@ -15,7 +15,6 @@ import sys
 import traceback
 import warnings
 from pathlib import Path
-from typing import Any
 
 from .messages import SelfContainedError, __version__
 
@@ -25,7 +24,11 @@ def main(arguments: list[str] | None = None) -> int:
     Run the command line and return the exit code: 2 for input that cannot be used, 1 if `check` says no or `diagnose`
     or `probe` finds a cause.
     """
-    args = _parse(sys.argv[1:] if arguments is None else arguments)
+    parser = make_parser()
+    args, options = parser.parse_known_args(arguments)
+    args.options = options
+    if options and args.command != "probe":
+        parser.error(f"unrecognized arguments: {' '.join(options)}")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -37,13 +40,15 @@ def main(arguments: list[str] | None = None) -> int:
     for message in dict.fromkeys(said):
         print(f"warning: {message}", file=sys.stderr)
     sys.stdout.write(output)
-    return args.code
+    return int(args.code)
 
 
 def _refusal(args: argparse.Namespace, error: Exception) -> str:
     """The message about input that cannot be used."""
     if isinstance(error, SelfContainedError):
         return str(error)
+    if isinstance(error, ModuleNotFoundError):
+        return f"{args.command} needs {error.name}, which is missing: pip install {error.name}"
     if isinstance(error, OSError):
         return f"{error.filename or getattr(args, args.subject)}: {error.strerror or error}"
     if isinstance(error, ValueError | TypeError):
@@ -51,14 +56,6 @@ def _refusal(args: argparse.Namespace, error: Exception) -> str:
     place = traceback.extract_tb(error.__traceback__)[-1]
     where = f"{Path(place.filename).name}:{place.lineno}"
     return f"{args.command}: unexpected {error!r} in {where}. If the input is not damaged, please report this line."
-
-
-def _parse(arguments: list[str]) -> argparse.Namespace:
-    if arguments[:1] != ["probe"]:
-        return make_parser().parse_args(arguments)
-    args, options = make_parser().parse_known_args(arguments)
-    args.options = options
-    return args
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -135,7 +132,6 @@ def _add_compare(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="YAML with settings to compare, such as a recipe; may be given again",
     )
     command.add_argument("--json", action="store_true", help="print JSON")
-    command.add_argument("--worst", action="store_true", help="also take the worst sequences; they bias every number")
     command.add_argument(
         "--steps",
         metavar="FIRST:LAST",
@@ -158,18 +154,7 @@ def _add_diagnose(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
         "dump", help="folder that `rollout_dump_dir` named, one of its files, or a run with a dump in it"
     )
     command.add_argument("--json", action="store_true", help="print JSON")
-    command.add_argument("--html", metavar="FILE", help="also write a page with a picture of each cause")
-    command.add_argument("--probe", nargs="?", action=_Moved, help=argparse.SUPPRESS)
     command.set_defaults(run=_diagnose, subject="dump")
-
-
-class _Moved(argparse.Action):
-    """Refuses `diagnose --probe`."""
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
-    ) -> None:
-        parser.error("--probe is not an option of diagnose: run trl-rollout-corr probe MODEL")
 
 
 def _add_probe(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -186,18 +171,12 @@ def _add_probe(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--config", metavar="FILE", help="recipe of the run (default: TRL's settings, with a colocated engine)"
     )
     command.add_argument(
-        "--prompts",
-        metavar="FILE",
-        help="text file with a prompt in each line (default: from the dataset of the recipe, or built-in)",
-    )
-    command.add_argument(
         "--completions", type=int, metavar="N", default=64, help="least number of completions (default: 64)"
     )
     command.add_argument(
         "--trainer", choices=("grpo", "rloo"), default="grpo", help="trainer of the recipe (default: grpo)"
     )
     command.add_argument("--json", action="store_true", help="print JSON")
-    command.add_argument("--html", metavar="FILE", help="also write a page with a picture of each cause")
     command.add_argument("--verbose", action="store_true", help="show the output of TRL and vLLM")
     command.set_defaults(run=_probe, subject="model")
 
@@ -212,74 +191,33 @@ def _convert(args: argparse.Namespace) -> str:
 
 
 def _report(args: argparse.Namespace) -> str:
-    from .analysis.report import write_report
+    from .analysis.report.command import write_report
 
     return write_report(args.source, args.output)
 
 
 def _compare(args: argparse.Namespace) -> str:
-    from .analysis.compare import as_json, as_markdown, compare
+    from .analysis.compare import compare
 
-    steps = _parse_steps(args.steps)
     clip = 1 - args.epsilon, 1 + (args.epsilon if args.epsilon_high is None else args.epsilon_high)
-    comparison = compare(args.dump, args.config, clip=clip, worst=args.worst, steps=steps)
-    return as_json(comparison) if args.json else as_markdown(comparison)
+    return compare(args.dump, args.config, clip=clip, steps=_parse_steps(args.steps), as_json=args.json)
 
 
 def _diagnose(args: argparse.Namespace) -> str:
-    if args.html is not None:
-        from .analysis.report import check_output
+    from .diagnosis import diagnose_dump
 
-        check_output(args.html, (".html",))
-    from .diagnosis import diagnose, observe
-    from .diagnosis.text import as_json, as_text
-
-    observed = observe(args.dump)
-    diagnosis = diagnose(observed)
-    if args.html is not None:
-        from .analysis.report import write_diagnosis
-
-        write_diagnosis(args.dump, args.html, observed, diagnosis)
-    args.code = 0 if diagnosis.healthy else 1
-    return as_json(diagnosis) if args.json else as_text(diagnosis)
+    text, healthy = diagnose_dump(args.dump, as_json=args.json)
+    args.code = 0 if healthy else 1
+    return text
 
 
 def _probe(args: argparse.Namespace) -> str:
-    if args.html is not None:
-        from .analysis.report import check_output
-
-        check_output(args.html, (".html",))
-    from .diagnosis.text import as_json, as_text
     from .probe.command import probe
-    from .probe.experiments import COLUMNS, as_data, rows
-    from .probe.experiments import as_text as as_table
 
-    found = probe(
-        args.model,
-        config=args.config,
-        options=args.options,
-        prompts=args.prompts,
-        completions=args.completions,
-        trainer=args.trainer,
-        verbose=args.verbose,
-    )
-    size = found.observed.size
-    if args.html is not None:
-        from .analysis.report import write_diagnosis
-
-        write_diagnosis(
-            args.model, args.html, found.observed, found.diagnosis, [COLUMNS, *rows(size, found.noise, found.results)]
-        )
-    args.code = 0 if found.diagnosis.healthy else 1
-    if args.json:
-        more = {
-            "noise_floor": found.noise,
-            "experiments": as_data(found.noise, found.results),
-            "about": found.observed.about,
-            "seconds": round(found.seconds, 1),
-        }
-        return as_json(found.diagnosis, more)
-    return as_text(found.diagnosis) + as_table(size, found.noise, found.results, found.observed.about)
+    run = {name: getattr(args, name) for name in ("model", "config", "options", "completions", "trainer")}
+    text, healthy = probe(run, as_json=args.json, verbose=args.verbose)
+    args.code = 0 if healthy else 1
+    return text
 
 
 def _recipes(args: argparse.Namespace) -> str:

@@ -9,61 +9,44 @@ import numpy as np
 
 from ..dumps.reading import open_dump
 from ..dumps.sequences import Sequences
+from ..health.advice import Advice, mode_of
 from ..health.bands import HEALTHY
 from ..health.examine import examine
+from ..health.rule import Alarm
 from ..messages import percent, rounded, three_decimals, warn, yaml_lines
 from ..messages import steps as steps_in_words
 from ..settings.config import RolloutCorrectionConfig
 from ..settings.files import config_of_run, read_config
 from ..settings.presets import PRESETS, Preset, settings_of
-from .recommend import NOTHING, HealthySteps, Recommendation, healthy_steps, recommend, spread_of
+from .recommend import first_alarm, healthy_rows, recommend
 from .replay import Batch, Effect, batch_of, replay
-from .run import entries_of, log_of_dump
-from .spread import TARGET, Spread, predict, suggest_bounds
+from .run import log_of_dump
+from .spread import TARGET, Spread, spread_of, suggest_bounds
 
 
-_FITTED = "bounds that fit"
-
-
-class Setting(NamedTuple):
-    """A configuration to compare: its name in the table, and whether its effect is in the dump."""
-
-    name: str
-    config: RolloutCorrectionConfig
-    as_dumped: bool = False
+_THIS_RUN, _FITTED = "this run", "bounds that fit"
+_REFERENCE: Preset = "disabled"
+# By the mode of the run: rejection by bounds that fit the sequences, with token weights where the mode applies weights
+_REJECTING: dict[str, Preset] = {
+    "decoupled": "decoupled_geo_rs_token_tis",
+    "ppo_clip": "bypass_ppo_clip_geo_rs",
+    "reinforce": "bypass_pg_geo_rs_token_tis",
+}
 
 
 class Comparison(NamedTuple):
-    """
-    The numbers and sentences that are printed.
+    """The numbers and sentences that are printed."""
 
-    Args:
-        batch ([`~trl_rollout_corr.analysis.replay.Batch`]):
-            The sequences.
-        config ([`RolloutCorrectionConfig`]):
-            Configuration of the run.
-        effects (`list[tuple[Setting, Effect]]`):
-            Effect of each setting.
-        spread ([`~trl_rollout_corr.analysis.spread.Spread`]):
-            Spread of the log-ratio.
-        bounds (`tuple[float, float]`):
-            Bounds of `seq_mean_k1` that fit this spread.
-        notes (`list[str]`):
-            Remarks about the sequences and the run.
-        recommendation ([`~trl_rollout_corr.analysis.recommend.Recommendation`]):
-            The settings to try first.
-        row (`str`):
-            The row of the table that has them.
-    """
-
-    batch: Batch
-    config: RolloutCorrectionConfig
-    effects: list[tuple[Setting, Effect]]
-    spread: Spread
-    bounds: tuple[float, float]
-    notes: list[str]
-    recommendation: Recommendation
-    row: str
+    batch: Batch  # the sequences
+    config: RolloutCorrectionConfig  # of the run
+    effects: list[
+        tuple[str, RolloutCorrectionConfig, Effect]
+    ]  # of each setting: its name in the table, and its fields
+    spread: Spread  # of the log-ratio
+    notes: list[str]  # about the sequences and the run
+    best: Advice  # the settings to try first
+    row: str  # of the table, which has them
+    fitted: dict[str, Any] | None  # settings with bounds that fit, as an alternative
 
 
 def compare(
@@ -71,9 +54,9 @@ def compare(
     files: list[str],
     *,
     clip: tuple[float, float],
-    worst: bool = False,
     steps: tuple[int, int] | None = None,
-) -> Comparison:
+    as_json: bool = False,
+) -> str:
     """
     Compare the settings of a run, every preset and other settings on the sequences of a dump.
 
@@ -84,173 +67,130 @@ def compare(
             YAML files with other settings.
         clip (`tuple[float, float]`):
             Ratios below and above which PPO clips, for settings in bypass mode.
-        worst (`bool`, *optional*, defaults to `False`):
-            Whether to take the sequences that were chosen because they are the worst, too.
         steps (`tuple[int, int]`, *optional*):
             First and last optimizer step to take. By default those before the first alarm about the policies, or all if
             there are none.
+        as_json (`bool`, *optional*, defaults to `False`):
+            Return JSON.
 
     Returns:
-        [`Comparison`]: the numbers.
+        `str`: the text to print.
 
     Raises:
         `ValueError`: in one line, if the dump or a configuration cannot be used.
     """
-    dump = open_dump(path, sampled_only=not worst, steps=steps)
+    dump = open_dump(path, steps=steps)
     for damage in dump.damage:
         warn(f"{path}: {damage}.")
     sequences, config = dump.sequences, config_of_run(dump.settings, "the settings in the dump")
-    notes: list[str] = []
-    healthy = HealthySteps(np.ones(len(sequences), bool), None, None)
-    if steps is None:
-        log = log_of_dump(dump.path, sequences, config)
-        healthy = healthy_steps(sequences, log.index, examine(entries_of(log), config))
-        notes += _notes_on_steps(sequences, healthy)
-    batch = batch_of(sequences, healthy.rows if healthy.rows.any() else None)
+    log = log_of_dump(dump.path) if steps is None else []
+    findings = examine(log, config)
+    healthy = sequences.represents & healthy_rows(sequences, log, findings)
+    notes = _notes_on_steps(sequences, healthy, first_alarm(findings))
+    batch = batch_of(sequences, healthy if healthy.any() else sequences.represents)
     spread = spread_of(batch)
-    if spread is None:
-        raise ValueError("no token of the loss has a finite log-probability under both policies")
-    best = recommend(spread if healthy.rows.any() else None, config, healthy.alarm)
-    settings = [Setting("this run", config, as_dumped=True)]
-    settings += [Setting(_FITTED, RolloutCorrectionConfig(**best.fitted))] if best.fitted else []
-    settings += [*_presets(), *(Setting(file, read_config(file)) for file in files)]
+    best = recommend(config, findings, spread.s)
+    fitted = _fitted(spread, config) if healthy.any() and best.settings else None
+    settings = {_THIS_RUN: config, **({_FITTED: RolloutCorrectionConfig(**fitted)} if fitted else {}), **_presets()}
+    settings |= {file: read_config(file) for file in files}
     effects = _effects(batch, settings, clip, notes)
-    if config.rollout_metrics_only:
-        notes.append("This run has `rollout_metrics_only`: its row shows the settings as if they were applied.")
-    if not batch.advantages.any():
-        notes.append("Every advantage is 0, so there is no gradient to compare.")
-    row, effect = _row_of(best, effects)
-    if best.fitted:
-        best = best._replace(reason=f"{best.reason}. On these sequences: {_measured(effect)}")
-    return Comparison(batch, config, effects, spread, suggest_bounds(spread), notes, best, row)
+    row = next(name for name in settings if best.settings.get("rollout_correction", _THIS_RUN) in name.split(", "))
+    found = Comparison(batch, config, effects, spread, notes, best, row, fitted)
+    return _as_json(found) if as_json else _as_markdown(found)
 
 
-def _notes_on_steps(sequences: Sequences, healthy: HealthySteps) -> list[str]:
-    """The steps that are left out, and why."""
-    if healthy.alarm is None or healthy.rows.all():
-        return []
-    alarm = f"an alarm was raised at step {healthy.alarm.step} (`{healthy.alarm.rule}`)"
-    if not healthy.rows.any():
-        return [
-            f"All steps are taken, and no bounds are made: {alarm}, and no earlier step was dumped. To make bounds anyway, "
-            "name the steps with `--steps`."
-        ]
-    left_out = sequences.step[~healthy.rows]
+def _notes_on_steps(sequences: Sequences, healthy: np.ndarray, alarm: Alarm | None) -> list[str]:
+    """The sequences that are left out, and why."""
+    notes = [] if sequences.sampled.any() else ["No sequence was drawn at random: the worst ones bias every number."]
+    out = sequences.step[sequences.represents & ~healthy]
+    if alarm is None or not out.size:
+        return notes
+    raised = f"an alarm was raised at step {alarm.step} (`{alarm.rule}`)"
+    if healthy.any():
+        left_out = steps_in_words(int(out.min()), int(out.max()))
+        return [*notes, f"Without {left_out}: {raised}. To take other steps, use `--steps`."]
     return [
-        f"Without {steps_in_words(int(left_out.min()), int(left_out.max()))}: {alarm}. To take other steps, use `--steps`."
+        *notes,
+        f"All steps are taken, and no bounds are made: {raised}, and no earlier step was dumped. To make bounds anyway, name "
+        "the steps with `--steps`.",
     ]
 
 
+def _fitted(spread: Spread, config: RolloutCorrectionConfig) -> dict[str, Any] | None:
+    """Settings whose bounds fit the spread; `None` if the policies have almost nothing in common."""
+    lower, upper = suggest_bounds(spread)
+    bounds = {"rollout_rs_threshold": [lower, upper]}
+    return {"rollout_correction": _REJECTING[mode_of(config)], **bounds} if lower else None
+
+
 def _effects(
-    batch: Batch, settings: list[Setting], clip: tuple[float, float], notes: list[str]
-) -> list[tuple[Setting, Effect]]:
+    batch: Batch, settings: dict[str, RolloutCorrectionConfig], clip: tuple[float, float], notes: list[str]
+) -> list[tuple[str, RolloutCorrectionConfig, Effect]]:
     """The effect of each setting."""
     effects = []
     broken = int(batch.tokens(RolloutCorrectionConfig()).broken.sum())
     if broken:
         notes.append(f"{broken} of {batch.n_tokens} tokens have a log-probability that is not finite.")
-    for setting in settings:
-        if broken and setting.config.rollout_nan_policy == "raise":
-            effects.append((setting, Effect()))
-            notes.append(f"{setting.name}: `rollout_nan_policy: raise` ends the run at these sequences.")
+    for name, config in settings.items():
+        effect = Effect()
+        if broken and config.rollout_nan_policy == "raise":
+            notes.append(f"{name}: `rollout_nan_policy: raise` ends the run at these sequences.")
         else:
-            effects.append((setting, replay(batch, setting.config, clip=clip, as_dumped=setting.as_dumped)))
+            effect = replay(batch, config, clip=clip, as_dumped=name == _THIS_RUN)
+        effects.append((name, config, effect))
+    if settings[_THIS_RUN].rollout_metrics_only:
+        notes.append("This run has `rollout_metrics_only`: its row shows the settings as if they were applied.")
+    if not batch.advantages.any():
+        notes.append("Every advantage is 0, so there is no gradient to compare.")
     return effects
 
 
-def _row_of(best: Recommendation, effects: list[tuple[Setting, Effect]]) -> tuple[str, Effect]:
-    """The row of the table with the recommended settings, and their effect."""
-    name = best.settings["rollout_correction"]
-    return next((setting.name, effect) for setting, effect in effects if name in setting.name.split(", "))
-
-
-def _measured(effect: Effect) -> str:
-    """The effect of settings on these sequences, in words."""
-    parts = [f"{percent(effect.rejected)} of all tokens rejected"]
-    if effect.effective_sample_size is not None:
-        parts.append(f"effective sample size of the weights {percent(effect.effective_sample_size)}")
-    if effect.cosine is not None:
-        parts.append(f"cosine of the gradient with the reference {effect.cosine:.3f}")
-    return ", ".join(parts)
-
-
-def _presets() -> list[Setting]:
+def _presets() -> dict[str, RolloutCorrectionConfig]:
     """One setting for all presets with the same fields; first the one without a correction, the reference."""
-    names: dict[str, list[Preset]] = {repr(settings_of(NOTHING)): []}
+    names: dict[str, list[Preset]] = {repr(settings_of(_REFERENCE)): []}
     for name in PRESETS:
         names.setdefault(repr(settings_of(name)), []).append(name)
-    return [Setting(", ".join(same), RolloutCorrectionConfig.from_preset(same[0])) for same in names.values()]
+    return {", ".join(same): RolloutCorrectionConfig.from_preset(same[0]) for same in names.values()}
 
 
 # Output ------------------------------------------------------------------------------------------------------------------
 
 
-def as_markdown(c: Comparison) -> str:
-    """The text that the command prints."""
+def _as_markdown(c: Comparison) -> str:
     mode = f"bypass, {c.config.rollout_loss_type}" if c.config.bypass_mode else "decoupled"
     policy = "current" if c.config.bypass_mode else "old"
-    spread, s, best = c.spread, c.spread.s, c.recommendation
-    lengths = f"{rounded(spread.lengths.min().item())} to {rounded(spread.lengths.max().item())}"
-    whole = (
-        f"{len(c.batch.mask)} sequences of steps {c.batch.steps[0]} to {c.batch.steps[-1]}, {c.batch.n_tokens} tokens."
-    )
+    s, lengths = c.spread.s, c.spread.lengths
     half = f"{math.log(2) / s**2:.0f} tokens" if s else "any length"
-    effects = [[_marked(setting.name, c.row), *map(three_decimals, effect)] for setting, effect in c.effects]
-    predictions = [[quantity, *map(rounded, numbers)] for quantity, *numbers in predict(spread, c.bounds)]
-    return "\n".join(
-        [
-            whole,
-            f"The run: {mode}; the trainer's log-probabilities are those of the {policy} policy.",
-            *c.notes,
-            "",
-            *_table(["settings", "rejected", "ESS", "effective lr", "cosine", "norm"], effects),
-            "",
-            f"Spread s = {s:.4g}, without tails {spread.s_robust:.4g}. Mean length {rounded(spread.mean_length)} ({lengths}).",
-            f"v = s^2 * length = {rounded(s * s * spread.mean_length)}. Sequence weights keep half of their ESS up to {half}.",
-            *_remarks(c),
-            "",
-            *_table(["quantity", "predicted", "at mean length", "measured"], predictions),
-            "",
-            f"Recommended: {c.row}, because {best.reason}.",
-            "",
-            "```yaml",
-            f"{yaml_lines(dict(best.settings))}```",
-            *_alternative(best),
-            "",
-        ]
-    )
-
-
-def _alternative(best: Recommendation) -> list[str]:
-    """The settings whose bounds fit these sequences."""
-    if best.fitted is None:
-        return []
-    text = f"{_FITTED.capitalize()} the spread of these tokens reject outliers, and at most {percent(TARGET)} of the others:"
-    return ["", text, "", "```yaml", f"{yaml_lines(best.fitted)}```"]
+    header = ["settings", "rejected", "ESS", "effective lr", "cosine", "norm"]
+    rows = [[_marked(name, c.row), *map(three_decimals, effect)] for name, _, effect in c.effects]
+    lines = [
+        f"{len(c.batch.mask)} sequences of steps {c.batch.steps[0]} to {c.batch.steps[-1]}, {c.batch.n_tokens} tokens.",
+        f"The run: {mode}; the trainer's log-probabilities are those of the {policy} policy.",
+        *c.notes,
+        "",
+        *_table(header, rows),
+        "",
+        f"Spread s = {s:.4g}, without tails {c.spread.s_robust:.4g}. Mean length {rounded(lengths.mean().item())} "
+        f"({rounded(lengths.min().item())} to {rounded(lengths.max().item())}).",
+        f"Sequence weights keep half of their ESS up to {half}.",
+    ]
+    if s > 2 * c.spread.s_robust:
+        lines.append("Most of the spread comes from a few tokens with a large log-ratio.")
+    lines += ["", f"Recommended: {c.row}. {c.best.reason}"]
+    if c.best.settings:
+        lines += ["", "```yaml", f"{yaml_lines(c.best.settings)}```"]
+    if c.fitted:
+        text = f"{_FITTED.capitalize()} these tokens reject outliers, and at most {percent(TARGET)} of the others"
+        far = s**2 / 2 > (HEALTHY["k3_kl"][1] or math.inf)
+        text += ". The policies are far apart: these bounds keep tokens that should be rejected." if far else ":"
+        lines += ["", text, "", "```yaml", f"{yaml_lines(c.fitted)}```"]
+    return "\n".join([*lines, ""])
 
 
 def _marked(row: str, recommended: str) -> str:
     """The name of a row, marked if it is the reference or recommended."""
-    marks = ["reference"] if row == NOTHING else []
-    marks += ["recommended"] if row == recommended else []
+    marks = [mark for mark, name in (("reference", _REFERENCE), ("recommended", recommended)) if name == row]
     return f"{row} ({', '.join(marks)})" if marks else row
-
-
-def _remarks(c: Comparison) -> list[str]:
-    remarks = []
-    _, healthy = HEALTHY["k3_kl"]
-    if c.recommendation.fitted and healthy is not None and c.spread.s**2 / 2 > healthy:
-        remarks.append(
-            "The policies are far apart in these steps: bounds made of these steps keep tokens that should be rejected."
-        )
-    if c.spread.s > 2 * c.spread.s_robust:
-        remarks.append("Most of the spread comes from a few tokens with a large log-ratio.")
-    if c.recommendation.fitted and c.spread.share_outside(*c.bounds) > TARGET:
-        remarks.append(
-            "More completions have a large mean log-ratio than noise explains; the bounds that fit reject these "
-            "completions."
-        )
-    return remarks
 
 
 def _table(header: list[str], rows: list[list[str]]) -> list[str]:
@@ -265,30 +205,19 @@ def _table(header: list[str], rows: list[list[str]]) -> list[str]:
     return [f"| {line} |" for line in (lines[0], rule, *lines[1:])]
 
 
-def as_json(c: Comparison) -> str:
-    """The text that it prints with `--json`."""
+def _as_json(c: Comparison) -> str:
     document = {
         "sequences": len(c.batch.mask),
         "tokens": c.batch.n_tokens,
         "steps": c.batch.steps,
         "notes": c.notes,
         "settings": [
-            {
-                "name": setting.name,
-                "reference": setting.name == NOTHING,
-                "rejected": effect.rejected,
-                "sample_size": effect.effective_sample_size,
-                "effective_lr": effect.effective_lr,
-                "cosine": effect.cosine,
-                "norm": effect.norm,
-                "fields": dataclasses.asdict(setting.config),
-            }
-            for setting, effect in c.effects
+            {"name": name, "reference": name == _REFERENCE, **effect._asdict(), "fields": dataclasses.asdict(config)}
+            for name, config, effect in c.effects
         ],
-        "spread": {"s": c.spread.s, "s_robust": c.spread.s_robust, "mean_length": c.spread.mean_length},
-        "predictions": [prediction._asdict() for prediction in predict(c.spread, c.bounds)],
-        "suggestion": c.recommendation.fitted,
-        "recommendation": {"row": c.row, "why": c.recommendation.reason, "fields": c.recommendation.settings},
+        "spread": {"s": c.spread.s, "s_robust": c.spread.s_robust, "mean_length": c.spread.lengths.mean().item()},
+        "suggestion": c.fitted,
+        "recommendation": {"row": c.row, "why": c.best.reason, "fields": c.best.settings},
     }
     return json.dumps(_finite(document), indent=2) + "\n"
 

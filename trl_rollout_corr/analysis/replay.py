@@ -59,7 +59,7 @@ class Effect(NamedTuple):
     Args:
         rejected (`float` or `None`):
             Share of the tokens that a criterion rejects.
-        effective_sample_size (`float` or `None`):
+        sample_size (`float` or `None`):
             Effective sample size of the weights, as a share of the tokens.
         effective_lr (`float` or `None`):
             Mean factor of the policy gradient.
@@ -70,15 +70,14 @@ class Effect(NamedTuple):
     """
 
     rejected: float | None = None
-    effective_sample_size: float | None = None
+    sample_size: float | None = None
     effective_lr: float | None = None
     cosine: float | None = None
     norm: float | None = None
 
 
-def batch_of(sequences: Sequences, rows: np.ndarray | None = None) -> Batch:
+def batch_of(sequences: Sequences, rows: np.ndarray) -> Batch:
     """The tokens of the loss of some sequences, chosen by a boolean mask. A `ValueError` says that there are none."""
-    rows = np.ones(len(sequences), bool) if rows is None else rows
     of_loss = sequences.mask & rows[sequences.row]
     if not of_loss.any():
         raise ValueError("the dump holds no token of the loss")

@@ -12,9 +12,10 @@ from ..dumps.reading import open_dump
 from ..messages import warn
 from .observed import Observed
 from .ranking import Diagnosis, Finding, diagnose
+from .text import write_json, write_text
 
 
-__all__ = ["Diagnosis", "Finding", "Observed", "diagnose", "observe"]
+__all__ = ["Diagnosis", "Finding", "Observed", "diagnose", "diagnose_dump", "observe"]
 
 
 def observe(path: str | Path) -> Observed:
@@ -35,3 +36,10 @@ def observe(path: str | Path) -> Observed:
     for damage in dump.damage:
         warn(f"{path}: {damage}.")
     return Observed(dump.sequences, dump.settings, dump.about)
+
+
+def diagnose_dump(path: str | Path, *, as_json: bool = False) -> tuple[str, bool]:
+    """The diagnosis of a dump as text or as JSON, and whether nothing has to be done."""
+    observed = observe(path)
+    diagnosis = diagnose(observed)
+    return write_json(diagnosis) if as_json else write_text(diagnosis), diagnosis.healthy

@@ -13,7 +13,6 @@ from .evidence import (
     Points,
     Seen,
     bounded,
-    core,
     mean,
     ranks_of,
     rms,
@@ -31,7 +30,7 @@ _CHANCE = 3.0  # standard deviations of a rank correlation by chance, above whic
 
 def growing(o: Observed, x: np.ndarray, said: str) -> Seen | None:
     """Test whether the mean square of `d` grows with `x` (shape `(B,)`), an age, a step or a number of tokens of padding."""
-    here = core(o)
+    here = o.core
     squares = o.of_rows(
         np.square(o.d) * here
     )  # few tokens are not in the core, about the same number in each sequence
@@ -107,12 +106,12 @@ def lora_merge(o: Observed) -> Seen | None:
 
 
 def _as_small_as_rounding(o: Observed) -> bool:
-    return rms(o.d[core(o)]) < 0.03
+    return rms(o.d[o.core]) < 0.03
 
 
 def old_throughout(o: Observed) -> Seen | None:
     """Test whether all samples are old and the gap is larger than that of rounding, where no fresh samples can be compared."""
-    gap = rms(o.d[core(o)])
+    gap = rms(o.d[o.core])
     ages = o.staleness[o.row]
     if gap <= LARGE or not np.isfinite(ages).any() or _visits(o):
         return None
@@ -132,7 +131,7 @@ def by_sequence(label: str, of: Callable[[Observed], np.ndarray]) -> Picture:
 
     def points(o: Observed) -> Points:
         values = of(o)[o.row]
-        known = np.isfinite(values) & core(o)
+        known = np.isfinite(values) & o.core
         groups = np.unique(values[known])
         if len(groups) > 24:
             edges = np.unique(np.quantile(groups, np.linspace(0, 1, 13)))

@@ -1,5 +1,6 @@
 """Statistics of the tokens of a dump that the tests of several causes use, and the form of the evidence."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -67,7 +68,7 @@ def mean(values: np.ndarray) -> float:
 
 
 def rms(values: np.ndarray) -> float:
-    return mean(np.square(values)) ** 0.5
+    return math.sqrt(mean(np.square(values)))
 
 
 def typical(values: np.ndarray) -> float:
@@ -80,12 +81,6 @@ def bounded(share: float) -> float:
     return float(min(max(share, 0.0), 1.0))
 
 
-def core(o: Observed) -> np.ndarray:
-    """Tokens inside a completion: neither at its ends nor at a seam between turns, which have causes of their own."""
-    inside = ~(o.first | o.last | o.seam)
-    return inside if inside.any() else np.ones(len(o), bool)
-
-
 def in_bins(keys: np.ndarray, values: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
     """Mean of the values in the bin of each token. The bins are quantiles of the keys, with equal numbers of tokens."""
     edges = np.quantile(keys, np.linspace(0, 1, min(_BINS, max(len(keys) // 20, 1)) + 1)[1:-1])
@@ -95,29 +90,25 @@ def in_bins(keys: np.ndarray, values: np.ndarray, weights: np.ndarray | None = N
 def mean_of_equal(keys: np.ndarray, values: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """Weighted mean of the values over the tokens with the same key, for each token."""
     _, inverse = np.unique(keys, return_inverse=True)
-    return (np.bincount(inverse, values * weights) / np.maximum(np.bincount(inverse, weights), 1e-300))[inverse]
+    means: np.ndarray = np.bincount(inverse, values * weights) / np.maximum(np.bincount(inverse, weights), 1e-300)
+    return means[inverse]
 
 
 def usual_size(o: Observed, inside: np.ndarray) -> np.ndarray:
     """Root mean square of the log-ratio at those tokens `inside` that are as likely as each token, `(N,)`."""
     edges = np.quantile(o.middle[inside], np.linspace(0, 1, min(_BINS, max(int(inside.sum()) // 20, 1)) + 1)[1:-1])
-    bins = np.searchsorted(edges, o.middle)
-    n = len(edges) + 1
-    squares = np.bincount(bins[inside], np.square(o.d[inside]), n) / np.maximum(
-        np.bincount(bins[inside], minlength=n), 1
-    )
-    return np.sqrt(squares)[bins]
+    return np.asarray(np.sqrt(mean_of_equal(np.searchsorted(edges, o.middle), np.square(o.d), inside)))
 
 
 def relative_size(o: Observed, here: np.ndarray) -> np.ndarray:
     """Log-ratio over its root mean square at tokens of the same probability, so that unlikely tokens count no more."""
-    return o.d[here] / np.maximum(usual_size(o, here)[here], 1e-12)
+    return np.asarray(o.d[here] / np.maximum(usual_size(o, here)[here], 1e-12))
 
 
 def ranks_of(values: np.ndarray) -> np.ndarray:
     """Ranks; equal values get the mean of their ranks."""
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-    return (np.cumsum(counts) - (counts + 1) / 2)[inverse]
+    return np.take(np.cumsum(counts) - (counts + 1) / 2, inverse)
 
 
 def spearman(x: np.ndarray, y: np.ndarray) -> float:

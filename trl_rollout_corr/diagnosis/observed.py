@@ -95,7 +95,13 @@ class Observed:
     @cached_property
     def middle(self) -> np.ndarray:
         """Mean of the two log-probabilities of a token. Noise in either side has no preferred sign relative to it."""
-        return (self.train + self.rollout) / 2
+        return np.asarray((self.train + self.rollout) / 2)
+
+    @cached_property
+    def core(self) -> np.ndarray:
+        """Tokens inside a completion: neither at its ends nor at a seam between turns, which have causes of their own."""
+        inside = ~(self.first | self.last | self.seam)
+        return inside if inside.any() else np.ones(len(self), bool)
 
     def of_rows(self, values: np.ndarray) -> np.ndarray:
         """Means over the tokens of each sequence, `(B,)`; NaN for those without tokens."""
@@ -110,7 +116,8 @@ def _after_gap(mask: np.ndarray, position: np.ndarray) -> np.ndarray:
         outside = np.zeros_like(mask)
         outside[back:] = ~mask[:-back]
         near |= outside & (position >= back)
-    return mask & near
+    near &= mask
+    return near
 
 
 def _seen(sequences: Sequences) -> tuple[np.ndarray, np.ndarray]:

@@ -15,7 +15,6 @@ from .evidence import (
     Points,
     Seen,
     bounded,
-    core,
     mean,
     relative_size,
     rms,
@@ -27,7 +26,7 @@ from .observed import Observed
 
 def noise_floor(o: Observed) -> float | None:
     """Mean square of the trainer's difference from itself over that of the gap; `None` if too few tokens were scored twice."""
-    again = np.isfinite(o.again) & core(o)
+    again = np.isfinite(o.again) & o.core
     gap = typical(o.d[again])
     if again.sum() < 30 or gap < FLOOR / 4:
         return None
@@ -38,11 +37,11 @@ def padding(o: Observed) -> Seen | None:
     """Test whether the gap vanishes where the trainer scores a sequence alone, or grows with the padding."""
     said = "|d| is {low} with the least padding and {high} with the most (rank correlation {correlation})"
     more = growing(o, o.padding, said)
-    again = np.isfinite(o.again) & core(o)
+    again = np.isfinite(o.again) & o.core
     gap, alone = typical(o.d[again]), typical((o.again - o.rollout)[again])
     if again.sum() < 30 or gap <= FLOOR:
         return more
-    share = bounded((gap**2 - alone**2) / max(typical(o.d[core(o)]), gap) ** 2)  # of all sequences
+    share = bounded((gap**2 - alone**2) / max(typical(o.d[o.core]), gap) ** 2)  # of all sequences
     local = bounded(1 - (alone / gap) ** 2)
     said = "|d| is {gap} in a batch, and {alone} where the trainer scores a sequence alone"
     seen = Seen(local if share > 0.1 else 0.0, share, {"gap": gap, "alone": alone}, said)
@@ -52,7 +51,7 @@ def padding(o: Observed) -> Seen | None:
 
 def dropout(o: Observed) -> Seen | None:
     """Test whether the trainer differs from itself by more than rounding."""
-    floor, again = noise_floor(o), np.isfinite(o.again) & core(o)
+    floor, again = noise_floor(o), np.isfinite(o.again) & o.core
     if floor is None:
         return None
     itself = typical((o.train - o.again)[again])
@@ -64,7 +63,7 @@ def dropout(o: Observed) -> Seen | None:
 
 def tails(o: Observed) -> tuple[float, float]:
     """Kurtosis of the log-ratio at tokens of equal probability, and percentile 99 of its size over the median."""
-    here = core(o)
+    here = o.core
     level = relative_size(o, here)
     size = np.abs(level)
     square = mean(np.square(level))
@@ -76,7 +75,7 @@ def tails(o: Observed) -> tuple[float, float]:
 def routing(o: Observed) -> Seen | None:
     """Test whether a few tokens, at any place and of any probability, have most of the sum of `d^2`."""
     kurtosis, tail = tails(o)
-    size = np.abs(o.d[core(o)])
+    size = np.abs(o.d[o.core])
     top = np.sort(size)[-max(len(size) // 100, 1) :]
     share = float(np.square(top).sum() / max(np.square(size).sum(), 1e-300))
     numbers = {"top": share, "kurtosis": kurtosis, "tail": tail}
@@ -97,13 +96,13 @@ def alike(keys: np.ndarray, values: np.ndarray) -> float:
 
 def by_token(o: Observed) -> float:
     """Correlation of the log-ratios at two places with the same token: 0 for noise, more for other weights."""
-    here = core(o)
+    here = o.core
     return alike(o.token[here], relative_size(o, here))
 
 
 def _systematic(o: Observed, said: str) -> Seen:
     same = by_token(o)
-    return Seen(same, 1.0, {"alike": same, "gap": rms(o.d[core(o)])}, said)
+    return Seen(same, 1.0, {"alike": same, "gap": rms(o.d[o.core])}, said)
 
 
 def weights(o: Observed) -> Seen | None:
@@ -137,7 +136,7 @@ def caches_in_low_precision(about: Mapping[str, str]) -> bool:
 def head(o: Observed) -> Seen | None:
     """Test whether the gap is as small as rounding, but the trainer reproduces it, unlike rounding in the layers."""
     floor = noise_floor(o)
-    gap = rms(o.d[core(o)])
+    gap = rms(o.d[o.core])
     if floor is None or gap > LARGE:
         return None
     said = "|d| is {gap}, as of rounding; a share of {floor} of d^2 changes when the trainer scores a sequence alone"
@@ -146,7 +145,7 @@ def head(o: Observed) -> Seen | None:
 
 def rounding(o: Observed) -> Seen | None:
     """Test whether the gap is small noise: unrelated to the token, and larger where tokens are unlikely."""
-    here, same = core(o), by_token(o)
+    here, same = o.core, by_token(o)
     gap = rms(o.d[here])
     slope = spearman(o.middle[here], np.abs(o.d[here]))
     said = (
@@ -171,7 +170,7 @@ def trainer_twice(o: Observed) -> Points:
 
 
 def largest_tokens(o: Observed) -> Points:
-    squares = np.sort(np.square(o.d[core(o)]))[::-1]
+    squares = np.sort(np.square(o.d[o.core]))[::-1]
     shares = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
     total = max(float(squares.sum()), 1e-300)
     of = [float(squares[: max(round(share * len(squares)), 1)].sum()) / total for share in shares]

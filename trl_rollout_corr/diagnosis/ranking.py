@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from .causes import CAUSES, Cause, Test
-from .evidence import FLOOR, LARGE, Points, Seen, core
+from .evidence import FLOOR, LARGE, Points, Seen
 from .observed import Observed
 from .precision import noise_floor
 
@@ -165,7 +165,7 @@ def _whole(findings: list[Finding]) -> bool:
 
 
 def _matters(o: Observed) -> bool:
-    inside = o.d[core(o)]
+    inside = o.d[o.core]
     return bool(inside.size) and float((inside**2).mean()) ** 0.5 >= FLOOR
 
 

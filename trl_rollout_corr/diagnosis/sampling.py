@@ -10,7 +10,6 @@ from .evidence import (
     Points,
     Seen,
     bounded,
-    core,
     in_bins,
     mean,
     mean_of_equal,
@@ -28,7 +27,7 @@ def truncation(o: Observed) -> Seen | None:
     Look for `d = log S`, where `S < 1` is the trainer's probability of the tokens that the sampler may draw: `d` is negative,
     and the mean of `exp(d)` is below 1.
     """
-    d = o.d[core(o)]
+    d = o.d[o.core]
     if not np.abs(d).sum():
         return None
     ratio = np.exp(d.clip(-20, 3))
@@ -48,7 +47,7 @@ def temperature(o: Observed) -> Seen | None:
     Explain the log-ratio by the log-probability of the token, first the trainer's and then the sampler's. Noise correlates
     with one of them only.
     """
-    here = core(o)
+    here = o.core
     d, sides = o.d[here], (o.train[here], o.rollout[here])
     if len(d) < 100 or not all(x.std() for x in sides):
         return None
@@ -70,7 +69,7 @@ def penalty(o: Observed) -> Seen | None:
     The test uses log-odds. There, the difference of the two sides is the penalty of the token minus the penalty of the tokens
     that could have been sampled instead, however likely the token is; in `d` it vanishes where a model is sure.
     """
-    here, times = core(o), o.times.clip(max=24).astype(float)
+    here, times = o.core, o.times.clip(max=24).astype(float)
     penalties = (o.seen.astype(float), (o.times > 0).astype(float), times - _mean_before(o.row, times + 1, _BEFORE))
     kinds = (o.seen, o.times > 0, o.times.clip(max=12))
     known = [(x[here], k[here]) for x, k in zip(penalties, kinds, strict=True) if _varies(k[here])]
@@ -82,7 +81,7 @@ def penalty(o: Observed) -> Seen | None:
     def own(values: np.ndarray) -> np.ndarray:
         """Subtract the means of tokens of this probability and of this token, which other causes explain."""
         values = values - in_bins(middle, values, weight)
-        return (values - mean_of_equal(token, values, weight)) * np.sqrt(weight)
+        return np.asarray((values - mean_of_equal(token, values, weight)) * np.sqrt(weight))
 
     effect = own(difference)
     correlations = [pearson(own(penalty), effect) for penalty, _ in known]
@@ -105,7 +104,7 @@ def _varies(kind: np.ndarray) -> bool:
 def _log_odds(logps: np.ndarray) -> np.ndarray:
     """`log(p / (1 - p))`, with `p` clipped to the digits that float32 has."""
     p = np.exp(logps).clip(1e-6, 1 - 1e-4)
-    return np.log(p / (1 - p))
+    return np.asarray(np.log(p / (1 - p)))
 
 
 def _mean_before(rows: np.ndarray, values: np.ndarray, n: int) -> np.ndarray:
@@ -113,7 +112,7 @@ def _mean_before(rows: np.ndarray, values: np.ndarray, n: int) -> np.ndarray:
     at = np.arange(len(rows))
     starts = np.maximum.accumulate(np.where(np.diff(rows, prepend=-1) != 0, at, 0))
     first, sums = np.maximum(at - n, starts), np.concatenate([[0.0], np.cumsum(values)])
-    return (sums[at] - sums[first]) / np.maximum(at - first, 1)
+    return np.asarray((sums[at] - sums[first]) / np.maximum(at - first, 1))
 
 
 def _without(keys: np.ndarray, values: np.ndarray, kind: np.ndarray) -> np.ndarray:
@@ -131,7 +130,7 @@ def by_probability(y: str, of: Callable[[np.ndarray], float]) -> Picture:
     """A picture of a statistic of the log-ratio over the log-probability of the token."""
 
     def points(o: Observed) -> Points:
-        here = core(o)
+        here = o.core
         x, d = o.middle[here], o.d[here]
         order = np.argsort(x)
         parts = [part for part in np.array_split(order, 14) if part.size]
@@ -143,7 +142,7 @@ def by_probability(y: str, of: Callable[[np.ndarray], float]) -> Picture:
 
 
 def repeats(o: Observed) -> Points:
-    here = core(o)
+    here = o.core
     times = np.where(o.seen & (o.times == 0), 0.5, o.times.clip(max=4))
     names = {0.0: "new", 0.5: "in the prompt", 1.0: "once", 2.0: "twice", 3.0: "3 times", 4.0: "more often"}
     kinds = {name: here & (times == value) for value, name in names.items()}

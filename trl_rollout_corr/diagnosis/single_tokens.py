@@ -8,7 +8,6 @@ from .evidence import (
     Points,
     Seen,
     bounded,
-    core,
     mean,
     rms,
     usual_size,
@@ -25,7 +24,7 @@ def _at(o: Observed, here: np.ndarray, said: str) -> Seen | None:
     Compare tokens of one kind with equally likely tokens inside: unlikely tokens have a larger log-ratio in any case. A cause
     shows at many tokens of its kind, not at a few.
     """
-    rest = core(o) & ~here
+    rest = o.core & ~here
     if here.sum() < 4 or rest.sum() < 20:
         return None
     usual = np.maximum(usual_size(o, rest), FLOOR)
@@ -77,7 +76,7 @@ def shift(o: Observed) -> Seen | None:
 def misfit(o: Observed, lag: int) -> float | None:
     """Mean square of `train` minus `rollout`, which is taken `lag` tokens later in the same completion."""
     i = np.arange(max(0, -lag), len(o) - max(0, lag))
-    i = i[core(o)[i] & (o.row[i] == o.row[i + lag]) & (o.position[i + lag] - o.position[i] == lag)]
+    i = i[o.core[i] & (o.row[i] == o.row[i + lag]) & (o.position[i + lag] - o.position[i] == lag)]
     return mean(np.square(o.train[i] - o.rollout[i + lag])) if len(i) > 20 else None
 
 
@@ -85,7 +84,7 @@ def misfit(o: Observed, lag: int) -> float | None:
 
 
 def places(o: Observed) -> Points:
-    kinds = {"first": o.first, "inside": core(o), "at a seam": o.seam, "last": o.last}
+    kinds = {"first": o.first, "inside": o.core, "at a seam": o.seam, "last": o.last}
     kinds = {name: here for name, here in kinds.items() if here.any()}
     return Points("place in the completion", SIZE, [*kinds], [rms(o.d[here]) for here in kinds.values()])
 

@@ -107,7 +107,7 @@ def _corrects(run: Mapping[str, Any], *, rejecting: bool) -> bool:
     return window.corrects and (takes_out or not rejecting)
 
 
-def as_text(diagnosis: Diagnosis) -> str:
+def write_text(diagnosis: Diagnosis) -> str:
     """The diagnosis as text for a terminal."""
     lines = [f"{headline(diagnosis)}.", detail(diagnosis)]
     for place, finding in enumerate(diagnosis.findings, 1):
@@ -123,7 +123,7 @@ def as_text(diagnosis: Diagnosis) -> str:
     return "\n".join(lines) + "\n"
 
 
-def as_json(diagnosis: Diagnosis, more: Mapping[str, Any] | None = None) -> str:
+def write_json(diagnosis: Diagnosis, more: Mapping[str, Any] | None = None) -> str:
     """The diagnosis as JSON, with `more` keys."""
     document: Mapping[str, Any] = {
         "verdict": diagnosis.verdict,

@@ -12,11 +12,14 @@ import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from ..diagnosis import Diagnosis, Observed, observe
+import torch
+
+from ..diagnosis import Observed, observe
+from ..diagnosis.text import write_json, write_text
 from ..messages import warn
-from .experiments import EXPERIMENTS, Result, engines_to_try, judge, own_noise
+from .experiments import EXPERIMENTS, Result, as_data, as_text, engines_to_try, judge, own_noise
 
 
 # Variables that vLLM reads when it is imported: on a CPU a small cache, the engine in its own process, errors only
@@ -33,131 +36,82 @@ _ENVIRONMENT = {
 _SAFE = {"PYTHONSAFEPATH": "1"}
 _START = (
     "import runpy, sys; sys.path.insert(0, sys.argv.pop(1)); import trl_rollout_corr; sys.path.append(sys.path.pop(0)); "
-    "runpy.run_module('trl_rollout_corr.probe', run_name='__main__')"
+    "runpy.run_module('trl_rollout_corr.probe.process', run_name='__main__')"
 )
 
 
-class Probed(NamedTuple):
-    """
-    The result of a probe.
-
-    Args:
-        observed ([`~trl_rollout_corr.diagnosis.Observed`]):
-            Tokens that were sampled and scored without a change.
-        diagnosis ([`~trl_rollout_corr.diagnosis.Diagnosis`]):
-            Diagnosis with the results of the experiments.
-        noise (`float` or `None`):
-            The trainer's difference from itself, in nats.
-        results (`list[Result]`):
-            Results of the experiments.
-        seconds (`float`):
-            Seconds that it took.
-    """
-
-    observed: Observed
-    diagnosis: Diagnosis
-    noise: float | None
-    results: list[Result]
-    seconds: float
-
-
-def probe(
-    model: str,
-    *,
-    config: str | None = None,
-    options: list[str] | None = None,
-    prompts: str | None = None,
-    completions: int = 64,
-    trainer: str = "grpo",
-    verbose: bool = False,
-) -> Probed:
+def probe(run: Mapping[str, Any], *, as_json: bool = False, verbose: bool = False) -> tuple[str, bool]:
     """
     Start a trainer and its sampler as a run would, and diagnose the gap between them.
 
     Args:
-        model (`str`):
-            Name of a model or its folder.
-        config (`str`, *optional*):
-            Recipe of the run, a YAML file. Without one, TRL's defaults with a colocated engine.
-        options (`list[str]`, *optional*):
-            Options of the run that come after those of the recipe, as on its command line.
-        prompts (`str`, *optional*):
-            A text file with a prompt in each line. By default those of the recipe's dataset, or some plain ones.
-        completions (`int`, *optional*, defaults to `64`):
-            Least number of completions.
-        trainer (`str`, *optional*, defaults to `"grpo"`):
-            Trainer of the run: `"grpo"` or `"rloo"`.
+        run (`Mapping[str, Any]`):
+            `model` (name or folder), `config` (recipe, a YAML file, or `None` for TRL's defaults with a colocated engine),
+            `options` (a command line, which comes after the recipe), `completions` (the least number of them) and `trainer`
+            (`"grpo"` or `"rloo"`).
+        as_json (`bool`, *optional*, defaults to `False`):
+            Return JSON.
         verbose (`bool`, *optional*, defaults to `False`):
             Show the output of TRL and vLLM.
 
     Returns:
-        [`Probed`].
+        `tuple[str, bool]`: the diagnosis with the results of the experiments, and whether nothing has to be done.
 
     Raises:
         `ValueError`: in one line, if anything cannot be used.
     """
-    _check(model, config, prompts, completions)
+    _check(run)
     start = time.monotonic()
-    request = {
-        "model": model,
-        "config": config,
-        "options": list(options or []),
-        "prompts": prompts,
-        "completions": completions,
-        "trainer": trainer,
-    }
     with tempfile.TemporaryDirectory(prefix="rollout-probe-") as name:
         folder = Path(name)
         _say("starting trainer and sampler")
-        facts = _run({**request, "engine": {}, "experiments": True}, folder / "first", verbose=verbose)
+        facts = _run({**run, "engine": {}, "experiments": True}, folder / "first", verbose=verbose)
         observed = observe(folder / "first" / "as_it_is")
-        noise = own_noise(observed)
-        results = _cheap(folder / "first", observed, noise, facts)
+        results = results_of(folder / "first", observed, facts["left_out"])
         for experiment in engines_to_try(judge(observed, results), facts["about"], results):
-            results.append(_with_engine(experiment, request, folder, observed, noise, facts, verbose=verbose))
-        found = judge(observed, results)._replace(floor=observed.size / noise if noise else None)
-    return Probed(observed, found, noise, results, time.monotonic() - start)
+            results.append(_with_engine(experiment, run, folder, observed, facts["mode"], verbose=verbose))
+    noise = own_noise(observed)
+    found = judge(observed, results)._replace(floor=observed.size / noise if noise else None)
+    if not as_json:
+        return write_text(found) + as_text(observed.size, noise, results, observed.about), found.healthy
+    seconds = round(time.monotonic() - start, 1)
+    more = {"noise_floor": noise, "experiments": as_data(noise, results), "about": observed.about, "seconds": seconds}
+    return write_json(found, more), found.healthy
 
 
-def _check(model: str, config: str | None, prompts: str | None, completions: int) -> None:
+def _check(run: Mapping[str, Any]) -> None:
+    model, config, completions = run["model"], run["config"], run["completions"]
     if model.startswith(("/", ".", "~")) and not Path(model).is_dir():  # no name of the Hub
         raise ValueError("there is no such folder")
-    for name, file in (("--config", config), ("--prompts", prompts)):
-        if file is not None and not Path(file).is_file():
-            raise ValueError(f"{name} is {file!r}, which is no file")
+    if config is not None and not Path(config).is_file():
+        raise ValueError(f"--config is {config!r}, which is no file")
     if completions < 2:
         raise ValueError(f"--completions must be 2 or more, got {completions}")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("a probe is one process: start it without a launcher")
 
 
-def _cheap(folder: Path, observed: Observed, noise: float | None, facts: Mapping[str, Any]) -> list[Result]:
-    """Results of the experiments that have left a dump."""
+def results_of(folder: Path, observed: Observed, left_out: Mapping[str, str]) -> list[Result]:
+    """Results of the experiments that have left a dump, and of those that were left out."""
     done = [name for name in EXPERIMENTS if (folder / name).is_dir()]
+    noise = own_noise(observed)
     results = [Result(name, observed.size, observe(folder / name).size, noise=noise) for name in done]
-    return results + [Result(name, observed.size, None, reason) for name, reason in facts["left_out"].items()]
+    return results + [Result(name, observed.size, None, reason) for name, reason in left_out.items()]
 
 
 def _with_engine(
-    name: str,
-    request: Mapping[str, Any],
-    folder: Path,
-    observed: Observed,
-    noise: float | None,
-    facts: Mapping[str, Any],
-    *,
-    verbose: bool,
+    name: str, run: Mapping[str, Any], folder: Path, observed: Observed, mode: str, *, verbose: bool
 ) -> Result:
     """The result of an experiment that takes an engine of its own."""
     experiment = EXPERIMENTS[name][1]
-    if facts["mode"] == "server":
-        return Result(name, observed.size, None, f"It needs another server: {facts['servers'][name]}")
+    if mode == "server":
+        return Result(name, observed.size, None, f"It needs another server, with {dict(experiment.engine)}.")
     _say(f"starting another sampler: {experiment.change}")
     try:
-        _run({**request, "engine": dict(experiment.engine), "experiments": False}, folder / name, verbose=verbose)
+        _run({**run, "engine": dict(experiment.engine), "experiments": False}, folder / name, verbose=verbose)
     except ValueError as error:
         return Result(name, observed.size, None, f"vLLM refuses it: {error}")
-    return Result(name, observed.size, observe(folder / name / "as_it_is").size, noise=noise)
+    return Result(name, observed.size, observe(folder / name / "as_it_is").size, noise=own_noise(observed))
 
 
 def _run(request: dict[str, Any], output: Path, *, verbose: bool) -> dict[str, Any]:
@@ -170,6 +124,8 @@ def _run(request: dict[str, Any], output: Path, *, verbose: bool) -> dict[str, A
     stdout = sys.__stderr__ if verbose else subprocess.DEVNULL
     # TRL's own choice is the same in all processes that start at one time
     environment = {**_ENVIRONMENT, "MASTER_PORT": str(_free_port()), **os.environ, **_SAFE}
+    if not torch.accelerator.is_available():  # compiling for a CPU would take longer than everything else
+        environment.setdefault("TORCHDYNAMO_DISABLE", "1")
     last = ""
     with subprocess.Popen(
         command,
@@ -189,18 +145,15 @@ def _run(request: dict[str, Any], output: Path, *, verbose: bool) -> dict[str, A
     for message in dict.fromkeys(facts.get("warnings", ())):
         warn(message)
     if "about" not in facts:
-        raise ValueError(facts.get("error") or _last_words(last, process.returncode))
+        ended = f"trainer or sampler ended with code {process.returncode}: {last or 'no output'} (--verbose shows all)"
+        raise ValueError(facts.get("error") or ended)
     return facts
 
 
 def _free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("", 0))
-        return listener.getsockname()[1]
-
-
-def _last_words(line: str, code: int) -> str:
-    return f"trainer or sampler ended with code {code}: {line or 'no output'} (--verbose shows all)"
+        return int(listener.getsockname()[1])
 
 
 def _say(action: str) -> None:

@@ -1,15 +1,11 @@
-"""The run that a probe is about: its configuration, shortened to a batch, and its prompts."""
+"""The run that a probe is about: its configuration, shortened to a batch, and prompts."""
 
 import dataclasses
-import urllib.request
 import warnings
 from collections.abc import Mapping
-from itertools import cycle, islice
-from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig
 from trl import ScriptArguments
 from trl.import_utils import is_vllm_available
 
@@ -35,15 +31,14 @@ PROMPTS = (
     "If I have 3 apples and eat one, how many are left? Think step by step.",
 )
 _LENGTH = 128  # tokens of a completion, unless the run has shorter ones
-_CONTEXT = 1024  # tokens that the engine has room for, if there is no recipe
-_SERVE = (
-    """VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --weight-transfer-config '{"backend": "nccl"}' """
-    "--logprobs-mode processed_logprobs"
-)
-_PATIENCE = 5  # seconds in which a server that is there answers
+_CONTEXT = 1024  # tokens that the engine has room for, more than the prompts take
+_PATIENCE = 5.0  # seconds in which a server that is there answers
+# A run without a recipe: TRL's defaults with a colocated engine, also where there is no accelerator
+_DEFAULTS = ["--use_vllm", "true", "--vllm_mode", "colocate"]
+_ON_CPU = ["--use_cpu", "true", "--bf16", "false"]
 
 
-def read(request: Mapping[str, Any]) -> tuple[type, Any, Any, Any]:
+def read(request: Mapping[str, Any]) -> tuple[type, Any, Any]:
     """
     Read the configuration of the run.
 
@@ -52,7 +47,7 @@ def read(request: Mapping[str, Any]) -> tuple[type, Any, Any, Any]:
             `model`, `trainer` (`"grpo"` or `"rloo"`), `config` (a file or `None`) and `options` (a command line).
 
     Returns:
-        `tuple`: the class of the trainer, and the configurations of trainer, model and script.
+        `tuple`: the class of the trainer, and the configurations of trainer and model.
 
     Raises:
         `ValueError`: if it cannot be used.
@@ -65,42 +60,15 @@ def read(request: Mapping[str, Any]) -> tuple[type, Any, Any, Any]:
     }[request["trainer"]]
     parser = ScriptParser((ScriptArguments, config_class, model_config(config_class)))
     line = [*request["options"], "--model_name_or_path", request["model"], "--output_dir", request["output"]]
-    given = ["--config", request["config"]]
-    if not request["config"]:
-        known = parser.parse_known_args(line)[0]
-        source = {"revision": known.model_revision, "trust_remote_code": known.trust_remote_code}
-        given = _without_recipe(load(AutoConfig, request["model"], **source))
-    script_args, args, model_args = parser.parse_args_and_config([*given, *line])
+    without_recipe = _DEFAULTS if torch.accelerator.is_available() else [*_DEFAULTS, *_ON_CPU]
+    given = ["--config", request["config"]] if request["config"] else without_recipe
+    _, args, model_args = parser.parse_args_and_config([*given, *line])
     if not args.use_vllm:
         raise ValueError("`use_vllm` is False, so that there is no sampler to probe. Set it to true.")
     if not is_vllm_available():
         raise ValueError("vLLM, the sampler, is not installed: pip install 'trl-rollout-corr[vllm]'.")
     args.model_init_kwargs = model_init_kwargs(args, model_args)
-    return trainer_class, args, model_args, script_args
-
-
-def _without_recipe(config: Any) -> list[str]:
-    """Options of a run with TRL's defaults and a colocated engine, also where there is no accelerator."""
-    length = min(getattr(config.get_text_config(), "max_position_embeddings", None) or _CONTEXT, _CONTEXT)
-    options = ["--use_vllm", "true", "--vllm_mode", "colocate", "--vllm_max_model_length", str(length)]
-    return [*options, *([] if torch.accelerator.is_available() else ["--use_cpu", "true", "--bf16", "false"])]
-
-
-def load(kind: Any, model: str, **kwargs: Any) -> Any:
-    """A configuration or a tokenizer of a model. Code of the model that is not trusted is an error, and no question."""
-    try:
-        return kind.from_pretrained(model, **kwargs)
-    except OSError as error:
-        raise ValueError(
-            f"{model!r} is neither a folder with a model nor a model of the Hub that you can access."
-        ) from error
-    except ValueError as error:
-        if "trust_remote_code" not in str(error):
-            raise
-        raise ValueError(
-            f"`trust_remote_code` is False, and {model!r} has code of its own, which would run here. Read that code, and set "
-            "`trust_remote_code: true` in the recipe, or pass `--trust_remote_code true`."
-        ) from error
+    return trainer_class, args, model_args
 
 
 def shortened(args: Any, completions: int, engine: Mapping[str, Any]) -> Any:
@@ -144,6 +112,8 @@ def shortened(args: Any, completions: int, engine: Mapping[str, Any]) -> Any:
         "push_to_hub": False,
         "resume_from_checkpoint": None,
         "dataloader_num_workers": 0,
+        "vllm_max_model_length": min(args.vllm_max_model_length or _CONTEXT, _CONTEXT),
+        "vllm_server_timeout": _PATIENCE,
         "rollout_dump_dir": None,
         "rollout_diagnose": False,
     }
@@ -163,61 +133,4 @@ def _merged(kwargs: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any
 
 
 def on_cpu(args: Any) -> bool:
-    return args.device.type == "cpu"
-
-
-def prompts_of(file: str | None, script_args: Any, tokenizer: Any, n: int) -> list[Any]:
-    """
-    Prompts of a file (one a line), or of the recipe's dataset, or some plain ones.
-
-    Args:
-        file (`str`, *optional*):
-            A text file.
-        script_args ([`~trl.ScriptArguments`]):
-            May name a dataset, with a column `prompt` or `question`.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            Tokenizer. If it has a chat template, texts become messages.
-        n (`int`):
-            Number of prompts.
-
-    Returns:
-        `list`: prompts as TRL takes them, repeated if there are fewer.
-
-    Raises:
-        `ValueError`: if there are none.
-    """
-    found: list[Any] = list(PROMPTS)
-    if file is not None:
-        found = [line for line in Path(file).read_text(encoding="utf-8").splitlines() if line.strip()]
-        if not found:
-            raise ValueError(f"{file}: has no prompts; write one in each line.")
-    elif script_args.dataset_name is not None:
-        found = _of_dataset(script_args, n)
-    chats = tokenizer.chat_template is not None
-    found = [[{"role": "user", "content": x}] if chats and isinstance(x, str) else x for x in found]
-    return list(islice(cycle(found), n))
-
-
-def _of_dataset(script_args: Any, n: int) -> list[Any]:
-    from datasets import load_dataset
-
-    name, split = script_args.dataset_name, script_args.dataset_train_split
-    dataset = load_dataset(name, name=script_args.dataset_config, split=split, streaming=script_args.dataset_streaming)
-    rows = list(dataset.take(n))
-    column = next((column for column in ("prompt", "question") if rows and column in rows[0]), None)
-    if column is None:
-        raise ValueError(
-            f"{name}: has {'columns ' + ', '.join(rows[0]) if rows else 'no rows'}; the column of the prompts must be "
-            "`prompt` or `question`."
-        )
-    return [row[column] for row in rows]
-
-
-def check_server(args: Any) -> None:
-    """Refuse a server that does not answer at once. TRL would wait for minutes."""
-    url = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
-    try:
-        with urllib.request.urlopen(f"{url}/health", timeout=_PATIENCE):
-            return
-    except (OSError, ValueError) as error:
-        raise ValueError(f"no vLLM server answers at {url} ({error}). Start one with: {_SERVE}") from error
+    return str(args.device.type) == "cpu"

@@ -116,19 +116,16 @@ def engines_to_try(diagnosis: Diagnosis, facts: Mapping[str, str], results: Iter
         return []
     if caches_in_low_precision(facts):
         return ["cache_of_the_model"]  # a low precision of weights looks the same
-    first = diagnosis.findings[0] if diagnosis.findings else None
-    if first is not None and (first.name not in ("head", "rounding", "weights") or _settled(first)):
-        return []
+    for first in diagnosis.findings[:1]:
+        settled = first.name == "rounding" and first.certainty > _SURE
+        if settled or first.name not in ("head", "rounding", "weights"):
+            return []
     low = ("bfloat16", "float16")
     tries = {
         "float32_head_of_the_sampler": facts.get("sampler_head_dtype") in low,
         "float32_sampler": facts.get("sampler_dtype") in low,
     }
     return [name for name, worth in tries.items() if worth]
-
-
-def _settled(finding: Finding) -> bool:
-    return finding.name == "rounding" and finding.certainty > _SURE
 
 
 def judge(o: Observed, results: Iterable[Result]) -> Diagnosis:
@@ -190,30 +187,20 @@ def _confirmed(cause: str, result: Result, known: Finding | None) -> Finding:
 
 # Written down -------------------------------------------------------------------------------------------------------------
 
-COLUMNS = ("changed", "|d|, nats", "times the trainer's own", "d^2 that is left", "evidence")
+_COLUMNS = ("changed", "|d|, nats", "times the trainer's own", "d^2 that is left", "evidence")
 
 
-def rows(before: float, noise: float | None, results: Iterable[Result]) -> list[tuple[str, str, str, str, str]]:
-    """The table of the experiments that were run, as text, with `COLUMNS`. `noise` as of `own_noise`."""
-    table = [("nothing", number(before), _times(before, noise), "", "")]
+def as_text(before: float, noise: float | None, results: Iterable[Result], about: Mapping[str, str]) -> str:
+    """The results as text for a terminal. `noise` as of [`own_noise`], `about` as in the dump."""
+    results = list(results)
+    table = [_COLUMNS, ("nothing", number(before), _times(before, noise), "", "")]
     for result in results:
         if result.after is not None:
             cause = result.cause
             evidence = {"confirms": f"for {cause}", "rules out": f"against {cause}"}.get(result.says, "")
             left = percent(round(result.left or 0.0, 2)) if before >= FLOOR else "-"
             table.append((result.experiment.change, number(result.after), _times(result.after, noise), left, evidence))
-    return table
-
-
-def _times(gap: float, noise: float | None) -> str:
-    return number(gap / noise) if noise else "-"
-
-
-def as_text(before: float, noise: float | None, results: Iterable[Result], about: Mapping[str, str]) -> str:
-    """Text for a terminal. `about` as in the dump."""
-    results = list(results)
-    table = [COLUMNS, *rows(before, noise, results)]
-    widths = [max(len(row[i]) for row in table) for i in range(len(COLUMNS))]
+    widths = [max(len(row[i]) for row in table) for i in range(len(_COLUMNS))]
     lines = ["", "Counter-experiments: one change each, after which the gap is measured again."]
     for row in table:
         lines.append("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
@@ -229,6 +216,10 @@ def as_text(before: float, noise: float | None, results: Iterable[Result], about
             lines.append(f"To make the change permanent ({result.experiment.change}):")
             lines += [f"  {line}" for line in yaml_lines(result.experiment.settings).splitlines()]
     return "\n".join(lines) + "\n"
+
+
+def _times(gap: float, noise: float | None) -> str:
+    return number(gap / noise) if noise else "-"
 
 
 def _is_remedy(result: Result) -> bool:

@@ -2,15 +2,17 @@
 The process of a probe that has the model: one trainer and one sampler, which begin to train as in the run and stop before the
 first step.
 
-    python -m trl_rollout_corr.probe request.json
+    python -m trl_rollout_corr.probe.process request.json
 
 It writes a dump of the sampled tokens and one for each counter-experiment, and `answer.json`.
 `trl_rollout_corr/probe/command.py` starts it and reads them.
 """
 
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,6 @@ from ..dumps.rows import make_row, on_host
 from ..dumps.writing import write_rows
 from ..messages import warn
 from ..trainers.batch import ROLLOUT_LOGPS
-from ..trainers.engine import serve_line
 from ..trainers.first_step import score_alone
 from ..trainers.run_metadata import settings_in_effect
 from ..trainers.sampler import distorting, neutral
@@ -31,8 +32,7 @@ from ..trainers.script import (
     in_one_line,
     package_warnings,
 )
-from .configuration import check_server, load, on_cpu, prompts_of, read, shortened
-from .experiments import EXPERIMENTS
+from .configuration import PROMPTS, on_cpu, read, shortened
 from .rescoring import rescorings
 
 
@@ -112,7 +112,8 @@ class Probe:
         trainer._last_loaded_step = -1 if push and self.pushes else trainer.state.global_step
         trainer._buffered_inputs = None
         trainer._prepare_inputs(self.inputs)
-        return trainer._buffered_inputs
+        batches: list[dict[str, Any]] = trainer._buffered_inputs
+        return batches
 
     def score(self, batches: list[dict[str, Any]]) -> list[torch.Tensor]:
         """Score batches as the loss does, `(B, T)` each."""
@@ -123,8 +124,9 @@ class Probe:
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
         attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
         n = batch["completion_ids"].shape[1]
-        logps = self.trainer._get_per_token_logps_and_entropies(self.trainer.model_wrapped, ids, attention, n)[0]
-        return logps.float()
+        scored = self.trainer._get_per_token_logps_and_entropies(self.trainer.model_wrapped, ids, attention, n)
+        logps: torch.Tensor = scored[0].float()
+        return logps
 
     def score_alone(self, batches: list[dict[str, Any]]) -> list[torch.Tensor]:
         """Score batches one sequence at a time, without padding."""
@@ -231,17 +233,19 @@ def run(probe: Probe, output: Path, *, experiments: bool = True) -> dict[str, st
 
 def build(request: Mapping[str, Any]) -> Probe:
     """Build the trainer and the sampler of a request."""
-    trainer_class, args, model_args, script_args = read(request)
-    source = {"revision": model_args.model_revision, "trust_remote_code": args.trust_remote_code}
-    load(AutoConfig, request["model"], **source)  # a tokenizer may have no code where the model has
-    tokenizer = load(AutoTokenizer, request["model"], **source, padding_side="left")
-    run, args = args, shortened(args, request["completions"], request["engine"])
-    if args.vllm_mode == "server":
-        check_server(args)
     from datasets import Dataset
 
+    trainer_class, run, model_args = read(request)
+    source = {"revision": model_args.model_revision, "trust_remote_code": run.trust_remote_code}
+    config = AutoConfig.from_pretrained(request["model"], **source)
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    run.vllm_max_model_length = run.vllm_max_model_length or positions
+    tokenizer = AutoTokenizer.from_pretrained(request["model"], **source, padding_side="left")
+    args = shortened(run, request["completions"], request["engine"])
     n = args.per_device_train_batch_size * args.steps_per_generation // args.num_generations
-    prompts = prompts_of(request["prompts"], script_args, tokenizer, n)
+    prompts: list[Any] = list(islice(cycle(PROMPTS), n))
+    if tokenizer.chat_template is not None:
+        prompts = [[{"role": "user", "content": prompt}] for prompt in prompts]
     with _attached_without_weights(args) as pushes:
         trainer = trainer_class(
             model=request["model"],
@@ -277,10 +281,8 @@ def main(path: str) -> None:
 def _answer(request: Mapping[str, Any], output: Path) -> dict[str, Any]:
     probe = build(request)
     left_out = run(probe, output, experiments=request["experiments"])
-    engines = {name: x.engine for name, (_, x) in EXPERIMENTS.items() if x.on == "engine"}
-    return {
-        "about": probe.about,
-        "left_out": left_out,
-        "mode": probe.trainer.vllm_mode,
-        "servers": {name: serve_line(kwargs, request["model"]) for name, kwargs in engines.items()},
-    }
+    return {"about": probe.about, "left_out": left_out, "mode": probe.trainer.vllm_mode}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -7,7 +7,7 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..diagnosis import Observed, diagnose
-from ..diagnosis.text import as_text
+from ..diagnosis.text import write_text
 from ..dumps.rows import make_row, on_host
 from ..dumps.sequences import Sequences
 from ..settings.config import RolloutCorrectionConfig
@@ -67,7 +67,7 @@ class FirstStepDiagnosis(TrainerCallback):
             try:
                 observed = Observed(Sequences.from_rows(rows), settings_in_effect(self.args), self.about)
                 self.diagnosis = diagnose(observed)
-                text = as_text(self.diagnosis)
+                text = write_text(self.diagnosis)
             except Exception as error:  # an error of the diagnosis must not end the run
                 text = f"No diagnosis of the first step: {error}.\n"
             write(f"Diagnosis of step {state.global_step}. {text}".rstrip())

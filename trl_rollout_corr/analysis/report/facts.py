@@ -1,83 +1,75 @@
-"""The facts about a run: everything that a report says, each computed once."""
+"""The facts about a run that several parts of a report use, each computed once."""
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
-import pandas as pd
+import numpy as np
 
 from ...diagnosis import Diagnosis, Observed, diagnose
+from ...health.bands import HEALTHY
 from ...health.examine import examine
 from ...health.rule import Alarm
-from ...messages import printable
-from ...settings.config import RolloutCorrectionConfig
-from ..recommend import HealthySteps, Recommendation, healthy_steps, recommend_from
-from ..run import Dump, Run, entries_of
-from .rejection import shares_of
-from .status import Status, judge
-from .token_statistics import TokenStatistics, count_tokens
-from .worst_tokens import Worst, find_worst
+from ...messages import PREFIX, number, printable, steps
+from ..run import Run
 
 
 class Facts(NamedTuple):
-    """The facts about a run. Those from `shares` on are for a page about this run alone, and empty otherwise."""
+    """The facts about a run."""
 
     name: str
+    letter: str  # before the numbers of its findings; empty if the page is about this run alone
     run: Run
     windows: str  # the number of logging windows, in words
     findings: list[Alarm]  # in the log, the most serious first
-    status: Status
-    shares: Mapping[str, pd.DataFrame] = {}  # of tokens rejected and down-weighted, by family of groups
-    worst: Worst | None = None  # tokens with the largest log-ratio, if there is a dump
-    diagnosis: tuple[Observed, Diagnosis] | None = None  # the cause of the gap, if there are enough tokens
-    statistics: TokenStatistics | None = None  # of the log-ratio, if there is a token that has one
-    healthy: HealthySteps | None = None
-    recommendation: Recommendation | None = None  # made of the healthy steps
+    outside: str  # metrics outside their healthy band at the last step, in a sentence
+    diagnosis: tuple[Observed, Diagnosis] | None  # the cause of the gap, if the page is about this run alone
 
     @property
-    def log(self) -> pd.DataFrame:
-        return self.run.log
-
-    @property
-    def config(self) -> RolloutCorrectionConfig | None:
-        return self.run.dump.config if self.run.dump else None
+    def alarms(self) -> list[tuple[int, str, Alarm]]:
+        """Step, number and finding of each alarm, in order of steps."""
+        named = ((finding.step, f"{self.letter}{i}", finding) for i, finding in enumerate(self.findings, 1))
+        return sorted(named, key=lambda alarm: alarm[:2])
 
 
-def analyse(name: str, run: Run, *, alone: bool) -> Facts:
-    """
-    Compute the facts about a run.
-
-    Args:
-        name (`str`):
-            Name of the run.
-        run ([`~trl_rollout_corr.analysis.run.Run`]):
-            A run, a dump, or both.
-        alone (`bool`):
-            Whether the page is about this run alone, so that its tokens are looked at.
-
-    Returns:
-        [`Facts`].
-    """
-    kind = "logging window" if run.logged_by == "trainer" else "dumped step"
-    windows = f"{len(run.log)} {kind}{'' if len(run.log) == 1 else 's'}"
-    dump = run.dump if alone else None
-    diagnosis = None if dump is None else _diagnose(dump)
-    findings = examine(entries_of(run.log), run.dump.config if run.dump else None)
-    facts = Facts(printable(name), run, windows, findings, judge(run.log, findings, windows), diagnosis=diagnosis)
-    if alone:
-        facts = facts._replace(shares=shares_of(run.log, dump))
-    if dump is None:
-        return facts
-    sequences, config = dump.sequences, dump.config
-    facts = facts._replace(worst=find_worst(sequences))
-    if not sequences.counted.any():
-        return facts
-    healthy = healthy_steps(sequences, run.log.index, findings)
-    best = recommend_from(sequences, config, healthy)
-    return facts._replace(healthy=healthy, recommendation=best, statistics=count_tokens(sequences, config))
+def analyse(run: Run, name: str, letter: str) -> Facts:
+    """Compute the facts about a run."""
+    windows = f"{len(run.log)} logging window{'' if len(run.log) == 1 else 's'}"
+    diagnosis = None if letter else _diagnose(run)
+    return Facts(printable(name), letter, run, windows, examine(run.entries, run.config), _outside(run), diagnosis)
 
 
-def _diagnose(dump: Dump) -> tuple[Observed, Diagnosis] | None:
-    observed = Observed(dump.sequences, dump.settings, dump.about)
+def state_of(facts: Facts) -> tuple[str, str, str]:
+    """Level (`"critical"`, `"warning"`, `"healthy"`, or `"unknown"` without metrics), state and reason, in words."""
+    if facts.run.log.empty:
+        return "unknown", "No metrics", "There are no metrics to look at."
+    if facts.findings:
+        first, more = facts.findings[0], len(facts.findings) - 1
+        detail = f"{first.seen} Seen in {steps(first.step, first.last_step)}."
+        detail += f" {more} other finding{'s' if more > 1 else ''} below." if more else ""
+        return first.severity, "Act now" if first.severity == "critical" else "Look into it", detail
+    if facts.outside:
+        return (
+            "warning",
+            "Look into it",
+            f"No alarm in {facts.windows}. {facts.outside}",
+        )
+    return "healthy", "Healthy", f"Nothing unhealthy was found in {facts.windows}."
+
+
+def _outside(run: Run) -> str:
+    """The rules wait for more than one unhealthy window, so that the last window may be unhealthy without a finding."""
+    names = []
+    for name, (low, high) in HEALTHY.items():
+        value = run.log.get(PREFIX + name)
+        last = np.nan if value is None or value.empty else value.iloc[-1]
+        if last < (-np.inf if low is None else low) or last > (np.inf if high is None else high):
+            names.append(f"`{name}` ({number(float(last))})")
+    return f"At the last step, these were outside their healthy bands: {', '.join(names)}." if names else ""
+
+
+def _diagnose(run: Run) -> tuple[Observed, Diagnosis] | None:
+    if run.dump is None:
+        return None
+    observed = Observed(run.dump.sequences, run.dump.settings, run.dump.about)
     try:
         return observed, diagnose(observed)
     except ValueError:  # too few tokens

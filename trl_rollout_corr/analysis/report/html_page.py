@@ -1,7 +1,6 @@
 """A page as one HTML file: no script, nothing from the network, readable in light and dark, wide and narrow."""
 
 import math
-from typing import Any
 
 from jinja2 import Environment, PackageLoader
 
@@ -19,23 +18,17 @@ def render(page: Page) -> str:
     environment = Environment(
         loader=PackageLoader(__package__), autoescape=True, finalize=_printable, trim_blocks=True, lstrip_blocks=True
     )
-    filters = {
-        "cell": _cell,
-        "number": number,
-        "shade": _shade,
-        "svg": svg,
-    }
-    environment.filters.update(filters)
+    environment.filters.update(cell=_cell, number=number, shade=_shade, svg=svg)
     template = environment.get_template("page.html")
     return template.render(page=page, colors=COLORS, shades=SHADES, version=__version__).strip() + "\n"
 
 
-def _printable(value: Any) -> Any:
+def _printable(value: object) -> object:
     """Text from outside: control characters become visible signs."""
     return printable(value) if isinstance(value, str) and not hasattr(value, "__html__") else value
 
 
-def _cell(value: Any) -> str:
+def _cell(value: str | float | None) -> str:
     """Text or a number in a table."""
     if isinstance(value, str):
         return value

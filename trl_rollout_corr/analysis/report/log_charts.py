@@ -1,16 +1,16 @@
-"""Charts of the log of a run, or of two runs against each other, over optimizer steps."""
+"""Sections about the log of a run, or of two runs against each other: metrics over optimizer steps, and who is rejected."""
 
+import math
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 
-from ...correction.histogram import PERCENTILES
-from ...messages import PREFIX, number
-from .page import Axis, Chart, Series
-from .status import Band
+from ...health.bands import HEALTHY, in_words
+from ...messages import PREFIX, number, percent
+from .facts import Facts
+from .page import Axis, Chart, Section, Series
 
 
 class Trend(NamedTuple):
@@ -28,102 +28,102 @@ TRENDS = {
         {"k3_kl": "all", "engine_k3_kl": "engine", "update_k3_kl": "updates since"},
         log=True,
     ),
+    "rejected": Trend("Share of tokens rejected", {"rollout_rs_masked_fraction": "share"}),
+    "sample-size": Trend("Effective sample size of the weights", {"rollout_is_eff_sample_size": "share"}),
+    "effective-lr": Trend("Effective learning rate", {"effective_lr": "effective_lr"}),
+    "reward": Trend("Reward", {"reward": "reward"}),
     "kl": Trend("KL divergence, mean of -d", {"kl": "kl"}),
     "kl-by-advantage": Trend(
         "KL divergence by the sign of the advantage",
         {"kl_advantage_positive": "positive", "kl_advantage_negative": "negative"},
     ),
-    "percentiles": Trend("Percentiles of d", {f"log_ratio_p{p}": f"p{p}" for p in PERCENTILES}),
-    "effective-lr": Trend("Effective learning rate", {"effective_lr": "effective_lr"}),
-    "sample-size": Trend("Effective sample size of the weights", {"rollout_is_eff_sample_size": "share"}),
+    "percentiles": Trend(
+        "Percentiles of d", {"log_ratio_p50": "median", "log_ratio_p1": "1 %", "log_ratio_p99": "99 %"}
+    ),
     "mean-weight": Trend("Mean weight", {"rollout_is_mean": "mean weight"}),
-    "rejected": Trend("Share of tokens rejected", {"rollout_rs_masked_fraction": "share"}),
     "nonfinite": Trend("Share of tokens that are not finite", {"nonfinite_fraction": "share"}),
-    "reward": Trend("Reward", {"reward": "reward"}),
     "staleness": Trend("Age of the data, in optimizer steps", {"staleness_mean": "mean", "staleness_max": "largest"}),
 }
 OVERVIEW = ("k3-kl", "rejected", "sample-size", "effective-lr", "reward")
 POINTS = 250  # per curve; more cannot be told apart
 _NOISE = 1e-6  # nats per token: a gap below is rounding, and an axis that shows it would squeeze the rest
-_COLORS = ("line", "second", "third")
+
+# Families of groups of tokens, whose shares of rejected and down-weighted tokens are logged
+_FAMILIES = {
+    "length": "by length of the completion",
+    "position": "by position in the completion",
+    "advantage": "by sign of the advantage",
+    "reward": "by reward",
+    "turn": "by turn",
+    "long": "of long completions with a positive advantage",
+}
+_NAMES = {"long_positive": "long_long, positive", "others": "long_all others"}
+_ORDER = {"negative": -1.0, "below_0": -1.0, "zero": 0.0, "long, positive": 0.0, "positive": 1.0}
+_MEASURES = {"rejected": "rejected", "downweighted": "down-weighted"}
 
 Alarms = Sequence[tuple[int, str]]
 
 
-class Curves(NamedTuple):
-    """Mean, lowest and highest values over windows of steps: a column per curve, the mean step as index."""
-
-    means: pd.DataFrame
-    lowest: pd.DataFrame
-    highest: pd.DataFrame
-
-
-def overview(logs: Mapping[str, pd.DataFrame], alarms: Alarms) -> list[Chart]:
+def trends(logs: Mapping[str, pd.DataFrame], names: Sequence[str], alarms: Mapping[str, Alarms]) -> list[Chart]:
     """
-    The main charts.
+    Charts of metrics over optimizer steps.
 
     Args:
         logs (`Mapping[str, pd.DataFrame]`):
             Log by name of the run. Of one run every metric of a chart is drawn, of two the first of each.
-        alarms (`Sequence[tuple[int, str]]`):
-            Steps of first alarms, and the numbers of their findings.
+        names (`Sequence[str]`):
+            Keys of `TRENDS`.
+        alarms (`Mapping[str, Sequence[tuple[int, str]]]`):
+            Steps of first alarms in order, and the numbers of their findings, by key of the metric; `""` for all metrics.
 
     Returns:
-        `list[Chart]`: gap, rejected tokens (or else the sample size of the weights), effective learning rate and reward, if
-        they were logged.
+        `list[Chart]`: those of metrics that were logged.
     """
-    charts = {name: chart for name in OVERVIEW if (chart := _chart(name, logs, alarms)) is not None}
-    if "rejected" in charts:
-        charts.pop("sample-size", None)
-    return [chart._replace(size=(5.6, 2.3)) for chart in charts.values()]
-
-
-def more_trends(log: pd.DataFrame, alarms: Mapping[str, Alarms], shown: Sequence[str]) -> list[Chart]:
-    """A chart per trend that was logged and is not shown yet. `alarms` by metric."""
     charts = []
-    for name in TRENDS:
-        first = next(iter(TRENDS[name].metrics))
-        if name == "percentiles":
-            charts.append(_percentiles(log))
-        elif name not in shown and (name != "nonfinite" or log.get(_key(first), pd.Series()).any()):
-            charts.append(_chart(name, {"": log}, alarms.get(_key(first), ())))
-    return [chart for chart in charts if chart is not None]
+    for name in names:
+        curves = _curves(TRENDS[name], logs)
+        if curves is not None and not (name == "nonfinite" and not curves.any(axis=None)):
+            metric = next(iter(TRENDS[name].metrics))
+            charts.append(_trend(name, metric, curves, alarms.get("", ()) or alarms.get(_key(metric), ()), logs))
+    return charts
 
 
-def _chart(name: str, logs: Mapping[str, pd.DataFrame], alarms: Alarms) -> Chart | None:
-    trend, two = TRENDS[name], len(logs) > 1
-    (metric, main), *_ = trend.metrics.items()
-    curves = _curves(trend, logs)
-    if curves is None or not (two or main in curves.means):
-        return None
-    labels, roles = (logs, ("second", "line")) if two else (trend.metrics.values(), _COLORS)
+def _trend(name: str, metric: str, curves: pd.DataFrame, alarms: Alarms, logs: Mapping[str, pd.DataFrame]) -> Chart:
+    means, trend = curves["mean"], TRENDS[name]
+    log = trend.log and bool(curves.min(axis=None) > 0)
+    ends = "; ".join(f"{label + ' ' if len(means.columns) > 1 else ''}{_ends(means[label])}" for label in means)
+    healthy = f" Healthy: {in_words(metric)}." if metric in HEALTHY else ""
+    labels, roles = (
+        (logs, ("second", "line")) if len(logs) > 1 else (trend.metrics.values(), ("line", "second", "third"))
+    )
     colors = dict(zip(labels, roles, strict=False))
-    band, means = Band.of(metric), curves.means
-    ends = {label: _ends(means[label].dropna()) for label in means}
-    says = "; ".join(f"{run} {said}" for run, said in ends.items()) if two else ends[main]
-    says += f". Healthy: {band.in_words()}." if band != Band() else "."
-    at = dict.fromkeys(str(step) for step, _ in alarms)
-    alarmed = f" Alarm at step {', '.join(at)}." if alarms else ""
-    low, high = number(means.min(axis=None)), number(means.max(axis=None))
-    log = trend.log and curves.lowest.min(axis=None) > 0
-    series = [_series(curves, label, colors[label], part=not two and label != main) for label in means]
+    shown = curves.clip(lower=min(_NOISE, curves.max(axis=None))) if log else curves
+    series = []
+    for i, label in enumerate(means):
+        mean, low, high = (shown[kind][label] for kind in ("mean", "min", "max"))
+        if (high > low).any():
+            series.append(Series("", means.index, high, "area", colors[label], low))
+        mark = "dashed" if i and len(logs) == 1 else "line"  # a part of the first curve, so that both are seen
+        series.append(Series(label if len(means.columns) > 1 else "", means.index, mean, mark, colors[label]))
+    steps = [step for of_run in logs.values() for step in of_run.index]
+    room = (max(steps) - min(steps)) / 50 or 0.5
     return Chart(
         name,
         trend.title,
-        f"{trend.title} over steps, between {low} and {high}: {says}{alarmed}",
-        _steps(logs, alarmed=bool(alarms)),
-        Axis(log=log, limits=_limits(curves, band, log, alarmed=bool(alarms))),
-        [*chain.from_iterable(series)],
-        _table(means),
-        says,
-        band,
+        f"{ends}.{healthy}",
+        Axis(
+            "optimizer step", ticks="whole", limits=(min(steps) - room, max(steps) + room)
+        ),  # the same in every chart
+        Axis(log=log),
+        series,
+        means.set_axis(means.index.to_numpy().round(1)).rename_axis("step").reset_index(),
+        HEALTHY.get(metric, (None, None)),
         alarms,
-        all(_is_flat(means[label]) for label in means),
     )
 
 
-def _curves(trend: Trend, logs: Mapping[str, pd.DataFrame]) -> Curves | None:
-    """All metrics of a trend of one run, or its first metric of two, over at most `POINTS` windows; `None` without a value."""
+def _curves(trend: Trend, logs: Mapping[str, pd.DataFrame]) -> pd.DataFrame | None:
+    """Columns `mean`, `min` and `max` by curve, over at most `POINTS` windows of steps; `None` without a value."""
     if len(logs) == 1:
         columns = [(label, metric, log) for log in logs.values() for metric, label in trend.metrics.items()]
     else:
@@ -136,84 +136,109 @@ def _curves(trend: Trend, logs: Mapping[str, pd.DataFrame]) -> Curves | None:
     if values.empty:
         return None
     window = np.arange(len(values)) // -(-len(values) // POINTS)
-    steps, groups = pd.Series(values.index, dtype=float).groupby(window).mean().rename("step"), values.groupby(window)
-    return Curves(*(table.set_axis(steps) for table in (groups.mean(), groups.min(), groups.max())))
+    steps = pd.Series(values.index, dtype=float).groupby(window).mean()
+    return pd.concat({kind: values.groupby(window).agg(kind) for kind in ("mean", "min", "max")}, axis=1).set_axis(
+        steps
+    )
 
 
 def _key(metric: str) -> str:
     return metric if metric == "reward" else PREFIX + metric
 
 
-def _series(curves: Curves, name: str, color: str, *, part: bool) -> list[Series]:
-    """A curve, and the area from lowest to highest value. A part of another curve is broad, so that both are seen."""
-    means, lowest, highest = (table[name].dropna() for table in curves)
-    line = Series(
-        name if len(curves.means.columns) > 1 else "", means.index, means, "broad" if part else "line", color
-    )
-    if (lowest == highest).all():
-        return [line]
-    return [Series("", means.index, highest, "area", color, 0.2, lowest), line]
-
-
-def _table(means: pd.DataFrame) -> pd.DataFrame:
-    return means.set_axis(means.index.to_numpy().round(1)).rename_axis("step").reset_index()
-
-
-def _is_flat(values: pd.Series) -> bool:
-    """True if the curve is a horizontal line."""
-    low, high = values.min(), values.max()
-    return bool(high - low <= 1e-6 + 1e-3 * abs(high))
-
-
 def _ends(values: pd.Series) -> str:
     """The first and the last value of a curve, in words."""
-    words = [number(float(value)) for value in values]
-    if len(words) > 1 and _is_flat(values):
-        return f"{words[-1]} at every step"
-    ends = (0, -1) if len(words) > 1 else (0,)
-    return ", ".join(f"{words[i]} at step {number(round(values.index[i]))}" for i in ends)
+    values = values.dropna()
+    ends = dict.fromkeys((0, len(values) - 1))
+    return ", ".join(f"{number(float(values.iloc[i]))} at step {number(round(values.index[i]))}" for i in ends)
 
 
-def _steps(logs: Mapping[str, pd.DataFrame], *, alarmed: bool) -> Axis:
-    """All steps of the runs, the same in every chart, with room for the number of an alarm at the last step."""
-    steps = [step for log in logs.values() for step in log.index]
-    room = (max(steps) - min(steps)) / 50 or 0.5
-    limits = (min(steps) - room, max(steps) + (4 * room if alarmed else room))
-    return Axis("optimizer step", ticks="whole", limits=limits)
+def overview(runs: Sequence[Facts]) -> Section:
+    """The main charts, of one run or two."""
+    alarms = sorted((alarm for facts in runs for alarm in facts.alarms), key=lambda alarm: alarm[:2])
+    where = ", ".join(f"{name} ({finding.rule}) at step {step}" for step, name, finding in alarms)
+    text = f"Dashed red: first alarms, numbered as the findings: {where}." if alarms else "No alarm was raised."
+    logs = {facts.name: facts.run.log for facts in runs}
+    charts = trends(logs, OVERVIEW, {"": [(step, name) for step, name, _ in alarms]})
+    return Section("overview", "What happened", text if charts else "", charts=charts)
 
 
-def _limits(curves: Curves, band: Band, log: bool, *, alarmed: bool) -> tuple[float, float]:
-    """Ends of the axis: all values and the ends of the healthy band, with room for the numbers of alarms at the top."""
-    edges = [edge for edge in band if edge is not None and (edge > 0 or not log)]
-    highest = curves.highest.max(axis=None)
-    low, high = min([*edges, curves.lowest.min(axis=None)]), max([*edges, highest])
-    if log:
-        low = max(low, min(_NOISE, highest))
-        return low / 1.6, high * 1.6 * ((high / low) ** 0.18 if alarmed else 1.0)
-    room = 0.07 * (high - low) or 0.1 * abs(high) or 1.0
-    bottom = 0.0 if 0 <= low < 0.6 * high else low - room
-    return bottom, high + room + (0.15 * (high + room - bottom) if alarmed else 0.0)
+def more_trends(facts: Facts) -> Section | None:
+    """Charts of the other metrics."""
+    alarms: dict[str, list[tuple[int, str]]] = {}
+    for step, name, finding in facts.alarms:
+        alarms.setdefault(finding.key, []).append((step, name))
+    charts = trends({"": facts.run.log}, [name for name in TRENDS if name not in OVERVIEW], alarms)
+    text = "Shaded green: healthy. Dashed red: where an alarm was first raised, with the number of its finding."
+    if len(facts.run.log) > POINTS:
+        text += (
+            " Lines are means over windows of steps, and the pale bands reach from the lowest to the highest value."
+        )
+    return Section("trends", "More trends", text, charts=charts) if charts else None
 
 
-def _percentiles(log: pd.DataFrame) -> Chart | None:
-    """Percentiles, one within another."""
-    curves = _curves(TRENDS["percentiles"], {"": log})
-    if curves is None or len(curves.means.columns) < len(PERCENTILES):
-        return None
-    means = curves.means.dropna()
-    low, high = number(means["p1"].iloc[-1]), number(means["p99"].iloc[-1])
-    ends = f"at the last step, 1 percent of tokens are below {low} and 1 percent above {high}"
-    areas = [
-        Series(f"{a} to {b} %", means.index, means[f"p{b}"], "area", alpha=alpha, low=means[f"p{a}"])
-        for a, b, alpha in ((1, 99, 0.18), (5, 95, 0.25), (25, 75, 0.35))
-    ]
-    return Chart(
-        "percentiles",
-        TRENDS["percentiles"].title,
-        f"Percentiles of the log-ratio over steps; {ends}.",
-        _steps({"": log}, alarmed=False),
-        Axis("d, nats"),
-        [*areas, Series("", means.index, means["p50"])],
-        _table(means),
-        f"{ends.capitalize()}.",
+# Who is rejected ----------------------------------------------------------------------------------------------------------
+
+
+def rejected(facts: Facts) -> Section | None:
+    """The shares of tokens that are rejected, by criterion and by group of tokens."""
+    log, config = facts.run.log, facts.run.config
+    means = log.replace([np.inf, -np.inf], np.nan).mean()
+    shares = (
+        {c.name: means.get(f"{PREFIX}rollout_rs_{c.name}_masked_fraction", math.nan) for c in config.criteria}
+        if config
+        else {}
     )
+    said = [
+        f"{percent(float(share))} of the tokens (`{name}`)" for name, share in shares.items() if math.isfinite(share)
+    ]
+    parts = [f"Rejected by criterion: {', '.join(said)}."] if said else []
+    kept, rejected = (float(means.get(f"{PREFIX}{name}/reward_mean", math.nan)) for name in ("kept", "rejected"))
+    if math.isfinite(kept + rejected):
+        where = f"{number(rejected)} where a completion is rejected as a whole, and {number(kept)} elsewhere"
+        parts.append(f"The mean reward is {where}.")
+    charts = _by_group(log)
+    if charts:
+        parts += ["Means of the logged shares. Training learns least from the group with the largest share."]
+        parts += ["Down-weighted: mean of max(0, 1 - coefficient) over tokens not rejected."]
+    return Section("rejected", "Who is rejected", " ".join(parts), charts=charts) if parts else None
+
+
+def _by_group(log: pd.DataFrame) -> list[Chart]:
+    """Charts of the shares of groups of tokens that are rejected and down-weighted, means over the log; one per family."""
+    families: dict[str, dict[str, dict[str, float]]] = {family: {} for family in _FAMILIES}
+    for key, mean in log.replace([np.inf, -np.inf], np.nan).mean().dropna().items():
+        measure, _, group = str(key).removeprefix(PREFIX).partition("/")
+        family, _, bucket = _NAMES.get(group, group).partition("_")
+        if str(key).startswith(PREFIX) and measure in _MEASURES and family in families and bucket != "mean":
+            families[family].setdefault(bucket, {})[_MEASURES[measure]] = mean
+    return [_shares(family, groups) for family, groups in families.items() if len(groups) > 1]
+
+
+def _shares(family: str, groups: Mapping[str, Mapping[str, float]]) -> Chart:
+    ordered = {_label(bucket): groups[bucket] for bucket in sorted(groups, key=_order)}
+    table = pd.DataFrame.from_dict(ordered, orient="index")
+    table = table[[name for name in _MEASURES.values() if name in table]]
+    most = table[table.columns[0]].idxmax()
+    said = " and ".join(f"{percent(float(share))} {name}" for name, share in table.loc[most].dropna().items())
+    colors = {"rejected": "second", "down-weighted": "line"}
+    return Chart(
+        f"by-{family}",
+        f"{table.columns[0].capitalize()}, {_FAMILIES[family]}",
+        f"Most at {most}: {said}.",
+        Axis("share of their tokens", ticks="percent"),
+        Axis(names=list(table.index)),
+        [Series(name, range(len(table)), table[name].fillna(0.0), "rows", colors[name]) for name in table],
+        table.reindex(columns=[*colors]).rename_axis(family).reset_index(),
+    )
+
+
+def _order(bucket: str) -> float:
+    low = bucket.split("_")[0]
+    return _ORDER.get(bucket, float(low) if low.replace(".", "", 1).isdigit() else np.inf)
+
+
+def _label(bucket: str) -> str:
+    """`16_63` becomes 16-63, `0.25_to_0.5` 0.25 to 0.5."""
+    low, _, high = bucket.partition("_")
+    return f"{low}-{high}" if low.isdigit() and high.isdigit() else bucket.replace("_", " ")

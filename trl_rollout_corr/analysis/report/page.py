@@ -1,16 +1,15 @@
 """A page as data: sections, cards, tables and charts, without a line of HTML and without drawing code."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import pandas as pd
 
-from .status import Band, Status
 from .worst_tokens import Worst
 
 
-Numbers = Sequence[float] | np.ndarray
+Numbers: TypeAlias = Sequence[float] | np.ndarray | pd.Series
 
 
 class Axis(NamedTuple):
@@ -25,7 +24,7 @@ class Axis(NamedTuple):
 
 class Series(NamedTuple):
     """
-    One curve, one set of bars or points, or one area.
+    One curve, one set of bars, or one area.
 
     Args:
         name (`str`):
@@ -35,12 +34,9 @@ class Series(NamedTuple):
         y (`Sequence[float]`):
             Values. The upper end where the mark is `"area"`.
         mark (`str`, *optional*, defaults to `"line"`):
-            `"line"`, `"broad"` (a pale line under another), `"thin"`, `"dotted"`, `"dashed"`, `"joined"` (points on a line),
-            `"points"`, `"crosses"`, `"diamonds"`, `"bars"`, `"rows"` (horizontal bars), `"steps"` or `"area"`.
+            `"line"`, `"dashed"`, `"joined"` (points on a line), `"bars"`, `"rows"` (horizontal bars), `"steps"` or `"area"`.
         color (`str`, *optional*, defaults to `"line"`):
             Role of its colour, a key of `COLORS` in `drawing`.
-        alpha (`float`, *optional*, defaults to `1.0`):
-            Opacity.
         low (`Sequence[float]`, *optional*, defaults to `()`):
             Lower end of an area.
     """
@@ -50,7 +46,6 @@ class Series(NamedTuple):
     y: Numbers
     mark: str = "line"
     color: str = "line"
-    alpha: float = 1.0
     low: Numbers = ()
 
 
@@ -59,16 +54,13 @@ class Chart(NamedTuple):
 
     name: str  # identifier, unique on the page
     title: str
-    alt: str  # the sentence that describes it to readers who cannot see it
+    note: str  # the main numbers in a sentence, also for readers who cannot see the chart
     x: Axis
     y: Axis
     series: Sequence[Series]  # in the order in which they are drawn
     table: pd.DataFrame  # the plotted numbers
-    note: str = ""
-    band: Band = Band()  # healthy values
+    band: tuple[float | None, float | None] = (None, None)  # healthy values
     alarms: Sequence[tuple[int, str]] = ()  # steps of first alarms, in order, and the numbers of their findings
-    flat: bool = False  # nothing to see but a straight line, so that the note says all
-    size: tuple[float, float] = (5.0, 3.1)  # inches of 72 units
 
 
 class Card(NamedTuple):
@@ -84,47 +76,32 @@ class Card(NamedTuple):
     chart: Chart | None = None
 
 
-class Group(NamedTuple):
-    """Cards of one run, with a title where there are two."""
-
-    cards: Sequence[Card]
-    title: str = ""
-
-
 class Section(NamedTuple):
-    """A section: its identifier and title, and the parts that it has. `facts` are labels and values."""
+    """A section: its identifier and title, and the parts that it has."""
 
     name: str
     title: str
     text: str = ""
-    groups: Sequence[Group] = ()
+    cards: Sequence[Card] = ()
     charts: Sequence[Chart] = ()
     table: pd.DataFrame | None = None
     worst: Worst | None = None
-    facts: Sequence[tuple[str, str]] = ()
 
 
 class Banner(NamedTuple):
-    """The state of a run; its model, trainer, correction, date and steps (labels and values); damaged and missing parts."""
+    """The state of a run in a word and in a sentence, facts about it (labels and values), damaged and missing parts."""
 
     title: str
-    status: Status
+    level: str  # "critical", "warning", "healthy", or "unknown" without metrics
+    headline: str
+    detail: str
     about: Sequence[tuple[str, str]]
     damage: Sequence[str]
 
 
 class Page(NamedTuple):
-    """A page: title, a sentence below it, a banner per run, and sections."""
+    """A page: title, a banner per run, and sections."""
 
     title: str
+    banners: Sequence[Banner]
     sections: Sequence[Section]
-    lead: str = ""
-    banners: Sequence[Banner] = ()
-
-    def section(self, name: str) -> Section | None:
-        return next((section for section in self.sections if section.name == name), None)
-
-
-def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> pd.DataFrame:
-    """A table of text and numbers."""
-    return pd.DataFrame(list(rows), columns=list(columns), dtype=object)

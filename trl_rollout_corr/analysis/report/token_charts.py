@@ -1,245 +1,124 @@
-"""Charts of the tokens of a dump: the log-ratio from several sides, who is rejected, and the evidence of a cause."""
+"""The section about the tokens of a dump, with the log-ratio `d` from several sides, and the picture of a cause."""
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
 
-from ...correction.histogram import PERCENTILES
 from ...diagnosis import Finding, Observed
-from ...diagnosis.text import evidence
-from ...messages import PREFIX, number, percent
-from .page import Axis, Chart, Series
-from .rejection import FAMILIES
-from .status import Band
-from .token_statistics import REFERENCE, Bound, TokenStatistics
+from ...dumps.sequences import Sequences
+from ...messages import number, percent
+from .page import Axis, Chart, Section, Series
 
 
-_POINTS = 1000  # of completions
+_BINS = 80
+# Lower ends of the buckets of the probability under the sampler, and the mean of |d| in each of Qwen3-8B in bfloat16 with vLLM
+# 0.12, from https://github.com/AknA13/train-infer-mismatch
+_REFERENCE = {0.0: 0.110, 0.01: 0.097, 0.1: 0.069, 0.5: 0.028, 0.9: 0.0008}
 _D = "d = log p of trainer - log p of sampler, nats"
 
 
-def distribution(found: TokenStatistics) -> list[Chart]:
-    """Charts of the log-ratio."""
+def distribution(sequences: Sequences) -> Section:
+    """The log-ratio over the sequences that represent the batch."""
+    name, title = "distribution", "How far apart the policies are"
+    if not np.abs(sequences.log_ratio[sequences.counted]).any():
+        return Section(name, title, "d is 0 at every token with a finite log-ratio.")
+    text = "Counted over the sequences that were drawn at random, which represent the batch."
+    if not sequences.sampled.any():
+        text = (
+            "No sequence of this dump was drawn at random: these are the worst ones, and do not represent the batch."
+        )
+    return Section(name, title, text, charts=_charts(sequences))
+
+
+def _charts(sequences: Sequences) -> list[Chart]:
+    counted = sequences.counted
+    d, row = sequences.log_ratio[counted], sequences.row[counted]
+    position = np.flatnonzero(counted) - sequences.starts[row] + 1
     return [
-        _histogram(found.histogram, found.bounds),
-        _by_probability(found.by_probability),
-        _by_position(found.by_position),
-        _by_length(found.completions, found.size, found.bounds),
-        _sample_sizes(found.sample_sizes),
+        _histogram(d, d[~sequences.keep[counted]]),
+        _by_probability(d, np.exp(sequences.rollout_logps[counted])),
+        _by_position(d, position),
     ]
 
 
-def _named(bounds: list[Bound]) -> str:
-    return f" Bounds: {', '.join(f'{bound.name} at {number(bound.d)}' for bound in bounds)}." if bounds else ""
-
-
-def _histogram(histogram: pd.DataFrame, bounds: list[Bound]) -> Chart:
-    low, high, counts = (histogram[name].to_numpy() for name in ("from", "to", "tokens"))
-    on_tokens = [bound for bound in bounds if bound.scope in ("token", "seq_max")]
-    middle = counts[np.abs(low + high) / 2 < 0.1].sum()
-    says = f"{percent(float(middle / max(counts.sum(), 1)))} of {counts.sum():,} tokens lie within 0.1 of 0"
-    limits = (0.5, 2.0 * max(counts.max(), 10))
-    drawn = [bound.d for bound in on_tokens if low[0] < bound.d < high[-1]]
-    lines = [
-        Series("" if i else "bound of the settings", [d, d], limits, "dashed", "bound") for i, d in enumerate(drawn)
-    ]
+def _histogram(d: np.ndarray, rejected: np.ndarray) -> Chart:
+    """The range is that of nearly all tokens: a few far tokens do not squeeze the others."""
+    size = np.abs(d)
+    reach = min(1.5 * float(np.quantile(size, 0.999)), float(size.max()), 1e30)  # twice that is still a number
+    reach = (
+        float(np.float32(reach)) or 1.0
+    )  # float32 as the tokens, so that none is clipped to just beyond the last edge
+    edges = np.linspace(-reach, reach, _BINS + 1)
+    of_all, of_rejected = (np.histogram(np.clip(x, -reach, reach), edges)[0] for x in (d, rejected))
+    table = pd.DataFrame({"from": edges[:-1], "to": edges[1:], "tokens": of_all, "rejected": of_rejected})
+    near = percent(float((size < 0.1).mean()))
+    series = [Series("tokens", edges, of_all, "steps")]
+    if rejected.size:
+        series.append(Series("rejected", edges, of_rejected, "steps", "second"))
     return Chart(
         "histogram",
         "Histogram of d",
-        f"Histogram of the log-ratio d, counts on a logarithmic axis: {says}.",
-        Axis(_D, limits=(low[0], high[-1])),
-        Axis("tokens", log=True, limits=limits),
-        [Series("", [*low, high[-1]], counts, "steps", alpha=0.75), *lines],
-        histogram[counts > 0],
-        f"{says.capitalize()}. The outermost bars hold everything beyond them.{_named(on_tokens)}",
-    )
-
-
-def logged_histogram(log: pd.DataFrame) -> Chart | None:
-    """The histogram from the percentiles of a log, where there are no tokens to count."""
-    keys = [f"{PREFIX}log_ratio_{name}" for name in ("min", *(f"p{p}" for p in PERCENTILES), "max")]
-    if not set(keys) <= set(log):
-        return None
-    entries = log[keys].replace([np.inf, -np.inf], np.nan).dropna()[-20:]
-    if entries.empty:
-        return None
-    edges = np.maximum.accumulate(entries.mean().to_numpy())
-    shares = np.diff([0, *PERCENTILES, 100]) / 100
-    density = shares / np.maximum(np.diff(edges), 1e-9)
-    first, last = entries.index[0], entries.index[-1]
-    says = f"98 percent of tokens lie between {number(float(edges[1]))} and {number(float(edges[-2]))}"
-    return Chart(
-        "histogram",
-        "Distribution of d",
-        f"Density of the log-ratio d, from logged percentiles: {says}.",
+        f"{near} of {len(d):,} tokens lie within 0.1 of 0. The outermost bars hold everything beyond them.",
         Axis(_D),
-        Axis("density, per nat", log=True, limits=(density.min() / 2, density.max() * 2)),
-        [Series("", edges, density, "steps", alpha=0.75)],
-        pd.DataFrame({"from": edges[:-1], "to": edges[1:], "share of tokens": shares}),
-        f"{says.capitalize()}. From the percentiles logged at steps {first} to {last}, even within each bar.",
+        Axis("tokens", log=True, limits=(0.5, 2.0 * max(of_all.max(), 10))),
+        series,
+        table[of_all > 0],
     )
 
 
-# The size of d ------------------------------------------------------------------------------------------------------------
-
-
-def _by_probability(buckets: pd.DataFrame) -> Chart:
-    reference = [REFERENCE[bucket.left] for bucket in buckets.index]
+def _by_probability(d: np.ndarray, p: np.ndarray) -> Chart:
+    buckets = _by_bucket(d, p, [*_REFERENCE, math.inf])
+    reference = [_REFERENCE[bucket.left] for bucket in buckets.index]
     names = [
-        f"< {number(b.right)}" if b.left == 0 else f"> {number(b.left)}" if math.isinf(b.right) else
-        f"{number(b.left)}-{number(b.right)}" for b in buckets.index
-    ]  # fmt: skip
-    means, places = buckets["mean |d|"], range(len(buckets))
-    says = ", ".join(f"{number(mean)} at p {name}" for mean, name in zip(means, names, strict=True))
-    low = min(x for x in (*means, *reference, 1.0) if x > 0)
+        f"< {number(b.right)}" if not b.left else f"{number(b.left)} to {number(min(b.right, 1))}"
+        for b in buckets.index
+    ]
+    places = range(len(buckets))
     return Chart(
         "probability",
         "|d| by probability under the sampler",
-        f"Mean of |d| by probability of the token under the sampler: {says}.",
+        f"Mean of |d|: {_ends(buckets['mean |d|'], names)}. Unlikely tokens disagree more; a gap at likely ones is not "
+        "rounding. Reference: Qwen3-8B in bfloat16 with vLLM 0.12, from the study at github.com/AknA13/train-infer-mismatch.",
         Axis("probability under the sampler", names=names),
-        Axis("mean |d|, nats", log=True, limits=(low / 2, 2 * max(*means, *reference, low))),
+        Axis("mean |d|, nats", log=True),
         [
-            Series("this dump", places, means, "bars", alpha=0.8),
-            Series("Qwen3-8B, bfloat16", places, reference, "diamonds", "second"),
+            Series("this dump", places, buckets["mean |d|"], "bars"),
+            Series("Qwen3-8B, bfloat16", places, reference, "joined", "second"),
         ],
         buckets.assign(reference=reference).set_axis(names).rename_axis("p").reset_index(),
-        "Reference: Qwen3-8B in bfloat16 with vLLM 0.12, from the study at github.com/AknA13/train-infer-mismatch. "
-        "Unlikely tokens disagree more; a gap at likely ones is not rounding.",
     )
 
 
-def _by_position(buckets: pd.DataFrame) -> Chart:
+def _by_position(d: np.ndarray, position: np.ndarray) -> Chart:
+    buckets = _by_bucket(d, position, [2**i for i in range(int(position.max()).bit_length() + 1)])
     names = [f"{b.left}" if b.right == b.left + 1 else f"{b.left}-{b.right - 1}" for b in buckets.index]
     middles = [math.sqrt(b.left * (b.right - 1)) for b in buckets.index]
-    means = buckets["mean |d|"]
-    ends = [f"{number(mean)} at {name}" for mean, name in zip(means, names, strict=True)]
+    curves = {"99th percentile": "second", "mean |d|": "line", "median": "third"}
     return Chart(
         "position",
         "|d| by position in the completion",
-        "Mean, median and 99th percentile of |d| by position of the token: "
-        f"mean {', '.join(dict.fromkeys((ends[0], ends[-1])))}.",
+        f"Mean of |d|: {_ends(buckets['mean |d|'], names)}. Slow growth is usual. A gap at the first token alone suggests the "
+        "template, steep growth a stale cache.",
         Axis("position of the token", log=True),
-        Axis("|d|, nats", log=bool((means > 0).any())),
-        [
-            Series(label, middles, buckets[column].replace(0.0, np.nan), "joined", color)
-            for color, column, label in (
-                ("second", "99th percentile", "99 %"),
-                ("line", "mean |d|", "mean"),
-                ("third", "median", "median"),
-            )
-        ],
+        Axis("|d|, nats", log=bool((buckets["mean |d|"] > 0).any())),
+        [Series(name, middles, buckets[name].replace(0.0, np.nan), "joined", color) for name, color in curves.items()],
         buckets.set_axis(names).rename_axis("position").reset_index(),
-        "Slow growth is usual. A gap at the first token alone suggests the template, steep growth a stale cache.",
     )
 
 
-# Completions --------------------------------------------------------------------------------------------------------------
+def _by_bucket(d: np.ndarray, x: np.ndarray, ends: Sequence[float]) -> pd.DataFrame:
+    """Size of `d` by bucket of `x`, from one end to the next, with intervals as index."""
+    sizes = pd.Series(np.abs(d), dtype=np.float64).groupby(pd.cut(x, ends, right=False), observed=True)
+    table = sizes.agg(["size", "mean", "median", lambda size: size.quantile(0.99)])
+    return table.set_axis(["tokens", "mean |d|", "median", "99th percentile"], axis=1)
 
 
-def _by_length(completions: pd.DataFrame, size: float, bounds: list[Bound]) -> Chart:
-    shown = _thin(completions)
-    low, high = completions["log_weight"].quantile([0.05, 0.95])
-    n = len(completions)
-    says = f"90 percent of {n:,} completions have a log-weight between {number(low)} and {number(high)}"
-    some = f" {len(shown):,} are drawn, the furthest among them." if len(shown) < n else ""
-    on_sequences = [bound for bound in bounds if bound.scope in ("sequence", "geometric", "seq_sum", "seq_mean")]
-    wide = shown["tokens"].max() > 8 * shown["tokens"].min()
-    kept, rejected = shown[~shown["rejected"]], shown[shown["rejected"]]
-    points = [
-        Series("kept", kept["tokens"], kept["log_weight"], "points", alpha=0.6),
-        Series("rejected tokens", rejected["tokens"], rejected["log_weight"], "crosses", "second", alpha=0.6),
-    ]
-    return Chart(
-        "length",
-        "Sequence log-weight by length",
-        f"Sum of the log-ratio over each completion, against its length: {says}.",
-        Axis("tokens of the completion", log=wide, ticks="numbers" if wide else "whole"),
-        Axis("sum of d, nats"),
-        [*(series for series in points if len(series.x)), *_lines_by_length(shown, size, on_sequences)],
-        _length_table(completions),
-        f"{says.capitalize()}.{some} Dotted: twice the spread of independent tokens.{_named(on_sequences)}",
-    )
-
-
-def _thin(completions: pd.DataFrame) -> pd.DataFrame:
-    """Some completions: the furthest, and others at random."""
-    if len(completions) <= _POINTS:
-        return completions
-    ordered = completions.sort_values("log_weight", key=lambda x: -x.abs(), kind="stable")
-    furthest, others = ordered[: _POINTS // 5], ordered[_POINTS // 5 :]
-    return pd.concat([furthest, others.sample(_POINTS - len(furthest), random_state=0)]).sort_index()
-
-
-def _lines_by_length(shown: pd.DataFrame, size: float, bounds: list[Bound]) -> list[Series]:
-    """The spread of independent tokens, and the bounds near the completions."""
-    lengths = np.geomspace(shown["tokens"].min(), shown["tokens"].max(), 40)
-    lines = [Series("", lengths, sign * 2 * size * np.sqrt(lengths), "dotted", "muted") for sign in (-1, 1)]
-    reach = 3 * max(shown["log_weight"].abs().max(), lines[1].y[-1])
-    drawn: list[Series] = []
-    for bound in bounds:
-        at = bound.d * lengths if bound.scope in ("geometric", "seq_mean") else np.full_like(lengths, bound.d)
-        if np.abs(at).min() < reach:
-            near = np.abs(at) < reach
-            drawn.append(Series("" if drawn else "bound", lengths[near], at[near], "dashed", "bound"))
-    return [*lines, *drawn]
-
-
-def _length_table(completions: pd.DataFrame) -> pd.DataFrame:
-    octave = 2 ** np.floor(np.log2(completions["tokens"])).astype(int)
-    groups = completions.groupby(octave)
-    table = groups["log_weight"].agg(completions="size", mean="mean", lowest="min", highest="max")
-    table["with a rejected token"] = groups["rejected"].sum()
-    return table.set_axis([f"{low}-{2 * low - 1}" for low in table.index]).rename_axis("tokens").reset_index()
-
-
-def _sample_sizes(windows: pd.DataFrame) -> Chart:
-    last, steps = windows.iloc[-1], windows["from step"]
-    says = (
-        f"{number(last['token weights'])} of token weights and {number(last['sequence weights'])} of sequence weights at step "
-        f"{int(last['from step'])}"
-    )
-    return Chart(
-        "sizes",
-        "Effective sample size without bounds",
-        f"Effective sample size over steps, as a share: {says}.",
-        Axis("optimizer step", ticks="whole"),
-        Axis(limits=(0.0, 1.05)),
-        [
-            Series(name, steps, windows[name], color=color)
-            for name, color in (("token weights", "line"), ("sequence weights", "second"))
-        ],
-        windows,
-        f"{says.capitalize()}, over {int(last['completions'])} completions. "
-        "With few completions, the value of sequence weights is too high. "
-        "Healthy: above 0.5.",
-        Band.of("rollout_is_eff_sample_size"),
-    )
-
-
-# Groups and causes --------------------------------------------------------------------------------------------------------
-
-
-def who_is_rejected(family: str, shares: pd.DataFrame) -> Chart:
-    """Shares of the tokens of each group that are rejected and down-weighted."""
-    measures = [name for name in ("rejected", "down-weighted") if name in shares]
-    values = shares[measures].fillna(0.0)
-    most = shares.loc[values.sort_values(measures, ascending=False, kind="stable").index[0]]
-    parts = [f"{percent(float(most[name]))} {name}" for name in measures if not math.isnan(most[name])]
-    says = f"most at {most.name}: {' and '.join(parts)}"
-    flat = not values.any(axis=None)
-    colors = {"rejected": "second", "down-weighted": "line"}
-    return Chart(
-        f"by-{family}",
-        f"{measures[0].capitalize()}, {FAMILIES[family]}",
-        f"Share of tokens taken away {FAMILIES[family]}, {says}.",
-        Axis("share of their tokens", ticks="percent", limits=(0, min(1.0, max(1.15 * values.max(axis=None), 0.01)))),
-        Axis(names=list(shares.index)),
-        [Series(name, range(len(values)), values[name], "rows", colors[name], alpha=0.85) for name in measures],
-        shares.reindex(columns=[*shares.columns.intersection(["tokens"]), *colors]).rename_axis(family).reset_index(),
-        "no group loses a token" if flat else f"{says.capitalize()}.",
-        flat=flat,
-    )
+def _ends(values: pd.Series, names: Sequence[str]) -> str:
+    """The first and the last of some values, with their names."""
+    said = [f"{number(value)} at {name}" for value, name in zip(values, names, strict=True)]
+    return ", ".join(dict.fromkeys((said[0], said[-1])))
 
 
 def evidence_of(observed: Observed, finding: Finding) -> Chart:
@@ -247,16 +126,12 @@ def evidence_of(observed: Observed, finding: Finding) -> Chart:
     points = finding.picture(observed)
     names = [str(name) for name in points.at] if isinstance(points.at[0], str) else []
     places = np.arange(len(names)) if names else np.array(points.at, dtype=float)
-    ends = (places[0] - 0.5, places[-1] + 0.5) if names else (places[0], places[-1])
     return Chart(
         f"cause-{finding.name}",
         points.y[:1].upper() + points.y[1:],
-        f"{finding.cause.title}: {evidence(finding)}.",
+        "",
         Axis(points.x, ticks="whole" if (places == np.round(places)).all() else "numbers", names=names),
         Axis(),
-        [
-            Series("", ends, (0.0, 0.0), "thin", "muted"),
-            Series("", places, points.values, "bars" if names else "joined", alpha=0.85 if names else 1.0),
-        ],
+        [Series("", places, points.values, "bars" if names else "joined")],
         pd.DataFrame({points.x: points.at, points.y: points.values}),
     )

@@ -1,0 +1,76 @@
+"""The command `report`: a run or a dump as one page, or two against each other."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from ...messages import SelfContainedError
+from ..run import read_run
+from .compose import compose
+from .drawing import png
+from .facts import analyse
+from .html_page import render
+
+
+def write_report(sources: Sequence[str], output: str) -> str:
+    """
+    Write the report. Warns about damaged and missing parts of a source.
+
+    Args:
+        sources (`Sequence[str]`):
+            A dump, a run, or a folder with both. Two of them are set against each other.
+        output (`str`):
+            The file to write: a page in `.html`, or its state and main charts in `.png`.
+
+    Returns:
+        `str`: the name of the file, as a line.
+
+    Raises:
+        `ValueError`: in one line that begins with the source that cannot be read, or the output that cannot be written.
+    """
+    if len(sources) > 2:
+        raise SelfContainedError(f"one run, or two runs to compare; got {len(sources)}: {', '.join(sources)}")
+    path = _check_output(Path(output))
+    names, letters = _names(sources), ("A", "B") if len(sources) > 1 else ("",)
+    facts = []
+    for name, letter, source in zip(names, letters, sources, strict=True):
+        run = read_run(source)
+        facts.append(analyse(run, name, letter))
+    page = compose(facts)
+    _write(path, png(page) if path.suffix == ".png" else render(page).encode())
+    return f"{path}\n"
+
+
+def _check_output(path: Path) -> Path:
+    """The output, or an error in one line if it cannot be written."""
+    if path.suffix not in (".html", ".png"):
+        raise SelfContainedError(f"{path}: the output must end in .html or .png.")
+    if not path.parent.is_dir():
+        raise SelfContainedError(f"{path}: there is no folder {str(path.parent)!r} to write to")
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise SelfContainedError(f"{path}: the output cannot be written")
+    return path
+
+
+def _names(sources: Sequence[str]) -> list[str]:
+    """The name of the folder of a run, or the shortest ends of two paths that differ."""
+    paths = [Path(source).resolve() for source in sources]
+    if len(paths) == 1:
+        return [(paths[0].parent if paths[0].is_file() else paths[0]).name]
+    first, second = (path.parts for path in paths)
+    for n in range(1, max(len(first), len(second)) + 1):
+        names = ["/".join(first[-n:]), "/".join(second[-n:])]
+        if names[0] != names[1]:
+            return names
+    return [f"{first[-1]} (A)", f"{second[-1]} (B)"]
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Under its name only when it is complete."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        partial.write_bytes(content)
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise SelfContainedError(f"{path}: cannot be written: {error.strerror}") from None
