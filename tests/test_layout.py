@@ -89,7 +89,7 @@ ORDER = {
         "rloo",
         "async_grpo",
     ],
-    "probe": ["experiments", "command", "rescoring", "configuration", "process"],
+    "probe": ["experiments", "command", "configuration", "rescoring", "process"],
     "analysis": ["run", "replay", "spread", "recommend", "compare", "report"],
     "__main__": [],
 }

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,7 +47,7 @@ class Comparison(NamedTuple):
     notes: list[str]  # about the sequences and the run
     best: Advice  # the settings to try first
     row: str  # of the table, which has them
-    fitted: dict[str, Any] | None  # settings with bounds that fit, as an alternative
+    fitted: Mapping[str, object] | None  # settings with bounds that fit, as an alternative
 
 
 def compare(
@@ -222,7 +223,7 @@ def _as_json(c: Comparison) -> str:
     return json.dumps(_finite(document), indent=2) + "\n"
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> object:
     """JSON has neither infinity, which our settings take as text, nor NaN."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}

@@ -39,7 +39,7 @@ class Run(NamedTuple):
             A sentence about each file or part that could not be read.
     """
 
-    entries: list[dict[str, Any]]
+    entries: list[dict[str, object]]
     log: pd.DataFrame
     dump: Dump | None
     config: RolloutCorrectionConfig | None
@@ -102,9 +102,9 @@ def _read(path: Path) -> Run:
     return Run(merged, log, dump, config, about, damage)
 
 
-def _merge(entries: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _merge(entries: Iterable[Mapping[str, object]]) -> list[dict[str, object]]:
     """Entries of training windows, one for each step. Of two entries for one step, the later one counts, key by key."""
-    merged: dict[int, dict[str, Any]] = {}
+    merged: dict[int, dict[str, object]] = {}
     for entry in entries:
         step = entry.get("step")
         if isinstance(step, int | float) and math.isfinite(step) and is_training_window(entry):
@@ -112,7 +112,7 @@ def _merge(entries: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [merged[step] for step in sorted(merged)]
 
 
-def log_of_dump(path: Path) -> list[dict[str, Any]]:
+def log_of_dump(path: Path) -> list[dict[str, object]]:
     """The log of a dump: entries of training windows, one for each step."""
     return _merge(read_logs(path))
 

@@ -4,7 +4,7 @@ that confirm it, and the remedy. `docs/diagnose.md` has them at length.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from ..health.advice import advise
 from . import drift, precision, sampling, single_tokens
@@ -40,17 +40,17 @@ class Experiment(NamedTuple):
             `"engine"` (another engine is started).
         decisive (`bool`, *optional*, defaults to `False`):
             Whether a gap that stays rules the cause out. Otherwise the other side may still have it.
-        settings (`Mapping[str, Any]`, *optional*):
+        settings (`Mapping[str, object]`, *optional*):
             Settings of a trainer that make the change permanent.
-        engine (`Mapping[str, Any]`, *optional*):
+        engine (`Mapping[str, object]`, *optional*):
             Arguments of the other engine.
     """
 
     change: str
     on: Literal["trainer", "sampler", "engine"]
     decisive: bool = False
-    settings: Mapping[str, Any] = {}
-    engine: Mapping[str, Any] = {}
+    settings: Mapping[str, object] = {}
+    engine: Mapping[str, object] = {}
 
 
 class Cause(NamedTuple):
@@ -66,7 +66,7 @@ class Cause(NamedTuple):
             Returns the points of a picture of the evidence.
         remedy (`str`):
             The remedy: first at the source.
-        settings (`Mapping[str, Any]`, *optional*):
+        settings (`Mapping[str, object]`, *optional*):
             Settings of a trainer that are the remedy; empty where no setting is.
         otherwise (`str`, *optional*, defaults to `""`):
             The remedy for a run that has these settings already.
@@ -85,7 +85,7 @@ class Cause(NamedTuple):
     test: Test
     picture: Picture
     remedy: str
-    settings: Mapping[str, Any] = {}
+    settings: Mapping[str, object] = {}
     otherwise: str = ""
     correction: Literal["", "any", "rejecting"] = ""
     normal: bool = False

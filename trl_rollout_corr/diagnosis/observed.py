@@ -1,7 +1,7 @@
 """Tokens of a dump for a diagnosis: their log-ratio, and everything that it could depend on."""
 
+from collections.abc import Mapping
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -50,7 +50,7 @@ class Observed:
             Number of tokens of the loss, including those.
     """
 
-    def __init__(self, sequences: Sequences, settings: dict[str, Any], about: dict[str, str]):
+    def __init__(self, sequences: Sequences, settings: Mapping[str, object], about: Mapping[str, str]):
         self.settings, self.about = settings, about
         kept = sequences.counted
         self.n_tokens = int((sequences.mask & sequences.represents[sequences.row]).sum())

@@ -1,7 +1,7 @@
 """The search: which tests are made in which order, and how certain the causes are that they find."""
 
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from .causes import CAUSES, Cause, Test
 from .evidence import FLOOR, LARGE, Points, Seen
@@ -105,7 +105,7 @@ class Diagnosis(NamedTuple):
             The gap over the trainer's difference from itself; `None` if that is not known.
         n_tokens, n_sequences (`int`):
             Number of tokens and sequences.
-        in_effect (`Mapping[str, Any]`, *optional*):
+        in_effect (`Mapping[str, object]`, *optional*):
             Settings of the run, as far as they are known.
     """
 
@@ -116,7 +116,7 @@ class Diagnosis(NamedTuple):
     floor: float | None
     n_tokens: int
     n_sequences: int
-    in_effect: Mapping[str, Any] = {}
+    in_effect: Mapping[str, object] = {}
 
     @property
     def healthy(self) -> bool:

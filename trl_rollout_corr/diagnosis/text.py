@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..health import advice
 from ..health.windows import Window
@@ -60,12 +60,12 @@ class Remedy(NamedTuple):
     Args:
         text (`str`):
             The remedy, in sentences.
-        settings (`dict[str, Any]`):
+        settings (`dict[str, object]`):
             Settings to paste that are not in effect: those that remove the cause, and the correction for the rest of the gap.
     """
 
     text: str
-    settings: dict[str, Any]
+    settings: dict[str, object]
 
 
 def remedy_for(diagnosis: Diagnosis, finding: Finding) -> Remedy:
@@ -83,7 +83,7 @@ def remedy_for(diagnosis: Diagnosis, finding: Finding) -> Remedy:
     return Remedy(text, missing)
 
 
-def _correction(finding: Finding, run: Mapping[str, Any]) -> Mapping[str, Any]:
+def _correction(finding: Finding, run: Mapping[str, object]) -> Mapping[str, object]:
     """The correction for the rest of the gap; empty where it would hide a mistake."""
     return advice.advise(advice.mode_of(run), "gap" if finding.cause.correction else "broken").settings
 
@@ -92,7 +92,7 @@ def _correction(finding: Finding, run: Mapping[str, Any]) -> Mapping[str, Any]:
 _DEFAULTS = {"frequency_penalty": 0.0, "kv_cache_dtype": "auto", "presence_penalty": 0.0}
 
 
-def _in_effect(value: Any, run: Any) -> bool:
+def _in_effect(value: object, run: object) -> bool:
     """True if a setting has the advised value in the run. An unknown one (`...`) has not."""
     if isinstance(value, Mapping):
         known = run if isinstance(run, Mapping) else {}
@@ -100,7 +100,7 @@ def _in_effect(value: Any, run: Any) -> bool:
     return run is not ... and (run == value or not (run or value))  # 0, None and False are all off
 
 
-def _corrects(run: Mapping[str, Any], *, rejecting: bool) -> bool:
+def _corrects(run: Mapping[str, object], *, rejecting: bool) -> bool:
     """True if a run has a correction, and if asked one that takes single tokens out of the gradient."""
     window, bounds = Window({}, run), run.get("rollout_is_threshold")
     takes_out = bool(run.get("rollout_rs")) or isinstance(bounds, list) or window.clips
@@ -123,9 +123,9 @@ def write_text(diagnosis: Diagnosis) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write_json(diagnosis: Diagnosis, more: Mapping[str, Any] | None = None) -> str:
+def write_json(diagnosis: Diagnosis, more: Mapping[str, object] | None = None) -> str:
     """The diagnosis as JSON, with `more` keys."""
-    document: Mapping[str, Any] = {
+    document: Mapping[str, object] = {
         "verdict": diagnosis.verdict,
         "healthy": diagnosis.healthy,
         "rms_log_ratio": diagnosis.size,

@@ -40,7 +40,7 @@ _START = (
 )
 
 
-def probe(run: Mapping[str, Any], *, as_json: bool = False, verbose: bool = False) -> tuple[str, bool]:
+def probe(run: Mapping[str, object], *, as_json: bool = False, verbose: bool = False) -> tuple[str, bool]:
     """
     Start a trainer and its sampler as a run would, and diagnose the gap between them.
 

@@ -3,15 +3,23 @@
 import dataclasses
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias, TypedDict
 
 import torch
-from trl import ScriptArguments
+from trl import ModelConfig, ScriptArguments
 from trl.import_utils import is_vllm_available
 
+from ..trainers.grpo import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
+from ..trainers.rloo import RolloutCorrectedRLOOConfig, RolloutCorrectedRLOOTrainer
 from ..trainers.script import ScriptParser, model_config, model_init_kwargs
 
 
+Trainer: TypeAlias = RolloutCorrectedGRPOTrainer | RolloutCorrectedRLOOTrainer
+Config: TypeAlias = RolloutCorrectedGRPOConfig | RolloutCorrectedRLOOConfig
+_TRAINERS: dict[str, tuple[type[Trainer], type[Config]]] = {
+    "grpo": (RolloutCorrectedGRPOTrainer, RolloutCorrectedGRPOConfig),
+    "rloo": (RolloutCorrectedRLOOTrainer, RolloutCorrectedRLOOConfig),
+}
 PROMPTS = (
     "What is the capital of France?",
     "Name three colors.",
@@ -38,13 +46,26 @@ _DEFAULTS = ["--use_vllm", "true", "--vllm_mode", "colocate"]
 _ON_CPU = ["--use_cpu", "true", "--bf16", "false"]
 
 
-def read(request: Mapping[str, Any]) -> tuple[type, Any, Any]:
+class Request(TypedDict):
+    """What the process of a probe is to do."""
+
+    model: str  # name or folder
+    trainer: str  # "grpo" or "rloo"
+    config: str | None  # file of the recipe
+    options: list[str]  # command line, which comes after the recipe
+    completions: int  # least number of them
+    engine: dict[str, object]  # arguments of the engine besides those of the run
+    experiments: bool  # whether to run any
+    output: str  # folder for the dumps and the answer
+
+
+def read(request: Request) -> tuple[type[Trainer], Config, ModelConfig]:
     """
     Read the configuration of the run.
 
     Args:
-        request (`Mapping[str, Any]`):
-            `model`, `trainer` (`"grpo"` or `"rloo"`), `config` (a file or `None`) and `options` (a command line).
+        request ([`Request`]):
+            The request.
 
     Returns:
         `tuple`: the class of the trainer, and the configurations of trainer and model.
@@ -52,12 +73,7 @@ def read(request: Mapping[str, Any]) -> tuple[type, Any, Any]:
     Raises:
         `ValueError`: if it cannot be used.
     """
-    from ..trainers import grpo, rloo
-
-    trainer_class, config_class = {
-        "grpo": (grpo.RolloutCorrectedGRPOTrainer, grpo.RolloutCorrectedGRPOConfig),
-        "rloo": (rloo.RolloutCorrectedRLOOTrainer, rloo.RolloutCorrectedRLOOConfig),
-    }[request["trainer"]]
+    trainer_class, config_class = _TRAINERS[request["trainer"]]
     parser = ScriptParser((ScriptArguments, config_class, model_config(config_class)))
     line = [*request["options"], "--model_name_or_path", request["model"], "--output_dir", request["output"]]
     without_recipe = _DEFAULTS if torch.accelerator.is_available() else [*_DEFAULTS, *_ON_CPU]
@@ -71,7 +87,7 @@ def read(request: Mapping[str, Any]) -> tuple[type, Any, Any]:
     return trainer_class, args, model_args
 
 
-def shortened(args: Any, completions: int, engine: Mapping[str, Any]) -> Any:
+def shortened(args: Config, completions: int, engine: Mapping[str, object]) -> Config:
     """
     Shorten a run to its first batch.
 
@@ -103,15 +119,10 @@ def shortened(args: Any, completions: int, engine: Mapping[str, Any]) -> Any:
         "sync_ref_model": False,
         "reward_weights": None,
         "mask_truncated_completions": False,
-        "log_completions": False,
-        "disable_tqdm": True,
         "report_to": [],
-        "save_strategy": "no",
         "eval_strategy": "no",
         "load_best_model_at_end": False,
         "push_to_hub": False,
-        "resume_from_checkpoint": None,
-        "dataloader_num_workers": 0,
         "vllm_max_model_length": min(args.vllm_max_model_length or _CONTEXT, _CONTEXT),
         "vllm_server_timeout": _PATIENCE,
         "rollout_dump_dir": None,
@@ -120,7 +131,8 @@ def shortened(args: Any, completions: int, engine: Mapping[str, Any]) -> Any:
     if args.vllm_mode == "colocate":
         # compiling for a CPU would take longer than everything else
         eager = {"enforce_eager": True} if on_cpu(args) else {}
-        wanted["rollout_engine_kwargs"] = _merged({**eager, **(args.rollout_engine_kwargs or {})}, engine) or None
+        kwargs: Any = args.rollout_engine_kwargs or {}
+        wanted["rollout_engine_kwargs"] = _merged({**eager, **kwargs}, engine) or None
     known = {field.name for field in dataclasses.fields(args) if field.init}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the run, and said when it was read
@@ -132,5 +144,5 @@ def _merged(kwargs: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any
     return {**kwargs, **more, **both}
 
 
-def on_cpu(args: Any) -> bool:
+def on_cpu(args: Config) -> bool:
     return str(args.device.type) == "cpu"

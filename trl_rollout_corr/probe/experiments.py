@@ -4,7 +4,7 @@ Results of counter-experiments, and their part in the diagnosis. The experiments
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -228,7 +228,7 @@ def _is_remedy(result: Result) -> bool:
     return all(remedy.get(name) == value for name, value in result.experiment.settings.items())
 
 
-def as_data(noise: float | None, results: Iterable[Result]) -> list[dict[str, Any]]:
+def as_data(noise: float | None, results: Iterable[Result]) -> list[dict[str, object]]:
     """The results as data for JSON."""
     return [
         {
@@ -240,7 +240,6 @@ def as_data(noise: float | None, results: Iterable[Result]) -> list[dict[str, An
             "multiple_of_noise_floor_after": result.after / noise if noise and result.after is not None else None,
             "says": result.says or None,
             "left_out": result.reason or None,
-            "settings": dict(result.experiment.settings),
         }
         for result in results
     ]

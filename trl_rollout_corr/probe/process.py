@@ -10,11 +10,11 @@ It writes a dump of the sampled tokens and one for each counter-experiment, and 
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import cycle, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from transformers import AutoConfig, AutoTokenizer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -27,15 +27,12 @@ from ..trainers.batch import ROLLOUT_LOGPS
 from ..trainers.first_step import score_alone
 from ..trainers.run_metadata import settings_in_effect
 from ..trainers.sampler import distorting, neutral
-from ..trainers.script import (
-    INPUT_ERRORS,
-    in_one_line,
-    package_warnings,
-)
-from .configuration import PROMPTS, on_cpu, read, shortened
+from ..trainers.script import INPUT_ERRORS, in_one_line, package_warnings
+from .configuration import PROMPTS, Config, Request, Trainer, on_cpu, read, shortened
 from .rescoring import rescorings
 
 
+Batch: TypeAlias = dict[str, torch.Tensor]
 # Settings that an experiment removes, from the configuration and from `generation_kwargs`
 _SAMPLING = {
     "whole_distribution": ("top_p", "top_k", "min_p"),
@@ -49,13 +46,13 @@ class _Prepared(Exception):
 
 class _StopBeforeTraining(TrainerCallback):
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         raise _Prepared
 
 
 @contextmanager
-def _attached_without_weights(args: Any) -> Iterator[bool]:
+def _attached_without_weights(args: Config) -> Iterator[bool]:
     """
     Yield whether weights can be pushed. They go to a server through NCCL, which needs a GPU. Without one, keep TRL from
     refusing: the server samples with its own weights.
@@ -91,7 +88,7 @@ class Probe:
             Types in which trainer and sampler compute.
     """
 
-    def __init__(self, trainer: Any, pushes: bool = True, run: Any = None):
+    def __init__(self, trainer: Trainer, pushes: bool = True, run: Config | None = None) -> None:
         self.trainer, self.pushes, self.run = trainer, pushes, run or trainer.args
         trainer.add_callback(_StopBeforeTraining())
         with suppress(_Prepared):
@@ -106,21 +103,21 @@ class Probe:
             **({} if head is None else {"sampler_head_dtype": str(head).removeprefix("torch.")}),
         }
 
-    def sample(self, *, push: bool = True) -> list[dict[str, Any]]:
+    def sample(self, *, push: bool = True) -> list[Batch]:
         """Sample the first batch, with the trainer's weights or (`push=False`) the sampler's. Returns TRL's batches."""
         trainer = self.trainer
         trainer._last_loaded_step = -1 if push and self.pushes else trainer.state.global_step
         trainer._buffered_inputs = None
         trainer._prepare_inputs(self.inputs)
-        batches: list[dict[str, Any]] = trainer._buffered_inputs
+        batches: list[Batch] = trainer._buffered_inputs
         return batches
 
-    def score(self, batches: list[dict[str, Any]]) -> list[torch.Tensor]:
+    def score(self, batches: list[Batch]) -> list[torch.Tensor]:
         """Score batches as the loss does, `(B, T)` each."""
         with torch.no_grad(), self.trainer.compute_loss_context_manager():
             return [self._forward(batch) for batch in batches]
 
-    def _forward(self, batch: dict[str, Any]) -> torch.Tensor:
+    def _forward(self, batch: Batch) -> torch.Tensor:
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
         attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
         n = batch["completion_ids"].shape[1]
@@ -128,7 +125,7 @@ class Probe:
         logps: torch.Tensor = scored[0].float()
         return logps
 
-    def score_alone(self, batches: list[dict[str, Any]]) -> list[torch.Tensor]:
+    def score_alone(self, batches: list[Batch]) -> list[torch.Tensor]:
         """Score batches one sequence at a time, without padding."""
         forward = self.trainer._get_per_token_logps_and_entropies
         with self.trainer.compute_loss_context_manager():
@@ -139,7 +136,7 @@ class Probe:
     def write(
         self,
         folder: Path,
-        batches: list[dict[str, Any]],
+        batches: list[Batch],
         logps: list[torch.Tensor],
         again: list[torch.Tensor] | None = None,
     ) -> None:
@@ -151,7 +148,7 @@ class Probe:
         ]
         write_rows(folder, 1, 0, rows, settings_in_effect(self.run), self.about)
 
-    def _rows(self, batch: dict[str, Any], logps: torch.Tensor, again: torch.Tensor | None) -> list[dict[str, Any]]:
+    def _rows(self, batch: Batch, logps: torch.Tensor, again: torch.Tensor | None) -> list[dict[str, Any]]:
         mask = self.trainer._loss_mask(batch).bool()
         columns = {
             **{name: batch[name] for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")},
@@ -231,7 +228,7 @@ def run(probe: Probe, output: Path, *, experiments: bool = True) -> dict[str, st
     return left_out
 
 
-def build(request: Mapping[str, Any]) -> Probe:
+def build(request: Request) -> Probe:
     """Build the trainer and the sampler of a request."""
     from datasets import Dataset
 
@@ -259,7 +256,7 @@ def build(request: Mapping[str, Any]) -> Probe:
     return Probe(trainer, pushes, run)
 
 
-def _no_reward(completions: list[Any], **kwargs: Any) -> list[float]:
+def _no_reward(completions: list[object], **kwargs: object) -> list[float]:
     return [0.0] * len(completions)
 
 
@@ -278,7 +275,7 @@ def main(path: str) -> None:
         (output / "answer.json").write_text(json.dumps(answer), encoding="utf-8")
 
 
-def _answer(request: Mapping[str, Any], output: Path) -> dict[str, Any]:
+def _answer(request: Request, output: Path) -> dict[str, Any]:
     probe = build(request)
     left_out = run(probe, output, experiments=request["experiments"])
     return {"about": probe.about, "left_out": left_out, "mode": probe.trainer.vllm_mode}

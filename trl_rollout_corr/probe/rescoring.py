@@ -3,17 +3,19 @@ Changes of a trainer for a counter-experiment, each a context manager: no dropou
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from ..trainers.run_metadata import dropout_of
 from ..trainers.versions import float32_fused_head
+from .configuration import Trainer
 
 
 @contextmanager
-def without_dropout(trainer: Any) -> Iterator[None]:
+def without_dropout(trainer: Trainer) -> Iterator[None]:
     """The model in evaluation mode."""
     was_training = trainer.model.training
     trainer.model_wrapped.eval()
@@ -24,7 +26,7 @@ def without_dropout(trainer: Any) -> Iterator[None]:
 
 
 @contextmanager
-def head_in_float32(trainer: Any) -> Iterator[None]:
+def head_in_float32(trainer: Trainer) -> Iterator[None]:
     """The head in float32, outside autocast. An embedding with the same weight is not changed."""
     model = causal_model(trainer)
     head = model.get_output_embeddings()
@@ -46,7 +48,7 @@ def head_in_float32(trainer: Any) -> Iterator[None]:
 
 
 @contextmanager
-def all_in_float32(trainer: Any) -> Iterator[None]:
+def all_in_float32(trainer: Trainer) -> Iterator[None]:
     """The whole model in float32, without autocast."""
     model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=True)
     tensors = [x for x in (*model.parameters(), *model.buffers()) if x.is_floating_point()]
@@ -65,7 +67,7 @@ def _put_back(before: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 @contextmanager
-def _without_autocast(trainer: Any, model: Any) -> Iterator[None]:
+def _without_autocast(trainer: Trainer, model: Any) -> Iterator[None]:
     """Remove autocast, which Accelerate puts around the forward pass of a prepared model, and TRL around its own call."""
     prepared, autocast = model.__dict__.get("forward"), trainer.accelerator.autocast
     plain = model.__dict__.get("_original_forward")
@@ -80,13 +82,13 @@ def _without_autocast(trainer: Any, model: Any) -> Iterator[None]:
             model.forward = prepared
 
 
-def causal_model(trainer: Any) -> Any:
+def causal_model(trainer: Trainer) -> PreTrainedModel:
     """The model with the head, unwrapped."""
     model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=True)
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def head_dtype(trainer: Any) -> torch.dtype | None:
+def head_dtype(trainer: Trainer) -> torch.dtype | None:
     """The type in which the head of the trainer computes, or `None` if it is not a plain matrix."""
     head: Any = causal_model(trainer).get_output_embeddings()
     weight = getattr(head, "_parameters", {}).get("weight")
@@ -97,7 +99,7 @@ def head_dtype(trainer: Any) -> torch.dtype | None:
     return torch.bfloat16 if trainer.args.bf16 else torch.float16 if trainer.args.fp16 else weight.dtype
 
 
-def rescorings(trainer: Any, dtype: str) -> Mapping[str, Callable[[Any], Any]]:
+def rescorings(trainer: Trainer, dtype: str) -> Mapping[str, Callable[[Trainer], AbstractContextManager[None]]]:
     """
     Experiments that the trainer can make alone, by their names in `EXPERIMENTS`.
 

@@ -55,7 +55,7 @@ _MARKS: dict[str, dict[str, Any]] = {
     "dashed": {"linestyle": "--", "zorder": 4},
     "joined": {"marker": "o", "markersize": 4},
 }
-_WIDTH, _LINE, _DPI = 10.4, 130, 110  # of a PNG: inches, characters of a line of text, and dots per inch
+_WIDTH, _LINE, _DPI = 10.4, 120, 110  # of a PNG: inches, characters of a line of text, and dots per inch
 
 
 def svg(chart: Chart) -> str:
@@ -86,7 +86,7 @@ def png(page: Page) -> bytes:
     n = len(overview.charts)
     with _style():
         figure = Figure(figsize=(_WIDTH, 0.6 + 0.22 * len(lines) + 1.7 * n), dpi=_DPI, layout="constrained")
-        figure.suptitle("\n".join(lines), x=0.01, ha="left", fontsize=11)
+        figure.suptitle("\n".join(lines), x=0.01, ha="left", fontsize=10)
         for i, chart in enumerate(overview.charts, 1):
             axes = figure.add_subplot(n, 1, i)
             draw(chart, axes)
