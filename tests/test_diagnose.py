@@ -363,7 +363,7 @@ def test_tokens_that_take_another_route_need_a_correction_that_rejects():
 
     def settings(**fields) -> dict:
         run = dataclasses.asdict(RolloutCorrectionConfig(**fields))
-        return remedy_for(Diagnosis("found", [finding], 0.1, 0.1, None, 100, 10, run), finding).settings
+        return remedy_for(Diagnosis("found", [finding], 0.1, 0.1, None, 100, 10, run), finding)[1]
 
     assert settings() == {"rollout_correction": "auto"}
     assert settings(rollout_is_threshold=[0.5, 5.0]) == {}
@@ -375,8 +375,8 @@ def test_tokens_that_take_another_route_need_a_correction_that_rejects():
 def test_mappings_are_in_effect_key_by_key():
     def missing(name: str, **in_effect) -> dict:
         finding = Finding(name, 0.9, 1.0, Seen(1.0, 1.0, {}, ""))
-        advice = remedy_for(Diagnosis("found", [finding], 0.1, 0.1, None, 100, 10, in_effect), finding)
-        return {key: value for key, value in advice.settings.items() if key != "rollout_correction"}
+        _, settings = remedy_for(Diagnosis("found", [finding], 0.1, 0.1, None, 100, 10, in_effect), finding)
+        return {key: value for key, value in settings.items() if key != "rollout_correction"}
 
     float32_head = CAUSES["head"].settings
     engine = {"dtype": "float32", "hf_overrides": {"head_dtype": "float32", "rope_theta": 1.0}}

@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from ..health import advice
 from ..health.windows import Window
@@ -53,23 +52,11 @@ def sure(finding: Finding) -> str:
     return "certain" if finding.certainty > 0.9 else "likely" if finding.certainty > 0.7 else "possible"
 
 
-class Remedy(NamedTuple):
+def remedy_for(diagnosis: Diagnosis, finding: Finding) -> tuple[str, dict[str, object]]:
     """
-    The remedy of a cause in a run.
-
-    Args:
-        text (`str`):
-            The remedy, in sentences.
-        settings (`dict[str, object]`):
-            Settings to paste that are not in effect: those that remove the cause, and the correction for the rest of the gap.
+    The remedy of a cause in the run that has it: sentences, and settings to paste that are not in effect. They remove the cause,
+    and correct for the rest of the gap.
     """
-
-    text: str
-    settings: dict[str, object]
-
-
-def remedy_for(diagnosis: Diagnosis, finding: Finding) -> Remedy:
-    """The remedy of a cause in the run that has it."""
     cause, run = finding.cause, diagnosis.in_effect
     missing = {name: value for name, value in cause.settings.items() if not _in_effect(value, run.get(name, ...))}
     text = cause.remedy
@@ -77,10 +64,8 @@ def remedy_for(diagnosis: Diagnosis, finding: Finding) -> Remedy:
         done = ", ".join(f"`{line}`" for line in yaml_lines(cause.settings).splitlines())
         text = f"In effect already: {done}. {cause.otherwise}"
     if cause.correction and _corrects(run, rejecting=cause.correction == "rejecting"):
-        text += " The run has a correction for the rest."
-    else:
-        missing |= _correction(finding, run)
-    return Remedy(text, missing)
+        return f"{text} The run has a correction for the rest.", missing
+    return text, {**missing, **_correction(finding, run)}
 
 
 def _correction(finding: Finding, run: Mapping[str, object]) -> Mapping[str, object]:
@@ -111,15 +96,15 @@ def write_text(diagnosis: Diagnosis) -> str:
     """The diagnosis as text for a terminal."""
     lines = [f"{headline(diagnosis)}.", detail(diagnosis)]
     for place, finding in enumerate(diagnosis.findings, 1):
-        cause, remedy = finding.cause, remedy_for(diagnosis, finding)
+        cause, (remedy, settings) = finding.cause, remedy_for(diagnosis, finding)
         lines += [
             "",
             f"{place}. {cause.title[:1].upper()}{cause.title[1:]} ({finding.name})",
             f"   {sure(finding)} ({percent(round(finding.certainty, 2))}), explains {percent(round(finding.share, 2))} of d^2",
             f"   Seen: {evidence(finding)}.",
-            f"   What to do: {remedy.text}",
+            f"   What to do: {remedy}",
         ]
-        lines += [f"     {line}" for line in yaml_lines(remedy.settings).splitlines()]
+        lines += [f"     {line}" for line in yaml_lines(settings).splitlines()]
     return "\n".join(lines) + "\n"
 
 
@@ -140,11 +125,12 @@ def write_json(diagnosis: Diagnosis, more: Mapping[str, object] | None = None) -
                 "certainty": round(finding.certainty, 3),
                 "share_of_squared_log_ratio": round(finding.share, 4),
                 "evidence": dict(finding.seen.numbers),
-                "remedy": remedy.text,
-                "settings": remedy.settings,
+                "remedy": remedy,
+                "settings": settings,
                 "preset": _correction(finding, diagnosis.in_effect).get("rollout_correction"),
             }
-            for finding, remedy in ((finding, remedy_for(diagnosis, finding)) for finding in diagnosis.findings)
+            for finding in diagnosis.findings
+            for remedy, settings in [remedy_for(diagnosis, finding)]
         ],
         **(more or {}),
     }

@@ -115,14 +115,14 @@ def _diagnosis(facts: Facts | None) -> Section | None:
     cards = [Card(f"{headline(diagnosis)}.", detail(diagnosis), "healthy" if diagnosis.healthy else "warning")]
     for finding in diagnosis.findings:
         share, certainty = percent(round(finding.share, 2)), percent(round(finding.certainty, 2))
-        advice = remedy_for(diagnosis, finding)
+        remedy, settings = remedy_for(diagnosis, finding)
         cards.append(
             Card(
                 _capital(finding.cause.title),
                 f"{_capital(sure(finding))} ({certainty}), explains {share} of d^2: {evidence(finding)}.",
                 "" if finding.cause.normal else "warning",
-                remedy=advice.text,
-                yaml=yaml_lines(advice.settings) if advice.settings else "",
+                remedy=remedy,
+                yaml=yaml_lines(settings),
                 chart=evidence_of(observed, finding),
             )
         )
