@@ -46,9 +46,7 @@ class Dump(NamedTuple):
     damage: list[str]
 
 
-def open_dump(
-    path: str | Path, *, text: bool = False, sampled_only: bool = False, steps: tuple[int, int] | None = None
-) -> Dump:
+def open_dump(path: str | Path, *, text: bool = False, steps: tuple[int, int] | None = None) -> Dump:
     """
     Read a dump. Damaged files are left out: the other files are still a sample of the run.
 
@@ -57,8 +55,6 @@ def open_dump(
             Folder of the dump, one of its files, or the folder of a run with a dump in it.
         text (`bool`, *optional*, defaults to `False`):
             Whether to read prompts and the text of tokens.
-        sampled_only (`bool`, *optional*, defaults to `False`):
-            Whether to leave out sequences that were chosen because they are the worst.
         steps (`tuple[int, int]`, *optional*):
             First and last optimizer step to read. All by default.
 
@@ -79,13 +75,6 @@ def open_dump(
         table = table.filter(pc.and_(pc.greater_equal(table["step"], first), pc.less_equal(table["step"], last)))
         if not table.num_rows:
             raise ValueError(f"the dump holds no sequences of steps {first} to {last}")
-    if sampled_only:
-        table = table.filter(table["sampled"])
-        if not table.num_rows:
-            raise ValueError(
-                "no sequence was drawn at random (`rollout_dump_sampled`), and the worst ones do not represent the batch; "
-                "take them with --worst"
-            )
     return Dump(found, _sequences(table), settings, about, damage)
 
 

@@ -142,10 +142,6 @@ class Sequences:
         """Prompt of a sequence."""
         return self._text["prompt"][int(row)].as_py() or ""
 
-    def padded(self, column: np.ndarray, rows: np.ndarray) -> torch.Tensor:
-        """Some sequences, by index, of an array of tokens: `(B, T)`."""
-        return pad(np.concatenate([column[self.slice(row)] for row in rows]), self.lengths[rows])
-
 
 def pad(values: np.ndarray, lengths: np.ndarray) -> torch.Tensor:
     """Sequences that lie end to end, below each other: `(B, T)` with zeros after the end of each, and `T` at least 1."""
