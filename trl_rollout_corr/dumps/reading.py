@@ -23,27 +23,13 @@ _NULLABLE = {"prompt", "completion", "weights", "staleness", "prompt_ids", "padd
 
 
 class Dump(NamedTuple):
-    """
-    A dump.
+    """A dump."""
 
-    Args:
-        path (`Path`):
-            Folder with the files, or the only file that was read.
-        sequences ([`~trl_rollout_corr.dumps.sequences.Sequences`]):
-            Sequences in order of steps.
-        settings (`dict`):
-            Settings in effect at the last step.
-        about (`dict[str, str]`):
-            Facts about the run, as far as they are known: `model`, `trainer`, `date`, types and adapter.
-        damage (`list[str]`):
-            A sentence about each file that cannot be read.
-    """
-
-    path: Path
-    sequences: Sequences
-    settings: dict[str, Any]
-    about: dict[str, str]
-    damage: list[str]
+    path: Path  # folder with the files, or the only file that was read
+    sequences: Sequences  # in order of steps
+    settings: dict[str, Any]  # in effect at the last step
+    about: dict[str, str]  # `model`, `trainer`, `date`, types and adapter, where known
+    damage: list[str]  # a sentence about each file that cannot be read
 
 
 def open_dump(

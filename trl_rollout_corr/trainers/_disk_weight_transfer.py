@@ -54,12 +54,7 @@ class DiskWeightTransfer:
         self._method = "reload_weights"  # of the server's worker
 
     def init_weight_transfer(self) -> None:
-        """
-        Wait for the server, and check that it takes weights.
-
-        Raises:
-            `RuntimeError`: if it takes no weights, or only a part of them.
-        """
+        """Wait for the server, and refuse one that takes no weights, or only a part of them."""
         self.client.wait_for_server_ready()
         response = requests.get(f"{self.client.server_url}/server_info", params={"config_format": "json"}, timeout=60)
         if response.status_code == 404:
@@ -82,16 +77,7 @@ class DiskWeightTransfer:
         self.client.pause(timeout=int(self.timeout))
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """
-        Write weights and make the server load them.
-
-        Args:
-            iterator (`Iterator[tuple[str, torch.Tensor]]`):
-                Names and weights, as in a checkpoint.
-
-        Raises:
-            `RuntimeError`: if the server does not load them.
-        """
+        """Write weights, by their names in a checkpoint, and make the server load them."""
         previous, self._version = self._path(), self._version + 1
         _write(iterator, self._path())
         self._load(self._path())

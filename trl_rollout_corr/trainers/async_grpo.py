@@ -54,17 +54,7 @@ def check_proximal(value: Any) -> str:
 
 
 def check_asynchronous(config: Any) -> None:
-    """
-    Refuse or warn about settings that an asynchronous run cannot follow.
-
-    Args:
-        config ([`RolloutCorrectedAsyncGRPOConfig`]):
-            Configuration of a trainer.
-
-    Raises:
-        `ValueError`: if completions are to be rejected before their baseline, if `rollout_proximal` is unknown, or if the mean
-            of batch normalisation may be over a single sequence.
-    """
+    """Refuse settings that an asynchronous run cannot follow."""
     if config.rollout_rs_exclude_from_baseline:
         raise ValueError(
             "`rollout_rs_exclude_from_baseline` is True, but in an asynchronous run the rollout worker computes rewards and "

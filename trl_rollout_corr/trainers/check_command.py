@@ -32,12 +32,7 @@ def allowed_vllm() -> Requirement | None:
 
 
 def inspect_trl() -> tuple[str, bool]:
-    """
-    Report on the installed packages.
-
-    Returns:
-        `tuple[str, bool]`: the report, and `True` if the trainers work with the installed packages.
-    """
+    """Report on the installed packages, and `True` if the trainers work with them."""
     lines = [f"{'python':<17} {platform.python_version()}", f"{'trl-rollout-corr':<17} {__version__}"]
     lines += [f"{package:<17} {installed(package) or 'not installed'}{_remark(package)}" for package in PACKAGES]
     found, problem = _look_at_trl()

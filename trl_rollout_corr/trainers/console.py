@@ -25,8 +25,8 @@ _COLUMNS = (
 
 class Console(PrinterCallback):
     """
-    Prints a line per log: progress, time left, reward, `k3_kl`, effective sample size, share rejected, effective learning rate
-    and the number of alarms.
+    Prints a line per log: step, reward, `k3_kl`, effective sample size, share rejected, effective learning rate and the number
+    of alarms.
 
     The trainers put it in the place of the callback by which Transformers prints every metric. To see them all, pass
     `callbacks=[transformers.PrinterCallback()]`.

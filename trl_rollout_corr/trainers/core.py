@@ -61,10 +61,6 @@ def check_bounds_of_means(config: GRPOConfig | RLOOConfig) -> None:
 
     The mean of `T` log-ratios has a standard deviation of `s / sqrt(T)`, so bounds for thousands of tokens are too narrow for
     a hundred. The prediction is for completions of the maximum length; shorter completions are rejected more often.
-
-    Args:
-        config ([`~trl.GRPOConfig`] or [`~trl.RLOOConfig`]):
-            Configuration of a trainer.
     """
     length = config.max_completion_length
     if not config.corrects or not length:

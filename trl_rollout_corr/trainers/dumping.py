@@ -44,42 +44,16 @@ def check_dump_folder(folder: Path, *, new_run: bool) -> None:
 
 
 class Offered(NamedTuple):
-    """
-    A sequence that may go to the dump.
+    """A sequence that may go to the dump."""
 
-    Args:
-        distance (`float`):
-            Largest absolute log-ratio of its tokens, infinite if one has no finite log-probability.
-        chance (`float`):
-            Random number in `[0, 1)`. The sequences with the largest numbers are drawn.
-        step (`int`):
-            Optimizer step that trains on it.
-        sequence (`dict`):
-            Its tensors.
-    """
-
-    distance: float
-    chance: float
-    step: int
+    distance: float  # largest absolute log-ratio of its tokens; infinite without a finite log-probability
+    chance: float  # random number in [0, 1): the sequences with the largest are drawn
+    step: int  # optimizer step that trains on it
     sequence: dict[str, torch.Tensor | None]
 
 
 class SequenceDump(TrainerCallback):
-    """
-    Collects sequences during a step, and writes those that are drawn or worst when it ends.
-
-    Args:
-        args ([`RolloutCorrectionConfig`]):
-            Configuration of the trainer.
-        accelerator ([`~accelerate.Accelerator`]):
-            Gathers over ranks.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            Turns tokens into text.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the random selection.
-        about (`dict[str, str]`, *optional*):
-            Metadata of the run, for readers of the dump.
-    """
+    """Collects sequences during a step, and writes those that are drawn or worst when it ends. `about` describes the run."""
 
     def __init__(
         self,
@@ -110,17 +84,7 @@ class SequenceDump(TrainerCallback):
         return step >= self.next_step
 
     def offer(self, step: int, batch: dict[str, torch.Tensor], columns: dict[str, Any]) -> None:
-        """
-        Consider the sequences of a batch.
-
-        Args:
-            step (`int`):
-                Optimizer step that trains on them.
-            batch (`dict`):
-                TRL's batch: tokens, masks and advantages.
-            columns (`dict`):
-                Tensors of shape `(B, T)` or `(B,)` by column of the dump; `None` where there is none.
-        """
+        """Consider the sequences of a batch: TRL's tokens and masks, `(B, T)`, and columns of the dump, `(B, T)` or `(B,)`."""
         mask = columns["mask"]
         distance = (columns["train_logps"] - columns["rollout_logps"]).abs().nan_to_num(torch.inf)
         # a completion without a token of the loss, such as a truncated one that TRL masks, has nothing to show

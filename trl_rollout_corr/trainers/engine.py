@@ -37,16 +37,7 @@ RESERVED = {
 
 
 def check_engine_kwargs(kwargs: Mapping[str, Any]) -> None:
-    """
-    Check that all arguments are arguments of vLLM's engine, and that none is set by TRL.
-
-    Args:
-        kwargs (`Mapping[str, Any]`):
-            `rollout_engine_kwargs`.
-
-    Raises:
-        `ValueError`: if an argument is unknown or set by TRL.
-    """
+    """Refuse arguments that are not of vLLM's engine, or that TRL sets."""
     from vllm import EngineArgs
 
     known = [field.name for field in dataclasses.fields(EngineArgs)]
@@ -64,17 +55,7 @@ def check_engine_kwargs(kwargs: Mapping[str, Any]) -> None:
 
 @contextmanager
 def engine_arguments(args: Any) -> Iterator[None]:
-    """
-    Context in which TRL builds its engine with more arguments.
-
-    Args:
-        args ([`RolloutCorrectionConfig`]):
-            Configuration of the trainer to build. With a server, its command line is printed instead; without vLLM, there
-            is a warning that the setting has no effect.
-
-    Raises:
-        `ValueError`: if an argument cannot be passed.
-    """
+    """Context in which TRL builds its engine with `rollout_engine_kwargs`. For a server, its command line is printed."""
     kwargs = args.rollout_engine_kwargs
     if not kwargs:
         yield

@@ -19,17 +19,8 @@ TOLERANCE = 0.05  # relative to the largest gradient; the rounding error of bflo
 
 class GradientCheck:
     """
-    Test of one micro-batch.
-
-    Args:
-        logps (`torch.Tensor` of shape `(B, T)`):
-            Log-probabilities of the current policy, with gradient.
-
-    Attributes:
-        logps (`torch.Tensor` of shape `(B, T)`):
-            The same log-probabilities, for the loss.
-        factor (`torch.Tensor` of shape `(B, T)`):
-            Ones with gradient. The caller multiplies the coefficients by them.
+    Test of one micro-batch, for which the loss takes `logps`, and the caller multiplies the coefficients by `factor`, ones
+    with gradient; both `(B, T)`.
     """
 
     def __init__(self, logps: torch.Tensor) -> None:
@@ -38,11 +29,9 @@ class GradientCheck:
 
     def passes(self, loss: torch.Tensor, *, own: bool, per_token: bool, alone: bool) -> bool:
         """
-        Check that the coefficients act on a loss.
+        Check that the coefficients act on a loss, a scalar with gradient.
 
         Args:
-            loss (`torch.Tensor`):
-                The loss, a scalar with gradient.
             own (`bool`):
                 The loss is the user's own: it must depend on the coefficients, in any way.
             per_token (`bool`):

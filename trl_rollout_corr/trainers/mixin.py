@@ -53,12 +53,8 @@ class RolloutCorrectionMixin(CorrectionCore):
     """
     Rollout correction for a trainer of TRL. Comes before the trainer among the bases.
 
-    A trainer defines the differences between TRL's trainers:
-
-    - `_trl_class` and `_config_class`: TRL's trainer and its configuration;
-    - `_anchor_key`: key of the log-probabilities in the denominator of TRL's ratio;
-    - `_enter_loss`: puts anchor and coefficients into TRL's loss;
-    - `_asking_for_old_pass`: makes TRL run its old pass while scoring.
+    A trainer defines the differences between TRL's trainers: `_trl_class` and `_config_class`, `_anchor_key` (key of the
+    log-probabilities in the denominator of TRL's ratio), `_enter_loss`, and `_asking_for_old_pass`.
 
     Attributes:
         rollout_step (`int`, *optional*):
@@ -291,16 +287,9 @@ class RolloutCorrectionMixin(CorrectionCore):
         """
         Correct a micro-batch on the way from the model to TRL's loss.
 
-        Args:
-            logps (`torch.Tensor` of shape `(B, T)`):
-                Log-probabilities of the current policy, with gradient.
-            batch (`dict`):
-                The micro-batch, or a copy. Results of the first visit are kept in its tensors.
-            inputs (`dict`):
-                Batch for TRL's loss; changed in place.
-
-        Returns:
-            `torch.Tensor` of shape `(B, T)`: the log-probabilities for TRL's loss.
+        `logps`, `(B, T)` with gradient, are of the current policy. Results of the first visit are kept in the tensors of
+        `batch`; `inputs`, the batch for TRL's loss, is changed in place. Returns the log-probabilities for TRL's loss, `(B,
+        T)`.
         """
         inputs["advantages"] = batch["advantages"]
         current, first = logps.detach(), self._is_first_visit(batch)
@@ -364,20 +353,5 @@ class RolloutCorrectionMixin(CorrectionCore):
     def _enter_loss(
         self, inputs: dict[str, Any], logps: torch.Tensor, anchor: torch.Tensor, coefficients: torch.Tensor
     ) -> torch.Tensor:
-        """
-        Put an anchor and coefficients into TRL's loss.
-
-        Args:
-            inputs (`dict`):
-                Batch for TRL's loss; changed in place.
-            logps (`torch.Tensor` of shape `(B, T)`):
-                Log-probabilities of the current policy, with gradient.
-            anchor (`torch.Tensor` of shape `(B, T)`):
-                Log-probabilities in the denominator of the ratio.
-            coefficients (`torch.Tensor` of shape `(B, T)`):
-                Factor of the policy gradient of each token.
-
-        Returns:
-            `torch.Tensor` of shape `(B, T)`: the log-probabilities for TRL's loss.
-        """
+        """Put anchor and coefficients into TRL's batch of the loss, and return the log-probabilities for it; all `(B, T)`."""
         raise NotImplementedError

@@ -248,20 +248,7 @@ def check_tightened(config: RolloutCorrectionConfig, *, warns: bool = False) -> 
 
 
 def check_preset(name: Preset | None, args: RolloutCorrectionConfig, *, warns: bool = False) -> None:
-    """
-    Check that a run can be switched to a preset.
-
-    Args:
-        name (`str`):
-            Name of the preset.
-        args ([`RolloutCorrectionConfig`]):
-            Configuration of the run.
-        warns (`bool`, *optional*, defaults to `False`):
-            Repeat warnings about the settings that the run would then have.
-
-    Raises:
-        `ValueError`: if there is no such preset, or it has another mode, corrects nothing, or cannot act in this run.
-    """
+    """Refuse a preset that a run cannot switch to. `warns` repeats warnings about the settings it would then have."""
     name = check_name(name)
     preset = RolloutCorrectionConfig.from_preset(name)
     refused = f"`rollout_monitor_preset` is {name!r}, which `rollout_monitor='tighten'` cannot switch to: "

@@ -19,18 +19,7 @@ _MERGED = 16
 
 
 def coarser(counts: Sequence[float], edges: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
-    """
-    Merge bins of the histogram on either side of 0.
-
-    Args:
-        counts (`list[float]`):
-            Counts of [`~trl_rollout_corr.correction.metrics.Statistics.histogram`].
-        edges (`list[float]`):
-            Its edges, in nats.
-
-    Returns:
-        `tuple[np.ndarray, np.ndarray]`: `n` counts and `n + 1` edges.
-    """
+    """Merge bins of the histogram on either side of 0: `n` counts and `n + 1` edges, in nats."""
     cumulative = [0.0, *accumulate(counts)]
     middle = range(SIDE_BINS, SIDE_BINS + 2)
     kept = [*range(0, SIDE_BINS, _MERGED), *middle, *range(SIDE_BINS + 1 + _MERGED, len(edges), _MERGED)]
@@ -40,21 +29,7 @@ def coarser(counts: Sequence[float], edges: Sequence[float]) -> tuple[np.ndarray
 def report_histogram(
     handler: CallbackHandler, counts: Sequence[float], edges: Sequence[float], mode: str, step: int
 ) -> None:
-    """
-    Send the histogram of the log-ratio to the trackers of the run among W&B, trackio and TensorBoard.
-
-    Args:
-        handler ([`~transformers.trainer_callback.CallbackHandler`]):
-            Callbacks of the trainer, on the main process.
-        counts (`Sequence[float]`):
-            Counts of the histogram.
-        edges (`Sequence[float]`):
-            Its edges, in nats.
-        mode (`str`):
-            `"train"` or `"eval"`.
-        step (`int`):
-            Optimizer steps made so far.
-    """
+    """Send the histogram of the log-ratio, with edges in nats, to the trackers that can show one."""
     merged = coarser(counts, edges)
     key = f"{mode}/{PREFIX}log_ratio"
     for callback in handler.callbacks:
@@ -83,19 +58,7 @@ def _add_to_tensorboard(writer: Any, key: str, counts: np.ndarray, edges: np.nda
 
 
 def report_alert(handler: CallbackHandler, title: str, text: str, *, critical: bool) -> None:
-    """
-    Send an alert to the trackers of the run among W&B and trackio.
-
-    Args:
-        handler ([`~transformers.trainer_callback.CallbackHandler`]):
-            Callbacks of the trainer, on the main process.
-        title (`str`):
-            Title; W&B takes 63 characters.
-        text (`str`):
-            Finding, reason and advice.
-        critical (`bool`):
-            Send it with the level of an error instead of a warning.
-    """
+    """Send an alert to the trackers of the run among W&B and trackio, as an error (`critical`) or a warning."""
     for callback in handler.callbacks:
         if isinstance(callback, WandbCallback) and callback._initialized:
             callback._wandb.run.alert(title[:63], text, level="ERROR" if critical else "WARN")

@@ -22,13 +22,10 @@ from .versions import replace_trl_correction
 
 @dataclass
 class RolloutCorrectedRLOOConfig(RolloutCorrectionConfig, RLOOConfig):
-    r"""
+    """
     Configuration class for the [`RolloutCorrectedRLOOTrainer`].
 
     It has the parameters of [`~trl.RLOOConfig`] and those of [`RolloutCorrectionConfig`].
-
-    Raises:
-        `ValueError`: also if the mean of batch normalisation would be over a single sequence.
     """
 
     def __post_init__(self) -> None:

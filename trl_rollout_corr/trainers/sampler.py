@@ -44,17 +44,7 @@ def check_has_sampler(use_vllm: bool, trl_class: type) -> None:
 
 
 def check_sampling(config: GRPOConfig | RLOOConfig) -> None:
-    """
-    Refuse or warn about settings of vLLM under which its log-probabilities are not comparable to the trainer's.
-
-    Args:
-        config ([`~trl.GRPOConfig`] or [`~trl.RLOOConfig`]):
-            Configuration of a trainer.
-
-    Raises:
-        `ValueError`: if the temperature of the sampler is not that of the trainer, or vLLM is told to return no
-            log-probabilities or several completions per request.
-    """
+    """Refuse or warn about settings of vLLM under which its log-probabilities are not comparable to the trainer's."""
     if not config.use_vllm:
         return
     overrides = config.generation_kwargs or {}
@@ -88,13 +78,7 @@ def neutral(name: str) -> float:
 
 
 def warn_about_distortion(settings: Mapping[str, Any]) -> None:
-    """
-    Warn about options of vLLM that change the distribution of the sampler but not that of the trainer.
-
-    Args:
-        settings (`Mapping[str, Any]`):
-            Options of sampling by name.
-    """
+    """Warn about options of vLLM that change the distribution of the sampler but not that of the trainer."""
     if changed := distorting(settings):
         listed = ", ".join(f"`{name}={value!r}`" for name, value in changed.items())
         warn(
@@ -105,18 +89,7 @@ def warn_about_distortion(settings: Mapping[str, Any]) -> None:
 
 
 def check_server_logprobs(mode: str, temperature: float) -> None:
-    """
-    Check that a vLLM server returns log-probabilities of the distribution it samples from.
-
-    Args:
-        mode (`str`):
-            `logprobs_mode` of the server.
-        temperature (`float`):
-            Sampling temperature.
-
-    Raises:
-        `ValueError`: if they are not computed after temperature, and the temperature is not 1.
-    """
+    """Refuse a server that does not return log-probabilities after temperature; at a temperature of 1, warn."""
     if mode == "processed_logprobs":
         return
     message = (
@@ -131,18 +104,7 @@ def check_server_logprobs(mode: str, temperature: float) -> None:
 
 
 def check_logprobs(completion_ids: list[list[int]], logprobs: Any) -> None:
-    """
-    Check that there is one log-probability for each sampled token.
-
-    Args:
-        completion_ids (`list[list[int]]`):
-            Sampled tokens, per sequence.
-        logprobs (`list[list[float | None]]` or `None`):
-            Their log-probabilities.
-
-    Raises:
-        `ValueError`: if they are missing, of another length than the completions, or nested.
-    """
+    """Check that there is one log-probability for each sampled token."""
     if logprobs is None:
         raise ValueError(
             "The completions came without log-probabilities, which rollout correction needs. Set `use_vllm=True`, or return "
@@ -201,15 +163,7 @@ def sampled_logprobs(
 
 
 def record_logprobs(generation: VLLMGeneration, keep: Callable[[Logprobs], Any]) -> None:
-    """
-    Ask vLLM for log-probabilities, and make `generate` return those of the sampled tokens only.
-
-    Args:
-        generation ([`~trl.generation.vllm_generation.VLLMGeneration`]):
-            The generation backend, changed in place.
-        keep (`Callable[[list[list[float | None]]], Any]`):
-            Called with the log-probabilities at every generation, one list per completion.
-    """
+    """Ask vLLM for log-probabilities of sampled tokens, and call `keep` with those of each generation, by completion."""
     if generation.logprobs is None:
         generation.logprobs = 0  # the sampled token alone
     generate = generation.generate
@@ -233,15 +187,7 @@ def record_logprobs(generation: VLLMGeneration, keep: Callable[[Logprobs], Any])
 
 
 def announce_sync(generation: VLLMGeneration, announce: Callable[[], Any]) -> None:
-    """
-    Call a function before each push of weights to vLLM.
-
-    Args:
-        generation ([`~trl.generation.vllm_generation.VLLMGeneration`]):
-            The generation backend, changed in place.
-        announce (`Callable[[], Any]`):
-            Called without arguments.
-    """
+    """Call a function before each push of weights to vLLM."""
     sync_weights = generation.sync_weights
 
     @wraps(sync_weights)
@@ -257,10 +203,6 @@ def sync_weights_on_cpu(generation: VLLMGeneration) -> None:
     Push weights through vLLM's own reload on a CPU, see [`~trl_rollout_corr.trainers._cpu_reload.push`].
 
     TRL's push of single parameters fails on a CPU, where vLLM stores weights in other shapes than the checkpoint.
-
-    Args:
-        generation ([`~trl.generation.vllm_generation.VLLMGeneration`]):
-            The generation backend in colocate mode, changed in place. Not changed on other devices.
     """
     if generation.mode != "colocate" or generation.accelerator.device.type != "cpu":
         return

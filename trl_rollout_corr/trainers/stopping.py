@@ -9,21 +9,10 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 class OrderlyEnd(TrainerCallback):
     """
-    Ends a run with a checkpoint if the main process has an error.
+    Ends a run with a checkpoint if the main process has an `error`.
 
-    Args:
-        accelerator ([`~accelerate.Accelerator`]):
-            Broadcasts the error to all ranks.
-
-    Attributes:
-        error (`Exception`, *optional*):
-            Error that ends the run. Set on the main process.
-        message (`str`, *optional*):
-            Type and text of the error, on all ranks after [`OrderlyEnd.agree`].
-        running (`bool`):
-            The training loop has begun.
-        saved_at (`int`):
-            Optimizer step of the last checkpoint, or of the start.
+    `message`, type and text of the error, is on all ranks after [`OrderlyEnd.agree`]. `running` is true once the training loop
+    has begun; `saved_at` is the optimizer step of the last checkpoint, or of the start.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:

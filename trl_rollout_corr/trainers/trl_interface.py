@@ -172,18 +172,7 @@ _told: set[str] = set()  # one warning per process
 
 
 def check_trl(trainer: type, methods: dict[type, dict[str, list[str]]] | None = None) -> None:
-    """
-    Refuse an unsupported TRL, and warn about an untested one.
-
-    Args:
-        trainer (`type`):
-            TRL's trainer class.
-        methods (`dict[type, dict[str, list[str]]]`, *optional*):
-            Methods in use, by class. By default those of the trainer and of its sampler in `METHODS`.
-
-    Raises:
-        `ImportError`: if the version is outside the supported range, or a name in use has changed.
-    """
+    """Refuse an unsupported TRL, or one in which a name in use has changed, and warn about an untested one."""
     problem = refusal([trainer], methods)
     if problem:
         raise ImportError(problem)
@@ -204,22 +193,7 @@ def definer(trainer: type, method: str, after: type | None = None) -> type:
 
 
 def check_bases(trainer: type, mixin: type, trl_class: type, method: str = "_compute_loss") -> None:
-    """
-    Refuse trainers whose loss is not TRL's.
-
-    Args:
-        trainer (`type`):
-            Class of the trainer.
-        mixin (`type`):
-            The mixin among its bases. It corrects the loss of the classes after it.
-        trl_class (`type`):
-            TRL's trainer with the loss that can be corrected.
-        method (`str`, *optional*, defaults to `"_compute_loss"`):
-            Method of the loss.
-
-    Raises:
-        `TypeError`: if another class defines the loss.
-    """
+    """Refuse trainers whose loss is not TRL's: the mixin corrects the loss of the classes after it."""
     found = definer(trainer, method, after=mixin)
     if found is not trl_class:
         raise TypeError(

@@ -90,16 +90,7 @@ PASSES_BY = {"use_liger_kernel": "1.14"}
 
 
 def check_passes_by(config: "GRPOConfig") -> None:
-    """
-    Refuse options of older releases of TRL whose loss cannot be corrected.
-
-    Args:
-        config ([`~trl.GRPOConfig`]):
-            Configuration of a trainer.
-
-    Raises:
-        `ValueError`: if such an option is on.
-    """
+    """Refuse options of older releases of TRL whose loss cannot be corrected."""
     for name, since in PASSES_BY.items():
         if before(since) and getattr(config, name, False):
             raise ValueError(
@@ -114,13 +105,7 @@ _OF_TRL = "vllm_importance_sampling_"  # how the fields of TRL's own correction 
 
 
 def replace_trl_correction(config: "GRPOConfig | RLOOConfig") -> None:
-    """
-    Switch TRL's own correction off, and warn if it was configured or is unknown to this package.
-
-    Args:
-        config ([`~trl.GRPOConfig`] or [`~trl.RLOOConfig`]):
-            Configuration, changed in place before TRL validates it.
-    """
+    """Switch TRL's own correction off before TRL validates it, and warn if it was configured or is unknown to this package."""
     defaults = {f.name: f.default for f in dataclasses.fields(config) if f.name.startswith(_OF_TRL)}
     switch = f"{_OF_TRL}correction"
     if switch in defaults:
@@ -140,16 +125,7 @@ def replace_trl_correction(config: "GRPOConfig | RLOOConfig") -> None:
 
 
 def check_corrected_once(batch: dict[str, Any]) -> None:
-    """
-    Check that TRL has not corrected a batch itself.
-
-    Args:
-        batch (`dict`):
-            Batch that TRL has generated and scored.
-
-    Raises:
-        `RuntimeError`: if the batch has importance weights of TRL.
-    """
+    """Refuse a batch that has importance weights of TRL."""
     found = [f"`{key}`" for key in batch if key.startswith("importance_sampling")]
     if found:
         raise RuntimeError(
