@@ -67,7 +67,6 @@ ORDER = {
         "script",
         "stopping",
         "upstream",
-        "iterations",
         "intake",
         "loss",
         "_cpu_attention",

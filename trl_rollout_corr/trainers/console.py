@@ -2,7 +2,6 @@
 
 import logging
 import sys
-import time
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -33,13 +32,11 @@ class Console(PrinterCallback):
     """
 
     def __init__(self) -> None:
-        self._started, self._first_step = time.monotonic(), 0  # until training begins, for logs outside it
         self._handler: logging.Handler | None = None
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._started, self._first_step = time.monotonic(), state.global_step
         if state.is_world_process_zero:
             self._handler = None if logger.hasHandlers() else _AboveTheBar()
             if self._handler is not None:
@@ -54,26 +51,15 @@ class Console(PrinterCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        if not state.is_world_process_zero or not logs:
-            return
-        if "train_runtime" in logs:
-            done = state.global_step - self._first_step
-            write(f"{done} steps in {_duration(time.monotonic() - self._started)}")
-        else:
-            write(f"{self._progress(state)}  {_line(logs) or logs}")
+        if state.is_world_process_zero and logs:
+            step, last = state.global_step, state.max_steps
+            write(f"step {step:>{len(str(last))}}/{last}  {_line(logs) or logs}")
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if state.is_world_process_zero and self._handler is not None:
             logger.removeHandler(self._handler)
-
-    def _progress(self, state: TrainerState) -> str:
-        step, last = state.global_step, state.max_steps
-        done = step - self._first_step
-        left = (time.monotonic() - self._started) / done * (last - step) if done else None
-        time_left = f"{_duration(left)} left" if left is not None else ""
-        return f"step {step:>{len(str(last))}}/{last} {step / max(last, 1):>4.0%} {time_left:>12}"
 
 
 class _Bar(ProgressCallback):
@@ -106,12 +92,6 @@ def _line(logs: dict[str, Any]) -> str:
     alarms = int(logs.get(ALARMS, 0))
     parts += [f"{alarms} alarm{'s' if alarms > 1 else ''}"] if alarms else []
     return "  ".join([*(["eval"] if kind and parts else []), *parts])
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
 def add_console(handler: CallbackHandler) -> None:

@@ -27,7 +27,7 @@ from .delivery import Delivery
 from .dumping import SequenceDump, check_dump_folder
 from .first_step import FirstStepDiagnosis
 from .lr_scaling import LearningRateScaling, check_scalable
-from .monitor import MONITOR_FIELDS, RolloutCorrectionMonitor, add_monitor, settle_monitors
+from .monitor import MONITOR_FIELDS, settle_monitors
 from .observer import Corrected, Moment, Observer
 from .run_metadata import check_dropout, check_types, engine_metadata, may_round, trainer_metadata
 from .trl_interface import check_config_class
@@ -123,9 +123,9 @@ class CorrectionCore(_Host):
         """Add the callbacks of the settings, and remove the others. Settings may change until training begins."""
         args, observer = self.args, self._observer
         of_monitor = deepcopy([getattr(args, name) for name in MONITOR_FIELDS])
-        if of_monitor != self._of_monitor:  # with equal settings, a monitor that the user has removed stays removed
-            self._of_monitor = of_monitor
-            add_monitor(self.callback_handler, args)
+        # with equal settings, a monitor that the user has removed stays removed
+        settle_monitors(self.callback_handler, args, renew=of_monitor != self._of_monitor)
+        self._of_monitor = of_monitor
         observer.dump = self._equipped(observer.dump, args.rollout_dump_dir is not None, self._new_dump)
         observer.first_step = self._equipped(observer.first_step, args.rollout_diagnose, self._new_first_step)
         self._lr_scaling = self._equipped(self._lr_scaling, args.rollout_lr_scaling is not None, self._new_lr_scaling)
@@ -169,11 +169,6 @@ class CorrectionCore(_Host):
         tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
         return SequenceDump(self.args, self.accelerator, tokenizer, self.args.seed, self._about)
 
-    def add_callback(self, callback: Any) -> None:
-        super().add_callback(callback)
-        if isinstance(callback, RolloutCorrectionMonitor) or callback is RolloutCorrectionMonitor:
-            settle_monitors(self.callback_handler)
-
     @property
     def _now(self) -> Moment:
         return Moment("train" if self.model.training else "eval", self.state.global_step)
@@ -207,13 +202,11 @@ class CorrectionCore(_Host):
             step, mask = self.state.global_step, self._loss_mask(batch)
             self._delivery.visited(step, current, batch[ROLLOUT_LOGPS], mask, ages, score)
 
-    def _weigh_step(self, current: torch.Tensor, batch: dict[str, Any], seen: Corrected | None = None) -> None:
+    def _weigh_step(self, current: torch.Tensor, batch: dict[str, Any], seen: Corrected | None) -> None:
         """Count a micro-batch for the factor of the learning rate, if `rollout_lr_scaling` is set."""
         if self._lr_scaling is None or not self.model.training:
             return
-        if (
-            seen is not None and seen.correction.log_ratio is not None
-        ):  # of the current policy to the sampler, in bypass mode
+        if seen is not None and seen.train_logps is current:
             self._lr_scaling.visited(seen.correction.log_ratio, seen.correction.valid)
             return
         neutralize = self.args.rollout_nan_policy == "neutralize"
@@ -240,7 +233,6 @@ class CorrectionCore(_Host):
             return current, seen.coefficients  # ratio 1, with the gradient of the log-likelihood
         # PPO's gradient is 0 where the ratio saturates, and the ratio itself would overflow. A rejected token must not change
         # the ratio of its completion in a loss with ratios of completions. Both get the current policy as anchor: ratio 1.
-        assert correction.log_ratio is not None
         usable = correction.keep & (correction.log_ratio.abs() <= LOG_RATIO_BOUND)
         return torch.where(usable, current - correction.log_ratio, current), seen.coefficients * usable
 

@@ -126,11 +126,7 @@ class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
     `rollout_metrics_only=True`, or with neither weights nor rejection nor bypass, losses and gradients are those of
     `GRPOTrainer` with `vllm_importance_sampling_correction=False`, bit for bit.
 
-    Differences from TRL, each as `super()` with changed arguments or results: `__init__` (checks, monitor, dump), `_generate`
-    and `_generate_and_score_completions` (the sampler's log-probabilities; TRL's old pass is skipped if it is not needed),
-    `_calculate_rewards` (completions that are rejected before the baseline),
-    `_get_per_token_logps_and_entropies` and `compute_loss` (the correction), `log` (metrics), `add_callback` (one monitor),
-    `create_model_card` (model and correction), `train` (settings that were assigned after the trainer was built).
+    What differs from TRL is listed in [`~trl_rollout_corr.trainers.mixin.RolloutCorrectionMixin`].
 
     Example:
 

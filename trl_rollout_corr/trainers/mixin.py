@@ -34,7 +34,6 @@ from .core import CorrectionCore
 from .engine import engine_arguments
 from .first_step import score_alone
 from .gradient_check import GradientCheck
-from .iterations import Iterations
 from .loss import LossCall
 from .observer import Corrected
 from .sampler import (
@@ -52,6 +51,12 @@ from .versions import check_corrected_once
 class RolloutCorrectionMixin(CorrectionCore):
     """
     Rollout correction for a trainer of TRL. Comes before the trainer among the bases.
+
+    Differences from TRL, each as `super()` with changed arguments or results: `__init__` (checks, monitor, dump), `_generate`
+    and `_generate_and_score_completions` (the sampler's log-probabilities; TRL's old pass is skipped if it is not needed),
+    `_calculate_rewards` (completions that are rejected before the baseline),
+    `_get_per_token_logps_and_entropies` and `compute_loss` (the correction), `log` (metrics), `create_model_card` (model and
+    correction), `train` (settings that were assigned after the trainer was built).
 
     A trainer defines the differences between TRL's trainers: `_trl_class` and `_config_class`, `_anchor_key` (key of the
     log-probabilities in the denominator of TRL's ratio), `_enter_loss`, and `_asking_for_old_pass`.
@@ -77,7 +82,7 @@ class RolloutCorrectionMixin(CorrectionCore):
         self._scoring: Scoring | None = None
         self._loss_call: LossCall | None = None
         self._gradient_checked = False  # True once the correction was found in the gradient of TRL's loss
-        self._iterations = Iterations(self.args.steps_per_generation, self.num_iterations)
+        self._visits = 0  # of micro-batches of the last generation
         # Every sample is visited before the first optimizer step after its generation: the policy of the first visit is the
         # old policy.
         self._visited_before_update = self.args.gradient_accumulation_steps % self.args.steps_per_generation == 0
@@ -153,7 +158,9 @@ class RolloutCorrectionMixin(CorrectionCore):
         output[REWARDS] = scoring.rewards
         self._note_origin(output)
         if self.model.training:
-            self._iterations.generated(output, FIRST_LOGPS, FIRST_COEFFICIENTS)
+            self._visits = 0
+            for key in (FIRST_LOGPS, FIRST_COEFFICIENTS):
+                output[key] = torch.full_like(output["completion_ids"], torch.nan, dtype=torch.float32)
             self._delivery.generated(self.state.global_step)
         if self.args.corrects and self.args.needs_whole_batch and not self.args.bypass_mode:
             seen = self._correct_from(output[OLD_LOGPS], output, from_old=True)
@@ -292,7 +299,8 @@ class RolloutCorrectionMixin(CorrectionCore):
         T)`.
         """
         inputs["advantages"] = batch["advantages"]
-        current, first = logps.detach(), self._is_first_visit(batch)
+        current = logps.detach()
+        first = self._is_first_visit(current, batch)
         old: Any = self._old_logps(current, batch, first)
         self._observer.visited(self._now, self._ages(batch), self._loss_mask(batch), current, old)
         if self.args.bypass_mode:
@@ -302,8 +310,8 @@ class RolloutCorrectionMixin(CorrectionCore):
             self._report(seen)
             coefficients = seen.coefficients
         else:
-            self._weigh_step(current, batch)
-            anchor, coefficients = self._decoupled(batch.get(OLD_LOGPS, old), batch, first)
+            anchor = batch.get(OLD_LOGPS, old)
+            coefficients = self._decoupled(current, anchor, batch, first)
         if not self.args.corrects:
             return logps
         if self._loss_call is not None and not self._gradient_checked and logps.requires_grad:
@@ -320,35 +328,40 @@ class RolloutCorrectionMixin(CorrectionCore):
             seen = seen._replace(batch={**seen.batch, AGAIN_LOGPS: again})
         self._observer.corrected(self._now, seen)
 
-    def _is_first_visit(self, batch: dict[str, Any]) -> bool:
-        if FIRST_LOGPS not in batch:  # an evaluation visits every batch once
+    def _is_first_visit(self, current: torch.Tensor, batch: dict[str, Any]) -> bool:
+        """Count a visit. The first one keeps its log-probabilities, `(B, T)`, in the batch."""
+        if self.num_iterations == 1 or FIRST_LOGPS not in batch:  # an evaluation visits every batch once
             return True
-        return self._iterations.is_first(
-            batch[FIRST_LOGPS], [kept[FIRST_LOGPS] for kept in self._buffered_inputs or []]
-        )
+        self._visits += 1
+        first = bool(batch[FIRST_LOGPS].isnan().all())  # waits for the device
+        if first and self._visits > self.args.steps_per_generation:
+            raise RuntimeError(
+                "A micro-batch is visited again, but the log-probabilities of its first visit are lost: the tensors of the "
+                "batch are copied before each visit, and the first visit filled a copy. In "
+                "`_prepare_inputs` or `compute_loss`, copy the dictionary (`dict(inputs)`) and not its tensors, or copy them "
+                "once for all iterations."
+            )
+        if first:
+            batch[FIRST_LOGPS].copy_(current)
+        return first
 
     def _old_logps(self, current: torch.Tensor, batch: dict[str, Any], first: bool) -> torch.Tensor | None:
         """Log-probabilities of the old policy, `(B, T)`; `None` if they are unknown."""
         if self._visited_before_update or not self.model.training:
-            return self._settle(FIRST_LOGPS, current, batch) if first else batch[FIRST_LOGPS].to(current.dtype)
+            return current if first else batch[FIRST_LOGPS].to(current.dtype)
         return batch.get(OLD_LOGPS)
 
-    def _decoupled(self, old: torch.Tensor, batch: dict[str, Any], first: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Anchor and coefficients in decoupled mode, each `(B, T)`."""
-        if COEFFICIENTS in batch:
-            return old, batch[COEFFICIENTS]
-        if not first:
-            return old, batch[FIRST_COEFFICIENTS].to(old.dtype)
+    def _decoupled(self, current: torch.Tensor, old: torch.Tensor, batch: dict[str, Any], first: bool) -> torch.Tensor:
+        """Coefficients in decoupled mode, `(B, T)`."""
+        if COEFFICIENTS in batch or not first:
+            self._weigh_step(current, batch, None)
+            return batch[COEFFICIENTS] if COEFFICIENTS in batch else batch[FIRST_COEFFICIENTS].to(old.dtype)
         seen = self._correct_from(old, batch, from_old=True)
+        self._weigh_step(current, batch, seen)
         self._report(seen)
-        return old, self._settle(FIRST_COEFFICIENTS, seen.coefficients, batch)
-
-    @staticmethod
-    def _settle(key: str, value: torch.Tensor, batch: dict[str, Any]) -> torch.Tensor:
-        """Keep a result of the first visit for later visits, and return it."""
-        if key in batch:
-            batch[key].copy_(value)
-        return value
+        if FIRST_COEFFICIENTS in batch:  # kept for later visits
+            batch[FIRST_COEFFICIENTS].copy_(seen.coefficients)
+        return seen.coefficients
 
     def _enter_loss(
         self, inputs: dict[str, Any], logps: torch.Tensor, anchor: torch.Tensor, coefficients: torch.Tensor

@@ -195,30 +195,23 @@ def _add(key: str, value: int, logs: dict[str, Any], state: TrainerState) -> Non
         state.log_history[-1][key] = value
 
 
-def settle_monitors(handler: CallbackHandler) -> None:
-    """Of several monitors, keep the one that was given last: it takes the place of the others. It sends alerts from here."""
+def settle_monitors(handler: CallbackHandler, args: RolloutCorrectionConfig, *, renew: bool) -> None:
+    """
+    Keep one monitor among the callbacks of a trainer: the last that the user brought, or else that of the configuration,
+    which is made anew on request. It comes first, before callbacks that report its additions to the log.
+    """
     found = [x for x in handler.callbacks if isinstance(x, RolloutCorrectionMonitor)]
-    if not found:
-        return
-    first, last = found[0], found[-1]
-    place = handler.callbacks.index(first)
-    handler.callbacks = [x for x in handler.callbacks if not isinstance(x, RolloutCorrectionMonitor)]
-    handler.callbacks.insert(place, last)
-    last.reporters = handler
-
-
-def add_monitor(handler: CallbackHandler, args: RolloutCorrectionConfig) -> None:
-    """Give the callbacks of a trainer the monitor that its configuration asks for, unless the user brings one."""
-    brought = [x for x in handler.callbacks if isinstance(x, RolloutCorrectionMonitor) and not x.of_configuration]
-    handler.callbacks = [x for x in handler.callbacks if x in brought or not isinstance(x, RolloutCorrectionMonitor)]
-    if args.rollout_monitor is not None and not brought:
-        monitor = RolloutCorrectionMonitor(*(getattr(args, name) for name in MONITOR_FIELDS))
-        monitor.of_configuration = True
-        handler.callbacks.insert(0, monitor)  # before those that report its additions to the log
-    settle_monitors(handler)
-    for monitor in brought:
-        if monitor.action == "tighten":
-            check_preset(monitor.preset, args, warns=True)
+    brought = [x for x in found if not x.of_configuration]
+    kept = brought[-1] if brought else found[0] if found and not renew else None
+    if kept is None and renew and args.rollout_monitor is not None:
+        kept = RolloutCorrectionMonitor(*(getattr(args, name) for name in MONITOR_FIELDS))
+        kept.of_configuration = True
+    handler.callbacks = [x for x in handler.callbacks if x not in found]
+    if kept is not None:
+        if brought and kept.reporters is None and kept.action == "tighten":
+            check_preset(kept.preset, args, warns=True)
+        kept.reporters = handler
+        handler.callbacks.insert(0, kept)
 
 
 # The action `tighten` -------------------------------------------------------------------------------------------------

@@ -54,11 +54,11 @@ def check_sampling(config: GRPOConfig | RLOOConfig) -> None:
             f"{config.temperature}: tokens would be sampled with the first and scored with the second. Set "
             "`temperature` alone."
         )
-    for name, allowed in (("logprobs", "an integer of 0 or more"), ("n", "1")):
-        value = overrides.get(name, 1)
-        if value is None or value is False or (name == "n" and value != 1):
+    for name, needed in (("logprobs", 0), ("n", 1)):
+        value = overrides.get(name, needed)
+        if type(value) is not int or value != needed:
             raise ValueError(
-                f"`generation_kwargs` sets `{name}` to {value!r}, which must be {allowed}: rollout correction needs the "
+                f"`generation_kwargs` sets `{name}` to {value!r}, which must be {needed}: rollout correction needs one "
                 "log-probability of every sampled token. Remove it."
             )
     settings = {name: getattr(config, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
@@ -129,59 +129,21 @@ def check_logprobs(completion_ids: list[list[int]], logprobs: Any) -> None:
             )
 
 
-def sampled_logprobs(
-    completion_ids: list[list[int]], logprobs: list[list[list[float | None]]], token_ids: list[list[list[int]]]
-) -> Logprobs:
-    """
-    Log-probability of each sampled token, among the candidates that vLLM returns for its position.
-
-    vLLM sorts the candidates by probability and TRL takes the first, which is the sampled token only if there is a single
-    candidate. With `generation_kwargs={"logprobs": 5}` it is the most likely token instead.
-
-    Args:
-        completion_ids (`list[list[int]]`):
-            Sampled tokens, per sequence.
-        logprobs (`list[list[list[float | None]]]`):
-            Log-probabilities of the candidates, per sequence and token; `None` stands for NaN.
-        token_ids (`list[list[list[int]]]`):
-            Tokens of the candidates.
-
-    Returns:
-        `list[list[float | None]]`: one log-probability per sampled token, in nats.
-    """
-    if all(
-        len(sequence[0]) == 1 for sequence in logprobs if sequence
-    ):  # the default; a user may ask for more candidates
-        return [[candidates[0] for candidates in sequence] for sequence in logprobs]
-    return [
-        [
-            candidates[ids.index(token)]
-            for token, candidates, ids in zip(sequence, sequence_logprobs, sequence_ids, strict=True)
-        ]
-        for sequence, sequence_logprobs, sequence_ids in zip(completion_ids, logprobs, token_ids, strict=True)
-    ]
-
-
 def record_logprobs(generation: VLLMGeneration, keep: Callable[[Logprobs], Any]) -> None:
     """Ask vLLM for log-probabilities of sampled tokens, and call `keep` with those of each generation, by completion."""
-    if generation.logprobs is None:
-        generation.logprobs = 0  # the sampled token alone
+    generation.logprobs = 0  # of the sampled token alone
     generate = generation.generate
 
     @wraps(generate)
     def generate_and_record(*args: Any, **kwargs: Any) -> Any:
-        prompt_ids, completion_ids, logprobs, token_ids, *others = generate(*args, **kwargs)
+        prompt_ids, completion_ids, logprobs, *others = generate(*args, **kwargs)
         if logprobs is None:
             raise RuntimeError(
                 "vLLM returned no log-probabilities, which rollout correction needs. Remove `logprobs` from "
                 "`generation_kwargs`, or set it to 0."
             )
-        sampled = sampled_logprobs(completion_ids, logprobs, token_ids)
-        keep(sampled)
-        if any(len(candidates) > 1 for sequence in logprobs for candidates in sequence[:1]):
-            logprobs = [[[logprob] for logprob in sequence] for sequence in sampled]
-            token_ids = [[[token] for token in sequence] for sequence in completion_ids]
-        return prompt_ids, completion_ids, logprobs, token_ids, *others
+        keep([[candidates[0] for candidates in sequence] for sequence in logprobs])
+        return prompt_ids, completion_ids, logprobs, *others
 
     generation.generate = generate_and_record
 
