@@ -62,7 +62,6 @@ ORDER = {
         "delivery",
         "run_metadata",
         "packed",
-        "reporting",
         "scoring",
         "script",
         "stopping",

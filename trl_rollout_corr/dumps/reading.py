@@ -98,7 +98,7 @@ def _sequences(table: pa.Table) -> Sequences:
 
 def _end_to_end(lists: pa.ChunkedArray, lengths: np.ndarray) -> np.ndarray:
     """Lists one after the other, with NaN for those that are null."""
-    values = np.concatenate([chunk.flatten().to_numpy(zero_copy_only=False) for chunk in lists.chunks])
+    values: np.ndarray = np.concatenate([chunk.flatten().to_numpy(zero_copy_only=False) for chunk in lists.chunks])
     if not lists.null_count:
         return values
     filled = np.full(lengths.sum(), np.nan, np.float32)

@@ -2,7 +2,6 @@
 
 import logging
 import sys
-from typing import Any
 
 from tqdm.auto import tqdm
 from transformers import PrinterCallback, ProgressCallback, TrainerControl, TrainerState, TrainingArguments
@@ -35,7 +34,7 @@ class Console(PrinterCallback):
         self._handler: logging.Handler | None = None
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         if state.is_world_process_zero:
             self._handler = None if logger.hasHandlers() else _AboveTheBar()
@@ -48,15 +47,15 @@ class Console(PrinterCallback):
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
+        logs: dict[str, float] | None = None,
+        **kwargs: object,
     ) -> None:
         if state.is_world_process_zero and logs:
             step, last = state.global_step, state.max_steps
             write(f"step {step:>{len(str(last))}}/{last}  {_line(logs) or logs}")
 
     def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         if state.is_world_process_zero and self._handler is not None:
             logger.removeHandler(self._handler)
@@ -66,7 +65,12 @@ class _Bar(ProgressCallback):
     """The progress bar, without the log."""
 
     def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: object,
     ) -> None:
         pass
 
@@ -84,7 +88,7 @@ def write(line: str) -> None:
     sys.stdout.flush()  # of a job, which is a file
 
 
-def _line(logs: dict[str, Any]) -> str:
+def _line(logs: dict[str, float]) -> str:
     """The line for a log, without progress; empty if the log has no column."""
     kind = "eval_" if any(key.startswith("eval_") for key in logs) else ""
     found = [(name, how, logs.get(kind + key)) for name, key, how in _COLUMNS]

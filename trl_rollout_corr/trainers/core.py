@@ -5,7 +5,7 @@ Correction of one batch, its metrics and callbacks, for all trainers. It uses on
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.trainer_utils import TrainOutput
 from trl import GRPOConfig, RLOOConfig
 
 from ..correction.compute import RolloutCorrection, compute_rollout_correction
@@ -115,7 +116,7 @@ class CorrectionCore(_Host):
         self._about = {"trainer": type(self).__name__, **self._metadata()}
         check_types(self._about)
         self._engine_kwargs = plain(self.args.rollout_engine_kwargs)
-        self._observer = Observer(self.args, self.accelerator, self.callback_handler)
+        self._observer = Observer(self.args, self.accelerator)
         self._delivery = Delivery(self.accelerator, self._doubt_delivery)
         self._equip()
 
@@ -139,7 +140,7 @@ class CorrectionCore(_Host):
             self.add_callback(found)
         return found if wanted else None
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
+    def train(self, *args: object, **kwargs: object) -> TrainOutput:
         self._checked_args(self.model, self.args)
         if plain(self.args.rollout_engine_kwargs) != self._engine_kwargs:
             raise ValueError(
@@ -175,7 +176,7 @@ class CorrectionCore(_Host):
 
     # The correction ---------------------------------------------------------------------------------------------------
 
-    def _loss_mask(self, batch: dict[str, Any]) -> torch.Tensor:
+    def _loss_mask(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Tokens of the loss, `(B, T)`."""
         return batch["completion_mask"]
 
@@ -238,7 +239,7 @@ class CorrectionCore(_Host):
 
     # Logging ----------------------------------------------------------------------------------------------------------
 
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+    def create_model_card(self, *args: object, **kwargs: object) -> None:
         super().create_model_card(*args, **kwargs)
         path = Path(self.args.output_dir, "README.md")
         if self.is_world_process_zero() and path.exists():
@@ -250,13 +251,12 @@ class CorrectionCore(_Host):
         # Trainer logs losses and runtimes on every rank. Other logs may come from user code on one rank, where the gather
         # below would wait forever.
         if "train_runtime" in logs:  # training since the last log, also if an evaluation came last
-            logs.update(self._close_window(self._now._replace(mode="train")))
+            logs.update(self._close_window("train"))
         elif "loss" in logs or any(key.endswith("_runtime") for key in logs):
-            self._metrics[self._now.mode].update(
-                {key: [value] for key, value in self._close_window(self._now).items()}
-            )
+            mode = self._now.mode
+            self._metrics[mode].update({key: [value] for key, value in self._close_window(mode).items()})
         super().log(logs, start_time)
 
-    def _close_window(self, now: Moment) -> dict[str, float]:
+    def _close_window(self, mode: str) -> dict[str, float]:
         """Metrics of the logging window that ends, over all ranks."""
-        return self._observer.close_window(now)
+        return self._observer.close_window(mode)

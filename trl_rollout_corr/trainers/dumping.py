@@ -103,7 +103,7 @@ class SequenceDump(TrainerCallback):
         """Indices of the sequences of a batch that may be among the worst, or drawn."""
         counts = (self.args.rollout_dump_worst, self.args.rollout_dump_sampled)
         top = [x.topk(min(k, len(x))).indices for x, k in zip((distance, chance), counts, strict=True)]
-        chosen = torch.cat(top).unique()
+        chosen: torch.Tensor = torch.cat(top).unique()
         return chosen[chance[chosen] >= 0]
 
     def _thin_out(self) -> None:
@@ -118,7 +118,12 @@ class SequenceDump(TrainerCallback):
     # Events -----------------------------------------------------------------------------------------------------------
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        **kwargs: object,
     ) -> None:
         self.next_step = state.global_step + self.args.rollout_dump_steps
         name = str(getattr(getattr(model, "config", None), "_name_or_path", ""))
@@ -131,7 +136,7 @@ class SequenceDump(TrainerCallback):
             rewind(self.folder, state.global_step, logs=state.is_world_process_zero)
 
     def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         if not self.wants(state.global_step):
             return
@@ -144,7 +149,12 @@ class SequenceDump(TrainerCallback):
             self._unless_the_disk_fails(self._write, state.global_step, rows)
 
     def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: object,
     ) -> None:
         if state.is_world_process_zero and logs:
             self._unless_the_disk_fails(append_log, self.folder, {**logs, "step": state.global_step})

@@ -15,7 +15,7 @@ from typing import Any
 from trl.generation import vllm_generation
 
 from ..dumps.writing import plain
-from ..messages import is_first_rank, nearest, warn
+from ..messages import is_first_rank, nearest, warn_idle
 from .console import write
 
 
@@ -36,7 +36,7 @@ RESERVED = {
 }
 
 
-def check_engine_kwargs(kwargs: Mapping[str, Any]) -> None:
+def check_engine_kwargs(kwargs: Mapping[str, object]) -> None:
     """Refuse arguments that are not of vLLM's engine, or that TRL sets."""
     from vllm import EngineArgs
 
@@ -56,38 +56,29 @@ def check_engine_kwargs(kwargs: Mapping[str, Any]) -> None:
 @contextmanager
 def engine_arguments(args: Any) -> Iterator[None]:
     """Context in which TRL builds its engine with `rollout_engine_kwargs`. For a server, its command line is printed."""
-    kwargs = args.rollout_engine_kwargs
-    if not kwargs:
-        yield
-        return
-    if not args.use_vllm:
-        warn(f"`rollout_engine_kwargs` is set to {kwargs!r} but has no effect: `use_vllm` is False.")
-        yield
-        return
-    check_engine_kwargs(kwargs)
-    if args.vllm_mode != "colocate":
-        announce_server(kwargs)
-        yield
-        return
+    kwargs = args.rollout_engine_kwargs or {}
     built = vllm_generation.LLM
-
-    def build(*positional: Any, **options: Any) -> Any:
-        return built(*positional, **{**options, **kwargs})
-
-    vllm_generation.LLM = build
+    if kwargs and not args.use_vllm:
+        warn_idle("rollout_engine_kwargs", kwargs, "`use_vllm` is False")
+    elif kwargs:
+        check_engine_kwargs(kwargs)
+        if args.vllm_mode == "colocate":
+            vllm_generation.LLM = lambda *positional, **options: built(*positional, **{**options, **kwargs})
+        else:
+            announce_server(kwargs)
     try:
         yield
     finally:
         vllm_generation.LLM = built
 
 
-def announce_server(kwargs: Mapping[str, Any]) -> None:
+def announce_server(kwargs: Mapping[str, object]) -> None:
     """Print the command line of a server with these arguments, which it takes at its start only."""
     if is_first_rank():
         write(f"Start the server with the arguments of `rollout_engine_kwargs`: {serve_line(kwargs)}")
 
 
-def serve_line(kwargs: Mapping[str, Any], model: str = "MODEL") -> str:
+def serve_line(kwargs: Mapping[str, object], model: str = "MODEL") -> str:
     """Command line of a server with these arguments."""
     return " ".join(
         [f"vllm serve {shlex.quote(model)}", *(_flag(name, value) for name, value in plain(kwargs).items())]

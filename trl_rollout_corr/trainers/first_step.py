@@ -45,7 +45,7 @@ class FirstStepDiagnosis(TrainerCallback):
         self.rows += [make_row(sequence, step) for sequence in on_host({**batch, **columns}, missing)]
 
     def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         rows, self.rows = self.rows, []
         if self.done or not rows:

@@ -69,7 +69,7 @@ class GradientCheck:
             raise not_in_loss(
                 f"{unweighted / total:.0%} of the gradient of some token does not follow its coefficient"
             )
-        return size > 0
+        return bool(size > 0)
 
     def _gradients(self, loss: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Gradients of a loss with respect to log-probabilities and factor; `None` without dependence."""

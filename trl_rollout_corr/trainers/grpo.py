@@ -1,6 +1,6 @@
 """GRPO with rollout correction."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -191,7 +191,7 @@ class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
         finally:
             args.delta = delta
 
-    def _loss_mask(self, batch: dict[str, Any]) -> torch.Tensor:
+    def _loss_mask(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         mask = batch["completion_mask"]
         return mask * batch["tool_mask"] if "tool_mask" in batch else mask
 

@@ -16,7 +16,7 @@ from ..correction.step_size import StepSize, ess_sqrt, ratio_sums
 from ..settings.config import RolloutCorrectionConfig
 
 
-def check_scalable(args: Any) -> None:
+def check_scalable(args: TrainingArguments) -> None:
     """Refuse optimizers whose learning rate cannot be scaled for one step."""
     if args.rollout_lr_scaling is None:
         return
@@ -50,7 +50,7 @@ class LearningRateScaling(TrainerCallback):
         state: TrainerState,
         control: TrainerControl,
         optimizer: Any = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         self._restore()  # after a step that failed
         self._sums = None
@@ -66,7 +66,7 @@ class LearningRateScaling(TrainerCallback):
         state: TrainerState,
         control: TrainerControl,
         optimizer: Any = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         if self._sums is None:
             return
@@ -81,7 +81,7 @@ class LearningRateScaling(TrainerCallback):
             group["lr"] = rate * factor
 
     def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         self._restore()
 

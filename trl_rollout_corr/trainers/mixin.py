@@ -12,14 +12,17 @@ it:
 `B` completions, `T` completion tokens.
 """
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list
+from transformers import PreTrainedModel
 
 from ..correction.compute import keep_mask
+from ..settings.config import RolloutCorrectionConfig
 from .batch import (
     AGAIN_LOGPS,
     COEFFICIENTS,
@@ -72,7 +75,12 @@ class RolloutCorrectionMixin(CorrectionCore):
     rollout_step: int | None = None
 
     def __init__(
-        self, model: Any, reward_funcs: Any = None, args: Any = None, *further_args: Any, **kwargs: Any
+        self,
+        model: str | PreTrainedModel,
+        reward_funcs: object = None,
+        args: RolloutCorrectionConfig | None = None,
+        *further_args: object,
+        **kwargs: object,
     ) -> None:
         check_trl(self._trl_class)
         check_bases(type(self), RolloutCorrectionMixin, self._trl_class)
@@ -82,7 +90,7 @@ class RolloutCorrectionMixin(CorrectionCore):
         self._scoring: Scoring | None = None
         self._loss_call: LossCall | None = None
         self._gradient_checked = False  # True once the correction was found in the gradient of TRL's loss
-        self._visits = 0  # of micro-batches of the last generation
+        self._visited: list[torch.Tensor] = []  # log-probabilities of first visits since the last generation
         # Every sample is visited before the first optimizer step after its generation: the policy of the first visit is the
         # old policy.
         self._visited_before_update = self.args.gradient_accumulation_steps % self.args.steps_per_generation == 0
@@ -124,7 +132,7 @@ class RolloutCorrectionMixin(CorrectionCore):
     @property
     def _excludes_from_baseline(self) -> bool:
         # an evaluation has no baseline, and reports the reward of all completions
-        return self.args.corrects and self.args.rollout_rs_exclude_from_baseline and self.model.training
+        return bool(self.args.corrects and self.args.rollout_rs_exclude_from_baseline and self.model.training)
 
     def _new_old_pass(self) -> OldPass | None:
         """Treatment of TRL's old pass; `None` leaves TRL unchanged."""
@@ -158,7 +166,7 @@ class RolloutCorrectionMixin(CorrectionCore):
         output[REWARDS] = scoring.rewards
         self._note_origin(output)
         if self.model.training:
-            self._visits = 0
+            self._visited = []
             for key in (FIRST_LOGPS, FIRST_COEFFICIENTS):
                 output[key] = torch.full_like(output["completion_ids"], torch.nan, dtype=torch.float32)
             self._delivery.generated(self.state.global_step)
@@ -193,7 +201,7 @@ class RolloutCorrectionMixin(CorrectionCore):
         else:
             output.pop(OLD_LOGPS, None)
 
-    def _rollout_logps(self, output: dict[str, Any], scoring: Scoring) -> torch.Tensor:
+    def _rollout_logps(self, output: Mapping[str, torch.Tensor], scoring: Scoring) -> torch.Tensor:
         """Log-probabilities of the sampler, `(B, T)`."""
         return output[ROLLOUT_LOGPS]
 
@@ -226,7 +234,7 @@ class RolloutCorrectionMixin(CorrectionCore):
 
     def _own_rewards(self, rewards: torch.Tensor, n: int) -> torch.Tensor:
         """Rewards of the `n` completions of this rank, `(n,)`, from those of all ranks and reward functions."""
-        total = (rewards * self.reward_weights.to(rewards.device)).nansum(1)
+        total: torch.Tensor = (rewards * self.reward_weights.to(rewards.device)).nansum(1)
         first = self.accelerator.process_index * n
         return total.masked_fill(rewards.isnan().all(1), torch.nan)[first : first + n]
 
@@ -258,19 +266,21 @@ class RolloutCorrectionMixin(CorrectionCore):
 
     def compute_loss(
         self,
-        model: Any,
-        inputs: Any,
-        return_outputs: Any = False,
-        num_items_in_batch: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+        model: torch.nn.Module,
+        inputs: dict[str, torch.Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        *args: object,
+        **kwargs: object,
+    ) -> torch.Tensor:
         # The batch has no advantages until `_correct` puts them back. If TRL read them earlier, its loss would not be
         # corrected: `LossInputs` raises an error instead.
         self._loss_call = call = LossCall(model, inputs)
         try:
             with self._bounding_the_ratio():
-                loss = super().compute_loss(model, call.inputs, return_outputs, num_items_in_batch, *args, **kwargs)
+                loss: torch.Tensor = super().compute_loss(
+                    model, call.inputs, return_outputs, num_items_in_batch, *args, **kwargs
+                )
         finally:
             self._loss_call = None
         self._check_arrival(call, loss)
@@ -332,18 +342,22 @@ class RolloutCorrectionMixin(CorrectionCore):
         """Count a visit. The first one keeps its log-probabilities, `(B, T)`, in the batch."""
         if self.num_iterations == 1 or FIRST_LOGPS not in batch:  # an evaluation visits every batch once
             return True
-        self._visits += 1
-        first = bool(batch[FIRST_LOGPS].isnan().all())  # waits for the device
-        if first and self._visits > self.args.steps_per_generation:
+        kept = batch[FIRST_LOGPS]
+        if any(kept.data_ptr() == visited.data_ptr() for visited in self._visited):
+            return False
+        self._visited.append(kept)  # the tensor, so that no other gets its address
+        if len(self._visited) <= self.args.steps_per_generation:
+            kept.copy_(current)
+            return True
+        # The tensors were copied, which is allowed after the first visit filled them
+        if bool(kept.isnan().all()):  # waits for the device
             raise RuntimeError(
                 "A micro-batch is visited again, but the log-probabilities of its first visit are lost: the tensors of the "
                 "batch are copied before each visit, and the first visit filled a copy. In "
                 "`_prepare_inputs` or `compute_loss`, copy the dictionary (`dict(inputs)`) and not its tensors, or copy them "
                 "once for all iterations."
             )
-        if first:
-            batch[FIRST_LOGPS].copy_(current)
-        return first
+        return False
 
     def _old_logps(self, current: torch.Tensor, batch: dict[str, Any], first: bool) -> torch.Tensor | None:
         """Log-probabilities of the old policy, `(B, T)`; `None` if they are unknown."""
@@ -351,7 +365,9 @@ class RolloutCorrectionMixin(CorrectionCore):
             return current if first else batch[FIRST_LOGPS].to(current.dtype)
         return batch.get(OLD_LOGPS)
 
-    def _decoupled(self, current: torch.Tensor, old: torch.Tensor, batch: dict[str, Any], first: bool) -> torch.Tensor:
+    def _decoupled(
+        self, current: torch.Tensor, old: torch.Tensor, batch: dict[str, torch.Tensor], first: bool
+    ) -> torch.Tensor:
         """Coefficients in decoupled mode, `(B, T)`."""
         if COEFFICIENTS in batch or not first:
             self._weigh_step(current, batch, None)

@@ -1,12 +1,15 @@
 """The health rules during a run: a callback that warns, stops, or tightens."""
 
+import io
 import textwrap
 import warnings
+from collections.abc import Mapping
+from contextlib import redirect_stdout
 from copy import copy
 from functools import partial
-from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.integrations import TrackioCallback, WandbCallback
 from transformers.trainer_callback import CallbackHandler
 
 from ..health.examine import Examiner, parse_bounds
@@ -17,7 +20,6 @@ from ..messages import PREFIX, nearest, report, warn
 from ..settings.config import RolloutCorrectionConfig
 from ..settings.fields import MONITOR_ACTIONS, MonitorAction
 from ..settings.presets import PRESETS, Preset
-from .reporting import report_alert
 
 
 ALARMS, TIGHTENED = f"{PREFIX}monitor/alarms", f"{PREFIX}monitor/tightened"
@@ -63,7 +65,10 @@ class RolloutCorrectionMonitor(TrainerCallback):
     """
 
     def __init__(
-        self, action: MonitorAction = "warn", preset: Preset | None = None, bounds: dict[str, Any] | str | None = None
+        self,
+        action: MonitorAction = "warn",
+        preset: Preset | None = None,
+        bounds: Mapping[str, float | None] | str | None = None,
     ) -> None:
         if action not in MONITOR_ACTIONS:
             raise ValueError(f"`rollout_monitor` must be one of {', '.join(MONITOR_ACTIONS)}, got {action!r}.")
@@ -85,7 +90,7 @@ class RolloutCorrectionMonitor(TrainerCallback):
         self._pauses: dict[str, tuple[int, int]] = {}  # by cause: window of the next message, and the pause after it
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         if self.action == "tighten" and not self.tightened:
             check_preset(self.preset, args)
@@ -103,8 +108,8 @@ class RolloutCorrectionMonitor(TrainerCallback):
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
+        logs: dict[str, float] | None = None,
+        **kwargs: object,
     ) -> None:
         if not logs or not is_training_window(logs):
             return
@@ -118,13 +123,13 @@ class RolloutCorrectionMonitor(TrainerCallback):
             self._say(finding, acted if finding is findings[0] else None, state)
 
     def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         # `save_strategy="best"` takes the wish to save back if it evaluates in the step that stops
         if self._stopping:
             control.should_save = True
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         self._stopping = False
 
     # Actions ----------------------------------------------------------------------------------------------------------
@@ -188,11 +193,22 @@ def _with_details(head: str, details: list[str]) -> str:
     return "\n".join([head, *map(fill, details)])
 
 
-def _add(key: str, value: int, logs: dict[str, Any], state: TrainerState) -> None:
+def _add(key: str, value: int, logs: dict[str, float], state: TrainerState) -> None:
     """Add a number to the log: to the entry that other callbacks get, and to the copy that the trainer has just kept."""
     logs[key] = value
     if state.log_history:
         state.log_history[-1][key] = value
+
+
+def report_alert(handler: CallbackHandler, title: str, text: str, *, critical: bool) -> None:
+    """Send an alert to the trackers of the run among W&B and trackio, as an error (`critical`) or a warning."""
+    for callback in handler.callbacks:
+        if isinstance(callback, WandbCallback) and callback._initialized:
+            callback._wandb.run.alert(title[:63], text, level="ERROR" if critical else "WARN")
+        elif isinstance(callback, TrackioCallback) and callback._initialized:
+            levels = callback._trackio.AlertLevel
+            with redirect_stdout(io.StringIO()):  # trackio would print the alert a second time
+                callback._trackio.alert(title, text, level=levels.ERROR if critical else levels.WARN)
 
 
 def settle_monitors(handler: CallbackHandler, args: RolloutCorrectionConfig, *, renew: bool) -> None:

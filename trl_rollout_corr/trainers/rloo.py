@@ -1,7 +1,7 @@
 """RLOO with rollout correction."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,7 +108,7 @@ class RolloutCorrectedRLOOTrainer(RolloutCorrectionMixin, RLOOTrainer):
         answer = super()._answer_old_pass(input_ids, logits_to_keep)
         return self._scoring.rollout_logps(answer) if self._scoring and self.args.bypass_mode else answer
 
-    def _rollout_logps(self, output: dict[str, Any], scoring: Scoring) -> torch.Tensor:
+    def _rollout_logps(self, output: Mapping[str, torch.Tensor], scoring: Scoring) -> torch.Tensor:
         return scoring.rollout_logps(output["completion_ids"])
 
     def _anchor_in_bypass(self, seen: Corrected) -> tuple[torch.Tensor, torch.Tensor]:

@@ -37,7 +37,7 @@ def settings_in_effect(args: Any) -> dict[str, Any]:
             found[name] = {key: value[key] for key in keys if key in value} if isinstance(value, Mapping) else value
     engine = found["rollout_engine_kwargs"] or {}  # vLLM's only secret is the token of the hub
     found["rollout_engine_kwargs"] = {name: value for name, value in engine.items() if name != "hf_token"} or None
-    return plain(found)
+    return {name: plain(value) for name, value in found.items()}
 
 
 def trainer_metadata(model: Any, args: Any) -> dict[str, str]:

@@ -67,7 +67,7 @@ def check_sampling(config: GRPOConfig | RLOOConfig) -> None:
     warn_about_distortion(settings)
 
 
-def distorting(settings: Mapping[str, Any]) -> dict[str, Any]:
+def distorting(settings: Mapping[str, object]) -> dict[str, object]:
     """Options of sampling that change the distribution, by name."""
     return {name: value for name, value in settings.items() if value and value not in _NEUTRAL.get(name, ())}
 
@@ -77,7 +77,7 @@ def neutral(name: str) -> float:
     return _NEUTRAL.get(name, (0.0,))[0]
 
 
-def warn_about_distortion(settings: Mapping[str, Any]) -> None:
+def warn_about_distortion(settings: Mapping[str, object]) -> None:
     """Warn about options of vLLM that change the distribution of the sampler but not that of the trainer."""
     if changed := distorting(settings):
         listed = ", ".join(f"`{name}={value!r}`" for name, value in changed.items())
@@ -129,7 +129,7 @@ def check_logprobs(completion_ids: list[list[int]], logprobs: Any) -> None:
             )
 
 
-def record_logprobs(generation: VLLMGeneration, keep: Callable[[Logprobs], Any]) -> None:
+def record_logprobs(generation: VLLMGeneration, keep: Callable[[Logprobs], object]) -> None:
     """Ask vLLM for log-probabilities of sampled tokens, and call `keep` with those of each generation, by completion."""
     generation.logprobs = 0  # of the sampled token alone
     generate = generation.generate
@@ -148,7 +148,7 @@ def record_logprobs(generation: VLLMGeneration, keep: Callable[[Logprobs], Any])
     generation.generate = generate_and_record
 
 
-def announce_sync(generation: VLLMGeneration, announce: Callable[[], Any]) -> None:
+def announce_sync(generation: VLLMGeneration, announce: Callable[[], object]) -> None:
     """Call a function before each push of weights to vLLM."""
     sync_weights = generation.sync_weights
 

@@ -1,7 +1,5 @@
 """End of a run whose sampler or server has failed: a checkpoint, and then the error on every rank."""
 
-from typing import Any
-
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -32,15 +30,15 @@ class OrderlyEnd(TrainerCallback):
         return self.message is not None
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         self.error = self.message = None
         self.running, self.saved_at = True, state.global_step
 
     def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         self.agree(control, state)
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         self.saved_at = state.global_step

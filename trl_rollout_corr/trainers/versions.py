@@ -6,10 +6,10 @@ Each part names a release. When [`OLDEST`] has reached it, the part can be delet
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from packaging.version import Version
@@ -61,10 +61,10 @@ PUSHES_WEIGHTS = (
 )
 
 
-def named_weights(generation: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def named_weights(generation: Any) -> Iterable[tuple[str, torch.Tensor]]:
     """Weights of the trainer under the names of vLLM. From 1.11 on `generation._iter_named_params()`."""
     if hasattr(generation, "_iter_named_params"):
-        return generation._iter_named_params()
+        return cast(Iterable[tuple[str, torch.Tensor]], generation._iter_named_params())
     pushed: list[tuple[str, torch.Tensor]] = []
     # TRL gathers a parameter before the push and releases it afterwards, so a copy is kept
     generation._push_param_to_vllm = lambda name, param: pushed.append((name, param.clone()))
@@ -72,7 +72,7 @@ def named_weights(generation: Any) -> Iterator[tuple[str, torch.Tensor]]:
         type(generation).sync_weights(generation)
     finally:
         del generation._push_param_to_vllm
-    return iter(pushed)
+    return pushed
 
 
 def without_none(logprobs: Logprobs) -> Logprobs:
@@ -124,7 +124,7 @@ def replace_trl_correction(config: "GRPOConfig | RLOOConfig") -> None:
         )
 
 
-def check_corrected_once(batch: dict[str, Any]) -> None:
+def check_corrected_once(batch: Mapping[str, object]) -> None:
     """Refuse a batch that has importance weights of TRL."""
     found = [f"`{key}`" for key in batch if key.startswith("importance_sampling")]
     if found:
@@ -165,7 +165,7 @@ RENORMALIZED = ("top_p", "top_k", "min_p")
 RENORMALIZED_SINCE = "1.17"
 
 
-def renormalized(distorting: dict[str, Any]) -> str:
+def renormalized(distorting: Mapping[str, object]) -> str:
     """Note on options that newer releases of TRL compensate."""
     named = [f"`{name}`" for name in RENORMALIZED if name in distorting]
     if not named or before(RENORMALIZED_SINCE):
