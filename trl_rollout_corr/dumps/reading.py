@@ -118,11 +118,8 @@ def read_table(
 ) -> tuple[pa.Table, dict[str, Any], dict[str, str], list[str]]:
     """Columns of a dump in order of steps, its settings, the facts about the run, and a sentence for each damaged file."""
     path = Path(path)
-    try:
-        files = files_of(path) if path.is_dir() else [path] if path.exists() else None
-    except OSError as error:
-        raise ValueError(error.strerror) from None
-    if files is None:
+    files = files_of(path) if path.is_dir() else [path]
+    if not path.exists():
         raise ValueError("no such file or folder")
     if not files:
         raise ValueError("no dump here: a folder that `rollout_dump_dir` named holds files step-*.parquet")

@@ -8,9 +8,10 @@ trainer is built.
 import dataclasses
 import json
 import shlex
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 from trl.generation import vllm_generation
 
@@ -53,23 +54,18 @@ def check_engine_kwargs(kwargs: Mapping[str, object]) -> None:
             )
 
 
-@contextmanager
-def engine_arguments(args: Any) -> Iterator[None]:
+def engine_arguments(args: Any) -> AbstractContextManager:
     """Context in which TRL builds its engine with `rollout_engine_kwargs`. For a server, its command line is printed."""
-    kwargs = args.rollout_engine_kwargs or {}
-    built = vllm_generation.LLM
+    kwargs = args.rollout_engine_kwargs
     if kwargs and not args.use_vllm:
         warn_idle("rollout_engine_kwargs", kwargs, "`use_vllm` is False")
     elif kwargs:
         check_engine_kwargs(kwargs)
         if args.vllm_mode == "colocate":
-            vllm_generation.LLM = lambda *positional, **options: built(*positional, **{**options, **kwargs})
-        else:
-            announce_server(kwargs)
-    try:
-        yield
-    finally:
-        vllm_generation.LLM = built
+            built = vllm_generation.LLM
+            return patch.object(vllm_generation, "LLM", lambda *given, **of_trl: built(*given, **{**of_trl, **kwargs}))
+        announce_server(kwargs)
+    return nullcontext()
 
 
 def announce_server(kwargs: Mapping[str, object]) -> None:

@@ -52,7 +52,8 @@ class GradientCheck:
         if own:
             return True
         # Alternating signs, so that effects of neighbouring tokens on one token do not cancel
-        place = _numbers(gradient, 0) + (_numbers(gradient, 1) if per_token else 0)
+        rows, columns = (torch.arange(n, device=gradient.device) for n in gradient.shape)
+        place = rows[:, None] + (columns if per_token else 0)
         signs = (1.0 - 2.0 * (place % 2)).to(gradient.dtype)
         once, signed = self._of_factor(gradient), self._of_factor(gradient * signs)
         if once is None or signed is None:
@@ -84,12 +85,6 @@ class GradientCheck:
             return torch.autograd.grad(gradient.sum(), self.factor, retain_graph=True, allow_unused=True)[0]
         except RuntimeError:
             return None
-
-
-def _numbers(like: torch.Tensor, dim: int) -> torch.Tensor:
-    """Index of each row or column, to broadcast."""
-    numbers = torch.arange(like.shape[dim], device=like.device)
-    return numbers[:, None] if dim == 0 else numbers[None, :]
 
 
 def not_in_loss(why: str) -> RuntimeError:

@@ -41,7 +41,6 @@ from .loss import LossCall
 from .observer import Corrected
 from .sampler import (
     announce_sync,
-    check_has_sampler,
     check_server_logprobs,
     record_logprobs,
     sync_weights_on_cpu,
@@ -114,7 +113,11 @@ class RolloutCorrectionMixin(CorrectionCore):
             self._engine_config = self.vllm_generation.llm.llm_engine.vllm_config
 
     def _check_sampler(self) -> None:
-        check_has_sampler(self.use_vllm, self._trl_class)
+        if not self.use_vllm:
+            raise ValueError(
+                "`use_vllm` is False, so there are no log-probabilities of the sampler to correct with. Set `use_vllm=True`, "
+                f"or use `{self._trl_class.__name__}`."
+            )
 
     def _mark_sync(self) -> None:
         self.rollout_step = self.state.global_step

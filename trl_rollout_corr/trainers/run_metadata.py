@@ -42,7 +42,8 @@ def settings_in_effect(args: Any) -> dict[str, Any]:
 
 def trainer_metadata(model: Any, args: Any) -> dict[str, str]:
     """`trainer_dtype`, the type of the trainer's computations, and `adapter`, the kind of its adapter or `"none"`."""
-    computes = "bfloat16" if args.bf16 else "float16" if args.fp16 else _name(_dtype(model))
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    computes = "bfloat16" if args.bf16 else "float16" if args.fp16 else _name(dtype)
     adapters = getattr(model, "peft_config", None)
     kind = (
         next((getattr(a.peft_type, "value", a.peft_type) for a in adapters.values()), "")
@@ -50,10 +51,6 @@ def trainer_metadata(model: Any, args: Any) -> dict[str, str]:
         else ""
     )
     return {"trainer_dtype": computes, "adapter": str(kind or "none")}
-
-
-def _dtype(model: torch.nn.Module) -> Any:
-    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
 def engine_metadata(config: Any) -> dict[str, str]:

@@ -34,15 +34,6 @@ _DISTORTING = (
 _NEUTRAL = {"top_p": (1.0,), "top_k": (0, -1), "repetition_penalty": (1.0,)}  # for the others: None, 0 and empty
 
 
-def check_has_sampler(use_vllm: bool, trl_class: type) -> None:
-    """Refuse to train without a sampler that returns log-probabilities."""
-    if not use_vllm:
-        raise ValueError(
-            "`use_vllm` is False, so there are no log-probabilities of the sampler to correct with. Set `use_vllm=True`, "
-            f"or use `{trl_class.__name__}`."
-        )
-
-
 def check_sampling(config: GRPOConfig | RLOOConfig) -> None:
     """Refuse or warn about settings of vLLM under which its log-probabilities are not comparable to the trainer's."""
     if not config.use_vllm:

@@ -108,10 +108,10 @@ def one_line_errors(*, of_package: bool = False) -> Iterator[None]:
         except INPUT_ERRORS as error:
             if of_package and not _is_ours(traceback.extract_tb(error.__traceback__)[-1].filename):
                 raise
-            if not is_first_rank():
-                time.sleep(
-                    _PATIENCE
-                )  # a launcher ends all ranks with the first that ends: let rank 0 print and end first
+            if (
+                not is_first_rank()
+            ):  # a launcher ends all ranks with the first that ends: let rank 0 print and end first
+                time.sleep(_PATIENCE)
             print(f"error: {in_one_line(error)}", file=sys.stderr, flush=True)  # noqa: T201
             sys.exit(2)
 
