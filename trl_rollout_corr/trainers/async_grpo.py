@@ -207,13 +207,10 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
         samples, batcher = self._rollout_dataset, dataloader.dataset
         samples.queue = self._tap = Tap(samples.queue)
         samples.check_health_fn = self._check_health
-        batcher.dataset = Carrier(samples, self._tap, self._optimizer_step_of, self._samples_failed)
+        batcher.dataset = Carrier(samples, self._tap, self._step_of_version, self._samples_failed)
         with_text = any((self._observer.dump, self._observer.first_step))
         inner = dataloader.base_dataloader  # Accelerate's around torch's
         inner.collate_fn = Layout(inner.collate_fn, with_text, self.processing_class.pad_token_id)
-
-    def _optimizer_step_of(self, version: int) -> float:
-        return self._step_of_version.get(version, math.nan)
 
     # Errors of sampler and server ----------------------------------------------------------------------------------------
 

@@ -128,8 +128,14 @@ class CorrectionCore(_Host):
         settle_monitors(self.callback_handler, args, renew=of_monitor != self._of_monitor)
         self._of_monitor = of_monitor
         observer.dump = self._equipped(observer.dump, args.rollout_dump_dir is not None, self._new_dump)
-        observer.first_step = self._equipped(observer.first_step, args.rollout_diagnose, self._new_first_step)
-        self._lr_scaling = self._equipped(self._lr_scaling, args.rollout_lr_scaling is not None, self._new_lr_scaling)
+        observer.first_step = self._equipped(
+            observer.first_step, args.rollout_diagnose, lambda: FirstStepDiagnosis(args, self._about)
+        )
+        self._lr_scaling = self._equipped(
+            self._lr_scaling,
+            args.rollout_lr_scaling is not None,
+            lambda: LearningRateScaling(args, self.accelerator, partial(observer.add, "train")),
+        )
 
     def _equipped(self, found: Any, wanted: bool, new: Callable[[], Any]) -> Any:
         """Callback that a setting asks for, the one found or a new one; `None` if the setting asks for none."""
@@ -151,9 +157,6 @@ class CorrectionCore(_Host):
         with self.args.fixed(*_READ_AT_START):
             return super().train(*args, **kwargs)
 
-    def _new_lr_scaling(self) -> LearningRateScaling:
-        return LearningRateScaling(self.args, self.accelerator, partial(self._observer.add, "train"))
-
     def _metadata(self) -> dict[str, str]:
         """Types, adapter and quantization of trainer and sampler, for a diagnosis."""
         model = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=True)
@@ -162,9 +165,6 @@ class CorrectionCore(_Host):
     def _doubt_delivery(self, in_part: bool) -> str | None:
         """Reason why a sampler with all new weights may look as if it had old ones; `None` if there is none."""
         return may_round(self._metadata(), in_part)
-
-    def _new_first_step(self) -> FirstStepDiagnosis:
-        return FirstStepDiagnosis(self.args, self._about)
 
     def _new_dump(self) -> SequenceDump:
         tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)

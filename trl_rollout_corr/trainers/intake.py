@@ -90,7 +90,7 @@ class Carrier(torch.utils.data.IterableDataset):
     """
     TRL's data set over the queue, with reward and optimizer step of each sample.
 
-    `step_of` returns the optimizer step of a version of the weights; NaN if unknown. `failed` gets an error that ends the
+    `step_of` has the optimizer step of each version of the weights. `failed` gets an error that ends the
     samples; the error is raised if it returns `False`.
     """
 
@@ -98,7 +98,7 @@ class Carrier(torch.utils.data.IterableDataset):
         self,
         dataset: torch.utils.data.IterableDataset,
         tap: Tap,
-        step_of: Callable[[int], float],
+        step_of: Mapping[int, int],
         failed: Callable[[Exception], bool],
     ) -> None:
         self._dataset, self._tap, self._step_of, self._failed = dataset, tap, step_of, failed
@@ -110,7 +110,7 @@ class Carrier(torch.utils.data.IterableDataset):
                 yield {
                     **item,
                     REWARDS: reward_of(sample.metrics),
-                    ROLLOUT_STEP: self._step_of(sample.model_version),
+                    ROLLOUT_STEP: self._step_of.get(sample.model_version, np.nan),
                 }
         except Exception as error:
             if not self._failed(error):

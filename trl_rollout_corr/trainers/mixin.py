@@ -39,12 +39,7 @@ from .first_step import score_alone
 from .gradient_check import GradientCheck
 from .loss import LossCall
 from .observer import Corrected
-from .sampler import (
-    announce_sync,
-    check_server_logprobs,
-    record_logprobs,
-    sync_weights_on_cpu,
-)
+from .sampler import check_server_logprobs, observe_sampler, sync_weights_on_cpu
 from .scoring import Logprobs, OldPass, Scoring
 from .trl_interface import check_bases, check_trl, definer
 from .versions import check_corrected_once
@@ -95,9 +90,8 @@ class RolloutCorrectionMixin(CorrectionCore):
         self._visited_before_update = self.args.gradient_accumulation_steps % self.args.steps_per_generation == 0
         if self.use_vllm:
             self._check_server()
-            record_logprobs(self.vllm_generation, keep=self._record_logprobs)
             sync_weights_on_cpu(self.vllm_generation)
-            announce_sync(self.vllm_generation, self._mark_sync)
+            observe_sampler(self.vllm_generation, self._record_logprobs, self._mark_sync)
         self._check_sampler()
         self._set_up_observer()
 

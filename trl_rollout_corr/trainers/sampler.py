@@ -120,13 +120,15 @@ def check_logprobs(completion_ids: list[list[int]], logprobs: Any) -> None:
             )
 
 
-def record_logprobs(generation: VLLMGeneration, keep: Callable[[Logprobs], object]) -> None:
-    """Ask vLLM for log-probabilities of sampled tokens, and call `keep` with those of each generation, by completion."""
+def observe_sampler(
+    generation: VLLMGeneration, keep: Callable[[Logprobs], object], synced: Callable[[], object]
+) -> None:
+    """Call `keep` with the log-probabilities of each generation, by completion, and `synced` before each push of weights."""
     generation.logprobs = 0  # of the sampled token alone
-    generate = generation.generate
+    generate, sync_weights = generation.generate, generation.sync_weights
 
     @wraps(generate)
-    def generate_and_record(*args: Any, **kwargs: Any) -> Any:
+    def generate_and_keep(*args: Any, **kwargs: Any) -> Any:
         prompt_ids, completion_ids, logprobs, *others = generate(*args, **kwargs)
         if logprobs is None:
             raise RuntimeError(
@@ -136,19 +138,12 @@ def record_logprobs(generation: VLLMGeneration, keep: Callable[[Logprobs], objec
         keep([[candidates[0] for candidates in sequence] for sequence in logprobs])
         return prompt_ids, completion_ids, logprobs, *others
 
-    generation.generate = generate_and_record
-
-
-def announce_sync(generation: VLLMGeneration, announce: Callable[[], object]) -> None:
-    """Call a function before each push of weights to vLLM."""
-    sync_weights = generation.sync_weights
-
     @wraps(sync_weights)
-    def announce_and_sync(*args: Any, **kwargs: Any) -> Any:
-        announce()
+    def tell_and_sync(*args: Any, **kwargs: Any) -> Any:
+        synced()
         return sync_weights(*args, **kwargs)
 
-    generation.sync_weights = announce_and_sync
+    generation.generate, generation.sync_weights = generate_and_keep, tell_and_sync
 
 
 def sync_weights_on_cpu(generation: VLLMGeneration) -> None:
