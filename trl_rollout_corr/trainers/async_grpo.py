@@ -64,7 +64,7 @@ def check_asynchronous(config: Any) -> None:
     check_proximal(config.rollout_proximal)
     packs = (
         config.token_budget is None or config.token_budget > 0
-    )  # as many completions into a row as there is room for
+    )  # rows hold as many completions as there is room for
     fewest = config.world_size * (1 if packs else config.per_device_train_batch_size)
     if normalizes_sequences(config) and fewest == 1:
         raise ValueError(

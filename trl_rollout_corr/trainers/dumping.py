@@ -186,9 +186,8 @@ class SequenceDump(TrainerCallback):
         scores = torch.full((1, size, 2), -1.0)
         if self.offered:
             scores[0, : len(self.offered)] = self._scores()
-        everywhere = (
-            self.accelerator.gather(scores.to(self.accelerator.device)).cpu().flatten(0, 1)
-        )  # (ranks * size, 2)
+        # (ranks * size, 2)
+        everywhere = self.accelerator.gather(scores.to(self.accelerator.device)).cpu().flatten(0, 1)
         first = self.accelerator.process_index * size
         chosen = []
         for column, count in ((1, self.args.rollout_dump_sampled), (0, self.args.rollout_dump_worst)):

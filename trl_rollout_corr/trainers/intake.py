@@ -148,14 +148,10 @@ class Layout:
 
     def _text(self, samples: list[list[dict[str, Any]]]) -> dict[str, torch.Tensor]:
         """Prompts and completions, each `(R, B, ...)`."""
-        starts = [[_start(sample) for sample in of_row] for of_row in samples]
-        ids = [
-            [np.split(np.asarray(sample["input_ids"]), [start]) for sample, start in zip(*of_row, strict=True)]
-            for of_row in zip(samples, starts, strict=True)
-        ]
+        pairs = [[np.split(np.asarray(x["input_ids"]), [_start(x)]) for x in of_row] for of_row in samples]
         text = {}
         for part, name in enumerate(("prompt", "completion")):
-            parts = [[pair[part] for pair in of_row] for of_row in ids]
+            parts = [[pair[part] for pair in of_row] for of_row in pairs]
             text[f"{name}_ids"] = _padded(parts, self._pad_token_id, torch.long)
             text[f"{name}_mask"] = _padded([[np.ones_like(x) for x in of_row] for of_row in parts], 0, torch.long)
         return text

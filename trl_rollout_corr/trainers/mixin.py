@@ -193,7 +193,7 @@ class RolloutCorrectionMixin(CorrectionCore):
                 f"`{self._anchor_key}`. This version of TRL is not supported: install a "
                 "version of trl that this release was tested with."
             )
-        if old_pass.runs:
+        if old_pass.answer is None:
             output[OLD_LOGPS] = old_pass.logps
         else:
             output.pop(OLD_LOGPS, None)

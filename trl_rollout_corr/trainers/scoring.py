@@ -29,10 +29,6 @@ class OldPass:
         self.logps: torch.Tensor
         self.completion_mask: torch.Tensor
 
-    @property
-    def runs(self) -> bool:
-        return self.answer is None
-
     def __call__(
         self,
         forward: Callable,
