@@ -52,7 +52,10 @@ class Console(PrinterCallback):
     ) -> None:
         if state.is_world_process_zero and logs:
             step, last = state.global_step, state.max_steps
-            write(f"step {step:>{len(str(last))}}/{last}  {_line(logs) or logs}")
+            if "train_runtime" in logs:
+                write(f"{step} steps in {logs['train_runtime']:.0f} s")
+            else:
+                write(f"step {step:>{len(str(last))}}/{last}  {_line(logs) or logs}")
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
