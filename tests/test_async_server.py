@@ -110,16 +110,19 @@ def assert_nothing_is_left(port: int, *texts: str):
 
 @pytest.mark.parametrize("recipe", ["token_is", "lora"])
 def test_weights_reach_the_server(example, chat_model, tmp_path, recipe):
-    """All of them, or an adapter: in the end it samples with another policy than at the start, one close to the trainer's."""
+    """
+    All of them, or an adapter: in the end it samples with another policy than at the start, one close to the trainer's. The
+    last updates, which a stale sample misses, are small: the learning rate falls to 0.
+    """
     command, port = example
-    options = ["--queue_maxsize", "32", "--max_inflight_tasks", "32", "--max_staleness", "2", "--max_steps", "8"]
+    options = ["--queue_maxsize", "32", "--max_inflight_tasks", "32", "--max_staleness", "2", "--max_steps", "16"]
     options += ["--rollout_dump_dir", str(tmp_path / "dump"), "--logging_steps", "1"]
     options += ["--learning_rate", "1e-3"] if recipe == "lora" else ["--weights_folder", str(tmp_path / "weights")]
     output_of(*command(recipe, *options), **SERVER)
     assert_nothing_is_left(port, str(tmp_path))
     assert not list((tmp_path / "weights").glob("*"))
     rows, model = read_dump(tmp_path / "dump").rows, load_model(chat_model)
-    first, last = ([row for row in rows if row["step"] == step] for step in (1, 8))
+    first, last = ([row for row in rows if row["step"] == step] for step in (1, 16))
     assert {row["staleness"] for row in first} == {0}
     assert max(row["staleness"] for row in last) <= 3  # one micro-batch is taken before weights are pushed
     assert squared_gap(model, first) < 1e-6  # rounding

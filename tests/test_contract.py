@@ -50,11 +50,11 @@ def test_every_overridden_method_is_in_the_contract(ours):
 
 def test_what_only_a_probe_touches_is_where_it_was():
     for owner in (GRPOTrainer, RLOOTrainer):
-        assert "_last_loaded_step" in trl_interface._mentioned(owner)
+        assert "self._last_loaded_step" in trl_interface.source_of(owner)
         for name in ("_prepare_inputs", "get_train_dataloader", "compute_loss_context_manager"):
             assert callable(getattr(owner, name))
-    fields = trl_interface._mentioned(VLLMGeneration)
-    assert {"top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs", "enable_sleep_mode"} <= fields
+    for name in ("top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs", "enable_sleep_mode"):
+        assert f"self.{name}" in trl_interface.source_of(VLLMGeneration)
     assert callable(VLLMClient.init_communicator)
 
 

@@ -294,7 +294,8 @@ def test_asynchronous(tiny_model_path, tmp_path):
     assert min(scales) < 0.99
 
 
-def test_tokens_are_selected_once_per_micro_batch_in_bypass_mode(make, monkeypatch):
+@pytest.mark.parametrize("preset", ["bypass_ppo_clip", "decoupled_token_is"])
+def test_tokens_are_selected_once_per_micro_batch(make, monkeypatch, preset):
     selected, corrected = [], []
 
     def counted(*args, **kwargs):
@@ -303,7 +304,7 @@ def test_tokens_are_selected_once_per_micro_batch_in_bypass_mode(make, monkeypat
 
     for module in (compute, core):
         monkeypatch.setattr(module, "select_tokens", counted)
-    trainer = make(max_steps=2, rollout_correction="bypass_ppo_clip", rollout_nan_policy="raise", **ESS)
+    trainer = make(max_steps=2, rollout_correction=preset, rollout_nan_policy="raise", **ESS)
     correct = trainer._correct
     trainer._correct = lambda *args: corrected.append(args) or correct(*args)
     trainer.train()

@@ -100,7 +100,7 @@ APPENDED = {
 MOVED = {
     "trainer/grpo_trainer.py": [
         ("def _calculate_rewards(self, inputs, prompts,", "def _calculate_rewards(self, prompts, inputs,"),
-        ("_buffered_inputs", "_buffer"),
+        ("self.reward_weights", "self.weights_of_rewards"),
         ('"old_per_token_logps"', '"anchor_logps"'),
         ("sampling_per_token_logps", "behavior_logps"),
     ],
@@ -126,7 +126,7 @@ def test_what_a_newer_trl_has_moved_is_refused_by_name(tiny_model_path, tmp_path
     assert found["losses"] == []
     for name in (
         "`GRPOTrainer._calculate_rewards` starts with",
-        "attribute `_buffered_inputs` of `GRPOTrainer` is gone",
+        "attribute `reward_weights` of `GRPOTrainer` is gone",
         "key `old_per_token_logps` of `GRPOTrainer` is gone",
         "key `sampling_per_token_logps` of `GRPOTrainer` is gone",
         "`VLLMGeneration._iter_named_params` is gone",

@@ -84,7 +84,7 @@ def test_weights_of_one_change_nothing(make):
 
 
 @seam
-@pytest.mark.parametrize("fields", [{}, {"pad_to_multiple_of": 4}, {"generation_kwargs": {"logprobs": 3}}])
+@pytest.mark.parametrize("fields", [{}, {"pad_to_multiple_of": 4}])
 def test_log_probabilities_are_aligned_after_shuffling_and_padding(make, tiny_model_path, fields):
     trainer = make(schedule="several steps per generation", **fields)
     batches, model = micro_batches(trainer), plain_model(tiny_model_path, trainer.sampler_weights)

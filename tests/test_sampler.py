@@ -2,14 +2,7 @@
 
 import pytest
 
-from trl_rollout_corr.trainers.sampler import check_logprobs, sampled_logprobs
-
-
-def test_the_sampled_token_is_found_among_the_candidates():
-    completion_ids = [[7, 3], [5]]
-    logprobs = [[[-0.1, -2.0], [-0.3, -0.9]], [[-0.2, None]]]
-    token_ids = [[[9, 7], [3, 4]], [[8, 5]]]
-    assert sampled_logprobs(completion_ids, logprobs, token_ids) == [[-2.0, -0.3], [None]]
+from trl_rollout_corr.trainers.sampler import check_logprobs
 
 
 def test_complete_log_probabilities_pass():

@@ -41,7 +41,7 @@ def test_what_distorts_the_sampler_is_named_once(config_class, fields, named, tm
         {},
         {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0},
         {"top_k": -1, "generation_kwargs": {"presence_penalty": 0.0, "min_tokens": 0, "stop": ["!"], "seed": 3}},
-        {"generation_kwargs": {"logprobs": 5, "n": 1, "temperature": 0.7}, "temperature": 0.7},
+        {"generation_kwargs": {"logprobs": 0, "n": 1, "temperature": 0.7}, "temperature": 0.7},
         {"use_vllm": False, "top_p": 0.9},  # a rollout function, which does as it likes
     ],
 )
@@ -56,7 +56,8 @@ def test_neutral_settings_are_silent(config_class, fields, tmp_path):
     ("overrides", "message"),
     [
         ({"temperature": 0.7}, r"`generation_kwargs` sets a temperature of 0.7 while `temperature` is 1.0"),
-        ({"logprobs": None}, r"sets `logprobs` to None, which must be an integer of 0 or more"),
+        ({"logprobs": None}, r"sets `logprobs` to None, which must be 0"),
+        ({"logprobs": 5}, r"sets `logprobs` to 5, which must be 0"),
         ({"n": 2}, r"sets `n` to 2, which must be 1"),
     ],
 )

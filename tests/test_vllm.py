@@ -154,12 +154,6 @@ def test_a_translated_default_of_trl_equals_it(make):
     assert_same_steps(losses(ours), expected)
 
 
-def test_the_sampled_token_is_taken_among_several_candidates(make):
-    trainer = make(generation_kwargs={"logprobs": 3}, temperature=2.0)  # hot: the most likely token is rarely sampled
-    trainer.train()
-    assert_in_step(trainer)
-
-
 MODES = {
     "decoupled": {"rollout_correction": "decoupled_geo_rs_token_tis", "rollout_rs_threshold": [0.7, 1.4]},
     "ppo_clip": {"rollout_correction": "bypass_ppo_clip"},

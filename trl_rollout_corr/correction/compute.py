@@ -41,8 +41,8 @@ class RolloutCorrection:
             Factor of `rollout_rs_renormalize`, or 1.
         applies_weights (`bool`):
             True if the mode applies the weights; False if it only reports them.
-        log_ratio (`torch.Tensor` of shape `(B, T)` or `None`):
-            Log-ratio to the sampler, in nats, 0 outside the valid tokens. `None` in decoupled mode.
+        log_ratio (`torch.Tensor` of shape `(B, T)`):
+            Log-ratio to the sampler, in nats, 0 outside the valid tokens.
         statistics ([`~trl_rollout_corr.correction.metrics.Statistics`]):
             Sums from which the metrics are made.
     """
@@ -52,7 +52,7 @@ class RolloutCorrection:
     valid: torch.Tensor
     scale: torch.Tensor
     applies_weights: bool
-    log_ratio: torch.Tensor | None
+    log_ratio: torch.Tensor
     statistics: Statistics
 
     @property
@@ -240,7 +240,7 @@ class _Rows(NamedTuple):
     weights: torch.Tensor | None
     keep: torch.Tensor
     valid: torch.Tensor
-    log_ratio: torch.Tensor | None
+    log_ratio: torch.Tensor
     statistics: Statistics
 
 
@@ -249,7 +249,7 @@ class _Assembled:
 
     def __init__(self, mask: torch.Tensor) -> None:
         self.weights: torch.Tensor | None = None
-        self.log_ratio: torch.Tensor | None = None
+        self.log_ratio: torch.Tensor  # from the first block on
         self.dtype: torch.dtype | None = None
         self.keep = torch.empty(mask.shape, dtype=torch.bool, device=mask.device)
         self.valid = torch.empty_like(self.keep)
@@ -262,17 +262,15 @@ class _Assembled:
             self.keep, self.valid = block.keep.bool(), block.valid.bool()
             self.parts = [block.statistics]
             return
+        if not self.parts:
+            self.log_ratio = torch.empty_like(self.keep, dtype=block.log_ratio.dtype)
+            self.weights = (
+                None if block.weights is None else torch.empty_like(self.log_ratio, dtype=block.weights.dtype)
+            )
         self.parts.append(block.statistics)
-        self.keep[rows], self.valid[rows] = block.keep, block.valid
-        self.weights = self._with(self.weights, rows, block.weights)
-        self.log_ratio = self._with(self.log_ratio, rows, block.log_ratio)
-
-    def _with(self, whole: torch.Tensor | None, rows: slice, part: torch.Tensor | None) -> torch.Tensor | None:
-        if part is None:
-            return None
-        whole = torch.empty_like(self.keep, dtype=part.dtype) if whole is None else whole
-        whole[rows] = part
-        return whole
+        self.keep[rows], self.valid[rows], self.log_ratio[rows] = block.keep, block.valid, block.log_ratio
+        if self.weights is not None and block.weights is not None:
+            self.weights[rows] = block.weights
 
     def statistics(self) -> Statistics:
         first, *others = self.parts
@@ -300,7 +298,7 @@ def _correct_rows(
     if weights is not None and settings.applies_weights:
         coefficients = keep * weights if rejections else weights  # weights are 0 where a token is not valid
     statistics = collect(tokens, keep, coefficients, weighed, rejections, direction)
-    return _Rows(weights, keep, tokens.valid, tokens.log_ratio if settings.bypasses else None, statistics)
+    return _Rows(weights, keep, tokens.valid, tokens.log_ratio, statistics)
 
 
 def _keep(tokens: Tokens, rejections: list[Rejection]) -> torch.Tensor:

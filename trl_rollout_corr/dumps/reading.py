@@ -23,27 +23,13 @@ _NULLABLE = {"prompt", "completion", "weights", "staleness", "prompt_ids", "padd
 
 
 class Dump(NamedTuple):
-    """
-    A dump.
+    """A dump."""
 
-    Args:
-        path (`Path`):
-            Folder with the files, or the only file that was read.
-        sequences ([`~trl_rollout_corr.dumps.sequences.Sequences`]):
-            Sequences in order of steps.
-        settings (`dict`):
-            Settings in effect at the last step.
-        about (`dict[str, str]`):
-            Facts about the run, as far as they are known: `model`, `trainer`, `date`, types and adapter.
-        damage (`list[str]`):
-            A sentence about each file that cannot be read.
-    """
-
-    path: Path
-    sequences: Sequences
-    settings: dict[str, Any]
-    about: dict[str, str]
-    damage: list[str]
+    path: Path  # folder with the files, or the only file that was read
+    sequences: Sequences  # in order of steps
+    settings: dict[str, Any]  # in effect at the last step
+    about: dict[str, str]  # `model`, `trainer`, `date`, types and adapter, where known
+    damage: list[str]  # a sentence about each file that cannot be read
 
 
 def open_dump(path: str | Path, *, text: bool = False, steps: tuple[int, int] | None = None) -> Dump:
@@ -101,7 +87,7 @@ def _sequences(table: pa.Table) -> Sequences:
 
 def _end_to_end(lists: pa.ChunkedArray, lengths: np.ndarray) -> np.ndarray:
     """Lists one after the other, with NaN for those that are null."""
-    values = np.concatenate([chunk.flatten().to_numpy(zero_copy_only=False) for chunk in lists.chunks])
+    values: np.ndarray = np.concatenate([chunk.flatten().to_numpy(zero_copy_only=False) for chunk in lists.chunks])
     if not lists.null_count:
         return values
     filled = np.full(lengths.sum(), np.nan, np.float32)
@@ -121,11 +107,8 @@ def read_table(
 ) -> tuple[pa.Table, dict[str, Any], dict[str, str], list[str]]:
     """Columns of a dump in order of steps, its settings, the facts about the run, and a sentence for each damaged file."""
     path = Path(path)
-    try:
-        files = files_of(path) if path.is_dir() else [path] if path.exists() else None
-    except OSError as error:
-        raise ValueError(error.strerror) from None
-    if files is None:
+    files = files_of(path) if path.is_dir() else [path]
+    if not path.exists():
         raise ValueError("no such file or folder")
     if not files:
         raise ValueError("no dump here: a folder that `rollout_dump_dir` named holds files step-*.parquet")

@@ -13,18 +13,7 @@ _LISTS = ("mask", "train_logps", "rollout_logps", "weights", "keep", "coefficien
 
 
 def on_host(batch: Tensors, chosen: torch.Tensor | None = None) -> Iterator[dict[str, torch.Tensor | None]]:
-    """
-    Take the sequences of a batch apart, on the CPU.
-
-    Args:
-        batch (`Mapping[str, torch.Tensor | None]`):
-            Tensors of shape `(B, ...)`, among them `mask`.
-        chosen (`torch.Tensor` of shape `(K,)`, *optional*):
-            Indices of the sequences to take. All by default.
-
-    Returns:
-        `Iterator[dict]`: the tensors of each sequence, without the first dimension.
-    """
+    """Take a batch of tensors `(B, ...)`, with `mask` among them, apart on the CPU: all sequences, or those `chosen`."""
     tensors = {name: x if x is None or chosen is None else x[chosen] for name, x in batch.items()}
     tensors = {name: None if x is None else x.cpu() for name, x in tensors.items()}
     mask = tensors["mask"]
@@ -42,24 +31,19 @@ def make_row(
     decode: Callable[[Sequence[int]], str] | None = None,
 ) -> dict[str, Any]:
     """
-    Make the row of a sequence.
+    Make the row of a sequence, with the columns of [`~trl_rollout_corr.dumps.schema.SCHEMA`].
 
     Args:
         sequence (`Mapping[str, torch.Tensor | None]`):
-            One sequence of [`on_host`]: TRL's `prompt_ids`, `prompt_mask`, `completion_ids` and `completion_mask`, and by
-            column `mask`, `train_logps`, `rollout_logps`, `weights`, `keep`, `coefficients` and `again_logps` of shape `(T,)`,
-            `reward`, `advantage` and `staleness` of shape `()`.
+            One sequence of [`on_host`]: TRL's tokens and masks, and tensors of shape `(T,)` or `()` by column.
         step (`int`):
             Optimizer steps made when the sequence is trained on.
         rank (`int`, *optional*, defaults to `0`):
             Process that has the sequence.
         sampled, worst (`bool`, *optional*, default to `True` and `False`):
-            Whether the sequence was drawn at random, and whether it is among those with the largest log-ratio.
+            Drawn at random, and among those with the largest log-ratio.
         decode (`Callable`, *optional*):
             Turns token ids into text. Without it, all text is empty.
-
-    Returns:
-        `dict[str, Any]`: numbers, lists and text, with the columns of [`~trl_rollout_corr.dumps.schema.SCHEMA`].
     """
     decode = decode or (lambda ids: "")
     n = int(sequence["completion_mask"].sum())

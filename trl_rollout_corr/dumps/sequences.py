@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import DTypeLike
+from numpy.typing import DTypeLike, NDArray
 
 
 # Columns with a number for each sequence, and those with a number for each token. What is null is NaN
@@ -63,6 +63,9 @@ class Sequences:
     ):
         self.lengths, self.prompts, self._text = lengths, prompts, text
         self.starts = np.concatenate([[0], np.cumsum(lengths)])
+        self.mask: NDArray[np.bool_]
+        self.train_logps: NDArray[np.float32]
+        self.rollout_logps: NDArray[np.float32]
         self.step, self.sampled, self.worst = (columns[name] for name in ("step", "sampled", "worst"))
         self.reward, self.advantage = columns["reward"], columns["advantage"]
         self.staleness, self.padding = columns["staleness"], columns["padding"]
@@ -89,19 +92,20 @@ class Sequences:
     # Of each token ----------------------------------------------------------------------------------------------------
 
     @cached_property
-    def log_ratio(self) -> np.ndarray:
+    def log_ratio(self) -> NDArray[np.float32]:
         with np.errstate(invalid="ignore"):
             return self.train_logps - self.rollout_logps
 
     @cached_property
-    def valid(self) -> np.ndarray:
+    def valid(self) -> NDArray[np.bool_]:
         """Tokens of the loss with a finite log-ratio."""
-        return self.mask & np.isfinite(self.log_ratio)
+        finite: NDArray[np.bool_] = np.isfinite(self.log_ratio)
+        return self.mask & finite
 
     @cached_property
     def broken(self) -> np.ndarray:
         """Tokens of the loss without a finite log-ratio."""
-        return self.mask & ~np.isfinite(self.log_ratio)
+        return self.mask & ~self.valid
 
     @cached_property
     def counted(self) -> np.ndarray:
@@ -109,14 +113,14 @@ class Sequences:
         return self.valid & self.represents[self.row]
 
     @cached_property
-    def row(self) -> np.ndarray:
+    def row(self) -> NDArray[np.int32]:
         """Index of the sequence of each token."""
         return np.repeat(np.arange(len(self), dtype=np.int32), self.lengths)
 
     # Of each sequence -------------------------------------------------------------------------------------------------
 
     @cached_property
-    def represents(self) -> np.ndarray:
+    def represents(self) -> NDArray[np.bool_]:
         """Sequences that represent the batch: those that were drawn at random, or all if none were."""
         return self.sampled if self.sampled.any() else np.ones(len(self), bool)
 

@@ -31,26 +31,7 @@ def write_rows(
     settings: Mapping[str, Any],
     about: Mapping[str, str] | None = None,
 ) -> Path:
-    """
-    Write the rows of one step and process.
-
-    Args:
-        folder (`Path`):
-            Folder of the dump; made if it is not there.
-        step (`int`):
-            Optimizer steps made so far.
-        rank (`int`):
-            Process that writes.
-        rows (`Sequence[Mapping]`):
-            Rows, with the columns of `SCHEMA`.
-        settings (`Mapping`):
-            Fields of [`RolloutCorrectionConfig`] in effect.
-        about (`Mapping[str, str]`, *optional*):
-            Description of the run: its `model`, `trainer` and `date`.
-
-    Returns:
-        `Path`: the file.
-    """
+    """Write the rows of one step and process, with the settings in effect and facts about the run. Returns the file."""
     folder.mkdir(parents=True, exist_ok=True)
     metadata = {
         FORMAT: str(VERSION),
@@ -76,15 +57,8 @@ def plain(value: Any, depth: int = 8) -> Any:
     """
     A value of any type, in types that JSON has: no setting and no logged value may end a run.
 
-    Args:
-        value (`Any`):
-            Mappings and lists are converted item by item, numbers of numpy and torch become Python's, a `torch.dtype` its
-            name as configurations have it (`"float16"`), and everything else its text.
-        depth (`int`, *optional*, defaults to `8`):
-            Levels that are converted. Below them there is text, as something may contain itself.
-
-    Returns:
-        `Any`: a value that `json.dumps` accepts.
+    Numbers of numpy and torch become Python's, a `torch.dtype` its name as configurations have it (`"float16"`), and
+    everything else its text. Below `depth` levels there is text, as something may contain itself.
     """
     if isinstance(value, Enum):
         value = value.value
@@ -102,15 +76,7 @@ def plain(value: Any, depth: int = 8) -> Any:
 
 
 def remove_oldest(folder: Path, max_bytes: float) -> None:
-    """
-    Delete the files of the oldest steps until the others fit. The first step stays, to compare with, and the latest.
-
-    Args:
-        folder (`Path`):
-            Folder of the dump.
-        max_bytes (`float`):
-            Bytes that its Parquet files may take.
-    """
+    """Delete the files of the oldest steps until the others fit. The first step stays, to compare with, and the latest."""
     sizes = {path: _size(path) for path in files_of(folder)}
     total = sum(sizes.values())
     steps = sorted({_step(path) for path in sizes})
@@ -130,17 +96,7 @@ def _size(path: Path) -> int:
 
 
 def rewind(folder: Path, step: int, *, logs: bool = True) -> None:
-    """
-    Remove the entries after a step, because the run continues there.
-
-    Args:
-        folder (`Path`):
-            Folder of the dump.
-        step (`int`):
-            Optimizer step of the checkpoint.
-        logs (`bool`, *optional*, defaults to `True`):
-            Rewind the log, too. One process does that.
-    """
+    """Remove the entries after the step of a checkpoint, where a run continues. One process rewinds the `logs`, too."""
     for path in files_of(folder):
         if _step(path) > step:
             path.unlink(missing_ok=True)
@@ -158,18 +114,7 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def read_logs(path: Path, on_damage: Callable[[str], object] | None = None) -> list[dict[str, Any]]:
-    """
-    Read the log of the trainer.
-
-    Args:
-        path (`Path`):
-            Folder of the dump.
-        on_damage (`Callable[[str], object]`, *optional*):
-            Told, in a sentence, about a line that a crash has cut short. It is left out.
-
-    Returns:
-        `list[dict]`: entries with a step. Empty if there is no log, or for a single file.
-    """
+    """Entries with a step of the log of a dump. `on_damage` is told about each line that a crash has cut short."""
     logs, entries = path / _LOGS, []
     lines = logs.read_text(encoding="utf-8", errors="replace").splitlines() if logs.is_file() else ()
     for number, line in enumerate(lines, 1):

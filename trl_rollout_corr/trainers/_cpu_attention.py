@@ -1,9 +1,8 @@
 """
-Attention over packed rows on a CPU.
+Attention over packed rows on a CPU, in place of TRL's FlashAttention-3, which needs a GPU.
 
-TRL packs the samples of a micro-batch into one row in which shared prefixes appear once: a tree. Its attention is
-FlashAttention-3, whose kernel exists for GPUs only. This module computes the same attention in PyTorch, exactly, for small
-runs without a GPU: time, and memory for a boolean mask, grow with the square of the row.
+TRL packs the samples of a micro-batch into one row in which shared prefixes appear once: a tree. Time, and memory for a
+boolean mask, grow with the square of the row.
 """
 
 from typing import Any
@@ -33,35 +32,10 @@ def tree_attention(
     """
     Attention of a packed row of `N` tokens. Each token attends to the tokens before it on its path from the root.
 
-    Args:
-        module (`torch.nn.Module`):
-            The attention layer. Not used.
-        query (`torch.Tensor` of shape `(1, H, N, D)`):
-            Queries of `H` heads.
-        key (`torch.Tensor` of shape `(1, K, N, D)`):
-            Keys of `K` heads, each shared by `H / K` heads of the queries.
-        value (`torch.Tensor` of shape `(1, K, N, D)`):
-            Values.
-        attention_mask (`torch.Tensor`, *optional*):
-            Not used: the tree defines the mask.
-        tree_kv_index (`torch.Tensor` of shape `(P,)`):
-            Index in the row of each token on the paths of all segments, one path after the other.
-        tree_cu_seqlens_q (`torch.Tensor` of shape `(S + 1,)`):
-            Start and end of the `S` segments of the row.
-        tree_cu_seqlens_k (`torch.Tensor` of shape `(S + 1,)`):
-            Start and end of their paths in `tree_kv_index`.
-        scaling (`float`, *optional*, defaults to `1 / sqrt(D)`):
-            Factor of the scores.
-        sliding_window (`int`, *optional*):
-            Number of tokens that a token attends to, itself included.
-        softcap (`float`, *optional*):
-            Bound of the scores.
-
-    Returns:
-        `tuple[torch.Tensor, None]`: the output, `(1, N, H, D)`.
-
-    Raises:
-        `NotImplementedError`: with `softcap`.
+    Queries are `(1, H, N, D)`, keys and values `(1, K, N, D)`: each of the `K` heads is shared by `H / K` heads of the
+    queries. The output is `(1, N, H, D)`. `tree_kv_index`, `(P,)`, has the index in the row of each token on the paths of all
+    segments, one path after the other; `tree_cu_seqlens_q` and `tree_cu_seqlens_k`, `(S + 1,)`, have the start and end of the
+    `S` segments in the row, and of their paths in `tree_kv_index`. The tree defines the mask, so `attention_mask` is not used.
     """
     if softcap:
         raise NotImplementedError(

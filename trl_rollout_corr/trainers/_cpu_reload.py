@@ -8,15 +8,7 @@ import torch
 
 
 def push(llm: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """
-    Push weights through vLLM's own reload, and clear the prefix cache of the old weights.
-
-    Args:
-        llm (`vllm.LLM`):
-            The engine, in this process.
-        weights (`Iterable[tuple[str, torch.Tensor]]`):
-            Weights by their names in the checkpoint. The experts of a layer may be one tensor, or one tensor each.
-    """
+    """Push weights, by their names in the checkpoint, through the reload of an engine, and clear its prefix cache."""
     with torch.no_grad():
         reload(llm.llm_engine.model_executor.driver_worker, weights_iterator=iter(weights))
     llm.reset_prefix_cache()
@@ -35,17 +27,12 @@ class PackingWorker:
 
 def reload(worker: Any, **weights: Any) -> None:
     """
-    Load weights into the model of a vLLM worker, and pack all of them for its CPU kernels.
+    Load weights into the model of a vLLM worker, and pack all of them for its CPU kernels. `weights` go to its
+    `reload_weights`.
 
     vLLM packs weights for its CPU kernels after loading them, and again at a reload, with two exceptions. Experts are packed
     at the first load only. A head that is tied to the embedding has no weights of its own in a checkpoint, so it would keep
     the packed weights of the first load.
-
-    Args:
-        worker (`vllm.v1.worker.worker_base.WorkerBase`):
-            The worker, on any device.
-        weights (`Any`):
-            Arguments of its `reload_weights`.
     """
     model = worker.get_model()
     on_cpu = next(model.parameters()).device.type == "cpu"

@@ -12,38 +12,19 @@ from .upstream import VLLMClient
 
 
 EXTENSION = "trl_rollout_corr.trainers._cpu_reload.PackingWorker"
-_SHARD = 4e9  # bytes of weights in memory at a time
 
 
 class DiskWeightTransfer:
-    r"""
+    """
     Sends weights to a vLLM server through a folder that both can read. Pass it to [`RolloutCorrectedAsyncGRPOTrainer`] as
     `weight_transfer`, in place of TRL's transfer through NCCL, which needs GPUs on both sides.
 
     At each synchronisation, requests are paused, which clears the caches of the server, the weights are written, the server
     loads them (`/collective_rpc`), and requests go on. A completion in progress is finished with the new weights.
 
-    Args:
-        server_url (`str`):
-            Address of the server, started with `VLLM_SERVER_DEV_MODE=1`; on a CPU also with
-            `--worker-extension-cls trl_rollout_corr.trainers._cpu_reload.PackingWorker`, as vLLM alone packs neither a head
-            that is tied to the embedding nor experts again.
-        folder (`str` or `Path`):
-            Folder for the weights, which the server reads by this path. It is made if it is missing, and the weights are
-            removed when training ends.
-        timeout (`float`, *optional*, defaults to `1800.0`):
-            Seconds allowed for one synchronisation.
-
-    Example:
-
-    ```python
-    from trl_rollout_corr import RolloutCorrectedAsyncGRPOTrainer
-    from trl_rollout_corr.trainers._disk_weight_transfer import DiskWeightTransfer
-
-    trainer = RolloutCorrectedAsyncGRPOTrainer(
-        ..., weight_transfer=DiskWeightTransfer("http://localhost:8000", "outputs/weights")
-    )
-    ```
+    The server must be started with `VLLM_SERVER_DEV_MODE=1`; on a CPU also with `--worker-extension-cls
+    trl_rollout_corr.trainers._cpu_reload.PackingWorker`. The folder is made if it is missing, and the weights are removed when
+    training ends. `timeout` is in seconds, for one synchronisation.
     """
 
     def __init__(self, server_url: str, folder: str | Path, timeout: float = 1800.0) -> None:
@@ -54,12 +35,7 @@ class DiskWeightTransfer:
         self._method = "reload_weights"  # of the server's worker
 
     def init_weight_transfer(self) -> None:
-        """
-        Wait for the server, and check that it takes weights.
-
-        Raises:
-            `RuntimeError`: if it takes no weights, or only a part of them.
-        """
+        """Wait for the server, and refuse one that takes no weights, or only a part of them."""
         self.client.wait_for_server_ready()
         response = requests.get(f"{self.client.server_url}/server_info", params={"config_format": "json"}, timeout=60)
         if response.status_code == 404:
@@ -82,19 +58,13 @@ class DiskWeightTransfer:
         self.client.pause(timeout=int(self.timeout))
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """
-        Write weights and make the server load them.
-
-        Args:
-            iterator (`Iterator[tuple[str, torch.Tensor]]`):
-                Names and weights, as in a checkpoint.
-
-        Raises:
-            `RuntimeError`: if the server does not load them.
-        """
+        """Write weights, by their names in a checkpoint, and make the server load them."""
         previous, self._version = self._path(), self._version + 1
-        _write(iterator, self._path())
-        self._load(self._path())
+        folder = self._path()
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        save_file({name: x.detach().cpu().contiguous() for name, x in iterator}, folder / "model.safetensors")
+        self._load(folder)
         shutil.rmtree(previous, ignore_errors=True)
 
     def resume(self) -> None:
@@ -119,19 +89,3 @@ class DiskWeightTransfer:
                 f"The vLLM server at {self.client.server_url} did not load the weights in {folder}, which it must be able to "
                 f"read: {response.text}"
             )
-
-
-def _write(weights: Iterator[tuple[str, torch.Tensor]], folder: Path) -> None:
-    """Write weights as a checkpoint of several files, with at most `_SHARD` bytes in memory at a time."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    shard: dict[str, torch.Tensor] = {}
-    size = n_files = 0
-    for name, weight in weights:
-        shard[name] = weight.detach().cpu().contiguous()
-        size += weight.nbytes
-        if size > _SHARD:
-            save_file(shard, folder / f"model-{n_files:05d}.safetensors")
-            shard, size, n_files = {}, 0, n_files + 1
-    if shard:
-        save_file(shard, folder / f"model-{n_files:05d}.safetensors")

@@ -9,15 +9,16 @@ forward pass. So the correction knows the log-probabilities of the policy withou
 """
 
 import math
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import requests
 import torch
+from torch.utils.data import DataLoader
+from transformers.trainer_utils import TrainOutput
 
 from ..correction.compute import usable_rollout_logps
 from ..correction.functional import LOG_RATIO_BOUND
@@ -44,27 +45,17 @@ LOSS_MASK = "loss_mask"  # (B, T)
 PROXIMAL = ("visit", "interpolated")
 
 
-def check_proximal(value: Any) -> str:
+def check_proximal(value: object) -> str:
     """Check and return `rollout_proximal`, the choice of the old policy in an asynchronous run."""
     if value not in PROXIMAL:
         raise ValueError(
             f"`rollout_proximal` must be one of {', '.join(PROXIMAL)}, got {value!r}.{nearest(value, PROXIMAL)}"
         )
-    return value
+    return str(value)
 
 
 def check_asynchronous(config: Any) -> None:
-    """
-    Refuse or warn about settings that an asynchronous run cannot follow.
-
-    Args:
-        config ([`RolloutCorrectedAsyncGRPOConfig`]):
-            Configuration of a trainer.
-
-    Raises:
-        `ValueError`: if completions are to be rejected before their baseline, if `rollout_proximal` is unknown, or if the mean
-            of batch normalisation may be over a single sequence.
-    """
+    """Refuse settings that an asynchronous run cannot follow."""
     if config.rollout_rs_exclude_from_baseline:
         raise ValueError(
             "`rollout_rs_exclude_from_baseline` is True, but in an asynchronous run the rollout worker computes rewards and "
@@ -73,7 +64,7 @@ def check_asynchronous(config: Any) -> None:
     check_proximal(config.rollout_proximal)
     packs = (
         config.token_budget is None or config.token_budget > 0
-    )  # as many completions into a row as there is room for
+    )  # rows hold as many completions as there is room for
     fewest = config.world_size * (1 if packs else config.per_device_train_batch_size)
     if normalizes_sequences(config) and fewest == 1:
         raise ValueError(
@@ -142,8 +133,7 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
 
     Differences from TRL, each as `super()` with changed arguments or results: `__init__` (checks, monitor, dump),
     `compute_loss` (the correction), `get_train_dataloader` (age and reward of each sample), `_sync_weight` (optimizer step of
-    each version of the weights), `train` (an error of the sampler ends the run with a checkpoint), `log` (metrics),
-    `add_callback` (one monitor).
+    each version of the weights), `train` (an error of the sampler ends the run with a checkpoint), `log` (metrics).
 
     On a CPU, packed rows need another attention (`trainers/_cpu_attention.py`), and weights need another way to the server:
     a `DiskWeightTransfer` (`trainers/_disk_weight_transfer.py`), or an adapter.
@@ -172,17 +162,22 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
     _tag_names = [*AsyncGRPOTrainer._tag_names, "rollout-correction"]
 
     def __init__(
-        self, model: Any, reward_funcs: Any = None, args: Any = None, *further_args: Any, **kwargs: Any
+        self,
+        model: str,
+        reward_funcs: object = None,
+        args: RolloutCorrectedAsyncGRPOConfig | None = None,
+        *further_args: object,
+        **kwargs: object,
     ) -> None:
         check_trl(AsyncGRPOTrainer, {AsyncGRPOTrainer: ASYNCHRONOUS})
         check_bases(type(self), RolloutCorrectedAsyncGRPOTrainer, AsyncGRPOTrainer, method="compute_loss")
-        args = self._checked_args(model, args)
-        if args.rollout_engine_kwargs:
-            check_engine_kwargs(args.rollout_engine_kwargs)
-            announce_server(args.rollout_engine_kwargs)
-        with without_peak_flops(args.device):
-            super().__init__(model, reward_funcs, args, *further_args, **kwargs)
-        if args.device.type == "cpu":
+        config = self._checked_args(model, args)
+        if config.rollout_engine_kwargs:
+            check_engine_kwargs(config.rollout_engine_kwargs)
+            announce_server(config.rollout_engine_kwargs)
+        with without_peak_flops(config.device):
+            super().__init__(model, reward_funcs, config, *further_args, **kwargs)
+        if config.device.type == "cpu":
             self._check_weights_reach_the_server()
             register_tree_attention()  # in place of TRL's, which it has just registered
         self._tap: Tap | None = None  # on the main process
@@ -201,21 +196,21 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
 
     # Samples ----------------------------------------------------------------------------------------------------------
 
-    def get_train_dataloader(self) -> Any:
+    def get_train_dataloader(self) -> DataLoader:
         dataloader = super().get_train_dataloader()
-        if not self.accelerator.is_main_process:  # only the main process takes and packs samples
-            return dataloader
+        if self.accelerator.is_main_process:  # only the main process takes and packs samples
+            self._tap_samples(dataloader)
+        return cast(DataLoader, dataloader)
+
+    def _tap_samples(self, dataloader: Any) -> None:
+        """Keep age and reward of samples, and add the layout of their tokens to the batch."""
         samples, batcher = self._rollout_dataset, dataloader.dataset
         samples.queue = self._tap = Tap(samples.queue)
         samples.check_health_fn = self._check_health
-        batcher.dataset = Carrier(samples, self._tap, self._optimizer_step_of, self._samples_failed)
+        batcher.dataset = Carrier(samples, self._tap, self._step_of_version, self._samples_failed)
         with_text = any((self._observer.dump, self._observer.first_step))
         inner = dataloader.base_dataloader  # Accelerate's around torch's
         inner.collate_fn = Layout(inner.collate_fn, with_text, self.processing_class.pad_token_id)
-        return dataloader
-
-    def _optimizer_step_of(self, version: int) -> float:
-        return self._step_of_version.get(version, math.nan)
 
     # Errors of sampler and server ----------------------------------------------------------------------------------------
 
@@ -230,22 +225,17 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
         if not isinstance(self.rollout_worker, AsyncRolloutWorker):
             return None
         url = self.vllm_client.server_url
-        refused: Exception | None = None
-        for _ in range(3):
-            try:
-                requests.get(f"{url}/health", timeout=5)
-            except requests.ConnectionError as error:
-                refused = error
-                time.sleep(1.0)
-            except requests.RequestException:  # the server is there, and busy
-                return None
-            else:
-                return None
-        gone = RuntimeError(
-            f"The vLLM server at {url} is gone: it refuses connections. Look for the reason in its log."
-        )
-        gone.__cause__ = refused
-        return gone
+        try:
+            requests.get(f"{url}/health", timeout=5)
+        except requests.ConnectionError as error:
+            gone = RuntimeError(
+                f"The vLLM server at {url} is gone: it refuses connections. Look for the reason in its log."
+            )
+            gone.__cause__ = error
+            return gone
+        except requests.RequestException:  # the server is there, and busy
+            pass
+        return None
 
     def _samples_failed(self, error: Exception) -> bool:
         if not self._end.running or self.state.global_step == self._end.saved_at:
@@ -281,7 +271,7 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
             self._engine_config = self.vllm_client.get_server_info()
             check_server_logprobs(self._engine_config["model_config"]["logprobs_mode"], self.temperature)
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
+    def train(self, *args: object, **kwargs: object) -> TrainOutput:
         self._end.running = False
         output = super().train(*args, **kwargs)
         if self._end.message is not None:
@@ -295,14 +285,18 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
     # The loss ---------------------------------------------------------------------------------------------------------
 
     def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None
-    ) -> Any:
+        self,
+        model: torch.nn.Module,
+        inputs: dict[str, torch.Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> torch.Tensor:
         awaited = {}
         if self.args.corrects:
             awaited = {key: Awaited(inputs[key]) for key in ("advantages", "old_log_probs")}
         self._delivery.generated(self.state.global_step)
         policy = Policy(model, partial(self._correct, inputs=inputs, awaited=awaited))
-        loss = super().compute_loss(policy, {**inputs, **awaited}, return_outputs, num_items_in_batch)
+        loss: torch.Tensor = super().compute_loss(policy, {**inputs, **awaited}, return_outputs, num_items_in_batch)
         if policy.forwards != 1 or not all(x.was_taken for x in awaited.values()):
             raise RuntimeError(
                 f"The loss of `{type(self).__name__}` ran the policy {policy.forwards} times instead of once, or did not "
@@ -344,7 +338,7 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
             batch["tool_mask"] = terms.mask
         return batch | {key: inputs[TEXT_PREFIX + key][0] for key in TEXT if TEXT_PREFIX + key in inputs}
 
-    def _loss_mask(self, batch: dict[str, Any]) -> torch.Tensor:
+    def _loss_mask(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return batch[LOSS_MASK]
 
     def _corrected(self, current: torch.Tensor, batch: dict[str, Any]) -> tuple[torch.Tensor, Corrected]:

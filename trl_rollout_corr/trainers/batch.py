@@ -3,8 +3,8 @@
 OLD_LOGPS = "old_per_token_logps"  # (B, T), of the old policy: the trainer's when the batch was generated
 ROLLOUT_LOGPS = "sampling_per_token_logps"  # (B, T), of the policy that sampled
 COEFFICIENTS = "rollout_corr_coefficients"  # (B, T), factor of the policy gradient, if known at generation
-# Filled in at the first visit, and NaN before
-FIRST_LOGPS = "rollout_corr_first_logps"  # (B, T), of the policy at the first visit, if it is the old policy
+# Of the first visit, for later ones (`num_iterations`). NaN, and filled in place, so that TRL may copy the dictionary
+FIRST_LOGPS = "rollout_corr_first_logps"  # (B, T)
 FIRST_COEFFICIENTS = "rollout_corr_first_coefficients"  # (B, T)
 REWARDS = "rollout_corr_rewards"  # (B,)
 ROLLOUT_STEP = "rollout_corr_step"  # (B,), optimizer step of the weights that sampled; NaN if unknown

@@ -8,22 +8,7 @@ from ..messages import __version__
 
 
 def complete_card(text: str, model: str, output_dir: str, correction: str) -> str:
-    """
-    Add the model and the correction to a model card.
-
-    Args:
-        text (`str`):
-            TRL's card.
-        model (`str`):
-            Name or path of the model that was trained.
-        output_dir (`str`):
-            Folder of the trained model. Its name replaces a missing model name.
-        correction (`str`):
-            Settings of the correction, in one line.
-
-    Returns:
-        `str`: the card. Parts that TRL writes in an unexpected form are not changed.
-    """
+    """Add the model and the correction, in one line, to TRL's model card. Parts of an unexpected form are not changed."""
     about = (
         f"The mismatch between the policy that sampled and the policy that trained was handled by "
         f"trl-rollout-corr {__version__}, with `{correction}`.\n\n"

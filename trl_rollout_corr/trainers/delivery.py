@@ -27,7 +27,7 @@ LAST = 256  # optimizer steps after the first look, until which there are more
 
 
 class Delivery:
-    r"""
+    """
     Compares the gap between sampler and trainer with the movement of the trainer's policy.
 
         gap       g(k) = mean |log pi_k - log pi_sampler|   of tokens that are sampled after k optimizer steps
@@ -43,12 +43,8 @@ class Delivery:
     nothing. It is looked at after 1, 2, 4, 8, ... steps, and only if it is `2 g(0)` or more, `m` is needed: a forward pass
     without gradient over one micro-batch, at the next generation. A run whose weights arrive makes none.
 
-    Args:
-        accelerator ([`~accelerate.Accelerator`]):
-            Sums over ranks.
-        doubt (`Callable[[bool], str | None]`):
-            Called with `True` if only a part of the weights seems to be missing. Returns the reason why a sampler with all
-            weights may look like that, or `None`. With a reason, the error becomes a warning.
+    `doubt` returns the reason why a sampler with all weights may look like one without them, or without a part (`True`), or
+    `None`. With a reason, the error becomes a warning.
     """
 
     def __init__(self, accelerator: Accelerator, doubt: Callable[[bool], str | None]) -> None:
@@ -63,13 +59,7 @@ class Delivery:
         self._next = 0  # optimizer step of the next look
 
     def generated(self, step: int) -> None:
-        """
-        Count a generation, and score the first batch again if that is due, before the trainer trains on the new one.
-
-        Args:
-            step (`int`):
-                Optimizer steps made so far.
-        """
+        """Count a generation after `step` optimizer steps, and score the first batch again if that is due."""
         if self._start is not None and step > self._start + LAST:
             self._end()
         self._is_new = not self.done
@@ -90,24 +80,19 @@ class Delivery:
         score: Callable[[], torch.Tensor],
     ) -> None:
         """
-        Look at a micro-batch, if it is the first of a generation.
+        Look at a micro-batch, if it is the first of a generation. If weights did not arrive, all ranks raise a `RuntimeError`.
 
         Args:
             step (`int`):
                 Optimizer steps made so far.
-            logps (`torch.Tensor` of shape `(B, T)`):
-                Log-probabilities of the current policy, in nats.
-            rollout_logps (`torch.Tensor` of shape `(B, T)`):
-                Log-probabilities of the sampler, in nats.
+            logps, rollout_logps (`torch.Tensor` of shape `(B, T)`):
+                Log-probabilities of the current policy and of the sampler, in nats.
             tokens (`torch.Tensor` of shape `(B, T)`):
                 Non-zero on the tokens of the loss.
             ages (`torch.Tensor` of shape `(B,)`):
                 Optimizer steps that the sampler is known to be behind; NaN if unknown.
             score (`Callable[[], torch.Tensor]`):
                 Computes `logps` again, with the weights at the time of the call.
-
-        Raises:
-            `RuntimeError`: if weights did not arrive, on all ranks.
         """
         if not self._is_new or step < self._next:
             return
@@ -175,27 +160,13 @@ class Delivery:
 
 
 class FirstBatch(NamedTuple):
-    """
-    The first micro-batch of a run.
+    """The first micro-batch of a run."""
 
-    Args:
-        step (`int`):
-            Optimizer steps made before.
-        noise (`float`):
-            Its gap between sampler and trainer with three standard errors, in nats per token.
-        logps (`torch.Tensor` of shape `(B, T)`):
-            Log-probabilities of the policy that it was sampled from, in nats.
-        tokens (`torch.Tensor` of shape `(B, T)`):
-            Boolean mask of the tokens of the loss.
-        score (`Callable[[], torch.Tensor]`):
-            Computes log-probabilities, `(B, T)`, with the weights at the time of the call.
-    """
-
-    step: int
-    noise: float
-    logps: torch.Tensor
-    tokens: torch.Tensor
-    score: Callable[[], torch.Tensor]
+    step: int  # optimizer steps made before
+    noise: float  # gap between sampler and trainer with three standard errors, in nats per token
+    logps: torch.Tensor  # (B, T), of the policy that it was sampled from, in nats
+    tokens: torch.Tensor  # (B, T), boolean mask of the tokens of the loss
+    score: Callable[[], torch.Tensor]  # computes (B, T) log-probabilities with the weights at the time of the call
 
 
 def _sums(x: torch.Tensor) -> torch.Tensor:

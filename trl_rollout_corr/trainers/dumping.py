@@ -44,42 +44,16 @@ def check_dump_folder(folder: Path, *, new_run: bool) -> None:
 
 
 class Offered(NamedTuple):
-    """
-    A sequence that may go to the dump.
+    """A sequence that may go to the dump."""
 
-    Args:
-        distance (`float`):
-            Largest absolute log-ratio of its tokens, infinite if one has no finite log-probability.
-        chance (`float`):
-            Random number in `[0, 1)`. The sequences with the largest numbers are drawn.
-        step (`int`):
-            Optimizer step that trains on it.
-        sequence (`dict`):
-            Its tensors.
-    """
-
-    distance: float
-    chance: float
-    step: int
+    distance: float  # largest absolute log-ratio of its tokens; infinite without a finite log-probability
+    chance: float  # random number in [0, 1): the sequences with the largest are drawn
+    step: int  # optimizer step that trains on it
     sequence: dict[str, torch.Tensor | None]
 
 
 class SequenceDump(TrainerCallback):
-    """
-    Collects sequences during a step, and writes those that are drawn or worst when it ends.
-
-    Args:
-        args ([`RolloutCorrectionConfig`]):
-            Configuration of the trainer.
-        accelerator ([`~accelerate.Accelerator`]):
-            Gathers over ranks.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            Turns tokens into text.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the random selection.
-        about (`dict[str, str]`, *optional*):
-            Metadata of the run, for readers of the dump.
-    """
+    """Collects sequences during a step, and writes those that are drawn or worst when it ends. `about` describes the run."""
 
     def __init__(
         self,
@@ -110,17 +84,7 @@ class SequenceDump(TrainerCallback):
         return step >= self.next_step
 
     def offer(self, step: int, batch: dict[str, torch.Tensor], columns: dict[str, Any]) -> None:
-        """
-        Consider the sequences of a batch.
-
-        Args:
-            step (`int`):
-                Optimizer step that trains on them.
-            batch (`dict`):
-                TRL's batch: tokens, masks and advantages.
-            columns (`dict`):
-                Tensors of shape `(B, T)` or `(B,)` by column of the dump; `None` where there is none.
-        """
+        """Consider the sequences of a batch: TRL's tokens and masks, `(B, T)`, and columns of the dump, `(B, T)` or `(B,)`."""
         mask = columns["mask"]
         distance = (columns["train_logps"] - columns["rollout_logps"]).abs().nan_to_num(torch.inf)
         # a completion without a token of the loss, such as a truncated one that TRL masks, has nothing to show
@@ -139,7 +103,7 @@ class SequenceDump(TrainerCallback):
         """Indices of the sequences of a batch that may be among the worst, or drawn."""
         counts = (self.args.rollout_dump_worst, self.args.rollout_dump_sampled)
         top = [x.topk(min(k, len(x))).indices for x, k in zip((distance, chance), counts, strict=True)]
-        chosen = torch.cat(top).unique()
+        chosen: torch.Tensor = torch.cat(top).unique()
         return chosen[chance[chosen] >= 0]
 
     def _thin_out(self) -> None:
@@ -154,7 +118,12 @@ class SequenceDump(TrainerCallback):
     # Events -----------------------------------------------------------------------------------------------------------
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        **kwargs: object,
     ) -> None:
         self.next_step = state.global_step + self.args.rollout_dump_steps
         name = str(getattr(getattr(model, "config", None), "_name_or_path", ""))
@@ -167,7 +136,7 @@ class SequenceDump(TrainerCallback):
             rewind(self.folder, state.global_step, logs=state.is_world_process_zero)
 
     def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         if not self.wants(state.global_step):
             return
@@ -180,7 +149,12 @@ class SequenceDump(TrainerCallback):
             self._unless_the_disk_fails(self._write, state.global_step, rows)
 
     def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: object,
     ) -> None:
         if state.is_world_process_zero and logs:
             self._unless_the_disk_fails(append_log, self.folder, {**logs, "step": state.global_step})
@@ -212,9 +186,8 @@ class SequenceDump(TrainerCallback):
         scores = torch.full((1, size, 2), -1.0)
         if self.offered:
             scores[0, : len(self.offered)] = self._scores()
-        everywhere = (
-            self.accelerator.gather(scores.to(self.accelerator.device)).cpu().flatten(0, 1)
-        )  # (ranks * size, 2)
+        # (ranks * size, 2)
+        everywhere = self.accelerator.gather(scores.to(self.accelerator.device)).cpu().flatten(0, 1)
         first = self.accelerator.process_index * size
         chosen = []
         for column, count in ((1, self.args.rollout_dump_sampled), (0, self.args.rollout_dump_worst)):

@@ -8,14 +8,15 @@ trainer is built.
 import dataclasses
 import json
 import shlex
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 from trl.generation import vllm_generation
 
 from ..dumps.writing import plain
-from ..messages import is_first_rank, nearest, warn
+from ..messages import is_first_rank, nearest, warn_idle
 from .console import write
 
 
@@ -36,17 +37,8 @@ RESERVED = {
 }
 
 
-def check_engine_kwargs(kwargs: Mapping[str, Any]) -> None:
-    """
-    Check that all arguments are arguments of vLLM's engine, and that none is set by TRL.
-
-    Args:
-        kwargs (`Mapping[str, Any]`):
-            `rollout_engine_kwargs`.
-
-    Raises:
-        `ValueError`: if an argument is unknown or set by TRL.
-    """
+def check_engine_kwargs(kwargs: Mapping[str, object]) -> None:
+    """Refuse arguments that are not of vLLM's engine, or that TRL sets."""
     from vllm import EngineArgs
 
     known = [field.name for field in dataclasses.fields(EngineArgs)]
@@ -62,51 +54,27 @@ def check_engine_kwargs(kwargs: Mapping[str, Any]) -> None:
             )
 
 
-@contextmanager
-def engine_arguments(args: Any) -> Iterator[None]:
-    """
-    Context in which TRL builds its engine with more arguments.
-
-    Args:
-        args ([`RolloutCorrectionConfig`]):
-            Configuration of the trainer to build. With a server, its command line is printed instead; without vLLM, there
-            is a warning that the setting has no effect.
-
-    Raises:
-        `ValueError`: if an argument cannot be passed.
-    """
+def engine_arguments(args: Any) -> AbstractContextManager:
+    """Context in which TRL builds its engine with `rollout_engine_kwargs`. For a server, its command line is printed."""
     kwargs = args.rollout_engine_kwargs
-    if not kwargs:
-        yield
-        return
-    if not args.use_vllm:
-        warn(f"`rollout_engine_kwargs` is set to {kwargs!r} but has no effect: `use_vllm` is False.")
-        yield
-        return
-    check_engine_kwargs(kwargs)
-    if args.vllm_mode != "colocate":
+    if kwargs and not args.use_vllm:
+        warn_idle("rollout_engine_kwargs", kwargs, "`use_vllm` is False")
+    elif kwargs:
+        check_engine_kwargs(kwargs)
+        if args.vllm_mode == "colocate":
+            built = vllm_generation.LLM
+            return patch.object(vllm_generation, "LLM", lambda *given, **of_trl: built(*given, **{**of_trl, **kwargs}))
         announce_server(kwargs)
-        yield
-        return
-    built = vllm_generation.LLM
-
-    def build(*positional: Any, **options: Any) -> Any:
-        return built(*positional, **{**options, **kwargs})
-
-    vllm_generation.LLM = build
-    try:
-        yield
-    finally:
-        vllm_generation.LLM = built
+    return nullcontext()
 
 
-def announce_server(kwargs: Mapping[str, Any]) -> None:
+def announce_server(kwargs: Mapping[str, object]) -> None:
     """Print the command line of a server with these arguments, which it takes at its start only."""
     if is_first_rank():
         write(f"Start the server with the arguments of `rollout_engine_kwargs`: {serve_line(kwargs)}")
 
 
-def serve_line(kwargs: Mapping[str, Any], model: str = "MODEL") -> str:
+def serve_line(kwargs: Mapping[str, object], model: str = "MODEL") -> str:
     """Command line of a server with these arguments."""
     return " ".join(
         [f"vllm serve {shlex.quote(model)}", *(_flag(name, value) for name, value in plain(kwargs).items())]

@@ -20,19 +20,7 @@ AGAIN = 8  # sequences that are scored a second time
 
 
 class FirstStepDiagnosis(TrainerCallback):
-    """
-    Collects sequences of the first optimizer step of a run, and prints their diagnosis at its end.
-
-    Args:
-        args ([`RolloutCorrectionConfig`]):
-            Configuration of the trainer.
-        about (`dict[str, str]`):
-            Metadata of the run.
-
-    Attributes:
-        diagnosis ([`~trl_rollout_corr.diagnosis.Diagnosis`] or `None`):
-            Diagnosis, on the main process after the first step.
-    """
+    """Collects sequences of the first optimizer step of a run, and prints their `diagnosis` on the main process at its end."""
 
     def __init__(self, args: RolloutCorrectionConfig, about: dict[str, str]) -> None:
         self.args, self.about = args, about
@@ -57,7 +45,7 @@ class FirstStepDiagnosis(TrainerCallback):
         self.rows += [make_row(sequence, step) for sequence in on_host({**batch, **columns}, missing)]
 
     def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         rows, self.rows = self.rows, []
         if self.done or not rows:
@@ -75,21 +63,9 @@ class FirstStepDiagnosis(TrainerCallback):
 
 def score_alone(forward: Callable[..., tuple], model: Any, batch: dict[str, Any], most: int = AGAIN) -> torch.Tensor:
     """
-    Score sequences of a batch one by one and without padding, with the state of the random numbers restored.
+    Score the first `most` sequences of a batch one by one and without padding, with the state of the random numbers restored.
 
-    Args:
-        forward (`Callable`):
-            TRL's forward pass: takes the model, ids, the mask of attention and how many logits to keep, and returns
-            log-probabilities first.
-        model (`torch.nn.Module`):
-            The model.
-        batch (`dict`):
-            TRL's batch.
-        most (`int`, *optional*):
-            Number of sequences.
-
-    Returns:
-        `torch.Tensor` of shape `(B, T)`: log-probabilities of the first `most` sequences, in nats; NaN elsewhere.
+    `forward` is TRL's forward pass. Returns log-probabilities, `(B, T)` in nats; NaN for the other sequences.
     """
     logps = torch.full(batch["completion_ids"].shape, torch.nan, device=batch["completion_ids"].device)
     devices = [logps.device] if logps.device.type == "cuda" else []

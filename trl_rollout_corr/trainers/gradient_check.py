@@ -19,17 +19,8 @@ TOLERANCE = 0.05  # relative to the largest gradient; the rounding error of bflo
 
 class GradientCheck:
     """
-    Test of one micro-batch.
-
-    Args:
-        logps (`torch.Tensor` of shape `(B, T)`):
-            Log-probabilities of the current policy, with gradient.
-
-    Attributes:
-        logps (`torch.Tensor` of shape `(B, T)`):
-            The same log-probabilities, for the loss.
-        factor (`torch.Tensor` of shape `(B, T)`):
-            Ones with gradient. The caller multiplies the coefficients by them.
+    Test of one micro-batch, for which the loss takes `logps`, and the caller multiplies the coefficients by `factor`, ones
+    with gradient; both `(B, T)`.
     """
 
     def __init__(self, logps: torch.Tensor) -> None:
@@ -38,11 +29,9 @@ class GradientCheck:
 
     def passes(self, loss: torch.Tensor, *, own: bool, per_token: bool, alone: bool) -> bool:
         """
-        Check that the coefficients act on a loss.
+        Check that the coefficients act on a loss, a scalar with gradient.
 
         Args:
-            loss (`torch.Tensor`):
-                The loss, a scalar with gradient.
             own (`bool`):
                 The loss is the user's own: it must depend on the coefficients, in any way.
             per_token (`bool`):
@@ -63,7 +52,8 @@ class GradientCheck:
         if own:
             return True
         # Alternating signs, so that effects of neighbouring tokens on one token do not cancel
-        place = _numbers(gradient, 0) + (_numbers(gradient, 1) if per_token else 0)
+        rows, columns = (torch.arange(n, device=gradient.device) for n in gradient.shape)
+        place = rows[:, None] + (columns if per_token else 0)
         signs = (1.0 - 2.0 * (place % 2)).to(gradient.dtype)
         once, signed = self._of_factor(gradient), self._of_factor(gradient * signs)
         if once is None or signed is None:
@@ -80,7 +70,7 @@ class GradientCheck:
             raise not_in_loss(
                 f"{unweighted / total:.0%} of the gradient of some token does not follow its coefficient"
             )
-        return size > 0
+        return bool(size > 0)
 
     def _gradients(self, loss: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Gradients of a loss with respect to log-probabilities and factor; `None` without dependence."""
@@ -95,12 +85,6 @@ class GradientCheck:
             return torch.autograd.grad(gradient.sum(), self.factor, retain_graph=True, allow_unused=True)[0]
         except RuntimeError:
             return None
-
-
-def _numbers(like: torch.Tensor, dim: int) -> torch.Tensor:
-    """Index of each row or column, to broadcast."""
-    numbers = torch.arange(like.shape[dim], device=like.device)
-    return numbers[:, None] if dim == 0 else numbers[None, :]
 
 
 def not_in_loss(why: str) -> RuntimeError:

@@ -1,6 +1,6 @@
 """GRPO with rollout correction."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,15 +22,8 @@ from .versions import check_passes_by, replace_trl_correction, without_none
 
 def check_loss(config: GRPOConfig) -> None:
     """
-    Refuse losses of GRPO that rollout correction cannot be combined with.
-
-    Args:
-        config ([`~trl.GRPOConfig`]):
-            Configuration of a trainer.
-
-    Raises:
-        `ValueError`: if the loss is a value of `rollout_loss_type`, if it has importance weights of its own, or if it would
-            clip or average the ratio of 1 that `rollout_loss_type="reinforce"` needs.
+    Refuse losses that have importance weights of their own, are values of `rollout_loss_type`, or break the ratio of 1 of
+    `rollout_loss_type="reinforce"`.
     """
     if config.loss_type in LOSS_TYPES:
         raise ValueError(
@@ -63,13 +56,7 @@ def check_loss(config: GRPOConfig) -> None:
 
 
 def check_sequence_level_ratio(config: GRPOConfig) -> None:
-    """
-    Warn about weights and rejection of tokens in a loss with one ratio per completion.
-
-    Args:
-        config ([`~trl.GRPOConfig`]):
-            Configuration of a trainer.
-    """
+    """Warn about weights and rejection of tokens in a loss with one ratio per completion."""
     if not config.corrects or config.importance_sampling_level != "sequence":
         return
     settings = [f"`{name}`" for name in config.rollout_rs or [] if name.startswith("token_")]
@@ -84,13 +71,7 @@ def check_sequence_level_ratio(config: GRPOConfig) -> None:
 
 
 def warn_about_clip_ratio(config: GRPOConfig) -> None:
-    """
-    Warn if TRL's loss does not bound the ratio to the sampler by `rollout_clip_ratio_c`.
-
-    Args:
-        config ([`~trl.GRPOConfig`]):
-            Configuration of a trainer.
-    """
+    """Warn if TRL's loss does not bound the ratio to the sampler by `rollout_clip_ratio_c`."""
     if not (config.corrects and config.clips_around_sampler) or config.rollout_clip_ratio_c in (None, 3.0):
         return
     if config.loss_type in ("cispo", "sapo"):
@@ -145,11 +126,7 @@ class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
     `rollout_metrics_only=True`, or with neither weights nor rejection nor bypass, losses and gradients are those of
     `GRPOTrainer` with `vllm_importance_sampling_correction=False`, bit for bit.
 
-    Differences from TRL, each as `super()` with changed arguments or results: `__init__` (checks, monitor, dump), `_generate`
-    and `_generate_and_score_completions` (the sampler's log-probabilities; TRL's old pass is skipped if it is not needed),
-    `_calculate_rewards` (completions that are rejected before the baseline),
-    `_get_per_token_logps_and_entropies` and `compute_loss` (the correction), `log` (metrics), `add_callback` (one monitor),
-    `create_model_card` (model and correction), `train` (settings that were assigned after the trainer was built).
+    What differs from TRL is listed in [`~trl_rollout_corr.trainers.mixin.RolloutCorrectionMixin`].
 
     Example:
 
@@ -214,7 +191,7 @@ class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
         finally:
             args.delta = delta
 
-    def _loss_mask(self, batch: dict[str, Any]) -> torch.Tensor:
+    def _loss_mask(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         mask = batch["completion_mask"]
         return mask * batch["tool_mask"] if "tool_mask" in batch else mask
 

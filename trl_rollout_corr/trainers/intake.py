@@ -30,13 +30,7 @@ _SERVER_INFINITY = -9999.0
 
 
 class Tap:
-    """
-    Queue of samples that keeps the last sample.
-
-    Args:
-        queue (`queue.Queue` or `multiprocessing.Queue`):
-            Queue of the rollout worker.
-    """
+    """Queue of the rollout worker that keeps the last sample."""
 
     def __init__(self, queue: Any) -> None:
         self._queue = queue
@@ -75,19 +69,7 @@ def reward_of(metrics: Mapping[str, float] | None) -> float:
 
 
 def checked(sample: RolloutSample) -> RolloutSample:
-    """
-    Check the log-probabilities of a sample.
-
-    Args:
-        sample (`RolloutSample`):
-            The sample. Its log-probabilities are changed in place: -9999 and less to minus infinity, `None` to NaN.
-
-    Returns:
-        `RolloutSample`: the sample.
-
-    Raises:
-        `ValueError`: if they are missing, or their number is not the number of tokens.
-    """
+    """Check the log-probabilities of a sample, and change them in place: -9999 and less to minus infinity, `None` to NaN."""
     if sample.old_log_probs is None:
         raise ValueError(
             "The rollout worker returned a sample without log-probabilities (`old_log_probs` is None), which rollout "
@@ -108,22 +90,15 @@ class Carrier(torch.utils.data.IterableDataset):
     """
     TRL's data set over the queue, with reward and optimizer step of each sample.
 
-    Args:
-        dataset (`torch.utils.data.IterableDataset`):
-            TRL's data set, which takes its samples from `tap`.
-        tap ([`Tap`]):
-            The queue.
-        step_of (`Callable[[int], float]`):
-            Returns the optimizer step of a version of the weights; NaN if unknown.
-        failed (`Callable[[Exception], Any]`):
-            Called with an error that ends the samples. If it returns `False`, the error is raised.
+    `step_of` has the optimizer step of each version of the weights. `failed` gets an error that ends the
+    samples; the error is raised if it returns `False`.
     """
 
     def __init__(
         self,
         dataset: torch.utils.data.IterableDataset,
         tap: Tap,
-        step_of: Callable[[int], float],
+        step_of: Mapping[int, int],
         failed: Callable[[Exception], bool],
     ) -> None:
         self._dataset, self._tap, self._step_of, self._failed = dataset, tap, step_of, failed
@@ -135,7 +110,7 @@ class Carrier(torch.utils.data.IterableDataset):
                 yield {
                     **item,
                     REWARDS: reward_of(sample.metrics),
-                    ROLLOUT_STEP: self._step_of(sample.model_version),
+                    ROLLOUT_STEP: self._step_of.get(sample.model_version, np.nan),
                 }
         except Exception as error:
             if not self._failed(error):
@@ -144,15 +119,8 @@ class Carrier(torch.utils.data.IterableDataset):
 
 class Layout:
     """
-    Collator that adds the layout of loss terms in completions, advantages, rewards and steps to TRL's batch.
-
-    Args:
-        collator (`Callable`):
-            TRL's collator. It gets a list with one entry, the rows of all ranks.
-        with_text (`bool`):
-            Add prompts and completions, for a dump or a diagnosis.
-        pad_token_id (`int`):
-            Padding of prompts and completions.
+    Collator that adds the layout of loss terms in completions, advantages, rewards and steps to TRL's batch; `with_text` also
+    prompts and completions, for a dump or a diagnosis.
     """
 
     def __init__(self, collator: Callable[[list[Any]], dict[str, Any]], with_text: bool, pad_token_id: int) -> None:
@@ -180,14 +148,10 @@ class Layout:
 
     def _text(self, samples: list[list[dict[str, Any]]]) -> dict[str, torch.Tensor]:
         """Prompts and completions, each `(R, B, ...)`."""
-        starts = [[_start(sample) for sample in of_row] for of_row in samples]
-        ids = [
-            [np.split(np.asarray(sample["input_ids"]), [start]) for sample, start in zip(*of_row, strict=True)]
-            for of_row in zip(samples, starts, strict=True)
-        ]
+        pairs = [[np.split(np.asarray(x["input_ids"]), [_start(x)]) for x in of_row] for of_row in samples]
         text = {}
         for part, name in enumerate(("prompt", "completion")):
-            parts = [[pair[part] for pair in of_row] for of_row in ids]
+            parts = [[pair[part] for pair in of_row] for of_row in pairs]
             text[f"{name}_ids"] = _padded(parts, self._pad_token_id, torch.long)
             text[f"{name}_mask"] = _padded([[np.ones_like(x) for x in of_row] for of_row in parts], 0, torch.long)
         return text

@@ -12,11 +12,8 @@ from .gradient_check import GradientCheck, not_in_loss
 
 class LossInputs(dict):
     """
-    Batch for TRL's loss. It has no advantages until the correction, after the forward pass of the policy, adds them.
-
-    Attributes:
-        read (`set[str]`):
-            Keys that were read.
+    Batch for TRL's loss, which remembers the keys that were read. It has no advantages until the correction, after the forward
+    pass of the policy, adds them.
     """
 
     def __init__(self, batch: Mapping[str, Any]) -> None:
@@ -41,15 +38,7 @@ class LossInputs(dict):
 
 
 class LossCall:
-    """
-    One call of `compute_loss`.
-
-    Args:
-        model ([`~torch.nn.Module`]):
-            The policy, possibly wrapped.
-        batch (`Mapping`):
-            The micro-batch.
-    """
+    """One call of `compute_loss` on a micro-batch."""
 
     def __init__(self, model: Any, batch: Mapping[str, Any]) -> None:
         self.model, self.batch = model, dict(batch)
@@ -59,12 +48,7 @@ class LossCall:
         self.gradient_check: GradientCheck | None = None  # at the first step
 
     def take_forward(self) -> None:
-        """
-        Count a forward pass of the policy.
-
-        Raises:
-            `RuntimeError`: at the second forward pass, as only one can be corrected.
-        """
+        """Count a forward pass of the policy. Only one can be corrected."""
         self.forwards += 1
         if self.forwards > 1:
             raise RuntimeError(
@@ -74,18 +58,7 @@ class LossCall:
             )
 
     def check_corrected(self, trainer: type, keys: set[str]) -> None:
-        """
-        Check that the loss was corrected.
-
-        Args:
-            trainer (`type`):
-                Class of the trainer.
-            keys (`set[str]`):
-                Keys of corrected values, which the loss must have read.
-
-        Raises:
-            `RuntimeError`: if the loss made no forward pass of the policy, or did not read a key.
-        """
+        """Check that the loss ran the policy, and read the keys of corrected values."""
         if not self.forwards:
             raise RuntimeError(
                 f"The loss of `{trainer.__name__}` did not run the policy through `_get_per_token_logps_and_entropies`, which "
@@ -98,16 +71,7 @@ class LossCall:
 
 
 def check_batch_normalization(config: GRPOConfig | RLOOConfig) -> None:
-    """
-    Refuse batch normalisation over a single sequence, which would set its weight to 1.
-
-    Args:
-        config ([`~trl.GRPOConfig`] or [`~trl.RLOOConfig`]):
-            Configuration of a trainer, after TRL has resolved batch sizes.
-
-    Raises:
-        `ValueError`: if the mean would be over a micro-batch of one sequence.
-    """
+    """Refuse batch normalisation over a micro-batch of one sequence, which would set its weight to 1."""
     if not (normalizes_sequences(config) and config.bypass_mode):
         return
     if config.per_device_train_batch_size * config.world_size == 1:
@@ -126,13 +90,7 @@ def normalizes_sequences(config: Any) -> bool:
 
 
 def warn_about_iterations(config: GRPOConfig | RLOOConfig) -> None:
-    """
-    Warn about several visits of completions by a loss without a bound on the step.
-
-    Args:
-        config ([`~trl.GRPOConfig`] or [`~trl.RLOOConfig`]):
-            Configuration of a trainer.
-    """
+    """Warn about several visits of completions by a loss without a bound on the step."""
     clips = not config.bypass_mode or config.rollout_loss_type != "reinforce"
     if not config.corrects or clips or config.num_iterations == 1:
         return

@@ -16,17 +16,8 @@ from ..correction.step_size import StepSize, ess_sqrt, ratio_sums
 from ..settings.config import RolloutCorrectionConfig
 
 
-def check_scalable(args: Any) -> None:
-    """
-    Refuse optimizers whose learning rate cannot be scaled for one step.
-
-    Args:
-        args ([`RolloutCorrectedGRPOConfig`]):
-            Configuration of a trainer.
-
-    Raises:
-        `ValueError`: with DeepSpeed, and with optimizers that step during the backward pass.
-    """
+def check_scalable(args: TrainingArguments) -> None:
+    """Refuse optimizers whose learning rate cannot be scaled for one step."""
     if args.rollout_lr_scaling is None:
         return
     reason, optim = None, str(getattr(args.optim, "value", args.optim))
@@ -39,17 +30,7 @@ def check_scalable(args: Any) -> None:
 
 
 class LearningRateScaling(TrainerCallback):
-    """
-    Scales the learning rate of each optimizer step.
-
-    Args:
-        args ([`RolloutCorrectionConfig`]):
-            Configuration of the trainer. With `rollout_metrics_only` the factor is reported and not applied.
-        accelerator ([`~accelerate.Accelerator`]):
-            Sums over ranks.
-        add (`Callable[[StepSize], None]`):
-            Adds the factor of a step to the log.
-    """
+    """Scales the learning rate of each optimizer step. With `rollout_metrics_only` the factor is reported and not applied."""
 
     def __init__(
         self, args: RolloutCorrectionConfig, accelerator: Accelerator, add: Callable[[StepSize], None]
@@ -59,15 +40,7 @@ class LearningRateScaling(TrainerCallback):
         self._own: list[tuple[dict[str, Any], Any]] = []  # groups of parameters, and their learning rate
 
     def visited(self, log_ratio: torch.Tensor, valid: torch.Tensor) -> None:
-        """
-        Count a micro-batch of the step.
-
-        Args:
-            log_ratio (`torch.Tensor` of shape `(B, T)`):
-                Log-ratio of the current policy to the sampler, in nats, 0 outside the valid tokens.
-            valid (`torch.Tensor` of shape `(B, T)`):
-                Non-zero on the tokens of the loss whose log-ratio is finite.
-        """
+        """Count a micro-batch: log-ratio of the current policy to the sampler, in nats, and valid tokens; both `(B, T)`."""
         sums = ratio_sums(log_ratio, valid)
         self._sums = sums if self._sums is None else self._sums + sums
 
@@ -77,7 +50,7 @@ class LearningRateScaling(TrainerCallback):
         state: TrainerState,
         control: TrainerControl,
         optimizer: Any = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         self._restore()  # after a step that failed
         self._sums = None
@@ -93,7 +66,7 @@ class LearningRateScaling(TrainerCallback):
         state: TrainerState,
         control: TrainerControl,
         optimizer: Any = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         if self._sums is None:
             return
@@ -108,7 +81,7 @@ class LearningRateScaling(TrainerCallback):
             group["lr"] = rate * factor
 
     def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         self._restore()
 

@@ -12,14 +12,17 @@ it:
 `B` completions, `T` completion tokens.
 """
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list
+from transformers import PreTrainedModel
 
 from ..correction.compute import keep_mask
+from ..settings.config import RolloutCorrectionConfig
 from .batch import (
     AGAIN_LOGPS,
     COEFFICIENTS,
@@ -34,16 +37,9 @@ from .core import CorrectionCore
 from .engine import engine_arguments
 from .first_step import score_alone
 from .gradient_check import GradientCheck
-from .iterations import Iterations
 from .loss import LossCall
 from .observer import Corrected
-from .sampler import (
-    announce_sync,
-    check_has_sampler,
-    check_server_logprobs,
-    record_logprobs,
-    sync_weights_on_cpu,
-)
+from .sampler import check_server_logprobs, observe_sampler, sync_weights_on_cpu
 from .scoring import Logprobs, OldPass, Scoring
 from .trl_interface import check_bases, check_trl, definer
 from .versions import check_corrected_once
@@ -53,12 +49,14 @@ class RolloutCorrectionMixin(CorrectionCore):
     """
     Rollout correction for a trainer of TRL. Comes before the trainer among the bases.
 
-    A trainer defines the differences between TRL's trainers:
+    Differences from TRL, each as `super()` with changed arguments or results: `__init__` (checks, monitor, dump), `_generate`
+    and `_generate_and_score_completions` (the sampler's log-probabilities; TRL's old pass is skipped if it is not needed),
+    `_calculate_rewards` (completions that are rejected before the baseline),
+    `_get_per_token_logps_and_entropies` and `compute_loss` (the correction), `log` (metrics), `create_model_card` (model and
+    correction), `train` (settings that were assigned after the trainer was built).
 
-    - `_trl_class` and `_config_class`: TRL's trainer and its configuration;
-    - `_anchor_key`: key of the log-probabilities in the denominator of TRL's ratio;
-    - `_enter_loss`: puts anchor and coefficients into TRL's loss;
-    - `_asking_for_old_pass`: makes TRL run its old pass while scoring.
+    A trainer defines the differences between TRL's trainers: `_trl_class` and `_config_class`, `_anchor_key` (key of the
+    log-probabilities in the denominator of TRL's ratio), `_enter_loss`, and `_asking_for_old_pass`.
 
     Attributes:
         rollout_step (`int`, *optional*):
@@ -71,7 +69,12 @@ class RolloutCorrectionMixin(CorrectionCore):
     rollout_step: int | None = None
 
     def __init__(
-        self, model: Any, reward_funcs: Any = None, args: Any = None, *further_args: Any, **kwargs: Any
+        self,
+        model: str | PreTrainedModel,
+        reward_funcs: object = None,
+        args: RolloutCorrectionConfig | None = None,
+        *further_args: object,
+        **kwargs: object,
     ) -> None:
         check_trl(self._trl_class)
         check_bases(type(self), RolloutCorrectionMixin, self._trl_class)
@@ -81,15 +84,14 @@ class RolloutCorrectionMixin(CorrectionCore):
         self._scoring: Scoring | None = None
         self._loss_call: LossCall | None = None
         self._gradient_checked = False  # True once the correction was found in the gradient of TRL's loss
-        self._iterations = Iterations(self.args.steps_per_generation, self.num_iterations)
+        self._visited: list[torch.Tensor] = []  # log-probabilities of first visits since the last generation
         # Every sample is visited before the first optimizer step after its generation: the policy of the first visit is the
         # old policy.
         self._visited_before_update = self.args.gradient_accumulation_steps % self.args.steps_per_generation == 0
         if self.use_vllm:
             self._check_server()
-            record_logprobs(self.vllm_generation, keep=self._record_logprobs)
             sync_weights_on_cpu(self.vllm_generation)
-            announce_sync(self.vllm_generation, self._mark_sync)
+            observe_sampler(self.vllm_generation, self._record_logprobs, self._mark_sync)
         self._check_sampler()
         self._set_up_observer()
 
@@ -105,7 +107,11 @@ class RolloutCorrectionMixin(CorrectionCore):
             self._engine_config = self.vllm_generation.llm.llm_engine.vllm_config
 
     def _check_sampler(self) -> None:
-        check_has_sampler(self.use_vllm, self._trl_class)
+        if not self.use_vllm:
+            raise ValueError(
+                "`use_vllm` is False, so there are no log-probabilities of the sampler to correct with. Set `use_vllm=True`, "
+                f"or use `{self._trl_class.__name__}`."
+            )
 
     def _mark_sync(self) -> None:
         self.rollout_step = self.state.global_step
@@ -123,7 +129,7 @@ class RolloutCorrectionMixin(CorrectionCore):
     @property
     def _excludes_from_baseline(self) -> bool:
         # an evaluation has no baseline, and reports the reward of all completions
-        return self.args.corrects and self.args.rollout_rs_exclude_from_baseline and self.model.training
+        return bool(self.args.corrects and self.args.rollout_rs_exclude_from_baseline and self.model.training)
 
     def _new_old_pass(self) -> OldPass | None:
         """Treatment of TRL's old pass; `None` leaves TRL unchanged."""
@@ -157,7 +163,9 @@ class RolloutCorrectionMixin(CorrectionCore):
         output[REWARDS] = scoring.rewards
         self._note_origin(output)
         if self.model.training:
-            self._iterations.generated(output, FIRST_LOGPS, FIRST_COEFFICIENTS)
+            self._visited = []
+            for key in (FIRST_LOGPS, FIRST_COEFFICIENTS):
+                output[key] = torch.full_like(output["completion_ids"], torch.nan, dtype=torch.float32)
             self._delivery.generated(self.state.global_step)
         if self.args.corrects and self.args.needs_whole_batch and not self.args.bypass_mode:
             seen = self._correct_from(output[OLD_LOGPS], output, from_old=True)
@@ -185,12 +193,12 @@ class RolloutCorrectionMixin(CorrectionCore):
                 f"`{self._anchor_key}`. This version of TRL is not supported: install a "
                 "version of trl that this release was tested with."
             )
-        if old_pass.runs:
+        if old_pass.answer is None:
             output[OLD_LOGPS] = old_pass.logps
         else:
             output.pop(OLD_LOGPS, None)
 
-    def _rollout_logps(self, output: dict[str, Any], scoring: Scoring) -> torch.Tensor:
+    def _rollout_logps(self, output: Mapping[str, torch.Tensor], scoring: Scoring) -> torch.Tensor:
         """Log-probabilities of the sampler, `(B, T)`."""
         return output[ROLLOUT_LOGPS]
 
@@ -223,7 +231,7 @@ class RolloutCorrectionMixin(CorrectionCore):
 
     def _own_rewards(self, rewards: torch.Tensor, n: int) -> torch.Tensor:
         """Rewards of the `n` completions of this rank, `(n,)`, from those of all ranks and reward functions."""
-        total = (rewards * self.reward_weights.to(rewards.device)).nansum(1)
+        total: torch.Tensor = (rewards * self.reward_weights.to(rewards.device)).nansum(1)
         first = self.accelerator.process_index * n
         return total.masked_fill(rewards.isnan().all(1), torch.nan)[first : first + n]
 
@@ -255,19 +263,21 @@ class RolloutCorrectionMixin(CorrectionCore):
 
     def compute_loss(
         self,
-        model: Any,
-        inputs: Any,
-        return_outputs: Any = False,
-        num_items_in_batch: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+        model: torch.nn.Module,
+        inputs: dict[str, torch.Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        *args: object,
+        **kwargs: object,
+    ) -> torch.Tensor:
         # The batch has no advantages until `_correct` puts them back. If TRL read them earlier, its loss would not be
         # corrected: `LossInputs` raises an error instead.
         self._loss_call = call = LossCall(model, inputs)
         try:
             with self._bounding_the_ratio():
-                loss = super().compute_loss(model, call.inputs, return_outputs, num_items_in_batch, *args, **kwargs)
+                loss: torch.Tensor = super().compute_loss(
+                    model, call.inputs, return_outputs, num_items_in_batch, *args, **kwargs
+                )
         finally:
             self._loss_call = None
         self._check_arrival(call, loss)
@@ -291,19 +301,13 @@ class RolloutCorrectionMixin(CorrectionCore):
         """
         Correct a micro-batch on the way from the model to TRL's loss.
 
-        Args:
-            logps (`torch.Tensor` of shape `(B, T)`):
-                Log-probabilities of the current policy, with gradient.
-            batch (`dict`):
-                The micro-batch, or a copy. Results of the first visit are kept in its tensors.
-            inputs (`dict`):
-                Batch for TRL's loss; changed in place.
-
-        Returns:
-            `torch.Tensor` of shape `(B, T)`: the log-probabilities for TRL's loss.
+        `logps`, `(B, T)` with gradient, are of the current policy. Results of the first visit are kept in the tensors of
+        `batch`; `inputs`, the batch for TRL's loss, is changed in place. Returns the log-probabilities for TRL's loss, `(B,
+        T)`.
         """
         inputs["advantages"] = batch["advantages"]
-        current, first = logps.detach(), self._is_first_visit(batch)
+        current = logps.detach()
+        first = self._is_first_visit(current, batch)
         old: Any = self._old_logps(current, batch, first)
         self._observer.visited(self._now, self._ages(batch), self._loss_mask(batch), current, old)
         if self.args.bypass_mode:
@@ -313,8 +317,8 @@ class RolloutCorrectionMixin(CorrectionCore):
             self._report(seen)
             coefficients = seen.coefficients
         else:
-            self._weigh_step(current, batch)
-            anchor, coefficients = self._decoupled(batch.get(OLD_LOGPS, old), batch, first)
+            anchor = batch.get(OLD_LOGPS, old)
+            coefficients = self._decoupled(current, anchor, batch, first)
         if not self.args.corrects:
             return logps
         if self._loss_call is not None and not self._gradient_checked and logps.requires_grad:
@@ -331,53 +335,49 @@ class RolloutCorrectionMixin(CorrectionCore):
             seen = seen._replace(batch={**seen.batch, AGAIN_LOGPS: again})
         self._observer.corrected(self._now, seen)
 
-    def _is_first_visit(self, batch: dict[str, Any]) -> bool:
-        if FIRST_LOGPS not in batch:  # an evaluation visits every batch once
+    def _is_first_visit(self, current: torch.Tensor, batch: dict[str, Any]) -> bool:
+        """Count a visit. The first one keeps its log-probabilities, `(B, T)`, in the batch."""
+        if self.num_iterations == 1 or FIRST_LOGPS not in batch:  # an evaluation visits every batch once
             return True
-        return self._iterations.is_first(
-            batch[FIRST_LOGPS], [kept[FIRST_LOGPS] for kept in self._buffered_inputs or []]
-        )
+        kept = batch[FIRST_LOGPS]
+        if any(kept.data_ptr() == visited.data_ptr() for visited in self._visited):
+            return False
+        self._visited.append(kept)  # the tensor, so that no other gets its address
+        if len(self._visited) <= self.args.steps_per_generation:
+            kept.copy_(current)
+            return True
+        # The tensors were copied, which is allowed after the first visit filled them
+        if bool(kept.isnan().all()):  # waits for the device
+            raise RuntimeError(
+                "A micro-batch is visited again, but the log-probabilities of its first visit are lost: the tensors of the "
+                "batch are copied before each visit, and the first visit filled a copy. In "
+                "`_prepare_inputs` or `compute_loss`, copy the dictionary (`dict(inputs)`) and not its tensors, or copy them "
+                "once for all iterations."
+            )
+        return False
 
     def _old_logps(self, current: torch.Tensor, batch: dict[str, Any], first: bool) -> torch.Tensor | None:
         """Log-probabilities of the old policy, `(B, T)`; `None` if they are unknown."""
         if self._visited_before_update or not self.model.training:
-            return self._settle(FIRST_LOGPS, current, batch) if first else batch[FIRST_LOGPS].to(current.dtype)
+            return current if first else batch[FIRST_LOGPS].to(current.dtype)
         return batch.get(OLD_LOGPS)
 
-    def _decoupled(self, old: torch.Tensor, batch: dict[str, Any], first: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Anchor and coefficients in decoupled mode, each `(B, T)`."""
-        if COEFFICIENTS in batch:
-            return old, batch[COEFFICIENTS]
-        if not first:
-            return old, batch[FIRST_COEFFICIENTS].to(old.dtype)
+    def _decoupled(
+        self, current: torch.Tensor, old: torch.Tensor, batch: dict[str, torch.Tensor], first: bool
+    ) -> torch.Tensor:
+        """Coefficients in decoupled mode, `(B, T)`."""
+        if COEFFICIENTS in batch or not first:
+            self._weigh_step(current, batch, None)
+            return batch[COEFFICIENTS] if COEFFICIENTS in batch else batch[FIRST_COEFFICIENTS].to(old.dtype)
         seen = self._correct_from(old, batch, from_old=True)
+        self._weigh_step(current, batch, seen)
         self._report(seen)
-        return old, self._settle(FIRST_COEFFICIENTS, seen.coefficients, batch)
-
-    @staticmethod
-    def _settle(key: str, value: torch.Tensor, batch: dict[str, Any]) -> torch.Tensor:
-        """Keep a result of the first visit for later visits, and return it."""
-        if key in batch:
-            batch[key].copy_(value)
-        return value
+        if FIRST_COEFFICIENTS in batch:  # kept for later visits
+            batch[FIRST_COEFFICIENTS].copy_(seen.coefficients)
+        return seen.coefficients
 
     def _enter_loss(
         self, inputs: dict[str, Any], logps: torch.Tensor, anchor: torch.Tensor, coefficients: torch.Tensor
     ) -> torch.Tensor:
-        """
-        Put an anchor and coefficients into TRL's loss.
-
-        Args:
-            inputs (`dict`):
-                Batch for TRL's loss; changed in place.
-            logps (`torch.Tensor` of shape `(B, T)`):
-                Log-probabilities of the current policy, with gradient.
-            anchor (`torch.Tensor` of shape `(B, T)`):
-                Log-probabilities in the denominator of the ratio.
-            coefficients (`torch.Tensor` of shape `(B, T)`):
-                Factor of the policy gradient of each token.
-
-        Returns:
-            `torch.Tensor` of shape `(B, T)`: the log-probabilities for TRL's loss.
-        """
+        """Put anchor and coefficients into TRL's batch of the loss, and return the log-probabilities for it; all `(B, T)`."""
         raise NotImplementedError

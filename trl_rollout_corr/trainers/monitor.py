@@ -1,12 +1,15 @@
 """The health rules during a run: a callback that warns, stops, or tightens."""
 
+import io
 import textwrap
 import warnings
+from collections.abc import Mapping
+from contextlib import redirect_stdout
 from copy import copy
 from functools import partial
-from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.integrations import TrackioCallback, WandbCallback
 from transformers.trainer_callback import CallbackHandler
 
 from ..health.examine import Examiner, parse_bounds
@@ -17,7 +20,6 @@ from ..messages import PREFIX, nearest, report, warn
 from ..settings.config import RolloutCorrectionConfig
 from ..settings.fields import MONITOR_ACTIONS, MonitorAction
 from ..settings.presets import PRESETS, Preset
-from .reporting import report_alert
 
 
 ALARMS, TIGHTENED = f"{PREFIX}monitor/alarms", f"{PREFIX}monitor/tightened"
@@ -63,7 +65,10 @@ class RolloutCorrectionMonitor(TrainerCallback):
     """
 
     def __init__(
-        self, action: MonitorAction = "warn", preset: Preset | None = None, bounds: dict[str, Any] | str | None = None
+        self,
+        action: MonitorAction = "warn",
+        preset: Preset | None = None,
+        bounds: Mapping[str, float | None] | str | None = None,
     ) -> None:
         if action not in MONITOR_ACTIONS:
             raise ValueError(f"`rollout_monitor` must be one of {', '.join(MONITOR_ACTIONS)}, got {action!r}.")
@@ -85,7 +90,7 @@ class RolloutCorrectionMonitor(TrainerCallback):
         self._pauses: dict[str, tuple[int, int]] = {}  # by cause: window of the next message, and the pause after it
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         if self.action == "tighten" and not self.tightened:
             check_preset(self.preset, args)
@@ -103,8 +108,8 @@ class RolloutCorrectionMonitor(TrainerCallback):
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
+        logs: dict[str, float] | None = None,
+        **kwargs: object,
     ) -> None:
         if not logs or not is_training_window(logs):
             return
@@ -118,13 +123,13 @@ class RolloutCorrectionMonitor(TrainerCallback):
             self._say(finding, acted if finding is findings[0] else None, state)
 
     def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         # `save_strategy="best"` takes the wish to save back if it evaluates in the step that stops
         if self._stopping:
             control.should_save = True
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         self._stopping = False
 
     # Actions ----------------------------------------------------------------------------------------------------------
@@ -188,37 +193,41 @@ def _with_details(head: str, details: list[str]) -> str:
     return "\n".join([head, *map(fill, details)])
 
 
-def _add(key: str, value: int, logs: dict[str, Any], state: TrainerState) -> None:
+def _add(key: str, value: int, logs: dict[str, float], state: TrainerState) -> None:
     """Add a number to the log: to the entry that other callbacks get, and to the copy that the trainer has just kept."""
     logs[key] = value
     if state.log_history:
         state.log_history[-1][key] = value
 
 
-def settle_monitors(handler: CallbackHandler) -> None:
-    """Of several monitors, keep the one that was given last: it takes the place of the others. It sends alerts from here."""
+def report_alert(handler: CallbackHandler, title: str, text: str, *, critical: bool) -> None:
+    """Send an alert to the trackers of the run among W&B and trackio, as an error (`critical`) or a warning."""
+    for callback in handler.callbacks:
+        if isinstance(callback, WandbCallback) and callback._initialized:
+            callback._wandb.run.alert(title[:63], text, level="ERROR" if critical else "WARN")
+        elif isinstance(callback, TrackioCallback) and callback._initialized:
+            levels = callback._trackio.AlertLevel
+            with redirect_stdout(io.StringIO()):  # trackio would print the alert a second time
+                callback._trackio.alert(title, text, level=levels.ERROR if critical else levels.WARN)
+
+
+def settle_monitors(handler: CallbackHandler, args: RolloutCorrectionConfig, *, renew: bool) -> None:
+    """
+    Keep one monitor among the callbacks of a trainer: the last that the user brought, or else that of the configuration,
+    which is made anew on request. It comes first, before callbacks that report its additions to the log.
+    """
     found = [x for x in handler.callbacks if isinstance(x, RolloutCorrectionMonitor)]
-    if not found:
-        return
-    first, last = found[0], found[-1]
-    place = handler.callbacks.index(first)
-    handler.callbacks = [x for x in handler.callbacks if not isinstance(x, RolloutCorrectionMonitor)]
-    handler.callbacks.insert(place, last)
-    last.reporters = handler
-
-
-def add_monitor(handler: CallbackHandler, args: RolloutCorrectionConfig) -> None:
-    """Give the callbacks of a trainer the monitor that its configuration asks for, unless the user brings one."""
-    brought = [x for x in handler.callbacks if isinstance(x, RolloutCorrectionMonitor) and not x.of_configuration]
-    handler.callbacks = [x for x in handler.callbacks if x in brought or not isinstance(x, RolloutCorrectionMonitor)]
-    if args.rollout_monitor is not None and not brought:
-        monitor = RolloutCorrectionMonitor(*(getattr(args, name) for name in MONITOR_FIELDS))
-        monitor.of_configuration = True
-        handler.callbacks.insert(0, monitor)  # before those that report its additions to the log
-    settle_monitors(handler)
-    for monitor in brought:
-        if monitor.action == "tighten":
-            check_preset(monitor.preset, args, warns=True)
+    brought = [x for x in found if not x.of_configuration]
+    kept = brought[-1] if brought else found[0] if found and not renew else None
+    if kept is None and renew and args.rollout_monitor is not None:
+        kept = RolloutCorrectionMonitor(*(getattr(args, name) for name in MONITOR_FIELDS))
+        kept.of_configuration = True
+    handler.callbacks = [x for x in handler.callbacks if x not in found]
+    if kept is not None:
+        if brought and kept.reporters is None and kept.action == "tighten":
+            check_preset(kept.preset, args, warns=True)
+        kept.reporters = handler
+        handler.callbacks.insert(0, kept)
 
 
 # The action `tighten` -------------------------------------------------------------------------------------------------
@@ -248,20 +257,7 @@ def check_tightened(config: RolloutCorrectionConfig, *, warns: bool = False) -> 
 
 
 def check_preset(name: Preset | None, args: RolloutCorrectionConfig, *, warns: bool = False) -> None:
-    """
-    Check that a run can be switched to a preset.
-
-    Args:
-        name (`str`):
-            Name of the preset.
-        args ([`RolloutCorrectionConfig`]):
-            Configuration of the run.
-        warns (`bool`, *optional*, defaults to `False`):
-            Repeat warnings about the settings that the run would then have.
-
-    Raises:
-        `ValueError`: if there is no such preset, or it has another mode, corrects nothing, or cannot act in this run.
-    """
+    """Refuse a preset that a run cannot switch to. `warns` repeats warnings about the settings it would then have."""
     name = check_name(name)
     preset = RolloutCorrectionConfig.from_preset(name)
     refused = f"`rollout_monitor_preset` is {name!r}, which `rollout_monitor='tighten'` cannot switch to: "

@@ -1,5 +1,5 @@
 """
-Metrics of the correction, age of the data, histogram and dump of a trainer. Nothing here changes the loss.
+Metrics of the correction, age of the data and dump of a trainer. Nothing here changes the loss.
 
 `B` completions, `T` completion tokens.
 """
@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
-from transformers.trainer_callback import CallbackHandler
 
 from ..correction.accounting import account, turns_of
 from ..correction.age import (
@@ -23,86 +22,43 @@ from ..correction.age import (
     update_gap,
 )
 from ..correction.compute import RolloutCorrection
-from ..correction.metrics import Statistics
 from ..correction.sums import Sums
 from ..settings.config import RolloutCorrectionConfig
 from .batch import AGAIN_LOGPS, REWARDS, ROLLOUT_LOGPS
 from .dumping import SequenceDump
 from .first_step import FirstStepDiagnosis
-from .reporting import report_histogram
 
 
 class Moment(NamedTuple):
-    """
-    Mode and step of an observation.
+    """Mode and step of an observation."""
 
-    Args:
-        mode (`str`):
-            `"train"` or `"eval"`.
-        step (`int`):
-            Optimizer steps made so far.
-    """
-
-    mode: str
-    step: int
+    mode: str  # "train" or "eval"
+    step: int  # optimizer steps made so far
 
 
 class Corrected(NamedTuple):
-    """
-    A batch and its correction.
-
-    Args:
-        batch (`dict`):
-            TRL's batch.
-        mask (`torch.Tensor` of shape `(B, T)`):
-            Non-zero on the tokens of the loss.
-        train_logps (`torch.Tensor` of shape `(B, T)`):
-            Log-probabilities of the policy that was corrected for, in nats.
-        correction ([`~trl_rollout_corr.correction.compute.RolloutCorrection`]):
-            Its correction.
-        coefficients (`torch.Tensor` of shape `(B, T)`):
-            Factor of the policy gradient of each token.
-        from_old (`bool`):
-            True if `train_logps` are of the old policy, the one of the trainer when the batch was generated.
-        ages (`torch.Tensor` of shape `(B,)`, *optional*):
-            Optimizer steps between the weights that sampled and the weights that train; NaN if unknown.
-    """
+    """A batch and its correction."""
 
     batch: dict[str, Any]
-    mask: torch.Tensor
-    train_logps: torch.Tensor
+    mask: torch.Tensor  # (B, T), non-zero on the tokens of the loss
+    train_logps: torch.Tensor  # (B, T), of the policy that was corrected for, in nats
     correction: RolloutCorrection
-    coefficients: torch.Tensor
-    from_old: bool
-    ages: torch.Tensor | None
+    coefficients: torch.Tensor  # (B, T), factor of the policy gradient of each token
+    from_old: bool  # `train_logps` are of the old policy: the trainer's when the batch was generated
+    ages: torch.Tensor | None  # (B,), optimizer steps between the weights that sampled and that train; NaN if unknown
 
 
 class Observer:
-    """
-    Adds up metrics until they are logged.
-
-    Args:
-        args ([`RolloutCorrectionConfig`]):
-            Configuration of the trainer.
-        accelerator ([`~accelerate.Accelerator`]):
-            Gathers over ranks.
-        callbacks ([`~transformers.trainer_callback.CallbackHandler`]):
-            Callbacks of the trainer, some of which report.
-        dump ([`~trl_rollout_corr.trainers.dumping.SequenceDump`], *optional*):
-            Writes sequences.
-        first_step ([`~trl_rollout_corr.trainers.first_step.FirstStepDiagnosis`], *optional*):
-            Diagnoses the sequences of the first step.
-    """
+    """Adds up metrics until they are logged."""
 
     def __init__(
         self,
         args: RolloutCorrectionConfig,
         accelerator: Accelerator,
-        callbacks: CallbackHandler,
         dump: SequenceDump | None = None,
         first_step: FirstStepDiagnosis | None = None,
     ) -> None:
-        self.args, self.accelerator, self.callbacks = args, accelerator, callbacks
+        self.args, self.accelerator = args, accelerator
         self.dump, self.first_step = dump, first_step
         self.windows = {mode: LoggingWindow(accelerator) for mode in ("train", "eval")}
 
@@ -123,21 +79,7 @@ class Observer:
         current_logps: torch.Tensor,
         old_logps: torch.Tensor | None,
     ) -> None:
-        """
-        Count the ages of completions, and the gap between the current policy and the old policy.
-
-        Args:
-            now ([`Moment`]):
-                Mode and step of the visit.
-            ages (`torch.Tensor` of shape `(B,)`, *optional*):
-                Ages of its completions in optimizer steps, if they are known.
-            mask (`torch.Tensor` of shape `(B, T)`):
-                Non-zero on the tokens of the loss.
-            current_logps (`torch.Tensor` of shape `(B, T)`):
-                Log-probabilities of the current policy.
-            old_logps (`torch.Tensor` of shape `(B, T)`, *optional*):
-                Log-probabilities of the old policy, if they are known.
-        """
+        """Count ages, `(B,)` in optimizer steps, and the gap between current and old policy, `(B, T)`; `None` if unknown."""
         if ages is not None:
             self.add(now.mode, Staleness.of(count_ages(ages)))
         if old_logps is not None and old_logps is not current_logps:
@@ -146,19 +88,7 @@ class Observer:
     def trained(
         self, now: Moment, current_logps: torch.Tensor, seen: Corrected, dropped: Sequence[tuple[float, float]] = ()
     ) -> None:
-        """
-        Count a batch by the age of its completions.
-
-        Args:
-            now ([`Moment`]):
-                Mode and step of the visit.
-            current_logps (`torch.Tensor` of shape `(B, T)`):
-                Log-probabilities of the current policy, in nats.
-            seen ([`Corrected`]):
-                The batch, with ages.
-            dropped (`Sequence[tuple[float, float]]`, *optional*):
-                Tokens and reward of each completion that was dropped as too old since the last batch.
-        """
+        """Count a batch by age, and tokens and reward of each completion that was dropped as too old since the last one."""
         assert seen.ages is not None
         correction, rewards = seen.correction, seen.batch[REWARDS]
         rollout_logps = seen.batch[ROLLOUT_LOGPS]
@@ -199,34 +129,17 @@ class Observer:
         """True if some sequences of this batch are to be scored a second time."""
         return now.mode == "train" and self.first_step is not None and self.first_step.looks_twice()
 
-    def close_window(self, now: Moment) -> dict[str, float]:
-        """
-        Metrics of the logging window that ends, over all ranks. Its histogram goes to the trackers that can show one.
-
-        Args:
-            now ([`Moment`]):
-                Mode and step of the end.
-
-        Returns:
-            `dict[str, float]`: metrics by key (`rollout_corr/...`).
-        """
+    def close_window(self, mode: str) -> dict[str, float]:
+        """Metrics of the logging window that ends, over all ranks."""
         args, metrics = self.args, dict[str, float]()
         rejects, weighs, corrects = args.rollout_rs is not None, args.applies_weights, args.corrects
-        for sums in self.windows[now.mode].close():
+        for sums in self.windows[mode].close():
             metrics |= sums.finish(rejects=rejects, weighs=weighs, corrects=corrects)
-            if isinstance(sums, Statistics) and self.accelerator.is_main_process:
-                report_histogram(self.callbacks, *sums.histogram(), now.mode, now.step)
         return metrics
 
 
 class LoggingWindow:
-    """
-    Sums of one logging window, on the device of this rank.
-
-    Args:
-        accelerator ([`~accelerate.Accelerator`]):
-            Gathers over ranks.
-    """
+    """Sums of one logging window, on the device of this rank."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator

@@ -14,9 +14,8 @@ class Terms:
     """
     Map between the loss terms of a row and the tokens of its completions.
 
-    Args:
-        index (`torch.Tensor` of shape `(B, T)`):
-            Number of the loss term of each token; -1 for tokens without one and after the end of a completion.
+    `index`, `(B, T)`, has the number of the loss term of each token; -1 for tokens without one and after the end of a
+    completion.
     """
 
     def __init__(self, index: torch.Tensor) -> None:
@@ -39,10 +38,6 @@ class Awaited:
 
     TRL takes its loss terms (`tensor[selected]`) before the forward pass, and uses them afterwards. They hold NaN until then,
     so that an earlier use shows in the loss.
-
-    Args:
-        tensor (`torch.Tensor`):
-            Tensor of the batch.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -56,15 +51,7 @@ class Awaited:
         return terms
 
     def fill(self, selected: torch.Tensor, terms: torch.Tensor) -> None:
-        """
-        Set the loss terms, also those that were taken before.
-
-        Args:
-            selected (`torch.Tensor`):
-                Mask or indices of the loss terms in the tensor.
-            terms (`torch.Tensor` of shape `(M,)`):
-                The loss terms.
-        """
+        """Set the loss terms, `(M,)`, at a mask or indices of the tensor, also those that were taken before."""
         self._tensor = self._tensor.clone()
         self._tensor[selected] = terms.to(self._tensor.dtype)
         self._known = True
@@ -78,15 +65,7 @@ class Awaited:
 
 
 class Policy:
-    """
-    Replaces the model in one call of the loss: runs it, and passes its output to the correction.
-
-    Args:
-        model (`torch.nn.Module`):
-            The policy, possibly wrapped.
-        correct (`Callable`):
-            Called with the output of a forward pass, and with a function that repeats the pass.
-    """
+    """Replaces the model in one call of the loss: runs it, and passes `correct` its output and a function that repeats it."""
 
     def __init__(self, model: Any, correct: Any) -> None:
         self._model, self._correct = model, correct

@@ -1,7 +1,7 @@
 """RLOO with rollout correction."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,13 +22,10 @@ from .versions import replace_trl_correction
 
 @dataclass
 class RolloutCorrectedRLOOConfig(RolloutCorrectionConfig, RLOOConfig):
-    r"""
+    """
     Configuration class for the [`RolloutCorrectedRLOOTrainer`].
 
     It has the parameters of [`~trl.RLOOConfig`] and those of [`RolloutCorrectionConfig`].
-
-    Raises:
-        `ValueError`: also if the mean of batch normalisation would be over a single sequence.
     """
 
     def __post_init__(self) -> None:
@@ -67,11 +64,7 @@ class RolloutCorrectedRLOOTrainer(RolloutCorrectionMixin, RLOOTrainer):
     `rollout_metrics_only=True`, or with neither weights nor rejection nor bypass, losses and gradients are those of
     `RLOOTrainer`, bit for bit.
 
-    Differences from TRL, each as `super()` with changed arguments or results: `__init__` (checks, monitor, dump), `_generate`
-    and `_generate_and_score_completions` (the sampler's log-probabilities; TRL's old pass is skipped if it is not needed),
-    `_calculate_rewards` (completions that are rejected before the baseline),
-    `_get_per_token_logps_and_entropies` and `compute_loss` (the correction), `log` (metrics), `add_callback` (one monitor),
-    `create_model_card` (model and correction), `train` (settings that were assigned after the trainer was built).
+    What differs from TRL is listed in [`~trl_rollout_corr.trainers.mixin.RolloutCorrectionMixin`].
 
     RLOO has one ratio per completion, so weights and rejection act on the gradient of each token: the value of the clipped
     ratio does not change, and the logged loss has no weights.
@@ -115,7 +108,7 @@ class RolloutCorrectedRLOOTrainer(RolloutCorrectionMixin, RLOOTrainer):
         answer = super()._answer_old_pass(input_ids, logits_to_keep)
         return self._scoring.rollout_logps(answer) if self._scoring and self.args.bypass_mode else answer
 
-    def _rollout_logps(self, output: dict[str, Any], scoring: Scoring) -> torch.Tensor:
+    def _rollout_logps(self, output: Mapping[str, torch.Tensor], scoring: Scoring) -> torch.Tensor:
         return scoring.rollout_logps(output["completion_ids"])
 
     def _anchor_in_bypass(self, seen: Corrected) -> tuple[torch.Tensor, torch.Tensor]:

@@ -29,17 +29,7 @@ _ADVISED: dict[str, tuple[str, ...]] = {
 
 
 def settings_in_effect(args: Any) -> dict[str, Any]:
-    """
-    Settings of a run, for its dump and its diagnosis.
-
-    Args:
-        args ([`RolloutCorrectionConfig`]):
-            Configuration of a trainer.
-
-    Returns:
-        `dict[str, Any]`: fields of [`RolloutCorrectionConfig`] and those of TRL that a diagnosis advises to set, in types
-        that JSON has.
-    """
+    """Fields of [`RolloutCorrectionConfig`], and those of TRL that a diagnosis advises to set, in types that JSON has."""
     found = {field.name: getattr(args, field.name) for field in fields(RolloutCorrectionConfig)}
     for name, keys in _ADVISED.items():
         if hasattr(args, name):
@@ -47,23 +37,13 @@ def settings_in_effect(args: Any) -> dict[str, Any]:
             found[name] = {key: value[key] for key in keys if key in value} if isinstance(value, Mapping) else value
     engine = found["rollout_engine_kwargs"] or {}  # vLLM's only secret is the token of the hub
     found["rollout_engine_kwargs"] = {name: value for name, value in engine.items() if name != "hf_token"} or None
-    return plain(found)
+    return {name: plain(value) for name, value in found.items()}
 
 
 def trainer_metadata(model: Any, args: Any) -> dict[str, str]:
-    """
-    Type and adapter of the trainer.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Its model.
-        args ([`~transformers.TrainingArguments`]):
-            Its configuration.
-
-    Returns:
-        `dict[str, str]`: `trainer_dtype`, the type of its computations, and `adapter`, the kind of adapter or `"none"`.
-    """
-    computes = "bfloat16" if args.bf16 else "float16" if args.fp16 else _name(_dtype(model))
+    """`trainer_dtype`, the type of the trainer's computations, and `adapter`, the kind of its adapter or `"none"`."""
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    computes = "bfloat16" if args.bf16 else "float16" if args.fp16 else _name(dtype)
     adapters = getattr(model, "peft_config", None)
     kind = (
         next((getattr(a.peft_type, "value", a.peft_type) for a in adapters.values()), "")
@@ -73,21 +53,8 @@ def trainer_metadata(model: Any, args: Any) -> dict[str, str]:
     return {"trainer_dtype": computes, "adapter": str(kind or "none")}
 
 
-def _dtype(model: torch.nn.Module) -> Any:
-    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-
-
 def engine_metadata(config: Any) -> dict[str, str]:
-    """
-    Types and quantization of vLLM, from its `VllmConfig` or from the mapping that a server returns.
-
-    Args:
-        config (`Any`):
-            The configuration.
-
-    Returns:
-        `dict[str, str]`: `sampler_dtype`, `kv_cache_dtype` and `quantization`, without those that are unknown.
-    """
+    """Types and quantization of vLLM, where known, from its `VllmConfig` or from the mapping that a server returns."""
     found = {
         "sampler_dtype": _get(config, "model_config", "dtype"),
         "kv_cache_dtype": _get(config, "cache_config", "cache_dtype"),
@@ -107,13 +74,7 @@ def _name(value: Any) -> str:
 
 
 def check_types(metadata: Mapping[str, str]) -> None:
-    """
-    Warn if trainer and sampler compute in different types.
-
-    Args:
-        metadata (`Mapping[str, str]`):
-            Metadata of trainer and sampler.
-    """
+    """Warn if trainer and sampler compute in different types."""
     trainer, sampler = metadata.get("trainer_dtype"), metadata.get("sampler_dtype")
     if trainer and sampler and trainer != sampler:
         warn(
@@ -132,13 +93,7 @@ def dropout_of(model: PreTrainedModel) -> tuple[float, list[str]]:
 
 
 def check_dropout(model: PreTrainedModel) -> None:
-    """
-    Warn about dropout, which is on in the trainer and off in the sampler.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Model of the trainer.
-    """
+    """Warn about dropout, which is on in the trainer and off in the sampler."""
     in_attention, layers = dropout_of(model)
     remedies = ["`model_init_kwargs={'attention_dropout': 0.0}`"] if in_attention else []
     remedies += ["`disable_dropout=True`"] if layers else []
@@ -154,18 +109,7 @@ def check_dropout(model: PreTrainedModel) -> None:
 
 
 def may_round(metadata: Mapping[str, str], in_part: bool) -> str | None:
-    """
-    Reason why a sampler may miss small updates of the weights.
-
-    Args:
-        metadata (`Mapping[str, str]`):
-            Types, adapter and quantization of trainer and sampler.
-        in_part (`bool`):
-            Only a part of the updates seems to be missing.
-
-    Returns:
-        `str` or `None`: the reason; `None` if the sampler has exactly the weights of the trainer.
-    """
+    """Reason why a sampler may miss small updates of the weights, or (`in_part`) a part of them; `None` without one."""
     trainer, sampler = metadata["trainer_dtype"], metadata.get("sampler_dtype", "an unknown type")
     if metadata["adapter"] != "none":
         return "The adapter is merged into the weights before they are pushed, and rounding removes small updates."

@@ -34,27 +34,8 @@ _DISTORTING = (
 _NEUTRAL = {"top_p": (1.0,), "top_k": (0, -1), "repetition_penalty": (1.0,)}  # for the others: None, 0 and empty
 
 
-def check_has_sampler(use_vllm: bool, trl_class: type) -> None:
-    """Refuse to train without a sampler that returns log-probabilities."""
-    if not use_vllm:
-        raise ValueError(
-            "`use_vllm` is False, so there are no log-probabilities of the sampler to correct with. Set `use_vllm=True`, "
-            f"or use `{trl_class.__name__}`."
-        )
-
-
 def check_sampling(config: GRPOConfig | RLOOConfig) -> None:
-    """
-    Refuse or warn about settings of vLLM under which its log-probabilities are not comparable to the trainer's.
-
-    Args:
-        config ([`~trl.GRPOConfig`] or [`~trl.RLOOConfig`]):
-            Configuration of a trainer.
-
-    Raises:
-        `ValueError`: if the temperature of the sampler is not that of the trainer, or vLLM is told to return no
-            log-probabilities or several completions per request.
-    """
+    """Refuse or warn about settings of vLLM under which its log-probabilities are not comparable to the trainer's."""
     if not config.use_vllm:
         return
     overrides = config.generation_kwargs or {}
@@ -64,11 +45,11 @@ def check_sampling(config: GRPOConfig | RLOOConfig) -> None:
             f"{config.temperature}: tokens would be sampled with the first and scored with the second. Set "
             "`temperature` alone."
         )
-    for name, allowed in (("logprobs", "an integer of 0 or more"), ("n", "1")):
-        value = overrides.get(name, 1)
-        if value is None or value is False or (name == "n" and value != 1):
+    for name, needed in (("logprobs", 0), ("n", 1)):
+        value = overrides.get(name, needed)
+        if type(value) is not int or value != needed:
             raise ValueError(
-                f"`generation_kwargs` sets `{name}` to {value!r}, which must be {allowed}: rollout correction needs the "
+                f"`generation_kwargs` sets `{name}` to {value!r}, which must be {needed}: rollout correction needs one "
                 "log-probability of every sampled token. Remove it."
             )
     settings = {name: getattr(config, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
@@ -77,7 +58,7 @@ def check_sampling(config: GRPOConfig | RLOOConfig) -> None:
     warn_about_distortion(settings)
 
 
-def distorting(settings: Mapping[str, Any]) -> dict[str, Any]:
+def distorting(settings: Mapping[str, object]) -> dict[str, object]:
     """Options of sampling that change the distribution, by name."""
     return {name: value for name, value in settings.items() if value and value not in _NEUTRAL.get(name, ())}
 
@@ -87,14 +68,8 @@ def neutral(name: str) -> float:
     return _NEUTRAL.get(name, (0.0,))[0]
 
 
-def warn_about_distortion(settings: Mapping[str, Any]) -> None:
-    """
-    Warn about options of vLLM that change the distribution of the sampler but not that of the trainer.
-
-    Args:
-        settings (`Mapping[str, Any]`):
-            Options of sampling by name.
-    """
+def warn_about_distortion(settings: Mapping[str, object]) -> None:
+    """Warn about options of vLLM that change the distribution of the sampler but not that of the trainer."""
     if changed := distorting(settings):
         listed = ", ".join(f"`{name}={value!r}`" for name, value in changed.items())
         warn(
@@ -105,18 +80,7 @@ def warn_about_distortion(settings: Mapping[str, Any]) -> None:
 
 
 def check_server_logprobs(mode: str, temperature: float) -> None:
-    """
-    Check that a vLLM server returns log-probabilities of the distribution it samples from.
-
-    Args:
-        mode (`str`):
-            `logprobs_mode` of the server.
-        temperature (`float`):
-            Sampling temperature.
-
-    Raises:
-        `ValueError`: if they are not computed after temperature, and the temperature is not 1.
-    """
+    """Refuse a server that does not return log-probabilities after temperature; at a temperature of 1, warn."""
     if mode == "processed_logprobs":
         return
     message = (
@@ -131,18 +95,7 @@ def check_server_logprobs(mode: str, temperature: float) -> None:
 
 
 def check_logprobs(completion_ids: list[list[int]], logprobs: Any) -> None:
-    """
-    Check that there is one log-probability for each sampled token.
-
-    Args:
-        completion_ids (`list[list[int]]`):
-            Sampled tokens, per sequence.
-        logprobs (`list[list[float | None]]` or `None`):
-            Their log-probabilities.
-
-    Raises:
-        `ValueError`: if they are missing, of another length than the completions, or nested.
-    """
+    """Check that there is one log-probability for each sampled token."""
     if logprobs is None:
         raise ValueError(
             "The completions came without log-probabilities, which rollout correction needs. Set `use_vllm=True`, or return "
@@ -167,89 +120,30 @@ def check_logprobs(completion_ids: list[list[int]], logprobs: Any) -> None:
             )
 
 
-def sampled_logprobs(
-    completion_ids: list[list[int]], logprobs: list[list[list[float | None]]], token_ids: list[list[list[int]]]
-) -> Logprobs:
-    """
-    Log-probability of each sampled token, among the candidates that vLLM returns for its position.
-
-    vLLM sorts the candidates by probability and TRL takes the first, which is the sampled token only if there is a single
-    candidate. With `generation_kwargs={"logprobs": 5}` it is the most likely token instead.
-
-    Args:
-        completion_ids (`list[list[int]]`):
-            Sampled tokens, per sequence.
-        logprobs (`list[list[list[float | None]]]`):
-            Log-probabilities of the candidates, per sequence and token; `None` stands for NaN.
-        token_ids (`list[list[list[int]]]`):
-            Tokens of the candidates.
-
-    Returns:
-        `list[list[float | None]]`: one log-probability per sampled token, in nats.
-    """
-    if all(
-        len(sequence[0]) == 1 for sequence in logprobs if sequence
-    ):  # the default; a user may ask for more candidates
-        return [[candidates[0] for candidates in sequence] for sequence in logprobs]
-    return [
-        [
-            candidates[ids.index(token)]
-            for token, candidates, ids in zip(sequence, sequence_logprobs, sequence_ids, strict=True)
-        ]
-        for sequence, sequence_logprobs, sequence_ids in zip(completion_ids, logprobs, token_ids, strict=True)
-    ]
-
-
-def record_logprobs(generation: VLLMGeneration, keep: Callable[[Logprobs], Any]) -> None:
-    """
-    Ask vLLM for log-probabilities, and make `generate` return those of the sampled tokens only.
-
-    Args:
-        generation ([`~trl.generation.vllm_generation.VLLMGeneration`]):
-            The generation backend, changed in place.
-        keep (`Callable[[list[list[float | None]]], Any]`):
-            Called with the log-probabilities at every generation, one list per completion.
-    """
-    if generation.logprobs is None:
-        generation.logprobs = 0  # the sampled token alone
-    generate = generation.generate
+def observe_sampler(
+    generation: VLLMGeneration, keep: Callable[[Logprobs], object], synced: Callable[[], object]
+) -> None:
+    """Call `keep` with the log-probabilities of each generation, by completion, and `synced` before each push of weights."""
+    generation.logprobs = 0  # of the sampled token alone
+    generate, sync_weights = generation.generate, generation.sync_weights
 
     @wraps(generate)
-    def generate_and_record(*args: Any, **kwargs: Any) -> Any:
-        prompt_ids, completion_ids, logprobs, token_ids, *others = generate(*args, **kwargs)
+    def generate_and_keep(*args: Any, **kwargs: Any) -> Any:
+        prompt_ids, completion_ids, logprobs, *others = generate(*args, **kwargs)
         if logprobs is None:
             raise RuntimeError(
                 "vLLM returned no log-probabilities, which rollout correction needs. Remove `logprobs` from "
                 "`generation_kwargs`, or set it to 0."
             )
-        sampled = sampled_logprobs(completion_ids, logprobs, token_ids)
-        keep(sampled)
-        if any(len(candidates) > 1 for sequence in logprobs for candidates in sequence[:1]):
-            logprobs = [[[logprob] for logprob in sequence] for sequence in sampled]
-            token_ids = [[[token] for token in sequence] for sequence in completion_ids]
-        return prompt_ids, completion_ids, logprobs, token_ids, *others
-
-    generation.generate = generate_and_record
-
-
-def announce_sync(generation: VLLMGeneration, announce: Callable[[], Any]) -> None:
-    """
-    Call a function before each push of weights to vLLM.
-
-    Args:
-        generation ([`~trl.generation.vllm_generation.VLLMGeneration`]):
-            The generation backend, changed in place.
-        announce (`Callable[[], Any]`):
-            Called without arguments.
-    """
-    sync_weights = generation.sync_weights
+        keep([[candidates[0] for candidates in sequence] for sequence in logprobs])
+        return prompt_ids, completion_ids, logprobs, *others
 
     @wraps(sync_weights)
-    def announce_and_sync(*args: Any, **kwargs: Any) -> Any:
-        announce()
+    def tell_and_sync(*args: Any, **kwargs: Any) -> Any:
+        synced()
         return sync_weights(*args, **kwargs)
 
-    generation.sync_weights = announce_and_sync
+    generation.generate, generation.sync_weights = generate_and_keep, tell_and_sync
 
 
 def sync_weights_on_cpu(generation: VLLMGeneration) -> None:
@@ -257,10 +151,6 @@ def sync_weights_on_cpu(generation: VLLMGeneration) -> None:
     Push weights through vLLM's own reload on a CPU, see [`~trl_rollout_corr.trainers._cpu_reload.push`].
 
     TRL's push of single parameters fails on a CPU, where vLLM stores weights in other shapes than the checkpoint.
-
-    Args:
-        generation ([`~trl.generation.vllm_generation.VLLMGeneration`]):
-            The generation backend in colocate mode, changed in place. Not changed on other devices.
     """
     if generation.mode != "colocate" or generation.accelerator.device.type != "cpu":
         return

@@ -19,10 +19,7 @@ class OldPass:
     """
     TRL's first forward pass while it scores a batch, which computes the log-probabilities of the old policy.
 
-    Args:
-        answer (`Callable[[torch.Tensor, int], torch.Tensor]`, *optional*):
-            Takes `input_ids` and `logits_to_keep`, and returns log-probabilities of shape `(B, T)` in place of the forward
-            pass. By default the forward pass runs.
+    `answer` takes `input_ids` and `logits_to_keep`, and returns log-probabilities, `(B, T)`, in place of the forward pass.
     """
 
     def __init__(self, answer: Callable[[torch.Tensor, int], torch.Tensor] | None = None) -> None:
@@ -31,10 +28,6 @@ class OldPass:
         # known after the first call, each (B, T)
         self.logps: torch.Tensor
         self.completion_mask: torch.Tensor
-
-    @property
-    def runs(self) -> bool:
-        return self.answer is None
 
     def __call__(
         self,
@@ -57,13 +50,7 @@ class OldPass:
 
 
 class Scoring:
-    """
-    State of one batch while TRL generates and scores it.
-
-    Args:
-        old_pass ([`OldPass`], *optional*):
-            Treatment of TRL's old pass. `None` leaves TRL unchanged.
-    """
+    """State of one batch while TRL generates and scores it. Without `old_pass`, TRL's is unchanged."""
 
     def __init__(self, old_pass: OldPass | None) -> None:
         self.old_pass = old_pass

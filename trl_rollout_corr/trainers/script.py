@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
-from trl import ModelConfig, TrlParser
+from trl import GRPOConfig, ModelConfig, RLOOConfig, TrlParser
 
 from ..messages import is_first_rank, nearest
 
@@ -28,7 +28,7 @@ class ScriptParser(TrlParser):
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
 
-    def parse_args_and_config(self, args: Iterable[str] | None = None, **kwargs: Any) -> tuple[Any, ...]:
+    def parse_args_and_config(self, args: Iterable[str] | None = None, **kwargs: object) -> tuple:
         """
         Parse a command line, and the YAML file that its `--config` names.
 
@@ -64,8 +64,6 @@ class ScriptParser(TrlParser):
 def model_config(config_class: type) -> type:
     """TRL's `ModelConfig` without the options of `config_class`, such as `dtype` of the asynchronous trainer."""
     own = {field.name for field in dataclasses.fields(config_class)}
-    if own.isdisjoint(field.name for field in dataclasses.fields(ModelConfig)):
-        return ModelConfig
     fields: Any = [
         (field.name, field.type, copy(field)) for field in dataclasses.fields(ModelConfig) if field.name not in own
     ]
@@ -73,7 +71,7 @@ def model_config(config_class: type) -> type:
     return dataclasses.make_dataclass("ModelConfig", fields, namespace=namespace)
 
 
-def model_init_kwargs(args: Any, model_args: Any) -> dict[str, Any]:
+def model_init_kwargs(args: GRPOConfig | RLOOConfig, model_args: ModelConfig) -> dict[str, object]:
     """
     Arguments for loading the model of a trainer, from the configurations of trainer and model.
 
@@ -110,10 +108,10 @@ def one_line_errors(*, of_package: bool = False) -> Iterator[None]:
         except INPUT_ERRORS as error:
             if of_package and not _is_ours(traceback.extract_tb(error.__traceback__)[-1].filename):
                 raise
-            if not is_first_rank():
-                time.sleep(
-                    _PATIENCE
-                )  # a launcher ends all ranks with the first that ends: let rank 0 print and end first
+            if (
+                not is_first_rank()
+            ):  # a launcher ends all ranks with the first that ends: let rank 0 print and end first
+                time.sleep(_PATIENCE)
             print(f"error: {in_one_line(error)}", file=sys.stderr, flush=True)  # noqa: T201
             sys.exit(2)
 

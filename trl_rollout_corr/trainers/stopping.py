@@ -1,7 +1,5 @@
 """End of a run whose sampler or server has failed: a checkpoint, and then the error on every rank."""
 
-from typing import Any
-
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -9,21 +7,10 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 class OrderlyEnd(TrainerCallback):
     """
-    Ends a run with a checkpoint if the main process has an error.
+    Ends a run with a checkpoint if the main process has an `error`.
 
-    Args:
-        accelerator ([`~accelerate.Accelerator`]):
-            Broadcasts the error to all ranks.
-
-    Attributes:
-        error (`Exception`, *optional*):
-            Error that ends the run. Set on the main process.
-        message (`str`, *optional*):
-            Type and text of the error, on all ranks after [`OrderlyEnd.agree`].
-        running (`bool`):
-            The training loop has begun.
-        saved_at (`int`):
-            Optimizer step of the last checkpoint, or of the start.
+    `message`, type and text of the error, is on all ranks after [`OrderlyEnd.agree`]. `running` is true once the training loop
+    has begun; `saved_at` is the optimizer step of the last checkpoint, or of the start.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -43,15 +30,15 @@ class OrderlyEnd(TrainerCallback):
         return self.message is not None
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         self.error = self.message = None
         self.running, self.saved_at = True, state.global_step
 
     def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         self.agree(control, state)
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         self.saved_at = state.global_step

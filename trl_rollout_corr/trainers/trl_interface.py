@@ -1,19 +1,17 @@
 """
-Methods, attributes, batch keys and fields of TRL that this package uses, checked before training.
+Methods, attributes and batch keys of TRL that this package uses, checked before training.
 
 Most of them are private in TRL or change without notice. With a changed name, training could go on without correction: the
 trainers refuse to start, and name the change. Additional parameters at the end do no harm. Changes inside a method are found
 at the first step ([`~trl_rollout_corr.trainers.gradient_check.GradientCheck`]).
 """
 
-import dataclasses
 import inspect
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable
 from importlib.metadata import version
-from types import CodeType, FunctionType
-from typing import Any
 
-from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from trl import GRPOTrainer, RLOOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 
 from ..messages import warn
@@ -30,7 +28,6 @@ _SHARED = {
     "compute_loss": ["self", "model", "inputs", "return_outputs", "num_items_in_batch"],
     "_compute_loss": ["self", "model", "inputs"],
     "log": ["self", "logs", "start_time"],
-    "add_callback": ["self", "callback"],
     "create_model_card": ["self", "model_name"],
     "train": ["self", "resume_from_checkpoint"],
 }
@@ -49,14 +46,22 @@ ASYNCHRONOUS = {
     "compute_loss": _SHARED["compute_loss"],
     "get_train_dataloader": ["self"],
     "_sync_weight": ["self"],
-    **{name: _SHARED[name] for name in ("log", "add_callback", "create_model_card", "train")},
+    **{name: _SHARED[name] for name in ("log", "create_model_card", "train")},
 }
 
 
 # Attributes of the classes, and keys of a batch
 _ATTRIBUTES = [
-    *("beta", "num_iterations", "reward_weights", "temperature", "use_vllm", "vllm_generation", "vllm_mode"),
-    *("_buffered_inputs", "_metrics"),
+    *(
+        "beta",
+        "num_iterations",
+        "reward_weights",
+        "temperature",
+        "use_vllm",
+        "vllm_generation",
+        "vllm_mode",
+        "_metrics",
+    )
 ]
 _KEYS = ["advantages", "completion_ids", "completion_mask", "prompt_ids", "prompt_mask"]
 NAMES = {
@@ -68,46 +73,16 @@ NAMES = {
     VLLMGeneration: {"attribute": ["accelerator", "llm", "logprobs", "mode", "vllm_client"], "key": []},
 }
 
-_FIELDS = [
-    *("beta", "generation_kwargs", "min_p", "num_iterations", "repetition_penalty", "steps_per_generation"),
-    *("temperature", "top_k", "top_p", "use_vllm", "vllm_structured_outputs_regex"),
-]
-FIELDS = {
-    GRPOConfig: [
-        *_FIELDS,
-        *("delta", "epsilon", "epsilon_high", "importance_sampling_level", "loss_type"),
-        "vllm_importance_sampling_correction",
-    ],
-    RLOOConfig: _FIELDS,
-}
-CONFIGS = {GRPOTrainer: GRPOConfig, RLOOTrainer: RLOOConfig}
 
-
-def look_at(owner: type, methods: dict[str, list[str]] | None = None) -> Iterator[str | None]:
-    """
-    Compare a class of TRL with the names that are used.
-
-    Args:
-        owner (`type`):
-            Trainer, or backend of generation.
-        methods (`dict[str, list[str]]`, *optional*):
-            Leading parameters of the methods in use. By default those of `METHODS`.
-
-    Yields:
-        `str` or `None`: one per method, attribute, key of the batch and field of the configuration: `None` if it is
-        unchanged, else a sentence about the change.
-    """
-    for name, expected in (METHODS[owner] if methods is None else methods).items():
-        yield _change_of_method(owner, name, expected)
-    found = _mentioned(owner)
-    for kind, names in NAMES.get(owner, {}).items():
-        for name in names:
-            yield None if name in found else f"The {kind} `{name}` of `{owner.__name__}` is gone."
-    config = CONFIGS.get(owner)
-    if config is not None:
-        fields = {field.name for field in dataclasses.fields(config)}
-        for name in FIELDS[config]:
-            yield None if name in fields else f"The field `{name}` of `{config.__name__}` is gone."
+def changes(owner: type, methods: dict[str, list[str]] | None = None) -> list[str]:
+    """Sentences about names of a class of TRL that are changed or missing; of the methods of `METHODS` by default."""
+    found = [_change_of_method(owner, name, expected) for name, expected in (methods or METHODS[owner]).items()]
+    names, source = NAMES.get(owner, {}), source_of(owner)
+    for kind, mention in (("attribute", "self.{}"), ("key", '"{}"')):
+        for name in names.get(kind, ()):
+            if not re.search(rf"{re.escape(mention.format(name))}(?!\w)", source):
+                found.append(f"The {kind} `{name}` of `{owner.__name__}` is gone.")
+    return [change for change in found if change]
 
 
 def _change_of_method(owner: type, name: str, expected: list[str]) -> str | None:
@@ -125,34 +100,13 @@ def _change_of_method(owner: type, name: str, expected: list[str]) -> str | None
     return None
 
 
-def _mentioned(owner: type) -> set[str]:
-    """Names and strings in the code of a class of TRL, its bases in TRL, and the functions of their modules."""
-    found: set[str] = set()
-    for cls in owner.__mro__:
-        if cls.__module__.split(".")[0] == "trl":
-            for member in [*vars(cls).values(), *vars(inspect.getmodule(cls)).values()]:
-                member = inspect.unwrap(member) if callable(member) else member
-                if isinstance(member, FunctionType) and member.__module__ == cls.__module__:
-                    found |= _names_in(member.__code__)
-    return found
+def source_of(owner: type) -> str:
+    """Source of the modules of a class of TRL and of its bases in TRL."""
+    modules = {inspect.getmodule(cls) for cls in owner.__mro__ if cls.__module__.startswith("trl.")}
+    return "".join(inspect.getsource(module) for module in modules if module is not None)
 
 
-def _names_in(code: CodeType) -> set[str]:
-    found = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            found |= _names_in(constant)
-        else:
-            found |= {x for x in (constant if isinstance(constant, tuple) else (constant,)) if isinstance(x, str)}
-    return found
-
-
-def changes(owner: type, methods: dict[str, list[str]] | None = None) -> list[str]:
-    """Sentences about changed or missing names of a class of TRL."""
-    return [change for change in look_at(owner, methods) if change]
-
-
-def refusal(trainers: list[type], methods: dict[type, dict[str, list[str]]] | None = None) -> str | None:
+def refusal(trainers: Iterable[type], methods: dict[type, dict[str, list[str]]] | None = None) -> str | None:
     """Reason why some trainers of the installed TRL cannot be corrected; `None` if all can."""
     installed = version("trl")
     outside = outside_window(release(), installed)
@@ -172,18 +126,7 @@ _told: set[str] = set()  # one warning per process
 
 
 def check_trl(trainer: type, methods: dict[type, dict[str, list[str]]] | None = None) -> None:
-    """
-    Refuse an unsupported TRL, and warn about an untested one.
-
-    Args:
-        trainer (`type`):
-            TRL's trainer class.
-        methods (`dict[type, dict[str, list[str]]]`, *optional*):
-            Methods in use, by class. By default those of the trainer and of its sampler in `METHODS`.
-
-    Raises:
-        `ImportError`: if the version is outside the supported range, or a name in use has changed.
-    """
+    """Refuse an unsupported TRL, or one in which a name in use has changed, and warn about an untested one."""
     problem = refusal([trainer], methods)
     if problem:
         raise ImportError(problem)
@@ -204,22 +147,7 @@ def definer(trainer: type, method: str, after: type | None = None) -> type:
 
 
 def check_bases(trainer: type, mixin: type, trl_class: type, method: str = "_compute_loss") -> None:
-    """
-    Refuse trainers whose loss is not TRL's.
-
-    Args:
-        trainer (`type`):
-            Class of the trainer.
-        mixin (`type`):
-            The mixin among its bases. It corrects the loss of the classes after it.
-        trl_class (`type`):
-            TRL's trainer with the loss that can be corrected.
-        method (`str`, *optional*, defaults to `"_compute_loss"`):
-            Method of the loss.
-
-    Raises:
-        `TypeError`: if another class defines the loss.
-    """
+    """Refuse trainers whose loss is not TRL's: the mixin corrects the loss of the classes after it."""
     found = definer(trainer, method, after=mixin)
     if found is not trl_class:
         raise TypeError(
@@ -228,7 +156,7 @@ def check_bases(trainer: type, mixin: type, trl_class: type, method: str = "_com
         )
 
 
-def check_config_class(args: Any, config_class: type) -> None:
+def check_config_class(args: object, config_class: type) -> None:
     """Refuse the configuration of another trainer."""
     if not isinstance(args, config_class):
         raise TypeError(

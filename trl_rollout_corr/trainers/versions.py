@@ -6,10 +6,10 @@ Each part names a release. When [`OLDEST`] has reached it, the part can be delet
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from packaging.version import Version
@@ -61,10 +61,10 @@ PUSHES_WEIGHTS = (
 )
 
 
-def named_weights(generation: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def named_weights(generation: Any) -> Iterable[tuple[str, torch.Tensor]]:
     """Weights of the trainer under the names of vLLM. From 1.11 on `generation._iter_named_params()`."""
     if hasattr(generation, "_iter_named_params"):
-        return generation._iter_named_params()
+        return cast(Iterable[tuple[str, torch.Tensor]], generation._iter_named_params())
     pushed: list[tuple[str, torch.Tensor]] = []
     # TRL gathers a parameter before the push and releases it afterwards, so a copy is kept
     generation._push_param_to_vllm = lambda name, param: pushed.append((name, param.clone()))
@@ -72,7 +72,7 @@ def named_weights(generation: Any) -> Iterator[tuple[str, torch.Tensor]]:
         type(generation).sync_weights(generation)
     finally:
         del generation._push_param_to_vllm
-    return iter(pushed)
+    return pushed
 
 
 def without_none(logprobs: Logprobs) -> Logprobs:
@@ -90,16 +90,7 @@ PASSES_BY = {"use_liger_kernel": "1.14"}
 
 
 def check_passes_by(config: "GRPOConfig") -> None:
-    """
-    Refuse options of older releases of TRL whose loss cannot be corrected.
-
-    Args:
-        config ([`~trl.GRPOConfig`]):
-            Configuration of a trainer.
-
-    Raises:
-        `ValueError`: if such an option is on.
-    """
+    """Refuse options of older releases of TRL whose loss cannot be corrected."""
     for name, since in PASSES_BY.items():
         if before(since) and getattr(config, name, False):
             raise ValueError(
@@ -114,13 +105,7 @@ _OF_TRL = "vllm_importance_sampling_"  # how the fields of TRL's own correction 
 
 
 def replace_trl_correction(config: "GRPOConfig | RLOOConfig") -> None:
-    """
-    Switch TRL's own correction off, and warn if it was configured or is unknown to this package.
-
-    Args:
-        config ([`~trl.GRPOConfig`] or [`~trl.RLOOConfig`]):
-            Configuration, changed in place before TRL validates it.
-    """
+    """Switch TRL's own correction off before TRL validates it, and warn if it was configured or is unknown to this package."""
     defaults = {f.name: f.default for f in dataclasses.fields(config) if f.name.startswith(_OF_TRL)}
     switch = f"{_OF_TRL}correction"
     if switch in defaults:
@@ -139,17 +124,8 @@ def replace_trl_correction(config: "GRPOConfig | RLOOConfig") -> None:
         )
 
 
-def check_corrected_once(batch: dict[str, Any]) -> None:
-    """
-    Check that TRL has not corrected a batch itself.
-
-    Args:
-        batch (`dict`):
-            Batch that TRL has generated and scored.
-
-    Raises:
-        `RuntimeError`: if the batch has importance weights of TRL.
-    """
+def check_corrected_once(batch: Mapping[str, object]) -> None:
+    """Refuse a batch that has importance weights of TRL."""
     found = [f"`{key}`" for key in batch if key.startswith("importance_sampling")]
     if found:
         raise RuntimeError(
@@ -189,7 +165,7 @@ RENORMALIZED = ("top_p", "top_k", "min_p")
 RENORMALIZED_SINCE = "1.17"
 
 
-def renormalized(distorting: dict[str, Any]) -> str:
+def renormalized(distorting: Mapping[str, object]) -> str:
     """Note on options that newer releases of TRL compensate."""
     named = [f"`{name}`" for name in RENORMALIZED if name in distorting]
     if not named or before(RENORMALIZED_SINCE):
