@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..settings.criteria import DIVERGENCES, LEVELS, SCOPES, TOKEN_ONLY, Criterion
+from ..settings.criteria import TOKEN_ONLY, Criterion
 
 
 # exp(20) = 4.9e8: a ratio beyond it says "broken", not "off-policy", and sums of squares still fit in float32. The bound is
@@ -185,8 +185,6 @@ def importance_ratio(tokens: Tokens, *, level: str) -> torch.Tensor:
     log_ratio = tokens.log_ratio.sum(-1, keepdim=True)
     if level == "geometric":
         log_ratio = log_ratio / tokens.lengths.clamp(min=1)
-    elif level != "sequence":
-        raise ValueError(f"`level` must be one of {LEVELS}, got {level!r}.")
     return log_ratio.clamp(max=LOG_RATIO_BOUND).exp().mul_(above(tokens.lengths, 0.0))
 
 
@@ -241,11 +239,7 @@ def token_divergence(log_ratio: torch.Tensor, divergence: str) -> torch.Tensor:
     if divergence == "k1":
         return -log_ratio
     bounded = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    if divergence == "k2":
-        return bounded.square() / 2
-    if divergence == "k3":
-        return k3(bounded)
-    raise ValueError(f"`divergence` must be one of {DIVERGENCES}, got {divergence!r}.")
+    return bounded.square() / 2 if divergence == "k2" else k3(bounded)
 
 
 def k3(log_ratio: torch.Tensor) -> torch.Tensor:
@@ -279,14 +273,10 @@ def probability_divergence(tokens: Tokens, divergence: str) -> torch.Tensor:
     if divergence == "tv":  # without the difference of two numbers near 1
         larger = torch.maximum(log_p, log_q).exp_()
         return torch.expm1(-tokens.log_ratio.abs()).neg_().copysign_(tokens.log_ratio).mul_(larger)
-    if divergence not in TOKEN_ONLY:
-        raise ValueError(f"`divergence` must be one of {TOKEN_ONLY}, got {divergence!r}.")
     for logps in (log_p, log_q):
         logps.clamp_(math.log(SMALLEST_PROBABILITY), math.log1p(-SMALLEST_PROBABILITY))
-    d, of_others = (
-        log_p - log_q,
-        torch.log(torch.expm1(log_p) / torch.expm1(log_q)),
-    )  # ln of p / q and (1 - p) / (1 - q)
+    # ln(p / q) and ln((1 - p) / (1 - q))
+    d, of_others = log_p - log_q, torch.log(torch.expm1(log_p) / torch.expm1(log_q))
     # rounding may leave either below 0, which it cannot be
     from_sampler = (torch.expm1(log_q) * of_others - log_q.exp() * d).clamp_(min=0.0)  # D(q, p)
     if divergence == "kl":
@@ -326,8 +316,7 @@ def _reject_by_probability(tokens: Tokens, criterion: Criterion, direction: torc
     statistic = probability_divergence(tokens, criterion.divergence).mul_(tokens.valid)
     high, low = above(statistic, criterion.upper).mul_(tokens.valid), below(statistic, criterion.lower)
     if criterion.directed:
-        if direction is None:
-            raise ValueError(f"`{criterion.name}` looks at the sign of the advantages, which are missing.")
+        assert direction is not None  # `compute_rollout_correction` has refused missing advantages
         high, low = high * above(direction, 0.0), low * below(direction, 0.0)
     return Rejection(statistic, high, low)
 
@@ -340,23 +329,15 @@ def _reduce_sequence(divergence: torch.Tensor, tokens: Tokens, scope: str) -> to
         return divergence.sum(-1, keepdim=True)
     if scope == "seq_mean":
         return divergence.sum(-1, keepdim=True) / tokens.lengths.clamp(min=1)
-    if scope == "seq_max":
-        worst = (divergence - tokens.outside).amax(-1, keepdim=True)
-        return worst.masked_fill(tokens.lengths == 0, 0.0)
-    raise ValueError(f"`scope` must be one of {SCOPES}, got {scope!r}.")
+    worst = (divergence - tokens.outside).amax(-1, keepdim=True)  # seq_max
+    return worst.masked_fill(tokens.lengths == 0, 0.0)
 
 
 def mean_weight(sums: torch.Tensor) -> torch.Tensor:
     """
-    Divisor of the weights in batch normalisation (self-normalised importance sampling).
-
-    Args:
-        sums (`torch.Tensor` of shape `(2,)`):
-            Sum and number of the weights of the whole batch, added up over all ranks: of tokens at token level, of sequences
-            otherwise.
-
-    Returns:
-        `torch.Tensor` of shape `()`: their mean, or 1 if it is below 1e-8.
+    Divisor of the weights in batch normalisation (self-normalised importance sampling): their mean, or 1 if it is below 1e-8.
+    `sums`, of shape `(2,)`, are the sum and the number of the weights of the batch of all ranks: of tokens at token level, of
+    sequences otherwise.
     """
     mean = sums[0] / sums[1].clamp(min=1)
     return torch.where(mean > MIN_MEAN_WEIGHT, mean, torch.ones_like(mean))
@@ -364,14 +345,8 @@ def mean_weight(sums: torch.Tensor) -> torch.Tensor:
 
 def renormalization(valid_and_kept: torch.Tensor) -> torch.Tensor:
     """
-    Factor that turns a mean over all valid tokens into a mean over the kept ones.
-
-    Args:
-        valid_and_kept (`torch.Tensor` of shape `(2,)`):
-            Number of valid tokens and number of kept tokens of the whole batch, added up over all ranks.
-
-    Returns:
-        `torch.Tensor` of shape `()`: `valid / kept`, or 1 if nothing is kept.
+    Factor that turns a mean over all valid tokens into a mean over the kept ones: `valid / kept`, or 1 if nothing is kept.
+    `valid_and_kept`, of shape `(2,)`, are the numbers of these tokens in the batch of all ranks.
     """
     valid, kept = valid_and_kept
     return torch.where(kept > 0, valid / kept.clamp(min=1), torch.ones_like(valid))
@@ -381,19 +356,9 @@ def renormalization(valid_and_kept: torch.Tensor) -> torch.Tensor:
 
 
 def normal_cdf(distance: torch.Tensor | float, spread: torch.Tensor) -> torch.Tensor:
-    """
-    Probability that a normal variable is at most `distance` above its mean.
-
-    Args:
-        distance (`torch.Tensor` or `float`):
-            Distance from the mean.
-        spread (`torch.Tensor`):
-            Standard deviation; 0 for a variable that is always at its mean.
-
-    Returns:
-        `torch.Tensor`: probability.
-    """
-    return torch.special.ndtr(distance / spread.clamp(min=1e-300))
+    """Probability that a normal variable is at most `distance` above its mean. Its standard deviation `spread` may be 0."""
+    probability: torch.Tensor = torch.special.ndtr(distance / spread.clamp(min=1e-300))
+    return probability
 
 
 def expected_share_outside(s: float, lengths: torch.Tensor, lower: float, upper: float) -> torch.Tensor:
