@@ -707,7 +707,7 @@ def test_a_threshold_of_a_preset_is_not_that_of_other_criteria(criteria):
         ({"rollout_monitor": "shout"}, "`rollout_monitor` must be one of warn, stop, tighten or None, got 'shout'"),
         ({"rollout_monitor_bounds": {"k3": 1}}, "`rollout_monitor_bounds` has 'k3', which is no rule"),
         ({"rollout_monitor_bounds": '{"k3_high": "x"}'}, "sets 'k3_high' to 'x', which must be a number"),
-        ({"rollout_monitor_bounds": "k3_high"}, "`rollout_monitor_bounds` is 'k3_high', which is not JSON"),
+        ({"rollout_monitor_bounds": "k3_high"}, "such as .* on a command line; got 'k3_high'"),
     ],
 )
 def test_monitors_that_cannot_be_meant(fields, message):

@@ -4,6 +4,7 @@ import json
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -96,36 +97,20 @@ def by_severity(findings: Iterable[Alarm]) -> list[Alarm]:
 
 
 def parse_bounds(bounds: Mapping[str, float | None] | str | None) -> dict[str, float | None]:
-    """
-    Check the bounds of rules that a user has set.
-
-    Args:
-        bounds (`Mapping[str, float or None]` or `str`, *optional*):
-            Bounds by name of the rule, `None` for a rule that is off; or the same as JSON.
-
-    Returns:
-        `dict[str, float or None]`: the same, as a new dictionary.
-
-    Raises:
-        `ValueError`: if there is no rule of a name, or a bound is not a number.
-    """
+    """Check bounds by name of a rule, with `None` for a rule that is off, or the same as JSON. Returns a new dictionary."""
     field = "`rollout_monitor_bounds`"
-    if isinstance(bounds, str):
-        try:
+    if isinstance(bounds, str):  # of a command line
+        with suppress(json.JSONDecodeError):
             bounds = json.loads(bounds)
-        except json.JSONDecodeError as error:
-            raise ValueError(f'{field} is {bounds!r}, which is not JSON. Write it as {{"k3_high": 0.1}}.') from error
     if bounds is None:
         return {}
     if not isinstance(bounds, Mapping):
-        raise ValueError(
-            f"{field} must have a number, or None, by name of a rule, such as {{'k3_high': 0.1}}; got {bounds!r}."
-        )
+        example = '{"k3_high": 0.1} on a command line'
+        raise ValueError(f"{field} must have a number, or None, by name of a rule, such as {example}; got {bounds!r}.")
     for name, bound in bounds.items():
         if name not in RULES:
-            raise ValueError(
-                f"{field} has {name!r}, which is no rule.{nearest(name, RULES)} Available rules: {', '.join(RULES)}."
-            )
+            available = f"{nearest(name, RULES)} Available rules: {', '.join(RULES)}."
+            raise ValueError(f"{field} has {name!r}, which is no rule.{available}")
         number = isinstance(bound, int | float) and not isinstance(bound, bool) and not math.isnan(bound)
         if bound is not None and not number:
             raise ValueError(
