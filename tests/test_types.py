@@ -9,7 +9,6 @@ import pytest
 
 import trl_rollout_corr
 from tests.launching import ROOT
-from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.settings.criteria import CRITERIA, LEVELS
 from trl_rollout_corr.settings.fields import LOSS_TYPES, MONITOR_ACTIONS, NAN_POLICIES
 from trl_rollout_corr.settings.presets import PRESETS
@@ -74,25 +73,3 @@ def test_a_type_checker_catches_what_is_misspelt(tmp_path):
 
 def test_dir_lists_what_can_be_imported():
     assert set(trl_rollout_corr.__all__) <= set(dir(trl_rollout_corr))
-
-
-def test_a_misspelt_field_is_told_the_nearest():
-    from trl_rollout_corr import RolloutCorrectedGRPOConfig
-
-    with pytest.raises(
-        TypeError, match=r"`rollout_iss` is no field of RolloutCorrectionConfig. Did you mean 'rollout_is'\?"
-    ):
-        RolloutCorrectionConfig(rollout_iss="token")
-    with pytest.raises(
-        TypeError, match=r"`max_step` is no field of RolloutCorrectedGRPOConfig. Did you mean 'max_steps'\?"
-    ):
-        RolloutCorrectedGRPOConfig("out", max_step=3)
-
-
-def test_a_subclass_may_take_what_it_likes():
-    class Mine(RolloutCorrectionConfig):
-        def __init__(self, mine: int, **kwargs):
-            super().__init__(**kwargs)
-            self.mine = mine
-
-    assert Mine(mine=3, rollout_is="sequence").rollout_is == "sequence"

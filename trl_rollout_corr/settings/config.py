@@ -6,21 +6,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from ..messages import SettingError, nearest, warn_idle
+from ..messages import SettingError, warn_idle
 from .criteria import Criterion
-from .fields import DEFAULTS, PARSERS, CorrectionFields, DumpFields, EngineFields, MonitorFields, none_if_null
+from .fields import DEFAULTS, PARSERS, CorrectionFields, DumpFields, EngineFields, MonitorFields
 from .migrate import from_legacy, from_trl, from_verl
 from .presets import DECIDED, FIRST_METHODS, PRESETS, Preset, settings_of
-from .resolve import (
-    Correction,
-    fill,
-    idle_fields,
-    is_default,
-    read_given,
-    rejection_thresholds,
-    resolve,
-    weight_bounds,
-)
+from .resolve import Correction, fill, idle_fields, is_default, read_given, resolve, weight_bounds
+from .thresholds import none_if_null, parse_rejection_thresholds
 from .unset import Unset
 
 
@@ -146,14 +138,6 @@ class RolloutCorrectionConfig(DumpFields, MonitorFields, EngineFields, Correctio
         `ValueError`: if the value of a field is refused. The message names the field, the value and a remedy.
     """
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        # Python's own error for an unknown argument does not suggest a name
-        known = inspect.signature(cls.__init__).parameters
-        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
-            for name in kwargs.keys() - known:
-                raise TypeError(f"`{name}` is no field of {cls.__name__}.{nearest(name, known)}")
-        return super().__new__(cls)
-
     def __post_init__(self) -> None:
         explicit = self._fill()
         self._parse()
@@ -243,11 +227,11 @@ class RolloutCorrectionConfig(DumpFields, MonitorFields, EngineFields, Correctio
     @property
     def correction(self) -> Correction:
         """Resolved settings of the correction. The fields are parsed once after each change."""
-        given = {name: self.__dict__[name] for name in _OF_CORRECTION}
-        state = repr(given)  # a list may be changed in place
+        fields = {name: self.__dict__[name] for name in CorrectionFields.__dataclass_fields__}
+        state = repr(fields)  # a list may be changed in place
         found: tuple[str, Correction] | None = self.__dict__.get("_resolved")
         if found is None or found[0] != state:
-            found = self.__dict__["_resolved"] = state, resolve(given)
+            found = self.__dict__["_resolved"] = state, resolve(fields)
         return found[1]
 
     @property
@@ -288,7 +272,7 @@ class RolloutCorrectionConfig(DumpFields, MonitorFields, EngineFields, Correctio
             f"{self.rollout_is} weights {_in_words(self.rollout_is_threshold)}" if self.rollout_is else "no weights"
         )
         parts.append(f"{weights} (reported only)" if self.rollout_is and not self.applies_weights else weights)
-        thresholds = rejection_thresholds(self.rollout_rs, self.rollout_rs_threshold)
+        thresholds = parse_rejection_thresholds(self.rollout_rs_threshold, self.rollout_rs)
         criteria = zip(self.criteria, thresholds, strict=True)
         parts += [f"{c.name} {_in_words(bound, c.directed)}" for c, bound in criteria] or ["no rejection"]
         parts.append(f"bypass, {self.rollout_loss_type}" if self.bypass_mode else "decoupled")
@@ -339,10 +323,9 @@ class RolloutCorrectionConfig(DumpFields, MonitorFields, EngineFields, Correctio
     def _parse(self) -> None:
         for name, parse in PARSERS.items():
             self.__dict__[name] = parse(self.__dict__[name])
-        thresholds = rejection_thresholds(self.rollout_rs, self.rollout_rs_threshold)
-        self.__dict__["rollout_rs_threshold"] = (
-            thresholds if self.rollout_rs else none_if_null(self.rollout_rs_threshold)
-        )
+        thresholds = none_if_null(self.rollout_rs_threshold)
+        parsed = parse_rejection_thresholds(thresholds, self.rollout_rs)
+        self.__dict__["rollout_rs_threshold"] = parsed if self.rollout_rs else thresholds
 
     def check(self, *, warns: bool = False) -> None:
         """
@@ -377,9 +360,6 @@ class RolloutCorrectionConfig(DumpFields, MonitorFields, EngineFields, Correctio
         for name, reason in idle_fields(self.__dict__, self.correction).items():
             if name in explicit:
                 warn_idle(name, getattr(self, name), reason)
-
-
-_OF_CORRECTION = tuple(CorrectionFields.__dataclass_fields__)
 
 
 def _in_words(bound: Any, directed: bool = False) -> str:

@@ -13,7 +13,7 @@ from ..health.examine import parse_bounds
 from ..messages import SettingError, nearest
 from .criteria import LEVELS, CriterionName, Level
 from .presets import DEFAULT, PRESETS, Preset
-from .thresholds import parse_criteria, parse_number, parse_weight_threshold
+from .thresholds import none_if_null, parse_criteria, parse_number, parse_weight_threshold
 from .unset import unset
 
 
@@ -147,29 +147,26 @@ class DumpFields:
     )
 
 
-# Defaults of all fields. Those that a preset decides are in `presets.py`
-DEFAULTS = {
-    field.name: field.default
+_ALL = [
+    field
     for mixin in (CorrectionFields, EngineFields, MonitorFields, DumpFields)
     for field in dataclasses.fields(mixin)
-}
+]
+# Defaults of all fields. Those that a preset decides are in `presets.py`
+DEFAULTS = {field.name: field.default for field in _ALL}
 FIELDS = frozenset(DEFAULTS)
 
 
 # Parsers of single fields ---------------------------------------------------------------------------------------------
 
 
-def none_if_null(value: Any) -> Any:
-    """Turn the text "none" or "null", of a command line or of another tool, into `None`."""
-    return None if isinstance(value, str) and value.strip().lower() in ("none", "null") else value
-
-
-def _choice(name: str, value: Any, allowed: tuple[str, ...], *, or_none: bool = False) -> Any:
-    value = none_if_null(value) if or_none else value
-    if value in allowed or (or_none and value is None):
+def _choice(name: str, allowed: tuple[str | None, ...], value: Any) -> Any:
+    value = none_if_null(value) if None in allowed else value
+    if value in allowed:
         return value
-    choices = f"one of {', '.join(allowed)}{' or None' if or_none else ''}"
-    raise SettingError(name, value, allowed=choices, remedy=nearest(value, allowed).strip())
+    names = [choice for choice in allowed if choice is not None]
+    choices = f"one of {', '.join(names)}{' or None' if None in allowed else ''}"
+    raise SettingError(name, value, allowed=choices, remedy=nearest(value, names).strip())
 
 
 def _boolean(name: str, value: Any) -> bool:
@@ -178,12 +175,17 @@ def _boolean(name: str, value: Any) -> bool:
     return value
 
 
+def refused_preset(field: str, name: str) -> SettingError:
+    """Error about a name that is no preset."""
+    remedy = f"{nearest(name, PRESETS)} Available presets: {', '.join(PRESETS)}.".strip()
+    return SettingError(field, name, remedy=remedy)
+
+
 def _monitor_preset(value: Any) -> Any:
     name = none_if_null(value)
     if name is None or name in PRESETS:
         return name
-    remedy = f"{nearest(name, PRESETS)} Available presets: {', '.join(PRESETS)}.".strip()
-    raise SettingError("rollout_monitor_preset", name, remedy=remedy)
+    raise refused_preset("rollout_monitor_preset", name)
 
 
 def _folder(value: Any) -> str | None:
@@ -214,26 +216,28 @@ def _clip_ratio(value: Any) -> float | None:
 
 
 def _engine_kwargs(value: Any) -> dict[str, Any] | None:
-    if isinstance(value, str) and none_if_null(value) is not None:  # of a command line
+    value = none_if_null(value)
+    if isinstance(value, str):  # of a command line
         with contextlib.suppress(json.JSONDecodeError):
             value = json.loads(value)
-    value = none_if_null(value)
-    if value is None or (isinstance(value, Mapping) and all(isinstance(key, str) for key in value)):
-        return None if value is None else dict(value)
+    if value is None:
+        return None
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return dict(value)
     allowed = "a mapping from arguments of vLLM's engine to their values, such as {'dtype': 'float16'}"
     raise SettingError("rollout_engine_kwargs", value, allowed=allowed)
 
 
 PARSERS: dict[str, Callable[[Any], Any]] = {
-    "rollout_is": lambda value: _choice("rollout_is", value, LEVELS, or_none=True),
+    "rollout_is": partial(_choice, "rollout_is", (*LEVELS, None)),
     "rollout_is_threshold": parse_weight_threshold,
     "rollout_rs": parse_criteria,
-    "rollout_loss_type": lambda value: _choice("rollout_loss_type", value, LOSS_TYPES),
-    "rollout_lr_scaling": lambda value: _choice("rollout_lr_scaling", value, LR_SCALINGS, or_none=True),
-    "rollout_nan_policy": lambda value: _choice("rollout_nan_policy", value, NAN_POLICIES),
+    "rollout_loss_type": partial(_choice, "rollout_loss_type", LOSS_TYPES),
+    "rollout_lr_scaling": partial(_choice, "rollout_lr_scaling", (*LR_SCALINGS, None)),
+    "rollout_nan_policy": partial(_choice, "rollout_nan_policy", NAN_POLICIES),
     "rollout_clip_ratio_c": _clip_ratio,
     "rollout_engine_kwargs": _engine_kwargs,
-    "rollout_monitor": lambda value: _choice("rollout_monitor", value, MONITOR_ACTIONS, or_none=True),
+    "rollout_monitor": partial(_choice, "rollout_monitor", (*MONITOR_ACTIONS, None)),
     "rollout_monitor_preset": _monitor_preset,
     "rollout_monitor_bounds": lambda value: parse_bounds(none_if_null(value)) or None,
     "rollout_dump_dir": _folder,
@@ -241,16 +245,5 @@ PARSERS: dict[str, Callable[[Any], Any]] = {
     "rollout_dump_sampled": partial(_count, "rollout_dump_sampled", 0),
     "rollout_dump_worst": partial(_count, "rollout_dump_worst", 0),
     "rollout_dump_max_gb": _gigabytes,
-    **{
-        name: partial(_boolean, name)
-        for name in (
-            "bypass_mode",
-            "rollout_diagnose",
-            "rollout_is_batch_normalize",
-            "rollout_is_clamp",
-            "rollout_rs_renormalize",
-            "rollout_rs_exclude_from_baseline",
-            "rollout_metrics_only",
-        )
-    },
+    **{field.name: partial(_boolean, field.name) for field in _ALL if field.type is bool},
 }

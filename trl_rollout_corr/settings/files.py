@@ -19,7 +19,7 @@ from .presets import PRESETS
 # Fields in dumps of earlier versions
 _RENAMED = {"rollout_monitor_thresholds": "rollout_monitor_bounds"}
 _REMOVED = ("rollout_compile",)
-# Keys that only the first releases of verl had. A boolean `rollout_is` is of these releases, too.
+# Keys of the first releases of verl alone. A boolean `rollout_is` is of these releases, too.
 _LEGACY_ONLY = ("rollout_is_level", "rollout_is_mode", "rollout_is_threshold_lower", "rollout_is_veto_threshold")
 
 
@@ -29,21 +29,11 @@ _ARGUMENT = re.compile(r"\+{0,2}([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
 
 
 class Document(NamedTuple):
-    """
-    A configuration.
+    """A configuration."""
 
-    Args:
-        content (`Any`):
-            Content. Arguments of a shell script are nested mappings of text.
-        lines (`dict[tuple[str, ...], int]`):
-            Line of each key by its path, counted from 1.
-        replaced (`dict[tuple[str, ...], list[int]]`):
-            Earlier lines that set a key to another value, by its path, counted from 1.
-    """
-
-    content: Any
-    lines: dict[Key, int]
-    replaced: dict[Key, list[int]] = {}
+    content: Any  # arguments of a shell script are nested mappings of text
+    lines: dict[Key, int]  # line of each key by its path, counted from 1
+    replaced: dict[Key, list[int]] = {}  # earlier lines that set a key to another value
 
     def line(self, *path: str) -> int | None:
         """Line of a key, or of the nearest key above it with a line."""
@@ -127,67 +117,43 @@ def _expand(value: str, variables: Mapping[str, str]) -> str:
 
 
 class Foreign(NamedTuple):
-    """
-    Settings of another tool.
-
-    Args:
-        tool (`str`):
-            Name of the tool.
-        translate (`Callable`):
-            Function that translates them.
-        settings (`Mapping` or `None`):
-            The settings.
-        above (`tuple[str, ...]`):
-            Keys under which they stand.
-        maybe_ours (`bool`, *optional*, defaults to `False`):
-            Whether they may be settings of this package: a section of verl alone has the same names.
-    """
+    """Settings of another tool."""
 
     tool: str
     translate: Callable[..., dict[str, Any]]
     settings: Mapping[str, Any] | None
-    above: tuple[str, ...] = ()
-    maybe_ours: bool = False
+    above: Key = ()  # keys under which they stand
+    maybe_ours: bool = False  # a section of verl alone has the names of fields of this package
 
 
 def find_foreign(document: Any) -> Foreign | None:
-    """
-    Find the settings of rollout correction in a configuration of another tool.
-
-    Args:
-        document (`Any`):
-            Content of a file: the whole configuration, or only its part about rollout correction.
-
-    Returns:
-        [`Foreign`] or `None`: the settings, if there are any.
-    """
+    """Find the settings of another tool in its whole configuration, or in only the part about rollout correction."""
     section = document.get("algorithm", document) if isinstance(document, Mapping) else None
     if not isinstance(section, Mapping):
         return None
-    above = () if section is document else ("algorithm",)
+    above: Key = () if section is document else ("algorithm",)
+    nested = (*above, "rollout_correction")
     legacy = is_legacy(section)
     maybe_ours = section is document and not legacy
     named = section.get("rollout_correction", "")
     if isinstance(named, Mapping) and is_legacy(named):
-        return Foreign("verl's first releases", from_legacy, named, (*above, "rollout_correction"))
+        return Foreign("verl's first releases", from_legacy, named, nested)
     if named is None or isinstance(named, Mapping):
-        return Foreign("verl", from_verl, named, (*above, "rollout_correction"), maybe_ours and named is None)
+        return Foreign("verl", from_verl, named, nested, maybe_ours and named is None)
     if above and named in PRESETS:
-        return Foreign("verl", lambda name: {"rollout_correction": name}, named, (*above, "rollout_correction"))
-    flat = {key: value for key, value in section.items() if str(key).startswith(("rollout_is", "rollout_rs"))}
+        return Foreign("verl", lambda name: {"rollout_correction": name}, named, nested)
     trl = {key: value for key, value in section.items() if str(key).startswith("vllm_importance_sampling_")}
     if trl:
         return Foreign("TRL's own correction", from_trl, trl, above, maybe_ours and not FIELDS.isdisjoint(document))
+    flat = {key: value for key, value in section.items() if str(key).startswith(("rollout_is", "rollout_rs"))}
     if legacy:
         return Foreign("verl's first releases", from_legacy, flat, above)
-    if flat or not section.keys().isdisjoint(VERL_KEYS):
-        verl = {key: value for key, value in section.items() if key in VERL_KEYS or key in flat}
-        return Foreign("verl", from_verl, verl, above, maybe_ours)
-    return None
+    verl = flat | {key: value for key, value in section.items() if key in VERL_KEYS}
+    return Foreign("verl", from_verl, verl, above, maybe_ours) if verl else None
 
 
 def is_legacy(section: Mapping[str, Any]) -> bool:
-    """Return `True` for keys of verl's first releases."""
+    """`True` for keys of verl's first releases."""
     boolean = section.get("rollout_is")
     if isinstance(boolean, str):  # of a shell script
         boolean = {"true": True, "false": False}.get(boolean.strip().lower(), boolean)
@@ -198,10 +164,7 @@ def is_legacy(section: Mapping[str, Any]) -> bool:
 
 
 def read_config(path: str) -> RolloutCorrectionConfig:
-    """
-    Read settings of this package from a YAML file, such as a recipe. Other keys are ignored. Errors and warnings name the
-    file.
-    """
+    """Read settings of this package from a YAML file, such as a recipe. Other keys are ignored. Messages name the file."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -238,9 +201,8 @@ def config_of_run(settings: Mapping[str, Any], complaint: str) -> RolloutCorrect
         try:
             # beside settings of TRL, of which none begins like this
             ours = {_RENAMED.get(key, key): value for key, value in settings.items() if key not in _REMOVED}
-            return RolloutCorrectionConfig(
-                **{key: value for key, value in ours.items() if key in FIELDS or key.startswith("rollout_")}
-            )
+            fields = {key: value for key, value in ours.items() if key in FIELDS or key.startswith("rollout_")}
+            return RolloutCorrectionConfig(**fields)
         except (ValueError, TypeError) as error:
             raise ValueError(f"{complaint}: {_in_one_line(error)}") from None
 

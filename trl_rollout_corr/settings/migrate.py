@@ -85,8 +85,7 @@ def from_verl(settings: Mapping[str, Any] | None) -> dict[str, Any]:
     """
     if settings is None:
         return dict(_OFF)
-    settings = {key: _plain(value) for key, value in settings.items() if key != "_target_"}
-    _check_keys(settings, VERL_KEYS, "a verl `rollout_correction` section")
+    settings = _plain(settings, VERL_KEYS, "a verl `rollout_correction` section")
     fields = {**_verl_weights(settings), **_verl_rejection(settings)}
     pure, loss = settings.get("use_pure_rollout_correction"), settings.get("loss_type", "ppo_clip")
     if settings.get("bypass_mode") or settings.get("bypass_old_logprob_for_rollout"):
@@ -188,8 +187,7 @@ def from_legacy(settings: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         `ValueError`: if a key is unknown or a value cannot be translated.
     """
-    settings = {key: _plain(value) for key, value in settings.items()}
-    _check_keys(settings, _LEGACY_KEYS, "the legacy `rollout_is` keys")
+    settings = _plain(settings, _LEGACY_KEYS, "the legacy `rollout_is` keys")
     upper, lower = settings.get("rollout_is_threshold"), settings.get("rollout_is_threshold_lower")
     if upper is None:
         if settings.get("rollout_is"):
@@ -245,8 +243,7 @@ def from_trl(settings: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         `ValueError`: if a key is unknown or a value cannot be translated.
     """
-    settings = {key: _plain(value) for key, value in settings.items()}
-    _check_keys(settings, _TRL_KEYS, "TRL's `vllm_importance_sampling_*` settings")
+    settings = _plain(settings, _TRL_KEYS, "TRL's `vllm_importance_sampling_*` settings")
     if not settings.get("vllm_importance_sampling_correction", True):
         return dict(_OFF)
     mode = settings.get("vllm_importance_sampling_mode", "sequence_mask")
@@ -272,14 +269,15 @@ def _add_veto(criteria: list[str], thresholds: list, settings: Mapping[str, Any]
     return [*criteria, "seq_max_k1"], [*thresholds, [lower, float("inf")]]
 
 
-def _check_keys(settings: Mapping[str, Any], known: tuple[str, ...], what: str) -> None:
-    unknown = sorted(set(settings) - set(known))
-    if unknown:
-        key, remedy = unknown[0], f"Known keys: {', '.join(known)}."
-        raise SettingError(key, settings[key], f"which does not belong to {what}", remedy=remedy)
-
-
-def _plain(value: Any) -> Any:
-    """Turn the text `"null"`, `"true"` or `"false"` of a shell script into its value."""
+def _plain(settings: Mapping[str, Any], known: tuple[str, ...], what: str) -> dict[str, Any]:
+    """Check the keys, and turn the text `"null"`, `"true"` or `"false"` of a shell script into its value."""
     words = {"null": None, "none": None, "true": True, "false": False}
-    return words.get(value.strip().lower(), value) if isinstance(value, str) else value
+    plain = {
+        key: words.get(value.strip().lower(), value) if isinstance(value, str) else value
+        for key, value in settings.items()
+        if key != "_target_"  # of Hydra
+    }
+    if unknown := sorted(set(plain) - set(known)):
+        key, remedy = unknown[0], f"Known keys: {', '.join(known)}."
+        raise SettingError(key, plain[key], f"which does not belong to {what}", remedy=remedy)
+    return plain

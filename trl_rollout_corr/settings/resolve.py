@@ -2,44 +2,28 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ..messages import SettingError, nearest
-from .criteria import DIRECTED, Bounding, Criterion
-from .fields import DEFAULTS, FIELDS, PARSERS, CorrectionFields, DumpFields, none_if_null
+from .criteria import DIRECTED, SCOPES, Bounding, Criterion
+from .fields import DEFAULTS, FIELDS, CorrectionFields, DumpFields, refused_preset
 from .migrate import VERL_KEYS, from_verl
-from .presets import DEFAULT, PRESETS, Preset, settings_of
-from .thresholds import Bounds, parse_criteria, parse_rejection_thresholds
+from .presets import PRESETS, Preset, settings_of
+from .thresholds import parse_criteria, parse_rejection_thresholds
 
 
 @dataclass(frozen=True)
 class Correction:
-    """
-    Resolved settings of the correction: no preset is left to look up, and every threshold is a number.
+    """Resolved settings of the correction: no preset is left to look up, and every threshold is a number."""
 
-    Args:
-        mode (`str`):
-            `"decoupled"`; or the loss of bypass mode, `"ppo_clip"` or `"reinforce"`.
-        bounding ([`Bounding`] or `None`):
-            Level and bounds of the importance weights, `None` for no weights.
-        criteria (`tuple[Criterion, ...]`):
-            Rejection criteria, with bounds in units of their statistic.
-        renormalizes (`bool`):
-            Whether the loss is multiplied by valid tokens over kept tokens.
-        metrics_only (`bool`):
-            Whether the loss is left alone.
-        nan_policy (`str`):
-            Treatment of a token whose log-ratio is not finite: `"drop"`, `"raise"` or `"neutralize"`.
-    """
-
-    mode: str
-    bounding: Bounding | None
-    criteria: tuple[Criterion, ...]
-    renormalizes: bool
-    metrics_only: bool
-    nan_policy: str
+    mode: str  # "decoupled"; or the loss of bypass mode, "ppo_clip" or "reinforce"
+    bounding: Bounding | None  # None for no weights
+    criteria: tuple[Criterion, ...]  # with bounds in units of their statistic
+    renormalizes: bool  # whether the loss is multiplied by valid tokens over kept tokens
+    metrics_only: bool  # whether the loss is left alone
+    nan_policy: str  # "drop", "raise" or "neutralize": treatment of a token whose log-ratio is not finite
 
     @property
     def bypasses(self) -> bool:
@@ -72,35 +56,19 @@ class Correction:
         return self.normalizes or (bool(self.criteria) and self.renormalizes)
 
 
-def resolve(given: Mapping[str, Any]) -> Correction:
-    """
-    Resolve fields of [`RolloutCorrectionConfig`].
-
-    Args:
-        given (`Mapping[str, Any]`):
-            The fields that are set. The preset of `rollout_correction` decides the others.
-
-    Returns:
-        [`Correction`]: the settings.
-
-    Raises:
-        `ValueError`: if a field has a value that cannot be meant.
-    """
-    preset, further = read_given(given.get("rollout_correction", DEFAULT))
-    explicit = {**further, **{name: value for name, value in given.items() if name != "rollout_correction"}}
-    values = {**DEFAULTS, **fill(preset, explicit)}
-    fields = {name: parse(values[name]) for name, parse in PARSERS.items()}
+def resolve(fields: Mapping[str, Any]) -> Correction:
+    """Resolve parsed fields of a configuration. Raises a `ValueError` if a threshold does not fit its criterion."""
     bounding = None
     if fields["rollout_is"] is not None:
         lower, upper = weight_bounds(fields["rollout_is_threshold"])
         clamps, normalized = fields["rollout_is_clamp"], fields["rollout_is_batch_normalize"]
         bounding = Bounding(fields["rollout_is"], lower, upper, clamps, normalized)
-    names = fields["rollout_rs"] or []
-    thresholds = rejection_thresholds(fields["rollout_rs"], values["rollout_rs_threshold"])
+    names = fields["rollout_rs"]
+    thresholds = parse_rejection_thresholds(fields["rollout_rs_threshold"], names)
     return Correction(
         mode=fields["rollout_loss_type"] if fields["bypass_mode"] else "decoupled",
         bounding=bounding,
-        criteria=tuple(_criterion(name, bounds) for name, bounds in zip(names, thresholds, strict=True)),
+        criteria=tuple(_criterion(name, bounds) for name, bounds in zip(names or [], thresholds, strict=True)),
         renormalizes=fields["rollout_rs_renormalize"],
         metrics_only=fields["rollout_metrics_only"],
         nan_policy=fields["rollout_nan_policy"],
@@ -124,33 +92,10 @@ def weight_bounds(threshold: Any) -> tuple[float | None, float]:
     return (threshold[0], threshold[1]) if isinstance(threshold, list) else (None, threshold)
 
 
-def rejection_thresholds(criteria: Sequence[str] | None, thresholds: Any) -> list[Bounds]:
-    """
-    Parse `rollout_rs_threshold`, one entry per criterion.
-
-    Raises:
-        `ValueError`: if it is not set, or does not fit the criteria.
-    """
-    if criteria is None:
-        return []
-    thresholds = none_if_null(thresholds)
-    if thresholds is None:
-        raise SettingError(
-            "rollout_rs",
-            criteria,
-            "but `rollout_rs_threshold` is not set",
-            remedy="Give one entry per criterion: bounds on the ratio such as [0.5, 2.0] for k1, an upper bound such as 0.01 "
-            "for k2 and k3.",
-        )
-    return parse_rejection_thresholds(thresholds, criteria)
-
-
 def _criterion(name: str, bounds: Any) -> Criterion:
     """Criterion of a name. Bounds on the ratio become bounds on `k1 = -log ratio`."""
-    if name.startswith("token_"):
-        scope, divergence = "token", name.removeprefix("token_")
-    else:
-        scope, divergence = name.rsplit("_", 1)
+    scope = next(scope for scope in SCOPES if name.startswith(f"{scope}_"))
+    divergence = name.removeprefix(f"{scope}_")
     if divergence in DIRECTED:
         return Criterion(scope, divergence, -bounds[0], bounds[1])
     if divergence != "k1":
@@ -160,18 +105,7 @@ def _criterion(name: str, bounds: Any) -> Criterion:
 
 
 def idle_fields(fields: Mapping[str, Any], correction: Correction) -> dict[str, str]:
-    """
-    Find fields that are set and have no effect.
-
-    Args:
-        fields (`Mapping[str, Any]`):
-            Parsed fields of a configuration.
-        correction ([`Correction`]):
-            The same, resolved.
-
-    Returns:
-        `dict[str, str]`: reason for each field without effect.
-    """
+    """Reasons why fields that are set have no effect, by name, from parsed fields and the same, resolved."""
     bounding = correction.bounding
     no_weights = bounding is None and "`rollout_is` is None"
     no_rejection = not correction.criteria and "`rollout_rs` is not set"
@@ -217,8 +151,7 @@ def read_given(value: Any) -> tuple[Preset | None, dict[str, Any]]:
         name: Any = value
         return name, {}
     if isinstance(value, str):
-        remedy = f"{nearest(value, PRESETS)} Available presets: {', '.join(PRESETS)}.".strip()
-        raise SettingError("rollout_correction", value, remedy=remedy)
+        raise refused_preset("rollout_correction", value)
     allowed = "the name of a preset, a mapping of settings, a RolloutCorrectionConfig, or None for no correction"
     raise SettingError("rollout_correction", value, allowed=allowed)
 
