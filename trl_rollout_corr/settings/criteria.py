@@ -73,27 +73,13 @@ class Criterion(NamedTuple):
 
 
 class Bounding(NamedTuple):
-    """
-    Level and bounds of the importance weights.
+    """Level and bounds of the importance weights."""
 
-    Args:
-        level (`str`):
-            `"token"`, `"sequence"` or `"geometric"`.
-        lower (`float` or `None`):
-            Lower bound, `None` for truncation.
-        upper (`float`):
-            Upper bound.
-        clamps (`bool`):
-            Whether weights outside the bounds are moved to the nearest bound, instead of being set to 0.
-        normalized (`bool`):
-            Whether the weights are divided by their mean afterwards.
-    """
-
-    level: str
-    lower: float | None
+    level: str  # "token", "sequence" or "geometric"
+    lower: float | None  # None for truncation
     upper: float
-    clamps: bool
-    normalized: bool
+    clamps: bool  # whether weights outside the bounds are moved to the nearest bound, instead of being set to 0
+    normalized: bool  # whether the weights are divided by their mean afterwards
 
     @property
     def drops(self) -> bool:

@@ -12,17 +12,13 @@ import yaml
 from ..messages import SelfContainedError, warn
 from .config import RolloutCorrectionConfig
 from .fields import FIELDS
-from .migrate import VERL_KEYS, from_legacy, from_trl, from_verl
+from .migrate import LEGACY_DEFAULTS, VERL_KEYS, from_legacy, from_trl, from_verl
 from .presets import PRESETS
 
 
 # Fields in dumps of earlier versions
 _RENAMED = {"rollout_monitor_thresholds": "rollout_monitor_bounds"}
 _REMOVED = ("rollout_compile",)
-# Keys of the first releases of verl alone. A boolean `rollout_is` is of these releases, too.
-_LEGACY_ONLY = ("rollout_is_level", "rollout_is_mode", "rollout_is_threshold_lower", "rollout_is_veto_threshold")
-
-
 Key = tuple[str, ...]
 
 _ARGUMENT = re.compile(r"\+{0,2}([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
@@ -153,11 +149,11 @@ def find_foreign(document: Any) -> Foreign | None:
 
 
 def is_legacy(section: Mapping[str, Any]) -> bool:
-    """`True` for keys of verl's first releases."""
+    """`True` for keys of verl's first releases, of which a boolean `rollout_is` is one."""
     boolean = section.get("rollout_is")
     if isinstance(boolean, str):  # of a shell script
         boolean = {"true": True, "false": False}.get(boolean.strip().lower(), boolean)
-    return any(key in section for key in _LEGACY_ONLY) or isinstance(boolean, bool)
+    return any(key in section for key in LEGACY_DEFAULTS) or isinstance(boolean, bool)
 
 
 # Settings of this package ---------------------------------------------------------------------------------------------

@@ -31,24 +31,14 @@ VERL_KEYS = (
 # Criteria whose bounds verl applies to the inverse of the ratio. By their first names they bounded the ratio itself.
 _INVERTED = ("token_k1", "seq_sum_k1", "seq_mean_k1")
 
-_LEGACY_KEYS = (
-    "rollout_is_threshold",
-    "rollout_is",
-    "rollout_is_level",
-    "rollout_is_mode",
-    "rollout_is_threshold_lower",
-    "rollout_is_veto_threshold",
-)
-
-
-# Defaults of settings that act only with a threshold
-_LEGACY_DEFAULTS = {
+# Settings of the first releases of verl alone, which act only with a threshold, and their defaults
+LEGACY_DEFAULTS = {
     "rollout_is_level": "token",
     "rollout_is_mode": "truncate",
     "rollout_is_threshold_lower": None,
     "rollout_is_veto_threshold": None,
 }
-
+_LEGACY_KEYS = ("rollout_is_threshold", "rollout_is", *LEGACY_DEFAULTS)
 _TRL_KEYS = (
     "vllm_importance_sampling_correction",
     "vllm_importance_sampling_mode",
@@ -187,8 +177,8 @@ def from_legacy(settings: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         `ValueError`: if a key is unknown or a value cannot be translated.
     """
-    settings = _plain(settings, _LEGACY_KEYS, "the legacy `rollout_is` keys")
-    upper, lower = settings.get("rollout_is_threshold"), settings.get("rollout_is_threshold_lower")
+    settings = {**LEGACY_DEFAULTS, **_plain(settings, _LEGACY_KEYS, "the legacy `rollout_is` keys")}
+    upper, lower = settings.get("rollout_is_threshold"), settings["rollout_is_threshold_lower"]
     if upper is None:
         if settings.get("rollout_is"):
             warn(
@@ -196,12 +186,12 @@ def from_legacy(settings: Mapping[str, Any]) -> dict[str, Any]:
                 "too. For token weights set `rollout_correction` to decoupled_token_is.",
                 "rollout_is",
             )
-        for name, default in _LEGACY_DEFAULTS.items():
-            if (value := settings.get(name, default)) != default:
-                warn_idle(name, value, "`rollout_is_threshold` is None")
+        for name, default in LEGACY_DEFAULTS.items():
+            if settings[name] != default:
+                warn_idle(name, settings[name], "`rollout_is_threshold` is None")
         return dict(_OFF)
     upper = parse_number(upper, "rollout_is_threshold")
-    level, mode = settings.get("rollout_is_level", "token"), settings.get("rollout_is_mode", "truncate")
+    level, mode = settings["rollout_is_level"], settings["rollout_is_mode"]
     if level not in FIRST_NAMES:
         raise SettingError("rollout_is_level", level, allowed=f"one of {', '.join(FIRST_NAMES)}")
     criteria, thresholds = [], []
@@ -215,7 +205,7 @@ def from_legacy(settings: Mapping[str, Any]) -> dict[str, Any]:
             f"`rollout_is_threshold_lower` is {lower} but never acted on the weights in mode 'truncate': dropped."
         )
         warn(message, "rollout_is_threshold_lower")
-    if settings.get("rollout_is_veto_threshold") is not None:
+    if settings["rollout_is_veto_threshold"] is not None:
         criteria, thresholds = _add_veto(criteria, thresholds, settings, "rollout_is_veto_threshold")
     fields = {"rollout_is": level, "rollout_is_threshold": parse_weight_threshold(upper)}
     if criteria:
@@ -254,13 +244,9 @@ def from_trl(settings: Mapping[str, Any]) -> dict[str, Any]:
         allowed = "token_truncate, token_mask, sequence_truncate or sequence_mask"
         raise SettingError("vllm_importance_sampling_mode", mode, allowed=allowed)
     upper = float("inf") if upper is None else upper
-    fields = {"rollout_is": level, "rollout_is_threshold": parse_weight_threshold(upper)}
-    fields["rollout_nan_policy"] = "neutralize"
-    if bounding == "mask":
-        return {**fields, "rollout_is_threshold": parse_weight_threshold([lower or 0.0, upper])}
-    if lower is not None:
-        return {**fields, "rollout_is_threshold": parse_weight_threshold([lower, upper]), "rollout_is_clamp": True}
-    return fields
+    threshold = parse_weight_threshold(upper if lower is None and bounding == "truncate" else [lower or 0.0, upper])
+    fields = {"rollout_is": level, "rollout_is_threshold": threshold, "rollout_nan_policy": "neutralize"}
+    return {**fields, "rollout_is_clamp": True} if bounding == "truncate" and lower is not None else fields
 
 
 def _add_veto(criteria: list[str], thresholds: list, settings: Mapping[str, Any], name: str) -> tuple[list[str], list]:
