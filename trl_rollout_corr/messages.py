@@ -32,7 +32,7 @@ class SettingError(ValueError):
     Args:
         field (`str`):
             Name of the setting.
-        value (`Any`):
+        value (`object`):
             Value of the setting.
         reason (`str`, *optional*):
             Reason why the value is refused.
@@ -45,7 +45,9 @@ class SettingError(ValueError):
             Part of the setting that the value belongs to, such as "for `token_k1`".
     """
 
-    def __init__(self, field: str, value: Any, reason: str = "", allowed: str = "", remedy: str = "", part: str = ""):
+    def __init__(
+        self, field: str, value: object, reason: str = "", allowed: str = "", remedy: str = "", part: str = ""
+    ) -> None:
         super().__init__(field, value, reason, allowed, remedy, part)  # all of them, for pickle
         self.field, self.value, self.reason = field, value, reason
         self.allowed, self.remedy, self.part = allowed, remedy, part
@@ -60,15 +62,7 @@ class SettingError(ValueError):
 
 
 class SettingWarning(UserWarning):
-    """
-    A warning about one setting.
-
-    Args:
-        message (`str`):
-            The warning.
-        field (`str`, *optional*):
-            Name of the setting.
-    """
+    """A warning about one setting, with its name."""
 
     def __init__(self, message: str, field: str | None = None):
         super().__init__(message)

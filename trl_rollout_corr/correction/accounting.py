@@ -59,11 +59,8 @@ class Accounts(SegmentedSums):
 
     def groups(self) -> dict[str, dict[str, float]]:
         """
-        The sums of each group of tokens. Waits for the device.
-
-        Returns:
-            `dict[str, dict[str, float]]`: by name of a group, as in the metrics, the number of its `tokens`, of its
-            `rejected` tokens, and the sum of `max(0, 1 - coefficient)` over the tokens that are kept, `removed`.
+        By name of a group, as in the metrics, the number of its `tokens`, of its `rejected` tokens, and the sum of
+        `max(0, 1 - coefficient)` over the tokens that are kept, `removed`. Waits for the device.
         """
         return _groups(self.by_name())
 

@@ -23,17 +23,9 @@ _PRESETS: Mapping[Mode, str] = {
 
 
 class Advice(NamedTuple):
-    """
-    Advice on the correction.
+    """Advice on the correction, and the reason in a sentence."""
 
-    Args:
-        settings (`Mapping[str, Any]`):
-            Settings to change. Empty: leave them as they are.
-        reason (`str`):
-            The reason, in a sentence.
-    """
-
-    settings: Mapping[str, Any]
+    settings: Mapping[str, Any]  # to change; empty: leave them as they are
     reason: str
 
     @property
@@ -45,14 +37,8 @@ class Advice(NamedTuple):
 
 def mode_of(settings: Any) -> Mode:
     """
-    The mode of a run.
-
-    Args:
-        settings (`Any`):
-            Fields of [`RolloutCorrectionConfig`], as attributes or items. Unknown fields are those of decoupled mode.
-
-    Returns:
-        `str`: `"decoupled"`, or the loss of bypass mode, `"ppo_clip"` or `"reinforce"`.
+    The mode of a run: `"decoupled"`, or the loss of bypass mode. `settings` are fields of [`RolloutCorrectionConfig`], as
+    attributes or items; unknown ones are those of decoupled mode.
     """
     known = settings if isinstance(settings, Mapping) else getattr(settings, "__dict__", {})
     bypass = known.get("bypass_mode", str(known.get("rollout_correction") or "").startswith("bypass"))

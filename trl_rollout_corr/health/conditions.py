@@ -3,14 +3,6 @@
 from .windows import Window
 
 
-def sequence_weights(window: Window) -> bool:
-    return window.weights_act and window.setting("rollout_is") == "sequence"
-
-
-def truncates(window: Window) -> bool:
-    return window.weights_act and window.get("rollout_is_oob_ratio") is None
-
-
 def vetoes(window: Window) -> bool:
     """True if the lower bound of `seq_max_k1` is so low that it rejects broken tokens only."""
     criteria, bounds = window.setting("rollout_rs"), window.setting("rollout_rs_threshold")
@@ -64,11 +56,6 @@ def gap_of_rewarded(window: Window) -> float | None:
     """
     gap = window.gap_of_rewarded()
     return None if gap is None or not window.course.settled else gap - window.course.gap_at_start
-
-
-def in_step(window: Window) -> bool:
-    """True if the sampler had the trainer's weights."""
-    return window.get("staleness_max") == 0
 
 
 def negative_all_along(window: Window) -> bool:

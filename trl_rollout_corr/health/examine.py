@@ -20,16 +20,8 @@ _EFFECTS = ("rollout_is_", "rollout_rs_", "rejected/")
 
 class Examiner:
     """
-    Applies rules to one logging window after the other.
-
-    Args:
-        rules (`Mapping[str, Rule]`):
-            The rules by name.
-        settings (`Any`, *optional*):
-            Settings of the run: a [`RolloutCorrectionConfig`], or a dictionary of fields. They are read at every window, so
-            that they may change.
-        bounds (`Mapping[str, float or None]`, *optional*):
-            Other bounds, by name of the rule; `None` switches a rule off.
+    Applies rules to one logging window after the other. `settings`, a [`RolloutCorrectionConfig`] or a dictionary of fields,
+    are read at every window, so that they may change. `bounds` replace those of rules by name; `None` switches a rule off.
     """
 
     def __init__(
@@ -52,16 +44,7 @@ class Examiner:
         }
 
     def observe(self, entry: Mapping[str, Any]) -> list[Alarm]:
-        """
-        Examine a logging window.
-
-        Args:
-            entry (`Mapping`):
-                The log entry. Without metrics of rollout correction it is ignored.
-
-        Returns:
-            `list[Alarm]`: alarms that hold now, the most serious first.
-        """
+        """Alarms that hold now, the most serious first. An entry without metrics of rollout correction is ignored."""
         if not is_training_window(entry):
             return []
         window = Window(entry, self.settings, self._course)

@@ -149,7 +149,7 @@ _RULES = [
         why="The age of the data is not the cause: sampler and trainer compute different policies from the same weights.",
         advice="Look for dropout in the trainer (also `lora_dropout` of an adapter), for a sampler in low precision, and "
         "for weights that are not pushed.",
-        applies=conditions.in_step,
+        applies=lambda window: window.get("staleness_max") == 0,
         covers=("k3_uncorrected", "k3_corrected"),
     ),
     Rule(
@@ -270,7 +270,7 @@ _RULES = [
         advice="If `rollout_is` is sequence, set it to token. With token weights, the policies are too far apart for "
         "weights alone: add `rollout_rs`, or use fresher weights in the sampler. Raise `rollout_is_threshold` only "
         "if the effective sample size is high.",
-        applies=conditions.truncates,
+        applies=lambda window: window.weights_act and window.get("rollout_is_oob_ratio") is None,
     ),
     Rule(
         "icepop_dropped",
@@ -299,7 +299,7 @@ _RULES = [
         seen="`chi2_seq` is {value:.2g}, above {bound:g}, with sequence weights.",
         why="Sequence weights are of little use at this length: few completions determine the gradient.",
         advice="Set `rollout_is` to token or geometric.",
-        applies=conditions.sequence_weights,
+        applies=lambda window: window.weights_act and window.setting("rollout_is") == "sequence",
     ),
     Rule(
         "rejected",

@@ -181,44 +181,30 @@ class RolloutCorrectionConfig(DumpFields, MonitorFields, EngineFields, Correctio
 
     @classmethod
     def from_preset(cls, name: Preset | None, **overrides: Any) -> Self:
-        """
-        Build a configuration from a preset.
-
-        Args:
-            name (`str` or `None`):
-                Name of the preset; `None` for no correction.
-            overrides:
-                Further fields of the class; those of rollout correction override the preset.
-
-        Returns:
-            An instance of the class this is called on.
-        """
+        """Build a configuration from a preset, `None` for no correction. Fields among `overrides` override the preset."""
         return cls(rollout_correction=name, **overrides)
 
     @classmethod
     def from_verl(cls, settings: Mapping[str, Any] | None, **overrides: Any) -> Self:
         """
-        Build a configuration from the `rollout_correction` section of a verl configuration.
-
-        See [`~trl_rollout_corr.settings.migrate.from_verl`]. `overrides` are further fields of the class.
+        Build a configuration from the `rollout_correction` section of a verl configuration and further fields, `overrides`.
+        See [`~trl_rollout_corr.settings.migrate.from_verl`].
         """
         return cls(**{**from_verl(settings), **overrides})
 
     @classmethod
     def from_legacy(cls, settings: Mapping[str, Any], **overrides: Any) -> Self:
         """
-        Build a configuration from the flat `rollout_is*` keys of verl's first releases.
-
-        See [`~trl_rollout_corr.settings.migrate.from_legacy`]. `overrides` are further fields of the class.
+        Build a configuration from the flat `rollout_is*` keys of verl's first releases and further fields, `overrides`.
+        See [`~trl_rollout_corr.settings.migrate.from_legacy`].
         """
         return cls(**{**from_legacy(settings), **overrides})
 
     @classmethod
     def from_trl(cls, settings: Mapping[str, Any], **overrides: Any) -> Self:
         """
-        Build a configuration equivalent to TRL's `vllm_importance_sampling_*` settings.
-
-        See [`~trl_rollout_corr.settings.migrate.from_trl`]. `overrides` are further fields of the class.
+        Build a configuration equivalent to TRL's `vllm_importance_sampling_*` settings, with further fields, `overrides`.
+        See [`~trl_rollout_corr.settings.migrate.from_trl`].
         """
         return cls(**{**from_trl(settings), **overrides})
 

@@ -30,17 +30,8 @@ _ESTIMATORS = {
 
 def convert(path: str) -> str:
     """
-    Translate a configuration of another tool. A warning with its line names every key that is left out.
-
-    Args:
-        path (`str`):
-            A YAML file, a shell script with arguments for verl, or `-` for standard input.
-
-    Returns:
-        `str`: YAML of fields of [`RolloutCorrectionConfig`].
-
-    Raises:
-        `ValueError`: if it cannot be read or translated.
+    Translate a configuration of another tool to YAML of fields of [`RolloutCorrectionConfig`]. It is a YAML file, a shell
+    script with arguments for verl, or `-` for standard input. A warning with its line names every key that is left out.
     """
     document = read_document(sys.stdin if path == "-" else Path(path))
     foreign = find_foreign(document.content)

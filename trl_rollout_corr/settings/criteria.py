@@ -32,25 +32,15 @@ FIRST_NAMES = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_
 
 class Criterion(NamedTuple):
     """
-    A rejection rule: tokens or sequences with `lower <= statistic <= upper` are kept.
-
-    Args:
-        scope (`str`):
-            `"token"`; or, for one statistic per sequence, the sum, mean or maximum over its tokens: `"seq_sum"`,
-            `"seq_mean"`, `"seq_max"`.
-        divergence (`str`):
-            Per-token statistic, see [`~trl_rollout_corr.correction.functional.token_divergence`] and
-            [`~trl_rollout_corr.correction.functional.probability_divergence`].
-        lower (`float`):
-            Lower bound, in units of the statistic; `-inf` for none.
-        upper (`float`):
-            Upper bound, in units of the statistic.
+    A rejection rule: tokens or sequences with `lower <= statistic <= upper` are kept. The divergence is the statistic of a
+    token, see [`~trl_rollout_corr.correction.functional.token_divergence`] and
+    [`~trl_rollout_corr.correction.functional.probability_divergence`].
     """
 
-    scope: str
+    scope: str  # "token"; or the sum, mean or maximum over the tokens of a sequence: "seq_sum", "seq_mean", "seq_max"
     divergence: str
-    lower: float
-    upper: float
+    lower: float  # in units of the statistic, -inf for none
+    upper: float  # in units of the statistic
 
     @property
     def name(self) -> str:

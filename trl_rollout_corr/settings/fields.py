@@ -1,4 +1,5 @@
 """Fields of the configuration by subject, and a parser for each. Neither TRL nor torch here."""
+# ruff: noqa: RUF009, for `_option` returns a field
 
 import contextlib
 import dataclasses
@@ -31,77 +32,55 @@ LR_SCALINGS = ("ess_sqrt",)
 MONITOR_ACTIONS = ("warn", "stop", "tighten")
 
 
+def _option(help: str, default: Any = None, **metadata: Any) -> Any:
+    """A field with its line of `--help`."""
+    return field(default=default, metadata={"help": help, **metadata})
+
+
 @dataclass
 class CorrectionFields:
     """Fields of [`RolloutCorrectionConfig`] about the correction itself."""
 
-    rollout_correction: dict[str, Any] | Preset | None = field(
-        default=unset(DEFAULT),
-        metadata={"help": "Name of a preset, or none. Fields that are set beside it override it."},
+    rollout_correction: dict[str, Any] | Preset | None = _option(
+        "Name of a preset, or none. Fields that are set beside it override it.", unset(DEFAULT)
     )
-    rollout_correction_resolved: str | None = field(
-        default=None, metadata={"help": "Not for users: the preset whose fields are in effect."}
+    rollout_correction_resolved: str | None = _option("Not for users: the preset whose fields are in effect.")
+    rollout_is: Level | None = _option(
+        "Level of the importance weights: token, sequence, geometric, or none.", unset("token")
     )
-    rollout_is: Level | None = field(
-        default=unset("token"),
-        metadata={"help": "Level of the importance weights: token, sequence, geometric, or none."},
+    rollout_is_threshold: float | str | list[float] | None = _option(
+        "Upper bound of the weights, or a pair: lower upper, outside which they are 0 (IcePop).", unset(2.0), nargs="+"
     )
-    rollout_is_threshold: float | str | list[float] | None = field(
-        default=unset(2.0),
-        metadata={
-            "help": "Upper bound of the weights, or a pair: lower upper, outside which they are 0 (IcePop).",
-            "nargs": "+",
-        },
+    rollout_is_clamp: bool = _option(
+        "With a pair of bounds, clamp weights to it instead of dropping those outside.", False
     )
-    rollout_is_clamp: bool = field(
-        default=False,
-        metadata={"help": "With a pair of bounds, clamp weights to it instead of dropping those outside."},
-    )
-    rollout_is_batch_normalize: bool = field(
-        default=False, metadata={"help": "Divide the weights by their mean over the batch of all ranks."}
-    )
+    rollout_is_batch_normalize: bool = _option("Divide the weights by their mean over the batch of all ranks.", False)
     rollout_rs: list[CriterionName] | None = field(
         default_factory=lambda: unset(None),
         metadata={
             "help": "Rejection criteria: {token,seq_sum,seq_mean,seq_max}_{k1,k2,k3}, token_{tv,kl,binary_kl}, or none."
         },
     )
-    rollout_rs_threshold: float | str | list[Any] | None = field(
-        default=None,
-        metadata={
-            "help": "One entry per criterion: bounds on the ratio for k1 (0.9_1.1; for a single criterion also 0.9 1.1), an "
-            "upper bound else.",
-            "nargs": "+",
-        },
+    rollout_rs_threshold: float | str | list[Any] | None = _option(
+        "One entry per criterion: bounds on the ratio for k1 (0.9_1.1; for a single criterion also 0.9 1.1), an upper bound "
+        "else.",
+        nargs="+",
     )
-    rollout_rs_renormalize: bool = field(
-        default=False, metadata={"help": "Multiply the loss by valid tokens over kept tokens."}
+    rollout_rs_renormalize: bool = _option("Multiply the loss by valid tokens over kept tokens.", False)
+    rollout_rs_exclude_from_baseline: bool = _option(
+        "Leave sequences rejected as a whole out of their group's baseline.", False
     )
-    rollout_rs_exclude_from_baseline: bool = field(
-        default=False, metadata={"help": "Leave sequences rejected as a whole out of their group's baseline."}
+    bypass_mode: bool = _option("Use the sampler's log-probabilities as the old policy's.", unset(False))
+    rollout_loss_type: LossType = _option("Loss in bypass mode: ppo_clip or reinforce.", unset("ppo_clip"))
+    rollout_clip_ratio_c: float | str | None = _option(
+        "In bypass mode with ppo_clip: largest ratio with gradient for negative advantages, or none.", 3.0
     )
-    bypass_mode: bool = field(
-        default=unset(False), metadata={"help": "Use the sampler's log-probabilities as the old policy's."}
+    rollout_metrics_only: bool = _option("Compute and report everything, leave the loss alone.", False)
+    rollout_lr_scaling: LrScaling | None = _option(
+        "Scale each step by the effective sample size of its completions: ess_sqrt, or none."
     )
-    rollout_loss_type: LossType = field(
-        default=unset("ppo_clip"), metadata={"help": "Loss in bypass mode: ppo_clip or reinforce."}
-    )
-    rollout_clip_ratio_c: float | str | None = field(
-        default=3.0,
-        metadata={
-            "help": "In bypass mode with ppo_clip: largest ratio with gradient for negative advantages, or none."
-        },
-    )
-    rollout_metrics_only: bool = field(
-        default=False, metadata={"help": "Compute and report everything, leave the loss alone."}
-    )
-    rollout_lr_scaling: LrScaling | None = field(
-        default=None,
-        metadata={"help": "Scale each step by the effective sample size of its completions: ess_sqrt, or none."},
-    )
-    rollout_nan_policy: NanPolicy = field(
-        default="drop",
-        metadata={"help": "Token with a log-probability that is not finite: drop, raise or neutralize."},
+    rollout_nan_policy: NanPolicy = _option(
+        "Token with a log-probability that is not finite: drop, raise or neutralize.", "drop"
     )
 
 
@@ -109,8 +88,8 @@ class CorrectionFields:
 class EngineFields:
     """Fields of [`RolloutCorrectionConfig`] for the engine of the sampler."""
 
-    rollout_engine_kwargs: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Arguments of vLLM's engine that TRL has no field for, as a mapping."}
+    rollout_engine_kwargs: dict[str, Any] | str | None = _option(
+        "Arguments of vLLM's engine that TRL has no field for, as a mapping."
     )
 
 
@@ -118,33 +97,25 @@ class EngineFields:
 class MonitorFields:
     """Fields of [`RolloutCorrectionConfig`] for the monitor and for the diagnosis of the first step."""
 
-    rollout_monitor: MonitorAction | None = field(
-        default="warn", metadata={"help": "When metrics look unhealthy: warn, stop, tighten, or none for no monitor."}
+    rollout_monitor: MonitorAction | None = _option(
+        "When metrics look unhealthy: warn, stop, tighten, or none for no monitor.", "warn"
     )
-    rollout_monitor_preset: Preset | None = field(
-        default=None, metadata={"help": "Preset that `rollout_monitor: tighten` switches to."}
+    rollout_monitor_preset: Preset | None = _option("Preset that `rollout_monitor: tighten` switches to.")
+    rollout_monitor_bounds: dict[str, Any] | str | None = _option(
+        "Bounds of the monitor by name of the rule; null switches a rule off."
     )
-    rollout_monitor_bounds: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Bounds of the monitor by name of the rule; null switches a rule off."}
-    )
-    rollout_diagnose: bool = field(
-        default=False, metadata={"help": "Look for the cause of the gap at the first step, and print it."}
-    )
+    rollout_diagnose: bool = _option("Look for the cause of the gap at the first step, and print it.", False)
 
 
 @dataclass
 class DumpFields:
     """Fields of [`RolloutCorrectionConfig`] for the dump."""
 
-    rollout_dump_dir: str | None = field(
-        default=None, metadata={"help": "Folder for sampled and worst sequences, as Parquet."}
-    )
-    rollout_dump_steps: int = field(default=1, metadata={"help": "Optimizer steps between two dumps."})
-    rollout_dump_sampled: int = field(default=8, metadata={"help": "Sequences drawn at random per dump."})
-    rollout_dump_worst: int = field(default=8, metadata={"help": "Sequences with the largest log-ratio per dump."})
-    rollout_dump_max_gb: float = field(
-        default=1.0, metadata={"help": "Size of the dump in GB above which its oldest steps are deleted."}
-    )
+    rollout_dump_dir: str | None = _option("Folder for sampled and worst sequences, as Parquet.")
+    rollout_dump_steps: int = _option("Optimizer steps between two dumps.", 1)
+    rollout_dump_sampled: int = _option("Sequences drawn at random per dump.", 8)
+    rollout_dump_worst: int = _option("Sequences with the largest log-ratio per dump.", 8)
+    rollout_dump_max_gb: float = _option("Size of the dump in GB above which its oldest steps are deleted.", 1.0)
 
 
 _ALL = [

@@ -1,9 +1,9 @@
 """
 Settings of other tools, translated to fields of [`RolloutCorrectionConfig`].
 
-Each function takes a mapping and returns a dictionary of fields. A setting without an exact counterpart gives a warning, and
-one without any counterpart an error. The classmethods `RolloutCorrectionConfig.from_verl`, `.from_legacy` and `.from_trl`
-call them.
+Each function takes a mapping and returns a dictionary of fields. A setting without an exact counterpart gives a warning. An
+unknown key, and a value that cannot be translated, are a `ValueError`. The classmethods `RolloutCorrectionConfig.from_verl`,
+`.from_legacy` and `.from_trl` call them.
 """
 
 from collections.abc import Mapping
@@ -52,7 +52,7 @@ _OFF = {"rollout_correction": "disabled"}
 
 def from_verl(settings: Mapping[str, Any] | None) -> dict[str, Any]:
     """
-    Translate the `rollout_correction` section of a verl configuration.
+    Translate the `rollout_correction` section of a verl configuration; `None` turns correction off.
 
     Today's keys and those of the pull request that introduced the section (bounds on the ratio, veto, first names of the
     criteria) are understood; text such as `"null"` and `"true"` is converted. Differences that are handled:
@@ -62,16 +62,6 @@ def from_verl(settings: Mapping[str, Any] | None) -> dict[str, Any]:
       (of `seq_max_k1`, `token_tv`, `token_kl` and `token_binary_kl`, and a lower bound of 0) have the same meaning as here.
     - verl accepts `rollout_is` without a threshold and then computes no weights. So does the translation, with a warning.
     - A missing `rollout_is` is None, as in verl's YAML defaults.
-
-    Args:
-        settings (`Mapping[str, Any]` or `None`):
-            The section. `None` turns correction off.
-
-    Returns:
-        `dict[str, Any]`: fields of [`RolloutCorrectionConfig`].
-
-    Raises:
-        `ValueError`: if a key is unknown or a value cannot be translated.
     """
     if settings is None:
         return dict(_OFF)
@@ -166,16 +156,6 @@ def from_legacy(settings: Mapping[str, Any]) -> dict[str, Any]:
     Early releases set weights outside the bounds to 0 and later ones removed the tokens from the mask. With TRL's
     denominators, which a rejected token does not leave, the two are the same. The veto was on by default (1e-4) in the
     first releases: set it, if the run to port relied on that.
-
-    Args:
-        settings (`Mapping[str, Any]`):
-            The keys.
-
-    Returns:
-        `dict[str, Any]`: fields of [`RolloutCorrectionConfig`].
-
-    Raises:
-        `ValueError`: if a key is unknown or a value cannot be translated.
     """
     settings = {**LEGACY_DEFAULTS, **_plain(settings, _LEGACY_KEYS, "the legacy `rollout_is` keys")}
     upper, lower = settings.get("rollout_is_threshold"), settings["rollout_is_threshold_lower"]
@@ -222,16 +202,6 @@ def from_trl(settings: Mapping[str, Any]) -> dict[str, Any]:
     The `truncate` modes become a truncation bound, or with `clip_min` a pair that weights are clamped to. The `mask` modes
     set weights outside the bounds to 0 and keep the others, which is IcePop. TRL takes the ratio of a token without a
     log-probability as 1, hence `rollout_nan_policy`.
-
-    Args:
-        settings (`Mapping[str, Any]`):
-            The settings.
-
-    Returns:
-        `dict[str, Any]`: fields of [`RolloutCorrectionConfig`].
-
-    Raises:
-        `ValueError`: if a key is unknown or a value cannot be translated.
     """
     settings = _plain(settings, _TRL_KEYS, "TRL's `vllm_importance_sampling_*` settings")
     if not settings.get("vllm_importance_sampling_correction", True):

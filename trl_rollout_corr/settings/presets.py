@@ -120,7 +120,7 @@ ORIGINAL_PRESETS: dict[Preset, dict[str, Any]] = {
 }
 
 # Trust regions on probabilities instead of ratios, and settings that two labs trained with. Thresholds are as published.
-TRUST_REGION_PRESETS: dict[Preset, dict[str, Any]] = {
+LATER_PRESETS: dict[Preset, dict[str, Any]] = {
     # DPPO (https://huggingface.co/papers/2602.04879): bounds of prime-rl, SkyRL and verl, whose ratio is truncated at 20.
     "bypass_dppo_tv": {**_DPPO, "rollout_rs": ["token_tv"], "rollout_rs_threshold": [[0.2, 0.2]]},
     "bypass_dppo_kl": {**_DPPO, "rollout_rs": ["token_kl"], "rollout_rs_threshold": [[0.05, 0.05]]},
@@ -137,11 +137,8 @@ TRUST_REGION_PRESETS: dict[Preset, dict[str, Any]] = {
         "rollout_rs": ["seq_max_k1"],
         "rollout_rs_threshold": [[1e-5, float("inf")]],
     },
-}
-
-# One setting for every gap and length: its bounds are on the probability of a token, which has the same unit in every task and
-# for every sampler. Chosen on some tasks and judged on others, see `benchmarks/arena`.
-AUTO_PRESETS: dict[Preset, dict[str, Any]] = {
+    # One setting for every gap and length: its bounds are on the probability of a token, which has the same unit in every task
+    # and for every sampler. Chosen on some tasks and judged on others, see `benchmarks/arena`.
     "auto": {
         # Truncated importance sampling (https://fengyao.notion.site/off-policy-rl), with verl's cap.
         **_TOKEN_TIS,
@@ -156,12 +153,7 @@ AUTO_PRESETS: dict[Preset, dict[str, Any]] = {
     },
 }
 
-PRESETS: dict[Preset, dict[str, Any]] = {
-    **VERL_PRESETS,
-    **ORIGINAL_PRESETS,
-    **TRUST_REGION_PRESETS,
-    **AUTO_PRESETS,
-}
+PRESETS: dict[Preset, dict[str, Any]] = {**VERL_PRESETS, **ORIGINAL_PRESETS, **LATER_PRESETS}
 
 # The preset of a run that names none.
 DEFAULT: Preset = "decoupled_token_is"

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..messages import SettingError, nearest
+from ..messages import SettingError
 from .criteria import DIRECTED, SCOPES, Bounding, Criterion
-from .fields import DEFAULTS, FIELDS, CorrectionFields, DumpFields, refused_preset
-from .migrate import VERL_KEYS, from_verl
+from .fields import DEFAULTS, CorrectionFields, DumpFields, refused_preset
+from .migrate import from_verl
 from .presets import PRESETS, Preset, settings_of
 from .thresholds import parse_criteria, parse_rejection_thresholds
 
@@ -144,7 +144,7 @@ def read_given(value: Any) -> tuple[Preset | None, dict[str, Any]]:
     if isinstance(value, CorrectionFields):
         return _fields_of(value)
     if isinstance(value, Mapping):
-        return _from_mapping(value)
+        return None, {"rollout_is": None, **from_verl(value)}
     if value is None or value is False or (isinstance(value, str) and value.strip().lower() in _OFF):
         return None, {}
     if isinstance(value, str) and value in PRESETS:
@@ -152,7 +152,7 @@ def read_given(value: Any) -> tuple[Preset | None, dict[str, Any]]:
         return name, {}
     if isinstance(value, str):
         raise refused_preset("rollout_correction", value)
-    allowed = "the name of a preset, a mapping of settings, a RolloutCorrectionConfig, or None for no correction"
+    allowed = "the name of a preset, a section of verl, a RolloutCorrectionConfig, or None for no correction"
     raise SettingError("rollout_correction", value, allowed=allowed)
 
 
@@ -169,25 +169,3 @@ def _fields_of(config: CorrectionFields) -> tuple[Preset | None, dict[str, Any]]
 def is_default(config: CorrectionFields, name: str) -> bool:
     """`True` if a field has the default of this package, which a subclass may have replaced."""
     return bool(getattr(config, name) == DEFAULTS[name])
-
-
-def _from_mapping(settings: Mapping[str, Any]) -> tuple[Preset | None, dict[str, Any]]:
-    """A section of verl, or fields of this package. Keys of both have the meaning of verl."""
-    unknown = sorted(set(map(str, settings)) - FIELDS - set(VERL_KEYS))
-    if unknown:
-        raise ValueError(
-            f"`rollout_correction` is a mapping with {unknown[0]!r}, which is neither a field of rollout correction nor a key "
-            f"of verl's `rollout_correction` section.{nearest(unknown[0], FIELDS | set(VERL_KEYS))}"
-        )
-    if set(settings) <= set(VERL_KEYS):
-        return None, {"rollout_is": None, **from_verl(settings)}
-    foreign = sorted(set(settings) - FIELDS)
-    if foreign:
-        raise ValueError(
-            f"`rollout_correction` is a mapping with {foreign[0]!r}, a key of verl's section, beside fields of this package. "
-            "Write the fields beside `rollout_correction` instead, and translate verl's section with `trl-rollout-corr "
-            "convert`."
-        )
-    fields = {key: value for key, value in settings.items() if key != "rollout_correction_resolved"}
-    name, further = read_given(fields.pop("rollout_correction", None))
-    return name, {**further, **fields}

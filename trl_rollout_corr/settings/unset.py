@@ -7,11 +7,8 @@ class Unset:
     """
     Default of a field that a preset fills in. A value of the user replaces it, even one equal to `shown`, and is then kept.
 
-    No subclass of `str` or `float`: argparse converts only text, so the object reaches the configuration unchanged.
-
-    Args:
-        shown (`Any`):
-            Value of the field without any setting, for `--help`.
+    `shown` is for `--help`. No subclass of `str` or `float`: argparse converts only text, so the object reaches the
+    configuration unchanged.
     """
 
     def __init__(self, shown: Any):
