@@ -127,26 +127,17 @@ def by_age(
     ages: torch.Tensor,
 ) -> Segments:
     """
-    Add up a batch by the age of its completions.
+    Add up a batch by the age of its completions. For [`ByAge.of`]. No host synchronisation, no collective.
 
     Args:
-        train_logps (`torch.Tensor` of shape `(B, T)`):
-            Log-probabilities of the current policy, in nats.
-        rollout_logps (`torch.Tensor` of shape `(B, T)`):
-            Log-probabilities of the policy that sampled, in nats.
+        train_logps, rollout_logps (`torch.Tensor` of shape `(B, T)`):
+            Log-probabilities of the current policy and of the policy that sampled, in nats.
         valid (`torch.Tensor` of shape `(B, T)`):
             Boolean mask of the tokens that count. A log-ratio among them that is not finite is taken as 0.
-        keep (`torch.Tensor` of shape `(B, T)`):
-            Boolean mask of the tokens that no criterion rejects.
-        coefficients (`torch.Tensor` of shape `(B, T)`):
-            Factor of the policy gradient of each token.
-        rewards (`torch.Tensor` of shape `(B,)`):
-            Rewards; NaN for a completion that was not scored.
+        keep, coefficients, rewards:
+            As for [`~trl_rollout_corr.correction.accounting.account`].
         ages (`torch.Tensor` of shape `(B,)`):
             Ages, in optimizer steps. A completion of unknown age, NaN, is left out.
-
-    Returns:
-        `dict[str, torch.Tensor]`: sums for [`ByAge.of`]. No host synchronisation, no collective.
     """
     dtype = accumulation_dtype(valid.device)
     blocks = [

@@ -43,51 +43,25 @@ def accumulation_dtype(device: torch.device) -> torch.dtype:
 
 
 class Tokens(NamedTuple):
-    """
-    The tokens that count, in some rows of a batch. Made by [`select_tokens`].
+    """The tokens that count, in some rows of a batch. Made by [`select_tokens`]."""
 
-    Args:
-        log_ratio (`torch.Tensor` of shape `(B, T)`):
-            Log-ratio `d = log pi_train - log pi_rollout` of the sampled tokens, 0 where they do not count.
-        train_logps (`torch.Tensor` of shape `(B, T)`):
-            Log-probabilities under the training policy, 0 where they do not count.
-        valid (`torch.Tensor` of shape `(B, T)`):
-            1 on tokens that count, else 0.
-        outside (`torch.Tensor` of shape `(B, T)`):
-            0 on tokens that count, else infinity: added before a minimum, and subtracted before a maximum.
-        lengths (`torch.Tensor` of shape `(B, 1)`):
-            Number of tokens that count.
-        mask_lengths (`torch.Tensor` of shape `(B, 1)`):
-            Number of tokens of the loss.
-        broken (`torch.Tensor` of shape `(B, 1)`):
-            Number of tokens of the loss whose log-ratio is not finite.
-    """
-
-    log_ratio: torch.Tensor
-    train_logps: torch.Tensor
-    valid: torch.Tensor
-    outside: torch.Tensor
-    lengths: torch.Tensor
-    mask_lengths: torch.Tensor
-    broken: torch.Tensor
+    log_ratio: torch.Tensor  # (B, T): d = log pi_train - log pi_rollout, in nats, 0 where tokens do not count
+    train_logps: torch.Tensor  # (B, T): log-probabilities of the training policy, in nats, 0 where tokens do not count
+    valid: torch.Tensor  # (B, T): 1 on tokens that count, else 0
+    outside: torch.Tensor  # (B, T): 0 on tokens that count, else infinity: for minima and maxima
+    lengths: torch.Tensor  # (B, 1): number of tokens that count
+    mask_lengths: torch.Tensor  # (B, 1): number of tokens of the loss
+    broken: torch.Tensor  # (B, 1): number of tokens of the loss whose log-ratio is not finite
 
 
 class Rejection(NamedTuple):
-    """
-    Result of one [`Criterion`]. `(B, T)` for scope `"token"`, else `(B, 1)`.
+    """Result of one [`Criterion`]. `(B, T)` for scope `"token"`, else `(B, 1)`."""
 
-    Args:
-        statistic (`torch.Tensor`):
-            The value that bounds act on; 0 for a token that does not count, and for a sequence without tokens.
-        high (`torch.Tensor`):
-            1 where the statistic exceeds the upper bound, else 0.
-        low (`torch.Tensor`):
-            1 where the statistic is under the lower bound, else 0.
-    """
-
-    statistic: torch.Tensor
-    high: torch.Tensor
-    low: torch.Tensor
+    statistic: (
+        torch.Tensor
+    )  # compared with the bounds; 0 for a token that does not count, and a sequence without tokens
+    high: torch.Tensor  # 1 above the upper bound, else 0
+    low: torch.Tensor  # 1 below the lower bound, else 0
 
     @property
     def rejected(self) -> torch.Tensor:

@@ -142,7 +142,9 @@ class RolloutCorrectionConfig(DumpFields, MonitorFields, EngineFields, Correctio
         explicit = self._fill()
         self._parse()
         RolloutCorrectionConfig.check(self)  # of a subclass not all fields are settled yet
-        self._warn_about_idle_fields(explicit)
+        for name, reason in idle_fields(self.__dict__, self.correction).items():
+            if name in explicit:
+                warn_idle(name, getattr(self, name), reason)
         if self.rollout_rs is None:
             self.rollout_rs_threshold = None
         self.__dict__["_built"] = True  # values assigned from now on are parsed, see `__setattr__`
@@ -341,11 +343,6 @@ class RolloutCorrectionConfig(DumpFields, MonitorFields, EngineFields, Correctio
             reason = "but `rollout_dump_sampled` and `rollout_dump_worst` are both 0, so nothing would be written"
             remedy = "Set one of them, or `rollout_dump_dir` to None."
             raise SettingError("rollout_dump_dir", self.rollout_dump_dir, reason, remedy=remedy)
-
-    def _warn_about_idle_fields(self, explicit: set[str]) -> None:
-        for name, reason in idle_fields(self.__dict__, self.correction).items():
-            if name in explicit:
-                warn_idle(name, getattr(self, name), reason)
 
 
 def _in_words(bound: Any, directed: bool = False) -> str:

@@ -1,31 +1,24 @@
 """Levels and bounds of the importance weights, and rejection criteria. No torch here."""
 
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 
-# Editors and type checkers get the choices as a `Literal`. At run time the type is `str`: for a `Literal`, argparse would
-# refuse "none". `tests/test_types.py` compares the two.
-if TYPE_CHECKING:
-    Level = Literal["token", "sequence", "geometric"]
-    CriterionName = Literal[
-        "token_k1", "token_k2", "token_k3",
-        "seq_sum_k1", "seq_sum_k2", "seq_sum_k3",
-        "seq_mean_k1", "seq_mean_k2", "seq_mean_k3",
-        "seq_max_k1", "seq_max_k2", "seq_max_k3",
-        "token_tv", "token_kl", "token_binary_kl",
-    ]  # fmt: skip
-else:
+Level = Literal["token", "sequence", "geometric"]
+CriterionName = Literal[
+    "token_k1", "token_k2", "token_k3",
+    "seq_sum_k1", "seq_sum_k2", "seq_sum_k3",
+    "seq_mean_k1", "seq_mean_k2", "seq_mean_k3",
+    "seq_max_k1", "seq_max_k2", "seq_max_k3",
+    "token_tv", "token_kl", "token_binary_kl",
+]  # fmt: skip
+LEVELS: tuple[str, ...] = get_args(Level)
+CRITERIA: tuple[str, ...] = get_args(CriterionName)
+if not TYPE_CHECKING:  # for editors and type checkers only: for a `Literal`, argparse would refuse "none"
     Level = CriterionName = str
 
-LEVELS = ("token", "sequence", "geometric")
 SCOPES = ("token", "seq_sum", "seq_mean", "seq_max")
-DIVERGENCES = ("k1", "k2", "k3")
 # Divergences of the probabilities of a token instead of their ratio. The first two depend on the sign of the advantage.
 DIRECTED, TOKEN_ONLY = ("tv", "kl"), ("tv", "kl", "binary_kl")
-CRITERIA = (
-    *(f"{scope}_{divergence}" for scope in SCOPES for divergence in DIVERGENCES),
-    *(f"token_{divergence}" for divergence in TOKEN_ONLY),
-)
 # Names of criteria in verl's first pull request about rejection, and today's names
 FIRST_NAMES = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
 

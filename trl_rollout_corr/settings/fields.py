@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ..health.examine import parse_bounds
 from ..messages import SettingError, nearest
@@ -18,18 +18,14 @@ from .thresholds import none_if_null, parse_criteria, parse_number, parse_weight
 from .unset import unset
 
 
-if TYPE_CHECKING:  # see `criteria`
-    LossType = Literal["ppo_clip", "reinforce"]
-    NanPolicy = Literal["drop", "raise", "neutralize"]
-    LrScaling = Literal["ess_sqrt"]
-    MonitorAction = Literal["warn", "stop", "tighten"]
-else:
-    LossType = NanPolicy = LrScaling = MonitorAction = str
-
-LOSS_TYPES = ("ppo_clip", "reinforce")
-NAN_POLICIES = ("drop", "raise", "neutralize")
-LR_SCALINGS = ("ess_sqrt",)
-MONITOR_ACTIONS = ("warn", "stop", "tighten")
+LossType = Literal["ppo_clip", "reinforce"]
+NanPolicy = Literal["drop", "raise", "neutralize"]
+MonitorAction = Literal["warn", "stop", "tighten"]
+LOSS_TYPES: tuple[str, ...] = get_args(LossType)
+NAN_POLICIES: tuple[str, ...] = get_args(NanPolicy)
+MONITOR_ACTIONS: tuple[str, ...] = get_args(MonitorAction)
+if not TYPE_CHECKING:  # see `criteria`
+    LossType = NanPolicy = MonitorAction = str
 
 
 def _option(help: str, default: Any = None, **metadata: Any) -> Any:
@@ -76,7 +72,7 @@ class CorrectionFields:
         "In bypass mode with ppo_clip: largest ratio with gradient for negative advantages, or none.", 3.0
     )
     rollout_metrics_only: bool = _option("Compute and report everything, leave the loss alone.", False)
-    rollout_lr_scaling: LrScaling | None = _option(
+    rollout_lr_scaling: str | None = _option(
         "Scale each step by the effective sample size of its completions: ess_sqrt, or none."
     )
     rollout_nan_policy: NanPolicy = _option(
@@ -146,17 +142,13 @@ def _boolean(name: str, value: Any) -> bool:
     return value
 
 
-def refused_preset(field: str, name: str) -> SettingError:
-    """Error about a name that is no preset."""
-    remedy = f"{nearest(name, PRESETS)} Available presets: {', '.join(PRESETS)}.".strip()
-    return SettingError(field, name, remedy=remedy)
-
-
-def _monitor_preset(value: Any) -> Any:
-    name = none_if_null(value)
+def preset_name(field: str, value: Any) -> Preset | None:
+    """Refuse a name that is no preset."""
+    name: Preset | None = none_if_null(value)
     if name is None or name in PRESETS:
         return name
-    raise refused_preset("rollout_monitor_preset", name)
+    remedy = f"{nearest(name, PRESETS)} Available presets: {', '.join(PRESETS)}.".strip()
+    raise SettingError(field, name, remedy=remedy)
 
 
 def _folder(value: Any) -> str | None:
@@ -204,12 +196,12 @@ PARSERS: dict[str, Callable[[Any], Any]] = {
     "rollout_is_threshold": parse_weight_threshold,
     "rollout_rs": parse_criteria,
     "rollout_loss_type": partial(_choice, "rollout_loss_type", LOSS_TYPES),
-    "rollout_lr_scaling": partial(_choice, "rollout_lr_scaling", (*LR_SCALINGS, None)),
+    "rollout_lr_scaling": partial(_choice, "rollout_lr_scaling", ("ess_sqrt", None)),
     "rollout_nan_policy": partial(_choice, "rollout_nan_policy", NAN_POLICIES),
     "rollout_clip_ratio_c": _clip_ratio,
     "rollout_engine_kwargs": _engine_kwargs,
     "rollout_monitor": partial(_choice, "rollout_monitor", (*MONITOR_ACTIONS, None)),
-    "rollout_monitor_preset": _monitor_preset,
+    "rollout_monitor_preset": partial(preset_name, "rollout_monitor_preset"),
     "rollout_monitor_bounds": lambda value: parse_bounds(none_if_null(value)) or None,
     "rollout_dump_dir": _folder,
     "rollout_dump_steps": partial(_count, "rollout_dump_steps", 1),

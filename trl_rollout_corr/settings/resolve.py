@@ -8,9 +8,9 @@ from typing import Any
 
 from ..messages import SettingError
 from .criteria import DIRECTED, SCOPES, Bounding, Criterion
-from .fields import DEFAULTS, CorrectionFields, DumpFields, refused_preset
+from .fields import DEFAULTS, CorrectionFields, DumpFields, preset_name
 from .migrate import from_verl
-from .presets import PRESETS, Preset, settings_of
+from .presets import Preset, settings_of
 from .thresholds import parse_criteria, parse_rejection_thresholds
 
 
@@ -147,18 +147,15 @@ def read_given(value: Any) -> tuple[Preset | None, dict[str, Any]]:
         return None, {"rollout_is": None, **from_verl(value)}
     if value is None or value is False or (isinstance(value, str) and value.strip().lower() in _OFF):
         return None, {}
-    if isinstance(value, str) and value in PRESETS:
-        name: Any = value
-        return name, {}
     if isinstance(value, str):
-        raise refused_preset("rollout_correction", value)
+        return preset_name("rollout_correction", value), {}
     allowed = "the name of a preset, a section of verl, a RolloutCorrectionConfig, or None for no correction"
     raise SettingError("rollout_correction", value, allowed=allowed)
 
 
 def _fields_of(config: CorrectionFields) -> tuple[Preset | None, dict[str, Any]]:
     """Preset of a configuration, and the fields that differ from it and from the defaults."""
-    name: Any = None if isinstance(config.rollout_correction, dict) else config.rollout_correction
+    name = None if isinstance(config.rollout_correction, dict) else config.rollout_correction
     preset = settings_of(name)
     fields = {key: getattr(config, key) for key in DEFAULTS}
     del fields["rollout_correction"], fields["rollout_correction_resolved"]
