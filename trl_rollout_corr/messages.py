@@ -7,7 +7,6 @@ import os
 import re
 import warnings
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import yaml
 
@@ -135,13 +134,13 @@ def steps(first: int, last: int) -> str:
     return f"step {first}" if first == last else f"steps {first} to {last}"
 
 
-def yaml_lines(fields: Mapping[str, Any]) -> str:
+def yaml_lines(fields: Mapping[str, object]) -> str:
     """Fields as YAML, one a line."""
     return "".join(f"{key}: {_in_one_line(value)}\n" for key, value in fields.items())
 
 
-def _in_one_line(value: Any) -> str:
-    return yaml.safe_dump([value], default_flow_style=True, width=1000).strip()[1:-1]
+def _in_one_line(value: object) -> str:
+    return str(yaml.safe_dump([value], default_flow_style=True, width=1000)).strip()[1:-1]
 
 
 def printable(text: str) -> str:

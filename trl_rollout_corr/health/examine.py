@@ -102,7 +102,7 @@ def parse_bounds(bounds: Mapping[str, float | None] | str | None) -> dict[str, f
     return dict(bounds)
 
 
-def examine(history: Iterable[Mapping[str, Any]], settings: Any = None) -> list[Alarm]:
+def examine(history: Iterable[Mapping[str, object]], settings: object = None) -> list[Alarm]:
     """
     Apply the rules to the log of a run, as the monitor does during the run.
 

@@ -182,33 +182,37 @@ class RolloutCorrectionConfig(DumpFields, MonitorFields, EngineFields, Correctio
             self.__dict__.pop("_fixed", None)
 
     @classmethod
-    def from_preset(cls, name: Preset | None, **overrides: Any) -> Self:
+    def from_preset(cls, name: Preset | None, **overrides: object) -> Self:
         """Build a configuration from a preset, `None` for no correction. Fields among `overrides` override the preset."""
-        return cls(rollout_correction=name, **overrides)
+        return cls._of(rollout_correction=name, **overrides)
 
     @classmethod
-    def from_verl(cls, settings: Mapping[str, Any] | None, **overrides: Any) -> Self:
+    def from_verl(cls, settings: Mapping[str, object] | None, **overrides: object) -> Self:
         """
         Build a configuration from the `rollout_correction` section of a verl configuration and further fields, `overrides`.
         See [`~trl_rollout_corr.settings.migrate.from_verl`].
         """
-        return cls(**{**from_verl(settings), **overrides})
+        return cls._of(**{**from_verl(settings), **overrides})
 
     @classmethod
-    def from_legacy(cls, settings: Mapping[str, Any], **overrides: Any) -> Self:
+    def from_legacy(cls, settings: Mapping[str, object], **overrides: object) -> Self:
         """
         Build a configuration from the flat `rollout_is*` keys of verl's first releases and further fields, `overrides`.
         See [`~trl_rollout_corr.settings.migrate.from_legacy`].
         """
-        return cls(**{**from_legacy(settings), **overrides})
+        return cls._of(**{**from_legacy(settings), **overrides})
 
     @classmethod
-    def from_trl(cls, settings: Mapping[str, Any], **overrides: Any) -> Self:
+    def from_trl(cls, settings: Mapping[str, object], **overrides: object) -> Self:
         """
         Build a configuration equivalent to TRL's `vllm_importance_sampling_*` settings, with further fields, `overrides`.
         See [`~trl_rollout_corr.settings.migrate.from_trl`].
         """
-        return cls(**{**from_trl(settings), **overrides})
+        return cls._of(**{**from_trl(settings), **overrides})
+
+    @classmethod
+    def _of(cls, **fields: Any) -> Self:
+        return cls(**fields)
 
     # Resolved settings ------------------------------------------------------------------------------------------------
 

@@ -37,7 +37,7 @@ def _option(help: str, default: Any = None, **metadata: Any) -> Any:
 class CorrectionFields:
     """Fields of [`RolloutCorrectionConfig`] about the correction itself."""
 
-    rollout_correction: dict[str, Any] | Preset | None = _option(
+    rollout_correction: Mapping[str, object] | Preset | None = _option(
         "Name of a preset, or none. Fields that are set beside it override it.", unset(DEFAULT)
     )
     rollout_correction_resolved: str | None = _option("Not for users: the preset whose fields are in effect.")
@@ -57,7 +57,7 @@ class CorrectionFields:
             "help": "Rejection criteria: {token,seq_sum,seq_mean,seq_max}_{k1,k2,k3}, token_{tv,kl,binary_kl}, or none."
         },
     )
-    rollout_rs_threshold: float | str | list[Any] | None = _option(
+    rollout_rs_threshold: float | str | list[float | list[float]] | None = _option(
         "One entry per criterion: bounds on the ratio for k1 (0.9_1.1; for a single criterion also 0.9 1.1), an upper bound "
         "else.",
         nargs="+",
@@ -84,7 +84,7 @@ class CorrectionFields:
 class EngineFields:
     """Fields of [`RolloutCorrectionConfig`] for the engine of the sampler."""
 
-    rollout_engine_kwargs: dict[str, Any] | str | None = _option(
+    rollout_engine_kwargs: Mapping[str, object] | str | None = _option(
         "Arguments of vLLM's engine that TRL has no field for, as a mapping."
     )
 
@@ -97,7 +97,7 @@ class MonitorFields:
         "When metrics look unhealthy: warn, stop, tighten, or none for no monitor.", "warn"
     )
     rollout_monitor_preset: Preset | None = _option("Preset that `rollout_monitor: tighten` switches to.")
-    rollout_monitor_bounds: dict[str, Any] | str | None = _option(
+    rollout_monitor_bounds: Mapping[str, float | None] | str | None = _option(
         "Bounds of the monitor by name of the rule; null switches a rule off."
     )
     rollout_diagnose: bool = _option("Look for the cause of the gap at the first step, and print it.", False)

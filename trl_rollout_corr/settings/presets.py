@@ -145,14 +145,10 @@ def _weights(threshold: float = 2.0) -> dict[str, Any]:
     return {"rollout_is_threshold": threshold}
 
 
-def _ratio_bounds(upper: float, lower: float | None) -> list[float]:
-    return [1 / upper if lower is None else lower, upper]
-
-
 def _seq_is_rs(
     is_threshold: float = 2.0, rs_threshold: float = 2.0, rs_threshold_lower: float | None = None
 ) -> dict[str, Any]:
-    bounds = _ratio_bounds(rs_threshold, rs_threshold_lower)
+    bounds = rs_threshold if rs_threshold_lower is None else [rs_threshold_lower, rs_threshold]
     return {"rollout_is_threshold": is_threshold, "rollout_rs_threshold": [bounds]}
 
 
@@ -163,7 +159,7 @@ def _seq_mis(threshold: float = 2.0) -> dict[str, Any]:
 def _geo_rs(
     rs_threshold: float = 1.001, rs_threshold_lower: float | None = None, veto_threshold: float | None = 1e-4
 ) -> dict[str, Any]:
-    bounds = _ratio_bounds(rs_threshold, rs_threshold_lower)
+    bounds = rs_threshold if rs_threshold_lower is None else [rs_threshold_lower, rs_threshold]
     if veto_threshold is None:
         return {"rollout_rs": ["seq_mean_k1"], "rollout_rs_threshold": [bounds]}
     return {"rollout_rs_threshold": [bounds, [veto_threshold, float("inf")]]}

@@ -155,7 +155,7 @@ def read_given(value: Any) -> tuple[Preset | None, dict[str, Any]]:
 
 def _fields_of(config: CorrectionFields) -> tuple[Preset | None, dict[str, Any]]:
     """Preset of a configuration, and the fields that differ from it and from the defaults."""
-    name = None if isinstance(config.rollout_correction, dict) else config.rollout_correction
+    name = None if isinstance(config.rollout_correction, Mapping) else config.rollout_correction
     preset = settings_of(name)
     fields = {key: getattr(config, key) for key in DEFAULTS}
     del fields["rollout_correction"], fields["rollout_correction_resolved"]
