@@ -8,12 +8,11 @@ from typing import Any, Self
 
 from ..messages import SettingError, warn_idle
 from .criteria import Criterion
-from .fields import DEFAULTS, PARSERS, CorrectionFields, DumpFields, EngineFields, MonitorFields
+from .fields import DEFAULTS, PARSERS, CorrectionFields, DumpFields, EngineFields, MonitorFields, Unset
 from .migrate import from_legacy, from_trl, from_verl
 from .presets import DECIDED, FIRST_METHODS, PRESETS, Preset, settings_of
 from .resolve import Correction, fill, idle_fields, is_default, read_given, resolve, weight_bounds
 from .thresholds import none_if_null, parse_rejection_thresholds
-from .unset import Unset
 
 
 # Dataclasses take the fields of the last base first: `rollout_correction` is the first argument

@@ -15,7 +15,6 @@ from ..messages import SettingError, nearest
 from .criteria import LEVELS, CriterionName, Level
 from .presets import DEFAULT, PRESETS, Preset
 from .thresholds import none_if_null, parse_criteria, parse_number, parse_weight_threshold
-from .unset import unset
 
 
 LossType = Literal["ppo_clip", "reinforce"]
@@ -26,6 +25,28 @@ NAN_POLICIES: tuple[str, ...] = get_args(NanPolicy)
 MONITOR_ACTIONS: tuple[str, ...] = get_args(MonitorAction)
 if not TYPE_CHECKING:  # see `criteria`
     LossType = NanPolicy = MonitorAction = str
+
+
+class Unset:
+    """
+    Default of a field that a preset fills in. A value of the user replaces it, even one equal to `shown`, and is then kept.
+
+    `shown` is for `--help`. No subclass of `str` or `float`: argparse converts only text, so the object reaches the
+    configuration unchanged.
+    """
+
+    def __init__(self, shown: Any):
+        self.shown = shown
+
+    def __str__(self) -> str:
+        return str(self.shown)
+
+    __repr__ = __str__
+
+
+def unset(shown: Any) -> Any:
+    """Return an [`Unset`], typed as a value of the field."""
+    return Unset(shown)
 
 
 def _option(help: str, default: Any = None, **metadata: Any) -> Any:
