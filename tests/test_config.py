@@ -165,7 +165,7 @@ def test_wrong_values_name_the_field_and_the_way_out(wrong, message):
     [
         ({"rollout_is_clamp": True}, "`rollout_is_threshold` is not a pair"),
         ({"rollout_clip_ratio_c": 2.0}, "in `bypass_mode` with `rollout_loss_type='ppo_clip'`"),
-        ({"rollout_lr_scaling": "ess_sqrt", "rollout_metrics_only": True}, "reported and the step left alone"),
+        ({"rollout_lr_scaling": "ess_sqrt", "rollout_metrics_only": True}, "is reported, and the step is not scaled"),
         ({"rollout_is": None, "rollout_is_threshold": 5.0}, "`rollout_is` is None"),
         ({"rollout_is": None, "rollout_is_batch_normalize": True}, "`rollout_is` is None"),
         ({"rollout_is_batch_normalize": True, "bypass_mode": True}, "reported, not applied"),
@@ -287,11 +287,17 @@ def test_the_default_has_a_name():
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [True, 3, ["decoupled_token_is"], {"rollout_iss": "token"}, {"loss_type": "x", "rollout_nan_policy": "drop"}],
+    ("wrong", "message"),
+    [
+        (True, "`rollout_correction` must be the name of a preset, a section of verl, "),
+        (3, "`rollout_correction` must be"),
+        (["decoupled_token_is"], "`rollout_correction` must be"),
+        ({"rollout_iss": "token"}, "`rollout_iss` is 'token', which does not belong to a verl `rollout_correction`"),
+        ({"loss_type": "x", "rollout_nan_policy": "drop"}, "`rollout_nan_policy` is 'drop', which does not belong"),
+    ],
 )
-def test_what_cannot_be_a_correction_is_refused(wrong):
-    with pytest.raises(ValueError, match=r"`rollout_correction` (must be|is a mapping with)"):
+def test_what_cannot_be_a_correction_is_refused(wrong, message):
+    with pytest.raises(ValueError, match=message):
         RolloutCorrectionConfig(rollout_correction=wrong)
 
 
@@ -615,7 +621,7 @@ def test_help_shows_the_defaults(capsys):
         HfArgumentParser(RolloutCorrectedGRPOConfig).parse_args_into_dataclasses(["--help"])
     text = " ".join(capsys.readouterr().out.split())
     assert "token, sequence, geometric, or none. (default: token)" in text
-    assert "as the old policy's. (default: False)" in text
+    assert "of those of the old policy. (default: False)" in text
 
 
 @pytest.mark.parametrize("name", PRESETS)

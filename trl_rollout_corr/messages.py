@@ -91,7 +91,7 @@ def report(message: str, *, error: bool = False) -> None:
 
 
 def nearest(name: object, names: Iterable[str]) -> str:
-    """ " Did you mean 'x'?", or nothing if no name is close."""
+    """The question " Did you mean 'x'?" with the nearest name, or empty text if no name is close."""
     found = difflib.get_close_matches(str(name), list(names), n=1)
     return f" Did you mean {found[0]!r}?" if found else ""
 
@@ -130,7 +130,7 @@ def three_decimals(value: float | None) -> str:
 
 
 def steps(first: int, last: int) -> str:
-    """One optimizer step, or from which to which."""
+    """One optimizer step, or a range of them, as text."""
     return f"step {first}" if first == last else f"steps {first} to {last}"
 
 

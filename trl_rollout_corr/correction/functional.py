@@ -1,8 +1,8 @@
 """
 Importance weights and rejection rules: tensors in, tensors out.
 
-Shapes: `B` completions, `T` completion tokens. What is true of a token is written as a number, 1 or 0, in the type of the
-log-ratio: such indicators are multiplied and added up, several times faster than booleans are combined and counted.
+Shapes: `B` completions, `T` completion tokens. Indicators of tokens are numbers, 1 or 0, in the type of the log-ratio:
+multiplying and adding them is several times faster than combining and counting booleans.
 
 Nothing in this module reads a configuration, synchronises with the host, or talks to another process.
 """
@@ -251,7 +251,7 @@ def probability_divergence(tokens: Tokens, divergence: str) -> torch.Tensor:
         logps.clamp_(math.log(SMALLEST_PROBABILITY), math.log1p(-SMALLEST_PROBABILITY))
     # ln(p / q) and ln((1 - p) / (1 - q))
     d, of_others = log_p - log_q, torch.log(torch.expm1(log_p) / torch.expm1(log_q))
-    # rounding may leave either below 0, which it cannot be
+    # neither can be negative, but for rounding
     from_sampler = (torch.expm1(log_q) * of_others - log_q.exp() * d).clamp_(min=0.0)  # D(q, p)
     if divergence == "kl":
         return from_sampler.copysign_(d)

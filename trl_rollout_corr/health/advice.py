@@ -69,9 +69,11 @@ def advise(mode: Mode, situation: Situation, *, corrects: bool = False, spread: 
     if situation == "broken":
         return Advice({}, "The log-probabilities are wrong, and no correction repairs them. Find the cause first.")
     if situation == "growing gap":
-        return Advice(preset, "It has no bounds to choose, and data of a growing gap give no bounds.")
+        return Advice(
+            preset, "The preset needs no bounds of the run, and the data of a growing gap are no basis for bounds."
+        )
     if spread is not None and spread < NEGLIGIBLE:
         return Advice({}, f"The log-ratio has a root mean square of {spread:.2g} nats: a correction changes nothing.")
     if corrects:
         return Advice({}, "The run has a correction, and its policies are close enough for it.")
-    return Advice(preset, "It has no bounds to choose.")
+    return Advice(preset, "The preset needs no bounds of the run.")

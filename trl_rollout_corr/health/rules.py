@@ -111,8 +111,8 @@ _RULES = [
         severity="critical",
         seen="`kl` is {value:.2g}, but a KL divergence is never negative.",
         why="The tokens were sampled with other log-probabilities than these, so that every ratio is wrong.",
-        advice="No correction helps. Look for log-probabilities from before temperature (a server needs `--logprobs-mode "
-        "processed_logprobs`), one token off, or of another completion.",
+        advice="No correction helps. Look for log-probabilities that were taken before temperature (a server needs "
+        "`--logprobs-mode processed_logprobs`), that are shifted by one token, or that belong to another completion.",
         below=True,
         applies=conditions.negative_all_along,
         covers=("biased_ratio", "kl_negative_lately", "k3_corrected", "gap_in_step"),
@@ -135,7 +135,7 @@ _RULES = [
         seen="`kl` is {value:.2g}, but a KL divergence is never negative: unlike at the start, some tokens have wrong "
         "log-probabilities.",
         why="Weights and rejection limit the effect of such tokens, but cannot repair them.",
-        advice="Look for a change in the sampler, and at the tokens of `log_ratio_max` and `log_ratio_min`. Until the "
+        advice="Look for a change in the sampler, and inspect the tokens of `log_ratio_max` and `log_ratio_min`. Until the "
         "cause is found, drop them: `rollout_is_threshold` [0.5, 5.0] (IcePop).",
         below=True,
         applies=lambda window: not conditions.negative_all_along(window),
@@ -234,7 +234,7 @@ _RULES = [
         seen="The mean importance weight is {value:.2g}, above {bound:g}.",
         why="The mean ratio is 1 for any two policies, so log-probabilities may be wrong, or few tokens have a huge "
         "weight.",
-        advice="Check that log-probabilities are those after temperature and belong to their tokens; then lower "
+        advice="Check that the log-probabilities are taken after temperature and belong to their tokens; then lower "
         "`rollout_is_threshold`.",
         applies=lambda window: window.weights_act,
         covers=("effective_lr_high",),

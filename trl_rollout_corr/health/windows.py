@@ -11,14 +11,14 @@ from .advice import Situation, advise, mode_of
 
 
 def windows_of(steps: int, spacing: int, *, at_most: int) -> int:
-    """Number of windows of `spacing` optimizer steps that cover `steps` of them: at least 2, and `at_most` so many."""
+    """Number of windows of `spacing` optimizer steps that cover `steps` of them, between 2 and `at_most`."""
     return min(at_most, max(2, math.ceil(steps / spacing)))
 
 
 class Growth:
     """
     Growth of a metric: the median of the latest windows over the median of the first ones. The very first windows are left
-    out: a sampler that will be some steps behind is not yet so.
+    out: the sampler has not reached its full staleness in them.
     """
 
     SKIPPED, COMPARED = 10, 10
@@ -129,7 +129,7 @@ class Window:
         return of_the_sampler
 
     def compared(self, key: str) -> float | None:
-        """The number that a rule compares: of `kl` and `k3_kl` the gap, else the metric."""
+        """The number that a rule compares: for `kl` and `k3_kl` the [`gap`], otherwise the metric."""
         return self.gap(key) if key in ("kl", "k3_kl") else self.get(key)
 
     def gap_of_rewarded(self) -> float | None:

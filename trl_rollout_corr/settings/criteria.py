@@ -71,5 +71,5 @@ class Bounding(NamedTuple):
 
     @property
     def grows(self) -> bool:
-        """`True` if the weight of a token is a function of its log-ratio that never falls, so that their extremes agree."""
+        """`True` if the weight of a token never decreases as its log-ratio grows, so that the extremes of both agree."""
         return self.level == "token" and not self.drops

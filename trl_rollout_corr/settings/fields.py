@@ -1,5 +1,5 @@
 """Fields of the configuration by subject, and a parser for each. Neither TRL nor torch here."""
-# ruff: noqa: RUF009, for `_option` returns a field
+# ruff: noqa: RUF009 (`_option` returns a field of a dataclass)
 
 import contextlib
 import dataclasses
@@ -50,7 +50,7 @@ def unset(shown: Any) -> Any:
 
 
 def _option(help: str, default: Any = None, **metadata: Any) -> Any:
-    """A field with its line of `--help`."""
+    """Field of a dataclass, with its line of `--help`."""
     return field(default=default, metadata={"help": help, **metadata})
 
 
@@ -79,25 +79,27 @@ class CorrectionFields:
         },
     )
     rollout_rs_threshold: float | str | list[float | list[float]] | None = _option(
-        "One entry per criterion: bounds on the ratio for k1 (0.9_1.1; for a single criterion also 0.9 1.1), an upper bound "
-        "else.",
+        "One entry per criterion: for k1 bounds on the ratio (0.9_1.1; for a single criterion also 0.9 1.1), otherwise an "
+        "upper bound.",
         nargs="+",
     )
     rollout_rs_renormalize: bool = _option("Multiply the loss by valid tokens over kept tokens.", False)
     rollout_rs_exclude_from_baseline: bool = _option(
         "Leave sequences rejected as a whole out of their group's baseline.", False
     )
-    bypass_mode: bool = _option("Use the sampler's log-probabilities as the old policy's.", unset(False))
+    bypass_mode: bool = _option(
+        "Use the log-probabilities of the sampler in place of those of the old policy.", unset(False)
+    )
     rollout_loss_type: LossType = _option("Loss in bypass mode: ppo_clip or reinforce.", unset("ppo_clip"))
     rollout_clip_ratio_c: float | str | None = _option(
         "In bypass mode with ppo_clip: largest ratio with gradient for negative advantages, or none.", 3.0
     )
-    rollout_metrics_only: bool = _option("Compute and report everything, leave the loss alone.", False)
+    rollout_metrics_only: bool = _option("Compute and report the correction without changing the loss.", False)
     rollout_lr_scaling: str | None = _option(
-        "Scale each step by the effective sample size of its completions: ess_sqrt, or none."
+        "Scaling of each step by the effective sample size of its completions: ess_sqrt, or none."
     )
     rollout_nan_policy: NanPolicy = _option(
-        "Token with a log-probability that is not finite: drop, raise or neutralize.", "drop"
+        "Treatment of a token whose log-ratio is not finite: drop, raise or neutralize.", "drop"
     )
 
 
@@ -115,7 +117,7 @@ class MonitorFields:
     """Fields of [`RolloutCorrectionConfig`] for the monitor and for the diagnosis of the first step."""
 
     rollout_monitor: MonitorAction | None = _option(
-        "When metrics look unhealthy: warn, stop, tighten, or none for no monitor.", "warn"
+        "Reaction to unhealthy metrics: warn, stop, tighten, or none for no monitor.", "warn"
     )
     rollout_monitor_preset: Preset | None = _option("Preset that `rollout_monitor: tighten` switches to.")
     rollout_monitor_bounds: Mapping[str, float | None] | str | None = _option(
@@ -195,7 +197,7 @@ def _clip_ratio(value: Any) -> float | None:
     bound = parse_number(value, "rollout_clip_ratio_c")
     if bound <= 1:
         remedy = "verl's default is 3.0; None is no bound."
-        raise SettingError("rollout_clip_ratio_c", bound, "a ratio of 1 is that of equal policies", "above 1", remedy)
+        raise SettingError("rollout_clip_ratio_c", bound, "equal policies have a ratio of 1", "above 1", remedy)
     return bound
 
 

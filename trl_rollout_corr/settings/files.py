@@ -258,7 +258,7 @@ def read_config(path: str) -> RolloutCorrectionConfig:
 
 def _own_fields(document: Any) -> dict[str, Any]:
     if not isinstance(document, Mapping):
-        raise ValueError("no settings, which would be lines such as `rollout_correction: decoupled_token_is`")
+        raise ValueError("no settings in it; a setting is a line such as `rollout_correction: decoupled_token_is`")
     foreign = find_foreign(document)
     tool = None if foreign is None or foreign.maybe_ours else foreign.tool
     if isinstance(document.get("algorithm"), Mapping):  # a whole configuration, with any content

@@ -22,7 +22,7 @@ _SEQ_TIS = {"rollout_is": "sequence", "rollout_is_threshold": 2.0}
 _TOKEN_ICEPOP = {"rollout_is": "token", "rollout_is_threshold": [0.5, 5.0]}
 _PPO_CLIP = {"bypass_mode": True, "rollout_loss_type": "ppo_clip"}
 _REINFORCE = {"bypass_mode": True, "rollout_loss_type": "reinforce"}
-# Off-policy REINFORCE within a trust region; the bound on the ratio is only against overflow
+# Off-policy REINFORCE within a trust region; the bound on the ratio only prevents overflow
 _DPPO = {"rollout_is": "token", "rollout_is_threshold": 20.0, **_REINFORCE}
 
 _VETO = ("seq_max_k1", [1e-4, float("inf")])
@@ -32,9 +32,9 @@ VERL_PRESETS: dict[Preset, dict[str, Any]] = {
     "decoupled_token_is": _TOKEN_TIS,
     # Unbiased up to the cap; its variance grows with length.
     "decoupled_seq_is": _SEQ_TIS,
-    # Drops tokens the two engines disagree on instead of capping them.
+    # Weights outside the bounds are 0 instead of capped.
     "decoupled_token_icepop": _TOKEN_ICEPOP,
-    # Sequence weights, and sequences beyond [0.5, 2] go.
+    # Sequence weights; a sequence with a ratio outside [0.5, 2] is rejected.
     "decoupled_seq_is_rs": {**_SEQ_TIS, "rollout_rs": ["seq_sum_k1"], "rollout_rs_threshold": [[0.5, 2.0]]},
     # Length-neutral rejection alone.
     "decoupled_geo_rs": {**_NO_IS, **_GEO_RS},

@@ -1,4 +1,4 @@
-"""From fields as the user gives them to a [`Correction`], which the mathematics reads. No torch here."""
+"""Fields of a configuration, resolved to a [`Correction`], which the mathematics reads. No torch here."""
 
 import dataclasses
 import math
@@ -105,14 +105,14 @@ def _criterion(name: str, bounds: Any) -> Criterion:
 
 
 def idle_fields(fields: Mapping[str, Any], correction: Correction) -> dict[str, str]:
-    """Reasons why fields that are set have no effect, by name, from parsed fields and the same, resolved."""
+    """Reasons why fields have no effect, by name of the field. `correction` is what the parsed `fields` resolve to."""
     bounding = correction.bounding
     no_weights = bounding is None and "`rollout_is` is None"
     no_rejection = not correction.criteria and "`rollout_rs` is not set"
     no_bypass = not correction.bypasses and "`bypass_mode` is False, and the loss is TRL's `loss_type`"
-    no_clipping = "it bounds the ratio to the sampler in `bypass_mode` with `rollout_loss_type='ppo_clip'`"
+    no_clipping = "it acts only in `bypass_mode` with `rollout_loss_type='ppo_clip'`"
     reported = "with `bypass_mode` and `rollout_loss_type='ppo_clip'` the weights are reported, not applied"
-    only_metrics = "`rollout_metrics_only` is True, so that `lr_scale` is reported and the step left alone"
+    only_metrics = "`rollout_metrics_only` is True: `lr_scale` is reported, and the step is not scaled"
     no_pair = bounding is not None and bounding.lower is None and "`rollout_is_threshold` is not a pair"
     reasons: dict[str, Any] = {
         "rollout_is_threshold": fields["rollout_is_threshold"] != 2.0 and no_weights,  # 2.0 is in saved configurations
