@@ -35,7 +35,7 @@ class Advice(NamedTuple):
         return f"Set {chosen}." if chosen else f"Keep the settings of the correction: {self.reason}"
 
 
-def mode_of(settings: Any) -> Mode:
+def mode_of(settings: object) -> Mode:
     """
     The mode of a run: `"decoupled"`, or the loss of bypass mode. `settings` are fields of [`RolloutCorrectionConfig`], as
     attributes or items; unknown ones are those of decoupled mode.

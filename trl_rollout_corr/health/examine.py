@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 from ..messages import PREFIX, nearest
 from .rule import Alarm, Rule
@@ -25,7 +24,7 @@ class Examiner:
     """
 
     def __init__(
-        self, rules: Mapping[str, Rule], settings: Any = None, bounds: Mapping[str, float | None] | None = None
+        self, rules: Mapping[str, Rule], settings: object = None, bounds: Mapping[str, float | None] | None = None
     ):
         self.rules, self.settings = rules, settings
         chosen = {**{name: rule.bound for name, rule in rules.items()}, **(bounds or {})}
@@ -43,7 +42,7 @@ class Examiner:
             name: deque(maxlen=self.rules[name].patience) for name in self._bounds
         }
 
-    def observe(self, entry: Mapping[str, Any]) -> list[Alarm]:
+    def observe(self, entry: Mapping[str, object]) -> list[Alarm]:
         """Alarms that hold now, the most serious first. An entry without metrics of rollout correction is ignored."""
         if not is_training_window(entry):
             return []

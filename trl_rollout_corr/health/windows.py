@@ -100,7 +100,7 @@ class Window:
     """
 
     metrics: Mapping[str, Any]
-    settings: Any
+    settings: object
     course: Course = field(default_factory=Course)
 
     def get(self, key: str) -> float | None:
@@ -216,6 +216,6 @@ def _bounds(low: float, high: float) -> str:
     return f"[{max(lower, 0.0):.{digits}f}, {upper:.{digits}f}]"
 
 
-def is_training_window(entry: Mapping[str, Any]) -> bool:
+def is_training_window(entry: Mapping[str, object]) -> bool:
     """True if a log entry has metrics of rollout correction in training. Those of an evaluation have another prefix."""
     return any(key.startswith(PREFIX) and not key.startswith(f"{PREFIX}monitor/") for key in entry)

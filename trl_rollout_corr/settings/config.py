@@ -357,7 +357,7 @@ def _in_words(bound: Any, directed: bool = False) -> str:
 class _FirstMethod:
     """Class method of verl's first pull request, on [`RolloutCorrectionConfig`] alone: see [`presets.FIRST_METHODS`]."""
 
-    def __init__(self, name: Preset, fields_of: Callable[..., dict[str, Any]]):
+    def __init__(self, name: Preset, fields_of: Callable[..., dict[str, Any]]) -> None:
         self.name, self.fields_of = name, fields_of
 
     def __get__(self, instance: object, owner: type) -> Callable[..., RolloutCorrectionConfig]:
@@ -365,7 +365,7 @@ class _FirstMethod:
             raise AttributeError(f"{owner.__name__!r} has no attribute {self.name!r}")
         return self.build
 
-    def build(self, *arguments: Any, **options: Any) -> RolloutCorrectionConfig:
+    def build(self, *arguments: object, **options: object) -> RolloutCorrectionConfig:
         named = {key: options.pop(key) for key in inspect.signature(self.fields_of).parameters if key in options}
         return RolloutCorrectionConfig.from_preset(self.name, **{**self.fields_of(*arguments, **named), **options})
 

@@ -35,7 +35,7 @@ class Unset:
     configuration unchanged.
     """
 
-    def __init__(self, shown: Any):
+    def __init__(self, shown: object) -> None:
         self.shown = shown
 
     def __str__(self) -> str:
@@ -44,7 +44,7 @@ class Unset:
     __repr__ = __str__
 
 
-def unset(shown: Any) -> Any:
+def unset(shown: object) -> Any:
     """Return an [`Unset`], typed as a value of the field."""
     return Unset(shown)
 
@@ -150,7 +150,7 @@ FIELDS = frozenset(DEFAULTS)
 # Parsers of single fields ---------------------------------------------------------------------------------------------
 
 
-def _choice(name: str, allowed: tuple[str | None, ...], value: Any) -> Any:
+def _choice(name: str, allowed: tuple[str | None, ...], value: object) -> Any:
     value = none_if_null(value) if None in allowed else value
     if value in allowed:
         return value
@@ -159,13 +159,13 @@ def _choice(name: str, allowed: tuple[str | None, ...], value: Any) -> Any:
     raise SettingError(name, value, allowed=choices, remedy=nearest(value, names).strip())
 
 
-def _boolean(name: str, value: Any) -> bool:
+def _boolean(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise SettingError(name, value, allowed="true or false")
     return value
 
 
-def preset_name(field: str, value: Any) -> Preset | None:
+def preset_name(field: str, value: object) -> Preset | None:
     """Refuse a name that is no preset."""
     name: Preset | None = none_if_null(value)
     if name is None or name in PRESETS:
@@ -174,12 +174,12 @@ def preset_name(field: str, value: Any) -> Preset | None:
     raise SettingError(field, name, remedy=remedy)
 
 
-def _folder(value: Any) -> str | None:
+def _folder(value: object) -> str | None:
     path = none_if_null(value)
     return None if path is None else os.path.expanduser(os.fspath(path))
 
 
-def _count(name: str, smallest: int, value: Any) -> int:
+def _count(name: str, smallest: int, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
         raise SettingError(name, value, allowed=f"an integer of {smallest} or more")
     return value
@@ -191,7 +191,7 @@ def _gigabytes(value: Any) -> Any:
     return value
 
 
-def _clip_ratio(value: Any) -> float | None:
+def _clip_ratio(value: object) -> float | None:
     if none_if_null(value) is None:
         return None
     bound = parse_number(value, "rollout_clip_ratio_c")
@@ -201,7 +201,7 @@ def _clip_ratio(value: Any) -> float | None:
     return bound
 
 
-def _engine_kwargs(value: Any) -> dict[str, Any] | None:
+def _engine_kwargs(value: object) -> dict[str, Any] | None:
     value = none_if_null(value)
     if isinstance(value, str):  # of a command line
         with contextlib.suppress(json.JSONDecodeError):

@@ -118,12 +118,12 @@ class Foreign(NamedTuple):
 
     tool: str
     translate: Callable[..., dict[str, Any]]
-    settings: Mapping[str, Any] | None
+    settings: Mapping[str, object] | None
     above: Key = ()  # keys under which they stand
     maybe_ours: bool = False  # a section of verl alone has the names of fields of this package
 
 
-def find_foreign(document: Any) -> Foreign | None:
+def find_foreign(document: object) -> Foreign | None:
     """Find the settings of another tool in its whole configuration, or in only the part about rollout correction."""
     section = document.get("algorithm", document) if isinstance(document, Mapping) else None
     if not isinstance(section, Mapping):
@@ -141,7 +141,7 @@ def find_foreign(document: Any) -> Foreign | None:
         return Foreign("verl", lambda name: {"rollout_correction": name}, named, nested)
     trl = {key: value for key, value in section.items() if str(key).startswith("vllm_importance_sampling_")}
     if trl:
-        return Foreign("TRL's own correction", from_trl, trl, above, maybe_ours and not FIELDS.isdisjoint(document))
+        return Foreign("TRL's own correction", from_trl, trl, above, maybe_ours and not FIELDS.isdisjoint(section))
     flat = {key: value for key, value in section.items() if str(key).startswith(("rollout_is", "rollout_rs"))}
     if legacy:
         return Foreign("verl's first releases", from_legacy, flat, above)
@@ -149,7 +149,7 @@ def find_foreign(document: Any) -> Foreign | None:
     return Foreign("verl", from_verl, verl, above, maybe_ours) if verl else None
 
 
-def is_legacy(section: Mapping[str, Any]) -> bool:
+def is_legacy(section: Mapping[str, object]) -> bool:
     """`True` for keys of verl's first releases, of which a boolean `rollout_is` is one."""
     boolean = section.get("rollout_is")
     if isinstance(boolean, str):  # of a shell script
@@ -208,7 +208,7 @@ def convert(path: str) -> str:
     return yaml_lines(fields)
 
 
-def _refuse_ours(content: Any, foreign: Foreign | None) -> None:
+def _refuse_ours(content: object, foreign: Foreign | None) -> None:
     """A recipe of this package has nothing to convert."""
     keys = set(content) if isinstance(content, Mapping) else set()
     named = isinstance(content, Mapping) and isinstance(content.get("rollout_correction"), str)
@@ -256,7 +256,7 @@ def read_config(path: str) -> RolloutCorrectionConfig:
     return config
 
 
-def _own_fields(document: Any) -> dict[str, Any]:
+def _own_fields(document: object) -> dict[str, Any]:
     if not isinstance(document, Mapping):
         raise ValueError("no settings in it; a setting is a line such as `rollout_correction: decoupled_token_is`")
     foreign = find_foreign(document)

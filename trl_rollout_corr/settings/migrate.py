@@ -50,7 +50,7 @@ _TRL_KEYS = (
 _OFF = {"rollout_correction": "disabled"}
 
 
-def from_verl(settings: Mapping[str, Any] | None) -> dict[str, Any]:
+def from_verl(settings: Mapping[str, object] | None) -> dict[str, Any]:
     """
     Translate the `rollout_correction` section of a verl configuration; `None` turns correction off.
 
@@ -140,7 +140,7 @@ def _inverted(bounds: Any, name: str) -> list[float]:
     return inverted
 
 
-def from_legacy(settings: Mapping[str, Any]) -> dict[str, Any]:
+def from_legacy(settings: Mapping[str, object]) -> dict[str, Any]:
     """
     Translate the flat `rollout_is*` keys of verl's first releases.
 
@@ -187,7 +187,7 @@ def from_legacy(settings: Mapping[str, Any]) -> dict[str, Any]:
         warn(message, "rollout_is_threshold_lower")
     if settings["rollout_is_veto_threshold"] is not None:
         criteria, thresholds = _add_veto(criteria, thresholds, settings, "rollout_is_veto_threshold")
-    fields = {"rollout_is": level, "rollout_is_threshold": parse_weight_threshold(upper)}
+    fields: dict[str, Any] = {"rollout_is": level, "rollout_is_threshold": parse_weight_threshold(upper)}
     if criteria:
         fields.update(rollout_rs=criteria, rollout_rs_threshold=thresholds)
     if not settings.get("rollout_is", False):
@@ -195,7 +195,7 @@ def from_legacy(settings: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def from_trl(settings: Mapping[str, Any]) -> dict[str, Any]:
+def from_trl(settings: Mapping[str, object]) -> dict[str, Any]:
     """
     Translate TRL's `vllm_importance_sampling_*` settings of `GRPOConfig`; missing ones have TRL's defaults.
 
@@ -219,13 +219,15 @@ def from_trl(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {**fields, "rollout_is_clamp": True} if bounding == "truncate" and lower is not None else fields
 
 
-def _add_veto(criteria: list[str], thresholds: list, settings: Mapping[str, Any], name: str) -> tuple[list[str], list]:
+def _add_veto(
+    criteria: list[str], thresholds: list, settings: Mapping[str, object], name: str
+) -> tuple[list[str], list]:
     """Reject a sequence if the ratio of any of its tokens is below the threshold of a name."""
     lower = parse_number(settings[name], name)
     return [*criteria, "seq_max_k1"], [*thresholds, [lower, float("inf")]]
 
 
-def _plain(settings: Mapping[str, Any], known: tuple[str, ...], what: str) -> dict[str, Any]:
+def _plain(settings: Mapping[str, object], known: tuple[str, ...], what: str) -> dict[str, Any]:
     """Check the keys, and turn the text `"null"`, `"true"` or `"false"` of a shell script into its value."""
     words = {"null": None, "none": None, "true": True, "false": False}
     plain = {

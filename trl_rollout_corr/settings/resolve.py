@@ -138,7 +138,7 @@ def idle_fields(fields: Mapping[str, Any], correction: Correction) -> dict[str, 
 _OFF = ("none", "null", "false", "off", "no", "")
 
 
-def read_given(value: Any) -> tuple[Preset | None, dict[str, Any]]:
+def read_given(value: object) -> tuple[Preset | None, dict[str, Any]]:
     """Name of the preset and further fields in a value of `rollout_correction`."""
     value = getattr(value, "shown", value)  # of a default
     if isinstance(value, CorrectionFields):

@@ -24,12 +24,12 @@ _UNDERSCORE_HINT = (
 Bounds = float | list[float]
 
 
-def none_if_null(value: Any) -> Any:
+def none_if_null(value: object) -> Any:
     """Turn the text "none" or "null", of a command line or of another tool, into `None`."""
     return None if isinstance(value, str) and value.strip().lower() in ("none", "null") else value
 
 
-def parse_number(value: Any, field: str, part: str = "") -> float:
+def parse_number(value: object, field: str, part: str = "") -> float:
     """Parse a number or its text, possibly infinite. The error names the field, and a part of it such as "for `token_k1`"."""
     if isinstance(value, str) and _NUMBER.fullmatch(value.strip()):
         return float(value.strip().lower().replace(".inf", "inf"))
@@ -40,7 +40,7 @@ def parse_number(value: Any, field: str, part: str = "") -> float:
     raise SettingError(field, value, allowed="made of numbers", remedy=_UNDERSCORE_HINT, part=part)
 
 
-def parse_structure(value: Any, field: str) -> Any:
+def parse_structure(value: object, field: str) -> Any:
     """
     Turn text into nested lists of still unparsed numbers: `"0.6_1.6,2.5"` and `"[[0.6, 1.6], 2.5]"` both give
     `[["0.6", "1.6"], "2.5"]`, `"0.6_1.6"` gives `[["0.6", "1.6"]]` and `"2.5"` gives `"2.5"`. Other values are returned
@@ -63,7 +63,7 @@ def parse_structure(value: Any, field: str) -> Any:
     return parts[0] if len(parts) == 1 and isinstance(parts[0], str) else parts
 
 
-def parse_weight_threshold(value: Any) -> Bounds:
+def parse_weight_threshold(value: object) -> Bounds:
     """Parse `rollout_is_threshold`: one number `C` (truncation) or a pair `[lower, upper]` around 1 (IcePop)."""
     field = "rollout_is_threshold"
     if value is None:
@@ -84,7 +84,7 @@ def parse_weight_threshold(value: Any) -> Bounds:
     return upper
 
 
-def parse_criteria(value: Any) -> list[str] | None:
+def parse_criteria(value: object) -> list[str] | None:
     """Parse `rollout_rs`: names of criteria, as a list or as comma-separated text, or `None`."""
     names = value.split(",") if isinstance(value, str) else value
     if isinstance(names, (list, tuple)) and len(names) == 1 and isinstance(names[0], str):
@@ -107,7 +107,7 @@ def parse_criteria(value: Any) -> list[str] | None:
     return names
 
 
-def parse_rejection_thresholds(value: Any, criteria: Sequence[str] | None) -> list[Bounds]:
+def parse_rejection_thresholds(value: object, criteria: Sequence[str] | None) -> list[Bounds]:
     """
     Parse `rollout_rs_threshold`: one entry per criterion, or a single entry for all of them.
 
