@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -41,8 +40,8 @@ class RolloutCorrection:
             Factor of `rollout_rs_renormalize`, or 1.
         applies_weights (`bool`):
             True if the mode applies the weights; False if it only reports them.
-        log_ratio (`torch.Tensor` of shape `(B, T)` or `None`):
-            Log-ratio to the sampler, in nats, 0 outside the valid tokens. `None` in decoupled mode.
+        log_ratio (`torch.Tensor` of shape `(B, T)`):
+            Log-ratio to the sampler, in nats, 0 outside the valid tokens.
         statistics ([`~trl_rollout_corr.correction.metrics.Statistics`]):
             Sums from which the metrics are made.
     """
@@ -52,7 +51,7 @@ class RolloutCorrection:
     valid: torch.Tensor
     scale: torch.Tensor
     applies_weights: bool
-    log_ratio: torch.Tensor | None
+    log_ratio: torch.Tensor
     statistics: Statistics
 
     @property
@@ -237,7 +236,7 @@ def _correct_rows(
         tokens.valid.bool(),
         scale=keep.new_ones(()),
         applies_weights=settings.applies_weights,
-        log_ratio=tokens.log_ratio if settings.bypasses else None,
+        log_ratio=tokens.log_ratio,
         statistics=statistics,
     )
 
@@ -247,14 +246,15 @@ def _joined(blocks: list[RolloutCorrection]) -> RolloutCorrection:
     first = blocks[0]
     if len(blocks) == 1:
         return first
-
-    def whole(name: str) -> Any:
-        parts = [getattr(block, name) for block in blocks]
-        return None if parts[0] is None else torch.cat(parts)
-
-    tensors = {name: whole(name) for name in ("weights", "keep", "valid", "log_ratio")}
-    statistics = first.statistics.combine(torch.stack([block.statistics.vector for block in blocks]))
-    return replace(first, statistics=statistics, **tensors)
+    weights = [block.weights for block in blocks if block.weights is not None]
+    return replace(
+        first,
+        weights=torch.cat(weights) if weights else None,
+        keep=torch.cat([block.keep for block in blocks]),
+        valid=torch.cat([block.valid for block in blocks]),
+        log_ratio=torch.cat([block.log_ratio for block in blocks]),
+        statistics=first.statistics.combine(torch.stack([block.statistics.vector for block in blocks])),
+    )
 
 
 def _keep(tokens: Tokens, rejections: list[Rejection]) -> torch.Tensor:
