@@ -117,14 +117,8 @@ def account(
 
 def turns_of(mask: torch.Tensor) -> torch.Tensor:
     """
-    Number the turns of a completion with tool calls.
-
-    Args:
-        mask (`torch.Tensor` of shape `(B, T)`):
-            Non-zero on tokens of the model, 0 on results of tools between them.
-
-    Returns:
-        `torch.Tensor` of shape `(B, T)`: turn of each token of the model, from 1.
+    Turn of each token of the model, from 1, `(B, T)`. `mask`, of the same shape, is non-zero on tokens of the model, and 0 on
+    results of tools between them.
     """
     model = mask != 0
     starts = model.clone()

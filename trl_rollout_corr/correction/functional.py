@@ -260,18 +260,8 @@ def probability_divergence(tokens: Tokens, divergence: str) -> torch.Tensor:
 
 def reject(tokens: Tokens, criterion: Criterion, direction: torch.Tensor | None = None) -> Rejection:
     """
-    Apply one rejection rule.
-
-    Args:
-        tokens ([`Tokens`]):
-            The tokens.
-        criterion ([`Criterion`]):
-            The rule.
-        direction (`torch.Tensor` of shape `(B, 1)` or `(B, T)`, *optional*):
-            Sign of the advantage, for a rule that looks at it.
-
-    Returns:
-        [`Rejection`]: the statistic, and where it is out of bounds.
+    Apply one rejection rule. `direction`, of shape `(B, 1)` or `(B, T)`, is the sign of the advantage, for a rule that depends
+    on it.
     """
     if criterion.divergence in TOKEN_ONLY:
         return _reject_by_probability(tokens, criterion, direction)
@@ -337,24 +327,12 @@ def normal_cdf(distance: torch.Tensor | float, spread: torch.Tensor) -> torch.Te
 
 def expected_share_outside(s: float, lengths: torch.Tensor, lower: float, upper: float) -> torch.Tensor:
     """
-    Share of completions whose geometric mean of the ratio is outside `[lower, upper]`.
+    Share of completions of `lengths` tokens whose geometric mean of the ratio is outside `[lower, upper]`. `s` is the root
+    mean square of the log-ratio, in nats.
 
     Log-ratios are taken as independent and normal, with variance `s^2` and the mean at which a ratio has mean 1:
 
         mean of T log-ratios ~ N(-s^2 / 2, s^2 / T)
-
-    Args:
-        s (`float`):
-            Root mean square of the log-ratio, in nats.
-        lengths (`torch.Tensor`):
-            Tokens `T` of a completion.
-        lower (`float`):
-            Lower bound on the ratio; 0 for none.
-        upper (`float`):
-            Upper bound on the ratio.
-
-    Returns:
-        `torch.Tensor` of the shape of `lengths`.
     """
     center, spread = -s * s / 2, s / lengths.sqrt()
     low = -math.inf if lower == 0 else math.log(lower)

@@ -26,21 +26,11 @@ class Applied(NamedTuple):
 
 @dataclass(frozen=True)
 class Sums:
-    """
-    Named sums and maxima in one vector.
+    """Named sums and maxima in one vector. A minimum is stored as the maximum of its negative."""
 
-    Args:
-        sum_names (`tuple[str, ...]`):
-            Names of the leading entries, which add up.
-        max_names (`tuple[str, ...]`):
-            Names of the trailing entries, maxima. A minimum is stored as the maximum of its negative.
-        vector (`torch.Tensor` of shape `(N,)`):
-            The sums, any sums without a name, and the maxima.
-    """
-
-    sum_names: tuple[str, ...]
-    max_names: tuple[str, ...]
-    vector: torch.Tensor
+    sum_names: tuple[str, ...]  # of the leading entries, which add up
+    max_names: tuple[str, ...]  # of the trailing entries, maxima
+    vector: torch.Tensor  # (N,): the sums, any sums without a name, and the maxima
 
     def combine(self, vectors: torch.Tensor) -> Self:
         """Combine vectors of the layout of `self`, `(K, N)`, for instance one per rank. The values of `self` do not count."""

@@ -49,21 +49,11 @@ def mode_of(settings: object) -> Mode:
 
 def advise(mode: Mode, situation: Situation, *, corrects: bool = False, spread: float | None = None) -> Advice:
     """
-    Advise a correction.
+    Advise a correction for a run in a mode of [`mode_of`], which the advice keeps.
 
-    Args:
-        mode (`str`):
-            Mode of the run, of [`mode_of`]. The advice keeps it.
-        situation (`str`):
-            State of the run: `"healthy"` (no alarm), `"gap"` (trainer and sampler are too far apart), `"growing gap"` (the gap
-            grows in spite of a correction), or `"broken"` (log-probabilities are wrong, which no correction repairs).
-        corrects (`bool`, *optional*, defaults to `False`):
-            Whether the run has a correction.
-        spread (`float`, *optional*):
-            Root mean square of the log-ratio, in nats, if it is known.
-
-    Returns:
-        [`Advice`].
+    `situation` is the state of the run: `"healthy"` (no alarm), `"gap"` (trainer and sampler are too far apart),
+    `"growing gap"` (the gap grows in spite of a correction), or `"broken"` (log-probabilities are wrong, which no correction
+    repairs). `spread` is the root mean square of the log-ratio, in nats, if it is known.
     """
     preset = {"rollout_correction": _PRESETS[mode]}
     if situation == "broken":
