@@ -24,7 +24,6 @@ from trl_rollout_corr.settings import resolve as resolve_module
 from trl_rollout_corr.settings.criteria import CRITERIA
 from trl_rollout_corr.settings.files import config_of_run
 from trl_rollout_corr.settings.presets import ORIGINAL_PRESETS, PRESETS, VERL_PRESETS
-from trl_rollout_corr.settings.resolve import resolve
 
 
 def fields(config):
@@ -166,7 +165,7 @@ def test_wrong_values_name_the_field_and_the_way_out(wrong, message):
     [
         ({"rollout_is_clamp": True}, "`rollout_is_threshold` is not a pair"),
         ({"rollout_clip_ratio_c": 2.0}, "in `bypass_mode` with `rollout_loss_type='ppo_clip'`"),
-        ({"rollout_lr_scaling": "ess_sqrt", "rollout_metrics_only": True}, "reported and the step left alone"),
+        ({"rollout_lr_scaling": "ess_sqrt", "rollout_metrics_only": True}, "is reported, and the step is not scaled"),
         ({"rollout_is": None, "rollout_is_threshold": 5.0}, "`rollout_is` is None"),
         ({"rollout_is": None, "rollout_is_batch_normalize": True}, "`rollout_is` is None"),
         ({"rollout_is_batch_normalize": True, "bypass_mode": True}, "reported, not applied"),
@@ -288,11 +287,17 @@ def test_the_default_has_a_name():
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [True, 3, ["decoupled_token_is"], {"rollout_iss": "token"}, {"loss_type": "x", "rollout_nan_policy": "drop"}],
+    ("wrong", "message"),
+    [
+        (True, "`rollout_correction` must be the name of a preset, a section of verl, "),
+        (3, "`rollout_correction` must be"),
+        (["decoupled_token_is"], "`rollout_correction` must be"),
+        ({"rollout_iss": "token"}, "`rollout_iss` is 'token', which does not belong to a verl `rollout_correction`"),
+        ({"loss_type": "x", "rollout_nan_policy": "drop"}, "`rollout_nan_policy` is 'drop', which does not belong"),
+    ],
 )
-def test_what_cannot_be_a_correction_is_refused(wrong):
-    with pytest.raises(ValueError, match=r"`rollout_correction` (must be|is a mapping with)"):
+def test_what_cannot_be_a_correction_is_refused(wrong, message):
+    with pytest.raises(ValueError, match=message):
         RolloutCorrectionConfig(rollout_correction=wrong)
 
 
@@ -329,11 +334,9 @@ def test_a_nested_section_in_a_yaml_file(tmp_path):
     }  # fmt: skip
     assert (config.rollout_loss_type, config.loss_type) == ("reinforce", "grpo")
     assert nested(tmp_path, f"{section}rollout_is: token\n").rollout_is == "token"  # what stands beside it
-    ours = nested(tmp_path, "rollout_correction:\n  rollout_correction: auto\n  rollout_nan_policy: raise\n")
-    assert ours.rollout_rs == ["token_tv", "token_k1"]
-    assert ours.rollout_nan_policy == "raise"
-    with pytest.raises(ValueError, match="`rollout_correction` is a mapping with 'rollout_iss'"):
-        nested(tmp_path, "rollout_correction:\n  rollout_iss: token\n")
+    for field in ("rollout_iss", "rollout_nan_policy"):  # the second stands beside the section
+        with pytest.raises(ValueError, match=f"`{field}` is 'raise', which does not belong to a verl"):
+            nested(tmp_path, f"rollout_correction:\n  {field}: raise\n")
 
 
 @pytest.mark.parametrize("name", ["bypass_pg_geo_rs_token_tis", "auto", "decoupled_k3_rs_seq_tis"])
@@ -347,15 +350,6 @@ def test_a_configuration_that_is_assigned_to_rollout_correction(name):
     own = grpo(rollout_is="geometric")
     own.rollout_correction = {"rollout_is": "token", "rollout_rs": "token_k2", "rollout_rs_threshold": 0.1}
     assert (own.rollout_is, own.rollout_rs) == ("geometric", ["token_k2"])  # what the user has set stays
-
-
-def test_fields_of_ours_as_rollout_correction():
-    config = RolloutCorrectionConfig(rollout_correction={"rollout_is": "token", "rollout_nan_policy": "raise"})
-    assert (config.rollout_is, config.rollout_nan_policy) == ("token", "raise")
-    config = RolloutCorrectionConfig(
-        rollout_correction={"rollout_correction": "bypass_pg_is", "rollout_is_threshold": 3.0}
-    )
-    assert (config.rollout_is_threshold, config.rollout_loss_type) == (3.0, "reinforce")
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -627,7 +621,7 @@ def test_help_shows_the_defaults(capsys):
         HfArgumentParser(RolloutCorrectedGRPOConfig).parse_args_into_dataclasses(["--help"])
     text = " ".join(capsys.readouterr().out.split())
     assert "token, sequence, geometric, or none. (default: token)" in text
-    assert "as the old policy's. (default: False)" in text
+    assert "of those of the old policy. (default: False)" in text
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -707,7 +701,7 @@ def test_a_threshold_of_a_preset_is_not_that_of_other_criteria(criteria):
         ({"rollout_monitor": "shout"}, "`rollout_monitor` must be one of warn, stop, tighten or None, got 'shout'"),
         ({"rollout_monitor_bounds": {"k3": 1}}, "`rollout_monitor_bounds` has 'k3', which is no rule"),
         ({"rollout_monitor_bounds": '{"k3_high": "x"}'}, "sets 'k3_high' to 'x', which must be a number"),
-        ({"rollout_monitor_bounds": "k3_high"}, "`rollout_monitor_bounds` is 'k3_high', which is not JSON"),
+        ({"rollout_monitor_bounds": "k3_high"}, "such as .* on a command line; got 'k3_high'"),
     ],
 )
 def test_monitors_that_cannot_be_meant(fields, message):
@@ -807,7 +801,7 @@ def test_options_of_what_is_off_are_warned_about(fields, reason):
 def test_settings_in_a_dump_of_an_earlier_version_are_read():
     config = config_of_run({"rollout_compile": True, "rollout_monitor_thresholds": {"k3_high": 0.5}}, "")
     assert config.rollout_monitor_bounds == {"k3_high": 0.5}
-    with pytest.raises(TypeError, match="`rollout_compile` is no field"):
+    with pytest.raises(TypeError, match="rollout_compile"):
         RolloutCorrectionConfig(rollout_compile=True)
 
 
@@ -835,10 +829,5 @@ def test_the_correction_is_parsed_once_and_follows_what_is_assigned(monkeypatch)
     assert config.criteria[0].lower == -math.log(1.25)
     config.rollout_correction = "bypass_pg_is"
     assert (config.correction.mode, config.correction.bounding.level) == ("reinforce", "sequence")
-    assert copy.deepcopy(config).correction == config.correction == resolve({"rollout_correction": "bypass_pg_is"})
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_presets_resolve_without_a_configuration(name):
-    assert resolve({"rollout_correction": name}) == RolloutCorrectionConfig.from_preset(name).correction
-    assert resolve({"rollout_correction": name, "rollout_is": None}).bounding is None
+    expected = RolloutCorrectionConfig("bypass_pg_is").correction
+    assert copy.deepcopy(config).correction == config.correction == expected

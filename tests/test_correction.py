@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from tests import reference
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
 from trl_rollout_corr.correction.compute import usable_rollout_logps
-from trl_rollout_corr.correction.functional import LEVELS
 from trl_rollout_corr.correction.histogram import PERCENTILES
 from trl_rollout_corr.messages import PREFIX
-from trl_rollout_corr.settings.criteria import CRITERIA, TOKEN_ONLY
+from trl_rollout_corr.settings.criteria import CRITERIA, LEVELS, TOKEN_ONLY
 
 
 settings.register_profile("package", deadline=None, max_examples=60, derandomize=True)

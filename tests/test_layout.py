@@ -19,7 +19,6 @@ ORDER = {
     "messages": [],
     "health": ["advice", "bands", "windows", "rule", "conditions", "rules", "examine"],
     "settings": [
-        "unset",
         "criteria",
         "presets",
         "thresholds",
@@ -29,7 +28,6 @@ ORDER = {
         "resolve",
         "config",
         "files",
-        "convert",
     ],  # so far without torch
     "correction": [
         "functional",

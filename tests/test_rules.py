@@ -519,8 +519,8 @@ def test_bounds_as_json():
         ({"k3_high": True}, "'k3_high' to True, which must be a number"),
         ({"k3_high": math.nan}, "'k3_high' to nan, which must be a number"),
         ({"k3_high": [0.1, 0.2]}, "which must be a number"),
-        ([0.1], r"must have a number, or None, by name of a rule, such as \{'k3_high': 0.1\}; got \[0.1\]"),
-        ("k3_high=0.1", "'k3_high=0.1', which is not JSON"),
+        ([0.1], r"must have a number, or None, by name of a rule, such as \{\"k3_high\": 0.1\} .*; got \[0.1\]"),
+        ("k3_high=0.1", "by name of a rule, .*; got 'k3_high=0.1'"),
         ("[0.1]", r"got \[0.1\]"),
     ],
 )

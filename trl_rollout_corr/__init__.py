@@ -1,6 +1,6 @@
 """Rollout correction for TRL: importance weights, rejection and bypass for samplers that are not the trained policy."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .messages import __version__ as __version__
 
@@ -53,7 +53,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     # Lazy, so that the mathematics can be used without importing TRL, which takes seconds
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -185,7 +185,7 @@ def _add_probe(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def _convert(args: argparse.Namespace) -> str:
-    from .settings.convert import convert
+    from .settings.files import convert
 
     return convert(args.file)
 

@@ -7,7 +7,6 @@ import os
 import re
 import warnings
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import yaml
 
@@ -32,7 +31,7 @@ class SettingError(ValueError):
     Args:
         field (`str`):
             Name of the setting.
-        value (`Any`):
+        value (`object`):
             Value of the setting.
         reason (`str`, *optional*):
             Reason why the value is refused.
@@ -45,7 +44,9 @@ class SettingError(ValueError):
             Part of the setting that the value belongs to, such as "for `token_k1`".
     """
 
-    def __init__(self, field: str, value: Any, reason: str = "", allowed: str = "", remedy: str = "", part: str = ""):
+    def __init__(
+        self, field: str, value: object, reason: str = "", allowed: str = "", remedy: str = "", part: str = ""
+    ) -> None:
         super().__init__(field, value, reason, allowed, remedy, part)  # all of them, for pickle
         self.field, self.value, self.reason = field, value, reason
         self.allowed, self.remedy, self.part = allowed, remedy, part
@@ -60,15 +61,7 @@ class SettingError(ValueError):
 
 
 class SettingWarning(UserWarning):
-    """
-    A warning about one setting.
-
-    Args:
-        message (`str`):
-            The warning.
-        field (`str`, *optional*):
-            Name of the setting.
-    """
+    """A warning about one setting, with its name."""
 
     def __init__(self, message: str, field: str | None = None):
         super().__init__(message)
@@ -98,7 +91,7 @@ def report(message: str, *, error: bool = False) -> None:
 
 
 def nearest(name: object, names: Iterable[str]) -> str:
-    """ " Did you mean 'x'?", or nothing if no name is close."""
+    """The question " Did you mean 'x'?" with the nearest name, or empty text if no name is close."""
     found = difflib.get_close_matches(str(name), list(names), n=1)
     return f" Did you mean {found[0]!r}?" if found else ""
 
@@ -137,17 +130,17 @@ def three_decimals(value: float | None) -> str:
 
 
 def steps(first: int, last: int) -> str:
-    """One optimizer step, or from which to which."""
+    """One optimizer step, or a range of them, as text."""
     return f"step {first}" if first == last else f"steps {first} to {last}"
 
 
-def yaml_lines(fields: Mapping[str, Any]) -> str:
+def yaml_lines(fields: Mapping[str, object]) -> str:
     """Fields as YAML, one a line."""
     return "".join(f"{key}: {_in_one_line(value)}\n" for key, value in fields.items())
 
 
-def _in_one_line(value: Any) -> str:
-    return yaml.safe_dump([value], default_flow_style=True, width=1000).strip()[1:-1]
+def _in_one_line(value: object) -> str:
+    return str(yaml.safe_dump([value], default_flow_style=True, width=1000)).strip()[1:-1]
 
 
 def printable(text: str) -> str:

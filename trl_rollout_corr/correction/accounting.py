@@ -8,7 +8,7 @@ the batch over ranks, micro-batches or logging steps. The layout is the same for
 import math
 from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import ClassVar, NamedTuple, Self
+from typing import ClassVar
 
 import torch
 
@@ -51,18 +51,16 @@ class Accounts(SegmentedSums):
         metrics: dict[str, float] = {}
         if applied.rejects:
             metrics |= {f"rejected/{name}": sums["rejected"] / sums["tokens"] for name, sums in groups.items()}
-            metrics |= _reward_metrics(s)
+            rewards = {name: (s[f"{name}/reward"], s[f"{name}/rows"]) for name in ("kept", "rejected")}
+            metrics |= {f"{name}/reward_mean": total / rows for name, (total, rows) in rewards.items() if rows}
         if applied.weighs:
             metrics |= {f"downweighted/{name}": sums["removed"] / sums["tokens"] for name, sums in groups.items()}
         return metrics
 
     def groups(self) -> dict[str, dict[str, float]]:
         """
-        The sums of each group of tokens. Waits for the device.
-
-        Returns:
-            `dict[str, dict[str, float]]`: by name of a group, as in the metrics, the number of its `tokens`, of its
-            `rejected` tokens, and the sum of `max(0, 1 - coefficient)` over the tokens that are kept, `removed`.
+        By name of a group, as in the metrics, the number of its `tokens`, of its `rejected` tokens, and the sum of
+        `max(0, 1 - coefficient)` over the tokens that are kept, `removed`. Waits for the device.
         """
         return _groups(self.by_name())
 
@@ -95,66 +93,32 @@ def account(
     Returns:
         [`Accounts`]: the sums. No host synchronisation, no collective.
     """
-    return _account(valid, keep, coefficients, advantages, rewards, turns, _Edges.on(valid.device))
-
-
-class _Edges(NamedTuple):
-    """Lower edges of the buckets of each kind, without the first."""
-
-    lengths: torch.Tensor
-    positions: torch.Tensor
-    rewards: torch.Tensor
-
-    @classmethod
-    def on(cls, device: torch.device) -> Self:
-        dtype = accumulation_dtype(device)
-        return cls(
-            edges_of(_OCTAVES, dtype, device), edges_of(BUCKETS, torch.long, device), edges_of(REWARDS, dtype, device)
-        )
-
-
-def _account(
-    valid: torch.Tensor,
-    keep: torch.Tensor,
-    coefficients: torch.Tensor,
-    advantages: torch.Tensor,
-    rewards: torch.Tensor,
-    turns: torch.Tensor | None,
-    edges: _Edges,
-) -> Accounts:
     by_row, by_position = _by_row_and_position(valid, keep, coefficients)
-    dtype = by_row.dtype
     lengths = by_row[:, 0]
-    octave = bucket_of(lengths, edges.lengths)
+    octave = bucket_of(lengths, _OCTAVES)
     sign = (advantages if advantages.dim() == 1 else advantages.sum(1)).sign().long() + 1
-    rewards = rewards.to(dtype)
-    counted = lengths.sign()
+    rewards, counted = rewards.to(lengths.dtype), lengths.sign()
     scored, rewards = rewards.isfinite() * counted, rewards.nan_to_num(0.0)
     positions = torch.arange(1, valid.shape[1] + 1, device=valid.device)
+    keeps_none = (by_row[:, 1] >= lengths).long()
     segments = {
         "cell": add_up(by_row, octave * len(SIGNS) + sign, len(_CELLS)),
         "rows": add_up(counted, octave, len(_OCTAVES)),
-        "position": add_up(by_position, bucket_of(positions, edges.positions), len(BUCKETS)),
-        "reward": add_up(by_row * scored[:, None], bucket_of(rewards, edges.rewards), len(REWARDS)),
-        "mean_reward": _mean_rewards(by_row, rewards, scored),
+        "position": add_up(by_position, bucket_of(positions, BUCKETS), len(BUCKETS)),
+        "reward": add_up(by_row * scored[:, None], bucket_of(rewards, REWARDS), len(REWARDS)),
+        "mean_reward": add_up(torch.stack([scored, scored * rewards], 1), keeps_none, 2),
     }
     if turns is not None:
         index = turns.flatten().clamp(1, TURNS) - 1
-        by_turn = [add_up(x.flatten().to(dtype), index, TURNS) for x in _measures(valid, keep, coefficients)]
+        by_turn = [add_up(x.flatten().to(lengths.dtype), index, TURNS) for x in _measures(valid, keep, coefficients)]
         segments["turn"] = torch.stack(by_turn, 1)
     return Accounts.of(segments)
 
 
 def turns_of(mask: torch.Tensor) -> torch.Tensor:
     """
-    Number the turns of a completion with tool calls.
-
-    Args:
-        mask (`torch.Tensor` of shape `(B, T)`):
-            Non-zero on tokens of the model, 0 on results of tools between them.
-
-    Returns:
-        `torch.Tensor` of shape `(B, T)`: turn of each token of the model, from 1.
+    Turn of each token of the model, from 1, `(B, T)`. `mask`, of the same shape, is non-zero on tokens of the model, and 0 on
+    results of tools between them.
     """
     model = mask != 0
     starts = model.clone()
@@ -186,26 +150,20 @@ def _by_row_and_position(
     return torch.cat(by_row, 1).to(dtype).T, torch.stack(by_position).sum(0, dtype=dtype).T
 
 
-def bucket_of(x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
-    """Index of the bucket of each number."""
-    return torch.bucketize(x.contiguous(), edges, right=True)
+def bucket_of(x: torch.Tensor, lower_ends: tuple[float, ...]) -> torch.Tensor:
+    """Index of the bucket of each number. The first bucket has no lower end."""
+    return torch.bucketize(x.contiguous(), _edges(lower_ends, x.dtype, x.device), right=True)
 
 
 @cache
-def edges_of(lower_ends: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Lower edges of buckets without the first. Cached on the device, because copying to it waits for it."""
+def _edges(lower_ends: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    # Kept on the device, because copying to it waits for it
     return torch.tensor(lower_ends[1:], dtype=dtype, device=device)
 
 
 def add_up(values: torch.Tensor, index: torch.Tensor, n_buckets: int) -> torch.Tensor:
     """Add up rows of `values` by bucket."""
     return values.new_zeros(n_buckets, *values.shape[1:]).index_add_(0, index, values)
-
-
-def _mean_rewards(by_row: torch.Tensor, rewards: torch.Tensor, scored: torch.Tensor) -> torch.Tensor:
-    """`(4,)`: number and sum of rewards of the completions that keep a token, then of those that keep none."""
-    rejected = (by_row[:, 1] >= by_row[:, 0]).long()
-    return add_up(torch.stack([scored, scored * rewards], 1), rejected, 2).flatten()
 
 
 # Numbers --------------------------------------------------------------------------------------------------------------
@@ -248,9 +206,3 @@ def _long_and_positive(s: Mapping[str, float]) -> dict[str, dict[str, float]]:
 
 def _total(s: Mapping[str, float], names: list[str]) -> dict[str, float]:
     return {measure: math.fsum(s[f"{name}/{measure}"] for name in names) for measure in MEASURES}
-
-
-def _reward_metrics(s: Mapping[str, float]) -> dict[str, float]:
-    means = {"kept": s["kept/rows"], "rejected": s["rejected/rows"]}
-    sums = {"kept": s["kept/reward"], "rejected": s["rejected/reward"]}
-    return {f"{name}/reward_mean": sums[name] / rows for name, rows in means.items() if rows}

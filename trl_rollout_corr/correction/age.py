@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import torch
 
-from .accounting import add_up, bucket_of, edges_of
+from .accounting import add_up, bucket_of
 from .functional import LARGEST_POWER, LOG_RATIO_BOUND, accumulation_dtype, k3, row_blocks, select_tokens
 from .metrics import Statistics
 from .sums import Applied, SegmentedSums, Segments
@@ -50,32 +50,16 @@ class Staleness(SegmentedSums):
 
 def engine_gap(statistics: Statistics) -> Segments:
     """
-    Gap of the old policy to the sampler, which has the same weights: it is due to the two engines.
-
-    Args:
-        statistics ([`~trl_rollout_corr.correction.metrics.Statistics`]):
-            Statistics of a batch whose training policy is the old policy.
-
-    Returns:
-        `dict[str, torch.Tensor]`: sums for [`Staleness.of`].
+    Gap of the old policy to the sampler, which has the same weights: it is due to the two engines. For [`Staleness.of`]. The
+    training policy of `statistics` is the old policy.
     """
     return {"engine": torch.stack([statistics[name] for name in _GAP])}
 
 
 def update_gap(old_logps: torch.Tensor, current_logps: torch.Tensor, mask: torch.Tensor) -> Segments:
     """
-    Gap of the current policy to the old policy, which is due to the optimizer steps between the two.
-
-    Args:
-        old_logps (`torch.Tensor` of shape `(B, T)`):
-            Log-probabilities when the batch was generated, in nats.
-        current_logps (`torch.Tensor` of shape `(B, T)`):
-            Log-probabilities now, in nats.
-        mask (`torch.Tensor` of shape `(B, T)`):
-            Non-zero on the tokens of the loss.
-
-    Returns:
-        `dict[str, torch.Tensor]`: sums for [`Staleness.of`].
+    Gap of the current policy to the old policy, which is due to the optimizer steps between the two. For [`Staleness.of`].
+    Log-probabilities, in nats, and mask are of shape `(B, T)`.
     """
     tokens = select_tokens(current_logps, old_logps, mask)
     # d = log pi_current - log pi_old, with KL estimates -d and k3 = exp(d) - 1 - d
@@ -143,26 +127,17 @@ def by_age(
     ages: torch.Tensor,
 ) -> Segments:
     """
-    Add up a batch by the age of its completions.
+    Add up a batch by the age of its completions. For [`ByAge.of`]. No host synchronisation, no collective.
 
     Args:
-        train_logps (`torch.Tensor` of shape `(B, T)`):
-            Log-probabilities of the current policy, in nats.
-        rollout_logps (`torch.Tensor` of shape `(B, T)`):
-            Log-probabilities of the policy that sampled, in nats.
+        train_logps, rollout_logps (`torch.Tensor` of shape `(B, T)`):
+            Log-probabilities of the current policy and of the policy that sampled, in nats.
         valid (`torch.Tensor` of shape `(B, T)`):
             Boolean mask of the tokens that count. A log-ratio among them that is not finite is taken as 0.
-        keep (`torch.Tensor` of shape `(B, T)`):
-            Boolean mask of the tokens that no criterion rejects.
-        coefficients (`torch.Tensor` of shape `(B, T)`):
-            Factor of the policy gradient of each token.
-        rewards (`torch.Tensor` of shape `(B,)`):
-            Rewards; NaN for a completion that was not scored.
+        keep, coefficients, rewards:
+            As for [`~trl_rollout_corr.correction.accounting.account`].
         ages (`torch.Tensor` of shape `(B,)`):
             Ages, in optimizer steps. A completion of unknown age, NaN, is left out.
-
-    Returns:
-        `dict[str, torch.Tensor]`: sums for [`ByAge.of`]. No host synchronisation, no collective.
     """
     dtype = accumulation_dtype(valid.device)
     blocks = [
@@ -178,7 +153,7 @@ def by_age(
     tokens, squares = rows[:, _MEASURES.index("tokens")], rows[:, _MEASURES.index("squares")]
     line = [ages * tokens, ages.square() * tokens, squares, ages * squares, tokens]
     return {
-        "bins": add_up(rows, bucket_of(ages, edges_of(AGES, ages.dtype, ages.device)), len(AGES)),
+        "bins": add_up(rows, bucket_of(ages, AGES), len(AGES)),
         "line": torch.stack([x.sum() for x in line]),
     }
 
@@ -199,16 +174,8 @@ def _row_sums(
 
 def count_completions(lengths: torch.Tensor, rewards: torch.Tensor) -> torch.Tensor:
     """
-    Add up completions.
-
-    Args:
-        lengths (`torch.Tensor` of shape `(B,)`):
-            Tokens of the loss. A completion without one does not count.
-        rewards (`torch.Tensor` of shape `(B,)`):
-            Rewards; NaN for a completion that was not scored.
-
-    Returns:
-        `torch.Tensor` of shape `(4,)`: the segment `trained` or `stale_dropped` of [`ByAge`].
+    Segment `trained` or `stale_dropped` of [`ByAge`], `(4,)`, from the tokens of the loss, `(B,)`, and the rewards, `(B,)`. A
+    completion without a token does not count; the reward of one that was not scored is NaN.
     """
     dtype = accumulation_dtype(lengths.device)
     lengths, rewards = lengths.to(dtype), rewards.to(dtype)

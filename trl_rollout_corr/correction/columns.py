@@ -8,13 +8,7 @@ from .functional import Tokens, above, accumulation_dtype
 
 
 class Columns:
-    """
-    Columns of a block of rows by name, `(B, 1)` each: summands of the sums, and candidates for the maxima.
-
-    Args:
-        tokens ([`~trl_rollout_corr.correction.functional.Tokens`]):
-            Tokens of the rows that count.
-    """
+    """Columns of a block of rows by name, `(B, 1)` each: summands of the sums, and candidates for the maxima."""
 
     def __init__(self, tokens: Tokens) -> None:
         self.dtype = accumulation_dtype(tokens.valid.device)
@@ -66,4 +60,5 @@ class Columns:
 
 def row_squares(x: torch.Tensor) -> torch.Tensor:
     """`(B, 1)`: squares added up over each row, without a tensor of them."""
-    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
+    norms: torch.Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return norms.square_()

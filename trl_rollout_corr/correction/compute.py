@@ -1,8 +1,7 @@
 """Log-probabilities, a mask and settings in; weights, a keep-mask and statistics out. Torch only."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -41,8 +40,9 @@ class RolloutCorrection:
             Factor of `rollout_rs_renormalize`, or 1.
         applies_weights (`bool`):
             True if the mode applies the weights; False if it only reports them.
-        log_ratio (`torch.Tensor` of shape `(B, T)`):
-            Log-ratio to the sampler, in nats, 0 outside the valid tokens.
+        log_ratio (`torch.Tensor` of shape `(B, T)` or `None`):
+            Log-ratio to the sampler, in nats, 0 outside the valid tokens. `None` in decoupled mode without
+            `rollout_lr_scaling`, which have no use for it.
         statistics ([`~trl_rollout_corr.correction.metrics.Statistics`]):
             Sums from which the metrics are made.
     """
@@ -52,7 +52,7 @@ class RolloutCorrection:
     valid: torch.Tensor
     scale: torch.Tensor
     applies_weights: bool
-    log_ratio: torch.Tensor
+    log_ratio: torch.Tensor | None
     statistics: Statistics
 
     @property
@@ -117,55 +117,47 @@ def compute_rollout_correction(
     tensor([[1., 2.]])
     ```
     """
+    keeps_log_ratio = not isinstance(config, Correction) and config.rollout_lr_scaling is not None
     settings = config if isinstance(config, Correction) else config.correction
     _check_shapes(train_logps, rollout_logps, mask)
     direction = _direction(advantages, mask, settings)
-    corrected = _Assembled(mask)
-    for rows in row_blocks(mask):
-        direction_of_rows = None if direction is None else direction[rows]
-        corrected.put(
-            rows, _correct_rows(train_logps[rows], rollout_logps[rows], mask[rows], settings, direction_of_rows)
+    blocks = (
+        _correct_rows(
+            train_logps[rows],
+            rollout_logps[rows],
+            mask[rows],
+            settings,
+            None if direction is None else direction[rows],
+            keeps_log_ratio=keeps_log_ratio or settings.bypasses,
         )
-    weights, statistics = corrected.weights, corrected.statistics()
+        for rows in row_blocks(mask)
+    )
+    corrected = _joined(blocks, mask.shape)
+    weights, statistics = corrected.weights, corrected.statistics
     if settings.nan_policy == "raise":
         _check_finite(statistics)
+    if not settings.needs_whole_batch:
+        return corrected
 
-    scale = statistics.vector.new_ones(())
-    if settings.needs_whole_batch:
-        totals = _batch_totals(statistics, settings)
-        totals = totals if sum_over_ranks is None else sum_over_ranks(totals)
-        if settings.normalizes:
-            mean = mean_weight(totals[:2])
-            weights = None if weights is None else weights.div_(mean)
-            statistics = statistics.with_sum("coefficients", statistics["coefficients"] / mean)
-        if settings.renormalizes:
-            scale = renormalization(totals[2:])
-            statistics = statistics.with_sum("coefficients", statistics["coefficients"] * scale)
-    scale = scale.to(corrected.dtype)
-    return RolloutCorrection(
-        weights, corrected.keep, corrected.valid, scale, settings.applies_weights, corrected.log_ratio, statistics
+    scale, coefficients = corrected.scale, statistics["coefficients"]
+    totals = _batch_totals(statistics, settings)
+    totals = totals if sum_over_ranks is None else sum_over_ranks(totals)
+    if settings.normalizes:
+        mean = mean_weight(totals[:2])
+        weights = None if weights is None else weights.div_(mean)
+        coefficients = coefficients / mean
+    if settings.renormalizes:
+        factor = renormalization(totals[2:])
+        scale, coefficients = factor.to(scale.dtype), coefficients * factor
+    return replace(
+        corrected, weights=weights, scale=scale, statistics=statistics.with_sum("coefficients", coefficients)
     )
 
 
 def keep_mask(
     train_logps: torch.Tensor, rollout_logps: torch.Tensor, mask: torch.Tensor, config: RolloutCorrectionConfig
 ) -> torch.Tensor:
-    """
-    The keep-mask of [`compute_rollout_correction`] alone.
-
-    Args:
-        train_logps (`torch.Tensor` of shape `(B, T)`):
-            Log-probabilities under the training policy, in nats.
-        rollout_logps (`torch.Tensor` of shape `(B, T)`):
-            Log-probabilities under the rollout policy, in nats.
-        mask (`torch.Tensor` of shape `(B, T)`):
-            Non-zero on the tokens of the loss.
-        config ([`RolloutCorrectionConfig`]):
-            The rejection criteria.
-
-    Returns:
-        `torch.Tensor` of shape `(B, T)`: boolean mask of the valid tokens that every criterion keeps.
-    """
+    """Boolean mask `(B, T)` of the valid tokens that every criterion keeps. Arguments: [`compute_rollout_correction`]."""
     settings = config.correction
     tokens = select_tokens(train_logps, rollout_logps, mask, neutralize=settings.nan_policy == "neutralize")
     return _keep(tokens, [reject(tokens, criterion) for criterion in settings.criteria]) > 0
@@ -175,20 +167,8 @@ def usable_rollout_logps(
     train_logps: torch.Tensor, rollout_logps: torch.Tensor, mask: torch.Tensor, config: RolloutCorrectionConfig
 ) -> torch.Tensor:
     """
-    Log-probabilities of the rollout policy on valid tokens, and those of the training policy elsewhere.
-
-    Args:
-        train_logps (`torch.Tensor` of shape `(B, T)`):
-            Log-probabilities under the training policy, in nats.
-        rollout_logps (`torch.Tensor` of shape `(B, T)`):
-            Log-probabilities under the rollout policy, in nats.
-        mask (`torch.Tensor` of shape `(B, T)`):
-            Non-zero on the tokens of the loss.
-        config ([`RolloutCorrectionConfig`]):
-            Treatment of log-probabilities that are not finite.
-
-    Returns:
-        `torch.Tensor` of shape `(B, T)`: the log-ratio to it is 0 outside the mask and where it would not be finite.
+    Log-probabilities of the rollout policy on valid tokens, and of the training policy elsewhere, `(B, T)` in nats: the
+    log-ratio is 0 outside the mask and where it would not be finite. Arguments: [`compute_rollout_correction`].
     """
     neutralize = config.rollout_nan_policy == "neutralize"
     return train_logps - select_tokens(train_logps, rollout_logps, mask, neutralize=neutralize).log_ratio
@@ -221,60 +201,13 @@ def _direction(advantages: torch.Tensor | None, mask: torch.Tensor, settings: Co
     directed = [criterion.name for criterion in settings.criteria if criterion.directed]
     if advantages is None and not directed:
         return None
-    rows = mask.shape[0]
-    if advantages is None or advantages.shape not in (mask.shape, (rows,), (rows, 1)):
-        got = None if advantages is None else tuple(advantages.shape)
-        who = (
-            f"`rollout_rs` has {directed[0]!r}, which depends on the sign of the advantages: pass " if directed else ""
-        )
-        raise ValueError(
-            f"{who}`advantages` {'of' if directed else 'must be of'} shape {tuple(mask.shape[:1])} or "
-            f"{tuple(mask.shape)}, got {got}."
-        )
-    return (advantages if advantages.dim() == 2 else advantages.unsqueeze(1)).detach().float().sign()
-
-
-class _Rows(NamedTuple):
-    """Correction of some rows, before batch normalisation. `keep` and `valid` are 1 or 0."""
-
-    weights: torch.Tensor | None
-    keep: torch.Tensor
-    valid: torch.Tensor
-    log_ratio: torch.Tensor
-    statistics: Statistics
-
-
-class _Assembled:
-    """Results of all row blocks. A single block is not copied."""
-
-    def __init__(self, mask: torch.Tensor) -> None:
-        self.weights: torch.Tensor | None = None
-        self.log_ratio: torch.Tensor  # from the first block on
-        self.dtype: torch.dtype | None = None
-        self.keep = torch.empty(mask.shape, dtype=torch.bool, device=mask.device)
-        self.valid = torch.empty_like(self.keep)
-        self.parts: list[Statistics] = []
-
-    def put(self, rows: slice, block: _Rows) -> None:
-        self.dtype = block.keep.dtype
-        if block.keep.shape == self.keep.shape:
-            self.weights, self.log_ratio = block.weights, block.log_ratio
-            self.keep, self.valid = block.keep.bool(), block.valid.bool()
-            self.parts = [block.statistics]
-            return
-        if not self.parts:
-            self.log_ratio = torch.empty_like(self.keep, dtype=block.log_ratio.dtype)
-            self.weights = (
-                None if block.weights is None else torch.empty_like(self.log_ratio, dtype=block.weights.dtype)
-            )
-        self.parts.append(block.statistics)
-        self.keep[rows], self.valid[rows], self.log_ratio[rows] = block.keep, block.valid, block.log_ratio
-        if self.weights is not None and block.weights is not None:
-            self.weights[rows] = block.weights
-
-    def statistics(self) -> Statistics:
-        first, *others = self.parts
-        return first.combine(torch.stack([part.vector for part in self.parts])) if others else first
+    if advantages is not None and advantages.shape in (mask.shape, mask.shape[:1], (len(mask), 1)):
+        return (advantages if advantages.dim() == 2 else advantages.unsqueeze(1)).detach().float().sign()
+    needs = "`advantages` must be"
+    if directed:
+        needs = f"`rollout_rs` has {directed[0]!r}, which depends on the sign of the advantages: pass `advantages`"
+    got = None if advantages is None else tuple(advantages.shape)
+    raise ValueError(f"{needs} of shape {tuple(mask.shape[:1])} or {tuple(mask.shape)}, got {got}.")
 
 
 def _correct_rows(
@@ -283,7 +216,10 @@ def _correct_rows(
     mask: torch.Tensor,
     settings: Correction,
     direction: torch.Tensor | None,
-) -> _Rows:
+    *,
+    keeps_log_ratio: bool,
+) -> RolloutCorrection:
+    """Correction of some rows, before batch normalisation."""
     tokens = select_tokens(train_logps, rollout_logps, mask, neutralize=settings.nan_policy == "neutralize")
     rejections = [(criterion, reject(tokens, criterion, direction)) for criterion in settings.criteria]
     keep = _keep(tokens, [rejection for _, rejection in rejections])
@@ -298,7 +234,32 @@ def _correct_rows(
     if weights is not None and settings.applies_weights:
         coefficients = keep * weights if rejections else weights  # weights are 0 where a token is not valid
     statistics = collect(tokens, keep, coefficients, weighed, rejections, direction)
-    return _Rows(weights, keep, tokens.valid, tokens.log_ratio, statistics)
+    return RolloutCorrection(
+        weights,
+        keep.bool(),
+        tokens.valid.bool(),
+        scale=keep.new_ones(()),
+        applies_weights=settings.applies_weights,
+        log_ratio=tokens.log_ratio if keeps_log_ratio else None,
+        statistics=statistics,
+    )
+
+
+def _joined(blocks: Iterable[RolloutCorrection], shape: torch.Size) -> RolloutCorrection:
+    """Correction of all rows, `shape`, from those of blocks of rows. A single block is not copied."""
+    whole: dict[str, Any] = {}
+    sums, done = [], 0
+    for block in blocks:
+        if block.keep.shape == shape:
+            return block
+        rows = slice(done, done + len(block.keep))
+        done = rows.stop
+        for name in ("weights", "keep", "valid", "log_ratio"):
+            part = getattr(block, name)
+            if part is not None:
+                whole.setdefault(name, part.new_empty(shape))[rows] = part
+        sums.append(block.statistics.vector)
+    return replace(block, statistics=block.statistics.combine(torch.stack(sums)), **whole)
 
 
 def _keep(tokens: Tokens, rejections: list[Rejection]) -> torch.Tensor:
@@ -312,7 +273,6 @@ def _keep(tokens: Tokens, rejections: list[Rejection]) -> torch.Tensor:
 def _batch_totals(statistics: Statistics, settings: Correction) -> torch.Tensor:
     """`(4,)`: sum and number of the weights, valid tokens, kept tokens. One vector, hence one collective."""
     nothing = statistics.vector.new_zeros(())
-    normalized = settings.bounding is not None and settings.bounding.normalized
-    weights = [statistics[name] if normalized else nothing for name in ("is/norm_sum", "is/norm_count")]
+    weights = [statistics[name] if settings.normalizes else nothing for name in ("is/norm_sum", "is/norm_count")]
     tokens, rejected = statistics["tokens"], statistics["rejected"] if settings.criteria else nothing
     return torch.stack([*weights, tokens, tokens - rejected])

@@ -1,8 +1,8 @@
 """
 Importance weights and rejection rules: tensors in, tensors out.
 
-Shapes: `B` completions, `T` completion tokens. What is true of a token is written as a number, 1 or 0, in the type of the
-log-ratio: such indicators are multiplied and added up, several times faster than booleans are combined and counted.
+Shapes: `B` completions, `T` completion tokens. Indicators of tokens are numbers, 1 or 0, in the type of the log-ratio:
+multiplying and adding them is several times faster than combining and counting booleans.
 
 Nothing in this module reads a configuration, synchronises with the host, or talks to another process.
 """
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..settings.criteria import DIVERGENCES, LEVELS, SCOPES, TOKEN_ONLY, Criterion
+from ..settings.criteria import TOKEN_ONLY, Criterion
 
 
 # exp(20) = 4.9e8: a ratio beyond it says "broken", not "off-policy", and sums of squares still fit in float32. The bound is
@@ -43,51 +43,25 @@ def accumulation_dtype(device: torch.device) -> torch.dtype:
 
 
 class Tokens(NamedTuple):
-    """
-    The tokens that count, in some rows of a batch. Made by [`select_tokens`].
+    """The tokens that count, in some rows of a batch. Made by [`select_tokens`]."""
 
-    Args:
-        log_ratio (`torch.Tensor` of shape `(B, T)`):
-            Log-ratio `d = log pi_train - log pi_rollout` of the sampled tokens, 0 where they do not count.
-        train_logps (`torch.Tensor` of shape `(B, T)`):
-            Log-probabilities under the training policy, 0 where they do not count.
-        valid (`torch.Tensor` of shape `(B, T)`):
-            1 on tokens that count, else 0.
-        outside (`torch.Tensor` of shape `(B, T)`):
-            0 on tokens that count, else infinity: added before a minimum, and subtracted before a maximum.
-        lengths (`torch.Tensor` of shape `(B, 1)`):
-            Number of tokens that count.
-        mask_lengths (`torch.Tensor` of shape `(B, 1)`):
-            Number of tokens of the loss.
-        broken (`torch.Tensor` of shape `(B, 1)`):
-            Number of tokens of the loss whose log-ratio is not finite.
-    """
-
-    log_ratio: torch.Tensor
-    train_logps: torch.Tensor
-    valid: torch.Tensor
-    outside: torch.Tensor
-    lengths: torch.Tensor
-    mask_lengths: torch.Tensor
-    broken: torch.Tensor
+    log_ratio: torch.Tensor  # (B, T): d = log pi_train - log pi_rollout, in nats, 0 where tokens do not count
+    train_logps: torch.Tensor  # (B, T): log-probabilities of the training policy, in nats, 0 where tokens do not count
+    valid: torch.Tensor  # (B, T): 1 on tokens that count, else 0
+    outside: torch.Tensor  # (B, T): 0 on tokens that count, else infinity: for minima and maxima
+    lengths: torch.Tensor  # (B, 1): number of tokens that count
+    mask_lengths: torch.Tensor  # (B, 1): number of tokens of the loss
+    broken: torch.Tensor  # (B, 1): number of tokens of the loss whose log-ratio is not finite
 
 
 class Rejection(NamedTuple):
-    """
-    Result of one [`Criterion`]. `(B, T)` for scope `"token"`, else `(B, 1)`.
+    """Result of one [`Criterion`]. `(B, T)` for scope `"token"`, else `(B, 1)`."""
 
-    Args:
-        statistic (`torch.Tensor`):
-            The value that bounds act on; 0 for a token that does not count, and for a sequence without tokens.
-        high (`torch.Tensor`):
-            1 where the statistic exceeds the upper bound, else 0.
-        low (`torch.Tensor`):
-            1 where the statistic is under the lower bound, else 0.
-    """
-
-    statistic: torch.Tensor
-    high: torch.Tensor
-    low: torch.Tensor
+    statistic: (
+        torch.Tensor
+    )  # compared with the bounds; 0 for a token that does not count, and a sequence without tokens
+    high: torch.Tensor  # 1 above the upper bound, else 0
+    low: torch.Tensor  # 1 below the lower bound, else 0
 
     @property
     def rejected(self) -> torch.Tensor:
@@ -185,8 +159,6 @@ def importance_ratio(tokens: Tokens, *, level: str) -> torch.Tensor:
     log_ratio = tokens.log_ratio.sum(-1, keepdim=True)
     if level == "geometric":
         log_ratio = log_ratio / tokens.lengths.clamp(min=1)
-    elif level != "sequence":
-        raise ValueError(f"`level` must be one of {LEVELS}, got {level!r}.")
     return log_ratio.clamp(max=LOG_RATIO_BOUND).exp().mul_(above(tokens.lengths, 0.0))
 
 
@@ -241,11 +213,7 @@ def token_divergence(log_ratio: torch.Tensor, divergence: str) -> torch.Tensor:
     if divergence == "k1":
         return -log_ratio
     bounded = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    if divergence == "k2":
-        return bounded.square() / 2
-    if divergence == "k3":
-        return k3(bounded)
-    raise ValueError(f"`divergence` must be one of {DIVERGENCES}, got {divergence!r}.")
+    return bounded.square() / 2 if divergence == "k2" else k3(bounded)
 
 
 def k3(log_ratio: torch.Tensor) -> torch.Tensor:
@@ -279,15 +247,11 @@ def probability_divergence(tokens: Tokens, divergence: str) -> torch.Tensor:
     if divergence == "tv":  # without the difference of two numbers near 1
         larger = torch.maximum(log_p, log_q).exp_()
         return torch.expm1(-tokens.log_ratio.abs()).neg_().copysign_(tokens.log_ratio).mul_(larger)
-    if divergence not in TOKEN_ONLY:
-        raise ValueError(f"`divergence` must be one of {TOKEN_ONLY}, got {divergence!r}.")
     for logps in (log_p, log_q):
         logps.clamp_(math.log(SMALLEST_PROBABILITY), math.log1p(-SMALLEST_PROBABILITY))
-    d, of_others = (
-        log_p - log_q,
-        torch.log(torch.expm1(log_p) / torch.expm1(log_q)),
-    )  # ln of p / q and (1 - p) / (1 - q)
-    # rounding may leave either below 0, which it cannot be
+    # ln(p / q) and ln((1 - p) / (1 - q))
+    d, of_others = log_p - log_q, torch.log(torch.expm1(log_p) / torch.expm1(log_q))
+    # neither can be negative, but for rounding
     from_sampler = (torch.expm1(log_q) * of_others - log_q.exp() * d).clamp_(min=0.0)  # D(q, p)
     if divergence == "kl":
         return from_sampler.copysign_(d)
@@ -296,18 +260,8 @@ def probability_divergence(tokens: Tokens, divergence: str) -> torch.Tensor:
 
 def reject(tokens: Tokens, criterion: Criterion, direction: torch.Tensor | None = None) -> Rejection:
     """
-    Apply one rejection rule.
-
-    Args:
-        tokens ([`Tokens`]):
-            The tokens.
-        criterion ([`Criterion`]):
-            The rule.
-        direction (`torch.Tensor` of shape `(B, 1)` or `(B, T)`, *optional*):
-            Sign of the advantage, for a rule that looks at it.
-
-    Returns:
-        [`Rejection`]: the statistic, and where it is out of bounds.
+    Apply one rejection rule. `direction`, of shape `(B, 1)` or `(B, T)`, is the sign of the advantage, for a rule that depends
+    on it.
     """
     if criterion.divergence in TOKEN_ONLY:
         return _reject_by_probability(tokens, criterion, direction)
@@ -326,8 +280,7 @@ def _reject_by_probability(tokens: Tokens, criterion: Criterion, direction: torc
     statistic = probability_divergence(tokens, criterion.divergence).mul_(tokens.valid)
     high, low = above(statistic, criterion.upper).mul_(tokens.valid), below(statistic, criterion.lower)
     if criterion.directed:
-        if direction is None:
-            raise ValueError(f"`{criterion.name}` looks at the sign of the advantages, which are missing.")
+        assert direction is not None  # `compute_rollout_correction` has refused missing advantages
         high, low = high * above(direction, 0.0), low * below(direction, 0.0)
     return Rejection(statistic, high, low)
 
@@ -340,23 +293,15 @@ def _reduce_sequence(divergence: torch.Tensor, tokens: Tokens, scope: str) -> to
         return divergence.sum(-1, keepdim=True)
     if scope == "seq_mean":
         return divergence.sum(-1, keepdim=True) / tokens.lengths.clamp(min=1)
-    if scope == "seq_max":
-        worst = (divergence - tokens.outside).amax(-1, keepdim=True)
-        return worst.masked_fill(tokens.lengths == 0, 0.0)
-    raise ValueError(f"`scope` must be one of {SCOPES}, got {scope!r}.")
+    worst = (divergence - tokens.outside).amax(-1, keepdim=True)  # seq_max
+    return worst.masked_fill(tokens.lengths == 0, 0.0)
 
 
 def mean_weight(sums: torch.Tensor) -> torch.Tensor:
     """
-    Divisor of the weights in batch normalisation (self-normalised importance sampling).
-
-    Args:
-        sums (`torch.Tensor` of shape `(2,)`):
-            Sum and number of the weights of the whole batch, added up over all ranks: of tokens at token level, of sequences
-            otherwise.
-
-    Returns:
-        `torch.Tensor` of shape `()`: their mean, or 1 if it is below 1e-8.
+    Divisor of the weights in batch normalisation (self-normalised importance sampling): their mean, or 1 if it is below 1e-8.
+    `sums`, of shape `(2,)`, are the sum and the number of the weights of the batch of all ranks: of tokens at token level, of
+    sequences otherwise.
     """
     mean = sums[0] / sums[1].clamp(min=1)
     return torch.where(mean > MIN_MEAN_WEIGHT, mean, torch.ones_like(mean))
@@ -364,14 +309,8 @@ def mean_weight(sums: torch.Tensor) -> torch.Tensor:
 
 def renormalization(valid_and_kept: torch.Tensor) -> torch.Tensor:
     """
-    Factor that turns a mean over all valid tokens into a mean over the kept ones.
-
-    Args:
-        valid_and_kept (`torch.Tensor` of shape `(2,)`):
-            Number of valid tokens and number of kept tokens of the whole batch, added up over all ranks.
-
-    Returns:
-        `torch.Tensor` of shape `()`: `valid / kept`, or 1 if nothing is kept.
+    Factor that turns a mean over all valid tokens into a mean over the kept ones: `valid / kept`, or 1 if nothing is kept.
+    `valid_and_kept`, of shape `(2,)`, are the numbers of these tokens in the batch of all ranks.
     """
     valid, kept = valid_and_kept
     return torch.where(kept > 0, valid / kept.clamp(min=1), torch.ones_like(valid))
@@ -381,41 +320,19 @@ def renormalization(valid_and_kept: torch.Tensor) -> torch.Tensor:
 
 
 def normal_cdf(distance: torch.Tensor | float, spread: torch.Tensor) -> torch.Tensor:
-    """
-    Probability that a normal variable is at most `distance` above its mean.
-
-    Args:
-        distance (`torch.Tensor` or `float`):
-            Distance from the mean.
-        spread (`torch.Tensor`):
-            Standard deviation; 0 for a variable that is always at its mean.
-
-    Returns:
-        `torch.Tensor`: probability.
-    """
-    return torch.special.ndtr(distance / spread.clamp(min=1e-300))
+    """Probability that a normal variable is at most `distance` above its mean. Its standard deviation `spread` may be 0."""
+    probability: torch.Tensor = torch.special.ndtr(distance / spread.clamp(min=1e-300))
+    return probability
 
 
 def expected_share_outside(s: float, lengths: torch.Tensor, lower: float, upper: float) -> torch.Tensor:
     """
-    Share of completions whose geometric mean of the ratio is outside `[lower, upper]`.
+    Share of completions of `lengths` tokens whose geometric mean of the ratio is outside `[lower, upper]`. `s` is the root
+    mean square of the log-ratio, in nats.
 
     Log-ratios are taken as independent and normal, with variance `s^2` and the mean at which a ratio has mean 1:
 
         mean of T log-ratios ~ N(-s^2 / 2, s^2 / T)
-
-    Args:
-        s (`float`):
-            Root mean square of the log-ratio, in nats.
-        lengths (`torch.Tensor`):
-            Tokens `T` of a completion.
-        lower (`float`):
-            Lower bound on the ratio; 0 for none.
-        upper (`float`):
-            Upper bound on the ratio.
-
-    Returns:
-        `torch.Tensor` of the shape of `lengths`.
     """
     center, spread = -s * s / 2, s / lengths.sqrt()
     low = -math.inf if lower == 0 else math.log(lower)

@@ -51,19 +51,8 @@ def bin_edges() -> tuple[float, ...]:
 
 def percentiles(counts: list[float], smallest: float, largest: float) -> dict[int, float]:
     """
-    Percentiles of the log-ratio.
-
-    Args:
-        counts (`list[float]`):
-            The histogram.
-        smallest (`float`):
-            Smallest log-ratio. The outermost bins also hold all values beyond them.
-        largest (`float`):
-            Largest log-ratio.
-
-    Returns:
-        `dict[int, float]`: by percent, in nats: the geometric mean of the edges of the bin that holds the percentile. NaN if
-        no token was counted.
+    Percentiles of the log-ratio by percent, in nats: the geometric mean of the edges of the bin that holds the percentile. NaN
+    if no token was counted. The outermost bins also hold all values beyond them, up to the `smallest` and `largest` log-ratio.
     """
     cumulative = list(accumulate(counts))
     return {percent: _percentile(cumulative, percent / 100, smallest, largest) for percent in PERCENTILES}

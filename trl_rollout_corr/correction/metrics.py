@@ -11,7 +11,7 @@ Names inside a vector are internal. The metric keys, their formulas and healthy 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Self
 
 import torch
 
@@ -33,14 +33,8 @@ from .sums import Applied, Sums
 @dataclass(frozen=True)
 class Statistics(Sums):
     """
-    Sums that describe a batch, in one vector of shape `(len(sum_names) + BINS + len(max_names),)`: the sums, the histogram of
-    the log-ratio, and the maxima.
-
-    Args:
-        bounding ([`Bounding`], *optional*):
-            Importance weights, if there are any.
-        criteria (`tuple[Criterion, ...]`, *optional*):
-            Rejection criteria.
+    Sums that describe a batch with its weights and criteria. The vector, of shape `(len(sum_names) + BINS + len(max_names),)`,
+    holds the sums, the histogram of the log-ratio, and the maxima.
     """
 
     bounding: Bounding | None = None
@@ -57,18 +51,13 @@ class Statistics(Sums):
         return replace(self, vector=vector)
 
     def histogram(self) -> tuple[list[float], tuple[float, ...]]:
-        """
-        Histogram of the log-ratio over the valid tokens.
-
-        Returns:
-            `tuple[list[float], tuple[float, ...]]`: the `BINS` counts and the `BINS + 1` edges, in nats.
-        """
+        """`BINS` counts and `BINS + 1` edges, in nats, of the log-ratio over the valid tokens. Waits for the device."""
         start = len(self.sum_names)
         return self.vector[start : start + histogram.BINS].tolist(), histogram.bin_edges()
 
     def _metrics(self, s: dict[str, float], applied: Applied) -> dict[str, float]:
         """Metrics of the batch: NaN if it has no valid token, finite otherwise."""
-        metrics = _policy_metrics(s) | _percentile_metrics(s, self.histogram()[0])
+        metrics = _policy_metrics(s, self.histogram()[0])
         if self.bounding is not None:
             metrics |= _weight_metrics(s, self.bounding)
         for criterion in self.criteria:
@@ -88,7 +77,7 @@ def collect(
     direction: torch.Tensor | None = None,
 ) -> Statistics:
     """
-    Add up the statistics of some rows of a batch.
+    Add up the statistics of some rows of a batch. No host synchronisation, no collective.
 
     Args:
         tokens ([`~trl_rollout_corr.correction.functional.Tokens`]):
@@ -104,9 +93,6 @@ def collect(
             Criteria and their results.
         direction (`torch.Tensor` of shape `(B, 1)` or `(B, T)`, *optional*):
             Sign of the advantages.
-
-    Returns:
-        [`Statistics`]: sums of the rows. No host synchronisation, no collective.
     """
     c = Columns(tokens)
     c.add("tokens", tokens.lengths)
@@ -168,8 +154,9 @@ def _collect_directions(c: Columns, tokens: Tokens, direction: torch.Tensor) -> 
             c.add_columns(names, torch.cat([c.sums["d"], tokens.lengths], -1).mul_(chosen))
 
 
-def _policy_metrics(s: dict[str, float]) -> dict[str, float]:
+def _policy_metrics(s: dict[str, float], counts: list[float]) -> dict[str, float]:
     tokens, rows = s["tokens"], s["rows"]
+    percentiles = histogram.percentiles(counts, -s["d_negated_min"], s["d_max"])
     return {
         "training_log_ppl": _divide(s["train_nll"], rows),
         "training_ppl": _divide(s["train_ppl"], rows),
@@ -191,13 +178,10 @@ def _policy_metrics(s: dict[str, float]) -> dict[str, float]:
             for sign in ("positive", "negative")
             if s.get(f"{sign}/tokens")
         },
+        **{f"log_ratio_p{percent}": value for percent, value in percentiles.items()},
+        "log_ratio_min": -_maximum(s["d_negated_min"]),
+        "log_ratio_max": _maximum(s["d_max"]),
     }
-
-
-def _percentile_metrics(s: dict[str, float], counts: list[float]) -> dict[str, float]:
-    found = histogram.percentiles(counts, -s["d_negated_min"], s["d_max"])
-    metrics = {f"log_ratio_p{percent}": value for percent, value in found.items()}
-    return metrics | {"log_ratio_min": -_maximum(s["d_negated_min"]), "log_ratio_max": _maximum(s["d_max"])}
 
 
 # Importance weights ---------------------------------------------------------------------------------------------------
@@ -207,50 +191,35 @@ def _collect_weights(
     c: Columns, tokens: Tokens, bounding: Bounding, ratio: torch.Tensor, bounded: torch.Tensor
 ) -> None:
     lower = 1 / bounding.upper if bounding.lower is None else bounding.lower
-    high = above(ratio, bounding.upper).sum(-1, keepdim=True)
-    collect_level = _collect_token_weights if bounding.level == "token" else _collect_sequence_weights
-    row_excess, row_ratio, low = collect_level(c, tokens, bounding, ratio, bounded, lower)
-    c.add("is/high", high)
+    if bounding.level == "token":
+        # sums of w - 1 rather than w: a variance of 1e-8 around a mean of 1 keeps its digits
+        excess = bounded - tokens.valid
+        c.add("is/sum", excess)
+        c.add("is/ratio", ratio)
+        c.add("is/squares", row_squares(excess))
+        c.sums["is/units"] = tokens.lengths
+        row_excess, row_ratio = c.row_mean("is/sum"), c.row_mean("is/ratio")
+        low = below(ratio, lower).mul_(tokens.valid)
+        if not bounding.grows:
+            c.add_extremes("is/weight", bounded, tokens.outside)
+    else:  # a sequence counts once per token
+        row_excess, row_ratio = (bounded.to(c.dtype) - 1.0) * c.rows, ratio.to(c.dtype)
+        low = below(ratio, lower) * c.rows
+        c.add("is/sum", row_excess * c.lengths)
+        c.add("is/squares", row_excess.square() * c.lengths)
+        c.sums["is/units"] = c.rows
+        c.add_extremes("is/weight", row_ratio, c.no_rows)  # the ratio before bounding, as in verl
+    c.add("is/high", above(ratio, bounding.upper))
     c.add("is/low", low)
     c.add_rows("is", row_excess)
     c.add("is/row_high", above(row_ratio, bounding.upper))
     c.add("is/row_low", below(row_ratio, lower) * c.rows)
     c.add_extremes("is/row", row_excess + 1.0, c.no_rows)
     if bounding.drops:
-        c.add("is/outside", (high + low) * (1 if bounding.level == "token" else c.lengths))
+        c.add("is/outside", (c.sums["is/high"] + c.sums["is/low"]) * (1 if bounding.level == "token" else c.lengths))
     if bounding.normalized:
         c.add("is/norm_sum", bounded)
         c.sums["is/norm_count"] = c.sums["is/units"]
-
-
-def _collect_token_weights(
-    c: Columns, tokens: Tokens, bounding: Bounding, ratio: torch.Tensor, bounded: torch.Tensor, lower: float
-) -> Any:
-    """Weights of tokens. Returns, per row, the means of `w - 1` and of the ratio, and the number of low ratios."""
-    # sums of w - 1 rather than w: a variance of 1e-8 around a mean of 1 keeps its digits
-    excess = bounded - tokens.valid
-    c.add("is/sum", excess)
-    c.add("is/ratio", ratio)
-    c.add("is/squares", row_squares(excess))
-    c.sums["is/units"] = tokens.lengths
-    if not bounding.grows:
-        c.add_extremes("is/weight", bounded, tokens.outside)
-    low = below(ratio, lower).sum(-1, keepdim=True)
-    if lower > 0:  # a token that does not count has a ratio of 0, which is below
-        low = low - (ratio.shape[-1] - tokens.lengths)
-    return c.row_mean("is/sum"), c.row_mean("is/ratio"), low
-
-
-def _collect_sequence_weights(
-    c: Columns, tokens: Tokens, bounding: Bounding, ratio: torch.Tensor, bounded: torch.Tensor, lower: float
-) -> Any:
-    """Weights of sequences, each counted once per token of its sequence. Returns as `_collect_token_weights`."""
-    row_excess, row_ratio = (bounded.to(c.dtype) - 1.0) * c.rows, ratio.to(c.dtype)
-    c.add("is/sum", row_excess * c.lengths)
-    c.add("is/squares", row_excess.square() * c.lengths)
-    c.sums["is/units"] = c.rows
-    c.add_extremes("is/weight", row_ratio, c.no_rows)  # the ratio before bounding, as in verl
-    return row_excess, row_ratio, below(ratio, lower) * c.rows
 
 
 def _weight(bounding: Bounding, log_ratio: float) -> float:
@@ -295,10 +264,30 @@ def _weight_metrics(s: dict[str, float], bounding: Bounding) -> dict[str, float]
 
 
 def _collect_criterion(c: Columns, tokens: Tokens, criterion: Criterion, rejection: Rejection) -> None:
-    name = f"rs/{criterion.name}"
+    name, statistic = f"rs/{criterion.name}", rejection.statistic
     floor = criterion.lower if criterion.signed else 0.0
-    collect_scope = _collect_token_criterion if criterion.by_token else _collect_sequence_criterion
-    row, row_high, row_low, rejected = collect_scope(c, tokens, criterion, rejection, name, floor)
+    if criterion.by_token:
+        c.add(f"{name}/sum", statistic)
+        row, bounded = c.row_mean(f"{name}/sum"), statistic.clamp(floor, criterion.upper).mul_(tokens.valid)
+        c.add(f"{name}/bounded", bounded)
+        c.add(f"{name}/bounded_squares", bounded.square())
+        c.sums[f"{name}/units"] = tokens.lengths
+        if criterion.divergence == "k1":  # k1 = -d
+            c.maxima[f"{name}/statistic_max"] = c.maxima["d_negated_min"]
+            c.maxima[f"{name}/statistic_negated_min"] = c.maxima["d_max"]
+        else:
+            c.add_extremes(f"{name}/statistic", statistic, tokens.outside)
+        row_high, row_low = above(row, criterion.upper) * c.rows, below(row, criterion.lower) * c.rows
+        rejected = rejection.rejected.sum(-1, keepdim=True)
+    else:  # a sequence counts once per token
+        row = statistic.to(c.dtype) * c.rows
+        bounded = row.clamp(floor, criterion.upper)
+        c.add(f"{name}/sum", row * c.lengths)
+        c.add(f"{name}/bounded", bounded * c.lengths)
+        c.add(f"{name}/bounded_squares", bounded.square() * c.lengths)
+        c.sums[f"{name}/units"] = c.rows
+        c.add_extremes(f"{name}/statistic", row, c.no_rows)
+        row_high, row_low, rejected = rejection.high, rejection.low, rejection.rejected * tokens.lengths
     c.add(f"{name}/high", rejection.high)
     c.add(f"{name}/low", rejection.low)
     c.add_rows(name, row)
@@ -310,40 +299,6 @@ def _collect_criterion(c: Columns, tokens: Tokens, criterion: Criterion, rejecti
     if criterion.name == "seq_max_k1":  # its lower bound on the ratio is the veto of verl's first releases
         c.add(f"{name}/veto_tokens", below(tokens.log_ratio, -criterion.upper).mul_(tokens.valid))
         c.add(f"{name}/veto_rows", rejection.high)
-
-
-def _collect_token_criterion(
-    c: Columns, tokens: Tokens, criterion: Criterion, rejection: Rejection, name: str, floor: float
-) -> Any:
-    """Criterion on tokens. Returns, per row: mean, 1 if it is above, 1 if below the bounds, number of rejected tokens."""
-    statistic = rejection.statistic
-    c.add(f"{name}/sum", statistic)
-    row = c.row_mean(f"{name}/sum")
-    bounded = statistic.clamp(floor, criterion.upper).mul_(tokens.valid)
-    c.add(f"{name}/bounded", bounded)
-    c.add(f"{name}/bounded_squares", bounded.square())
-    c.sums[f"{name}/units"] = tokens.lengths
-    if criterion.divergence == "k1":  # k1 = -d
-        c.maxima[f"{name}/statistic_max"] = c.maxima["d_negated_min"]
-        c.maxima[f"{name}/statistic_negated_min"] = c.maxima["d_max"]
-    else:
-        c.add_extremes(f"{name}/statistic", statistic, tokens.outside)
-    row_high, row_low = above(row, criterion.upper) * c.rows, below(row, criterion.lower) * c.rows
-    return row, row_high, row_low, rejection.rejected.sum(-1, keepdim=True)
-
-
-def _collect_sequence_criterion(
-    c: Columns, tokens: Tokens, criterion: Criterion, rejection: Rejection, name: str, floor: float
-) -> Any:
-    """Criterion on sequences, each counted once per token. Returns as `_collect_token_criterion`."""
-    row = rejection.statistic.to(c.dtype) * c.rows
-    bounded = row.clamp(floor, criterion.upper)
-    c.add(f"{name}/sum", row * c.lengths)
-    c.add(f"{name}/bounded", bounded * c.lengths)
-    c.add(f"{name}/bounded_squares", bounded.square() * c.lengths)
-    c.sums[f"{name}/units"] = c.rows
-    c.add_extremes(f"{name}/statistic", row, c.no_rows)
-    return row, rejection.high, rejection.low, rejection.rejected * tokens.lengths
 
 
 def _criterion_metrics(s: dict[str, float], criterion: Criterion) -> dict[str, float]:

@@ -6,8 +6,9 @@ metric does not depend on the split of the data.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import ClassVar, NamedTuple, Self
 
 import torch
@@ -16,52 +17,23 @@ from ..messages import PREFIX
 
 
 class Applied(NamedTuple):
-    """
-    Parts of the correction that a run has. Metrics of the others are left out.
+    """Parts of the correction that a run has. Metrics of the others are left out."""
 
-    Args:
-        rejects (`bool`):
-            Criteria reject tokens.
-        weighs (`bool`):
-            Importance weights multiply the policy gradient.
-        corrects (`bool`):
-            The loss differs from TRL's.
-    """
-
-    rejects: bool
-    weighs: bool
-    corrects: bool
+    rejects: bool = True  # criteria reject tokens
+    weighs: bool = True  # importance weights multiply the policy gradient
+    corrects: bool = True  # the loss differs from TRL's
 
 
 @dataclass(frozen=True)
 class Sums:
-    """
-    Named sums and maxima in one vector.
+    """Named sums and maxima in one vector. A minimum is stored as the maximum of its negative."""
 
-    Args:
-        sum_names (`tuple[str, ...]`):
-            Names of the leading entries, which add up.
-        max_names (`tuple[str, ...]`):
-            Names of the trailing entries, maxima. A minimum is stored as the maximum of its negative.
-        vector (`torch.Tensor` of shape `(N,)`):
-            The sums, any sums without a name, and the maxima.
-    """
-
-    sum_names: tuple[str, ...]
-    max_names: tuple[str, ...]
-    vector: torch.Tensor
+    sum_names: tuple[str, ...]  # of the leading entries, which add up
+    max_names: tuple[str, ...]  # of the trailing entries, maxima
+    vector: torch.Tensor  # (N,): the sums, any sums without a name, and the maxima
 
     def combine(self, vectors: torch.Tensor) -> Self:
-        """
-        Combine vectors of the same layout, for instance one per rank.
-
-        Args:
-            vectors (`torch.Tensor` of shape `(K, N)`):
-                Vectors to combine.
-
-        Returns:
-            Their combination, of the type and layout of `self`. The values of `self` do not count.
-        """
+        """Combine vectors of the layout of `self`, `(K, N)`, for instance one per rank. The values of `self` do not count."""
         n_additive = vectors.shape[1] - len(self.max_names)
         combined = torch.cat([vectors[:, :n_additive].sum(0), vectors[:, n_additive:].amax(0)])
         return replace(self, vector=combined)
@@ -85,14 +57,9 @@ class Sums:
         maxima = values[len(values) - len(self.max_names) :]
         return dict(zip(self.sum_names, values, strict=False)) | dict(zip(self.max_names, maxima, strict=True))
 
-    def finish(self, *, rejects: bool = True, weighs: bool = True, corrects: bool = True) -> dict[str, float]:
-        """
-        Turn the sums into metrics. Waits for the device. The arguments are those of [`Applied`].
-
-        Returns:
-            `dict[str, float]`: metrics by key (`rollout_corr/...`).
-        """
-        metrics = self._metrics(self.by_name(), Applied(rejects, weighs, corrects))
+    def finish(self, **applied: bool) -> dict[str, float]:
+        """Metrics by key (`rollout_corr/...`). Waits for the device. The arguments are those of [`Applied`]."""
+        metrics = self._metrics(self.by_name(), Applied(**applied))
         return {PREFIX + key: value for key, value in metrics.items()}
 
     def _metrics(self, s: dict[str, float], applied: Applied) -> dict[str, float]:
@@ -112,24 +79,11 @@ class SegmentedSums(Sums):
 
     @classmethod
     def of(cls, segments: Segments) -> Self:
-        """
-        Put segments together.
-
-        Args:
-            segments (`dict[str, torch.Tensor]`):
-                Values by name of a segment or a maximum. Not empty.
-
-        Returns:
-            A vector with these values. All other sums are 0.
-        """
+        """Vector with the values of some segments and maxima, at least of one. All other sums are 0."""
         nothing = next(iter(segments.values())).new_zeros(())
         parts = [
             segments[name].flatten() if name in segments else nothing.expand(len(names))
             for name, names in cls.SEGMENTS.items()
         ]
         maxima = [segments.get(name, nothing - math.inf).reshape(1) for name in cls.MAXIMA]
-        return cls(_joined(cls.SEGMENTS.values()), cls.MAXIMA, torch.cat([*parts, *maxima]))
-
-
-def _joined(parts: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
-    return tuple(name for part in parts for name in part)
+        return cls(tuple(chain(*cls.SEGMENTS.values())), cls.MAXIMA, torch.cat([*parts, *maxima]))

@@ -23,17 +23,9 @@ _PRESETS: Mapping[Mode, str] = {
 
 
 class Advice(NamedTuple):
-    """
-    Advice on the correction.
+    """Advice on the correction, and the reason in a sentence."""
 
-    Args:
-        settings (`Mapping[str, Any]`):
-            Settings to change. Empty: leave them as they are.
-        reason (`str`):
-            The reason, in a sentence.
-    """
-
-    settings: Mapping[str, Any]
+    settings: Mapping[str, Any]  # to change; empty: leave them as they are
     reason: str
 
     @property
@@ -43,16 +35,10 @@ class Advice(NamedTuple):
         return f"Set {chosen}." if chosen else f"Keep the settings of the correction: {self.reason}"
 
 
-def mode_of(settings: Any) -> Mode:
+def mode_of(settings: object) -> Mode:
     """
-    The mode of a run.
-
-    Args:
-        settings (`Any`):
-            Fields of [`RolloutCorrectionConfig`], as attributes or items. Unknown fields are those of decoupled mode.
-
-    Returns:
-        `str`: `"decoupled"`, or the loss of bypass mode, `"ppo_clip"` or `"reinforce"`.
+    The mode of a run: `"decoupled"`, or the loss of bypass mode. `settings` are fields of [`RolloutCorrectionConfig`], as
+    attributes or items; unknown ones are those of decoupled mode.
     """
     known = settings if isinstance(settings, Mapping) else getattr(settings, "__dict__", {})
     bypass = known.get("bypass_mode", str(known.get("rollout_correction") or "").startswith("bypass"))
@@ -63,29 +49,21 @@ def mode_of(settings: Any) -> Mode:
 
 def advise(mode: Mode, situation: Situation, *, corrects: bool = False, spread: float | None = None) -> Advice:
     """
-    Advise a correction.
+    Advise a correction for a run in a mode of [`mode_of`], which the advice keeps.
 
-    Args:
-        mode (`str`):
-            Mode of the run, of [`mode_of`]. The advice keeps it.
-        situation (`str`):
-            State of the run: `"healthy"` (no alarm), `"gap"` (trainer and sampler are too far apart), `"growing gap"` (the gap
-            grows in spite of a correction), or `"broken"` (log-probabilities are wrong, which no correction repairs).
-        corrects (`bool`, *optional*, defaults to `False`):
-            Whether the run has a correction.
-        spread (`float`, *optional*):
-            Root mean square of the log-ratio, in nats, if it is known.
-
-    Returns:
-        [`Advice`].
+    `situation` is the state of the run: `"healthy"` (no alarm), `"gap"` (trainer and sampler are too far apart),
+    `"growing gap"` (the gap grows in spite of a correction), or `"broken"` (log-probabilities are wrong, which no correction
+    repairs). `spread` is the root mean square of the log-ratio, in nats, if it is known.
     """
     preset = {"rollout_correction": _PRESETS[mode]}
     if situation == "broken":
         return Advice({}, "The log-probabilities are wrong, and no correction repairs them. Find the cause first.")
     if situation == "growing gap":
-        return Advice(preset, "It has no bounds to choose, and data of a growing gap give no bounds.")
+        return Advice(
+            preset, "The preset needs no bounds of the run, and the data of a growing gap are no basis for bounds."
+        )
     if spread is not None and spread < NEGLIGIBLE:
         return Advice({}, f"The log-ratio has a root mean square of {spread:.2g} nats: a correction changes nothing.")
     if corrects:
         return Advice({}, "The run has a correction, and its policies are close enough for it.")
-    return Advice(preset, "It has no bounds to choose.")
+    return Advice(preset, "The preset needs no bounds of the run.")

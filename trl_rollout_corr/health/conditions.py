@@ -1,14 +1,6 @@
-"""Conditions under which rules apply, and the numbers that they compare where that is not a metric by itself."""
+"""Conditions of rules, and numbers that rules compare in place of a metric."""
 
 from .windows import Window
-
-
-def sequence_weights(window: Window) -> bool:
-    return window.weights_act and window.setting("rollout_is") == "sequence"
-
-
-def truncates(window: Window) -> bool:
-    return window.weights_act and window.get("rollout_is_oob_ratio") is None
 
 
 def vetoes(window: Window) -> bool:
@@ -35,9 +27,9 @@ NEGATIVE_KL = -0.1
 
 def lasting_gap(window: Window) -> float | None:
     """
-    `kl` minus the gap of the engines at the start, once the sampler has reached its full staleness. Mostly tokens contribute
-    that became unlikely for the trainer; weights bound the others. Where `k3_kl` is much smaller than `kl`, the mean ratio is
-    not 1: another problem.
+    `kl` minus the gap of the engines at the start, once the sampler has reached its full staleness. Most of it comes from
+    tokens that became unlikely for the trainer; weights bound the others. If `k3_kl` is much smaller than `kl`, the mean ratio
+    is not 1, which is another problem.
     """
     kl, k3 = window.gap("kl"), window.gap("k3_kl")
     if kl is None or k3 is None or not window.course.settled:
@@ -51,7 +43,7 @@ _UNLEARNT = 0.005
 
 def unlearns(window: Window) -> bool:
     """
-    True if rewarded tokens became less likely, or it is unknown. If a policy learns from a stale sampler, tokens with a
+    True if rewarded tokens became less likely, or if that is unknown. If a policy learns from a stale sampler, tokens with a
     negative advantage become unlikely, which is most of the gap; before a collapse rewarded tokens do too.
     """
     return window.course.rewarded_above(_UNLEARNT) is not False
@@ -64,11 +56,6 @@ def gap_of_rewarded(window: Window) -> float | None:
     """
     gap = window.gap_of_rewarded()
     return None if gap is None or not window.course.settled else gap - window.course.gap_at_start
-
-
-def in_step(window: Window) -> bool:
-    """True if the sampler had the trainer's weights."""
-    return window.get("staleness_max") == 0
 
 
 def negative_all_along(window: Window) -> bool:

@@ -4,8 +4,8 @@ import json
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 from ..messages import PREFIX, nearest
 from .rule import Alarm, Rule
@@ -19,20 +19,12 @@ _EFFECTS = ("rollout_is_", "rollout_rs_", "rejected/")
 
 class Examiner:
     """
-    Applies rules to one logging window after the other.
-
-    Args:
-        rules (`Mapping[str, Rule]`):
-            The rules by name.
-        settings (`Any`, *optional*):
-            Settings of the run: a [`RolloutCorrectionConfig`], or a dictionary of fields. They are read at every window, so
-            that they may change.
-        bounds (`Mapping[str, float or None]`, *optional*):
-            Other bounds, by name of the rule; `None` switches a rule off.
+    Applies rules to one logging window after the other. `settings`, a [`RolloutCorrectionConfig`] or a dictionary of fields,
+    are read at every window, so that they may change. `bounds` replace those of rules by name; `None` switches a rule off.
     """
 
     def __init__(
-        self, rules: Mapping[str, Rule], settings: Any = None, bounds: Mapping[str, float | None] | None = None
+        self, rules: Mapping[str, Rule], settings: object = None, bounds: Mapping[str, float | None] | None = None
     ):
         self.rules, self.settings = rules, settings
         chosen = {**{name: rule.bound for name, rule in rules.items()}, **(bounds or {})}
@@ -50,17 +42,8 @@ class Examiner:
             name: deque(maxlen=self.rules[name].patience) for name in self._bounds
         }
 
-    def observe(self, entry: Mapping[str, Any]) -> list[Alarm]:
-        """
-        Examine a logging window.
-
-        Args:
-            entry (`Mapping`):
-                The log entry. Without metrics of rollout correction it is ignored.
-
-        Returns:
-            `list[Alarm]`: alarms that hold now, the most serious first.
-        """
+    def observe(self, entry: Mapping[str, object]) -> list[Alarm]:
+        """Alarms that hold now, the most serious first. An entry without metrics of rollout correction is ignored."""
         if not is_training_window(entry):
             return []
         window = Window(entry, self.settings, self._course)
@@ -96,36 +79,20 @@ def by_severity(findings: Iterable[Alarm]) -> list[Alarm]:
 
 
 def parse_bounds(bounds: Mapping[str, float | None] | str | None) -> dict[str, float | None]:
-    """
-    Check the bounds of rules that a user has set.
-
-    Args:
-        bounds (`Mapping[str, float or None]` or `str`, *optional*):
-            Bounds by name of the rule, `None` for a rule that is off; or the same as JSON.
-
-    Returns:
-        `dict[str, float or None]`: the same, as a new dictionary.
-
-    Raises:
-        `ValueError`: if there is no rule of a name, or a bound is not a number.
-    """
+    """Check bounds by name of a rule, with `None` for a rule that is off, or the same as JSON. Returns a new dictionary."""
     field = "`rollout_monitor_bounds`"
-    if isinstance(bounds, str):
-        try:
+    if isinstance(bounds, str):  # of a command line
+        with suppress(json.JSONDecodeError):
             bounds = json.loads(bounds)
-        except json.JSONDecodeError as error:
-            raise ValueError(f'{field} is {bounds!r}, which is not JSON. Write it as {{"k3_high": 0.1}}.') from error
     if bounds is None:
         return {}
     if not isinstance(bounds, Mapping):
-        raise ValueError(
-            f"{field} must have a number, or None, by name of a rule, such as {{'k3_high': 0.1}}; got {bounds!r}."
-        )
+        example = '{"k3_high": 0.1} on a command line'
+        raise ValueError(f"{field} must have a number, or None, by name of a rule, such as {example}; got {bounds!r}.")
     for name, bound in bounds.items():
         if name not in RULES:
-            raise ValueError(
-                f"{field} has {name!r}, which is no rule.{nearest(name, RULES)} Available rules: {', '.join(RULES)}."
-            )
+            available = f"{nearest(name, RULES)} Available rules: {', '.join(RULES)}."
+            raise ValueError(f"{field} has {name!r}, which is no rule.{available}")
         number = isinstance(bound, int | float) and not isinstance(bound, bool) and not math.isnan(bound)
         if bound is not None and not number:
             raise ValueError(
@@ -134,7 +101,7 @@ def parse_bounds(bounds: Mapping[str, float | None] | str | None) -> dict[str, f
     return dict(bounds)
 
 
-def examine(history: Iterable[Mapping[str, Any]], settings: Any = None) -> list[Alarm]:
+def examine(history: Iterable[Mapping[str, object]], settings: object = None) -> list[Alarm]:
     """
     Apply the rules to the log of a run, as the monitor does during the run.
 

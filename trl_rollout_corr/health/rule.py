@@ -24,12 +24,8 @@ class Alarm:
             Optimizer step at which it held last.
         value (`float`):
             Value of the metric when it was raised.
-        seen (`str`):
-            The observation, in one sentence.
-        why (`str`):
-            Why it matters.
-        advice (`str`):
-            The settings to change, or where to look.
+        seen, why, advice (`str`):
+            The observation, the reason why it matters, and the settings to change or the place to look.
         limit (`str`):
             The bound that was passed: `"> 0.03"`.
     """
@@ -57,32 +53,19 @@ class Alarm:
 @dataclass(frozen=True)
 class Rule:
     """
-    A rule: when a metric is unhealthy, and the message about it.
+    A rule: when a metric is unhealthy, and the message about it. The metric, without prefix, is unhealthy above the bound, or
+    `below` it.
 
     Args:
-        name (`str`):
-            Its name.
-        key (`str`):
-            Metric, without prefix.
-        bound (`float`):
-            The metric is unhealthy above it.
-        severity (`str`):
-            `"warning"` or `"critical"`.
         seen (`str`):
             The observation; `{value}` and `{bound}` are filled in.
-        why (`str`):
-            Why it matters.
         advice (`str`):
             The settings to change. The placeholders of [`Window.numbers`] are filled in.
-        below (`bool`, *optional*, defaults to `False`):
-            The metric is unhealthy below the bound instead.
         patience (`int`, *optional*, defaults to `3`):
             Number of windows. It fires if more than half of the latest `patience` windows are unhealthy, with the latest.
         lasting (`int`, *optional*, defaults to `0`):
             Number of consecutive unhealthy optimizer steps after which it fires (at least two windows, and at most
             `patience`); 0: a majority of `patience` windows.
-        applies (`Callable`, *optional*):
-            Whether the rule applies to a [`Window`].
         measure (`Callable`, *optional*):
             The number of a [`Window`] in place of the metric.
         confirmed (`Callable`, *optional*):
@@ -94,10 +77,10 @@ class Rule:
     name: str
     key: str
     bound: float
-    severity: str
     seen: str
     why: str
     advice: str
+    severity: str = "warning"  # or critical
     below: bool = False
     patience: int = 3
     lasting: int = 0
@@ -117,7 +100,7 @@ class Rule:
         """The number that is compared, or `None` if the rule does not apply."""
         if not self.applies(window):
             return None
-        return self.measure(window) if self.measure else window.get(self.key)
+        return self.measure(window) if self.measure else window.compared(self.key)
 
     def unhealthy(self, value: float, bound: float) -> bool:
         return value < bound if self.below else value > bound

@@ -48,7 +48,6 @@ _RULES = [
         advice="{correct} If the gap came suddenly, look for weights that were not pushed; if the gap exists from the first "
         "step on, for dropout in the trainer.",
         applies=lambda window: not window.corrects,
-        measure=lambda window: window.gap("k3_kl"),
         covers=("k3_uncorrected", "k3_growth", "kl_high", "chi2_token", "gap_in_step"),
     ),
     Rule(
@@ -60,7 +59,6 @@ _RULES = [
         "more than {bound:g}.",
         why="In our runs, a falling probability of rewarded tokens came before or with a drop in accuracy.",
         advice="{instead} Push weights more often or lower `learning_rate`.",
-        patience=3,
         lasting=3,
         measure=conditions.gap_of_rewarded,
         covers=(
@@ -113,18 +111,16 @@ _RULES = [
         severity="critical",
         seen="`kl` is {value:.2g}, but a KL divergence is never negative.",
         why="The tokens were sampled with other log-probabilities than these, so that every ratio is wrong.",
-        advice="No correction helps. Look for log-probabilities from before temperature (a server needs `--logprobs-mode "
-        "processed_logprobs`), one token off, or of another completion.",
+        advice="No correction helps. Look for log-probabilities that were taken before temperature (a server needs "
+        "`--logprobs-mode processed_logprobs`), that are shifted by one token, or that belong to another completion.",
         below=True,
         applies=conditions.negative_all_along,
-        measure=lambda window: window.gap("kl"),
         covers=("biased_ratio", "kl_negative_lately", "k3_corrected", "gap_in_step"),
     ),
     Rule(
         "nonfinite",
         key="nonfinite_fraction",
         bound=0.0,
-        severity="warning",
         seen="A share of {value:.2g} of the tokens came without a finite log-probability.",
         why="NaN from the sampler means that a whole row of its logits is broken, so that the token was not drawn from "
         "the policy.",
@@ -136,60 +132,51 @@ _RULES = [
         "kl_negative_lately",
         key="kl",
         bound=NEGATIVE_KL,
-        severity="warning",
         seen="`kl` is {value:.2g}, but a KL divergence is never negative: unlike at the start, some tokens have wrong "
         "log-probabilities.",
         why="Weights and rejection limit the effect of such tokens, but cannot repair them.",
-        advice="Look for a change in the sampler, and at the tokens of `log_ratio_max` and `log_ratio_min`. Until the "
+        advice="Look for a change in the sampler, and inspect the tokens of `log_ratio_max` and `log_ratio_min`. Until the "
         "cause is found, drop them: `rollout_is_threshold` [0.5, 5.0] (IcePop).",
         below=True,
         applies=lambda window: not conditions.negative_all_along(window),
-        measure=lambda window: window.gap("kl"),
         covers=("biased_ratio", "k3_corrected", "chi2_token", "k3_growth", "gap_in_step"),
     ),
     Rule(
         "gap_in_step",
         key="k3_kl",
         bound=0.03,
-        severity="warning",
         seen="`k3_kl` is {value:.2g}, above {bound:g}, although the sampler has the trainer's weights.",
         why="The age of the data is not the cause: sampler and trainer compute different policies from the same weights.",
         advice="Look for dropout in the trainer (also `lora_dropout` of an adapter), for a sampler in low precision, and "
         "for weights that are not pushed.",
-        applies=conditions.in_step,
-        measure=lambda window: window.gap("k3_kl"),
+        applies=lambda window: window.get("staleness_max") == 0,
         covers=("k3_uncorrected", "k3_corrected"),
     ),
     Rule(
         "k3_corrected",
         key="k3_kl",
         bound=0.03,
-        severity="warning",
         seen="`k3_kl` is {value:.2g}, above {bound:g}, and the run corrects for it.",
         why="With a stale sampler the gap first grows, then shrinks. A gap that stays is serious (`gap_stays`).",
         advice="If it does not shrink, push weights more often or lower `learning_rate`. If it came suddenly, look for "
         "weights that were not pushed.",
         applies=lambda window: window.corrects,
-        measure=lambda window: window.gap("k3_kl"),
         covers=("k3_growth", "chi2_token"),
     ),
     Rule(
         "k3_uncorrected",
         key="k3_kl",
         bound=0.015,
-        severity="warning",
         seen="`k3_kl` is {value:.2g}, above {bound:g}, and nothing corrects for it.",
         why="Rounding gives about 0.001. Training on the data of another policy is biased, and the gap tends to grow.",
         advice="{correct} Or make the gap smaller, by fresher weights or a higher precision in the sampler.",
         patience=5,
         applies=lambda window: not window.corrects,
-        measure=lambda window: window.gap("k3_kl"),
     ),
     Rule(
         "k3_growth",
         key="k3_kl",
         bound=3.0,
-        severity="warning",
         seen="`k3_kl` is {value:.2g} times its value early in the run.",
         why="Updates on the data of another policy move the policies further apart; in our runs, a growing gap came "
         "before a collapse.",
@@ -201,19 +188,16 @@ _RULES = [
         "kl_high",
         key="kl",
         bound=0.1,
-        severity="warning",
         seen="`kl` is {value:.2g}, above {bound:g}.",
         why="The sampled tokens are much less likely for the trainer than for the sampler.",
         advice="If `k3_kl` is as large, the policies differ: use fresher weights or a higher precision in the sampler. "
         "{correct} If `k3_kl` is much smaller, sampling is truncated: leave `top_p`, `top_k` and `min_p` at their "
         "defaults.",
-        measure=lambda window: window.gap("kl"),
     ),
     Rule(
         "biased_ratio",
         key="kl",
         bound=0.01,
-        severity="warning",
         seen="The mean ratio of trainer to sampler, `1 + k3_kl - kl`, differs from 1 by {value:.2g}.",
         why="The mean ratio is 1 for any two policies, so these are not the log-probabilities of the sampled tokens.",
         advice="Leave `top_p`, `top_k`, `min_p` and penalties at their defaults. If all have their defaults, look for "
@@ -226,7 +210,6 @@ _RULES = [
         "staleness",
         key="staleness_max",
         bound=16.0,
-        severity="warning",
         seen="Completions are up to {value:.0f} optimizer steps older than the policy they train.",
         why="The gap to the sampler grows with the age of its weights.",
         advice="Push weights more often: lower `steps_per_generation`, `num_iterations` or the queue of an asynchronous "
@@ -236,7 +219,6 @@ _RULES = [
         "weight_mean_low",
         key="rollout_is_mean",
         bound=0.5,
-        severity="warning",
         seen="The mean importance weight is {value:.2g}, below {bound:g}.",
         why="The mean should be near 1; the optimizer step shrinks with the mean weight.",
         advice="If `rollout_is` is sequence, set it to token: sequence weights fall with length. If IcePop drops too many "
@@ -249,11 +231,10 @@ _RULES = [
         "weight_mean_high",
         key="rollout_is_mean",
         bound=2.0,
-        severity="warning",
         seen="The mean importance weight is {value:.2g}, above {bound:g}.",
         why="The mean ratio is 1 for any two policies, so log-probabilities may be wrong, or few tokens have a huge "
         "weight.",
-        advice="Check that log-probabilities are those after temperature and belong to their tokens; then lower "
+        advice="Check that the log-probabilities are taken after temperature and belong to their tokens; then lower "
         "`rollout_is_threshold`.",
         applies=lambda window: window.weights_act,
         covers=("effective_lr_high",),
@@ -262,7 +243,6 @@ _RULES = [
         "effective_sample_size",
         key="rollout_is_eff_sample_size",
         bound=0.3,
-        severity="warning",
         seen="The effective sample size of the weights is {value:.2g}, below {bound:g}.",
         why="Few tokens determine the gradient.",
         advice="If `rollout_is` is sequence, set it to token. With token weights, lower `rollout_is_threshold`, and use "
@@ -275,7 +255,6 @@ _RULES = [
         "weight_std",
         key="rollout_is_std",
         bound=1.0,
-        severity="warning",
         seen="The importance weights have a standard deviation of {value:.2g}, above {bound:g}.",
         why="The standard deviation is larger than the mean, so that the gradient is noisy.",
         advice="Lower `rollout_is_threshold`; if `rollout_is` is sequence, set it to token, with seq_mean_k1 in "
@@ -286,19 +265,17 @@ _RULES = [
         "weights_at_bound",
         key="rollout_is_ratio_fraction_high",
         bound=0.1,
-        severity="warning",
         seen="A share of {value:.2g} of the importance ratios is above the bound and was truncated.",
         why="Truncation is meant for rare outliers; at this share it is a bias.",
         advice="If `rollout_is` is sequence, set it to token. With token weights, the policies are too far apart for "
         "weights alone: add `rollout_rs`, or use fresher weights in the sampler. Raise `rollout_is_threshold` only "
         "if the effective sample size is high.",
-        applies=conditions.truncates,
+        applies=lambda window: window.weights_act and window.get("rollout_is_oob_ratio") is None,
     ),
     Rule(
         "icepop_dropped",
         key="rollout_is_oob_ratio",
         bound=0.3,
-        severity="warning",
         seen="IcePop dropped a share of {value:.2g} of the tokens, above {bound:g}.",
         why="IcePop is meant for rare outliers; at this share too few tokens are left to train on.",
         advice="Widen `rollout_is_threshold` to {token}; bounds such as [0.5, 5.0] are for tokens, and tighter ones for "
@@ -310,7 +287,6 @@ _RULES = [
         "chi2_token",
         key="chi2_token",
         bound=1.0,
-        severity="warning",
         seen="`chi2_token` is {value:.2g}, above {bound:g}.",
         why="A few tokens have a huge ratio, so that token weights without a bound would be mostly noise.",
         advice="Keep `rollout_is_threshold` at 2 or below, or drop outliers with IcePop (a pair of bounds). "
@@ -320,17 +296,15 @@ _RULES = [
         "chi2_seq",
         key="chi2_seq",
         bound=10.0,
-        severity="warning",
         seen="`chi2_seq` is {value:.2g}, above {bound:g}, with sequence weights.",
         why="Sequence weights are of little use at this length: few completions determine the gradient.",
         advice="Set `rollout_is` to token or geometric.",
-        applies=conditions.sequence_weights,
+        applies=lambda window: window.weights_act and window.setting("rollout_is") == "sequence",
     ),
     Rule(
         "rejected",
         key="rollout_rs_masked_fraction",
         bound=0.5,
-        severity="warning",
         seen="A share of {value:.2g} of the tokens is rejected, above {bound:g}.",
         why="Too few tokens are left to train on, and they are a biased selection.",
         advice="If the share was as large at the start, widen `rollout_rs_threshold` to the spread of the sampler: for "
@@ -342,7 +316,6 @@ _RULES = [
         "vetoed",
         key="rollout_is_veto_fraction",
         bound=0.1,
-        severity="warning",
         seen="A share of {value:.2g} of the completions has a token below the lower bound of seq_max_k1.",
         why="Rounding is not the cause: look for broken rows of logits, tokens scored at another position, and text "
         "that was added after sampling.",
@@ -354,7 +327,6 @@ _RULES = [
         "effective_lr_low",
         key="effective_lr",
         bound=0.5,
-        severity="warning",
         seen="`effective_lr` is {value:.2g}: the correction shrinks the optimizer step to this share.",
         why="The run learns more slowly than `learning_rate` says.",
         advice="If the mean weight is as small, set `rollout_is` to token; if tokens are rejected, widen "
@@ -367,7 +339,6 @@ _RULES = [
         "effective_lr_high",
         key="effective_lr",
         bound=1.5,
-        severity="warning",
         seen="`effective_lr` is {value:.2g}: the correction enlarges the optimizer step by this factor.",
         why="The run takes larger steps than `learning_rate` says.",
         advice="Lower `rollout_is_threshold`, or set `rollout_is` to token if it is sequence. With "
@@ -379,7 +350,6 @@ _RULES = [
         "lr_scale_low",
         key="lr_scale",
         bound=0.3,
-        severity="warning",
         seen="`rollout_lr_scaling` multiplies the learning rate by {value:.2g}.",
         why="The ratios of whole completions differ so much that few of them count. In long completions rounding is "
         "enough: the factor is about `exp(-k3_kl * length)`.",
@@ -391,7 +361,6 @@ _RULES = [
         "selection",
         key="rejected/long_positive",
         bound=0.2,
-        severity="warning",
         seen="A share of {value:.2g} of the tokens of long completions with a positive advantage is rejected, over three "
         "times the share of all others.",
         why="Training then sees mostly short or bad answers, and may unlearn long ones.",

@@ -2,7 +2,6 @@
 
 import math
 import statistics
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,55 +11,45 @@ from .advice import Situation, advise, mode_of
 
 
 def windows_of(steps: int, spacing: int, *, at_most: int) -> int:
-    """Number of windows of `spacing` optimizer steps that cover `steps` of them: at least 2, and `at_most` so many."""
+    """Number of windows of `spacing` optimizer steps that cover `steps` of them, between 2 and `at_most`."""
     return min(at_most, max(2, math.ceil(steps / spacing)))
 
 
 class Growth:
     """
     Growth of a metric: the median of the latest windows over the median of the first ones. The very first windows are left
-    out: a sampler that will be some steps behind is not yet so.
+    out: the sampler has not reached its full staleness in them.
     """
 
     SKIPPED, COMPARED = 10, 10
 
     def __init__(self) -> None:
-        self.skipped = 0
-        self.first: list[float] = []
-        self.latest: deque[float] = deque(maxlen=self.COMPARED)
+        self.skipped, self.values = 0, list[float]()
 
     def add(self, value: float, still_rising: bool) -> None:
         """Add a window. It is left out as one of the very first while the age of the samples is `still_rising`."""
-        if self.skipped < self.SKIPPED or (still_rising and not self.first):
+        if self.skipped < self.SKIPPED or (still_rising and not self.values):
             self.skipped += 1
-        elif len(self.first) < self.COMPARED:
-            self.first.append(value)
         else:
-            self.latest.append(value)
+            self.values.append(value)
 
     @property
     def level(self) -> float | None:
         """Median of the latest windows; `None` until there are enough."""
-        return statistics.median(self.latest) if len(self.latest) == self.COMPARED else None
+        return statistics.median(self.values[-self.COMPARED :]) if len(self.values) >= 2 * self.COMPARED else None
 
     @property
     def factor(self) -> float | None:
         """The level over that early in the run."""
-        return None if self.level is None else self.level / max(statistics.median(self.first), 1e-12)
+        early = self.values[: self.COMPARED]
+        return None if self.level is None else self.level / max(statistics.median(early), 1e-12)
 
 
 class Course:
     """
-    The history of a run.
-
-    Attributes:
-        k3 ([`Growth`]):
-            Its `k3_kl`.
-        spacing (`int`):
-            Optimizer steps of the latest window.
-        settled (`bool`):
-            Whether the sampler had reached its full staleness when the latest window began: no completion in it is older than
-            earlier ones, and as many steps as their age have passed.
+    The history of a run: the growth of `k3_kl`, and the `spacing` of the latest window in optimizer steps. It is `settled` if
+    the sampler had reached its full staleness when the latest window began: no completion in it is older than earlier ones,
+    and as many steps as their age have passed.
     """
 
     BEGINNING = 3  # windows
@@ -70,8 +59,7 @@ class Course:
         self.k3 = Growth()
         self.spacing, self.settled = 1, False
         self._step, self._oldest = 0, 0.0
-        self._first_kl: list[float] = []
-        self._rewarded: deque[float] = deque(maxlen=self.RECENT)
+        self._kl, self._rewarded = list[float](), list[float]()
 
     def add(self, window: "Window") -> None:
         """Add a window."""
@@ -82,43 +70,37 @@ class Course:
         k3, kl = window.gap("k3_kl"), window.gap("kl")
         if k3 is not None:
             self.k3.add(k3, still_rising=not self.settled)
-        if kl is not None and len(self._first_kl) < self.BEGINNING:
-            self._first_kl.append(kl)
+        if kl is not None:
+            self._kl.append(kl)
         if (rewarded := window.gap_of_rewarded()) is not None:
             self._rewarded.append(rewarded)
 
     @property
     def gap_at_start(self) -> float:
         """The smallest `kl` of the first windows: the difference of the engines, before any weights are stale."""
-        return max(min(self._first_kl, default=0.0), 0.0)
+        return max(min(self._kl[: self.BEGINNING], default=0.0), 0.0)
 
     def rewarded_above(self, bound: float) -> bool | None:
         """True if rewarded tokens became less likely since the start in most of the latest windows; `None` if unknown."""
         number = windows_of(self.RECENT_STEPS, self.spacing, at_most=self.RECENT)
-        latest = list(self._rewarded)[-number:]
+        latest = self._rewarded[-number:]
         return 2 * sum(gap - self.gap_at_start > bound for gap in latest) > number if latest else None
 
     def began_below(self, bound: float) -> bool:
         """True if `kl` was below a bound in most of the first windows."""
-        return 2 * sum(kl < bound for kl in self._first_kl) > len(self._first_kl)
+        first = self._kl[: self.BEGINNING]
+        return 2 * sum(kl < bound for kl in first) > len(first)
 
 
 @dataclass
 class Window:
     """
-    A logging window, with the settings and the history of the run.
-
-    Args:
-        metrics (`Mapping`):
-            The log entry, keys with prefix.
-        settings (`Any`):
-            Fields of [`RolloutCorrectionConfig`], as attributes or items, as far as they are known.
-        course ([`Course`], *optional*):
-            History of the run.
+    A logging window: the log entry, keys with prefix, and the settings and the history of the run. Settings are fields of
+    [`RolloutCorrectionConfig`], as attributes or items, as far as they are known.
     """
 
     metrics: Mapping[str, Any]
-    settings: Any
+    settings: object
     course: Course = field(default_factory=Course)
 
     def get(self, key: str) -> float | None:
@@ -146,6 +128,10 @@ class Window:
             return self.get(key)
         return of_the_sampler
 
+    def compared(self, key: str) -> float | None:
+        """The number that a rule compares: for `kl` and `k3_kl` the [`gap`], otherwise the metric."""
+        return self.gap(key) if key in ("kl", "k3_kl") else self.get(key)
+
     def gap_of_rewarded(self) -> float | None:
         """`kl` to the sampler where the advantage is positive; `None` as for [`gap`], or if there is no such token."""
         return self.get("kl_advantage_positive") if self.fresh else None
@@ -172,13 +158,13 @@ class Window:
         if ... not in asked or any(value is not ... and value for value in asked):
             return any(asked)
         if isinstance(self.setting("rollout_correction"), str):
-            return self.setting("rollout_correction") != "disabled"
+            return bool(self.setting("rollout_correction") != "disabled")
         return any(key.startswith((f"{PREFIX}rollout_is_", f"{PREFIX}rollout_rs_")) for key in self.metrics)
 
     @property
     def step(self) -> int:
         """Optimizer step at which it was logged."""
-        return self.metrics.get("step", 0)
+        return int(self.metrics.get("step", 0))
 
     @property
     def only_measured(self) -> bool:
@@ -230,6 +216,6 @@ def _bounds(low: float, high: float) -> str:
     return f"[{max(lower, 0.0):.{digits}f}, {upper:.{digits}f}]"
 
 
-def is_training_window(entry: Mapping[str, Any]) -> bool:
+def is_training_window(entry: Mapping[str, object]) -> bool:
     """True if a log entry has metrics of rollout correction in training. Those of an evaluation have another prefix."""
     return any(key.startswith(PREFIX) and not key.startswith(f"{PREFIX}monitor/") for key in entry)

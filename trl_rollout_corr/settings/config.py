@@ -6,22 +6,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from ..messages import SettingError, nearest, warn_idle
+from ..messages import SettingError, warn_idle
 from .criteria import Criterion
-from .fields import DEFAULTS, PARSERS, CorrectionFields, DumpFields, EngineFields, MonitorFields, none_if_null
+from .fields import DEFAULTS, PARSERS, CorrectionFields, DumpFields, EngineFields, MonitorFields, Unset
 from .migrate import from_legacy, from_trl, from_verl
 from .presets import DECIDED, FIRST_METHODS, PRESETS, Preset, settings_of
-from .resolve import (
-    Correction,
-    fill,
-    idle_fields,
-    is_default,
-    read_given,
-    rejection_thresholds,
-    resolve,
-    weight_bounds,
-)
-from .unset import Unset
+from .resolve import Correction, fill, idle_fields, is_default, read_given, resolve, weight_bounds
+from .thresholds import none_if_null, parse_rejection_thresholds
 
 
 # Dataclasses take the fields of the last base first: `rollout_correction` is the first argument
@@ -146,19 +137,13 @@ class RolloutCorrectionConfig(DumpFields, MonitorFields, EngineFields, Correctio
         `ValueError`: if the value of a field is refused. The message names the field, the value and a remedy.
     """
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        # Python's own error for an unknown argument does not suggest a name
-        known = inspect.signature(cls.__init__).parameters
-        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
-            for name in kwargs.keys() - known:
-                raise TypeError(f"`{name}` is no field of {cls.__name__}.{nearest(name, known)}")
-        return super().__new__(cls)
-
     def __post_init__(self) -> None:
         explicit = self._fill()
         self._parse()
         RolloutCorrectionConfig.check(self)  # of a subclass not all fields are settled yet
-        self._warn_about_idle_fields(explicit)
+        for name, reason in idle_fields(self.__dict__, self.correction).items():
+            if name in explicit:
+                warn_idle(name, getattr(self, name), reason)
         if self.rollout_rs is None:
             self.rollout_rs_threshold = None
         self.__dict__["_built"] = True  # values assigned from now on are parsed, see `__setattr__`
@@ -196,58 +181,48 @@ class RolloutCorrectionConfig(DumpFields, MonitorFields, EngineFields, Correctio
             self.__dict__.pop("_fixed", None)
 
     @classmethod
-    def from_preset(cls, name: Preset | None, **overrides: Any) -> Self:
-        """
-        Build a configuration from a preset.
-
-        Args:
-            name (`str` or `None`):
-                Name of the preset; `None` for no correction.
-            overrides:
-                Further fields of the class; those of rollout correction override the preset.
-
-        Returns:
-            An instance of the class this is called on.
-        """
-        return cls(rollout_correction=name, **overrides)
+    def from_preset(cls, name: Preset | None, **overrides: object) -> Self:
+        """Build a configuration from a preset, `None` for no correction. Fields among `overrides` override the preset."""
+        return cls._of(rollout_correction=name, **overrides)
 
     @classmethod
-    def from_verl(cls, settings: Mapping[str, Any] | None, **overrides: Any) -> Self:
+    def from_verl(cls, settings: Mapping[str, object] | None, **overrides: object) -> Self:
         """
-        Build a configuration from the `rollout_correction` section of a verl configuration.
-
-        See [`~trl_rollout_corr.settings.migrate.from_verl`]. `overrides` are further fields of the class.
+        Build a configuration from the `rollout_correction` section of a verl configuration and further fields, `overrides`.
+        See [`~trl_rollout_corr.settings.migrate.from_verl`].
         """
-        return cls(**{**from_verl(settings), **overrides})
-
-    @classmethod
-    def from_legacy(cls, settings: Mapping[str, Any], **overrides: Any) -> Self:
-        """
-        Build a configuration from the flat `rollout_is*` keys of verl's first releases.
-
-        See [`~trl_rollout_corr.settings.migrate.from_legacy`]. `overrides` are further fields of the class.
-        """
-        return cls(**{**from_legacy(settings), **overrides})
+        return cls._of(**{**from_verl(settings), **overrides})
 
     @classmethod
-    def from_trl(cls, settings: Mapping[str, Any], **overrides: Any) -> Self:
+    def from_legacy(cls, settings: Mapping[str, object], **overrides: object) -> Self:
         """
-        Build a configuration equivalent to TRL's `vllm_importance_sampling_*` settings.
+        Build a configuration from the flat `rollout_is*` keys of verl's first releases and further fields, `overrides`.
+        See [`~trl_rollout_corr.settings.migrate.from_legacy`].
+        """
+        return cls._of(**{**from_legacy(settings), **overrides})
 
-        See [`~trl_rollout_corr.settings.migrate.from_trl`]. `overrides` are further fields of the class.
+    @classmethod
+    def from_trl(cls, settings: Mapping[str, object], **overrides: object) -> Self:
         """
-        return cls(**{**from_trl(settings), **overrides})
+        Build a configuration equivalent to TRL's `vllm_importance_sampling_*` settings, with further fields, `overrides`.
+        See [`~trl_rollout_corr.settings.migrate.from_trl`].
+        """
+        return cls._of(**{**from_trl(settings), **overrides})
+
+    @classmethod
+    def _of(cls, **fields: Any) -> Self:
+        return cls(**fields)
 
     # Resolved settings ------------------------------------------------------------------------------------------------
 
     @property
     def correction(self) -> Correction:
         """Resolved settings of the correction. The fields are parsed once after each change."""
-        given = {name: self.__dict__[name] for name in _OF_CORRECTION}
-        state = repr(given)  # a list may be changed in place
+        fields = {name: self.__dict__[name] for name in CorrectionFields.__dataclass_fields__}
+        state = repr(fields)  # a list may be changed in place
         found: tuple[str, Correction] | None = self.__dict__.get("_resolved")
         if found is None or found[0] != state:
-            found = self.__dict__["_resolved"] = state, resolve(given)
+            found = self.__dict__["_resolved"] = state, resolve(fields)
         return found[1]
 
     @property
@@ -288,7 +263,7 @@ class RolloutCorrectionConfig(DumpFields, MonitorFields, EngineFields, Correctio
             f"{self.rollout_is} weights {_in_words(self.rollout_is_threshold)}" if self.rollout_is else "no weights"
         )
         parts.append(f"{weights} (reported only)" if self.rollout_is and not self.applies_weights else weights)
-        thresholds = rejection_thresholds(self.rollout_rs, self.rollout_rs_threshold)
+        thresholds = parse_rejection_thresholds(self.rollout_rs_threshold, self.rollout_rs)
         criteria = zip(self.criteria, thresholds, strict=True)
         parts += [f"{c.name} {_in_words(bound, c.directed)}" for c, bound in criteria] or ["no rejection"]
         parts.append(f"bypass, {self.rollout_loss_type}" if self.bypass_mode else "decoupled")
@@ -339,10 +314,9 @@ class RolloutCorrectionConfig(DumpFields, MonitorFields, EngineFields, Correctio
     def _parse(self) -> None:
         for name, parse in PARSERS.items():
             self.__dict__[name] = parse(self.__dict__[name])
-        thresholds = rejection_thresholds(self.rollout_rs, self.rollout_rs_threshold)
-        self.__dict__["rollout_rs_threshold"] = (
-            thresholds if self.rollout_rs else none_if_null(self.rollout_rs_threshold)
-        )
+        thresholds = none_if_null(self.rollout_rs_threshold)
+        parsed = parse_rejection_thresholds(thresholds, self.rollout_rs)
+        self.__dict__["rollout_rs_threshold"] = parsed if self.rollout_rs else thresholds
 
     def check(self, *, warns: bool = False) -> None:
         """
@@ -373,14 +347,6 @@ class RolloutCorrectionConfig(DumpFields, MonitorFields, EngineFields, Correctio
             remedy = "Set one of them, or `rollout_dump_dir` to None."
             raise SettingError("rollout_dump_dir", self.rollout_dump_dir, reason, remedy=remedy)
 
-    def _warn_about_idle_fields(self, explicit: set[str]) -> None:
-        for name, reason in idle_fields(self.__dict__, self.correction).items():
-            if name in explicit:
-                warn_idle(name, getattr(self, name), reason)
-
-
-_OF_CORRECTION = tuple(CorrectionFields.__dataclass_fields__)
-
 
 def _in_words(bound: Any, directed: bool = False) -> str:
     if not isinstance(bound, list):
@@ -391,7 +357,7 @@ def _in_words(bound: Any, directed: bool = False) -> str:
 class _FirstMethod:
     """Class method of verl's first pull request, on [`RolloutCorrectionConfig`] alone: see [`presets.FIRST_METHODS`]."""
 
-    def __init__(self, name: Preset, fields_of: Callable[..., dict[str, Any]]):
+    def __init__(self, name: Preset, fields_of: Callable[..., dict[str, Any]]) -> None:
         self.name, self.fields_of = name, fields_of
 
     def __get__(self, instance: object, owner: type) -> Callable[..., RolloutCorrectionConfig]:
@@ -399,7 +365,7 @@ class _FirstMethod:
             raise AttributeError(f"{owner.__name__!r} has no attribute {self.name!r}")
         return self.build
 
-    def build(self, *arguments: Any, **options: Any) -> RolloutCorrectionConfig:
+    def build(self, *arguments: object, **options: object) -> RolloutCorrectionConfig:
         named = {key: options.pop(key) for key in inspect.signature(self.fields_of).parameters if key in options}
         return RolloutCorrectionConfig.from_preset(self.name, **{**self.fields_of(*arguments, **named), **options})
 

@@ -1,56 +1,39 @@
 """Levels and bounds of the importance weights, and rejection criteria. No torch here."""
 
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 
-# Editors and type checkers get the choices as a `Literal`. At run time the type is `str`: for a `Literal`, argparse would
-# refuse "none". `tests/test_types.py` compares the two.
-if TYPE_CHECKING:
-    Level = Literal["token", "sequence", "geometric"]
-    CriterionName = Literal[
-        "token_k1", "token_k2", "token_k3",
-        "seq_sum_k1", "seq_sum_k2", "seq_sum_k3",
-        "seq_mean_k1", "seq_mean_k2", "seq_mean_k3",
-        "seq_max_k1", "seq_max_k2", "seq_max_k3",
-        "token_tv", "token_kl", "token_binary_kl",
-    ]  # fmt: skip
-else:
+Level = Literal["token", "sequence", "geometric"]
+CriterionName = Literal[
+    "token_k1", "token_k2", "token_k3",
+    "seq_sum_k1", "seq_sum_k2", "seq_sum_k3",
+    "seq_mean_k1", "seq_mean_k2", "seq_mean_k3",
+    "seq_max_k1", "seq_max_k2", "seq_max_k3",
+    "token_tv", "token_kl", "token_binary_kl",
+]  # fmt: skip
+LEVELS: tuple[str, ...] = get_args(Level)
+CRITERIA: tuple[str, ...] = get_args(CriterionName)
+if not TYPE_CHECKING:  # for editors and type checkers only: for a `Literal`, argparse would refuse "none"
     Level = CriterionName = str
 
-LEVELS = ("token", "sequence", "geometric")
 SCOPES = ("token", "seq_sum", "seq_mean", "seq_max")
-DIVERGENCES = ("k1", "k2", "k3")
 # Divergences of the probabilities of a token instead of their ratio. The first two depend on the sign of the advantage.
 DIRECTED, TOKEN_ONLY = ("tv", "kl"), ("tv", "kl", "binary_kl")
-CRITERIA = (
-    *(f"{scope}_{divergence}" for scope in SCOPES for divergence in DIVERGENCES),
-    *(f"token_{divergence}" for divergence in TOKEN_ONLY),
-)
 # Names of criteria in verl's first pull request about rejection, and today's names
 FIRST_NAMES = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
 
 
 class Criterion(NamedTuple):
     """
-    A rejection rule: tokens or sequences with `lower <= statistic <= upper` are kept.
-
-    Args:
-        scope (`str`):
-            `"token"`; or, for one statistic per sequence, the sum, mean or maximum over its tokens: `"seq_sum"`,
-            `"seq_mean"`, `"seq_max"`.
-        divergence (`str`):
-            Per-token statistic, see [`~trl_rollout_corr.correction.functional.token_divergence`] and
-            [`~trl_rollout_corr.correction.functional.probability_divergence`].
-        lower (`float`):
-            Lower bound, in units of the statistic; `-inf` for none.
-        upper (`float`):
-            Upper bound, in units of the statistic.
+    A rejection rule: tokens or sequences with `lower <= statistic <= upper` are kept. The divergence is the statistic of a
+    token, see [`~trl_rollout_corr.correction.functional.token_divergence`] and
+    [`~trl_rollout_corr.correction.functional.probability_divergence`].
     """
 
-    scope: str
+    scope: str  # "token"; or the sum, mean or maximum over the tokens of a sequence: "seq_sum", "seq_mean", "seq_max"
     divergence: str
-    lower: float
-    upper: float
+    lower: float  # in units of the statistic, -inf for none
+    upper: float  # in units of the statistic
 
     @property
     def name(self) -> str:
@@ -73,27 +56,13 @@ class Criterion(NamedTuple):
 
 
 class Bounding(NamedTuple):
-    """
-    Level and bounds of the importance weights.
+    """Level and bounds of the importance weights."""
 
-    Args:
-        level (`str`):
-            `"token"`, `"sequence"` or `"geometric"`.
-        lower (`float` or `None`):
-            Lower bound, `None` for truncation.
-        upper (`float`):
-            Upper bound.
-        clamps (`bool`):
-            Whether weights outside the bounds are moved to the nearest bound, instead of being set to 0.
-        normalized (`bool`):
-            Whether the weights are divided by their mean afterwards.
-    """
-
-    level: str
-    lower: float | None
+    level: str  # "token", "sequence" or "geometric"
+    lower: float | None  # None for truncation
     upper: float
-    clamps: bool
-    normalized: bool
+    clamps: bool  # whether weights outside the bounds are moved to the nearest bound, instead of being set to 0
+    normalized: bool  # whether the weights are divided by their mean afterwards
 
     @property
     def drops(self) -> bool:
@@ -102,5 +71,5 @@ class Bounding(NamedTuple):
 
     @property
     def grows(self) -> bool:
-        """`True` if the weight of a token is a function of its log-ratio that never falls, so that their extremes agree."""
+        """`True` if the weight of a token never decreases as its log-ratio grows, so that the extremes of both agree."""
         return self.level == "token" and not self.drops

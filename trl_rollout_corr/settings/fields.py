@@ -1,4 +1,5 @@
 """Fields of the configuration by subject, and a parser for each. Neither TRL nor torch here."""
+# ruff: noqa: RUF009 (`_option` returns a field of a dataclass)
 
 import contextlib
 import dataclasses
@@ -7,101 +8,98 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ..health.examine import parse_bounds
 from ..messages import SettingError, nearest
 from .criteria import LEVELS, CriterionName, Level
 from .presets import DEFAULT, PRESETS, Preset
-from .thresholds import parse_criteria, parse_number, parse_weight_threshold
-from .unset import unset
+from .thresholds import none_if_null, parse_criteria, parse_number, parse_weight_threshold
 
 
-if TYPE_CHECKING:  # see `criteria`
-    LossType = Literal["ppo_clip", "reinforce"]
-    NanPolicy = Literal["drop", "raise", "neutralize"]
-    LrScaling = Literal["ess_sqrt"]
-    MonitorAction = Literal["warn", "stop", "tighten"]
-else:
-    LossType = NanPolicy = LrScaling = MonitorAction = str
+LossType = Literal["ppo_clip", "reinforce"]
+NanPolicy = Literal["drop", "raise", "neutralize"]
+MonitorAction = Literal["warn", "stop", "tighten"]
+LOSS_TYPES: tuple[str, ...] = get_args(LossType)
+NAN_POLICIES: tuple[str, ...] = get_args(NanPolicy)
+MONITOR_ACTIONS: tuple[str, ...] = get_args(MonitorAction)
+if not TYPE_CHECKING:  # see `criteria`
+    LossType = NanPolicy = MonitorAction = str
 
-LOSS_TYPES = ("ppo_clip", "reinforce")
-NAN_POLICIES = ("drop", "raise", "neutralize")
-LR_SCALINGS = ("ess_sqrt",)
-MONITOR_ACTIONS = ("warn", "stop", "tighten")
+
+class Unset:
+    """
+    Default of a field that a preset fills in. A value of the user replaces it, even one equal to `shown`, and is then kept.
+
+    `shown` is for `--help`. No subclass of `str` or `float`: argparse converts only text, so the object reaches the
+    configuration unchanged.
+    """
+
+    def __init__(self, shown: object) -> None:
+        self.shown = shown
+
+    def __str__(self) -> str:
+        return str(self.shown)
+
+    __repr__ = __str__
+
+
+def unset(shown: object) -> Any:
+    """Return an [`Unset`], typed as a value of the field."""
+    return Unset(shown)
+
+
+def _option(help: str, default: Any = None, **metadata: Any) -> Any:
+    """Field of a dataclass, with its line of `--help`."""
+    return field(default=default, metadata={"help": help, **metadata})
 
 
 @dataclass
 class CorrectionFields:
     """Fields of [`RolloutCorrectionConfig`] about the correction itself."""
 
-    rollout_correction: dict[str, Any] | Preset | None = field(
-        default=unset(DEFAULT),
-        metadata={"help": "Name of a preset, or none. Fields that are set beside it override it."},
+    rollout_correction: Mapping[str, object] | Preset | None = _option(
+        "Name of a preset, or none. Fields that are set beside it override it.", unset(DEFAULT)
     )
-    rollout_correction_resolved: str | None = field(
-        default=None, metadata={"help": "Not for users: the preset whose fields are in effect."}
+    rollout_correction_resolved: str | None = _option("Not for users: the preset whose fields are in effect.")
+    rollout_is: Level | None = _option(
+        "Level of the importance weights: token, sequence, geometric, or none.", unset("token")
     )
-    rollout_is: Level | None = field(
-        default=unset("token"),
-        metadata={"help": "Level of the importance weights: token, sequence, geometric, or none."},
+    rollout_is_threshold: float | str | list[float] | None = _option(
+        "Upper bound of the weights, or a pair: lower upper, outside which they are 0 (IcePop).", unset(2.0), nargs="+"
     )
-    rollout_is_threshold: float | str | list[float] | None = field(
-        default=unset(2.0),
-        metadata={
-            "help": "Upper bound of the weights, or a pair: lower upper, outside which they are 0 (IcePop).",
-            "nargs": "+",
-        },
+    rollout_is_clamp: bool = _option(
+        "With a pair of bounds, clamp weights to it instead of dropping those outside.", False
     )
-    rollout_is_clamp: bool = field(
-        default=False,
-        metadata={"help": "With a pair of bounds, clamp weights to it instead of dropping those outside."},
-    )
-    rollout_is_batch_normalize: bool = field(
-        default=False, metadata={"help": "Divide the weights by their mean over the batch of all ranks."}
-    )
+    rollout_is_batch_normalize: bool = _option("Divide the weights by their mean over the batch of all ranks.", False)
     rollout_rs: list[CriterionName] | None = field(
         default_factory=lambda: unset(None),
         metadata={
             "help": "Rejection criteria: {token,seq_sum,seq_mean,seq_max}_{k1,k2,k3}, token_{tv,kl,binary_kl}, or none."
         },
     )
-    rollout_rs_threshold: float | str | list[Any] | None = field(
-        default=None,
-        metadata={
-            "help": "One entry per criterion: bounds on the ratio for k1 (0.9_1.1; for a single criterion also 0.9 1.1), an "
-            "upper bound else.",
-            "nargs": "+",
-        },
+    rollout_rs_threshold: float | str | list[float | list[float]] | None = _option(
+        "One entry per criterion: for k1 bounds on the ratio (0.9_1.1; for a single criterion also 0.9 1.1), otherwise an "
+        "upper bound.",
+        nargs="+",
     )
-    rollout_rs_renormalize: bool = field(
-        default=False, metadata={"help": "Multiply the loss by valid tokens over kept tokens."}
+    rollout_rs_renormalize: bool = _option("Multiply the loss by valid tokens over kept tokens.", False)
+    rollout_rs_exclude_from_baseline: bool = _option(
+        "Leave sequences rejected as a whole out of their group's baseline.", False
     )
-    rollout_rs_exclude_from_baseline: bool = field(
-        default=False, metadata={"help": "Leave sequences rejected as a whole out of their group's baseline."}
+    bypass_mode: bool = _option(
+        "Use the log-probabilities of the sampler in place of those of the old policy.", unset(False)
     )
-    bypass_mode: bool = field(
-        default=unset(False), metadata={"help": "Use the sampler's log-probabilities as the old policy's."}
+    rollout_loss_type: LossType = _option("Loss in bypass mode: ppo_clip or reinforce.", unset("ppo_clip"))
+    rollout_clip_ratio_c: float | str | None = _option(
+        "In bypass mode with ppo_clip: largest ratio with gradient for negative advantages, or none.", 3.0
     )
-    rollout_loss_type: LossType = field(
-        default=unset("ppo_clip"), metadata={"help": "Loss in bypass mode: ppo_clip or reinforce."}
+    rollout_metrics_only: bool = _option("Compute and report the correction without changing the loss.", False)
+    rollout_lr_scaling: str | None = _option(
+        "Scaling of each step by the effective sample size of its completions: ess_sqrt, or none."
     )
-    rollout_clip_ratio_c: float | str | None = field(
-        default=3.0,
-        metadata={
-            "help": "In bypass mode with ppo_clip: largest ratio with gradient for negative advantages, or none."
-        },
-    )
-    rollout_metrics_only: bool = field(
-        default=False, metadata={"help": "Compute and report everything, leave the loss alone."}
-    )
-    rollout_lr_scaling: LrScaling | None = field(
-        default=None,
-        metadata={"help": "Scale each step by the effective sample size of its completions: ess_sqrt, or none."},
-    )
-    rollout_nan_policy: NanPolicy = field(
-        default="drop",
-        metadata={"help": "Token with a log-probability that is not finite: drop, raise or neutralize."},
+    rollout_nan_policy: NanPolicy = _option(
+        "Treatment of a token whose log-ratio is not finite: drop, raise or neutralize.", "drop"
     )
 
 
@@ -109,8 +107,8 @@ class CorrectionFields:
 class EngineFields:
     """Fields of [`RolloutCorrectionConfig`] for the engine of the sampler."""
 
-    rollout_engine_kwargs: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Arguments of vLLM's engine that TRL has no field for, as a mapping."}
+    rollout_engine_kwargs: Mapping[str, object] | str | None = _option(
+        "Arguments of vLLM's engine that TRL has no field for, as a mapping."
     )
 
 
@@ -118,80 +116,70 @@ class EngineFields:
 class MonitorFields:
     """Fields of [`RolloutCorrectionConfig`] for the monitor and for the diagnosis of the first step."""
 
-    rollout_monitor: MonitorAction | None = field(
-        default="warn", metadata={"help": "When metrics look unhealthy: warn, stop, tighten, or none for no monitor."}
+    rollout_monitor: MonitorAction | None = _option(
+        "Reaction to unhealthy metrics: warn, stop, tighten, or none for no monitor.", "warn"
     )
-    rollout_monitor_preset: Preset | None = field(
-        default=None, metadata={"help": "Preset that `rollout_monitor: tighten` switches to."}
+    rollout_monitor_preset: Preset | None = _option("Preset that `rollout_monitor: tighten` switches to.")
+    rollout_monitor_bounds: Mapping[str, float | None] | str | None = _option(
+        "Bounds of the monitor by name of the rule; null switches a rule off."
     )
-    rollout_monitor_bounds: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Bounds of the monitor by name of the rule; null switches a rule off."}
-    )
-    rollout_diagnose: bool = field(
-        default=False, metadata={"help": "Look for the cause of the gap at the first step, and print it."}
-    )
+    rollout_diagnose: bool = _option("Look for the cause of the gap at the first step, and print it.", False)
 
 
 @dataclass
 class DumpFields:
     """Fields of [`RolloutCorrectionConfig`] for the dump."""
 
-    rollout_dump_dir: str | None = field(
-        default=None, metadata={"help": "Folder for sampled and worst sequences, as Parquet."}
-    )
-    rollout_dump_steps: int = field(default=1, metadata={"help": "Optimizer steps between two dumps."})
-    rollout_dump_sampled: int = field(default=8, metadata={"help": "Sequences drawn at random per dump."})
-    rollout_dump_worst: int = field(default=8, metadata={"help": "Sequences with the largest log-ratio per dump."})
-    rollout_dump_max_gb: float = field(
-        default=1.0, metadata={"help": "Size of the dump in GB above which its oldest steps are deleted."}
-    )
+    rollout_dump_dir: str | None = _option("Folder for sampled and worst sequences, as Parquet.")
+    rollout_dump_steps: int = _option("Optimizer steps between two dumps.", 1)
+    rollout_dump_sampled: int = _option("Sequences drawn at random per dump.", 8)
+    rollout_dump_worst: int = _option("Sequences with the largest log-ratio per dump.", 8)
+    rollout_dump_max_gb: float = _option("Size of the dump in GB above which its oldest steps are deleted.", 1.0)
 
 
-# Defaults of all fields. Those that a preset decides are in `presets.py`
-DEFAULTS = {
-    field.name: field.default
+_ALL = [
+    field
     for mixin in (CorrectionFields, EngineFields, MonitorFields, DumpFields)
     for field in dataclasses.fields(mixin)
-}
+]
+# Defaults of all fields. Those that a preset decides are in `presets.py`
+DEFAULTS = {field.name: field.default for field in _ALL}
 FIELDS = frozenset(DEFAULTS)
 
 
 # Parsers of single fields ---------------------------------------------------------------------------------------------
 
 
-def none_if_null(value: Any) -> Any:
-    """Turn the text "none" or "null", of a command line or of another tool, into `None`."""
-    return None if isinstance(value, str) and value.strip().lower() in ("none", "null") else value
-
-
-def _choice(name: str, value: Any, allowed: tuple[str, ...], *, or_none: bool = False) -> Any:
-    value = none_if_null(value) if or_none else value
-    if value in allowed or (or_none and value is None):
+def _choice(name: str, allowed: tuple[str | None, ...], value: object) -> Any:
+    value = none_if_null(value) if None in allowed else value
+    if value in allowed:
         return value
-    choices = f"one of {', '.join(allowed)}{' or None' if or_none else ''}"
-    raise SettingError(name, value, allowed=choices, remedy=nearest(value, allowed).strip())
+    names = [choice for choice in allowed if choice is not None]
+    choices = f"one of {', '.join(names)}{' or None' if None in allowed else ''}"
+    raise SettingError(name, value, allowed=choices, remedy=nearest(value, names).strip())
 
 
-def _boolean(name: str, value: Any) -> bool:
+def _boolean(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise SettingError(name, value, allowed="true or false")
     return value
 
 
-def _monitor_preset(value: Any) -> Any:
-    name = none_if_null(value)
+def preset_name(field: str, value: object) -> Preset | None:
+    """Refuse a name that is no preset."""
+    name: Preset | None = none_if_null(value)
     if name is None or name in PRESETS:
         return name
     remedy = f"{nearest(name, PRESETS)} Available presets: {', '.join(PRESETS)}.".strip()
-    raise SettingError("rollout_monitor_preset", name, remedy=remedy)
+    raise SettingError(field, name, remedy=remedy)
 
 
-def _folder(value: Any) -> str | None:
+def _folder(value: object) -> str | None:
     path = none_if_null(value)
     return None if path is None else os.path.expanduser(os.fspath(path))
 
 
-def _count(name: str, smallest: int, value: Any) -> int:
+def _count(name: str, smallest: int, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
         raise SettingError(name, value, allowed=f"an integer of {smallest} or more")
     return value
@@ -203,54 +191,45 @@ def _gigabytes(value: Any) -> Any:
     return value
 
 
-def _clip_ratio(value: Any) -> float | None:
+def _clip_ratio(value: object) -> float | None:
     if none_if_null(value) is None:
         return None
     bound = parse_number(value, "rollout_clip_ratio_c")
     if bound <= 1:
         remedy = "verl's default is 3.0; None is no bound."
-        raise SettingError("rollout_clip_ratio_c", bound, "a ratio of 1 is that of equal policies", "above 1", remedy)
+        raise SettingError("rollout_clip_ratio_c", bound, "equal policies have a ratio of 1", "above 1", remedy)
     return bound
 
 
-def _engine_kwargs(value: Any) -> dict[str, Any] | None:
-    if isinstance(value, str) and none_if_null(value) is not None:  # of a command line
+def _engine_kwargs(value: object) -> dict[str, Any] | None:
+    value = none_if_null(value)
+    if isinstance(value, str):  # of a command line
         with contextlib.suppress(json.JSONDecodeError):
             value = json.loads(value)
-    value = none_if_null(value)
-    if value is None or (isinstance(value, Mapping) and all(isinstance(key, str) for key in value)):
-        return None if value is None else dict(value)
+    if value is None:
+        return None
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return dict(value)
     allowed = "a mapping from arguments of vLLM's engine to their values, such as {'dtype': 'float16'}"
     raise SettingError("rollout_engine_kwargs", value, allowed=allowed)
 
 
 PARSERS: dict[str, Callable[[Any], Any]] = {
-    "rollout_is": lambda value: _choice("rollout_is", value, LEVELS, or_none=True),
+    "rollout_is": partial(_choice, "rollout_is", (*LEVELS, None)),
     "rollout_is_threshold": parse_weight_threshold,
     "rollout_rs": parse_criteria,
-    "rollout_loss_type": lambda value: _choice("rollout_loss_type", value, LOSS_TYPES),
-    "rollout_lr_scaling": lambda value: _choice("rollout_lr_scaling", value, LR_SCALINGS, or_none=True),
-    "rollout_nan_policy": lambda value: _choice("rollout_nan_policy", value, NAN_POLICIES),
+    "rollout_loss_type": partial(_choice, "rollout_loss_type", LOSS_TYPES),
+    "rollout_lr_scaling": partial(_choice, "rollout_lr_scaling", ("ess_sqrt", None)),
+    "rollout_nan_policy": partial(_choice, "rollout_nan_policy", NAN_POLICIES),
     "rollout_clip_ratio_c": _clip_ratio,
     "rollout_engine_kwargs": _engine_kwargs,
-    "rollout_monitor": lambda value: _choice("rollout_monitor", value, MONITOR_ACTIONS, or_none=True),
-    "rollout_monitor_preset": _monitor_preset,
+    "rollout_monitor": partial(_choice, "rollout_monitor", (*MONITOR_ACTIONS, None)),
+    "rollout_monitor_preset": partial(preset_name, "rollout_monitor_preset"),
     "rollout_monitor_bounds": lambda value: parse_bounds(none_if_null(value)) or None,
     "rollout_dump_dir": _folder,
     "rollout_dump_steps": partial(_count, "rollout_dump_steps", 1),
     "rollout_dump_sampled": partial(_count, "rollout_dump_sampled", 0),
     "rollout_dump_worst": partial(_count, "rollout_dump_worst", 0),
     "rollout_dump_max_gb": _gigabytes,
-    **{
-        name: partial(_boolean, name)
-        for name in (
-            "bypass_mode",
-            "rollout_diagnose",
-            "rollout_is_batch_normalize",
-            "rollout_is_clamp",
-            "rollout_rs_renormalize",
-            "rollout_rs_exclude_from_baseline",
-            "rollout_metrics_only",
-        )
-    },
+    **{field.name: partial(_boolean, field.name) for field in _ALL if field.type is bool},
 }

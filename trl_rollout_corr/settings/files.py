@@ -1,7 +1,8 @@
-"""Files with settings: YAML and shell scripts, of this package and of other tools. No torch."""
+"""Files with settings: YAML and shell scripts, of this package and of other tools, and their translation. No torch."""
 
 import re
 import shlex
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -9,41 +10,27 @@ from typing import Any, NamedTuple, TextIO
 
 import yaml
 
-from ..messages import SelfContainedError, warn
+from ..messages import SelfContainedError, warn, yaml_lines
 from .config import RolloutCorrectionConfig
 from .fields import FIELDS
-from .migrate import VERL_KEYS, from_legacy, from_trl, from_verl
+from .migrate import LEGACY_DEFAULTS, VERL_KEYS, from_legacy, from_trl, from_verl
 from .presets import PRESETS
 
 
 # Fields in dumps of earlier versions
 _RENAMED = {"rollout_monitor_thresholds": "rollout_monitor_bounds"}
 _REMOVED = ("rollout_compile",)
-# Keys that only the first releases of verl had. A boolean `rollout_is` is of these releases, too.
-_LEGACY_ONLY = ("rollout_is_level", "rollout_is_mode", "rollout_is_threshold_lower", "rollout_is_veto_threshold")
-
-
 Key = tuple[str, ...]
 
 _ARGUMENT = re.compile(r"\+{0,2}([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
 
 
 class Document(NamedTuple):
-    """
-    A configuration.
+    """A configuration."""
 
-    Args:
-        content (`Any`):
-            Content. Arguments of a shell script are nested mappings of text.
-        lines (`dict[tuple[str, ...], int]`):
-            Line of each key by its path, counted from 1.
-        replaced (`dict[tuple[str, ...], list[int]]`):
-            Earlier lines that set a key to another value, by its path, counted from 1.
-    """
-
-    content: Any
-    lines: dict[Key, int]
-    replaced: dict[Key, list[int]] = {}
+    content: Any  # arguments of a shell script are nested mappings of text
+    lines: dict[Key, int]  # line of each key by its path, counted from 1
+    replaced: dict[Key, list[int]] = {}  # earlier lines that set a key to another value
 
     def line(self, *path: str) -> int | None:
         """Line of a key, or of the nearest key above it with a line."""
@@ -127,81 +114,137 @@ def _expand(value: str, variables: Mapping[str, str]) -> str:
 
 
 class Foreign(NamedTuple):
-    """
-    Settings of another tool.
-
-    Args:
-        tool (`str`):
-            Name of the tool.
-        translate (`Callable`):
-            Function that translates them.
-        settings (`Mapping` or `None`):
-            The settings.
-        above (`tuple[str, ...]`):
-            Keys under which they stand.
-        maybe_ours (`bool`, *optional*, defaults to `False`):
-            Whether they may be settings of this package: a section of verl alone has the same names.
-    """
+    """Settings of another tool."""
 
     tool: str
     translate: Callable[..., dict[str, Any]]
-    settings: Mapping[str, Any] | None
-    above: tuple[str, ...] = ()
-    maybe_ours: bool = False
+    settings: Mapping[str, object] | None
+    above: Key = ()  # keys under which they stand
+    maybe_ours: bool = False  # a section of verl alone has the names of fields of this package
 
 
-def find_foreign(document: Any) -> Foreign | None:
-    """
-    Find the settings of rollout correction in a configuration of another tool.
-
-    Args:
-        document (`Any`):
-            Content of a file: the whole configuration, or only its part about rollout correction.
-
-    Returns:
-        [`Foreign`] or `None`: the settings, if there are any.
-    """
+def find_foreign(document: object) -> Foreign | None:
+    """Find the settings of another tool in its whole configuration, or in only the part about rollout correction."""
     section = document.get("algorithm", document) if isinstance(document, Mapping) else None
     if not isinstance(section, Mapping):
         return None
-    above = () if section is document else ("algorithm",)
+    above: Key = () if section is document else ("algorithm",)
+    nested = (*above, "rollout_correction")
     legacy = is_legacy(section)
     maybe_ours = section is document and not legacy
     named = section.get("rollout_correction", "")
     if isinstance(named, Mapping) and is_legacy(named):
-        return Foreign("verl's first releases", from_legacy, named, (*above, "rollout_correction"))
+        return Foreign("verl's first releases", from_legacy, named, nested)
     if named is None or isinstance(named, Mapping):
-        return Foreign("verl", from_verl, named, (*above, "rollout_correction"), maybe_ours and named is None)
+        return Foreign("verl", from_verl, named, nested, maybe_ours and named is None)
     if above and named in PRESETS:
-        return Foreign("verl", lambda name: {"rollout_correction": name}, named, (*above, "rollout_correction"))
-    flat = {key: value for key, value in section.items() if str(key).startswith(("rollout_is", "rollout_rs"))}
+        return Foreign("verl", lambda name: {"rollout_correction": name}, named, nested)
     trl = {key: value for key, value in section.items() if str(key).startswith("vllm_importance_sampling_")}
     if trl:
-        return Foreign("TRL's own correction", from_trl, trl, above, maybe_ours and not FIELDS.isdisjoint(document))
+        return Foreign("TRL's own correction", from_trl, trl, above, maybe_ours and not FIELDS.isdisjoint(section))
+    flat = {key: value for key, value in section.items() if str(key).startswith(("rollout_is", "rollout_rs"))}
     if legacy:
         return Foreign("verl's first releases", from_legacy, flat, above)
-    if flat or not section.keys().isdisjoint(VERL_KEYS):
-        verl = {key: value for key, value in section.items() if key in VERL_KEYS or key in flat}
-        return Foreign("verl", from_verl, verl, above, maybe_ours)
-    return None
+    verl = flat | {key: value for key, value in section.items() if key in VERL_KEYS}
+    return Foreign("verl", from_verl, verl, above, maybe_ours) if verl else None
 
 
-def is_legacy(section: Mapping[str, Any]) -> bool:
-    """Return `True` for keys of verl's first releases."""
+def is_legacy(section: Mapping[str, object]) -> bool:
+    """`True` for keys of verl's first releases, of which a boolean `rollout_is` is one."""
     boolean = section.get("rollout_is")
     if isinstance(boolean, str):  # of a shell script
         boolean = {"true": True, "false": False}.get(boolean.strip().lower(), boolean)
-    return any(key in section for key in _LEGACY_ONLY) or isinstance(boolean, bool)
+    return any(key in section for key in LEGACY_DEFAULTS) or isinstance(boolean, bool)
+
+
+# Translation -----------------------------------------------------------------------------------------------------------
+
+
+# Keys of verl's `algorithm` section that are not about rollout correction, and their counterparts in TRL
+_ELSEWHERE = {
+    "gamma": "it discounts rewards per token, and TRL's trainers give one reward to the whole completion",
+    "lam": "it is a parameter of GAE",
+    "use_kl_in_reward": "RLOO does that with `beta`; GRPO puts the divergence into the loss",
+    "kl_ctrl": "TRL has `beta`",
+    "kl_penalty": "TRL has `beta`",
+    "norm_adv_by_std_in_grpo": "TRL has `scale_rewards`",
+}
+_ESTIMATORS = {
+    "grpo": "train with `RolloutCorrectedGRPOTrainer`",
+    "rloo": "train with `RolloutCorrectedRLOOTrainer`",
+    "gae": "TRL has neither GAE nor a value model. GRPO and RLOO compare completions of the same prompt instead",
+}
+
+
+def convert(path: str) -> str:
+    """
+    Translate a configuration of another tool to YAML of fields of [`RolloutCorrectionConfig`]. It is a YAML file, a shell
+    script with arguments for verl, or `-` for standard input. A warning with its line names every key that is left out.
+    """
+    document = read_document(sys.stdin if path == "-" else Path(path))
+    foreign = find_foreign(document.content)
+    _refuse_ours(document.content, foreign)
+    if foreign is None:
+        raise ValueError(
+            "no settings of rollout correction found: neither verl's `algorithm.rollout_correction`, nor the `rollout_is*` "
+            "keys of its first releases, nor TRL's `vllm_importance_sampling_*`."
+        )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            fields = foreign.translate(foreign.settings)
+            RolloutCorrectionConfig(**fields)  # raises an error if a value is refused
+        except ValueError as error:
+            line = _line(document, foreign, getattr(error, "field", None))
+            raise ValueError(f"line {line}: {error}" if line else str(error)) from None
+    for warning in caught:
+        line = _line(document, foreign, getattr(warning.message, "field", None)) or document.line(*foreign.above) or 1
+        warn(f"{path}:{line}: {warning.message}")
+    for key, lines in document.replaced.items():
+        for line in lines:
+            warn(f"{path}:{line}: `{key[-1]}` has no effect: line {document.lines[key]} sets it again.")
+    for line, message in _left_out(document, foreign):
+        warn(f"{path}:{line}: {message}")
+    return yaml_lines(fields)
+
+
+def _refuse_ours(content: object, foreign: Foreign | None) -> None:
+    """A recipe of this package has nothing to convert."""
+    keys = set(content) if isinstance(content, Mapping) else set()
+    named = isinstance(content, Mapping) and isinstance(content.get("rollout_correction"), str)
+    ours = named or (keys & FIELDS and {"output_dir", "model_name_or_path"} & keys)
+    if ours and (foreign is None or foreign.maybe_ours):
+        raise ValueError("a configuration of this package already: there is nothing to convert")
+
+
+def _line(document: Document, foreign: Foreign, field: str | None) -> int | None:
+    """Line of a setting. verl's `loss_type` is our `rollout_loss_type`."""
+    names = () if field is None else (field, field.removeprefix("rollout_"))
+    return next((line for name in names if (line := document.lines.get((*foreign.above, name)))), None)
+
+
+def _left_out(document: Document, foreign: Foreign) -> Iterator[tuple[int, str]]:
+    """Lines and messages about the other keys of a configuration of verl. TRL's other fields need no translation."""
+    if "algorithm" not in document.content:
+        return
+    algorithm = document.content["algorithm"]
+    taken = set(foreign.settings or ()) if foreign.above == ("algorithm",) else {"rollout_correction"}
+    for key in (key for key in algorithm if key not in taken):
+        reason = _ESTIMATORS.get(str(algorithm[key])) if key == "adv_estimator" else _ELSEWHERE.get(key)
+        line = document.line("algorithm", str(key)) or 1
+        yield line, f"`algorithm.{key}` is left out: {reason or 'it is not about rollout correction'}."
+    for key, value in document.content.items():
+        if key != "algorithm" and value:
+            count = f" ({len(value)} keys)" if isinstance(value, Mapping) else ""
+            line = min(line for path, line in document.lines.items() if path[0] == str(key))
+            yield line, f"`{key}`{count} is left out: it is not about rollout correction."
 
 
 # Settings of this package ---------------------------------------------------------------------------------------------
 
 
 def read_config(path: str) -> RolloutCorrectionConfig:
-    """
-    Read settings of this package from a YAML file, such as a recipe. Other keys are ignored. Errors and warnings name the
-    file.
-    """
+    """Read settings of this package from a YAML file, such as a recipe. Other keys are ignored. Messages name the file."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -213,9 +256,9 @@ def read_config(path: str) -> RolloutCorrectionConfig:
     return config
 
 
-def _own_fields(document: Any) -> dict[str, Any]:
+def _own_fields(document: object) -> dict[str, Any]:
     if not isinstance(document, Mapping):
-        raise ValueError("no settings, which would be lines such as `rollout_correction: decoupled_token_is`")
+        raise ValueError("no settings in it; a setting is a line such as `rollout_correction: decoupled_token_is`")
     foreign = find_foreign(document)
     tool = None if foreign is None or foreign.maybe_ours else foreign.tool
     if isinstance(document.get("algorithm"), Mapping):  # a whole configuration, with any content
@@ -238,9 +281,8 @@ def config_of_run(settings: Mapping[str, Any], complaint: str) -> RolloutCorrect
         try:
             # beside settings of TRL, of which none begins like this
             ours = {_RENAMED.get(key, key): value for key, value in settings.items() if key not in _REMOVED}
-            return RolloutCorrectionConfig(
-                **{key: value for key, value in ours.items() if key in FIELDS or key.startswith("rollout_")}
-            )
+            fields = {key: value for key, value in ours.items() if key in FIELDS or key.startswith("rollout_")}
+            return RolloutCorrectionConfig(**fields)
         except (ValueError, TypeError) as error:
             raise ValueError(f"{complaint}: {_in_one_line(error)}") from None
 

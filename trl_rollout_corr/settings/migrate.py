@@ -1,9 +1,9 @@
 """
 Settings of other tools, translated to fields of [`RolloutCorrectionConfig`].
 
-Each function takes a mapping and returns a dictionary of fields. A setting without an exact counterpart gives a warning, and
-one without any counterpart an error. The classmethods `RolloutCorrectionConfig.from_verl`, `.from_legacy` and `.from_trl`
-call them.
+Each function takes a mapping and returns a dictionary of fields. A setting without an exact counterpart gives a warning. An
+unknown key, and a value that cannot be translated, are a `ValueError`. The classmethods `RolloutCorrectionConfig.from_verl`,
+`.from_legacy` and `.from_trl` call them.
 """
 
 from collections.abc import Mapping
@@ -31,24 +31,14 @@ VERL_KEYS = (
 # Criteria whose bounds verl applies to the inverse of the ratio. By their first names they bounded the ratio itself.
 _INVERTED = ("token_k1", "seq_sum_k1", "seq_mean_k1")
 
-_LEGACY_KEYS = (
-    "rollout_is_threshold",
-    "rollout_is",
-    "rollout_is_level",
-    "rollout_is_mode",
-    "rollout_is_threshold_lower",
-    "rollout_is_veto_threshold",
-)
-
-
-# Defaults of settings that act only with a threshold
-_LEGACY_DEFAULTS = {
+# Settings of the first releases of verl alone, which act only with a threshold, and their defaults
+LEGACY_DEFAULTS = {
     "rollout_is_level": "token",
     "rollout_is_mode": "truncate",
     "rollout_is_threshold_lower": None,
     "rollout_is_veto_threshold": None,
 }
-
+_LEGACY_KEYS = ("rollout_is_threshold", "rollout_is", *LEGACY_DEFAULTS)
 _TRL_KEYS = (
     "vllm_importance_sampling_correction",
     "vllm_importance_sampling_mode",
@@ -60,9 +50,9 @@ _TRL_KEYS = (
 _OFF = {"rollout_correction": "disabled"}
 
 
-def from_verl(settings: Mapping[str, Any] | None) -> dict[str, Any]:
+def from_verl(settings: Mapping[str, object] | None) -> dict[str, Any]:
     """
-    Translate the `rollout_correction` section of a verl configuration.
+    Translate the `rollout_correction` section of a verl configuration; `None` turns correction off.
 
     Today's keys and those of the pull request that introduced the section (bounds on the ratio, veto, first names of the
     criteria) are understood; text such as `"null"` and `"true"` is converted. Differences that are handled:
@@ -72,21 +62,10 @@ def from_verl(settings: Mapping[str, Any] | None) -> dict[str, Any]:
       (of `seq_max_k1`, `token_tv`, `token_kl` and `token_binary_kl`, and a lower bound of 0) have the same meaning as here.
     - verl accepts `rollout_is` without a threshold and then computes no weights. So does the translation, with a warning.
     - A missing `rollout_is` is None, as in verl's YAML defaults.
-
-    Args:
-        settings (`Mapping[str, Any]` or `None`):
-            The section. `None` turns correction off.
-
-    Returns:
-        `dict[str, Any]`: fields of [`RolloutCorrectionConfig`].
-
-    Raises:
-        `ValueError`: if a key is unknown or a value cannot be translated.
     """
     if settings is None:
         return dict(_OFF)
-    settings = {key: _plain(value) for key, value in settings.items() if key != "_target_"}
-    _check_keys(settings, VERL_KEYS, "a verl `rollout_correction` section")
+    settings = _plain(settings, VERL_KEYS, "a verl `rollout_correction` section")
     fields = {**_verl_weights(settings), **_verl_rejection(settings)}
     pure, loss = settings.get("use_pure_rollout_correction"), settings.get("loss_type", "ppo_clip")
     if settings.get("bypass_mode") or settings.get("bypass_old_logprob_for_rollout"):
@@ -161,7 +140,7 @@ def _inverted(bounds: Any, name: str) -> list[float]:
     return inverted
 
 
-def from_legacy(settings: Mapping[str, Any]) -> dict[str, Any]:
+def from_legacy(settings: Mapping[str, object]) -> dict[str, Any]:
     """
     Translate the flat `rollout_is*` keys of verl's first releases.
 
@@ -177,20 +156,9 @@ def from_legacy(settings: Mapping[str, Any]) -> dict[str, Any]:
     Early releases set weights outside the bounds to 0 and later ones removed the tokens from the mask. With TRL's
     denominators, which a rejected token does not leave, the two are the same. The veto was on by default (1e-4) in the
     first releases: set it, if the run to port relied on that.
-
-    Args:
-        settings (`Mapping[str, Any]`):
-            The keys.
-
-    Returns:
-        `dict[str, Any]`: fields of [`RolloutCorrectionConfig`].
-
-    Raises:
-        `ValueError`: if a key is unknown or a value cannot be translated.
     """
-    settings = {key: _plain(value) for key, value in settings.items()}
-    _check_keys(settings, _LEGACY_KEYS, "the legacy `rollout_is` keys")
-    upper, lower = settings.get("rollout_is_threshold"), settings.get("rollout_is_threshold_lower")
+    settings = {**LEGACY_DEFAULTS, **_plain(settings, _LEGACY_KEYS, "the legacy `rollout_is` keys")}
+    upper, lower = settings.get("rollout_is_threshold"), settings["rollout_is_threshold_lower"]
     if upper is None:
         if settings.get("rollout_is"):
             warn(
@@ -198,12 +166,12 @@ def from_legacy(settings: Mapping[str, Any]) -> dict[str, Any]:
                 "too. For token weights set `rollout_correction` to decoupled_token_is.",
                 "rollout_is",
             )
-        for name, default in _LEGACY_DEFAULTS.items():
-            if (value := settings.get(name, default)) != default:
-                warn_idle(name, value, "`rollout_is_threshold` is None")
+        for name, default in LEGACY_DEFAULTS.items():
+            if settings[name] != default:
+                warn_idle(name, settings[name], "`rollout_is_threshold` is None")
         return dict(_OFF)
     upper = parse_number(upper, "rollout_is_threshold")
-    level, mode = settings.get("rollout_is_level", "token"), settings.get("rollout_is_mode", "truncate")
+    level, mode = settings["rollout_is_level"], settings["rollout_is_mode"]
     if level not in FIRST_NAMES:
         raise SettingError("rollout_is_level", level, allowed=f"one of {', '.join(FIRST_NAMES)}")
     criteria, thresholds = [], []
@@ -217,9 +185,9 @@ def from_legacy(settings: Mapping[str, Any]) -> dict[str, Any]:
             f"`rollout_is_threshold_lower` is {lower} but never acted on the weights in mode 'truncate': dropped."
         )
         warn(message, "rollout_is_threshold_lower")
-    if settings.get("rollout_is_veto_threshold") is not None:
+    if settings["rollout_is_veto_threshold"] is not None:
         criteria, thresholds = _add_veto(criteria, thresholds, settings, "rollout_is_veto_threshold")
-    fields = {"rollout_is": level, "rollout_is_threshold": parse_weight_threshold(upper)}
+    fields: dict[str, Any] = {"rollout_is": level, "rollout_is_threshold": parse_weight_threshold(upper)}
     if criteria:
         fields.update(rollout_rs=criteria, rollout_rs_threshold=thresholds)
     if not settings.get("rollout_is", False):
@@ -227,26 +195,15 @@ def from_legacy(settings: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def from_trl(settings: Mapping[str, Any]) -> dict[str, Any]:
+def from_trl(settings: Mapping[str, object]) -> dict[str, Any]:
     """
     Translate TRL's `vllm_importance_sampling_*` settings of `GRPOConfig`; missing ones have TRL's defaults.
 
     The `truncate` modes become a truncation bound, or with `clip_min` a pair that weights are clamped to. The `mask` modes
     set weights outside the bounds to 0 and keep the others, which is IcePop. TRL takes the ratio of a token without a
     log-probability as 1, hence `rollout_nan_policy`.
-
-    Args:
-        settings (`Mapping[str, Any]`):
-            The settings.
-
-    Returns:
-        `dict[str, Any]`: fields of [`RolloutCorrectionConfig`].
-
-    Raises:
-        `ValueError`: if a key is unknown or a value cannot be translated.
     """
-    settings = {key: _plain(value) for key, value in settings.items()}
-    _check_keys(settings, _TRL_KEYS, "TRL's `vllm_importance_sampling_*` settings")
+    settings = _plain(settings, _TRL_KEYS, "TRL's `vllm_importance_sampling_*` settings")
     if not settings.get("vllm_importance_sampling_correction", True):
         return dict(_OFF)
     mode = settings.get("vllm_importance_sampling_mode", "sequence_mask")
@@ -257,29 +214,28 @@ def from_trl(settings: Mapping[str, Any]) -> dict[str, Any]:
         allowed = "token_truncate, token_mask, sequence_truncate or sequence_mask"
         raise SettingError("vllm_importance_sampling_mode", mode, allowed=allowed)
     upper = float("inf") if upper is None else upper
-    fields = {"rollout_is": level, "rollout_is_threshold": parse_weight_threshold(upper)}
-    fields["rollout_nan_policy"] = "neutralize"
-    if bounding == "mask":
-        return {**fields, "rollout_is_threshold": parse_weight_threshold([lower or 0.0, upper])}
-    if lower is not None:
-        return {**fields, "rollout_is_threshold": parse_weight_threshold([lower, upper]), "rollout_is_clamp": True}
-    return fields
+    threshold = parse_weight_threshold(upper if lower is None and bounding == "truncate" else [lower or 0.0, upper])
+    fields = {"rollout_is": level, "rollout_is_threshold": threshold, "rollout_nan_policy": "neutralize"}
+    return {**fields, "rollout_is_clamp": True} if bounding == "truncate" and lower is not None else fields
 
 
-def _add_veto(criteria: list[str], thresholds: list, settings: Mapping[str, Any], name: str) -> tuple[list[str], list]:
+def _add_veto(
+    criteria: list[str], thresholds: list, settings: Mapping[str, object], name: str
+) -> tuple[list[str], list]:
     """Reject a sequence if the ratio of any of its tokens is below the threshold of a name."""
     lower = parse_number(settings[name], name)
     return [*criteria, "seq_max_k1"], [*thresholds, [lower, float("inf")]]
 
 
-def _check_keys(settings: Mapping[str, Any], known: tuple[str, ...], what: str) -> None:
-    unknown = sorted(set(settings) - set(known))
-    if unknown:
-        key, remedy = unknown[0], f"Known keys: {', '.join(known)}."
-        raise SettingError(key, settings[key], f"which does not belong to {what}", remedy=remedy)
-
-
-def _plain(value: Any) -> Any:
-    """Turn the text `"null"`, `"true"` or `"false"` of a shell script into its value."""
+def _plain(settings: Mapping[str, object], known: tuple[str, ...], what: str) -> dict[str, Any]:
+    """Check the keys, and turn the text `"null"`, `"true"` or `"false"` of a shell script into its value."""
     words = {"null": None, "none": None, "true": True, "false": False}
-    return words.get(value.strip().lower(), value) if isinstance(value, str) else value
+    plain = {
+        key: words.get(value.strip().lower(), value) if isinstance(value, str) else value
+        for key, value in settings.items()
+        if key != "_target_"  # of Hydra
+    }
+    if unknown := sorted(set(plain) - set(known)):
+        key, remedy = unknown[0], f"Known keys: {', '.join(known)}."
+        raise SettingError(key, plain[key], f"which does not belong to {what}", remedy=remedy)
+    return plain

@@ -7,48 +7,10 @@ verl, in today's fields; their `veto` is the criterion `seq_max_k1` with bounds 
 
 from collections.abc import Callable
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 
-if TYPE_CHECKING:  # see `criteria`
-    Preset = Literal[
-        "decoupled_token_is",
-        "decoupled_seq_is",
-        "decoupled_token_icepop",
-        "decoupled_seq_is_rs",
-        "decoupled_geo_rs",
-        "decoupled_geo_rs_seq_tis",
-        "decoupled_geo_rs_token_tis",
-        "decoupled_k3_rs",
-        "decoupled_k3_rs_seq_tis",
-        "decoupled_k3_rs_token_tis",
-        "bypass_ppo_clip",
-        "bypass_ppo_clip_geo_rs",
-        "bypass_ppo_clip_k3_rs",
-        "bypass_pg_is",
-        "bypass_pg_token_icepop",
-        "bypass_pg_geo_rs",
-        "bypass_pg_geo_rs_seq_tis",
-        "bypass_pg_geo_rs_token_tis",
-        "disabled",
-        "token_is",
-        "token_tis",
-        "seq_is",
-        "seq_is_rs",
-        "seq_mis",
-        "geo_rs",
-        "geo_mis",
-        "ppo_is_bypass",
-        "pure_is",
-        "bypass_dppo_tv",
-        "bypass_dppo_kl",
-        "decoupled_kpop",
-        "decoupled_intellect3",
-        "auto",
-    ]
-else:
-    Preset = str
-
+Preset = str  # name of a preset
 
 # Rejection by the geometric mean of the ratio: a 0.1 percent drift per token, summed over 1000 tokens, is a factor of e.
 _GEO_RS = {"rollout_rs": ["seq_mean_k1"], "rollout_rs_threshold": [[0.999, 1.001]]}
@@ -60,7 +22,7 @@ _SEQ_TIS = {"rollout_is": "sequence", "rollout_is_threshold": 2.0}
 _TOKEN_ICEPOP = {"rollout_is": "token", "rollout_is_threshold": [0.5, 5.0]}
 _PPO_CLIP = {"bypass_mode": True, "rollout_loss_type": "ppo_clip"}
 _REINFORCE = {"bypass_mode": True, "rollout_loss_type": "reinforce"}
-# Off-policy REINFORCE within a trust region; the bound on the ratio is only against overflow
+# Off-policy REINFORCE within a trust region; the bound on the ratio only prevents overflow
 _DPPO = {"rollout_is": "token", "rollout_is_threshold": 20.0, **_REINFORCE}
 
 _VETO = ("seq_max_k1", [1e-4, float("inf")])
@@ -70,9 +32,9 @@ VERL_PRESETS: dict[Preset, dict[str, Any]] = {
     "decoupled_token_is": _TOKEN_TIS,
     # Unbiased up to the cap; its variance grows with length.
     "decoupled_seq_is": _SEQ_TIS,
-    # Drops tokens the two engines disagree on instead of capping them.
+    # Weights outside the bounds are 0 instead of capped.
     "decoupled_token_icepop": _TOKEN_ICEPOP,
-    # Sequence weights, and sequences beyond [0.5, 2] go.
+    # Sequence weights; a sequence with a ratio outside [0.5, 2] is rejected.
     "decoupled_seq_is_rs": {**_SEQ_TIS, "rollout_rs": ["seq_sum_k1"], "rollout_rs_threshold": [[0.5, 2.0]]},
     # Length-neutral rejection alone.
     "decoupled_geo_rs": {**_NO_IS, **_GEO_RS},
@@ -120,7 +82,7 @@ ORIGINAL_PRESETS: dict[Preset, dict[str, Any]] = {
 }
 
 # Trust regions on probabilities instead of ratios, and settings that two labs trained with. Thresholds are as published.
-TRUST_REGION_PRESETS: dict[Preset, dict[str, Any]] = {
+LATER_PRESETS: dict[Preset, dict[str, Any]] = {
     # DPPO (https://huggingface.co/papers/2602.04879): bounds of prime-rl, SkyRL and verl, whose ratio is truncated at 20.
     "bypass_dppo_tv": {**_DPPO, "rollout_rs": ["token_tv"], "rollout_rs_threshold": [[0.2, 0.2]]},
     "bypass_dppo_kl": {**_DPPO, "rollout_rs": ["token_kl"], "rollout_rs_threshold": [[0.05, 0.05]]},
@@ -137,11 +99,8 @@ TRUST_REGION_PRESETS: dict[Preset, dict[str, Any]] = {
         "rollout_rs": ["seq_max_k1"],
         "rollout_rs_threshold": [[1e-5, float("inf")]],
     },
-}
-
-# One setting for every gap and length: its bounds are on the probability of a token, which has the same unit in every task and
-# for every sampler. Chosen on some tasks and judged on others, see `benchmarks/arena`.
-AUTO_PRESETS: dict[Preset, dict[str, Any]] = {
+    # One setting for every gap and length: its bounds are on the probability of a token, which has the same unit in every task
+    # and for every sampler. Chosen on some tasks and judged on others, see `benchmarks/arena`.
     "auto": {
         # Truncated importance sampling (https://fengyao.notion.site/off-policy-rl), with verl's cap.
         **_TOKEN_TIS,
@@ -156,12 +115,7 @@ AUTO_PRESETS: dict[Preset, dict[str, Any]] = {
     },
 }
 
-PRESETS: dict[Preset, dict[str, Any]] = {
-    **VERL_PRESETS,
-    **ORIGINAL_PRESETS,
-    **TRUST_REGION_PRESETS,
-    **AUTO_PRESETS,
-}
+PRESETS: dict[Preset, dict[str, Any]] = {**VERL_PRESETS, **ORIGINAL_PRESETS, **LATER_PRESETS}
 
 # The preset of a run that names none.
 DEFAULT: Preset = "decoupled_token_is"
@@ -191,14 +145,10 @@ def _weights(threshold: float = 2.0) -> dict[str, Any]:
     return {"rollout_is_threshold": threshold}
 
 
-def _ratio_bounds(upper: float, lower: float | None) -> list[float]:
-    return [1 / upper if lower is None else lower, upper]
-
-
 def _seq_is_rs(
     is_threshold: float = 2.0, rs_threshold: float = 2.0, rs_threshold_lower: float | None = None
 ) -> dict[str, Any]:
-    bounds = _ratio_bounds(rs_threshold, rs_threshold_lower)
+    bounds = rs_threshold if rs_threshold_lower is None else [rs_threshold_lower, rs_threshold]
     return {"rollout_is_threshold": is_threshold, "rollout_rs_threshold": [bounds]}
 
 
@@ -209,7 +159,7 @@ def _seq_mis(threshold: float = 2.0) -> dict[str, Any]:
 def _geo_rs(
     rs_threshold: float = 1.001, rs_threshold_lower: float | None = None, veto_threshold: float | None = 1e-4
 ) -> dict[str, Any]:
-    bounds = _ratio_bounds(rs_threshold, rs_threshold_lower)
+    bounds = rs_threshold if rs_threshold_lower is None else [rs_threshold_lower, rs_threshold]
     if veto_threshold is None:
         return {"rollout_rs": ["seq_mean_k1"], "rollout_rs_threshold": [bounds]}
     return {"rollout_rs_threshold": [bounds, [veto_threshold, float("inf")]]}

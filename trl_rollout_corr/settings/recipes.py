@@ -15,17 +15,8 @@ def source() -> Path:
 
 def write_recipes(folder: str | Path) -> str:
     """
-    Write `recipes/` and `examples/` into a folder. The commands of the documents work there unchanged.
-
-    Args:
-        folder (`str` or `Path`):
-            The folder. It is created if it does not exist.
-
-    Returns:
-        `str`: message about the files, and the command to run next.
-
-    Raises:
-        `ValueError`: if the folder has `recipes` or `examples` already.
+    Write `recipes/` and `examples/` into a folder, which may be new. The commands of the documents work there unchanged.
+    Returns a message about the files and the command to run next.
     """
     folder = Path(folder)
     if found := [part for part in _PARTS if (folder / part).exists()]:

@@ -1,45 +1,29 @@
-"""From fields as the user gives them to a [`Correction`], which the mathematics reads. No torch here."""
+"""Fields of a configuration, resolved to a [`Correction`], which the mathematics reads. No torch here."""
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..messages import SettingError, nearest
-from .criteria import DIRECTED, Bounding, Criterion
-from .fields import DEFAULTS, FIELDS, PARSERS, CorrectionFields, DumpFields, none_if_null
-from .migrate import VERL_KEYS, from_verl
-from .presets import DEFAULT, PRESETS, Preset, settings_of
-from .thresholds import Bounds, parse_criteria, parse_rejection_thresholds
+from ..messages import SettingError
+from .criteria import DIRECTED, SCOPES, Bounding, Criterion
+from .fields import DEFAULTS, CorrectionFields, DumpFields, preset_name
+from .migrate import from_verl
+from .presets import Preset, settings_of
+from .thresholds import parse_criteria, parse_rejection_thresholds
 
 
 @dataclass(frozen=True)
 class Correction:
-    """
-    Resolved settings of the correction: no preset is left to look up, and every threshold is a number.
+    """Resolved settings of the correction: no preset is left to look up, and every threshold is a number."""
 
-    Args:
-        mode (`str`):
-            `"decoupled"`; or the loss of bypass mode, `"ppo_clip"` or `"reinforce"`.
-        bounding ([`Bounding`] or `None`):
-            Level and bounds of the importance weights, `None` for no weights.
-        criteria (`tuple[Criterion, ...]`):
-            Rejection criteria, with bounds in units of their statistic.
-        renormalizes (`bool`):
-            Whether the loss is multiplied by valid tokens over kept tokens.
-        metrics_only (`bool`):
-            Whether the loss is left alone.
-        nan_policy (`str`):
-            Treatment of a token whose log-ratio is not finite: `"drop"`, `"raise"` or `"neutralize"`.
-    """
-
-    mode: str
-    bounding: Bounding | None
-    criteria: tuple[Criterion, ...]
-    renormalizes: bool
-    metrics_only: bool
-    nan_policy: str
+    mode: str  # "decoupled"; or the loss of bypass mode, "ppo_clip" or "reinforce"
+    bounding: Bounding | None  # None for no weights
+    criteria: tuple[Criterion, ...]  # with bounds in units of their statistic
+    renormalizes: bool  # whether the loss is multiplied by valid tokens over kept tokens
+    metrics_only: bool  # whether the loss is left alone
+    nan_policy: str  # "drop", "raise" or "neutralize": treatment of a token whose log-ratio is not finite
 
     @property
     def bypasses(self) -> bool:
@@ -72,35 +56,19 @@ class Correction:
         return self.normalizes or (bool(self.criteria) and self.renormalizes)
 
 
-def resolve(given: Mapping[str, Any]) -> Correction:
-    """
-    Resolve fields of [`RolloutCorrectionConfig`].
-
-    Args:
-        given (`Mapping[str, Any]`):
-            The fields that are set. The preset of `rollout_correction` decides the others.
-
-    Returns:
-        [`Correction`]: the settings.
-
-    Raises:
-        `ValueError`: if a field has a value that cannot be meant.
-    """
-    preset, further = read_given(given.get("rollout_correction", DEFAULT))
-    explicit = {**further, **{name: value for name, value in given.items() if name != "rollout_correction"}}
-    values = {**DEFAULTS, **fill(preset, explicit)}
-    fields = {name: parse(values[name]) for name, parse in PARSERS.items()}
+def resolve(fields: Mapping[str, Any]) -> Correction:
+    """Resolve parsed fields of a configuration. Raises a `ValueError` if a threshold does not fit its criterion."""
     bounding = None
     if fields["rollout_is"] is not None:
         lower, upper = weight_bounds(fields["rollout_is_threshold"])
         clamps, normalized = fields["rollout_is_clamp"], fields["rollout_is_batch_normalize"]
         bounding = Bounding(fields["rollout_is"], lower, upper, clamps, normalized)
-    names = fields["rollout_rs"] or []
-    thresholds = rejection_thresholds(fields["rollout_rs"], values["rollout_rs_threshold"])
+    names = fields["rollout_rs"]
+    thresholds = parse_rejection_thresholds(fields["rollout_rs_threshold"], names)
     return Correction(
         mode=fields["rollout_loss_type"] if fields["bypass_mode"] else "decoupled",
         bounding=bounding,
-        criteria=tuple(_criterion(name, bounds) for name, bounds in zip(names, thresholds, strict=True)),
+        criteria=tuple(_criterion(name, bounds) for name, bounds in zip(names or [], thresholds, strict=True)),
         renormalizes=fields["rollout_rs_renormalize"],
         metrics_only=fields["rollout_metrics_only"],
         nan_policy=fields["rollout_nan_policy"],
@@ -124,33 +92,10 @@ def weight_bounds(threshold: Any) -> tuple[float | None, float]:
     return (threshold[0], threshold[1]) if isinstance(threshold, list) else (None, threshold)
 
 
-def rejection_thresholds(criteria: Sequence[str] | None, thresholds: Any) -> list[Bounds]:
-    """
-    Parse `rollout_rs_threshold`, one entry per criterion.
-
-    Raises:
-        `ValueError`: if it is not set, or does not fit the criteria.
-    """
-    if criteria is None:
-        return []
-    thresholds = none_if_null(thresholds)
-    if thresholds is None:
-        raise SettingError(
-            "rollout_rs",
-            criteria,
-            "but `rollout_rs_threshold` is not set",
-            remedy="Give one entry per criterion: bounds on the ratio such as [0.5, 2.0] for k1, an upper bound such as 0.01 "
-            "for k2 and k3.",
-        )
-    return parse_rejection_thresholds(thresholds, criteria)
-
-
 def _criterion(name: str, bounds: Any) -> Criterion:
     """Criterion of a name. Bounds on the ratio become bounds on `k1 = -log ratio`."""
-    if name.startswith("token_"):
-        scope, divergence = "token", name.removeprefix("token_")
-    else:
-        scope, divergence = name.rsplit("_", 1)
+    scope = next(scope for scope in SCOPES if name.startswith(f"{scope}_"))
+    divergence = name.removeprefix(f"{scope}_")
     if divergence in DIRECTED:
         return Criterion(scope, divergence, -bounds[0], bounds[1])
     if divergence != "k1":
@@ -160,25 +105,14 @@ def _criterion(name: str, bounds: Any) -> Criterion:
 
 
 def idle_fields(fields: Mapping[str, Any], correction: Correction) -> dict[str, str]:
-    """
-    Find fields that are set and have no effect.
-
-    Args:
-        fields (`Mapping[str, Any]`):
-            Parsed fields of a configuration.
-        correction ([`Correction`]):
-            The same, resolved.
-
-    Returns:
-        `dict[str, str]`: reason for each field without effect.
-    """
+    """Reasons why fields have no effect, by name of the field. `correction` is what the parsed `fields` resolve to."""
     bounding = correction.bounding
     no_weights = bounding is None and "`rollout_is` is None"
     no_rejection = not correction.criteria and "`rollout_rs` is not set"
     no_bypass = not correction.bypasses and "`bypass_mode` is False, and the loss is TRL's `loss_type`"
-    no_clipping = "it bounds the ratio to the sampler in `bypass_mode` with `rollout_loss_type='ppo_clip'`"
+    no_clipping = "it acts only in `bypass_mode` with `rollout_loss_type='ppo_clip'`"
     reported = "with `bypass_mode` and `rollout_loss_type='ppo_clip'` the weights are reported, not applied"
-    only_metrics = "`rollout_metrics_only` is True, so that `lr_scale` is reported and the step left alone"
+    only_metrics = "`rollout_metrics_only` is True: `lr_scale` is reported, and the step is not scaled"
     no_pair = bounding is not None and bounding.lower is None and "`rollout_is_threshold` is not a pair"
     reasons: dict[str, Any] = {
         "rollout_is_threshold": fields["rollout_is_threshold"] != 2.0 and no_weights,  # 2.0 is in saved configurations
@@ -204,28 +138,24 @@ def idle_fields(fields: Mapping[str, Any], correction: Correction) -> dict[str, 
 _OFF = ("none", "null", "false", "off", "no", "")
 
 
-def read_given(value: Any) -> tuple[Preset | None, dict[str, Any]]:
+def read_given(value: object) -> tuple[Preset | None, dict[str, Any]]:
     """Name of the preset and further fields in a value of `rollout_correction`."""
     value = getattr(value, "shown", value)  # of a default
     if isinstance(value, CorrectionFields):
         return _fields_of(value)
     if isinstance(value, Mapping):
-        return _from_mapping(value)
+        return None, {"rollout_is": None, **from_verl(value)}
     if value is None or value is False or (isinstance(value, str) and value.strip().lower() in _OFF):
         return None, {}
-    if isinstance(value, str) and value in PRESETS:
-        name: Any = value
-        return name, {}
     if isinstance(value, str):
-        remedy = f"{nearest(value, PRESETS)} Available presets: {', '.join(PRESETS)}.".strip()
-        raise SettingError("rollout_correction", value, remedy=remedy)
-    allowed = "the name of a preset, a mapping of settings, a RolloutCorrectionConfig, or None for no correction"
+        return preset_name("rollout_correction", value), {}
+    allowed = "the name of a preset, a section of verl, a RolloutCorrectionConfig, or None for no correction"
     raise SettingError("rollout_correction", value, allowed=allowed)
 
 
 def _fields_of(config: CorrectionFields) -> tuple[Preset | None, dict[str, Any]]:
     """Preset of a configuration, and the fields that differ from it and from the defaults."""
-    name: Any = None if isinstance(config.rollout_correction, dict) else config.rollout_correction
+    name = None if isinstance(config.rollout_correction, Mapping) else config.rollout_correction
     preset = settings_of(name)
     fields = {key: getattr(config, key) for key in DEFAULTS}
     del fields["rollout_correction"], fields["rollout_correction_resolved"]
@@ -236,25 +166,3 @@ def _fields_of(config: CorrectionFields) -> tuple[Preset | None, dict[str, Any]]
 def is_default(config: CorrectionFields, name: str) -> bool:
     """`True` if a field has the default of this package, which a subclass may have replaced."""
     return bool(getattr(config, name) == DEFAULTS[name])
-
-
-def _from_mapping(settings: Mapping[str, Any]) -> tuple[Preset | None, dict[str, Any]]:
-    """A section of verl, or fields of this package. Keys of both have the meaning of verl."""
-    unknown = sorted(set(map(str, settings)) - FIELDS - set(VERL_KEYS))
-    if unknown:
-        raise ValueError(
-            f"`rollout_correction` is a mapping with {unknown[0]!r}, which is neither a field of rollout correction nor a key "
-            f"of verl's `rollout_correction` section.{nearest(unknown[0], FIELDS | set(VERL_KEYS))}"
-        )
-    if set(settings) <= set(VERL_KEYS):
-        return None, {"rollout_is": None, **from_verl(settings)}
-    foreign = sorted(set(settings) - FIELDS)
-    if foreign:
-        raise ValueError(
-            f"`rollout_correction` is a mapping with {foreign[0]!r}, a key of verl's section, beside fields of this package. "
-            "Write the fields beside `rollout_correction` instead, and translate verl's section with `trl-rollout-corr "
-            "convert`."
-        )
-    fields = {key: value for key, value in settings.items() if key != "rollout_correction_resolved"}
-    name, further = read_given(fields.pop("rollout_correction", None))
-    return name, {**further, **fields}

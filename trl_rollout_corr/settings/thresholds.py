@@ -24,24 +24,13 @@ _UNDERSCORE_HINT = (
 Bounds = float | list[float]
 
 
-def parse_number(value: Any, field: str, part: str = "") -> float:
-    """
-    Parse one number.
+def none_if_null(value: object) -> Any:
+    """Turn the text "none" or "null", of a command line or of another tool, into `None`."""
+    return None if isinstance(value, str) and value.strip().lower() in ("none", "null") else value
 
-    Args:
-        value (`Any`):
-            A number, or its text.
-        field (`str`):
-            Field that the error names.
-        part (`str`, *optional*):
-            Part of the field that the error names, such as "for `token_k1`".
 
-    Returns:
-        `float`: the number, possibly infinite.
-
-    Raises:
-        `ValueError`: if it is not a number, or NaN.
-    """
+def parse_number(value: object, field: str, part: str = "") -> float:
+    """Parse a number or its text, possibly infinite. The error names the field, and a part of it such as "for `token_k1`"."""
     if isinstance(value, str) and _NUMBER.fullmatch(value.strip()):
         return float(value.strip().lower().replace(".inf", "inf"))
     if isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -51,23 +40,11 @@ def parse_number(value: Any, field: str, part: str = "") -> float:
     raise SettingError(field, value, allowed="made of numbers", remedy=_UNDERSCORE_HINT, part=part)
 
 
-def parse_structure(value: Any, field: str) -> Any:
+def parse_structure(value: object, field: str) -> Any:
     """
     Turn text into nested lists of still unparsed numbers: `"0.6_1.6,2.5"` and `"[[0.6, 1.6], 2.5]"` both give
     `[["0.6", "1.6"], "2.5"]`, `"0.6_1.6"` gives `[["0.6", "1.6"]]` and `"2.5"` gives `"2.5"`. Other values are returned
     unchanged.
-
-    Args:
-        value (`Any`):
-            Value of the field.
-        field (`str`):
-            Field that the error names.
-
-    Returns:
-        `Any`: a scalar, or a list of scalars and pairs.
-
-    Raises:
-        `ValueError`: if brackets do not match.
     """
     if isinstance(value, (list, tuple)) and all(isinstance(part, str) for part in value):
         value = ",".join(value)  # the command line passes a list of text
@@ -86,20 +63,8 @@ def parse_structure(value: Any, field: str) -> Any:
     return parts[0] if len(parts) == 1 and isinstance(parts[0], str) else parts
 
 
-def parse_weight_threshold(value: Any) -> Bounds:
-    """
-    Parse `rollout_is_threshold`.
-
-    Args:
-        value (`Any`):
-            One number `C` (truncation) or a pair `[lower, upper]` (IcePop).
-
-    Returns:
-        `float` or `list[float]`: the bound, or the pair.
-
-    Raises:
-        `ValueError`: if it is neither, or if the bounds exclude a ratio of 1.
-    """
+def parse_weight_threshold(value: object) -> Bounds:
+    """Parse `rollout_is_threshold`: one number `C` (truncation) or a pair `[lower, upper]` around 1 (IcePop)."""
     field = "rollout_is_threshold"
     if value is None:
         remedy = "For weights without a bound set it to inf; for no weights set `rollout_is` to None."
@@ -119,20 +84,8 @@ def parse_weight_threshold(value: Any) -> Bounds:
     return upper
 
 
-def parse_criteria(value: Any) -> list[str] | None:
-    """
-    Parse `rollout_rs`.
-
-    Args:
-        value (`Any`):
-            Names of criteria, as a list or as comma-separated text, or `None`.
-
-    Returns:
-        `list[str]` or `None`: the names.
-
-    Raises:
-        `ValueError`: if a name is unknown or given twice.
-    """
+def parse_criteria(value: object) -> list[str] | None:
+    """Parse `rollout_rs`: names of criteria, as a list or as comma-separated text, or `None`."""
     names = value.split(",") if isinstance(value, str) else value
     if isinstance(names, (list, tuple)) and len(names) == 1 and isinstance(names[0], str):
         names = names[0].split(",")  # the command line passes one element with commas
@@ -154,26 +107,25 @@ def parse_criteria(value: Any) -> list[str] | None:
     return names
 
 
-def parse_rejection_thresholds(value: Any, criteria: Sequence[str]) -> list[Bounds]:
+def parse_rejection_thresholds(value: object, criteria: Sequence[str] | None) -> list[Bounds]:
     """
-    Parse `rollout_rs_threshold`.
+    Parse `rollout_rs_threshold`: one entry per criterion, or a single entry for all of them.
 
-    Args:
-        value (`Any`):
-            One entry per criterion, or a single entry for all of them. For k1, an entry is a pair of bounds on the
-            ratio, or a number `u` that stands for `[1/u, u]`. For `tv` and `kl` it is a bound for negative and one for
-            positive advantages, or one number for both. For the others it is an upper bound. The pair of the only
-            criterion may stand alone: `[0.5, 2.0]`.
-        criteria (`Sequence[str]`):
-            Names of the criteria.
-
-    Returns:
-        `list[float | list[float]]`: one entry per criterion, a pair for k1, `tv` and `kl`.
-
-    Raises:
-        `ValueError`: if the number of entries is wrong, or an entry does not fit its criterion.
+    For k1, an entry is a pair of bounds on the ratio, or a number `u` that stands for `[1/u, u]`. For `tv` and `kl` it is a
+    bound for negative and one for positive advantages, or one number for both. For the others it is an upper bound. The pair
+    of the only criterion may stand alone: `[0.5, 2.0]`. The result has one entry per criterion, a pair for k1, `tv` and `kl`.
     """
-    field = "rollout_rs_threshold"
+    field, value = "rollout_rs_threshold", none_if_null(value)
+    if criteria is None:
+        return []
+    if value is None:
+        raise SettingError(
+            "rollout_rs",
+            criteria,
+            "but `rollout_rs_threshold` is not set",
+            remedy="Give one entry per criterion: bounds on the ratio such as [0.5, 2.0] for k1, an upper bound such as 0.01 "
+            "for k2 and k3.",
+        )
     parsed = parse_structure(value, field)
     if len(criteria) == 1 and isinstance(parsed, list) and len(parsed) == 2:
         parsed = [parsed]  # the pair of the only criterion
@@ -189,8 +141,6 @@ def parse_rejection_thresholds(value: Any, criteria: Sequence[str]) -> list[Boun
 def _parse_entry(entry: Any, name: str) -> Bounds:
     field, part = "rollout_rs_threshold", f"for `{name}`"
     entry = list(entry) if isinstance(entry, tuple) else entry
-    if name.endswith("k1"):
-        return _parse_ratio_bounds(entry, field, part)
     if name.removeprefix("token_") in DIRECTED:
         bounds = _parse_directed(entry, field, part)
         if name == "token_tv" and (min(bounds) >= 1 or any(1 <= bound < math.inf for bound in bounds)):
@@ -198,20 +148,16 @@ def _parse_entry(entry: Any, name: str) -> Bounds:
             remedy = "Set one such as 0.2, or a pair with inf on the side without a bound."
             raise SettingError(field, entry, reason, "below 1", remedy, part)
         return bounds
+    if name.endswith("k1") and isinstance(entry, list):
+        return _parse_pair(entry, field, part)
     if isinstance(entry, list):
         remedy = "Only k1 criteria take a pair [lower, upper]."
         raise SettingError(field, entry, allowed="one upper bound", remedy=remedy, part=part)
     upper = parse_number(entry, field, part)
-    if upper <= 0:
-        raise SettingError(field, upper, allowed="a positive upper bound", part=part)
-    return upper
-
-
-def _parse_ratio_bounds(entry: Any, field: str, part: str) -> list[float]:
-    """Bounds on the ratio: a pair, or a number `u` for `[1/u, u]`."""
-    if isinstance(entry, list):
-        return _parse_pair(entry, field, part)
-    upper = parse_number(entry, field, part)
+    if not name.endswith("k1"):
+        if upper <= 0:
+            raise SettingError(field, upper, allowed="a positive upper bound", part=part)
+        return upper
     if upper < 1:
         allowed = (
             "a pair of bounds on the ratio such as [0.5, 2.0], or a number u of at least 1 that stands for [1/u, u]"

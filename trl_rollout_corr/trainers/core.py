@@ -207,7 +207,7 @@ class CorrectionCore(_Host):
         """Count a micro-batch for the factor of the learning rate, if `rollout_lr_scaling` is set."""
         if self._lr_scaling is None or not self.model.training:
             return
-        if seen is not None and seen.train_logps is current:
+        if seen is not None and seen.train_logps is current and seen.correction.log_ratio is not None:
             self._lr_scaling.visited(seen.correction.log_ratio, seen.correction.valid)
             return
         neutralize = self.args.rollout_nan_policy == "neutralize"
@@ -234,6 +234,7 @@ class CorrectionCore(_Host):
             return current, seen.coefficients  # ratio 1, with the gradient of the log-likelihood
         # PPO's gradient is 0 where the ratio saturates, and the ratio itself would overflow. A rejected token must not change
         # the ratio of its completion in a loss with ratios of completions. Both get the current policy as anchor: ratio 1.
+        assert correction.log_ratio is not None
         usable = correction.keep & (correction.log_ratio.abs() <= LOG_RATIO_BOUND)
         return torch.where(usable, current - correction.log_ratio, current), seen.coefficients * usable
 
