@@ -14,7 +14,7 @@ from trl_rollout_corr.messages import logger
 
 
 LINE = re.compile(
-    r"^step (\d)/3  reward (-?\d\.\d+)  k3_kl (\S+) +ESS (\d\.\d+)  rejected +([\d.]+)%  "
+    r"^step (\d)/3 +(\d+)% +(\d+:\d\d:\d\d) left  reward (-?\d\.\d+)  k3_kl (\S+) +ESS (\d\.\d+)  rejected +([\d.]+)%  "
     r"effective_lr (\d\.\d+)( +\d alarms?)?$"
 )
 
@@ -42,18 +42,19 @@ def test_a_step_is_one_line(make, capsys, bar):
     assert title.startswith(
         "Rollout correction 0.1.0: decoupled_token_is with changes; token weights up to 2; token_k1 in ["
     )
-    assert re.fullmatch(r"3 steps in \d+ s", end)
+    assert re.fullmatch(r"3 steps in 0:00:\d\d", end)
     assert max(map(len, lines)) < 130
     found = [LINE.match(line) for line in lines]
     assert all(found), lines
-    assert [match[1] for match in found] == ["1", "2", "3"]
+    assert [(match[1], match[2]) for match in found] == [("1", "33"), ("2", "67"), ("3", "100")]
     for match, logged in zip(found, trainer.state.log_history, strict=False):
         assert len(logged) > 60  # what trackers get
-        assert float(match[2]) == pytest.approx(logged["reward"], abs=1e-3)
-        assert float(match[3]) == pytest.approx(logged["rollout_corr/k3_kl"], rel=0.05)
-        assert float(match[5]) == pytest.approx(100 * logged["rollout_corr/rollout_rs_masked_fraction"], abs=0.1)
-        alarms = int(match[7].split()[0]) if match[7] else 0
+        assert float(match[4]) == pytest.approx(logged["reward"], abs=1e-3)
+        assert float(match[5]) == pytest.approx(logged["rollout_corr/k3_kl"], rel=0.05)
+        assert float(match[7]) == pytest.approx(100 * logged["rollout_corr/rollout_rs_masked_fraction"], abs=0.1)
+        alarms = int(match[9].split()[0]) if match[9] else 0
         assert alarms == logged["rollout_corr/monitor/alarms"]
+    assert found[0][3] != "0:00:00" or found[2][3] == "0:00:00"
 
 
 def test_an_evaluation_is_one_line_and_a_log_of_the_user_stays_as_it_is(make, capsys):
@@ -62,7 +63,7 @@ def test_an_evaluation_is_one_line_and_a_log_of_the_user_stays_as_it_is(make, ca
     trainer.train()
     out = capsys.readouterr().out
     assert "{'mine': 1.0" in out
-    assert re.search(r"^step 2/3  eval  reward .* k3_kl ", out, re.MULTILINE)
+    assert re.search(r"^step 2/3 .* eval  reward .* k3_kl ", out, re.MULTILINE)
 
 
 def test_who_wants_every_metric_gets_it(make, capsys):

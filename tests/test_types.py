@@ -1,12 +1,35 @@
-"""Editors and type checkers know the choices of a setting."""
+"""Editors and type checkers know the choices: what is spelt out for them is what the code accepts."""
 
+import ast
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import trl_rollout_corr
 from tests.launching import ROOT
+from trl_rollout_corr import RolloutCorrectionConfig
+from trl_rollout_corr.settings.presets import PRESETS
+
+
+def spelt_out(module: str, name: str) -> list[str]:
+    """The choices of a `Literal` in the source."""
+    tree = ast.parse(Path(trl_rollout_corr.__file__).with_name("settings").joinpath(f"{module}.py").read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Subscript) and node.targets[0].id == name:
+            return [choice.value for choice in node.value.slice.elts]
+    raise LookupError(name)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "choices"),
+    [
+        ("presets", "Preset", PRESETS),
+    ],
+)
+def test_choices_are_those_of_the_code(module, name, choices):
+    assert sorted(spelt_out(module, name)) == sorted(choices)
 
 
 GOOD = """
@@ -19,11 +42,11 @@ RolloutCorrectionMonitor("stop")
 """
 BAD = """
 from trl_rollout_corr import RolloutCorrectionConfig, RolloutCorrectionMonitor
-RolloutCorrectionConfig(rollout_correction=3)
+RolloutCorrectionConfig(rollout_correction="decoupled_tokens")
 RolloutCorrectionConfig(rollout_is="tokens")
 RolloutCorrectionConfig(rollout_rs=["token_k9"])
 RolloutCorrectionConfig(rollout_iss="token")
-RolloutCorrectionConfig.from_preset(["bypass_pg_is"])
+RolloutCorrectionConfig.from_preset("bypass_pg")
 RolloutCorrectionMonitor("shout")
 """
 
@@ -44,3 +67,25 @@ def test_a_type_checker_catches_what_is_misspelt(tmp_path):
 
 def test_dir_lists_what_can_be_imported():
     assert set(trl_rollout_corr.__all__) <= set(dir(trl_rollout_corr))
+
+
+def test_a_misspelt_field_is_told_the_nearest():
+    from trl_rollout_corr import RolloutCorrectedGRPOConfig
+
+    with pytest.raises(
+        TypeError, match=r"`rollout_iss` is no field of RolloutCorrectionConfig. Did you mean 'rollout_is'\?"
+    ):
+        RolloutCorrectionConfig(rollout_iss="token")
+    with pytest.raises(
+        TypeError, match=r"`max_step` is no field of RolloutCorrectedGRPOConfig. Did you mean 'max_steps'\?"
+    ):
+        RolloutCorrectedGRPOConfig("out", max_step=3)
+
+
+def test_a_subclass_may_take_what_it_likes():
+    class Mine(RolloutCorrectionConfig):
+        def __init__(self, mine: int, **kwargs):
+            super().__init__(**kwargs)
+            self.mine = mine
+
+    assert Mine(mine=3, rollout_is="sequence").rollout_is == "sequence"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from ..messages import SettingError, warn_idle
+from ..messages import SettingError, nearest, warn_idle
 from .criteria import Criterion
 from .fields import DEFAULTS, PARSERS, CorrectionFields, DumpFields, EngineFields, MonitorFields, Unset
 from .migrate import from_legacy, from_trl, from_verl
@@ -136,6 +136,14 @@ class RolloutCorrectionConfig(DumpFields, MonitorFields, EngineFields, Correctio
     Raises:
         `ValueError`: if the value of a field is refused. The message names the field, the value and a remedy.
     """
+
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
+        # Python's own error for an unknown argument does not suggest a name
+        known = inspect.signature(cls.__init__).parameters
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+            for name in kwargs.keys() - known:
+                raise TypeError(f"`{name}` is no field of {cls.__name__}.{nearest(name, known)}")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         explicit = self._fill()

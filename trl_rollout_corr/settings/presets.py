@@ -7,10 +7,48 @@ verl, in today's fields; their `veto` is the criterion `seq_max_k1` with bounds 
 
 from collections.abc import Callable
 from copy import deepcopy
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 
-Preset = str  # name of a preset
+if TYPE_CHECKING:  # at run time their number would fill the help of scripts
+    Preset = Literal[
+        "decoupled_token_is",
+        "decoupled_seq_is",
+        "decoupled_token_icepop",
+        "decoupled_seq_is_rs",
+        "decoupled_geo_rs",
+        "decoupled_geo_rs_seq_tis",
+        "decoupled_geo_rs_token_tis",
+        "decoupled_k3_rs",
+        "decoupled_k3_rs_seq_tis",
+        "decoupled_k3_rs_token_tis",
+        "bypass_ppo_clip",
+        "bypass_ppo_clip_geo_rs",
+        "bypass_ppo_clip_k3_rs",
+        "bypass_pg_is",
+        "bypass_pg_token_icepop",
+        "bypass_pg_geo_rs",
+        "bypass_pg_geo_rs_seq_tis",
+        "bypass_pg_geo_rs_token_tis",
+        "disabled",
+        "token_is",
+        "token_tis",
+        "seq_is",
+        "seq_is_rs",
+        "seq_mis",
+        "geo_rs",
+        "geo_mis",
+        "ppo_is_bypass",
+        "pure_is",
+        "bypass_dppo_tv",
+        "bypass_dppo_kl",
+        "decoupled_kpop",
+        "decoupled_intellect3",
+        "auto",
+    ]
+else:
+    Preset = str
+
 
 # Rejection by the geometric mean of the ratio: a 0.1 percent drift per token, summed over 1000 tokens, is a factor of e.
 _GEO_RS = {"rollout_rs": ["seq_mean_k1"], "rollout_rs_threshold": [[0.999, 1.001]]}

@@ -9,6 +9,7 @@ forward pass. So the correction knows the log-probabilities of the policy withou
 """
 
 import math
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -225,17 +226,21 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
         if not isinstance(self.rollout_worker, AsyncRolloutWorker):
             return None
         url = self.vllm_client.server_url
-        try:
-            requests.get(f"{url}/health", timeout=5)
-        except requests.ConnectionError as error:
-            gone = RuntimeError(
-                f"The vLLM server at {url} is gone: it refuses connections. Look for the reason in its log."
-            )
-            gone.__cause__ = error
-            return gone
-        except requests.RequestException:  # the server is there, and busy
-            pass
-        return None
+        for _ in range(3):
+            try:
+                requests.get(f"{url}/health", timeout=5)
+            except requests.ConnectionError as error:
+                refused = error
+                time.sleep(1.0)
+            except requests.RequestException:  # the server is there, and busy
+                return None
+            else:
+                return None
+        gone = RuntimeError(
+            f"The vLLM server at {url} is gone: it refuses connections. Look for the reason in its log."
+        )
+        gone.__cause__ = refused
+        return gone
 
     def _samples_failed(self, error: Exception) -> bool:
         if not self._end.running or self.state.global_step == self._end.saved_at:

@@ -2,6 +2,8 @@
 
 import logging
 import sys
+import time
+from datetime import timedelta
 
 from tqdm.auto import tqdm
 from transformers import PrinterCallback, ProgressCallback, TrainerControl, TrainerState, TrainingArguments
@@ -23,19 +25,21 @@ _COLUMNS = (
 
 class Console(PrinterCallback):
     """
-    Prints a line per log: step, reward, `k3_kl`, effective sample size, share rejected, effective learning rate and the number
-    of alarms.
+    Prints a line per log: progress, time left, reward, `k3_kl`, effective sample size, share rejected, effective learning rate
+    and the number of alarms.
 
     The trainers put it in the place of the callback by which Transformers prints every metric. To see them all, pass
     `callbacks=[transformers.PrinterCallback()]`.
     """
 
     def __init__(self) -> None:
+        self._started, self._first_step = time.monotonic(), 0  # until training begins, for logs outside it
         self._handler: logging.Handler | None = None
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
+        self._started, self._first_step = time.monotonic(), state.global_step
         if state.is_world_process_zero:
             self._handler = None if logger.hasHandlers() else _AboveTheBar()
             if self._handler is not None:
@@ -50,12 +54,15 @@ class Console(PrinterCallback):
         logs: dict[str, float] | None = None,
         **kwargs: object,
     ) -> None:
-        if state.is_world_process_zero and logs:
-            step, last = state.global_step, state.max_steps
-            if "train_runtime" in logs:
-                write(f"{step} steps in {logs['train_runtime']:.0f} s")
-            else:
-                write(f"step {step:>{len(str(last))}}/{last}  {_line(logs) or logs}")
+        if not state.is_world_process_zero or not logs:
+            return
+        step, last = state.global_step, state.max_steps
+        done, seconds = step - self._first_step, time.monotonic() - self._started
+        if "train_runtime" in logs:
+            write(f"{done} steps in {timedelta(seconds=round(seconds))}")
+            return
+        left = f"{timedelta(seconds=round(seconds / done * (last - step)))} left" if done else ""
+        write(f"step {step:>{len(str(last))}}/{last} {step / max(last, 1):>4.0%} {left:>13}  {_line(logs) or logs}")
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
