@@ -60,6 +60,7 @@ ORDER = {
         "delivery",
         "run_metadata",
         "packed",
+        "reporting",
         "scoring",
         "script",
         "stopping",

@@ -1,4 +1,4 @@
-"""Every backend gets every metric."""
+"""Every backend gets every metric; those that draw histograms get that of the log-ratio."""
 
 import json
 import math
@@ -9,15 +9,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from tests.tiny import StaleSampler, prompts
 from tests.training import build
 from trl_rollout_corr import (
     RolloutCorrectedGRPOConfig,
     RolloutCorrectedGRPOTrainer,
+    RolloutCorrectionConfig,
+    compute_rollout_correction,
 )
+from trl_rollout_corr.correction.histogram import BINS
 from trl_rollout_corr.messages import PREFIX
+from trl_rollout_corr.trainers.reporting import coarser
 
 
 @pytest.fixture
@@ -61,7 +67,7 @@ def test_tensorboard(train, tmp_path):
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     training, evaluation = expected(train("tensorboard"))
     (file,) = tmp_path.rglob("events.out.tfevents*")
-    events = event_accumulator.EventAccumulator(str(file))
+    events = event_accumulator.EventAccumulator(str(file), size_guidance={"histograms": 0})
     events.Reload()
     for key in training[0]:
         found = [event.value for event in events.Scalars(f"train/{key}")]
@@ -69,6 +75,10 @@ def test_tensorboard(train, tmp_path):
     for key, value in evaluation.items():
         (event,) = events.Scalars(f"eval/{key.removeprefix('eval_')}")
         assert event.value == pytest.approx(value, rel=1e-5, abs=1e-12)
+    histograms = events.Histograms(f"train/{PREFIX}log_ratio")
+    assert [event.step for event in histograms] == [2, 4]
+    assert histograms[0].histogram_value.num > 10
+    assert len(events.Histograms(f"eval/{PREFIX}log_ratio")) == 1
 
 
 def finished_wandb_records(is_last: Callable[[Any], bool], seconds: int = 120) -> list:
@@ -121,6 +131,9 @@ def test_wandb_offline(train, monkeypatch):
     (evaluated,) = [row for row in rows if "eval/loss" in row]
     for key, value in evaluation.items():
         assert evaluated[f"eval/{key.removeprefix('eval_')}"] == pytest.approx(value)
+    assert any(
+        key.startswith(f"train/{PREFIX}log_ratio") and "histogram" in json.dumps(losses[0][key]) for key in losses[0]
+    )
 
 
 def test_trackio(train):
@@ -130,3 +143,16 @@ def test_trackio(train):
     text = b"".join(path.read_bytes() for path in files)
     for key in training[0]:
         assert f"train/{key}".encode() in text
+    assert b"trackio.histogram" in text
+
+
+def test_the_coarser_histogram_counts_the_same_tokens():
+    d = torch.randn(4, 500, generator=torch.Generator().manual_seed(0)) * 0.1
+    config = RolloutCorrectionConfig(rollout_is=None)
+    correction = compute_rollout_correction(d, torch.zeros_like(d), torch.ones_like(d), config)
+    counts, edges = coarser(*correction.statistics.histogram())
+    assert counts.sum() == 2000
+    assert len(edges) == len(counts) + 1 < BINS / 10
+    assert (np.diff(edges) > 0).all()
+    exact, _ = np.histogram(d.double().numpy(), bins=edges)
+    np.testing.assert_array_equal(counts, exact)

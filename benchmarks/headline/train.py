@@ -29,6 +29,7 @@ from trl.generation import vllm_generation
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
 from trl_rollout_corr.correction.compute import RolloutCorrection
 from trl_rollout_corr.messages import PREFIX
+from trl_rollout_corr.trainers.observer import Moment
 from trl_rollout_corr.trainers.sampler import sync_weights_on_cpu
 
 
@@ -68,10 +69,10 @@ class RandomRejectionTrainer(RolloutCorrectedGRPOTrainer):
         self._kept_share = (keep.sum() / mask.sum()).item()
         return replace(correction, keep=keep)
 
-    def _close_window(self, mode: str) -> dict[str, float]:
+    def _close_window(self, now: Moment) -> dict[str, float]:
         # the statistics are about the rule; here is what happened in its place
         happened = {"rollout_rs_masked_fraction": 1 - self._kept_share, "effective_lr": self._kept_share}
-        return {**super()._close_window(mode), **{f"{PREFIX}{key}": value for key, value in happened.items()}}
+        return {**super()._close_window(now), **{f"{PREFIX}{key}": value for key, value in happened.items()}}
 
 
 TRAINERS = {

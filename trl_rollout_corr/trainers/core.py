@@ -116,7 +116,7 @@ class CorrectionCore(_Host):
         self._about = {"trainer": type(self).__name__, **self._metadata()}
         check_types(self._about)
         self._engine_kwargs = plain(self.args.rollout_engine_kwargs)
-        self._observer = Observer(self.args, self.accelerator)
+        self._observer = Observer(self.args, self.accelerator, self.callback_handler)
         self._delivery = Delivery(self.accelerator, self._doubt_delivery)
         self._equip()
 
@@ -252,12 +252,13 @@ class CorrectionCore(_Host):
         # Trainer logs losses and runtimes on every rank. Other logs may come from user code on one rank, where the gather
         # below would wait forever.
         if "train_runtime" in logs:  # training since the last log, also if an evaluation came last
-            logs.update(self._close_window("train"))
+            logs.update(self._close_window(self._now._replace(mode="train")))
         elif "loss" in logs or any(key.endswith("_runtime") for key in logs):
-            mode = self._now.mode
-            self._metrics[mode].update({key: [value] for key, value in self._close_window(mode).items()})
+            self._metrics[self._now.mode].update(
+                {key: [value] for key, value in self._close_window(self._now).items()}
+            )
         super().log(logs, start_time)
 
-    def _close_window(self, mode: str) -> dict[str, float]:
+    def _close_window(self, now: Moment) -> dict[str, float]:
         """Metrics of the logging window that ends, over all ranks."""
-        return self._observer.close_window(mode)
+        return self._observer.close_window(now)

@@ -1,5 +1,5 @@
 """
-Metrics of the correction, age of the data and dump of a trainer. Nothing here changes the loss.
+Metrics of the correction, age of the data, histogram and dump of a trainer. Nothing here changes the loss.
 
 `B` completions, `T` completion tokens.
 """
@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
+from transformers.trainer_callback import CallbackHandler
 
 from ..correction.accounting import account, turns_of
 from ..correction.age import (
@@ -22,11 +23,13 @@ from ..correction.age import (
     update_gap,
 )
 from ..correction.compute import RolloutCorrection
+from ..correction.metrics import Statistics
 from ..correction.sums import Sums
 from ..settings.config import RolloutCorrectionConfig
 from .batch import AGAIN_LOGPS, REWARDS, ROLLOUT_LOGPS
 from .dumping import SequenceDump
 from .first_step import FirstStepDiagnosis
+from .reporting import report_histogram
 
 
 class Moment(NamedTuple):
@@ -55,10 +58,11 @@ class Observer:
         self,
         args: RolloutCorrectionConfig,
         accelerator: Accelerator,
+        callbacks: CallbackHandler,
         dump: SequenceDump | None = None,
         first_step: FirstStepDiagnosis | None = None,
     ) -> None:
-        self.args, self.accelerator = args, accelerator
+        self.args, self.accelerator, self.callbacks = args, accelerator, callbacks
         self.dump, self.first_step = dump, first_step
         self.windows = {mode: LoggingWindow(accelerator) for mode in ("train", "eval")}
 
@@ -129,12 +133,14 @@ class Observer:
         """True if some sequences of this batch are to be scored a second time."""
         return now.mode == "train" and self.first_step is not None and self.first_step.looks_twice()
 
-    def close_window(self, mode: str) -> dict[str, float]:
-        """Metrics of the logging window that ends, over all ranks."""
+    def close_window(self, now: Moment) -> dict[str, float]:
+        """Metrics of the logging window that ends, over all ranks. Its histogram goes to the trackers that can show one."""
         args, metrics = self.args, dict[str, float]()
         rejects, weighs, corrects = args.rollout_rs is not None, args.applies_weights, args.corrects
-        for sums in self.windows[mode].close():
+        for sums in self.windows[now.mode].close():
             metrics |= sums.finish(rejects=rejects, weighs=weighs, corrects=corrects)
+            if isinstance(sums, Statistics) and self.accelerator.is_main_process:
+                report_histogram(self.callbacks, *sums.histogram(), now.mode, now.step)
         return metrics
 
 
