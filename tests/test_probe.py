@@ -150,6 +150,7 @@ def test_the_table_has_the_gap_the_multiple_and_the_remedy():
     [
         (["./nowhere"], "./nowhere: there is no such folder"),
         (["m", "--config", "r.yaml"], "m: --config is 'r.yaml', which is no file"),
+        (["m", "--prompts", "p.txt"], "m: --prompts is 'p.txt', which is no file"),
         (["m", "--completions", "1"], "m: --completions must be 2 or more, got 1"),
     ],
 )
@@ -186,7 +187,7 @@ ON_A_CPU = ["--use_cpu", "true", "--bf16", "false", "--report_to", "none"]
 
 def request(model, folder, *options, **fields):
     return {
-        "model": str(model), "config": None, "options": [*ON_A_CPU, *options], "completions": 64,
+        "model": str(model), "config": None, "options": [*ON_A_CPU, *options], "prompts": None, "completions": 64,
         "trainer": "grpo", "engine": {}, "experiments": True, "output": str(folder), **fields,
     }  # fmt: skip
 
@@ -214,6 +215,18 @@ def test_a_server_that_is_not_there_is_refused_at_once(tiny_model_path, tmp_path
         pytest.raises(OSError, match=f"can't be reached at {url} after 5.0 seconds"),
     ):
         build_probe(request(tiny_model_path, tmp_path, *options))
+
+
+def test_prompts_come_from_a_file_or_are_built_in(tmp_path):
+    from trl_rollout_corr.probe.configuration import PROMPTS, prompts_of
+
+    file = tmp_path / "prompts.txt"
+    file.write_text("one\n\ntwo\n")
+    assert prompts_of(str(file)) == ["one", "two"]
+    assert prompts_of(None) == PROMPTS
+    file.write_text("\n")
+    with pytest.raises(ValueError, match="has no prompts"):
+        prompts_of(str(file))
 
 
 RECIPES = sorted(

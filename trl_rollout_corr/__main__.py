@@ -172,6 +172,9 @@ def _add_probe(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--config", metavar="FILE", help="recipe of the run (default: TRL's settings, with a colocated engine)"
     )
     command.add_argument(
+        "--prompts", metavar="FILE", help="text file with a prompt in each line (default: built-in ones)"
+    )
+    command.add_argument(
         "--completions", type=int, metavar="N", default=64, help="least number of completions (default: 64)"
     )
     command.add_argument(
@@ -216,7 +219,7 @@ def _diagnose(args: argparse.Namespace) -> str:
 def _probe(args: argparse.Namespace) -> str:
     from .probe.command import probe
 
-    run = {name: getattr(args, name) for name in ("model", "config", "options", "completions", "trainer")}
+    run = {name: getattr(args, name) for name in ("model", "config", "options", "prompts", "completions", "trainer")}
     text, healthy = probe(run, as_json=args.json, verbose=args.verbose)
     args.code = 0 if healthy else 1
     return text
