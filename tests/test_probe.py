@@ -362,10 +362,18 @@ def test_a_sampler_in_step_is_healthy_and_a_fault_is_named(tiny_model_path, tmp_
 
 
 @pytest.mark.vllm
-def test_weights_are_pushed_once_or_not_at_all(tiny_model_path, tmp_path, shared_engine, monkeypatch):
+def test_prompts_of_a_file_are_sampled_and_weights_pushed_once_or_not_at_all(
+    tiny_model_path, tmp_path, shared_engine, monkeypatch
+):
     from trl_rollout_corr.probe.process import build as build_probe
 
-    probe = build_probe(request(tiny_model_path, tmp_path, "--vllm_max_model_length", "64", completions=4))
+    file = tmp_path / "prompts.txt"
+    file.write_text("one\ntwo\n")
+    fields = {"prompts": str(file), "completions": 4}
+    probe = build_probe(request(tiny_model_path, tmp_path, "--vllm_max_model_length", "64", **fields))
+    assert [prompt in str(row) for prompt, row in zip(("one", "two"), probe.trainer.train_dataset, strict=True)] == [
+        True
+    ] * 2
     pushed = []
     monkeypatch.setattr(probe.trainer.vllm_generation, "sync_weights", lambda: pushed.append(True))
     probe.sample(push=False)
