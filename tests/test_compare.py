@@ -18,8 +18,16 @@ from tests.launching import run as run_process
 from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.__main__ import main, make_parser
 from trl_rollout_corr.analysis.replay import batch_of
-from trl_rollout_corr.analysis.spread import Spread, measure, suggest_bounds
-from trl_rollout_corr.correction.functional import expected_share_outside, normal_cdf
+from trl_rollout_corr.analysis.spread import (
+    Spread,
+    effective_sample_size,
+    icepop_mean,
+    measure,
+    predict,
+    suggest_bounds,
+    truncated_mean,
+)
+from trl_rollout_corr.correction.functional import expected_share_outside
 from trl_rollout_corr.dumps import writing as dump
 from trl_rollout_corr.dumps.reading import open_dump
 from trl_rollout_corr.health.examine import examine
@@ -48,19 +56,8 @@ def like(numbers: dict[str, float | None], tolerance: float) -> dict:
     return {key: None if value is None else pytest.approx(value, rel=tolerance) for key, value in numbers.items()}
 
 
-def effective_sample_size(v: torch.Tensor) -> torch.Tensor:
-    """Effective sample size of weights whose logarithm is normal with variance `v`, before any bound (`docs/theory.md`)."""
-    return torch.exp(-v)
-
-
-def truncated_mean(v: torch.Tensor, upper: float) -> torch.Tensor:
-    """Mean of `min(w, upper)` of such weights with mean 1."""
-    return icepop_mean(v, upper) + upper * normal_cdf(-math.log(upper) - v / 2, v.sqrt())
-
-
-def icepop_mean(v: torch.Tensor, upper: float) -> torch.Tensor:
-    """Mean of `w` where `w <= upper`, and 0 elsewhere."""
-    return normal_cdf(math.log(upper) - v / 2, v.sqrt())
+def predictions(*arguments) -> dict[str, dict]:
+    return {entry["quantity"]: entry for entry in document(*arguments)["predictions"]}
 
 
 # The table ----------------------------------------------------------------------------------------------------------------
@@ -168,13 +165,14 @@ def test_factors_of_the_whole_batch_come_from_the_run(tmp_path):
     assert outcomes(folder)["this run"]["effective_lr"] == pytest.approx(expected, rel=1e-6)
 
 
-def test_worst_rows_count_only_if_there_are_no_others(tmp_path):
-    make_dump(tmp_path / "both", sampled=10, worst=6)
-    rows = read_dump(tmp_path / "both").rows
-    assert document(tmp_path / "both")["sequences"] == sum(row["sampled"] for row in rows) == 30 < len(rows)
-    found = document(make_dump(tmp_path / "worst", sampled=0))
-    assert found["sequences"] == 12
-    assert found["notes"] == ["No sequence was drawn at random: the worst ones bias every number."]
+def test_worst_rows_count_only_if_asked_for(tmp_path):
+    make_dump(tmp_path, sampled=10, worst=6)
+    rows = read_dump(tmp_path).rows
+    assert document(tmp_path)["sequences"] == sum(row["sampled"] for row in rows) == 30
+    assert document(tmp_path)["notes"] == []
+    found = document(tmp_path, "--worst")
+    assert found["sequences"] == len(rows) > 30
+    assert found["notes"] == ["With the worst sequences, which bias every number."]
 
 
 def test_steps_are_selected(tmp_path):
@@ -195,11 +193,8 @@ def test_presets_that_say_the_same_share_a_row(tmp_path):
 
 
 def test_the_table_is_markdown_and_has_dashes_for_what_there_is_not(tmp_path):
-    rows = [
-        line
-        for line in compare(make_dump(tmp_path, spread=3.0, gaussian=True), "--steps", ":").splitlines()
-        if line.startswith("|")
-    ]
+    first, _ = compare(make_dump(tmp_path, spread=3.0, gaussian=True), "--steps", ":").split("\nSpread")
+    rows = [line for line in first.splitlines() if line.startswith("|")]
     assert len({len(row) for row in rows}) == 1
     cells = {row.split("|")[1].strip(): [cell.strip() for cell in row.split("|")[2:-1]] for row in rows}
     assert cells["settings"] == ["rejected", "ESS", "effective lr", "cosine", "norm"]
@@ -385,32 +380,49 @@ def test_the_table_of_the_theory_follows():
     assert [round(x, 2) for x in icepop_mean(v, 3.0).tolist()] == [0.99, 0.82, 0.59, 0.20]
 
 
-def test_closed_forms_are_measured_where_the_model_holds(tmp_path):
+def test_predictions_are_measured_where_the_model_holds(tmp_path):
     """With `s = 0.09`, truncated weights have a mean of 0.9, which would be 1.15 were the mean log-ratio `+s^2 / 2`."""
     folder = make_dump(
         tmp_path / "dump", steps=1, rows=1200, sampled=1200, length=90, spread=0.09, gaussian=True, logs=False
     )
+    found = predictions(folder)
+    lower, upper = document(folder)["suggestion"]["rollout_rs_threshold"]
+    assert list(found)[-1] == f"seq_mean_k1 [{lower:g}, {upper:g}]: rejected"
+    assert len(found) == 4
+    for quantity, entry in found.items():
+        tolerance = 0.1 if "ESS" in quantity else 0.045
+        assert entry["predicted"] == pytest.approx(entry["measured"], abs=tolerance), quantity
+    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in compare(folder).splitlines() if "|" in line]
+    header = table.index(["quantity", "predicted", "measured"])
+    assert [row[0] for row in table[header + 2 :]] == list(found)
+
+
+def test_predictions_are_for_the_lengths_that_there_are():
+    """Of 5 and of 40 tokens; a completion of the mean length is like neither."""
+    rng = torch.Generator().manual_seed(0)
+    d = torch.randn(20000, 40, generator=rng, dtype=torch.float64) * 0.15 - 0.15**2 / 2
+    valid = torch.arange(40) < torch.where(torch.arange(20000) % 4 > 0, 5, 40)[:, None]
+    for prediction in predict(measure(d * valid, valid), (0.97, 1.03)):
+        assert prediction.predicted == pytest.approx(prediction.measured, abs=0.02), prediction.quantity
+
+
+def test_measured_values_are_those_that_are_logged(tmp_path):
+    folder = make_dump(tmp_path / "dump", spread=0.12, broken=2)
     (tmp_path / "truncate.yaml").write_text("{rollout_is: sequence, rollout_is_threshold: 2}")
     (tmp_path / "drop.yaml").write_text("{rollout_is: sequence, rollout_is_threshold: [0, 3]}")
     (tmp_path / "free.yaml").write_text("{rollout_is: sequence, rollout_is_threshold: inf}")
     files = [tmp_path / f"{name}.yaml" for name in ("truncate", "drop", "free")]
-    found = outcomes(folder, *(text for file in files for text in ("--config", file)))
+    arguments = [folder, "--steps", ":", *(text for file in files for text in ("--config", file))]
+    found = outcomes(*arguments)
     truncate, drop, free = (found[str(file)] for file in files)
-    rows = read_dump(folder).rows
-    lengths = torch.tensor([sum(row["mask"]) for row in rows], dtype=torch.float64)
-    v = lengths * document(folder)["spread"]["s"] ** 2
-
-    def mean(of_rows: torch.Tensor) -> float:
-        """Over tokens."""
-        return ((of_rows * lengths).sum() / lengths.sum()).item()
-
-    assert truncate["effective_lr"] == pytest.approx(mean(truncated_mean(v, 2.0)), abs=0.045)
-    assert drop["effective_lr"] == pytest.approx(mean(icepop_mean(v, 3.0)), abs=0.045)
-    # weights of all lengths have mean 1; their second moments add up
-    assert free["sample_size"] == pytest.approx(1 / mean(1 / effective_sample_size(v)), abs=0.1)
-    s = document(folder)["spread"]["s"]
-    outside = mean(expected_share_outside(s, lengths, 0.999, 1.001))
-    assert found["decoupled_geo_rs"]["rejected"] == pytest.approx(outside, abs=0.045)
+    measured = [entry["measured"] for entry in predictions(*arguments).values()]
+    numbers = (
+        free["sample_size"],
+        truncate["effective_lr"],
+        drop["effective_lr"],
+        found["bounds that fit"]["rejected"],
+    )
+    assert measured == pytest.approx(numbers, rel=1e-5)
 
 
 # Suggestion ---------------------------------------------------------------------------------------------------------------
@@ -529,6 +541,8 @@ def test_files_of_other_tools(tmp_path, capsys):
 
 def test_dumps_that_cannot_be_compared(tmp_path, capsys):
     only_worst = make_dump(tmp_path / "worst", sampled=0)
+    assert "no sequence was drawn at random" in error_of(capsys, only_worst)
+    assert document(only_worst, "--worst")["sequences"] == 12
     row = read_dump(only_worst).rows[0]
     n = len(row["mask"])
     for name, columns, message in (
@@ -546,7 +560,7 @@ def test_dumps_that_cannot_be_compared(tmp_path, capsys):
     dump.write_rows(tmp_path / "settings", 1, 0, [{**row, "sampled": True}], {"rollout_iss": "token"})
     assert "the settings in the dump: " in error_of(capsys, tmp_path / "settings")
     for steps in ("9", "9:", "3:2", "a:b", "1:2:3"):
-        assert "steps" in error_of(capsys, only_worst, "--steps", steps)
+        assert "steps" in error_of(capsys, only_worst, "--worst", "--steps", steps)
 
 
 @pytest.mark.parametrize(
@@ -621,3 +635,4 @@ def test_absurd_log_ratios_are_survived(distance):
     spread = measure(log_ratio, torch.ones(40, 30, dtype=torch.bool))
     bounds = suggest_bounds(spread)
     assert bounds[0] < 1 < bounds[1]
+    assert all(math.isfinite(p.predicted) and math.isfinite(p.measured) for p in predict(spread, bounds))

@@ -150,6 +150,7 @@ def test_the_table_has_the_gap_the_multiple_and_the_remedy():
     [
         (["./nowhere"], "./nowhere: there is no such folder"),
         (["m", "--config", "r.yaml"], "m: --config is 'r.yaml', which is no file"),
+        (["m", "--prompts", "p.txt"], "m: --prompts is 'p.txt', which is no file"),
         (["m", "--completions", "1"], "m: --completions must be 2 or more, got 1"),
     ],
 )
@@ -186,7 +187,7 @@ ON_A_CPU = ["--use_cpu", "true", "--bf16", "false", "--report_to", "none"]
 
 def request(model, folder, *options, **fields):
     return {
-        "model": str(model), "config": None, "options": [*ON_A_CPU, *options], "completions": 64,
+        "model": str(model), "config": None, "options": [*ON_A_CPU, *options], "prompts": None, "completions": 64,
         "trainer": "grpo", "engine": {}, "experiments": True, "output": str(folder), **fields,
     }  # fmt: skip
 
@@ -214,6 +215,18 @@ def test_a_server_that_is_not_there_is_refused_at_once(tiny_model_path, tmp_path
         pytest.raises(OSError, match=f"can't be reached at {url} after 5.0 seconds"),
     ):
         build_probe(request(tiny_model_path, tmp_path, *options))
+
+
+def test_prompts_come_from_a_file_or_are_built_in(tmp_path):
+    from trl_rollout_corr.probe.configuration import PROMPTS, prompts_of
+
+    file = tmp_path / "prompts.txt"
+    file.write_text("one\n\ntwo\n")
+    assert prompts_of(str(file)) == ["one", "two"]
+    assert prompts_of(None) == PROMPTS
+    file.write_text("\n")
+    with pytest.raises(ValueError, match="has no prompts"):
+        prompts_of(str(file))
 
 
 RECIPES = sorted(
@@ -349,10 +362,18 @@ def test_a_sampler_in_step_is_healthy_and_a_fault_is_named(tiny_model_path, tmp_
 
 
 @pytest.mark.vllm
-def test_weights_are_pushed_once_or_not_at_all(tiny_model_path, tmp_path, shared_engine, monkeypatch):
+def test_prompts_of_a_file_are_sampled_and_weights_pushed_once_or_not_at_all(
+    tiny_model_path, tmp_path, shared_engine, monkeypatch
+):
     from trl_rollout_corr.probe.process import build as build_probe
 
-    probe = build_probe(request(tiny_model_path, tmp_path, "--vllm_max_model_length", "64", completions=4))
+    file = tmp_path / "prompts.txt"
+    file.write_text("one\ntwo\n")
+    fields = {"prompts": str(file), "completions": 4}
+    probe = build_probe(request(tiny_model_path, tmp_path, "--vllm_max_model_length", "64", **fields))
+    assert [prompt in str(row) for prompt, row in zip(("one", "two"), probe.trainer.train_dataset, strict=True)] == [
+        True
+    ] * 2
     pushed = []
     monkeypatch.setattr(probe.trainer.vllm_generation, "sync_weights", lambda: pushed.append(True))
     probe.sample(push=False)

@@ -132,6 +132,7 @@ def _add_compare(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="YAML with settings to compare, such as a recipe; may be given again",
     )
     command.add_argument("--json", action="store_true", help="print JSON")
+    command.add_argument("--worst", action="store_true", help="also take the worst sequences; they bias every number")
     command.add_argument(
         "--steps",
         metavar="FIRST:LAST",
@@ -171,6 +172,9 @@ def _add_probe(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--config", metavar="FILE", help="recipe of the run (default: TRL's settings, with a colocated engine)"
     )
     command.add_argument(
+        "--prompts", metavar="FILE", help="text file with a prompt in each line (default: built-in ones)"
+    )
+    command.add_argument(
         "--completions", type=int, metavar="N", default=64, help="least number of completions (default: 64)"
     )
     command.add_argument(
@@ -200,7 +204,8 @@ def _compare(args: argparse.Namespace) -> str:
     from .analysis.compare import compare
 
     clip = 1 - args.epsilon, 1 + (args.epsilon if args.epsilon_high is None else args.epsilon_high)
-    return compare(args.dump, args.config, clip=clip, steps=_parse_steps(args.steps), as_json=args.json)
+    steps = _parse_steps(args.steps)
+    return compare(args.dump, args.config, clip=clip, steps=steps, worst=args.worst, as_json=args.json)
 
 
 def _diagnose(args: argparse.Namespace) -> str:
@@ -214,7 +219,7 @@ def _diagnose(args: argparse.Namespace) -> str:
 def _probe(args: argparse.Namespace) -> str:
     from .probe.command import probe
 
-    run = {name: getattr(args, name) for name in ("model", "config", "options", "completions", "trainer")}
+    run = {name: getattr(args, name) for name in ("model", "config", "options", "prompts", "completions", "trainer")}
     text, healthy = probe(run, as_json=args.json, verbose=args.verbose)
     args.code = 0 if healthy else 1
     return text

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..dumps.reading import open_dump
-from ..dumps.sequences import Sequences
 from ..health.advice import Advice, mode_of
 from ..health.bands import HEALTHY
 from ..health.examine import examine
@@ -22,7 +21,7 @@ from ..settings.presets import PRESETS, Preset, settings_of
 from .recommend import first_alarm, healthy_rows, recommend
 from .replay import Batch, Effect, batch_of, replay
 from .run import log_of_dump
-from .spread import TARGET, Spread, spread_of, suggest_bounds
+from .spread import TARGET, Prediction, Spread, predict, spread_of, suggest_bounds
 
 
 _THIS_RUN, _FITTED = "this run", "bounds that fit"
@@ -44,6 +43,7 @@ class Comparison(NamedTuple):
         tuple[str, RolloutCorrectionConfig, Effect]
     ]  # of each setting: its name in the table, and its fields
     spread: Spread  # of the log-ratio
+    predictions: list[Prediction]  # from the spread, of weights and of the bounds that fit
     notes: list[str]  # about the sequences and the run
     best: Advice  # the settings to try first
     row: str  # of the table, which has them
@@ -56,6 +56,7 @@ def compare(
     *,
     clip: tuple[float, float],
     steps: tuple[int, int] | None = None,
+    worst: bool = False,
     as_json: bool = False,
 ) -> str:
     """
@@ -71,6 +72,8 @@ def compare(
         steps (`tuple[int, int]`, *optional*):
             First and last optimizer step to take. By default those before the first alarm about the policies, or all if
             there are none.
+        worst (`bool`, *optional*, defaults to `False`):
+            Also take the sequences dumped as the worst.
         as_json (`bool`, *optional*, defaults to `False`):
             Return JSON.
 
@@ -85,10 +88,17 @@ def compare(
         warn(f"{path}: {damage}.")
     sequences, config = dump.sequences, config_of_run(dump.settings, "the settings in the dump")
     log = log_of_dump(dump.path) if steps is None else []
+    taken = sequences.sampled | worst
+    if not taken.any():
+        raise ValueError(
+            "no sequence was drawn at random (`rollout_dump_sampled`), and the worst ones do not represent the batch; take "
+            "them with --worst"
+        )
     findings = examine(log, config)
-    healthy = sequences.represents & healthy_rows(sequences, log, findings)
-    notes = _notes_on_steps(sequences, healthy, first_alarm(findings))
-    batch = batch_of(sequences, healthy if healthy.any() else sequences.represents)
+    healthy = taken & healthy_rows(sequences, log, findings)
+    notes = ["With the worst sequences, which bias every number."] if worst else []
+    notes += _notes_on_steps(sequences.step[taken & ~healthy], healthy, first_alarm(findings))
+    batch = batch_of(sequences, healthy if healthy.any() else taken)
     spread = spread_of(batch)
     best = recommend(config, findings, spread.s)
     fitted = _fitted(spread, config) if healthy.any() and best.settings else None
@@ -96,22 +106,20 @@ def compare(
     settings |= {file: read_config(file) for file in files}
     effects = _effects(batch, settings, clip, notes)
     row = next(name for name in settings if best.settings.get("rollout_correction", _THIS_RUN) in name.split(", "))
-    found = Comparison(batch, config, effects, spread, notes, best, row, fitted)
+    predictions = predict(spread, fitted["rollout_rs_threshold"] if fitted else None)
+    found = Comparison(batch, config, effects, spread, predictions, notes, best, row, fitted)
     return _as_json(found) if as_json else _as_markdown(found)
 
 
-def _notes_on_steps(sequences: Sequences, healthy: np.ndarray, alarm: Alarm | None) -> list[str]:
-    """The sequences that are left out, and why."""
-    notes = [] if sequences.sampled.any() else ["No sequence was drawn at random: the worst ones bias every number."]
-    out = sequences.step[sequences.represents & ~healthy]
+def _notes_on_steps(out: np.ndarray, healthy: np.ndarray, alarm: Alarm | None) -> list[str]:
+    """The steps that are left out, and why."""
     if alarm is None or not out.size:
-        return notes
+        return []
     raised = f"an alarm was raised at step {alarm.step} (`{alarm.rule}`)"
     if healthy.any():
         left_out = steps_in_words(int(out.min()), int(out.max()))
-        return [*notes, f"Without {left_out}: {raised}. To take other steps, use `--steps`."]
+        return [f"Without {left_out}: {raised}. To take other steps, use `--steps`."]
     return [
-        *notes,
         f"All steps are taken, and no bounds are made: {raised}, and no earlier step was dumped. To make bounds anyway, name "
         "the steps with `--steps`.",
     ]
@@ -177,6 +185,8 @@ def _as_markdown(c: Comparison) -> str:
     ]
     if s > 2 * c.spread.s_robust:
         lines.append("Most of the spread comes from a few tokens with a large log-ratio.")
+    predictions = [[quantity, *map(rounded, numbers)] for quantity, *numbers in c.predictions]
+    lines += ["", *_table(["quantity", "predicted", "measured"], predictions)]
     lines += ["", f"Recommended: {c.row}. {c.best.reason}"]
     if c.best.settings:
         lines += ["", "```yaml", f"{yaml_lines(c.best.settings)}```"]
@@ -217,6 +227,7 @@ def _as_json(c: Comparison) -> str:
             for name, config, effect in c.effects
         ],
         "spread": {"s": c.spread.s, "s_robust": c.spread.s_robust, "mean_length": c.spread.lengths.mean().item()},
+        "predictions": [prediction._asdict() for prediction in c.predictions],
         "suggestion": c.fitted,
         "recommendation": {"row": c.row, "why": c.best.reason, "fields": c.best.settings},
     }

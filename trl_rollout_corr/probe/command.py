@@ -47,8 +47,8 @@ def probe(run: Mapping[str, object], *, as_json: bool = False, verbose: bool = F
     Args:
         run (`Mapping[str, Any]`):
             `model` (name or folder), `config` (recipe, a YAML file, or `None` for TRL's defaults with a colocated engine),
-            `options` (a command line, which comes after the recipe), `completions` (the least number of them) and `trainer`
-            (`"grpo"` or `"rloo"`).
+            `options` (a command line, which comes after the recipe), `prompts` (a text file, or `None` for built-in ones),
+            `completions` (the least number of them) and `trainer` (`"grpo"` or `"rloo"`).
         as_json (`bool`, *optional*, defaults to `False`):
             Return JSON.
         verbose (`bool`, *optional*, defaults to `False`):
@@ -80,11 +80,12 @@ def probe(run: Mapping[str, object], *, as_json: bool = False, verbose: bool = F
 
 
 def _check(run: Mapping[str, Any]) -> None:
-    model, config, completions = run["model"], run["config"], run["completions"]
+    model, completions = run["model"], run["completions"]
     if model.startswith(("/", ".", "~")) and not Path(model).is_dir():  # no name of the Hub
         raise ValueError("there is no such folder")
-    if config is not None and not Path(config).is_file():
-        raise ValueError(f"--config is {config!r}, which is no file")
+    for name in ("config", "prompts"):
+        if run[name] is not None and not Path(run[name]).is_file():
+            raise ValueError(f"--{name} is {run[name]!r}, which is no file")
     if completions < 2:
         raise ValueError(f"--completions must be 2 or more, got {completions}")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:

@@ -2,7 +2,8 @@
 
 import dataclasses
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeAlias, TypedDict
 
 import torch
@@ -53,6 +54,7 @@ class Request(TypedDict):
     trainer: str  # "grpo" or "rloo"
     config: str | None  # file of the recipe
     options: list[str]  # command line, which comes after the recipe
+    prompts: str | None  # text file with a prompt in each line
     completions: int  # least number of them
     engine: dict[str, object]  # arguments of the engine besides those of the run
     experiments: bool  # whether to run any
@@ -142,6 +144,16 @@ def shortened(args: Config, completions: int, engine: Mapping[str, object]) -> C
 def _merged(kwargs: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
     both = {name: {**kwargs[name], **more[name]} for name in more if isinstance(kwargs.get(name), dict)}
     return {**kwargs, **more, **both}
+
+
+def prompts_of(file: str | None) -> Sequence[str]:
+    """Prompts of a text file, one in each line, or built-in ones. A `ValueError` if the file has none."""
+    if file is None:
+        return PROMPTS
+    prompts = [line for line in Path(file).read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not prompts:
+        raise ValueError(f"--prompts is {file!r}, which has no prompts. Write one in each line.")
+    return prompts
 
 
 def on_cpu(args: Config) -> bool:

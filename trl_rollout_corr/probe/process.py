@@ -28,7 +28,7 @@ from ..trainers.first_step import score_alone
 from ..trainers.run_metadata import settings_in_effect
 from ..trainers.sampler import distorting, neutral
 from ..trainers.script import INPUT_ERRORS, in_one_line, package_warnings
-from .configuration import PROMPTS, Config, Request, Trainer, on_cpu, read, shortened
+from .configuration import Config, Request, Trainer, on_cpu, prompts_of, read, shortened
 from .rescoring import rescorings
 
 
@@ -240,7 +240,7 @@ def build(request: Request) -> Probe:
     tokenizer = AutoTokenizer.from_pretrained(request["model"], **source, padding_side="left")
     args = shortened(run, request["completions"], request["engine"])
     n = args.per_device_train_batch_size * args.steps_per_generation // args.num_generations
-    prompts: list[Any] = list(islice(cycle(PROMPTS), n))
+    prompts: list[Any] = list(islice(cycle(prompts_of(request["prompts"])), n))
     if tokenizer.chat_template is not None:
         prompts = [[{"role": "user", "content": prompt}] for prompt in prompts]
     with _attached_without_weights(args) as pushes:
