@@ -255,10 +255,11 @@ def test_a_real_run(tiny_model_path, tmp_path, undrawn):
         expected = {entry["step"]: entry[f"rollout_corr/{key}"] for entry in logs}
         assert values == pytest.approx({step: expected[step] for step in values}, rel=1e-3)
         assert values
-    about = re.search(r"Model(.*?)Trainer(.*?)Correction(.*?)Logged steps1 to (\d+),", page.text).groups()
+    about = re.search(r"Model(.*?)Trainer(.*?)Correction(.*?)Date(.*?)Logged steps1 to (\d+),", page.text).groups()
     assert about[:2] == ("tiny0", "GRPO")
     assert about[2].startswith("decoupled_geo_rs_token_tis with changes; ")
-    assert about[3] == f"{trainer.state.global_step}"
+    assert re.fullmatch(r"20\d\d-\d\d-\d\d", about[3])
+    assert about[4] == f"{trainer.state.global_step}"
 
 
 def test_a_dump_without_a_log_has_its_tokens(tmp_path, undrawn):
@@ -390,6 +391,30 @@ def test_d_is_defined_before_it_is_used(page):
     definition = page.text.index("d is the log-probability of a token under the trainer minus that under the sampler")
     assert re.search(r"\|d\||\bd\b", page.text).start() == definition
     assert page.text.index("k3_kl, the gap, is the mean of exp(d) - 1 - d") < page.text.index("What to do.")
+
+
+def test_the_banner_has_the_means_of_the_last_windows(tmp_path, undrawn):
+    logs = [
+        {"step": step, "rollout_corr/k3_kl": 1e-4 * step, "rollout_corr/effective_lr": 1.0, "reward": step / 128}
+        for step in range(1, 201)
+    ]
+    run = make_run(tmp_path / "run", logs)
+    os.utime(run / "trainer_state.json", (1e9, 1e9))
+    page = Page(write(run, tmp_path / "report.html"))
+    banner = page.text[: page.text.index("What happened")]
+    for text in (
+        "Gap (k3_kl), nats per token: 0.0191 at first 0.00105, healthy: below 0.01",  # of 20 windows
+        "Effective learning rate: 1 at first 1, healthy: 0.5 to 1.5",
+        "Share of tokens rejected: - not logged",
+        "Reward: 1.49 at first 0.082",
+        "Date2001-09-09",
+    ):
+        assert text in banner
+    levels = re.findall(r'class="card (\w*)"', (tmp_path / "report.html").read_text().split("<nav>")[0])
+    assert levels == ["warning", "healthy", "", ""]
+    logs[-1]["rollout_corr/rollout_is_eff_sample_size"] = 0.4
+    page = Page(write(make_run(tmp_path / "run", logs), tmp_path / "report.html"))
+    assert "Effective sample size of the weights: 0.4 healthy: above 0.5" in page.text
 
 
 def test_the_overview_has_every_alarm_and_numbers_them_as_the_findings(dump, page):

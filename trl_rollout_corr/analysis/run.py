@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -86,7 +87,8 @@ def _read(path: Path) -> Run:
     about: dict[str, str] = {}
     if states:
         entries = _first_readable(states, damage, needed=folder is None)
-        about = _card(path) or _card(path.parent)
+        date = datetime.fromtimestamp(states[0].stat().st_mtime, UTC).date().isoformat()
+        about = (_card(path) or _card(path.parent)) | {"date": date}
     if folder is not None:
         dump = open_dump(folder, text=True)
         config = config_of_run(dump.settings, "the settings in the dump cannot be read")
