@@ -38,7 +38,7 @@ from trl_rollout_corr.messages import PREFIX
 
 
 SETTINGS = {"rollout_correction": "decoupled_geo_rs_token_tis", "rollout_rs_threshold": [0.99, 1.01]}
-OF_DUMP = {"histogram", "probability", "position"}
+OF_DUMP = {"histogram", "probability", "position", "length"}
 OF_RUN = {"kl", "percentiles", "mean-weight"}
 OVERVIEW = [
     "Gap (k3_kl), nats per token",
@@ -698,6 +698,20 @@ def test_by_probability_and_by_position(dump, page):
     assert sum(int(row[0]) for row in rows.values()) == len(tokens)
 
 
+def test_log_weights_by_length(dump, page):
+    rows = {row[0]: row[1:] for row in page.table("Sequence log-weight by length of the completion")}
+    completions = {}
+    for token in tokens_of(dump):
+        completions.setdefault(id(token["row"]), []).append(token)
+    assert len(rows) > 1
+    assert sum(int(row[0]) for row in rows.values()) == len(completions)
+    chosen = [tokens for tokens in completions.values() if 64 <= len(tokens) < 128]
+    weights = [sum(token["d"] for token in tokens) for tokens in chosen]
+    expected = [len(chosen), np.mean(weights), min(weights), max(weights)]
+    expected.append(sum(not all(token["keep"] for token in tokens) for tokens in chosen))
+    assert [float(x) for x in rows["64-127"]] == pytest.approx(expected, rel=1e-3)
+
+
 def test_the_worst_token_is_the_worst(dump, page):
     worst = max(
         abs(train - rollout)
@@ -711,6 +725,18 @@ def test_the_worst_token_is_the_worst(dump, page):
     assert abs(float(rows[0][1])) == pytest.approx(worst, rel=0.01)
     assert len(rows) == len({row[0] for row in rows}) > 5
     assert [row[1] for row in table[start + 1 :]][: -len(rows)] == ["NaN"] * (len(table) - start - 1 - len(rows))
+
+
+def test_worst_tokens_stand_in_their_text_and_broken_ones_are_marked(dump, page):
+    pattern = r'<td class="text">(.*?)<mark class="(\w*)">(.*?)</mark>(.*?)</td><td>(.*?)</td>'
+    shown = re.findall(pattern, (dump.parent / "report.html").read_text(encoding="utf-8"))
+    texts = ["".join(row["tokens"]).replace("\n", "↵") for row in read_dump(dump).rows]
+    for before, shade, token, after, d in shown:
+        assert any(html.unescape(before + token + after) in text for text in texts)
+        assert len(before + after) >= 6  # tokens of context
+        assert (shade == "broken") == (d == "NaN")
+    assert {d == "NaN" for *_, d in shown} == {True, False}
+    assert 'class="broken">not finite' in (dump.parent / "report.html").read_text(encoding="utf-8")
 
 
 def test_colors_of_the_worst_tokens_are_those_of_the_legend(dump, page):
