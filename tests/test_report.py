@@ -38,7 +38,7 @@ from trl_rollout_corr.messages import PREFIX
 
 
 SETTINGS = {"rollout_correction": "decoupled_geo_rs_token_tis", "rollout_rs_threshold": [0.99, 1.01]}
-OF_DUMP = {"histogram", "probability", "position"}
+OF_DUMP = {"histogram", "probability", "position", "length"}
 OF_RUN = {"kl", "percentiles", "mean-weight"}
 OVERVIEW = [
     "Gap (k3_kl), nats per token",
@@ -255,10 +255,11 @@ def test_a_real_run(tiny_model_path, tmp_path, undrawn):
         expected = {entry["step"]: entry[f"rollout_corr/{key}"] for entry in logs}
         assert values == pytest.approx({step: expected[step] for step in values}, rel=1e-3)
         assert values
-    about = re.search(r"Model(.*?)Trainer(.*?)Correction(.*?)Logged steps1 to (\d+),", page.text).groups()
+    about = re.search(r"Model(.*?)Trainer(.*?)Correction(.*?)Date(.*?)Logged steps1 to (\d+),", page.text).groups()
     assert about[:2] == ("tiny0", "GRPO")
     assert about[2].startswith("decoupled_geo_rs_token_tis with changes; ")
-    assert about[3] == f"{trainer.state.global_step}"
+    assert re.fullmatch(r"20\d\d-\d\d-\d\d", about[3])
+    assert about[4] == f"{trainer.state.global_step}"
 
 
 def test_a_dump_without_a_log_has_its_tokens(tmp_path, undrawn):
@@ -390,6 +391,30 @@ def test_d_is_defined_before_it_is_used(page):
     definition = page.text.index("d is the log-probability of a token under the trainer minus that under the sampler")
     assert re.search(r"\|d\||\bd\b", page.text).start() == definition
     assert page.text.index("k3_kl, the gap, is the mean of exp(d) - 1 - d") < page.text.index("What to do.")
+
+
+def test_the_banner_has_the_means_of_the_last_windows(tmp_path, undrawn):
+    logs = [
+        {"step": step, "rollout_corr/k3_kl": 1e-4 * step, "rollout_corr/effective_lr": 1.0, "reward": step / 128}
+        for step in range(1, 201)
+    ]
+    run = make_run(tmp_path / "run", logs)
+    os.utime(run / "trainer_state.json", (1e9, 1e9))
+    page = Page(write(run, tmp_path / "report.html"))
+    banner = page.text[: page.text.index("What happened")]
+    for text in (
+        "Gap (k3_kl), nats per token: 0.0191 at first 0.00105, healthy: below 0.01",  # of 20 windows
+        "Effective learning rate: 1 at first 1, healthy: 0.5 to 1.5",
+        "Share of tokens rejected: - not logged",
+        "Reward: 1.49 at first 0.082",
+        "Date2001-09-09",
+    ):
+        assert text in banner
+    levels = re.findall(r'class="card (\w*)"', (tmp_path / "report.html").read_text().split("<nav>")[0])
+    assert levels == ["warning", "healthy", "", ""]
+    logs[-1]["rollout_corr/rollout_is_eff_sample_size"] = 0.4
+    page = Page(write(make_run(tmp_path / "run", logs), tmp_path / "report.html"))
+    assert "Effective sample size of the weights: 0.4 healthy: above 0.5" in page.text
 
 
 def test_the_overview_has_every_alarm_and_numbers_them_as_the_findings(dump, page):
@@ -549,9 +574,12 @@ def test_a_log_that_is_cut_short_is_noticed(tmp_path, undrawn, capsys):
     lines = (folder / "logs.jsonl").read_text().splitlines(keepends=True)
     (folder / "logs.jsonl").write_text("".join(lines[:3]) + lines[3][:40])
     page, error = damage_of(folder, tmp_path / "report.html", capsys)
-    text = "ogs.jsonl is damaged: line 4 of 4 is cut short or no JSON, and left out."
-    assert text in error
-    assert text in page.text
+    for text in (
+        "ogs.jsonl is damaged: line 4 of 4 is cut short or no JSON, and left out.",
+        "he log ends at step 3, and the sequences go on to step 6",
+    ):
+        assert text in error
+        assert text in page.text
     assert "Logged steps1 to 3" in page.text
     (folder / "logs.jsonl").write_text("".join(lines))
     assert damage_of(folder, tmp_path / "report.html", capsys)[1] == ""
@@ -670,6 +698,20 @@ def test_by_probability_and_by_position(dump, page):
     assert sum(int(row[0]) for row in rows.values()) == len(tokens)
 
 
+def test_log_weights_by_length(dump, page):
+    rows = {row[0]: row[1:] for row in page.table("Sequence log-weight by length of the completion")}
+    completions = {}
+    for token in tokens_of(dump):
+        completions.setdefault(id(token["row"]), []).append(token)
+    assert len(rows) > 1
+    assert sum(int(row[0]) for row in rows.values()) == len(completions)
+    chosen = [tokens for tokens in completions.values() if 64 <= len(tokens) < 128]
+    weights = [sum(token["d"] for token in tokens) for tokens in chosen]
+    expected = [len(chosen), np.mean(weights), min(weights), max(weights)]
+    expected.append(sum(not all(token["keep"] for token in tokens) for tokens in chosen))
+    assert [float(x) for x in rows["64-127"]] == pytest.approx(expected, rel=1e-3)
+
+
 def test_the_worst_token_is_the_worst(dump, page):
     worst = max(
         abs(train - rollout)
@@ -683,6 +725,18 @@ def test_the_worst_token_is_the_worst(dump, page):
     assert abs(float(rows[0][1])) == pytest.approx(worst, rel=0.01)
     assert len(rows) == len({row[0] for row in rows}) > 5
     assert [row[1] for row in table[start + 1 :]][: -len(rows)] == ["NaN"] * (len(table) - start - 1 - len(rows))
+
+
+def test_worst_tokens_stand_in_their_text_and_broken_ones_are_marked(dump, page):
+    pattern = r'<td class="text">(.*?)<mark class="(\w*)">(.*?)</mark>(.*?)</td><td>(.*?)</td>'
+    shown = re.findall(pattern, (dump.parent / "report.html").read_text(encoding="utf-8"))
+    texts = ["".join(row["tokens"]).replace("\n", "↵") for row in read_dump(dump).rows]
+    for before, shade, token, after, d in shown:
+        assert any(html.unescape(before + token + after) in text for text in texts)
+        assert len(before + after) >= 6  # tokens of context
+        assert (shade == "broken") == (d == "NaN")
+    assert {d == "NaN" for *_, d in shown} == {True, False}
+    assert 'class="broken">not finite' in (dump.parent / "report.html").read_text(encoding="utf-8")
 
 
 def test_colors_of_the_worst_tokens_are_those_of_the_legend(dump, page):

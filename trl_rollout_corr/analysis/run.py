@@ -3,9 +3,11 @@
 import json
 import math
 from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pandas as pd
 import yaml
 
@@ -36,7 +38,7 @@ class Run(NamedTuple):
         about (`Mapping[str, str]`):
             Its model, trainer, correction and date, as far as they are known.
         damage (`list[str]`):
-            A sentence about each file or part that could not be read.
+            A sentence about each file or part that could not be read, or is missing.
     """
 
     entries: list[dict[str, object]]
@@ -86,7 +88,8 @@ def _read(path: Path) -> Run:
     about: dict[str, str] = {}
     if states:
         entries = _first_readable(states, damage, needed=folder is None)
-        about = _card(path) or _card(path.parent)
+        date = datetime.fromtimestamp(states[0].stat().st_mtime, UTC).date().isoformat()
+        about = (_card(path) or _card(path.parent)) | {"date": date}
     if folder is not None:
         dump = open_dump(folder, text=True)
         config = config_of_run(dump.settings, "the settings in the dump cannot be read")
@@ -99,7 +102,19 @@ def _read(path: Path) -> Run:
         raise ValueError(f"{states[0].name} has no log entry with a step and metrics")
     numbers = [{key: x for key, x in entry.items() if type(x) in (int, float)} for entry in merged]
     log = pd.DataFrame(numbers).set_index("step") if merged else pd.DataFrame()
+    if merged and dump is not None:
+        damage += _cut_short(log, int(dump.sequences.step.max()))
     return Run(merged, log, dump, config, about, damage)
+
+
+def _cut_short(log: pd.DataFrame, dumped: int) -> list[str]:
+    """A complaint about a log that ends before the dump does, by more than a logging window."""
+    logged = int(log.index[-1])
+    if dumped - logged <= np.median(np.diff(log.index, prepend=0)):
+        return []
+    return [
+        f"the log ends at step {logged}, and the sequences go on to step {dumped}: the steps between were not logged"
+    ]
 
 
 def _merge(entries: Iterable[Mapping[str, object]]) -> list[dict[str, object]]:

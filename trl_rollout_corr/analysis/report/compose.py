@@ -12,7 +12,7 @@ from ...messages import number, percent, steps, yaml_lines
 from ...settings.config import RolloutCorrectionConfig
 from ..recommend import recommend
 from .facts import Facts, state_of
-from .log_charts import more_trends, overview, rejected
+from .log_charts import main_numbers, more_trends, overview, rejected
 from .page import Banner, Card, Page, Section
 from .token_charts import distribution, evidence_of
 from .worst_tokens import find_worst
@@ -61,7 +61,8 @@ def _banner(facts: Facts) -> Banner:
         about.append(
             ("Sequences", f"{len(sequences):,}, {drawn}, with {int(sequences.mask.sum()):,} tokens of the loss")
         )
-    return Banner(f"{facts.letter}: {facts.name}" if facts.letter else "", *state_of(facts), about, run.damage)
+    title = f"{facts.letter}: {facts.name}" if facts.letter else ""
+    return Banner(title, *state_of(facts), main_numbers(run.log), about, run.damage)
 
 
 def _findings(runs: Sequence[Facts]) -> Section:

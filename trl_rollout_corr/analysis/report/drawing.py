@@ -81,6 +81,7 @@ def png(page: Page) -> bytes:
         lines.append(
             f"{banner.title}{' - ' if banner.title else ''}{banner.headline}. {banner.detail}".replace("`", "")
         )
+        lines.append("    ".join(card.title for card in banner.numbers))
         lines.append("    ".join(f"{label}: {value}" for label, value in banner.about))
     lines = [part for line in [*lines, overview.text] for part in textwrap.wrap(line, _LINE)]
     n = len(overview.charts)

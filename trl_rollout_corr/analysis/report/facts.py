@@ -58,12 +58,18 @@ def state_of(facts: Facts) -> tuple[str, str, str]:
 def _outside(run: Run) -> str:
     """The rules wait for more than one unhealthy window, so that the last window may be unhealthy without a finding."""
     names = []
-    for name, (low, high) in HEALTHY.items():
+    for name in HEALTHY:
         value = run.log.get(PREFIX + name)
         last = np.nan if value is None or value.empty else value.iloc[-1]
-        if last < (-np.inf if low is None else low) or last > (np.inf if high is None else high):
+        if not is_healthy(name, last):
             names.append(f"`{name}` ({number(float(last))})")
     return f"At the last step, these were outside their healthy bands: {', '.join(names)}." if names else ""
+
+
+def is_healthy(metric: str, value: float) -> bool:
+    """Whether a metric is not outside its healthy band."""
+    low, high = HEALTHY[metric]
+    return not (value < (-np.inf if low is None else low) or value > (np.inf if high is None else high))
 
 
 def _diagnose(run: Run) -> tuple[Observed, Diagnosis] | None:

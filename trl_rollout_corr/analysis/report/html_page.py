@@ -36,6 +36,8 @@ def _cell(value: str | float | None) -> str:
 
 
 def _shade(d: float) -> str:
-    """The class of the colour of a token; empty if its log-ratio is small or NaN."""
+    """The class of the colour of a token; empty if its log-ratio is small."""
+    if not math.isfinite(d):
+        return "broken"
     level = sum(abs(d) >= bound for bound in SHADES)
     return f"{'u' if d > 0 else 'd'}{level}" if level else ""

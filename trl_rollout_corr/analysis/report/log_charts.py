@@ -9,8 +9,8 @@ import pandas as pd
 
 from ...health.bands import HEALTHY, in_words
 from ...messages import PREFIX, number, percent
-from .facts import Facts
-from .page import Axis, Chart, Section, Series
+from .facts import Facts, is_healthy
+from .page import Axis, Card, Chart, Section, Series
 
 
 class Trend(NamedTuple):
@@ -45,6 +45,7 @@ TRENDS = {
     "staleness": Trend("Age of the data, in optimizer steps", {"staleness_mean": "mean", "staleness_max": "largest"}),
 }
 OVERVIEW = ("k3-kl", "rejected", "sample-size", "effective-lr", "reward")
+_LAST = 10  # windows of which a main number is the mean: as many, or a tenth of the run if that is more
 POINTS = 250  # per curve; more cannot be told apart
 _NOISE = 1e-6  # nats per token: a gap below is rounding, and an axis that shows it would squeeze the rest
 
@@ -151,6 +152,27 @@ def _ends(values: pd.Series) -> str:
     values = values.dropna()
     ends = dict.fromkeys((0, len(values) - 1))
     return ", ".join(f"{number(float(values.iloc[i]))} at step {number(round(values.index[i]))}" for i in ends)
+
+
+def main_numbers(log: pd.DataFrame) -> list[Card]:
+    """The four main numbers of a run, with their first values and healthy bands; none without a log."""
+    name = "sample-size" if _key("rollout_is_eff_sample_size") in log else "effective-lr"
+    return [] if log.empty else [_main_number(TRENDS[key], log) for key in ("k3-kl", name, "rejected", "reward")]
+
+
+def _main_number(trend: Trend, log: pd.DataFrame) -> Card:
+    metric = next(iter(trend.metrics))
+    values = log.get(_key(metric), pd.Series(dtype=float)).replace([np.inf, -np.inf], np.nan).dropna()
+    if values.empty:
+        return Card(f"{trend.title}: -", "not logged")
+    n = max(min(_LAST, len(values) // 2), len(values) // _LAST, 1)
+    first, last = float(values[:n].mean()), float(values[-n:].mean())
+    notes = [f"at first {number(first)}"] if len(values) > 1 else []
+    level = ""
+    if metric in HEALTHY:
+        notes.append(f"healthy: {in_words(metric)}")
+        level = "healthy" if is_healthy(metric, last) else "warning"
+    return Card(f"{trend.title}: {number(last)}", ", ".join(notes), level)
 
 
 def overview(runs: Sequence[Facts]) -> Section:

@@ -89,12 +89,13 @@ class Section(NamedTuple):
 
 
 class Banner(NamedTuple):
-    """The state of a run in a word and in a sentence, facts about it (labels and values), damaged and missing parts."""
+    """The state of a run in a word and in a sentence, its main numbers, facts (labels and values), and damaged parts."""
 
     title: str
     level: str  # "critical", "warning", "healthy", or "unknown" without metrics
     headline: str
     detail: str
+    numbers: Sequence[Card]
     about: Sequence[tuple[str, str]]
     damage: Sequence[str]
 
