@@ -1,32 +1,53 @@
 """
-The comparison, as data: ways to correct, and the situations they are tried in. No torch here.
+What is compared, as data: ways to correct, and the situations they are tried in. No torch here.
 
-A *cell* is a situation: task, sampler, learning rate and algorithm. An *arm* is a way to correct. The full grid of both is
-some thousand runs; a *stage* is a fraction of it, balanced so that every task meets most samplers, each of them meets both
-learning rates, and every arm is tried in the same cells. Runs are in the order in which they are done, cell by cell and seed
-by seed, so that what an interrupted stage has done is balanced too.
+A *cell* is a situation: task, trainer, how far the sampler is behind, learning rate, and what else is wrong with the sampler.
+An *arm* is a way to correct. How far behind, and at which rate, is the rung of a *ladder*: each task and trainer is judged at
+the lowest rung at which a run without correction loses, one above it, and at the foot of the ladder, where nothing should be
+lost. Those rungs are found by `ladder.py`, and kept in `ladder.json`.
+
+A *stage* is what is run for a purpose. Runs are in the order in which they are done, cell by cell and seed by seed, so that
+what an interrupted stage has done is balanced.
 """
 
-from dataclasses import dataclass, field
-from itertools import cycle, product
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 
 STEPS = 120
-
-# The sampler's fault, by name. `engine` is the type of vLLM's cache; the rest is done to weights or log-probabilities.
-SAMPLERS: dict[str, dict[str, Any]] = {
-    "in step": {},
-    "lag 4": {"lag": 4},
-    "lag 8": {"lag": 8},
-    "lag 16": {"lag": 16},
-    "fp8 cache": {"engine": "fp8_e5m2"},
-    "int8 weights": {"int8": True},
-    # from step 40 on, for 20 steps, every tenth token is reported with the log-probability of another
+SEEDS = [0, 1, 2]
+RATES = {"slow": 5e-5, "fast": 1e-4, "faster": 2e-4}
+# What may be wrong with a sampler beside its age. `engine` is the type of vLLM's cache; the rest is done to weights or
+# log-probabilities: rounded to eight bits, or from step 40 on, for 20 steps, every tenth token is reported with the
+# log-probability of another.
+FAULTS: dict[str, dict[str, Any]] = {
+    "fp8": {"engine": "fp8_e5m2"},
+    "int8": {"int8": True},
     "burst": {"burst": (40, 60, 0.1)},
-    "lag 8, burst": {"lag": 8, "burst": (40, 60, 0.1)},
 }
-SLOW, FAST = 5e-5, 1e-4
+
+
+@dataclass(frozen=True)
+class Rung:
+    """How many optimizer steps the sampler is behind, and the learning rate."""
+
+    lag: int
+    rate: str
+
+    def __str__(self) -> str:
+        return f"{self.lag} {self.rate}"
+
+
+# From rung to rung, what the policy moves while the sampler stands still is about doubled
+LADDER = [
+    Rung(lag, rate)
+    for lag, rate in (
+        (2, "slow"), (4, "slow"), (8, "slow"), (8, "fast"), (16, "fast"), (32, "fast"), (32, "faster"),
+    )
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -39,6 +60,8 @@ class Arm:
             Name in files and tables.
         options (`dict`, *optional*):
             Fields of the trainer's configuration.
+        rule (`str`, *optional*):
+            One of `rules.RULES`, which are not in the package.
         trl (`bool`, *optional*, defaults to `False`):
             Whether to train with TRL's own trainer.
         in_step (`bool`, *optional*, defaults to `False`):
@@ -47,6 +70,7 @@ class Arm:
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
+    rule: str | None = None
     trl: bool = False
     in_step: bool = False
 
@@ -56,14 +80,19 @@ class Cell:
     """A situation."""
 
     task: str
-    sampler: str
-    learning_rate: float = SLOW
+    rung: Rung
     algorithm: str = "grpo"
+    fault: str | None = None
 
     @property
     def name(self) -> str:
-        rate = "fast" if self.learning_rate == FAST else "slow"
-        return f"{self.algorithm}-{self.task}-{self.sampler}-{rate}".replace(", ", "_").replace(" ", "_")
+        lag = f"lag_{self.rung.lag}" if self.rung.lag else "in_step"
+        return "-".join(filter(None, (self.algorithm, self.task, lag, self.rung.rate, self.fault)))
+
+    @property
+    def in_step(self) -> "Cell":
+        """The same with a sampler with which nothing is wrong."""
+        return replace(self, rung=replace(self.rung, lag=0), fault=None)
 
 
 @dataclass(frozen=True)
@@ -76,147 +105,147 @@ class Run:
     steps: int = STEPS
 
     @property
-    def name(self) -> str:
-        cell = self.cell if not self.arm.in_step else Cell(self.cell.task, "in step", *self._rate_and_algorithm)
-        return f"{cell.name}-{self.arm.name}-{self.seed}"
+    def at(self) -> Cell:
+        """Where it is run. The reference is the same for all cells of a task, trainer and rate."""
+        return self.cell.in_step if self.arm.in_step else self.cell
 
     @property
-    def _rate_and_algorithm(self) -> tuple[float, str]:
-        return self.cell.learning_rate, self.cell.algorithm
+    def name(self) -> str:
+        return f"{self.at.name}-{self.arm.name}-{self.seed}"
 
     @property
     def sampler(self) -> dict[str, Any]:
-        return {} if self.arm.in_step else SAMPLERS[self.cell.sampler]
+        """What is wrong with the sampler. Every other one does not say how old it is."""
+        lag = {"lag": self.at.rung.lag, "announced": announces(self.cell.task)} if self.at.rung.lag else {}
+        return {**lag, **FAULTS.get(self.at.fault, {})}
 
     @property
     def engine(self) -> str:
-        # A model has its own engine. Cell and seed have no other use than to keep the order of the stage.
-        return f"{self.cell.task} {self.sampler.get('engine', 'auto')} {self.cell.name} {self.seed}"
+        # A model has its own engine. The seed has no other use than to keep the order of the stage.
+        return f"{self.cell.task} {self.sampler.get('engine', 'auto')} {self.seed}"
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Inputs of the outcome, apart from the seed, as read back from JSON."""
+        """What decides the outcome, apart from the seed. As it is read back from JSON."""
         sampler = {key: list(value) if isinstance(value, tuple) else value for key, value in self.sampler.items()}
         return {
             "task": self.cell.task,
             "sampler": sampler,
-            "learning_rate": self.cell.learning_rate,
+            "learning_rate": RATES[self.cell.rung.rate],
             "algorithm": self.cell.algorithm,
             "options": self.arm.options,
+            "rule": self.arm.rule,
             "trl": self.arm.trl,
             "steps": self.steps,
         }
 
 
-GEOMETRIC = {"rollout_correction": "decoupled_geo_rs_token_tis", "rollout_rs_threshold": [0.95, 1.05]}
+# Arms ---------------------------------------------------------------------------------------------------------------------
+
+
+def weights(upper: float, **others: Any) -> dict[str, Any]:
+    """Token weights, truncated."""
+    return {"rollout_is": "token", "rollout_is_threshold": upper, **others}
+
+
+def within_tv(bound: float, upper: float) -> dict[str, Any]:
+    """Token weights beneath a bound on how far the probability of a token may be pushed."""
+    return weights(upper, rollout_rs=["token_tv"], rollout_rs_threshold=[[bound, bound]])
+
+
 ARMS = {
     arm.name: arm
     for arm in (
         Arm("on_policy", {"rollout_correction": "disabled"}, in_step=True),
         Arm("none", {"rollout_correction": "disabled"}),
         Arm("trl", trl=True),
-        Arm("token_is", {"rollout_correction": "decoupled_token_is"}),
+        Arm("token_2", weights(2.0)),
+        Arm("token_20", weights(20.0)),
         Arm("icepop", {"rollout_correction": "decoupled_token_icepop"}),
-        Arm("geo", {"rollout_correction": "decoupled_geo_rs_token_tis"}),
-        Arm("geo_wide", GEOMETRIC),
-        Arm("bypass", {"rollout_correction": "bypass_ppo_clip"}),
-        Arm("dppo", {"rollout_correction": "bypass_dppo_tv"}),
+        Arm("geo", {"rollout_correction": "decoupled_geo_rs_token_tis", "rollout_rs_threshold": [0.95, 1.05]}),
         Arm("kpop", {"rollout_correction": "decoupled_kpop"}),
-        Arm("token_tv", {"rollout_rs": ["token_tv"], "rollout_rs_threshold": [[0.2, 0.2]]}),
-        Arm("token_kpop", {"rollout_rs": ["token_binary_kl"], "rollout_rs_threshold": [0.1]}),
-        Arm("tv_kl1", {"rollout_rs": ["token_tv", "token_binary_kl"], "rollout_rs_threshold": [[0.2, 0.2], 1.0]}),
-        Arm("tv_kl05", {"rollout_rs": ["token_tv", "token_binary_kl"], "rollout_rs_threshold": [[0.2, 0.2], 0.5]}),
-        Arm("tv_kl2", {"rollout_rs": ["token_tv", "token_binary_kl"], "rollout_rs_threshold": [[0.2, 0.2], 2.0]}),
-        Arm("tv_up10", {"rollout_rs": ["token_tv", "token_k1"], "rollout_rs_threshold": [[0.2, 0.2], [0, 10.0]]}),
-        Arm("tv_up5", {"rollout_rs": ["token_tv", "token_k1"], "rollout_rs_threshold": [[0.2, 0.2], [0, 5.0]]}),
+        Arm("bypass", {"rollout_correction": "bypass_ppo_clip"}),
+        Arm("bypass_10", {"rollout_correction": "bypass_ppo_clip", "rollout_clip_ratio_c": 10.0}),
+        Arm("bypass_inf", {"rollout_correction": "bypass_ppo_clip", "rollout_clip_ratio_c": None}),
+        Arm("dppo_tv", {"rollout_correction": "bypass_dppo_tv"}),
+        Arm("dppo_kl", {"rollout_correction": "bypass_dppo_kl"}),
+        Arm("tv_2", within_tv(0.2, 2.0)),
+        Arm("tv_5", within_tv(0.2, 5.0)),
+        Arm("tv10_2", within_tv(0.1, 2.0)),
+        Arm("tv30_2", within_tv(0.3, 2.0)),
         Arm("auto", {"rollout_correction": "auto"}),
+        *(Arm(name, weights(20.0), rule=name) for name in ("m2po", "topr", "topr_tv", "flipped", "clip_2", "clip_5")),
     )
 }  # fmt: skip
-# What is tried on the tuning tasks: everything in six cells, and in the others what could still be chosen.
-TUNED = [name for name in ARMS if name not in ("geo", "kpop", "auto")]
-SHORTLIST = ["on_policy", "none", "trl", "icepop", "bypass", "tv_kl2", "tv_up10", "tv_up5"]
-# What is judged: the rule, what TRL and the README had before, IcePop, and the two ends.
-JUDGED = ["on_policy", "none", "trl", "icepop", "bypass", "geo", "auto"]
+
+
+# Cells --------------------------------------------------------------------------------------------------------------------
 
 # By the hash of their names, see `tasks.py`, which imports torch.
-TUNING, JUDGING = ["copy_noise", "sort", "walk", "add"], ["running_sum", "reverse", "shift_moe"]
-SEEDS = [0, 1, 2]
+TUNING = ["sort", "copy_noise", "add", "walk", "brackets", "cellular", "count", "stack"]
+JUDGING = ["reverse", "running_sum", "shift_moe", "modulo", "pointers", "sort_by_key", "sets", "recurrence"]
+# Tasks that RLOO is tried on as well
+RLOO = ["sort", "brackets", "running_sum", "modulo", "sort_by_key"]
+CLIMBS = [*((task, "grpo") for task in (*TUNING, *JUDGING)), *((task, "rloo") for task in RLOO)]
+
+_LADDER_FILE = Path(__file__).parent / "ladder.json"
+RUNGS: dict[str, dict[str, int | None]] = json.loads(_LADDER_FILE.read_text()) if _LADDER_FILE.exists() else {}
 
 
-def balanced(tasks: list[str], samplers: list[str], algorithm: str = "grpo") -> list[Cell]:
-    """Every task with every sampler, the two learning rates in turns so that each task and sampler has both."""
-    return [
-        Cell(task, sampler, rate, algorithm)
-        for row, task in enumerate(tasks)
-        for sampler, rate in zip(samplers, cycle((SLOW, FAST) if row % 2 else (FAST, SLOW)), strict=False)
-    ]
+def announces(task: str) -> bool:
+    """Whether the samplers of a task say how old they are: those of every other one."""
+    return (TUNING.index(task) if task in TUNING else JUDGING.index(task)) % 2 == 0
 
 
-def in_rounds(tasks: list[str], samplers: list[str], algorithm: str = "grpo") -> list[Cell]:
-    """The same in another order: all tasks in turns, each with its own order of the samplers."""
-    return [
-        Cell(task, samplers[(turn + 2 * row) % len(samplers)], SLOW if (turn + row) % 2 else FAST, algorithm)
-        for turn in range(len(samplers))
-        for row, task in enumerate(tasks)
-    ]
+def rung_of(task: str, algorithm: str) -> int | None:
+    """The lowest rung at which a run without correction loses, or `None` if there is none, or it was not looked for."""
+    return RUNGS.get(algorithm, {}).get(task)
 
 
-def arms_of(cell: Cell, names: list[str]) -> list[Arm]:
-    """Arms that differ in a cell: in step, no correction is on-policy; TRL has none of its own for RLOO."""
-    same = {"none"} if cell.sampler == "in step" else set()
-    same |= {"trl"} if cell.algorithm == "rloo" else set()
-    return [ARMS[name] for name in names if name not in same]
+def cell_at(task: str, algorithm: str, above: int = 0, fault: str | None = None) -> Cell | None:
+    """The cell of a task some rungs above the one where a run without correction loses, if the ladder has it."""
+    rung = rung_of(task, algorithm)
+    if rung is None or not 0 <= rung + above < len(LADDER):
+        return None
+    return Cell(task, LADDER[rung + above], algorithm, fault)
 
 
-def runs_of(cells: list[Cell], names: list[str], seeds: list[int]) -> list[Run]:
+def cells_at(
+    tasks: Sequence[str], algorithm: str, above: int = 0, faults: Sequence[str | None] = (None,)
+) -> list[Cell]:
+    """The cells of several tasks, with the faults in turns."""
+    found = (cell_at(task, algorithm, above, faults[i % len(faults)]) for i, task in enumerate(tasks))
+    return [cell for cell in found if cell is not None]
+
+
+def arms_of(cell: Cell, names: Sequence[str]) -> list[Arm]:
+    """Arms that there are in a cell: TRL has none of its own for RLOO."""
+    return [ARMS[name] for name in names if cell.algorithm == "grpo" or name != "trl"]
+
+
+def runs_of(cells: Sequence[Cell], names: Sequence[str], seeds: Sequence[int] = SEEDS[:1]) -> list[Run]:
     return [Run(arm, cell, seed) for seed in seeds for cell in cells for arm in arms_of(cell, names)]
 
 
-# In this order, so that the first cells are a stale, a rounding and a healthy one
-JUDGED_SAMPLERS = ["lag 16", "burst", "in step", "lag 8", "fp8 cache", "lag 8, burst", "int8 weights"]
-# What is published with three seeds
-CORE = [Cell("running_sum", "lag 16", FAST), Cell("reverse", "lag 8", FAST), Cell("shift_moe", "lag 8, burst", SLOW)]
+# Stages -------------------------------------------------------------------------------------------------------------------
+
+# What is tried first, on every tuning task at its rung
+CANDIDATES = [name for name in ARMS if name not in ("on_policy", "none")]
 
 
-def tuning(smoke: bool = False) -> list[Run]:
-    """Cells for the choice of settings: those with a stale and a broken sampler."""
-    if smoke:
-        return [Run(ARMS[name], Cell("sort", "lag 8"), steps=10) for name in ("on_policy", "none", "auto")]
-    samplers = ["lag 8", "lag 16", "lag 8, burst"]
-    return [
-        *runs_of(balanced(["copy_noise", "sort"], samplers), TUNED, [0]),
-        *runs_of(balanced(["walk", "add"], samplers), SHORTLIST, [0]),
-        *runs_of(
-            [Cell("sort", "lag 16", FAST), Cell("copy_noise", "lag 16"), Cell("add", "lag 16", FAST)], _LAST, [1, 2]
-        ),
-    ]
+def smoke() -> list[Run]:
+    """Three arms in one cell, few steps."""
+    return [Run(ARMS[name], Cell("sort", Rung(4, "slow")), steps=10) for name in ("on_policy", "none", "auto")]
 
 
-# What was left to choose from, with more seeds where the sampler is furthest behind
-_LAST = ["tv_kl2", "tv_up10", "tv_up5"]
+def tuning() -> list[Run]:
+    """Where settings may be chosen."""
+    return runs_of(cells_at(TUNING, "grpo"), ["on_policy", "none", *CANDIDATES])
 
 
-def judging(smoke: bool = False) -> list[Run]:
-    """Cells for judging alone: every task with every sampler, some of them with RLOO, and a core with more seeds."""
-    if smoke:
-        return tuning(smoke)
-    return [*runs_of(judged_cells(), JUDGED, SEEDS[:1]), *runs_of(CORE, JUDGED, SEEDS[1:])]
+def judging() -> list[Run]:
+    """What nothing is set by."""
+    return []
 
 
-def judged_cells() -> list[Cell]:
-    """Five of the seven samplers of each task with GRPO, and one of RLOO after five of them."""
-    grpo = in_rounds(JUDGING, JUDGED_SAMPLERS)
-    rloo = in_rounds(JUDGING, ["lag 8", "lag 16", "fp8 cache"], "rloo")
-    return [cell for turn in range(3) for cell in (*grpo[5 * turn : 5 * turn + 5], rloo[turn])]
-
-
-def full(smoke: bool = False) -> list[Run]:
-    """Everything, for whoever has more cores."""
-    if smoke:
-        return tuning(smoke)
-    rates = SLOW, FAST
-    cells = [Cell(*parts) for parts in product(TUNING + JUDGING, SAMPLERS, rates, ("grpo", "rloo"))]
-    return runs_of(cells, JUDGED, SEEDS)
-
-
-STAGES = {"tuning": tuning, "judging": judging, "full": full}
+STAGES = {"tuning": tuning, "judging": judging}

@@ -4,7 +4,6 @@ The arena: every way to correct, on tasks and samplers of many kinds.
     python benchmarks/arena/run.py --smoke         # three arms in one cell, a few minutes
     python benchmarks/arena/run.py --stage tuning  # what settings were chosen on
     python benchmarks/arena/run.py                 # what judges them
-    python benchmarks/arena/run.py --stage full    # the whole grid: days on two cores
     python benchmarks/arena/run.py --report        # train nothing: the tables of the runs there are
     python benchmarks/arena/run.py --report --publish   # and write results.json and README.md
 
@@ -21,7 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import report
-from cells import STAGES, Run
+from cells import STAGES, Run, smoke
 from harness import train_missing
 
 
@@ -34,6 +33,7 @@ def parse_args() -> Namespace:
         "--stage", nargs="+", choices=STAGES, default=["judging"], help="which runs (default: judging)"
     )
     parser.add_argument("--arms", nargs="+", help="some of the arms of the stage")
+    parser.add_argument("--tasks", nargs="+", help="some of the tasks of the stage")
     parser.add_argument("--smoke", action="store_true", help="three arms in one cell, few steps")
     parser.add_argument("--report", action="store_true", help="train nothing")
     parser.add_argument("--publish", action="store_true", help="write results.json and the tables of README.md")
@@ -58,9 +58,13 @@ def main():
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when a worker imports torch
     args = parse_args()
     runs: dict[str, Run] = {}
-    for run in (run for stage in args.stage for run in STAGES[stage](args.smoke)):
+    for run in smoke() if args.smoke else (run for stage in args.stage for run in STAGES[stage]()):
         runs.setdefault(run.name, run)  # a reference is that of the first of its cells, where it is done
-    chosen = [run for run in runs.values() if args.arms is None or run.arm.name in args.arms]
+    chosen = [
+        run
+        for run in runs.values()
+        if (args.arms is None or run.arm.name in args.arms) and (args.tasks is None or run.cell.task in args.tasks)
+    ]
     if not args.report:
         command = f"python benchmarks/arena/run.py --stage {' '.join(args.stage)}"
         train_missing(chosen, args.output_dir / "runs", args.workers, command, prepare=prepare, train=train)

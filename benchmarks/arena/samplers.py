@@ -19,7 +19,8 @@ def spoil(trainer: Any, faults: dict[str, Any]) -> Callable[[], dict[str, float]
         trainer ([`~trl.GRPOTrainer`] or [`~trl.RLOOTrainer`]):
             The trainer, changed in place.
         faults (`dict`):
-            `lag` in optimizer steps, `int8` for weights, `burst` as first step, last step and share of tokens.
+            `lag` in optimizer steps, and whether it is `announced`; `int8` for weights; `burst` as first step, last step and
+            share of tokens.
 
     Returns:
         `Callable[[], dict[str, float]]`: after training, how many tokens were broken and sound, and how many of each the
@@ -28,11 +29,33 @@ def spoil(trainer: Any, faults: dict[str, Any]) -> Callable[[], dict[str, float]
     if faults.get("int8"):
         round_weights(trainer)
     if faults.get("lag"):
-        quickstart.Lag(trainer, faults["lag"])
+        (quickstart.Lag if faults["announced"] else SilentLag)(trainer, faults["lag"])
     if "burst" not in faults:
         return dict
     burst = Burst(trainer, *faults["burst"])
     return lambda: dict(burst.counts)
+
+
+class SilentLag(quickstart.Lag):
+    """A sampler that is behind and does not say so."""
+
+    def __call__(self):
+        yield from super().__call__()
+        self.trainer.rollout_step = self.trainer.state.global_step
+
+
+def pack_tied_head(generation: Any):
+    """
+    Pack the head of a model with tied embeddings after each push. On a CPU vLLM does so only where the checkpoint has a head.
+    """
+    push = generation.sync_weights
+
+    def push_and_pack(*args, **kwargs):
+        push(*args, **kwargs)
+        head = generation.llm.llm_engine.model_executor.driver_worker.model_runner.model.lm_head
+        head.quant_method.process_weights_after_loading(head)
+
+    generation.sync_weights = push_and_pack
 
 
 def round_weights(trainer: Any):
@@ -79,7 +102,7 @@ class Burst:
 
     def correct_and_count(self, train_logps: torch.Tensor, batch: dict[str, Any]) -> Any:
         correction = self.correct(train_logps, batch)
-        mask = batch["completion_mask"].bool()
+        mask = correction.valid
         broken = torch.isin(batch[ROLLOUT_LOGPS], -self.NUMBERS) & mask
         without_gradient = ~correction.keep.bool()
         if correction.weights is not None and self.trainer.args.applies_weights:

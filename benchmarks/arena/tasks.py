@@ -54,6 +54,12 @@ class Task:
             Steps of imitation.
         experts (`int`, *optional*, defaults to `0`):
             Experts of each layer; 0 for a dense model.
+        large (`bool`, *optional*, defaults to `False`):
+            Whether the model has 2.6M parameters and not 0.6M.
+        tied (`bool`, *optional*, defaults to `False`):
+            Whether one matrix embeds tokens and predicts them.
+        batch (`int`, *optional*, defaults to `64`):
+            Completions of a step of reinforcement learning.
     """
 
     name: str
@@ -64,6 +70,9 @@ class Task:
     longest_problem: int
     warm_steps: int = 500
     experts: int = 0
+    large: bool = False
+    tied: bool = False
+    batch: int = 64
 
     @property
     def context(self) -> int:
@@ -72,7 +81,7 @@ class Task:
 
     @property
     def is_long(self) -> bool:
-        return self.longest > 64
+        return self.longest > 32
 
     def problems(self, n: int, seed: int) -> list[tuple[str, str]]:
         dice = random.Random(f"{self.name} {seed}")
@@ -142,6 +151,102 @@ def shift(dice: random.Random) -> tuple[str, str]:
     return f"{by}{letters}", "".join(alphabet[(alphabet.index(letter) + by) % 26] for letter in letters)
 
 
+_BRACKETS = dict(zip("([{<", ")]}>", strict=True))
+
+
+def close_brackets(dice: random.Random) -> tuple[str, str]:
+    """Fifteen brackets are opened and five of them closed: the answer closes the other ten."""
+    problem, opened, left = "", [], {"open": 15, "close": 5}
+    while left["open"] or left["close"]:
+        closes = bool(opened) and dice.random() < left["close"] / (left["open"] + left["close"])
+        if closes or not left["open"]:
+            left["close"] -= 1
+            problem += _BRACKETS[opened.pop()]
+        else:
+            left["open"] -= 1
+            opened.append(dice.choice("([{<"))
+            problem += opened[-1]
+    return problem, "".join(_BRACKETS[bracket] for bracket in reversed(opened))
+
+
+def compute_modulo(dice: random.Random) -> tuple[str, str]:
+    """A number and fourteen operations modulo 7: the answer is the value after each of them."""
+    value = dice.randrange(7)
+    problem, values = str(value), ""
+    for _ in range(14):
+        sign, operand = dice.choice("+-*"), dice.randrange(7)
+        value = {"+": value + operand, "-": value - operand, "*": value * operand}[sign] % 7
+        problem, values = problem + f"{sign}{operand}", values + str(value)
+    return problem, values
+
+
+def follow_pointers(dice: random.Random) -> tuple[str, str]:
+    """Ten edges of a circle in any order, and a node: the answer is the eight nodes that come after it."""
+    nodes = dice.sample(string.ascii_lowercase[:16], 10)
+    edges = [a + b for a, b in zip(nodes, nodes[1:] + nodes[:1], strict=True)]
+    return "".join(dice.sample(edges, len(edges))) + nodes[0], "".join(nodes[1:9])
+
+
+def sort_by_key(dice: random.Random) -> tuple[str, str]:
+    """Ten letters, each with a digit: the answer is the letters in the order of their digits."""
+    letters, digits = draw(dice, string.ascii_lowercase, 10), dice.sample(string.digits, 10)
+    pairs = list(zip(letters, digits, strict=True))
+    return "".join(map("".join, pairs)), "".join(letter for letter, _ in sorted(pairs, key=lambda pair: pair[1]))
+
+
+def rewrite_cells(dice: random.Random) -> tuple[str, str]:
+    """Sixteen cells on a circle: the answer is the next three generations by rule 110."""
+    cells = [dice.randrange(2) for _ in range(16)]
+    problem, answer = "".join(map(str, cells)), ""
+    for _ in range(3):
+        cells = [110 >> (4 * cells[i - 1] + 2 * cells[i] + cells[(i + 1) % 16]) & 1 for i in range(16)]
+        answer += "".join(map(str, cells))
+    return problem, answer
+
+
+def count_letters(dice: random.Random) -> tuple[str, str]:
+    """Twenty letters out of eight: the answer is how often each of the eight is among them."""
+    while True:
+        letters = draw(dice, string.ascii_lowercase[:8], 20)
+        counts = [letters.count(letter) for letter in string.ascii_lowercase[:8]]
+        if max(counts) < 10:
+            return letters, "".join(map(str, counts))
+
+
+def combine_sets(dice: random.Random) -> tuple[str, str]:
+    """Two sets of ten letters out of sixteen: the answer is what is in either, or in both, in order."""
+    a, b = (dice.sample(string.ascii_lowercase[:16], 10) for _ in range(2))
+    sign = dice.choice("|&")
+    found = set(a) | set(b) if sign == "|" else set(a) & set(b)
+    return f"{''.join(a)}{sign}{''.join(b)}", "".join(sorted(found))
+
+
+def run_program(dice: random.Random) -> tuple[str, str]:
+    """Twelve instructions of a machine with a stack: the answer is the top of the stack after each of them."""
+    stack, program, tops = [], "", ""
+    for _ in range(12):
+        # a digit is pushed; the others add, subtract (both modulo 10), swap and copy
+        instruction = dice.choice("+-xc") if len(stack) > 1 and dice.random() < 0.55 else dice.choice(string.digits)
+        if instruction in "+-":
+            a, b = stack.pop(), stack.pop()
+            stack.append((b + a if instruction == "+" else b - a) % 10)
+        elif instruction == "x":
+            stack[-2:] = stack[:-3:-1]
+        else:
+            stack.append(stack[-1] if instruction == "c" else int(instruction))
+        program, tops = program + instruction, tops + str(stack[-1])
+    return program, tops
+
+
+def continue_recurrence(dice: random.Random) -> tuple[str, str]:
+    """Factors a and b and two numbers: the answer is the 96 numbers x[t] = a x[t - 1] + b x[t - 2] modulo 11."""
+    a, b = dice.randrange(1, 11), dice.randrange(1, 11)
+    x = [dice.randrange(11), dice.randrange(11)]
+    for _ in range(96):
+        x.append((a * x[-1] + b * x[-2]) % 11)
+    return "".join(f"{n:x}" for n in (a, b, *x[:2])), "".join(f"{n:x}" for n in x[2:])
+
+
 _letters = string.ascii_lowercase
 TASKS = {
     task.name: task
@@ -151,14 +256,23 @@ TASKS = {
         Task("running_sum", string.digits, running_sum, 0.025, 24, 24, warm_steps=1300),
         Task("copy_noise", string.digits + _letters[:12], copy_without_noise, 0.05, 14, 24, warm_steps=900),
         Task("add", string.digits + "+", add, 0.06, 9, 17, warm_steps=1500),
-        Task("walk", "".join(map(chr, sorted(_CYCLE))), walk, 0.012, 256, 1),
+        Task("walk", "".join(map(chr, sorted(_CYCLE))), walk, 0.012, 256, 1, batch=32),
         Task("shift_moe", string.digits + _letters, shift, 0.05, 14, 15, warm_steps=900, experts=8),
+        Task("brackets", "([{<>}])", close_brackets, 0.06, 10, 20, warm_steps=900, tied=True),
+        Task("modulo", "0123456+-*", compute_modulo, 0.05, 14, 29, warm_steps=1300, tied=True),
+        Task("pointers", _letters[:16], follow_pointers, 0.06, 8, 21, warm_steps=900, large=True, tied=True),
+        Task("sort_by_key", _letters + string.digits, sort_by_key, 0.06, 10, 20, warm_steps=1300),
+        Task("cellular", "01", rewrite_cells, 0.03, 48, 16, warm_steps=900, batch=32),
+        Task("count", _letters[:8] + string.digits, count_letters, 0.09, 8, 20, warm_steps=1300, tied=True),
+        Task("sets", _letters[:16] + "|&", combine_sets, 0.05, 16, 21, warm_steps=1300, tied=True),
+        Task("stack", string.digits + "+-xc", run_program, 0.04, 12, 12, warm_steps=800, large=True, batch=32),
+        Task("recurrence", string.digits + "a", continue_recurrence, 0.008, 96, 4, warm_steps=900, batch=32),
     )
 }
 
-# Which tasks settings may be chosen on, and which only judge them: the order is that of a hash of the name.
-_BY_HASH = sorted(TASKS, key=lambda name: sha256(name.encode()).hexdigest())
-TUNING, JUDGING = _BY_HASH[: (len(_BY_HASH) + 1) // 2], _BY_HASH[(len(_BY_HASH) + 1) // 2 :]
+# Which tasks settings may be chosen on, and which only judge them: a hash of the name decides.
+TUNING = [name for name in TASKS if sha256(name.encode()).hexdigest() < "8"]
+JUDGING = [name for name in TASKS if name not in TUNING]
 
 
 # Models -------------------------------------------------------------------------------------------------------------------
@@ -174,25 +288,27 @@ def make_tokenizer(task: Task) -> PreTrainedTokenizerFast:
 
 
 def make_model(task: Task, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-    """A Qwen2 of 0.6M parameters, or a Qwen3-MoE of 1.2M of which a quarter is used for a token."""
+    """A Qwen2 of 0.6M or 2.6M parameters, or a Qwen3-MoE of 1.2M of which a quarter is used for a token."""
+    width, layers, heads, inner = (256, 4, 8, 512) if task.large else (128, 3, 4, 352)
     shared = {
         "vocab_size": len(tokenizer),
-        "hidden_size": 128,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
         "max_position_embeddings": 512,
         "bos_token_id": None,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
-        "tie_word_embeddings": False,
-        "initializer_range": 0.06,  # learns faster than with the default of 0.02, at this width
+        "tie_word_embeddings": task.tied,
+        "initializer_range": 0.06
+        * (128 / width) ** 0.5,  # learns faster than with the default of 0.02, at such widths
     }
     if not task.experts:
-        return Qwen2ForCausalLM(Qwen2Config(intermediate_size=352, **shared))
+        return Qwen2ForCausalLM(Qwen2Config(intermediate_size=inner, **shared))
     return Qwen3MoeForCausalLM(
         Qwen3MoeConfig(
-            intermediate_size=352, moe_intermediate_size=96, num_experts=task.experts, num_experts_per_tok=2,
+            intermediate_size=inner, moe_intermediate_size=96, num_experts=task.experts, num_experts_per_tok=2,
             head_dim=32, norm_topk_prob=True, **shared,
         )
     )  # fmt: skip

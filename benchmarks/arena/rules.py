@@ -1,0 +1,106 @@
+"""
+Rules that are tried in the arena and are no setting of the package: what multiplies the policy gradient of each token.
+
+`r` is the ratio of a token's probability under the trainer to that under the sampler. With one update per generation every
+rule of the package is such a factor too, so that these can be compared with them.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from trl_rollout_corr.correction.compute import RolloutCorrection
+from trl_rollout_corr.messages import PREFIX
+from trl_rollout_corr.trainers.batch import ROLLOUT_LOGPS
+
+
+# Factor of each token, from the log-ratio, the log-probabilities of the trainer, and where the advantage is positive; the
+# last is `(B, 1)`, the others `(B, T)`.
+Rule = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+PPO_CLIP = 0.2
+TV = 0.2  # DPPO's
+M2_BUDGET = 0.04  # M2PO's
+
+
+def within_tv(d: torch.Tensor, logp: torch.Tensor, positive: torch.Tensor) -> torch.Tensor:
+    """Whether the probability has not been pushed by more than DPPO allows."""
+    moved = logp.exp() - (logp - d).exp()
+    return torch.where(positive, moved <= TV, moved >= -TV)
+
+
+def m2po(d: torch.Tensor, logp: torch.Tensor, positive: torch.Tensor) -> torch.Tensor:
+    """
+    [M2PO](https://huggingface.co/papers/2510.01161): the tokens with the largest `d^2` go until the mean of the rest is within
+    a budget; the others have their importance weight.
+    """
+    squares = d.square()
+    order, _ = squares.flatten().sort()
+    means = order.cumsum(0) / torch.arange(1, len(order) + 1)
+    within = means <= M2_BUDGET
+    largest = order[within][-1] if within.any() else order.new_tensor(-1.0)
+    return d.exp() * (squares <= largest)
+
+
+def topr(d: torch.Tensor, logp: torch.Tensor, positive: torch.Tensor) -> torch.Tensor:
+    """
+    [TOPR](https://huggingface.co/papers/2503.14286) per token: what was good counts in full, what was bad by its weight, up
+    to 1.
+    """
+    return torch.where(positive, 1.0, d.exp().clamp(max=1.0))
+
+
+def topr_tv(d: torch.Tensor, logp: torch.Tensor, positive: torch.Tensor) -> torch.Tensor:
+    """The same within DPPO's trust region."""
+    return topr(d, logp, positive) * within_tv(d, logp, positive)
+
+
+def flipped(d: torch.Tensor, logp: torch.Tensor, positive: torch.Tensor) -> torch.Tensor:
+    """
+    The ratio turned over where the advantage is positive, as in
+    [ASPO](https://huggingface.co/papers/2510.06062): what pushes further weighs less, what brings back weighs more, to 2.
+    """
+    return torch.where(positive, -d, d).exp().clamp(max=2.0)
+
+
+def clipped(bound: float) -> Rule:
+    """PPO clipped around the sampler, but where its dual clip would drop a token, it has this weight."""
+
+    def rule(d: torch.Tensor, logp: torch.Tensor, positive: torch.Tensor) -> torch.Tensor:
+        ratio = d.exp()
+        inside = torch.where(positive, ratio <= 1 + PPO_CLIP, ratio >= 1 - PPO_CLIP)
+        return ratio.clamp(max=bound) * inside
+
+    return rule
+
+
+RULES: dict[str, Rule] = {
+    "m2po": m2po,
+    "topr": topr,
+    "topr_tv": topr_tv,
+    "flipped": flipped,
+    "clip_2": clipped(2.0),
+    "clip_5": clipped(5.0),
+}
+
+
+def with_rule(trainer_class: type, name: str) -> type:
+    """A trainer of the package in which a rule decides the factor of each token."""
+    rule = RULES[name]
+
+    class RuledTrainer(trainer_class):
+        def _compute_correction(self, train_logps: torch.Tensor, batch: dict[str, Any]) -> RolloutCorrection:
+            correction = super()._compute_correction(train_logps, batch)
+            valid = correction.valid
+            d = torch.where(valid, train_logps.detach() - batch[ROLLOUT_LOGPS], 0.0).clamp(-20.0, 20.0)
+            logp = torch.where(valid, train_logps.detach(), 0.0)
+            factors = rule(d, logp, batch["advantages"].unsqueeze(1) > 0) * valid
+            self._without_gradient = ((factors == 0) & valid).sum().item() / valid.sum().item()
+            return replace(correction, weights=factors, keep=valid)
+
+        def _close_window(self, now: Any) -> dict[str, float]:
+            return {**super()._close_window(now), f"{PREFIX}rollout_rs_masked_fraction": self._without_gradient}
+
+    return RuledTrainer
