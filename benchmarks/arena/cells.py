@@ -174,6 +174,7 @@ ARMS = {
         Arm("tv10_2", within_tv(0.1, 2.0)),
         Arm("tv30_2", within_tv(0.3, 2.0)),
         Arm("auto", {"rollout_correction": "auto"}),
+        Arm("auto_ess", {"rollout_correction": "auto", "rollout_lr_scaling": "ess_sqrt"}),
         *(Arm(name, weights(20.0), rule=name) for name in ("m2po", "topr", "topr_tv", "flipped", "clip_2", "clip_5")),
     )
 }  # fmt: skip
@@ -182,7 +183,7 @@ ARMS = {
 # Cells --------------------------------------------------------------------------------------------------------------------
 
 # By the hash of their names, see `tasks.py`, which imports torch.
-TUNING = ["sort", "copy_noise", "add", "walk", "brackets", "cellular", "count", "stack"]
+TUNING = ["sort", "copy_noise", "add", "brackets", "count", "stack", "cellular", "walk"]
 JUDGING = ["reverse", "running_sum", "shift_moe", "modulo", "pointers", "sort_by_key", "sets", "recurrence"]
 # Tasks that RLOO is tried on as well
 RLOO = ["sort", "brackets", "running_sum", "modulo", "sort_by_key"]
@@ -229,8 +230,14 @@ def runs_of(cells: Sequence[Cell], names: Sequence[str], seeds: Sequence[int] = 
 
 # Stages -------------------------------------------------------------------------------------------------------------------
 
-# What is tried first, on every tuning task at its rung
-CANDIDATES = [name for name in ARMS if name not in ("on_policy", "none")]
+# Every candidate is tried where no correction loses most; the ones that do well there on all tuning tasks, and one rung higher
+SCREENED = [
+    "trl", "icepop", "geo", "bypass", "bypass_inf", "dppo_tv", "dppo_kl", "auto", "auto_ess", "tv_2", "tv_5", "tv10_2",
+    "m2po", "topr", "topr_tv", "flipped", "clip_2", "clip_5",
+]  # fmt: skip
+SHORT_LIST = ["trl", "icepop", "bypass", "dppo_tv", "auto"]
+JUDGED = ["trl", "icepop", "bypass", "dppo_tv", "auto"]
+REFERENCES = ["on_policy", "none"]
 
 
 def smoke() -> list[Run]:
@@ -240,12 +247,21 @@ def smoke() -> list[Run]:
 
 def tuning() -> list[Run]:
     """Where settings may be chosen."""
-    return runs_of(cells_at(TUNING, "grpo"), ["on_policy", "none", *CANDIDATES])
+    return [
+        *runs_of(cells_at(TUNING[:4], "grpo", above=1), [*REFERENCES, *SCREENED]),
+        *runs_of(cells_at(TUNING, "grpo"), [*REFERENCES, *SHORT_LIST]),
+    ]
 
 
 def judging() -> list[Run]:
-    """What nothing is set by."""
-    return []
+    """What nothing is set by: the rung where no correction loses, one above, with other faults, and the foot."""
+    return [
+        *runs_of(cells_at(JUDGING, "grpo"), [*REFERENCES, *JUDGED]),
+        *runs_of(cells_at(JUDGING, "grpo", above=1), [*REFERENCES, *JUDGED]),
+        *runs_of(cells_at(JUDGING, "grpo", faults=[*FAULTS]), [*REFERENCES, *JUDGED]),
+        *runs_of(cells_at(RLOO, "rloo"), [*REFERENCES, *JUDGED]),
+        *runs_of([Cell(task, LADDER[0]) for task in JUDGING], [*REFERENCES, "auto"]),
+    ]
 
 
 STAGES = {"tuning": tuning, "judging": judging}

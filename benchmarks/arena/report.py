@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from cells import ARMS, LADDER, STAGES, Cell, Run, rung_of
+from cells import ARMS, LADDER, RUNGS, STAGES, Cell, Run, rung_of
 
 
 Row = dict[str, Any]
@@ -169,26 +169,52 @@ def situations(rows: Iterable[Row], arms: Sequence[str]) -> list[Situation]:
 
 
 def summary(found: Sequence[Situation], arms: Sequence[str]) -> str:
-    """A line per arm, over the cells where arms differ and that it was tried in."""
-    lines = ["| arm | cells | kept | regret, mean | worst | where | rejected | falls |", "| --- " * 8 + "|"]
+    """A line per arm, over the cells where arms differ and in which it was tried."""
     counted = [situation for situation in found if situation.differs]
+    lines = [
+        f"| arm | cells that differ (of {len(found)}) | gain kept | holds | regret, mean | worst | where | rejected | falls |",
+        "| --- " * 9 + "|",
+    ]
     for arm in arms:
         own = [situation for situation in counted if arm in situation.rows]
         if not own:
             continue
         rows = [row for situation in found if arm in situation.rows for row in situation.rows[arm].values()]
-        worst = max(own, key=lambda situation: situation.regret(arm))
         regrets = ["-"] * 3
         if arm != "on_policy":
-            regrets = [
-                f"{mean(s.regret(arm) for s in own):.3f}", f"{worst.regret(arm):.2f}", worst.cell.name,
-            ]  # fmt: skip
+            worst = max(own, key=lambda situation: situation.regret(arm))
+            regrets = [f"{mean(s.regret(arm) for s in own):.3f}", f"{worst.regret(arm):.2f}", worst.cell.name]
+        holds = sum(situation.kept(arm) >= KEPT for situation in own)
         cells = [
-            f"`{arm}`", str(len(own)), f"{mean(s.kept(arm) for s in own):.2f}", *regrets,
+            f"`{arm}`", str(len(own)), f"{mean(s.kept(arm) for s in own):.2f}", str(holds), *regrets,
             shown([row["rejected"] for row in rows], percent), f"{sum(row['falls'] for row in rows)} of {len(rows)}",
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def caught(found: Sequence[Situation], arms: Sequence[str]) -> str:
+    """A line per arm, over the cells in which tokens are broken: shares of tokens that get no gradient."""
+    lines = ["| arm | cells | broken tokens rejected | sound tokens rejected |", "| --- " * 4 + "|"]
+    for arm in arms:
+        rows = [row for s in found for row in s.rows.get(arm, {}).values() if "caught" in row]
+        if rows:
+            shares = [shown([row[key] for row in rows], percent) for key in ("caught", "sound_rejected")]
+            lines.append(f"| `{arm}` | {len(rows)} | {' | '.join(shares)} |")
+    return "\n".join(lines)
+
+
+def against(found: Sequence[Situation], arm: str, other: str) -> str:
+    """One arm against another in a sentence: where it is behind by more than noise."""
+    gaps = {s.cell.name: s.accuracy(other) - s.accuracy(arm) for s in found if {arm, other} <= set(s.rows)}
+    if not gaps:
+        return f"- `{arm}` against `{other}`: no cell has both."
+    losses = [f"{name} ({gap:.2f})" for name, gap in sorted(gaps.items(), key=lambda pair: -pair[1]) if gap > NOISE]
+    wins = sum(gap < -NOISE for gap in gaps.values())
+    return (
+        f"- `{arm}` against `{other}`, {len(gaps)} cells: {-mean(gaps.values()):+.3f} on average; more than {NOISE} above in "
+        f"{wins}, below in {len(losses)}{': ' + ', '.join(losses) if losses else ''}."
+    )
 
 
 def shown(values: Sequence[float | None], form: Any) -> str:
@@ -201,7 +227,7 @@ def percent(share: float) -> str:
 
 
 def every_cell(found: Sequence[Situation], arms: Sequence[str]) -> str:
-    """A line per cell, with the accuracy of each arm, and how many seeds it has if more than one; the best in bold."""
+    """A line per cell, with the accuracy of each arm, and the number of seeds if there is more than one; the best in bold."""
     arms = [arm for arm in arms if any(arm in situation.rows for situation in found)]
     lines = [f"| cell | start | {' | '.join(arms)} |", "| --- " * (len(arms) + 2) + "|"]
     for situation in found:
@@ -221,13 +247,78 @@ def every_cell(found: Sequence[Situation], arms: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
+def ladder() -> str:
+    """A line per task and trainer: the lowest rung at which no correction loses 0.1."""
+    lines = ["| trainer | task | no correction loses, from |", "| --- | --- | --- |"]
+    for algorithm, rungs in RUNGS.items():
+        for task, rung in rungs.items():
+            lines.append(f"| {algorithm} | {task} | {'no rung' if rung is None else LADDER[rung]} |")
+    return "\n".join(lines)
+
+
 def tables(results: dict[str, Any]) -> dict[str, str]:
-    """What stands between the marks of `README.md`, by mark."""
-    parts = {}
+    """Text between the marks of `README.md`, by mark."""
+    parts = {
+        "runs": " ".join(
+            f"*{stage}*: {results[stage]['done']} of {results[stage]['planned']} planned runs, {results[stage]['minutes']} "
+            "minutes of training."
+            for stage in STAGES
+        ),
+        "ladder": ladder(),
+        "simulation": simulated(json.loads((HERE / "simulation.json").read_text())["situations"]),
+    }
     for stage in STAGES:
         rows = results[stage]["rows"]
         arms = [name for name in ARMS if any(row["arm"] == name for row in rows)]
         found = situations(rows, arms)
         parts[stage] = summary(found, arms)
         parts[f"{stage}-cells"] = every_cell(found, arms)
+        parts[f"{stage}-broken"] = caught(found, arms)
+        if stage == "judging":
+            others = [name for name in arms if name not in ("on_policy", "auto")]
+            parts["against"] = "\n".join(against(found, "auto", other) for other in others)
     return parts
+
+
+# Of the simulation, what the document shows
+SITUATIONS = {
+    "rounding 0.03": "rejected",
+    "rounding 0.3": "rejected",
+    "rounding 0.1, heavy tails": "rejected",
+    "stale 0.3": "gradient",
+    "stale 1": "gradient",
+    "astray 1": "gradient",
+    "broken": "caught",
+    "broken, stale 0.3": "caught",
+}
+
+
+def simulated(situations: dict[str, dict[str, dict[str, float]]]) -> str:
+    """A line per rule."""
+    lines = [
+        f"| rule | {' | '.join(f'{name}: {measure}' for name, measure in SITUATIONS.items())} |",
+        "| --- " * (len(SITUATIONS) + 1) + "|",
+    ]
+    for rule in (name for name in situations["broken"] if name != "k3_kl"):
+        found = [(measure, situations[name][rule][measure]) for name, measure in SITUATIONS.items()]
+        cells = [f"{value:.2f}" if measure == "gradient" else percent(value) for measure, value in found]
+        lines.append(f"| {rule} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def filled(text: str, parts: dict[str, str]) -> str:
+    """A document with what stands between its marks replaced."""
+    for mark, part in parts.items():
+        text, times = re.subn(
+            rf"(<!-- {mark} -->\n).*?(<!-- end -->)", lambda m, part=part: m[1] + part + "\n" + m[2], text, flags=re.S
+        )
+        if times != 1:
+            raise ValueError(f"{times} places are marked {mark!r}, expected one.")
+    return text
+
+
+def publish(results: dict[str, Any], folder: Path = HERE):
+    """Write `results.json`, and its tables into `README.md`."""
+    write(results, folder / "results.json")
+    readme = folder / "README.md"
+    readme.write_text(filled(readme.read_text(), tables(results)))
