@@ -172,10 +172,13 @@ ARMS = {
         Arm("tv_2", within_tv(0.2, 2.0)),
         Arm("tv_5", within_tv(0.2, 5.0)),
         Arm("tv10_2", within_tv(0.1, 2.0)),
-        Arm("tv30_2", within_tv(0.3, 2.0)),
+        Arm("tv_1", within_tv(0.2, 1.0)),
+        Arm("tv10_1", within_tv(0.1, 1.0)),
+        Arm("tv10_5", within_tv(0.1, 5.0)),
+        Arm("tv05_2", within_tv(0.05, 2.0)),
         Arm("auto", {"rollout_correction": "auto"}),
         Arm("auto_ess", {"rollout_correction": "auto", "rollout_lr_scaling": "ess_sqrt"}),
-        *(Arm(name, weights(20.0), rule=name) for name in ("m2po", "topr", "topr_tv", "flipped", "clip_2", "clip_5")),
+        *(Arm(name, weights(20.0), rule=name) for name in ("m2po", "topr", "topr_tv", "topr_tv10", "flipped", "clip_2", "clip_5")),
     )
 }  # fmt: skip
 
@@ -230,10 +233,10 @@ def runs_of(cells: Sequence[Cell], names: Sequence[str], seeds: Sequence[int] = 
 
 # Stages -------------------------------------------------------------------------------------------------------------------
 
-# Every candidate is tried where no correction loses most; the ones that do well there on all tuning tasks, and one rung higher
+# Every candidate is tried three rungs above the one where no correction loses, and those that do well on all tuning tasks
 SCREENED = [
-    "trl", "icepop", "geo", "bypass", "bypass_inf", "dppo_tv", "dppo_kl", "auto", "auto_ess", "tv_2", "tv_5", "tv10_2",
-    "m2po", "topr", "topr_tv", "flipped", "clip_2", "clip_5",
+    "trl", "icepop", "geo", "bypass", "bypass_inf", "dppo_tv", "dppo_kl", "auto", "auto_ess", "tv_1", "tv_2", "tv_5", "tv05_2",
+    "tv10_1", "tv10_2", "tv10_5", "m2po", "topr", "topr_tv", "topr_tv10", "flipped", "clip_2", "clip_5",
 ]  # fmt: skip
 SHORT_LIST = ["trl", "icepop", "bypass", "dppo_tv", "auto"]
 JUDGED = ["trl", "icepop", "bypass", "dppo_tv", "auto"]
@@ -248,8 +251,8 @@ def smoke() -> list[Run]:
 def tuning() -> list[Run]:
     """Where settings may be chosen."""
     return [
-        *runs_of(cells_at(TUNING[:4], "grpo", above=1), [*REFERENCES, *SCREENED]),
-        *runs_of(cells_at(TUNING, "grpo"), [*REFERENCES, *SHORT_LIST]),
+        *runs_of(cells_at(TUNING[:4], "grpo", above=3), [*REFERENCES, *SCREENED]),
+        *runs_of(cells_at(TUNING, "grpo", above=1), [*REFERENCES, *SHORT_LIST]),
     ]
 
 

@@ -25,10 +25,10 @@ TV = 0.2  # DPPO's
 M2_BUDGET = 0.04  # M2PO's
 
 
-def within_tv(d: torch.Tensor, logp: torch.Tensor, positive: torch.Tensor) -> torch.Tensor:
+def within_tv(d: torch.Tensor, logp: torch.Tensor, positive: torch.Tensor, bound: float = TV) -> torch.Tensor:
     """Whether the probability has not been pushed by more than DPPO allows."""
     moved = logp.exp() - (logp - d).exp()
-    return torch.where(positive, moved <= TV, moved >= -TV)
+    return torch.where(positive, moved <= bound, moved >= -bound)
 
 
 def m2po(d: torch.Tensor, logp: torch.Tensor, positive: torch.Tensor) -> torch.Tensor:
@@ -52,9 +52,9 @@ def topr(d: torch.Tensor, logp: torch.Tensor, positive: torch.Tensor) -> torch.T
     return torch.where(positive, 1.0, d.exp().clamp(max=1.0))
 
 
-def topr_tv(d: torch.Tensor, logp: torch.Tensor, positive: torch.Tensor) -> torch.Tensor:
-    """The same within DPPO's trust region."""
-    return topr(d, logp, positive) * within_tv(d, logp, positive)
+def topr_within(bound: float) -> Rule:
+    """The same within a trust region as DPPO's."""
+    return lambda d, logp, positive: topr(d, logp, positive) * within_tv(d, logp, positive, bound)
 
 
 def flipped(d: torch.Tensor, logp: torch.Tensor, positive: torch.Tensor) -> torch.Tensor:
@@ -79,7 +79,8 @@ def clipped(bound: float) -> Rule:
 RULES: dict[str, Rule] = {
     "m2po": m2po,
     "topr": topr,
-    "topr_tv": topr_tv,
+    "topr_tv": topr_within(TV),
+    "topr_tv10": topr_within(TV / 2),
     "flipped": flipped,
     "clip_2": clipped(2.0),
     "clip_5": clipped(5.0),
