@@ -153,6 +153,8 @@ def within_tv(bound: float, upper: float) -> dict[str, Any]:
     return weights(upper, rollout_rs=["token_tv"], rollout_rs_threshold=[[bound, bound]])
 
 
+# Rules of `rules.py`
+RULED = ["m2po", "topr", "topr_tv", "topr_tv10", "flipped", "clip_2", "clip_5"]
 ARMS = {
     arm.name: arm
     for arm in (
@@ -178,7 +180,7 @@ ARMS = {
         Arm("tv05_2", within_tv(0.05, 2.0)),
         Arm("auto", {"rollout_correction": "auto"}),
         Arm("auto_ess", {"rollout_correction": "auto", "rollout_lr_scaling": "ess_sqrt"}),
-        *(Arm(name, weights(20.0), rule=name) for name in ("m2po", "topr", "topr_tv", "topr_tv10", "flipped", "clip_2", "clip_5")),
+        *(Arm(name, weights(20.0), rule=name) for name in RULED),
     )
 }  # fmt: skip
 
