@@ -240,7 +240,7 @@ SCREENED = [
     "trl", "icepop", "geo", "bypass", "bypass_inf", "dppo_tv", "dppo_kl", "auto", "auto_ess", "tv_1", "tv_2", "tv_5", "tv05_2",
     "tv10_1", "tv10_2", "tv10_5", "m2po", "topr", "topr_tv", "topr_tv10", "flipped", "clip_2", "clip_5",
 ]  # fmt: skip
-SHORT_LIST = ["trl", "icepop", "bypass", "dppo_tv", "auto"]
+SHORT_LIST = ["trl", "icepop", "bypass", "dppo_tv", "auto", "tv10_1", "tv10_2", "topr_tv", "topr_tv10"]
 JUDGED = ["trl", "icepop", "bypass", "dppo_tv", "auto"]
 REFERENCES = ["on_policy", "none"]
 
@@ -254,6 +254,8 @@ def tuning() -> list[Run]:
     """Where settings may be chosen."""
     return [
         *runs_of(cells_at(TUNING[:4], "grpo", above=3), [*REFERENCES, *SCREENED]),
+        *runs_of([Cell(task, LADDER[6]) for task in TUNING[:4]], [*REFERENCES, *SHORT_LIST]),
+        *runs_of(cells_at(TUNING[:4], "grpo", above=1, faults=["burst"]), [*REFERENCES, *SHORT_LIST]),
         *runs_of(cells_at(TUNING, "grpo", above=1), [*REFERENCES, *SHORT_LIST]),
     ]
 
