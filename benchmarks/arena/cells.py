@@ -153,7 +153,9 @@ def within_tv(bound: float, upper: float) -> dict[str, Any]:
     return weights(upper, rollout_rs=["token_tv"], rollout_rs_threshold=[[bound, bound]])
 
 
-# Rules of `rules.py`
+# `auto` before this arena: no token whose ratio is above 5
+UNTIL_NOW = weights(2.0, rollout_rs=["token_tv", "token_k1"], rollout_rs_threshold=[[0.2, 0.2], [0.0, 5.0]])
+# Rules of `rules.py`. `topr_tv10` is `auto` now
 RULED = ["m2po", "topr", "topr_tv", "topr_tv10", "flipped", "clip_2", "clip_5"]
 ARMS = {
     arm.name: arm
@@ -178,8 +180,9 @@ ARMS = {
         Arm("tv10_1", within_tv(0.1, 1.0)),
         Arm("tv10_5", within_tv(0.1, 5.0)),
         Arm("tv05_2", within_tv(0.05, 2.0)),
+        Arm("tv_2_up5", UNTIL_NOW),
+        Arm("tv_2_up5_ess", {**UNTIL_NOW, "rollout_lr_scaling": "ess_sqrt"}),
         Arm("auto", {"rollout_correction": "auto"}),
-        Arm("auto_ess", {"rollout_correction": "auto", "rollout_lr_scaling": "ess_sqrt"}),
         *(Arm(name, weights(20.0), rule=name) for name in RULED),
     )
 }  # fmt: skip
@@ -191,7 +194,7 @@ ARMS = {
 TUNING = ["sort", "copy_noise", "add", "brackets", "count", "stack", "cellular", "walk"]
 JUDGING = ["reverse", "running_sum", "shift_moe", "modulo", "pointers", "sort_by_key", "sets", "recurrence"]
 # Tasks that RLOO is tried on as well
-RLOO = ["sort", "brackets", "running_sum", "modulo", "sort_by_key"]
+RLOO = ["sort", "running_sum", "modulo", "sort_by_key"]
 CLIMBS = [*((task, "grpo") for task in (*TUNING, *JUDGING)), *((task, "rloo") for task in RLOO)]
 
 _LADDER_FILE = Path(__file__).parent / "ladder.json"
@@ -237,10 +240,10 @@ def runs_of(cells: Sequence[Cell], names: Sequence[str], seeds: Sequence[int] = 
 
 # Every candidate is tried three rungs above the one where no correction loses, and those that do well on all tuning tasks
 SCREENED = [
-    "trl", "icepop", "geo", "bypass", "bypass_inf", "dppo_tv", "dppo_kl", "auto", "auto_ess", "tv_1", "tv_2", "tv_5", "tv05_2",
+    "trl", "icepop", "geo", "bypass", "bypass_inf", "dppo_tv", "dppo_kl", "tv_2_up5", "tv_2_up5_ess", "tv_1", "tv_2", "tv_5", "tv05_2",
     "tv10_1", "tv10_2", "tv10_5", "m2po", "topr", "topr_tv", "topr_tv10", "flipped", "clip_2", "clip_5",
 ]  # fmt: skip
-SHORT_LIST = ["trl", "icepop", "bypass", "dppo_tv", "auto", "tv10_1", "tv10_2", "topr_tv", "topr_tv10"]
+SHORT_LIST = ["trl", "icepop", "bypass", "dppo_tv", "tv_2_up5", "tv10_1", "tv10_2", "topr_tv", "topr_tv10"]
 JUDGED = ["trl", "icepop", "bypass", "dppo_tv", "auto"]
 REFERENCES = ["on_policy", "none"]
 
@@ -261,13 +264,17 @@ def tuning() -> list[Run]:
 
 
 def judging() -> list[Run]:
-    """What nothing is set by: the rung where no correction loses, one above, with other faults, and the foot."""
+    """
+    What nothing is set by: above the rung where no correction loses, the highest rung, that rung with other faults and as it is,
+    and the foot of the ladder.
+    """
     return [
-        *runs_of(cells_at(JUDGING, "grpo"), [*REFERENCES, *JUDGED]),
         *runs_of(cells_at(JUDGING, "grpo", above=1), [*REFERENCES, *JUDGED]),
+        *runs_of([Cell(task, LADDER[-1]) for task in JUDGING], [*REFERENCES, *JUDGED]),
+        *runs_of(cells_at(RLOO, "rloo", above=1), [*REFERENCES, *JUDGED]),
         *runs_of(cells_at(JUDGING, "grpo", faults=[*FAULTS]), [*REFERENCES, *JUDGED]),
-        *runs_of(cells_at(RLOO, "rloo"), [*REFERENCES, *JUDGED]),
         *runs_of([Cell(task, LADDER[0]) for task in JUDGING], [*REFERENCES, "auto"]),
+        *runs_of(cells_at(JUDGING, "grpo"), [*REFERENCES, *JUDGED]),
     ]
 
 

@@ -61,7 +61,7 @@ def climbed(task: str, algorithm: str, known: Accuracies) -> tuple[int | None, l
         `tuple[int or None, list[Run]]`: the rung, settled if no run is needed; `None` if not even the highest one hurts.
     """
     low, high = -1, len(LADDER)  # does not hurt, hurts
-    rung = FIRST
+    rung = (climbed(task, "grpo", known)[0] or FIRST) if algorithm == "rloo" else FIRST
     while high - low > 1:
         loss = loss_at(task, algorithm, rung, known)
         if loss is None:

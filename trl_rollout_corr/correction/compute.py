@@ -14,6 +14,7 @@ from .functional import (
     above,
     as_numbers,
     bound_weights,
+    bounds_by_sign,
     importance_ratio,
     mean_weight,
     reject,
@@ -21,7 +22,7 @@ from .functional import (
     row_blocks,
     select_tokens,
 )
-from .metrics import Statistics, collect
+from .metrics import Statistics, Weights, collect
 
 
 @dataclass(frozen=True)
@@ -199,16 +200,18 @@ def _check_finite(statistics: Statistics) -> None:
 
 def _direction(advantages: torch.Tensor | None, mask: torch.Tensor, settings: Correction) -> torch.Tensor | None:
     """Sign of the advantages, `(B, 1)` or `(B, T)`, if there are any."""
-    directed = [criterion.name for criterion in settings.criteria if criterion.directed]
+    directed = [f"`rollout_rs` has {criterion.name!r}, which depends" for criterion in settings.criteria if criterion.directed]
+    by_sign = settings.bounding is not None and settings.bounding.directed
+    directed += ["`rollout_is_threshold` has bounds that depend"] if by_sign else []
     if advantages is None and not directed:
         return None
-    if advantages is not None and advantages.shape in (mask.shape, mask.shape[:1], (len(mask), 1)):
+    one, each = mask.shape[:1], mask.shape
+    allowed = [one, (*one, 1), *([] if by_sign and settings.bounding.level != "token" else [each])]
+    if advantages is not None and advantages.shape in allowed:
         return (advantages if advantages.dim() == 2 else advantages.unsqueeze(1)).detach().float().sign()
-    needs = "`advantages` must be"
-    if directed:
-        needs = f"`rollout_rs` has {directed[0]!r}, which depends on the sign of the advantages: pass `advantages`"
+    needs = f"{directed[0]} on the sign of the advantages: pass `advantages`" if directed else "`advantages` must be"
     got = None if advantages is None else tuple(advantages.shape)
-    raise ValueError(f"{needs} of shape {tuple(mask.shape[:1])} or {tuple(mask.shape)}, got {got}.")
+    raise ValueError(f"{needs} of shape {' or '.join(str(tuple(shape)) for shape in (one, *allowed[2:]))}, got {got}.")
 
 
 def _correct_rows(
@@ -228,8 +231,9 @@ def _correct_rows(
     if (bounding := settings.bounding) is not None:
         ratio = importance_ratio(tokens, level=bounding.level)
         counts = tokens.valid if bounding.level == "token" else above(tokens.lengths, 0.0)
-        bounded = bound_weights(ratio, counts, lower=bounding.lower, upper=bounding.upper, clamp=bounding.clamps)
-        weighed = bounding, ratio, bounded
+        lower, upper = bounds_by_sign(bounding, direction, ratio.dtype)
+        bounded = bound_weights(ratio, counts, lower=lower, upper=upper, clamp=bounding.clamps)
+        weighed = Weights(bounding, lower, upper, ratio, bounded)
         weights = bounded if bounding.level == "token" else bounded * tokens.valid
     coefficients = keep
     if weights is not None and settings.applies_weights:

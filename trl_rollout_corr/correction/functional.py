@@ -13,8 +13,10 @@ from typing import NamedTuple
 
 import torch
 
-from ..settings.criteria import TOKEN_ONLY, Criterion
+from ..settings.criteria import TOKEN_ONLY, Bounding, Criterion
 
+
+Bound = float | torch.Tensor
 
 # exp(20) = 4.9e8: a ratio beyond it says "broken", not "off-policy", and sums of squares still fit in float32. The bound is
 # verl's. verl also raises ratios below exp(-20) to exp(-20); here they go to 0, which is 2e-9 away.
@@ -88,12 +90,12 @@ def zero_unless(x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     return x.nan_to_num(0.0, 0.0, 0.0).mul_(counts)  # NaN * 0 is NaN
 
 
-def above(x: torch.Tensor, bound: float) -> torch.Tensor:
+def above(x: torch.Tensor, bound: Bound) -> torch.Tensor:
     """1 where `x > bound`, else 0, in the type of `x`."""
     return torch.gt(x, bound, out=torch.empty_like(x))
 
 
-def below(x: torch.Tensor, bound: float) -> torch.Tensor:
+def below(x: torch.Tensor, bound: Bound) -> torch.Tensor:
     """1 where `x < bound`, else 0, in the type of `x`."""
     return torch.lt(x, bound, out=torch.empty_like(x))
 
@@ -162,8 +164,21 @@ def importance_ratio(tokens: Tokens, *, level: str) -> torch.Tensor:
     return log_ratio.clamp(max=LOG_RATIO_BOUND).exp().mul_(above(tokens.lengths, 0.0))
 
 
+def bounds_by_sign(bounding: Bounding, direction: torch.Tensor | None, dtype: torch.dtype) -> tuple[Bound | None, Bound]:
+    """
+    Lower and upper bound of the importance weights. If they depend on the advantage, they have the shape of its sign
+    `direction`, `(B, 1)` or `(B, T)`.
+    """
+    if bounding.positive is None:
+        return bounding.lower, bounding.upper
+    assert direction is not None and bounding.lower is not None  # `compute_rollout_correction` has refused missing advantages
+    pairs = zip(bounding.positive, (bounding.lower, bounding.upper), strict=True)
+    lower, upper = (torch.where(direction > 0, *(direction.new_full((), x, dtype=dtype) for x in pair)) for pair in pairs)
+    return lower, upper
+
+
 def bound_weights(
-    ratio: torch.Tensor, counts: torch.Tensor, *, lower: float | None, upper: float, clamp: bool = False
+    ratio: torch.Tensor, counts: torch.Tensor, *, lower: Bound | None, upper: Bound, clamp: bool = False
 ) -> torch.Tensor:
     """
     Bound importance ratios: truncate them from above, drop those outside an interval, or clamp them to it.
@@ -173,11 +188,11 @@ def bound_weights(
             Raw importance ratio, 0 where it does not count.
         counts (`torch.Tensor` of the shape of `ratio`):
             1 where it counts, else 0.
-        lower (`float` or `None`):
+        lower (`float`, `torch.Tensor` or `None`):
             `None` truncates: `min(ratio, upper)`. A number switches to
             [IcePop](https://ringtech.notion.site/icepop): 0 outside `[lower, upper]`, unchanged inside.
-        upper (`float`):
-            Upper bound.
+        upper (`float` or `torch.Tensor`):
+            Upper bound. Tensors have the shape of `ratio`, or `(B, 1)`.
         clamp (`bool`, *optional*, defaults to `False`):
             Raise and lower ratios to `[lower, upper]` instead.
 

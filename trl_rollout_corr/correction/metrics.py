@@ -9,9 +9,9 @@ Names inside a vector are internal. The metric keys, their formulas and healthy 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 
@@ -22,6 +22,7 @@ from .functional import (
     LARGEST_POWER,
     LOG_RATIO_BOUND,
     MIN_MEAN_WEIGHT,
+    Bound,
     Rejection,
     Tokens,
     above,
@@ -68,11 +69,21 @@ class Statistics(Sums):
         return metrics
 
 
+class Weights(NamedTuple):
+    """Importance weights of some rows. `ratio` and `bounded` are `(B, T)` at token level, otherwise `(B, 1)`."""
+
+    bounding: Bounding
+    lower: Bound | None  # `None` for truncation; a tensor if the bounds depend on the sign of the advantage
+    upper: Bound
+    ratio: torch.Tensor  # before bounding, 0 on tokens that do not count
+    bounded: torch.Tensor  # after bounding and before batch normalisation, 0 on tokens that do not count
+
+
 def collect(
     tokens: Tokens,
     keep: torch.Tensor,
     coefficients: torch.Tensor,
-    weights: tuple[Bounding, torch.Tensor, torch.Tensor] | None = None,
+    weights: Weights | None = None,
     rejections: Sequence[tuple[Criterion, Rejection]] = (),
     direction: torch.Tensor | None = None,
 ) -> Statistics:
@@ -86,9 +97,8 @@ def collect(
             1 on tokens that count and that no criterion rejects, else 0.
         coefficients (`torch.Tensor` of shape `(B, T)`):
             Factor of the policy gradient of each token.
-        weights (`tuple[Bounding, torch.Tensor, torch.Tensor]`, *optional*):
-            Importance weights, if there are any: their bounds, the ratio before bounding, and the weight after bounding and
-            before batch normalisation, 0 on tokens that do not count. `(B, T)` at token level, otherwise `(B, 1)`.
+        weights ([`Weights`], *optional*):
+            Importance weights, if there are any.
         rejections (`Sequence[tuple[Criterion, Rejection]]`, *optional*):
             Criteria and their results.
         direction (`torch.Tensor` of shape `(B, 1)` or `(B, T)`, *optional*):
@@ -104,7 +114,7 @@ def collect(
     if direction is not None:
         _collect_directions(c, tokens, direction)
     if weights is not None:
-        _collect_weights(c, tokens, *weights)
+        _collect_weights(c, tokens, weights)
     for criterion, rejection in rejections:
         _collect_criterion(c, tokens, criterion, rejection)
     if rejections:
@@ -114,7 +124,7 @@ def collect(
     sum_names, sums, max_names, maxima = c.joined()
     vector = torch.cat([sums, histogram.count(tokens).to(c.dtype), maxima])
     criteria = tuple(criterion for criterion, _ in rejections)
-    return Statistics(sum_names, max_names, vector, None if weights is None else weights[0], criteria)
+    return Statistics(sum_names, max_names, vector, None if weights is None else weights.bounding, criteria)
 
 
 # The two policies -----------------------------------------------------------------------------------------------------
@@ -187,10 +197,9 @@ def _policy_metrics(s: dict[str, float], counts: list[float]) -> dict[str, float
 # Importance weights ---------------------------------------------------------------------------------------------------
 
 
-def _collect_weights(
-    c: Columns, tokens: Tokens, bounding: Bounding, ratio: torch.Tensor, bounded: torch.Tensor
-) -> None:
-    lower = 1 / bounding.upper if bounding.lower is None else bounding.lower
+def _collect_weights(c: Columns, tokens: Tokens, weights: Weights) -> None:
+    bounding, lower, upper, ratio, bounded = weights
+    lower = 1 / upper if lower is None else lower
     if bounding.level == "token":
         # sums of w - 1 rather than w: a variance of 1e-8 around a mean of 1 keeps its digits
         excess = bounded - tokens.valid
@@ -209,17 +218,22 @@ def _collect_weights(
         c.add("is/squares", row_excess.square() * c.lengths)
         c.sums["is/units"] = c.rows
         c.add_extremes("is/weight", row_ratio, c.no_rows)  # the ratio before bounding, as in verl
-    c.add("is/high", above(ratio, bounding.upper))
+    c.add("is/high", above(ratio, upper))
     c.add("is/low", low)
     c.add_rows("is", row_excess)
-    c.add("is/row_high", above(row_ratio, bounding.upper))
-    c.add("is/row_low", below(row_ratio, lower) * c.rows)
+    c.add("is/row_high", above(row_ratio, _widest(upper, torch.amax)))
+    c.add("is/row_low", below(row_ratio, _widest(lower, torch.amin)) * c.rows)
     c.add_extremes("is/row", row_excess + 1.0, c.no_rows)
     if bounding.drops:
         c.add("is/outside", (c.sums["is/high"] + c.sums["is/low"]) * (1 if bounding.level == "token" else c.lengths))
     if bounding.normalized:
         c.add("is/norm_sum", bounded)
         c.sums["is/norm_count"] = c.sums["is/units"]
+
+
+def _widest(bound: Bound, extreme: Callable[..., torch.Tensor]) -> Bound:
+    """The bound of a row that is furthest from 1, `(B, 1)`, if there is one per token."""
+    return extreme(bound, -1, keepdim=True) if isinstance(bound, torch.Tensor) else bound
 
 
 def _weight(bounding: Bounding, log_ratio: float) -> float:

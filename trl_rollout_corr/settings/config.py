@@ -11,8 +11,8 @@ from .criteria import Criterion
 from .fields import DEFAULTS, PARSERS, CorrectionFields, DumpFields, EngineFields, MonitorFields, Unset
 from .migrate import from_legacy, from_trl, from_verl
 from .presets import DECIDED, FIRST_METHODS, PRESETS, Preset, settings_of
-from .resolve import Correction, fill, idle_fields, is_default, read_given, resolve, weight_bounds
-from .thresholds import none_if_null, parse_rejection_thresholds
+from .resolve import Correction, fill, idle_fields, is_default, read_given, resolve
+from .thresholds import is_by_sign, none_if_null, parse_rejection_thresholds
 
 
 # Dataclasses take the fields of the last base first: `rollout_correction` is the first argument
@@ -37,10 +37,13 @@ class RolloutCorrectionConfig(DumpFields, MonitorFields, EngineFields, Correctio
         rollout_is (`str` or `None`, *optional*, defaults to `"token"`):
             Level of the importance weights: `"token"` for `exp(d)`, `"sequence"` for `exp(sum d)`, `"geometric"` for
             `exp(mean d)`, with `d = logp_train - logp_rollout`. `None` for no weights.
-        rollout_is_threshold (`float` or `list[float]`, *optional*, defaults to `2.0`):
-            A number truncates the weights from above. A pair `[lower, upper]` sets those outside it to 0 (IcePop).
+        rollout_is_threshold (`float` or `list`, *optional*, defaults to `2.0`):
+            A number truncates the weights from above. A pair `[lower, upper]` sets those outside it to 0 (IcePop). Two pairs
+            are bounds for negative and for positive advantages.
         rollout_is_clamp (`bool`, *optional*, defaults to `False`):
-            With a pair, raise and lower weights to its bounds instead of setting those outside it to 0.
+            With a pair, raise and lower weights to its bounds instead of setting those outside it to 0. With the two pairs
+            `[[0, 1], [1, 1]]`, weights are those of [TOPR](https://huggingface.co/papers/2503.14286): 1 where the advantage
+            is positive, else the ratio up to 1.
         rollout_is_batch_normalize (`bool`, *optional*, defaults to `False`):
             Divide the weights by their mean over the batch of all ranks (self-normalised importance sampling): over tokens
             at token level, over sequences otherwise. In decoupled mode the batch is the generation batch, and the old
@@ -249,11 +252,6 @@ class RolloutCorrectionConfig(DumpFields, MonitorFields, EngineFields, Correctio
         return self.correction.needs_whole_batch
 
     @property
-    def weight_bounds(self) -> tuple[float | None, float]:
-        """Lower and upper bound of the importance weights; the lower one is `None` for truncation."""
-        return weight_bounds(self.rollout_is_threshold)
-
-    @property
     def clips_around_sampler(self) -> bool:
         """`True` if PPO's ratio is the ratio to the sampler, which then is the correction."""
         return self.correction.clips_around_sampler
@@ -267,9 +265,9 @@ class RolloutCorrectionConfig(DumpFields, MonitorFields, EngineFields, Correctio
     def description(self) -> str:
         """One line about the settings."""
         parts = self._preset_in_effect()
-        weights = (
-            f"{self.rollout_is} weights {_in_words(self.rollout_is_threshold)}" if self.rollout_is else "no weights"
-        )
+        bounds = _in_words(self.rollout_is_threshold)
+        bounds = f"clamped to {bounds.removeprefix('in ')}" if self.rollout_is_clamp and "[" in bounds else bounds
+        weights = f"{self.rollout_is} weights {bounds}" if self.rollout_is else "no weights"
         parts.append(f"{weights} (reported only)" if self.rollout_is and not self.applies_weights else weights)
         thresholds = parse_rejection_thresholds(self.rollout_rs_threshold, self.rollout_rs)
         criteria = zip(self.criteria, thresholds, strict=True)
@@ -359,6 +357,8 @@ class RolloutCorrectionConfig(DumpFields, MonitorFields, EngineFields, Correctio
 def _in_words(bound: Any, directed: bool = False) -> str:
     if not isinstance(bound, list):
         return f"up to {bound:g}"
+    if is_by_sign(bound):
+        return f"{_in_words(bound[0])}, for positive advantages {_in_words(bound[1]).removeprefix('in ')}"
     return f"within {-bound[0]:g}, {bound[1]:g}" if directed else f"in [{bound[0]:g}, {bound[1]:g}]"
 
 

@@ -63,6 +63,7 @@ class Bounding(NamedTuple):
     upper: float
     clamps: bool  # whether weights outside the bounds are moved to the nearest bound, instead of being set to 0
     normalized: bool  # whether the weights are divided by their mean afterwards
+    positive: tuple[float, float] | None = None  # bounds where the advantage is positive, if they differ from the others
 
     @property
     def drops(self) -> bool:
@@ -72,4 +73,9 @@ class Bounding(NamedTuple):
     @property
     def grows(self) -> bool:
         """`True` if the weight of a token never decreases as its log-ratio grows, so that the extremes of both agree."""
-        return self.level == "token" and not self.drops
+        return self.level == "token" and not self.drops and not self.directed
+
+    @property
+    def directed(self) -> bool:
+        """`True` if the bounds depend on the sign of the advantage."""
+        return self.positive is not None

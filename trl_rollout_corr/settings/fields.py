@@ -65,11 +65,14 @@ class CorrectionFields:
     rollout_is: Level | None = _option(
         "Level of the importance weights: token, sequence, geometric, or none.", unset("token")
     )
-    rollout_is_threshold: float | str | list[float] | None = _option(
-        "Upper bound of the weights, or a pair: lower upper, outside which they are 0 (IcePop).", unset(2.0), nargs="+"
+    rollout_is_threshold: float | str | list[float | list[float]] | None = _option(
+        "Upper bound of the weights, or a pair: lower upper, outside which they are 0 (IcePop), or a pair for negative and one "
+        "for positive advantages (0_1,1_1).",
+        unset(2.0),
+        nargs="+",
     )
     rollout_is_clamp: bool = _option(
-        "With a pair of bounds, clamp weights to it instead of dropping those outside.", False
+        "With a pair of bounds, clamp weights to it instead of dropping those outside.", unset(False)
     )
     rollout_is_batch_normalize: bool = _option("Divide the weights by their mean over the batch of all ranks.", False)
     rollout_rs: list[CriterionName] | None = field(

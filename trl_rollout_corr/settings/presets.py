@@ -137,19 +137,16 @@ LATER_PRESETS: dict[Preset, dict[str, Any]] = {
         "rollout_rs": ["seq_max_k1"],
         "rollout_rs_threshold": [[1e-5, float("inf")]],
     },
-    # One setting for every gap and length: its bounds are on the probability of a token, which has the same unit in every task
-    # and for every sampler. Chosen on some tasks and judged on others, see `benchmarks/arena`.
+    # Chosen on some tasks and judged on others, see `benchmarks/arena`.
     "auto": {
-        # Truncated importance sampling (https://fengyao.notion.site/off-policy-rl), with verl's cap.
-        **_TOKEN_TIS,
-        "rollout_rs": ["token_tv", "token_k1"],
-        "rollout_rs_threshold": [
-            # DPPO's trust region and bounds: a probability that has changed by more than 0.2 is not pushed further.
-            [0.2, 0.2],
-            # IcePop's upper bound on the ratio, for broken log-probabilities. No lower bound: small ratios already have small
-            # weights, and rejecting their tokens stopped stale policies from recovering.
-            [0.0, 5.0],
-        ],
+        # Weights of TOPR (https://huggingface.co/papers/2503.14286), per token instead of per sequence: 1 where the advantage
+        # is positive, else the ratio up to 1. No broken log-probability gets a weight above 1.
+        "rollout_is": "token",
+        "rollout_is_threshold": [[0.0, 1.0], [1.0, 1.0]],
+        "rollout_is_clamp": True,
+        # DPPO's trust region, with half its bound: a probability that has changed by more than 0.1 is not pushed further.
+        "rollout_rs": ["token_tv"],
+        "rollout_rs_threshold": [[0.1, 0.1]],
     },
 }
 
@@ -161,6 +158,7 @@ DEFAULT: Preset = "decoupled_token_is"
 # Fields that a preset decides, with the values for those missing in its row.
 _BASE: dict[str, Any] = {
     **_TOKEN_TIS,
+    "rollout_is_clamp": False,
     "rollout_rs": None,
     "rollout_rs_threshold": None,
     "bypass_mode": False,

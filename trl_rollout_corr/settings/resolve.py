@@ -11,7 +11,7 @@ from .criteria import DIRECTED, SCOPES, Bounding, Criterion
 from .fields import DEFAULTS, CorrectionFields, DumpFields, preset_name
 from .migrate import from_verl
 from .presets import Preset, settings_of
-from .thresholds import parse_criteria, parse_rejection_thresholds
+from .thresholds import is_by_sign, parse_criteria, parse_rejection_thresholds
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,7 @@ def resolve(fields: Mapping[str, Any]) -> Correction:
     """Resolve parsed fields of a configuration. Raises a `ValueError` if a threshold does not fit its criterion."""
     bounding = None
     if fields["rollout_is"] is not None:
-        lower, upper = weight_bounds(fields["rollout_is_threshold"])
-        clamps, normalized = fields["rollout_is_clamp"], fields["rollout_is_batch_normalize"]
-        bounding = Bounding(fields["rollout_is"], lower, upper, clamps, normalized)
+        bounding = _bounding(fields)
     names = fields["rollout_rs"]
     thresholds = parse_rejection_thresholds(fields["rollout_rs_threshold"], names)
     return Correction(
@@ -76,7 +74,10 @@ def resolve(fields: Mapping[str, Any]) -> Correction:
 
 
 def fill(preset: Preset | None, explicit: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of a preset, with the fields that are set in their place. No criterion gets the threshold of another."""
+    """
+    Settings of a preset, with the fields that are set in their place. No criterion gets the threshold of another, and no
+    threshold the `rollout_is_clamp` of another.
+    """
     settings = settings_of(preset)
     if (
         "rollout_rs" in explicit
@@ -84,12 +85,22 @@ def fill(preset: Preset | None, explicit: Mapping[str, Any]) -> dict[str, Any]:
         and parse_criteria(explicit["rollout_rs"]) != settings["rollout_rs"]
     ):
         settings["rollout_rs_threshold"] = None
+    if "rollout_is_threshold" in explicit:
+        settings["rollout_is_clamp"] = False
     return {**settings, **explicit}
 
 
-def weight_bounds(threshold: Any) -> tuple[float | None, float]:
-    """Lower and upper bound of the importance weights from a parsed threshold; the lower one is `None` for truncation."""
-    return (threshold[0], threshold[1]) if isinstance(threshold, list) else (None, threshold)
+def _bounding(fields: Mapping[str, Any]) -> Bounding:
+    """Bounds of the importance weights: a number truncates, a pair are bounds, two pairs are bounds by sign of the advantage."""
+    threshold, clamps = fields["rollout_is_threshold"], fields["rollout_is_clamp"]
+    pairs = threshold if is_by_sign(threshold) else [threshold] if isinstance(threshold, list) else []
+    if not clamps and any(lower == upper for lower, upper in pairs):
+        reason = "and weights outside the bounds are set to 0, so that no weight would be left"
+        remedy = "Set `rollout_is_clamp` to True, or wider bounds."
+        raise SettingError("rollout_is_threshold", threshold, reason, remedy=remedy)
+    lower, upper = pairs[0] if pairs else (None, threshold)
+    positive = tuple(pairs[1]) if len(pairs) > 1 else None
+    return Bounding(fields["rollout_is"], lower, upper, clamps, fields["rollout_is_batch_normalize"], positive)
 
 
 def _criterion(name: str, bounds: Any) -> Criterion:
@@ -117,7 +128,7 @@ def idle_fields(fields: Mapping[str, Any], correction: Correction) -> dict[str, 
     reasons: dict[str, Any] = {
         "rollout_is_threshold": fields["rollout_is_threshold"] != 2.0 and no_weights,  # 2.0 is in saved configurations
         "rollout_is_batch_normalize": no_weights or (not correction.applies_weights and reported),
-        "rollout_is_clamp": no_weights or no_pair,
+        "rollout_is_clamp": fields["rollout_is_clamp"] and (no_weights or no_pair),
         "rollout_rs_threshold": no_rejection,
         "rollout_rs_renormalize": no_rejection,
         "rollout_rs_exclude_from_baseline": no_rejection,

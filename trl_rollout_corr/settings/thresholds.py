@@ -63,14 +63,24 @@ def parse_structure(value: object, field: str) -> Any:
     return parts[0] if len(parts) == 1 and isinstance(parts[0], str) else parts
 
 
-def parse_weight_threshold(value: object) -> Bounds:
-    """Parse `rollout_is_threshold`: one number `C` (truncation) or a pair `[lower, upper]` around 1 (IcePop)."""
+def is_by_sign(threshold: object) -> bool:
+    """`True` for two pairs: bounds for negative and for positive advantages."""
+    return isinstance(threshold, list) and len(threshold) == 2 and all(isinstance(pair, list) for pair in threshold)
+
+
+def parse_weight_threshold(value: object) -> Bounds | list[Bounds]:
+    """
+    Parse `rollout_is_threshold`: one number `C` (truncation), a pair `[lower, upper]` around 1 (IcePop), or two pairs, for
+    negative and for positive advantages.
+    """
     field = "rollout_is_threshold"
     if value is None:
         remedy = "For weights without a bound set it to inf; for no weights set `rollout_is` to None."
         raise SettingError(field, value, allowed="a number or a pair [lower, upper]", remedy=remedy)
     parsed = parse_structure(value, field)
     if isinstance(parsed, list):
+        if is_by_sign(parsed):
+            return [_parse_pair(pair, field) for pair in parsed]
         return _parse_pair(parsed[0] if len(parsed) == 1 and isinstance(parsed[0], list) else parsed, field)
     upper = parse_number(parsed, field)
     if upper < 1:

@@ -25,7 +25,7 @@ from ..settings.presets import PRESETS, Preset
 ALARMS, TIGHTENED = f"{PREFIX}monitor/alarms", f"{PREFIX}monitor/tightened"
 MONITOR_FIELDS = ("rollout_monitor", "rollout_monitor_preset", "rollout_monitor_bounds")
 # What a preset decides while a run goes on. Its mode stays that of the run.
-TIGHTENED_FIELDS = ("rollout_is", "rollout_is_threshold", "rollout_rs", "rollout_rs_threshold")
+TIGHTENED_FIELDS = ("rollout_is", "rollout_is_threshold", "rollout_is_clamp", "rollout_rs", "rollout_rs_threshold")
 FIRST_PAUSE = 10  # logging windows between the first two messages about a cause
 _SYMBOLS = {"critical": "✖", "warning": "▲"}
 
