@@ -78,7 +78,7 @@ def make_dump(
         `Path`: the folder.
     """
     folder = Path(folder)
-    config = RolloutCorrectionConfig(**(settings or {}))
+    config = RolloutCorrectionConfig(**(settings or {"rollout_correction": "decoupled_token_is"}))
     rng = torch.Generator().manual_seed(seed)
     for step in range(1, steps + 1):
         s = spread * growth ** (step - 1)

@@ -65,19 +65,9 @@ def brackets(problem):
     return problem[::-1].translate(str.maketrans("([{<", ")]}>"))
 
 
-def pointers(problem):
-    after = {problem[i]: problem[i + 1] for i in range(0, 20, 2)}
-    found = problem[-1]
-    while len(found) < 9:
-        found += after[found[-1]]
-    return found[1:]
-
-
 SOLVED = {
     "modulo": modulo,
     "brackets": brackets,
-    "pointers": pointers,
-    "sort_by_key": lambda problem: "".join(letter for _, letter in sorted(zip(problem[1::2], problem[::2], strict=True))),
     "count": lambda problem: "".join(str(problem.count(letter)) for letter in "abcdefgh"),
     "sets": lambda problem: "".join(
         letter

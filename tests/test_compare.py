@@ -86,7 +86,7 @@ def by_hand(folder, preset: str, epsilon: float, epsilon_high: float) -> dict[st
     if config.rollout_rs:
         result["rejected"] = sum(not kept for row in keeps for kept in row) / count
     if config.rollout_is:
-        applied = reference.weights(usable, config.rollout_is, *config.weight_bounds)
+        applied = reference.weights(usable, config.rollout_is, *config.correction.bounding[1:3])
         flat = [w for row in applied for w in row]
         result["sample_size"] = sum(flat) ** 2 / count / sum(w * w for w in flat)
         weights = applied if config.applies_weights else weights
@@ -217,7 +217,7 @@ def test_what_stops_at_broken_tokens_has_no_numbers(tmp_path, capsys):
 def test_notes_say_what_the_numbers_are(tmp_path):
     text = compare(make_dump(tmp_path / "a", settings={"rollout_correction": "bypass_pg_is"}))
     assert "The run: bypass, reinforce; the trainer's log-probabilities are those of the current policy." in text
-    text = compare(make_dump(tmp_path / "b", settings={"rollout_metrics_only": True}))
+    text = compare(make_dump(tmp_path / "b", settings={"rollout_is": "token", "rollout_metrics_only": True}))
     assert "The run: decoupled; the trainer's log-probabilities are those of the old policy." in text
     assert "This run has `rollout_metrics_only`" in text
     folder = make_dump(tmp_path / "c", group=1)  # alone in its group, every advantage is 0

@@ -35,8 +35,8 @@ def grpo(**kwargs):
     return RolloutCorrectedGRPOConfig("output", use_cpu=True, bf16=False, report_to=[], **kwargs)
 
 
-def test_defaults_are_truncated_token_weights():
-    config = RolloutCorrectionConfig()
+def test_what_no_preset_and_no_field_decides_are_truncated_token_weights():
+    config = RolloutCorrectionConfig(bypass_mode=False)
     assert (config.rollout_is, config.rollout_is_threshold) == ("token", 2.0)
     assert config.rollout_rs is None
     assert config.bypass_mode is False
@@ -62,7 +62,23 @@ def test_defaults_are_truncated_token_weights():
     ],
 )
 def test_weight_thresholds(written, bounds):
-    assert RolloutCorrectionConfig(rollout_is_threshold=written).weight_bounds == bounds
+    assert RolloutCorrectionConfig(rollout_is_threshold=written).correction.bounding[1:3] == bounds
+
+
+@pytest.mark.parametrize("written", [[[0, 1], [1, 1]], "0_1,1_1", "[[0, 1], [1, 1]]", ["0_1", "1_1"], ((0, 1), (1, 1))])
+def test_weight_thresholds_by_sign_of_the_advantage(written):
+    config = RolloutCorrectionConfig(rollout_is_threshold=written, rollout_is_clamp=True)
+    assert config.correction.bounding[1:3] == (0.0, 1.0)
+    assert config.correction.bounding.positive == (1.0, 1.0)
+    assert "token weights clamped to [0, 1], for positive advantages [1, 1];" in config.description
+    with pytest.raises(ValueError, match="`rollout_is_threshold` is .*Set `rollout_is_clamp` to True, or wider bounds"):
+        RolloutCorrectionConfig(rollout_is_threshold=written)
+
+
+def test_bounds_set_beside_a_preset_are_not_clamped_because_its_own_were():
+    assert PRESETS["auto"]["rollout_is_clamp"]
+    config = RolloutCorrectionConfig(rollout_correction="auto", rollout_is_threshold=[0.5, 5.0])
+    assert config.correction.bounding.drops
 
 
 @pytest.mark.parametrize(
@@ -170,8 +186,8 @@ def test_wrong_values_name_the_field_and_the_way_out(wrong, message):
         ({"rollout_is": None, "rollout_is_batch_normalize": True}, "`rollout_is` is None"),
         ({"rollout_is_batch_normalize": True, "bypass_mode": True}, "reported, not applied"),
         ({"rollout_rs_threshold": 2.0}, "`rollout_rs` is not set"),
-        ({"rollout_rs_renormalize": True}, "`rollout_rs` is not set"),
-        ({"rollout_rs_exclude_from_baseline": True}, "`rollout_rs` is not set"),
+        ({"rollout_is": "token", "rollout_rs_renormalize": True}, "`rollout_rs` is not set"),
+        ({"rollout_is": "token", "rollout_rs_exclude_from_baseline": True}, "`rollout_rs` is not set"),
         ({"rollout_loss_type": "reinforce"}, "`bypass_mode` is False"),
     ],
 )
@@ -232,7 +248,7 @@ EXPECTED_PRESETS = {
     "bypass_dppo_kl": ("token", 20.0, ["token_kl"], [[0.05, 0.05]], "reinforce"),
     "decoupled_kpop": ("token", math.inf, ["token_binary_kl"], [0.1], False),
     "decoupled_intellect3": ("token", [0.5, 5.0], ["seq_max_k1"], [[1e-5, math.inf]], False),
-    "auto": ("token", 2.0, ["token_tv", "token_k1"], [[0.2, 0.2], [0.0, 5.0]], False),
+    "auto": ("token", [[0.0, 1.0], [1.0, 1.0]], ["token_tv"], [[0.1, 0.1]], False),
 }
 
 
@@ -282,8 +298,13 @@ def test_off_is_off_and_fields_beside_it_override(off):
 
 
 def test_the_default_has_a_name():
-    config = RolloutCorrectionConfig()
-    assert (config.rollout_correction, config.rollout_is) == ("decoupled_token_is", "token")
+    assert RolloutCorrectionConfig().description == RolloutCorrectionConfig(rollout_correction="auto").description
+    assert RolloutCorrectionConfig(rollout_metrics_only=True).rollout_correction == "auto"  # the preset does not decide it
+    for own in ({"rollout_is": "token"}, {"rollout_rs": ["token_k2"], "rollout_rs_threshold": 1.0}, {"bypass_mode": True}):
+        config = RolloutCorrectionConfig(**own)
+        assert config == RolloutCorrectionConfig(rollout_correction="decoupled_token_is", **own)
+    assert grpo().rollout_correction == "auto"
+    assert grpo(rollout_is_threshold=3.0).rollout_rs is None
 
 
 @pytest.mark.parametrize(
@@ -366,7 +387,7 @@ def test_a_configuration_as_rollout_correction(name):
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ({}, "decoupled_token_is; token weights up to 2; no rejection; decoupled"),
+        ({"rollout_is": "token"}, "decoupled_token_is; token weights up to 2; no rejection; decoupled"),
         (
             {"rollout_is_threshold": 3.0},
             "decoupled_token_is with changes; token weights up to 3; no rejection; decoupled",
@@ -513,7 +534,7 @@ def test_what_is_assigned_is_parsed():
     config = RolloutCorrectionConfig()
     config.rollout_is_threshold = "0.5_2.0"
     config.rollout_rs, config.rollout_rs_threshold = "token_k1, seq_max_k2", "0.6_1.6,2.5"
-    assert config.weight_bounds == (0.5, 2.0)
+    assert config.correction.bounding[1:3] == (0.5, 2.0)
     assert [criterion.name for criterion in config.criteria] == ["token_k1", "seq_max_k2"]
     assert config.criteria[1].upper == 2.5
     with pytest.raises(ValueError, match="`rollout_is` must be one of"):

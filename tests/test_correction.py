@@ -1,6 +1,7 @@
 """`compute_rollout_correction` against the loops of `reference.py`, and the properties it must have."""
 
 import math
+import statistics
 
 import pytest
 import torch
@@ -59,6 +60,7 @@ def batches_of_probabilities(draw):
 
 
 def correct(train, rollout, mask, advantages=None, **fields):
+    fields = {"rollout_correction": "decoupled_token_is", **fields}  # the default needs advantages
     return compute_rollout_correction(train, rollout, mask, RolloutCorrectionConfig(**fields), advantages=advantages)
 
 
@@ -106,6 +108,43 @@ def test_weights_and_their_metrics_equal_the_loops(batch, level, bounds, normali
     metrics = named(correction)
     assert_metrics(metrics, reference.policy_metrics(rows))
     assert_metrics(metrics, reference.weight_metrics(rows, level, lower, upper, normalize, clamp))
+
+
+@given(batches_of_probabilities(), st.sampled_from(LEVELS), st.booleans(), st.booleans())
+def test_weights_by_sign_of_the_advantage_equal_the_loops(batch, level, clamp, per_token):
+    *batch, advantages = batch
+    negative, positive = ((0.3, 1.1), (0.9, 3.0)) if not clamp else ((0.0, 1.0), (1.0, 1.0))
+    per_token = per_token and level == "token"
+    correction = correct(
+        *batch,
+        advantages.unsqueeze(1).expand(batch[2].shape) if per_token else advantages,
+        rollout_is=level,
+        rollout_is_threshold=[negative, positive],
+        rollout_is_clamp=clamp,
+    )
+    rows = sequences(*batch)
+    pairs = [positive if advantage > 0 else negative for advantage in advantages.tolist()]
+    ratios = reference.ratios(rows, level)
+    expected = [[reference.bound(r, *pair, clamp) for r in row] for row, pair in zip(ratios, pairs, strict=True)]
+    torch.testing.assert_close(correction.weights, spread(expected, batch[2]), rtol=1e-9, atol=1e-12)
+    units = [(r, pair) for row, pair in zip(ratios, pairs, strict=True) for r in (row if level == "token" else row[:1])]
+    flat = [weight for row in expected for weight in row]
+    shares = {
+        "rollout_is_mean": statistics.fmean(flat),
+        "rollout_is_ratio_fraction_high": statistics.fmean(r > upper for r, (_, upper) in units),
+        "rollout_is_ratio_fraction_low": statistics.fmean(r < lower for r, (lower, _) in units),
+        **({"rollout_is_max": max(flat), "rollout_is_min": min(flat)} if level == "token" else {}),
+    }
+    assert_metrics(named(correction), shares)
+
+
+def test_weights_by_sign_need_advantages_and_one_per_sequence_for_sequence_weights():
+    batch = torch.zeros(2, 3), torch.zeros(2, 3), torch.ones(2, 3)
+    fields = {"rollout_is_threshold": [[0, 1], [1, 1]], "rollout_is_clamp": True}
+    with pytest.raises(ValueError, match=r"`rollout_is_threshold` has bounds that depend .* of shape \(2,\) or \(2, 3\), got None"):
+        correct(*batch, **fields)
+    with pytest.raises(ValueError, match=r"pass `advantages` of shape \(2,\), got \(2, 3\)"):
+        correct(*batch, torch.zeros(2, 3), rollout_is="sequence", **fields)
 
 
 @given(batches_of_probabilities(), st.sampled_from(CRITERIA))

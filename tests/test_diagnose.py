@@ -236,7 +236,7 @@ def test_padding_is_seen_where_what_was_scored_alone_had_little_of_it(maker, rig
 
 @pytest.mark.parametrize("diagnosed", [False, True])
 def test_what_fits_no_signature_is_unknown(tmp_path, capsys, diagnosed):
-    settings = {"rollout_diagnose": diagnosed}
+    settings = {"rollout_is": "token", "rollout_diagnose": diagnosed}
     folder = make_dump(tmp_path / "dump", gaussian=True, spread=0.4, rows=64, tools=False, settings=settings)
     diagnosis = diagnose(observe(folder))
     assert (diagnosis.verdict, diagnosis.findings, diagnosis.healthy) == ("unknown", [], False)
@@ -365,9 +365,9 @@ def test_tokens_that_take_another_route_need_a_correction_that_rejects():
         run = dataclasses.asdict(RolloutCorrectionConfig(**fields))
         return remedy_for(Diagnosis("found", [finding], 0.1, 0.1, None, 100, 10, run), finding)[1]
 
-    assert settings() == {"rollout_correction": "auto"}
+    assert settings(rollout_correction="decoupled_token_is") == {"rollout_correction": "auto"}
     assert settings(rollout_is_threshold=[0.5, 5.0]) == {}
-    assert settings(rollout_correction="auto") == {}
+    assert settings() == settings(rollout_correction="auto") == {}
     assert settings(rollout_correction="bypass_ppo_clip") == {}
     assert settings(rollout_correction="bypass_pg_is") == {"rollout_correction": "bypass_pg_token_icepop"}
 

@@ -25,6 +25,7 @@ from trl_rollout_corr.health.bands import HEALTHY, in_words
 from trl_rollout_corr.messages import PREFIX
 from trl_rollout_corr.settings.criteria import CRITERIA, Criterion
 from trl_rollout_corr.settings.presets import PRESETS
+from trl_rollout_corr.settings.thresholds import is_by_sign
 
 
 ROOT = Path(__file__).parent.parent
@@ -64,7 +65,7 @@ def accounted_keys() -> set[str]:
     keep = torch.tensor([[True, True], [False, False]])
     accounts = account(torch.ones_like(keep), keep, keep.float(), torch.ones(2), torch.ones(2), turns_of(keep))
     zeros, ones = torch.zeros(1, 1), torch.ones(1, 1)
-    statistics = compute_rollout_correction(zeros, zeros, ones, RolloutCorrectionConfig()).statistics
+    statistics = compute_rollout_correction(zeros, zeros, ones, RolloutCorrectionConfig(rollout_is="token")).statistics
     segments = update_gap(torch.zeros(2, 2), torch.zeros(2, 2), keep) | engine_gap(statistics)
     segments |= count_ages(torch.ones(2)) | count_lags(torch.ones(2))
     step = StepSize.of({"scale": torch.ones(2)})
@@ -120,7 +121,8 @@ def presets_table() -> str:
         config = RolloutCorrectionConfig.from_preset(name)
         rejection = ", ".join(map(rule, config.criteria, config.rollout_rs_threshold or []))
         bound = config.rollout_is_threshold
-        bound = f"[{bound[0]:g}, {bound[1]:g}]" if isinstance(bound, list) else f"{bound:g}"
+        pairs = bound if is_by_sign(bound) else [bound] if isinstance(bound, list) else []
+        bound = " or ".join(f"[{low:g}, {high:g}]" for low, high in pairs) or f"{bound:g}"
         weights = (config.rollout_is, bound) if config.rollout_is else ("-", "-")
         mode = f"bypass, {config.rollout_loss_type}" if config.bypass_mode else "decoupled"
         lines.append(f"| `{name}` | {weights[0]} | {weights[1]} | {rejection or '-'} | {mode} |")

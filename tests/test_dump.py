@@ -65,7 +65,7 @@ def test_a_table_has_the_columns_that_are_asked_for(tmp_path):
     table, settings, _, _ = read_table(tmp_path, ["step", "keep"])
     assert table.column_names == ["step", "keep"]
     assert table["keep"].to_pylist() == [row["keep"] for row in read_dump(tmp_path).rows]
-    assert RolloutCorrectionConfig(**settings) == RolloutCorrectionConfig()
+    assert RolloutCorrectionConfig(**settings) == RolloutCorrectionConfig(rollout_correction="decoupled_token_is")
 
 
 def test_a_folder_that_looks_like_a_partition_is_a_folder(tmp_path):

@@ -87,18 +87,22 @@ def test_beside_a_criterion_of_ours_the_bounds_of_verls_are_still_verls():
     assert RolloutCorrectionConfig.from_verl(section).rollout_rs_threshold == [[1 / 1.6, 1 / 0.6], [0.2, 0.2]]
 
 
-def test_the_values_of_auto_as_a_section_are_auto():
-    auto = RolloutCorrectionConfig(rollout_correction="auto")
-    section = PRESETS["auto"]
+def test_criteria_of_ours_in_a_section_have_the_bounds_of_ours():
+    section = {
+        "rollout_is": "token",
+        "rollout_rs": ["token_tv", "token_k1"],
+        "rollout_rs_threshold": [[0.2, 0.2], [0.0, 5.0]],
+    }
+    ours = RolloutCorrectionConfig(**section)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         configs = [RolloutCorrectionConfig.from_verl(section), RolloutCorrectionConfig(rollout_correction=section)]
-    assert [describe(config) for config in configs] == [describe(auto)] * 2
+    assert [describe(config) for config in configs] == [describe(ours)] * 2
     ratios = torch.tensor([[0.1, 0.5, 1.0, 2.0, 6.0]])
     train_logps, rollout_logps = ratios.log() - 2, torch.full((1, 5), -2.0)
     keeps = [
         compute_rollout_correction(train_logps, rollout_logps, torch.ones(1, 5), config, advantages=torch.ones(1)).keep
-        for config in (auto, *configs)
+        for config in (ours, *configs)
     ]
     assert [keep.tolist() for keep in keeps] == [[[True, True, True, True, False]]] * 3
 

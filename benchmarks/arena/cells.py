@@ -192,9 +192,9 @@ ARMS = {
 
 # By the hash of their names, see `tasks.py`, which imports torch.
 TUNING = ["sort", "copy_noise", "add", "brackets", "count", "stack", "cellular", "walk"]
-JUDGING = ["reverse", "running_sum", "shift_moe", "modulo", "pointers", "sort_by_key", "sets", "recurrence"]
+JUDGING = ["reverse", "running_sum", "shift_moe", "modulo", "sets", "recurrence"]
 # Tasks that RLOO is tried on as well
-RLOO = ["sort", "running_sum", "modulo", "sort_by_key"]
+RLOO = ["sort", "running_sum", "modulo"]
 CLIMBS = [*((task, "grpo") for task in (*TUNING, *JUDGING)), *((task, "rloo") for task in RLOO)]
 
 _LADDER_FILE = Path(__file__).parent / "ladder.json"

@@ -180,20 +180,6 @@ def compute_modulo(dice: random.Random) -> tuple[str, str]:
     return problem, values
 
 
-def follow_pointers(dice: random.Random) -> tuple[str, str]:
-    """Ten edges of a circle in any order, and a node: the answer is the eight nodes that come after it."""
-    nodes = dice.sample(string.ascii_lowercase[:16], 10)
-    edges = [a + b for a, b in zip(nodes, nodes[1:] + nodes[:1], strict=True)]
-    return "".join(dice.sample(edges, len(edges))) + nodes[0], "".join(nodes[1:9])
-
-
-def sort_by_key(dice: random.Random) -> tuple[str, str]:
-    """Ten letters, each with a digit: the answer is the letters in the order of their digits."""
-    letters, digits = draw(dice, string.ascii_lowercase, 10), dice.sample(string.digits, 10)
-    pairs = list(zip(letters, digits, strict=True))
-    return "".join(map("".join, pairs)), "".join(letter for letter, _ in sorted(pairs, key=lambda pair: pair[1]))
-
-
 def rewrite_cells(dice: random.Random) -> tuple[str, str]:
     """Sixteen cells on a circle: the answer is the next three generations by rule 110."""
     cells = [dice.randrange(2) for _ in range(16)]
@@ -260,8 +246,6 @@ TASKS = {
         Task("shift_moe", string.digits + _letters, shift, 0.05, 14, 15, warm_steps=900, experts=8),
         Task("brackets", "([{<>}])", close_brackets, 0.06, 10, 20, warm_steps=900, tied=True),
         Task("modulo", "0123456+-*", compute_modulo, 0.05, 14, 29, warm_steps=1300, tied=True),
-        Task("pointers", _letters[:16], follow_pointers, 0.06, 8, 21, warm_steps=900, large=True, tied=True),
-        Task("sort_by_key", _letters + string.digits, sort_by_key, 0.06, 10, 20, warm_steps=1300),
         Task("cellular", "01", rewrite_cells, 0.03, 48, 16, warm_steps=900, batch=32),
         Task("count", _letters[:8] + string.digits, count_letters, 0.09, 8, 20, warm_steps=1300, tied=True),
         Task("sets", _letters[:16] + "|&", combine_sets, 0.05, 16, 21, warm_steps=1300, tied=True),

@@ -12,6 +12,11 @@ def vetoes(window: Window) -> bool:
     return not isinstance(bounds, list) or bounds[0] <= 0.01
 
 
+def truncates_outliers(window: Window) -> bool:
+    """True if weights are truncated at a bound above 1, which rounding does not reach."""
+    return window.weights_act and window.get("rollout_is_oob_ratio") is None and (window.get("rollout_is_max") or 2.0) > 1.0
+
+
 def k3_growth(window: Window) -> float | None:
     """Growth of `k3_kl`; 0 below a few times the gap of bfloat16, where growth has no consequence."""
     level, factor = window.course.k3.level, window.course.k3.factor

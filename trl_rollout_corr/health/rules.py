@@ -145,10 +145,12 @@ _RULES = [
         "gap_in_step",
         key="k3_kl",
         bound=0.03,
-        seen="`k3_kl` is {value:.2g}, above {bound:g}, although the sampler has the trainer's weights.",
-        why="The age of the data is not the cause: sampler and trainer compute different policies from the same weights.",
-        advice="Look for dropout in the trainer (also `lora_dropout` of an adapter), for a sampler in low precision, and "
-        "for weights that are not pushed.",
+        seen="`k3_kl` is {value:.2g}, above {bound:g}, and the sampler announces no staleness.",
+        why="Either its weights are older than it says, or sampler and trainer compute different policies from the same "
+        "weights.",
+        advice="Look for weights that are not pushed, for a sampler of your own that is behind without setting "
+        "`trainer.rollout_step`, for dropout in the trainer (also `lora_dropout` of an adapter), and for a sampler in low "
+        "precision.",
         applies=lambda window: window.get("staleness_max") == 0,
         covers=("k3_uncorrected", "k3_corrected"),
     ),
@@ -270,7 +272,7 @@ _RULES = [
         advice="If `rollout_is` is sequence, set it to token. With token weights, the policies are too far apart for "
         "weights alone: add `rollout_rs`, or use fresher weights in the sampler. Raise `rollout_is_threshold` only "
         "if the effective sample size is high.",
-        applies=lambda window: window.weights_act and window.get("rollout_is_oob_ratio") is None,
+        applies=conditions.truncates_outliers,
     ),
     Rule(
         "icepop_dropped",

@@ -10,7 +10,7 @@ from ..messages import SettingError, nearest, warn_idle
 from .criteria import Criterion
 from .fields import DEFAULTS, PARSERS, CorrectionFields, DumpFields, EngineFields, MonitorFields, Unset
 from .migrate import from_legacy, from_trl, from_verl
-from .presets import DECIDED, FIRST_METHODS, PRESETS, Preset, settings_of
+from .presets import BASE, DECIDED, FIRST_METHODS, PRESETS, Preset, settings_of
 from .resolve import Correction, fill, idle_fields, is_default, read_given, resolve
 from .thresholds import is_by_sign, none_if_null, parse_rejection_thresholds
 
@@ -25,8 +25,9 @@ class RolloutCorrectionConfig(DumpFields, MonitorFields, EngineFields, Correctio
     numbers and lists of numbers; verl's text form (`"0.6_1.6,2.5"`) is parsed too.
 
     Args:
-        rollout_correction (`str`, `dict` or `None`, *optional*, defaults to `"decoupled_token_is"`):
-            Name of a preset (see `docs/presets.md`); `None` for no correction. Fields that are set beside it override it.
+        rollout_correction (`str`, `dict` or `None`, *optional*, defaults to `"auto"`):
+            Name of a preset (see `docs/presets.md`); `None` for no correction. Fields that are set beside it override it. If
+            weights, rejection or mode are set and no preset, the rest is that of `"decoupled_token_is"`.
             Also the `rollout_correction` section of a verl configuration, or a [`RolloutCorrectionConfig`].
         rollout_correction_resolved (`str`, *optional*):
             Set by the configuration itself: the preset that has filled in fields. If `rollout_correction` of a saved or copied
@@ -292,8 +293,10 @@ class RolloutCorrectionConfig(DumpFields, MonitorFields, EngineFields, Correctio
 
     def _fill(self) -> set[str]:
         """Fill in the fields that the user has not set and the preset decides. Returns the names of the other fields."""
-        name, given = read_given(self.rollout_correction)
-        explicit = {**{key: value for key, value in given.items() if key in DECIDED}, **self._set_by_user()}
+        own, (name, given) = self._set_by_user(), read_given(self.rollout_correction)
+        if own and isinstance(self.rollout_correction, Unset):
+            name = BASE
+        explicit = {**{key: value for key, value in given.items() if key in DECIDED}, **own}
         further = {key: value for key, value in given.items() if key not in DECIDED and is_default(self, key)}
         names = {"rollout_correction": name, "rollout_correction_resolved": name or "disabled"}
         self.__dict__.update({**fill(name, explicit), **further, **names})

@@ -152,8 +152,9 @@ LATER_PRESETS: dict[Preset, dict[str, Any]] = {
 
 PRESETS: dict[Preset, dict[str, Any]] = {**VERL_PRESETS, **ORIGINAL_PRESETS, **LATER_PRESETS}
 
-# The preset of a run that names none.
-DEFAULT: Preset = "decoupled_token_is"
+# The preset of a run that names none. If it sets some of the fields below, the others have their values there.
+DEFAULT: Preset = "auto"
+BASE: Preset = "decoupled_token_is"
 
 # Fields that a preset decides, with the values for those missing in its row.
 _BASE: dict[str, Any] = {

@@ -79,6 +79,7 @@ def parse_weight_threshold(value: object) -> Bounds | list[Bounds]:
         raise SettingError(field, value, allowed="a number or a pair [lower, upper]", remedy=remedy)
     parsed = parse_structure(value, field)
     if isinstance(parsed, list):
+        parsed = [list(part) if isinstance(part, tuple) else part for part in parsed]
         if is_by_sign(parsed):
             return [_parse_pair(pair, field) for pair in parsed]
         return _parse_pair(parsed[0] if len(parsed) == 1 and isinstance(parsed[0], list) else parsed, field)

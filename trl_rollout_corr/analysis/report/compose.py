@@ -10,6 +10,7 @@ from ...diagnosis.text import detail, evidence, headline, remedy_for, sure
 from ...health.rule import Alarm
 from ...messages import number, percent, steps, yaml_lines
 from ...settings.config import RolloutCorrectionConfig
+from ...settings.presets import BASE
 from ..recommend import recommend
 from .facts import Facts, state_of
 from .log_charts import main_numbers, more_trends, overview, rejected
@@ -100,7 +101,7 @@ def _differences(runs: Sequence[Facts]) -> Section | None:
 
 def _own(config: RolloutCorrectionConfig) -> dict[str, Any]:
     """Fields that differ from their default, beside the preset."""
-    default = dataclasses.asdict(RolloutCorrectionConfig())
+    default = dataclasses.asdict(RolloutCorrectionConfig.from_preset(BASE))
     left_out = ("rollout_monitor", "rollout_dump", "rollout_correction_resolved")
     fields = {name: getattr(config, name) for name in default if not name.startswith(left_out)}
     return {name: value for name, value in fields.items() if value != default[name] or name == "rollout_is"}
