@@ -5,8 +5,10 @@ from collections import defaultdict
 
 import numpy as np
 import pytest
+import torch
 
 from tests.launching import ROOT, benchmarks
+from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
 
 
 ARENA = ROOT / "benchmarks/arena"
@@ -74,6 +76,8 @@ SOLVED = {
         for letter in "abcdefghijklmnop"
         if sum(letter in part for part in (problem[:10], problem[11:])) >= (1 if problem[10] == "|" else 2)
     ),
+    "drop_vowels": lambda problem: problem.translate(dict.fromkeys(map(ord, "aeio"))),
+    "unique": lambda problem: "".join(c for i, c in enumerate(problem) if c not in problem[:i]),
 }  # fmt: skip
 
 
@@ -206,19 +210,38 @@ def test_the_document_says_what_the_results_say(report):
 def test_the_simulation_knows_the_gradient_and_what_is_broken(arena):
     simulate = arena("simulate")
     tokens = simulate.draw(np.random.default_rng(0), 2**15, spread=0.1)
-    everything = simulate.judge(tokens, np.ones_like(tokens.d, bool))
-    assert everything["gradient"] == pytest.approx(1.0, abs=0.05)  # importance weights are unbiased
-    assert np.exp(tokens.d).mean() == pytest.approx(1.0, abs=0.01)
+    unbiased = simulate.judge(tokens, tokens.ratio)
+    assert unbiased["gradient"] == pytest.approx(1.0, abs=0.05)
+    assert unbiased["rejected"] == 0
+    assert tokens.ratio.mean() == pytest.approx(1.0, abs=0.01)
     broken = simulate.draw(np.random.default_rng(1), 2**15, spread=0.01, broken=0.1)
-    caught = simulate.judge(broken, simulate.within_ratio(0.5, 5.0)(broken))
     assert broken.broken.mean() == pytest.approx(0.1, abs=0.01)
-    assert caught["caught"] > 0.9 > 0.001 > caught["rejected"]
+    pulls = {
+        rule: simulate.judge(broken, simulate.RULES[rule](broken))["pull"] for rule in ("none", "auto", "KPop 0.1")
+    }
+    assert pulls["none"] == pytest.approx(0.1, abs=0.02)
+    assert pulls["auto"] < pulls["none"] < pulls["KPop 0.1"]
+
+
+def test_the_factors_of_auto_are_those_of_the_package(arena):
+    tokens = arena("simulate").draw(np.random.default_rng(0), 2**12, spread=1.0)
+    train, rollout = (torch.from_numpy(x).unsqueeze(1) for x in (tokens.log_p, tokens.log_q))
+    correction = compute_rollout_correction(
+        train,
+        rollout,
+        torch.ones_like(train),
+        RolloutCorrectionConfig(rollout_correction="auto"),
+        advantages=torch.from_numpy(tokens.advantage),
+    )
+    expected = arena("simulate").RULES["auto"](tokens)
+    assert 0 < (expected == 0).mean() < 1
+    np.testing.assert_allclose(correction.coefficients.squeeze(1).numpy(), expected, rtol=1e-9)
 
 
 def test_a_budget_of_the_second_moment_is_kept(arena):
     simulate = arena("simulate")
     tokens = simulate.draw(np.random.default_rng(0), 2**15, spread=1.0)
-    keep = simulate.within_moment(0.04)(tokens)
+    keep = simulate.within_moment(tokens, 0.04) > 0
     for d, kept in zip(tokens.d.reshape(-1, 2**14), keep.reshape(-1, 2**14), strict=True):
         assert (d[kept] ** 2).mean() <= 0.04
         assert np.abs(d[kept]).max() <= np.abs(d[~kept]).min()

@@ -1,4 +1,4 @@
-"""The preset `auto`: next to nothing where the policies differ by rounding, a trust region where they part, weights up to 1."""
+"""The preset `auto`: little where policies differ by rounding, a trust region where they part, weights up to 1."""
 
 import math
 import re
@@ -52,9 +52,7 @@ def test_what_was_bad_and_has_become_likely_is_unlearned_in_full():
 
 
 def test_every_part_can_be_set():
-    config = RolloutCorrectionConfig(
-        rollout_correction="auto", rollout_is_threshold=5.0, rollout_rs_threshold=0.3
-    )
+    config = RolloutCorrectionConfig(rollout_correction="auto", rollout_is_threshold=5.0, rollout_rs_threshold=0.3)
     assert config.description == "auto with changes; token weights up to 5; token_tv within -0.3, 0.3; decoupled"
     config = RolloutCorrectionConfig(rollout_correction="auto", bypass_mode=True)
     assert config.clips_around_sampler

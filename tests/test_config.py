@@ -65,13 +65,17 @@ def test_weight_thresholds(written, bounds):
     assert RolloutCorrectionConfig(rollout_is_threshold=written).correction.bounding[1:3] == bounds
 
 
-@pytest.mark.parametrize("written", [[[0, 1], [1, 1]], "0_1,1_1", "[[0, 1], [1, 1]]", ["0_1", "1_1"], ((0, 1), (1, 1))])
+@pytest.mark.parametrize(
+    "written", [[[0, 1], [1, 1]], "0_1,1_1", "[[0, 1], [1, 1]]", ["0_1", "1_1"], ((0, 1), (1, 1))]
+)
 def test_weight_thresholds_by_sign_of_the_advantage(written):
     config = RolloutCorrectionConfig(rollout_is_threshold=written, rollout_is_clamp=True)
     assert config.correction.bounding[1:3] == (0.0, 1.0)
     assert config.correction.bounding.positive == (1.0, 1.0)
     assert "token weights clamped to [0, 1], for positive advantages [1, 1];" in config.description
-    with pytest.raises(ValueError, match="`rollout_is_threshold` is .*Set `rollout_is_clamp` to True, or wider bounds"):
+    with pytest.raises(
+        ValueError, match=r"`rollout_is_threshold` is .*Set `rollout_is_clamp` to True, or wider bounds"
+    ):
         RolloutCorrectionConfig(rollout_is_threshold=written)
 
 
@@ -299,8 +303,14 @@ def test_off_is_off_and_fields_beside_it_override(off):
 
 def test_the_default_has_a_name():
     assert RolloutCorrectionConfig().description == RolloutCorrectionConfig(rollout_correction="auto").description
-    assert RolloutCorrectionConfig(rollout_metrics_only=True).rollout_correction == "auto"  # the preset does not decide it
-    for own in ({"rollout_is": "token"}, {"rollout_rs": ["token_k2"], "rollout_rs_threshold": 1.0}, {"bypass_mode": True}):
+    assert (
+        RolloutCorrectionConfig(rollout_metrics_only=True).rollout_correction == "auto"
+    )  # the preset does not decide it
+    for own in (
+        {"rollout_is": "token"},
+        {"rollout_rs": ["token_k2"], "rollout_rs_threshold": 1.0},
+        {"bypass_mode": True},
+    ):
         config = RolloutCorrectionConfig(**own)
         assert config == RolloutCorrectionConfig(rollout_correction="decoupled_token_is", **own)
     assert grpo().rollout_correction == "auto"

@@ -127,7 +127,9 @@ def test_weights_by_sign_of_the_advantage_equal_the_loops(batch, level, clamp, p
     ratios = reference.ratios(rows, level)
     expected = [[reference.bound(r, *pair, clamp) for r in row] for row, pair in zip(ratios, pairs, strict=True)]
     torch.testing.assert_close(correction.weights, spread(expected, batch[2]), rtol=1e-9, atol=1e-12)
-    units = [(r, pair) for row, pair in zip(ratios, pairs, strict=True) for r in (row if level == "token" else row[:1])]
+    units = [
+        (r, pair) for row, pair in zip(ratios, pairs, strict=True) for r in (row if level == "token" else row[:1])
+    ]
     flat = [weight for row in expected for weight in row]
     shares = {
         "rollout_is_mean": statistics.fmean(flat),
@@ -141,7 +143,9 @@ def test_weights_by_sign_of_the_advantage_equal_the_loops(batch, level, clamp, p
 def test_weights_by_sign_need_advantages_and_one_per_sequence_for_sequence_weights():
     batch = torch.zeros(2, 3), torch.zeros(2, 3), torch.ones(2, 3)
     fields = {"rollout_is_threshold": [[0, 1], [1, 1]], "rollout_is_clamp": True}
-    with pytest.raises(ValueError, match=r"`rollout_is_threshold` has bounds that depend .* of shape \(2,\) or \(2, 3\), got None"):
+    with pytest.raises(
+        ValueError, match=r"`rollout_is_threshold` has bounds that depend .* of shape \(2,\) or \(2, 3\), got None"
+    ):
         correct(*batch, **fields)
     with pytest.raises(ValueError, match=r"pass `advantages` of shape \(2,\), got \(2, 3\)"):
         correct(*batch, torch.zeros(2, 3), rollout_is="sequence", **fields)
@@ -609,3 +613,31 @@ def test_clamped_weights_stay_within_their_bounds(batch, level):
     weights = correct(*batch, rollout_is=level, rollout_is_threshold=[0.5, 2.0], rollout_is_clamp=True).weights
     assert ((weights[mask] >= 0.5) & (weights[mask] <= 2.0)).all()
     assert (weights[~mask] == 0).all()
+
+
+# Blocks of rows -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rollout_correction": "auto"},
+        {"rollout_is": "sequence", "rollout_is_batch_normalize": True, "rollout_lr_scaling": "ess_sqrt"},
+        {"rollout_rs": ["seq_max_k2"], "rollout_rs_threshold": 0.5, "rollout_rs_renormalize": True},
+    ],
+)
+def test_rows_in_blocks_are_corrected_like_all_rows_at_once(fields, monkeypatch):
+    dice = torch.Generator().manual_seed(0)
+    rollout = -torch.rand(7, 5, generator=dice, dtype=torch.float64).mul(3)
+    train = rollout + torch.randn(7, 5, generator=dice, dtype=torch.float64).mul(0.3)
+    batch = train, rollout, torch.rand(7, 5, generator=dice) < 0.8, torch.randn(7, generator=dice)
+    whole = correct(*batch, **fields)
+    monkeypatch.setattr("trl_rollout_corr.correction.functional._BLOCK_ON_CPU", 10)  # two rows
+    in_blocks = correct(*batch, **fields)
+    for name in ("weights", "keep", "valid", "log_ratio", "coefficients"):
+        found, expected = getattr(in_blocks, name), getattr(whole, name)
+        assert (found is None) == (expected is None)
+        if expected is not None:
+            torch.testing.assert_close(found, expected)
+    assert (whole.log_ratio is None) == ("rollout_lr_scaling" not in fields)
+    assert_metrics(named(in_blocks), named(whole))

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
-from trl_rollout_corr.settings.presets import PRESETS
 
 
 def describe(config):

@@ -90,6 +90,11 @@ def report(message: str, *, error: bool = False) -> None:
         logger.log(logging.ERROR if error else logging.WARNING, "%s", message)
 
 
+def capitalized(text: str) -> str:
+    """The text as the beginning of a sentence."""
+    return text[:1].upper() + text[1:]
+
+
 def nearest(name: object, names: Iterable[str]) -> str:
     """The question " Did you mean 'x'?" with the nearest name, or empty text if no name is close."""
     found = difflib.get_close_matches(str(name), list(names), n=1)

@@ -288,8 +288,8 @@ SITUATIONS = {
     "stale 0.3": "gradient",
     "stale 1": "gradient",
     "astray 1": "gradient",
-    "broken": "caught",
-    "broken, stale 0.3": "caught",
+    "broken": "pull",
+    "broken, stale 0.3": "pull",
 }
 
 

@@ -224,13 +224,27 @@ def run_program(dice: random.Random) -> tuple[str, str]:
     return program, tops
 
 
-def continue_recurrence(dice: random.Random) -> tuple[str, str]:
-    """Factors a and b and two numbers: the answer is the 96 numbers x[t] = a x[t - 1] + b x[t - 2] modulo 11."""
-    a, b = dice.randrange(1, 11), dice.randrange(1, 11)
-    x = [dice.randrange(11), dice.randrange(11)]
-    for _ in range(96):
-        x.append((a * x[-1] + b * x[-2]) % 11)
-    return "".join(f"{n:x}" for n in (a, b, *x[:2])), "".join(f"{n:x}" for n in x[2:])
+def sort_letters(dice: random.Random) -> tuple[str, str]:
+    letters = draw(dice, string.ascii_lowercase[:16], 14)
+    return letters, "".join(sorted(letters))
+
+
+def merge_sorted(dice: random.Random) -> tuple[str, str]:
+    """Two rows of eight digits, each in order: the answer is all sixteen in order."""
+    a, b = (sorted(draw(dice, string.digits, 8)) for _ in range(2))
+    return f"{''.join(a)}+{''.join(b)}", "".join(sorted(a + b))
+
+
+def drop_vowels(dice: random.Random) -> tuple[str, str]:
+    """Twenty letters of the first sixteen: the answer is the consonants among them."""
+    letters = draw(dice, string.ascii_lowercase[:16], 20)
+    return letters, "".join(letter for letter in letters if letter not in "aeio")
+
+
+def keep_first(dice: random.Random) -> tuple[str, str]:
+    """Eighteen letters out of twelve: the answer has each once, in the order of first appearance."""
+    letters = draw(dice, string.ascii_lowercase[:12], 18)
+    return letters, "".join(dict.fromkeys(letters))
 
 
 _letters = string.ascii_lowercase
@@ -250,7 +264,10 @@ TASKS = {
         Task("count", _letters[:8] + string.digits, count_letters, 0.09, 8, 20, warm_steps=1300, tied=True),
         Task("sets", _letters[:16] + "|&", combine_sets, 0.05, 16, 21, warm_steps=1300, tied=True),
         Task("stack", string.digits + "+-xc", run_program, 0.04, 12, 12, warm_steps=800, large=True, batch=32),
-        Task("recurrence", string.digits + "a", continue_recurrence, 0.008, 96, 4, warm_steps=900, batch=32),
+        Task("sort_letters", _letters[:16], sort_letters, 0.05, 14, 14, warm_steps=700, tied=True),
+        Task("merge_sorted", string.digits + "+", merge_sorted, 0.05, 16, 17, warm_steps=700),
+        Task("drop_vowels", _letters[:16], drop_vowels, 0.05, 20, 20, warm_steps=900, tied=True),
+        Task("unique", _letters[:12], keep_first, 0.06, 12, 18, warm_steps=900),
     )
 }
 

@@ -57,13 +57,6 @@ class Accounts(SegmentedSums):
             metrics |= {f"downweighted/{name}": sums["removed"] / sums["tokens"] for name, sums in groups.items()}
         return metrics
 
-    def groups(self) -> dict[str, dict[str, float]]:
-        """
-        By name of a group, as in the metrics, the number of its `tokens`, of its `rejected` tokens, and the sum of
-        `max(0, 1 - coefficient)` over the tokens that are kept, `removed`. Waits for the device.
-        """
-        return _groups(self.by_name())
-
 
 def account(
     valid: torch.Tensor,

@@ -200,13 +200,13 @@ def _check_finite(statistics: Statistics) -> None:
 
 def _direction(advantages: torch.Tensor | None, mask: torch.Tensor, settings: Correction) -> torch.Tensor | None:
     """Sign of the advantages, `(B, 1)` or `(B, T)`, if there are any."""
-    directed = [f"`rollout_rs` has {criterion.name!r}, which depends" for criterion in settings.criteria if criterion.directed]
-    by_sign = settings.bounding is not None and settings.bounding.directed
+    directed = [f"`rollout_rs` has {c.name!r}, which depends" for c in settings.criteria if c.directed]
+    by_sign = settings.bounding if settings.bounding is not None and settings.bounding.directed else None
     directed += ["`rollout_is_threshold` has bounds that depend"] if by_sign else []
     if advantages is None and not directed:
         return None
     one, each = mask.shape[:1], mask.shape
-    allowed = [one, (*one, 1), *([] if by_sign and settings.bounding.level != "token" else [each])]
+    allowed = [one, (*one, 1), *([each] if by_sign is None or by_sign.level == "token" else [])]
     if advantages is not None and advantages.shape in allowed:
         return (advantages if advantages.dim() == 2 else advantages.unsqueeze(1)).detach().float().sign()
     needs = f"{directed[0]} on the sign of the advantages: pass `advantages`" if directed else "`advantages` must be"

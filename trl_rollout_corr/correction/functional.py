@@ -164,17 +164,23 @@ def importance_ratio(tokens: Tokens, *, level: str) -> torch.Tensor:
     return log_ratio.clamp(max=LOG_RATIO_BOUND).exp().mul_(above(tokens.lengths, 0.0))
 
 
-def bounds_by_sign(bounding: Bounding, direction: torch.Tensor | None, dtype: torch.dtype) -> tuple[Bound | None, Bound]:
+def bounds_by_sign(
+    bounding: Bounding, direction: torch.Tensor | None, dtype: torch.dtype
+) -> tuple[Bound | None, Bound]:
     """
     Lower and upper bound of the importance weights. If they depend on the advantage, they have the shape of its sign
     `direction`, `(B, 1)` or `(B, T)`.
     """
-    if bounding.positive is None:
+    if bounding.positive is None or bounding.lower is None:
         return bounding.lower, bounding.upper
-    assert direction is not None and bounding.lower is not None  # `compute_rollout_correction` has refused missing advantages
-    pairs = zip(bounding.positive, (bounding.lower, bounding.upper), strict=True)
-    lower, upper = (torch.where(direction > 0, *(direction.new_full((), x, dtype=dtype) for x in pair)) for pair in pairs)
-    return lower, upper
+    assert direction is not None  # `compute_rollout_correction` has refused missing advantages
+    good = direction > 0
+
+    def chosen(negative: float, positive: float) -> torch.Tensor:
+        at, other = (direction.new_full((), bound, dtype=dtype) for bound in (positive, negative))
+        return torch.where(good, at, other)
+
+    return chosen(bounding.lower, bounding.positive[0]), chosen(bounding.upper, bounding.positive[1])
 
 
 def bound_weights(
@@ -200,7 +206,7 @@ def bound_weights(
         `torch.Tensor` of the shape of `ratio`: weights in `[0, upper]`.
     """
     if lower is None:
-        return ratio.clamp(max=upper)
+        return ratio.clamp(max=upper)  # type: ignore[arg-type]  # both are numbers, or both tensors
     if clamp:
         return ratio.clamp(lower, upper).mul_(counts)
     return ratio * (1.0 - above(ratio, upper) - below(ratio, lower))

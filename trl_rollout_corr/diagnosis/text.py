@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from ..health import advice
 from ..health.windows import Window
-from ..messages import number, percent, yaml_lines
+from ..messages import capitalized, number, percent, yaml_lines
 from .evidence import FLOOR
 from .ranking import Diagnosis, Finding
 
@@ -99,7 +99,7 @@ def write_text(diagnosis: Diagnosis) -> str:
         cause, (remedy, settings) = finding.cause, remedy_for(diagnosis, finding)
         lines += [
             "",
-            f"{place}. {cause.title[:1].upper()}{cause.title[1:]} ({finding.name})",
+            f"{place}. {capitalized(cause.title)} ({finding.name})",
             f"   {sure(finding)} ({percent(round(finding.certainty, 2))}), explains {percent(round(finding.share, 2))} of d^2",
             f"   Seen: {evidence(finding)}.",
             f"   What to do: {remedy}",

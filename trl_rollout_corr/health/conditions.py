@@ -14,7 +14,11 @@ def vetoes(window: Window) -> bool:
 
 def truncates_outliers(window: Window) -> bool:
     """True if weights are truncated at a bound above 1, which rounding does not reach."""
-    return window.weights_act and window.get("rollout_is_oob_ratio") is None and (window.get("rollout_is_max") or 2.0) > 1.0
+    return (
+        window.weights_act
+        and window.get("rollout_is_oob_ratio") is None
+        and (window.get("rollout_is_max") or 2.0) > 1.0
+    )
 
 
 def k3_growth(window: Window) -> float | None:

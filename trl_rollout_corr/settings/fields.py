@@ -66,8 +66,8 @@ class CorrectionFields:
         "Level of the importance weights: token, sequence, geometric, or none.", unset("token")
     )
     rollout_is_threshold: float | str | list[float | list[float]] | None = _option(
-        "Upper bound of the weights, or a pair: lower upper, outside which they are 0 (IcePop), or a pair for negative and one "
-        "for positive advantages (0_1,1_1).",
+        "Upper bound of the weights, or a pair: lower upper, outside which they are 0 (IcePop), or pairs for negative and for "
+        "positive advantages (0_1,1_1).",
         unset(2.0),
         nargs="+",
     )

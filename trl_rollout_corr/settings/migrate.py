@@ -9,7 +9,7 @@ unknown key, and a value that cannot be translated, are a `ValueError`. The clas
 from collections.abc import Mapping
 from typing import Any
 
-from ..messages import SettingError, warn, warn_idle
+from ..messages import SettingError, nearest, warn, warn_idle
 from .criteria import DIRECTED, FIRST_NAMES
 from .thresholds import parse_number, parse_rejection_thresholds, parse_weight_threshold
 
@@ -236,6 +236,7 @@ def _plain(settings: Mapping[str, object], known: tuple[str, ...], what: str) ->
         if key != "_target_"  # of Hydra
     }
     if unknown := sorted(set(plain) - set(known)):
-        key, remedy = unknown[0], f"Known keys: {', '.join(known)}."
+        key = unknown[0]
+        remedy = f"{nearest(key, known)} Known keys: {', '.join(known)}.".strip()
         raise SettingError(key, plain[key], f"which does not belong to {what}", remedy=remedy)
     return plain

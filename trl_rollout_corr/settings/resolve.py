@@ -91,7 +91,7 @@ def fill(preset: Preset | None, explicit: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _bounding(fields: Mapping[str, Any]) -> Bounding:
-    """Bounds of the importance weights: a number truncates, a pair are bounds, two pairs are bounds by sign of the advantage."""
+    """Bounds of the weights: a number truncates, a pair are bounds, two pairs are bounds by sign of the advantage."""
     threshold, clamps = fields["rollout_is_threshold"], fields["rollout_is_clamp"]
     pairs = threshold if is_by_sign(threshold) else [threshold] if isinstance(threshold, list) else []
     if not clamps and any(lower == upper for lower, upper in pairs):

@@ -22,6 +22,7 @@ _UNDERSCORE_HINT = (
 )
 
 Bounds = float | list[float]
+WeightBounds = Bounds | list[list[float]]
 
 
 def none_if_null(value: object) -> Any:
@@ -68,7 +69,7 @@ def is_by_sign(threshold: object) -> bool:
     return isinstance(threshold, list) and len(threshold) == 2 and all(isinstance(pair, list) for pair in threshold)
 
 
-def parse_weight_threshold(value: object) -> Bounds | list[Bounds]:
+def parse_weight_threshold(value: object) -> WeightBounds:
     """
     Parse `rollout_is_threshold`: one number `C` (truncation), a pair `[lower, upper]` around 1 (IcePop), or two pairs, for
     negative and for positive advantages.

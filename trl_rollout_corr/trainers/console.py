@@ -74,14 +74,7 @@ class Console(PrinterCallback):
 class _Bar(ProgressCallback):
     """The progress bar, without the log."""
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **kwargs: object,
-    ) -> None:
+    def on_log(self, *args: object, **kwargs: object) -> None:
         pass
 
 

@@ -8,7 +8,7 @@ import pandas as pd
 
 from ...diagnosis.text import detail, evidence, headline, remedy_for, sure
 from ...health.rule import Alarm
-from ...messages import number, percent, steps, yaml_lines
+from ...messages import capitalized, number, percent, steps, yaml_lines
 from ...settings.config import RolloutCorrectionConfig
 from ...settings.presets import BASE
 from ..recommend import recommend
@@ -120,8 +120,8 @@ def _diagnosis(facts: Facts | None) -> Section | None:
         remedy, settings = remedy_for(diagnosis, finding)
         cards.append(
             Card(
-                _capital(finding.cause.title),
-                f"{_capital(sure(finding))} ({certainty}), explains {share} of d^2: {evidence(finding)}.",
+                capitalized(finding.cause.title),
+                f"{capitalized(sure(finding))} ({certainty}), explains {share} of d^2: {evidence(finding)}.",
                 "" if finding.cause.normal else "warning",
                 remedy=remedy,
                 yaml=yaml_lines(settings),
@@ -150,7 +150,3 @@ def _settings(facts: Facts) -> Section:
 def _span(of: Any) -> str:
     first, last = int(min(of)), int(max(of))
     return f"{first}" if first == last else f"{first} to {last}"
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]

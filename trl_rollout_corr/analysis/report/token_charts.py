@@ -8,7 +8,7 @@ import pandas as pd
 
 from ...diagnosis import Finding, Observed
 from ...dumps.sequences import Sequences
-from ...messages import number, percent
+from ...messages import capitalized, number, percent
 from .page import Axis, Chart, Section, Series
 
 
@@ -171,7 +171,7 @@ def evidence_of(observed: Observed, finding: Finding) -> Chart:
     places = np.arange(len(names)) if names else np.array(points.at, dtype=float)
     return Chart(
         f"cause-{finding.name}",
-        points.y[:1].upper() + points.y[1:],
+        capitalized(points.y),
         "",
         Axis(points.x, ticks="whole" if (places == np.round(places)).all() else "numbers", names=names),
         Axis(),
