@@ -206,9 +206,9 @@ def bound_weights(
         `torch.Tensor` of the shape of `ratio`: weights in `[0, upper]`.
     """
     if lower is None:
-        return ratio.clamp(max=upper)  # type: ignore[arg-type]  # both are numbers, or both tensors
+        return ratio.clamp(max=upper)
     if clamp:
-        return ratio.clamp(lower, upper).mul_(counts)
+        return ratio.clamp(lower, upper).mul_(counts)  # type: ignore[arg-type]  # two numbers, or two tensors
     return ratio * (1.0 - above(ratio, upper) - below(ratio, lower))
 
 
