@@ -49,6 +49,8 @@ LADDER = [
     )
 ]  # fmt: skip
 
+TOP = Rung(32, "faster")  # where all that has not broken is told apart
+
 
 @dataclass(frozen=True)
 class Arm:
@@ -196,7 +198,7 @@ JUDGING = [
     "reverse", "running_sum", "shift_moe", "modulo", "sets", "sort_letters", "merge_sorted", "drop_vowels", "unique",
 ]  # fmt: skip
 # Tasks that RLOO is tried on as well
-RLOO = ["sort", "running_sum", "modulo"]
+RLOO = ["sort_letters", "merge_sorted", "sets"]
 CLIMBS = [*((task, "grpo") for task in (*TUNING, *JUDGING)), *((task, "rloo") for task in RLOO)]
 
 _LADDER_FILE = Path(__file__).parent / "ladder.json"
@@ -259,7 +261,7 @@ def tuning() -> list[Run]:
     """Where settings may be chosen."""
     return [
         *runs_of(cells_at(TUNING[:4], "grpo", above=3), [*REFERENCES, *SCREENED]),
-        *runs_of([Cell(task, LADDER[6]) for task in TUNING[:4]], [*REFERENCES, *SHORT_LIST]),
+        *runs_of([Cell(task, TOP) for task in TUNING[:4]], [*REFERENCES, *SHORT_LIST]),
         *runs_of(cells_at(TUNING[:4], "grpo", above=1, faults=["burst"]), [*REFERENCES, *SHORT_LIST]),
         *runs_of(cells_at(TUNING, "grpo", above=1), [*REFERENCES, *SHORT_LIST]),
     ]
@@ -267,14 +269,14 @@ def tuning() -> list[Run]:
 
 def judging() -> list[Run]:
     """
-    What nothing is set by: above the rung where no correction loses, the highest rung, the first one with other faults and as
-    it is, and the foot of the ladder.
+    What nothing is set by: above the rung where no correction loses, that rung with other faults and as it is, near the top of
+    the ladder, and at its foot.
     """
     return [
         *runs_of(cells_at(JUDGING, "grpo", above=1), [*REFERENCES, *JUDGED]),
-        *runs_of([Cell(task, LADDER[-1]) for task in JUDGING], [*REFERENCES, *JUDGED]),
         *runs_of(cells_at(RLOO, "rloo", above=1), [*REFERENCES, *JUDGED]),
         *runs_of(cells_at(JUDGING, "grpo", faults=[*FAULTS]), [*REFERENCES, *JUDGED]),
+        *runs_of([Cell(task, TOP) for task in JUDGING], [*REFERENCES, *JUDGED]),
         *runs_of([Cell(task, LADDER[0]) for task in JUDGING], [*REFERENCES, "auto"]),
         *runs_of(cells_at(JUDGING, "grpo"), [*REFERENCES, *JUDGED]),
     ]
