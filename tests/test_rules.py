@@ -263,12 +263,20 @@ def test_what_was_rewarded_is_not_looked_at_while_the_lag_fills():
 
 
 def test_a_gap_that_is_all_where_the_advantage_is_negative_is_none():
-    severity = {rewarded: severe(gaps([*SETTLING, *[0.04] * 40], **{REWARDED: rewarded})) for rewarded in (0.0, 0.01)}
-    assert severity == {0.0: [], 0.01: [("gap_stays", 13)]}
+    severity = {
+        rewarded: severe(gaps([*SETTLING, *[0.04] * 40], **{REWARDED: rewarded})) for rewarded in (0.0, 0.01, 0.02)
+    }
+    assert severity == {0.0: [], 0.01: [], 0.02: [("gap_stays", 13)]}
     later = [{**CORRECTED, **STALE, "kl": 0.04, "k3_kl": 0.04, REWARDED: 0.02 * (step >= 30)} for step in range(60)]
     quiet = {**CORRECTED, **STALE, REWARDED: 0.0}
     # most of five windows
     assert severe(examine(history(quiet, quiet, quiet, *later), config())) == [("gap_stays", 36)]
+
+
+def test_truncation_at_one_is_not_truncation_of_outliers():
+    half = {**CORRECTED, "rollout_is_ratio_fraction_high": 0.5}
+    assert "weights_at_bound" in found(history(*[{**half, "rollout_is_max": 2.0}] * 5), config(rollout_is="token"))
+    assert "weights_at_bound" not in found(history(*[{**half, "rollout_is_max": 1.0}] * 5), config())
 
 
 def test_what_was_so_from_the_start_is_not_unlearnt():
@@ -279,7 +287,7 @@ def test_what_was_so_from_the_start_is_not_unlearnt():
     low_precision = {**CORRECTED, **STALE, "kl": 0.02, "k3_kl": 0.02, REWARDED: 0.02}
     apart = {**low_precision, "kl": 0.06, "k3_kl": 0.06}
     assert severe(examine(history(*[low_precision] * 20, *[apart] * 20), config())) == []
-    assert severe(examine(history(*[low_precision] * 20, *[{**apart, REWARDED: 0.03}] * 20), config())) == [
+    assert severe(examine(history(*[low_precision] * 20, *[{**apart, REWARDED: 0.04}] * 20), config())) == [
         ("gap_stays", 25)
     ]
 
@@ -673,7 +681,8 @@ DESCRIPTIONS = {
     "gap_clipped": "it clips around the sampler, `kl` over that of the start",
     "kl_negative": "nothing is corrected or `kl` was negative at the start, `kl`",
     "kl_negative_lately": "the run is corrected and `kl` was not negative at the start, `kl`",
-    "gap_in_step": "the sampler has the weights of the trainer, `k3_kl`",
+    "gap_in_step": "the sampler announces no staleness, `k3_kl`",
+    "weights_at_bound": "weights above 1, `rollout_is_ratio_fraction_high`",
     "k3_corrected": "the run is corrected, `k3_kl`",
     "k3_uncorrected": "nothing is corrected, `k3_kl`",
     "k3_growth": "`k3_kl` against early in the run",

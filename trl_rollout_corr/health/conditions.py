@@ -47,7 +47,7 @@ def lasting_gap(window: Window) -> float | None:
 
 
 # In nats per token: more than the noise of a window where nothing is unlearnt
-_UNLEARNT = 0.005
+_UNLEARNT = 0.015
 
 
 def unlearns(window: Window) -> bool:
