@@ -9,6 +9,7 @@ WINDOW = [0.95, 1.05]
 
 GEOMETRIC_AND_WEIGHTS = {"rollout_correction": "decoupled_geo_rs_token_tis", "rollout_rs_threshold": WINDOW}
 DISABLED = {"rollout_correction": "disabled"}
+AUTO = {"rollout_correction": "auto"}  # as in the quickstart
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ ARMS = [
     # A sampler eight steps behind
     Arm("none", "no correction", "grpo", DISABLED),
     Arm("geo_rs_tis", "geo RS + token TIS", "grpo", GEOMETRIC_AND_WEIGHTS),
-    Arm("auto", "auto", "grpo", {"rollout_correction": "auto"}),  # as in the quickstart
+    Arm("auto", "auto", "grpo", AUTO),
     Arm("on_policy", "on-policy (lag 0)", "grpo", DISABLED, lag=0),
     # The rule is that of geometric RS; which completions it rejects is left to chance
     Arm(
@@ -87,16 +88,12 @@ ARMS = [
     Arm("token_tis", "token TIS", "grpo", {"rollout_correction": "decoupled_token_is"}),
     Arm("trl_default", "TRL's default", "trl"),
     Arm("bypass", "bypass", "grpo", {"rollout_correction": "bypass_ppo_clip"}),
-    Arm(
-        "bypass_geo_rs",
-        "bypass + geo RS",
-        "grpo",
-        {"rollout_correction": "bypass_ppo_clip_geo_rs", "rollout_rs_threshold": WINDOW},
-    ),
     Arm("rloo_none", "RLOO, no correction", "rloo", DISABLED),
+    Arm("rloo_auto", "RLOO, auto", "rloo", AUTO),
     Arm("rloo_geo_rs_tis", "RLOO, geo RS + token TIS", "rloo", GEOMETRIC_AND_WEIGHTS),
     # A sampler that is never behind, with keys and values in eight bits
     Arm("fp8_none", "fp8 cache, no correction", "grpo", DISABLED, lag=0, steps=160, kv_cache_dtype="fp8_e5m2"),
+    Arm("fp8_auto", "fp8 cache, auto", "grpo", AUTO, lag=0, steps=160, kv_cache_dtype="fp8_e5m2"),
     Arm(
         "fp8_geo_rs_tis",
         "fp8 cache, geo RS + token TIS",
@@ -109,7 +106,7 @@ ARMS = [
 ]
 SEEDS = [0, 1, 2]
 
-SMOKE_ARMS = ["none", "geo_rs_tis", "on_policy"]
+SMOKE_ARMS = ["none", "auto", "on_policy"]
 SMOKE_STEPS = 60
 
 

@@ -23,19 +23,17 @@ STYLES = {
     "random_rs": ("#D55E00", ":"),
     "token_tis": ("#E69F00", "-"),
     "trl_default": ("#56B4E9", "-"),
-    "geo_rs_tis": ("#0072B2", "-"),
-    "auto": ("#CC79A7", "-"),
+    "auto": ("#0072B2", "-"),
     "bypass": ("#009E73", "-"),
-    "bypass_geo_rs": ("#009E73", ":"),
     "on_policy": ("#000000", "--"),
     "rloo_none": ("#D55E00", "-"),
-    "rloo_geo_rs_tis": ("#0072B2", "-"),
+    "rloo_auto": ("#0072B2", "-"),
     "fp8_none": ("#D55E00", "-"),
-    "fp8_geo_rs_tis": ("#0072B2", "-"),
+    "fp8_auto": ("#0072B2", "-"),
 }
-GRPO = [arm.name for arm in ARMS if not arm.name.startswith(("rloo", "fp8"))]
-RLOO = ["rloo_none", "rloo_geo_rs_tis"]
-FP8 = ["fp8_none", "fp8_geo_rs_tis"]
+GRPO = [name for name in STYLES if not name.startswith(("rloo", "fp8"))]
+RLOO = ["rloo_none", "rloo_auto"]
+FP8 = ["fp8_none", "fp8_auto"]
 
 Runs = dict[str, dict[int, dict[str, Any]]]
 Curve = tuple[list[float], list[float]]  # steps and values
@@ -114,7 +112,7 @@ def fp8_panel(axes: Axes, runs: Runs):
 
 def draw(runs: Runs, start: float, path: Path):
     """
-    Draw all arms.
+    Draw the arms that have a style.
 
     Args:
         runs (`dict[str, dict[int, dict]]`):

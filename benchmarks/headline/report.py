@@ -235,7 +235,7 @@ def claims(start: float) -> list[Claim]:
     def behind(reference: Summary, corrected: Summary) -> float:
         return reference.last - corrected.last
 
-    rescued = [("geo_rs_tis", "geo RS + token TIS"), ("bypass", "bypass")]
+    rescued = [("auto", "auto"), ("bypass", "bypass")]
     return [
         Claim("Without correction, accuracy ends below the start", ["none"], final, "<", start),
         *(Claim(f"With {label}, last-3 accuracy is above 0.50", [arm], last, ">", 0.5) for arm, label in rescued),
@@ -248,25 +248,25 @@ def claims(start: float) -> list[Claim]:
             for arm, label in rescued
         ),
         Claim(
-            "Median k3 without correction is over 3 times that with geo RS + token TIS",
-            ["none", "geo_rs_tis"],
+            "Median k3 without correction is over 3 times that with auto",
+            ["none", "auto"],
             lambda none, corrected: none.k3 / corrected.k3,
             ">",
             3,
         ),
         Claim("Rejecting at random collapses too: last-3 below start - 0.10", ["random_rs"], last, "<", start - 0.1),
         Claim("RLOO without correction ends below the start", ["rloo_none"], final, "<", start),
-        Claim("RLOO with correction, last-3 above start + 0.10", ["rloo_geo_rs_tis"], last, ">", start + 0.1),
+        Claim("RLOO with auto, last-3 above start + 0.10", ["rloo_auto"], last, ">", start + 0.1),
         Claim(
-            "fp8 cache: correction gains last-3 accuracy of the trainer",
-            ["fp8_none", "fp8_geo_rs_tis"],
+            "fp8 cache: auto gains last-3 accuracy of the trainer",
+            ["fp8_none", "fp8_auto"],
             lambda none, corrected: corrected.last - none.last,
             ">",
             0,
         ),
         Claim(
             "fp8 cache: while it loses reward of the sampler",
-            ["fp8_none", "fp8_geo_rs_tis"],
+            ["fp8_none", "fp8_auto"],
             lambda none, corrected: corrected.reward - none.reward,
             "<",
             0,
