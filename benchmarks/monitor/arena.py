@@ -11,8 +11,9 @@ import json
 import re
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 
@@ -30,6 +31,7 @@ from trl_rollout_corr.messages import PREFIX
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 FALL = 0.1
+LEAD = 5  # optimizer steps before a fall at which an alarm is in time
 RUNS = ROOT / "outputs/arena/runs"
 RESULTS = HERE / "arena.json"
 Alarm = tuple[int, str, str]
@@ -90,6 +92,7 @@ def summary(name: str, record: Mapping[str, Any]) -> dict[str, Any]:
     critical = next(((step, rule) for step, severity, rule in found if severity == "critical"), (None, None))
     return {
         "run": name,
+        "logging_steps": record["history"]["step"][0],
         "task": record["settings"]["task"],
         "arm": record["arm"],
         "accuracy": [round(x, 2) for x in (accuracy[0], max(accuracy), sum(accuracy[-3:]) / len(accuracy[-3:]))],
@@ -145,34 +148,49 @@ def table(rows: Iterable[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def every(record: Mapping[str, Any], steps: int) -> dict[str, Any]:
+    """The run as if it had logged every so many optimizer steps: means of the metrics."""
+    history: dict[str, list[float | None]] = {}
+    for key, values in record["history"].items():
+        chunks = [[x for x in values[i : i + steps] if x is not None] for i in range(0, len(values), steps)]
+        history[key] = [
+            None if not chunk else chunk[-1] if key in ("step", f"{PREFIX}staleness_max") else mean(chunk)
+            for chunk in chunks
+        ]
+    return {**record, "history": history}
+
+
 def counts(rows: Iterable[Mapping[str, Any]]) -> str:
     """Summary of the runs: false alarms of those that keep their accuracy, and what came before the falls."""
     rows = list(rows)
-    lines = ["| runs | number | critical before | late | never |", "| --- | --- | --- | --- | --- |"]
+    lines = ["| runs | number | critical 5 steps before | before | late | never |", "| --- | --- | --- | --- | --- | --- |"]
     kept = [row for row in rows if row["course"] == "keeps"]
     for words, chosen in (
         ("corrected or on-policy, keep their accuracy", [row for row in kept if row["arm"] != "none"]),
         ("uncorrected, keep it", [row for row in kept if row["arm"] == "none"]),
     ):
         false = sum(row["verdict"] == "false" for row in chosen)
-        lines.append(f"| {words} | {len(chosen)} | {false} false | - | {len(chosen) - false} |")
+        lines.append(f"| {words} | {len(chosen)} | - | {false} false | - | {len(chosen) - false} |")
     for words, kind in (("fall by 0.1 or more, for two looks", "falls"), ("dip by 0.1 or more, for one", "dips")):
         chosen = [row for row in rows if row["course"] == kind]
         verdicts = [verdict("falls", row["at"], row["critical"]) for row in chosen]
-        numbers = [str(verdicts.count(x)) for x in ("before", "late", "missed")]
+        early = sum(row["critical"] is not None and row["critical"] <= row["at"] - LEAD for row in chosen)
+        numbers = [str(early), *(str(verdicts.count(x)) for x in ("before", "late", "missed"))]
         lines.append(f"| {words} | {len(chosen)} | {' | '.join(numbers)} |")
     return "\n".join(lines)
 
 
-def sections(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Both tables of both kinds of tasks, as README.md has them."""
-    rows, parts = list(rows), []
-    for kind, chosen in (
-        ("Judging", [row for row in rows if row["task"] not in TUNING]),
-        ("Tuning", [row for row in rows if row["task"] in TUNING]),
-    ):
-        if chosen:
-            parts += [f"### {kind} tasks", counts(chosen), table(chosen)]
+def sections(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The tables of both kinds of tasks, as README.md has them."""
+    parts = []
+    for kind, tuned in (("Judging", False), ("Tuning", True)):
+        for steps, words in ((1, "tasks"), (10, "tasks, a log entry every 10 steps")):
+            chosen = [row for row in rows if (row["task"] in TUNING) == tuned and row["logging_steps"] == steps]
+            if chosen:
+                parts += [f"### {kind} {words}", counts(chosen)]
+            if chosen and steps == 1:
+                told = [row for row in chosen if row["course"] == "falls" or row["verdict"] == "false"]
+                parts += ["Runs that fall, and false alarms:", table(told)]
     return "\n\n".join(parts)
 
 
@@ -191,7 +209,8 @@ def parse_args() -> Namespace:
 
 def main():
     args = parse_args()
-    rows = [summary(name, record) for name, record in load(args.runs).items()]
+    runs = load(args.runs)
+    rows = [summary(name, every(record, steps)) for steps in (1, 10) for name, record in runs.items()]
     print(sections(rows))
     if args.write:
         RESULTS.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")

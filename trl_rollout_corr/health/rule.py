@@ -50,6 +50,10 @@ class Alarm:
         return f"{self.seen} {self.why} {self.advice}"
 
 
+# A window of so many optimizer steps is enough for a critical alarm: three of them would be longer than most falls.
+LONG = 10
+
+
 @dataclass(frozen=True)
 class Rule:
     """
@@ -91,6 +95,8 @@ class Rule:
 
     def holds(self, streak: Sequence[bool], spacing: int) -> bool:
         """True if it fires after these windows (`True`: unhealthy, the latest last) of `spacing` optimizer steps each."""
+        if self.severity == "critical" and spacing >= max(self.lasting, LONG):
+            return streak[-1]
         if not self.lasting:
             return streak[-1] and sum(streak) > self.patience // 2
         needed = windows_of(self.lasting, spacing, at_most=self.patience)
