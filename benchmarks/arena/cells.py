@@ -196,6 +196,7 @@ ARMS = {
 TUNING = ["sort", "copy_noise", "add", "brackets", "count", "stack", "cellular", "walk"]
 JUDGING = [
     "reverse", "running_sum", "shift_moe", "modulo", "sets", "sort_letters", "merge_sorted", "drop_vowels", "unique",
+    "every_second",
 ]  # fmt: skip
 # Tasks that RLOO is tried on as well
 RLOO = ["sort_letters", "merge_sorted", "sets"]
@@ -269,8 +270,8 @@ def tuning() -> list[Run]:
 
 def judging() -> list[Run]:
     """
-    What nothing is set by: above the rung where no correction loses, that rung with other faults and as it is, near the top of
-    the ladder, and at its foot.
+    What nothing is set by: the rung where no correction loses, with a fault beneath the staleness; the one above; near the top
+    of the ladder; and at its foot.
     """
     return [
         *runs_of(cells_at(JUDGING, "grpo", above=1), [*REFERENCES, *JUDGED]),
@@ -278,7 +279,6 @@ def judging() -> list[Run]:
         *runs_of(cells_at(JUDGING, "grpo", faults=[*FAULTS]), [*REFERENCES, *JUDGED]),
         *runs_of([Cell(task, TOP) for task in JUDGING], [*REFERENCES, *JUDGED]),
         *runs_of([Cell(task, LADDER[0]) for task in JUDGING], [*REFERENCES, "auto"]),
-        *runs_of(cells_at(JUDGING, "grpo"), [*REFERENCES, *JUDGED]),
     ]
 
 

@@ -241,6 +241,12 @@ def drop_vowels(dice: random.Random) -> tuple[str, str]:
     return letters, "".join(letter for letter in letters if letter not in "aeio")
 
 
+def skip_every_other(dice: random.Random) -> tuple[str, str]:
+    """Twenty letters: the answer is the first, third, fifth and so on."""
+    letters = draw(dice, string.ascii_lowercase[:16], 20)
+    return letters, letters[::2]
+
+
 def keep_first(dice: random.Random) -> tuple[str, str]:
     """Eighteen letters out of twelve: the answer has each once, in the order of first appearance."""
     letters = draw(dice, string.ascii_lowercase[:12], 18)
@@ -267,6 +273,7 @@ TASKS = {
         Task("sort_letters", _letters[:16], sort_letters, 0.05, 14, 14, warm_steps=700, tied=True),
         Task("merge_sorted", string.digits + "+", merge_sorted, 0.05, 16, 17, warm_steps=700),
         Task("drop_vowels", _letters[:16], drop_vowels, 0.05, 20, 20, warm_steps=900, tied=True),
+        Task("every_second", _letters[:16], skip_every_other, 0.06, 10, 20, warm_steps=300, large=True, batch=32),
         Task("unique", _letters[:12], keep_first, 0.06, 12, 18, warm_steps=900),
     )
 }

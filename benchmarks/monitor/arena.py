@@ -163,7 +163,10 @@ def every(record: Mapping[str, Any], steps: int) -> dict[str, Any]:
 def counts(rows: Iterable[Mapping[str, Any]]) -> str:
     """Summary of the runs: false alarms of those that keep their accuracy, and what came before the falls."""
     rows = list(rows)
-    lines = ["| runs | number | critical 5 steps before | before | late | never |", "| --- | --- | --- | --- | --- | --- |"]
+    lines = [
+        "| runs | number | critical 5 steps before | before | late | never |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
     kept = [row for row in rows if row["course"] == "keeps"]
     for words, chosen in (
         ("corrected or on-policy, keep their accuracy", [row for row in kept if row["arm"] != "none"]),

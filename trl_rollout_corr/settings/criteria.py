@@ -63,9 +63,7 @@ class Bounding(NamedTuple):
     upper: float
     clamps: bool  # whether weights outside the bounds are moved to the nearest bound, instead of being set to 0
     normalized: bool  # whether the weights are divided by their mean afterwards
-    positive: tuple[float, float] | None = (
-        None  # bounds where the advantage is positive, if they differ from the others
-    )
+    positive: tuple[float, float] | None = None  # bounds for positive advantages, if they have bounds of their own
 
     @property
     def drops(self) -> bool:
