@@ -629,6 +629,14 @@ def test_what_became_of_accuracy(arena, accuracy, course):
     assert arena.course({"steps": [0, 10, 20, 30], "accuracy": accuracy}) == course
 
 
+def test_sparse_logs_have_means_of_their_windows(arena):
+    record = run_of_the_arena([0.001] * 9 + [0.04] * 21)
+    sparse = arena.every(record, 10)["history"]
+    assert sparse["step"] == [10, 20, 30]
+    assert sparse["rollout_corr/kl"] == pytest.approx([0.0049, 0.04, 0.04])
+    assert arena.every(record, 1)["history"]["rollout_corr/kl"] == record["history"]["rollout_corr/kl"]
+
+
 def test_alarms_are_false_early_or_late(arena):
     assert [arena.verdict(*case) for case in (("keeps", None, None), ("keeps", None, 9))] == ["silent", "false"]
     assert [arena.verdict("falls", 20, step) for step in (19, 20, None)] == ["before", "late", "missed"]
