@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from cells import ARMS, LADDER, RUNGS, STAGES, Cell, Run, rung_of
+from cells import ARMS, LADDER, RUNGS, STAGES, TOP, Cell, Run, rung_of
 
 
 Row = dict[str, Any]
@@ -193,6 +193,23 @@ def summary(found: Sequence[Situation], arms: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
+def by_rung(found: Sequence[Situation], arms: Sequence[str]) -> str:
+    """A line per arm: in how many cells of each height it keeps 0.9 of the gain."""
+    heights = {
+        "the rung where no correction loses": lambda s: s.above == 0,
+        "one above": lambda s: s.above == 1,
+        f"at {TOP}": lambda s: s.cell.rung == TOP,
+    }
+    lines = [f"| arm | {' | '.join(heights)} |", "| --- " * (len(heights) + 1) + "|"]
+    for arm in (arm for arm in arms if arm != "on_policy"):
+        cells = []
+        for height in heights.values():
+            own = [s for s in found if s.differs and arm in s.rows and height(s)]
+            cells.append(f"{sum(s.kept(arm) >= KEPT for s in own)} of {len(own)}")
+        lines.append(f"| `{arm}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def caught(found: Sequence[Situation], arms: Sequence[str]) -> str:
     """A line per arm, over the cells in which tokens are broken: shares of tokens that get no gradient."""
     lines = ["| arm | cells | broken tokens rejected | sound tokens rejected |", "| --- " * 4 + "|"]
@@ -276,6 +293,7 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
         parts[f"{stage}-broken"] = caught(found, arms)
         if stage == "judging":
             others = [name for name in arms if name not in ("on_policy", "auto")]
+            parts["judging-rungs"] = by_rung(found, arms)
             parts["against"] = "\n".join(against(found, "auto", other) for other in others)
     return parts
 
