@@ -65,7 +65,8 @@ class Changing(TrainerCallback):
     ],
 )
 def test_settings_may_change_in_the_middle_of_a_logging_window(make, fields):
-    trainer = make(max_steps=4, logging_steps=3, extra={"callbacks": [Changing(**fields)]})
+    start = {"rollout_correction": "decoupled_token_is"}
+    trainer = make(max_steps=4, logging_steps=3, **start, extra={"callbacks": [Changing(**fields)]})
     losses(trainer)
     first, last = (entry for entry in trainer.state.log_history if "rollout_corr/kl" in entry)
     same_from_the_start = make(max_steps=4, **fields)
