@@ -42,7 +42,7 @@ from .observer import Corrected
 from .sampler import check_server_logprobs, observe_sampler, sync_weights_on_cpu
 from .scoring import Logprobs, OldPass, Scoring
 from .trl_interface import check_bases, check_trl, definer
-from .versions import check_corrected_once
+from .versions import keeps_support, take_out_weights
 
 
 class RolloutCorrectionMixin(CorrectionCore):
@@ -157,7 +157,7 @@ class RolloutCorrectionMixin(CorrectionCore):
             self._scoring = None
         if scoring.old_pass is not None:
             self._settle_old_pass(scoring.old_pass, output)
-        check_corrected_once(output)
+        take_out_weights(output, self._metrics[self._now.mode], self.args)
         self._check_rows(scoring, output)
         output[ROLLOUT_LOGPS] = self._rollout_logps(output, scoring)
         output[REWARDS] = scoring.rewards
@@ -328,9 +328,9 @@ class RolloutCorrectionMixin(CorrectionCore):
 
     def _report(self, seen: Corrected) -> None:
         """Count a corrected batch. With `rollout_diagnose`, sequences of the first batch are scored a second time."""
-        # Sequences are scored one by one, which is not possible with images
-        images = any(key in seen.batch for key in ("pixel_values", "num_images", "image_grid_thw"))
-        if not images and self._observer.looks_twice(self._now):
+        # Sequences are scored one by one, which is not possible with images or kept tokens
+        more = any(key in seen.batch for key in ("pixel_values", "num_images", "image_grid_thw"))
+        if not (more or keeps_support(self.args)) and self._observer.looks_twice(self._now):
             again = score_alone(super()._get_per_token_logps_and_entropies, self.model_wrapped, seen.batch)
             seen = seen._replace(batch={**seen.batch, AGAIN_LOGPS: again})
         self._observer.corrected(self._now, seen)

@@ -14,14 +14,14 @@ from trl.generation.vllm_generation import VLLMGeneration
 from ..messages import warn
 from ._cpu_reload import push
 from .scoring import Logprobs
-from .versions import named_weights, renormalized
+from .versions import keep_support, makes_up_for_truncation, named_weights
 
 
+# Options of vLLM that leave only some tokens to draw from
+TRUNCATION = ("top_p", "top_k", "min_p")
 # Options of vLLM that change the distribution tokens are drawn from, but not the one the trainer computes.
 _DISTORTING = (
-    "top_p",
-    "top_k",
-    "min_p",
+    *TRUNCATION,
     "repetition_penalty",
     "frequency_penalty",
     "presence_penalty",
@@ -34,8 +34,10 @@ _DISTORTING = (
 _NEUTRAL = {"top_p": (1.0,), "top_k": (0, -1), "repetition_penalty": (1.0,)}  # for the others: None, 0 and empty
 
 
-def check_sampling(config: GRPOConfig | RLOOConfig) -> None:
-    """Refuse or warn about settings of vLLM under which its log-probabilities are not comparable to the trainer's."""
+def check_sampling(config: GRPOConfig | RLOOConfig, trainer: type) -> None:
+    """
+    Refuse or warn about settings of vLLM under which its log-probabilities are not comparable to those of a `trainer` of TRL.
+    """
     if not config.use_vllm:
         return
     overrides = config.generation_kwargs or {}
@@ -52,9 +54,13 @@ def check_sampling(config: GRPOConfig | RLOOConfig) -> None:
                 f"`generation_kwargs` sets `{name}` to {value!r}, which must be {needed}: rollout correction needs one "
                 "log-probability of every sampled token. Remove it."
             )
-    settings = {name: getattr(config, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
+    settings = {name: getattr(config, name) for name in (*TRUNCATION, "repetition_penalty")}
     settings["structured_outputs"] = config.vllm_structured_outputs_regex
     settings |= {name: value for name, value in overrides.items() if name in _DISTORTING}
+    if makes_up_for_truncation(trainer):
+        if distorting({name: settings[name] for name in TRUNCATION}):
+            keep_support(config)
+        settings = {name: value for name, value in settings.items() if name not in TRUNCATION}
     warn_about_distortion(settings)
 
 
@@ -75,7 +81,7 @@ def warn_about_distortion(settings: Mapping[str, object]) -> None:
         warn(
             f"{listed} changes the distribution vLLM samples from, but not the one the trainer computes, so that every "
             "ratio is off by the probability mass that was cut or moved. Leave it at its default, or expect biased ratios, "
-            f"weights and rejections.{renormalized(changed)}"
+            "weights and rejections."
         )
 
 
