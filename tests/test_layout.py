@@ -65,6 +65,7 @@ ORDER = {
         "script",
         "stopping",
         "versions",
+        "support",
         "upstream",
         "intake",
         "loss",

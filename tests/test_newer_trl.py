@@ -142,6 +142,20 @@ def test_what_a_newer_trl_has_moved_is_refused_by_name(tiny_model_path, tmp_path
     assert "`RLOOTrainer" not in found["error"]
 
 
+def test_unsloth_is_named(monkeypatch, capsys):
+    """`import unsloth` puts generated classes in place of TRL's."""
+    parent = type("_UnslothGRPOTrainer", (RLOOTrainer,), {"__module__": "UnslothGRPOTrainer"})
+    generated = type("GRPOTrainer", (parent,), {"__module__": "UnslothGRPOTrainer"})
+    with pytest.raises(
+        ImportError, match=r"`GRPOTrainer` is Unsloth's: `import unsloth` replaces .* on dumps"
+    ) as refused:
+        trl_interface.check_trl(generated)
+    assert "changed names" not in str(refused.value)
+    monkeypatch.setattr(trl_interface, "GRPOTrainer", generated)
+    assert main(["check"]) == 1
+    assert "`GRPOTrainer` is Unsloth's" in capsys.readouterr().out
+
+
 def test_the_installed_trl_passes_the_check(capsys):
     assert main(["check"]) == 0
     printed = capsys.readouterr().out

@@ -211,7 +211,8 @@ class Window:
         if cut and low:
             named = ", ".join(f"`{name}={value!r}`" for name, value in cut.items())
             return (
-                f"Sampling is truncated by {named}, and the trainer does not make up for it: leave it at its default."
+                f"Sampling is truncated by {named}, and the trainer does not make up for it: set "
+                "`rollout_support` to replay, or leave it at its default."
             )
         return "Leave `top_p`, `top_k`, `min_p` and penalties at their defaults."
 

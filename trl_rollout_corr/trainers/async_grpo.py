@@ -62,6 +62,11 @@ def check_asynchronous(config: Any) -> None:
             "`rollout_rs_exclude_from_baseline` is True, but in an asynchronous run the rollout worker computes rewards and "
             "baselines before the trainer gets a sample, when rejections are not known yet. Set it to False."
         )
+    if config.rollout_support is not None:
+        raise ValueError(
+            f"`rollout_support` is {config.rollout_support!r}, which needs a colocated vLLM, and an asynchronous run has a "
+            "server. Set it to None."
+        )
     check_proximal(config.rollout_proximal)
     budget = getattr(config, "token_budget", None)  # gone in newer releases of TRL
     packs = budget is None or budget > 0  # rows hold as many completions as there is room for

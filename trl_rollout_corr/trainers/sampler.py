@@ -11,9 +11,9 @@ from typing import Any
 from trl import GRPOConfig, RLOOConfig
 from trl.generation.vllm_generation import VLLMGeneration
 
-from ..messages import warn
+from ..messages import warn, warn_idle
 from ._cpu_reload import push
-from .scoring import Logprobs
+from .support import Candidates
 from .versions import keep_support, makes_up_for_truncation, named_weights
 
 
@@ -57,11 +57,32 @@ def check_sampling(config: GRPOConfig | RLOOConfig, trainer: type) -> None:
     settings = {name: getattr(config, name) for name in (*TRUNCATION, "repetition_penalty")}
     settings["structured_outputs"] = config.vllm_structured_outputs_regex
     settings |= {name: value for name, value in overrides.items() if name in _DISTORTING}
-    if makes_up_for_truncation(trainer):
-        if distorting({name: settings[name] for name in TRUNCATION}):
-            keep_support(config)
+    truncated = distorting({name: settings[name] for name in TRUNCATION})
+    replays = config.rollout_support is not None
+    if replays:
+        check_support(config, trainer, truncated)
+    if truncated and makes_up_for_truncation(trainer):
+        keep_support(config)
+    if replays or makes_up_for_truncation(trainer):
         settings = {name: value for name, value in settings.items() if name not in TRUNCATION}
     warn_about_distortion(settings)
+
+
+def check_support(config: GRPOConfig | RLOOConfig, trainer: type, truncated: Mapping[str, object]) -> None:
+    """Refuse `rollout_support` where the sampler returns no kept tokens or TRL uses them itself; warn if none are cut."""
+    reason = None
+    if makes_up_for_truncation(trainer):
+        reason = "the installed TRL makes up for truncated sampling itself"
+    elif config.vllm_mode != "colocate":
+        reason = (
+            f"`vllm_mode` is {config.vllm_mode!r}, and only a colocated vLLM returns the tokens that sampling kept"
+        )
+    if reason:
+        raise ValueError(
+            f"`rollout_support` is {config.rollout_support!r}, but {reason}. Set `rollout_support` to None."
+        )
+    if not truncated:
+        warn_idle("rollout_support", config.rollout_support, "`top_p`, `top_k` and `min_p` cut no token")
 
 
 def distorting(settings: Mapping[str, object]) -> dict[str, object]:
@@ -80,8 +101,8 @@ def warn_about_distortion(settings: Mapping[str, object]) -> None:
         listed = ", ".join(f"`{name}={value!r}`" for name, value in changed.items())
         warn(
             f"{listed} changes the distribution vLLM samples from, but not the one the trainer computes, so that every "
-            "ratio is off by the probability mass that was cut or moved. Leave it at its default, or expect biased ratios, "
-            "weights and rejections."
+            "ratio is off by the probability mass that was cut or moved. Leave it at its default; for `top_p`, `top_k` and "
+            "`min_p` of a colocated vLLM, set `rollout_support` to 'replay'; or expect biased ratios, weights and rejections."
         )
 
 
@@ -127,10 +148,14 @@ def check_logprobs(completion_ids: list[list[int]], logprobs: Any) -> None:
 
 
 def observe_sampler(
-    generation: VLLMGeneration, keep: Callable[[Logprobs], object], synced: Callable[[], object]
+    generation: VLLMGeneration, keep: Callable[..., object], synced: Callable[[], object], *, replays: bool = False
 ) -> None:
-    """Call `keep` with the log-probabilities of each generation, by completion, and `synced` before each push of weights."""
+    """
+    Call `keep` with the log-probabilities of each generation, by completion, and, if it `replays`, with the tokens that
+    sampling kept; and `synced` before each push of weights.
+    """
     generation.logprobs = 0  # of the sampled token alone
+    candidates = Candidates(generation) if replays else None
     generate, sync_weights = generation.generate, generation.sync_weights
 
     @wraps(generate)
@@ -141,7 +166,11 @@ def observe_sampler(
                 "vLLM returned no log-probabilities, which rollout correction needs. Remove `logprobs` from "
                 "`generation_kwargs`, or set it to 0."
             )
-        keep([[candidates[0] for candidates in sequence] for sequence in logprobs])
+        if candidates is not None:
+            sampled, kept = candidates.read(completion_ids, logprobs, others[0])
+            keep(sampled, kept)
+            return prompt_ids, completion_ids, [[[logp] for logp in sequence] for sequence in sampled], *others
+        keep([[ranked[0] for ranked in sequence] for sequence in logprobs])
         return prompt_ids, completion_ids, logprobs, *others
 
     @wraps(sync_weights)

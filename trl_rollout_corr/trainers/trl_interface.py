@@ -116,6 +116,13 @@ def refusal(trainers: Iterable[type], methods: dict[type, dict[str, list[str]]] 
     outside = outside_window(release(), installed)
     if outside:
         return outside
+    trainers = tuple(trainers)
+    if of_unsloth := next((trainer for trainer in trainers if _is_of_unsloth(trainer)), None):
+        return (
+            f"`{of_unsloth.__name__}` is Unsloth's: `import unsloth` replaces the trainers of trl, and its loss computes "
+            "log-probabilities in a kernel of its own, which rollout correction does not reach. Train without "
+            "`import unsloth`. Beside Unsloth, `trl-rollout-corr diagnose` and `compare` work on dumps of sequences."
+        )
     touched = methods or {owner: METHODS[owner] for owner in (*trainers, VLLMGeneration)}
     found = [change for owner, names in touched.items() for change in changes(owner, names)]
     if found:
@@ -124,6 +131,10 @@ def refusal(trainers: Iterable[type], methods: dict[type, dict[str, list[str]]] 
             f"trl-rollout-corr, or {TESTED}."
         )
     return None
+
+
+def _is_of_unsloth(trainer: type) -> bool:
+    return any("unsloth" in f"{cls.__module__} {cls.__name__}".lower() for cls in trainer.__mro__)
 
 
 _told: set[str] = set()  # one warning per process

@@ -181,7 +181,8 @@ def makes_up_for_truncation(trainer: Any) -> bool:
     True if a trainer of TRL computes log-probabilities over the tokens that truncated sampling left: if its forward method
     takes them.
     """
-    parameters = inspect.signature(trainer._get_per_token_logps_and_entropies).parameters
+    forward = getattr(trainer, "_get_per_token_logps_and_entropies", None)
+    parameters = inspect.signature(forward).parameters if forward else ()
     return any(_SUPPORT.search(name) for name in parameters if name not in _MASKS)
 
 
