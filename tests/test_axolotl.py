@@ -49,8 +49,12 @@ def plugin(monkeypatch):
             monkeypatch.setitem(sys.modules, path, sys.modules.get(path, ModuleType(path)))
         setattr(sys.modules[name], member.__name__, member)
     monkeypatch.syspath_prepend(str(FILE.parent))
-    monkeypatch.delitem(sys.modules, "rollout_correction", raising=False)
-    return importlib.import_module("rollout_correction")
+    for name in ("rollout_correction", "corrected_trainer"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    plugin = importlib.import_module("rollout_correction")
+    # Axolotl joins the fields of the plugins that it knows when its trainers are imported
+    assert "corrected_trainer" not in sys.modules
+    return plugin
 
 
 def named(path: str):
@@ -101,7 +105,8 @@ def test_a_run_of_axolotl_is_corrected(plugin, tiny_model_path, tmp_path):
 def test_the_recipe_has_keys_of_the_plugin(plugin):
     cfg = recipe()
     assert {key for key in cfg if key.startswith("rollout_")} <= set(plugin.FIELDS)
-    assert named(cfg["trainer_cls"]) is plugin.RolloutCorrectedAxolotlTrainer
+    assert cfg["trainer_cls"] == plugin.TRAINER
+    assert issubclass(named(plugin.TRAINER), AxolotlGRPOTrainer)
     plugin.RolloutCorrectionPlugin().register(cfg)
     assert len(FILE.read_text().splitlines()) <= 150
 

@@ -5,29 +5,23 @@ With this folder in `PYTHONPATH` and `grpo.yaml` beside it:
 
     PYTHONPATH=examples/axolotl axolotl train examples/axolotl/grpo.yaml
 
-All `rollout_*` fields are keys of Axolotl's YAML. It drops keys that are null: write `none`. Written for Axolotl 0.21, which
-uses TRL 1.14.1, and tested with a stand-in of its interface, not with Axolotl itself.
+All `rollout_*` fields are keys of Axolotl's YAML. It drops keys that are null: write `none`. For Axolotl 0.21. The tests use a
+stand-in of its interface; docs/compatibility.md has what ran with Axolotl itself.
 """
 
 from typing import Any
 
-from axolotl.core.trainers.grpo.trainer import AxolotlGRPOTrainer
 from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel, create_model
 
-from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer, RolloutCorrectionConfig
+from trl_rollout_corr import RolloutCorrectionConfig
 
 
 # Keys of the YAML, of any type: `RolloutCorrectedGRPOConfig` checks their values
 FIELDS = [name for name in RolloutCorrectionConfig.__dataclass_fields__ if not name.endswith("_resolved")]
 RolloutCorrectionArgs: type[BaseModel] = create_model("RolloutCorrectionArgs", **dict.fromkeys(FIELDS, (Any, None)))
-
-
-class RolloutCorrectedAxolotlTrainer(RolloutCorrectedGRPOTrainer, AxolotlGRPOTrainer):
-    """Axolotl's GRPO trainer with rollout correction, which comes before it among the bases."""
-
-    _config_class = RolloutCorrectedGRPOConfig
-    _tag_names = [*AxolotlGRPOTrainer._tag_names, "rollout-correction"]
+# Not imported here: Axolotl joins the fields of plugins with its own when its trainers are imported
+TRAINER = "corrected_trainer.RolloutCorrectedAxolotlTrainer"
 
 
 class RolloutCorrectionPlugin(BasePlugin):
@@ -53,7 +47,7 @@ class RolloutCorrectionPlugin(BasePlugin):
         if not of_trl.get("use_vllm"):
             raise ValueError("`trl.use_vllm` is not true, so there is no sampler to correct for. Set it.")
         # A class that a plugin returns gets neither model nor reward functions from Axolotl; a name in the YAML does
-        cfg["trainer_cls"] = cfg.get("trainer_cls") or f"{__name__}.{RolloutCorrectedAxolotlTrainer.__name__}"
+        cfg["trainer_cls"] = cfg.get("trainer_cls") or TRAINER
 
     def get_input_args(self) -> str:
         """Keys of the YAML."""
