@@ -81,6 +81,14 @@ def test_gradients_are_those_of_the_truncated_policy(make):
 
 
 @pytest.mark.vllm
+def test_without_truncation_nothing_is_cut(make):
+    with pytest.warns(UserWarning, match="`rollout_support` is set to 'replay' but has no effect"):
+        trainer = make()
+    assert trainer.vllm_generation.logprobs == 0
+    assert not trainer.vllm_generation.top_k
+
+
+@pytest.mark.vllm
 def test_a_kept_set_that_the_candidates_do_not_hold_is_no_sample(make, monkeypatch):
     monkeypatch.setattr("trl_rollout_corr.trainers.support._TIES", -3)  # as if four tokens tied with the last one
     trainer = make(top_k=5, max_steps=1)

@@ -39,7 +39,7 @@ from .first_step import score_alone
 from .gradient_check import GradientCheck
 from .loss import LossCall
 from .observer import Corrected
-from .sampler import check_server_logprobs, observe_sampler, sync_weights_on_cpu
+from .sampler import check_server_logprobs, observe_sampler, sync_weights_on_cpu, truncation
 from .scoring import Logprobs, OldPass, Scoring
 from .support import SUPPORT, Kept, check_replay, over_support, pad_kept
 from .trl_interface import check_bases, check_trl, definer
@@ -92,7 +92,7 @@ class RolloutCorrectionMixin(CorrectionCore):
         if self.use_vllm:
             self._check_server()
             sync_weights_on_cpu(self.vllm_generation)
-            replays = self.args.rollout_support is not None
+            replays = self.args.rollout_support is not None and bool(truncation(self.args))
             observe_sampler(self.vllm_generation, self._record_logprobs, self._mark_sync, replays=replays)
         self._check_sampler()
         if self.args.rollout_support is not None:
@@ -162,7 +162,7 @@ class RolloutCorrectionMixin(CorrectionCore):
             self._scoring = None
         if scoring.old_pass is not None:
             self._settle_old_pass(scoring.old_pass, output)
-        take_out_weights(output, self._metrics[self._now.mode], self.args)
+        take_out_weights(output, self._metrics[self._now.mode], keeps_support(self.args, self._trl_class))
         self._check_rows(scoring, output)
         output[ROLLOUT_LOGPS] = self._rollout_logps(output, scoring)
         output[REWARDS] = scoring.rewards
@@ -352,7 +352,7 @@ class RolloutCorrectionMixin(CorrectionCore):
         """Count a corrected batch. With `rollout_diagnose`, sequences of the first batch are scored a second time."""
         # Sequences are scored one by one, which is not possible with images or kept tokens
         more = any(key in seen.batch for key in ("pixel_values", "num_images", "image_grid_thw", SUPPORT))
-        if not (more or keeps_support(self.args)) and self._observer.looks_twice(self._now):
+        if not (more or keeps_support(self.args, self._trl_class)) and self._observer.looks_twice(self._now):
             again = score_alone(super()._get_per_token_logps_and_entropies, self.model_wrapped, seen.batch)
             seen = seen._replace(batch={**seen.batch, AGAIN_LOGPS: again})
         self._observer.corrected(self._now, seen)

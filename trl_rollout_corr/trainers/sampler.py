@@ -57,18 +57,17 @@ def check_sampling(config: GRPOConfig | RLOOConfig, trainer: type) -> None:
     settings = {name: getattr(config, name) for name in (*TRUNCATION, "repetition_penalty")}
     settings["structured_outputs"] = config.vllm_structured_outputs_regex
     settings |= {name: value for name, value in overrides.items() if name in _DISTORTING}
-    truncated = distorting({name: settings[name] for name in TRUNCATION})
     replays = config.rollout_support is not None
     if replays:
-        check_support(config, trainer, truncated)
-    if truncated and makes_up_for_truncation(trainer):
+        check_support(config, trainer)
+    if truncation(config) and makes_up_for_truncation(trainer):
         keep_support(config)
     if replays or makes_up_for_truncation(trainer):
         settings = {name: value for name, value in settings.items() if name not in TRUNCATION}
     warn_about_distortion(settings)
 
 
-def check_support(config: GRPOConfig | RLOOConfig, trainer: type, truncated: Mapping[str, object]) -> None:
+def check_support(config: GRPOConfig | RLOOConfig, trainer: type) -> None:
     """Refuse `rollout_support` where the sampler returns no kept tokens or TRL uses them itself; warn if none are cut."""
     reason = None
     if makes_up_for_truncation(trainer):
@@ -81,8 +80,14 @@ def check_support(config: GRPOConfig | RLOOConfig, trainer: type, truncated: Map
         raise ValueError(
             f"`rollout_support` is {config.rollout_support!r}, but {reason}. Set `rollout_support` to None."
         )
-    if not truncated:
+    if not truncation(config):
         warn_idle("rollout_support", config.rollout_support, "`top_p`, `top_k` and `min_p` cut no token")
+
+
+def truncation(config: GRPOConfig | RLOOConfig) -> dict[str, object]:
+    """Options of truncated sampling that are in effect, by name."""
+    overrides = config.generation_kwargs or {}
+    return distorting({name: overrides.get(name, getattr(config, name)) for name in TRUNCATION})
 
 
 def distorting(settings: Mapping[str, object]) -> dict[str, object]:

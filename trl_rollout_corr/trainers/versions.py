@@ -104,9 +104,8 @@ def check_passes_by(config: "GRPOConfig") -> None:
 
 _OF_TRL = "vllm_importance_sampling_"  # how the fields of TRL's own correction begin
 _SWITCH = f"{_OF_TRL}correction"
-_SUPPORT = re.compile(
-    "support|kept|mask|trunc|allowed"
-)  # in names of fields, parameters and keys about truncated sampling
+# In names of fields, parameters and keys about truncated sampling
+_SUPPORT = re.compile("support|kept|mask|trunc|allowed")
 
 
 def replace_trl_correction(config: "GRPOConfig | RLOOConfig") -> None:
@@ -129,13 +128,13 @@ def replace_trl_correction(config: "GRPOConfig | RLOOConfig") -> None:
         )
 
 
-def take_out_weights(batch: MutableMapping[str, Any], metrics: MutableMapping[str, Any], config: object) -> None:
+def take_out_weights(batch: MutableMapping[str, Any], metrics: MutableMapping[str, Any], switched_on: bool) -> None:
     """
-    Put ones in place of TRL's importance weights if its switch had to stay on ([`keep_support`]), and remove what TRL logs
-    about them. If it is off, weights of TRL are refused.
+    Put ones in place of TRL's importance weights if its correction had to stay on ([`keeps_support`]), and remove what TRL
+    logs about them. Otherwise weights of TRL are refused.
     """
     found = [key for key in batch if key.startswith("importance_sampling") and not _SUPPORT.search(key)]
-    if keeps_support(config):
+    if switched_on:
         for key in found:
             batch[key] = torch.ones_like(batch[key])
         for key in [key for key in metrics if "importance_sampling" in key]:
@@ -195,6 +194,6 @@ def keep_support(config: Any) -> None:
         setattr(config, _SWITCH, True)
 
 
-def keeps_support(config: object) -> bool:
-    """True if TRL's correction is on, for its treatment of truncated sampling."""
-    return bool(getattr(config, _SWITCH, False))
+def keeps_support(config: object, trainer: type) -> bool:
+    """True if the correction of a trainer of TRL is on, for its treatment of truncated sampling."""
+    return bool(getattr(config, _SWITCH, False)) and makes_up_for_truncation(trainer)
