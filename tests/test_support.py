@@ -112,6 +112,8 @@ def test_replay_is_refused_where_it_cannot_be(tiny_model_path, tmp_path, monkeyp
         config(top_p=0.9, vllm_mode="server")
     with pytest.warns(UserWarning, match=r"`rollout_support` is set to 'replay' but has no effect: `top_p`, `top_k`"):
         config()
+    with pytest.warns(UserWarning, match=r"`top_p=0.9` changes .* set `rollout_support` to 'replay'"):
+        config(top_p=0.9, rollout_support=None)
     with pytest.raises(ValueError, match=r"`rollout_support` is 'replay', but `rollout_func` is set"):
         build(
             trainer_class, config_class, tiny_model_path, tmp_path, sampler=StaleSampler(tiny_model_path),

@@ -64,7 +64,7 @@ def check_sampling(config: GRPOConfig | RLOOConfig, trainer: type) -> None:
         keep_support(config)
     if replays or makes_up_for_truncation(trainer):
         settings = {name: value for name, value in settings.items() if name not in TRUNCATION}
-    warn_about_distortion(settings)
+    warn_about_distortion(settings, colocated=config.vllm_mode == "colocate")
 
 
 def check_support(config: GRPOConfig | RLOOConfig, trainer: type) -> None:
@@ -100,14 +100,16 @@ def neutral(name: str) -> float:
     return _NEUTRAL.get(name, (0.0,))[0]
 
 
-def warn_about_distortion(settings: Mapping[str, object]) -> None:
+def warn_about_distortion(settings: Mapping[str, object], *, colocated: bool = False) -> None:
     """Warn about options of vLLM that change the distribution of the sampler but not that of the trainer."""
     if changed := distorting(settings):
         listed = ", ".join(f"`{name}={value!r}`" for name, value in changed.items())
+        replay = " set `rollout_support` to 'replay' (`top_p`, `top_k` and `min_p`)," if colocated else ""
+        replay *= not changed.keys().isdisjoint(TRUNCATION)
         warn(
             f"{listed} changes the distribution vLLM samples from, but not the one the trainer computes, so that every "
-            "ratio is off by the probability mass that was cut or moved. Leave it at its default; for `top_p`, `top_k` and "
-            "`min_p` of a colocated vLLM, set `rollout_support` to 'replay'; or expect biased ratios, weights and rejections."
+            "ratio is off by the probability mass that was cut or moved. Leave it at its "
+            f"default,{replay} or expect biased ratios, weights and rejections."
         )
 
 
