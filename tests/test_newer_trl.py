@@ -2,13 +2,19 @@
 
 import dataclasses
 import json
+import re
+import shutil
 import sys
+from contextlib import nullcontext
+from types import ModuleType
 
 import pytest
 import torch
+import trl
 from trl import GRPOConfig, GRPOTrainer, RLOOTrainer
+from trl.generation.vllm_generation import VLLMGeneration
 
-from tests.editing import copy_trl
+from tests.editing import copy_trl, edited
 from tests.launching import ROOT, run
 from tests.tiny import StaleSampler
 from tests.training import TRAINERS, VLLM, assert_same_steps, build, logged, losses, micro_batches
@@ -30,7 +36,7 @@ def pretend(monkeypatch, version: str):
 @pytest.mark.parametrize("version", ["1.9.2", "0.29.1", "2.0.0", "2.0.0.dev0"])
 def test_a_release_outside_the_window_is_refused(monkeypatch, version):
     pretend(monkeypatch, version)
-    with pytest.raises(ImportError, match=rf"trl>={OLDEST},<{FIRST_UNSUPPORTED}, got trl {version}.*pip install"):
+    with pytest.raises(ImportError, match=rf"trl>={OLDEST},<{FIRST_UNSUPPORTED}, got trl {version}.*constraints\.txt"):
         trl_interface.check_trl(GRPOTrainer)
 
 
@@ -50,7 +56,7 @@ def test_a_release_in_the_window_is_silent(monkeypatch, version):
 @pytest.mark.parametrize("version", ["1.17.0", "1.17.0.dev0", "1.99.1"])
 def test_a_newer_release_is_warned_about_once(monkeypatch, version):
     pretend(monkeypatch, version)
-    with pytest.warns(UserWarning, match=f"trl {version} is newer"):
+    with pytest.warns(UserWarning, match=rf"trl {version} is newer.*constraints\.txt"):
         trl_interface.check_trl(GRPOTrainer)
     trl_interface.check_trl(RLOOTrainer)  # a second warning would be an error here
     trl_interface.check_trl(GRPOTrainer)
@@ -136,6 +142,20 @@ def test_what_a_newer_trl_has_moved_is_refused_by_name(tiny_model_path, tmp_path
     assert "`RLOOTrainer" not in found["error"]
 
 
+def test_unsloth_is_named(monkeypatch, capsys):
+    """`import unsloth` puts generated classes in place of TRL's."""
+    parent = type("_UnslothGRPOTrainer", (RLOOTrainer,), {"__module__": "UnslothGRPOTrainer"})
+    generated = type("GRPOTrainer", (parent,), {"__module__": "UnslothGRPOTrainer"})
+    with pytest.raises(
+        ImportError, match=r"`GRPOTrainer` is Unsloth's: `import unsloth` replaces .* on dumps"
+    ) as refused:
+        trl_interface.check_trl(generated)
+    assert "changed names" not in str(refused.value)
+    monkeypatch.setattr(trl_interface, "GRPOTrainer", generated)
+    assert main(["check"]) == 1
+    assert "`GRPOTrainer` is Unsloth's" in capsys.readouterr().out
+
+
 def test_the_installed_trl_passes_the_check(capsys):
     assert main(["check"]) == 0
     printed = capsys.readouterr().out
@@ -150,7 +170,8 @@ def test_the_installed_trl_passes_the_check(capsys):
 class NewGRPOConfig(RolloutCorrectedGRPOConfig):
     """TRL of the future, with a correction that is on by default."""
 
-    vllm_importance_sampling_kept_support: bool = True
+    vllm_importance_sampling_twice: bool = True
+    vllm_importance_sampling_kept_tokens: bool = True
     vllm_importance_sampling_level: str = "token"
 
 
@@ -162,14 +183,14 @@ class NewRLOOConfig(TRAINERS["rloo"][1]):
 
 
 def test_a_correction_that_is_not_known_is_switched_off_and_named(tmp_path):
-    with pytest.warns(UserWarning, match=r"`vllm_importance_sampling_kept_support=True` has no effect"):
+    with pytest.warns(UserWarning, match=r"`vllm_importance_sampling_twice=True` has no effect"):
         config = NewGRPOConfig(str(tmp_path), bf16=False)
-    assert not config.vllm_importance_sampling_kept_support
+    assert not config.vllm_importance_sampling_twice
     assert not config.vllm_importance_sampling_correction
+    assert config.vllm_importance_sampling_kept_tokens  # no correction of the loss
     with pytest.warns(UserWarning, match=r"`vllm_importance_sampling_level='sequence'` has no effect"):
         NewGRPOConfig(
-            str(tmp_path), bf16=False, vllm_importance_sampling_kept_support=False,
-            vllm_importance_sampling_level="sequence",
+            str(tmp_path), bf16=False, vllm_importance_sampling_twice=False, vllm_importance_sampling_level="sequence",
         )  # fmt: skip
 
 
@@ -190,14 +211,34 @@ def test_weights_of_trl_in_a_batch_are_an_error(tiny_model_path, tmp_path, monke
         micro_batches(trainer)
 
 
-def over_kept_tokens(self, model, input_ids, attention_mask, logits_to_keep, **_):
-    """Log-probabilities over the `top_k` tokens that the sampler drew from, which TRL computes from 1.17 on."""
+def over_kept_tokens(self, model, input_ids, attention_mask, logits_to_keep, kept_tokens=None, **_):
+    """Log-probabilities over the `top_k` tokens that the sampler drew from, if the correction is switched on."""
     output = model(input_ids=input_ids, attention_mask=attention_mask)
     logits = output.logits[:, -logits_to_keep - 1 : -1].float() / self.temperature
-    kept = logits >= logits.topk(self.args.top_k).values[..., -1:]
-    logps = logits.masked_fill(~kept, -1e4).log_softmax(-1)
-    logps = logps.gather(-1, input_ids[:, -logits_to_keep:, None])[..., 0]
+    if self.vllm_importance_sampling_correction:
+        logits = logits.masked_fill(logits < logits.topk(self.args.top_k).values[..., -1:], -1e4)
+    logps = logits.log_softmax(-1).gather(-1, input_ids[:, -logits_to_keep:, None])[..., 0]
     return logps, torch.zeros_like(logps), None
+
+
+def make_up_for_truncation(monkeypatch):
+    """TRL of the future: kept tokens come with completions, are in the batch, and go into the forward method."""
+    generate, score = VLLMGeneration.generate, GRPOTrainer._generate_and_score_completions
+    monkeypatch.setattr(
+        VLLMGeneration, "generate", lambda *args, **kwargs: (*generate(*args, **kwargs), "kept tokens")
+    )
+    turn = edited(
+        GRPOTrainer._generate_single_turn, ("logprobs, _ = self.vllm_gen", "logprobs, _, self.kept = self.vllm_gen")
+    )
+    monkeypatch.setattr(GRPOTrainer, "_generate_single_turn", turn)
+    monkeypatch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", over_kept_tokens)
+
+    def with_mask(self, inputs):
+        output = score(self, inputs)
+        assert self.kept == "kept tokens"
+        return {**output, "sampling_mask": torch.ones_like(output["completion_mask"])}
+
+    monkeypatch.setattr(GRPOTrainer, "_generate_and_score_completions", with_mask)
 
 
 @pytest.mark.vllm
@@ -205,18 +246,122 @@ def over_kept_tokens(self, model, input_ids, attention_mask, logits_to_keep, **_
 def test_truncation_that_trl_makes_up_for_is_not_corrected_again(
     tiny_model_path, tmp_path, shared_engine, monkeypatch, makes_up
 ):
+    """What TRL does hangs on the switch of its correction. Its weights act twice, unless they are taken out."""
     if makes_up:
-        monkeypatch.setattr(versions, "INSTALLED", Version("1.17.0"))
-        monkeypatch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", over_kept_tokens)
-    with pytest.warns(UserWarning, match="`top_k=4` changes the distribution") as caught:
+        make_up_for_truncation(monkeypatch)
+    warns = nullcontext() if makes_up else pytest.warns(UserWarning, match="`top_k=4` changes the distribution")
+    with warns:
         trainer = build(
             RolloutCorrectedGRPOTrainer, RolloutCorrectedGRPOConfig, tiny_model_path, tmp_path,
             **VLLM, top_k=4, rollout_is="token", rollout_is_threshold=[0.1, 10.0],
         )  # fmt: skip
-    assert ("TRL compensates `top_k`" in str(caught[0].message)) == makes_up
+    batches = []
+    loss = trainer._compute_loss
+    trainer._compute_loss = lambda model, inputs: (batches.append(inputs), loss(model, inputs))[1]
     trainer.train()
     weights = logged(trainer, "rollout_is_mean")
     assert all(abs(weight - 1.0) < 1e-3 for weight in weights) if makes_up else all(w < 0.97 for w in weights)
+    assert all(("importance_sampling_ratio" in batch) == makes_up for batch in batches)
+    assert not makes_up or all((batch["importance_sampling_ratio"] == 1).all() for batch in batches)
+    assert not any("importance_sampling_ratio" in key for entry in trainer.state.log_history for key in entry)
+
+
+def test_other_options_are_warned_about_where_trl_makes_up_for_truncation(tmp_path, monkeypatch):
+    monkeypatch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", over_kept_tokens)
+    with pytest.warns(UserWarning, match=r"`repetition_penalty=1.2` changes") as caught:
+        config = RolloutCorrectedGRPOConfig(
+            str(tmp_path), bf16=False, use_vllm=True, top_p=0.9, repetition_penalty=1.2
+        )
+    assert "top_p" not in str(caught[0].message)
+    assert config.vllm_importance_sampling_correction
+    assert not RolloutCorrectedGRPOConfig(str(tmp_path), bf16=False, use_vllm=True).vllm_importance_sampling_correction
+
+
+# Its asynchronous trainer ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def upstream():
+    return pytest.importorskip("trl_rollout_corr.trainers.upstream", exc_type=ImportError)
+
+
+def test_the_asynchronous_trainer_is_found_at_its_newest_place(upstream, monkeypatch):
+    trainer, client = ModuleType("trl.trainer.async_grpo_trainer"), ModuleType("trl.generation.async_vllm_client")
+    parts = [part for part in upstream._PARTS if part != "VLLMClient"]
+    vars(trainer).update(
+        {name: type(name, (), {"__module__": trainer.__name__}) for name in ("AsyncGRPOTrainer", *parts)}
+    )
+    client.AsyncVLLMClient = type("AsyncVLLMClient", (), {})
+    for module in (trainer, client):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(trl, "AsyncGRPOTrainer", trainer.AsyncGRPOTrainer, raising=False)
+    found = upstream.find_parts()
+    assert found["AsyncGRPOTrainer"] is trainer.AsyncGRPOTrainer
+    assert found["VLLMClient"] is client.AsyncVLLMClient
+    assert found["TreeRow"] is trainer.TreeRow
+
+
+def test_missing_parts_of_the_asynchronous_trainer_are_named(upstream, monkeypatch):
+    module = sys.modules[upstream.AsyncGRPOTrainer.__module__]
+    monkeypatch.delattr(module, "TreeRow")
+    monkeypatch.delattr(module, "AsyncRolloutWorker")
+    with pytest.raises(ImportError, match=r"lacks parts .*: `AsyncRolloutWorker`, `TreeRow` in .*constraints.txt"):
+        upstream.find_parts()
+    monkeypatch.setattr(upstream, "_PLACES", ("trl", "trl.moved_elsewhere"))
+    with pytest.raises(ImportError, match=r"`AsyncGRPOTrainer`, which is in none of `trl` and `trl.moved_elsewhere`"):
+        upstream.find_parts()
+
+
+def test_names_that_the_asynchronous_trainer_has_moved_are_refused(upstream, monkeypatch):
+    owner, methods = upstream.AsyncGRPOTrainer, {"_sync_weight": ["self"], "push": ["self"]}
+    assert trl_interface.changes(owner, trl_interface.ASYNCHRONOUS) == []
+    source = trl_interface.source_of(owner).replace("old_log_probs", "old_per_token_logps")
+    monkeypatch.setattr(trl_interface, "source_of", lambda owner: source.replace("self.model_version", "self.version"))
+    found = " ".join(trl_interface.changes(owner, methods))
+    for name in ("`AsyncGRPOTrainer.push` is gone", "attribute `model_version` of", "key `old_log_probs` of"):
+        assert name in found
+
+
+ASYNCHRONOUS = """
+import sys
+import tests.conftest
+from tests.asynchronous import build_ours
+from trl_rollout_corr.trainers import upstream
+
+trainer = build_ours(*sys.argv[1:], max_steps=1)
+trainer.train()
+print(upstream.AsyncGRPOTrainer.__module__, upstream.VLLMClient.__name__, trainer.state.global_step)
+"""
+
+
+def in_the_layout_announced(folder) -> str:
+    """A copy of TRL with the announced layout of the asynchronous trainer."""
+    names = '"AsyncGRPOTrainer", "GRPOTrainer",'
+    structure = '"async_grpo_trainer": ["AsyncGRPOTrainer"], "grpo_trainer": ['
+    edits = {
+        "__init__.py": [('        "GRPOTrainer",', names)],
+        "trainer/__init__.py": [('"grpo_trainer": [', structure)],
+    }
+    path = copy_trl(folder, "1.18.2", edits)
+    package, before = folder / "trl", folder / "trl/experimental/async_grpo"
+    for module in before.glob("*.py"):
+        source = module.read_text().replace("from ...trainer", "from trl.trainer").replace("from ...", "from ..")
+        source = source.replace("from .vllm_client", "from ..generation.async_vllm_client")
+        source = re.sub(r"\bVLLMClient\b", "AsyncVLLMClient", source)
+        if module.name == "vllm_client.py":
+            (package / "generation/async_vllm_client.py").write_text(source)
+        elif module.name != "__init__.py":
+            (package / "trainer" / module.name).write_text(source)
+    shutil.rmtree(before)
+    return path
+
+
+@pytest.mark.slow
+def test_the_asynchronous_trainer_trains_in_the_layout_announced(upstream, tiny_model_path, tmp_path):
+    path = in_the_layout_announced(tmp_path / "trl")
+    process = run(sys.executable, "-c", ASYNCHRONOUS, tiny_model_path, str(tmp_path), PYTHONPATH=f"{path}:{ROOT}")
+    assert process.returncode == 0, process.stderr[-5000:]
+    assert "trl.trainer.async_grpo_trainer AsyncVLLMClient 1" in process.stdout
 
 
 # What older releases lack ---------------------------------------------------------------------------------------------

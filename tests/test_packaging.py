@@ -126,7 +126,7 @@ def test_the_source_distribution_is_clean(built):
     allowed = {"trl_rollout_corr", "benchmarks", "compatibility", "docs", "examples", "recipes", "tests"}
     files = {
         ".gitignore", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "Makefile", "PKG-INFO", "README.md",
-        "README.zh-CN.md", "mkdocs.yml", "pyproject.toml",
+        "README.zh-CN.md", "constraints.txt", "mkdocs.yml", "pyproject.toml",
     }  # fmt: skip
     assert {name.split("/")[0] for name in names} == allowed | files
     assert not [name for name in names if "__pycache__" in name or name.endswith((".pyc", ".partial"))]

@@ -202,9 +202,8 @@ _RULES = [
         bound=0.01,
         seen="The mean ratio of trainer to sampler, `1 + k3_kl - kl`, differs from 1 by {value:.2g}.",
         why="The mean ratio is 1 for any two policies, so these are not the log-probabilities of the sampled tokens.",
-        advice="Leave `top_p`, `top_k`, `min_p` and penalties at their defaults. If all have their defaults, look for "
-        "another temperature, and for tokens that were added or changed after sampling.",
-        patience=5,
+        advice="{truncated} If all have their defaults, look for another temperature, and for tokens that were added or "
+        "changed after sampling.",
         applies=lambda window: window.fresh,
         measure=conditions.bias,
     ),

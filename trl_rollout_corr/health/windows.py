@@ -183,7 +183,7 @@ class Window:
         `geometric` and `token` are bounds that keep nearly all completions and tokens of this window: three standard
         deviations of the mean log-ratio of a completion, which are 3.8 times the mean of its absolute value, and percentiles 1
         to 99. `correct` and `instead` are sentences on the correction, for a gap and for one that grows in spite of a
-        correction."""
+        correction; `truncated` on the options of sampling, for a mean ratio that is not 1."""
         size, low, high = (self.get(key) for key in ("log_ppl_abs_diff", "log_ratio_p1", "log_ratio_p99"))
         geometric = token = "bounds from its spread"
         if size is not None and 0 < size < 5:
@@ -198,7 +198,23 @@ class Window:
             "token": token,
             "correct": self._advised("gap"),
             "instead": self._advised("growing gap"),
+            "truncated": self._truncated(),
         }
+
+    def _truncated(self) -> str:
+        """The options of sampling that cut the distribution of the sampler alone, if they are known."""
+        low = (self.get("k3_kl") or 0.0) < (self.get("kl") or 0.0)  # a mean ratio above 1 is no truncation
+        overrides = self.setting("generation_kwargs")
+        given = {name: self.setting(name) for name in _NO_TRUNCATION}
+        given |= {k: v for k, v in overrides.items() if k in given} if isinstance(overrides, Mapping) else {}
+        cut = {name: value for name, value in given.items() if value not in _NO_TRUNCATION[name]}
+        if cut and low:
+            named = ", ".join(f"`{name}={value!r}`" for name, value in cut.items())
+            return (
+                f"Sampling is truncated by {named}, and the trainer does not make up for it: set "
+                "`rollout_support` to replay, or leave it at its default."
+            )
+        return "Leave `top_p`, `top_k`, `min_p` and penalties at their defaults."
 
     def _advised(self, situation: Situation) -> str:
         """The correction to set, in a sentence; empty if there is nothing to change."""
@@ -206,6 +222,14 @@ class Window:
             return "Set `rollout_metrics_only` to False, so that the correction has an effect."
         advice = advise(mode_of(self.settings), situation, corrects=self.corrects)
         return advice.sentence if any(self.setting(k) != value for k, value in advice.settings.items()) else ""
+
+
+# Values of options of truncated sampling with which every token can be drawn, and of an unknown option
+_NO_TRUNCATION: dict[str, tuple[Any, ...]] = {
+    "top_p": (..., None, 1.0),
+    "top_k": (..., None, 0, -1),
+    "min_p": (..., None, 0.0),
+}
 
 
 def _bounds(low: float, high: float) -> str:

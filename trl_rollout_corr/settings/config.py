@@ -100,6 +100,11 @@ class RolloutCorrectionConfig(DumpFields, MonitorFields, EngineFields, Correctio
 
         > The engine
 
+        rollout_support (`str`, *optional*):
+            With `top_p`, `top_k` or `min_p`, `"replay"` normalises the log-probabilities of the trainer over the tokens that
+            the sampler kept, so that ratios are unbiased; also those of the reference. The sets come from a colocated vLLM.
+            Without `top_k`, sampling gets a `top_k` of 512. Not for TRL from 1.17 on, where TRL does it. `None` for
+            log-probabilities over the whole vocabulary.
         rollout_engine_kwargs (`dict[str, Any]`, *optional*):
             Arguments of vLLM's engine that TRL has no field for, such as `{"dtype": "float16"}`,
             `{"kv_cache_dtype": "auto"}` or `{"hf_overrides": {"head_dtype": "float32"}}`: fields of `vllm.EngineArgs`. For

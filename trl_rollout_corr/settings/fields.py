@@ -110,6 +110,9 @@ class CorrectionFields:
 class EngineFields:
     """Fields of [`RolloutCorrectionConfig`] for the engine of the sampler."""
 
+    rollout_support: str | None = _option(
+        "Truncated sampling: replay, log-probabilities of the trainer over the tokens that the sampler kept, or none."
+    )
     rollout_engine_kwargs: Mapping[str, object] | str | None = _option(
         "Arguments of vLLM's engine that TRL has no field for, as a mapping."
     )
@@ -226,6 +229,7 @@ PARSERS: dict[str, Callable[[Any], Any]] = {
     "rollout_nan_policy": partial(_choice, "rollout_nan_policy", NAN_POLICIES),
     "rollout_clip_ratio_c": _clip_ratio,
     "rollout_engine_kwargs": _engine_kwargs,
+    "rollout_support": partial(_choice, "rollout_support", ("replay", None)),
     "rollout_monitor": partial(_choice, "rollout_monitor", (*MONITOR_ACTIONS, None)),
     "rollout_monitor_preset": partial(preset_name, "rollout_monitor_preset"),
     "rollout_monitor_bounds": lambda value: parse_bounds(none_if_null(value)) or None,

@@ -34,7 +34,7 @@ from .loss import normalizes_sequences
 from .monitor import check_tightened
 from .observer import Corrected
 from .packed import Awaited, Policy, Terms
-from .sampler import check_server_logprobs, warn_about_distortion
+from .sampler import TRUNCATION, check_server_logprobs, warn_about_distortion
 from .stopping import OrderlyEnd
 from .trl_interface import ASYNCHRONOUS, check_bases, check_trl
 from .upstream import AsyncGRPOConfig, AsyncGRPOTrainer, AsyncRolloutWorker, WeightTransferClient, without_peak_flops
@@ -62,10 +62,14 @@ def check_asynchronous(config: Any) -> None:
             "`rollout_rs_exclude_from_baseline` is True, but in an asynchronous run the rollout worker computes rewards and "
             "baselines before the trainer gets a sample, when rejections are not known yet. Set it to False."
         )
+    if config.rollout_support is not None:
+        raise ValueError(
+            f"`rollout_support` is {config.rollout_support!r}, which needs a colocated vLLM, and an asynchronous run has a "
+            "server. Set it to None."
+        )
     check_proximal(config.rollout_proximal)
-    packs = (
-        config.token_budget is None or config.token_budget > 0
-    )  # rows hold as many completions as there is room for
+    budget = getattr(config, "token_budget", None)  # gone in newer releases of TRL
+    packs = budget is None or budget > 0  # rows hold as many completions as there is room for
     fewest = config.world_size * (1 if packs else config.per_device_train_batch_size)
     if normalizes_sequences(config) and fewest == 1:
         raise ValueError(
@@ -110,9 +114,7 @@ class RolloutCorrectedAsyncGRPOConfig(RolloutCorrectionConfig, AsyncGRPOConfig):
     def __post_init__(self) -> None:
         RolloutCorrectionConfig.__post_init__(self)
         AsyncGRPOConfig.__post_init__(self)
-        warn_about_distortion(
-            {name: getattr(self, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
-        )
+        warn_about_distortion({name: getattr(self, name, None) for name in (*TRUNCATION, "repetition_penalty")})
         self.check(warns=True)
 
     def check(self, *, warns: bool = False) -> None:

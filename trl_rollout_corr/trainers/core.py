@@ -40,13 +40,15 @@ else:
     _Host = object
 
 
+# Fields of the sampler, which is built with the trainer
+_READ_WHEN_BUILT = ("rollout_engine_kwargs", "rollout_support")
 # Fields that are read when training begins. A later assignment is an error.
 _READ_AT_START = (
     *MONITOR_FIELDS,
     "rollout_dump_dir",
     "rollout_diagnose",
     "rollout_lr_scaling",
-    "rollout_engine_kwargs",
+    *_READ_WHEN_BUILT,
 )
 
 
@@ -115,7 +117,7 @@ class CorrectionCore(_Host):
         add_console(self.callback_handler)
         self._about = {"trainer": type(self).__name__, **self._metadata()}
         check_types(self._about)
-        self._engine_kwargs = plain(self.args.rollout_engine_kwargs)
+        self._built_with = {name: plain(getattr(self.args, name)) for name in _READ_WHEN_BUILT}
         self._observer = Observer(self.args, self.accelerator, self.callback_handler)
         self._delivery = Delivery(self.accelerator, self._doubt_delivery)
         self._equip()
@@ -148,11 +150,12 @@ class CorrectionCore(_Host):
 
     def train(self, *args: object, **kwargs: object) -> TrainOutput:
         self._checked_args(self.model, self.args)
-        if plain(self.args.rollout_engine_kwargs) != self._engine_kwargs:
-            raise ValueError(
-                f"`rollout_engine_kwargs` is {self.args.rollout_engine_kwargs!r}, but was {self._engine_kwargs!r} when the "
-                "trainer was built, and the sampler runs with these. Build the trainer with the new ones."
-            )
+        for name, before in self._built_with.items():
+            if plain(getattr(self.args, name)) != before:
+                raise ValueError(
+                    f"`{name}` is {getattr(self.args, name)!r}, but was {before!r} when the trainer was built, and the "
+                    "sampler runs with that. Build the trainer with the new value."
+                )
         self._equip()
         with self.args.fixed(*_READ_AT_START):
             return super().train(*args, **kwargs)

@@ -103,7 +103,7 @@ class RolloutCorrectedGRPOConfig(RolloutCorrectionConfig, GRPOConfig):
         check_passes_by(self)
         replace_trl_correction(self)
         GRPOConfig.__post_init__(self)
-        check_sampling(self)
+        check_sampling(self, GRPOTrainer)
         self.check(warns=True)
 
     def check(self, *, warns: bool = False) -> None:

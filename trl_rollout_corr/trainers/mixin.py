@@ -39,10 +39,11 @@ from .first_step import score_alone
 from .gradient_check import GradientCheck
 from .loss import LossCall
 from .observer import Corrected
-from .sampler import check_server_logprobs, observe_sampler, sync_weights_on_cpu
+from .sampler import check_server_logprobs, observe_sampler, sync_weights_on_cpu, truncation
 from .scoring import Logprobs, OldPass, Scoring
+from .support import SUPPORT, Kept, check_replay, over_support, pad_kept
 from .trl_interface import check_bases, check_trl, definer
-from .versions import check_corrected_once
+from .versions import keeps_support, take_out_weights
 
 
 class RolloutCorrectionMixin(CorrectionCore):
@@ -91,8 +92,11 @@ class RolloutCorrectionMixin(CorrectionCore):
         if self.use_vllm:
             self._check_server()
             sync_weights_on_cpu(self.vllm_generation)
-            observe_sampler(self.vllm_generation, self._record_logprobs, self._mark_sync)
+            replays = self.args.rollout_support is not None and bool(truncation(self.args))
+            observe_sampler(self.vllm_generation, self._record_logprobs, self._mark_sync, replays=replays)
         self._check_sampler()
+        if self.args.rollout_support is not None:
+            check_replay(self)
         self._set_up_observer()
 
     def _check_server(self) -> None:
@@ -143,10 +147,11 @@ class RolloutCorrectionMixin(CorrectionCore):
     def _asking_for_old_pass(self) -> AbstractContextManager:
         return nullcontext()
 
-    def _record_logprobs(self, logprobs: Logprobs) -> None:
-        """Keep the log-probabilities of a generation, one list per completion."""
+    def _record_logprobs(self, logprobs: Logprobs, kept: Kept | None = None) -> None:
+        """Keep the log-probabilities of a generation, one list per completion, and the tokens that sampling kept."""
         if self._scoring is not None:
             self._scoring.logprobs = logprobs
+            self._scoring.kept = kept or self._scoring.kept
 
     def _generate_and_score_completions(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         self._scoring = scoring = Scoring(self._new_old_pass())
@@ -157,10 +162,14 @@ class RolloutCorrectionMixin(CorrectionCore):
             self._scoring = None
         if scoring.old_pass is not None:
             self._settle_old_pass(scoring.old_pass, output)
-        check_corrected_once(output)
+        take_out_weights(output, self._metrics[self._now.mode], keeps_support(self.args, self._trl_class))
         self._check_rows(scoring, output)
         output[ROLLOUT_LOGPS] = self._rollout_logps(output, scoring)
         output[REWARDS] = scoring.rewards
+        if scoring.kept is not None:
+            output[SUPPORT] = pad_kept(
+                scoring.kept, output["completion_ids"].shape[1], output["completion_ids"].device
+            )
         self._note_origin(output)
         if self.model.training:
             self._visited = []
@@ -175,7 +184,7 @@ class RolloutCorrectionMixin(CorrectionCore):
 
     def _check_rows(self, scoring: Scoring, output: dict[str, Any]) -> None:
         """Check that log-probabilities and rewards belong to the completions of the batch."""
-        rows = [len(x) for x in (scoring.logprobs, scoring.rewards) if x is not None]
+        rows = [len(x) for x in (scoring.logprobs, scoring.rewards, scoring.kept) if x is not None]
         if any(n != len(output["completion_ids"]) for n in rows):
             owner = definer(type(self), "_generate_and_score_completions", after=RolloutCorrectionMixin)
             raise RuntimeError(
@@ -244,7 +253,7 @@ class RolloutCorrectionMixin(CorrectionCore):
     # The loss ---------------------------------------------------------------------------------------------------------
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        forward = super()._get_per_token_logps_and_entropies
+        forward = self._forward_over_support
         if self._scoring is not None and self._scoring.old_pass is not None and not self._scoring.paused:
             return self._scoring.old_pass(forward, model, *args, **kwargs)
         logps, *others = forward(model, *args, **kwargs)
@@ -255,6 +264,19 @@ class RolloutCorrectionMixin(CorrectionCore):
             logps = self._correct(logps, self._loss_call.batch, self._loss_call.inputs)
             self._loss_call.inputs.read.clear()  # only reads after the correction count
         return logps, *others
+
+    def _forward_over_support(self, model: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        """TRL's forward pass, of a batch whose sampler replays its support: over the tokens that it kept."""
+        forward, support = super()._get_per_token_logps_and_entropies, None
+        if self._loss_call is not None:
+            support = self._loss_call.batch.get(SUPPORT)
+        elif self._scoring is not None and self._scoring.kept is not None and not self._scoring.paused:
+            logits_to_keep = args[1] if len(args) > 1 else kwargs["logits_to_keep"]
+            support = pad_kept(self._scoring.kept, logits_to_keep, input_ids.device)
+        if support is None:
+            return forward(model, input_ids, *args, **kwargs)
+        unwrapped = self.accelerator.unwrap_model(model, keep_fp32_wrapper=True)
+        return over_support(forward, support, self.temperature, unwrapped, model, input_ids, *args, **kwargs)
 
     def _is_policy(self, model: Any, logps: torch.Tensor, call: LossCall) -> bool:
         """True for a forward pass of the policy; False for a teacher, a reference, or a pass without gradient."""
@@ -328,9 +350,9 @@ class RolloutCorrectionMixin(CorrectionCore):
 
     def _report(self, seen: Corrected) -> None:
         """Count a corrected batch. With `rollout_diagnose`, sequences of the first batch are scored a second time."""
-        # Sequences are scored one by one, which is not possible with images
-        images = any(key in seen.batch for key in ("pixel_values", "num_images", "image_grid_thw"))
-        if not images and self._observer.looks_twice(self._now):
+        # Sequences are scored one by one, which is not possible with images or kept tokens
+        more = any(key in seen.batch for key in ("pixel_values", "num_images", "image_grid_thw", SUPPORT))
+        if not (more or keeps_support(self.args, self._trl_class)) and self._observer.looks_twice(self._now):
             again = score_alone(super()._get_per_token_logps_and_entropies, self.model_wrapped, seen.batch)
             seen = seen._replace(batch={**seen.batch, AGAIN_LOGPS: again})
         self._observer.corrected(self._now, seen)

@@ -32,7 +32,7 @@ class RolloutCorrectedRLOOConfig(RolloutCorrectionConfig, RLOOConfig):
         RolloutCorrectionConfig.__post_init__(self)
         replace_trl_correction(self)  # a later TRL may have one for RLOO
         RLOOConfig.__post_init__(self)
-        check_sampling(self)
+        check_sampling(self, RLOOTrainer)
         self.check(warns=True)
 
     def check(self, *, warns: bool = False) -> None:

@@ -11,17 +11,17 @@ from typing import Any
 from trl import GRPOConfig, RLOOConfig
 from trl.generation.vllm_generation import VLLMGeneration
 
-from ..messages import warn
+from ..messages import warn, warn_idle
 from ._cpu_reload import push
-from .scoring import Logprobs
-from .versions import named_weights, renormalized
+from .support import Candidates
+from .versions import keep_support, makes_up_for_truncation, named_weights
 
 
+# Options of vLLM that leave only some tokens to draw from
+TRUNCATION = ("top_p", "top_k", "min_p")
 # Options of vLLM that change the distribution tokens are drawn from, but not the one the trainer computes.
 _DISTORTING = (
-    "top_p",
-    "top_k",
-    "min_p",
+    *TRUNCATION,
     "repetition_penalty",
     "frequency_penalty",
     "presence_penalty",
@@ -34,8 +34,10 @@ _DISTORTING = (
 _NEUTRAL = {"top_p": (1.0,), "top_k": (0, -1), "repetition_penalty": (1.0,)}  # for the others: None, 0 and empty
 
 
-def check_sampling(config: GRPOConfig | RLOOConfig) -> None:
-    """Refuse or warn about settings of vLLM under which its log-probabilities are not comparable to the trainer's."""
+def check_sampling(config: GRPOConfig | RLOOConfig, trainer: type) -> None:
+    """
+    Refuse or warn about settings of vLLM under which its log-probabilities are not comparable to those of a `trainer` of TRL.
+    """
     if not config.use_vllm:
         return
     overrides = config.generation_kwargs or {}
@@ -52,10 +54,40 @@ def check_sampling(config: GRPOConfig | RLOOConfig) -> None:
                 f"`generation_kwargs` sets `{name}` to {value!r}, which must be {needed}: rollout correction needs one "
                 "log-probability of every sampled token. Remove it."
             )
-    settings = {name: getattr(config, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
+    settings = {name: getattr(config, name) for name in (*TRUNCATION, "repetition_penalty")}
     settings["structured_outputs"] = config.vllm_structured_outputs_regex
     settings |= {name: value for name, value in overrides.items() if name in _DISTORTING}
-    warn_about_distortion(settings)
+    replays = config.rollout_support is not None
+    if replays:
+        check_support(config, trainer)
+    if truncation(config) and makes_up_for_truncation(trainer):
+        keep_support(config)
+    if replays or makes_up_for_truncation(trainer):
+        settings = {name: value for name, value in settings.items() if name not in TRUNCATION}
+    warn_about_distortion(settings, colocated=config.vllm_mode == "colocate")
+
+
+def check_support(config: GRPOConfig | RLOOConfig, trainer: type) -> None:
+    """Refuse `rollout_support` where the sampler returns no kept tokens or TRL uses them itself; warn if none are cut."""
+    reason = None
+    if makes_up_for_truncation(trainer):
+        reason = "the installed TRL makes up for truncated sampling itself"
+    elif config.vllm_mode != "colocate":
+        reason = (
+            f"`vllm_mode` is {config.vllm_mode!r}, and only a colocated vLLM returns the tokens that sampling kept"
+        )
+    if reason:
+        raise ValueError(
+            f"`rollout_support` is {config.rollout_support!r}, but {reason}. Set `rollout_support` to None."
+        )
+    if not truncation(config):
+        warn_idle("rollout_support", config.rollout_support, "`top_p`, `top_k` and `min_p` cut no token")
+
+
+def truncation(config: GRPOConfig | RLOOConfig) -> dict[str, object]:
+    """Options of truncated sampling that are in effect, by name."""
+    overrides = config.generation_kwargs or {}
+    return distorting({name: overrides.get(name, getattr(config, name)) for name in TRUNCATION})
 
 
 def distorting(settings: Mapping[str, object]) -> dict[str, object]:
@@ -68,14 +100,16 @@ def neutral(name: str) -> float:
     return _NEUTRAL.get(name, (0.0,))[0]
 
 
-def warn_about_distortion(settings: Mapping[str, object]) -> None:
+def warn_about_distortion(settings: Mapping[str, object], *, colocated: bool = False) -> None:
     """Warn about options of vLLM that change the distribution of the sampler but not that of the trainer."""
     if changed := distorting(settings):
         listed = ", ".join(f"`{name}={value!r}`" for name, value in changed.items())
+        replay = " set `rollout_support` to 'replay' (`top_p`, `top_k` and `min_p`)," if colocated else ""
+        replay *= not changed.keys().isdisjoint(TRUNCATION)
         warn(
             f"{listed} changes the distribution vLLM samples from, but not the one the trainer computes, so that every "
-            "ratio is off by the probability mass that was cut or moved. Leave it at its default, or expect biased ratios, "
-            f"weights and rejections.{renormalized(changed)}"
+            "ratio is off by the probability mass that was cut or moved. Leave it at its "
+            f"default,{replay} or expect biased ratios, weights and rejections."
         )
 
 
@@ -121,10 +155,14 @@ def check_logprobs(completion_ids: list[list[int]], logprobs: Any) -> None:
 
 
 def observe_sampler(
-    generation: VLLMGeneration, keep: Callable[[Logprobs], object], synced: Callable[[], object]
+    generation: VLLMGeneration, keep: Callable[..., object], synced: Callable[[], object], *, replays: bool = False
 ) -> None:
-    """Call `keep` with the log-probabilities of each generation, by completion, and `synced` before each push of weights."""
+    """
+    Call `keep` with the log-probabilities of each generation, by completion, and, if it `replays`, with the tokens that
+    sampling kept; and `synced` before each push of weights.
+    """
     generation.logprobs = 0  # of the sampled token alone
+    candidates = Candidates(generation) if replays else None
     generate, sync_weights = generation.generate, generation.sync_weights
 
     @wraps(generate)
@@ -135,7 +173,11 @@ def observe_sampler(
                 "vLLM returned no log-probabilities, which rollout correction needs. Remove `logprobs` from "
                 "`generation_kwargs`, or set it to 0."
             )
-        keep([[candidates[0] for candidates in sequence] for sequence in logprobs])
+        if candidates is not None:
+            sampled, kept = candidates.read(completion_ids, logprobs, others[0])
+            keep(sampled, kept)
+            return prompt_ids, completion_ids, [[[logp] for logp in sequence] for sequence in sampled], *others
+        keep([[ranked[0] for ranked in sequence] for sequence in logprobs])
         return prompt_ids, completion_ids, logprobs, *others
 
     @wraps(sync_weights)

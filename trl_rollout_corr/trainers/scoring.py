@@ -56,6 +56,7 @@ class Scoring:
         self.old_pass = old_pass
         self.paused = False  # True while forward passes are the user's, not TRL's
         self.logprobs: Logprobs | None = None  # of the sampled tokens, per completion
+        self.kept: list[list[list[int]]] | None = None  # ids that truncated sampling kept, per completion and token
         self.tool_mask: list[list[int]] | None = None  # 0 on tokens of tools, per completion
         self.rewards: torch.Tensor | None = None  # (B,)
 

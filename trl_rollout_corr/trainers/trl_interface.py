@@ -15,7 +15,7 @@ from trl import GRPOTrainer, RLOOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 
 from ..messages import warn
-from .versions import NEWEST_TESTED, OLDEST, PUSHES_WEIGHTS, is_untested, outside_window, release
+from .versions import NEWEST_TESTED, OLDEST, PUSHES_WEIGHTS, TESTED, is_untested, outside_window, release
 
 
 # Leading parameters, passed or read by position or by name.
@@ -72,12 +72,16 @@ NAMES = {
     RLOOTrainer: {"attribute": _ATTRIBUTES, "key": [*_KEYS, "old_logps"]},
     VLLMGeneration: {"attribute": ["accelerator", "llm", "logprobs", "mode", "vllm_client"], "key": []},
 }
+ASYNCHRONOUS_NAMES = {
+    "attribute": ["_metrics", "_rollout_dataset", "model_version", "rollout_worker", "vllm_client", "weight_transfer"],
+    "key": ["advantages", "old_log_probs", "token_index"],
+}
 
 
 def changes(owner: type, methods: dict[str, list[str]] | None = None) -> list[str]:
     """Sentences about names of a class of TRL that are changed or missing; of the methods of `METHODS` by default."""
     found = [_change_of_method(owner, name, expected) for name, expected in (methods or METHODS[owner]).items()]
-    names, source = NAMES.get(owner, {}), source_of(owner)
+    names, source = NAMES.get(owner, ASYNCHRONOUS_NAMES), source_of(owner)
     for kind, mention in (("attribute", "self.{}"), ("key", '"{}"')):
         for name in names.get(kind, ()):
             if not re.search(rf"{re.escape(mention.format(name))}(?!\w)", source):
@@ -112,14 +116,25 @@ def refusal(trainers: Iterable[type], methods: dict[type, dict[str, list[str]]] 
     outside = outside_window(release(), installed)
     if outside:
         return outside
+    trainers = tuple(trainers)
+    if of_unsloth := next((trainer for trainer in trainers if _is_of_unsloth(trainer)), None):
+        return (
+            f"`{of_unsloth.__name__}` is Unsloth's: `import unsloth` replaces the trainers of trl, and its loss computes "
+            "log-probabilities in a kernel of its own, which rollout correction does not reach. Train without "
+            "`import unsloth`. Beside Unsloth, `trl-rollout-corr diagnose` and `compare` work on dumps of sequences."
+        )
     touched = methods or {owner: METHODS[owner] for owner in (*trainers, VLLMGeneration)}
     found = [change for owner, names in touched.items() for change in changes(owner, names)]
     if found:
         return (
             f"trl {installed} has changed names that rollout correction uses: {' '.join(found)} Install a newer "
-            f"trl-rollout-corr, or a TRL that this one was tested with: `pip install 'trl=={NEWEST_TESTED}.*'`."
+            f"trl-rollout-corr, or {TESTED}."
         )
     return None
+
+
+def _is_of_unsloth(trainer: type) -> bool:
+    return any("unsloth" in f"{cls.__module__} {cls.__name__}".lower() for cls in trainer.__mro__)
 
 
 _told: set[str] = set()  # one warning per process
@@ -136,7 +151,7 @@ def check_trl(trainer: type, methods: dict[type, dict[str, list[str]]] | None = 
         warn(
             f"trl {installed} is newer than the releases that trl-rollout-corr was tested with ({OLDEST} to "
             f"{NEWEST_TESTED}). All names that it uses are there, and the first step will show whether the correction reaches "
-            "the loss. `trl-rollout-corr check` lists the names."
+            f"the loss. `trl-rollout-corr check` lists the names. `constraints.txt` has {TESTED}."
         )
 
 

@@ -1,40 +1,88 @@
-"""Imports from experimental modules of TRL: the asynchronous trainer and its parts."""
+"""
+Parts of TRL's asynchronous trainer.
 
+The class is in another place from release to release, and its own module has the names of all other parts, wherever they are
+defined. A missing part is named.
+"""
+
+import sys
 from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
 from importlib.metadata import version
+from typing import Any
 from unittest.mock import patch
 
 import torch
 
-
-try:
-    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer
-    from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker, RolloutSample
-    from trl.experimental.async_grpo.packing import TREE_ATTENTION, TreeRow
-    from trl.experimental.async_grpo.vllm_client import VLLMClient
-    from trl.experimental.async_grpo.weight_transfer import WeightTransferClient
-except ImportError as error:
-    raise ImportError(
-        f"The asynchronous trainer of trl {version('trl')} is not the one of trl 1.16, which rollout correction supports: "
-        f"{error}. Run `pip install 'trl==1.16.*'`, or train with `RolloutCorrectedGRPOTrainer`."
-    ) from error
+from .versions import TESTED
 
 
-__all__ = [
-    "TREE_ATTENTION",
-    "AsyncGRPOConfig",
-    "AsyncGRPOTrainer",
-    "AsyncRolloutWorker",
-    "RolloutSample",
-    "TreeRow",
-    "VLLMClient",
-    "WeightTransferClient",
-    "without_peak_flops",
-]
+_PLACES = ("trl", "trl.experimental.async_grpo")  # of the class, the newest first
+_CLIENT = "trl.generation.async_vllm_client"  # if the module of the trainer does not name it
+
+# Parts in use, by the names that they have had, the newest first
+_PARTS = {
+    "AsyncGRPOConfig": ("AsyncGRPOConfig",),
+    "AsyncRolloutWorker": ("AsyncRolloutWorker",),
+    "RolloutSample": ("RolloutSample",),
+    "TREE_ATTENTION": ("TREE_ATTENTION",),
+    "TreeRow": ("TreeRow",),
+    "VLLMClient": ("AsyncVLLMClient", "VLLMClient"),
+    "WeightTransferClient": ("WeightTransferClient",),
+}
+
+
+def _module(name: str) -> Any:
+    """A module; `None` if it is not there. An error in the module itself is raised."""
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        if not name.startswith(f"{error.name}"):
+            raise
+        return None
+
+
+def find_parts() -> dict[str, Any]:
+    """
+    The asynchronous trainer of the installed TRL and its parts, by name.
+
+    Raises:
+        `ImportError`: if one is missing.
+    """
+    owners = [getattr(_module(place), "AsyncGRPOTrainer", None) for place in _PLACES]
+    trainer = next((owner for owner in owners if owner is not None), None)
+    if trainer is None:
+        places = " and ".join(f"`{place}`" for place in _PLACES)
+        raise ImportError(_refusal(f"`AsyncGRPOTrainer`, which is in none of {places}"))
+    modules = [sys.modules[trainer.__module__], _module(_CLIENT)]
+    found = {"AsyncGRPOTrainer": trainer, "async_grpo_trainer": modules[0]}
+    for part, names in _PARTS.items():
+        values = [getattr(module, name) for name in names for module in modules if hasattr(module, name)]
+        if values:
+            found[part] = values[0]
+    missing = [f"`{name}`" for name in _PARTS if name not in found]
+    if missing:
+        raise ImportError(_refusal(f"{', '.join(missing)} in `{trainer.__module__}`"))
+    return found
+
+
+def _refusal(missing: str) -> str:
+    return (
+        f"The asynchronous trainer of trl {version('trl')} lacks parts that rollout correction uses: {missing}. Install a "
+        f"newer trl-rollout-corr, or {TESTED}; or train with `RolloutCorrectedGRPOTrainer`."
+    )
+
+
+_found = find_parts()
+AsyncGRPOConfig, AsyncGRPOTrainer = _found["AsyncGRPOConfig"], _found["AsyncGRPOTrainer"]
+AsyncRolloutWorker, RolloutSample = _found["AsyncRolloutWorker"], _found["RolloutSample"]
+TREE_ATTENTION, TreeRow = _found["TREE_ATTENTION"], _found["TreeRow"]
+VLLMClient, WeightTransferClient = _found["VLLMClient"], _found["WeightTransferClient"]
 
 
 def without_peak_flops(device: torch.device) -> AbstractContextManager:
     """Context in which TRL can build its trainer on a CPU: TRL asks CUDA for the peak throughput of the device."""
-    if device.type != "cpu":
+    module = _found["async_grpo_trainer"]
+    if device.type != "cpu" or not hasattr(module, "get_peak_flops_per_device"):
         return nullcontext()
-    return patch.object(async_grpo_trainer, "get_peak_flops_per_device", lambda accelerator, dtype: None)
+    return patch.object(module, "get_peak_flops_per_device", lambda accelerator, dtype: None)

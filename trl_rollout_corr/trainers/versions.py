@@ -5,8 +5,10 @@ Each part names a release. When [`OLDEST`] has reached it, the part can be delet
 """
 
 import dataclasses
+import inspect
 import math
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, cast
@@ -23,6 +25,8 @@ if TYPE_CHECKING:  # an older TRL may have none of them, and `trl-rollout-corr c
 
 
 OLDEST, NEWEST_TESTED, FIRST_UNSUPPORTED = "1.10", "1.16", "2"
+# Advice of messages about a TRL that is not one of them
+TESTED = "the tested releases: `pip install --constraint constraints.txt .` in a clone of trl-rollout-corr"
 
 
 def release() -> Version:
@@ -42,10 +46,7 @@ def outside_window(trl: Version, named: str) -> str | None:
     """Error message about a release of TRL that is too old or too new; `None` if it is neither."""
     if Version(OLDEST) <= trl < Version(FIRST_UNSUPPORTED):
         return None
-    return (
-        f"trl-rollout-corr works with trl>={OLDEST},<{FIRST_UNSUPPORTED}, got trl {named}. "
-        f"Run `pip install 'trl>={OLDEST},<{FIRST_UNSUPPORTED}'`."
-    )
+    return f"trl-rollout-corr works with trl>={OLDEST},<{FIRST_UNSUPPORTED}, got trl {named}. Install {TESTED}."
 
 
 def is_untested(trl: Version) -> bool:
@@ -102,15 +103,18 @@ def check_passes_by(config: "GRPOConfig") -> None:
 # TRL's own correction, which changes from release to release ----------------------------------------------------------
 
 _OF_TRL = "vllm_importance_sampling_"  # how the fields of TRL's own correction begin
+_SWITCH = f"{_OF_TRL}correction"
+# In names of fields, parameters and keys about truncated sampling
+_SUPPORT = re.compile("support|kept|mask|trunc|allowed")
 
 
 def replace_trl_correction(config: "GRPOConfig | RLOOConfig") -> None:
     """Switch TRL's own correction off before TRL validates it, and warn if it was configured or is unknown to this package."""
-    defaults = {f.name: f.default for f in dataclasses.fields(config) if f.name.startswith(_OF_TRL)}
-    switch = f"{_OF_TRL}correction"
-    if switch in defaults:
-        del defaults[switch]
-        setattr(config, switch, False)
+    fields = {f.name: f.default for f in dataclasses.fields(config) if f.name.startswith(_OF_TRL)}
+    defaults = {name: default for name, default in fields.items() if not _SUPPORT.search(name.removeprefix(_OF_TRL))}
+    if _SWITCH in defaults:
+        del defaults[_SWITCH]
+        setattr(config, _SWITCH, False)
     acting = {name: getattr(config, name) for name in defaults if getattr(config, name) != defaults[name]}
     acting |= {name: True for name in defaults if getattr(config, name) is True}
     for name in acting:
@@ -124,14 +128,22 @@ def replace_trl_correction(config: "GRPOConfig | RLOOConfig") -> None:
         )
 
 
-def check_corrected_once(batch: Mapping[str, object]) -> None:
-    """Refuse a batch that has importance weights of TRL."""
-    found = [f"`{key}`" for key in batch if key.startswith("importance_sampling")]
-    if found:
+def take_out_weights(batch: MutableMapping[str, Any], metrics: MutableMapping[str, Any], switched_on: bool) -> None:
+    """
+    Put ones in place of TRL's importance weights if its correction had to stay on ([`keeps_support`]), and remove what TRL
+    logs about them. Otherwise weights of TRL are refused.
+    """
+    found = [key for key in batch if key.startswith("importance_sampling") and not _SUPPORT.search(key)]
+    if switched_on:
+        for key in found:
+            batch[key] = torch.ones_like(batch[key])
+        for key in [key for key in metrics if "importance_sampling" in key]:
+            del metrics[key]
+    elif found:
         raise RuntimeError(
-            f"trl {INSTALLED} put {', '.join(found)} into the batch: a correction of its own, although "
-            f"`{_OF_TRL}correction` is switched off. Completions would be corrected twice. Switch it off in your "
-            "configuration, or install a version of trl that this release of trl-rollout-corr was tested with."
+            f"trl {INSTALLED} put {', '.join(f'`{key}`' for key in found)} into the batch: a correction of its own, although "
+            f"`{_SWITCH}` is switched off. Completions would be corrected twice. Switch it off in your "
+            f"configuration, or install {TESTED}."
         )
 
 
@@ -160,17 +172,28 @@ def float32_fused_head(model: Any, temperature: float) -> Iterator[None]:
 
 # From 1.17 on, as its release notes say -------------------------------------------------------------------------------
 
-# TRL normalises the trainer's log-probabilities over the tokens that these options left to vLLM: ratios are exact again
-RENORMALIZED = ("top_p", "top_k", "min_p")
-RENORMALIZED_SINCE = "1.17"
+_MASKS = ("attention_mask", "pixel_attention_mask")  # parameters of the forward method in TRL 1.10 to 1.16
 
 
-def renormalized(distorting: Mapping[str, object]) -> str:
-    """Note on options that newer releases of TRL compensate."""
-    named = [f"`{name}`" for name in RENORMALIZED if name in distorting]
-    if not named or before(RENORMALIZED_SINCE):
-        return ""
-    return (
-        f" According to its release notes, TRL compensates {', '.join(named)} from {RENORMALIZED_SINCE} on: then "
-        "`rollout_corr/rollout_is_mean` is near 1, and the ratios are right."
-    )
+def makes_up_for_truncation(trainer: Any) -> bool:
+    """
+    True if a trainer of TRL computes log-probabilities over the tokens that truncated sampling left: if its forward method
+    takes them.
+    """
+    forward = getattr(trainer, "_get_per_token_logps_and_entropies", None)
+    parameters = inspect.signature(forward).parameters if forward else ()
+    return any(_SUPPORT.search(name) for name in parameters if name not in _MASKS)
+
+
+def keep_support(config: Any) -> None:
+    """
+    Switch TRL's correction on again, as its treatment of truncated sampling may hang on it. [`take_out_weights`] then takes
+    out the weights alone.
+    """
+    if hasattr(config, _SWITCH):
+        setattr(config, _SWITCH, True)
+
+
+def keeps_support(config: object, trainer: type) -> bool:
+    """True if the correction of a trainer of TRL is on, for its treatment of truncated sampling."""
+    return bool(getattr(config, _SWITCH, False)) and makes_up_for_truncation(trainer)

@@ -1,0 +1,126 @@
+"""The plugin of `examples/axolotl`, with a stand-in of Axolotl's interface: its plugins, its configuration and its trainer."""
+
+import importlib
+import inspect
+import sys
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import yaml
+from trl import GRPOConfig, GRPOTrainer
+
+from tests.launching import ROOT
+from tests.tiny import StaleSampler, length_reward, prompts
+from tests.training import assert_trains, config_fields
+from trl_rollout_corr import RolloutCorrectedGRPOConfig
+from trl_rollout_corr.trainers.mixin import RolloutCorrectionMixin
+
+
+FILE = ROOT / "examples/axolotl/rollout_correction.py"
+
+
+class BasePlugin:
+    def register(self, cfg: dict):
+        pass
+
+
+class AxolotlGRPOTrainer(GRPOTrainer):
+    _tag_names = ["trl", "grpo", "axolotl"]
+
+    def __init__(self, *args, data_collator=None, **kwargs):
+        super().__init__(*args, **kwargs)
+
+
+@dataclass
+class AxolotlTrainingMixinsBase:
+    model_type: str | None = None
+
+
+@pytest.fixture
+def plugin(monkeypatch):
+    for name, member in (
+        ("axolotl.integrations.base", BasePlugin),
+        ("axolotl.core.trainers.grpo.trainer", AxolotlGRPOTrainer),
+    ):
+        parts = name.split(".")
+        for i in range(1, len(parts) + 1):
+            path = ".".join(parts[:i])
+            monkeypatch.setitem(sys.modules, path, sys.modules.get(path, ModuleType(path)))
+        setattr(sys.modules[name], member.__name__, member)
+    monkeypatch.syspath_prepend(str(FILE.parent))
+    for name in ("rollout_correction", "corrected_trainer"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    plugin = importlib.import_module("rollout_correction")
+    # Axolotl joins the fields of the plugins that it knows when its trainers are imported
+    assert "corrected_trainer" not in sys.modules
+    return plugin
+
+
+def named(path: str):
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def recipe() -> dict:
+    return yaml.safe_load((FILE.parent / "grpo.yaml").read_text())
+
+
+def build(cfg: dict, model: str, folder):
+    """A trainer, as Axolotl builds one from a YAML with a plugin."""
+    plugin = named(cfg["plugins"][0])()
+    plugin.register(cfg)
+    keys = named(plugin.get_input_args())
+    parsed = {key: value for key, value in keys(**cfg).model_dump().items() if value is not None}
+    mixins = type("AxolotlTrainingMixins", (AxolotlTrainingMixinsBase, named(plugin.get_training_args_mixin())), {})
+    config_class = dataclass(type("AxolotlGRPOConfig", (mixins, GRPOConfig), {"__annotations__": {}}))
+    cfg_of_plugin = SimpleNamespace(**{**dict.fromkeys(keys.model_fields), **parsed})
+    fields = {**config_fields(folder), "rollout_monitor": None, "max_steps": 2, "model_type": "qwen2"}
+    args = config_class(**{**fields, **plugin.get_training_args(cfg_of_plugin)})
+    trainer_class = named(cfg["trainer_cls"])
+    assert "tokenizer" not in inspect.signature(trainer_class).parameters
+    data = {"train_dataset": prompts(64), "rollout_func": StaleSampler(model)}
+    return trainer_class(model, length_reward, args=args, **data)
+
+
+def test_a_run_of_axolotl_is_corrected(plugin, tiny_model_path, tmp_path):
+    cfg = {
+        **recipe(),
+        "rollout_is_threshold": 3.0,
+        "rollout_correction": "decoupled_token_is",
+        "rollout_monitor": "none",
+    }
+    del cfg["trainer_cls"]
+    trainer = build(cfg, tiny_model_path, tmp_path)
+    assert isinstance(trainer, RolloutCorrectionMixin)
+    assert isinstance(trainer, AxolotlGRPOTrainer)
+    assert isinstance(trainer.args, RolloutCorrectedGRPOConfig)
+    assert (trainer.args.rollout_correction, trainer.args.rollout_is_threshold) == ("decoupled_token_is", 3.0)
+    assert trainer.args.rollout_monitor is None
+    assert not trainer.args.vllm_importance_sampling_correction
+    assert_trains(trainer)
+    assert "rollout_corr/rollout_is_mean" in trainer.state.log_history[0]
+
+
+def test_the_recipe_has_keys_of_the_plugin(plugin):
+    cfg = recipe()
+    assert {key for key in cfg if key.startswith("rollout_")} <= set(plugin.FIELDS)
+    assert cfg["trainer_cls"] == plugin.TRAINER
+    assert issubclass(named(plugin.TRAINER), AxolotlGRPOTrainer)
+    plugin.RolloutCorrectionPlugin().register(cfg)
+    assert len(FILE.read_text().splitlines()) <= 150
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"rl": "dpo"}, "`rl` is 'dpo', and rollout correction is for 'grpo'"),
+        ({"trl": {"use_vllm": True, "async_prefetch": True}}, "`trl.async_prefetch` is True"),
+        ({"trl": {"use_vllm": True, "use_data_producer": True}}, "`trl.use_data_producer` is True"),
+        ({"context_parallel_size": 2}, "`context_parallel_size` is 2"),
+        ({"trl": {}}, "`trl.use_vllm` is not true"),
+    ],
+)
+def test_what_cannot_be_corrected_is_refused(plugin, changed, message):
+    with pytest.raises(ValueError, match=message):
+        plugin.RolloutCorrectionPlugin().register({**recipe(), **changed})
