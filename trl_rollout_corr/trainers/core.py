@@ -47,6 +47,7 @@ _READ_AT_START = (
     "rollout_diagnose",
     "rollout_lr_scaling",
     "rollout_engine_kwargs",
+    "rollout_routing",
 )
 
 

@@ -39,13 +39,14 @@ from .first_step import score_alone
 from .gradient_check import GradientCheck
 from .loss import LossCall
 from .observer import Corrected
+from .routed import RoutingReplay
 from .sampler import check_server_logprobs, observe_sampler, sync_weights_on_cpu
 from .scoring import Logprobs, OldPass, Scoring
 from .trl_interface import check_bases, check_trl, definer
 from .versions import check_corrected_once
 
 
-class RolloutCorrectionMixin(CorrectionCore):
+class RolloutCorrectionMixin(RoutingReplay, CorrectionCore):
     """
     Rollout correction for a trainer of TRL. Comes before the trainer among the bases.
 
