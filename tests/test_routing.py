@@ -1,9 +1,13 @@
 """Routing replay: `rollout_routing`."""
 
+import sys
+from textwrap import dedent
+
 import numpy as np
 import pytest
 import torch
 
+from tests.launching import output_of
 from tests.tiny import StaleSampler, build_tiny_model
 from tests.training import TRAINERS, VLLM, logged, losses
 from tests.training import build as build_trainer
@@ -124,7 +128,8 @@ def test_replaying_its_own_choice_changes_no_bit(router):
     assert not torch.allclose(other, expected, atol=1e-4)
     assert torch.cat(flipped).all()
     routers = [name for name in replayed if any(name.startswith(at) for at in _names(model))]
-    assert routers and all(replayed[name].abs().sum() > 0 for name in routers if name.endswith("weight"))
+    assert routers
+    assert all(replayed[name].abs().sum() > 0 for name in routers if name.endswith("weight"))
     replay.end()
     assert torch.equal(backward(model, IDS)[0], expected)  # and the choice is the model's again
 
@@ -375,7 +380,7 @@ def test_a_resumed_run_replays(make, tmp_path):
 def test_completions_without_routes_are_an_error(make):
     trainer = make()
     trainer.keep_routes = lambda tokens, experts: None
-    with pytest.raises(ValueError, match="Completion 0 of the batch has no routes.*keep_routes"):
+    with pytest.raises(ValueError, match=r"Completion 0 of the batch has no routes.*keep_routes"):
         trainer.train()
 
 
@@ -410,3 +415,56 @@ def test_a_dense_model_is_refused(tiny_model_path, tmp_path):
             sampler=StaleSampler(tiny_model_path),
             rollout_routing="replay",
         )
+
+
+# vLLM -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.vllm
+@pytest.mark.slow  # vLLM has to be new: it prepares for experts, or does not, once per process
+def test_vllm_gives_its_experts_to_the_trainer(moe_path, tmp_path):
+    script = f"""
+        from pathlib import Path
+        from tests.training import TRAINERS, VLLM, build, logged, sharing_engines
+
+        shared = dict(VLLM, learning_rate=0.0, max_steps=3, rollout_engine_kwargs={{"enable_prefix_caching": False}})
+        with sharing_engines():
+            for name in TRAINERS:
+                trainer = build(*TRAINERS[name], {moe_path!r}, Path({str(tmp_path)!r}), **shared, rollout_routing="replay")
+                keep, kept = trainer._sampled.keep, []
+                trainer._sampled.keep = lambda tokens, experts: kept.append((tokens, experts)) or keep(tokens, experts)
+                trainer.train()
+                assert logged(trainer, "routing_flipped_fraction") == [0.0] * 3  # in float32 on both sides
+                assert max(logged(trainer, "k3_kl")) < 1e-6
+                # experts that are moved by one are taken by the trainer, so they come from the sampler's routes
+                moved = build(*TRAINERS[name], {moe_path!r}, Path({str(tmp_path)!r}), **shared, rollout_routing="replay")
+                keep = moved._sampled.keep
+                moved._sampled.keep = lambda tokens, experts: keep(tokens, (experts + 1) % 8)
+                moved.train()
+                assert logged(moved, "routing_flipped_fraction") == [1.0] * 3
+                assert min(logged(moved, "k3_kl")) > 1e-3
+                assert all(len(tokens) - 1 == len(experts) for tokens, experts in kept)
+    """
+    output_of(sys.executable, "-c", dedent(script))
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_two_ranks_replay_their_own_completions(moe_path, tmp_path):
+    from tests.distributed.test_ranks import launch_and_read
+
+    case = {
+        "trainer": "grpo",
+        "model": moe_path,
+        "use_vllm": True,
+        "vllm_mode": "colocate",
+        "vllm_max_model_length": 64,
+        "learning_rate": 0.0,
+        "rollout_routing": "replay",
+        "rollout_engine_kwargs": {"enable_prefix_caching": False},
+    }
+    for rank in launch_and_read({"replay": case}, tmp_path / "ranks", 2)["replay"]:
+        entries = [entry for entry in rank["history"] if "rollout_corr/routing_flipped_fraction" in entry]
+        assert entries
+        assert all(entry["rollout_corr/routing_flipped_fraction"] == 0.0 for entry in entries)
+        assert all(entry["rollout_corr/k3_kl"] < 1e-6 for entry in entries)

@@ -92,7 +92,7 @@ def find_routers(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
             else:
                 found[int(layer[1])] = module
         elif re.search(r"(Router|TopKGate|Gating)$", kind) or (
-            "experts" in children and not any(type(child).__name__ in ROUTERS for child in children.values())
+            "experts" in children and not {type(child).__name__ for child in children.values()} & ROUTERS.keys()
         ):
             unknown.add(f"`{kind}`")
     if unknown or not found:
