@@ -206,12 +206,12 @@ def test_chunks_take_their_own_rows():
 
 
 def test_other_routers_are_refused_by_name():
-    from transformers import PhimoeConfig, PhimoeForCausalLM, Qwen2Config, Qwen2ForCausalLM
+    from transformers import GraniteMoeSharedConfig, GraniteMoeSharedForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
     with torch.device("meta"):
-        phi = PhimoeForCausalLM(PhimoeConfig(**SIZES, num_local_experts=4))
-    with pytest.raises(ValueError, match=r"the model routes with .*`PhimoeTopKRouter`"):
-        find_routers(phi)
+        granite = GraniteMoeSharedForCausalLM(GraniteMoeSharedConfig(**SIZES, num_local_experts=4))
+    with pytest.raises(ValueError, match=r"the model routes with .*`GraniteMoeSharedTopKRouter`"):
+        find_routers(granite)
     with pytest.raises(ValueError, match="the model has no router"):
         find_routers(Qwen2ForCausalLM(Qwen2Config(**{k: v for k, v in SIZES.items() if "moe" not in k})))
 
@@ -232,13 +232,13 @@ def rows(n: int = 3) -> np.ndarray:
     ("experts", "said"),
     [
         (None, "enable_return_routed_experts: true"),
-        (rows() * 0, "All routes of a completion are 0.*moe_backend"),
+        (rows() * 0, "The largest expert in the routes of a completion is 0.*moe_backend"),
         (rows(2), "2 rows for 3 tokens.*enable_prefix_caching: false"),
         (
             np.where(np.arange(3)[:, None, None] == 1, -1, rows().astype(int)),
-            "no experts for token 1 of 3.*prefix_caching",
+            "2 rows for 3 tokens.*prefix_caching",
         ),
-        (rows() + 6, "or other ones than 0 to 7"),
+        (rows() + 6, "is 10, but must be 1 to 7"),
         (rows()[:, :2], "at least 3"),
         (rows()[..., :1], "and 2 experts"),
         (rows()[0], "have shape"),

@@ -17,10 +17,7 @@ class RecordingEngine:
 
     def __init__(self, llm: Any, routes: SampledRoutes) -> None:
         self._llm, self._routes = llm, routes
-        config = llm.llm_engine.vllm_config
-        self._returns = returns_routes(config)
-        if not self._returns:
-            check_capture(config)
+        self._returns = returns_routes(llm.llm_engine.vllm_config)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._llm, name)
@@ -42,23 +39,25 @@ class RecordingEngine:
 
 
 def returns_routes(config: Any) -> bool:
-    """True if an engine returns its routes."""
+    """
+    True if an engine returns its routes.
+
+    Raises:
+        `ValueError`: if it does not, and they cannot be captured in this process.
+    """
     places = (getattr(config, "aux_output_config", None), config.model_config)
-    return any(getattr(place, "enable_return_routed_experts", False) for place in places)
-
-
-def check_capture(config: Any) -> None:
-    """Refuse an engine that does not return its routes and has none to be captured."""
+    if any(getattr(place, "enable_return_routed_experts", False) for place in places):
+        return True
     if config.device_config.device_type != "cpu":
-        raise ValueError(
-            "`rollout_routing` is 'replay', but vLLM does not return its routes. Set `rollout_engine_kwargs: "
-            "{enable_return_routed_experts: true}`, or `rollout_routing` to None."
-        )
-    if config.cache_config.enable_prefix_caching:
-        raise ValueError(
-            "`rollout_routing` is 'replay', but vLLM's prefix cache is on: tokens from the cache pass no router, so their "
-            "routes are unknown. Set `rollout_engine_kwargs: {enable_prefix_caching: false}`."
-        )
+        reason, setting = "vLLM does not return its routes", "enable_return_routed_experts: true"
+    elif config.cache_config.enable_prefix_caching:
+        reason, setting = "tokens from vLLM's prefix cache pass no router", "enable_prefix_caching: false"
+    else:
+        return False
+    raise ValueError(
+        f"`rollout_routing` is 'replay', but {reason}. Set `rollout_engine_kwargs: {{{setting}}}`, or `rollout_routing` to "
+        "None."
+    )
 
 
 class Captured:
@@ -74,28 +73,23 @@ class Captured:
 
     def split(self, scheduled: Any, order: list[str]) -> None:
         """Give the experts of a forward pass to its requests, which stand in `order` in the batch."""
+        if not self.layers:
+            return
         starts = {request.req_id: request.num_computed_tokens for request in scheduled.scheduled_new_reqs}
         cached = scheduled.scheduled_cached_reqs
         starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        if not self.layers:
-            return
-        shape = (
-            len(next(iter(self.layers.values()))),
-            max(self.layers) + 1,
-            next(iter(self.layers.values())).shape[1],
-        )
-        experts = np.full(shape, 0, dtype=np.int32)
+        n_tokens, top_k = next(iter(self.layers.values())).shape
+        experts = np.zeros((n_tokens, max(self.layers) + 1, top_k), dtype=np.int32)
         for layer, chosen in self.layers.items():
             experts[:, layer] = chosen.numpy()
         first = 0
         for request in order:
             n = scheduled.num_scheduled_tokens.get(request, 0)
-            if n:
+            if n:  # the name has a random part
                 self._parts[request.rpartition("-")[0] or request].append(
                     (starts[request], experts[first : first + n])
                 )
             first += n
-        self.layers = {}
 
     def of(self, request: str, n: int) -> np.ndarray | None:
         """Experts of the first `n` tokens of a request, -1 for tokens that passed no router; `None` without any."""

@@ -36,16 +36,11 @@ class SampledRoutes:
 
     def keep(self, tokens: Sequence[int], experts: Any) -> None:
         """
-        Keep the routes of a sequence.
-
-        Args:
-            tokens (sequence of `int`):
-                Prompt and completion.
-            experts (array of shape `(len(tokens) - 1, decoder layers, k)`):
-                Experts of each token but the last, in each decoder layer.
+        Keep the routes of a sequence: `tokens` of prompt and completion, and `experts` of each but the last in each decoder
+        layer, `(n - 1, decoder layers, k)`.
 
         Raises:
-            `ValueError`: if rows are missing, if the shape does not fit, or if all entries are zero.
+            `ValueError`: if rows are missing, if the shape does not fit, or if all experts are 0.
         """
         if experts is None:
             raise ValueError(
@@ -54,29 +49,25 @@ class SampledRoutes:
             )
         found, n = np.asarray(experts), len(tokens) - 1
         layers = found.shape[1] if found.ndim == 3 else 0
-        if found.ndim != 3 or layers <= self.layers[-1] or found.shape[2] != self.top_k:
+        if layers <= self.layers[-1] or found.shape[2] != self.top_k:
             raise ValueError(
                 f"The routes of a completion have shape {found.shape}, but must have {n} tokens, one entry for each decoder "
-                f"layer (at least {self.layers[-1] + 1}) and {self.top_k} experts: sampler and trainer are other models. "
-                "Sample from the trainer's model, or set `rollout_routing` to None."
+                f"layer (at least {self.layers[-1] + 1}) and {self.top_k} experts. Sample from the trainer's model, or set "
+                "`rollout_routing` to None."
             )
-        if len(found) < n:
+        found = found[:n, self.layers].astype(np.int64)
+        if len(found) < n or (found < 0).any():
+            known = int((found >= 0).all((1, 2)).sum())
             raise ValueError(
-                f"The routes of a completion have {len(found)} rows for {n} tokens: the sampler did not return the routes of "
+                f"The routes of a completion have {known} rows for {n} tokens: the sampler did not return the routes of "
                 "tokens that it took from its prefix cache, or of a part of a sequence. Set `rollout_engine_kwargs: "
                 "{enable_prefix_caching: false}`, and no `routed_experts_prompt_start`."
             )
-        found = found[:n, self.layers].astype(np.int64)
-        if n and not found.any():
+        if n and not 0 < found.max() < self.n_experts:
             raise ValueError(
-                "All routes of a completion are 0: the kernel of the sampler does not record its experts. Set another "
-                "`moe_backend` in `rollout_engine_kwargs`, such as triton, or `rollout_routing` to None."
-            )
-        if n and not 0 <= found.min() <= found.max() < self.n_experts:
-            row = int(np.flatnonzero((found < 0).any((1, 2)) | (found >= self.n_experts).any((1, 2)))[0])
-            raise ValueError(
-                f"The routes of a completion have no experts for token {row} of {n}, or other ones than 0 to "
-                f"{self.n_experts - 1}. Set `rollout_engine_kwargs: {{enable_prefix_caching: false}}`."
+                f"The largest expert in the routes of a completion is {found.max()}, but must be 1 to {self.n_experts - 1}: 0 "
+                "stands for a kernel that does not record its experts. Set another `moe_backend` in `rollout_engine_kwargs`, "
+                "such as triton, or `rollout_routing` to None."
             )
         self._rows[tuple(tokens)].append(torch.from_numpy(found).to(self.dtype))
 

@@ -62,6 +62,11 @@ def check_asynchronous(config: Any) -> None:
             "`rollout_rs_exclude_from_baseline` is True, but in an asynchronous run the rollout worker computes rewards and "
             "baselines before the trainer gets a sample, when rejections are not known yet. Set it to False."
         )
+    if config.rollout_routing is not None:
+        raise ValueError(
+            "`rollout_routing` is 'replay', but the rollout worker of an asynchronous run drops the routes of the sampler. "
+            "Set it to None."
+        )
     check_proximal(config.rollout_proximal)
     packs = (
         config.token_budget is None or config.token_budget > 0

@@ -61,19 +61,7 @@ class RoutingReplay(_Host):
         return found
 
     def keep_routes(self, tokens: Sequence[int], experts: Any) -> None:
-        """
-        Take the routes of a sequence from a `rollout_func`.
-
-        Args:
-            tokens (sequence of `int`):
-                Prompt and completion.
-            experts (array of shape `(len(tokens) - 1, decoder layers, k)`):
-                Experts of each token but the last, in each decoder layer.
-
-        Raises:
-            `ValueError`: if `rollout_routing` is None, if rows are missing, if the shape does not fit, or if all entries are
-                zero.
-        """
+        """Take the routes of a sequence from a `rollout_func`: [`~trl_rollout_corr.routing.sampled.SampledRoutes.keep`]."""
         if self._replay is None:
             raise ValueError("`rollout_routing` is None, so routes have no effect. Set it to 'replay'.")
         self._sampled.keep(tokens, experts)
