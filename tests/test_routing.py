@@ -283,14 +283,23 @@ def test_many_experts_have_a_larger_type():
 class RoutedSampler(StaleSampler):
     """A sampler with the weights of the trainer, whose experts are `shift` places from those that it would choose."""
 
-    def __init__(self, path: str, shift: int, **options):
+    def __init__(self, path: str, shift: int, cut: bool = False, **options):
         super().__init__(path, noise=0.0, **options)
+        self.cut = cut  # completions that end before their last token
         self.shift, self.trainer = shift, None
         self.replay = Replay(find_routers(self.model))
 
     def __call__(self, prompts, trainer) -> dict:
         self.trainer = trainer
         return super().__call__(prompts, trainer)
+
+    def sample(self, prompts, tokenizer, key: str) -> dict:
+        found = super().sample(prompts, tokenizer, key)
+        for i in range(0, len(prompts) if self.cut else 0, 2):
+            if len(found["completion_ids"][i]) > 1:
+                found["completion_ids"][i].pop()
+                found["logprobs"][i] = self.score(found["prompt_ids"][i], found["completion_ids"][i])
+        return found
 
     @torch.no_grad()
     def score(self, prompt: list[int], completion: list[int]) -> list[float]:
@@ -310,9 +319,10 @@ def moe_path(imported_trl, tmp_path_factory) -> str:
 
 @pytest.fixture
 def make(moe_path, tmp_path):
-    def make(shift: int = 1, trainer: str = "grpo", **fields):
+    def make(shift: int = 1, **fields):
         fields = {"rollout_routing": "replay", "learning_rate": 0.0, "max_steps": 2, **fields}
-        return build_trainer(*TRAINERS[trainer], moe_path, tmp_path, sampler=RoutedSampler(moe_path, shift), **fields)
+        sampler = RoutedSampler(moe_path, shift, cut=fields.get("mask_truncated_completions", False))
+        return build_trainer(*TRAINERS["grpo"], moe_path, tmp_path, sampler=sampler, **fields)
 
     return make
 

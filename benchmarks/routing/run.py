@@ -25,7 +25,7 @@ COLUMNS = {
     "trainer": "{trainer}",
     "replay": "{replay}",
     "tokens": "{tokens}",
-    "k3": "{k3:.1e}",
+    "k3": "{k3:.6f}",
     "largest log-ratio": "{largest:.3f}",
     "flipped tokens": "{flipped}",
 }

@@ -39,7 +39,7 @@ class Replay:
                 f"`rollout_routing` is 'replay', but a router has {len(own)} tokens and the batch {len(self._routes)}: the "
                 "model splits or packs sequences. Set `rollout_routing` to None."
             )
-        given = self._routes[:, place].to(own.device, torch.long)
+        given = self._routes[:, place].long()
         known = given != no_route(self._routes)
         if place not in self._flipped:  # and not again when a layer is computed again
             other = given.sort(-1).values != own.sort(-1).values
@@ -63,7 +63,7 @@ class Replay:
                     "`rollout_routing` is 'replay', but a batch with gradient has several forward passes. This version of TRL "
                     "is not supported: install a version of trl that this release was tested with."
                 )
-            self._routes, start = chunk.flatten(0, 1), start + len(chunk)
+            self._routes, start = chunk.flatten(0, 1).to(kwargs["input_ids"].device), start + len(chunk)
 
         handle = model.register_forward_pre_hook(next_chunk, with_kwargs=True)
         try:

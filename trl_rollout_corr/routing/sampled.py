@@ -76,13 +76,15 @@ class SampledRoutes:
         for ids, mask, rows in zip(input_ids.cpu(), attention_mask.bool().cpu(), routes.cpu(), strict=True):
             self._rows[tuple(ids[mask].tolist())].append(rows[mask][:-1])
 
-    def place(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int) -> torch.Tensor:
+    def place(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int, strict: bool = True
+    ) -> torch.Tensor:
         """
         Routes of a padded batch, `(B, S, L, k)`, on the CPU. Padding, the last token of a sequence and completions that are
         masked as a whole have no route.
 
         Raises:
-            `ValueError`: if a sequence was not sampled.
+            `ValueError`: with `strict`, if a sequence was not sampled.
         """
         ids, mask = input_ids.cpu(), attention_mask.bool().cpu()
         routes = torch.zeros(*ids.shape, len(self.layers), self.top_k, dtype=self.dtype)
@@ -93,6 +95,8 @@ class SampledRoutes:
                 continue
             tokens = tuple(ids[i][mask[i]].tolist())
             found = self._rows.get(tokens)
+            if not found and not strict:
+                continue
             if not found:
                 raise ValueError(
                     f"Completion {i} of the batch has no routes: the sampler did not generate these tokens, as after text "

@@ -92,7 +92,7 @@ class RoutingReplay(_Host):
         # sequences of the batch scored one by one, without padding
         alone = SampledRoutes(self._sampled.layers, self._sampled.n_experts, self._sampled.top_k)
         alone.keep_batch(*_sequences(batch), routes)
-        return alone.place(input_ids, mask, n)
+        return alone.place(input_ids, mask, n, strict=False)
 
     def _get_per_token_logps_and_entropies(
         self, model: Any, input_ids: Any, attention_mask: Any, logits_to_keep: Any, *args: Any, **kwargs: Any
@@ -105,7 +105,12 @@ class RoutingReplay(_Host):
             over = replay.over(model, routes)
         with over as flipped:
             outputs = forward(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
-        if flipped and torch.is_grad_enabled() and self._loss_call is not None:
+        if self._replay is not None and self._loss_call is not None and torch.is_grad_enabled():
+            if not flipped:
+                raise RuntimeError(
+                    "`rollout_routing` is 'replay', but no router of the model was called in a forward pass of the policy: "
+                    "the model was replaced after the trainer was built. Set `rollout_routing` to None."
+                )
             # the experts of a token decide the log-probability of the next one
             here = torch.cat(flipped).view(input_ids.shape)[:, -logits_to_keep - 1 : -1]
             self._observer.add(self._now.mode, Flips.count(here, self._loss_mask(self._loss_call.batch)))
