@@ -452,7 +452,7 @@ def test_vllm_gives_its_experts_to_the_trainer(moe_path, tmp_path):
                 moved._sampled.keep = lambda tokens, experts: keep(tokens, (experts + 1) % 8)
                 moved.train()
                 assert logged(moved, "routing_flipped_fraction") == [1.0] * 3
-                assert min(logged(moved, "k3_kl")) > 1e-3
+                assert min(logged(moved, "k3_kl")) > 1e-5
                 assert all(len(tokens) - 1 == len(experts) for tokens, experts in kept)
     """
     output_of(sys.executable, "-c", dedent(script))

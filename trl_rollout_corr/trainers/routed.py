@@ -23,28 +23,12 @@ else:
     _Host = object
 
 
-def check_routing(args: Any) -> None:
-    """Refuse samplers whose routes do not reach the trainer."""
-    if args.rollout_routing is None or not args.use_vllm:
-        return
-    reason = None
-    if args.vllm_mode != "colocate":
-        reason = (
-            "`vllm_mode` is 'server', and TRL's client drops the routes of the answers. Set `vllm_mode` to 'colocate'"
-        )
-    elif args.vllm_tensor_parallel_size > 1:
-        reason = "`vllm_tensor_parallel_size` is above 1, where replay was never run. Set it to 1"
-    if reason:
-        raise ValueError(f"`rollout_routing` is 'replay', but {reason}, or `rollout_routing` to None.")
-
-
 class RoutingReplay(_Host):
     """Replays the sampler's experts in TRL's forward passes over sampled completions. Without `rollout_routing`, nothing."""
 
     _replay: dict[int, Replay] | None = None  # by identity of the model
 
     def __init__(self, model: Any, reward_funcs: Any, args: Any, *further: Any, **kwargs: Any) -> None:
-        check_routing(args)
         super().__init__(model, reward_funcs, args, *further, **kwargs)
         if args.rollout_routing is None:
             return
