@@ -589,6 +589,8 @@ def test_settings_that_do_not_fit_are_refused(tmp_path):
         )  # fmt: skip
     with pytest.raises(ValueError, match="`rollout_proximal` must be one of visit, interpolated, got 'interpolate'"):
         RolloutCorrectedAsyncGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, rollout_proximal="interpolate")
+    with pytest.raises(ValueError, match="`rollout_routing` is 'replay', but the rollout worker"):
+        RolloutCorrectedAsyncGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, rollout_routing="replay")
     with pytest.warns(UserWarning, match="`rollout_proximal` is set to 'interpolated' but has no effect"):
         RolloutCorrectedAsyncGRPOConfig(
             str(tmp_path), use_cpu=True, bf16=False, rollout_proximal="interpolated", bypass_mode=True

@@ -362,9 +362,10 @@ def test_tokens_that_take_another_route_need_a_correction_that_rejects():
     finding = Finding("routing", 0.9, 1.0, Seen(1.0, 1.0, {}, ""))
 
     def settings(**fields) -> dict:
-        run = dataclasses.asdict(RolloutCorrectionConfig(**fields))
+        run = dataclasses.asdict(RolloutCorrectionConfig(**{"rollout_routing": "replay", **fields}))
         return remedy_for(Diagnosis("found", [finding], 0.1, 0.1, None, 100, 10, run), finding)[1]
 
+    assert settings(rollout_routing=None) == {"rollout_routing": "replay"}
     assert settings(rollout_correction="decoupled_token_is") == {"rollout_correction": "auto"}
     assert settings(rollout_is_threshold=[0.5, 5.0]) == {}
     assert settings() == settings(rollout_correction="auto") == {}

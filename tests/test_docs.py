@@ -23,6 +23,7 @@ from trl_rollout_corr.correction.age import (
 from trl_rollout_corr.correction.step_size import StepSize
 from trl_rollout_corr.health.bands import HEALTHY, in_words
 from trl_rollout_corr.messages import PREFIX
+from trl_rollout_corr.routing.replay import Flips
 from trl_rollout_corr.settings.criteria import CRITERIA, Criterion
 from trl_rollout_corr.settings.presets import PRESETS
 from trl_rollout_corr.settings.thresholds import is_by_sign
@@ -74,6 +75,7 @@ def accounted_keys() -> set[str]:
         *Staleness.of(segments).finish(),
         *asynchronous_keys(),
         *step.finish(),
+        *Flips.count(keep, keep).finish(),
     }
 
 

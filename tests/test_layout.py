@@ -40,6 +40,7 @@ ORDER = {
         "step_size",
         "compute",
     ],  # so far without pyarrow, numpy and TRL
+    "routing": ["routers", "sampled", "replay", "capture"],
     "dumps": ["schema", "rows", "sequences", "writing", "reading"],
     "diagnosis": [
         "observed",
@@ -82,6 +83,7 @@ ORDER = {
         "observer",
         "lr_scaling",
         "core",
+        "routed",
         "mixin",
         "grpo",
         "rloo",

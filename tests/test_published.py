@@ -55,6 +55,7 @@ TABLES = {
     "diagnose": lambda load, results: [load("run").table(results[look]) for look in ("with_second_look", "without")],
     "exact": lambda load, results: load("run").tables(results),
     "headline": lambda load, results: load("report").tables(results),
+    "routing": lambda load, results: [load("run").table(results)],
     "monitor": margins_of_the_monitor,
 }
 

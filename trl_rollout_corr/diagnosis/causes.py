@@ -258,9 +258,11 @@ CAUSES: dict[str, Cause] = {
         "mixture of experts: tokens that are routed to other experts",
         Test(precision.routing, 60.0, 120.0),
         precision.largest_tokens,
-        "A few tokens have a log-ratio of some nats, and the others almost none. Reject single tokens, not completions: one "
-        "such token would decide the weight of its completion. With float32 routers on both sides there are fewer of these "
-        "tokens.",
+        "A few tokens have a log-ratio of some nats, and the others almost none. Replay the sampler's experts in the trainer "
+        "(colocate mode). Reject single tokens, not completions: one such token would decide the weight of its completion.",
+        {"rollout_routing": "replay"},
+        "The trainer takes the sampler's experts, so these tokens have another cause. With float32 routers on both sides "
+        "there are fewer of them.",
         correction="rejecting",
     ),
     "kv_cache": Cause(

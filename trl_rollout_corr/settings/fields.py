@@ -20,11 +20,12 @@ from .thresholds import none_if_null, parse_criteria, parse_number, parse_weight
 LossType = Literal["ppo_clip", "reinforce"]
 NanPolicy = Literal["drop", "raise", "neutralize"]
 MonitorAction = Literal["warn", "stop", "tighten"]
+Routing = Literal["replay"]
 LOSS_TYPES: tuple[str, ...] = get_args(LossType)
 NAN_POLICIES: tuple[str, ...] = get_args(NanPolicy)
 MONITOR_ACTIONS: tuple[str, ...] = get_args(MonitorAction)
 if not TYPE_CHECKING:  # see `criteria`
-    LossType = NanPolicy = MonitorAction = str
+    LossType = NanPolicy = MonitorAction = Routing = str
 
 
 class Unset:
@@ -115,6 +116,9 @@ class EngineFields:
     )
     rollout_engine_kwargs: Mapping[str, object] | str | None = _option(
         "Arguments of vLLM's engine that TRL has no field for, as a mapping."
+    )
+    rollout_routing: Routing | None = _option(
+        "In a mixture of experts: replay, to take the experts that the sampler chose, or none."
     )
 
 
@@ -230,6 +234,7 @@ PARSERS: dict[str, Callable[[Any], Any]] = {
     "rollout_clip_ratio_c": _clip_ratio,
     "rollout_engine_kwargs": _engine_kwargs,
     "rollout_support": partial(_choice, "rollout_support", ("replay", None)),
+    "rollout_routing": partial(_choice, "rollout_routing", ("replay", None)),
     "rollout_monitor": partial(_choice, "rollout_monitor", (*MONITOR_ACTIONS, None)),
     "rollout_monitor_preset": partial(preset_name, "rollout_monitor_preset"),
     "rollout_monitor_bounds": lambda value: parse_bounds(none_if_null(value)) or None,

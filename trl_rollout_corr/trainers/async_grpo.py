@@ -67,6 +67,11 @@ def check_asynchronous(config: Any) -> None:
             f"`rollout_support` is {config.rollout_support!r}, which needs a colocated vLLM, and an asynchronous run has a "
             "server. Set it to None."
         )
+    if config.rollout_routing is not None:
+        raise ValueError(
+            "`rollout_routing` is 'replay', but the rollout worker of an asynchronous run drops the routes of the sampler. "
+            "Set it to None."
+        )
     check_proximal(config.rollout_proximal)
     budget = getattr(config, "token_budget", None)  # gone in newer releases of TRL
     packs = budget is None or budget > 0  # rows hold as many completions as there is room for

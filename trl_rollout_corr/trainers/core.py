@@ -48,6 +48,7 @@ _READ_AT_START = (
     "rollout_dump_dir",
     "rollout_diagnose",
     "rollout_lr_scaling",
+    "rollout_routing",
     *_READ_WHEN_BUILT,
 )
 

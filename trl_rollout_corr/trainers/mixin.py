@@ -39,6 +39,7 @@ from .first_step import score_alone
 from .gradient_check import GradientCheck
 from .loss import LossCall
 from .observer import Corrected
+from .routed import RoutingReplay
 from .sampler import check_server_logprobs, observe_sampler, sync_weights_on_cpu, truncation
 from .scoring import Logprobs, OldPass, Scoring
 from .support import SUPPORT, Kept, check_replay, over_support, pad_kept
@@ -46,7 +47,7 @@ from .trl_interface import check_bases, check_trl, definer
 from .versions import keeps_support, take_out_weights
 
 
-class RolloutCorrectionMixin(CorrectionCore):
+class RolloutCorrectionMixin(RoutingReplay, CorrectionCore):
     """
     Rollout correction for a trainer of TRL. Comes before the trainer among the bases.
 

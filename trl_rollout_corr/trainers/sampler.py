@@ -54,6 +54,7 @@ def check_sampling(config: GRPOConfig | RLOOConfig, trainer: type) -> None:
                 f"`generation_kwargs` sets `{name}` to {value!r}, which must be {needed}: rollout correction needs one "
                 "log-probability of every sampled token. Remove it."
             )
+    _check_routing(config)
     settings = {name: getattr(config, name) for name in (*TRUNCATION, "repetition_penalty")}
     settings["structured_outputs"] = config.vllm_structured_outputs_regex
     settings |= {name: value for name, value in overrides.items() if name in _DISTORTING}
@@ -88,6 +89,19 @@ def truncation(config: GRPOConfig | RLOOConfig) -> dict[str, object]:
     """Options of truncated sampling that are in effect, by name."""
     overrides = config.generation_kwargs or {}
     return distorting({name: overrides.get(name, getattr(config, name)) for name in TRUNCATION})
+
+
+def _check_routing(config: GRPOConfig | RLOOConfig) -> None:
+    """Refuse samplers whose routes do not reach the trainer."""
+    if config.rollout_routing is None:
+        return
+    reason = None
+    if config.vllm_mode != "colocate":
+        reason = "`vllm_mode` is 'server', and TRL's client drops the routes of the answers. Set it to 'colocate'"
+    elif config.vllm_tensor_parallel_size > 1:
+        reason = "`vllm_tensor_parallel_size` is above 1, where replay was never run. Set it to 1"
+    if reason:
+        raise ValueError(f"`rollout_routing` is 'replay', but {reason}, or `rollout_routing` to None.")
 
 
 def distorting(settings: Mapping[str, object]) -> dict[str, object]:

@@ -1,0 +1,158 @@
+"""
+Gap between vLLM and the trainer in a mixture of experts, with and without `rollout_routing: replay`.
+
+A tiny Qwen3-MoE with random weights that stay as they are (learning rate 0). vLLM samples in bfloat16; the trainer computes in
+float32 or bfloat16. The runs of one seed sample the same tokens. Writes `results.json`, and prints the table.
+"""
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tables import markdown
+
+
+TYPES = ("float32", "bfloat16")
+SEEDS = (0, 1, 2)
+COLUMNS = {
+    "trainer": "{trainer}",
+    "replay": "{replay}",
+    "tokens": "{tokens}",
+    "k3": "{k3:.6f}",
+    "largest log-ratio": "{largest:.3f}",
+    "flipped tokens": "{flipped}",
+}
+
+
+def build_model(folder: str, seed: int) -> None:
+    """Write a mixture of 8 experts, 2 of them per token, in 4 layers, with a tokenizer of digits."""
+    import torch
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    characters = ["<pad>", "<eos>", *"0123456789+=abcdefghij"]
+    tokenizer = Tokenizer(models.WordLevel({character: i for i, character in enumerate(characters)}, "<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+    wrapped.save_pretrained(folder)
+    torch.manual_seed(seed)
+    config = Qwen3MoeConfig(
+        vocab_size=len(characters),
+        hidden_size=64,
+        intermediate_size=128,
+        moe_intermediate_size=64,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=128,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+        tie_word_embeddings=False,
+    )
+    model = Qwen3MoeForCausalLM(config)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if p.dim() > 1:  # weights of a trained model, in size: the default is nearly uniform
+                p.mul_(10 if "lm_head" in name else 4)
+    model.save_pretrained(folder)
+
+
+def measure(model: str, dtype: str, replay: bool, seed: int, steps: int) -> dict[str, Any]:
+    """Metrics of one run, means over its steps."""
+    from datasets import Dataset
+
+    from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
+
+    with tempfile.TemporaryDirectory() as output:
+        args = RolloutCorrectedGRPOConfig(
+            output,
+            use_cpu=True,
+            bf16=False,
+            report_to=[],
+            disable_tqdm=True,
+            save_strategy="no",
+            logging_steps=1,
+            max_steps=steps,
+            learning_rate=0.0,
+            seed=seed,
+            per_device_train_batch_size=32,
+            num_generations=4,
+            max_completion_length=48,
+            use_vllm=True,
+            vllm_mode="colocate",
+            vllm_max_model_length=96,
+            temperature=1.0,
+            model_init_kwargs={"dtype": dtype},
+            rollout_correction="disabled",
+            rollout_monitor=None,
+            rollout_engine_kwargs={"dtype": "bfloat16", "enable_prefix_caching": False, "enforce_eager": True},
+            rollout_routing="replay" if replay else None,
+        )
+        prompts = [f"{a}+{b}=" for a in range(20) for b in range(20)]
+        trainer = RolloutCorrectedGRPOTrainer(
+            model, lambda completions, **_: [float(len(x)) for x in completions], args=args,
+            train_dataset=Dataset.from_dict({"prompt": prompts}),
+        )  # fmt: skip
+        trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "rollout_corr/k3_kl" in entry]
+
+    def column(key: str) -> list[float]:
+        return [entry[f"rollout_corr/{key}"] for entry in logs if f"rollout_corr/{key}" in entry]
+
+    return {
+        "k3": fmean(column("k3_kl")),
+        "largest": max(map(abs, column("log_ratio_max") + column("log_ratio_min"))),
+        "flipped": fmean(column("routing_flipped_fraction")) if replay else None,
+        "tokens": round(sum(entry["completions/mean_length"] * 32 for entry in logs)),
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Means over the seeds."""
+    lines = []
+    for dtype in TYPES:
+        for replay in (False, True):
+            runs = [row for row in rows if (row["trainer"], row["replay"]) == (dtype, replay)]
+            flipped = [run["flipped"] for run in rows if run["trainer"] == dtype and run["replay"]]
+            lines.append(
+                {
+                    "trainer": dtype,
+                    "replay": "replay" if replay else "none",
+                    "tokens": sum(run["tokens"] for run in runs),
+                    "k3": fmean(run["k3"] for run in runs),
+                    "largest": max(run["largest"] for run in runs),
+                    "flipped": "0" if replay else f"{fmean(flipped):.3f}",
+                }
+            )
+    return markdown(lines, COLUMNS)
+
+
+def main(steps: int = 4) -> None:
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    rows = []
+    for seed in SEEDS:
+        with tempfile.TemporaryDirectory() as model:
+            build_model(model, seed)
+            for dtype in TYPES:
+                for replay in (False, True):
+                    row = {"trainer": dtype, "replay": replay, "seed": seed}
+                    rows.append(row | measure(model, dtype, replay, seed, steps))
+                    print(rows[-1], flush=True)
+    (Path(__file__).parent / "results.json").write_text(json.dumps(rows, indent=1) + "\n")
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()
