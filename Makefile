@@ -53,7 +53,7 @@ quickstart: $(STAMP)
 # The sample of the documents: the quickstart without correction and with one whose bounds are derived from the spread in
 # docs/compare.md, and what `report` makes of the two
 SAMPLE := outputs/sample
-SAMPLE_CORRECTION := --rollout_correction decoupled_geo_rs_token_tis --rollout_rs_threshold 0.95_1.05
+SAMPLE_CORRECTION := --rollout_correction auto
 SAMPLE_RUN = $(MAKE) quickstart ARGS="--output_dir $(SAMPLE) --rollout_dump_dir $(SAMPLE)/$(1) --rollout_dump_steps 5 $(2)"
 sample: $(STAMP)
 	rm -rf $(SAMPLE)

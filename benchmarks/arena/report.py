@@ -84,7 +84,7 @@ def collect(folder: Path) -> dict[str, Any]:
     """The runs in a folder that belong to the published stages, as rows, and how many were planned."""
     results: dict[str, Any] = {}
     for stage, plan in STAGES.items():
-        runs = plan()
+        runs = list({(run.cell.name, run.arm.name, run.seed): run for run in plan()}.values())
         paths = {run.name: folder / f"{run.name}.json" for run in runs}
         done = {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
         results[stage] = {
@@ -172,7 +172,7 @@ def summary(found: Sequence[Situation], arms: Sequence[str]) -> str:
     """A line per arm, over the cells where arms differ and in which it was tried."""
     counted = [situation for situation in found if situation.differs]
     lines = [
-        f"| arm | cells that differ (of {len(found)}) | gain kept | holds | regret, mean | worst | where | rejected | falls |",
+        "| arm | cells | gain kept | holds | regret, mean | worst | where | rejected | falls |",
         "| --- " * 9 + "|",
     ]
     for arm in arms:
