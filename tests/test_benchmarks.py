@@ -63,7 +63,9 @@ def test_gather(tmp_path):
 
 
 def test_a_log_sends_what_the_benchmark_says(tiny_model_path, tmp_path):
-    trainer = build(*TRAINERS["grpo"], tiny_model_path, tmp_path, sampler=StaleSampler(tiny_model_path), max_steps=1)
+    sampler = StaleSampler(tiny_model_path)
+    settings = {"rollout_correction": "decoupled_token_is", "max_steps": 1}
+    trainer = build(*TRAINERS["grpo"], tiny_model_path, tmp_path, sampler=sampler, **settings)
     sent, gather = [], trainer.accelerator.gather
 
     def counting(tensor):
@@ -237,13 +239,3 @@ def test_the_monitor_is_applied_to_runs_that_are_there(tmp_path):
     assert "| fall by 0.1 or more, for two looks | 1 | 1 | 1 | 0 | 0 |" in printed
     assert "falls at 20 | 2 | 2 `k3_high` | before, 18 steps |" in printed
     assert "trl" not in printed
-
-
-def test_scaled_steps_are_set_beside_whole_ones(tmp_path):
-    for arm, accuracy, scales in (("token_is", 0.5, None), ("token_is_ess", 0.6, [0.8, 0.9])):
-        history = {"rollout_corr/lr_scale": scales} if scales else {}
-        record = {"accuracy": [0.4, *[accuracy] * 4], "history": history}
-        (tmp_path / f"grpo-sort-lag_8-slow-{arm}-1.json").write_text(json.dumps(record))
-    printed = output_of(sys.executable, "benchmarks/arena/step_size.py", "--report", "--output_dir", str(tmp_path))
-    assert "| sort, lag 8 | `token_is` | 0.50 | 0.50 | - |" in printed
-    assert "| sort, lag 8 | `token_is_ess` | 0.60 | 0.60 | 0.85 |" in printed

@@ -148,7 +148,7 @@ def test_setup_does_nothing_the_second_time():
 @pytest.fixture
 def fresh(tmp_path) -> list[str]:
     """`make setup` in a folder without an environment, whose pip finds nothing."""
-    for name in ("Makefile", "pyproject.toml"):
+    for name in ("Makefile", "constraints.txt", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path)
     return ["make", "--directory", str(tmp_path), "setup", f"PYTHON={sys.executable}"]
 
@@ -158,7 +158,7 @@ def test_setup_says_what_to_do_without_a_cpu_build_of_torch(fresh):
     assert result.returncode != 0
     assert result.stdout.count("with https://download.pytorch.org/whl/cpu") == 1
     assert "make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu" in result.stderr
-    assert "No matching distribution found for torch" in result.stderr
+    assert re.search(r"^ERROR: .*\btorch\b", result.stderr, re.MULTILINE)
 
 
 def test_setup_goes_on_with_the_index_of_pytorch_by_itself(fresh, tmp_path):

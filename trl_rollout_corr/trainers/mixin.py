@@ -187,7 +187,7 @@ class RolloutCorrectionMixin(RoutingReplay, CorrectionCore):
         """Check that log-probabilities and rewards belong to the completions of the batch."""
         rows = [len(x) for x in (scoring.logprobs, scoring.rewards, scoring.kept) if x is not None]
         if any(n != len(output["completion_ids"]) for n in rows):
-            owner = definer(type(self), "_generate_and_score_completions", after=RolloutCorrectionMixin)
+            owner = definer(type(self), "_generate_and_score_completions", after=RoutingReplay)
             raise RuntimeError(
                 f"`{owner.__name__}._generate_and_score_completions` returned {len(output['completion_ids'])} completions, "
                 f"but {rows[0]} were generated and scored last: the log-probabilities of the others are unknown. Join "
