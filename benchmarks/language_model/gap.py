@@ -20,11 +20,8 @@ from harness import Record, write
 from prompts import PROMPTS
 
 
-TOKENS, LONGEST, CONTEXT = (
-    20_000,
-    256,
-    512,
-)  # sampled by each sampler at least, of a completion at most, room of the engine
+TOKENS = 20_000  # that each sampler samples, at least
+LONGEST, CONTEXT = 256, 512  # tokens of a completion and of the engine's context, at most
 FIRST, MORE = 128, 32  # completions asked for at once, and where those are too short
 ROWS = 8  # sequences that a trainer scores at a time
 
@@ -83,17 +80,16 @@ _BFLOAT16 = {"dtype": "bfloat16"}
 SAMPLERS = [
     Sampler("bfloat16", _BFLOAT16),
     Sampler("float32", {"dtype": "float32"}),
-    Sampler("float16", {"dtype": "float16"}),
-    Sampler("bfloat16, float32 head", {**_BFLOAT16, "hf_overrides": {"head_dtype": "float32"}}),
     Sampler("bfloat16, fp8 cache", {**_BFLOAT16, "kv_cache_dtype": "fp8"}),
+    Sampler("bfloat16, float32 head", {**_BFLOAT16, "hf_overrides": {"head_dtype": "float32"}}),
+    Sampler("float16", {"dtype": "float16"}),
     Sampler("bfloat16, int8 weights", _BFLOAT16, weights="int8"),
-    Sampler("bfloat16, adapter merged", _BFLOAT16, weights="merged"),
-    Sampler("bfloat16, adapter beside", {**_BFLOAT16, "enable_lora": True, "max_lora_rank": 16}, weights="adapter"),
     Sampler("top-p 0.95", _BFLOAT16, {"top_p": 0.95}),
-    Sampler("top-p 0.8", _BFLOAT16, {"top_p": 0.8}),
     Sampler("top-k 20", _BFLOAT16, {"top_k": 20}),
     Sampler("min-p 0.05", _BFLOAT16, {"min_p": 0.05}),
     Sampler("repetition penalty 1.1", _BFLOAT16, {"repetition_penalty": 1.1}),
+    Sampler("bfloat16, adapter merged", _BFLOAT16, weights="merged"),
+    Sampler("bfloat16, adapter beside", {**_BFLOAT16, "enable_lora": True, "max_lora_rank": 16}, weights="adapter"),
 ]
 TRAINERS = {
     trainer.name: trainer
@@ -270,15 +266,16 @@ def process(model: Any, prompt: list[int], completion: list[int], sampling: Mapp
         for row, token in zip(logits, completion, strict=True):
             row[seen] = torch.where(row[seen] > 0, row[seen] / penalty, row[seen] * penalty)
             seen[token] = True
-    probabilities, order = logits.softmax(-1).sort(-1, descending=True)
+    probabilities = logits.softmax(-1)
     kept = torch.ones_like(probabilities, dtype=torch.bool)
     if top_k := sampling.get("top_k"):
-        kept[:, top_k:] = False
+        kept &= probabilities >= probabilities.topk(top_k).values[:, -1:]
     if min_p := sampling.get("min_p"):
-        kept &= probabilities >= min_p * probabilities[:, :1]
+        kept &= probabilities >= min_p * probabilities.amax(-1, keepdim=True)
     if top_p := sampling.get("top_p"):  # as many of the likeliest as it takes
-        kept &= probabilities.cumsum(-1) - probabilities < top_p
-    kept = torch.empty_like(kept).scatter(-1, order, kept).scatter(-1, ids[:, None], True)
+        values, order = probabilities.sort(-1, descending=True)
+        kept &= torch.empty_like(kept).scatter(-1, order, values.cumsum(-1) - values < top_p)
+    kept.scatter_(-1, ids[:, None], True)
     return logits.masked_fill(~kept, -torch.inf).log_softmax(-1).gather(-1, ids[:, None])[:, 0].tolist()
 
 
@@ -292,12 +289,16 @@ def file_of(folder: Path, sampler: Sampler, trainer: Trainer | None = None) -> P
 
 
 def missing(folder: Path) -> list[tuple[Sampler, list[Trainer] | None]]:
-    """What is not done, for a process each: sampling (`None`), or scoring by some trainers."""
+    """Tasks left, for a process each: sampling (`None`), or scoring by some trainers. The main trainers come first."""
     found: list[tuple[Sampler, list[Trainer] | None]] = []
-    for sampler in SAMPLERS:
-        trainers = [t for t in trainers_of(sampler) if not file_of(folder, sampler, t).exists()]
-        found += [] if file_of(folder, sampler).exists() else [(sampler, None)]
-        found += [(sampler, trainers)] if trainers else []
+    for names in (["bfloat16", "bfloat16, one by one"], ["float32"], list(TRAINERS)):
+        for sampler in SAMPLERS:
+            known = [t for s, trainers in found if s == sampler for t in trainers or [None]]
+            if None not in known and not file_of(folder, sampler).exists():
+                found.append((sampler, None))
+            trainers = [t for t in trainers_of(sampler) if t.name in names and t not in known]
+            if trainers := [t for t in trainers if not file_of(folder, sampler, t).exists()]:
+                found.append((sampler, trainers))
     return found
 
 

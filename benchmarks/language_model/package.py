@@ -1,11 +1,18 @@
 """All that the benchmarks of the language model take from inside the package, in one place."""
 
-from trl_rollout_corr.analysis.diagnose import diagnose, observe
-from trl_rollout_corr.analysis.diagnose.signatures import DIFFUSE, STAGES
-from trl_rollout_corr.faults import FAULTS, training_on
-from trl_rollout_corr.faults.models import merged
+import sys
+from pathlib import Path
+
+from trl_rollout_corr.diagnosis import diagnose, observe
+from trl_rollout_corr.diagnosis.ranking import DIFFUSE, STAGES
 
 
-SIGNATURES = [signature for stage in (*STAGES, *DIFFUSE) for signature in stage.signatures]
+sys.path.insert(0, str(Path(__file__).parents[1] / "diagnose"))
 
-__all__ = ["FAULTS", "SIGNATURES", "diagnose", "merged", "observe", "training_on"]
+from faults import FAULTS, training_on
+from faults.models import merged
+
+
+TESTS = {name: test for stage in (*STAGES, *DIFFUSE) for name, test in stage.tests}
+
+__all__ = ["FAULTS", "TESTS", "diagnose", "merged", "observe", "training_on"]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from .drift import by_sequence, growing
+from .drift import by_sequence, first_step, growing
 from .evidence import (
     FLOOR,
     LARGE,
@@ -22,6 +22,15 @@ from .evidence import (
     typical,
 )
 from .observed import Observed
+
+
+def coarser_sampler(about: Mapping[str, str]) -> str:
+    """
+    The type of a sampler that rounds to 16 bits beside a trainer in float32; otherwise empty. The trainer's difference from
+    itself is no yardstick there: it has none of the sampler's rounding.
+    """
+    sampler = about.get("sampler_dtype", "")
+    return sampler if about.get("trainer_dtype") == "float32" and sampler in ("bfloat16", "float16") else ""
 
 
 def noise_floor(o: Observed) -> float | None:
@@ -102,16 +111,19 @@ def by_token(o: Observed) -> float:
 
 def _systematic(o: Observed, said: str) -> Seen:
     same = by_token(o)
-    return Seen(same, 1.0, {"alike": same, "gap": rms(o.d[o.core])}, said)
+    return Seen(same, 1.0, {"alike": same, "gap": rms(o.d[o.core]), "first": first_step(o)}, said)
 
 
 def weights(o: Observed) -> Seen | None:
-    if caches_in_low_precision(o.about):
+    ages = o.staleness[np.isfinite(o.staleness)]
+    if caches_in_low_precision(o.about) or (ages.size and ages.min() > 0):  # old samples look the same
         return None
     said = (
-        "the same token has a similar log-ratio wherever it occurs (correlation {alike}), and |d| is {gap} from the first "
-        "step on"
+        "the same token has a similar log-ratio wherever it occurs (correlation {alike}), and |d| is {first} in the first "
+        "step of the dump and {gap} in all"
     )
+    if o.step.min() > 1:
+        said += " (an older policy looks the same, unless the dump begins at step 1)"
     if "kv_cache_dtype" not in o.about:
         said += " (an 8-bit key-value cache looks the same, and the type of the cache is not in this dump)"
     return _systematic(o, said)
@@ -137,7 +149,7 @@ def head(o: Observed) -> Seen | None:
     """Test whether the gap is as small as rounding, but the trainer reproduces it, unlike rounding in the layers."""
     floor = noise_floor(o)
     gap = rms(o.d[o.core])
-    if floor is None or gap > LARGE:
+    if floor is None or gap > LARGE or coarser_sampler(o.about):
         return None
     said = "|d| is {gap}, as of rounding; a share of {floor} of d^2 changes when the trainer scores a sequence alone"
     return Seen(1 - floor, 1.0, {"gap": gap, "floor": floor}, said)
