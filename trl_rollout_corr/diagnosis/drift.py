@@ -22,6 +22,7 @@ from .observed import Observed
 
 
 _END = 0.1  # share of the sequences that are compared at each end
+_ENOUGH = 8  # sequences of the lowest age or step, which are compared alone
 _GROWTH = 1.4  # smallest growth of the mean square that counts
 _JUMP = 9.0  # growth of the mean square above which it need not be monotone
 _CHANCE = 3.0  # standard deviations of a rank correlation by chance, above which it counts
@@ -39,8 +40,9 @@ def growing(o: Observed, x: np.ndarray, said: str) -> Seen | None:
     values, squares, lengths = x[known], squares[known], o.lengths[known]
     if len(values) < 8 or values.min() == values.max():
         return None
-    end = np.quantile(values, _END)
-    lowest, highest = values <= (end if end < values.max() else values.min()), values >= np.quantile(values, 1 - _END)
+    lowest, highest = values == values.min(), values >= np.quantile(values, 1 - _END)
+    if lowest.sum() < _ENOUGH and (end := np.quantile(values, _END)) < values.max():
+        lowest = values <= end
     low, high = (float(np.average(squares[here], weights=lengths[here])) for here in (lowest, highest))
     growth = high / max(low, (FLOOR / 4) ** 2)
     correlation, chance = spearman(values, typical[known]), (len(values) - 1) ** -0.5
