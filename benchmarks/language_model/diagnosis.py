@@ -2,8 +2,7 @@
 What `diagnose` says of faults that are put into a pretrained model's sampler or trainer, or between them.
 
 The faults are those of the fault kit, and dumps are as in `benchmarks/diagnose`: 8 optimizer steps of 8 completions each.
-Underneath, sampler and trainer compute in float32, or the sampler in bfloat16, or both. Half of the seeds are there to move
-bounds, the others to judge.
+Underneath, sampler and trainer compute in bfloat16, or the sampler in bfloat16 and the trainer in float32, or both in float32.
 """
 
 import json
@@ -36,22 +35,21 @@ from generate import (
     write,
 )
 from harness import write as write_json
-from package import FAULTS, SIGNATURES, diagnose, merged, observe, training_on
+from package import FAULTS, TESTS, diagnose, merged, observe, sampling_from, training_on
 from prompts import PROMPTS
 from transformers import AutoTokenizer
 from variants import load, make_variant
 
 
-SEEDS = range(12)
-MOVING = range(6)  # seeds that bounds may be moved on; the others judge
-LONGEST = 96
+SEEDS = (2, 1, 5, 4, 8, 7, 0, 3, 6)  # in the order in which they are made
+LONGEST = 32  # tokens of a completion
 AGAIN = 8  # sequences of the first step that are scored a second time, alone
 BELOW = (("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16"))  # sampler and trainer, by seed
 END = 2  # of the tokenizer: <|im_end|>
 # Faults of one cause take turns, so that each half of the seeds has all of them
 FAMILIES = {
     "weights": ("int8_weights", "fp8_weights", "int4_weights"),
-    "temperature": ("cold_sampler", "hot_sampler", "raw_logprobs"),
+    "temperature": ("cold_sampler", "hot_sampler"),
     "truncation": ("top_p", "top_k", "min_p"),
     "penalty": ("repetition_penalty", "presence_penalty", "frequency_penalty"),
     "first_token": ("bos", "template"),
@@ -63,6 +61,11 @@ def below(seed: int) -> tuple[str, str]:
     return BELOW[seed % 3]
 
 
+def types_of(fault: str, seed: int) -> tuple[str, str]:
+    """Types of sampler and trainer: some faults are made in float32 only."""
+    return ("float32", "float32") if fault in ("none", "bf16_head", "lora_merge") else below(seed)
+
+
 def of_family(cause: str, seed: int) -> str:
     family = FAMILIES[cause]
     return family[(seed // 3 + seed) % len(family)]
@@ -72,68 +75,51 @@ def of_family(cause: str, seed: int) -> str:
 
 
 class Job(NamedTuple):
-    """What one engine samples: dumps of some seeds, each with parameters of its own."""
+    """What one engine samples: `faults` of seeds, the right policy among them."""
 
-    name: str
     dtype: str
-    variant: str
     engine: dict[str, Any]
-    sampling: dict[int, dict[str, Any]]  # by seed
+    faults: list[tuple[int, str]]  # seed and fault; "right": none
 
 
 def jobs() -> Iterator[Job]:
-    """All sampling there is."""
-    for dtype in ("float32", "bfloat16"):
+    """All sampling there is: two engines of each type."""
+    for dtype in ("bfloat16", "float32"):
         mine = [seed for seed in SEEDS if below(seed)[0] == dtype]
-        yield Job("right", dtype, "plain", {}, {seed: {} for seed in (SEEDS if dtype == "float32" else mine)})
-        yield Job("fp8_cache", dtype, "plain", {"kv_cache_dtype": "fp8"}, {seed: {} for seed in mine})
-        for cause in ("temperature", "truncation", "penalty"):
-            chosen = {seed: FAULTS[of_family(cause, seed)] for seed in mine}
-            for engine in ({}, {"logprobs_mode": "raw_logprobs"}):
-                sampling = {
-                    seed: dict(fault.sampling) for seed, fault in chosen.items() if dict(fault.engine) == engine
-                }
-                if sampling:
-                    yield Job(f"raw_{cause}" if engine else cause, dtype, "plain", engine, sampling)
-        for name in FAMILIES["weights"]:
-            yield Job(
-                name,
-                dtype,
-                name.removesuffix("_weights"),
-                {},
-                {s: {} for s in mine if of_family("weights", s) == name},
-            )
+        families = ("temperature", "truncation", "penalty", "weights")
+        plain = [(seed, of_family(cause, seed)) for seed in mine for cause in families]
+        right = mine if dtype == "bfloat16" else SEEDS
+        yield Job(dtype, {}, [*((seed, "right") for seed in right), *plain])
+        yield Job(dtype, {"kv_cache_dtype": "fp8"}, [(seed, "fp8_cache") for seed in mine])
 
 
-def sample(job: Job) -> dict[int, list[Sample]]:
-    """Samples by seed, in one pass of the engine."""
+def sample(folder: Path, job: Job):
+    """Sample with an engine, and keep it: a file for each seed and fault."""
     from vllm import SamplingParams
 
-    folder = make_variant(job.variant)
-    llm = start(folder, job.dtype, **job.engine)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    plain = make_variant("plain")
+    llm = start(plain, job.dtype, **job.engine)
+    weights = [*load(plain, torch.bfloat16).named_parameters()]
+    tokenizer = AutoTokenizer.from_pretrained(plain)
     chats = [tokenize(tokenizer, text) for text in PROMPTS]
-    prompts, params, owners = [], [], []
-    for seed, fields in job.sampling.items():
-        for prompt in random.Random(seed).sample(chats, STEPS * ROWS):
-            prompts.append({"prompt_token_ids": prompt})
-            settings = {"temperature": 1.0, "max_tokens": LONGEST, "logprobs": 0, "detokenize": False, **fields}
-            params.append(SamplingParams(**settings, stop_token_ids=[END]))
-            owners.append(seed)
-    found: dict[int, list[Sample]] = {seed: [] for seed in job.sampling}
-    for seed, prompt, out in zip(owners, prompts, llm.generate(prompts, params, use_tqdm=False), strict=True):
-        tokens = list(out.outputs[0].token_ids)
-        logps = [entry[token].logprob for token, entry in zip(tokens, out.outputs[0].logprobs, strict=True)]
-        mask = mask_of(tokens, len(found[seed])) if seed % 4 >= 2 else [True] * len(tokens)
-        found[seed].append(Sample(prompt["prompt_token_ids"], tokens, logps, mask))
+    for seed, name in job.faults:
+        path = samples_file(folder, name, job.dtype, seed)
+        if path.exists():
+            continue
+        prompts = [{"prompt_token_ids": prompt} for prompt in random.Random(seed).sample(chats, STEPS * ROWS)]
+        fault = FAULTS["none" if name == "right" else name]
+        settings = {"temperature": 1.0, "max_tokens": LONGEST, "logprobs": 0, "detokenize": False, **fault.sampling}
+        params = SamplingParams(**settings, stop_token_ids=[END])
+        with sampling_from(llm, weights, fault):
+            outputs = [out.outputs[0] for out in llm.generate(prompts, params, use_tqdm=False)]
+        found = []
+        for prompt, out in zip(prompts, outputs, strict=True):
+            tokens = list(out.token_ids)
+            logps = [entry[token].logprob for token, entry in zip(tokens, out.logprobs, strict=True)]
+            found.append([prompt["prompt_token_ids"], tokens, logps])
+        write_json(path, found)
+        print(f"  seed {seed}: {name}", flush=True)
     stop(llm)
-    return found
-
-
-def keep(folder: Path, job: Job):
-    """Sample, and keep what was sampled, a file per seed."""
-    for seed, samples in sample(job).items():
-        write_json(samples_file(folder, job.name, job.dtype, seed), [list(s) for s in samples])
 
 
 def samples_file(folder: Path, name: str, dtype: str, seed: int) -> Path:
@@ -143,7 +129,13 @@ def samples_file(folder: Path, name: str, dtype: str, seed: int) -> Path:
 
 
 def samples_of(folder: Path, name: str, dtype: str, seed: int) -> list[Sample]:
-    return [Sample(*s) for s in json.loads(samples_file(folder, name, dtype, seed).read_text())]
+    """Samples of a file, half of the seeds with tokens of a tool in every other completion."""
+    found = []
+    for prompt, completion, logps, *_ in json.loads(samples_file(folder, name, dtype, seed).read_text()):
+        tokens = completion[:LONGEST]
+        mask = mask_of(tokens, len(found)) if seed % 4 >= 2 else [True] * len(tokens)
+        found.append(Sample(prompt, tokens, logps[:LONGEST], mask))
+    return found
 
 
 # Dumps --------------------------------------------------------------------------------------------------------------------
@@ -169,6 +161,7 @@ class Maker:
         plain = make_variant("plain")
         self.models = {name: load(plain, getattr(torch, name)) for name in sorted({"float32", self.trainer})}
         self.weights = {name: p.detach().clone() for name, p in self.models["float32"].named_parameters()}
+        self.scored: dict[str, tuple[Scored, dict[int, list[float]]]] = {}  # of faults that change rows only
 
     def path_of(self, fault: str) -> Path:
         return self.folder / "dumps" / fault / str(self.seed)
@@ -193,42 +186,47 @@ class Maker:
 
         partial = self.folder / "partial" / str(self.seed)
         shutil.rmtree(partial, ignore_errors=True)
-        settings = {"ages": ages_of(self.seed), "settings": {}, "about": about_of(self.seed, fault), **how}
+        sides = zip(("sampler_dtype", "trainer_dtype"), types_of(fault, self.seed), strict=True)
+        about = {**about_of(self.seed, fault), **dict(sides)}
+        settings = {"ages": ages_of(self.seed), "settings": {}, "about": about, **how}
         write(partial, samples, scored, again, change=rewarded, **settings)
         self.path_of(fault).parent.mkdir(parents=True, exist_ok=True)
         os.replace(partial, self.path_of(fault))
 
-    def make(self, fault: str, samples: list[Sample], dtype: str, *, temperature: float = 1.0):
+    def make(self, fault: str, samples: list[Sample], dtype: str):
         """A dump of what one forward pass says."""
         how, model = FAULTS[fault], self.models[dtype]
-        with training_on(model, how):
-            scored = score_steps(model, samples, temperature=temperature, **how.scoring)
-            again = {i: score(model, [samples[i]], temperature=temperature, **how.scoring)[0][0] for i in range(AGAIN)}
-        self.write(fault, samples, scored, again)
+        key = f"{id(samples)} {dtype} {how.scoring or how.trainer and fault}"
+        if key not in self.scored:
+            with training_on(model, how):
+                scored = score_steps(model, samples, **how.scoring)
+                again = {i: score(model, [samples[i]], **how.scoring)[0][0] for i in range(AGAIN)}
+            self.scored[key] = scored, again
+        self.write(fault, samples, *self.scored[key])
 
     def all(self):
         """Every fault."""
-        exact, right = self.samples("right", "float32"), self.samples("right")
-        plans: list[tuple[str, list[Sample], str]] = [("none", exact, "float32"), ("bf16_head", exact, "float32")]
+        right = self.samples("right")
+        plans: list[tuple[str, list[Sample], str]] = []
         if self.sampler == "bfloat16":
             plans.append(("bf16", right, self.trainer))
-        turns = [s._replace(mask=mask_of(s.completion, i)) for i, s in enumerate(right)]
         faults = ("one_token_shift", "eos", "nan_rows", of_family("first_token", self.seed), "dropout", "padding")
         plans += [(fault, right, self.trainer) for fault in faults]
-        plans += [("seams", turns, self.trainer), ("fp8_cache", self.samples("fp8_cache"), self.trainer)]
-        weights = of_family("weights", self.seed)
-        plans.append((weights, self.samples(weights), self.trainer))
-        for cause in ("temperature", "truncation", "penalty"):
-            fault = of_family(cause, self.seed)
-            raw = "raw_" if fault == "raw_logprobs" else ""
-            plans.append((fault, self.samples(f"{raw}{cause}"), self.trainer))
+        turns = [s._replace(mask=mask_of(s.completion, i)) for i, s in enumerate(right)]
+        plans.append(("seams", turns, self.trainer))
+        for fault in ("fp8_cache", *(of_family(cause, self.seed) for cause in ("weights", "temperature", "truncation", "penalty"))):
+            plans.append((fault, self.samples(fault), self.trainer))
         for fault, samples, dtype in plans:
             if self.lacks(fault):
-                self.make(fault, samples, dtype, temperature=TEMPERATURE if fault == "raw_logprobs" else 1.0)
+                self.make(fault, samples, dtype)
         if any(self.lacks(fault) for fault in ("stale", "never_pushed", "own_updates")):
             self.drifting(right)
+        exact = self.samples("right", "float32")
         if self.lacks("lora_merge"):
             self.merging(exact)
+        for fault in ("bf16_head", "none"):
+            if self.lacks(fault):
+                self.make(fault, exact, "float32")
 
     def drifting(self, samples: list[Sample]):
         """The sampler has the first weights. The trainer has made updates, with the same reward and other completions."""
@@ -239,7 +237,7 @@ class Maker:
         behind = {"stale": ages, "never_pushed": step, "own_updates": [s % 4 for s in step]}
         found: dict[str, Scored] = {fault: ([[]] * len(samples), [0] * len(samples)) for fault in behind}
         again: dict[str, dict[int, list[float]]] = {fault: {} for fault in behind}
-        others = samples_of(self.folder, "right", "float32", (self.seed + 1) % len(SEEDS))
+        others = samples_of(self.folder, "right", "float32", (self.seed + 1) % 12)
         for k, weights in enumerate(updates(self.models["float32"], others, rate, STEPS - 1)):
             model = load(make_variant("plain"), getattr(torch, self.trainer))
             with_weights(model, weights)
@@ -312,18 +310,14 @@ def judged(folder: Path) -> list[dict[str, Any]]:
         observed = observe(path)
         diagnosis = diagnose(observed)
         seed, fault = int(path.name), path.parent.name
-        # faults that are made of one precision only
-        types = ("float32", "float32") if fault in ("none", "bf16_head", "lora_merge") else below(seed)
-        statistics = {}
-        for signature in SIGNATURES:
-            seen = signature.test(observed)
-            statistics[f"{signature.cause}: {signature.test.__name__}"] = None if seen is None else seen.statistic
+        types = types_of(fault, seed)
+        looks = {f"{name}: {test.look.__name__}": test.look(observed) for name, test in TESTS}
+        statistics = {name: None if seen is None else seen.statistic for name, seen in looks.items()}
         found.append(
             {
                 "fault": fault,
                 "cause": FAULTS[fault].cause,
                 "seed": seed,
-                "half": "moving" if seed in MOVING else "judging",
                 "sampler": types[0],
                 "trainer": types[1],
                 "rms": diagnosis.size,
@@ -341,11 +335,11 @@ def judged(folder: Path) -> list[dict[str, Any]]:
 
 
 def missing_jobs(folder: Path) -> list[Job]:
-    """Engines that have not sampled."""
+    """Engines that have not sampled everything."""
     return [
         job
         for job in jobs()
-        if any(not samples_file(folder, job.name, job.dtype, seed).exists() for seed in job.sampling)
+        if any(not samples_file(folder, name, job.dtype, seed).exists() for seed, name in job.faults)
     ]
 
 

@@ -9,10 +9,10 @@ from trl_rollout_corr.diagnosis.ranking import DIFFUSE, STAGES
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "diagnose"))
 
-from faults import FAULTS, training_on
+from faults import FAULTS, sampling_from, training_on
 from faults.models import merged
 
 
-TESTS = {name: test for stage in (*STAGES, *DIFFUSE) for name, test in stage.tests}
+TESTS = [test for stage in (*STAGES, *DIFFUSE) for test in stage.tests]
 
-__all__ = ["FAULTS", "TESTS", "diagnose", "merged", "observe", "training_on"]
+__all__ = ["FAULTS", "TESTS", "diagnose", "merged", "observe", "sampling_from", "training_on"]

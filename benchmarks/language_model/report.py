@@ -146,7 +146,12 @@ def _together(trainer: Trainer, scores: dict[Trainer, Row]) -> Row | None:
 
 def collect(folder: Path) -> dict[str, Any]:
     """What there is, as rows."""
-    return {"gap": [rounded(row) for sampler in SAMPLERS for row in rows_of(folder / "gap", sampler)]}
+    import diagnosis
+
+    return {
+        "gap": [rounded(row) for sampler in SAMPLERS for row in rows_of(folder / "gap", sampler)],
+        "diagnosis": [rounded(row) for row in diagnosis.judged(folder / "diagnosis")],
+    }
 
 
 def rounded(value: Any) -> Any:
@@ -329,6 +334,19 @@ def itself(rows: Sequence[Row]) -> str:
     return table(head, lines)
 
 
+def diagnoses(rows: Sequence[Row]) -> str:
+    """Of each cause: dumps, those in which it is named first, the gap, and what is named first in the others."""
+    lines = []
+    for cause in dict.fromkeys(row["cause"] for row in rows):
+        mine = [row for row in rows if row["cause"] == cause]
+        right = [row for row in mine if row["first"] == cause]
+        others = [f"{row['first']} ({row['fault']}, {row['sampler']} / {row['trainer']})" for row in mine if row not in right]
+        sizes = [row["rms"] for row in mine]
+        gap = f"{small(min(sizes))} to {small(max(sizes))}"
+        lines.append([f"`{cause}`", str(len(right)), str(len(mine)), gap, "; ".join(others) or "-"])
+    return table(["cause", "named first", "dumps", "rms of d", "otherwise: named first (fault, sampler / trainer)"], lines)
+
+
 def tables(results: dict[str, Any]) -> dict[str, str]:
     """What stands between the marks of `README.md`, by mark."""
     rows = results["gap"]
@@ -341,6 +359,7 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
         "truncation": truncations(rows),
         "adapter": adapters(rows),
         "itself": itself(rows),
+        "diagnosis": diagnoses(results["diagnosis"]),
     }
 
 

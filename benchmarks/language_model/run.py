@@ -9,7 +9,6 @@ A pretrained language model: how far apart its sampler and its trainer are, what
 Whatever is in the output folder is not done again, so that the same command goes on where it was interrupted.
 """
 
-import json
 import os
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
@@ -64,12 +63,13 @@ def measure_gap(folder: Path):
 def inject_faults(folder: Path):
     import diagnosis
 
-    for job in diagnosis.missing_jobs(folder):
-        in_a_process(f"sampling: {job.name}, {job.dtype}, {len(job.sampling)} seeds", diagnosis.keep, folder, job)
-    for seed in diagnosis.SEEDS:
-        in_a_process(f"faults: seed {seed}", diagnosis.make_seed, folder, seed)
-    path = folder / "judged.json"
-    path.write_text(json.dumps(diagnosis.judged(folder)))
+    for dtype in ("bfloat16", "float32"):
+        for job in diagnosis.missing_jobs(folder):
+            if job.dtype == dtype:
+                in_a_process(f"sampling in {dtype}: {len(job.faults)} times", diagnosis.sample, folder, job)
+        for seed in diagnosis.SEEDS:
+            if diagnosis.below(seed)[0] == dtype:
+                in_a_process(f"faults: seed {seed}", diagnosis.make_seed, folder, seed)
 
 
 PARTS = {"gap": measure_gap, "diagnosis": inject_faults}
