@@ -28,8 +28,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Literal
 
-import torch
 import sorting
+import torch
 from showing import RESULT, Progress, conclude
 from transformers import AutoTokenizer, PrinterCallback
 from transformers.utils import logging

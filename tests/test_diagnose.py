@@ -517,7 +517,11 @@ class OtherWeights:
             logits = self.model(ids).logits[:, -1].log_softmax(-1)
             ids = torch.cat([ids, torch.multinomial(logits.exp(), 1)], 1)
             logps.append(logits.gather(-1, ids[:, -1:]))
-        return {"prompt_ids": prompt_ids, "completion_ids": ids[:, start:].tolist(), "logprobs": torch.cat(logps, 1).tolist()}
+        return {
+            "prompt_ids": prompt_ids,
+            "completion_ids": ids[:, start:].tolist(),
+            "logprobs": torch.cat(logps, 1).tolist(),
+        }
 
 
 def low_tokens(completion_ids, **kwargs) -> list[float]:

@@ -340,11 +340,15 @@ def diagnoses(rows: Sequence[Row]) -> str:
     for cause in dict.fromkeys(row["cause"] for row in rows):
         mine = [row for row in rows if row["cause"] == cause]
         right = [row for row in mine if row["first"] == cause]
-        others = [f"{row['first']} ({row['fault']}, {row['sampler']} / {row['trainer']})" for row in mine if row not in right]
+        others = [
+            f"{row['first']} ({row['fault']}, {row['sampler']} / {row['trainer']})" for row in mine if row not in right
+        ]
         sizes = [row["rms"] for row in mine]
         gap = f"{small(min(sizes))} to {small(max(sizes))}"
         lines.append([f"`{cause}`", str(len(right)), str(len(mine)), gap, "; ".join(others) or "-"])
-    return table(["cause", "named first", "dumps", "rms of d", "otherwise: named first (fault, sampler / trainer)"], lines)
+    return table(
+        ["cause", "named first", "dumps", "rms of d", "otherwise: named first (fault, sampler / trainer)"], lines
+    )
 
 
 def tables(results: dict[str, Any]) -> dict[str, str]:

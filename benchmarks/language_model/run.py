@@ -63,13 +63,10 @@ def measure_gap(folder: Path):
 def inject_faults(folder: Path):
     import diagnosis
 
-    for dtype in ("bfloat16", "float32"):
-        for job in diagnosis.missing_jobs(folder):
-            if job.dtype == dtype:
-                in_a_process(f"sampling in {dtype}: {len(job.faults)} times", diagnosis.sample, folder, job)
-        for seed in diagnosis.SEEDS:
-            if diagnosis.below(seed)[0] == dtype:
-                in_a_process(f"faults: seed {seed}", diagnosis.make_seed, folder, seed)
+    for seed in diagnosis.SEEDS:
+        for job in diagnosis.missing_jobs(folder, seed):
+            in_a_process(f"sampling in {job.dtype}: {len(job.faults)} times", diagnosis.sample, folder, job)
+        in_a_process(f"faults: seed {seed}", diagnosis.make_seed, folder, seed)
 
 
 PARTS = {"gap": measure_gap, "diagnosis": inject_faults}
