@@ -233,7 +233,7 @@ class Maker:
     def drifting(self, samples: list[Sample]):
         """The sampler has the first weights. The trainer has made updates, with the same reward and other completions."""
         dice = random.Random(self.seed)
-        rate = 10 ** dice.uniform(-6.3, -5.3)
+        rate = 10 ** dice.uniform(-4.7, -4.2)
         step = [i // ROWS for i in range(len(samples))]
         ages = [dice.randint(0, 5) for _ in samples]
         behind = {"stale": ages, "never_pushed": step, "own_updates": [s % 4 for s in step]}
