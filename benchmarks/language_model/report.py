@@ -310,7 +310,8 @@ def adapters(rows: Sequence[Row]) -> str:
         for row in rows
         if "adapter" in row["sampler"]
     ]
-    return table(["sampler", "trainer", "tokens", "rms of d", "k3", "ratio outside [0.9, 1.1]"], lines)
+    head = ["sampler", "trainer", "tokens", "rms of d", "k3", "ratio outside [0.9, 1.1]"]
+    return table(head, lines) if lines else "Not measured."
 
 
 def itself(rows: Sequence[Row]) -> str:
