@@ -101,7 +101,9 @@ def test_accuracy_of_the_language_model_is_the_probability_of_its_answers(arena,
             logps = model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
         expected += sum(logps[place - 1, ids[place]] for place in range(len(ids) - n, len(ids))).exp().item() / 3
     assert language.accuracy(model, tokenizer, held_out, rows=2) == pytest.approx(expected, rel=0.05)
-    assert all(str(sum(map(int, text.splitlines()[-1][:-2].split(" + ")))) == x for text, x in language.problems(50, 0))
+    assert all(
+        str(sum(map(int, text.splitlines()[-1][:-2].split(" + ")))) == x for text, x in language.problems(50, 0)
+    )
 
 
 def test_a_name_is_one_run(cells):

@@ -1,4 +1,4 @@
-"""Sums of numbers of one or two digits, three of them with their answers before each: what the model learns."""
+"""Sums of numbers of one or two digits after one solved example: the task that the model is trained on."""
 
 import random
 from typing import Any
@@ -7,25 +7,23 @@ import torch
 
 
 NEWLINE = 198  # the token that ends an answer
-LONGEST = 8  # tokens of a completion: a space, three digits, a newline, and room to go wrong
-HELD_OUT_SEED, HELD_OUT = 10**6, 256
-
-
-def line(dice: random.Random) -> tuple[str, str]:
-    """A sum without its answer, and the answer. Half of the sums have one digit, the others two."""
-    low, high = (0, 10) if dice.random() < 0.5 else (10, 100)
-    a, b = dice.randrange(low, high), dice.randrange(low, high)
-    return f"{a} + {b} =", f"{a + b}"
+LONGEST = 6  # tokens of a completion: a space, three digits, a newline, and one to spare
+HELD_OUT, HELD_OUT_SEED = 256, 10**6
 
 
 def problems(n: int, seed: int) -> list[tuple[str, str]]:
-    """Prompts with three solved sums, and the answers to their last lines."""
+    """Prompts with a solved sum before the sum in question, and the answers. Half of the sums have one digit."""
     dice = random.Random(f"sums {seed}")
+
+    def line() -> tuple[str, str]:
+        low, high = (0, 10) if dice.random() < 0.5 else (10, 100)
+        a, b = dice.randrange(low, high), dice.randrange(low, high)
+        return f"{a} + {b} =", f"{a + b}"
+
     found = []
     for _ in range(n):
-        solved = "".join(f"{text} {answer}\n" for text, answer in (line(dice) for _ in range(3)))
-        text, answer = line(dice)
-        found.append((solved + text, answer))
+        (solved, result), (text, answer) = line(), line()
+        found.append((f"{solved} {result}\n{text}", answer))
     return found
 
 
@@ -35,7 +33,7 @@ def exact_answer(completions: list[str], answer: list[str], **kwargs: Any) -> li
 
 
 @torch.no_grad()
-def accuracy(model: Any, tokenizer: Any, held_out: list[tuple[str, str]], rows: int = 32) -> float:
+def accuracy(model: Any, tokenizer: Any, held_out: list[tuple[str, str]], rows: int = 64) -> float:
     """
     Accuracy of a policy that samples at temperature 1, without sampling: the mean probability of the right answer.
 
@@ -43,10 +41,10 @@ def accuracy(model: Any, tokenizer: Any, held_out: list[tuple[str, str]], rows: 
         model (`PreTrainedModel`):
             The policy.
         tokenizer (`PreTrainedTokenizerBase`):
-            Its tokenizer.
+            Its tokenizer, which pads on the left.
         held_out (`list[tuple[str, str]]`):
             Prompts and answers.
-        rows (`int`, *optional*, defaults to `32`):
+        rows (`int`, *optional*, defaults to `64`):
             Sequences of a forward pass.
 
     Returns:
@@ -57,20 +55,13 @@ def accuracy(model: Any, tokenizer: Any, held_out: list[tuple[str, str]], rows: 
     total = 0.0
     for first in range(0, len(held_out), rows):
         part = held_out[first : first + rows]
-        answers = [tokenizer(f" {answer}\n").input_ids for _, answer in part]
-        width = max(map(len, answers))
-        sequences = [tokenizer(text).input_ids + ids for (text, _), ids in zip(part, answers, strict=True)]
-        length = max(map(len, sequences))
-        ids, attention = (
-            torch.zeros(len(part), length, dtype=torch.long),
-            torch.zeros(len(part), length, dtype=torch.long),
-        )
-        for row, sequence in enumerate(sequences):
-            ids[row, length - len(sequence) :] = torch.tensor(sequence)
-            attention[row, length - len(sequence) :] = 1
-        logits = model(input_ids=ids, attention_mask=attention, logits_to_keep=width + 1).logits[:, :-1].float()
-        logps = logits.log_softmax(-1).gather(-1, ids[:, -width:, None])[..., 0]
-        mine = torch.tensor([[place >= width - len(answer) for place in range(width)] for answer in answers])
-        total += float(logps.masked_fill(~mine, 0).sum(-1).exp().sum())
+        lengths = torch.tensor([len(tokenizer(f" {answer}\n").input_ids) for _, answer in part])
+        batch = tokenizer([f"{text} {answer}\n" for text, answer in part], return_tensors="pt", padding=True)
+        width = int(lengths.max())
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(**batch, logits_to_keep=width + 1).logits[:, :-1].float()
+        logps = logits.log_softmax(-1).gather(-1, batch["input_ids"][:, -width:, None])[..., 0]
+        of_prompt = torch.arange(width) < width - lengths[:, None]
+        total += float(logps.masked_fill(of_prompt, 0).sum(-1).exp().sum())
     model.train(was_training)
     return total / len(held_out)
