@@ -27,8 +27,8 @@ from .observed import Observed
 _CHANCE = 3.0  # standard deviations of a mean of products by chance, above which it counts
 # Smallest difference of the trainer from itself that is dropout, in nats: 1.5 times that of a pretrained model in bfloat16
 _DROPOUT = 0.075
-# Factor on the likeness of log-ratios of one token, where the gap is more than rounding
-_UNROUNDED = 3.0
+# Factor on the likeness of log-ratios of one token, where the gap is more than rounding, and tokens from which it is used
+_UNROUNDED, _MANY = 3.0, 1000
 
 
 def coarser_sampler(about: Mapping[str, str]) -> str:
@@ -123,7 +123,7 @@ def by_token(o: Observed) -> float:
 def _systematic(o: Observed, said: str) -> Seen:
     same, gap = by_token(o), rms(o.d[o.core])
     # 0.1 is much in a pretrained model, whose contexts differ, unless rounding is a part of the gap
-    statistic = same * (_UNROUNDED if gap > LARGE else 1.0)
+    statistic = same * (_UNROUNDED if gap > LARGE and o.core.sum() >= _MANY else 1.0)
     return Seen(statistic, 1.0, {"alike": same, "gap": gap, "first": first_step(o)}, said)
 
 
