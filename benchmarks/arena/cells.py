@@ -309,12 +309,11 @@ def judging() -> list[Run]:
 
 
 def language_model() -> list[Run]:
-    """A pretrained language model: all arms with two seeds at a lag where no correction loses, half of it, and RLOO."""
+    """A pretrained language model: all arms with two seeds at a lag where no correction loses, and RLOO."""
     at, steps = Cell(LANGUAGE, Rung(8, "faster")), 50
     found = [
         *runs_of([at], [*REFERENCES, "trl", "bypass", "dppo_tv", "auto"], SEEDS[:2]),
         *runs_of([replace(at, algorithm="rloo")], [*REFERENCES, "auto"]),
-        *runs_of([replace(at, rung=Rung(4, "faster"))], [*REFERENCES, "auto"]),
     ]
     return [replace(run, steps=steps) for run in found]
 
