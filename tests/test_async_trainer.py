@@ -497,7 +497,14 @@ def test_the_first_step_is_diagnosed_and_what_is_set_is_not_advised(make, tmp_pa
     folder = {"rollout_dump_dir": str(tmp_path / "dump")} if dumped else {}
     for correction, advised in (("auto", False), ("disabled", True)):
         worker = {"min_length": 6, "change": far_off}
-        make(worker, rollout_diagnose=True, rollout_correction=correction, max_steps=1, per_device_train_batch_size=32, **folder).train()
+        make(
+            worker,
+            rollout_diagnose=True,
+            rollout_correction=correction,
+            max_steps=1,
+            per_device_train_batch_size=32,
+            **folder,
+        ).train()
         printed = capsys.readouterr().out
         assert "Diagnosis of step 1. Found: weights that differ from the trainer's" in printed
         assert ("rollout_correction: auto" in printed) == advised
