@@ -3,6 +3,7 @@ Gap between vLLM and the trainer in a mixture of experts, with and without `roll
 
     python benchmarks/routing/run.py               # a tiny Qwen3-MoE with random weights
     python benchmarks/routing/run.py --upcycled    # a Qwen2-MoE made of the pretrained language model
+    python benchmarks/routing/run.py --time        # CPU time of recording and of replay, printed
 
 The weights stay as they are (learning rate 0). vLLM samples in bfloat16; the trainer computes in float32 or bfloat16. The
 runs of one seed sample the same tokens. Writes its rows of `results.json`, and prints the table.
@@ -12,9 +13,10 @@ import json
 import os
 import sys
 import tempfile
+import time
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 
@@ -37,8 +39,8 @@ COLUMNS = {
 }
 
 
-def build_model(folder: str, seed: int) -> None:
-    """Write a mixture of 8 experts, 2 of them per token, in 4 layers, with a tokenizer of digits."""
+def build_model(folder: str, seed: int, **sizes: int) -> None:
+    """Write a mixture of 8 experts, 2 of them per token, in 4 layers, with a tokenizer of digits. `sizes` change it."""
     import torch
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -49,24 +51,25 @@ def build_model(folder: str, seed: int) -> None:
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
     wrapped.save_pretrained(folder)
     torch.manual_seed(seed)
-    config = Qwen3MoeConfig(
-        vocab_size=len(characters),
-        hidden_size=64,
-        intermediate_size=128,
-        moe_intermediate_size=64,
-        num_experts=8,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=128,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
-        tie_word_embeddings=False,
-    )
+    fields = {
+        "vocab_size": len(characters),
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "moe_intermediate_size": 64,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 128,
+        "bos_token_id": None,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+        "tie_word_embeddings": False,
+    }
+    config = Qwen3MoeConfig(**fields | sizes)
     model = Qwen3MoeForCausalLM(config)
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -164,6 +167,62 @@ def measure(model: str, dtype: str, replay: bool, seed: int, steps: int) -> dict
     }
 
 
+def measure_time(folder: str, rounds: int = 25) -> None:
+    """CPU time of sampling with recorded routes, and of a forward and backward pass with replayed ones, in turns with none."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from vllm import LLM, SamplingParams
+
+    from trl_rollout_corr.routing.capture import RecordingEngine
+    from trl_rollout_corr.routing.replay import Replay
+    from trl_rollout_corr.routing.routers import find_routers
+    from trl_rollout_corr.routing.sampled import SampledRoutes
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    routers = find_routers(model)
+    routes = SampledRoutes([*routers], 64, 8)
+    options = {"enable_prefix_caching": False, "max_model_len": 128, "gpu_memory_utilization": 0.3}
+    llm: Any = LLM(folder, dtype="bfloat16", enforce_eager=True, **options)
+    prompts = [{"prompt_token_ids": [2 + i] * 16} for i in range(16)]
+    params = SamplingParams(max_tokens=48, ignore_eos=True, detokenize=False)
+    replay = Replay(routers)
+    ids, mask = torch.empty(0), torch.empty(0)
+
+    def sample(engine: Any) -> None:
+        nonlocal ids, mask
+        routes.clear()
+        outputs = engine.generate(prompts, sampling_params=params, use_tqdm=False)
+        ids = torch.tensor(
+            [[*x["prompt_token_ids"], *out.outputs[0].token_ids] for x, out in zip(prompts, outputs, strict=True)]
+        )
+        mask = torch.ones_like(ids)
+
+    def train(replays: bool) -> None:
+        if replays:
+            with replay.over(model, routes.place(ids, mask, 48)):
+                loss = model(input_ids=ids).logits.float().logsumexp(-1).mean()
+        else:
+            loss = model(input_ids=ids).logits.float().logsumexp(-1).mean()
+        loss.backward()
+        replay.end()
+
+    parts = {
+        "sampling": (lambda: sample(llm), lambda: sample(RecordingEngine(llm, routes))),
+        "forward and backward pass": (lambda: train(False), lambda: train(True)),
+    }
+    for part, pair in parts.items():
+        seconds: list[list[float]] = [[], []]
+        for _ in range(rounds + 1):
+            for do, found in zip(pair, seconds, strict=True):
+                start = time.process_time()
+                do()
+                found.append(time.process_time() - start)
+        plain, routed = (1e6 * median(found[1:]) / ids.numel() for found in seconds)  # the first round warms up
+        ratios = [y / x for x, y in zip(*seconds, strict=True)][1:]
+        spread = f"median {median(ratios):.2f}, {min(ratios):.2f} to {max(ratios):.2f}"
+        print(f"{part}: {plain:.0f} us per token, with routes {routed:.0f}; ratio of a round: {spread}")
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     """Means over the seeds."""
     lines = []
@@ -189,9 +248,16 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--upcycled", action="store_true", help="needs the package of the language model")
-    upcycled = parser.parse_args().upcycled
+    parser.add_argument("--time", action="store_true", help="measure time instead")
+    args = parser.parse_args()
+    if args.time:
+        with tempfile.TemporaryDirectory() as folder:
+            build_model(folder, 0, hidden_size=256, moe_intermediate_size=256, num_experts=64, num_experts_per_tok=8)
+            return measure_time(folder)
+    upcycled = args.upcycled
     name = UPCYCLED if upcycled else RANDOM
     results = Path(__file__).parent / "results.json"
     rows = [row for row in json.loads(results.read_text()) if row["model"] != name]
