@@ -12,8 +12,9 @@ from tests.launching import ROOT
 from tests.tiny import StaleSampler, prompts
 from tests.training import TRAINERS, BrokenSampler, build, config_fields, losses, micro_batches, window
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
-from trl_rollout_corr.correction.accounting import BUCKETS, REWARDS, account, turns_of
+from trl_rollout_corr.correction.accounting import BUCKETS, REWARDS, account
 from trl_rollout_corr.correction.age import Staleness, count_ages, update_gap
+from trl_rollout_corr.correction.functional import turns_of
 from trl_rollout_corr.messages import PREFIX
 
 

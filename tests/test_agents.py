@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests import reference
 from tests.dumps import read_dump
 from tests.tiny import build_tiny_tokenizer, conversations, prompts, with_tools
 from tests.training import (
@@ -162,17 +163,6 @@ def test_an_environment_that_raises_is_named_and_nothing_is_lost(make, tmp_path,
     assert len(losses(trainer)) == 3
 
 
-def turns_of_loop(mask: list[int]) -> list[list[int]]:
-    """Indices of the tokens of each turn: runs of tokens of the policy."""
-    turns = []
-    for t, model in enumerate(mask):
-        if model and (t == 0 or not mask[t - 1]):
-            turns.append([])
-        if model:
-            turns[-1].append(t)
-    return turns
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_gradients_are_those_of_a_loss_without_the_tokens_of_tools(make, mode):
     trainer = make(**MODES[mode], loss_type="grpo")
@@ -202,3 +192,95 @@ def test_gradients_are_those_of_a_loss_without_the_tokens_of_tools(make, mode):
     assert sums["d"] == pytest.approx(d.sum().item(), rel=1e-3)
     if mode == "decoupled":
         assert (batch[FIRST_COEFFICIENTS][~mask] == 0).all()
+
+
+OF_TURNS = {
+    "decoupled": {
+        "rollout_correction": None, "rollout_is": "turn", "rollout_rs": "turn_mean_k1", "rollout_rs_threshold": [0.8, 1.2]
+    },
+    "ppo_clip": {"rollout_correction": "bypass_ppo_clip", "rollout_rs": "turn_max_k3", "rollout_rs_threshold": 0.2},
+    "reinforce": {"rollout_correction": "bypass_pg_is", "rollout_is": "turn"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", OF_TURNS)
+def test_gradients_of_turns_are_those_of_loops(make, mode):
+    trainer = make("rollout function", **OF_TURNS[mode], loss_type="grpo")
+    batch = micro_batches(trainer)[0]
+    found = gradients(trainer, batch)
+    mask = (batch["completion_mask"] * batch["tool_mask"]).bool()
+    logps = policy_logps(trainer.model, batch)
+    rows, turns, cells = [], [reference.turns_of(row) for row in mask.tolist()], mask.nonzero()
+    for i in range(len(mask)):
+        pairs = zip(logps[i][mask[i]].tolist(), batch[ROLLOUT_LOGPS][i][mask[i]].tolist(), strict=True)
+        rows.append([*pairs])
+    weights, keep = [[1.0] * len(row) for row in rows], [[True] * len(row) for row in rows]
+    fields = OF_TURNS[mode]
+    if "rollout_is" in fields:
+        weights = reference.weights(rows, "turn", None, 2.0, turns=turns)
+    if "rollout_rs" in fields:
+        keep = reference.keeps(rows, fields["rollout_rs"], fields["rollout_rs_threshold"], turns=turns)
+        rejected = [
+            {turn for turn, k in zip(t, row, strict=True) if not k} for t, row in zip(turns, keep, strict=True)
+        ]
+        assert any(len(some) == 1 for some in rejected)  # a turn, and not its completion
+    factor = torch.zeros_like(logps)
+    factor[cells[:, 0], cells[:, 1]] = torch.tensor([w for row in weights for w in row])
+    factor[cells[:, 0], cells[:, 1]] *= torch.tensor([float(k) for row in keep for k in row])
+    advantages = batch["advantages"][:, None]
+    if mode == "ppo_clip":
+        ratio = torch.where(mask, logps.detach() - batch[ROLLOUT_LOGPS], 0.0).exp()
+        factor *= ratio * ~torch.where(advantages > 0, ratio > 1.2, (ratio < 0.8) | (ratio > 3.0))
+    expected = ((-factor * advantages * logps).sum(1) / mask.sum(1)).mean() / trainer.args.gradient_accumulation_steps
+    assert_gradients_equal(found, backward(trainer.model, expected))
+
+
+def with_turns(change=lambda ids: ids):
+    def rollout(prompts, trainer):
+        output = two_turns(prompts, trainer)
+        output["turn_ids"] = change([[0] * len(mask) for mask in output["env_mask"]])
+        return output
+
+    return rollout
+
+
+def test_turn_ids_of_a_rollout_function_take_the_place_of_runs(make):
+    """Here they make one turn of the completion, so that a turn is the sequence."""
+    found = []
+    for source, level in ((with_turns(), "turn"), (two_turns, "sequence"), (two_turns, "turn")):
+        trainer = make("rollout function", extra={"rollout_func": source}, rollout_is=level, rollout_rs=None)
+        batch = micro_batches(trainer)[0]
+        gradients(trainer, batch)
+        found.append(batch[FIRST_COEFFICIENTS])
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
+
+
+def test_turns_of_a_completion_reach_the_baseline(make):
+    fields = {"rollout_is": None, "rollout_rs_threshold": 1.05, "rollout_rs_exclude_from_baseline": True}
+    shares = []
+    for criterion in ("turn_sum_k1", "seq_sum_k1"):
+        trainer = make("rollout function", extra={"rollout_func": with_turns()}, rollout_rs=criterion, **fields)
+        shares.append([batch["advantages"] for batch in micro_batches(trainer)])
+    assert all(torch.equal(a, b) for a, b in zip(*shares, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda ids: [row[1:] for row in ids],
+            r"`turn_ids\[0\]` must have one number per token of the completion, got",
+        ),
+        (lambda ids: ids[1:], "`turn_ids` must have one list per completion, got 15 lists for 16 completions"),
+        (
+            lambda ids: [[1, *row[1:]] for row in ids],
+            r"`turn_ids\[0\]\[1\]` is 0 after 1, but turns follow one another",
+        ),
+        (lambda ids: [[None, *row[1:]] for row in ids], r"`turn_ids\[0\]\[0\]` is None after 0"),
+    ],
+)
+def test_turn_ids_that_cannot_be_are_refused(make, change, message):
+    trainer = make("rollout function", extra={"rollout_func": with_turns(change)}, rollout_is="turn")
+    with pytest.raises(ValueError, match=message):
+        trainer.train()

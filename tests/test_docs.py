@@ -9,7 +9,7 @@ import torch
 
 from tests.reference import threshold_of
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
-from trl_rollout_corr.correction.accounting import account, turns_of
+from trl_rollout_corr.correction.accounting import account
 from trl_rollout_corr.correction.age import (
     ByAge,
     Staleness,
@@ -20,6 +20,7 @@ from trl_rollout_corr.correction.age import (
     engine_gap,
     update_gap,
 )
+from trl_rollout_corr.correction.functional import turns_of
 from trl_rollout_corr.correction.step_size import StepSize
 from trl_rollout_corr.health.bands import HEALTHY, in_words
 from trl_rollout_corr.messages import PREFIX

@@ -108,17 +108,6 @@ def account(
     return Accounts.of(segments)
 
 
-def turns_of(mask: torch.Tensor) -> torch.Tensor:
-    """
-    Turn of each token of the model, from 1, `(B, T)`. `mask`, of the same shape, is non-zero on tokens of the model, and 0 on
-    results of tools between them.
-    """
-    model = mask != 0
-    starts = model.clone()
-    starts[:, 1:] &= ~model[:, :-1]
-    return starts.cumsum(1)
-
-
 # Sums -----------------------------------------------------------------------------------------------------------------
 
 

@@ -117,6 +117,13 @@ class Sequences:
         """Index of the sequence of each token."""
         return np.repeat(np.arange(len(self), dtype=np.int32), self.lengths)
 
+    @cached_property
+    def turn(self) -> NDArray[np.int64]:
+        """Turn of each token, a run of tokens of the loss, counted over all sequences."""
+        before = np.concatenate([[False], self.mask[:-1]])
+        before[self.starts[:-1][self.lengths > 0]] = False
+        return np.cumsum(self.mask & ~before)
+
     # Of each sequence -------------------------------------------------------------------------------------------------
 
     @cached_property

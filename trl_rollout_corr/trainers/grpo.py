@@ -17,7 +17,7 @@ from .core import check_bounds_of_means
 from .loss import check_batch_normalization, warn_about_iterations
 from .mixin import RolloutCorrectionMixin
 from .monitor import check_tightened
-from .sampler import check_logprobs, check_sampling
+from .sampler import check_logprobs, check_sampling, checked_turn_ids
 from .versions import check_passes_by, replace_trl_correction, without_none
 
 
@@ -57,16 +57,16 @@ def check_loss(config: GRPOConfig) -> None:
 
 
 def check_sequence_level_ratio(config: GRPOConfig) -> None:
-    """Warn about weights and rejection of tokens in a loss with one ratio per completion."""
+    """Warn about weights and rejection of tokens and turns in a loss with one ratio per completion."""
     if not config.corrects or config.importance_sampling_level != "sequence":
         return
-    settings = [f"`{name}`" for name in config.rollout_rs or [] if name.startswith("token_")]
-    if config.rollout_is == "token" and config.applies_weights:
-        settings.append("`rollout_is='token'`")
+    settings = [f"`{name}`" for name in config.rollout_rs or [] if name.startswith(("token_", "turn_"))]
+    if config.rollout_is in ("token", "turn") and config.applies_weights:
+        settings.append(f"`rollout_is={config.rollout_is!r}`")
     if settings:
         warn(
-            f"{', '.join(settings)} act on single tokens, but with `importance_sampling_level='sequence'` all tokens of a "
-            "completion have the same gradient: their mean acts on the completion, as in TRL's own correction. To weight "
+            f"{', '.join(settings)} act on single tokens or turns, but with `importance_sampling_level='sequence'` all tokens "
+            "of a completion have the same gradient: their mean acts on the completion, as in TRL's own correction. To weight "
             "or reject completions, use `rollout_is='sequence'` or 'geometric', and criteria that start with `seq_`."
         )
 
@@ -182,6 +182,7 @@ class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
         self._record_logprobs(logprobs)  # with tools or a rollout function, of several turns
         if self._scoring is not None:
             self._scoring.tool_mask = tool_mask
+            self._scoring.turn_ids = checked_turn_ids(completion_ids, others[0].get("turn_ids"))
         return prompt_ids, completion_ids, tool_mask, completions, without_none(logprobs), *others
 
     @contextmanager

@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from transformers.trainer_callback import CallbackHandler
 
-from ..correction.accounting import account, turns_of
+from ..correction.accounting import account
 from ..correction.age import (
     ByAge,
     Staleness,
@@ -23,6 +23,7 @@ from ..correction.age import (
     update_gap,
 )
 from ..correction.compute import RolloutCorrection
+from ..correction.functional import turns_of
 from ..correction.metrics import Statistics
 from ..correction.sums import Sums
 from ..settings.config import RolloutCorrectionConfig
