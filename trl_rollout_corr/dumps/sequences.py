@@ -141,6 +141,11 @@ class Sequences:
         """Slice of the tokens of a sequence."""
         return slice(int(self.starts[row]), int(self.starts[row + 1]))
 
+    @property
+    def has_text(self) -> bool:
+        """True if the text of the tokens was read."""
+        return self._text is not None
+
     def text(self, row: int, place: int) -> str:
         """Text of one token of a sequence."""
         return self._text["tokens"][int(row)].values[place].as_py() or ""

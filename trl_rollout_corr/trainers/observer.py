@@ -27,7 +27,7 @@ from ..correction.functional import turns_of
 from ..correction.metrics import Statistics
 from ..correction.sums import Sums
 from ..settings.config import RolloutCorrectionConfig
-from .batch import AGAIN_LOGPS, REWARDS, ROLLOUT_LOGPS
+from .batch import AGAIN_LOGPS, REWARDS, ROLLOUT_LOGPS, TURN_IDS
 from .dumping import SequenceDump
 from .first_step import FirstStepDiagnosis
 from .reporting import report_histogram
@@ -109,7 +109,9 @@ class Observer:
     def corrected(self, now: Moment, seen: Corrected) -> None:
         """Count a batch that was corrected, and offer it to the dump."""
         batch, correction = seen.batch, seen.correction
-        turns = turns_of(seen.mask) if "tool_mask" in batch else None
+        turns = log_ratio = None
+        if "tool_mask" in batch or TURN_IDS in batch:
+            turns, log_ratio = turns_of(seen.mask, batch.get(TURN_IDS)), seen.train_logps - batch[ROLLOUT_LOGPS]
         self.add(now.mode, correction.statistics)
         self.add(
             now.mode,
@@ -120,6 +122,7 @@ class Observer:
                 batch["advantages"],
                 batch[REWARDS],
                 turns,
+                log_ratio,
             ),
         )
         if seen.from_old:
