@@ -256,6 +256,16 @@ def test_turn_ids_of_a_rollout_function_take_the_place_of_runs(make):
     assert not torch.equal(found[0], found[2])
 
 
+def test_turns_reach_dump_and_metrics(make, tmp_path):
+    fields = {"rollout_dump_dir": str(tmp_path / "dump"), "max_steps": 1, "rollout_correction": "decoupled_token_is"}
+    for change, last in ((lambda ids: ids, False), (lambda ids: [[*row[:-1], 1] for row in ids], True)):
+        trainer = make("rollout function", extra={"rollout_func": with_turns(change)}, **fields)
+        losses(trainer)
+        assert [bool(logged(trainer, f"turn_last/{key}")) for key in ("k3_kl", "eff_sample_size")] == [last] * 2
+        fields["rollout_dump_dir"] = None
+    assert all(row["turn_ids"] == [0] * len(row["mask"]) for row in read_dump(tmp_path / "dump").rows)
+
+
 def test_turns_of_a_completion_reach_the_baseline(make):
     fields = {"rollout_is": None, "rollout_rs_threshold": 1.05, "rollout_rs_exclude_from_baseline": True}
     shares = []

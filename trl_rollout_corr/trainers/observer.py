@@ -187,4 +187,5 @@ def _columns(seen: Corrected) -> tuple[dict[str, torch.Tensor], dict[str, torch.
         "advantage": advantages if advantages.dim() == 1 else advantages.mean(1),
         "staleness": seen.ages,
         "again_logps": batch.get(AGAIN_LOGPS),
+        "turn_ids": batch.get(TURN_IDS),
     }
