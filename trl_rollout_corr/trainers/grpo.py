@@ -182,7 +182,8 @@ class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
         self._record_logprobs(logprobs)  # with tools or a rollout function, of several turns
         if self._scoring is not None:
             self._scoring.tool_mask = tool_mask
-            self._scoring.turn_ids = checked_turn_ids(completion_ids, others[0].get("turn_ids"))
+            of_function = next((x for x in others if isinstance(x, dict)), {})  # further fields of a rollout function
+            self._scoring.turn_ids = checked_turn_ids(completion_ids, of_function.get("turn_ids"))
         return prompt_ids, completion_ids, tool_mask, completions, without_none(logprobs), *others
 
     @contextmanager
