@@ -6,6 +6,7 @@ Watch a stale sampler ruin a run, and rollout correction rescue it. Minutes on a
     make quickstart ARGS="--compare"                           # both, one after the other
     make quickstart ARGS="--trainer rloo --rollout_correction bypass_pg_is"
     make quickstart ARGS="--trainer async_grpo"                # a sampler that is behind by itself (`async_sorting.py`)
+    make quickstart ARGS="--model smollm2"                     # a pretrained model: its gap, the cause, a few steps
 
 A small model sorts digits (`sorting.py`). GRPO or RLOO improves it with a real vLLM that is always eight optimizer steps
 behind, as a sampler in an asynchronous run would be. Every option of `RolloutCorrectedGRPOConfig` or
@@ -24,11 +25,12 @@ from argparse import SUPPRESS, ArgumentParser
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Literal
 
+import sorting
 import torch
 from showing import RESULT, Progress, conclude
-from sorting import DIGITS, exact_answer, make_prompts, warm_start
 from transformers import AutoTokenizer, PrinterCallback
 from transformers.utils import logging
 
@@ -57,7 +59,7 @@ TRAINING = {
     "use_vllm": True,
     "vllm_mode": "colocate",
     "vllm_max_model_length": 64,
-    "max_completion_length": DIGITS + 1,
+    "max_completion_length": sorting.DIGITS + 1,
     "per_device_train_batch_size": 64,  # 8 prompts, 8 completions each
     "gradient_accumulation_steps": 1,
     "num_generations": 8,
@@ -79,6 +81,8 @@ class QuickstartArguments:
     Args:
         trainer (`str`, *optional*, defaults to `"grpo"`):
             `"grpo"` or `"rloo"`.
+        model (`str`, *optional*, defaults to `"sorting"`):
+            `"sorting"`, or `"smollm2"`: a pretrained model that learns sums (`pretrained.py`).
         lag (`int`, *optional*, defaults to `8`):
             How many optimizer steps the sampler is behind the trainer.
         model_folder (`str`, *optional*, defaults to `".cache/quickstart/model"`):
@@ -90,6 +94,7 @@ class QuickstartArguments:
     """
 
     trainer: Literal["grpo", "rloo"] = field(default="grpo", metadata={"help": "Which trainer to use."})
+    model: Literal["sorting", "smollm2"] = field(default="sorting", metadata={"help": "Which model and task."})
     lag: int = field(default=8, metadata={"help": "Optimizer steps that the sampler is behind the trainer."})
     model_folder: str = field(
         default=".cache/quickstart/model", metadata={"help": "Where the warmed-up model is kept for the next run."}
@@ -119,6 +124,7 @@ def preview(arguments: list[str]) -> tuple[dict, list[str]]:
     """Options for the parser, the correction and the folder of a run, and all others, which are in its name."""
     parser = ArgumentParser(add_help=False, argument_default=SUPPRESS, allow_abbrev=False)
     parser.add_argument("--trainer", choices=[*TRAINERS, "async_grpo"], default="grpo")
+    parser.add_argument("--model", choices=["sorting", "smollm2"])
     for name in ("rollout_correction", "output_dir", "model_folder", "rollout_dump_dir", "eval_every"):
         parser.add_argument(f"--{name}")
     parser.add_argument("--compare", nargs="?")
@@ -128,7 +134,8 @@ def preview(arguments: list[str]) -> tuple[dict, list[str]]:
 
 def name_of(chosen: dict, others: list[str]) -> str:
     """Name of a run: trainer, preset, and the options beside them."""
-    return " ".join([chosen["trainer"], chosen.get("rollout_correction", "corrected"), *others])
+    model = [chosen["model"]] if "model" in chosen else []
+    return " ".join([chosen["trainer"], chosen.get("rollout_correction", "corrected"), *model, *others])
 
 
 def folder_of(name: str, args: RolloutCorrectedGRPOConfig | RolloutCorrectedRLOOConfig) -> Path:
@@ -159,10 +166,21 @@ def run_without_correction(arguments: list[str]) -> str:
     return name_of(*preview(kept))
 
 
+def task_of(chosen: dict) -> ModuleType:
+    """The module with model, prompts, reward and accuracy."""
+    if chosen.get("model", "sorting") == "sorting":
+        return sorting
+    if chosen["trainer"] == "async_grpo":
+        sys.exit("`--model smollm2` goes with `--trainer grpo` or `--trainer rloo`.")
+    import pretrained
+
+    return pretrained
+
+
 def main():
     began = time.monotonic()
     chosen, others = preview(sys.argv[1:])
-    arguments, training, train_it = QuickstartArguments, TRAINING, train
+    arguments, training, train_it, task = QuickstartArguments, TRAINING, train, task_of(chosen)
     if chosen["trainer"] == "async_grpo":
         import async_sorting
 
@@ -174,6 +192,7 @@ def main():
         config_class = RolloutCorrectedAsyncGRPOConfig
     else:
         config_class = TRAINERS[chosen["trainer"]][1]
+        training = {**TRAINING, **getattr(task, "TRAINING", {})}
     parser = ScriptParser((arguments, config_class))
     parser.set_defaults_with_config(**training, **({} if "rollout_correction" in chosen else CORRECTION))
     with one_line_errors():
@@ -186,7 +205,9 @@ def main():
 
     logging.disable_progress_bar()
     torch.set_num_threads(1)  # the model is so small that threads only wait for each other
-    model_folder = warm_start(Path(script_args.model_folder))
+    model_folder = task.warm_start(Path(script_args.model_folder))
+    if hasattr(task, "probe") and not before:
+        task.probe(model_folder)
     print(f"{name}: {args.description}", flush=True)
     with one_line_errors(of_package=True):
         progress, log_history = train_it(model_folder, args, script_args)
@@ -197,17 +218,19 @@ def train(model_folder: Path, args, script_args: QuickstartArguments) -> tuple[P
     """Train with GRPO or RLOO, and return held-out results and the log."""
     print(f"Starting vLLM, {script_args.lag} optimizer steps behind ...", flush=True)
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
-    progress = Progress(tokenizer, script_args.eval_every)
+    task = task_of(vars(script_args))
+    progress = Progress(tokenizer, script_args.eval_every, task.accuracy)
     with warnings.catch_warnings():
         # True and wanted: the sampler is to differ, by its age and by bfloat16, which vLLM computes in on float32 weights
         warnings.filterwarnings("ignore", message="The trainer computes in")
         trainer = TRAINERS[script_args.trainer][0](
             model=str(model_folder),
-            reward_funcs=exact_answer,
+            reward_funcs=task.exact_answer,
             args=args,
-            train_dataset=make_prompts(4096, seed=args.seed),
+            train_dataset=task.make_prompts(4096, seed=args.seed),
             processing_class=tokenizer,
             callbacks=[progress],
+            peft_config=task.adapter() if hasattr(task, "adapter") else None,
         )
     trainer.remove_callback(PrinterCallback)
     Lag(trainer, script_args.lag)

@@ -3,9 +3,9 @@
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-from sorting import accuracy
 from transformers import TrainerCallback
 
 
@@ -15,14 +15,14 @@ RESULT = "quickstart.json"  # in the folder of a run; empty until the run is ove
 class Progress(TrainerCallback):
     """Prints a line per look at the held-out prompts, and keeps the data of the picture."""
 
-    def __init__(self, tokenizer, every: int):
-        self.tokenizer, self.every = tokenizer, every
+    def __init__(self, tokenizer, every: int, accuracy: Callable):
+        self.tokenizer, self.every, self.measure = tokenizer, every, accuracy
         self.steps, self.accuracy = [], []
         self.began = time.monotonic()
 
     def look(self, step: int, last: int, model, log: dict):
         self.steps.append(step)
-        self.accuracy.append(accuracy(model, self.tokenizer))
+        self.accuracy.append(self.measure(model, self.tokenizer))
         columns = [f"{self.accuracy[-1]:>8.2f}"]
         for key in ("k3_kl", "rollout_is_eff_sample_size", "rollout_rs_masked_fraction"):
             value = log.get(f"rollout_corr/{key}")

@@ -87,6 +87,25 @@ def test_answers_are_those_of_another_way_to_solve(arena, task):
         assert SOLVED[task](problem) == answer
 
 
+def test_accuracy_of_the_language_model_is_the_probability_of_its_answers(arena, tiny_model_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    language = arena("language")
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_path, padding_side="left")
+    held_out = [("1 + 2 = 3\n40 + 50 =", "90"), ("1 + 2 =", "3"), ("9 + 8 = 17\n5 + 60 =", "165")]
+    expected = 0.0
+    for text, answer in held_out:
+        ids, n = tokenizer(f"{text} {answer}\n").input_ids, len(tokenizer(f" {answer}\n").input_ids)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            logps = model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+        expected += sum(logps[place - 1, ids[place]] for place in range(len(ids) - n, len(ids))).exp().item() / 3
+    assert language.accuracy(model, tokenizer, held_out, rows=2) == pytest.approx(expected, rel=0.05)
+    assert all(
+        str(sum(map(int, text.splitlines()[-1][:-2].split(" + ")))) == x for text, x in language.problems(50, 0)
+    )
+
+
 def test_a_name_is_one_run(cells):
     for stage in cells.STAGES.values():
         by_name = defaultdict(list)

@@ -491,14 +491,20 @@ def test_the_dump_has_prompts_completions_and_ages(make, tmp_path):
 @pytest.mark.parametrize("dumped", [False, True])
 def test_the_first_step_is_diagnosed_and_what_is_set_is_not_advised(make, tmp_path, capsys, dumped):
     def far_off(sample):
-        dice = np.random.default_rng(sample.group_id)
-        noise = 0.3 * dice.normal(size=len(sample.input_ids))
+        noise = np.where(np.asarray(sample.input_ids) % 2, 0.3, -0.3)
         sample.old_log_probs = np.where(sample.completion_mask != 0, sample.old_log_probs - noise, 0.0)
 
     folder = {"rollout_dump_dir": str(tmp_path / "dump")} if dumped else {}
     for correction, advised in (("auto", False), ("disabled", True)):
         worker = {"min_length": 6, "change": far_off}
-        make(worker, rollout_diagnose=True, rollout_correction=correction, max_steps=1, **folder).train()
+        make(
+            worker,
+            rollout_diagnose=True,
+            rollout_correction=correction,
+            max_steps=1,
+            per_device_train_batch_size=32,
+            **folder,
+        ).train()
         printed = capsys.readouterr().out
         assert "Diagnosis of step 1. Found: weights that differ from the trainer's" in printed
         assert ("rollout_correction: auto" in printed) == advised

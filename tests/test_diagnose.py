@@ -12,7 +12,7 @@ import torch
 
 from tests.dumps import make_dump, read_dump
 from tests.launching import ROOT, benchmarks
-from tests.tiny import StaleSampler
+from tests.tiny import StaleSampler, load_model
 from tests.training import TRAINERS, build, build_with_dropout, config_fields, losses
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
 from trl_rollout_corr.__main__ import main
@@ -20,7 +20,7 @@ from trl_rollout_corr.diagnosis import Diagnosis, Finding, diagnose, observe
 from trl_rollout_corr.diagnosis.causes import CAUSES
 from trl_rollout_corr.diagnosis.evidence import Seen
 from trl_rollout_corr.diagnosis.ranking import DIFFUSE, STAGES
-from trl_rollout_corr.diagnosis.text import headline, remedy_for
+from trl_rollout_corr.diagnosis.text import detail, headline, remedy_for
 from trl_rollout_corr.dumps import writing as dump
 from trl_rollout_corr.settings.config import RolloutCorrectionConfig
 from trl_rollout_corr.trainers.run_metadata import settings_in_effect
@@ -189,10 +189,12 @@ def test_two_causes_are_both_named_and_their_shares_add_up(maker, benchmark):
     assert findings[0].share >= findings[1].share
 
 
-def rewritten(folder, output, change):
-    """A dump whose rows are changed in place."""
+def rewritten(folder, output, change, steps=range(10**6)):
+    """Findings in some steps of a dump whose rows are changed in place."""
     for file in dump.files_of(folder):
         rows = pq.read_table(file).to_pylist()
+        if rows[0]["step"] not in steps:
+            continue
         for row in rows:
             change(row)
         dump.write_rows(output, rows[0]["step"], 0, rows, {}, {"adapter": "none", "kv_cache_dtype": "auto"})
@@ -514,6 +516,99 @@ def test_a_report_reads_a_dump_once(shifted, tmp_path, monkeypatch):
     assert main(["report", str(shifted), "-o", str(tmp_path / "r.html")]) == 0
     assert "one token off" in (tmp_path / "r.html").read_text()
     assert sorted(opened) == sorted(dump.files_of(shifted))
+
+
+# A sampler that is behind --------------------------------------------------------------------------------------------------
+
+
+class OtherWeights:
+    """A `rollout_func` that samples for real, from the trainer's weights of some steps ago, or from rounded ones."""
+
+    def __init__(self, model_path: str, *, lag: int = 0, fault: str = ""):
+        self.model, self.lag, self.fault = load_model(model_path), lag, fault
+        self.kept: list[dict[str, torch.Tensor]] = []
+
+    @torch.no_grad()
+    def __call__(self, prompts, trainer) -> dict:
+        change = faults.FAULTS[self.fault].weights if self.fault else lambda name, weight: weight
+        self.kept.append({k: v.detach().clone() for k, v in trainer.model.state_dict().items()})
+        self.model.load_state_dict({k: change(k, v) for k, v in self.kept[-1 - self.lag :][0].items()})
+        trainer.rollout_step = max(trainer.state.global_step - self.lag, 0)
+        tokenizer, length, start = trainer.processing_class, 10, 8
+        prompt_ids = [(tokenizer(prompt).input_ids * 8)[:start] for prompt in prompts]
+        ids, logps = torch.tensor(prompt_ids), []
+        for _ in range(length):
+            logits = self.model(ids).logits[:, -1].log_softmax(-1)
+            ids = torch.cat([ids, torch.multinomial(logits.exp(), 1)], 1)
+            logps.append(logits.gather(-1, ids[:, -1:]))
+        return {
+            "prompt_ids": prompt_ids,
+            "completion_ids": ids[:, start:].tolist(),
+            "logprobs": torch.cat(logps, 1).tolist(),
+        }
+
+
+def low_tokens(completion_ids, **kwargs) -> list[float]:
+    return [sum(token < 12 for token in ids) for ids in completion_ids]
+
+
+@pytest.fixture(scope="module")
+def other_weights(tiny_model_path, tmp_path_factory):
+    """The dump of a run that learns, by the sampler."""
+    folders = {}
+
+    def dump_of(**how):
+        key = str(how)
+        if key not in folders:
+            folders[key] = tmp_path_factory.mktemp("run") / "dump"
+            trainer = build(
+                RolloutCorrectedGRPOTrainer, RolloutCorrectedGRPOConfig, tiny_model_path, folders[key].parent,
+                sampler=OtherWeights(tiny_model_path, **how), extra={"reward_funcs": low_tokens}, max_steps=24,
+                learning_rate=1e-3, gradient_accumulation_steps=1, steps_per_generation=1, max_completion_length=10,
+                per_device_train_batch_size=32, rollout_dump_dir=str(folders[key]), rollout_dump_sampled=32,
+            )  # fmt: skip
+            trainer.train()
+        return folders[key]
+
+    return dump_of
+
+
+def unannounced(row):
+    row.update(staleness=0)
+
+
+@pytest.mark.parametrize("steps", [range(1, 25), range(12, 25)])
+def test_a_sampler_that_is_behind_is_told_from_low_precision(other_weights, tmp_path, steps):
+    behind, rounded = other_weights(lag=4), other_weights(fault="int4_weights")
+    if steps.start == 1:
+        announced = diagnose(observe(behind))
+        assert announced.findings[0].name == "stale"
+        assert "freshest" in announced.findings[0].seen.said
+    found = rewritten(behind, tmp_path / "behind", unannounced, steps)
+    assert found[0].name == "stale"
+    assert "rollout_step" in found[0].seen.said
+    assert found[0].seen.numbers["rewarded"] > 0.2
+    assert "stale" not in [x.name for x in rewritten(rounded, tmp_path / "rounded", unannounced, steps)]
+
+
+def test_a_corrected_run_is_not_told_to_correct(other_weights, capsys):
+    main(["diagnose", str(other_weights(lag=4))])
+    text = capsys.readouterr().out
+    assert "rollout_correction" not in text
+    assert "he run has a correction" in text
+
+
+def test_beside_a_float32_trainer_the_yardstick_is_the_rounding_of_the_sampler(maker, right, benchmark):
+    samples = benchmark.score_steps(maker.models["bfloat16"], right)[0]
+    rounded = [s._replace(logps=logps) for s, logps in zip(right, samples, strict=True)]
+    maker.make("none", 903, rounded, "float32")
+    observed = observe(maker.output / "none" / "903")
+    assert diagnose(observed).floor > 100  # float32 has no noise worth the name
+    observed.about = {**observed.about, "trainer_dtype": "float32", "sampler_dtype": "bfloat16"}
+    diagnosis = diagnose(observed)
+    assert (diagnosis.floor, diagnosis.healthy, diagnosis.findings[0].name) == (None, True, "rounding")
+    assert "times" not in detail(diagnosis)
+    assert "bfloat16: up to 0.1 nats" in detail(diagnosis)
 
 
 # What is published --------------------------------------------------------------------------------------------------------

@@ -131,6 +131,21 @@ def test_quickstart_rescues_a_run_that_collapses(tmp_path, trainer):
     assert final["disabled"] < before - 0.1
 
 
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_quickstart_with_a_pretrained_model(tmp_path):
+    if not (ROOT / ".cache/language_model/smollm2/config.json").exists():
+        pytest.importorskip("gguf")
+    options = ["--model", "smollm2", "--output_dir", str(tmp_path), "--max_steps", "4", "--eval_every", "2"]
+    output = quickstart(*options, environment=UNCOMPILED)
+    for words in ("Normal: rounding of bfloat16", "held-out accuracy before", "KL from sampler"):
+        assert words in output
+    (folder,) = tmp_path.glob("grpo_corrected_smollm2*")
+    windows = json.loads((folder / RESULT).read_text())["history"]
+    assert [window["rollout_corr/staleness_mean"] for window in windows] == [0, 1, 2, 2]
+    assert all(1e-5 < window["rollout_corr/k3_kl"] < 0.01 for window in windows)
+
+
 def test_the_example_in_the_docstring_of_the_correction():
     docstring = compute_rollout_correction.__doc__.replace("```python", "").replace("```", "")
     example = doctest.DocTestParser().get_doctest(docstring, {}, "example", None, None)

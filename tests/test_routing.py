@@ -1,5 +1,6 @@
 """Routing replay: `rollout_routing`."""
 
+import copy
 import sys
 from textwrap import dedent
 
@@ -416,6 +417,36 @@ def test_samplers_whose_routes_do_not_arrive_are_refused(make, fields, said):
         make(**{**VLLM, **fields})
 
 
+@pytest.mark.parametrize(
+    ("device", "prefix_caching", "said"),
+    [
+        ("cuda", False, "vLLM does not return its routes.*enable_return_routed_experts: true"),
+        ("cpu", True, "tokens from vLLM's prefix cache pass no router.*enable_prefix_caching: false"),
+    ],
+)
+def test_engines_that_would_hide_routes_are_refused(device, prefix_caching, said):
+    from types import SimpleNamespace as Config
+
+    from trl_rollout_corr.routing.capture import returns_routes
+
+    config = Config(
+        model_config=Config(enable_return_routed_experts=False),
+        device_config=Config(device_type=device),
+        cache_config=Config(enable_prefix_caching=prefix_caching),
+    )
+    with pytest.raises(ValueError, match=said):
+        returns_routes(config)
+    config.model_config.enable_return_routed_experts = True
+    assert returns_routes(config)
+
+
+def test_a_model_that_was_replaced_is_refused(make):
+    trainer = make()
+    trainer.model = trainer.model_wrapped = copy.deepcopy(trainer.model)
+    with pytest.raises(RuntimeError, match="no router of the model was called in a forward pass of the policy"):
+        trainer.train()
+
+
 def test_a_dense_model_is_refused(tiny_model_path, tmp_path):
     with pytest.raises(ValueError, match="the model has no router"):
         build_trainer(
@@ -454,6 +485,12 @@ def test_vllm_gives_its_experts_to_the_trainer(moe_path, tmp_path):
                 assert logged(moved, "routing_flipped_fraction") == [1.0] * 3
                 assert min(logged(moved, "k3_kl")) > 1e-5
                 assert all(len(tokens) - 1 == len(experts) for tokens, experts in kept)
+                # both sides of a token: its experts, and the tokens that `top_k` kept
+                both = dict(shared, rollout_routing="replay", rollout_support="replay", top_k=5)
+                cut = build(*TRAINERS[name], {moe_path!r}, Path({str(tmp_path)!r}), **both)
+                cut.train()
+                assert logged(cut, "routing_flipped_fraction") == [0.0] * 3
+                assert max(logged(cut, "k3_kl")) < 1e-6
     """
     output_of(sys.executable, "-c", dedent(script))
 

@@ -335,7 +335,9 @@ def test_truncation_that_nobody_makes_up_for_is_named():
     (alarm,) = examine(history(window, window), sampling)
     assert (alarm.rule, alarm.step) == ("biased_ratio", 2)
     assert "Sampling is truncated by `top_p=0.9`, `min_p=0.1`, and the trainer does not make up for it" in str(alarm)
-    for settings, more in ((None, {}), ({"top_p": 1.0, "top_k": 0}, {}), (sampling, {"kl": -0.02})):
+    elsewhere = [(None, {}), ({"top_p": 1.0, "top_k": 0}, {}), (sampling, {"kl": -0.02})]
+    elsewhere += [(sampling, {"staleness_max": 8.0}), ({**sampling, "rollout_support": "replay"}, {})]
+    for settings, more in elsewhere:
         (alarm,) = examine(history(*[{**window, **more}] * 2), settings)
         assert alarm.rule == "biased_ratio"
         assert "Leave `top_p`, `top_k`, `min_p` and penalties at their defaults." in str(alarm)

@@ -11,7 +11,7 @@ what an interrupted stage has done is balanced.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -190,6 +190,31 @@ ARMS = {
 }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Setup:
+    """
+    What a run trains on.
+
+    Args:
+        parts (`dict`):
+            Arguments of the trainer: model, reward, data, tokenizer, adapter.
+        settings (`dict`):
+            Fields of its configuration.
+        measure (`Callable`):
+            Returns the held-out accuracy of a model.
+        tied (`bool`):
+            Whether the model has tied embeddings.
+        every (`int`, *optional*, defaults to `10`):
+            Steps between two looks at held-out accuracy.
+    """
+
+    parts: dict[str, Any]
+    settings: dict[str, Any]
+    measure: Callable[[Any], float]
+    tied: bool
+    every: int = 10
+
+
 # Cells --------------------------------------------------------------------------------------------------------------------
 
 # By the hash of their names, see `tasks.py`, which imports torch.
@@ -198,6 +223,7 @@ JUDGING = [
     "reverse", "running_sum", "shift_moe", "modulo", "sets", "sort_letters", "merge_sorted", "drop_vowels", "unique",
     "every_second",
 ]  # fmt: skip
+LANGUAGE = "sums"  # of the pretrained language model
 # Tasks that RLOO is tried on as well
 RLOO = ["sort_letters", "merge_sorted", "sets"]
 CLIMBS = [*((task, "grpo") for task in (*TUNING, *JUDGING)), *((task, "rloo") for task in RLOO)]
@@ -207,8 +233,8 @@ RUNGS: dict[str, dict[str, int | None]] = json.loads(_LADDER_FILE.read_text()) i
 
 
 def announces(task: str) -> bool:
-    """Whether the samplers of a task say how old they are: those of every other one."""
-    return (TUNING.index(task) if task in TUNING else JUDGING.index(task)) % 2 == 0
+    """Whether the samplers of a task say how old they are: those of every other one, and not that of the language model."""
+    return task != LANGUAGE and (TUNING.index(task) if task in TUNING else JUDGING.index(task)) % 2 == 0
 
 
 def rung_of(task: str, algorithm: str) -> int | None:
@@ -282,4 +308,14 @@ def judging() -> list[Run]:
     ]
 
 
-STAGES = {"tuning": tuning, "judging": judging}
+def language_model() -> list[Run]:
+    """A pretrained language model: all arms with two seeds at a lag where no correction loses, and RLOO."""
+    at, steps = Cell(LANGUAGE, Rung(8, "faster")), 50
+    found = [
+        *runs_of([at], [*REFERENCES, "trl", "bypass", "dppo_tv", "auto"], SEEDS[:2]),
+        *runs_of([replace(at, algorithm="rloo")], [*REFERENCES, "auto"]),
+    ]
+    return [replace(run, steps=steps) for run in found]
+
+
+STAGES = {"tuning": tuning, "judging": judging, "language_model": language_model}

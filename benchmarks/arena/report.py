@@ -290,7 +290,8 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
         found = situations(rows, arms)
         parts[stage] = summary(found, arms)
         parts[f"{stage}-cells"] = every_cell(found, arms)
-        parts[f"{stage}-broken"] = caught(found, arms)
+        if any("caught" in row for row in rows):
+            parts[f"{stage}-broken"] = caught(found, arms)
         if stage == "judging":
             others = [name for name in arms if name not in ("on_policy", "auto")]
             parts["judging-rungs"] = by_rung(found, arms)

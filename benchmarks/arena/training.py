@@ -13,7 +13,7 @@ import quickstart  # first: it sets the environment of vLLM and transformers
 import samplers
 import torch
 import transformers
-from cells import RATES, Run
+from cells import LANGUAGE, RATES, Run, Setup
 from rules import with_rule
 from tasks import TASKS, accuracy, exact_answer, warm_start
 from train import HeldOut, machine, share_engines, versions
@@ -26,7 +26,7 @@ from trl_rollout_corr.trainers.sampler import sync_weights_on_cpu
 
 MODELS = Path(__file__).parents[2] / ".cache/arena"
 TRL = {"grpo": (GRPOTrainer, GRPOConfig), "rloo": (RLOOTrainer, RLOOConfig)}
-EVAL_EVERY, LONG_EVAL_EVERY = 10, 20  # steps; a look at long answers takes as long as five steps
+LONG_EVAL_EVERY = 20  # steps; a look at long answers takes as long as five steps
 # What costs a fifth of the time, and changes no number
 CHEAPER = {"gradient_checkpointing": False, "generation_kwargs": {"detokenize": False}}
 
@@ -36,8 +36,37 @@ def prepare(engine: str):
     torch.set_num_threads(1)  # the models are so small that threads only wait for each other
     transformers.utils.logging.disable_progress_bar()
     task, kv_cache_dtype, *_ = engine.split()
-    warm_start(TASKS[task], MODELS)
+    if task != LANGUAGE:  # which is pretrained
+        warm_start(TASKS[task], MODELS)
     share_engines(kv_cache_dtype)
+
+
+def set_up(run: Run) -> Setup:
+    """Model, data and settings of a run."""
+    if run.cell.task == LANGUAGE:
+        import language  # needs the package of the model
+
+        return language.setup(run)
+    task = TASKS[run.cell.task]
+    folder = MODELS / task.name
+    # not AutoTokenizer, which makes it a Qwen2Tokenizer: that knows single bytes only, and no sign of `walk`
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    return Setup(
+        {
+            "model": str(folder),
+            "reward_funcs": exact_answer,
+            "train_dataset": task.dataset(4096, run.seed),
+            "processing_class": tokenizer,
+        },
+        {
+            "vllm_max_model_length": task.context,
+            "max_completion_length": task.longest + 1,
+            "per_device_train_batch_size": task.batch,
+        },
+        lambda model: accuracy(task, model, tokenizer),
+        task.tied,
+        LONG_EVAL_EVERY if task.is_long else Setup.every,
+    )
 
 
 def train(run: Run) -> dict[str, Any]:
@@ -51,37 +80,29 @@ def train(run: Run) -> dict[str, Any]:
     Returns:
         `dict`: settings, held-out accuracy, and what was logged, of every step; can be stored as JSON.
     """
-    task = TASKS[run.cell.task]
-    folder = MODELS / task.name
-    # not AutoTokenizer, which makes it a Qwen2Tokenizer: that knows single bytes only, and no sign of `walk`
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    held_out = HeldOut(lambda model: accuracy(task, model, tokenizer), LONG_EVAL_EVERY if task.is_long else EVAL_EVERY)
+    setup = set_up(run)
+    held_out = HeldOut(setup.measure, setup.every)
     trainer_class, config_class = (TRL if run.arm.trl else quickstart.TRAINERS)[run.cell.algorithm]
-    options = run.arm.options if run.arm.trl else {"rollout_monitor": None, **run.arm.options}
     trainer_class = trainer_class if run.arm.rule is None else with_rule(trainer_class, run.arm.rule)
-    training = {
+    settings = {
         **quickstart.TRAINING,
         **CHEAPER,
-        "vllm_max_model_length": task.context,
-        "max_completion_length": task.longest + 1,
-        "per_device_train_batch_size": task.batch,
+        **setup.settings,
         "learning_rate": RATES[run.cell.rung.rate],
         "max_steps": run.steps,
         "seed": run.seed,
+        **({} if run.arm.trl else {"rollout_monitor": None, **run.arm.options}),
     }
-    trainer = trainer_class(
-        model=str(folder),
-        reward_funcs=exact_answer,
-        args=config_class(**{**training, **options}),
-        train_dataset=task.dataset(4096, run.seed),
-        processing_class=tokenizer,
-        callbacks=[held_out],
-    )
+    trainer = trainer_class(args=config_class(**settings), callbacks=[held_out], **setup.parts)
     trainer.remove_callback(PrinterCallback)
     if run.arm.trl:
         sync_weights_on_cpu(trainer.vllm_generation)  # ours does so itself; TRL's own push fails on a CPU
-    if task.tied:
+    if setup.tied:
         samplers.pack_tied_head(trainer.vllm_generation)
+    if run.cell.task == LANGUAGE:
+        import language
+
+        language.push_in_bfloat16(trainer)
     broken = samplers.spoil(trainer, run.sampler)
     transformers.set_seed(run.seed)  # vLLM samples with torch's generator
     start, worked = time.perf_counter(), time.process_time()

@@ -132,7 +132,8 @@ def score(
             edges = [i for i in range(1, len(s.mask)) if s.mask[i] and not s.mask[i - 1]]
             for edge in edges:
                 read[row, width + edge - 1] = 2 + (int(ids[row, width + edge - 1]) + 17) % (VOCABULARY - 2)
-    logits = model(input_ids=read, attention_mask=attention).logits[:, width - 1 : -1].float() / temperature
+    kept = ids.shape[1] - width + 1
+    logits = model(input_ids=read, attention_mask=attention, logits_to_keep=kept).logits[:, :-1].float() / temperature
     logps = logits.log_softmax(-1).gather(-1, ids[:, width:, None])[..., 0]
     return [logps[row, : len(s.completion)].tolist() for row, s in enumerate(samples)], padding
 

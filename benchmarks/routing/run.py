@@ -1,14 +1,18 @@
 """
 Gap between vLLM and the trainer in a mixture of experts, with and without `rollout_routing: replay`.
 
-A tiny Qwen3-MoE with random weights that stay as they are (learning rate 0). vLLM samples in bfloat16; the trainer computes in
-float32 or bfloat16. The runs of one seed sample the same tokens. Writes `results.json`, and prints the table.
+    python benchmarks/routing/run.py               # a tiny Qwen3-MoE with random weights
+    python benchmarks/routing/run.py --upcycled    # a Qwen2-MoE made of the pretrained language model
+
+The weights stay as they are (learning rate 0). vLLM samples in bfloat16; the trainer computes in float32 or bfloat16. The
+runs of one seed sample the same tokens. Writes its rows of `results.json`, and prints the table.
 """
 
 import json
 import os
 import sys
 import tempfile
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -21,7 +25,9 @@ from tables import markdown
 
 TYPES = ("float32", "bfloat16")
 SEEDS = (0, 1, 2)
+RANDOM, UPCYCLED = "Qwen3-MoE, random", "Qwen2-MoE of SmolLM2"
 COLUMNS = {
+    "model": "{model}",
     "trainer": "{trainer}",
     "replay": "{replay}",
     "tokens": "{tokens}",
@@ -67,6 +73,45 @@ def build_model(folder: str, seed: int) -> None:
             if p.dim() > 1:  # weights of a trained model, in size: the default is nearly uniform
                 p.mul_(10 if "lm_head" in name else 4)
     model.save_pretrained(folder)
+
+
+def upcycle(folder: str, n_experts: int = 4) -> None:
+    """
+    Write a Qwen2-MoE whose experts are the feed-forward layers of the language model, each with 5 percent of noise. Its shared
+    expert adds 0. (A Mixtral cannot be pushed to vLLM: transformers 5.17 has other names for its layers.)
+    """
+    import torch
+
+    sys.path.append(str(Path(__file__).parents[1] / "language_model"))
+    from model import make_model
+    from transformers import AutoTokenizer, LlamaForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
+
+    source = make_model()
+    dense = LlamaForCausalLM.from_pretrained(source, dtype=torch.float32)
+    shared = ("rope_parameters", "tie_word_embeddings", "rms_norm_eps", "bos_token_id", "eos_token_id", "pad_token_id")
+    sizes = [
+        key for key in vars(dense.config) if key.endswith("_size") or key.startswith("num_") or key.startswith("max_")
+    ]
+    fields = {key: getattr(dense.config, key) for key in (*shared, *sizes)}
+    torch.manual_seed(0)
+    more = {"moe_intermediate_size": dense.config.intermediate_size, "shared_expert_intermediate_size": 64}
+    experts = {"num_experts": n_experts, "num_experts_per_tok": 2, "norm_topk_prob": True}
+    mixture = Qwen2MoeForCausalLM(Qwen2MoeConfig(**fields, **more, **experts))
+    left = mixture.load_state_dict(dense.state_dict(), strict=False).missing_keys
+    assert all(".mlp." in name or name.endswith("_proj.bias") for name in left), left
+    with torch.no_grad():
+        for layer, old in zip(mixture.model.layers, dense.model.layers, strict=True):
+            for name in ("q_proj", "k_proj", "v_proj"):
+                getattr(layer.self_attn, name).bias.zero_()
+            layer.mlp.gate.weight.normal_(std=0.1)
+            layer.mlp.shared_expert.down_proj.weight.zero_()
+            up = torch.cat([old.mlp.gate_proj.weight, old.mlp.up_proj.weight])
+            pairs = ((layer.mlp.experts.gate_up_proj, up), (layer.mlp.experts.down_proj, old.mlp.down_proj.weight))
+            for stacked, weight in pairs:
+                stacked.copy_(weight + 0.05 * weight.std() * torch.randn_like(stacked))
+    mixture.generation_config = dense.generation_config
+    mixture.to(torch.bfloat16).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
 
 
 def measure(model: str, dtype: str, replay: bool, seed: int, steps: int) -> dict[str, Any]:
@@ -122,12 +167,15 @@ def measure(model: str, dtype: str, replay: bool, seed: int, steps: int) -> dict
 def table(rows: list[dict[str, Any]]) -> str:
     """Means over the seeds."""
     lines = []
-    for dtype in TYPES:
+    for model, dtype in dict.fromkeys((row["model"], row["trainer"]) for row in rows):
         for replay in (False, True):
-            runs = [row for row in rows if (row["trainer"], row["replay"]) == (dtype, replay)]
-            flipped = [run["flipped"] for run in rows if run["trainer"] == dtype and run["replay"]]
+            runs = [row for row in rows if (row["model"], row["trainer"], row["replay"]) == (model, dtype, replay)]
+            flipped = [
+                run["flipped"] for run in rows if run["model"] == model and run["trainer"] == dtype and run["replay"]
+            ]
             lines.append(
                 {
+                    "model": model,
                     "trainer": dtype,
                     "replay": "replay" if replay else "none",
                     "tokens": sum(run["tokens"] for run in runs),
@@ -139,18 +187,26 @@ def table(rows: list[dict[str, Any]]) -> str:
     return markdown(lines, COLUMNS)
 
 
-def main(steps: int = 4) -> None:
+def main() -> None:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    rows = []
-    for seed in SEEDS:
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("--upcycled", action="store_true", help="needs the package of the language model")
+    upcycled = parser.parse_args().upcycled
+    name = UPCYCLED if upcycled else RANDOM
+    results = Path(__file__).parent / "results.json"
+    rows = [row for row in json.loads(results.read_text()) if row["model"] != name]
+    for seed in SEEDS[:1] if upcycled else SEEDS:
         with tempfile.TemporaryDirectory() as model:
-            build_model(model, seed)
-            for dtype in TYPES:
+            if upcycled:
+                upcycle(model)
+            else:
+                build_model(model, seed)
+            for dtype in TYPES[:1] if upcycled else TYPES:
                 for replay in (False, True):
-                    row = {"trainer": dtype, "replay": replay, "seed": seed}
-                    rows.append(row | measure(model, dtype, replay, seed, steps))
+                    row = {"model": name, "trainer": dtype, "replay": replay, "seed": seed}
+                    rows.append(row | measure(model, dtype, replay, seed, steps=2 if upcycled else 4))
                     print(rows[-1], flush=True)
-    (Path(__file__).parent / "results.json").write_text(json.dumps(rows, indent=1) + "\n")
+    results.write_text(json.dumps(rows, indent=1) + "\n")
     print(table(rows))
 
 

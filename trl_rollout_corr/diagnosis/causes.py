@@ -178,7 +178,7 @@ CAUSES: dict[str, Cause] = {
         "stale weights: samples of an older policy",
         Test(drift.stale, 0.4, 0.6),
         drift.ages,
-        "Sample with newer weights: fewer steps between pushes, a shorter queue. The correction handles the rest of the gap.",
+        "Sample with newer weights: fewer steps between pushes, a shorter queue.",
         correction="any",
         fallback=Test(drift.old_throughout, 0.9, 1.5),  # at most possible: its statistic is at most 1
     ),
@@ -285,11 +285,11 @@ CAUSES: dict[str, Cause] = {
         },
     ),
     "weights": Cause(
-        "weights that differ from the trainer's: low precision (int8, fp8, int4), or not the pushed ones",
+        "weights that differ from the trainer's: low precision (int8, fp8, int4), an older policy, or not the pushed ones",
         Test(precision.weights, 0.12, 0.25),
         sampling.sizes,
         "Sample with weights in the trainer's precision, or quantise the trainer's in the same way. If nothing is quantised, "
-        "compare a weight of the engine with the trainer's.",
+        "compare a weight of the engine with the trainer's. Of a sampler that is behind, set `trainer.rollout_step`.",
         correction="any",
         experiments={
             "before_the_push": Experiment(

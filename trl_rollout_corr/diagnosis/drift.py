@@ -7,7 +7,6 @@ import numpy as np
 from ..health.advice import mode_of
 from .evidence import (
     FLOOR,
-    LARGE,
     SIZE,
     Picture,
     Points,
@@ -23,6 +22,7 @@ from .observed import Observed
 
 
 _END = 0.1  # share of the sequences that are compared at each end
+_ENOUGH = 8  # sequences of the lowest age or step, which are compared alone
 _GROWTH = 1.4  # smallest growth of the mean square that counts
 _JUMP = 9.0  # growth of the mean square above which it need not be monotone
 _CHANCE = 3.0  # standard deviations of a rank correlation by chance, above which it counts
@@ -40,29 +40,74 @@ def growing(o: Observed, x: np.ndarray, said: str) -> Seen | None:
     values, squares, lengths = x[known], squares[known], o.lengths[known]
     if len(values) < 8 or values.min() == values.max():
         return None
-    lowest, highest = values <= np.quantile(values, _END), values >= np.quantile(values, 1 - _END)
+    lowest, highest = values == values.min(), values >= np.quantile(values, 1 - _END)
+    if lowest.sum() < _ENOUGH and (end := np.quantile(values, _END)) < values.max():
+        lowest = values <= end
     low, high = (float(np.average(squares[here], weights=lengths[here])) for here in (lowest, highest))
-    correlation, growth = spearman(values, typical[known]), high / max(low, (FLOOR / 4) ** 2)
+    growth = high / max(low, (FLOOR / 4) ** 2)
+    correlation, chance = spearman(values, typical[known]), (len(values) - 1) ** -0.5
     numbers = {"low": low**0.5, "high": high**0.5, "correlation": correlation}
     share = bounded(1 - low / max(float(np.average(squares, weights=lengths)), 1e-300))
     if growth > _JUMP:  # a gap that appears at once and stays is not monotone in `x`
-        correlation = max(correlation, 2 * _beyond(typical[known], lowest) - 1)
-    more = growth > _GROWTH and correlation * (len(values) - 1) ** 0.5 > _CHANCE
+        correlation, chance = max((correlation, chance), _step_up(typical[known], lowest))
+    more = growth > _GROWTH and correlation > _CHANCE * chance
     return Seen(correlation if more else 0.0, share, numbers, said)
 
 
-def _beyond(values: np.ndarray, lowest: np.ndarray) -> float:
-    """Probability that the value of another sequence is larger than that of one of the lowest sequences."""
+def _step_up(values: np.ndarray, lowest: np.ndarray) -> tuple[float, float]:
+    """Rank correlation of the values with not being among the lowest sequences, and its standard deviation by chance."""
     ranks = ranks_of(values)
     n, m = int((~lowest).sum()), int(lowest.sum())
-    return float(ranks[~lowest].sum() - n * (n - 1) / 2) / (n * m) if n else 0.5
+    beyond = float(ranks[~lowest].sum() - n * (n - 1) / 2) / (n * m) if n else 0.5
+    return 2 * beyond - 1, ((n + m + 1) / (3 * max(n, 1) * m)) ** 0.5
 
 
 def stale(o: Observed) -> Seen | None:
     if _visits(o):
         return None
+    if len(np.unique(o.staleness[np.isfinite(o.staleness)])) < 2:
+        return None if np.nanmin(o.staleness, initial=0.0) > 0 else _unannounced(o)
     said = "|d| is {low} in the freshest samples and {high} in the oldest (rank correlation {correlation})"
     return growing(o, o.staleness, said)
+
+
+def _unannounced(o: Observed) -> Seen | None:
+    """
+    Test for stale samples whose age is not known. The trainer has moved towards the rewarded completions since: the gap goes
+    with the advantage, and it is near 0 in the first step and does not grow for ever, unlike that of weights never pushed.
+    """
+    if _as_small_as_rounding(o):
+        return None
+    later = o.step > o.step.min()
+    onset = growing(o, later.astype(float), "")
+    if onset is not None:
+        rest = growing(o, np.where(later, o.step, np.nan), "")
+        onset = onset._replace(statistic=onset.statistic - max(rest.statistic if rest else 0.0, 0.0))
+    rewarded = with_advantage(o)
+    begun = max(onset.statistic, 0.0) if onset is not None and o.step.min() <= 1 else 0.0
+    numbers = {"gap": rms(o.d[o.core]), "first": first_step(o), "rewarded": rewarded}
+    said = (
+        "|d| is {first} in the first step of the dump and {gap} in all, and goes with the advantage (rank correlation "
+        "{rewarded}); the samples are announced as fresh, or their age is not known: set `trainer.rollout_step`"
+    )
+    share = onset.share if onset is not None and begun else 1.0
+    return Seen(max(begun / 2 + rewarded, 2 * rewarded), share, numbers, said)
+
+
+def first_step(o: Observed) -> float:
+    """Root mean square of the log-ratio in the first step of the dump."""
+    return rms(o.d[o.core & (o.step[o.row] == o.step.min())])
+
+
+def with_advantage(o: Observed) -> float:
+    """
+    Rank correlation of the advantage with `sum(exp(d) - 1) / sqrt(sum(d^2))`, whose mean is 0 in samples of any sampler,
+    however sure it is; 0 where chance explains it.
+    """
+    excess = o.of_rows(np.expm1(o.d.clip(-5, 5))) / np.sqrt(np.maximum(o.of_rows(np.square(o.d)), 1e-12))
+    known = np.isfinite(excess) & np.isfinite(o.advantage)
+    correlation = spearman(excess[known], o.advantage[known]) if known.any() else 0.0
+    return correlation if correlation * known.sum() ** 0.5 > _CHANCE else 0.0
 
 
 def own_updates(o: Observed) -> Seen | None:
@@ -73,12 +118,18 @@ def own_updates(o: Observed) -> Seen | None:
 
 
 def _visits(o: Observed) -> bool:
-    """True if ages count the visits of a batch: bypass mode compares the sampler with the policy that was updated since."""
+    """
+    True if ages count the visits of a batch: bypass mode compares the sampler with the policy that was updated since. Those
+    of a sampler that is behind rise to its lag, and stay there.
+    """
     if mode_of(o.settings) == "decoupled":
         return False
     known = np.isfinite(o.staleness)
-    one_age = all(len(np.unique(o.staleness[known & (o.step == step)])) <= 1 for step in np.unique(o.step[known]))
-    return bool(known.any()) and one_age and float(o.staleness[known].min()) == 0.0
+    ages = [np.unique(o.staleness[known & (o.step == step)]) for step in np.unique(o.step[known])]
+    if not ages or any(len(age) > 1 for age in ages) or min(ages)[0] > 0:
+        return False
+    course = np.concatenate(ages)
+    return bool((np.diff(course) < 0).any() or len(np.unique(course)) == len(course) > 1)
 
 
 def _by_step(o: Observed) -> Seen | None:
@@ -113,11 +164,11 @@ def old_throughout(o: Observed) -> Seen | None:
     """Test whether all samples are old and the gap is larger than that of rounding, where no fresh samples can be compared."""
     gap = rms(o.d[o.core])
     ages = o.staleness[o.row]
-    if gap <= LARGE or not np.isfinite(ages).any() or _visits(o):
+    if _as_small_as_rounding(o) or not np.isfinite(ages).any() or _visits(o):
         return None
     said = (
-        "samples are at least {age} optimizer steps old, |d| is {gap}, more than rounding explains, and no other cause fits; "
-        "the dump has no fresh samples to compare with"
+        "samples are at least {age} optimizer steps old, and |d| is {gap}; the dump has no fresh samples to compare with, and "
+        "low precision would look the same"
     )
     old = mean(ages >= 1)
     return Seen(old, 1.0, {"age": float(np.min(ages[ages >= 1], initial=np.inf)), "gap": gap}, said)

@@ -40,7 +40,7 @@ class Observed:
             whether it occurred before, in the prompt or the completion.
         times (`np.ndarray` of shape `(N,)`):
             Number of earlier occurrences in the completion.
-        staleness, padding (`np.ndarray` of shape `(B,)`):
+        staleness, padding, advantage (`np.ndarray` of shape `(B,)`):
             NaN where they are not known.
         step, lengths (`np.ndarray` of shape `(B,)`):
             Optimizer step, and number of tokens.
@@ -73,6 +73,7 @@ class Observed:
         self.token = sequences.token_ids[kept]
         self.seen, self.times = (x[kept] for x in _seen(sequences))
         self.staleness, self.padding = sequences.staleness, sequences.padding
+        self.advantage = sequences.advantage.astype(np.float64)
         self.again = sequences.again_logps[kept].astype(np.float64)
 
     def __len__(self) -> int:

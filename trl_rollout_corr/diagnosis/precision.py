@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from .drift import by_sequence, growing
+from .drift import by_sequence, first_step, growing
 from .evidence import (
     FLOOR,
     LARGE,
@@ -22,6 +22,22 @@ from .evidence import (
     typical,
 )
 from .observed import Observed
+
+
+_CHANCE = 3.0  # standard deviations of a mean of products by chance, above which it counts
+# Smallest difference of the trainer from itself that is dropout, in nats: 1.5 times that of a pretrained model in bfloat16
+_DROPOUT = 0.075
+# Factor on the likeness of log-ratios of one token, where the gap is more than rounding, and tokens from which it is used
+_UNROUNDED, _MANY = 3.0, 1000
+
+
+def coarser_sampler(about: Mapping[str, str]) -> str:
+    """
+    The type of a sampler that rounds to 16 bits beside a trainer in float32; otherwise empty. The trainer's difference from
+    itself is no yardstick there: it has none of the sampler's rounding.
+    """
+    sampler = about.get("sampler_dtype", "")
+    return sampler if about.get("trainer_dtype") == "float32" and sampler in ("bfloat16", "float16") else ""
 
 
 def noise_floor(o: Observed) -> float | None:
@@ -58,7 +74,7 @@ def dropout(o: Observed) -> Seen | None:
     numbers = {"itself": itself, "gap": typical(o.d[again])}
     said = "the trainer differs from itself by {itself} when it scores a sequence twice, and from the sampler by {gap}"
     alone = (typical((o.again - o.rollout)[again]) / numbers["gap"]) ** 2  # 0 if padding is the cause
-    return Seen(floor if itself > LARGE / 2 and alone > 0.4 else 0.0, bounded(floor / 2), numbers, said)
+    return Seen(floor if itself > _DROPOUT and alone > 0.4 else 0.0, bounded(floor / 2), numbers, said)
 
 
 def tails(o: Observed) -> tuple[float, float]:
@@ -87,11 +103,15 @@ def routing(o: Observed) -> Seen | None:
 
 
 def alike(keys: np.ndarray, values: np.ndarray) -> float:
-    """Mean product of two values with the same key over the mean square: 1 if the key determines the value, 0 for noise."""
+    """
+    Mean product of two values with the same key over the mean square: 1 if the key determines the value, 0 for noise, and
+    where there are so few pairs that it may be chance.
+    """
     _, inverse = np.unique(keys, return_inverse=True)
     n, sums, squares = np.bincount(inverse), np.bincount(inverse, values), np.bincount(inverse, np.square(values))
     pairs, square = float((n * (n - 1)).sum()), mean(np.square(values))
-    return float((np.square(sums) - squares).sum()) / pairs / square if pairs and square else 0.0
+    product = float((np.square(sums) - squares).sum()) / pairs / square if pairs and square else 0.0
+    return product if abs(product) * pairs**0.5 > _CHANCE * 2**0.5 else 0.0
 
 
 def by_token(o: Observed) -> float:
@@ -101,17 +121,22 @@ def by_token(o: Observed) -> float:
 
 
 def _systematic(o: Observed, said: str) -> Seen:
-    same = by_token(o)
-    return Seen(same, 1.0, {"alike": same, "gap": rms(o.d[o.core])}, said)
+    same, gap = by_token(o), rms(o.d[o.core])
+    # 0.1 is much in a pretrained model, whose contexts differ, unless rounding is a part of the gap
+    statistic = same * (_UNROUNDED if gap > LARGE and o.core.sum() >= _MANY else 1.0)
+    return Seen(statistic, 1.0, {"alike": same, "gap": gap, "first": first_step(o)}, said)
 
 
 def weights(o: Observed) -> Seen | None:
-    if caches_in_low_precision(o.about):
+    ages = o.staleness[np.isfinite(o.staleness)]
+    if caches_in_low_precision(o.about) or (ages.size and ages.min() > 0):  # old samples look the same
         return None
     said = (
-        "the same token has a similar log-ratio wherever it occurs (correlation {alike}), and |d| is {gap} from the first "
-        "step on"
+        "the same token has a similar log-ratio wherever it occurs (correlation {alike}), and |d| is {first} in the first "
+        "step of the dump and {gap} in all"
     )
+    if o.step.min() > 1:
+        said += " (an older policy looks the same, unless the dump begins at step 1)"
     if "kv_cache_dtype" not in o.about:
         said += " (an 8-bit key-value cache looks the same, and the type of the cache is not in this dump)"
     return _systematic(o, said)
@@ -137,7 +162,7 @@ def head(o: Observed) -> Seen | None:
     """Test whether the gap is as small as rounding, but the trainer reproduces it, unlike rounding in the layers."""
     floor = noise_floor(o)
     gap = rms(o.d[o.core])
-    if floor is None or gap > LARGE:
+    if floor is None or gap > LARGE or coarser_sampler(o.about):
         return None
     said = "|d| is {gap}, as of rounding; a share of {floor} of d^2 changes when the trainer scores a sequence alone"
     return Seen(1 - floor, 1.0, {"gap": gap, "floor": floor}, said)

@@ -3,10 +3,11 @@
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
+from ..health.windows import Window
 from .causes import CAUSES, Cause, Test
 from .evidence import FLOOR, LARGE, Points, Seen
 from .observed import Observed
-from .precision import noise_floor
+from .precision import coarser_sampler, noise_floor
 
 
 LEAST = 30  # tokens, the least that a diagnosis needs
@@ -102,11 +103,13 @@ class Diagnosis(NamedTuple):
         k3 (`float`):
             `rollout_corr/k3_kl`.
         floor (`float` or `None`):
-            The gap over the trainer's difference from itself; `None` if that is not known.
+            The gap over the trainer's difference from itself; `None` if that is not known, or no yardstick.
         n_tokens, n_sequences (`int`):
             Number of tokens and sequences.
         in_effect (`Mapping[str, object]`, *optional*):
             Settings of the run, as far as they are known.
+        coarser (`str`, *optional*, defaults to `""`):
+            Type of a sampler that rounds more coarsely than the trainer.
     """
 
     verdict: str
@@ -117,13 +120,14 @@ class Diagnosis(NamedTuple):
     n_tokens: int
     n_sequences: int
     in_effect: Mapping[str, object] = {}
+    coarser: str = ""
 
     @property
     def healthy(self) -> bool:
-        """True if nothing has to be done: there is no gap, or a normal one."""
-        return self.verdict == "nothing" or (
-            self.verdict == "found" and self.size < LARGE and all(finding.cause.normal for finding in self.findings)
-        )
+        """True if nothing has to be done: there is no gap, or a normal one, or one of staleness that the run corrects for."""
+        corrects = Window({}, self.in_effect).corrects
+        normal = all(finding.cause.normal or (finding.name == "stale" and corrects) for finding in self.findings)
+        return self.verdict == "nothing" or (self.verdict == "found" and self.size < LARGE and normal)
 
 
 def diagnose(o: Observed, without: Collection[str] = ()) -> Diagnosis:
@@ -154,9 +158,11 @@ def diagnose(o: Observed, without: Collection[str] = ()) -> Diagnosis:
     # normal causes come last, however large
     findings.sort(key=lambda finding: (finding.cause.normal, -finding.share * finding.certainty))
     verdict = "found" if findings else "unknown" if _matters(o) else "nothing"
-    floor = noise_floor(o)
-    multiple = None if not floor else floor**-0.5
-    return Diagnosis(verdict, findings, o.size, o.k3, multiple, len(o), int((o.lengths > 0).sum()), o.settings)
+    coarser = coarser_sampler(o.about)
+    floor = None if coarser else noise_floor(o)
+    multiple = floor**-0.5 if floor else None
+    n = int((o.lengths > 0).sum())
+    return Diagnosis(verdict, findings, o.size, o.k3, multiple, len(o), n, o.settings, coarser)
 
 
 def _whole(findings: list[Finding]) -> bool:

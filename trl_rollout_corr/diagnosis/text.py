@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from ..health import advice
 from ..health.windows import Window
 from ..messages import capitalized, number, percent, yaml_lines
-from .evidence import FLOOR
+from .evidence import FLOOR, LARGE
 from .ranking import Diagnosis, Finding
 
 
@@ -30,6 +30,10 @@ def detail(diagnosis: Diagnosis) -> str:
     ]
     if diagnosis.floor is not None:
         parts.append(f"That is {number(diagnosis.floor)} times the trainer's difference from itself.")
+    if diagnosis.coarser:
+        parts.append(
+            f"The trainer computes in float32 and the sampler in {diagnosis.coarser}: up to {LARGE:g} nats can be rounding."
+        )
     if diagnosis.verdict == "nothing":
         parts.append(f"Below {FLOOR:g} nats a correction changes nothing.")
     if diagnosis.verdict == "unknown":
@@ -65,6 +69,8 @@ def remedy_for(diagnosis: Diagnosis, finding: Finding) -> tuple[str, dict[str, o
         done = ", ".join(f"`{line}`" for line in yaml_lines(cause.settings).splitlines())
         text = f"In effect already: {done}. {cause.otherwise}"
     if cause.correction and _corrects(run, rejecting=cause.correction == "rejecting"):
+        if diagnosis.healthy and not cause.normal:
+            return f"Nothing: the run has a correction. To make the gap smaller: {text[:1].lower()}{text[1:]}", missing
         return f"{text} The run has a correction for the rest.", missing
     return text, {**missing, **_correction(finding, run)}
 

@@ -204,6 +204,7 @@ class Window:
     def _truncated(self) -> str:
         """The options of sampling that cut the distribution of the sampler alone, if they are known."""
         low = (self.get("k3_kl") or 0.0) < (self.get("kl") or 0.0)  # a mean ratio above 1 is no truncation
+        low = low and not self.get("staleness_max") and self.setting("rollout_support") != "replay"
         overrides = self.setting("generation_kwargs")
         given = {name: self.setting(name) for name in _NO_TRUNCATION}
         given |= {k: v for k, v in overrides.items() if k in given} if isinstance(overrides, Mapping) else {}

@@ -11,7 +11,7 @@ import numpy as np
 from ..diagnosis.causes import CAUSES, Experiment
 from ..diagnosis.evidence import FLOOR, Seen, rms
 from ..diagnosis.observed import Observed
-from ..diagnosis.precision import caches_in_low_precision
+from ..diagnosis.precision import caches_in_low_precision, coarser_sampler
 from ..diagnosis.ranking import Diagnosis, Finding, diagnose
 from ..messages import number, percent, yaml_lines
 
@@ -92,9 +92,12 @@ class Result(NamedTuple):
 
 
 def own_noise(o: Observed) -> float | None:
-    """Root mean square of the trainer's difference, padded batch against one by one, in nats; `None` if unknown."""
+    """
+    Root mean square of the trainer's difference, padded batch against one by one, in nats; `None` if it is unknown, or if the
+    sampler rounds more coarsely than the trainer.
+    """
     again = np.isfinite(o.again)
-    return rms((o.train - o.again)[again]) if again.any() else None
+    return rms((o.train - o.again)[again]) if again.any() and not coarser_sampler(o.about) else None
 
 
 def engines_to_try(diagnosis: Diagnosis, facts: Mapping[str, str], results: Iterable[Result]) -> list[str]:

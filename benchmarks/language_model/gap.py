@@ -1,0 +1,315 @@
+"""
+How far apart sampler and trainer are on a pretrained model, and where. One file per sampler, and one per scoring.
+
+A vLLM engine samples, and its log-probabilities are kept. Models of transformers score the same tokens as TRL's trainers do:
+in padded batches, through TRL's fused head. Nothing is trained, and no weights are pushed.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from harness import Record, write
+from prompts import PROMPTS
+
+
+TOKENS = 20_000  # that each sampler samples, at least
+LONGEST, CONTEXT = 256, 512  # tokens of a completion and of the engine's context, at most
+FIRST, MORE = 128, 32  # completions asked for at once, and where those are too short
+ROWS = 8  # sequences that a trainer scores at a time
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """
+    A way to sample.
+
+    Args:
+        name (`str`):
+            Name in files and tables.
+        engine (`Mapping[str, Any]`):
+            Arguments of vLLM's engine.
+        sampling (`Mapping[str, Any]`, *optional*):
+            Arguments of its `SamplingParams`, besides temperature 1.
+        weights (`str`, *optional*, defaults to `"plain"`):
+            A variant, see [`variants.make_variant`]. `"adapter"` is loaded by vLLM beside the weights.
+    """
+
+    name: str
+    engine: Mapping[str, Any]
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    weights: str = "plain"
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """
+    A way to score.
+
+    Args:
+        name (`str`):
+            Name in files and tables.
+        dtype (`str`):
+            Type of the weights.
+        autocast (`bool`, *optional*, defaults to `False`):
+            Compute in bfloat16 nevertheless, as TRL does with `bf16=True`.
+        float32_head (`bool`, *optional*, defaults to `False`):
+            As with TRL's `cast_lm_head_to_fp32`.
+        alone (`bool`, *optional*, defaults to `False`):
+            One sequence at a time, without padding.
+        merged (`bool`, *optional*, defaults to `False`):
+            With the adapter added to the weights, if the sampler has one.
+    """
+
+    name: str
+    dtype: str
+    autocast: bool = False
+    float32_head: bool = False
+    alone: bool = False
+    merged: bool = False
+
+
+_BFLOAT16 = {"dtype": "bfloat16"}
+SAMPLERS = [
+    Sampler("bfloat16", _BFLOAT16),
+    Sampler("float32", {"dtype": "float32"}),
+    Sampler("bfloat16, fp8 cache", {**_BFLOAT16, "kv_cache_dtype": "fp8"}),
+    Sampler("bfloat16, float32 head", {**_BFLOAT16, "hf_overrides": {"head_dtype": "float32"}}),
+    Sampler("float16", {"dtype": "float16"}),
+    Sampler("bfloat16, int8 weights", _BFLOAT16, weights="int8"),
+    Sampler("top-p 0.95", _BFLOAT16, {"top_p": 0.95}),
+    Sampler("top-k 20", _BFLOAT16, {"top_k": 20}),
+    Sampler("min-p 0.05", _BFLOAT16, {"min_p": 0.05}),
+    Sampler("repetition penalty 1.1", _BFLOAT16, {"repetition_penalty": 1.1}),
+    Sampler("bfloat16, adapter merged", _BFLOAT16, weights="merged"),
+    Sampler("bfloat16, adapter beside", {**_BFLOAT16, "enable_lora": True, "max_lora_rank": 16}, weights="adapter"),
+]
+TRAINERS = {
+    trainer.name: trainer
+    for trainer in (
+        Trainer("float32", "float32"),
+        Trainer("float32 with autocast", "float32", autocast=True),
+        Trainer("bfloat16", "bfloat16"),
+        Trainer("bfloat16, float32 head", "bfloat16", float32_head=True),
+        Trainer("float16", "float16"),
+        Trainer("float32, one by one", "float32", alone=True),
+        Trainer("float32 with autocast, one by one", "float32", autocast=True, alone=True),
+        Trainer("bfloat16, one by one", "bfloat16", alone=True),
+        Trainer("bfloat16, adapter merged", "bfloat16", merged=True),
+    )
+}
+_BOTH = ["float32", "bfloat16"]
+_SCORED_BY = {
+    "bfloat16": [name for name in TRAINERS if not TRAINERS[name].merged],
+    "float32": ["float32", "float32 with autocast", "bfloat16"],
+    "float16": [*_BOTH, "float16"],
+    "bfloat16, float32 head": ["float32", "float32 with autocast", "bfloat16", "bfloat16, float32 head"],
+    "bfloat16, adapter merged": [*_BOTH, "bfloat16, adapter merged"],
+    "bfloat16, adapter beside": [*_BOTH, "bfloat16, adapter merged"],
+}
+
+
+def trainers_of(sampler: Sampler) -> list[Trainer]:
+    """Trainers that score what a sampler has sampled."""
+    return [TRAINERS[name] for name in _SCORED_BY.get(sampler.name, _BOTH)]
+
+
+# Sampling -----------------------------------------------------------------------------------------------------------------
+
+
+def sample(sampler: Sampler) -> Record:
+    """
+    Sample at least `TOKENS` tokens: a completion of each prompt, and of the first ones again until there are enough.
+
+    Args:
+        sampler ([`Sampler`]):
+            How.
+
+    Returns:
+        `dict`: `prompts` and `completions` (lists of token ids), `logps` (nats), and `seconds` of a core.
+    """
+    from transformers import AutoTokenizer
+    from variants import make_variant
+    from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    beside = sampler.weights == "adapter"
+    folder = make_variant("plain" if beside else sampler.weights)
+    llm = LLM(
+        str(folder),
+        enforce_eager=True,
+        max_model_len=CONTEXT,
+        max_num_seqs=FIRST,
+        seed=0,
+        skip_tokenizer_init=True,
+        disable_log_stats=True,
+        enable_prefix_caching=False,
+        logprobs_mode="processed_logprobs",
+        **sampler.engine,
+    )
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    chats = [tokenize(tokenizer, text) for text in PROMPTS]
+    record: Record = {"prompts": [], "completions": [], "logps": []}
+    start, adapter = time.process_time(), LoRARequest("adapter", 1, str(make_variant("adapter"))) if beside else None
+    while sum(map(len, record["completions"])) < TOKENS:
+        done = len(record["prompts"])
+        prompts = [chats[i % len(chats)] for i in range(done, done + (MORE if done else FIRST))]
+        params = SamplingParams(
+            temperature=1.0, max_tokens=LONGEST, logprobs=0, detokenize=False,
+            stop_token_ids=[tokenizer.eos_token_id], **sampler.sampling,
+        )  # fmt: skip
+        ids = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = [o.outputs[0] for o in llm.generate(ids, params, use_tqdm=False, lora_request=adapter)]
+        record["prompts"] += prompts
+        record["completions"] += [list(out.token_ids) for out in outputs]
+        record["logps"] += [
+            [entry[token].logprob for token, entry in zip(out.token_ids, out.logprobs, strict=True)] for out in outputs
+        ]
+    record["seconds"] = round(time.process_time() - start, 1)
+    return record
+
+
+def tokenize(tokenizer: Any, text: str) -> list[int]:
+    """A prompt as a chat."""
+    messages = [{"role": "user", "content": text}]
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+
+
+# Scoring ------------------------------------------------------------------------------------------------------------------
+
+
+class Batch(NamedTuple):
+    """Some sequences, prompts padded on the left and completions on the right, as in TRL."""
+
+    ids: Any  # (B, P + T)
+    attention: Any
+    width: int  # P
+
+    @classmethod
+    def of(cls, prompts: Sequence[list[int]], completions: Sequence[list[int]]) -> "Batch":
+        import torch
+
+        width, length = max(map(len, prompts)), max(map(len, completions))
+        ids = torch.zeros(len(prompts), width + length, dtype=torch.long)
+        attention = torch.zeros_like(ids)
+        for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+            ids[row, width - len(prompt) : width + len(completion)] = torch.tensor(prompt + completion)
+            attention[row, width - len(prompt) : width + len(completion)] = 1
+        return cls(ids, attention, width)
+
+
+def score(sampler: Sampler, trainer: Trainer, samples: Record) -> Record:
+    """
+    Score what was sampled.
+
+    Args:
+        sampler ([`Sampler`]):
+            How it was sampled.
+        trainer ([`Trainer`]):
+            How it is scored.
+        samples (`dict`):
+            As of [`sample`].
+
+    Returns:
+        `dict`: `logps` (nats), `seconds` of a core; and where sampling was truncated or penalised, `processed`, the
+        log-probabilities after the same rule on the logits of this trainer.
+    """
+    import torch
+
+    model = load_trainer(sampler, trainer)
+    record: Record = {"logps": []} | ({"processed": []} if sampler.sampling else {})
+    start, rows = time.process_time(), 1 if trainer.alone else ROWS
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=trainer.autocast):
+        for first in range(0, len(samples["prompts"]), rows):
+            prompts, completions = (samples[key][first : first + rows] for key in ("prompts", "completions"))
+            batch = Batch.of(prompts, completions)
+            labels = batch.ids.masked_fill(batch.attention == 0, -100)
+            labels[:, : batch.width] = -100
+            out = model(input_ids=batch.ids, attention_mask=batch.attention, labels=labels, fused_lm_head=True)
+            logps = out.log_probs[:, batch.width - 1 :].float()
+            record["logps"] += [logps[row, : len(ids)].tolist() for row, ids in enumerate(completions)]
+            if sampler.sampling:
+                for prompt, completion in zip(prompts, completions, strict=True):
+                    record["processed"].append(process(model, prompt, completion, sampler.sampling))
+    record["seconds"] = round(time.process_time() - start, 1)
+    return record
+
+
+def load_trainer(sampler: Sampler, trainer: Trainer) -> Any:
+    import torch
+    from peft import PeftModel
+    from trl.trainer.utils import add_fused_lm_head
+    from variants import load, make_variant
+
+    adapted = sampler.weights in ("merged", "adapter")
+    model = load(make_variant("merged" if adapted and trainer.merged else "plain"), getattr(torch, trainer.dtype))
+    add_fused_lm_head(model, cast_lm_head_to_fp32=trainer.float32_head)
+    return PeftModel.from_pretrained(model, make_variant("adapter")) if adapted and not trainer.merged else model
+
+
+def process(model: Any, prompt: list[int], completion: list[int], sampling: Mapping[str, Any]) -> list[float]:
+    """Log-probabilities of a completion after vLLM's rules for sampling, on the logits of a model. A sampled token is kept."""
+    import torch
+
+    ids = torch.tensor(completion)
+    logits = model(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1].float()
+    if penalty := sampling.get("repetition_penalty"):
+        seen = torch.zeros(logits.shape[1], dtype=torch.bool)
+        seen[prompt] = True
+        for row, token in zip(logits, completion, strict=True):
+            row[seen] = torch.where(row[seen] > 0, row[seen] / penalty, row[seen] * penalty)
+            seen[token] = True
+    probabilities = logits.softmax(-1)
+    kept = torch.ones_like(probabilities, dtype=torch.bool)
+    if top_k := sampling.get("top_k"):
+        kept &= probabilities >= probabilities.topk(top_k).values[:, -1:]
+    if min_p := sampling.get("min_p"):
+        kept &= probabilities >= min_p * probabilities.amax(-1, keepdim=True)
+    if top_p := sampling.get("top_p"):  # as many of the likeliest as it takes
+        values, order = probabilities.sort(-1, descending=True)
+        kept &= torch.empty_like(kept).scatter(-1, order, values.cumsum(-1) - values < top_p)
+    kept.scatter_(-1, ids[:, None], True)
+    return logits.masked_fill(~kept, -torch.inf).log_softmax(-1).gather(-1, ids[:, None])[:, 0].tolist()
+
+
+# Files --------------------------------------------------------------------------------------------------------------------
+
+
+def file_of(folder: Path, sampler: Sampler, trainer: Trainer | None = None) -> Path:
+    """Where samples are kept, or a scoring of them."""
+    name = sampler.name if trainer is None else f"{sampler.name}--{trainer.name}"
+    return folder / ("samples" if trainer is None else "scores") / f"{name.replace(' ', '_').replace(',', '')}.json"
+
+
+def missing(folder: Path) -> list[tuple[Sampler, list[Trainer] | None]]:
+    """Tasks left, for a process each: sampling (`None`), or scoring by some trainers. The main trainers come first."""
+    found: list[tuple[Sampler, list[Trainer] | None]] = []
+    for names in (["bfloat16", "bfloat16, one by one"], ["float32"], list(TRAINERS)):
+        for sampler in SAMPLERS:
+            known = [t for s, trainers in found if s == sampler for t in trainers or [None]]
+            if None not in known and not file_of(folder, sampler).exists():
+                found.append((sampler, None))
+            trainers = [t for t in trainers_of(sampler) if t.name in names and t not in known]
+            if trainers := [t for t in trainers if not file_of(folder, sampler, t).exists()]:
+                found.append((sampler, trainers))
+    return found
+
+
+def do(folder: Path, sampler: Sampler, trainers: list[Trainer] | None):
+    """Sample or score, and keep it. In a process of its own, as an engine does not give its memory back."""
+    path = file_of(folder, sampler)
+    if trainers is None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(path, sample(sampler))
+    for trainer in trainers or []:
+        scored = file_of(folder, sampler, trainer)
+        scored.parent.mkdir(parents=True, exist_ok=True)
+        write(scored, score(sampler, trainer, json.loads(path.read_text())))
+        print(f"  {trainer.name}", flush=True)

@@ -1,0 +1,18 @@
+"""All that the benchmarks of the language model take from inside the package, in one place."""
+
+import sys
+from pathlib import Path
+
+from trl_rollout_corr.diagnosis import diagnose, observe
+from trl_rollout_corr.diagnosis.ranking import DIFFUSE, STAGES
+
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "diagnose"))
+
+from faults import FAULTS, sampling_from, training_on
+from faults.models import merged
+
+
+TESTS = [test for stage in (*STAGES, *DIFFUSE) for test in stage.tests]
+
+__all__ = ["FAULTS", "TESTS", "diagnose", "merged", "observe", "sampling_from", "training_on"]

