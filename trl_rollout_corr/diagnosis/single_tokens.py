@@ -48,8 +48,10 @@ def last_token(o: Observed) -> Seen | None:
 
 def seams(o: Observed) -> Seen | None:
     seen = _at(o, o.seam, "|d| is {here} at the start of later turns and {elsewhere} inside")
+    if seen is None:
+        return None
     off = o.seam & (np.abs(o.d) > _OFF * np.maximum(usual_size(o, o.core), FLOOR))
-    if seen is None or not off.any():
+    if not off.any():
         return seen
     turns = len(np.unique(o.turn[off])) / len(np.unique(o.turn[o.seam]))
     i = int(np.flatnonzero(off)[0])
