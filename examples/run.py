@@ -1,4 +1,4 @@
-"""Common parts of `grpo.py`, `rloo.py` and `async_grpo.py`: arguments, data, reward, and training."""
+"""Common parts of `grpo.py`, `rloo.py`, `async_grpo.py` and `agent.py`: arguments, data, reward, and training."""
 
 import before_imports  # noqa: F401
 
@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from datasets import Dataset, IterableDataset, load_dataset
@@ -99,7 +100,14 @@ def right_answer(completions: list, answer: list[str], **kwargs) -> list[float]:
     return [float(last_number(text) == last_number(solution)) for text, solution in zip(texts, answer, strict=True)]
 
 
-def train(trainer_class: type, config_class: type, description: str, arguments: list[str] | None = None):
+def train(
+    trainer_class: type,
+    config_class: type,
+    description: str,
+    arguments: list[str] | None = None,
+    load: Callable = load_questions,
+    **of_trainer: object,
+):
     """
     Train from a recipe and a command line.
 
@@ -112,6 +120,10 @@ def train(trainer_class: type, config_class: type, description: str, arguments: 
             What `--help` says first.
         arguments (`list[str]`, *optional*):
             Command line; that of the process by default.
+        load (`Callable`, *optional*, defaults to [`load_questions`]):
+            Loads a split.
+        of_trainer:
+            Other arguments of the trainer, such as a reward or an environment.
 
     Returns:
         The trainer, after training.
@@ -121,19 +133,19 @@ def train(trainer_class: type, config_class: type, description: str, arguments: 
             config_class, description, sys.argv[1:] if arguments is None else arguments
         )
         tokenizer = load_tokenizer(model_args, args.trust_remote_code)
-        train_dataset = load_questions(script_args, script_args.dataset_train_split, tokenizer)
+        train_dataset = load(script_args, script_args.dataset_train_split, tokenizer)
         evaluates = args.eval_strategy != "no"
-        eval_dataset = load_questions(script_args, script_args.dataset_test_split, tokenizer) if evaluates else None
+        eval_dataset = load(script_args, script_args.dataset_test_split, tokenizer) if evaluates else None
     with one_line_errors(of_package=True):
         trainer = trainer_class(
             model=model_args.model_name_or_path,
-            reward_funcs=right_answer,
             args=args,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=tokenizer,
             quantization_config=get_quantization_config(model_args),
             peft_config=get_peft_config(model_args),
+            **{"reward_funcs": right_answer, **of_trainer},
         )
         trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     return save(trainer)

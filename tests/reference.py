@@ -5,6 +5,7 @@ Sequences are lists of `(train_logp, rollout_logp)` pairs of the valid tokens on
 """
 
 import math
+import re
 import statistics
 
 
@@ -12,17 +13,38 @@ def clip(x, bound=20.0):
     return min(max(x, -bound), bound)
 
 
-def ratios(sequences, level):
-    """Raw importance ratio per token."""
+def turns_of(mask):
+    """Turn of each token of the model, as a run of such tokens."""
+    turns, last = [], False
+    for model in mask:
+        if model:
+            turns.append(turns[-1] + (not last) if turns else 0)
+        last = model
+    return turns
+
+
+def groups(length, unit, turns):
+    """Indices of the tokens that are judged together: one, a turn, or the sequence."""
+    keys = {"token": range(length), "turn": turns, "seq": [0] * length}[unit]
+    return [[t for t in range(length) if keys[t] == key] for key in sorted(set(keys))]
+
+
+def ratios(sequences, level, turns=None):
+    """Raw importance ratio per token. `turns` are those of [`turns_of`], by sequence."""
     result = []
-    for sequence in sequences:
-        d = [train - rollout for train, rollout in sequence]
-        if level == "token":
-            result.append([math.exp(min(x, 20)) for x in d])
-        else:
-            exponent = sum(d) if level == "sequence" else sum(d) / max(len(d), 1)
-            result.append([math.exp(min(exponent, 20))] * len(d))
+    for i, sequence in enumerate(sequences):
+        row = [0.0] * len(sequence)
+        for group in groups(len(row), unit_of_level(level), turns and turns[i]):
+            d = [sequence[t][0] - sequence[t][1] for t in group]
+            exponent = sum(d) / len(d) if level == "geometric" else sum(d)
+            for t in group:
+                row[t] = math.exp(min(exponent, 20))
+        result.append(row)
     return result
+
+
+def unit_of_level(level):
+    return level if level in ("token", "turn") else "seq"
 
 
 def bound(r, lower, upper, clamp):
@@ -31,17 +53,19 @@ def bound(r, lower, upper, clamp):
     return min(max(r, lower), upper) if clamp else (r if lower <= r <= upper else 0.0)
 
 
-def weights(sequences, level, lower, upper, normalize=False, clamp=False):
+def weights(sequences, level, lower, upper, normalize=False, clamp=False, turns=None):
     """Bounded importance weight per token."""
-    bounded = [[bound(r, lower, upper, clamp) for r in row] for row in ratios(sequences, level)]
+    bounded = [[bound(r, lower, upper, clamp) for r in row] for row in ratios(sequences, level, turns)]
     if normalize:
-        mean = statistics.fmean(normalization_units(bounded, level))
+        mean = statistics.fmean(normalization_units(bounded, level, turns))
         bounded = [[w / mean if mean > 1e-8 else w for w in row] for row in bounded]
     return bounded
 
 
-def normalization_units(bounded, level):
-    return [w for row in bounded for w in (row if level == "token" else row[:1])]
+def normalization_units(bounded, level, turns=None):
+    """Values per token, once for each that is judged as one."""
+    unit = unit_of_level(level)
+    return [row[g[0]] for i, row in enumerate(bounded) for g in groups(len(row), unit, turns and turns[i])]
 
 
 def threshold_of(name: str, bound: float) -> float:
@@ -49,9 +73,10 @@ def threshold_of(name: str, bound: float) -> float:
     return min(bound, 0.9) if name == "token_tv" else bound
 
 
-def scope_and_divergence(name):
-    scope = next(scope for scope in ("token", "seq_sum", "seq_mean", "seq_max") if name.startswith(f"{scope}_"))
-    return scope, name.removeprefix(f"{scope}_")
+def parts(name):
+    """Unit that is judged, how its tokens are reduced, and their divergence."""
+    unit, how, divergence = re.fullmatch("(token|turn|seq)_(?:(sum|mean|max)_)?(.+)", name).groups()
+    return unit, how or "sum", divergence
 
 
 def token_statistic(token, divergence):
@@ -71,9 +96,14 @@ def binary_kl(a, b):
     return a * math.log(a / b) + (1 - a) * math.log((1 - a) / (1 - b))
 
 
-def keeps(sequences, name, bounds, advantages=None):
+def reduced(values, how):
+    """The numbers that must be within the bounds."""
+    return {"sum": [sum(values)], "mean": [sum(values) / len(values)], "max": values}[how]
+
+
+def keeps(sequences, name, bounds, advantages=None, turns=None):
     """True for each token that one criterion keeps. `bounds` as the user writes them: on the ratio for k1."""
-    scope, divergence = scope_and_divergence(name)
+    unit, how, divergence = parts(name)
     result = []
     for index, sequence in enumerate(sequences):
         if divergence in ("tv", "kl"):  # only what the advantage pushes further away is dropped
@@ -82,27 +112,18 @@ def keeps(sequences, name, bounds, advantages=None):
                 [not ((advantage > 0 and x > bounds[1]) or (advantage < 0 and x < -bounds[0])) for x in changes]
             )
             continue
-        d = [train - rollout for train, rollout in sequence]
-        if divergence == "k1":
-            ln = [math.log(b) if b else -math.inf for b in bounds]
-            values = {"token": d, "seq_max": d, "seq_sum": [sum(d)], "seq_mean": [sum(d) / max(len(d), 1)]}[scope]
-            inside = [ln[0] <= x <= ln[1] for x in values]
-        else:
-            s = [token_statistic(token, divergence) for token in sequence]
-            values = {"token": s, "seq_max": s, "seq_sum": [sum(s)], "seq_mean": [sum(s) / max(len(s), 1)]}[scope]
-            inside = [x <= bounds for x in values]
-        result.append(inside if scope == "token" else [all(inside)] * len(d))
+        row = [False] * len(sequence)
+        for group in groups(len(row), unit, turns and turns[index]):
+            values = reduced([token_statistic(sequence[t], divergence) for t in group], how)
+            if divergence == "k1":
+                ln = [math.log(b) if b else -math.inf for b in bounds]
+                inside = all(ln[0] <= -x <= ln[1] for x in values)
+            else:
+                inside = all(x <= bounds for x in values)
+            for t in group:
+                row[t] = inside
+        result.append(row)
     return result
-
-
-def row_statistic(sequence, name):
-    scope, divergence = scope_and_divergence(name)
-    s = [token_statistic(token, divergence) for token in sequence]
-    if scope == "seq_sum":
-        return sum(s)
-    if scope in ("seq_mean", "token"):
-        return sum(s) / len(s)
-    return max(s, key=lambda x: (abs(x), x))
 
 
 def population_std(values):
@@ -137,12 +158,13 @@ def policy_metrics(sequences):
     }
 
 
-def weight_metrics(sequences, level, lower, upper, normalize=False, clamp=False):
+def weight_metrics(sequences, level, lower, upper, normalize=False, clamp=False, turns=None):
+    turns = turns and [row for row in turns if row]
     sequences = [row for row in sequences if row]
-    raw, applied = ratios(sequences, level), weights(sequences, level, lower, upper, clamp=clamp)
+    raw, applied = ratios(sequences, level, turns), weights(sequences, level, lower, upper, clamp=clamp, turns=turns)
     low = 1 / upper if lower is None else lower
     flat_raw, flat = [x for row in raw for x in row], [x for row in applied for x in row]
-    units = flat_raw if level == "token" else [row[0] for row in raw]
+    units = normalization_units(raw, level, turns)
     row_means, raw_means = [statistics.fmean(row) for row in applied], [statistics.fmean(row) for row in raw]
     extremes = flat if level == "token" else units
     mean = statistics.fmean(flat)
@@ -165,17 +187,18 @@ def weight_metrics(sequences, level, lower, upper, normalize=False, clamp=False)
     if lower is not None and not clamp:
         metrics["rollout_is_oob_ratio"] = statistics.fmean(not lower <= x <= upper for x in flat_raw)
     if normalize:
-        factor = statistics.fmean(normalization_units(applied, level))
+        factor = statistics.fmean(normalization_units(applied, level, turns))
         metrics["rollout_is_batch_norm_factor"] = factor if factor > 1e-8 else 1.0
     return metrics
 
 
-def rejection_metrics(sequences, name, bounds, advantages=None):
+def rejection_metrics(sequences, name, bounds, advantages=None, turns=None):
     """Metrics of one criterion, without the `rollout_rs_<name>_` in front."""
+    turns = turns and [row for row in turns if row]
     if advantages is not None:
         advantages = [advantage for advantage, row in zip(advantages, sequences, strict=True) if row]
     sequences = [row for row in sequences if row]
-    scope, divergence = scope_and_divergence(name)
+    unit, how, divergence = parts(name)
     if divergence == "k1":
         lower, upper = (-math.log(b) if b else math.inf for b in reversed(bounds))
     elif divergence in ("tv", "kl"):
@@ -184,22 +207,26 @@ def rejection_metrics(sequences, name, bounds, advantages=None):
         lower, upper = -math.inf, bounds
     signed = divergence in ("k1", "tv", "kl")
     floor = lower if signed else 0.0
-    rows = [row_statistic(row, name) for row in sequences]
-    tokens = [[token_statistic(token, divergence) for token in row] for row in sequences]
-    per_token = tokens if scope == "token" else [[x] * len(row) for x, row in zip(rows, sequences, strict=True)]
+    per_token, outside = [], []
+    for i, row in enumerate(sequences):
+        per_token.append([0.0] * len(row))
+        outside.append([])
+        for group in groups(len(row), unit, turns and turns[i]):
+            values = reduced([token_statistic(row[t], divergence) for t in group], how)
+            outside[-1].append((max(values) > upper, min(values) < lower))  # any token counts, on either side
+            for t in group:
+                per_token[-1][t] = max(values, key=lambda x: (abs(x), x))
+    rows = [statistics.fmean(row) for row in per_token]
     flat = [x for row in per_token for x in row]
-    if scope == "seq_max":  # any token outside counts, on either side
-        high, low = [max(row) > upper for row in tokens], [min(row) < lower for row in tokens]
-    else:
-        units = flat if scope == "token" else rows
-        high, low = [x > upper for x in units], [x < lower for x in units]
-    kept = keeps(sequences, name, bounds, advantages)
+    high, low = ([side for row in outside for side in [pair[i] for pair in row]] for i in (0, 1))
+    kept = keeps(sequences, name, bounds, advantages, turns)
     if divergence in ("tv", "kl"):
         signs = [sign for row, sign in zip(sequences, advantages, strict=True) for _ in row]
         high = [x > upper and sign > 0 for x, sign in zip(flat, signs, strict=True)]
         low = [x < lower and sign < 0 for x, sign in zip(flat, signs, strict=True)]
-    row_high = [x > upper for x in rows] if scope == "token" else high
-    row_low = [x < lower for x in rows] if scope == "token" else low
+    row_high, row_low = ([any(pair[i] for pair in row) for row in outside] for i in (0, 1))
+    if unit == "token":
+        row_high, row_low = [x > upper for x in rows], [x < lower for x in rows]
     metrics = {
         "mean": statistics.fmean(flat),
         "max": max(flat),

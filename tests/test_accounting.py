@@ -12,8 +12,9 @@ from tests.launching import ROOT
 from tests.tiny import StaleSampler, prompts
 from tests.training import TRAINERS, BrokenSampler, build, config_fields, losses, micro_batches, window
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
-from trl_rollout_corr.correction.accounting import BUCKETS, REWARDS, account, turns_of
+from trl_rollout_corr.correction.accounting import BUCKETS, REWARDS, TURNS, account
 from trl_rollout_corr.correction.age import Staleness, count_ages, update_gap
+from trl_rollout_corr.correction.functional import turns_of
 from trl_rollout_corr.messages import PREFIX
 
 
@@ -32,7 +33,7 @@ def random_batch(n: int = 60, length: int = 150, seed: int = 0) -> dict[str, tor
     rollout[1, 3] = math.nan
     mask = torch.arange(length)[None] < lengths[:, None]
     for row in range(0, n, 3):
-        mask[row, 5:9] = False  # the result of a tool
+        mask[row, 5:9] = mask[row, 10:12] = mask[row, 20 : 20 + row] = False  # results of tools
     rewards = torch.tensor([dice.choice([-1.0, 0.0, 0.3, 0.75, 1.0, math.nan]) for _ in range(n)])
     advantages = torch.tensor([dice.choice([-0.5, 0.0, 1.5]) for _ in range(n)])
     correction = compute_rollout_correction(train, rollout, mask, CONFIG)
@@ -43,6 +44,7 @@ def random_batch(n: int = 60, length: int = 150, seed: int = 0) -> dict[str, tor
         "advantages": advantages,
         "rewards": rewards,
         "turns": turns_of(mask),
+        "log_ratio": train - rollout,
     }
 
 
@@ -68,7 +70,7 @@ def by_loops(batch: dict[str, torch.Tensor]) -> dict[str, float]:
     lengths = [sum(row) for row in rows["valid"]]
     octaves = sorted(math.floor(math.log2(length)) for length in lengths if length)
     median = octaves[(len(octaves) + 1) // 2 - 1]
-    counts, whole = {}, {"kept": [], "rejected": []}
+    counts, of_turns, whole = {}, {}, {"kept": [], "rejected": []}
     for i, length in enumerate(lengths):
         if not length:
             continue
@@ -82,9 +84,15 @@ def by_loops(batch: dict[str, torch.Tensor]) -> dict[str, float]:
                 f"length_{bucket_name(length)}",
                 f"position_{bucket_name(t + 1)}",
                 f"advantage_{'positive' if advantage > 0 else 'negative' if advantage < 0 else 'zero'}",
-                f"turn_{rows['turns'][i][t]}",
                 "long_positive" if long_positive else "others",
             ]
+            turns = rows["turns"][i]
+            parts = ["first" if turns[t] == 1 else "last" if turns[t] == max(turns) else "middle"]
+            parts += ["start"] if turns[t] > 1 and turns[max(t - 2, 0)] < turns[t] else []
+            d = rows["log_ratio"][i][t]
+            for part in parts:
+                of_turns.setdefault(part, []).append((math.exp(d) - 1 - d, coefficient))
+            groups += [f"turn_{part}" for part in parts]
             if not math.isnan(reward):
                 groups.append(f"reward_{reward_name(reward)}")
             for group in groups:
@@ -95,6 +103,10 @@ def by_loops(batch: dict[str, torch.Tensor]) -> dict[str, float]:
             whole["kept" if any(rows["keep"][i]) else "rejected"].append(reward)
     metrics = {f"rejected/{group}": rejected / tokens for group, (tokens, rejected, _) in counts.items()}
     metrics |= {f"downweighted/{group}": removed / tokens for group, (tokens, _, removed) in counts.items()}
+    for part, pairs in of_turns.items():
+        k3, c = zip(*pairs, strict=True)
+        metrics[f"turn_{part}/k3_kl"] = sum(k3) / len(k3)
+        metrics[f"turn_{part}/eff_sample_size"] = sum(c) ** 2 / len(c) / sum(x**2 for x in c)
     return metrics | {f"{name}/reward_mean": sum(rewards) / len(rewards) for name, rewards in whole.items()}
 
 
@@ -104,7 +116,7 @@ def test_shares_are_those_of_a_loop_over_tokens(seed):
     found, expected = finish(account(**batch)), by_loops(batch)
     assert found == pytest.approx(expected, rel=1e-5, abs=1e-7)
     assert 0 < expected["rejected/long_positive"] < 1
-    assert len({expected[f"rejected/turn_{turn}"] for turn in (1, 2)}) == 2
+    assert len({expected[f"turn_{part}/{of}"] for part in TURNS for of in ("k3_kl", "eff_sample_size")}) == 8
 
 
 def test_shares_do_not_depend_on_how_a_batch_is_split():
@@ -124,7 +136,6 @@ def test_a_rule_that_drops_long_answers_with_a_positive_advantage_shows():
     keep[3] = False
     metrics = finish(account(valid, keep, keep.float(), advantages, torch.zeros(5)))
     assert (metrics["rejected/long_positive"], metrics["rejected/others"]) == (1.0, 0.0)
-    assert "rejected/turn_1" not in metrics  # a single turn is the whole
     shortest = finish(account(valid[:3], keep[:3], keep[:3].float(), advantages[:3], torch.zeros(3)))
     assert "rejected/long_positive" not in shortest  # none is longer than the others
 
@@ -132,7 +143,14 @@ def test_a_rule_that_drops_long_answers_with_a_positive_advantage_shows():
 def test_what_is_not_asked_for_is_not_reported():
     accounts = account(**random_batch())
     assert not any("rejected/" in key for key in accounts.finish(rejects=False, weighs=True))
-    assert accounts.finish(rejects=False, weighs=False) == {}
+    none = accounts.finish(rejects=False, weighs=False, corrects=False)
+    assert none.keys() == {f"{PREFIX}turn_{part}/k3_kl" for part in TURNS}
+
+
+def test_a_single_turn_is_the_whole():
+    batch = random_batch()
+    batch["turns"] = batch["turns"].clamp(max=1)
+    assert not any("turn" in key for key in finish(account(**batch)))
 
 
 def test_turns_are_runs_of_tokens_of_the_model():
@@ -344,9 +362,13 @@ def test_turns_of_a_run_with_tools(make, tiny_model_path):
     trainer = make(sampler=sampler, rollout_rs="token_k1", rollout_rs_threshold=1.2)
     losses(trainer)
     for entry in entries(trainer):
-        first, second = entry["rejected/turn_1"], entry["rejected/turn_2"]
-        assert "rejected/turn_3" not in entry
-        assert 2 / 6 * first + 4 / 6 * second == pytest.approx(entry["rollout_rs_masked_fraction"])
+        for first, last, whole in (
+            ("rejected/turn_first", "rejected/turn_last", "rollout_rs_masked_fraction"),
+            ("turn_first/k3_kl", "turn_last/k3_kl", "k3_kl"),
+        ):
+            assert 2 / 6 * entry[first] + 4 / 6 * entry[last] == pytest.approx(entry[whole])
+        assert not any("turn_middle" in key for key in entry)
+        assert entry["turn_start/k3_kl"] != entry["turn_last/k3_kl"]
 
 
 def test_weights_that_are_pushed_to_vllm_are_those_of_that_step(shared_engine, tiny_model_path, tmp_path):

@@ -139,6 +139,7 @@ SETTINGS = {
     "decoupled": {"rollout_correction": "decoupled_geo_rs_token_tis", "rollout_rs_threshold": [0.99, 1.01]},
     "bypass": {"rollout_correction": "bypass_ppo_clip_geo_rs", "rollout_rs_threshold": [0.99, 1.01]},
     "neutralize": {"rollout_is": "sequence", "rollout_nan_policy": "neutralize"},
+    "turns": {"rollout_is": "turn", "rollout_rs": "turn_max_k1", "rollout_rs_threshold": [0.99, 1.01]},
 }
 
 

@@ -164,7 +164,7 @@ def test_criteria_by_their_first_names_are_told_the_name_today(first, today):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"rollout_is": "tokn"}, "`rollout_is` must be one of token, sequence, geometric or None, got 'tokn'"),
+        ({"rollout_is": "tokn"}, "`rollout_is` must be one of token, turn, sequence, geometric or None, got 'tokn'"),
         ({"rollout_loss_type": "grpo"}, "`rollout_loss_type` must be one of ppo_clip, reinforce, got 'grpo'"),
         ({"rollout_nan_policy": "ignore"}, "`rollout_nan_policy` must be one of drop, raise, neutralize"),
         ({"bypass_mode": "yes"}, "`bypass_mode` must be true or false, got 'yes'"),
@@ -651,7 +651,7 @@ def test_help_shows_the_defaults(capsys):
     with pytest.raises(SystemExit):
         HfArgumentParser(RolloutCorrectedGRPOConfig).parse_args_into_dataclasses(["--help"])
     text = " ".join(capsys.readouterr().out.split())
-    assert "token, sequence, geometric, or none. (default: token)" in text
+    assert "token, turn, sequence, geometric, or none. (default: token)" in text
     assert "of those of the old policy. (default: False)" in text
 
 
@@ -712,7 +712,7 @@ def test_every_field_has_help_and_every_criterion_is_documented():
     for field in dataclasses.fields(RolloutCorrectionConfig):
         assert field.metadata["help"]
         assert f"{field.name} (`" in RolloutCorrectionConfig.__doc__
-    assert len(CRITERIA) == 15
+    assert len(CRITERIA) == 24
 
 
 @pytest.mark.parametrize("criteria", [["token_k1"], ["token_k1", "seq_max_k1"], "seq_sum_k2"])
@@ -801,7 +801,7 @@ def test_the_tightened_settings_are_warned_about(tmp_path):
             rollout_monitor="tighten", rollout_monitor_preset="decoupled_geo_rs",
         )  # fmt: skip
     with pytest.warns(
-        UserWarning, match=r"switched to 'decoupled_token_is'.*`rollout_is='token'` act on single tokens"
+        UserWarning, match=r"switched to 'decoupled_token_is'.*`rollout_is='token'` act on single tokens or turns"
     ):
         RolloutCorrectedGRPOConfig(
             str(tmp_path), **fields, importance_sampling_level="sequence", loss_type="grpo",

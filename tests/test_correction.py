@@ -1,6 +1,7 @@
 """`compute_rollout_correction` against the loops of `reference.py`, and the properties it must have."""
 
 import math
+import re
 import statistics
 
 import pytest
@@ -83,12 +84,17 @@ BOUNDS = {
 
 
 def bounds_of(name):
-    return BOUNDS[reference.scope_and_divergence(name)[1]]
+    return BOUNDS[reference.parts(name)[2]]
+
+
+def turns(mask):
+    """Turn of each valid token, by sequence."""
+    return [reference.turns_of(row) for row in mask.tolist()]
 
 
 @given(
     batches(),
-    st.sampled_from(["token", "sequence", "geometric"]),
+    st.sampled_from(LEVELS),
     st.sampled_from([(2.0, False), ([0.6, 3.0], False), ([0.6, 3.0], True)]),
     st.booleans(),
 )
@@ -103,11 +109,12 @@ def test_weights_and_their_metrics_equal_the_loops(batch, level, bounds, normali
     )
     lower, upper = threshold if isinstance(threshold, list) else (None, threshold)
     rows = sequences(*batch)
-    expected = reference.weights([row for row in rows if row], level, lower, upper, normalize, clamp)
+    of = {"normalize": normalize, "clamp": clamp, "turns": turns(mask)}
+    expected = reference.weights(rows, level, lower, upper, **of)
     torch.testing.assert_close(correction.weights, spread(expected, mask), rtol=1e-9, atol=1e-12)
     metrics = named(correction)
     assert_metrics(metrics, reference.policy_metrics(rows))
-    assert_metrics(metrics, reference.weight_metrics(rows, level, lower, upper, normalize, clamp))
+    assert_metrics(metrics, reference.weight_metrics(rows, level, lower, upper, **of))
 
 
 @given(batches_of_probabilities(), st.sampled_from(LEVELS), st.booleans(), st.booleans())
@@ -124,12 +131,11 @@ def test_weights_by_sign_of_the_advantage_equal_the_loops(batch, level, clamp, p
     )
     rows = sequences(*batch)
     pairs = [positive if advantage > 0 else negative for advantage in advantages.tolist()]
-    ratios = reference.ratios(rows, level)
+    ratios = reference.ratios(rows, level, turns(batch[2]))
     expected = [[reference.bound(r, *pair, clamp) for r in row] for row, pair in zip(ratios, pairs, strict=True)]
     torch.testing.assert_close(correction.weights, spread(expected, batch[2]), rtol=1e-9, atol=1e-12)
-    units = [
-        (r, pair) for row, pair in zip(ratios, pairs, strict=True) for r in (row if level == "token" else row[:1])
-    ]
+    with_pairs = [[(r, pair) for r in row] for row, pair in zip(ratios, pairs, strict=True)]
+    units = reference.normalization_units(with_pairs, level, turns(batch[2]))
     flat = [weight for row in expected for weight in row]
     shares = {
         "rollout_is_mean": statistics.fmean(flat),
@@ -157,9 +163,9 @@ def test_each_criterion_and_its_metrics_equal_the_loops(batch, name):
     fields = {"rollout_is": None, "rollout_rs": [name], "rollout_rs_threshold": [bounds]}
     correction = correct(*batch, advantages, **fields)
     rows, advantages = sequences(*batch), advantages.tolist()
-    expected = spread(reference.keeps(rows, name, bounds, advantages), batch[2]).bool()
+    expected = spread(reference.keeps(rows, name, bounds, advantages, turns(batch[2])), batch[2]).bool()
     assert torch.equal(correction.keep, expected)
-    expected = reference.rejection_metrics(rows, name, bounds, advantages)
+    expected = reference.rejection_metrics(rows, name, bounds, advantages, turns(batch[2]))
     assert_metrics(named(correction), {f"rollout_rs_{name}_{key}": value for key, value in expected.items()})
 
 
@@ -172,7 +178,7 @@ def test_several_criteria_keep_what_each_keeps(batch, names):
     for name, bound in zip(names, bounds, strict=True):
         kept = [
             [a and b for a, b in zip(*row, strict=True)]
-            for row in zip(kept, reference.keeps(rows, name, bound, advantages.tolist()), strict=True)
+            for row in zip(kept, reference.keeps(rows, name, bound, advantages.tolist(), turns(batch[2])), strict=True)
         ]
     assert torch.equal(correction.keep, spread(kept, batch[2]).bool())
     kept = [row for row in kept if row]
@@ -641,3 +647,80 @@ def test_rows_in_blocks_are_corrected_like_all_rows_at_once(fields, monkeypatch)
             torch.testing.assert_close(found, expected)
     assert (whole.log_ratio is None) == ("rollout_lr_scaling" not in fields)
     assert_metrics(named(in_blocks), named(whole))
+
+
+# Turns ----------------------------------------------------------------------------------------------------------------
+
+OF_TURNS = [name for name in CRITERIA if name.startswith("turn_")]
+THRESHOLDS = {
+    f"turn_{how}_{divergence}": bound
+    for how, bounds in {"sum": (1.3, 0.1, 0.1), "mean": (1.002, 0.0012, 0.0012), "max": (1.13, 0.0075, 0.0075)}.items()
+    for divergence, bound in zip(("k1", "k2", "k3"), bounds, strict=True)
+}
+
+
+@pytest.mark.parametrize("name", OF_TURNS)
+def test_with_one_turn_a_turn_is_the_sequence_bit_for_bit(name):
+    generator = torch.Generator().manual_seed(0)
+    rollout = -torch.rand(5, 300, generator=generator) * 3
+    train = rollout + 0.05 * torch.randn(5, 300, generator=generator)
+    train[0, 3] = math.nan
+    ends = torch.tensor([0, 1, 37, 200, 300])[:, None]
+    mask = (torch.arange(300) < ends) & (torch.arange(300) >= torch.tensor([0, 0, 5, 9, 0])[:, None])
+    found = []
+    for unit, level in (("turn", "turn"), ("seq", "sequence")):
+        rejection = {"rollout_rs": name.replace("turn", unit), "rollout_rs_threshold": THRESHOLDS[name]}
+        found.append(correct(train, rollout, mask, rollout_is=level, **rejection))
+    of_turn, of_sequence = found
+    assert torch.equal(of_turn.keep, of_sequence.keep)
+    assert 0 < of_turn.keep.sum() < of_turn.valid.sum()
+    assert torch.equal(of_turn.weights, of_sequence.weights)
+    expected = {
+        key.replace(f"rs_seq_{name[5:]}", f"rs_{name}"): x
+        for key, x in named(of_sequence).items()
+        if not re.search("veto|catastrophic", key)
+    }
+    assert named(of_turn) == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+def test_a_rejected_turn_leaves_the_others():
+    train = torch.tensor([[0.0, 1.0, 0.0, 0.0, 0.1, 0.0, 0.0, -0.3]])
+    mask = torch.tensor([[1, 1, 0, 1, 1, 0, 1, 1]])
+    of_turns = {"turn_sum_k1": 0b00011000, "turn_mean_k1": 0b00011011, "turn_max_k1": 0b00011000}
+    for name, kept in of_turns.items():
+        keep = correct(train, torch.zeros(1, 8), mask, rollout_rs=name, rollout_rs_threshold=1.25).keep
+        assert keep.tolist() == [[bool(kept >> (7 - t) & 1) for t in range(8)]], name
+    weights = correct(train, torch.zeros(1, 8), mask, rollout_is="turn", rollout_is_threshold=math.inf).weights
+    expected = torch.tensor([[1.0, 1.0, -math.inf, 0.1, 0.1, -math.inf, -0.3, -0.3]]).exp()
+    torch.testing.assert_close(weights, expected)
+
+
+def test_turn_ids_take_the_place_of_runs():
+    train, rollout, mask = (
+        torch.tensor([[0.1, 0.2, 0.4, 0.8, 1.6]]),
+        torch.zeros(1, 5),
+        torch.tensor([[1, 1, 0, 1, 1]]),
+    )
+
+    def sums(turn_ids):
+        config = RolloutCorrectionConfig(rollout_is="turn", rollout_is_threshold=math.inf)
+        ids = None if turn_ids is None else torch.tensor([turn_ids])
+        weights = compute_rollout_correction(train, rollout, mask, config, turn_ids=ids).weights[0]
+        return weights.log()[mask[0] > 0].tolist()
+
+    assert sums(None) == pytest.approx([0.3, 0.3, 2.4, 2.4])
+    assert sums([0, 1, 1, 1, 5]) == pytest.approx([0.1, 1.0, 1.0, 1.6])  # one turn around the answer of a tool
+    assert sums([3, 3, 3, 3, 3]) == pytest.approx([2.7] * 4)
+    assert sums([0, 0, 7, 7, 7]) == sums(None)
+    with pytest.raises(ValueError, match=r"one shape .*`turn_ids` \(1, 3\)"):
+        sums([0, 1, 2])
+
+
+@given(batches(max_rows=6), st.integers(1, 5))
+def test_metrics_of_turns_do_not_depend_on_the_split(batch, chunk):
+    bounds = [1.5 if name.endswith("k1") else 0.3 for name in OF_TURNS]
+    fields = {"rollout_is": "turn", "rollout_rs": OF_TURNS, "rollout_rs_threshold": bounds}
+    whole = correct(*batch, **fields)
+    parts = [correct(*(x[i : i + chunk] for x in batch), **fields).statistics for i in range(0, len(batch[0]), chunk)]
+    gathered = parts[0].combine(torch.stack([part.vector for part in parts]))
+    assert gathered.finish() == pytest.approx(whole.metrics(), rel=1e-9, abs=1e-12, nan_ok=True)

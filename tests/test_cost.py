@@ -30,6 +30,7 @@ CONFIGS = {
     **{name: {"rollout_correction": name} for name in PRESETS},
     "everything, token": EVERYTHING,
     "everything, sequence": {**EVERYTHING, "rollout_is": "sequence", "rollout_is_threshold": [0.5, 2.0]},
+    "everything, turn": {**EVERYTHING, "rollout_is": "turn", "rollout_is_threshold": [0.5, 2.0]},
     "everything, geometric": {**EVERYTHING, "rollout_is": "geometric", "rollout_nan_policy": "neutralize"},
     "everything, bypass": {**EVERYTHING, "bypass_mode": True, "rollout_loss_type": "reinforce"},
 }

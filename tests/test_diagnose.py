@@ -233,6 +233,30 @@ def test_padding_is_seen_where_what_was_scored_alone_had_little_of_it(maker, rig
     assert [finding.name for finding in findings] == ["padding"]
 
 
+def test_seams_are_told_in_words(tmp_path, capsys):
+    starts = []
+
+    def retokenize(row):
+        for t in range(1, len(row["mask"])):
+            if row["mask"][t] and not row["mask"][t - 1]:
+                starts.append((row["step"], t))
+                if len(starts) % 4:  # three turns of four
+                    row["rollout_logps"][t] -= 3.0
+                    row["tokens"][t] = "{place}"
+
+    folder = make_dump(tmp_path / "dump", spread=0.02, rows=64, sampled=64, worst=0, logs=False)
+    [finding] = rewritten(folder, tmp_path / "seams", retokenize)
+    assert finding.name == "seams"
+    assert finding.seen.numbers["turns"] == pytest.approx(0.75, abs=0.02)
+    step, place = starts[0]
+    assert main(["diagnose", str(tmp_path / "seams")]) == 1
+    said = capsys.readouterr().out
+    assert (
+        f"of these turns is off, the first from token {place + 1} of a completion of step {step} on, '{{place}}' behind '"
+        in said
+    )
+
+
 # Answers that are no cause ------------------------------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ from tests.dumps import make_dump, read_dump
 from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.__main__ import main
 from trl_rollout_corr.dumps import writing as dump
-from trl_rollout_corr.dumps.reading import read_table
+from trl_rollout_corr.dumps.reading import open_dump, read_table
 from trl_rollout_corr.dumps.schema import ADDED, FORMAT, SCHEMA
 
 
@@ -44,7 +44,7 @@ def test_what_is_written_is_read(tmp_path):
     assert read.logs == []
     assert read_dump(path).rows == [row]  # one file alone
     assert (
-        pq.read_schema(path).metadata[b"trl_rollout_corr.dump"] == b"2"
+        pq.read_schema(path).metadata[b"trl_rollout_corr.dump"] == b"3"
     )  # the mark that dumps of older releases have
 
 
@@ -149,33 +149,49 @@ def test_a_run_that_resumes_forgets_what_came_after_its_checkpoint(tmp_path):
 def test_other_versions_are_refused(tmp_path):
     path = dump.files_of(make_dump(tmp_path))[0]
     table = pq.read_table(path)
-    pq.write_table(table.replace_schema_metadata({**table.schema.metadata, FORMAT.encode(): b"3"}), path)
+    pq.write_table(table.replace_schema_metadata({**table.schema.metadata, FORMAT.encode(): b"4"}), path)
     with pytest.raises(
-        ValueError, match=r"step-00000001-rank-00000.parquet is of version 3 .* reads versions up to 2$"
+        ValueError, match=r"step-00000001-rank-00000.parquet is of version 4 .* reads versions up to 3$"
     ):
         read_dump(tmp_path)
     pq.write_table(table.drop_columns(["keep"]), path)
-    with pytest.raises(ValueError, match=r"does not have the columns of a dump of version 2$"):
+    with pytest.raises(ValueError, match=r"does not have the columns of a dump of version 3$"):
         read_dump(tmp_path)
 
 
-def test_dumps_of_the_first_version_are_read_as_if_what_came_later_were_null(tmp_path):
+@pytest.mark.parametrize("version", [1, 2])
+def test_dumps_of_older_versions_are_read_as_if_what_came_later_were_null(tmp_path, version):
     folder = make_dump(tmp_path, steps=2)
     now = read_dump(folder).rows
+    later = [name for number, names in ADDED.items() if number > version for name in names]
     for path in dump.files_of(folder):
-        table = pq.read_table(path).drop_columns(list(ADDED[2]))
-        pq.write_table(table.replace_schema_metadata({**table.schema.metadata, FORMAT.encode(): b"1"}), path)
+        table = pq.read_table(path).drop_columns(later)
+        marked = {**table.schema.metadata, FORMAT.encode(): str(version).encode()}
+        pq.write_table(table.replace_schema_metadata(marked), path)
     rows = read_dump(folder).rows
-    assert rows == [{**row, **dict.fromkeys(ADDED[2])} for row in now]
+    assert rows == [{**row, **dict.fromkeys(later)} for row in now]
     assert main(["diagnose", str(folder)]) == 0
     assert main(["compare", str(folder)]) == 0
 
 
 def test_every_list_is_as_long_as_the_completion(tmp_path):
-    later = ADDED[2]
+    later = {name for names in ADDED.values() for name in names}
     lists = [field.name for field in SCHEMA if pa.types.is_list(field.type) and field.name not in later]
     for row in read_dump(make_dump(tmp_path, settings={"rollout_is": None})).rows:
         assert row["weights"] is None
         assert {len(row[name]) for name in lists if name != "weights"} == {len(row["tokens"])}
         assert row["sampled"] or row["worst"]
         assert json.dumps(row)
+
+
+def test_turns_of_a_rollout_function_take_the_place_of_runs(tmp_path):
+    rows = read_dump(make_dump(tmp_path / "runs", rows=4)).rows
+    mask = [row["mask"] for row in rows]
+    of_runs = open_dump(tmp_path / "runs").sequences.turn
+    for i, row in enumerate(rows):
+        row["turn_ids"] = [0] * len(mask[i]) if i else [*range(len(mask[i]))]
+    dump.write_rows(tmp_path / "turns", 1, 0, rows, {}, {})
+    of_ids = open_dump(tmp_path / "turns").sequences.turn
+    first = len(mask[0])
+    assert len(set(of_ids[:first])) == first > len(set(of_runs[:first]))
+    assert len(set(of_ids[first:])) == len(rows) - 1

@@ -18,6 +18,7 @@ from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config
 
 from tests.launching import ACCELERATE, ROOT, UNCOMPILED, run
 from tests.test_reporting import finished_wandb_records
+from tests.tiny import with_tools
 from tests.training import TRAINERS, assert_in_step
 from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.diagnosis.causes import CAUSES
@@ -28,6 +29,7 @@ RECIPES = sorted(str(path.relative_to(ROOT / "recipes")) for path in ROOT.glob("
 ENGINES = [name for name in RECIPES if name.startswith("accelerate/")]
 RECIPES = [name for name in RECIPES if name not in ENGINES]
 ASYNCHRONOUS = [name for name in RECIPES if name.startswith("async_grpo/")]
+AGENT = "grpo/agent.yaml"  # of an example of its own
 OWN = {field.name for field in dataclasses.fields(RolloutCorrectionConfig)}
 TOO_NARROW = "grpo/legacy_geometric_mask.yaml"  # its bounds are those of the original, and warned about
 # There to be seen and changed, whatever their defaults.
@@ -103,7 +105,7 @@ def test_headers_give_hardware_command_and_expectation(recipe):
     for entry in ("Hardware:", "Command:", "Expect:"):
         assert f"\n# {entry}" in header
     assert f"--config recipes/{recipe}" in header
-    assert f"examples/{recipe.split('/')[0]}.py" in header
+    assert f"examples/{'agent' if recipe == AGENT else recipe.split('/')[0]}.py" in header
     for path in re.findall(r"(?:recipes|examples)/[\w/.]+\w", header):
         assert (ROOT / path).exists(), path
 
@@ -262,7 +264,7 @@ OF_PRECISION = {"rounding": ["grpo/fp32_head.yaml", "grpo/fp16.yaml"], "head": [
 # Launched by the commands of the README
 LAUNCHED = ("grpo/cpu.yaml", "rloo/auto.yaml")
 NOT_TRAINED = ("grpo/server.yaml",)  # the server takes weights through NCCL, which needs GPUs
-ELSEWHERE = (*ASYNCHRONOUS, *LAUNCHED, *NOT_TRAINED, "grpo/fp16.yaml")  # float16 takes an engine of its own
+ELSEWHERE = (*ASYNCHRONOUS, *LAUNCHED, *NOT_TRAINED, AGENT, "grpo/fp16.yaml")  # float16 takes an engine of its own
 
 
 @pytest.mark.parametrize("cause", OF_PRECISION)
@@ -289,6 +291,35 @@ def test_recipes_train(train, recipe):
     trainer = train(recipe, "--log_completions", "false")
     assert len([entry for entry in trainer.state.log_history if "loss" in entry]) == 2
     assert_in_step(trainer)
+
+
+@pytest.mark.vllm
+def test_the_recipe_of_an_agent_trains(tiny_model_path, questions, tmp_path, shared_engine, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    import agent
+    import run
+
+    load = run.load_tokenizer
+    monkeypatch.setattr(run, "load_tokenizer", lambda *args: with_tools(load(*args), "guess", "number", "0-9"))
+    monkeypatch.setattr(agent, "TASK", "12 ab")  # the tiny model has a short memory
+    options = [*small(tiny_model_path, questions, tmp_path), "--save_strategy", "no", "--max_completion_length", "40"]
+    trainer = agent.play(["--config", str(ROOT / "recipes" / AGENT), *options])
+    rows = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(rows) == 2
+    assert all(row["tools/call_frequency"] > 0 and row["tools/failure_frequency"] == 0 for row in rows)
+    assert_in_step(trainer)
+
+
+def test_the_agent_of_the_example_is_told_where_the_number_is(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    import agent
+
+    player = agent.Player()
+    player.reset(number=7, prompt=[])
+    assert [player.guess(number) for number in (3, 9, 7, 1)] == ["It is higher.", "It is lower.", "Right.", "Right."]
+    assert player.get_reward() == pytest.approx(0.8)
+    player.reset(number=0)
+    assert player.get_reward() == 0.0
 
 
 @pytest.mark.vllm

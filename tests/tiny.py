@@ -149,3 +149,36 @@ class StaleSampler:
     def score(self, prompt: list[int], completion: list[int]) -> list[float]:
         logits = self.model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
         return logits.log_softmax(-1)[range(len(completion)), completion].tolist()
+
+
+# A conversation with tools, in characters: a turn ends with <eos>, and the answer of a tool stands between ">" and "="
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'tool' %}>{{ m.content }}{% else %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}<eos>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}={% endif %}"
+)
+
+
+def with_tools(tokenizer, name: str, argument: str, characters: str = "a-m"):
+    """Tokenizer of an agent: a turn with one of some characters calls the tool of a name, with the character as argument."""
+    tokenizer.chat_template = CHAT_TEMPLATE
+    call = {"type": "function", "function": {"name": name, "arguments": {argument: "{character}"}}}
+    tool_calls = {
+        "open_pattern": f"(?P<character>[{characters}])",
+        "close": "<eos>",
+        "content": "text",
+        "repeats": True,
+    }
+    tokenizer.response_template = {
+        "defaults": {"role": "assistant"},
+        "start_anchor": "=",
+        "fields": {"tool_calls": {**tool_calls, "transform": call}, "content": {"close": "<eos>", "content": "text"}},
+    }
+    return tokenizer
+
+
+def conversations(n: int = 32, **columns):
+    from datasets import Dataset
+
+    prompts = [[{"role": "user", "content": PROMPTS[i % len(PROMPTS)]}] for i in range(n)]
+    return Dataset.from_dict({"prompt": prompts, **{name: [x] * n for name, x in columns.items()}})

@@ -26,6 +26,8 @@ class Batch(NamedTuple):
             Log-probabilities under the training policy, in nats.
         rollout_logps (`torch.Tensor` of shape `(B, T)`):
             Log-probabilities under the rollout policy, in nats.
+        turn (`torch.Tensor` of shape `(B, T)`):
+            Turn of each token.
         keep (`torch.Tensor` of shape `(B, T)`):
             Tokens that the run kept.
         coefficients (`torch.Tensor` of shape `(B, T)`):
@@ -38,6 +40,7 @@ class Batch(NamedTuple):
     mask: torch.Tensor
     train_logps: torch.Tensor
     rollout_logps: torch.Tensor
+    turn: torch.Tensor
     keep: torch.Tensor
     coefficients: torch.Tensor
     advantages: torch.Tensor
@@ -82,7 +85,7 @@ def batch_of(sequences: Sequences, rows: np.ndarray) -> Batch:
     if not of_loss.any():
         raise ValueError("the dump holds no token of the loss")
     lengths = sequences.sums(of_loss)[rows].astype(int)
-    columns = ("mask", "train_logps", "rollout_logps", "keep", "coefficients")
+    columns = ("mask", "train_logps", "rollout_logps", "turn", "keep", "coefficients")
     padded = {name: pad(getattr(sequences, name)[of_loss], lengths) for name in columns}
     advantages = torch.from_numpy(np.nan_to_num(sequences.advantage[rows], posinf=0.0, neginf=0.0))[:, None]
     return Batch(np.unique(sequences.step[rows]).tolist(), **padded, advantages=advantages)
@@ -115,7 +118,12 @@ def replay(
         `ValueError`: if a log-probability is not finite and `rollout_nan_policy` is `"raise"`.
     """
     correction = compute_rollout_correction(
-        batch.train_logps, batch.rollout_logps, batch.mask, config, advantages=batch.advantages[:, 0]
+        batch.train_logps,
+        batch.rollout_logps,
+        batch.mask,
+        config,
+        advantages=batch.advantages[:, 0],
+        turn_ids=batch.turn,
     )
     tokens = batch.tokens(config)
     keep, coefficients = (batch.keep, batch.coefficients) if as_dumped else (correction.keep, correction.coefficients)

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import torch
 
-from .functional import accumulation_dtype, as_numbers, row_blocks
+from .functional import LARGEST_POWER, accumulation_dtype, as_numbers, k3, row_blocks
 from .sums import Applied, SegmentedSums
 
 
@@ -23,12 +23,16 @@ _OCTAVES = tuple(2**i for i in range(15))
 SIGNS = ("negative", "zero", "positive")
 REWARDS = (-math.inf, 0.0, 0.25, 0.5, 0.75, 1.0)
 REWARD_NAMES = ("below_0", "0_to_0.25", "0.25_to_0.5", "0.5_to_0.75", "0.75_to_1", "1_or_more")
-TURNS = 8  # the last bucket holds later turns as well
+# Turns of an agent: the first, the last of several, those between them; and the first two tokens of each turn but the first,
+# which stand behind the answer of a tool
+TURNS = ("first", "middle", "last", "start")
+_BEGINNING = 2
 MEASURES = ("tokens", "rejected", "removed")
+_OF_TURN = (*MEASURES, "k3", "coefficients", "coefficient_squares")
 
 
-def _table(name: str, buckets: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(f"{name}/{bucket}/{measure}" for bucket in buckets for measure in MEASURES)
+def _table(name: str, buckets: tuple[str, ...], measures: tuple[str, ...] = MEASURES) -> tuple[str, ...]:
+    return tuple(f"{name}/{bucket}/{measure}" for bucket in buckets for measure in measures)
 
 
 _CELLS = tuple(f"{length}/{sign}" for length in _OCTAVES for sign in SIGNS)
@@ -42,7 +46,7 @@ class Accounts(SegmentedSums):
         "rows": tuple(f"rows/{length}" for length in _OCTAVES),
         "position": _table("position", tuple(map(str, BUCKETS))),
         "reward": _table("reward", REWARD_NAMES),
-        "turn": _table("turn", tuple(str(turn) for turn in range(1, TURNS + 1))),
+        "turn": _table("turn", TURNS, _OF_TURN),
         "mean_reward": ("kept/rows", "kept/reward", "rejected/rows", "rejected/reward"),
     }
 
@@ -55,6 +59,13 @@ class Accounts(SegmentedSums):
             metrics |= {f"{name}/reward_mean": total / rows for name, (total, rows) in rewards.items() if rows}
         if applied.weighs:
             metrics |= {f"downweighted/{name}": sums["removed"] / sums["tokens"] for name, sums in groups.items()}
+        for turn in TURNS if s["turn/last/tokens"] else ():
+            if tokens := s[f"turn/{turn}/tokens"]:
+                metrics[f"turn_{turn}/k3_kl"] = s[f"turn/{turn}/k3"] / tokens
+                if applied.corrects:
+                    # effective sample size over the number of tokens: (sum c)^2 / (N sum c^2)
+                    total, squares = s[f"turn/{turn}/coefficients"], s[f"turn/{turn}/coefficient_squares"]
+                    metrics[f"turn_{turn}/eff_sample_size"] = total**2 / (tokens * squares) if squares else 0.0
         return metrics
 
 
@@ -65,9 +76,11 @@ def account(
     advantages: torch.Tensor,
     rewards: torch.Tensor,
     turns: torch.Tensor | None = None,
+    log_ratio: torch.Tensor | None = None,
 ) -> Accounts:
     """
-    Add up tokens, rejected tokens and gradient removed by weights, by group of tokens.
+    Add up tokens, rejected tokens and gradient removed by weights, by group of tokens. By turn also the gap, and the factors
+    of the gradient.
 
     Args:
         valid (`torch.Tensor` of shape `(B, T)`):
@@ -82,6 +95,8 @@ def account(
             Rewards; NaN for a completion that was not scored.
         turns (`torch.Tensor` of shape `(B, T)`, *optional*):
             Turn of each token, from 1. By default there is one turn.
+        log_ratio (`torch.Tensor` of shape `(B, T)`, *optional*):
+            Log-ratio to the sampler, in nats. Needed with `turns`.
 
     Returns:
         [`Accounts`]: the sums. No host synchronisation, no collective.
@@ -101,22 +116,20 @@ def account(
         "reward": add_up(by_row * scored[:, None], bucket_of(rewards, REWARDS), len(REWARDS)),
         "mean_reward": add_up(torch.stack([scored, scored * rewards], 1), keeps_none, 2),
     }
-    if turns is not None:
-        index = turns.flatten().clamp(1, TURNS) - 1
-        by_turn = [add_up(x.flatten().to(lengths.dtype), index, TURNS) for x in _measures(valid, keep, coefficients)]
-        segments["turn"] = torch.stack(by_turn, 1)
+    if turns is not None and log_ratio is not None:
+        squares, gap = coefficients.square(), k3(log_ratio.masked_fill(~valid, 0.0).clamp(max=LARGEST_POWER))
+        measures = (*(x.clone() for x in _measures(valid, keep, coefficients)), gap, coefficients, squares)
+        segments["turn"] = torch.stack([_by_turn(x.to(lengths.dtype), turns) for x in measures], 1)
     return Accounts.of(segments)
 
 
-def turns_of(mask: torch.Tensor) -> torch.Tensor:
-    """
-    Turn of each token of the model, from 1, `(B, T)`. `mask`, of the same shape, is non-zero on tokens of the model, and 0 on
-    results of tools between them.
-    """
-    model = mask != 0
-    starts = model.clone()
-    starts[:, 1:] &= ~model[:, :-1]
-    return starts.cumsum(1)
+def _by_turn(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+    """Sums of `x`, `(B, T)` and 0 on tokens that do not count, over the parts of `TURNS`, `(4,)`."""
+    later, last = turns > 1, turns == turns.amax(1, keepdim=True)
+    before = torch.nn.functional.pad(turns, (_BEGINNING, 0))[:, : turns.shape[1]]
+    return torch.stack(
+        [(x * chosen).sum() for chosen in (~later, later & ~last, later & last, later & (turns > before))]
+    )
 
 
 # Sums -----------------------------------------------------------------------------------------------------------------
@@ -175,9 +188,8 @@ def _groups(s: Mapping[str, float]) -> dict[str, dict[str, float]]:
         groups[f"advantage_{sign}"] = _total(s, [f"cell/{octave}/{sign}" for octave in _OCTAVES])
     for reward in REWARD_NAMES:
         groups[f"reward_{reward}"] = _total(s, [f"reward/{reward}"])
-    if s["turn/2/tokens"]:  # with one turn the group is the whole batch
-        for turn in range(1, TURNS + 1):
-            groups[f"turn_{turn}{'_or_later' if turn == TURNS else ''}"] = _total(s, [f"turn/{turn}"])
+    if s["turn/last/tokens"]:  # with one turn the group is the whole batch
+        groups |= {f"turn_{turn}": _total(s, [f"turn/{turn}"]) for turn in TURNS}
     return groups | _long_and_positive(s)
 
 

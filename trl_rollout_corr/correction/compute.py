@@ -11,16 +11,17 @@ from ..settings.resolve import Correction
 from .functional import (
     Rejection,
     Tokens,
-    above,
     as_numbers,
     bound_weights,
     bounds_by_sign,
+    counting,
     importance_ratio,
     mean_weight,
     reject,
     renormalization,
     row_blocks,
     select_tokens,
+    turns_of,
 )
 from .metrics import Statistics, Weights, collect
 
@@ -78,6 +79,7 @@ def compute_rollout_correction(
     config: RolloutCorrectionConfig | Correction,
     *,
     advantages: torch.Tensor | None = None,
+    turn_ids: torch.Tensor | None = None,
     sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> RolloutCorrection:
     """
@@ -95,6 +97,9 @@ def compute_rollout_correction(
             Settings, or the result of resolving them.
         advantages (`torch.Tensor` of shape `(B,)` or `(B, T)`, *optional*):
             Advantages, for criteria that depend on their sign, and for the divergence by sign of the advantage.
+        turn_ids (`torch.Tensor` of shape `(B, T)`, *optional*):
+            Turn of each token, for weights and criteria of turns: numbers of 0 or more that never decrease. By default a turn
+            is a run of tokens of the mask.
         sum_over_ranks (`Callable[[torch.Tensor], torch.Tensor]`, *optional*):
             Returns the sum of a tensor over all ranks. Called once with a tensor of shape `(4,)`, and only if
             `rollout_is_batch_normalize` or `rollout_rs_renormalize` needs the whole batch. By default the batch at hand is
@@ -121,13 +126,17 @@ def compute_rollout_correction(
     """
     keeps_log_ratio = not isinstance(config, Correction) and config.rollout_lr_scaling is not None
     settings = config if isinstance(config, Correction) else config.correction
-    _check_shapes(train_logps, rollout_logps, mask)
+    _check_shapes(train_logps, rollout_logps, mask, turn_ids)
     direction = _direction(advantages, mask, settings)
     blocks = (
         _correct_rows(
-            train_logps[rows],
-            rollout_logps[rows],
-            mask[rows],
+            _tokens(
+                train_logps[rows],
+                rollout_logps[rows],
+                mask[rows],
+                settings,
+                None if turn_ids is None else turn_ids[rows],
+            ),
             settings,
             None if direction is None else direction[rows],
             keeps_log_ratio=keeps_log_ratio or settings.bypasses,
@@ -157,11 +166,15 @@ def compute_rollout_correction(
 
 
 def keep_mask(
-    train_logps: torch.Tensor, rollout_logps: torch.Tensor, mask: torch.Tensor, config: RolloutCorrectionConfig
+    train_logps: torch.Tensor,
+    rollout_logps: torch.Tensor,
+    mask: torch.Tensor,
+    config: RolloutCorrectionConfig,
+    turn_ids: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Boolean mask `(B, T)` of the valid tokens that every criterion keeps. Arguments: [`compute_rollout_correction`]."""
     settings = config.correction
-    tokens = select_tokens(train_logps, rollout_logps, mask, neutralize=settings.nan_policy == "neutralize")
+    tokens = _tokens(train_logps, rollout_logps, mask, settings, turn_ids)
     return _keep(tokens, [reject(tokens, criterion) for criterion in settings.criteria]) > 0
 
 
@@ -176,12 +189,23 @@ def usable_rollout_logps(
     return train_logps - select_tokens(train_logps, rollout_logps, mask, neutralize=neutralize).log_ratio
 
 
-def _check_shapes(train_logps: torch.Tensor, rollout_logps: torch.Tensor, mask: torch.Tensor) -> None:
-    shapes = {
-        "train_logps": tuple(train_logps.shape),
-        "rollout_logps": tuple(rollout_logps.shape),
-        "mask": tuple(mask.shape),
-    }
+def _tokens(
+    train_logps: torch.Tensor,
+    rollout_logps: torch.Tensor,
+    mask: torch.Tensor,
+    settings: Correction,
+    turn_ids: torch.Tensor | None,
+) -> Tokens:
+    """The tokens that count, with their turns if settings ask for them."""
+    tokens = select_tokens(train_logps, rollout_logps, mask, neutralize=settings.nan_policy == "neutralize")
+    return tokens._replace(turn=(turns_of(mask, turn_ids) - 1).clamp(min=0)) if settings.uses_turns else tokens
+
+
+def _check_shapes(
+    train_logps: torch.Tensor, rollout_logps: torch.Tensor, mask: torch.Tensor, turn_ids: torch.Tensor | None
+) -> None:
+    given = {"train_logps": train_logps, "rollout_logps": rollout_logps, "mask": mask, "turn_ids": turn_ids}
+    shapes = {name: tuple(x.shape) for name, x in given.items() if x is not None}
     if len(set(shapes.values())) > 1 or train_logps.dim() != 2 or not train_logps.numel():
         got = ", ".join(f"`{name}` {shape}" for name, shape in shapes.items())
         raise ValueError(f"The inputs must have one shape (B, T) with at least one token, got {got}.")
@@ -215,26 +239,19 @@ def _direction(advantages: torch.Tensor | None, mask: torch.Tensor, settings: Co
 
 
 def _correct_rows(
-    train_logps: torch.Tensor,
-    rollout_logps: torch.Tensor,
-    mask: torch.Tensor,
-    settings: Correction,
-    direction: torch.Tensor | None,
-    *,
-    keeps_log_ratio: bool,
+    tokens: Tokens, settings: Correction, direction: torch.Tensor | None, *, keeps_log_ratio: bool
 ) -> RolloutCorrection:
     """Correction of some rows, before batch normalisation."""
-    tokens = select_tokens(train_logps, rollout_logps, mask, neutralize=settings.nan_policy == "neutralize")
     rejections = [(criterion, reject(tokens, criterion, direction)) for criterion in settings.criteria]
     keep = _keep(tokens, [rejection for _, rejection in rejections])
     weights = weighed = None
     if (bounding := settings.bounding) is not None:
         ratio = importance_ratio(tokens, level=bounding.level)
-        counts = tokens.valid if bounding.level == "token" else above(tokens.lengths, 0.0)
         lower, upper = bounds_by_sign(bounding, direction, ratio.dtype)
+        counts = counting(tokens, bounding.unit)
         bounded = bound_weights(ratio, counts, lower=lower, upper=upper, clamp=bounding.clamps)
         weighed = Weights(bounding, lower, upper, ratio, bounded)
-        weights = bounded if bounding.level == "token" else bounded * tokens.valid
+        weights = bounded * tokens.valid if bounding.unit == "seq" else bounded
     coefficients = keep
     if weights is not None and settings.applies_weights:
         coefficients = keep * weights if rejections else weights  # weights are 0 where a token is not valid

@@ -54,10 +54,27 @@ class Tokens(NamedTuple):
     lengths: torch.Tensor  # (B, 1): number of tokens that count
     mask_lengths: torch.Tensor  # (B, 1): number of tokens of the loss
     broken: torch.Tensor  # (B, 1): number of tokens of the loss whose log-ratio is not finite
+    turn: torch.Tensor | None = None  # (B, T): turn of each token, from 0; `None` if no level or scope asks for turns
+
+    def over(self, unit: str, x: torch.Tensor, how: str) -> torch.Tensor:
+        """
+        Sum (`"sum"`) or maximum (`"amax"`) of `x`, `(B, T)`, over each sequence (`"seq"`), `(B, 1)`, or over the turn of each
+        token (`"turn"`), `(B, T)`.
+        """
+        of_row = x.sum(-1, keepdim=True) if how == "sum" else x.amax(-1, keepdim=True)
+        if unit == "seq" or self.turn is None:
+            return of_row
+        turns = torch.full_like(x, 0.0 if how == "sum" else -torch.inf).scatter_reduce_(-1, self.turn, x, how)
+        # Of a single turn the sum of the sequence: another order of addition would round it differently
+        return torch.where(self.turn.amax(-1, keepdim=True) > 0, turns.gather(-1, self.turn), of_row)
+
+    def part_of_turn(self) -> torch.Tensor:
+        """`(B, T)`: 1 over the number of tokens of the turn, so that a turn adds up to 1; 0 where a token does not count."""
+        return self.valid / self.over("turn", self.valid, "sum").clamp(min=1)
 
 
 class Rejection(NamedTuple):
-    """Result of one [`Criterion`]. `(B, T)` for scope `"token"`, else `(B, 1)`."""
+    """Result of one [`Criterion`]. `(B, 1)` for criteria of sequences, else `(B, T)`."""
 
     statistic: (
         torch.Tensor
@@ -76,6 +93,26 @@ def row_blocks(mask: torch.Tensor) -> Iterator[slice]:
     step = max(size // mask.shape[1], 1)
     for start in range(0, mask.shape[0], step):
         yield slice(start, start + step)
+
+
+def turns_of(mask: torch.Tensor, turn_ids: torch.Tensor | None = None) -> torch.Tensor:
+    """
+    Turn of each token of the model, from 1.
+
+    Args:
+        mask (`torch.Tensor` of shape `(B, T)`):
+            Non-zero on tokens of the model, and 0 on results of tools between them.
+        turn_ids (`torch.Tensor` of shape `(B, T)`, *optional*):
+            Numbers of 0 or more that never decrease along a sequence: a change begins a turn. By default a turn is a run of
+            tokens of the model.
+
+    Returns:
+        `torch.Tensor` of shape `(B, T)`. A token outside the mask has the turn before it, or 0.
+    """
+    model = mask != 0
+    seen = model.long() if turn_ids is None else torch.where(model, turn_ids.long() + 1, 0).cummax(1).values
+    before = torch.nn.functional.pad(seen[:, :-1], (1, 0))
+    return (model & (seen > before)).cumsum(1)
 
 
 def as_numbers(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -139,7 +176,8 @@ def select_tokens(
 
 def importance_ratio(tokens: Tokens, *, level: str) -> torch.Tensor:
     r"""
-    Raw importance ratio, before any bound: `exp(d)` per token, `exp(sum d)` or `exp(mean d)` per sequence.
+    Raw importance ratio, before any bound: `exp(d)` per token, `exp(sum d)` per turn or sequence, or `exp(mean d)` per
+    sequence.
 
     `sequence` is the unbiased importance weight of a completion; `token` is its first-order, low-variance substitute
     ([Your Efficient RL Framework Secretly Brings You Off-Policy RL Training](https://fengyao.notion.site/off-policy-rl));
@@ -150,7 +188,7 @@ def importance_ratio(tokens: Tokens, *, level: str) -> torch.Tensor:
         tokens ([`Tokens`]):
             The tokens.
         level (`str`):
-            `"token"`, `"sequence"` or `"geometric"`.
+            `"token"`, `"turn"`, `"sequence"` or `"geometric"`.
 
     Returns:
         `torch.Tensor` of shape `(B, T)` or, for the two sequence levels, `(B, 1)`: the ratio, at most `exp(20)`. 0 on tokens
@@ -158,10 +196,16 @@ def importance_ratio(tokens: Tokens, *, level: str) -> torch.Tensor:
     """
     if level == "token":
         return tokens.log_ratio.clamp(max=LOG_RATIO_BOUND).exp_().mul_(tokens.valid)
-    log_ratio = tokens.log_ratio.sum(-1, keepdim=True)
+    unit = "turn" if level == "turn" else "seq"
+    log_ratio = tokens.over(unit, tokens.log_ratio, "sum")
     if level == "geometric":
         log_ratio = log_ratio / tokens.lengths.clamp(min=1)
-    return log_ratio.clamp(max=LOG_RATIO_BOUND).exp().mul_(above(tokens.lengths, 0.0))
+    return log_ratio.clamp(max=LOG_RATIO_BOUND).exp().mul_(counting(tokens, unit))
+
+
+def counting(tokens: Tokens, unit: str) -> torch.Tensor:
+    """1 on sequences with a token that counts, `(B, 1)`, for the unit `"seq"`; else 1 on tokens that count, `(B, T)`."""
+    return above(tokens.lengths, 0.0) if unit == "seq" else tokens.valid
 
 
 def bounds_by_sign(
@@ -287,12 +331,12 @@ def reject(tokens: Tokens, criterion: Criterion, direction: torch.Tensor | None 
     if criterion.divergence in TOKEN_ONLY:
         return _reject_by_probability(tokens, criterion, direction)
     divergence = token_divergence(tokens.log_ratio, criterion.divergence)  # 0 where it does not count
-    highest = lowest = statistic = _reduce_sequence(divergence, tokens, criterion.scope)
-    if criterion.scope == "seq_max" and criterion.divergence == "k1":
+    highest = lowest = statistic = _reduce(divergence, tokens, criterion.scope)
+    if criterion.scope.endswith("_max") and criterion.divergence == "k1":
         # k1 is signed, so the worst token may lie on either side
-        lowest = -_reduce_sequence(-divergence, tokens, criterion.scope)
+        lowest = -_reduce(-divergence, tokens, criterion.scope)
         statistic = torch.where(highest.abs() >= lowest.abs(), highest, lowest)
-    counts = tokens.valid if criterion.scope == "token" else above(tokens.lengths, 0.0)
+    counts = counting(tokens, criterion.unit)
     high, low = above(highest, criterion.upper).mul_(counts), below(lowest, criterion.lower).mul_(counts)
     return Rejection(statistic, high, low)
 
@@ -306,23 +350,23 @@ def _reject_by_probability(tokens: Tokens, criterion: Criterion, direction: torc
     return Rejection(statistic, high, low)
 
 
-def _reduce_sequence(divergence: torch.Tensor, tokens: Tokens, scope: str) -> torch.Tensor:
-    """Reduce a divergence to `(B, 1)`, or leave it `(B, T)` for scope `"token"`."""
-    if scope == "token":
+def _reduce(divergence: torch.Tensor, tokens: Tokens, scope: str) -> torch.Tensor:
+    """Reduce a divergence to `(B, 1)` over sequences, to `(B, T)` over the turn of each token, or leave it for `"token"`."""
+    unit, _, how = scope.partition("_")
+    if unit == "token":
         return divergence
-    if scope == "seq_sum":
-        return divergence.sum(-1, keepdim=True)
-    if scope == "seq_mean":
-        return divergence.sum(-1, keepdim=True) / tokens.lengths.clamp(min=1)
-    worst = (divergence - tokens.outside).amax(-1, keepdim=True)  # seq_max
-    return worst.masked_fill(tokens.lengths == 0, 0.0)
+    values, reduction = (divergence - tokens.outside, "amax") if how == "max" else (divergence, "sum")
+    reduced = tokens.over(unit, values, reduction)
+    if how == "mean":
+        reduced = reduced / tokens.over(unit, tokens.valid, "sum").clamp(min=1)
+    return reduced.masked_fill(counting(tokens, unit) == 0, 0.0)
 
 
 def mean_weight(sums: torch.Tensor) -> torch.Tensor:
     """
     Divisor of the weights in batch normalisation (self-normalised importance sampling): their mean, or 1 if it is below 1e-8.
     `sums`, of shape `(2,)`, are the sum and the number of the weights of the batch of all ranks: of tokens at token level, of
-    sequences otherwise.
+    turns at turn level, of sequences otherwise.
     """
     mean = sums[0] / sums[1].clamp(min=1)
     return torch.where(mean > MIN_MEAN_WEIGHT, mean, torch.ones_like(mean))

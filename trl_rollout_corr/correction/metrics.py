@@ -70,7 +70,7 @@ class Statistics(Sums):
 
 
 class Weights(NamedTuple):
-    """Importance weights of some rows. `ratio` and `bounded` are `(B, T)` at token level, otherwise `(B, 1)`."""
+    """Importance weights of some rows. `ratio` and `bounded` are `(B, T)` at token and turn level, otherwise `(B, 1)`."""
 
     bounding: Bounding
     lower: Bound | None  # `None` for truncation; a tensor if the bounds depend on the sign of the advantage
@@ -200,7 +200,9 @@ def _policy_metrics(s: dict[str, float], counts: list[float]) -> dict[str, float
 def _collect_weights(c: Columns, tokens: Tokens, weights: Weights) -> None:
     bounding, lower, upper, ratio, bounded = weights
     lower = 1 / upper if lower is None else lower
-    if bounding.level == "token":
+    high, low = above(ratio, upper), below(ratio, lower)
+    normed = bounded
+    if bounding.unit != "seq":
         # sums of w - 1 rather than w: a variance of 1e-8 around a mean of 1 keeps its digits
         excess = bounded - tokens.valid
         c.add("is/sum", excess)
@@ -208,26 +210,32 @@ def _collect_weights(c: Columns, tokens: Tokens, weights: Weights) -> None:
         c.add("is/squares", row_squares(excess))
         c.sums["is/units"] = tokens.lengths
         row_excess, row_ratio = c.row_mean("is/sum"), c.row_mean("is/ratio")
-        low = below(ratio, lower).mul_(tokens.valid)
+        low.mul_(tokens.valid)
+        if bounding.drops:
+            c.add("is/outside", high + low)
+        if bounding.unit == "turn":  # a turn counts once per token, as a sequence does
+            part = tokens.part_of_turn()
+            c.add("is/units", part)
+            high, low, normed = high * part, low * part, bounded * part
         if not bounding.grows:
-            c.add_extremes("is/weight", bounded, tokens.outside)
+            c.add_extremes("is/weight", ratio if bounding.unit == "turn" else bounded, tokens.outside)
     else:  # a sequence counts once per token
         row_excess, row_ratio = (bounded.to(c.dtype) - 1.0) * c.rows, ratio.to(c.dtype)
-        low = below(ratio, lower) * c.rows
+        low = low * c.rows
+        if bounding.drops:
+            c.add("is/outside", (high + low) * c.lengths)
         c.add("is/sum", row_excess * c.lengths)
         c.add("is/squares", row_excess.square() * c.lengths)
         c.sums["is/units"] = c.rows
         c.add_extremes("is/weight", row_ratio, c.no_rows)  # the ratio before bounding, as in verl
-    c.add("is/high", above(ratio, upper))
+    c.add("is/high", high)
     c.add("is/low", low)
     c.add_rows("is", row_excess)
     c.add("is/row_high", above(row_ratio, _widest(upper, torch.amax)))
     c.add("is/row_low", below(row_ratio, _widest(lower, torch.amin)) * c.rows)
     c.add_extremes("is/row", row_excess + 1.0, c.no_rows)
-    if bounding.drops:
-        c.add("is/outside", (c.sums["is/high"] + c.sums["is/low"]) * (1 if bounding.level == "token" else c.lengths))
     if bounding.normalized:
-        c.add("is/norm_sum", bounded)
+        c.add("is/norm_sum", normed)
         c.sums["is/norm_count"] = c.sums["is/units"]
 
 
@@ -280,18 +288,24 @@ def _weight_metrics(s: dict[str, float], bounding: Bounding) -> dict[str, float]
 def _collect_criterion(c: Columns, tokens: Tokens, criterion: Criterion, rejection: Rejection) -> None:
     name, statistic = f"rs/{criterion.name}", rejection.statistic
     floor = criterion.lower if criterion.signed else 0.0
-    if criterion.by_token:
+    high, low = rejection.high, rejection.low
+    if criterion.unit != "seq":
         c.add(f"{name}/sum", statistic)
         row, bounded = c.row_mean(f"{name}/sum"), statistic.clamp(floor, criterion.upper).mul_(tokens.valid)
         c.add(f"{name}/bounded", bounded)
         c.add(f"{name}/bounded_squares", bounded.square())
         c.sums[f"{name}/units"] = tokens.lengths
-        if criterion.divergence == "k1":  # k1 = -d
+        if criterion.name == "token_k1":  # k1 = -d
             c.maxima[f"{name}/statistic_max"] = c.maxima["d_negated_min"]
             c.maxima[f"{name}/statistic_negated_min"] = c.maxima["d_max"]
         else:
             c.add_extremes(f"{name}/statistic", statistic, tokens.outside)
         row_high, row_low = above(row, criterion.upper) * c.rows, below(row, criterion.lower) * c.rows
+        if criterion.unit == "turn":
+            part = tokens.part_of_turn()
+            c.add(f"{name}/units", part)
+            row_high, row_low = high.amax(-1, keepdim=True), low.amax(-1, keepdim=True)
+            high, low = high * part, low * part
         rejected = rejection.rejected.sum(-1, keepdim=True)
     else:  # a sequence counts once per token
         row = statistic.to(c.dtype) * c.rows
@@ -301,9 +315,9 @@ def _collect_criterion(c: Columns, tokens: Tokens, criterion: Criterion, rejecti
         c.add(f"{name}/bounded_squares", bounded.square() * c.lengths)
         c.sums[f"{name}/units"] = c.rows
         c.add_extremes(f"{name}/statistic", row, c.no_rows)
-        row_high, row_low, rejected = rejection.high, rejection.low, rejection.rejected * tokens.lengths
-    c.add(f"{name}/high", rejection.high)
-    c.add(f"{name}/low", rejection.low)
+        row_high, row_low, rejected = high, low, rejection.rejected * tokens.lengths
+    c.add(f"{name}/high", high)
+    c.add(f"{name}/low", low)
     c.add_rows(name, row)
     c.add(f"{name}/row_high", row_high)
     c.add(f"{name}/row_low", row_low)

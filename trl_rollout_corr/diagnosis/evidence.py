@@ -31,12 +31,15 @@ class Seen(NamedTuple):
             The numbers of the evidence, by their names in `said`.
         said (`str`):
             The evidence in a sentence, with the numbers in braces.
+        words (`str`, *optional*, defaults to `""`):
+            Text of the completions, which ends the sentence.
     """
 
     statistic: float
     share: float
     numbers: Mapping[str, float]
     said: str
+    words: str = ""
 
 
 class Points(NamedTuple):

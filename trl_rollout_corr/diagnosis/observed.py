@@ -33,8 +33,8 @@ class Observed:
             Log-probability of the trainer when it scores the sequence alone; NaN where it did not.
         row (`np.ndarray` of shape `(N,)`):
             Index of the sequence.
-        position, token (`np.ndarray` of shape `(N,)`):
-            Index in the completion, and id.
+        position, turn, token (`np.ndarray` of shape `(N,)`):
+            Index in the completion, number of the turn among those of all completions, and id.
         first, last, seam, seen (`np.ndarray` of shape `(N,)`):
             Whether the token is the first of the completion, the last, among the first after tokens outside the loss, and
             whether it occurred before, in the prompt or the completion.
@@ -68,6 +68,8 @@ class Observed:
         self.first = self.position == 0
         self.last = self.position == sequences.lengths[self.row] - 1
         self.seam = _after_gap(sequences.mask, position)[kept]
+        self.turn = sequences.turn[kept]
+        self._sequences = sequences
         self.token = sequences.token_ids[kept]
         self.seen, self.times = (x[kept] for x in _seen(sequences))
         self.staleness, self.padding = sequences.staleness, sequences.padding
@@ -103,6 +105,14 @@ class Observed:
         """Tokens inside a completion: neither at its ends nor at a seam between turns, which have causes of their own."""
         inside = ~(self.first | self.last | self.seam)
         return inside if inside.any() else np.ones(len(self), bool)
+
+    def words(self, i: int) -> str:
+        """Text of a token and of those before it, as the end of a sentence; empty if the text was not read."""
+        if not self._sequences.has_text:
+            return ""
+        row, place = int(self.row[i]), int(self.position[i])
+        before = "".join(self._sequences.text(row, k) for k in range(max(place - 8, 0), place))
+        return f", {self._sequences.text(row, place)!r} behind {before!r}"
 
     def of_rows(self, values: np.ndarray) -> np.ndarray:
         """Means over the tokens of each sequence, `(B,)`; NaN for those without tokens."""

@@ -17,6 +17,8 @@ from .observed import Observed
 
 # Quantile at which tokens are compared. A tenth of them is many: most tokens of a sure model are nearly certain
 _MANY = 0.9
+# Usual sizes of the log-ratio above which the start of a turn is off: few are by chance
+_OFF = 3.0
 
 
 def _at(o: Observed, here: np.ndarray, said: str) -> Seen | None:
@@ -45,7 +47,17 @@ def last_token(o: Observed) -> Seen | None:
 
 
 def seams(o: Observed) -> Seen | None:
-    return _at(o, o.seam, "|d| is {here} at the start of later turns and {elsewhere} inside")
+    seen = _at(o, o.seam, "|d| is {here} at the start of later turns and {elsewhere} inside")
+    if seen is None:
+        return None
+    off = o.seam & (np.abs(o.d) > _OFF * np.maximum(usual_size(o, o.core), FLOOR))
+    if not off.any():
+        return seen
+    turns = len(np.unique(o.turn[off])) / len(np.unique(o.turn[o.seam]))
+    i = int(np.flatnonzero(off)[0])
+    numbers = {"turns": turns, "step": float(o.step[o.row[i]]), "place": float(o.position[i] + 1)}
+    said = "; a share of {turns} of these turns is off, the first from token {place} of a completion of step {step} on"
+    return seen._replace(numbers={**seen.numbers, **numbers}, said=seen.said + said, words=o.words(i))
 
 
 def nan_rows(o: Observed) -> Seen | None:

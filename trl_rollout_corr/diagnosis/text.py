@@ -48,7 +48,8 @@ def detail(diagnosis: Diagnosis) -> str:
 
 def evidence(finding: Finding) -> str:
     """The evidence in a sentence, with its numbers."""
-    return re.sub(r"\{(\w+)\}", lambda match: number(finding.seen.numbers[match[1]]), finding.seen.said)
+    seen = finding.seen
+    return re.sub(r"\{(\w+)\}", lambda match: number(seen.numbers[match[1]]), seen.said) + seen.words
 
 
 def sure(finding: Finding) -> str:

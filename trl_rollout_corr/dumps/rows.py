@@ -48,6 +48,7 @@ def make_row(
     decode = decode or (lambda ids: "")
     n = int(sequence["completion_mask"].sum())
     in_prompt, again, age = sequence["prompt_mask"].bool(), sequence["again_logps"], sequence["staleness"]
+    turn_ids = sequence.get("turn_ids")
     prompt_ids, token_ids = sequence["prompt_ids"][in_prompt].tolist(), sequence["completion_ids"][:n].tolist()
     return {
         "step": step,
@@ -65,4 +66,5 @@ def make_row(
         "prompt_ids": prompt_ids,
         "padding": int((~in_prompt).sum()),
         "again_logps": None if again is None or again[:n].isnan().all() else again[:n].tolist(),
+        "turn_ids": None if turn_ids is None else turn_ids[:n].tolist(),
     }

@@ -4,7 +4,7 @@ import pyarrow as pa
 
 
 # The version grows when a column is added or changes its meaning; readers refuse a version that they do not know.
-FORMAT, VERSION = "trl_rollout_corr.dump", 2
+FORMAT, VERSION = "trl_rollout_corr.dump", 3
 
 SCHEMA = pa.schema(
     [
@@ -30,7 +30,9 @@ SCHEMA = pa.schema(
         ("padding", pa.int32()),  # tokens of padding before the prompt, in the batch that the trainer scored
         # `train_logps` of the sequences that were scored alone
         ("again_logps", pa.list_(pa.float32())),
+        # since version 3: turn of each token, if a rollout function returns turns
+        ("turn_ids", pa.list_(pa.int32())),
     ]
 )
 # Columns by the version that added them. They are null in dumps of an older version.
-ADDED = {2: ("prompt_ids", "padding", "again_logps")}
+ADDED = {2: ("prompt_ids", "padding", "again_logps"), 3: ("turn_ids",)}

@@ -27,6 +27,7 @@ OF_TOKENS: dict[str, DTypeLike] = {
     "rollout_logps": np.float32,
     "coefficients": np.float32,
     "again_logps": np.float32,
+    "turn_ids": np.float64,
 }
 
 
@@ -48,8 +49,8 @@ class Sequences:
     Attributes:
         step, sampled, worst, reward, advantage, staleness, padding (`np.ndarray` of shape `(B,)`):
             As in the dump; `staleness` and `padding` are NaN where they are not known.
-        mask, keep, token_ids, train_logps, rollout_logps, coefficients, again_logps (`np.ndarray` of shape `(N,)`):
-            As in the dump; `again_logps` is NaN where the sequence was not scored alone.
+        mask, keep, token_ids, train_logps, rollout_logps, coefficients, again_logps, turn_ids (`np.ndarray` of shape `(N,)`):
+            As in the dump; `again_logps` is NaN where the sequence was not scored alone, and `turn_ids` without turns.
         starts (`np.ndarray` of shape `(B + 1,)`):
             Index of the first token of each sequence, and `N`.
     """
@@ -72,6 +73,7 @@ class Sequences:
         self.mask, self.keep, self.token_ids = (columns[name] for name in ("mask", "keep", "token_ids"))
         self.train_logps, self.rollout_logps = columns["train_logps"], columns["rollout_logps"]
         self.coefficients, self.again_logps = columns["coefficients"], columns["again_logps"]
+        self.turn_ids = columns["turn_ids"]
 
     @classmethod
     def from_rows(cls, rows: Sequence[Mapping[str, Any]]) -> "Sequences":
@@ -117,6 +119,16 @@ class Sequences:
         """Index of the sequence of each token."""
         return np.repeat(np.arange(len(self), dtype=np.int32), self.lengths)
 
+    @cached_property
+    def turn(self) -> NDArray[np.int64]:
+        """Turn of each token, counted over all sequences: that of the dump, or else a run of tokens of the loss."""
+        first = self.starts[:-1][self.lengths > 0]
+        before = np.concatenate([[False], self.mask[:-1]])
+        before[first] = False
+        begins = np.where(np.isnan(self.turn_ids), self.mask & ~before, np.diff(self.turn_ids, prepend=0) != 0)
+        begins[first] = True
+        return np.cumsum(begins)
+
     # Of each sequence -------------------------------------------------------------------------------------------------
 
     @cached_property
@@ -133,6 +145,11 @@ class Sequences:
     def slice(self, row: int) -> slice:
         """Slice of the tokens of a sequence."""
         return slice(int(self.starts[row]), int(self.starts[row + 1]))
+
+    @property
+    def has_text(self) -> bool:
+        """True if the text of the tokens was read."""
+        return self._text is not None
 
     def text(self, row: int, place: int) -> str:
         """Text of one token of a sequence."""

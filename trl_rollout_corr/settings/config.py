@@ -36,8 +36,9 @@ class RolloutCorrectionConfig(DumpFields, MonitorFields, EngineFields, Correctio
         > Importance sampling
 
         rollout_is (`str` or `None`, *optional*, defaults to `"token"`):
-            Level of the importance weights: `"token"` for `exp(d)`, `"sequence"` for `exp(sum d)`, `"geometric"` for
-            `exp(mean d)`, with `d = logp_train - logp_rollout`. `None` for no weights.
+            Level of the importance weights: `"token"` for `exp(d)`, `"turn"` and `"sequence"` for `exp(sum d)` over the turn
+            of an agent and the completion, `"geometric"` for `exp(mean d)`, with `d = logp_train - logp_rollout`. `None` for
+            no weights.
         rollout_is_threshold (`float` or `list`, *optional*, defaults to `2.0`):
             A number truncates the weights from above. A pair `[lower, upper]` sets those outside it to 0 (IcePop). Two pairs
             are bounds for negative and for positive advantages.
@@ -46,17 +47,18 @@ class RolloutCorrectionConfig(DumpFields, MonitorFields, EngineFields, Correctio
             `[[0, 1], [1, 1]]`, weights are those of [TOPR](https://huggingface.co/papers/2503.14286): 1 where the advantage
             is positive, else the ratio up to 1.
         rollout_is_batch_normalize (`bool`, *optional*, defaults to `False`):
-            Divide the weights by their mean over the batch of all ranks (self-normalised importance sampling): over tokens
-            at token level, over sequences otherwise. In decoupled mode the batch is the generation batch, and the old
-            log-probabilities are computed when it is generated. In bypass mode it is the micro-batch of all ranks.
+            Divide the weights by their mean over the batch of all ranks (self-normalised importance sampling): over tokens at
+            token level, over turns at turn level, over sequences otherwise. In decoupled mode the batch is the generation
+            batch, and the old log-probabilities are computed when it is generated. In bypass mode it is the micro-batch of
+            all ranks.
 
         > Rejection
 
         rollout_rs (`list[str]`, *optional*):
-            Rejection criteria, each `<scope>_<divergence>` with scope `token`, `seq_sum`, `seq_mean` or `seq_max` and
-            divergence `k1 = -d`, `k2 = d^2/2` or `k3 = exp(d)-1-d`; or of the probabilities of a token: `token_tv` and
-            `token_kl` (DPPO, depend on the sign of the advantage), `token_binary_kl` (KPop). A token is kept if every
-            criterion keeps it.
+            Rejection criteria, each `<scope>_<divergence>` with scope `token`, `turn_sum`, `turn_mean`, `turn_max`,
+            `seq_sum`, `seq_mean` or `seq_max` and divergence `k1 = -d`, `k2 = d^2/2` or `k3 = exp(d)-1-d`; or of the
+            probabilities of a token: `token_tv` and `token_kl` (DPPO, depend on the sign of the advantage), `token_binary_kl`
+            (KPop). A token is kept if every criterion keeps it.
         rollout_rs_threshold (`float` or `list`, *optional*):
             One entry per criterion, or one for all. For k1 a pair of bounds on the ratio, or `u` for `[1/u, u]`; for
             `token_tv` (below 1) and `token_kl` (in nats) a bound for negative and one for positive advantages, or one for

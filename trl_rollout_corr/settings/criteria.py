@@ -3,9 +3,12 @@
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 
-Level = Literal["token", "sequence", "geometric"]
+Level = Literal["token", "turn", "sequence", "geometric"]
 CriterionName = Literal[
     "token_k1", "token_k2", "token_k3",
+    "turn_sum_k1", "turn_sum_k2", "turn_sum_k3",
+    "turn_mean_k1", "turn_mean_k2", "turn_mean_k3",
+    "turn_max_k1", "turn_max_k2", "turn_max_k3",
     "seq_sum_k1", "seq_sum_k2", "seq_sum_k3",
     "seq_mean_k1", "seq_mean_k2", "seq_mean_k3",
     "seq_max_k1", "seq_max_k2", "seq_max_k3",
@@ -16,7 +19,7 @@ CRITERIA: tuple[str, ...] = get_args(CriterionName)
 if not TYPE_CHECKING:  # for editors and type checkers only: for a `Literal`, argparse would refuse "none"
     Level = CriterionName = str
 
-SCOPES = ("token", "seq_sum", "seq_mean", "seq_max")
+SCOPES = ("token", "turn_sum", "turn_mean", "turn_max", "seq_sum", "seq_mean", "seq_max")
 # Divergences of the probabilities of a token instead of their ratio. The first two depend on the sign of the advantage.
 DIRECTED, TOKEN_ONLY = ("tv", "kl"), ("tv", "kl", "binary_kl")
 # Names of criteria in verl's first pull request about rejection, and today's names
@@ -25,12 +28,12 @@ FIRST_NAMES = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_
 
 class Criterion(NamedTuple):
     """
-    A rejection rule: tokens or sequences with `lower <= statistic <= upper` are kept. The divergence is the statistic of a
-    token, see [`~trl_rollout_corr.correction.functional.token_divergence`] and
+    A rejection rule: tokens, turns or sequences with `lower <= statistic <= upper` are kept. The divergence is the statistic
+    of a token, see [`~trl_rollout_corr.correction.functional.token_divergence`] and
     [`~trl_rollout_corr.correction.functional.probability_divergence`].
     """
 
-    scope: str  # "token"; or the sum, mean or maximum over the tokens of a sequence: "seq_sum", "seq_mean", "seq_max"
+    scope: str  # "token"; or sum, mean or maximum over the tokens of a turn or a sequence: "turn_sum", "seq_max", ...
     divergence: str
     lower: float  # in units of the statistic, -inf for none
     upper: float  # in units of the statistic
@@ -50,20 +53,25 @@ class Criterion(NamedTuple):
         return self.divergence in DIRECTED
 
     @property
-    def by_token(self) -> bool:
-        """`True` if the rule rejects single tokens, `False` if it rejects whole sequences."""
-        return self.scope == "token"
+    def unit(self) -> str:
+        """What the rule keeps or rejects as a whole: `"token"`, `"turn"` or `"seq"`."""
+        return self.scope.partition("_")[0]
 
 
 class Bounding(NamedTuple):
     """Level and bounds of the importance weights."""
 
-    level: str  # "token", "sequence" or "geometric"
+    level: str  # "token", "turn", "sequence" or "geometric"
     lower: float | None  # None for truncation
     upper: float
     clamps: bool  # whether weights outside the bounds are moved to the nearest bound, instead of being set to 0
     normalized: bool  # whether the weights are divided by their mean afterwards
     positive: tuple[float, float] | None = None  # bounds for positive advantages, if they have bounds of their own
+
+    @property
+    def unit(self) -> str:
+        """What has a weight: `"token"`, `"turn"` or `"seq"`."""
+        return self.level if self.level in ("token", "turn") else "seq"
 
     @property
     def drops(self) -> bool:

@@ -64,7 +64,7 @@ class CorrectionFields:
     )
     rollout_correction_resolved: str | None = _option("Not for users: the preset whose fields are in effect.")
     rollout_is: Level | None = _option(
-        "Level of the importance weights: token, sequence, geometric, or none.", unset("token")
+        "Level of the importance weights: token, turn, sequence, geometric, or none.", unset("token")
     )
     rollout_is_threshold: float | str | list[float | list[float]] | None = _option(
         "Upper bound of the weights, or a pair: lower upper, outside which they are 0 (IcePop), or pairs for negative and for "
@@ -79,7 +79,8 @@ class CorrectionFields:
     rollout_rs: list[CriterionName] | None = field(
         default_factory=lambda: unset(None),
         metadata={
-            "help": "Rejection criteria: {token,seq_sum,seq_mean,seq_max}_{k1,k2,k3}, token_{tv,kl,binary_kl}, or none."
+            "help": "Rejection criteria: {token,turn_sum,turn_mean,turn_max,seq_sum,seq_mean,seq_max}_{k1,k2,k3}, "
+            "token_{tv,kl,binary_kl}, or none."
         },
     )
     rollout_rs_threshold: float | str | list[float | list[float]] | None = _option(

@@ -46,6 +46,12 @@ class Correction:
         return self.bounding is not None and not self.clips_around_sampler
 
     @property
+    def uses_turns(self) -> bool:
+        """`True` if weights or criteria are of turns."""
+        units = {criterion.unit for criterion in self.criteria}
+        return "turn" in units or (self.bounding is not None and self.bounding.level == "turn")
+
+    @property
     def normalizes(self) -> bool:
         """`True` if the applied weights are divided by their mean over the batch of all ranks."""
         return self.applies_weights and self.bounding is not None and self.bounding.normalized

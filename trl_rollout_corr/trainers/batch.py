@@ -7,6 +7,7 @@ COEFFICIENTS = "rollout_corr_coefficients"  # (B, T), factor of the policy gradi
 FIRST_LOGPS = "rollout_corr_first_logps"  # (B, T)
 FIRST_COEFFICIENTS = "rollout_corr_first_coefficients"  # (B, T)
 REWARDS = "rollout_corr_rewards"  # (B,)
+TURN_IDS = "rollout_corr_turn_ids"  # (B, T), turn of each token, if a rollout function returns turns
 ROLLOUT_STEP = "rollout_corr_step"  # (B,), optimizer step of the weights that sampled; NaN if unknown
 AGAIN_LOGPS = "rollout_corr_again_logps"  # (B, T), of sequences scored one by one, without padding; NaN for the others
 ROUTES = "rollout_corr_routes"  # (B, P + T, L, k), experts that the sampler chose; on the CPU

@@ -21,7 +21,7 @@ from ..correction.compute import RolloutCorrection, compute_rollout_correction
 from ..correction.functional import LOG_RATIO_BOUND, expected_share_outside, select_tokens
 from ..dumps.writing import plain
 from ..messages import warn
-from .batch import ROLLOUT_LOGPS, ROLLOUT_STEP
+from .batch import ROLLOUT_LOGPS, ROLLOUT_STEP, TURN_IDS
 from .card import complete_card
 from .console import add_console
 from .delivery import Delivery
@@ -191,6 +191,7 @@ class CorrectionCore(_Host):
             self._loss_mask(batch),
             self.args,
             advantages=batch["advantages"],
+            turn_ids=batch.get(TURN_IDS),
             sum_over_ranks=lambda tensor: self.accelerator.reduce(tensor, reduction="sum"),
         )
 

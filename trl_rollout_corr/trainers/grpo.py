@@ -1,5 +1,6 @@
 """GRPO with rollout correction."""
 
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from .core import check_bounds_of_means
 from .loss import check_batch_normalization, warn_about_iterations
 from .mixin import RolloutCorrectionMixin
 from .monitor import check_tightened
-from .sampler import check_logprobs, check_sampling
+from .sampler import check_logprobs, check_sampling, checked_turn_ids
 from .versions import check_passes_by, replace_trl_correction, without_none
 
 
@@ -56,16 +57,16 @@ def check_loss(config: GRPOConfig) -> None:
 
 
 def check_sequence_level_ratio(config: GRPOConfig) -> None:
-    """Warn about weights and rejection of tokens in a loss with one ratio per completion."""
+    """Warn about weights and rejection of tokens and turns in a loss with one ratio per completion."""
     if not config.corrects or config.importance_sampling_level != "sequence":
         return
-    settings = [f"`{name}`" for name in config.rollout_rs or [] if name.startswith("token_")]
-    if config.rollout_is == "token" and config.applies_weights:
-        settings.append("`rollout_is='token'`")
+    settings = [f"`{name}`" for name in config.rollout_rs or [] if name.startswith(("token_", "turn_"))]
+    if config.rollout_is in ("token", "turn") and config.applies_weights:
+        settings.append(f"`rollout_is={config.rollout_is!r}`")
     if settings:
         warn(
-            f"{', '.join(settings)} act on single tokens, but with `importance_sampling_level='sequence'` all tokens of a "
-            "completion have the same gradient: their mean acts on the completion, as in TRL's own correction. To weight "
+            f"{', '.join(settings)} act on single tokens or turns, but with `importance_sampling_level='sequence'` all tokens "
+            "of a completion have the same gradient: their mean acts on the completion, as in TRL's own correction. To weight "
             "or reject completions, use `rollout_is='sequence'` or 'geometric', and criteria that start with `seq_`."
         )
 
@@ -160,6 +161,20 @@ class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
             return "Completions come from `rollout_func`, which may use another sampler."
         return super()._doubt_delivery(in_part)
 
+    def _generate_and_score_completions(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super()._generate_and_score_completions(inputs, *args, **kwargs)
+        except Exception as error:
+            frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+            for i, environment in enumerate(getattr(self, "environments", None) or ()):
+                if any(frame.f_locals.get("self") is environment for frame in frames):
+                    error.add_note(
+                        f"Raised by the environment `{type(environment).__name__}` of completion {i} of this rank, after "
+                        f"optimizer step {self.state.global_step}. An error of a tool is an answer to the model, but one of "
+                        "`reset` or `get_reward` ends the run: catch it there, or resume from the last checkpoint."
+                    )
+            raise
+
     def _generate(self, prompts: Any, *args: Any, **kwargs: Any) -> Any:
         generated = super()._generate(prompts, *args, **kwargs)
         prompt_ids, completion_ids, tool_mask, completions, logprobs, *others = generated
@@ -167,6 +182,8 @@ class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
         self._record_logprobs(logprobs)  # with tools or a rollout function, of several turns
         if self._scoring is not None:
             self._scoring.tool_mask = tool_mask
+            of_function = next((x for x in others if isinstance(x, dict)), {})  # further fields of a rollout function
+            self._scoring.turn_ids = checked_turn_ids(completion_ids, of_function.get("turn_ids"))
         return prompt_ids, completion_ids, tool_mask, completions, without_none(logprobs), *others
 
     @contextmanager

@@ -32,6 +32,7 @@ from .batch import (
     REWARDS,
     ROLLOUT_LOGPS,
     ROLLOUT_STEP,
+    TURN_IDS,
 )
 from .core import CorrectionCore
 from .engine import engine_arguments
@@ -171,6 +172,8 @@ class RolloutCorrectionMixin(RoutingReplay, CorrectionCore):
             output[SUPPORT] = pad_kept(
                 scoring.kept, output["completion_ids"].shape[1], output["completion_ids"].device
             )
+        if (turn_ids := scoring.padded_turn_ids(output["completion_ids"])) is not None:
+            output[TURN_IDS] = turn_ids
         self._note_origin(output)
         if self.model.training:
             self._visited = []
@@ -185,7 +188,8 @@ class RolloutCorrectionMixin(RoutingReplay, CorrectionCore):
 
     def _check_rows(self, scoring: Scoring, output: dict[str, Any]) -> None:
         """Check that log-probabilities and rewards belong to the completions of the batch."""
-        rows = [len(x) for x in (scoring.logprobs, scoring.rewards, scoring.kept) if x is not None]
+        lists = (scoring.logprobs, scoring.rewards, scoring.kept, scoring.turn_ids)
+        rows = [len(x) for x in lists if x is not None]
         if any(n != len(output["completion_ids"]) for n in rows):
             owner = definer(type(self), "_generate_and_score_completions", after=RoutingReplay)
             raise RuntimeError(
@@ -248,7 +252,8 @@ class RolloutCorrectionMixin(RoutingReplay, CorrectionCore):
     def _rejected_sequences(self, scoring: Scoring, old_pass: OldPass) -> torch.Tensor:
         """Completions of the batch being scored that have all tokens rejected, boolean, `(B,)`."""
         mask = scoring.loss_mask(old_pass.completion_mask).bool()
-        keep = keep_mask(old_pass.logps, scoring.rollout_logps(mask), mask, self.args)
+        turn_ids = scoring.padded_turn_ids(mask)
+        keep = keep_mask(old_pass.logps, scoring.rollout_logps(mask), mask, self.args, turn_ids)
         return mask.any(1) & ~keep.any(1)
 
     # The loss ---------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from transformers.trainer_callback import CallbackHandler
 
-from ..correction.accounting import account, turns_of
+from ..correction.accounting import account
 from ..correction.age import (
     ByAge,
     Staleness,
@@ -23,10 +23,11 @@ from ..correction.age import (
     update_gap,
 )
 from ..correction.compute import RolloutCorrection
+from ..correction.functional import turns_of
 from ..correction.metrics import Statistics
 from ..correction.sums import Sums
 from ..settings.config import RolloutCorrectionConfig
-from .batch import AGAIN_LOGPS, REWARDS, ROLLOUT_LOGPS
+from .batch import AGAIN_LOGPS, REWARDS, ROLLOUT_LOGPS, TURN_IDS
 from .dumping import SequenceDump
 from .first_step import FirstStepDiagnosis
 from .reporting import report_histogram
@@ -108,7 +109,9 @@ class Observer:
     def corrected(self, now: Moment, seen: Corrected) -> None:
         """Count a batch that was corrected, and offer it to the dump."""
         batch, correction = seen.batch, seen.correction
-        turns = turns_of(seen.mask) if "tool_mask" in batch else None
+        turns = log_ratio = None
+        if "tool_mask" in batch or TURN_IDS in batch:
+            turns, log_ratio = turns_of(seen.mask, batch.get(TURN_IDS)), seen.train_logps - batch[ROLLOUT_LOGPS]
         self.add(now.mode, correction.statistics)
         self.add(
             now.mode,
@@ -119,6 +122,7 @@ class Observer:
                 batch["advantages"],
                 batch[REWARDS],
                 turns,
+                log_ratio,
             ),
         )
         if seen.from_old:
@@ -183,4 +187,5 @@ def _columns(seen: Corrected) -> tuple[dict[str, torch.Tensor], dict[str, torch.
         "advantage": advantages if advantages.dim() == 1 else advantages.mean(1),
         "staleness": seen.ages,
         "again_logps": batch.get(AGAIN_LOGPS),
+        "turn_ids": batch.get(TURN_IDS),
     }

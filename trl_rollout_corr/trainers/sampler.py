@@ -168,6 +168,30 @@ def check_logprobs(completion_ids: list[list[int]], logprobs: Any) -> None:
             )
 
 
+def checked_turn_ids(completion_ids: list[list[int]], turn_ids: Any) -> list[list[int]] | None:
+    """`turn_ids` of a rollout function, with one number per token that never decreases along a completion; or `None`."""
+    if turn_ids is None:
+        return None
+    if len(turn_ids) != len(completion_ids):
+        raise ValueError(
+            f"`turn_ids` must have one list per completion, got {len(turn_ids)} lists for {len(completion_ids)} completions."
+        )
+    for i, (ids, turns) in enumerate(zip(completion_ids, turn_ids, strict=True)):
+        if len(turns) != len(ids):
+            raise ValueError(
+                f"`turn_ids[{i}]` must have one number per token of the completion, got {len(turns)} for {len(ids)} tokens. "
+                "Give the tokens of a tool's answer the number of the turn before it."
+            )
+        for t, turn in enumerate(turns):
+            before = turns[t - 1] if t else 0
+            if not isinstance(turn, int) or turn < before:
+                raise ValueError(
+                    f"`turn_ids[{i}][{t}]` is {turn!r} after {before!r}, but turns follow one another: use whole numbers from "
+                    "0 that never decrease along a completion."
+                )
+    return [list(turns) for turns in turn_ids]
+
+
 def observe_sampler(
     generation: VLLMGeneration, keep: Callable[..., object], synced: Callable[[], object], *, replays: bool = False
 ) -> None:

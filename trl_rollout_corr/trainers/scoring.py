@@ -58,6 +58,7 @@ class Scoring:
         self.logprobs: Logprobs | None = None  # of the sampled tokens, per completion
         self.kept: list[list[list[int]]] | None = None  # ids that truncated sampling kept, per completion and token
         self.tool_mask: list[list[int]] | None = None  # 0 on tokens of tools, per completion
+        self.turn_ids: list[list[int]] | None = None  # turn of each token, per completion
         self.rewards: torch.Tensor | None = None  # (B,)
 
     def restart(self) -> None:
@@ -79,6 +80,13 @@ class Scoring:
         rows = [[math.nan if x is None else x for x in row] for row in self.logprobs or []]
         padded = [row + [0.0] * (like.shape[1] - len(row)) for row in rows]
         return torch.tensor(padded, dtype=torch.float32, device=like.device)
+
+    def padded_turn_ids(self, like: torch.Tensor) -> torch.Tensor | None:
+        """Turn of each token, padded to the shape `(B, T)` of `like`; `None` without turns of a rollout function."""
+        if self.turn_ids is None:
+            return None
+        rows = [[*row, *[0] * (like.shape[1] - len(row))] for row in self.turn_ids]
+        return torch.tensor(rows, device=like.device)
 
     def loss_mask(self, completion_mask: torch.Tensor) -> torch.Tensor:
         """Mask of the tokens of the loss, `(B, T)`, from the mask of the completions."""

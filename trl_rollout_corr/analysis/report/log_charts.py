@@ -21,6 +21,8 @@ class Trend(NamedTuple):
     log: bool = False
 
 
+_START = "start of later turns"
+_TURNS = {"first": "first", "last": "last", "start": _START}
 # Without the prefix of their keys
 TRENDS = {
     "k3-kl": Trend(
@@ -37,6 +39,15 @@ TRENDS = {
         "KL divergence by the sign of the advantage",
         {"kl_advantage_positive": "positive", "kl_advantage_negative": "negative"},
     ),
+    **{
+        f"{name}-by-turn": Trend(
+            title, {f"turn_{turn}/{metric}": label for turn, label in _TURNS.items()}, log=metric == "k3_kl"
+        )
+        for name, metric, title in (
+            ("k3-kl", "k3_kl", "Gap by turn (k3_kl), nats per token"),
+            ("sample-size", "eff_sample_size", "Effective sample size by turn"),
+        )
+    },
     "percentiles": Trend(
         "Percentiles of d", {"log_ratio_p50": "median", "log_ratio_p1": "1 %", "log_ratio_p99": "99 %"}
     ),
@@ -58,8 +69,9 @@ _FAMILIES = {
     "turn": "by turn",
     "long": "of long completions with a positive advantage",
 }
-_NAMES = {"long_positive": "long_long, positive", "others": "long_all others"}
-_ORDER = {"negative": -1.0, "below_0": -1.0, "zero": 0.0, "long, positive": 0.0, "positive": 1.0}
+_NAMES = {"long_positive": "long_long, positive", "others": "long_all others", "turn_start": f"turn_{_START}"}
+_ORDER = {"negative": -1.0, "below_0": -1.0, "zero": 0.0, "long, positive": 0.0, "positive": 1.0, "first": 0.0, "middle": 1.0,
+          "last": 2.0, _START: 3.0}  # fmt: skip
 _MEASURES = {"rejected": "rejected", "downweighted": "down-weighted"}
 
 Alarms = Sequence[tuple[int, str]]
