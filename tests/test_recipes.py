@@ -318,6 +318,7 @@ def test_the_agent_of_the_example_is_told_where_the_number_is(monkeypatch):
     player.reset(number=7, prompt=[])
     assert [player.guess(number) for number in (3, 9, 7, 1)] == ["It is higher.", "It is lower.", "Right.", "Right."]
     assert player.get_reward() == pytest.approx(0.8)
+    assert player._game.state.step_count == 3
     player.reset(number=0)
     assert player.get_reward() == 0.0
 
