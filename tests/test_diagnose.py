@@ -4,6 +4,7 @@ import dataclasses
 import html
 import itertools
 import json
+import math
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -157,6 +158,14 @@ def test_other_weights_are_named(maker, benchmark, fault):
     assert named(maker, fault) == "weights"
 
 
+def test_noise_too_large_for_rounding_is_of_weights(maker, right):
+    """Weights of 8 bits in a large model: the log-ratios of a token differ from one context to the next."""
+    dice = np.random.default_rng(0)
+    noisy = [s._replace(logps=[x + 0.3 * (1 - math.exp(x)) * dice.normal() for x in s.logps]) for s in right]
+    maker.make("none", 905, noisy, "float32")
+    assert diagnose(observe(maker.output / "none" / "905")).findings[0].name == "weights"
+
+
 @pytest.mark.parametrize("fault", DRIFTING)
 def test_weights_that_drift_apart_are_told_by_how(maker, right, fault):
     maker.drifting(fault, SEED, right, "float32")
@@ -179,6 +188,9 @@ def test_flipped_routes_are_named(benchmark, tmp_path):
     maker = benchmark.Maker("tune-moe", [SEED], tmp_path)
     maker.make("bf16_moe", SEED, sampled(benchmark, maker.models["float32"]), "bfloat16")
     assert named(maker, "bf16_moe") == "routing"
+    observed = observe(maker.output / "bf16_moe" / str(SEED))
+    observed.about = {**observed.about, "experts": "none"}  # a dense model
+    assert "routing" not in [finding.name for finding in diagnose(observed).findings]
 
 
 def test_two_causes_are_both_named_and_their_shares_add_up(maker, benchmark):

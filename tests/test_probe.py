@@ -358,7 +358,7 @@ def test_a_sampler_in_step_is_healthy_and_a_fault_is_named(tiny_model_path, tmp_
     found, _, observed = probed(
         tiny_model_path, tmp_path / "c", "--use_peft", "true", "--lora_dropout", "0", trainer="rloo"
     )
-    assert (found.verdict, observed.about["adapter"]) == ("nothing", "LORA")
+    assert (found.verdict, observed.about["adapter"], observed.about["experts"]) == ("nothing", "LORA", "none")
 
 
 @pytest.mark.vllm

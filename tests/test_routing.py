@@ -334,6 +334,7 @@ def far_off(trainer) -> float:
 
 def test_without_replay_other_experts_are_a_gap(make):
     trainer = make(rollout_routing=None)
+    assert trainer._metadata()["experts"] == "routed"
     trainer.train()
     assert far_off(trainer) > 0.1
     assert not logged(trainer, "routing_flipped_fraction")

@@ -4,7 +4,6 @@ import sys
 from pathlib import Path
 
 from trl_rollout_corr.diagnosis import diagnose, observe
-from trl_rollout_corr.diagnosis.ranking import DIFFUSE, STAGES
 
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "diagnose"))
@@ -13,6 +12,4 @@ from faults import FAULTS, sampling_from, training_on
 from faults.models import merged
 
 
-TESTS = [test for stage in (*STAGES, *DIFFUSE) for test in stage.tests]
-
-__all__ = ["FAULTS", "TESTS", "diagnose", "merged", "observe", "sampling_from", "training_on"]
+__all__ = ["FAULTS", "diagnose", "merged", "observe", "sampling_from", "training_on"]

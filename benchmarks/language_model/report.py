@@ -335,6 +335,9 @@ def itself(rows: Sequence[Row]) -> str:
     return table(head, lines)
 
 
+HALVES = {(0, 1, 2): "all of the half that bounds were set on", (3, 4, 5): "all of the other half"}  # by seeds
+
+
 def diagnoses(rows: Sequence[Row]) -> str:
     """Of each cause: dumps, those in which it is named first, the gap, and what is named first in the others."""
     lines = []
@@ -347,6 +350,10 @@ def diagnoses(rows: Sequence[Row]) -> str:
         sizes = [row["rms"] for row in mine]
         gap = f"{small(min(sizes))} to {small(max(sizes))}"
         lines.append([f"`{cause}`", str(len(right)), str(len(mine)), gap, "; ".join(others) or "-"])
+    for seeds, what in HALVES.items():
+        half = [row for row in rows if row["seed"] in seeds]
+        right = sum(row["first"] == row["cause"] for row in half)
+        lines.append([what, str(right), str(len(half)), "-", "-"])
     return table(
         ["cause", "named first", "dumps", "rms of d", "otherwise: named first (fault, sampler / trainer)"], lines
     )

@@ -296,6 +296,7 @@ CAUSES: dict[str, Cause] = {
                 "the sampler has the weights that vLLM has loaded, and none was pushed", "sampler"
             )
         },
+        fallback=Test(precision.noisy_weights, 0.55, 0.65),
     ),
     "head": Cause(
         "precision of the head",

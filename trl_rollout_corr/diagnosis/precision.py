@@ -27,8 +27,9 @@ from .observed import Observed
 _CHANCE = 3.0  # standard deviations of a mean of products by chance, above which it counts
 # Smallest difference of the trainer from itself that is dropout, in nats: 1.5 times that of a pretrained model in bfloat16
 _DROPOUT = 0.075
-# Factor on the likeness of log-ratios of one token, where the gap is more than rounding, and tokens from which it is used
+# Factor on the likeness of log-ratios of one token, where the gap is more than rounding, and tokens from which it counts
 _UNROUNDED, _MANY = 3.0, 1000
+_GAUSSIAN_TAIL = 3.8  # percentile 99 of the size of a Gaussian number over the median
 
 
 def coarser_sampler(about: Mapping[str, str]) -> str:
@@ -90,6 +91,8 @@ def tails(o: Observed) -> tuple[float, float]:
 
 def routing(o: Observed) -> Seen | None:
     """Test whether a few tokens, at any place and of any probability, have most of the sum of `d^2`."""
+    if o.about.get("experts") == "none":
+        return None
     kurtosis, tail = tails(o)
     size = np.abs(o.d[o.core])
     top = np.sort(size)[-max(len(size) // 100, 1) :]
@@ -127,9 +130,14 @@ def _systematic(o: Observed, said: str) -> Seen:
     return Seen(statistic, 1.0, {"alike": same, "gap": gap, "first": first_step(o)}, said)
 
 
-def weights(o: Observed) -> Seen | None:
+def _looks_like_weights(o: Observed) -> bool:
+    """True of a gap that looks like one of other weights in any case: of old samples, or a cache in low precision."""
     ages = o.staleness[np.isfinite(o.staleness)]
-    if caches_in_low_precision(o.about) or (ages.size and ages.min() > 0):  # old samples look the same
+    return caches_in_low_precision(o.about) or bool(ages.size and ages.min() > 0)
+
+
+def weights(o: Observed) -> Seen | None:
+    if _looks_like_weights(o):
         return None
     said = (
         "the same token has a similar log-ratio wherever it occurs (correlation {alike}), and |d| is {first} in the first "
@@ -140,6 +148,19 @@ def weights(o: Observed) -> Seen | None:
     if "kv_cache_dtype" not in o.about:
         said += " (an 8-bit key-value cache looks the same, and the type of the cache is not in this dump)"
     return _systematic(o, said)
+
+
+def noisy_weights(o: Observed) -> Seen | None:
+    """Test whether the gap is noise as of rounding, but too large for it, and not in the trainer: as of weights of 8 bits."""
+    floor, gap = noise_floor(o), rms(o.d[o.core])
+    if floor is None or floor > 0.5 or gap <= LARGE or o.core.sum() < _MANY or _looks_like_weights(o):
+        return None
+    slope, (_, tail) = spearman(o.middle[o.core], np.abs(o.d[o.core])), tails(o)
+    said = (
+        "|d| is {gap}, too much for rounding, with the tails of noise (percentile 99 is {tail} times the median; 3.8 for a "
+        "Gaussian), and larger at unlikely tokens (rank correlation {slope})"
+    )
+    return Seen(_GAUSSIAN_TAIL / tail if slope < -0.1 else 0.0, 1.0, {"gap": gap, "tail": tail, "slope": slope}, said)
 
 
 def kv_cache(o: Observed) -> Seen | None:

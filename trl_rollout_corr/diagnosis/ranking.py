@@ -56,7 +56,7 @@ STAGES = (
 DIFFUSE = (
     Stage(("routing",), ends=True),
     Stage(("kv_cache", "weights"), ends=True),
-    Stage(("head", "rounding"), fallback=("stale",)),
+    Stage(("head", "rounding"), fallback=("stale", "weights")),
 )
 
 

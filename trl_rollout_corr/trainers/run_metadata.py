@@ -41,7 +41,10 @@ def settings_in_effect(args: Any) -> dict[str, Any]:
 
 
 def trainer_metadata(model: Any, args: Any) -> dict[str, str]:
-    """`trainer_dtype`, the type of the trainer's computations, and `adapter`, the kind of its adapter or `"none"`."""
+    """
+    `trainer_dtype`, the type of the trainer's computations; `adapter`, the kind of its adapter or `"none"`; and `experts`,
+    `"routed"` or `"none"`.
+    """
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     computes = "bfloat16" if args.bf16 else "float16" if args.fp16 else _name(dtype)
     adapters = getattr(model, "peft_config", None)
@@ -50,7 +53,8 @@ def trainer_metadata(model: Any, args: Any) -> dict[str, str]:
         if isinstance(adapters, dict)
         else ""
     )
-    return {"trainer_dtype": computes, "adapter": str(kind or "none")}
+    mixed = any("experts" in name.split(".") for name, _ in model.named_modules())
+    return {"trainer_dtype": computes, "adapter": str(kind or "none"), "experts": "routed" if mixed else "none"}
 
 
 def engine_metadata(config: Any) -> dict[str, str]:
