@@ -3,8 +3,10 @@ A training step with a real vLLM: TRL without correction, TRL with its own, and 
 
     python benchmarks/step.py
     python benchmarks/step.py --memory
+    python benchmarks/step.py --pretrained --batch_size 8 --contestants "grpo, no correction" "grpo, auto"
 
-A model of random weights writes completions that always have the full length, so that everyone does the same work. The
+A model of random weights, or the pretrained one of `language_model`, writes completions that always have the full length, so
+that everyone does the same work. The
 contestants train a few steps each, in turns, in one process with one vLLM engine; medians and ratios to TRL without
 correction are printed, in total and for what is not sampling: seconds of CPU time, or on a GPU of wall clock. With
 `--memory` each contestant has a process of its own, and the ratio is that of the peak memory.
@@ -73,7 +75,16 @@ CONTESTANTS = {
 }
 
 
-def make_model(folder: Path, hidden: int, layers: int) -> str:
+def pretrained_model() -> tuple[Path, str]:
+    """Folder and size of the pretrained language model."""
+    sys.path.insert(0, str(Path(__file__).parent / "language_model"))
+    from model import make_model
+
+    return make_model(), "SmolLM2, 135M parameters"
+
+
+def make_model(folder: Path, hidden: int, layers: int) -> tuple[Path, str]:
+    """Write a random model. Returns its folder and its size."""
     tokenizer = make_tokenizer()
     config = Qwen2Config(
         vocab_size=VOCABULARY,
@@ -92,7 +103,7 @@ def make_model(folder: Path, hidden: int, layers: int) -> str:
     model = Qwen2ForCausalLM(config)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    return f"{sum(p.numel() for p in model.parameters()) / 1e6:.0f}M parameters"
+    return folder, f"{sum(p.numel() for p in model.parameters()) / 1e6:.0f}M parameters"
 
 
 # A CPU may have other things to do: the time that this process was given. A GPU has not
@@ -215,6 +226,8 @@ def rows_of_times(times: dict[str, dict[str, list[float]]]) -> list[dict]:
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trainers", nargs="+", default=["grpo", "rloo"], choices=list(BASELINE))
+    parser.add_argument("--contestants", nargs="+", choices=list(CONTESTANTS), help="These alone.")
+    parser.add_argument("--pretrained", action="store_true", help="The model of `language_model`, not a random one.")
     parser.add_argument("--hidden", type=int, default=384)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--completion_length", type=int, default=256)
@@ -229,20 +242,20 @@ def main():
     transformers.utils.logging.disable_progress_bar()
     if args.child:
         return train_and_print_peak(args.child, args.model, args)
-    names = [name for name in CONTESTANTS if name[:4] in args.trainers]
-    with tempfile.TemporaryDirectory() as folder:
-        size = make_model(Path(folder), args.hidden, args.layers)
+    names = args.contestants or [name for name in CONTESTANTS if name[:4] in args.trainers]
+    with tempfile.TemporaryDirectory() as made:
+        folder, size = pretrained_model() if args.pretrained else make_model(Path(made), args.hidden, args.layers)
         print(
             f"{size}, {args.batch_size} completions of {args.completion_length} tokens, {torch.get_num_threads()} threads"
         )
         if args.memory:
-            peaks = peak_memory(names, Path(folder), args)
+            peaks = peak_memory(names, folder, args)
             rows = [
                 {"contestant": name, "peak_gib": peak, "ratio": peak / peaks[BASELINE[name[:4]]]}
                 for name, peak in peaks.items()
             ]
         else:
-            rows = rows_of_times(interleaved(names, Path(folder), args))
+            rows = rows_of_times(interleaved(names, folder, args))
     print(markdown(rows, MEMORY if args.memory else STEP))
     if args.output:
         setting = {
