@@ -143,7 +143,8 @@ def test_quickstart_with_a_pretrained_model(tmp_path):
     (folder,) = tmp_path.glob("grpo_corrected_smollm2*")
     windows = json.loads((folder / RESULT).read_text())["history"]
     assert [window["rollout_corr/staleness_mean"] for window in windows] == [0, 1, 2, 2]
-    assert all(1e-5 < window["rollout_corr/k3_kl"] < 0.01 for window in windows)
+    gaps = [window["rollout_corr/k3_kl"] for window in windows]
+    assert 1e-5 < gaps[0] < 0.005 < max(gaps[2:]) < 0.1  # rounding, and then two steps behind
 
 
 def test_the_example_in_the_docstring_of_the_correction():
