@@ -324,7 +324,7 @@ def test_the_agent_of_the_example_is_told_where_the_number_is(monkeypatch):
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("recipe", LAUNCHED)
+@pytest.mark.parametrize("recipe", [LAUNCHED[0], pytest.param(LAUNCHED[1], marks=pytest.mark.slow)])
 def test_examples_are_launched_and_end_well(recipe, tiny_model_path, questions, tmp_path):
     example = f"examples/{recipe.split('/')[0]}.py"
     process = run(
