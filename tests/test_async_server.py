@@ -17,6 +17,7 @@ import requests
 import torch
 from accelerate import PartialState
 from transformers import AutoTokenizer
+from trl.import_utils import is_vllm_available
 
 from tests.dumps import read_dump
 from tests.launching import ACCELERATE, ROOT, free_port, output_of, serving
@@ -189,6 +190,33 @@ def wait_for_steps(program: subprocess.Popen, log: Path):
     while program.poll() is None and "k3_kl" not in log.read_text():
         time.sleep(0.5)
     assert program.poll() is None, log.read_text()[-5000:]
+
+
+@pytest.mark.skipif(not is_vllm_available(min_version="0.32.0"), reason="vLLM tells no versions of weights")
+def test_every_token_has_the_probability_of_the_weights_whose_version_it_carries(example, chat_model, tmp_path):
+    command, _ = example
+    options = ["--queue_maxsize", "32", "--max_inflight_tasks", "32", "--max_staleness", "8", "--max_steps", "16"]
+    options += ["--rollout_dump_dir", str(tmp_path / "dump"), "--rollout_dump_sampled", "32", "--logging_steps", "1"]
+    options += ["--weights_folder", str(tmp_path / "weights"), "--learning_rate", "1e-3", "--lr_scheduler_type", "constant"]
+    options += ["--save_strategy", "steps", "--save_steps", "1", "--save_only_model", "true", "--weight_sync_steps", "1"]
+    options += ["--max_completion_length", "200", "--per_device_train_batch_size", "8"]
+    printed = output_of(*command("token_is", *options), **SERVER)
+    folders = {0: chat_model, **{step: str(tmp_path / "out" / f"checkpoint-{step}") for step in range(1, 17)}}
+    models = {step: load_model(folder) for step, folder in folders.items()}
+    far, spans = [], 0
+    for row in read_dump(tmp_path / "dump").rows:
+        steps = row["step"] - 1 - np.array(row["token_staleness"])
+        assert row["staleness"] == max(row["token_staleness"])
+        assert (np.diff(steps) >= 0).all()
+        by_step = {step: StaleSampler.score(SimpleNamespace(model=models[step]), row["prompt_ids"], row["token_ids"])
+                   for step in {*steps, steps[0]}}  # fmt: skip
+        of_its_weights = [by_step[step][i] for i, step in enumerate(steps)]
+        np.testing.assert_allclose(of_its_weights, row["rollout_logps"], atol=1e-3)
+        spans += steps[0] < steps[-1]
+        far += np.abs(np.subtract(by_step[steps[0]], row["rollout_logps"]))[steps > steps[0]].tolist()
+    assert spans > 5
+    assert np.mean(np.array(far) > 1e-2) > 0.5  # of the weights that began the completion
+    assert "rollout_corr/spans_push/fraction" in printed
 
 
 def test_a_push_in_the_middle_of_a_completion(tmp_path):
