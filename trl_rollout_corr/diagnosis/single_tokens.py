@@ -1,4 +1,7 @@
-"""Causes that act at some places: the first or last token, seams between turns, and log-probabilities one token off."""
+"""
+Causes that act at some places: the first or last token, seams between turns, tokens behind a push of weights, and
+log-probabilities one token off.
+"""
 
 import numpy as np
 
@@ -9,6 +12,7 @@ from .evidence import (
     Seen,
     bounded,
     mean,
+    mean_of_equal,
     rms,
     usual_size,
 )
@@ -21,15 +25,20 @@ _MANY = 0.9
 _OFF = 3.0
 
 
-def _at(o: Observed, here: np.ndarray, said: str) -> Seen | None:
+def _at(o: Observed, here: np.ndarray, said: str, *, by_age: bool = False) -> Seen | None:
     """
-    Compare tokens of one kind with equally likely tokens inside: unlikely tokens have a larger log-ratio in any case. A cause
-    shows at many tokens of its kind, not at a few.
+    Compare tokens of one kind with equally likely tokens inside (`by_age`: in front of a push and of the same age): unlikely
+    tokens have a larger log-ratio in any case. A cause shows at many tokens of its kind, not at a few.
     """
-    rest = o.core & ~here
+    rest = o.core & ~(o.behind_push if by_age else here)
+    if by_age:
+        rest &= np.isfinite(o.age)
+        here = here & np.isin(o.age, o.age[rest])
     if here.sum() < 4 or rest.sum() < 20:
         return None
     usual = np.maximum(usual_size(o, rest), FLOOR)
+    if by_age:
+        usual = np.maximum(usual * np.sqrt(mean_of_equal(o.age, np.square(o.d / usual), rest)), FLOOR)
     level = np.abs(o.d) / usual
     ratio = mean(np.square(level[here])) / max(mean(np.square(level[rest])), 1e-12)
     many = float(np.quantile(level[here], _MANY)) / max(float(np.quantile(level[rest], _MANY)), 0.1)
@@ -56,6 +65,11 @@ def seams(o: Observed) -> Seen | None:
     numbers = {"turns": turns, "step": float(o.step[o.row[i]]), "place": float(o.position[i] + 1)}
     said = "; a share of {turns} of these turns is off, the first from token {place} of a completion of step {step} on"
     return seen._replace(numbers={**seen.numbers, **numbers}, said=seen.said + said, words=o.words(i))
+
+
+def across_push(o: Observed) -> Seen | None:
+    said = "|d| is {here} behind a push of weights and {elsewhere} in front of one, and larger than at tokens of the same age"
+    return _at(o, o.core & o.behind_push, said, by_age=True)
 
 
 def nan_rows(o: Observed) -> Seen | None:
@@ -96,6 +110,11 @@ def misfit(o: Observed, lag: int) -> float | None:
 def places(o: Observed) -> Points:
     kinds = {"first": o.first, "inside": o.core, "at a seam": o.seam, "last": o.last}
     kinds = {name: here for name, here in kinds.items() if here.any()}
+    return Points("place in the completion", SIZE, [*kinds], [rms(o.d[here]) for here in kinds.values()])
+
+
+def pushes(o: Observed) -> Points:
+    kinds = {"in front of a push": o.core & ~o.behind_push, "behind a push": o.core & o.behind_push}
     return Points("place in the completion", SIZE, [*kinds], [rms(o.d[here]) for here in kinds.values()])
 
 
