@@ -406,16 +406,16 @@ class Maker:
     @torch.no_grad()
     def pushing(self, seed: int, samples: list[Sample], dtype: str, *, clears: bool = False):
         """
-        New weights reach the sampler in the middle of every other completion, which keeps the keys and values of the old ones
-        unless the sampler `clears` them. The others begin behind the push. The trainer has the new weights, or those of one
-        step later.
+        New weights reach the sampler in the first quarter of every other completion, which keeps the keys and values of the
+        old ones unless the sampler `clears` them. The others begin behind the push. The trainer has the new weights, or those
+        of one step later.
         """
         dice, model = random.Random(seed), self.models[dtype]
         sequences = torch.stack([torch.tensor((s.prompt + s.completion * 48)[:48]) for s in samples])
         with torch.enable_grad():
             weights = updated(self.models["float32"], sequences, PUSHED + 1, 10 ** dice.uniform(-4.8, -4.2), seed)
         later = [step // 4 % 2 for step in range(len(samples))]
-        places = [dice.randrange(1, len(s.completion)) if i % 2 else 0 for i, s in enumerate(samples)]
+        places = [dice.randint(1, max(len(s.completion) // 4, 1)) if i % 2 else 0 for i, s in enumerate(samples)]
         with_weights(model, weights[0])
         caches = [
             model(input_ids=torch.tensor([[*s.prompt, *s.completion[: place - 1]]])).past_key_values if place else None

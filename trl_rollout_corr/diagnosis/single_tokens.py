@@ -23,22 +23,23 @@ from .observed import Observed
 _MANY = 0.9
 # Usual sizes of the log-ratio above which the start of a turn is off: few are by chance
 _OFF = 3.0
+# Tokens of the same weights in front of a push, with which those behind one are compared
+_ENOUGH = 8
 
 
-def _at(o: Observed, here: np.ndarray, said: str, *, by_age: bool = False) -> Seen | None:
+def _at(o: Observed, here: np.ndarray, said: str) -> Seen | None:
     """
-    Compare tokens of one kind with equally likely tokens inside (`by_age`: in front of a push and of the same age): unlikely
-    tokens have a larger log-ratio in any case. A cause shows at many tokens of its kind, not at a few.
+    Compare tokens of one kind with equally likely tokens inside: unlikely tokens have a larger log-ratio in any case. A cause
+    shows at many tokens of its kind, not at a few.
     """
-    rest = o.core & ~(o.behind_push if by_age else here)
-    if by_age:
-        rest &= np.isfinite(o.age)
-        here = here & np.isin(o.age, o.age[rest])
+    rest = o.core & ~here
+    return _compared(o, here, rest, np.maximum(usual_size(o, rest), FLOOR), said) if rest.any() else None
+
+
+def _compared(o: Observed, here: np.ndarray, rest: np.ndarray, usual: np.ndarray, said: str) -> Seen | None:
+    """Compare the log-ratios of tokens with those of the rest, both over their usual size."""
     if here.sum() < 4 or rest.sum() < 20:
         return None
-    usual = np.maximum(usual_size(o, rest), FLOOR)
-    if by_age:
-        usual = np.maximum(usual * np.sqrt(mean_of_equal(o.age, np.square(o.d / usual), rest)), FLOOR)
     level = np.abs(o.d) / usual
     ratio = mean(np.square(level[here])) / max(mean(np.square(level[rest])), 1e-12)
     many = float(np.quantile(level[here], _MANY)) / max(float(np.quantile(level[rest], _MANY)), 0.1)
@@ -48,7 +49,8 @@ def _at(o: Observed, here: np.ndarray, said: str, *, by_age: bool = False) -> Se
 
 
 def first_token(o: Observed) -> Seen | None:
-    return _at(o, o.first, "|d| is {here} at the first token of a completion and {elsewhere} inside")
+    older = np.isin(o.row, o.row[o.behind_push])  # than the inside of its completion
+    return _at(o, o.first & ~older, "|d| is {here} at the first token of a completion and {elsewhere} inside")
 
 
 def last_token(o: Observed) -> Seen | None:
@@ -68,8 +70,17 @@ def seams(o: Observed) -> Seen | None:
 
 
 def across_push(o: Observed) -> Seen | None:
-    said = "|d| is {here} behind a push of weights and {elsewhere} in front of one, and larger than at tokens of the same age"
-    return _at(o, o.core & o.behind_push, said, by_age=True)
+    """Compare tokens behind a push with tokens in front of one, of the same weights and trained on with the same weights."""
+    rest = o.core & ~o.behind_push & np.isfinite(o.age)
+    weights = o.step[o.row] + o.age / 2**20
+    known, counts = np.unique(weights[rest], return_counts=True)
+    here = o.core & o.behind_push & np.isin(weights, known[counts >= _ENOUGH])
+    if not here.any():
+        return None
+    usual = np.maximum(usual_size(o, rest), FLOOR)
+    usual = np.maximum(usual * np.sqrt(mean_of_equal(weights, np.square(o.d / usual), rest)), FLOOR)
+    said = "|d| is {here} behind a push of weights, and {elsewhere} in front of one, also between tokens of the same weights"
+    return _compared(o, here, rest, usual, said)
 
 
 def nan_rows(o: Observed) -> Seen | None:
