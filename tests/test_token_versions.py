@@ -16,7 +16,7 @@ from accelerate import PartialState
 from tests.asynchronous import WeightsStay, build_ours
 from tests.tiny import build_tiny_tokenizer, conversations, with_tools
 from trl_rollout_corr.trainers.token_versions import VersionedLoop
-from trl_rollout_corr.trainers.upstream import RolloutLoop
+from trl_rollout_corr.trainers.upstream import AsyncRolloutWorker, RolloutLoop
 
 
 # A turn in the history has the tokens that were sampled
@@ -166,14 +166,13 @@ LABEL, PROBE = "/update_weight_version", "/inference/v1/generate"
 def pushes(model, folder, answer, own_worker=False) -> tuple[list, type]:
     """What the transfer and the server are asked at two pushes, and the loop of the rollout worker."""
     with answering(answer) as (url, seen):
-        extra = {"weight_transfer": NotedTransfer(seen), "reward_funcs": rewards}
-        if not own_worker:
-            extra["rollout_worker"] = None
+        worker = AsyncRolloutWorker(vllm_server_url="elsewhere") if own_worker else None
+        extra = {"weight_transfer": NotedTransfer(seen), "reward_funcs": rewards, "rollout_worker": worker}
         trainer = build_ours(model, folder, extra=extra, vllm_server_base_url=url)
         trainer._sync_weight()  # TRL's callback, as training begins
         trainer._end.running = True
         trainer._sync_weight()
-        return seen, getattr(trainer.rollout_worker, "_loop_cls", None)
+        return seen, trainer.rollout_worker._loop_cls
 
 
 def test_weights_are_labelled_before_requests_go_on(tiny_model_path, tmp_path):
@@ -200,7 +199,7 @@ def test_a_server_that_tells_no_versions_is_asked_as_by_trl(tiny_model_path, tmp
 
 def test_the_worker_of_a_user_stays_as_it_is(tiny_model_path, tmp_path):
     seen, loop = pushes(tiny_model_path, tmp_path, lambda path, body: (200, answer_of([6], v1=1)), own_worker=True)
-    assert ([path for path, _ in seen], loop) == (["pause", "send_weights", "resume"] * 2, None)
+    assert ([path for path, _ in seen], loop) == (["pause", "send_weights", "resume"] * 2, RolloutLoop)
 
 
 def test_a_label_that_is_refused_is_an_error(tiny_model_path, tmp_path):
