@@ -1,5 +1,6 @@
 """Versions of tokens on their way from server to trainer: TRL's real loop, and a server that answers as vLLM 0.32 does."""
 
+import inspect
 import json
 import multiprocessing
 import queue
@@ -150,6 +151,13 @@ def test_versions_travel_with_the_tokens_of_two_turns():
         assert set(sample.versions[~sampled]) == {-1}
         np.testing.assert_allclose(sample.old_log_probs[sampled], -np.array([*first, *second]) / 8)
         assert (sample.model_version, sample.metrics["reward"] in (0.0, 1.0)) == (7, True)
+
+
+def test_names_of_trls_rollout_worker():
+    """Beside those of the requests and answers above."""
+    assert AsyncRolloutWorker._loop_cls is RolloutLoop
+    assert [*inspect.signature(RolloutLoop._post).parameters][:3] == ["self", "path", "payload"]
+    assert [*inspect.signature(RolloutLoop._score_group).parameters] == ["self", "group"]
 
 
 class NotedTransfer(WeightsStay):
