@@ -176,7 +176,7 @@ CAUSES: dict[str, Cause] = {
     ),
     "across_push": Cause(
         "completions that go on with a cache of old weights behind a push",
-        Test(single_tokens.across_push, 6.0, 30.0),
+        Test(single_tokens.across_push, 2.5, 10.0),
         single_tokens.pushes,
         "The server kept keys and values of the old weights when new ones came. Pause requests before a push with "
         "`/pause?mode=keep`, which clears the cache, as `DiskWeightTransfer` and TRL's transfer do, or wait for their end.",
