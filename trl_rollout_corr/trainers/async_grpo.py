@@ -142,7 +142,8 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
 
     Differences from TRL, each as `super()` with changed arguments or results: `__init__` (checks, monitor, dump),
     `compute_loss` (the correction), `get_train_dataloader` (age and reward of each sample), `_sync_weight` (optimizer step of
-    each version of the weights), `train` (an error of the sampler ends the run with a checkpoint), `log` (metrics).
+    each version of the weights, and its label on a server that tells the version of each token), `train` (an error of the
+    sampler ends the run with a checkpoint), `log` (metrics).
 
     On a CPU, packed rows need another attention (`trainers/_cpu_attention.py`), and weights need another way to the server:
     a `DiskWeightTransfer` (`trainers/_disk_weight_transfer.py`), or an adapter.
