@@ -18,6 +18,7 @@ from .upstream import RolloutLoop, RolloutSample
 
 
 _COMPLETIONS, _GENERATE = "/v1/completions", "/inference/v1/generate"
+_NO_SAMPLING = ("model", "prompt", "return_token_ids")  # fields of a completion that are no sampling parameters
 _UNKNOWN = -1  # version of a token that is not sampled, or without a label
 
 
@@ -95,7 +96,7 @@ class VersionedLoop(RolloutLoop):  # type: ignore[misc, valid-type]
     async def _post(self, path: str, payload: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
         if path != _COMPLETIONS:
             return dict(await super()._post(path, payload, *args, **kwargs))
-        return as_completion(await super()._post(_GENERATE, as_generation(payload), *args, **kwargs))
+        return _as_completion(await super()._post(_GENERATE, _as_generation(payload), *args, **kwargs))
 
     async def _score_group(self, group: Any) -> list[RolloutSample]:
         samples = await super()._score_group(group)
@@ -108,16 +109,13 @@ def _versioned(sample: RolloutSample, logps: list[float]) -> VersionedSample:
     return VersionedSample(**{x.name: getattr(sample, x.name) for x in fields(sample)}, versions=versions)
 
 
-def as_generation(payload: Mapping[str, Any]) -> dict[str, Any]:
+def _as_generation(payload: Mapping[str, Any]) -> dict[str, Any]:
     """The request for `/inference/v1/generate` that asks for the same as one for `/v1/completions`."""
     of_request = {"model": payload["model"], "token_ids": payload["prompt"]}
-    return {**of_request, "sampling_params": {k: v for k, v in payload.items() if k not in _OF_COMPLETIONS}}
+    return {**of_request, "sampling_params": {k: v for k, v in payload.items() if k not in _NO_SAMPLING}}
 
 
-_OF_COMPLETIONS = ("model", "prompt", "return_token_ids")  # which are no sampling parameters
-
-
-def as_completion(answer: Mapping[str, Any]) -> dict[str, Any]:
+def _as_completion(answer: Mapping[str, Any]) -> dict[str, Any]:
     """An answer of `/inference/v1/generate` as one of `/v1/completions`, whose log-probabilities know their versions."""
     choices = []
     for choice in answer["choices"]:
