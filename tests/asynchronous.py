@@ -4,6 +4,7 @@ TRL's asynchronous trainer and ours on the same samples, without a server: a rol
 As in `tiny.py`, TRL is imported when it is needed.
 """
 
+import dataclasses
 import queue
 import random
 from typing import Any
@@ -38,7 +39,7 @@ class WorkerHere:
         lags (`tuple[int]`):
             Versions that samples are behind the trainer's, in turns.
         change (`Callable`, *optional*):
-            Changes each sample.
+            Changes each sample, or returns another.
         turns (`int`, *optional*, defaults to `1`):
             Turns of a conversation, with two tokens of a tool between them.
         end (`int`, *optional*):
@@ -73,7 +74,7 @@ class WorkerHere:
         sample = self.sample(self.made)
         self.made += 1
         if self.change is not None:
-            self.change(sample)
+            sample = self.change(sample) or sample
         self.samples.append(sample)
         return sample
 
@@ -107,6 +108,17 @@ class WorkerHere:
             group_id=group,
             metrics={"reward": reward},
         )
+
+
+def with_versions(sample, pushes: int = 1):
+    """A sample in the middle of whose completion weights are pushed some times, as a server tells it."""
+    from trl_rollout_corr.trainers.token_versions import VersionedSample
+
+    trained = np.asarray(sample.completion_mask) != 0
+    place = trained.cumsum() - 1
+    versions = sample.model_version + pushes * (2 * place >= trained.sum())
+    of_trl = {field.name: getattr(sample, field.name) for field in dataclasses.fields(sample)}
+    return VersionedSample(**of_trl, versions=np.where(trained, versions, -1))
 
 
 def fields(output_dir, **more) -> dict[str, Any]:

@@ -21,7 +21,9 @@ import torch
 from tests.launching import HAS_ASYNCHRONOUS
 
 
-collect_ignore = [] if HAS_ASYNCHRONOUS else ["test_async_trainer.py", "test_async_server.py"]
+collect_ignore = (
+    [] if HAS_ASYNCHRONOUS else ["test_async_trainer.py", "test_async_server.py", "test_token_versions.py"]
+)
 torch.set_num_threads(1)
 trackio_folder, wandb_folder = tempfile.TemporaryDirectory(), tempfile.TemporaryDirectory()  # one for each process
 os.environ["TRACKIO_DIR"], os.environ["WANDB_DIR"] = trackio_folder.name, wandb_folder.name

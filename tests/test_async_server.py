@@ -17,10 +17,14 @@ import requests
 import torch
 from accelerate import PartialState
 from transformers import AutoTokenizer
+from trl.import_utils import is_vllm_available
 
 from tests.dumps import read_dump
 from tests.launching import ACCELERATE, ROOT, free_port, output_of, serving
+from tests.test_token_versions import run_loop
 from tests.tiny import StaleSampler, build_tiny_model, build_tiny_tokenizer, load_model
+from trl_rollout_corr.trainers.token_versions import VersionedLoop
+from trl_rollout_corr.trainers.upstream import RolloutLoop
 
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
@@ -36,6 +40,7 @@ SERVER = {
 LIMITS = [
     "--max-model-len", "256", "--max-num-seqs", "64", "--no-enable-chunked-prefill", "--max-num-batched-tokens", "4096",
 ]  # fmt: skip
+TELLS_VERSIONS = pytest.mark.skipif(not is_vllm_available(min_version="0.32.0"), reason="vLLM 0.31 tells no versions")
 OPTIONS = " ".join(["--dtype float32 --enforce-eager", *LIMITS])
 
 
@@ -191,6 +196,49 @@ def wait_for_steps(program: subprocess.Popen, log: Path):
     assert program.poll() is None, log.read_text()[-5000:]
 
 
+@TELLS_VERSIONS
+def test_every_token_has_the_probability_of_the_weights_whose_version_it_carries(example, chat_model, tmp_path):
+    command, _ = example
+    options = ["--queue_maxsize", "32", "--max_inflight_tasks", "32", "--max_staleness", "8", "--max_steps", "16"]
+    options += ["--rollout_dump_dir", str(tmp_path / "dump"), "--rollout_dump_sampled", "32", "--logging_steps", "1"]
+    options += [
+        "--weights_folder",
+        str(tmp_path / "weights"),
+        "--learning_rate",
+        "1e-3",
+        "--lr_scheduler_type",
+        "constant",
+    ]
+    options += [
+        "--save_strategy",
+        "steps",
+        "--save_steps",
+        "1",
+        "--save_only_model",
+        "true",
+        "--weight_sync_steps",
+        "1",
+    ]
+    options += ["--max_completion_length", "200", "--per_device_train_batch_size", "8"]
+    output_of(*command("token_is", *options), **SERVER)
+    folders = {0: chat_model, **{step: str(tmp_path / "out" / f"checkpoint-{step}") for step in range(1, 17)}}
+    models = {step: load_model(folder) for step, folder in folders.items()}
+    far, spans, dump = [], 0, read_dump(tmp_path / "dump")
+    for row in dump.rows:
+        steps = row["step"] - 1 - np.array(row["token_staleness"])
+        assert row["staleness"] == max(row["token_staleness"])
+        assert (np.diff(steps) >= 0).all()
+        by_step = {step: StaleSampler.score(SimpleNamespace(model=models[step]), row["prompt_ids"], row["token_ids"])
+                   for step in {*steps, steps[0]}}  # fmt: skip
+        of_its_weights = [by_step[step][i] for i, step in enumerate(steps)]
+        np.testing.assert_allclose(of_its_weights, row["rollout_logps"], atol=1e-3)
+        spans += steps[0] < steps[-1]
+        far += np.abs(np.subtract(by_step[steps[0]], row["rollout_logps"]))[steps > steps[0]].tolist()
+    assert spans > 5
+    assert np.mean(np.array(far) > 1e-2) > 0.5  # of the weights that began the completion
+    assert any(entry.get("rollout_corr/spans_push/fraction", 0.0) > 0 for entry in dump.logs)
+
+
 def test_a_push_in_the_middle_of_a_completion(tmp_path):
     """
     Each token has the probability that the weights of its moment give it: the first ones, and then those of the trainer. The
@@ -263,3 +311,25 @@ def test_a_server_that_does_not_start_says_why(tmp_path, monkeypatch):
 
     with pytest.raises(RuntimeError, match="ended with exit code"), vllm_server(str(tmp_path), tmp_path / "log"):
         pass
+
+
+@TELLS_VERSIONS
+def test_the_endpoint_that_tells_versions_samples_what_that_of_trl_samples(chat_model, tmp_path):
+    """The same tokens with the same log-probabilities, as the seed of a request is the same."""
+    tokenizer = AutoTokenizer.from_pretrained(chat_model)
+    sampling = {
+        "model_name": chat_model,
+        "max_tokens": 12,
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 20,
+        "min_p": 0.01,
+    }
+    more = {"repetition_penalty": 1.1, "tools": (), "n": 2}
+    with serving(chat_model, tmp_path / "server.log", *LIMITS, **SERVER) as url:
+        requests.post(f"{url}/update_weight_version", json={"new_version": "5"}, timeout=60).raise_for_status()
+        theirs, ours = (run_loop(url, tokenizer, x, **sampling, **more) for x in (RolloutLoop, VersionedLoop))
+    for plain, versioned in zip(theirs, ours, strict=True):
+        assert plain.input_ids.tolist() == versioned.input_ids.tolist()
+        np.testing.assert_allclose(plain.old_log_probs, versioned.old_log_probs, atol=1e-5)
+        assert versioned.versions.tolist() == [5 if trained else -1 for trained in versioned.completion_mask]

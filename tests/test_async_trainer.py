@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests import reference
-from tests.asynchronous import WorkerHere, build_ours, build_theirs
+from tests.asynchronous import WorkerHere, build_ours, build_theirs, with_versions
 from tests.dumps import read_dump
 from tests.tiny import load_model
 from tests.training import (
@@ -152,8 +152,8 @@ def expected_loss(model, samples, mode, level, steps, accumulation):
     for sample, step in zip(samples, steps, strict=True):
         logps, rollout, advantage = unpacked_logps(model, sample), rollout_logps(sample), float(sample.advantage)
         current = logps.detach()
-        age = 3 - step
-        share = 0.0 if age == 0 else 1 / max(age, 1)
+        age = 3 - torch.as_tensor(step)
+        share = torch.where(age > 0, 1 / age.clamp(min=1), 0.0)
         old = current - share * (current - rollout) if mode == "interpolated" else current
         d = old - rollout
         exponent = {"token": d, "sequence": d.sum(), "geometric": d.mean(), None: torch.zeros(())}[level]
@@ -315,8 +315,12 @@ def test_the_age_of_the_weights_travels_with_each_sample(make):
     assert logged(trainer, "staleness_max") == [expected["age"]]
 
 
-def test_metrics_by_age_are_those_of_loops(make):
-    trainer = make({"lags": (0, 1, 3)}, rollout_is="token", rollout_rs="token_k2", rollout_rs_threshold=0.03)
+@pytest.mark.parametrize("pushes", [None, 0, 1])
+def test_metrics_by_age_are_those_of_loops(make, pushes):
+    """Also if the server tells the version of each token, of which some completions have two."""
+    change = None if pushes is None else partial(with_versions, pushes=pushes)
+    worker = {"lags": (1, 2, 3) if pushes else (0, 1, 3), "change": change, "turns": 2}
+    trainer = make(worker, rollout_is="token", rollout_rs="token_k2", rollout_rs_threshold=0.03)
     batch, samples = micro_batch(trainer)
     trainer.compute_loss(trainer.model, batch)
     model = load_model(trainer.model.config._name_or_path)
@@ -325,7 +329,8 @@ def test_metrics_by_age_are_those_of_loops(make):
         with torch.no_grad():
             logps = unpacked_logps(model, sample).tolist()
         sequences.append(list(zip(logps, rollout_logps(sample).tolist(), strict=True)))
-        ages.append(3 - sample.model_version)
+        versions = sample.versions[sample.completion_mask != 0] if change else [sample.model_version] * len(logps)
+        ages.append([3 - version for version in versions])
         rewards.append(sample.metrics["reward"])
     keeps = reference.keeps(sequences, "token_k2", 0.03)
     weights = reference.weights(sequences, "token", None, 2.0)
@@ -335,7 +340,40 @@ def test_metrics_by_age_are_those_of_loops(make):
     found = window(trainer, ByAge).finish()
     counted = ("trained/", "stale_dropped/")
     found = {key: value for key, value in found.items() if not key.removeprefix(PREFIX).startswith(counted)}
+    if change:
+        gaps = [t - r for of_row, row in zip(ages, sequences, strict=True) if of_row[0] > of_row[-1] for t, r in row]
+        expected["spans_push/fraction"] = np.mean([of_row[0] > of_row[-1] for of_row in ages])
+        assert (expected["spans_push/fraction"] > 0) == bool(pushes)
+        if gaps:
+            expected["spans_push/k3_kl"] = np.mean([math.exp(d) - 1 - d for d in gaps])
     assert_same_metrics(found, {PREFIX + key: value for key, value in expected.items()})
+
+
+def test_versions_of_tokens_that_are_all_the_same_change_nothing(make):
+    """Bit for bit, beside the one metric that they add."""
+    runs = [
+        make({"lags": (0, 1, 3), "change": change}, max_steps=4) for change in (None, partial(with_versions, pushes=0))
+    ]
+    plain, versioned = [window_of_all_logs(run) for run in runs]
+    assert [entry.pop(f"{PREFIX}spans_push/fraction", None) for entry in versioned] == [0.0] * 4
+    assert plain == versioned
+
+
+def window_of_all_logs(trainer):
+    trainer.train()
+    return [{k: v for k, v in entry.items() if k.startswith(PREFIX)} for entry in trainer.state.log_history[:-1]]
+
+
+def test_the_interpolated_policy_takes_the_age_of_each_token(make, tiny_model_path):
+    worker = {"turns": 2, "lags": (1, 2, 3), "change": with_versions}
+    trainer = make(worker, rollout_proximal="interpolated", rollout_rs="token_k2", rollout_rs_threshold=0.03)
+    batch, samples = micro_batch(trainer)
+    found = backward(trainer.model, trainer.compute_loss(trainer.model, batch))
+    model = load_model(tiny_model_path)
+    versions = [sample.versions[sample.completion_mask != 0] for sample in samples]
+    assert max(len(set(of_one)) for of_one in versions) == 2
+    expected = backward(model, expected_loss(model, samples, "interpolated", "token", versions, 2))
+    assert_gradients_equal(found, expected)
 
 
 @pytest.mark.parametrize(("engine", "drift"), [(0.01, 0.0), (0.0, 0.02), (0.03, 0.01)])
@@ -484,8 +522,20 @@ def test_the_dump_has_prompts_completions_and_ages(make, tmp_path):
     texts = {trainer.processing_class.decode(sample.input_ids).replace(" ", "") for sample in samples}
     assert rows
     assert {row["staleness"] for row in rows} >= {0, 1}
+    assert {row["token_staleness"] for row in rows} == {None}
     for row in rows:
         assert (row["prompt"] + row["completion"]).replace(" ", "") in texts
+
+
+def test_the_dump_has_the_age_of_each_token(make, tmp_path):
+    dumped = {"rollout_dump_dir": str(tmp_path / "dump"), "rollout_dump_worst": 0, "rollout_dump_sampled": 8}
+    make({"turns": 2, "lags": (2,), "change": with_versions, "min_length": 2}, max_steps=5, **dumped).train()
+    rows = [row for row in read_dump(tmp_path / "dump").rows if row["step"] == 5]
+    assert rows
+    for row in rows:
+        of_loss = np.array(row["token_staleness"])[row["mask"]]
+        assert (of_loss == row["staleness"] - (2 * np.arange(len(of_loss)) >= len(of_loss))).all()
+        assert row["staleness"] in (2, 3)  # one micro-batch is taken before weights are pushed
 
 
 @pytest.mark.parametrize("dumped", [False, True])

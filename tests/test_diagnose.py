@@ -42,9 +42,10 @@ def passes(names: list[str]) -> list:
 OF_SAMPLING = [name for name, fault in faults.FAULTS.items() if fault.sampling]
 OF_WEIGHTS = [name for name, fault in faults.FAULTS.items() if fault.weights]
 DRIFTING = ["stale", "never_pushed", "own_updates"]
+PUSHES = ["across_push"]
 ENGINES = ["fp8_cache"]  # which only vLLM has; the benchmark judges it
 AFTERWARDS = sorted(
-    {*faults.FAULTS} - {*OF_SAMPLING, *OF_WEIGHTS, *DRIFTING, *ENGINES, "bf16", "bf16_moe", "lora_merge"}
+    {*faults.FAULTS} - {*OF_SAMPLING, *OF_WEIGHTS, *DRIFTING, *PUSHES, *ENGINES, "bf16", "bf16_moe", "lora_merge"}
 )  # fmt: skip
 
 
@@ -170,6 +171,13 @@ def test_noise_too_large_for_rounding_is_of_weights(maker, right):
 def test_weights_that_drift_apart_are_told_by_how(maker, right, fault):
     maker.drifting(fault, SEED, right, "float32")
     assert named(maker, fault) == fault
+
+
+def test_a_cache_of_old_weights_behind_a_push_is_named(maker, right):
+    maker.pushing(SEED, right, "float32")
+    assert named(maker, "across_push") == "across_push"
+    maker.pushing(SEED, right, "float32", clears=True)
+    assert named(maker, "across_push") == "stale"
 
 
 def test_a_merge_in_bfloat16_is_named(maker, right):

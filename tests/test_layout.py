@@ -68,6 +68,7 @@ ORDER = {
         "versions",
         "support",
         "upstream",
+        "token_versions",
         "intake",
         "loss",
         "_cpu_attention",

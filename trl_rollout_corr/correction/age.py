@@ -2,8 +2,8 @@
 Age of the data: metrics by age, and the part of the gap to the sampler that updates of the policy explain. Sums until they
 are logged, as in `metrics.py`. Torch only.
 
-The age of a completion is the number of optimizer steps between the weights that sampled it and the weights that train on it.
-In the metrics of a whole batch it is called staleness.
+The age of a token is the number of optimizer steps between the weights that sampled it and the weights that train on it. The
+age of a completion is that of its first token. In the metrics of a whole batch it is called staleness.
 """
 
 from collections.abc import Mapping
@@ -89,21 +89,22 @@ def _number_and_sum(x: torch.Tensor) -> torch.Tensor:
 # Smallest age of each bin, in optimizer steps
 AGES = (0, 1, 2, 4, 8, 16)
 AGE_NAMES = ("0", "1", "2_3", "4_7", "8_15", "16_or_more")
-_MEASURES = (
-    "rows", "tokens", "d", "k3", "squares", "kept", "coefficients", "coefficient_squares", "scored", "reward",
-)  # fmt: skip
+_MEASURES = ("tokens", "d", "k3", "squares", "kept", "coefficients", "coefficient_squares")
 _COMPLETIONS = ("rows", "tokens", "scored", "reward")
 
 
 class ByAge(SegmentedSums):
     """
-    Sums over the completions of each age, the sums of a least-squares line through the squared log-ratio against the age,
-    and sums over the completions that were trained on and those that were dropped as too old.
+    Sums over the tokens of each age and over the completions that begin at each age, the sums of a least-squares line through
+    the squared log-ratio against the age, sums over completions that span a push of weights, and sums over the completions
+    that were trained on and those that were dropped as too old.
     """
 
     SEGMENTS: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "bins": tuple(f"{name}/{measure}" for name in AGE_NAMES for measure in _MEASURES),
+        "begun": tuple(f"begun/{name}/{measure}" for name in AGE_NAMES for measure in _COMPLETIONS),
         "line": ("age", "age_squares", "squares", "age_times_squares", "tokens"),
+        "spans": ("spans/known", "spans/rows", "spans/tokens", "spans/k3"),
         **{part: tuple(f"{part}/{name}" for name in _COMPLETIONS) for part in ("trained", "stale_dropped")},
     }
 
@@ -114,6 +115,11 @@ class ByAge(SegmentedSums):
                 of_bin = {measure: s[f"{name}/{measure}"] for measure in _MEASURES}
                 found = _bin_metrics(of_bin, applied) | {"token_share": tokens / s["tokens"]}
                 metrics |= {f"age_{name}/{key}": value for key, value in found.items()}
+            metrics |= _means(s, f"begun/{name}", f"age_{name}")
+        if known := s["spans/known"]:
+            metrics["spans_push/fraction"] = s["spans/rows"] / known
+        if tokens := s["spans/tokens"]:
+            metrics["spans_push/k3_kl"] = s["spans/k3"] / tokens
         return metrics
 
 
@@ -127,7 +133,8 @@ def by_age(
     ages: torch.Tensor,
 ) -> Segments:
     """
-    Add up a batch by the age of its completions. For [`ByAge.of`]. No host synchronisation, no collective.
+    Add up a batch by the age of its tokens. A completion begins at the age of its oldest token. For [`ByAge.of`]. No host
+    synchronisation, no collective.
 
     Args:
         train_logps, rollout_logps (`torch.Tensor` of shape `(B, T)`):
@@ -136,40 +143,57 @@ def by_age(
             Boolean mask of the tokens that count. A log-ratio among them that is not finite is taken as 0.
         keep, coefficients, rewards:
             As for [`~trl_rollout_corr.correction.accounting.account`].
-        ages (`torch.Tensor` of shape `(B,)`):
-            Ages, in optimizer steps. A completion of unknown age, NaN, is left out.
+        ages (`torch.Tensor` of shape `(B,)` or `(B, T)`):
+            Ages of completions or of tokens, in optimizer steps. Tokens of unknown age, NaN, are left out.
     """
     dtype = accumulation_dtype(valid.device)
-    blocks = [
-        _row_sums(train_logps[i], rollout_logps[i], valid[i], keep[i], coefficients[i]).to(dtype)
-        for i in row_blocks(valid)
-    ]
-    tokens, *others = torch.cat(blocks).unbind(1)
-    rewards, known = rewards.to(dtype), ages.isfinite() & (tokens > 0)
-    scored = rewards.isfinite().to(dtype)
-    rows = torch.stack([torch.ones_like(tokens), tokens, *others, scored, rewards.nan_to_num(0.0) * scored], 1)
-    rows = rows * known[:, None]
-    ages = ages.to(dtype).nan_to_num(0.0)
-    tokens, squares = rows[:, _MEASURES.index("tokens")], rows[:, _MEASURES.index("squares")]
-    line = [ages * tokens, ages.square() * tokens, squares, ages * squares, tokens]
-    return {
-        "bins": add_up(rows, bucket_of(ages, AGES), len(AGES)),
+    of_tokens = ages if ages.dim() == 2 else ages.unsqueeze(1).expand(valid.shape)
+    counted = valid & of_tokens.isfinite()
+    begun = of_tokens.masked_fill(~counted, -torch.inf).amax(1)
+    known, begun = begun.isfinite(), begun.nan_to_num(0.0, neginf=0.0)
+    of_tokens = torch.where(counted, of_tokens, begun.unsqueeze(1))
+    inputs = (train_logps, rollout_logps, counted, keep, coefficients, of_tokens)
+    blocks = [_row_sums(*(x[i] for x in inputs)) for i in row_blocks(valid)]
+    bins, later = (torch.cat(x).to(dtype) for x in zip(*blocks, strict=True))
+    tokens, k3s, squares = (bins[:, :, _MEASURES.index(name)].sum(1) for name in ("tokens", "k3", "squares"))
+    scored, begun = rewards.isfinite() & known, begun.to(dtype)
+    rows = torch.stack([known, tokens, scored, rewards.nan_to_num(0.0) * scored], 1).to(dtype)
+    # The sum of age times d^2 is that at the age of the first token, less what younger tokens have too much
+    line = [later[:, 0], later[:, 1], squares, begun * squares - later[:, 2], tokens]
+    spans = (of_tokens.amin(1) < begun).to(dtype) * known
+    index = torch.arange(len(AGES), device=valid.device).repeat(len(valid))
+    segments = {
+        "bins": add_up(bins.flatten(0, 1), index, len(AGES)),
+        "begun": add_up(rows, bucket_of(begun, AGES), len(AGES)),
         "line": torch.stack([x.sum() for x in line]),
     }
+    if ages.dim() == 2:
+        segments["spans"] = torch.stack([x.to(dtype).sum() for x in (known, spans, spans * tokens, spans * k3s)])
+    return segments
 
 
 def _row_sums(
     train_logps: torch.Tensor,
     rollout_logps: torch.Tensor,
-    valid: torch.Tensor,
+    counted: torch.Tensor,
     keep: torch.Tensor,
     coefficients: torch.Tensor,
-) -> torch.Tensor:
-    """`(B, 7)`: the measures of each row from `tokens` to `coefficient_squares`."""
-    d = torch.where(valid, train_logps - rollout_logps, 0.0).nan_to_num_(0.0, 0.0, 0.0)
+    ages: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Sums over each row: `(B, len(AGES), len(_MEASURES))` of the measures by age, and `(B, 3)` of ages, of their squares and of
+    `d^2` times the optimizer steps by which a token is younger than the first.
+    """
+    d = torch.where(counted, train_logps - rollout_logps, 0.0).nan_to_num_(0.0, 0.0, 0.0)
     squares = d.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).square_()
-    measures = (valid, d, k3(d.clamp(max=LARGEST_POWER)), squares, keep, coefficients, coefficients.square())
-    return torch.stack([measure.sum(1, dtype=d.dtype) for measure in measures], 1)
+    coefficients = coefficients.masked_fill(~counted, 0.0)
+    gap = k3(d.clamp(max=LARGEST_POWER))
+    measures = (counted, d, gap, squares, keep & counted, coefficients, coefficients.square())
+    bucket = bucket_of(ages, AGES)
+    bins = [torch.stack([(x * (bucket == i)).sum(1, dtype=d.dtype) for x in measures], 1) for i in range(len(AGES))]
+    younger = ages.amax(1, keepdim=True) - ages
+    line = (ages * counted, ages.square() * counted, younger * squares)
+    return torch.stack(bins, 1), torch.stack([x.sum(1, dtype=d.dtype) for x in line], 1)
 
 
 def count_completions(lengths: torch.Tensor, rewards: torch.Tensor) -> torch.Tensor:
@@ -186,9 +210,7 @@ def count_completions(lengths: torch.Tensor, rewards: torch.Tensor) -> torch.Ten
 
 def _bin_metrics(s: Mapping[str, float], applied: Applied) -> dict[str, float]:
     tokens = s["tokens"]
-    metrics = {"kl": -s["d"] / tokens, "k3_kl": s["k3"] / tokens, "length_mean": tokens / s["rows"]}
-    if s["scored"]:
-        metrics["reward_mean"] = s["reward"] / s["scored"]
+    metrics = {"kl": -s["d"] / tokens, "k3_kl": s["k3"] / tokens}
     if applied.rejects:
         metrics["rejected"] = 1 - s["kept"] / tokens
     if applied.corrects:
@@ -219,9 +241,11 @@ def _line(s: Mapping[str, float]) -> dict[str, float]:
 def _completion_metrics(s: Mapping[str, float]) -> dict[str, float]:
     dropped, trained = s["stale_dropped/rows"], s["trained/rows"]
     metrics = {"stale_dropped/fraction": dropped / (dropped + trained)} if dropped + trained else {}
-    for part, rows in (("trained", trained), ("stale_dropped", dropped)):
-        if rows:
-            metrics[f"{part}/length_mean"] = s[f"{part}/tokens"] / rows
-        if scored := s[f"{part}/scored"]:
-            metrics[f"{part}/reward_mean"] = s[f"{part}/reward"] / scored
-    return metrics
+    return metrics | _means(s, "trained", "trained") | _means(s, "stale_dropped", "stale_dropped")
+
+
+def _means(s: Mapping[str, float], part: str, name: str) -> dict[str, float]:
+    """Mean length and reward of completions."""
+    rows, scored = s[f"{part}/rows"], s[f"{part}/scored"]
+    metrics = {f"{name}/length_mean": s[f"{part}/tokens"] / rows} if rows else {}
+    return metrics | ({f"{name}/reward_mean": s[f"{part}/reward"] / scored} if scored else {})

@@ -174,6 +174,14 @@ CAUSES: dict[str, Cause] = {
             "dropout_off": Experiment("no dropout in the trainer", "trainer", True, {"disable_dropout": True})
         },
     ),
+    "across_push": Cause(
+        "completions that go on with a cache of old weights behind a push",
+        Test(single_tokens.across_push, 2.5, 10.0),
+        single_tokens.pushes,
+        "The server kept keys and values of the old weights when new ones came. Pause requests before a push with "
+        "`/pause?mode=keep`, which clears the cache, as `DiskWeightTransfer` and TRL's transfer do, or wait for their end.",
+        correction="any",
+    ),
     "stale": Cause(
         "stale weights: samples of an older policy",
         Test(drift.stale, 0.4, 0.6),

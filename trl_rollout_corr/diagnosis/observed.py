@@ -38,6 +38,10 @@ class Observed:
         first, last, seam, seen (`np.ndarray` of shape `(N,)`):
             Whether the token is the first of the completion, the last, among the first after tokens outside the loss, and
             whether it occurred before, in the prompt or the completion.
+        age (`np.ndarray` of shape `(N,)`):
+            Optimizer steps since the weights that sampled the token; NaN where the dump has the age of completions only.
+        behind_push (`np.ndarray` of shape `(N,)`):
+            Whether weights were pushed between the first token of the completion and this one.
         times (`np.ndarray` of shape `(N,)`):
             Number of earlier occurrences in the completion.
         staleness, padding, advantage (`np.ndarray` of shape `(B,)`):
@@ -73,6 +77,8 @@ class Observed:
         self.token = sequences.token_ids[kept]
         self.seen, self.times = (x[kept] for x in _seen(sequences))
         self.staleness, self.padding = sequences.staleness, sequences.padding
+        self.age = sequences.token_staleness[kept]
+        self.behind_push = self.age < self.staleness[self.row]
         self.advantage = sequences.advantage.astype(np.float64)
         self.again = sequences.again_logps[kept].astype(np.float64)
 

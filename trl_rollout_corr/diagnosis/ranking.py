@@ -49,6 +49,7 @@ STAGES = (
     Stage(("shift",), ends=True),
     Stage(("first_token", "last_token", "seams"), several=True, floor=False),
     Stage(("padding", "dropout"), ends=True),
+    Stage(("across_push",), ends=True),
     Stage(("stale", "own_updates", "never_pushed", "lora_merge")),
     Stage(("truncation", "penalty", "temperature")),
 )

@@ -1,4 +1,7 @@
-"""Causes that act at some places: the first or last token, seams between turns, and log-probabilities one token off."""
+"""
+Causes that act at some places: the first or last token, seams between turns, tokens behind a push of weights, and
+log-probabilities one token off.
+"""
 
 import numpy as np
 
@@ -9,6 +12,7 @@ from .evidence import (
     Seen,
     bounded,
     mean,
+    mean_of_equal,
     rms,
     usual_size,
 )
@@ -19,6 +23,8 @@ from .observed import Observed
 _MANY = 0.9
 # Usual sizes of the log-ratio above which the start of a turn is off: few are by chance
 _OFF = 3.0
+# Tokens of the same weights in front of a push, with which those behind one are compared
+_ENOUGH = 8
 
 
 def _at(o: Observed, here: np.ndarray, said: str) -> Seen | None:
@@ -27,9 +33,13 @@ def _at(o: Observed, here: np.ndarray, said: str) -> Seen | None:
     shows at many tokens of its kind, not at a few.
     """
     rest = o.core & ~here
+    return _compared(o, here, rest, np.maximum(usual_size(o, rest), FLOOR), said) if rest.any() else None
+
+
+def _compared(o: Observed, here: np.ndarray, rest: np.ndarray, usual: np.ndarray, said: str) -> Seen | None:
+    """Compare the log-ratios of tokens with those of the rest, both over their usual size."""
     if here.sum() < 4 or rest.sum() < 20:
         return None
-    usual = np.maximum(usual_size(o, rest), FLOOR)
     level = np.abs(o.d) / usual
     ratio = mean(np.square(level[here])) / max(mean(np.square(level[rest])), 1e-12)
     many = float(np.quantile(level[here], _MANY)) / max(float(np.quantile(level[rest], _MANY)), 0.1)
@@ -39,7 +49,8 @@ def _at(o: Observed, here: np.ndarray, said: str) -> Seen | None:
 
 
 def first_token(o: Observed) -> Seen | None:
-    return _at(o, o.first, "|d| is {here} at the first token of a completion and {elsewhere} inside")
+    older = np.isin(o.row, o.row[o.behind_push])  # than the inside of its completion
+    return _at(o, o.first & ~older, "|d| is {here} at the first token of a completion and {elsewhere} inside")
 
 
 def last_token(o: Observed) -> Seen | None:
@@ -58,6 +69,20 @@ def seams(o: Observed) -> Seen | None:
     numbers = {"turns": turns, "step": float(o.step[o.row[i]]), "place": float(o.position[i] + 1)}
     said = "; a share of {turns} of these turns is off, the first from token {place} of a completion of step {step} on"
     return seen._replace(numbers={**seen.numbers, **numbers}, said=seen.said + said, words=o.words(i))
+
+
+def across_push(o: Observed) -> Seen | None:
+    """Compare tokens behind a push with tokens in front of one, of the same weights and trained on with the same weights."""
+    rest = o.core & ~o.behind_push & np.isfinite(o.age)
+    weights = o.step[o.row] + o.age / 2**20
+    known, counts = np.unique(weights[rest], return_counts=True)
+    here = o.core & o.behind_push & np.isin(weights, known[counts >= _ENOUGH])
+    if not here.any():
+        return None
+    usual = np.maximum(usual_size(o, rest), FLOOR)
+    usual = np.maximum(usual * np.sqrt(mean_of_equal(weights, np.square(o.d / usual), rest)), FLOOR)
+    said = "|d| is {here} behind a push of weights, and {elsewhere} in front of one, also between tokens of the same weights"
+    return _compared(o, here, rest, usual, said)
 
 
 def nan_rows(o: Observed) -> Seen | None:
@@ -98,6 +123,11 @@ def misfit(o: Observed, lag: int) -> float | None:
 def places(o: Observed) -> Points:
     kinds = {"first": o.first, "inside": o.core, "at a seam": o.seam, "last": o.last}
     kinds = {name: here for name, here in kinds.items() if here.any()}
+    return Points("place in the completion", SIZE, [*kinds], [rms(o.d[here]) for here in kinds.values()])
+
+
+def pushes(o: Observed) -> Points:
+    kinds = {"in front of a push": o.core & ~o.behind_push, "behind a push": o.core & o.behind_push}
     return Points("place in the completion", SIZE, [*kinds], [rms(o.d[here]) for here in kinds.values()])
 
 

@@ -19,7 +19,7 @@ _NUMBERS = [*OF_SEQUENCES, *OF_TOKENS, "prompt_ids"]
 _TEXT = ["prompt", "tokens"]  # takes most of the room of a dump
 # Lists with an entry for each token, and columns that may be null
 _PER_TOKEN = [*OF_TOKENS, "tokens", "weights"]
-_NULLABLE = {"prompt", "completion", "weights", "staleness", "prompt_ids", "padding", "again_logps", "turn_ids"}
+_NULLABLE = {"prompt", "completion", "weights", "staleness", *ADDED[2], *ADDED[3]}
 
 
 class Dump(NamedTuple):

@@ -48,7 +48,7 @@ def make_row(
     decode = decode or (lambda ids: "")
     n = int(sequence["completion_mask"].sum())
     in_prompt, again, age = sequence["prompt_mask"].bool(), sequence["again_logps"], sequence["staleness"]
-    turn_ids = sequence.get("turn_ids")
+    turn_ids, token_ages = sequence.get("turn_ids"), sequence.get("token_staleness")
     prompt_ids, token_ids = sequence["prompt_ids"][in_prompt].tolist(), sequence["completion_ids"][:n].tolist()
     return {
         "step": step,
@@ -67,4 +67,5 @@ def make_row(
         "padding": int((~in_prompt).sum()),
         "again_logps": None if again is None or again[:n].isnan().all() else again[:n].tolist(),
         "turn_ids": None if turn_ids is None else turn_ids[:n].tolist(),
+        "token_staleness": None if token_ages is None else token_ages[:n].tolist(),
     }

@@ -32,7 +32,9 @@ SCHEMA = pa.schema(
         ("again_logps", pa.list_(pa.float32())),
         # since version 3: turn of each token, if a rollout function returns turns
         ("turn_ids", pa.list_(pa.int32())),
+        # `staleness` of each token, if the server tells it; NaN if unknown
+        ("token_staleness", pa.list_(pa.float32())),
     ]
 )
 # Columns by the version that added them. They are null in dumps of an older version.
-ADDED = {2: ("prompt_ids", "padding", "again_logps"), 3: ("turn_ids",)}
+ADDED = {2: ("prompt_ids", "padding", "again_logps"), 3: ("turn_ids", "token_staleness")}

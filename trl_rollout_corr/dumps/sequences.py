@@ -28,6 +28,7 @@ OF_TOKENS: dict[str, DTypeLike] = {
     "coefficients": np.float32,
     "again_logps": np.float32,
     "turn_ids": np.float64,
+    "token_staleness": np.float64,
 }
 
 
@@ -49,8 +50,10 @@ class Sequences:
     Attributes:
         step, sampled, worst, reward, advantage, staleness, padding (`np.ndarray` of shape `(B,)`):
             As in the dump; `staleness` and `padding` are NaN where they are not known.
-        mask, keep, token_ids, train_logps, rollout_logps, coefficients, again_logps, turn_ids (`np.ndarray` of shape `(N,)`):
-            As in the dump; `again_logps` is NaN where the sequence was not scored alone, and `turn_ids` without turns.
+        mask, keep, token_ids, train_logps, rollout_logps, coefficients, again_logps, turn_ids, token_staleness
+            (`np.ndarray` of shape `(N,)`):
+            As in the dump; `again_logps` is NaN where the sequence was not scored alone, `turn_ids` without turns, and
+            `token_staleness` where it is not known.
         starts (`np.ndarray` of shape `(B + 1,)`):
             Index of the first token of each sequence, and `N`.
     """
@@ -73,7 +76,7 @@ class Sequences:
         self.mask, self.keep, self.token_ids = (columns[name] for name in ("mask", "keep", "token_ids"))
         self.train_logps, self.rollout_logps = columns["train_logps"], columns["rollout_logps"]
         self.coefficients, self.again_logps = columns["coefficients"], columns["again_logps"]
-        self.turn_ids = columns["turn_ids"]
+        self.turn_ids, self.token_staleness = columns["turn_ids"], columns["token_staleness"]
 
     @classmethod
     def from_rows(cls, rows: Sequence[Mapping[str, Any]]) -> "Sequences":

@@ -26,7 +26,7 @@ from ..correction.functional import LOG_RATIO_BOUND
 from ..messages import nearest, warn_idle
 from ..settings.config import RolloutCorrectionConfig
 from ._cpu_attention import register_tree_attention
-from .batch import REWARDS, ROLLOUT_LOGPS, ROLLOUT_STEP
+from .batch import REWARDS, ROLLOUT_LOGPS, ROLLOUT_STEP, TOKEN_STEPS
 from .core import CorrectionCore, check_bounds_of_means
 from .engine import announce_server, check_engine_kwargs
 from .intake import ADVANTAGES, TERMS, TEXT, TEXT_PREFIX, TOOLS, Carrier, Layout, Tap
@@ -36,6 +36,7 @@ from .observer import Corrected
 from .packed import Awaited, Policy, Terms
 from .sampler import TRUNCATION, check_server_logprobs, warn_about_distortion
 from .stopping import OrderlyEnd
+from .token_versions import ask_for_versions
 from .trl_interface import ASYNCHRONOUS, check_bases, check_trl
 from .upstream import AsyncGRPOConfig, AsyncGRPOTrainer, AsyncRolloutWorker, WeightTransferClient, without_peak_flops
 
@@ -141,7 +142,8 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
 
     Differences from TRL, each as `super()` with changed arguments or results: `__init__` (checks, monitor, dump),
     `compute_loss` (the correction), `get_train_dataloader` (age and reward of each sample), `_sync_weight` (optimizer step of
-    each version of the weights), `train` (an error of the sampler ends the run with a checkpoint), `log` (metrics).
+    each version of the weights, and its label on a server that tells the version of each token), `train` (an error of the
+    sampler ends the run with a checkpoint), `log` (metrics).
 
     On a CPU, packed rows need another attention (`trainers/_cpu_attention.py`), and weights need another way to the server:
     a `DiskWeightTransfer` (`trainers/_disk_weight_transfer.py`), or an adapter.
@@ -188,6 +190,7 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
         if config.device.type == "cpu":
             self._check_weights_reach_the_server()
             register_tree_attention()  # in place of TRL's, which it has just registered
+        self._has_own_worker = kwargs.get("rollout_worker") is None
         self._tap: Tap | None = None  # on the main process
         self._step_of_version: dict[int, int] = {}
         self._end = OrderlyEnd(self.accelerator)
@@ -259,6 +262,8 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
         if not self._end.running:
             super()._sync_weight()
             self._check_server()
+            if self._has_own_worker:
+                ask_for_versions(self)
         elif not self._sync_or_end():
             return
         self._step_of_version[self.model_version] = self.state.global_step
@@ -346,6 +351,8 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
             REWARDS: inputs[REWARDS][0],
             ROLLOUT_STEP: inputs[ROLLOUT_STEP][0],
         }
+        if TOKEN_STEPS in inputs:
+            batch[TOKEN_STEPS] = inputs[TOKEN_STEPS][0]
         if TOOLS in inputs:
             batch["tool_mask"] = terms.mask
         return batch | {key: inputs[TEXT_PREFIX + key][0] for key in TEXT if TEXT_PREFIX + key in inputs}
@@ -372,10 +379,9 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
             return current
         rollout = usable_rollout_logps(current, batch[ROLLOUT_LOGPS], batch[LOSS_MASK], self.args)
         log_ratio = current - rollout
-        ages = self._ages(batch)
-        assert ages is not None
+        steps = batch[TOKEN_STEPS] if TOKEN_STEPS in batch else batch[ROLLOUT_STEP].unsqueeze(1)
         # log old = log current - (log current - log rollout) / age; an unknown age counts as 1, and at age 0 old is current
-        age = ages.nan_to_num(1.0).unsqueeze(1)
+        age = (self.state.global_step - steps).nan_to_num(1.0)
         share = torch.where(age > 0, 1.0 / age.clamp(min=1.0), 0.0)
         return current - torch.where(log_ratio.abs() <= LOG_RATIO_BOUND, share * log_ratio, 0.0)
 

@@ -9,5 +9,6 @@ FIRST_COEFFICIENTS = "rollout_corr_first_coefficients"  # (B, T)
 REWARDS = "rollout_corr_rewards"  # (B,)
 TURN_IDS = "rollout_corr_turn_ids"  # (B, T), turn of each token, if a rollout function returns turns
 ROLLOUT_STEP = "rollout_corr_step"  # (B,), optimizer step of the weights that sampled; NaN if unknown
+TOKEN_STEPS = "rollout_corr_token_steps"  # (B, T), the same of each token, if a server tells it
 AGAIN_LOGPS = "rollout_corr_again_logps"  # (B, T), of sequences scored one by one, without padding; NaN for the others
 ROUTES = "rollout_corr_routes"  # (B, P + T, L, k), experts that the sampler chose; on the CPU

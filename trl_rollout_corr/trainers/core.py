@@ -21,7 +21,7 @@ from ..correction.compute import RolloutCorrection, compute_rollout_correction
 from ..correction.functional import LOG_RATIO_BOUND, expected_share_outside, select_tokens
 from ..dumps.writing import plain
 from ..messages import warn
-from .batch import ROLLOUT_LOGPS, ROLLOUT_STEP, TURN_IDS
+from .batch import ROLLOUT_LOGPS, ROLLOUT_STEP, TOKEN_STEPS, TURN_IDS
 from .card import complete_card
 from .console import add_console
 from .delivery import Delivery
@@ -223,7 +223,8 @@ class CorrectionCore(_Host):
         """Correct a batch for the gap between the sampler and a policy of the trainer: old (`from_old`) or current."""
         correction = self._compute_correction(train_logps, batch)
         mask, ages = self._loss_mask(batch), self._ages(batch)
-        return Corrected(batch, mask, train_logps, correction, correction.coefficients, from_old, ages)
+        token_ages = self.state.global_step - batch[TOKEN_STEPS] if TOKEN_STEPS in batch else None
+        return Corrected(batch, mask, train_logps, correction, correction.coefficients, from_old, ages, token_ages)
 
     def _bypass(self, seen: Corrected) -> tuple[torch.Tensor, Corrected]:
         """Anchor in bypass mode, `(B, T)`, and the correction without the tokens that have no gradient there."""

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .batch import REWARDS, ROLLOUT_STEP
+from .batch import REWARDS, ROLLOUT_STEP, TOKEN_STEPS
 from .upstream import RolloutSample, TreeRow
 
 
@@ -107,14 +107,19 @@ class Carrier(torch.utils.data.IterableDataset):
         try:
             for item in self._dataset:
                 sample = self._tap.hand_on()
-                yield {
-                    **item,
-                    REWARDS: reward_of(sample.metrics),
-                    ROLLOUT_STEP: self._step_of.get(sample.model_version, np.nan),
-                }
+                yield {**item, REWARDS: reward_of(sample.metrics), **self._steps(sample)}
         except Exception as error:
             if not self._failed(error):
                 raise
+
+    def _steps(self, sample: RolloutSample) -> dict[str, Any]:
+        """Optimizer step of the weights that began a sample, and that of each token if the server tells its version."""
+        step = self._step_of.get(sample.model_version, np.nan)
+        if (versions := getattr(sample, "versions", None)) is None:
+            return {ROLLOUT_STEP: step}
+        steps = np.array([self._step_of.get(int(version), step) for version in versions], dtype=np.float32)
+        sampled = steps[np.asarray(sample.completion_mask) != 0]
+        return {ROLLOUT_STEP: np.fmin.reduce(sampled, initial=np.nan), TOKEN_STEPS: steps}
 
 
 class Layout:
@@ -140,6 +145,9 @@ class Layout:
         ):
             values = [[[sample[name]] for sample in of_row] for of_row in samples]
             batch[key] = _padded(values, padding, torch.float32)[..., 0]
+        if all(TOKEN_STEPS in sample for of_row in samples for sample in of_row):
+            of_tokens = [[sample[TOKEN_STEPS][_start(sample) :] for sample in of_row] for of_row in samples]
+            batch[TOKEN_STEPS] = _padded(of_tokens, np.nan, torch.float32)
         if any((numbers < 0).any() for of_row in terms for numbers in of_row):
             batch[TOOLS] = torch.ones(len(rows))
         if self._with_text:

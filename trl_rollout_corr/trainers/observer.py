@@ -50,6 +50,7 @@ class Corrected(NamedTuple):
     coefficients: torch.Tensor  # (B, T), factor of the policy gradient of each token
     from_old: bool  # `train_logps` are of the old policy: the trainer's when the batch was generated
     ages: torch.Tensor | None  # (B,), optimizer steps between the weights that sampled and that train; NaN if unknown
+    token_ages: torch.Tensor | None = None  # (B, T), the same of each token, if the sampler tells it
 
 
 class Observer:
@@ -94,11 +95,12 @@ class Observer:
         self, now: Moment, current_logps: torch.Tensor, seen: Corrected, dropped: Sequence[tuple[float, float]] = ()
     ) -> None:
         """Count a batch by age, and tokens and reward of each completion that was dropped as too old since the last one."""
-        assert seen.ages is not None
+        ages = seen.ages if seen.token_ages is None else seen.token_ages
+        assert ages is not None
         correction, rewards = seen.correction, seen.batch[REWARDS]
         rollout_logps = seen.batch[ROLLOUT_LOGPS]
         sums = by_age(
-            current_logps, rollout_logps, correction.valid, correction.keep, seen.coefficients, rewards, seen.ages
+            current_logps, rollout_logps, correction.valid, correction.keep, seen.coefficients, rewards, ages
         )
         sums = {**sums, "trained": count_completions(seen.mask.sum(1), rewards)}
         if dropped:
@@ -186,6 +188,7 @@ def _columns(seen: Corrected) -> tuple[dict[str, torch.Tensor], dict[str, torch.
         "reward": batch[REWARDS],
         "advantage": advantages if advantages.dim() == 1 else advantages.mean(1),
         "staleness": seen.ages,
+        "token_staleness": seen.token_ages,
         "again_logps": batch.get(AGAIN_LOGPS),
         "turn_ids": batch.get(TURN_IDS),
     }

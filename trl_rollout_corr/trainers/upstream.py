@@ -78,6 +78,7 @@ AsyncGRPOConfig, AsyncGRPOTrainer = _found["AsyncGRPOConfig"], _found["AsyncGRPO
 AsyncRolloutWorker, RolloutSample = _found["AsyncRolloutWorker"], _found["RolloutSample"]
 TREE_ATTENTION, TreeRow = _found["TREE_ATTENTION"], _found["TreeRow"]
 VLLMClient, WeightTransferClient = _found["VLLMClient"], _found["WeightTransferClient"]
+RolloutLoop = getattr(AsyncRolloutWorker, "_loop_cls", object)  # in the process of the rollout worker
 
 
 def without_peak_flops(device: torch.device) -> AbstractContextManager:

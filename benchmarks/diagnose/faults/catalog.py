@@ -49,6 +49,7 @@ FAULTS: dict[str, Fault] = {
     "presence_penalty": Fault("penalty", "the sampler avoids what it has said", sampling={"presence_penalty": 0.5}),
     "frequency_penalty": Fault("penalty", "the sampler avoids what it has said", sampling={"frequency_penalty": 0.3}),
     "stale": Fault("stale", "samples are some optimizer steps old", drifts="age"),
+    "across_push": Fault("across_push", "a push leaves keys and values of old weights in the cache", drifts="push"),
     "never_pushed": Fault("never_pushed", "the sampler still has its first weights", drifts="step"),
     "own_updates": Fault("own_updates", "a batch is trained on four times, in bypass mode", drifts="visit"),
     "lora_merge": Fault("lora_merge", "an adapter is merged in bfloat16 for the sampler", drifts="adapter"),

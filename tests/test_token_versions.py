@@ -1,0 +1,218 @@
+"""Versions of tokens on their way from server to trainer: TRL's real loop, and a server that answers as vLLM 0.32 does."""
+
+import inspect
+import json
+import multiprocessing
+import queue
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+
+import numpy as np
+import pytest
+from accelerate import PartialState
+
+from tests.asynchronous import WeightsStay, build_ours
+from tests.tiny import build_tiny_tokenizer, conversations, with_tools
+from trl_rollout_corr.trainers.token_versions import VersionedLoop
+from trl_rollout_corr.trainers.upstream import AsyncRolloutWorker, RolloutLoop
+
+
+# A turn in the history has the tokens that were sampled
+AS_SAMPLED = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}={{ m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ c.function.arguments.x }}{% endfor %}<eos>{% elif m.role == 'tool' %}>{{ m.content }}{% else %}{{ m.content }}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+)
+INFO = {"vllm_config": {"model_config": {"logprobs_mode": "processed_logprobs"}}}
+
+
+def answer_of(ids: list[int], **versions: int) -> dict:
+    """Answer of vLLM 0.32.0, to a request for log-probabilities. `versions` has the number of tokens of each label."""
+    ends = np.cumsum([0, *versions.values()]).tolist()
+    spans = [
+        {"version": label.removeprefix("v"), "start": start, "end": end}
+        for label, start, end in zip(versions, ends[:-1], ends[1:], strict=True)
+    ]
+    logps = [{"token_id": token, "logprob": -token / 8, "rank": 1} for token in ids]
+    content = [{**logp, "top_logprobs": [logp]} for logp in logps]
+    nothing = dict.fromkeys(
+        ("prompt_logprobs", "prompt_token_id_logprobs", "prompt_token_ids", "mm_placeholders", "metrics",
+         "kv_transfer_params", "ec_transfer_params")
+    )  # fmt: skip
+    choice = {
+        "index": 0, "finish_reason": "stop", "stop_reason": None, "token_ids": ids, "routed_experts": None,
+        "sampling_mask": None, "weight_versions": spans, "logprobs": {"content": content},
+    }  # fmt: skip
+    return {
+        "request_id": "generate-tokens-8d771861be0766f0", "model": "model", "created": 1795421066, "output_mode": "tokens",
+        "usage": {"prompt_tokens": 3, "total_tokens": 3 + len(ids), "completion_tokens": len(ids)}, "choices": [choice],
+        **nothing,
+    }  # fmt: skip
+
+
+@contextmanager
+def answering(answer: Callable[[str, dict], tuple[int, dict]]) -> Iterator[tuple[str, list[tuple[str, dict]]]]:
+    """Address of a server that answers each POST with a status and a body, and its requests so far."""
+    seen: list[tuple[str, dict]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            seen.append((self.path, json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
+            self.reply(*answer(*seen[-1]))
+
+        def do_GET(self):
+            self.reply(200, INFO)
+
+        def reply(self, status, body):
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.end_headers()
+            self.wfile.write(json.dumps(body).encode())
+
+        def log_message(self, *args):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", seen
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def double(x: str) -> str:
+    """
+    Say something twice.
+
+    Args:
+        x: What to say.
+    """
+    return 2 * x
+
+
+def rewards(completions, **kwargs):
+    return [float(i) for i in range(len(completions))]
+
+
+def run_loop(url: str, tokenizer, loop_class=VersionedLoop, n: int = 4, tools=(double,), **kwargs) -> list:
+    """Samples that a loop of TRL's rollout worker puts into its queue."""
+    samples: list = []
+    PartialState()  # TRL's logger needs it
+
+    class Buffer(queue.Queue):
+        def put_nowait(self, sample):
+            samples.append(sample)
+            if len(samples) >= n:
+                loop._stop_event.set()
+
+    values = {"model_version_value": multiprocessing.Value("i", 7), "heartbeat_value": multiprocessing.Value("d", 0.0)}
+    queues = {name: queue.Queue() for name in ("exception_info_queue", "metrics_queue")}
+    loop = loop_class(
+        dataset=conversations(8), reward_funcs=[rewards], processing_class=tokenizer, tools=list(tools),
+        eos_token_ids=[tokenizer.eos_token_id], rollout_buffer=Buffer(), failed_event=multiprocessing.Event(),
+        num_generations=2, max_inflight_tasks=2, vllm_server_url=url, **values, **queues,
+        **{"model_name": "model", **kwargs},
+    )  # fmt: skip
+    random.seed(0)
+    loop.run()
+    return samples
+
+
+def test_versions_travel_with_the_tokens_of_two_turns():
+    tokenizer = with_tools(build_tiny_tokenizer(), "double", "x")
+    tokenizer.chat_template = AS_SAMPLED
+    first, second = ([*tokenizer(text).input_ids, tokenizer.eos_token_id] for text in ("zc", "zz"))
+    behind_a_tool = tokenizer(">").input_ids[0]
+
+    def answer(path, body):
+        last = behind_a_tool in body["token_ids"]
+        return 200, answer_of(second, vdefault=1, v5=2) if last else answer_of(first, v3=1, v4=2)
+
+    with answering(answer) as (url, seen):
+        samples = run_loop(url, tokenizer, temperature=0.5, top_k=7, min_p=0.1, max_tokens=9)
+    assert {path for path, _ in seen} == {"/inference/v1/generate"}
+    given = {"temperature": 0.5, "top_p": 1.0, "top_k": 7, "min_p": 0.1, "repetition_penalty": 1.0, "max_tokens": 9}
+    for _, body in seen:
+        seed = body["sampling_params"].pop("seed")
+        assert 0 <= seed < 2**63
+        assert body == {
+            "model": "model",
+            "token_ids": body["token_ids"],
+            "sampling_params": {**given, "n": 1, "logprobs": 0},
+        }
+    for sample in samples:
+        sampled = sample.completion_mask != 0
+        assert sample.input_ids[sampled].tolist() == [*first, *second]
+        assert sample.versions[sampled].tolist() == [3, 4, 4, -1, 5, 5]
+        assert set(sample.versions[~sampled]) == {-1}
+        np.testing.assert_allclose(sample.old_log_probs[sampled], -np.array([*first, *second]) / 8)
+        assert (sample.model_version, sample.metrics["reward"] in (0.0, 1.0)) == (7, True)
+
+
+def test_names_of_trls_rollout_worker():
+    """Beside those of the requests and answers above."""
+    assert AsyncRolloutWorker._loop_cls is RolloutLoop
+    assert [*inspect.signature(RolloutLoop._post).parameters][:3] == ["self", "path", "payload"]
+    assert [*inspect.signature(RolloutLoop._score_group).parameters] == ["self", "group"]
+
+
+class NotedTransfer(WeightsStay):
+    """A weight transfer that notes its calls among the requests of a server."""
+
+    def __init__(self, seen):
+        for name in ("pause", "send_weights", "resume"):
+            setattr(self, name, lambda *args, name=name: seen.append((name, {})))
+
+
+LABEL, PROBE = "/update_weight_version", "/inference/v1/generate"
+
+
+def pushes(model, folder, answer, own_worker=False) -> tuple[list, type]:
+    """What the transfer and the server are asked at two pushes, and the loop of the rollout worker."""
+    with answering(answer) as (url, seen):
+        worker = AsyncRolloutWorker(vllm_server_url="elsewhere") if own_worker else None
+        extra = {"weight_transfer": NotedTransfer(seen), "reward_funcs": rewards, "rollout_worker": worker}
+        trainer = build_ours(model, folder, extra=extra, vllm_server_base_url=url)
+        trainer._sync_weight()  # TRL's callback, as training begins
+        trainer._end.running = True
+        trainer._sync_weight()
+        return seen, trainer.rollout_worker._loop_cls
+
+
+def test_weights_are_labelled_before_requests_go_on(tiny_model_path, tmp_path):
+    seen, loop = pushes(tiny_model_path, tmp_path, lambda path, body: (200, answer_of([6], vdefault=1)))
+    labels = [body["new_version"] for path, body in seen if path == LABEL]
+    push = ["pause", "send_weights"]
+    assert [path for path, _ in seen] == [*push, "resume", PROBE, LABEL, *push, LABEL, "resume"]
+    assert (labels, loop) == (["1", "2"], VersionedLoop)
+
+
+def without_versions(path, body):
+    """The answer of vLLM 0.31."""
+    answer = answer_of([6])
+    del answer["choices"][0]["weight_versions"]
+    return 200, answer
+
+
+@pytest.mark.parametrize("answer", [lambda path, body: (403, {"error": "--enable-scale-out"}), without_versions])
+def test_a_server_that_tells_no_versions_is_asked_as_by_trl(tiny_model_path, tmp_path, answer):
+    seen, loop = pushes(tiny_model_path, tmp_path, answer)
+    push = ["pause", "send_weights", "resume"]
+    assert ([path for path, _ in seen], loop) == ([*push, PROBE, *push], RolloutLoop)
+
+
+def test_the_worker_of_a_user_stays_as_it_is(tiny_model_path, tmp_path):
+    seen, loop = pushes(tiny_model_path, tmp_path, lambda path, body: (200, answer_of([6], v1=1)), own_worker=True)
+    assert ([path for path, _ in seen], loop) == (["pause", "send_weights", "resume"] * 2, RolloutLoop)
+
+
+def test_a_label_that_is_refused_is_an_error(tiny_model_path, tmp_path):
+    def answer(path, body):
+        return (500, {"error": "busy"}) if path == LABEL else (200, answer_of([6], vdefault=1))
+
+    with pytest.raises(RuntimeError, match=r"refused version 1 as the label of its weights: .*busy"):
+        pushes(tiny_model_path, tmp_path, answer)
