@@ -147,11 +147,11 @@ def by_age(
             Ages of completions or of tokens, in optimizer steps. Tokens of unknown age, NaN, are left out.
     """
     dtype = accumulation_dtype(valid.device)
-    of_tokens = ages if ages.dim() == 2 else ages.unsqueeze(1).expand(valid.shape)
+    of_tokens = ages if ages.dim() == 2 else ages.unsqueeze(1)
     counted = valid & of_tokens.isfinite()
-    begun = of_tokens.masked_fill(~counted, -torch.inf).amax(1)
+    begun = torch.where(counted, of_tokens, -torch.inf).amax(1)
     known, begun = begun.isfinite(), begun.nan_to_num(0.0, neginf=0.0)
-    of_tokens = torch.where(counted, of_tokens, begun.unsqueeze(1))
+    of_tokens = torch.where(counted, of_tokens, begun.unsqueeze(1)) if ages.dim() == 2 else begun.unsqueeze(1)
     inputs = (train_logps, rollout_logps, counted, keep, coefficients, of_tokens)
     blocks = [_row_sums(*(x[i] for x in inputs)) for i in row_blocks(valid)]
     bins, later = (torch.cat(x).to(dtype) for x in zip(*blocks, strict=True))
@@ -161,10 +161,11 @@ def by_age(
     # The sum of age times d^2 is that at the age of the first token, less what younger tokens have too much
     line = [later[:, 0], later[:, 1], squares, begun * squares - later[:, 2], tokens]
     spans = (of_tokens.amin(1) < begun).to(dtype) * known
-    index = torch.arange(len(AGES), device=valid.device).repeat(len(valid))
+    bucket = bucket_of(begun, AGES)
+    index = bucket if bins.shape[1] == 1 else torch.arange(len(AGES), device=valid.device).repeat(len(valid))
     segments = {
         "bins": add_up(bins.flatten(0, 1), index, len(AGES)),
-        "begun": add_up(rows, bucket_of(begun, AGES), len(AGES)),
+        "begun": add_up(rows, bucket, len(AGES)),
         "line": torch.stack([x.sum() for x in line]),
     }
     if ages.dim() == 2:
@@ -182,13 +183,18 @@ def _row_sums(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
     Sums over each row: `(B, len(AGES), len(_MEASURES))` of the measures by age, and `(B, 3)` of ages, of their squares and of
-    `d^2` times the optimizer steps by which a token is younger than the first.
+    `d^2` times the optimizer steps by which a token is younger than the first. With ages `(B, 1)`, of completions, the measures
+    are not parted: `(B, 1, len(_MEASURES))`.
     """
     d = torch.where(counted, train_logps - rollout_logps, 0.0).nan_to_num_(0.0, 0.0, 0.0)
     squares = d.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).square_()
     coefficients = coefficients.masked_fill(~counted, 0.0)
     gap = k3(d.clamp(max=LARGEST_POWER))
     measures = (counted, d, gap, squares, keep & counted, coefficients, coefficients.square())
+    if ages.shape[1] == 1:
+        sums = torch.stack([x.sum(1, dtype=d.dtype) for x in measures], 1)
+        n = sums[:, :1]
+        return sums.unsqueeze(1), torch.cat([ages * n, ages.square() * n, torch.zeros_like(n)], 1)
     bucket = bucket_of(ages, AGES)
     bins = [torch.stack([(x * (bucket == i)).sum(1, dtype=d.dtype) for x in measures], 1) for i in range(len(AGES))]
     younger = ages.amax(1, keepdim=True) - ages
