@@ -36,6 +36,8 @@ def of_this_folder(load, results) -> list[str]:
         "computation": tables.COMPUTATION,
         "step": tables.STEP,
         "memory": tables.MEMORY,
+        "step_pretrained": tables.STEP,
+        "memory_pretrained": tables.MEMORY,
         "gather": tables.GATHER,
     }
     assert columns.keys() == results.keys()
