@@ -88,6 +88,7 @@ def test_quickstart_twice_with_a_dump_and_compared(sorting_model, tmp_path):
     assert "disabled; no weights" in (tmp_path / "two.html").read_text()
 
 
+@pytest.mark.slow
 def test_quickstart_refuses_a_dump_of_another_run_before_vllm_starts(tmp_path):
     make_dump(tmp_path, steps=1)
     process = run(*LAUNCH, "examples/quickstart.py", "--rollout_dump_dir", str(tmp_path))
