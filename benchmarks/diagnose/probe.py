@@ -4,11 +4,13 @@ the command line.
 
     python benchmarks/diagnose/probe.py                # all of them
     python benchmarks/diagnose/probe.py top-p dropout
+    python benchmarks/diagnose/probe.py --pretrained   # on the pretrained model of `language_model`
 """
 
 import argparse
 import json
 import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -65,6 +67,17 @@ def save(shape: str, folder: Path, changes: dict[str, Any]) -> str:
     return str(folder)
 
 
+def save_pretrained(folder: Path, changes: dict[str, Any]) -> str:
+    """The pretrained language model, with changes of its configuration."""
+    sys.path.append(str(Path(__file__).parents[1] / "language_model"))
+    from model import make_model
+
+    shutil.copytree(make_model(), folder, dirs_exist_ok=True)
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    return str(folder)
+
+
 def probe(model: str, options: dict[str, Any]) -> tuple[dict[str, Any], float]:
     """Output of the command, and the seconds of a core that it took."""
     words = [word for name, value in options.items() for word in (f"--{name}", _as_word(value))]
@@ -92,6 +105,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("names", nargs="*", metavar="name")
     parser.add_argument("--shape", default="judge-qwen3")
+    parser.add_argument("--pretrained", action="store_true", help="the model of `language_model`")
     parser.add_argument("--output", type=Path, default=Path("outputs/probe"))
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -101,7 +115,12 @@ def main():
     print("| --- | --- | --- | --- | --- | --- |")
     for name in args.names or RUNS:
         run = RUNS[name]
-        found, seconds = probe(save(args.shape, args.output / "model", run.model), run.options)
+        if args.pretrained:
+            model = save_pretrained(args.output / "pretrained", run.model)
+            options = {"dtype": "float32", "completions": 16, **run.options}
+        else:
+            model, options = save(args.shape, args.output / "model", run.model), run.options
+        found, seconds = probe(model, options)
         first = found["causes"][0]["cause"] if found["causes"] else found["verdict"]
         gap, noise = found["rms_log_ratio"], found["noise_floor"]
         says = "; ".join(
@@ -110,7 +129,8 @@ def main():
             if x["rms_log_ratio_after"] is not None
         )
         wrong = "" if first == run.expected else f" (expected `{run.expected}`)"
-        print(f"| {name} | `{first}`{wrong} | {gap:.3g} | {gap / noise:.3g} | {says} | {seconds:.0f} |", flush=True)
+        times = f"{gap / noise:.3g}" if noise else "-"  # no yardstick for a sampler that rounds more coarsely
+        print(f"| {name} | `{first}`{wrong} | {gap:.3g} | {times} | {says} | {seconds:.0f} |", flush=True)
 
 
 if __name__ == "__main__":
