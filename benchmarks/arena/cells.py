@@ -309,9 +309,10 @@ def judging() -> list[Run]:
 
 
 def language_model() -> list[Run]:
-    """A pretrained language model: all arms with two seeds at a lag where no correction loses, and RLOO."""
+    """A pretrained language model: up to the lag where no correction loses; there all arms with two seeds, and RLOO."""
     at, steps = Cell(LANGUAGE, Rung(8, "faster")), 50
     found = [
+        *runs_of([Cell(LANGUAGE, Rung(lag, "faster")) for lag in (2, 4)], [*REFERENCES, "auto"]),
         *runs_of([at], [*REFERENCES, "trl", "bypass", "dppo_tv", "auto"], SEEDS[:2]),
         *runs_of([replace(at, algorithm="rloo")], [*REFERENCES, "auto"]),
     ]
