@@ -217,7 +217,7 @@ def rewritten(folder, output, change, steps=range(10**6)):
             continue
         for row in rows:
             change(row)
-        dump.write_rows(output, rows[0]["step"], 0, rows, {}, {"adapter": "none", "kv_cache_dtype": "auto"})
+        dump.write_rows(output, rows[0]["step"], 0, rows, {}, {"adapter": "none", "kv_cache_dtype": "auto", "experts": "none"})
     return diagnose(observe(output)).findings
 
 
@@ -306,6 +306,21 @@ def test_a_gap_that_grows_over_a_few_sequences_may_be_chance(tmp_path):
     )
     assert [finding.name for finding in diagnose(observe(many)).findings] == ["never_pushed"]
     assert diagnose(observe(few)).verdict == "unknown"
+
+
+def test_a_sampler_whose_own_log_probabilities_change_gets_weights(tmp_path):
+    folder = make_dump(
+        tmp_path / "dump", steps=8, rows=8, spread=0.1, growth=1.3, sampled=8, worst=0, tools=False, logs=False
+    )
+
+    def move(row):
+        for side in ("train_logps", "rollout_logps"):
+            row[side] = [logp - 0.5 * row["step"] for logp in row[side]]
+
+    assert [x.name for x in rewritten(folder, tmp_path / "still", lambda row: None)] == ["never_pushed"]
+    [finding] = rewritten(folder, tmp_path / "moved", move)
+    assert finding.name == "weights"
+    assert "it gets weights" in finding.seen.said
 
 
 def test_too_few_tokens_say_nothing(tmp_path, capsys):

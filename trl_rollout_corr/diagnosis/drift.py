@@ -26,6 +26,7 @@ _ENOUGH = 8  # sequences of the lowest age or step, which are compared alone
 _GROWTH = 1.4  # smallest growth of the mean square that counts
 _JUMP = 9.0  # growth of the mean square above which it need not be monotone
 _CHANCE = 3.0  # standard deviations of a rank correlation by chance, above which it counts
+_MOVED = 5.0  # the same for the step and the sampler's log-probabilities: completions of a prompt are alike
 
 
 def growing(o: Observed, x: np.ndarray, said: str) -> Seen | None:
@@ -141,7 +142,14 @@ def _by_step(o: Observed) -> Seen | None:
 
 
 def never_pushed(o: Observed) -> Seen | None:
-    return None if _as_small_as_rounding(o) else _by_step(o)
+    return None if _as_small_as_rounding(o) or sampler_moves(o) else _by_step(o)
+
+
+def sampler_moves(o: Observed) -> bool:
+    """Test whether the sampler's own log-probabilities rise or fall with the step: then it gets weights."""
+    own = o.of_rows(o.rollout)
+    known = np.isfinite(own)
+    return abs(spearman(o.step[known].astype(float), own[known])) * known.sum() ** 0.5 > _MOVED if known.any() else False
 
 
 def lora_merge(o: Observed) -> Seen | None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from .drift import by_sequence, first_step, growing
+from .drift import by_sequence, first_step, growing, sampler_moves
 from .evidence import (
     FLOOR,
     LARGE,
@@ -29,6 +29,8 @@ _CHANCE = 3.0  # standard deviations of a mean of products by chance, above whic
 _DROPOUT = 0.075
 # Factor on the likeness of log-ratios of one token, where the gap is more than rounding, and tokens from which it counts
 _UNROUNDED, _MANY = 3.0, 1000
+# Growth of the gap from the first step on beyond which a sampler that gets weights gets others, and its statistic
+_GROWN, _FOLLOWS = 3.0, 0.2
 _GAUSSIAN_TAIL = 3.8  # percentile 99 of the size of a Gaussian number over the median
 
 
@@ -139,6 +141,13 @@ def _looks_like_weights(o: Observed) -> bool:
 def weights(o: Observed) -> Seen | None:
     if _looks_like_weights(o):
         return None
+    first, gap = first_step(o), rms(o.d[o.core])
+    if gap > LARGE and gap > _GROWN * first and sampler_moves(o):
+        said = (
+            "|d| is {first} in the first step of the dump and {gap} in all, and the sampler's own log-probabilities change from "
+            "step to step: it gets weights, but not those of the trainer"
+        )
+        return Seen(_FOLLOWS, 1.0, {"first": first, "gap": gap}, said)
     said = (
         "the same token has a similar log-ratio wherever it occurs (correlation {alike}), and |d| is {first} in the first "
         "step of the dump and {gap} in all"
