@@ -217,7 +217,9 @@ def rewritten(folder, output, change, steps=range(10**6)):
             continue
         for row in rows:
             change(row)
-        dump.write_rows(output, rows[0]["step"], 0, rows, {}, {"adapter": "none", "kv_cache_dtype": "auto", "experts": "none"})
+        dump.write_rows(
+            output, rows[0]["step"], 0, rows, {}, {"adapter": "none", "kv_cache_dtype": "auto", "experts": "none"}
+        )
     return diagnose(observe(output)).findings
 
 

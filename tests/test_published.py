@@ -54,7 +54,10 @@ def margins_of_the_monitor(load, results) -> list[str]:
 TABLES = {
     "results": of_this_folder,
     "asynchronous": lambda load, results: [load("report").table(results["runs"], results["target"])],
-    "diagnose": lambda load, results: [load("run").table(results[look]) for look in ("with_second_look", "without")],
+    "diagnose": lambda load, results: [
+        load("trainings").table(results["trainings"]),
+        *(load("run").table(results["results"][look]) for look in ("with_second_look", "without")),
+    ],
     "exact": lambda load, results: load("run").tables(results),
     "headline": lambda load, results: load("report").tables(results),
     "routing": lambda load, results: [load("run").table(results)],

@@ -4,13 +4,13 @@ the command line.
 
     python benchmarks/diagnose/probe.py                # all of them
     python benchmarks/diagnose/probe.py top-p dropout
-    python benchmarks/diagnose/probe.py --pretrained   # on the pretrained model of `language_model`
+
+`benchmarks/language_model/run.py probe` asks a pretrained model the same.
 """
 
 import argparse
 import json
 import resource
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -67,20 +67,16 @@ def save(shape: str, folder: Path, changes: dict[str, Any]) -> str:
     return str(folder)
 
 
-def save_pretrained(folder: Path, changes: dict[str, Any]) -> str:
-    """The pretrained language model, with changes of its configuration."""
-    sys.path.append(str(Path(__file__).parents[1] / "language_model"))
-    from model import make_model
+def probe(model: str, name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """
+    Answer of the command for a run with a fault, given options beside those of the fault.
 
-    shutil.copytree(make_model(), folder, dirs_exist_ok=True)
-    file = folder / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
-    return str(folder)
-
-
-def probe(model: str, options: dict[str, Any]) -> tuple[dict[str, Any], float]:
-    """Output of the command, and the seconds of a core that it took."""
-    words = [word for name, value in options.items() for word in (f"--{name}", _as_word(value))]
+    Returns:
+        `dict`: `run`, `expected`, `first` (cause named first, or the verdict), `rms` and `noise` (nats), `experiments` (the
+        change, the gap after it, and what that says) and `seconds` of a core.
+    """
+    run = RUNS[name]
+    words = [word for key, value in {**options, **run.options}.items() for word in (f"--{key}", _as_word(value))]
     start = _seconds()
     process = subprocess.run(
         [sys.executable, "-m", "trl_rollout_corr", "probe", model, "--json", *words],
@@ -88,7 +84,20 @@ def probe(model: str, options: dict[str, Any]) -> tuple[dict[str, Any], float]:
     )  # fmt: skip
     if process.returncode not in (0, 1):
         sys.exit(process.stderr[-2000:])
-    return json.loads(process.stdout), _seconds() - start
+    found = json.loads(process.stdout)
+    return {
+        "run": name,
+        "expected": run.expected,
+        "first": found["causes"][0]["cause"] if found["causes"] else found["verdict"],
+        "rms": found["rms_log_ratio"],
+        "noise": found["noise_floor"],  # None for a sampler that rounds more coarsely
+        "experiments": [
+            [x["changed"], x["rms_log_ratio_after"], f"{x['says']} `{x['cause']}`" if x["says"] else None]
+            for x in found["experiments"]
+            if x["rms_log_ratio_after"] is not None
+        ],
+        "seconds": _seconds() - start,
+    }
 
 
 def _seconds() -> float:
@@ -105,7 +114,6 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("names", nargs="*", metavar="name")
     parser.add_argument("--shape", default="judge-qwen3")
-    parser.add_argument("--pretrained", action="store_true", help="the model of `language_model`")
     parser.add_argument("--output", type=Path, default=Path("outputs/probe"))
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -114,23 +122,14 @@ def main():
     )
     print("| --- | --- | --- | --- | --- | --- |")
     for name in args.names or RUNS:
-        run = RUNS[name]
-        if args.pretrained:
-            model = save_pretrained(args.output / "pretrained", run.model)
-            options = {"dtype": "float32", "completions": 16, **run.options}
-        else:
-            model, options = save(args.shape, args.output / "model", run.model), run.options
-        found, seconds = probe(model, options)
-        first = found["causes"][0]["cause"] if found["causes"] else found["verdict"]
-        gap, noise = found["rms_log_ratio"], found["noise_floor"]
+        answer = probe(save(args.shape, args.output / "model", RUNS[name].model), name, {})
         says = "; ".join(
-            f"{x['changed']}: {x['rms_log_ratio_after']:.3g}" + (f", {x['says']} `{x['cause']}`" if x["says"] else "")
-            for x in found["experiments"]
-            if x["rms_log_ratio_after"] is not None
+            f"{what}: {gap:.3g}" + (f", {says}" if says else "") for what, gap, says in answer["experiments"]
         )
-        wrong = "" if first == run.expected else f" (expected `{run.expected}`)"
-        times = f"{gap / noise:.3g}" if noise else "-"  # no yardstick for a sampler that rounds more coarsely
-        print(f"| {name} | `{first}`{wrong} | {gap:.3g} | {times} | {says} | {seconds:.0f} |", flush=True)
+        wrong = "" if answer["first"] == answer["expected"] else f" (expected `{answer['expected']}`)"
+        times = f"{answer['rms'] / answer['noise']:.3g}" if answer["noise"] else "-"
+        row = (name, f"`{answer['first']}`{wrong}", f"{answer['rms']:.3g}", times, says, f"{answer['seconds']:.0f}")
+        print(f"| {' | '.join(row)} |", flush=True)
 
 
 if __name__ == "__main__":

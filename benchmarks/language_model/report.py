@@ -151,6 +151,7 @@ def collect(folder: Path) -> dict[str, Any]:
     return {
         "gap": [rounded(row) for sampler in SAMPLERS for row in rows_of(folder / "gap", sampler)],
         "diagnosis": [rounded(row) for row in diagnosis.judged(folder / "diagnosis")],
+        "probe": [rounded(json.loads(file.read_text())) for file in sorted((folder / "probe").glob("*.json"))],
     }
 
 
@@ -191,8 +192,8 @@ def gaps(rows: Sequence[Row]) -> str:
             small(row["mean_abs"]),
             f"{small(row['k3'])} ± {small(row['k3_error'])}",
             small(row["kl"]),
-            f"{row['p1']:.3f}",
-            f"{row['p99']:.3f}",
+            f"{row['p1']:.2g}",
+            f"{row['p99']:.2g}",
             f"{row['max_abs']:.2g}",
             percent(row["over_0.1"]),
             percent(row["over_1"]),
@@ -359,6 +360,34 @@ def diagnoses(rows: Sequence[Row]) -> str:
     )
 
 
+def probes(rows: Sequence[Row]) -> str:
+    """Of each run: answers in which the cause is named first, and the gap before and after the experiment that confirms it."""
+    lines = []
+    for run in dict.fromkeys(row["run"] for row in rows):
+        mine = [row for row in rows if row["run"] == run]
+        others = sorted(row["first"] for row in mine if row["first"] != row["expected"])
+        after = [
+            (what, gap)
+            for row in mine
+            for what, gap, says in row["experiments"]
+            if says == f"confirms `{row['expected']}`"
+        ]
+        gaps = [row["rms"] for row in mine]
+        lines.append(
+            [
+                run,
+                f"`{mine[0]['expected']}`",
+                f"{len(mine) - len(others)} of {len(mine)}" + (f" ({', '.join(others)})" if others else ""),
+                f"{small(min(gaps))} to {small(max(gaps))}",
+                f"{after[0][0]}: {small(max(gap for _, gap in after))}" if after else "-",
+                f"{np.median([row['seconds'] for row in mine]):.0f}",
+            ]
+        )
+    return table(
+        ["the run has", "cause", "named first", "rms of d", "gap without it, at most", "seconds of a core"], lines
+    )
+
+
 def tables(results: dict[str, Any]) -> dict[str, str]:
     """What stands between the marks of `README.md`, by mark."""
     rows = results["gap"]
@@ -372,6 +401,7 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
         "adapter": adapters(rows),
         "itself": itself(rows),
         "diagnosis": diagnoses(results["diagnosis"]),
+        "probe": probes(results["probe"]),
     }
 
 

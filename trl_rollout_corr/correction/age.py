@@ -183,8 +183,8 @@ def _row_sums(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
     Sums over each row: `(B, len(AGES), len(_MEASURES))` of the measures by age, and `(B, 3)` of ages, of their squares and of
-    `d^2` times the optimizer steps by which a token is younger than the first. With ages `(B, 1)`, of completions, the measures
-    are not parted: `(B, 1, len(_MEASURES))`.
+    `d^2` times the optimizer steps by which a token is younger than the first. With ages `(B, 1)`, of completions, the
+    measures are not parted: `(B, 1, len(_MEASURES))`.
     """
     d = torch.where(counted, train_logps - rollout_logps, 0.0).nan_to_num_(0.0, 0.0, 0.0)
     squares = d.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).square_()

@@ -149,7 +149,9 @@ def sampler_moves(o: Observed) -> bool:
     """Test whether the sampler's own log-probabilities rise or fall with the step: then it gets weights."""
     own = o.of_rows(o.rollout)
     known = np.isfinite(own)
-    return abs(spearman(o.step[known].astype(float), own[known])) * known.sum() ** 0.5 > _MOVED if known.any() else False
+    return (
+        abs(spearman(o.step[known].astype(float), own[known])) * known.sum() ** 0.5 > _MOVED if known.any() else False
+    )
 
 
 def lora_merge(o: Observed) -> Seen | None:

@@ -144,8 +144,8 @@ def weights(o: Observed) -> Seen | None:
     first, gap = first_step(o), rms(o.d[o.core])
     if gap > LARGE and gap > _GROWN * first and sampler_moves(o):
         said = (
-            "|d| is {first} in the first step of the dump and {gap} in all, and the sampler's own log-probabilities change from "
-            "step to step: it gets weights, but not those of the trainer"
+            "|d| is {first} in the first step of the dump and {gap} in all, and the sampler's own log-probabilities change "
+            "with the step: it gets weights, but not those of the trainer"
         )
         return Seen(_FOLLOWS, 1.0, {"first": first, "gap": gap}, said)
     said = (
