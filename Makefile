@@ -50,8 +50,7 @@ quickstart: $(STAMP)
 	$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no --cpu \
 	    examples/quickstart.py $(ARGS)
 
-# The sample of the documents: the quickstart without correction and with one whose bounds are derived from the spread in
-# docs/compare.md, and what `report` makes of the two
+# The sample of the documents: the quickstart without correction and with `auto`, and what `report` makes of the two
 SAMPLE := outputs/sample
 SAMPLE_CORRECTION := --rollout_correction auto
 SAMPLE_RUN = $(MAKE) quickstart ARGS="--output_dir $(SAMPLE) --rollout_dump_dir $(SAMPLE)/$(1) --rollout_dump_steps 5 $(2)"

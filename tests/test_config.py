@@ -62,14 +62,14 @@ def test_what_no_preset_and_no_field_decides_are_truncated_token_weights():
     ],
 )
 def test_weight_thresholds(written, bounds):
-    assert RolloutCorrectionConfig(rollout_is_threshold=written).correction.bounding[1:3] == bounds
+    assert RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=written).correction.bounding[1:3] == bounds
 
 
 @pytest.mark.parametrize(
     "written", [[[0, 1], [1, 1]], "0_1,1_1", "[[0, 1], [1, 1]]", ["0_1", "1_1"], ((0, 1), (1, 1))]
 )
 def test_weight_thresholds_by_sign_of_the_advantage(written):
-    config = RolloutCorrectionConfig(rollout_is_threshold=written, rollout_is_clamp=True)
+    config = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=written, rollout_is_clamp=True)
     assert config.correction.bounding[1:3] == (0.0, 1.0)
     assert config.correction.bounding.positive == (1.0, 1.0)
     assert "token weights clamped to [0, 1], for positive advantages [1, 1];" in config.description
@@ -183,16 +183,16 @@ def test_wrong_values_name_the_field_and_the_way_out(wrong, message):
 @pytest.mark.parametrize(
     ("idle", "reason"),
     [
-        ({"rollout_is_clamp": True}, "`rollout_is_threshold` is not a pair"),
+        ({"rollout_is": "token", "rollout_is_clamp": True}, "`rollout_is_threshold` is not a pair"),
         ({"rollout_clip_ratio_c": 2.0}, "in `bypass_mode` with `rollout_loss_type='ppo_clip'`"),
         ({"rollout_lr_scaling": "ess_sqrt", "rollout_metrics_only": True}, "is reported, and the step is not scaled"),
         ({"rollout_is": None, "rollout_is_threshold": 5.0}, "`rollout_is` is None"),
         ({"rollout_is": None, "rollout_is_batch_normalize": True}, "`rollout_is` is None"),
         ({"rollout_is_batch_normalize": True, "bypass_mode": True}, "reported, not applied"),
-        ({"rollout_rs_threshold": 2.0}, "`rollout_rs` is not set"),
+        ({"rollout_is": "token", "rollout_rs_threshold": 2.0}, "`rollout_rs` is not set"),
         ({"rollout_is": "token", "rollout_rs_renormalize": True}, "`rollout_rs` is not set"),
         ({"rollout_is": "token", "rollout_rs_exclude_from_baseline": True}, "`rollout_rs` is not set"),
-        ({"rollout_loss_type": "reinforce"}, "`bypass_mode` is False"),
+        ({"rollout_is": "token", "rollout_loss_type": "reinforce"}, "`bypass_mode` is False"),
     ],
 )
 def test_options_without_effect_are_warned_about(idle, reason):
@@ -314,7 +314,13 @@ def test_the_default_has_a_name():
         config = RolloutCorrectionConfig(**own)
         assert config == RolloutCorrectionConfig(rollout_correction="decoupled_token_is", **own)
     assert grpo().rollout_correction == "auto"
-    assert grpo(rollout_is_threshold=3.0).rollout_rs is None
+    assert grpo(rollout_is="token", rollout_is_threshold=3.0).rollout_rs is None
+
+
+@pytest.mark.parametrize("field", [{"rollout_is_threshold": 3.0}, {"rollout_is_clamp": False}])
+def test_a_change_of_no_preset_says_what_is_changed(field):
+    with pytest.warns(UserWarning, match="without a preset: .*'decoupled_token_is', and not of the default 'auto'"):
+        RolloutCorrectionConfig(**field)
 
 
 @pytest.mark.parametrize(
@@ -399,7 +405,7 @@ def test_a_configuration_as_rollout_correction(name):
     [
         ({"rollout_is": "token"}, "decoupled_token_is; token weights up to 2; no rejection; decoupled"),
         (
-            {"rollout_is_threshold": 3.0},
+            {"rollout_is": "token", "rollout_is_threshold": 3.0},
             "decoupled_token_is with changes; token weights up to 3; no rejection; decoupled",
         ),
         (
@@ -624,14 +630,14 @@ def test_command_line(parser):
     assert parse("--rollout_correction", "decoupled_seq_is").rollout_is == "sequence"
     assert parse("--rollout_correction", "decoupled_seq_is", "--rollout_is", "token").rollout_is == "token"
     assert parse("--rollout_is", "none").rollout_is is None
-    assert parse("--rollout_is_threshold", "0.5_5.0").rollout_is_threshold == [0.5, 5.0]
+    assert parse("--rollout_is", "token", "--rollout_is_threshold", "0.5_5.0").rollout_is_threshold == [0.5, 5.0]
     assert parse("--bypass_mode").bypass_mode is True
     assert parse("--rollout_correction", "bypass_ppo_clip", "--bypass_mode", "false").bypass_mode is False
     config = parse("--rollout_rs", "token_k1", "seq_max_k2", "--rollout_rs_threshold", "0.6_1.6,2.5")
     assert config.rollout_rs_threshold == [[0.6, 1.6], 2.5]
     config = parse("--rollout_rs", "token_k1,seq_max_k2", "--rollout_rs_threshold", "[[0.6, 1.6], 2.5]")
     assert config.rollout_rs_threshold == [[0.6, 1.6], 2.5]
-    assert parse("--rollout_is_threshold", "1", "5").rollout_is_threshold == [1.0, 5.0]
+    assert parse("--rollout_is", "token", "--rollout_is_threshold", "1", "5").rollout_is_threshold == [1.0, 5.0]
     assert parse("--rollout_rs", "seq_mean_k1", "--rollout_rs_threshold", "0.9", "1.1").rollout_rs_threshold == [
         [0.9, 1.1]
     ]

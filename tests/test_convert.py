@@ -45,6 +45,14 @@ def test_the_printed_yaml_is_the_translated_configuration(case, tmp_path, capsys
     assert all(f"{path}:2: `algorithm.{key}` is left out" in output.err for key in foreign)
 
 
+def test_a_misspelt_key_of_a_flat_file_is_not_lost(tmp_path, capsys):
+    path = tmp_path / "old.yaml"
+    path.write_text("rollout_is: token\nrollout_is_threshold: 2.0\nbypas_mode: true\nlearning_rate: 1\n")
+    assert main(["convert", str(path)]) == 0
+    error = capsys.readouterr().err
+    assert error == f"warning: {path}:3: `bypas_mode` is left out. Did you mean `bypass_mode`?\n"
+
+
 def test_what_is_left_out_is_named_with_its_line(tmp_path, capsys):
     path = tmp_path / "old.yaml"
     path.write_text(
@@ -202,7 +210,7 @@ def test_differences_are_warned_about_beside_the_yaml(monkeypatch, capsys):
         (b"", "no settings of rollout correction found"),
         (b"learning_rate: 1", "no settings of rollout correction found"),
         (b"- 1\n- 2", "no settings of rollout correction found"),
-        (b"a: [1", "not YAML"),
+        (b"a: [1", "line 1: not YAML: expected"),
         (b"\xff\xfe\x00", "not YAML"),
         (b"rollout_correction: {rollout_is: word}", "`rollout_is` must be one of token"),
         (

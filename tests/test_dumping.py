@@ -314,11 +314,17 @@ def test_a_resumed_run_goes_on_with_its_dump(make, tmp_path):
         ("rollout_dump_sampled", -1, "`rollout_dump_sampled` must be an integer of 0 or more, got -1"),
         ("rollout_dump_worst", 1.5, "`rollout_dump_worst` must be an integer of 0 or more, got 1.5"),
         ("rollout_dump_max_gb", 0, "`rollout_dump_max_gb` must be a number above 0, got 0"),
+        ("rollout_dump_max_gb", "1GB", "`rollout_dump_max_gb` must be a number above 0, got '1GB'"),
     ],
 )
 def test_options_that_cannot_be_meant(field, value, message):
     with pytest.raises(ValueError, match=message):
         RolloutCorrectionConfig(rollout_dump_dir="dump", **{field: value})
+
+
+def test_a_number_is_no_folder():
+    with pytest.raises(ValueError, match="`rollout_dump_dir` must be the path of a folder, or None, got 5"):
+        RolloutCorrectionConfig(rollout_dump_dir=5)
 
 
 def test_a_dump_of_nothing_is_refused():

@@ -11,6 +11,7 @@ Command line.
 """
 
 import argparse
+import math
 import sys
 import traceback
 import warnings
@@ -203,6 +204,9 @@ def _report(args: argparse.Namespace) -> str:
 def _compare(args: argparse.Namespace) -> str:
     from .analysis.compare import compare
 
+    for name in ("epsilon", "epsilon_high"):
+        if (value := getattr(args, name)) is not None and not 0 < value < math.inf:
+            raise SelfContainedError(f"--{name} must be a number above 0, got {value}")
     clip = 1 - args.epsilon, 1 + (args.epsilon if args.epsilon_high is None else args.epsilon_high)
     steps = _parse_steps(args.steps)
     return compare(args.dump, args.config, clip=clip, steps=steps, worst=args.worst, as_json=args.json)

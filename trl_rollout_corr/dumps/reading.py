@@ -58,9 +58,11 @@ def open_dump(path: str | Path, *, text: bool = False, steps: tuple[int, int] | 
     table, settings, about, damage = read_table(found, [*_NUMBERS, *(_TEXT if text else ())])
     if steps is not None:
         first, last = steps
+        held = pc.min_max(table["step"])
         table = table.filter(pc.and_(pc.greater_equal(table["step"], first), pc.less_equal(table["step"], last)))
         if not table.num_rows:
-            raise ValueError(f"the dump holds no sequences of steps {first} to {last}")
+            has = f"it has steps {held['min']} to {held['max']}"
+            raise ValueError(f"the dump holds no sequences of steps {first} to {last}; {has}")
     return Dump(found, _sequences(table), settings, about, damage)
 
 

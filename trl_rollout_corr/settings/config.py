@@ -6,13 +6,17 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from ..messages import SettingError, nearest, warn_idle
+from ..messages import SettingError, nearest, warn, warn_idle
 from .criteria import Criterion
 from .fields import DEFAULTS, PARSERS, CorrectionFields, DumpFields, EngineFields, MonitorFields, Unset
 from .migrate import from_legacy, from_trl, from_verl
-from .presets import BASE, DECIDED, FIRST_METHODS, PRESETS, Preset, settings_of
+from .presets import BASE, DECIDED, DEFAULT, FIRST_METHODS, PRESETS, Preset, settings_of
 from .resolve import Correction, fill, idle_fields, is_default, read_given, resolve
 from .thresholds import is_by_sign, none_if_null, parse_rejection_thresholds
+
+
+# Fields that choose a correction; the others of a preset change one
+_CHOICES = {"rollout_is", "rollout_rs", "bypass_mode"}
 
 
 # Dataclasses take the fields of the last base first: `rollout_correction` is the first argument
@@ -161,12 +165,17 @@ class RolloutCorrectionConfig(DumpFields, MonitorFields, EngineFields, Correctio
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
+        names_none = isinstance(self.rollout_correction, Unset)
         explicit = self._fill()
         self._parse()
         RolloutCorrectionConfig.check(self)  # of a subclass not all fields are settled yet
         for name, reason in idle_fields(self.__dict__, self.correction).items():
             if name in explicit:
                 warn_idle(name, getattr(self, name), reason)
+        changed = [name for name in DECIDED if name in explicit]
+        if names_none and changed and not _CHOICES & set(changed):
+            rest = f"without a preset: the rest is that of {BASE!r}, and not of the default {DEFAULT!r}"
+            warn(f"`{changed[0]}` is set {rest}. Set `rollout_correction` to the preset that is meant.", changed[0])
         if self.rollout_rs is None:
             self.rollout_rs_threshold = None
         self.__dict__["_built"] = True  # values assigned from now on are parsed, see `__setattr__`

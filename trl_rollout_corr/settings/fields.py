@@ -187,6 +187,8 @@ def preset_name(field: str, value: object) -> Preset | None:
 
 def _folder(value: object) -> str | None:
     path = none_if_null(value)
+    if not isinstance(path, str | os.PathLike | None):
+        raise SettingError("rollout_dump_dir", path, allowed="the path of a folder, or None")
     return None if path is None else os.path.expanduser(os.fspath(path))
 
 
@@ -197,8 +199,8 @@ def _count(name: str, smallest: int, value: object) -> int:
 
 
 def _gigabytes(value: Any) -> Any:
-    if not value > 0:
-        raise SettingError("rollout_dump_max_gb", value, allowed="a number above 0")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise SettingError("rollout_dump_max_gb", value, allowed="a number above 0", remedy="1.0 is one gigabyte.")
     return value
 
 

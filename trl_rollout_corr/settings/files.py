@@ -1,5 +1,6 @@
 """Files with settings: YAML and shell scripts, of this package and of other tools, and their translation. No torch."""
 
+import difflib
 import re
 import shlex
 import sys
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple, TextIO
 
 import yaml
 
-from ..messages import SelfContainedError, warn, yaml_lines
+from ..messages import SelfContainedError, SettingError, nearest, warn, yaml_lines
 from .config import RolloutCorrectionConfig
 from .fields import FIELDS
 from .migrate import LEGACY_DEFAULTS, VERL_KEYS, from_legacy, from_trl, from_verl
@@ -50,7 +51,9 @@ def read_document(file: Path | TextIO) -> Document:
     except yaml.YAMLError as error:
         script = _from_script(text)
         if script is None:
-            raise ValueError(f"not YAML: {str(error).splitlines()[0]}") from None
+            mark = getattr(error, "problem_mark", None)
+            where = f"line {mark.line + 1}: " if mark else ""
+            raise ValueError(f"{where}not YAML: {getattr(error, 'problem', None) or error}") from None
         return script
 
 
@@ -226,6 +229,11 @@ def _line(document: Document, foreign: Foreign, field: str | None) -> int | None
 def _left_out(document: Document, foreign: Foreign) -> Iterator[tuple[int, str]]:
     """Lines and messages about the other keys of a configuration of verl. TRL's other fields need no translation."""
     if "algorithm" not in document.content:
+        for key in (
+            str(key) for key in document.content if key not in (foreign.settings or ()) and key not in foreign.above
+        ):
+            if known := difflib.get_close_matches(key, [*VERL_KEYS, *FIELDS], 1, 0.85):
+                yield document.line(key) or 1, f"`{key}` is left out. Did you mean `{known[0]}`?"
         return
     algorithm = document.content["algorithm"]
     taken = set(foreign.settings or ()) if foreign.above == ("algorithm",) else {"rollout_correction"}
@@ -267,7 +275,9 @@ def _own_fields(document: object) -> dict[str, Any]:
         raise ValueError(f"a configuration of {tool}; translate it with `trl-rollout-corr convert`")
     unknown = [key for key in document if str(key).startswith("rollout_") and key not in FIELDS]
     if unknown:
-        raise ValueError(f"`{unknown[0]}` is not a field of rollout correction")
+        name = unknown[0]
+        remedy = nearest(name, FIELDS).strip()
+        raise SettingError(name, document[name], "but there is no such field", remedy=remedy)
     fields = {key: value for key, value in document.items() if key in FIELDS}
     if not fields:
         raise ValueError("no field of rollout correction in it, such as `rollout_correction`")

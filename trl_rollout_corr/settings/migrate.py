@@ -238,5 +238,7 @@ def _plain(settings: Mapping[str, object], known: tuple[str, ...], what: str) ->
     if unknown := sorted(set(plain) - set(known)):
         key = unknown[0]
         remedy = f"{nearest(key, known)} Known keys: {', '.join(known)}.".strip()
+        if known is VERL_KEYS:
+            remedy += " A preset is no section: write `rollout_correction: auto`, and other fields beside it."
         raise SettingError(key, plain[key], f"which does not belong to {what}", remedy=remedy)
     return plain

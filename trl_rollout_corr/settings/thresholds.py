@@ -38,7 +38,8 @@ def parse_number(value: object, field: str, part: str = "") -> float:
         with suppress(OverflowError):  # an integer larger than all floats
             if not math.isnan(value):
                 return float(value)
-    raise SettingError(field, value, allowed="made of numbers", remedy=_UNDERSCORE_HINT, part=part)
+    remedy = _UNDERSCORE_HINT if field.endswith("_threshold") else ""
+    raise SettingError(field, value, allowed="made of numbers" if remedy else "a number", remedy=remedy, part=part)
 
 
 def parse_structure(value: object, field: str) -> Any:
@@ -47,7 +48,7 @@ def parse_structure(value: object, field: str) -> Any:
     `[["0.6", "1.6"], "2.5"]`, `"0.6_1.6"` gives `[["0.6", "1.6"]]` and `"2.5"` gives `"2.5"`. Other values are returned
     unchanged.
     """
-    if isinstance(value, (list, tuple)) and all(isinstance(part, str) for part in value):
+    if isinstance(value, (list, tuple)) and value and all(isinstance(part, str) for part in value):
         value = ",".join(value)  # the command line passes a list of text
     if isinstance(value, tuple):
         return list(value)
@@ -163,7 +164,7 @@ def _parse_entry(entry: Any, name: str) -> Bounds:
     if name.endswith("k1") and isinstance(entry, list):
         return _parse_pair(entry, field, part)
     if isinstance(entry, list):
-        remedy = "Only k1 criteria take a pair [lower, upper]."
+        remedy = "A pair [lower, upper] is for k1 criteria; `token_tv` and `token_kl` have one for the signs of the advantage."
         raise SettingError(field, entry, allowed="one upper bound", remedy=remedy, part=part)
     upper = parse_number(entry, field, part)
     if not name.endswith("k1"):

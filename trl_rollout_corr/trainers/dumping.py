@@ -17,12 +17,12 @@ from ..settings.config import RolloutCorrectionConfig
 from .run_metadata import settings_in_effect
 
 
-def check_dump_folder(folder: Path, *, new_run: bool) -> None:
+def check_dump_folder(folder: str | Path, *, new_run: bool) -> None:
     """
     Refuse a folder that cannot take a dump. It is made if it is missing.
 
     Args:
-        folder (`Path`):
+        folder (`str` or `Path`):
             `rollout_dump_dir`.
         new_run (`bool`):
             The run starts at its first step, so that an existing dump is of another run.
@@ -30,6 +30,7 @@ def check_dump_folder(folder: Path, *, new_run: bool) -> None:
     Raises:
         `ValueError`: if it is not a folder, cannot be written to, or holds the dump of another run.
     """
+    folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):

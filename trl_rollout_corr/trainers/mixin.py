@@ -114,9 +114,10 @@ class RolloutCorrectionMixin(RoutingReplay, CorrectionCore):
 
     def _check_sampler(self) -> None:
         if not self.use_vllm:
+            other = ", pass a `rollout_func` that returns `logprobs`" if hasattr(self, "rollout_func") else ""
             raise ValueError(
-                "`use_vllm` is False, so there are no log-probabilities of the sampler to correct with. Set `use_vllm=True`, "
-                f"or use `{self._trl_class.__name__}`."
+                "`use_vllm` is False, so the sampler gives no log-probabilities, which the correction and its metrics need. "
+                f"Set `use_vllm=True`{other}, or use `{self._trl_class.__name__}`."
             )
 
     def _mark_sync(self) -> None:
