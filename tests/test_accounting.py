@@ -354,6 +354,17 @@ def test_a_run_reports_shares_of_what_it_takes_away(make, preset, families):
     assert {key.split("/")[0] for key in entry if "/length_" in key} == families
 
 
+@pytest.mark.parametrize("policy", ["drop", "neutralize"])
+def test_a_broken_token_leaves_the_gap_of_its_turn(make, tiny_model_path, policy):
+    def call_a_tool(output):
+        output["env_mask"] = [[int(t not in (2, 3)) for t in range(len(ids))] for ids in output["completion_ids"]]
+        output["logprobs"][0][0] = float("-inf")
+
+    trainer = make(sampler=BrokenSampler(tiny_model_path, call_a_tool, min_length=8), rollout_nan_policy=policy)
+    losses(trainer)
+    assert all(0 < entry["turn_first/k3_kl"] < 1 for entry in entries(trainer))
+
+
 def test_turns_of_a_run_with_tools(make, tiny_model_path):
     def call_a_tool(output):
         output["env_mask"] = [[int(t not in (2, 3)) for t in range(len(ids))] for ids in output["completion_ids"]]

@@ -266,6 +266,11 @@ def test_turns_reach_dump_and_metrics(make, tmp_path):
     assert all(row["turn_ids"] == [0] * len(row["mask"]) for row in read_dump(tmp_path / "dump").rows)
 
 
+def test_turn_ids_may_be_arrays(make):
+    rollout = with_turns(lambda ids: [torch.tensor(row).numpy() for row in ids])
+    losses(make("rollout function", extra={"rollout_func": rollout}, rollout_is="turn", max_steps=1))
+
+
 def test_turns_of_a_completion_reach_the_baseline(make):
     fields = {"rollout_is": None, "rollout_rs_threshold": 1.05, "rollout_rs_exclude_from_baseline": True}
     shares = []

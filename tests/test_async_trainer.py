@@ -523,6 +523,8 @@ def test_the_dump_has_prompts_completions_and_ages(make, tmp_path):
     assert rows
     assert {row["staleness"] for row in rows} >= {0, 1}
     assert {row["token_staleness"] for row in rows} == {None}
+    assert len({len(row["prompt_ids"]) for row in rows}) > 1
+    assert {row["padding"] for row in rows} == {0}  # packed
     for row in rows:
         assert (row["prompt"] + row["completion"]).replace(" ", "") in texts
 

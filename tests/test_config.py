@@ -546,6 +546,16 @@ def test_a_field_that_is_edited_in_a_saved_configuration_takes_effect():
     assert RolloutCorrectionConfig(**{**saved, "rollout_is": "geometric"}).rollout_is == "geometric"
 
 
+def test_an_assigned_threshold_means_what_it_means_in_the_constructor():
+    assigned, given = RolloutCorrectionConfig(), RolloutCorrectionConfig("auto", rollout_is_threshold=[0.5, 5.0])
+    assigned.rollout_is_threshold = [0.5, 5.0]
+    assert assigned.description == given.description
+    assert not assigned.rollout_is_clamp
+    own = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=[0.5, 2.0], rollout_is_clamp=True)
+    own.rollout_is_threshold = [0.5, 5.0]
+    assert own.rollout_is_clamp
+
+
 def test_what_is_assigned_is_parsed():
     config = RolloutCorrectionConfig()
     config.rollout_is_threshold = "0.5_2.0"

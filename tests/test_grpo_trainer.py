@@ -612,7 +612,7 @@ def test_a_dead_sampler_ends_the_run(make, tiny_model_path):
 
 
 def test_no_sampler_at_all(tiny_model_path, tmp_path):
-    with pytest.raises(ValueError, match=r"`use_vllm` is False.*Set `use_vllm=True`, or use `GRPOTrainer`"):
+    with pytest.raises(ValueError, match=r"`use_vllm` is False.*, pass a `rollout_func` .*, or use `GRPOTrainer`"):
         build(RolloutCorrectedGRPOTrainer, RolloutCorrectedGRPOConfig, tiny_model_path, tmp_path)
 
 

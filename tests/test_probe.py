@@ -545,5 +545,5 @@ def test_faults_that_a_recipe_can_have_are_named(tmp_path):
         module = import_module("probe")
         for name in ("bfloat16 head of the sampler", "dropout", "top-k, bfloat16", "presence penalty, bfloat16"):
             fault = module.RUNS[name]
-            found, _ = module.probe(module.save("judge-qwen3", tmp_path / name, fault.model), fault.options)
-            assert found["causes"][0]["cause"] == fault.expected, name
+            found = module.probe(module.save("judge-qwen3", tmp_path / name, fault.model), name, {})
+            assert found["first"] == fault.expected, name

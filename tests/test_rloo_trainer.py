@@ -398,6 +398,14 @@ def test_no_sampler_at_all(tiny_model_path, tmp_path):
         build(RolloutCorrectedRLOOTrainer, RolloutCorrectedRLOOConfig, tiny_model_path, tmp_path)
 
 
+def test_normalisation_over_a_single_turn_is_warned_about():
+    with pytest.warns(UserWarning, match="its weight would always be 1 if it has one turn"):
+        RolloutCorrectedRLOOConfig(
+            "output", use_cpu=True, bf16=False, per_device_train_batch_size=1, gradient_accumulation_steps=8,
+            rollout_correction="bypass_pg_is", rollout_is="turn", rollout_is_batch_normalize=True,
+        )  # fmt: skip
+
+
 def test_normalisation_over_a_single_sequence_is_refused():
     with pytest.raises(ValueError, match=r"its weight would always be 1. Set `per_device_train_batch_size` to 2"):
         RolloutCorrectedRLOOConfig(

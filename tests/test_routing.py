@@ -15,6 +15,7 @@ from tests.training import build as build_trainer
 from trl_rollout_corr.routing.replay import Replay
 from trl_rollout_corr.routing.routers import ROUTERS, experts_of, find_routers, take
 from trl_rollout_corr.routing.sampled import SampledRoutes
+from trl_rollout_corr.trainers.batch import AGAIN_LOGPS
 
 
 SIZES = {
@@ -369,6 +370,20 @@ def test_every_pass_takes_the_experts_of_the_sampler(make, fields):
     assert logged(trainer, "routing_flipped_fraction") == [1.0] * trainer.args.max_steps
     if "beta" in fields:
         assert all(abs(entry["kl"]) < 1e-5 for entry in trainer.state.log_history if "kl" in entry)
+
+
+@pytest.mark.parametrize("normalizes", [False, True])
+def test_the_second_look_takes_the_experts_of_the_sampler(make, normalizes):
+    # normalised weights are computed before the loss runs
+    trainer = make(rollout_diagnose=True, max_steps=1, rollout_is_batch_normalize=normalizes)
+    seen, corrected = [], trainer._observer.corrected
+    trainer._observer.corrected = lambda now, one: (seen.append(one), corrected(now, one))
+    trainer.train()
+    differences = [
+        (one.train_logps - one.batch[AGAIN_LOGPS]).nan_to_num(0.0) for one in seen if AGAIN_LOGPS in one.batch
+    ]
+    assert differences
+    assert max(x.abs().max() for x in differences) < 1e-4
 
 
 def test_replaying_its_own_choice_leaves_training_alone(make):

@@ -277,6 +277,9 @@ def test_truncation_at_one_is_not_truncation_of_outliers():
     half = {**CORRECTED, "rollout_is_ratio_fraction_high": 0.5}
     assert "weights_at_bound" in found(history(*[{**half, "rollout_is_max": 2.0}] * 5), config(rollout_is="token"))
     assert "weights_at_bound" not in found(history(*[{**half, "rollout_is_max": 1.0}] * 5), config())
+    # `rollout_is_max` is the ratio before its bound, but for token weights
+    of_completions = config(rollout_correction="auto", rollout_is="sequence")
+    assert "weights_at_bound" not in found(history(*[{**half, "rollout_is_max": 1.4}] * 5), of_completions)
 
 
 def test_what_was_so_from_the_start_is_not_unlearnt():

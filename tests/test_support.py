@@ -1,12 +1,17 @@
 """`rollout_support: replay`: truncated sampling by a real vLLM, and log-probabilities over the tokens that it kept."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from tests.tiny import StaleSampler
 from tests.training import TRAINERS, VLLM, build, logged, micro_batches
+from trl_rollout_corr.probe.process import Probe
 from trl_rollout_corr.trainers import versions
-from trl_rollout_corr.trainers.support import SUPPORT, pad_kept
+from trl_rollout_corr.trainers.batch import SUPPORT
+from trl_rollout_corr.trainers.support import check_replay, pad_kept
 
 
 REPLAY = {
@@ -78,6 +83,33 @@ def test_gradients_are_those_of_the_truncated_policy(make):
     wanted = gradients(expected)
     for name, gradient in gradients(found).items():
         torch.testing.assert_close(gradient, wanted[name], rtol=1e-3, atol=1e-4, msg=name)
+
+
+@pytest.mark.vllm
+def test_passes_outside_the_loss_are_over_the_kept_tokens_too(make):
+    """Of a probe, of a second look at single sequences, and of the check that weights arrive."""
+    trainer = make(top_k=5, max_steps=1)
+    batch = micro_batches(trainer)[0]
+    parts = [torch.cat([batch[f"prompt_{x}"], batch[f"completion_{x}"]], 1) for x in ("ids", "mask")]
+    probe = Probe.__new__(Probe)
+    probe.trainer = trainer
+    sampled, mask = batch["sampling_per_token_logps"], batch["completion_mask"].bool()
+    (scored,), (alone,) = probe.score([batch]), probe.score_alone([batch])
+    for found in (scored, alone, trainer._forward_again(batch, *parts, mask.shape[1])):
+        torch.testing.assert_close(found[mask], sampled[mask], rtol=1e-3, atol=1e-3)
+
+
+def test_an_adapter_of_the_head_is_refused(tiny_model_path, tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_path)
+    accelerator = SimpleNamespace(unwrap_model=lambda model, **kwargs: model, distributed_type=None)
+    args = TRAINERS["grpo"][1](str(tmp_path), bf16=False, use_vllm=True, rollout_support="replay", top_k=5)
+    trainer = SimpleNamespace(args=args, model=model, accelerator=accelerator)
+    check_replay(trainer)
+    trainer.model = get_peft_model(model, LoraConfig(target_modules=["lm_head"]))
+    with pytest.raises(ValueError, match="`rollout_support` is 'replay', but the adapter changes the head"):
+        check_replay(trainer)
 
 
 @pytest.mark.vllm

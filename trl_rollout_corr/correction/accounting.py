@@ -117,7 +117,9 @@ def account(
         "mean_reward": add_up(torch.stack([scored, scored * rewards], 1), keeps_none, 2),
     }
     if turns is not None and log_ratio is not None:
-        squares, gap = coefficients.square(), k3(log_ratio.masked_fill(~valid, 0.0).clamp(max=LARGEST_POWER))
+        # a valid token without a finite log-ratio is one that `rollout_nan_policy` neutralizes
+        d = log_ratio.masked_fill(~valid | ~log_ratio.isfinite(), 0.0)
+        squares, gap = coefficients.square(), k3(d.clamp(max=LARGEST_POWER))
         measures = (*(x.clone() for x in _measures(valid, keep, coefficients)), gap, coefficients, squares)
         segments["turn"] = torch.stack([_by_turn(x.to(lengths.dtype), turns) for x in measures], 1)
     return Accounts.of(segments)

@@ -49,6 +49,7 @@ def make_row(
     n = int(sequence["completion_mask"].sum())
     in_prompt, again, age = sequence["prompt_mask"].bool(), sequence["again_logps"], sequence["staleness"]
     turn_ids, token_ages = sequence.get("turn_ids"), sequence.get("token_staleness")
+    padding = sequence.get("padding")  # of packed rows; the others are as wide as the batch
     prompt_ids, token_ids = sequence["prompt_ids"][in_prompt].tolist(), sequence["completion_ids"][:n].tolist()
     return {
         "step": step,
@@ -64,7 +65,7 @@ def make_row(
         "advantage": sequence["advantage"].item(),
         "staleness": None if age is None or age.isnan() else int(age),
         "prompt_ids": prompt_ids,
-        "padding": int((~in_prompt).sum()),
+        "padding": int((~in_prompt).sum() if padding is None else padding),
         "again_logps": None if again is None or again[:n].isnan().all() else again[:n].tolist(),
         "turn_ids": None if turn_ids is None else turn_ids[:n].tolist(),
         "token_staleness": None if token_ages is None else token_ages[:n].tolist(),

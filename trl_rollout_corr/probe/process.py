@@ -24,9 +24,8 @@ from ..dumps.rows import make_row, on_host
 from ..dumps.writing import write_rows
 from ..messages import warn
 from ..trainers.batch import ROLLOUT_LOGPS
-from ..trainers.first_step import score_alone
 from ..trainers.run_metadata import settings_in_effect
-from ..trainers.sampler import distorting, neutral
+from ..trainers.sampler import TRUNCATION, distorting, neutral
 from ..trainers.script import INPUT_ERRORS, in_one_line, package_warnings
 from .configuration import Config, Request, Trainer, on_cpu, prompts_of, read, shortened
 from .rescoring import rescorings
@@ -121,17 +120,15 @@ class Probe:
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
         attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
         n = batch["completion_ids"].shape[1]
-        scored = self.trainer._get_per_token_logps_and_entropies(self.trainer.model_wrapped, ids, attention, n)
+        with self.trainer._replaying(batch):
+            scored = self.trainer._get_per_token_logps_and_entropies(self.trainer.model_wrapped, ids, attention, n)
         logps: torch.Tensor = scored[0].float()
         return logps
 
     def score_alone(self, batches: list[Batch]) -> list[torch.Tensor]:
         """Score batches one sequence at a time, without padding."""
-        forward = self.trainer._get_per_token_logps_and_entropies
         with self.trainer.compute_loss_context_manager():
-            return [
-                score_alone(forward, self.trainer.model_wrapped, batch, len(batch["prompt_ids"])) for batch in batches
-            ]
+            return [self.trainer._score_alone(batch, most=len(batch["prompt_ids"])) for batch in batches]
 
     def write(
         self,
@@ -181,7 +178,9 @@ class Probe:
                 setattr(generation, name, value)
 
     def distorts(self, names: tuple[str, ...]) -> bool:
-        """True if any of these settings of the sampler has an effect."""
+        """True if any of these settings of the sampler distorts ratios."""
+        if self.run.rollout_support is not None:  # the trainer scores over the tokens that are left
+            names = tuple(name for name in names if name not in TRUNCATION)
         generation = self.trainer.vllm_generation
         values = {name: getattr(generation, name, None) for name in names}
         values |= {name: value for name, value in generation.generation_kwargs.items() if name in names}

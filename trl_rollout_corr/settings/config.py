@@ -189,7 +189,12 @@ class RolloutCorrectionConfig(DumpFields, MonitorFields, EngineFields, Correctio
             read = f"but the run read {before!r} at its start"
             raise SettingError(name, value, read, remedy="Set it before `train()`.")
         super().__setattr__(name, PARSERS[name](value) if name in PARSERS else value)
-        if name == "rollout_correction":
+        if name == "rollout_is_threshold" and value != before:
+            # as in `fill`: no threshold has the clamping of a preset with another
+            preset = None if isinstance(self.rollout_correction, Mapping) else self.rollout_correction
+            if self.rollout_is_clamp == settings_of(preset)["rollout_is_clamp"]:
+                super().__setattr__("rollout_is_clamp", False)
+        elif name == "rollout_correction":
             self._fill()
             self._parse()
             RolloutCorrectionConfig.check(self)

@@ -26,11 +26,11 @@ from ..correction.functional import LOG_RATIO_BOUND
 from ..messages import nearest, warn_idle
 from ..settings.config import RolloutCorrectionConfig
 from ._cpu_attention import register_tree_attention
-from .batch import REWARDS, ROLLOUT_LOGPS, ROLLOUT_STEP, TOKEN_STEPS
+from .batch import PADDING, REWARDS, ROLLOUT_LOGPS, ROLLOUT_STEP, TOKEN_STEPS
 from .core import CorrectionCore, check_bounds_of_means
 from .engine import announce_server, check_engine_kwargs
 from .intake import ADVANTAGES, TERMS, TEXT, TEXT_PREFIX, TOOLS, Carrier, Layout, Tap
-from .loss import normalizes_sequences
+from .loss import normalizes_over
 from .monitor import check_tightened
 from .observer import Corrected
 from .packed import Awaited, Policy, Terms
@@ -77,7 +77,7 @@ def check_asynchronous(config: Any) -> None:
     budget = getattr(config, "token_budget", None)  # gone in newer releases of TRL
     packs = budget is None or budget > 0  # rows hold as many completions as there is room for
     fewest = config.world_size * (1 if packs else config.per_device_train_batch_size)
-    if normalizes_sequences(config) and fewest == 1:
+    if normalizes_over(config, "sequence", "geometric") and fewest == 1:
         raise ValueError(
             "`rollout_is_batch_normalize` is True, and in an asynchronous run the mean is over the micro-batch of all ranks, "
             f"which {'with this `token_budget` may be' if packs else 'is'} one completion: its weight would be 1. Set "
@@ -350,6 +350,7 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
             "advantages": inputs[ADVANTAGES][0],
             REWARDS: inputs[REWARDS][0],
             ROLLOUT_STEP: inputs[ROLLOUT_STEP][0],
+            PADDING: torch.zeros_like(inputs[ROLLOUT_STEP][0]),  # rows are packed
         }
         if TOKEN_STEPS in inputs:
             batch[TOKEN_STEPS] = inputs[TOKEN_STEPS][0]

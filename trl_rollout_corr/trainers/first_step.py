@@ -11,6 +11,7 @@ from ..diagnosis.text import write_text
 from ..dumps.rows import make_row, on_host
 from ..dumps.sequences import Sequences
 from ..settings.config import RolloutCorrectionConfig
+from .batch import SUPPORT
 from .console import write
 from .run_metadata import settings_in_effect
 
@@ -61,21 +62,24 @@ class FirstStepDiagnosis(TrainerCallback):
             write(f"Diagnosis of step {state.global_step}. {text}".rstrip())
 
 
-def score_alone(forward: Callable[..., tuple], model: Any, batch: dict[str, Any], most: int = AGAIN) -> torch.Tensor:
+def score_alone(forward: Callable[..., tuple], batch: dict[str, Any], most: int = AGAIN) -> torch.Tensor:
     """
     Score the first `most` sequences of a batch one by one and without padding, with the state of the random numbers restored.
 
-    `forward` is TRL's forward pass. Returns log-probabilities, `(B, T)` in nats; NaN for the other sequences.
+    `forward` is TRL's forward pass; its first argument is the part of the batch about the sequence. Returns
+    log-probabilities, `(B, T)` in nats; NaN for the other sequences.
     """
     logps = torch.full(batch["completion_ids"].shape, torch.nan, device=batch["completion_ids"].device)
     devices = [logps.device] if logps.device.type == "cuda" else []
     with torch.no_grad(), torch.random.fork_rng(devices=devices):
         for i in range(min(most, len(logps))):
             prompt = batch["prompt_ids"][i][batch["prompt_mask"][i].bool()]
-            completion = batch["completion_ids"][i][batch["completion_mask"][i].bool()]
+            mask = batch["completion_mask"][i].bool()
+            completion = batch["completion_ids"][i][mask]
             # every rank makes as many forward passes, also for a completion that TRL masks as a whole
             ids = torch.cat([prompt, completion if len(completion) else batch["completion_ids"][i][:1]])[None]
             n = max(len(completion), 1)
-            scored = forward(model, ids, torch.ones_like(ids), n)[0][0].float()
+            one = {SUPPORT: batch[SUPPORT][i][mask if len(completion) else slice(1)][None]} if SUPPORT in batch else {}
+            scored = forward(one, ids, torch.ones_like(ids), n)[0][0].float()
             logps[i, : len(completion)] = scored[: len(completion)]
     return logps

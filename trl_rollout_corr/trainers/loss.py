@@ -71,22 +71,24 @@ class LossCall:
 
 
 def check_batch_normalization(config: GRPOConfig | RLOOConfig) -> None:
-    """Refuse batch normalisation over a micro-batch of one sequence, which would set its weight to 1."""
-    if not (normalizes_sequences(config) and config.bypass_mode):
+    """Refuse batch normalisation over a micro-batch of one sequence, which would set its weight to 1; of one turn, warn."""
+    if not config.bypass_mode or config.per_device_train_batch_size * config.world_size > 1:
         return
-    if config.per_device_train_batch_size * config.world_size == 1:
-        raise ValueError(
-            "`rollout_is_batch_normalize` is True with `bypass_mode`, where the mean is over the micro-batch of all ranks, "
-            "which is one sequence: its weight would always be 1. Set `per_device_train_batch_size` to 2 or more (and divide "
-            "`gradient_accumulation_steps` accordingly), or use `bypass_mode=False`, which normalises over the generation "
-            "batch."
-        )
+    message = (
+        "`rollout_is_batch_normalize` is True with `bypass_mode`, where the mean is over the micro-batch of all ranks, which "
+        "is one sequence: its weight would always be 1{of_turns}. Set `per_device_train_batch_size` to 2 or more (and divide "
+        "`gradient_accumulation_steps` accordingly), or use `bypass_mode=False`, which normalises over the generation batch."
+    )
+    if normalizes_over(config, "sequence", "geometric"):
+        raise ValueError(message.format(of_turns=""))
+    if normalizes_over(config, "turn"):
+        warn(message.format(of_turns=" if it has one turn"))
 
 
-def normalizes_sequences(config: Any) -> bool:
-    """True if weights are divided by their mean over sequences."""
+def normalizes_over(config: Any, *levels: str) -> bool:
+    """True if weights of one of the levels are divided by their mean."""
     normalizes = config.corrects and config.applies_weights and config.rollout_is_batch_normalize
-    return normalizes and config.rollout_is in ("sequence", "geometric")
+    return bool(normalizes and config.rollout_is in levels)
 
 
 def warn_about_iterations(config: GRPOConfig | RLOOConfig) -> None:

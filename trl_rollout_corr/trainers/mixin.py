@@ -12,8 +12,8 @@ it:
 `B` completions, `T` completion tokens.
 """
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -32,6 +32,7 @@ from .batch import (
     REWARDS,
     ROLLOUT_LOGPS,
     ROLLOUT_STEP,
+    SUPPORT,
     TURN_IDS,
 )
 from .core import CorrectionCore
@@ -43,7 +44,7 @@ from .observer import Corrected
 from .routed import RoutingReplay
 from .sampler import check_server_logprobs, observe_sampler, sync_weights_on_cpu, truncation
 from .scoring import Logprobs, OldPass, Scoring
-from .support import SUPPORT, Kept, check_replay, over_support, pad_kept
+from .support import Kept, check_replay, over_support, pad_kept
 from .trl_interface import check_bases, check_trl, definer
 from .versions import keeps_support, take_out_weights
 
@@ -86,6 +87,7 @@ class RolloutCorrectionMixin(RoutingReplay, CorrectionCore):
             super().__init__(model, reward_funcs, args, *further_args, **kwargs)
         self._scoring: Scoring | None = None
         self._loss_call: LossCall | None = None
+        self._replayed: dict[str, Any] | None = None  # batch of a forward pass outside the loss
         self._gradient_checked = False  # True once the correction was found in the gradient of TRL's loss
         self._visited: list[torch.Tensor] = []  # log-probabilities of first visits since the last generation
         # Every sample is visited before the first optimizer step after its generation: the policy of the first visit is the
@@ -266,8 +268,8 @@ class RolloutCorrectionMixin(RoutingReplay, CorrectionCore):
         logps, *others = forward(model, *args, **kwargs)
         if self._loss_call is not None and self._is_policy(model, logps, self._loss_call):
             self._loss_call.take_forward()
-            again = partial(forward, self.model, *args, **kwargs)
-            self._look_at_delivery(logps.detach(), self._loss_call.batch, lambda: again()[0])
+            again = partial(self._forward_again, self._loss_call.batch, *args, **kwargs)
+            self._look_at_delivery(logps.detach(), self._loss_call.batch, again)
             logps = self._correct(logps, self._loss_call.batch, self._loss_call.inputs)
             self._loss_call.inputs.read.clear()  # only reads after the correction count
         return logps, *others
@@ -275,8 +277,8 @@ class RolloutCorrectionMixin(RoutingReplay, CorrectionCore):
     def _forward_over_support(self, model: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
         """TRL's forward pass, of a batch whose sampler replays its support: over the tokens that it kept."""
         forward, support = super()._get_per_token_logps_and_entropies, None
-        if self._loss_call is not None:
-            support = self._loss_call.batch.get(SUPPORT)
+        if (batch := self._batch_of_pass) is not None:
+            support = batch.get(SUPPORT)
         elif self._scoring is not None and self._scoring.kept is not None and not self._scoring.paused:
             logits_to_keep = args[1] if len(args) > 1 else kwargs["logits_to_keep"]
             support = pad_kept(self._scoring.kept, logits_to_keep, input_ids.device)
@@ -284,6 +286,36 @@ class RolloutCorrectionMixin(RoutingReplay, CorrectionCore):
             return forward(model, input_ids, *args, **kwargs)
         unwrapped = self.accelerator.unwrap_model(model, keep_fp32_wrapper=True)
         return over_support(forward, support, self.temperature, unwrapped, model, input_ids, *args, **kwargs)
+
+    @property
+    def _batch_of_pass(self) -> dict[str, Any] | None:
+        """Batch that a forward pass is over; `None` while TRL scores one."""
+        loss_call = self._loss_call
+        return loss_call.batch if self._replayed is None and loss_call is not None else self._replayed
+
+    @contextmanager
+    def _replaying(self, batch: dict[str, Any]) -> Iterator[None]:
+        """Forward passes over a batch outside its loss, with its kept tokens and experts."""
+        before, self._replayed = self._replayed, batch
+        try:
+            yield
+        finally:
+            self._replayed = before
+
+    def _forward_again(self, batch: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+        with self._replaying(batch):
+            logps: torch.Tensor = self._forward_over_support(self.model, *args, **kwargs)[0]
+        return logps
+
+    def _score_alone(self, batch: dict[str, Any], **most: int) -> torch.Tensor:
+        """Score sequences of a batch as the loss does, but one by one: `score_alone`."""
+
+        def forward(one: dict[str, Any], *args: Any) -> tuple:
+            with self._replaying({**batch, **one}):
+                scored: tuple = self._forward_over_support(self.model_wrapped, *args)
+            return scored
+
+        return score_alone(forward, batch, **most)
 
     def _is_policy(self, model: Any, logps: torch.Tensor, call: LossCall) -> bool:
         """True for a forward pass of the policy; False for a teacher, a reference, or a pass without gradient."""
@@ -357,11 +389,10 @@ class RolloutCorrectionMixin(RoutingReplay, CorrectionCore):
 
     def _report(self, seen: Corrected) -> None:
         """Count a corrected batch. With `rollout_diagnose`, sequences of the first batch are scored a second time."""
-        # Sequences are scored one by one, which is not possible with images or kept tokens
-        more = any(key in seen.batch for key in ("pixel_values", "num_images", "image_grid_thw", SUPPORT))
+        # Sequences are scored one by one, which is not possible with images or the kept tokens of a newer TRL
+        more = any(key in seen.batch for key in ("pixel_values", "num_images", "image_grid_thw"))
         if not (more or keeps_support(self.args, self._trl_class)) and self._observer.looks_twice(self._now):
-            again = score_alone(super()._get_per_token_logps_and_entropies, self.model_wrapped, seen.batch)
-            seen = seen._replace(batch={**seen.batch, AGAIN_LOGPS: again})
+            seen = seen._replace(batch={**seen.batch, AGAIN_LOGPS: self._score_alone(seen.batch)})
         self._observer.corrected(self._now, seen)
 
     def _is_first_visit(self, current: torch.Tensor, batch: dict[str, Any]) -> bool:

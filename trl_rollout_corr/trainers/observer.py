@@ -27,7 +27,7 @@ from ..correction.functional import turns_of
 from ..correction.metrics import Statistics
 from ..correction.sums import Sums
 from ..settings.config import RolloutCorrectionConfig
-from .batch import AGAIN_LOGPS, REWARDS, ROLLOUT_LOGPS, TURN_IDS
+from .batch import AGAIN_LOGPS, PADDING, REWARDS, ROLLOUT_LOGPS, TURN_IDS
 from .dumping import SequenceDump
 from .first_step import FirstStepDiagnosis
 from .reporting import report_histogram
@@ -191,4 +191,5 @@ def _columns(seen: Corrected) -> tuple[dict[str, torch.Tensor], dict[str, torch.
         "token_staleness": seen.token_ages,
         "again_logps": batch.get(AGAIN_LOGPS),
         "turn_ids": batch.get(TURN_IDS),
+        "padding": batch.get(PADDING),
     }

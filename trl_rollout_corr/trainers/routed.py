@@ -66,7 +66,7 @@ class RoutingReplay(_Host):
 
     def _routes_of(self, input_ids: torch.Tensor, mask: torch.Tensor, n: int) -> torch.Tensor | None:
         """Routes of a padded batch, `(B, P + T, L, k)`; `None` for a forward pass that is not TRL's."""
-        batch = None if self._loss_call is None else self._loss_call.batch
+        batch = self._batch_of_pass
         if batch is None:
             scoring = self._scoring
             return None if scoring is None or scoring.paused else self._sampled.place(input_ids, mask, n)

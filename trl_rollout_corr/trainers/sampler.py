@@ -4,6 +4,7 @@ vLLM as the sampler: checks of its options, the log-probability of each sampled 
 The last two change one [`~trl.generation.vllm_generation.VLLMGeneration`] object after TRL has built it.
 """
 
+import operator
 from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any
@@ -184,12 +185,12 @@ def checked_turn_ids(completion_ids: list[list[int]], turn_ids: Any) -> list[lis
             )
         for t, turn in enumerate(turns):
             before = turns[t - 1] if t else 0
-            if not isinstance(turn, int) or turn < before:
+            if not hasattr(turn, "__index__") or turn < before:
                 raise ValueError(
                     f"`turn_ids[{i}][{t}]` is {turn!r} after {before!r}, but turns follow one another: use whole numbers from "
                     "0 that never decrease along a completion."
                 )
-    return [list(turns) for turns in turn_ids]
+    return [[operator.index(turn) for turn in turns] for turns in turn_ids]
 
 
 def observe_sampler(

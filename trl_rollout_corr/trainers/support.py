@@ -24,8 +24,6 @@ from torch.utils.checkpoint import checkpoint
 from .scoring import Logprobs
 
 
-SUPPORT = "rollout_corr_support"  # key of a batch: (B, T, K) ids of kept tokens, -1 for none
-
 Kept = list[list[list[int]]]  # ids of kept tokens, per completion and token
 
 # Largest kept set without `top_k`, which vLLM then gets
@@ -49,6 +47,7 @@ def check_replay(trainer: Any) -> None:
     sharded = trainer.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
     reason = (
         (several_turns and f"`{several_turns[0]}` is set: the kept tokens of several turns are not joined")
+        or (hasattr(model.get_output_embeddings(), "base_layer") and "the adapter changes the head of the model")
         or (scaled and f"the model has `{scaled[0]}`, which changes logits above the head")
         or (sharded and "the head of the model is sharded by FSDP or DeepSpeed")
     )

@@ -6,6 +6,7 @@ asks the endpoint whose answers have the label of every token ([`VersionedLoop`]
 [`~trl_rollout_corr.trainers.intake.Carrier`].
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from itertools import repeat
@@ -120,7 +121,7 @@ def _as_completion(answer: Mapping[str, Any]) -> dict[str, Any]:
     choices = []
     for choice in answer["choices"]:
         pairs = zip(choice["logprobs"]["content"], _versions(choice), strict=True)
-        logps = [_Sampled.by(version, token["logprob"]) for token, version in pairs]
+        logps = [_Sampled.by(version, math.nan if (x := token["logprob"]) is None else x) for token, version in pairs]
         choices.append({**choice, "logprobs": {"token_logprobs": logps}})
     return {**answer, "choices": choices}
 
