@@ -515,7 +515,7 @@ def test_metrics_are_those_of_the_other_trainers_on_the_same_tensors(make):
 
 
 def test_the_dump_has_prompts_completions_and_ages(make, tmp_path):
-    trainer = make({"turns": 2, "lags": (0, 1)}, rollout_dump_dir=str(tmp_path / "dump"), max_steps=4)
+    trainer = make({"turns": 2, "lags": (0, 1), "group": 1}, rollout_dump_dir=str(tmp_path / "dump"), max_steps=4)
     trainer.train()
     rows = read_dump(tmp_path / "dump").rows
     samples = trainer.rollout_worker.samples
