@@ -430,7 +430,7 @@ def test_tokens_that_take_another_route_need_a_correction_that_rejects():
 
     assert settings(rollout_routing=None) == {"rollout_routing": "replay"}
     assert settings(rollout_correction="decoupled_token_is") == {"rollout_correction": "auto"}
-    assert settings(rollout_is_threshold=[0.5, 5.0]) == {}
+    assert settings(rollout_is="token", rollout_is_threshold=[0.5, 5.0]) == {}
     assert settings() == settings(rollout_correction="auto") == {}
     assert settings(rollout_correction="bypass_ppo_clip") == {}
     assert settings(rollout_correction="bypass_pg_is") == {"rollout_correction": "bypass_pg_token_icepop"}

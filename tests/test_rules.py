@@ -22,7 +22,7 @@ from trl_rollout_corr.settings.criteria import CRITERIA
 DISABLED = {"rollout_correction": "disabled"}
 SEQUENCE = {"rollout_is": "sequence"}
 VETO = {"rollout_rs": ["seq_max_k1"], "rollout_rs_threshold": [[1e-4, math.inf]]}
-ICEPOP = {"rollout_is_threshold": [0.5, 5.0]}
+ICEPOP = {"rollout_is": "token", "rollout_is_threshold": [0.5, 5.0]}
 
 HEALTHY_WINDOW = {
     "kl": 0.0008,
@@ -69,7 +69,11 @@ ILL = {
     "weight_mean_high": (SEQUENCE, {"rollout_is_mean": 2.1}, {"rollout_is_mean": 1.9}),
     "effective_sample_size": ({}, {"rollout_is_eff_sample_size": 0.29}, {"rollout_is_eff_sample_size": 0.31}),
     "weight_std": ({}, {"rollout_is_std": 1.1}, {"rollout_is_std": 0.9}),
-    "weights_at_bound": ({}, {"rollout_is_ratio_fraction_high": 0.11}, {"rollout_is_ratio_fraction_high": 0.09}),
+    "weights_at_bound": (
+        {"rollout_is": "token"},
+        {"rollout_is_ratio_fraction_high": 0.11},
+        {"rollout_is_ratio_fraction_high": 0.09},
+    ),
     "icepop_dropped": (ICEPOP, {"rollout_is_oob_ratio": 0.31}, {"rollout_is_oob_ratio": 0.29}),
     "chi2_token": ({}, {"chi2_token": 1.1}, {"chi2_token": 0.9}),
     "chi2_seq": (SEQUENCE, {"chi2_seq": 11.0}, {"chi2_seq": 9.0}),

@@ -69,7 +69,7 @@ def test_settings_may_change_in_the_middle_of_a_logging_window(make, fields):
     trainer = make(max_steps=4, logging_steps=3, **start, extra={"callbacks": [Changing(**fields)]})
     losses(trainer)
     first, last = (entry for entry in trainer.state.log_history if "rollout_corr/kl" in entry)
-    same_from_the_start = make(max_steps=4, **fields)
+    same_from_the_start = make(max_steps=4, **{**start, **fields})
     keys = {key for key in first if key.startswith("rollout_corr/rollout_")}
     losses(same_from_the_start)
     expected = {key for key in same_from_the_start.state.log_history[2] if key.startswith("rollout_corr/rollout_")}
