@@ -1,0 +1,225 @@
+"""
+What a forward pass of TRL is for.
+
+TRL's trainers run every model through one method, `_get_per_token_logps_and_entropies`. Rollout correction overrides it once
+([`~trl_rollout_corr.trainers.mixin.RolloutCorrectionMixin`]), and asks the pass that is under way what to do:
+
+| pass | under way while | what it does |
+| --- | --- | --- |
+| [`Scoring`] | TRL generates and scores a batch | answers TRL's old pass, or keeps its result |
+| [`LossPass`] | TRL computes its loss | corrects the log-probabilities of the policy |
+| [`Rescoring`] | a batch is scored once more, outside its loss | nothing |
+| [`ForwardPass`] | code of the user runs: a rollout function, a reward function, a script | nothing |
+
+The trainer has one pass at a time, in `_pass`. A pass begins and ends with a `with` statement, and passes nest: a reward
+function that scores with the trainer runs within [`Scoring`]. Replays of the sampler's choices ask the pass for their column
+of the batch ([`~trl_rollout_corr.replay.protocol.Replay`]).
+
+`B` completions, `P` and `T` tokens of prompts and completions with padding.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..correction.sums import Sums
+from ..replay.protocol import Replay
+from .gradient_check import GradientCheck, not_in_loss
+
+
+Logprobs = list[list[float | None]]
+Forward = Callable[..., tuple]
+
+
+class ForwardPass:
+    """A forward pass that is not TRL's. Nothing is changed."""
+
+    loss_mask: torch.Tensor | None = None  # (B, T), tokens of the loss; only of a pass in the loss
+    policy: torch.nn.Module | None = None  # without wrappers, the model that the loss trains; only of a pass in the loss
+
+    def run(self, forward: Forward, model: Any, *args: Any, **kwargs: Any) -> tuple:
+        """Run `forward`, TRL's method of the forward pass, and return its log-probabilities, `(B, T)`, and its other outputs."""
+        return forward(model, *args, **kwargs)
+
+    def column(
+        self, replay: Replay, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int
+    ) -> torch.Tensor | None:
+        """Column of the batch that a replay needs in this pass; `None` if nothing is replayed."""
+        return None
+
+    def count(self, sums: Sums) -> None:
+        """Add sums to the metrics. Only a pass in the loss has any."""
+
+
+class Rescoring(ForwardPass):
+    """A forward pass over a batch that TRL has scored before, outside of its loss."""
+
+    def __init__(self, batch: Mapping[str, Any]) -> None:
+        self.batch = batch
+
+    def column(
+        self, replay: Replay, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int
+    ) -> torch.Tensor | None:
+        return self.batch.get(replay.key)
+
+
+# Scoring --------------------------------------------------------------------------------------------------------------
+
+
+class OldPass:
+    """
+    TRL's first forward pass while it scores a batch, which computes the log-probabilities of the old policy.
+
+    `answer` takes `input_ids` and `logits_to_keep`, and returns log-probabilities, `(B, T)`, in place of the forward pass.
+    """
+
+    def __init__(self, answer: Callable[[torch.Tensor, int], torch.Tensor] | None = None) -> None:
+        self.answer = answer
+        self.calls = 0
+        # known after the first call, each (B, T)
+        self.logps: torch.Tensor
+        self.completion_mask: torch.Tensor
+
+    def __call__(
+        self,
+        forward: Forward,
+        model: Any,
+        input_ids: Any,
+        attention_mask: Any,
+        logits_to_keep: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple:
+        self.calls += 1
+        if self.calls == 1 and self.answer is not None:
+            outputs = (self.answer(input_ids, logits_to_keep), None, None)
+        else:
+            outputs = forward(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
+        if self.calls == 1:
+            self.logps, self.completion_mask = outputs[0], attention_mask[:, -logits_to_keep:]
+        return outputs
+
+
+class Scoring(ForwardPass):
+    """
+    The passes of one batch while TRL generates and scores it, and what TRL would discard of the batch: log-probabilities of the
+    sampler, rewards, turns. Without an `old_pass`, TRL's passes are unchanged.
+    """
+
+    def __init__(self, old_pass: OldPass | None) -> None:
+        self.old_pass = old_pass
+        self.logprobs: Logprobs | None = None  # of the sampled tokens, per completion
+        self.tool_mask: list[list[int]] | None = None  # 0 on tokens of tools, per completion
+        self.turn_ids: list[list[int]] | None = None  # turn of each token, per completion
+        self.rewards: torch.Tensor | None = None  # (B,)
+
+    def run(self, forward: Forward, model: Any, *args: Any, **kwargs: Any) -> tuple:
+        if self.old_pass is None:
+            return forward(model, *args, **kwargs)
+        return self.old_pass(forward, model, *args, **kwargs)
+
+    def column(
+        self, replay: Replay, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int
+    ) -> torch.Tensor | None:
+        return replay.place(input_ids, attention_mask, logits_to_keep)
+
+    def restart(self) -> None:
+        """Start again, as TRL generates: it scores the last batch that it generated."""
+        if self.old_pass is not None:
+            self.old_pass.calls = 0
+
+    def rollout_logps(self, like: torch.Tensor) -> torch.Tensor:
+        """Log-probabilities of the sampler, padded to the shape `(B, T)` of `like`."""
+        rows = [[math.nan if x is None else x for x in row] for row in self.logprobs or []]
+        return _padded(rows, like, 0.0).float()
+
+    def padded_turn_ids(self, like: torch.Tensor) -> torch.Tensor | None:
+        """Turn of each token, padded to the shape `(B, T)` of `like`; `None` without turns of a rollout function."""
+        return None if self.turn_ids is None else _padded(self.turn_ids, like, 0)
+
+    def mask_of_loss(self, completion_mask: torch.Tensor) -> torch.Tensor:
+        """Mask of the tokens of the loss, `(B, T)`, from the mask of the completions."""
+        return completion_mask if self.tool_mask is None else completion_mask * _padded(self.tool_mask, completion_mask, 1)
+
+
+def _padded(rows: list[list[Any]], like: torch.Tensor, padding: float) -> torch.Tensor:
+    """Rows of numbers as a tensor of the shape `(B, T)` of `like`."""
+    padded = [[*row, *[padding] * (like.shape[1] - len(row))] for row in rows]
+    return torch.tensor(padded, device=like.device)
+
+
+# The loss -------------------------------------------------------------------------------------------------------------
+
+
+class LossInputs(dict):
+    """Batch for TRL's loss. It has no advantages until the correction, after the forward pass of the policy, adds them."""
+
+    def __missing__(self, key: str) -> None:
+        if key != "advantages":
+            raise KeyError(key)
+        raise RuntimeError(
+            "`advantages` are read before the forward pass of the policy, after which the batch has the corrected ones. In "
+            "`_compute_loss`, call `self._get_per_token_logps_and_entropies` with the policy first, and read `advantages`, "
+            "`old_per_token_logps` and `old_logps` after it, as TRL does."
+        )
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return self[key] if key in self or key == "advantages" else default
+
+
+class LossPass(Rescoring):
+    """
+    The passes of one call of `compute_loss` on a micro-batch. The pass of the policy is corrected; those of a teacher, of the
+    reference, and those without gradient are not.
+
+    Args:
+        policy (`torch.nn.Module`):
+            Model that the loss trains, without wrappers.
+        batch (`dict`):
+            Micro-batch.
+        loss_mask (`torch.Tensor` of shape `(B, T)`):
+            Non-zero on the tokens of the loss.
+        correct (`Callable`):
+            Takes this pass and the log-probabilities of the policy, `(B, T)` in nats with gradient. Returns the
+            log-probabilities for TRL's loss, `(B, T)`.
+        unwrap (`Callable`):
+            Returns a model without its wrappers.
+        count (`Callable`):
+            Adds sums to the metrics.
+    """
+
+    def __init__(
+        self,
+        policy: torch.nn.Module,
+        batch: Mapping[str, Any],
+        loss_mask: torch.Tensor,
+        correct: Callable[["LossPass", torch.Tensor], torch.Tensor],
+        unwrap: Callable[[Any], torch.nn.Module],
+        count: Callable[[Sums], None],
+    ) -> None:
+        super().__init__(dict(batch))
+        self.policy, self.loss_mask = policy, loss_mask
+        self._correct, self._unwrap, self._count = correct, unwrap, count
+        self.inputs = LossInputs({key: value for key, value in batch.items() if key != "advantages"})
+        self.gradient_check: GradientCheck | None = None  # at the first step
+        self.corrected = False
+        self._with_gradient = torch.is_grad_enabled()
+
+    def run(self, forward: Forward, model: Any, *args: Any, **kwargs: Any) -> tuple:
+        logps, *others = forward(model, *args, **kwargs)
+        if self._unwrap(model) is not self.policy or (self._with_gradient and not logps.requires_grad):
+            return logps, *others
+        if self.corrected:
+            raise RuntimeError(
+                "The loss ran the policy twice through `_get_per_token_logps_and_entropies`, and rollout correction cannot "
+                "know which of the two forward passes to correct. Run the other one under `torch.no_grad()`, or call the "
+                "model itself."
+            )
+        self.corrected = True
+        return self._correct(self, logps), *others
+
+    def count(self, sums: Sums) -> None:
+        self._count(sums)
