@@ -185,7 +185,6 @@ def test_wrong_values_name_the_field_and_the_way_out(wrong, message):
     [
         ({"rollout_is": "token", "rollout_is_clamp": True}, "`rollout_is_threshold` is not a pair"),
         ({"rollout_clip_ratio_c": 2.0}, "in `bypass_mode` with `rollout_loss_type='ppo_clip'`"),
-        ({"rollout_lr_scaling": "ess_sqrt", "rollout_metrics_only": True}, "is reported, and the step is not scaled"),
         ({"rollout_is": None, "rollout_is_threshold": 5.0}, "`rollout_is` is None"),
         ({"rollout_is": None, "rollout_is_batch_normalize": True}, "`rollout_is` is None"),
         ({"rollout_is_batch_normalize": True, "bypass_mode": True}, "reported, not applied"),
@@ -655,10 +654,10 @@ def test_command_line(parser):
     assert config.rollout_rs_threshold == [[0.6, 1.6], 2.5]
     assert parse("--rollout_correction", "none").corrects is False
     assert parse("--rollout_clip_ratio_c", "none").rollout_clip_ratio_c is None
-    assert parse("--rollout_lr_scaling", "none").rollout_lr_scaling is None
-    assert parse("--rollout_lr_scaling", "ess_sqrt").rollout_lr_scaling == "ess_sqrt"
-    with pytest.raises(ValueError, match="`rollout_lr_scaling` must be one of ess_sqrt or None, got 'ess'"):
-        parse("--rollout_lr_scaling", "ess")
+    assert parse("--rollout_routing", "none").rollout_routing is None
+    assert parse("--rollout_routing", "replay").rollout_routing == "replay"
+    with pytest.raises(ValueError, match="`rollout_routing` must be one of replay or None, got 'repeat'"):
+        parse("--rollout_routing", "repeat")
     with pytest.raises(ValueError, match="at least 1"):
         parse("--rollout_is_threshold", "0.52")
 

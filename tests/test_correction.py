@@ -628,7 +628,8 @@ def test_clamped_weights_stay_within_their_bounds(batch, level):
     "fields",
     [
         {"rollout_correction": "auto"},
-        {"rollout_is": "sequence", "rollout_is_batch_normalize": True, "rollout_lr_scaling": "ess_sqrt"},
+        {"rollout_is": "sequence", "rollout_is_batch_normalize": True},
+        {"bypass_mode": True, "rollout_loss_type": "reinforce"},
         {"rollout_rs": ["seq_max_k2"], "rollout_rs_threshold": 0.5, "rollout_rs_renormalize": True},
     ],
 )
@@ -645,7 +646,7 @@ def test_rows_in_blocks_are_corrected_like_all_rows_at_once(fields, monkeypatch)
         assert (found is None) == (expected is None)
         if expected is not None:
             torch.testing.assert_close(found, expected)
-    assert (whole.log_ratio is None) == ("rollout_lr_scaling" not in fields)
+    assert (whole.log_ratio is None) == ("bypass_mode" not in fields)
     assert_metrics(named(in_blocks), named(whole))
 
 

@@ -89,15 +89,6 @@ class RolloutCorrectionConfig(DumpFields, MonitorFields, EngineFields, Correctio
         rollout_metrics_only (`bool`, *optional*, defaults to `False`):
             Compute and report the correction, and leave the loss alone.
 
-        > Size of the step
-
-        rollout_lr_scaling (`str`, *optional*):
-            `"ess_sqrt"` multiplies the learning rate of each optimizer step by `sqrt(ESS / B)`, the effective sample size of
-            the `B` completions of the step on all ranks over their number. `ESS = (sum w)^2 / sum w^2`, with the unbounded
-            ratios `w = exp(sum d)` of the current policy to the sampler for whole completions
-            ([VCPO](https://huggingface.co/papers/2602.17616)). Longer completions give smaller steps. Not with DeepSpeed.
-            `None` leaves the step alone.
-
         > Failures of the sampler
 
         rollout_nan_policy (`str`, *optional*, defaults to `"drop"`):

@@ -100,9 +100,6 @@ class CorrectionFields:
         "In bypass mode with ppo_clip: largest ratio with gradient for negative advantages, or none.", 3.0
     )
     rollout_metrics_only: bool = _option("Compute and report the correction without changing the loss.", False)
-    rollout_lr_scaling: str | None = _option(
-        "Scaling of each step by the effective sample size of its completions: ess_sqrt, or none."
-    )
     rollout_nan_policy: NanPolicy = _option(
         "Treatment of a token whose log-ratio is not finite: drop, raise or neutralize.", "drop"
     )
@@ -232,7 +229,6 @@ PARSERS: dict[str, Callable[[Any], Any]] = {
     "rollout_is_threshold": parse_weight_threshold,
     "rollout_rs": parse_criteria,
     "rollout_loss_type": partial(_choice, "rollout_loss_type", LOSS_TYPES),
-    "rollout_lr_scaling": partial(_choice, "rollout_lr_scaling", ("ess_sqrt", None)),
     "rollout_nan_policy": partial(_choice, "rollout_nan_policy", NAN_POLICIES),
     "rollout_clip_ratio_c": _clip_ratio,
     "rollout_engine_kwargs": _engine_kwargs,

@@ -366,7 +366,6 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
         old = self._old_logps(current, batch)
         self._observer.visited(self._now, self._ages(batch), batch[LOSS_MASK], current, old)
         seen = self._correct_from(old, batch, from_old=False)  # the old policy is newer than the sampler
-        self._weigh_step(current, batch, seen)
         anchor = old
         if self.args.bypass_mode and self.args.corrects:
             anchor, seen = self._bypass(seen)
