@@ -175,17 +175,6 @@ def keep_mask(
     return _keep(tokens, [reject(tokens, criterion) for criterion in settings.criteria]) > 0
 
 
-def usable_rollout_logps(
-    train_logps: torch.Tensor, rollout_logps: torch.Tensor, mask: torch.Tensor, config: RolloutCorrectionConfig
-) -> torch.Tensor:
-    """
-    Log-probabilities of the rollout policy on valid tokens, and of the training policy elsewhere, `(B, T)` in nats: the
-    log-ratio is 0 outside the mask and where it would not be finite. Arguments: [`compute_rollout_correction`].
-    """
-    neutralize = config.rollout_nan_policy == "neutralize"
-    return train_logps - select_tokens(train_logps, rollout_logps, mask, neutralize=neutralize).log_ratio
-
-
 def _tokens(
     train_logps: torch.Tensor,
     rollout_logps: torch.Tensor,
