@@ -21,7 +21,6 @@ from tests.training import (
     counting_forwards,
     logged,
     losses,
-    saying,
     window,
 )
 from trl_rollout_corr import (
@@ -580,33 +579,6 @@ def test_a_row_of_one_completion_is_not_normalised(make, fields, scope):
         ValueError, match=f"in an asynchronous run .* {scope} one completion: its weight would be 1. Set"
     ):
         make(**fields)
-
-
-@pytest.mark.filterwarnings("ignore:`rollout_is_batch_normalize` is set")  # without effect, so far
-def test_a_preset_is_checked_before_the_run(make):
-    fields = {"rollout_correction": "disabled", "rollout_monitor": "tighten", "rollout_is_batch_normalize": True}
-    with pytest.raises(
-        ValueError, match=r"'decoupled_seq_is', which .* cannot switch to: `rollout_is_batch_normalize`"
-    ):
-        make(**fields, rollout_monitor_preset="decoupled_seq_is", token_budget=None)
-    trainer = make(**fields, rollout_monitor_preset="decoupled_seq_is")
-    trainer.args.token_budget = 512
-    with pytest.raises(
-        ValueError, match=r"'decoupled_seq_is', which .* cannot switch to: `rollout_is_batch_normalize`"
-    ):
-        trainer.train()
-
-
-def test_a_run_is_tightened(make, caplog):
-    trainer = make(
-        {"noise": 1.0}, rollout_correction="disabled", rollout_monitor="tighten", rollout_monitor_preset="auto",
-        max_steps=4, logging_steps=1,
-    )  # fmt: skip
-    with saying(caplog, "training continues with the preset auto"):
-        trainer.train()
-    assert trainer.args.rollout_rs == ["token_tv"]
-    assert trainer.args.rollout_is_clamp
-    assert trainer.state.global_step == 4
 
 
 def test_what_is_assigned_before_training_acts(make, tmp_path):

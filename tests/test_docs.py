@@ -40,7 +40,7 @@ def documented_keys() -> set[str]:
 
 def reported_keys() -> set[str]:
     """Keys of every configuration that adds some, with the names of criteria replaced by `<c>`."""
-    from trl_rollout_corr.trainers.monitor import ALARMS, TIGHTENED  # imports TRL
+    from trl_rollout_corr.trainers.monitor import ALARMS  # imports TRL
 
     keys = set()
     for threshold in (2.0, [0.5, 2.0]):
@@ -53,7 +53,7 @@ def reported_keys() -> set[str]:
         zeros, ones = torch.zeros(2, 1), torch.ones(2, 1)
         correction = compute_rollout_correction(zeros, zeros, ones, config, advantages=torch.tensor([1.0, -1.0]))
         keys |= {key.removeprefix(PREFIX) for key in correction.metrics()}
-    keys |= {key.removeprefix(PREFIX) for key in (*accounted_keys(), ALARMS, TIGHTENED)}
+    keys |= {key.removeprefix(PREFIX) for key in (*accounted_keys(), ALARMS)}
     groups = re.compile("^(rejected|downweighted)/(?!reward_mean).*")
     pattern = re.compile("|".join(sorted(CRITERIA, key=len, reverse=True)))
     parts = re.compile("^(age|turn)_\\w+?/")

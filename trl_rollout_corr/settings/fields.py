@@ -19,7 +19,7 @@ from .thresholds import none_if_null, parse_criteria, parse_number, parse_weight
 
 LossType = Literal["ppo_clip", "reinforce"]
 NanPolicy = Literal["drop", "raise", "neutralize"]
-MonitorAction = Literal["warn", "stop", "tighten"]
+MonitorAction = Literal["warn", "stop"]
 Routing = Literal["replay"]
 LOSS_TYPES: tuple[str, ...] = get_args(LossType)
 NAN_POLICIES: tuple[str, ...] = get_args(NanPolicy)
@@ -125,9 +125,8 @@ class MonitorFields:
     """Fields of [`RolloutCorrectionConfig`] for the monitor and for the diagnosis of the first step."""
 
     rollout_monitor: MonitorAction | None = _option(
-        "Reaction to unhealthy metrics: warn, stop, tighten, or none for no monitor.", "warn"
+        "Reaction to unhealthy metrics: warn, stop, or none for no monitor.", "warn"
     )
-    rollout_monitor_preset: Preset | None = _option("Preset that `rollout_monitor: tighten` switches to.")
     rollout_monitor_bounds: Mapping[str, float | None] | str | None = _option(
         "Bounds of the monitor by name of the rule; null switches a rule off."
     )
@@ -173,13 +172,12 @@ def _boolean(name: str, value: object) -> bool:
     return value
 
 
-def preset_name(field: str, value: object) -> Preset | None:
+def preset_name(name: str) -> Preset:
     """Refuse a name that is no preset."""
-    name: Preset | None = none_if_null(value)
-    if name is None or name in PRESETS:
+    if name in PRESETS:
         return name
     remedy = f"{nearest(name, PRESETS)} Available presets: {', '.join(PRESETS)}.".strip()
-    raise SettingError(field, name, remedy=remedy)
+    raise SettingError("rollout_correction", name, remedy=remedy)
 
 
 def _folder(value: object) -> str | None:
@@ -235,7 +233,6 @@ PARSERS: dict[str, Callable[[Any], Any]] = {
     "rollout_support": partial(_choice, "rollout_support", ("replay", None)),
     "rollout_routing": partial(_choice, "rollout_routing", ("replay", None)),
     "rollout_monitor": partial(_choice, "rollout_monitor", (*MONITOR_ACTIONS, None)),
-    "rollout_monitor_preset": partial(preset_name, "rollout_monitor_preset"),
     "rollout_monitor_bounds": lambda value: parse_bounds(none_if_null(value)) or None,
     "rollout_dump_dir": _folder,
     "rollout_dump_steps": partial(_count, "rollout_dump_steps", 1),

@@ -28,7 +28,6 @@ from .core import CorrectionCore, check_bounds_of_means
 from .engine import announce_server, check_engine_kwargs
 from .intake import ADVANTAGES, TERMS, TEXT, TEXT_PREFIX, TOOLS, Carrier, Layout, Tap
 from .loss import normalizes_over
-from .monitor import check_tightened
 from .observer import Corrected
 from .packed import Awaited, Policy, Terms
 from .sampler import TRUNCATION, check_server_logprobs, warn_about_distortion
@@ -92,7 +91,6 @@ class RolloutCorrectedAsyncGRPOConfig(RolloutCorrectionConfig, AsyncGRPOConfig):
         check_asynchronous(self)
         if warns:
             check_bounds_of_means(self)
-        check_tightened(self, warns=warns)
 
 
 class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
