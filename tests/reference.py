@@ -300,13 +300,3 @@ def age_metrics(sequences, ages, keeps, coefficients, rewards):
     return metrics | {
         "engine_k2_kl": intercept / 2, "drift_k2_kl": slope * mean_age / 2, "drift_k2_kl_per_step": slope / 2
     }  # fmt: skip
-
-
-def sequence_ess(train, rollout, mask):
-    """Effective sample size of the ratios of whole completions, over those with a token that counts."""
-    w = []
-    for train_row, rollout_row, mask_row in zip(train.tolist(), rollout.tolist(), mask.tolist(), strict=True):
-        d = [a - b for a, b, counts in zip(train_row, rollout_row, mask_row, strict=True) if counts]
-        if d:
-            w.append(math.exp(sum(d)))
-    return sum(w) ** 2 / sum(x * x for x in w)

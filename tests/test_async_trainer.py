@@ -21,7 +21,6 @@ from tests.training import (
     counting_forwards,
     logged,
     losses,
-    saying,
     window,
 )
 from trl_rollout_corr import (
@@ -127,7 +126,6 @@ def test_weights_of_one_change_little(make, tiny_model_path, tmp_path):
 
 MODES = {
     "decoupled": {},
-    "interpolated": {"rollout_proximal": "interpolated"},
     "reinforce": {"bypass_mode": True, "rollout_loss_type": "reinforce"},
     "ppo_clip": {"bypass_mode": True, "rollout_clip_ratio_c": 1.1},
 }
@@ -145,24 +143,21 @@ def test_a_correction_costs_no_forward(make, mode):
 # Gradients against autograd on the samples one by one -----------------------------------------------------------------
 
 
-def expected_loss(model, samples, mode, level, steps, accumulation):
+def expected_loss(model, samples, mode, level, accumulation):
     """The loss written out, sample by sample."""
     n_tokens = sum(int(sample.completion_mask.sum()) for sample in samples)
     total = 0.0
-    for sample, step in zip(samples, steps, strict=True):
+    for sample in samples:
         logps, rollout, advantage = unpacked_logps(model, sample), rollout_logps(sample), float(sample.advantage)
         current = logps.detach()
-        age = 3 - torch.as_tensor(step)
-        share = torch.where(age > 0, 1 / age.clamp(min=1), 0.0)
-        old = current - share * (current - rollout) if mode == "interpolated" else current
-        d = old - rollout
+        d = current - rollout
         exponent = {"token": d, "sequence": d.sum(), "geometric": d.mean(), None: torch.zeros(())}[level]
         weights = exponent.exp().clamp(max=2.0) * torch.ones_like(d)
         keep = d**2 / 2 <= 0.03
         if mode == "reinforce":
             total = total - (weights * keep * advantage * logps).sum()
             continue
-        ratio = (logps - (rollout if mode == "ppo_clip" else old)).exp()
+        ratio = (logps - (rollout if mode == "ppo_clip" else current)).exp()
         objective = torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
         if mode == "ppo_clip":
             weights = torch.where((advantage < 0) & (ratio.detach() > 1.1), 0.0, 1.0)
@@ -183,8 +178,7 @@ def test_gradients_are_those_of_the_loss_written_out(make, tiny_model_path, mode
     assert {sample.advantage > 0 for sample in samples} == {True, False}
     assert 0 < logged_now(trainer, "rollout_rs_masked_fraction") < 1
     model = load_model(tiny_model_path)
-    loss = expected_loss(model, samples, mode, level, [sample.model_version for sample in samples], 2)
-    expected = backward(model, loss)
+    expected = backward(model, expected_loss(model, samples, mode, level, 2))
     assert_gradients_equal(found, {name: gradient for name, gradient in expected.items() if name in found})
     assert set(found) == set(expected)
 
@@ -364,18 +358,6 @@ def window_of_all_logs(trainer):
     return [{k: v for k, v in entry.items() if k.startswith(PREFIX)} for entry in trainer.state.log_history[:-1]]
 
 
-def test_the_interpolated_policy_takes_the_age_of_each_token(make, tiny_model_path):
-    worker = {"turns": 2, "lags": (1, 2, 3), "change": with_versions}
-    trainer = make(worker, rollout_proximal="interpolated", rollout_rs="token_k2", rollout_rs_threshold=0.03)
-    batch, samples = micro_batch(trainer)
-    found = backward(trainer.model, trainer.compute_loss(trainer.model, batch))
-    model = load_model(tiny_model_path)
-    versions = [sample.versions[sample.completion_mask != 0] for sample in samples]
-    assert max(len(set(of_one)) for of_one in versions) == 2
-    expected = backward(model, expected_loss(model, samples, "interpolated", "token", versions, 2))
-    assert_gradients_equal(found, expected)
-
-
 @pytest.mark.parametrize(("engine", "drift"), [(0.01, 0.0), (0.0, 0.02), (0.03, 0.01)])
 def test_the_regression_separates_engine_and_drift(engine, drift):
     """Squares that grow linearly with age by construction."""
@@ -429,7 +411,6 @@ def test_who_is_dropped_as_stale_is_counted(make):
 @pytest.mark.parametrize("mode", MODES)
 def test_every_sample_rejected_trains_on_nothing(make, mode):
     trainer = make({"noise": 1.0, "lags": (9,)}, **MODES[mode], rollout_rs="seq_max_k2", rollout_rs_threshold=1e-9)
-    trainer._step_of_version[0] = -2  # at an age of one, what is interpolated is the sampler
     assert losses(trainer) == [(0.0, 0.0)] * 3
     assert logged(trainer, "rollout_rs_masked_fraction") == [1.0] * 3
 
@@ -600,43 +581,13 @@ def test_a_row_of_one_completion_is_not_normalised(make, fields, scope):
         make(**fields)
 
 
-@pytest.mark.filterwarnings("ignore:`rollout_is_batch_normalize` is set")  # without effect, so far
-def test_a_preset_is_checked_before_the_run(make):
-    fields = {"rollout_correction": "disabled", "rollout_monitor": "tighten", "rollout_is_batch_normalize": True}
-    with pytest.raises(
-        ValueError, match=r"'decoupled_seq_is', which .* cannot switch to: `rollout_is_batch_normalize`"
-    ):
-        make(**fields, rollout_monitor_preset="decoupled_seq_is", token_budget=None)
-    trainer = make(**fields, rollout_monitor_preset="decoupled_seq_is")
-    trainer.args.token_budget = 512
-    with pytest.raises(
-        ValueError, match=r"'decoupled_seq_is', which .* cannot switch to: `rollout_is_batch_normalize`"
-    ):
-        trainer.train()
-
-
-def test_a_run_is_tightened(make, caplog):
-    trainer = make(
-        {"noise": 1.0}, rollout_correction="disabled", rollout_monitor="tighten", rollout_monitor_preset="auto",
-        max_steps=4, logging_steps=1,
-    )  # fmt: skip
-    with saying(caplog, "training continues with the preset auto"):
-        trainer.train()
-    assert trainer.args.rollout_rs == ["token_tv"]
-    assert trainer.args.rollout_is_clamp
-    assert trainer.state.global_step == 4
-
-
 def test_what_is_assigned_before_training_acts(make, tmp_path):
     trainer = make(max_steps=2, logging_steps=1)
-    trainer.args.rollout_monitor, trainer.args.rollout_lr_scaling = "warn", "ess_sqrt"
-    trainer.args.rollout_dump_dir, trainer.args.rollout_proximal = tmp_path / "dump", "interpolated"
+    trainer.args.rollout_monitor = "warn"
+    trainer.args.rollout_dump_dir = tmp_path / "dump"
     trainer.train()
-    assert all({ALARMS, f"{PREFIX}lr_scale"} <= entry.keys() for entry in trainer.state.log_history if "loss" in entry)
+    assert all(ALARMS in entry for entry in trainer.state.log_history if "loss" in entry)
     assert {row["step"] for row in read_dump(tmp_path / "dump").rows} == {1, 2}
-    trainer.args.rollout_proximal = "interpolate"
-    with pytest.raises(ValueError, match="`rollout_proximal` must be one of visit, interpolated, got 'interpolate'"):
-        trainer.train()
 
 
 def test_settings_that_do_not_fit_are_refused(tmp_path):
@@ -645,14 +596,8 @@ def test_settings_that_do_not_fit_are_refused(tmp_path):
             str(tmp_path), use_cpu=True, bf16=False, rollout_rs="seq_mean_k1", rollout_rs_threshold=1.1,
             rollout_rs_exclude_from_baseline=True,
         )  # fmt: skip
-    with pytest.raises(ValueError, match="`rollout_proximal` must be one of visit, interpolated, got 'interpolate'"):
-        RolloutCorrectedAsyncGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, rollout_proximal="interpolate")
     with pytest.raises(ValueError, match="`rollout_routing` is 'replay', but the rollout worker"):
         RolloutCorrectedAsyncGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, rollout_routing="replay")
-    with pytest.warns(UserWarning, match="`rollout_proximal` is set to 'interpolated' but has no effect"):
-        RolloutCorrectedAsyncGRPOConfig(
-            str(tmp_path), use_cpu=True, bf16=False, rollout_proximal="interpolated", bypass_mode=True
-        )
 
 
 def test_a_cpu_needs_another_way_for_weights(tiny_model_path, tmp_path):

@@ -185,7 +185,6 @@ def test_wrong_values_name_the_field_and_the_way_out(wrong, message):
     [
         ({"rollout_is": "token", "rollout_is_clamp": True}, "`rollout_is_threshold` is not a pair"),
         ({"rollout_clip_ratio_c": 2.0}, "in `bypass_mode` with `rollout_loss_type='ppo_clip'`"),
-        ({"rollout_lr_scaling": "ess_sqrt", "rollout_metrics_only": True}, "is reported, and the step is not scaled"),
         ({"rollout_is": None, "rollout_is_threshold": 5.0}, "`rollout_is` is None"),
         ({"rollout_is": None, "rollout_is_batch_normalize": True}, "`rollout_is` is None"),
         ({"rollout_is_batch_normalize": True, "bypass_mode": True}, "reported, not applied"),
@@ -655,10 +654,10 @@ def test_command_line(parser):
     assert config.rollout_rs_threshold == [[0.6, 1.6], 2.5]
     assert parse("--rollout_correction", "none").corrects is False
     assert parse("--rollout_clip_ratio_c", "none").rollout_clip_ratio_c is None
-    assert parse("--rollout_lr_scaling", "none").rollout_lr_scaling is None
-    assert parse("--rollout_lr_scaling", "ess_sqrt").rollout_lr_scaling == "ess_sqrt"
-    with pytest.raises(ValueError, match="`rollout_lr_scaling` must be one of ess_sqrt or None, got 'ess'"):
-        parse("--rollout_lr_scaling", "ess")
+    assert parse("--rollout_routing", "none").rollout_routing is None
+    assert parse("--rollout_routing", "replay").rollout_routing == "replay"
+    with pytest.raises(ValueError, match="`rollout_routing` must be one of replay or None, got 'repeat'"):
+        parse("--rollout_routing", "repeat")
     with pytest.raises(ValueError, match="at least 1"):
         parse("--rollout_is_threshold", "0.52")
 
@@ -745,7 +744,7 @@ def test_a_threshold_of_a_preset_is_not_that_of_other_criteria(criteria):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"rollout_monitor": "shout"}, "`rollout_monitor` must be one of warn, stop, tighten or None, got 'shout'"),
+        ({"rollout_monitor": "shout"}, "`rollout_monitor` must be one of warn, stop or None, got 'shout'"),
         ({"rollout_monitor_bounds": {"k3": 1}}, "`rollout_monitor_bounds` has 'k3', which is no rule"),
         ({"rollout_monitor_bounds": '{"k3_high": "x"}'}, "sets 'k3_high' to 'x', which must be a number"),
         ({"rollout_monitor_bounds": "k3_high"}, "such as .* on a command line; got 'k3_high'"),
@@ -756,78 +755,8 @@ def test_monitors_that_cannot_be_meant(fields, message):
         RolloutCorrectionConfig(**fields)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({}, "`rollout_monitor_preset` is None, but `rollout_monitor='tighten'` switches to it. Available"),
-        ({"rollout_monitor_preset": "tis"}, "`rollout_monitor_preset` is 'tis'"),
-        ({"rollout_monitor_preset": "bypass_ppo_clip_geo_rs"}, "its mode is bypass"),
-        ({"rollout_monitor_preset": "disabled"}, "it has neither weights nor rejection"),
-        (
-            {"rollout_monitor_preset": "decoupled_geo_rs", "rollout_metrics_only": True},
-            "`rollout_metrics_only` is True",
-        ),
-    ],
-)
-@pytest.mark.parametrize("config_class", [RolloutCorrectedGRPOConfig, RolloutCorrectedRLOOConfig])
-def test_presets_that_a_run_cannot_be_tightened_to(config_class, tmp_path, fields, message):
-    common = {"output_dir": str(tmp_path), "use_vllm": True, "use_cpu": True, "bf16": False}
-    with pytest.raises(ValueError, match=message):
-        config_class(**common, rollout_monitor="tighten", **fields)
-
-
-EXCLUDING = {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": 2.0, "rollout_rs_exclude_from_baseline": True}
-
-
-@pytest.mark.parametrize("config_class", [RolloutCorrectedGRPOConfig, RolloutCorrectedRLOOConfig])
-def test_the_tightened_settings_are_checked_as_a_whole(config_class, tmp_path):
-    def build(**fields):
-        return config_class(str(tmp_path), use_vllm=True, use_cpu=True, bf16=False, **fields)
-
-    looks = (
-        "cannot switch to: `rollout_rs_exclude_from_baseline` is True, but 'token_tv' in `rollout_rs` depends on the"
-    )
-    with pytest.raises(ValueError, match=looks):
-        build(**EXCLUDING, rollout_monitor="tighten", rollout_monitor_preset="auto")
-    for first in ("rollout_monitor", "rollout_monitor_preset"):  # in any order
-        config = build(**EXCLUDING)
-        values = {"rollout_monitor": "tighten", "rollout_monitor_preset": "auto"}
-        setattr(config, first, values.pop(first))
-        with pytest.raises(ValueError, match=looks):
-            setattr(config, *values.popitem())
-        config.rollout_monitor, config.rollout_monitor_preset = "warn", "decoupled_seq_is_rs"
-        config.rollout_monitor = "tighten"
-        with pytest.raises(ValueError, match="its mode is bypass"):
-            config.rollout_monitor_preset = "bypass_ppo_clip_geo_rs"
-        assert config.rollout_monitor_preset == "decoupled_seq_is_rs"  # what was refused leaves nothing behind
-        with pytest.raises(ValueError, match=r"`rollout_monitor_preset` is 'decoupled_seq'. Did you mean"):
-            config.rollout_monitor_preset = "decoupled_seq"
-    config.rollout_rs_exclude_from_baseline = False
-    config.rollout_monitor_preset = "auto"
-    config.rollout_rs_exclude_from_baseline = True
-    with pytest.raises(ValueError, match=looks):
-        config.check()  # as a trainer does
-
-
-def test_the_tightened_settings_are_warned_about(tmp_path):
-    fields = {"use_cpu": True, "bf16": False, "report_to": [], "rollout_correction": "disabled"}
-    with pytest.warns(UserWarning, match="switched to 'decoupled_geo_rs'.*73% of completions would be rejected"):
-        RolloutCorrectedRLOOConfig(
-            str(tmp_path), **fields, max_completion_length=200,
-            rollout_monitor="tighten", rollout_monitor_preset="decoupled_geo_rs",
-        )  # fmt: skip
-    with pytest.warns(
-        UserWarning, match=r"switched to 'decoupled_token_is'.*`rollout_is='token'` act on single tokens or turns"
-    ):
-        RolloutCorrectedGRPOConfig(
-            str(tmp_path), **fields, importance_sampling_level="sequence", loss_type="grpo",
-            rollout_monitor="tighten", rollout_monitor_preset="decoupled_token_is",
-        )  # fmt: skip
-
-
 def test_a_monitor_from_a_command_line():
-    config = RolloutCorrectionConfig(rollout_monitor="none", rollout_monitor_preset="null")
-    assert (config.rollout_monitor, config.rollout_monitor_preset) == (None, None)
+    assert RolloutCorrectionConfig(rollout_monitor="none").rollout_monitor is None
     thresholds = RolloutCorrectionConfig(rollout_monitor_bounds='{"k3_high": 0.1, "staleness": null}')
     assert thresholds.rollout_monitor_bounds == {"k3_high": 0.1, "staleness": None}
 
@@ -835,7 +764,6 @@ def test_a_monitor_from_a_command_line():
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"rollout_monitor_preset": "decoupled_geo_rs"}, "`rollout_monitor` is not 'tighten'"),
         ({"rollout_monitor_bounds": {"k3_high": 1.0}, "rollout_monitor": None}, "`rollout_monitor` is None"),
         ({"rollout_dump_steps": 5}, "`rollout_dump_dir` is None"),
     ],
@@ -846,10 +774,10 @@ def test_options_of_what_is_off_are_warned_about(fields, reason):
 
 
 def test_settings_in_a_dump_of_an_earlier_version_are_read():
-    config = config_of_run({"rollout_compile": True, "rollout_monitor_thresholds": {"k3_high": 0.5}}, "")
+    config = config_of_run({"rollout_proximal": "visit", "rollout_monitor_thresholds": {"k3_high": 0.5}}, "")
     assert config.rollout_monitor_bounds == {"k3_high": 0.5}
-    with pytest.raises(TypeError, match="rollout_compile"):
-        RolloutCorrectionConfig(rollout_compile=True)
+    with pytest.raises(TypeError, match="rollout_proximal"):
+        RolloutCorrectionConfig(rollout_proximal="visit")
 
 
 def test_a_refused_setting_is_data():

@@ -20,7 +20,6 @@ from trl_rollout_corr.correction.age import (
     engine_gap,
     update_gap,
 )
-from trl_rollout_corr.correction.step_size import StepSize
 from trl_rollout_corr.health.bands import HEALTHY, in_words
 from trl_rollout_corr.messages import PREFIX
 from trl_rollout_corr.routing.replay import Flips
@@ -41,7 +40,7 @@ def documented_keys() -> set[str]:
 
 def reported_keys() -> set[str]:
     """Keys of every configuration that adds some, with the names of criteria replaced by `<c>`."""
-    from trl_rollout_corr.trainers.monitor import ALARMS, TIGHTENED  # imports TRL
+    from trl_rollout_corr.trainers.monitor import ALARMS  # imports TRL
 
     keys = set()
     for threshold in (2.0, [0.5, 2.0]):
@@ -54,7 +53,7 @@ def reported_keys() -> set[str]:
         zeros, ones = torch.zeros(2, 1), torch.ones(2, 1)
         correction = compute_rollout_correction(zeros, zeros, ones, config, advantages=torch.tensor([1.0, -1.0]))
         keys |= {key.removeprefix(PREFIX) for key in correction.metrics()}
-    keys |= {key.removeprefix(PREFIX) for key in (*accounted_keys(), ALARMS, TIGHTENED)}
+    keys |= {key.removeprefix(PREFIX) for key in (*accounted_keys(), ALARMS)}
     groups = re.compile("^(rejected|downweighted)/(?!reward_mean).*")
     pattern = re.compile("|".join(sorted(CRITERIA, key=len, reverse=True)))
     parts = re.compile("^(age|turn)_\\w+?/")
@@ -73,12 +72,10 @@ def accounted_keys() -> set[str]:
     statistics = compute_rollout_correction(zeros, zeros, ones, RolloutCorrectionConfig(rollout_is="token")).statistics
     segments = update_gap(torch.zeros(2, 2), torch.zeros(2, 2), keep) | engine_gap(statistics)
     segments |= count_ages(torch.ones(2)) | count_lags(torch.ones(2))
-    step = StepSize.of({"scale": torch.ones(2)})
     return {
         *accounts.finish(),
         *Staleness.of(segments).finish(),
         *asynchronous_keys(),
-        *step.finish(),
         *Flips.count(keep, keep).finish(),
     }
 
@@ -256,7 +253,6 @@ def test_settings_in_the_place_of_those_of_verl_exist():
         "dapo",
         "grpo",
         "dr_grpo",
-        "ess_sqrt",
         "RolloutCorrectedGRPOTrainer",
         "RolloutCorrectedRLOOTrainer",
     }

@@ -37,7 +37,6 @@ ORDER = {
         "metrics",
         "accounting",
         "age",
-        "step_size",
         "compute",
     ],  # so far without pyarrow, numpy and TRL
     "routing": ["routers", "sampled", "replay", "capture"],
@@ -82,7 +81,6 @@ ORDER = {
         "engine",
         "first_step",
         "observer",
-        "lr_scaling",
         "core",
         "routed",
         "mixin",

@@ -9,7 +9,6 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from tests.tiny import StaleSampler
 from tests.training import (
-    SCHEDULES,
     TRAINERS,
     VLLM,
     BrokenSampler,
@@ -22,13 +21,7 @@ from tests.training import (
     saying,
 )
 from trl_rollout_corr import RolloutCorrectionConfig
-from trl_rollout_corr.settings.presets import PRESETS
-from trl_rollout_corr.trainers.monitor import ALARMS, TIGHTENED, TIGHTENED_FIELDS, RolloutCorrectionMonitor
-
-
-PRESET = "decoupled_geo_rs_token_tis"
-# A run that rejects nearly nothing
-EXCLUDING = {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": 1e9, "rollout_rs_exclude_from_baseline": True}
+from trl_rollout_corr.trainers.monitor import ALARMS, RolloutCorrectionMonitor
 
 
 def make_grpo(model, folder, **fields):
@@ -67,14 +60,6 @@ def make_either(request, tiny_model_path, tmp_path):
         return maker(tiny_model_path, tmp_path / folder, extra=extra, **fields)
 
     return make
-
-
-def settings(args):
-    return {name: getattr(args, name) for name in TIGHTENED_FIELDS}
-
-
-def steps_with(trainer, key):
-    return [entry["step"] for entry in trainer.state.log_history if key in entry]
 
 
 # Warnings -------------------------------------------------------------------------------------------------------------
@@ -276,185 +261,8 @@ def test_a_warning_does_not_stop(observe):
     assert not control.should_training_stop
 
 
-# Tightening -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_run_is_tightened_once(make_either, caplog):
-    trainer = make_either(RolloutCorrectionMonitor("tighten", PRESET), max_steps=5)
-    assert trainer.args.rollout_is is None
-    with saying(caplog, "training continues with the preset decoupled_geo_rs_token_tis, `rollout_is='token'`"):
-        trainer.train()
-    assert settings(trainer.args) == settings(RolloutCorrectionConfig.from_preset(PRESET))
-    assert steps_with(trainer, TIGHTENED) == [2]
-    assert steps_with(trainer, "rollout_corr/rollout_is_mean") == [3, 4, 5]
-    assert steps_with(trainer, "rollout_corr/rollout_rs_masked_fraction") == [3, 4, 5]
-
-
-def test_a_tightened_run_is_the_uncorrected_one_and_then_another(make_either, caplog):
-    untouched = losses(make_either(folder="untouched", max_steps=4))
-    monitor = RolloutCorrectionMonitor("tighten", "decoupled_token_is")
-    with saying(caplog, "training continues with"):
-        tightened = losses(make_either(monitor, max_steps=4))
-    assert tightened[:2] == untouched[:2]
-    assert tightened[2] != untouched[2]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_run_is_tightened_on_every_schedule(make_either, schedule, caplog):
-    trainer = make_either(RolloutCorrectionMonitor("tighten", PRESET), schedule=schedule, max_steps=8)
-    with saying(caplog, "training continues with"):
-        steps = losses(trainer)
-    assert len(steps) == 8
-    assert all(math.isfinite(x) for step in steps for x in step)
-    assert logged(trainer, "rollout_is_mean")
-
-
-@pytest.mark.parametrize("num_iterations", [1, 2])
-def test_a_run_is_tightened_in_the_middle_of_a_generation(make_either, num_iterations, caplog):
-    # four optimizer steps per generation and iteration, and the second is the one that alarms
-    fields = {"steps_per_generation": 8, "num_iterations": num_iterations, "max_steps": 10, "num_generations": 4}
-    untouched = losses(make_either(folder="untouched", **fields))
-    trainer = make_either(RolloutCorrectionMonitor("tighten", "decoupled_token_is"), **fields)
-    with saying(caplog, "training continues with"):
-        tightened = losses(trainer)
-    assert steps_with(trainer, TIGHTENED) == [2]
-    assert tightened[:2] == untouched[:2]
-    assert tightened[2] != untouched[2]  # completions of the same generation that had not been visited
-    assert steps_with(trainer, "rollout_corr/rollout_is_mean")[0] == 3
-    assert all(math.isfinite(x) for step in tightened for x in step)
-
-
-@pytest.mark.parametrize("options", [{"rollout_is_batch_normalize": True}, {"rollout_rs_renormalize": True}])
-def test_factors_of_the_whole_batch_come_with_the_preset(make, options, caplog):
-    with pytest.warns(UserWarning, match="has no effect"):  # not yet
-        trainer = make(
-            RolloutCorrectionMonitor("tighten", "decoupled_k3_rs_token_tis"),
-            schedule="several steps per generation",
-            max_steps=6,
-            **options,
-        )
-    with saying(caplog, "training continues with"):
-        assert all(math.isfinite(loss) for loss, _ in losses(trainer))
-
-
-def much_likelier(output):
-    output["logprobs"] = [[logp + 2.0 for logp in row] for row in output["logprobs"]]
-
-
-def test_bypass_is_tightened_to_bypass(make, tiny_model_path, caplog):
-    monitor = RolloutCorrectionMonitor("tighten", "bypass_ppo_clip_k3_rs")
-    sampler = BrokenSampler(tiny_model_path, much_likelier)  # than the trainer finds its tokens
-    trainer = make(
-        monitor,
-        sampler=sampler,
-        rollout_correction="bypass_ppo_clip",
-        max_steps=8,
-        schedule="several steps per generation",
-    )
-    with saying(caplog, "training continues with the preset bypass_ppo_clip_k3_rs"):
-        trainer.train()
-    assert trainer.args.rollout_rs == ["seq_mean_k3"]
-    assert logged(trainer, "rollout_rs_masked_fraction")
-
-
-def test_a_resumed_run_is_as_tight_as_it_was(make_either, tmp_path, caplog):
-    fields = {"max_steps": 4, "save_strategy": "steps", "save_steps": 3}
-    with saying(caplog, "training continues with"):
-        make_either(RolloutCorrectionMonitor("tighten", PRESET), **fields).train()
-    resumed = make_either(RolloutCorrectionMonitor("tighten", PRESET), folder="resumed", **fields)
-    with saying(caplog, "The resumed run had been tightened, and continues with"):
-        resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
-    assert settings(resumed.args) == settings(RolloutCorrectionConfig.from_preset(PRESET))
-    assert steps_with(resumed, TIGHTENED) == [2]
-    assert steps_with(resumed, "rollout_corr/rollout_is_mean") == [3, 4]
-
-
-@pytest.mark.parametrize(
-    ("preset", "fields", "message"),
-    [
-        ("bypass_pg_is", {}, r"its mode is bypass \(reinforce\), that of the run is decoupled"),
-        (
-            "decoupled_token_is",
-            {"rollout_correction": "bypass_pg_is"},
-            "its mode is decoupled, that of the run is bypass",
-        ),
-        (
-            "bypass_pg_geo_rs",
-            {"rollout_correction": "bypass_ppo_clip"},
-            r"bypass \(reinforce\), .* bypass \(ppo_clip\)",
-        ),
-        ("disabled", {}, "neither weights nor rejection"),
-        (PRESET, {"rollout_metrics_only": True}, "`rollout_metrics_only` is True"),
-        (PRESET, {"loss_type": "vespo"}, "`loss_type` is 'vespo'"),
-        (
-            "auto",
-            {**EXCLUDING},
-            "`rollout_rs_exclude_from_baseline` is True, but 'token_tv' in `rollout_rs` depends on",
-        ),
-    ],
-)
-def test_a_preset_that_does_not_suit_the_run_is_refused_with_the_monitor(make, preset, fields, message):
-    refused = f"`rollout_monitor_preset` is '{preset}', which .*{message}"
-    with pytest.raises(ValueError, match=refused):
-        make(RolloutCorrectionMonitor("tighten", preset), **fields)
-    trainer = make(**fields)
-    trainer.add_callback(RolloutCorrectionMonitor("tighten", preset))
-    with pytest.raises(ValueError, match=refused):
-        trainer.train()
-    assert trainer.state.global_step == 0
-
-
-def test_what_is_excluded_from_the_baseline_may_be_tightened(make, caplog):
-    trainer = make(RolloutCorrectionMonitor("tighten", "decoupled_seq_is_rs"), **EXCLUDING, max_steps=4)
-    with saying(caplog, "training continues with the preset decoupled_seq_is_rs"):
-        trainer.train()
-    assert trainer.args.rollout_rs == ["seq_sum_k1"]
-    assert trainer.state.global_step == 4
-
-
-class ExcludingFrom(TrainerCallback):
-    """Changes a setting while the run goes on, such that the preset does not suit any more."""
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        args.rollout_rs_exclude_from_baseline = True
-
-
-def test_a_preset_that_does_not_suit_any_more_does_not_end_the_run(make, caplog):
-    monitor = RolloutCorrectionMonitor("tighten", "auto")
-    trainer = make(monitor, max_steps=4)
-    trainer.add_callback(ExcludingFrom())
-    with saying(
-        caplog, "The settings stay as they are: `rollout_monitor_preset` is 'auto', which .* depends on the advantages"
-    ):
-        trainer.train()
-    assert trainer.state.global_step == 4
-    assert steps_with(trainer, TIGHTENED) == []
-    assert trainer.args.rollout_is is None
-    assert len([message for message in messages(caplog) if "settings stay as they are" in message]) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("preset", [name for name in PRESETS if name not in ("disabled", "bypass_ppo_clip")])
-def test_every_preset_that_is_accepted_can_be_switched_to(make, preset, caplog):
-    mode = {name: PRESETS[preset][name] for name in ("bypass_mode", "rollout_loss_type") if name in PRESETS[preset]}
-    excluding = {"rollout_rs_exclude_from_baseline": True} if not mode and preset != "auto" else {}
-    options = {"rollout_is": None, "rollout_rs": "seq_sum_k1", "rollout_rs_threshold": 1e9, **mode, **excluding}
-    trainer = make(RolloutCorrectionMonitor("tighten", preset), **options, max_steps=5, steps_per_generation=4)
-    with saying(caplog, f"training continues with the preset {preset}"):
-        steps = losses(trainer)
-    assert len(steps) == 5
-    assert all(math.isfinite(x) for step in steps for x in step)
-
-
-def test_what_is_no_action_preset_or_rule_is_refused():
-    with pytest.raises(ValueError, match="`rollout_monitor` must be one of warn, stop, tighten, got 'shout'"):
-        RolloutCorrectionMonitor("shout")
-    for preset in (None, "nothing"):
-        with pytest.raises(
-            ValueError, match=f"`rollout_monitor_preset` is {preset!r}.*Available presets: decoupled_token_is"
-        ):
-            RolloutCorrectionMonitor("tighten", preset)
+def test_what_is_no_action_or_rule_is_refused():
+    with pytest.raises(ValueError, match="`rollout_monitor` must be one of warn, stop, got 'tighten'"):
+        RolloutCorrectionMonitor("tighten")
     with pytest.raises(ValueError, match="`rollout_monitor_bounds` has 'k4', which is no rule"):
         RolloutCorrectionMonitor(bounds={"k4": 1.0})
-    assert all(RolloutCorrectionMonitor("tighten", preset) for preset in PRESETS)

@@ -32,7 +32,6 @@ HEALTHY_WINDOW = {
     "effective_lr": 0.97,
     "nonfinite_fraction": 0.0,
     "staleness_max": 4.0,
-    "lr_scale": 0.95,
 }
 WEIGHTS = {
     "rollout_is_mean": 0.99,
@@ -81,7 +80,6 @@ ILL = {
     "vetoed": (VETO, {"rollout_is_veto_fraction": 0.11}, {"rollout_is_veto_fraction": 0.09}),
     "effective_lr_low": ({}, {"effective_lr": 0.49}, {"effective_lr": 0.51}),
     "effective_lr_high": ({}, {"effective_lr": 1.51}, {"effective_lr": 1.49}),
-    "lr_scale_low": ({"rollout_lr_scaling": "ess_sqrt"}, {"lr_scale": 0.29}, {"lr_scale": 0.31}),
     "selection": (
         {},
         {"rejected/long_positive": 0.21, "rejected/others": 0.06},

@@ -58,7 +58,6 @@ def test_lists_and_pairs_work_as_help_shows_them(parse, options, description):
         ),
         (["--rollout_nan_policy", "dropp"], "Did you mean 'drop'?"),
         (["--rollout_monitor_bounds", '{"k3_hihg": 1}'], "Did you mean 'k3_high'?"),
-        (["--rollout_monitor", "tighten", "--rollout_monitor_preset", "token_i"], "Did you mean 'token_is'?"),
         (["--max_steps", "three"], "argument --max_steps/--max-steps: invalid int value: 'three'"),
         (["--config"], "`--config` names no file."),
         (["--config=/no/such.yaml"], "/no/such.yaml: No such file or directory"),

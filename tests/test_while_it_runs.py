@@ -82,7 +82,6 @@ def assign(args, folder):
     args.rollout_monitor = "warn"
     args.rollout_diagnose = True
     args.rollout_dump_dir = str(folder)
-    args.rollout_lr_scaling = "ess_sqrt"
 
 
 def seen_of(trainer, folder, capsys) -> dict[str, bool]:
@@ -92,7 +91,6 @@ def seen_of(trainer, folder, capsys) -> dict[str, bool]:
         "rollout_monitor": ALARMS in keys,
         "rollout_diagnose": "Diagnosis of step 1" in capsys.readouterr().out,
         "rollout_dump_dir": bool(files_of(folder)),
-        "rollout_lr_scaling": "rollout_corr/lr_scale" in keys,
     }
 
 
@@ -107,9 +105,9 @@ def test_what_is_assigned_before_training_acts(make, tmp_path, capsys):
 
 
 def test_what_is_switched_off_before_training_is_off(make, tmp_path, capsys):
-    on = {"rollout_monitor": "warn", "rollout_diagnose": True, "rollout_lr_scaling": "ess_sqrt"}
+    on = {"rollout_monitor": "warn", "rollout_diagnose": True}
     trainer = make(max_steps=2, rollout_dump_dir=str(tmp_path / "dump"), **on)
-    trainer.args.rollout_monitor = trainer.args.rollout_dump_dir = trainer.args.rollout_lr_scaling = None
+    trainer.args.rollout_monitor = trainer.args.rollout_dump_dir = None
     trainer.args.rollout_diagnose = False
     found = losses(trainer)
     assert not any(seen_of(trainer, tmp_path / "dump", capsys).values())
@@ -140,7 +138,6 @@ def test_a_monitor_that_was_removed_stays_removed(make):
         ("rollout_monitor_bounds", {"k3_high": 1.0}),
         ("rollout_diagnose", True),
         ("rollout_dump_dir", "elsewhere"),
-        ("rollout_lr_scaling", "ess_sqrt"),
         ("rollout_engine_kwargs", {"dtype": "float16"}),
     ],
 )

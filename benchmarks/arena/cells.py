@@ -183,11 +183,12 @@ ARMS = {
         Arm("tv10_5", within_tv(0.1, 5.0)),
         Arm("tv05_2", within_tv(0.05, 2.0)),
         Arm("tv_2_up5", UNTIL_NOW),
-        Arm("tv_2_up5_ess", {**UNTIL_NOW, "rollout_lr_scaling": "ess_sqrt"}),
         Arm("auto", {"rollout_correction": "auto"}),
         *(Arm(name, weights(20.0), rule=name) for name in RULED),
     )
 }  # fmt: skip
+# Arms of published rows whose setting is gone. `tv_2_up5_ess`: `tv_2_up5`, each step scaled by `sqrt(ESS / B)`
+FORMER = ["tv_2_up5_ess"]
 
 
 @dataclass(frozen=True)
@@ -271,7 +272,7 @@ def runs_of(cells: Sequence[Cell], names: Sequence[str], seeds: Sequence[int] = 
 
 # Every candidate is tried three rungs above the one where no correction loses, and those that do well on all tuning tasks
 SCREENED = [
-    "trl", "icepop", "geo", "bypass", "bypass_inf", "dppo_tv", "dppo_kl", "tv_2_up5", "tv_2_up5_ess", "tv_1", "tv_2", "tv_5",
+    "trl", "icepop", "geo", "bypass", "bypass_inf", "dppo_tv", "dppo_kl", "tv_2_up5", "tv_1", "tv_2", "tv_5",
     "tv05_2", "tv10_1", "tv10_2", "tv10_5", "m2po", "topr", "topr_tv", "topr_tv10", "flipped", "clip_2", "clip_5",
 ]  # fmt: skip
 SHORT_LIST = ["trl", "icepop", "bypass", "dppo_tv", "tv_2_up5", "tv10_1", "tv10_2", "topr_tv", "topr_tv10"]

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from cells import ARMS, LADDER, RUNGS, STAGES, TOP, Cell, Run, rung_of
+from cells import ARMS, FORMER, LADDER, RUNGS, STAGES, TOP, Cell, Run, rung_of
 
 
 Row = dict[str, Any]
@@ -286,7 +286,7 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
     }
     for stage in STAGES:
         rows = results[stage]["rows"]
-        arms = [name for name in ARMS if any(row["arm"] == name for row in rows)]
+        arms = [name for name in (*ARMS, *FORMER) if any(row["arm"] == name for row in rows)]
         found = situations(rows, arms)
         parts[stage] = summary(found, arms)
         parts[f"{stage}-cells"] = every_cell(found, arms)

@@ -87,7 +87,7 @@ def two_ranks(tiny_model_path, folder) -> TwoRanks:
         "exactness": exactness_cases(2, folder),
         "collectives": COLLECTIVES,
         "disagreement": DISAGREEMENTS,
-        "engine": {**CASES, **SCALED},
+        "engine": CASES,
         "vllm": WITH_VLLM if find_spec("vllm") else {},
         "delivery": {"grpo": LOSES_WEIGHTS} if find_spec("vllm") else {},
         "asynchronous": {
@@ -141,7 +141,6 @@ def exactness_cases(ranks: int, folder: Path) -> dict[str, dict]:
             **common,
             "rollout_is": "token",
             "rollout_is_threshold": [0.8, 1.3],
-            "rollout_lr_scaling": "ess_sqrt",
             "rollout_dump_dir": str(folder / f"dump of {ranks}"),
             "rollout_dump_sampled": 4,
             "rollout_dump_worst": 5,
@@ -163,7 +162,6 @@ def exactness_cases(ranks: int, folder: Path) -> dict[str, dict]:
             "learning_rate": 1e-4,
             "rollout_rs": ["seq_mean_k1"],
             "rollout_rs_threshold": [[0.8, 1.2]],
-            "rollout_lr_scaling": "ess_sqrt",
         },
     }
 
@@ -252,7 +250,6 @@ COLLECTIVES = {
     "measured": {**_SHORT, "rollout_correction": "disabled"},
     "corrected": {**_SHORT, **EVERYTHING},
     "bypass": {**_SHORT, "rollout_correction": "bypass_pg_geo_rs_token_tis", "rollout_rs_threshold": 1.5},
-    "scaled": {**_SHORT, "rollout_lr_scaling": "ess_sqrt"},
     "normalised": {**_SHORT, "rollout_is_batch_normalize": True, "rollout_rs_renormalize": True, **EVERYTHING},
     "normalised in bypass": {**_SHORT, "rollout_correction": "bypass_pg_is", "rollout_is_batch_normalize": True},
 }
@@ -261,13 +258,12 @@ COLLECTIVES = {
 @pytest.mark.seam("ranks")
 def test_collectives_are_one_per_log_and_those_of_normalisation(two_ranks):
     found = {name: ranks[0]["collectives"] for name, ranks in two_ranks.results["collectives"].items()}
-    logs, steps, generations, micro_batches = 2, 4, 4, 8
+    logs, generations, micro_batches = 2, 4, 8
     assert {name: count - found["plain"] for name, count in found.items()} == {
         "plain": 0,
         "measured": logs,
         "corrected": logs,
         "bypass": logs,
-        "scaled": logs + steps,
         "normalised": logs + generations,
         "normalised in bypass": logs + micro_batches,
     }
@@ -320,7 +316,6 @@ ASYNCHRONOUS = {
     "reinforce": {
         **_ASYNC, **_NORMALISED, "rollout_is": "sequence", "bypass_mode": True, "rollout_loss_type": "reinforce"
     },
-    "interpolated": {**_ASYNC, "rollout_proximal": "interpolated"},
     "ends": {"max_steps": 4, "worker": {"end": 40}},  # sixteen a step, and one micro-batch ahead
 }  # fmt: skip
 
@@ -329,7 +324,7 @@ asynchronous = pytest.mark.skipif(not HAS_ASYNCHRONOUS, reason="the asynchronous
 
 
 @asynchronous
-@pytest.mark.parametrize("case", ["token", "reinforce", "interpolated"])
+@pytest.mark.parametrize("case", ["token", "reinforce"])
 def test_asynchronous_metrics_of_two_ranks_are_those_of_one(two_ranks, tiny_model_path, folder, case):
     from tests.distributed import worker
 
@@ -341,8 +336,7 @@ def test_asynchronous_metrics_of_two_ranks_are_those_of_one(two_ranks, tiny_mode
     assert expected[-1][f"{PREFIX}age_2_3/k3_kl"] > 0.001
     ranks = two_ranks.results["asynchronous"][case]
     assert ranks[0]["parameters"] == ranks[1]["parameters"] == pytest.approx(alone["parameters"], abs=1e-2)
-    if case != "interpolated":  # it trains
-        assert_reports_equal(reports(ranks[0], PREFIX), expected)
+    assert_reports_equal(reports(ranks[0], PREFIX), expected)
     assert reports(ranks[0], PREFIX) == reports(ranks[1], PREFIX)
 
 
@@ -377,7 +371,6 @@ CASES = {
     "lora with a reference": {"lora": True, "beta": 0.1, "rollout_correction": "bypass_pg_is", "num_iterations": 2},
     "reference": {"beta": 0.1, "rollout_correction": "bypass_ppo_clip", "steps_per_generation": 4},
 }
-SCALED = {"scaled": {"rollout_lr_scaling": "ess_sqrt", "learning_rate": 1e-2, "max_grad_norm": 0.0, "max_steps": 4}}
 EXPECTED_ENGINE = {
     "fsdp2": "FSDP",
     "zero2": "DeepSpeedEngine",
@@ -456,26 +449,6 @@ def test_parameters_are_really_sharded(by_engine):
 def test_parameters_are_really_sharded_by_deepspeed(by_engine):
     pytest.importorskip("deepspeed")
     assert [result["parameters"] for result in by_engine("zero3")["full"]] == [0.0, 0.0]  # released after each use
-
-
-@pytest.mark.slow
-def test_shards_take_the_same_scaled_steps(two_ranks, tiny_model_path, tmp_path):
-    ranks = launch_engine("fsdp2", SCALED, tiny_model_path, tmp_path)["scaled"]
-    whole = two_ranks.results["engine"]["scaled"][0]
-    scales = [[entry[f"{PREFIX}lr_scale"] for entry in reports(run, PREFIX)] for run in (ranks[0], ranks[1], whole)]
-    assert scales[0] == scales[1] == pytest.approx(scales[2], rel=1e-3)
-    assert all(scale < 0.95 for scale in scales[2])
-    assert sum(rank["parameters"] for rank in ranks) == pytest.approx(whole["parameters"], rel=1e-4)
-
-
-@pytest.mark.slow
-def test_deepspeed_does_not_let_its_steps_be_scaled(tiny_model_path, tmp_path):
-    pytest.importorskip("deepspeed")
-    fields, environment = ENGINES["zero2"]
-    cases = {"scaled": {"model": tiny_model_path, **SCALED["scaled"], **fields}}
-    process = launch(cases, tmp_path / "run", 2, config=engine_config("zero2", tmp_path), **environment)
-    assert process.returncode != 0
-    assert "`rollout_lr_scaling` is set, but DeepSpeed steps by itself" in process.stderr
 
 
 # The sampler of two ranks, and what it trains ---------------------------------------------------------------------------

@@ -44,8 +44,7 @@ class RolloutCorrection:
         applies_weights (`bool`):
             True if the mode applies the weights; False if it only reports them.
         log_ratio (`torch.Tensor` of shape `(B, T)` or `None`):
-            Log-ratio to the sampler, in nats, 0 outside the valid tokens. `None` in decoupled mode without
-            `rollout_lr_scaling`, which have no use for it.
+            Log-ratio to the sampler, in nats, 0 outside the valid tokens. `None` in decoupled mode, which does not need it.
         statistics ([`~trl_rollout_corr.correction.metrics.Statistics`]):
             Sums from which the metrics are made.
     """
@@ -124,7 +123,6 @@ def compute_rollout_correction(
     tensor([[1., 2.]])
     ```
     """
-    keeps_log_ratio = not isinstance(config, Correction) and config.rollout_lr_scaling is not None
     settings = config if isinstance(config, Correction) else config.correction
     _check_shapes(train_logps, rollout_logps, mask, turn_ids)
     direction = _direction(advantages, mask, settings)
@@ -139,7 +137,6 @@ def compute_rollout_correction(
             ),
             settings,
             None if direction is None else direction[rows],
-            keeps_log_ratio=keeps_log_ratio or settings.bypasses,
         )
         for rows in row_blocks(mask)
     )
@@ -176,17 +173,6 @@ def keep_mask(
     settings = config.correction
     tokens = _tokens(train_logps, rollout_logps, mask, settings, turn_ids)
     return _keep(tokens, [reject(tokens, criterion) for criterion in settings.criteria]) > 0
-
-
-def usable_rollout_logps(
-    train_logps: torch.Tensor, rollout_logps: torch.Tensor, mask: torch.Tensor, config: RolloutCorrectionConfig
-) -> torch.Tensor:
-    """
-    Log-probabilities of the rollout policy on valid tokens, and of the training policy elsewhere, `(B, T)` in nats: the
-    log-ratio is 0 outside the mask and where it would not be finite. Arguments: [`compute_rollout_correction`].
-    """
-    neutralize = config.rollout_nan_policy == "neutralize"
-    return train_logps - select_tokens(train_logps, rollout_logps, mask, neutralize=neutralize).log_ratio
 
 
 def _tokens(
@@ -238,9 +224,7 @@ def _direction(advantages: torch.Tensor | None, mask: torch.Tensor, settings: Co
     raise ValueError(f"{needs} of shape {' or '.join(str(tuple(shape)) for shape in (one, *allowed[2:]))}, got {got}.")
 
 
-def _correct_rows(
-    tokens: Tokens, settings: Correction, direction: torch.Tensor | None, *, keeps_log_ratio: bool
-) -> RolloutCorrection:
+def _correct_rows(tokens: Tokens, settings: Correction, direction: torch.Tensor | None) -> RolloutCorrection:
     """Correction of some rows, before batch normalisation."""
     rejections = [(criterion, reject(tokens, criterion, direction)) for criterion in settings.criteria]
     keep = _keep(tokens, [rejection for _, rejection in rejections])
@@ -262,7 +246,7 @@ def _correct_rows(
         tokens.valid.bool(),
         scale=keep.new_ones(()),
         applies_weights=settings.applies_weights,
-        log_ratio=tokens.log_ratio if keeps_log_ratio else None,
+        log_ratio=tokens.log_ratio if settings.bypasses else None,
         statistics=statistics,
     )
 

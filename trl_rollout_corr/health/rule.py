@@ -15,7 +15,7 @@ class Alarm:
         rule (`str`):
             Name of the rule.
         severity (`str`):
-            `"warning"`, or `"critical"`, which ends or tightens a run if the monitor is set to do so.
+            `"warning"`, or `"critical"`, which ends a run if the monitor is set to do so.
         key (`str`):
             Metric that was compared.
         step (`int`):

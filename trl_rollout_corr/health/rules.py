@@ -348,17 +348,6 @@ _RULES = [
         applies=lambda window: window.corrects,
     ),
     Rule(
-        "lr_scale_low",
-        key="lr_scale",
-        bound=0.3,
-        seen="`rollout_lr_scaling` multiplies the learning rate by {value:.2g}.",
-        why="The ratios of whole completions differ so much that few of them count. In long completions rounding is "
-        "enough: the factor is about `exp(-k3_kl * length)`.",
-        advice="Push weights more often. If the sampler has the trainer's weights, set `rollout_lr_scaling` to None.",
-        below=True,
-        applies=lambda window: not window.only_measured,
-    ),
-    Rule(
         "selection",
         key="rejected/long_positive",
         bound=0.2,

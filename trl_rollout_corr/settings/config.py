@@ -89,15 +89,6 @@ class RolloutCorrectionConfig(DumpFields, MonitorFields, EngineFields, Correctio
         rollout_metrics_only (`bool`, *optional*, defaults to `False`):
             Compute and report the correction, and leave the loss alone.
 
-        > Size of the step
-
-        rollout_lr_scaling (`str`, *optional*):
-            `"ess_sqrt"` multiplies the learning rate of each optimizer step by `sqrt(ESS / B)`, the effective sample size of
-            the `B` completions of the step on all ranks over their number. `ESS = (sum w)^2 / sum w^2`, with the unbounded
-            ratios `w = exp(sum d)` of the current policy to the sampler for whole completions
-            ([VCPO](https://huggingface.co/papers/2602.17616)). Longer completions give smaller steps. Not with DeepSpeed.
-            `None` leaves the step alone.
-
         > Failures of the sampler
 
         rollout_nan_policy (`str`, *optional*, defaults to `"drop"`):
@@ -124,10 +115,7 @@ class RolloutCorrectionConfig(DumpFields, MonitorFields, EngineFields, Correctio
 
         rollout_monitor (`str` or `None`, *optional*, defaults to `"warn"`):
             Reaction to unhealthy metrics (see `docs/monitoring.md`): `"warn"` reports the finding, its reason and a remedy;
-            `"stop"` also saves a checkpoint and ends training at a serious finding; `"tighten"` instead switches to the preset
-            of `rollout_monitor_preset`. `None` for no monitor.
-        rollout_monitor_preset (`str`, *optional*):
-            Preset that `"tighten"` switches to. It must have the mode (`bypass_mode`, `rollout_loss_type`) of the run.
+            `"stop"` also saves a checkpoint and ends training at a serious finding. `None` for no monitor.
         rollout_monitor_bounds (`dict[str, float]`, *optional*):
             Other bounds of the rules, by name of the rule; `None` switches a rule off.
 
@@ -198,12 +186,6 @@ class RolloutCorrectionConfig(DumpFields, MonitorFields, EngineFields, Correctio
             self._fill()
             self._parse()
             RolloutCorrectionConfig.check(self)
-        elif name in ("rollout_monitor", "rollout_monitor_preset") and self.rollout_monitor_preset is not None:
-            try:
-                self.check()
-            except ValueError:
-                super().__setattr__(name, before)
-                raise
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_fixed"}  # a copy may be changed

@@ -19,7 +19,7 @@ from .thresholds import none_if_null, parse_criteria, parse_number, parse_weight
 
 LossType = Literal["ppo_clip", "reinforce"]
 NanPolicy = Literal["drop", "raise", "neutralize"]
-MonitorAction = Literal["warn", "stop", "tighten"]
+MonitorAction = Literal["warn", "stop"]
 Routing = Literal["replay"]
 LOSS_TYPES: tuple[str, ...] = get_args(LossType)
 NAN_POLICIES: tuple[str, ...] = get_args(NanPolicy)
@@ -100,9 +100,6 @@ class CorrectionFields:
         "In bypass mode with ppo_clip: largest ratio with gradient for negative advantages, or none.", 3.0
     )
     rollout_metrics_only: bool = _option("Compute and report the correction without changing the loss.", False)
-    rollout_lr_scaling: str | None = _option(
-        "Scaling of each step by the effective sample size of its completions: ess_sqrt, or none."
-    )
     rollout_nan_policy: NanPolicy = _option(
         "Treatment of a token whose log-ratio is not finite: drop, raise or neutralize.", "drop"
     )
@@ -128,9 +125,8 @@ class MonitorFields:
     """Fields of [`RolloutCorrectionConfig`] for the monitor and for the diagnosis of the first step."""
 
     rollout_monitor: MonitorAction | None = _option(
-        "Reaction to unhealthy metrics: warn, stop, tighten, or none for no monitor.", "warn"
+        "Reaction to unhealthy metrics: warn, stop, or none for no monitor.", "warn"
     )
-    rollout_monitor_preset: Preset | None = _option("Preset that `rollout_monitor: tighten` switches to.")
     rollout_monitor_bounds: Mapping[str, float | None] | str | None = _option(
         "Bounds of the monitor by name of the rule; null switches a rule off."
     )
@@ -176,13 +172,12 @@ def _boolean(name: str, value: object) -> bool:
     return value
 
 
-def preset_name(field: str, value: object) -> Preset | None:
+def preset_name(name: str) -> Preset:
     """Refuse a name that is no preset."""
-    name: Preset | None = none_if_null(value)
-    if name is None or name in PRESETS:
+    if name in PRESETS:
         return name
     remedy = f"{nearest(name, PRESETS)} Available presets: {', '.join(PRESETS)}.".strip()
-    raise SettingError(field, name, remedy=remedy)
+    raise SettingError("rollout_correction", name, remedy=remedy)
 
 
 def _folder(value: object) -> str | None:
@@ -232,14 +227,12 @@ PARSERS: dict[str, Callable[[Any], Any]] = {
     "rollout_is_threshold": parse_weight_threshold,
     "rollout_rs": parse_criteria,
     "rollout_loss_type": partial(_choice, "rollout_loss_type", LOSS_TYPES),
-    "rollout_lr_scaling": partial(_choice, "rollout_lr_scaling", ("ess_sqrt", None)),
     "rollout_nan_policy": partial(_choice, "rollout_nan_policy", NAN_POLICIES),
     "rollout_clip_ratio_c": _clip_ratio,
     "rollout_engine_kwargs": _engine_kwargs,
     "rollout_support": partial(_choice, "rollout_support", ("replay", None)),
     "rollout_routing": partial(_choice, "rollout_routing", ("replay", None)),
     "rollout_monitor": partial(_choice, "rollout_monitor", (*MONITOR_ACTIONS, None)),
-    "rollout_monitor_preset": partial(preset_name, "rollout_monitor_preset"),
     "rollout_monitor_bounds": lambda value: parse_bounds(none_if_null(value)) or None,
     "rollout_dump_dir": _folder,
     "rollout_dump_steps": partial(_count, "rollout_dump_steps", 1),

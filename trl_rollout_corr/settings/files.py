@@ -20,7 +20,7 @@ from .presets import PRESETS
 
 # Fields in dumps of earlier versions
 _RENAMED = {"rollout_monitor_thresholds": "rollout_monitor_bounds"}
-_REMOVED = ("rollout_compile",)
+_REMOVED = ("rollout_compile", "rollout_lr_scaling", "rollout_monitor_preset", "rollout_proximal")
 Key = tuple[str, ...]
 
 _ARGUMENT = re.compile(r"\+{0,2}([A-Za-z_][\w.]*)=(.*)", re.DOTALL)

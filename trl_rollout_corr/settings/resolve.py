@@ -129,7 +129,6 @@ def idle_fields(fields: Mapping[str, Any], correction: Correction) -> dict[str, 
     no_bypass = not correction.bypasses and "`bypass_mode` is False, and the loss is TRL's `loss_type`"
     no_clipping = "it acts only in `bypass_mode` with `rollout_loss_type='ppo_clip'`"
     reported = "with `bypass_mode` and `rollout_loss_type='ppo_clip'` the weights are reported, not applied"
-    only_metrics = "`rollout_metrics_only` is True: `lr_scale` is reported, and the step is not scaled"
     no_pair = bounding is not None and bounding.lower is None and "`rollout_is_threshold` is not a pair"
     reasons: dict[str, Any] = {
         "rollout_is_threshold": fields["rollout_is_threshold"] != 2.0 and no_weights,  # 2.0 is in saved configurations
@@ -140,8 +139,6 @@ def idle_fields(fields: Mapping[str, Any], correction: Correction) -> dict[str, 
         "rollout_rs_exclude_from_baseline": no_rejection,
         "rollout_loss_type": fields["rollout_loss_type"] != "ppo_clip" and no_bypass,
         "rollout_clip_ratio_c": fields["rollout_clip_ratio_c"] and not correction.clips_around_sampler and no_clipping,
-        "rollout_lr_scaling": correction.metrics_only and only_metrics,
-        "rollout_monitor_preset": fields["rollout_monitor"] != "tighten" and "`rollout_monitor` is not 'tighten'",
         "rollout_monitor_bounds": fields["rollout_monitor"] is None and "`rollout_monitor` is None",
     }
     no_dump = fields["rollout_dump_dir"] is None and "`rollout_dump_dir` is None"
@@ -165,7 +162,7 @@ def read_given(value: object) -> tuple[Preset | None, dict[str, Any]]:
     if value is None or value is False or (isinstance(value, str) and value.strip().lower() in _OFF):
         return None, {}
     if isinstance(value, str):
-        return preset_name("rollout_correction", value), {}
+        return preset_name(value), {}
     allowed = "the name of a preset, a section of verl, a RolloutCorrectionConfig, or None for no correction"
     raise SettingError("rollout_correction", value, allowed=allowed)
 

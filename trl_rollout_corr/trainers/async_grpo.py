@@ -11,7 +11,7 @@ forward pass. So the correction knows the log-probabilities of the policy withou
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -21,9 +21,6 @@ import torch
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import TrainOutput
 
-from ..correction.compute import usable_rollout_logps
-from ..correction.functional import LOG_RATIO_BOUND
-from ..messages import nearest, warn_idle
 from ..settings.config import RolloutCorrectionConfig
 from ._cpu_attention import register_tree_attention
 from .batch import PADDING, REWARDS, ROLLOUT_LOGPS, ROLLOUT_STEP, TOKEN_STEPS
@@ -31,7 +28,6 @@ from .core import CorrectionCore, check_bounds_of_means
 from .engine import announce_server, check_engine_kwargs
 from .intake import ADVANTAGES, TERMS, TEXT, TEXT_PREFIX, TOOLS, Carrier, Layout, Tap
 from .loss import normalizes_over
-from .monitor import check_tightened
 from .observer import Corrected
 from .packed import Awaited, Policy, Terms
 from .sampler import TRUNCATION, check_server_logprobs, warn_about_distortion
@@ -42,18 +38,6 @@ from .upstream import AsyncGRPOConfig, AsyncGRPOTrainer, AsyncRolloutWorker, Wei
 
 
 LOSS_MASK = "loss_mask"  # (B, T)
-
-
-PROXIMAL = ("visit", "interpolated")
-
-
-def check_proximal(value: object) -> str:
-    """Check and return `rollout_proximal`, the choice of the old policy in an asynchronous run."""
-    if value not in PROXIMAL:
-        raise ValueError(
-            f"`rollout_proximal` must be one of {', '.join(PROXIMAL)}, got {value!r}.{nearest(value, PROXIMAL)}"
-        )
-    return str(value)
 
 
 def check_asynchronous(config: Any) -> None:
@@ -73,7 +57,6 @@ def check_asynchronous(config: Any) -> None:
             "`rollout_routing` is 'replay', but the rollout worker of an asynchronous run drops the routes of the sampler. "
             "Set it to None."
         )
-    check_proximal(config.rollout_proximal)
     budget = getattr(config, "token_budget", None)  # gone in newer releases of TRL
     packs = budget is None or budget > 0  # rows hold as many completions as there is room for
     fewest = config.world_size * (1 if packs else config.per_device_train_batch_size)
@@ -85,37 +68,17 @@ def check_asynchronous(config: Any) -> None:
         )
 
 
-def warn_about_proximal(config: Any) -> None:
-    """Warn if the run has no old policy, so that `rollout_proximal` has no effect."""
-    if config.rollout_proximal != "visit" and (config.bypass_mode or not config.corrects):
-        reason = "it is the old policy of decoupled mode, with weights or rejection"
-        warn_idle("rollout_proximal", config.rollout_proximal, reason)
-
-
 @dataclass
 class RolloutCorrectedAsyncGRPOConfig(RolloutCorrectionConfig, AsyncGRPOConfig):
     r"""
     Configuration class for the [`RolloutCorrectedAsyncGRPOTrainer`].
 
-    It has the parameters of TRL's `AsyncGRPOConfig`, those of [`RolloutCorrectionConfig`], and one more.
-
-    Args:
-        rollout_proximal (`str`, *optional*, defaults to `"visit"`):
-            Old policy in decoupled mode. A sample is visited once, so with `"visit"`, the policy of that visit, the ratio of
-            PPO is always 1. `"interpolated"` is one optimizer step behind the current policy, on the line from the sampler to
-            it: `log old = log rollout + (1 - 1 / age) (log current - log rollout)`. It needs no forward pass either
-            ([A-3PO](https://huggingface.co/papers/2512.06547)). At age 1 or unknown age it is the sampler, at age 0 the
-            current policy.
+    It has the parameters of TRL's `AsyncGRPOConfig` and those of [`RolloutCorrectionConfig`].
 
     Raises:
         `ValueError`: also if `rollout_rs_exclude_from_baseline` is set, as the rollout worker computes baselines; or if the
             mean of batch normalisation would be over a single sequence.
     """
-
-    rollout_proximal: str = field(
-        default="visit",
-        metadata={"help": "Old policy in decoupled mode: visit (the current one), or interpolated by age (A-3PO)."},
-    )
 
     def __post_init__(self) -> None:
         RolloutCorrectionConfig.__post_init__(self)
@@ -128,8 +91,6 @@ class RolloutCorrectedAsyncGRPOConfig(RolloutCorrectionConfig, AsyncGRPOConfig):
         check_asynchronous(self)
         if warns:
             check_bounds_of_means(self)
-            warn_about_proximal(self)
-        check_tightened(self, warns=warns)
 
 
 class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
@@ -363,28 +324,14 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
 
     def _corrected(self, current: torch.Tensor, batch: dict[str, Any]) -> tuple[torch.Tensor, Corrected]:
         """Anchor of the ratio, `(B, T)`, and the corrected batch."""
-        old = self._old_logps(current, batch)
-        self._observer.visited(self._now, self._ages(batch), batch[LOSS_MASK], current, old)
-        seen = self._correct_from(old, batch, from_old=False)  # the old policy is newer than the sampler
-        self._weigh_step(current, batch, seen)
-        anchor = old
+        # A sample is visited once: the old policy of decoupled mode is that of the visit, so that the ratio of PPO is 1
+        self._observer.visited(self._now, self._ages(batch), batch[LOSS_MASK], current, current)
+        seen = self._correct_from(current, batch, from_old=False)  # the current policy is newer than the sampler
+        anchor = current
         if self.args.bypass_mode and self.args.corrects:
             anchor, seen = self._bypass(seen)
         self._observer.corrected(self._now, seen)
         return anchor, seen
-
-    def _old_logps(self, current: torch.Tensor, batch: dict[str, Any]) -> torch.Tensor:
-        """Log-probabilities of the old policy, `(B, T)`."""
-        interpolates = check_proximal(self.args.rollout_proximal) == "interpolated"
-        if self.args.bypass_mode or not interpolates or not self.args.corrects:
-            return current
-        rollout = usable_rollout_logps(current, batch[ROLLOUT_LOGPS], batch[LOSS_MASK], self.args)
-        log_ratio = current - rollout
-        steps = batch[TOKEN_STEPS] if TOKEN_STEPS in batch else batch[ROLLOUT_STEP].unsqueeze(1)
-        # log old = log current - (log current - log rollout) / age; an unknown age counts as 1, and at age 0 old is current
-        age = (self.state.global_step - steps).nan_to_num(1.0)
-        share = torch.where(age > 0, 1.0 / age.clamp(min=1.0), 0.0)
-        return current - torch.where(log_ratio.abs() <= LOG_RATIO_BOUND, share * log_ratio, 0.0)
 
     def _anchor_in_bypass(self, seen: Corrected) -> tuple[torch.Tensor, torch.Tensor]:
         anchor, coefficients = super()._anchor_in_bypass(seen)

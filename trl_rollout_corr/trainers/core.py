@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,7 @@ from transformers.trainer_utils import TrainOutput
 from trl import GRPOConfig, RLOOConfig
 
 from ..correction.compute import RolloutCorrection, compute_rollout_correction
-from ..correction.functional import LOG_RATIO_BOUND, expected_share_outside, select_tokens
+from ..correction.functional import LOG_RATIO_BOUND, expected_share_outside
 from ..dumps.writing import plain
 from ..messages import warn
 from .batch import ROLLOUT_LOGPS, ROLLOUT_STEP, TOKEN_STEPS, TURN_IDS
@@ -27,7 +26,6 @@ from .console import add_console
 from .delivery import Delivery
 from .dumping import SequenceDump, check_dump_folder
 from .first_step import FirstStepDiagnosis
-from .lr_scaling import LearningRateScaling, check_scalable
 from .monitor import MONITOR_FIELDS, settle_monitors
 from .observer import Corrected, Moment, Observer
 from .run_metadata import check_dropout, check_types, engine_metadata, may_round, trainer_metadata
@@ -47,7 +45,6 @@ _READ_AT_START = (
     *MONITOR_FIELDS,
     "rollout_dump_dir",
     "rollout_diagnose",
-    "rollout_lr_scaling",
     "rollout_routing",
     *_READ_WHEN_BUILT,
 )
@@ -99,7 +96,6 @@ class CorrectionCore(_Host):
     _engine_config: Any = None  # of vLLM, if known
 
     _of_monitor: list[Any] | None = None  # settings that the monitor was made from
-    _lr_scaling: LearningRateScaling | None = None
 
     def _checked_args(self, model: str | PreTrainedModel, args: Any) -> Any:
         if args is None:
@@ -107,7 +103,6 @@ class CorrectionCore(_Host):
             return self._config_class(f"{model_name.split('/')[-1]}-{self._name}")
         check_config_class(args, self._config_class)
         args.check()  # again, as fields may have been assigned; before vLLM starts, which takes long
-        check_scalable(args)
         if args.rollout_dump_dir is not None:
             check_dump_folder(Path(args.rollout_dump_dir), new_run=False)
         return args
@@ -133,11 +128,6 @@ class CorrectionCore(_Host):
         observer.dump = self._equipped(observer.dump, args.rollout_dump_dir is not None, self._new_dump)
         observer.first_step = self._equipped(
             observer.first_step, args.rollout_diagnose, lambda: FirstStepDiagnosis(args, self._about)
-        )
-        self._lr_scaling = self._equipped(
-            self._lr_scaling,
-            args.rollout_lr_scaling is not None,
-            lambda: LearningRateScaling(args, self.accelerator, partial(observer.add, "train")),
         )
 
     def _equipped(self, found: Any, wanted: bool, new: Callable[[], Any]) -> Any:
@@ -207,17 +197,6 @@ class CorrectionCore(_Host):
         if ages is not None and self.model.training:
             step, mask = self.state.global_step, self._loss_mask(batch)
             self._delivery.visited(step, current, batch[ROLLOUT_LOGPS], mask, ages, score)
-
-    def _weigh_step(self, current: torch.Tensor, batch: dict[str, Any], seen: Corrected | None) -> None:
-        """Count a micro-batch for the factor of the learning rate, if `rollout_lr_scaling` is set."""
-        if self._lr_scaling is None or not self.model.training:
-            return
-        if seen is not None and seen.train_logps is current and seen.correction.log_ratio is not None:
-            self._lr_scaling.visited(seen.correction.log_ratio, seen.correction.valid)
-            return
-        neutralize = self.args.rollout_nan_policy == "neutralize"
-        tokens = select_tokens(current, batch[ROLLOUT_LOGPS], self._loss_mask(batch), neutralize=neutralize)
-        self._lr_scaling.visited(tokens.log_ratio, tokens.valid)
 
     def _correct_from(self, train_logps: torch.Tensor, batch: dict[str, Any], *, from_old: bool) -> Corrected:
         """Correct a batch for the gap between the sampler and a policy of the trainer: old (`from_old`) or current."""

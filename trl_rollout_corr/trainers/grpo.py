@@ -16,7 +16,6 @@ from .batch import OLD_LOGPS
 from .core import check_bounds_of_means
 from .loss import check_batch_normalization, warn_about_iterations
 from .mixin import RolloutCorrectionMixin
-from .monitor import check_tightened
 from .sampler import check_logprobs, check_sampling, checked_turn_ids
 from .versions import check_passes_by, replace_trl_correction, without_none
 
@@ -116,7 +115,6 @@ class RolloutCorrectedGRPOConfig(RolloutCorrectionConfig, GRPOConfig):
             check_sequence_level_ratio(self)
             warn_about_clip_ratio(self)
             warn_about_iterations(self)
-        check_tightened(self, warns=warns)
 
 
 class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):

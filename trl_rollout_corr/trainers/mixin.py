@@ -373,13 +373,12 @@ class RolloutCorrectionMixin(RoutingReplay, CorrectionCore):
         self._observer.visited(self._now, self._ages(batch), self._loss_mask(batch), current, old)
         if self.args.bypass_mode:
             seen = self._correct_from(current, batch, from_old=old is current)
-            self._weigh_step(current, batch, seen)
             anchor, seen = self._bypass(seen) if self.args.corrects else (current, seen)
             self._report(seen)
             coefficients = seen.coefficients
         else:
             anchor = batch.get(OLD_LOGPS, old)
-            coefficients = self._decoupled(current, anchor, batch, first)
+            coefficients = self._decoupled(anchor, batch, first)
         if not self.args.corrects:
             return logps
         if self._loss_call is not None and not self._gradient_checked and logps.requires_grad:
@@ -422,15 +421,11 @@ class RolloutCorrectionMixin(RoutingReplay, CorrectionCore):
             return current if first else batch[FIRST_LOGPS].to(current.dtype)
         return batch.get(OLD_LOGPS)
 
-    def _decoupled(
-        self, current: torch.Tensor, old: torch.Tensor, batch: dict[str, torch.Tensor], first: bool
-    ) -> torch.Tensor:
+    def _decoupled(self, old: torch.Tensor, batch: dict[str, torch.Tensor], first: bool) -> torch.Tensor:
         """Coefficients in decoupled mode, `(B, T)`."""
         if COEFFICIENTS in batch or not first:
-            self._weigh_step(current, batch, None)
             return batch[COEFFICIENTS] if COEFFICIENTS in batch else batch[FIRST_COEFFICIENTS].to(old.dtype)
         seen = self._correct_from(old, batch, from_old=True)
-        self._weigh_step(current, batch, seen)
         self._report(seen)
         if FIRST_COEFFICIENTS in batch:  # kept for later visits
             batch[FIRST_COEFFICIENTS].copy_(seen.coefficients)

@@ -1,11 +1,9 @@
-"""The health rules during a run: a callback that warns, stops, or tightens."""
+"""The health rules during a run: a callback that warns or stops."""
 
 import io
 import textwrap
-import warnings
 from collections.abc import Mapping
 from contextlib import redirect_stdout
-from copy import copy
 from functools import partial
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -16,16 +14,13 @@ from ..health.examine import Examiner, parse_bounds
 from ..health.rule import Alarm
 from ..health.rules import RULES
 from ..health.windows import is_training_window
-from ..messages import PREFIX, nearest, report, warn
+from ..messages import PREFIX, report
 from ..settings.config import RolloutCorrectionConfig
 from ..settings.fields import MONITOR_ACTIONS, MonitorAction
-from ..settings.presets import PRESETS, Preset
 
 
-ALARMS, TIGHTENED = f"{PREFIX}monitor/alarms", f"{PREFIX}monitor/tightened"
-MONITOR_FIELDS = ("rollout_monitor", "rollout_monitor_preset", "rollout_monitor_bounds")
-# What a preset decides while a run goes on. Its mode stays that of the run.
-TIGHTENED_FIELDS = ("rollout_is", "rollout_is_threshold", "rollout_is_clamp", "rollout_rs", "rollout_rs_threshold")
+ALARMS = f"{PREFIX}monitor/alarms"
+MONITOR_FIELDS = ("rollout_monitor", "rollout_monitor_bounds")
 FIRST_PAUSE = 10  # logging windows between the first two messages about a cause
 _SYMBOLS = {"critical": "✖", "warning": "▲"}
 
@@ -43,17 +38,12 @@ class RolloutCorrectionMonitor(TrainerCallback):
 
     Args:
         action (`str`, *optional*, defaults to `"warn"`):
-            Action at the first critical alarm. `"stop"` saves a checkpoint and ends training. `"tighten"`
-            switches to another preset, once, and logs `rollout_corr/monitor/tightened`.
-        preset (`str`, *optional*):
-            Preset that `"tighten"` switches to: its weights and rejection, with their bounds. It must have the mode
-            (`bypass_mode`, `rollout_loss_type`) of the run.
+            Action at the first critical alarm. `"stop"` saves a checkpoint and ends training.
         bounds (`dict[str, float or None]`, *optional*):
             Other bounds of the rules, by name; `None` switches a rule off.
 
     Raises:
-        `ValueError`: if the action, the preset or a threshold is not one; and when a trainer gets the monitor or begins to
-            train, if the preset does not suit the run.
+        `ValueError`: if the action is none of these, or if `bounds` names no rule or has no number.
 
     Example:
 
@@ -64,19 +54,11 @@ class RolloutCorrectionMonitor(TrainerCallback):
     ```
     """
 
-    def __init__(
-        self,
-        action: MonitorAction = "warn",
-        preset: Preset | None = None,
-        bounds: Mapping[str, float | None] | str | None = None,
-    ) -> None:
+    def __init__(self, action: MonitorAction = "warn", bounds: Mapping[str, float | None] | str | None = None) -> None:
         if action not in MONITOR_ACTIONS:
             raise ValueError(f"`rollout_monitor` must be one of {', '.join(MONITOR_ACTIONS)}, got {action!r}.")
-        if action == "tighten":
-            check_name(preset)
-        self.action, self.preset = action, preset
+        self.action = action
         self.of_configuration = False  # or brought by the user
-        self.tightened = False
         self.reporters: CallbackHandler | None = None  # those of the trainer, which may send alerts
         self._examiner = Examiner(RULES, bounds=parse_bounds(bounds))
         self._restart()
@@ -92,16 +74,11 @@ class RolloutCorrectionMonitor(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        if self.action == "tighten" and not self.tightened:
-            check_preset(self.preset, args)
         self._restart()
         self._examiner.settings = args
         for entry in state.log_history:  # of a run that is resumed
             self._examiner.observe(entry)
         self._examiner.forget_streaks()  # settings may have changed since
-        if self.action == "tighten" and any(TIGHTENED in entry for entry in state.log_history):
-            self._tighten(args)
-            report(f"The resumed run had been tightened, and continues with {self._description(args)}.")
 
     def on_log(
         self,
@@ -116,9 +93,7 @@ class RolloutCorrectionMonitor(TrainerCallback):
         self._windows += 1
         findings = self._examiner.observe({**logs, "step": state.global_step})
         _add(ALARMS, len(findings), logs, state)
-        tightened, acted = self.tightened, self._act(findings, args, control)
-        if self.tightened and not tightened:
-            _add(TIGHTENED, 1, logs, state)
+        acted = self._act(findings, args, control)
         for finding in findings:
             self._say(finding, acted if finding is findings[0] else None, state)
 
@@ -139,27 +114,8 @@ class RolloutCorrectionMonitor(TrainerCallback):
         critical = bool(findings) and findings[0].severity == "critical"
         if not critical or self.action == "warn":
             return None
-        if self.action == "stop":
-            self._stopping = control.should_save = control.should_training_stop = True
-            return f"`rollout_monitor` is 'stop': training ends here, with a checkpoint in {args.output_dir}."
-        if self.tightened:
-            return None
-        try:
-            check_preset(self.preset, args)  # settings may have been changed since the run began
-        except ValueError as error:
-            self.action = "warn"
-            return f"The settings stay as they are: {error}"
-        self._tighten(args)
-        self._examiner.forget_streaks()
-        return f"`rollout_monitor` is 'tighten': training continues with {self._description(args)}."
-
-    def _tighten(self, args: TrainingArguments) -> None:
-        self.tightened = True
-        tighten(args, self.preset)
-
-    def _description(self, args: TrainingArguments) -> str:
-        settings = ", ".join(f"`{name}={getattr(args, name)!r}`" for name in TIGHTENED_FIELDS)
-        return f"the preset {self.preset}, {settings}"
+        self._stopping = control.should_save = control.should_training_stop = True
+        return f"`rollout_monitor` is 'stop': training ends here, with a checkpoint in {args.output_dir}."
 
     # Messages ---------------------------------------------------------------------------------------------------------
 
@@ -224,73 +180,5 @@ def settle_monitors(handler: CallbackHandler, args: RolloutCorrectionConfig, *, 
         kept.of_configuration = True
     handler.callbacks = [x for x in handler.callbacks if x not in found]
     if kept is not None:
-        if brought and kept.reporters is None and kept.action == "tighten":
-            check_preset(kept.preset, args, warns=True)
         kept.reporters = handler
         handler.callbacks.insert(0, kept)
-
-
-# The action `tighten` -------------------------------------------------------------------------------------------------
-
-
-def tighten(args: RolloutCorrectionConfig, name: Preset | None) -> None:
-    """Set weights and rejection of a configuration to those of a preset. The trainer reads them at every micro-batch."""
-    preset = RolloutCorrectionConfig.from_preset(check_name(name))
-    for field in TIGHTENED_FIELDS:
-        setattr(args, field, getattr(preset, field))
-
-
-def check_name(preset: Preset | None) -> Preset:
-    """Check that a preset exists, and return its name."""
-    if preset is None or preset not in PRESETS:
-        raise ValueError(
-            f"`rollout_monitor_preset` is {preset!r}, but `rollout_monitor='tighten'` switches to it."
-            f"{nearest(preset, PRESETS)} Available presets: {', '.join(PRESETS)}."
-        )
-    return preset
-
-
-def check_tightened(config: RolloutCorrectionConfig, *, warns: bool = False) -> None:
-    """Check the preset that the monitor of a configuration may switch to, see [`check_preset`]."""
-    if config.rollout_monitor == "tighten":
-        check_preset(config.rollout_monitor_preset, config, warns=warns)
-
-
-def check_preset(name: Preset | None, args: RolloutCorrectionConfig, *, warns: bool = False) -> None:
-    """Refuse a preset that a run cannot switch to. `warns` repeats warnings about the settings it would then have."""
-    name = check_name(name)
-    preset = RolloutCorrectionConfig.from_preset(name)
-    refused = f"`rollout_monitor_preset` is {name!r}, which `rollout_monitor='tighten'` cannot switch to: "
-    if _mode(preset) != _mode(args):
-        raise ValueError(
-            f"{refused}its mode is {_mode(preset)}, that of the run is {_mode(args)}. Choose a preset of the same mode."
-        )
-    if preset.rollout_is is None and preset.rollout_rs is None:
-        raise ValueError(f"{refused}it has neither weights nor rejection.")
-    if args.rollout_metrics_only:
-        raise ValueError(f"{refused}`rollout_metrics_only` is True. Set it to False, or `rollout_monitor` to 'warn'.")
-    tightened = copy(args)
-    tightened.rollout_monitor = None  # it switches once
-    known = _warnings_of(tightened, warns)
-    tighten(tightened, name)
-    try:
-        found = _warnings_of(tightened, warns)
-    except ValueError as error:
-        raise ValueError(f"{refused}{error} Or choose another preset.") from None
-    for message in found:
-        if message not in known:
-            warn(
-                f"Once `rollout_monitor='tighten'` has switched to {name!r}: {message} Or choose another "
-                "`rollout_monitor_preset`: the settings of a preset are fixed."
-            )
-
-
-def _warnings_of(config: RolloutCorrectionConfig, warns: bool) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        config.check(warns=warns)
-    return [str(warning.message) for warning in caught]
-
-
-def _mode(config: RolloutCorrectionConfig) -> str:
-    return f"bypass ({config.rollout_loss_type})" if config.bypass_mode else "decoupled"

@@ -13,7 +13,6 @@ from ..settings.config import RolloutCorrectionConfig
 from .core import check_bounds_of_means
 from .loss import check_batch_normalization, warn_about_iterations
 from .mixin import RolloutCorrectionMixin
-from .monitor import check_tightened
 from .observer import Corrected
 from .sampler import check_sampling
 from .scoring import OldPass, Scoring
@@ -41,7 +40,6 @@ class RolloutCorrectedRLOOConfig(RolloutCorrectionConfig, RLOOConfig):
         if warns:
             check_bounds_of_means(self)
             warn_about_iterations(self)
-        check_tightened(self, warns=warns)
 
 
 class RolloutAsOld(OldPass):
