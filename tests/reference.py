@@ -300,3 +300,22 @@ def age_metrics(sequences, ages, keeps, coefficients, rewards):
     return metrics | {
         "engine_k2_kl": intercept / 2, "drift_k2_kl": slope * mean_age / 2, "drift_k2_kl_per_step": slope / 2
     }  # fmt: skip
+
+
+# Closed forms of `docs/theory.md`, for weights whose logarithm is normal with variance `v` and mean `-v / 2`
+_normal = statistics.NormalDist()
+
+
+def effective_sample_size(v):
+    """Effective sample size before any bound."""
+    return math.exp(-v)
+
+
+def truncated_mean(v, upper):
+    """Mean of `min(w, upper)`."""
+    return icepop_mean(v, upper) + upper * (1 - _normal.cdf((math.log(upper) + v / 2) / math.sqrt(v)))
+
+
+def icepop_mean(v, upper):
+    """Mean of `w` where `w <= upper`, and 0 elsewhere."""
+    return _normal.cdf((math.log(upper) - v / 2) / math.sqrt(v))

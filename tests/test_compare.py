@@ -15,17 +15,14 @@ import yaml
 from tests import reference
 from tests.dumps import make_dump, read_dump
 from tests.launching import run as run_process
+from tests.reference import effective_sample_size, icepop_mean, truncated_mean
 from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.__main__ import main, make_parser
 from trl_rollout_corr.analysis.replay import batch_of
 from trl_rollout_corr.analysis.spread import (
     Spread,
-    effective_sample_size,
-    icepop_mean,
     measure,
-    predict,
     suggest_bounds,
-    truncated_mean,
 )
 from trl_rollout_corr.correction.functional import expected_share_outside
 from trl_rollout_corr.dumps import writing as dump
@@ -54,10 +51,6 @@ def outcomes(*arguments) -> dict[str, dict]:
 
 def like(numbers: dict[str, float | None], tolerance: float) -> dict:
     return {key: None if value is None else pytest.approx(value, rel=tolerance) for key, value in numbers.items()}
-
-
-def predictions(*arguments) -> dict[str, dict]:
-    return {entry["quantity"]: entry for entry in document(*arguments)["predictions"]}
 
 
 # The table ----------------------------------------------------------------------------------------------------------------
@@ -339,20 +332,18 @@ def test_the_folder_of_the_run_will_do(tmp_path):
     assert document(tmp_path / "run") == document(tmp_path / "run" / "dump")
 
 
-# Closed forms --------------------------------------------------------------------------------------------------------------
+# Closed forms of `docs/theory.md` ------------------------------------------------------------------------------------------
 
 
 def test_closed_forms_are_those_of_random_weights():
     rng = torch.Generator().manual_seed(0)
     for v in (0.1, 0.8, 2.0):
         d = torch.randn(2_000_000, generator=rng, dtype=torch.float64) * v**0.5 - v / 2
-        w, v = d.exp(), torch.tensor([v], dtype=torch.float64)
-        assert truncated_mean(v, 2.0).item() == pytest.approx(w.clamp(max=2.0).mean().item(), abs=2e-3)
-        assert icepop_mean(v, 3.0).item() == pytest.approx((w * (w <= 3)).mean().item(), abs=3e-3)
+        w = d.exp()
+        assert truncated_mean(v, 2.0) == pytest.approx(w.clamp(max=2.0).mean().item(), abs=2e-3)
+        assert icepop_mean(v, 3.0) == pytest.approx((w * (w <= 3)).mean().item(), abs=3e-3)
         if v < 1:  # beyond, no sample is large enough
-            assert effective_sample_size(v).item() == pytest.approx(
-                (w.mean() ** 2 / w.square().mean()).item(), rel=0.02
-            )
+            assert effective_sample_size(v) == pytest.approx((w.mean() ** 2 / w.square().mean()).item(), rel=0.02)
     s, length = 0.3, torch.tensor([50.0], dtype=torch.float64)
     mean = torch.randn(2_000_000, generator=rng, dtype=torch.float64) * s / length.sqrt() - s * s / 2
     for lower, upper in ((0.95, 1.01), (0.9, 1.2), (0.0, 1.0)):
@@ -362,68 +353,16 @@ def test_closed_forms_are_those_of_random_weights():
         )
 
 
-def test_closed_forms_without_a_spread():
-    nothing, length = torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
-    assert (
-        truncated_mean(nothing, 2.0).item()
-        == icepop_mean(nothing, 3.0).item()
-        == effective_sample_size(nothing).item()
-        == 1
-    )
-    assert expected_share_outside(0.0, length, 0.999, 1.001).item() == 0
+def test_nothing_is_outside_without_a_spread():
+    assert expected_share_outside(0.0, torch.ones(1, dtype=torch.float64), 0.999, 1.001).item() == 0
 
 
 def test_the_table_of_the_theory_follows():
     """`docs/theory.md`, for s = 0.04."""
-    v = torch.tensor([100, 433, 1000, 4000], dtype=torch.float64) * 0.04**2
-    assert [round(x, 2) for x in effective_sample_size(v).tolist()] == [0.85, 0.50, 0.20, 0.0]
-    assert [round(x, 2) for x in truncated_mean(v, 2.0).tolist()] == [0.99, 0.87, 0.70, 0.28]
-    assert [round(x, 2) for x in icepop_mean(v, 3.0).tolist()] == [0.99, 0.82, 0.59, 0.20]
-
-
-def test_predictions_are_measured_where_the_model_holds(tmp_path):
-    """With `s = 0.09`, truncated weights have a mean of 0.9, which would be 1.15 were the mean log-ratio `+s^2 / 2`."""
-    folder = make_dump(
-        tmp_path / "dump", steps=1, rows=1200, sampled=1200, length=90, spread=0.09, gaussian=True, logs=False
-    )
-    found = predictions(folder)
-    lower, upper = document(folder)["suggestion"]["rollout_rs_threshold"]
-    assert list(found)[-1] == f"seq_mean_k1 [{lower:g}, {upper:g}]: rejected"
-    assert len(found) == 4
-    for quantity, entry in found.items():
-        tolerance = 0.1 if "ESS" in quantity else 0.045
-        assert entry["predicted"] == pytest.approx(entry["measured"], abs=tolerance), quantity
-    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in compare(folder).splitlines() if "|" in line]
-    header = table.index(["quantity", "predicted", "measured"])
-    assert [row[0] for row in table[header + 2 :]] == list(found)
-
-
-def test_predictions_are_for_the_lengths_that_there_are():
-    """Of 5 and of 40 tokens; a completion of the mean length is like neither."""
-    rng = torch.Generator().manual_seed(0)
-    d = torch.randn(20000, 40, generator=rng, dtype=torch.float64) * 0.15 - 0.15**2 / 2
-    valid = torch.arange(40) < torch.where(torch.arange(20000) % 4 > 0, 5, 40)[:, None]
-    for prediction in predict(measure(d * valid, valid), (0.97, 1.03)):
-        assert prediction.predicted == pytest.approx(prediction.measured, abs=0.02), prediction.quantity
-
-
-def test_measured_values_are_those_that_are_logged(tmp_path):
-    folder = make_dump(tmp_path / "dump", spread=0.12, broken=2)
-    (tmp_path / "truncate.yaml").write_text("{rollout_is: sequence, rollout_is_threshold: 2}")
-    (tmp_path / "drop.yaml").write_text("{rollout_is: sequence, rollout_is_threshold: [0, 3]}")
-    (tmp_path / "free.yaml").write_text("{rollout_is: sequence, rollout_is_threshold: inf}")
-    files = [tmp_path / f"{name}.yaml" for name in ("truncate", "drop", "free")]
-    arguments = [folder, "--steps", ":", *(text for file in files for text in ("--config", file))]
-    found = outcomes(*arguments)
-    truncate, drop, free = (found[str(file)] for file in files)
-    measured = [entry["measured"] for entry in predictions(*arguments).values()]
-    numbers = (
-        free["sample_size"],
-        truncate["effective_lr"],
-        drop["effective_lr"],
-        found["bounds that fit"]["rejected"],
-    )
-    assert measured == pytest.approx(numbers, rel=1e-5)
+    variances = [n * 0.04**2 for n in (100, 433, 1000, 4000)]
+    assert [round(effective_sample_size(v), 2) for v in variances] == [0.85, 0.50, 0.20, 0.0]
+    assert [round(truncated_mean(v, 2.0), 2) for v in variances] == [0.99, 0.87, 0.70, 0.28]
+    assert [round(icepop_mean(v, 3.0), 2) for v in variances] == [0.99, 0.82, 0.59, 0.20]
 
 
 # Suggestion ---------------------------------------------------------------------------------------------------------------
@@ -633,7 +572,5 @@ def test_tokens_of_tools_and_padding_take_no_part(tmp_path):
 def test_absurd_log_ratios_are_survived(distance):
     log_ratio = torch.randn(40, 30, generator=torch.Generator().manual_seed(0)) * 0.05
     log_ratio[0, 0] = -distance
-    spread = measure(log_ratio, torch.ones(40, 30, dtype=torch.bool))
-    bounds = suggest_bounds(spread)
+    bounds = suggest_bounds(measure(log_ratio, torch.ones(40, 30, dtype=torch.bool)))
     assert bounds[0] < 1 < bounds[1]
-    assert all(math.isfinite(p.predicted) and math.isfinite(p.measured) for p in predict(spread, bounds))

@@ -21,7 +21,7 @@ from ..settings.presets import PRESETS, Preset, settings_of
 from .recommend import first_alarm, healthy_rows, recommend
 from .replay import Batch, Effect, batch_of, replay
 from .run import log_of_dump
-from .spread import TARGET, Prediction, Spread, predict, spread_of, suggest_bounds
+from .spread import TARGET, Spread, spread_of, suggest_bounds
 
 
 _THIS_RUN, _FITTED = "this run", "bounds that fit"
@@ -43,7 +43,6 @@ class Comparison(NamedTuple):
         tuple[str, RolloutCorrectionConfig, Effect]
     ]  # of each setting: its name in the table, and its fields
     spread: Spread  # of the log-ratio
-    predictions: list[Prediction]  # from the spread, of weights and of the bounds that fit
     notes: list[str]  # about the sequences and the run
     best: Advice  # the settings to try first
     row: str  # of the table, which has them
@@ -106,8 +105,7 @@ def compare(
     settings |= {file: read_config(file) for file in files}
     effects = _effects(batch, settings, clip, notes)
     row = next(name for name in settings if best.settings.get("rollout_correction", _THIS_RUN) in name.split(", "))
-    predictions = predict(spread, fitted["rollout_rs_threshold"] if fitted else None)
-    found = Comparison(batch, config, effects, spread, predictions, notes, best, row, fitted)
+    found = Comparison(batch, config, effects, spread, notes, best, row, fitted)
     return _as_json(found) if as_json else _as_markdown(found)
 
 
@@ -185,8 +183,6 @@ def _as_markdown(c: Comparison) -> str:
     ]
     if s > 2 * c.spread.s_robust:
         lines.append("Most of the spread comes from a few tokens with a large log-ratio.")
-    predictions = [[quantity, *map(rounded, numbers)] for quantity, *numbers in c.predictions]
-    lines += ["", *_table(["quantity", "predicted", "measured"], predictions)]
     lines += ["", f"Recommended: {c.row}. {c.best.reason}"]
     if c.best.settings:
         lines += ["", "```yaml", f"{yaml_lines(c.best.settings)}```"]
@@ -227,7 +223,6 @@ def _as_json(c: Comparison) -> str:
             for name, config, effect in c.effects
         ],
         "spread": {"s": c.spread.s, "s_robust": c.spread.s_robust, "mean_length": c.spread.lengths.mean().item()},
-        "predictions": [prediction._asdict() for prediction in c.predictions],
         "suggestion": c.fitted,
         "recommendation": {"row": c.row, "why": c.best.reason, "fields": c.best.settings},
     }

@@ -1,8 +1,8 @@
 """
-The spread of the log-ratio, the bounds that fit it, and their effect: predicted from the spread, and measured.
+The spread of the log-ratio, and the bounds that fit it.
 
-Log-ratios are taken as independent and normal, with variance `s^2` and the mean `-s^2 / 2` at which a ratio has mean 1. The
-log-weight of `T` tokens is then normal with variance `v = s^2 T` and mean `-v / 2` (`docs/theory.md`).
+Log-ratios are taken as independent and normal, with variance `s^2` and the mean `-s^2 / 2` at which a ratio has mean 1
+(`docs/theory.md`).
 """
 
 import math
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..correction.functional import LOG_RATIO_BOUND, expected_share_outside, normal_cdf
+from ..correction.functional import expected_share_outside
 from ..settings.config import RolloutCorrectionConfig
 from .replay import Batch
 
@@ -53,14 +53,6 @@ class Spread(NamedTuple):
         return ((of_rows * self.lengths).sum() / self.lengths.sum()).item()
 
 
-class Prediction(NamedTuple):
-    """A share or mean over tokens, as it is logged: by the model, for the lengths at hand, and on the completions."""
-
-    quantity: str
-    predicted: float
-    measured: float
-
-
 def spread_of(batch: Batch) -> Spread:
     """Spread of the log-ratio over tokens with a finite log-probability of both policies; a `ValueError` without any."""
     tokens = batch.tokens(RolloutCorrectionConfig())
@@ -89,57 +81,6 @@ def measure(log_ratio: torch.Tensor, valid: torch.Tensor) -> Spread:
     of_normal = 2 * torch.special.ndtri(torch.tensor(0.95, dtype=torch.float64))
     s, s_robust = tokens.square().mean().sqrt(), (high - low) / of_normal
     return Spread(sums, lengths[lengths > 0], s.item(), s_robust.item())
-
-
-# Closed forms, for weights whose logarithm is normal with variance `v` and mean `-v / 2` -----------------------------------
-
-
-def effective_sample_size(v: torch.Tensor) -> torch.Tensor:
-    """Effective sample size before any bound: `exp(-v)`."""
-    return torch.exp(-v)
-
-
-def truncated_mean(v: torch.Tensor, upper: float) -> torch.Tensor:
-    """Mean of `min(w, upper)`."""
-    return icepop_mean(v, upper) + upper * normal_cdf(-math.log(upper) - v / 2, v.sqrt())
-
-
-def icepop_mean(v: torch.Tensor, upper: float) -> torch.Tensor:
-    """Mean of `w` where `w <= upper`, and 0 elsewhere."""
-    return normal_cdf(math.log(upper) - v / 2, v.sqrt())
-
-
-def predict(spread: Spread, bounds: tuple[float, float] | None) -> list[Prediction]:
-    """Predict and measure the effect of sequence weights, and of `bounds` of `seq_mean_k1` if there are any."""
-    v, w = spread.s**2 * spread.lengths, spread.sums.clamp(max=LOG_RATIO_BOUND).exp()
-    square = spread.share(w.square())
-    predictions = [
-        # weights of all lengths have mean 1; their second moments add up
-        Prediction(
-            "sequence weights: ESS",
-            1 / spread.share(1 / effective_sample_size(v)),
-            spread.share(w) ** 2 / square if square else 0.0,
-        ),
-        Prediction(
-            "sequence weights truncated at 2: mean",
-            spread.share(truncated_mean(v, 2.0)),
-            spread.share(w.clamp(max=2.0)),
-        ),
-        Prediction(
-            "sequence weights dropped above 3: mean", spread.share(icepop_mean(v, 3.0)), spread.share(w * (w <= 3.0))
-        ),
-    ]
-    if bounds is not None:
-        lower, upper = bounds
-        geometric = (spread.sums / spread.lengths).exp()
-        predictions += [
-            Prediction(
-                f"seq_mean_k1 [{lower:g}, {upper:g}]: rejected",
-                spread.share(expected_share_outside(spread.s, spread.lengths, lower, upper)),
-                spread.share(((geometric < lower) | (geometric > upper)).double()),
-            )
-        ]
-    return predictions
 
 
 # Suggestion ---------------------------------------------------------------------------------------------------------------
