@@ -33,7 +33,7 @@ from tests.training import (
     window,
 )
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer, RolloutCorrectionConfig
-from trl_rollout_corr.trainers.batch import FIRST_COEFFICIENTS, ROLLOUT_LOGPS
+from trl_rollout_corr.trainers.keys import FIRST_COEFFICIENTS, ROLLOUT_LOGPS
 
 
 LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo"]

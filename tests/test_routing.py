@@ -15,7 +15,7 @@ from tests.training import build as build_trainer
 from trl_rollout_corr.routing.replay import Replay
 from trl_rollout_corr.routing.routers import ROUTERS, experts_of, find_routers, take
 from trl_rollout_corr.routing.sampled import SampledRoutes
-from trl_rollout_corr.trainers.batch import AGAIN_LOGPS
+from trl_rollout_corr.trainers.keys import AGAIN_LOGPS
 
 
 SIZES = {

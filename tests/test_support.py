@@ -10,7 +10,7 @@ from tests.tiny import StaleSampler
 from tests.training import TRAINERS, VLLM, build, logged, micro_batches
 from trl_rollout_corr.probe.process import Probe
 from trl_rollout_corr.trainers import versions
-from trl_rollout_corr.trainers.batch import SUPPORT
+from trl_rollout_corr.trainers.keys import SUPPORT
 from trl_rollout_corr.trainers.support import check_replay, pad_kept
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import quickstart
 import torch
 
-from trl_rollout_corr.trainers.batch import ROLLOUT_LOGPS
+from trl_rollout_corr.trainers.keys import ROLLOUT_LOGPS
 
 
 def spoil(trainer: Any, faults: dict[str, Any]) -> Callable[[], dict[str, float]]:

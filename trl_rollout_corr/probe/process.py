@@ -23,7 +23,7 @@ from trl import get_peft_config, get_quantization_config
 from ..dumps.rows import make_row, on_host
 from ..dumps.writing import write_rows
 from ..messages import warn
-from ..trainers.batch import ROLLOUT_LOGPS
+from ..trainers.keys import ROLLOUT_LOGPS
 from ..trainers.run_metadata import settings_in_effect
 from ..trainers.sampler import TRUNCATION, distorting, neutral
 from ..trainers.script import INPUT_ERRORS, in_one_line, package_warnings

@@ -1,12 +1,12 @@
 """The configuration, flat fields. Neither TRL nor torch here."""
 
-import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
 from ..messages import SettingError, nearest, warn, warn_idle
+from .checks import CHECKS
 from .criteria import Criterion
 from .fields import DEFAULTS, PARSERS, CorrectionFields, DumpFields, EngineFields, MonitorFields, Unset
 from .migrate import from_legacy, from_trl, from_verl
@@ -154,9 +154,7 @@ class RolloutCorrectionConfig(DumpFields, MonitorFields, EngineFields, Correctio
 
     def __post_init__(self) -> None:
         names_none = isinstance(self.rollout_correction, Unset)
-        explicit = self._fill()
-        self._parse()
-        RolloutCorrectionConfig.check(self)  # of a subclass not all fields are settled yet
+        explicit = RolloutCorrectionConfig.check(self)  # TRL's fields of a subclass are not settled yet
         for name, reason in idle_fields(self.__dict__, self.correction).items():
             if name in explicit:
                 warn_idle(name, getattr(self, name), reason)
@@ -166,38 +164,6 @@ class RolloutCorrectionConfig(DumpFields, MonitorFields, EngineFields, Correctio
             warn(f"`{changed[0]}` is set {rest}. Set `rollout_correction` to the preset that is meant.", changed[0])
         if self.rollout_rs is None:
             self.rollout_rs_threshold = None
-        self.__dict__["_built"] = True  # values assigned from now on are parsed, see `__setattr__`
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if "_built" not in self.__dict__:
-            super().__setattr__(name, value)
-            return
-        before = self.__dict__.get(name)
-        if name in self.__dict__.get("_fixed", ()) and value != before:
-            read = f"but the run read {before!r} at its start"
-            raise SettingError(name, value, read, remedy="Set it before `train()`.")
-        super().__setattr__(name, PARSERS[name](value) if name in PARSERS else value)
-        if name == "rollout_is_threshold" and value != before:
-            # as in `fill`: no threshold has the clamping of a preset with another
-            preset = None if isinstance(self.rollout_correction, Mapping) else self.rollout_correction
-            if self.rollout_is_clamp == settings_of(preset)["rollout_is_clamp"]:
-                super().__setattr__("rollout_is_clamp", False)
-        elif name == "rollout_correction":
-            self._fill()
-            self._parse()
-            RolloutCorrectionConfig.check(self)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_fixed"}  # a copy may be changed
-
-    @contextlib.contextmanager
-    def fixed(self, *names: str) -> Iterator[None]:
-        """Refuse to assign fields during a run that has read them at its start."""
-        self.__dict__["_fixed"] = names
-        try:
-            yield
-        finally:
-            self.__dict__.pop("_fixed", None)
 
     @classmethod
     def from_preset(cls, name: Preset | None, **overrides: object) -> Self:
@@ -236,13 +202,8 @@ class RolloutCorrectionConfig(DumpFields, MonitorFields, EngineFields, Correctio
 
     @property
     def correction(self) -> Correction:
-        """Resolved settings of the correction. The fields are parsed once after each change."""
-        fields = {name: self.__dict__[name] for name in CorrectionFields.__dataclass_fields__}
-        state = repr(fields)  # a list may be changed in place
-        found: tuple[str, Correction] | None = self.__dict__.get("_resolved")
-        if found is None or found[0] != state:
-            found = self.__dict__["_resolved"] = state, resolve(fields)
-        return found[1]
+        """Resolved settings of the correction, from the present values of the fields."""
+        return resolve({name: getattr(self, name) for name in CorrectionFields.__dataclass_fields__})
 
     @property
     def corrects(self) -> bool:
@@ -334,34 +295,22 @@ class RolloutCorrectionConfig(DumpFields, MonitorFields, EngineFields, Correctio
         parsed = parse_rejection_thresholds(thresholds, self.rollout_rs)
         self.__dict__["rollout_rs_threshold"] = parsed if self.rollout_rs else thresholds
 
-    def check(self, *, warns: bool = False) -> None:
+    def check(self) -> set[str]:
         """
-        Refuse settings that exclude each other. Called again when training begins, after single fields may have changed.
+        Fill in the fields that a preset decides, parse all fields and check them, also those that were assigned since. A
+        trainer does so when it is built, and reads the settings then.
 
-        Args:
-            warns (`bool`, *optional*, defaults to `False`):
-                Whether to also warn about settings that are probably a mistake.
+        Returns:
+            `set[str]`: names of the fields that no preset has decided.
 
         Raises:
-            `ValueError`: if two settings exclude each other.
+            `ValueError`: if a value is refused, or if two settings exclude each other.
         """
-        directed = [criterion.name for criterion in self.criteria if criterion.directed]
-        if self.rollout_rs_exclude_from_baseline and directed:
-            reason = (
-                f"but {directed[0]!r} in `rollout_rs` depends on the advantages, which are computed from the baseline"
-            )
-            remedy = "Set it to False, or use criteria that do not depend on them."
-            raise SettingError("rollout_rs_exclude_from_baseline", True, reason, remedy=remedy)
-        if self.rollout_rs_exclude_from_baseline and self.bypass_mode:
-            reason = (
-                "but `bypass_mode` computes no log-probabilities before the rewards are scored, so that no rejection is "
-                "known at that time"
-            )
-            raise SettingError("rollout_rs_exclude_from_baseline", True, reason, remedy="Set one of the two to False.")
-        if self.rollout_dump_dir is not None and not self.rollout_dump_sampled + self.rollout_dump_worst:
-            reason = "but `rollout_dump_sampled` and `rollout_dump_worst` are both 0, so nothing would be written"
-            remedy = "Set one of them, or `rollout_dump_dir` to None."
-            raise SettingError("rollout_dump_dir", self.rollout_dump_dir, reason, remedy=remedy)
+        explicit = self._fill()
+        self._parse()
+        for check in CHECKS:
+            check(self)
+        return explicit
 
 
 def _in_words(bound: Any, directed: bool = False) -> str:

@@ -24,6 +24,8 @@ class Correction:
     renormalizes: bool  # whether the loss is multiplied by valid tokens over kept tokens
     metrics_only: bool  # whether the loss is left alone
     nan_policy: str  # "drop", "raise" or "neutralize": treatment of a token whose log-ratio is not finite
+    clip_ratio_c: float | None  # largest ratio to the sampler with gradient, for negative advantages; in "ppo_clip"
+    excludes_from_baseline: bool  # whether completions that are rejected as a whole leave the baseline of their group
 
     @property
     def bypasses(self) -> bool:
@@ -76,6 +78,8 @@ def resolve(fields: Mapping[str, Any]) -> Correction:
         renormalizes=fields["rollout_rs_renormalize"],
         metrics_only=fields["rollout_metrics_only"],
         nan_policy=fields["rollout_nan_policy"],
+        clip_ratio_c=fields["rollout_clip_ratio_c"],
+        excludes_from_baseline=fields["rollout_rs_exclude_from_baseline"],
     )
 
 

@@ -23,14 +23,14 @@ from transformers.trainer_utils import TrainOutput
 
 from ..settings.config import RolloutCorrectionConfig
 from ._cpu_attention import register_tree_attention
-from .batch import PADDING, REWARDS, ROLLOUT_LOGPS, ROLLOUT_STEP, TOKEN_STEPS
-from .core import CorrectionCore, check_bounds_of_means
+from .keys import PADDING, REWARDS, ROLLOUT_LOGPS, ROLLOUT_STEP, TOKEN_STEPS
+from .core import CorrectionCore
 from .engine import announce_server, check_engine_kwargs
 from .intake import ADVANTAGES, TERMS, TEXT, TEXT_PREFIX, TOOLS, Carrier, Layout, Tap
-from .loss import normalizes_over
 from .observer import Corrected
 from .packed import Awaited, Policy, Terms
-from .sampler import TRUNCATION, check_server_logprobs, warn_about_distortion
+from .sampler import check_server_logprobs
+from .settings_checks import CHECKS
 from .stopping import OrderlyEnd
 from .token_versions import ask_for_versions
 from .trl_interface import ASYNCHRONOUS, check_bases, check_trl
@@ -38,34 +38,6 @@ from .upstream import AsyncGRPOConfig, AsyncGRPOTrainer, AsyncRolloutWorker, Wei
 
 
 LOSS_MASK = "loss_mask"  # (B, T)
-
-
-def check_asynchronous(config: Any) -> None:
-    """Refuse settings that an asynchronous run cannot follow."""
-    if config.rollout_rs_exclude_from_baseline:
-        raise ValueError(
-            "`rollout_rs_exclude_from_baseline` is True, but in an asynchronous run the rollout worker computes rewards and "
-            "baselines before the trainer gets a sample, when rejections are not known yet. Set it to False."
-        )
-    if config.rollout_support is not None:
-        raise ValueError(
-            f"`rollout_support` is {config.rollout_support!r}, which needs a colocated vLLM, and an asynchronous run has a "
-            "server. Set it to None."
-        )
-    if config.rollout_routing is not None:
-        raise ValueError(
-            "`rollout_routing` is 'replay', but the rollout worker of an asynchronous run drops the routes of the sampler. "
-            "Set it to None."
-        )
-    budget = getattr(config, "token_budget", None)  # gone in newer releases of TRL
-    packs = budget is None or budget > 0  # rows hold as many completions as there is room for
-    fewest = config.world_size * (1 if packs else config.per_device_train_batch_size)
-    if normalizes_over(config, "sequence", "geometric") and fewest == 1:
-        raise ValueError(
-            "`rollout_is_batch_normalize` is True, and in an asynchronous run the mean is over the micro-batch of all ranks, "
-            f"which {'with this `token_budget` may be' if packs else 'is'} one completion: its weight would be 1. Set "
-            "`token_budget` to 0 and `per_device_train_batch_size` to 2 or more, or `rollout_is_batch_normalize` to False."
-        )
 
 
 @dataclass
@@ -83,14 +55,13 @@ class RolloutCorrectedAsyncGRPOConfig(RolloutCorrectionConfig, AsyncGRPOConfig):
     def __post_init__(self) -> None:
         RolloutCorrectionConfig.__post_init__(self)
         AsyncGRPOConfig.__post_init__(self)
-        warn_about_distortion({name: getattr(self, name, None) for name in (*TRUNCATION, "repetition_penalty")})
-        self.check(warns=True)
+        self.check()
 
-    def check(self, *, warns: bool = False) -> None:
-        super().check()
-        check_asynchronous(self)
-        if warns:
-            check_bounds_of_means(self)
+    def check(self) -> set[str]:
+        explicit = super().check()
+        for check in CHECKS["async_grpo"]:
+            check(self)
+        return explicit
 
 
 class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):

@@ -4,9 +4,8 @@ Correction of one batch, its metrics and callbacks, for all trainers. It uses on
 `B` completions, `T` completion tokens.
 """
 
-import math
+import warnings
 from collections.abc import Callable, Mapping
-from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,19 +13,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel
 from transformers.trainer_utils import TrainOutput
-from trl import GRPOConfig, RLOOConfig
 
 from ..correction.compute import RolloutCorrection, compute_rollout_correction
-from ..correction.functional import LOG_RATIO_BOUND, expected_share_outside
+from ..correction.functional import LOG_RATIO_BOUND
 from ..dumps.writing import plain
-from ..messages import warn
-from .batch import ROLLOUT_LOGPS, ROLLOUT_STEP, TOKEN_STEPS, TURN_IDS
+from ..messages import SettingWarning
+from ..settings.config import RolloutCorrectionConfig
+from ..settings.fields import DEFAULTS
+from ..settings.resolve import Correction
+from .keys import ROLLOUT_LOGPS, ROLLOUT_STEP, TOKEN_STEPS, TURN_IDS
 from .card import complete_card
 from .console import add_console
 from .delivery import Delivery
 from .dumping import SequenceDump, check_dump_folder
 from .first_step import FirstStepDiagnosis
-from .monitor import MONITOR_FIELDS, settle_monitors
+from .monitor import monitor_of, settle_monitors
 from .observer import Corrected, Moment, Observer
 from .run_metadata import check_dropout, check_types, engine_metadata, may_round, trainer_metadata
 from .trl_interface import check_config_class
@@ -38,49 +39,9 @@ else:
     _Host = object
 
 
-# Fields of the sampler, which is built with the trainer
-_READ_WHEN_BUILT = ("rollout_engine_kwargs", "rollout_support")
-# Fields that are read when training begins. A later assignment is an error.
-_READ_AT_START = (
-    *MONITOR_FIELDS,
-    "rollout_dump_dir",
-    "rollout_diagnose",
-    "rollout_routing",
-    *_READ_WHEN_BUILT,
-)
-
-
-# Standard deviation of the log-ratio per token, in nats, between a trainer and a sampler in bfloat16 with the same weights. It
-# corresponds to a k3_kl of 0.0008, measured for Qwen3-8B (https://github.com/AknA13/train-infer-mismatch). It is lower for
-# small models.
-ROUNDING = 0.04
-
-
-def check_bounds_of_means(config: GRPOConfig | RLOOConfig) -> None:
-    """
-    Warn if bounds of `seq_mean_k1` are so narrow that rounding alone rejects most completions.
-
-    The mean of `T` log-ratios has a standard deviation of `s / sqrt(T)`, so bounds for thousands of tokens are too narrow for
-    a hundred. The prediction is for completions of the maximum length; shorter completions are rejected more often.
-    """
-    length = config.max_completion_length
-    if not config.corrects or not length:
-        return
-    for criterion, bounds in zip(config.criteria, config.rollout_rs_threshold or [], strict=True):
-        if criterion.name != "seq_mean_k1":
-            continue
-        share = expected_share_outside(ROUNDING, torch.tensor(float(length)), *bounds).item()
-        if share > 0.5:
-            width = 3 * ROUNDING / math.sqrt(length)
-            lower = math.floor(1e4 * math.exp(-(ROUNDING**2) / 2 - width)) / 1e4
-            upper = math.ceil(1e4 * math.exp(width)) / 1e4
-            warn(
-                f"`rollout_rs_threshold` of 'seq_mean_k1' is {bounds}, and `max_completion_length` is {length}: with a "
-                f"sampler that differs by the rounding of bfloat16 alone ({ROUNDING} nats per token), {share:.0%} of "
-                f"completions would be rejected, and more of shorter completions. Set [{lower:g}, {upper:g}] or wider, longer "
-                "completions, or `rollout_correction: auto`, whose bounds do not depend on length. If the sampler is more "
-                "precise, look at `rollout_corr/rollout_rs_masked_fraction`."
-            )
+def _fields_of(args: RolloutCorrectionConfig) -> dict[str, Any]:
+    """Fields of the correction in a configuration, copied."""
+    return {name: plain(getattr(args, name)) for name in DEFAULTS}
 
 
 class CorrectionCore(_Host):
@@ -95,61 +56,51 @@ class CorrectionCore(_Host):
     _config_class: type
     _engine_config: Any = None  # of vLLM, if known
 
-    _of_monitor: list[Any] | None = None  # settings that the monitor was made from
-
-    def _checked_args(self, model: str | PreTrainedModel, args: Any) -> Any:
+    def _read_settings(self, model: str | PreTrainedModel, args: Any) -> Any:
+        """
+        Check the configuration, and read the settings of the correction. This happens once, before vLLM starts, which takes
+        long; a field that is changed later is an error in `train`.
+        """
         if args is None:
             model_name = model if isinstance(model, str) else model.config._name_or_path
-            return self._config_class(f"{model_name.split('/')[-1]}-{self._name}")
+            args = self._config_class(f"{model_name.split('/')[-1]}-{self._name}")
         check_config_class(args, self._config_class)
-        args.check()  # again, as fields may have been assigned; before vLLM starts, which takes long
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SettingWarning)  # the configuration has warned when it was built
+            args.check()
         if args.rollout_dump_dir is not None:
             check_dump_folder(Path(args.rollout_dump_dir), new_run=False)
+        self._settings: Correction = args.correction
+        self._fields = _fields_of(args)
         return args
 
     def _set_up_observer(self) -> None:
         """Last step of building a trainer: warnings about the model, the observer, and the callbacks."""
+        args = self.args
         check_dropout(self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=True))
         add_console(self.callback_handler)
         self._about = {"trainer": type(self).__name__, **self._metadata()}
         check_types(self._about)
-        self._built_with = {name: plain(getattr(self.args, name)) for name in _READ_WHEN_BUILT}
-        self._observer = Observer(self.args, self.accelerator, self.callback_handler)
+        self._observer = Observer(self._settings, self.accelerator, self.callback_handler)
         self._delivery = Delivery(self.accelerator, self._doubt_delivery)
-        self._equip()
-
-    def _equip(self) -> None:
-        """Add the callbacks of the settings, and remove the others. Settings may change until training begins."""
-        args, observer = self.args, self._observer
-        of_monitor = deepcopy([getattr(args, name) for name in MONITOR_FIELDS])
-        # with equal settings, a monitor that the user has removed stays removed
-        settle_monitors(self.callback_handler, args, renew=of_monitor != self._of_monitor)
-        self._of_monitor = of_monitor
-        observer.dump = self._equipped(observer.dump, args.rollout_dump_dir is not None, self._new_dump)
-        observer.first_step = self._equipped(
-            observer.first_step, args.rollout_diagnose, lambda: FirstStepDiagnosis(args, self._about)
-        )
-
-    def _equipped(self, found: Any, wanted: bool, new: Callable[[], Any]) -> Any:
-        """Callback that a setting asks for, the one found or a new one; `None` if the setting asks for none."""
-        if not wanted and found is not None:
-            self.remove_callback(found)
-        if wanted and found is None:
-            found = new()
-            self.add_callback(found)
-        return found if wanted else None
+        settle_monitors(self.callback_handler, monitor_of(args))
+        if args.rollout_dump_dir is not None:
+            tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
+            self._observer.dump = SequenceDump(args, self.accelerator, tokenizer, args.seed, self._about)
+            self.add_callback(self._observer.dump)
+        if args.rollout_diagnose:
+            self._observer.first_step = FirstStepDiagnosis(args, self._about)
+            self.add_callback(self._observer.first_step)
 
     def train(self, *args: object, **kwargs: object) -> TrainOutput:
-        self._checked_args(self.model, self.args)
-        for name, before in self._built_with.items():
-            if plain(getattr(self.args, name)) != before:
+        for name, value in _fields_of(self.args).items():
+            if value != self._fields[name]:
                 raise ValueError(
-                    f"`{name}` is {getattr(self.args, name)!r}, but was {before!r} when the trainer was built, and the "
-                    "sampler runs with that. Build the trainer with the new value."
+                    f"`{name}` is {value!r}, but was {self._fields[name]!r} when the trainer was built, which is when the "
+                    "settings are read. Build the trainer with the new value."
                 )
-        self._equip()
-        with self.args.fixed(*_READ_AT_START):
-            return super().train(*args, **kwargs)
+        settle_monitors(self.callback_handler)  # the user may have added one
+        return super().train(*args, **kwargs)
 
     def _metadata(self) -> dict[str, str]:
         """Types, adapter and quantization of trainer and sampler, for a diagnosis."""
@@ -159,10 +110,6 @@ class CorrectionCore(_Host):
     def _doubt_delivery(self, in_part: bool) -> str | None:
         """Reason why a sampler with all new weights may look as if it had old ones; `None` if there is none."""
         return may_round(self._metadata(), in_part)
-
-    def _new_dump(self) -> SequenceDump:
-        tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
-        return SequenceDump(self.args, self.accelerator, tokenizer, self.args.seed, self._about)
 
     @property
     def _now(self) -> Moment:
@@ -179,7 +126,7 @@ class CorrectionCore(_Host):
             train_logps,
             batch[ROLLOUT_LOGPS],
             self._loss_mask(batch),
-            self.args,
+            self._settings,
             advantages=batch["advantages"],
             turn_ids=batch.get(TURN_IDS),
             sum_over_ranks=lambda tensor: self.accelerator.reduce(tensor, reduction="sum"),
@@ -205,23 +152,23 @@ class CorrectionCore(_Host):
         token_ages = self.state.global_step - batch[TOKEN_STEPS] if TOKEN_STEPS in batch else None
         return Corrected(batch, mask, train_logps, correction, correction.coefficients, from_old, ages, token_ages)
 
-    def _bypass(self, seen: Corrected) -> tuple[torch.Tensor, Corrected]:
+    def _bypass(self, corrected: Corrected) -> tuple[torch.Tensor, Corrected]:
         """Anchor in bypass mode, `(B, T)`, and the correction without the tokens that have no gradient there."""
-        anchor, coefficients = self._anchor_in_bypass(seen)
-        statistics = seen.correction.statistics.with_sum("coefficients", coefficients.sum())
-        correction = replace(seen.correction, statistics=statistics)
-        return anchor, seen._replace(correction=correction, coefficients=coefficients)
+        anchor, coefficients = self._anchor_in_bypass(corrected)
+        statistics = corrected.correction.statistics.with_sum("coefficients", coefficients.sum())
+        correction = replace(corrected.correction, statistics=statistics)
+        return anchor, corrected._replace(correction=correction, coefficients=coefficients)
 
-    def _anchor_in_bypass(self, seen: Corrected) -> tuple[torch.Tensor, torch.Tensor]:
+    def _anchor_in_bypass(self, corrected: Corrected) -> tuple[torch.Tensor, torch.Tensor]:
         """Anchor and coefficients in bypass mode, each `(B, T)`."""
-        current, correction = seen.train_logps, seen.correction
-        if self.args.rollout_loss_type == "reinforce":
-            return current, seen.coefficients  # ratio 1, with the gradient of the log-likelihood
+        current, correction = corrected.train_logps, corrected.correction
+        if self._settings.mode == "reinforce":
+            return current, corrected.coefficients  # ratio 1, with the gradient of the log-likelihood
         # PPO's gradient is 0 where the ratio saturates, and the ratio itself would overflow. A rejected token must not change
         # the ratio of its completion in a loss with ratios of completions. Both get the current policy as anchor: ratio 1.
         assert correction.log_ratio is not None
         usable = correction.keep & (correction.log_ratio.abs() <= LOG_RATIO_BOUND)
-        return torch.where(usable, current - correction.log_ratio, current), seen.coefficients * usable
+        return torch.where(usable, current - correction.log_ratio, current), corrected.coefficients * usable
 
     # Logging ----------------------------------------------------------------------------------------------------------
 

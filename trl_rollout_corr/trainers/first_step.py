@@ -11,7 +11,7 @@ from ..diagnosis.text import write_text
 from ..dumps.rows import make_row, on_host
 from ..dumps.sequences import Sequences
 from ..settings.config import RolloutCorrectionConfig
-from .batch import SUPPORT
+from .keys import SUPPORT
 from .console import write
 from .run_metadata import settings_in_effect
 

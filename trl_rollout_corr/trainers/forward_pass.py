@@ -6,28 +6,28 @@ TRL's trainers run every model through one method, `_get_per_token_logps_and_ent
 
 | pass | under way while | what it does |
 | --- | --- | --- |
-| [`Scoring`] | TRL generates and scores a batch | answers TRL's old pass, or keeps its result |
+| [`Generation`] | the sampler generates a batch | nothing |
+| [`Scoring`] | TRL scores the batch | answers TRL's old pass, or keeps its result |
 | [`LossPass`] | TRL computes its loss | corrects the log-probabilities of the policy |
 | [`Rescoring`] | a batch is scored once more, outside its loss | nothing |
-| [`ForwardPass`] | code of the user runs: a rollout function, a reward function, a script | nothing |
+| [`ForwardPass`] | code of the user runs: a reward function, a script | nothing |
 
-The trainer has one pass at a time, in `_pass`. A pass begins and ends with a `with` statement, and passes nest: a reward
-function that scores with the trainer runs within [`Scoring`]. Replays of the sampler's choices ask the pass for their column
-of the batch ([`~trl_rollout_corr.replay.protocol.Replay`]).
+The trainer has one pass at a time, in `_pass`. A pass begins and ends with a `with` statement, and passes nest: within
+[`Scoring`], a reward function that scores with the trainer has a [`ForwardPass`]. Replays of the sampler's choices
+([`~trl_rollout_corr.replay.protocol.Replay`]) ask the pass for the choices that belong to its batch.
 
 `B` completions, `P` and `T` tokens of prompts and completions with padding.
 """
 
 import math
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
 
 from ..correction.sums import Sums
 from ..replay.protocol import Replay
-from .gradient_check import GradientCheck, not_in_loss
+from .gradient_check import GradientCheck
 
 
 Logprobs = list[list[float | None]]
@@ -44,14 +44,17 @@ class ForwardPass:
         """Run `forward`, TRL's method of the forward pass, and return its log-probabilities, `(B, T)`, and its other outputs."""
         return forward(model, *args, **kwargs)
 
-    def column(
+    def columns(
         self, replay: Replay, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int
-    ) -> torch.Tensor | None:
-        """Column of the batch that a replay needs in this pass; `None` if nothing is replayed."""
-        return None
+    ) -> Mapping[str, Any]:
+        """Columns of the batch, among them those that a replay needs in this pass. Without these, nothing is replayed."""
+        return {}
+
+    def generated(self, generation: "Generation") -> None:
+        """Take what the sampler has generated, if this pass scores it."""
 
     def count(self, sums: Sums) -> None:
-        """Add sums to the metrics. Only a pass in the loss has any."""
+        """Add sums to the metrics, if this pass is in the loss."""
 
 
 class Rescoring(ForwardPass):
@@ -60,10 +63,10 @@ class Rescoring(ForwardPass):
     def __init__(self, batch: Mapping[str, Any]) -> None:
         self.batch = batch
 
-    def column(
+    def columns(
         self, replay: Replay, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int
-    ) -> torch.Tensor | None:
-        return self.batch.get(replay.key)
+    ) -> Mapping[str, Any]:
+        return self.batch
 
 
 # Scoring --------------------------------------------------------------------------------------------------------------
@@ -103,38 +106,20 @@ class OldPass:
         return outputs
 
 
-class Scoring(ForwardPass):
+class Generation(ForwardPass):
     """
-    The passes of one batch while TRL generates and scores it, and what TRL would discard of the batch: log-probabilities of the
-    sampler, rewards, turns. Without an `old_pass`, TRL's passes are unchanged.
+    The passes while the sampler generates a batch, all of them of a `rollout_func`, and what TRL would discard of the
+    completions.
     """
 
-    def __init__(self, old_pass: OldPass | None) -> None:
-        self.old_pass = old_pass
-        self.logprobs: Logprobs | None = None  # of the sampled tokens, per completion
-        self.tool_mask: list[list[int]] | None = None  # 0 on tokens of tools, per completion
-        self.turn_ids: list[list[int]] | None = None  # turn of each token, per completion
-        self.rewards: torch.Tensor | None = None  # (B,)
-
-    def run(self, forward: Forward, model: Any, *args: Any, **kwargs: Any) -> tuple:
-        if self.old_pass is None:
-            return forward(model, *args, **kwargs)
-        return self.old_pass(forward, model, *args, **kwargs)
-
-    def column(
-        self, replay: Replay, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int
-    ) -> torch.Tensor | None:
-        return replay.place(input_ids, attention_mask, logits_to_keep)
-
-    def restart(self) -> None:
-        """Start again, as TRL generates: it scores the last batch that it generated."""
-        if self.old_pass is not None:
-            self.old_pass.calls = 0
+    logprobs: Logprobs | None = None  # of the sampled tokens, per completion
+    tool_mask: list[list[int]] | None = None  # 0 on tokens of tools, per completion
+    turn_ids: list[list[int]] | None = None  # turn of each token, per completion
 
     def rollout_logps(self, like: torch.Tensor) -> torch.Tensor:
         """Log-probabilities of the sampler, padded to the shape `(B, T)` of `like`."""
         rows = [[math.nan if x is None else x for x in row] for row in self.logprobs or []]
-        return _padded(rows, like, 0.0).float()
+        return _padded(rows, like, 0.0)
 
     def padded_turn_ids(self, like: torch.Tensor) -> torch.Tensor | None:
         """Turn of each token, padded to the shape `(B, T)` of `like`; `None` without turns of a rollout function."""
@@ -143,6 +128,30 @@ class Scoring(ForwardPass):
     def mask_of_loss(self, completion_mask: torch.Tensor) -> torch.Tensor:
         """Mask of the tokens of the loss, `(B, T)`, from the mask of the completions."""
         return completion_mask if self.tool_mask is None else completion_mask * _padded(self.tool_mask, completion_mask, 1)
+
+
+class Scoring(ForwardPass):
+    """The passes of one batch while TRL generates and scores it. Without an `old_pass`, TRL's passes are unchanged."""
+
+    def __init__(self, old_pass: OldPass | None) -> None:
+        self.old_pass = old_pass
+        self.generation = Generation()
+        self.rewards: torch.Tensor | None = None  # (B,)
+
+    def run(self, forward: Forward, model: Any, *args: Any, **kwargs: Any) -> tuple:
+        if self.old_pass is None:
+            return forward(model, *args, **kwargs)
+        return self.old_pass(forward, model, *args, **kwargs)
+
+    def columns(
+        self, replay: Replay, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int
+    ) -> Mapping[str, Any]:
+        return replay.place(input_ids, attention_mask, logits_to_keep)
+
+    def generated(self, generation: Generation) -> None:
+        self.generation = generation  # a subclass may generate several times, and use the last result
+        if self.old_pass is not None:
+            self.old_pass.calls = 0
 
 
 def _padded(rows: list[list[Any]], like: torch.Tensor, padding: float) -> torch.Tensor:

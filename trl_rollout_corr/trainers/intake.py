@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .batch import REWARDS, ROLLOUT_STEP, TOKEN_STEPS
+from .keys import REWARDS, ROLLOUT_STEP, TOKEN_STEPS
 from .upstream import RolloutSample, TreeRow
 
 

@@ -20,7 +20,6 @@ from ..settings.fields import MONITOR_ACTIONS, MonitorAction
 
 
 ALARMS = f"{PREFIX}monitor/alarms"
-MONITOR_FIELDS = ("rollout_monitor", "rollout_monitor_bounds")
 FIRST_PAUSE = 10  # logging windows between the first two messages about a cause
 _SYMBOLS = {"critical": "✖", "warning": "▲"}
 
@@ -167,18 +166,24 @@ def report_alert(handler: CallbackHandler, title: str, text: str, *, critical: b
                 callback._trackio.alert(title, text, level=levels.ERROR if critical else levels.WARN)
 
 
-def settle_monitors(handler: CallbackHandler, args: RolloutCorrectionConfig, *, renew: bool) -> None:
+def settle_monitors(handler: CallbackHandler, own: RolloutCorrectionMonitor | None = None) -> None:
     """
-    Keep one monitor among the callbacks of a trainer: the last that the user brought, or else that of the configuration,
-    which is made anew on request. It comes first, before callbacks that report its additions to the log.
+    Keep one monitor among the callbacks of a trainer: the last that the user brought, or else `own`, that of the configuration.
+    It comes first, before callbacks that report its additions to the log.
     """
-    found = [x for x in handler.callbacks if isinstance(x, RolloutCorrectionMonitor)]
-    brought = [x for x in found if not x.of_configuration]
-    kept = brought[-1] if brought else found[0] if found and not renew else None
-    if kept is None and renew and args.rollout_monitor is not None:
-        kept = RolloutCorrectionMonitor(*(getattr(args, name) for name in MONITOR_FIELDS))
-        kept.of_configuration = True
-    handler.callbacks = [x for x in handler.callbacks if x not in found]
+    monitors = [x for x in handler.callbacks if isinstance(x, RolloutCorrectionMonitor)]
+    brought = [x for x in monitors if not x.of_configuration]
+    kept = next(iter([*reversed(brought), *monitors, own]))
+    handler.callbacks = [x for x in handler.callbacks if x not in monitors]
     if kept is not None:
         kept.reporters = handler
         handler.callbacks.insert(0, kept)
+
+
+def monitor_of(args: RolloutCorrectionConfig) -> RolloutCorrectionMonitor | None:
+    """Monitor that a configuration asks for; `None` if it asks for none."""
+    if args.rollout_monitor is None:
+        return None
+    monitor = RolloutCorrectionMonitor(args.rollout_monitor, args.rollout_monitor_bounds)
+    monitor.of_configuration = True
+    return monitor

@@ -26,8 +26,8 @@ from ..correction.compute import RolloutCorrection
 from ..correction.functional import turns_of
 from ..correction.metrics import Statistics
 from ..correction.sums import Sums
-from ..settings.config import RolloutCorrectionConfig
-from .batch import AGAIN_LOGPS, PADDING, REWARDS, ROLLOUT_LOGPS, TURN_IDS
+from ..settings.resolve import Correction
+from .keys import AGAIN_LOGPS, PADDING, REWARDS, ROLLOUT_LOGPS, TURN_IDS
 from .dumping import SequenceDump
 from .first_step import FirstStepDiagnosis
 from .reporting import report_histogram
@@ -58,13 +58,13 @@ class Observer:
 
     def __init__(
         self,
-        args: RolloutCorrectionConfig,
+        settings: Correction,
         accelerator: Accelerator,
         callbacks: CallbackHandler,
         dump: SequenceDump | None = None,
         first_step: FirstStepDiagnosis | None = None,
     ) -> None:
-        self.args, self.accelerator, self.callbacks = args, accelerator, callbacks
+        self.settings, self.accelerator, self.callbacks = settings, accelerator, callbacks
         self.dump, self.first_step = dump, first_step
         self.windows = {mode: LoggingWindow(accelerator) for mode in ("train", "eval")}
 
@@ -141,8 +141,8 @@ class Observer:
 
     def close_window(self, now: Moment) -> dict[str, float]:
         """Metrics of the logging window that ends, over all ranks. Its histogram goes to the trackers that can show one."""
-        args, metrics = self.args, dict[str, float]()
-        rejects, weighs, corrects = args.rollout_rs is not None, args.applies_weights, args.corrects
+        settings, metrics = self.settings, dict[str, float]()
+        rejects, weighs, corrects = bool(settings.criteria), settings.applies_weights, settings.corrects
         for sums in self.windows[now.mode].close():
             metrics |= sums.finish(rejects=rejects, weighs=weighs, corrects=corrects)
             if isinstance(sums, Statistics) and self.accelerator.is_main_process:

@@ -10,12 +10,10 @@ from trl import RLOOConfig, RLOOTrainer
 
 from ..correction.functional import LOG_RATIO_BOUND
 from ..settings.config import RolloutCorrectionConfig
-from .core import check_bounds_of_means
-from .loss import check_batch_normalization, warn_about_iterations
+from .forward_pass import Generation, OldPass
 from .mixin import RolloutCorrectionMixin
 from .observer import Corrected
-from .sampler import check_sampling
-from .scoring import OldPass, Scoring
+from .settings_checks import CHECKS
 from .versions import replace_trl_correction
 
 
@@ -31,15 +29,13 @@ class RolloutCorrectedRLOOConfig(RolloutCorrectionConfig, RLOOConfig):
         RolloutCorrectionConfig.__post_init__(self)
         replace_trl_correction(self)  # a later TRL may have one for RLOO
         RLOOConfig.__post_init__(self)
-        check_sampling(self, RLOOTrainer)
-        self.check(warns=True)
+        self.check()
 
-    def check(self, *, warns: bool = False) -> None:
-        super().check()
-        check_batch_normalization(self)
-        if warns:
-            check_bounds_of_means(self)
-            warn_about_iterations(self)
+    def check(self) -> set[str]:
+        explicit = super().check()
+        for check in CHECKS["rloo"]:
+            check(self)
+        return explicit
 
 
 class RolloutAsOld(OldPass):
@@ -95,28 +91,29 @@ class RolloutCorrectedRLOOTrainer(RolloutCorrectionMixin, RLOOTrainer):
     @property
     def _needs_old_pass(self) -> bool:
         # with beta, the reward contains the log-probabilities of the old policy
-        return super()._needs_old_pass or (self.beta != 0.0 and not self.args.bypass_mode)
+        return super()._needs_old_pass or (self.beta != 0.0 and not self._settings.bypasses)
 
     def _new_old_pass(self) -> OldPass | None:
-        if not self.args.corrects:
+        if not self._settings.corrects:
             return OldPass()  # TRL runs it in any case, and returns only its sum over tokens
-        return RolloutAsOld(self._answer_old_pass) if self.args.bypass_mode else super()._new_old_pass()
+        return RolloutAsOld(self._answer_old_pass) if self._settings.bypasses else super()._new_old_pass()
 
     def _answer_old_pass(self, input_ids: torch.Tensor, logits_to_keep: int) -> torch.Tensor:
         answer = super()._answer_old_pass(input_ids, logits_to_keep)
-        return self._scoring.rollout_logps(answer) if self._scoring and self.args.bypass_mode else answer
+        scoring = self._pass
+        return scoring.generation.rollout_logps(answer) if self._settings.bypasses else answer
 
-    def _rollout_logps(self, output: Mapping[str, torch.Tensor], scoring: Scoring) -> torch.Tensor:
-        return scoring.rollout_logps(output["completion_ids"])
+    def _rollout_logps(self, output: Mapping[str, torch.Tensor], generation: Generation) -> torch.Tensor:
+        return generation.rollout_logps(output["completion_ids"])
 
-    def _anchor_in_bypass(self, seen: Corrected) -> tuple[torch.Tensor, torch.Tensor]:
-        current, (anchor, coefficients) = seen.train_logps, super()._anchor_in_bypass(seen)
+    def _anchor_in_bypass(self, corrected: Corrected) -> tuple[torch.Tensor, torch.Tensor]:
+        current, (anchor, coefficients) = corrected.train_logps, super()._anchor_in_bypass(corrected)
         # log ratio of a completion = sum over its tokens, so it saturates before the ratio of a token
         log_ratio = (current - anchor).sum(1, keepdim=True)
         saturated = log_ratio.abs() > LOG_RATIO_BOUND
-        if self.args.clips_around_sampler and self.args.rollout_clip_ratio_c is not None:
-            negative = seen.batch["advantages"].unsqueeze(1) < 0
-            saturated |= negative & (log_ratio > math.log(self.args.rollout_clip_ratio_c))
+        if self._settings.clips_around_sampler and self._settings.clip_ratio_c is not None:
+            negative = corrected.batch["advantages"].unsqueeze(1) < 0
+            saturated |= negative & (log_ratio > math.log(self._settings.clip_ratio_c))
         return torch.where(saturated, current, anchor), coefficients.masked_fill(saturated, 0.0)
 
     def _enter_loss(

@@ -14,7 +14,7 @@ from ..routing.capture import RecordingEngine
 from ..routing.replay import Flips, Replay
 from ..routing.routers import find_routers
 from ..routing.sampled import SampledRoutes
-from .batch import ROUTES
+from .keys import ROUTES
 
 
 if TYPE_CHECKING:

@@ -1,131 +1,20 @@
 """
-vLLM as the sampler: checks of its options, the log-probability of each sampled token, and new weights on a CPU.
+vLLM as the sampler: the log-probability of each sampled token, and new weights on a CPU.
 
 The last two change one [`~trl.generation.vllm_generation.VLLMGeneration`] object after TRL has built it.
 """
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from trl import GRPOConfig, RLOOConfig
 from trl.generation.vllm_generation import VLLMGeneration
 
-from ..messages import warn, warn_idle
+from ..messages import warn
 from ._cpu_reload import push
 from .support import Candidates
-from .versions import keep_support, makes_up_for_truncation, named_weights
-
-
-# Options of vLLM that leave only some tokens to draw from
-TRUNCATION = ("top_p", "top_k", "min_p")
-# Options of vLLM that change the distribution tokens are drawn from, but not the one the trainer computes.
-_DISTORTING = (
-    *TRUNCATION,
-    "repetition_penalty",
-    "frequency_penalty",
-    "presence_penalty",
-    "logit_bias",
-    "min_tokens",
-    "bad_words",
-    "allowed_token_ids",
-    "structured_outputs",
-)
-_NEUTRAL = {"top_p": (1.0,), "top_k": (0, -1), "repetition_penalty": (1.0,)}  # for the others: None, 0 and empty
-
-
-def check_sampling(config: GRPOConfig | RLOOConfig, trainer: type) -> None:
-    """
-    Refuse or warn about settings of vLLM under which its log-probabilities are not comparable to those of a `trainer` of TRL.
-    """
-    if not config.use_vllm:
-        return
-    overrides = config.generation_kwargs or {}
-    if overrides.get("temperature", config.temperature) != config.temperature:
-        raise ValueError(
-            f"`generation_kwargs` sets a temperature of {overrides['temperature']} while `temperature` is "
-            f"{config.temperature}: tokens would be sampled with the first and scored with the second. Set "
-            "`temperature` alone."
-        )
-    for name, needed in (("logprobs", 0), ("n", 1)):
-        value = overrides.get(name, needed)
-        if type(value) is not int or value != needed:
-            raise ValueError(
-                f"`generation_kwargs` sets `{name}` to {value!r}, which must be {needed}: rollout correction needs one "
-                "log-probability of every sampled token. Remove it."
-            )
-    _check_routing(config)
-    settings = {name: getattr(config, name) for name in (*TRUNCATION, "repetition_penalty")}
-    settings["structured_outputs"] = config.vllm_structured_outputs_regex
-    settings |= {name: value for name, value in overrides.items() if name in _DISTORTING}
-    replays = config.rollout_support is not None
-    if replays:
-        check_support(config, trainer)
-    if truncation(config) and makes_up_for_truncation(trainer):
-        keep_support(config)
-    if replays or makes_up_for_truncation(trainer):
-        settings = {name: value for name, value in settings.items() if name not in TRUNCATION}
-    warn_about_distortion(settings, colocated=config.vllm_mode == "colocate")
-
-
-def check_support(config: GRPOConfig | RLOOConfig, trainer: type) -> None:
-    """Refuse `rollout_support` where the sampler returns no kept tokens or TRL uses them itself; warn if none are cut."""
-    reason = None
-    if makes_up_for_truncation(trainer):
-        reason = "the installed TRL makes up for truncated sampling itself"
-    elif config.vllm_mode != "colocate":
-        reason = (
-            f"`vllm_mode` is {config.vllm_mode!r}, and only a colocated vLLM returns the tokens that sampling kept"
-        )
-    if reason:
-        raise ValueError(
-            f"`rollout_support` is {config.rollout_support!r}, but {reason}. Set `rollout_support` to None."
-        )
-    if not truncation(config):
-        warn_idle("rollout_support", config.rollout_support, "`top_p`, `top_k` and `min_p` cut no token")
-
-
-def truncation(config: GRPOConfig | RLOOConfig) -> dict[str, object]:
-    """Options of truncated sampling that are in effect, by name."""
-    overrides = config.generation_kwargs or {}
-    return distorting({name: overrides.get(name, getattr(config, name)) for name in TRUNCATION})
-
-
-def _check_routing(config: GRPOConfig | RLOOConfig) -> None:
-    """Refuse samplers whose routes do not reach the trainer."""
-    if config.rollout_routing is None:
-        return
-    reason = None
-    if config.vllm_mode != "colocate":
-        reason = "`vllm_mode` is 'server', and TRL's client drops the routes of the answers. Set it to 'colocate'"
-    elif config.vllm_tensor_parallel_size > 1:
-        reason = "`vllm_tensor_parallel_size` is above 1, where replay was never run. Set it to 1"
-    if reason:
-        raise ValueError(f"`rollout_routing` is 'replay', but {reason}, or `rollout_routing` to None.")
-
-
-def distorting(settings: Mapping[str, object]) -> dict[str, object]:
-    """Options of sampling that change the distribution, by name."""
-    return {name: value for name, value in settings.items() if value and value not in _NEUTRAL.get(name, ())}
-
-
-def neutral(name: str) -> float:
-    """Value of an option of sampling with which the distribution does not change."""
-    return _NEUTRAL.get(name, (0.0,))[0]
-
-
-def warn_about_distortion(settings: Mapping[str, object], *, colocated: bool = False) -> None:
-    """Warn about options of vLLM that change the distribution of the sampler but not that of the trainer."""
-    if changed := distorting(settings):
-        listed = ", ".join(f"`{name}={value!r}`" for name, value in changed.items())
-        replay = " set `rollout_support` to 'replay' (`top_p`, `top_k` and `min_p`)," if colocated else ""
-        replay *= not changed.keys().isdisjoint(TRUNCATION)
-        warn(
-            f"{listed} changes the distribution vLLM samples from, but not the one the trainer computes, so that every "
-            "ratio is off by the probability mass that was cut or moved. Leave it at its "
-            f"default,{replay} or expect biased ratios, weights and rejections."
-        )
+from .versions import named_weights
 
 
 def check_server_logprobs(mode: str, temperature: float) -> None:

@@ -1,0 +1,319 @@
+"""
+Checks of settings that need TRL's own fields. Those of the correction alone are in `settings/checks.py`.
+
+Each check is a function of a configuration. It raises a `ValueError` about settings that exclude each other, or warns about
+settings that are probably a mistake. [`CHECKS`] lists all of them by trainer.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ..correction.functional import expected_share_outside
+from ..messages import warn, warn_idle
+from ..settings.fields import LOSS_TYPES
+from .versions import INSTALLED, NEWEST_TESTED, TESTED, check_passes_by, is_untested
+
+
+# Options of vLLM that leave only some tokens to draw from
+TRUNCATION = ("top_p", "top_k", "min_p")
+# Options of vLLM that change the distribution that tokens are drawn from, but not the one that the trainer computes
+_DISTORTING = (
+    *TRUNCATION,
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+    "logit_bias",
+    "min_tokens",
+    "bad_words",
+    "allowed_token_ids",
+    "structured_outputs",
+)
+_NEUTRAL = {"top_p": (1.0,), "top_k": (0, -1), "repetition_penalty": (1.0,)}  # for the others: None, 0 and empty
+
+# Standard deviation of the log-ratio per token, in nats, between a trainer and a sampler in bfloat16 with the same weights. It
+# corresponds to a k3_kl of 0.0008, measured for Qwen3-8B (https://github.com/AknA13/train-infer-mismatch). It is lower for
+# small models.
+ROUNDING = 0.04
+
+
+# The loss -------------------------------------------------------------------------------------------------------------
+
+
+def check_loss_type(config: Any) -> None:
+    """Refuse values of `rollout_loss_type`, and a loss with importance weights of its own."""
+    if config.loss_type in LOSS_TYPES:
+        raise ValueError(
+            f"`loss_type` is {config.loss_type!r}, which is a loss of `bypass_mode`: set `rollout_loss_type` to it, and "
+            "`loss_type` to a loss of TRL: grpo, dr_grpo, dapo, ..."
+        )
+    if config.corrects and config.loss_type == "vespo":
+        raise ValueError(
+            "`loss_type` is 'vespo', which has importance weights of its own, so no other weight or rejection can be "
+            "applied to it. Choose another `loss_type`, or only measure with "
+            "`rollout_metrics_only=True`."
+        )
+
+
+def check_reinforce(config: Any) -> None:
+    """Refuse losses that break the ratio of 1 of `rollout_loss_type="reinforce"`."""
+    if not config.corrects or not config.bypass_mode or config.rollout_loss_type != "reinforce":
+        return
+    cap = config.epsilon_high or config.epsilon
+    if config.loss_type == "cispo" and cap < 1.0:
+        raise ValueError(
+            f"`epsilon_high` is {cap} with `loss_type='cispo'`, where it is the upper bound of the ratio, and "
+            f"with `rollout_loss_type='reinforce'`, whose ratio is 1: every gradient would be multiplied by {cap}. Set "
+            "`epsilon_high` to 1 or more."
+        )
+    if config.importance_sampling_level != "token":
+        raise ValueError(
+            f"`importance_sampling_level` is {config.importance_sampling_level!r} with `rollout_loss_type='reinforce'`, "
+            "whose loss is a sum over tokens. Set it to 'token'; for weights of sequences set `rollout_is` to "
+            "'sequence' or 'geometric'."
+        )
+
+
+def warn_about_sequence_level(config: Any) -> None:
+    """Warn about weights and rejection of tokens and turns in a loss with one ratio per completion."""
+    if not config.corrects or config.importance_sampling_level != "sequence":
+        return
+    settings = [f"`{name}`" for name in config.rollout_rs or [] if name.startswith(("token_", "turn_"))]
+    if config.rollout_is in ("token", "turn") and config.applies_weights:
+        settings.append(f"`rollout_is={config.rollout_is!r}`")
+    if settings:
+        warn(
+            f"{', '.join(settings)} act on single tokens or turns, but with `importance_sampling_level='sequence'` all tokens "
+            "of a completion have the same gradient: their mean acts on the completion, as in TRL's own correction. To weight "
+            "or reject completions, use `rollout_is='sequence'` or 'geometric', and criteria that start with `seq_`."
+        )
+
+
+def warn_about_clip_ratio(config: Any) -> None:
+    """Warn if TRL's loss does not bound the ratio to the sampler by `rollout_clip_ratio_c`."""
+    if not (config.corrects and config.clips_around_sampler) or config.rollout_clip_ratio_c in (None, 3.0):
+        return
+    if config.loss_type in ("cispo", "sapo"):
+        reason = f"`loss_type` is {config.loss_type!r}, which has its own bound on the ratio"
+    elif config.delta is not None:
+        reason = f"`delta` is {config.delta}, which is the same bound and takes precedence"
+    else:
+        return
+    warn_idle("rollout_clip_ratio_c", config.rollout_clip_ratio_c, reason)
+
+
+def warn_about_iterations(config: Any) -> None:
+    """Warn about several visits of completions by a loss without a bound on the step."""
+    clips = not config.bypass_mode or config.rollout_loss_type != "reinforce"
+    if not config.corrects or clips or config.num_iterations == 1:
+        return
+    if not any(criterion.directed for criterion in config.criteria):  # a trust region
+        warn(
+            f"`num_iterations` is {config.num_iterations} with `rollout_loss_type='reinforce'`, which has no clipping: only "
+            "the bound of the weights limits the steps, and each visit of a completion moves the policy further. Set "
+            "`rollout_loss_type` to 'ppo_clip', `num_iterations` to 1, or add a trust region: 'token_tv' in `rollout_rs`."
+        )
+
+
+def warn_about_bounds_of_means(config: Any) -> None:
+    """
+    Warn if bounds of `seq_mean_k1` are so narrow that rounding alone rejects most completions.
+
+    The mean of `T` log-ratios has a standard deviation of `s / sqrt(T)`, so bounds for thousands of tokens are too narrow for
+    a hundred. The prediction is for completions of the maximum length; shorter completions are rejected more often.
+    """
+    length = config.max_completion_length
+    if not config.corrects or not length:
+        return
+    for criterion, bounds in zip(config.criteria, config.rollout_rs_threshold or [], strict=True):
+        if criterion.name != "seq_mean_k1":
+            continue
+        share = expected_share_outside(ROUNDING, torch.tensor(float(length)), *bounds).item()
+        if share > 0.5:
+            width = 3 * ROUNDING / math.sqrt(length)
+            lower = math.floor(1e4 * math.exp(-(ROUNDING**2) / 2 - width)) / 1e4
+            upper = math.ceil(1e4 * math.exp(width)) / 1e4
+            warn(
+                f"`rollout_rs_threshold` of 'seq_mean_k1' is {bounds}, and `max_completion_length` is {length}: with a "
+                f"sampler that differs by the rounding of bfloat16 alone ({ROUNDING} nats per token), {share:.0%} of "
+                f"completions would be rejected, and more of shorter completions. Set [{lower:g}, {upper:g}] or wider, longer "
+                "completions, or `rollout_correction: auto`, whose bounds do not depend on length. If the sampler is more "
+                "precise, look at `rollout_corr/rollout_rs_masked_fraction`."
+            )
+
+
+# Batch normalisation --------------------------------------------------------------------------------------------------
+
+
+def check_batch_normalization(config: Any) -> None:
+    """Refuse batch normalisation over a micro-batch of one sequence, which would set its weight to 1; of one turn, warn."""
+    if not config.bypass_mode or config.per_device_train_batch_size * config.world_size > 1:
+        return
+    message = (
+        "`rollout_is_batch_normalize` is True with `bypass_mode`, where the mean is over the micro-batch of all ranks, which "
+        "is one sequence: its weight would always be 1{of_turns}. Set `per_device_train_batch_size` to 2 or more (and divide "
+        "`gradient_accumulation_steps` accordingly), or use `bypass_mode=False`, which normalises over the generation batch."
+    )
+    if _normalizes_over(config, "sequence", "geometric"):
+        raise ValueError(message.format(of_turns=""))
+    if _normalizes_over(config, "turn"):
+        warn(message.format(of_turns=" if it has one turn"))
+
+
+def _normalizes_over(config: Any, *levels: str) -> bool:
+    """True if weights of one of the levels are divided by their mean."""
+    normalizes = config.corrects and config.applies_weights and config.rollout_is_batch_normalize
+    return bool(normalizes and config.rollout_is in levels)
+
+
+# Sampling -------------------------------------------------------------------------------------------------------------
+
+
+def check_generation_kwargs(config: Any) -> None:
+    """Refuse arguments of vLLM under which its log-probabilities are not those of the tokens that it samples."""
+    if not config.use_vllm:
+        return
+    overrides = config.generation_kwargs or {}
+    if overrides.get("temperature", config.temperature) != config.temperature:
+        raise ValueError(
+            f"`generation_kwargs` sets a temperature of {overrides['temperature']} while `temperature` is "
+            f"{config.temperature}: tokens would be sampled with the first and scored with the second. Set "
+            "`temperature` alone."
+        )
+    for name, needed in (("logprobs", 0), ("n", 1)):
+        value = overrides.get(name, needed)
+        if type(value) is not int or value != needed:
+            raise ValueError(
+                f"`generation_kwargs` sets `{name}` to {value!r}, which must be {needed}: rollout correction needs one "
+                "log-probability of every sampled token. Remove it."
+            )
+
+
+def check_routing(config: Any) -> None:
+    """Refuse samplers whose routes do not reach the trainer."""
+    if config.rollout_routing is None or not config.use_vllm:
+        return
+    reason = None
+    if config.vllm_mode != "colocate":
+        reason = "`vllm_mode` is 'server', and TRL's client drops the routes of the answers. Set it to 'colocate'"
+    elif config.vllm_tensor_parallel_size > 1:
+        reason = "`vllm_tensor_parallel_size` is above 1, where replay was never run. Set it to 1"
+    if reason:
+        raise ValueError(f"`rollout_routing` is 'replay', but {reason}, or `rollout_routing` to None.")
+
+
+def check_support(config: Any) -> None:
+    """Refuse `rollout_support` where the sampler returns no kept tokens, or where it was never run; warn if none are cut."""
+    if config.rollout_support is None or not config.use_vllm:
+        return
+    reason = None
+    if is_untested(INSTALLED):
+        reason = (
+            f"trl {INSTALLED} is newer than {NEWEST_TESTED}, and may compute log-probabilities over the kept tokens itself. "
+            f"Install {TESTED}, or leave truncated sampling to TRL"
+        )
+    elif config.vllm_mode != "colocate":
+        reason = (
+            f"`vllm_mode` is {config.vllm_mode!r}, and only a colocated vLLM returns the tokens that sampling kept"
+        )
+    if reason:
+        raise ValueError(
+            f"`rollout_support` is {config.rollout_support!r}, but {reason}. Set `rollout_support` to None."
+        )
+    if not truncation(config):
+        warn_idle("rollout_support", config.rollout_support, "`top_p`, `top_k` and `min_p` cut no token")
+
+
+def warn_about_distortion(config: Any) -> None:
+    """Warn about options of vLLM that change the distribution of the sampler but not that of the trainer."""
+    if not getattr(config, "use_vllm", True):  # an asynchronous run always samples with vLLM
+        return
+    changed = distorting_options(config)
+    if config.rollout_support is not None:
+        changed = {name: value for name, value in changed.items() if name not in TRUNCATION}
+    if not changed:
+        return
+    listed = ", ".join(f"`{name}={value!r}`" for name, value in changed.items())
+    replay = ""
+    if getattr(config, "vllm_mode", None) == "colocate" and not changed.keys().isdisjoint(TRUNCATION):
+        replay = " set `rollout_support` to 'replay' (`top_p`, `top_k` and `min_p`),"
+    warn(
+        f"{listed} changes the distribution vLLM samples from, but not the one the trainer computes, so that every "
+        "ratio is off by the probability mass that was cut or moved. Leave it at its "
+        f"default,{replay} or expect biased ratios, weights and rejections."
+    )
+
+
+def distorting_options(config: Any) -> dict[str, object]:
+    """Options of sampling in effect that change the distribution of the sampler, by name."""
+    settings = {name: getattr(config, name, None) for name in (*TRUNCATION, "repetition_penalty")}
+    settings["structured_outputs"] = getattr(config, "vllm_structured_outputs_regex", None)
+    overrides = getattr(config, "generation_kwargs", None) or {}
+    return distorting({**settings, **{name: value for name, value in overrides.items() if name in _DISTORTING}})
+
+
+def truncation(config: Any) -> dict[str, object]:
+    """Options of truncated sampling that are in effect, by name."""
+    return {name: value for name, value in distorting_options(config).items() if name in TRUNCATION}
+
+
+def distorting(settings: Mapping[str, object]) -> dict[str, object]:
+    """Options of sampling that change the distribution, by name."""
+    return {name: value for name, value in settings.items() if value and value not in _NEUTRAL.get(name, ())}
+
+
+def neutral(name: str) -> float:
+    """Value of an option of sampling with which the distribution does not change."""
+    return _NEUTRAL.get(name, (0.0,))[0]
+
+
+# Asynchronous training ------------------------------------------------------------------------------------------------
+
+
+def check_asynchronous(config: Any) -> None:
+    """Refuse settings that an asynchronous run cannot follow."""
+    if config.rollout_rs_exclude_from_baseline:
+        raise ValueError(
+            "`rollout_rs_exclude_from_baseline` is True, but in an asynchronous run the rollout worker computes rewards and "
+            "baselines before the trainer gets a sample, when rejections are not known yet. Set it to False."
+        )
+    if config.rollout_support is not None:
+        raise ValueError(
+            f"`rollout_support` is {config.rollout_support!r}, which needs a colocated vLLM, and an asynchronous run has a "
+            "server. Set it to None."
+        )
+    if config.rollout_routing is not None:
+        raise ValueError(
+            "`rollout_routing` is 'replay', but the rollout worker of an asynchronous run drops the routes of the sampler. "
+            "Set it to None."
+        )
+    budget = getattr(config, "token_budget", None)  # gone in newer releases of TRL
+    packs = budget is None or budget > 0  # rows hold as many completions as there is room for
+    fewest = config.world_size * (1 if packs else config.per_device_train_batch_size)
+    if _normalizes_over(config, "sequence", "geometric") and fewest == 1:
+        raise ValueError(
+            "`rollout_is_batch_normalize` is True, and in an asynchronous run the mean is over the micro-batch of all ranks, "
+            f"which {'with this `token_budget` may be' if packs else 'is'} one completion: its weight would be 1. Set "
+            "`token_budget` to 0 and `per_device_train_batch_size` to 2 or more, or `rollout_is_batch_normalize` to False."
+        )
+
+
+# In the order in which a user learns of them: what is refused comes first
+_OF_SAMPLING = [check_generation_kwargs, check_routing, check_support, warn_about_distortion]
+CHECKS: dict[str, list[Callable[[Any], None]]] = {
+    "grpo": [
+        check_loss_type,
+        check_passes_by,
+        check_reinforce,
+        check_batch_normalization,
+        *_OF_SAMPLING,
+        warn_about_bounds_of_means,
+        warn_about_sequence_level,
+        warn_about_clip_ratio,
+        warn_about_iterations,
+    ],
+    "rloo": [check_batch_normalization, *_OF_SAMPLING, warn_about_bounds_of_means, warn_about_iterations],
+    "async_grpo": [check_asynchronous, warn_about_distortion, warn_about_bounds_of_means],
+}
