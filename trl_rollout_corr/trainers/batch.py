@@ -10,7 +10,9 @@ REWARDS = "rollout_corr_rewards"  # (B,)
 TURN_IDS = "rollout_corr_turn_ids"  # (B, T), turn of each token, if a rollout function returns turns
 ROLLOUT_STEP = "rollout_corr_step"  # (B,), optimizer step of the weights that sampled; NaN if unknown
 TOKEN_STEPS = "rollout_corr_token_steps"  # (B, T), the same of each token, if a server tells it
-SUPPORT = "rollout_corr_support"  # (B, T, K), ids of the tokens that sampling kept, -1 for none
+# Tokens that sampling kept: (B, M), their ids, of one token of a completion after another, then -1; and (B, T), their number
+SUPPORT = "rollout_corr_support"
+SUPPORT_SIZES = "rollout_corr_support_sizes"
 PADDING = (
     "rollout_corr_padding"  # (B,), tokens of padding in front of the prompt, where the prompt's mask does not tell
 )

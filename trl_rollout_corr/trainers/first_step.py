@@ -11,7 +11,7 @@ from ..diagnosis.text import write_text
 from ..dumps.rows import make_row, on_host
 from ..dumps.sequences import Sequences
 from ..settings.config import RolloutCorrectionConfig
-from .batch import SUPPORT
+from .batch import SUPPORT, SUPPORT_SIZES
 from .console import write
 from .run_metadata import settings_in_effect
 
@@ -79,7 +79,8 @@ def score_alone(forward: Callable[..., tuple], batch: dict[str, Any], most: int 
             # every rank makes as many forward passes, also for a completion that TRL masks as a whole
             ids = torch.cat([prompt, completion if len(completion) else batch["completion_ids"][i][:1]])[None]
             n = max(len(completion), 1)
-            one = {SUPPORT: batch[SUPPORT][i][mask if len(completion) else slice(1)][None]} if SUPPORT in batch else {}
+            # the kept tokens of a completion stand in its order, and padding comes after it
+            one = {SUPPORT: batch[SUPPORT][[i]], SUPPORT_SIZES: batch[SUPPORT_SIZES][[i], :n]} if SUPPORT in batch else {}
             scored = forward(one, ids, torch.ones_like(ids), n)[0][0].float()
             logps[i, : len(completion)] = scored[: len(completion)]
     return logps

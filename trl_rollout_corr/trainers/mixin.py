@@ -33,6 +33,7 @@ from .batch import (
     ROLLOUT_LOGPS,
     ROLLOUT_STEP,
     SUPPORT,
+    SUPPORT_SIZES,
     TURN_IDS,
 )
 from .core import CorrectionCore
@@ -44,7 +45,7 @@ from .observer import Corrected
 from .routed import RoutingReplay
 from .sampler import check_server_logprobs, observe_sampler, sync_weights_on_cpu, truncation
 from .scoring import Logprobs, OldPass, Scoring
-from .support import Kept, check_replay, over_support, pad_kept
+from .support import Kept, Support, check_replay, over_support
 from .trl_interface import check_bases, check_trl, definer
 from .versions import keeps_support, take_out_weights
 
@@ -172,9 +173,8 @@ class RolloutCorrectionMixin(RoutingReplay, CorrectionCore):
         output[ROLLOUT_LOGPS] = self._rollout_logps(output, scoring)
         output[REWARDS] = scoring.rewards
         if scoring.kept is not None:
-            output[SUPPORT] = pad_kept(
-                scoring.kept, output["completion_ids"].shape[1], output["completion_ids"].device
-            )
+            ids = output["completion_ids"]
+            output[SUPPORT], output[SUPPORT_SIZES] = Support.of(scoring.kept, ids.shape[1], ids.device)
         if (turn_ids := scoring.padded_turn_ids(output["completion_ids"])) is not None:
             output[TURN_IDS] = turn_ids
         self._note_origin(output)
@@ -278,10 +278,10 @@ class RolloutCorrectionMixin(RoutingReplay, CorrectionCore):
         """TRL's forward pass, of a batch whose sampler replays its support: over the tokens that it kept."""
         forward, support = super()._get_per_token_logps_and_entropies, None
         if (batch := self._batch_of_pass) is not None:
-            support = batch.get(SUPPORT)
+            support = Support(batch[SUPPORT], batch[SUPPORT_SIZES]) if SUPPORT in batch else None
         elif self._scoring is not None and self._scoring.kept is not None and not self._scoring.paused:
             logits_to_keep = args[1] if len(args) > 1 else kwargs["logits_to_keep"]
-            support = pad_kept(self._scoring.kept, logits_to_keep, input_ids.device)
+            support = Support.of(self._scoring.kept, logits_to_keep, input_ids.device)
         if support is None:
             return forward(model, input_ids, *args, **kwargs)
         unwrapped = self.accelerator.unwrap_model(model, keep_fp32_wrapper=True)
