@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM
 from tests.tiny import StaleSampler
 from tests.training import TRAINERS, VLLM, build, logged, micro_batches
 from trl_rollout_corr.probe.process import Probe
-from trl_rollout_corr.trainers import versions
 from trl_rollout_corr.trainers import support as module
+from trl_rollout_corr.trainers import versions
 from trl_rollout_corr.trainers.batch import SUPPORT, SUPPORT_SIZES
 from trl_rollout_corr.trainers.support import Sets, Support, check_replay, kept_logps, over_support
 
@@ -157,8 +157,12 @@ def some_sets(n: int = 40) -> Sets:
 
 def some_head(dtype: torch.dtype, bias: bool) -> list[torch.Tensor | None]:
     generator = torch.Generator().manual_seed(2)
-    tensors = [torch.randn(shape, generator=generator) for shape in ((40, HIDDEN), (VOCABULARY, HIDDEN), (VOCABULARY,))]
-    return [x.to(dtype).requires_grad_() for x in tensors[:2]] + [tensors[2].to(dtype).requires_grad_() if bias else None]
+    tensors = [
+        torch.randn(shape, generator=generator) for shape in ((40, HIDDEN), (VOCABULARY, HIDDEN), (VOCABULARY,))
+    ]
+    return [x.to(dtype).requires_grad_() for x in tensors[:2]] + [
+        tensors[2].to(dtype).requires_grad_() if bias else None
+    ]
 
 
 def slopes_of(states, weight, bias, logps) -> list[torch.Tensor]:

@@ -80,7 +80,11 @@ def score_alone(forward: Callable[..., tuple], batch: dict[str, Any], most: int 
             ids = torch.cat([prompt, completion if len(completion) else batch["completion_ids"][i][:1]])[None]
             n = max(len(completion), 1)
             # the kept tokens of a completion stand in its order, and padding comes after it
-            one = {SUPPORT: batch[SUPPORT][[i]], SUPPORT_SIZES: batch[SUPPORT_SIZES][[i], :n]} if SUPPORT in batch else {}
+            one = (
+                {SUPPORT: batch[SUPPORT][[i]], SUPPORT_SIZES: batch[SUPPORT_SIZES][[i], :n]}
+                if SUPPORT in batch
+                else {}
+            )
             scored = forward(one, ids, torch.ones_like(ids), n)[0][0].float()
             logps[i, : len(completion)] = scored[: len(completion)]
     return logps

@@ -114,7 +114,10 @@ class Support(NamedTuple):
         ids = [list(chain.from_iterable(row)) for row in kept]
         sizes = [[len(tokens) for tokens in row] for row in kept]
         longest = max(map(len, ids), default=0)
-        padded = ([row + [fill] * (n - len(row)) for row in rows] for rows, fill, n in ((ids, -1, longest), (sizes, 0, length)))
+        padded = (
+            [row + [fill] * (n - len(row)) for row in rows]
+            for rows, fill, n in ((ids, -1, longest), (sizes, 0, length))
+        )
         return cls(*(torch.tensor(rows, dtype=torch.int32, device=device) for rows in padded))
 
 
@@ -246,7 +249,9 @@ class _KeptLogps(torch.autograd.Function):
             if ctx.needs_input_grad[1]:
                 of_weight = _gradient_of_rows(weight, states.float(), ids, of_token, by_logit)
             if ctx.needs_input_grad[2]:
-                of_bias = torch.zeros_like(bias, dtype=torch.float32).index_add_(0, ids.long(), by_logit).to(bias.dtype)
+                of_bias = (
+                    torch.zeros_like(bias, dtype=torch.float32).index_add_(0, ids.long(), by_logit).to(bias.dtype)
+                )
         return of_states, of_weight, of_bias, None, None, None, None
 
 
