@@ -1,4 +1,4 @@
-"""What trackers get: of the metrics that `Trainer.log` logs those that are tracked, and a histogram of the log-ratio."""
+"""Output to trackers: the metrics that are tracked, and a histogram of the log-ratio."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
