@@ -30,6 +30,7 @@ from .first_step import FirstStepDiagnosis
 from .lr_scaling import LearningRateScaling, check_scalable
 from .monitor import MONITOR_FIELDS, settle_monitors
 from .observer import Corrected, Moment, Observer
+from .reporting import choose_metrics
 from .run_metadata import check_dropout, check_types, engine_metadata, may_round, trainer_metadata
 from .trl_interface import check_config_class
 
@@ -130,6 +131,7 @@ class CorrectionCore(_Host):
         # with equal settings, a monitor that the user has removed stays removed
         settle_monitors(self.callback_handler, args, renew=of_monitor != self._of_monitor)
         self._of_monitor = of_monitor
+        choose_metrics(self.callback_handler)
         observer.dump = self._equipped(observer.dump, args.rollout_dump_dir is not None, self._new_dump)
         observer.first_step = self._equipped(
             observer.first_step, args.rollout_diagnose, lambda: FirstStepDiagnosis(args, self._about)
