@@ -7,16 +7,39 @@ from textwrap import dedent
 import numpy as np
 import pytest
 import torch
+import yaml
 
-from tests.launching import output_of
+from tests.launching import ROOT, output_of
 from tests.tiny import StaleSampler, build_tiny_model
-from tests.training import TRAINERS, VLLM, logged, losses
+from tests.training import (
+    TRAINERS,
+    VLLM,
+    assert_gradients_equal,
+    evaluation,
+    gradients,
+    logged,
+    losses,
+    messages,
+    micro_batches,
+    saying,
+)
+from tests.training import backward as backward_of
 from tests.training import build as build_trainer
+from trl_rollout_corr.routing.capture import RecordingEngine, returns_routes
 from trl_rollout_corr.routing.replay import Replay
 from trl_rollout_corr.routing.routers import ROUTERS, experts_of, find_routers, take
 from trl_rollout_corr.routing.sampled import SampledRoutes
-from trl_rollout_corr.trainers.keys import AGAIN_LOGPS
+from trl_rollout_corr.trainers.keys import AGAIN_LOGPS, ROUTES
 
+
+def documented_for_a_cpu() -> dict:
+    """Settings of vLLM that docs/method.md names for a CPU: of the second block of YAML about experts."""
+    section = (ROOT / "docs/method.md").read_text("utf-8").split("## Experts of the sampler")[1].split("\n## ")[0]
+    block = section.split("```yaml")[2].split("```")[0]
+    return yaml.safe_load(block)["rollout_engine_kwargs"]
+
+
+DOCUMENTED = documented_for_a_cpu()
 
 SIZES = {
     "vocab_size": 40,
@@ -233,7 +256,7 @@ def rows(n: int = 3) -> np.ndarray:
 @pytest.mark.parametrize(
     ("experts", "said"),
     [
-        (None, "enable_return_routed_experts: true"),
+        (None, "enable_return_routed_experts: true}` on a GPU, .*enforce_eager: true}` on a CPU"),
         (rows() * 0, "The largest expert in the routes of a completion is 0.*moe_backend"),
         (rows(2), "2 rows for 3 tokens.*enable_prefix_caching: false"),
         (
@@ -266,11 +289,72 @@ def test_routes_stand_at_the_tokens_of_their_layer():
     assert placed[1, 1:4].tolist() == [[[5, 6], [3, 4]]] * 3
     for row, known in enumerate([range(2, 5), range(1, 4), range(0)]):  # the last completion is masked as a whole
         assert all((placed[row, i] == 255).all() == (i not in known) for i in range(7))
-    with pytest.raises(ValueError, match="Completion 0 of the batch has no routes"):
-        sampled.place(ids[2:], torch.ones(1, 7), 3)
     again = SampledRoutes([1, 2], 8, 2)
     again.keep_batch(ids[:2], mask[:2], placed[:2])
     assert torch.equal(again.place(ids[:2], mask[:2], 3), placed[:2])
+
+
+def chosen(sampled: SampledRoutes, tokens: list[int]) -> list[int]:
+    """First expert of each token, 255 for none."""
+    ids = torch.tensor([[0, *tokens]])
+    return sampled.place(ids, ids > 0, len(tokens) - 1)[0, 1:, 0, 0].tolist()
+
+
+def test_a_part_of_a_sequence_has_the_routes_of_the_whole():
+    sampled = SampledRoutes([0], 255, 1)
+
+    def keep(tokens, first):
+        sampled.keep(tokens, np.arange(first, first + len(tokens) - 1)[:, None, None])
+
+    keep([1, 2, 3, 4, 5], 10)
+    keep([1, 2, 3, 9], 20)
+    keep([1, 2, 3, 4, 6, 7], 30)
+    keep([8, 2], 40)
+    assert chosen(sampled, [1, 2, 3, 4]) == [30, 31, 32, 255]  # the sequence that was generated last
+    assert chosen(sampled, [1, 2]) == [30, 255]
+    keep([1, 2, 3, 4, 5], 50)  # now it is this one
+    assert chosen(sampled, [1, 2, 3, 4]) == [50, 51, 52, 255]
+    assert chosen(sampled, [1, 2, 3, 9]) == [20, 21, 22, 255]
+    # tokens that the sampler has not read
+    assert chosen(sampled, [1, 2, 3, 9, 9, 9]) == [20, 21, 22, 255, 255, 255]
+    assert chosen(sampled, [1, 2, 3, 4, 6, 9, 9]) == [30, 31, 32, 33, 34, 255, 255]
+    assert chosen(sampled, [7, 7]) == [255, 255]
+    assert chosen(SampledRoutes([0], 255, 1), [7, 7]) == [255, 255]
+
+
+def test_many_cut_sequences_are_found_without_comparing_all():
+    class Counted(int):
+        """A token that counts how often it is compared."""
+
+        compared = 0
+
+        def __lt__(self, other):
+            Counted.compared += 1
+            return int(self) < other
+
+        def __eq__(self, other):
+            Counted.compared += 1
+            return int(self) == other
+
+        __hash__ = int.__hash__
+
+    n, length = 400, 20
+    sequences = torch.randint(1, 50, (n, length), generator=torch.Generator().manual_seed(0)).tolist()
+    sampled = SampledRoutes([0], 255, 1)
+    for tokens in sequences:
+        sampled.keep([Counted(token) for token in tokens], np.ones((length - 1, 1, 1)))
+    ids = torch.tensor(sequences)[:, :-2]
+    placed = sampled.place(ids, torch.ones_like(ids), length - 4)
+    assert not sampled.without(placed, torch.ones(n, length - 4)).any()
+    assert Counted.compared < n * n  # one comparison of each pair would be more
+
+
+def test_one_expert_per_token_may_be_the_first_one():
+    sampled = SampledRoutes([0], 8, 1)
+    sampled.keep([1, 2, 3], np.zeros((2, 1, 1)))  # a router that has collapsed
+    assert chosen(sampled, [1, 2, 3]) == [0, 0, 255]
+    with pytest.raises(ValueError, match="must be 0 to 7"):
+        sampled.keep([1, 2], np.full((1, 1, 1), 8))
 
 
 def test_many_experts_have_a_larger_type():
@@ -285,9 +369,10 @@ def test_many_experts_have_a_larger_type():
 class RoutedSampler(StaleSampler):
     """A sampler with the weights of the trainer, whose experts are `shift` places from those that it would choose."""
 
-    def __init__(self, path: str, shift: int, cut: bool = False, **options):
+    def __init__(self, path: str, shift: int, cut: bool = False, turn: str = "whole", **options):
         super().__init__(path, noise=0.0, **options)
         self.cut = cut  # completions that end before their last token
+        self.turn = turn  # what has routes: the completion, or more ("cut"), less ("followed") or nothing ("unknown")
         self.shift, self.trainer = shift, None
         self.replay = Replay(find_routers(self.model))
 
@@ -309,8 +394,13 @@ class RoutedSampler(StaleSampler):
         routes = (routes_of(self.model, ids) + self.shift) % 8
         with self.replay.over(self.model, routes):
             logits = self.model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
-        if self.trainer.args.rollout_routing is not None:
-            self.trainer.keep_routes(ids[0].tolist(), routes[0, :-1].numpy())
+        tokens, rows = ids[0].tolist(), routes[0, :-1]
+        if self.turn == "cut":  # the sampler went on for two tokens
+            tokens, rows = [*tokens, 3, 4], torch.cat([routes[0], routes[0, -1:]])
+        elif self.turn == "followed":  # by a token that the sampler has not read
+            tokens, rows = tokens[:-1], rows[:-1]
+        if self.trainer.args.rollout_routing is not None and self.turn != "unknown":
+            self.trainer.keep_routes(tokens, rows.numpy())
         return logits.log_softmax(-1)[range(len(completion)), completion].tolist()
 
 
@@ -321,9 +411,9 @@ def moe_path(imported_trl, tmp_path_factory) -> str:
 
 @pytest.fixture
 def make(moe_path, tmp_path):
-    def make(shift: int = 1, **fields):
+    def make(shift: int = 1, turn: str = "whole", **fields):
         fields = {"rollout_routing": "replay", "learning_rate": 0.0, "max_steps": 2, **fields}
-        sampler = RoutedSampler(moe_path, shift, cut=fields.get("mask_truncated_completions", False))
+        sampler = RoutedSampler(moe_path, shift, cut=fields.get("mask_truncated_completions", False), turn=turn)
         return build_trainer(*TRAINERS["grpo"], moe_path, tmp_path, sampler=sampler, **fields)
 
     return make
@@ -358,8 +448,10 @@ def _lora() -> dict:
         {"schedule": "several steps per generation", "gradient_checkpointing": True},
         {"rollout_correction": "bypass_ppo_clip", "mask_truncated_completions": True, "rollout_diagnose": True},
         {"beta": 0.1, "lora": True},
+        {"schedule": "several generations per step", **evaluation()},
+        {"turn": "cut", "schedule": "several steps per generation", "mask_truncated_completions": True},
     ],
-    ids=["reference", "old pass", "bypass", "lora"],
+    ids=["reference", "old pass", "bypass", "lora", "evaluation", "cut turns"],
 )
 def test_every_pass_takes_the_experts_of_the_sampler(make, fields):
     fields = dict(fields)
@@ -404,11 +496,71 @@ def test_a_resumed_run_replays(make, tmp_path):
     assert found == [pytest.approx(step, rel=1e-4) for step in expected]
 
 
-def test_completions_without_routes_are_an_error(make):
-    trainer = make()
-    trainer.keep_routes = lambda tokens, experts: None
-    with pytest.raises(ValueError, match=r"Completion 0 of the batch has no routes.*keep_routes"):
+def test_a_sampler_without_routes_is_refused_at_its_first_generation(make):
+    with pytest.raises(ValueError, match=r"\d+ of \d+ tokens of the loss have no routes, so nothing .*keep_routes"):
+        make(turn="unknown").train()
+
+
+@pytest.mark.parametrize("turn", ["unknown", "followed"])
+def test_missing_routes_do_not_end_a_run_that_replays(make, caplog, turn):
+    sampler = make(max_steps=3).rollout_func if turn == "unknown" else None
+    trainer = make(turn=turn, max_steps=3) if sampler is None else make(max_steps=3)
+
+    class Losing(type(trainer.rollout_func)):
+        """Has no routes from the second step on."""
+
+        def __call__(self, prompts, trainer):
+            self.turn = "unknown" if turn == "unknown" and trainer.state.global_step else self.turn
+            return super().__call__(prompts, trainer)
+
+    trainer.rollout_func.__class__ = Losing
+    with saying(caplog, r"tokens of the loss have no routes: the trainer chooses their experts itself"):
         trainer.train()
+    assert len([message for message in messages(caplog) if "no routes" in message]) == 1
+    assert len(logged(trainer, "routing_flipped_fraction")) == 3
+    assert far_off(trainer) > 1e-3
+
+
+def test_a_batch_of_other_code_is_trained_without_replay(make, caplog):
+    trainer = make()
+    batch = {key: x for key, x in micro_batches(trainer)[0].items() if key != ROUTES}
+    with saying(caplog, f"a batch has no `{ROUTES}`"):
+        assert gradients(trainer, batch)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_loss_by_hand_leaves_the_model_alone(make, checkpointing):
+    trainer = make(gradient_checkpointing=checkpointing)
+    batches = micro_batches(trainer)
+    expected = []
+    for batch in batches:
+        expected.append(gradients(trainer, batch))
+        trainer._replay[id(trainer.model)].end()
+    with torch.no_grad():
+        own = trainer.model(input_ids=IDS).logits
+        ids = torch.cat([batches[0]["prompt_ids"], batches[0]["completion_ids"]], 1)
+        of_batch = trainer.model(input_ids=ids).logits
+    trainer._replay = {key: Replay(find_routers(trainer.model)) for key in trainer._replay}
+    for batch, gradient in zip(batches, expected, strict=True):
+        loss = trainer.compute_loss(trainer.model, batch)
+        with torch.no_grad():  # of another size than the batch, and of the same
+            assert torch.equal(trainer.model(input_ids=IDS).logits, own)
+            assert torch.equal(trainer.model(input_ids=ids).logits, of_batch)
+        assert_gradients_equal(backward_of(trainer.model, loss), gradient)
+
+
+def test_answers_without_routes_outside_of_training_are_no_error():
+    from types import SimpleNamespace as Object
+
+    answers = [Object(token_ids=[4, 5], routed_experts=found) for found in (None, rows(1), rows(2))]
+    llm = Object(
+        generate=lambda *args, **kwargs: [Object(prompt_token_ids=[3], request_id="0", outputs=answers)],
+        llm_engine=Object(vllm_config=Object(model_config=Object(enable_return_routed_experts=True))),
+    )
+    sampled = SampledRoutes([1, 2], 8, 2)
+    RecordingEngine(llm, sampled).generate()
+    assert "vLLM returned no routes" in sampled.problem
+    assert not sampled.without(sampled.place(torch.tensor([[3, 4, 5]]), torch.ones(1, 3), 2), torch.ones(1, 2)).any()
 
 
 def test_replay_is_set_before_the_trainer_is_built(make):
@@ -433,27 +585,42 @@ def test_samplers_whose_routes_do_not_arrive_are_refused(make, fields, said):
         make(**{**VLLM, **fields})
 
 
-@pytest.mark.parametrize(
-    ("device", "prefix_caching", "said"),
-    [
-        ("cuda", False, "vLLM does not return its routes.*enable_return_routed_experts: true"),
-        ("cpu", True, "tokens from vLLM's prefix cache pass no router.*enable_prefix_caching: false"),
-    ],
-)
-def test_engines_that_would_hide_routes_are_refused(device, prefix_caching, said):
+def test_a_gpu_engine_that_hides_routes_is_refused():
     from types import SimpleNamespace as Config
 
-    from trl_rollout_corr.routing.capture import returns_routes
-
-    config = Config(
-        model_config=Config(enable_return_routed_experts=False),
-        device_config=Config(device_type=device),
-        cache_config=Config(enable_prefix_caching=prefix_caching),
-    )
-    with pytest.raises(ValueError, match=said):
+    config = Config(model_config=Config(enable_return_routed_experts=False), device_config=Config(device_type="cuda"))
+    with pytest.raises(ValueError, match=r"vLLM does not return its routes.*enable_return_routed_experts: true"):
         returns_routes(config)
     config.model_config.enable_return_routed_experts = True
     assert returns_routes(config)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, "`enable_prefix_caching` is True: .*, and `enforce_eager` is False"),
+        ({"enable_prefix_caching": False}, "on this CPU `enforce_eager` is False"),
+        ({"enforce_eager": True}, "on this CPU `enable_prefix_caching` is True"),
+        ({"enable_prefix_caching": False, "compilation_config": {"mode": 0}}, None),
+        (DOCUMENTED, None),
+    ],
+)
+def test_engines_on_a_cpu_that_hide_routes_are_refused(moe_path, monkeypatch, options, said):
+    """With the configuration that vLLM makes of a user's options."""
+    from vllm import EngineArgs
+
+    config = EngineArgs(moe_path, max_model_len=64, **options).create_engine_config()
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)  # the tests set it
+    if said is None:
+        assert not returns_routes(config)
+    else:
+        with pytest.raises(
+            ValueError, match=f"{said}.*Set `rollout_engine_kwargs: {{enable_prefix_caching: false, enforce"
+        ):
+            returns_routes(config)
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    assert config.cache_config.enable_prefix_caching or not returns_routes(config)
 
 
 def test_a_model_that_was_replaced_is_refused(make):
@@ -475,6 +642,43 @@ def test_a_dense_model_is_refused(tiny_model_path, tmp_path):
 
 
 # vLLM -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.vllm  # slow, but the only proof that the documented settings work: the engine is built as a user builds it
+def test_agents_whose_turns_are_cut_replay_with_the_documented_settings(moe_path, tmp_path):
+    script = f"""
+        from pathlib import Path
+
+        import torch
+
+        from tests.test_agents import SOURCES
+        from tests.tiny import build_tiny_tokenizer, with_tools
+        from tests.training import TRAINERS, VLLM, build, evaluation, logged
+
+        kwargs = {{**{DOCUMENTED!r}, "dtype": "float32"}}  # the trainer's
+        fields = {{
+            **VLLM, **evaluation(), "learning_rate": 0.0, "vllm_max_model_length": 128, "max_completion_length": 24,
+            "max_tool_calling_iterations": 3, "rollout_routing": "replay", "rollout_engine_kwargs": kwargs,
+            "gradient_checkpointing": True,
+        }}
+        tools = {{**SOURCES["tools"], "eval_dataset": SOURCES["tools"]["train_dataset"].select(range(8))}}
+        extra = {{**tools, "processing_class": with_tools(build_tiny_tokenizer(), "look", "place")}}
+        trainer = build(*TRAINERS["grpo"], {moe_path!r}, Path({str(tmp_path)!r}), **{{**fields, "extra": extra}})
+        place, cut = trainer._sampled.place, []
+
+        def counting(ids, mask, n):
+            rows = [tuple(row[found.bool()].tolist()) for row, found in zip(ids, mask)]
+            cut.extend(row for row in rows if row not in trainer._sampled._rows)
+            return place(ids, mask, n)
+
+        trainer._sampled.place = counting
+        trainer.train()
+        assert cut
+        assert not trainer._told_without
+        assert logged(trainer, "routing_flipped_fraction") == [0.0] * 3
+        assert max(logged(trainer, "k3_kl")) < 1e-6
+    """
+    output_of(sys.executable, "-c", dedent(script))
 
 
 @pytest.mark.vllm

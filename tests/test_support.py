@@ -9,9 +9,10 @@ from transformers import AutoModelForCausalLM
 from tests.tiny import StaleSampler
 from tests.training import TRAINERS, VLLM, build, logged, micro_batches
 from trl_rollout_corr.probe.process import Probe
+from trl_rollout_corr.trainers import support as module
 from trl_rollout_corr.trainers import versions
-from trl_rollout_corr.trainers.keys import SUPPORT
-from trl_rollout_corr.trainers.support import check_replay, pad_kept
+from trl_rollout_corr.trainers.keys import SUPPORT, SUPPORT_SIZES
+from trl_rollout_corr.trainers.support import Sets, Support, check_replay, kept_logps, over_support
 
 
 REPLAY = {
@@ -57,12 +58,11 @@ def test_ratios_are_unbiased_under_truncated_sampling(make, name, fields):
 def test_gradients_are_those_of_the_truncated_policy(make):
     trainer = make(top_p=0.8, min_p=0.02, max_steps=1)
     batch = micro_batches(trainer)[0]
-    support, length = batch[SUPPORT].long(), batch["completion_ids"].shape[1]
+    support, sizes, length = batch[SUPPORT].long(), batch[SUPPORT_SIZES], batch["completion_ids"].shape[1]
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
     mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
     present = batch["completion_mask"].bool()
-    sizes = (support >= 0).sum(2)[present]
-    assert 1 <= sizes.min() < sizes.max() < 40  # of 47
+    assert 1 <= sizes[present].min() < sizes.max() < 40  # of 47
 
     def gradients(logps):
         trainer.model.zero_grad()
@@ -72,7 +72,8 @@ def test_gradients_are_those_of_the_truncated_policy(make):
     logits = trainer.model(input_ids=ids, attention_mask=mask).logits[:, -length - 1 : -1] / trainer.temperature
     kept = torch.zeros(logits.shape, dtype=torch.bool)
     for row, column in present.nonzero().tolist():
-        kept[row, column, support[row, column][support[row, column] >= 0]] = True
+        before = sizes[row, :column].sum()
+        kept[row, column, support[row, before : before + sizes[row, column]]] = True
     expected = logits.masked_fill(~kept & present.unsqueeze(2), -torch.inf).log_softmax(-1)
     expected = expected.gather(2, batch["completion_ids"].unsqueeze(2))[..., 0]
     trainer._loss_call = type("Call", (), {"batch": batch})
@@ -128,8 +129,114 @@ def test_a_kept_set_that_the_candidates_do_not_hold_is_no_sample(make, monkeypat
     assert logged(trainer, "nonfinite_fraction") == [1.0]
 
 
-def test_kept_sets_are_padded():
-    assert pad_kept([[[4, 2], [7]], []], 2, torch.device("cpu")).tolist() == [[[4, 2], [7, -1]], [[-1, -1]] * 2]
+def test_a_large_set_takes_no_room_from_the_others():
+    wide = [*range(500)]
+    ids, sizes = Support.of([[[4, 2], [7], wide], [[5]], []], 4, torch.device("cpu"))
+    assert sizes.tolist() == [[2, 1, 500, 0], [1, 0, 0, 0], [0] * 4]
+    assert ids.tolist() == [[4, 2, 7, *wide], [5] + [-1] * 502, [-1] * 503]
+    sizes = torch.tensor([2, 1, 500, 3, 8])
+    parts = [*module._parts(sizes, 8)]
+    assert sum(places.numel() for _, places, _ in parts) <= 2 * int(sizes.sum())
+    assert sorted(torch.cat([part for part, *_ in parts]).tolist()) == [0, 2, 3, 4]  # and one token is certain
+
+
+# Log-probabilities over kept sets, against loops over tokens ----------------------------------------------------------
+
+VOCABULARY, HIDDEN = 60, 16
+
+
+def some_sets(n: int = 40) -> Sets:
+    """Sets of 1 to 32 tokens, and one of half of the vocabulary."""
+    generator = torch.Generator().manual_seed(1)
+    sizes = torch.randint(1, 33, (n,), generator=generator)
+    sizes[3], sizes[4] = VOCABULARY // 2, 1
+    ids = torch.cat([torch.randperm(VOCABULARY, generator=generator)[:size] for size in sizes.tolist()])
+    places = (torch.rand(n, generator=generator) * sizes).long()
+    return Sets(ids.int(), sizes, sizes.cumsum(0) - sizes + places)
+
+
+def some_head(dtype: torch.dtype, bias: bool) -> list[torch.Tensor | None]:
+    generator = torch.Generator().manual_seed(2)
+    tensors = [
+        torch.randn(shape, generator=generator) for shape in ((40, HIDDEN), (VOCABULARY, HIDDEN), (VOCABULARY,))
+    ]
+    return [x.to(dtype).requires_grad_() for x in tensors[:2]] + [
+        tensors[2].to(dtype).requires_grad_() if bias else None
+    ]
+
+
+def slopes_of(states, weight, bias, logps) -> list[torch.Tensor]:
+    factors = torch.linspace(-2, 2, len(logps), dtype=logps.dtype)
+    return [*torch.autograd.grad((logps * factors).sum(), [x for x in (states, weight, bias) if x is not None])]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logps_and_gradients_are_those_of_loops(monkeypatch, dtype, bias):
+    monkeypatch.setattr(module, "_ELEMENTS", 8 * HIDDEN)  # many parts
+    head = some_head(dtype, bias)
+    ids, sizes, own = sets = some_sets()
+    exact = [None if x is None else x.detach().double().requires_grad_() for x in head]
+    states, weight, bias = exact
+    expected, start = [], 0
+    for token, size in enumerate(sizes.tolist()):
+        rows = ids[start : start + size].long()
+        logits = weight[rows] @ states[token] + (0.0 if bias is None else bias[rows])
+        expected.append((logits / 0.7).log_softmax(0)[own[token] - start])
+        start += size
+    expected = torch.stack(expected)
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # as in training with `bf16`: the sums stay in float32
+        found = kept_logps(*head, sets, 0.7)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    tolerance = 1e-5 if dtype == torch.float32 else 2**-8  # one rounding to the type of the head
+    for one, other in zip(slopes_of(*head, found), slopes_of(*exact, expected), strict=True):
+        assert one.dtype == dtype
+        torch.testing.assert_close(one.double(), other, rtol=tolerance, atol=1e-5)
+
+
+def test_the_gradient_of_the_head_is_written_once(monkeypatch):
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Counting(TorchDispatchMode):
+        """Counts tensors with the shape of the head that come into being."""
+
+        storages = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            output = function(*args, **(kwargs or {}))
+            for x in output if isinstance(output, tuple) else (output,):
+                given = [x.data_ptr() for x in args if isinstance(x, torch.Tensor)]
+                if isinstance(x, torch.Tensor) and x.shape == (VOCABULARY, HIDDEN) and x.data_ptr() not in given:
+                    self.storages += 1
+            return output
+
+    monkeypatch.setattr(module, "_ELEMENTS", 8 * HIDDEN)
+    states, weight, _ = some_head(torch.float32, False)
+    logps = kept_logps(states, weight, None, some_sets(), 1.0)
+    with Counting() as counting:
+        logps.sum().backward()
+    assert counting.storages == 1
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_the_whole_vocabulary_has_no_backward_pass_where_all_sets_are_known(tiny_model_path, complete):
+    model, passes = AutoModelForCausalLM.from_pretrained(tiny_model_path), []
+    ids = torch.tensor([[3, 4, 5, 6], [7, 8, 9, 0]])
+    mask = (ids > 0).long()
+
+    def forward(model, input_ids, attention_mask, n):
+        logits = model(input_ids=input_ids, attention_mask=attention_mask).logits[:, -n - 1 : -1]
+        if logits.requires_grad:
+            logits.register_hook(lambda slope: passes.append(slope.abs().sum()))
+        return logits.log_softmax(-1).gather(2, input_ids[:, -n:, None])[..., 0], None
+
+    support = Support.of([[[5, 6], [6, 2, 1]], [[9, 3]] if complete else []], 2, ids.device)
+    logps, _ = over_support(forward, support, 1.0, model, model, ids, mask, 2)
+    (logps * mask[:, 2:]).sum().backward()
+    assert bool(passes) != complete
+    assert model.lm_head.weight.grad.abs().sum() > 0
+    assert model.model.layers[0].mlp.up_proj.weight.grad.abs().sum() > 0
 
 
 def test_replay_is_refused_where_it_cannot_be(tiny_model_path, tmp_path, monkeypatch):

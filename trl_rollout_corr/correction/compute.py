@@ -166,11 +166,10 @@ def keep_mask(
     train_logps: torch.Tensor,
     rollout_logps: torch.Tensor,
     mask: torch.Tensor,
-    config: RolloutCorrectionConfig,
+    settings: Correction,
     turn_ids: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Boolean mask `(B, T)` of the valid tokens that every criterion keeps. Arguments: [`compute_rollout_correction`]."""
-    settings = config.correction
     tokens = _tokens(train_logps, rollout_logps, mask, settings, turn_ids)
     return _keep(tokens, [reject(tokens, criterion) for criterion in settings.criteria]) > 0
 

@@ -1,4 +1,29 @@
-"""Healthy bands of metrics, for charts and documents."""
+"""Essential metrics, for trackers, and healthy bands of metrics, for charts and documents."""
+
+# Metrics without their prefix that trackers get by default. `docs/metrics.md` lists them.
+ESSENTIAL = (
+    "k3_kl",
+    "kl",
+    "kl_advantage_positive",
+    "log_ratio_min",
+    "log_ratio_max",
+    "nonfinite_fraction",
+    "effective_lr",
+    "rollout_is_mean",
+    "rollout_is_std",
+    "rollout_is_max",
+    "rollout_is_eff_sample_size",
+    "rollout_rs_masked_fraction",
+    "staleness_mean",
+    "staleness_max",
+    "monitor/alarms",
+    # of some settings only
+    "rollout_is_oob_ratio",
+    "lr_scale",
+    "stale_dropped/fraction",
+    "routing_flipped_fraction",
+    "monitor/tightened",
+)
 
 # Healthy band by metric without its prefix: `(lower, upper)`, with `None` for no bound.
 HEALTHY: dict[str, tuple[float | None, float | None]] = {

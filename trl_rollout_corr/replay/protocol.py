@@ -10,6 +10,9 @@ from typing import Any, Protocol
 import torch
 
 
+Logprobs = list[list[float | None]]  # of sampled tokens, per completion
+
+
 class Pass(Protocol):
     """What a replay asks of a forward pass: [`~trl_rollout_corr.trainers.forward_pass.ForwardPass`]."""
 
@@ -29,7 +32,9 @@ class Replay(Protocol):
     def clear(self) -> None:
         """Forget the choices, before a batch is generated and after its columns are made."""
 
-    def place(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int) -> dict[str, torch.Tensor]:
+    def place(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int
+    ) -> dict[str, torch.Tensor]:
         """
         Columns with the choices for a padded batch, which TRL shuffles and splits with the others.
 
@@ -40,7 +45,10 @@ class Replay(Protocol):
                 Tokens of the completions, `T`.
         """
 
-    def alone(self, batch: Mapping[str, Any], i: int) -> dict[str, torch.Tensor]:
+    def check(self, batch: Mapping[str, torch.Tensor], loss_mask: torch.Tensor) -> None:
+        """Check the columns of a batch that was just generated. `loss_mask`, `(B, T)`, is non-zero on tokens of the loss."""
+
+    def alone(self, batch: Mapping[str, torch.Tensor], i: int) -> dict[str, torch.Tensor]:
         """Columns for sequence `i` of a batch by itself and without padding."""
 
     def around(self, under_way: Pass, forward: Callable[..., tuple]) -> Callable[..., tuple]:

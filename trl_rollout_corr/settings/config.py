@@ -119,6 +119,13 @@ class RolloutCorrectionConfig(DumpFields, MonitorFields, EngineFields, Correctio
         rollout_monitor_bounds (`dict[str, float]`, *optional*):
             Other bounds of the rules, by name of the rule; `None` switches a rule off.
 
+        > Trackers
+
+        rollout_tracked_metrics (`str`, *optional*, defaults to `"essential"`):
+            Metrics of rollout correction that the trackers of `report_to` get: `"essential"` for those that fit on one page
+            (see `docs/metrics.md`), `"all"` for all. `trainer.state.log_history`, `trainer_state.json`, the dump and other
+            callbacks always get all.
+
         > Diagnosis
 
         rollout_diagnose (`bool`, *optional*, defaults to `False`):

@@ -21,11 +21,13 @@ LossType = Literal["ppo_clip", "reinforce"]
 NanPolicy = Literal["drop", "raise", "neutralize"]
 MonitorAction = Literal["warn", "stop"]
 Routing = Literal["replay"]
+TrackedMetrics = Literal["essential", "all"]
 LOSS_TYPES: tuple[str, ...] = get_args(LossType)
 NAN_POLICIES: tuple[str, ...] = get_args(NanPolicy)
 MONITOR_ACTIONS: tuple[str, ...] = get_args(MonitorAction)
+TRACKED_METRICS: tuple[str, ...] = get_args(TrackedMetrics)
 if not TYPE_CHECKING:  # see `criteria`
-    LossType = NanPolicy = MonitorAction = Routing = str
+    LossType = NanPolicy = MonitorAction = Routing = TrackedMetrics = str
 
 
 class Unset:
@@ -122,13 +124,16 @@ class EngineFields:
 
 @dataclass
 class MonitorFields:
-    """Fields of [`RolloutCorrectionConfig`] for the monitor and for the diagnosis of the first step."""
+    """Fields of [`RolloutCorrectionConfig`] for the monitor, for trackers and for the diagnosis of the first step."""
 
     rollout_monitor: MonitorAction | None = _option(
         "Reaction to unhealthy metrics: warn, stop, or none for no monitor.", "warn"
     )
     rollout_monitor_bounds: Mapping[str, float | None] | str | None = _option(
         "Bounds of the monitor by name of the rule; null switches a rule off."
+    )
+    rollout_tracked_metrics: TrackedMetrics = _option(
+        "Metrics of rollout correction that trackers such as W&B get: essential, or all.", "essential"
     )
     rollout_diagnose: bool = _option("Look for the cause of the gap at the first step, and print it.", False)
 
@@ -234,6 +239,7 @@ PARSERS: dict[str, Callable[[Any], Any]] = {
     "rollout_routing": partial(_choice, "rollout_routing", ("replay", None)),
     "rollout_monitor": partial(_choice, "rollout_monitor", (*MONITOR_ACTIONS, None)),
     "rollout_monitor_bounds": lambda value: parse_bounds(none_if_null(value)) or None,
+    "rollout_tracked_metrics": partial(_choice, "rollout_tracked_metrics", TRACKED_METRICS),
     "rollout_dump_dir": _folder,
     "rollout_dump_steps": partial(_count, "rollout_dump_steps", 1),
     "rollout_dump_sampled": partial(_count, "rollout_dump_sampled", 0),

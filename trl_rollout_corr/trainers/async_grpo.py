@@ -23,10 +23,10 @@ from transformers.trainer_utils import TrainOutput
 
 from ..settings.config import RolloutCorrectionConfig
 from ._cpu_attention import register_tree_attention
-from .keys import PADDING, REWARDS, ROLLOUT_LOGPS, ROLLOUT_STEP, TOKEN_STEPS
 from .core import CorrectionCore
 from .engine import announce_server, check_engine_kwargs
 from .intake import ADVANTAGES, TERMS, TEXT, TEXT_PREFIX, TOOLS, Carrier, Layout, Tap
+from .keys import PADDING, REWARDS, ROLLOUT_LOGPS, ROLLOUT_STEP, TOKEN_STEPS
 from .observer import Corrected
 from .packed import Awaited, Policy, Terms
 from .sampler import check_server_logprobs
@@ -113,7 +113,7 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
     ) -> None:
         check_trl(AsyncGRPOTrainer, {AsyncGRPOTrainer: ASYNCHRONOUS})
         check_bases(type(self), RolloutCorrectedAsyncGRPOTrainer, AsyncGRPOTrainer, method="compute_loss")
-        config = self._checked_args(model, args)
+        config = self._read_settings(model, args)
         if config.rollout_engine_kwargs:
             check_engine_kwargs(config.rollout_engine_kwargs)
             announce_server(config.rollout_engine_kwargs)
@@ -241,7 +241,7 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor:
         awaited = {}
-        if self.args.corrects:
+        if self._settings.corrects:
             awaited = {key: Awaited(inputs[key]) for key in ("advantages", "old_log_probs")}
         self._delivery.generated(self.state.global_step)
         policy = Policy(model, partial(self._correct, inputs=inputs, awaited=awaited))
@@ -264,12 +264,12 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
         logps = output.log_probs.detach().flatten()[index]
         batch = self._completions_of(inputs, terms, selected)
         self._look_at_delivery(terms.spread(logps), batch, lambda: terms.spread(forward().log_probs.flatten()[index]))
-        anchor, seen = self._corrected(terms.spread(logps), batch)
+        anchor, corrected = self._corrected(terms.spread(logps), batch)
         dropped = self._tap.take_dropped() if self._tap is not None else []
-        self._observer.trained(self._now, terms.spread(logps), seen, dropped)
+        self._observer.trained(self._now, terms.spread(logps), corrected, dropped)
         if awaited:
             n = len(logps)
-            coefficients = terms.collect(seen.coefficients, n)
+            coefficients = terms.collect(corrected.coefficients, n)
             awaited["advantages"].fill(selected, inputs["advantages"][selected] * coefficients)
             awaited["old_log_probs"].fill(selected, terms.collect(anchor, n))
 
@@ -297,17 +297,17 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
         """Anchor of the ratio, `(B, T)`, and the corrected batch."""
         # A sample is visited once: the old policy of decoupled mode is that of the visit, so that the ratio of PPO is 1
         self._observer.visited(self._now, self._ages(batch), batch[LOSS_MASK], current, current)
-        seen = self._correct_from(current, batch, from_old=False)  # the current policy is newer than the sampler
+        corrected = self._correct_from(current, batch, from_old=False)  # the current policy is newer than the sampler
         anchor = current
-        if self.args.bypass_mode and self.args.corrects:
-            anchor, seen = self._bypass(seen)
-        self._observer.corrected(self._now, seen)
-        return anchor, seen
+        if self._settings.bypasses and self._settings.corrects:
+            anchor, corrected = self._bypass(corrected)
+        self._observer.corrected(self._now, corrected)
+        return anchor, corrected
 
-    def _anchor_in_bypass(self, seen: Corrected) -> tuple[torch.Tensor, torch.Tensor]:
-        anchor, coefficients = super()._anchor_in_bypass(seen)
-        bound = self.args.rollout_clip_ratio_c
-        if self.args.clips_around_sampler and bound is not None:
-            negative = seen.batch["advantages"].unsqueeze(1) < 0
-            coefficients = coefficients.masked_fill(negative & (seen.train_logps - anchor > math.log(bound)), 0.0)
+    def _anchor_in_bypass(self, corrected: Corrected) -> tuple[torch.Tensor, torch.Tensor]:
+        anchor, coefficients = super()._anchor_in_bypass(corrected)
+        bound = self._settings.clip_ratio_c
+        if self._settings.clips_around_sampler and bound is not None:
+            negative = corrected.batch["advantages"].unsqueeze(1) < 0
+            coefficients = coefficients.masked_fill(negative & (corrected.train_logps - anchor > math.log(bound)), 0.0)
         return anchor, coefficients

@@ -1,4 +1,4 @@
-"""Console output of training: one line per log. Trackers get all metrics."""
+"""Console output of training: one line per log. Trackers get more, see `reporting`."""
 
 import logging
 import sys

@@ -21,14 +21,15 @@ from ..messages import SettingWarning
 from ..settings.config import RolloutCorrectionConfig
 from ..settings.fields import DEFAULTS
 from ..settings.resolve import Correction
-from .keys import ROLLOUT_LOGPS, ROLLOUT_STEP, TOKEN_STEPS, TURN_IDS
 from .card import complete_card
 from .console import add_console
 from .delivery import Delivery
 from .dumping import SequenceDump, check_dump_folder
 from .first_step import FirstStepDiagnosis
+from .keys import ROLLOUT_LOGPS, ROLLOUT_STEP, TOKEN_STEPS, TURN_IDS
 from .monitor import monitor_of, settle_monitors
 from .observer import Corrected, Moment, Observer
+from .reporting import choose_metrics
 from .run_metadata import check_dropout, check_types, engine_metadata, may_round, trainer_metadata
 from .trl_interface import check_config_class
 
@@ -84,6 +85,7 @@ class CorrectionCore(_Host):
         self._observer = Observer(self._settings, self.accelerator, self.callback_handler)
         self._delivery = Delivery(self.accelerator, self._doubt_delivery)
         settle_monitors(self.callback_handler, monitor_of(args))
+        choose_metrics(self.callback_handler)
         if args.rollout_dump_dir is not None:
             tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
             self._observer.dump = SequenceDump(args, self.accelerator, tokenizer, args.seed, self._about)
@@ -99,7 +101,8 @@ class CorrectionCore(_Host):
                     f"`{name}` is {value!r}, but was {self._fields[name]!r} when the trainer was built, which is when the "
                     "settings are read. Build the trainer with the new value."
                 )
-        settle_monitors(self.callback_handler)  # the user may have added one
+        settle_monitors(self.callback_handler)  # the user may have added one, or a tracker
+        choose_metrics(self.callback_handler)
         return super().train(*args, **kwargs)
 
     def _metadata(self) -> dict[str, str]:

@@ -11,7 +11,6 @@ from ..diagnosis.text import write_text
 from ..dumps.rows import make_row, on_host
 from ..dumps.sequences import Sequences
 from ..settings.config import RolloutCorrectionConfig
-from .keys import SUPPORT
 from .console import write
 from .run_metadata import settings_in_effect
 
@@ -66,7 +65,7 @@ def score_alone(forward: Callable[..., tuple], batch: dict[str, Any], most: int 
     """
     Score the first `most` sequences of a batch one by one and without padding, with the state of the random numbers restored.
 
-    `forward` is TRL's forward pass; its first argument is the part of the batch about the sequence. Returns
+    `forward` is TRL's forward pass; its first argument is the place of the sequence in the batch. Returns
     log-probabilities, `(B, T)` in nats; NaN for the other sequences.
     """
     logps = torch.full(batch["completion_ids"].shape, torch.nan, device=batch["completion_ids"].device)
@@ -79,7 +78,6 @@ def score_alone(forward: Callable[..., tuple], batch: dict[str, Any], most: int 
             # every rank makes as many forward passes, also for a completion that TRL masks as a whole
             ids = torch.cat([prompt, completion if len(completion) else batch["completion_ids"][i][:1]])[None]
             n = max(len(completion), 1)
-            one = {SUPPORT: batch[SUPPORT][i][mask if len(completion) else slice(1)][None]} if SUPPORT in batch else {}
-            scored = forward(one, ids, torch.ones_like(ids), n)[0][0].float()
+            scored = forward(i, ids, torch.ones_like(ids), n)[0][0].float()
             logps[i, : len(completion)] = scored[: len(completion)]
     return logps

@@ -26,11 +26,10 @@ from typing import Any
 import torch
 
 from ..correction.sums import Sums
-from ..replay.protocol import Replay
+from ..replay.protocol import Logprobs, Replay
 from .gradient_check import GradientCheck
 
 
-Logprobs = list[list[float | None]]
 Forward = Callable[..., tuple]
 
 
@@ -38,10 +37,12 @@ class ForwardPass:
     """A forward pass that is not TRL's. Nothing is changed."""
 
     loss_mask: torch.Tensor | None = None  # (B, T), tokens of the loss; only of a pass in the loss
-    policy: torch.nn.Module | None = None  # without wrappers, the model that the loss trains; only of a pass in the loss
+    policy: torch.nn.Module | None = (
+        None  # without wrappers, the model that the loss trains; only of a pass in the loss
+    )
 
     def run(self, forward: Forward, model: Any, *args: Any, **kwargs: Any) -> tuple:
-        """Run `forward`, TRL's method of the forward pass, and return its log-probabilities, `(B, T)`, and its other outputs."""
+        """Run `forward`, TRL's method of the forward pass. Returns log-probabilities, `(B, T)`, and other outputs."""
         return forward(model, *args, **kwargs)
 
     def columns(
@@ -127,7 +128,11 @@ class Generation(ForwardPass):
 
     def mask_of_loss(self, completion_mask: torch.Tensor) -> torch.Tensor:
         """Mask of the tokens of the loss, `(B, T)`, from the mask of the completions."""
-        return completion_mask if self.tool_mask is None else completion_mask * _padded(self.tool_mask, completion_mask, 1)
+        return (
+            completion_mask
+            if self.tool_mask is None
+            else completion_mask * _padded(self.tool_mask, completion_mask, 1)
+        )
 
 
 class Scoring(ForwardPass):

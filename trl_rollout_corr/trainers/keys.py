@@ -10,9 +10,7 @@ REWARDS = "rollout_corr_rewards"  # (B,)
 TURN_IDS = "rollout_corr_turn_ids"  # (B, T), turn of each token, if a rollout function returns turns
 ROLLOUT_STEP = "rollout_corr_step"  # (B,), optimizer step of the weights that sampled; NaN if unknown
 TOKEN_STEPS = "rollout_corr_token_steps"  # (B, T), the same of each token, if a server tells it
-SUPPORT = "rollout_corr_support"  # (B, T, K), ids of the tokens that sampling kept, -1 for none
 PADDING = (
     "rollout_corr_padding"  # (B,), tokens of padding in front of the prompt, where the prompt's mask does not tell
 )
 AGAIN_LOGPS = "rollout_corr_again_logps"  # (B, T), of sequences scored one by one, without padding; NaN for the others
-ROUTES = "rollout_corr_routes"  # (B, P + T, L, k), experts that the sampler chose; on the CPU

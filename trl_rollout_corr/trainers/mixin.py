@@ -12,7 +12,7 @@ the pass that is under way what to do ([`~trl_rollout_corr.trainers.forward_pass
 `B` completions, `T` completion tokens.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -22,12 +22,12 @@ from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedModel
 
 from ..correction.compute import keep_mask
-from ..replay.protocol import Replay
+from ..replay.protocol import Logprobs, Replay
 from ..settings.config import RolloutCorrectionConfig
 from .core import CorrectionCore
 from .engine import engine_arguments
 from .first_step import score_alone
-from .forward_pass import ForwardPass, Generation, Logprobs, LossPass, OldPass, Rescoring, Scoring
+from .forward_pass import ForwardPass, Generation, LossPass, OldPass, Rescoring, Scoring
 from .gradient_check import GradientCheck
 from .keys import (
     AGAIN_LOGPS,
@@ -41,6 +41,7 @@ from .keys import (
     TURN_IDS,
 )
 from .observer import Corrected
+from .replays import experts_of, kept_tokens_of, sequences_of
 from .sampler import check_server_logprobs, observe_sampler, sync_weights_on_cpu
 from .trl_interface import check_bases, check_trl, definer
 from .versions import refuse_weights
@@ -95,10 +96,10 @@ class RolloutCorrectionMixin(CorrectionCore):
             self._check_server()
             sync_weights_on_cpu(self.vllm_generation)
         self._check_sampler()
-        self._kept_tokens, self._experts = kept_tokens_of(self), experts_of(self)
-        self._replays = tuple(replay for replay in (self._kept_tokens, self._experts) if replay is not None)
+        self._experts, kept_tokens = experts_of(self), kept_tokens_of(self)
+        self._replays = tuple(replay for replay in (self._experts, kept_tokens) if replay is not None)
         if self.use_vllm:
-            observe_sampler(self.vllm_generation, self._record_logprobs, self._mark_sync, self._kept_tokens)
+            observe_sampler(self.vllm_generation, self._record_logprobs, self._mark_sync, kept_tokens)
         self._set_up_observer()
 
     def _check_server(self) -> None:
@@ -119,6 +120,12 @@ class RolloutCorrectionMixin(CorrectionCore):
                 "`use_vllm` is False, so the sampler gives no log-probabilities, which the correction and its metrics need. "
                 f"Set `use_vllm=True`{other}, or use `{self._trl_class.__name__}`."
             )
+
+    def keep_routes(self, tokens: Sequence[int], experts: Any) -> None:
+        """Take the routes of a sequence of a `rollout_func`: [`~trl_rollout_corr.replay.sampled_experts.SampledRoutes`]."""
+        if self._experts is None:
+            raise ValueError("`rollout_routing` is None, so routes have no effect. Set it to 'replay'.")
+        self._experts.sampled.keep(tokens, experts)
 
     def _mark_sync(self) -> None:
         self.rollout_step = self.state.global_step
@@ -170,11 +177,12 @@ class RolloutCorrectionMixin(CorrectionCore):
     def _generate_and_score_completions(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         for replay in self._replays:
             replay.clear()
-        with self._during(Scoring(self._new_old_pass())) as scoring:
-            with nullcontext() if scoring.old_pass is None else self._asking_for_old_pass():
-                output = super()._generate_and_score_completions(inputs, *args, **kwargs)
-        if scoring.old_pass is not None:
-            self._settle_old_pass(scoring.old_pass, output)
+        old_pass = self._new_old_pass()
+        asking = nullcontext() if old_pass is None else self._asking_for_old_pass()
+        with self._during(Scoring(old_pass)) as scoring, asking:
+            output = super()._generate_and_score_completions(inputs, *args, **kwargs)
+        if old_pass is not None:
+            self._settle_old_pass(old_pass, output)
         refuse_weights(output)
         self._check_rows(scoring, output)
         completion_ids = output["completion_ids"]
@@ -182,6 +190,7 @@ class RolloutCorrectionMixin(CorrectionCore):
         output[REWARDS] = scoring.rewards
         for replay in self._replays:
             output |= replay.place(*sequences_of(output), completion_ids.shape[1])
+            replay.check(output, self._loss_mask(output))
             replay.clear()
         if (turn_ids := scoring.generation.padded_turn_ids(completion_ids)) is not None:
             output[TURN_IDS] = turn_ids

@@ -168,8 +168,8 @@ def report_alert(handler: CallbackHandler, title: str, text: str, *, critical: b
 
 def settle_monitors(handler: CallbackHandler, own: RolloutCorrectionMonitor | None = None) -> None:
     """
-    Keep one monitor among the callbacks of a trainer: the last that the user brought, or else `own`, that of the configuration.
-    It comes first, before callbacks that report its additions to the log.
+    Keep one monitor among the callbacks of a trainer: the last that the user brought, or else `own`, that of the
+    configuration. It comes first, before callbacks that report its additions to the log.
     """
     monitors = [x for x in handler.callbacks if isinstance(x, RolloutCorrectionMonitor)]
     brought = [x for x in monitors if not x.of_configuration]

@@ -27,9 +27,9 @@ from ..correction.functional import turns_of
 from ..correction.metrics import Statistics
 from ..correction.sums import Sums
 from ..settings.resolve import Correction
-from .keys import AGAIN_LOGPS, PADDING, REWARDS, ROLLOUT_LOGPS, TURN_IDS
 from .dumping import SequenceDump
 from .first_step import FirstStepDiagnosis
+from .keys import AGAIN_LOGPS, PADDING, REWARDS, ROLLOUT_LOGPS, TURN_IDS
 from .reporting import report_histogram
 
 
@@ -92,48 +92,55 @@ class Observer:
             self.add(now.mode, Staleness.of(update_gap(old_logps, current_logps, mask)))
 
     def trained(
-        self, now: Moment, current_logps: torch.Tensor, seen: Corrected, dropped: Sequence[tuple[float, float]] = ()
+        self,
+        now: Moment,
+        current_logps: torch.Tensor,
+        corrected: Corrected,
+        dropped: Sequence[tuple[float, float]] = (),
     ) -> None:
         """Count a batch by age, and tokens and reward of each completion that was dropped as too old since the last one."""
-        ages = seen.ages if seen.token_ages is None else seen.token_ages
+        ages = corrected.ages if corrected.token_ages is None else corrected.token_ages
         assert ages is not None
-        correction, rewards = seen.correction, seen.batch[REWARDS]
-        rollout_logps = seen.batch[ROLLOUT_LOGPS]
+        correction, rewards = corrected.correction, corrected.batch[REWARDS]
+        rollout_logps = corrected.batch[ROLLOUT_LOGPS]
         sums = by_age(
-            current_logps, rollout_logps, correction.valid, correction.keep, seen.coefficients, rewards, ages
+            current_logps, rollout_logps, correction.valid, correction.keep, corrected.coefficients, rewards, ages
         )
-        sums = {**sums, "trained": count_completions(seen.mask.sum(1), rewards)}
+        sums = {**sums, "trained": count_completions(corrected.mask.sum(1), rewards)}
         if dropped:
             lengths, rewards = torch.tensor(dropped, device=current_logps.device).unbind(1)
             sums["stale_dropped"] = count_completions(lengths, rewards)
         self.add(now.mode, ByAge.of(sums))
 
-    def corrected(self, now: Moment, seen: Corrected) -> None:
+    def corrected(self, now: Moment, corrected: Corrected) -> None:
         """Count a batch that was corrected, and offer it to the dump."""
-        batch, correction = seen.batch, seen.correction
+        batch, correction = corrected.batch, corrected.correction
         turns = log_ratio = None
         if "tool_mask" in batch or TURN_IDS in batch:
-            turns, log_ratio = turns_of(seen.mask, batch.get(TURN_IDS)), seen.train_logps - batch[ROLLOUT_LOGPS]
+            turns, log_ratio = (
+                turns_of(corrected.mask, batch.get(TURN_IDS)),
+                corrected.train_logps - batch[ROLLOUT_LOGPS],
+            )
         self.add(now.mode, correction.statistics)
         self.add(
             now.mode,
             account(
                 correction.valid,
                 correction.keep,
-                seen.coefficients,
+                corrected.coefficients,
                 batch["advantages"],
                 batch[REWARDS],
                 turns,
                 log_ratio,
             ),
         )
-        if seen.from_old:
+        if corrected.from_old:
             self.add(now.mode, Staleness.of(engine_gap(correction.statistics)))
         step = now.step + 1  # the optimizer step that trains on the batch
         collectors = (self.dump, self.first_step) if now.mode == "train" else ()
         for collector in collectors:
             if collector is not None and collector.wants(step):
-                collector.offer(step, *_columns(seen))
+                collector.offer(step, *_columns(corrected))
 
     def looks_twice(self, now: Moment) -> bool:
         """True if some sequences of this batch are to be scored a second time."""
@@ -174,21 +181,21 @@ class LoggingWindow:
         return [window[kind].combine(part) for kind, part in zip(kinds, parts, strict=True)]
 
 
-def _columns(seen: Corrected) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor | None]]:
+def _columns(corrected: Corrected) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor | None]]:
     """Columns of the dump: tokens and their masks as in TRL's batch, and tensors of shape `(B, T)` or `(B,)` by column."""
-    batch, advantages = seen.batch, seen.batch["advantages"]
+    batch, advantages = corrected.batch, corrected.batch["advantages"]
     tokens = {name: batch[name] for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")}
     return tokens, {
-        "mask": seen.mask.bool(),
-        "train_logps": seen.train_logps,
+        "mask": corrected.mask.bool(),
+        "train_logps": corrected.train_logps,
         "rollout_logps": batch[ROLLOUT_LOGPS],
-        "weights": seen.correction.weights,
-        "keep": seen.correction.keep,
-        "coefficients": seen.coefficients,
+        "weights": corrected.correction.weights,
+        "keep": corrected.correction.keep,
+        "coefficients": corrected.coefficients,
         "reward": batch[REWARDS],
         "advantage": advantages if advantages.dim() == 1 else advantages.mean(1),
-        "staleness": seen.ages,
-        "token_staleness": seen.token_ages,
+        "staleness": corrected.ages,
+        "token_staleness": corrected.token_ages,
         "again_logps": batch.get(AGAIN_LOGPS),
         "turn_ids": batch.get(TURN_IDS),
         "padding": batch.get(PADDING),

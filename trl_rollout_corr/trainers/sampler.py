@@ -12,8 +12,9 @@ from typing import Any
 from trl.generation.vllm_generation import VLLMGeneration
 
 from ..messages import warn
+from ..replay.kept_tokens import KeptTokens
+from ..replay.protocol import Logprobs
 from ._cpu_reload import push
-from .support import Candidates
 from .versions import named_weights
 
 
@@ -83,14 +84,17 @@ def checked_turn_ids(completion_ids: list[list[int]], turn_ids: Any) -> list[lis
 
 
 def observe_sampler(
-    generation: VLLMGeneration, keep: Callable[..., object], synced: Callable[[], object], *, replays: bool = False
+    generation: VLLMGeneration,
+    keep: Callable[[Logprobs], object],
+    synced: Callable[[], object],
+    kept_tokens: KeptTokens | None,
 ) -> None:
     """
-    Call `keep` with the log-probabilities of each generation, by completion, and, if it `replays`, with the tokens that
-    sampling kept; and `synced` before each push of weights.
+    Call `keep` with the log-probabilities of each generation, by completion, and `synced` before each push of weights. With
+    `kept_tokens`, vLLM returns candidates, and the log-probabilities are read from them.
     """
-    generation.logprobs = 0  # of the sampled token alone
-    candidates = Candidates(generation) if replays else None
+    if kept_tokens is None:
+        generation.logprobs = 0  # of the sampled token alone
     generate, sync_weights = generation.generate, generation.sync_weights
 
     @wraps(generate)
@@ -101,9 +105,9 @@ def observe_sampler(
                 "vLLM returned no log-probabilities, which rollout correction needs. Remove `logprobs` from "
                 "`generation_kwargs`, or set it to 0."
             )
-        if candidates is not None:
-            sampled, kept = candidates.read(completion_ids, logprobs, others[0])
-            keep(sampled, kept)
+        if kept_tokens is not None:
+            sampled = kept_tokens.read(completion_ids, logprobs, others[0])
+            keep(sampled)
             return prompt_ids, completion_ids, [[[logp] for logp in sequence] for sequence in sampled], *others
         keep([[ranked[0] for ranked in sequence] for sequence in logprobs])
         return prompt_ids, completion_ids, logprobs, *others

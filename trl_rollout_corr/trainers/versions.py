@@ -5,10 +5,8 @@ Each part names a release. When [`OLDEST`] has reached it, the part can be delet
 """
 
 import dataclasses
-import inspect
 import math
-import re
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, cast
@@ -17,7 +15,7 @@ import torch
 from packaging.version import Version
 
 from ..messages import warn
-from .scoring import Logprobs
+from ..replay.protocol import Logprobs
 
 
 if TYPE_CHECKING:  # an older TRL may have none of them, and `trl-rollout-corr check` says so
@@ -104,14 +102,12 @@ def check_passes_by(config: "GRPOConfig") -> None:
 
 _OF_TRL = "vllm_importance_sampling_"  # how the fields of TRL's own correction begin
 _SWITCH = f"{_OF_TRL}correction"
-# In names of fields, parameters and keys about truncated sampling
-_SUPPORT = re.compile("support|kept|mask|trunc|allowed")
 
 
 def replace_trl_correction(config: "GRPOConfig | RLOOConfig") -> None:
     """Switch TRL's own correction off before TRL validates it, and warn if it was configured or is unknown to this package."""
     fields = {f.name: f.default for f in dataclasses.fields(config) if f.name.startswith(_OF_TRL)}
-    defaults = {name: default for name, default in fields.items() if not _SUPPORT.search(name.removeprefix(_OF_TRL))}
+    defaults = dict(fields)
     if _SWITCH in defaults:
         del defaults[_SWITCH]
         setattr(config, _SWITCH, False)
@@ -128,21 +124,13 @@ def replace_trl_correction(config: "GRPOConfig | RLOOConfig") -> None:
         )
 
 
-def take_out_weights(batch: MutableMapping[str, Any], metrics: MutableMapping[str, Any], switched_on: bool) -> None:
-    """
-    Put ones in place of TRL's importance weights if its correction had to stay on ([`keeps_support`]), and remove what TRL
-    logs about them. Otherwise weights of TRL are refused.
-    """
-    found = [key for key in batch if key.startswith("importance_sampling") and not _SUPPORT.search(key)]
-    if switched_on:
-        for key in found:
-            batch[key] = torch.ones_like(batch[key])
-        for key in [key for key in metrics if "importance_sampling" in key]:
-            del metrics[key]
-    elif found:
+def refuse_weights(batch: Mapping[str, Any]) -> None:
+    """Refuse importance weights of TRL, whose correction is switched off."""
+    weights = [key for key in batch if key.startswith("importance_sampling")]
+    if weights:
         raise RuntimeError(
-            f"trl {INSTALLED} put {', '.join(f'`{key}`' for key in found)} into the batch: a correction of its own, although "
-            f"`{_SWITCH}` is switched off. Completions would be corrected twice. Switch it off in your "
+            f"trl {INSTALLED} put {', '.join(f'`{key}`' for key in weights)} into the batch: a correction of its own, "
+            f"although `{_SWITCH}` is switched off. Completions would be corrected twice. Switch it off in your "
             f"configuration, or install {TESTED}."
         )
 
@@ -168,32 +156,3 @@ def float32_fused_head(model: Any, temperature: float) -> Iterator[None]:
             model.forward = forward
         else:
             del model.forward
-
-
-# From 1.17 on, as its release notes say -------------------------------------------------------------------------------
-
-_MASKS = ("attention_mask", "pixel_attention_mask")  # parameters of the forward method in TRL 1.10 to 1.16
-
-
-def makes_up_for_truncation(trainer: Any) -> bool:
-    """
-    True if a trainer of TRL computes log-probabilities over the tokens that truncated sampling left: if its forward method
-    takes them.
-    """
-    forward = getattr(trainer, "_get_per_token_logps_and_entropies", None)
-    parameters = inspect.signature(forward).parameters if forward else ()
-    return any(_SUPPORT.search(name) for name in parameters if name not in _MASKS)
-
-
-def keep_support(config: Any) -> None:
-    """
-    Switch TRL's correction on again, as its treatment of truncated sampling may hang on it. [`take_out_weights`] then takes
-    out the weights alone.
-    """
-    if hasattr(config, _SWITCH):
-        setattr(config, _SWITCH, True)
-
-
-def keeps_support(config: object, trainer: type) -> bool:
-    """True if the correction of a trainer of TRL is on, for its treatment of truncated sampling."""
-    return bool(getattr(config, _SWITCH, False)) and makes_up_for_truncation(trainer)

@@ -13,25 +13,27 @@ import torch
 
 from ..correction.sums import Applied, SegmentedSums
 from .routers import experts_of, take
-from .sampled import no_route
+from .sampled_experts import no_route
 
 
-class Replay:
+class RouterHooks:
     """
     Hooks on the routers of a model. Between passes the routers are those of the model.
 
-    A pass with gradient keeps its routes until [`Replay.end`], as gradient checkpointing computes layers again in the backward
-    pass.
+    A pass with gradient keeps its routes until the next one or [`RouterHooks.end`], for its backward pass, in which gradient
+    checkpointing computes layers again. Other forward passes do not get them.
     """
 
     def __init__(self, routers: Mapping[int, torch.nn.Module]) -> None:
         self._routes: torch.Tensor | None = None  # of the current chunk, (tokens, L, k)
+        self._inside = False  # True in forward passes that get routes
         self._flipped: dict[int, torch.Tensor] = {}  # by layer, (tokens,)
         for place, router in enumerate(routers.values()):
             router.register_forward_hook(partial(self._replace, place))
 
     def _replace(self, place: int, router: torch.nn.Module, args: Any, output: tuple) -> tuple | None:
-        if self._routes is None:
+        again = not self._inside and _in_backward()
+        if self._routes is None or not (self._inside or again):
             return None
         own = experts_of(router, output)
         if len(own) != len(self._routes):
@@ -41,7 +43,7 @@ class Replay:
             )
         given = self._routes[:, place].long()
         known = given != no_route(self._routes)
-        if place not in self._flipped:  # and not again when a layer is computed again
+        if not again:
             other = given.sort(-1).values != own.sort(-1).values
             self._flipped[place] = (other & known).any(-1)
         return take(router, output, torch.where(known, given, own))
@@ -52,7 +54,7 @@ class Replay:
         Replay routes, `(B, S, L, k)`, in the forward passes of a model over chunks of the batch, in order. The list that is
         returned gets the tokens with other experts in the trainer, `(B * S,)` boolean, chunk by chunk.
         """
-        before, start, flipped = self._routes, 0, list[torch.Tensor]()
+        before, start, flipped = (self._routes, self._inside), 0, list[torch.Tensor]()
 
         def next_chunk(module: torch.nn.Module, args: Any, kwargs: Mapping[str, torch.Tensor]) -> None:
             nonlocal start
@@ -66,14 +68,15 @@ class Replay:
             self._routes, start = chunk.flatten(0, 1).to(kwargs["input_ids"].device), start + len(chunk)
 
         handle = model.register_forward_pre_hook(next_chunk, with_kwargs=True)
+        self._inside = True
         try:
             yield flipped
             self._settle(flipped)
         finally:
             handle.remove()
-            self._flipped = {}
+            self._flipped, self._inside = {}, before[1]
             if not torch.is_grad_enabled():
-                self._routes = before
+                self._routes = before[0]
 
     def _settle(self, flipped: list[torch.Tensor]) -> None:
         if self._flipped:
@@ -83,6 +86,11 @@ class Replay:
     def end(self) -> None:
         """Give the routers back to the model, after the backward pass."""
         self._routes, self._flipped = None, {}
+
+
+def _in_backward() -> bool:
+    """True in a backward pass, as `torch.utils.checkpoint` asks for it."""
+    return torch._C._current_graph_task_id() != -1
 
 
 class Flips(SegmentedSums):

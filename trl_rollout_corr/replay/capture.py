@@ -1,5 +1,6 @@
 """Experts that a colocated vLLM chooses: from its output, or on a CPU from its routers."""
 
+import os
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .sampled import SampledRoutes
+from .sampled_experts import ON_CPU, SampledRoutes
 
 
 class RecordingEngine:
@@ -34,7 +35,7 @@ class RecordingEngine:
                 found = (
                     completion.routed_experts if captured is None else captured.of(output.request_id, len(tokens) - 1)
                 )
-                self._routes.keep(tokens, found)
+                self._routes.try_keep(tokens, found)
         return outputs
 
 
@@ -49,15 +50,28 @@ def returns_routes(config: Any) -> bool:
     if any(getattr(place, "enable_return_routed_experts", False) for place in places):
         return True
     if config.device_config.device_type != "cpu":
-        reason, setting = "vLLM does not return its routes", "enable_return_routed_experts: true"
-    elif config.cache_config.enable_prefix_caching:
-        reason, setting = "tokens from vLLM's prefix cache pass no router", "enable_prefix_caching: false"
-    else:
-        return False
-    raise ValueError(
-        f"`rollout_routing` is 'replay', but {reason}. Set `rollout_engine_kwargs: {{{setting}}}`, or `rollout_routing` to "
-        "None."
-    )
+        raise ValueError(
+            "`rollout_routing` is 'replay', but vLLM does not return its routes. Set `rollout_engine_kwargs: "
+            "{enable_return_routed_experts: true}`, or `rollout_routing` to None."
+        )
+    reasons = []
+    if config.cache_config.enable_prefix_caching:
+        reasons.append("`enable_prefix_caching` is True: tokens from vLLM's prefix cache pass no router")
+    if compiles(config):
+        reasons.append(
+            "`enforce_eager` is False: vLLM compiles its model, and compiled routers do not tell their experts"
+        )
+    if reasons:
+        raise ValueError(
+            f"`rollout_routing` is 'replay', but on this CPU {', and '.join(reasons)}. Set `{ON_CPU}`, or `rollout_routing` "
+            "to None."
+        )
+    return False
+
+
+def compiles(config: Any) -> bool:
+    """True if an engine compiles its model."""
+    return bool(config.compilation_config.mode) and os.environ.get("TORCHDYNAMO_DISABLE") != "1"
 
 
 class Captured:

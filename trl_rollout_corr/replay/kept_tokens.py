@@ -1,0 +1,323 @@
+"""
+Log-probabilities over the tokens that truncated sampling kept: `rollout_support: replay`.
+
+With `top_p`, `top_k` or `min_p`, vLLM draws a token from a kept set `S`, and its log-probability is normalised over `S`. So is
+the trainer's here:
+
+    log p(token) = logit(token) - log sum_{k in S} exp(logit(k))
+
+The kept sets come from vLLM as candidates: a token that sampling cut has a log-probability of minus infinity. The trainer
+needs the logits of kept tokens alone, from the hidden states below the head and the rows of the head.
+
+`B` completions, `T` completion tokens, `M` kept tokens of a completion, `V` tokens of the vocabulary, `H` the size of a hidden
+state.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import embedding_bag
+
+from .protocol import Logprobs, Pass
+
+
+Kept = list[list[list[int]]]  # ids of kept tokens, per completion and token
+
+# Largest kept set without `top_k`, which vLLM then gets
+LARGEST = 512
+# Candidates above `top_k`: vLLM keeps all tokens whose logit is that of the last one
+_TIES = 8
+# Elements of rows of the head, or of its gradient, that are in memory at once
+_ELEMENTS = 2**24
+
+# Columns of a batch
+SUPPORT = "rollout_corr_support"  # (B, M), ids of the tokens that sampling kept, of one token after another; then -1
+SUPPORT_SIZES = "rollout_corr_support_sizes"  # (B, T), number of kept tokens of each token
+
+
+class KeptTokens:
+    """
+    Replay of the tokens that truncated sampling kept: `rollout_support`.
+
+    A colocated vLLM is asked for candidates, from which the kept sets are read. Without `top_k`, sampling gets a `top_k` of
+    [`LARGEST`], so that the candidates hold every kept set.
+
+    Args:
+        generation ([`~trl.generation.vllm_generation.VLLMGeneration`]):
+            Sampler of the trainer.
+        temperature (`float`):
+            Temperature that logits are divided by.
+        unwrap (`Callable`):
+            Returns a model without its wrappers.
+    """
+
+    def __init__(self, generation: Any, temperature: float, unwrap: Callable[[Any], Any]) -> None:
+        self.temperature, self._unwrap = temperature, unwrap
+        self._kept: Kept | None = None  # of the last generation
+        engine = generation.llm.llm_engine
+        self.vocabulary = engine.model_config.get_vocab_size()
+        overrides = generation.generation_kwargs
+        top_k = overrides.get("top_k", generation.top_k) or 0
+        if top_k <= 0:
+            overrides.pop("top_k", None)
+            top_k = generation.top_k = min(LARGEST, self.vocabulary)
+        generation.logprobs = number = min(top_k + _TIES, self.vocabulary)
+        for config in (engine.model_config, engine.vllm_config.model_config):
+            if 0 <= config.max_logprobs < number:  # vLLM reads it with every request
+                config.max_logprobs = number
+
+    def read(self, completion_ids: Sequence[Sequence[int]], logprobs: list[Logprobs], token_ids: Kept) -> Logprobs:
+        """
+        Keep the kept sets of a generation, and return the log-probabilities of its sampled tokens. A token whose set is larger
+        than the candidates has no log-probability: `rollout_nan_policy` treats it.
+        """
+        sampled, kept = Logprobs(), Kept()
+        for ids, rows, candidates in zip(completion_ids, logprobs, token_ids, strict=True):
+            sampled.append([])
+            kept.append([])
+            for token, row, tokens in zip(ids, rows, candidates, strict=True):
+                inside = [k for k, logp in zip(tokens, row, strict=True) if logp is not None and logp > -math.inf]
+                complete = len(inside) < len(tokens) or len(tokens) >= self.vocabulary
+                sampled[-1].append(row[tokens.index(token)] if complete else None)
+                kept[-1].append(inside)
+        self._kept = kept
+        return sampled
+
+    def clear(self) -> None:
+        self._kept = None
+
+    def place(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int
+    ) -> dict[str, torch.Tensor]:
+        if self._kept is None:
+            return {}
+        support = Support.of(self._kept, logits_to_keep, input_ids.device)
+        return {SUPPORT: support.ids, SUPPORT_SIZES: support.sizes}
+
+    def check(self, batch: Mapping[str, torch.Tensor], loss_mask: torch.Tensor) -> None:
+        """Nothing can be wrong: tokens without a kept set keep TRL's log-probabilities."""
+
+    def alone(self, batch: Mapping[str, torch.Tensor], i: int) -> dict[str, torch.Tensor]:
+        if SUPPORT not in batch:
+            return {}
+        # the kept tokens of a completion stand in its order, and padding comes after it
+        n = max(int(batch["completion_mask"][i].sum()), 1)
+        return {SUPPORT: batch[SUPPORT][[i]], SUPPORT_SIZES: batch[SUPPORT_SIZES][[i], :n]}
+
+    def around(self, under_way: Pass, forward: Callable[..., tuple]) -> Callable[..., tuple]:
+        def over_kept_tokens(
+            model: Any, input_ids: Any, attention_mask: Any, logits_to_keep: Any, *args: Any, **kwargs: Any
+        ) -> tuple:
+            columns = under_way.columns(self, input_ids, attention_mask, logits_to_keep)
+            if SUPPORT not in columns:
+                return forward(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
+            support = Support(columns[SUPPORT], columns[SUPPORT_SIZES])
+            sequences = (input_ids, attention_mask, logits_to_keep)
+            return over_support(
+                forward, support, self.temperature, self._unwrap(model), model, *sequences, *args, **kwargs
+            )
+
+        return over_kept_tokens
+
+    def end(self) -> None:
+        """Nothing outlasts a forward pass."""
+
+
+class Support(NamedTuple):
+    """
+    Kept sets of a batch: `ids`, `(B, M)`, of one token of a completion after another, and -1 behind them; and their `sizes`,
+    `(B, T)`. A token with a large set takes no room from the others, as it would in a tensor `(B, T, K)`.
+    """
+
+    ids: torch.Tensor
+    sizes: torch.Tensor
+
+    @classmethod
+    def of(cls, kept: Kept, length: int, device: torch.device) -> "Support":
+        """Support from lists, for `length` tokens of a completion."""
+        ids = [list(chain.from_iterable(row)) for row in kept]
+        sizes = [[len(tokens) for tokens in row] for row in kept]
+        longest = max(map(len, ids), default=0)
+        padded = (
+            [row + [fill] * (n - len(row)) for row in rows]
+            for rows, fill, n in ((ids, -1, longest), (sizes, 0, length))
+        )
+        return cls(*(torch.tensor(rows, dtype=torch.int32, device=device) for rows in padded))
+
+
+def over_support(
+    forward: Callable[..., tuple],
+    support: Support,
+    temperature: float,
+    unwrapped: Any,
+    model: Any,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    logits_to_keep: int,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple:
+    """
+    TRL's forward pass with log-probabilities over the kept sets `support`. Tokens without a set keep TRL's, and entropies are
+    TRL's, of the whole vocabulary. `unwrapped` is the `model` without wrappers.
+    """
+    base = unwrapped.get_base_model() if hasattr(unwrapped, "get_base_model") else unwrapped  # of an adapter
+    states: list[torch.Tensor] = []  # of each part of the batch
+    hook = base.base_model.register_forward_hook(
+        lambda module, inputs, output: states.append(output.last_hidden_state[:, -logits_to_keep - 1 : -1])
+    )
+    try:
+        logps, *others = forward(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
+    finally:
+        hook.remove()
+    tokens, head = input_ids[:, -logits_to_keep:], base.get_output_embeddings()
+    known, sets = _known_sets(support, tokens)
+    if known.any():
+        found = kept_logps(torch.cat(states)[known], head.weight, head.bias, sets, temperature)
+        if known[attention_mask[:, -logits_to_keep:].bool()].all():
+            logps = logps.detach()  # no loss depends on them, and their backward pass is over the whole vocabulary
+        logps = logps.masked_scatter(known, found.to(logps.dtype))
+    return logps, *others
+
+
+class Sets(NamedTuple):
+    """
+    Kept sets of `N` tokens, one after the other: `ids`, `(P,)`, of their `P` kept tokens, `sizes`, `(N,)`, and the place of
+    each sampled token among the `P`, `own`, `(N,)`.
+    """
+
+    ids: torch.Tensor
+    sizes: torch.Tensor
+    own: torch.Tensor
+
+
+def _known_sets(support: Support, tokens: torch.Tensor) -> tuple[torch.Tensor, Sets]:
+    """Tokens whose set is known and contains them, boolean, `(B, T)`, and their sets."""
+    # a part of the tokens of a completion has more ids than the sizes say
+    used = torch.arange(support.ids.shape[1], device=tokens.device) < support.sizes.sum(1, keepdim=True)
+    sizes, ids = support.sizes.flatten().long(), support.ids[used]
+    of_token = _of_token(sizes)
+    sampled = ids == tokens.flatten()[of_token]
+    known = torch.zeros_like(sizes, dtype=torch.bool)
+    known[of_token[sampled]] = True
+    used = known[of_token]
+    return known.view_as(tokens), Sets(ids[used], sizes[known], sampled[used].nonzero()[:, 0])
+
+
+def _of_token(sizes: torch.Tensor) -> torch.Tensor:
+    """Token that each kept token belongs to, `(P,)`."""
+    return torch.arange(len(sizes), device=sizes.device).repeat_interleave(sizes)
+
+
+def kept_logps(
+    states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, sets: Sets, temperature: float
+) -> torch.Tensor:
+    """
+    Log-probabilities of sampled tokens over their kept sets, `(N,)`, in float32; from hidden states, `(N, H)`, and the head of
+    a model: `weight`, `(V, H)`, and `bias`, `(V,)`.
+    """
+    logps: torch.Tensor = _KeptLogps.apply(states, weight, bias, *sets, temperature)
+    return logps
+
+
+class _KeptLogps(torch.autograd.Function):
+    """
+    [`kept_logps`]. The rows of the head are in memory for some tokens at a time, and its gradient is written once.
+
+    With `p` the probabilities over a set, the gradient of a log-probability is, for the logit of a kept token `k`,
+    `1[k is the sampled token] - p(k)`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        states: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        ids: torch.Tensor,
+        sizes: torch.Tensor,
+        own: torch.Tensor,
+        temperature: float,
+    ) -> torch.Tensor:
+        logits = torch.zeros(len(ids), device=states.device)
+        normalizer = torch.zeros(len(sizes), device=states.device)
+        with torch.autocast(states.device.type, enabled=False):
+            for part, places, inside in _parts(sizes, states.shape[1]):
+                rows = ids[places].long()
+                found = torch.einsum("nh,nkh->nk", states[part].float(), weight[rows].float())
+                if bias is not None:
+                    found = found + bias[rows].float()
+                found = (found / temperature).masked_fill(~inside, -math.inf)
+                normalizer[part] = found.logsumexp(1)
+                logits[places[inside]] = found[inside]
+        ctx.save_for_backward(states, weight, bias, ids, sizes, own, (logits - normalizer[_of_token(sizes)]).exp())
+        ctx.temperature = temperature
+        # log p(token) = logit(token) - log sum_{k in S} exp(logit(k))
+        return logits[own] - normalizer
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, slopes: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        states, weight, bias, ids, sizes, own, probabilities = ctx.saved_tensors
+        of_token = _of_token(sizes)
+        by_logit = -probabilities
+        by_logit[own] += 1
+        by_logit *= slopes.float()[of_token] / ctx.temperature
+        of_states = of_weight = of_bias = None
+        with torch.autocast(states.device.type, enabled=False):
+            if ctx.needs_input_grad[0]:
+                of_states = torch.zeros_like(states)
+                for part, places, inside in _parts(sizes, states.shape[1]):
+                    factors, rows = by_logit[places].masked_fill(~inside, 0.0), ids[places].long()
+                    of_states[part] = torch.einsum("nk,nkh->nh", factors, weight[rows].float()).to(states.dtype)
+            if ctx.needs_input_grad[1]:
+                of_weight = _gradient_of_rows(weight, states.float(), ids, of_token, by_logit)
+            if ctx.needs_input_grad[2]:
+                of_bias = (
+                    torch.zeros_like(bias, dtype=torch.float32).index_add_(0, ids.long(), by_logit).to(bias.dtype)
+                )
+        return of_states, of_weight, of_bias, None, None, None, None
+
+
+def _parts(sizes: torch.Tensor, n_hidden: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """
+    Parts of the tokens whose sets are alike in size: their indices, `(n,)`, the places of their kept tokens, `(n, k)`, and
+    where such a place is inside of the set. A set of one token is in no part, as its logarithm is 0.
+    """
+    largest, starts = int(sizes.max()), sizes.cumsum(0) - sizes
+    for width in (2**i for i in range(1, largest.bit_length() + 1)):
+        alike = ((sizes > width // 2) & (sizes <= width)).nonzero()[:, 0]
+        width = min(width, largest)
+        for part in alike.split(max(1, _ELEMENTS // (width * n_hidden))):
+            steps = torch.arange(width, device=sizes.device)
+            inside = steps < sizes[part, None]
+            yield part, torch.where(inside, starts[part, None] + steps, 0), inside
+
+
+def _gradient_of_rows(
+    weight: torch.Tensor, states: torch.Tensor, ids: torch.Tensor, of_token: torch.Tensor, factors: torch.Tensor
+) -> torch.Tensor:
+    """
+    Gradient of the head, `(V, H)`: for each row the sum over the tokens that kept it of a factor, `(P,)`, times a state. Each
+    row is summed in float32 and written once.
+    """
+    gradient, order = torch.zeros_like(weight), ids.argsort()
+    rows, counts = ids[order].long().unique_consecutive(return_counts=True)
+    of_token, factors = of_token[order], factors[order]
+    last = counts.cumsum(0)
+    first, n = last - counts, max(1, _ELEMENTS // weight.shape[1])
+    for part in range(0, len(rows), n):
+        start, end = int(first[part]), int(last[part : part + n][-1])
+        sums = embedding_bag(
+            of_token[start:end],
+            states,
+            first[part : part + n] - start,
+            mode="sum",
+            per_sample_weights=factors[start:end],
+        )
+        gradient[rows[part : part + n]] = sums.to(gradient.dtype)
+    return gradient
