@@ -25,7 +25,7 @@ import torch
 from trl.generation.vllm_generation import extract_logprobs
 from vllm import LLM, SamplingParams
 
-from trl_rollout_corr.trainers.support import Candidates
+from trl_rollout_corr.replay.kept_tokens import KeptTokens
 
 
 TOP_K = 50
@@ -54,7 +54,7 @@ def main():
         options = {"enforce_eager": True, "max_model_len": 1024, "skip_tokenizer_init": not args.model}
         llm = LLM(model, logprobs_mode="processed_logprobs", **options)
         generation = SimpleNamespace(llm=llm, top_k=TOP_K, generation_kwargs={}, logprobs=0)
-        candidates = Candidates(generation)
+        kept_tokens = KeptTokens(generation, 1.0, lambda model: model)
         prompts = [{"prompt_token_ids": [10 + i] * 16} for i in range(args.completions)]
         seconds: dict[int, list[float]] = {0: [], generation.logprobs: []}
         for _ in range(args.rounds + 1):
@@ -67,7 +67,7 @@ def main():
                 logprobs, token_ids = extract_logprobs(outputs)
                 if number:
                     ids = [output.token_ids for request in outputs for output in request.outputs]
-                    candidates.read(ids, logprobs, token_ids)
+                    kept_tokens.read(ids, logprobs, token_ids)
                 found.append(clock() - start)
     tokens = args.completions * args.length
     medians = [statistics.median(found[1:]) for found in seconds.values()]  # the first round warms up

@@ -22,7 +22,7 @@ from trl_rollout_corr.correction.age import (
 )
 from trl_rollout_corr.health.bands import HEALTHY, in_words
 from trl_rollout_corr.messages import PREFIX
-from trl_rollout_corr.routing.replay import Flips
+from trl_rollout_corr.replay.router_hooks import Flips
 from trl_rollout_corr.settings.criteria import CRITERIA, Criterion
 from trl_rollout_corr.settings.presets import PRESETS
 from trl_rollout_corr.settings.thresholds import is_by_sign

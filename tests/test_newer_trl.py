@@ -5,20 +5,18 @@ import json
 import re
 import shutil
 import sys
-from contextlib import nullcontext
 from types import ModuleType
 
 import pytest
 import torch
 import trl
 from trl import GRPOConfig, GRPOTrainer, RLOOTrainer
-from trl.generation.vllm_generation import VLLMGeneration
 
-from tests.editing import copy_trl, edited
+from tests.editing import copy_trl
 from tests.launching import ROOT, run
 from tests.tiny import StaleSampler
-from tests.training import TRAINERS, VLLM, assert_same_steps, build, logged, losses, micro_batches
-from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
+from tests.training import TRAINERS, assert_same_steps, build, losses, micro_batches
+from trl_rollout_corr import RolloutCorrectedGRPOConfig
 from trl_rollout_corr.__main__ import main
 from trl_rollout_corr.trainers import check_command, trl_interface, versions
 from trl_rollout_corr.trainers.versions import FIRST_UNSUPPORTED, OLDEST, Version
@@ -171,7 +169,6 @@ class NewGRPOConfig(RolloutCorrectedGRPOConfig):
     """TRL of the future, with a correction that is on by default."""
 
     vllm_importance_sampling_twice: bool = True
-    vllm_importance_sampling_kept_tokens: bool = True
     vllm_importance_sampling_level: str = "token"
 
 
@@ -187,7 +184,6 @@ def test_a_correction_that_is_not_known_is_switched_off_and_named(tmp_path):
         config = NewGRPOConfig(str(tmp_path), bf16=False)
     assert not config.vllm_importance_sampling_twice
     assert not config.vllm_importance_sampling_correction
-    assert config.vllm_importance_sampling_kept_tokens  # no correction of the loss
     with pytest.warns(UserWarning, match=r"`vllm_importance_sampling_level='sequence'` has no effect"):
         NewGRPOConfig(
             str(tmp_path), bf16=False, vllm_importance_sampling_twice=False, vllm_importance_sampling_level="sequence",
@@ -209,72 +205,6 @@ def test_weights_of_trl_in_a_batch_are_an_error(tiny_model_path, tmp_path, monke
     trainer = build(*TRAINERS["grpo"], tiny_model_path, tmp_path, sampler=StaleSampler(tiny_model_path))
     with pytest.raises(RuntimeError, match=r"put `importance_sampling_ratio` into the batch.*corrected twice"):
         micro_batches(trainer)
-
-
-def over_kept_tokens(self, model, input_ids, attention_mask, logits_to_keep, kept_tokens=None, **_):
-    """Log-probabilities over the `top_k` tokens that the sampler drew from, if the correction is switched on."""
-    output = model(input_ids=input_ids, attention_mask=attention_mask)
-    logits = output.logits[:, -logits_to_keep - 1 : -1].float() / self.temperature
-    if self.vllm_importance_sampling_correction:
-        logits = logits.masked_fill(logits < logits.topk(self.args.top_k).values[..., -1:], -1e4)
-    logps = logits.log_softmax(-1).gather(-1, input_ids[:, -logits_to_keep:, None])[..., 0]
-    return logps, torch.zeros_like(logps), None
-
-
-def make_up_for_truncation(monkeypatch):
-    """TRL of the future: kept tokens come with completions, are in the batch, and go into the forward method."""
-    generate, score = VLLMGeneration.generate, GRPOTrainer._generate_and_score_completions
-    monkeypatch.setattr(
-        VLLMGeneration, "generate", lambda *args, **kwargs: (*generate(*args, **kwargs), "kept tokens")
-    )
-    turn = edited(
-        GRPOTrainer._generate_single_turn, ("logprobs, _ = self.vllm_gen", "logprobs, _, self.kept = self.vllm_gen")
-    )
-    monkeypatch.setattr(GRPOTrainer, "_generate_single_turn", turn)
-    monkeypatch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", over_kept_tokens)
-
-    def with_mask(self, inputs):
-        output = score(self, inputs)
-        assert self.kept == "kept tokens"
-        return {**output, "sampling_mask": torch.ones_like(output["completion_mask"])}
-
-    monkeypatch.setattr(GRPOTrainer, "_generate_and_score_completions", with_mask)
-
-
-@pytest.mark.vllm
-@pytest.mark.parametrize("makes_up", [False, True])
-def test_truncation_that_trl_makes_up_for_is_not_corrected_again(
-    tiny_model_path, tmp_path, shared_engine, monkeypatch, makes_up
-):
-    """What TRL does hangs on the switch of its correction. Its weights act twice, unless they are taken out."""
-    if makes_up:
-        make_up_for_truncation(monkeypatch)
-    warns = nullcontext() if makes_up else pytest.warns(UserWarning, match="`top_k=4` changes the distribution")
-    with warns:
-        trainer = build(
-            RolloutCorrectedGRPOTrainer, RolloutCorrectedGRPOConfig, tiny_model_path, tmp_path,
-            **VLLM, top_k=4, rollout_is="token", rollout_is_threshold=[0.1, 10.0],
-        )  # fmt: skip
-    batches = []
-    loss = trainer._compute_loss
-    trainer._compute_loss = lambda model, inputs: (batches.append(inputs), loss(model, inputs))[1]
-    trainer.train()
-    weights = logged(trainer, "rollout_is_mean")
-    assert all(abs(weight - 1.0) < 1e-3 for weight in weights) if makes_up else all(w < 0.97 for w in weights)
-    assert all(("importance_sampling_ratio" in batch) == makes_up for batch in batches)
-    assert not makes_up or all((batch["importance_sampling_ratio"] == 1).all() for batch in batches)
-    assert not any("importance_sampling_ratio" in key for entry in trainer.state.log_history for key in entry)
-
-
-def test_other_options_are_warned_about_where_trl_makes_up_for_truncation(tmp_path, monkeypatch):
-    monkeypatch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", over_kept_tokens)
-    with pytest.warns(UserWarning, match=r"`repetition_penalty=1.2` changes") as caught:
-        config = RolloutCorrectedGRPOConfig(
-            str(tmp_path), bf16=False, use_vllm=True, top_p=0.9, repetition_penalty=1.2
-        )
-    assert "top_p" not in str(caught[0].message)
-    assert config.vllm_importance_sampling_correction
-    assert not RolloutCorrectedGRPOConfig(str(tmp_path), bf16=False, use_vllm=True).vllm_importance_sampling_correction
 
 
 # Its asynchronous trainer ---------------------------------------------------------------------------------------------

@@ -25,11 +25,12 @@ from tests.training import (
 )
 from tests.training import backward as backward_of
 from tests.training import build as build_trainer
-from trl_rollout_corr.routing.capture import RecordingEngine, returns_routes
-from trl_rollout_corr.routing.replay import Replay
-from trl_rollout_corr.routing.routers import ROUTERS, experts_of, find_routers, take
-from trl_rollout_corr.routing.sampled import SampledRoutes
-from trl_rollout_corr.trainers.keys import AGAIN_LOGPS, ROUTES
+from trl_rollout_corr.replay.capture import RecordingEngine, returns_routes
+from trl_rollout_corr.replay.experts import ROUTES
+from trl_rollout_corr.replay.router_hooks import RouterHooks
+from trl_rollout_corr.replay.routers import ROUTERS, experts_of, find_routers, take
+from trl_rollout_corr.replay.sampled_experts import SampledRoutes
+from trl_rollout_corr.trainers.keys import AGAIN_LOGPS
 
 
 def documented_for_a_cpu() -> dict:
@@ -140,7 +141,7 @@ def test_replaying_its_own_choice_changes_no_bit(router):
     assert {type(found).__name__ for found in find_routers(model).values()} == {router}
     routes = routes_of(model, IDS)
     expected, gradients = backward(model, IDS)
-    replay = Replay(find_routers(model))
+    replay = RouterHooks(find_routers(model))
     with replay.over(model, routes) as flipped:
         found, replayed = backward(model, IDS)
     assert torch.equal(found, expected)
@@ -194,7 +195,7 @@ def test_gradients_of_the_router_are_those_of_autograd_under_fixed_experts(route
 def test_gradient_checkpointing_replays_again(reentrant):
     model = build("Qwen3Moe", num_experts=8)
     routes = (routes_of(model, IDS) + 1) % 8
-    replay = Replay(find_routers(model))
+    replay = RouterHooks(find_routers(model))
     with replay.over(model, routes):
         _, expected = backward(model, IDS)
     replay.end()
@@ -215,7 +216,7 @@ def test_gradient_checkpointing_replays_again(reentrant):
 def test_chunks_take_their_own_rows():
     model = build("Qwen3Moe", num_experts=8)
     routes = (routes_of(model, IDS) + torch.tensor([1, 3])[:, None, None, None]) % 8
-    replay = Replay(find_routers(model))
+    replay = RouterHooks(find_routers(model))
     with torch.no_grad():
         with replay.over(model, routes):
             whole = model(input_ids=IDS).logits
@@ -374,7 +375,7 @@ class RoutedSampler(StaleSampler):
         self.cut = cut  # completions that end before their last token
         self.turn = turn  # what has routes: the completion, or more ("cut"), less ("followed") or nothing ("unknown")
         self.shift, self.trainer = shift, None
-        self.replay = Replay(find_routers(self.model))
+        self.replay = RouterHooks(find_routers(self.model))
 
     def __call__(self, prompts, trainer) -> dict:
         self.trainer = trainer
@@ -535,12 +536,12 @@ def test_a_loss_by_hand_leaves_the_model_alone(make, checkpointing):
     expected = []
     for batch in batches:
         expected.append(gradients(trainer, batch))
-        trainer._replay[id(trainer.model)].end()
+        trainer._experts.end()
     with torch.no_grad():
         own = trainer.model(input_ids=IDS).logits
         ids = torch.cat([batches[0]["prompt_ids"], batches[0]["completion_ids"]], 1)
         of_batch = trainer.model(input_ids=ids).logits
-    trainer._replay = {key: Replay(find_routers(trainer.model)) for key in trainer._replay}
+    trainer._experts._hooks = {key: RouterHooks(find_routers(trainer.model)) for key in trainer._experts._hooks}
     for batch, gradient in zip(batches, expected, strict=True):
         loss = trainer.compute_loss(trainer.model, batch)
         with torch.no_grad():  # of another size than the batch, and of the same
@@ -568,7 +569,7 @@ def test_replay_is_set_before_the_trainer_is_built(make):
     with pytest.raises(ValueError, match="`rollout_routing` is None, so routes have no effect"):
         trainer.keep_routes([1, 2], None)
     trainer.args.rollout_routing = "replay"
-    with pytest.raises(ValueError, match="had another value when the trainer was built"):
+    with pytest.raises(ValueError, match="`rollout_routing` is 'replay', but was None when the trainer was built"):
         trainer.train()
 
 
@@ -664,14 +665,14 @@ def test_agents_whose_turns_are_cut_replay_with_the_documented_settings(moe_path
         tools = {{**SOURCES["tools"], "eval_dataset": SOURCES["tools"]["train_dataset"].select(range(8))}}
         extra = {{**tools, "processing_class": with_tools(build_tiny_tokenizer(), "look", "place")}}
         trainer = build(*TRAINERS["grpo"], {moe_path!r}, Path({str(tmp_path)!r}), **{{**fields, "extra": extra}})
-        place, cut = trainer._sampled.place, []
+        place, cut = trainer._experts.sampled.place, []
 
         def counting(ids, mask, n):
             rows = [tuple(row[found.bool()].tolist()) for row, found in zip(ids, mask)]
-            cut.extend(row for row in rows if row not in trainer._sampled._rows)
+            cut.extend(row for row in rows if row not in trainer._experts.sampled._rows)
             return place(ids, mask, n)
 
-        trainer._sampled.place = counting
+        trainer._experts.sampled.place = counting
         trainer.train()
         assert cut
         assert not trainer._told_without
@@ -692,15 +693,15 @@ def test_vllm_gives_its_experts_to_the_trainer(moe_path, tmp_path):
         with sharing_engines():
             for name in TRAINERS:
                 trainer = build(*TRAINERS[name], {moe_path!r}, Path({str(tmp_path)!r}), **shared, rollout_routing="replay")
-                keep, kept = trainer._sampled.keep, []
-                trainer._sampled.keep = lambda tokens, experts: kept.append((tokens, experts)) or keep(tokens, experts)
+                keep, kept = trainer._experts.sampled.keep, []
+                trainer._experts.sampled.keep = lambda tokens, experts: kept.append((tokens, experts)) or keep(tokens, experts)
                 trainer.train()
                 assert logged(trainer, "routing_flipped_fraction") == [0.0] * 3  # in float32 on both sides
                 assert max(logged(trainer, "k3_kl")) < 1e-6
                 # experts that are moved by one are taken by the trainer, so they come from the sampler's routes
                 moved = build(*TRAINERS[name], {moe_path!r}, Path({str(tmp_path)!r}), **shared, rollout_routing="replay")
-                keep = moved._sampled.keep
-                moved._sampled.keep = lambda tokens, experts: keep(tokens, (experts + 1) % 8)
+                keep = moved._experts.sampled.keep
+                moved._experts.sampled.keep = lambda tokens, experts: keep(tokens, (experts + 1) % 8)
                 moved.train()
                 assert logged(moved, "routing_flipped_fraction") == [1.0] * 3
                 assert min(logged(moved, "k3_kl")) > 1e-5

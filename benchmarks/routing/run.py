@@ -173,10 +173,10 @@ def measure_time(folder: str, rounds: int = 25) -> None:
     from transformers import AutoModelForCausalLM
     from vllm import LLM, SamplingParams
 
-    from trl_rollout_corr.routing.capture import RecordingEngine
-    from trl_rollout_corr.routing.replay import Replay
-    from trl_rollout_corr.routing.routers import find_routers
-    from trl_rollout_corr.routing.sampled import SampledRoutes
+    from trl_rollout_corr.replay.capture import RecordingEngine
+    from trl_rollout_corr.replay.router_hooks import RouterHooks
+    from trl_rollout_corr.replay.routers import find_routers
+    from trl_rollout_corr.replay.sampled_experts import SampledRoutes
 
     model = AutoModelForCausalLM.from_pretrained(folder)
     routers = find_routers(model)
@@ -185,7 +185,7 @@ def measure_time(folder: str, rounds: int = 25) -> None:
     llm: Any = LLM(folder, dtype="bfloat16", enforce_eager=True, **options)
     prompts = [{"prompt_token_ids": [2 + i] * 16} for i in range(16)]
     params = SamplingParams(max_tokens=48, ignore_eos=True, detokenize=False)
-    replay = Replay(routers)
+    replay = RouterHooks(routers)
     ids, mask = torch.empty(0), torch.empty(0)
 
     def sample(engine: Any) -> None:

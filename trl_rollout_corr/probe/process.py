@@ -23,10 +23,11 @@ from trl import get_peft_config, get_quantization_config
 from ..dumps.rows import make_row, on_host
 from ..dumps.writing import write_rows
 from ..messages import warn
+from ..trainers.forward_pass import Rescoring
 from ..trainers.keys import ROLLOUT_LOGPS
 from ..trainers.run_metadata import settings_in_effect
-from ..trainers.sampler import TRUNCATION, distorting, neutral
 from ..trainers.script import INPUT_ERRORS, in_one_line, package_warnings
+from ..trainers.settings_checks import TRUNCATION, distorting, neutral
 from .configuration import Config, Request, Trainer, on_cpu, prompts_of, read, shortened
 from .rescoring import rescorings
 
@@ -120,7 +121,7 @@ class Probe:
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
         attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
         n = batch["completion_ids"].shape[1]
-        with self.trainer._replaying(batch):
+        with self.trainer._during(Rescoring(batch)):
             scored = self.trainer._get_per_token_logps_and_entropies(self.trainer.model_wrapped, ids, attention, n)
         logps: torch.Tensor = scored[0].float()
         return logps

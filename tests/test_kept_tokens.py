@@ -4,15 +4,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from packaging.version import Version
 from transformers import AutoModelForCausalLM
 
 from tests.tiny import StaleSampler
 from tests.training import TRAINERS, VLLM, build, logged, micro_batches
 from trl_rollout_corr.probe.process import Probe
-from trl_rollout_corr.trainers import support as module
-from trl_rollout_corr.trainers import versions
-from trl_rollout_corr.trainers.keys import SUPPORT, SUPPORT_SIZES
-from trl_rollout_corr.trainers.support import Sets, Support, check_replay, kept_logps, over_support
+from trl_rollout_corr.replay import kept_tokens as module
+from trl_rollout_corr.replay.kept_tokens import SUPPORT, SUPPORT_SIZES, Sets, Support, kept_logps, over_support
+from trl_rollout_corr.trainers.forward_pass import Rescoring
+from trl_rollout_corr.trainers.replays import check_kept_tokens
 
 
 REPLAY = {
@@ -76,9 +77,8 @@ def test_gradients_are_those_of_the_truncated_policy(make):
         kept[row, column, support[row, before : before + sizes[row, column]]] = True
     expected = logits.masked_fill(~kept & present.unsqueeze(2), -torch.inf).log_softmax(-1)
     expected = expected.gather(2, batch["completion_ids"].unsqueeze(2))[..., 0]
-    trainer._loss_call = type("Call", (), {"batch": batch})
-    found = trainer._forward_over_support(trainer.model, ids, mask, length)[0]
-    trainer._loss_call = None
+    with trainer._during(Rescoring(batch)):
+        found = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, length)[0]
     torch.testing.assert_close(found[present], expected[present], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(found[present], batch["sampling_per_token_logps"][present], rtol=1e-3, atol=1e-3)
     wanted = gradients(expected)
@@ -88,15 +88,14 @@ def test_gradients_are_those_of_the_truncated_policy(make):
 
 @pytest.mark.vllm
 def test_passes_outside_the_loss_are_over_the_kept_tokens_too(make):
-    """Of a probe, of a second look at single sequences, and of the check that weights arrive."""
+    """Of a probe, and of a second look at single sequences."""
     trainer = make(top_k=5, max_steps=1)
     batch = micro_batches(trainer)[0]
-    parts = [torch.cat([batch[f"prompt_{x}"], batch[f"completion_{x}"]], 1) for x in ("ids", "mask")]
     probe = Probe.__new__(Probe)
     probe.trainer = trainer
     sampled, mask = batch["sampling_per_token_logps"], batch["completion_mask"].bool()
     (scored,), (alone,) = probe.score([batch]), probe.score_alone([batch])
-    for found in (scored, alone, trainer._forward_again(batch, *parts, mask.shape[1])):
+    for found in (scored, alone):
         torch.testing.assert_close(found[mask], sampled[mask], rtol=1e-3, atol=1e-3)
 
 
@@ -104,13 +103,13 @@ def test_an_adapter_of_the_head_is_refused(tiny_model_path, tmp_path):
     from peft import LoraConfig, get_peft_model
 
     model = AutoModelForCausalLM.from_pretrained(tiny_model_path)
-    accelerator = SimpleNamespace(unwrap_model=lambda model, **kwargs: model, distributed_type=None)
+    accelerator = SimpleNamespace(distributed_type=None)
     args = TRAINERS["grpo"][1](str(tmp_path), bf16=False, use_vllm=True, rollout_support="replay", top_k=5)
-    trainer = SimpleNamespace(args=args, model=model, accelerator=accelerator)
-    check_replay(trainer)
+    trainer = SimpleNamespace(args=args, model=model, accelerator=accelerator, _bare=lambda model: model)
+    check_kept_tokens(trainer)
     trainer.model = get_peft_model(model, LoraConfig(target_modules=["lm_head"]))
     with pytest.raises(ValueError, match="`rollout_support` is 'replay', but the adapter changes the head"):
-        check_replay(trainer)
+        check_kept_tokens(trainer)
 
 
 @pytest.mark.vllm
@@ -123,7 +122,7 @@ def test_without_truncation_nothing_is_cut(make):
 
 @pytest.mark.vllm
 def test_a_kept_set_that_the_candidates_do_not_hold_is_no_sample(make, monkeypatch):
-    monkeypatch.setattr("trl_rollout_corr.trainers.support._TIES", -3)  # as if four tokens tied with the last one
+    monkeypatch.setattr("trl_rollout_corr.replay.kept_tokens._TIES", -3)  # as if four tokens tied with the last one
     trainer = make(top_k=5, max_steps=1)
     trainer.train()
     assert logged(trainer, "nonfinite_fraction") == [1.0]
@@ -258,10 +257,9 @@ def test_replay_is_refused_where_it_cannot_be(tiny_model_path, tmp_path, monkeyp
             trainer_class, config_class, tiny_model_path, tmp_path, sampler=StaleSampler(tiny_model_path),
             rollout_support="replay",
         )  # fmt: skip
-    monkeypatch.setattr("trl_rollout_corr.trainers.sampler.makes_up_for_truncation", lambda trainer: True)
-    with pytest.raises(ValueError, match=r"but the installed TRL makes up for truncated sampling itself"):
+    monkeypatch.setattr("trl_rollout_corr.trainers.settings_checks.INSTALLED", Version("1.17.0"))
+    with pytest.raises(ValueError, match=r"trl 1.17.0 is newer than 1.16, and may compute .* itself"):
         config(top_p=0.9)
-    assert not versions.makes_up_for_truncation(trainer_class._trl_class)
 
 
 def test_an_asynchronous_run_has_no_replay(tmp_path):
