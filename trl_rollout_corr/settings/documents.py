@@ -10,9 +10,7 @@ from .recipes import source
 
 
 _FOR_THE_SITE = {"README", "api"}  # the index, and a list of docstrings
-_LEGEND = (
-    "[docs NAME] is the command `trl-rollout-corr docs NAME`; other paths are those of the repository.\n"
-)
+_LEGEND = "[docs NAME] is the command `trl-rollout-corr docs NAME`; other paths are those of the repository.\n"
 
 
 def folder() -> Path:
