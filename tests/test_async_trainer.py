@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import math
+import sys
 from functools import partial
 
 import numpy as np
@@ -10,8 +11,9 @@ import pytest
 import torch
 
 from tests import reference
-from tests.asynchronous import WorkerHere, build_ours, build_theirs, with_versions
+from tests.asynchronous import Flood, WorkerHere, build_ours, build_theirs, with_versions
 from tests.dumps import read_dump
+from tests.launching import run
 from tests.tiny import load_model
 from tests.training import (
     assert_gradients_equal,
@@ -38,7 +40,7 @@ from trl_rollout_corr.trainers._cpu_attention import register_tree_attention, vi
 from trl_rollout_corr.trainers.core import CorrectionCore
 from trl_rollout_corr.trainers.monitor import ALARMS
 from trl_rollout_corr.trainers.packed import Awaited
-from trl_rollout_corr.trainers.upstream import TREE_ATTENTION, AsyncGRPOTrainer, TreeRow
+from trl_rollout_corr.trainers.upstream import TREE_ATTENTION, AsyncGRPOTrainer, AsyncRolloutWorker, TreeRow
 
 
 @pytest.fixture
@@ -692,3 +694,23 @@ def test_every_overridden_method_is_in_the_contract():
         if inspect.isfunction(member) and hasattr(AsyncGRPOTrainer, name) and name != "__init__"
     }
     assert overridden == set(trl_interface.ASYNCHRONOUS)
+
+
+# What a terminal shows -------------------------------------------------------------------------------------------------
+
+
+def test_the_process_of_the_worker_ends_by_itself_when_nobody_takes_its_samples(tiny_model_path, tmp_path):
+    worker = AsyncRolloutWorker(queue_maxsize=64)
+    worker._loop_cls = Flood
+    build_ours(tiny_model_path, tmp_path, worker)
+    worker.start()
+    process = worker._process
+    worker.stop()
+    assert process.exitcode == 0  # TRL kills it after 15 seconds, which is -15
+
+
+def test_imports_of_this_package_do_not_warn_of_experimental_parts_of_trl():
+    code = "from trl_rollout_corr.trainers import upstream; print(upstream.AsyncGRPOTrainer.__module__)"
+    process = run(sys.executable, "-W", "always", "-c", code, TRL_EXPERIMENTAL_SILENCE="")
+    assert "trl.experimental" in process.stdout
+    assert "TRLExperimentalWarning" not in process.stderr

@@ -5,6 +5,7 @@ Correction of one batch, its metrics and callbacks, for all trainers. It uses on
 """
 
 import math
+import os
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import replace
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate import PartialState
 from transformers import PreTrainedModel
 from transformers.trainer_utils import TrainOutput
 from trl import GRPOConfig, RLOOConfig
@@ -87,6 +89,21 @@ def check_bounds_of_means(config: GRPOConfig | RLOOConfig) -> None:
             )
 
 
+def warn_about_one_process() -> None:
+    """
+    Warn if `accelerate launch` was asked for several processes on a CPU, of which it starts one.
+
+    It then sets the address of the main process, which one process does not need, and no size of the world. A variable of the
+    user's machine may look the same, so that this is no proof.
+    """
+    names = ("ACCELERATE_USE_CPU", "MASTER_ADDR", "WORLD_SIZE")
+    if [os.environ.get(name) for name in names] == ["True", "127.0.0.1", None] and PartialState().num_processes == 1:
+        warn(
+            "This run has one process, although `accelerate launch` seems to have been asked for several: on a CPU it starts "
+            "one. For several, use `torchrun --nproc_per_node 2 SCRIPT` with the options of the script."
+        )
+
+
 class CorrectionCore(_Host):
     """
     Correction of one batch, and its metrics. Comes before a trainer of TRL among the bases.
@@ -107,6 +124,7 @@ class CorrectionCore(_Host):
             model_name = model if isinstance(model, str) else model.config._name_or_path
             return self._config_class(f"{model_name.split('/')[-1]}-{self._name}")
         check_config_class(args, self._config_class)
+        warn_about_one_process()
         args.check()  # again, as fields may have been assigned; before vLLM starts, which takes long
         check_scalable(args)
         if args.rollout_dump_dir is not None:
