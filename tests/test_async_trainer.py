@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import math
+import sys
 from functools import partial
 
 import numpy as np
@@ -10,8 +11,9 @@ import pytest
 import torch
 
 from tests import reference
-from tests.asynchronous import WorkerHere, build_ours, build_theirs, with_versions
+from tests.asynchronous import Flood, WorkerHere, build_ours, build_theirs, with_versions
 from tests.dumps import read_dump
+from tests.launching import run
 from tests.tiny import load_model
 from tests.training import (
     assert_gradients_equal,
@@ -37,7 +39,7 @@ from trl_rollout_corr.trainers._cpu_attention import register_tree_attention, vi
 from trl_rollout_corr.trainers.core import CorrectionCore
 from trl_rollout_corr.trainers.monitor import ALARMS
 from trl_rollout_corr.trainers.packed import Awaited
-from trl_rollout_corr.trainers.upstream import TREE_ATTENTION, AsyncGRPOTrainer, TreeRow
+from trl_rollout_corr.trainers.upstream import TREE_ATTENTION, AsyncGRPOTrainer, AsyncRolloutWorker, TreeRow
 
 
 @pytest.fixture
@@ -581,13 +583,11 @@ def test_a_row_of_one_completion_is_not_normalised(make, fields, scope):
         make(**fields)
 
 
-def test_what_is_assigned_before_training_acts(make, tmp_path):
+def test_a_setting_that_is_changed_after_the_trainer_was_built_is_an_error(make):
     trainer = make(max_steps=2, logging_steps=1)
-    trainer.args.rollout_monitor = "warn"
-    trainer.args.rollout_dump_dir = tmp_path / "dump"
-    trainer.train()
-    assert all(ALARMS in entry for entry in trainer.state.log_history if "loss" in entry)
-    assert {row["step"] for row in read_dump(tmp_path / "dump").rows} == {1, 2}
+    trainer.args.rollout_is_threshold = 3.0
+    with pytest.raises(ValueError, match="`rollout_is_threshold` is 3.0, but was .* when the trainer was built"):
+        trainer.train()
 
 
 def test_settings_that_do_not_fit_are_refused(tmp_path):
@@ -637,3 +637,23 @@ def test_every_overridden_method_is_in_the_contract():
         if inspect.isfunction(member) and hasattr(AsyncGRPOTrainer, name) and name != "__init__"
     }
     assert overridden == set(trl_interface.ASYNCHRONOUS)
+
+
+# What a terminal shows -------------------------------------------------------------------------------------------------
+
+
+def test_the_process_of_the_worker_ends_by_itself_when_nobody_takes_its_samples(tiny_model_path, tmp_path):
+    worker = AsyncRolloutWorker(queue_maxsize=64)
+    worker._loop_cls = Flood
+    build_ours(tiny_model_path, tmp_path, worker)
+    worker.start()
+    process = worker._process
+    worker.stop()
+    assert process.exitcode == 0  # TRL kills it after 15 seconds, which is -15
+
+
+def test_imports_of_this_package_do_not_warn_of_experimental_parts_of_trl():
+    code = "from trl_rollout_corr.trainers import upstream; print(upstream.AsyncGRPOTrainer.__module__)"
+    process = run(sys.executable, "-W", "always", "-c", code, TRL_EXPERIMENTAL_SILENCE="")
+    assert "trl.experimental" in process.stdout
+    assert "TRLExperimentalWarning" not in process.stderr

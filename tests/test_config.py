@@ -1,6 +1,5 @@
 """Fields, presets, strict parsing, and the round trips through YAML, command line and JSON."""
 
-import copy
 import dataclasses
 import json
 import math
@@ -9,7 +8,6 @@ import re
 import warnings
 
 import pytest
-import torch
 from transformers import HfArgumentParser
 from trl import TrlParser
 
@@ -17,10 +15,8 @@ from trl_rollout_corr import (
     RolloutCorrectedGRPOConfig,
     RolloutCorrectedRLOOConfig,
     RolloutCorrectionConfig,
-    compute_rollout_correction,
 )
 from trl_rollout_corr.messages import SettingError
-from trl_rollout_corr.settings import resolve as resolve_module
 from trl_rollout_corr.settings.criteria import CRITERIA
 from trl_rollout_corr.settings.files import config_of_run
 from trl_rollout_corr.settings.presets import ORIGINAL_PRESETS, PRESETS, VERL_PRESETS
@@ -380,11 +376,14 @@ def test_a_configuration_that_is_assigned_to_rollout_correction(name):
     given = RolloutCorrectionConfig.from_preset(name, rollout_is_threshold=4.0, rollout_nan_policy="raise")
     config = grpo(rollout_correction="decoupled_seq_is")
     config.rollout_correction = given
+    config.check()
     assert fields(config) == fields(grpo(rollout_correction=given)) == fields(given)
     config.rollout_correction = "decoupled_token_is"
+    config.check()
     assert (config.rollout_is, config.rollout_rs, config.bypass_mode) == ("token", None, False)
     own = grpo(rollout_is="geometric")
     own.rollout_correction = {"rollout_is": "token", "rollout_rs": "token_k2", "rollout_rs_threshold": 0.1}
+    own.check()
     assert (own.rollout_is, own.rollout_rs) == ("geometric", ["token_k2"])  # what the user has set stays
 
 
@@ -527,6 +526,7 @@ def edited(config, name):
 
 def assigned(config, name):
     config.rollout_correction = name
+    config.check()  # as a trainer does when it is built
     return config
 
 
@@ -548,10 +548,12 @@ def test_a_field_that_is_edited_in_a_saved_configuration_takes_effect():
 def test_an_assigned_threshold_means_what_it_means_in_the_constructor():
     assigned, given = RolloutCorrectionConfig(), RolloutCorrectionConfig("auto", rollout_is_threshold=[0.5, 5.0])
     assigned.rollout_is_threshold = [0.5, 5.0]
+    assigned.check()
     assert assigned.description == given.description
     assert not assigned.rollout_is_clamp
     own = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=[0.5, 2.0], rollout_is_clamp=True)
     own.rollout_is_threshold = [0.5, 5.0]
+    own.check()
     assert own.rollout_is_clamp
 
 
@@ -559,14 +561,16 @@ def test_what_is_assigned_is_parsed():
     config = RolloutCorrectionConfig()
     config.rollout_is_threshold = "0.5_2.0"
     config.rollout_rs, config.rollout_rs_threshold = "token_k1, seq_max_k2", "0.6_1.6,2.5"
+    config.check()
     assert config.correction.bounding[1:3] == (0.5, 2.0)
     assert [criterion.name for criterion in config.criteria] == ["token_k1", "seq_max_k2"]
     assert config.criteria[1].upper == 2.5
+    config.rollout_is = "tokens"
     with pytest.raises(ValueError, match="`rollout_is` must be one of"):
-        config.rollout_is = "tokens"
-    config.rollout_rs = ["token_k1", "token_k2", "token_k3"]
+        config.check()
+    config.rollout_is, config.rollout_rs = "token", ["token_k1", "token_k2", "token_k3"]
     with pytest.raises(ValueError, match="one entry for each of the 3 criteria"):
-        config.criteria
+        config.check()
 
 
 def test_the_class_methods_of_the_first_version():
@@ -787,23 +791,3 @@ def test_a_refused_setting_is_data():
     for error in (caught.value, pickle.loads(pickle.dumps(caught.value))):
         assert (error.field, error.value, error.allowed) == ("rollout_rs_threshold", -1.0, "a positive upper bound")
         assert str(error) == "`rollout_rs_threshold` for `token_k2` must be a positive upper bound, got -1.0."
-
-
-def test_the_correction_is_parsed_once_and_follows_what_is_assigned(monkeypatch):
-    config = RolloutCorrectionConfig("decoupled_geo_rs")
-    first, parsed = config.correction, []
-    parse = resolve_module.parse_rejection_thresholds
-    monkeypatch.setattr(
-        resolve_module, "parse_rejection_thresholds", lambda *given: parsed.append(given) or parse(*given)
-    )
-    train = torch.zeros(2, 3)
-    for _ in range(3):
-        compute_rollout_correction(train, train, torch.ones(2, 3), config)
-    assert config.correction is first
-    assert not parsed
-    config.rollout_rs_threshold[0][1] = 1.25  # in place
-    assert config.criteria[0].lower == -math.log(1.25)
-    config.rollout_correction = "bypass_pg_is"
-    assert (config.correction.mode, config.correction.bounding.level) == ("reinforce", "sequence")
-    expected = RolloutCorrectionConfig("bypass_pg_is").correction
-    assert copy.deepcopy(config).correction == config.correction == expected

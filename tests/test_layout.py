@@ -24,6 +24,7 @@ ORDER = {
         "thresholds",
         "migrate",
         "recipes",
+        "documents",
         "fields",
         "resolve",
         "config",

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import warnings
 
 import numpy as np
@@ -17,6 +18,7 @@ from tests.training import (
     assert_gradients_equal,
     backward,
     build,
+    config_fields,
     evaluation,
     freeze_sampler,
     gradients,
@@ -58,70 +60,79 @@ class Changing(TrainerCallback):
 @pytest.mark.parametrize(
     "fields",
     [
-        {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.8_1.2"},
+        {"rollout_rs": ["token_k1"], "rollout_rs_threshold": [[0.8, 1.2]]},
         {"rollout_is_threshold": [0.5, 2.0]},
-        {"rollout_correction": "decoupled_k3_rs"},
         {"rollout_correction": None},
+        {"bypass_mode": True},
+        {"rollout_metrics_only": True},
     ],
 )
-def test_settings_may_change_in_the_middle_of_a_logging_window(make, fields):
-    start = {"rollout_correction": "decoupled_token_is"}
-    trainer = make(max_steps=4, logging_steps=3, **start, extra={"callbacks": [Changing(**fields)]})
-    losses(trainer)
-    first, last = (entry for entry in trainer.state.log_history if "rollout_corr/kl" in entry)
-    same_from_the_start = make(max_steps=4, **{**start, **fields})
-    keys = {key for key in first if key.startswith("rollout_corr/rollout_")}
-    losses(same_from_the_start)
-    expected = {key for key in same_from_the_start.state.log_history[2] if key.startswith("rollout_corr/rollout_")}
-    assert keys == expected  # of the window that began with the change
-    assert last["step"] == 4
+def test_settings_are_read_when_the_trainer_is_built_and_do_not_change_in_a_run(make, fields):
+    expected = losses(make(max_steps=4))
+    trainer = make(max_steps=4, extra={"callbacks": [Changing(**fields)]})
+    assert losses(trainer) == expected
 
 
-def assign(args, folder):
-    """Settings of what is added to a trainer, all on."""
-    args.rollout_monitor = "warn"
-    args.rollout_diagnose = True
-    args.rollout_dump_dir = str(folder)
-
-
-def seen_of(trainer, folder, capsys) -> dict[str, bool]:
-    """The part of them that a run has done."""
-    keys = {key for entry in trainer.state.log_history for key in entry}
-    return {
-        "rollout_monitor": ALARMS in keys,
-        "rollout_diagnose": "Diagnosis of step 1" in capsys.readouterr().out,
-        "rollout_dump_dir": bool(files_of(folder)),
-    }
-
-
-def test_what_is_assigned_before_training_acts(make, tmp_path, capsys):
-    trainer = make(max_steps=2)
-    assign(trainer.args, tmp_path / "dump")
-    trainer.train()
-    assert all(seen_of(trainer, tmp_path / "dump", capsys).values())
-    trainer.args.rollout_dump_dir = tmp_path / "second"
-    trainer.train()  # once more, as the error about a folder with a dump advises
-    assert {path.name for path in files_of(tmp_path / "second")} == {path.name for path in files_of(tmp_path / "dump")}
-
-
-def test_what_is_switched_off_before_training_is_off(make, tmp_path, capsys):
-    on = {"rollout_monitor": "warn", "rollout_diagnose": True}
-    trainer = make(max_steps=2, rollout_dump_dir=str(tmp_path / "dump"), **on)
-    trainer.args.rollout_monitor = trainer.args.rollout_dump_dir = None
-    trainer.args.rollout_diagnose = False
-    found = losses(trainer)
-    assert not any(seen_of(trainer, tmp_path / "dump", capsys).values())
-    assert found == losses(make(max_steps=2))
-    assert {path.name for path in tmp_path.iterdir()} <= {"dump", "README.md"}
-    assert list((tmp_path / "dump").iterdir()) == []
-
-
-def test_a_monitor_that_is_assigned_is_the_one_that_acts(make, caplog):
-    trainer = make(rollout_correction="disabled", rollout_monitor="warn", max_steps=9, sampler=None)
-    trainer.args.rollout_monitor, trainer.args.rollout_monitor_bounds = "stop", {"k3_high": 0.0}
-    with saying(caplog, "training ends here"):
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("rollout_correction", None),
+        ("rollout_is_threshold", 5.0),
+        ("rollout_rs", ["token_k2"]),
+        ("bypass_mode", True),
+        ("rollout_metrics_only", True),
+        ("rollout_monitor", "stop"),
+        ("rollout_monitor_bounds", {"k3_high": 1.0}),
+        ("rollout_diagnose", True),
+        ("rollout_dump_dir", "elsewhere"),
+        ("rollout_engine_kwargs", {"dtype": "float16"}),
+        ("rollout_support", "replay"),
+        ("rollout_routing", "replay"),
+    ],
+)
+def test_a_setting_that_is_changed_after_the_trainer_was_built_is_an_error(make, name, value):
+    trainer = make(max_steps=1)
+    before = getattr(trainer.args, name)
+    setattr(trainer.args, name, value)
+    changed = re.escape(f"`{name}` is {value!r}, but was {before!r} when the trainer was built")
+    with pytest.raises(ValueError, match=f"{changed}.*Build the trainer with the new value"):
         trainer.train()
-    assert trainer.state.global_step < 9
+    setattr(trainer.args, name, before)
+    trainer.train()
+    assert trainer.state.global_step == 1
+
+
+def test_a_list_that_is_edited_in_place_is_an_error(make):
+    trainer = make(max_steps=1, rollout_rs="token_k1", rollout_rs_threshold=[0.5, 2.0])
+    trainer.args.rollout_rs_threshold[0][1] = 3.0
+    with pytest.raises(ValueError, match=r"`rollout_rs_threshold` is \[\[0.5, 3.0\]\], but was \[\[0.5, 2.0\]\]"):
+        trainer.train()
+
+
+def test_what_is_assigned_before_the_trainer_is_built_acts(tiny_model_path, tmp_path, capsys):
+    trainer_class, config_class = TRAINERS["grpo"]
+    args = config_class(**config_fields(tmp_path, max_steps=2))
+    args.rollout_correction = RolloutCorrectionConfig(
+        rollout_is="sequence", rollout_rs="token_k1", rollout_rs_threshold=1.1
+    )
+    args.rollout_monitor, args.rollout_diagnose, args.rollout_dump_dir = "warn", True, tmp_path / "dump"
+    sampler = StaleSampler(tiny_model_path)
+    trainer = trainer_class(tiny_model_path, length_reward, args, train_dataset=prompts(64), rollout_func=sampler)
+    trainer.train()
+    assert all(x > 0 for x in logged(trainer, "rollout_rs_token_k1_masked_fraction"))
+    assert len(logged(trainer, "rollout_is_seq_mean")) == 2
+    assert any(ALARMS in entry for entry in trainer.state.log_history)
+    assert "Diagnosis of step 1" in capsys.readouterr().out
+    assert files_of(tmp_path / "dump")
+
+
+def test_what_is_assigned_before_the_trainer_is_built_is_checked(tiny_model_path, tmp_path):
+    trainer_class, config_class = TRAINERS["grpo"]
+    args = config_class(**config_fields(tmp_path, rollout_rs="seq_sum_k1", rollout_rs_threshold=2.0))
+    args.rollout_rs_exclude_from_baseline = True
+    args.rollout_rs, args.rollout_rs_threshold = "token_tv", 0.2
+    with pytest.raises(ValueError, match="`rollout_rs_exclude_from_baseline` is True, but 'token_tv'"):
+        trainer_class(tiny_model_path, length_reward, args, train_dataset=prompts(8), rollout_func=len)
 
 
 def test_a_monitor_that_was_removed_stays_removed(make):
@@ -129,61 +140,6 @@ def test_a_monitor_that_was_removed_stays_removed(make):
     trainer.remove_callback(RolloutCorrectionMonitor)
     trainer.train()
     assert not any(ALARMS in entry for entry in trainer.state.log_history)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("rollout_monitor", "stop"),
-        ("rollout_monitor_bounds", {"k3_high": 1.0}),
-        ("rollout_diagnose", True),
-        ("rollout_dump_dir", "elsewhere"),
-        ("rollout_engine_kwargs", {"dtype": "float16"}),
-    ],
-)
-def test_what_is_read_when_training_begins_cannot_be_changed_while_it_goes_on(make, tmp_path, name, value):
-    trainer = make(max_steps=4, save_strategy="steps", save_steps=1, extra={"callbacks": [Changing(**{name: value})]})
-    with pytest.raises(ValueError, match=f"`{name}` is .*, but the run read .* at its start. Set it before `train"):
-        trainer.train()
-    assert trainer.state.global_step == 2
-    saved = torch.load(tmp_path / "checkpoint-1" / "training_args.bin", weights_only=False)
-    for args in (trainer.args, saved):  # nothing goes on
-        setattr(args, name, value)
-
-
-def test_the_engine_of_a_trainer_cannot_be_changed(make):
-    trainer = make(max_steps=1)
-    trainer.args.rollout_engine_kwargs = {"dtype": "float16"}
-    with pytest.raises(
-        ValueError, match=r"`rollout_engine_kwargs` is {'dtype': 'float16'}, but was None when the trainer"
-    ):
-        trainer.train()
-    trainer.args.rollout_engine_kwargs = None
-    trainer.train()
-    assert trainer.state.global_step == 1
-
-
-def test_settings_that_were_assigned_one_by_one_are_checked_together(make):
-    trainer = make(max_steps=1, rollout_rs="seq_sum_k1", rollout_rs_threshold=2.0)
-    trainer.args.rollout_rs_exclude_from_baseline = True
-    trainer.args.rollout_rs, trainer.args.rollout_rs_threshold = "token_tv", 0.2
-    with pytest.raises(ValueError, match="`rollout_rs_exclude_from_baseline` is True, but 'token_tv'"):
-        trainer.train()
-    with pytest.raises(ValueError, match="`rollout_rs_exclude_from_baseline` is True, but 'token_tv'"):
-        type(trainer)(trainer.model, length_reward, trainer.args, train_dataset=prompts(8), rollout_func=len)
-    trainer.args.rollout_rs_exclude_from_baseline = False
-    trainer.train()
-    assert trainer.state.global_step == 1
-
-
-def test_a_configuration_that_is_assigned_before_training_acts(make):
-    trainer = make(max_steps=2, rollout_correction="disabled")
-    trainer.args.rollout_correction = RolloutCorrectionConfig(
-        rollout_is="sequence", rollout_rs="token_k1", rollout_rs_threshold=1.1
-    )
-    trainer.train()
-    assert all(x > 0 for x in logged(trainer, "rollout_rs_token_k1_masked_fraction"))
-    assert len(logged(trainer, "rollout_is_seq_mean")) == 2
 
 
 # Logs -------------------------------------------------------------------------------------------------------------------

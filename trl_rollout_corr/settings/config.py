@@ -30,9 +30,9 @@ class RolloutCorrectionConfig(DumpFields, MonitorFields, EngineFields, Correctio
 
     Args:
         rollout_correction (`str`, `dict` or `None`, *optional*, defaults to `"auto"`):
-            Name of a preset (see `docs/presets.md`); `None` for no correction. Fields that are set beside it override it. If
-            weights, rejection or mode are set and no preset, the rest is that of `"decoupled_token_is"`.
-            Also the `rollout_correction` section of a verl configuration, or a [`RolloutCorrectionConfig`].
+            Name of a preset (see `trl-rollout-corr docs presets`); `None` for no correction. Fields that are set beside it
+            override it. If weights, rejection or mode are set and no preset, the rest is that of `"decoupled_token_is"`. Also
+            the `rollout_correction` section of a verl configuration, or a [`RolloutCorrectionConfig`].
         rollout_correction_resolved (`str`, *optional*):
             Set by the configuration itself: the preset that has filled in fields. If `rollout_correction` of a saved or copied
             configuration is changed, the fields that the user has not set follow the new preset.
@@ -114,8 +114,8 @@ class RolloutCorrectionConfig(DumpFields, MonitorFields, EngineFields, Correctio
         > Monitor
 
         rollout_monitor (`str` or `None`, *optional*, defaults to `"warn"`):
-            Reaction to unhealthy metrics (see `docs/monitoring.md`): `"warn"` reports the finding, its reason and a remedy;
-            `"stop"` also saves a checkpoint and ends training at a serious finding. `None` for no monitor.
+            Reaction to unhealthy metrics (see `trl-rollout-corr docs monitoring`): `"warn"` reports the finding, its reason
+            and a remedy; `"stop"` also saves a checkpoint and ends training at a serious finding. `None` for no monitor.
         rollout_monitor_bounds (`dict[str, float]`, *optional*):
             Other bounds of the rules, by name of the rule; `None` switches a rule off.
 
@@ -130,8 +130,8 @@ class RolloutCorrectionConfig(DumpFields, MonitorFields, EngineFields, Correctio
 
         rollout_diagnose (`bool`, *optional*, defaults to `False`):
             Whether to print the cause of the gap at the first optimizer step, as `trl-rollout-corr diagnose` does
-            for a dump (`docs/diagnose.md`). The trainer scores a few sequences a second time, one by one, to measure its own
-            noise. The loss does not change.
+            for a dump (`trl-rollout-corr docs diagnose`). The trainer scores a few sequences a second time, one by one, to
+            measure its own noise. The loss does not change.
 
         > Dump
 

@@ -31,7 +31,7 @@ from .observer import Corrected
 from .packed import Awaited, Policy, Terms
 from .sampler import check_server_logprobs
 from .settings_checks import CHECKS
-from .stopping import OrderlyEnd
+from .stopping import OrderlyEnd, drain_at_stop
 from .token_versions import ask_for_versions
 from .trl_interface import ASYNCHRONOUS, check_bases, check_trl
 from .upstream import AsyncGRPOConfig, AsyncGRPOTrainer, AsyncRolloutWorker, WeightTransferClient, without_peak_flops
@@ -125,6 +125,8 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
         self._has_own_worker = kwargs.get("rollout_worker") is None
         self._tap: Tap | None = None  # on the main process
         self._step_of_version: dict[int, int] = {}
+        if isinstance(self.rollout_worker, AsyncRolloutWorker):  # only on the main process
+            drain_at_stop(self.rollout_worker)
         self._end = OrderlyEnd(self.accelerator)
         self.add_callback(self._end)
         self._set_up_observer()

@@ -148,7 +148,7 @@ class Delivery:
             f"{step}; between the two steps, the trainer's policy moved by {moved:.2g}. So the sampler has kept all or some "
             "of its first weights. Update vLLM, or change `vllm_mode`, the device or the type of weights; "
             "if the sampler is meant to have older weights, set `trainer.rollout_step` to their optimizer step "
-            'whenever they are pushed. See "Weights do not arrive" in docs/troubleshooting.md.'
+            "whenever they are pushed. See `trl-rollout-corr docs troubleshooting#weights-do-not-arrive`."
         )
         if not doubt:
             raise RuntimeError(message)
