@@ -586,7 +586,7 @@ def test_a_row_of_one_completion_is_not_normalised(make, fields, scope):
 def test_a_setting_that_is_changed_after_the_trainer_was_built_is_an_error(make):
     trainer = make(max_steps=2, logging_steps=1)
     trainer.args.rollout_is_threshold = 3.0
-    with pytest.raises(ValueError, match="`rollout_is_threshold` is 3.0, but was .* when the trainer was built"):
+    with pytest.raises(ValueError, match=r"`rollout_is_threshold` is 3.0, but was .* when the trainer was built"):
         trainer.train()
 
 
