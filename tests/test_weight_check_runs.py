@@ -167,7 +167,8 @@ def test_samples_of_a_function_hear_nothing(make, tiny_model_path, caplog):
 @pytest.mark.parametrize("kind", TRAINERS)
 def test_a_broken_push_is_named(make, kind, case):
     lost, dtype = BROKEN[case]
-    trainer = make(kind, dtype=dtype, learning_rate=1e-5)
+    learning_rate = 1e-2 if lost == "norms" else 1e-5  # below, norms stay the same in bfloat16
+    trainer = make(kind, dtype=dtype, learning_rate=learning_rate)
     with losing(lost), pytest.raises(RuntimeError, match="does not have the weights of the trainer"):
         trainer.train()
     assert trainer.state.global_step <= 12

@@ -38,13 +38,11 @@ def _hash(sums: torch.Tensor) -> torch.Tensor:
 
 def some_columns(x: torch.Tensor) -> torch.Tensor:
     """A few columns of a matrix or of the experts of a layer, and all of a vector. NaN becomes 0: a NaN has many forms."""
-    if x.dim() > 1:
-        x = x[..., _some(x.shape[-1])]
-    return x.nan_to_num(nan=0.0)
+    return (_some(x) if x.dim() > 1 else x).nan_to_num(nan=0.0)
 
 
-def _some(width: int) -> list[int]:
-    return list(range(0, width, max(1, width // COLUMNS)))[:COLUMNS]
+def _some(x: torch.Tensor) -> torch.Tensor:
+    return x[..., :: max(1, x.shape[-1] // COLUMNS)][..., :COLUMNS]
 
 
 def packed_columns(layer: Any) -> torch.Tensor:
@@ -53,9 +51,9 @@ def packed_columns(layer: Any) -> torch.Tensor:
     width = (
         weight.shape[-1] if weight.numel() else getattr(layer, "input_size_per_partition", None) or layer.input_size
     )
-    units: torch.Tensor = torch.zeros(COLUMNS, width, dtype=weight.dtype)
-    for row, column in enumerate(_some(width)):
-        units[row, column] = 1
+    columns = _some(torch.arange(width))
+    units = torch.zeros(len(columns), width, dtype=weight.dtype)
+    units[torch.arange(len(columns)), columns] = 1
     with torch.no_grad():
         return torch.as_tensor(layer.cpu_linear(units, weight, None))
 
