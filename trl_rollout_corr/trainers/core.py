@@ -26,14 +26,13 @@ from ..messages import warn
 from .batch import ROLLOUT_LOGPS, ROLLOUT_STEP, TOKEN_STEPS, TURN_IDS
 from .card import complete_card
 from .console import add_console
-from .delivery import Delivery
 from .dumping import SequenceDump, check_dump_folder
 from .first_step import FirstStepDiagnosis
 from .lr_scaling import LearningRateScaling, check_scalable
 from .monitor import MONITOR_FIELDS, settle_monitors
 from .observer import Corrected, Moment, Observer
 from .reporting import choose_metrics
-from .run_metadata import check_dropout, check_types, engine_metadata, may_round, trainer_metadata
+from .run_metadata import check_dropout, check_types, engine_metadata, trainer_metadata
 from .trl_interface import check_config_class
 
 
@@ -139,7 +138,6 @@ class CorrectionCore(_Host):
         check_types(self._about)
         self._built_with = {name: plain(getattr(self.args, name)) for name in _READ_WHEN_BUILT}
         self._observer = Observer(self.args, self.accelerator, self.callback_handler)
-        self._delivery = Delivery(self.accelerator, self._doubt_delivery)
         self._equip()
 
     def _equip(self) -> None:
@@ -186,10 +184,6 @@ class CorrectionCore(_Host):
         model = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=True)
         return trainer_metadata(model, self.args) | engine_metadata(self._engine_config)
 
-    def _doubt_delivery(self, in_part: bool) -> str | None:
-        """Reason why a sampler with all new weights may look as if it had old ones; `None` if there is none."""
-        return may_round(self._metadata(), in_part)
-
     def _new_dump(self) -> SequenceDump:
         tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
         return SequenceDump(self.args, self.accelerator, tokenizer, self.args.seed, self._about)
@@ -218,15 +212,6 @@ class CorrectionCore(_Host):
     def _ages(self, batch: dict[str, Any]) -> torch.Tensor | None:
         """Age of each completion, `(B,)` in optimizer steps, NaN if unknown; `None` if the sampler tells none."""
         return self.state.global_step - batch[ROLLOUT_STEP] if ROLLOUT_STEP in batch else None
-
-    def _look_at_delivery(
-        self, current: torch.Tensor, batch: dict[str, Any], score: Callable[[], torch.Tensor]
-    ) -> None:
-        """Check that weights arrive in the sampler. `score` computes `current` again, with the weights of that time."""
-        ages = self._ages(batch)
-        if ages is not None and self.model.training:
-            step, mask = self.state.global_step, self._loss_mask(batch)
-            self._delivery.visited(step, current, batch[ROLLOUT_LOGPS], mask, ages, score)
 
     def _weigh_step(self, current: torch.Tensor, batch: dict[str, Any], seen: Corrected | None) -> None:
         """Count a micro-batch for the factor of the learning rate, if `rollout_lr_scaling` is set."""

@@ -42,6 +42,7 @@ from .first_step import score_alone
 from .gradient_check import GradientCheck
 from .loss import LossCall
 from .observer import Corrected
+from .pushes import PushesToVLLM
 from .routed import RoutingReplay
 from .sampler import check_server_logprobs, observe_sampler, sync_weights_on_cpu, truncation
 from .scoring import Logprobs, OldPass, Scoring
@@ -50,7 +51,7 @@ from .trl_interface import check_bases, check_trl, definer
 from .versions import keeps_support, take_out_weights
 
 
-class RolloutCorrectionMixin(RoutingReplay, CorrectionCore):
+class RolloutCorrectionMixin(RoutingReplay, PushesToVLLM, CorrectionCore):
     """
     Rollout correction for a trainer of TRL. Comes before the trainer among the bases.
 
@@ -98,11 +99,12 @@ class RolloutCorrectionMixin(RoutingReplay, CorrectionCore):
             self._check_server()
             sync_weights_on_cpu(self.vllm_generation)
             replays = self.args.rollout_support is not None and bool(truncation(self.args))
-            observe_sampler(self.vllm_generation, self._record_logprobs, self._mark_sync, replays=replays)
+            observe_sampler(self.vllm_generation, self._record_logprobs, self._pushing, replays=replays)
         self._check_sampler()
         if self.args.rollout_support is not None:
             check_replay(self)
         self._set_up_observer()
+        self._set_up_push_checks()
 
     def _check_server(self) -> None:
         if self.vllm_mode == "server":
@@ -122,9 +124,6 @@ class RolloutCorrectionMixin(RoutingReplay, CorrectionCore):
                 "`use_vllm` is False, so the sampler gives no log-probabilities, which the correction and its metrics need. "
                 f"Set `use_vllm=True`{other}, or use `{self._trl_class.__name__}`."
             )
-
-    def _mark_sync(self) -> None:
-        self.rollout_step = self.state.global_step
 
     # Scoring ----------------------------------------------------------------------------------------------------------
 
@@ -182,7 +181,6 @@ class RolloutCorrectionMixin(RoutingReplay, CorrectionCore):
             self._visited = []
             for key in (FIRST_LOGPS, FIRST_COEFFICIENTS):
                 output[key] = torch.full_like(output["completion_ids"], torch.nan, dtype=torch.float32)
-            self._delivery.generated(self.state.global_step)
         if self.args.corrects and self.args.needs_whole_batch and not self.args.bypass_mode:
             seen = self._correct_from(output[OLD_LOGPS], output, from_old=True)
             self._report(seen)
@@ -268,8 +266,10 @@ class RolloutCorrectionMixin(RoutingReplay, CorrectionCore):
         logps, *others = forward(model, *args, **kwargs)
         if self._loss_call is not None and self._is_policy(model, logps, self._loss_call):
             self._loss_call.take_forward()
-            again = partial(self._forward_again, self._loss_call.batch, *args, **kwargs)
-            self._look_at_delivery(logps.detach(), self._loss_call.batch, again)
+            if self.use_vllm and self.vllm_mode == "server":
+                self._keep_text(
+                    self._loss_call.batch, partial(self._forward_again, self._loss_call.batch, *args, **kwargs)
+                )
             logps = self._correct(logps, self._loss_call.batch, self._loss_call.inputs)
             self._loss_call.inputs.read.clear()  # only reads after the correction count
         return logps, *others

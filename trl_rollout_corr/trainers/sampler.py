@@ -6,6 +6,7 @@ The last two change one [`~trl.generation.vllm_generation.VLLMGeneration`] objec
 
 import operator
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any
 
@@ -194,11 +195,15 @@ def checked_turn_ids(completion_ids: list[list[int]], turn_ids: Any) -> list[lis
 
 
 def observe_sampler(
-    generation: VLLMGeneration, keep: Callable[..., object], synced: Callable[[], object], *, replays: bool = False
+    generation: VLLMGeneration,
+    keep: Callable[..., object],
+    pushing: Callable[[], AbstractContextManager],
+    *,
+    replays: bool = False,
 ) -> None:
     """
     Call `keep` with the log-probabilities of each generation, by completion, and, if it `replays`, with the tokens that
-    sampling kept; and `synced` before each push of weights.
+    sampling kept; and push weights in a context of `pushing`.
     """
     generation.logprobs = 0  # of the sampled token alone
     candidates = Candidates(generation) if replays else None
@@ -220,11 +225,11 @@ def observe_sampler(
         return prompt_ids, completion_ids, logprobs, *others
 
     @wraps(sync_weights)
-    def tell_and_sync(*args: Any, **kwargs: Any) -> Any:
-        synced()
-        return sync_weights(*args, **kwargs)
+    def sync_and_check(*args: Any, **kwargs: Any) -> Any:
+        with pushing():
+            return sync_weights(*args, **kwargs)
 
-    generation.generate, generation.sync_weights = generate_and_keep, tell_and_sync
+    generation.generate, generation.sync_weights = generate_and_keep, sync_and_check
 
 
 def sync_weights_on_cpu(generation: VLLMGeneration) -> None:
