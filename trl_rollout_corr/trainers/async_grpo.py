@@ -23,6 +23,7 @@ from transformers.trainer_utils import TrainOutput
 
 from ..settings.config import RolloutCorrectionConfig
 from ._cpu_attention import register_tree_attention
+from .async_pushes import PushesToServer
 from .core import CorrectionCore
 from .engine import announce_server, check_engine_kwargs
 from .intake import ADVANTAGES, TERMS, TEXT, TEXT_PREFIX, TOOLS, Carrier, Layout, Tap
@@ -80,6 +81,10 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
     On a CPU, packed rows need another attention (`trainers/_cpu_attention.py`), and weights need another way to the server:
     a `DiskWeightTransfer` (`trainers/_disk_weight_transfer.py`), or an adapter.
 
+    Attributes:
+        rollout_step (`int`, *optional*):
+            Optimizer step of the weights on the server, if they are older than the trainer's on purpose.
+
     Example:
 
     ```python
@@ -98,6 +103,8 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
     trainer.train()
     ```
     """
+
+    rollout_step: int | None = None
 
     _trl_class = AsyncGRPOTrainer
     _config_class = RolloutCorrectedAsyncGRPOConfig
@@ -129,6 +136,7 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
             drain_at_stop(self.rollout_worker)
         self._end = OrderlyEnd(self.accelerator)
         self.add_callback(self._end)
+        self._pushes = PushesToServer(self)
         self._set_up_observer()
 
     def _check_weights_reach_the_server(self) -> None:
@@ -153,7 +161,7 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
         samples.queue = self._tap = Tap(samples.queue)
         samples.check_health_fn = self._check_health
         batcher.dataset = Carrier(samples, self._tap, self._step_of_version, self._samples_failed)
-        with_text = any((self._observer.dump, self._observer.first_step))
+        with_text = any((self._observer.dump, self._observer.first_step, self._pushes.server))
         inner = dataloader.base_dataloader  # Accelerate's around torch's
         inner.collate_fn = Layout(inner.collate_fn, with_text, self.processing_class.pad_token_id)
 
@@ -194,8 +202,8 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
 
     def _sync_weight(self) -> None:
         if not self._end.running:
-            super()._sync_weight()
             self._check_server()
+            self._push_weights()
             if self._has_own_worker:
                 ask_for_versions(self)
         elif not self._sync_or_end():
@@ -209,13 +217,16 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
         if self._end.agree(self.control, self.state):
             return False
         try:
-            super()._sync_weight()
+            self._push_weights()
         except Exception as error:
             if self.accelerator.num_processes > 1:  # other ranks wait for this one, until they are stopped
                 raise
             self._end.error = self._missing_server() or error  # the server may have stopped during the push
             return not self._end.agree(self.control, self.state)
         return True
+
+    def _push_weights(self) -> None:
+        self._pushes.push(super()._sync_weight)
 
     def _check_server(self) -> None:
         if isinstance(self.rollout_worker, AsyncRolloutWorker):  # only on the main process
@@ -245,7 +256,6 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
         awaited = {}
         if self._settings.corrects:
             awaited = {key: Awaited(inputs[key]) for key in ("advantages", "old_log_probs")}
-        self._delivery.generated(self.state.global_step)
         policy = Policy(model, partial(self._correct, inputs=inputs, awaited=awaited))
         loss: torch.Tensor = super().compute_loss(policy, {**inputs, **awaited}, return_outputs, num_items_in_batch)
         if policy.forwards != 1 or not all(x.was_taken for x in awaited.values()):
@@ -265,7 +275,7 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
         index = inputs["token_index"][selected]
         logps = output.log_probs.detach().flatten()[index]
         batch = self._completions_of(inputs, terms, selected)
-        self._look_at_delivery(terms.spread(logps), batch, lambda: terms.spread(forward().log_probs.flatten()[index]))
+        self._pushes.keep_text(batch, lambda: terms.spread(forward().log_probs.flatten()[index]))
         anchor, corrected = self._corrected(terms.spread(logps), batch)
         dropped = self._tap.take_dropped() if self._tap is not None else []
         self._observer.trained(self._now, terms.spread(logps), corrected, dropped)

@@ -6,7 +6,7 @@ Correction of one batch, its metrics and callbacks, for all trainers. It uses on
 
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,14 +25,13 @@ from ..settings.fields import DEFAULTS
 from ..settings.resolve import Correction
 from .card import complete_card
 from .console import add_console
-from .delivery import Delivery
 from .dumping import SequenceDump, check_dump_folder
 from .first_step import FirstStepDiagnosis
 from .keys import ROLLOUT_LOGPS, ROLLOUT_STEP, TOKEN_STEPS, TURN_IDS
 from .monitor import monitor_of, settle_monitors
 from .observer import Corrected, Moment, Observer
 from .reporting import choose_metrics
-from .run_metadata import check_dropout, check_types, engine_metadata, may_round, trainer_metadata
+from .run_metadata import check_dropout, check_types, engine_metadata, trainer_metadata
 from .trl_interface import check_config_class
 
 
@@ -96,12 +95,11 @@ class CorrectionCore(_Host):
     def _set_up_observer(self) -> None:
         """Last step of building a trainer: warnings about the model, the observer, and the callbacks."""
         args = self.args
-        check_dropout(self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=True))
+        check_dropout(self._bare(self.model))
         add_console(self.callback_handler)
         self._about = {"trainer": type(self).__name__, **self._metadata()}
         check_types(self._about)
         self._observer = Observer(self._settings, self.accelerator, self.callback_handler)
-        self._delivery = Delivery(self.accelerator, self._doubt_delivery)
         settle_monitors(self.callback_handler, monitor_of(args))
         choose_metrics(self.callback_handler)
         if args.rollout_dump_dir is not None:
@@ -123,14 +121,14 @@ class CorrectionCore(_Host):
         choose_metrics(self.callback_handler)
         return super().train(*args, **kwargs)
 
+    def _bare(self, model: Any) -> torch.nn.Module:
+        """A model without its wrappers."""
+        bare: torch.nn.Module = self.accelerator.unwrap_model(model, keep_fp32_wrapper=True)
+        return bare
+
     def _metadata(self) -> dict[str, str]:
         """Types, adapter and quantization of trainer and sampler, for a diagnosis."""
-        model = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=True)
-        return trainer_metadata(model, self.args) | engine_metadata(self._engine_config)
-
-    def _doubt_delivery(self, in_part: bool) -> str | None:
-        """Reason why a sampler with all new weights may look as if it had old ones; `None` if there is none."""
-        return may_round(self._metadata(), in_part)
+        return trainer_metadata(self._bare(self.model), self.args) | engine_metadata(self._engine_config)
 
     @property
     def _now(self) -> Moment:
@@ -156,15 +154,6 @@ class CorrectionCore(_Host):
     def _ages(self, batch: dict[str, Any]) -> torch.Tensor | None:
         """Age of each completion, `(B,)` in optimizer steps, NaN if unknown; `None` if the sampler tells none."""
         return self.state.global_step - batch[ROLLOUT_STEP] if ROLLOUT_STEP in batch else None
-
-    def _look_at_delivery(
-        self, current: torch.Tensor, batch: dict[str, Any], score: Callable[[], torch.Tensor]
-    ) -> None:
-        """Check that weights arrive in the sampler. `score` computes `current` again, with the weights of that time."""
-        ages = self._ages(batch)
-        if ages is not None and self.model.training:
-            step, mask = self.state.global_step, self._loss_mask(batch)
-            self._delivery.visited(step, current, batch[ROLLOUT_LOGPS], mask, ages, score)
 
     def _correct_from(self, train_logps: torch.Tensor, batch: dict[str, Any], *, from_old: bool) -> Corrected:
         """Correct a batch for the gap between the sampler and a policy of the trainer: old (`from_old`) or current."""
@@ -197,7 +186,7 @@ class CorrectionCore(_Host):
         super().create_model_card(*args, **kwargs)
         path = Path(self.args.output_dir, "README.md")
         if self.is_world_process_zero() and path.exists():
-            model = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=True).config._name_or_path
+            model = self._bare(self.model).config._name_or_path
             card = complete_card(path.read_text("utf-8"), model, self.args.output_dir, self.args.description)
             path.write_text(card, "utf-8")
 

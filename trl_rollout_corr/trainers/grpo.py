@@ -82,11 +82,6 @@ class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
         if self.rollout_func is None:  # a rollout function brings its own log-probabilities
             super()._check_sampler()
 
-    def _doubt_delivery(self, in_part: bool) -> str | None:
-        if self.rollout_func is not None:
-            return "Completions come from `rollout_func`, which may use another sampler."
-        return super()._doubt_delivery(in_part)
-
     def _read_generated(self, generated: tuple, generation: Generation) -> tuple:
         prompt_ids, completion_ids, tool_mask, completions, logprobs, *others = generated
         check_logprobs(completion_ids, logprobs)

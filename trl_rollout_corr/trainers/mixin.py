@@ -41,6 +41,7 @@ from .keys import (
     TURN_IDS,
 )
 from .observer import Corrected
+from .pushes import PushesToVLLM
 from .replays import experts_of, kept_tokens_of, sequences_of
 from .sampler import check_server_logprobs, observe_sampler, sync_weights_on_cpu
 from .trl_interface import check_bases, check_trl, definer
@@ -96,11 +97,13 @@ class RolloutCorrectionMixin(CorrectionCore):
             self._check_server()
             sync_weights_on_cpu(self.vllm_generation)
         self._check_sampler()
+        self._pushes = PushesToVLLM(self)
         self._experts, kept_tokens = experts_of(self), kept_tokens_of(self)
         self._replays = tuple(replay for replay in (self._experts, kept_tokens) if replay is not None)
         if self.use_vllm:
-            observe_sampler(self.vllm_generation, self._record_logprobs, self._mark_sync, kept_tokens)
+            observe_sampler(self.vllm_generation, self._record_logprobs, self._pushes.pushing, kept_tokens)
         self._set_up_observer()
+        self._set_up_push_checks()
 
     def _check_server(self) -> None:
         if self.vllm_mode == "server":
@@ -126,11 +129,6 @@ class RolloutCorrectionMixin(CorrectionCore):
         if self._experts is None:
             raise ValueError("`rollout_routing` is None, so routes have no effect. Set it to 'replay'.")
         self._experts.sampled.keep(tokens, experts)
-
-    def _mark_sync(self) -> None:
-        self.rollout_step = self.state.global_step
-
-    # Scoring ----------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def _during(self, under_way: Any) -> Iterator[Any]:
@@ -199,7 +197,6 @@ class RolloutCorrectionMixin(CorrectionCore):
             self._visits.restart()
             for key in (FIRST_LOGPS, FIRST_COEFFICIENTS):
                 output[key] = torch.full_like(completion_ids, torch.nan, dtype=torch.float32)
-            self._delivery.generated(self.state.global_step)
         if self._settings.corrects and self._settings.needs_whole_batch and not self._settings.bypasses:
             corrected = self._correct_from(output[OLD_LOGPS], output, from_old=True)
             self._record(corrected)
@@ -317,11 +314,6 @@ class RolloutCorrectionMixin(CorrectionCore):
             for replay in self._replays:
                 replay.end()
 
-    def _bare(self, model: Any) -> torch.nn.Module:
-        """A model without its wrappers."""
-        bare: torch.nn.Module = self.accelerator.unwrap_model(model, keep_fp32_wrapper=True)
-        return bare
-
     def _check_arrival(self, loss_pass: LossPass, loss: torch.Tensor) -> None:
         """Check that a loss ran the policy, and once that its gradient follows the correction."""
         if not loss_pass.corrected:
@@ -353,6 +345,8 @@ class RolloutCorrectionMixin(CorrectionCore):
         inputs["advantages"] = batch["advantages"]
         first = self._is_first_visit(current, batch)
         old: Any = self._old_logps(current, batch, first)
+        if self.use_vllm and self.vllm_mode == "server":
+            self._pushes.keep_text(batch, partial(self._score_again, batch))
         self._observer.visited(self._now, self._ages(batch), self._loss_mask(batch), current, old)
         if self._settings.bypasses:
             corrected = self._correct_from(current, batch, from_old=old is current)
@@ -377,6 +371,15 @@ class RolloutCorrectionMixin(CorrectionCore):
             again = {AGAIN_LOGPS: self._score_alone(corrected.batch)}
             corrected = corrected._replace(batch={**corrected.batch, **again})
         self._observer.corrected(self._now, corrected)
+
+    def _score_again(self, batch: dict[str, Any]) -> torch.Tensor:
+        """Log-probabilities of the policy, `(B, T)`, of a batch of text, with the weights at the time of the call."""
+        with self._during(Rescoring(batch)):
+            scored = self._get_per_token_logps_and_entropies(
+                self.model, *sequences_of(batch), batch["completion_ids"].shape[1]
+            )
+        logps: torch.Tensor = scored[0]
+        return logps
 
     def _score_alone(self, batch: dict[str, Any], **most: int) -> torch.Tensor:
         """Score sequences of a batch as the loss does, but one by one: `score_alone`."""

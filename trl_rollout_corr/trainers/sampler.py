@@ -6,6 +6,7 @@ The last two change one [`~trl.generation.vllm_generation.VLLMGeneration`] objec
 
 import operator
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any
 
@@ -86,12 +87,12 @@ def checked_turn_ids(completion_ids: list[list[int]], turn_ids: Any) -> list[lis
 def observe_sampler(
     generation: VLLMGeneration,
     keep: Callable[[Logprobs], object],
-    synced: Callable[[], object],
+    pushing: Callable[[], AbstractContextManager],
     kept_tokens: KeptTokens | None,
 ) -> None:
     """
-    Call `keep` with the log-probabilities of each generation, by completion, and `synced` before each push of weights. With
-    `kept_tokens`, vLLM returns candidates, and the log-probabilities are read from them.
+    Call `keep` with the log-probabilities of each generation, by completion, and push weights in a context of `pushing`.
+    With `kept_tokens`, vLLM returns candidates, and the log-probabilities are read from them.
     """
     if kept_tokens is None:
         generation.logprobs = 0  # of the sampled token alone
@@ -113,11 +114,11 @@ def observe_sampler(
         return prompt_ids, completion_ids, logprobs, *others
 
     @wraps(sync_weights)
-    def tell_and_sync(*args: Any, **kwargs: Any) -> Any:
-        synced()
-        return sync_weights(*args, **kwargs)
+    def sync_and_check(*args: Any, **kwargs: Any) -> Any:
+        with pushing():
+            return sync_weights(*args, **kwargs)
 
-    generation.generate, generation.sync_weights = generate_and_keep, tell_and_sync
+    generation.generate, generation.sync_weights = generate_and_keep, sync_and_check
 
 
 def sync_weights_on_cpu(generation: VLLMGeneration) -> None:

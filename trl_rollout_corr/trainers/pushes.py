@@ -1,0 +1,93 @@
+"""
+Pushes of weights to the sampler, each of which is checked afterwards.
+
+`B` completions, `T` completion tokens.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ._engine_weights import read
+from .run_metadata import engine_metadata
+from .server_check import MovementCheck, has_extension, read_server, score_text
+from .weight_check import WeightCheck
+
+
+class CheckedPushes:
+    """
+    The checks that the weights of a `trainer` arrive. Subclasses know the address of its server, and the name of the policy
+    there.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer, model = trainer, trainer._bare(trainer.model)
+        self.weights = WeightCheck(self.read_sampler, model, self._sampler_dtype)
+        self.movement = MovementCheck(trainer.accelerator, model, self._score_with_server, trainer.temperature)
+
+    @property
+    def server(self) -> str | None:
+        """Address of the server, on the main process; `None` without a server."""
+        raise NotImplementedError
+
+    @property
+    def served_model(self) -> str:
+        """Name of the policy on the server."""
+        raise NotImplementedError
+
+    def _sampler_dtype(self) -> str:
+        return engine_metadata(self.trainer._engine_config).get("sampler_dtype", "bfloat16")
+
+    def read_sampler(self, names: list[str]) -> dict[str, Any] | None:
+        """Weights that the sampler holds: [`~trl_rollout_corr.trainers._engine_weights.read`]; `None` if it cannot be read."""
+        if self.server is None or not has_extension(self.trainer._engine_config):
+            return None
+        return read_server(self.server, names)
+
+    def _score_with_server(self, texts: list[list[int]]) -> list[list[float]]:
+        if self.server is None:
+            raise RuntimeError("There is no server.")
+        return score_text(self.server, self.served_model, texts)
+
+    def keep_text(self, batch: dict[str, Any], score: Callable[[], torch.Tensor]) -> None:
+        """Let a server be checked with a micro-batch. `score` computes its log-probabilities, `(B, T)`, when called."""
+        if self.trainer.model.training and self.movement.needs_text:
+            self.movement.keep(batch, self.trainer._loss_mask(batch), score)
+
+
+class PushesToVLLM(CheckedPushes):
+    """Checked pushes of a trainer that generates with `vllm_generation`. `doubt` is a reason why its weights may not matter."""
+
+    def __init__(self, trainer: Any) -> None:
+        super().__init__(trainer)
+        other = getattr(trainer, "rollout_func", None) is not None
+        self.doubt = "Completions come from `rollout_func`, which may use another sampler." if other else ""
+
+    @contextmanager
+    def pushing(self) -> Iterator[None]:
+        """A push of weights, which is checked afterwards."""
+        trainer = self.trainer
+        trainer.rollout_step = step = trainer.state.global_step
+        with self.weights.watching(trainer.vllm_generation, "_iter_named_params"):
+            yield
+        announced = trainer.rollout_step != step  # a sampler may have older weights on purpose
+        self.weights.judge(step, announced=announced, doubt=self.doubt)
+        self.movement.pushed(step, announced=announced)
+
+    @property
+    def server(self) -> str | None:
+        client = getattr(self.trainer.vllm_generation, "vllm_client", None) if self.trainer.use_vllm else None
+        return getattr(client, "base_url", None)
+
+    @property
+    def served_model(self) -> str:
+        return str(self.trainer.vllm_generation.vllm_client.model)
+
+    def read_sampler(self, names: list[str]) -> dict[str, Any] | None:
+        if self.trainer.vllm_mode != "colocate":
+            return super().read_sampler(names)
+        generation = self.trainer.vllm_generation
+        engine = generation.llm.llm_engine.model_executor.driver_worker
+        return read(engine.get_model(), names, getattr(generation, "tp_group", None))
