@@ -58,7 +58,7 @@ class CheckedPushes:
 
 
 class PushesToVLLM(CheckedPushes):
-    """Checked pushes of a trainer that generates with `vllm_generation`. `doubt` is a reason why its weights may not matter."""
+    """Checked pushes of a trainer that generates with `vllm_generation`. `doubt`: a reason why its weights may not matter."""
 
     def __init__(self, trainer: Any) -> None:
         super().__init__(trainer)
