@@ -1,6 +1,5 @@
 """GRPO with rollout correction."""
 
-import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -158,20 +157,6 @@ class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
         if self.rollout_func is not None:
             return "Completions come from `rollout_func`, which may use another sampler."
         return super()._doubt_delivery(in_part)
-
-    def _generate_and_score_completions(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return super()._generate_and_score_completions(inputs, *args, **kwargs)
-        except Exception as error:
-            frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-            for i, environment in enumerate(getattr(self, "environments", None) or ()):
-                if any(frame.f_locals.get("self") is environment for frame in frames):
-                    error.add_note(
-                        f"Raised by the environment `{type(environment).__name__}` of completion {i} of this rank, after "
-                        f"optimizer step {self.state.global_step}. An error of a tool is an answer to the model, but one of "
-                        "`reset` or `get_reward` ends the run: catch it there, or resume from the last checkpoint."
-                    )
-            raise
 
     def _generate(self, prompts: Any, *args: Any, **kwargs: Any) -> Any:
         generated = super()._generate(prompts, *args, **kwargs)
