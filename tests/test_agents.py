@@ -143,7 +143,7 @@ def test_a_sampler_in_step_agrees_in_every_turn(make, source):
 
 
 @pytest.mark.parametrize("method", ["reset", "get_reward"])
-def test_an_environment_that_raises_is_named_and_nothing_is_lost(make, tmp_path, method):
+def test_nothing_is_lost_if_an_environment_raises(make, tmp_path, method):
     class Fragile(Room):
         pass
 
@@ -154,9 +154,8 @@ def test_an_environment_that_raises_is_named_and_nothing_is_lost(make, tmp_path,
 
     trainer = make("environment", rollout_dump_dir=str(tmp_path / "dump"), extra={"environment_factory": Fragile})
     setattr(Fragile, method, fail)
-    with pytest.raises(ConnectionError, match="the server is gone") as raised:
+    with pytest.raises(ConnectionError, match="the server is gone"):
         trainer.train()
-    assert "environment `Fragile` of completion 5 of this rank, after optimizer step 1" in raised.value.__notes__[0]
     assert {row["step"] for row in read_dump(tmp_path / "dump").rows} == {1}
     setattr(Fragile, method, getattr(Room, method))
     trainer.args.rollout_dump_dir = None

@@ -19,7 +19,7 @@ from trl_rollout_corr import (
 from trl_rollout_corr.messages import SettingError
 from trl_rollout_corr.settings.criteria import CRITERIA
 from trl_rollout_corr.settings.files import config_of_run
-from trl_rollout_corr.settings.presets import ORIGINAL_PRESETS, PRESETS, VERL_PRESETS
+from trl_rollout_corr.settings.presets import PRESETS, VERL_PRESETS
 
 
 def fields(config):
@@ -198,9 +198,8 @@ def test_options_without_effect_are_warned_about(idle, reason):
 # Presets --------------------------------------------------------------------------------------------------------------
 
 
-def test_there_are_nineteen_and_ten_presets():
+def test_there_are_nineteen_presets_of_verl():
     assert len(VERL_PRESETS) == 19
-    assert len(ORIGINAL_PRESETS) == 10
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -234,29 +233,41 @@ EXPECTED_PRESETS = {
     "bypass_pg_geo_rs_seq_tis": ("sequence", 2.0, ["seq_mean_k1"], [[0.999, 1.001]], "reinforce"),
     "bypass_pg_geo_rs_token_tis": ("token", 2.0, ["seq_mean_k1"], [[0.999, 1.001]], "reinforce"),
     "disabled": (None, 2.0, None, None, False),
-    "token_is": ("token", 2.0, None, None, False),
-    "token_tis": ("token", 2.0, None, None, False),
-    "seq_is": ("sequence", 2.0, None, None, False),
-    "seq_is_rs": ("sequence", 2.0, ["seq_sum_k1"], [[0.5, 2.0]], False),
-    "seq_mis": ("sequence", 2.0, ["seq_sum_k1"], [[0.0, 2.0]], False),
-    "geo_rs": (None, 2.0, ["seq_mean_k1", "seq_max_k1"], [[1 / 1.001, 1.001], [1e-4, math.inf]], False),
-    "geo_mis": (None, 2.0, ["seq_mean_k1", "seq_max_k1"], [[0.999, 1.001], [1e-4, math.inf]], False),
-    "ppo_is_bypass": ("token", 2.0, None, None, "ppo_clip"),
-    "pure_is": ("sequence", 2.0, None, None, "reinforce"),
     "bypass_dppo_tv": ("token", 20.0, ["token_tv"], [[0.2, 0.2]], "reinforce"),
     "bypass_dppo_kl": ("token", 20.0, ["token_kl"], [[0.05, 0.05]], "reinforce"),
     "decoupled_kpop": ("token", math.inf, ["token_binary_kl"], [0.1], False),
     "decoupled_intellect3": ("token", [0.5, 5.0], ["seq_max_k1"], [[1e-5, math.inf]], False),
     "auto": ("token", [[0.0, 1.0], [1.0, 1.0]], ["token_tv"], [[0.1, 0.1]], False),
 }
+# Those of verl's first version, and the names of today's presets that they come from
+FIRST_PRESETS = {
+    "token_is": ("decoupled_token_is", ("token", 2.0, None, None, False)),
+    "token_tis": ("decoupled_token_is", ("token", 2.0, None, None, False)),
+    "seq_is": ("decoupled_seq_is", ("sequence", 2.0, None, None, False)),
+    "seq_is_rs": ("decoupled_seq_is_rs", ("sequence", 2.0, ["seq_sum_k1"], [[0.5, 2.0]], False)),
+    "seq_mis": ("decoupled_seq_is_rs", ("sequence", 2.0, ["seq_sum_k1"], [[0.0, 2.0]], False)),
+    "geo_rs": (
+        "decoupled_geo_rs",
+        (None, 2.0, ["seq_mean_k1", "seq_max_k1"], [[1 / 1.001, 1.001], [1e-4, math.inf]], False),
+    ),
+    "geo_mis": (
+        "decoupled_geo_rs",
+        (None, 2.0, ["seq_mean_k1", "seq_max_k1"], [[0.999, 1.001], [1e-4, math.inf]], False),
+    ),
+    "ppo_is_bypass": ("bypass_ppo_clip", ("token", 2.0, None, None, "ppo_clip")),
+    "pure_is": ("bypass_pg_is", ("sequence", 2.0, None, None, "reinforce")),
+    "disabled": ("disabled", (None, 2.0, None, None, False)),
+}
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", [*PRESETS, *FIRST_PRESETS])
 def test_presets_have_the_values_of_the_reference(name):
     config = RolloutCorrectionConfig.from_preset(name)
     mode = config.bypass_mode and config.rollout_loss_type
     found = (config.rollout_is, config.rollout_is_threshold, config.rollout_rs, config.rollout_rs_threshold, mode)
-    assert found == EXPECTED_PRESETS[name]
+    today, expected = FIRST_PRESETS.get(name, (name, EXPECTED_PRESETS.get(name)))
+    assert found == expected
+    assert config.rollout_correction == today
 
 
 def test_fields_set_beside_a_preset_override_it_even_with_a_default_value():
@@ -413,7 +424,7 @@ def test_a_configuration_as_rollout_correction(name):
         ({"rollout_is": None}, "no weights; no rejection; decoupled"),
         (
             {"rollout_correction": "ppo_is_bypass"},
-            "ppo_is_bypass; token weights up to 2 (reported only); no rejection; bypass, ppo_clip",
+            "bypass_ppo_clip with changes; token weights up to 2 (reported only); no rejection; bypass, ppo_clip",
         ),
         (
             {"rollout_correction": "bypass_pg_is", "rollout_loss_type": "ppo_clip"},
@@ -594,11 +605,17 @@ def test_the_class_methods_of_the_first_version():
     assert settings(RolloutCorrectionConfig.seq_is(rollout_is="token")) == ("token", 2.0, None, None)
     with pytest.raises(TypeError):
         RolloutCorrectionConfig.disabled(2.0)
-    for name in ORIGINAL_PRESETS:
+    for name in FIRST_PRESETS:
         assert fields(getattr(RolloutCorrectionConfig, name)()) == fields(RolloutCorrectionConfig.from_preset(name))
         # `config.disabled` would be a method, and true
         assert not hasattr(RolloutCorrectionConfig(), name)
-        assert not hasattr(RolloutCorrectedGRPOConfig, name)
+
+
+@pytest.mark.parametrize("given", ["seq_mis", {"rollout_rs": "token_k1", "rollout_rs_threshold": 2.0}])
+def test_a_criterion_does_not_get_the_threshold_of_the_one_that_it_replaces(given):
+    with pytest.raises(ValueError, match="`rollout_rs_threshold` is not set"):
+        RolloutCorrectionConfig(rollout_correction=given, rollout_rs="token_k2")
+    assert RolloutCorrectionConfig(rollout_correction=given, rollout_rs=None).criteria == ()
 
 
 # YAML, command line, JSON ---------------------------------------------------------------------------------------------

@@ -167,13 +167,19 @@ def test_criteria_of_ours_keep_their_bounds(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "text", ["algorithm:\n  rollout_correction: token_is\n", "algorithm.rollout_correction=token_is"]
+    ("name", "fields"),
+    [
+        ("decoupled_k3_rs", {"rollout_correction": "decoupled_k3_rs"}),
+        ("token_is", {"rollout_correction": "decoupled_token_is"}),
+        ("seq_mis", {"rollout_correction": "decoupled_seq_is_rs", "rollout_rs_threshold": [[0.0, 2.0]]}),
+    ],
 )
-def test_the_name_of_a_preset_in_the_place_of_verl(tmp_path, capsys, text):
+@pytest.mark.parametrize("text", ["algorithm:\n  rollout_correction: {}\n", "algorithm.rollout_correction={}"])
+def test_the_name_of_a_preset_in_the_place_of_verl(tmp_path, capsys, text, name, fields):
     path = tmp_path / "old"
-    path.write_text(text)
+    path.write_text(text.format(name))
     assert main(["convert", str(path)]) == 0
-    assert capsys.readouterr().out == "rollout_correction: token_is\n"
+    assert yaml.safe_load(capsys.readouterr().out) == fields
 
 
 @pytest.mark.parametrize(

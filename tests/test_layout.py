@@ -23,6 +23,7 @@ ORDER = {
         "presets",
         "thresholds",
         "migrate",
+        "legacy",
         "recipes",
         "documents",
         "fields",

@@ -17,7 +17,7 @@ from ..messages import percent, rounded, three_decimals, warn, yaml_lines
 from ..messages import steps as steps_in_words
 from ..settings.config import RolloutCorrectionConfig
 from ..settings.files import config_of_run, read_config
-from ..settings.presets import PRESETS, Preset, settings_of
+from ..settings.presets import PRESETS, Preset
 from .recommend import first_alarm, healthy_rows, recommend
 from .replay import Batch, Effect, batch_of, replay
 from .run import log_of_dump
@@ -104,7 +104,7 @@ def compare(
     settings = {_THIS_RUN: config, **({_FITTED: RolloutCorrectionConfig(**fitted)} if fitted else {}), **_presets()}
     settings |= {file: read_config(file) for file in files}
     effects = _effects(batch, settings, clip, notes)
-    row = next(name for name in settings if best.settings.get("rollout_correction", _THIS_RUN) in name.split(", "))
+    row = str(best.settings.get("rollout_correction", _THIS_RUN))
     found = Comparison(batch, config, effects, spread, notes, best, row, fitted)
     return _as_json(found) if as_json else _as_markdown(found)
 
@@ -153,11 +153,8 @@ def _effects(
 
 
 def _presets() -> dict[str, RolloutCorrectionConfig]:
-    """One setting for all presets with the same fields; first the one without a correction, the reference."""
-    names: dict[str, list[Preset]] = {repr(settings_of(_REFERENCE)): []}
-    for name in PRESETS:
-        names.setdefault(repr(settings_of(name)), []).append(name)
-    return {", ".join(same): RolloutCorrectionConfig.from_preset(same[0]) for same in names.values()}
+    """Every preset; first the one without a correction, the reference."""
+    return {name: RolloutCorrectionConfig.from_preset(name) for name in (_REFERENCE, *PRESETS)}
 
 
 # Output ------------------------------------------------------------------------------------------------------------------

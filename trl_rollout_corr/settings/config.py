@@ -1,7 +1,7 @@
 """The configuration, flat fields. Neither TRL nor torch here."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -9,10 +9,11 @@ from ..messages import SettingError, nearest, warn, warn_idle
 from .checks import CHECKS
 from .criteria import Criterion
 from .fields import DEFAULTS, PARSERS, CorrectionFields, DumpFields, EngineFields, MonitorFields, Unset
-from .migrate import from_legacy, from_trl, from_verl
-from .presets import BASE, DECIDED, DEFAULT, FIRST_METHODS, PRESETS, Preset, settings_of
+from .legacy import FirstPresets, from_legacy
+from .migrate import from_trl, from_verl
+from .presets import BASE, DECIDED, DEFAULT, PRESETS, Preset, settings_of
 from .resolve import Correction, fill, idle_fields, is_default, read_given, resolve
-from .thresholds import is_by_sign, none_if_null, parse_rejection_thresholds
+from .thresholds import is_by_sign, none_if_null, parse_criteria, parse_rejection_thresholds
 
 
 # Fields that choose a correction; the others of a preset change one
@@ -21,7 +22,7 @@ _CHOICES = {"rollout_is", "rollout_rs", "bypass_mode"}
 
 # Dataclasses take the fields of the last base first: `rollout_correction` is the first argument
 @dataclass
-class RolloutCorrectionConfig(DumpFields, MonitorFields, EngineFields, CorrectionFields):
+class RolloutCorrectionConfig(FirstPresets, DumpFields, MonitorFields, EngineFields, CorrectionFields):
     r"""
     Configuration of rollout correction.
 
@@ -189,7 +190,7 @@ class RolloutCorrectionConfig(DumpFields, MonitorFields, EngineFields, Correctio
     def from_legacy(cls, settings: Mapping[str, object], **overrides: object) -> Self:
         """
         Build a configuration from the flat `rollout_is*` keys of verl's first releases and further fields, `overrides`.
-        See [`~trl_rollout_corr.settings.migrate.from_legacy`].
+        See [`~trl_rollout_corr.settings.legacy.from_legacy`].
         """
         return cls._of(**{**from_legacy(settings), **overrides})
 
@@ -271,6 +272,8 @@ class RolloutCorrectionConfig(DumpFields, MonitorFields, EngineFields, Correctio
         own, (name, given) = self._set_by_user(), read_given(self.rollout_correction)
         if own and isinstance(self.rollout_correction, Unset):
             name = BASE
+        if "rollout_rs" in own and parse_criteria(own["rollout_rs"]) != fill(name, given)["rollout_rs"]:
+            given.pop("rollout_rs_threshold", None)  # no criterion gets the threshold of another
         explicit = {**{key: value for key, value in given.items() if key in DECIDED}, **own}
         further = {key: value for key, value in given.items() if key not in DECIDED and is_default(self, key)}
         names = {"rollout_correction": name, "rollout_correction_resolved": name or "disabled"}
@@ -326,23 +329,3 @@ def _in_words(bound: Any, directed: bool = False) -> str:
     if is_by_sign(bound):
         return f"{_in_words(bound[0])}, for positive advantages {_in_words(bound[1]).removeprefix('in ')}"
     return f"within {-bound[0]:g}, {bound[1]:g}" if directed else f"in [{bound[0]:g}, {bound[1]:g}]"
-
-
-class _FirstMethod:
-    """Class method of verl's first pull request, on [`RolloutCorrectionConfig`] alone: see [`presets.FIRST_METHODS`]."""
-
-    def __init__(self, name: Preset, fields_of: Callable[..., dict[str, Any]]) -> None:
-        self.name, self.fields_of = name, fields_of
-
-    def __get__(self, instance: object, owner: type) -> Callable[..., RolloutCorrectionConfig]:
-        if instance is not None or owner is not RolloutCorrectionConfig:
-            raise AttributeError(f"{owner.__name__!r} has no attribute {self.name!r}")
-        return self.build
-
-    def build(self, *arguments: object, **options: object) -> RolloutCorrectionConfig:
-        named = {key: options.pop(key) for key in inspect.signature(self.fields_of).parameters if key in options}
-        return RolloutCorrectionConfig.from_preset(self.name, **{**self.fields_of(*arguments, **named), **options})
-
-
-for _name, _fields_of in FIRST_METHODS.items():
-    setattr(RolloutCorrectionConfig, _name, _FirstMethod(_name, _fields_of))

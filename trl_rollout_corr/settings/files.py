@@ -14,7 +14,8 @@ import yaml
 from ..messages import SelfContainedError, SettingError, nearest, warn, yaml_lines
 from .config import RolloutCorrectionConfig
 from .fields import FIELDS
-from .migrate import LEGACY_DEFAULTS, VERL_KEYS, from_legacy, from_trl, from_verl
+from .legacy import first_preset, from_legacy, is_legacy
+from .migrate import VERL_KEYS, from_trl, from_verl
 from .presets import PRESETS
 
 
@@ -140,8 +141,8 @@ def find_foreign(document: object) -> Foreign | None:
         return Foreign("verl's first releases", from_legacy, named, nested)
     if named is None or isinstance(named, Mapping):
         return Foreign("verl", from_verl, named, nested, maybe_ours and named is None)
-    if above and named in PRESETS:
-        return Foreign("verl", lambda name: {"rollout_correction": name}, named, nested)
+    if above and (preset := first_preset(named) or ({"rollout_correction": named} if named in PRESETS else None)):
+        return Foreign("verl", lambda _: preset, named, nested)
     trl = {key: value for key, value in section.items() if str(key).startswith("vllm_importance_sampling_")}
     if trl:
         return Foreign("TRL's own correction", from_trl, trl, above, maybe_ours and not FIELDS.isdisjoint(section))
@@ -150,14 +151,6 @@ def find_foreign(document: object) -> Foreign | None:
         return Foreign("verl's first releases", from_legacy, flat, above)
     verl = flat | {key: value for key, value in section.items() if key in VERL_KEYS}
     return Foreign("verl", from_verl, verl, above, maybe_ours) if verl else None
-
-
-def is_legacy(section: Mapping[str, object]) -> bool:
-    """`True` for keys of verl's first releases, of which a boolean `rollout_is` is one."""
-    boolean = section.get("rollout_is")
-    if isinstance(boolean, str):  # of a shell script
-        boolean = {"true": True, "false": False}.get(boolean.strip().lower(), boolean)
-    return any(key in section for key in LEGACY_DEFAULTS) or isinstance(boolean, bool)
 
 
 # Translation -----------------------------------------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 Settings of other tools, translated to fields of [`RolloutCorrectionConfig`].
 
 Each function takes a mapping and returns a dictionary of fields. A setting without an exact counterpart gives a warning. An
-unknown key, and a value that cannot be translated, are a `ValueError`. The classmethods `RolloutCorrectionConfig.from_verl`,
-`.from_legacy` and `.from_trl` call them.
+unknown key, and a value that cannot be translated, are a `ValueError`. The classmethods `RolloutCorrectionConfig.from_verl`
+and `.from_trl` call them. `legacy.py` translates settings of verl's first versions.
 """
 
 from collections.abc import Mapping
@@ -31,14 +31,6 @@ VERL_KEYS = (
 # Criteria whose bounds verl applies to the inverse of the ratio. By their first names they bounded the ratio itself.
 _INVERTED = ("token_k1", "seq_sum_k1", "seq_mean_k1")
 
-# Settings of the first releases of verl alone, which act only with a threshold, and their defaults
-LEGACY_DEFAULTS = {
-    "rollout_is_level": "token",
-    "rollout_is_mode": "truncate",
-    "rollout_is_threshold_lower": None,
-    "rollout_is_veto_threshold": None,
-}
-_LEGACY_KEYS = ("rollout_is_threshold", "rollout_is", *LEGACY_DEFAULTS)
 _TRL_KEYS = (
     "vllm_importance_sampling_correction",
     "vllm_importance_sampling_mode",
@@ -47,7 +39,7 @@ _TRL_KEYS = (
     "vllm_importance_sampling_cap",
 )
 
-_OFF = {"rollout_correction": "disabled"}
+OFF = {"rollout_correction": "disabled"}
 
 
 def from_verl(settings: Mapping[str, object] | None) -> dict[str, Any]:
@@ -64,8 +56,8 @@ def from_verl(settings: Mapping[str, object] | None) -> dict[str, Any]:
     - A missing `rollout_is` is None, as in verl's YAML defaults.
     """
     if settings is None:
-        return dict(_OFF)
-    settings = _plain(settings, VERL_KEYS, "a verl `rollout_correction` section")
+        return dict(OFF)
+    settings = plain(settings, VERL_KEYS, "a verl `rollout_correction` section")
     fields = {**_verl_weights(settings), **_verl_rejection(settings)}
     pure, loss = settings.get("use_pure_rollout_correction"), settings.get("loss_type", "ppo_clip")
     if settings.get("bypass_mode") or settings.get("bypass_old_logprob_for_rollout"):
@@ -106,7 +98,7 @@ def _verl_rejection(settings: dict[str, Any]) -> dict[str, Any]:
         if names is None and settings.get(name) is not None:
             warn_idle(name, settings[name], "`rollout_rs` is not set")
     if settings.get("rollout_token_veto_threshold") is not None:
-        criteria, thresholds = _add_veto(criteria, thresholds, settings, "rollout_token_veto_threshold")
+        criteria, thresholds = add_veto(criteria, thresholds, settings, "rollout_token_veto_threshold")
     return {"rollout_rs": criteria, "rollout_rs_threshold": thresholds} if criteria else {}
 
 
@@ -140,61 +132,6 @@ def _inverted(bounds: Any, name: str) -> list[float]:
     return inverted
 
 
-def from_legacy(settings: Mapping[str, object]) -> dict[str, Any]:
-    """
-    Translate the flat `rollout_is*` keys of verl's first releases.
-
-    | key | default |
-    | --- | --- |
-    | `rollout_is_threshold` | None: everything off |
-    | `rollout_is` | False: compute and report, apply nothing |
-    | `rollout_is_level` | `"token"`, also `"sequence"`, `"geometric"` |
-    | `rollout_is_mode` | `"truncate"`; `"mask"` (for two weeks `"clip"`) rejects outside `[lower, upper]` |
-    | `rollout_is_threshold_lower` | 1 / upper; acts in mask mode only |
-    | `rollout_is_veto_threshold` | None; a sequence with a token of lower ratio is dropped |
-
-    Early releases set weights outside the bounds to 0 and later ones removed the tokens from the mask. With TRL's
-    denominators, which a rejected token does not leave, the two are the same. The veto was on by default (1e-4) in the
-    first releases: set it, if the run to port relied on that.
-    """
-    settings = {**LEGACY_DEFAULTS, **_plain(settings, _LEGACY_KEYS, "the legacy `rollout_is` keys")}
-    upper, lower = settings.get("rollout_is_threshold"), settings["rollout_is_threshold_lower"]
-    if upper is None:
-        if settings.get("rollout_is"):
-            warn(
-                "`rollout_is` is true but `rollout_is_threshold` is missing, which switched everything off in verl, and here "
-                "too. For token weights set `rollout_correction` to decoupled_token_is.",
-                "rollout_is",
-            )
-        for name, default in LEGACY_DEFAULTS.items():
-            if settings[name] != default:
-                warn_idle(name, settings[name], "`rollout_is_threshold` is None")
-        return dict(_OFF)
-    upper = parse_number(upper, "rollout_is_threshold")
-    level, mode = settings["rollout_is_level"], settings["rollout_is_mode"]
-    if level not in FIRST_NAMES:
-        raise SettingError("rollout_is_level", level, allowed=f"one of {', '.join(FIRST_NAMES)}")
-    criteria, thresholds = [], []
-    if mode in ("mask", "clip"):
-        criteria = [FIRST_NAMES[level]]
-        thresholds = parse_rejection_thresholds([[1 / upper if lower is None else lower, upper]], criteria)
-    elif mode != "truncate":
-        raise SettingError("rollout_is_mode", mode, allowed="'truncate', 'mask' or 'clip'")
-    elif lower is not None:
-        message = (
-            f"`rollout_is_threshold_lower` is {lower} but never acted on the weights in mode 'truncate': dropped."
-        )
-        warn(message, "rollout_is_threshold_lower")
-    if settings["rollout_is_veto_threshold"] is not None:
-        criteria, thresholds = _add_veto(criteria, thresholds, settings, "rollout_is_veto_threshold")
-    fields: dict[str, Any] = {"rollout_is": level, "rollout_is_threshold": parse_weight_threshold(upper)}
-    if criteria:
-        fields.update(rollout_rs=criteria, rollout_rs_threshold=thresholds)
-    if not settings.get("rollout_is", False):
-        fields["rollout_metrics_only"] = True
-    return fields
-
-
 def from_trl(settings: Mapping[str, object]) -> dict[str, Any]:
     """
     Translate TRL's `vllm_importance_sampling_*` settings of `GRPOConfig`; missing ones have TRL's defaults.
@@ -203,9 +140,9 @@ def from_trl(settings: Mapping[str, object]) -> dict[str, Any]:
     set weights outside the bounds to 0 and keep the others, which is IcePop. TRL takes the ratio of a token without a
     log-probability as 1, hence `rollout_nan_policy`.
     """
-    settings = _plain(settings, _TRL_KEYS, "TRL's `vllm_importance_sampling_*` settings")
+    settings = plain(settings, _TRL_KEYS, "TRL's `vllm_importance_sampling_*` settings")
     if not settings.get("vllm_importance_sampling_correction", True):
-        return dict(_OFF)
+        return dict(OFF)
     mode = settings.get("vllm_importance_sampling_mode", "sequence_mask")
     upper = settings.get("vllm_importance_sampling_cap") or settings.get("vllm_importance_sampling_clip_max", 3.0)
     lower = settings.get("vllm_importance_sampling_clip_min")
@@ -219,7 +156,7 @@ def from_trl(settings: Mapping[str, object]) -> dict[str, Any]:
     return {**fields, "rollout_is_clamp": True} if bounding == "truncate" and lower is not None else fields
 
 
-def _add_veto(
+def add_veto(
     criteria: list[str], thresholds: list, settings: Mapping[str, object], name: str
 ) -> tuple[list[str], list]:
     """Reject a sequence if the ratio of any of its tokens is below the threshold of a name."""
@@ -227,7 +164,7 @@ def _add_veto(
     return [*criteria, "seq_max_k1"], [*thresholds, [lower, float("inf")]]
 
 
-def _plain(settings: Mapping[str, object], known: tuple[str, ...], what: str) -> dict[str, Any]:
+def plain(settings: Mapping[str, object], known: tuple[str, ...], what: str) -> dict[str, Any]:
     """Check the keys, and turn the text `"null"`, `"true"` or `"false"` of a shell script into its value."""
     words = {"null": None, "none": None, "true": True, "false": False}
     plain = {

@@ -1,11 +1,9 @@
 """
 Presets, as data: a name, and the fields that differ from the defaults.
 
-First table: presets of verl 0.9.1. Second table: the ten presets of the pull request that introduced rollout correction to
-verl, in today's fields; their `veto` is the criterion `seq_max_k1` with bounds `[1e-4, inf]`. Third table: later methods.
+First table: presets of verl 0.9.1. Second table: later methods. Names of verl's first presets are in `legacy.py`.
 """
 
-from collections.abc import Callable
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -31,15 +29,6 @@ if TYPE_CHECKING:  # at run time their number would fill the help of scripts
         "bypass_pg_geo_rs_seq_tis",
         "bypass_pg_geo_rs_token_tis",
         "disabled",
-        "token_is",
-        "token_tis",
-        "seq_is",
-        "seq_is_rs",
-        "seq_mis",
-        "geo_rs",
-        "geo_mis",
-        "ppo_is_bypass",
-        "pure_is",
         "bypass_dppo_tv",
         "bypass_dppo_kl",
         "decoupled_kpop",
@@ -62,8 +51,6 @@ _PPO_CLIP = {"bypass_mode": True, "rollout_loss_type": "ppo_clip"}
 _REINFORCE = {"bypass_mode": True, "rollout_loss_type": "reinforce"}
 # Off-policy REINFORCE within a trust region; the bound on the ratio only prevents overflow
 _DPPO = {"rollout_is": "token", "rollout_is_threshold": 20.0, **_REINFORCE}
-
-_VETO = ("seq_max_k1", [1e-4, float("inf")])
 
 VERL_PRESETS: dict[Preset, dict[str, Any]] = {
     # Biased, low variance: the safe start.
@@ -92,30 +79,6 @@ VERL_PRESETS: dict[Preset, dict[str, Any]] = {
     "bypass_pg_geo_rs_seq_tis": {**_SEQ_TIS, **_REINFORCE, **_GEO_RS},
     "bypass_pg_geo_rs_token_tis": {**_TOKEN_TIS, **_REINFORCE, **_GEO_RS},
     # Measures, corrects nothing: loss and gradients are TRL's.
-    "disabled": _NO_IS,
-}
-
-ORIGINAL_PRESETS: dict[Preset, dict[str, Any]] = {
-    "token_is": _TOKEN_TIS,
-    "token_tis": _TOKEN_TIS,
-    "seq_is": _SEQ_TIS,
-    "seq_is_rs": VERL_PRESETS["decoupled_seq_is_rs"],
-    # Only a product above 2 is rejected.
-    "seq_mis": {**_SEQ_TIS, "rollout_rs": ["seq_sum_k1"], "rollout_rs_threshold": [[0.0, 2.0]]},
-    # The lower bound was the reciprocal of the upper one.
-    "geo_rs": {
-        **_NO_IS,
-        "rollout_rs": ["seq_mean_k1", _VETO[0]],
-        "rollout_rs_threshold": [[1 / 1.001, 1.001], _VETO[1]],
-    },
-    "geo_mis": {
-        **_NO_IS,
-        "rollout_rs": ["seq_mean_k1", _VETO[0]],
-        "rollout_rs_threshold": [[0.999, 1.001], _VETO[1]],
-    },
-    # The token weights are only reported: PPO clipping around the sampler is the correction.
-    "ppo_is_bypass": {**_TOKEN_TIS, **_PPO_CLIP},
-    "pure_is": VERL_PRESETS["bypass_pg_is"],
     "disabled": _NO_IS,
 }
 
@@ -150,7 +113,7 @@ LATER_PRESETS: dict[Preset, dict[str, Any]] = {
     },
 }
 
-PRESETS: dict[Preset, dict[str, Any]] = {**VERL_PRESETS, **ORIGINAL_PRESETS, **LATER_PRESETS}
+PRESETS: dict[Preset, dict[str, Any]] = {**VERL_PRESETS, **LATER_PRESETS}
 
 # The preset of a run that names none. If it sets some of the fields below, the others have their values there.
 DEFAULT: Preset = "auto"
@@ -173,51 +136,3 @@ def settings_of(preset: Preset | None) -> dict[str, Any]:
 
 
 DECIDED = tuple(_BASE)
-
-
-# Methods of verl's first pull request -----------------------------------------------------------------------------------
-
-
-def _weights(threshold: float = 2.0) -> dict[str, Any]:
-    return {"rollout_is_threshold": threshold}
-
-
-def _seq_is_rs(
-    is_threshold: float = 2.0, rs_threshold: float = 2.0, rs_threshold_lower: float | None = None
-) -> dict[str, Any]:
-    bounds = rs_threshold if rs_threshold_lower is None else [rs_threshold_lower, rs_threshold]
-    return {"rollout_is_threshold": is_threshold, "rollout_rs_threshold": [bounds]}
-
-
-def _seq_mis(threshold: float = 2.0) -> dict[str, Any]:
-    return {"rollout_is_threshold": threshold, "rollout_rs_threshold": [[0.0, threshold]]}
-
-
-def _geo_rs(
-    rs_threshold: float = 1.001, rs_threshold_lower: float | None = None, veto_threshold: float | None = 1e-4
-) -> dict[str, Any]:
-    bounds = rs_threshold if rs_threshold_lower is None else [rs_threshold_lower, rs_threshold]
-    if veto_threshold is None:
-        return {"rollout_rs": ["seq_mean_k1"], "rollout_rs_threshold": [bounds]}
-    return {"rollout_rs_threshold": [bounds, [veto_threshold, float("inf")]]}
-
-
-def _geo_mis(
-    rs_threshold: float = 1.001, rs_threshold_lower: float = 0.999, veto_threshold: float | None = 1e-4
-) -> dict[str, Any]:
-    return _geo_rs(rs_threshold, rs_threshold_lower, veto_threshold)
-
-
-# Class methods of verl's configuration in that pull request: fields of the preset of the same name, from their arguments
-FIRST_METHODS: dict[Preset, Callable[..., dict[str, Any]]] = {
-    "token_is": _weights,
-    "token_tis": _weights,
-    "seq_is": _weights,
-    "seq_is_rs": _seq_is_rs,
-    "seq_mis": _seq_mis,
-    "geo_rs": _geo_rs,
-    "geo_mis": _geo_mis,
-    "ppo_is_bypass": _weights,
-    "pure_is": _weights,
-    "disabled": lambda: {},
-}

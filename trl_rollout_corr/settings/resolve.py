@@ -9,6 +9,7 @@ from typing import Any
 from ..messages import SettingError
 from .criteria import DIRECTED, SCOPES, Bounding, Criterion
 from .fields import DEFAULTS, CorrectionFields, DumpFields, preset_name
+from .legacy import first_preset
 from .migrate import from_verl
 from .presets import Preset, settings_of
 from .thresholds import is_by_sign, parse_criteria, parse_rejection_thresholds
@@ -166,7 +167,8 @@ def read_given(value: object) -> tuple[Preset | None, dict[str, Any]]:
     if value is None or value is False or (isinstance(value, str) and value.strip().lower() in _OFF):
         return None, {}
     if isinstance(value, str):
-        return preset_name(value), {}
+        fields = first_preset(value) or {"rollout_correction": preset_name(value)}
+        return fields.pop("rollout_correction"), fields
     allowed = "the name of a preset, a section of verl, a RolloutCorrectionConfig, or None for no correction"
     raise SettingError("rollout_correction", value, allowed=allowed)
 
