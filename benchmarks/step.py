@@ -47,7 +47,7 @@ from trl_rollout_corr import (
     RolloutCorrectedRLOOConfig,
     RolloutCorrectedRLOOTrainer,
 )
-from trl_rollout_corr.trainers.sampler import sync_weights_on_cpu
+from trl_rollout_corr.trainers.logprobs import sync_weights_on_cpu
 
 
 GRPO, RLOO = (GRPOTrainer, GRPOConfig), (RLOOTrainer, RLOOConfig)

@@ -22,11 +22,11 @@ from serving import vllm_server
 from trl import ModelConfig, get_peft_config
 
 from trl_rollout_corr import (
+    DiskWeightTransfer,
     RolloutCorrectedAsyncGRPOConfig,
     RolloutCorrectedAsyncGRPOTrainer,
     one_line_errors,
 )
-from trl_rollout_corr.trainers._disk_weight_transfer import DiskWeightTransfer
 
 
 @dataclass

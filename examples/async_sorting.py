@@ -30,10 +30,10 @@ from transformers import (
 )
 
 from trl_rollout_corr import (
+    DiskWeightTransfer,
     RolloutCorrectedAsyncGRPOConfig,
     RolloutCorrectedAsyncGRPOTrainer,
 )
-from trl_rollout_corr.trainers._disk_weight_transfer import DiskWeightTransfer
 
 
 # For a CPU. vLLM cannot rewind a seeded request there, as it does for a prompt that it takes in several parts

@@ -82,7 +82,7 @@ class WorkerHere:
     def sample(self, i: int):
         from transformers import AutoTokenizer
 
-        from trl_rollout_corr.trainers.upstream import RolloutSample
+        from trl_rollout_corr.asynchronous.trl_parts import RolloutSample
 
         tokenizer = AutoTokenizer.from_pretrained(self.sampler.model.name_or_path)
         group, dice = i // self.group, random.Random(f"{self.seed} {i}")
@@ -113,7 +113,7 @@ class WorkerHere:
 
 def with_versions(sample, pushes: int = 1):
     """A sample in the middle of whose completion weights are pushed some times, as a server tells it."""
-    from trl_rollout_corr.trainers.token_versions import VersionedSample
+    from trl_rollout_corr.asynchronous.token_versions import VersionedSample
 
     trained = np.asarray(sample.completion_mask) != 0
     place = trained.cumsum() - 1
@@ -147,18 +147,18 @@ def build_ours(model, folder, worker=None, *, extra=None, trainer_class=None, **
 
 def build_theirs(model, folder, worker=None, **more):
     """TRL's trainer on the tiny model, with what a CPU needs."""
-    from trl_rollout_corr.trainers import _cpu_attention, upstream
+    from trl_rollout_corr.asynchronous import tree_attention, trl_parts
 
-    args = upstream.AsyncGRPOConfig(**fields(folder, **more))
-    with upstream.without_peak_flops(args.device):
-        trainer = upstream.AsyncGRPOTrainer(
+    args = trl_parts.AsyncGRPOConfig(**fields(folder, **more))
+    with trl_parts.without_peak_flops(args.device):
+        trainer = trl_parts.AsyncGRPOTrainer(
             model,
             args=args,
             train_dataset=prompts(64),
             rollout_worker=worker or WorkerHere(model),
             weight_transfer=WeightsStay(),
         )
-    _cpu_attention.register_tree_attention()
+    tree_attention.register_tree_attention()
     return trainer
 
 

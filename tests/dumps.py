@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
-from trl_rollout_corr.dumps import writing as dump
+from trl_rollout_corr.dumps import files as dump
 from trl_rollout_corr.dumps.reading import read_table
 
 

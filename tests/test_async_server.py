@@ -26,8 +26,8 @@ from tests.launching import ACCELERATE, ROOT, free_port, output_of, serving
 from tests.test_token_versions import run_loop
 from tests.tiny import StaleSampler, build_tiny_model, build_tiny_tokenizer, load_model
 from tests.training import messages
-from trl_rollout_corr.trainers.token_versions import VersionedLoop
-from trl_rollout_corr.trainers.upstream import RolloutLoop
+from trl_rollout_corr.asynchronous.token_versions import VersionedLoop
+from trl_rollout_corr.asynchronous.trl_parts import RolloutLoop
 
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
@@ -247,7 +247,7 @@ def test_a_push_in_the_middle_of_a_completion(tmp_path):
     Each token has the probability that the weights of its moment give it: the first ones, and then those of the trainer. The
     model has what vLLM packs at the first load only.
     """
-    from trl_rollout_corr.trainers._disk_weight_transfer import DiskWeightTransfer
+    from trl_rollout_corr.asynchronous.disk_weight_transfer import DiskWeightTransfer
 
     PartialState()  # TRL's logger needs it
     path = build_tiny_model(tmp_path / "model", experts=4, tied=True)
@@ -285,9 +285,9 @@ def test_a_push_in_the_middle_of_a_completion(tmp_path):
 @pytest.mark.parametrize("lost", ["nothing", "pushes", "pushes that cannot be read"])
 def test_what_a_server_holds_is_checked(chat_model, tmp_path, monkeypatch, caplog, lost):
     """With our extension of its worker a push that fails ends the run, and without it there is a warning."""
+    from trl_rollout_corr.asynchronous.disk_weight_transfer import DiskWeightTransfer
+    from trl_rollout_corr.asynchronous.pushes import PushesToServer
     from trl_rollout_corr.trainers import pushes
-    from trl_rollout_corr.trainers._disk_weight_transfer import DiskWeightTransfer
-    from trl_rollout_corr.trainers.async_pushes import PushesToServer
 
     load = DiskWeightTransfer._load
     if lost != "nothing":
@@ -324,7 +324,7 @@ def streamed(url: str, model: str, prompt: list[int], n: int, max_tokens: int) -
 
 
 def test_a_server_on_a_cpu_that_would_take_a_part_of_the_weights_is_refused(tmp_path):
-    from trl_rollout_corr.trainers._disk_weight_transfer import DiskWeightTransfer
+    from trl_rollout_corr.asynchronous.disk_weight_transfer import DiskWeightTransfer
 
     PartialState()
     path = build_tiny_model(tmp_path / "model")

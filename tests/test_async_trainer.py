@@ -31,15 +31,15 @@ from trl_rollout_corr import (
     RolloutCorrectionConfig,
     compute_rollout_correction,
 )
+from trl_rollout_corr.asynchronous import contract
+from trl_rollout_corr.asynchronous.packed import Awaited
+from trl_rollout_corr.asynchronous.tree_attention import register_tree_attention, visible_tokens
+from trl_rollout_corr.asynchronous.trl_parts import TREE_ATTENTION, AsyncGRPOTrainer, AsyncRolloutWorker, TreeRow
 from trl_rollout_corr.correction.accounting import Accounts, account
 from trl_rollout_corr.correction.age import ByAge, by_age
 from trl_rollout_corr.messages import PREFIX
-from trl_rollout_corr.trainers import trl_interface
-from trl_rollout_corr.trainers._cpu_attention import register_tree_attention, visible_tokens
-from trl_rollout_corr.trainers.core import CorrectionCore
+from trl_rollout_corr.trainers.base import CorrectionCore
 from trl_rollout_corr.trainers.monitor import ALARMS
-from trl_rollout_corr.trainers.packed import Awaited
-from trl_rollout_corr.trainers.upstream import TREE_ATTENTION, AsyncGRPOTrainer, AsyncRolloutWorker, TreeRow
 
 
 @pytest.fixture
@@ -635,7 +635,7 @@ def test_every_overridden_method_is_in_the_contract():
         for name, member in vars(cls).items()
         if inspect.isfunction(member) and hasattr(AsyncGRPOTrainer, name) and name != "__init__"
     }
-    assert overridden == set(trl_interface.ASYNCHRONOUS)
+    assert overridden == set(contract.METHODS)
 
 
 # What a terminal shows -------------------------------------------------------------------------------------------------
@@ -652,7 +652,7 @@ def test_the_process_of_the_worker_ends_by_itself_when_nobody_takes_its_samples(
 
 
 def test_imports_of_this_package_do_not_warn_of_experimental_parts_of_trl():
-    code = "from trl_rollout_corr.trainers import upstream; print(upstream.AsyncGRPOTrainer.__module__)"
+    code = "from trl_rollout_corr.asynchronous import trl_parts; print(trl_parts.AsyncGRPOTrainer.__module__)"
     process = run(sys.executable, "-W", "always", "-c", code, TRL_EXPERIMENTAL_SILENCE="")
     assert "trl.experimental" in process.stdout
     assert "TRLExperimentalWarning" not in process.stderr

@@ -191,7 +191,7 @@ def test_names_that_only_the_check_of_pushes_uses():
     for name in ("base_url", "model"):
         assert f"self.{name} = " in inspect.getsource(VLLMClient.__init__)
     if HAS_ASYNCHRONOUS:
-        from trl_rollout_corr.trainers.upstream import AsyncGRPOTrainer
+        from trl_rollout_corr.asynchronous.trl_parts import AsyncGRPOTrainer
 
         assert callable(AsyncGRPOTrainer._streaming_iter)
         for name in ("_lora_dir", "_lora_name", "_lora_sync"):

@@ -14,7 +14,7 @@ from tests.dumps import make_dump, read_dump
 from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr import diagnosis as diagnosing
 from trl_rollout_corr.__main__ import main
-from trl_rollout_corr.dumps import writing as dump
+from trl_rollout_corr.dumps import files as dump
 from trl_rollout_corr.dumps.schema import FORMAT, SCHEMA, VERSION
 
 

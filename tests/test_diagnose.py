@@ -22,7 +22,7 @@ from trl_rollout_corr.diagnosis.causes import CAUSES
 from trl_rollout_corr.diagnosis.evidence import Seen
 from trl_rollout_corr.diagnosis.ranking import DIFFUSE, STAGES
 from trl_rollout_corr.diagnosis.text import detail, headline, remedy_for
-from trl_rollout_corr.dumps import writing as dump
+from trl_rollout_corr.dumps import files as dump
 from trl_rollout_corr.settings.config import RolloutCorrectionConfig
 from trl_rollout_corr.trainers.run_metadata import settings_in_effect
 

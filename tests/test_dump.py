@@ -11,7 +11,7 @@ import pytest
 from tests.dumps import make_dump, read_dump
 from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.__main__ import main
-from trl_rollout_corr.dumps import writing as dump
+from trl_rollout_corr.dumps import files as dump
 from trl_rollout_corr.dumps.reading import open_dump, read_table
 from trl_rollout_corr.dumps.schema import ADDED, FORMAT, SCHEMA
 

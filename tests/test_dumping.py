@@ -14,8 +14,8 @@ from tests.tiny import PROMPTS, StaleSampler
 from tests.training import TRAINERS, BrokenSampler, build, evaluation, losses
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
 from trl_rollout_corr.__main__ import main
+from trl_rollout_corr.dumps.files import files_of
 from trl_rollout_corr.dumps.reading import open_dump
-from trl_rollout_corr.dumps.writing import files_of
 from trl_rollout_corr.settings.fields import FIELDS
 from trl_rollout_corr.trainers import dumping
 

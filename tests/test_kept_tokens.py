@@ -263,6 +263,6 @@ def test_replay_is_refused_where_it_cannot_be(tiny_model_path, tmp_path, monkeyp
 
 
 def test_an_asynchronous_run_has_no_replay(tmp_path):
-    pytest.importorskip("trl_rollout_corr.trainers.upstream", exc_type=ImportError)
+    pytest.importorskip("trl_rollout_corr.asynchronous.trl_parts", exc_type=ImportError)
     with pytest.raises(ValueError, match="`rollout_support` is 'replay', which needs a colocated vLLM"):
         TRAINERS["async_grpo"][1](str(tmp_path), use_cpu=True, bf16=False, rollout_support="replay")

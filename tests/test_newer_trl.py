@@ -212,7 +212,7 @@ def test_weights_of_trl_in_a_batch_are_an_error(tiny_model_path, tmp_path, monke
 
 @pytest.fixture
 def upstream():
-    return pytest.importorskip("trl_rollout_corr.trainers.upstream", exc_type=ImportError)
+    return pytest.importorskip("trl_rollout_corr.asynchronous.trl_parts", exc_type=ImportError)
 
 
 def test_the_asynchronous_trainer_is_found_at_its_newest_place(upstream, monkeypatch):
@@ -243,11 +243,13 @@ def test_missing_parts_of_the_asynchronous_trainer_are_named(upstream, monkeypat
 
 
 def test_names_that_the_asynchronous_trainer_has_moved_are_refused(upstream, monkeypatch):
+    from trl_rollout_corr.asynchronous import contract
+
     owner, methods = upstream.AsyncGRPOTrainer, {"_sync_weight": ["self"], "push": ["self"]}
-    assert trl_interface.changes(owner, trl_interface.ASYNCHRONOUS) == []
+    assert trl_interface.changes(owner, contract.METHODS, contract.NAMES) == []
     source = trl_interface.source_of(owner).replace("old_log_probs", "old_per_token_logps")
     monkeypatch.setattr(trl_interface, "source_of", lambda owner: source.replace("self.model_version", "self.version"))
-    found = " ".join(trl_interface.changes(owner, methods))
+    found = " ".join(trl_interface.changes(owner, methods, contract.NAMES))
     for name in ("`AsyncGRPOTrainer.push` is gone", "attribute `model_version` of", "key `old_log_probs` of"):
         assert name in found
 
@@ -256,7 +258,7 @@ ASYNCHRONOUS = """
 import sys
 import tests.conftest
 from tests.asynchronous import build_ours
-from trl_rollout_corr.trainers import upstream
+from trl_rollout_corr.asynchronous import trl_parts as upstream
 
 trainer = build_ours(*sys.argv[1:], max_steps=1)
 trainer.train()

@@ -28,7 +28,7 @@ from trl_rollout_corr.probe.experiments import (
     judge,
     own_noise,
 )
-from trl_rollout_corr.trainers._cpu_reload import push
+from trl_rollout_corr.trainers.cpu_reload import push
 from trl_rollout_corr.trainers.engine import serve_line
 
 
@@ -283,7 +283,7 @@ def half(request, tiny_model_path, tmp_path_factory):
 
 
 def test_the_trainer_computes_in_float32_for_as_long_as_it_is_asked_to(half, tiny_model_path):
-    from trl_rollout_corr.probe.rescoring import all_in_float32, head_in_float32
+    from trl_rollout_corr.probe.model_changes import all_in_float32, head_in_float32
 
     probe, batches = half
     mask = [batch["completion_mask"].bool() for batch in batches]
@@ -308,8 +308,8 @@ def test_the_trainer_computes_in_float32_for_as_long_as_it_is_asked_to(half, tin
 
 
 def test_dropout_is_off_for_as_long_as_it_is_asked_to_be(tiny_model_path, tmp_path):
+    from trl_rollout_corr.probe.model_changes import rescorings
     from trl_rollout_corr.probe.process import Probe
-    from trl_rollout_corr.probe.rescoring import rescorings
 
     trainer = build_with_dropout(tiny_model_path, tmp_path)
     probe = Probe(trainer)

@@ -32,7 +32,7 @@ from trl_rollout_corr.analysis.report import html_page, token_charts
 from trl_rollout_corr.analysis.report.drawing import COLORS, draw
 from trl_rollout_corr.analysis.report.log_charts import OVERVIEW as NAMES
 from trl_rollout_corr.analysis.report.log_charts import trends
-from trl_rollout_corr.dumps.writing import write_rows
+from trl_rollout_corr.dumps.files import write_rows
 from trl_rollout_corr.health.examine import examine
 from trl_rollout_corr.messages import PREFIX
 

@@ -27,7 +27,7 @@ from trl_rollout_corr import (
 )
 from trl_rollout_corr.__main__ import main
 from trl_rollout_corr.correction.histogram import BINS
-from trl_rollout_corr.dumps.writing import read_logs
+from trl_rollout_corr.dumps.files import read_logs
 from trl_rollout_corr.health.bands import ESSENTIAL
 from trl_rollout_corr.messages import PREFIX
 from trl_rollout_corr.trainers.reporting import coarser

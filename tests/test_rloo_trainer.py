@@ -33,7 +33,7 @@ from tests.training import (
 )
 from trl_rollout_corr import RolloutCorrectedRLOOConfig, RolloutCorrectedRLOOTrainer
 from trl_rollout_corr.trainers.keys import FIRST_COEFFICIENTS, FIRST_LOGPS, ROLLOUT_LOGPS
-from trl_rollout_corr.trainers.sampler import sync_weights_on_cpu
+from trl_rollout_corr.trainers.logprobs import sync_weights_on_cpu
 
 
 pytestmark = pytest.mark.vllm

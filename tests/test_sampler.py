@@ -2,7 +2,7 @@
 
 import pytest
 
-from trl_rollout_corr.trainers.sampler import check_logprobs
+from trl_rollout_corr.trainers.logprobs import check_logprobs
 
 
 def test_complete_log_probabilities_pass():

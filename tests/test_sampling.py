@@ -8,7 +8,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from tests.launching import serving
 from tests.training import TRAINERS, assert_in_step, build, config_fields, messages, saying
-from trl_rollout_corr.trainers.sampler import check_server_logprobs
+from trl_rollout_corr.trainers.logprobs import check_server_logprobs
 
 
 both_trainers = pytest.mark.parametrize("config_class", [config for _, config in TRAINERS.values()])
@@ -120,7 +120,7 @@ def test_a_real_server(server, kind, tiny_model_path, tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.vllm
 def test_weights_that_do_not_reach_a_server_are_named(server, tiny_model_path, tmp_path, monkeypatch, caplog):
-    from trl_rollout_corr.trainers._disk_weight_transfer import DiskWeightTransfer
+    from trl_rollout_corr.asynchronous.disk_weight_transfer import DiskWeightTransfer
 
     mode, url = server
     if mode == "raw_logprobs":

@@ -16,8 +16,8 @@ from accelerate import PartialState
 
 from tests.asynchronous import WeightsStay, build_ours
 from tests.tiny import build_tiny_tokenizer, conversations, with_tools
-from trl_rollout_corr.trainers.token_versions import VersionedLoop
-from trl_rollout_corr.trainers.upstream import AsyncRolloutWorker, RolloutLoop
+from trl_rollout_corr.asynchronous.token_versions import VersionedLoop
+from trl_rollout_corr.asynchronous.trl_parts import AsyncRolloutWorker, RolloutLoop
 
 
 # A turn in the history has the tokens that were sampled

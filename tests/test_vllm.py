@@ -23,7 +23,7 @@ from tests.training import (
     losses,
 )
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
-from trl_rollout_corr.trainers.sampler import sync_weights_on_cpu
+from trl_rollout_corr.trainers.logprobs import sync_weights_on_cpu
 
 
 pytestmark = pytest.mark.vllm

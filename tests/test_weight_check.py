@@ -16,7 +16,7 @@ from tests.launching import ROOT, output_of
 from tests.tiny import build_tiny_model
 from tests.training import TRAINERS, VLLM, build, counting_forwards, losing, losses, messages, saying
 from trl_rollout_corr.trainers import server_check
-from trl_rollout_corr.trainers._engine_weights import fingerprint, packed_columns, read, some_columns
+from trl_rollout_corr.trainers.engine_weights import fingerprint, packed_columns, read, some_columns
 from trl_rollout_corr.trainers.server_check import AdapterCheck, MovementCheck, read_server, score_text
 from trl_rollout_corr.trainers.weight_check import WeightCheck
 
@@ -67,7 +67,7 @@ def test_what_arrives_says_nothing(make, schedule, dtype, caplog):
 
 @pytest.mark.vllm
 def test_a_tied_head_that_is_not_packed_again_ends_the_run(make, monkeypatch):
-    monkeypatch.setattr("trl_rollout_corr.trainers._cpu_reload.pack_tied_heads", lambda model: None)
+    monkeypatch.setattr("trl_rollout_corr.trainers.cpu_reload.pack_tied_heads", lambda model: None)
     with pytest.raises(RuntimeError, match=NOT_THERE):
         make(tied=True).train()
 

@@ -29,7 +29,7 @@ from tests.training import (
     saying,
 )
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectionConfig, RolloutCorrectionMonitor
-from trl_rollout_corr.dumps.writing import files_of
+from trl_rollout_corr.dumps.files import files_of
 from trl_rollout_corr.trainers.monitor import ALARMS
 
 

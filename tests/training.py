@@ -21,7 +21,7 @@ from tests.tiny import StaleSampler, length_reward, load_model, prompts
 from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.correction.metrics import Statistics
 from trl_rollout_corr.correction.sums import Sums
-from trl_rollout_corr.trainers._cpu_reload import push
+from trl_rollout_corr.trainers.cpu_reload import push
 
 
 class Trainers(Mapping[str, tuple[type, type]]):
@@ -321,7 +321,7 @@ def losing(lost: str, held: dict[str, torch.Tensor] | None = None) -> Iterator[N
     Some of the weights that are pushed do not arrive, and nothing says so. The first push is complete, unless the weights that
     the sampler holds before are given.
     """
-    from trl_rollout_corr.trainers import sampler
+    from trl_rollout_corr.trainers import logprobs
 
     pushes, holds = count(0 if held is None else 1), dict(held or {})
 
@@ -332,11 +332,11 @@ def losing(lost: str, held: dict[str, torch.Tensor] | None = None) -> Iterator[N
                 holds[name] = weight.detach().clone()
         push(llm, holds.items())
 
-    sampler.push = push_some
+    logprobs.push = push_some
     try:
         yield
     finally:
-        sampler.push = push
+        logprobs.push = push
 
 
 class BrokenSampler(StaleSampler):

@@ -6,10 +6,11 @@ from .messages import __version__ as __version__
 
 
 if TYPE_CHECKING:
+    from .asynchronous.disk_weight_transfer import DiskWeightTransfer
+    from .asynchronous.trainer import RolloutCorrectedAsyncGRPOConfig, RolloutCorrectedAsyncGRPOTrainer
     from .correction.compute import compute_rollout_correction
     from .health.examine import examine
     from .settings.config import RolloutCorrectionConfig
-    from .trainers.async_grpo import RolloutCorrectedAsyncGRPOConfig, RolloutCorrectedAsyncGRPOTrainer
     from .trainers.dumping import check_dump_folder
     from .trainers.grpo import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
     from .trainers.monitor import RolloutCorrectionMonitor
@@ -17,8 +18,9 @@ if TYPE_CHECKING:
     from .trainers.script import ScriptParser, model_config, model_init_kwargs, one_line_errors
 
 _MODULES = {
-    "RolloutCorrectedAsyncGRPOConfig": "trainers.async_grpo",
-    "RolloutCorrectedAsyncGRPOTrainer": "trainers.async_grpo",
+    "DiskWeightTransfer": "asynchronous.disk_weight_transfer",
+    "RolloutCorrectedAsyncGRPOConfig": "asynchronous.trainer",
+    "RolloutCorrectedAsyncGRPOTrainer": "asynchronous.trainer",
     "RolloutCorrectionConfig": "settings.config",
     "RolloutCorrectedGRPOConfig": "trainers.grpo",
     "RolloutCorrectedGRPOTrainer": "trainers.grpo",
@@ -35,6 +37,7 @@ _MODULES = {
 }
 
 __all__ = [
+    "DiskWeightTransfer",
     "RolloutCorrectedAsyncGRPOConfig",
     "RolloutCorrectedAsyncGRPOTrainer",
     "RolloutCorrectedGRPOConfig",

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast, PrinterCallback
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from trl_rollout_corr.messages import PREFIX
-from trl_rollout_corr.trainers.sampler import sync_weights_on_cpu
+from trl_rollout_corr.trainers.logprobs import sync_weights_on_cpu
 
 
 MODELS = Path(__file__).parents[2] / ".cache/arena"

@@ -25,7 +25,7 @@ from faults.models import merged
 from policies import EOS, SHAPES, VOCABULARY, build, updated
 
 from trl_rollout_corr.diagnosis.evidence import FLOOR
-from trl_rollout_corr.dumps import writing as dump
+from trl_rollout_corr.dumps import files as dump
 
 
 STEPS, ROWS, AGAIN = 8, 8, 12  # optimizer steps, sequences of each, and how many of all are scored a second time

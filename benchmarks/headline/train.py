@@ -29,8 +29,8 @@ from trl.generation import vllm_generation
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
 from trl_rollout_corr.correction.compute import RolloutCorrection
 from trl_rollout_corr.messages import PREFIX
+from trl_rollout_corr.trainers.logprobs import sync_weights_on_cpu
 from trl_rollout_corr.trainers.observer import Moment
-from trl_rollout_corr.trainers.sampler import sync_weights_on_cpu
 
 
 ROOT = Path(__file__).parents[2]

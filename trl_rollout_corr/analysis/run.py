@@ -11,8 +11,8 @@ import numpy as np
 import pandas as pd
 import yaml
 
+from ..dumps.files import read_logs
 from ..dumps.reading import Dump, find_dump, open_dump
-from ..dumps.writing import read_logs
 from ..health.windows import is_training_window
 from ..messages import PREFIX, SelfContainedError, warn
 from ..settings.config import RolloutCorrectionConfig

@@ -10,9 +10,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from .files import files_of
 from .schema import ADDED, FORMAT, SCHEMA, VERSION
 from .sequences import OF_SEQUENCES, OF_TOKENS, Sequences
-from .writing import files_of
 
 
 _NUMBERS = [*OF_SEQUENCES, *OF_TOKENS, "prompt_ids"]

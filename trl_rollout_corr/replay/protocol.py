@@ -1,5 +1,5 @@
 """
-What a replay is: a choice of the sampler that the trainer makes again in its own forward passes.
+The protocol of a replay: a choice of the sampler that the trainer makes again in its own forward passes.
 
 `B` sequences of `S` tokens with padding, `T` of them of the completion.
 """
@@ -14,7 +14,7 @@ Logprobs = list[list[float | None]]  # of sampled tokens, per completion
 
 
 class Pass(Protocol):
-    """What a replay asks of a forward pass: [`~trl_rollout_corr.trainers.forward_pass.ForwardPass`]."""
+    """A forward pass, as far as a replay asks for it: [`~trl_rollout_corr.trainers.forward_pass.ForwardPass`]."""
 
     loss_mask: torch.Tensor | None  # (B, T), tokens of the loss; `None` outside the loss
     policy: torch.nn.Module | None  # without wrappers, the model that the loss trains; `None` outside the loss

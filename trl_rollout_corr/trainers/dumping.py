@@ -11,8 +11,8 @@ import torch
 from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from ..dumps.files import append_log, files_of, read_logs, remove_oldest, rewind, write_rows
 from ..dumps.rows import make_row, on_host
-from ..dumps.writing import append_log, files_of, read_logs, remove_oldest, rewind, write_rows
 from ..settings.config import RolloutCorrectionConfig
 from .run_metadata import settings_in_effect
 

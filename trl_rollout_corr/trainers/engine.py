@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 from trl.generation import vllm_generation
 
-from ..dumps.writing import plain
+from ..dumps.files import plain
 from ..messages import is_first_rank, nearest, warn_idle
 from .console import write
 

@@ -1,5 +1,5 @@
 """
-What a forward pass of TRL is for.
+Forward passes of TRL, by purpose.
 
 TRL's trainers run every model through one method, `_get_per_token_logps_and_entropies`. Rollout correction overrides it once
 ([`~trl_rollout_corr.trainers.mixin.RolloutCorrectionMixin`]), and asks the pass that is under way what to do:

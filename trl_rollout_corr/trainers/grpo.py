@@ -11,8 +11,8 @@ from trl import GRPOConfig, GRPOTrainer
 from ..settings.config import RolloutCorrectionConfig
 from .forward_pass import Generation
 from .keys import OLD_LOGPS
+from .logprobs import check_logprobs, checked_turn_ids
 from .mixin import RolloutCorrectionMixin
-from .sampler import check_logprobs, checked_turn_ids
 from .settings_checks import CHECKS, check_loss_type
 from .versions import replace_trl_correction, without_none
 

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from ..correction.compute import keep_mask
 from ..replay.protocol import Logprobs, Replay
 from ..settings.config import RolloutCorrectionConfig
-from .core import CorrectionCore
+from .base import CorrectionCore
 from .engine import engine_arguments
 from .first_step import score_alone
 from .forward_pass import ForwardPass, Generation, LossPass, OldPass, Rescoring, Scoring
@@ -40,10 +40,10 @@ from .keys import (
     ROLLOUT_STEP,
     TURN_IDS,
 )
+from .logprobs import check_server_logprobs, observe_sampler, sync_weights_on_cpu
 from .observer import Corrected
 from .pushes import PushesToVLLM
 from .replays import experts_of, kept_tokens_of, sequences_of
-from .sampler import check_server_logprobs, observe_sampler, sync_weights_on_cpu
 from .trl_interface import check_bases, check_trl, definer
 from .versions import refuse_weights
 from .visits import Visits

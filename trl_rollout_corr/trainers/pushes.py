@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ._engine_weights import read
+from .engine_weights import read
 from .run_metadata import engine_metadata
 from .server_check import MovementCheck, has_extension, read_server, score_text
 from .weight_check import WeightCheck
@@ -41,7 +41,7 @@ class CheckedPushes:
         return engine_metadata(self.trainer._engine_config).get("sampler_dtype", "bfloat16")
 
     def read_sampler(self, names: list[str]) -> dict[str, Any] | None:
-        """Weights that the sampler holds: [`~trl_rollout_corr.trainers._engine_weights.read`]; `None` if it cannot be read."""
+        """Weights that the sampler holds: [`~trl_rollout_corr.trainers.engine_weights.read`]; `None` if it cannot be read."""
         if self.server is None or not has_extension(self.trainer._engine_config):
             return None
         return read_server(self.server, names)

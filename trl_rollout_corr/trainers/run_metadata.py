@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..dumps.writing import plain
+from ..dumps.files import plain
 from ..messages import warn
 from ..settings.config import RolloutCorrectionConfig
 

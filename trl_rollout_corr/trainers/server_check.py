@@ -24,7 +24,7 @@ MOVED = 0.05  # nats per token, smallest movement of the trainer that a server m
 SHARE = 0.1  # of the trainer's movement, below which a server stands still
 SPARSE = 8  # pushes between looks, at most
 MOST = 8  # completions of the fixed text
-EXTENSION = "trl_rollout_corr.trainers._cpu_reload.PackingWorker"
+EXTENSION = "trl_rollout_corr.trainers.cpu_reload.PackingWorker"
 SEE = "See `trl-rollout-corr docs troubleshooting#weights-do-not-arrive`."
 
 
@@ -35,7 +35,7 @@ def has_extension(config: Any) -> bool:
 
 
 def read_server(url: str, names: list[str]) -> dict[str, Any]:
-    """Weights that the workers of a server hold: [`~trl_rollout_corr.trainers._engine_weights.read`]."""
+    """Weights that the workers of a server hold: [`~trl_rollout_corr.trainers.engine_weights.read`]."""
     request: Any = {"method": "read_weights", "args": [names]}
     response = requests.post(f"{url}/collective_rpc", json=request, timeout=300)
     response.raise_for_status()

@@ -20,7 +20,7 @@ from .versions import NEWEST_TESTED, OLDEST, PUSHES_WEIGHTS, TESTED, is_untested
 
 # Leading parameters, passed or read by position or by name.
 _FORWARD = ["self", "model", "input_ids", "attention_mask", "logits_to_keep"]
-_SHARED = {
+SHARED = {
     "_get_per_token_logps_and_entropies": _FORWARD,
     "_generate": ["self", "prompts"],
     "_generate_and_score_completions": ["self", "inputs"],
@@ -32,23 +32,14 @@ _SHARED = {
     "train": ["self", "resume_from_checkpoint"],
 }
 METHODS = {
-    GRPOTrainer: _SHARED,
-    RLOOTrainer: _SHARED,
+    GRPOTrainer: SHARED,
+    RLOOTrainer: SHARED,
     VLLMGeneration: {
         "generate": ["self", "prompts", "images", "num_generations", "profiler"],
         "sync_weights": ["self"],
         **PUSHES_WEIGHTS,
     },
 }
-
-# Methods of TRL's asynchronous trainer
-ASYNCHRONOUS = {
-    "compute_loss": _SHARED["compute_loss"],
-    "get_train_dataloader": ["self"],
-    "_sync_weight": ["self"],
-    **{name: _SHARED[name] for name in ("log", "create_model_card", "train")},
-}
-
 
 # Attributes of the classes, and keys of a batch
 _ATTRIBUTES = [
@@ -72,16 +63,14 @@ NAMES = {
     RLOOTrainer: {"attribute": _ATTRIBUTES, "key": [*_KEYS, "old_logps"]},
     VLLMGeneration: {"attribute": ["accelerator", "llm", "logprobs", "mode", "vllm_client"], "key": []},
 }
-ASYNCHRONOUS_NAMES = {
-    "attribute": ["_metrics", "_rollout_dataset", "model_version", "rollout_worker", "vllm_client", "weight_transfer"],
-    "key": ["advantages", "old_log_probs", "token_index"],
-}
 
 
-def changes(owner: type, methods: dict[str, list[str]] | None = None) -> list[str]:
-    """Sentences about names of a class of TRL that are changed or missing; of the methods of `METHODS` by default."""
+def changes(
+    owner: type, methods: dict[str, list[str]] | None = None, names: dict[str, list[str]] | None = None
+) -> list[str]:
+    """Sentences about names of a class of TRL that are changed or missing; of `METHODS` and `NAMES` by default."""
     found = [_change_of_method(owner, name, expected) for name, expected in (methods or METHODS[owner]).items()]
-    names, source = NAMES.get(owner, ASYNCHRONOUS_NAMES), source_of(owner)
+    names, source = NAMES[owner] if names is None else names, source_of(owner)
     for kind, mention in (("attribute", "self.{}"), ("key", '"{}"')):
         for name in names.get(kind, ()):
             if not re.search(rf"{re.escape(mention.format(name))}(?!\w)", source):
@@ -110,8 +99,11 @@ def source_of(owner: type) -> str:
     return "".join(inspect.getsource(module) for module in modules if module is not None)
 
 
-def refusal(trainers: Iterable[type], methods: dict[type, dict[str, list[str]]] | None = None) -> str | None:
-    """Reason why some trainers of the installed TRL cannot be corrected; `None` if all can."""
+def refusal(trainers: Iterable[type], *contract: dict[str, list[str]]) -> str | None:
+    """
+    Reason why some trainers of the installed TRL cannot be corrected; `None` if all can. A `contract` has the methods and the
+    names of a trainer that is not in `METHODS`.
+    """
     installed = version("trl")
     outside = outside_window(release(), installed)
     if outside:
@@ -123,11 +115,11 @@ def refusal(trainers: Iterable[type], methods: dict[type, dict[str, list[str]]] 
             "log-probabilities in a kernel of its own, which rollout correction does not reach. Train without "
             "`import unsloth`. Beside Unsloth, `trl-rollout-corr diagnose` and `compare` work on dumps of sequences."
         )
-    touched = methods or {owner: METHODS[owner] for owner in (*trainers, VLLMGeneration)}
-    found = [change for owner, names in touched.items() for change in changes(owner, names)]
-    if found:
+    owners = trainers if contract else (*trainers, VLLMGeneration)
+    moved = [change for owner in owners for change in changes(owner, *contract)]
+    if moved:
         return (
-            f"trl {installed} has changed names that rollout correction uses: {' '.join(found)} Install a newer "
+            f"trl {installed} has changed names that rollout correction uses: {' '.join(moved)} Install a newer "
             f"trl-rollout-corr, or {TESTED}."
         )
     return None
@@ -140,9 +132,12 @@ def _is_of_unsloth(trainer: type) -> bool:
 _told: set[str] = set()  # one warning per process
 
 
-def check_trl(trainer: type, methods: dict[type, dict[str, list[str]]] | None = None) -> None:
-    """Refuse an unsupported TRL, or one in which a name in use has changed, and warn about an untested one."""
-    problem = refusal([trainer], methods)
+def check_trl(trainer: type, *contract: dict[str, list[str]]) -> None:
+    """
+    Refuse an unsupported TRL, or one in which a name in use has changed, and warn about an untested one. `contract` is that of
+    [`refusal`].
+    """
+    problem = refusal([trainer], *contract)
     if problem:
         raise ImportError(problem)
     installed = version("trl")

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..messages import report
-from ._engine_weights import READABLE, fingerprint, some_columns
+from .engine_weights import READABLE, fingerprint, some_columns
 
 
 NEAR = 10  # pushes, within which a second failure ends the run
@@ -40,7 +40,7 @@ class WeightCheck:
     Args:
         read (`Callable[[list[str]], dict | None]`):
             What the sampler holds, and where it puts the weights of some names
-            ([`~trl_rollout_corr.trainers._engine_weights.read`]); `None` if the sampler cannot be read.
+            ([`~trl_rollout_corr.trainers.engine_weights.read`]); `None` if the sampler cannot be read.
         model (`torch.nn.Module`):
             Model of the trainer, not wrapped.
         dtype (`Callable[[], str]`):

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from .keys import REWARDS, ROLLOUT_STEP, TOKEN_STEPS
-from .upstream import RolloutSample, TreeRow
+from ..trainers.keys import REWARDS, ROLLOUT_STEP, TOKEN_STEPS
+from .trl_parts import RolloutSample, TreeRow
 
 
 TERMS = "rollout_corr_terms"  # (R, B, T) index of the loss term of a token, -1 for none

@@ -18,7 +18,7 @@ from transformers.trainer_utils import TrainOutput
 
 from ..correction.compute import RolloutCorrection, compute_rollout_correction
 from ..correction.functional import LOG_RATIO_BOUND
-from ..dumps.writing import plain
+from ..dumps.files import plain
 from ..messages import SettingWarning, warn
 from ..settings.config import RolloutCorrectionConfig
 from ..settings.fields import DEFAULTS

@@ -3,7 +3,7 @@ Version of the weights that sampled each token, from a vLLM server that tells it
 
 The trainer labels the weights on the server at each push, before requests go on ([`LabellingTransfer`]). The rollout worker
 asks the endpoint whose answers have the label of every token ([`VersionedLoop`]), and its samples carry the labels to
-[`~trl_rollout_corr.trainers.intake.Carrier`].
+[`~trl_rollout_corr.asynchronous.samples.Carrier`].
 """
 
 import math
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import requests
 
-from .upstream import RolloutLoop, RolloutSample
+from .trl_parts import RolloutLoop, RolloutSample
 
 
 _COMPLETIONS, _GENERATE = "/v1/completions", "/inference/v1/generate"

@@ -15,7 +15,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 from ..messages import warn
 from ..replay.kept_tokens import KeptTokens
 from ..replay.protocol import Logprobs
-from ._cpu_reload import push
+from .cpu_reload import push
 from .versions import named_weights
 
 
@@ -123,7 +123,7 @@ def observe_sampler(
 
 def sync_weights_on_cpu(generation: VLLMGeneration) -> None:
     """
-    Push weights through vLLM's own reload on a CPU, see [`~trl_rollout_corr.trainers._cpu_reload.push`].
+    Push weights through vLLM's own reload on a CPU, see [`~trl_rollout_corr.trainers.cpu_reload.push`].
 
     TRL's push of single parameters fails on a CPU, where vLLM stores weights in other shapes than the checkpoint.
     """

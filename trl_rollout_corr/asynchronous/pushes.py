@@ -4,9 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .pushes import CheckedPushes
-from .server_check import AdapterCheck
-from .upstream import AsyncRolloutWorker
+from ..trainers.pushes import CheckedPushes
+from ..trainers.server_check import AdapterCheck
+from .trl_parts import AsyncRolloutWorker
 
 
 class PushesToServer(CheckedPushes):

@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import torch
 
-from .versions import TESTED
+from ..trainers.versions import TESTED
 
 
 _PLACES = ("trl", "trl.experimental.async_grpo")  # of the class, the newest first

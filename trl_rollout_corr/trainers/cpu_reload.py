@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ._engine_weights import read
+from .engine_weights import read
 
 
 def push(llm: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -18,7 +18,7 @@ def push(llm: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
 
 class PackingWorker:
     """
-    An extension of vLLM's worker: `--worker-extension-cls trl_rollout_corr.trainers._cpu_reload.PackingWorker`. A server on a
+    An extension of vLLM's worker: `--worker-extension-cls trl_rollout_corr.trainers.cpu_reload.PackingWorker`. A server on a
     CPU needs it, and on any server it lets the trainer check that weights arrive. Its methods are for `/collective_rpc`.
     """
 
@@ -27,7 +27,7 @@ class PackingWorker:
         reload(self, weights_path=weights_path)
 
     def read_weights(self, names: list[str]) -> dict[str, Any]:
-        """Fingerprints of the weights that this worker holds: [`~trl_rollout_corr.trainers._engine_weights.read`]."""
+        """Fingerprints of the weights that this worker holds: [`~trl_rollout_corr.trainers.engine_weights.read`]."""
         return read(self.get_model(), names)  # type: ignore[attr-defined]  # of vLLM's worker
 
 

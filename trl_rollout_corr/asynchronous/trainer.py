@@ -2,7 +2,7 @@
 Asynchronous GRPO with rollout correction.
 
 TRL's loss takes two tensors out of the batch, the advantages and the sampler's log-probabilities, runs the model once, and
-combines the three. Here it gets placeholders ([`~trl_rollout_corr.trainers.packed.Awaited`]), which are filled after the
+combines the three. Here it gets placeholders ([`~trl_rollout_corr.asynchronous.packed.Awaited`]), which are filled after the
 forward pass. So the correction knows the log-probabilities of the policy without a forward pass of its own.
 
 `B` completions of this rank's row, `T` tokens from the first of the loss to the last of a completion.
@@ -22,20 +22,21 @@ from torch.utils.data import DataLoader
 from transformers.trainer_utils import TrainOutput
 
 from ..settings.config import RolloutCorrectionConfig
-from ._cpu_attention import register_tree_attention
-from .async_pushes import PushesToServer
-from .core import CorrectionCore
-from .engine import announce_server, check_engine_kwargs
-from .intake import ADVANTAGES, TERMS, TEXT, TEXT_PREFIX, TOOLS, Carrier, Layout, Tap
-from .keys import PADDING, REWARDS, ROLLOUT_LOGPS, ROLLOUT_STEP, TOKEN_STEPS
-from .observer import Corrected
+from ..trainers.base import CorrectionCore
+from ..trainers.engine import announce_server, check_engine_kwargs
+from ..trainers.keys import PADDING, REWARDS, ROLLOUT_LOGPS, ROLLOUT_STEP, TOKEN_STEPS
+from ..trainers.logprobs import check_server_logprobs
+from ..trainers.observer import Corrected
+from ..trainers.settings_checks import CHECKS
+from ..trainers.trl_interface import check_bases, check_trl
+from .contract import METHODS, NAMES
 from .packed import Awaited, Policy, Terms
-from .sampler import check_server_logprobs
-from .settings_checks import CHECKS
+from .pushes import PushesToServer
+from .samples import ADVANTAGES, TERMS, TEXT, TEXT_PREFIX, TOOLS, Carrier, Layout, Tap
 from .stopping import OrderlyEnd, drain_at_stop
 from .token_versions import ask_for_versions
-from .trl_interface import ASYNCHRONOUS, check_bases, check_trl
-from .upstream import AsyncGRPOConfig, AsyncGRPOTrainer, AsyncRolloutWorker, WeightTransferClient, without_peak_flops
+from .tree_attention import register_tree_attention
+from .trl_parts import AsyncGRPOConfig, AsyncGRPOTrainer, AsyncRolloutWorker, WeightTransferClient, without_peak_flops
 
 
 LOSS_MASK = "loss_mask"  # (B, T)
@@ -78,8 +79,8 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
     each version of the weights, and its label on a server that tells the version of each token), `train` (an error of the
     sampler ends the run with a checkpoint), `log` (metrics).
 
-    On a CPU, packed rows need another attention (`trainers/_cpu_attention.py`), and weights need another way to the server:
-    a `DiskWeightTransfer` (`trainers/_disk_weight_transfer.py`), or an adapter.
+    On a CPU, packed rows need another attention (`asynchronous/tree_attention.py`), and weights need another way to the
+    server: a [`DiskWeightTransfer`], or an adapter.
 
     Attributes:
         rollout_step (`int`, *optional*):
@@ -118,7 +119,7 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
         *further_args: object,
         **kwargs: object,
     ) -> None:
-        check_trl(AsyncGRPOTrainer, {AsyncGRPOTrainer: ASYNCHRONOUS})
+        check_trl(AsyncGRPOTrainer, METHODS, NAMES)
         check_bases(type(self), RolloutCorrectedAsyncGRPOTrainer, AsyncGRPOTrainer, method="compute_loss")
         config = self._read_settings(model, args)
         if config.rollout_engine_kwargs:
@@ -143,7 +144,7 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
         if isinstance(self.weight_transfer, WeightTransferClient):
             raise ValueError(
                 "`weight_transfer` is None, which is NCCL, and NCCL needs GPUs. Pass `weight_transfer=DiskWeightTransfer("
-                "url, folder)` from `trl_rollout_corr.trainers._disk_weight_transfer`; or train an adapter, with a server "
+                "url, folder)` from `trl_rollout_corr.asynchronous.disk_weight_transfer`; or train an adapter, with a server "
                 "that was started with `--enable-lora` and `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`."
             )
 

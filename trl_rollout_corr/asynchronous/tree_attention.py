@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from .upstream import TREE_ATTENTION
+from .trl_parts import TREE_ATTENTION
 
 
 def tree_attention(

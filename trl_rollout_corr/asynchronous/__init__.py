@@ -1,0 +1,1 @@
+"""Asynchronous GRPO with rollout correction."""
