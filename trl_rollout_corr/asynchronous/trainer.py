@@ -144,7 +144,7 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
         if isinstance(self.weight_transfer, WeightTransferClient):
             raise ValueError(
                 "`weight_transfer` is None, which is NCCL, and NCCL needs GPUs. Pass `weight_transfer=DiskWeightTransfer("
-                "url, folder)` from `trl_rollout_corr.asynchronous.disk_weight_transfer`; or train an adapter, with a server "
+                "url, folder)` from `trl_rollout_corr`; or train an adapter, with a server "
                 "that was started with `--enable-lora` and `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`."
             )
 

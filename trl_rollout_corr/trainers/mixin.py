@@ -103,7 +103,6 @@ class RolloutCorrectionMixin(CorrectionCore):
         if self.use_vllm:
             observe_sampler(self.vllm_generation, self._record_logprobs, self._pushes.pushing, kept_tokens)
         self._set_up_observer()
-        self._set_up_push_checks()
 
     def _check_server(self) -> None:
         if self.vllm_mode == "server":
