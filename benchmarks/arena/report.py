@@ -81,12 +81,14 @@ def rejected(history: Mapping[str, Sequence[float | None]]) -> float | None:
 
 
 def collect(folder: Path) -> dict[str, Any]:
-    """The runs in a folder that belong to the published stages, as rows, and how many were planned."""
+    """The runs in a folder that belong to a stage, as rows, and how many were planned. A stage without runs is left out."""
     results: dict[str, Any] = {}
     for stage, plan in STAGES.items():
         runs = list({(run.cell.name, run.arm.name, run.seed): run for run in plan()}.values())
         paths = {run.name: folder / f"{run.name}.json" for run in runs}
         done = {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
+        if not done:
+            continue
         results[stage] = {
             "planned": len(paths),
             "done": len(done),
@@ -279,12 +281,12 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
         "runs": " ".join(
             f"*{stage}*: {results[stage]['done']} of {results[stage]['planned']} planned runs, {results[stage]['minutes']} "
             "minutes of training."
-            for stage in STAGES
+            for stage in results
         ),
         "ladder": ladder(),
         "simulation": simulated(json.loads((HERE / "simulation.json").read_text())["situations"]),
     }
-    for stage in STAGES:
+    for stage in results:
         rows = results[stage]["rows"]
         arms = [name for name in ARMS if any(row["arm"] == name for row in rows)]
         found = situations(rows, arms)
