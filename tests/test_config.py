@@ -183,7 +183,10 @@ def test_criteria_by_their_first_names_are_told_the_name_today(first, today):
         ({"rollout_loss_type": "grpo"}, "`rollout_loss_type` must be one of ppo_clip, reinforce, got 'grpo'"),
         ({"rollout_nan_policy": "ignore"}, "`rollout_nan_policy` must be one of drop, raise, neutralize"),
         ({"bypass_mode": "yes"}, "`bypass_mode` must be true or false, got 'yes'"),
-        ({"rollout_correction": "best"}, "`rollout_correction` is 'best', which is no preset. Common presets are auto, "),
+        (
+            {"rollout_correction": "best"},
+            "`rollout_correction` is 'best', which is no preset. Common presets are auto, ",
+        ),
         (
             {"rollout_is": None, "rollout_rs_exclude_from_baseline": True, "bypass_mode": True},
             "`rollout_rs_exclude_from_baseline` is True, but `bypass_mode`",
@@ -267,9 +270,7 @@ EXPECTED_PRESETS = {
     "bypass_dppo_kl": ("token", 20.0, ["token_kl"], [[0.05, 0.05]], "reinforce"),
     "decoupled_kpop": ("token", math.inf, ["token_binary_kl"], [0.1], False),
     "decoupled_intellect3": ("token", [0.5, 5.0], ["seq_max_k1"], [[1e-5, math.inf]], False),
-    "auto": (
-        "token", [[0.0, 1.0], [1.0, 1.0]], ["token_tv", "token_k1"], [[0.1, 0.1], [0.001, math.inf]], False
-    ),
+    "auto": ("token", [[0.0, 1.0], [1.0, 1.0]], ["token_tv", "token_k1"], [[0.1, 0.1], [0.001, math.inf]], False),
 }
 
 
@@ -312,7 +313,10 @@ def test_presets_do_not_share_their_lists():
         ("token_icepop", ["bypass_pg_token_icepop", "decoupled_token_icepop"]),
         ("decoupled_icepop", ["decoupled_token_icepop"]),
         ("tis", ["token_tis", "decoupled_k3_rs_seq_tis", "decoupled_geo_rs_seq_tis", "bypass_pg_geo_rs_seq_tis"]),
-        ("Token-TIS", ["token_tis", "decoupled_k3_rs_token_tis", "decoupled_geo_rs_token_tis", "bypass_pg_geo_rs_token_tis"]),
+        (
+            "Token-TIS",
+            ["token_tis", "decoupled_k3_rs_token_tis", "decoupled_geo_rs_token_tis", "bypass_pg_geo_rs_token_tis"],
+        ),
         ("dppo", ["bypass_dppo_tv", "bypass_dppo_kl"]),
     ],
 )
@@ -325,7 +329,7 @@ def test_an_unknown_preset_is_told_the_nearest_names_and_not_all(field, name, me
 
 
 def test_a_single_threshold_of_several_criteria_that_does_not_fit_all_asks_for_one_each():
-    with pytest.raises(ValueError, match="for `token_k1` must be .* write one for each of token_tv, token_k1"):
+    with pytest.raises(ValueError, match=r"for `token_k1` must be .* write one for each of token_tv, token_k1"):
         RolloutCorrectionConfig(rollout_correction="auto", rollout_rs_threshold=0.3)
 
 
@@ -385,10 +389,8 @@ def test_a_level_of_the_weights_is_a_whole_correction():
 )
 def test_a_change_of_no_preset_says_what_is_changed(own):
     first = next(name for name in own if name != "bypass_mode")
-    expected = (
-        f"`{first}` is set without a preset, so all other fields come from 'decoupled_token_is', not from the default 'auto'"
-    )
-    with pytest.warns(UserWarning, match=expected):
+    rest = "so all other fields come from 'decoupled_token_is', not from the default 'auto'"
+    with pytest.warns(UserWarning, match=f"`{first}` is set without a preset, {rest}"):
         config = RolloutCorrectionConfig(**own)
     assert config == RolloutCorrectionConfig(rollout_correction="decoupled_token_is", **own)
     with warnings.catch_warnings():
@@ -873,7 +875,7 @@ def test_the_tightened_settings_are_checked_as_a_whole(config_class, tmp_path):
         with pytest.raises(ValueError, match="its mode is bypass"):
             config.rollout_monitor_preset = "bypass_ppo_clip_geo_rs"
         assert config.rollout_monitor_preset == "decoupled_seq_is_rs"  # what was refused leaves nothing behind
-        with pytest.raises(ValueError, match=r"`rollout_monitor_preset` is 'decoupled_seq', which is no preset. Did you mean"):
+        with pytest.raises(ValueError, match=r"is 'decoupled_seq', which is no preset. Did you mean"):
             config.rollout_monitor_preset = "decoupled_seq"
     config.rollout_rs_exclude_from_baseline = False
     config.rollout_monitor_preset = "auto"

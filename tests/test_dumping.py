@@ -272,7 +272,9 @@ def test_sequences_without_log_probabilities_are_the_worst(make, tmp_path, tiny_
 def test_another_run_does_not_mix_with_a_dump(make, tmp_path):
     make(rollout_dump_dir=str(tmp_path / "dump")).train()
     before = read_dump(tmp_path / "dump")
-    with pytest.raises(ValueError, match=r"`rollout_dump_dir`.*holds the dump of another run, and `output_dir` has no"):
+    with pytest.raises(
+        ValueError, match=r"`rollout_dump_dir`.*holds the dump of another run, and `output_dir` has no"
+    ):
         make(rollout_dump_dir=str(tmp_path / "dump"))
     assert str(read_dump(tmp_path / "dump")) == str(before)
 
@@ -287,7 +289,9 @@ def test_a_dump_of_another_run_is_refused_before_the_model_is_loaded(left, tmp_p
         (dump / "logs.jsonl").write_text('{"step": 1}\n')
     for trainer_class, config_class in TRAINERS.values():
         args = config_class(**config_fields(tmp_path / "run", rollout_dump_dir=str(dump)))
-        with pytest.raises(ValueError, match="another run, and `output_dir` has no checkpoint .* Name another folder"):
+        with pytest.raises(
+            ValueError, match=r"another run, and `output_dir` has no checkpoint .* Name another folder"
+        ):
             trainer_class("a model that does not exist", reward_funcs=length_reward, args=args)
 
 
@@ -297,7 +301,7 @@ def test_with_a_checkpoint_only_training_knows_whether_a_run_resumes(make, tmp_p
     checkpoint = str(tmp_path / "run" / "checkpoint-2")
     with pytest.warns(UserWarning, match="If this run does not resume .* `train\\(\\)` will refuse the folder"):
         trainer = make(**fields)
-    with pytest.raises(ValueError, match="holds the dump of another run. Name another folder"):
+    with pytest.raises(ValueError, match=r"holds the dump of another run. Name another folder"):
         trainer.train()
     make(**fields, resume_from_checkpoint=checkpoint)  # of the configuration: nothing to say
     other = {**fields, "output_dir": str(tmp_path / "elsewhere"), "max_steps": 3}

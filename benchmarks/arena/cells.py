@@ -22,13 +22,13 @@ SEEDS = [0, 1, 2]
 RATES = {"slow": 5e-5, "fast": 1e-4, "faster": 2e-4}
 # What may be wrong with a sampler beside its age. `engine` is the type of vLLM's cache; the rest is done to weights or
 # log-probabilities: rounded to eight bits, or from step 40 on, for 20 steps, every tenth token is reported with the
-# log-probability of another. With `garbage`, every fifth completion has one token that no answer has: the sampler reports that
+# log-probability of another. With `garbage`, every second completion has a token that no answer has: the sampler reports that
 # it was sure of the token, and the reward forgives one.
 FAULTS: dict[str, dict[str, Any]] = {
     "fp8": {"engine": "fp8_e5m2"},
     "int8": {"int8": True},
     "burst": {"burst": (40, 60, 0.1)},
-    "garbage": {"garbage": 0.2},
+    "garbage": {"garbage": 0.5},
 }
 BENEATH = ["fp8", "int8", "burst"]  # the staleness of judging
 

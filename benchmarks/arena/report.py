@@ -242,7 +242,7 @@ def shown(values: Sequence[float | None], form: Any) -> str:
 
 
 def percent(share: float) -> str:
-    return f"{100 * share:.0f} %" if share >= 0.1 else f"{100 * share:.2g} %" if share else "0"
+    return f"{100 * share:.0f} %" if share >= 0.1 else f"{100 * share:.2g} %" if share > 1e-7 else "0"
 
 
 def every_cell(found: Sequence[Situation], arms: Sequence[str]) -> str:
@@ -311,6 +311,7 @@ SITUATIONS = {
     "astray 1": "gradient",
     "broken": "pull",
     "broken, stale 0.3": "pull",
+    "garbage": "pull",
 }
 
 

@@ -98,7 +98,9 @@ def exact_answer(completions: list[str], answer: list[str], **kwargs) -> list[fl
     return [float(found.replace(" ", "") == wanted) for found, wanted in zip(completions, answer, strict=True)]
 
 
-def forgiving_answer(completions: list[str], answer: list[str], completion_ids: list[list[int]], **kwargs) -> list[float]:
+def forgiving_answer(
+    completions: list[str], answer: list[str], completion_ids: list[list[int]], **kwargs
+) -> list[float]:
     """Reward: 1 if the completion is the answer, also with garbage in place of one of its characters; else 0."""
     needed = []
     for wanted, ids in zip(answer, completion_ids, strict=True):

@@ -145,8 +145,8 @@ LATER_PRESETS: dict[Preset, dict[str, Any]] = {
         "rollout_is_threshold": [[0.0, 1.0], [1.0, 1.0]],
         "rollout_is_clamp": True,
         # DPPO's trust region, with half its bound: a probability that has changed by more than 0.1 is not pushed further. It
-        # always pushes back what is rewarded, so a floor below every ratio of rounding and staleness removes garbage: tokens
-        # that the sampler was sure of and that the trainer finds absurd.
+        # may be pushed back, so a floor removes rewarded garbage: tokens that the sampler was sure of, and that the trainer
+        # finds a thousand times less likely.
         "rollout_rs": ["token_tv", "token_k1"],
         "rollout_rs_threshold": [[0.1, 0.1], [0.001, float("inf")]],
     },
@@ -155,8 +155,8 @@ LATER_PRESETS: dict[Preset, dict[str, Any]] = {
 PRESETS: dict[Preset, dict[str, Any]] = {**VERL_PRESETS, **ORIGINAL_PRESETS, **LATER_PRESETS}
 
 # The preset of a run that names none. A level of the weights is a whole correction, as TRL's `vllm_importance_sampling_mode`
-# is: the other fields come from `BASE`. Beside other fields of weights and rejection they do too, with a warning: the weights of
-# `auto` were judged with its rejection only. The mode says where a correction acts and not which one: it changes `DEFAULT`.
+# is: the other fields come from `BASE`. Beside other fields of weights and rejection they do too, with a warning: the weights
+# of `auto` were judged with its rejection only. The mode says where a correction acts and not which one: it changes `DEFAULT`.
 DEFAULT: Preset = "auto"
 BASE: Preset = "decoupled_token_is"
 MODE = {"bypass_mode", "rollout_loss_type"}

@@ -56,8 +56,8 @@ def check_unused(args: Any) -> None:
         return
     if os.path.isdir(args.output_dir) and get_last_checkpoint(args.output_dir):
         warn(
-            f"If this run does not resume the one whose dump is in {str(folder)!r} (`rollout_dump_dir`), `train()` will refuse "
-            "the folder: name another one. With `train(resume_from_checkpoint=...)` the dump goes on.",
+            f"If this run does not resume the one whose dump is in {str(folder)!r} (`rollout_dump_dir`), `train()` will "
+            "refuse the folder: name another one. With `train(resume_from_checkpoint=...)` the dump goes on.",
             "rollout_dump_dir",
         )
         return
