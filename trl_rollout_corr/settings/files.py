@@ -40,7 +40,9 @@ class Document(NamedTuple):
     content: Any  # arguments of a shell script are nested mappings of text
     lines: dict[Key, int]  # line of each key by its path, counted from 1
     replaced: dict[Key, list[int]] = {}  # earlier lines that set a key to another value
-    variables: dict[str, tuple[str, int]] = {}  # value and line of each variable of a script that no other setting uses
+    variables: dict[
+        str, tuple[str, int]
+    ] = {}  # value and line of each variable of a script that no other setting uses
 
     def line(self, *path: str) -> int | None:
         """Line of a key, or of the nearest key above it with a line."""
@@ -306,7 +308,10 @@ def _left_out(document: Document, foreign: Foreign) -> Iterator[tuple[int, str]]
         reason = "not about its correction: keep name and value"
     for names in others.values():
         listed, several = ", ".join(f"`{name}`" for name, _ in names), len(names) > 1
-        yield names[0][1], f"{listed} {'are' if several else 'is'} left out: {'they are' if several else 'it is'} {reason}."
+        yield (
+            names[0][1],
+            f"{listed} {'are' if several else 'is'} left out: {'they are' if several else 'it is'} {reason}.",
+        )
 
 
 def _not_taken(document: Document, foreign: Foreign) -> Iterator[tuple[Key, object, int]]:

@@ -182,7 +182,7 @@ class RolloutCorrectedAsyncGRPOTrainer(PushesToServer, CorrectionCore, AsyncGRPO
     ) -> None:
         check_trl(AsyncGRPOTrainer, {AsyncGRPOTrainer: ASYNCHRONOUS})
         check_bases(type(self), RolloutCorrectedAsyncGRPOTrainer, AsyncGRPOTrainer, method="compute_loss")
-        config = self._checked_args(model, args)
+        config = self._checked_before_loading(model, args)
         if config.rollout_engine_kwargs:
             check_engine_kwargs(config.rollout_engine_kwargs)
             announce_server(config.rollout_engine_kwargs)

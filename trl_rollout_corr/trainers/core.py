@@ -26,7 +26,7 @@ from ..messages import warn
 from .batch import ROLLOUT_LOGPS, ROLLOUT_STEP, TOKEN_STEPS, TURN_IDS
 from .card import complete_card
 from .console import add_console
-from .dumping import SequenceDump, check_dump_folder
+from .dumping import SequenceDump, check_dump_folder, check_unused
 from .first_step import FirstStepDiagnosis
 from .lr_scaling import LearningRateScaling, check_scalable
 from .monitor import MONITOR_FIELDS, settle_monitors
@@ -128,6 +128,13 @@ class CorrectionCore(_Host):
         check_scalable(args)
         if args.rollout_dump_dir is not None:
             check_dump_folder(Path(args.rollout_dump_dir), new_run=False)
+        return args
+
+    def _checked_before_loading(self, model: str | PreTrainedModel, args: Any) -> Any:
+        """Checks before model and vLLM are loaded, which takes minutes. Returns the configuration."""
+        args = self._checked_args(model, args)
+        if args.rollout_dump_dir is not None:
+            check_unused(args)
         return args
 
     def _set_up_observer(self) -> None:

@@ -84,7 +84,7 @@ class RolloutCorrectionMixin(RoutingReplay, PushesToVLLM, CorrectionCore):
     ) -> None:
         check_trl(self._trl_class)
         check_bases(type(self), RolloutCorrectionMixin, self._trl_class)
-        args = self._checked_args(model, args)
+        args = self._checked_before_loading(model, args)
         with engine_arguments(args):
             super().__init__(model, reward_funcs, args, *further_args, **kwargs)
         self._scoring: Scoring | None = None

@@ -16,9 +16,9 @@ from ..health.examine import Examiner, parse_bounds
 from ..health.rule import Alarm
 from ..health.rules import RULES
 from ..health.windows import is_training_window
-from ..messages import PREFIX, nearest, report, warn
+from ..messages import PREFIX, report, warn
 from ..settings.config import RolloutCorrectionConfig
-from ..settings.fields import MONITOR_ACTIONS, MonitorAction
+from ..settings.fields import MONITOR_ACTIONS, MonitorAction, preset_remedy
 from ..settings.presets import PRESETS, Preset
 
 
@@ -244,8 +244,7 @@ def check_name(preset: Preset | None) -> Preset:
     """Check that a preset exists, and return its name."""
     if preset is None or preset not in PRESETS:
         raise ValueError(
-            f"`rollout_monitor_preset` is {preset!r}, but `rollout_monitor='tighten'` switches to it."
-            f"{nearest(preset, PRESETS)} Available presets: {', '.join(PRESETS)}."
+            f"`rollout_monitor_preset` is {preset!r}, but `rollout_monitor='tighten'` switches to it. {preset_remedy(preset)}"
         )
     return preset
 

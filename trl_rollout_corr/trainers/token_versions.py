@@ -124,7 +124,9 @@ class VersionedLoop(RolloutLoop):  # type: ignore[misc, valid-type]
         if path != _COMPLETIONS or not self._asks_for_versions:
             return dict(await super()._post(path, payload, *args, **kwargs))
         try:
-            answer, complaint = _as_completion(await super()._post(_GENERATE, _as_generation(payload), *args, **kwargs))
+            answer, complaint = _as_completion(
+                await super()._post(_GENERATE, _as_generation(payload), *args, **kwargs)
+            )
         except Exception as error:
             status = getattr(error, "status", None)  # of an answer of HTTP; an error without an answer is left to TRL
             if status is None and not isinstance(error, _UNREADABLE):
@@ -170,7 +172,9 @@ def _as_completion(answer: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
         versions, fault = versions_of(choice.get("weight_versions"), len(tokens))
         complaint = complaint or fault
         rows = zip(choice["token_ids"], tokens, versions.tolist(), strict=True)
-        logps = [_Sampled.by(version, math.nan if (x := token["logprob"]) is None else x) for _, token, version in rows]
+        logps = [
+            _Sampled.by(version, math.nan if (x := token["logprob"]) is None else x) for _, token, version in rows
+        ]
         choices.append({**choice, "logprobs": {"token_logprobs": logps}})
     return {**answer, "choices": choices}, complaint
 
@@ -203,7 +207,10 @@ def versions_of(spans: object, length: int) -> tuple[np.ndarray, str]:
     if covered.all() and not contested.any():
         return versions, ""
     named = f"`weight_versions` is {str(spans)[:200]} for {length} tokens"
-    return versions, f"{named}, which gives {int(contested.sum())} of them two versions and {int((~covered).sum())} none"
+    return (
+        versions,
+        f"{named}, which gives {int(contested.sum())} of them two versions and {int((~covered).sum())} none",
+    )
 
 
 def _version(label: object) -> int | None:
