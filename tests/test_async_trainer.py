@@ -354,6 +354,18 @@ def test_versions_of_tokens_that_are_all_the_same_change_nothing(make):
     assert plain == versioned
 
 
+@pytest.mark.parametrize("pushes", [-1, 99])
+def test_versions_that_cannot_be_are_as_good_as_none(make, pushes):
+    """Labels of a server that did not take the later ones, and labels that the trainer did not give."""
+    runs = [
+        make({"lags": (0, 1, 3), "change": change}, max_steps=4)
+        for change in (None, partial(with_versions, pushes=pushes))
+    ]
+    plain, versioned = [window_of_all_logs(run) for run in runs]
+    assert [entry.pop(f"{PREFIX}spans_push/fraction", None) for entry in versioned] == [0.0] * 4
+    assert plain == versioned
+
+
 def window_of_all_logs(trainer):
     trainer.train()
     return [{k: v for k, v in entry.items() if k.startswith(PREFIX)} for entry in trainer.state.log_history[:-1]]

@@ -11,13 +11,9 @@ from .criteria import Criterion
 from .fields import DEFAULTS, PARSERS, CorrectionFields, DumpFields, EngineFields, MonitorFields, Unset
 from .legacy import FirstPresets, from_legacy
 from .migrate import from_trl, from_verl
-from .presets import BASE, DECIDED, DEFAULT, PRESETS, Preset, settings_of
+from .presets import BASE, DECIDED, DEFAULT, MODE, PRESETS, Preset, settings_of
 from .resolve import Correction, fill, idle_fields, is_default, read_given, resolve
 from .thresholds import is_by_sign, none_if_null, parse_criteria, parse_rejection_thresholds
-
-
-# Fields that choose a correction; the others of a preset change one
-_CHOICES = {"rollout_is", "rollout_rs", "bypass_mode"}
 
 
 # Dataclasses take the fields of the last base first: `rollout_correction` is the first argument
@@ -32,8 +28,10 @@ class RolloutCorrectionConfig(FirstPresets, DumpFields, MonitorFields, EngineFie
     Args:
         rollout_correction (`str`, `dict` or `None`, *optional*, defaults to `"auto"`):
             Name of a preset (see `trl-rollout-corr docs presets`); `None` for no correction. Fields that are set beside it
-            override it. If weights, rejection or mode are set and no preset, the rest is that of `"decoupled_token_is"`. Also
-            the `rollout_correction` section of a verl configuration, or a [`RolloutCorrectionConfig`].
+            override it. If weights or rejection are set without a preset, all other fields come from `"decoupled_token_is"`; unless
+            `rollout_is` is set, a warning says so. The mode (`bypass_mode`, `rollout_loss_type`) alone leaves the preset at
+            its default.
+            Also the `rollout_correction` section of a verl configuration, or a [`RolloutCorrectionConfig`].
         rollout_correction_resolved (`str`, *optional*):
             Set by the configuration itself: the preset that has filled in fields. If `rollout_correction` of a saved or copied
             configuration is changed, the fields that the user has not set follow the new preset.
@@ -166,10 +164,11 @@ class RolloutCorrectionConfig(FirstPresets, DumpFields, MonitorFields, EngineFie
         for name, reason in idle_fields(self.__dict__, self.correction).items():
             if name in explicit:
                 warn_idle(name, getattr(self, name), reason)
-        changed = [name for name in DECIDED if name in explicit]
-        if names_none and changed and not _CHOICES & set(changed):
-            rest = f"without a preset: the rest is that of {BASE!r}, and not of the default {DEFAULT!r}"
-            warn(f"`{changed[0]}` is set {rest}. Set `rollout_correction` to the preset that is meant.", changed[0])
+        if names_none and self.rollout_correction == BASE and "rollout_is" not in explicit:
+            name = next(name for name in DECIDED if name in explicit)
+            rest = f"so all other fields come from {BASE!r}, not from the default {DEFAULT!r}"
+            remedy = f"Set `rollout_correction` to the one of the two that is meant: {BASE} or {DEFAULT}."
+            warn(f"`{name}` is set without a preset, {rest}. {remedy}", name)
         if self.rollout_rs is None:
             self.rollout_rs_threshold = None
 
@@ -270,7 +269,7 @@ class RolloutCorrectionConfig(FirstPresets, DumpFields, MonitorFields, EngineFie
     def _fill(self) -> set[str]:
         """Fill in the fields that the user has not set and the preset decides. Returns the names of the other fields."""
         own, (name, given) = self._set_by_user(), read_given(self.rollout_correction)
-        if own and isinstance(self.rollout_correction, Unset):
+        if isinstance(self.rollout_correction, Unset) and not own.keys() <= MODE:
             name = BASE
         if "rollout_rs" in own and parse_criteria(own["rollout_rs"]) != fill(name, given)["rollout_rs"]:
             given.pop("rollout_rs_threshold", None)  # no criterion gets the threshold of another

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ..health.examine import parse_bounds
-from ..messages import SettingError, nearest
+from ..messages import SettingError, candidates, nearest
 from .criteria import LEVELS, CriterionName, Level
 from .presets import DEFAULT, PRESETS, Preset
 from .thresholds import none_if_null, parse_criteria, parse_number, parse_weight_threshold
@@ -181,8 +181,16 @@ def preset_name(name: str) -> Preset:
     """Refuse a name that is no preset."""
     if name in PRESETS:
         return name
-    remedy = f"{nearest(name, PRESETS)} Available presets: {', '.join(PRESETS)}.".strip()
-    raise SettingError("rollout_correction", name, remedy=remedy)
+    raise SettingError("rollout_correction", name, "which is no preset", remedy=preset_remedy(name))
+
+
+def preset_remedy(name: object) -> str:
+    """Sentences with the presets that may be meant."""
+    found = " or ".join(map(repr, candidates(name, PRESETS)))
+    if found:
+        return f"Did you mean {found}?"
+    common = f"{DEFAULT}, decoupled_token_is, decoupled_token_icepop, bypass_ppo_clip and disabled"
+    return f"Common presets are {common}; `trl-rollout-corr docs presets` has all {len(PRESETS)}."
 
 
 def _folder(value: object) -> str | None:
