@@ -181,7 +181,9 @@ def nested(settings: dict) -> dict:
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     above=st.sampled_from(["algorithm.rollout_correction.", "rollout_correction.", "algorithm.", ""]),
-    ours=st.sets(st.sampled_from([name for name in NAMES if "rs" not in name]), min_size=1).map(lambda x: {*x, *NAMES[:1]}),
+    ours=st.sets(st.sampled_from([name for name in NAMES if "rs" not in name]), min_size=1).map(
+        lambda x: {*x, *NAMES[:1]}
+    ),
     rejects=st.booleans(),
     others=st.sets(st.sampled_from(ELSEWHERE)),
     script=st.booleans(),
@@ -229,11 +231,17 @@ ALIASES = "\n".join(
     ["a0: &a0 [1, 1]", *(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 10)), "rollout_is: token"]
 )
 MERGES = "\n".join(
-    ["a0: &a0 {x: 1}", *(f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}" for i in range(1, 10)), "rollout_is: token"]
+    [
+        "a0: &a0 {x: 1}",
+        *(f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}" for i in range(1, 10)),
+        "rollout_is: token",
+    ]
 )
 
 
-@pytest.mark.parametrize("text", [ALIASES, MERGES, "a: &a [*a]\nrollout_is: token", "a: &a {b: *a}\nrollout_is: token"])
+@pytest.mark.parametrize(
+    "text", [ALIASES, MERGES, "a: &a [*a]\nrollout_is: token", "a: &a {b: *a}\nrollout_is: token"]
+)
 def test_nested_aliases_are_refused(tmp_path, capsys, text):
     path = tmp_path / "old.yaml"
     path.write_text(text)
@@ -389,7 +397,8 @@ def test_differences_are_warned_about_beside_the_yaml(monkeypatch, capsys):
         (b"rollout_is_level: [token]\nrollout_is_threshold: 2", "`rollout_is_level` must be one of"),
         (
             b"rollout_rs: [[token_k1]]\nrollout_rs_threshold: 2.0",
-            "line 1: `rollout_rs` must be a list of names, got [['token_k1']]. Write the names in one list, such as `rollout_rs",
+            "line 1: `rollout_rs` must be a list of names, got [['token_k1']]. Write the names in one list, such as "
+            "`rollout_rs",
         ),
         (b"rollout_rs: 5\nrollout_rs_threshold: 2.0", "line 1: `rollout_rs` must be a list of names, got 5"),
         (b"algorithm: {rollout_correction: [token_is]}", "no settings of rollout correction found"),

@@ -138,7 +138,8 @@ class VersionedLoop(RolloutLoop):  # type: ignore[misc, valid-type]
         if complaint and not self._complained:
             self._complained = True
             report(
-                f"The vLLM server at {self.vllm_server_url} does not tell the version of all tokens: {complaint}. {_CONSEQUENCE}"
+                f"The vLLM server at {self.vllm_server_url} does not tell the version of all tokens: {complaint}. "
+                f"{_CONSEQUENCE}"
             )
         return answer
 

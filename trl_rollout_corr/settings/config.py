@@ -28,9 +28,9 @@ class RolloutCorrectionConfig(FirstPresets, DumpFields, MonitorFields, EngineFie
     Args:
         rollout_correction (`str`, `dict` or `None`, *optional*, defaults to `"auto"`):
             Name of a preset (see `trl-rollout-corr docs presets`); `None` for no correction. Fields that are set beside it
-            override it. If weights or rejection are set without a preset, all other fields come from `"decoupled_token_is"`; unless
-            `rollout_is` is set, a warning says so. The mode (`bypass_mode`, `rollout_loss_type`) alone leaves the preset at
-            its default.
+            override it. If weights or rejection are set without a preset, all other fields come from `"decoupled_token_is"`;
+            unless `rollout_is` is set, a warning says so. The mode (`bypass_mode`, `rollout_loss_type`) alone leaves the
+            preset at its default.
             Also the `rollout_correction` section of a verl configuration, or a [`RolloutCorrectionConfig`].
         rollout_correction_resolved (`str`, *optional*):
             Set by the configuration itself: the preset that has filled in fields. If `rollout_correction` of a saved or copied

@@ -239,8 +239,8 @@ def _find_in(section: Mapping[str, object], above: Key) -> Foreign | None:
 def convert(path: str) -> str:
     """
     Translate a configuration of another tool to YAML of fields of [`RolloutCorrectionConfig`]. It is a YAML file, a shell
-    script with arguments for verl, or `-` for standard input. A warning with its line names every setting that is left out, and
-    TRL's counterpart where [`~trl_rollout_corr.settings.migrate.counterpart`] knows one.
+    script with arguments for verl, or `-` for standard input. A warning with its line names every setting that is left
+    out, and TRL's counterpart where [`~trl_rollout_corr.settings.migrate.counterpart`] knows one.
     """
     document = read_document(sys.stdin if path == "-" else Path(path))
     foreign = find_foreign(document.content)
