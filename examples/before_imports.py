@@ -19,5 +19,6 @@ warnings.filterwarnings("ignore", category=FutureWarning)  # addressed to those 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
-if os.environ.get("RANK", "0") == "0" and multiprocessing.parent_process() is None:  # once for a run
+# Once for a run: the process of a rollout worker imports this, too
+if os.environ.get("RANK", "0") == "0" and multiprocessing.current_process().name == "MainProcess":
     print("Loading PyTorch, TRL and vLLM ...", file=sys.stderr, flush=True)

@@ -60,6 +60,7 @@ TRAINING = {
     "use_vllm": True,
     "vllm_mode": "colocate",
     "vllm_max_model_length": 64,
+    "rollout_engine_kwargs": {"use_tqdm_on_load": False},
     "max_completion_length": sorting.DIGITS + 1,
     "per_device_train_batch_size": 64,  # 8 prompts, 8 completions each
     "gradient_accumulation_steps": 1,
