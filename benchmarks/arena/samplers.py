@@ -38,7 +38,14 @@ def spoil(trainer: Any, faults: dict[str, Any]) -> Callable[[], dict[str, float]
         broken.append(Burst(trainer, *faults["burst"]))
     if "garbage" in faults:
         broken.append(Garbage(trainer, faults["garbage"]))
-    return lambda: dict(sum((fault.counts for fault in broken), Counter()))
+
+    def counts() -> dict[str, int]:
+        total: Counter[str] = Counter()
+        for fault in broken:
+            total.update(fault.counts)  # unlike `+`, keeps counts of 0
+        return dict(total)
+
+    return counts
 
 
 class SilentLag(quickstart.Lag):
