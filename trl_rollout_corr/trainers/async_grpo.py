@@ -37,7 +37,7 @@ from .packed import Awaited, Policy, Terms
 from .sampler import TRUNCATION, check_server_logprobs, warn_about_distortion
 from .stopping import OrderlyEnd
 from .token_versions import ask_for_versions
-from .trl_interface import ASYNCHRONOUS, check_bases, check_trl
+from .trl_interface import ASYNCHRONOUS, check_bases, check_trl, with_parameters_of
 from .upstream import AsyncGRPOConfig, AsyncGRPOTrainer, AsyncRolloutWorker, WeightTransferClient, without_peak_flops
 
 
@@ -171,6 +171,7 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
     _config_class = RolloutCorrectedAsyncGRPOConfig
     _tag_names = [*AsyncGRPOTrainer._tag_names, "rollout-correction"]
 
+    @with_parameters_of(AsyncGRPOTrainer.__init__)
     def __init__(
         self,
         model: str,

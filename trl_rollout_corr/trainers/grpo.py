@@ -18,6 +18,7 @@ from .loss import check_batch_normalization, warn_about_iterations
 from .mixin import RolloutCorrectionMixin
 from .monitor import check_tightened
 from .sampler import check_logprobs, check_sampling, checked_turn_ids
+from .trl_interface import with_parameters_of
 from .versions import check_passes_by, replace_trl_correction, without_none
 
 
@@ -151,6 +152,10 @@ class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
     _anchor_key = OLD_LOGPS
     num_iterations: int  # TRL's
     _tag_names = [*GRPOTrainer._tag_names, "rollout-correction"]
+
+    @with_parameters_of(GRPOTrainer.__init__)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
 
     def _check_sampler(self) -> None:
         if self.rollout_func is None:  # a rollout function brings its own log-probabilities

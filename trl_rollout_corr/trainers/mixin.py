@@ -43,7 +43,7 @@ from .gradient_check import GradientCheck
 from .loss import LossCall
 from .observer import Corrected
 from .routed import RoutingReplay
-from .sampler import check_server_logprobs, observe_sampler, sync_weights_on_cpu, truncation
+from .sampler import check_server_logprobs, observe_sampler, sync_weights_on_cpu, truncation, warn_about_images
 from .scoring import Logprobs, OldPass, Scoring
 from .support import Kept, Support, check_replay, over_support
 from .trl_interface import check_bases, check_trl, definer
@@ -72,6 +72,7 @@ class RolloutCorrectionMixin(RoutingReplay, CorrectionCore):
     _anchor_key: str
 
     rollout_step: int | None = None
+    _other_prompts = False  # True once vLLM has read another prompt than the trainer
 
     def __init__(
         self,
@@ -126,6 +127,11 @@ class RolloutCorrectionMixin(RoutingReplay, CorrectionCore):
     def _mark_sync(self) -> None:
         self.rollout_step = self.state.global_step
 
+    def _doubt_delivery(self, in_part: bool) -> str | None:
+        if self._other_prompts:
+            return "vLLM has read other prompts than the trainer, because of their images."
+        return super()._doubt_delivery(in_part)
+
     # Scoring ----------------------------------------------------------------------------------------------------------
 
     @property
@@ -153,10 +159,16 @@ class RolloutCorrectionMixin(RoutingReplay, CorrectionCore):
     def _asking_for_old_pass(self) -> AbstractContextManager:
         return nullcontext()
 
-    def _record_logprobs(self, logprobs: Logprobs, kept: Kept | None = None) -> None:
-        """Keep the log-probabilities of a generation, one list per completion, and the tokens that sampling kept."""
+    def _record_logprobs(
+        self, logprobs: Logprobs, read: list[list[int]] | None = None, kept: Kept | None = None
+    ) -> None:
+        """
+        Keep the log-probabilities of a generation, one list per completion, the prompts that vLLM has read, and the tokens
+        that sampling kept.
+        """
         if self._scoring is not None:
             self._scoring.logprobs = logprobs
+            self._scoring.read = self._scoring.read or read
             self._scoring.kept = kept or self._scoring.kept
 
     def _generate_and_score_completions(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -170,6 +182,7 @@ class RolloutCorrectionMixin(RoutingReplay, CorrectionCore):
             self._settle_old_pass(scoring.old_pass, output)
         take_out_weights(output, self._metrics[self._now.mode], keeps_support(self.args, self._trl_class))
         self._check_rows(scoring, output)
+        self._other_prompts = warn_about_images(scoring, output, self._other_prompts)
         output[ROLLOUT_LOGPS] = self._rollout_logps(output, scoring)
         output[REWARDS] = scoring.rewards
         if scoring.kept is not None:
@@ -389,8 +402,9 @@ class RolloutCorrectionMixin(RoutingReplay, CorrectionCore):
 
     def _report(self, seen: Corrected) -> None:
         """Count a corrected batch. With `rollout_diagnose`, sequences of the first batch are scored a second time."""
-        # Sequences are scored one by one, which is not possible with images or the kept tokens of a newer TRL
-        more = any(key in seen.batch for key in ("pixel_values", "num_images", "image_grid_thw"))
+        # Sequences are scored one by one, which is not possible with images or the kept tokens of a newer TRL. A processor is
+        # the same on all ranks; images may be on some.
+        more = hasattr(self.processing_class, "image_processor")
         if not (more or keeps_support(self.args, self._trl_class)) and self._observer.looks_twice(self._now):
             seen = seen._replace(batch={**seen.batch, AGAIN_LOGPS: self._score_alone(seen.batch)})
         self._observer.corrected(self._now, seen)

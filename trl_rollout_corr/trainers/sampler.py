@@ -14,6 +14,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from ..messages import warn, warn_idle
 from ._cpu_reload import push
+from .scoring import Scoring
 from .support import Candidates
 from .versions import keep_support, makes_up_for_truncation, named_weights
 
@@ -193,12 +194,36 @@ def checked_turn_ids(completion_ids: list[list[int]], turn_ids: Any) -> list[lis
     return [[operator.index(turn) for turn in turns] for turns in turn_ids]
 
 
+# Keys of a batch with images
+IMAGES = ("pixel_values", "num_images", "image_grid_thw")
+
+
+def warn_about_images(scoring: Scoring, batch: Mapping[str, Any], told: bool) -> bool:
+    """
+    Warn once about prompts with images that vLLM has read otherwise than the trainer. Returns `True` if there was one.
+
+    vLLM puts the tokens of an image in place of one token. TRL until 1.16 gives it prompts in which they are already there, so
+    that they are there twice: https://github.com/huggingface/trl/issues/6294
+    """
+    if told or not any(key in batch for key in IMAGES) or (other := scoring.other_prompt(batch)) is None:
+        return told
+    read, own = other
+    warn(
+        f"vLLM has read {len(read)} tokens of a prompt with an image, and the trainer {len(own)}: completions follow another "
+        "prompt than the one that they are trained on. vLLM expands the token of an image, and TRL had expanded it before "
+        "(https://github.com/huggingface/trl/issues/6294). The correction treats the difference as any other gap, but "
+        "completions are worse answers to the image. Install a release of trl that closes the issue; or, in GRPO, sample with "
+        "a `rollout_func` that gives vLLM prompts with one token for each image."
+    )
+    return True
+
+
 def observe_sampler(
     generation: VLLMGeneration, keep: Callable[..., object], synced: Callable[[], object], *, replays: bool = False
 ) -> None:
     """
-    Call `keep` with the log-probabilities of each generation, by completion, and, if it `replays`, with the tokens that
-    sampling kept; and `synced` before each push of weights.
+    Call `keep` with the log-probabilities of each generation, by completion, with the prompts that vLLM has read, and, if it
+    `replays`, with the tokens that sampling kept; and `synced` before each push of weights.
     """
     generation.logprobs = 0  # of the sampled token alone
     candidates = Candidates(generation) if replays else None
@@ -214,17 +239,30 @@ def observe_sampler(
             )
         if candidates is not None:
             sampled, kept = candidates.read(completion_ids, logprobs, others[0])
-            keep(sampled, kept)
+            keep(sampled, prompt_ids, kept)
             return prompt_ids, completion_ids, [[[logp] for logp in sequence] for sequence in sampled], *others
-        keep([[ranked[0] for ranked in sequence] for sequence in logprobs])
+        keep([[ranked[0] for ranked in sequence] for sequence in logprobs], prompt_ids)
         return prompt_ids, completion_ids, logprobs, *others
 
     @wraps(sync_weights)
     def tell_and_sync(*args: Any, **kwargs: Any) -> Any:
         synced()
-        return sync_weights(*args, **kwargs)
+        sync_weights(*args, **kwargs)
+        forget_images(generation)
 
     generation.generate, generation.sync_weights = generate_and_keep, tell_and_sync
+
+
+def forget_images(generation: VLLMGeneration) -> None:
+    """
+    Make a colocated vLLM compute the features of images again after new weights.
+
+    vLLM keeps the features of an image for later requests. TRL clears the cache of prefixes alone, so that an image would keep
+    its features from before the new weights; and vLLM's own reload clears the features, but not its list of them, so that the
+    next request with the image would fail.
+    """
+    if generation.mode == "colocate" and hasattr(generation.llm.llm_engine, "reset_encoder_cache"):
+        generation.llm.llm_engine.reset_encoder_cache()
 
 
 def sync_weights_on_cpu(generation: VLLMGeneration) -> None:

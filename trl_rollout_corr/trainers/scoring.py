@@ -5,7 +5,7 @@ State while TRL generates and scores one batch: its old pass, log-probabilities 
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -56,6 +56,7 @@ class Scoring:
         self.old_pass = old_pass
         self.paused = False  # True while forward passes are the user's, not TRL's
         self.logprobs: Logprobs | None = None  # of the sampled tokens, per completion
+        self.read: list[list[int]] | None = None  # prompts that vLLM has read in the first turn, per completion
         self.kept: list[list[list[int]]] | None = None  # ids that truncated sampling kept, per completion and token
         self.tool_mask: list[list[int]] | None = None  # 0 on tokens of tools, per completion
         self.turn_ids: list[list[int]] | None = None  # turn of each token, per completion
@@ -65,6 +66,7 @@ class Scoring:
         """Start again: TRL generates a batch, and scores it afterwards."""
         if self.old_pass is not None:
             self.old_pass.calls = 0
+        self.read = None
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -80,6 +82,13 @@ class Scoring:
         rows = [[math.nan if x is None else x for x in row] for row in self.logprobs or []]
         padded = [row + [0.0] * (like.shape[1] - len(row)) for row in rows]
         return torch.tensor(padded, dtype=torch.float32, device=like.device)
+
+    def other_prompt(self, batch: Mapping[str, torch.Tensor]) -> tuple[list[int], list[int]] | None:
+        """The first prompt that vLLM has read otherwise than the trainer, and the trainer's; `None` if all are the same."""
+        for read, ids, mask in zip(self.read or [], batch["prompt_ids"], batch["prompt_mask"].bool(), strict=False):
+            if list(read) != (own := ids[mask].tolist()):
+                return list(read), own
+        return None
 
     def padded_turn_ids(self, like: torch.Tensor) -> torch.Tensor | None:
         """Turn of each token, padded to the shape `(B, T)` of `like`; `None` without turns of a rollout function."""
