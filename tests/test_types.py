@@ -1,6 +1,7 @@
 """Editors and type checkers know the choices: what is spelt out for them is what the code accepts."""
 
 import ast
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import trl_rollout_corr
-from tests.launching import ROOT
+from tests.launching import HAS_ASYNCHRONOUS, ROOT
 from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.settings.presets import PRESETS
 
@@ -63,6 +64,21 @@ def test_a_type_checker_catches_what_is_misspelt(tmp_path):
     )  # fmt: skip
     found = [line.split(":")[:2] for line in process.stdout.splitlines() if ": error:" in line]
     assert found == [["bad.py", str(line)] for line in range(3, 9)], process.stdout + process.stderr
+
+
+@pytest.mark.parametrize("name", ["GRPO", "RLOO", "AsyncGRPO"])
+def test_a_trainer_shows_the_arguments_of_trl(name):
+    if name == "AsyncGRPO" and not HAS_ASYNCHRONOUS:
+        pytest.skip("TRL's asynchronous trainer does not import")
+    trainer = getattr(trl_rollout_corr, f"RolloutCorrected{name}Trainer")
+    assert inspect.signature(trainer) == inspect.signature(trainer._trl_class)
+    assert {"train_dataset", "callbacks", "processing_class"} <= set(inspect.signature(trainer).parameters)
+
+    class Mine(trainer):
+        def __init__(self, mine: int):
+            super().__init__("a model")
+
+    assert [*inspect.signature(Mine).parameters] == ["mine"]
 
 
 def test_dir_lists_what_can_be_imported():

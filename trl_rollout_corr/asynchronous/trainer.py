@@ -28,7 +28,7 @@ from ..trainers.keys import PADDING, REWARDS, ROLLOUT_LOGPS, ROLLOUT_STEP, TOKEN
 from ..trainers.logprobs import check_server_logprobs
 from ..trainers.observer import Corrected
 from ..trainers.settings_checks import CHECKS
-from ..trainers.trl_interface import check_bases, check_trl
+from ..trainers.trl_interface import check_bases, check_trl, with_parameters_of
 from .contract import METHODS, NAMES
 from .packed import Awaited, Policy, Terms
 from .pushes import PushesToServer
@@ -111,6 +111,7 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
     _config_class = RolloutCorrectedAsyncGRPOConfig
     _tag_names = [*AsyncGRPOTrainer._tag_names, "rollout-correction"]
 
+    @with_parameters_of(AsyncGRPOTrainer.__init__)
     def __init__(
         self,
         model: str,

@@ -10,7 +10,7 @@ import warnings
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
@@ -77,7 +77,10 @@ def _refusal(missing: str) -> str:
 
 
 _found = find_parts()
-AsyncGRPOConfig, AsyncGRPOTrainer = _found["AsyncGRPOConfig"], _found["AsyncGRPOTrainer"]
+if TYPE_CHECKING:  # editors show its parameters
+    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+else:
+    AsyncGRPOConfig, AsyncGRPOTrainer = _found["AsyncGRPOConfig"], _found["AsyncGRPOTrainer"]
 AsyncRolloutWorker, RolloutSample = _found["AsyncRolloutWorker"], _found["RolloutSample"]
 TREE_ATTENTION, TreeRow = _found["TREE_ATTENTION"], _found["TreeRow"]
 VLLMClient, WeightTransferClient = _found["VLLMClient"], _found["WeightTransferClient"]

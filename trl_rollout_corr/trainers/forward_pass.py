@@ -114,8 +114,16 @@ class Generation(ForwardPass):
     """
 
     logprobs: Logprobs | None = None  # of the sampled tokens, per completion
+    prompts: list[list[int]] | None = None  # that vLLM has read in the first turn, per completion
     tool_mask: list[list[int]] | None = None  # 0 on tokens of tools, per completion
     turn_ids: list[list[int]] | None = None  # turn of each token, per completion
+
+    def other_prompt(self, batch: Mapping[str, torch.Tensor]) -> tuple[list[int], list[int]] | None:
+        """The first prompt that vLLM has read otherwise than the trainer, and the trainer's; `None` if all are the same."""
+        for read, ids, mask in zip(self.prompts or [], batch["prompt_ids"], batch["prompt_mask"].bool(), strict=False):
+            if list(read) != (own := ids[mask].tolist()):
+                return list(read), own
+        return None
 
     def rollout_logps(self, like: torch.Tensor) -> torch.Tensor:
         """Log-probabilities of the sampler, padded to the shape `(B, T)` of `like`."""

@@ -14,6 +14,7 @@ from .keys import OLD_LOGPS
 from .logprobs import check_logprobs, checked_turn_ids
 from .mixin import RolloutCorrectionMixin
 from .settings_checks import CHECKS, check_loss_type
+from .trl_interface import with_parameters_of
 from .versions import replace_trl_correction, without_none
 
 
@@ -77,6 +78,10 @@ class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
     _anchor_key = OLD_LOGPS
     num_iterations: int  # TRL's
     _tag_names = [*GRPOTrainer._tag_names, "rollout-correction"]
+
+    @with_parameters_of(GRPOTrainer.__init__)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
 
     def _check_sampler(self) -> None:
         if self.rollout_func is None:  # a rollout function brings its own log-probabilities

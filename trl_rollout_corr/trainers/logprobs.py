@@ -84,15 +84,36 @@ def checked_turn_ids(completion_ids: list[list[int]], turn_ids: Any) -> list[lis
     return [[operator.index(turn) for turn in turns] for turns in turn_ids]
 
 
+# Keys of a batch with images
+IMAGES = ("pixel_values", "num_images", "image_grid_thw")
+
+
+def warn_about_images(read: list[int], own: list[int]) -> None:
+    """
+    Warn about a prompt with an image of which vLLM has read other tokens than the trainer has.
+
+    vLLM puts the tokens of an image in place of one token. TRL until 1.16 gives it prompts in which they are already there, so
+    that they are there twice: https://github.com/huggingface/trl/issues/6294
+    """
+    warn(
+        f"vLLM has read {len(read)} tokens of a prompt with an image, and the trainer {len(own)}: completions follow another "
+        "prompt than the one that they are trained on. vLLM expands the token of an image, and TRL had expanded it before "
+        "(https://github.com/huggingface/trl/issues/6294). The correction treats the difference as any other gap, but "
+        "completions are worse answers to the image. Install a release of trl that closes the issue; or, in GRPO, sample with "
+        "a `rollout_func` that gives vLLM prompts with one token for each image."
+    )
+
+
 def observe_sampler(
     generation: VLLMGeneration,
-    keep: Callable[[Logprobs], object],
+    keep: Callable[[Logprobs, list[list[int]]], object],
     pushing: Callable[[], AbstractContextManager],
     kept_tokens: KeptTokens | None,
 ) -> None:
     """
-    Call `keep` with the log-probabilities of each generation, by completion, and push weights in a context of `pushing`.
-    With `kept_tokens`, vLLM returns candidates, and the log-probabilities are read from them.
+    Call `keep` with the log-probabilities of each generation and the prompts that vLLM has read, by completion, and push
+    weights in a context of `pushing`. With `kept_tokens`, vLLM returns candidates, and the log-probabilities are read from
+    them.
     """
     if kept_tokens is None:
         generation.logprobs = 0  # of the sampled token alone
@@ -108,17 +129,30 @@ def observe_sampler(
             )
         if kept_tokens is not None:
             sampled = kept_tokens.read(completion_ids, logprobs, others[0])
-            keep(sampled)
+            keep(sampled, prompt_ids)
             return prompt_ids, completion_ids, [[[logp] for logp in sequence] for sequence in sampled], *others
-        keep([[ranked[0] for ranked in sequence] for sequence in logprobs])
+        keep([[ranked[0] for ranked in sequence] for sequence in logprobs], prompt_ids)
         return prompt_ids, completion_ids, logprobs, *others
 
     @wraps(sync_weights)
     def sync_and_check(*args: Any, **kwargs: Any) -> Any:
         with pushing():
-            return sync_weights(*args, **kwargs)
+            sync_weights(*args, **kwargs)
+            forget_images(generation)
 
     generation.generate, generation.sync_weights = generate_and_keep, sync_and_check
+
+
+def forget_images(generation: VLLMGeneration) -> None:
+    """
+    Make a colocated vLLM compute the features of images again after new weights.
+
+    vLLM keeps the features of an image for later requests. TRL clears the cache of prefixes alone, so that an image would keep
+    its features from before the new weights; and vLLM's own reload clears the features, but not its list of them, so that the
+    next request with the image would fail.
+    """
+    if generation.mode == "colocate" and hasattr(generation.llm.llm_engine, "reset_encoder_cache"):
+        generation.llm.llm_engine.reset_encoder_cache()
 
 
 def sync_weights_on_cpu(generation: VLLMGeneration) -> None:

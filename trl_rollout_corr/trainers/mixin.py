@@ -40,7 +40,7 @@ from .keys import (
     ROLLOUT_STEP,
     TURN_IDS,
 )
-from .logprobs import check_server_logprobs, observe_sampler, sync_weights_on_cpu
+from .logprobs import IMAGES, check_server_logprobs, observe_sampler, sync_weights_on_cpu, warn_about_images
 from .observer import Corrected
 from .pushes import PushesToVLLM
 from .replays import experts_of, kept_tokens_of, sequences_of
@@ -74,6 +74,7 @@ class RolloutCorrectionMixin(CorrectionCore):
     # State that a method reads has a default here: TRL's own tests call methods of a trainer that was never initialised
     _pass = ForwardPass()  # the forward pass that is under way
     _replays: tuple[Replay, ...] = ()
+    _other_prompts = False  # True once vLLM has read another prompt than the trainer
 
     def __init__(
         self,
@@ -183,6 +184,7 @@ class RolloutCorrectionMixin(CorrectionCore):
         refuse_weights(output)
         self._check_rows(scoring, output)
         completion_ids = output["completion_ids"]
+        self._warn_about_images(scoring.generation, output)
         output[ROLLOUT_LOGPS] = self._rollout_logps(output, scoring.generation)
         output[REWARDS] = scoring.rewards
         for replay in self._replays:
@@ -201,6 +203,15 @@ class RolloutCorrectionMixin(CorrectionCore):
             self._record(corrected)
             output[COEFFICIENTS] = corrected.coefficients
         return output
+
+    def _warn_about_images(self, generation: Generation, output: Mapping[str, Any]) -> None:
+        """Warn once about prompts with images that vLLM has read otherwise than the trainer."""
+        if self._other_prompts or not any(key in output for key in IMAGES):
+            return
+        if (other := generation.other_prompt(output)) is not None:
+            self._other_prompts = True
+            self._pushes.doubt = "vLLM has read other prompts than the trainer, because of their images."
+            warn_about_images(*other)
 
     def _check_rows(self, scoring: Scoring, output: dict[str, Any]) -> None:
         """Check that log-probabilities and rewards belong to the completions of the batch."""
@@ -247,10 +258,11 @@ class RolloutCorrectionMixin(CorrectionCore):
         self._pass.generated(generation)
         return generated
 
-    def _record_logprobs(self, logprobs: Logprobs) -> None:
-        """Keep the log-probabilities that vLLM returned, one list per completion."""
+    def _record_logprobs(self, logprobs: Logprobs, prompts: list[list[int]]) -> None:
+        """Keep the log-probabilities that vLLM returned, one list per completion, and the prompts that it has read."""
         if isinstance(self._pass, Generation):
             self._pass.logprobs = logprobs
+            self._pass.prompts = self._pass.prompts or prompts  # of the first turn
 
     def _read_generated(self, generated: tuple, generation: Generation) -> tuple:
         """Keep what TRL would discard of its result of `_generate`, and return the result for TRL."""
@@ -364,8 +376,9 @@ class RolloutCorrectionMixin(CorrectionCore):
 
     def _record(self, corrected: Corrected) -> None:
         """Add a batch to the metrics. With `rollout_diagnose`, sequences of the first batch are scored a second time."""
-        # Sequences are scored one by one, which is not possible with images
-        images = any(key in corrected.batch for key in ("pixel_values", "num_images", "image_grid_thw"))
+        # Sequences are scored one by one, which is not possible with images. A processor is the same on all ranks; images may
+        # be on some.
+        images = hasattr(self.processing_class, "image_processor")
         if not images and self._observer.looks_twice(self._now):
             again = {AGAIN_LOGPS: self._score_alone(corrected.batch)}
             corrected = corrected._replace(batch={**corrected.batch, **again})

@@ -14,6 +14,7 @@ from .forward_pass import Generation, OldPass
 from .mixin import RolloutCorrectionMixin
 from .observer import Corrected
 from .settings_checks import CHECKS
+from .trl_interface import with_parameters_of
 from .versions import replace_trl_correction
 
 
@@ -87,6 +88,10 @@ class RolloutCorrectedRLOOTrainer(RolloutCorrectionMixin, RLOOTrainer):
     _config_class = RolloutCorrectedRLOOConfig
     _anchor_key = "old_logps"
     _tag_names = [*RLOOTrainer._tag_names, "rollout-correction"]
+
+    @with_parameters_of(RLOOTrainer.__init__)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
 
     @property
     def _needs_old_pass(self) -> bool:

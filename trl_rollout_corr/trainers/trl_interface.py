@@ -8,8 +8,9 @@ at the first step ([`~trl_rollout_corr.trainers.gradient_check.GradientCheck`]).
 
 import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib.metadata import version
+from typing import Any, TypeVar
 
 from trl import GRPOTrainer, RLOOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
@@ -30,6 +31,7 @@ SHARED = {
     "log": ["self", "logs", "start_time"],
     "create_model_card": ["self", "model_name"],
     "train": ["self", "resume_from_checkpoint"],
+    "training_step": ["self", "model", "inputs", "num_items_in_batch"],
 }
 METHODS = {
     GRPOTrainer: SHARED,
@@ -173,3 +175,16 @@ def check_config_class(args: object, config_class: type) -> None:
             f"`args` must be a `{config_class.__name__}`, got a `{type(args).__name__}`. It takes the same "
             "arguments and those of rollout correction."
         )
+
+
+F = TypeVar("F", bound=Callable[..., None])
+
+
+def with_parameters_of(theirs: F) -> Callable[[Callable[..., None]], F]:
+    """Decorator of a constructor that passes its arguments on: `inspect.signature`, `help` and editors show those of TRL."""
+
+    def decorate(ours: Any) -> F:
+        ours.__signature__ = inspect.signature(theirs)
+        return ours  # type: ignore[no-any-return]
+
+    return decorate
