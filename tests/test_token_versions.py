@@ -304,7 +304,9 @@ def test_spans_of_versions(spans, versions, complains):
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(10**20), 10**20) | st.floats() | st.text(max_size=3),
-    lambda x: st.lists(x, max_size=3) | st.dictionaries(st.sampled_from(["version", "start", "end", "x"]), x, max_size=4),
+    lambda x: (
+        st.lists(x, max_size=3) | st.dictionaries(st.sampled_from(["version", "start", "end", "x"]), x, max_size=4)
+    ),
     max_leaves=6,
 )
 PLACE = st.integers(-3, 9) | st.just(10**20) | JSON

@@ -66,8 +66,8 @@ COUNTERPARTS = {
     "model.path": "TRL has `model_name_or_path`",
     "actor.optim.lr": "TRL has `learning_rate`",
     "actor.ppo_epochs": "TRL has `num_iterations`",
-    "actor.ppo_mini_batch_size": "multiplied by `rollout.n`, it is TRL's `per_device_train_batch_size * gradient_accumulation_steps` "
-    "of all processes",
+    "actor.ppo_mini_batch_size": "multiplied by `rollout.n`, it is TRL's `per_device_train_batch_size * "
+    "gradient_accumulation_steps` of all processes",
     "actor.clip_ratio_low": "TRL has `epsilon`",
     "actor.clip_ratio_high": "TRL has `epsilon_high`",
     "actor.clip_ratio_c": "with `bypass_mode` and `ppo_clip` it is `rollout_clip_ratio_c`, otherwise TRL's `delta`",
@@ -81,9 +81,10 @@ COUNTERPARTS = {
     "rollout.top_p": "TRL has `top_p`",
     "rollout.top_k": "TRL has `top_k`",
     "rollout.calculate_log_probs": "the trainers ask for log-probabilities where they need them",
-    "data.train_batch_size": "multiplied by `rollout.n`, it is TRL's `per_device_train_batch_size * steps_per_generation` of all "
-    "processes",
-    "data.max_prompt_length": "TRL has none: filter the dataset; `vllm_max_model_length` bounds prompt and completion together",
+    "data.train_batch_size": "multiplied by `rollout.n`, it is TRL's `per_device_train_batch_size * "
+    "steps_per_generation` of all processes",
+    "data.max_prompt_length": "TRL has none: filter the dataset; `vllm_max_model_length` bounds prompt and completion "
+    "together",
     "data.max_response_length": "TRL has `max_completion_length`",
     "trainer.total_epochs": "TRL has `num_train_epochs`",
     "trainer.total_training_steps": "TRL has `max_steps`",
@@ -99,8 +100,8 @@ def counterpart(path: tuple[str, ...], value: object) -> str:
 
     Args:
         path (`tuple[str, ...]`):
-            Keys of the setting, such as `("actor_rollout_ref", "actor", "optim", "lr")`. A single one is the name of a variable
-            of a script.
+            Keys of the setting, such as `("actor_rollout_ref", "actor", "optim", "lr")`. A single one is the name of a
+            variable of a script.
         value (`object`):
             Value of the setting.
     """

@@ -118,7 +118,9 @@ class Carrier(torch.utils.data.IterableDataset):
         if (versions := getattr(sample, "versions", None)) is None:
             return {ROLLOUT_STEP: step}
         # a version before that of the beginning is a label that the server kept, as it did not take a later one
-        known = [self._step_of.get(int(version), step) if version >= sample.model_version else step for version in versions]
+        known = [
+            self._step_of.get(int(version), step) if version >= sample.model_version else step for version in versions
+        ]
         steps = np.array(known, dtype=np.float32)
         sampled = steps[np.asarray(sample.completion_mask) != 0]
         return {ROLLOUT_STEP: np.fmin.reduce(sampled, initial=np.nan), TOKEN_STEPS: steps}

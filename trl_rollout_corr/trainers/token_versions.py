@@ -124,7 +124,9 @@ class VersionedLoop(RolloutLoop):  # type: ignore[misc, valid-type]
         if path != _COMPLETIONS or not self._asks_for_versions:
             return dict(await super()._post(path, payload, *args, **kwargs))
         try:
-            answer, complaint = _as_completion(await super()._post(_GENERATE, _as_generation(payload), *args, **kwargs))
+            answer, complaint = _as_completion(
+                await super()._post(_GENERATE, _as_generation(payload), *args, **kwargs)
+            )
         except Exception as error:
             status = getattr(error, "status", None)  # of an answer of HTTP; an error without an answer is left to TRL
             if status is None and not isinstance(error, _UNREADABLE):
@@ -135,9 +137,8 @@ class VersionedLoop(RolloutLoop):  # type: ignore[misc, valid-type]
             complaint = f"{_GENERATE} failed with {error!r}, and {path} works"
         if complaint and not self._complained:
             self._complained = True
-            report(
-                f"The vLLM server at {self.vllm_server_url} does not tell the version of all tokens: {complaint}. {_CONSEQUENCE}"
-            )
+            fault = f"does not tell the version of all tokens: {complaint}"
+            report(f"The vLLM server at {self.vllm_server_url} {fault}. {_CONSEQUENCE}")
         return answer
 
     async def _score_group(self, group: Any) -> list[RolloutSample]:
@@ -170,7 +171,9 @@ def _as_completion(answer: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
         versions, fault = versions_of(choice.get("weight_versions"), len(tokens))
         complaint = complaint or fault
         rows = zip(choice["token_ids"], tokens, versions.tolist(), strict=True)
-        logps = [_Sampled.by(version, math.nan if (x := token["logprob"]) is None else x) for _, token, version in rows]
+        logps = [
+            _Sampled.by(version, math.nan if (x := token["logprob"]) is None else x) for _, token, version in rows
+        ]
         choices.append({**choice, "logprobs": {"token_logprobs": logps}})
     return {**answer, "choices": choices}, complaint
 
@@ -202,8 +205,8 @@ def versions_of(spans: object, length: int) -> tuple[np.ndarray, str]:
     versions[contested] = _UNKNOWN
     if covered.all() and not contested.any():
         return versions, ""
-    named = f"`weight_versions` is {str(spans)[:200]} for {length} tokens"
-    return versions, f"{named}, which gives {int(contested.sum())} of them two versions and {int((~covered).sum())} none"
+    counts = f"{int(contested.sum())} of them two versions and {int((~covered).sum())} none"
+    return versions, f"`weight_versions` is {str(spans)[:200]} for {length} tokens, which gives {counts}"
 
 
 def _version(label: object) -> int | None:
