@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import sys
 
 import pytest
@@ -13,6 +14,7 @@ from tests.launching import ROOT, run
 from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.__main__ import main
 from trl_rollout_corr.settings.files import read_config
+from trl_rollout_corr.settings.migrate import COUNTERPARTS
 
 
 VERL = {
@@ -49,7 +51,7 @@ def test_the_printed_yaml_is_the_translated_configuration(case, tmp_path, capsys
     assert len(lines) == (1 if importer == "from_trl" else len(foreign))
     assert all(f"{path}:2: `algorithm.{key}` is left out" in output.err for key in foreign)
     if importer == "from_trl":
-        said = "`learning_rate`, `use_vllm` are left out: they are not about its correction: keep name and value."
+        said = "`learning_rate`, `use_vllm` are left out: they are not about TRL's own correction, so keep name and value."
         assert lines[0].endswith(said)
 
 
@@ -397,8 +399,7 @@ def test_differences_are_warned_about_beside_the_yaml(monkeypatch, capsys):
         (b"rollout_is_level: [token]\nrollout_is_threshold: 2", "`rollout_is_level` must be one of"),
         (
             b"rollout_rs: [[token_k1]]\nrollout_rs_threshold: 2.0",
-            "line 1: `rollout_rs` must be a list of names, got [['token_k1']]. Write the names in one list, such as "
-            "`rollout_rs",
+            "line 1: `rollout_rs` must be a list of names, got [['token_k1']]. Write the names in one list, such as ",
         ),
         (b"rollout_rs: 5\nrollout_rs_threshold: 2.0", "line 1: `rollout_rs` must be a list of names, got 5"),
         (b"algorithm: {rollout_correction: [token_is]}", "no settings of rollout correction found"),
@@ -429,3 +430,17 @@ def test_a_refused_value_of_another_name_has_its_line(tmp_path, capsys):
     path.write_text("rollout_correction:\n  bypass_mode: true\n  rollout_rs: null\n  loss_type: pg\n")
     assert main(["convert", str(path)]) == 2
     assert "line 4: `rollout_loss_type` must be one of ppo_clip, reinforce, got 'pg'" in capsys.readouterr().err
+
+
+def test_the_document_has_the_counterparts_that_convert_names():
+    """Each setting stands in the table, in a row with the names of TRL that the message has."""
+    text = (ROOT / "docs/migration.md").read_text(encoding="utf-8")
+    table = text.split("## Settings outside the section")[1].split("\n## ")[0]
+    rows = [row.split("|")[1:3] for row in table.splitlines() if row.startswith("| `")]
+    rows = [(cell.split(" times ")[0], theirs) for cell, theirs in rows]
+    for setting, message in COUNTERPARTS.items():
+        [(_, theirs)] = [row for row in rows if f"`{setting}`" in row[0]]
+        for name in re.findall(r"TRL(?:'s| has) `([^`]+)`", message):
+            assert f"`{name}" in theirs
+    named = {name.split("=")[0] for cell, _ in rows for name in re.findall(r"`([a-z]+\.[\w.]+)", cell)}
+    assert named - COUNTERPARTS.keys() == {"algorithm.adv_estimator"}

@@ -79,7 +79,7 @@ def test_a_crash_loses_the_file_that_is_being_written(moment, tmp_path, monkeypa
     before = read_dump(tmp_path).rows
 
     def half(table, path, **options):
-        path.write_bytes(b"PAR1 and then the power went")
+        path.write(b"PAR1 and then the power went")
         raise KeyboardInterrupt
 
     def never(source, target):
@@ -94,9 +94,43 @@ def test_a_crash_loses_the_file_that_is_being_written(moment, tmp_path, monkeypa
         with pytest.raises(KeyboardInterrupt):
             dump.write_rows(tmp_path, 3, 0, [row], {})
     assert read_dump(tmp_path).rows == before
-    dump.write_rows(tmp_path, 3, 0, [row], {})  # the run that goes on writes over what is left
+    dump.write_rows(tmp_path, 3, 0, [row], {})
     assert steps_of(tmp_path) == [1, 2, 3]
-    assert not list(tmp_path.glob("*.partial"))
+    assert {path.suffix for path in tmp_path.iterdir()} == {".parquet", ".jsonl"}
+
+
+def test_a_killed_process_leaves_nothing_in_a_run_that_is_resumed(tmp_path):
+    make_dump(tmp_path, steps=2)
+    left = tmp_path / ".step-00000003-rank-00000.parquet.0123456789abcdef.partial"
+    left.write_bytes(b"PAR1 and then the power went")
+    assert steps_of(tmp_path) == [1, 2]
+    dump.rewind(tmp_path, 2)
+    assert not left.exists()
+
+
+@pytest.mark.parametrize(
+    "link", ["step-00000003-rank-00000.partial", "step-00000003-rank-00000.parquet", "logs.partial"]
+)
+def test_a_dump_writes_through_no_link(tmp_path, link):
+    folder, notes = make_dump(tmp_path / "dump", steps=2), tmp_path / "notes"
+    notes.write_text("mine")
+    (folder / link).symlink_to(notes)
+    dump.write_rows(folder, 3, 0, [copy_of_a_row(folder, 3)], {}) if link.startswith("step") else dump.rewind(
+        folder, 1
+    )
+    assert notes.read_text() == "mine"
+    assert steps_of(folder) == ([1, 2, 3] if link.startswith("step") else [1])
+
+
+def test_a_log_that_is_a_link_is_an_error_of_the_disk(tmp_path):
+    """Which ends the dump, and not the run."""
+    folder, notes = make_dump(tmp_path / "dump", steps=2), tmp_path / "notes"
+    notes.write_text("mine")
+    (folder / "logs.jsonl").unlink()
+    (folder / "logs.jsonl").symlink_to(notes)
+    with pytest.raises(OSError, match="symbolic links"):
+        dump.append_log(folder, {"step": 4})
+    assert notes.read_text() == "mine"
 
 
 def test_a_log_entry_that_a_crash_cut_short_is_left_out(tmp_path):
@@ -122,7 +156,7 @@ def test_an_integer_that_python_does_not_read_is_damage(tmp_path, longest_intege
         file.write(f'{{"step": {"9" * (longest_integer + 1)}}}\n')
     damage: list[str] = []
     assert [entry["step"] for entry in dump.read_logs(tmp_path, damage.append)] == [1, 2]
-    assert damage == ["logs.jsonl is damaged: line 3 of 3 is cut short or no JSON, and left out"]
+    assert damage == ["logs.jsonl is damaged: the `step` of line 3 of 3 is inf, and left out"]
     dump.rewind(tmp_path, 1)
     assert [entry["step"] for entry in read_dump(tmp_path).logs] == [1]
 

@@ -18,7 +18,7 @@ import traceback
 import warnings
 from pathlib import Path
 
-from .messages import SelfContainedError, __version__
+from .messages import SelfContainedError, __version__, printable
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -36,11 +36,11 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             output = args.run(args)
         except Exception as error:  # a traceback would leave with 1, which says that something was found
-            print(" ".join(_refusal(args, error).splitlines()), file=sys.stderr)
+            print(printable(" ".join(_refusal(args, error).splitlines())), file=sys.stderr)
             return 2
     said = (str(warning.message) for warning in caught if issubclass(warning.category, UserWarning))
     for message in dict.fromkeys(said):
-        print(f"warning: {message}", file=sys.stderr)
+        print(f"warning: {printable(message)}", file=sys.stderr)
     sys.stdout.write(output)
     return int(args.code)
 
@@ -58,6 +58,13 @@ def _refusal(args: argparse.Namespace, error: Exception) -> str:
     place = traceback.extract_tb(error.__traceback__)[-1]
     where = f"{Path(place.filename).name}:{place.lineno}"
     return f"{args.command}: unexpected {error!r} in {where}. If the input is not damaged, please report this line."
+
+
+class _Moved(argparse.Action):
+    """An option of earlier releases, which names the command that replaced it (`const`)."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *args: object, **kwargs: object) -> None:
+        parser.error(f"{self.option_strings[0]} is a command of its own now: {self.const}")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -165,6 +172,9 @@ def _add_diagnose(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
         "dump", help="folder that `rollout_dump_dir` named, one of its files, or a run with a dump in it"
     )
     command.add_argument("--json", action="store_true", help="print JSON")
+    moved = {"--html": "trl-rollout-corr report DUMP -o report.html", "--probe": "trl-rollout-corr probe MODEL"}
+    for option, replacement in moved.items():
+        command.add_argument(option, action=_Moved, nargs="?", const=replacement, help=argparse.SUPPRESS)
     command.set_defaults(run=_diagnose, subject="dump")
 
 

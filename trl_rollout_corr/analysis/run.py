@@ -1,7 +1,5 @@
 """The reader of a run: the log of its trainer, its dumped sequences, or both."""
 
-import json
-import math
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,12 +9,12 @@ import numpy as np
 import pandas as pd
 import yaml
 
-from ..dumps.files import read_logs
-from ..dumps.reading import Dump, find_dump, open_dump
+from ..dumps.files import is_step, read_json, read_logs
+from ..dumps.reading import Dump, check_name, find_dump, open_dump
 from ..health.windows import is_training_window
 from ..messages import PREFIX, SelfContainedError, warn
 from ..settings.config import RolloutCorrectionConfig
-from ..settings.files import config_of_run
+from ..settings.files import config_of_run, load_yaml, read_text
 
 
 STATE = "trainer_state.json"
@@ -77,6 +75,9 @@ def read_run(source: str) -> Run:
 def _read(path: Path) -> Run:
     if not path.exists():
         raise ValueError("no such file or folder")
+    if not path.is_dir() and not path.is_file():
+        raise ValueError("a pipe or a device, but a run is read from a folder or a regular file")
+    check_name(path.resolve())  # the report shows its name
     states, folder = _states(path) if path.is_dir() else [path], find_dump(path) if path.is_dir() else None
     if path.is_file() and path.suffix != ".json":
         states, folder = [], path
@@ -122,7 +123,7 @@ def _merge(entries: Iterable[Mapping[str, object]]) -> list[dict[str, object]]:
     merged: dict[int, dict[str, object]] = {}
     for entry in entries:
         step = entry.get("step")
-        if isinstance(step, int | float) and math.isfinite(step) and is_training_window(entry):
+        if isinstance(step, int | float) and is_step(step) and is_training_window(entry):
             merged.setdefault(int(step), {}).update(entry, step=int(step))
     return [merged[step] for step in sorted(merged)]
 
@@ -140,7 +141,7 @@ def _states(folder: Path) -> list[Path]:
     checkpoints = sorted(
         folder.glob(f"checkpoint-*/{STATE}"), key=lambda path: (len(path.parent.name), path), reverse=True
     )
-    return [path for path in (folder / STATE, *checkpoints) if path.exists()]
+    return [path for path in (folder / STATE, *checkpoints) if path.is_file()]
 
 
 def _first_readable(paths: list[Path], damage: list[str], *, needed: bool) -> list[dict[str, Any]]:
@@ -159,7 +160,7 @@ def _first_readable(paths: list[Path], damage: list[str], *, needed: bool) -> li
 
 def _entries(path: Path) -> list[dict[str, Any]]:
     try:
-        state = json.loads(path.read_text(encoding="utf-8"))
+        state = read_json(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path.name} is damaged or not JSON: {error}") from None
     entries = state.get("log_history") if isinstance(state, dict) else None
@@ -167,6 +168,9 @@ def _entries(path: Path) -> list[dict[str, Any]]:
         raise ValueError(f"{path.name} is JSON, but not the state of a trainer: it has no `log_history`")
     if not entries:
         raise ValueError(f"{path.name} holds no log entries yet")
+    steps = [entry["step"] for entry in entries if isinstance(entry.get("step"), int | float)]
+    if beyond := [step for step in steps if not is_step(step)]:
+        raise ValueError(f"{path.name} is damaged: the `step` of an entry is {beyond[0]}")
     if not any(str(key).startswith(PREFIX) for entry in entries for key in entry):
         raise ValueError(f"{path.name} has no `{PREFIX}` metrics: the run did not use a trainer of this package")
     return entries
@@ -175,7 +179,7 @@ def _entries(path: Path) -> list[dict[str, Any]]:
 def _card(folder: Path) -> dict[str, str]:
     """Model, trainer and correction, from the metadata of the model card in a folder; empty if it is not of this package."""
     try:
-        metadata = yaml.safe_load((folder / "README.md").read_text(encoding="utf-8").split("---\n")[1])
+        metadata, _ = load_yaml(read_text(folder / "README.md").split("---\n")[1])
         ours = metadata["trl_rollout_corr"]
         trainer = next((tag.upper() for tag in metadata["tags"] if tag in ("grpo", "rloo")), "")
         # the base model is the one on the hub, which a model of this machine does not have

@@ -137,10 +137,8 @@ class VersionedLoop(RolloutLoop):  # type: ignore[misc, valid-type]
             complaint = f"{_GENERATE} failed with {error!r}, and {path} works"
         if complaint and not self._complained:
             self._complained = True
-            report(
-                f"The vLLM server at {self.vllm_server_url} does not tell the version of all tokens: {complaint}. "
-                f"{_CONSEQUENCE}"
-            )
+            fault = f"does not tell the version of all tokens: {complaint}"
+            report(f"The vLLM server at {self.vllm_server_url} {fault}. {_CONSEQUENCE}")
         return answer
 
     async def _score_group(self, group: Any) -> list[RolloutSample]:
@@ -207,11 +205,8 @@ def versions_of(spans: object, length: int) -> tuple[np.ndarray, str]:
     versions[contested] = _UNKNOWN
     if covered.all() and not contested.any():
         return versions, ""
-    named = f"`weight_versions` is {str(spans)[:200]} for {length} tokens"
-    return (
-        versions,
-        f"{named}, which gives {int(contested.sum())} of them two versions and {int((~covered).sum())} none",
-    )
+    counts = f"{int(contested.sum())} of them two versions and {int((~covered).sum())} none"
+    return versions, f"`weight_versions` is {str(spans)[:200]} for {length} tokens, which gives {counts}"
 
 
 def _version(label: object) -> int | None:

@@ -8,10 +8,11 @@ its name only when it is complete, so that a crash loses at most the file being 
 import json
 import os
 import re
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -40,16 +41,32 @@ def write_rows(
     }
     table = pa.Table.from_pylist(list(rows), schema=SCHEMA.with_metadata(metadata))
     path = folder / f"step-{step:08d}-rank-{rank:05d}.parquet"
-    partial = path.with_suffix(".partial")
-    pq.write_table(table, partial, compression="zstd")
-    os.replace(partial, path)
+    write_whole(path, lambda file: pq.write_table(table, file, compression="zstd"))
     return path
 
 
+def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+    """
+    Write a file that appears under its name only when it is complete. A link of that name is replaced; the file that it names
+    stays as it is. The file that is written first is new and has a name that nobody can foresee, so that no link is followed.
+    """
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
+    try:
+        with partial.open("xb") as file:
+            write(file)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _without_links(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
+
+
 def append_log(folder: Path, entry: Mapping[str, Any]) -> None:
-    """Add an entry of the trainer's log to the dump, as one line of JSON."""
+    """Add an entry of the trainer's log to the dump, as one line of JSON. A link in place of the log is an `OSError`."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / _LOGS).open("a", encoding="utf-8") as file:
+    with open(folder / _LOGS, "a", encoding="utf-8", opener=_without_links) as file:
         file.write(json.dumps(plain(entry)) + "\n")
 
 
@@ -100,12 +117,12 @@ def rewind(folder: Path, step: int, *, logs: bool = True) -> None:
     for path in files_of(folder):
         if _step(path) > step:
             path.unlink(missing_ok=True)
+    for path in folder.glob(".step-*.partial"):  # of a process that was killed
+        path.unlink(missing_ok=True)
     path = folder / _LOGS
     if logs and path.exists():
         kept = [entry for entry in read_logs(folder) if entry["step"] <= step]
-        partial = path.with_suffix(".partial")
-        partial.write_text("".join(json.dumps(entry) + "\n" for entry in kept), encoding="utf-8")
-        os.replace(partial, path)
+        write_whole(path, lambda file: file.write("".join(json.dumps(entry) + "\n" for entry in kept).encode()))
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -114,19 +131,32 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def read_logs(path: Path, on_damage: Callable[[str], object] | None = None) -> list[dict[str, Any]]:
-    """Entries with a step of the log of a dump. `on_damage` is told about each line that a crash has cut short."""
+    """Entries with a step of the log of a dump. `on_damage` is told about each line that cannot be used."""
     logs, entries = path / _LOGS, []
     lines = logs.read_text(encoding="utf-8", errors="replace").splitlines() if logs.is_file() else ()
     for number, line in enumerate(lines, 1):
         try:
-            entry = json.loads(line)
+            entry = read_json(line)
         except (ValueError, RecursionError):
             if on_damage is not None:
                 on_damage(f"{_LOGS} is damaged: line {number} of {len(lines)} is cut short or no JSON, and left out")
             continue
-        if isinstance(entry, dict) and isinstance(entry.get("step"), int | float):
-            entries.append(entry)
+        if isinstance(entry, dict) and isinstance(step := entry.get("step"), int | float):
+            if is_step(step):
+                entries.append(entry)
+            elif on_damage is not None:
+                on_damage(f"{_LOGS} is damaged: the `step` of line {number} of {len(lines)} is {step}, and left out")
     return entries
+
+
+def read_json(text: str) -> Any:
+    """Content of JSON. An integer of more than 18 digits is a float, possibly infinite: an integer could overflow later."""
+    return json.loads(text, parse_int=lambda digits: int(digits) if len(digits) <= 18 else float(digits))
+
+
+def is_step(step: float) -> bool:
+    """`True` for the number of an optimizer step; `False` for NaN, infinity, and numbers beyond all runs."""
+    return abs(step) < 2**53
 
 
 def _step(path: Path) -> int:

@@ -55,6 +55,7 @@ def open_dump(path: str | Path, *, text: bool = False, steps: tuple[int, int] | 
         found = (find_dump(folder) if folder.is_dir() else None) or folder
     except OSError as error:
         raise ValueError(error.strerror) from None
+    check_name(found)
     table, settings, about, damage = read_table(found, [*_NUMBERS, *(_TEXT if text else ())])
     if steps is not None:
         first, last = steps
@@ -64,6 +65,14 @@ def open_dump(path: str | Path, *, text: bool = False, steps: tuple[int, int] | 
             has = f"it has steps {held['min']} to {held['max']}"
             raise ValueError(f"the dump holds no sequences of steps {first} to {last}; {has}")
     return Dump(found, _sequences(table), settings, about, damage)
+
+
+def check_name(path: Path) -> None:
+    """Refuse a path that is not UTF-8, with a `ValueError` in one line."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise ValueError("the path is not UTF-8, which Parquet and HTML need. Rename the file or folder") from None
 
 
 def find_dump(folder: Path) -> Path | None:
@@ -131,6 +140,8 @@ def read_table(
 
 
 def _read_file(path: Path, columns: list[str] | None) -> tuple[pa.Table, dict[str, dict[str, Any]]]:
+    if not path.is_file():
+        raise _Damaged(f"{path.name} is no regular file")
     try:
         # not `read_table` of PyArrow, which takes a folder named lr=1e-6 for a column
         with pq.ParquetFile(path) as file:

@@ -41,9 +41,7 @@ class Document(NamedTuple):
     content: Any  # arguments of a shell script are nested mappings of text
     lines: dict[Key, int]  # line of each key by its path, counted from 1
     replaced: dict[Key, list[int]] = {}  # earlier lines that set a key to another value
-    variables: dict[
-        str, tuple[str, int]
-    ] = {}  # value and line of each variable of a script that no other setting uses
+    variables: dict[str, tuple[str, int]] = {}  # value and line of each variable that no other setting uses
 
     def line(self, *path: str) -> int | None:
         """Line of a key, or of the nearest key above it with a line."""
@@ -197,7 +195,7 @@ class Foreign(NamedTuple):
 
     tool: str
     translate: Callable[..., dict[str, Any]]
-    settings: Mapping[str, object] | None
+    settings: Mapping[str, object] | str | None
     above: Key = ()  # keys under which they stand
     maybe_ours: bool = False  # a section of verl alone has the names of fields of this package
 
@@ -239,8 +237,8 @@ def _find_in(section: Mapping[str, object], above: Key) -> Foreign | None:
 def convert(path: str) -> str:
     """
     Translate a configuration of another tool to YAML of fields of [`RolloutCorrectionConfig`]. It is a YAML file, a shell
-    script with arguments for verl, or `-` for standard input. A warning with its line names every setting that is left
-    out, and TRL's counterpart where [`~trl_rollout_corr.settings.migrate.counterpart`] knows one.
+    script with arguments for verl, or `-` for standard input. A warning names every setting that is left out, its line, and
+    TRL's counterpart where [`~trl_rollout_corr.settings.migrate.counterpart`] knows one.
     """
     document = read_document(sys.stdin if path == "-" else Path(path))
     foreign = find_foreign(document.content)
@@ -298,13 +296,11 @@ def _left_out(document: Document, foreign: Foreign) -> Iterator[tuple[int, str]]
             others.setdefault(path[0] if len(path) > 1 else "", []).append((name, line))
     reason = "not about rollout correction"
     if foreign.tool == _TRL:
-        reason = "not about its correction: keep name and value"
+        reason = "not about TRL's own correction, so keep name and value"
     for names in others.values():
         listed, several = ", ".join(f"`{name}`" for name, _ in names), len(names) > 1
-        yield (
-            names[0][1],
-            f"{listed} {'are' if several else 'is'} left out: {'they are' if several else 'it is'} {reason}.",
-        )
+        listed += " are left out: they are" if several else " is left out: it is"
+        yield names[0][1], f"{listed} {reason}."
 
 
 def _not_taken(document: Document, foreign: Foreign) -> Iterator[tuple[Key, object, int]]:

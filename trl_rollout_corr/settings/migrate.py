@@ -72,10 +72,10 @@ COUNTERPARTS = {
     "rollout.top_p": "TRL has `top_p`",
     "rollout.top_k": "TRL has `top_k`",
     "rollout.calculate_log_probs": "the trainers ask for log-probabilities where they need them",
-    "data.train_batch_size": "multiplied by `rollout.n`, it is TRL's `per_device_train_batch_size * steps_per_generation` "
-    "of all processes",
-    "data.max_prompt_length": "TRL has none: filter the dataset; `vllm_max_model_length` bounds prompt and "
-    "completion together",
+    "data.train_batch_size": "multiplied by `rollout.n`, it is TRL's `per_device_train_batch_size * "
+    "steps_per_generation` of all processes",
+    "data.max_prompt_length": "TRL has none: filter the dataset; `vllm_max_model_length` bounds prompt and completion "
+    "together",
     "data.max_response_length": "TRL has `max_completion_length`",
     "trainer.total_epochs": "TRL has `num_train_epochs`",
     "trainer.total_training_steps": "TRL has `max_steps`",

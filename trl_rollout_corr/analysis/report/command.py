@@ -4,6 +4,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from ...dumps.reading import check_name
+from ...dumps.writing import write_whole
 from ...messages import SelfContainedError
 from ..run import read_run
 from .compose import compose
@@ -43,6 +45,10 @@ def write_report(sources: Sequence[str], output: str) -> str:
 
 def _check_output(path: Path) -> Path:
     """The output, or an error in one line if it cannot be written."""
+    try:
+        check_name(path)
+    except ValueError as error:
+        raise SelfContainedError(f"{path}: {error}") from None
     if path.suffix not in (".html", ".png"):
         raise SelfContainedError(f"{path}: the output must end in .html or .png.")
     if not path.parent.is_dir():
@@ -66,11 +72,7 @@ def _names(sources: Sequence[str]) -> list[str]:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Under its name only when it is complete."""
-    partial = path.with_name(path.name + ".partial")
     try:
-        partial.write_bytes(content)
-        partial.replace(path)
+        write_whole(path, lambda file: file.write(content))
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise SelfContainedError(f"{path}: cannot be written: {error.strerror}") from None
