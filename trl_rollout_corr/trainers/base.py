@@ -30,8 +30,8 @@ from .first_step import FirstStepDiagnosis
 from .keys import ROLLOUT_LOGPS, ROLLOUT_STEP, TOKEN_STEPS, TURN_IDS
 from .monitor import monitor_of, settle_monitors
 from .observer import Corrected, Moment, Observer
-from .reporting import choose_metrics
 from .run_metadata import check_dropout, check_types, engine_metadata, trainer_metadata
+from .trackers import choose_metrics
 from .trl_interface import check_config_class
 
 
