@@ -74,7 +74,7 @@ def rloo(tiny_model_path, tmp_path, shared_engine):
 
         def shifted(**kwargs):
             output = generate(**kwargs)
-            trainer._record_logprobs(shift_the_first(trainer._pass.logprobs))
+            trainer._record_logprobs(shift_the_first(trainer._pass.logprobs), trainer._pass.prompts)
             return output
 
         trainer.vllm_generation.generate = shifted

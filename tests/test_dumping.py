@@ -318,12 +318,13 @@ def test_a_run_that_left_only_a_log_is_another_run_too(make, tmp_path):
         make(rollout_dump_dir=str(tmp_path / "dump"))
 
 
-def test_a_second_training_goes_to_a_folder_of_its_own(make, tmp_path):
+def test_a_second_training_does_not_write_into_the_dump_of_the_first(make, tmp_path):
     trainer = make(rollout_dump_dir=str(tmp_path / "first"), max_steps=2)
     trainer.train()
-    trainer.args.rollout_dump_dir = str(tmp_path / "second")
-    trainer.train()
-    assert {row["step"] for row in read_dump(tmp_path / "second").rows} == {1, 2}
+    rows = read_dump(tmp_path / "first").rows
+    with pytest.raises(ValueError, match="holds the dump of another run. Name another folder when the trainer is built"):
+        trainer.train()
+    assert read_dump(tmp_path / "first").rows == rows
 
 
 def test_a_resumed_run_goes_on_with_its_dump(make, tmp_path):

@@ -282,7 +282,8 @@ def test_a_saturated_ratio_gives_no_gradient_and_no_nan(make, tiny_model_path, c
 
 def test_bypass_recomputes_the_weights_at_every_visit(make):
     with pytest.warns(UserWarning, match="`num_iterations` is 2 with `rollout_loss_type='reinforce'`"):
-        trainer = make(schedule="two iterations", bypass_mode=True, rollout_loss_type="reinforce", max_steps=2)
+        bypass = {"rollout_is": "token", "bypass_mode": True, "rollout_loss_type": "reinforce"}
+        trainer = make(schedule="two iterations", max_steps=2, **bypass)
     seen = []
     enter_loss = trainer._enter_loss
 
@@ -366,6 +367,7 @@ def test_a_rejected_token_leaves_the_ratio_of_its_completion_in_bypass_mode(make
     kept = trainer.compute_loss(trainer.model, batch).item()
     assert kept > 2 * on_policy
     trainer.args.rollout_rs, trainer.args.rollout_rs_threshold = ["token_k1"], [[0.5, 2.0]]
+    trainer._settings = trainer.args.correction
     trainer._observer.windows["train"].sums.clear()  # those of other criteria do not add to them
     found = trainer.compute_loss(trainer.model, batch).item()
     assert found < on_policy  # the token adds nothing, and the ratio of the others stays 1

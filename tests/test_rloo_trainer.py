@@ -325,7 +325,7 @@ def test_kl_in_the_reward_is_that_of_the_sampler_in_bypass_mode(make, tiny_model
 
 
 def break_first(trainer, output):
-    trainer._record_logprobs([[None, *row[1:]] for row in trainer._pass.logprobs])
+    trainer._record_logprobs([[None, *row[1:]] for row in trainer._pass.logprobs], trainer._pass.prompts)
     return output
 
 

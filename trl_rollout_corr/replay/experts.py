@@ -116,3 +116,7 @@ class Experts:
             return outputs
 
         return with_experts
+
+    def end(self) -> None:
+        for hooks in self._hooks.values():
+            hooks.end()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from ..health.examine import parse_bounds
 from ..messages import SettingError, candidates, nearest
 from .criteria import LEVELS, CriterionName, Level
+from .legacy import FirstPresets
 from .presets import DEFAULT, PRESETS, Preset
 from .thresholds import none_if_null, parse_criteria, parse_number, parse_weight_threshold
 
@@ -186,9 +187,10 @@ def preset_name(name: str) -> Preset:
 
 def preset_remedy(name: object) -> str:
     """Sentences with the presets that may be meant."""
-    found = " or ".join(map(repr, candidates(name, PRESETS)))
-    if found:
-        return f"Did you mean {found}?"
+    first = [other for other in vars(FirstPresets) if not other.startswith("_")]  # which are translated
+    close = " or ".join(map(repr, candidates(name, [*first, *PRESETS])))
+    if close:
+        return f"Did you mean {close}?"
     common = f"{DEFAULT}, decoupled_token_is, decoupled_token_icepop, bypass_ppo_clip and disabled"
     return f"Common presets are {common}; `trl-rollout-corr docs presets` has all {len(PRESETS)}."
 

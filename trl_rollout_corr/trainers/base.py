@@ -81,7 +81,8 @@ class CorrectionCore(_Host):
         if args is None:
             model_name = model if isinstance(model, str) else model.config._name_or_path
             args = self._config_class(f"{model_name.split('/')[-1]}-{self._name}")
-        check_config_class(args, self._config_class)
+        else:
+            check_config_class(args, self._config_class)
         warn_about_one_process()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SettingWarning)  # the configuration has warned when it was built
