@@ -322,7 +322,9 @@ def test_a_second_training_does_not_write_into_the_dump_of_the_first(make, tmp_p
     trainer = make(rollout_dump_dir=str(tmp_path / "first"), max_steps=2)
     trainer.train()
     rows = read_dump(tmp_path / "first").rows
-    with pytest.raises(ValueError, match="holds the dump of another run. Name another folder when the trainer is built"):
+    with pytest.raises(
+        ValueError, match=r"holds the dump of another run\. Name another folder when the trainer is built"
+    ):
         trainer.train()
     assert read_dump(tmp_path / "first").rows == rows
 

@@ -188,8 +188,9 @@ class CorrectionCore(_Host):
         super().create_model_card(*args, **kwargs)
         path = Path(self.args.output_dir, "README.md")
         if self.is_world_process_zero() and path.exists():
-            model = self._bare(self.model).config._name_or_path
-            card = complete_card(path.read_text("utf-8"), model, self.args.output_dir, self.args.description)
+            model: Any = self._bare(self.model)
+            name = model.config._name_or_path
+            card = complete_card(path.read_text("utf-8"), name, self.args.output_dir, self.args.description)
             path.write_text(card, "utf-8")
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

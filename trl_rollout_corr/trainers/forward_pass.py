@@ -79,7 +79,7 @@ class ForwardPass:
 class Rescoring(ForwardPass):
     """A forward pass over a batch that TRL has scored before, outside of its loss."""
 
-    def __init__(self, batch: Mapping[str, Any]) -> None:
+    def __init__(self, batch: dict[str, Any]) -> None:
         self.batch = batch
 
     def columns(
