@@ -32,7 +32,7 @@ from trl_rollout_corr import (
     compute_rollout_correction,
 )
 from trl_rollout_corr.asynchronous import contract
-from trl_rollout_corr.asynchronous.packed import Awaited
+from trl_rollout_corr.asynchronous.placeholders import Placeholder
 from trl_rollout_corr.asynchronous.tree_attention import register_tree_attention, visible_tokens
 from trl_rollout_corr.asynchronous.trl_parts import TREE_ATTENTION, AsyncGRPOTrainer, AsyncRolloutWorker, TreeRow
 from trl_rollout_corr.correction.accounting import Accounts, account
@@ -276,13 +276,13 @@ def test_a_token_sees_what_is_before_it_in_its_sample(sliding_window):
 
 
 def test_a_tensor_that_is_awaited_is_filled_where_it_was_taken():
-    awaited, selected = Awaited(torch.zeros(2, 3)), torch.tensor([[True, False, True], [False, True, False]])
-    taken = awaited[selected]
+    placeholder, selected = Placeholder(torch.zeros(2, 3)), torch.tensor([[True, False, True], [False, True, False]])
+    taken = placeholder[selected]
     assert taken.isnan().all()
-    assert not awaited.was_taken
-    awaited.fill(selected, torch.tensor([1.0, 2.0, 3.0]))
-    assert taken.tolist() == awaited[selected].tolist() == [1.0, 2.0, 3.0]
-    assert awaited.was_taken
+    assert not placeholder.was_taken
+    placeholder.fill(selected, torch.tensor([1.0, 2.0, 3.0]))
+    assert taken.tolist() == placeholder[selected].tolist() == [1.0, 2.0, 3.0]
+    assert placeholder.was_taken
 
 
 # Age ------------------------------------------------------------------------------------------------------------------

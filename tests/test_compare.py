@@ -24,7 +24,7 @@ from trl_rollout_corr.analysis.spread import (
     measure,
     suggest_bounds,
 )
-from trl_rollout_corr.correction.functional import expected_share_outside
+from trl_rollout_corr.correction.normal import expected_share_outside
 from trl_rollout_corr.dumps import files as dump
 from trl_rollout_corr.dumps.reading import open_dump
 from trl_rollout_corr.health.examine import examine

@@ -323,7 +323,7 @@ def test_a_second_training_does_not_write_into_the_dump_of_the_first(make, tmp_p
     trainer.train()
     rows = read_dump(tmp_path / "first").rows
     with pytest.raises(
-        ValueError, match="holds the dump of another run. Name another folder when the trainer is built"
+        ValueError, match=r"holds the dump of another run\. Name another folder when the trainer is built"
     ):
         trainer.train()
     assert read_dump(tmp_path / "first").rows == rows

@@ -281,8 +281,8 @@ def test_a_saturated_ratio_gives_no_gradient_and_no_nan(make, tiny_model_path, c
 
 
 def test_bypass_recomputes_the_weights_at_every_visit(make):
+    bypass = {"rollout_is": "token", "bypass_mode": True, "rollout_loss_type": "reinforce"}
     with pytest.warns(UserWarning, match="`num_iterations` is 2 with `rollout_loss_type='reinforce'`"):
-        bypass = {"rollout_is": "token", "bypass_mode": True, "rollout_loss_type": "reinforce"}
         trainer = make(schedule="two iterations", max_steps=2, **bypass)
     seen = []
     enter_loss = trainer._enter_loss

@@ -34,6 +34,7 @@ ORDER = {
     ],  # so far without torch
     "correction": [
         "functional",
+        "normal",
         "histogram",
         "sums",
         "columns",
@@ -55,8 +56,8 @@ ORDER = {
         "ranking",
         "text",
     ],
+    "arrival": ["fingerprints", "weights", "server"],
     "trainers": [
-        "engine_weights",
         "cpu_reload",
         "keys",
         "card",
@@ -64,10 +65,8 @@ ORDER = {
         "visits",
         "forward_pass",
         "run_metadata",
-        "weight_check",
-        "server_check",
         "pushes",
-        "reporting",
+        "trackers",
         "script",
         "versions",
         "settings_checks",
@@ -88,7 +87,8 @@ ORDER = {
     ],
     "asynchronous": [
         "contract",
-        "packed",
+        "packing",
+        "placeholders",
         "trl_parts",
         "tree_attention",
         "stopping",
@@ -125,7 +125,7 @@ WITHOUT_MATPLOTLIB = [
     *(f"analysis.report.{name}" for name in REPORT[: REPORT.index("compose") + 1]),
 ]
 WITHOUT_TRL = [
-    *modules_of("messages", "health", "settings", "correction", "dumps", "diagnosis", "analysis"),
+    *modules_of("messages", "health", "settings", "correction", "replay", "dumps", "diagnosis", "arrival", "analysis"),
     *(f"analysis.report.{name}" for name in REPORT),
     *(f"probe.{name}" for name in ORDER["probe"][:2]),
     "__main__",

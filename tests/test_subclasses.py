@@ -1,6 +1,7 @@
 """Use around the trainers: subclasses, copied batches, other models in the loss, scoring of their own."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -270,3 +271,21 @@ def test_a_batch_that_is_put_together_below_the_mixin_is_refused_by_name(make):
 
     with pytest.raises(RuntimeError, match=r"`Joining\._generate_and_score_completions`"):
         make(Corrected).train()
+
+
+# A trainer that was never initialised, as in TRL's own tests ------------------------------------------------------------
+
+
+def bare_trainer(trainer_class, rollout_func):
+    """A trainer with the attributes alone that TRL reads to call a rollout function."""
+    trainer = object.__new__(trainer_class)
+    trainer.accelerator = SimpleNamespace(device=torch.device("cpu"), is_main_process=True)
+    trainer.model, trainer.use_vllm, trainer.rollout_func = SimpleNamespace(training=True), False, rollout_func
+    return trainer
+
+
+@pytest.mark.parametrize("trainer_class", [GRPOTrainer, RolloutCorrectedGRPOTrainer])
+def test_a_rollout_function_without_required_keys_is_refused_by_a_bare_trainer(trainer_class):
+    trainer = bare_trainer(trainer_class, lambda prompts, trainer: {"prompt_ids": [[1]], "completion_ids": [[2]]})
+    with pytest.raises(ValueError, match=r"rollout_func must return keys \['logprobs'\] in its output dict"):
+        trainer._generate(["prompt"])

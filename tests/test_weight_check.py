@@ -10,15 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate import Accelerator
 
 from tests.launching import ROOT, output_of
 from tests.tiny import build_tiny_model
 from tests.training import TRAINERS, VLLM, build, counting_forwards, losing, losses, messages, saying
-from trl_rollout_corr.trainers import server_check
-from trl_rollout_corr.trainers.engine_weights import fingerprint, packed_columns, read, some_columns
-from trl_rollout_corr.trainers.server_check import AdapterCheck, MovementCheck, read_server, score_text
-from trl_rollout_corr.trainers.weight_check import WeightCheck
+from trl_rollout_corr.arrival import server as server_checks
+from trl_rollout_corr.arrival.fingerprints import fingerprint, packed_columns, read, some_columns
+from trl_rollout_corr.arrival.server import AdapterCheck, MovementCheck, read_server, score_text
+from trl_rollout_corr.arrival.weights import WeightCheck
 
 
 NOT_THERE = "The sampler does not have the weights of the trainer"
@@ -289,7 +288,9 @@ def moving(server_moves, pushes=40, temperature=1.0, **pushed):
         assert not model.training
         return torch.full((1, 2), now["trainer"])
 
-    check = MovementCheck(Accelerator(), model, lambda texts: [[0.0, *[now["server"]] * 2]], temperature)
+    check = MovementCheck(
+        model, lambda texts: [[0.0, *[now["server"]] * 2]], temperature, is_main_process=True, broadcast=list
+    )
     ids = {f"{part}_ids": torch.tensor([[1, 2]]) for part in ("prompt", "completion")}
     batch = ids | {f"{part}_mask": torch.ones(1, 2) for part in ("prompt", "completion")}
     check.keep(batch, torch.ones(1, 2), score)
@@ -321,7 +322,7 @@ def test_a_server_that_stands_still_is_named(moves, found, caplog):
 
 def test_a_server_that_scores_no_text_is_left_alone(caplog):
     def fails(texts):
-        raise server_check.requests.ConnectionError
+        raise server_checks.requests.ConnectionError
 
     check = moving(lambda push, trainer: 0.0, pushes=0)
     check.ask = fails

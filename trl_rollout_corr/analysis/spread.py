@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..correction.functional import expected_share_outside
+from ..correction.normal import expected_share_outside
 from ..settings.config import RolloutCorrectionConfig
 from .replay import Batch
 

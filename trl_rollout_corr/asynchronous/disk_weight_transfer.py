@@ -8,7 +8,7 @@ import requests
 import torch
 from safetensors.torch import save_file
 
-from ..trainers.server_check import EXTENSION, has_extension
+from ..arrival.server import EXTENSION, has_extension
 from .trl_parts import VLLMClient
 
 

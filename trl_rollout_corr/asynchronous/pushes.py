@@ -4,8 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..arrival.server import AdapterCheck
 from ..trainers.pushes import CheckedPushes
-from ..trainers.server_check import AdapterCheck
 from .trl_parts import AsyncRolloutWorker
 
 
@@ -37,8 +37,8 @@ class PushesToServer(CheckedPushes):
     @property
     def server(self) -> str | None:
         trainer = self.trainer
-        known = trainer.accelerator.is_main_process and isinstance(trainer.rollout_worker, AsyncRolloutWorker)
-        return str(trainer.vllm_client.server_url) if known else None
+        has_address = trainer.accelerator.is_main_process and isinstance(trainer.rollout_worker, AsyncRolloutWorker)
+        return str(trainer.vllm_client.server_url) if has_address else None
 
     @property
     def served_model(self) -> str:

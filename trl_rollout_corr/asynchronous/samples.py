@@ -2,8 +2,11 @@
 Age, reward and layout of samples, on their way from the queue of the rollout worker to the micro-batch, on the main process.
 
 TRL takes a sample from the queue, drops it if it is stale, packs the others into rows, and sends row `i` to rank `i`. It drops
-the version of the weights and the rewards. Three wrappers keep them: [`Tap`] around the queue, [`Carrier`] around the data
-set, and [`Layout`] around the collator, which adds the keys below to the batch.
+the version of the weights and the rewards. Three wrappers keep them:
+
+- [`WatchedQueue`], around the queue, remembers the last sample and the samples that TRL drops;
+- [`AnnotatedSamples`], around the data set, adds the reward and the optimizer step to each sample;
+- [`LayoutCollator`], around the collator, adds the keys below to the batch.
 
 `R` rows, one per rank; `B` completions of a row, `T` tokens from the first of the loss to the last of a completion; both of
 the largest row.
@@ -29,8 +32,8 @@ TEXT_PREFIX = "rollout_corr_"
 _SERVER_INFINITY = -9999.0
 
 
-class Tap:
-    """Queue of the rollout worker that keeps the last sample."""
+class WatchedQueue:
+    """Queue of the rollout worker that remembers the last sample, and the samples that TRL dropped."""
 
     def __init__(self, queue: Any) -> None:
         self._queue = queue
@@ -47,7 +50,7 @@ class Tap:
         self._last = checked(self._queue.get(*args, **kwargs))
         return self._last
 
-    def hand_on(self) -> RolloutSample:
+    def take_last(self) -> RolloutSample:
         """Last sample, which TRL passes on to training."""
         sample, self._last = self._last, None
         if sample is None:
@@ -86,30 +89,38 @@ def checked(sample: RolloutSample) -> RolloutSample:
     return sample
 
 
-class Carrier(torch.utils.data.IterableDataset):
+class AnnotatedSamples(torch.utils.data.IterableDataset):
     """
     TRL's data set over the queue, with reward and optimizer step of each sample.
 
-    `step_of` has the optimizer step of each version of the weights. `failed` gets an error that ends the
-    samples; the error is raised if it returns `False`.
+    Args:
+        dataset (`torch.utils.data.IterableDataset`):
+            TRL's data set.
+        queue ([`WatchedQueue`]):
+            Queue that the data set takes samples from.
+        step_of (`Mapping[int, int]`):
+            Optimizer step of each version of the weights.
+        on_error (`Callable[[Exception], bool]`):
+            Called with an error that ends the samples. It returns `True` to end the data quietly, and `False` to raise the
+            error again.
     """
 
     def __init__(
         self,
         dataset: torch.utils.data.IterableDataset,
-        tap: Tap,
+        queue: WatchedQueue,
         step_of: Mapping[int, int],
-        failed: Callable[[Exception], bool],
+        on_error: Callable[[Exception], bool],
     ) -> None:
-        self._dataset, self._tap, self._step_of, self._failed = dataset, tap, step_of, failed
+        self._dataset, self._queue, self._step_of, self._on_error = dataset, queue, step_of, on_error
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         try:
             for item in self._dataset:
-                sample = self._tap.hand_on()
+                sample = self._queue.take_last()
                 yield {**item, REWARDS: reward_of(sample.metrics), **self._steps(sample)}
         except Exception as error:
-            if not self._failed(error):
+            if not self._on_error(error):
                 raise
 
     def _steps(self, sample: RolloutSample) -> dict[str, Any]:
@@ -118,15 +129,15 @@ class Carrier(torch.utils.data.IterableDataset):
         if (versions := getattr(sample, "versions", None)) is None:
             return {ROLLOUT_STEP: step}
         # a version before that of the beginning is a label that the server kept, as it did not take a later one
-        known = [
+        steps_of_tokens = [
             self._step_of.get(int(version), step) if version >= sample.model_version else step for version in versions
         ]
-        steps = np.array(known, dtype=np.float32)
+        steps = np.array(steps_of_tokens, dtype=np.float32)
         sampled = steps[np.asarray(sample.completion_mask) != 0]
         return {ROLLOUT_STEP: np.fmin.reduce(sampled, initial=np.nan), TOKEN_STEPS: steps}
 
 
-class Layout:
+class LayoutCollator:
     """
     Collator that adds the layout of loss terms in completions, advantages, rewards and steps to TRL's batch; `with_text` also
     prompts and completions, for a dump or a diagnosis.

@@ -3,7 +3,7 @@ Version of the weights that sampled each token, from a vLLM server that tells it
 
 The trainer labels the weights on the server at each push, before requests go on ([`LabellingTransfer`]). The rollout worker
 asks the endpoint whose answers have the label of every token ([`VersionedLoop`]), and its samples carry the labels to
-[`~trl_rollout_corr.asynchronous.samples.Carrier`].
+[`~trl_rollout_corr.asynchronous.samples.AnnotatedSamples`].
 
 Versions only refine the age of tokens. No answer about versions, and no missing one, ends a worker or a run: such tokens are
 of an unknown version, and a warning says so once.

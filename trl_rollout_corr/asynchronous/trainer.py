@@ -2,8 +2,8 @@
 Asynchronous GRPO with rollout correction.
 
 TRL's loss takes two tensors out of the batch, the advantages and the sampler's log-probabilities, runs the model once, and
-combines the three. Here it gets placeholders ([`~trl_rollout_corr.asynchronous.packed.Awaited`]), which are filled after the
-forward pass. So the correction knows the log-probabilities of the policy without a forward pass of its own.
+combines the three. Here it gets placeholders ([`~trl_rollout_corr.asynchronous.placeholders.Placeholder`]), which are filled
+after the forward pass. So the correction knows the log-probabilities of the policy without a forward pass of its own.
 
 `B` completions of this rank's row, `T` tokens from the first of the loss to the last of a completion.
 """
@@ -30,9 +30,10 @@ from ..trainers.observer import Corrected
 from ..trainers.settings_checks import CHECKS
 from ..trainers.trl_interface import check_bases, check_trl, with_parameters_of
 from .contract import METHODS, NAMES
-from .packed import Awaited, Policy, Terms
+from .packing import Terms
+from .placeholders import CorrectedPolicy, Placeholder
 from .pushes import PushesToServer
-from .samples import ADVANTAGES, TERMS, TEXT, TEXT_PREFIX, TOOLS, Carrier, Layout, Tap
+from .samples import ADVANTAGES, TERMS, TEXT, TEXT_PREFIX, TOOLS, AnnotatedSamples, LayoutCollator, WatchedQueue
 from .stopping import OrderlyEnd, drain_at_stop
 from .token_versions import ask_for_versions
 from .tree_attention import register_tree_attention
@@ -106,6 +107,9 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
     """
 
     rollout_step: int | None = None
+    # Defaults, as in `RolloutCorrectionMixin`: TRL's own tests call methods of a trainer that was never initialised
+    _has_own_worker = False  # True if TRL built the rollout worker
+    _watched_queue: WatchedQueue | None = None  # on the main process
 
     _trl_class = AsyncGRPOTrainer
     _config_class = RolloutCorrectedAsyncGRPOConfig
@@ -132,7 +136,6 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
             self._check_weights_reach_the_server()
             register_tree_attention()  # in place of TRL's, which it has just registered
         self._has_own_worker = kwargs.get("rollout_worker") is None
-        self._tap: Tap | None = None  # on the main process
         self._step_of_version: dict[int, int] = {}
         if isinstance(self.rollout_worker, AsyncRolloutWorker):  # only on the main process
             drain_at_stop(self.rollout_worker)
@@ -154,18 +157,20 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
     def get_train_dataloader(self) -> DataLoader:
         dataloader = super().get_train_dataloader()
         if self.accelerator.is_main_process:  # only the main process takes and packs samples
-            self._tap_samples(dataloader)
+            self._wrap_samples(dataloader)
         return cast(DataLoader, dataloader)
 
-    def _tap_samples(self, dataloader: Any) -> None:
+    def _wrap_samples(self, dataloader: Any) -> None:
         """Keep age and reward of samples, and add the layout of their tokens to the batch."""
         samples, batcher = self._rollout_dataset, dataloader.dataset
-        samples.queue = self._tap = Tap(samples.queue)
+        samples.queue = self._watched_queue = WatchedQueue(samples.queue)
         samples.check_health_fn = self._check_health
-        batcher.dataset = Carrier(samples, self._tap, self._step_of_version, self._samples_failed)
+        batcher.dataset = AnnotatedSamples(
+            samples, self._watched_queue, self._step_of_version, on_error=self._end_quietly
+        )
         with_text = any((self._observer.dump, self._observer.first_step, self._pushes.server))
         inner = dataloader.base_dataloader  # Accelerate's around torch's
-        inner.collate_fn = Layout(inner.collate_fn, with_text, self.processing_class.pad_token_id)
+        inner.collate_fn = LayoutCollator(inner.collate_fn, with_text, self.processing_class.pad_token_id)
 
     # Errors of sampler and server ----------------------------------------------------------------------------------------
 
@@ -196,9 +201,10 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
         gone.__cause__ = refused
         return gone
 
-    def _samples_failed(self, error: Exception) -> bool:
+    def _end_quietly(self, error: Exception) -> bool:
+        """End the run with a checkpoint after an error of the samples. Returns `False` if no step would be lost."""
         if not self._end.running or self.state.global_step == self._end.saved_at:
-            return False  # no step is lost
+            return False
         self._end.error = error
         return True
 
@@ -255,12 +261,14 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor:
-        awaited = {}
+        placeholders = {}
         if self._settings.corrects:
-            awaited = {key: Awaited(inputs[key]) for key in ("advantages", "old_log_probs")}
-        policy = Policy(model, partial(self._correct, inputs=inputs, awaited=awaited))
-        loss: torch.Tensor = super().compute_loss(policy, {**inputs, **awaited}, return_outputs, num_items_in_batch)
-        if policy.forwards != 1 or not all(x.was_taken for x in awaited.values()):
+            placeholders = {key: Placeholder(inputs[key]) for key in ("advantages", "old_log_probs")}
+        policy = CorrectedPolicy(model, partial(self._correct, inputs=inputs, placeholders=placeholders))
+        loss: torch.Tensor = super().compute_loss(
+            policy, {**inputs, **placeholders}, return_outputs, num_items_in_batch
+        )
+        if policy.forwards != 1 or not all(x.was_taken for x in placeholders.values()):
             raise RuntimeError(
                 f"The loss of `{type(self).__name__}` ran the policy {policy.forwards} times instead of once, or did not "
                 "take `advantages` and `old_log_probs` out of the batch before. Install the version of "
@@ -270,7 +278,11 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
 
     @torch.no_grad()
     def _correct(
-        self, output: Any, forward: Callable[[], Any], inputs: Mapping[str, Any], awaited: Mapping[str, Awaited]
+        self,
+        output: Any,
+        forward: Callable[[], Any],
+        inputs: Mapping[str, Any],
+        placeholders: Mapping[str, Placeholder],
     ) -> None:
         """Correct a micro-batch after its forward pass, and fill the placeholders in TRL's loss."""
         terms, selected = Terms(inputs[TERMS][0]), inputs["token_index"] >= 0
@@ -279,13 +291,13 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
         batch = self._completions_of(inputs, terms, selected)
         self._pushes.keep_text(batch, lambda: terms.spread(forward().log_probs.flatten()[index]))
         anchor, corrected = self._corrected(terms.spread(logps), batch)
-        dropped = self._tap.take_dropped() if self._tap is not None else []
+        dropped = self._watched_queue.take_dropped() if self._watched_queue is not None else []
         self._observer.trained(self._now, terms.spread(logps), corrected, dropped)
-        if awaited:
+        if placeholders:
             n = len(logps)
             coefficients = terms.collect(corrected.coefficients, n)
-            awaited["advantages"].fill(selected, inputs["advantages"][selected] * coefficients)
-            awaited["old_log_probs"].fill(selected, terms.collect(anchor, n))
+            placeholders["advantages"].fill(selected, inputs["advantages"][selected] * coefficients)
+            placeholders["old_log_probs"].fill(selected, terms.collect(anchor, n))
 
     @staticmethod
     def _completions_of(inputs: Mapping[str, Any], terms: Terms, selected: torch.Tensor) -> dict[str, Any]:

@@ -58,15 +58,15 @@ def find_parts() -> dict[str, Any]:
         places = " and ".join(f"`{place}`" for place in _PLACES)
         raise ImportError(_refusal(f"`AsyncGRPOTrainer`, which is in none of {places}"))
     modules = [sys.modules[trainer.__module__], _module(_CLIENT)]
-    found = {"AsyncGRPOTrainer": trainer, "async_grpo_trainer": modules[0]}
+    parts = {"AsyncGRPOTrainer": trainer, "async_grpo_trainer": modules[0]}
     for part, names in _PARTS.items():
         values = [getattr(module, name) for name in names for module in modules if hasattr(module, name)]
         if values:
-            found[part] = values[0]
-    missing = [f"`{name}`" for name in _PARTS if name not in found]
+            parts[part] = values[0]
+    missing = [f"`{name}`" for name in _PARTS if name not in parts]
     if missing:
         raise ImportError(_refusal(f"{', '.join(missing)} in `{trainer.__module__}`"))
-    return found
+    return parts
 
 
 def _refusal(missing: str) -> str:
@@ -76,20 +76,20 @@ def _refusal(missing: str) -> str:
     )
 
 
-_found = find_parts()
+_parts = find_parts()
 if TYPE_CHECKING:  # editors show its parameters
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 else:
-    AsyncGRPOConfig, AsyncGRPOTrainer = _found["AsyncGRPOConfig"], _found["AsyncGRPOTrainer"]
-AsyncRolloutWorker, RolloutSample = _found["AsyncRolloutWorker"], _found["RolloutSample"]
-TREE_ATTENTION, TreeRow = _found["TREE_ATTENTION"], _found["TreeRow"]
-VLLMClient, WeightTransferClient = _found["VLLMClient"], _found["WeightTransferClient"]
+    AsyncGRPOConfig, AsyncGRPOTrainer = _parts["AsyncGRPOConfig"], _parts["AsyncGRPOTrainer"]
+AsyncRolloutWorker, RolloutSample = _parts["AsyncRolloutWorker"], _parts["RolloutSample"]
+TREE_ATTENTION, TreeRow = _parts["TREE_ATTENTION"], _parts["TreeRow"]
+VLLMClient, WeightTransferClient = _parts["VLLMClient"], _parts["WeightTransferClient"]
 RolloutLoop = getattr(AsyncRolloutWorker, "_loop_cls", object)  # in the process of the rollout worker
 
 
 def without_peak_flops(device: torch.device) -> AbstractContextManager:
     """Context in which TRL can build its trainer on a CPU: TRL asks CUDA for the peak throughput of the device."""
-    module = _found["async_grpo_trainer"]
+    module = _parts["async_grpo_trainer"]
     if device.type != "cpu" or not hasattr(module, "get_peak_flops_per_device"):
         return nullcontext()
     return patch.object(module, "get_peak_flops_per_device", lambda accelerator, dtype: None)

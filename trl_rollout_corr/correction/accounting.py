@@ -139,10 +139,10 @@ def _by_turn(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
 
 def _measures(valid: torch.Tensor, keep: torch.Tensor, coefficients: torch.Tensor) -> Iterator[torch.Tensor]:
     """Three tensors, `(B, T)`, each valid until the next: token counts, token is rejected, gradient removed by weights."""
-    counts, kept = (as_numbers(mask, coefficients.dtype) for mask in (valid, keep))
+    counts, kept_tokens = (as_numbers(mask, coefficients.dtype) for mask in (valid, keep))
     yield counts
-    yield counts.sub_(kept)
-    yield kept.sub_(coefficients).clamp_(min=0.0)  # the coefficient of a rejected token is 0
+    yield counts.sub_(kept_tokens)
+    yield kept_tokens.sub_(coefficients).clamp_(min=0.0)  # the coefficient of a rejected token is 0
 
 
 def _by_row_and_position(
@@ -198,9 +198,9 @@ def _groups(s: Mapping[str, float]) -> dict[str, dict[str, float]]:
 def _long_and_positive(s: Mapping[str, float]) -> dict[str, dict[str, float]]:
     """Completions longer than the median octave whose advantage is positive, and all others."""
     rows = [s[f"rows/{octave}"] for octave in _OCTAVES]
-    seen, median = 0.0, 0
-    while median < len(rows) - 1 and seen + rows[median] < sum(rows) / 2:
-        seen += rows[median]
+    n_shorter, median = 0.0, 0
+    while median < len(rows) - 1 and n_shorter + rows[median] < sum(rows) / 2:
+        n_shorter += rows[median]
         median += 1
     longer = _OCTAVES[median + 1 :]
     chosen = {f"cell/{octave}/positive" for octave in longer}

@@ -113,11 +113,11 @@ class ByAge(SegmentedSums):
         for name in AGE_NAMES:
             if tokens := s[f"{name}/tokens"]:
                 of_bin = {measure: s[f"{name}/{measure}"] for measure in _MEASURES}
-                found = _bin_metrics(of_bin, applied) | {"token_share": tokens / s["tokens"]}
-                metrics |= {f"age_{name}/{key}": value for key, value in found.items()}
+                in_bin = _bin_metrics(of_bin, applied) | {"token_share": tokens / s["tokens"]}
+                metrics |= {f"age_{name}/{key}": value for key, value in in_bin.items()}
             metrics |= _means(s, f"begun/{name}", f"age_{name}")
-        if known := s["spans/known"]:
-            metrics["spans_push/fraction"] = s["spans/rows"] / known
+        if rows := s["spans/known"]:
+            metrics["spans_push/fraction"] = s["spans/rows"] / rows
         if tokens := s["spans/tokens"]:
             metrics["spans_push/k3_kl"] = s["spans/k3"] / tokens
         return metrics
@@ -147,29 +147,41 @@ def by_age(
             Ages of completions or of tokens, in optimizer steps. Tokens of unknown age, NaN, are left out.
     """
     dtype = accumulation_dtype(valid.device)
-    of_tokens = ages if ages.dim() == 2 else ages.unsqueeze(1)
+    of_tokens = ages if ages.dim() == 2 else ages.unsqueeze(1)  # (B, T), or (B, 1) if all tokens of a row have one age
     counted = valid & of_tokens.isfinite()
+
+    # A completion begins at the age of its oldest token. A row without a token that counts has none, and 0 stands for it.
     begun = torch.where(counted, of_tokens, -torch.inf).amax(1)
-    known, begun = begun.isfinite(), begun.nan_to_num(0.0, neginf=0.0)
+    has_age, begun = begun.isfinite(), begun.nan_to_num(0.0, neginf=0.0)
+    # Tokens that do not count get the age at which their completion begins, so that they are not the youngest of it
     of_tokens = torch.where(counted, of_tokens, begun.unsqueeze(1)) if ages.dim() == 2 else begun.unsqueeze(1)
+
     inputs = (train_logps, rollout_logps, counted, keep, coefficients, of_tokens)
     blocks = [_row_sums(*(x[i] for x in inputs)) for i in row_blocks(valid)]
-    bins, later = (torch.cat(x).to(dtype) for x in zip(*blocks, strict=True))
+    bins, line = (torch.cat(x).to(dtype) for x in zip(*blocks, strict=True))
     tokens, k3s, squares = (bins[:, :, _MEASURES.index(name)].sum(1) for name in ("tokens", "k3", "squares"))
-    scored, begun = rewards.isfinite() & known, begun.to(dtype)
-    rows = torch.stack([known, tokens, scored, rewards.nan_to_num(0.0) * scored], 1).to(dtype)
-    # The sum of age times d^2 is that at the age of the first token, less what younger tokens have too much
-    line = [later[:, 0], later[:, 1], squares, begun * squares - later[:, 2], tokens]
-    spans = (of_tokens.amin(1) < begun).to(dtype) * known
+
+    # Each row of `bins` is of one age: of the bins of `AGES` in turn, or of the only age of a completion
     bucket = bucket_of(begun, AGES)
     index = bucket if bins.shape[1] == 1 else torch.arange(len(AGES), device=valid.device).repeat(len(valid))
+
+    scored, begun = rewards.isfinite() & has_age, begun.to(dtype)
+    completions = torch.stack([has_age, tokens, scored, rewards.nan_to_num(0.0) * scored], 1).to(dtype)
+
+    # Sums of the line over the tokens of a completion, with a the age of a token and b that of the oldest:
+    #     sum a d^2 = b sum d^2 - sum (b - a) d^2
+    # Most completions have one age. The last sum is then 0, and the ages are multiplied in the wider type.
+    sum_age, sum_age_squares, sum_younger_times_squares = line.unbind(1)
+    sums_of_line = (sum_age, sum_age_squares, squares, begun * squares - sum_younger_times_squares, tokens)
     segments = {
         "bins": add_up(bins.flatten(0, 1), index, len(AGES)),
-        "begun": add_up(rows, bucket, len(AGES)),
-        "line": torch.stack([x.sum() for x in line]),
+        "begun": add_up(completions, bucket, len(AGES)),
+        "line": torch.stack([x.sum() for x in sums_of_line]),
     }
     if ages.dim() == 2:
-        segments["spans"] = torch.stack([x.to(dtype).sum() for x in (known, spans, spans * tokens, spans * k3s)])
+        # A completion spans a push of weights if its youngest token is younger than its oldest
+        spans = (of_tokens.amin(1) < begun).to(dtype) * has_age
+        segments["spans"] = torch.stack([x.to(dtype).sum() for x in (has_age, spans, spans * tokens, spans * k3s)])
     return segments
 
 
@@ -182,22 +194,35 @@ def _row_sums(
     ages: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Sums over each row: `(B, len(AGES), len(_MEASURES))` of the measures by age, and `(B, 3)` of ages, of their squares and of
-    `d^2` times the optimizer steps by which a token is younger than the first. With ages `(B, 1)`, of completions, the
-    measures are not parted: `(B, 1, len(_MEASURES))`.
+    Sums over the tokens of each row, in the type of the log-ratio.
+
+    Args:
+        train_logps, rollout_logps, keep, coefficients:
+            As for [`by_age`].
+        counted (`torch.Tensor` of shape `(B, T)`):
+            Boolean mask of the tokens that count and have an age.
+        ages (`torch.Tensor` of shape `(B, T)` or `(B, 1)`):
+            Ages of tokens, or the only age of each completion.
+
+    Returns:
+        `tuple`: `(B, A, len(_MEASURES))`, sums of the measures over the tokens in each of `A = len(AGES)` bins of age, or with
+        `A = 1` over all tokens if each completion has one age; and `(B, 3)`, with `a` the age of a token and `b` the age of
+        the oldest token of the row: `sum a`, `sum a^2` and `sum (b - a) d^2`.
     """
+    # d = log pi_train - log pi_rollout; 0 for tokens that do not count and where it is not finite
     d = torch.where(counted, train_logps - rollout_logps, 0.0).nan_to_num_(0.0, 0.0, 0.0)
     squares = d.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).square_()
     coefficients = coefficients.masked_fill(~counted, 0.0)
     gap = k3(d.clamp(max=LARGEST_POWER))
-    measures = (counted, d, gap, squares, keep & counted, coefficients, coefficients.square())
+    measures = (counted, d, gap, squares, keep & counted, coefficients, coefficients.square())  # as in `_MEASURES`
     if ages.shape[1] == 1:
+        # n tokens of one age a: sum a = a n, sum a^2 = a^2 n, and no token is younger than the oldest
         sums = torch.stack([x.sum(1, dtype=d.dtype) for x in measures], 1)
         n = sums[:, :1]
         return sums.unsqueeze(1), torch.cat([ages * n, ages.square() * n, torch.zeros_like(n)], 1)
     bucket = bucket_of(ages, AGES)
     bins = [torch.stack([(x * (bucket == i)).sum(1, dtype=d.dtype) for x in measures], 1) for i in range(len(AGES))]
-    younger = ages.amax(1, keepdim=True) - ages
+    younger = ages.amax(1, keepdim=True) - ages  # b - a
     line = (ages * counted, ages.square() * counted, younger * squares)
     return torch.stack(bins, 1), torch.stack([x.sum(1, dtype=d.dtype) for x in line], 1)
 

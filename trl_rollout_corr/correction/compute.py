@@ -63,8 +63,8 @@ class RolloutCorrection:
         Factors of the policy gradient of each token, `(B, T)`: `weights * keep * scale`, without the weights where the mode
         does not apply them. Computed at each access.
         """
-        kept = as_numbers(self.keep, self.scale.dtype).mul_(self.scale)
-        return kept if self.weights is None or not self.applies_weights else kept.mul_(self.weights)
+        coefficients = as_numbers(self.keep, self.scale.dtype).mul_(self.scale)
+        return coefficients if self.weights is None or not self.applies_weights else coefficients.mul_(self.weights)
 
     def metrics(self) -> dict[str, float]:
         """Metrics of this batch alone, by key (`rollout_corr/...`, see `trl-rollout-corr docs metrics`)."""

@@ -110,9 +110,9 @@ def turns_of(mask: torch.Tensor, turn_ids: torch.Tensor | None = None) -> torch.
         `torch.Tensor` of shape `(B, T)`. A token outside the mask has the turn before it, or 0.
     """
     model = mask != 0
-    seen = model.long() if turn_ids is None else torch.where(model, turn_ids.long() + 1, 0).cummax(1).values
-    before = torch.nn.functional.pad(seen[:, :-1], (1, 0))
-    return (model & (seen > before)).cumsum(1)
+    turn_so_far = model.long() if turn_ids is None else torch.where(model, turn_ids.long() + 1, 0).cummax(1).values
+    before = torch.nn.functional.pad(turn_so_far[:, :-1], (1, 0))
+    return (model & (turn_so_far > before)).cumsum(1)
 
 
 def as_numbers(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -377,28 +377,5 @@ def renormalization(valid_and_kept: torch.Tensor) -> torch.Tensor:
     Factor that turns a mean over all valid tokens into a mean over the kept ones: `valid / kept`, or 1 if nothing is kept.
     `valid_and_kept`, of shape `(2,)`, are the numbers of these tokens in the batch of all ranks.
     """
-    valid, kept = valid_and_kept
-    return torch.where(kept > 0, valid / kept.clamp(min=1), torch.ones_like(valid))
-
-
-# Independent normal log-ratios --------------------------------------------------------------------------------------------
-
-
-def normal_cdf(distance: torch.Tensor | float, spread: torch.Tensor) -> torch.Tensor:
-    """Probability that a normal variable is at most `distance` above its mean. Its standard deviation `spread` may be 0."""
-    probability: torch.Tensor = torch.special.ndtr(distance / spread.clamp(min=1e-300))
-    return probability
-
-
-def expected_share_outside(s: float, lengths: torch.Tensor, lower: float, upper: float) -> torch.Tensor:
-    """
-    Share of completions of `lengths` tokens whose geometric mean of the ratio is outside `[lower, upper]`. `s` is the root
-    mean square of the log-ratio, in nats.
-
-    Log-ratios are taken as independent and normal, with variance `s^2` and the mean at which a ratio has mean 1:
-
-        mean of T log-ratios ~ N(-s^2 / 2, s^2 / T)
-    """
-    center, spread = -s * s / 2, s / lengths.sqrt()
-    low = -math.inf if lower == 0 else math.log(lower)
-    return normal_cdf(low - center, spread) + normal_cdf(center - math.log(upper), spread)
+    valid, n_kept = valid_and_kept
+    return torch.where(n_kept > 0, valid / n_kept.clamp(min=1), torch.ones_like(valid))

@@ -32,10 +32,10 @@ class RecordingEngine:
         for output in outputs:
             for completion in output.outputs:
                 tokens = [*output.prompt_token_ids, *completion.token_ids]
-                found = (
+                experts = (
                     completion.routed_experts if captured is None else captured.of(output.request_id, len(tokens) - 1)
                 )
-                self._routes.try_keep(tokens, found)
+                self._routes.try_keep(tokens, experts)
         return outputs
 
 
@@ -110,10 +110,10 @@ class Captured:
         parts = self._parts.get(request)
         if not parts:
             return None
-        found = np.full((n, *parts[0][1].shape[1:]), -1, dtype=np.int32)
+        rows = np.full((n, *parts[0][1].shape[1:]), -1, dtype=np.int32)
         for start, experts in parts:
-            found[start : start + len(experts)] = experts[: max(n - start, 0)]
-        return found
+            rows[start : start + len(experts)] = experts[: max(n - start, 0)]
+        return rows
 
 
 @contextmanager

@@ -112,6 +112,7 @@ class Experts:
                     )
                 # the experts of a token decide the log-probability of the next one
                 here = torch.cat(flipped).view(input_ids.shape)[:, -logits_to_keep - 1 : -1]
+                assert under_way.loss_mask is not None  # as in every pass that trains a policy
                 under_way.count(Flips.count(here, under_way.loss_mask))
             return outputs
 

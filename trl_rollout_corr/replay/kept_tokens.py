@@ -25,7 +25,7 @@ from torch.nn.functional import embedding_bag
 from .protocol import Logprobs, Pass
 
 
-Kept = list[list[list[int]]]  # ids of kept tokens, per completion and token
+KeptSets = list[list[list[int]]]  # ids of kept tokens, per completion and token
 
 # Largest kept set without `top_k`, which vLLM then gets
 LARGEST = 512
@@ -57,7 +57,7 @@ class KeptTokens:
 
     def __init__(self, generation: Any, temperature: float, unwrap: Callable[[Any], Any]) -> None:
         self.temperature, self._unwrap = temperature, unwrap
-        self._kept: Kept | None = None  # of the last generation
+        self._sets: KeptSets | None = None  # of the last generation
         engine = generation.llm.llm_engine
         self.vocabulary = engine.model_config.get_vocab_size()
         overrides = generation.generation_kwargs
@@ -70,32 +70,32 @@ class KeptTokens:
             if 0 <= config.max_logprobs < number:  # vLLM reads it with every request
                 config.max_logprobs = number
 
-    def read(self, completion_ids: Sequence[Sequence[int]], logprobs: list[Logprobs], token_ids: Kept) -> Logprobs:
+    def read(self, completion_ids: Sequence[Sequence[int]], logprobs: list[Logprobs], token_ids: KeptSets) -> Logprobs:
         """
-        Keep the kept sets of a generation, and return the log-probabilities of its sampled tokens. A token whose set is larger
-        than the candidates has no log-probability: `rollout_nan_policy` treats it.
+        Store the kept sets of a generation, and return the log-probabilities of its sampled tokens. A token whose set is
+        larger than the candidates has no log-probability: `rollout_nan_policy` treats it.
         """
-        sampled, kept = Logprobs(), Kept()
+        sampled, sets = Logprobs(), KeptSets()
         for ids, rows, candidates in zip(completion_ids, logprobs, token_ids, strict=True):
             sampled.append([])
-            kept.append([])
+            sets.append([])
             for token, row, tokens in zip(ids, rows, candidates, strict=True):
                 inside = [k for k, logp in zip(tokens, row, strict=True) if logp is not None and logp > -math.inf]
                 complete = len(inside) < len(tokens) or len(tokens) >= self.vocabulary
                 sampled[-1].append(row[tokens.index(token)] if complete else None)
-                kept[-1].append(inside)
-        self._kept = kept
+                sets[-1].append(inside)
+        self._sets = sets
         return sampled
 
     def clear(self) -> None:
-        self._kept = None
+        self._sets = None
 
     def place(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int
     ) -> dict[str, torch.Tensor]:
-        if self._kept is None:
+        if self._sets is None:
             return {}
-        support = Support.of(self._kept, logits_to_keep, input_ids.device)
+        support = Support.of(self._sets, logits_to_keep, input_ids.device)
         return {SUPPORT: support.ids, SUPPORT_SIZES: support.sizes}
 
     def check(self, batch: Mapping[str, torch.Tensor], loss_mask: torch.Tensor) -> None:
@@ -129,7 +129,7 @@ class KeptTokens:
 
 class Support(NamedTuple):
     """
-    Kept sets of a batch: `ids`, `(B, M)`, of one token of a completion after another, and -1 behind them; and their `sizes`,
+    Kept sets of a batch: `ids`, `(B, M)`, of one token of a completion after another, and -1 after them; and their `sizes`,
     `(B, T)`. A token with a large set takes no room from the others, as it would in a tensor `(B, T, K)`.
     """
 
@@ -137,10 +137,10 @@ class Support(NamedTuple):
     sizes: torch.Tensor
 
     @classmethod
-    def of(cls, kept: Kept, length: int, device: torch.device) -> "Support":
+    def of(cls, sets: KeptSets, length: int, device: torch.device) -> "Support":
         """Support from lists, for `length` tokens of a completion."""
-        ids = [list(chain.from_iterable(row)) for row in kept]
-        sizes = [[len(tokens) for tokens in row] for row in kept]
+        ids = [list(chain.from_iterable(row)) for row in sets]
+        sizes = [[len(tokens) for tokens in row] for row in sets]
         longest = max(map(len, ids), default=0)
         padded = (
             [row + [fill] * (n - len(row)) for row in rows]
@@ -175,12 +175,12 @@ def over_support(
     finally:
         hook.remove()
     tokens, head = input_ids[:, -logits_to_keep:], base.get_output_embeddings()
-    known, sets = _known_sets(support, tokens)
-    if known.any():
-        found = kept_logps(torch.cat(states)[known], head.weight, head.bias, sets, temperature)
-        if known[attention_mask[:, -logits_to_keep:].bool()].all():
+    has_set, sets = _sets_of(support, tokens)
+    if has_set.any():
+        new_logps = kept_logps(torch.cat(states)[has_set], head.weight, head.bias, sets, temperature)
+        if has_set[attention_mask[:, -logits_to_keep:].bool()].all():
             logps = logps.detach()  # no loss depends on them, and their backward pass is over the whole vocabulary
-        logps = logps.masked_scatter(known, found.to(logps.dtype))
+        logps = logps.masked_scatter(has_set, new_logps.to(logps.dtype))
     return logps, *others
 
 
@@ -195,17 +195,17 @@ class Sets(NamedTuple):
     own: torch.Tensor
 
 
-def _known_sets(support: Support, tokens: torch.Tensor) -> tuple[torch.Tensor, Sets]:
+def _sets_of(support: Support, tokens: torch.Tensor) -> tuple[torch.Tensor, Sets]:
     """Tokens whose set is known and contains them, boolean, `(B, T)`, and their sets."""
     # a part of the tokens of a completion has more ids than the sizes say
     used = torch.arange(support.ids.shape[1], device=tokens.device) < support.sizes.sum(1, keepdim=True)
     sizes, ids = support.sizes.flatten().long(), support.ids[used]
     of_token = _of_token(sizes)
     sampled = ids == tokens.flatten()[of_token]
-    known = torch.zeros_like(sizes, dtype=torch.bool)
-    known[of_token[sampled]] = True
-    used = known[of_token]
-    return known.view_as(tokens), Sets(ids[used], sizes[known], sampled[used].nonzero()[:, 0])
+    has_set = torch.zeros_like(sizes, dtype=torch.bool)
+    has_set[of_token[sampled]] = True
+    used = has_set[of_token]
+    return has_set.view_as(tokens), Sets(ids[used], sizes[has_set], sampled[used].nonzero()[:, 0])
 
 
 def _of_token(sizes: torch.Tensor) -> torch.Tensor:
@@ -248,12 +248,12 @@ class _KeptLogps(torch.autograd.Function):
         with torch.autocast(states.device.type, enabled=False):
             for part, places, inside in _parts(sizes, states.shape[1]):
                 rows = ids[places].long()
-                found = torch.einsum("nh,nkh->nk", states[part].float(), weight[rows].float())
+                set_logits = torch.einsum("nh,nkh->nk", states[part].float(), weight[rows].float())
                 if bias is not None:
-                    found = found + bias[rows].float()
-                found = (found / temperature).masked_fill(~inside, -math.inf)
-                normalizer[part] = found.logsumexp(1)
-                logits[places[inside]] = found[inside]
+                    set_logits = set_logits + bias[rows].float()
+                set_logits = (set_logits / temperature).masked_fill(~inside, -math.inf)
+                normalizer[part] = set_logits.logsumexp(1)
+                logits[places[inside]] = set_logits[inside]
         ctx.save_for_backward(states, weight, bias, ids, sizes, own, (logits - normalizer[_of_token(sizes)]).exp())
         ctx.temperature = temperature
         # log p(token) = logit(token) - log sum_{k in S} exp(logit(k))

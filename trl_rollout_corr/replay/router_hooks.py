@@ -42,11 +42,11 @@ class RouterHooks:
                 "model splits or packs sequences. Set `rollout_routing` to None."
             )
         given = self._routes[:, place].long()
-        known = given != no_route(self._routes)
+        has_route = given != no_route(self._routes)
         if not again:
             other = given.sort(-1).values != own.sort(-1).values
-            self._flipped[place] = (other & known).any(-1)
-        return take(router, output, torch.where(known, given, own))
+            self._flipped[place] = (other & has_route).any(-1)
+        return take(router, output, torch.where(has_route, given, own))
 
     @contextmanager
     def over(self, model: torch.nn.Module, routes: torch.Tensor) -> Iterator[list[torch.Tensor]]:

@@ -70,8 +70,8 @@ def take(router: torch.nn.Module, output: tuple, experts: torch.Tensor) -> tuple
 
 def experts_of(router: torch.nn.Module, output: tuple) -> torch.Tensor:
     """Experts in the output of a router, `(N, k)`."""
-    found: torch.Tensor = output[ROUTERS[type(router).__name__].places[2]]
-    return found
+    experts: torch.Tensor = output[ROUTERS[type(router).__name__].places[2]]
+    return experts
 
 
 def find_routers(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
@@ -81,24 +81,24 @@ def find_routers(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
     Raises:
         `ValueError`: if the model has no router, or one of a class that cannot be replayed.
     """
-    found: dict[int, torch.nn.Module] = {}
+    routers: dict[int, torch.nn.Module] = {}
     unknown = set()
     for name, module in model.named_modules():
         kind, children = type(module).__name__, dict(module.named_children())
         if kind in ROUTERS:
             layer = re.search(r"layers\.(\d+)\.", name)
-            if layer is None or int(layer[1]) in found:
+            if layer is None or int(layer[1]) in routers:
                 unknown.add(f"`{kind}` at {name!r}, which is not the only router of a decoder layer")
             else:
-                found[int(layer[1])] = module
+                routers[int(layer[1])] = module
         elif re.search(r"(Router|TopKGate|Gating)$", kind) or (
             "experts" in children and not {type(child).__name__ for child in children.values()} & ROUTERS.keys()
         ):
             unknown.add(f"`{kind}`")
-    if unknown or not found:
+    if unknown or not routers:
         got = f"the model routes with {', '.join(sorted(unknown))}" if unknown else "the model has no router"
         raise ValueError(
             f"`rollout_routing` is 'replay', but {got}. Router classes that can be replayed: {', '.join(ROUTERS)}. Set "
             "`rollout_routing` to None."
         )
-    return dict(sorted(found.items()))
+    return dict(sorted(routers.items()))

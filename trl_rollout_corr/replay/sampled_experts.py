@@ -68,31 +68,31 @@ class SampledRoutes:
                 "vLLM returned no routes. Set `rollout_engine_kwargs: {enable_return_routed_experts: true}` on a GPU, "
                 f"`{ON_CPU}` on a CPU, or `rollout_routing` to None."
             )
-        found, n = np.asarray(experts), len(tokens) - 1
-        layers = found.shape[1] if found.ndim == 3 else 0
-        if layers <= self.layers[-1] or found.shape[2] != self.top_k:
+        routes, n = np.asarray(experts), len(tokens) - 1
+        layers = routes.shape[1] if routes.ndim == 3 else 0
+        if layers <= self.layers[-1] or routes.shape[2] != self.top_k:
             raise ValueError(
-                f"The routes of a completion have shape {found.shape}, but must have {n} tokens, one entry for each decoder "
+                f"The routes of a completion have shape {routes.shape}, but must have {n} tokens, one entry for each decoder "
                 f"layer (at least {self.layers[-1] + 1}) and {self.top_k} experts. Sample from the trainer's model, or set "
                 "`rollout_routing` to None."
             )
-        found = found[:n, self.layers].astype(np.int64)
-        if len(found) < n or (found < 0).any():
-            known = int((found >= 0).all((1, 2)).sum())
+        routes = routes[:n, self.layers].astype(np.int64)
+        if len(routes) < n or (routes < 0).any():
+            n_complete = int((routes >= 0).all((1, 2)).sum())
             raise ValueError(
-                f"The routes of a completion have {known} rows for {n} tokens: the sampler did not return the routes of "
+                f"The routes of a completion have {n_complete} rows for {n} tokens: the sampler did not return the routes of "
                 "tokens that it took from its prefix cache, or of a part of a sequence. Set `rollout_engine_kwargs: "
                 "{enable_prefix_caching: false}`, and no `routed_experts_prompt_start`."
             )
         # several experts of a token differ, so they are not all 0; a single one may be 0 for all tokens
         smallest = 0 if self.top_k == 1 else 1
-        if n and not smallest <= found.max() < self.n_experts:
+        if n and not smallest <= routes.max() < self.n_experts:
             raise ValueError(
-                f"The largest expert in the routes of a completion is {found.max()}, but must be {smallest} to "
+                f"The largest expert in the routes of a completion is {routes.max()}, but must be {smallest} to "
                 f"{self.n_experts - 1}: 0 alone stands for a kernel that does not record its experts. Set another "
                 "`moe_backend` in `rollout_engine_kwargs`, such as triton, or `rollout_routing` to None."
             )
-        key, rows = tuple(tokens), torch.from_numpy(found).to(self.dtype)
+        key, rows = tuple(tokens), torch.from_numpy(routes).to(self.dtype)
         self._rows[key] = [*self._rows.pop(key, []), rows]
         self._in_order = []
 
@@ -103,19 +103,19 @@ class SampledRoutes:
         The experts of a token depend on the tokens up to it alone. So another sequence that begins with the same tokens has
         valid routes for them: after a turn was cut, the one that was generated last; otherwise the one with most of them.
         """
-        if found := self._rows.get(tokens):
-            return found[n_before % len(found)]
+        if routes := self._rows.get(tokens):
+            return routes[n_before % len(routes)]
         if not self._in_order:
-            self._in_order = sorted((kept, i) for i, kept in enumerate(self._rows))
+            self._in_order = sorted((sequence, i) for i, sequence in enumerate(self._rows))
         # sequences that begin alike are neighbours in the sorted order
         start, end = (bisect_left(self._in_order, (bound,)) for bound in (tokens, (*tokens, math.inf)))
         if start < end:
             longer, _ = max(self._in_order[start:end], key=itemgetter(1))
             return self._rows[longer][-1][: len(tokens) - 1]
-        nearest = [(_n_alike(kept, tokens), kept) for kept, _ in self._in_order[max(start - 1, 0) : start + 1]]
-        n, kept = max(nearest, default=(0, ()))
-        known = self._rows[kept][-1] if n else torch.empty(0, len(self.layers), self.top_k, dtype=self.dtype)
-        return known[: min(n, len(tokens) - 1)]
+        neighbours = [sequence for sequence, _ in self._in_order[max(start - 1, 0) : start + 1]]
+        n, nearest = max([(_n_alike(sequence, tokens), sequence) for sequence in neighbours], default=(0, ()))
+        rows = self._rows[nearest][-1] if n else torch.empty(0, len(self.layers), self.top_k, dtype=self.dtype)
+        return rows[: min(n, len(tokens) - 1)]
 
     def place(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int) -> torch.Tensor:
         """
@@ -125,13 +125,13 @@ class SampledRoutes:
         ids, mask = input_ids.cpu(), attention_mask.bool().cpu()
         routes = torch.zeros(*ids.shape, len(self.layers), self.top_k, dtype=self.dtype)
         routes.fill_(no_route(routes))
-        seen: Counter[tuple[int, ...]] = Counter()
+        n_before: Counter[tuple[int, ...]] = Counter()
         for i in range(len(ids)):
             if not mask[i, -logits_to_keep:].any():
                 continue
             tokens = tuple(ids[i][mask[i]].tolist())
-            rows = self._rows_of(tokens, seen[tokens])
-            seen[tokens] += 1
+            rows = self._rows_of(tokens, n_before[tokens])
+            n_before[tokens] += 1
             routes[i, mask[i].nonzero()[: len(rows), 0]] = rows
         return routes
 

@@ -30,8 +30,8 @@ from .first_step import FirstStepDiagnosis
 from .keys import ROLLOUT_LOGPS, ROLLOUT_STEP, TOKEN_STEPS, TURN_IDS
 from .monitor import monitor_of, settle_monitors
 from .observer import Corrected, Moment, Observer
-from .reporting import choose_metrics
 from .run_metadata import check_dropout, check_types, engine_metadata, trainer_metadata
+from .trackers import choose_metrics
 from .trl_interface import check_config_class
 
 
@@ -188,8 +188,9 @@ class CorrectionCore(_Host):
         super().create_model_card(*args, **kwargs)
         path = Path(self.args.output_dir, "README.md")
         if self.is_world_process_zero() and path.exists():
-            model = self._bare(self.model).config._name_or_path
-            card = complete_card(path.read_text("utf-8"), model, self.args.output_dir, self.args.description)
+            model: Any = self._bare(self.model)
+            name = model.config._name_or_path
+            card = complete_card(path.read_text("utf-8"), name, self.args.output_dir, self.args.description)
             path.write_text(card, "utf-8")
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

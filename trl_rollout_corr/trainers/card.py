@@ -20,6 +20,6 @@ def complete_card(text: str, model: str, output_dir: str, correction: str) -> st
         "### Framework versions\n\n", f"{about}### Framework versions\n\n- trl-rollout-corr: {__version__}\n"
     )
     if text.startswith("---\n"):
-        known = {"trl_rollout_corr": {"model": Path(model).name, "correction": correction}}
-        text = f"---\n{yaml.safe_dump(known, sort_keys=False, allow_unicode=True)}{text[4:]}"
+        metadata = {"trl_rollout_corr": {"model": Path(model).name, "correction": correction}}
+        text = f"---\n{yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)}{text[4:]}"
     return text if about in text else f"{text}\n{about}"

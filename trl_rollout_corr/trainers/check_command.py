@@ -22,9 +22,9 @@ def installed(package: str) -> str | None:
 
 def inspect_trl() -> tuple[str, bool]:
     """Report on the installed packages, and `True` if the trainers work with them."""
-    found = {"python": platform.python_version(), "trl-rollout-corr": __version__}
-    found |= {name: installed(name) or "not installed" for name in PACKAGES}
-    lines = [f"{name:<17} {number}" for name, number in found.items()]
+    versions = {"python": platform.python_version(), "trl-rollout-corr": __version__}
+    versions |= {name: installed(name) or "not installed" for name in PACKAGES}
+    lines = [f"{name:<17} {number}" for name, number in versions.items()]
     names, problem = _look_at_trl()
     lines += ["", *names, "", problem or f"trl {installed('trl')} can be corrected.{_untested()}"]
     return "\n".join(lines) + "\n", problem is None

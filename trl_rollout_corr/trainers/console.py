@@ -1,4 +1,4 @@
-"""Console output of training: one line per log. Trackers get more, see `reporting`."""
+"""Console output of training: one line per log. Trackers get more, see `trackers`."""
 
 import logging
 import os
@@ -100,8 +100,8 @@ def write(line: str) -> None:
 def _line(logs: dict[str, float]) -> str:
     """The line for a log, without progress; empty if the log has no column."""
     kind = "eval_" if any(key.startswith("eval_") for key in logs) else ""
-    found = [(name, how, logs.get(kind + key)) for name, key, how in _COLUMNS]
-    parts = [f"{name} {how.format(value)}" for name, how, value in found if isinstance(value, (int, float))]
+    values = [(name, how, logs.get(kind + key)) for name, key, how in _COLUMNS]
+    parts = [f"{name} {how.format(value)}" for name, how, value in values if isinstance(value, (int, float))]
     alarms = int(logs.get(ALARMS, 0))
     parts += [f"{alarms} alarm{'s' if alarms > 1 else ''}"] if alarms else []
     return "  ".join([*(["eval"] if kind and parts else []), *parts])

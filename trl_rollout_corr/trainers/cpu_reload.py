@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .engine_weights import read
+from ..arrival.fingerprints import read
 
 
 def push(llm: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -27,7 +27,7 @@ class PackingWorker:
         reload(self, weights_path=weights_path)
 
     def read_weights(self, names: list[str]) -> dict[str, Any]:
-        """Fingerprints of the weights that this worker holds: [`~trl_rollout_corr.trainers.engine_weights.read`]."""
+        """Fingerprints of the weights that this worker holds: [`~trl_rollout_corr.arrival.fingerprints.read`]."""
         return read(self.get_model(), names)  # type: ignore[attr-defined]  # of vLLM's worker
 
 

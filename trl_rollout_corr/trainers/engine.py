@@ -41,15 +41,15 @@ def check_engine_kwargs(kwargs: Mapping[str, object]) -> None:
     """Refuse arguments that are not of vLLM's engine, or that TRL sets."""
     from vllm import EngineArgs
 
-    known = [field.name for field in dataclasses.fields(EngineArgs)]
+    names = [field.name for field in dataclasses.fields(EngineArgs)]
     for name in kwargs:
         if name in RESERVED:
             raise ValueError(
                 f"`rollout_engine_kwargs` has {name!r}, which is set elsewhere: {RESERVED[name]}. Remove it."
             )
-        if name not in known:
+        if name not in names:
             raise ValueError(
-                f"`rollout_engine_kwargs` has {name!r}, which is no argument of vLLM's engine.{nearest(name, known)} "
+                f"`rollout_engine_kwargs` has {name!r}, which is no argument of vLLM's engine.{nearest(name, names)} "
                 "It takes the fields of `vllm.EngineArgs`."
             )
 

@@ -12,8 +12,23 @@ TRL's trainers run every model through one method, `_get_per_token_logps_and_ent
 | [`Rescoring`] | a batch is scored once more, outside its loss | nothing |
 | [`ForwardPass`] | code of the user runs: a reward function, a script | nothing |
 
-The trainer has one pass at a time, in `_pass`. A pass begins and ends with a `with` statement, and passes nest: within
-[`Scoring`], a reward function that scores with the trainer has a [`ForwardPass`]. Replays of the sampler's choices
+The trainer has one pass at a time, in `_pass`. A pass begins and ends with a `with` statement, and passes nest. One step of
+training goes like this:
+
+1. TRL calls `_generate_and_score_completions`: [`Scoring`] begins.
+2. Within it, TRL calls `_generate`: [`Generation`] begins, gets the log-probabilities and the prompts of the sampler, and
+   ends. [`Scoring.generated`] takes it.
+3. TRL runs the old policy ([`OldPass`]), and with `beta` the reference. The old pass is answered without a forward pass where
+   its result is not needed.
+4. TRL calls `_calculate_rewards`. Reward functions have a plain [`ForwardPass`]. Afterwards [`Scoring.take_rewards`] gets
+   their rewards, and with `rollout_rs_exclude_from_baseline` the completions that [`Scoring.rejected`] names get a NaN.
+5. TRL computes advantages and returns the batch: [`Scoring`] ends, and the trainer adds the columns of the correction.
+6. For each micro-batch TRL calls `compute_loss`: [`LossPass`] begins. After the forward pass of the policy, the trainer puts
+   the corrected advantages and the anchor into the batch, which TRL reads next. A second look at the batch (a diagnosis, a
+   check of the server) is a [`Rescoring`] within it. [`LossPass`] ends before the backward pass.
+7. After the backward pass, `training_step` lets replays go. With `num_iterations`, step 6 visits the same samples again.
+
+Replays of the sampler's choices
 ([`~trl_rollout_corr.replay.protocol.Replay`]) ask the pass for the choices that belong to its batch.
 
 `B` completions, `P` and `T` tokens of prompts and completions with padding.
@@ -25,9 +40,12 @@ from typing import Any
 
 import torch
 
+from ..correction.compute import keep_mask
 from ..correction.sums import Sums
 from ..replay.protocol import Logprobs, Replay
+from ..settings.resolve import Correction
 from .gradient_check import GradientCheck
+from .keys import OLD_LOGPS
 
 
 Forward = Callable[..., tuple]
@@ -61,7 +79,7 @@ class ForwardPass:
 class Rescoring(ForwardPass):
     """A forward pass over a batch that TRL has scored before, outside of its loss."""
 
-    def __init__(self, batch: Mapping[str, Any]) -> None:
+    def __init__(self, batch: dict[str, Any]) -> None:
         self.batch = batch
 
     def columns(
@@ -105,6 +123,32 @@ class OldPass:
         if self.calls == 1:
             self.logps, self.completion_mask = outputs[0], attention_mask[:, -logits_to_keep:]
         return outputs
+
+    def settle(self, output: dict[str, Any], *, expected: int, anchor_key: str) -> None:
+        """
+        Put the old log-probabilities into the batch that TRL has scored, or remove their placeholder.
+
+        Args:
+            output (`dict`):
+                Batch that TRL returned; it is changed in place.
+            expected (`int`):
+                Number of forward passes that TRL makes while it scores a batch.
+            anchor_key (`str`):
+                Key of the batch under which TRL returns the result of its old pass.
+
+        Raises:
+            `RuntimeError`: if TRL made another number of passes, or the key is missing.
+        """
+        if self.calls != expected or anchor_key not in output:
+            raise RuntimeError(
+                f"TRL made {self.calls} forward passes while scoring where {expected} were expected, or did not return "
+                f"`{anchor_key}`. This version of TRL is not supported: install a "
+                "version of trl that this release was tested with."
+            )
+        if self.answer is None:
+            output[OLD_LOGPS] = self.logps
+        else:
+            output.pop(OLD_LOGPS, None)
 
 
 class Generation(ForwardPass):
@@ -165,6 +209,43 @@ class Scoring(ForwardPass):
         self.generation = generation  # a subclass may generate several times, and use the last result
         if self.old_pass is not None:
             self.old_pass.calls = 0
+
+    def take_rewards(self, rewards: torch.Tensor, weights: torch.Tensor, own: slice) -> None:
+        """
+        Keep the rewards of this rank's completions.
+
+        Args:
+            rewards (`torch.Tensor` of shape `(N, F)`):
+                Rewards of the `N` completions of all ranks by `F` reward functions, NaN where a function gave none.
+            weights (`torch.Tensor` of shape `(F,)`):
+                Weights of the reward functions.
+            own (`slice`):
+                Rows of this rank.
+        """
+        total = (rewards * weights.to(rewards.device)).nansum(1)
+        self.rewards = total.masked_fill(rewards.isnan().all(1), torch.nan)[own]
+
+    def rejected(self, settings: Correction) -> torch.Tensor:
+        """Completions of the batch that have all tokens rejected, boolean, `(B,)`. Needs an old pass that was run."""
+        assert self.old_pass is not None
+        mask = self.generation.mask_of_loss(self.old_pass.completion_mask).bool()
+        turn_ids = self.generation.padded_turn_ids(mask)
+        keep = keep_mask(self.old_pass.logps, self.generation.rollout_logps(mask), mask, settings, turn_ids)
+        return mask.any(1) & ~keep.any(1)
+
+    def check_rows(self, n: int, owner: str) -> None:
+        """
+        Check that log-probabilities, rewards and turns belong to the `n` completions of the batch, which was returned by the
+        method of the class `owner`.
+        """
+        lists = (self.generation.logprobs, self.rewards, self.generation.turn_ids)
+        rows = [len(x) for x in lists if x is not None]
+        if any(length != n for length in rows):
+            raise RuntimeError(
+                f"`{owner}._generate_and_score_completions` returned {n} completions, "
+                f"but {rows[0]} were generated and scored last: the log-probabilities of the others are unknown. Join "
+                "batches in a subclass of the corrected trainer, where each part has the log-probabilities of its sampler."
+            )
 
 
 def _padded(rows: list[list[Any]], like: torch.Tensor, padding: float) -> torch.Tensor:
@@ -245,3 +326,12 @@ class LossPass(Rescoring):
 
     def count(self, sums: Sums) -> None:
         self._count(sums)
+
+    def check_policy_ran(self, trainer: str) -> None:
+        """Check, after the loss of a class `trainer`, that the policy was run and corrected."""
+        if not self.corrected:
+            raise RuntimeError(
+                f"The loss of `{trainer}` did not run the policy through `_get_per_token_logps_and_entropies`, "
+                "which rollout correction overrides. If `_compute_loss` is your own, run it there; otherwise install the "
+                "version of trl that this release was tested with."
+            )

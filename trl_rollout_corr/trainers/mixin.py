@@ -21,7 +21,7 @@ import torch
 from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedModel
 
-from ..correction.compute import keep_mask
+from ..replay.experts import Experts
 from ..replay.protocol import Logprobs, Replay
 from ..settings.config import RolloutCorrectionConfig
 from .base import CorrectionCore
@@ -71,10 +71,16 @@ class RolloutCorrectionMixin(CorrectionCore):
     _anchor_key: str
 
     rollout_step: int | None = None
-    # State that a method reads has a default here: TRL's own tests call methods of a trainer that was never initialised
+    # TRL's own tests call methods of a trainer that was never initialised. So state has a default here, unless no method can
+    # do its work without it: the settings, the observer, the pushes and the visits.
     _pass = ForwardPass()  # the forward pass that is under way
     _replays: tuple[Replay, ...] = ()
+    _experts: Experts | None = None  # the replay of experts among them
     _other_prompts = False  # True once vLLM has read another prompt than the trainer
+    _gradient_checked = False  # True once the correction was found in the gradient of TRL's loss
+    # True if every sample is visited before the first optimizer step after its generation: the policy of the first visit is
+    # then the old policy
+    _visited_before_update = False
 
     def __init__(
         self,
@@ -89,10 +95,7 @@ class RolloutCorrectionMixin(CorrectionCore):
         args = self._read_settings(model, args)
         with engine_arguments(args):
             super().__init__(model, reward_funcs, args, *further_args, **kwargs)
-        self._gradient_checked = False  # True once the correction was found in the gradient of TRL's loss
         self._visits = Visits(self.args.steps_per_generation)
-        # Every sample is visited before the first optimizer step after its generation: the policy of the first visit is the
-        # old policy.
         self._visited_before_update = self.args.gradient_accumulation_steps % self.args.steps_per_generation == 0
         if self.use_vllm:
             self._check_server()
@@ -180,9 +183,11 @@ class RolloutCorrectionMixin(CorrectionCore):
         with self._during(Scoring(old_pass)) as scoring, asking:
             output = super()._generate_and_score_completions(inputs, *args, **kwargs)
         if old_pass is not None:
-            self._settle_old_pass(old_pass, output)
+            expected = 1 + (self.beta != 0.0)  # the old pass, and the reference pass
+            old_pass.settle(output, expected=expected, anchor_key=self._anchor_key)
         refuse_weights(output)
-        self._check_rows(scoring, output)
+        owner = definer(type(self), "_generate_and_score_completions", after=RolloutCorrectionMixin)
+        scoring.check_rows(len(output["completion_ids"]), owner.__name__)
         completion_ids = output["completion_ids"]
         self._warn_about_images(scoring.generation, output)
         output[ROLLOUT_LOGPS] = self._rollout_logps(output, scoring.generation)
@@ -212,33 +217,6 @@ class RolloutCorrectionMixin(CorrectionCore):
             self._other_prompts = True
             self._pushes.doubt = "vLLM has read other prompts than the trainer, because of their images."
             warn_about_images(*other)
-
-    def _check_rows(self, scoring: Scoring, output: dict[str, Any]) -> None:
-        """Check that log-probabilities and rewards belong to the completions of the batch."""
-        generation = scoring.generation
-        lists = (generation.logprobs, scoring.rewards, generation.turn_ids)
-        rows = [len(x) for x in lists if x is not None]
-        if any(n != len(output["completion_ids"]) for n in rows):
-            owner = definer(type(self), "_generate_and_score_completions", after=RolloutCorrectionMixin)
-            raise RuntimeError(
-                f"`{owner.__name__}._generate_and_score_completions` returned {len(output['completion_ids'])} completions, "
-                f"but {rows[0]} were generated and scored last: the log-probabilities of the others are unknown. Join "
-                "batches in a subclass of the corrected trainer, where each part has the log-probabilities of its sampler."
-            )
-
-    def _settle_old_pass(self, old_pass: OldPass, output: dict[str, Any]) -> None:
-        """Put the old log-probabilities into the batch, or remove their placeholder."""
-        expected = 1 + (self.beta != 0.0)  # the old pass, and the reference pass
-        if old_pass.calls != expected or self._anchor_key not in output:
-            raise RuntimeError(
-                f"TRL made {old_pass.calls} forward passes while scoring where {expected} were expected, or did not return "
-                f"`{self._anchor_key}`. This version of TRL is not supported: install a "
-                "version of trl that this release was tested with."
-            )
-        if old_pass.answer is None:
-            output[OLD_LOGPS] = old_pass.logps
-        else:
-            output.pop(OLD_LOGPS, None)
 
     def _rollout_logps(self, output: Mapping[str, torch.Tensor], generation: Generation) -> torch.Tensor:
         """Log-probabilities of the sampler, `(B, T)`."""
@@ -276,25 +254,13 @@ class RolloutCorrectionMixin(CorrectionCore):
             rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list, *args, **kwargs)
         if not isinstance(scoring, Scoring):
             return rewards
-        scoring.rewards = self._own_rewards(rewards, len(prompts))
+        first = self.accelerator.process_index * len(prompts)
+        scoring.take_rewards(rewards, self.reward_weights, slice(first, first + len(prompts)))
         if scoring.old_pass is None or not self._excludes_from_baseline:
             return rewards
         # TRL leaves completions with a NaN reward out of the baseline, and sets their advantage to 0
-        rejected = self.accelerator.gather(self._rejected_sequences(scoring.generation, scoring.old_pass))
+        rejected = self.accelerator.gather(scoring.rejected(self._settings))
         return rewards.masked_fill(rejected.unsqueeze(1), torch.nan)
-
-    def _own_rewards(self, rewards: torch.Tensor, n: int) -> torch.Tensor:
-        """Rewards of the `n` completions of this rank, `(n,)`, from those of all ranks and reward functions."""
-        total: torch.Tensor = (rewards * self.reward_weights.to(rewards.device)).nansum(1)
-        first = self.accelerator.process_index * n
-        return total.masked_fill(rewards.isnan().all(1), torch.nan)[first : first + n]
-
-    def _rejected_sequences(self, generation: Generation, old_pass: OldPass) -> torch.Tensor:
-        """Completions of the batch being scored that have all tokens rejected, boolean, `(B,)`."""
-        mask = generation.mask_of_loss(old_pass.completion_mask).bool()
-        turn_ids = generation.padded_turn_ids(mask)
-        keep = keep_mask(old_pass.logps, generation.rollout_logps(mask), mask, self._settings, turn_ids)
-        return mask.any(1) & ~keep.any(1)
 
     # The loss ---------------------------------------------------------------------------------------------------------
 
@@ -315,7 +281,13 @@ class RolloutCorrectionMixin(CorrectionCore):
             loss: torch.Tensor = super().compute_loss(
                 model, loss_pass.inputs, return_outputs, num_items_in_batch, *args, **kwargs
             )
-        self._check_arrival(loss_pass, loss)
+        loss_pass.check_policy_ran(type(self).__name__)
+        if loss_pass.gradient_check is not None:
+            own = definer(type(self), "_compute_loss") not in self._trl_class.__mro__
+            per_token = getattr(self, "importance_sampling_level", "token") == "token"
+            self._gradient_checked = loss_pass.gradient_check.passes(
+                loss, own=own, per_token=per_token, alone=self.beta == 0.0
+            )
         return loss
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -324,21 +296,6 @@ class RolloutCorrectionMixin(CorrectionCore):
         finally:
             for replay in self._replays:
                 replay.end()
-
-    def _check_arrival(self, loss_pass: LossPass, loss: torch.Tensor) -> None:
-        """Check that a loss ran the policy, and once that its gradient follows the correction."""
-        if not loss_pass.corrected:
-            raise RuntimeError(
-                f"The loss of `{type(self).__name__}` did not run the policy through `_get_per_token_logps_and_entropies`, "
-                "which rollout correction overrides. If `_compute_loss` is your own, run it there; otherwise install the "
-                "version of trl that this release was tested with."
-            )
-        if loss_pass.gradient_check is not None:
-            own = definer(type(self), "_compute_loss") not in self._trl_class.__mro__
-            per_token = getattr(self, "importance_sampling_level", "token") == "token"
-            self._gradient_checked = loss_pass.gradient_check.passes(
-                loss, own=own, per_token=per_token, alone=self.beta == 0.0
-            )
 
     def _bounding_the_ratio(self) -> AbstractContextManager:
         """Bound TRL's ratio to the sampler for negative advantages, if TRL's loss has an option for it."""

@@ -66,8 +66,8 @@ class RolloutCorrectionMonitor(TrainerCallback):
         self._examiner.restart()
         self._stopping = False
         self._windows = 0
-        self._since: dict[str, int] = {}  # step at which a cause was seen first
-        self._seen: dict[str, int] = {}  # window in which it was seen last
+        self._first_step: dict[str, int] = {}  # optimizer step at which a rule held first
+        self._last_window: dict[str, int] = {}  # logging window in which a rule held last
         self._pauses: dict[str, tuple[int, int]] = {}  # by cause: window of the next message, and the pause after it
 
     def on_train_begin(
@@ -120,8 +120,8 @@ class RolloutCorrectionMonitor(TrainerCallback):
 
     def _say(self, finding: Alarm, acted: str | None, state: TrainerState) -> None:
         """Speak about a finding, unless it was said a short while ago."""
-        since = self._since.setdefault(finding.rule, finding.step)
-        self._seen[finding.rule] = self._windows
+        first_step = self._first_step.setdefault(finding.rule, finding.step)
+        self._last_window[finding.rule] = self._windows
         if any(finding.rule in RULES[rule].covers for rule in self._lately()):
             return  # the same cause, and more was said about it
         explained = finding.rule in self._pauses
@@ -130,7 +130,7 @@ class RolloutCorrectionMonitor(TrainerCallback):
             return
         self._pauses[finding.rule] = self._windows + pause, 2 * pause
         critical, done = finding.severity == "critical", [acted] if acted else []
-        again = f" since step {since}" if since < finding.step else ""
+        again = f" since step {first_step}" if first_step < finding.step else ""
         head = f"{_SYMBOLS[finding.severity]} step {finding.step}: {finding.in_short}{again}"
         report(_with_details(head, done if explained else [*done, finding.why, finding.advice]), error=critical)
         if self.reporters is not None and state.is_world_process_zero:
@@ -139,7 +139,7 @@ class RolloutCorrectionMonitor(TrainerCallback):
 
     def _lately(self) -> list[str]:
         """Rules that held a short while ago."""
-        return [rule for rule, window in self._seen.items() if self._windows - window < FIRST_PAUSE]
+        return [rule for rule, window in self._last_window.items() if self._windows - window < FIRST_PAUSE]
 
 
 def _with_details(head: str, details: list[str]) -> str:
@@ -173,11 +173,11 @@ def settle_monitors(handler: CallbackHandler, own: RolloutCorrectionMonitor | No
     """
     monitors = [x for x in handler.callbacks if isinstance(x, RolloutCorrectionMonitor)]
     brought = [x for x in monitors if not x.of_configuration]
-    kept = next(iter([*reversed(brought), *monitors, own]))
+    monitor = next(iter([*reversed(brought), *monitors, own]))
     handler.callbacks = [x for x in handler.callbacks if x not in monitors]
-    if kept is not None:
-        kept.reporters = handler
-        handler.callbacks.insert(0, kept)
+    if monitor is not None:
+        monitor.reporters = handler
+        handler.callbacks.insert(0, monitor)
 
 
 def monitor_of(args: RolloutCorrectionConfig) -> RolloutCorrectionMonitor | None:

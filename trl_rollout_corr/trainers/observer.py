@@ -30,7 +30,7 @@ from ..settings.resolve import Correction
 from .dumping import SequenceDump
 from .first_step import FirstStepDiagnosis
 from .keys import AGAIN_LOGPS, PADDING, REWARDS, ROLLOUT_LOGPS, TURN_IDS
-from .reporting import report_histogram
+from .trackers import send_histogram
 
 
 class Moment(NamedTuple):
@@ -54,7 +54,21 @@ class Corrected(NamedTuple):
 
 
 class Observer:
-    """Adds up metrics until they are logged."""
+    """
+    Adds up metrics until they are logged.
+
+    A batch passes the methods of the observer in this order:
+
+    1. [`Observer.generated`], once, when the sampler has returned the batch and TRL has scored it. The asynchronous trainer,
+       whose samples come from a queue, does not call it.
+    2. [`Observer.visited`], each time that a micro-batch has its forward pass in the loss: with `num_iterations` several
+       times, and in an evaluation once.
+    3. [`Observer.corrected`], when the correction of the batch is computed. In decoupled mode this is once, at the first
+       visit; before the visits if the settings need the whole batch, such as for batch normalisation. In bypass mode it is at
+       every visit, as the correction depends on the current policy.
+    4. [`Observer.trained`], at the end of each visit, in the asynchronous trainer alone: its batches mix ages.
+    5. [`Observer.close_window`], when the trainer logs. It gathers the sums over all ranks, and the next window begins.
+    """
 
     def __init__(
         self,
@@ -73,7 +87,7 @@ class Observer:
         self.windows[mode].add(sums)
 
     def generated(self, now: Moment, lags: torch.Tensor | None) -> None:
-        """Count the ages of completions, `(B,)` in optimizer steps, when they are sampled; `None` if unknown."""
+        """Count how old the weights were that sampled a new batch: `lags`, `(B,)` in optimizer steps; `None` if unknown."""
         if lags is not None:
             self.add(now.mode, Staleness.of(count_lags(lags)))
 
@@ -153,7 +167,7 @@ class Observer:
         for sums in self.windows[now.mode].close():
             metrics |= sums.finish(rejects=rejects, weighs=weighs, corrects=corrects)
             if isinstance(sums, Statistics) and self.accelerator.is_main_process:
-                report_histogram(self.callbacks, *sums.histogram(), now.mode, now.step)
+                send_histogram(self.callbacks, *sums.histogram(), now.mode, now.step)
         return metrics
 
 

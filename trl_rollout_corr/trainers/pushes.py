@@ -9,11 +9,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from accelerate.utils import broadcast_object_list
 
-from .engine_weights import read
+from ..arrival.fingerprints import read
+from ..arrival.server import MovementCheck, has_extension, read_server, score_text
+from ..arrival.weights import WeightCheck
 from .run_metadata import engine_metadata
-from .server_check import MovementCheck, has_extension, read_server, score_text
-from .weight_check import WeightCheck
 
 
 class CheckedPushes:
@@ -25,7 +26,13 @@ class CheckedPushes:
     def __init__(self, trainer: Any) -> None:
         self.trainer, model = trainer, trainer._bare(trainer.model)
         self.weights = WeightCheck(self.read_sampler, model, self._sampler_dtype)
-        self.movement = MovementCheck(trainer.accelerator, model, self._score_with_server, trainer.temperature)
+        self.movement = MovementCheck(
+            model,
+            self._score_with_server,
+            trainer.temperature,
+            is_main_process=trainer.accelerator.is_main_process,
+            broadcast=broadcast_object_list,
+        )
 
     @property
     def server(self) -> str | None:
@@ -41,7 +48,7 @@ class CheckedPushes:
         return engine_metadata(self.trainer._engine_config).get("sampler_dtype", "bfloat16")
 
     def read_sampler(self, names: list[str]) -> dict[str, Any] | None:
-        """Weights that the sampler holds: [`~trl_rollout_corr.trainers.engine_weights.read`]; `None` if it cannot be read."""
+        """Weights that the sampler holds: [`~trl_rollout_corr.arrival.fingerprints.read`]; `None` if it cannot be read."""
         if self.server is None or not has_extension(self.trainer._engine_config):
             return None
         return read_server(self.server, names)

@@ -10,7 +10,7 @@ from trl import RLOOConfig, RLOOTrainer
 
 from ..correction.functional import LOG_RATIO_BOUND
 from ..settings.config import RolloutCorrectionConfig
-from .forward_pass import Generation, OldPass
+from .forward_pass import Generation, OldPass, Scoring
 from .mixin import RolloutCorrectionMixin
 from .observer import Corrected
 from .settings_checks import CHECKS
@@ -105,8 +105,10 @@ class RolloutCorrectedRLOOTrainer(RolloutCorrectionMixin, RLOOTrainer):
 
     def _answer_old_pass(self, input_ids: torch.Tensor, logits_to_keep: int) -> torch.Tensor:
         answer = super()._answer_old_pass(input_ids, logits_to_keep)
-        scoring = self._pass
-        return scoring.generation.rollout_logps(answer) if self._settings.bypasses else answer
+        if not self._settings.bypasses:
+            return answer
+        assert isinstance(self._pass, Scoring)  # an old pass is answered only while TRL scores a batch
+        return self._pass.generation.rollout_logps(answer)
 
     def _rollout_logps(self, output: Mapping[str, torch.Tensor], generation: Generation) -> torch.Tensor:
         return generation.rollout_logps(output["completion_ids"])

@@ -30,14 +30,14 @@ _ADVISED: dict[str, tuple[str, ...]] = {
 
 def settings_in_effect(args: Any) -> dict[str, Any]:
     """Fields of [`RolloutCorrectionConfig`], and those of TRL that a diagnosis advises to set, in types that JSON has."""
-    found = {field.name: getattr(args, field.name) for field in fields(RolloutCorrectionConfig)}
+    settings = {field.name: getattr(args, field.name) for field in fields(RolloutCorrectionConfig)}
     for name, keys in _ADVISED.items():
         if hasattr(args, name):
             value = getattr(args, name)
-            found[name] = {key: value[key] for key in keys if key in value} if isinstance(value, Mapping) else value
-    engine = found["rollout_engine_kwargs"] or {}  # vLLM's only secret is the token of the hub
-    found["rollout_engine_kwargs"] = {name: value for name, value in engine.items() if name != "hf_token"} or None
-    return {name: plain(value) for name, value in found.items()}
+            settings[name] = {key: value[key] for key in keys if key in value} if isinstance(value, Mapping) else value
+    engine = settings["rollout_engine_kwargs"] or {}  # vLLM's only secret is the token of the hub
+    settings["rollout_engine_kwargs"] = {name: value for name, value in engine.items() if name != "hf_token"} or None
+    return {name: plain(value) for name, value in settings.items()}
 
 
 def trainer_metadata(model: Any, args: Any) -> dict[str, str]:
@@ -59,12 +59,12 @@ def trainer_metadata(model: Any, args: Any) -> dict[str, str]:
 
 def engine_metadata(config: Any) -> dict[str, str]:
     """Types and quantization of vLLM, where known, from its `VllmConfig` or from the mapping that a server returns."""
-    found = {
+    metadata = {
         "sampler_dtype": _get(config, "model_config", "dtype"),
         "kv_cache_dtype": _get(config, "cache_config", "cache_dtype"),
         "quantization": _get(config, "model_config", "quantization"),
     }
-    return {name: _name(value) for name, value in found.items() if value is not None}
+    return {name: _name(value) for name, value in metadata.items() if value is not None}
 
 
 def _get(config: Any, *path: str) -> Any:

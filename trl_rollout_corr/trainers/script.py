@@ -54,9 +54,9 @@ class ScriptParser(TrlParser):
         file = args[args.index("--config") + 1] if "--config" in args else ""
         for where, rest in ((file, in_file), ("the command line", on_line)):
             if unknown := [word for word in rest if word.startswith("--")] or rest:
-                known = {action.dest for action in self._actions}
+                options = {action.dest for action in self._actions}
                 name = unknown[0].removeprefix("--").split("=")[0]
-                hint = nearest(name, known) if unknown[0].startswith("--") else " Options start with --."
+                hint = nearest(name, options) if unknown[0].startswith("--") else " Options start with --."
                 raise ValueError(f"`{name}` in {where} is no option of this script.{hint}")
         return tuple(parsed)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..correction.functional import expected_share_outside
+from ..correction.normal import expected_share_outside
 from ..messages import warn, warn_idle
 from ..settings.fields import LOSS_TYPES
 from .versions import INSTALLED, NEWEST_TESTED, TESTED, check_passes_by, is_untested

@@ -71,13 +71,13 @@ def changes(
     owner: type, methods: dict[str, list[str]] | None = None, names: dict[str, list[str]] | None = None
 ) -> list[str]:
     """Sentences about names of a class of TRL that are changed or missing; of `METHODS` and `NAMES` by default."""
-    found = [_change_of_method(owner, name, expected) for name, expected in (methods or METHODS[owner]).items()]
+    sentences = [_change_of_method(owner, name, expected) for name, expected in (methods or METHODS[owner]).items()]
     names, source = NAMES[owner] if names is None else names, source_of(owner)
     for kind, mention in (("attribute", "self.{}"), ("key", '"{}"')):
         for name in names.get(kind, ()):
             if not re.search(rf"{re.escape(mention.format(name))}(?!\w)", source):
-                found.append(f"The {kind} `{name}` of `{owner.__name__}` is gone.")
-    return [change for change in found if change]
+                sentences.append(f"The {kind} `{name}` of `{owner.__name__}` is gone.")
+    return [change for change in sentences if change]
 
 
 def _change_of_method(owner: type, name: str, expected: list[str]) -> str | None:
@@ -85,13 +85,13 @@ def _change_of_method(owner: type, name: str, expected: list[str]) -> str | None
     if method is None:
         return f"`{owner.__name__}.{name}` is gone."
     parameters = list(inspect.signature(method).parameters.values())
-    found = [parameter.name for parameter in parameters]
+    names = [parameter.name for parameter in parameters]
     for i, parameter in enumerate(parameters):
         if parameter.kind is parameter.VAR_POSITIONAL:  # takes all parameters
-            found[i:] = expected[i:]
+            names[i:] = expected[i:]
             break
-    if found[: len(expected)] != expected:
-        return f"`{owner.__name__}.{name}` starts with parameters {found[: len(expected)]} instead of {expected}."
+    if names[: len(expected)] != expected:
+        return f"`{owner.__name__}.{name}` starts with parameters {names[: len(expected)]} instead of {expected}."
     return None
 
 
@@ -160,11 +160,11 @@ def definer(trainer: type, method: str, after: type | None = None) -> type:
 
 def check_bases(trainer: type, mixin: type, trl_class: type, method: str = "_compute_loss") -> None:
     """Refuse trainers whose loss is not TRL's: the mixin corrects the loss of the classes after it."""
-    found = definer(trainer, method, after=mixin)
-    if found is not trl_class:
+    owner = definer(trainer, method, after=mixin)
+    if owner is not trl_class:
         raise TypeError(
-            f"`{trainer.__name__}` inherits `{method}` from `{found.__name__}`, and rollout correction supports the "
-            f"loss of `{trl_class.__name__}` only. Derive from the corrected trainer alone, or train with `{found.__name__}`."
+            f"`{trainer.__name__}` inherits `{method}` from `{owner.__name__}`, and rollout correction supports the "
+            f"loss of `{trl_class.__name__}` only. Derive from the corrected trainer alone, or train with `{owner.__name__}`."
         )
 
 

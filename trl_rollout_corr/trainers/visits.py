@@ -19,21 +19,22 @@ class Visits:
         """Forget all visits, as a new generation begins."""
         self._visited = []
 
-    def is_first(self, kept: torch.Tensor, current: torch.Tensor) -> bool:
+    def is_first(self, first_logps: torch.Tensor, current: torch.Tensor) -> bool:
         """
-        True for the first visit of a micro-batch, which fills `kept` with the log-probabilities `current`, both `(B, T)`.
+        True for the first visit of a micro-batch, which fills `first_logps` with the log-probabilities `current`, both
+        `(B, T)`.
 
         Raises:
             `RuntimeError`: if the log-probabilities of the first visit are lost.
         """
-        if any(kept.data_ptr() == visited.data_ptr() for visited in self._visited):
+        if any(first_logps.data_ptr() == visited.data_ptr() for visited in self._visited):
             return False
-        self._visited.append(kept)
+        self._visited.append(first_logps)
         if len(self._visited) <= self._most:
-            kept.copy_(current)
+            first_logps.copy_(current)
             return True
         # The tensors were copied, which is allowed after the first visit filled them
-        if bool(kept.isnan().all()):  # waits for the device
+        if bool(first_logps.isnan().all()):  # waits for the device
             raise RuntimeError(
                 "A micro-batch is visited again, but the log-probabilities of its first visit are lost: the tensors of the "
                 "batch are copied before each visit, and the first visit filled a copy. In "

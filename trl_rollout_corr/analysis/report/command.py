@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...dumps.reading import check_name
-from ...dumps.writing import write_whole
+from ...dumps.files import write_whole
 from ...messages import SelfContainedError
 from ..run import read_run
 from .compose import compose

@@ -75,7 +75,7 @@ def read(model: Any, names: Iterable[str], group: Any = None) -> dict[str, dict[
         `places`, the tensors that hold each weight, for the weights where that is certain. `""` is the whole model. Only lists
         and numbers, for a server.
     """
-    found: dict[str, list[torch.Tensor]] = {}
+    forms_of: dict[str, list[torch.Tensor]] = {}
     of_memory: dict[Any, list[torch.Tensor]] = {}  # layers that are tied share the memory of their weights
     unreadable = set()
     for prefix, layer in model.named_modules():
@@ -87,23 +87,23 @@ def read(model: Any, names: Iterable[str], group: Any = None) -> dict[str, dict[
             packed = parameter == "weight" and x.dim() < 3 and hasattr(layer, "cpu_linear")
             if x.dtype in READABLE and packed and group is None:  # in a group each rank has other columns
                 forms.append(fingerprint(packed_columns(layer)))
-            found[name] = forms
+            forms_of[name] = forms
             if not forms:
                 unreadable.add(name)
-    held = _numbers({name: forms for name, forms in found.items() if forms}, group)
+    held = _numbers({name: forms for name, forms in forms_of.items() if forms}, group)
     places = {name: _place(_name_in_vllm(model, name), held, unreadable) for name in names}
     return {"held": held, "places": {name: place for name, place in places.items() if place}}
 
 
-def _numbers(found: dict[str, list[torch.Tensor]], group: Any) -> dict[str, list]:
+def _numbers(fingerprints: dict[str, list[torch.Tensor]], group: Any) -> dict[str, list]:
     """Fingerprints as numbers, with one wait for the device."""
-    if not found:
+    if not fingerprints:
         return {}
-    together = torch.stack([form for forms in found.values() for form in forms])
+    together = torch.stack([form for forms in fingerprints.values() for form in forms])
     if group is not None:
         torch.distributed.all_reduce(together, group=group)
     numbers = iter(together.tolist())
-    return {name: [next(numbers) for _ in forms] for name, forms in found.items()}
+    return {name: [next(numbers) for _ in forms] for name, forms in fingerprints.items()}
 
 
 def _name_in_vllm(model: Any, name: str) -> str | None:

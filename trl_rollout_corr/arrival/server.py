@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 
 import requests
 import torch
-from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 
 from ..messages import report
 
@@ -35,7 +33,7 @@ def has_extension(config: Any) -> bool:
 
 
 def read_server(url: str, names: list[str]) -> dict[str, Any]:
-    """Weights that the workers of a server hold: [`~trl_rollout_corr.trainers.engine_weights.read`]."""
+    """Weights that the workers of a server hold: [`~trl_rollout_corr.arrival.fingerprints.read`]."""
     request: Any = {"method": "read_weights", "args": [names]}
     response = requests.post(f"{url}/collective_rpc", json=request, timeout=300)
     response.raise_for_status()
@@ -85,24 +83,29 @@ class MovementCheck:
     needs a forward pass without gradient over one micro-batch, and a request.
 
     Args:
-        accelerator (`Accelerator`):
-            Accelerator of the trainer.
         model (`torch.nn.Module`):
             Model of the trainer.
         ask (`Callable[[list[list[int]]], list[list[float]]]`):
             Scores some texts with the server; called on the main process.
         temperature (`float`):
             Temperature of the trainer's log-probabilities. Those of the server have none.
+        is_main_process (`bool`):
+            True on the main process, which alone asks the server.
+        broadcast (`Callable[[list], list]`):
+            Takes a list on every rank, and returns that of the main process.
     """
 
     def __init__(
         self,
-        accelerator: Accelerator,
         model: torch.nn.Module,
         ask: Callable[[list[list[int]]], list[list[float]]],
         temperature: float,
+        *,
+        is_main_process: bool,
+        broadcast: Callable[[list], list],
     ) -> None:
-        self.accelerator, self.model, self.ask = accelerator, model, ask
+        self.model, self.ask = model, ask
+        self.is_main_process, self.broadcast = is_main_process, broadcast
         self.scale = min(temperature, 1.0)  # the logits of a low temperature move further
         self.done = False
         self._score: Callable[[], torch.Tensor] | None = None
@@ -146,9 +149,9 @@ class MovementCheck:
             return
         with torch.no_grad(), without_dropout(self.model):
             logps = self._score()[: len(self._texts)]  # on all ranks
-        if self.accelerator.is_main_process:
+        if self.is_main_process:
             self._look(logps[self._mask[: len(logps)]].float().cpu(), step, announced)
-        self.done, self._suspect = broadcast_object_list([self.done, self._suspect])
+        self.done, self._suspect = self.broadcast([self.done, self._suspect])
         self._next = self._pushes + (1 if self._suspect else min(self._pushes + 1, SPARSE))
 
     def _look(self, logps: torch.Tensor, step: int, announced: bool) -> None:
@@ -257,7 +260,7 @@ class AdapterCheck:
 def _hash_of(folder: Path) -> str | None:
     """Hash of the weights in the folder of an adapter; `None` without any."""
     files = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for file in files:
-        found.update(file.read_bytes())
-    return found.hexdigest() if files else None
+        digest.update(file.read_bytes())
+    return digest.hexdigest() if files else None

@@ -62,11 +62,11 @@ def coarser(counts: Sequence[float], edges: Sequence[float]) -> tuple[np.ndarray
     """Merge bins of the histogram on either side of 0: `n` counts and `n + 1` edges, in nats."""
     cumulative = [0.0, *accumulate(counts)]
     middle = range(SIDE_BINS, SIDE_BINS + 2)
-    kept = [*range(0, SIDE_BINS, _MERGED), *middle, *range(SIDE_BINS + 1 + _MERGED, len(edges), _MERGED)]
-    return np.diff([cumulative[i] for i in kept]), np.array([edges[i] for i in kept])
+    places = [*range(0, SIDE_BINS, _MERGED), *middle, *range(SIDE_BINS + 1 + _MERGED, len(edges), _MERGED)]
+    return np.diff([cumulative[i] for i in places]), np.array([edges[i] for i in places])
 
 
-def report_histogram(
+def send_histogram(
     handler: CallbackHandler, counts: Sequence[float], edges: Sequence[float], mode: str, step: int
 ) -> None:
     """Send the histogram of the log-ratio, with edges in nats, to the trackers that can show one."""

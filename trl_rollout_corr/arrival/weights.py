@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..messages import report
-from .engine_weights import READABLE, fingerprint, some_columns
+from .fingerprints import READABLE, fingerprint, some_columns
 
 
 NEAR = 10  # pushes, within which a second failure ends the run
@@ -40,7 +40,7 @@ class WeightCheck:
     Args:
         read (`Callable[[list[str]], dict | None]`):
             What the sampler holds, and where it puts the weights of some names
-            ([`~trl_rollout_corr.trainers.engine_weights.read`]); `None` if the sampler cannot be read.
+            ([`~trl_rollout_corr.arrival.fingerprints.read`]); `None` if the sampler cannot be read.
         model (`torch.nn.Module`):
             Model of the trainer, not wrapped.
         dtype (`Callable[[], str]`):
@@ -64,7 +64,7 @@ class WeightCheck:
         if self.done or original is None:
             yield
             return
-        kept = owner.__dict__.get(method)
+        own = owner.__dict__.get(method)
 
         def watched(*args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
             for name, weight in original(*args, **kwargs):
@@ -76,10 +76,10 @@ class WeightCheck:
         try:
             yield
         finally:
-            if kept is None:
+            if own is None:
                 delattr(owner, method)
             else:
-                setattr(owner, method, kept)
+                setattr(owner, method, own)
 
     def _note(self, name: str, weight: torch.Tensor) -> None:
         if weight.dtype not in READABLE or not weight.numel():
@@ -129,17 +129,17 @@ class WeightCheck:
             for column in zip(*self._sent.values(), strict=True)
         )
         self._sent = {}
-        found = None
+        weights = None
         with suppress(Exception):  # whatever a release of vLLM does, a run must not end here
-            found = self.read(list(sent))
-        self._places = {} if found is None else found["places"]
-        return Push(sent, as_sent, {} if found is None else found["held"], self.trained())
+            weights = self.read(list(sent))
+        self._places = {} if weights is None else weights["places"]
+        return Push(sent, as_sent, {} if weights is None else weights["held"], self.trained())
 
     def trained(self) -> int:
         """Fingerprint of the parameters that train, or of the part that this rank has."""
         parts = [p.to_local() if hasattr(p, "to_local") else p for p in self.model.parameters() if p.requires_grad]
-        found = [fingerprint(some_columns(p.detach())) for p in parts if p.numel() and p.dtype in READABLE]
-        return int(torch.stack(found).sum()) if found else 0
+        fingerprints = [fingerprint(some_columns(p.detach())) for p in parts if p.numel() and p.dtype in READABLE]
+        return int(torch.stack(fingerprints).sum()) if fingerprints else 0
 
     def _missing(self, before: Push, now: Push) -> list[str]:
         """Weights that were sent with another value than before, while all tensors that hold them stayed the same."""

@@ -1,0 +1,1 @@
+"""Check that pushed weights arrive in the sampler."""
