@@ -122,7 +122,7 @@ def test_an_integer_that_python_does_not_read_is_damage(tmp_path, longest_intege
         file.write(f'{{"step": {"9" * (longest_integer + 1)}}}\n')
     damage: list[str] = []
     assert [entry["step"] for entry in dump.read_logs(tmp_path, damage.append)] == [1, 2]
-    assert damage == ["logs.jsonl is damaged: line 3 of 3 is cut short or no JSON, and left out"]
+    assert damage == ["logs.jsonl is damaged: line 3 of 3 is cut short or is not JSON, and is left out"]
     dump.rewind(tmp_path, 1)
     assert [entry["step"] for entry in read_dump(tmp_path).logs] == [1]
 

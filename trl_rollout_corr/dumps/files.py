@@ -102,9 +102,9 @@ def rewind(folder: Path, step: int, *, logs: bool = True) -> None:
             path.unlink(missing_ok=True)
     path = folder / _LOGS
     if logs and path.exists():
-        kept = [entry for entry in read_logs(folder) if entry["step"] <= step]
+        entries = [entry for entry in read_logs(folder) if entry["step"] <= step]
         partial = path.with_suffix(".partial")
-        partial.write_text("".join(json.dumps(entry) + "\n" for entry in kept), encoding="utf-8")
+        partial.write_text("".join(json.dumps(entry) + "\n" for entry in entries), encoding="utf-8")
         os.replace(partial, path)
 
 
@@ -122,7 +122,9 @@ def read_logs(path: Path, on_damage: Callable[[str], object] | None = None) -> l
             entry = json.loads(line)
         except (ValueError, RecursionError):
             if on_damage is not None:
-                on_damage(f"{_LOGS} is damaged: line {number} of {len(lines)} is cut short or no JSON, and left out")
+                on_damage(
+                    f"{_LOGS} is damaged: line {number} of {len(lines)} is cut short or is not JSON, and is left out"
+                )
             continue
         if isinstance(entry, dict) and isinstance(entry.get("step"), int | float):
             entries.append(entry)
