@@ -18,7 +18,7 @@ from tests.launching import run as run_process
 from tests.reference import effective_sample_size, icepop_mean, truncated_mean
 from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.__main__ import main, make_parser
-from trl_rollout_corr.analysis.replay import batch_of
+from trl_rollout_corr.analysis.recompute import batch_of
 from trl_rollout_corr.analysis.spread import (
     Spread,
     measure,
@@ -166,7 +166,7 @@ def test_worst_rows_count_only_if_asked_for(tmp_path):
     assert document(tmp_path)["notes"] == []
     found = document(tmp_path, "--worst")
     assert found["sequences"] == len(rows) > 30
-    assert found["notes"] == ["With the worst sequences, which bias every number."]
+    assert found["notes"] == ["The worst sequences are included, and they bias every number."]
 
 
 def test_steps_are_selected(tmp_path):
@@ -237,7 +237,7 @@ def test_steps_from_the_first_alarm_on_are_left_out(tmp_path):
     assert healthy == list(range(1, healthy[-1] + 1))
     assert alarm - 4 <= healthy[-1] < alarm  # less the windows that the alarm was raised for
     assert any(
-        f"Without steps {healthy[-1] + 1} to 10: an alarm was raised at step {alarm}" in note
+        f"The numbers leave out steps {healthy[-1] + 1} to 10, because an alarm was raised at step {alarm}" in note
         for note in found["notes"]
     )
     by_hand = document(folder, "--steps", f":{healthy[-1]}")
@@ -444,9 +444,9 @@ def error_of(capsys, *arguments) -> str:
 
 def test_a_path_without_a_dump(tmp_path, capsys):
     assert error_of(capsys, tmp_path / "missing") == "no such file or folder"
-    assert error_of(capsys, tmp_path).startswith("no dump here")
+    assert error_of(capsys, tmp_path).startswith("there is no dump here")
     (tmp_path / "step-00000001-rank-00000.partial").write_bytes(b"PAR1")
-    assert error_of(capsys, tmp_path).startswith("no dump here")
+    assert error_of(capsys, tmp_path).startswith("there is no dump here")
 
 
 @pytest.mark.parametrize("keep", [0, 3, 0.5, 0.9, 0.999])
@@ -508,17 +508,17 @@ def test_dumps_that_cannot_be_compared(tmp_path, capsys):
     [
         (
             b"algorithm: {rollout_correction: {rollout_is: token}}",
-            "a configuration of verl; translate it with `trl-rollout-corr",
+            "it is a configuration of verl; translate it with `trl-rollout-corr",
         ),
         (b"rollout_correction: {rollout_is: token}", "trl-rollout-corr convert"),
         (b"{rollout_is: true, rollout_is_threshold: 2}", "of verl's first releases; translate it"),
         (b"vllm_importance_sampling_mode: token_mask", "of TRL's own correction; translate it"),
-        (b"learning_rate: 1", "no field of rollout correction"),
+        (b"learning_rate: 1", "it has no field of rollout correction"),
         (b"", "no settings"),
         (b"- 1", "no settings"),
         (b"a: [1", "line 1: not YAML: expected"),
         (b"\xff\xfe\x00", "not YAML"),
-        (b"rollout_correction: tis", "'tis', which is no preset. Did you mean 'token_tis' or"),
+        (b"rollout_correction: tis", "'tis', which is not a preset. Did you mean 'token_tis' or"),
         (b"rollout_iss: token", "`rollout_iss` is 'token', but there is no such field. Did you mean 'rollout_is'?"),
         (b"rollout_is_threshold: 0.5", "`rollout_is_threshold` must be at least 1"),
         (b"rollout_is_threshold: {a: 1}", "`rollout_is_threshold`"),

@@ -139,7 +139,7 @@ def test_rejection_thresholds(criteria, written, parsed):
     ("criteria", "written", "message"),
     [
         ("token_k1", None, r"`rollout_rs_threshold` is not set"),
-        ("token", 2.0, r"`rollout_rs` is .* 'token' is no criterion.*Allowed names: token_k1"),
+        ("token", 2.0, r"`rollout_rs` is .* 'token' is not a criterion.*Allowed names: token_k1"),
         ("token_k4", 2.0, r"Allowed names"),
         (["token_k2", "token_k2"], 2.0, r"twice"),
         (3, 2.0, r"`rollout_rs` must be a list of names, got 3"),
@@ -167,7 +167,7 @@ def test_rejection_thresholds_that_cannot_be_meant(criteria, written, message):
 def test_criteria_by_their_first_names_are_told_the_name_today(first, today):
     for names in (first, [first], f"token_k2,{first}"):
         with pytest.raises(
-            ValueError, match=rf"'{first}' is no criterion. Did you mean '{today}', its present name\? Allowed"
+            ValueError, match=rf"'{first}' is not a criterion. Did you mean '{today}', its present name\? Allowed"
         ):
             grpo(rollout_rs=names, rollout_rs_threshold=2.0)
 
@@ -181,7 +181,7 @@ def test_criteria_by_their_first_names_are_told_the_name_today(first, today):
         ({"bypass_mode": "yes"}, "`bypass_mode` must be true or false, got 'yes'"),
         (
             {"rollout_correction": "best"},
-            "`rollout_correction` is 'best', which is no preset. Common presets are auto, ",
+            "`rollout_correction` is 'best', which is not a preset. Common presets are auto, ",
         ),
         (
             {"rollout_is": None, "rollout_rs_exclude_from_baseline": True, "bypass_mode": True},
@@ -327,7 +327,7 @@ def test_presets_do_not_share_their_lists():
     ],
 )
 def test_an_unknown_preset_is_told_the_nearest_names_and_not_all(name, meant):
-    with pytest.raises(ValueError, match="is no preset") as error:
+    with pytest.raises(ValueError, match="is not a preset") as error:
         RolloutCorrectionConfig(rollout_correction=name)
     assert {*PRESETS, *FIRST_PRESETS} & set(re.findall("'(.+?)'", str(error.value))) == set(meant)
     assert str(error.value).endswith("?")

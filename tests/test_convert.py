@@ -157,7 +157,7 @@ def test_variables_alone_are_no_settings_of_rollout_correction(tmp_path, capsys)
     path = tmp_path / "lines.sh"
     path.write_text("adv_estimator=rloo   # or grpo\ngamma=1.0\n")
     assert main(["convert", str(path)]) == 2
-    assert "no settings of rollout correction found" in capsys.readouterr().err
+    assert "it has no settings of rollout correction" in capsys.readouterr().err
 
 
 NAMES = ["rollout_is", "rollout_is_threshold", "rollout_rs", "rollout_rs_threshold", "bypass_mode", "loss_type"]
@@ -384,9 +384,9 @@ def test_differences_are_warned_about_beside_the_yaml(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "no settings of rollout correction found"),
-        (b"learning_rate: 1", "no settings of rollout correction found"),
-        (b"- 1\n- 2", "no settings of rollout correction found"),
+        (b"", "it has no settings of rollout correction"),
+        (b"learning_rate: 1", "it has no settings of rollout correction"),
+        (b"- 1\n- 2", "it has no settings of rollout correction"),
         (b"a: [1", "line 1: not YAML: expected"),
         (b"\xff\xfe\x00", "not YAML"),
         (b"rollout_correction: {rollout_is: word}", "`rollout_is` must be one of token"),
@@ -402,7 +402,7 @@ def test_differences_are_warned_about_beside_the_yaml(monkeypatch, capsys):
             "line 1: `rollout_rs` must be a list of names, got [['token_k1']]. Write the names in one list, such as ",
         ),
         (b"rollout_rs: 5\nrollout_rs_threshold: 2.0", "line 1: `rollout_rs` must be a list of names, got 5"),
-        (b"algorithm: {rollout_correction: [token_is]}", "no settings of rollout correction found"),
+        (b"algorithm: {rollout_correction: [token_is]}", "it has no settings of rollout correction"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(content, message, tmp_path, capsys):

@@ -19,7 +19,7 @@ from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTra
 from trl_rollout_corr.__main__ import main
 from trl_rollout_corr.diagnosis import Diagnosis, Finding, diagnose, observe
 from trl_rollout_corr.diagnosis.causes import CAUSES
-from trl_rollout_corr.diagnosis.evidence import Seen
+from trl_rollout_corr.diagnosis.evidence import Evidence
 from trl_rollout_corr.diagnosis.ranking import DIFFUSE, STAGES
 from trl_rollout_corr.diagnosis.text import detail, headline, remedy_for
 from trl_rollout_corr.dumps import files as dump
@@ -269,12 +269,12 @@ def test_seams_are_told_in_words(tmp_path, capsys):
     folder = make_dump(tmp_path / "dump", spread=0.02, rows=64, sampled=64, worst=0, logs=False)
     [finding] = rewritten(folder, tmp_path / "seams", retokenize)
     assert finding.name == "seams"
-    assert finding.seen.numbers["turns"] == pytest.approx(0.75, abs=0.02)
+    assert finding.evidence.numbers["turns"] == pytest.approx(0.75, abs=0.02)
     step, place = starts[0]
     assert main(["diagnose", str(tmp_path / "seams")]) == 1
     said = capsys.readouterr().out
     assert (
-        f"of these turns is off, the first from token {place + 1} of a completion of step {step} on, '{{place}}' behind '"
+        f"of these turns is off, the first from token {place + 1} of a completion of step {step} on, '{{place}}' after '"
         in said
     )
 
@@ -322,7 +322,7 @@ def test_a_sampler_whose_own_log_probabilities_change_gets_weights(tmp_path):
     assert [x.name for x in rewritten(folder, tmp_path / "still", lambda row: None)] == ["never_pushed"]
     [finding] = rewritten(folder, tmp_path / "moved", move)
     assert finding.name == "weights"
-    assert "it gets weights" in finding.seen.said
+    assert "it gets weights" in finding.evidence.sentence
 
 
 def test_too_few_tokens_say_nothing(tmp_path, capsys):
@@ -393,7 +393,7 @@ def test_what_is_in_effect_is_not_advised(maker, right, tmp_path, capsys):
     assert advised("unknown") == (cause.remedy, {**source, **preset})
     off = {"rollout_is": None, "rollout_rs": None, "bypass_mode": False}
     assert advised("none", mask_truncated_completions=False, **off) == (cause.remedy, {**source, **preset})
-    done = f"In effect already: `mask_truncated_completions: true`. {cause.otherwise}"
+    done = f"The run has this already: `mask_truncated_completions: true`. {cause.otherwise}"
     assert advised("source", **source, **off) == (done, preset)
     rest = "The run has a correction for the rest."
     assert advised("preset", rollout_is="token") == (f"{cause.remedy} {rest}", source)
@@ -406,7 +406,7 @@ def test_what_is_in_effect_is_not_advised(maker, right, tmp_path, capsys):
 
 @pytest.mark.parametrize("name", [name for name in CAUSES if name != "own_updates"])  # which no such run has
 def test_every_remedy_looks_at_what_is_in_effect(name):
-    cause, finding = CAUSES[name], Finding(name, 0.9, 1.0, Seen(1.0, 1.0, {}, ""))
+    cause, finding = CAUSES[name], Finding(name, 0.9, 1.0, Evidence(1.0, 1.0, {}, ""))
 
     def advice(**in_effect):
         return remedy_for(Diagnosis("found", [finding], 0.1, 0.1, None, 100, 10, in_effect), finding)
@@ -416,13 +416,13 @@ def test_every_remedy_looks_at_what_is_in_effect(name):
     run = dataclasses.asdict(RolloutCorrectionConfig(rollout_correction=preset.get("rollout_correction", "disabled")))
     text, settings = advice(**{**run, **cause.settings})
     assert settings == {}
-    assert text.startswith("In effect already: " if cause.settings else cause.remedy)
+    assert text.startswith("The run has this already: " if cause.settings else cause.remedy)
     assert cause.otherwise in text
     assert bool(cause.otherwise) == bool(cause.settings)
 
 
 def test_tokens_that_take_another_route_need_a_correction_that_rejects():
-    finding = Finding("routing", 0.9, 1.0, Seen(1.0, 1.0, {}, ""))
+    finding = Finding("routing", 0.9, 1.0, Evidence(1.0, 1.0, {}, ""))
 
     def settings(**fields) -> dict:
         run = dataclasses.asdict(RolloutCorrectionConfig(**{"rollout_routing": "replay", **fields}))
@@ -438,7 +438,7 @@ def test_tokens_that_take_another_route_need_a_correction_that_rejects():
 
 def test_mappings_are_in_effect_key_by_key():
     def missing(name: str, **in_effect) -> dict:
-        finding = Finding(name, 0.9, 1.0, Seen(1.0, 1.0, {}, ""))
+        finding = Finding(name, 0.9, 1.0, Evidence(1.0, 1.0, {}, ""))
         _, settings = remedy_for(Diagnosis("found", [finding], 0.1, 0.1, None, 100, 10, in_effect), finding)
         return {key: value for key, value in settings.items() if key != "rollout_correction"}
 
@@ -620,11 +620,11 @@ def test_a_sampler_that_is_behind_is_told_from_low_precision(other_weights, tmp_
     if steps.start == 1:
         announced = diagnose(observe(behind))
         assert announced.findings[0].name == "stale"
-        assert "freshest" in announced.findings[0].seen.said
+        assert "freshest" in announced.findings[0].evidence.sentence
     found = rewritten(behind, tmp_path / "behind", unannounced, steps)
     assert found[0].name == "stale"
-    assert "rollout_step" in found[0].seen.said
-    assert found[0].seen.numbers["rewarded"] > 0.2
+    assert "rollout_step" in found[0].evidence.sentence
+    assert found[0].evidence.numbers["rewarded"] > 0.2
     assert "stale" not in [x.name for x in rewritten(rounded, tmp_path / "rounded", unannounced, steps)]
 
 

@@ -99,7 +99,7 @@ ORDER = {
         "trainer",
     ],
     "probe": ["experiments", "command", "configuration", "model_changes", "process"],
-    "analysis": ["run", "replay", "spread", "recommend", "compare", "report"],
+    "analysis": ["run", "recompute", "spread", "recommend", "compare", "report"],
     "__main__": [],
 }
 REPORT = [

@@ -250,7 +250,7 @@ def test_first_names_bound_the_ratio_itself():
             r"`rollout_is_level` is 'token', which does not belong to a verl.*Known keys: rollout_is",
         ),
         ({"rollout_rs": "token_k1"}, "`rollout_rs_threshold` is not set"),
-        ({"rollout_rs": "token_k9", "rollout_rs_threshold": 1}, "'token_k9' is no criterion"),
+        ({"rollout_rs": "token_k9", "rollout_rs_threshold": 1}, "'token_k9' is not a criterion"),
     ],
 )
 def test_verl_settings_that_cannot_be_translated(settings, message):

@@ -16,7 +16,7 @@ from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTra
 from trl_rollout_corr.__main__ import main
 from trl_rollout_corr.diagnosis import Diagnosis, Finding, diagnose, observe
 from trl_rollout_corr.diagnosis.causes import CAUSES
-from trl_rollout_corr.diagnosis.evidence import FLOOR, Seen
+from trl_rollout_corr.diagnosis.evidence import FLOOR, Evidence
 from trl_rollout_corr.probe.command import results_of
 from trl_rollout_corr.probe.experiments import (
     EXPERIMENTS,
@@ -40,7 +40,7 @@ with benchmarks("diagnose") as load_module:
 
 
 def finding(name: str, certainty: float = 0.8, share: float = 1.0) -> Finding:
-    return Finding(name, certainty, share, Seen(1.0, share, {"gap": 0.05}, "|d| is {gap}"))
+    return Finding(name, certainty, share, Evidence(1.0, share, {"gap": 0.05}, "|d| is {gap}"))
 
 
 def diagnosis(*findings: Finding, size: float = 0.05) -> Diagnosis:
@@ -149,8 +149,8 @@ def test_the_table_has_the_gap_the_multiple_and_the_remedy():
     ("words", "said"),
     [
         (["./nowhere"], "./nowhere: there is no such folder"),
-        (["m", "--config", "r.yaml"], "m: --config is 'r.yaml', which is no file"),
-        (["m", "--prompts", "p.txt"], "m: --prompts is 'p.txt', which is no file"),
+        (["m", "--config", "r.yaml"], "m: --config is 'r.yaml', which is not a file"),
+        (["m", "--prompts", "p.txt"], "m: --prompts is 'p.txt', which is not a file"),
         (["m", "--completions", "1"], "m: --completions must be 2 or more, got 1"),
     ],
 )

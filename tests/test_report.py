@@ -588,7 +588,7 @@ def test_a_log_that_is_cut_short_is_noticed(tmp_path, undrawn, capsys):
     (folder / "logs.jsonl").write_text("".join(lines[:3]) + lines[3][:40])
     page, error = damage_of(folder, tmp_path / "report.html", capsys)
     for text in (
-        "ogs.jsonl is damaged: line 4 of 4 is cut short or no JSON, and left out.",
+        "ogs.jsonl is damaged: line 4 of 4 is cut short or is not JSON, and is left out.",
         "he log ends at step 3, and the sequences go on to step 6",
     ):
         assert text in error

@@ -54,7 +54,7 @@ def test_lists_and_pairs_work_as_help_shows_them(parse, options, description):
         ),
         (
             ["--rollout_rs", "token_k9", "--rollout_rs_threshold", "2"],
-            "'token_k9' is no criterion. Did you mean 'token_k",
+            "'token_k9' is not a criterion. Did you mean 'token_k",
         ),
         (["--rollout_nan_policy", "dropp"], "Did you mean 'drop'?"),
         (["--rollout_monitor_bounds", '{"k3_hihg": 1}'], "Did you mean 'k3_high'?"),

@@ -89,11 +89,11 @@ def test_a_misspelt_field_is_told_the_nearest():
     from trl_rollout_corr import RolloutCorrectedGRPOConfig
 
     with pytest.raises(
-        TypeError, match=r"`rollout_iss` is no field of RolloutCorrectionConfig. Did you mean 'rollout_is'\?"
+        TypeError, match=r"`rollout_iss` is not a field of RolloutCorrectionConfig. Did you mean 'rollout_is'\?"
     ):
         RolloutCorrectionConfig(rollout_iss="token")
     with pytest.raises(
-        TypeError, match=r"`max_step` is no field of RolloutCorrectedGRPOConfig. Did you mean 'max_steps'\?"
+        TypeError, match=r"`max_step` is not a field of RolloutCorrectedGRPOConfig. Did you mean 'max_steps'\?"
     ):
         RolloutCorrectedGRPOConfig("out", max_step=3)
 

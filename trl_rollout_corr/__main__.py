@@ -38,8 +38,8 @@ def main(arguments: list[str] | None = None) -> int:
         except Exception as error:  # a traceback would leave with 1, which says that something was found
             print(printable(" ".join(_refusal(args, error).splitlines())), file=sys.stderr)
             return 2
-    said = (str(warning.message) for warning in caught if issubclass(warning.category, UserWarning))
-    for message in dict.fromkeys(said):
+    messages = (str(warning.message) for warning in caught if issubclass(warning.category, UserWarning))
+    for message in dict.fromkeys(messages):
         print(f"warning: {printable(message)}", file=sys.stderr)
     sys.stdout.write(output)
     return int(args.code)

@@ -1,4 +1,4 @@
-"""Messages to the user: errors, warnings, reports of a run, and numbers and settings as text."""
+"""Messages to the user: errors, warnings, messages about a run, and numbers and settings as text."""
 
 import difflib
 import logging
@@ -84,7 +84,7 @@ def warn_idle(name: str, value: object, reason: str) -> None:
     warn(f"`{name}` is set to {value!r} but has no effect: {reason}.", name)
 
 
-def report(message: str, *, error: bool = False) -> None:
+def notify(message: str, *, error: bool = False) -> None:
     """Log a message about the run, on one rank only."""
     if is_first_rank():
         logger.log(logging.ERROR if error else logging.WARNING, "%s", message)
@@ -97,8 +97,8 @@ def capitalized(text: str) -> str:
 
 def nearest(name: object, names: Iterable[str]) -> str:
     """The question " Did you mean 'x'?" with the nearest name, or empty text if no name is close."""
-    found = difflib.get_close_matches(str(name), list(names), n=1)
-    return f" Did you mean {found[0]!r}?" if found else ""
+    matches = difflib.get_close_matches(str(name), list(names), n=1)
+    return f" Did you mean {matches[0]!r}?" if matches else ""
 
 
 def candidates(name: object, names: Iterable[str], n: int = 4) -> list[str]:
@@ -108,7 +108,7 @@ def candidates(name: object, names: Iterable[str], n: int = 4) -> list[str]:
     """
     names, text = list(names), str(name).lower()
     words = re.split(r"[^a-z0-9]+", text)
-    containing = sorted((known for known in names if all(word in known for word in words)), key=len)
+    containing = sorted((candidate for candidate in names if all(word in candidate for word in words)), key=len)
     misspelt = difflib.get_close_matches(text, names, n=1, cutoff=0.9)
     return misspelt or (containing[:n] if len(text) > 2 else []) or difflib.get_close_matches(text, names, n=1)
 

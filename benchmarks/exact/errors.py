@@ -7,7 +7,7 @@ import torch
 from policies import DOUBLE, Problem, mean_gradient, mean_square, probabilities, true_gradient
 
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
-from trl_rollout_corr.analysis.replay import policy_factor
+from trl_rollout_corr.analysis.recompute import policy_factor
 from trl_rollout_corr.correction.compute import RolloutCorrection
 
 

@@ -19,7 +19,7 @@ from ..settings.config import RolloutCorrectionConfig
 from ..settings.files import config_of_run, read_config
 from ..settings.presets import PRESETS, Preset
 from .recommend import first_alarm, healthy_rows, recommend
-from .replay import Batch, Effect, batch_of, replay
+from .recompute import Batch, Effect, batch_of, recompute
 from .run import log_of_dump
 from .spread import TARGET, Spread, spread_of, suggest_bounds
 
@@ -95,7 +95,7 @@ def compare(
         )
     findings = examine(log, config)
     healthy = taken & healthy_rows(sequences, log, findings)
-    notes = ["With the worst sequences, which bias every number."] if worst else []
+    notes = ["The worst sequences are included, and they bias every number."] if worst else []
     notes += _notes_on_steps(sequences.step[taken & ~healthy], healthy, first_alarm(findings))
     batch = batch_of(sequences, healthy if healthy.any() else taken)
     spread = spread_of(batch)
@@ -105,8 +105,8 @@ def compare(
     settings |= {file: read_config(file) for file in files}
     effects = _effects(batch, settings, clip, notes)
     row = str(best.settings.get("rollout_correction", _THIS_RUN))
-    found = Comparison(batch, config, effects, spread, notes, best, row, fitted)
-    return _as_json(found) if as_json else _as_markdown(found)
+    comparison = Comparison(batch, config, effects, spread, notes, best, row, fitted)
+    return _as_json(comparison) if as_json else _as_markdown(comparison)
 
 
 def _notes_on_steps(out: np.ndarray, healthy: np.ndarray, alarm: Alarm | None) -> list[str]:
@@ -116,7 +116,7 @@ def _notes_on_steps(out: np.ndarray, healthy: np.ndarray, alarm: Alarm | None) -
     raised = f"an alarm was raised at step {alarm.step} (`{alarm.rule}`)"
     if healthy.any():
         left_out = steps_in_words(int(out.min()), int(out.max()))
-        return [f"Without {left_out}: {raised}. To take other steps, use `--steps`."]
+        return [f"The numbers leave out {left_out}, because {raised}. To take other steps, use `--steps`."]
     return [
         f"All steps are taken, and no bounds are made: {raised}, and no earlier step was dumped. To make bounds anyway, name "
         "the steps with `--steps`.",
@@ -143,7 +143,7 @@ def _effects(
         if broken and config.rollout_nan_policy == "raise":
             notes.append(f"{name}: `rollout_nan_policy: raise` ends the run at these sequences.")
         else:
-            effect = replay(batch, config, clip=clip, as_dumped=name == _THIS_RUN)
+            effect = recompute(batch, config, clip=clip, as_dumped=name == _THIS_RUN)
         effects.append((name, config, effect))
     if settings[_THIS_RUN].rollout_metrics_only:
         notes.append("This run has `rollout_metrics_only`: its row shows the settings as if they were applied.")

@@ -12,7 +12,7 @@ import torch
 
 from ..correction.normal import expected_share_outside
 from ..settings.config import RolloutCorrectionConfig
-from .replay import Batch
+from .recompute import Batch
 
 
 # Share of the tokens that the bounds that fit may reject.
@@ -113,8 +113,8 @@ def _measured_width(spread: Spread, drift: float) -> float:
     """Smallest width `h` with which bounds `exp(-drift - h)` and `exp(h)` reject at most the target of these completions."""
     mean = spread.sums / spread.lengths
     needed, order = torch.maximum(mean, -mean - drift).clamp(min=0.0).sort()
-    kept = spread.lengths[order].cumsum(0) / spread.lengths.sum()
-    return needed[int((kept < 1 - TARGET).sum())].item()
+    covered = spread.lengths[order].cumsum(0) / spread.lengths.sum()
+    return needed[int((covered < 1 - TARGET).sum())].item()
 
 
 def _modelled_width(spread: Spread, drift: float) -> float:

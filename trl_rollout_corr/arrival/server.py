@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import requests
 import torch
 
-from ..messages import report
+from ..messages import notify
 
 
 MOVED = 0.05  # nats per token, smallest movement of the trainer that a server must follow
@@ -179,7 +179,7 @@ class MovementCheck:
             self._before = now
 
     def _warn(self, step: int, trainer: float, server: float) -> None:
-        report(
+        notify(
             "A server may have older weights on purpose (then set `trainer.rollout_step` to their optimizer step at each "
             "push), and a quantised one may round small updates away. Unless that is so, weights do not arrive: after the "
             f"push of optimizer step {step}, the trainer's log-probabilities of a fixed text have moved by {trainer:.2g} "
@@ -250,7 +250,7 @@ class AdapterCheck:
             return
         if name not in there and not self._warned:
             self._warned = True
-            report(
+            notify(
                 "Several servers behind one address, or a server that was restarted, may be the reason: after optimizer step "
                 f"{step} the vLLM server at {url} accepted the adapter `{name}`, but does not list it in `/v1/models`. It has "
                 f"{', '.join(sorted(there)) or 'none'}. {SEE}"

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..messages import report
+from ..messages import notify
 from .fingerprints import READABLE, fingerprint, some_columns
 
 
@@ -161,7 +161,7 @@ class WeightCheck:
         elif now.trained != before.trained:
             self._still += 1
         if self._still == STILL:
-            report(
+            notify(
                 "Merging an adapter into weights of low precision may round its updates away, as may a very small learning "
                 f"rate. Unless that is so, the wrong weights are sent to the sampler: the last {STILL + 1} pushes until "
                 f"optimizer step {step} sent the same values, although the parameters of the trainer have changed. "
@@ -181,7 +181,7 @@ class WeightCheck:
         self.done = True
         if not doubt:
             raise RuntimeError(message)
-        report(f"{doubt} {message}")
+        notify(f"{doubt} {message}")
 
 
 def _stayed(before: list | None, now: list) -> bool:

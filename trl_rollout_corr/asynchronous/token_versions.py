@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import requests
 
-from ..messages import report
+from ..messages import notify
 from .trl_parts import RolloutLoop, RolloutSample
 
 
@@ -46,7 +46,7 @@ def ask_for_versions(trainer: Any) -> None:
     if not _tells_versions(url):
         return
     if refusal := _label(url, trainer.model_version):
-        report(refusal)
+        notify(refusal)
         return
     trainer.weight_transfer = LabellingTransfer(transfer, trainer)
     worker._loop_cls = VersionedLoop
@@ -88,7 +88,7 @@ class LabellingTransfer:
         refusal = _label(self._trainer.vllm_client.server_url, self._trainer.model_version + 1)
         if refusal and not self._refused:
             self._refused = True
-            report(refusal)
+            notify(refusal)
         self._transfer.resume()
 
 
@@ -138,7 +138,7 @@ class VersionedLoop(RolloutLoop):  # type: ignore[misc, valid-type]
         if complaint and not self._complained:
             self._complained = True
             fault = f"does not tell the version of all tokens: {complaint}"
-            report(f"The vLLM server at {self.vllm_server_url} {fault}. {_CONSEQUENCE}")
+            notify(f"The vLLM server at {self.vllm_server_url} {fault}. {_CONSEQUENCE}")
         return answer
 
     async def _score_group(self, group: Any) -> list[RolloutSample]:

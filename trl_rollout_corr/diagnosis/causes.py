@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from ..health.advice import advise
 from . import drift, precision, sampling, single_tokens
-from .evidence import Picture, Seen
+from .evidence import Evidence, Picture
 from .observed import Observed
 
 
@@ -23,7 +23,7 @@ class Test(NamedTuple):
             Statistics of the evidence from which the cause is possible, and from which it is nearly certain.
     """
 
-    look: Callable[[Observed], Seen | None]
+    look: Callable[[Observed], Evidence | None]
     weak: float
     strong: float
 
@@ -93,12 +93,15 @@ class Cause(NamedTuple):
     fallback: Test | None = None
 
 
-_HIDES = "Do not correct for it: the importance weights would be those of a policy that no token was sampled from."
+_HIDES = "Do not correct for it: the importance weights would refer to a policy that no token was sampled from."
 _ELSEWHERE = (
     "in a `rollout_func`, or by the server, which fills missing values from the model's `generation_config.json` unless "
     "started with `--generation-config vllm`."
 )
-_SMALLER = "Normal: the layers still round. float16 on both sides makes the gap much smaller (recipe grpo/fp16.yaml)."
+_SMALLER = (
+    "This is normal, because the layers still round. float16 on both sides makes the gap much smaller (recipe "
+    "grpo/fp16.yaml)."
+)
 _FLOAT32_HEAD = {"hf_overrides": {"head_dtype": "float32"}}
 _FLOAT32_HEADS = {"cast_lm_head_to_fp32": True, "rollout_engine_kwargs": _FLOAT32_HEAD}
 
@@ -134,16 +137,16 @@ CAUSES: dict[str, Cause] = {
         "The last token was forced and not sampled, or the sampler stops at tokens that the trainer does not know. Give both "
         "the same `eos_token_id`, use no stop strings, or leave truncated completions out of the loss.",
         {"mask_truncated_completions": True},
-        "The last token is not that of a truncated completion: give trainer and sampler the same `eos_token_id`, and use no "
-        "stop strings.",
+        "Truncated completions are left out of the loss already, so they are not the cause: give trainer and sampler the same "
+        "`eos_token_id`, and use no stop strings.",
         correction="any",
     ),
     "seams": Cause(
         "seams between turns: text that was tokenized again",
         Test(single_tokens.seams, 6.0, 30.0),
         single_tokens.places,
-        "Between turns, text was decoded and tokenized again, with other tokens as the result. Keep the sampled token ids, "
-        "and append those of the tool's answer.",
+        "Between turns, text was decoded and tokenized again, and the result has other tokens. Keep the sampled token "
+        "ids, and append the token ids of the tool's answer to them.",
         correction="rejecting",
     ),
     "padding": Cause(
@@ -168,25 +171,26 @@ CAUSES: dict[str, Cause] = {
         "Switch it off: `disable_dropout: true`, and `lora_dropout: 0` for an adapter. Then the trained policy is the one "
         "that samples.",
         {"disable_dropout": True},
-        "The dropout is `lora_dropout` of an adapter, which should be 0, or in the code of the model.",
+        "The dropout comes from `lora_dropout` of an adapter, which should be 0, or from the code of the model.",
         correction="any",
         experiments={
             "dropout_off": Experiment("no dropout in the trainer", "trainer", True, {"disable_dropout": True})
         },
     ),
     "across_push": Cause(
-        "completions that go on with a cache of old weights behind a push",
+        "stale KV cache: completions that continue after a weight update",
         Test(single_tokens.across_push, 2.5, 10.0),
         single_tokens.pushes,
-        "The server kept keys and values of the old weights when new ones came. Pause requests before a push with "
-        "`/pause?mode=keep`, which clears the cache, as `DiskWeightTransfer` and TRL's transfer do, or wait for their end.",
+        "After a weight update, the server went on with keys and values that the old weights had computed. Pause "
+        "requests before each update with `/pause?mode=keep`, which clears the cache (`DiskWeightTransfer` and TRL's "
+        "transfer do this), or wait until all requests have ended.",
         correction="any",
     ),
     "stale": Cause(
         "stale weights: samples of an older policy",
         Test(drift.stale, 0.4, 0.6),
         drift.ages,
-        "Sample with newer weights: fewer steps between pushes, a shorter queue.",
+        "Sample with newer weights: push them after fewer steps, or make the queue shorter.",
         correction="any",
         fallback=Test(drift.old_throughout, 0.9, 1.5),  # at most possible: its statistic is at most 1
     ),
@@ -203,9 +207,9 @@ CAUSES: dict[str, Cause] = {
         "weights that are never pushed to the sampler",
         Test(drift.never_pushed, 0.4, 0.6),
         drift.steps,
-        "Trainer and sampler move apart from the first step on, at any age of the samples. Look at the push: names of "
-        "parameters "
-        "that the sampler does not know, an adapter that is not merged, a server that takes weights but keeps its cache. "
+        "Trainer and sampler move apart from the first step on, whatever the age of the samples. Look at the push: the "
+        "sampler may not know the names of some parameters, an adapter may not be merged, or a server may take weights but "
+        "keep its cache. "
         f"{_HIDES}",
     ),
     "lora_merge": Cause(
@@ -297,7 +301,8 @@ CAUSES: dict[str, Cause] = {
         Test(precision.weights, 0.12, 0.25),
         sampling.sizes,
         "Sample with weights in the trainer's precision, or quantise the trainer's in the same way. If nothing is quantised, "
-        "compare a weight of the engine with the trainer's. Of a sampler that is behind, set `trainer.rollout_step`.",
+        "compare a weight of the engine with the trainer's. If the sampler has older weights on purpose, set "
+        "`trainer.rollout_step`.",
         correction="any",
         experiments={
             "before_the_push": Experiment(
@@ -331,9 +336,8 @@ CAUSES: dict[str, Cause] = {
         "rounding of bfloat16 or float16",
         Test(precision.rounding, 0.4, 0.8),
         sampling.sizes,
-        "Normal: two kernels compute the same policy. A head in float32 on both sides makes the gap smaller (recipe "
-        "grpo/fp32_head.yaml), "
-        "float16 on both sides much smaller (recipe grpo/fp16.yaml).",
+        "This is normal, because two kernels compute the same policy. A head in float32 on both sides makes the gap smaller "
+        "(recipe grpo/fp32_head.yaml). float16 on both sides makes it much smaller (recipe grpo/fp16.yaml).",
         _FLOAT32_HEADS,
         _SMALLER,
         correction="any",

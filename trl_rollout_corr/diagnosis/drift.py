@@ -8,9 +8,9 @@ from ..health.advice import mode_of
 from .evidence import (
     FLOOR,
     SIZE,
+    Evidence,
     Picture,
     Points,
-    Seen,
     bounded,
     mean,
     ranks_of,
@@ -29,7 +29,7 @@ _CHANCE = 3.0  # standard deviations of a rank correlation by chance, above whic
 _MOVED = 5.0  # the same for the step and the sampler's log-probabilities: completions of a prompt are alike
 
 
-def growing(o: Observed, x: np.ndarray, said: str) -> Seen | None:
+def growing(o: Observed, x: np.ndarray, sentence: str) -> Evidence | None:
     """Test whether the mean square of `d` grows with `x` (shape `(B,)`), an age, a step or a number of tokens of padding."""
     here = o.core
     squares = o.of_rows(
@@ -37,8 +37,8 @@ def growing(o: Observed, x: np.ndarray, said: str) -> Seen | None:
     )  # few tokens are not in the core, about the same number in each sequence
     # relative to equally likely tokens, so that unlikely tokens count no more
     typical = o.of_rows(np.abs(o.d) / np.maximum(usual_size(o, here), 1e-12) * here)
-    known = np.isfinite(x) & np.isfinite(squares)
-    values, squares, lengths = x[known], squares[known], o.lengths[known]
+    finite = np.isfinite(x) & np.isfinite(squares)
+    values, squares, lengths = x[finite], squares[finite], o.lengths[finite]
     if len(values) < 8 or values.min() == values.max():
         return None
     lowest, highest = values == values.min(), values >= np.quantile(values, 1 - _END)
@@ -46,13 +46,13 @@ def growing(o: Observed, x: np.ndarray, said: str) -> Seen | None:
         lowest = values <= end
     low, high = (float(np.average(squares[here], weights=lengths[here])) for here in (lowest, highest))
     growth = high / max(low, (FLOOR / 4) ** 2)
-    correlation, chance = spearman(values, typical[known]), (len(values) - 1) ** -0.5
+    correlation, chance = spearman(values, typical[finite]), (len(values) - 1) ** -0.5
     numbers = {"low": low**0.5, "high": high**0.5, "correlation": correlation}
     share = bounded(1 - low / max(float(np.average(squares, weights=lengths)), 1e-300))
     if growth > _JUMP:  # a gap that appears at once and stays is not monotone in `x`
-        correlation, chance = max((correlation, chance), _step_up(typical[known], lowest))
+        correlation, chance = max((correlation, chance), _step_up(typical[finite], lowest))
     more = growth > _GROWTH and correlation > _CHANCE * chance
-    return Seen(correlation if more else 0.0, share, numbers, said)
+    return Evidence(correlation if more else 0.0, share, numbers, sentence)
 
 
 def _step_up(values: np.ndarray, lowest: np.ndarray) -> tuple[float, float]:
@@ -63,19 +63,20 @@ def _step_up(values: np.ndarray, lowest: np.ndarray) -> tuple[float, float]:
     return 2 * beyond - 1, ((n + m + 1) / (3 * max(n, 1) * m)) ** 0.5
 
 
-def stale(o: Observed) -> Seen | None:
+def stale(o: Observed) -> Evidence | None:
     if _visits(o):
         return None
     if len(np.unique(o.staleness[np.isfinite(o.staleness)])) < 2:
         return None if np.nanmin(o.staleness, initial=0.0) > 0 else _unannounced(o)
-    said = "|d| is {low} in the freshest samples and {high} in the oldest (rank correlation {correlation})"
-    return growing(o, o.staleness, said)
+    sentence = "|d| is {low} in the freshest samples and {high} in the oldest (rank correlation {correlation})"
+    return growing(o, o.staleness, sentence)
 
 
-def _unannounced(o: Observed) -> Seen | None:
+def _unannounced(o: Observed) -> Evidence | None:
     """
-    Test for stale samples whose age is not known. The trainer has moved towards the rewarded completions since: the gap goes
-    with the advantage, and it is near 0 in the first step and does not grow for ever, unlike that of weights never pushed.
+    Test for stale samples whose age is unknown. Since sampling, the trainer has moved toward rewarded completions, so the gap
+    correlates with the advantage. The gap is near 0 in the first step and does not grow for ever; if weights were never
+    pushed, it would.
     """
     if _as_small_as_rounding(o):
         return None
@@ -87,12 +88,13 @@ def _unannounced(o: Observed) -> Seen | None:
     rewarded = with_advantage(o)
     begun = max(onset.statistic, 0.0) if onset is not None and o.step.min() <= 1 else 0.0
     numbers = {"gap": rms(o.d[o.core]), "first": first_step(o), "rewarded": rewarded}
-    said = (
-        "|d| is {first} in the first step of the dump and {gap} in all, and goes with the advantage (rank correlation "
-        "{rewarded}); the samples are announced as fresh, or their age is not known: set `trainer.rollout_step`"
+    sentence = (
+        "|d| is {first} in the first step of the dump and {gap} over all steps, and the gap correlates with the advantage "
+        "(rank correlation {rewarded}); the samples are announced as fresh, or their age is unknown: set "
+        "`trainer.rollout_step`"
     )
     share = onset.share if onset is not None and begun else 1.0
-    return Seen(max(begun / 2 + rewarded, 2 * rewarded), share, numbers, said)
+    return Evidence(max(begun / 2 + rewarded, 2 * rewarded), share, numbers, sentence)
 
 
 def first_step(o: Observed) -> float:
@@ -106,63 +108,69 @@ def with_advantage(o: Observed) -> float:
     however sure it is; 0 where chance explains it.
     """
     excess = o.of_rows(np.expm1(o.d.clip(-5, 5))) / np.sqrt(np.maximum(o.of_rows(np.square(o.d)), 1e-12))
-    known = np.isfinite(excess) & np.isfinite(o.advantage)
-    correlation = spearman(excess[known], o.advantage[known]) if known.any() else 0.0
-    return correlation if correlation * known.sum() ** 0.5 > _CHANCE else 0.0
+    finite = np.isfinite(excess) & np.isfinite(o.advantage)
+    correlation = spearman(excess[finite], o.advantage[finite]) if finite.any() else 0.0
+    return correlation if correlation * finite.sum() ** 0.5 > _CHANCE else 0.0
 
 
-def own_updates(o: Observed) -> Seen | None:
+def own_updates(o: Observed) -> Evidence | None:
     if not _visits(o):
         return None
-    said = "|d| is {low} when a batch is first trained on and {high} when last (rank correlation {correlation})"
-    return growing(o, o.staleness, said)
+    sentence = "|d| is {low} at the first visit of a batch and {high} at the last (rank correlation {correlation})"
+    return growing(o, o.staleness, sentence)
 
 
 def _visits(o: Observed) -> bool:
     """
-    True if ages count the visits of a batch: bypass mode compares the sampler with the policy that was updated since. Those
-    of a sampler that is behind rise to its lag, and stay there.
+    True if ages count the visits of a batch: bypass mode compares the sampler with the policy that was updated since. The
+    ages of a sampler with older weights rise to its lag, and stay there.
     """
     if mode_of(o.settings) == "decoupled":
         return False
-    known = np.isfinite(o.staleness)
-    ages = [np.unique(o.staleness[known & (o.step == step)]) for step in np.unique(o.step[known])]
+    finite = np.isfinite(o.staleness)
+    ages = [np.unique(o.staleness[finite & (o.step == step)]) for step in np.unique(o.step[finite])]
     if not ages or any(len(age) > 1 for age in ages) or min(ages)[0] > 0:
         return False
     course = np.concatenate(ages)
     return bool((np.diff(course) < 0).any() or len(np.unique(course)) == len(course) > 1)
 
 
-def _by_step(o: Observed) -> Seen | None:
-    said = "|d| is {low} in the first steps and {high} in the last (rank correlation {correlation}), at any age"
+def _by_step(o: Observed) -> Evidence | None:
+    sentence = (
+        "|d| is {low} in the first steps and {high} in the last (rank correlation {correlation}), whatever the age of the "
+        "samples"
+    )
     freshest = np.nanmin(o.staleness) if np.isfinite(o.staleness).any() else np.nan
     # the freshest samples only, so that age cannot be the cause
     steps = np.where(np.isnan(freshest) | (o.staleness == freshest), o.step, np.nan)
-    return growing(o, steps, said)
+    return growing(o, steps, sentence)
 
 
-def never_pushed(o: Observed) -> Seen | None:
+def never_pushed(o: Observed) -> Evidence | None:
     return None if _as_small_as_rounding(o) or sampler_moves(o) else _by_step(o)
 
 
 def sampler_moves(o: Observed) -> bool:
     """Test whether the sampler's own log-probabilities rise or fall with the step: then it gets weights."""
     own = o.of_rows(o.rollout)
-    known = np.isfinite(own)
+    finite = np.isfinite(own)
     return (
-        abs(spearman(o.step[known].astype(float), own[known])) * known.sum() ** 0.5 > _MOVED if known.any() else False
+        abs(spearman(o.step[finite].astype(float), own[finite])) * finite.sum() ** 0.5 > _MOVED
+        if finite.any()
+        else False
     )
 
 
-def lora_merge(o: Observed) -> Seen | None:
+def lora_merge(o: Observed) -> Evidence | None:
     """Test whether the gap is almost 0 in the first steps, where the adapter is 0, and as small as rounding later."""
     if not _as_small_as_rounding(o) or o.about.get("adapter") == "none" or _visits(o):
         return None
-    seen = _by_step(o)
-    if seen is None or seen.numbers["low"] > 0.3 * seen.numbers["high"]:
+    evidence = _by_step(o)
+    if evidence is None or evidence.numbers["low"] > 0.3 * evidence.numbers["high"]:
         return None
-    return seen._replace(
-        statistic=seen.share, said="|d| is {low} in the first steps and {high} in the last, as small as rounding"
+    return evidence._replace(
+        statistic=evidence.share,
+        sentence="|d| is {low} in the first steps and {high} in the last, which is as small as rounding",
     )
 
 
@@ -170,18 +178,18 @@ def _as_small_as_rounding(o: Observed) -> bool:
     return rms(o.d[o.core]) < 0.03
 
 
-def old_throughout(o: Observed) -> Seen | None:
+def old_throughout(o: Observed) -> Evidence | None:
     """Test whether all samples are old and the gap is larger than that of rounding, where no fresh samples can be compared."""
     gap = rms(o.d[o.core])
     ages = o.staleness[o.row]
     if _as_small_as_rounding(o) or not np.isfinite(ages).any() or _visits(o):
         return None
-    said = (
+    sentence = (
         "samples are at least {age} optimizer steps old, and |d| is {gap}; the dump has no fresh samples to compare with, and "
         "low precision would look the same"
     )
     old = mean(ages >= 1)
-    return Seen(old, 1.0, {"age": float(np.min(ages[ages >= 1], initial=np.inf)), "gap": gap}, said)
+    return Evidence(old, 1.0, {"age": float(np.min(ages[ages >= 1], initial=np.inf)), "gap": gap}, sentence)
 
 
 # Pictures -----------------------------------------------------------------------------------------------------------------
@@ -192,15 +200,15 @@ def by_sequence(label: str, of: Callable[[Observed], np.ndarray]) -> Picture:
 
     def points(o: Observed) -> Points:
         values = of(o)[o.row]
-        known = np.isfinite(values) & o.core
-        groups = np.unique(values[known])
+        finite = np.isfinite(values) & o.core
+        groups = np.unique(values[finite])
         if len(groups) > 24:
             edges = np.unique(np.quantile(groups, np.linspace(0, 1, 13)))
             middle = (edges[1:] + edges[:-1]) / 2
             place = np.clip(np.searchsorted(edges, values, side="right") - 1, 0, len(middle) - 1)
-            sizes = [rms(o.d[known & (place == i)]) for i in range(len(middle))]
+            sizes = [rms(o.d[finite & (place == i)]) for i in range(len(middle))]
             return Points(label, SIZE, middle.tolist(), sizes)
-        return Points(label, SIZE, groups.tolist(), [rms(o.d[known & (values == group)]) for group in groups])
+        return Points(label, SIZE, groups.tolist(), [rms(o.d[finite & (values == group)]) for group in groups])
 
     return points
 

@@ -18,7 +18,7 @@ _BINS = 20
 SIZE = "root mean square of d, nats"  # label of pictures
 
 
-class Seen(NamedTuple):
+class Evidence(NamedTuple):
     """
     The evidence of a test.
 
@@ -28,8 +28,8 @@ class Seen(NamedTuple):
         share (`float`):
             Share of the sum of squared log-ratios that the cause explains, between 0 and 1.
         numbers (`Mapping[str, float]`):
-            The numbers of the evidence, by their names in `said`.
-        said (`str`):
+            The numbers of the evidence, by their names in `sentence`.
+        sentence (`str`):
             The evidence in a sentence, with the numbers in braces.
         words (`str`, *optional*, defaults to `""`):
             Text of the completions, which ends the sentence.
@@ -38,7 +38,7 @@ class Seen(NamedTuple):
     statistic: float
     share: float
     numbers: Mapping[str, float]
-    said: str
+    sentence: str
     words: str = ""
 
 
@@ -75,7 +75,7 @@ def rms(values: np.ndarray) -> float:
 
 
 def typical(values: np.ndarray) -> float:
-    """Root mean square without the largest 5 %, which a few tokens on another route can make arbitrarily large."""
+    """Root mean square without the largest 5 %: a few tokens that were sent to other experts would dominate it."""
     size = np.sort(np.abs(values))
     return rms(size[: max(int(0.95 * len(size)), 1)])
 

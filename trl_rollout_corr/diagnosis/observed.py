@@ -35,12 +35,12 @@ class Observed:
             Index of the sequence.
         position, turn, token (`np.ndarray` of shape `(N,)`):
             Index in the completion, number of the turn among those of all completions, and id.
-        first, last, seam, seen (`np.ndarray` of shape `(N,)`):
+        first, last, seam, repeated (`np.ndarray` of shape `(N,)`):
             Whether the token is the first of the completion, the last, among the first after tokens outside the loss, and
             whether it occurred before, in the prompt or the completion.
         age (`np.ndarray` of shape `(N,)`):
             Optimizer steps since the weights that sampled the token; NaN where the dump has the age of completions only.
-        behind_push (`np.ndarray` of shape `(N,)`):
+        after_push (`np.ndarray` of shape `(N,)`):
             Whether weights were pushed between the first token of the completion and this one.
         times (`np.ndarray` of shape `(N,)`):
             Number of earlier occurrences in the completion.
@@ -56,31 +56,31 @@ class Observed:
 
     def __init__(self, sequences: Sequences, settings: Mapping[str, object], about: Mapping[str, str]):
         self.settings, self.about = settings, about
-        kept = sequences.counted
+        counted = sequences.counted
         self.n_tokens = int((sequences.mask & sequences.represents[sequences.row]).sum())
         self.broken_row = sequences.row[sequences.broken & sequences.represents[sequences.row]]
-        self.row = sequences.row[kept]
+        self.row = sequences.row[counted]
         self.train, self.rollout = (
-            x[kept].astype(np.float64) for x in (sequences.train_logps, sequences.rollout_logps)
+            x[counted].astype(np.float64) for x in (sequences.train_logps, sequences.rollout_logps)
         )
         self.d = self.train - self.rollout
         self.step = sequences.step
         self.lengths = np.bincount(self.row, minlength=len(sequences))
         starts = sequences.starts[:-1][sequences.row]
         position = np.arange(len(sequences.row)) - starts
-        self.position = position[kept]
+        self.position = position[counted]
         self.first = self.position == 0
         self.last = self.position == sequences.lengths[self.row] - 1
-        self.seam = _after_gap(sequences.mask, position)[kept]
-        self.turn = sequences.turn[kept]
+        self.seam = _after_gap(sequences.mask, position)[counted]
+        self.turn = sequences.turn[counted]
         self._sequences = sequences
-        self.token = sequences.token_ids[kept]
-        self.seen, self.times = (x[kept] for x in _seen(sequences))
+        self.token = sequences.token_ids[counted]
+        self.repeated, self.times = (x[counted] for x in _repeats(sequences))
         self.staleness, self.padding = sequences.staleness, sequences.padding
-        self.age = sequences.token_staleness[kept]
-        self.behind_push = self.age < self.staleness[self.row]
+        self.age = sequences.token_staleness[counted]
+        self.after_push = self.age < self.staleness[self.row]
         self.advantage = sequences.advantage.astype(np.float64)
-        self.again = sequences.again_logps[kept].astype(np.float64)
+        self.again = sequences.again_logps[counted].astype(np.float64)
 
     def __len__(self) -> int:
         return len(self.d)
@@ -118,7 +118,7 @@ class Observed:
             return ""
         row, place = int(self.row[i]), int(self.position[i])
         before = "".join(self._sequences.text(row, k) for k in range(max(place - 8, 0), place))
-        return f", {self._sequences.text(row, place)!r} behind {before!r}"
+        return f", {self._sequences.text(row, place)!r} after {before!r}"
 
     def of_rows(self, values: np.ndarray) -> np.ndarray:
         """Means over the tokens of each sequence, `(B,)`; NaN for those without tokens."""
@@ -127,7 +127,7 @@ class Observed:
 
 
 def _after_gap(mask: np.ndarray, position: np.ndarray) -> np.ndarray:
-    """Tokens of the loss at most `SEAM` behind tokens of the same completion that are outside the loss."""
+    """Tokens of the loss at most `SEAM` places after tokens of the same completion that are outside the loss."""
     near = np.zeros_like(mask)
     for back in range(1, SEAM + 1):
         outside = np.zeros_like(mask)
@@ -137,15 +137,15 @@ def _after_gap(mask: np.ndarray, position: np.ndarray) -> np.ndarray:
     return near
 
 
-def _seen(sequences: Sequences) -> tuple[np.ndarray, np.ndarray]:
+def _repeats(sequences: Sequences) -> tuple[np.ndarray, np.ndarray]:
     """For each token: whether it occurred before, in the prompt (if known) or the completion, and its count in the latter."""
     tokens = sequences.token_ids
-    seen, times = np.zeros(len(tokens), bool), np.zeros(len(tokens), np.int64)
+    repeated, times = np.zeros(len(tokens), bool), np.zeros(len(tokens), np.int64)
     for row, prompt in enumerate(sequences.prompts):
         where = sequences.slice(row)
         times[where] = _earlier(tokens[where])
-        seen[where] = (times[where] > 0) | np.isin(tokens[where], prompt)
-    return seen, times
+        repeated[where] = (times[where] > 0) | np.isin(tokens[where], prompt)
+    return repeated, times
 
 
 def _earlier(tokens: np.ndarray) -> np.ndarray:

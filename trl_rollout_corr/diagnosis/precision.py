@@ -12,8 +12,8 @@ from .evidence import (
     FLOOR,
     LARGE,
     SIZE,
+    Evidence,
     Points,
-    Seen,
     bounded,
     mean,
     relative_size,
@@ -36,8 +36,8 @@ _GAUSSIAN_TAIL = 3.8  # percentile 99 of the size of a Gaussian number over the 
 
 def coarser_sampler(about: Mapping[str, str]) -> str:
     """
-    The type of a sampler that rounds to 16 bits beside a trainer in float32; otherwise empty. The trainer's difference from
-    itself is no yardstick there: it has none of the sampler's rounding.
+    The type of a sampler that rounds to 16 bits beside a trainer in float32; otherwise empty. The trainer's own
+    rescoring noise is then not a baseline, because it contains none of the sampler's rounding.
     """
     sampler = about.get("sampler_dtype", "")
     return sampler if about.get("trainer_dtype") == "float32" and sampler in ("bfloat16", "float16") else ""
@@ -52,32 +52,34 @@ def noise_floor(o: Observed) -> float | None:
     return (typical((o.train - o.again)[again]) / gap) ** 2
 
 
-def padding(o: Observed) -> Seen | None:
+def padding(o: Observed) -> Evidence | None:
     """Test whether the gap vanishes where the trainer scores a sequence alone, or grows with the padding."""
-    said = "|d| is {low} with the least padding and {high} with the most (rank correlation {correlation})"
-    more = growing(o, o.padding, said)
+    sentence = "|d| is {low} with the least padding and {high} with the most (rank correlation {correlation})"
+    more = growing(o, o.padding, sentence)
     again = np.isfinite(o.again) & o.core
     gap, alone = typical(o.d[again]), typical((o.again - o.rollout)[again])
     if again.sum() < 30 or gap <= FLOOR:
         return more
     share = bounded((gap**2 - alone**2) / max(typical(o.d[o.core]), gap) ** 2)  # of all sequences
     local = bounded(1 - (alone / gap) ** 2)
-    said = "|d| is {gap} in a batch, and {alone} where the trainer scores a sequence alone"
-    seen = Seen(local if share > 0.1 else 0.0, share, {"gap": gap, "alone": alone}, said)
+    sentence = "|d| is {gap} in a batch, and {alone} where the trainer scores a sequence alone"
+    local_evidence = Evidence(local if share > 0.1 else 0.0, share, {"gap": gap, "alone": alone}, sentence)
     # the few sequences that are scored alone may have little padding; then all sequences together show more
-    return more if more and local > 0.3 and more.statistic > seen.statistic else seen
+    return more if more and local > 0.3 and more.statistic > local_evidence.statistic else local_evidence
 
 
-def dropout(o: Observed) -> Seen | None:
+def dropout(o: Observed) -> Evidence | None:
     """Test whether the trainer differs from itself by more than rounding."""
     floor, again = noise_floor(o), np.isfinite(o.again) & o.core
     if floor is None:
         return None
     itself = typical((o.train - o.again)[again])
     numbers = {"itself": itself, "gap": typical(o.d[again])}
-    said = "the trainer differs from itself by {itself} when it scores a sequence twice, and from the sampler by {gap}"
+    sentence = (
+        "the trainer differs from itself by {itself} when it scores a sequence twice, and from the sampler by {gap}"
+    )
     alone = (typical((o.again - o.rollout)[again]) / numbers["gap"]) ** 2  # 0 if padding is the cause
-    return Seen(floor if itself > _DROPOUT and alone > 0.4 else 0.0, bounded(floor / 2), numbers, said)
+    return Evidence(floor if itself > _DROPOUT and alone > 0.4 else 0.0, bounded(floor / 2), numbers, sentence)
 
 
 def tails(o: Observed) -> tuple[float, float]:
@@ -91,7 +93,7 @@ def tails(o: Observed) -> tuple[float, float]:
     )
 
 
-def routing(o: Observed) -> Seen | None:
+def routing(o: Observed) -> Evidence | None:
     """Test whether a few tokens, at any place and of any probability, have most of the sum of `d^2`."""
     if o.about.get("experts") == "none":
         return None
@@ -100,11 +102,11 @@ def routing(o: Observed) -> Seen | None:
     top = np.sort(size)[-max(len(size) // 100, 1) :]
     share = float(np.square(top).sum() / max(np.square(size).sum(), 1e-300))
     numbers = {"top": share, "kurtosis": kurtosis, "tail": tail}
-    said = (
+    sentence = (
         "1 % of the tokens have a share of {top} of d^2; at tokens of equal probability the kurtosis of d is {kurtosis}, and "
         "percentile 99 of |d| is {tail} times the median (3 and 3.8 for a Gaussian)"
     )
-    return Seen(kurtosis * tail, bounded(share), numbers, said)
+    return Evidence(kurtosis * tail, bounded(share), numbers, sentence)
 
 
 def alike(keys: np.ndarray, values: np.ndarray) -> float:
@@ -125,11 +127,11 @@ def by_token(o: Observed) -> float:
     return alike(o.token[here], relative_size(o, here))
 
 
-def _systematic(o: Observed, said: str) -> Seen:
+def _systematic(o: Observed, sentence: str) -> Evidence:
     same, gap = by_token(o), rms(o.d[o.core])
     # 0.1 is much in a pretrained model, whose contexts differ, unless rounding is a part of the gap
     statistic = same * (_UNROUNDED if gap > LARGE and o.core.sum() >= _MANY else 1.0)
-    return Seen(statistic, 1.0, {"alike": same, "gap": gap, "first": first_step(o)}, said)
+    return Evidence(statistic, 1.0, {"alike": same, "gap": gap, "first": first_step(o)}, sentence)
 
 
 def _looks_like_weights(o: Observed) -> bool:
@@ -138,41 +140,43 @@ def _looks_like_weights(o: Observed) -> bool:
     return caches_in_low_precision(o.about) or bool(ages.size and ages.min() > 0)
 
 
-def weights(o: Observed) -> Seen | None:
+def weights(o: Observed) -> Evidence | None:
     if _looks_like_weights(o):
         return None
     first, gap = first_step(o), rms(o.d[o.core])
     if gap > LARGE and gap > _GROWN * first and sampler_moves(o):
-        said = (
-            "|d| is {first} in the first step of the dump and {gap} in all, and the sampler's own log-probabilities change "
-            "with the step: it gets weights, but not those of the trainer"
+        sentence = (
+            "|d| is {first} in the first step of the dump and {gap} over all steps, and the sampler's own log-probabilities "
+            "change with the step: it gets weights, but not the trainer's"
         )
-        return Seen(_FOLLOWS, 1.0, {"first": first, "gap": gap}, said)
-    said = (
+        return Evidence(_FOLLOWS, 1.0, {"first": first, "gap": gap}, sentence)
+    sentence = (
         "the same token has a similar log-ratio wherever it occurs (correlation {alike}), and |d| is {first} in the first "
-        "step of the dump and {gap} in all"
+        "step of the dump and {gap} over all steps"
     )
     if o.step.min() > 1:
-        said += " (an older policy looks the same, unless the dump begins at step 1)"
+        sentence += " (an older policy looks the same, unless the dump begins at step 1)"
     if "kv_cache_dtype" not in o.about:
-        said += " (an 8-bit key-value cache looks the same, and the type of the cache is not in this dump)"
-    return _systematic(o, said)
+        sentence += " (an 8-bit key-value cache looks the same, and the type of the cache is not in this dump)"
+    return _systematic(o, sentence)
 
 
-def noisy_weights(o: Observed) -> Seen | None:
+def noisy_weights(o: Observed) -> Evidence | None:
     """Test whether the gap is noise as of rounding, but too large for it, and not in the trainer: as of weights of 8 bits."""
     floor, gap = noise_floor(o), rms(o.d[o.core])
     if floor is None or floor > 0.5 or gap <= LARGE or o.core.sum() < _MANY or _looks_like_weights(o):
         return None
     slope, (_, tail) = spearman(o.middle[o.core], np.abs(o.d[o.core])), tails(o)
-    said = (
-        "|d| is {gap}, too much for rounding, with the tails of noise (percentile 99 is {tail} times the median; 3.8 for a "
-        "Gaussian), and larger at unlikely tokens (rank correlation {slope})"
+    sentence = (
+        "|d| is {gap}, which is too large for rounding; it has the tails of noise (percentile 99 is {tail} times the median; "
+        "3.8 for a Gaussian), and is larger at unlikely tokens (rank correlation {slope})"
     )
-    return Seen(_GAUSSIAN_TAIL / tail if slope < -0.1 else 0.0, 1.0, {"gap": gap, "tail": tail, "slope": slope}, said)
+    return Evidence(
+        _GAUSSIAN_TAIL / tail if slope < -0.1 else 0.0, 1.0, {"gap": gap, "tail": tail, "slope": slope}, sentence
+    )
 
 
-def kv_cache(o: Observed) -> Seen | None:
+def kv_cache(o: Observed) -> Evidence | None:
     """Test as for [`weights`], for an engine that reports a cache in low precision."""
     if not caches_in_low_precision(o.about):
         return None
@@ -188,27 +192,27 @@ def caches_in_low_precision(about: Mapping[str, str]) -> bool:
     return about.get("kv_cache_dtype", "auto").startswith(("fp8", "int8", "nvfp4"))
 
 
-def head(o: Observed) -> Seen | None:
+def head(o: Observed) -> Evidence | None:
     """Test whether the gap is as small as rounding, but the trainer reproduces it, unlike rounding in the layers."""
     floor = noise_floor(o)
     gap = rms(o.d[o.core])
     if floor is None or gap > LARGE or coarser_sampler(o.about):
         return None
-    said = "|d| is {gap}, as of rounding; a share of {floor} of d^2 changes when the trainer scores a sequence alone"
-    return Seen(1 - floor, 1.0, {"gap": gap, "floor": floor}, said)
+    sentence = "|d| is {gap}, as small as rounding; a share of {floor} of d^2 changes when the trainer scores a sequence alone"
+    return Evidence(1 - floor, 1.0, {"gap": gap, "floor": floor}, sentence)
 
 
-def rounding(o: Observed) -> Seen | None:
+def rounding(o: Observed) -> Evidence | None:
     """Test whether the gap is small noise: unrelated to the token, and larger where tokens are unlikely."""
     here, same = o.core, by_token(o)
     gap = rms(o.d[here])
     slope = spearman(o.middle[here], np.abs(o.d[here]))
-    said = (
+    sentence = (
         "|d| is {gap}, and larger at unlikely tokens (rank correlation {slope}); two occurrences of the same token have a "
         "correlation of {alike}"
     )
     quiet = (1 - min(gap / LARGE, 1.0) ** 2) * (1 - min(max(same, 0.0) / 0.15, 1.0))
-    return Seen(quiet if slope < -0.1 else 0.0, 1.0, {"gap": gap, "slope": slope, "alike": same}, said)
+    return Evidence(quiet if slope < -0.1 else 0.0, 1.0, {"gap": gap, "slope": slope, "alike": same}, sentence)
 
 
 # Pictures -----------------------------------------------------------------------------------------------------------------

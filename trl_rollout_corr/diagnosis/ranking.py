@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from ..health.windows import Window
 from .causes import CAUSES, Cause, Test
-from .evidence import FLOOR, LARGE, Points, Seen
+from .evidence import FLOOR, LARGE, Evidence, Points
 from .observed import Observed
 from .precision import coarser_sampler, noise_floor
 
@@ -72,14 +72,14 @@ class Finding(NamedTuple):
             Certainty, from 0.5 to 0.99.
         share (`float`):
             Share of the sum of squared log-ratios that it explains.
-        seen ([`Seen`]):
+        evidence ([`Evidence`]):
             The evidence.
     """
 
     name: str
     certainty: float
     share: float
-    seen: Seen
+    evidence: Evidence
 
     @property
     def cause(self) -> Cause:
@@ -104,7 +104,8 @@ class Diagnosis(NamedTuple):
         k3 (`float`):
             `rollout_corr/k3_kl`.
         floor (`float` or `None`):
-            The gap over the trainer's difference from itself; `None` if that is not known, or no yardstick.
+            The gap over the trainer's difference from itself; `None` if that is unknown, or cannot
+            serve as a baseline.
         n_tokens, n_sequences (`int`):
             Number of tokens and sequences.
         in_effect (`Mapping[str, object]`, *optional*):
@@ -180,7 +181,7 @@ def _look(o: Observed, stages: tuple[Stage, ...], without: Collection[str]) -> t
     """Findings of the stages, and whether one of them ended the search."""
     findings: list[Finding] = []
     for stage in stages:
-        here = _found(o, stage, without) if _matters(o) or not stage.floor else []
+        here = _findings(o, stage, without) if _matters(o) or not stage.floor else []
         if here and not stage.several:
             here = [max(here, key=lambda finding: finding.certainty * finding.share)]
         findings += here
@@ -189,16 +190,16 @@ def _look(o: Observed, stages: tuple[Stage, ...], without: Collection[str]) -> t
     return findings, False
 
 
-def _found(o: Observed, stage: Stage, without: Collection[str]) -> list[Finding]:
+def _findings(o: Observed, stage: Stage, without: Collection[str]) -> list[Finding]:
     tests = ((name, test, test.look(o)) for name, test in stage.tests if name not in without)
     return [
-        Finding(name, _certainty(test, seen), seen.share, seen)
-        for name, test, seen in tests
-        if seen is not None and seen.statistic > test.weak
+        Finding(name, _certainty(test, evidence), evidence.share, evidence)
+        for name, test, evidence in tests
+        if evidence is not None and evidence.statistic > test.weak
     ]
 
 
-def _certainty(test: Test, seen: Seen) -> float:
+def _certainty(test: Test, evidence: Evidence) -> float:
     """Certainty: 0.5 for a weak statistic, 0.99 for a strong one."""
-    reach = (seen.statistic - test.weak) / (test.strong - test.weak)
+    reach = (evidence.statistic - test.weak) / (test.strong - test.weak)
     return 0.5 + 0.49 * min(max(reach, 0.0), 1.0)

@@ -6,9 +6,9 @@ import numpy as np
 
 from .evidence import (
     SIZE,
+    Evidence,
     Picture,
     Points,
-    Seen,
     bounded,
     in_bins,
     mean,
@@ -22,7 +22,7 @@ from .observed import Observed
 _BEFORE = 8  # number of latest tokens, which stand for the tokens that could have been sampled instead
 
 
-def truncation(o: Observed) -> Seen | None:
+def truncation(o: Observed) -> Evidence | None:
     """
     Look for `d = log S`, where `S < 1` is the trainer's probability of the tokens that the sampler may draw: `d` is negative,
     and the mean of `exp(d)` is below 1.
@@ -35,14 +35,14 @@ def truncation(o: Observed) -> Seen | None:
     sure = (1 - mean(ratio)) / max(float(ratio.std()) / len(d) ** 0.5, 1e-12)
     below = float(np.square(d[d < 0]).sum() / np.square(d).sum())
     numbers = {"below": below, "ratio": mean(ratio)}
-    said = (
+    sentence = (
         "a share of {below} of d^2 comes from negative d, and the mean of exp(d) is {ratio} (1 if the sampler draws from the "
         "whole distribution)"
     )
-    return Seen(bias if sure > 6 and below > 0.55 else 0.0, bounded(2 * below - 1), numbers, said)
+    return Evidence(bias if sure > 6 and below > 0.55 else 0.0, bounded(2 * below - 1), numbers, sentence)
 
 
-def temperature(o: Observed) -> Seen | None:
+def temperature(o: Observed) -> Evidence | None:
     """
     Explain the log-ratio by the log-probability of the token, first the trainer's and then the sampler's. Noise correlates
     with one of them only.
@@ -55,14 +55,14 @@ def temperature(o: Observed) -> Seen | None:
     explained = min(float(np.square(in_bins(x, d)).sum()) / total for x in sides)
     slope = float(np.cov(*sides)[0, 1] / sides[1].var())
     numbers = {"share": explained, "slope": slope}
-    said = (
+    sentence = (
         "the log-probability of a token explains a share of {share} of d^2; the trainer's grows by {slope} nats for each nat "
         "of the sampler's"
     )
-    return Seen(explained, bounded(explained), numbers, said)
+    return Evidence(explained, bounded(explained), numbers, sentence)
 
 
-def penalty(o: Observed) -> Seen | None:
+def penalty(o: Observed) -> Evidence | None:
     """
     Look for tokens that are less likely for the sampler if they occurred before, and more likely otherwise.
 
@@ -70,10 +70,14 @@ def penalty(o: Observed) -> Seen | None:
     that could have been sampled instead, however likely the token is; in `d` it vanishes where a model is sure.
     """
     here, times = o.core, o.times.clip(max=24).astype(float)
-    penalties = (o.seen.astype(float), (o.times > 0).astype(float), times - _mean_before(o.row, times + 1, _BEFORE))
-    kinds = (o.seen, o.times > 0, o.times.clip(max=12))
-    known = [(x[here], k[here]) for x, k in zip(penalties, kinds, strict=True) if _varies(k[here])]
-    if not known:
+    penalties = (
+        o.repeated.astype(float),
+        (o.times > 0).astype(float),
+        times - _mean_before(o.row, times + 1, _BEFORE),
+    )
+    kinds = (o.repeated, o.times > 0, o.times.clip(max=12))
+    varying = [(x[here], k[here]) for x, k in zip(penalties, kinds, strict=True) if _varies(k[here])]
+    if not varying:
         return None
     d, middle, token = o.d[here], o.middle[here], o.token[here]
     difference, weight = _log_odds(o.train[here]) - _log_odds(o.rollout[here]), np.square(1 - np.exp(middle))
@@ -84,16 +88,16 @@ def penalty(o: Observed) -> Seen | None:
         return np.asarray((values - mean_of_equal(token, values, weight)) * np.sqrt(weight))
 
     effect = own(difference)
-    correlations = [pearson(own(penalty), effect) for penalty, _ in known]
-    correlation, kind = max(zip(correlations, [kind for _, kind in known], strict=True), key=lambda pair: pair[0])
-    seen = kind > 0
+    correlations = [pearson(own(penalty), effect) for penalty, _ in varying]
+    correlation, kind = max(zip(correlations, [kind for _, kind in varying], strict=True), key=lambda pair: pair[0])
+    repeated = kind > 0
     explained = 1 - float(np.square(_without(middle, d, kind)).sum()) / max(float(np.square(d).sum()), 1e-300)
-    numbers = {"seen": mean(d[seen]), "unseen": mean(d[~seen]), "correlation": correlation}
-    said = (
+    numbers = {"seen": mean(d[repeated]), "unseen": mean(d[~repeated]), "correlation": correlation}
+    sentence = (
         "the mean of d is {seen} at tokens that occurred before, and {unseen} at others; at occurrences of the same token, "
         "the difference in log-odds and the number of earlier occurrences have a correlation of {correlation}"
     )
-    return Seen(correlation, bounded(explained), numbers, said)
+    return Evidence(correlation, bounded(explained), numbers, sentence)
 
 
 def _varies(kind: np.ndarray) -> bool:
@@ -143,11 +147,13 @@ def by_probability(y: str, of: Callable[[np.ndarray], float]) -> Picture:
 
 def repeats(o: Observed) -> Points:
     here = o.core
-    times = np.where(o.seen & (o.times == 0), 0.5, o.times.clip(max=4))
+    times = np.where(o.repeated & (o.times == 0), 0.5, o.times.clip(max=4))
     names = {0.0: "new", 0.5: "in the prompt", 1.0: "once", 2.0: "twice", 3.0: "3 times", 4.0: "more often"}
     kinds = {name: here & (times == value) for value, name in names.items()}
     kinds = {name: which for name, which in kinds.items() if which.sum() >= 5}
-    return Points("said before", "mean of d, nats", [*kinds], [float(o.d[which].mean()) for which in kinds.values()])
+    return Points(
+        "earlier occurrences", "mean of d, nats", [*kinds], [float(o.d[which].mean()) for which in kinds.values()]
+    )
 
 
 means = by_probability("mean of d, nats", lambda d: float(d.mean()))

@@ -1,5 +1,5 @@
 """
-Causes that act at some places: the first or last token, seams between turns, tokens behind a push of weights, and
+Causes that act at some places: the first or last token, seams between turns, tokens sampled after a push of weights, and
 log-probabilities one token off.
 """
 
@@ -8,8 +8,8 @@ import numpy as np
 from .evidence import (
     FLOOR,
     SIZE,
+    Evidence,
     Points,
-    Seen,
     bounded,
     mean,
     mean_of_equal,
@@ -19,24 +19,24 @@ from .evidence import (
 from .observed import Observed
 
 
-# Quantile at which tokens are compared. A tenth of them is many: most tokens of a sure model are nearly certain
+# Quantile at which tokens are compared, because most tokens of a confident model have a log-ratio near 0
 _MANY = 0.9
 # Usual sizes of the log-ratio above which the start of a turn is off: few are by chance
 _OFF = 3.0
-# Tokens of the same weights in front of a push, with which those behind one are compared
+# Number of tokens from before a push that is needed to compare tokens of the same weights after one
 _ENOUGH = 8
 
 
-def _at(o: Observed, here: np.ndarray, said: str) -> Seen | None:
+def _at(o: Observed, here: np.ndarray, sentence: str) -> Evidence | None:
     """
     Compare tokens of one kind with equally likely tokens inside: unlikely tokens have a larger log-ratio in any case. A cause
     shows at many tokens of its kind, not at a few.
     """
     rest = o.core & ~here
-    return _compared(o, here, rest, np.maximum(usual_size(o, rest), FLOOR), said) if rest.any() else None
+    return _compared(o, here, rest, np.maximum(usual_size(o, rest), FLOOR), sentence) if rest.any() else None
 
 
-def _compared(o: Observed, here: np.ndarray, rest: np.ndarray, usual: np.ndarray, said: str) -> Seen | None:
+def _compared(o: Observed, here: np.ndarray, rest: np.ndarray, usual: np.ndarray, sentence: str) -> Evidence | None:
     """Compare the log-ratios of tokens with those of the rest, both over their usual size."""
     if here.sum() < 4 or rest.sum() < 20:
         return None
@@ -45,58 +45,65 @@ def _compared(o: Observed, here: np.ndarray, rest: np.ndarray, usual: np.ndarray
     many = float(np.quantile(level[here], _MANY)) / max(float(np.quantile(level[rest], _MANY)), 0.1)
     share = bounded(float((np.square(o.d) - np.square(usual))[here].sum()) / max(o.total, 1e-300))
     numbers = {"here": rms(o.d[here]), "elsewhere": rms(o.d[rest])}
-    return Seen(min(ratio, many**2) if share > 0.01 else 0.0, share, numbers, said)
+    return Evidence(min(ratio, many**2) if share > 0.01 else 0.0, share, numbers, sentence)
 
 
-def first_token(o: Observed) -> Seen | None:
-    older = np.isin(o.row, o.row[o.behind_push])  # than the inside of its completion
+def first_token(o: Observed) -> Evidence | None:
+    older = np.isin(o.row, o.row[o.after_push])  # than the inside of its completion
     return _at(o, o.first & ~older, "|d| is {here} at the first token of a completion and {elsewhere} inside")
 
 
-def last_token(o: Observed) -> Seen | None:
+def last_token(o: Observed) -> Evidence | None:
     return _at(o, o.last, "|d| is {here} at the last token of a completion and {elsewhere} inside")
 
 
-def seams(o: Observed) -> Seen | None:
-    seen = _at(o, o.seam, "|d| is {here} at the start of later turns and {elsewhere} inside")
-    if seen is None:
+def seams(o: Observed) -> Evidence | None:
+    evidence = _at(o, o.seam, "|d| is {here} at the start of later turns and {elsewhere} inside")
+    if evidence is None:
         return None
     off = o.seam & (np.abs(o.d) > _OFF * np.maximum(usual_size(o, o.core), FLOOR))
     if not off.any():
-        return seen
+        return evidence
     turns = len(np.unique(o.turn[off])) / len(np.unique(o.turn[o.seam]))
     i = int(np.flatnonzero(off)[0])
     numbers = {"turns": turns, "step": float(o.step[o.row[i]]), "place": float(o.position[i] + 1)}
-    said = "; a share of {turns} of these turns is off, the first from token {place} of a completion of step {step} on"
-    return seen._replace(numbers={**seen.numbers, **numbers}, said=seen.said + said, words=o.words(i))
+    sentence = (
+        "; a share of {turns} of these turns is off, the first from token {place} of a completion of step {step} on"
+    )
+    return evidence._replace(
+        numbers={**evidence.numbers, **numbers}, sentence=evidence.sentence + sentence, words=o.words(i)
+    )
 
 
-def across_push(o: Observed) -> Seen | None:
-    """Compare tokens behind a push with tokens in front of one, of the same weights and trained on with the same weights."""
-    rest = o.core & ~o.behind_push & np.isfinite(o.age)
+def across_push(o: Observed) -> Evidence | None:
+    """Compare tokens after a push with tokens before one that the same weights sampled and the same weights trained on."""
+    rest = o.core & ~o.after_push & np.isfinite(o.age)
     weights = o.step[o.row] + o.age / 2**20
-    known, counts = np.unique(weights[rest], return_counts=True)
-    here = o.core & o.behind_push & np.isin(weights, known[counts >= _ENOUGH])
+    versions, counts = np.unique(weights[rest], return_counts=True)
+    here = o.core & o.after_push & np.isin(weights, versions[counts >= _ENOUGH])
     if not here.any():
         return None
     usual = np.maximum(usual_size(o, rest), FLOOR)
     usual = np.maximum(usual * np.sqrt(mean_of_equal(weights, np.square(o.d / usual), rest)), FLOOR)
-    said = "|d| is {here} behind a push of weights, and {elsewhere} in front of one, also between tokens of the same weights"
-    return _compared(o, here, rest, usual, said)
+    sentence = (
+        "|d| is {here} on tokens sampled after a weight update of their completion, and {elsewhere} on tokens sampled before "
+        "one; tokens that the same weights sampled differ in the same way"
+    )
+    return _compared(o, here, rest, usual, sentence)
 
 
-def nan_rows(o: Observed) -> Seen | None:
+def nan_rows(o: Observed) -> Evidence | None:
     n = len(o.broken_row)
     if not n:
         return None
     share = n / o.n_tokens
     numbers = {"tokens": float(n), "share": share, "rows": float(len(np.unique(o.broken_row)))}
-    return Seen(
+    return Evidence(
         share, 1.0, numbers, "{tokens} tokens in {rows} completions have no finite log-probability, a share of {share}"
     )
 
 
-def shift(o: Observed) -> Seen | None:
+def shift(o: Observed) -> Evidence | None:
     """Compare the log-probabilities of one side with those of the other one or two tokens later or earlier."""
     fits = {lag: misfit(o, lag) for lag in (-2, -1, 0, 1, 2)}
     if fits[0] is None or any(fit is None for fit in fits.values()):
@@ -105,8 +112,11 @@ def shift(o: Observed) -> Seen | None:
     here, there = fits[0] or 0.0, fits[lag] or 0.0
     share = bounded(1 - there / max(here, 1e-300))
     numbers = {"lag": float(lag), "here": here**0.5, "there": there**0.5}
-    return Seen(
-        share, share, numbers, "the two sides fit at a lag of {lag} tokens: |d| is {there} there, and {here} at no lag"
+    return Evidence(
+        share,
+        share,
+        numbers,
+        "the two sides fit if one is shifted by {lag} tokens: |d| is {there} then, and {here} without the shift",
     )
 
 
@@ -127,7 +137,7 @@ def places(o: Observed) -> Points:
 
 
 def pushes(o: Observed) -> Points:
-    kinds = {"in front of a push": o.core & ~o.behind_push, "behind a push": o.core & o.behind_push}
+    kinds = {"before a push": o.core & ~o.after_push, "after a push": o.core & o.after_push}
     return Points("place in the completion", SIZE, [*kinds], [rms(o.d[here]) for here in kinds.values()])
 
 

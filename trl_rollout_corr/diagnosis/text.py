@@ -16,7 +16,7 @@ def headline(diagnosis: Diagnosis) -> str:
     if diagnosis.verdict == "nothing":
         return "Nothing to correct"
     if diagnosis.verdict == "unknown":
-        return "Unknown: there is a gap, and no known cause fits it"
+        return "Unknown: there is a gap that matches no known cause"
     first = diagnosis.findings[0]
     kind = "Normal" if diagnosis.healthy else "Possible" if sure(first) == "possible" else "Found"
     return f"{kind}: {first.cause.title}"
@@ -48,8 +48,8 @@ def detail(diagnosis: Diagnosis) -> str:
 
 def evidence(finding: Finding) -> str:
     """The evidence in a sentence, with its numbers."""
-    seen = finding.seen
-    return re.sub(r"\{(\w+)\}", lambda match: number(seen.numbers[match[1]]), seen.said) + seen.words
+    facts = finding.evidence
+    return re.sub(r"\{(\w+)\}", lambda match: number(facts.numbers[match[1]]), facts.sentence) + facts.words
 
 
 def sure(finding: Finding) -> str:
@@ -67,10 +67,13 @@ def remedy_for(diagnosis: Diagnosis, finding: Finding) -> tuple[str, dict[str, o
     text = cause.remedy
     if cause.otherwise and not missing:
         done = ", ".join(f"`{line}`" for line in yaml_lines(cause.settings).splitlines())
-        text = f"In effect already: {done}. {cause.otherwise}"
+        text = f"The run has this already: {done}. {cause.otherwise}"
     if cause.correction and _corrects(run, rejecting=cause.correction == "rejecting"):
         if diagnosis.healthy and not cause.normal:
-            return f"Nothing: the run has a correction. To make the gap smaller: {text[:1].lower()}{text[1:]}", missing
+            return (
+                f"Nothing, because the run has a correction. To make the gap smaller: {text[:1].lower()}{text[1:]}",
+                missing,
+            )
         return f"{text} The run has a correction for the rest.", missing
     return text, {**missing, **_correction(finding, run)}
 
@@ -87,8 +90,8 @@ _DEFAULTS = {"frequency_penalty": 0.0, "kv_cache_dtype": "auto", "presence_penal
 def _in_effect(value: object, run: object) -> bool:
     """True if a setting has the advised value in the run. An unknown one (`...`) has not."""
     if isinstance(value, Mapping):
-        known = run if isinstance(run, Mapping) else {}
-        return run is not ... and all(_in_effect(x, known.get(k, _DEFAULTS.get(k, ...))) for k, x in value.items())
+        settings = run if isinstance(run, Mapping) else {}
+        return run is not ... and all(_in_effect(x, settings.get(k, _DEFAULTS.get(k, ...))) for k, x in value.items())
     return run is not ... and (run == value or not (run or value))  # 0, None and False are all off
 
 
@@ -108,7 +111,7 @@ def write_text(diagnosis: Diagnosis) -> str:
             "",
             f"{place}. {capitalized(cause.title)} ({finding.name})",
             f"   {sure(finding)} ({percent(round(finding.certainty, 2))}), explains {percent(round(finding.share, 2))} of d^2",
-            f"   Seen: {evidence(finding)}.",
+            f"   Evidence: {evidence(finding)}.",
             f"   What to do: {remedy}",
         ]
         lines += [f"     {line}" for line in yaml_lines(settings).splitlines()]
@@ -131,7 +134,7 @@ def write_json(diagnosis: Diagnosis, more: Mapping[str, object] | None = None) -
                 "title": finding.cause.title,
                 "certainty": round(finding.certainty, 3),
                 "share_of_squared_log_ratio": round(finding.share, 4),
-                "evidence": dict(finding.seen.numbers),
+                "evidence": dict(finding.evidence.numbers),
                 "remedy": remedy,
                 "settings": settings,
                 "preset": _correction(finding, diagnosis.in_effect).get("rollout_correction"),

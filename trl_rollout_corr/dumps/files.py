@@ -121,8 +121,8 @@ def rewind(folder: Path, step: int, *, logs: bool = True) -> None:
         path.unlink(missing_ok=True)
     path = folder / _LOGS
     if logs and path.exists():
-        kept = [entry for entry in read_logs(folder) if entry["step"] <= step]
-        write_whole(path, lambda file: file.write("".join(json.dumps(entry) + "\n" for entry in kept).encode()))
+        entries = [entry for entry in read_logs(folder) if entry["step"] <= step]
+        write_whole(path, lambda file: file.write("".join(json.dumps(entry) + "\n" for entry in entries).encode()))
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -139,7 +139,9 @@ def read_logs(path: Path, on_damage: Callable[[str], object] | None = None) -> l
             entry = read_json(line)
         except (ValueError, RecursionError):
             if on_damage is not None:
-                on_damage(f"{_LOGS} is damaged: line {number} of {len(lines)} is cut short or no JSON, and left out")
+                on_damage(
+                    f"{_LOGS} is damaged: line {number} of {len(lines)} is cut short or is not JSON, and is left out"
+                )
             continue
         if isinstance(entry, dict) and isinstance(step := entry.get("step"), int | float):
             if is_step(step):

@@ -52,11 +52,11 @@ def open_dump(path: str | Path, *, text: bool = False, steps: tuple[int, int] | 
     """
     try:
         folder = Path(path)
-        found = (find_dump(folder) if folder.is_dir() else None) or folder
+        dump = (find_dump(folder) if folder.is_dir() else None) or folder
     except OSError as error:
         raise ValueError(error.strerror) from None
-    check_name(found)
-    table, settings, about, damage = read_table(found, [*_NUMBERS, *(_TEXT if text else ())])
+    check_name(dump)
+    table, settings, about, damage = read_table(dump, [*_NUMBERS, *(_TEXT if text else ())])
     if steps is not None:
         first, last = steps
         held = pc.min_max(table["step"])
@@ -64,7 +64,7 @@ def open_dump(path: str | Path, *, text: bool = False, steps: tuple[int, int] | 
         if not table.num_rows:
             has = f"it has steps {held['min']} to {held['max']}"
             raise ValueError(f"the dump holds no sequences of steps {first} to {last}; {has}")
-    return Dump(found, _sequences(table), settings, about, damage)
+    return Dump(dump, _sequences(table), settings, about, damage)
 
 
 def check_name(path: Path) -> None:
@@ -122,7 +122,7 @@ def read_table(
     if not path.exists():
         raise ValueError("no such file or folder")
     if not files:
-        raise ValueError("no dump here: a folder that `rollout_dump_dir` named holds files step-*.parquet")
+        raise ValueError("there is no dump here: a folder that `rollout_dump_dir` named holds files step-*.parquet")
     tables, metadata, damage = [], [], []
     for file in files:
         try:
@@ -176,14 +176,14 @@ def _metadata(schema: pa.Schema, name: str) -> dict[bytes, bytes]:
     version = metadata.get(FORMAT.encode())
     if version is None:
         raise ValueError(f"{name} is Parquet, but not of a dump that `rollout_dump_dir` writes")
-    known = {str(number).encode(): number for number in range(1, VERSION + 1)}
-    if version not in known:
+    versions = {str(number).encode(): number for number in range(1, VERSION + 1)}
+    if version not in versions:
         raise ValueError(
             f"{name} is of version {version.decode()} of the dump, and this release reads versions up to {VERSION}"
         )
-    later = {column for number, columns in ADDED.items() if number > known[version] for column in columns}
+    later = {column for number, columns in ADDED.items() if number > versions[version] for column in columns}
     if not schema.equals(pa.schema([column for column in SCHEMA if column.name not in later])):
-        raise ValueError(f"{name} does not have the columns of a dump of version {known[version]}")
+        raise ValueError(f"{name} does not have the columns of a dump of version {versions[version]}")
     return metadata
 
 
@@ -197,9 +197,9 @@ def _filled_in(table: pa.Table, columns: list[str] | None) -> pa.Table:
 
 def _json(metadata: Mapping[bytes, bytes], key: str, name: str) -> dict[str, Any]:
     try:
-        found = json.loads(metadata.get(key.encode(), b"{}"))
+        content = json.loads(metadata.get(key.encode(), b"{}"))
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict) or (key == "about" and not all(isinstance(x, str) for x in found.values())):
+        content = None
+    if not isinstance(content, dict) or (key == "about" and not all(isinstance(x, str) for x in content.values())):
         raise _Damaged(f"{name} is damaged: its metadata `{key}` is not a JSON object of the kind that a run writes")
-    return found
+    return content

@@ -70,21 +70,21 @@ def probe(run: Mapping[str, object], *, as_json: bool = False, verbose: bool = F
         for experiment in engines_to_try(judge(observed, results), facts["about"], results):
             results.append(_with_engine(experiment, run, folder, observed, facts["mode"], verbose=verbose))
     noise = own_noise(observed)
-    found = judge(observed, results)._replace(floor=observed.size / noise if noise else None)
+    diagnosis = judge(observed, results)._replace(floor=observed.size / noise if noise else None)
     if not as_json:
-        return write_text(found) + as_text(observed.size, noise, results, observed.about), found.healthy
+        return write_text(diagnosis) + as_text(observed.size, noise, results, observed.about), diagnosis.healthy
     seconds = round(time.monotonic() - start, 1)
     more = {"noise_floor": noise, "experiments": as_data(noise, results), "about": observed.about, "seconds": seconds}
-    return write_json(found, more), found.healthy
+    return write_json(diagnosis, more), diagnosis.healthy
 
 
 def _check(run: Mapping[str, Any]) -> None:
     model, completions = run["model"], run["completions"]
-    if model.startswith(("/", ".", "~")) and not Path(model).is_dir():  # no name of the Hub
+    if model.startswith(("/", ".", "~")) and not Path(model).is_dir():  # not a name of the Hub
         raise ValueError("there is no such folder")
     for name in ("config", "prompts"):
         if run[name] is not None and not Path(run[name]).is_file():
-            raise ValueError(f"--{name} is {run[name]!r}, which is no file")
+            raise ValueError(f"--{name} is {run[name]!r}, which is not a file")
     if completions < 2:
         raise ValueError(f"--completions must be 2 or more, got {completions}")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:

@@ -135,10 +135,10 @@ def shortened(args: Config, completions: int, engine: Mapping[str, object]) -> C
         eager = {"enforce_eager": True} if on_cpu(args) else {}
         kwargs: Any = args.rollout_engine_kwargs or {}
         wanted["rollout_engine_kwargs"] = _merged({**eager, **kwargs}, engine) or None
-    known = {field.name for field in dataclasses.fields(args) if field.init}
+    fields = {field.name for field in dataclasses.fields(args) if field.init}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the run, and said when it was read
-        return dataclasses.replace(args, **{name: value for name, value in wanted.items() if name in known})
+        return dataclasses.replace(args, **{name: value for name, value in wanted.items() if name in fields})
 
 
 def _merged(kwargs: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:

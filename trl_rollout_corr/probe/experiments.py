@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..diagnosis.causes import CAUSES, Experiment
-from ..diagnosis.evidence import FLOOR, Seen, rms
+from ..diagnosis.evidence import FLOOR, Evidence, rms
 from ..diagnosis.observed import Observed
 from ..diagnosis.precision import caches_in_low_precision, coarser_sampler
 from ..diagnosis.ranking import Diagnosis, Finding, diagnose
@@ -18,7 +18,7 @@ from ..messages import number, percent, yaml_lines
 
 # Share of d^2 that is left: up to the first, the cause is confirmed, from the second on it is ruled out. Another sample of 64
 # completions changes the share by a few percent.
-REMOVED, KEPT = 0.25, 0.8
+REMOVED, UNCHANGED = 0.25, 0.8
 # The gap over the trainer's own noise: at least the first before the change, and at most the second where only noise is left
 _ABOVE, _LEVEL = 1.5, 1.25
 _SURE = 0.9  # certainty from which no other engine is started
@@ -81,7 +81,7 @@ class Result(NamedTuple):
             return ""
         if self.left <= REMOVED or self._at_noise:
             return "confirms"
-        return "rules out" if self.experiment.decisive and self.left >= KEPT else ""
+        return "rules out" if self.experiment.decisive and self.left >= UNCHANGED else ""
 
     @property
     def _at_noise(self) -> bool:
@@ -165,8 +165,8 @@ def _speaking(results: Iterable[Result]) -> tuple[dict[str, Result], set[str]]:
 def _with_confirmed(diagnosis: Diagnosis, confirming: Mapping[str, Result]) -> Diagnosis:
     if not confirming:
         return diagnosis
-    known = {finding.name: finding for finding in diagnosis.findings}
-    confirmed = [_confirmed(cause, result, known.get(cause)) for cause, result in confirming.items()]
+    findings = {finding.name: finding for finding in diagnosis.findings}
+    confirmed = [_confirmed(cause, result, findings.get(cause)) for cause, result in confirming.items()]
     left = min(1 - finding.share for finding in confirmed)
     others = [
         finding._replace(share=finding.share * left)
@@ -178,14 +178,15 @@ def _with_confirmed(diagnosis: Diagnosis, confirming: Mapping[str, Result]) -> D
     return diagnosis._replace(findings=[*confirmed, *others], verdict="found")
 
 
-def _confirmed(cause: str, result: Result, known: Finding | None) -> Finding:
+def _confirmed(cause: str, result: Result, finding: Finding | None) -> Finding:
     share = 1 - (result.left or 0.0)
-    said = "an experiment removes the gap: |d| is {before}, and {after} if " + result.experiment.change
+    sentence = "an experiment removes the gap: |d| is {before}, and {after} if " + result.experiment.change
     numbers = {"before": result.before, "after": result.after or 0.0}
-    if known is None:
-        return Finding(cause, 0.99, share, Seen(1.0, share, numbers, said))
-    seen = known.seen._replace(numbers={**known.seen.numbers, **numbers}, said=f"{known.seen.said}; {said}")
-    return Finding(cause, 0.99, share, seen)
+    if finding is None:
+        return Finding(cause, 0.99, share, Evidence(1.0, share, numbers, sentence))
+    evidence = finding.evidence
+    sentence = f"{evidence.sentence}; {sentence}"
+    return Finding(cause, 0.99, share, evidence._replace(numbers={**evidence.numbers, **numbers}, sentence=sentence))
 
 
 # Written down -------------------------------------------------------------------------------------------------------------
@@ -209,8 +210,8 @@ def as_text(before: float, noise: float | None, results: Iterable[Result], about
         lines.append("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
     if noise is not None:
         lines.append(f"The trainer's own: {number(noise)} nats between scoring a padded batch and one by one.")
-    known = {"trainer_dtype": "the trainer", "sampler_dtype": "the sampler", "kv_cache_dtype": "the sampler's cache"}
-    sides = [f"{side} {about[name]}" for name, side in known.items() if name in about]
+    kinds = {"trainer_dtype": "the trainer", "sampler_dtype": "the sampler", "kv_cache_dtype": "the sampler's cache"}
+    sides = [f"{side} {about[name]}" for name, side in kinds.items() if name in about]
     lines.append(f"Types: {', '.join(sides)}.")
     for result in results:
         if result.reason:

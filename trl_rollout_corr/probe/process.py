@@ -264,10 +264,10 @@ def main(path: str) -> None:
     """Carry out a request. Dumps and `answer.json`, with facts and warnings or an error, are written to its folder."""
     request = json.loads(Path(path).read_text(encoding="utf-8"))
     output = Path(request["output"])
-    said: list[str] = []
-    answer: dict[str, Any] = {"warnings": said}
+    messages: list[str] = []
+    answer: dict[str, Any] = {"warnings": messages}
     try:
-        with package_warnings(said.append):
+        with package_warnings(messages.append):
             answer |= _answer(request, output)
     except INPUT_ERRORS as error:
         answer["error"] = in_one_line(error)

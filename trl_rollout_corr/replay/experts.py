@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..messages import report
+from ..messages import notify
 from .capture import RecordingEngine
 from .protocol import Pass
 from .router_hooks import Flips, RouterHooks
@@ -74,7 +74,7 @@ class Experts:
         """Report the first tokens that have no routes."""
         if not self._told_without:
             self._told_without = True
-            report(f"{message} This is said once.")
+            notify(f"{message} This is said once.")
 
     def alone(self, batch: Mapping[str, torch.Tensor], i: int) -> dict[str, torch.Tensor]:
         if ROUTES not in batch:

@@ -152,10 +152,10 @@ class RolloutCorrectionConfig(FirstPresets, DumpFields, MonitorFields, EngineFie
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
         # Python's own error for an unknown argument does not suggest a name
-        known = inspect.signature(cls.__init__).parameters
-        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
-            for name in kwargs.keys() - known:
-                raise TypeError(f"`{name}` is no field of {cls.__name__}.{nearest(name, known)}")
+        parameters = inspect.signature(cls.__init__).parameters
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            for name in kwargs.keys() - parameters:
+                raise TypeError(f"`{name}` is not a field of {cls.__name__}.{nearest(name, parameters)}")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -288,14 +288,14 @@ class RolloutCorrectionConfig(FirstPresets, DumpFields, MonitorFields, EngineFie
                 "rollout_correction_resolved", base, "which the configuration sets itself", remedy="Remove it."
             )
         before = {} if base is None else settings_of(base)
-        found = {
+        fields = {
             key: value
             for key, value in values.items()
             if not isinstance(value, Unset) and (base is None or value != before[key])
         }
-        if found.get("rollout_rs_threshold") is None:
-            found.pop("rollout_rs_threshold", None)
-        return found
+        if fields.get("rollout_rs_threshold") is None:
+            fields.pop("rollout_rs_threshold", None)
+        return fields
 
     def _parse(self) -> None:
         for name, parse in PARSERS.items():

@@ -49,7 +49,7 @@ class Criterion(NamedTuple):
 
     @property
     def directed(self) -> bool:
-        """`True` if the rule rejects only tokens whose advantage increases the change of their probability."""
+        """`True` if the rule rejects only tokens that the update would push further in the direction they already moved."""
         return self.divergence in DIRECTED
 
     @property

@@ -38,26 +38,26 @@ def document(name: str | None = None) -> str:
     Raises:
         `SelfContainedError`: if there is no such page or section. The message has the nearest name.
     """
-    found = pages()
+    paths = pages()
     if name is None:
-        return _list(found)
+        return _list(paths)
     page, _, section = name.partition("#")
     page = page.removeprefix("docs/").removesuffix(".md")
-    if page not in found:
+    if page not in paths:
         raise SelfContainedError(
-            f"`docs {name}`: there is no document {page!r}.{nearest(page, found)} `trl-rollout-corr docs` lists them."
+            f"`docs {name}`: there is no document {page!r}.{nearest(page, paths)} `trl-rollout-corr docs` lists them."
         )
-    text = found[page].read_text(encoding="utf-8")
-    text = _readable(_section(text, page, section) if section else text, page, set(found))
+    text = paths[page].read_text(encoding="utf-8")
+    text = _readable(_section(text, page, section) if section else text, page, set(paths))
     return f"{text}\n{_LEGEND}" if "[docs " in text else text
 
 
-def _list(found: dict[str, Path]) -> str:
+def _list(paths: dict[str, Path]) -> str:
     """Name and subject of each page."""
     index = (folder() / "README.md").read_text(encoding="utf-8")
-    width = max(map(len, found))
+    width = max(map(len, paths))
     lines = []
-    for name, path in found.items():
+    for name, path in paths.items():
         title = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
         about = re.search(rf"\({re.escape(path.name)}\): ([^.\[]+)\.", index)
         lines.append(f"{name:<{width}}  {' '.join(about[1].split()) if about else title}")

@@ -76,7 +76,8 @@ class CorrectionFields:
         nargs="+",
     )
     rollout_is_clamp: bool = _option(
-        "With a pair of bounds, clamp weights to it instead of dropping those outside.", unset(False)
+        "With a pair of bounds, move weights outside it to the nearest bound instead of setting them to 0.",
+        unset(False),
     )
     rollout_is_batch_normalize: bool = _option("Divide the weights by their mean over the batch of all ranks.", False)
     rollout_rs: list[CriterionName] | None = field(
@@ -93,14 +94,16 @@ class CorrectionFields:
     )
     rollout_rs_renormalize: bool = _option("Multiply the loss by valid tokens over kept tokens.", False)
     rollout_rs_exclude_from_baseline: bool = _option(
-        "Leave sequences rejected as a whole out of their group's baseline.", False
+        "Do not count completions that are rejected as a whole in the mean reward of their group.", False
     )
     bypass_mode: bool = _option(
         "Use the log-probabilities of the sampler in place of those of the old policy.", unset(False)
     )
     rollout_loss_type: LossType = _option("Loss in bypass mode: ppo_clip or reinforce.", unset("ppo_clip"))
     rollout_clip_ratio_c: float | str | None = _option(
-        "In bypass mode with ppo_clip: largest ratio with gradient for negative advantages, or none.", 3.0
+        "In bypass mode with ppo_clip: tokens with a negative advantage and a larger ratio get no gradient; none for no "
+        "bound.",
+        3.0,
     )
     rollout_metrics_only: bool = _option("Compute and report the correction without changing the loss.", False)
     rollout_nan_policy: NanPolicy = _option(
@@ -179,10 +182,10 @@ def _boolean(name: str, value: object) -> bool:
 
 
 def preset_name(name: str) -> Preset:
-    """Refuse a name that is no preset."""
+    """Refuse a name that is not a preset."""
     if name in PRESETS:
         return name
-    raise SettingError("rollout_correction", name, "which is no preset", remedy=preset_remedy(name))
+    raise SettingError("rollout_correction", name, "which is not a preset", remedy=preset_remedy(name))
 
 
 def preset_remedy(name: object) -> str:
@@ -219,7 +222,7 @@ def _clip_ratio(value: object) -> float | None:
         return None
     bound = parse_number(value, "rollout_clip_ratio_c")
     if bound <= 1:
-        remedy = "verl's default is 3.0; None is no bound."
+        remedy = "verl's default is 3.0; None means no bound."
         raise SettingError("rollout_clip_ratio_c", bound, "equal policies have a ratio of 1", "above 1", remedy)
     return bound
 

@@ -45,8 +45,8 @@ class Document(NamedTuple):
 
     def line(self, *path: str) -> int | None:
         """Line of a key, or of the nearest key above it with a line."""
-        found = [self.lines[path[:n]] for n in range(len(path), 0, -1) if path[:n] in self.lines]
-        return found[0] if found else None
+        lines = [self.lines[path[:n]] for n in range(len(path), 0, -1) if path[:n] in self.lines]
+        return lines[0] if lines else None
 
 
 def read_document(file: Path | TextIO) -> Document:
@@ -180,8 +180,8 @@ def _words(text: str) -> Iterator[tuple[str, int]]:
 
 
 def _expand(value: str, variables: Mapping[str, str]) -> str:
-    known = _VARIABLE.sub(lambda match: variables.get(match.group(1), match.group(0)), value)
-    return known.strip("\\'\"")
+    text = _VARIABLE.sub(lambda match: variables.get(match.group(1), match.group(0)), value)
+    return text.strip("\\'\"")
 
 
 # Settings of other tools ----------------------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ def convert(path: str) -> str:
     _refuse_ours(document.content, foreign)
     if foreign is None:
         raise ValueError(
-            "no settings of rollout correction found: neither verl's `algorithm.rollout_correction`, nor the `rollout_is*` "
+            "it has no settings of rollout correction: neither verl's `algorithm.rollout_correction`, nor the `rollout_is*` "
             "keys of its first releases, nor TRL's `vllm_importance_sampling_*`."
         )
     with warnings.catch_warnings(record=True) as caught:
@@ -273,7 +273,7 @@ def _refuse_ours(content: object, foreign: Foreign | None) -> None:
     named = isinstance(content, Mapping) and isinstance(content.get("rollout_correction"), str)
     ours = named or (keys & FIELDS and {"output_dir", "model_name_or_path"} & keys)
     if ours and (foreign is None or foreign.maybe_ours):
-        raise ValueError("a configuration of this package already: there is nothing to convert")
+        raise ValueError("it is a configuration of this package already, so there is nothing to convert")
 
 
 def _line(document: Document, foreign: Foreign, field: str | None) -> int | None:
@@ -287,9 +287,9 @@ def _left_out(document: Document, foreign: Foreign) -> Iterator[tuple[int, str]]
     others: dict[str, list[tuple[str, int]]] = {}
     for path, value, line in _not_taken(document, foreign):
         name = ".".join(path)
-        known = difflib.get_close_matches(name, [*VERL_KEYS, *FIELDS], 1, 0.85)
-        if known and foreign.tool != _TRL:
-            yield line, f"`{name}` is left out. Did you mean `{known[0]}`?"
+        matches = difflib.get_close_matches(name, [*VERL_KEYS, *FIELDS], 1, 0.85)
+        if matches and foreign.tool != _TRL:
+            yield line, f"`{name}` is left out. Did you mean `{matches[0]}`?"
         elif foreign.tool != _TRL and (message := counterpart(path, value)):
             yield line, f"`{name}` is left out: {message}."
         else:
@@ -341,13 +341,13 @@ def read_config(path: str) -> RolloutCorrectionConfig:
 
 def _own_fields(document: object) -> dict[str, Any]:
     if not isinstance(document, Mapping):
-        raise ValueError("no settings in it; a setting is a line such as `rollout_correction: decoupled_token_is`")
+        raise ValueError("it has no settings; a setting is a line such as `rollout_correction: decoupled_token_is`")
     foreign = find_foreign(document)
     tool = None if foreign is None or foreign.maybe_ours else foreign.tool
     if isinstance(document.get("algorithm"), Mapping):  # a whole configuration, with any content
         tool = "verl"
     if tool:
-        raise ValueError(f"a configuration of {tool}; translate it with `trl-rollout-corr convert`")
+        raise ValueError(f"it is a configuration of {tool}; translate it with `trl-rollout-corr convert`")
     unknown = [key for key in document if str(key).startswith("rollout_") and key not in FIELDS]
     if unknown:
         name = unknown[0]
@@ -355,7 +355,7 @@ def _own_fields(document: object) -> dict[str, Any]:
         raise SettingError(name, document[name], "but there is no such field", remedy=remedy)
     fields = {key: value for key, value in document.items() if key in FIELDS}
     if not fields:
-        raise ValueError("no field of rollout correction in it, such as `rollout_correction`")
+        raise ValueError("it has no field of rollout correction, such as `rollout_correction`")
     return fields
 
 

@@ -76,9 +76,7 @@ def from_legacy(settings: Mapping[str, object]) -> dict[str, Any]:
     elif mode != "truncate":
         raise SettingError("rollout_is_mode", mode, allowed="'truncate', 'mask' or 'clip'")
     elif lower is not None:
-        message = (
-            f"`rollout_is_threshold_lower` is {lower} but never acted on the weights in mode 'truncate': dropped."
-        )
+        message = f"`rollout_is_threshold_lower` is {lower}, but verl never applied it in mode 'truncate', so it is left out."
         warn(message, "rollout_is_threshold_lower")
     if settings["rollout_is_veto_threshold"] is not None:
         criteria, thresholds = add_veto(criteria, thresholds, settings, "rollout_is_veto_threshold")

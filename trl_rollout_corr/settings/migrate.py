@@ -175,7 +175,7 @@ def _verl_thresholds(settings: dict[str, Any], names: list[str], criteria: list[
         raise SettingError("rollout_rs", criteria, "but `rollout_rs_threshold` is not set", remedy=remedy)
     if lower is not None:
         if directed := [name for name in criteria if name.removeprefix("token_") in DIRECTED]:
-            reason = f"a lower bound on the ratio, and {directed[0]!r} has none"
+            reason = f"which is a lower bound on the ratio, but {directed[0]!r} has no lower bound"
             remedy = "Write a pair into `rollout_rs_threshold`: a bound for negative and one for positive advantages."
             raise SettingError("rollout_rs_threshold_lower", lower, reason, remedy=remedy)
         return parse_rejection_thresholds([[lower, threshold]], criteria)
@@ -230,7 +230,7 @@ def add_veto(
     return [*criteria, "seq_max_k1"], [*thresholds, [lower, float("inf")]]
 
 
-def plain(settings: Mapping[str, object], known: tuple[str, ...], what: str) -> dict[str, Any]:
+def plain(settings: Mapping[str, object], keys: tuple[str, ...], what: str) -> dict[str, Any]:
     """Check the keys, and turn the text `"null"`, `"true"` or `"false"` of a shell script into its value."""
     words = {"null": None, "none": None, "true": True, "false": False}
     plain = {
@@ -238,10 +238,10 @@ def plain(settings: Mapping[str, object], known: tuple[str, ...], what: str) -> 
         for key, value in settings.items()
         if key != "_target_"  # of Hydra
     }
-    if unknown := sorted(set(plain) - set(known)):
+    if unknown := sorted(set(plain) - set(keys)):
         key = unknown[0]
-        remedy = f"{nearest(key, known)} Known keys: {', '.join(known)}.".strip()
-        if known is VERL_KEYS:
-            remedy += " A preset is no section: write `rollout_correction: auto`, and other fields beside it."
+        remedy = f"{nearest(key, keys)} Known keys: {', '.join(keys)}.".strip()
+        if keys is VERL_KEYS:
+            remedy += " To use a preset, write its name, not a mapping: `rollout_correction: auto`."
         raise SettingError(key, plain[key], f"which does not belong to {what}", remedy=remedy)
     return plain

@@ -19,8 +19,8 @@ def write_recipes(folder: str | Path) -> str:
     Returns a message about the files and the command to run next.
     """
     folder = Path(folder)
-    if found := [part for part in _PARTS if (folder / part).exists()]:
-        raise ValueError(f"has {' and '.join(found)} already, which would be overwritten. Name another folder.")
+    if parts := [part for part in _PARTS if (folder / part).exists()]:
+        raise ValueError(f"has {' and '.join(parts)} already, which would be overwritten. Name another folder.")
     for part in _PARTS:
         shutil.copytree(source() / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
     count = len(list(folder.glob("recipes/*/*.yaml")))

@@ -86,8 +86,8 @@ def resolve(fields: Mapping[str, Any]) -> Correction:
 
 def fill(preset: Preset | None, explicit: Mapping[str, Any]) -> dict[str, Any]:
     """
-    Settings of a preset, with the fields that are set in their place. No criterion gets the threshold of another, and no
-    threshold the `rollout_is_clamp` of another.
+    Settings of a preset, with the fields of the user in their place. Overriding `rollout_rs` drops the preset's threshold, and
+    overriding `rollout_is_threshold` resets `rollout_is_clamp`.
     """
     settings = settings_of(preset)
     if (

@@ -119,7 +119,7 @@ def parse_criteria(value: object) -> list[str] | None:
         if name not in CRITERIA:
             hint = f" Did you mean {FIRST_NAMES[name]!r}, its present name?" if name in FIRST_NAMES else None
             remedy = f"{hint or nearest(name, CRITERIA)} Allowed names: {', '.join(CRITERIA)}.".strip()
-            raise SettingError("rollout_rs", names, f"and {name!r} is no criterion", remedy=remedy)
+            raise SettingError("rollout_rs", names, f"and {name!r} is not a criterion", remedy=remedy)
     if len(set(names)) < len(names):
         raise SettingError("rollout_rs", names, "which names a criterion twice", remedy="List each once.")
     return names
@@ -209,7 +209,7 @@ def _parse_directed(entry: Any, field: str, part: str) -> list[float]:
 
 
 def _parse_pair(pair: list, field: str, part: str = "") -> list[float]:
-    """Bounds around 1 on a ratio. A lower bound of 0 or an upper bound of infinity is no bound."""
+    """Bounds around 1 on a ratio. A lower bound of 0 or an upper bound of infinity means no bound."""
     if len(pair) != 2 or any(isinstance(bound, list) for bound in pair):
         raise SettingError(field, pair, allowed="a number or a pair [lower, upper]", part=part)
     lower, upper = (parse_number(bound, field, part) for bound in pair)

@@ -14,7 +14,7 @@ from ..health.examine import Examiner, parse_bounds
 from ..health.rule import Alarm
 from ..health.rules import RULES
 from ..health.windows import is_training_window
-from ..messages import PREFIX, report
+from ..messages import PREFIX, notify
 from ..settings.config import RolloutCorrectionConfig
 from ..settings.fields import MONITOR_ACTIONS, MonitorAction
 
@@ -132,7 +132,7 @@ class RolloutCorrectionMonitor(TrainerCallback):
         critical, done = finding.severity == "critical", [acted] if acted else []
         again = f" since step {first_step}" if first_step < finding.step else ""
         head = f"{_SYMBOLS[finding.severity]} step {finding.step}: {finding.in_short}{again}"
-        report(_with_details(head, done if explained else [*done, finding.why, finding.advice]), error=critical)
+        notify(_with_details(head, done if explained else [*done, finding.why, finding.advice]), error=critical)
         if self.reporters is not None and state.is_world_process_zero:
             title, text = f"{finding.rule} at step {finding.step}", " ".join([str(finding), *done])
             report_alert(self.reporters, title, text, critical=critical)

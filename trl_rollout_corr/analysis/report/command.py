@@ -4,8 +4,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...dumps.reading import check_name
 from ...dumps.files import write_whole
+from ...dumps.reading import check_name
 from ...messages import SelfContainedError
 from ..run import read_run
 from .compose import compose

@@ -83,10 +83,10 @@ def _finding(finding: Alarm, name: str) -> Card:
 
 def _differences(runs: Sequence[Facts]) -> Section | None:
     """Settings that differ between two runs with a dump."""
-    known = [(facts.name, _own(facts.run.config)) for facts in runs if facts.run.config]
-    if len(known) < 2:
+    settings = [(facts.name, _own(facts.run.config)) for facts in runs if facts.run.config]
+    if len(settings) < 2:
         return None
-    (first, of_first), (second, of_second) = known
+    (first, of_first), (second, of_second) = settings
     rows = [
         {
             "setting": name,

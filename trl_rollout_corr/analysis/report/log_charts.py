@@ -223,13 +223,13 @@ def rejected(facts: Facts) -> Section | None:
         if config
         else {}
     )
-    said = [
+    sentences = [
         f"{percent(float(share))} of the tokens (`{name}`)" for name, share in shares.items() if math.isfinite(share)
     ]
-    parts = [f"Rejected by criterion: {', '.join(said)}."] if said else []
-    kept, rejected = (float(means.get(f"{PREFIX}{name}/reward_mean", math.nan)) for name in ("kept", "rejected"))
-    if math.isfinite(kept + rejected):
-        where = f"{number(rejected)} where a completion is rejected as a whole, and {number(kept)} elsewhere"
+    parts = [f"Rejected by criterion: {', '.join(sentences)}."] if sentences else []
+    elsewhere, rejected = (float(means.get(f"{PREFIX}{name}/reward_mean", math.nan)) for name in ("kept", "rejected"))
+    if math.isfinite(elsewhere + rejected):
+        where = f"{number(rejected)} where a completion is rejected as a whole, and {number(elsewhere)} elsewhere"
         parts.append(f"The mean reward is {where}.")
     charts = _by_group(log)
     if charts:
@@ -254,12 +254,12 @@ def _shares(family: str, groups: Mapping[str, Mapping[str, float]]) -> Chart:
     table = pd.DataFrame.from_dict(ordered, orient="index")
     table = table[[name for name in _MEASURES.values() if name in table]]
     most = table[table.columns[0]].idxmax()
-    said = " and ".join(f"{percent(float(share))} {name}" for name, share in table.loc[most].dropna().items())
+    shares = " and ".join(f"{percent(float(share))} {name}" for name, share in table.loc[most].dropna().items())
     colors = {"rejected": "second", "down-weighted": "line"}
     return Chart(
         f"by-{family}",
         f"{table.columns[0].capitalize()}, {_FAMILIES[family]}",
-        f"Most at {most}: {said}.",
+        f"Most at {most}: {shares}.",
         Axis("share of their tokens", ticks="percent"),
         Axis(names=list(table.index)),
         [Series(name, range(len(table)), table[name].fillna(0.0), "rows", colors[name]) for name in table],

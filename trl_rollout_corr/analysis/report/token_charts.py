@@ -160,8 +160,8 @@ def _by_bucket(d: np.ndarray, x: np.ndarray, ends: Sequence[float]) -> pd.DataFr
 
 def _ends(values: pd.Series, names: Sequence[str]) -> str:
     """The first and the last of some values, with their names."""
-    said = [f"{number(value)} at {name}" for value, name in zip(values, names, strict=True)]
-    return ", ".join(dict.fromkeys((said[0], said[-1])))
+    values_at = [f"{number(value)} at {name}" for value, name in zip(values, names, strict=True)]
+    return ", ".join(dict.fromkeys((values_at[0], values_at[-1])))
 
 
 def evidence_of(observed: Observed, finding: Finding) -> Chart:

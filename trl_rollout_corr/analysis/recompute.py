@@ -1,4 +1,4 @@
-"""Sequences of a dump, corrected again with other settings. No TRL here."""
+"""Corrections computed again on the sequences of a dump, with other settings. No TRL here."""
 
 import math
 from typing import NamedTuple
@@ -91,7 +91,7 @@ def batch_of(sequences: Sequences, rows: np.ndarray) -> Batch:
     return Batch(np.unique(sequences.step[rows]).tolist(), **padded, advantages=advantages)
 
 
-def replay(
+def recompute(
     batch: Batch,
     config: RolloutCorrectionConfig,
     *,
