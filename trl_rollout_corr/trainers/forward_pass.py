@@ -258,7 +258,19 @@ def _padded(rows: list[list[Any]], like: torch.Tensor, padding: float) -> torch.
 
 
 class LossInputs(dict):
-    """Batch for TRL's loss. It has no advantages until the correction, after the forward pass of the policy, adds them."""
+    """
+    Batch for TRL's loss. It has no advantages until the correction, after the forward pass of the policy, adds them. `read` has
+    the keys that were read since: a loss that does not read the anchor has the right gradient at a ratio of 1, so that the
+    gradient does not show it.
+    """
+
+    def __init__(self, batch: Mapping[str, Any]) -> None:
+        super().__init__(batch)
+        self.read: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self.read.add(key)
+        return super().__getitem__(key)
 
     def __missing__(self, key: str) -> None:
         if key != "advantages":
@@ -322,7 +334,9 @@ class LossPass(Rescoring):
                 "model itself."
             )
         self.corrected = True
-        return self._correct(self, logps), *others
+        logps = self._correct(self, logps)
+        self.inputs.read.clear()  # only reads after the correction count
+        return logps, *others
 
     def count(self, sums: Sums) -> None:
         self._count(sums)

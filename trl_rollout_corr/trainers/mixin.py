@@ -28,7 +28,7 @@ from .base import CorrectionCore
 from .engine import engine_arguments
 from .first_step import score_alone
 from .forward_pass import ForwardPass, Generation, LossPass, OldPass, Rescoring, Scoring
-from .gradient_check import GradientCheck
+from .gradient_check import GradientCheck, not_in_loss
 from .keys import (
     AGAIN_LOGPS,
     COEFFICIENTS,
@@ -284,6 +284,8 @@ class RolloutCorrectionMixin(CorrectionCore):
         loss_pass.check_policy_ran(type(self).__name__)
         if loss_pass.gradient_check is not None:
             own = definer(type(self), "_compute_loss") not in self._trl_class.__mro__
+            if not own and self._anchor_key not in loss_pass.inputs.read:
+                raise not_in_loss(f"it does not read `{self._anchor_key}` from the batch")
             per_token = getattr(self, "importance_sampling_level", "token") == "token"
             self._gradient_checked = loss_pass.gradient_check.passes(
                 loss, own=own, per_token=per_token, alone=self.beta == 0.0
