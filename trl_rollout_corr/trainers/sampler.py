@@ -202,8 +202,8 @@ def warn_about_images(scoring: Scoring, batch: Mapping[str, Any], told: bool) ->
     """
     Warn once about prompts with images that vLLM has read otherwise than the trainer. Returns `True` if there was one.
 
-    vLLM puts the tokens of an image in place of one token. TRL until 1.16 gives it prompts in which they are already there, so
-    that they are there twice: https://github.com/huggingface/trl/issues/6294
+    vLLM puts the tokens of an image in place of one token. TRL 1.16 gives it prompts in which they are already there, so that
+    they are there twice: https://github.com/huggingface/trl/issues/6294
     """
     if told or not any(key in batch for key in IMAGES) or (other := scoring.other_prompt(batch)) is None:
         return told
