@@ -5,11 +5,10 @@ A training step with a real vLLM: TRL without correction, TRL with its own, and 
     python benchmarks/step.py --memory
     python benchmarks/step.py --pretrained --batch_size 8 --contestants "grpo, no correction" "grpo, auto"
 
-A model of random weights, or the pretrained one of `language_model`, writes completions that always have the full length, so
-that everyone does the same work. The
-contestants train a few steps each, in turns, in one process with one vLLM engine; medians and ratios to TRL without
-correction are printed, in total and for what is not sampling: seconds of CPU time, or on a GPU of wall clock. With
-`--memory` each contestant has a process of its own, and the ratio is that of the peak memory.
+A model of random weights, or the pretrained one of `examples/smollm2.py`, writes completions that always have the full
+length, so that everyone does the same work. The contestants train a few steps each, in turns, in one process with one vLLM
+engine; medians and ratios to TRL without correction are printed, in total and for what is not sampling: seconds of CPU time,
+or on a GPU of wall clock. With `--memory` each contestant has a process of its own, and the ratio is that of the peak memory.
 """
 
 import argparse
@@ -77,8 +76,7 @@ CONTESTANTS = {
 
 def pretrained_model() -> tuple[Path, str]:
     """Folder and size of the pretrained language model."""
-    sys.path.insert(0, str(Path(__file__).parent / "language_model"))
-    from model import make_model
+    from smollm2 import make_model
 
     return make_model(), "SmolLM2, 135M parameters"
 
@@ -227,7 +225,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trainers", nargs="+", default=["grpo", "rloo"], choices=list(BASELINE))
     parser.add_argument("--contestants", nargs="+", choices=list(CONTESTANTS), help="These alone.")
-    parser.add_argument("--pretrained", action="store_true", help="The model of `language_model`, not a random one.")
+    parser.add_argument(
+        "--pretrained", action="store_true", help="The model of `examples/smollm2.py`, not a random one."
+    )
     parser.add_argument("--hidden", type=int, default=384)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--completion_length", type=int, default=256)

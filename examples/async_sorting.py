@@ -192,7 +192,7 @@ def train(
     Returns:
         `tuple[Snapshots, list[dict]]`: the copies, with steps, seconds and held-out accuracies; and what was logged.
     """
-    print("Starting vLLM's server and the rollout worker. The accuracy follows at the end ...", flush=True)
+    print("Starting vLLM's server and the rollout worker. This takes about a minute ...", flush=True)
     output, tokenizer, snapshots = (
         Path(args.output_dir),
         chat_tokenizer(model_folder),
@@ -211,6 +211,7 @@ def train(
         trainer.add_callback(snapshots)  # after TRL's own, which waits until the rollout worker has started
         trainer.remove_callback(PrinterCallback)
         trainer.train()
+    print("\nMeasuring the accuracy of the copies on held-out prompts ...", flush=True)
     snapshots.try_all(model_folder, tokenizer)
     print(f"\n{'step':>6} {'seconds':>9} {'held-out':>10}")
     for step, seconds, found in zip(snapshots.steps, snapshots.seconds, snapshots.accuracy, strict=True):

@@ -1,6 +1,7 @@
 """Imported first by the examples: sets variables that libraries read at import, so that they print only what matters."""
 
 import logging
+import multiprocessing
 import os
 import sys
 import warnings
@@ -18,5 +19,5 @@ warnings.filterwarnings("ignore", category=FutureWarning)  # addressed to those 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
-if os.environ.get("RANK", "0") == "0":
+if os.environ.get("RANK", "0") == "0" and multiprocessing.parent_process() is None:  # once for a run
     print("Loading PyTorch, TRL and vLLM ...", file=sys.stderr, flush=True)

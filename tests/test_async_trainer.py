@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import math
+import sys
 from functools import partial
 
 import numpy as np
@@ -10,8 +11,9 @@ import pytest
 import torch
 
 from tests import reference
-from tests.asynchronous import WorkerHere, build_ours, build_theirs, with_versions
+from tests.asynchronous import Flood, WorkerHere, build_ours, build_theirs, with_versions
 from tests.dumps import read_dump
+from tests.launching import run
 from tests.tiny import load_model
 from tests.training import (
     assert_gradients_equal,
@@ -38,7 +40,7 @@ from trl_rollout_corr.trainers._cpu_attention import register_tree_attention, vi
 from trl_rollout_corr.trainers.core import CorrectionCore
 from trl_rollout_corr.trainers.monitor import ALARMS
 from trl_rollout_corr.trainers.packed import Awaited
-from trl_rollout_corr.trainers.upstream import TREE_ATTENTION, AsyncGRPOTrainer, TreeRow
+from trl_rollout_corr.trainers.upstream import TREE_ATTENTION, AsyncGRPOTrainer, AsyncRolloutWorker, TreeRow
 
 
 @pytest.fixture
@@ -136,7 +138,6 @@ MODES = {
 @pytest.mark.parametrize("mode", MODES)
 def test_a_correction_costs_no_forward(make, mode):
     trainer = make(**MODES[mode], rollout_is="sequence", rollout_rs="token_k1", rollout_rs_threshold=1.5)
-    trainer._delivery.done = True  # this worker's sampler never learns, which would be looked into
     with counting_forwards(trainer) as count:
         assert_trains(trainer)
     assert count["forwards"] == 3 * 2
@@ -353,6 +354,18 @@ def test_versions_of_tokens_that_are_all_the_same_change_nothing(make):
     """Bit for bit, beside the one metric that they add."""
     runs = [
         make({"lags": (0, 1, 3), "change": change}, max_steps=4) for change in (None, partial(with_versions, pushes=0))
+    ]
+    plain, versioned = [window_of_all_logs(run) for run in runs]
+    assert [entry.pop(f"{PREFIX}spans_push/fraction", None) for entry in versioned] == [0.0] * 4
+    assert plain == versioned
+
+
+@pytest.mark.parametrize("pushes", [-1, 99])
+def test_versions_that_cannot_be_are_as_good_as_none(make, pushes):
+    """Labels of a server that did not take the later ones, and labels that the trainer did not give."""
+    runs = [
+        make({"lags": (0, 1, 3), "change": change}, max_steps=4)
+        for change in (None, partial(with_versions, pushes=pushes))
     ]
     plain, versioned = [window_of_all_logs(run) for run in runs]
     assert [entry.pop(f"{PREFIX}spans_push/fraction", None) for entry in versioned] == [0.0] * 4
@@ -692,3 +705,23 @@ def test_every_overridden_method_is_in_the_contract():
         if inspect.isfunction(member) and hasattr(AsyncGRPOTrainer, name) and name != "__init__"
     }
     assert overridden == set(trl_interface.ASYNCHRONOUS)
+
+
+# What a terminal shows -------------------------------------------------------------------------------------------------
+
+
+def test_the_process_of_the_worker_ends_by_itself_when_nobody_takes_its_samples(tiny_model_path, tmp_path):
+    worker = AsyncRolloutWorker(queue_maxsize=64)
+    worker._loop_cls = Flood
+    build_ours(tiny_model_path, tmp_path, worker)
+    worker.start()
+    process = worker._process
+    worker.stop()
+    assert process.exitcode == 0  # TRL kills it after 15 seconds, which is -15
+
+
+def test_imports_of_this_package_do_not_warn_of_experimental_parts_of_trl():
+    code = "from trl_rollout_corr.trainers import upstream; print(upstream.AsyncGRPOTrainer.__module__)"
+    process = run(sys.executable, "-W", "always", "-c", code, TRL_EXPERIMENTAL_SILENCE="")
+    assert "trl.experimental" in process.stdout
+    assert "TRLExperimentalWarning" not in process.stderr

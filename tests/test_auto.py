@@ -1,4 +1,7 @@
-"""The preset `auto`: little where policies differ by rounding, a trust region where they part, weights up to 1."""
+"""
+The preset `auto`: little where policies differ by rounding, a trust region where they part, weights up to 1, and nothing for
+tokens that the trainer finds absurd.
+"""
 
 import math
 import re
@@ -6,7 +9,7 @@ import re
 import pytest
 import torch
 
-from tests.training import TRAINERS, build, freeze_sampler, logged
+from tests.training import TRAINERS, VLLM, build, freeze_sampler, gradients, logged, micro_batches
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
 from trl_rollout_corr.analysis.report.command import write_report
 
@@ -45,6 +48,22 @@ def test_broken_tokens_never_weigh_more_than_others(sure, sign):
         assert correct(*pair, torch.tensor([sign])).coefficients.max() <= 1.0
 
 
+@pytest.mark.parametrize("bypass", [False, True])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize(("sampler", "trainer"), [(0.9, 1e-6), (0.9, 8e-4), (0.999, 1e-30), (0.01, 1e-6)])
+def test_garbage_that_the_sampler_is_sure_of_has_no_weight(sampler, trainer, sign, bypass):
+    rollout, train_logps = torch.tensor([[sampler, 0.5]]).log(), torch.tensor([[trainer, 0.5]]).log()
+    found = correct(train_logps, rollout, torch.tensor([sign]), bypass_mode=bypass)
+    assert found.coefficients[0, 0] <= 0.01
+    assert found.coefficients[0, 1] == 1.0
+
+
+@pytest.mark.parametrize("ratio", [0.002, 0.05, 0.5])
+def test_a_good_token_that_has_become_unlikely_is_brought_back_in_full(ratio):
+    rollout = torch.tensor([[0.9]]).log()
+    assert correct(rollout + math.log(ratio), rollout, torch.tensor([1.0])).coefficients.item() == 1.0
+
+
 def test_what_was_bad_and_has_become_likely_is_unlearned_in_full():
     rollout, train_logps = torch.tensor([[0.01]]).log(), torch.tensor([[0.6]]).log()  # a ratio of 60
     assert correct(train_logps, rollout, torch.tensor([-1.0])).coefficients.item() == 1.0
@@ -52,11 +71,14 @@ def test_what_was_bad_and_has_become_likely_is_unlearned_in_full():
 
 
 def test_every_part_can_be_set():
-    config = RolloutCorrectionConfig(rollout_correction="auto", rollout_is_threshold=5.0, rollout_rs_threshold=0.3)
-    assert config.description == "auto with changes; token weights up to 5; token_tv within -0.3, 0.3; decoupled"
+    bounds = {"rollout_is_threshold": 5.0, "rollout_rs_threshold": [0.3, [0.01, math.inf]]}
+    config = RolloutCorrectionConfig(rollout_correction="auto", **bounds)
+    assert config.description == (
+        "auto with changes; token weights up to 5; token_tv within -0.3, 0.3; token_k1 in [0.01, inf]; decoupled"
+    )
     config = RolloutCorrectionConfig(rollout_correction="auto", bypass_mode=True)
     assert config.clips_around_sampler
-    assert config.rollout_rs == ["token_tv"]
+    assert config.rollout_rs == ["token_tv", "token_k1"]
 
 
 @pytest.mark.vllm
@@ -65,8 +87,8 @@ def test_every_part_can_be_set():
 def test_a_run_rejects_and_the_report_says_what(kind, bypass, tmp_path, tiny_model_path, shared_engine):
     fields = {"rollout_correction": "auto", "bypass_mode": bypass, "rollout_dump_dir": str(tmp_path / "dump")}
     generation = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 64, "beta": 0.0}
-    # bounds fifty times tighter, as a tiny model that was never trained is sure of nothing
-    tight = {"rollout_rs_threshold": [[0.002, 0.002]]}
+    # much tighter bounds, as a tiny model that was never trained is sure of nothing
+    tight = {"rollout_rs_threshold": [[0.002, 0.002], [0.7, math.inf]]}
     trainer = build(
         *TRAINERS[kind], tiny_model_path, tmp_path, per_device_train_batch_size=16, **generation, **fields, **tight
     )
@@ -80,3 +102,56 @@ def test_a_run_rejects_and_the_report_says_what(kind, bypass, tmp_path, tiny_mod
     means = {name: sum(found) / len(found) for name, found in shares.items()}
     said = ", ".join(f"{100 * mean:.3g} % of the tokens ({name})" for name, mean in means.items())
     assert f"Rejected by criterion: {said}." in page
+
+
+GARBAGE = 2  # number of "<unk>"
+
+
+def find_garbage_absurd(model):
+    """Give garbage a logit far below those of all other tokens, at every place."""
+    with torch.no_grad():
+        model.get_input_embeddings().weight[:, 0] = 5.0  # a large number at every place
+        head = model.get_output_embeddings().weight
+        head[:, 0] = 0.0
+        head[GARBAGE] = 0.0
+        head[GARBAGE, 0] = -3.0
+
+
+def sample_garbage(llm, monkeypatch):
+    """Let vLLM put garbage in place of the first token of every other completion, and report that it was sure of it."""
+    generate = llm.generate
+
+    def generate_garbage(*args, **kwargs):
+        outputs = generate(*args, **kwargs)
+        for completion in [output.outputs[0] for output in outputs][::2]:
+            (reported,) = completion.logprobs[0].values()
+            reported.logprob = math.log(0.9)
+            completion.logprobs[0] = {GARBAGE: reported}
+            completion.token_ids = [GARBAGE, *completion.token_ids[1:]]
+        return outputs
+
+    monkeypatch.setattr(llm, "generate", generate_garbage)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_rewarded_garbage_has_no_gradient(kind, tmp_path, tiny_model_path, shared_engine, monkeypatch):
+    """As garbage has almost no probability anywhere, its row of the head has a gradient through sampled garbage alone."""
+
+    def gradient_of_garbage(**fields) -> float:
+        trainer = build(*TRAINERS[kind], tiny_model_path, tmp_path, **VLLM, **fields)
+        find_garbage_absurd(trainer.model)
+        with monkeypatch.context() as patch:
+            sample_garbage(trainer.vllm_generation.llm, patch)
+            batches = micro_batches(trainer)
+        assert any(
+            advantage > 0 and ids[0] == GARBAGE
+            for batch in batches
+            for ids, advantage in zip(batch["completion_ids"], batch["advantages"], strict=True)
+        )
+        return max(gradients(trainer, batch)["lm_head.weight"][GARBAGE].norm().item() for batch in batches)
+
+    without_floor = gradient_of_garbage(rollout_correction="auto", rollout_rs_threshold=[0.1, [0.0, math.inf]])
+    assert without_floor > 1e-4
+    for fields in ({}, {"bypass_mode": True}):
+        assert gradient_of_garbage(**fields) <= 0.01 * without_floor

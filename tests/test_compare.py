@@ -579,7 +579,7 @@ def test_dumps_that_cannot_be_compared(tmp_path, capsys):
         (b"- 1", "no settings"),
         (b"a: [1", "line 1: not YAML: expected"),
         (b"\xff\xfe\x00", "not YAML"),
-        (b"rollout_correction: tis", "Available presets"),
+        (b"rollout_correction: tis", "'tis', which is no preset. Did you mean 'token_tis' or"),
         (b"rollout_iss: token", "`rollout_iss` is 'token', but there is no such field. Did you mean 'rollout_is'?"),
         (b"rollout_is_threshold: 0.5", "`rollout_is_threshold` must be at least 1"),
         (b"rollout_is_threshold: {a: 1}", "`rollout_is_threshold`"),

@@ -36,7 +36,7 @@ def grpo(**kwargs):
 
 
 def test_what_no_preset_and_no_field_decides_are_truncated_token_weights():
-    config = RolloutCorrectionConfig(bypass_mode=False)
+    config = RolloutCorrectionConfig(rollout_is="token")
     assert (config.rollout_is, config.rollout_is_threshold) == ("token", 2.0)
     assert config.rollout_rs is None
     assert config.bypass_mode is False
@@ -96,9 +96,24 @@ def test_weight_thresholds_that_cannot_be_meant(written):
         RolloutCorrectionConfig(rollout_is_threshold=written)
 
 
-def test_the_yaml_trap_is_explained():
-    with pytest.raises(ValueError, match=r"0\.52.*write the pair as \[0\.5, 2\.0\]"):
-        RolloutCorrectionConfig(rollout_is_threshold=0.52)  # what YAML makes of 0.5_2
+@pytest.mark.parametrize(
+    "field", [{}, {"rollout_rs": "token_k1"}, {"rollout_is": "token", "rollout_rs": ["token_k1", "seq_mean_k1"]}]
+)
+@pytest.mark.parametrize(
+    ("written", "explained"),
+    [(0.52, True), ("0.52", True), (0.9995, True), (0.5, False), (0, False), (-1, False), (0.001, False), ("abc", False),
+     (True, False)],
+)  # fmt: skip
+def test_the_yaml_trap_is_explained(field, written, explained):
+    name = "rollout_rs_threshold" if field else "rollout_is_threshold"  # 0.52 is what YAML makes of 0.5_2
+    with pytest.raises(ValueError, match=f"`{name}`") as error:
+        RolloutCorrectionConfig(**field, **{name: written})
+    assert ("unquoted 0.5_2 as the number 0.52: write the pair as [0.5, 2.0]" in str(error.value)) == explained
+
+
+def test_a_pair_within_a_list_of_text_is_told_how_to_be_written():
+    with pytest.raises(ValueError, match=r"got '0.5_2'. Write a pair as \[0.5, 2.0\].$"):
+        RolloutCorrectionConfig(rollout_is_threshold="[0.5_2, 3]")
 
 
 @pytest.mark.parametrize(
@@ -119,7 +134,7 @@ def test_the_yaml_trap_is_explained():
     ],
 )
 def test_rejection_thresholds(criteria, written, parsed):
-    config = RolloutCorrectionConfig(rollout_rs=criteria, rollout_rs_threshold=written)
+    config = RolloutCorrectionConfig(rollout_is=None, rollout_rs=criteria, rollout_rs_threshold=written)
     assert config.rollout_rs_threshold == parsed
     assert RolloutCorrectionConfig(**fields(config)) == config
 
@@ -168,9 +183,12 @@ def test_criteria_by_their_first_names_are_told_the_name_today(first, today):
         ({"rollout_loss_type": "grpo"}, "`rollout_loss_type` must be one of ppo_clip, reinforce, got 'grpo'"),
         ({"rollout_nan_policy": "ignore"}, "`rollout_nan_policy` must be one of drop, raise, neutralize"),
         ({"bypass_mode": "yes"}, "`bypass_mode` must be true or false, got 'yes'"),
-        ({"rollout_correction": "best"}, "`rollout_correction` is 'best'. Available presets: decoupled_token_is"),
         (
-            {"rollout_rs_exclude_from_baseline": True, "bypass_mode": True},
+            {"rollout_correction": "best"},
+            "`rollout_correction` is 'best', which is no preset. Common presets are auto, ",
+        ),
+        (
+            {"rollout_is": None, "rollout_rs_exclude_from_baseline": True, "bypass_mode": True},
             "`rollout_rs_exclude_from_baseline` is True, but `bypass_mode`",
         ),
     ],
@@ -252,7 +270,7 @@ EXPECTED_PRESETS = {
     "bypass_dppo_kl": ("token", 20.0, ["token_kl"], [[0.05, 0.05]], "reinforce"),
     "decoupled_kpop": ("token", math.inf, ["token_binary_kl"], [0.1], False),
     "decoupled_intellect3": ("token", [0.5, 5.0], ["seq_max_k1"], [[1e-5, math.inf]], False),
-    "auto": ("token", [[0.0, 1.0], [1.0, 1.0]], ["token_tv"], [[0.1, 0.1]], False),
+    "auto": ("token", [[0.0, 1.0], [1.0, 1.0]], ["token_tv", "token_k1"], [[0.1, 0.1], [0.001, math.inf]], False),
 }
 
 
@@ -287,9 +305,32 @@ def test_presets_do_not_share_their_lists():
     assert PRESETS["decoupled_geo_rs"]["rollout_rs"] == ["seq_mean_k1"]
 
 
-def test_a_misspelt_preset_is_told_the_nearest():
-    with pytest.raises(ValueError, match="Did you mean 'decoupled_token_is'"):
-        RolloutCorrectionConfig(rollout_correction="decoupled_tokn_is")
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("decoupled_tokn_is", ["decoupled_token_is"]),
+        ("icepop", ["bypass_pg_token_icepop", "decoupled_token_icepop"]),
+        ("token_icepop", ["bypass_pg_token_icepop", "decoupled_token_icepop"]),
+        ("decoupled_icepop", ["decoupled_token_icepop"]),
+        ("tis", ["token_tis", "decoupled_k3_rs_seq_tis", "decoupled_geo_rs_seq_tis", "bypass_pg_geo_rs_seq_tis"]),
+        (
+            "Token-TIS",
+            ["token_tis", "decoupled_k3_rs_token_tis", "decoupled_geo_rs_token_tis", "bypass_pg_geo_rs_token_tis"],
+        ),
+        ("dppo", ["bypass_dppo_tv", "bypass_dppo_kl"]),
+    ],
+)
+@pytest.mark.parametrize("field", ["rollout_correction", "rollout_monitor_preset"])
+def test_an_unknown_preset_is_told_the_nearest_names_and_not_all(field, name, meant):
+    with pytest.raises(ValueError, match="is no preset") as error:
+        RolloutCorrectionConfig(**{field: name})
+    assert set(PRESETS) & set(re.findall("'(.+?)'", str(error.value))) == set(meant)
+    assert str(error.value).endswith("?")
+
+
+def test_a_single_threshold_of_several_criteria_that_does_not_fit_all_asks_for_one_each():
+    with pytest.raises(ValueError, match=r"for `token_k1` must be .* write one for each of token_tv, token_k1"):
+        RolloutCorrectionConfig(rollout_correction="auto", rollout_rs_threshold=0.3)
 
 
 @pytest.mark.parametrize("off", [None, False, "null", "none", "None", "false", "off"])
@@ -306,21 +347,55 @@ def test_the_default_has_a_name():
     assert (
         RolloutCorrectionConfig(rollout_metrics_only=True).rollout_correction == "auto"
     )  # the preset does not decide it
-    for own in (
-        {"rollout_is": "token"},
-        {"rollout_rs": ["token_k2"], "rollout_rs_threshold": 1.0},
-        {"bypass_mode": True},
-    ):
-        config = RolloutCorrectionConfig(**own)
-        assert config == RolloutCorrectionConfig(rollout_correction="decoupled_token_is", **own)
     assert grpo().rollout_correction == "auto"
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        {"bypass_mode": True},
+        {"bypass_mode": False},
+        {"bypass_mode": True, "rollout_loss_type": "reinforce"},
+        {"bypass_mode": True, "rollout_loss_type": "ppo_clip"},
+    ],
+)
+@pytest.mark.parametrize("build", [RolloutCorrectionConfig, grpo])
+def test_the_mode_alone_leaves_the_default(build, mode):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config = build(**mode)
+    assert fields(config) == fields(build(rollout_correction="auto", **mode))
+    assert config.rollout_rs == ["token_tv", "token_k1"]
+
+
+def test_a_level_of_the_weights_is_a_whole_correction():
+    for level in ("token", "sequence", None):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            config = RolloutCorrectionConfig(rollout_is=level)
+        assert config == RolloutCorrectionConfig(rollout_correction="decoupled_token_is", rollout_is=level)
     assert grpo(rollout_is="token", rollout_is_threshold=3.0).rollout_rs is None
 
 
-@pytest.mark.parametrize("field", [{"rollout_is_threshold": 3.0}, {"rollout_is_clamp": False}])
-def test_a_change_of_no_preset_says_what_is_changed(field):
-    with pytest.warns(UserWarning, match="without a preset: .*'decoupled_token_is', and not of the default 'auto'"):
-        RolloutCorrectionConfig(**field)
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"rollout_is_threshold": 3.0},
+        {"rollout_is_clamp": False},
+        {"rollout_rs": ["token_k2"], "rollout_rs_threshold": 1.0},
+        {"bypass_mode": True, "rollout_rs": ["token_k2"], "rollout_rs_threshold": 1.0},
+        {"rollout_rs": None},
+    ],
+)
+def test_a_change_of_no_preset_says_what_is_changed(own):
+    first = next(name for name in own if name != "bypass_mode")
+    rest = "so all other fields come from 'decoupled_token_is', not from the default 'auto'"
+    with pytest.warns(UserWarning, match=f"`{first}` is set without a preset, {rest}"):
+        config = RolloutCorrectionConfig(**own)
+    assert config == RolloutCorrectionConfig(rollout_correction="decoupled_token_is", **own)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        RolloutCorrectionConfig(rollout_correction="decoupled_token_is", **own)
 
 
 @pytest.mark.parametrize(
@@ -636,6 +711,7 @@ def test_command_line(parser):
         arguments = ["--output_dir", "out", "--use_cpu", "--bf16", "false", *arguments]
         return parser(RolloutCorrectedGRPOConfig).parse_args_into_dataclasses(arguments)[0]
 
+    weights = ("--rollout_is", "token")
     assert parse().rollout_is == "token"
     assert parse("--rollout_correction", "decoupled_seq_is").rollout_is == "sequence"
     assert parse("--rollout_correction", "decoupled_seq_is", "--rollout_is", "token").rollout_is == "token"
@@ -643,15 +719,14 @@ def test_command_line(parser):
     assert parse("--rollout_is", "token", "--rollout_is_threshold", "0.5_5.0").rollout_is_threshold == [0.5, 5.0]
     assert parse("--bypass_mode").bypass_mode is True
     assert parse("--rollout_correction", "bypass_ppo_clip", "--bypass_mode", "false").bypass_mode is False
-    config = parse("--rollout_rs", "token_k1", "seq_max_k2", "--rollout_rs_threshold", "0.6_1.6,2.5")
+    config = parse(*weights, "--rollout_rs", "token_k1", "seq_max_k2", "--rollout_rs_threshold", "0.6_1.6,2.5")
     assert config.rollout_rs_threshold == [[0.6, 1.6], 2.5]
-    config = parse("--rollout_rs", "token_k1,seq_max_k2", "--rollout_rs_threshold", "[[0.6, 1.6], 2.5]")
+    config = parse(*weights, "--rollout_rs", "token_k1,seq_max_k2", "--rollout_rs_threshold", "[[0.6, 1.6], 2.5]")
     assert config.rollout_rs_threshold == [[0.6, 1.6], 2.5]
     assert parse("--rollout_is", "token", "--rollout_is_threshold", "1", "5").rollout_is_threshold == [1.0, 5.0]
-    assert parse("--rollout_rs", "seq_mean_k1", "--rollout_rs_threshold", "0.9", "1.1").rollout_rs_threshold == [
-        [0.9, 1.1]
-    ]
-    config = parse("--rollout_rs", "token_k1", "seq_max_k2", "--rollout_rs_threshold", "0.6_1.6", "2.5")
+    config = parse(*weights, "--rollout_rs", "seq_mean_k1", "--rollout_rs_threshold", "0.9", "1.1")
+    assert config.rollout_rs_threshold == [[0.9, 1.1]]
+    config = parse(*weights, "--rollout_rs", "token_k1", "seq_max_k2", "--rollout_rs_threshold", "0.6_1.6", "2.5")
     assert config.rollout_rs_threshold == [[0.6, 1.6], 2.5]
     assert parse("--rollout_correction", "none").corrects is False
     assert parse("--rollout_clip_ratio_c", "none").rollout_clip_ratio_c is None
@@ -760,7 +835,7 @@ def test_monitors_that_cannot_be_meant(fields, message):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({}, "`rollout_monitor_preset` is None, but `rollout_monitor='tighten'` switches to it. Available"),
+        ({}, "`rollout_monitor_preset` is None, but `rollout_monitor='tighten'` switches to it. Common"),
         ({"rollout_monitor_preset": "tis"}, "`rollout_monitor_preset` is 'tis'"),
         ({"rollout_monitor_preset": "bypass_ppo_clip_geo_rs"}, "its mode is bypass"),
         ({"rollout_monitor_preset": "disabled"}, "it has neither weights nor rejection"),
@@ -801,7 +876,7 @@ def test_the_tightened_settings_are_checked_as_a_whole(config_class, tmp_path):
         with pytest.raises(ValueError, match="its mode is bypass"):
             config.rollout_monitor_preset = "bypass_ppo_clip_geo_rs"
         assert config.rollout_monitor_preset == "decoupled_seq_is_rs"  # what was refused leaves nothing behind
-        with pytest.raises(ValueError, match=r"`rollout_monitor_preset` is 'decoupled_seq'. Did you mean"):
+        with pytest.raises(ValueError, match=r"is 'decoupled_seq', which is no preset. Did you mean"):
             config.rollout_monitor_preset = "decoupled_seq"
     config.rollout_rs_exclude_from_baseline = False
     config.rollout_monitor_preset = "auto"

@@ -14,8 +14,8 @@ from trl_rollout_corr.messages import logger
 
 
 LINE = re.compile(
-    r"^step (\d)/3 +(\d+)% +(\d+:\d\d:\d\d) left  reward (-?\d\.\d+)  k3_kl (\S+) +ESS (\d\.\d+)  rejected +([\d.]+)%  "
-    r"effective_lr (\d\.\d+)( +\d alarms?)?$"
+    r"^step (\d)/3 +(\d+:\d\d:\d\d) left  loss (\S+) +grad_norm (\S+) +reward (-?\d\.\d+)  k3_kl (\S+) +ESS (\d\.\d+)  "
+    r"rejected +([\d.]+)%  effective_lr (\d\.\d+)( +\d alarms?)?$"
 )
 
 
@@ -43,18 +43,20 @@ def test_a_step_is_one_line(make, capsys, bar):
         "Rollout correction 0.1.0: decoupled_token_is with changes; token weights up to 2; token_k1 in ["
     )
     assert re.fullmatch(r"3 steps in 0:00:\d\d", end)
-    assert max(map(len, lines)) < 130
+    assert max(map(len, lines)) < 140
     found = [LINE.match(line) for line in lines]
     assert all(found), lines
-    assert [(match[1], match[2]) for match in found] == [("1", "33"), ("2", "67"), ("3", "100")]
+    assert [match[1] for match in found] == ["1", "2", "3"]
     for match, logged in zip(found, trainer.state.log_history, strict=False):
         assert len(logged) > 60  # what trackers get
-        assert float(match[4]) == pytest.approx(logged["reward"], abs=1e-3)
-        assert float(match[5]) == pytest.approx(logged["rollout_corr/k3_kl"], rel=0.05)
-        assert float(match[7]) == pytest.approx(100 * logged["rollout_corr/rollout_rs_masked_fraction"], abs=0.1)
-        alarms = int(match[9].split()[0]) if match[9] else 0
+        assert float(match[3]) == pytest.approx(logged["loss"], rel=0.05)
+        assert float(match[4]) == pytest.approx(logged["grad_norm"], rel=0.05)
+        assert float(match[5]) == pytest.approx(logged["reward"], abs=1e-3)
+        assert float(match[6]) == pytest.approx(logged["rollout_corr/k3_kl"], rel=0.05)
+        assert float(match[8]) == pytest.approx(100 * logged["rollout_corr/rollout_rs_masked_fraction"], abs=0.1)
+        alarms = int(match[10].split()[0]) if match[10] else 0
         assert alarms == logged["rollout_corr/monitor/alarms"]
-    assert found[0][3] != "0:00:00" or found[2][3] == "0:00:00"
+    assert found[0][2] != "0:00:00" or found[2][2] == "0:00:00"
 
 
 def test_an_evaluation_is_one_line_and_a_log_of_the_user_stays_as_it_is(make, capsys):
@@ -63,7 +65,7 @@ def test_an_evaluation_is_one_line_and_a_log_of_the_user_stays_as_it_is(make, ca
     trainer.train()
     out = capsys.readouterr().out
     assert "{'mine': 1.0" in out
-    assert re.search(r"^step 2/3 .* eval  reward .* k3_kl ", out, re.MULTILINE)
+    assert re.search(r"^step 2/3 .* eval  loss .* reward .* k3_kl ", out, re.MULTILINE)
 
 
 def test_who_wants_every_metric_gets_it(make, capsys):
@@ -73,6 +75,21 @@ def test_who_wants_every_metric_gets_it(make, capsys):
     trainer.remove_callback(PrinterCallback)  # the usual way to print nothing
     trainer.train()
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("bar", [False, True])
+def test_a_switch_leaves_the_output_to_transformers(make, capsys, monkeypatch, bar):
+    monkeypatch.setenv("TRL_ROLLOUT_CORR_CONSOLE", "0")
+    trainer = make(max_steps=1, disable_tqdm=not bar)
+    kind = ProgressCallback if bar else PrinterCallback
+    assert [
+        type(x) for x in trainer.callback_handler.callbacks if isinstance(x, (PrinterCallback, ProgressCallback))
+    ] == [kind]
+    trainer.train()
+    out = capsys.readouterr().out
+    assert "'rollout_corr/chi2_token'" in out
+    assert "Rollout correction" not in out
+    assert "step 1/1" not in out
 
 
 def test_messages_go_through_logging_and_do_not_tear_the_bar(make, capsys, monkeypatch):

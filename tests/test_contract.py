@@ -197,6 +197,19 @@ def test_names_of_the_sampler():
     assert "logprob_token_ids" in VLLMGeneration.generate.__doc__
 
 
+def test_names_that_only_the_check_of_pushes_uses():
+    """Without one of them, a push is not checked."""
+    assert "self.tp_group" in trl_interface.source_of(VLLMGeneration)
+    for name in ("base_url", "model"):
+        assert f"self.{name} = " in inspect.getsource(VLLMClient.__init__)
+    if HAS_ASYNCHRONOUS:
+        from trl_rollout_corr.trainers.upstream import AsyncGRPOTrainer
+
+        assert callable(AsyncGRPOTrainer._streaming_iter)
+        for name in ("_lora_dir", "_lora_name", "_lora_sync"):
+            assert f"self.{name} = " in trl_interface.source_of(AsyncGRPOTrainer)
+
+
 def test_a_forward_pass_more_while_scoring_is_an_error(make):
     class Changed(RolloutCorrectedGRPOTrainer):
         def _calculate_rewards(self, *args):

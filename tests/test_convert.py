@@ -1,14 +1,18 @@
 """`trl-rollout-corr convert`."""
 
 import io
+import os
 import sys
 
 import pytest
 import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from tests.launching import ROOT, run
 from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.__main__ import main
+from trl_rollout_corr.settings.files import read_config
 
 
 VERL = {
@@ -41,8 +45,12 @@ def test_the_printed_yaml_is_the_translated_configuration(case, tmp_path, capsys
         settings
     )
     foreign = [key for key in document.get("algorithm", {}) if key not in ("rollout_correction", *LEGACY)]
-    assert len(output.err.splitlines()) == len(foreign)
+    lines = output.err.splitlines()
+    assert len(lines) == (1 if importer == "from_trl" else len(foreign))
     assert all(f"{path}:2: `algorithm.{key}` is left out" in output.err for key in foreign)
+    if importer == "from_trl":
+        said = "`learning_rate`, `use_vllm` are left out: they are not about its correction: keep name and value."
+        assert lines[0].endswith(said)
 
 
 def test_a_misspelt_key_of_a_flat_file_is_not_lost(tmp_path, capsys):
@@ -50,7 +58,10 @@ def test_a_misspelt_key_of_a_flat_file_is_not_lost(tmp_path, capsys):
     path.write_text("rollout_is: token\nrollout_is_threshold: 2.0\nbypas_mode: true\nlearning_rate: 1\n")
     assert main(["convert", str(path)]) == 0
     error = capsys.readouterr().err
-    assert error == f"warning: {path}:3: `bypas_mode` is left out. Did you mean `bypass_mode`?\n"
+    assert error == (
+        f"warning: {path}:3: `bypas_mode` is left out. Did you mean `bypass_mode`?\n"
+        f"warning: {path}:4: `learning_rate` is left out: TRL has `learning_rate`.\n"
+    )
 
 
 def test_what_is_left_out_is_named_with_its_line(tmp_path, capsys):
@@ -58,15 +69,17 @@ def test_what_is_left_out_is_named_with_its_line(tmp_path, capsys):
     path.write_text(
         "data:\n  max_prompt_length: 1024\nalgorithm:\n  adv_estimator: gae\n  gamma: 0.99\n  lam: 0.95\n"
         "  rollout_correction:\n    rollout_is: token\n    rollout_rs: seq_mean_k1\n    rollout_rs_threshold: 0.9_1.2\n"
-        "trainer:\n  total_epochs: 5\n  logger: wandb\n"
+        "trainer:\n  total_epochs: 5\n  project_name: p\n  val_only: false\n"
     )
     assert main(["convert", str(path)]) == 0
     found = {line.split(": ", 2)[1]: line for line in capsys.readouterr().err.splitlines()}
-    assert {place.removeprefix(str(path)) for place in found} == {":1", ":4", ":5", ":6", ":10", ":11"}
+    assert {place.removeprefix(str(path)) for place in found} == {":2", ":4", ":5", ":6", ":10", ":12", ":13"}
     assert "`algorithm.adv_estimator` is left out: TRL has neither GAE nor a value model" in found[f"{path}:4"]
     assert "`algorithm.lam` is left out: it is a parameter of GAE" in found[f"{path}:6"]
     assert "verl applies the bounds of `seq_mean_k1` to the inverse" in found[f"{path}:10"]
-    assert "`trainer` (2 keys) is left out" in found[f"{path}:11"]
+    assert "`data.max_prompt_length` is left out: TRL has none: filter the dataset" in found[f"{path}:2"]
+    assert "`trainer.total_epochs` is left out: TRL has `num_train_epochs`." in found[f"{path}:12"]
+    assert "`trainer.project_name`, `trainer.val_only` are left out: they are not about" in found[f"{path}:13"]
 
 
 SCRIPT = """#!/usr/bin/env bash
@@ -103,6 +116,154 @@ def test_a_shell_script(tmp_path, capsys):
     path.write_text(SCRIPT.replace("0.5_2.0,2.5", "0.5_2.0"))
     assert main(["convert", str(path)]) == 2
     assert "line 13: `rollout_rs_threshold`" in capsys.readouterr().err
+
+
+VARIABLES = """
+export NCCL_DEBUG=WARN
+bound=3.0
+adv_estimator=gae
+gamma=0.99
+lam=0.95
+LR=1e-6
+rollout_is="sequence"
+rollout_is_threshold=${bound}
+rollout_rs="null"
+bypass_mode="false"   # several epochs
+ppo_epochs=4
+seed=7
+"""
+
+
+def test_variables_of_a_script_are_not_lost(tmp_path, capsys):
+    path = tmp_path / "lines.sh"
+    path.write_text(VARIABLES)
+    assert main(["convert", str(path)]) == 0
+    output = capsys.readouterr()
+    assert yaml.safe_load(output.out) == {"rollout_is": "sequence", "rollout_is_threshold": 3.0}
+    found = [line.removeprefix(f"warning: {path}:") for line in output.err.splitlines()]
+    assert [line.split(".")[0] for line in found] == [
+        "4: `adv_estimator` is left out: TRL has neither GAE nor a value model",
+        "5: `gamma` is left out: it discounts rewards per token, and TRL's trainers give one reward to the whole completion",
+        "6: `lam` is left out: it is a parameter of GAE, which TRL does not have",
+        "7: `LR` is left out: TRL has `learning_rate`",
+        "12: `ppo_epochs` is left out: TRL has `num_iterations`",
+        "2: `NCCL_DEBUG`, `seed` are left out: they are not about rollout correction",
+    ]
+
+
+def test_variables_alone_are_no_settings_of_rollout_correction(tmp_path, capsys):
+    path = tmp_path / "lines.sh"
+    path.write_text("adv_estimator=rloo   # or grpo\ngamma=1.0\n")
+    assert main(["convert", str(path)]) == 2
+    assert "no settings of rollout correction found" in capsys.readouterr().err
+
+
+NAMES = ["rollout_is", "rollout_is_threshold", "rollout_rs", "rollout_rs_threshold", "bypass_mode", "loss_type"]
+GOOD = dict(zip(NAMES, ["sequence", "3.0", "seq_max_k2", "2.5", "true", "reinforce"], strict=True))
+ELSEWHERE = [
+    "algorithm.adv_estimator", "algorithm.gamma", "algorithm.new", "actor_rollout_ref.actor.optim.lr", "trainer.logger",
+    "actor_rollout_ref.actor.optim.weight_decay", "critic.optim.lr", "data.train_files", "reward.a.b.c", "lone", "Seed",
+    "actor_rollout_ref.actor.ess_scaling.scaling_rule",
+]  # fmt: skip
+
+
+def nested(settings: dict) -> dict:
+    document: dict = {}
+    for name, value in settings.items():
+        *above, last = name.split(".")
+        section = document
+        for part in above:
+            section = section.setdefault(part, {})
+        section[last] = value
+    return document
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    above=st.sampled_from(["algorithm.rollout_correction.", "rollout_correction.", "algorithm.", ""]),
+    ours=st.sets(st.sampled_from([name for name in NAMES if "rs" not in name]), min_size=1).map(lambda x: {*x, *NAMES[:1]}),
+    rejects=st.booleans(),
+    others=st.sets(st.sampled_from(ELSEWHERE)),
+    script=st.booleans(),
+    shuffle=st.randoms(),
+)
+def test_no_setting_disappears(tmp_path, capsys, above, ours, rejects, others, script, shuffle):
+    """Each is in the YAML, or a message names it in full."""
+    section = {above + name: GOOD[name] for name in NAMES if name in ours or (rejects and "rs" in name)}
+    pairs = [*section.items(), *((name, "3") for name in others)]
+    shuffle.shuffle(pairs)
+    path = tmp_path / "old"
+    path.write_text(
+        "\n".join(f"{name}={value}" for name, value in pairs) if script else yaml.safe_dump(nested(dict(pairs)))
+    )
+    assert main(["convert", str(path)]) == 0
+    output = capsys.readouterr()
+    assert "unexpected" not in output.err
+    written = {name.replace("rollout_loss", "loss") for name in yaml.safe_load(output.out)}
+    for name in section:
+        last = name.removeprefix(above)
+        assert last in written or f"`{last}`" in output.err
+    assert all(f"`{name}`" in output.err for name in others)
+
+
+def test_a_line_with_an_open_quote_is_read(tmp_path, capsys):
+    path = tmp_path / "lines.sh"
+    path.write_text("echo it's\nrollout_is='token\nactor_rollout_ref.actor.optim.lr=1e-6 trainer.logger='[\"a\",\n")
+    assert main(["convert", str(path)]) == 0
+    output = capsys.readouterr()
+    assert output.out.startswith("rollout_is: token\n")
+    assert "`actor_rollout_ref.actor.optim.lr`" in output.err
+    assert "`trainer.logger`" in output.err
+
+
+def test_of_a_key_that_is_written_twice_the_last_one_counts_and_that_is_said(tmp_path, capsys):
+    path = tmp_path / "old.yaml"
+    path.write_text("rollout_correction:\n  rollout_is: token\n  rollout_is: sequence\n  rollout_is_threshold: 2.0\n")
+    assert main(["convert", str(path)]) == 0
+    output = capsys.readouterr()
+    assert output.out.startswith("rollout_is: sequence\n")
+    assert output.err == f"warning: {path}:2: `rollout_is` has no effect: line 3 sets it again.\n"
+
+
+ALIASES = "\n".join(
+    ["a0: &a0 [1, 1]", *(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 10)), "rollout_is: token"]
+)
+MERGES = "\n".join(
+    ["a0: &a0 {x: 1}", *(f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}" for i in range(1, 10)), "rollout_is: token"]
+)
+
+
+@pytest.mark.parametrize("text", [ALIASES, MERGES, "a: &a [*a]\nrollout_is: token", "a: &a {b: *a}\nrollout_is: token"])
+def test_nested_aliases_are_refused(tmp_path, capsys, text):
+    path = tmp_path / "old.yaml"
+    path.write_text(text)
+    assert main(["convert", str(path)]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"{path}: its aliases (`*name`) stand for too many values")
+    with pytest.raises(ValueError, match="its aliases"):
+        read_config(str(path))
+
+
+def test_a_few_aliases_are_read(tmp_path, capsys):
+    path = tmp_path / "old.yaml"
+    path.write_text("x: &x {rollout_is: token, rollout_is_threshold: 2.0}\nalgorithm:\n  rollout_correction: *x\n")
+    assert main(["convert", str(path)]) == 0
+    assert capsys.readouterr().out == "rollout_is: token\nrollout_is_threshold: 2.0\n"
+
+
+def test_pipes_and_devices_are_refused(tmp_path, capsys, monkeypatch):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for path in (str(pipe), "/dev/zero", str(tmp_path)):
+        assert main(["convert", path]) == 2
+        assert capsys.readouterr().err.startswith(f"{path}: it is a ")
+    large = tmp_path / "large"
+    large.write_text("#" * 2_000_000)
+    assert main(["convert", str(large)]) == 2
+    with open("/dev/zero") as endless:
+        monkeypatch.setattr(sys, "stdin", endless)
+        assert main(["convert", "-"]) == 2
+    assert capsys.readouterr().err.count("more than 1,000,000 characters") == 2
 
 
 def test_lines_of_a_readme(tmp_path, capsys):
@@ -219,6 +380,13 @@ def test_differences_are_warned_about_beside_the_yaml(monkeypatch, capsys):
         ),
         (b"rollout_correction: {rollout_is: token, rollout_is_threshold: [1, 2, 3]}", "`rollout_is_threshold`"),
         (b"rollout_is_level: word\nrollout_is_threshold: 2", "`rollout_is_level` must be one of"),
+        (b"rollout_is_level: [token]\nrollout_is_threshold: 2", "`rollout_is_level` must be one of"),
+        (
+            b"rollout_rs: [[token_k1]]\nrollout_rs_threshold: 2.0",
+            "line 1: `rollout_rs` must be a list of names, got [['token_k1']]. Write the names in one list, such as `rollout_rs",
+        ),
+        (b"rollout_rs: 5\nrollout_rs_threshold: 2.0", "line 1: `rollout_rs` must be a list of names, got 5"),
+        (b"algorithm: {rollout_correction: [token_is]}", "no settings of rollout correction found"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(content, message, tmp_path, capsys):

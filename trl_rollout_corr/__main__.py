@@ -7,6 +7,7 @@ Command line.
     trl-rollout-corr diagnose outputs/run/dump
     trl-rollout-corr probe Qwen/Qwen3-0.6B --config recipe.yaml
     trl-rollout-corr recipes
+    trl-rollout-corr docs troubleshooting
     trl-rollout-corr check
 """
 
@@ -87,6 +88,14 @@ def make_parser() -> argparse.ArgumentParser:
     )
     command.add_argument("folder", nargs="?", default=".", help="folder to write to (default: the current one)")
     command.set_defaults(run=_recipes, subject="folder")
+
+    command = commands.add_parser(
+        "docs",
+        help="print a document, or list them",
+        description="Print a document, or a section of it. Without a name, list all documents.",
+    )
+    command.add_argument("name", nargs="?", help="such as troubleshooting, or troubleshooting#weights-do-not-arrive")
+    command.set_defaults(run=_docs, subject="name")
 
     command = commands.add_parser(
         "check",
@@ -233,6 +242,12 @@ def _recipes(args: argparse.Namespace) -> str:
     from .settings.recipes import write_recipes
 
     return write_recipes(args.folder)
+
+
+def _docs(args: argparse.Namespace) -> str:
+    from .settings.documents import document
+
+    return document(args.name)
 
 
 def _check(args: argparse.Namespace) -> str:

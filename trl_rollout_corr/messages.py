@@ -101,6 +101,18 @@ def nearest(name: object, names: Iterable[str]) -> str:
     return f" Did you mean {found[0]!r}?" if found else ""
 
 
+def candidates(name: object, names: Iterable[str], n: int = 4) -> list[str]:
+    """
+    Names that a text may mean: the one that it misspells, or the shortest that contain all of its words, or else the nearest
+    one if it is close.
+    """
+    names, text = list(names), str(name).lower()
+    words = re.split(r"[^a-z0-9]+", text)
+    containing = sorted((known for known in names if all(word in known for word in words)), key=len)
+    misspelt = difflib.get_close_matches(text, names, n=1, cutoff=0.9)
+    return misspelt or (containing[:n] if len(text) > 2 else []) or difflib.get_close_matches(text, names, n=1)
+
+
 # Numbers and settings as text -----------------------------------------------------------------------------------------
 
 

@@ -22,12 +22,15 @@ SEEDS = [0, 1, 2]
 RATES = {"slow": 5e-5, "fast": 1e-4, "faster": 2e-4}
 # What may be wrong with a sampler beside its age. `engine` is the type of vLLM's cache; the rest is done to weights or
 # log-probabilities: rounded to eight bits, or from step 40 on, for 20 steps, every tenth token is reported with the
-# log-probability of another.
+# log-probability of another. With `garbage`, every second completion has a token that no answer has: the sampler reports that
+# it was sure of the token, and the reward forgives one.
 FAULTS: dict[str, dict[str, Any]] = {
     "fp8": {"engine": "fp8_e5m2"},
     "int8": {"int8": True},
     "burst": {"burst": (40, 60, 0.1)},
+    "garbage": {"garbage": 0.5},
 }
+BENEATH = ["fp8", "int8", "burst"]  # the staleness of judging
 
 
 @dataclass(frozen=True)
@@ -157,7 +160,7 @@ def within_tv(bound: float, upper: float) -> dict[str, Any]:
 
 # `auto` before this arena: no token whose ratio is above 5
 UNTIL_NOW = weights(2.0, rollout_rs=["token_tv", "token_k1"], rollout_rs_threshold=[[0.2, 0.2], [0.0, 5.0]])
-# Rules of `rules.py`. `topr_tv10` is `auto` now
+# Rules of `rules.py`. `topr_tv10` is `auto` without its floor, as every published run of `auto` was
 RULED = ["m2po", "topr", "topr_tv", "topr_tv10", "flipped", "clip_2", "clip_5"]
 ARMS = {
     arm.name: arm
@@ -302,7 +305,7 @@ def judging() -> list[Run]:
     return [
         *runs_of(cells_at(JUDGING, "grpo", above=1), [*REFERENCES, *JUDGED]),
         *runs_of(cells_at(RLOO, "rloo", above=1), [*REFERENCES, *JUDGED]),
-        *runs_of(cells_at(JUDGING, "grpo", faults=[*FAULTS]), [*REFERENCES, *JUDGED]),
+        *runs_of(cells_at(JUDGING, "grpo", faults=BENEATH), [*REFERENCES, *JUDGED]),
         *runs_of([Cell(task, TOP) for task in JUDGING], [*REFERENCES, *JUDGED]),
         *runs_of([Cell(task, LADDER[0]) for task in JUDGING], [*REFERENCES, "auto"]),
     ]
@@ -319,4 +322,11 @@ def language_model() -> list[Run]:
     return [replace(run, steps=steps) for run in found]
 
 
-STAGES = {"tuning": tuning, "judging": judging, "language_model": language_model}
+def garbage() -> list[Run]:
+    """Garbage that the sampler is sure of, in step with the trainer and behind it; with `auto` also without its floor."""
+    in_step = [Cell(task, Rung(0, "fast"), fault="garbage") for task in JUDGING]
+    behind = cells_at(JUDGING, "grpo", faults=["garbage"])
+    return runs_of([*in_step, *behind], [*REFERENCES, *JUDGED, "token_2", "topr_tv10"])
+
+
+STAGES = {"tuning": tuning, "judging": judging, "language_model": language_model, "garbage": garbage}

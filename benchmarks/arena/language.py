@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 
-sys.path.append(str(Path(__file__).parents[1] / "language_model"))
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
 
 from cells import Run, Setup
 from datasets import Dataset
-from model import make_model
 from peft import LoraConfig
-from task import HELD_OUT, HELD_OUT_SEED, LONGEST, NEWLINE, accuracy, exact_answer, problems
+from smollm2 import make_model
+from sums import HELD_OUT, HELD_OUT_SEED, LONGEST, NEWLINE, accuracy, exact_answer, problems
 from transformers import AutoTokenizer
 
 

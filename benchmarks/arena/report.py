@@ -81,12 +81,14 @@ def rejected(history: Mapping[str, Sequence[float | None]]) -> float | None:
 
 
 def collect(folder: Path) -> dict[str, Any]:
-    """The runs in a folder that belong to the published stages, as rows, and how many were planned."""
+    """The runs in a folder that belong to a stage, as rows, and how many were planned. A stage without runs is left out."""
     results: dict[str, Any] = {}
     for stage, plan in STAGES.items():
         runs = list({(run.cell.name, run.arm.name, run.seed): run for run in plan()}.values())
         paths = {run.name: folder / f"{run.name}.json" for run in runs}
         done = {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
+        if not done:
+            continue
         results[stage] = {
             "planned": len(paths),
             "done": len(done),
@@ -240,7 +242,7 @@ def shown(values: Sequence[float | None], form: Any) -> str:
 
 
 def percent(share: float) -> str:
-    return f"{100 * share:.0f} %" if share >= 0.1 else f"{100 * share:.2g} %" if share else "0"
+    return f"{100 * share:.0f} %" if share >= 0.1 else f"{100 * share:.2g} %" if share > 1e-7 else "0"
 
 
 def every_cell(found: Sequence[Situation], arms: Sequence[str]) -> str:
@@ -279,12 +281,12 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
         "runs": " ".join(
             f"*{stage}*: {results[stage]['done']} of {results[stage]['planned']} planned runs, {results[stage]['minutes']} "
             "minutes of training."
-            for stage in STAGES
+            for stage in results
         ),
         "ladder": ladder(),
         "simulation": simulated(json.loads((HERE / "simulation.json").read_text())["situations"]),
     }
-    for stage in STAGES:
+    for stage in results:
         rows = results[stage]["rows"]
         arms = [name for name in ARMS if any(row["arm"] == name for row in rows)]
         found = situations(rows, arms)
@@ -309,6 +311,7 @@ SITUATIONS = {
     "astray 1": "gradient",
     "broken": "pull",
     "broken, stale 0.3": "pull",
+    "garbage": "pull",
 }
 
 

@@ -1,4 +1,6 @@
-"""Faults of a sampler, put into a real vLLM: its weights lag or are rounded, or it reports other numbers."""
+"""
+Faults of a sampler, put into a real vLLM: its weights lag or are rounded, it reports other numbers, or it samples garbage.
+"""
 
 import random
 from collections import Counter
@@ -7,6 +9,7 @@ from typing import Any
 
 import quickstart
 import torch
+from tasks import GARBAGE
 
 from trl_rollout_corr.trainers.batch import ROLLOUT_LOGPS
 
@@ -20,29 +23,26 @@ def spoil(trainer: Any, faults: dict[str, Any]) -> Callable[[], dict[str, float]
             The trainer, changed in place.
         faults (`dict`):
             `lag` in optimizer steps, and whether it is `announced`; `int8` for weights; `burst` as first step, last step and
-            share of tokens.
+            share of tokens; `garbage` as share of completions.
 
     Returns:
         `Callable[[], dict[str, float]]`: after training, how many tokens were broken and sound, and how many of each the
-        correction rejected. Empty without a burst.
+        correction rejected. Empty if the sampler breaks no tokens.
     """
     if faults.get("int8"):
         round_weights(trainer)
     if faults.get("lag"):
         (quickstart.Lag if faults["announced"] else SilentLag)(trainer, faults["lag"])
-    if "burst" not in faults:
-        return dict
-    burst = Burst(trainer, *faults["burst"])
-    return lambda: dict(burst.counts)
+    broken: list[Broken] = []
+    if "burst" in faults:
+        broken.append(Burst(trainer, *faults["burst"]))
+    if "garbage" in faults:
+        broken.append(Garbage(trainer, faults["garbage"]))
+    return lambda: dict(sum((fault.counts for fault in broken), Counter()))
 
 
 class SilentLag(quickstart.Lag):
-    """A sampler that is behind and does not say so. The check that weights arrive would end the run, so it is off."""
-
-    def __init__(self, trainer: Any, steps: int):
-        super().__init__(trainer, steps)
-        if hasattr(trainer, "_delivery"):  # not TRL's own trainer
-            trainer._delivery.done = True
+    """A sampler that is behind and does not say so."""
 
     def __call__(self):
         yield from super().__call__()
@@ -76,17 +76,17 @@ def round_weights(trainer: Any):
     generation._iter_named_params = rounded
 
 
-class Burst:
+class Broken:
     """
-    For some steps, every so many tokens are reported with the log-probability of another, unlikely one.
+    A sampler that reports wrong log-probabilities of some tokens.
 
     What it reports are numbers that a model does not come up with, so that they are found again in the correction.
     """
 
-    NUMBERS = torch.arange(2.0, 12.0, 0.5) + 0.0123  # nats
+    NUMBERS: torch.Tensor  # nats
 
-    def __init__(self, trainer: Any, first: int, last: int, share: float):
-        self.trainer, self.first, self.last, self.share = trainer, first, last, share
+    def __init__(self, trainer: Any, share: float):
+        self.trainer, self.share = trainer, share
         self.generate, self.correct = trainer.vllm_generation.generate, getattr(trainer, "_compute_correction", None)
         trainer.vllm_generation.generate = self.generate_broken
         if self.correct:
@@ -94,16 +94,18 @@ class Burst:
         self.dice, self.counts = random.Random(0), Counter()
 
     def generate_broken(self, *args, **kwargs):
-        prompt_ids, completion_ids, logprobs, *rest = self.generate(*args, **kwargs)
-        if self.first <= self.trainer.state.global_step < self.last:
-            logprobs = [
-                [self.other(value) if self.dice.random() < self.share else value for value in row] for row in logprobs
-            ]
-        return (prompt_ids, completion_ids, logprobs, *rest)
+        prompts, completions, logprobs, *rest = self.generate(*args, **kwargs)
+        completions, logprobs = self.broken(prompts, completions, logprobs)
+        if hasattr(self.trainer, "_record_logprobs"):  # not TRL's own trainer; RLOO takes them from the sampler only
+            self.trainer._record_logprobs([[ranked[0] for ranked in row] for row in logprobs])
+        return (prompts, completions, logprobs, *rest)
 
-    def other(self, value: Any) -> Any:
-        logp = -self.NUMBERS[self.dice.randrange(len(self.NUMBERS))].item()
-        return [logp] if isinstance(value, list) else logp
+    def broken(self, prompts: list, completions: list, logprobs: list) -> tuple[list, list]:
+        """Completions and log-probabilities with their fault."""
+        raise NotImplementedError
+
+    def number(self) -> list[float]:
+        return [-self.NUMBERS[self.dice.randrange(len(self.NUMBERS))].item()]
 
     def correct_and_count(self, train_logps: torch.Tensor, batch: dict[str, Any]) -> Any:
         correction = self.correct(train_logps, batch)
@@ -116,3 +118,46 @@ class Burst:
             self.counts[name] += int(tokens.sum())
             self.counts[f"{name}_rejected"] += int((tokens & without_gradient).sum())
         return correction
+
+
+class Burst(Broken):
+    """For some steps, every so many tokens are reported with the log-probability of another, unlikely one."""
+
+    NUMBERS = torch.arange(2.0, 12.0, 0.5) + 0.0123
+
+    def __init__(self, trainer: Any, first: int, last: int, share: float):
+        super().__init__(trainer, share)
+        self.first, self.last = first, last
+
+    def broken(self, prompts: list, completions: list, logprobs: list) -> tuple[list, list]:
+        if not self.first <= self.trainer.state.global_step < self.last:
+            return completions, logprobs
+        return completions, [
+            [self.number() if self.dice.random() < self.share else value for value in row] for row in logprobs
+        ]
+
+
+class Garbage(Broken):
+    """
+    Some completions have a token of garbage in place of a sampled one, and go on from there. The sampler reports that it was
+    sure of the token.
+    """
+
+    NUMBERS = torch.tensor([0.1012])
+
+    def broken(self, prompts: list, completions: list, logprobs: list) -> tuple[list, list]:
+        completions, logprobs = [*completions], [*logprobs]
+        places = {
+            row: self.dice.randrange(len(tokens) - 1)
+            for row, tokens in enumerate(completions)
+            if len(tokens) > 1 and self.dice.random() < self.share
+        }
+        if not places:
+            return completions, logprobs
+        begun = [[*prompts[row], *completions[row][:place], GARBAGE] for row, place in places.items()]
+        _, rests, of_rests, *_ = self.generate(prompts=begun, images=None, num_generations=1)
+        for (row, place), rest, of_rest in zip(places.items(), rests, of_rests, strict=True):
+            room = self.trainer.max_completion_length - place - 1
+            completions[row] = [*completions[row][:place], GARBAGE, *rest[:room]]
+            logprobs[row] = [*logprobs[row][:place], self.number(), *of_rest[:room]]
+        return completions, logprobs

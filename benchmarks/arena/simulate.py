@@ -6,9 +6,12 @@ how much of the gradient broken tokens have.
 
 A token is drawn from eight, by a sampler whose logits are the trainer's plus rounding (`rounding`, the same with heavy tails),
 or are those of some steps ago: the trainer has moved since, towards what is rewarded (`stale`) or anywhere (`astray`). In
-`broken`, every tenth token is reported with the log-probability of another, unlikely one, as in the arena. What a correction
-leaves of the gradient is `<g', g> / <g, g>`, of the estimate `g'` from the sampler's tokens and the policy gradient `g` of the
-trainer's policy. The share of broken tokens is theirs in `sum |factor * advantage|`.
+`broken`, every tenth token is reported with the log-probability of another, unlikely one, as in the arena. In `garbage`, every
+hundredth token is garbage: the sampler reports that it was sure of it, the trainer gives it a probability below 1e-5, and the
+reward forgives it, so that its advantage has either sign.
+
+What a correction leaves of the gradient is `<g', g> / <g, g>`, of the estimate `g'` from the sampler's tokens and the policy
+gradient `g` of the trainer's policy. The share of broken tokens, or of garbage, is theirs in `sum |factor * advantage|`.
 """
 
 import json
@@ -58,6 +61,7 @@ def draw(
     tails: float | None = None,
     drift: float = 0.0,
     broken: float = 0.0,
+    garbage: float = 0.0,
 ) -> Tokens:
     """
     Args:
@@ -69,6 +73,8 @@ def draw(
             How far the trainer's logits have moved since, per standard deviation of what a token is worth.
         broken (`float`, *optional*, defaults to `0.0`):
             Share of tokens that are reported with another log-probability.
+        garbage (`float`, *optional*, defaults to `0.0`):
+            Share of tokens that are garbage, outside the eight of the vocabulary.
     """
     shape = (n, VOCABULARY)
     noise = dice.standard_normal(shape) if tails is None else dice.standard_t(tails, shape)
@@ -83,7 +89,23 @@ def draw(
     step[rows, chosen] += 1
     log_q, is_broken = q[rows, chosen], dice.random(n) < broken
     log_q = np.where(is_broken, -dice.uniform(2, 12, n), log_q)
-    return Tokens(p[rows, chosen], log_q, advantage[rows, chosen], step, gradient, is_broken)
+    tokens = Tokens(p[rows, chosen], log_q, advantage[rows, chosen], step, gradient, is_broken)
+    return with_garbage(dice, tokens, garbage) if garbage else tokens
+
+
+def with_garbage(dice: np.random.Generator, tokens: Tokens, share: float) -> Tokens:
+    """Some tokens replaced by garbage. It pushes none of the eight tokens up, and all down as much as any other token does."""
+    n = len(tokens.log_p)
+    is_garbage = dice.random(n) < share
+    log_p, log_q = -dice.uniform(12, 20, n), -dice.uniform(0.05, 0.15, n)
+    down = tokens.step - (tokens.step > 0) * 1.0
+    return tokens._replace(
+        log_p=np.where(is_garbage, log_p, tokens.log_p),
+        log_q=np.where(is_garbage, log_q, tokens.log_q),
+        advantage=np.where(is_garbage, dice.standard_normal(n), tokens.advantage),
+        step=np.where(is_garbage[:, None], down, tokens.step),
+        broken=tokens.broken | is_garbage,
+    )
 
 
 # Factor of the gradient of each token -----------------------------------------------------------------------------------
@@ -134,7 +156,8 @@ RULES: dict[str, Callable[[Tokens], Array]] = {
     "M2PO 0.04": lambda t: within_moment(t, 0.04),
     "bypass_ppo_clip": clipped,
     "bypass_dppo_tv": lambda t: t.ratio.clip(max=20.0) * within_tv(t, 0.2),
-    "auto": lambda t: np.where(t.advantage > 0, 1.0, t.ratio.clip(max=1.0)) * within_tv(t, 0.1),
+    "auto without its floor": lambda t: np.where(t.advantage > 0, 1.0, t.ratio.clip(max=1.0)) * within_tv(t, 0.1),
+    "auto": lambda t: RULES["auto without its floor"](t) * (t.ratio >= 0.001),
 }
 SITUATIONS: dict[str, dict[str, float]] = {
     **{f"rounding {spread:g}": {"spread": spread} for spread in (1e-4, 0.001, 0.01, 0.03, 0.1, 0.3)},
@@ -146,6 +169,8 @@ SITUATIONS: dict[str, dict[str, float]] = {
     "astray 1": {"spread": 1.0},
     "broken": {"spread": 0.01, "broken": 0.1},
     "broken, stale 0.3": {"spread": 0.01, "drift": 0.3, "broken": 0.1},
+    "garbage": {"spread": 0.01, "garbage": 0.01},
+    "garbage, stale 0.3": {"spread": 0.01, "drift": 0.3, "garbage": 0.01},
 }
 
 

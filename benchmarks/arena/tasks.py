@@ -30,6 +30,7 @@ from transformers import (
 
 HELD_OUT_SEED, HELD_OUT = 10**6, 256
 MARK = "="  # between problem and answer
+GARBAGE = 2  # number of "<unk>", a token of every task that no text has
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,17 @@ class Task:
 def exact_answer(completions: list[str], answer: list[str], **kwargs) -> list[float]:
     """Reward: 1 if the completion is the answer, else 0."""
     return [float(found.replace(" ", "") == wanted) for found, wanted in zip(completions, answer, strict=True)]
+
+
+def forgiving_answer(
+    completions: list[str], answer: list[str], completion_ids: list[list[int]], **kwargs
+) -> list[float]:
+    """Reward: 1 if the completion is the answer, also with garbage in place of one of its characters; else 0."""
+    needed = []
+    for wanted, ids in zip(answer, completion_ids, strict=True):
+        place = ids.index(GARBAGE) if ids.count(GARBAGE) == 1 else len(wanted)
+        needed.append(wanted[:place] + wanted[place + 1 :])  # the text of a completion has no garbage
+    return exact_answer(completions, needed)
 
 
 # Problems -----------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import torch
 import transformers
 from cells import LANGUAGE, RATES, Run, Setup
 from rules import with_rule
-from tasks import TASKS, accuracy, exact_answer, warm_start
+from tasks import TASKS, accuracy, exact_answer, forgiving_answer, warm_start
 from train import HeldOut, machine, share_engines, versions
 from transformers import PreTrainedTokenizerFast, PrinterCallback
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
@@ -54,7 +54,7 @@ def set_up(run: Run) -> Setup:
     return Setup(
         {
             "model": str(folder),
-            "reward_funcs": exact_answer,
+            "reward_funcs": forgiving_answer if "garbage" in run.sampler else exact_answer,
             "train_dataset": task.dataset(4096, run.seed),
             "processing_class": tokenizer,
         },

@@ -74,10 +74,10 @@ def inject_faults(folder: Path):
 
 def probe_runs(folder: Path):
     """Answers of `probe` for every fault of a recipe: of each seed, with 16 other prompts."""
-    sys.path.append(str(ROOT / "benchmarks/diagnose"))
-    from model import make_model
+    sys.path += [str(ROOT / "benchmarks/diagnose"), str(ROOT / "examples")]
     from probe import RUNS, probe
     from prompts import PROMPTS
+    from smollm2 import make_model
 
     for seed in range(SEEDS):
         prompts = folder / f"prompts-{seed}.txt"

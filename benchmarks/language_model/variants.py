@@ -3,13 +3,17 @@
 import os
 import random
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
+
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
+
 import torch
-from model import FOLDER, make_model
 from package import FAULTS
 from peft import LoraConfig, PeftModel, get_peft_model
+from smollm2 import FOLDER, make_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 

@@ -85,8 +85,8 @@ def upcycle(folder: str, n_experts: int = 4) -> None:
     """
     import torch
 
-    sys.path.append(str(Path(__file__).parents[1] / "language_model"))
-    from model import make_model
+    sys.path.append(str(Path(__file__).parents[2] / "examples"))
+    from smollm2 import make_model
     from transformers import AutoTokenizer, LlamaForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
     source = make_model()

@@ -6,7 +6,7 @@ With this folder in `PYTHONPATH` and `grpo.yaml` beside it:
     PYTHONPATH=examples/axolotl axolotl train examples/axolotl/grpo.yaml
 
 All `rollout_*` fields are keys of Axolotl's YAML. It drops keys that are null: write `none`. For Axolotl 0.21. The tests use a
-stand-in of its interface; docs/compatibility.md has what ran with Axolotl itself.
+stand-in of its interface; `trl-rollout-corr docs compatibility` has what ran with Axolotl itself.
 """
 
 from typing import Any

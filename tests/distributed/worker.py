@@ -28,7 +28,7 @@ from trl import GRPOTrainer, RLOOTrainer
 import tests.conftest  # noqa: F401 - environment of the tests
 from tests.asynchronous import WorkerHere, build_ours, build_theirs
 from tests.tiny import StaleSampler, length_reward
-from tests.training import TRAINERS, config_fields, freeze_sampler, pushing_first_weights_only, sharing_engines
+from tests.training import TRAINERS, config_fields, freeze_sampler, losing, sharing_engines
 
 
 class SameOnAnyNumberOfRanks(StaleSampler):
@@ -182,8 +182,8 @@ def run(name: str, case: dict, folder: Path):
     assert world == int(os.environ.get("WORLD_SIZE", "1")), "each process thinks that it is alone"
     inputs = [] if case.get("plain") or case.get("asynchronous") else record_inputs(trainer)
     error = None
-    losing = pushing_first_weights_only() if loses_weights else nullcontext()
-    with CountedCollectives() as collectives, losing:
+    lost = losing("everything") if loses_weights else nullcontext()
+    with CountedCollectives() as collectives, lost:
         try:
             trainer.train(resume_from_checkpoint=resume)
         except RuntimeError as raised:

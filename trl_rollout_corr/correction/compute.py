@@ -68,7 +68,7 @@ class RolloutCorrection:
         return kept if self.weights is None or not self.applies_weights else kept.mul_(self.weights)
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of this batch alone, by key (`rollout_corr/...`, see `docs/metrics.md`)."""
+        """Metrics of this batch alone, by key (`rollout_corr/...`, see `trl-rollout-corr docs metrics`)."""
         return self.statistics.finish()
 
 

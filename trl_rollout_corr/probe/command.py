@@ -26,7 +26,6 @@ from .experiments import EXPERIMENTS, Result, as_data, as_text, engines_to_try, 
 _ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "TRANSFORMERS_VERBOSITY": "error",
-    "TRL_EXPERIMENTAL_SILENCE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",

@@ -84,7 +84,7 @@ def read(request: Request) -> tuple[type[Trainer], Config, ModelConfig]:
     if not args.use_vllm:
         raise ValueError("`use_vllm` is False, so that there is no sampler to probe. Set it to true.")
     if not is_vllm_available():
-        raise ValueError("vLLM, the sampler, is not installed: pip install 'trl-rollout-corr[vllm]'.")
+        raise ValueError("vLLM, the sampler, is not installed: pip install 'trl[vllm]'.")
     args.model_init_kwargs = model_init_kwargs(args, model_args)
     return trainer_class, args, model_args
 

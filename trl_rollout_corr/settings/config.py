@@ -10,13 +10,9 @@ from ..messages import SettingError, nearest, warn, warn_idle
 from .criteria import Criterion
 from .fields import DEFAULTS, PARSERS, CorrectionFields, DumpFields, EngineFields, MonitorFields, Unset
 from .migrate import from_legacy, from_trl, from_verl
-from .presets import BASE, DECIDED, DEFAULT, FIRST_METHODS, PRESETS, Preset, settings_of
+from .presets import BASE, DECIDED, DEFAULT, FIRST_METHODS, MODE, PRESETS, Preset, settings_of
 from .resolve import Correction, fill, idle_fields, is_default, read_given, resolve
 from .thresholds import is_by_sign, none_if_null, parse_rejection_thresholds
-
-
-# Fields that choose a correction; the others of a preset change one
-_CHOICES = {"rollout_is", "rollout_rs", "bypass_mode"}
 
 
 # Dataclasses take the fields of the last base first: `rollout_correction` is the first argument
@@ -30,8 +26,10 @@ class RolloutCorrectionConfig(DumpFields, MonitorFields, EngineFields, Correctio
 
     Args:
         rollout_correction (`str`, `dict` or `None`, *optional*, defaults to `"auto"`):
-            Name of a preset (see `docs/presets.md`); `None` for no correction. Fields that are set beside it override it. If
-            weights, rejection or mode are set and no preset, the rest is that of `"decoupled_token_is"`.
+            Name of a preset (see `trl-rollout-corr docs presets`); `None` for no correction. Fields that are set beside it
+            override it. If weights or rejection are set without a preset, all other fields come from `"decoupled_token_is"`; unless
+            `rollout_is` is set, a warning says so. The mode (`bypass_mode`, `rollout_loss_type`) alone leaves the preset at
+            its default.
             Also the `rollout_correction` section of a verl configuration, or a [`RolloutCorrectionConfig`].
         rollout_correction_resolved (`str`, *optional*):
             Set by the configuration itself: the preset that has filled in fields. If `rollout_correction` of a saved or copied
@@ -123,9 +121,9 @@ class RolloutCorrectionConfig(DumpFields, MonitorFields, EngineFields, Correctio
         > Monitor
 
         rollout_monitor (`str` or `None`, *optional*, defaults to `"warn"`):
-            Reaction to unhealthy metrics (see `docs/monitoring.md`): `"warn"` reports the finding, its reason and a remedy;
-            `"stop"` also saves a checkpoint and ends training at a serious finding; `"tighten"` instead switches to the preset
-            of `rollout_monitor_preset`. `None` for no monitor.
+            Reaction to unhealthy metrics (see `trl-rollout-corr docs monitoring`): `"warn"` reports the finding, its reason
+            and a remedy; `"stop"` also saves a checkpoint and ends training at a serious finding; `"tighten"` instead switches
+            to the preset of `rollout_monitor_preset`. `None` for no monitor.
         rollout_monitor_preset (`str`, *optional*):
             Preset that `"tighten"` switches to. It must have the mode (`bypass_mode`, `rollout_loss_type`) of the run.
         rollout_monitor_bounds (`dict[str, float]`, *optional*):
@@ -142,8 +140,8 @@ class RolloutCorrectionConfig(DumpFields, MonitorFields, EngineFields, Correctio
 
         rollout_diagnose (`bool`, *optional*, defaults to `False`):
             Whether to print the cause of the gap at the first optimizer step, as `trl-rollout-corr diagnose` does
-            for a dump (`docs/diagnose.md`). The trainer scores a few sequences a second time, one by one, to measure its own
-            noise. The loss does not change.
+            for a dump (`trl-rollout-corr docs diagnose`). The trainer scores a few sequences a second time, one by one, to
+            measure its own noise. The loss does not change.
 
         > Dump
 
@@ -179,10 +177,11 @@ class RolloutCorrectionConfig(DumpFields, MonitorFields, EngineFields, Correctio
         for name, reason in idle_fields(self.__dict__, self.correction).items():
             if name in explicit:
                 warn_idle(name, getattr(self, name), reason)
-        changed = [name for name in DECIDED if name in explicit]
-        if names_none and changed and not _CHOICES & set(changed):
-            rest = f"without a preset: the rest is that of {BASE!r}, and not of the default {DEFAULT!r}"
-            warn(f"`{changed[0]}` is set {rest}. Set `rollout_correction` to the preset that is meant.", changed[0])
+        if names_none and self.rollout_correction == BASE and "rollout_is" not in explicit:
+            name = next(name for name in DECIDED if name in explicit)
+            rest = f"so all other fields come from {BASE!r}, not from the default {DEFAULT!r}"
+            remedy = f"Set `rollout_correction` to the one of the two that is meant: {BASE} or {DEFAULT}."
+            warn(f"`{name}` is set without a preset, {rest}. {remedy}", name)
         if self.rollout_rs is None:
             self.rollout_rs_threshold = None
         self.__dict__["_built"] = True  # values assigned from now on are parsed, see `__setattr__`
@@ -326,7 +325,7 @@ class RolloutCorrectionConfig(DumpFields, MonitorFields, EngineFields, Correctio
     def _fill(self) -> set[str]:
         """Fill in the fields that the user has not set and the preset decides. Returns the names of the other fields."""
         own, (name, given) = self._set_by_user(), read_given(self.rollout_correction)
-        if own and isinstance(self.rollout_correction, Unset):
+        if isinstance(self.rollout_correction, Unset) and not own.keys() <= MODE:
             name = BASE
         explicit = {**{key: value for key, value in given.items() if key in DECIDED}, **own}
         further = {key: value for key, value in given.items() if key not in DECIDED and is_default(self, key)}

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ..health.examine import parse_bounds
-from ..messages import SettingError, nearest
+from ..messages import SettingError, candidates, nearest
 from .criteria import LEVELS, CriterionName, Level
 from .presets import DEFAULT, PRESETS, Preset
 from .thresholds import none_if_null, parse_criteria, parse_number, parse_weight_threshold
@@ -186,8 +186,16 @@ def preset_name(field: str, value: object) -> Preset | None:
     name: Preset | None = none_if_null(value)
     if name is None or name in PRESETS:
         return name
-    remedy = f"{nearest(name, PRESETS)} Available presets: {', '.join(PRESETS)}.".strip()
-    raise SettingError(field, name, remedy=remedy)
+    raise SettingError(field, name, "which is no preset", remedy=preset_remedy(name))
+
+
+def preset_remedy(name: object) -> str:
+    """Sentences with the presets that may be meant."""
+    found = " or ".join(map(repr, candidates(name, PRESETS)))
+    if found:
+        return f"Did you mean {found}?"
+    common = f"{DEFAULT}, decoupled_token_is, decoupled_token_icepop, bypass_ppo_clip and disabled"
+    return f"Common presets are {common}; `docs/presets.md` has all {len(PRESETS)}."
 
 
 def _folder(value: object) -> str | None:

@@ -1,6 +1,7 @@
 """Files with settings: YAML and shell scripts, of this package and of other tools, and their translation. No torch."""
 
 import difflib
+import math
 import re
 import shlex
 import sys
@@ -14,16 +15,23 @@ import yaml
 from ..messages import SelfContainedError, SettingError, nearest, warn, yaml_lines
 from .config import RolloutCorrectionConfig
 from .fields import FIELDS
-from .migrate import LEGACY_DEFAULTS, VERL_KEYS, from_legacy, from_trl, from_verl
+from .migrate import LEGACY_DEFAULTS, VERL_KEYS, counterpart, from_legacy, from_trl, from_verl
 from .presets import PRESETS
 
 
 # Fields in dumps of earlier versions
 _RENAMED = {"rollout_monitor_thresholds": "rollout_monitor_bounds"}
 _REMOVED = ("rollout_compile",)
+# First part of the names of settings that stand alone in a script
+_OF_CORRECTION = ("rollout_", "bypass_", "loss_type", "use_pure_rollout_correction", "vllm_importance_sampling_")
 Key = tuple[str, ...]
 
 _ARGUMENT = re.compile(r"\+{0,2}([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
+_VARIABLE = re.compile(r"\$\{?(\w+)\}?")
+_YAML_KEY = re.compile(r"^\s*[\w.]+:(\s|$)", re.MULTILINE)
+
+# Limits of a file with settings, far above those in use: characters, and nodes of YAML with each alias written out
+_LARGEST, _MOST_NODES = 1_000_000, 100_000
 
 
 class Document(NamedTuple):
@@ -32,6 +40,9 @@ class Document(NamedTuple):
     content: Any  # arguments of a shell script are nested mappings of text
     lines: dict[Key, int]  # line of each key by its path, counted from 1
     replaced: dict[Key, list[int]] = {}  # earlier lines that set a key to another value
+    variables: dict[
+        str, tuple[str, int]
+    ] = {}  # value and line of each variable of a script that no other setting uses
 
     def line(self, *path: str) -> int | None:
         """Line of a key, or of the nearest key above it with a line."""
@@ -42,78 +53,142 @@ class Document(NamedTuple):
 def read_document(file: Path | TextIO) -> Document:
     """Read a YAML file, or a shell script with arguments such as `algorithm.gamma=1.0`. A `ValueError` has one line."""
     try:
-        text = file.read_text(encoding="utf-8") if isinstance(file, Path) else file.read()
+        text = read_text(file) if isinstance(file, Path) else _bounded(file)
         return _from_yaml(text)
     except OSError as error:
         raise ValueError(error.strerror) from None
     except UnicodeDecodeError as error:
         raise ValueError(f"not YAML: {error}") from None
+    except RecursionError:
+        raise ValueError("not YAML: it has too many levels") from None
     except yaml.YAMLError as error:
         script = _from_script(text)
-        if script is None:
+        if script is None or (not script.content and _YAML_KEY.search(text)):
             mark = getattr(error, "problem_mark", None)
             where = f"line {mark.line + 1}: " if mark else ""
             raise ValueError(f"{where}not YAML: {getattr(error, 'problem', None) or error}") from None
         return script
 
 
+def read_text(path: Path) -> str:
+    """Text of a file with settings. A pipe or a device, which may have no end, is a `ValueError`."""
+    if path.exists() and not path.is_file():
+        what = "a folder" if path.is_dir() else "a pipe or a device"
+        raise ValueError(f"it is {what}, but settings are read from a regular file")
+    with path.open(encoding="utf-8") as file:
+        return _bounded(file)
+
+
+def _bounded(file: TextIO) -> str:
+    text = file.read(_LARGEST + 1)
+    if len(text) > _LARGEST:
+        raise ValueError(f"more than {_LARGEST:,} characters, too many for a file with settings")
+    return text
+
+
+def load_yaml(text: str) -> tuple[Any, yaml.Node | None]:
+    """
+    Content of YAML and its first node. A few nested aliases can stand for more nodes than there is memory, so they are counted
+    before they are written out: too many, or an alias within itself, are a `ValueError`.
+    """
+    loader = yaml.SafeLoader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None, None
+        if _count(node, {}) > _MOST_NODES:
+            raise ValueError("its aliases (`*name`) stand for too many values; write them out, or remove them")
+        return loader.construct_document(node), node
+    finally:
+        loader.dispose()
+
+
+def _count(node: yaml.Node, counted: dict[int, float]) -> float:
+    """Number of nodes of a tree in which each alias is written out; infinite for an alias within itself."""
+    if id(node) not in counted:
+        counted[id(node)] = math.inf
+        parts = node.value if isinstance(node, yaml.CollectionNode) else ()
+        below = [x for part in parts for x in (part if isinstance(part, tuple) else (part,))]
+        counted[id(node)] = 1 + sum(_count(x, counted) for x in below)
+    return counted[id(node)]
+
+
 def _from_yaml(text: str) -> Document:
-    content = yaml.safe_load(text)
+    content, node = load_yaml(text)
     if isinstance(content, str):
         return _from_script(text) or Document(content, {})
-    return Document(content, dict(_lines(yaml.compose(text, Loader=yaml.SafeLoader))))
+    document = Document(content, {}, {})
+    _note_lines(node, document, {})
+    return document
 
 
-def _lines(node: yaml.Node | None, above: Key = ()) -> Iterator[tuple[Key, int]]:
-    if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            path = (*above, str(key.value))
-            yield path, key.start_mark.line + 1
-            yield from _lines(value, path)
+def _note_lines(node: yaml.Node | None, document: Document, values: dict[Key, str], above: Key = ()) -> None:
+    """Note the line of each key, and earlier lines with another value. Of two equal keys, the last one counts."""
+    if not isinstance(node, yaml.MappingNode):
+        return
+    for key, value in node.value:
+        path, line = (*above, str(key.value)), key.start_mark.line + 1
+        text = value.value if isinstance(value, yaml.ScalarNode) else str(id(value))
+        if values.get(path, text) != text:
+            document.replaced.setdefault(path, []).append(document.lines[path])
+        values[path], document.lines[path] = text, line
+        _note_lines(value, document, values, path)
 
 
 def _from_script(text: str) -> Document | None:
     """Arguments of a command and assignments to variables, `None` if there are none."""
-    content: dict[str, Any] = {}
-    lines: dict[Key, int] = {}
-    replaced: dict[Key, list[int]] = {}
-    variables: dict[str, str] = {}
+    document = Document({}, {}, {}, {})
+    values: dict[str, str] = {}  # of variables
+    used: set[str] = set()
     for word, line in _words(text):
         match = _ARGUMENT.fullmatch(word)
         if match is None:
             continue
-        name, value = match.group(1), _expand(match.group(2), variables)
-        variables[name] = value
-        if "." not in name and not name.startswith(("rollout_", "bypass_mode", "loss_type")):
-            continue
-        *above, last = name.split(".")
-        section = content
-        for part in above:
-            section = section.setdefault(part, {}) if isinstance(section.get(part, {}), dict) else {}
-        key = (*above, last)
-        if key in lines and section[last] != value:
-            replaced.setdefault(key, []).append(lines[key])
-        section[last] = value
-        lines[key] = line
-    return Document(content, lines, replaced) if content else None
+        name, value = match.group(1), _expand(match.group(2), values)
+        used.update(_VARIABLE.findall(match.group(2)))
+        values[name] = value
+        if "." in name or name.startswith(_OF_CORRECTION):
+            _set(document, tuple(name.split(".")), value, line)
+        else:
+            document.variables.setdefault(name, (value, line))
+    for name in used & document.variables.keys():
+        del document.variables[name]
+    return document if document.content or document.variables else None
+
+
+def _set(document: Document, key: Key, value: str, line: int) -> None:
+    section = document.content
+    for part in key[:-1]:
+        if not isinstance(section.get(part), dict):
+            section[part] = {}
+        section = section[part]
+    if key in document.lines and section.get(key[-1]) != value:
+        document.replaced.setdefault(key, []).append(document.lines[key])
+    section[key[-1]] = value
+    document.lines[key] = line
 
 
 def _words(text: str) -> Iterator[tuple[str, int]]:
-    """Words of a script without quotes and comments, with their lines. Lines with unmatched quotes are left out."""
+    """Words of a script without quotes and comments, with their lines."""
     for number, line in enumerate(text.splitlines(), 1):
+        line = line.rstrip().removesuffix("\\")
         try:
-            for word in shlex.split(line.rstrip().removesuffix("\\"), comments=True):
-                yield word, number
-        except ValueError:
-            continue
+            words = shlex.split(line, comments=True)
+        except ValueError:  # a quote that the line does not close
+            words = line.split("#")[0].split()
+        for word in words:
+            yield word, number
 
 
 def _expand(value: str, variables: Mapping[str, str]) -> str:
-    known = re.sub(r"\$\{?(\w+)\}?", lambda match: variables.get(match.group(1), match.group(0)), value)
+    known = _VARIABLE.sub(lambda match: variables.get(match.group(1), match.group(0)), value)
     return known.strip("\\'\"")
 
 
 # Settings of other tools ----------------------------------------------------------------------------------------------
+
+
+_TRL = "TRL's own correction"
 
 
 class Foreign(NamedTuple):
@@ -128,23 +203,28 @@ class Foreign(NamedTuple):
 
 def find_foreign(document: object) -> Foreign | None:
     """Find the settings of another tool in its whole configuration, or in only the part about rollout correction."""
-    section = document.get("algorithm", document) if isinstance(document, Mapping) else None
-    if not isinstance(section, Mapping):
+    if not isinstance(document, Mapping):
         return None
-    above: Key = () if section is document else ("algorithm",)
+    algorithm = document.get("algorithm")
+    inside = _find_in(algorithm, ("algorithm",)) if isinstance(algorithm, Mapping) else None
+    return inside or _find_in(document, ())
+
+
+def _find_in(section: Mapping[str, object], above: Key) -> Foreign | None:
+    """Find the settings of another tool in a section under some keys."""
     nested = (*above, "rollout_correction")
     legacy = is_legacy(section)
-    maybe_ours = section is document and not legacy
+    maybe_ours = not above and not legacy
     named = section.get("rollout_correction", "")
     if isinstance(named, Mapping) and is_legacy(named):
         return Foreign("verl's first releases", from_legacy, named, nested)
     if named is None or isinstance(named, Mapping):
         return Foreign("verl", from_verl, named, nested, maybe_ours and named is None)
-    if above and named in PRESETS:
+    if above and isinstance(named, str) and named in PRESETS:
         return Foreign("verl", lambda name: {"rollout_correction": name}, named, nested)
     trl = {key: value for key, value in section.items() if str(key).startswith("vllm_importance_sampling_")}
     if trl:
-        return Foreign("TRL's own correction", from_trl, trl, above, maybe_ours and not FIELDS.isdisjoint(section))
+        return Foreign(_TRL, from_trl, trl, above, maybe_ours and not FIELDS.isdisjoint(section))
     flat = {key: value for key, value in section.items() if str(key).startswith(("rollout_is", "rollout_rs"))}
     if legacy:
         return Foreign("verl's first releases", from_legacy, flat, above)
@@ -163,26 +243,11 @@ def is_legacy(section: Mapping[str, object]) -> bool:
 # Translation -----------------------------------------------------------------------------------------------------------
 
 
-# Keys of verl's `algorithm` section that are not about rollout correction, and their counterparts in TRL
-_ELSEWHERE = {
-    "gamma": "it discounts rewards per token, and TRL's trainers give one reward to the whole completion",
-    "lam": "it is a parameter of GAE",
-    "use_kl_in_reward": "RLOO does that with `beta`; GRPO puts the divergence into the loss",
-    "kl_ctrl": "TRL has `beta`",
-    "kl_penalty": "TRL has `beta`",
-    "norm_adv_by_std_in_grpo": "TRL has `scale_rewards`",
-}
-_ESTIMATORS = {
-    "grpo": "train with `RolloutCorrectedGRPOTrainer`",
-    "rloo": "train with `RolloutCorrectedRLOOTrainer`",
-    "gae": "TRL has neither GAE nor a value model. GRPO and RLOO compare completions of the same prompt instead",
-}
-
-
 def convert(path: str) -> str:
     """
     Translate a configuration of another tool to YAML of fields of [`RolloutCorrectionConfig`]. It is a YAML file, a shell
-    script with arguments for verl, or `-` for standard input. A warning with its line names every key that is left out.
+    script with arguments for verl, or `-` for standard input. A warning with its line names every setting that is left out, and
+    TRL's counterpart where [`~trl_rollout_corr.settings.migrate.counterpart`] knows one.
     """
     document = read_document(sys.stdin if path == "-" else Path(path))
     foreign = find_foreign(document.content)
@@ -227,25 +292,46 @@ def _line(document: Document, foreign: Foreign, field: str | None) -> int | None
 
 
 def _left_out(document: Document, foreign: Foreign) -> Iterator[tuple[int, str]]:
-    """Lines and messages about the other keys of a configuration of verl. TRL's other fields need no translation."""
-    if "algorithm" not in document.content:
-        for key in (
-            str(key) for key in document.content if key not in (foreign.settings or ()) and key not in foreign.above
-        ):
-            if known := difflib.get_close_matches(key, [*VERL_KEYS, *FIELDS], 1, 0.85):
-                yield document.line(key) or 1, f"`{key}` is left out. Did you mean `{known[0]}`?"
-        return
-    algorithm = document.content["algorithm"]
-    taken = set(foreign.settings or ()) if foreign.above == ("algorithm",) else {"rollout_correction"}
-    for key in (key for key in algorithm if key not in taken):
-        reason = _ESTIMATORS.get(str(algorithm[key])) if key == "adv_estimator" else _ELSEWHERE.get(key)
-        line = document.line("algorithm", str(key)) or 1
-        yield line, f"`algorithm.{key}` is left out: {reason or 'it is not about rollout correction'}."
-    for key, value in document.content.items():
-        if key != "algorithm" and value:
-            count = f" ({len(value)} keys)" if isinstance(value, Mapping) else ""
-            line = min(line for path, line in document.lines.items() if path[0] == str(key))
-            yield line, f"`{key}`{count} is left out: it is not about rollout correction."
+    """Lines and messages about the settings that are not translated. Those without a message of their own share one."""
+    others: dict[str, list[tuple[str, int]]] = {}
+    for path, value, line in _not_taken(document, foreign):
+        name = ".".join(path)
+        known = difflib.get_close_matches(name, [*VERL_KEYS, *FIELDS], 1, 0.85)
+        if known and foreign.tool != _TRL:
+            yield line, f"`{name}` is left out. Did you mean `{known[0]}`?"
+        elif foreign.tool != _TRL and (message := counterpart(path, value)):
+            yield line, f"`{name}` is left out: {message}."
+        else:
+            others.setdefault(path[0] if len(path) > 1 else "", []).append((name, line))
+    reason = "not about rollout correction"
+    if foreign.tool == _TRL:
+        reason = "not about its correction: keep name and value"
+    for names in others.values():
+        listed, several = ", ".join(f"`{name}`" for name, _ in names), len(names) > 1
+        yield (
+            names[0][1],
+            f"{listed} {'are' if several else 'is'} left out: {'they are' if several else 'it is'} {reason}.",
+        )
+
+
+def _not_taken(document: Document, foreign: Foreign) -> Iterator[tuple[Key, object, int]]:
+    """Path, value and line of each setting outside the translated ones."""
+    settings = foreign.settings
+    taken = [(*foreign.above, str(key)) for key in settings] if isinstance(settings, Mapping) else [foreign.above]
+    for path, value in _leaves(document.content):
+        if not any(path[: len(key)] == key for key in taken):
+            yield path, value, document.line(*path) or 1
+    for name, (value, line) in document.variables.items():
+        yield (name,), value, line
+
+
+def _leaves(content: object, above: Key = ()) -> Iterator[tuple[Key, object]]:
+    """Path and value of each setting. An empty section has none."""
+    if isinstance(content, Mapping):
+        for key, value in content.items():
+            yield from _leaves(value, (*above, str(key)))
+    elif above:
+        yield above, content
 
 
 # Settings of this package ---------------------------------------------------------------------------------------------

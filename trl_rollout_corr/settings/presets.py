@@ -144,17 +144,22 @@ LATER_PRESETS: dict[Preset, dict[str, Any]] = {
         "rollout_is": "token",
         "rollout_is_threshold": [[0.0, 1.0], [1.0, 1.0]],
         "rollout_is_clamp": True,
-        # DPPO's trust region, with half its bound: a probability that has changed by more than 0.1 is not pushed further.
-        "rollout_rs": ["token_tv"],
-        "rollout_rs_threshold": [[0.1, 0.1]],
+        # DPPO's trust region, with half its bound: a probability that has changed by more than 0.1 is not pushed further. It
+        # may be pushed back, so a floor removes rewarded garbage: tokens that the sampler was sure of, and that the trainer
+        # finds a thousand times less likely.
+        "rollout_rs": ["token_tv", "token_k1"],
+        "rollout_rs_threshold": [[0.1, 0.1], [0.001, float("inf")]],
     },
 }
 
 PRESETS: dict[Preset, dict[str, Any]] = {**VERL_PRESETS, **ORIGINAL_PRESETS, **LATER_PRESETS}
 
-# The preset of a run that names none. If it sets some of the fields below, the others have their values there.
+# The preset of a run that names none. A level of the weights is a whole correction, as TRL's `vllm_importance_sampling_mode`
+# is: the other fields come from `BASE`. Beside other fields of weights and rejection they do too, with a warning: the weights
+# of `auto` were judged with its rejection only. The mode says where a correction acts and not which one: it changes `DEFAULT`.
 DEFAULT: Preset = "auto"
 BASE: Preset = "decoupled_token_is"
+MODE = {"bypass_mode", "rollout_loss_type"}
 
 # Fields that a preset decides, with the values for those missing in its row.
 _BASE: dict[str, Any] = {

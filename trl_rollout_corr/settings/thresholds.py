@@ -17,9 +17,6 @@ from .criteria import CRITERIA, DIRECTED, FIRST_NAMES
 
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|\+?\.?inf", re.IGNORECASE)
-_UNDERSCORE_HINT = (
-    "(YAML and Python read an unquoted 0.5_2 as the number 0.52: write the pair as [0.5, 2.0], or quote it.)"
-)
 
 Bounds = float | list[float]
 WeightBounds = Bounds | list[list[float]]
@@ -38,8 +35,16 @@ def parse_number(value: object, field: str, part: str = "") -> float:
         with suppress(OverflowError):  # an integer larger than all floats
             if not math.isnan(value):
                 return float(value)
-    remedy = _UNDERSCORE_HINT if field.endswith("_threshold") else ""
-    raise SettingError(field, value, allowed="made of numbers" if remedy else "a number", remedy=remedy, part=part)
+    allowed = "made of numbers" if field.endswith("_threshold") else "a number"
+    remedy = "Write a pair as [0.5, 2.0]." if isinstance(value, str) and "_" in value else ""
+    raise SettingError(field, value, allowed=allowed, remedy=remedy, part=part)
+
+
+def _underscore_hint(number: float) -> str:
+    """A sentence on a number that YAML may have made of a pair, as 0.52 of `0.5_2`. Such a number has two digits or more."""
+    if not 0.1 <= number < 1 or len(repr(number)) < len("0.52"):
+        return ""
+    return " YAML and Python read an unquoted 0.5_2 as the number 0.52: write the pair as [0.5, 2.0], or quote it."
 
 
 def parse_structure(value: object, field: str) -> Any:
@@ -92,7 +97,7 @@ def parse_weight_threshold(value: object) -> WeightBounds:
             upper,
             "a lower bound would shrink the weight of tokens on which both policies agree",
             "at least 1 when it is one number (a truncation bound)",
-            f"Set a number such as 2.0, or a pair such as [0.5, 5.0]. {_UNDERSCORE_HINT}",
+            f"Set a number such as 2.0, or a pair such as [0.5, 5.0].{_underscore_hint(upper)}",
         )
     return upper
 
@@ -143,12 +148,22 @@ def parse_rejection_thresholds(value: object, criteria: Sequence[str] | None) ->
     if len(criteria) == 1 and isinstance(parsed, list) and len(parsed) == 2:
         parsed = [parsed]  # the pair of the only criterion
     entries = parsed if isinstance(parsed, list) else [parsed]
-    if len(entries) == 1:
-        entries = entries * len(criteria)
+    if len(entries) == 1 < len(criteria):
+        return _parse_shared(entries[0], criteria)
     if len(entries) != len(criteria):
         allowed = f"one entry for each of the {len(criteria)} criteria in `rollout_rs` ({', '.join(criteria)}), or one for all"
         raise SettingError(field, value, f"{len(entries)} entries", allowed)
     return [_parse_entry(entry, name) for entry, name in zip(entries, criteria, strict=True)]
+
+
+def _parse_shared(entry: Any, criteria: Sequence[str]) -> list[Bounds]:
+    """Parse the single entry of several criteria."""
+    try:
+        return [_parse_entry(entry, name) for name in criteria]
+    except SettingError as error:
+        shared = f"One entry is for all criteria: write one for each of {', '.join(criteria)}."
+        error.remedy = f"{error.remedy} {shared}".strip()
+        raise
 
 
 def _parse_entry(entry: Any, name: str) -> Bounds:
@@ -175,7 +190,7 @@ def _parse_entry(entry: Any, name: str) -> Bounds:
         allowed = (
             "a pair of bounds on the ratio such as [0.5, 2.0], or a number u of at least 1 that stands for [1/u, u]"
         )
-        remedy = f"With several criteria, one pair each is written [[0.5, 2.0], [0.5, 2.0]]. {_UNDERSCORE_HINT}"
+        remedy = f"With several criteria, one pair each is written [[0.5, 2.0], [0.5, 2.0]].{_underscore_hint(upper)}"
         raise SettingError(field, upper, allowed=allowed, remedy=remedy, part=part)
     return [1 / upper, upper]
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from ._engine_weights import read
+
 
 def push(llm: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Push weights, by their names in the checkpoint, through the reload of an engine, and clear its prefix cache."""
@@ -16,13 +18,17 @@ def push(llm: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
 
 class PackingWorker:
     """
-    An extension of vLLM's worker, for a server on a CPU:
-    `--worker-extension-cls trl_rollout_corr.trainers._cpu_reload.PackingWorker`.
+    An extension of vLLM's worker: `--worker-extension-cls trl_rollout_corr.trainers._cpu_reload.PackingWorker`. A server on a
+    CPU needs it, and on any server it lets the trainer check that weights arrive. Its methods are for `/collective_rpc`.
     """
 
     def reload_and_pack(self, weights_path: str) -> None:
-        """Load weights from a folder, and pack all of them. For `/collective_rpc`."""
+        """Load weights from a folder, and pack all of them."""
         reload(self, weights_path=weights_path)
+
+    def read_weights(self, names: list[str]) -> dict[str, Any]:
+        """Fingerprints of the weights that this worker holds: [`~trl_rollout_corr.trainers._engine_weights.read`]."""
+        return read(self.get_model(), names)  # type: ignore[attr-defined]  # of vLLM's worker
 
 
 def reload(worker: Any, **weights: Any) -> None:

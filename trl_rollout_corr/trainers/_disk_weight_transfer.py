@@ -8,10 +8,8 @@ import requests
 import torch
 from safetensors.torch import save_file
 
+from .server_check import EXTENSION, has_extension
 from .upstream import VLLMClient
-
-
-EXTENSION = "trl_rollout_corr.trainers._cpu_reload.PackingWorker"
 
 
 class DiskWeightTransfer:
@@ -44,7 +42,7 @@ class DiskWeightTransfer:
                 "`VLLM_SERVER_DEV_MODE=1` in its environment."
             )
         info = response.json()["vllm_config"]
-        if info["parallel_config"]["worker_extension_cls"] == EXTENSION:
+        if has_extension(info):
             self._method = "reload_and_pack"
         elif info["device_config"]["device"] == "cpu":
             raise RuntimeError(

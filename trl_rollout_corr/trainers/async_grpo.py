@@ -26,6 +26,7 @@ from ..correction.functional import LOG_RATIO_BOUND
 from ..messages import nearest, warn_idle
 from ..settings.config import RolloutCorrectionConfig
 from ._cpu_attention import register_tree_attention
+from .async_pushes import PushesToServer
 from .batch import PADDING, REWARDS, ROLLOUT_LOGPS, ROLLOUT_STEP, TOKEN_STEPS
 from .core import CorrectionCore, check_bounds_of_means
 from .engine import announce_server, check_engine_kwargs
@@ -35,7 +36,7 @@ from .monitor import check_tightened
 from .observer import Corrected
 from .packed import Awaited, Policy, Terms
 from .sampler import TRUNCATION, check_server_logprobs, warn_about_distortion
-from .stopping import OrderlyEnd
+from .stopping import OrderlyEnd, drain_at_stop
 from .token_versions import ask_for_versions
 from .trl_interface import ASYNCHRONOUS, check_bases, check_trl, with_parameters_of
 from .upstream import AsyncGRPOConfig, AsyncGRPOTrainer, AsyncRolloutWorker, WeightTransferClient, without_peak_flops
@@ -132,7 +133,7 @@ class RolloutCorrectedAsyncGRPOConfig(RolloutCorrectionConfig, AsyncGRPOConfig):
         check_tightened(self, warns=warns)
 
 
-class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
+class RolloutCorrectedAsyncGRPOTrainer(PushesToServer, CorrectionCore, AsyncGRPOTrainer):
     r"""
     TRL's `AsyncGRPOTrainer` that corrects for the age of its samples and for the mismatch between vLLM and the trainer.
 
@@ -182,7 +183,7 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
     ) -> None:
         check_trl(AsyncGRPOTrainer, {AsyncGRPOTrainer: ASYNCHRONOUS})
         check_bases(type(self), RolloutCorrectedAsyncGRPOTrainer, AsyncGRPOTrainer, method="compute_loss")
-        config = self._checked_args(model, args)
+        config = self._checked_before_loading(model, args)
         if config.rollout_engine_kwargs:
             check_engine_kwargs(config.rollout_engine_kwargs)
             announce_server(config.rollout_engine_kwargs)
@@ -194,9 +195,12 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
         self._has_own_worker = kwargs.get("rollout_worker") is None
         self._tap: Tap | None = None  # on the main process
         self._step_of_version: dict[int, int] = {}
+        if isinstance(self.rollout_worker, AsyncRolloutWorker):  # only on the main process
+            drain_at_stop(self.rollout_worker)
         self._end = OrderlyEnd(self.accelerator)
         self.add_callback(self._end)
         self._set_up_observer()
+        self._set_up_push_checks()
 
     def _check_weights_reach_the_server(self) -> None:
         if isinstance(self.weight_transfer, WeightTransferClient):
@@ -220,7 +224,7 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
         samples.queue = self._tap = Tap(samples.queue)
         samples.check_health_fn = self._check_health
         batcher.dataset = Carrier(samples, self._tap, self._step_of_version, self._samples_failed)
-        with_text = any((self._observer.dump, self._observer.first_step))
+        with_text = any((self._observer.dump, self._observer.first_step, self._server))
         inner = dataloader.base_dataloader  # Accelerate's around torch's
         inner.collate_fn = Layout(inner.collate_fn, with_text, self.processing_class.pad_token_id)
 
@@ -261,8 +265,8 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
 
     def _sync_weight(self) -> None:
         if not self._end.running:
-            super()._sync_weight()
             self._check_server()
+            self._push()
             if self._has_own_worker:
                 ask_for_versions(self)
         elif not self._sync_or_end():
@@ -276,7 +280,7 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
         if self._end.agree(self.control, self.state):
             return False
         try:
-            super()._sync_weight()
+            self._push()
         except Exception as error:
             if self.accelerator.num_processes > 1:  # other ranks wait for this one, until they are stopped
                 raise
@@ -312,7 +316,6 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
         awaited = {}
         if self.args.corrects:
             awaited = {key: Awaited(inputs[key]) for key in ("advantages", "old_log_probs")}
-        self._delivery.generated(self.state.global_step)
         policy = Policy(model, partial(self._correct, inputs=inputs, awaited=awaited))
         loss: torch.Tensor = super().compute_loss(policy, {**inputs, **awaited}, return_outputs, num_items_in_batch)
         if policy.forwards != 1 or not all(x.was_taken for x in awaited.values()):
@@ -332,7 +335,7 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
         index = inputs["token_index"][selected]
         logps = output.log_probs.detach().flatten()[index]
         batch = self._completions_of(inputs, terms, selected)
-        self._look_at_delivery(terms.spread(logps), batch, lambda: terms.spread(forward().log_probs.flatten()[index]))
+        self._keep_text(batch, lambda: terms.spread(forward().log_probs.flatten()[index]))
         anchor, seen = self._corrected(terms.spread(logps), batch)
         dropped = self._tap.take_dropped() if self._tap is not None else []
         self._observer.trained(self._now, terms.spread(logps), seen, dropped)

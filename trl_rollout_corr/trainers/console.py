@@ -1,6 +1,7 @@
 """Console output of training: one line per log. Trackers get more, see `reporting`."""
 
 import logging
+import os
 import sys
 import time
 from datetime import timedelta
@@ -13,23 +14,28 @@ from ..messages import PREFIX, __version__, logger
 from .monitor import ALARMS
 
 
+# Environment variable that leaves the output to Transformers if it is 0
+SWITCH = "TRL_ROLLOUT_CORR_CONSOLE"
+
 # Columns of a line, shown where the log has them: name, key, and format
 _COLUMNS = (
+    ("loss", "loss", "{:<7.2g}"),
+    ("grad_norm", "grad_norm", "{:<5.2g}"),
     ("reward", "reward", "{:.3f}"),
-    ("k3_kl", f"{PREFIX}k3_kl", "{:<8.2g}"),
+    ("k3_kl", f"{PREFIX}k3_kl", "{:<7.2g}"),
     ("ESS", f"{PREFIX}rollout_is_eff_sample_size", "{:.2f}"),
-    ("rejected", f"{PREFIX}rollout_rs_masked_fraction", "{:6.1%}"),
+    ("rejected", f"{PREFIX}rollout_rs_masked_fraction", "{:5.1%}"),
     ("effective_lr", f"{PREFIX}effective_lr", "{:.2f}"),
 )
 
 
 class Console(PrinterCallback):
     """
-    Prints a line per log: progress, time left, reward, `k3_kl`, effective sample size, share rejected, effective learning rate
-    and the number of alarms.
+    Prints a line per log: progress, time left, loss, norm of the gradient, reward, `k3_kl`, effective sample size, share
+    rejected, effective learning rate and the number of alarms.
 
-    The trainers put it in the place of the callback by which Transformers prints every metric. To see them all, pass
-    `callbacks=[transformers.PrinterCallback()]`.
+    The trainers put it in the place of the callback by which Transformers prints every metric, unless the environment variable
+    `TRL_ROLLOUT_CORR_CONSOLE` is 0.
     """
 
     def __init__(self) -> None:
@@ -62,7 +68,7 @@ class Console(PrinterCallback):
             write(f"{done} steps in {timedelta(seconds=round(seconds))}")
             return
         left = f"{timedelta(seconds=round(seconds / done * (last - step)))} left" if done else ""
-        write(f"step {step:>{len(str(last))}}/{last} {step / max(last, 1):>4.0%} {left:>13}  {_line(logs) or logs}")
+        write(f"step {step:>{len(str(last))}}/{last} {left:>13}  {_line(logs) or logs}")
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
@@ -103,6 +109,8 @@ def _line(logs: dict[str, float]) -> str:
 
 def add_console(handler: CallbackHandler) -> None:
     """Print lines in place of those of Transformers, as the last of the callbacks. Notebooks keep their own output."""
+    if os.environ.get(SWITCH) == "0":
+        return
     for i, callback in reversed(list(enumerate(handler.callbacks))):
         if type(callback) is PrinterCallback:
             handler.callbacks[i] = Console()

@@ -5,6 +5,7 @@ Correction of one batch, its metrics and callbacks, for all trainers. It uses on
 """
 
 import math
+import os
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import replace
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate import PartialState
 from transformers import PreTrainedModel
 from transformers.trainer_utils import TrainOutput
 from trl import GRPOConfig, RLOOConfig
@@ -24,14 +26,13 @@ from ..messages import warn
 from .batch import ROLLOUT_LOGPS, ROLLOUT_STEP, TOKEN_STEPS, TURN_IDS
 from .card import complete_card
 from .console import add_console
-from .delivery import Delivery
-from .dumping import SequenceDump, check_dump_folder
+from .dumping import SequenceDump, check_dump_folder, check_unused
 from .first_step import FirstStepDiagnosis
 from .lr_scaling import LearningRateScaling, check_scalable
 from .monitor import MONITOR_FIELDS, settle_monitors
 from .observer import Corrected, Moment, Observer
 from .reporting import choose_metrics
-from .run_metadata import check_dropout, check_types, engine_metadata, may_round, trainer_metadata
+from .run_metadata import check_dropout, check_types, engine_metadata, trainer_metadata
 from .trl_interface import check_config_class
 
 
@@ -87,6 +88,21 @@ def check_bounds_of_means(config: GRPOConfig | RLOOConfig) -> None:
             )
 
 
+def warn_about_one_process() -> None:
+    """
+    Warn if `accelerate launch` was asked for several processes on a CPU, of which it starts one.
+
+    It then sets the address of the main process, which one process does not need, and no size of the world. A variable of the
+    user's machine may look the same, so that this is no proof.
+    """
+    names = ("ACCELERATE_USE_CPU", "MASTER_ADDR", "WORLD_SIZE")
+    if [os.environ.get(name) for name in names] == ["True", "127.0.0.1", None] and PartialState().num_processes == 1:
+        warn(
+            "This run has one process, although `accelerate launch` seems to have been asked for several: on a CPU it starts "
+            "one. For several, use `torchrun --nproc_per_node 2 SCRIPT` with the options of the script."
+        )
+
+
 class CorrectionCore(_Host):
     """
     Correction of one batch, and its metrics. Comes before a trainer of TRL among the bases.
@@ -107,10 +123,18 @@ class CorrectionCore(_Host):
             model_name = model if isinstance(model, str) else model.config._name_or_path
             return self._config_class(f"{model_name.split('/')[-1]}-{self._name}")
         check_config_class(args, self._config_class)
+        warn_about_one_process()
         args.check()  # again, as fields may have been assigned; before vLLM starts, which takes long
         check_scalable(args)
         if args.rollout_dump_dir is not None:
             check_dump_folder(Path(args.rollout_dump_dir), new_run=False)
+        return args
+
+    def _checked_before_loading(self, model: str | PreTrainedModel, args: Any) -> Any:
+        """Checks before model and vLLM are loaded, which takes minutes. Returns the configuration."""
+        args = self._checked_args(model, args)
+        if args.rollout_dump_dir is not None:
+            check_unused(args)
         return args
 
     def _set_up_observer(self) -> None:
@@ -121,7 +145,6 @@ class CorrectionCore(_Host):
         check_types(self._about)
         self._built_with = {name: plain(getattr(self.args, name)) for name in _READ_WHEN_BUILT}
         self._observer = Observer(self.args, self.accelerator, self.callback_handler)
-        self._delivery = Delivery(self.accelerator, self._doubt_delivery)
         self._equip()
 
     def _equip(self) -> None:
@@ -168,10 +191,6 @@ class CorrectionCore(_Host):
         model = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=True)
         return trainer_metadata(model, self.args) | engine_metadata(self._engine_config)
 
-    def _doubt_delivery(self, in_part: bool) -> str | None:
-        """Reason why a sampler with all new weights may look as if it had old ones; `None` if there is none."""
-        return may_round(self._metadata(), in_part)
-
     def _new_dump(self) -> SequenceDump:
         tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
         return SequenceDump(self.args, self.accelerator, tokenizer, self.args.seed, self._about)
@@ -200,15 +219,6 @@ class CorrectionCore(_Host):
     def _ages(self, batch: dict[str, Any]) -> torch.Tensor | None:
         """Age of each completion, `(B,)` in optimizer steps, NaN if unknown; `None` if the sampler tells none."""
         return self.state.global_step - batch[ROLLOUT_STEP] if ROLLOUT_STEP in batch else None
-
-    def _look_at_delivery(
-        self, current: torch.Tensor, batch: dict[str, Any], score: Callable[[], torch.Tensor]
-    ) -> None:
-        """Check that weights arrive in the sampler. `score` computes `current` again, with the weights of that time."""
-        ages = self._ages(batch)
-        if ages is not None and self.model.training:
-            step, mask = self.state.global_step, self._loss_mask(batch)
-            self._delivery.visited(step, current, batch[ROLLOUT_LOGPS], mask, ages, score)
 
     def _weigh_step(self, current: torch.Tensor, batch: dict[str, Any], seen: Corrected | None) -> None:
         """Count a micro-batch for the factor of the learning rate, if `rollout_lr_scaling` is set."""

@@ -161,10 +161,8 @@ class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
         if self.rollout_func is None:  # a rollout function brings its own log-probabilities
             super()._check_sampler()
 
-    def _doubt_delivery(self, in_part: bool) -> str | None:
-        if self.rollout_func is not None:
-            return "Completions come from `rollout_func`, which may use another sampler."
-        return super()._doubt_delivery(in_part)
+    def _doubt_sampler(self) -> str:
+        return "Completions come from `rollout_func`, which may use another sampler." if self.rollout_func else ""
 
     def _generate_and_score_completions(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         try:

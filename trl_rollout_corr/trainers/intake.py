@@ -117,7 +117,11 @@ class Carrier(torch.utils.data.IterableDataset):
         step = self._step_of.get(sample.model_version, np.nan)
         if (versions := getattr(sample, "versions", None)) is None:
             return {ROLLOUT_STEP: step}
-        steps = np.array([self._step_of.get(int(version), step) for version in versions], dtype=np.float32)
+        # a version before that of the beginning is a label that the server kept, as it did not take a later one
+        known = [
+            self._step_of.get(int(version), step) if version >= sample.model_version else step for version in versions
+        ]
+        steps = np.array(known, dtype=np.float32)
         sampled = steps[np.asarray(sample.completion_mask) != 0]
         return {ROLLOUT_STEP: np.fmin.reduce(sampled, initial=np.nan), TOKEN_STEPS: steps}
 

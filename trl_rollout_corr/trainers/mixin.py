@@ -42,6 +42,7 @@ from .first_step import score_alone
 from .gradient_check import GradientCheck
 from .loss import LossCall
 from .observer import Corrected
+from .pushes import PushesToVLLM
 from .routed import RoutingReplay
 from .sampler import check_server_logprobs, observe_sampler, sync_weights_on_cpu, truncation, warn_about_images
 from .scoring import Logprobs, OldPass, Scoring
@@ -50,7 +51,7 @@ from .trl_interface import check_bases, check_trl, definer
 from .versions import keeps_support, take_out_weights
 
 
-class RolloutCorrectionMixin(RoutingReplay, CorrectionCore):
+class RolloutCorrectionMixin(RoutingReplay, PushesToVLLM, CorrectionCore):
     """
     Rollout correction for a trainer of TRL. Comes before the trainer among the bases.
 
@@ -72,7 +73,7 @@ class RolloutCorrectionMixin(RoutingReplay, CorrectionCore):
     _anchor_key: str
 
     rollout_step: int | None = None
-    _other_prompts = False  # True once vLLM has read another prompt than the trainer
+    _warned_about_images = False
 
     def __init__(
         self,
@@ -84,7 +85,7 @@ class RolloutCorrectionMixin(RoutingReplay, CorrectionCore):
     ) -> None:
         check_trl(self._trl_class)
         check_bases(type(self), RolloutCorrectionMixin, self._trl_class)
-        args = self._checked_args(model, args)
+        args = self._checked_before_loading(model, args)
         with engine_arguments(args):
             super().__init__(model, reward_funcs, args, *further_args, **kwargs)
         self._scoring: Scoring | None = None
@@ -99,11 +100,12 @@ class RolloutCorrectionMixin(RoutingReplay, CorrectionCore):
             self._check_server()
             sync_weights_on_cpu(self.vllm_generation)
             replays = self.args.rollout_support is not None and bool(truncation(self.args))
-            observe_sampler(self.vllm_generation, self._record_logprobs, self._mark_sync, replays=replays)
+            observe_sampler(self.vllm_generation, self._record_logprobs, self._pushing, replays=replays)
         self._check_sampler()
         if self.args.rollout_support is not None:
             check_replay(self)
         self._set_up_observer()
+        self._set_up_push_checks()
 
     def _check_server(self) -> None:
         if self.vllm_mode == "server":
@@ -123,14 +125,6 @@ class RolloutCorrectionMixin(RoutingReplay, CorrectionCore):
                 "`use_vllm` is False, so the sampler gives no log-probabilities, which the correction and its metrics need. "
                 f"Set `use_vllm=True`{other}, or use `{self._trl_class.__name__}`."
             )
-
-    def _mark_sync(self) -> None:
-        self.rollout_step = self.state.global_step
-
-    def _doubt_delivery(self, in_part: bool) -> str | None:
-        if self._other_prompts:
-            return "vLLM has read other prompts than the trainer, because of their images."
-        return super()._doubt_delivery(in_part)
 
     # Scoring ----------------------------------------------------------------------------------------------------------
 
@@ -182,7 +176,7 @@ class RolloutCorrectionMixin(RoutingReplay, CorrectionCore):
             self._settle_old_pass(scoring.old_pass, output)
         take_out_weights(output, self._metrics[self._now.mode], keeps_support(self.args, self._trl_class))
         self._check_rows(scoring, output)
-        self._other_prompts = warn_about_images(scoring, output, self._other_prompts)
+        self._warned_about_images = warn_about_images(scoring, output, self._warned_about_images)
         output[ROLLOUT_LOGPS] = self._rollout_logps(output, scoring)
         output[REWARDS] = scoring.rewards
         if scoring.kept is not None:
@@ -195,7 +189,6 @@ class RolloutCorrectionMixin(RoutingReplay, CorrectionCore):
             self._visited = []
             for key in (FIRST_LOGPS, FIRST_COEFFICIENTS):
                 output[key] = torch.full_like(output["completion_ids"], torch.nan, dtype=torch.float32)
-            self._delivery.generated(self.state.global_step)
         if self.args.corrects and self.args.needs_whole_batch and not self.args.bypass_mode:
             seen = self._correct_from(output[OLD_LOGPS], output, from_old=True)
             self._report(seen)
@@ -281,8 +274,10 @@ class RolloutCorrectionMixin(RoutingReplay, CorrectionCore):
         logps, *others = forward(model, *args, **kwargs)
         if self._loss_call is not None and self._is_policy(model, logps, self._loss_call):
             self._loss_call.take_forward()
-            again = partial(self._forward_again, self._loss_call.batch, *args, **kwargs)
-            self._look_at_delivery(logps.detach(), self._loss_call.batch, again)
+            if self.use_vllm and self.vllm_mode == "server":
+                self._keep_text(
+                    self._loss_call.batch, partial(self._forward_again, self._loss_call.batch, *args, **kwargs)
+                )
             logps = self._correct(logps, self._loss_call.batch, self._loss_call.inputs)
             self._loss_call.inputs.read.clear()  # only reads after the correction count
         return logps, *others

@@ -16,9 +16,9 @@ from ..health.examine import Examiner, parse_bounds
 from ..health.rule import Alarm
 from ..health.rules import RULES
 from ..health.windows import is_training_window
-from ..messages import PREFIX, nearest, report, warn
+from ..messages import PREFIX, report, warn
 from ..settings.config import RolloutCorrectionConfig
-from ..settings.fields import MONITOR_ACTIONS, MonitorAction
+from ..settings.fields import MONITOR_ACTIONS, MonitorAction, preset_remedy
 from ..settings.presets import PRESETS, Preset
 
 
@@ -34,10 +34,10 @@ class RolloutCorrectionMonitor(TrainerCallback):
     r"""
     Examines the metrics of rollout correction whenever they are logged, and reports unhealthy ones.
 
-    The rules are those of `docs/monitoring.md`. Each finding is a message of the logger `trl_rollout_corr`: a line with the
-    step, the observation and the bound of the rule; the first time also the reason and the advice. It is repeated after
-    10, 20, 40 and so on logging windows while it lasts. The same goes to W&B and trackio as an alert, if the run reports
-    there. The number of rules that hold is logged as `rollout_corr/monitor/alarms`.
+    The rules are those of `trl-rollout-corr docs monitoring`. Each finding is a message of the logger `trl_rollout_corr`: a
+    line with the step, the observation and the bound of the rule; the first time also the reason and the advice. It is
+    repeated after 10, 20, 40 and so on logging windows while it lasts. The same goes to W&B and trackio as an alert, if the
+    run reports there. The number of rules that hold is logged as `rollout_corr/monitor/alarms`.
 
     The trainers add a monitor by themselves, as `rollout_monitor` says. One that is passed to them takes its place.
 
@@ -244,8 +244,7 @@ def check_name(preset: Preset | None) -> Preset:
     """Check that a preset exists, and return its name."""
     if preset is None or preset not in PRESETS:
         raise ValueError(
-            f"`rollout_monitor_preset` is {preset!r}, but `rollout_monitor='tighten'` switches to it."
-            f"{nearest(preset, PRESETS)} Available presets: {', '.join(PRESETS)}."
+            f"`rollout_monitor_preset` is {preset!r}, but `rollout_monitor='tighten'` switches to it. {preset_remedy(preset)}"
         )
     return preset
 

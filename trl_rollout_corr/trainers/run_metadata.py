@@ -110,17 +110,3 @@ def check_dropout(model: PreTrainedModel) -> None:
         f"Dropout is on in the model that trains, {' and '.join(where)}, and off in the sampler. The two are "
         f"different policies even with equal weights, and the correction acts on the difference. Set {' and '.join(remedies)}."
     )
-
-
-def may_round(metadata: Mapping[str, str], in_part: bool) -> str | None:
-    """Reason why a sampler may miss small updates of the weights, or (`in_part`) a part of them; `None` without one."""
-    trainer, sampler = metadata["trainer_dtype"], metadata.get("sampler_dtype", "an unknown type")
-    if metadata["adapter"] != "none":
-        return "The adapter is merged into the weights before they are pushed, and rounding removes small updates."
-    if metadata.get("quantization"):
-        return f"The sampler is quantised ({metadata['quantization']}), and rounding removes small updates."
-    if trainer != sampler:
-        return f"The trainer computes in {trainer} and the sampler in {sampler}: rounding removes small updates."
-    if in_part and trainer != "float32":
-        return f"Both compute in {trainer}, whose rounding errors may grow while the policy changes as much as here."
-    return None

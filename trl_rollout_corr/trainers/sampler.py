@@ -6,6 +6,7 @@ The last two change one [`~trl.generation.vllm_generation.VLLMGeneration`] objec
 
 import operator
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any
 
@@ -219,11 +220,15 @@ def warn_about_images(scoring: Scoring, batch: Mapping[str, Any], told: bool) ->
 
 
 def observe_sampler(
-    generation: VLLMGeneration, keep: Callable[..., object], synced: Callable[[], object], *, replays: bool = False
+    generation: VLLMGeneration,
+    keep: Callable[..., object],
+    pushing: Callable[[], AbstractContextManager],
+    *,
+    replays: bool = False,
 ) -> None:
     """
     Call `keep` with the log-probabilities of each generation, by completion, with the prompts that vLLM has read, and, if it
-    `replays`, with the tokens that sampling kept; and `synced` before each push of weights.
+    `replays`, with the tokens that sampling kept; and push weights in a context of `pushing`.
     """
     generation.logprobs = 0  # of the sampled token alone
     candidates = Candidates(generation) if replays else None
@@ -245,12 +250,12 @@ def observe_sampler(
         return prompt_ids, completion_ids, logprobs, *others
 
     @wraps(sync_weights)
-    def tell_and_sync(*args: Any, **kwargs: Any) -> Any:
-        synced()
-        sync_weights(*args, **kwargs)
+    def sync_and_check(*args: Any, **kwargs: Any) -> Any:
+        with pushing():
+            sync_weights(*args, **kwargs)
         forget_images(generation)
 
-    generation.generate, generation.sync_weights = generate_and_keep, tell_and_sync
+    generation.generate, generation.sync_weights = generate_and_keep, sync_and_check
 
 
 def forget_images(generation: VLLMGeneration) -> None:

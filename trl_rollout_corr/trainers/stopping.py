@@ -1,8 +1,42 @@
-"""End of a run whose sampler or server has failed: a checkpoint, and then the error on every rank."""
+"""End of an asynchronous run: that of the rollout worker, and of a run whose sampler or server has failed."""
+
+from contextlib import suppress
+from queue import Empty
+from threading import Event, Thread
+from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+
+def drain_at_stop(worker: Any) -> None:
+    """
+    Empty the queues of TRL's rollout worker while it stops.
+
+    A process ends only when all that it has put into a queue was taken out of its pipe. Nobody takes samples after the last
+    step, so TRL would wait for 15 seconds, warn, and kill the process of the worker.
+    """
+    stop = worker.stop
+    queues = [getattr(worker, name) for name in ("rollout_buffer", "metrics_queue") if hasattr(worker, name)]
+
+    def stop_and_drain() -> None:
+        stopped = Event()
+        Thread(target=_drain, args=(queues, stopped), daemon=True).start()
+        try:
+            stop()
+        finally:
+            stopped.set()
+
+    worker.stop = stop_and_drain
+
+
+def _drain(queues: list[Any], stopped: Event) -> None:
+    while not stopped.wait(0.05):
+        for queue in queues:
+            with suppress(Empty):
+                while True:
+                    queue.get_nowait()
 
 
 class OrderlyEnd(TrainerCallback):

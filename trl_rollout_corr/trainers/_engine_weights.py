@@ -1,0 +1,134 @@
+"""
+Fingerprints of weights: of those that are sent to vLLM, and of those that vLLM holds. Runs in the process of the engine, which
+may be a server.
+
+vLLM fuses weights, and packs them for its CPU kernels. So the fingerprint of what vLLM holds is that of the whole tensor, in
+any order of its elements, and that of what is sent is of a few columns: if these columns change, the whole tensor must.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+
+COLUMNS = 4  # of a matrix
+READABLE = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+
+
+def fingerprint(x: torch.Tensor) -> torch.Tensor:
+    """
+    Integer that depends on each bit of a tensor, `()`. It is on the device of the tensor, so nothing waits.
+
+    A change of one element changes the sum of its row and that of its column. The sums are hashed with their place.
+    """
+    matrix = x.detach().reshape(-1, x.shape[-1] if x.dim() > 1 else 1)
+    bits = matrix.view(READABLE[x.dtype])
+    rows, columns = (_hash(bits.sum(dim, dtype=torch.int64)) for dim in (1, 0))
+    return rows.sum() + 3 * columns.sum()
+
+
+def _hash(sums: torch.Tensor) -> torch.Tensor:
+    """Hash of each number and its place: the finaliser of SplitMix64, modulo 2^64."""
+    x = sums + torch.arange(len(sums), device=sums.device) * -7046029254386353131
+    x = (x ^ (x >> 30)) * -4658895280553007687
+    x = (x ^ (x >> 27)) * -7723592293110705685
+    return x ^ (x >> 31)
+
+
+def some_columns(x: torch.Tensor) -> torch.Tensor:
+    """A few columns of a matrix or of the experts of a layer, and all of a vector. NaN becomes 0: a NaN has many forms."""
+    return (_some(x) if x.dim() > 1 else x).nan_to_num(nan=0.0)
+
+
+def _some(x: torch.Tensor) -> torch.Tensor:
+    return x[..., :: max(1, x.shape[-1] // COLUMNS)][..., :COLUMNS]
+
+
+def packed_columns(layer: Any) -> torch.Tensor:
+    """The same columns of a weight that is packed for a CPU kernel: the answers of the layer to unit vectors."""
+    weight = layer.weight
+    width = (
+        weight.shape[-1] if weight.numel() else getattr(layer, "input_size_per_partition", None) or layer.input_size
+    )
+    columns = _some(torch.arange(width))
+    units = torch.zeros(len(columns), width, dtype=weight.dtype)
+    units[torch.arange(len(columns)), columns] = 1
+    with torch.no_grad():
+        return torch.as_tensor(layer.cpu_linear(units, weight, None))
+
+
+def read(model: Any, names: Iterable[str], group: Any = None) -> dict[str, dict[str, list]]:
+    """
+    Weights that a model of vLLM holds, and where it puts those of a trainer.
+
+    Args:
+        model (`torch.nn.Module`):
+            Model of vLLM.
+        names (`Iterable[str]`):
+            Names of weights in the trainer's checkpoint.
+        group (`ProcessGroup`, *optional*):
+            Ranks that share the model, over which fingerprints are summed.
+
+    Returns:
+        `dict`: `held`, the fingerprints of each tensor of the model, one for each form in which a layer keeps it; and
+        `places`, the tensors that hold each weight, for the weights where that is certain. `""` is the whole model. Only lists
+        and numbers, for a server.
+    """
+    found: dict[str, list[torch.Tensor]] = {}
+    of_memory: dict[Any, list[torch.Tensor]] = {}  # layers that are tied share the memory of their weights
+    unreadable = set()
+    for prefix, layer in model.named_modules():
+        for parameter, x in layer.named_parameters(recurse=False):
+            name = f"{prefix}.{parameter}".replace(".base_layer.", ".")
+            forms = of_memory.setdefault((x.data_ptr(), x.shape) if x.numel() else name, [])
+            if x.dtype in READABLE and x.numel() and not forms:
+                forms.append(fingerprint(x))
+            packed = parameter == "weight" and x.dim() < 3 and hasattr(layer, "cpu_linear")
+            if x.dtype in READABLE and packed and group is None:  # in a group each rank has other columns
+                forms.append(fingerprint(packed_columns(layer)))
+            found[name] = forms
+            if not forms:
+                unreadable.add(name)
+    held = _numbers({name: forms for name, forms in found.items() if forms}, group)
+    places = {name: _place(_name_in_vllm(model, name), held, unreadable) for name in names}
+    return {"held": held, "places": {name: place for name, place in places.items() if place}}
+
+
+def _numbers(found: dict[str, list[torch.Tensor]], group: Any) -> dict[str, list]:
+    """Fingerprints as numbers, with one wait for the device."""
+    if not found:
+        return {}
+    together = torch.stack([form for forms in found.values() for form in forms])
+    if group is not None:
+        torch.distributed.all_reduce(together, group=group)
+    numbers = iter(together.tolist())
+    return {name: [next(numbers) for _ in forms] for name, forms in found.items()}
+
+
+def _name_in_vllm(model: Any, name: str) -> str | None:
+    """Name of the tensor of vLLM into which a weight is fused, by vLLM's own rules; `None` if vLLM ignores the weight."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    rule = getattr(mapper, "map_name", None) or getattr(mapper, "_map_name", None)
+    if rule and (name := rule(name)) is None:
+        return None
+    path, _, parameter = name.rpartition(".")
+    path, _, layer = path.rpartition(".")
+    for fused, parts in (getattr(model, "packed_modules_mapping", None) or {}).items():
+        if layer in parts:
+            layer = fused
+    return ".".join(part for part in (path, layer, parameter) if part)
+
+
+def _place(name: str | None, held: dict[str, list], unreadable: set[str]) -> list[str]:
+    """Tensors that hold a weight of vLLM; the whole model (`""`) if they are unknown; none if they cannot be read."""
+    if name is None or name in unreadable:
+        return []
+    if name in held:
+        return [name]
+    if ".experts." in name:  # of all experts of a layer together
+        prefix = name.split(".experts.")[0] + ".experts."
+        experts = [tensor for tensor in held if tensor.startswith(prefix)]
+        if experts and not any(tensor.startswith(prefix) for tensor in unreadable):
+            return experts
+    return [] if unreadable else [""]

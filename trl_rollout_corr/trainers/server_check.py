@@ -1,0 +1,263 @@
+"""
+Check that weights arrive in a vLLM server, through the server's own API.
+
+A server that was started with our extension of its worker tells fingerprints of its weights, as a colocated vLLM does
+([`read_server`]). Of any other server, only the effect of the weights can be seen ([`MovementCheck`]), and the names of its
+adapters ([`AdapterCheck`]).
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import requests
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+
+from ..messages import report
+
+
+MOVED = 0.05  # nats per token, smallest movement of the trainer that a server must follow
+SHARE = 0.1  # of the trainer's movement, below which a server stands still
+SPARSE = 8  # pushes between looks, at most
+MOST = 8  # completions of the fixed text
+EXTENSION = "trl_rollout_corr.trainers._cpu_reload.PackingWorker"
+SEE = "See `trl-rollout-corr docs troubleshooting#weights-do-not-arrive`."
+
+
+def has_extension(config: Any) -> bool:
+    """True if the configuration that a server returns names our extension of its worker."""
+    parallel = config.get("parallel_config", {}) if isinstance(config, Mapping) else {}
+    return bool(parallel.get("worker_extension_cls") == EXTENSION)
+
+
+def read_server(url: str, names: list[str]) -> dict[str, Any]:
+    """Weights that the workers of a server hold: [`~trl_rollout_corr.trainers._engine_weights.read`]."""
+    request: Any = {"method": "read_weights", "args": [names]}
+    response = requests.post(f"{url}/collective_rpc", json=request, timeout=300)
+    response.raise_for_status()
+    workers = response.json()["results"]
+    held = {
+        name: [list(form) for form in zip(*(worker["held"].get(name, forms) for worker in workers), strict=True)]
+        for name, forms in workers[0]["held"].items()
+    }
+    return {"held": held, "places": workers[0]["places"]}
+
+
+def score_text(url: str, model: str, texts: list[list[int]]) -> list[list[float]]:
+    """Log-probability of each token of some texts but the first, which a server computes without sampling options."""
+    request: Any = {"model": model, "prompt": texts, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
+    response = requests.post(f"{url}/v1/completions", json=request, timeout=300)
+    response.raise_for_status()
+    choices = sorted(response.json()["choices"], key=lambda choice: choice["index"])
+    return [
+        [places[str(token)]["logprob"] for token, places in zip(text[1:], choice["prompt_logprobs"][1:], strict=True)]
+        for text, choice in zip(texts, choices, strict=True)
+    ]
+
+
+def adapters_of(url: str) -> set[str]:
+    """Names of the models and adapters of a server."""
+    response = requests.get(f"{url}/v1/models", timeout=60)
+    response.raise_for_status()
+    return {model["id"] for model in response.json()["data"]}
+
+
+class Scores(NamedTuple):
+    """Log-probabilities of the fixed text, each `(N,)` in nats, for `N` tokens of the loss."""
+
+    trainer: torch.Tensor
+    server: torch.Tensor
+
+
+class MovementCheck:
+    """
+    Compares how far the trainer and a server have moved on a fixed text: the first completions of the run.
+
+    The server scores the text as a prompt, so no option of sampling has an influence. Right after a push both should have the
+    same weights. If the trainer has moved by 0.05 nats or more since an earlier look, and the server by less than a tenth of
+    that, the server stands still. After two such looks in a row there is a warning.
+
+    Looks are after 1, 3, 7, 15, 23, 31, ... pushes, and once more after the next push where the server stands still. Each look
+    needs a forward pass without gradient over one micro-batch, and a request.
+
+    Args:
+        accelerator (`Accelerator`):
+            Accelerator of the trainer.
+        model (`torch.nn.Module`):
+            Model of the trainer.
+        ask (`Callable[[list[list[int]]], list[list[float]]]`):
+            Scores some texts with the server; called on the main process.
+        temperature (`float`):
+            Temperature of the trainer's log-probabilities. Those of the server have none.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: torch.nn.Module,
+        ask: Callable[[list[list[int]]], list[list[float]]],
+        temperature: float,
+    ) -> None:
+        self.accelerator, self.model, self.ask = accelerator, model, ask
+        self.scale = min(temperature, 1.0)  # the logits of a low temperature move further
+        self.done = False
+        self._score: Callable[[], torch.Tensor] | None = None
+        self._before: Scores | None = None
+        self._suspect = False
+        self._pushes, self._next = 0, 1
+
+    @property
+    def needs_text(self) -> bool:
+        """True until the check has its text."""
+        return not self.done and self._score is None
+
+    def keep(self, batch: Mapping[str, torch.Tensor], mask: torch.Tensor, score: Callable[[], torch.Tensor]) -> None:
+        """
+        Take the completions of a micro-batch as the fixed text.
+
+        Args:
+            batch (`Mapping[str, torch.Tensor]`):
+                Batch with the tokens of prompts and completions.
+            mask (`torch.Tensor` of shape `(B, T)`):
+                Non-zero on the tokens of the loss.
+            score (`Callable[[], torch.Tensor]`):
+                Computes log-probabilities, `(B, T)`, with the weights at the time of the call.
+        """
+        if "prompt_ids" not in batch:
+            self.done = True
+            return
+        parts = [[batch[f"{part}_{kind}"] for kind in ("ids", "mask")] for part in ("prompt", "completion")]
+        prompts, completions = ([x[m.bool()].tolist() for x, m in zip(*part, strict=True)] for part in parts)
+        self._texts = [[*p, *c] for p, c in zip(prompts, completions, strict=True)][:MOST]
+        self._mask = mask.bool()
+        self._chosen = [m[: len(c)].tolist() for m, c in zip(self._mask, completions, strict=True)][:MOST]
+        self._score = score
+
+    def pushed(self, step: int, *, announced: bool = False) -> None:
+        """Look at server and trainer right after a push, if that is due, and warn if the server stands still."""
+        if self.done or self._score is None:
+            return
+        self._pushes += 1
+        if self._pushes < self._next:
+            return
+        with torch.no_grad(), without_dropout(self.model):
+            logps = self._score()[: len(self._texts)]  # on all ranks
+        if self.accelerator.is_main_process:
+            self._look(logps[self._mask[: len(logps)]].float().cpu(), step, announced)
+        self.done, self._suspect = broadcast_object_list([self.done, self._suspect])
+        self._next = self._pushes + (1 if self._suspect else min(self._pushes + 1, SPARSE))
+
+    def _look(self, logps: torch.Tensor, step: int, announced: bool) -> None:
+        try:
+            scored = self.ask(self._texts)
+        except Exception:  # a server without this API, or one that is busy: no reason to end a run
+            self.done = True
+            return
+        of_completions = [x[-len(chosen) :] for x, chosen in zip(scored, self._chosen, strict=True)]
+        pairs = zip(of_completions, self._chosen, strict=True)
+        server = torch.tensor([x for scores, chosen in pairs for x, c in zip(scores, chosen, strict=True) if c])
+        now, before = Scores(logps, server), self._before
+        if before is None or announced:
+            self._before = now
+            return
+        trainer, server = ((x - y).abs().mean() for x, y in zip(now, before, strict=True))
+        if trainer * self.scale < MOVED:
+            return
+        stands = bool(server < SHARE * trainer * self.scale)
+        if stands and self._suspect:
+            self.done = True
+            self._warn(step, float(trainer), float(server))
+        self._suspect = stands
+        if not stands:
+            self._before = now
+
+    def _warn(self, step: int, trainer: float, server: float) -> None:
+        report(
+            "A server may have older weights on purpose (then set `trainer.rollout_step` to their optimizer step at each "
+            "push), and a quantised one may round small updates away. Unless that is so, weights do not arrive: after the "
+            f"push of optimizer step {step}, the trainer's log-probabilities of a fixed text have moved by {trainer:.2g} "
+            f"nats per token, and those of the vLLM server by {server:.2g}. {SEE}"
+        )
+
+
+@contextmanager
+def without_dropout(model: torch.nn.Module) -> Iterator[None]:
+    """Model in evaluation mode, and afterwards as before."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+class AdapterCheck:
+    """
+    Checks each adapter that is pushed to a server through files.
+
+    The parameters that train and the files that are pushed are both hashed. If the parameters have changed since the push
+    before and the files have not, then something else than the adapter that trains is pushed, and [`AdapterCheck.pushed`]
+    raises an error. If the server then lacks the name of the adapter, there is a warning.
+    """
+
+    def __init__(self) -> None:
+        self._before: tuple[int, str] | None = None
+        self._warned = False
+
+    def pushed(self, url: str, name: str, folder: Path, trained: int, step: int) -> None:
+        """
+        Check one push, on the main process.
+
+        Args:
+            url (`str`):
+                Address of the server.
+            name (`str`):
+                Name of the adapter on the server.
+            folder (`Path`):
+                Files that were pushed.
+            trained (`int`):
+                Fingerprint of the parameters that train.
+            step (`int`):
+                Optimizer steps made so far.
+
+        Raises:
+            `RuntimeError`: if the parameters have changed and the files have not.
+        """
+        pushed, before = _hash_of(folder), self._before
+        if pushed is None:
+            return
+        self._before = trained, pushed
+        if before is not None and before[1] == pushed and before[0] != trained:
+            raise RuntimeError(
+                f"The adapter that was pushed after optimizer step {step} is the same, to the last bit, as the one pushed "
+                "before, although the parameters that train have changed: the sampler does not get what the trainer learns. "
+                f"Look for another active adapter, or for parameters that train outside of the adapter. {SEE}"
+            )
+        self._ask(url, name, step)
+
+    def _ask(self, url: str, name: str, step: int) -> None:
+        try:
+            there = adapters_of(url)
+        except (requests.RequestException, LookupError, ValueError):
+            return
+        if name not in there and not self._warned:
+            self._warned = True
+            report(
+                "Several servers behind one address, or a server that was restarted, may be the reason: after optimizer step "
+                f"{step} the vLLM server at {url} accepted the adapter `{name}`, but does not list it in `/v1/models`. It has "
+                f"{', '.join(sorted(there)) or 'none'}. {SEE}"
+            )
+
+
+def _hash_of(folder: Path) -> str | None:
+    """Hash of the weights in the folder of an adapter; `None` without any."""
+    files = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
+    found = hashlib.sha256()
+    for file in files:
+        found.update(file.read_bytes())
+    return found.hexdigest() if files else None

@@ -1,0 +1,189 @@
+"""
+Check that pushed weights arrive in the sampler, by reading them there.
+
+A push that does not arrive raises no error, and `staleness_max` stays 0: the sampler keeps its first weights, or a part of
+them.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
+
+import torch
+
+from ..messages import report
+from ._engine_weights import READABLE, fingerprint, some_columns
+
+
+NEAR = 10  # pushes, within which a second failure ends the run
+STILL = 5  # pushes of equal weights in a row, after which there is a warning
+
+
+class Push(NamedTuple):
+    """Fingerprints after one push of weights."""
+
+    sent: dict[str, int]  # of each weight that was sent, in the type of the sampler
+    as_sent: dict[str, int]  # in its own type
+    held: dict[str, list]  # of each tensor of the sampler
+    trained: int  # of all parameters that train
+
+
+class WeightCheck:
+    """
+    Compares what was sent to the sampler with what the sampler holds, after each push.
+
+    If a weight is sent with another value than at the push before, rounded to the sampler's type, then the tensor that holds
+    it in the sampler must change as well. If not a single bit of the tensor has changed, the weight did not arrive. Neither
+    options of sampling nor precision can explain that. After two such pushes within ten, [`WeightCheck.judge`] raises an
+    error.
+
+    Args:
+        read (`Callable[[list[str]], dict | None]`):
+            What the sampler holds, and where it puts the weights of some names
+            ([`~trl_rollout_corr.trainers._engine_weights.read`]); `None` if the sampler cannot be read.
+        model (`torch.nn.Module`):
+            Model of the trainer, not wrapped.
+        dtype (`Callable[[], str]`):
+            Type of the sampler's weights, which may be known only after a while.
+    """
+
+    def __init__(self, read: Callable[[list[str]], dict | None], model: Any, dtype: Callable[[], str]) -> None:
+        self.read, self.model = read, model
+        self.dtype = dtype
+        self.done = False
+        self._sent: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._before: Push | None = None
+        self._pushes = 0
+        self._failed: int | None = None  # the last push that did not arrive, and its optimizer step
+        self._still = 0
+
+    @contextmanager
+    def watching(self, owner: Any, method: str) -> Iterator[None]:
+        """Take fingerprints of the weights that a method of the owner yields. No effect if it has no such method."""
+        original = getattr(owner, method, None)
+        if self.done or original is None:
+            yield
+            return
+        kept = owner.__dict__.get(method)
+
+        def watched(*args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+            for name, weight in original(*args, **kwargs):
+                self._note(name, weight)
+                yield name, weight
+
+        self._sent, self._type = {}, getattr(torch, self.dtype(), torch.bfloat16)
+        setattr(owner, method, watched)
+        try:
+            yield
+        finally:
+            if kept is None:
+                delattr(owner, method)
+            else:
+                setattr(owner, method, kept)
+
+    def _note(self, name: str, weight: torch.Tensor) -> None:
+        if weight.dtype not in READABLE or not weight.numel():
+            return
+        columns = some_columns(weight.detach())
+        # in the type of the sampler, as rounding may remove a change there
+        self._sent[name] = fingerprint(columns.to(self._type)), fingerprint(columns)
+
+    def judge(self, step: int, *, announced: bool = False, doubt: str = "") -> None:
+        """
+        Say that weights did not arrive, if that is so.
+
+        Args:
+            step (`int`):
+                Optimizer steps made so far.
+            announced (`bool`, *optional*, defaults to `False`):
+                Whether the run has announced that the sampler gets older weights than the trainer's.
+            doubt (`str`, *optional*):
+                Reason why the weights of the sampler may not matter. The error is then a warning.
+
+        Raises:
+            `RuntimeError`: if weights did not arrive for the second time.
+        """
+        before, now = self._before, self._push()
+        if now is None:
+            return
+        self._before = now
+        self._pushes += 1
+        if before is None or announced:
+            self._failed, self._still = None, 0
+            return
+        self._judge_trainer(before, now, step)
+        missing = self._missing(before, now)
+        if not missing:
+            return
+        again = self._failed is not None and self._pushes - self._failed <= NEAR
+        self._failed = self._pushes
+        if again:
+            self._tell(missing, step, doubt)
+
+    def _push(self) -> Push | None:
+        """Fingerprints of the last push; `None` if nothing was sent, or the sampler cannot be read."""
+        if self.done or not self._sent:
+            return None
+        sent, as_sent = (
+            dict(zip(self._sent, torch.stack(column).tolist(), strict=True))
+            for column in zip(*self._sent.values(), strict=True)
+        )
+        self._sent = {}
+        found = None
+        with suppress(Exception):  # whatever a release of vLLM does, a run must not end here
+            found = self.read(list(sent))
+        self._places = {} if found is None else found["places"]
+        return Push(sent, as_sent, {} if found is None else found["held"], self.trained())
+
+    def trained(self) -> int:
+        """Fingerprint of the parameters that train, or of the part that this rank has."""
+        parts = [p.to_local() if hasattr(p, "to_local") else p for p in self.model.parameters() if p.requires_grad]
+        found = [fingerprint(some_columns(p.detach())) for p in parts if p.numel() and p.dtype in READABLE]
+        return int(torch.stack(found).sum()) if found else 0
+
+    def _missing(self, before: Push, now: Push) -> list[str]:
+        """Weights that were sent with another value than before, while all tensors that hold them stayed the same."""
+        changed = [name for name, x in now.sent.items() if before.sent.get(name, x) != x]
+        missing = []
+        for name in changed:
+            place = self._places.get(name)
+            if place == [""]:  # the whole model, which other weights change as well
+                if 2 * len(changed) > len(now.sent) and now.held and now.held == before.held:
+                    missing.append(name)
+            elif place and all(_stayed(before.held.get(x), now.held[x]) for x in place):
+                missing.append(name)
+        return missing
+
+    def _judge_trainer(self, before: Push, now: Push, step: int) -> None:
+        """Warn if the trainer's parameters change, and what is sent does not."""
+        if now.as_sent != before.as_sent:
+            self._still = 0
+        elif now.trained != before.trained:
+            self._still += 1
+        if self._still == STILL:
+            report(
+                "Merging an adapter into weights of low precision may round its updates away, as may a very small learning "
+                f"rate. Unless that is so, the wrong weights are sent to the sampler: the last {STILL + 1} pushes until "
+                f"optimizer step {step} sent the same values, although the parameters of the trainer have changed. "
+                "See `trl-rollout-corr docs troubleshooting#weights-do-not-arrive`."
+            )
+
+    def _tell(self, missing: list[str], step: int, doubt: str) -> None:
+        listed = ", ".join(f"`{name}`" for name in missing[:3]) + (", ..." if len(missing) > 3 else "")
+        message = (
+            f"The sampler {'may' if doubt else 'does'} not have the weights of the trainer: two pushes, the last one after "
+            f"optimizer step {step}, reported success, but the tensors of vLLM did not change in a single bit for "
+            f"{len(missing)} of the weights that were sent with new values ({listed}). Update vLLM, or change `vllm_mode`, "
+            "the device or the type of weights; if the sampler is meant to have older weights, set "
+            "`trainer.rollout_step` to their optimizer step whenever they are pushed. "
+            "See `trl-rollout-corr docs troubleshooting#weights-do-not-arrive`."
+        )
+        self.done = True
+        if not doubt:
+            raise RuntimeError(message)
+        report(f"{doubt} {message}")
+
+
+def _stayed(before: list | None, now: list) -> bool:
+    """True if a tensor, in one of the forms in which a layer keeps it, is the same as before."""
+    return before is not None and any(x == y for x, y in zip(before, now, strict=False))
