@@ -135,7 +135,7 @@ UNCORRECTED = 'next(b["advantages"] for b in self._buffered_inputs if b["complet
 READ, RATIO = 'advantages = inputs["advantages"]', "log_ratio = per_token_logps - old_per_token_logps"
 WEIGHTED = 'mode = "train" if self.model.training else "eval"\n    if self.loss_type in ["grpo", "sapo"]'
 CHANGES = {  # of the loss of GRPO: text, other text, what the error says
-    "advantages from elsewhere": (READ, f"advantages = {UNCORRECTED}", "does not depend on the coefficients"),
+    "advantages from elsewhere": (READ, f"advantages = {UNCORRECTED}", "does not read `advantages`"),
     "advantages read and not used": (READ, f"{READ}; advantages = {UNCORRECTED}", "does not depend on the coefficients"),
     "advantages detached": (READ, f"{READ}.detach()", "does not depend on the coefficients"),
     "advantages averaged": (READ, f"{READ}.mean(1)", "acts on the gradient of others"),
@@ -167,7 +167,7 @@ def test_a_loss_that_leaves_the_correction_out_is_an_error(make, monkeypatch, ch
     ("old", "new", "message"),
     [
         ('inputs["old_logps"]', "logps.detach()", "does not read `old_logps`"),
-        ('advantages = inputs["advantages"]', f"advantages = {UNCORRECTED}", "does not depend on the coefficients"),
+        ('advantages = inputs["advantages"]', f"advantages = {UNCORRECTED}", "does not read `advantages`"),
         ("log_ratio = logps - old_logps", "log_ratio = logps.detach() - old_logps", "does not depend on the log-prob"),
     ],
 )

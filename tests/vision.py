@@ -1,7 +1,7 @@
 """
 A tiny vision-language model with a processor, pictures, and a sampler of random tokens.
 
-Idefics3 is the only family of vLLM that needs no torchvision, which PyPI does not have for a CPU build of torch.
+vLLM's Idefics3 needs no torchvision, which PyPI does not have for a CPU build of torch. Qwen2-VL, Gemma 3 and LLaVA need it.
 """
 
 import random
@@ -93,7 +93,7 @@ def random_sampler(prompts, trainer) -> dict:
 
 
 def expand_once(trainer) -> None:
-    """Give vLLM one token for each image, which it expands itself. TRL until 1.16 gives it all of them."""
+    """Give vLLM one token for each image, which it expands itself. TRL 1.16 gives it all of them."""
     generate, tokenizer = trainer.vllm_generation.generate, trainer.processing_class.tokenizer
     image, expanded = tokenizer.convert_tokens_to_ids(IMAGE), tokenizer.convert_tokens_to_ids(TOKENS_OF_AN_IMAGE)
 

@@ -130,7 +130,7 @@ class MovementCheck:
             score (`Callable[[], torch.Tensor]`):
                 Computes log-probabilities, `(B, T)`, with the weights at the time of the call.
         """
-        if "prompt_ids" not in batch or any(key in batch for key in ("pixel_values", "image_grid_thw")):
+        if "prompt_ids" not in batch:
             self.done = True
             return
         parts = [[batch[f"{part}_{kind}"] for kind in ("ids", "mask")] for part in ("prompt", "completion")]

@@ -259,9 +259,10 @@ def _padded(rows: list[list[Any]], like: torch.Tensor, padding: float) -> torch.
 
 class LossInputs(dict):
     """
-    Batch for TRL's loss. It has no advantages until the correction, after the forward pass of the policy, adds them. `read` has
-    the keys that were read since: a loss that does not read the anchor has the right gradient at a ratio of 1, so that the
-    gradient does not show it.
+    Batch for TRL's loss. It has no advantages until the correction, after the forward pass of the policy, adds them.
+
+    `read` has the keys that were read since then. A loss that does not read the anchor has the right gradient at a ratio of 1,
+    so a check of the gradient would not find it.
     """
 
     def __init__(self, batch: Mapping[str, Any]) -> None:

@@ -284,8 +284,9 @@ class RolloutCorrectionMixin(CorrectionCore):
         loss_pass.check_policy_ran(type(self).__name__)
         if loss_pass.gradient_check is not None:
             own = definer(type(self), "_compute_loss") not in self._trl_class.__mro__
-            if not own and self._anchor_key not in loss_pass.inputs.read:
-                raise not_in_loss(f"it does not read `{self._anchor_key}` from the batch")
+            unread = [f"`{key}`" for key in ("advantages", self._anchor_key) if key not in loss_pass.inputs.read]
+            if unread and not own:
+                raise not_in_loss(f"it does not read {' and '.join(unread)} from the batch")
             per_token = getattr(self, "importance_sampling_level", "token") == "token"
             self._gradient_checked = loss_pass.gradient_check.passes(
                 loss, own=own, per_token=per_token, alone=self.beta == 0.0

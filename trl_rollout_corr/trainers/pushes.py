@@ -33,6 +33,8 @@ class CheckedPushes:
             is_main_process=trainer.accelerator.is_main_process,
             broadcast=broadcast_object_list,
         )
+        # A text cannot have images. A processor is the same on all ranks; images may be on some
+        self.movement.done = hasattr(trainer.processing_class, "image_processor")
 
     @property
     def server(self) -> str | None:
