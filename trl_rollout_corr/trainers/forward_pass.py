@@ -24,12 +24,15 @@ training goes like this:
    their rewards, and with `rollout_rs_exclude_from_baseline` the completions that [`Scoring.rejected`] names get a NaN.
 5. TRL computes advantages and returns the batch: [`Scoring`] ends, and the trainer adds the columns of the correction.
 6. For each micro-batch TRL calls `compute_loss`: [`LossPass`] begins. After the forward pass of the policy, the trainer puts
-   the corrected advantages and the anchor into the batch, which TRL reads next. A second look at the batch (a diagnosis, a
-   check of the server) is a [`Rescoring`] within it. [`LossPass`] ends before the backward pass.
+   the corrected advantages and the anchor into the batch, which TRL reads next. With `rollout_diagnose`, sequences of the
+   first batch are scored again, which is a [`Rescoring`] within it. [`LossPass`] ends before the backward pass.
 7. After the backward pass, `training_step` lets replays go. With `num_iterations`, step 6 visits the same samples again.
 
-Replays of the sampler's choices
-([`~trl_rollout_corr.replay.protocol.Replay`]) ask the pass for the choices that belong to its batch.
+A push of weights to a server, which comes at the beginning of step 2, may score a batch of the past again: that is a
+[`Rescoring`] too.
+
+Replays of the sampler's choices ([`~trl_rollout_corr.replay.protocol.Replay`]) ask the pass for the choices that belong to
+its batch.
 
 `B` completions, `P` and `T` tokens of prompts and completions with padding.
 """
