@@ -117,7 +117,7 @@ class RolloutCorrectionConfig(DumpFields, MonitorFields, EngineFields, Correctio
             Reaction to unhealthy metrics (see `docs/monitoring.md`): `"warn"` reports the finding, its reason and a remedy;
             `"stop"` also saves a checkpoint and ends training at a serious finding. `None` for no monitor.
         rollout_monitor_bounds (`dict[str, float]`, *optional*):
-            Other bounds of the rules, by name of the rule; `None` switches a rule off.
+            Other limits, by name of a bound (see `docs/monitoring.md`); `None` switches a bound off.
 
         > Trackers
 
