@@ -31,7 +31,7 @@ class RolloutCorrectionMonitor(TrainerCallback):
     The rules are those of `docs/monitoring.md`. Each finding is a message of the logger `trl_rollout_corr`: a line with the
     step, the observation and the bound; the first time also the reason and the advice. It is repeated after
     10, 20, 40 and so on logging windows while it lasts. The same goes to W&B and trackio as an alert, if the run reports
-    there. The number of bounds that are passed is logged as `rollout_corr/monitor/alarms`.
+    there. The number of alarms is logged as `rollout_corr/monitor/alarms`.
 
     The trainers add a monitor by themselves, as `rollout_monitor` says. One that is passed to them takes its place.
 
