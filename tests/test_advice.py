@@ -21,8 +21,8 @@ def log(**metrics) -> list[dict]:
 
 
 def advice(settings, **metrics) -> dict[str, str]:
-    """Advice of the alarms in a log, by rule."""
-    return {alarm.rule: alarm.advice for alarm in examine(log(**metrics), settings)}
+    """Advice of the alarms in a log, by bound."""
+    return {alarm.bound: alarm.advice for alarm in examine(log(**metrics), settings)}
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_the_monitor_does_not_advise_what_is_set():
 
     def said(**fields) -> str:
         found = examine(log_with_start, RolloutCorrectionConfig(**fields))
-        return next(alarm.advice for alarm in found if alarm.rule == "unlearning")
+        return next(alarm.advice for alarm in found if alarm.bound == "unlearning")
 
     assert "`rollout_correction` to auto" in said(rollout_correction="decoupled_token_is")
     assert "rollout_correction" not in said(rollout_correction="auto")

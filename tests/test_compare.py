@@ -266,7 +266,7 @@ def test_an_alarm_about_bounds_leaves_no_steps_out(tmp_path):
     """Bounds that reject nearly everything say nothing against the sequences."""
     settings = {"rollout_correction": "decoupled_geo_rs_token_tis", "rollout_rs_threshold": [0.9999, 1.0001]}
     folder = make_dump(tmp_path / "dump", steps=6, settings=settings)
-    assert {finding.rule for finding in examine(read_dump(folder).logs, settings)} & {"rejected", "effective_lr_low"}
+    assert {finding.bound for finding in examine(read_dump(folder).logs, settings)} & {"rejected", "effective_lr_low"}
     found = document(folder)
     assert found["steps"] == [1, 2, 3, 4, 5, 6]
     assert found["suggestion"] is not None  # which unhealthy steps would not get

@@ -277,8 +277,8 @@ def test_nothing_but_trackers_depends_on_the_tracked_metrics(tiny_model_path, tm
             sampler=StaleSampler(tiny_model_path, noise=1.0), report_to=["tensorboard"], max_steps=4,
             rollout_tracked_metrics=tracked, rollout_dump_dir=str(tmp_path / tracked / "run" / "dump"),
             save_strategy="steps", save_steps=4, extra={"callbacks": [recorder]},
-            # of rules on metrics that are not essential
-            rollout_monitor="warn", rollout_monitor_bounds={"k3_corrected": None, "chi2_token": 0.0, "gap_in_step": None},
+            # of a rule on a metric that is not essential
+            rollout_monitor="warn", rollout_monitor_bounds={"weights_at_bound": 0.0},
         )  # fmt: skip
         steps = losses(trainer)
         page = tmp_path / f"{tracked}.html"
@@ -294,7 +294,7 @@ def test_nothing_but_trackers_depends_on_the_tracked_metrics(tiny_model_path, tm
     assert found == others
     assert essential < everything
     _, history, (seen, kept), said, text = found
-    assert any("[chi2_token > 0]" in message for message in said)
+    assert any("[weights_at_bound > 0]" in message for message in said)
     for entries in (history, seen, kept):
         assert {key.removeprefix(PREFIX) for entry in entries for key in entry if key.startswith(PREFIX)} == everything
     assert "Percentiles of d" in text

@@ -13,10 +13,12 @@ from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.health.bands import HEALTHY
 from trl_rollout_corr.health.examine import Examiner, examine, parse_bounds
 from trl_rollout_corr.health.rule import Alarm
-from trl_rollout_corr.health.rules import RULES
+from trl_rollout_corr.health.rules import BOUNDS, REPLACED, RULES, SILENCED
 from trl_rollout_corr.health.windows import Window
 from trl_rollout_corr.messages import PREFIX
 from trl_rollout_corr.settings.criteria import CRITERIA
+from trl_rollout_corr.settings.files import config_of_run
+from trl_rollout_corr.settings.presets import PRESETS
 
 
 DISABLED = {"rollout_correction": "disabled"}
@@ -47,21 +49,15 @@ REJECTION = {
 }
 CORRECTED = {**HEALTHY_WINDOW, **WEIGHTS, **REJECTION}
 
-# By rule: settings, what differs from a healthy window, and the same just within the bounds
+# By bound: settings, what differs from a healthy window, and the same just within the bounds
 ILL = {
     "nonfinite_many": ({}, {"nonfinite_fraction": 0.11}, {"nonfinite_fraction": 0.0}),
     "nonfinite": ({}, {"nonfinite_fraction": 1e-6}, {"nonfinite_fraction": 0.0}),
     "everything_rejected": ({}, {"effective_lr": 0.0}, {"effective_lr": 0.51}),
     "k3_high": (DISABLED, {"k3_kl": 0.031, "kl": 0.031}, {"k3_kl": 0.014, "kl": 0.014}),
     "k3_corrected": ({}, {"k3_kl": 0.031, "kl": 0.031}, {"k3_kl": 0.029, "kl": 0.029}),
-    "gap_in_step": (
-        {},
-        {"k3_kl": 0.031, "kl": 0.031, "staleness_max": 0.0},
-        {"k3_kl": 0.029, "kl": 0.029, "staleness_max": 0.0},
-    ),
     "k3_uncorrected": (DISABLED, {"k3_kl": 0.016, "kl": 0.016}, {"k3_kl": 0.014, "kl": 0.014}),
     "kl_negative": (DISABLED, {"kl": -0.11, "k3_kl": 0.02}, {"kl": -0.004, "k3_kl": 0.004}),
-    "kl_high": ({}, {"kl": 0.11, "k3_kl": 0.02}, {"kl": 0.039, "k3_kl": 0.02}),
     "biased_ratio": ({}, {"kl": 0.02, "k3_kl": 0.0006}, {"kl": 0.0104, "k3_kl": 0.0006}),
     "staleness": ({}, {"staleness_max": 17.0}, {"staleness_max": 16.0}),
     "weight_mean_low": ({}, {"rollout_is_mean": 0.49}, {"rollout_is_mean": 0.51}),
@@ -74,7 +70,6 @@ ILL = {
         {"rollout_is_ratio_fraction_high": 0.09},
     ),
     "icepop_dropped": (ICEPOP, {"rollout_is_oob_ratio": 0.31}, {"rollout_is_oob_ratio": 0.29}),
-    "chi2_token": ({}, {"chi2_token": 1.1}, {"chi2_token": 0.9}),
     "chi2_seq": (SEQUENCE, {"chi2_seq": 11.0}, {"chi2_seq": 9.0}),
     "rejected": ({}, {"rollout_rs_masked_fraction": 0.51}, {"rollout_rs_masked_fraction": 0.49}),
     "vetoed": (VETO, {"rollout_is_veto_fraction": 0.11}, {"rollout_is_veto_fraction": 0.09}),
@@ -110,71 +105,98 @@ def healthy(settings):
 
 
 def found(log, settings=None):
-    return [finding.rule for finding in examine(log, settings)]
+    return [finding.bound for finding in examine(log, settings)]
 
 
 # One rule at a time ---------------------------------------------------------------------------------------------------
 
 
-def test_every_rule_is_tested():
+def test_every_bound_is_tested():
     alone = {"k3_growth", "unlearning", "gap_stays", "gap_clipped", "kl_negative_lately"}
-    assert set(ILL) | alone == set(RULES)
+    assert set(ILL) | alone == set(BOUNDS)
+    assert len(BOUNDS) == sum(len(rule.bounds) for rule in RULES)
 
 
-@pytest.mark.parametrize("rule", ILL)
-def test_a_rule_fires_out_of_its_bounds_and_not_within(rule):
-    fields, ill, well = ILL[rule]
+@pytest.mark.parametrize("name", ILL)
+def test_an_alarm_is_raised_out_of_bounds_and_not_within(name):
+    fields, ill, well = ILL[name]
     window, settings = healthy(fields), config(**fields)
     assert found(history(*[window] * 60), settings) == []
     assert found(history(*[{**window, **well}] * 60), settings) == []
     finding = examine(history(*[{**window, **ill}] * 60), settings)[0]
-    assert finding.rule == rule
-    assert (finding.severity, finding.key) == (RULES[rule].severity, PREFIX + RULES[rule].key)
-    assert (finding.step, finding.last_step) == (RULES[rule].patience // 2 + 1, 60)
-    assert finding.value == pytest.approx(RULES[rule].value(_window({**window, **ill}, settings)))
+    bound = BOUNDS[name]
+    assert finding.bound == name
+    assert (finding.severity, finding.key) == (bound.severity, PREFIX + bound.key)
+    assert (finding.step, finding.last_step) == (bound.patience // 2 + 1, 60)
+    assert finding.value == pytest.approx(bound.value(_window({**window, **ill}, settings)))
 
 
 def _window(window, settings):
     return Window({PREFIX + key: value for key, value in window.items()}, settings)
 
 
-@pytest.mark.parametrize("rule", [rule for rule in ILL if RULES[rule].patience > 1 and rule != "gap_in_step"])
-def test_a_single_window_is_forgiven_and_most_of_several_are_not(rule):
-    fields, ill, _ = ILL[rule]
-    window, patience = healthy(fields), RULES[rule].patience
+@pytest.mark.parametrize("name", [name for name in ILL if BOUNDS[name].patience > 1])
+def test_a_single_window_is_forgiven_and_most_of_several_are_not(name):
+    fields, ill, _ = ILL[name]
+    window, patience = healthy(fields), BOUNDS[name].patience
     ill = {**window, **ill}
     alone = [window] * (patience - 1) + [ill]
-    assert rule not in found(history(*alone * 20), config(**fields))
+    assert name not in found(history(*alone * 20), config(**fields))
     most = [ill] * (patience // 2 + 1) + [window] * (patience // 2)
-    assert rule in found(history(*most * 2), config(**fields))
+    assert name in found(history(*most * 2), config(**fields))
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_what_a_rule_says(rule):
-    rule = RULES[rule]
-    said = str(Alarm(rule.name, rule.severity, rule.key, 1, 1, 0.5, rule.seen, rule.why, rule.advice, "> 0.1"))
-    assert said.endswith(".")
-    assert rule.severity in ("warning", "critical")
-    assert rule.patience % 2 == 1
-    assert set(rule.covers) < set(RULES)
+@pytest.mark.parametrize("name", BOUNDS)
+def test_what_an_alarm_says(name):
+    bound = BOUNDS[name]
+    said = str(Alarm(name, bound.severity, bound.key, 1, 1, 0.5, bound.seen, bound.why, bound.advice, "> 0.1"))
+    assert said.removesuffix(" {in_step}").endswith(".")
+    assert bound.severity in ("warning", "critical")
+    assert bound.patience % 2 == 1
+    assert set(bound.covers) < set(BOUNDS)
     fields = set(re.findall(r"`((?:rollout|bypass)\w*)`", said))
-    keys = {other.key for other in RULES.values()}
+    keys = {other.key for other in BOUNDS.values()}
     assert fields <= set(RolloutCorrectionConfig.__dataclass_fields__) | keys
-    assert set(re.findall(r"\b(?:token|seq)_(?:\w+_)?k[123]\b", rule.advice)) <= {*CRITERIA}
+    assert set(re.findall(r"\b(?:token|seq)_(?:\w+_)?k[123]\b", bound.advice)) <= {*CRITERIA}
 
 
-def test_severe_rules_come_before_those_they_cover():
-    for rule in RULES.values():
-        for name in rule.covers:
-            assert rule.severity == "critical" or RULES[name].severity == "warning"
+def test_a_warning_silences_nothing_critical():
+    for name, silenced in SILENCED.items():
+        assert BOUNDS[name].severity == "critical" or {BOUNDS[other].severity for other in silenced} <= {"warning"}
+        assert not any(name in SILENCED[other] for other in silenced)  # both would be silent
 
 
 def test_the_healthy_bands_lie_within_the_bounds():
-    for rule in RULES.values():
-        if rule.measure is None and rule.key in HEALTHY:
-            lower, upper = HEALTHY[rule.key]
-            assert (lower if rule.below else upper) is not None
-            assert rule.bound <= lower if rule.below else rule.bound >= upper
+    for bound in BOUNDS.values():
+        if bound.measure is None and bound.key in HEALTHY:
+            lower, upper = HEALTHY[bound.key]
+            assert (lower if bound.below else upper) is not None
+            assert bound.limit <= lower if bound.below else bound.limit >= upper
+
+
+def test_of_a_rule_the_first_bound_that_is_passed_speaks():
+    ill = {"rollout_is_eff_sample_size": 0.1, "rollout_is_std": 3.0, "chi2_seq": 99.0}
+    for gone, spoken in (((), "effective_sample_size"), (["rollout_is_eff_sample_size"], "weight_std")):
+        window = {**CORRECTED, **{key: value for key, value in ill.items() if key not in gone}}
+        assert found(history(*[window] * 5), config(**SEQUENCE)) == [spoken]
+    off = config(**SEQUENCE, rollout_monitor_bounds={"effective_sample_size": None, "weight_std": None})
+    assert found(history(*[{**CORRECTED, **ill}] * 5), off) == ["chi2_seq"]
+
+
+def test_a_window_without_gradient_is_no_proof_of_harm():
+    """With an eight-bit cache, the bounds of a preset rejected all completions of some steps, as they were short."""
+    (alarm,) = examine(history(*[{**CORRECTED, "effective_lr": 0.0}] * 60), config())
+    assert (alarm.bound, alarm.severity) == ("everything_rejected", "warning")
+    assert "may be chance" in alarm.why
+
+
+def test_a_gap_of_a_sampler_that_announces_no_staleness_has_more_causes():
+    for fields in ({}, DISABLED):
+        for staleness, more in ((0.0, True), (4.0, False)):
+            window = {**healthy(fields), "k3_kl": 0.05, "kl": 0.05, "staleness_max": staleness}
+            alarm = examine(history(*[window] * 3), config(**fields))[0]
+            assert alarm.key == f"{PREFIX}k3_kl"
+            assert ("`trainer.rollout_step`" in alarm.advice) is more
 
 
 # Growth ---------------------------------------------------------------------------------------------------------------
@@ -228,14 +250,14 @@ def gaps(values, settings=None, **others):
 
 
 def severe(findings):
-    return [(finding.rule, finding.step) for finding in findings if finding.severity == "critical"]
+    return [(finding.bound, finding.step) for finding in findings if finding.severity == "critical"]
 
 
 def test_a_gap_that_opens_and_closes_is_not_critical():
     closing = [0.06, 0.05, 0.04, 0.02, 0.03, 0.02, 0.01, *[0.005] * 40]
     findings = gaps([*SETTLING, *closing])
     assert severe(findings) == []
-    assert [finding.rule for finding in findings] == ["k3_corrected"]
+    assert [finding.bound for finding in findings] == ["k3_corrected"]
 
 
 def test_a_gap_that_stays_is():
@@ -331,20 +353,20 @@ def test_what_the_engines_differed_by_at_the_start_is_taken_off():
 def test_samples_from_a_part_of_the_policy_are_no_gap():
     truncated = gaps([0.06] * 3 + [0.08] * 40, k3_kl=0.002)
     assert severe(truncated) == []
-    assert [finding.rule for finding in truncated] == ["biased_ratio"]
+    assert [finding.bound for finding in truncated] == ["biased_ratio"]
 
 
 def test_truncation_that_nobody_makes_up_for_is_named():
     window = {**CORRECTED, "kl": 0.02, "k3_kl": 0.0006, "staleness_max": 0.0}
     sampling = {"top_p": 0.9, "top_k": 0, "min_p": None, "generation_kwargs": {"min_p": 0.1}}
     (alarm,) = examine(history(window, window), sampling)
-    assert (alarm.rule, alarm.step) == ("biased_ratio", 2)
+    assert (alarm.bound, alarm.step) == ("biased_ratio", 2)
     assert "Sampling is truncated by `top_p=0.9`, `min_p=0.1`, and the trainer does not make up for it" in str(alarm)
     elsewhere = [(None, {}), ({"top_p": 1.0, "top_k": 0}, {}), (sampling, {"kl": -0.02})]
     elsewhere += [(sampling, {"staleness_max": 8.0}), ({**sampling, "rollout_support": "replay"}, {})]
     for settings, more in elsewhere:
         (alarm,) = examine(history(*[{**window, **more}] * 2), settings)
-        assert alarm.rule == "biased_ratio"
+        assert alarm.bound == "biased_ratio"
         assert "Leave `top_p`, `top_k`, `min_p` and penalties at their defaults." in str(alarm)
     assert examine(history(*[{**window, "kl": 0.0104}] * 9), sampling) == []
 
@@ -369,7 +391,7 @@ def test_log_probabilities_that_go_wrong_later_are_left_to_the_correction():
     broken = {"kl": -0.6, "k3_kl": 1000.0}
     log = history(*[CORRECTED] * 5, *[{**CORRECTED, **broken}] * 9, *[CORRECTED] * 5)
     found_lately = examine(log, config())
-    assert [(f.rule, f.severity, f.step, f.last_step) for f in found_lately] == [
+    assert [(f.bound, f.severity, f.step, f.last_step) for f in found_lately] == [
         ("kl_negative_lately", "warning", 7, 14)
     ]
     assert severe(examine(log, config(**DISABLED))) == [("k3_high", 7), ("kl_negative", 7)]
@@ -469,10 +491,10 @@ def test_a_run_without_correction_is_not_told_about_its_effective_learning_rate(
 # Several --------------------------------------------------------------------------------------------------------------
 
 
-def test_one_finding_per_cause_and_the_most_serious_first():
+def test_one_finding_per_cause():
     ill = {**CORRECTED, "effective_lr": 0.0, "rollout_rs_masked_fraction": 1.0, "staleness_max": 40.0}
     findings = examine(history(*[ill] * 9), config())
-    assert [finding.rule for finding in findings] == ["everything_rejected", "staleness"]
+    assert [finding.bound for finding in findings] == ["staleness", "everything_rejected"]
 
 
 def test_a_finding_lasts_until_its_last_unhealthy_window():
@@ -484,11 +506,11 @@ def test_a_finding_lasts_until_its_last_unhealthy_window():
 def test_a_milder_finding_stays_if_it_came_before():
     few, many = ({**HEALTHY_WINDOW, "nonfinite_fraction": share} for share in (0.01, 0.5))
     findings = examine(history(few, few, many, many, many))
-    assert [(f.rule, f.step, f.last_step) for f in findings] == [("nonfinite_many", 4, 5), ("nonfinite", 1, 3)]
+    assert [(f.bound, f.step, f.last_step) for f in findings] == [("nonfinite_many", 4, 5), ("nonfinite", 1, 3)]
 
 
 def test_entries_without_our_metrics_are_passed_over():
-    examiner = Examiner(RULES)
+    examiner = Examiner()
     for entry in ({}, {"loss": 1.0}, {"eval_rollout_corr/k3_kl": 9.0, "step": 3}, {"rollout_corr/monitor/alarms": 2}):
         assert examiner.observe(entry) == []
     assert examine([]) == examine(history()) == []
@@ -503,7 +525,7 @@ def test_values_that_are_no_numbers_are_passed_over(value):
 
 
 def test_an_infinite_value_is_unhealthy():
-    assert found(history(*[{**CORRECTED, "chi2_token": math.inf}] * 3)) == ["chi2_token"]
+    assert found(history(*[{**CORRECTED, "rollout_is_std": math.inf}] * 3)) == ["weight_std"]
 
 
 def test_entries_without_a_step():
@@ -539,22 +561,34 @@ def test_bounds_as_json():
 @pytest.mark.parametrize(
     ("bounds", "message"),
     [
-        ({"k3": 0.1}, "`rollout_monitor_bounds` has 'k3', which is no rule. Available rules: nonfinite_many, "),
+        ({"k3": 0.1}, "`rollout_monitor_bounds` has 'k3', which is no bound. Available bounds: nonfinite_many, "),
         (
             {"k3_high": "much"},
             "`rollout_monitor_bounds` sets 'k3_high' to 'much', which must be a number, or None",
         ),
+        ({"k3_kl": 0.1}, "'k3_kl', which is no bound. This rule has the bounds k3_high, k3_uncorrected, k3_corrected"),
         ({"k3_high": True}, "'k3_high' to True, which must be a number"),
         ({"k3_high": math.nan}, "'k3_high' to nan, which must be a number"),
         ({"k3_high": [0.1, 0.2]}, "which must be a number"),
-        ([0.1], r"must have a number, or None, by name of a rule, such as \{\"k3_high\": 0.1\} .*; got \[0.1\]"),
-        ("k3_high=0.1", "by name of a rule, .*; got 'k3_high=0.1'"),
+        ([0.1], r"must have a number, or None, by name of a bound, such as \{\"k3_high\": 0.1\} .*; got \[0.1\]"),
+        ("k3_high=0.1", "by name of a bound, .*; got 'k3_high=0.1'"),
         ("[0.1]", r"got \[0.1\]"),
     ],
 )
 def test_bounds_that_cannot_be_meant_are_refused(bounds, message):
     with pytest.raises(ValueError, match=message):
         parse_bounds(bounds)
+
+
+def test_bounds_of_earlier_versions_have_no_effect_and_a_warning():
+    for name, instead in REPLACED.items():
+        with pytest.warns(UserWarning, match=f"has '{name}', which no longer exists") as caught:
+            settings = config(rollout_monitor_bounds={name: None, "k3_high": 0.1})
+        assert any(instead in str(warning.message) for warning in caught)
+        assert set(re.findall(r"`(\w+)`", instead)) <= {*BOUNDS, "kl"}
+        assert settings.rollout_monitor_bounds == {"k3_high": 0.1}
+    dumped = {"rollout_monitor_bounds": {"chi2_token": 2.0, "staleness": 32.0}}
+    assert config_of_run(dumped, "").rollout_monitor_bounds == {"staleness": 32.0}
 
 
 # Recorded runs --------------------------------------------------------------------------------------------------------
@@ -586,8 +620,8 @@ def test_the_monitor_is_silent_on_a_run_that_goes_well(leads, name):
 @pytest.mark.parametrize("name", UNCORRECTED)
 def test_the_monitor_alarms_before_accuracy_falls(leads, name):
     findings, fall = leads.alarms(RUNS[name]), leads.fall(RUNS[name])
-    assert "k3_uncorrected" in {finding.rule for finding in findings}
-    assert "k3_high" in {finding.rule for finding in findings}
+    assert "k3_uncorrected" in {finding.bound for finding in findings}
+    assert "k3_high" in {finding.bound for finding in findings}
     assert min(finding.step for finding in findings) <= fall - 10
     assert min(finding.step for finding in findings if finding.severity == "critical") < fall
 
@@ -689,17 +723,17 @@ def test_on_tuning_tasks_the_monitor_reaches_its_goals(arena):
 
 
 def rules_table() -> str:
-    lines = ["| rule | fires if | windows | |", "| --- | --- | --- | --- |"]
-    for rule in RULES.values():
-        measure = DESCRIPTIONS.get(rule.name, f"`{rule.key}`")
-        sign = "below" if rule.below else "above"
-        windows = (
-            "1"
-            if rule.patience == 1
-            else f"{rule.patience if rule.lasting else rule.patience // 2 + 1} of {rule.patience}"
-        )
-        severity = "**critical**" if rule.severity == "critical" else "warning"
-        lines.append(f"| `{rule.name}` | {measure} {sign} {rule.bound:g} | {windows} | {severity} |")
+    lines = ["| rule | bound | is passed if | windows | | detects |", "| --- | --- | --- | --- | --- | --- |"]
+    for rule in RULES:
+        for bound in rule.bounds:
+            measure = DESCRIPTIONS.get(bound.name, f"`{bound.key}`")
+            sign = "below" if bound.below else "above"
+            most = bound.patience if bound.lasting else bound.patience // 2 + 1
+            windows = "1" if bound.patience == 1 else f"{most} of {bound.patience}"
+            severity = "**critical**" if bound.severity == "critical" else "warning"
+            name, detects = (f"`{rule.name}`", rule.detects) if bound is rule.bounds[0] else ("", "")
+            cells = (name, f"`{bound.name}`", f"{measure} {sign} {bound.limit:g}", windows, severity, detects)
+            lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -710,13 +744,14 @@ DESCRIPTIONS = {
     "gap_clipped": "it clips around the sampler, `kl` over that of the start",
     "kl_negative": "nothing is corrected or `kl` was negative at the start, `kl`",
     "kl_negative_lately": "the run is corrected and `kl` was not negative at the start, `kl`",
-    "gap_in_step": "the sampler announces no staleness, `k3_kl`",
     "weights_at_bound": "weights above 1, `rollout_is_ratio_fraction_high`",
     "k3_corrected": "the run is corrected, `k3_kl`",
     "k3_uncorrected": "nothing is corrected, `k3_kl`",
     "k3_growth": "`k3_kl` against early in the run",
     "biased_ratio": "distance of `1 + k3_kl - kl` from 1",
     "everything_rejected": "the run is corrected, `effective_lr`",
+    "effective_lr_low": "the run is corrected, `effective_lr`",
+    "effective_lr_high": "the run is corrected, `effective_lr`",
     "chi2_seq": "sequence weights, `chi2_seq`",
     "selection": "`rejected/long_positive` 3 times `rejected/others`, and",
 }
@@ -724,3 +759,24 @@ DESCRIPTIONS = {
 
 def test_the_table_of_rules_is_that_of_the_code():
     assert rules_table() in (ROOT / "docs/monitoring.md").read_text(), rules_table()
+
+
+def test_what_a_rule_detects_is_there(leads, arena):
+    """Runs that are named have its alarm before accuracy falls, and faults exist."""
+    rows = {row["run"]: row for row in json.loads((ROOT / "benchmarks/monitor/arena.json").read_text())[::-1]}
+    with benchmarks("diagnose") as load:
+        faults = load("faults").FAULTS
+    for rule in RULES:
+        own = {bound.name for bound in rule.bounds}
+        for name in re.findall(r"`([\w-]+)`", rule.detects):
+            if name in RUNS:
+                steps = [alarm.step for alarm in leads.alarms(RUNS[name]) if alarm.bound in own]
+                assert steps
+                assert rule.name == "k3_growth" or min(steps) < leads.fall(RUNS[name])
+            elif name in rows and rule.name == "staleness":
+                assert rows[name]["at"] - rows[name]["warning"] == 61
+            elif name in rows:
+                assert rows[name]["rule"] in own
+                assert rows[name]["verdict"] == "before"
+            else:
+                assert name in {*faults, *PRESETS, *(other.name for other in RULES), "kl"}

@@ -60,7 +60,7 @@ def alarms(record: Mapping[str, Any]) -> list[Alarm]:
     if not is_watched(record):
         return []
     found = examine(entries(record), settings_of(record["settings"]["options"]))
-    return sorted((finding.step, finding.severity, finding.rule) for finding in found)
+    return sorted((finding.step, finding.severity, finding.bound) for finding in found)
 
 
 def course(record: Mapping[str, Any]) -> tuple[str, int | None]:

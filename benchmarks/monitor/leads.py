@@ -6,14 +6,14 @@ from typing import Any
 
 from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.health.examine import examine
-from trl_rollout_corr.health.rule import Alarm, Rule
-from trl_rollout_corr.health.rules import RULES
+from trl_rollout_corr.health.rule import Alarm, Bound
+from trl_rollout_corr.health.rules import BOUNDS
 from trl_rollout_corr.messages import PREFIX
 from trl_rollout_corr.settings.presets import DEFAULT, PRESETS
 
 
 # What the rules read, without prefix
-READ = {rule.key for rule in RULES.values()} | {
+READ = {bound.key for bound in BOUNDS.values()} | {
     *("kl", "k3_kl", "engine_kl", "engine_k3_kl", "staleness_max", "rejected/others"),
     *("log_ppl_abs_diff", "log_ratio_p1", "log_ratio_p99"),
 }
@@ -82,7 +82,7 @@ def table(recording: Mapping[str, Any]) -> str:
         warning = min((finding.step for finding in found), default=None)
         critical = min((finding.step for finding in found if finding.severity == "critical"), default=None)
         leads = [fell - step for step in (warning, critical) if None not in (fell, step)]
-        rules = ", ".join(f"`{finding.rule}` {finding.step}" for finding in sorted(found, key=lambda f: f.step))
+        rules = ", ".join(f"`{finding.bound}` {finding.step}" for finding in sorted(found, key=lambda f: f.step))
         cells = [
             f"`{name}`",
             f"{run['accuracy'][0]:.2f} to {sum(run['accuracy'][-3:]) / 3:.2f}",
@@ -94,17 +94,17 @@ def table(recording: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def closest(run: Mapping[str, Any], rule: Rule) -> float | None:
-    """The bound at which a rule would just be silent on a run; `None` if it has nothing to look at."""
-    log, others = entries(run), dict.fromkeys(set(RULES) - {rule.name})
+def closest(run: Mapping[str, Any], bound: Bound) -> float | None:
+    """The limit at which a bound would just not be passed in a run; `None` if it has nothing to look at."""
+    log, others = entries(run), dict.fromkeys(set(BOUNDS) - {bound.name})
 
-    def fires(bound: float) -> bool:
-        bounds = {**others, rule.name: bound}
+    def fires(limit: float) -> bool:
+        bounds = {**others, bound.name: limit}
         return bool(
             examine(log, settings_of({**run["options"], "rollout_monitor": "warn", "rollout_monitor_bounds": bounds}))
         )
 
-    loose, tight = (-1e6, 1e6) if rule.below else (1e6, -1e6)
+    loose, tight = (-1e6, 1e6) if bound.below else (1e6, -1e6)
     if not fires(tight):
         return None
     while abs(tight - loose) > 1e-5 * max(abs(tight), abs(loose)) and abs(tight - loose) > 1e-9:
@@ -114,12 +114,12 @@ def closest(run: Mapping[str, Any], rule: Rule) -> float | None:
 
 
 def margins(recording: Mapping[str, Any], names: Iterable[str]) -> str:
-    """A line per rule: its bound, and how close some runs come to it."""
-    lines = ["| rule | bound | closest | run |", "| --- | --- | --- | --- |"]
-    for rule in RULES.values():
-        reached = {name: closest(recording["runs"][name], rule) for name in names}
-        reached = {name: bound for name, bound in reached.items() if bound is not None}
+    """A line per bound: its limit, and how close some runs come to it."""
+    lines = ["| bound | limit | closest | run |", "| --- | --- | --- | --- |"]
+    for bound in BOUNDS.values():
+        reached = {name: closest(recording["runs"][name], bound) for name in names}
+        reached = {name: limit for name, limit in reached.items() if limit is not None}
         if reached:
-            name = (min if rule.below else max)(reached, key=reached.get)
-            lines.append(f"| `{rule.name}` | {rule.bound:g} | {reached[name]:.2g} | `{name}` |")
+            name = (min if bound.below else max)(reached, key=reached.get)
+            lines.append(f"| `{bound.name}` | {bound.limit:g} | {reached[name]:.2g} | `{name}` |")
     return "\n".join(lines)

@@ -113,7 +113,7 @@ def _notes_on_steps(out: np.ndarray, healthy: np.ndarray, alarm: Alarm | None) -
     """The steps that are left out, and why."""
     if alarm is None or not out.size:
         return []
-    raised = f"an alarm was raised at step {alarm.step} (`{alarm.rule}`)"
+    raised = f"an alarm was raised at step {alarm.step} (`{alarm.bound}`)"
     if healthy.any():
         left_out = steps_in_words(int(out.min()), int(out.max()))
         return [f"The numbers leave out {left_out}, because {raised}. To take other steps, use `--steps`."]

@@ -7,7 +7,7 @@ import numpy as np
 from ..dumps.sequences import Sequences
 from ..health.advice import Advice, advise, mode_of
 from ..health.rule import Alarm
-from ..health.rules import RULES
+from ..health.rules import BOUNDS
 from ..messages import PREFIX
 from ..settings.config import RolloutCorrectionConfig
 
@@ -47,5 +47,5 @@ def healthy_rows(sequences: Sequences, log: Sequence[Mapping[str, object]], find
     if alarm is None:
         return np.ones(len(sequences), bool)
     steps = [entry["step"] for entry in log]
-    before = steps.index(alarm.step) - RULES[alarm.rule].patience
+    before = steps.index(alarm.step) - BOUNDS[alarm.bound].patience
     return sequences.step <= (steps[before] if before >= 0 else 0)

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
-from ..messages import PREFIX, nearest
-from .rule import Alarm, Rule
-from .rules import RULES
+from ..messages import PREFIX, nearest, warn
+from .rule import Alarm, Bound
+from .rules import BOUNDS, REPLACED, RULES, SILENCED
 from .windows import Course, Window, is_training_window
 
 
@@ -19,16 +19,14 @@ _EFFECTS = ("rollout_is_", "rollout_rs_", "rejected/")
 
 class Examiner:
     """
-    Applies rules to one logging window after the other. `settings`, a [`RolloutCorrectionConfig`] or a dictionary of fields,
-    are read at every window, so that they may change. `bounds` replace those of rules by name; `None` switches a rule off.
+    Applies the rules to one logging window after the other. `settings`, a [`RolloutCorrectionConfig`] or a dictionary of
+    fields, are read at every window, so that they may change. `limits` replace those of bounds by name; `None`: no bound.
     """
 
-    def __init__(
-        self, rules: Mapping[str, Rule], settings: object = None, bounds: Mapping[str, float | None] | None = None
-    ):
-        self.rules, self.settings = rules, settings
-        chosen = {**{name: rule.bound for name, rule in rules.items()}, **(bounds or {})}
-        self._bounds: dict[str, float] = {name: bound for name, bound in chosen.items() if bound is not None}
+    def __init__(self, settings: object = None, limits: Mapping[str, float | None] | None = None):
+        self.settings = settings
+        chosen = {name: (limits or {}).get(name, bound.limit) for name, bound in BOUNDS.items()}
+        self._limits: dict[str, float] = {name: limit for name, limit in chosen.items() if limit is not None}
         self.restart()
 
     def restart(self) -> None:
@@ -38,9 +36,7 @@ class Examiner:
 
     def forget_streaks(self) -> None:
         """Start counting unhealthy windows anew, with the history of the run."""
-        self._streaks: dict[str, deque[bool]] = {
-            name: deque(maxlen=self.rules[name].patience) for name in self._bounds
-        }
+        self._streaks: dict[str, deque[bool]] = {name: deque(maxlen=BOUNDS[name].patience) for name in self._limits}
 
     def observe(self, entry: Mapping[str, object]) -> list[Alarm]:
         """Alarms that hold now, the most serious first. An entry without metrics of rollout correction is ignored."""
@@ -49,37 +45,42 @@ class Examiner:
         window = Window(entry, self.settings, self._course)
         self._course.add(window)
         holding = [
-            self._finding(self.rules[name], bound, value, window)
-            for name, bound in self._bounds.items()
-            if (value := self.rules[name].value(window)) is not None
-            and self._holds(self.rules[name], value, bound)
-            and self.rules[name].confirmed(window)
+            self._alarm(bound, limit, value, window)
+            for bound, limit in ((BOUNDS[name], limit) for name, limit in self._limits.items())
+            if (value := bound.value(window)) is not None
+            and self._holds(bound, value, limit)
+            and bound.confirmed(window)
         ]
-        covered = {name for finding in holding for name in self.rules[finding.rule].covers}
-        return by_severity(finding for finding in holding if finding.rule not in covered)
+        silenced = {name for alarm in holding for name in SILENCED[alarm.bound]}
+        return by_severity(alarm for alarm in holding if alarm.bound not in silenced)
 
-    def _holds(self, rule: Rule, value: float, bound: float) -> bool:
-        streak = self._streaks[rule.name]
-        streak.append(rule.unhealthy(value, bound))
-        return rule.holds(list(streak), self._course.spacing)
+    def _holds(self, bound: Bound, value: float, limit: float) -> bool:
+        streak = self._streaks[bound.name]
+        streak.append(bound.unhealthy(value, limit))
+        return bound.holds(list(streak), self._course.spacing)
 
     @staticmethod
-    def _finding(rule: Rule, bound: float, value: float, window: Window) -> Alarm:
-        seen, step = rule.seen.format(value=value, bound=bound), window.step
-        advice = " ".join(rule.advice.format(**window.numbers()).split())
-        if window.only_measured and rule.key.startswith(_EFFECTS):
+    def _alarm(bound: Bound, limit: float, value: float, window: Window) -> Alarm:
+        seen, step = bound.seen.format(value=value, limit=limit, side="below" if bound.below else "above"), window.step
+        advice = " ".join(bound.advice.format(**window.numbers()).split())
+        if window.only_measured and bound.key.startswith(_EFFECTS):
             seen = f"If the correction were applied: {seen}"
-        limit = f"{'<' if rule.below else '>'} {bound:g}"
-        return Alarm(rule.name, rule.severity, PREFIX + rule.key, step, step, value, seen, rule.why, advice, limit)
+        passed = f"{'<' if bound.below else '>'} {limit:g}"
+        return Alarm(
+            bound.name, bound.severity, PREFIX + bound.key, step, step, value, seen, bound.why, advice, passed
+        )
 
 
-def by_severity(findings: Iterable[Alarm]) -> list[Alarm]:
+def by_severity(alarms: Iterable[Alarm]) -> list[Alarm]:
     """Sort: the most serious first; of the same severity, the earliest first; then in the order of the rules."""
-    return sorted(findings, key=lambda finding: (finding.severity != "critical", finding.step))
+    return sorted(alarms, key=lambda alarm: (alarm.severity != "critical", alarm.step))
 
 
 def parse_bounds(bounds: Mapping[str, float | None] | str | None) -> dict[str, float | None]:
-    """Check bounds by name of a rule, with `None` for a rule that is off, or the same as JSON. Returns a new dictionary."""
+    """
+    Check limits by name of a bound, with `None` for a bound that is off, or the same as JSON. Returns a new dictionary,
+    without bounds of earlier versions, of which it warns.
+    """
     field = "`rollout_monitor_bounds`"
     if isinstance(bounds, str):  # of a command line
         with suppress(json.JSONDecodeError):
@@ -88,17 +89,27 @@ def parse_bounds(bounds: Mapping[str, float | None] | str | None) -> dict[str, f
         return {}
     if not isinstance(bounds, Mapping):
         example = '{"k3_high": 0.1} on a command line'
-        raise ValueError(f"{field} must have a number, or None, by name of a rule, such as {example}; got {bounds!r}.")
-    for name, bound in bounds.items():
-        if name not in RULES:
-            available = f"{nearest(name, RULES)} Available rules: {', '.join(RULES)}."
-            raise ValueError(f"{field} has {name!r}, which is no rule.{available}")
-        number = isinstance(bound, int | float) and not isinstance(bound, bool) and not math.isnan(bound)
-        if bound is not None and not number:
-            raise ValueError(
-                f"{field} sets {name!r} to {bound!r}, which must be a number, or None to switch the rule off."
+        raise ValueError(
+            f"{field} must have a number, or None, by name of a bound, such as {example}; got {bounds!r}."
+        )
+    for name, limit in bounds.items():
+        if name in REPLACED:
+            warn(
+                f"{field} has {name!r}, which no longer exists and has no effect: {REPLACED[name]}.", field.strip("`")
             )
-    return dict(bounds)
+            continue
+        if name not in BOUNDS:
+            own = [bound.name for rule in RULES for bound in rule.bounds if rule.name == name]
+            remedy = f" This rule has the bounds {', '.join(own)}." if own else nearest(name, BOUNDS)
+            raise ValueError(
+                f"{field} has {name!r}, which is no bound.{remedy} Available bounds: {', '.join(BOUNDS)}."
+            )
+        number = isinstance(limit, int | float) and not isinstance(limit, bool) and not math.isnan(limit)
+        if limit is not None and not number:
+            raise ValueError(
+                f"{field} sets {name!r} to {limit!r}, which must be a number, or None to switch the bound off."
+            )
+    return {name: limit for name, limit in bounds.items() if name not in REPLACED}
 
 
 def examine(history: Iterable[Mapping[str, object]], settings: object = None) -> list[Alarm]:
@@ -113,13 +124,13 @@ def examine(history: Iterable[Mapping[str, object]], settings: object = None) ->
             weights nor rejection is taken as uncorrected.
 
     Returns:
-        `list[Alarm]`: one per rule, the most serious first.
+        `list[Alarm]`: one per bound, the most serious first.
     """
-    bounds = Window({}, settings).setting("rollout_monitor_bounds")
-    examiner = Examiner(RULES, settings, None if bounds is ... else parse_bounds(bounds))
-    found: dict[str, Alarm] = {}
+    limits = Window({}, settings).setting("rollout_monitor_bounds")
+    examiner = Examiner(settings, None if limits is ... else parse_bounds(limits))
+    alarms: dict[str, Alarm] = {}
     for entry in history:
-        for finding in examiner.observe(entry):
-            first = found.setdefault(finding.rule, finding)
-            found[finding.rule] = replace(first, last_step=finding.step)
-    return by_severity(found.values())
+        for alarm in examiner.observe(entry):
+            first = alarms.setdefault(alarm.bound, alarm)
+            alarms[alarm.bound] = replace(first, last_step=alarm.step)
+    return by_severity(alarms.values())

@@ -1,4 +1,4 @@
-"""The form of a rule, and of the alarm that it raises."""
+"""The form of a rule, of its bounds, and of the alarm that a bound raises."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ class Alarm:
     An alarm: something unhealthy.
 
     Args:
-        rule (`str`):
-            Name of the rule.
+        bound (`str`):
+            Name of the bound, as in `rollout_monitor_bounds`.
         severity (`str`):
             `"warning"`, or `"critical"`, which ends a run if the monitor is set to do so.
         key (`str`):
@@ -25,12 +25,12 @@ class Alarm:
         value (`float`):
             Value of the metric when it was raised.
         seen, why, advice (`str`):
-            The observation, the reason why it matters, and the settings to change or the place to look.
+            The observation, what it may mean, and the settings to change or the place to look.
         limit (`str`):
-            The bound that was passed: `"> 0.03"`.
+            The limit that was passed: `"> 0.03"`.
     """
 
-    rule: str
+    bound: str
     severity: str
     key: str
     step: int
@@ -43,8 +43,8 @@ class Alarm:
 
     @property
     def in_short(self) -> str:
-        """The observation, and the rule with its bound, in a line."""
-        return f"{self.seen.replace('`', '')} [{self.rule} {self.limit}]"
+        """The observation, and the bound with its limit, in a line."""
+        return f"{self.seen.replace('`', '')} [{self.bound} {self.limit}]"
 
     def __str__(self) -> str:
         return f"{self.seen} {self.why} {self.advice}"
@@ -55,32 +55,34 @@ LONG = 10
 
 
 @dataclass(frozen=True)
-class Rule:
+class Bound:
     """
-    A rule: when a metric is unhealthy, and the message about it. The metric, without prefix, is unhealthy above the bound, or
-    `below` it.
+    A bound of a rule: when a metric is unhealthy, and the message about it. The metric, without prefix, is unhealthy above the
+    limit, or `below` it.
 
     Args:
+        name (`str`):
+            Name in `rollout_monitor_bounds`, and in messages.
         seen (`str`):
-            The observation; `{value}` and `{bound}` are filled in.
+            The observation; `{value}`, `{limit}` and `{side}` ("above" or "below") are filled in.
         advice (`str`):
             The settings to change. The placeholders of [`Window.numbers`] are filled in.
         patience (`int`, *optional*, defaults to `3`):
-            Number of windows. It fires if more than half of the latest `patience` windows are unhealthy, with the latest.
+            Number of windows. It is passed if more than half of the latest `patience` windows are unhealthy, with the latest.
         lasting (`int`, *optional*, defaults to `0`):
-            Number of consecutive unhealthy optimizer steps after which it fires (at least two windows, and at most
+            Number of consecutive unhealthy optimizer steps after which it is passed (at least two windows, and at most
             `patience`); 0: a majority of `patience` windows.
         measure (`Callable`, *optional*):
             The number of a [`Window`] in place of the metric.
         confirmed (`Callable`, *optional*):
-            Second condition on the [`Window`], checked only when the rule holds.
+            Second condition on the [`Window`], checked only when the bound is passed.
         covers (`tuple[str]`, *optional*):
-            Rules about the same thing that are silent while this one holds.
+            Bounds of other rules that are silent while this one is passed, as this one is the cause.
     """
 
     name: str
     key: str
-    bound: float
+    limit: float
     seen: str
     why: str
     advice: str
@@ -94,7 +96,7 @@ class Rule:
     covers: tuple[str, ...] = ()
 
     def holds(self, streak: Sequence[bool], spacing: int) -> bool:
-        """True if it fires after these windows (`True`: unhealthy, the latest last) of `spacing` optimizer steps each."""
+        """True if it is passed after these windows (`True`: unhealthy, the latest last) of `spacing` optimizer steps each."""
         if self.severity == "critical" and spacing >= max(self.lasting, LONG):
             return streak[-1]
         if not self.lasting:
@@ -103,10 +105,30 @@ class Rule:
         return len(streak) >= needed and all(streak[-needed:])
 
     def value(self, window: Window) -> float | None:
-        """The number that is compared, or `None` if the rule does not apply."""
+        """The number that is compared, or `None` if the bound does not apply."""
         if not self.applies(window):
             return None
         return self.measure(window) if self.measure else window.compared(self.key)
 
-    def unhealthy(self, value: float, bound: float) -> bool:
-        return value < bound if self.below else value > bound
+    def unhealthy(self, value: float, limit: float) -> bool:
+        return value < limit if self.below else value > limit
+
+
+@dataclass(frozen=True)
+class Rule:
+    """
+    A rule: bounds about one problem. While one of them is passed, those after it in the rule are silent.
+
+    Args:
+        name (`str`):
+            Name of the rule.
+        detects (`str`):
+            A published run that its alarm came in time for, or a fault that it detects. Runs are those of
+            `benchmarks/monitor/README.md`, and faults those of `benchmarks/diagnose/faults`.
+        bounds (`tuple[Bound]`):
+            The most serious one first.
+    """
+
+    name: str
+    detects: str
+    bounds: tuple[Bound, ...]

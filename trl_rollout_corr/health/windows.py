@@ -183,7 +183,8 @@ class Window:
         `geometric` and `token` are bounds that keep nearly all completions and tokens of this window: three standard
         deviations of the mean log-ratio of a completion, which are 3.8 times the mean of its absolute value, and percentiles 1
         to 99. `correct` and `instead` are sentences on the correction, for a gap and for one that grows in spite of a
-        correction; `truncated` on the options of sampling, for a mean ratio that is not 1."""
+        correction; `in_step` on a gap without staleness; `truncated` on options of sampling, for a mean ratio that is not 1.
+        """
         size, low, high = (self.get(key) for key in ("log_ppl_abs_diff", "log_ratio_p1", "log_ratio_p99"))
         geometric = token = "bounds from its spread"
         if size is not None and 0 < size < 5:
@@ -198,6 +199,7 @@ class Window:
             "token": token,
             "correct": self._advised("gap"),
             "instead": self._advised("growing gap"),
+            "in_step": _IN_STEP if self.get("staleness_max") == 0 else "",
             "truncated": self._truncated(),
         }
 
@@ -224,6 +226,12 @@ class Window:
         advice = advise(mode_of(self.settings), situation, corrects=self.corrects)
         return advice.sentence if any(self.setting(k) != value for k, value in advice.settings.items()) else ""
 
+
+# Causes of a gap if the sampler announces no staleness
+_IN_STEP = (
+    "The sampler announces no staleness: a sampler of your own may be behind without setting `trainer.rollout_step`, or the "
+    "trainer may have dropout (also `lora_dropout` of an adapter)."
+)
 
 # Values of options of truncated sampling with which every token can be drawn, and of an unknown option
 _NO_TRUNCATION: dict[str, tuple[Any, ...]] = {

@@ -116,7 +116,7 @@ class RolloutCorrectionConfig(FirstPresets, DumpFields, MonitorFields, EngineFie
             Reaction to unhealthy metrics (see `trl-rollout-corr docs monitoring`): `"warn"` reports the finding, its reason
             and a remedy; `"stop"` also saves a checkpoint and ends training at a serious finding. `None` for no monitor.
         rollout_monitor_bounds (`dict[str, float]`, *optional*):
-            Other bounds of the rules, by name of the rule; `None` switches a rule off.
+            Other limits, by name of a bound (see `docs/monitoring.md`); `None` switches a bound off.
 
         > Trackers
 

@@ -134,7 +134,7 @@ class MonitorFields:
         "Reaction to unhealthy metrics: warn, stop, or none for no monitor.", "warn"
     )
     rollout_monitor_bounds: Mapping[str, float | None] | str | None = _option(
-        "Bounds of the monitor by name of the rule; null switches a rule off."
+        "Limits of the monitor by name of the bound; null switches a bound off."
     )
     rollout_tracked_metrics: TrackedMetrics = _option(
         "Metrics of rollout correction that trackers such as W&B get: essential, or all.", "essential"

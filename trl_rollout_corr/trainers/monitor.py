@@ -12,7 +12,7 @@ from transformers.trainer_callback import CallbackHandler
 
 from ..health.examine import Examiner, parse_bounds
 from ..health.rule import Alarm
-from ..health.rules import RULES
+from ..health.rules import SILENCED
 from ..health.windows import is_training_window
 from ..messages import PREFIX, notify
 from ..settings.config import RolloutCorrectionConfig
@@ -29,9 +29,9 @@ class RolloutCorrectionMonitor(TrainerCallback):
     Examines the metrics of rollout correction whenever they are logged, and reports unhealthy ones.
 
     The rules are those of `trl-rollout-corr docs monitoring`. Each finding is a message of the logger `trl_rollout_corr`: a
-    line with the step, the observation and the bound of the rule; the first time also the reason and the advice. It is
+    line with the step, the observation and the bound; the first time also the reason and the advice. It is
     repeated after 10, 20, 40 and so on logging windows while it lasts. The same goes to W&B and trackio as an alert, if the
-    run reports there. The number of rules that hold is logged as `rollout_corr/monitor/alarms`.
+    run reports there. The number of alarms is logged as `rollout_corr/monitor/alarms`.
 
     The trainers add a monitor by themselves, as `rollout_monitor` says. One that is passed to them takes its place.
 
@@ -39,10 +39,10 @@ class RolloutCorrectionMonitor(TrainerCallback):
         action (`str`, *optional*, defaults to `"warn"`):
             Action at the first critical alarm. `"stop"` saves a checkpoint and ends training.
         bounds (`dict[str, float or None]`, *optional*):
-            Other bounds of the rules, by name; `None` switches a rule off.
+            Other limits, by name of a bound; `None` switches a bound off.
 
     Raises:
-        `ValueError`: if the action is none of these, or if `bounds` names no rule or has no number.
+        `ValueError`: if the action is none of these, or if `bounds` names no bound or has no number.
 
     Example:
 
@@ -59,7 +59,7 @@ class RolloutCorrectionMonitor(TrainerCallback):
         self.action = action
         self.of_configuration = False  # or brought by the user
         self.reporters: CallbackHandler | None = None  # those of the trainer, which may send alerts
-        self._examiner = Examiner(RULES, bounds=parse_bounds(bounds))
+        self._examiner = Examiner(limits=parse_bounds(bounds))
         self._restart()
 
     def _restart(self) -> None:
@@ -120,26 +120,26 @@ class RolloutCorrectionMonitor(TrainerCallback):
 
     def _say(self, finding: Alarm, acted: str | None, state: TrainerState) -> None:
         """Speak about a finding, unless it was said a short while ago."""
-        first_step = self._first_step.setdefault(finding.rule, finding.step)
-        self._last_window[finding.rule] = self._windows
-        if any(finding.rule in RULES[rule].covers for rule in self._lately()):
+        first_step = self._first_step.setdefault(finding.bound, finding.step)
+        self._last_window[finding.bound] = self._windows
+        if any(finding.bound in SILENCED[bound] for bound in self._lately()):
             return  # the same cause, and more was said about it
-        explained = finding.rule in self._pauses
-        due, pause = self._pauses.get(finding.rule, (self._windows, FIRST_PAUSE))
+        explained = finding.bound in self._pauses
+        due, pause = self._pauses.get(finding.bound, (self._windows, FIRST_PAUSE))
         if self._windows < due and not acted:
             return
-        self._pauses[finding.rule] = self._windows + pause, 2 * pause
+        self._pauses[finding.bound] = self._windows + pause, 2 * pause
         critical, done = finding.severity == "critical", [acted] if acted else []
         again = f" since step {first_step}" if first_step < finding.step else ""
         head = f"{_SYMBOLS[finding.severity]} step {finding.step}: {finding.in_short}{again}"
         notify(_with_details(head, done if explained else [*done, finding.why, finding.advice]), error=critical)
         if self.reporters is not None and state.is_world_process_zero:
-            title, text = f"{finding.rule} at step {finding.step}", " ".join([str(finding), *done])
+            title, text = f"{finding.bound} at step {finding.step}", " ".join([str(finding), *done])
             report_alert(self.reporters, title, text, critical=critical)
 
     def _lately(self) -> list[str]:
-        """Rules that held a short while ago."""
-        return [rule for rule, window in self._last_window.items() if self._windows - window < FIRST_PAUSE]
+        """Bounds that were passed a short while ago."""
+        return [bound for bound, window in self._last_window.items() if self._windows - window < FIRST_PAUSE]
 
 
 def _with_details(head: str, details: list[str]) -> str:

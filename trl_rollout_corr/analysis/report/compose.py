@@ -77,7 +77,7 @@ def _findings(runs: Sequence[Facts]) -> Section:
 
 
 def _finding(finding: Alarm, name: str) -> Card:
-    meta = f"{finding.rule}: `{finding.key}` {number(finding.value)}, {steps(finding.step, finding.last_step)}"
+    meta = f"{finding.bound}: `{finding.key}` {number(finding.value)}, {steps(finding.step, finding.last_step)}"
     return Card(finding.seen, finding.why, finding.severity, name, finding.advice, meta=meta)
 
 

@@ -190,7 +190,7 @@ def _main_number(trend: Trend, log: pd.DataFrame) -> Card:
 def overview(runs: Sequence[Facts]) -> Section:
     """The main charts, of one run or two."""
     alarms = sorted((alarm for facts in runs for alarm in facts.alarms), key=lambda alarm: alarm[:2])
-    where = ", ".join(f"{name} ({finding.rule}) at step {step}" for step, name, finding in alarms)
+    where = ", ".join(f"{name} ({finding.bound}) at step {step}" for step, name, finding in alarms)
     text = f"Dashed red: first alarms, numbered as the findings: {where}." if alarms else "No alarm was raised."
     logs = {facts.name: facts.run.log for facts in runs}
     charts = trends(logs, OVERVIEW, {"": [(step, name) for step, name, _ in alarms]})
