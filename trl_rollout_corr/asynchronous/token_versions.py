@@ -27,8 +27,7 @@ _UNKNOWN = -1  # version of a token that is not sampled, or without a label
 _LARGEST = 2**31 - 1  # of a version, which counts pushes
 _CONSEQUENCE = (
     "The version of the weights of such tokens is unknown: their age is that of the weights that began their completion. "
-    "Training goes on. The age of tokens changes metrics, and the old policy of `rollout_proximal: interpolated`. This "
-    "message appears once."
+    "Training goes on, as the age of tokens changes metrics alone. This message appears once."
 )
 # Of an answer of another form than that of vLLM 0.32
 _UNREADABLE = (LookupError, TypeError, ValueError, AttributeError)

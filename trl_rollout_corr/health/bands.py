@@ -19,10 +19,8 @@ ESSENTIAL = (
     "monitor/alarms",
     # of some settings only
     "rollout_is_oob_ratio",
-    "lr_scale",
     "stale_dropped/fraction",
     "routing_flipped_fraction",
-    "monitor/tightened",
 )
 
 # Healthy band by metric without its prefix: `(lower, upper)`, with `None` for no bound.
