@@ -219,8 +219,10 @@ def _find_in(section: Mapping[str, object], above: Key) -> Foreign | None:
         return Foreign("verl's first releases", from_legacy, named, nested)
     if named is None or isinstance(named, Mapping):
         return Foreign("verl", from_verl, named, nested, maybe_ours and named is None)
-    if above and (preset := first_preset(named) or ({"rollout_correction": named} if named in PRESETS else None)):
-        return Foreign("verl", lambda _: preset, named, nested)
+    if above and isinstance(named, str):
+        preset = first_preset(named) or ({"rollout_correction": named} if named in PRESETS else None)
+        if preset:
+            return Foreign("verl", lambda _: preset, named, nested)
     trl = {key: value for key, value in section.items() if str(key).startswith("vllm_importance_sampling_")}
     if trl:
         return Foreign(_TRL, from_trl, trl, above, maybe_ours and not FIELDS.isdisjoint(section))

@@ -67,7 +67,7 @@ def from_legacy(settings: Mapping[str, object]) -> dict[str, Any]:
         return dict(OFF)
     upper = parse_number(upper, "rollout_is_threshold")
     level, mode = settings["rollout_is_level"], settings["rollout_is_mode"]
-    if level not in FIRST_NAMES:
+    if level not in [*FIRST_NAMES]:  # a list has no hash
         raise SettingError("rollout_is_level", level, allowed=f"one of {', '.join(FIRST_NAMES)}")
     criteria, thresholds = [], []
     if mode in ("mask", "clip"):
