@@ -281,6 +281,6 @@ SILENCED: dict[str, set[str]] = {
 # What has taken the place of bounds of earlier versions
 REPLACED = {
     "gap_in_step": "`k3_high` and `k3_corrected` have its limit, and name its causes if the sampler announces no staleness",
-    "kl_high": "`k3_high`, `k3_corrected` and `biased_ratio` warn earlier",
-    "chi2_token": "`k3_high`, `k3_corrected` and `effective_sample_size` warn earlier",
+    "kl_high": "bounds on the same gap are `k3_high`, `k3_corrected` and `biased_ratio`",
+    "chi2_token": "bounds on the same gap are `k3_high` and `k3_corrected`, and `effective_sample_size` is one on weights",
 }
