@@ -255,6 +255,7 @@ def test_settings_in_the_place_of_those_of_verl_exist():
         "dr_grpo",
         "RolloutCorrectedGRPOTrainer",
         "RolloutCorrectedRLOOTrainer",
+        "model_name_or_path",  # of the script
     }
     text = (ROOT / "docs/migration.md").read_text().split("## Settings outside the section")[1].split("\n## ")[0]
     rows = [row.split("|")[1:3] for row in text.splitlines() if row.startswith("| `")]
