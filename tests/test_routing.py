@@ -669,7 +669,7 @@ def test_agents_whose_turns_are_cut_replay_with_the_documented_settings(moe_path
         trainer._experts.sampled.place = counting
         trainer.train()
         assert cut
-        assert not trainer._told_without
+        assert not trainer._experts._told_without
         assert logged(trainer, "routing_flipped_fraction") == [0.0] * 3
         assert max(logged(trainer, "k3_kl")) < 1e-6
     """
