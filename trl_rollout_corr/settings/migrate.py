@@ -64,6 +64,7 @@ COUNTERPARTS = {
     "actor.clip_ratio_high": "TRL has `epsilon_high`",
     "actor.clip_ratio_c": "with `bypass_mode` and `ppo_clip` it is `rollout_clip_ratio_c`, otherwise TRL's `delta`",
     "actor.loss_agg_mode": "TRL has `loss_type`",
+    "actor.ess_scaling": "nothing here scales the step by the effective sample size, which gained nothing in our benchmarks",
     "actor.use_kl_loss": "TRL has `beta`",
     "actor.kl_loss_coef": "TRL has `beta`",
     "actor.grad_clip": "TRL has `max_grad_norm`",
