@@ -278,7 +278,7 @@ def test_nothing_but_trackers_depends_on_the_tracked_metrics(tiny_model_path, tm
             rollout_tracked_metrics=tracked, rollout_dump_dir=str(tmp_path / tracked / "run" / "dump"),
             save_strategy="steps", save_steps=4, extra={"callbacks": [recorder]},
             # of a rule on a metric that is not essential
-            rollout_monitor="warn", rollout_monitor_bounds={"weights_at_bound": 0.0},
+            rollout_correction="decoupled_token_is", rollout_monitor="warn", rollout_monitor_bounds={"weights_at_bound": 0.0},
         )  # fmt: skip
         steps = losses(trainer)
         page = tmp_path / f"{tracked}.html"
