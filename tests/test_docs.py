@@ -245,9 +245,11 @@ def test_every_document_is_listed():
 
 
 def test_settings_in_the_place_of_those_of_verl_exist():
+    from trl import ModelConfig
+
     from trl_rollout_corr import RolloutCorrectedGRPOConfig  # imports TRL
 
-    fields = set(RolloutCorrectedGRPOConfig.__dataclass_fields__)
+    fields = {*RolloutCorrectedGRPOConfig.__dataclass_fields__, *ModelConfig.__dataclass_fields__}
     values = {
         "ppo_clip",
         "dapo",

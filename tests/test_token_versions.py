@@ -416,6 +416,7 @@ def test_a_server_without_the_endpoint_is_asked_as_by_trl(caplog, monkeypatch, a
 
 def test_the_warning_of_the_worker_reaches_the_terminal(capfd):
     """The worker is a process of its own, as in training."""
+    PartialState()  # TRL's logger needs it
     tokenizer = chat_tokenizer()
     with answering(without_versions) as (url, _):
         worker = AsyncRolloutWorker(
