@@ -622,7 +622,7 @@ def test_a_run_is_tightened(make, caplog):
     )  # fmt: skip
     with saying(caplog, "training continues with the preset auto"):
         trainer.train()
-    assert trainer.args.rollout_rs == ["token_tv"]
+    assert trainer.args.rollout_rs == ["token_tv", "token_k1"]
     assert trainer.args.rollout_is_clamp
     assert trainer.state.global_step == 4
 

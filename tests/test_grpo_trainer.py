@@ -281,8 +281,9 @@ def test_a_saturated_ratio_gives_no_gradient_and_no_nan(make, tiny_model_path, c
 
 
 def test_bypass_recomputes_the_weights_at_every_visit(make):
+    mode = {"bypass_mode": True, "rollout_loss_type": "reinforce"}
     with pytest.warns(UserWarning, match="`num_iterations` is 2 with `rollout_loss_type='reinforce'`"):
-        trainer = make(schedule="two iterations", bypass_mode=True, rollout_loss_type="reinforce", max_steps=2)
+        trainer = make(schedule="two iterations", rollout_is="token", max_steps=2, **mode)
     seen = []
     enter_loss = trainer._enter_loss
 
