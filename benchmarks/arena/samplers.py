@@ -104,7 +104,7 @@ class Broken:
         prompts, completions, logprobs, *rest = self.generate(*args, **kwargs)
         completions, logprobs = self.broken(prompts, completions, logprobs)
         if hasattr(self.trainer, "_record_logprobs"):  # not TRL's own trainer; RLOO takes them from the sampler only
-            self.trainer._record_logprobs([[ranked[0] for ranked in row] for row in logprobs], prompt_ids)
+            self.trainer._record_logprobs([[ranked[0] for ranked in row] for row in logprobs], prompts)
         return (prompts, completions, logprobs, *rest)
 
     def broken(self, prompts: list, completions: list, logprobs: list) -> tuple[list, list]:
