@@ -273,7 +273,7 @@ def test_the_witness_counts_rejected_tags(arena):
         applies_weights=True,
     )
     trainer = SimpleNamespace(_compute_correction=lambda train_logps, batch: correction)
-    witness = arena("samplers").TagWitness(trainer, [7, 8])
+    witness = arena("witness").TagWitness(trainer, [7, 8])
     batch = {"completion_ids": torch.tensor([[7, 4, 8], [7, 5, 1]]), "advantages": torch.tensor([1.0, -1.0])}
     trainer._compute_correction(None, batch)
     counts = witness.counts

@@ -20,6 +20,7 @@ from tasks import TAGS, accuracy, dense_answer, exact_answer, forgiving_answer, 
 from train import HeldOut, machine, share_engines, versions
 from transformers import PreTrainedTokenizerFast, PrinterCallback
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from witness import TagWitness
 
 from trl_rollout_corr.messages import PREFIX
 from trl_rollout_corr.trainers.sampler import sync_weights_on_cpu
@@ -116,7 +117,7 @@ def train(run: Run) -> dict[str, Any]:
     tag_ids = (
         setup.parts["processing_class"].convert_tokens_to_ids([*TAGS]) if "reward_weights" in setup.settings else []
     )
-    witness = samplers.TagWitness(trainer, tag_ids) if tag_ids else None
+    witness = TagWitness(trainer, tag_ids) if tag_ids else None
     transformers.set_seed(run.seed)  # vLLM samples with torch's generator
     start, worked = time.perf_counter(), time.process_time()
     trainer.train()
