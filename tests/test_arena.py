@@ -283,6 +283,44 @@ def test_the_witness_counts_rejected_tags(arena):
     assert [counts[f"text_negative{end}"] for end in ("", "_rejected")] == [1, 1]
 
 
+def rows_of(arm, *scores, cell="a", falls=False):
+    return [{"cell": cell, "arm": arm, "seed": i, "accuracy": x, "falls": falls} for i, x in enumerate(scores)]
+
+
+def test_a_difference_is_one_beyond_the_spread_over_seeds(arena):
+    seeds = arena("seeds")
+    rows = [
+        *rows_of("auto", 0.70, 0.72, 0.74),
+        *rows_of("cap3", 0.75, 0.79, 0.77),
+        *rows_of("none", 0.1, 0.5, 0.3, falls=True),
+        *rows_of("trl", 0.2),
+    ]
+    spreads = seeds.spreads(rows)
+    assert spreads == {False: pytest.approx(0.02), True: pytest.approx(0.2)}
+    cell = seeds.scores(rows)["a"]
+    assert seeds.differ(cell["cap3"], cell["auto"], 0.02) == pytest.approx(0.05)  # the bound is 0.033
+    assert seeds.differ(cell["auto"], cell["cap3"], 0.04) == 0.0
+
+
+def test_more_seeds_are_wanted_of_arms_near_the_best_where_arms_differ(arena):
+    seeds = arena("seeds")
+    cell = {"on_policy": {0: 0.9}, "auto": {0: 0.8}, "cap3": {0: 0.71}, "none": {0: 0.6}}
+    assert seeds.wanted(cell) == ["on_policy", "auto", "cap3"]
+    assert seeds.wanted({**cell, "none": {0: 0.75}, "cap3": {0: 0.75}}) == []
+
+
+def test_the_best_arm_is_not_the_luckiest(arena):
+    seeds = arena("seeds")
+    lucky = {"auto": {0: 0.8, 1: 0.8, 2: 0.8}, "a": {0: 0.9, 1: 0.75, 2: 0.75}, "b": {0: 0.75, 1: 0.75, 2: 0.9}}
+    assert seeds.regret(lucky, "auto") == pytest.approx(-0.05)  # the best of two seeds, on the third
+    better = {"auto": {0: 0.8, 1: 0.8, 2: 0.8}, "a": {0: 0.9, 1: 0.88, 2: 0.92}, "on_policy": {0: 1.0}}
+    assert seeds.regret(better, "auto") == pytest.approx(0.1)
+    cells = {"one": lucky, "two": better}
+    assert seeds.worst_regret(cells, "auto") == (pytest.approx(0.1), "two")
+    low, high = seeds.interval(cells, "auto", spread=0.02, draws=500)
+    assert 0.05 < low < 0.1 < high < 0.15
+
+
 # The ladder ---------------------------------------------------------------------------------------------------------------
 
 
