@@ -220,25 +220,33 @@ def test_the_candidate_with_a_cap_of_1_is_auto(second):
 def test_the_budget_of_cppo_is_that_of_a_loop(arena):
     rules = arena("rules")
     generator = torch.Generator().manual_seed(1)
-    logp = -2 * torch.rand(8, 12, generator=generator) - 0.01
-    d = 0.5 * torch.randn(8, 12, generator=generator)
+    logp = -2 * torch.rand(32, 40, generator=generator) - 0.01
+    d = torch.linspace(0.05, 1.0, 32).unsqueeze(1) * torch.randn(32, 40, generator=generator)
+    d[:, :8] *= 4  # what the first tokens use up, later ones may not
     d = torch.maximum(d, logp)  # probabilities of the sampler are below 1
-    logp[:, 9:], d[:, 9:] = 0.0, 0.0
-    positive = torch.tensor([[True], [False]] * 4)
+    logp[:, 33:], d[:, 33:] = 0.0, 0.0
+    positive = torch.tensor([[True], [False]] * 16)
     kept = rules.within_cppo(d, logp, positive)
-    for row in range(8):
+    for row in range(32):
         change = [
-            abs(np.exp((x - y).item()) - np.exp(x.item())) for x, y in zip(logp[row, :9], d[row, :9], strict=True)
+            abs(np.exp((x - y).item()) - np.exp(x.item())) for x, y in zip(logp[row, :33], d[row, :33], strict=True)
         ]
         budget = min(max(np.quantile(change, 0.9), 0.02), 0.1)
         spent = weights = 0.0
-        for place in range(9):
-            weight = 1 - 0.2 * place / 8
+        for place in range(33):
+            weight = 1 - 0.2 * place / 32
             pushed = (d[row, place] > 0) == positive[row, 0] and d[row, place] != 0
             within = weight * change[place] <= min(0.2, 0.2 + budget * weights - spent)
             assert bool(kept[row, place]) == (not pushed or within)
             spent, weights = spent + weight * change[place], weights + weight
     assert 0 < (~kept).sum() < kept.numel() / 2
+
+
+@pytest.mark.parametrize(("place", "kept"), [(0, False), (9, True)])
+def test_the_last_token_of_a_completion_weighs_less_in_cppo(arena, place, kept):
+    logp, d = torch.full((1, 10), -1.0), torch.zeros(1, 10)
+    logp[0, place], d[0, place] = np.log(0.44), np.log(0.44 / 0.2)  # moved by 0.24, which counts as 0.192 at the end
+    assert arena("rules").within_cppo(d, logp, torch.tensor([[True]]))[0, place] == kept
 
 
 def test_the_pull_is_that_of_the_squared_log_ratio(arena):
