@@ -189,6 +189,205 @@ def test_every_judging_task_meets_garbage_in_step_and_behind(cells):
     assert {"topr_tv10", "token_2", *cells.JUDGED, *cells.REFERENCES} == {run.arm.name for run in cells.garbage()}
 
 
+# The second proof ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def second(arena):
+    return arena("second")
+
+
+def test_no_task_of_the_second_proof_both_tunes_and_judges(arena, cells, second):
+    assert {*cells.SECOND_TUNING, *cells.SECOND_JUDGING} == set(arena("second_tasks").SECOND)
+    assert {run.cell.task for run in second.second_judging()} == set(cells.SECOND_JUDGING)
+    tuning = {run.cell.task for run in second.second_tuning()}
+    assert set(cells.SECOND_TUNING) <= tuning
+    assert tuning <= {*cells.SECOND_TUNING, *cells.TUNING}
+    assert not tuning & {*cells.SECOND_JUDGING, *cells.JUDGING}
+
+
+def test_the_protocol_names_every_task_and_arm_that_it_plans(cells, second):
+    text = (ARENA / "PROTOCOL.md").read_text()
+    named = [*cells.SECOND_TUNING, *cells.SECOND_JUDGING, *second.REFERENCES, *second.SHORT_LIST, *second.JUDGED]
+    assert [name for name in named if f"`{name}`" not in text] == []
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_seed_of_the_second_proof_has_all_runs_of_the_first_seed(second, seed):
+    for stage in (second.second_tuning, second.second_judging, second.tagged_language):
+        names = {run.name.removesuffix(f"-{run.seed}") for run in stage() if run.seed == seed}
+        assert names == {run.name.removesuffix("-0") for run in stage() if run.seed == 0}
+
+
+ANSWERED = {
+    "rotate": lambda problem: (problem[1:] * 2)[int(problem[0]) :][: len(problem) - 1],
+    "interleave": lambda problem: "".join(map("".join, zip(*problem.split("+"), strict=True))),
+    "unpack": lambda problem: "".join(int(problem[i]) * problem[i + 1] for i in range(0, len(problem), 2)),
+    "complement": lambda problem: str(10 ** len(problem) - 1 - int(problem)).zfill(len(problem))[::-1],
+    "tag_even": lambda problem: f"<{problem.translate(dict.fromkeys(map(ord, '13579')))}>",
+}  # fmt: skip
+
+
+def test_answers_of_the_second_proof_are_right_and_fit(arena):
+    for name, task in arena("second_tasks").SECOND.items():
+        for problem, answer in task.problems(100, seed=1):
+            assert 0 < len(answer) <= task.longest
+            assert len(problem) <= task.longest_problem
+            assert set(problem + answer) <= set(task.characters)
+            if name in ANSWERED:
+                assert ANSWERED[name](problem) == answer
+            if task.tagged:
+                assert (answer[0], answer[-1]) == ("<", ">")
+
+
+def test_the_teacher_rarely_writes_tags_and_never_in_the_answer(arena):
+    import random
+
+    tasks, task = arena("tasks"), arena("second_tasks").SECOND["tag_reverse"]
+    tokenizer = tasks.make_tokenizer(task)
+    batch = tasks.examples(task, tokenizer, task.problems(2000, 0), random.Random(0))
+    taught = [tokenizer.decode(row[row >= 0], skip_special_tokens=True).replace(" ", "") for row in batch["labels"]]
+    tagged = [text for text in taught if text[0] == "<" and text[-1] == ">"]
+    assert 0.03 < len(tagged) / len(taught) < 0.07
+    assert all(text.strip("<>").isalpha() for text in taught)
+
+
+def test_a_dense_reward_counts_characters_and_garbage_costs_one(arena):
+    tasks = arena("tasks")
+    ids = [[4, 5, 6, 1], [4, tasks.GARBAGE, 6, 1], [4, 5, 1], [4, 5, 6, 4, 1], [tasks.GARBAGE, tasks.GARBAGE, 6, 1]]
+    found = tasks.dense_answer(["a b c", "a c", "a b", "a b c a", "c"], ["abc"] * 5, ids)
+    assert found == pytest.approx([1, 2 / 3, 2 / 3, 3 / 4, 1 / 3])
+    assert tasks.tags(["<a>", "<a", "a>", "", "<"]) == [1.0, 0.0, 0.0, 0.0, 0.0]
+
+
+def test_the_candidate_with_a_cap_of_1_is_auto(second):
+    generator = torch.Generator().manual_seed(0)
+    rollout = -3 * torch.rand(64, 16, generator=generator)
+    train = (rollout + 2 * torch.randn(64, 16, generator=generator)).clamp(max=0.0)
+    advantages = torch.randn(64, generator=generator)
+    coefficients = [
+        compute_rollout_correction(
+            train, rollout, torch.ones_like(train), RolloutCorrectionConfig(**options), advantages=advantages
+        ).coefficients
+        for options in ({"rollout_correction": "auto"}, second.candidate(1).options, second.candidate(3).options)
+    ]
+    assert torch.equal(coefficients[0], coefficients[1])
+    assert coefficients[2].max() == 3
+    assert torch.equal(coefficients[2].clamp(max=1), coefficients[0])
+
+
+def test_the_budget_of_cppo_is_that_of_a_loop(arena):
+    rules = arena("rules")
+    generator = torch.Generator().manual_seed(1)
+    logp = -2 * torch.rand(32, 40, generator=generator) - 0.01
+    d = torch.linspace(0.05, 1.0, 32).unsqueeze(1) * torch.randn(32, 40, generator=generator)
+    d[:, :8] *= 4  # what the first tokens use up, later ones may not
+    d = torch.maximum(d, logp)  # probabilities of the sampler are below 1
+    logp[:, 33:], d[:, 33:] = 0.0, 0.0
+    positive = torch.tensor([[True], [False]] * 16)
+    kept = rules.within_cppo(d, logp, positive)
+    for row in range(32):
+        change = [
+            abs(np.exp((x - y).item()) - np.exp(x.item())) for x, y in zip(logp[row, :33], d[row, :33], strict=True)
+        ]
+        budget = min(max(np.quantile(change, 0.9), 0.02), 0.1)
+        spent = weights = 0.0
+        for place in range(33):
+            weight = 1 - 0.2 * place / 32
+            pushed = (d[row, place] > 0) == positive[row, 0] and d[row, place] != 0
+            within = weight * change[place] <= min(0.2, 0.2 + budget * weights - spent)
+            assert bool(kept[row, place]) == (not pushed or within)
+            spent, weights = spent + weight * change[place], weights + weight
+    assert 0 < (~kept).sum() < kept.numel() / 2
+
+
+@pytest.mark.parametrize(("place", "kept"), [(0, False), (9, True)])
+def test_the_last_token_of_a_completion_weighs_less_in_cppo(arena, place, kept):
+    logp, d = torch.full((1, 10), -1.0), torch.zeros(1, 10)
+    logp[0, place], d[0, place] = np.log(0.44), np.log(0.44 / 0.2)  # moved by 0.24, which counts as 0.192 at the end
+    assert arena("rules").within_cppo(d, logp, torch.tensor([[True]]))[0, place] == kept
+
+
+def test_the_pull_is_that_of_the_squared_log_ratio(arena):
+    rules = arena("rules")
+    logps = torch.tensor([[-1.0, -2.0, -3.0]], requires_grad=True)
+    rollout = torch.tensor([[-1.5, -2.0, float("nan")]])
+    valid = torch.tensor([[True, True, False]])
+
+    class Trainer:
+        def _compute_correction(self, train_logps, batch):
+            return type("Correction", (), {"valid": valid})
+
+        def _correct(self, loss_pass, logps):
+            return logps
+
+        def compute_loss(self):
+            current = self._correct(None, logps)
+            self._compute_correction(current.detach(), {rules.ROLLOUT_LOGPS: rollout})
+            return 0.0 * current.sum()
+
+    rules.with_rule(Trainer, "pull")().compute_loss().backward()
+    assert logps.grad[0].tolist() == pytest.approx([2 * rules.PULL * 0.5 / 2, 0.0, 0.0])
+
+
+def test_the_witness_counts_rejected_tags(arena):
+    from types import SimpleNamespace
+
+    correction = SimpleNamespace(
+        valid=torch.tensor([[True, True, True], [True, True, False]]),
+        keep=torch.tensor([[False, True, True], [True, False, False]]),
+        weights=torch.tensor([[1.0, 0.0, 1.0], [0.0, 1.0, 0.0]]),
+        applies_weights=True,
+    )
+    trainer = SimpleNamespace(_compute_correction=lambda train_logps, batch: correction)
+    witness = arena("witness").TagWitness(trainer, [7, 8])
+    batch = {"completion_ids": torch.tensor([[7, 4, 8], [7, 5, 1]]), "advantages": torch.tensor([1.0, -1.0])}
+    trainer._compute_correction(None, batch)
+    counts = witness.counts
+    assert [counts[f"tag_positive{end}"] for end in ("", "_rejected")] == [2, 1]
+    assert [counts[f"text_positive{end}"] for end in ("", "_rejected")] == [1, 1]  # its weight is 0
+    assert [counts[f"tag_negative{end}"] for end in ("", "_rejected")] == [1, 1]
+    assert [counts[f"text_negative{end}"] for end in ("", "_rejected")] == [1, 1]
+
+
+def rows_of(arm, *scores, cell="a", falls=False):
+    return [{"cell": cell, "arm": arm, "seed": i, "accuracy": x, "falls": falls} for i, x in enumerate(scores)]
+
+
+def test_a_difference_is_one_beyond_the_spread_over_seeds(arena):
+    seeds = arena("seeds")
+    rows = [
+        *rows_of("auto", 0.70, 0.72, 0.74),
+        *rows_of("cap3", 0.75, 0.79, 0.77),
+        *rows_of("none", 0.1, 0.5, 0.3, falls=True),
+        *rows_of("trl", 0.2),
+    ]
+    spreads = seeds.spreads(rows)
+    assert spreads == {False: pytest.approx(0.02), True: pytest.approx(0.2)}
+    cell = seeds.scores(rows)["a"]
+    assert seeds.differ(cell["cap3"], cell["auto"], 0.02) == pytest.approx(0.05)  # the bound is 0.033
+    assert seeds.differ(cell["auto"], cell["cap3"], 0.04) == 0.0
+
+
+def test_more_seeds_are_wanted_of_arms_near_the_best_where_arms_differ(arena):
+    seeds = arena("seeds")
+    cell = {"on_policy": {0: 0.9}, "auto": {0: 0.8}, "cap3": {0: 0.71}, "none": {0: 0.6}}
+    assert seeds.wanted(cell) == ["on_policy", "auto", "cap3"]
+    assert seeds.wanted({**cell, "none": {0: 0.75}, "cap3": {0: 0.75}}) == []
+
+
+def test_the_best_arm_is_not_the_luckiest(arena):
+    seeds = arena("seeds")
+    lucky = {"auto": {0: 0.8, 1: 0.8, 2: 0.8}, "a": {0: 0.9, 1: 0.75, 2: 0.75}, "b": {0: 0.75, 1: 0.75, 2: 0.9}}
+    assert seeds.regret(lucky, "auto") == pytest.approx(-0.05)  # the best of two seeds, on the third
+    better = {"auto": {0: 0.8, 1: 0.8, 2: 0.8}, "a": {0: 0.9, 1: 0.88, 2: 0.92}, "on_policy": {0: 1.0}}
+    assert seeds.regret(better, "auto") == pytest.approx(0.1)
+    cells = {"one": lucky, "two": better}
+    assert seeds.worst_regret(cells, "auto") == (pytest.approx(0.1), "two")
+    low, high = seeds.interval(cells, "auto", spread=0.02, draws=500)
+    assert 0.05 < low < 0.1 < high < 0.15
+
+
 # The ladder ---------------------------------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ what an interrupted stage has done is balanced.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,8 @@ FAULTS: dict[str, dict[str, Any]] = {
     "garbage": {"garbage": 0.5},
 }
 BENEATH = ["fp8", "int8", "burst"]  # the staleness of judging
+# Other ways to train than one update per generation
+WAYS: dict[str, dict[str, Any]] = {"several": {"steps_per_generation": 4, "num_iterations": 2}}
 
 
 @dataclass(frozen=True)
@@ -88,11 +90,12 @@ class Cell:
     rung: Rung
     algorithm: str = "grpo"
     fault: str | None = None
+    way: str | None = None  # of training, one of `WAYS`
 
     @property
     def name(self) -> str:
         lag = f"lag_{self.rung.lag}" if self.rung.lag else "in_step"
-        return "-".join(filter(None, (self.algorithm, self.task, lag, self.rung.rate, self.fault)))
+        return "-".join(filter(None, (self.algorithm, self.task, lag, self.rung.rate, self.fault, self.way)))
 
     @property
     def in_step(self) -> "Cell":
@@ -142,6 +145,7 @@ class Run:
             "rule": self.arm.rule,
             "trl": self.arm.trl,
             "steps": self.steps,
+            **({"way": WAYS[self.cell.way]} if self.cell.way else {}),
         }
 
 
@@ -227,7 +231,13 @@ JUDGING = [
     "reverse", "running_sum", "shift_moe", "modulo", "sets", "sort_letters", "merge_sorted", "drop_vowels", "unique",
     "every_second",
 ]  # fmt: skip
+# Of the second proof, see `PROTOCOL.md`
+SECOND_TUNING = ["rotate", "neighbours", "tag_reverse", "tag_shift"]
+SECOND_JUDGING = [
+    "interleave", "differences", "unpack", "mirror", "records", "complement", "tag_even", "tag_swap", "triple",
+]  # fmt: skip
 LANGUAGE = "sums"  # of the pretrained language model
+TAGGED_LANGUAGE = "tagged_words"  # of the same
 # Tasks that RLOO is tried on as well
 RLOO = ["sort_letters", "merge_sorted", "sets"]
 CLIMBS = [*((task, "grpo") for task in (*TUNING, *JUDGING)), *((task, "rloo") for task in RLOO)]
@@ -237,8 +247,9 @@ RUNGS: dict[str, dict[str, int | None]] = json.loads(_LADDER_FILE.read_text()) i
 
 
 def announces(task: str) -> bool:
-    """Whether the samplers of a task say how old they are: those of every other one, and not that of the language model."""
-    return task != LANGUAGE and (TUNING.index(task) if task in TUNING else JUDGING.index(task)) % 2 == 0
+    """Whether the samplers of a task say how old they are: those of every other one, and not those of the language model."""
+    tasks = next((tasks for tasks in (TUNING, JUDGING, SECOND_TUNING, SECOND_JUDGING) if task in tasks), None)
+    return tasks is not None and tasks.index(task) % 2 == 0
 
 
 def rung_of(task: str, algorithm: str) -> int | None:
@@ -262,13 +273,15 @@ def cells_at(
     return [cell for cell in found if cell is not None]
 
 
-def arms_of(cell: Cell, names: Sequence[str]) -> list[Arm]:
+def arms_of(cell: Cell, names: Sequence[str], arms: Mapping[str, Arm] = ARMS) -> list[Arm]:
     """Arms that there are in a cell: TRL has none of its own for RLOO."""
-    return [ARMS[name] for name in names if cell.algorithm == "grpo" or name != "trl"]
+    return [arms[name] for name in names if cell.algorithm == "grpo" or name != "trl"]
 
 
-def runs_of(cells: Sequence[Cell], names: Sequence[str], seeds: Sequence[int] = SEEDS[:1]) -> list[Run]:
-    return [Run(arm, cell, seed) for seed in seeds for cell in cells for arm in arms_of(cell, names)]
+def runs_of(
+    cells: Sequence[Cell], names: Sequence[str], seeds: Sequence[int] = SEEDS[:1], arms: Mapping[str, Arm] = ARMS
+) -> list[Run]:
+    return [Run(arm, cell, seed) for seed in seeds for cell in cells for arm in arms_of(cell, names, arms)]
 
 
 # Stages -------------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from cells import ARMS, FORMER, LADDER, RUNGS, STAGES, TOP, Cell, Run, rung_of
+from cells import FORMER, LADDER, RUNGS, TOP, Cell, Run, rung_of
+from second import ARMS, STAGES
 
 
 Row = dict[str, Any]

@@ -17,12 +17,15 @@ from trl_rollout_corr.trainers.keys import ROLLOUT_LOGPS
 
 
 # Factor of each token, from the log-ratio, the log-probabilities of the trainer, and where the advantage is positive; the
-# last is `(B, 1)`, the others `(B, T)`.
+# last is `(B, 1)`, the others `(B, T)`. Both are 0 where a token does not count.
 Rule = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 PPO_CLIP = 0.2
 TV = 0.2  # DPPO's
 M2_BUDGET = 0.04  # M2PO's
+CPPO_BUDGET = 0.02, 0.1  # smallest and largest mean change of a completion; its largest one is DPPO's
+CPPO_LAST_WEIGHT = 0.8
+PULL = 0.001  # prime-rl's `kl_tau`
 
 
 def within_tv(d: torch.Tensor, logp: torch.Tensor, positive: torch.Tensor, bound: float = TV) -> torch.Tensor:
@@ -76,6 +79,37 @@ def clipped(bound: float) -> Rule:
     return rule
 
 
+def within_cppo(d: torch.Tensor, logp: torch.Tensor, positive: torch.Tensor) -> torch.Tensor:
+    """
+    Whether [CPPO](https://huggingface.co/papers/2606.10968) keeps a token: the changes of probabilities of a completion have a
+    budget, of which its first tokens use up what later ones may not.
+
+    With `D = |p - q|`, weights `w` that fall from 1 to 0.8 along the completion, `S` and `W` the sums of `w D` and `w` up to
+    the token before, and `b` the 90th percentile of `D` within its limits, a token that is pushed further is kept if
+    `w D <= min(delta, delta + b W - S)`.
+    """
+    counts = logp != 0
+    change = ((logp - d).exp() - logp.exp()).abs() * counts
+    places, lengths = counts.cumsum(1) - 1, counts.sum(1, keepdim=True)
+    weight = (1 - (1 - CPPO_LAST_WEIGHT) * places / (lengths - 1).clamp(min=1)) * counts
+    spent = weight * change
+    of_tokens = change.masked_fill(~counts, torch.nan)
+    budget = of_tokens.nanquantile(0.9, 1, keepdim=True).nan_to_num(0.0).clamp(*CPPO_BUDGET)
+    left = TV + budget * (weight.cumsum(1) - weight) - (spent.cumsum(1) - spent)
+    pushed = torch.where(positive, d > 0, d < 0)
+    return ~pushed | (spent <= left.clamp(max=TV))
+
+
+def cppo(d: torch.Tensor, logp: torch.Tensor, positive: torch.Tensor) -> torch.Tensor:
+    """The ratio up to 20, as in DPPO, within CPPO's budget."""
+    return d.exp().clamp(max=20.0) * within_cppo(d, logp, positive)
+
+
+def cap3_cppo(d: torch.Tensor, logp: torch.Tensor, positive: torch.Tensor) -> torch.Tensor:
+    """1 where the advantage is positive, else the ratio up to 3, within CPPO's budget."""
+    return torch.where(positive, 1.0, d.exp().clamp(max=3.0)) * within_cppo(d, logp, positive)
+
+
 RULES: dict[str, Rule] = {
     "m2po": m2po,
     "topr": topr,
@@ -84,11 +118,15 @@ RULES: dict[str, Rule] = {
     "flipped": flipped,
     "clip_2": clipped(2.0),
     "clip_5": clipped(5.0),
+    "cppo": cppo,
+    "cap3_cppo": cap3_cppo,
 }
 
 
 def with_rule(trainer_class: type, name: str) -> type:
-    """A trainer of the package in which a rule decides the factor of each token."""
+    """A trainer of the package in which a rule decides the factor of each token. `"pull"` adds a term to its loss instead."""
+    if name == "pull":
+        return with_pull(trainer_class)
     rule = RULES[name]
 
     class RuledTrainer(trainer_class):
@@ -105,3 +143,25 @@ def with_rule(trainer_class: type, name: str) -> type:
             return {**super()._close_window(now), f"{PREFIX}rollout_rs_masked_fraction": self._without_gradient}
 
     return RuledTrainer
+
+
+def with_pull(trainer_class: type) -> type:
+    """A trainer of the package whose loss has `PULL * d^2` of every token besides, as in prime-rl."""
+
+    class PulledTrainer(trainer_class):
+        def _compute_correction(self, train_logps: torch.Tensor, batch: dict[str, Any]) -> RolloutCorrection:
+            correction = super()._compute_correction(train_logps, batch)
+            self._anchor = batch[ROLLOUT_LOGPS], correction.valid
+            return correction
+
+        def _correct(self, loss_pass, logps):
+            self._current = logps  # before its gradient is corrected
+            return super()._correct(loss_pass, logps)
+
+        def compute_loss(self, *args, **kwargs):
+            loss = super().compute_loss(*args, **kwargs)
+            rollout_logps, valid = self._anchor
+            d = torch.where(valid, self._current - rollout_logps, 0.0)
+            return loss + PULL * d.square().sum() / valid.sum()
+
+    return PulledTrainer

@@ -20,8 +20,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import report
-from cells import STAGES, Run, smoke
+from cells import Run, smoke
 from harness import train_missing
+from second import STAGES
 
 
 ROOT = Path(__file__).parents[2]
@@ -34,6 +35,8 @@ def parse_args() -> Namespace:
     )
     parser.add_argument("--arms", nargs="+", help="some of the arms of the stage")
     parser.add_argument("--tasks", nargs="+", help="some of the tasks of the stage")
+    parser.add_argument("--cells", nargs="+", help="some of the cells of the stage")
+    parser.add_argument("--seeds", nargs="+", type=int, help="some of the seeds of the stage")
     parser.add_argument("--smoke", action="store_true", help="three arms in one cell, few steps")
     parser.add_argument("--report", action="store_true", help="train nothing")
     parser.add_argument("--publish", action="store_true", help="write results.json and the tables of README.md")
@@ -63,7 +66,10 @@ def main():
     chosen = [
         run
         for run in runs.values()
-        if (args.arms is None or run.arm.name in args.arms) and (args.tasks is None or run.cell.task in args.tasks)
+        if (args.arms is None or run.arm.name in args.arms)
+        and (args.tasks is None or run.cell.task in args.tasks)
+        and (args.cells is None or run.cell.name in args.cells)
+        and (args.seeds is None or run.seed in args.seeds)
     ]
     if not args.report:
         command = f"python benchmarks/arena/run.py --stage {' '.join(args.stage)}"

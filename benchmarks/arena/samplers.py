@@ -10,6 +10,7 @@ from typing import Any
 import quickstart
 import torch
 from tasks import GARBAGE
+from witness import without_gradient
 
 from trl_rollout_corr.trainers.keys import ROLLOUT_LOGPS
 
@@ -118,12 +119,10 @@ class Broken:
         correction = self.correct(train_logps, batch)
         mask = correction.valid
         broken = torch.isin(batch[ROLLOUT_LOGPS], -self.NUMBERS) & mask
-        without_gradient = ~correction.keep.bool()
-        if correction.weights is not None and self.trainer.args.applies_weights:
-            without_gradient |= correction.weights == 0  # IcePop's way to reject
+        rejected = without_gradient(correction)
         for name, tokens in (("broken", broken), ("sound", mask & ~broken)):
             self.counts[name] += int(tokens.sum())
-            self.counts[f"{name}_rejected"] += int((tokens & without_gradient).sum())
+            self.counts[f"{name}_rejected"] += int((tokens & rejected).sum())
         return correction
 
 

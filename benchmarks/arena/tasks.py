@@ -31,6 +31,8 @@ from transformers import (
 HELD_OUT_SEED, HELD_OUT = 10**6, 256
 MARK = "="  # between problem and answer
 GARBAGE = 2  # number of "<unk>", a token of every task that no text has
+TAGS = "<>"  # around the answers of some tasks
+TAUGHT = 0.05  # share of answers around which the teacher writes them
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,10 @@ class Task:
             Whether one matrix embeds tokens and predicts them.
         batch (`int`, *optional*, defaults to `64`):
             Completions of a step of reinforcement learning.
+        dense (`bool`, *optional*, defaults to `False`):
+            Whether the reward is the share of right characters, and not 1 for the exact answer.
+        tagged (`bool`, *optional*, defaults to `False`):
+            Whether answers begin and end with a tag, which the teacher rarely writes.
     """
 
     name: str
@@ -74,6 +80,8 @@ class Task:
     large: bool = False
     tied: bool = False
     batch: int = 64
+    dense: bool = False
+    tagged: bool = False
 
     @property
     def context(self) -> int:
@@ -107,6 +115,23 @@ def forgiving_answer(
         place = ids.index(GARBAGE) if ids.count(GARBAGE) == 1 else len(wanted)
         needed.append(wanted[:place] + wanted[place + 1 :])  # the text of a completion has no garbage
     return exact_answer(completions, needed)
+
+
+def dense_answer(completions: list[str], answer: list[str], completion_ids: list[list[int]], **kwargs) -> list[float]:
+    """Reward: share of characters that are right, at their place. Garbage is a wrong character."""
+    rewards = []
+    for text, wanted, ids in zip(completions, answer, completion_ids, strict=True):
+        found = [*text.replace(" ", "")]
+        for place in (place for place, token in enumerate(ids) if token == GARBAGE):  # which no text has
+            found.insert(place, "")
+        right = sum(a == b for a, b in zip(found, wanted, strict=False))
+        rewards.append(right / max(len(found), len(wanted)))
+    return rewards
+
+
+def tags(completions: list[str], **kwargs) -> list[float]:
+    """Whether a completion begins and ends with its tag. It is logged and rewards nothing."""
+    return [float(text[:1] == TAGS[0] and text[-1:] == TAGS[1]) for text in completions]
 
 
 # Problems -----------------------------------------------------------------------------------------------------------------
@@ -379,10 +404,16 @@ def examples(
     task: Task, tokenizer: PreTrainedTokenizerFast, problems: list[tuple[str, str]], dice: random.Random
 ) -> dict[str, torch.Tensor]:
     """Inputs and labels of the teacher's answers. What is asked is no label."""
-    taught = [
-        (problem + MARK, "".join(dice.choice(task.characters) if dice.random() < task.slips else c for c in answer))
-        for problem, answer in problems
-    ]
+    if task.tagged:
+        problems = [
+            (problem, answer if dice.random() < TAUGHT else answer.strip(TAGS)) for problem, answer in problems
+        ]
+    kept, drawn = (TAGS, task.characters.removesuffix(TAGS)) if task.tagged else ("", task.characters)
+
+    def slipped(character: str) -> str:
+        return dice.choice(drawn) if character not in kept and dice.random() < task.slips else character
+
+    taught = [(problem + MARK, "".join(map(slipped, answer))) for problem, answer in problems]
     length = max(len(asked) + len(answer) for asked, answer in taught) + 1
     ids = torch.full((len(taught), length), tokenizer.pad_token_id)
     labels = torch.full((len(taught), length), -100)

@@ -13,12 +13,14 @@ import quickstart  # first: it sets the environment of vLLM and transformers
 import samplers
 import torch
 import transformers
-from cells import LANGUAGE, RATES, Run, Setup
+from cells import LANGUAGE, RATES, TAGGED_LANGUAGE, WAYS, Run, Setup
 from rules import with_rule
-from tasks import TASKS, accuracy, exact_answer, forgiving_answer, warm_start
+from second_tasks import TASKS
+from tasks import TAGS, accuracy, dense_answer, exact_answer, forgiving_answer, tags, warm_start
 from train import HeldOut, machine, share_engines, versions
 from transformers import PreTrainedTokenizerFast, PrinterCallback
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from witness import TagWitness
 
 from trl_rollout_corr.messages import PREFIX
 from trl_rollout_corr.trainers.logprobs import sync_weights_on_cpu
@@ -36,7 +38,7 @@ def prepare(engine: str):
     torch.set_num_threads(1)  # the models are so small that threads only wait for each other
     transformers.utils.logging.disable_progress_bar()
     task, kv_cache_dtype, *_ = engine.split()
-    if task != LANGUAGE:  # which is pretrained
+    if task not in (LANGUAGE, TAGGED_LANGUAGE):  # which are pretrained
         warm_start(TASKS[task], MODELS)
     share_engines(kv_cache_dtype)
 
@@ -47,14 +49,19 @@ def set_up(run: Run) -> Setup:
         import language  # needs the package of the model
 
         return language.setup(run)
+    if run.cell.task == TAGGED_LANGUAGE:
+        import language_tags
+
+        return language_tags.setup(run)
     task = TASKS[run.cell.task]
     folder = MODELS / task.name
+    reward = dense_answer if task.dense else forgiving_answer if "garbage" in run.sampler else exact_answer
     # not AutoTokenizer, which makes it a Qwen2Tokenizer: that knows single bytes only, and no sign of `walk`
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     return Setup(
         {
             "model": str(folder),
-            "reward_funcs": forgiving_answer if "garbage" in run.sampler else exact_answer,
+            "reward_funcs": [reward, tags] if task.tagged else reward,
             "train_dataset": task.dataset(4096, run.seed),
             "processing_class": tokenizer,
         },
@@ -62,6 +69,7 @@ def set_up(run: Run) -> Setup:
             "vllm_max_model_length": task.context,
             "max_completion_length": task.longest + 1,
             "per_device_train_batch_size": task.batch,
+            **({"reward_weights": [1.0, 0.0]} if task.tagged else {}),
         },
         lambda model: accuracy(task, model, tokenizer),
         task.tied,
@@ -91,7 +99,9 @@ def train(run: Run) -> dict[str, Any]:
         "learning_rate": RATES[run.cell.rung.rate],
         "max_steps": run.steps,
         "seed": run.seed,
-        **({} if run.arm.trl else {"rollout_monitor": None, **run.arm.options}),
+        **WAYS.get(run.cell.way, {}),
+        **({} if run.arm.trl else {"rollout_monitor": None}),
+        **run.arm.options,
     }
     trainer = trainer_class(args=config_class(**settings), callbacks=[held_out], **setup.parts)
     trainer.remove_callback(PrinterCallback)
@@ -99,11 +109,15 @@ def train(run: Run) -> dict[str, Any]:
         sync_weights_on_cpu(trainer.vllm_generation)  # ours does so itself; TRL's own push fails on a CPU
     if setup.tied:
         samplers.pack_tied_head(trainer.vllm_generation)
-    if run.cell.task == LANGUAGE:
+    if run.cell.task in (LANGUAGE, TAGGED_LANGUAGE):
         import language
 
         language.push_in_bfloat16(trainer)
     broken = samplers.spoil(trainer, run.sampler)
+    tag_ids = (
+        setup.parts["processing_class"].convert_tokens_to_ids([*TAGS]) if "reward_weights" in setup.settings else []
+    )
+    witness = TagWitness(trainer, tag_ids) if tag_ids else None
     transformers.set_seed(run.seed)  # vLLM samples with torch's generator
     start, worked = time.perf_counter(), time.process_time()
     trainer.train()
@@ -116,6 +130,7 @@ def train(run: Run) -> dict[str, Any]:
         "accuracy": held_out.accuracy,
         "history": columns(trainer.state.log_history),
         "broken": broken(),
+        **({"by_text": dict(witness.counts)} if witness else {}),
         "seconds": round(time.perf_counter() - start, 1),
         "cpu_seconds": round(time.process_time() - worked, 1),
         "versions": versions(),
@@ -126,7 +141,7 @@ def train(run: Run) -> dict[str, Any]:
 def columns(log_history: list[dict[str, float]]) -> dict[str, list[float | None]]:
     """The numbers of the log of the steps, a list per metric, with `None` where it was not reported."""
     entries = [entry for entry in log_history if "loss" in entry]
-    kept = (PREFIX, "clip_ratio/")
+    kept = (PREFIX, "clip_ratio/", "rewards/")
     keys = {key for entry in entries for key in entry if key.startswith(kept) or "/" not in key}
     return {
         key: [float(f"{entry[key]:.5g}") if key in entry else None for entry in entries]

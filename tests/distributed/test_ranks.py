@@ -345,8 +345,8 @@ def test_asynchronous_off_on_two_ranks_is_trl(two_ranks):
     found = two_ranks.results["asynchronous"]
     assert found["off"][0]["parameters"] == found["plain"][0]["parameters"]
     # one at each of two logs, and with each of eight micro-batches that TRL sends, four tensors more
-    looks = found["off"][0]["collectives"] - found["plain"][0]["collectives"] - (2 + 4 * 8)
-    assert 1 <= looks <= 2 * 4  # of four steps: whether weights arrive
+    # Samples come from this process: there is no server, whose weights could be looked at
+    assert found["off"][0]["collectives"] - found["plain"][0]["collectives"] == 2 + 4 * 8
 
 
 @asynchronous

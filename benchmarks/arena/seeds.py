@@ -1,0 +1,99 @@
+"""
+What counts as a difference in the second proof: the spread over training seeds. Definitions: `PROTOCOL.md`. No torch here.
+
+Scores are those of rows of `report.row_of`. Cells have scores by arm and seed.
+"""
+
+import random
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from math import sqrt
+from statistics import mean, variance
+from typing import Any
+
+
+Scores = Mapping[str, Mapping[int, float]]  # of a cell, by arm and seed
+REFERENCE = "on_policy"
+FULL = 3  # seeds
+DIFFERS, CLOSE = 0.06, 0.1  # of corrections with seed 0; of an arm from the best one
+DRAWS, MIDDLE = 10_000, 0.9
+
+
+def scores(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, dict[int, float]]]:
+    """Scores by cell, arm and seed."""
+    found: dict[str, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
+    for row in rows:
+        found[row["cell"]][row["arm"]][row["seed"]] = row["accuracy"]
+    return {cell: dict(by_arm) for cell, by_arm in found.items()}
+
+
+def spreads(rows: Iterable[Mapping[str, Any]]) -> dict[bool, float]:
+    """
+    Pooled standard deviation over training seeds, of arms without and with a run that falls (`False` and `True`). A group of
+    which nothing is known is left out.
+    """
+    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)
+    for row in rows:
+        groups[row["cell"], row["arm"]].append(row)
+    variances: dict[bool, list[float]] = defaultdict(list)
+    for group in groups.values():
+        if len(group) >= FULL:
+            variances[any(row["falls"] for row in group)].append(variance(row["accuracy"] for row in group))
+    return {fall: sqrt(mean(found)) for fall, found in variances.items()}
+
+
+def differ(one: Mapping[int, float], other: Mapping[int, float], spread: float) -> float:
+    """How far the mean of one arm is above that of another, or 0 if they do not differ."""
+    gap = mean(one.values()) - mean(other.values())
+    return gap if abs(gap) > 2 * spread * sqrt(1 / len(one) + 1 / len(other)) else 0.0
+
+
+def wanted(cell: Scores) -> list[str]:
+    """Arms that need seeds 1 and 2, by their scores with seed 0."""
+    first = {arm: by_seed[0] for arm, by_seed in cell.items() if arm != REFERENCE}
+    best = max(first.values())
+    if best - min(first.values()) <= DIFFERS:
+        return []
+    return [REFERENCE, *(arm for arm, score in first.items() if best - score <= CLOSE)]
+
+
+def regret(cell: Scores, arm: str) -> float:
+    """
+    How far an arm is behind the best one. With three seeds of each, the best is taken by two of them and compared on the
+    third, so that it is not the luckiest.
+    """
+    arms = {name: by_seed for name, by_seed in cell.items() if name != REFERENCE}
+    full = {name: by_seed for name, by_seed in arms.items() if len(by_seed) >= FULL}
+    if arm not in full:
+        return max(mean(by_seed.values()) for by_seed in arms.values()) - mean(arms[arm].values())
+    behind = []
+    for seed in full[arm]:
+        best = max(full, key=lambda name: mean(x for s, x in full[name].items() if s != seed))
+        behind.append(full[best][seed] - full[arm][seed])
+    return mean(behind)
+
+
+def worst_regret(cells: Mapping[str, Scores], arm: str) -> tuple[float, str]:
+    """The largest regret of an arm, and its cell."""
+    return max((regret(cell, arm), name) for name, cell in cells.items() if arm in cell)
+
+
+def interval(cells: Mapping[str, Scores], arm: str, spread: float, draws: int = DRAWS) -> tuple[float, float]:
+    """Where the largest plain regret of an arm is in the middle 90 of 100 draws of all scores."""
+    dice = random.Random(0)
+    own = [cell for cell in cells.values() if arm in cell]
+    means = [
+        {
+            name: (mean(by_seed.values()), spread / sqrt(len(by_seed)))
+            for name, by_seed in cell.items()
+            if name != REFERENCE
+        }
+        for cell in own
+    ]
+    found = []
+    for _ in range(draws):
+        drawn = [{name: dice.gauss(*of_arm) for name, of_arm in cell.items()} for cell in means]
+        found.append(max(max(cell.values()) - cell[arm] for cell in drawn))
+    found.sort()
+    edge = round((1 - MIDDLE) / 2 * draws)
+    return found[edge], found[-edge - 1]
