@@ -1,6 +1,7 @@
 """The arena: what is run is balanced, what is computed of it is right, and the document says what the results say."""
 
 import json
+import math
 import sys
 from collections import defaultdict
 from types import SimpleNamespace
@@ -367,6 +368,49 @@ def test_a_difference_is_one_beyond_the_spread_over_seeds(arena):
     cell = seeds.scores(rows)["a"]
     assert seeds.differ(cell["cap3"], cell["auto"], 0.02) == pytest.approx(0.05)  # the bound is 0.033
     assert seeds.differ(cell["auto"], cell["cap3"], 0.04) == 0.0
+
+
+def test_when_a_format_is_learned(arena):
+    module = arena("second_report")
+    assert module.steps_to_half([0, 10, 20], [0.1, 0.3, 0.7], 0.4) == pytest.approx(12.5)
+    assert module.steps_to_half([0, 10], [0.5, 0.6], 0.4) == 0.0
+    assert module.steps_to_half([0, 10], [0.1, 0.2], 0.4) == math.inf
+
+
+def test_tables_of_the_second_proof(arena):
+    looks = {"steps": [0, 10, 20], "start": 0.0, "falls": False}
+    scores = {"on_policy": 0.8, "auto": 0.6, "cap3": 0.7, "none": 0.1}
+    rows = [
+        {
+            "cell": "c",
+            "arm": arm,
+            "seed": seed,
+            "accuracy": score + seed / 100,
+            "looks": [0.0, score / 2, score],
+            **looks,
+        }
+        for arm, score in scores.items()
+        for seed in range(3)
+    ]
+    tables = arena("second_report").tables("second_tuning", rows, [*scores])
+    assert tables["second_tuning-spread"] == "The spread over training seeds is 0.010 (measured)."
+    assert "| `auto` | 1 | 0.100 | " in tables["second_tuning-summary"]
+    assert "| `cap3` | 1 | c (+0.10) | none |" in tables["second_tuning-differences"]
+    assert "| c | 10 | 14 | 12 | never |" in tables["second_tuning-formats"]
+    assert "| c | 0.00 | 0.810 (3) | 0.610 (3) |" in tables["second_tuning-cells"]
+
+
+def test_runs_come_back_from_the_archive(arena, tmp_path):
+    archive = arena("archive")
+    history = {"step": [1, 2], "rollout_corr/k3_kl": [0.123456, None], "rollout_corr/ppl_ratio": [1.0, 2.0]}
+    (tmp_path / "a.json").write_text(json.dumps({"arm": "auto", "history": history}))
+    archive.pack(tmp_path, ["a", "missing"], tmp_path / "archive")
+    archive.unpack(tmp_path / "other", tmp_path / "archive")
+    (path,) = (tmp_path / "other").iterdir()
+    found = json.loads(path.read_text())
+    assert found == {"arm": "auto", "history": {"step": [1, 2], "rollout_corr/k3_kl": [0.1235, None]}}
+    archive.unpack(tmp_path, tmp_path / "archive")  # a run that is there stays as it is
+    assert json.loads((tmp_path / "a.json").read_text())["history"] == history
 
 
 def test_more_seeds_are_wanted_of_arms_near_the_best_where_arms_differ(arena):

@@ -10,8 +10,10 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+import archive
+import second_report
 from cells import FORMER, LADDER, RUNGS, TOP, Cell, Run, rung_of
-from second import ARMS, STAGES
+from second import ARMS, SECOND_STAGES, STAGES
 
 
 Row = dict[str, Any]
@@ -39,7 +41,7 @@ def row_of(run: Run, record: Mapping[str, Any]) -> Row:
     Returns:
         `dict`: cell, arm and seed; accuracy at the start, and as the mean of the last three looks; whether it fell; mean share
         of tokens without gradient; median of the gap; shares of broken and of sound tokens rejected, where the sampler
-        breaks some.
+        breaks some; and every look, where the second proof asks when a format was learned.
     """
     accuracy, history, broken = record["accuracy"], record["history"], record["broken"]
     row = {
@@ -55,6 +57,9 @@ def row_of(run: Run, record: Mapping[str, Any]) -> Row:
     if broken.get("broken"):
         row["caught"] = broken["broken_rejected"] / broken["broken"]
         row["sound_rejected"] = broken["sound_rejected"] / broken["sound"]
+    if "by_text" in record:
+        row["steps"] = record["steps"]
+        row["looks"] = [round(value, 4) for value in accuracy]
     return {key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in row.items()}
 
 
@@ -284,11 +289,17 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
             "minutes of training."
             for stage in results
         ),
-        "ladder": ladder(),
-        "simulation": simulated(json.loads((HERE / "simulation.json").read_text())["situations"]),
     }
+    if not SECOND_STAGES.keys() & {*results}:
+        parts["ladder"] = ladder()
+        parts["simulation"] = simulated(json.loads((HERE / "simulation.json").read_text())["situations"])
     for stage in results:
         rows = results[stage]["rows"]
+        if stage in SECOND_STAGES:
+            parts |= second_report.tables(
+                stage, rows, [name for name in ARMS if any(row["arm"] == name for row in rows)]
+            )
+            continue
         arms = [name for name in (*ARMS, *FORMER) if any(row["arm"] == name for row in rows)]
         found = situations(rows, arms)
         parts[stage] = summary(found, arms)
@@ -340,8 +351,20 @@ def filled(text: str, parts: dict[str, str]) -> str:
     return text
 
 
-def publish(results: dict[str, Any], folder: Path = HERE):
-    """Write `results.json`, and its tables into `README.md`."""
-    write(results, folder / "results.json")
-    readme = folder / "README.md"
-    readme.write_text(filled(readme.read_text(), tables(results)))
+def publish(results: dict[str, Any], runs: Path, folder: Path = HERE):
+    """
+    Write results and their tables: of the first proof into `results.json` and `README.md`, of the second one into
+    `second.json`, `SECOND.md` and the archive of its runs. A proof of which no run is there is left as it is.
+    """
+    first, second = (
+        {stage: found for stage, found in results.items() if (stage in SECOND_STAGES) == is_second}
+        for is_second in (False, True)
+    )
+    for found, data, page in ((first, "results.json", "README.md"), (second, "second.json", "SECOND.md")):
+        if found:
+            write(found, folder / data)
+            page = folder / page
+            page.write_text(filled(page.read_text(), tables(found)))
+    if second:
+        names = [run.name for stage in second for run in STAGES[stage]()]
+        archive.pack(runs, names, folder / archive.ARCHIVE.name)

@@ -19,6 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import archive
 import report
 from cells import Run, smoke
 from harness import train_missing
@@ -39,7 +40,7 @@ def parse_args() -> Namespace:
     parser.add_argument("--seeds", nargs="+", type=int, help="some of the seeds of the stage")
     parser.add_argument("--smoke", action="store_true", help="three arms in one cell, few steps")
     parser.add_argument("--report", action="store_true", help="train nothing")
-    parser.add_argument("--publish", action="store_true", help="write results.json and the tables of README.md")
+    parser.add_argument("--publish", action="store_true", help="write the results, the tables and the archive")
     parser.add_argument("--workers", type=int, default=2, help="processes that train, each on one core (default: 2)")
     parser.add_argument("--output_dir", type=Path, default=ROOT / "outputs/arena")
     return parser.parse_args()
@@ -71,6 +72,7 @@ def main():
         and (args.cells is None or run.cell.name in args.cells)
         and (args.seeds is None or run.seed in args.seeds)
     ]
+    archive.unpack(args.output_dir / "runs")
     if not args.report:
         command = f"python benchmarks/arena/run.py --stage {' '.join(args.stage)}"
         train_missing(chosen, args.output_dir / "runs", args.workers, command, prepare=prepare, train=train)
@@ -78,7 +80,7 @@ def main():
     for name, part in report.tables(results).items():
         print(f"\n{name}\n{part}")
     if args.publish:
-        report.publish(results)
+        report.publish(results, args.output_dir / "runs")
 
 
 if __name__ == "__main__":

@@ -157,9 +157,5 @@ def tagged_language() -> list[Run]:
     return [replace(run, steps=60) for run in runs_of(found, [*REFERENCES, *SHORT_LIST], SEEDS)]
 
 
-STAGES = {
-    **cells.STAGES,
-    "second_tuning": second_tuning,
-    "second_judging": second_judging,
-    "tagged_language": tagged_language,
-}
+SECOND_STAGES = {"second_tuning": second_tuning, "second_judging": second_judging, "tagged_language": tagged_language}
+STAGES = {**cells.STAGES, **SECOND_STAGES}

@@ -1,0 +1,55 @@
+"""
+The runs of the second proof in one file: settings, held-out accuracy, and what the monitor's rules read of every step.
+
+`run.py` unpacks it into its output folder, so that runs that are in it are not trained again.
+"""
+
+import json
+import lzma
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from trl_rollout_corr.health.rules import BOUNDS
+from trl_rollout_corr.messages import PREFIX
+
+
+ARCHIVE = Path(__file__).parent / "runs.jsonl.xz"
+DIGITS = 4
+# Beside what bounds compare: what their conditions read
+CONDITIONS = ["kl", "engine_kl", "engine_k3_kl", "kl_advantage_positive", "staleness_max", "rejected/others"]
+OF_TRL = ["step", "loss", "reward", "grad_norm", "entropy", "completions/clipped_ratio", "clip_ratio/region_mean"]
+KEYS = {*OF_TRL, *(PREFIX + key for key in (*CONDITIONS, *(bound.key for bound in BOUNDS.values())))}
+
+
+def shortened(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A run with the metrics of `KEYS` alone, to four digits."""
+    history = {
+        key: [None if value is None else float(f"{value:.{DIGITS}g}") for value in values]
+        for key, values in record["history"].items()
+        if key in KEYS and any(values)
+    }
+    history["step"] = record["history"]["step"]
+    return {**record, "history": history}
+
+
+def pack(folder: Path, names: Iterable[str], archive: Path = ARCHIVE) -> None:
+    """Write the runs of these names that are in the folder, a line each."""
+    lines = []
+    for name in sorted({*names}):
+        path = folder / f"{name}.json"
+        if path.exists():
+            lines.append(json.dumps({"name": name, **shortened(json.loads(path.read_text()))}, separators=(",", ":")))
+    archive.write_bytes(lzma.compress("\n".join(lines).encode(), preset=9))
+
+
+def unpack(folder: Path, archive: Path = ARCHIVE) -> None:
+    """Write the runs of an archive that are not in the folder."""
+    if not archive.exists():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    for line in lzma.decompress(archive.read_bytes()).decode().splitlines():
+        record = json.loads(line)
+        path = folder / f"{record.pop('name')}.json"
+        if not path.exists():
+            path.write_text(json.dumps(record))

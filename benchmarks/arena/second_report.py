@@ -1,0 +1,133 @@
+"""Tables of the second proof, with the spread over training seeds. Definitions: `PROTOCOL.md`. No torch here."""
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from statistics import mean
+from typing import Any
+
+from seeds import DIFFERS, REFERENCE, Scores, differ, interval, regret, scores, spreads, worst_regret
+
+
+Row = Mapping[str, Any]
+HALF = 0.5  # of the score of the reference: the format is learned
+GAIN = 0.9  # of what the reference gains
+AUTO, SIMPLE = "auto", "token_2"
+UNKNOWN_SPREAD = 0.02  # while no cell has three seeds; tables say so
+
+
+def spread_of(rows: Sequence[Row]) -> tuple[float, bool]:
+    """The larger pooled spread of runs that fall and that do not, and whether it was measured."""
+    found = spreads(rows)
+    return (max(found.values()), True) if found else (UNKNOWN_SPREAD, False)
+
+
+def separate(cell: Scores) -> bool:
+    """Whether corrections differ in a cell by more than two times the noise of an evaluation."""
+    means = [mean(by_seed.values()) for arm, by_seed in cell.items() if arm != REFERENCE]
+    return bool(means) and max(means) - min(means) > DIFFERS
+
+
+def gain(cell: Scores, arm: str, start: float) -> float:
+    """What an arm gains over the start, as a share of what the reference gains."""
+    reference = mean(cell[REFERENCE].values()) - start
+    return (mean(cell[arm].values()) - start) / reference
+
+
+def summary(rows: Sequence[Row], arms: Sequence[str]) -> str:
+    """A line per arm: regret, gain and falls, over the cells in which it was tried."""
+    cells = scores(rows)
+    starts = {row["cell"]: row["start"] for row in rows}
+    spread, _ = spread_of(rows)
+    lines = [
+        "| arm | cells | worst regret | 90 % interval | where | mean regret | keeps 0.9 of the gain | falls |",
+        "| --- " * 8 + "|",
+    ]
+    for arm in (arm for arm in arms if arm != REFERENCE):
+        own = {name: cell for name, cell in cells.items() if arm in cell and REFERENCE in cell}
+        if not own:
+            continue
+        worst, where = worst_regret(own, arm)
+        low, high = interval(own, arm, spread)
+        keeps = sum(gain(cell, arm, starts[name]) >= GAIN for name, cell in own.items())
+        runs = [row for row in rows if row["arm"] == arm]
+        fields = [
+            f"`{arm}`", str(len(own)), f"{worst:.3f}", f"{low:.2f} to {high:.2f}", where,
+            f"{mean(regret(cell, arm) for cell in own.values()):.3f}", f"{keeps} of {len(own)}",
+            f"{sum(row['falls'] for row in runs)} of {len(runs)}",
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(fields)} |")
+    return "\n".join(lines)
+
+
+def differences(rows: Sequence[Row], arms: Sequence[str], other: str = AUTO) -> str:
+    """A line per arm: the cells in which it differs from `other`, for the better and for the worse."""
+    cells, (spread, _) = scores(rows), spread_of(rows)
+    lines = [f"| arm | cells | better than `{other}` | worse |", "| --- " * 4 + "|"]
+    for arm in (arm for arm in arms if arm not in (REFERENCE, other)):
+        own = {name: differ(cell[arm], cell[other], spread) for name, cell in cells.items() if {arm, other} <= {*cell}}
+        if own:
+            better, worse = (
+                ", ".join(f"{name} ({gap:+.2f})" for name, gap in own.items() if sign * gap > 0) or "none"
+                for sign in (1, -1)
+            )
+            lines.append(f"| `{arm}` | {len(own)} | {better} | {worse} |")
+    return "\n".join(lines)
+
+
+def steps_to_half(steps: Sequence[int], accuracy: Sequence[float], level: float) -> float:
+    """Optimizer step at which a score first reaches a level, interpolated between evaluations; infinite if never."""
+    if accuracy[0] >= level:
+        return float(steps[0])
+    for (s0, a0), (s1, a1) in pairwise(zip(steps, accuracy, strict=True)):
+        if a1 >= level:
+            return s0 + (s1 - s0) * (level - a0) / (a1 - a0)
+    return float("inf")
+
+
+def formats(rows: Sequence[Row], arms: Sequence[str]) -> str:
+    """A line per cell of a format task: steps to half of the last score of the reference, on average over seeds."""
+    own, cells = [row for row in rows if "looks" in row], scores(rows)
+    names = [arm for arm in arms if any(row["arm"] == arm for row in own)]
+    lines = [f"| cell | {' | '.join(names)} |", "| --- " * (len(names) + 1) + "|"]
+    for cell in dict.fromkeys(row["cell"] for row in own if REFERENCE in cells[row["cell"]]):
+        level = HALF * mean(cells[cell][REFERENCE].values())
+        fields = []
+        for arm in names:
+            steps = [
+                steps_to_half(row["steps"], row["looks"], level)
+                for row in own
+                if (row["cell"], row["arm"]) == (cell, arm)
+            ]
+            fields.append("" if not steps else "never" if max(steps) == float("inf") else f"{mean(steps):.0f}")
+        lines.append(f"| {cell} | {' | '.join(fields)} |")
+    return "\n".join(lines)
+
+
+def every_cell(rows: Sequence[Row], arms: Sequence[str]) -> str:
+    """A line per cell: the mean score of each arm, with the number of seeds if there is more than one."""
+    cells = scores(rows)
+    names = [arm for arm in arms if any(arm in cell for cell in cells.values())]
+    lines = [f"| cell | start | {' | '.join(names)} |", "| --- " * (len(names) + 2) + "|"]
+    starts = {row["cell"]: row["start"] for row in rows}
+    for cell, by_arm in cells.items():
+        fields = []
+        for arm in names:
+            own = by_arm.get(arm, {})
+            count = f" ({len(own)})" if len(own) > 1 else ""
+            fields.append(f"{mean(own.values()):.3f}{count}" if own else "")
+        name = cell if separate(by_arm) else f"{cell} (no difference)"
+        lines.append(f"| {name} | {starts[cell]:.2f} | {' | '.join(fields)} |")
+    return "\n".join(lines)
+
+
+def tables(stage: str, rows: Sequence[Row], arms: Sequence[str]) -> dict[str, str]:
+    """Text between the marks of `SECOND.md`, by mark."""
+    spread, measured = spread_of(rows)
+    source = "measured" if measured else "assumed, as no cell has three seeds yet"
+    return {
+        f"{stage}-spread": f"The spread over training seeds is {spread:.3f} ({source}).",
+        f"{stage}-summary": summary(rows, arms),
+        f"{stage}-differences": differences(rows, arms),
+        f"{stage}-formats": formats(rows, arms),
+        f"{stage}-cells": every_cell(rows, arms),
+    }
