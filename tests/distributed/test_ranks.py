@@ -86,6 +86,7 @@ def two_ranks(tiny_model_path, folder) -> TwoRanks:
     groups = {
         "exactness": exactness_cases(2, folder),
         "collectives": COLLECTIVES,
+        "monitor": {"stops": STOPS},
         "disagreement": DISAGREEMENTS,
         "engine": CASES,
         "vllm": WITH_VLLM if find_spec("vllm") else {},
@@ -248,6 +249,7 @@ _SHORT = {"max_steps": 4, "logging_steps": 2}
 COLLECTIVES = {
     "plain": {**_SHORT, "plain": True},
     "measured": {**_SHORT, "rollout_correction": "disabled"},
+    "no monitor": {**_SHORT, "rollout_correction": "disabled", "rollout_monitor": None},
     "corrected": {**_SHORT, **EVERYTHING},
     "bypass": {**_SHORT, "rollout_correction": "bypass_pg_geo_rs_token_tis", "rollout_rs_threshold": 1.5},
     "normalised": {**_SHORT, "rollout_is_batch_normalize": True, "rollout_rs_renormalize": True, **EVERYTHING},
@@ -256,18 +258,35 @@ COLLECTIVES = {
 
 
 @pytest.mark.seam("ranks")
-def test_collectives_are_one_per_log_and_those_of_normalisation(two_ranks):
+def test_collectives_are_one_per_step_and_those_of_normalisation(two_ranks):
     found = {name: ranks[0]["collectives"] for name, ranks in two_ranks.results["collectives"].items()}
-    logs, generations, micro_batches = 2, 4, 8
+    steps, logs, generations, micro_batches = 4, 2, 4, 8
+    watched = 1 + steps  # at the start the ranks agree that each has a monitor
     assert {name: count - found["plain"] for name, count in found.items()} == {
         "plain": 0,
-        "measured": logs,
-        "corrected": logs,
-        "bypass": logs,
-        "normalised": logs + generations,
-        "normalised in bypass": logs + micro_batches,
+        "measured": watched,
+        "no monitor": 1 + logs,
+        "corrected": watched,
+        "bypass": watched,
+        "normalised": watched + generations,
+        "normalised in bypass": watched + micro_batches,
     }
 
+
+@pytest.mark.seam("ranks")
+def test_all_ranks_stop_at_the_same_step(two_ranks):
+    ranks = two_ranks.results["monitor"]["stops"]
+    assert [rank["steps"] for rank in ranks] == [3, 3]  # the sums of step 2 are read when step 3 ends
+    assert ranks[0]["parameters"] == ranks[1]["parameters"]
+
+
+STOPS = {
+    "max_steps": 6,
+    "logging_steps": 100,
+    "rollout_correction": "disabled",
+    "rollout_monitor": "stop",
+    "sampler": {"noise": 1.0},
+}
 
 # Ranks that see different things --------------------------------------------------------------------------------------
 

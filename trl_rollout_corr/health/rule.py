@@ -3,7 +3,11 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ..messages import PREFIX
 from .windows import Window, windows_of
+
+
+ALARMS = f"{PREFIX}monitor/alarms"  # metric: the number of bounds that raised an alarm since the last log
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,12 @@ class CorrectionCore(_Host):
                     f"`{name}` is {value!r}, but was {self._fields[name]!r} when the trainer was built, which is when the "
                     "settings are read. Build the trainer with the new value."
                 )
-        settle_monitors(self.callback_handler)  # the user may have added one, or a tracker
+        monitor = settle_monitors(self.callback_handler)  # the user may have added one, or a tracker
+        watched = torch.tensor([monitor is not None], device=self.accelerator.device)
+        # The sums of a step are gathered over all ranks, which must agree about it
+        everywhere = self.accelerator.num_processes == 1 or bool(self.accelerator.gather(watched).all())
+        if monitor is not None:
+            monitor.observer = self._observer if everywhere else None
         choose_metrics(self.callback_handler)
         return super().train(*args, **kwargs)
 

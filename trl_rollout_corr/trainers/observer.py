@@ -5,6 +5,7 @@ Metrics of the correction, age of the data, histogram and dump of a trainer. Not
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -67,7 +68,10 @@ class Observer:
        visit; before the visits if the settings need the whole batch, such as for batch normalisation. In bypass mode it is at
        every visit, as the correction depends on the current policy.
     4. [`Observer.trained`], at the end of each visit, in the asynchronous trainer alone: its batches mix ages.
-    5. [`Observer.close_window`], when the trainer logs. It gathers the sums over all ranks, and the next window begins.
+    5. [`Observer.close_step`], at the end of each optimizer step of a run that has a monitor. It gathers the sums of the step
+       over all ranks, and does not wait for them: [`Observer.read_steps`] reads them one step later.
+    6. [`Observer.close_window`], when the trainer logs. It gathers the sums that no step has gathered, and the next window
+       begins.
     """
 
     def __init__(
@@ -160,39 +164,109 @@ class Observer:
         """True if some sequences of this batch are to be scored a second time."""
         return now.mode == "train" and self.first_step is not None and self.first_step.looks_twice()
 
+    def close_step(self, step: int) -> None:
+        """End an optimizer step of the training. All ranks must call it, as it gathers the sums."""
+        self.windows["train"].close_step(step)
+
+    def read_steps(self, before: int | None = None) -> list[dict[str, float]]:
+        """
+        Metrics of each optimizer step that was closed and not read yet, over all ranks, each with its `step`.
+
+        Args:
+            before (`int`, *optional*):
+                Read earlier steps only. The sums of a step are on the host when the next one ends, so that nothing waits. By
+                default all steps are read.
+        """
+        window = self.windows["train"]
+        now = [step for step in window.unread if before is None or step.step < before]
+        window.unread = window.unread[len(now) :]
+        return [{**self._finish(step.sums), "step": step.step} for step in now]
+
     def close_window(self, now: Moment) -> dict[str, float]:
         """Metrics of the logging window that ends, over all ranks. Its histogram goes to the trackers that can show one."""
-        settings, metrics = self.settings, dict[str, float]()
-        rejects, weighs, corrects = bool(settings.criteria), settings.applies_weights, settings.corrects
-        for sums in self.windows[now.mode].close():
-            metrics |= sums.finish(rejects=rejects, weighs=weighs, corrects=corrects)
+        window = self.windows[now.mode].close(now.step)
+        for sums in window:
             if isinstance(sums, Statistics) and self.accelerator.is_main_process:
                 send_histogram(self.callbacks, *sums.histogram(), now.mode, now.step)
+        return self._finish(window)
+
+    def _finish(self, window: Sequence[Sums]) -> dict[str, float]:
+        """Metrics by key."""
+        settings, metrics = self.settings, dict[str, float]()
+        rejects, weighs, corrects = bool(settings.criteria), settings.applies_weights, settings.corrects
+        for sums in window:
+            metrics |= sums.finish(rejects=rejects, weighs=weighs, corrects=corrects)
         return metrics
 
 
 class LoggingWindow:
-    """Sums of one logging window, on the device of this rank."""
+    """Sums of one logging window, on the device of this rank, and those of its optimizer steps that have ended."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
-        self.sums: dict[type[Sums], Any] = {}
+        self.sums: dict[type[Sums], Any] = {}  # since the last step that was closed
+        self.steps: list[StepSums] = []
+        self.unread: list[StepSums] = []  # which `Observer.read_steps` has not read
 
     def add(self, sums: Sums) -> None:
-        """Add the sums of one batch. If settings have changed since the window began, its sums start again from this batch."""
+        """Add the sums of one batch."""
         kind, before = type(sums), self.sums.get(type(sums))
-        self.sums[kind] = sums if before is None or not before.fits(sums) else before + sums
+        self.sums[kind] = sums if before is None else before + sums
 
-    def close(self) -> list[Sums]:
-        """Sums of all ranks, in one gather, on the host. The window is empty afterwards."""
-        window, self.sums = self.sums, {}
-        if not window:
-            return []
-        kinds = sorted(window, key=lambda kind: kind.__name__)  # the same order on all ranks
-        vectors = [window[kind].vector for kind in kinds]
-        everywhere = self.accelerator.gather(torch.cat(vectors)[None]).cpu()
-        parts = everywhere.split([len(vector) for vector in vectors], dim=1)
-        return [window[kind].combine(part) for kind, part in zip(kinds, parts, strict=True)]
+    def close_step(self, step: int) -> None:
+        """End an optimizer step: gather its sums over all ranks, without waiting for them."""
+        sums, self.sums = self.sums, {}
+        if not sums:
+            return
+        kinds = sorted(sums, key=lambda kind: kind.__name__)  # the same order on all ranks
+        vectors = torch.cat([sums[kind].vector for kind in kinds])
+        self.steps.append(StepSums(step, [sums[kind] for kind in kinds], self.accelerator.gather(vectors[None])))
+        self.unread.append(self.steps[-1])
+
+    def close(self, step: int) -> list[Sums]:
+        """Sums of all ranks and steps, on the host. The window is empty afterwards."""
+        unread = [*self.unread]
+        self.close_step(step)
+        self.unread = unread  # the rest of a window is no step of its own
+        steps, self.steps = self.steps, []
+        totals: dict[type[Sums], Sums] = {}
+        for sums in (sums for step_sums in steps for sums in step_sums.sums):
+            before = totals.get(type(sums))
+            totals[type(sums)] = sums if before is None else before + sums
+        return [*totals.values()]
+
+
+class StepSums:
+    """
+    Sums of one optimizer step, on their way to the host.
+
+    Args:
+        step (`int`):
+            Optimizer steps made, with this one.
+        layouts (`Sequence[Sums]`):
+            The sums of this rank.
+        gathered (`torch.Tensor` of shape `(ranks, N)`):
+            The vectors of all ranks, one after another as in `layouts`, on the device.
+    """
+
+    def __init__(self, step: int, layouts: Sequence[Sums], gathered: torch.Tensor) -> None:
+        self.step = step
+        self._layouts, self._gathered, self._copied = layouts, gathered, None
+        if gathered.is_cuda:
+            # A copy to pinned memory does not stop the host. `sums` waits for it, when it has long ended.
+            self._gathered = torch.empty_like(gathered, device="cpu", pin_memory=True)
+            self._gathered.copy_(gathered, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    @cached_property
+    def sums(self) -> list[Sums]:
+        """The sums over all ranks, on the host."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        lengths = [len(layout.vector) for layout in self._layouts]
+        parts = self._gathered.cpu().split(lengths, dim=1)
+        return [layout.combine(part) for layout, part in zip(self._layouts, parts, strict=True)]
 
 
 def _columns(corrected: Corrected) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor | None]]:
