@@ -249,7 +249,7 @@ _SHORT = {"max_steps": 4, "logging_steps": 2}
 COLLECTIVES = {
     "plain": {**_SHORT, "plain": True},
     "measured": {**_SHORT, "rollout_correction": "disabled"},
-    "no monitor": {**_SHORT, "rollout_correction": "disabled", "rollout_monitor": None},
+    "watched": {**_SHORT, "rollout_correction": "disabled", "rollout_monitor": "warn"},
     "corrected": {**_SHORT, **EVERYTHING},
     "bypass": {**_SHORT, "rollout_correction": "bypass_pg_geo_rs_token_tis", "rollout_rs_threshold": 1.5},
     "normalised": {**_SHORT, "rollout_is_batch_normalize": True, "rollout_rs_renormalize": True, **EVERYTHING},
@@ -258,18 +258,18 @@ COLLECTIVES = {
 
 
 @pytest.mark.seam("ranks")
-def test_collectives_are_one_per_step_and_those_of_normalisation(two_ranks):
+def test_collectives_are_one_per_log_or_watched_step_and_those_of_normalisation(two_ranks):
     found = {name: ranks[0]["collectives"] for name, ranks in two_ranks.results["collectives"].items()}
     steps, logs, generations, micro_batches = 4, 2, 4, 8
-    watched = 1 + steps  # at the start the ranks agree that each has a monitor
+    logs += 1  # at the start the ranks agree whether each has a monitor
     assert {name: count - found["plain"] for name, count in found.items()} == {
         "plain": 0,
-        "measured": watched,
-        "no monitor": 1 + logs,
-        "corrected": watched,
-        "bypass": watched,
-        "normalised": watched + generations,
-        "normalised in bypass": watched + micro_batches,
+        "measured": logs,
+        "watched": 1 + steps,
+        "corrected": logs,
+        "bypass": logs,
+        "normalised": logs + generations,
+        "normalised in bypass": logs + micro_batches,
     }
 
 
@@ -363,9 +363,9 @@ def test_asynchronous_metrics_of_two_ranks_are_those_of_one(two_ranks, tiny_mode
 def test_asynchronous_off_on_two_ranks_is_trl(two_ranks):
     found = two_ranks.results["asynchronous"]
     assert found["off"][0]["parameters"] == found["plain"][0]["parameters"]
-    # one at each of two logs, and with each of eight micro-batches that TRL sends, four tensors more
+    # one at the start, one at each of two logs, and with each of eight micro-batches that TRL sends, four tensors more
     # Samples come from this process: there is no server, whose weights could be looked at
-    assert found["off"][0]["collectives"] - found["plain"][0]["collectives"] == 2 + 4 * 8
+    assert found["off"][0]["collectives"] - found["plain"][0]["collectives"] == 3 + 4 * 8
 
 
 @asynchronous

@@ -5,6 +5,7 @@ Metrics of the correction, age of the data, histogram and dump of a trainer. Not
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -219,9 +220,11 @@ class LoggingWindow:
         if not sums:
             return
         kinds = sorted(sums, key=lambda kind: kind.__name__)  # the same order on all ranks
-        vectors = torch.cat([sums[kind].vector for kind in kinds])
-        self.steps.append(StepSums(step, [sums[kind] for kind in kinds], self.accelerator.gather(vectors[None])))
-        self.unread.append(self.steps[-1])
+        vectors = [sums[kind].vector for kind in kinds]
+        everywhere = self.accelerator.gather(torch.cat(vectors)[None]).split([len(v) for v in vectors], dim=1)
+        step_sums = StepSums(step, [sums[kind].combine(part) for kind, part in zip(kinds, everywhere, strict=True)])
+        self.steps.append(step_sums)
+        self.unread.append(step_sums)
 
     def close(self, step: int) -> list[Sums]:
         """Sums of all ranks and steps, on the host. The window is empty afterwards."""
@@ -238,35 +241,32 @@ class LoggingWindow:
 
 class StepSums:
     """
-    Sums of one optimizer step, on their way to the host.
+    Sums of one optimizer step over all ranks, on their way to the host.
 
     Args:
         step (`int`):
             Optimizer steps made, with this one.
-        layouts (`Sequence[Sums]`):
-            The sums of this rank.
-        gathered (`torch.Tensor` of shape `(ranks, N)`):
-            The vectors of all ranks, one after another as in `layouts`, on the device.
+        sums (`Sequence[Sums]`):
+            The sums, on the device.
     """
 
-    def __init__(self, step: int, layouts: Sequence[Sums], gathered: torch.Tensor) -> None:
-        self.step = step
-        self._layouts, self._gathered, self._copied = layouts, gathered, None
-        if gathered.is_cuda:
+    def __init__(self, step: int, sums: Sequence[Sums]) -> None:
+        self.step, self._layouts = step, sums
+        self._vectors, self._copied = torch.cat([part.vector for part in sums]), None
+        if self._vectors.is_cuda:
             # A copy to pinned memory does not stop the host. `sums` waits for it, when it has long ended.
-            self._gathered = torch.empty_like(gathered, device="cpu", pin_memory=True)
-            self._gathered.copy_(gathered, non_blocking=True)
+            host = torch.empty_like(self._vectors, device="cpu", pin_memory=True)
+            self._vectors = host.copy_(self._vectors, non_blocking=True)
             self._copied = torch.cuda.Event()
             self._copied.record()
 
     @cached_property
     def sums(self) -> list[Sums]:
-        """The sums over all ranks, on the host."""
+        """The sums, on the host."""
         if self._copied is not None:
             self._copied.synchronize()
-        lengths = [len(layout.vector) for layout in self._layouts]
-        parts = self._gathered.cpu().split(lengths, dim=1)
-        return [layout.combine(part) for layout, part in zip(self._layouts, parts, strict=True)]
+        vectors = self._vectors.cpu().split([len(part.vector) for part in self._layouts])
+        return [replace(part, vector=vector) for part, vector in zip(self._layouts, vectors, strict=True)]
 
 
 def _columns(corrected: Corrected) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor | None]]:
