@@ -81,9 +81,9 @@ def accounted_keys() -> set[str]:
 
 
 def asynchronous_keys() -> set[str]:
-    """Keys of two completions of different age, of which one spans a push, and of one that was dropped."""
+    """Keys of two completions of different age, and of one that was dropped."""
     ones, on = torch.ones(2, 2), torch.ones(2, 2, dtype=torch.bool)
-    ages = by_age(ones, ones, on, on, ones, torch.ones(2), torch.tensor([[0.0, 0.0], [5.0, 4.0]]))
+    ages = by_age(ones, ones, on, on, torch.tensor([0.0, 5.0]))
     some = count_completions(torch.ones(1), torch.ones(1))
     return {*ByAge.of({**ages, "trained": some, "stale_dropped": some}).finish()}
 

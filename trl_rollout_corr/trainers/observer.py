@@ -117,9 +117,7 @@ class Observer:
         assert ages is not None
         correction, rewards = corrected.correction, corrected.batch[REWARDS]
         rollout_logps = corrected.batch[ROLLOUT_LOGPS]
-        sums = by_age(
-            current_logps, rollout_logps, correction.valid, correction.keep, corrected.coefficients, rewards, ages
-        )
+        sums = by_age(current_logps, rollout_logps, correction.valid, correction.keep, ages)
         sums = {**sums, "trained": count_completions(corrected.mask.sum(1), rewards)}
         if dropped:
             lengths, rewards = torch.tensor(dropped, device=current_logps.device).unbind(1)
