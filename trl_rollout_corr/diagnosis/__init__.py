@@ -2,7 +2,7 @@
 The diagnosis, `trl-rollout-corr diagnose`: the cause of the gap between trainer and sampler, its certainty and share, and the
 remedy. Arrays of numpy in, no TRL.
 
-`observed` has the tokens. `causes` has one record for each cause; their tests and pictures are in `single_tokens`, `drift`,
+`observed` has the tokens. `causes` has one record for each cause; their tests are in `single_tokens`, `drift`,
 `sampling` and `precision`, made of the statistics in `evidence`. `ranking` searches, and `text` writes the answer.
 """
 

@@ -21,7 +21,7 @@ class Facts(NamedTuple):
     windows: str  # the number of logging windows, in words
     findings: list[Alarm]  # in the log, the most serious first
     outside: str  # metrics outside their healthy band at the last step, in a sentence
-    diagnosis: tuple[Observed, Diagnosis] | None  # the cause of the gap, if the page is about this run alone
+    diagnosis: Diagnosis | None  # the cause of the gap, if the page is about this run alone
 
     @property
     def alarms(self) -> list[tuple[int, str, Alarm]]:
@@ -72,11 +72,10 @@ def is_healthy(metric: str, value: float) -> bool:
     return not (value < (-np.inf if low is None else low) or value > (np.inf if high is None else high))
 
 
-def _diagnose(run: Run) -> tuple[Observed, Diagnosis] | None:
+def _diagnose(run: Run) -> Diagnosis | None:
     if run.dump is None:
         return None
-    observed = Observed(run.dump.sequences, run.dump.settings, run.dump.about)
     try:
-        return observed, diagnose(observed)
+        return diagnose(Observed(run.dump.sequences, run.dump.settings, run.dump.about))
     except ValueError:  # too few tokens
         return None

@@ -73,7 +73,6 @@ class Card(NamedTuple):
     remedy: str = ""
     yaml: str = ""
     meta: str = ""
-    chart: Chart | None = None
 
 
 class Section(NamedTuple):

@@ -1,4 +1,4 @@
-"""The section about the tokens of a dump, with the log-ratio `d` from several sides, and the picture of a cause."""
+"""The section about the tokens of a dump, with the log-ratio `d` from several sides."""
 
 import math
 from collections.abc import Sequence
@@ -6,9 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
-from ...diagnosis import Finding, Observed
 from ...dumps.sequences import Sequences
-from ...messages import capitalized, number, percent
+from ...messages import number, percent
 from .page import Axis, Chart, Section, Series
 
 
@@ -162,19 +161,3 @@ def _ends(values: pd.Series, names: Sequence[str]) -> str:
     """The first and the last of some values, with their names."""
     values_at = [f"{number(value)} at {name}" for value, name in zip(values, names, strict=True)]
     return ", ".join(dict.fromkeys((values_at[0], values_at[-1])))
-
-
-def evidence_of(observed: Observed, finding: Finding) -> Chart:
-    """The evidence of a cause."""
-    points = finding.picture(observed)
-    names = [str(name) for name in points.at] if isinstance(points.at[0], str) else []
-    places = np.arange(len(names)) if names else np.array(points.at, dtype=float)
-    return Chart(
-        f"cause-{finding.name}",
-        capitalized(points.y),
-        "",
-        Axis(points.x, ticks="whole" if (places == np.round(places)).all() else "numbers", names=names),
-        Axis(),
-        [Series("", places, points.values, "bars" if names else "joined")],
-        pd.DataFrame({points.x: points.at, points.y: points.values}),
-    )
