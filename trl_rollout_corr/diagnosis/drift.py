@@ -1,6 +1,5 @@
 """Causes whose gap grows from sequence to sequence: with the age of the weights, with the step, or with padding."""
 
-
 import numpy as np
 
 from ..health.advice import mode_of

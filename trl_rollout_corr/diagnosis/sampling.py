@@ -1,6 +1,5 @@
 """Causes that change the distribution that the sampler draws from: truncation, temperature and penalties."""
 
-
 import numpy as np
 
 from .evidence import (
