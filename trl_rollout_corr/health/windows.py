@@ -180,23 +180,19 @@ class Window:
         """
         Texts for the advice of rules, by placeholder.
 
-        `geometric` and `token` are bounds that keep nearly all completions and tokens of this window: three standard
-        deviations of the mean log-ratio of a completion, which are 3.8 times the mean of its absolute value, and percentiles 1
-        to 99. `correct` and `instead` are sentences on the correction, for a gap and for one that grows in spite of a
-        correction; `in_step` on a gap without staleness; `truncated` on options of sampling, for a mean ratio that is not 1.
+        `geometric` are bounds that keep nearly all completions of this window: three standard deviations of the mean log-ratio
+        of a completion, which are 3.8 times the mean of its absolute value. `correct` and `instead` are sentences on the
+        correction, for a gap and for one that grows in spite of a correction; `in_step` on a gap without staleness;
+        `truncated` on options of sampling, for a mean ratio that is not 1.
         """
-        size, low, high = (self.get(key) for key in ("log_ppl_abs_diff", "log_ratio_p1", "log_ratio_p99"))
-        geometric = token = "bounds from its spread"
+        size, geometric = self.get("log_ppl_abs_diff"), "bounds from its spread"
         if size is not None and 0 < size < 5:
             length = self.metrics.get("completions/mean_length")
             tokens = f" at {length:.0f} tokens" if isinstance(length, int | float) else ""
             words = f"nearly all of its completions, whose mean log-ratio is {size:.2g} in size{tokens}"
             geometric = f"{_bounds(-3.8 * size, 3.8 * size)} ({words})"
-        if low is not None and high is not None and -3 < low <= high < 3:  # otherwise it is no spread
-            token = f"{_bounds(min(low, 0.0), max(high, 0.0))} (98 percent of its tokens)"
         return {
             "geometric": geometric,
-            "token": token,
             "correct": self._advised("gap"),
             "instead": self._advised("growing gap"),
             "in_step": _IN_STEP if self.get("staleness_max") == 0 else "",
