@@ -12,7 +12,7 @@ from tests.launching import ROOT
 from tests.tiny import StaleSampler, prompts
 from tests.training import TRAINERS, BrokenSampler, build, config_fields, losses, micro_batches, window
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
-from trl_rollout_corr.correction.accounting import BUCKETS, REWARDS, TURNS, account
+from trl_rollout_corr.correction.accounting import BUCKETS, TURNS, account
 from trl_rollout_corr.correction.age import Staleness, count_ages, update_gap
 from trl_rollout_corr.correction.functional import turns_of
 from trl_rollout_corr.messages import PREFIX
@@ -59,11 +59,6 @@ def bucket_name(value: int) -> str:
     return f"{low}_{BUCKETS[index + 1] - 1}" if index + 1 < len(BUCKETS) else f"{low}_or_more"
 
 
-def reward_name(reward: float) -> str:
-    names = ["below_0", "0_to_0.25", "0.25_to_0.5", "0.5_to_0.75", "0.75_to_1", "1_or_more"]
-    return names[max(i for i, low in enumerate(REWARDS) if reward >= low)]
-
-
 def by_loops(batch: dict[str, torch.Tensor]) -> dict[str, float]:
     """The same shares, token by token."""
     rows = {name: tensor.tolist() for name, tensor in batch.items()}
@@ -82,7 +77,6 @@ def by_loops(batch: dict[str, torch.Tensor]) -> dict[str, float]:
             keep, coefficient = rows["keep"][i][t], rows["coefficients"][i][t]
             groups = [
                 f"length_{bucket_name(length)}",
-                f"position_{bucket_name(t + 1)}",
                 f"advantage_{'positive' if advantage > 0 else 'negative' if advantage < 0 else 'zero'}",
                 "long_positive" if long_positive else "others",
             ]
@@ -93,8 +87,6 @@ def by_loops(batch: dict[str, torch.Tensor]) -> dict[str, float]:
             for part in parts:
                 of_turns.setdefault(part, []).append((math.exp(d) - 1 - d, coefficient))
             groups += [f"turn_{part}" for part in parts]
-            if not math.isnan(reward):
-                groups.append(f"reward_{reward_name(reward)}")
             for group in groups:
                 tokens, rejected, removed = counts.get(group, (0, 0, 0.0))
                 removed += max(0.0, 1 - coefficient) if keep else 0.0
