@@ -256,7 +256,6 @@ def test_optimizer_steps_since_the_sampling_weights_are_counted(make, schedule):
     losses(trainer)
     found = [(entry["staleness_mean"], entry["staleness_max"]) for entry in entries(trainer)]
     assert found == SCHEDULED[schedule]
-    assert {entry["sampler_lag"] for entry in entries(trainer) if "sampler_lag" in entry} == {0.0}
 
 
 def test_a_sampler_that_is_behind(make):
@@ -269,7 +268,6 @@ def test_a_sampler_that_is_behind(make):
 
     trainer.rollout_func = two_behind
     losses(trainer)
-    assert [entry["sampler_lag"] for entry in entries(trainer)] == [0, 1, 2, 2, 2]
     assert [entry["staleness_max"] for entry in entries(trainer)] == [0, 1, 2, 2, 2]
 
 
@@ -296,7 +294,7 @@ def test_samples_that_are_used_again_are_corrected(tiny_model_path, tmp_path):
 def test_nothing_is_claimed_about_unknown_weights(make):
     trainer = make(rollout_correction="disabled")
     losses(trainer)
-    assert not any("staleness_mean" in entry or "sampler_lag" in entry for entry in entries(trainer))
+    assert not any("staleness_mean" in entry for entry in entries(trainer))
 
 
 @pytest.mark.parametrize("mode", ["decoupled", "bypass, reinforce"])
@@ -383,7 +381,6 @@ def test_weights_that_are_pushed_to_vllm_are_those_of_that_step(shared_engine, t
     trainer = build(trainer_class, config_class, tiny_model_path, tmp_path, **{**fields, "output_dir": str(tmp_path)})
     losses(trainer)
     assert [entry["staleness_mean"] for entry in entries(trainer)] == [0, 1, 0, 1]
-    assert [entry["sampler_lag"] for entry in entries(trainer) if "sampler_lag" in entry] == [0, 0]
 
 
 def test_a_run_logs_the_divergence_by_sign_of_the_advantage(make, tmp_path):

@@ -243,11 +243,3 @@ def test_a_pipe_is_not_waited_for(tmp_path, capsys, monkeypatch, command, name):
     for source in (tmp_path, tmp_path / name):
         assert main([*command, str(source)]) == 2
         assert len(capsys.readouterr().err.splitlines()) == 1
-
-
-def test_a_model_card_with_nested_aliases_is_left_out(rows, tmp_path, capsys):
-    nested = [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 12)]
-    head = "\n".join(["a0: &a0 [1]", *nested, "trl_rollout_corr: {model: x, correction: *a11}", "tags: [grpo]"])
-    (tmp_path / "README.md").write_text(f"---\n{head}\n---\n")
-    (tmp_path / "trainer_state.json").write_text(state())
-    assert main(["report", str(tmp_path), "-o", str(tmp_path / "r.html")]) == 0

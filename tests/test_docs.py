@@ -16,7 +16,6 @@ from trl_rollout_corr.correction.age import (
     by_age,
     count_ages,
     count_completions,
-    count_lags,
     engine_gap,
     update_gap,
 )
@@ -71,7 +70,7 @@ def accounted_keys() -> set[str]:
     zeros, ones = torch.zeros(1, 1), torch.ones(1, 1)
     statistics = compute_rollout_correction(zeros, zeros, ones, RolloutCorrectionConfig(rollout_is="token")).statistics
     segments = update_gap(torch.zeros(2, 2), torch.zeros(2, 2), keep) | engine_gap(statistics)
-    segments |= count_ages(torch.ones(2)) | count_lags(torch.ones(2))
+    segments |= count_ages(torch.ones(2))
     return {
         *accounts.finish(),
         *Staleness.of(segments).finish(),

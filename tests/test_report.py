@@ -255,11 +255,7 @@ def test_a_real_run(tiny_model_path, tmp_path, undrawn):
         expected = {entry["step"]: entry[f"rollout_corr/{key}"] for entry in logs}
         assert values == pytest.approx({step: expected[step] for step in values}, rel=1e-3)
         assert values
-    about = re.search(r"Model(.*?)Trainer(.*?)Correction(.*?)Date(.*?)Logged steps1 to (\d+),", page.text).groups()
-    assert about[:2] == ("tiny0", "GRPO")
-    assert about[2].startswith("decoupled_geo_rs_token_tis with changes; ")
-    assert re.fullmatch(r"20\d\d-\d\d-\d\d", about[3])
-    assert about[4] == f"{trainer.state.global_step}"
+    assert f"Logged steps1 to {trainer.state.global_step}," in page.text
 
 
 def test_a_dump_without_a_log_has_its_tokens(tmp_path, undrawn):
@@ -312,25 +308,6 @@ def test_tokens_that_are_broken_or_absurd(dump, tmp_path):
 def test_worst_sequences_alone_do_not_pass_for_the_batch(tmp_path, undrawn):
     page = Page(write(make_dump(tmp_path / "dump", sampled=0), tmp_path / "report.html"))
     assert "do not represent the batch" in page.text
-
-
-@pytest.mark.parametrize(
-    "head",
-    [
-        "tags: 5",
-        "tags: [[grpo]]",
-        "- grpo",
-        "[" * 5000,
-        "base_model: {a: b}",
-        "trl_rollout_corr: 5",
-        "trl_rollout_corr: {model: [1]}",
-    ],
-)
-def test_a_model_card_of_any_kind_is_no_reason_to_fail(tmp_path, undrawn, head):
-    logs = [{"step": step, f"{PREFIX}k3_kl": 0.001, "reward": 0.5} for step in range(1, 5)]
-    run = make_run(tmp_path / "run", logs)
-    (run / "README.md").write_text(f"---\n{head}\n---\n")
-    assert "Logged steps1 to 4" in Page(write(run, tmp_path / "report.html")).text
 
 
 def test_long_runs_are_drawn_as_windows(tmp_path):
@@ -406,7 +383,6 @@ def test_the_banner_has_the_means_of_the_last_windows(tmp_path, undrawn):
         for step in range(1, 201)
     ]
     run = make_run(tmp_path / "run", logs)
-    os.utime(run / "trainer_state.json", (1e9, 1e9))
     page = Page(write(run, tmp_path / "report.html"))
     banner = page.text[: page.text.index("What happened")]
     for text in (
@@ -414,7 +390,6 @@ def test_the_banner_has_the_means_of_the_last_windows(tmp_path, undrawn):
         "Effective learning rate: 1 at first 1, healthy: 0.5 to 1.5",
         "Share of tokens rejected: - not logged",
         "Reward: 1.49 at first 0.082",
-        "Date2001-09-09",
     ):
         assert text in banner
     levels = re.findall(r'class="card (\w*)"', (tmp_path / "report.html").read_text().split("<nav>")[0])
@@ -581,15 +556,10 @@ def test_a_log_that_is_cut_short_is_noticed(tmp_path, undrawn, capsys):
     lines = (folder / "logs.jsonl").read_text().splitlines(keepends=True)
     (folder / "logs.jsonl").write_text("".join(lines[:3]) + lines[3][:40])
     page, error = damage_of(folder, tmp_path / "report.html", capsys)
-    for text in (
-        "ogs.jsonl is damaged: line 4 of 4 is cut short or is not JSON, and is left out.",
-        "he log ends at step 3, and the sequences go on to step 6",
-    ):
-        assert text in error
-        assert text in page.text
+    text = "ogs.jsonl is damaged: line 4 of 4 is cut short or is not JSON, and is left out."
+    assert text in error
+    assert text in page.text
     assert "Logged steps1 to 3" in page.text
-    (folder / "logs.jsonl").write_text("".join(lines))
-    assert damage_of(folder, tmp_path / "report.html", capsys)[1] == ""
 
 
 def test_of_a_checkpoint_that_is_damaged_the_one_before_is_taken(dump, tmp_path, undrawn, capsys):

@@ -24,13 +24,12 @@ _GAP = ("tokens", "d", "k3")
 
 
 class Staleness(SegmentedSums):
-    """Sums of ages and lags, and of the two parts of the gap to the sampler. A segment that is unknown stays 0."""
+    """Sums of ages, and of the two parts of the gap to the sampler. A segment that is unknown stays 0."""
 
     SEGMENTS: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "engine": tuple(f"engine/{name}" for name in _GAP),
         "update": tuple(f"update/{name}" for name in _GAP),
         "age": ("age/rows", "age/sum"),
-        "lag": ("lag/rows", "lag/sum"),
     }
     MAXIMA: ClassVar[tuple[str, ...]] = ("age/largest",)
 
@@ -43,8 +42,6 @@ class Staleness(SegmentedSums):
         if rows := s["age/rows"]:
             metrics["staleness_mean"] = s["age/sum"] / rows
             metrics["staleness_max"] = s["age/largest"]
-        if rows := s["lag/rows"]:
-            metrics["sampler_lag"] = s["lag/sum"] / rows
         return metrics
 
 
@@ -71,16 +68,8 @@ def update_gap(old_logps: torch.Tensor, current_logps: torch.Tensor, mask: torch
 def count_ages(ages: torch.Tensor) -> Segments:
     """Number, sum and maximum of the ages of completions, `(B,)` in optimizer steps, NaN if unknown. For [`Staleness.of`]."""
     ages = ages.to(accumulation_dtype(ages.device))
-    return {"age": _number_and_sum(ages), "age/largest": ages.masked_fill(~ages.isfinite(), -torch.inf).max()}
-
-
-def count_lags(lags: torch.Tensor) -> Segments:
-    """Number and sum of the ages of completions, `(B,)` in optimizer steps, when they were sampled. For [`Staleness.of`]."""
-    return {"lag": _number_and_sum(lags.to(accumulation_dtype(lags.device)))}
-
-
-def _number_and_sum(x: torch.Tensor) -> torch.Tensor:
-    return torch.stack([x.isfinite().sum(dtype=x.dtype), x.nan_to_num(0.0).sum()])
+    number_and_sum = torch.stack([ages.isfinite().sum(dtype=ages.dtype), ages.nan_to_num(0.0).sum()])
+    return {"age": number_and_sum, "age/largest": ages.masked_fill(~ages.isfinite(), -torch.inf).max()}
 
 
 # Metrics by age, of the asynchronous trainer --------------------------------------------------------------------------

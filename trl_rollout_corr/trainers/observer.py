@@ -18,7 +18,6 @@ from ..correction.age import (
     by_age,
     count_ages,
     count_completions,
-    count_lags,
     engine_gap,
     update_gap,
 )
@@ -59,15 +58,13 @@ class Observer:
 
     A batch passes the methods of the observer in this order:
 
-    1. [`Observer.generated`], once, when the sampler has returned the batch and TRL has scored it. The asynchronous trainer,
-       whose samples come from a queue, does not call it.
-    2. [`Observer.visited`], each time that a micro-batch has its forward pass in the loss: with `num_iterations` several
+    1. [`Observer.visited`], each time that a micro-batch has its forward pass in the loss: with `num_iterations` several
        times, and in an evaluation once.
-    3. [`Observer.corrected`], when the correction of the batch is computed. In decoupled mode this is once, at the first
+    2. [`Observer.corrected`], when the correction of the batch is computed. In decoupled mode this is once, at the first
        visit; before the visits if the settings need the whole batch, such as for batch normalisation. In bypass mode it is at
        every visit, as the correction depends on the current policy.
-    4. [`Observer.trained`], at the end of each visit, in the asynchronous trainer alone: its batches mix ages.
-    5. [`Observer.close_window`], when the trainer logs. It gathers the sums over all ranks, and the next window begins.
+    3. [`Observer.trained`], at the end of each visit, in the asynchronous trainer alone: its batches mix ages.
+    4. [`Observer.close_window`], when the trainer logs. It gathers the sums over all ranks, and the next window begins.
     """
 
     def __init__(
@@ -85,11 +82,6 @@ class Observer:
     def add(self, mode: str, sums: Sums) -> None:
         """Add sums to the logging window of a mode, `"train"` or `"eval"`."""
         self.windows[mode].add(sums)
-
-    def generated(self, now: Moment, lags: torch.Tensor | None) -> None:
-        """Count how old the weights were that sampled a new batch: `lags`, `(B,)` in optimizer steps; `None` if unknown."""
-        if lags is not None:
-            self.add(now.mode, Staleness.of(count_lags(lags)))
 
     def visited(
         self,
