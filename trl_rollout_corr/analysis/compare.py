@@ -51,7 +51,6 @@ def compare(
     *,
     clip: tuple[float, float],
     steps: tuple[int, int] | None = None,
-    worst: bool = False,
     as_json: bool = False,
 ) -> str:
     """
@@ -66,8 +65,6 @@ def compare(
             Ratios below and above which PPO clips, for settings in bypass mode.
         steps (`tuple[int, int]`, *optional*):
             First and last optimizer step to take. By default all, but without bounds if there was an alarm about the policies.
-        worst (`bool`, *optional*, defaults to `False`):
-            Also take the sequences dumped as the worst.
         as_json (`bool`, *optional*, defaults to `False`):
             Return JSON.
 
@@ -82,20 +79,18 @@ def compare(
         warn(f"{path}: {damage}.")
     sequences, config = dump.sequences, config_of_run(dump.settings, "the settings in the dump")
     log = log_of_dump(dump.path) if steps is None else []
-    taken = sequences.sampled | worst
-    if not taken.any():
+    if not sequences.sampled.any():
         raise ValueError(
-            "no sequence was drawn at random (`rollout_dump_sampled`), and the worst ones do not represent the batch; take "
-            "them with --worst"
+            "no sequence was drawn at random (`rollout_dump_sampled`), and the worst ones do not represent the batch"
         )
     findings = examine(log, config)
-    notes = ["The worst sequences are included, and they bias every number."] if worst else []
+    notes = []
     if alarm := first_alarm(findings):
         notes.append(
             f"No bounds are made, because an alarm was raised at step {alarm.step} (`{alarm.bound}`). To take the healthy "
             "steps alone, name them with `--steps`."
         )
-    batch = batch_of(sequences, taken)
+    batch = batch_of(sequences, sequences.sampled)
     spread = spread_of(batch)
     best = recommend(config, findings, spread.s)
     fitted = None if alarm or not best.settings else _fitted(spread, config)
