@@ -85,7 +85,7 @@ def by_loops(batch: dict[str, torch.Tensor]) -> dict[str, float]:
             parts += ["start"] if turns[t] > 1 and turns[max(t - 2, 0)] < turns[t] else []
             d = rows["log_ratio"][i][t]
             for part in parts:
-                of_turns.setdefault(part, []).append((math.exp(d) - 1 - d, coefficient))
+                of_turns.setdefault(part, []).append(math.exp(d) - 1 - d)
             groups += [f"turn_{part}" for part in parts]
             for group in groups:
                 tokens, rejected, removed = counts.get(group, (0, 0, 0.0))
@@ -95,10 +95,7 @@ def by_loops(batch: dict[str, torch.Tensor]) -> dict[str, float]:
             whole["kept" if any(rows["keep"][i]) else "rejected"].append(reward)
     metrics = {f"rejected/{group}": rejected / tokens for group, (tokens, rejected, _) in counts.items()}
     metrics |= {f"downweighted/{group}": removed / tokens for group, (tokens, _, removed) in counts.items()}
-    for part, pairs in of_turns.items():
-        k3, c = zip(*pairs, strict=True)
-        metrics[f"turn_{part}/k3_kl"] = sum(k3) / len(k3)
-        metrics[f"turn_{part}/eff_sample_size"] = sum(c) ** 2 / len(c) / sum(x**2 for x in c)
+    metrics |= {f"turn_{part}/k3_kl": sum(gaps) / len(gaps) for part, gaps in of_turns.items()}
     return metrics | {f"{name}/reward_mean": sum(rewards) / len(rewards) for name, rewards in whole.items()}
 
 
@@ -108,7 +105,7 @@ def test_shares_are_those_of_a_loop_over_tokens(seed):
     found, expected = finish(account(**batch)), by_loops(batch)
     assert found == pytest.approx(expected, rel=1e-5, abs=1e-7)
     assert 0 < expected["rejected/long_positive"] < 1
-    assert len({expected[f"turn_{part}/{of}"] for part in TURNS for of in ("k3_kl", "eff_sample_size")}) == 8
+    assert len({expected[f"turn_{part}/k3_kl"] for part in TURNS}) == 4
 
 
 def test_shares_do_not_depend_on_how_a_batch_is_split():
@@ -135,7 +132,7 @@ def test_a_rule_that_drops_long_answers_with_a_positive_advantage_shows():
 def test_what_is_not_asked_for_is_not_reported():
     accounts = account(**random_batch())
     assert not any("rejected/" in key for key in accounts.finish(rejects=False, weighs=True))
-    none = accounts.finish(rejects=False, weighs=False, corrects=False)
+    none = accounts.finish(rejects=False, weighs=False)
     assert none.keys() == {f"{PREFIX}turn_{part}/k3_kl" for part in TURNS}
 
 

@@ -357,13 +357,11 @@ def test_who_is_rejected_is_read_from_the_log_if_it_is_there(dump, tmp_path, und
 def test_turns_are_drawn(tmp_path, undrawn):
     gaps = {"first": 0.001, "middle": 0.002, "last": 0.003, "start": 0.2}
     log = {f"rollout_corr/turn_{part}/k3_kl": gap for part, gap in gaps.items()}
-    log |= {f"rollout_corr/turn_{part}/eff_sample_size": 0.5 for part in gaps}
     log |= {f"rollout_corr/rejected/turn_{part}": 10 * gap for part, gap in gaps.items() if part != "start"}
     logs = [{"step": step, "rollout_corr/k3_kl": 0.001, **log} for step in (1, 2)]
     page = Page(write(make_run(tmp_path / "run", logs), tmp_path / "report.html"))
     assert "first 0.001 at step 1, 0.001 at step 2; last 0.003" in page.text
     assert "start of later turns 0.2 at step 1" in page.text
-    assert "Effective sample size by turn" in page.text
     [table] = [table for table in page.tables.values() if table[0][0] == "tokens of"]
     assert [name for name, *_ in table[1:]] == ["turn first", "turn middle", "turn last"]
 

@@ -348,21 +348,6 @@ def test_samples_from_a_part_of_the_policy_are_no_gap():
     assert [finding.bound for finding in truncated] == ["biased_ratio"]
 
 
-def test_truncation_that_nobody_makes_up_for_is_named():
-    window = {**CORRECTED, "kl": 0.02, "k3_kl": 0.0006, "staleness_max": 0.0}
-    sampling = {"top_p": 0.9, "top_k": 0, "min_p": None, "generation_kwargs": {"min_p": 0.1}}
-    (alarm,) = examine(history(window, window), sampling)
-    assert (alarm.bound, alarm.step) == ("biased_ratio", 2)
-    assert "Sampling is truncated by `top_p=0.9`, `min_p=0.1`, and the trainer does not make up for it" in str(alarm)
-    elsewhere = [(None, {}), ({"top_p": 1.0, "top_k": 0}, {}), (sampling, {"kl": -0.02})]
-    elsewhere += [(sampling, {"staleness_max": 8.0}), ({**sampling, "rollout_support": "replay"}, {})]
-    for settings, more in elsewhere:
-        (alarm,) = examine(history(*[{**window, **more}] * 2), settings)
-        assert alarm.bound == "biased_ratio"
-        assert "Leave `top_p`, `top_k`, `min_p` and penalties at their defaults." in str(alarm)
-    assert examine(history(*[{**window, "kl": 0.0104}] * 9), sampling) == []
-
-
 def test_clipping_around_the_sampler_bears_more():
     clipped = config(rollout_correction="bypass_ppo_clip")
     assert severe(gaps([*SETTLING, *[0.06] * 40], clipped)) == []

@@ -26,7 +26,7 @@ SIGNS = ("negative", "zero", "positive")
 TURNS = ("first", "middle", "last", "start")
 _BEGINNING = 2
 MEASURES = ("tokens", "rejected", "removed")
-_OF_TURN = (*MEASURES, "k3", "coefficients", "coefficient_squares")
+_OF_TURN = (*MEASURES, "k3")
 
 
 def _table(name: str, buckets: tuple[str, ...], measures: tuple[str, ...] = MEASURES) -> tuple[str, ...]:
@@ -58,10 +58,6 @@ class Accounts(SegmentedSums):
         for turn in TURNS if s["turn/last/tokens"] else ():
             if tokens := s[f"turn/{turn}/tokens"]:
                 metrics[f"turn_{turn}/k3_kl"] = s[f"turn/{turn}/k3"] / tokens
-                if applied.corrects:
-                    # effective sample size over the number of tokens: (sum c)^2 / (N sum c^2)
-                    total, squares = s[f"turn/{turn}/coefficients"], s[f"turn/{turn}/coefficient_squares"]
-                    metrics[f"turn_{turn}/eff_sample_size"] = total**2 / (tokens * squares) if squares else 0.0
         return metrics
 
 
@@ -75,8 +71,7 @@ def account(
     log_ratio: torch.Tensor | None = None,
 ) -> Accounts:
     """
-    Add up tokens, rejected tokens and gradient removed by weights, by group of tokens. By turn also the gap, and the factors
-    of the gradient.
+    Add up tokens, rejected tokens and gradient removed by weights, by group of tokens. By turn also the gap.
 
     Args:
         valid (`torch.Tensor` of shape `(B, T)`):
@@ -112,8 +107,7 @@ def account(
     if turns is not None and log_ratio is not None:
         # a valid token without a finite log-ratio is one that `rollout_nan_policy` neutralizes
         d = log_ratio.masked_fill(~valid | ~log_ratio.isfinite(), 0.0)
-        squares, gap = coefficients.square(), k3(d.clamp(max=LARGEST_POWER))
-        measures = (*(x.clone() for x in _measures(valid, keep, coefficients)), gap, coefficients, squares)
+        measures = (*(x.clone() for x in _measures(valid, keep, coefficients)), k3(d.clamp(max=LARGEST_POWER)))
         segments["turn"] = torch.stack([_by_turn(x.to(lengths.dtype), turns) for x in measures], 1)
     return Accounts.of(segments)
 

@@ -153,9 +153,9 @@ class Observer:
     def close_window(self, now: Moment) -> dict[str, float]:
         """Metrics of the logging window that ends, over all ranks. Its histogram goes to the trackers that can show one."""
         settings, metrics = self.settings, dict[str, float]()
-        rejects, weighs, corrects = bool(settings.criteria), settings.applies_weights, settings.corrects
+        rejects, weighs = bool(settings.criteria), settings.applies_weights
         for sums in self.windows[now.mode].close():
-            metrics |= sums.finish(rejects=rejects, weighs=weighs, corrects=corrects)
+            metrics |= sums.finish(rejects=rejects, weighs=weighs)
             if isinstance(sums, Statistics) and self.accelerator.is_main_process:
                 send_histogram(self.callbacks, *sums.histogram(), now.mode, now.step)
         return metrics

@@ -22,7 +22,6 @@ class Trend(NamedTuple):
 
 
 _START = "start of later turns"
-_TURNS = {"first": "first", "last": "last", "start": _START}
 # Without the prefix of their keys
 TRENDS = {
     "k3-kl": Trend(
@@ -39,15 +38,11 @@ TRENDS = {
         "KL divergence by the sign of the advantage",
         {"kl_advantage_positive": "positive", "kl_advantage_negative": "negative"},
     ),
-    **{
-        f"{name}-by-turn": Trend(
-            title, {f"turn_{turn}/{metric}": label for turn, label in _TURNS.items()}, log=metric == "k3_kl"
-        )
-        for name, metric, title in (
-            ("k3-kl", "k3_kl", "Gap by turn (k3_kl), nats per token"),
-            ("sample-size", "eff_sample_size", "Effective sample size by turn"),
-        )
-    },
+    "k3-kl-by-turn": Trend(
+        "Gap by turn (k3_kl), nats per token",
+        {"turn_first/k3_kl": "first", "turn_last/k3_kl": "last", "turn_start/k3_kl": _START},
+        log=True,
+    ),
     "percentiles": Trend(
         "Percentiles of d", {"log_ratio_p50": "median", "log_ratio_p1": "1 %", "log_ratio_p99": "99 %"}
     ),
