@@ -40,8 +40,6 @@ class Experiment(NamedTuple):
             `"engine"` (another engine is started).
         decisive (`bool`, *optional*, defaults to `False`):
             Whether a gap that stays rules the cause out. Otherwise the other side may still have it.
-        settings (`Mapping[str, object]`, *optional*):
-            Settings of a trainer that make the change permanent.
         engine (`Mapping[str, object]`, *optional*):
             Arguments of the other engine.
     """
@@ -49,7 +47,6 @@ class Experiment(NamedTuple):
     change: str
     on: Literal["trainer", "sampler", "engine"]
     decisive: bool = False
-    settings: Mapping[str, object] = {}
     engine: Mapping[str, object] = {}
 
 
@@ -149,11 +146,7 @@ CAUSES: dict[str, Cause] = {
         {"per_device_train_batch_size": 1},
         "Give the model `position_ids` that count from the first token of the prompt, and the attention mask. "
         + _HIDES,
-        experiments={
-            "batch_of_one": Experiment(
-                "the trainer scores one by one, without padding", "trainer", True, {"per_device_train_batch_size": 1}
-            )
-        },
+        experiments={"batch_of_one": Experiment("the trainer scores one by one, without padding", "trainer", True)},
     ),
     "dropout": Cause(
         "dropout in the trainer",
@@ -163,9 +156,7 @@ CAUSES: dict[str, Cause] = {
         {"disable_dropout": True},
         "The dropout comes from `lora_dropout` of an adapter, which should be 0, or from the code of the model.",
         correction="any",
-        experiments={
-            "dropout_off": Experiment("no dropout in the trainer", "trainer", True, {"disable_dropout": True})
-        },
+        experiments={"dropout_off": Experiment("no dropout in the trainer", "trainer", True)},
     ),
     "across_push": Cause(
         "stale KV cache: completions that continue after a weight update",
@@ -219,12 +210,7 @@ CAUSES: dict[str, Cause] = {
         f"The truncation is set elsewhere: in `generation_kwargs`, {_ELSEWHERE}",
         correction="any",
         experiments={
-            "whole_distribution": Experiment(
-                "the sampler draws from the whole distribution",
-                "sampler",
-                True,
-                {"top_p": 1.0, "top_k": 0, "min_p": None},
-            )
+            "whole_distribution": Experiment("the sampler draws from the whole distribution", "sampler", True)
         },
     ),
     "penalty": Cause(
@@ -235,9 +221,7 @@ CAUSES: dict[str, Cause] = {
         {"repetition_penalty": 1.0, "generation_kwargs": {"presence_penalty": 0.0, "frequency_penalty": 0.0}},
         f"The penalty is set elsewhere: {_ELSEWHERE}",
         correction="any",
-        experiments={
-            "no_penalty": Experiment("no penalty in the sampler", "sampler", True, {"repetition_penalty": 1.0})
-        },
+        experiments={"no_penalty": Experiment("no penalty in the sampler", "sampler", True)},
     ),
     "temperature": Cause(
         "another temperature, or log-probabilities before temperature",
@@ -271,7 +255,6 @@ CAUSES: dict[str, Cause] = {
                 "keys and values are cached in the type of the model",
                 "engine",
                 True,
-                {"rollout_engine_kwargs": {"kv_cache_dtype": "auto"}},
                 {"kv_cache_dtype": "auto"},
             )
         },
@@ -299,14 +282,9 @@ CAUSES: dict[str, Cause] = {
         correction="any",
         normal=True,
         experiments={
-            "float32_head": Experiment(
-                "a head of the trainer in float32", "trainer", settings={"cast_lm_head_to_fp32": True}
-            ),
+            "float32_head": Experiment("a head of the trainer in float32", "trainer"),
             "float32_head_of_the_sampler": Experiment(
-                "a head of the sampler in float32",
-                "engine",
-                settings={"rollout_engine_kwargs": _FLOAT32_HEAD},
-                engine=_FLOAT32_HEAD,
+                "a head of the sampler in float32", "engine", engine=_FLOAT32_HEAD
             ),
         },
     ),
@@ -320,17 +298,8 @@ CAUSES: dict[str, Cause] = {
         correction="any",
         normal=True,
         experiments={
-            "float32_trainer": Experiment(
-                "the trainer computes in float32",
-                "trainer",
-                settings={"bf16": False, "fp16": False, "model_init_kwargs": {"dtype": "float32"}},
-            ),
-            "float32_sampler": Experiment(
-                "the sampler computes in float32",
-                "engine",
-                settings={"rollout_engine_kwargs": {"dtype": "float32"}},
-                engine={"dtype": "float32"},
-            ),
+            "float32_trainer": Experiment("the trainer computes in float32", "trainer"),
+            "float32_sampler": Experiment("the sampler computes in float32", "engine", engine={"dtype": "float32"}),
         },
     ),
 }

@@ -120,8 +120,8 @@ RULES = [
         seen="The mean ratio of trainer to sampler, `1 + k3_kl - kl`, differs from 1 by {value:.2g}.",
         why="The mean ratio is 1 for any two policies, so these are not the log-probabilities of the sampled tokens.",
         advice="Leave `top_p`, `top_k`, `min_p` and penalties at their defaults, or set `rollout_support` to replay, which "
-        "makes up for the first three. If all have their defaults, look for another temperature, and for tokens that were added or "
-        "changed after sampling.",
+        "makes up for the first three. If all have their defaults, look for another temperature, and for tokens that were "
+        "added or changed after sampling.",
         applies=lambda window: window.fresh,
         measure=conditions.bias,
     ),
