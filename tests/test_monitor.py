@@ -218,11 +218,10 @@ def test_a_cause_that_comes_and_goes_does_not_flood(observe):
 def test_two_causes_have_messages_of_their_own(observe):
     window = {
         "rollout_corr/staleness_max": 40.0,
-        "rollout_corr/rollout_is_std": 2.0,
-        "rollout_corr/rollout_is_mean": 1.0,
+        "rollout_corr/rollout_is_mean": 3.0,
     }
     said, _, _ = observe(RolloutCorrectionMonitor(), [window] * 3)
-    assert [re.search(r"\[(\w+)", message)[1] for message in said] == ["staleness", "weight_std"]
+    assert [re.search(r"\[(\w+)", message)[1] for message in said] == ["staleness", "weight_mean_high"]
 
 
 def test_only_the_main_process_speaks(monkeypatch, observe):

@@ -180,44 +180,22 @@ class Window:
         """
         Texts for the advice of rules, by placeholder.
 
-        `geometric` and `token` are bounds that keep nearly all completions and tokens of this window: three standard
-        deviations of the mean log-ratio of a completion, which are 3.8 times the mean of its absolute value, and percentiles 1
-        to 99. `correct` and `instead` are sentences on the correction, for a gap and for one that grows in spite of a
-        correction; `in_step` on a gap without staleness; `truncated` on options of sampling, for a mean ratio that is not 1.
+        `geometric` are bounds that keep nearly all completions of this window: three standard deviations of the mean log-ratio
+        of a completion, which are 3.8 times the mean of its absolute value. `correct` and `instead` are sentences on the
+        correction, for a gap and for one that grows in spite of a correction; `in_step` on a gap without staleness.
         """
-        size, low, high = (self.get(key) for key in ("log_ppl_abs_diff", "log_ratio_p1", "log_ratio_p99"))
-        geometric = token = "bounds from its spread"
+        size, geometric = self.get("log_ppl_abs_diff"), "bounds from its spread"
         if size is not None and 0 < size < 5:
             length = self.metrics.get("completions/mean_length")
             tokens = f" at {length:.0f} tokens" if isinstance(length, int | float) else ""
             words = f"nearly all of its completions, whose mean log-ratio is {size:.2g} in size{tokens}"
             geometric = f"{_bounds(-3.8 * size, 3.8 * size)} ({words})"
-        if low is not None and high is not None and -3 < low <= high < 3:  # otherwise it is no spread
-            token = f"{_bounds(min(low, 0.0), max(high, 0.0))} (98 percent of its tokens)"
         return {
             "geometric": geometric,
-            "token": token,
             "correct": self._advised("gap"),
             "instead": self._advised("growing gap"),
             "in_step": _IN_STEP if self.get("staleness_max") == 0 else "",
-            "truncated": self._truncated(),
         }
-
-    def _truncated(self) -> str:
-        """The options of sampling that cut the distribution of the sampler alone, if they are known."""
-        low = (self.get("k3_kl") or 0.0) < (self.get("kl") or 0.0)  # a mean ratio above 1 is no truncation
-        low = low and not self.get("staleness_max") and self.setting("rollout_support") != "replay"
-        overrides = self.setting("generation_kwargs")
-        given = {name: self.setting(name) for name in _NO_TRUNCATION}
-        given |= {k: v for k, v in overrides.items() if k in given} if isinstance(overrides, Mapping) else {}
-        cut = {name: value for name, value in given.items() if value not in _NO_TRUNCATION[name]}
-        if cut and low:
-            named = ", ".join(f"`{name}={value!r}`" for name, value in cut.items())
-            return (
-                f"Sampling is truncated by {named}, and the trainer does not make up for it: set "
-                "`rollout_support` to replay, or leave it at its default."
-            )
-        return "Leave `top_p`, `top_k`, `min_p` and penalties at their defaults."
 
     def _advised(self, situation: Situation) -> str:
         """The correction to set, in a sentence; empty if there is nothing to change."""
@@ -232,13 +210,6 @@ _IN_STEP = (
     "The sampler announces no staleness: a sampler of your own may be behind without setting `trainer.rollout_step`, or the "
     "trainer may have dropout (also `lora_dropout` of an adapter)."
 )
-
-# Values of options of truncated sampling with which every token can be drawn, and of an unknown option
-_NO_TRUNCATION: dict[str, tuple[Any, ...]] = {
-    "top_p": (..., None, 1.0),
-    "top_k": (..., None, 0, -1),
-    "min_p": (..., None, 0.0),
-}
 
 
 def _bounds(low: float, high: float) -> str:

@@ -223,11 +223,10 @@ class RolloutCorrectionMixin(CorrectionCore):
         return output[ROLLOUT_LOGPS]
 
     def _note_origin(self, output: dict[str, Any]) -> None:
-        """Keep the optimizer step of the weights that sampled a batch, and count its age."""
+        """Keep the optimizer step of the weights that sampled a batch."""
         if self.rollout_step is not None:
             steps = torch.full_like(output["advantages"], self.rollout_step, dtype=torch.long)
             output[ROLLOUT_STEP] = steps if steps.dim() == 1 else steps[:, 0]
-        self._observer.generated(self._now, self._ages(output))
 
     def _generate(self, prompts: Any, *args: Any, **kwargs: Any) -> Any:
         with self._during(Generation()) as generation:

@@ -20,7 +20,6 @@ from ..correction.age import (
     by_age,
     count_ages,
     count_completions,
-    count_lags,
     engine_gap,
     update_gap,
 )
@@ -61,17 +60,15 @@ class Observer:
 
     A batch passes the methods of the observer in this order:
 
-    1. [`Observer.generated`], once, when the sampler has returned the batch and TRL has scored it. The asynchronous trainer,
-       whose samples come from a queue, does not call it.
-    2. [`Observer.visited`], each time that a micro-batch has its forward pass in the loss: with `num_iterations` several
+    1. [`Observer.visited`], each time that a micro-batch has its forward pass in the loss: with `num_iterations` several
        times, and in an evaluation once.
-    3. [`Observer.corrected`], when the correction of the batch is computed. In decoupled mode this is once, at the first
+    2. [`Observer.corrected`], when the correction of the batch is computed. In decoupled mode this is once, at the first
        visit; before the visits if the settings need the whole batch, such as for batch normalisation. In bypass mode it is at
        every visit, as the correction depends on the current policy.
-    4. [`Observer.trained`], at the end of each visit, in the asynchronous trainer alone: its batches mix ages.
-    5. [`Observer.close_step`], at the end of each optimizer step of a run that has a monitor. It gathers the sums of the step
+    3. [`Observer.trained`], at the end of each visit, in the asynchronous trainer alone: its batches mix ages.
+    4. [`Observer.close_step`], at the end of each optimizer step of a run that has a monitor. It gathers the sums of the step
        over all ranks, and does not wait for them: [`Observer.read_steps`] reads them one step later.
-    6. [`Observer.close_window`], when the trainer logs. It gathers the sums that no step has gathered, and the next window
+    5. [`Observer.close_window`], when the trainer logs. It gathers the sums that no step has gathered, and the next window
        begins.
     """
 
@@ -90,11 +87,6 @@ class Observer:
     def add(self, mode: str, sums: Sums) -> None:
         """Add sums to the logging window of a mode, `"train"` or `"eval"`."""
         self.windows[mode].add(sums)
-
-    def generated(self, now: Moment, lags: torch.Tensor | None) -> None:
-        """Count how old the weights were that sampled a new batch: `lags`, `(B,)` in optimizer steps; `None` if unknown."""
-        if lags is not None:
-            self.add(now.mode, Staleness.of(count_lags(lags)))
 
     def visited(
         self,
@@ -122,9 +114,7 @@ class Observer:
         assert ages is not None
         correction, rewards = corrected.correction, corrected.batch[REWARDS]
         rollout_logps = corrected.batch[ROLLOUT_LOGPS]
-        sums = by_age(
-            current_logps, rollout_logps, correction.valid, correction.keep, corrected.coefficients, rewards, ages
-        )
+        sums = by_age(current_logps, rollout_logps, correction.valid, correction.keep, ages)
         sums = {**sums, "trained": count_completions(corrected.mask.sum(1), rewards)}
         if dropped:
             lengths, rewards = torch.tensor(dropped, device=current_logps.device).unbind(1)
@@ -194,9 +184,9 @@ class Observer:
     def _finish(self, window: Sequence[Sums]) -> dict[str, float]:
         """Metrics by key."""
         settings, metrics = self.settings, dict[str, float]()
-        rejects, weighs, corrects = bool(settings.criteria), settings.applies_weights, settings.corrects
+        rejects, weighs = bool(settings.criteria), settings.applies_weights
         for sums in window:
-            metrics |= sums.finish(rejects=rejects, weighs=weighs, corrects=corrects)
+            metrics |= sums.finish(rejects=rejects, weighs=weighs)
         return metrics
 
 
