@@ -7,7 +7,6 @@ from typing import Any, Self
 
 from ..messages import SettingError, nearest, warn, warn_idle
 from .checks import CHECKS
-from .criteria import Criterion
 from .fields import DEFAULTS, PARSERS, CorrectionFields, DumpFields, EngineFields, MonitorFields, Unset
 from .legacy import FirstPresets, from_legacy
 from .migrate import from_trl, from_verl
@@ -213,40 +212,17 @@ class RolloutCorrectionConfig(FirstPresets, DumpFields, MonitorFields, EngineFie
         return resolve({name: getattr(self, name) for name in CorrectionFields.__dataclass_fields__})
 
     @property
-    def corrects(self) -> bool:
-        """`True` if the loss differs from TRL's."""
-        return self.correction.corrects
-
-    @property
-    def applies_weights(self) -> bool:
-        """`True` if the importance weights multiply the policy gradient."""
-        return self.correction.applies_weights
-
-    @property
-    def needs_whole_batch(self) -> bool:
-        """`True` if a factor of the loss depends on the batch of all ranks."""
-        return self.correction.needs_whole_batch
-
-    @property
-    def clips_around_sampler(self) -> bool:
-        """`True` if PPO's ratio is the ratio to the sampler, which then is the correction."""
-        return self.correction.clips_around_sampler
-
-    @property
-    def criteria(self) -> tuple[Criterion, ...]:
-        """Rejection criteria, with bounds in units of their statistic."""
-        return self.correction.criteria
-
-    @property
     def description(self) -> str:
         """One line about the settings."""
         parts = self._preset_in_effect()
         bounds = _in_words(self.rollout_is_threshold)
         bounds = f"clamped to {bounds.removeprefix('in ')}" if self.rollout_is_clamp and "[" in bounds else bounds
         weights = f"{self.rollout_is} weights {bounds}" if self.rollout_is else "no weights"
-        parts.append(f"{weights} (reported only)" if self.rollout_is and not self.applies_weights else weights)
+        parts.append(
+            f"{weights} (reported only)" if self.rollout_is and not self.correction.applies_weights else weights
+        )
         thresholds = parse_rejection_thresholds(self.rollout_rs_threshold, self.rollout_rs)
-        criteria = zip(self.criteria, thresholds, strict=True)
+        criteria = zip(self.correction.criteria, thresholds, strict=True)
         parts += [f"{c.name} {_in_words(bound, c.directed)}" for c, bound in criteria] or ["no rejection"]
         parts.append(f"bypass, {self.rollout_loss_type}" if self.bypass_mode else "decoupled")
         parts += ["metrics only"] if self.rollout_metrics_only else []
