@@ -55,16 +55,12 @@ class RolloutCorrectedAsyncGRPOConfig(RolloutCorrectionConfig, AsyncGRPOConfig):
             mean of batch normalisation would be over a single sequence.
     """
 
+    _checks_of_trainer = CHECKS["async_grpo"]
+
     def __post_init__(self) -> None:
         RolloutCorrectionConfig.__post_init__(self)
         AsyncGRPOConfig.__post_init__(self)
         self.check()
-
-    def check(self) -> set[str]:
-        explicit = super().check()
-        for check in CHECKS["async_grpo"]:
-            check(self)
-        return explicit
 
 
 class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):

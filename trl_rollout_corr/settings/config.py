@@ -1,16 +1,16 @@
 """The configuration, flat fields. Neither TRL nor torch here."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from ..messages import SettingError, nearest, warn, warn_idle
 from .checks import CHECKS
 from .fields import DEFAULTS, PARSERS, CorrectionFields, DumpFields, EngineFields, MonitorFields, Unset
 from .legacy import FirstPresets, from_legacy
 from .migrate import from_trl, from_verl
-from .presets import BASE, DECIDED, DEFAULT, MODE, PRESETS, Preset, settings_of
+from .presets import BASE, DECIDED, DEFAULT, MODE, PRESETS, settings_of
 from .resolve import Correction, fill, idle_fields, is_default, read_given, resolve
 from .thresholds import is_by_sign, none_if_null, parse_criteria, parse_rejection_thresholds
 
@@ -149,6 +149,8 @@ class RolloutCorrectionConfig(FirstPresets, DumpFields, MonitorFields, EngineFie
         `ValueError`: if the value of a field is refused. The message names the field, the value and a remedy.
     """
 
+    _checks_of_trainer: ClassVar[Sequence[Callable[[Any], None]]] = ()  # which need TRL's fields
+
     def __new__(cls, *args: object, **kwargs: object) -> Self:
         # Python's own error for an unknown argument does not suggest a name
         parameters = inspect.signature(cls.__init__).parameters
@@ -159,7 +161,7 @@ class RolloutCorrectionConfig(FirstPresets, DumpFields, MonitorFields, EngineFie
 
     def __post_init__(self) -> None:
         names_none = isinstance(self.rollout_correction, Unset)
-        explicit = RolloutCorrectionConfig.check(self)  # TRL's fields of a subclass are not settled yet
+        explicit = self._settle()
         for name, reason in idle_fields(self.__dict__, self.correction).items():
             if name in explicit:
                 warn_idle(name, getattr(self, name), reason)
@@ -172,7 +174,7 @@ class RolloutCorrectionConfig(FirstPresets, DumpFields, MonitorFields, EngineFie
             self.rollout_rs_threshold = None
 
     @classmethod
-    def from_preset(cls, name: Preset | None, **overrides: object) -> Self:
+    def from_preset(cls, name: str | None, **overrides: object) -> Self:
         """Build a configuration from a preset, `None` for no correction. Fields among `overrides` override the preset."""
         return cls._of(rollout_correction=name, **overrides)
 
@@ -280,17 +282,20 @@ class RolloutCorrectionConfig(FirstPresets, DumpFields, MonitorFields, EngineFie
         parsed = parse_rejection_thresholds(thresholds, self.rollout_rs)
         self.__dict__["rollout_rs_threshold"] = parsed if self.rollout_rs else thresholds
 
-    def check(self) -> set[str]:
+    def check(self) -> None:
         """
         Fill in the fields that a preset decides, parse all fields and check them, also those that were assigned since. A
         trainer does so when it is built, and reads the settings then.
 
-        Returns:
-            `set[str]`: names of the fields that no preset has decided.
-
         Raises:
             `ValueError`: if a value is refused, or if two settings exclude each other.
         """
+        self._settle()
+        for check in self._checks_of_trainer:
+            check(self)
+
+    def _settle(self) -> set[str]:
+        """Do the same without the checks of a trainer. Returns the names of the fields that no preset has decided."""
         explicit = self._fill()
         self._parse()
         for check in CHECKS:
