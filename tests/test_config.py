@@ -18,7 +18,6 @@ from trl_rollout_corr import (
 )
 from trl_rollout_corr.messages import SettingError
 from trl_rollout_corr.settings.criteria import CRITERIA
-from trl_rollout_corr.settings.files import config_of_run
 from trl_rollout_corr.settings.presets import PRESETS, VERL_PRESETS
 
 
@@ -867,13 +866,6 @@ def test_a_monitor_from_a_command_line():
 def test_options_of_what_is_off_are_warned_about(fields, reason):
     with pytest.warns(UserWarning, match=f"has no effect: {reason}"):
         RolloutCorrectionConfig(**fields)
-
-
-def test_settings_in_a_dump_of_an_earlier_version_are_read():
-    config = config_of_run({"rollout_proximal": "visit", "rollout_monitor_thresholds": {"k3_high": 0.5}}, "")
-    assert config.rollout_monitor_bounds == {"k3_high": 0.5}
-    with pytest.raises(TypeError, match="rollout_proximal"):
-        RolloutCorrectionConfig(rollout_proximal="visit")
 
 
 def test_a_refused_setting_is_data():
