@@ -103,7 +103,7 @@ class RolloutCorrectionConfig(FirstPresets, DumpFields, MonitorFields, EngineFie
         rollout_engine_kwargs (`dict[str, Any]`, *optional*):
             Arguments of vLLM's engine that TRL has no field for, such as `{"dtype": "float16"}`,
             `{"kv_cache_dtype": "auto"}` or `{"hf_overrides": {"head_dtype": "float32"}}`: fields of `vllm.EngineArgs`. For
-            `vllm_mode="colocate"`; for a server, the matching `vllm serve` line is printed.
+            `vllm_mode="colocate"`; a server gets them from its own command line, `vllm serve`.
         rollout_routing (`str`, *optional*):
             `"replay"`: in a mixture of experts, every forward pass of the trainer takes the experts that vLLM chose
             ([routing replay](https://huggingface.co/papers/2510.11370)); their weights are those of the trainer's router. For

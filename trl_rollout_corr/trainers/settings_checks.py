@@ -229,6 +229,18 @@ def check_support(config: Any) -> None:
         warn_idle("rollout_support", config.rollout_support, "`top_p`, `top_k` and `min_p` cut no token")
 
 
+def warn_about_engine_kwargs(config: Any) -> None:
+    """Warn about arguments of an engine that TRL does not build."""
+    if not getattr(config, "use_vllm", True):
+        reason = "`use_vllm` is False"
+    elif getattr(config, "vllm_mode", "server") == "server":  # an asynchronous run always has a server
+        reason = "a server has the arguments that it was started with, so give them to `vllm serve`"
+    else:
+        return
+    if config.rollout_engine_kwargs:
+        warn_idle("rollout_engine_kwargs", config.rollout_engine_kwargs, reason)
+
+
 def warn_about_distortion(config: Any) -> None:
     """Warn about options of vLLM that change the distribution of the sampler but not that of the trainer."""
     if not getattr(config, "use_vllm", True):  # an asynchronous run always samples with vLLM
@@ -304,7 +316,7 @@ def check_asynchronous(config: Any) -> None:
 
 
 # In the order in which a user learns of them: what is refused comes first
-_OF_SAMPLING = [check_generation_kwargs, check_routing, check_support, warn_about_distortion]
+_OF_SAMPLING = [check_generation_kwargs, check_routing, check_support, warn_about_engine_kwargs, warn_about_distortion]
 CHECKS: dict[str, list[Callable[[Any], None]]] = {
     "grpo": [
         check_loss_type,
@@ -318,5 +330,5 @@ CHECKS: dict[str, list[Callable[[Any], None]]] = {
         warn_about_iterations,
     ],
     "rloo": [check_batch_normalization, *_OF_SAMPLING, warn_about_bounds_of_means, warn_about_iterations],
-    "async_grpo": [check_asynchronous, warn_about_distortion, warn_about_bounds_of_means],
+    "async_grpo": [check_asynchronous, warn_about_engine_kwargs, warn_about_distortion, warn_about_bounds_of_means],
 }
