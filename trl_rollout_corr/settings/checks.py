@@ -30,16 +30,4 @@ def check_baseline_in_bypass(config: Any) -> None:
         raise SettingError("rollout_rs_exclude_from_baseline", True, reason, remedy="Set one of the two to False.")
 
 
-def check_dump_has_sequences(config: Any) -> None:
-    """Refuse a dump without sequences."""
-    if config.rollout_dump_dir is not None and not config.rollout_dump_sampled + config.rollout_dump_worst:
-        reason = "but `rollout_dump_sampled` and `rollout_dump_worst` are both 0, so nothing would be written"
-        remedy = "Set one of them, or `rollout_dump_dir` to None."
-        raise SettingError("rollout_dump_dir", config.rollout_dump_dir, reason, remedy=remedy)
-
-
-CHECKS: list[Callable[[Any], None]] = [
-    check_baseline_without_advantages,
-    check_baseline_in_bypass,
-    check_dump_has_sequences,
-]
+CHECKS: list[Callable[[Any], None]] = [check_baseline_without_advantages, check_baseline_in_bypass]

@@ -173,9 +173,9 @@ class LoggingWindow:
         self.sums: dict[type[Sums], Any] = {}
 
     def add(self, sums: Sums) -> None:
-        """Add the sums of one batch. If settings have changed since the window began, its sums start again from this batch."""
-        kind, before = type(sums), self.sums.get(type(sums))
-        self.sums[kind] = sums if before is None or not before.fits(sums) else before + sums
+        """Add the sums of one batch."""
+        before = self.sums.get(type(sums))
+        self.sums[type(sums)] = sums if before is None else before + sums
 
     def close(self) -> list[Sums]:
         """Sums of all ranks, in one gather, on the host. The window is empty afterwards."""
