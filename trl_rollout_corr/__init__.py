@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from .settings.config import RolloutCorrectionConfig
     from .trainers.dumping import check_dump_folder
     from .trainers.grpo import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
-    from .trainers.monitor import RolloutCorrectionMonitor
     from .trainers.rloo import RolloutCorrectedRLOOConfig, RolloutCorrectedRLOOTrainer
     from .trainers.script import ScriptParser, model_config, model_init_kwargs, one_line_errors
 
@@ -26,7 +25,6 @@ _MODULES = {
     "RolloutCorrectedGRPOTrainer": "trainers.grpo",
     "RolloutCorrectedRLOOConfig": "trainers.rloo",
     "RolloutCorrectedRLOOTrainer": "trainers.rloo",
-    "RolloutCorrectionMonitor": "trainers.monitor",
     "ScriptParser": "trainers.script",
     "check_dump_folder": "trainers.dumping",
     "compute_rollout_correction": "correction.compute",
@@ -45,7 +43,6 @@ __all__ = [
     "RolloutCorrectedRLOOConfig",
     "RolloutCorrectedRLOOTrainer",
     "RolloutCorrectionConfig",
-    "RolloutCorrectionMonitor",
     "ScriptParser",
     "check_dump_folder",
     "compute_rollout_correction",
