@@ -30,11 +30,6 @@ def test_what_is_decided_elsewhere_is_refused_with_the_reason(name):
         check_engine_kwargs({name: 1})
 
 
-def test_what_the_engine_does_not_have_is_refused_with_what_was_meant():
-    with pytest.raises(ValueError, match=r"'kv_cache_dtyp', which is no argument .* Did you mean 'kv_cache_dtype'"):
-        check_engine_kwargs({"kv_cache_dtyp": "fp8"})
-
-
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [({}, "`use_vllm` is False"), ({"use_vllm": True, "vllm_mode": "server"}, "a server has the arguments")],
