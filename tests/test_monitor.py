@@ -27,14 +27,14 @@ from trl_rollout_corr.trainers.monitor import ALARMS, RolloutCorrectionMonitor
 def make_grpo(model, folder, **fields):
     """A trainer without correction whose sampler is far off: log-probabilities with a noise of one nat."""
     fields = {"sampler": StaleSampler(model, noise=1.0), "rollout_correction": "disabled", **fields}
-    return build(*TRAINERS["grpo"], model, folder, **fields)
+    return build(*TRAINERS["grpo"], model, folder, rollout_monitor=None, **fields)
 
 
 def make_rloo(model, folder, **fields):
     """The same for RLOO, which has no rollout functions: a real engine, frozen at other weights."""
     # of eight groups, some have rewards that differ
     fields = {"rollout_correction": "disabled", **VLLM, "per_device_train_batch_size": 16, **fields}
-    trainer = build(*TRAINERS["rloo"], model, folder, **fields)
+    trainer = build(*TRAINERS["rloo"], model, folder, rollout_monitor=None, **fields)
     freeze_sampler(trainer, 1.0)
     return trainer
 
@@ -42,7 +42,8 @@ def make_rloo(model, folder, **fields):
 @pytest.fixture
 def make(tiny_model_path, tmp_path):
     def make(monitor=None, folder="run", extra=None, **fields):
-        return make_grpo(tiny_model_path, tmp_path / folder, extra=extra or {}, rollout_monitor=monitor, **fields)
+        extra = {**(extra or {}), "callbacks": [monitor] if monitor else []}
+        return make_grpo(tiny_model_path, tmp_path / folder, extra=extra, **fields)
 
     return make
 
@@ -54,8 +55,9 @@ def make_either(request, tiny_model_path, tmp_path):
         request.getfixturevalue("shared_engine")
 
     def make(monitor=None, folder="run", **fields):
+        extra = {"callbacks": [monitor] if monitor else []}
         maker = {"grpo": make_grpo, "rloo": make_rloo}[request.param]
-        return maker(tiny_model_path, tmp_path / folder, rollout_monitor=monitor, **fields)
+        return maker(tiny_model_path, tmp_path / folder, extra=extra, **fields)
 
     return make
 
@@ -64,7 +66,7 @@ def make_either(request, tiny_model_path, tmp_path):
 
 
 def test_a_sampler_that_is_far_off_is_warned_about(make_either, caplog):
-    trainer = make_either("warn")
+    trainer = make_either(RolloutCorrectionMonitor())
     with saying(caplog, r"^✖ step 2: k3_kl is .*, above 0.03, and .*\[k3_high > 0.03\].*Set `rollout_correction`"):
         trainer.train()
     assert trainer.state.global_step == 3
@@ -74,7 +76,7 @@ def test_a_sampler_that_is_far_off_is_warned_about(make_either, caplog):
 
 
 def test_a_sampler_that_is_the_trainer_is_not(make, tiny_model_path, caplog):
-    trainer = make("warn", sampler=StaleSampler(tiny_model_path, noise=0.0), learning_rate=1e-6)
+    trainer = make(RolloutCorrectionMonitor(), sampler=StaleSampler(tiny_model_path, noise=0.0), learning_rate=1e-6)
     trainer.train()
     assert messages(caplog) == []
     assert logged(trainer, "monitor/alarms") == [0.0] * 3
@@ -87,7 +89,7 @@ def test_reporters_get_the_number_of_alarms(make):
         def on_log(self, args, state, control, logs=None, **kwargs):
             self.seen.append(logs.get(ALARMS))
 
-    trainer = make("warn", rollout_monitor_bounds={"k3_high": None, "biased_ratio": None})
+    trainer = make(RolloutCorrectionMonitor(bounds={"k3_high": None, "biased_ratio": None}))
     trainer.add_callback(Reporter())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -97,7 +99,7 @@ def test_reporters_get_the_number_of_alarms(make):
 
 
 def test_evaluations_are_passed_over(make, caplog):
-    trainer = make("warn", **evaluation())
+    trainer = make(RolloutCorrectionMonitor(), **evaluation())
     with saying(caplog, "k3_high"):
         trainer.train()
     evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
@@ -110,7 +112,7 @@ def nothing_is_finite(output):
 
 
 def test_a_sampler_without_finite_log_probabilities_is_warned_about(make, tiny_model_path, caplog):
-    trainer = make("warn", sampler=BrokenSampler(tiny_model_path, nothing_is_finite))
+    trainer = make(RolloutCorrectionMonitor(), sampler=BrokenSampler(tiny_model_path, nothing_is_finite))
     with saying(caplog, "came without a finite log-probability"):
         trainer.train()
     # at first as little as one token would say, then that most are
@@ -121,7 +123,7 @@ def test_a_sampler_without_finite_log_probabilities_is_warned_about(make, tiny_m
 
 
 def test_a_run_that_rejects_everything_is_warned_about(make, caplog):
-    trainer = make("stop", rollout_rs="seq_mean_k1", rollout_rs_threshold=1.0001)
+    trainer = make(RolloutCorrectionMonitor("stop"), rollout_rs="seq_mean_k1", rollout_rs_threshold=1.0001)
     with saying(caplog, "Every token of a logging window was rejected"):
         trainer.train()
     assert trainer.state.global_step == 3  # bounds may be too tight, which is no reason to end a run
@@ -205,7 +207,7 @@ def test_logs_of_something_else_are_left_alone():
 
 def test_a_run_is_stopped_after_a_checkpoint_and_goes_on_from_there(make, tmp_path, caplog):
     fields = {"max_steps": 6, "save_strategy": "no"}
-    trainer = make("stop", **fields)
+    trainer = make(RolloutCorrectionMonitor("stop"), **fields)
     with saying(caplog, "training ends here, with a checkpoint in "):
         trainer.train()
     assert trainer.state.global_step == 2
@@ -224,9 +226,9 @@ def test_a_run_is_stopped_after_a_checkpoint_and_goes_on_from_there(make, tmp_pa
 def test_what_was_changed_after_a_stop_gets_its_chance(make, tmp_path, tiny_model_path, caplog):
     fields = {"max_steps": 4, "learning_rate": 1e-6}
     with saying(caplog, "training ends here"):
-        make("stop", **fields).train()
+        make(RolloutCorrectionMonitor("stop"), **fields).train()
     repaired = StaleSampler(tiny_model_path, noise=0.0)
-    resumed = make("stop", sampler=repaired, folder="resumed", **fields)
+    resumed = make(RolloutCorrectionMonitor("stop"), sampler=repaired, folder="resumed", **fields)
     resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
     assert resumed.state.global_step == 4
 
@@ -247,7 +249,7 @@ def test_how_a_resumed_run_began_is_known(observe):
 
 def test_a_checkpoint_is_saved_if_it_is_not_the_best(make, tmp_path, monkeypatch, caplog):
     best = {"save_strategy": "best", "metric_for_best_model": "loss", **evaluation(), "eval_steps": 1}
-    trainer = make("stop", max_steps=6, **best)
+    trainer = make(RolloutCorrectionMonitor("stop"), max_steps=6, **best)
     monkeypatch.setattr(trainer, "_determine_best_metric", lambda metrics, trial: False)
     with saying(caplog, "training ends here"):
         trainer.train()
@@ -260,6 +262,8 @@ def test_a_warning_does_not_stop(observe):
     assert not control.should_training_stop
 
 
-def test_what_is_no_bound_is_refused():
+def test_what_is_no_action_or_rule_is_refused():
+    with pytest.raises(ValueError, match="`rollout_monitor` must be one of warn, stop, got 'tighten'"):
+        RolloutCorrectionMonitor("tighten")
     with pytest.raises(ValueError, match="`rollout_monitor_bounds` has 'k4', which is no bound"):
         RolloutCorrectionMonitor(bounds={"k4": 1.0})

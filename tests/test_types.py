@@ -12,19 +12,19 @@ from trl_rollout_corr import RolloutCorrectionConfig
 
 
 GOOD = """
-from trl_rollout_corr import RolloutCorrectionConfig
+from trl_rollout_corr import RolloutCorrectionConfig, RolloutCorrectionMonitor
 RolloutCorrectionConfig(rollout_correction="decoupled_token_is", rollout_rs=["token_k1"], rollout_rs_threshold=[0.5, 2.0])
 RolloutCorrectionConfig(rollout_is="sequence", rollout_nan_policy="raise", rollout_monitor=None)
 RolloutCorrectionConfig(rollout_correction={"rollout_is": "token"})
 RolloutCorrectionConfig.from_preset("bypass_pg_is", bypass_mode=True).description
-RolloutCorrectionConfig(rollout_monitor="stop")
+RolloutCorrectionMonitor("stop")
 """
 BAD = """
-from trl_rollout_corr import RolloutCorrectionConfig
+from trl_rollout_corr import RolloutCorrectionConfig, RolloutCorrectionMonitor
 RolloutCorrectionConfig(rollout_is="tokens")
 RolloutCorrectionConfig(rollout_rs=["token_k9"])
 RolloutCorrectionConfig(rollout_iss="token")
-RolloutCorrectionConfig(rollout_monitor="shout")
+RolloutCorrectionMonitor("shout")
 """
 
 

@@ -26,10 +26,11 @@ from tests.training import (
     losses,
     micro_batches,
     policy_logps,
+    saying,
 )
-from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectionConfig
+from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectionConfig, RolloutCorrectionMonitor
 from trl_rollout_corr.dumps.files import files_of
-from trl_rollout_corr.trainers.monitor import ALARMS, RolloutCorrectionMonitor
+from trl_rollout_corr.trainers.monitor import ALARMS
 
 
 @pytest.fixture
@@ -167,6 +168,24 @@ def test_values_that_are_not_json_do_not_end_a_run_with_a_dump(make, tmp_path):
     entries = [json.loads(line) for line in (tmp_path / "dump" / "logs.jsonl").read_text().splitlines()]
     assert (entries[0]["numpy"], entries[0]["tensor"]) == (0.5, 2.0)
     assert isinstance(entries[0]["many"], str)
+
+
+# Monitors ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_a_monitor_that_is_given_takes_the_place_of_the_default_one(make, late, caplog):
+    mine = RolloutCorrectionMonitor("stop", bounds={"k3_high": 0.0})
+    trainer = make(
+        rollout_correction="disabled", rollout_monitor="warn", max_steps=9, extra={} if late else {"callbacks": [mine]}
+    )
+    if late:
+        trainer.add_callback(mine)
+    with saying(caplog, "training ends here"):
+        trainer.train()
+    monitors = [x for x in trainer.callback_handler.callbacks if isinstance(x, RolloutCorrectionMonitor)]
+    assert monitors == [mine]
+    assert trainer.state.global_step < 9
 
 
 # The ratio --------------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .settings.config import RolloutCorrectionConfig
     from .trainers.dumping import check_dump_folder
     from .trainers.grpo import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
+    from .trainers.monitor import RolloutCorrectionMonitor
     from .trainers.rloo import RolloutCorrectedRLOOConfig, RolloutCorrectedRLOOTrainer
 
 _MODULES = {
@@ -25,6 +26,7 @@ _MODULES = {
     "RolloutCorrectedGRPOTrainer": "trainers.grpo",
     "RolloutCorrectedRLOOConfig": "trainers.rloo",
     "RolloutCorrectedRLOOTrainer": "trainers.rloo",
+    "RolloutCorrectionMonitor": "trainers.monitor",
     "ScriptParser": "commands.script",
     "check_dump_folder": "trainers.dumping",
     "compute_rollout_correction": "correction.compute",
@@ -43,6 +45,7 @@ __all__ = [
     "RolloutCorrectedRLOOConfig",
     "RolloutCorrectedRLOOTrainer",
     "RolloutCorrectionConfig",
+    "RolloutCorrectionMonitor",
     "ScriptParser",
     "check_dump_folder",
     "compute_rollout_correction",

@@ -26,7 +26,7 @@ from .console import add_console
 from .dumping import SequenceDump, check_dump_folder
 from .first_step import FirstStepDiagnosis
 from .keys import ROLLOUT_LOGPS, ROLLOUT_STEP, TOKEN_STEPS, TURN_IDS
-from .monitor import RolloutCorrectionMonitor
+from .monitor import monitor_of, settle_monitors
 from .observer import Corrected, Moment, Observer
 from .run_metadata import check_dropout, check_types, engine_metadata, trainer_metadata
 from .trackers import choose_metrics
@@ -83,11 +83,7 @@ class CorrectionCore(_Host):
         self._about = {"trainer": type(self).__name__, **self._metadata()}
         check_types(self._about)
         self._observer = Observer(self._settings, self.accelerator)
-        if args.rollout_monitor is not None:
-            monitor = RolloutCorrectionMonitor(
-                args.rollout_monitor, args.rollout_monitor_bounds, self.callback_handler
-            )
-            self.callback_handler.callbacks.insert(0, monitor)
+        settle_monitors(self.callback_handler, monitor_of(args))
         choose_metrics(self.callback_handler)
         if args.rollout_dump_dir is not None:
             tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
@@ -104,7 +100,8 @@ class CorrectionCore(_Host):
                     f"`{name}` is {value!r}, but was {self._fields[name]!r} when the trainer was built, which is when the "
                     "settings are read. Build the trainer with the new value."
                 )
-        choose_metrics(self.callback_handler)  # the user may have added a tracker
+        settle_monitors(self.callback_handler)  # the user may have added one, or a tracker
+        choose_metrics(self.callback_handler)
         return super().train(*args, **kwargs)
 
     def _bare(self, model: Any) -> torch.nn.Module:

@@ -15,7 +15,8 @@ from ..health.rule import Alarm
 from ..health.rules import SILENCED
 from ..health.windows import is_training_window
 from ..messages import PREFIX, notify
-from ..settings.fields import MonitorAction
+from ..settings.config import RolloutCorrectionConfig
+from ..settings.fields import MONITOR_ACTIONS, MonitorAction
 
 
 ALARMS = f"{PREFIX}monitor/alarms"
@@ -32,27 +33,32 @@ class RolloutCorrectionMonitor(TrainerCallback):
     repeated after 10, 20, 40 and so on logging windows while it lasts. The same goes to W&B and trackio as an alert, if the
     run reports there. The number of alarms is logged as `rollout_corr/monitor/alarms`.
 
-    A trainer puts it before its other callbacks, which report its additions to the log.
+    The trainers add a monitor by themselves, as `rollout_monitor` says. One that is passed to them takes its place.
 
     Args:
         action (`str`, *optional*, defaults to `"warn"`):
             Action at the first critical alarm. `"stop"` saves a checkpoint and ends training.
         bounds (`dict[str, float or None]`, *optional*):
             Other limits, by name of a bound; `None` switches a bound off.
-        reporters ([`~transformers.trainer_callback.CallbackHandler`], *optional*):
-            Callbacks of the trainer, some of which may send alerts.
 
     Raises:
-        `ValueError`: if `bounds` names no bound or has no number.
+        `ValueError`: if the action is none of these, or if `bounds` names no bound or has no number.
+
+    Example:
+
+    ```python
+    from trl_rollout_corr import RolloutCorrectedGRPOTrainer, RolloutCorrectionMonitor
+
+    trainer = RolloutCorrectedGRPOTrainer(..., callbacks=[RolloutCorrectionMonitor("stop", bounds={"k3_high": 0.1})])
+    ```
     """
 
-    def __init__(
-        self,
-        action: MonitorAction = "warn",
-        bounds: Mapping[str, float | None] | str | None = None,
-        reporters: CallbackHandler | None = None,
-    ) -> None:
-        self.action, self.reporters = action, reporters
+    def __init__(self, action: MonitorAction = "warn", bounds: Mapping[str, float | None] | str | None = None) -> None:
+        if action not in MONITOR_ACTIONS:
+            raise ValueError(f"`rollout_monitor` must be one of {', '.join(MONITOR_ACTIONS)}, got {action!r}.")
+        self.action = action
+        self.of_configuration = False  # or brought by the user
+        self.reporters: CallbackHandler | None = None  # those of the trainer, which may send alerts
         self._examiner = Examiner(limits=parse_bounds(bounds))
         self._restart()
 
@@ -158,3 +164,26 @@ def report_alert(handler: CallbackHandler, title: str, text: str, *, critical: b
             levels = callback._trackio.AlertLevel
             with redirect_stdout(io.StringIO()):  # trackio would print the alert a second time
                 callback._trackio.alert(title, text, level=levels.ERROR if critical else levels.WARN)
+
+
+def settle_monitors(handler: CallbackHandler, own: RolloutCorrectionMonitor | None = None) -> None:
+    """
+    Keep one monitor among the callbacks of a trainer: the last that the user brought, or else `own`, that of the
+    configuration. It comes first, before callbacks that report its additions to the log.
+    """
+    monitors = [x for x in handler.callbacks if isinstance(x, RolloutCorrectionMonitor)]
+    brought = [x for x in monitors if not x.of_configuration]
+    monitor = next(iter([*reversed(brought), *monitors, own]))
+    handler.callbacks = [x for x in handler.callbacks if x not in monitors]
+    if monitor is not None:
+        monitor.reporters = handler
+        handler.callbacks.insert(0, monitor)
+
+
+def monitor_of(args: RolloutCorrectionConfig) -> RolloutCorrectionMonitor | None:
+    """Monitor that a configuration asks for; `None` if it asks for none."""
+    if args.rollout_monitor is None:
+        return None
+    monitor = RolloutCorrectionMonitor(args.rollout_monitor, args.rollout_monitor_bounds)
+    monitor.of_configuration = True
+    return monitor
