@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests import reference
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
-from trl_rollout_corr.correction.histogram import PERCENTILES, bin_edges
+from trl_rollout_corr.correction.histogram import PERCENTILES
 from trl_rollout_corr.messages import PREFIX
 from trl_rollout_corr.settings.criteria import CRITERIA, LEVELS, TOKEN_ONLY
 
@@ -562,7 +562,7 @@ def test_percentiles_have_no_limit_on_the_number_of_tokens():
 def test_the_histogram_covers_every_valid_token():
     d = torch.tensor([[0.51, -0.51, 0.0, 1e-9, 1e4, -1e4]])
     correction = correct(d, torch.zeros_like(d), torch.tensor([[1, 1, 1, 1, 1, 0]]), rollout_is=None)
-    counts, edges = correction.statistics.histogram(), bin_edges()
+    counts, edges = correction.statistics.histogram()
     assert sum(counts) == 5
     assert len(edges) == len(counts) + 1
     assert list(edges) == sorted(edges)

@@ -1,4 +1,4 @@
-"""Every backend gets the metrics that are tracked."""
+"""Every backend gets the metrics that are tracked; those that draw histograms get that of the log-ratio."""
 
 import json
 import math
@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from transformers import TrainerCallback
 
 from tests.asynchronous import WorkerHere, build_ours
@@ -20,11 +22,15 @@ from tests.training import TRAINERS, VLLM, build, losses, messages
 from trl_rollout_corr import (
     RolloutCorrectedGRPOConfig,
     RolloutCorrectedGRPOTrainer,
+    RolloutCorrectionConfig,
+    compute_rollout_correction,
 )
 from trl_rollout_corr.__main__ import main
+from trl_rollout_corr.correction.histogram import BINS
 from trl_rollout_corr.dumps.files import read_logs
 from trl_rollout_corr.health.bands import ESSENTIAL
 from trl_rollout_corr.messages import PREFIX
+from trl_rollout_corr.trainers.trackers import coarser
 
 
 ROOT = Path(__file__).parent.parent
@@ -76,14 +82,15 @@ def events_of(folder: Path):
     """Events that TensorBoard has on the disk."""
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     (file,) = folder.rglob("events.out.tfevents*")
-    events = event_accumulator.EventAccumulator(str(file))
+    events = event_accumulator.EventAccumulator(str(file), size_guidance={"histograms": 0})
     events.Reload()
     return events
 
 
 def ours_in(keys: Iterable[str]) -> set[str]:
     """Our metrics among the keys of a backend."""
-    return {key.partition(PREFIX)[2] for key in keys if key.startswith(f"train/{PREFIX}")}
+    metrics = {key.partition(PREFIX)[2] for key in keys if key.startswith(f"train/{PREFIX}")}
+    return {name for name in metrics if name.split(".")[0] != "log_ratio"}  # the histogram
 
 
 def test_json(train, tmp_path):
@@ -125,6 +132,10 @@ def test_tensorboard(train, tmp_path, tracked):
     for key, value in evaluation.items():
         (event,) = events.Scalars(f"eval/{key.removeprefix('eval_')}")
         assert event.value == pytest.approx(value, rel=1e-5, abs=1e-12)
+    histograms = events.Histograms(f"train/{PREFIX}log_ratio")
+    assert [event.step for event in histograms] == [2, 4]
+    assert histograms[0].histogram_value.num > 10
+    assert len(events.Histograms(f"eval/{PREFIX}log_ratio")) == 1
 
 
 def finished_wandb_records(is_last: Callable[[Any], bool], seconds: int = 120) -> list:
@@ -178,6 +189,9 @@ def test_wandb_offline(train, monkeypatch):
     (evaluated,) = [row for row in rows if "eval/loss" in row]
     for key, value in evaluation.items():
         assert evaluated[f"eval/{key.removeprefix('eval_')}"] == pytest.approx(value)
+    assert any(
+        key.startswith(f"train/{PREFIX}log_ratio") and "histogram" in json.dumps(losses[0][key]) for key in losses[0]
+    )
 
 
 def test_trackio(train):
@@ -187,6 +201,7 @@ def test_trackio(train):
     text = b"".join(path.read_bytes() for path in files)
     for key in training[0]:
         assert f"train/{key}".encode() in text
+    assert b"trackio.histogram" in text
 
 
 # The metrics that are tracked --------------------------------------------------------------------------------------------
@@ -288,3 +303,15 @@ def test_nothing_but_trackers_depends_on_the_tracked_metrics(tiny_model_path, tm
 
 def without_times(entry: dict) -> dict:
     return {key: value for key, value in entry.items() if not re.search("time|per_second", key)}
+
+
+def test_the_coarser_histogram_counts_the_same_tokens():
+    d = torch.randn(4, 500, generator=torch.Generator().manual_seed(0)) * 0.1
+    config = RolloutCorrectionConfig(rollout_is=None)
+    correction = compute_rollout_correction(d, torch.zeros_like(d), torch.ones_like(d), config)
+    counts, edges = coarser(*correction.statistics.histogram())
+    assert counts.sum() == 2000
+    assert len(edges) == len(counts) + 1 < BINS / 10
+    assert (np.diff(edges) > 0).all()
+    exact, _ = np.histogram(d.double().numpy(), bins=edges)
+    np.testing.assert_array_equal(counts, exact)

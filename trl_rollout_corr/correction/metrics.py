@@ -51,15 +51,14 @@ class Statistics(Sums):
         vector[self.sum_names.index(name)] = value
         return replace(self, vector=vector)
 
-    def histogram(self) -> list[float]:
-        """`BINS` counts of the log-ratio over the valid tokens. Waits for the device."""
+    def histogram(self) -> tuple[list[float], tuple[float, ...]]:
+        """`BINS` counts and `BINS + 1` edges, in nats, of the log-ratio over the valid tokens. Waits for the device."""
         start = len(self.sum_names)
-        counts: list[float] = self.vector[start : start + histogram.BINS].tolist()
-        return counts
+        return self.vector[start : start + histogram.BINS].tolist(), histogram.bin_edges()
 
     def _metrics(self, s: dict[str, float], applied: Applied) -> dict[str, float]:
         """Metrics of the batch: NaN if it has no valid token, finite otherwise."""
-        metrics = _policy_metrics(s, self.histogram())
+        metrics = _policy_metrics(s, self.histogram()[0])
         if self.bounding is not None:
             metrics |= _weight_metrics(s, self.bounding)
         for criterion in self.criteria:

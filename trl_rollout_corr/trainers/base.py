@@ -82,7 +82,7 @@ class CorrectionCore(_Host):
         add_console(self.callback_handler)
         self._about = {"trainer": type(self).__name__, **self._metadata()}
         check_types(self._about)
-        self._observer = Observer(self._settings, self.accelerator)
+        self._observer = Observer(self._settings, self.accelerator, self.callback_handler)
         settle_monitors(self.callback_handler, monitor_of(args))
         choose_metrics(self.callback_handler)
         if args.rollout_dump_dir is not None:

@@ -1,5 +1,5 @@
 """
-Metrics of the correction, age of the data and dump of a trainer. Nothing here changes the loss.
+Metrics of the correction, age of the data, histogram and dump of a trainer. Nothing here changes the loss.
 
 `B` completions, `T` completion tokens.
 """
@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
+from transformers.trainer_callback import CallbackHandler
 
 from ..correction.accounting import account
 from ..correction.age import (
@@ -23,11 +24,13 @@ from ..correction.age import (
 )
 from ..correction.compute import RolloutCorrection
 from ..correction.functional import turns_of
+from ..correction.metrics import Statistics
 from ..correction.sums import Sums
 from ..settings.resolve import Correction
 from .dumping import SequenceDump
 from .first_step import FirstStepDiagnosis
 from .keys import AGAIN_LOGPS, PADDING, REWARDS, ROLLOUT_LOGPS, TURN_IDS
+from .trackers import send_histogram
 
 
 class Moment(NamedTuple):
@@ -71,10 +74,11 @@ class Observer:
         self,
         settings: Correction,
         accelerator: Accelerator,
+        callbacks: CallbackHandler,
         dump: SequenceDump | None = None,
         first_step: FirstStepDiagnosis | None = None,
     ) -> None:
-        self.settings, self.accelerator = settings, accelerator
+        self.settings, self.accelerator, self.callbacks = settings, accelerator, callbacks
         self.dump, self.first_step = dump, first_step
         self.windows = {mode: LoggingWindow(accelerator) for mode in ("train", "eval")}
 
@@ -157,11 +161,13 @@ class Observer:
         return now.mode == "train" and self.first_step is not None and self.first_step.looks_twice()
 
     def close_window(self, now: Moment) -> dict[str, float]:
-        """Metrics of the logging window that ends, over all ranks."""
+        """Metrics of the logging window that ends, over all ranks. Its histogram goes to the trackers that can show one."""
         settings, metrics = self.settings, dict[str, float]()
         rejects, weighs, corrects = bool(settings.criteria), settings.applies_weights, settings.corrects
         for sums in self.windows[now.mode].close():
             metrics |= sums.finish(rejects=rejects, weighs=weighs, corrects=corrects)
+            if isinstance(sums, Statistics) and self.accelerator.is_main_process:
+                send_histogram(self.callbacks, *sums.histogram(), now.mode, now.step)
         return metrics
 
 
