@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import sys
 
 import pytest
@@ -13,6 +14,7 @@ from tests.launching import ROOT, run
 from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.__main__ import main
 from trl_rollout_corr.settings.files import read_config
+from trl_rollout_corr.settings.migrate import COUNTERPARTS
 
 
 VERL = {
@@ -32,11 +34,6 @@ CASES = {
     "legacy, metrics only": ({**LEGACY, "rollout_is": False}, "from_legacy", {**LEGACY, "rollout_is": False}),
     "trl, whole file": ({"learning_rate": 1e-6, "use_vllm": True, **TRL}, "from_trl", TRL),
 }
-# Said of a setting that is left out
-OTHERS = (
-    "it is not about rollout correction; `trl-rollout-corr docs migration#settings-outside-the-section` has what TRL has for "
-    "verl's settings"
-)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -53,7 +50,6 @@ def test_the_printed_yaml_is_the_translated_configuration(case, tmp_path, capsys
     lines = output.err.splitlines()
     assert len(lines) == (1 if importer == "from_trl" else len(foreign))
     assert all(f"{path}:2: `algorithm.{key}` is left out" in output.err for key in foreign)
-    assert output.err.count("`trl-rollout-corr docs migration#settings-outside-the-section`") == len(foreign)
     if importer == "from_trl":
         said = "`learning_rate`, `use_vllm` are left out: they are not about TRL's own correction, so keep name and value."
         assert lines[0].endswith(said)
@@ -66,7 +62,7 @@ def test_a_misspelt_key_of_a_flat_file_is_not_lost(tmp_path, capsys):
     error = capsys.readouterr().err
     assert error == (
         f"warning: {path}:3: `bypas_mode` is left out. Did you mean `bypass_mode`?\n"
-        f"warning: {path}:4: `learning_rate` is left out: {OTHERS}.\n"
+        f"warning: {path}:4: `learning_rate` is left out: TRL has `learning_rate`.\n"
     )
 
 
@@ -79,13 +75,13 @@ def test_what_is_left_out_is_named_with_its_line(tmp_path, capsys):
     )
     assert main(["convert", str(path)]) == 0
     found = {line.split(": ", 2)[1]: line for line in capsys.readouterr().err.splitlines()}
-    assert {place.removeprefix(str(path)) for place in found} == {":2", ":4", ":10", ":12"}
-    of_algorithm = "`algorithm.adv_estimator`, `algorithm.gamma`, `algorithm.lam` are left out: they are not about"
-    assert of_algorithm in found[f"{path}:4"]
+    assert {place.removeprefix(str(path)) for place in found} == {":2", ":4", ":5", ":6", ":10", ":12", ":13"}
+    assert "`algorithm.adv_estimator` is left out: TRL has neither GAE nor a value model" in found[f"{path}:4"]
+    assert "`algorithm.lam` is left out: it is a parameter of GAE" in found[f"{path}:6"]
     assert "verl applies the bounds of `seq_mean_k1` to the inverse" in found[f"{path}:10"]
-    assert "`data.max_prompt_length` is left out: it is not about rollout correction" in found[f"{path}:2"]
-    of_trainer = "`trainer.total_epochs`, `trainer.project_name`, `trainer.val_only` are left out: they are not about"
-    assert of_trainer in found[f"{path}:12"]
+    assert "`data.max_prompt_length` is left out: TRL has none: filter the dataset" in found[f"{path}:2"]
+    assert "`trainer.total_epochs` is left out: TRL has `num_train_epochs`." in found[f"{path}:12"]
+    assert "`trainer.project_name`, `trainer.val_only` are left out: they are not about" in found[f"{path}:13"]
 
 
 SCRIPT = """#!/usr/bin/env bash
@@ -118,7 +114,7 @@ def test_a_shell_script(tmp_path, capsys):
         "rollout_rs": ["token_k1", "seq_max_k2"], "rollout_rs_threshold": [[0.5, 2.0], 2.5],
         "bypass_mode": True, "rollout_loss_type": "reinforce",
     }  # fmt: skip
-    assert f"{path}:8: `algorithm.adv_estimator` is left out: {OTHERS}" in output.err
+    assert f"{path}:8: `algorithm.adv_estimator` is left out: train with `RolloutCorrectedRLOOTrainer`" in output.err
     path.write_text(SCRIPT.replace("0.5_2.0,2.5", "0.5_2.0"))
     assert main(["convert", str(path)]) == 2
     assert "line 13: `rollout_rs_threshold`" in capsys.readouterr().err
@@ -146,9 +142,14 @@ def test_variables_of_a_script_are_not_lost(tmp_path, capsys):
     assert main(["convert", str(path)]) == 0
     output = capsys.readouterr()
     assert yaml.safe_load(output.out) == {"rollout_is": "sequence", "rollout_is_threshold": 3.0}
-    assert output.err.splitlines() == [
-        f"warning: {path}:2: `NCCL_DEBUG`, `adv_estimator`, `gamma`, `lam`, `LR`, `ppo_epochs`, `seed` are left out: they are "
-        f"{OTHERS.removeprefix('it is ')}."
+    found = [line.removeprefix(f"warning: {path}:") for line in output.err.splitlines()]
+    assert [line.split(".")[0] for line in found] == [
+        "4: `adv_estimator` is left out: TRL has neither GAE nor a value model",
+        "5: `gamma` is left out: it discounts rewards per token, and TRL's trainers give one reward to the whole completion",
+        "6: `lam` is left out: it is a parameter of GAE, which TRL does not have",
+        "7: `LR` is left out: TRL has `learning_rate`",
+        "12: `ppo_epochs` is left out: TRL has `num_iterations`",
+        "2: `NCCL_DEBUG`, `seed` are left out: they are not about rollout correction",
     ]
 
 
@@ -429,3 +430,17 @@ def test_a_refused_value_of_another_name_has_its_line(tmp_path, capsys):
     path.write_text("rollout_correction:\n  bypass_mode: true\n  rollout_rs: null\n  loss_type: pg\n")
     assert main(["convert", str(path)]) == 2
     assert "line 4: `rollout_loss_type` must be one of ppo_clip, reinforce, got 'pg'" in capsys.readouterr().err
+
+
+def test_the_document_has_the_counterparts_that_convert_names():
+    """Each setting stands in the table, in a row with the names of TRL that the message has."""
+    text = (ROOT / "docs/migration.md").read_text(encoding="utf-8")
+    table = text.split("## Settings outside the section")[1].split("\n## ")[0]
+    rows = [row.split("|")[1:3] for row in table.splitlines() if row.startswith("| `")]
+    rows = [(cell.split(" times ")[0], theirs) for cell, theirs in rows]
+    for setting, message in COUNTERPARTS.items():
+        [(_, theirs)] = [row for row in rows if f"`{setting}`" in row[0]]
+        for name in re.findall(r"TRL(?:'s| has) `([^`]+)`", message):
+            assert f"`{name}" in theirs
+    named = {name.split("=")[0] for cell, _ in rows for name in re.findall(r"`([a-z]+\.[\w.]+)", cell)}
+    assert named - COUNTERPARTS.keys() == {"algorithm.adv_estimator"}

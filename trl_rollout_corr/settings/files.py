@@ -16,7 +16,7 @@ from ..messages import SelfContainedError, SettingError, nearest, warn, yaml_lin
 from .config import RolloutCorrectionConfig
 from .fields import FIELDS
 from .legacy import first_preset, from_legacy, is_legacy
-from .migrate import VERL_KEYS, from_trl, from_verl
+from .migrate import VERL_KEYS, counterpart, from_trl, from_verl
 from .presets import PRESETS
 
 
@@ -38,7 +38,7 @@ class Document(NamedTuple):
     content: Any  # arguments of a shell script are nested mappings of text
     lines: dict[Key, int]  # line of each key by its path, counted from 1
     replaced: dict[Key, list[int]] = {}  # earlier lines that set a key to another value
-    variables: dict[str, int] = {}  # line of each variable that no other setting uses
+    variables: dict[str, tuple[str, int]] = {}  # value and line of each variable that no other setting uses
 
     def line(self, *path: str) -> int | None:
         """Line of a key, or of the nearest key above it with a line."""
@@ -146,7 +146,7 @@ def _from_script(text: str) -> Document | None:
         if "." in name or name.startswith(_OF_CORRECTION):
             _set(document, tuple(name.split(".")), value, line)
         else:
-            document.variables.setdefault(name, line)
+            document.variables.setdefault(name, (value, line))
     for name in used & document.variables.keys():
         del document.variables[name]
     return document if document.content or document.variables else None
@@ -185,7 +185,6 @@ def _expand(value: str, variables: Mapping[str, str]) -> str:
 
 
 _TRL = "TRL's own correction"
-_COUNTERPARTS = "trl-rollout-corr docs migration#settings-outside-the-section"
 
 
 class Foreign(NamedTuple):
@@ -237,7 +236,8 @@ def _find_in(section: Mapping[str, object], above: Key) -> Foreign | None:
 def convert(path: str) -> str:
     """
     Translate a configuration of another tool to YAML of fields of [`RolloutCorrectionConfig`]. It is a YAML file, a shell
-    script with arguments for verl, or `-` for standard input. A warning names every setting that is left out, and its line.
+    script with arguments for verl, or `-` for standard input. A warning names every setting that is left out, its line, and
+    TRL's counterpart where [`~trl_rollout_corr.settings.migrate.counterpart`] knows one.
     """
     document = read_document(sys.stdin if path == "-" else Path(path))
     foreign = find_foreign(document.content)
@@ -284,14 +284,16 @@ def _line(document: Document, foreign: Foreign, field: str | None) -> int | None
 def _left_out(document: Document, foreign: Foreign) -> Iterator[tuple[int, str]]:
     """Lines and messages about the settings that are not translated. Those without a message of their own share one."""
     others: dict[str, list[tuple[str, int]]] = {}
-    for path, line in _not_taken(document, foreign):
+    for path, value, line in _not_taken(document, foreign):
         name = ".".join(path)
         matches = difflib.get_close_matches(name, [*VERL_KEYS, *FIELDS], 1, 0.85)
         if matches and foreign.tool != _TRL:
             yield line, f"`{name}` is left out. Did you mean `{matches[0]}`?"
+        elif foreign.tool != _TRL and (message := counterpart(path, value)):
+            yield line, f"`{name}` is left out: {message}."
         else:
             others.setdefault(path[0] if len(path) > 1 else "", []).append((name, line))
-    reason = f"not about rollout correction; `{_COUNTERPARTS}` has what TRL has for verl's settings"
+    reason = "not about rollout correction"
     if foreign.tool == _TRL:
         reason = "not about TRL's own correction, so keep name and value"
     for names in others.values():
@@ -300,24 +302,24 @@ def _left_out(document: Document, foreign: Foreign) -> Iterator[tuple[int, str]]
         yield names[0][1], f"{listed} {reason}."
 
 
-def _not_taken(document: Document, foreign: Foreign) -> Iterator[tuple[Key, int]]:
-    """Path and line of each setting outside the translated ones."""
+def _not_taken(document: Document, foreign: Foreign) -> Iterator[tuple[Key, object, int]]:
+    """Path, value and line of each setting outside the translated ones."""
     settings = foreign.settings
     taken = [(*foreign.above, str(key)) for key in settings] if isinstance(settings, Mapping) else [foreign.above]
-    for path in _leaves(document.content):
+    for path, value in _leaves(document.content):
         if not any(path[: len(key)] == key for key in taken):
-            yield path, document.line(*path) or 1
-    for name, line in document.variables.items():
-        yield (name,), line
+            yield path, value, document.line(*path) or 1
+    for name, (value, line) in document.variables.items():
+        yield (name,), value, line
 
 
-def _leaves(content: object, above: Key = ()) -> Iterator[Key]:
-    """Path of each setting. An empty section has none."""
+def _leaves(content: object, above: Key = ()) -> Iterator[tuple[Key, object]]:
+    """Path and value of each setting. An empty section has none."""
     if isinstance(content, Mapping):
         for key, value in content.items():
             yield from _leaves(value, (*above, str(key)))
     elif above:
-        yield above
+        yield above, content
 
 
 # Settings of this package ---------------------------------------------------------------------------------------------

@@ -41,6 +41,70 @@ _TRL_KEYS = (
 
 OFF = {"rollout_correction": "disabled"}
 
+# Counterparts in TRL of verl's settings outside the section, without `actor_rollout_ref`. docs/migration.md has them, too.
+_GRPO_OR_RLOO = "TRL has `RolloutCorrectedGRPOTrainer` for grpo and `RolloutCorrectedRLOOTrainer` for rloo"
+_ESTIMATORS = {
+    "grpo": "train with `RolloutCorrectedGRPOTrainer`",
+    "rloo": "train with `RolloutCorrectedRLOOTrainer`",
+    "gae": "TRL has neither GAE nor a value model. GRPO and RLOO compare completions of the same prompt instead",
+}
+COUNTERPARTS = {
+    "algorithm.gamma": "it discounts rewards per token, and TRL's trainers give one reward to the whole completion",
+    "algorithm.lam": "it is a parameter of GAE, which TRL does not have",
+    "algorithm.use_kl_in_reward": "RLOO does that with `beta`; GRPO puts the divergence into the loss",
+    "algorithm.kl_ctrl": "TRL has `beta`",
+    "algorithm.kl_penalty": "TRL has `beta`",
+    "algorithm.norm_adv_by_std_in_grpo": "TRL has `scale_rewards`",
+    "model.path": "TRL has `model_name_or_path`",
+    "actor.optim.lr": "TRL has `learning_rate`",
+    "actor.ppo_epochs": "TRL has `num_iterations`",
+    "actor.ppo_mini_batch_size": "multiplied by `rollout.n`, it is TRL's `per_device_train_batch_size * "
+    "gradient_accumulation_steps` of all processes",
+    "actor.clip_ratio_low": "TRL has `epsilon`",
+    "actor.clip_ratio_high": "TRL has `epsilon_high`",
+    "actor.clip_ratio_c": "with `bypass_mode` and `ppo_clip` it is `rollout_clip_ratio_c`, otherwise TRL's `delta`",
+    "actor.loss_agg_mode": "TRL has `loss_type`",
+    "actor.ess_scaling": "nothing here scales the step by the effective sample size, which gained nothing in our benchmarks",
+    "actor.use_kl_loss": "TRL has `beta`",
+    "actor.kl_loss_coef": "TRL has `beta`",
+    "actor.grad_clip": "TRL has `max_grad_norm`",
+    "rollout.n": "TRL has `num_generations`",
+    "rollout.temperature": "TRL has `temperature`",
+    "rollout.top_p": "TRL has `top_p`",
+    "rollout.top_k": "TRL has `top_k`",
+    "rollout.calculate_log_probs": "the trainers ask for log-probabilities where they need them",
+    "data.train_batch_size": "multiplied by `rollout.n`, it is TRL's `per_device_train_batch_size * "
+    "steps_per_generation` of all processes",
+    "data.max_prompt_length": "TRL has none: filter the dataset; `vllm_max_model_length` bounds prompt and completion "
+    "together",
+    "data.max_response_length": "TRL has `max_completion_length`",
+    "trainer.total_epochs": "TRL has `num_train_epochs`",
+    "trainer.total_training_steps": "TRL has `max_steps`",
+    "trainer.logger": "TRL has `report_to`",
+}
+# Names of variables in scripts. Shorter ones than three letters say too little, but for this one
+_OF_VARIABLES = {name.rpartition(".")[2]: name for name in COUNTERPARTS} | {"learning_rate": "actor.optim.lr"}
+
+
+def counterpart(path: tuple[str, ...], value: object) -> str:
+    """
+    What TRL has for a setting of verl outside the section, as text; empty if nothing is known about it.
+
+    Args:
+        path (`tuple[str, ...]`):
+            Keys of the setting, such as `("actor_rollout_ref", "actor", "optim", "lr")`. A single one is the name of a
+            variable of a script.
+        value (`object`):
+            Value of the setting.
+    """
+    name = ".".join(path).removeprefix("actor_rollout_ref.")
+    if name in ("adv_estimator", "algorithm.adv_estimator"):
+        return _ESTIMATORS.get(str(value), _GRPO_OR_RLOO)
+    if len(path) == 1 and (len(name) > 2 or name.lower() == "lr"):
+        name = _OF_VARIABLES.get(name.lower(), name)
+    above = [name.rsplit(".", n)[0] for n in range(name.count(".") + 1)]  # a setting may be a section
+    return next((COUNTERPARTS[key] for key in above if key in COUNTERPARTS), "")
+
 
 def from_verl(settings: Mapping[str, object] | None) -> dict[str, Any]:
     """
