@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from tests.dumps import read_dump
-from tests.tiny import PROMPTS, StaleSampler
-from tests.training import TRAINERS, BrokenSampler, build, evaluation, losses
+from tests.dumps import make_dump, read_dump
+from tests.tiny import PROMPTS, StaleSampler, length_reward
+from tests.training import TRAINERS, BrokenSampler, build, config_fields, evaluation, losses
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
 from trl_rollout_corr.__main__ import main
 from trl_rollout_corr.dumps.files import files_of
@@ -272,18 +272,42 @@ def test_sequences_without_log_probabilities_are_the_worst(make, tmp_path, tiny_
 def test_another_run_does_not_mix_with_a_dump(make, tmp_path):
     make(rollout_dump_dir=str(tmp_path / "dump")).train()
     before = read_dump(tmp_path / "dump")
-    trainer = make(rollout_dump_dir=str(tmp_path / "dump"))
-    with pytest.raises(ValueError, match=r"`rollout_dump_dir`.*holds the dump of another run"):
-        trainer.train()
+    with pytest.raises(
+        ValueError, match=r"`rollout_dump_dir`.*holds the dump of another run, and `output_dir` has no"
+    ):
+        make(rollout_dump_dir=str(tmp_path / "dump"))
     assert str(read_dump(tmp_path / "dump")) == str(before)
 
 
-def test_a_run_may_resume_from_a_checkpoint_elsewhere(make, tmp_path):
+@pytest.mark.parametrize("left", ["rows", "a log"])
+def test_a_dump_of_another_run_is_refused_before_the_model_is_loaded(left, tmp_path):
+    dump = tmp_path / "dump"
+    if left == "rows":
+        make_dump(dump, steps=1)
+    else:
+        dump.mkdir()
+        (dump / "logs.jsonl").write_text('{"step": 1}\n')
+    for trainer_class, config_class in TRAINERS.values():
+        args = config_class(**config_fields(tmp_path / "run", rollout_dump_dir=str(dump)))
+        with pytest.raises(
+            ValueError, match=r"another run, and `output_dir` has no checkpoint .* Name another folder"
+        ):
+            trainer_class("a model that does not exist", reward_funcs=length_reward, args=args)
+
+
+def test_with_a_checkpoint_only_training_knows_whether_a_run_resumes(make, tmp_path):
     fields = {"rollout_dump_dir": str(tmp_path / "dump"), "save_strategy": "steps", "save_steps": 2, "max_steps": 2}
     make(**fields).train()
     checkpoint = str(tmp_path / "run" / "checkpoint-2")
+    with pytest.warns(UserWarning, match="If this run does not resume .* `train\\(\\)` will refuse the folder"):
+        trainer = make(**fields)
+    with pytest.raises(ValueError, match=r"holds the dump of another run. Name another folder"):
+        trainer.train()
+    make(**fields, resume_from_checkpoint=checkpoint)  # of the configuration: nothing to say
     other = {**fields, "output_dir": str(tmp_path / "elsewhere"), "max_steps": 3}
-    make(**other).train(resume_from_checkpoint=checkpoint)
+    with pytest.raises(ValueError, match="also set `resume_from_checkpoint` in the configuration"):
+        make(**other)
+    make(**other, resume_from_checkpoint=checkpoint).train(resume_from_checkpoint=checkpoint)
     assert {row["step"] for row in read_dump(tmp_path / "dump").rows} == {1, 2, 3}
 
 
@@ -291,7 +315,7 @@ def test_a_run_that_left_only_a_log_is_another_run_too(make, tmp_path):
     make(rollout_dump_dir=str(tmp_path / "dump"), rollout_dump_steps=100).train()
     assert not files_of(tmp_path / "dump")
     with pytest.raises(ValueError, match=r"`rollout_dump_dir`.*holds the dump of another run"):
-        make(rollout_dump_dir=str(tmp_path / "dump")).train()
+        make(rollout_dump_dir=str(tmp_path / "dump"))
 
 
 def test_a_second_training_does_not_write_into_the_dump_of_the_first(make, tmp_path):
@@ -314,7 +338,9 @@ def test_a_resumed_run_goes_on_with_its_dump(make, tmp_path):
     }
     make(**fields).train()
     whole = read_dump(tmp_path / "dump")
-    make(**fields).train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    with pytest.warns(UserWarning, match="With `train\\(resume_from_checkpoint=...\\)` the dump goes on"):
+        trainer = make(**fields)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
     resumed = read_dump(tmp_path / "dump")
     assert [row["step"] for row in resumed.rows] == [row["step"] for row in whole.rows]
     assert [entry["step"] for entry in resumed.logs if "loss" in entry] == [1, 2, 3, 4]
@@ -338,6 +364,11 @@ def test_options_that_cannot_be_meant(field, value, message):
 def test_a_number_is_no_folder():
     with pytest.raises(ValueError, match="`rollout_dump_dir` must be the path of a folder, or None, got 5"):
         RolloutCorrectionConfig(rollout_dump_dir=5)
+
+
+def test_a_dump_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="nothing would be written"):
+        RolloutCorrectionConfig(rollout_dump_dir="dump", rollout_dump_sampled=0, rollout_dump_worst=0)
 
 
 def test_options_of_a_dump_that_is_off():

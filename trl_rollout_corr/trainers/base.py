@@ -23,7 +23,7 @@ from ..settings.fields import DEFAULTS
 from ..settings.resolve import Correction
 from .card import complete_card
 from .console import add_console
-from .dumping import SequenceDump, check_dump_folder
+from .dumping import SequenceDump, check_dump_folder, check_unused
 from .first_step import FirstStepDiagnosis
 from .keys import ROLLOUT_LOGPS, ROLLOUT_STEP, TOKEN_STEPS, TURN_IDS
 from .monitor import monitor_of, settle_monitors
@@ -71,6 +71,7 @@ class CorrectionCore(_Host):
             args.check()
         if args.rollout_dump_dir is not None:
             check_dump_folder(Path(args.rollout_dump_dir), new_run=False)
+            check_unused(args)
         self._settings: Correction = args.correction
         self._fields = _fields_of(args)
         return args

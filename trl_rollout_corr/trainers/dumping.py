@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
 
 from ..dumps.files import append_log, files_of, read_logs, remove_oldest, rewind, write_rows
 from ..dumps.rows import make_row, on_host
+from ..messages import warn
 from ..settings.config import RolloutCorrectionConfig
 from .run_metadata import settings_in_effect
 
@@ -42,6 +44,28 @@ def check_dump_folder(folder: str | Path, *, new_run: bool) -> None:
             f"`rollout_dump_dir` is {str(folder)!r}, which holds the dump of another run. Name another folder when the "
             "trainer is built, or remove it, for instance if that run ended before a checkpoint."
         )
+
+
+def check_unused(args: Any) -> None:
+    """
+    Refuse the folder of another run's dump when a trainer is built, if there is no checkpoint to resume that run from. With a
+    checkpoint in `output_dir`, only `train()` knows whether the run resumes, so that there is a warning.
+    """
+    folder = Path(args.rollout_dump_dir)
+    if args.resume_from_checkpoint or not _is_used(folder):
+        return
+    if os.path.isdir(args.output_dir) and get_last_checkpoint(args.output_dir):
+        warn(
+            f"If this run does not resume the one whose dump is in {str(folder)!r} (`rollout_dump_dir`), `train()` will "
+            "refuse the folder: name another one. With `train(resume_from_checkpoint=...)` the dump goes on.",
+            "rollout_dump_dir",
+        )
+        return
+    raise ValueError(
+        f"`rollout_dump_dir` is {str(folder)!r}, which holds the dump of another run, and `output_dir` has no checkpoint to "
+        "resume that run from. Name another folder, or remove it. If the run resumes from a checkpoint elsewhere, also set "
+        "`resume_from_checkpoint` in the configuration."
+    )
 
 
 def _is_used(folder: Path) -> bool:
