@@ -18,7 +18,8 @@ from tests.tiny import StaleSampler
 from tests.training import TRAINERS, assert_same_steps, build, losses, micro_batches
 from trl_rollout_corr import RolloutCorrectedGRPOConfig
 from trl_rollout_corr.__main__ import main
-from trl_rollout_corr.trainers import check_command, trl_interface, versions
+from trl_rollout_corr.commands import check
+from trl_rollout_corr.trainers import trl_interface, versions
 from trl_rollout_corr.trainers.versions import FIRST_UNSUPPORTED, OLDEST, Version
 
 
@@ -40,7 +41,7 @@ def test_a_release_outside_the_window_is_refused(monkeypatch, version):
 
 def test_check_names_the_window_to_whoever_is_outside_it(monkeypatch, capsys):
     monkeypatch.setattr(versions, "release", lambda: Version("0.24.0"))  # which has no `VLLMGeneration`
-    monkeypatch.setattr(check_command, "version", lambda name: "0.24.0")
+    monkeypatch.setattr(check, "version", lambda name: "0.24.0")
     assert main(["check"]) == 1
     assert f"works with trl>={OLDEST},<{FIRST_UNSUPPORTED}, got trl 0.24.0" in capsys.readouterr().out
 

@@ -250,7 +250,7 @@ def _docs(args: argparse.Namespace) -> str:
 
 
 def _check(args: argparse.Namespace) -> str:
-    from .trainers.check_command import inspect_trl
+    from .commands.check import inspect_trl
 
     report, usable = inspect_trl()
     args.code = 0 if usable else 1

@@ -13,7 +13,7 @@ from ..health.examine import examine
 from ..messages import rounded, three_decimals, warn, yaml_lines
 from ..settings.config import RolloutCorrectionConfig
 from ..settings.files import config_of_run, read_config
-from ..settings.presets import PRESETS, Preset
+from ..settings.presets import PRESETS
 from .recommend import first_alarm, recommend
 from .recompute import Batch, Effect, batch_of, recompute
 from .run import log_of_dump
@@ -21,9 +21,9 @@ from .spread import Spread, spread_of, suggest_bounds
 
 
 _THIS_RUN, _FITTED = "this run", "bounds that fit"
-_REFERENCE: Preset = "disabled"
+_REFERENCE = "disabled"
 # By the mode of the run: rejection by bounds that fit the sequences, with token weights where the mode applies weights
-_REJECTING: dict[str, Preset] = {
+_REJECTING: dict[str, str] = {
     "decoupled": "decoupled_geo_rs_token_tis",
     "ppo_clip": "bypass_ppo_clip_geo_rs",
     "reinforce": "bypass_pg_geo_rs_token_tis",

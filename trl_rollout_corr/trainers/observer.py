@@ -201,8 +201,8 @@ class LoggingWindow:
 
     def add(self, sums: Sums) -> None:
         """Add the sums of one batch."""
-        kind, before = type(sums), self.sums.get(type(sums))
-        self.sums[kind] = sums if before is None else before + sums
+        before = self.sums.get(type(sums))
+        self.sums[type(sums)] = sums if before is None else before + sums
 
     def close_step(self, step: int) -> None:
         """End an optimizer step: gather its sums over all ranks, without waiting for them."""

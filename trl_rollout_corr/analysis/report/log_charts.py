@@ -203,7 +203,10 @@ def rejected(facts: Facts) -> Section | None:
     log, config = facts.run.log, facts.run.config
     means = log.replace([np.inf, -np.inf], np.nan).mean()
     shares = (
-        {c.name: means.get(f"{PREFIX}rollout_rs_{c.name}_masked_fraction", math.nan) for c in config.criteria}
+        {
+            c.name: means.get(f"{PREFIX}rollout_rs_{c.name}_masked_fraction", math.nan)
+            for c in config.correction.criteria
+        }
         if config
         else {}
     )
