@@ -106,7 +106,7 @@ def found(log, settings=None):
 
 
 def test_every_bound_is_tested():
-    alone = {"k3_growth", "unlearning", "gap_stays", "gap_clipped"}
+    alone = {"endless", "k3_growth", "unlearning", "gap_stays", "gap_clipped"}
     assert set(ILL) | alone == set(BOUNDS)
     assert len(BOUNDS) == sum(len(rule.bounds) for rule in RULES)
 
@@ -208,6 +208,25 @@ def test_growth_is_seen_and_a_level_is_not(noise):
     assert k3(noise([0.001] * 200)) == []
     assert k3(noise([0.001 * 1.02**step for step in range(100)])) == ["k3_growth"]
     assert k3(noise([0.00001 * 1.02**step for step in range(200)])) == []  # small, though it grows
+
+
+def endings(unfinished, rewards):
+    """Alarms of a run with these shares of completions that are cut, and these rewards."""
+    pairs = zip(unfinished, rewards, strict=True)
+    return found([
+        {"step": step, "rollout_corr/k3_kl": 1e-4, "rollout_corr/kl": 1e-4, "completions/clipped_ratio": cut, "reward": reward}
+        for step, (cut, reward) in enumerate(pairs, 1)
+    ])  # fmt: skip
+
+
+def test_completions_that_stop_ending_while_the_reward_rises():
+    rising, rewards = [step / 60 for step in range(60)], [0.1 + step / 100 for step in range(60)]
+    assert endings(rising, rewards) == ["endless"]
+    assert endings(rising, rewards[::-1]) == []  # the reward shows it already
+    assert endings(rising[::-1], rewards) == []
+    assert endings([0.9] * 60, rewards) == []  # from the start on
+    assert endings([0.0, 0.5, 0.25, 0.75, 0.0] * 12, rewards) == []  # a batch of four completions
+    assert endings(rising[:19], rewards[:19]) == []  # too early
 
 
 @pytest.mark.parametrize("lag", [1, 8, 16, 24])
@@ -716,6 +735,7 @@ DESCRIPTIONS = {
     "effective_lr_low": "the run is corrected, `effective_lr`",
     "effective_lr_high": "the run is corrected, `effective_lr`",
     "chi2_seq": "sequence weights, `chi2_seq`",
+    "endless": "`reward` did not fall, `completions/clipped_ratio` of TRL over that of the first ten windows",
     "selection": "`rejected/long_positive` 3 times `rejected/others`, and",
 }
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
-from ..messages import PREFIX, nearest
+from ..messages import nearest
 from .rule import Alarm, Bound
 from .rules import BOUNDS, RULES, SILENCED
 from .windows import Course, Window, is_training_window
@@ -66,9 +66,7 @@ class Examiner:
         if window.only_measured and bound.key.startswith(_EFFECTS):
             seen = f"If the correction were applied: {seen}"
         passed = f"{'<' if bound.below else '>'} {limit:g}"
-        return Alarm(
-            bound.name, bound.severity, PREFIX + bound.key, step, step, value, seen, bound.why, advice, passed
-        )
+        return Alarm(bound.name, bound.severity, bound.metric, step, step, value, seen, bound.why, advice, passed)
 
 
 def by_severity(alarms: Iterable[Alarm]) -> list[Alarm]:

@@ -229,6 +229,19 @@ RULES = [
         applies=lambda window: window.corrects,
     ),
     _rule(
+        "endless",
+        "logs of tests only; a run of another project, in which the reward rose until no answer was finished",
+        key="completions/clipped_ratio",
+        limit=0.25,
+        seen="The share of completions that are cut at `max_completion_length` has grown by {value:.2g}. The reward did not "
+        "fall.",
+        why="The task may need longer answers, and then this is no fault. If the answers repeat themselves, the policy has "
+        "found out that answers without an end are not punished.",
+        advice="Read some of these completions. If they are sound, raise `max_completion_length`. If they are not, give "
+        "unfinished answers a reward of 0, or leave them out of the loss with `mask_truncated_completions`.",
+        measure=lambda window: window.course.more_unfinished,
+    ),
+    _rule(
         "selection",
         "logs of tests only: completions of the published runs have one length",
         key="rejected/long_positive",

@@ -47,19 +47,21 @@ class Growth:
 
 class Course:
     """
-    The history of a run: the growth of `k3_kl`, and the `spacing` of the latest window in optimizer steps. It is `settled` if
-    the sampler had reached its full staleness when the latest window began: no completion in it is older than earlier ones,
-    and as many steps as their age have passed.
+    The history of a run: the growth of `k3_kl`, completions that no longer end, and the `spacing` of the latest window in
+    optimizer steps. It is `settled` if the sampler had reached its full staleness when the latest window began: no completion
+    in it is older than earlier ones, and as many steps as their age have passed.
     """
 
     BEGINNING = 3  # windows
     RECENT, RECENT_STEPS = 5, 15  # windows, or fewer that cover these optimizer steps
+    COMPARED = 10  # windows at the start, and the latest ones, whose means are compared
 
     def __init__(self) -> None:
         self.k3 = Growth()
         self.spacing, self.settled = 1, False
         self._step, self._oldest = 0, 0.0
         self._kl, self._rewarded = list[float](), list[float]()
+        self._unfinished, self._rewards = list[float](), list[float]()
 
     def add(self, window: "Window") -> None:
         """Add a window."""
@@ -74,6 +76,10 @@ class Course:
             self._kl.append(kl)
         if (rewarded := window.gap_of_rewarded()) is not None:
             self._rewarded.append(rewarded)
+        unfinished, reward = (window.number(key) for key in ("completions/clipped_ratio", "reward"))
+        if unfinished is not None and reward is not None:
+            self._unfinished.append(unfinished)
+            self._rewards.append(reward)
 
     @property
     def gap_at_start(self) -> float:
@@ -85,6 +91,20 @@ class Course:
         number = windows_of(self.RECENT_STEPS, self.spacing, at_most=self.RECENT)
         latest = self._rewarded[-number:]
         return 2 * sum(gap - self.gap_at_start > bound for gap in latest) > number if latest else None
+
+    @property
+    def more_unfinished(self) -> float | None:
+        """
+        Share of completions without an end in the latest windows minus that in the first ones; 0 if the reward fell, `None`
+        until there are enough windows.
+        """
+        if len(self._rewards) < 2 * self.COMPARED:
+            return None
+        of_unfinished, of_reward = (
+            statistics.mean(values[-self.COMPARED :]) - statistics.mean(values[: self.COMPARED])
+            for values in (self._unfinished, self._rewards)
+        )
+        return of_unfinished if of_reward >= 0 else 0.0
 
     def began_below(self, bound: float) -> bool:
         """True if `kl` was below a bound in most of the first windows."""
@@ -104,8 +124,12 @@ class Window:
     course: Course = field(default_factory=Course)
 
     def get(self, key: str) -> float | None:
-        """A metric, or `None` if it was not logged or is NaN."""
-        value = self.metrics.get(PREFIX + key)
+        """A metric of rollout correction, or `None` if it was not logged or is NaN."""
+        return self.number(PREFIX + key)
+
+    def number(self, key: str) -> float | None:
+        """An entry of the log, or `None` if it is missing or NaN."""
+        value = self.metrics.get(key)
         if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
             return None
         return float(value)
