@@ -188,9 +188,11 @@ def four_ranks(tiny_model_path, folder) -> dict[str, list[dict]]:
 
 
 @pytest.fixture
-def several(request, ranks, two_ranks) -> dict[str, list[dict]]:
-    """Results of each of so many ranks."""
-    return two_ranks.results["exactness"] if ranks == 2 else request.getfixturevalue("four_ranks")
+def several(request, ranks) -> dict[str, list[dict]]:
+    """Results of each of so many ranks, which are launched when they are first asked for."""
+    if ranks == 2:
+        return request.getfixturevalue("two_ranks").results["exactness"]
+    return request.getfixturevalue("four_ranks")
 
 
 @several_ranks
