@@ -628,7 +628,9 @@ def test_every_overridden_method_is_in_the_contract():
 # What a terminal shows -------------------------------------------------------------------------------------------------
 
 
-def test_the_process_of_the_worker_ends_by_itself_when_nobody_takes_its_samples(tiny_model_path, tmp_path):
+def test_the_process_of_the_worker_warns_and_ends_by_itself_when_nobody_takes_its_samples(
+    tiny_model_path, tmp_path, capfd
+):
     worker = AsyncRolloutWorker(queue_maxsize=64)
     worker._loop_cls = Flood
     build_ours(tiny_model_path, tmp_path, worker)
@@ -636,10 +638,14 @@ def test_the_process_of_the_worker_ends_by_itself_when_nobody_takes_its_samples(
     process = worker._process
     worker.stop()
     assert process.exitcode == 0  # TRL kills it after 15 seconds, which is -15
+    assert capfd.readouterr().err.count("a warning of the worker") == 1
 
 
 def test_imports_of_this_package_do_not_warn_of_experimental_parts_of_trl():
-    code = "from trl_rollout_corr.asynchronous import trl_parts; print(trl_parts.AsyncGRPOTrainer.__module__)"
+    code = (
+        "import sys; sys.modules['vllm'] = None; "  # takes a third of the time
+        "from trl_rollout_corr.asynchronous import trl_parts; print(trl_parts.AsyncGRPOTrainer.__module__)"
+    )
     process = run(sys.executable, "-W", "always", "-c", code, TRL_EXPERIMENTAL_SILENCE="")
     assert "trl.experimental" in process.stdout
     assert "TRLExperimentalWarning" not in process.stderr

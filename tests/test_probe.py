@@ -17,6 +17,7 @@ from trl_rollout_corr.__main__ import main
 from trl_rollout_corr.diagnosis import Diagnosis, Finding, diagnose, observe
 from trl_rollout_corr.diagnosis.causes import CAUSES
 from trl_rollout_corr.diagnosis.evidence import FLOOR, Evidence
+from trl_rollout_corr.probe import command as command_module
 from trl_rollout_corr.probe.command import results_of
 from trl_rollout_corr.probe.experiments import (
     EXPERIMENTS,
@@ -451,6 +452,18 @@ def probed_elsewhere(folder, model, *options) -> tuple[int, str, list[str]]:
     return process.returncode, process.stdout + process.stderr, ran.read_text().split()
 
 
+def test_nothing_is_imported_from_the_current_folder(tmp_path, monkeypatch):
+    """By the process that has the model, which reads `yaml` here and ends."""
+    (tmp_path / "yaml.py").write_text("raise ImportError")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        command_module, "_START", command_module._START.replace("trl_rollout_corr.probe.process", "yaml.error")
+    )
+    with pytest.raises(ValueError, match="ended with code 0"):
+        command_module._run({}, tmp_path / "probe", verbose=False)
+
+
+@pytest.mark.slow  # the tests around it look at its parts
 def test_no_code_is_run_that_nobody_asked_for(model_with_code, tmp_path):
     code, printed, ran = probed_elsewhere(tmp_path, model_with_code, "--use_vllm", "true")
     assert (code, ran) == (2, []), printed

@@ -264,7 +264,7 @@ OF_PRECISION = {"rounding": ["grpo/fp32_head.yaml", "grpo/fp16.yaml"], "head": [
 # Launched by the commands of the README
 LAUNCHED = ("grpo/cpu.yaml", "rloo/auto.yaml")
 NOT_TRAINED = ("grpo/server.yaml",)  # the server takes weights through NCCL, which needs GPUs
-ELSEWHERE = (*ASYNCHRONOUS, *LAUNCHED, *NOT_TRAINED, AGENT, "grpo/fp16.yaml")  # float16 takes an engine of its own
+ELSEWHERE = (*ASYNCHRONOUS, *NOT_TRAINED, AGENT, "grpo/fp16.yaml")  # float16 takes an engine of its own
 
 
 @pytest.mark.parametrize("cause", OF_PRECISION)
@@ -323,8 +323,9 @@ def test_the_agent_of_the_example_is_told_where_the_number_is(monkeypatch):
     assert player.get_reward() == 0.0
 
 
+@pytest.mark.slow  # `test_examples.py` launches the quickstart
 @pytest.mark.vllm
-@pytest.mark.parametrize("recipe", [LAUNCHED[0], pytest.param(LAUNCHED[1], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("recipe", LAUNCHED)
 def test_examples_are_launched_and_end_well(recipe, tiny_model_path, questions, tmp_path):
     example = f"examples/{recipe.split('/')[0]}.py"
     process = run(
