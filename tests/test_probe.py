@@ -163,6 +163,13 @@ def test_what_cannot_be_probed_is_one_line(words, said, capsys):
     [
         (["probe"], "the following arguments are required: model"),
         (["diagnose", "dump", "--temperature", "0.7"], "unrecognized arguments: --temperature 0.7"),
+        (
+            ["diagnose", "dump", "--html"],
+            "--html is a command of its own now: trl-rollout-corr report DUMP -o report.html",
+        ),
+        (["diagnose", "dump", "--html", "a.html"], "now: trl-rollout-corr report DUMP -o report.html"),
+        (["diagnose", "--probe", "m"], "--probe is a command of its own now: trl-rollout-corr probe MODEL"),
+        (["diagnose", "dump", "--probe=m"], "now: trl-rollout-corr probe MODEL"),
         (["report", "outputs", "--probe", "m"], "unrecognized arguments: --probe m"),
     ],
 )

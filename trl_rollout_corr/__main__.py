@@ -60,6 +60,13 @@ def _refusal(args: argparse.Namespace, error: Exception) -> str:
     return f"{args.command}: unexpected {error!r} in {where}. If the input is not damaged, please report this line."
 
 
+class _Moved(argparse.Action):
+    """An option of earlier releases, which names the command that replaced it (`const`)."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *args: object, **kwargs: object) -> None:
+        parser.error(f"{self.option_strings[0]} is a command of its own now: {self.const}")
+
+
 def make_parser() -> argparse.ArgumentParser:
     """The parser. Its result has `run`, a function of the arguments that returns the text to print."""
     parser = argparse.ArgumentParser(prog="trl-rollout-corr", description="Tools for rollout correction.")
@@ -164,6 +171,9 @@ def _add_diagnose(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
         "dump", help="folder that `rollout_dump_dir` named, one of its files, or a run with a dump in it"
     )
     command.add_argument("--json", action="store_true", help="print JSON")
+    moved = {"--html": "trl-rollout-corr report DUMP -o report.html", "--probe": "trl-rollout-corr probe MODEL"}
+    for option, replacement in moved.items():
+        command.add_argument(option, action=_Moved, nargs="?", const=replacement, help=argparse.SUPPRESS)
     command.set_defaults(run=_diagnose, subject="dump")
 
 
