@@ -30,12 +30,14 @@ NAMES = {"yaml": "pyyaml"}  # of distributions, where a module has another
 
 def test_all_that_is_imported_is_declared():
     declared = {re.match(r"[\w-]+", entry)[0] for entry in PROJECT["dependencies"]}
-    optional = {"matplotlib", "vllm", "peft", "wandb", "trackio", "deepspeed"}
+    optional = {"matplotlib", "vllm", "peft", "wandb", "trackio", "deepspeed", "axolotl"}
     for path in Path(trl_rollout_corr.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             modules += [node.module] if isinstance(node, ast.ImportFrom) and not node.level else []
             for module in {module.split(".")[0] for module in modules} - set(sys.stdlib_module_names):
+                if module == "pydantic" and path.parent.name == "axolotl":
+                    continue  # Axolotl brings it
                 name = NAMES.get(module, module)
                 assert name in declared | FROM_TRL | optional | {"trl_rollout_corr"}, f"{path.name} imports {module}"
     trl = {re.match(r"[\w-]+", entry)[0] for entry in importlib.metadata.requires("trl")}
