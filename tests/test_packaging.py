@@ -79,6 +79,7 @@ def test_the_wheel_has_the_package_and_the_recipes(built):
     for path in Path(trl_rollout_corr.__file__).parent.rglob("*.py"):
         assert str(path.relative_to(ROOT)) in names
     assert "trl_rollout_corr/py.typed" in names
+    assert "trl_rollout_corr/.agents/skills/trl-rollout-corr/SKILL.md" in names  # where `library-skills` looks
     assert {f"trl_rollout_corr/analysis/report/templates/page.{kind}" for kind in ("css", "html")} <= names
     for path in [*ROOT.glob("recipes/**/*.*"), *ROOT.glob("examples/*.py"), *ROOT.glob("docs/*.md")]:
         assert f"trl_rollout_corr/shipped/{path.relative_to(ROOT)}" in names
