@@ -1,6 +1,5 @@
 """Texts for TRL's documentation: their code runs, and their form is TRL's."""
 
-import os
 import re
 
 import pytest
@@ -86,10 +85,9 @@ def test_the_quick_start_of_the_page_trains(tiny_model_path, shared_engine, monk
 
 def test_every_place_without_an_address_is_one_that_the_instructions_name():
     """Nobody has the address of a home yet. `contributions/README.md` says where to write it."""
-    found = set()
-    for path in ROOT.rglob("*"):
-        parts = path.relative_to(ROOT).parts
-        if path.suffix in {".md", ".ipynb", ".py", ".yaml", ".toml"} and not any(x.startswith(".") for x in parts):
-            if path.is_file() and os.access(path, os.R_OK) and "OWNER/trl-rollout-corr" in path.read_text():
-                found.add(parts[0] if parts[0] != "examples" else "/".join(parts[:2]))
-    assert found - {"tests"} <= {"contributions", "examples/notebooks"}
+    folders = ("benchmarks", "compatibility", "contributions", "docs", "examples", "recipes", "trl_rollout_corr")
+    paths = [*ROOT.glob("*.*"), *(path for folder in folders for path in (ROOT / folder).rglob("*.*"))]
+    texts = {".md", ".ipynb", ".py", ".yaml", ".yml", ".toml", ".cff"}
+    found = {path for path in paths if path.suffix in texts and "OWNER/trl-rollout-corr" in path.read_text()}
+    assert {path.relative_to(ROOT).parts[0] for path in found} == {"contributions", "examples"}
+    assert {path.parent for path in found if "examples" in path.parts} == {ROOT / "examples/notebooks"}

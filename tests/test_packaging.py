@@ -114,7 +114,9 @@ def test_the_source_distribution_is_clean(built):
         "Makefile",
     ):
         assert needed in names
-    allowed = {"trl_rollout_corr", "benchmarks", "compatibility", "docs", "examples", "recipes", "tests"}
+    allowed = {
+        "trl_rollout_corr", "benchmarks", "compatibility", "contributions", "docs", "examples", "recipes", "tests",
+    }  # fmt: skip
     files = {
         ".gitignore", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "Makefile", "PKG-INFO", "README.md",
         "README.zh-CN.md", "constraints.txt", "mkdocs.yml", "pyproject.toml",
