@@ -1,7 +1,8 @@
 """
 The notebook: its form is what Colab expects, and its cells run in order, with a tiny model on a CPU.
 
-Cells run in one namespace. Lines of IPython are done here: `!` runs a command, `%%writefile` writes a file, and `%pip` is left out.
+Cells run in one namespace. Lines for IPython are done here: `!` runs a command, `%%writefile` writes a file, and `%pip` does
+nothing.
 """
 
 import ast
@@ -69,9 +70,7 @@ def test_cells_compile_and_use_names_that_exist():
     known = {"__builtins__", *dir(__builtins__)}
     for name, source in CODE.items():
         tree = ast.parse(plain_python(source), name)
-        known |= {
-            node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-        }
+        known |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
         imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
         known |= {(alias.asname or alias.name).split(".")[0] for node in imports for alias in node.names}
         used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
@@ -140,7 +139,7 @@ def test_it_runs(tiny_model_path, tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, "IPython.display", display)
     names: dict[str, Any] = {}
     output: dict[str, str] = {}
-    small = {"per_device_train_batch_size": 16, "max_completion_length": 8, "vllm_max_model_length": 64}
+    small = {"per_device_train_batch_size": 32, "max_completion_length": 8, "vllm_max_model_length": 64}
     for name, source in CODE.items():
         if source.startswith("%%writefile "):
             first, _, text = source.partition("\n")
@@ -151,7 +150,12 @@ def test_it_runs(tiny_model_path, tmp_path, monkeypatch):
         exec(compile(plain_python(source), name, "exec"), names)
         if name == "parameters":
             names.update(
-                MODEL=tiny_model_path, OUTPUT=str(tmp_path / "runs"), STEPS=10, PUSH_EVERY=5, LEARNING_RATE=0.05, MORE=small
+                MODEL=tiny_model_path,
+                OUTPUT=str(tmp_path / "runs"),
+                STEPS=10,
+                PUSH_EVERY=5,
+                LEARNING_RATE=0.003,
+                MORE=small,
             )
     logs = names["logs"]
     assert list(logs["disabled"]["rollout_corr/staleness_mean"]) == [0, 1, 2, 3, 4] * 2
@@ -162,10 +166,10 @@ def test_it_runs(tiny_model_path, tmp_path, monkeypatch):
     assert "`rollout_correction`" in output["disabled"]  # what the alarm advises
     assert (logs["disabled"]["rollout_corr/effective_lr"] == 1).all()
     assert (logs["auto"]["rollout_corr/effective_lr"] < 1).any()
-    assert "stale" in output["diagnose"].lower()
+    assert output["diagnose"].startswith("Found: stale weights")
     assert set(names["accuracy"]) == {"disabled", "auto"}
     report = (tmp_path / "runs/report.html").read_text()
     assert "disabled" in report
     assert "auto" in report
     if shown:
-        assert shown[-1].data.startswith("<iframe srcdoc=")
+        assert shown[-1].data.startswith("<div><iframe srcdoc=")

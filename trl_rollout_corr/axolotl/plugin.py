@@ -1,5 +1,5 @@
 """
-The plugin: settings in Axolotl's YAML become fields of the configuration, and the corrected trainer takes the place of Axolotl's.
+The plugin: settings in Axolotl's YAML become fields of the configuration, and the corrected trainer takes the place of its own.
 
 Written for Axolotl 0.21. The tests use a stand-in of its interface; `trl-rollout-corr docs axolotl` says what ran with Axolotl
 itself.
@@ -15,7 +15,8 @@ from ..settings.config import RolloutCorrectionConfig
 
 # Keys of the YAML, of any type: `RolloutCorrectedGRPOConfig` checks their values
 FIELDS = [name for name in RolloutCorrectionConfig.__dataclass_fields__ if not name.endswith("_resolved")]
-RolloutCorrectionArgs: type[BaseModel] = create_model("RolloutCorrectionArgs", **dict.fromkeys(FIELDS, (Any, None)))
+KEYS: dict[str, Any] = dict.fromkeys(FIELDS, (Any, None))
+RolloutCorrectionArgs: type[BaseModel] = create_model("RolloutCorrectionArgs", **KEYS)
 # Named and not imported: Axolotl joins the fields of its plugins when its trainers are imported, which must come later
 TRAINER = "trl_rollout_corr.axolotl.trainer.RolloutCorrectedAxolotlTrainer"
 
