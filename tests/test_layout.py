@@ -97,6 +97,7 @@ ORDER = {
         "trainer",
     ],
     "commands": ["script", "check"],
+    "axolotl": ["plugin", "trainer"],
     "probe": ["experiments", "command", "configuration", "model_changes", "process"],
     "analysis": ["run", "recompute", "spread", "recommend", "compare", "report"],
     "__main__": [],
@@ -189,7 +190,8 @@ def test_a_report_has_an_order_of_its_own():
 
 
 def test_every_module_has_its_place():
-    assert {path.stem for path in PACKAGE.iterdir()} - {"__init__", "__pycache__", "py"} == set(ORDER)
+    others = {"__init__", "__pycache__", "py", ".agents"}  # the last has the skill for coding agents
+    assert {path.stem for path in PACKAGE.iterdir()} - others == set(ORDER)
     for wing, modules in ORDER.items():
         found = {
             path.stem for path in (PACKAGE / wing).glob("*") if path.suffix == ".py" or (path / "__init__.py").exists()

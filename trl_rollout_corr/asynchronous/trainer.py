@@ -23,6 +23,7 @@ from transformers.trainer_utils import TrainOutput
 
 from ..settings.config import RolloutCorrectionConfig
 from ..trainers.base import CorrectionCore
+from ..trainers.card import TAGS
 from ..trainers.keys import PADDING, REWARDS, ROLLOUT_LOGPS, ROLLOUT_STEP, TOKEN_STEPS
 from ..trainers.logprobs import check_server_logprobs
 from ..trainers.observer import Corrected
@@ -108,7 +109,7 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
 
     _trl_class = AsyncGRPOTrainer
     _config_class = RolloutCorrectedAsyncGRPOConfig
-    _tag_names = [*AsyncGRPOTrainer._tag_names, "rollout-correction"]
+    _tag_names = [*AsyncGRPOTrainer._tag_names, *TAGS]
 
     @with_parameters_of(AsyncGRPOTrainer.__init__)
     def __init__(

@@ -9,6 +9,7 @@ import torch
 from trl import GRPOConfig, GRPOTrainer
 
 from ..settings.config import RolloutCorrectionConfig
+from .card import TAGS
 from .forward_pass import Generation
 from .keys import OLD_LOGPS
 from .logprobs import check_logprobs, checked_turn_ids
@@ -73,7 +74,7 @@ class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
     _config_class = RolloutCorrectedGRPOConfig
     _anchor_key = OLD_LOGPS
     num_iterations: int  # TRL's
-    _tag_names = [*GRPOTrainer._tag_names, "rollout-correction"]
+    _tag_names = [*GRPOTrainer._tag_names, *TAGS]
 
     @with_parameters_of(GRPOTrainer.__init__)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
