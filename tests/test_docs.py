@@ -135,6 +135,20 @@ def test_the_table_of_presets_is_that_of_the_code():
     assert presets_table() in (ROOT / "docs/presets.md").read_text(), presets_table()
 
 
+def test_the_examples_of_auto_are_what_it_computes():
+    section = (ROOT / "docs/method.md").read_text().split("## What `auto` does to each token")[1].split("\n## ")[0]
+    rows = [line.split("|")[1:6] for line in section.splitlines() if re.match(r"\| (posi|nega)tive", line)]
+    assert len(rows) > 5
+    for sign, sampler, trainer, ratio, factor in rows:
+        q, p = float(sampler), float(trainer)
+        assert p / q == pytest.approx(float(ratio), rel=0.01)
+        train, rollout = (torch.tensor([[probability]]).log() for probability in (p, q))
+        advantage = torch.tensor([1.0 if "positive" in sign else -1.0])
+        settings = RolloutCorrectionConfig(rollout_correction="auto")
+        found = compute_rollout_correction(train, rollout, torch.ones(1, 1), settings, advantages=advantage)
+        assert found.coefficients.item() == pytest.approx(float(factor), abs=1e-6)
+
+
 DOCUMENTS = [
     "README.md",
     "README.zh-CN.md",
