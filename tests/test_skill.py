@@ -7,9 +7,10 @@ import yaml
 
 import trl_rollout_corr
 from tests.launching import ROOT
-from tests.test_docs import documented_keys
+from tests.test_docs import documented_keys, healthy_claims
 from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.__main__ import make_parser
+from trl_rollout_corr.health.bands import HEALTHY, in_words
 from trl_rollout_corr.settings.documents import document
 
 
@@ -63,7 +64,11 @@ def test_fields_and_values_are_those_of_the_configuration():
 
 def test_metrics_are_those_of_the_documents():
     table = TEXT.split("| metric |")[1].split("\n\n")[0]
-    assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) <= documented_keys()
+    keys = set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE))
+    assert keys <= documented_keys()
+    claims = healthy_claims(str(FILE.relative_to(ROOT)))
+    for key in keys & set(HEALTHY):
+        assert any(re.search(rf"(^|\W){re.escape(in_words(key))}(\W|$)", claim) for claim in claims[key]), claims[key]
 
 
 def test_python_names_what_exists():
