@@ -14,6 +14,7 @@ time. With `--memory` each contestant has a process of its own, and the ratio is
 
 import argparse
 import functools
+import gc
 import json
 import os
 import resource
@@ -161,28 +162,29 @@ def build(
     """A trainer of a contestant and its stopwatch. `others` are fields of the configuration."""
     trainer_class, config_class, fields = CONTESTANTS[name]
     watch = Stopwatch(seconds)
-    settings = {"use_cpu": True, "bf16": False, "vllm_max_model_length": completion_length + 32, **fields, **others}
+    settings = {
+        "use_cpu": True,
+        "bf16": False,
+        "use_vllm": True,
+        "vllm_mode": "colocate",
+        "vllm_max_model_length": completion_length + 32,
+        "vllm_gpu_memory_utilization": 0.3,
+        "max_completion_length": completion_length,
+        "generation_kwargs": {"ignore_eos": True, "detokenize": False},
+        "per_device_train_batch_size": batch_size,
+        "num_generations": 8,
+        "gradient_accumulation_steps": 1,
+        "max_steps": steps,
+        "learning_rate": 1e-6,
+        "logging_steps": 1,
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
     trainer = trainer_class(
         model=str(model),
         reward_funcs=lambda completion_ids, **kwargs: [float(sum(ids) % 7) for ids in completion_ids],
-        args=config_class(
-            tempfile.gettempdir(),
-            use_vllm=True,
-            vllm_mode="colocate",
-            vllm_gpu_memory_utilization=0.3,
-            max_completion_length=completion_length,
-            generation_kwargs={"ignore_eos": True, "detokenize": False},
-            per_device_train_batch_size=batch_size,
-            num_generations=8,
-            gradient_accumulation_steps=1,
-            max_steps=steps,
-            learning_rate=1e-6,
-            logging_steps=1,
-            report_to=[],
-            save_strategy="no",
-            disable_tqdm=True,
-            **settings,
-        ),
+        args=config_class(tempfile.gettempdir(), **{**settings, **fields, **others}),
         train_dataset=dataset or make_prompts(256, seed=0),
         callbacks=[watch],
     )
@@ -192,18 +194,28 @@ def build(
     return trainer, watch
 
 
-def interleaved(names: list[str], model: Path, args: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
-    """Seconds of every step but the first of each turn, per contestant."""
-    share_one_engine()
+def interleaved(
+    names: list[str], model: Path, length: int, batch_size: int, steps: int, rounds: int, **others: Any
+) -> dict[str, dict[str, list[float]]]:
+    """
+    Seconds of every step but the first of each turn, per contestant, in total and without sampling; on a GPU also the peak of
+    its memory in each turn, in GiB. `others` are those of [`build`].
+    """
     times = {name: {"step": [], "training": []} for name in names}
-    for round_ in range(args.rounds):
+    for round_ in range(rounds):
         for name in names[round_ % len(names) :] + names[: round_ % len(names)]:
-            trainer, watch = build(name, model, args.completion_length, args.batch_size, args.steps + 1)
+            trainer, watch = build(name, model, length, batch_size, steps + 1, **others)
+            if trainer.accelerator.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
             trainer.train()
             times[name]["step"] += watch.steps[1:]
             pairs = zip(watch.steps[1:], watch.sampling[1:], strict=True)
             times[name]["training"] += [step - sampling for step, sampling in pairs]
-        print(f"round {round_ + 1} of {args.rounds} done", flush=True)
+            if trainer.accelerator.device.type == "cuda":
+                times[name].setdefault("peak", []).append(torch.cuda.max_memory_allocated() / 2**30)
+            del trainer, watch  # they refer to each other, and to the weights
+            gc.collect()
+        print(f"round {round_ + 1} of {rounds} done", flush=True)
     return times
 
 
@@ -272,7 +284,9 @@ def main():
                 for name, peak in peaks.items()
             ]
         else:
-            rows = rows_of_times(interleaved(names, folder, args))
+            share_one_engine()
+            turns = (args.completion_length, args.batch_size, args.steps, args.rounds)
+            rows = rows_of_times(interleaved(names, folder, *turns))
     print(markdown(rows, MEMORY if args.memory else STEP))
     if args.output:
         setting = {

@@ -12,7 +12,7 @@ HELD_OUT, HELD_OUT_SEED = 256, 10**6
 
 
 def problems(n: int, seed: int, limit: int = 100) -> list[tuple[str, str]]:
-    """Prompts with a solved sum before the sum in question, and the answers. Half have numbers below 10, half below `limit`."""
+    """Prompts with a solved sum before the sum in question, and the answers. Numbers are below 10, or below `limit`."""
     dice = random.Random(f"sums {seed}")
 
     def line() -> tuple[str, str]:

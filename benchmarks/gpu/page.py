@@ -90,8 +90,8 @@ def _off(rows: list[Row]) -> str:
 def _gradient(rows: list[Row]) -> str:
     row = {key: percent(rows[0][key]) for key in ("of_trainer", "of_formula_alone", "without_weights")}
     return (
-        f"The gradient with token weights is {row['of_trainer']} off its formula, which is {row['of_formula_alone']} off itself "
-        f"without padding, and {row['without_weights']} without the weights."
+        f"The gradient with token weights is {row['of_trainer']} off its formula, which is {row['of_formula_alone']} off "
+        f"itself without padding, and {row['without_weights']} without the weights."
     )
 
 

@@ -8,6 +8,8 @@ import platform
 import re
 import socket
 import subprocess
+import tempfile
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -25,9 +27,9 @@ PUBLISHED = HERE / "results"  # files of others, which the documents are made of
 _COMMON = {"root", "user", "ubuntu", "admin", "localhost", "home", "runner"}  # names that tell nothing
 _PATH = re.compile(r"(?:\b[A-Za-z]:)?(?:[/\\][\w.@+~=-]+){2,}[/\\]?")
 _SECRETS = {
-    re.compile(r"\b(?:hf|sk|ghp)_\w{8,}"): "<token>",
-    re.compile(r"[\w.+-]+@[\w-]+(?:\.[\w-]+)+"): "<mail>",
-    re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}\b"): "<address>",
+    r"\b(?:hf|sk|ghp)_\w{8,}": "<token>",
+    r"[\w.+-]+@[\w-]+(?:\.[\w-]+)+": "<mail>",
+    r"\b\d{1,3}(?:\.\d{1,3}){3}\b": "<address>",
 }
 
 
@@ -46,18 +48,23 @@ def releases() -> dict[str, str]:
 # Privacy --------------------------------------------------------------------------------------------------------------
 
 
-def names_of_this_machine() -> list[str]:
-    """Names of its user and of itself, the longest first."""
+@cache
+def names_of_this_machine() -> dict[str, str]:
+    """What must not be told, as patterns, and what stands for it: folders, and names of the user and the machine."""
+    folders = {Path.home(), Path.cwd(), Path(tempfile.gettempdir()), HERE.parents[1]}
+    known = sorted((str(folder) for folder in folders if len(folder.parts) > 1), key=len, reverse=True)
     host = socket.gethostname()
-    found = {host, host.split(".")[0], platform.node(), Path.home().name, getpass.getuser()}
-    found |= {os.environ.get(key, "") for key in ("USER", "LOGNAME", "SUDO_USER", "USERNAME", "HOSTNAME")}
-    return sorted((name for name in found if len(name) > 2 and name.lower() not in _COMMON), key=len, reverse=True)
+    names = {host, host.split(".")[0], platform.node(), Path.home().name, getpass.getuser()}
+    names |= {os.environ.get(key, "") for key in ("USER", "LOGNAME", "SUDO_USER", "USERNAME", "HOSTNAME")}
+    private = sorted((name for name in names if len(name) > 2 and name.lower() not in _COMMON), key=len, reverse=True)
+    words = {rf"(?i)(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])": "<name>" for name in private}
+    return {**{rf"{re.escape(folder)}(?=[/\\])": "/a/b" for folder in known}, _PATH.pattern: "", **words, **_SECRETS}
 
 
 def private(value: Any) -> Any:
     """
-    A value for JSON without paths, names of users and machines, addresses and tokens. Of a path to a file, its name stays.
-    Numbers have five digits, and what is not finite becomes None.
+    A value for JSON without paths, names of users and machines, addresses and tokens. Of a path to a file of a program, its
+    name stays. Numbers have five digits, and what is not finite becomes None.
     """
     if isinstance(value, dict):
         return {private(key): private(x) for key, x in value.items()}
@@ -65,13 +72,10 @@ def private(value: Any) -> Any:
         return [private(x) for x in value]
     if isinstance(value, float):
         return float(f"{value:.5g}") if math.isfinite(value) else None
-    if not isinstance(value, str):
-        return value
-    for name in names_of_this_machine():
-        value = re.sub(rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])", "<name>", value, flags=re.IGNORECASE)
-    for pattern, stand_in in _SECRETS.items():
-        value = pattern.sub(stand_in, value)
-    return re.sub(r"(?:[/\\][^\s/\\'\"]*)*<name>[^\s'\",;)]*", "<path>", _PATH.sub(_file_of, value))
+    if isinstance(value, str):
+        for pattern, stand_in in names_of_this_machine().items():
+            value = re.sub(pattern, stand_in or _file_of, value)
+    return value
 
 
 def _file_of(path: re.Match[str]) -> str:

@@ -20,21 +20,22 @@ import subprocess
 import sys
 import time
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import page
-from harness import write
-from plan import NEEDS, SECTIONS, SIZES, Part, parts
-from results import collect, private, read, releases
+from harness import Record, write
+from plan import NEEDS, SIZES, Part, parts
+from results import Results, collect, read, releases
 from tqdm import tqdm
 
 
+ROOT = Path(__file__).parents[2]
 MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
 LOG = 4000  # characters of the end of a log that are kept
 PATIENCE, GRACE = 5, 300  # a part is ended after so many times the time it was planned to take, and so many seconds
@@ -46,6 +47,7 @@ QUIET = {  # nothing is uploaded, also by those whose default it is
     "TOKENIZERS_PARALLELISM": "false",
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # sums in a fixed order, where torch is asked for them
 }
+SMOKE = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_USE_AOT_COMPILE": "0"}
 
 
 def parse_args() -> Namespace:
@@ -54,7 +56,6 @@ def parse_args() -> Namespace:
     parser.add_argument("--size", choices=sizes, default="10min", help="how much is measured (default: 10min)")
     parser.add_argument("--model", default=MODEL, help=f"a name on the hub, a folder, or smollm2 (default: {MODEL})")
     parser.add_argument("--download", nargs="+", choices=("gsm8k", "verl"), default=[], help="besides the model")
-    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="some of the sections")
     parser.add_argument("--smoke", action="store_true", help="a test without a GPU, with a tiny model")
     parser.add_argument("--join", type=Path, metavar="FOLDER", help="put the files of a folder side by side")
     parser.add_argument("--output_dir", type=Path, help="default: outputs/gpu/SIZE")
@@ -88,87 +89,65 @@ def find_model(args: Namespace) -> tuple[str, str]:
         )
 
 
-def describe(folder: str) -> dict[str, Any]:
-    """The shape of a model, from its configuration."""
-    config = json.loads((Path(folder) / "config.json").read_text())
-    kept = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
-    return {key: config[key] for key in kept if key in config}
-
-
 # Parts ----------------------------------------------------------------------------------------------------------------
 
 
+@dataclass
 class Runner:
-    """
-    Runs parts, each in a process of its own.
+    """Runs parts in processes of their own, which see the first of some GPUs, or the first two if they need two."""
 
-    Args:
-        args (`Namespace`):
-            Arguments of the command.
-        model (`str`):
-            Folder of the model.
-    """
+    folder: Path
+    model: str
+    smoke: bool
+    devices: list[str] = field(default_factory=list)
 
-    def __init__(self, args: Namespace, model: str):
-        self.args, self.model, self.folder = args, model, args.output_dir
-        self.devices: list[str] = []
-
-    def run(self, part: Part, bar: Any = None) -> dict[str, Any]:
-        """What a part found, or how it failed with the end of its log."""
+    def run(self, part: Part, tick: Callable[[float], object] = float) -> Record:
+        """What a part found, or how it failed and the end of its log. `tick` is told the seconds so far."""
         work, log = self.folder / "work" / part.file, self.folder / "logs" / f"{part.file}.log"
         shutil.rmtree(work, ignore_errors=True)
-        for folder in (work, log.parent):
-            folder.mkdir(parents=True, exist_ok=True)
-        job = {"section": part.section, "options": dict(part.options), "model": self.model, "work": str(work)}
-        job |= {"devices": self.devices, "output": str(work / "result.json")}
-        (work / "job.json").write_text(json.dumps(job))
-        start, command = time.perf_counter(), [sys.executable, str(Path(__file__).with_name("sections.py"))]
-        with log.open("w") as output:
-            process = subprocess.Popen(
-                [*command, str(work / "job.json")], env=self.environment(part), stdin=subprocess.PIPE, stdout=output,
-                stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
+        work.mkdir(parents=True)
+        log.parent.mkdir(exist_ok=True)
+        job, output = work / "job.json", work / "result.json"
+        about = {"model": self.model, "work": str(work), "devices": self.devices, "output": str(output)}
+        job.write_text(json.dumps({"section": part.section, "options": part.options, **about}))
+        start, command = time.perf_counter(), [sys.executable, str(Path(__file__).with_name("sections.py")), str(job)]
+        with log.open("w") as file:
+            of_files = {"stdin": subprocess.PIPE, "stdout": file, "stderr": subprocess.STDOUT}
+            process = subprocess.Popen(command, env=self.environment(part), start_new_session=True, **of_files)
             try:
-                failure = self.wait(process, part, start, bar)
+                failure = wait(process, PATIENCE * 60 * part.minutes + GRACE, tick)
             finally:  # also of what it has left, such as an engine
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
-        found: dict[str, Any] = {"section": part.section, "name": part.name, "seconds": time.perf_counter() - start}
-        if failure is None and not (work / "result.json").exists():
-            failure = "It ended without a result."
-        if failure is not None:
-            return {**found, "failed": failure, "log": log.read_text(errors="replace")[-LOG:]}
-        found["rows"] = json.loads((work / "result.json").read_text())
-        shutil.rmtree(work)
-        return found
-
-    def wait(self, process: subprocess.Popen, part: Part, start: float, bar: Any) -> str | None:
-        """Wait for a part, and move the bar. Returns how it failed."""
-        limit, shown = PATIENCE * 60 * part.minutes + GRACE, 0.0
-        while True:
-            with suppress(subprocess.TimeoutExpired):
-                code = process.wait(timeout=1)
-                return None if code == 0 else f"It ended with exit code {code}."
-            spent = time.perf_counter() - start
-            if spent > limit:
-                return f"It was ended after {spent:.0f} seconds."
-            if bar is not None:
-                now = min(spent / 60, 0.95 * part.minutes)
-                bar.update(now - shown)
-                shown = now
+        found: Record = {"section": part.section, "name": part.name, "seconds": time.perf_counter() - start}
+        if failure is None and output.exists():
+            found["rows"] = json.loads(output.read_text())
+            shutil.rmtree(work)
+            return found
+        return {**found, "failed": failure or "It found nothing.", "log": log.read_text(errors="replace")[-LOG:]}
 
     def environment(self, part: Part) -> dict[str, str]:
-        """Variables of a part. It sees one GPU, or two if it needs them, and no hub unless it loads a dataset."""
-        found = {**os.environ, **QUIET}
+        """Variables of the process of a part. It reaches no hub unless it loads a dataset."""
+        found = {**os.environ, **QUIET, **(SMOKE if self.smoke else {})}
         if part.options.get("task") != "gsm8k":
             found["HF_HUB_OFFLINE"] = "1"
-        if self.args.smoke:
-            found |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_USE_AOT_COMPILE": "0"}
         if self.devices:
             several = "two gpus" in part.needs or part.section == "asynchronous"
             found["CUDA_VISIBLE_DEVICES"] = ",".join(self.devices[: 2 if several else 1])
-            found |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"} if part.section == "gap" else {}
+            if part.section == "gap":  # alone, an engine has a process of its own
+                found["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
         return found
+
+
+def wait(process: subprocess.Popen, limit: float, tick: Callable[[float], object]) -> str | None:
+    """Wait for a process, at most so many seconds. Returns how it failed."""
+    start = time.perf_counter()
+    while (spent := time.perf_counter() - start) < limit:
+        with suppress(subprocess.TimeoutExpired):
+            code = process.wait(timeout=1)
+            return f"It ended with exit code {code}." if code else None
+        tick(spent)
+    return f"It was ended after {limit:.0f} seconds."
 
 
 def lacks(part: Part, gpus: int, downloads: list[str]) -> str | None:
@@ -177,7 +156,7 @@ def lacks(part: Part, gpus: int, downloads: list[str]) -> str | None:
     return next((NEEDS[need] for need in part.needs if not there[need]), None)
 
 
-def check_folder(folder: Path, about: dict[str, Any]):
+def check_folder(folder: Path, about: Results):
     """
     Refuse to go on with other settings, another machine or other releases.
 
@@ -192,55 +171,46 @@ def check_folder(folder: Path, about: dict[str, Any]):
 
 
 def do(runner: Runner, todo: list[Part], done: float):
-    """Run parts, with a bar that says how much is left. `done` are the minutes planned for those that are there."""
+    """Run parts, with a bar that says how much is left. `done` are the minutes that were planned for what is there."""
     layout = "{percentage:3.0f}%|{bar}| {elapsed} gone, about {remaining} left; {desc}"
     total = done + sum(part.minutes for part in todo)
-    with tqdm(total=total, initial=done, bar_format=layout, smoothing=0, mininterval=0.5, disable=None) as bar:
+    with tqdm(total=total, initial=done, bar_format=layout, smoothing=0, disable=None) as bar:
         for part in todo:
-            title = f"{part.section}: {part.name}"
+            title, before = f"{part.section}: {part.name}", bar.n
             bar.set_description_str(title)
-            started = bar.n
-            found = runner.run(part, bar)
-            bar.update(part.minutes - (bar.n - started))
+            most = before + 0.95 * part.minutes
+            found = runner.run(part, lambda spent, b=before, m=most: bar.update(min(b + spent / 60, m) - bar.n))
+            bar.update(before + part.minutes - bar.n)
             write(runner.folder / "parts" / f"{part.file}.json", found)
-            ending = found.get("failed", f"done in {found['seconds']:.0f} s").splitlines()[0]
-            bar.write(f"{title}: {ending}")
+            bar.write(f"{title}: {found.get('failed') or 'done'} ({found['seconds']:.0f} s)")
             sys.stdout.flush()
 
 
-def measure(args: Namespace) -> dict[str, Any]:
+def measure(args: Namespace) -> Results:
     """Run what is missing, and return all results."""
     folder = args.output_dir
     (folder / "parts").mkdir(parents=True, exist_ok=True)
     model, label = find_model(args)
-    runner = Runner(args, model)
-    looked = runner.run(Part("machine", "machine", 1.0, {"tiny": args.smoke}, needs=()))
+    runner = Runner(folder, model, args.smoke)
+    looked = runner.run(Part("machine", "machine", 1.0, {"tiny": args.smoke}))
     if "failed" in looked:
         sys.exit(f"This machine could not be looked at. {looked['failed']}\n{looked['log']}")
     machine = looked["rows"][0]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    runner.devices = visible.split(",") if visible else [str(i) for i in range(len(machine["gpus"]))]
-    runner.devices = runner.devices[: len(machine["gpus"])]
-    about = {
-        "size": args.size,
-        "model": {"name": label, **describe(model)},
-        "machine": machine,
-        "releases": releases(),
-    }
-    check_folder(folder, json.loads(json.dumps(about)))
-    chosen = [part for part in parts(args.size) if part.section in args.sections]
+    count, visible = len(machine["gpus"]), os.environ.get("CUDA_VISIBLE_DEVICES")
+    runner.devices = (visible.split(",") if visible else [str(i) for i in range(count)])[:count]
+    about = {"size": args.size, "model": {"name": label}, "machine": machine, "releases": releases()}
+    check_folder(folder, about)
     able, left_out = [], []
-    for part in chosen:
-        if (why := lacks(part, len(machine["gpus"]), args.download)) is None:
-            able.append(part)
-        else:
+    for part in parts(args.size):
+        if why := lacks(part, count, args.download):
             left_out.append({"section": part.section, "name": part.name, "reason": why})
             print(f"{part.section}: {part.name}: left out, as {why}.")
+        else:
+            able.append(part)
     there = [part for part in able if is_done(folder / "parts" / f"{part.file}.json")]
     todo = [part for part in able if part not in there]
     print(
-        f"{len(todo)} of {len(able)} parts to do: planned for {sum(part.minutes for part in todo):.0f} minutes.",
-        flush=True,
+        f"{len(todo)} of {len(able)} parts to do, planned for {sum(x.minutes for x in todo):.0f} minutes.", flush=True
     )
     try:
         do(runner, todo, sum(part.minutes for part in there))
@@ -264,11 +234,11 @@ def main() -> int:
         return 0
     results = measure(args)
     file = args.output_dir / "results.json"
-    file.write_text(json.dumps(private(results), indent=1) + "\n")
+    file.write_text(json.dumps(results, indent=1) + "\n")
     (args.output_dir / "page.html").write_text(page.render(results))
     print("\n" + "\n".join(f"{i:>2}. {text}" for i, text in enumerate(page.sentences(results), 1)))
     for part in results["failed"]:
-        print(f"Failed: {part['section']}: {part['name']}: {part['failed']} Its log is on the page.")
+        print(f"Failed: {part['section']}: {part['name']}: {part['failed']} The page has its log.")
     print(f"\nPage: {args.output_dir / 'page.html'}\nFile: {file}")
     return 1 if results["failed"] else 0
 

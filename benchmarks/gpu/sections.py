@@ -7,10 +7,7 @@ The job has the section, its options, the folders of the model and of the work, 
 of rows, each a dictionary of text and numbers. `run.py` starts this.
 """
 
-import gc
-import importlib.util
 import json
-import multiprocessing
 import os
 import platform
 import signal
@@ -20,13 +17,11 @@ import threading
 import time
 from pathlib import Path
 from statistics import median
-from types import ModuleType
 from typing import Any
 
 
-ROOT = Path(__file__).parents[2]
-BENCHMARKS = ROOT / "benchmarks"
-sys.path[:0] = [str(ROOT / "examples"), str(BENCHMARKS)]
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 import before_imports  # noqa: F401
 
@@ -35,6 +30,7 @@ from harness import write
 from plan import PRESETS
 
 
+ROOT = Path(__file__).parents[2]
 Job = dict[str, Any]
 Rows = list[dict[str, Any]]
 ON_GPU = torch.cuda.is_available()
@@ -50,13 +46,9 @@ CONTESTANTS = {  # of the cost, by their name in `step.py`
 }
 
 
-def load(path: str) -> ModuleType:
-    """A module by its path below the benchmarks, where several have the same name."""
-    sys.path.insert(0, str((BENCHMARKS / path).parent))
-    spec = importlib.util.spec_from_file_location(f"gpu_{Path(path).stem}", BENCHMARKS / path)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # so that its functions can be pickled
-    spec.loader.exec_module(module)
-    return module
+def among(folder: str):
+    """Import from a folder of the benchmarks from now on, several of which have modules of the same name."""
+    sys.path.insert(0, str(ROOT / "benchmarks" / folder))
 
 
 def seconds() -> float:
@@ -67,14 +59,15 @@ def seconds() -> float:
 
 
 def questions(model: str, n: int = 256) -> Any:
-    """Prompts: those of the language model, as chats if the model has a template for them."""
+    """Prompts of the language model, as chats if the model has a template for them."""
+    among("language_model")
     from datasets import Dataset
+    from prompts import PROMPTS
     from transformers import AutoTokenizer
 
-    texts = load("language_model/prompts.py").PROMPTS
-    chats = [[{"role": "user", "content": texts[i % len(texts)]}] for i in range(n)]
-    template = AutoTokenizer.from_pretrained(model).chat_template
-    return Dataset.from_dict({"prompt": chats if template else [chat[0]["content"] for chat in chats]})
+    texts = (PROMPTS * (n // len(PROMPTS) + 1))[:n]
+    chats = AutoTokenizer.from_pretrained(model).chat_template is not None
+    return Dataset.from_dict({"prompt": [[{"role": "user", "content": x}] for x in texts] if chats else texts})
 
 
 # Sections -------------------------------------------------------------------------------------------------------------
@@ -100,77 +93,38 @@ def machine(job: Job, tiny: bool = False) -> Rows:
 
 
 def seams(job: Job, steps: int, length: int) -> Rows:
-    return [load("seams.py").compare(job["model"], questions(job["model"]), steps, length, ENGINE, **DEVICE)]
+    from seams import compare
+
+    return [compare(job["model"], questions(job["model"]), steps, length, ENGINE, **DEVICE)]
 
 
 def gap(job: Job, sampler: str, engine: dict, trainers: dict[str, dict], tokens: int, longest: int = 256) -> Rows:
-    """The gap of a sampler to some trainers, each with its diagnosis. One that fails has its error in its row."""
-    load("language_model/gap.py")
-    import naming
-    import numpy as np
-    import report
-    from gap import Sampler, Trainer, score
+    among("language_model")
+    import pairs
+    from gap import Sampler, Trainer
 
-    how, file, rows = Sampler(sampler, engine), Path(job["work"]) / "samples.json", []
-    arguments = (str(file), how, job["model"], tokens, longest)
-    process = multiprocessing.get_context("spawn").Process(target=sample, args=arguments)
-    process.start()  # an engine does not give its memory back
-    process.join()
-    if process.exitcode:
-        raise RuntimeError(f"Sampling ended with exit code {process.exitcode}.")
-    samples = json.loads(file.read_text())
-    lengths = np.array([len(x) for x in samples["logps"]])
-    for name, fields in trainers.items():
-        row, trainer = {"sampler": sampler, "trainer": name}, Trainer(name, **fields)
-        try:
-            logps = score(how, trainer, samples, job["model"])["logps"]
-            gaps = report.row_of(report.flat(logps) - report.flat(samples["logps"]), lengths)
-            alone = Trainer(name, **fields, alone=True)
-            said = naming.name_cause(how, trainer, alone, samples, logps, job["model"])
-            kept = ("tokens", "rms", "k3", "k3_error", "kl", "max_abs", "outside", "ess")
-            rows.append({**row, **{key: gaps[key] for key in kept}, "diagnosis": said})
-        except (ImportError, ValueError, RuntimeError) as error:  # such as an attention that is not installed
-            rows.append({**row, "error": f"{type(error).__name__}: {error}"})
-        gc.collect()
-        torch.cuda.empty_cache()
-    return rows
-
-
-def sample(file: str, sampler: Any, model: str, tokens: int, longest: int):
-    from gap import sample
-
-    write(Path(file), sample(sampler, model, tokens, longest))
+    scoring = [Trainer(name, **fields) for name, fields in trainers.items()]
+    return pairs.measure(job["model"], Sampler(sampler, engine), scoring, Path(job["work"]), tokens, longest)
 
 
 def cost(job: Job, length: int, completions: int, rounds: int, steps: int) -> Rows:
     """Seconds and memory of a step without its sampling, in turns, on the same completions of full length."""
     import step
     from datasets import Dataset
+    from seams import remember_samples
 
-    took = load("seams.py").remember_samples(seconds=seconds, **ENGINE)
-    one = Dataset.from_dict({"prompt": list(questions(job["model"], 1)["prompt"]) * 256})
-    fields = {**DEVICE, "vllm_max_model_length": length + 256, "dataset": one, "seconds": seconds}
-    times: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
-    peaks: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
-    for turn in range(rounds):
-        names = [*CONTESTANTS]
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            built = step.build(CONTESTANTS[name], job["model"], length, completions, steps + 1, **fields)
-            if ON_GPU:
-                torch.cuda.reset_peak_memory_stats()
-            built[0].train()
-            pairs = zip(built[1].steps[1:], built[1].sampling[1:], strict=True)  # the first warms up
-            times[name].append(median(whole - sampling for whole, sampling in pairs))
-            peaks[name].append(torch.cuda.max_memory_allocated() / 2**30 if ON_GPU else 0.0)
-            del built
-            gc.collect()
-            torch.cuda.empty_cache()
-    rows = []
-    for name, spent in times.items():
-        ratios = [mine / plain for mine, plain in zip(spent, times["no correction"], strict=True)]
+    took = remember_samples(seconds=seconds, **ENGINE)
+    same = Dataset.from_dict({"prompt": list(questions(job["model"], 1)["prompt"]) * 256})
+    fields = {**DEVICE, "vllm_max_model_length": length + 256, "dataset": same, "seconds": seconds}
+    turns = (length, completions, steps, rounds)
+    times = step.interleaved([*CONTESTANTS.values()], job["model"], *turns, **fields)
+    plain, rows = times[CONTESTANTS["no correction"]]["training"], []
+    for name, contestant in CONTESTANTS.items():
+        found = times[contestant]
+        ratios = [mine / other for mine, other in zip(found["training"], plain, strict=True)]
         row = {"tokens": length, "completions": completions, "correction": name, "ratio": median(ratios)}
-        row |= {"least": min(ratios), "largest": max(ratios), "seconds": median(spent), "sampling_seconds": took[0]}
-        rows.append({**row, "peak_gib": median(peaks[name]) or None})
+        row |= {"least": min(ratios), "largest": max(ratios), "seconds": median(found["training"])}
+        rows.append({**row, "sampling_seconds": took[0], "peak_gib": max(found.get("peak", [0])) or None})
     return rows
 
 
@@ -184,31 +138,37 @@ def kernels(job: Job, shapes: list[str], rounds: int, beside_verl: bool = False)
 
 
 def training(job: Job, task: str, arm: str, age: int, seed: int, steps: int) -> Rows:
-    fields = {**QUIET, "output_dir": job["work"], "seed": seed, "max_steps": steps}
-    start, train = seconds(), load("language_model/learning.py").train
+    among("language_model")
+    from learning import train
+
+    fields, start = {**QUIET, "output_dir": job["work"], "seed": seed, "max_steps": steps}, seconds()
     row, rewards = train(job["model"], task, PRESETS[arm], age, **fields)
     about = {"task": task, "age": age, "arm": arm, "seed": seed}
     return [{**about, **row, "seconds": seconds() - start, "rewards": rewards}]
 
 
 def asynchronous(job: Job, arm: str, steps: int, length: int) -> Rows:
-    gpu = None if arm == "synchronous" else job["devices"][-1] if job["devices"] else "cpu"
-    sys.path.insert(0, str(BENCHMARKS / "asynchronous"))
-    import overlap  # by this name the process of the rollout worker finds the reward
+    among("language_model")
+    among("asynchronous")
+    from overlap import measure
+    from prompts import QUESTIONS
 
+    gpu = None if arm == "synchronous" else job["devices"][-1] if job["devices"] else "cpu"
     fields = {**QUIET, "output_dir": job["work"], "max_steps": steps, "max_completion_length": length}
-    texts = load("language_model/prompts.py").QUESTIONS
-    row = overlap.measure(job["model"], texts, Path(job["work"]), gpu, **fields)
+    row = measure(job["model"], QUESTIONS, Path(job["work"]), gpu, **fields)
     return [{"arm": arm, **row, "gpus": 2 if gpu and len(job["devices"]) > 1 else len(job["devices"])}]
 
 
 def routing(job: Job, dtype: str, steps: int, sizes: dict[str, int]) -> Rows:
     """The gap of a random mixture of experts with and without replay. On a GPU, vLLM itself returns the experts."""
-    script, rows = load("routing/run.py"), []
-    script.build_model(job["work"], 0, **sizes)
+    among("routing")
+    from run import build_model, measure
+
+    build_model(job["work"], 0, **sizes)
+    rows = []
     for replay in (False, True):
         engine = {"enable_return_routed_experts": True} if ON_GPU and replay else {}
-        row = script.measure(job["work"], dtype, replay, 0, steps, engine=engine, use_cpu=not ON_GPU)
+        row = measure(job["work"], dtype, replay, 0, steps, engine=engine, use_cpu=not ON_GPU)
         rows.append({"trainer": dtype, "replay": "replay" if replay else "none", **row})
     return rows
 
@@ -251,7 +211,7 @@ def rank(job: Job, steps: int, name: str) -> Rows:
 
 def make_tiny_model(folder: str):
     """Write a model with random weights, and a tokenizer of single characters."""
-    sys.path.insert(0, str(BENCHMARKS / "arena"))
+    among("arena")
     import tasks
 
     characters = "".join(chr(i) for i in range(32, 127) if chr(i) != tasks.MARK) + "\n"

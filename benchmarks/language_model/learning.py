@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 
-sys.path.append(str(Path(__file__).parents[2] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))  # before this folder, which has a `run`, too
 
 import sums
 import torch
