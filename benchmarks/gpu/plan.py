@@ -7,6 +7,7 @@ is ended.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 
@@ -30,7 +31,7 @@ NEEDS = {  # why a part is left out, by what it needs
 PRESETS = {"no correction": "disabled", "TRL's own": None, "decoupled_token_is": "decoupled_token_is", "auto": "auto"}
 
 # Arguments of vLLM's engine, by sampler. Without "eager" it is compiled, as vLLM does by default
-_BF16: dict[str, Any] = {"dtype": "bfloat16", "enforce_eager": False}
+_BF16: dict[str, Any] = {"dtype": "bfloat16", "enforce_eager": False, "gpu_memory_utilization": 0.7}
 SAMPLERS = {
     "bf16": _BF16,
     "fp8 weights": {**_BF16, "quantization": "fp8"},
@@ -54,19 +55,8 @@ TRAINERS: dict[str, dict[str, Any]] = {
 @dataclass(frozen=True)
 class Part:
     """
-    What one process measures.
-
-    Args:
-        section (`str`):
-            A function of `sections.py`.
-        name (`str`):
-            Name within the section.
-        minutes (`float`):
-            What it is planned to take.
-        options (`Mapping[str, Any]`, *optional*):
-            Arguments of the function.
-        needs (`tuple[str, ...]`, *optional*, defaults to `("gpu",)`):
-            Keys of `NEEDS`. Where one is not there, the part is left out.
+    What one process measures: a function of `sections.py` with its `options`, planned to take some `minutes`. Where one of
+    its `needs`, keys of `NEEDS`, is not there, it is left out.
     """
 
     section: str
@@ -104,18 +94,15 @@ def _short(size: str) -> list[Part]:
 
 def _training(size: str) -> list[Part]:
     steps, seeds = {"10min": (40, 1), "hour": (120, 1), "night": (300, 3)}[size]
-    # no correction at age 0 is on-policy
-    arms = (
-        [("no correction", 8), ("auto", 8)] if size == "10min" else [(arm, age) for age in (8, 0) for arm in PRESETS]
-    )
-    tasks = {"sums": ("gpu",)} if size == "10min" else {"sums": ("gpu",), "gsm8k": ("gpu", "gsm8k")}
+    few = [("no correction", 8), ("auto", 8)]
+    every = [(arm, age) for age in (8, 0) for arm in PRESETS]  # no correction at age 0 is on-policy
+    tasks = {"sums": few if size == "10min" else every, "gsm8k": {"10min": [], "hour": few, "night": every}[size]}
     found = []
-    for task, needs in tasks.items():
-        for seed in range(seeds):
-            for arm, age in arms:
-                options = {"task": task, "arm": arm, "age": age, "seed": seed, "steps": steps}
-                minutes = (1 + steps / 100) * (4 if task == "gsm8k" else 1)
-                found.append(Part("training", f"{task}, {arm}, age {age}, seed {seed}", minutes, options, needs))
+    for task, arms in tasks.items():
+        minutes, needs = (1 + steps / 100, ("gpu",)) if task == "sums" else (4 + steps / 25, ("gpu", "gsm8k"))
+        for seed, (arm, age) in product(range(seeds), arms):
+            options = {"task": task, "arm": arm, "age": age, "seed": seed, "steps": steps}
+            found.append(Part("training", f"{task}, {arm}, age {age}, seed {seed}", minutes, options, needs))
     return found
 
 
@@ -124,17 +111,12 @@ def _long(size: str) -> list[Part]:
         return []
     steps = 20 if size == "hour" else 100
     sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "head_dim": 64, "num_experts": 32}
-    return [
-        *(
-            Part("asynchronous", arm, 2 + steps / 30, {"arm": arm, "steps": steps, "length": 256})
-            for arm in ("synchronous", "asynchronous")
-        ),
-        *(
-            Part("routing", dtype, 3, {"dtype": dtype, "steps": 4, "sizes": sizes})
-            for dtype in ("float32", "bfloat16")
-        ),
-        Part("fsdp2", "FSDP2 beside DDP", 4, {"steps": 5}, ("gpu", "two gpus")),
-    ]
+    found = []
+    for arm in ("synchronous", "asynchronous"):
+        found.append(Part("asynchronous", arm, 2 + steps / 30, {"arm": arm, "steps": steps, "length": 256}))
+    for dtype in ("float32", "bfloat16"):
+        found.append(Part("routing", dtype, 3, {"dtype": dtype, "steps": 4, "sizes": sizes}))
+    return [*found, Part("fsdp2", "FSDP2 beside DDP", 4, {"steps": 5}, ("gpu", "two gpus"))]
 
 
 def _smoke() -> list[Part]:

@@ -89,9 +89,6 @@ def find_model(args: Namespace) -> tuple[str, str]:
         )
 
 
-# Parts ----------------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Runner:
     """Runs parts in processes of their own, which see the first of some GPUs, or the first two if they need two."""
@@ -132,8 +129,7 @@ class Runner:
         if part.options.get("task") != "gsm8k":
             found["HF_HUB_OFFLINE"] = "1"
         if self.devices:
-            several = "two gpus" in part.needs or part.section == "asynchronous"
-            found["CUDA_VISIBLE_DEVICES"] = ",".join(self.devices[: 2 if several else 1])
+            found["CUDA_VISIBLE_DEVICES"] = ",".join(self.devices[: 2 if "two gpus" in part.needs else 1])
             if part.section == "gap":  # alone, an engine has a process of its own
                 found["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
         return found
@@ -157,12 +153,7 @@ def lacks(part: Part, gpus: int, downloads: list[str]) -> str | None:
 
 
 def check_folder(folder: Path, about: Results):
-    """
-    Refuse to go on with other settings, another machine or other releases.
-
-    Raises:
-        `SystemExit`: if the folder has parts of such a run.
-    """
+    """Refuse, by `SystemExit`, to go on in a folder of another model, machine or release."""
     file = folder / "about.json"
     if file.exists() and (before := json.loads(file.read_text())) != about:
         changed = ", ".join(key for key in about if before.get(key) != about[key])
@@ -207,20 +198,15 @@ def measure(args: Namespace) -> Results:
             print(f"{part.section}: {part.name}: left out, as {why}.")
         else:
             able.append(part)
-    there = [part for part in able if is_done(folder / "parts" / f"{part.file}.json")]
-    todo = [part for part in able if part not in there]
-    print(
-        f"{len(todo)} of {len(able)} parts to do, planned for {sum(x.minutes for x in todo):.0f} minutes.", flush=True
-    )
+    done = {file.stem for file in (folder / "parts").glob("*.json") if "rows" in json.loads(file.read_text())}
+    there, todo = ([part for part in able if (part.file in done) is known] for known in (True, False))
+    minutes = sum(part.minutes for part in todo)
+    print(f"{len(todo)} of {len(able)} parts to do, planned for {minutes:.0f} minutes.", flush=True)
     try:
         do(runner, todo, sum(part.minutes for part in there))
     except KeyboardInterrupt:
         print("\nInterrupted. The same command goes on from here.", file=sys.stderr)
     return collect(folder, about, left_out)
-
-
-def is_done(file: Path) -> bool:
-    return file.exists() and "rows" in json.loads(file.read_text())
 
 
 def main() -> int:

@@ -1,16 +1,14 @@
 """
-The measurements, a function for each section, out of the other benchmarks. A part runs in a process of its own:
+The measurements, a function for each section, made of the other benchmarks. `run.py` starts a process for each part:
 
     python benchmarks/gpu/sections.py JOB.json
 
-The job has the section, its options, the folders of the model and of the work, the GPUs, and the file of the result: a list
-of rows, each a dictionary of text and numbers. `run.py` starts this.
+The result is a list of rows, each a dictionary of text and numbers.
 """
 
 import json
 import os
 import platform
-import signal
 import subprocess
 import sys
 import threading
@@ -26,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import before_imports  # noqa: F401
 
 import torch
-from harness import write
+from harness import end_with_parent, write
 from plan import PRESETS
 
 
@@ -37,13 +35,7 @@ ON_GPU = torch.cuda.is_available()
 DEVICE = {"use_cpu": not ON_GPU, "bf16": ON_GPU}  # of a trainer; with bf16, it computes in autocast
 ENGINE = {"dtype": "bfloat16", "enforce_eager": not ON_GPU}  # compiled on a GPU, as it is by default
 QUIET = {**DEVICE, "report_to": [], "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1}
-CONTESTANTS = {  # of the cost, by their name in `step.py`
-    "no correction": "grpo, no correction",
-    "metrics only": "grpo, measured",
-    "auto": "grpo, auto",
-    "bypass": "grpo, bypass_ppo_clip",
-    "TRL's own": "grpo, TRL's correction",
-}
+CORRECTIONS = ("no correction", "measured", "auto", "bypass_ppo_clip", "TRL's correction")  # contestants of `step.py`
 
 
 def among(folder: str):
@@ -68,9 +60,6 @@ def questions(model: str, n: int = 256) -> Any:
     texts = (PROMPTS * (n // len(PROMPTS) + 1))[:n]
     chats = AutoTokenizer.from_pretrained(model).chat_template is not None
     return Dataset.from_dict({"prompt": [[{"role": "user", "content": x}] for x in texts] if chats else texts})
-
-
-# Sections -------------------------------------------------------------------------------------------------------------
 
 
 def machine(job: Job, tiny: bool = False) -> Rows:
@@ -116,11 +105,10 @@ def cost(job: Job, length: int, completions: int, rounds: int, steps: int) -> Ro
     took = remember_samples(seconds=seconds, **ENGINE)
     same = Dataset.from_dict({"prompt": list(questions(job["model"], 1)["prompt"]) * 256})
     fields = {**DEVICE, "vllm_max_model_length": length + 256, "dataset": same, "seconds": seconds}
-    turns = (length, completions, steps, rounds)
-    times = step.interleaved([*CONTESTANTS.values()], job["model"], *turns, **fields)
-    plain, rows = times[CONTESTANTS["no correction"]]["training"], []
-    for name, contestant in CONTESTANTS.items():
-        found = times[contestant]
+    contestants = [f"grpo, {name}" for name in CORRECTIONS]
+    times = step.interleaved(contestants, job["model"], length, completions, steps, rounds, **fields)
+    plain, rows = times[contestants[0]]["training"], []
+    for name, found in zip(CORRECTIONS, times.values(), strict=True):
         ratios = [mine / other for mine, other in zip(found["training"], plain, strict=True)]
         row = {"tokens": length, "completions": completions, "correction": name, "ratio": median(ratios)}
         row |= {"least": min(ratios), "largest": max(ratios), "seconds": median(found["training"])}
@@ -174,39 +162,24 @@ def routing(job: Job, dtype: str, steps: int, sizes: dict[str, int]) -> Rows:
 
 
 def fsdp2(job: Job, steps: int) -> Rows:
-    """The same training in two processes, with DDP and with FSDP2."""
-    rows = []
+    """A recipe as users start it, in two processes, with DDP and with FSDP2."""
+    from sums import problems
+
+    work, rows = Path(job["work"]), []
+    (work / "sums").mkdir()
+    lines = [json.dumps({"question": text, "answer": answer}) for text, answer in problems(16 * steps, seed=0)]
+    (work / "sums/train.jsonl").write_text("\n".join(lines))
     for name in ("ddp", "fsdp2"):
-        file, output = (Path(job["work"]) / f"{name}-{kind}.json" for kind in ("job", "result"))
-        of_rank = {"section": "rank", "options": {"steps": steps, "name": name}, "output": str(output)}
-        file.write_text(json.dumps({**job, **of_rank}))
-        config = ROOT / f"recipes/accelerate/{name}.yaml"
-        launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
-        subprocess.run([*launch, "--num_processes", "2", __file__, str(file)], check=True)
-        rows += json.loads(output.read_text())
+        launch = ["-m", "accelerate.commands.launch", "--config_file", f"recipes/accelerate/{name}.yaml"]
+        recipe = ["--num_processes", "2", "examples/grpo.py", "--config", "recipes/grpo/auto.yaml"]
+        options = {"model_name_or_path": job["model"], "dataset_name": work / "sums", "output_dir": work / name}
+        options |= {"max_steps": steps, "max_completion_length": 128, "report_to": "none"}
+        told = [str(word) for key, value in options.items() for word in (f"--{key}", value)]
+        subprocess.run([sys.executable, *launch, *recipe, *told], cwd=ROOT, check=True)
+        log = json.loads((work / name / "trainer_state.json").read_text())["log_history"]
+        k3 = [entry["rollout_corr/k3_kl"] for entry in log if "rollout_corr/k3_kl" in entry]
+        rows.append({"processes": name, "k3": max(k3), "first_k3": k3[0], "last_k3": k3[-1]})
     return rows
-
-
-def rank(job: Job, steps: int, name: str) -> Rows:
-    """What each of two processes does. The first one tells what was logged."""
-    from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
-
-    fields = {**QUIET, "output_dir": job["work"], "max_steps": steps, "learning_rate": 1e-6, "num_generations": 8}
-    fields |= {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3}
-    fields |= {"max_completion_length": 128, "vllm_max_model_length": 512, "per_device_train_batch_size": 8}
-    trainer = RolloutCorrectedGRPOTrainer(
-        job["model"],
-        args=RolloutCorrectedGRPOConfig(**fields),
-        reward_funcs=lambda completion_ids, **_: [float(sum(ids) % 7) for ids in completion_ids],
-        train_dataset=questions(job["model"]),
-    )
-    trainer.train()
-    k3 = [entry["rollout_corr/k3_kl"] for entry in trainer.state.log_history if "rollout_corr/k3_kl" in entry]
-    found = {"processes": name, "k3": max(k3), "first_k3": k3[0], "last_k3": k3[-1]}
-    return [found] if trainer.accelerator.is_main_process else []
-
-
-# The process ----------------------------------------------------------------------------------------------------------
 
 
 def make_tiny_model(folder: str):
@@ -222,15 +195,9 @@ def make_tiny_model(folder: str):
     tokenizer.save_pretrained(folder)
 
 
-def end_with_parent():
-    """Wait until the pipe to the parent closes, and end this process and those that it started."""
-    os.read(0, 1)
-    os.killpg(0, signal.SIGKILL)
-
-
 def main():
     job: Job = json.loads(Path(sys.argv[1]).read_text())
-    if os.getpgrp() == os.getpid():  # started by `run.py`, and no rank of two
+    if os.getpgrp() == os.getpid():  # started by `run.py`
         threading.Thread(target=end_with_parent, daemon=True).start()
     if rows := globals()[job["section"]](job, **job["options"]):
         write(Path(job["output"]), rows)
