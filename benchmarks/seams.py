@@ -50,14 +50,16 @@ def remember_samples(
 
     @functools.cache
     def remembering(*args: Any, **kwargs: Any) -> Any:
-        llm, known = build(*args, **kwargs), {}
-        generate = llm.generate
+        with torch.random.fork_rng():  # the first trainer draws what the others draw
+            llm = build(*args, **kwargs)
+        generate, known = llm.generate, {}
 
         def answer(prompts: list, **options: Any) -> Any:
             key = tuple(tuple(prompt["prompt_token_ids"]) for prompt in prompts)
             if key not in known:
                 start = seconds()
-                known[key] = generate(prompts, **options)
+                with torch.random.fork_rng():
+                    known[key] = generate(prompts, **options)
                 took.append(seconds() - start)
                 for token in (x for request in known[key] for out in request.outputs for x in out.logprobs if noise):
                     for entry in token.values():

@@ -1,4 +1,4 @@
-"""The measurement on a GPU, as far as a CPU goes: its plan, what fails and what goes on, what it tells, and what it does not."""
+"""The measurement on a GPU, as far as a CPU goes: its plan, what fails and goes on, what it tells, and what it does not."""
 
 import ast
 import inspect
@@ -248,7 +248,7 @@ def test_files_stand_side_by_side(gpu, results, tmp_path, monkeypatch, capsys):
     assert "| cost: 512, auto: ratio | 1.25 | - |" in printed
     assert "Side by side" in (tmp_path / "joined.html").read_text()
     (tmp_path / "old.json").write_text('{"format": 0}')
-    with pytest.raises(SystemExit, match="old.json is no file of results"):
+    with pytest.raises(SystemExit, match=r"old\.json is no file of results"):
         gpu.run.main()
 
 

@@ -99,7 +99,7 @@ def _training(size: str) -> list[Part]:
     tasks = {"sums": few if size == "10min" else every, "gsm8k": {"10min": [], "hour": few, "night": every}[size]}
     found = []
     for task, arms in tasks.items():
-        minutes, needs = (1 + steps / 100, ("gpu",)) if task == "sums" else (4 + steps / 25, ("gpu", "gsm8k"))
+        minutes, needs = (1 + steps / 100, ("gpu",)) if task == "sums" else (3 + steps / 30, ("gpu", "gsm8k"))
         for seed, (arm, age) in product(range(seeds), arms):
             options = {"task": task, "arm": arm, "age": age, "seed": seed, "steps": steps}
             found.append(Part("training", f"{task}, {arm}, age {age}, seed {seed}", minutes, options, needs))
