@@ -172,9 +172,8 @@ def render(results: Results) -> str:
     machine, releases = results["machine"], results["releases"]
     about = [("Size", SIZES[results["size"]]), ("Model", results["model"]["name"])]
     about += [("Processor", f"{machine['cpu']}, {machine['cores']} cores"), *releases.items()]
-    level, detail = "healthy", f"{len(failed)} parts failed, and {len(results['left_out'])} were left out."
-    if failed or not machine["gpus"]:
-        level = "warning"
+    detail = f"{len(failed)} parts failed, and {len(results['left_out'])} were left out."
+    level = "warning" if failed or not machine["gpus"] else "healthy"
     banner = Banner("", level, hardware(results), detail, [], about, [])
     parts = [Section("found", "Found", cards=[Card(text) for text in sentences(results)])]
     for section, title in SECTIONS.items():

@@ -37,10 +37,8 @@ def collect(folder: Path, about: Results, left_out: list[dict[str, str]]) -> Res
     done = [part for part in found if "rows" in part]
     sections = {name: [row for part in done if part["section"] == name for row in part["rows"]] for name in SECTIONS}
     parts = [{key: part[key] for key in ("section", "name", "seconds")} for part in done]
-    failed = [part for part in found if "failed" in part]
-    return private(
-        {"format": FORMAT, **about, "sections": sections, "parts": parts, "failed": failed, "left_out": left_out}
-    )
+    about = {"format": FORMAT, **about, "left_out": left_out, "failed": [x for x in found if "failed" in x]}
+    return private({**about, "parts": parts, "sections": sections})
 
 
 def read(folder: Path) -> dict[str, Results]:
