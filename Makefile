@@ -67,9 +67,11 @@ sample: $(STAMP)
 arena: $(STAMP)
 	$(BIN)/python benchmarks/arena/run.py $(ARGS)
 
-# Everything on a GPU, with the packages of `pip install ".[vllm,report,peft]"` and not those of `make setup`, which are for CPUs
+# Everything on a GPU, with the packages of `pip install ".[vllm,report,peft]"`: those of `make setup` are for CPUs, as is what is
+# exported above
 gpu-proof:
-	$(PYTHON) benchmarks/gpu/run.py $(ARGS)
+	env -u OMP_NUM_THREADS -u VLLM_CPU_KVCACHE_SPACE -u VLLM_ENABLE_V1_MULTIPROCESSING \
+	    $(PYTHON) benchmarks/gpu/run.py $(ARGS)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow" -n $(PROCESSES) --dist loadfile --no-loadscope-reorder $(ARGS)
