@@ -35,20 +35,7 @@ def test_a_page_reads_well():
     for name, path in pages().items():
         text = document(name)
         assert "<!--" not in text
-        assert not re.search(r"\]\([^)\s]+\)", text), name
         assert text.startswith(path.read_text().splitlines()[0])
-    text = document("diagnose")
-    assert "[docs report]" in text
-    assert "[benchmarks/exact/README.md]" in text
-    assert text.rstrip().endswith("other paths are those of the repository.")
-
-
-def test_links_lead_to_pages_and_sections():
-    found = {target for name in pages() for target in re.findall(r"\[docs ([^\]]+)\]", document(name))}
-    assert len(found) > 20
-    for target in found:
-        if target != "NAME":
-            assert document(target)
 
 
 def test_a_section_ends_where_the_next_begins():

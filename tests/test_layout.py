@@ -67,19 +67,17 @@ ORDER = {
         "run_metadata",
         "pushes",
         "trackers",
-        "script",
         "versions",
         "settings_checks",
         "replays",
         "trl_interface",
-        "check_command",
         "logprobs",
         "dumping",
-        "monitor",
         "console",
         "engine",
         "first_step",
         "observer",
+        "monitor",
         "base",
         "mixin",
         "grpo",
@@ -98,6 +96,7 @@ ORDER = {
         "pushes",
         "trainer",
     ],
+    "commands": ["script", "check"],
     "probe": ["experiments", "command", "configuration", "model_changes", "process"],
     "analysis": ["run", "recompute", "spread", "recommend", "compare", "report"],
     "__main__": [],
@@ -198,9 +197,10 @@ def test_every_module_has_its_place():
         assert found - {"__init__"} == set(modules), wing
 
 
-def test_trl_is_imported_by_the_trainers_and_the_process_of_the_probe_alone():
+def test_trl_is_imported_by_the_trainers_scripts_and_the_process_of_the_probe_alone():
     for path in PACKAGE.rglob("*.py"):
         if path.parent not in {PACKAGE / "trainers", PACKAGE / "asynchronous"} and path not in {
+            PACKAGE / "commands/script.py",
             PACKAGE / "probe/configuration.py",
             PACKAGE / "probe/process.py",
             PACKAGE / "probe/model_changes.py",

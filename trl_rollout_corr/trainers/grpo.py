@@ -32,18 +32,14 @@ class RolloutCorrectedGRPOConfig(RolloutCorrectionConfig, GRPOConfig):
             normalisation would be over a single sequence.
     """
 
+    _checks_of_trainer = CHECKS["grpo"]
+
     def __post_init__(self) -> None:
         RolloutCorrectionConfig.__post_init__(self)
         check_loss_type(self)  # before TRL refuses its value for another reason
         replace_trl_correction(self)
         GRPOConfig.__post_init__(self)
         self.check()
-
-    def check(self) -> set[str]:
-        explicit = super().check()
-        for check in CHECKS["grpo"]:
-            check(self)
-        return explicit
 
 
 class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):

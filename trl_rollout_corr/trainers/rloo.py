@@ -26,17 +26,13 @@ class RolloutCorrectedRLOOConfig(RolloutCorrectionConfig, RLOOConfig):
     It has the parameters of [`~trl.RLOOConfig`] and those of [`RolloutCorrectionConfig`].
     """
 
+    _checks_of_trainer = CHECKS["rloo"]
+
     def __post_init__(self) -> None:
         RolloutCorrectionConfig.__post_init__(self)
         replace_trl_correction(self)  # a later TRL may have one for RLOO
         RLOOConfig.__post_init__(self)
         self.check()
-
-    def check(self) -> set[str]:
-        explicit = super().check()
-        for check in CHECKS["rloo"]:
-            check(self)
-        return explicit
 
 
 class RolloutAsOld(OldPass):

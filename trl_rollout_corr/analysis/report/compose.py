@@ -15,7 +15,7 @@ from ..recommend import recommend
 from .facts import Facts, state_of
 from .log_charts import main_numbers, more_trends, overview, rejected
 from .page import Banner, Card, Page, Section
-from .token_charts import distribution, evidence_of
+from .token_charts import distribution
 from .worst_tokens import find_worst
 
 
@@ -113,7 +113,7 @@ def _own(config: RolloutCorrectionConfig) -> dict[str, Any]:
 def _diagnosis(facts: Facts | None) -> Section | None:
     if facts is None or facts.diagnosis is None:
         return None
-    observed, diagnosis = facts.diagnosis
+    diagnosis = facts.diagnosis
     cards = [Card(f"{headline(diagnosis)}.", detail(diagnosis), "healthy" if diagnosis.healthy else "warning")]
     for finding in diagnosis.findings:
         share, certainty = percent(round(finding.share, 2)), percent(round(finding.certainty, 2))
@@ -125,7 +125,6 @@ def _diagnosis(facts: Facts | None) -> Section | None:
                 "" if finding.cause.normal else "warning",
                 remedy=remedy,
                 yaml=yaml_lines(settings),
-                chart=evidence_of(observed, finding),
             )
         )
     return Section("diagnosis", "Diagnosis", cards=cards)
@@ -141,7 +140,7 @@ def _settings(facts: Facts) -> Section:
     text = "Settings of the run, without those of the monitor and the dump."
     cards = [Card("This run", text, yaml=yaml_lines(_own(config)))]
     if facts.diagnosis is not None:
-        best = recommend(config, facts.findings, facts.diagnosis[0].size)
+        best = recommend(config, facts.findings, facts.diagnosis.size)
         text = f"{best.reason} `trl-rollout-corr compare` shows the effect of every preset on this dump, and bounds that fit."
         cards.append(Card("To try", text, yaml=yaml_lines(best.settings) or "# the settings of the run\n"))
     return Section("settings", "Settings to try", cards=cards)

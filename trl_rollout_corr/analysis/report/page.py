@@ -17,7 +17,7 @@ class Axis(NamedTuple):
 
     label: str = ""  # quantity and unit
     log: bool = False
-    ticks: str = "numbers"  # or "whole" (numbers), or "percent" (of shares)
+    whole: bool = False  # ticks at whole numbers only
     limits: tuple[float, float] | None = None  # by default those of the data
     names: Sequence[str] = ()  # of categories at 0, 1, 2, ..., in place of numbers
 
@@ -34,7 +34,7 @@ class Series(NamedTuple):
         y (`Sequence[float]`):
             Values. The upper end where the mark is `"area"`.
         mark (`str`, *optional*, defaults to `"line"`):
-            `"line"`, `"dashed"`, `"joined"` (points on a line), `"bars"`, `"rows"` (horizontal bars), `"steps"` or `"area"`.
+            `"line"`, `"dashed"`, `"joined"` (points on a line), `"bars"`, `"steps"` or `"area"`.
         color (`str`, *optional*, defaults to `"line"`):
             Role of its colour, a key of `COLORS` in `drawing`.
         low (`Sequence[float]`, *optional*, defaults to `()`):
@@ -73,7 +73,6 @@ class Card(NamedTuple):
     remedy: str = ""
     yaml: str = ""
     meta: str = ""
-    chart: Chart | None = None
 
 
 class Section(NamedTuple):
