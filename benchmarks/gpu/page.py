@@ -158,7 +158,7 @@ def charts(results: Results) -> dict[str, list[Chart]]:
         steps = range(1, min(map(len, curves.values())) + 1)
         series = [Series(arm, steps, y[: len(steps)], color=colors.get(arm, "muted")) for arm, y in curves.items()]
         frame = pd.DataFrame({one.name: one.y for one in series})
-        axes = Axis("optimizer step", ticks="whole"), Axis("mean reward")
+        axes = Axis("optimizer step"), Axis("mean reward")
         found.setdefault("training", []).append(Chart(f"training-{len(found)}", title, "", *axes, series, frame))
     return found
 
