@@ -143,12 +143,13 @@ def charts(results: Results) -> dict[str, list[Chart]]:
     """Bars of the main figures, and curves of training."""
     found: dict[str, list[Chart]] = {}
     for section in ("gap", "cost", "routing"):
-        if rows := rows_of(results, section):
-            about, key = MAIN[section]
-            names, values = [", ".join(str(row[x]) for x in about) for row in rows], [row[key] for row in rows]
-            frame = pd.DataFrame({", ".join(about): names, key: values})
-            series = [Series("", range(len(rows)), values, mark="rows")]
-            found[section] = [Chart(section, key, "", Axis(key), Axis(names=names), series, frame)]
+        about, key = MAIN[section]
+        rows = [(i, row) for i, row in enumerate(results["sections"][section], 1) if row.get(key) is not None]
+        if rows:
+            places, values = [i for i, _ in rows], [row[key] for _, row in rows]
+            frame = pd.DataFrame([{"row": i, **{x: str(row[x]) for x in about}, key: row[key]} for i, row in rows])
+            axes = Axis("row of the table below", whole=True), Axis(key)
+            found[section] = [Chart(section, key, "", *axes, [Series("", places, values, mark="bars")], frame)]
     runs: dict[str, dict[str, list[float]]] = {}
     for (task, age, arm), seeds in by_arm(rows_of(results, "training")).items():
         curve = [fmean(rewards) for rewards in zip(*(row["rewards"] for row in seeds), strict=False)]
@@ -158,8 +159,8 @@ def charts(results: Results) -> dict[str, list[Chart]]:
         steps = range(1, min(map(len, curves.values())) + 1)
         series = [Series(arm, steps, y[: len(steps)], color=colors.get(arm, "muted")) for arm, y in curves.items()]
         frame = pd.DataFrame({one.name: one.y for one in series})
-        axes = Axis("optimizer step"), Axis("mean reward")
-        found.setdefault("training", []).append(Chart(f"training-{len(found)}", title, "", *axes, series, frame))
+        axes, drawn = (Axis("optimizer step", whole=True), Axis("mean reward")), found.setdefault("training", [])
+        drawn.append(Chart(f"training-{len(drawn)}", title, "", *axes, series, frame))
     return found
 
 
@@ -177,9 +178,9 @@ def render(results: Results) -> str:
     banner = Banner("", level, hardware(results), detail, [], about, [])
     parts = [Section("found", "Found", cards=[Card(text) for text in sentences(results)])]
     for section, title in SECTIONS.items():
-        rows = [{k: shown(v) for k, v in row.items() if k != "rewards"} for row in results["sections"][section]]
-        if rows:
-            table = pd.DataFrame(rows).fillna("-")
+        if rows := results["sections"][section]:
+            told = [{k: shown(v) for k, v in row.items() if k != "rewards"} for row in rows]
+            table = pd.DataFrame([{"row": str(i), **row} for i, row in enumerate(told, 1)]).fillna("-")
             parts.append(Section(section, title, charts=pictures.get(section, []), table=table))
     logs = [Card(f"{part['section']}: {part['name']}", part["failed"], "warning", yaml=part["log"]) for part in failed]
     parts.append(Section("failed", "Failed, with the end of the log", "" if logs else "Nothing.", cards=logs))
