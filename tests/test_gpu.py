@@ -128,7 +128,7 @@ def test_what_fails_stops_nothing_and_is_tried_again(run, gpu, tmp_path, monkeyp
     assert "1 of 2 parts to do" in run()[1]
     assert file.stat().st_mtime_ns == before
 
-    monkeypatch.setattr(gpu.run, "releases", lambda: {"torch": "0.1"})
+    monkeypatch.setattr(gpu.run, "releases", lambda: {"torch": "0.1", "commit": ""})
     with pytest.raises(SystemExit, match="parts with another releases"):
         run()
 

@@ -190,6 +190,7 @@ def measure(args: Namespace) -> Results:
     count, visible = len(machine["gpus"]), os.environ.get("CUDA_VISIBLE_DEVICES")
     runner.devices = (visible.split(",") if visible else [str(i) for i in range(count)])[:count]
     about = {"size": args.size, "model": {"name": label}, "machine": machine, "releases": releases()}
+    commit = about["releases"].pop("commit")  # a newer one may go on
     check_folder(folder, about)
     able, left_out = [], []
     for part in parts(args.size):
@@ -206,7 +207,7 @@ def measure(args: Namespace) -> Results:
         do(runner, todo, sum(part.minutes for part in there))
     except KeyboardInterrupt:
         print("\nInterrupted. The same command goes on from here.", file=sys.stderr)
-    return collect(folder, about, left_out)
+    return collect(folder, {**about, "commit": commit}, left_out)
 
 
 def main() -> int:
