@@ -103,6 +103,9 @@ def by_loops(batch: dict[str, torch.Tensor]) -> dict[str, float]:
             whole["kept" if any(rows["keep"][i]) else "rejected"].append(reward)
     metrics = {f"rejected/{group}": rejected / tokens for group, (tokens, rejected, _) in counts.items()}
     metrics |= {f"downweighted/{group}": removed / tokens for group, (tokens, _, removed) in counts.items()}
+    signs = [f"advantage_{sign}" for sign in ("negative", "zero", "positive")]
+    total = sum(counts[sign][1] for sign in signs)
+    metrics |= {f"of_rejected/{sign}": counts[sign][1] / total for sign in signs}
     for part, pairs in of_turns.items():
         k3, c = zip(*pairs, strict=True)
         metrics[f"turn_{part}/k3_kl"] = sum(k3) / len(k3)
@@ -142,7 +145,7 @@ def test_a_rule_that_drops_long_answers_with_a_positive_advantage_shows():
 
 def test_what_is_not_asked_for_is_not_reported():
     accounts = account(**random_batch())
-    assert not any("rejected/" in key for key in accounts.finish(rejects=False, weighs=True))
+    assert not any("rejected" in key for key in accounts.finish(rejects=False, weighs=True))
     none = accounts.finish(rejects=False, weighs=False, corrects=False)
     assert none.keys() == {f"{PREFIX}turn_{part}/k3_kl" for part in TURNS}
 
