@@ -150,9 +150,9 @@ def test_a_format_that_the_correction_holds_back_is_named_first(tmp_path):
 
 
 def test_garbage_of_the_sampler_gets_another_remedy(tmp_path):
-    folder = planted(tmp_path, advantage=0.7, train=0.001, rollout=0.9)
+    folder = planted(tmp_path, advantage=0.7, train=0.002, rollout=0.9)
     page = Page(write(folder, tmp_path / "report.html"))
-    assert "went from 0.9 under the sampler to 0.001, against the advantage" in page.text
+    assert "went from 0.9 under the sampler to 0.002, against the advantage" in page.text
     assert "raise the bound" not in page.text
 
 
