@@ -230,10 +230,15 @@ def test_each_effect_has_a_mark_beside_its_colour_and_its_numbers(tmp_path):
 
 
 def test_long_completions_show_where_they_lost_and_leave_the_page_small(tmp_path):
-    folder = make_dump(tmp_path / "dump", steps=1, rows=16, length=4000, vary=False, spread=0.02, settings=TRUNCATED)
-    rows = read_dump(folder).rows
-    text = write(folder, tmp_path / "report.html")
-    assert len(text) < 1.5e6
-    assert any(not keep for row in rows for keep in row["keep"][100:-100])
-    assert text.count('<del class="gone" title=') > 0
-    assert "tokens …" in text
+    folder = make_dump(tmp_path / "made", steps=1, rows=16, length=4000, vary=False, spread=0.02, settings=TRUNCATED)
+    rows, settings, _ = read_dump(folder)
+    assert len(write(folder, tmp_path / "many.html")) < 1.5e6
+    for row in rows:
+        row["coefficients"] = [1.0] * 4000
+        row["coefficients"][2000], row["mask"][2000] = 0.0, True
+    write_rows(tmp_path / "dump", 1, 0, rows, settings)
+    text = write(tmp_path / "dump", tmp_path / "one.html")
+    assert text.count('<del class="gone" title="2001: p ') >= 5
+    assert 'title="2002: p ' in text
+    assert 'title="1500: p ' not in text
+    assert " tokens …" in text

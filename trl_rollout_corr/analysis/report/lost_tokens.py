@@ -75,7 +75,9 @@ def find_lost(sequences: Sequences, config: RolloutCorrectionConfig | None) -> L
     sign = np.sign(np.nan_to_num(sequences.advantage)).astype(np.int8)[sequences.row]
     without = sequences.counted & (sequences.coefficients == 0)
     bounding = _bounding(config)
-    rejected, at_bound, notes = [], [], _notes(config, bounding)
+    rejected: list[LostTable] = []
+    at_bound: list[LostTable] = []
+    notes = _notes(config, bounding)
     for of_sign, name in SIGNS.items():
         here = sequences.counted & (sign == of_sign)
         rejected += _tables(sequences, f"Rejected, {name} advantage", of_sign, here, here & without)
