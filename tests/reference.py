@@ -248,6 +248,20 @@ def rejection_metrics(sequences, name, bounds, advantages=None, turns=None):
     return metrics
 
 
+def gap_of_rejected(sequences, kept):
+    """`k3_kl` of rejected and of kept tokens. `kept` has a boolean per token."""
+    tokens = [
+        (train - rollout, keep)
+        for row, of_row in zip(sequences, kept, strict=True)
+        for (train, rollout), keep in zip(row, of_row, strict=True)
+    ]
+    gaps = {
+        name: [math.exp(min(d, 60)) - 1 - d for d, keep in tokens if keep == wanted]
+        for name, wanted in (("rejected", False), ("kept", True))
+    }
+    return {f"{name}/k3_kl": statistics.fmean(values) for name, values in gaps.items() if values}
+
+
 def direction_metrics(sequences, advantages):
     """`kl` of the tokens whose advantage has a sign."""
     pairs = list(zip(sequences, advantages, strict=True))

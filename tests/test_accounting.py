@@ -96,6 +96,9 @@ def by_loops(batch: dict[str, torch.Tensor]) -> dict[str, float]:
     metrics = {f"rejected/{group}": rejected / tokens for group, (tokens, rejected, _) in counts.items()}
     metrics |= {f"downweighted/{group}": removed / tokens for group, (tokens, _, removed) in counts.items()}
     metrics |= {f"turn_{part}/k3_kl": sum(gaps) / len(gaps) for part, gaps in of_turns.items()}
+    signs = [f"advantage_{sign}" for sign in ("negative", "zero", "positive")]
+    total = sum(counts[sign][1] for sign in signs)
+    metrics |= {f"of_rejected/{sign}": counts[sign][1] / total for sign in signs}
     return metrics | {f"{name}/reward_mean": sum(rewards) / len(rewards) for name, rewards in whole.items()}
 
 
@@ -131,7 +134,7 @@ def test_a_rule_that_drops_long_answers_with_a_positive_advantage_shows():
 
 def test_what_is_not_asked_for_is_not_reported():
     accounts = account(**random_batch())
-    assert not any("rejected/" in key for key in accounts.finish(rejects=False, weighs=True))
+    assert not any("rejected" in key for key in accounts.finish(rejects=False, weighs=True))
     none = accounts.finish(rejects=False, weighs=False)
     assert none.keys() == {f"{PREFIX}turn_{part}/k3_kl" for part in TURNS}
 

@@ -50,10 +50,11 @@ def reported_keys() -> set[str]:
             rollout_rs_threshold=[threshold_of(name, 2.0) for name in CRITERIA],
         )
         zeros, ones = torch.zeros(2, 1), torch.ones(2, 1)
-        correction = compute_rollout_correction(zeros, zeros, ones, config, advantages=torch.tensor([1.0, -1.0]))
+        train = torch.tensor([[0.0], [-5.0]])  # one token is kept, one rejected
+        correction = compute_rollout_correction(train, zeros, ones, config, advantages=torch.tensor([1.0, -1.0]))
         keys |= {key.removeprefix(PREFIX) for key in correction.metrics()}
     keys |= {key.removeprefix(PREFIX) for key in (*accounted_keys(), ALARMS)}
-    groups = re.compile("^(rejected|downweighted)/(?!reward_mean).*")
+    groups = re.compile("^(rejected|downweighted)/(?!reward_mean|k3_kl).*")
     pattern = re.compile("|".join(sorted(CRITERIA, key=len, reverse=True)))
     parts = re.compile("^(age|turn)_\\w+?/")
     named = {"age": "age_<steps>/", "turn": "turn_<part>/"}
@@ -63,10 +64,11 @@ def reported_keys() -> set[str]:
 
 
 def accounted_keys() -> set[str]:
-    """Keys of two completions, of which one is rejected, that were trained on twice."""
-    keep = torch.tensor([[True, True], [False, False]])
-    turns, gaps = torch.tensor([[1, 2], [1, 1]]), torch.zeros(2, 2)
-    accounts = account(torch.ones_like(keep), keep, keep.float(), torch.ones(2), torch.ones(2), turns, gaps)
+    """Keys of three completions with advantages of every sign, of which one is rejected, that were trained on twice."""
+    keep = torch.tensor([[True, True], [False, False], [True, True]])
+    turns, gaps, signs = torch.tensor([[1, 2], [1, 1], [1, 1]]), torch.zeros(3, 2), torch.tensor([1.0, 0.0, -1.0])
+    accounts = account(torch.ones_like(keep), keep, keep.float(), signs, torch.ones(3), turns, gaps)
+    keep = keep[:2]
     zeros, ones = torch.zeros(1, 1), torch.ones(1, 1)
     statistics = compute_rollout_correction(zeros, zeros, ones, RolloutCorrectionConfig(rollout_is="token")).statistics
     segments = update_gap(torch.zeros(2, 2), torch.zeros(2, 2), keep) | engine_gap(statistics)

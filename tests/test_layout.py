@@ -103,6 +103,8 @@ ORDER = {
     "__main__": [],
 }
 REPORT = [
+    "lost_tokens",
+    "completions",
     "worst_tokens",
     "page",
     "facts",

@@ -146,7 +146,17 @@ def test_a_dump(page, dump):
     assert findings
     for finding in findings:
         assert all(shown(text) in page.text for text in (finding.seen, finding.why, finding.advice))
-    assert {"overview", "findings", "settings", "trends", "distribution", "rejected", "worst"} <= set(page.ids)
+    assert {
+        "overview",
+        "findings",
+        "settings",
+        "trends",
+        "distribution",
+        "rejected",
+        "lost",
+        "completions",
+        "worst",
+    } <= set(page.ids)
     assert page.text.startswith(
         f"Rollout report: dump Rollout report: dump Look into it {shown(findings[0].seen)} Seen in step"
     )
@@ -215,7 +225,7 @@ def test_a_run_alone(dump, tmp_path, undrawn):
     assert "Logged steps1 to 6, 6 logging windows" in page.text
     assert all(shown(finding.seen) in page.text for finding in examine(logs))
     assert "trends" in page.ids
-    assert not {"distribution", "worst"} & set(page.ids)
+    assert not {"distribution", "lost", "completions", "worst"} & set(page.ids)
     assert "rollout_dump_dir" in page.text
     rows = page.table("Percentiles of d")
     expected = [entry["rollout_corr/log_ratio_p1"] for entry in logs]

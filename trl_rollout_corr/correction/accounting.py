@@ -21,6 +21,7 @@ from .sums import Applied, SegmentedSums
 BUCKETS = (1, 16, 64, 256, 1024, 4096, 16384)
 _OCTAVES = tuple(2**i for i in range(15))
 SIGNS = ("negative", "zero", "positive")
+_BY_SIGN = tuple(f"advantage_{sign}" for sign in SIGNS)
 # Turns of an agent: the first, the last of several, those between them; and the first two tokens of each turn but the first,
 # which stand behind the answer of a tool
 TURNS = ("first", "middle", "last", "start")
@@ -53,6 +54,9 @@ class Accounts(SegmentedSums):
             metrics |= {f"rejected/{name}": sums["rejected"] / sums["tokens"] for name, sums in groups.items()}
             rewards = {name: (s[f"{name}/reward"], s[f"{name}/rows"]) for name in ("kept", "rejected")}
             metrics |= {f"{name}/reward_mean": total / rows for name, (total, rows) in rewards.items() if rows}
+            by_sign = {sign: groups[sign]["rejected"] for sign in _BY_SIGN if sign in groups}
+            n_rejected = math.fsum(by_sign.values())
+            metrics |= {f"of_rejected/{sign}": n / n_rejected for sign, n in by_sign.items() if n_rejected}
         if applied.weighs:
             metrics |= {f"downweighted/{name}": sums["removed"] / sums["tokens"] for name, sums in groups.items()}
         for turn in TURNS if s["turn/last/tokens"] else ():
@@ -168,8 +172,8 @@ def _groups(s: Mapping[str, float]) -> dict[str, dict[str, float]]:
         bucket = f"{low}_{high - 1}" if high < math.inf else f"{low}_or_more"
         octaves = [octave for octave in _OCTAVES if low <= octave < high]
         groups[f"length_{bucket}"] = _total(s, [f"cell/{octave}/{sign}" for octave in octaves for sign in SIGNS])
-    for sign in SIGNS:
-        groups[f"advantage_{sign}"] = _total(s, [f"cell/{octave}/{sign}" for octave in _OCTAVES])
+    for name, sign in zip(_BY_SIGN, SIGNS, strict=True):
+        groups[name] = _total(s, [f"cell/{octave}/{sign}" for octave in _OCTAVES])
     if s["turn/last/tokens"]:  # with one turn the group is the whole batch
         groups |= {f"turn_{turn}": _total(s, [f"turn/{turn}"]) for turn in TURNS}
     return groups | _long_and_positive(s)

@@ -6,6 +6,8 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import pandas as pd
 
+from .completions import Completions
+from .lost_tokens import Lost
 from .worst_tokens import Worst
 
 
@@ -85,10 +87,15 @@ class Section(NamedTuple):
     charts: Sequence[Chart] = ()
     table: pd.DataFrame | None = None
     worst: Worst | None = None
+    lost: Lost | None = None
+    completions: Completions | None = None
 
 
 class Banner(NamedTuple):
-    """The state of a run in a word and in a sentence, its main numbers, facts (labels and values), and damaged parts."""
+    """
+    The state of a run in a word and in a sentence, its main numbers, facts (labels and values), damaged parts, and a sentence
+    about texts that account for most rejections.
+    """
 
     title: str
     level: str  # "critical", "warning", "healthy", or "unknown" without metrics
@@ -97,6 +104,7 @@ class Banner(NamedTuple):
     numbers: Sequence[Card]
     about: Sequence[tuple[str, str]]
     damage: Sequence[str]
+    spot: str = ""
 
 
 class Page(NamedTuple):
