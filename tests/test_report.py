@@ -80,11 +80,11 @@ class Page(HTMLParser):
         self._role = attrs.get("role")
         if tag == "table":
             number = len(self.charts) - 1
-            self.tables[number if number not in self.tables else 1000 + len(self.tables)] = []
+            self._rows = self.tables[number if number not in self.tables else 1000 + len(self.tables)] = []
         if tag == "tr" and self.tables:
-            self.tables[max(self.tables)].append([])
+            self._rows.append([])
         if tag in ("td", "th"):
-            self.tables[max(self.tables)][-1].append("")
+            self._rows[-1].append("")
 
     def handle_endtag(self, tag):
         if tag in self._open:
@@ -96,7 +96,7 @@ class Page(HTMLParser):
             return
         self.words.append(data)
         if self._open and self._open[-1] in ("td", "th"):
-            self.tables[max(self.tables)][-1][-1] += data
+            self._rows[-1][-1] += data
 
     def table(self, alt: str) -> list[list[str]]:
         """Rows of the table below the chart of this title."""

@@ -64,7 +64,7 @@ def choose_completions(sequences: Sequences) -> Completions:
     """
     factor = np.nan_to_num(sequences.coefficients)
     removed = sequences.sums(np.where(sequences.mask, np.clip(1.0 - factor, 0.0, None), 0.0))
-    removed *= np.abs(np.nan_to_num(sequences.advantage))
+    removed = removed * np.abs(np.nan_to_num(sequences.advantage))
     most = np.argsort(-removed, kind="stable")[:_LOST_MOST]
     most = most[removed[most] > 0]
     others = sequences.represents & (sequences.sums(sequences.mask) > 0)
