@@ -23,7 +23,7 @@ export VLLM_ENABLE_V1_MULTIPROCESSING ?= 0
 # Of the tests. They take a file at a time, in order: the distributed tests, which take longest, come first.
 PROCESSES ?= 2
 
-.PHONY: setup quickstart sample arena test test-slow test-trl test-trl-all lint format docs clean
+.PHONY: setup quickstart sample arena gpu-proof test test-slow test-trl test-trl-all lint format docs clean
 
 setup: $(STAMP)
 
@@ -66,6 +66,12 @@ sample: $(STAMP)
 # Every way to correct on many tasks and samplers. Goes on where it was interrupted
 arena: $(STAMP)
 	$(BIN)/python benchmarks/arena/run.py $(ARGS)
+
+# Everything on a GPU, with the packages of `pip install ".[vllm,report,peft]"`: those of `make setup` are for CPUs, as is what is
+# exported above
+gpu-proof:
+	env -u OMP_NUM_THREADS -u VLLM_CPU_KVCACHE_SPACE -u VLLM_ENABLE_V1_MULTIPROCESSING \
+	    $(PYTHON) benchmarks/gpu/run.py $(ARGS)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow" -n $(PROCESSES) --dist loadfile --no-loadscope-reorder $(ARGS)

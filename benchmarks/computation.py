@@ -59,6 +59,7 @@ def make_batch(shape: str, device: str) -> tuple[torch.Tensor, torch.Tensor, tor
 
 
 def contestants(batch: tuple, case: dict, verl) -> dict[str, Callable]:
+    """What is timed, by name. `verl` is the module of verl's helper, or `None` to do without."""
     train, rollout, mask = batch
     config = RolloutCorrectionConfig(**case)
     generator = torch.Generator().manual_seed(1)
@@ -78,12 +79,8 @@ def contestants(batch: tuple, case: dict, verl) -> dict[str, Callable]:
     def read():
         return train.sum(), rollout.sum(), mask.sum()
 
-    return {
-        "read": read,
-        "ours": ours,
-        "accounted": accounted,
-        "verl": theirs,
-    }
+    found = {"read": read, "ours": ours, "accounted": accounted}
+    return found if verl is None else {**found, "verl": theirs}
 
 
 def seconds(function: Callable, device: str) -> float:
@@ -183,14 +180,15 @@ def measure(shape: str, case: str, device: str, rounds: int, verl) -> dict:
     batch = make_batch(shape, device)
     functions = contestants(batch, CASES[case], verl)
     times = interleaved(functions, device, rounds)
+    compared = [name for name in ("ours", "verl") if name in functions]
     return {
         "shape": shape,
         "case": case,
         **{f"{name}_ms": 1000 * value for name, value in times.items()},
-        "verl_over_ours": times["verl"] / times["ours"],
+        **({"verl_over_ours": times["verl"] / times["ours"]} if "verl" in times else {}),
         "ours_over_read": times["ours"] / times["read"],
-        **{f"{name}_host_reads": host_reads(functions[name]) for name in ("ours", "verl")},
-        **{f"{name}_peak_tensors": peak_tensors(functions[name], batch[0].shape, device) for name in ("ours", "verl")},
+        **{f"{name}_host_reads": host_reads(functions[name]) for name in compared},
+        **{f"{name}_peak_tensors": peak_tensors(functions[name], batch[0].shape, device) for name in compared},
     }
 
 

@@ -25,7 +25,7 @@ from torch.multiprocessing import spawn
 
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
 from trl_rollout_corr.correction.accounting import account
-from trl_rollout_corr.correction.age import Staleness, count_ages, count_lags, engine_gap
+from trl_rollout_corr.correction.age import Staleness, count_ages, engine_gap
 from trl_rollout_corr.correction.sums import Sums
 from trl_rollout_corr.trainers.observer import LoggingWindow
 
@@ -53,7 +53,7 @@ def sums_of_a_batch(fields: dict, seed: int) -> list[Sums]:
     return [
         correction.statistics,
         accounts,
-        Staleness.of(count_lags(ones) | count_ages(ones) | engine_gap(correction.statistics)),
+        Staleness.of(count_ages(ones) | engine_gap(correction.statistics)),
     ]
 
 
@@ -73,7 +73,7 @@ def work(rank: int, ranks: int, port: int, rounds: int, path: str):
                 window.add(part)
             accelerator.wait_for_everyone()
             start = time.perf_counter()
-            gathered = window.close()
+            gathered = window.close(step=0)
             middle = time.perf_counter()
             for part in gathered:
                 part.finish()

@@ -10,7 +10,7 @@ from datetime import timedelta
 from multiprocessing import active_children, get_context, parent_process
 from multiprocessing.synchronize import Lock
 from pathlib import Path
-from signal import SIG_IGN, SIGINT, signal
+from signal import SIG_IGN, SIGINT, SIGKILL, signal
 from socket import socket
 from threading import Thread
 from traceback import print_exception
@@ -62,6 +62,12 @@ def free_port() -> int:
 def leave_with_parent():
     parent_process().join()
     os._exit(1)
+
+
+def end_with_parent():
+    """Wait until standard input, a pipe to the parent, closes, and end this process and those that it started."""
+    os.read(0, 1)
+    os.killpg(0, SIGKILL)
 
 
 def train_all(

@@ -7,12 +7,14 @@ A training step with a real vLLM: TRL without correction, TRL with its own, and 
 
 A model of random weights, or the pretrained one of `examples/smollm2.py`, writes completions that always have the full
 length, so that everyone does the same work. The contestants train a few steps each, in turns, in one process with one vLLM
-engine; medians and ratios to TRL without correction are printed, in total and for what is not sampling: seconds of CPU time,
-or on a GPU of wall clock. With `--memory` each contestant has a process of its own, and the ratio is that of the peak memory.
+engine; medians and ratios to TRL without correction are printed, in total and for what is not sampling, in seconds of CPU
+time. With `--memory` each contestant has a process of its own, and the ratio is that of the peak memory. On a GPU,
+`benchmarks/gpu/run.py` measures the same contestants.
 """
 
 import argparse
 import functools
+import gc
 import json
 import os
 import resource
@@ -21,7 +23,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 
 # A small key-value cache, and vLLM's engine in this process. Read when vLLM is imported.
@@ -35,6 +39,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import torch
 import transformers
 import vllm
+from datasets import Dataset
 from sorting import make_prompts, make_tokenizer
 from tables import MEMORY, STEP, markdown
 from transformers import PrinterCallback, Qwen2Config, Qwen2ForCausalLM, TrainerCallback
@@ -104,69 +109,83 @@ def make_model(folder: Path, hidden: int, layers: int) -> tuple[Path, str]:
     return folder, f"{sum(p.numel() for p in model.parameters()) / 1e6:.0f}M parameters"
 
 
-# A CPU may have other things to do: the time that this process was given. A GPU has not
-seconds = time.perf_counter if torch.cuda.device_count() else time.process_time
-
-
-def share_one_engine():
-    """All trainers of this process use the engine that the first one starts."""
-    vllm_generation.LLM = functools.cache(functools.partial(vllm.LLM, dtype="float32", enforce_eager=True))
+def share_one_engine(**engine):
+    """All trainers of this process use the engine that the first one starts, with these arguments beside TRL's."""
+    options = {"dtype": "float32", "enforce_eager": True, **engine}
+    vllm_generation.LLM = functools.cache(functools.partial(vllm.LLM, **options))
 
 
 class Stopwatch(TrainerCallback):
-    """Seconds of each step, and of the sampling in it."""
+    """
+    Seconds of each step, and of the sampling in it.
 
-    def __init__(self):
+    Args:
+        seconds (`Callable[[], float]`, *optional*, defaults to `time.process_time`):
+            The clock. A CPU may have other things to do: by default it is the time that this process was given.
+    """
+
+    def __init__(self, seconds: Callable[[], float] = time.process_time):
         self.steps, self.sampling, self.start, self.sampled = [], [], 0.0, 0.0
+        self.seconds = seconds
 
     def watch(self, generation):
         generate = generation.generate
 
         @functools.wraps(generate)
         def timed(*args, **kwargs):
-            start = seconds()
+            start = self.seconds()
             output = generate(*args, **kwargs)
-            self.sampled += seconds() - start
+            self.sampled += self.seconds() - start
             return output
 
         generation.generate = timed
 
     def on_step_begin(self, args, state, control, **kwargs):
-        self.start, self.sampled = seconds(), 0.0
+        self.start, self.sampled = self.seconds(), 0.0
 
     def on_step_end(self, args, state, control, **kwargs):
-        self.steps.append(seconds() - self.start)
+        self.steps.append(self.seconds() - self.start)
         self.sampling.append(self.sampled)
 
 
-def build(name: str, model: Path, completion_length: int, batch_size: int, steps: int):
+def build(
+    name: str,
+    model: Path,
+    completion_length: int,
+    batch_size: int,
+    steps: int,
+    *,
+    seconds: Callable[[], float] = time.process_time,
+    dataset: Dataset | None = None,
+    **others: Any,
+):
+    """A trainer of a contestant and its stopwatch. `others` are fields of the configuration."""
     trainer_class, config_class, fields = CONTESTANTS[name]
-    watch = Stopwatch()
+    watch = Stopwatch(seconds)
+    settings = {
+        "use_cpu": True,
+        "bf16": False,
+        "use_vllm": True,
+        "vllm_mode": "colocate",
+        "vllm_max_model_length": completion_length + 32,
+        "vllm_gpu_memory_utilization": 0.3,
+        "max_completion_length": completion_length,
+        "generation_kwargs": {"ignore_eos": True, "detokenize": False},
+        "per_device_train_batch_size": batch_size,
+        "num_generations": 8,
+        "gradient_accumulation_steps": 1,
+        "max_steps": steps,
+        "learning_rate": 1e-6,
+        "logging_steps": 1,
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
     trainer = trainer_class(
         model=str(model),
         reward_funcs=lambda completion_ids, **kwargs: [float(sum(ids) % 7) for ids in completion_ids],
-        args=config_class(
-            tempfile.gettempdir(),
-            use_cpu=torch.cuda.device_count() == 0,
-            bf16=False,
-            use_vllm=True,
-            vllm_mode="colocate",
-            vllm_max_model_length=completion_length + 32,
-            vllm_gpu_memory_utilization=0.3,
-            max_completion_length=completion_length,
-            generation_kwargs={"ignore_eos": True, "detokenize": False},
-            per_device_train_batch_size=batch_size,
-            num_generations=8,
-            gradient_accumulation_steps=1,
-            max_steps=steps,
-            learning_rate=1e-6,
-            logging_steps=1,
-            report_to=[],
-            save_strategy="no",
-            disable_tqdm=True,
-            **fields,
-        ),
-        train_dataset=make_prompts(256, seed=0),
+        args=config_class(tempfile.gettempdir(), **{**settings, **fields, **others}),
+        train_dataset=dataset or make_prompts(256, seed=0),
         callbacks=[watch],
     )
     trainer.remove_callback(PrinterCallback)
@@ -175,18 +194,28 @@ def build(name: str, model: Path, completion_length: int, batch_size: int, steps
     return trainer, watch
 
 
-def interleaved(names: list[str], model: Path, args: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
-    """Seconds of every step but the first of each turn, per contestant."""
-    share_one_engine()
+def interleaved(
+    names: list[str], model: Path, length: int, batch_size: int, steps: int, rounds: int, **others: Any
+) -> dict[str, dict[str, list[float]]]:
+    """
+    Seconds of every step but the first of each turn, per contestant, in total and without sampling; on a GPU also the peak of
+    its memory in each turn, in GiB. `others` are those of [`build`].
+    """
     times = {name: {"step": [], "training": []} for name in names}
-    for round_ in range(args.rounds):
+    for round_ in range(rounds):
         for name in names[round_ % len(names) :] + names[: round_ % len(names)]:
-            trainer, watch = build(name, model, args.completion_length, args.batch_size, args.steps + 1)
+            trainer, watch = build(name, model, length, batch_size, steps + 1, **others)
+            if trainer.accelerator.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
             trainer.train()
             times[name]["step"] += watch.steps[1:]
             pairs = zip(watch.steps[1:], watch.sampling[1:], strict=True)
             times[name]["training"] += [step - sampling for step, sampling in pairs]
-        print(f"round {round_ + 1} of {args.rounds} done", flush=True)
+            if trainer.accelerator.device.type == "cuda":
+                times[name].setdefault("peak", []).append(torch.cuda.max_memory_allocated() / 2**30)
+            del trainer, watch  # they refer to each other, and to the weights
+            gc.collect()
+        print(f"round {round_ + 1} of {rounds} done", flush=True)
     return times
 
 
@@ -255,7 +284,9 @@ def main():
                 for name, peak in peaks.items()
             ]
         else:
-            rows = rows_of_times(interleaved(names, folder, args))
+            share_one_engine()
+            turns = (args.completion_length, args.batch_size, args.steps, args.rounds)
+            rows = rows_of_times(interleaved(names, folder, *turns))
     print(markdown(rows, MEMORY if args.memory else STEP))
     if args.output:
         setting = {

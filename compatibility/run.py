@@ -154,9 +154,7 @@ def first_reason(text: str) -> str:
 
 
 def resolve_for_gpu(trl: str, newest: str) -> dict[str, str]:
-    """Packages that `pip install trl[vllm]` would install on Linux with CUDA, from metadata alone. Empty without uv."""
-    if not UV:
-        return {}
+    """Packages that `pip install trl[vllm]` would install on Linux with CUDA, from metadata alone. Needs uv."""
     for vllm in (f"vllm=={newest}", "vllm"):
         try:
             output = run(
@@ -236,9 +234,14 @@ def main() -> int:
         "versions": versions,
         "remarks": remarks,
         "groups": groups,
-        "gpu": {} if args.extra else resolve_for_gpu(args.trl, allowed_vllm(environment)[1]),
+        "gpu": {},
     }
-    (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    path = RESULTS / f"{name}.json"
+    if UV and not args.extra:
+        result["gpu"] = resolve_for_gpu(args.trl, allowed_vllm(environment)[1])
+    elif path.exists():
+        result["gpu"] = json.loads(path.read_text())["gpu"]
+    path.write_text(json.dumps(result, indent=1) + "\n")
     write_table(ROOT)
     failed = sum(outcomes.get("failed", 0) for outcomes in groups.values())
     return 1 if failed or not groups else 0

@@ -11,12 +11,12 @@ LONGEST = 6  # tokens of a completion: a space, three digits, a newline, and one
 HELD_OUT, HELD_OUT_SEED = 256, 10**6
 
 
-def problems(n: int, seed: int) -> list[tuple[str, str]]:
-    """Prompts with a solved sum before the sum in question, and the answers. Half of the sums have one digit."""
+def problems(n: int, seed: int, limit: int = 100) -> list[tuple[str, str]]:
+    """Prompts with a solved sum before the sum in question, and the answers. Numbers are below 10, or below `limit`."""
     dice = random.Random(f"sums {seed}")
 
     def line() -> tuple[str, str]:
-        low, high = (0, 10) if dice.random() < 0.5 else (10, 100)
+        low, high = (0, 10) if dice.random() < 0.5 else (10, limit)
         a, b = dice.randrange(low, high), dice.randrange(low, high)
         return f"{a} + {b} =", f"{a + b}"
 
@@ -57,11 +57,11 @@ def accuracy(model: Any, tokenizer: Any, held_out: list[tuple[str, str]], rows: 
         part = held_out[first : first + rows]
         lengths = torch.tensor([len(tokenizer(f" {answer}\n").input_ids) for _, answer in part])
         batch = tokenizer([f"{text} {answer}\n" for text, answer in part], return_tensors="pt", padding=True)
-        width = int(lengths.max())
-        with torch.autocast("cpu", torch.bfloat16):
+        batch, lengths, width = batch.to(model.device), lengths.to(model.device), int(lengths.max())
+        with torch.autocast(model.device.type, torch.bfloat16):
             logits = model(**batch, logits_to_keep=width + 1).logits[:, :-1].float()
         logps = logits.log_softmax(-1).gather(-1, batch["input_ids"][:, -width:, None])[..., 0]
-        of_prompt = torch.arange(width) < width - lengths[:, None]
+        of_prompt = torch.arange(width, device=model.device) < width - lengths[:, None]
         total += float(logps.masked_fill(of_prompt, 0).sum(-1).exp().sum())
     model.train(was_training)
     return total / len(held_out)

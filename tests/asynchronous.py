@@ -15,6 +15,7 @@ import numpy as np
 import trl_rollout_corr
 from tests.tiny import PROMPTS, StaleSampler, prompts
 from tests.training import PLAIN
+from trl_rollout_corr.messages import notify
 
 
 class WeightsStay:
@@ -163,12 +164,13 @@ def build_theirs(model, folder, worker=None, **more):
 
 
 class Flood:
-    """Loop of TRL's rollout worker that puts more into its queue than a pipe holds, and waits until it is stopped."""
+    """Loop of TRL's rollout worker that warns, puts more into its queue than a pipe holds, and waits until it is stopped."""
 
     def __init__(self, rollout_buffer, **kwargs):
         self.buffer, self._loop, self._stop_event = rollout_buffer, asyncio.new_event_loop(), asyncio.Event()
 
     def run(self):
+        notify("a warning of the worker")
         for _ in range(32):
             self.buffer.put(bytes(10_000))
         self._loop.run_until_complete(self._stop_event.wait())

@@ -248,6 +248,20 @@ def rejection_metrics(sequences, name, bounds, advantages=None, turns=None):
     return metrics
 
 
+def gap_of_rejected(sequences, kept):
+    """`k3_kl` of rejected and of kept tokens. `kept` has a boolean per token."""
+    tokens = [
+        (train - rollout, keep)
+        for row, of_row in zip(sequences, kept, strict=True)
+        for (train, rollout), keep in zip(row, of_row, strict=True)
+    ]
+    gaps = {
+        name: [math.exp(min(d, 60)) - 1 - d for d, keep in tokens if keep == wanted]
+        for name, wanted in (("rejected", False), ("kept", True))
+    }
+    return {f"{name}/k3_kl": statistics.fmean(values) for name, values in gaps.items() if values}
+
+
 def direction_metrics(sequences, advantages):
     """`kl` of the tokens whose advantage has a sign."""
     pairs = list(zip(sequences, advantages, strict=True))
@@ -266,40 +280,23 @@ def percentile(values, percent):
 AGE_BINS = {"0": (0, 0), "1": (1, 1), "2_3": (2, 3), "4_7": (4, 7), "8_15": (8, 15), "16_or_more": (16, math.inf)}
 
 
-def age_metrics(sequences, ages, keeps, coefficients, rewards):
-    """Metrics by age of each token, `ages` of each sequence, and the line through the squared log-ratios."""
+def age_metrics(sequences, ages, keeps):
+    """Metrics by age of each token, `ages` of each sequence."""
     metrics, total = {}, sum(map(len, sequences))
     tokens = [
-        (age, train - rollout, kept, c)
-        for of_row in zip(ages, sequences, keeps, coefficients, strict=True)
-        for age, (train, rollout), kept, c in zip(*of_row, strict=True)
+        (age, train - rollout, kept)
+        for of_row in zip(ages, sequences, keeps, strict=True)
+        for age, (train, rollout), kept in zip(*of_row, strict=True)
     ]
     for name, (first, last) in AGE_BINS.items():
         here = [token for token in tokens if first <= token[0] <= last]
-        begun = [i for i, of_row in enumerate(ages) if first <= of_row[0] <= last]
-        if begun:
-            metrics[f"age_{name}/length_mean"] = statistics.fmean(len(sequences[i]) for i in begun)
-            metrics[f"age_{name}/reward_mean"] = statistics.fmean(rewards[i] for i in begun)
         if not here:
             continue
-        _, d, kept, c = zip(*here, strict=True)
-        metrics |= {
-            f"age_{name}/{key}": value
-            for key, value in {
-                "token_share": len(d) / total,
-                "kl": -statistics.fmean(d),
-                "k3_kl": statistics.fmean(math.exp(x) - 1 - x for x in d),
-                "rejected": 1 - sum(kept) / len(kept),
-                "effective_lr": statistics.fmean(c),
-                "eff_sample_size": sum(c) ** 2 / len(c) / sum(x**2 for x in c) if any(c) else 0.0,
-            }.items()
-        }
-    points = [(age, d**2) for age, d, _, _ in tokens]
-    slope, intercept = statistics.linear_regression(*zip(*points, strict=True))
-    mean_age = statistics.fmean(age for age, _ in points)
-    return metrics | {
-        "engine_k2_kl": intercept / 2, "drift_k2_kl": slope * mean_age / 2, "drift_k2_kl_per_step": slope / 2
-    }  # fmt: skip
+        _, d, kept = zip(*here, strict=True)
+        metrics[f"age_{name}/token_share"] = len(d) / total
+        metrics[f"age_{name}/k3_kl"] = statistics.fmean(math.exp(x) - 1 - x for x in d)
+        metrics[f"age_{name}/rejected"] = 1 - sum(kept) / len(kept)
+    return metrics
 
 
 # Closed forms of `docs/theory.md`, for weights whose logarithm is normal with variance `v` and mean `-v / 2`

@@ -12,7 +12,7 @@ from tests.launching import ROOT
 from tests.tiny import StaleSampler, prompts
 from tests.training import TRAINERS, BrokenSampler, build, config_fields, losses, micro_batches, window
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
-from trl_rollout_corr.correction.accounting import BUCKETS, REWARDS, TURNS, account
+from trl_rollout_corr.correction.accounting import BUCKETS, TURNS, account
 from trl_rollout_corr.correction.age import Staleness, count_ages, update_gap
 from trl_rollout_corr.correction.functional import turns_of
 from trl_rollout_corr.messages import PREFIX
@@ -59,11 +59,6 @@ def bucket_name(value: int) -> str:
     return f"{low}_{BUCKETS[index + 1] - 1}" if index + 1 < len(BUCKETS) else f"{low}_or_more"
 
 
-def reward_name(reward: float) -> str:
-    names = ["below_0", "0_to_0.25", "0.25_to_0.5", "0.5_to_0.75", "0.75_to_1", "1_or_more"]
-    return names[max(i for i, low in enumerate(REWARDS) if reward >= low)]
-
-
 def by_loops(batch: dict[str, torch.Tensor]) -> dict[str, float]:
     """The same shares, token by token."""
     rows = {name: tensor.tolist() for name, tensor in batch.items()}
@@ -82,7 +77,6 @@ def by_loops(batch: dict[str, torch.Tensor]) -> dict[str, float]:
             keep, coefficient = rows["keep"][i][t], rows["coefficients"][i][t]
             groups = [
                 f"length_{bucket_name(length)}",
-                f"position_{bucket_name(t + 1)}",
                 f"advantage_{'positive' if advantage > 0 else 'negative' if advantage < 0 else 'zero'}",
                 "long_positive" if long_positive else "others",
             ]
@@ -91,10 +85,8 @@ def by_loops(batch: dict[str, torch.Tensor]) -> dict[str, float]:
             parts += ["start"] if turns[t] > 1 and turns[max(t - 2, 0)] < turns[t] else []
             d = rows["log_ratio"][i][t]
             for part in parts:
-                of_turns.setdefault(part, []).append((math.exp(d) - 1 - d, coefficient))
+                of_turns.setdefault(part, []).append(math.exp(d) - 1 - d)
             groups += [f"turn_{part}" for part in parts]
-            if not math.isnan(reward):
-                groups.append(f"reward_{reward_name(reward)}")
             for group in groups:
                 tokens, rejected, removed = counts.get(group, (0, 0, 0.0))
                 removed += max(0.0, 1 - coefficient) if keep else 0.0
@@ -103,10 +95,10 @@ def by_loops(batch: dict[str, torch.Tensor]) -> dict[str, float]:
             whole["kept" if any(rows["keep"][i]) else "rejected"].append(reward)
     metrics = {f"rejected/{group}": rejected / tokens for group, (tokens, rejected, _) in counts.items()}
     metrics |= {f"downweighted/{group}": removed / tokens for group, (tokens, _, removed) in counts.items()}
-    for part, pairs in of_turns.items():
-        k3, c = zip(*pairs, strict=True)
-        metrics[f"turn_{part}/k3_kl"] = sum(k3) / len(k3)
-        metrics[f"turn_{part}/eff_sample_size"] = sum(c) ** 2 / len(c) / sum(x**2 for x in c)
+    metrics |= {f"turn_{part}/k3_kl": sum(gaps) / len(gaps) for part, gaps in of_turns.items()}
+    signs = [f"advantage_{sign}" for sign in ("negative", "zero", "positive")]
+    total = sum(counts[sign][1] for sign in signs)
+    metrics |= {f"of_rejected/{sign}": counts[sign][1] / total for sign in signs}
     return metrics | {f"{name}/reward_mean": sum(rewards) / len(rewards) for name, rewards in whole.items()}
 
 
@@ -116,7 +108,7 @@ def test_shares_are_those_of_a_loop_over_tokens(seed):
     found, expected = finish(account(**batch)), by_loops(batch)
     assert found == pytest.approx(expected, rel=1e-5, abs=1e-7)
     assert 0 < expected["rejected/long_positive"] < 1
-    assert len({expected[f"turn_{part}/{of}"] for part in TURNS for of in ("k3_kl", "eff_sample_size")}) == 8
+    assert len({expected[f"turn_{part}/k3_kl"] for part in TURNS}) == 4
 
 
 def test_shares_do_not_depend_on_how_a_batch_is_split():
@@ -142,8 +134,8 @@ def test_a_rule_that_drops_long_answers_with_a_positive_advantage_shows():
 
 def test_what_is_not_asked_for_is_not_reported():
     accounts = account(**random_batch())
-    assert not any("rejected/" in key for key in accounts.finish(rejects=False, weighs=True))
-    none = accounts.finish(rejects=False, weighs=False, corrects=False)
+    assert not any("rejected" in key for key in accounts.finish(rejects=False, weighs=True))
+    none = accounts.finish(rejects=False, weighs=False)
     assert none.keys() == {f"{PREFIX}turn_{part}/k3_kl" for part in TURNS}
 
 
@@ -264,7 +256,6 @@ def test_optimizer_steps_since_the_sampling_weights_are_counted(make, schedule):
     losses(trainer)
     found = [(entry["staleness_mean"], entry["staleness_max"]) for entry in entries(trainer)]
     assert found == SCHEDULED[schedule]
-    assert {entry["sampler_lag"] for entry in entries(trainer) if "sampler_lag" in entry} == {0.0}
 
 
 def test_a_sampler_that_is_behind(make):
@@ -277,7 +268,6 @@ def test_a_sampler_that_is_behind(make):
 
     trainer.rollout_func = two_behind
     losses(trainer)
-    assert [entry["sampler_lag"] for entry in entries(trainer)] == [0, 1, 2, 2, 2]
     assert [entry["staleness_max"] for entry in entries(trainer)] == [0, 1, 2, 2, 2]
 
 
@@ -304,7 +294,7 @@ def test_samples_that_are_used_again_are_corrected(tiny_model_path, tmp_path):
 def test_nothing_is_claimed_about_unknown_weights(make):
     trainer = make(rollout_correction="disabled")
     losses(trainer)
-    assert not any("staleness_mean" in entry or "sampler_lag" in entry for entry in entries(trainer))
+    assert not any("staleness_mean" in entry for entry in entries(trainer))
 
 
 @pytest.mark.parametrize("mode", ["decoupled", "bypass, reinforce"])
@@ -391,7 +381,6 @@ def test_weights_that_are_pushed_to_vllm_are_those_of_that_step(shared_engine, t
     trainer = build(trainer_class, config_class, tiny_model_path, tmp_path, **{**fields, "output_dir": str(tmp_path)})
     losses(trainer)
     assert [entry["staleness_mean"] for entry in entries(trainer)] == [0, 1, 0, 1]
-    assert [entry["sampler_lag"] for entry in entries(trainer) if "sampler_lag" in entry] == [0, 0]
 
 
 def test_a_run_logs_the_divergence_by_sign_of_the_advantage(make, tmp_path):

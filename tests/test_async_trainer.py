@@ -36,7 +36,7 @@ from trl_rollout_corr.asynchronous.placeholders import Placeholder
 from trl_rollout_corr.asynchronous.tree_attention import register_tree_attention, visible_tokens
 from trl_rollout_corr.asynchronous.trl_parts import TREE_ATTENTION, AsyncGRPOTrainer, AsyncRolloutWorker, TreeRow
 from trl_rollout_corr.correction.accounting import Accounts, account
-from trl_rollout_corr.correction.age import ByAge, by_age
+from trl_rollout_corr.correction.age import ByAge
 from trl_rollout_corr.messages import PREFIX
 from trl_rollout_corr.trainers.base import CorrectionCore
 from trl_rollout_corr.trainers.monitor import ALARMS
@@ -319,38 +319,28 @@ def test_metrics_by_age_are_those_of_loops(make, pushes):
     batch, samples = micro_batch(trainer)
     trainer.compute_loss(trainer.model, batch)
     model = load_model(trainer.model.config._name_or_path)
-    sequences, ages, rewards = [], [], []
+    sequences, ages = [], []
     for sample in samples:
         with torch.no_grad():
             logps = unpacked_logps(model, sample).tolist()
         sequences.append(list(zip(logps, rollout_logps(sample).tolist(), strict=True)))
         versions = sample.versions[sample.completion_mask != 0] if change else [sample.model_version] * len(logps)
         ages.append([3 - version for version in versions])
-        rewards.append(sample.metrics["reward"])
-    keeps = reference.keeps(sequences, "token_k2", 0.03)
-    weights = reference.weights(sequences, "token", None, 2.0)
-    coefficients = [[k * w for k, w in zip(*rows, strict=True)] for rows in zip(keeps, weights, strict=True)]
-    expected = reference.age_metrics(sequences, ages, keeps, coefficients, rewards)
+    assert not change or any(of_row[0] > of_row[-1] for of_row in ages) == bool(pushes)
+    expected = reference.age_metrics(sequences, ages, reference.keeps(sequences, "token_k2", 0.03))
     assert len({key.split("/")[0] for key in expected if "/" in key}) == 3
     found = window(trainer, ByAge).finish()
     counted = ("trained/", "stale_dropped/")
     found = {key: value for key, value in found.items() if not key.removeprefix(PREFIX).startswith(counted)}
-    if change:
-        gaps = [t - r for of_row, row in zip(ages, sequences, strict=True) if of_row[0] > of_row[-1] for t, r in row]
-        expected["spans_push/fraction"] = np.mean([of_row[0] > of_row[-1] for of_row in ages])
-        assert (expected["spans_push/fraction"] > 0) == bool(pushes)
-        if gaps:
-            expected["spans_push/k3_kl"] = np.mean([math.exp(d) - 1 - d for d in gaps])
     assert_same_metrics(found, {PREFIX + key: value for key, value in expected.items()})
 
 
 def test_versions_of_tokens_that_are_all_the_same_change_nothing(make):
-    """Bit for bit, beside the one metric that they add."""
+    """Bit for bit."""
     runs = [
         make({"lags": (0, 1, 3), "change": change}, max_steps=4) for change in (None, partial(with_versions, pushes=0))
     ]
     plain, versioned = [window_of_all_logs(run) for run in runs]
-    assert [entry.pop(f"{PREFIX}spans_push/fraction", None) for entry in versioned] == [0.0] * 4
     assert plain == versioned
 
 
@@ -362,27 +352,12 @@ def test_versions_that_cannot_be_are_as_good_as_none(make, pushes):
         for change in (None, partial(with_versions, pushes=pushes))
     ]
     plain, versioned = [window_of_all_logs(run) for run in runs]
-    assert [entry.pop(f"{PREFIX}spans_push/fraction", None) for entry in versioned] == [0.0] * 4
     assert plain == versioned
 
 
 def window_of_all_logs(trainer):
     trainer.train()
     return [{k: v for k, v in entry.items() if k.startswith(PREFIX)} for entry in trainer.state.log_history[:-1]]
-
-
-@pytest.mark.parametrize(("engine", "drift"), [(0.01, 0.0), (0.0, 0.02), (0.03, 0.01)])
-def test_the_regression_separates_engine_and_drift(engine, drift):
-    """Squares that grow linearly with age by construction."""
-    ages = torch.tensor([0.0, 1.0, 2.0, 5.0, math.nan])
-    squares = engine + drift * ages.nan_to_num(100.0)
-    d = squares.sqrt()[:, None].expand(5, 4)
-    on = torch.ones(5, 4, dtype=torch.bool)
-    sums = ByAge.of(by_age(d, torch.zeros(5, 4), on, on, on.float(), torch.zeros(5), ages))
-    metrics = sums.finish(rejects=False, corrects=False)
-    assert metrics[f"{PREFIX}engine_k2_kl"] == pytest.approx(engine / 2, abs=1e-7)
-    assert metrics[f"{PREFIX}drift_k2_kl_per_step"] == pytest.approx(drift / 2, abs=1e-7)
-    assert metrics[f"{PREFIX}drift_k2_kl"] == pytest.approx(drift / 2 * 2, abs=1e-7)  # mean age of 2
 
 
 def test_who_is_dropped_as_stale_is_counted(make):
@@ -653,7 +628,9 @@ def test_every_overridden_method_is_in_the_contract():
 # What a terminal shows -------------------------------------------------------------------------------------------------
 
 
-def test_the_process_of_the_worker_ends_by_itself_when_nobody_takes_its_samples(tiny_model_path, tmp_path):
+def test_the_process_of_the_worker_warns_and_ends_by_itself_when_nobody_takes_its_samples(
+    tiny_model_path, tmp_path, capfd
+):
     worker = AsyncRolloutWorker(queue_maxsize=64)
     worker._loop_cls = Flood
     build_ours(tiny_model_path, tmp_path, worker)
@@ -661,10 +638,14 @@ def test_the_process_of_the_worker_ends_by_itself_when_nobody_takes_its_samples(
     process = worker._process
     worker.stop()
     assert process.exitcode == 0  # TRL kills it after 15 seconds, which is -15
+    assert capfd.readouterr().err.count("a warning of the worker") == 1
 
 
 def test_imports_of_this_package_do_not_warn_of_experimental_parts_of_trl():
-    code = "from trl_rollout_corr.asynchronous import trl_parts; print(trl_parts.AsyncGRPOTrainer.__module__)"
+    code = (
+        "import sys; sys.modules['vllm'] = None; "  # takes a third of the time
+        "from trl_rollout_corr.asynchronous import trl_parts; print(trl_parts.AsyncGRPOTrainer.__module__)"
+    )
     process = run(sys.executable, "-W", "always", "-c", code, TRL_EXPERIMENTAL_SILENCE="")
     assert "trl.experimental" in process.stdout
     assert "TRLExperimentalWarning" not in process.stderr

@@ -1,4 +1,4 @@
-"""The plugin of `examples/axolotl`, with a stand-in of Axolotl's interface: its plugins, its configuration and its trainer."""
+"""The plugin for Axolotl, with a stand-in of Axolotl's interface: its plugins, its configuration and its trainer."""
 
 import importlib
 import inspect
@@ -10,14 +10,15 @@ import pytest
 import yaml
 from trl import GRPOConfig, GRPOTrainer
 
-from tests.launching import ROOT
+from tests.launching import ROOT, output_of, run
 from tests.tiny import StaleSampler, length_reward, prompts
 from tests.training import assert_trains, config_fields
 from trl_rollout_corr import RolloutCorrectedGRPOConfig
 from trl_rollout_corr.trainers.mixin import RolloutCorrectionMixin
 
 
-FILE = ROOT / "examples/axolotl/rollout_correction.py"
+RECIPE = ROOT / "examples/axolotl/grpo.yaml"
+PLUGIN, TRAINER = "trl_rollout_corr.axolotl.plugin", "trl_rollout_corr.axolotl.trainer"
 
 
 class BasePlugin:
@@ -48,12 +49,11 @@ def plugin(monkeypatch):
             path = ".".join(parts[:i])
             monkeypatch.setitem(sys.modules, path, sys.modules.get(path, ModuleType(path)))
         setattr(sys.modules[name], member.__name__, member)
-    monkeypatch.syspath_prepend(str(FILE.parent))
-    for name in ("rollout_correction", "corrected_trainer"):
+    for name in ("trl_rollout_corr.axolotl", PLUGIN, TRAINER):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    plugin = importlib.import_module("rollout_correction")
+    plugin = importlib.import_module(PLUGIN)
     # Axolotl joins the fields of the plugins that it knows when its trainers are imported
-    assert "corrected_trainer" not in sys.modules
+    assert TRAINER not in sys.modules
     return plugin
 
 
@@ -63,7 +63,7 @@ def named(path: str):
 
 
 def recipe() -> dict:
-    return yaml.safe_load((FILE.parent / "grpo.yaml").read_text())
+    return yaml.safe_load(RECIPE.read_text())
 
 
 def build(cfg: dict, model: str, folder):
@@ -90,7 +90,7 @@ def test_a_run_of_axolotl_is_corrected(plugin, tiny_model_path, tmp_path):
         "rollout_correction": "decoupled_token_is",
         "rollout_monitor": "none",
     }
-    del cfg["trainer_cls"]
+    assert "trainer_cls" not in cfg  # the plugin names it
     trainer = build(cfg, tiny_model_path, tmp_path)
     assert isinstance(trainer, RolloutCorrectionMixin)
     assert isinstance(trainer, AxolotlGRPOTrainer)
@@ -105,10 +105,26 @@ def test_a_run_of_axolotl_is_corrected(plugin, tiny_model_path, tmp_path):
 def test_the_recipe_has_keys_of_the_plugin(plugin):
     cfg = recipe()
     assert {key for key in cfg if key.startswith("rollout_")} <= set(plugin.FIELDS)
-    assert cfg["trainer_cls"] == plugin.TRAINER
-    assert issubclass(named(plugin.TRAINER), AxolotlGRPOTrainer)
+    assert named(cfg["plugins"][0]) is plugin.RolloutCorrectionPlugin
     plugin.RolloutCorrectionPlugin().register(cfg)
-    assert len(FILE.read_text().splitlines()) <= 150
+    assert issubclass(named(cfg["trainer_cls"]), AxolotlGRPOTrainer)
+    assert {"axolotl", "trl-rollout-corr"} <= set(named(cfg["trainer_cls"])._tag_names)
+
+
+def test_a_trainer_that_the_yaml_names_is_kept(plugin):
+    cfg = {**recipe(), "trainer_cls": "mine.Trainer"}
+    plugin.RolloutCorrectionPlugin().register(cfg)
+    assert cfg["trainer_cls"] == "mine.Trainer"
+
+
+def test_axolotl_is_not_imported_with_the_package():
+    code = "import sys; from trl_rollout_corr import *; assert not [name for name in sys.modules if 'axolotl' in name]"
+    output_of(sys.executable, "-c", code)
+
+
+def test_without_axolotl_the_error_names_it():
+    process = run(sys.executable, "-c", "import trl_rollout_corr.axolotl")
+    assert process.stderr.rstrip().endswith("ModuleNotFoundError: No module named 'axolotl'")
 
 
 @pytest.mark.parametrize(

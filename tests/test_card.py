@@ -3,6 +3,7 @@
 import pytest
 import yaml
 
+from tests.launching import HAS_ASYNCHRONOUS
 from tests.tiny import StaleSampler
 from tests.training import TRAINERS, build
 from trl_rollout_corr import __version__
@@ -26,7 +27,7 @@ def test_a_checkpoint_has_a_card(tiny_model_path, tmp_path, capsys):
     assert f"{__version__}: {line}\n" in capsys.readouterr().out
     assert f"- trl-rollout-corr: {__version__}" in card
     metadata = yaml.safe_load(card.split("---\n")[1])
-    assert "rollout-correction" in metadata["tags"]
+    assert {"trl", "grpo", "rollout-correction", "trl-rollout-corr"} <= set(metadata["tags"])
     assert metadata["trl_rollout_corr"] == {"model": "tiny0", "correction": line}
     assert "None" not in card
     trainer.create_model_card()  # as a user might, without a name
@@ -38,3 +39,9 @@ def test_a_card_of_another_form_gets_it_at_its_end(text):
     card = complete_card(text, "org/model", "out", "disabled; no weights")
     assert card.startswith(text)
     assert "`disabled; no weights`" in card
+
+
+def test_models_of_every_trainer_are_found_by_the_name_of_the_package():
+    for name in ("grpo", "rloo", *(["async_grpo"] if HAS_ASYNCHRONOUS else [])):
+        trainer_class, _ = TRAINERS[name]
+        assert {"trl", "rollout-correction", "trl-rollout-corr"} <= set(trainer_class._tag_names), name

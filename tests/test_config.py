@@ -18,7 +18,6 @@ from trl_rollout_corr import (
 )
 from trl_rollout_corr.messages import SettingError
 from trl_rollout_corr.settings.criteria import CRITERIA
-from trl_rollout_corr.settings.files import config_of_run
 from trl_rollout_corr.settings.presets import PRESETS, VERL_PRESETS
 
 
@@ -38,7 +37,7 @@ def test_what_no_preset_and_no_field_decides_are_truncated_token_weights():
     assert config.bypass_mode is False
     assert type(config.rollout_is) is str  # plain values, which JSON and YAML can hold
     assert type(config.rollout_is_threshold) is float
-    assert config.corrects
+    assert config.correction.corrects
 
 
 # Thresholds -----------------------------------------------------------------------------------------------------------
@@ -228,7 +227,7 @@ def test_every_preset_is_valid_and_warns_about_nothing(name):
         assert RolloutCorrectionConfig(**fields(config)) == config
     for key, value in PRESETS[name].items():
         assert getattr(config, key) == value
-    assert config.corrects == (name != "disabled")
+    assert config.correction.corrects == (name != "disabled")
 
 
 EXPECTED_PRESETS = {
@@ -341,7 +340,7 @@ def test_a_single_threshold_of_several_criteria_that_does_not_fit_all_asks_for_o
 @pytest.mark.parametrize("off", [None, False, "null", "none", "None", "false", "off"])
 def test_off_is_off_and_fields_beside_it_override(off):
     config = RolloutCorrectionConfig(rollout_correction=off)
-    assert not config.corrects
+    assert not config.correction.corrects
     assert config.rollout_correction is None
     rejecting = RolloutCorrectionConfig(rollout_correction=off, rollout_rs="token_k1", rollout_rs_threshold=2.0)
     assert (rejecting.rollout_is, rejecting.rollout_rs) == (None, ["token_k1"])
@@ -426,7 +425,7 @@ def test_a_section_of_verl_as_rollout_correction():
     for key in ("rollout_is", "rollout_rs", "rollout_rs_threshold", "bypass_mode", "rollout_loss_type"):
         assert getattr(config, key) == getattr(expected, key)
     assert (
-        RolloutCorrectionConfig(rollout_correction={}).corrects is False
+        RolloutCorrectionConfig(rollout_correction={}).correction.corrects is False
     )  # verl's class computes no weights without a level
     assert RolloutCorrectionConfig(rollout_correction=section, rollout_is=None).rollout_is is None
 
@@ -648,8 +647,8 @@ def test_what_is_assigned_is_parsed():
     config.rollout_rs, config.rollout_rs_threshold = "token_k1, seq_max_k2", "0.6_1.6,2.5"
     config.check()
     assert config.correction.bounding[1:3] == (0.5, 2.0)
-    assert [criterion.name for criterion in config.criteria] == ["token_k1", "seq_max_k2"]
-    assert config.criteria[1].upper == 2.5
+    assert [criterion.name for criterion in config.correction.criteria] == ["token_k1", "seq_max_k2"]
+    assert config.correction.criteria[1].upper == 2.5
     config.rollout_is = "tokens"
     with pytest.raises(ValueError, match="`rollout_is` must be one of"):
         config.check()
@@ -673,9 +672,9 @@ def test_the_class_methods_of_the_first_version():
         None, 2.0, ["seq_mean_k1", "seq_max_k1"], [[0.8, 1.25], [1e-3, math.inf]]
     )  # fmt: skip
     assert settings(RolloutCorrectionConfig.geo_mis(1.1, 0.8, None)) == (None, 2.0, ["seq_mean_k1"], [[0.8, 1.1]])
-    assert RolloutCorrectionConfig.ppo_is_bypass(3.0).clips_around_sampler
+    assert RolloutCorrectionConfig.ppo_is_bypass(3.0).correction.clips_around_sampler
     assert RolloutCorrectionConfig.pure_is(3.0).rollout_loss_type == "reinforce"
-    assert not RolloutCorrectionConfig.disabled().corrects
+    assert not RolloutCorrectionConfig.disabled().correction.corrects
     assert settings(RolloutCorrectionConfig.seq_is(rollout_is="token")) == ("token", 2.0, None, None)
     with pytest.raises(TypeError):
         RolloutCorrectionConfig.disabled(2.0)
@@ -689,7 +688,7 @@ def test_the_class_methods_of_the_first_version():
 def test_a_criterion_does_not_get_the_threshold_of_the_one_that_it_replaces(given):
     with pytest.raises(ValueError, match="`rollout_rs_threshold` is not set"):
         RolloutCorrectionConfig(rollout_correction=given, rollout_rs="token_k2")
-    assert RolloutCorrectionConfig(rollout_correction=given, rollout_rs=None).criteria == ()
+    assert RolloutCorrectionConfig(rollout_correction=given, rollout_rs=None).correction.criteria == ()
 
 
 # YAML, command line, JSON ---------------------------------------------------------------------------------------------
@@ -747,7 +746,7 @@ def test_command_line(parser):
     assert config.rollout_rs_threshold == [[0.9, 1.1]]
     config = parse(*weights, "--rollout_rs", "token_k1", "seq_max_k2", "--rollout_rs_threshold", "0.6_1.6", "2.5")
     assert config.rollout_rs_threshold == [[0.6, 1.6], 2.5]
-    assert parse("--rollout_correction", "none").corrects is False
+    assert parse("--rollout_correction", "none").correction.corrects is False
     assert parse("--rollout_clip_ratio_c", "none").rollout_clip_ratio_c is None
     assert parse("--rollout_routing", "none").rollout_routing is None
     assert parse("--rollout_routing", "replay").rollout_routing == "replay"
@@ -867,13 +866,6 @@ def test_a_monitor_from_a_command_line():
 def test_options_of_what_is_off_are_warned_about(fields, reason):
     with pytest.warns(UserWarning, match=f"has no effect: {reason}"):
         RolloutCorrectionConfig(**fields)
-
-
-def test_settings_in_a_dump_of_an_earlier_version_are_read():
-    config = config_of_run({"rollout_proximal": "visit", "rollout_monitor_thresholds": {"k3_high": 0.5}}, "")
-    assert config.rollout_monitor_bounds == {"k3_high": 0.5}
-    with pytest.raises(TypeError, match="rollout_proximal"):
-        RolloutCorrectionConfig(rollout_proximal="visit")
 
 
 def test_a_refused_setting_is_data():

@@ -180,8 +180,10 @@ def test_several_criteria_keep_what_each_keeps(batch, names):
             for row in zip(kept, reference.keeps(rows, name, bound, advantages.tolist(), turns(batch[2])), strict=True)
         ]
     assert torch.equal(correction.keep, spread(kept, batch[2]).bool())
+    metrics, gaps = named(correction), reference.gap_of_rejected(rows, kept)
+    assert_metrics(metrics, gaps)
+    assert {key for key in metrics if key.endswith("/k3_kl")} == gaps.keys()
     kept = [row for row in kept if row]
-    metrics = named(correction)
     assert metrics["rollout_rs_masked_fraction"] == pytest.approx(1 - correction.keep.sum() / batch[2].sum())
     assert metrics["rollout_rs_seq_masked_fraction"] == pytest.approx(sum(not all(row) for row in kept) / len(kept))
 

@@ -111,12 +111,8 @@ def right(benchmark, maker):
 
 
 def found_in(maker, fault: str, *, seed: int = SEED):
-    observed = observe(maker.output / fault / str(seed))
-    diagnosis = diagnose(observed)
-    for finding in diagnosis.findings:  # each has its picture
-        points = finding.picture(observed)
-        assert len(points.at) == len(points.values) > 1 or finding.name == "nan_rows"
-        assert np.isfinite(points.values).all()
+    diagnosis = diagnose(observe(maker.output / fault / str(seed)))
+    for finding in diagnosis.findings:
         assert 0 <= finding.share <= 1
         assert 0.5 <= finding.certainty < 1
     return diagnosis
@@ -298,7 +294,6 @@ def test_what_is_old_throughout_is_possibly_stale(tmp_path):
     assert finding.name == "stale"
     assert headline(diagnose(observe(tmp_path / "old"))).startswith("Possible: stale weights")
     assert rewritten(folder, tmp_path / "fresh", lambda row: row.update(staleness=0)) == []
-    assert len(finding.picture(observe(tmp_path / "old")).at) > 1
 
 
 def test_a_gap_that_grows_over_a_few_sequences_may_be_chance(tmp_path):
@@ -349,13 +344,12 @@ def test_exit_codes_and_json(shifted, maker, capsys):
     assert capsys.readouterr().out.startswith("Nothing to correct.")
 
 
-def test_a_report_has_the_diagnosis_on_top_with_a_picture_of_the_cause(shifted, tmp_path):
+def test_a_report_has_the_diagnosis_on_top(shifted, tmp_path):
     assert main(["report", str(shifted), "-o", str(tmp_path / "r.html")]) == 0
     report = (tmp_path / "r.html").read_text()
     diagnosis, rest = report.split('<section id="overview">')
     assert 'id="findings"' in rest
     assert "one token off" in diagnosis
-    assert diagnosis.count("<svg") == 1
 
 
 @pytest.mark.parametrize(
@@ -457,6 +451,7 @@ def test_mappings_are_in_effect_key_by_key():
 @pytest.mark.parametrize("kind", ["grpo", "rloo"])
 def test_settings_that_are_advised_are_written_and_secrets_are_not(kind, tmp_path):
     kwargs = {"model_init_kwargs": {"dtype": "float32", "token": "hf_secret"}, "generation_kwargs": {"seed": 1}}
+    kwargs |= {"use_vllm": True, "vllm_mode": "colocate"}
     kwargs["rollout_engine_kwargs"] = {"hf_token": "hf_secret", "dtype": "float32"}
     _, config_class = TRAINERS[kind]
     written = settings_in_effect(config_class(**config_fields(tmp_path, **kwargs)))

@@ -16,7 +16,6 @@ from trl_rollout_corr.correction.age import (
     by_age,
     count_ages,
     count_completions,
-    count_lags,
     engine_gap,
     update_gap,
 )
@@ -51,10 +50,11 @@ def reported_keys() -> set[str]:
             rollout_rs_threshold=[threshold_of(name, 2.0) for name in CRITERIA],
         )
         zeros, ones = torch.zeros(2, 1), torch.ones(2, 1)
-        correction = compute_rollout_correction(zeros, zeros, ones, config, advantages=torch.tensor([1.0, -1.0]))
+        train = torch.tensor([[0.0], [-5.0]])  # one token is kept, one rejected
+        correction = compute_rollout_correction(train, zeros, ones, config, advantages=torch.tensor([1.0, -1.0]))
         keys |= {key.removeprefix(PREFIX) for key in correction.metrics()}
     keys |= {key.removeprefix(PREFIX) for key in (*accounted_keys(), ALARMS)}
-    groups = re.compile("^(rejected|downweighted)/(?!reward_mean).*")
+    groups = re.compile("^(rejected|downweighted)/(?!reward_mean|k3_kl).*")
     pattern = re.compile("|".join(sorted(CRITERIA, key=len, reverse=True)))
     parts = re.compile("^(age|turn)_\\w+?/")
     named = {"age": "age_<steps>/", "turn": "turn_<part>/"}
@@ -64,14 +64,15 @@ def reported_keys() -> set[str]:
 
 
 def accounted_keys() -> set[str]:
-    """Keys of two completions, of which one is rejected, that were trained on twice."""
-    keep = torch.tensor([[True, True], [False, False]])
-    turns, gaps = torch.tensor([[1, 2], [1, 1]]), torch.zeros(2, 2)
-    accounts = account(torch.ones_like(keep), keep, keep.float(), torch.ones(2), torch.ones(2), turns, gaps)
+    """Keys of three completions with advantages of every sign, of which one is rejected, that were trained on twice."""
+    keep = torch.tensor([[True, True], [False, False], [True, True]])
+    turns, gaps, signs = torch.tensor([[1, 2], [1, 1], [1, 1]]), torch.zeros(3, 2), torch.tensor([1.0, 0.0, -1.0])
+    accounts = account(torch.ones_like(keep), keep, keep.float(), signs, torch.ones(3), turns, gaps)
+    keep = keep[:2]
     zeros, ones = torch.zeros(1, 1), torch.ones(1, 1)
     statistics = compute_rollout_correction(zeros, zeros, ones, RolloutCorrectionConfig(rollout_is="token")).statistics
     segments = update_gap(torch.zeros(2, 2), torch.zeros(2, 2), keep) | engine_gap(statistics)
-    segments |= count_ages(torch.ones(2)) | count_lags(torch.ones(2))
+    segments |= count_ages(torch.ones(2))
     return {
         *accounts.finish(),
         *Staleness.of(segments).finish(),
@@ -81,9 +82,9 @@ def accounted_keys() -> set[str]:
 
 
 def asynchronous_keys() -> set[str]:
-    """Keys of two completions of different age, of which one spans a push, and of one that was dropped."""
+    """Keys of two completions of different age, and of one that was dropped."""
     ones, on = torch.ones(2, 2), torch.ones(2, 2, dtype=torch.bool)
-    ages = by_age(ones, ones, on, on, ones, torch.ones(2), torch.tensor([[0.0, 0.0], [5.0, 4.0]]))
+    ages = by_age(ones, ones, on, on, torch.tensor([0.0, 5.0]))
     some = count_completions(torch.ones(1), torch.ones(1))
     return {*ByAge.of({**ages, "trained": some, "stale_dropped": some}).finish()}
 
@@ -92,12 +93,12 @@ def test_every_group_is_documented():
     text = (ROOT / "docs/metrics.md").read_text()
     valid = torch.ones(1, 20000, dtype=torch.bool)
     for length in (3, 20, 100, 300, 2000, 5000, 20000):
-        for reward, advantage in ((-1.0, -1.0), (0.1, 0.0), (0.3, 1.0), (0.6, 1.0), (0.9, 1.0), (2.0, 1.0)):
+        for advantage in (-1.0, 0.0, 1.0):
             mask = valid & (torch.arange(20000) < length)
-            accounts = account(mask, mask, mask.float(), torch.tensor([advantage]), torch.tensor([reward]))
+            accounts = account(mask, mask, mask.float(), torch.tensor([advantage]), torch.ones(1))
             for key in accounts.finish(rejects=True, weighs=False):
                 group = key.removeprefix(f"{PREFIX}rejected/").removeprefix(f"{PREFIX}kept/")
-                assert f"`{group.replace('position_', 'length_')}`" in text or "reward_mean" in group, group
+                assert f"`{group}`" in text or "reward_mean" in group, group
 
 
 def test_every_metric_is_documented_and_every_documented_metric_is_reported():
@@ -122,7 +123,7 @@ def presets_table() -> str:
     lines = ["| preset | weights | bound | rejection | mode |", "| --- | --- | --- | --- | --- |"]
     for name in PRESETS:
         config = RolloutCorrectionConfig.from_preset(name)
-        rejection = ", ".join(map(rule, config.criteria, config.rollout_rs_threshold or []))
+        rejection = ", ".join(map(rule, config.correction.criteria, config.rollout_rs_threshold or []))
         bound = config.rollout_is_threshold
         pairs = bound if is_by_sign(bound) else [bound] if isinstance(bound, list) else []
         bound = " or ".join(f"[{low:g}, {high:g}]" for low, high in pairs) or f"{bound:g}"
@@ -134,6 +135,20 @@ def presets_table() -> str:
 
 def test_the_table_of_presets_is_that_of_the_code():
     assert presets_table() in (ROOT / "docs/presets.md").read_text(), presets_table()
+
+
+def test_the_examples_of_auto_are_what_it_computes():
+    section = (ROOT / "docs/method.md").read_text().split("## What `auto` does to each token")[1].split("\n## ")[0]
+    rows = [line.split("|")[1:6] for line in section.splitlines() if re.match(r"\| (posi|nega)tive", line)]
+    assert len(rows) > 5
+    for sign, sampler, trainer, ratio, factor in rows:
+        q, p = float(sampler), float(trainer)
+        assert p / q == pytest.approx(float(ratio), rel=0.01)
+        train, rollout = (torch.tensor([[probability]]).log() for probability in (p, q))
+        advantage = torch.tensor([1.0 if "positive" in sign else -1.0])
+        settings = RolloutCorrectionConfig(rollout_correction="auto")
+        found = compute_rollout_correction(train, rollout, torch.ones(1, 1), settings, advantages=advantage)
+        assert found.coefficients.item() == pytest.approx(float(factor), abs=1e-6)
 
 
 DOCUMENTS = [

@@ -366,11 +366,6 @@ def test_a_number_is_no_folder():
         RolloutCorrectionConfig(rollout_dump_dir=5)
 
 
-def test_a_dump_of_nothing_is_refused():
-    with pytest.raises(ValueError, match="nothing would be written"):
-        RolloutCorrectionConfig(rollout_dump_dir="dump", rollout_dump_sampled=0, rollout_dump_worst=0)
-
-
 def test_options_of_a_dump_that_is_off():
     with pytest.warns(
         UserWarning, match="`rollout_dump_worst` is set to 3 but has no effect: `rollout_dump_dir` is None"

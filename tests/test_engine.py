@@ -5,7 +5,7 @@ import torch
 
 from tests.training import VLLM, build
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer, RolloutCorrectionConfig
-from trl_rollout_corr.trainers.engine import RESERVED, check_engine_kwargs, engine_arguments, serve_line
+from trl_rollout_corr.trainers.engine import RESERVED, check_engine_kwargs
 from trl_rollout_corr.trainers.run_metadata import check_types, engine_metadata
 
 
@@ -30,32 +30,14 @@ def test_what_is_decided_elsewhere_is_refused_with_the_reason(name):
         check_engine_kwargs({name: 1})
 
 
-def test_what_the_engine_does_not_have_is_refused_with_what_was_meant():
-    with pytest.raises(ValueError, match=r"'kv_cache_dtyp', which is no argument .* Did you mean 'kv_cache_dtype'"):
-        check_engine_kwargs({"kv_cache_dtyp": "fp8"})
-
-
-def test_the_line_that_starts_a_server():
-    kwargs = {"dtype": "float16", "enforce_eager": True, "hf_overrides": {"head_dtype": "float32"}}
-    line = """vllm serve MODEL --dtype float16 --enforce-eager --hf-overrides '{"head_dtype": "float32"}'"""
-    assert serve_line(kwargs) == line
-    assert serve_line({**kwargs, "dtype": torch.float16, "hf_overrides": {"head_dtype": torch.float32}}) == line
-
-
-def test_arguments_without_an_engine_warn_and_those_of_a_server_are_printed(tmp_path, capsys):
-    fields = {
-        "output_dir": str(tmp_path),
-        "bf16": False,
-        "use_cpu": True,
-        "rollout_engine_kwargs": {"dtype": "float16"},
-    }
-    with (
-        pytest.warns(UserWarning, match="has no effect: `use_vllm` is False"),
-        engine_arguments(RolloutCorrectedGRPOConfig(**fields)),
-    ):
-        pass
-    with engine_arguments(RolloutCorrectedGRPOConfig(use_vllm=True, vllm_mode="server", **fields)):
-        assert "vllm serve MODEL --dtype float16" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [({}, "`use_vllm` is False"), ({"use_vllm": True, "vllm_mode": "server"}, "a server has the arguments")],
+)
+def test_arguments_of_another_engine_warn(tmp_path, fields, reason):
+    on_a_cpu = {"output_dir": str(tmp_path), "bf16": False, "use_cpu": True}
+    with pytest.warns(UserWarning, match=f"`rollout_engine_kwargs` .* has no effect: {reason}"):
+        RolloutCorrectedGRPOConfig(rollout_engine_kwargs={"dtype": "float16"}, **on_a_cpu, **fields)
 
 
 def test_different_types_warn():

@@ -63,7 +63,7 @@ def test_quickstart(sorting_model, tmp_path):
     assert folder.name.startswith("rloo_disabled_")
     result = json.loads((folder / RESULT).read_text())
     assert len(result["accuracy"]) == 3
-    assert [window["rollout_corr/sampler_lag"] for window in result["history"]] == [0, 1, 2, 2]
+    assert [window["rollout_corr/staleness_max"] for window in result["history"]] == [0, 1, 2, 2]
     in_step, *_, behind = (window["rollout_corr/k3_kl"] for window in result["history"])
     assert behind > 20 * in_step  # which is rounding
     assert (tmp_path / "quickstart.png").stat().st_size > 10_000

@@ -67,19 +67,17 @@ ORDER = {
         "run_metadata",
         "pushes",
         "trackers",
-        "script",
         "versions",
         "settings_checks",
         "replays",
         "trl_interface",
-        "check_command",
         "logprobs",
         "dumping",
-        "monitor",
         "console",
         "engine",
         "first_step",
         "observer",
+        "monitor",
         "base",
         "mixin",
         "grpo",
@@ -98,11 +96,15 @@ ORDER = {
         "pushes",
         "trainer",
     ],
+    "commands": ["script", "check"],
+    "axolotl": ["plugin", "trainer"],
     "probe": ["experiments", "command", "configuration", "model_changes", "process"],
     "analysis": ["run", "recompute", "spread", "recommend", "compare", "report"],
     "__main__": [],
 }
 REPORT = [
+    "lost_tokens",
+    "completions",
     "worst_tokens",
     "page",
     "facts",
@@ -190,7 +192,8 @@ def test_a_report_has_an_order_of_its_own():
 
 
 def test_every_module_has_its_place():
-    assert {path.stem for path in PACKAGE.iterdir()} - {"__init__", "__pycache__", "py"} == set(ORDER)
+    others = {"__init__", "__pycache__", "py", ".agents"}  # the last has the skill for coding agents
+    assert {path.stem for path in PACKAGE.iterdir()} - others == set(ORDER)
     for wing, modules in ORDER.items():
         found = {
             path.stem for path in (PACKAGE / wing).glob("*") if path.suffix == ".py" or (path / "__init__.py").exists()
@@ -198,9 +201,10 @@ def test_every_module_has_its_place():
         assert found - {"__init__"} == set(modules), wing
 
 
-def test_trl_is_imported_by_the_trainers_and_the_process_of_the_probe_alone():
+def test_trl_is_imported_by_the_trainers_scripts_and_the_process_of_the_probe_alone():
     for path in PACKAGE.rglob("*.py"):
         if path.parent not in {PACKAGE / "trainers", PACKAGE / "asynchronous"} and path not in {
+            PACKAGE / "commands/script.py",
             PACKAGE / "probe/configuration.py",
             PACKAGE / "probe/process.py",
             PACKAGE / "probe/model_changes.py",

@@ -21,7 +21,8 @@ from tests.training import (
     saying,
 )
 from trl_rollout_corr import RolloutCorrectionConfig
-from trl_rollout_corr.trainers.monitor import ALARMS, RolloutCorrectionMonitor
+from trl_rollout_corr.health.rule import ALARMS
+from trl_rollout_corr.trainers.monitor import RolloutCorrectionMonitor
 
 
 def make_grpo(model, folder, **fields):
@@ -129,6 +130,45 @@ def test_a_run_that_rejects_everything_is_warned_about(make, caplog):
     assert trainer.state.global_step == 3  # bounds may be too tight, which is no reason to end a run
 
 
+# Between logs ---------------------------------------------------------------------------------------------------------
+
+
+def test_alarms_do_not_wait_for_a_log(make, caplog):
+    trainer = make(RolloutCorrectionMonitor("stop"), logging_steps=100, max_steps=6)
+    with saying(caplog, r"^✖ step 2: k3_kl is .*\[k3_high > 0.03\]"):
+        trainer.train()
+    assert trainer.state.global_step == 3  # the sums of step 2 are read when the next step ends
+    assert logged(trainer, "monitor/alarms") == [1.0]
+
+
+def test_a_healthy_run_with_few_logs_has_no_alarm(make, tiny_model_path, caplog):
+    sampler = StaleSampler(tiny_model_path, noise=0.0)
+    trainer = make(RolloutCorrectionMonitor("stop"), sampler=sampler, logging_steps=4, max_steps=8, learning_rate=1e-6)
+    trainer.train()
+    assert messages(caplog) == []
+    assert logged(trainer, "monitor/alarms") == [0.0, 0.0]
+
+
+def test_a_log_is_the_same_with_and_without_a_monitor(make):
+    entries = []
+    for monitor in (RolloutCorrectionMonitor(bounds={"k3_high": None}), None):
+        trainer = make(monitor, folder=f"run{len(entries)}", logging_steps=3, max_steps=5)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer.train()
+        entries.append(
+            [
+                {key: value for key, value in entry.items() if "rollout_corr/" in key and key != ALARMS}
+                for entry in trainer.state.log_history
+            ]
+        )
+    with_monitor, without = entries
+    assert [len(entry) for entry in without][:1] != [0]
+    assert len(with_monitor) == len(without)
+    for ours, expected in zip(with_monitor, without, strict=True):
+        assert ours == pytest.approx(expected, rel=1e-9, nan_ok=True)
+
+
 # Without a trainer: how often ----------------------------------------------------------------------------------------
 
 
@@ -178,11 +218,10 @@ def test_a_cause_that_comes_and_goes_does_not_flood(observe):
 def test_two_causes_have_messages_of_their_own(observe):
     window = {
         "rollout_corr/staleness_max": 40.0,
-        "rollout_corr/rollout_is_std": 2.0,
-        "rollout_corr/rollout_is_mean": 1.0,
+        "rollout_corr/rollout_is_mean": 3.0,
     }
     said, _, _ = observe(RolloutCorrectionMonitor(), [window] * 3)
-    assert [re.search(r"\[(\w+)", message)[1] for message in said] == ["staleness", "weight_std"]
+    assert [re.search(r"\[(\w+)", message)[1] for message in said] == ["staleness", "weight_mean_high"]
 
 
 def test_only_the_main_process_speaks(monkeypatch, observe):

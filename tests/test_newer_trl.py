@@ -11,6 +11,7 @@ import pytest
 import torch
 import trl
 from trl import GRPOConfig, GRPOTrainer, RLOOTrainer
+from trl.generation.vllm_generation import VLLMGeneration
 
 from tests.editing import copy_trl
 from tests.launching import ROOT, run
@@ -18,7 +19,8 @@ from tests.tiny import StaleSampler
 from tests.training import TRAINERS, assert_same_steps, build, losses, micro_batches
 from trl_rollout_corr import RolloutCorrectedGRPOConfig
 from trl_rollout_corr.__main__ import main
-from trl_rollout_corr.trainers import check_command, trl_interface, versions
+from trl_rollout_corr.commands import check
+from trl_rollout_corr.trainers import trl_interface, versions
 from trl_rollout_corr.trainers.versions import FIRST_UNSUPPORTED, OLDEST, Version
 
 
@@ -40,7 +42,7 @@ def test_a_release_outside_the_window_is_refused(monkeypatch, version):
 
 def test_check_names_the_window_to_whoever_is_outside_it(monkeypatch, capsys):
     monkeypatch.setattr(versions, "release", lambda: Version("0.24.0"))  # which has no `VLLMGeneration`
-    monkeypatch.setattr(check_command, "version", lambda name: "0.24.0")
+    monkeypatch.setattr(check, "version", lambda name: "0.24.0")
     assert main(["check"]) == 1
     assert f"works with trl>={OLDEST},<{FIRST_UNSUPPORTED}, got trl 0.24.0" in capsys.readouterr().out
 
@@ -64,6 +66,7 @@ def test_a_newer_release_is_warned_about_once(monkeypatch, version):
 
 TRAIN = """
 import json, sys, warnings
+sys.modules["vllm"] = None  # which takes a third of the time to import
 import tests.conftest
 from tests.training import TRAINERS, build, losses
 from tests.tiny import StaleSampler
@@ -124,10 +127,7 @@ def test_a_newer_trl_with_everything_in_its_place_trains_with_one_warning(tiny_m
     assert_same_steps([tuple(step) for step in found["losses"][0]], expected)
 
 
-def test_what_a_newer_trl_has_moved_is_refused_by_name(tiny_model_path, tmp_path):
-    report, found = train_on(copy_trl(tmp_path / "trl", "1.18.0", MOVED), tiny_model_path, tmp_path)
-    assert found["code"] == 1
-    assert found["losses"] == []
+def assert_names_what_has_moved(error: str, report: str):
     for name in (
         "`GRPOTrainer._calculate_rewards` starts with",
         "attribute `reward_weights` of `GRPOTrainer` is gone",
@@ -135,9 +135,37 @@ def test_what_a_newer_trl_has_moved_is_refused_by_name(tiny_model_path, tmp_path
         "key `sampling_per_token_logps` of `GRPOTrainer` is gone",
         "`VLLMGeneration._iter_named_params` is gone",
     ):
-        assert name in found["error"], name
+        assert name in error, name
         assert name in report, name
-    assert "`RLOOTrainer" not in found["error"]
+    assert "`RLOOTrainer" not in error
+
+
+@pytest.mark.slow
+def test_what_a_newer_trl_has_moved_is_refused_by_name(tiny_model_path, tmp_path):
+    report, found = train_on(copy_trl(tmp_path / "trl", "1.18.0", MOVED), tiny_model_path, tmp_path)
+    assert found["code"] == 1
+    assert found["losses"] == []
+    assert_names_what_has_moved(found["error"], report)
+
+
+def test_names_that_have_moved_are_refused(tiny_model_path, tmp_path, monkeypatch, capsys):
+    """As above, in this process: classes of the installed TRL lose the names."""
+    pretend(monkeypatch, "1.18.0")
+    source_of = trl_interface.source_of
+
+    def edited_source(owner):
+        source = source_of(owner)
+        for old, new in MOVED["trainer/grpo_trainer.py"] if owner is GRPOTrainer else ():
+            source = source.replace(old, new)
+        return source
+
+    monkeypatch.setattr(trl_interface, "source_of", edited_source)
+    monkeypatch.setattr(GRPOTrainer, "_calculate_rewards", lambda self, prompts, inputs, *others: None)
+    monkeypatch.delattr(VLLMGeneration, "_iter_named_params")
+    with pytest.raises(ImportError) as refused:
+        build(*TRAINERS["grpo"], tiny_model_path, tmp_path)
+    assert main(["check"]) == 1
+    assert_names_what_has_moved(str(refused.value), capsys.readouterr().out)
 
 
 def test_unsloth_is_named(monkeypatch, capsys):

@@ -30,12 +30,14 @@ NAMES = {"yaml": "pyyaml"}  # of distributions, where a module has another
 
 def test_all_that_is_imported_is_declared():
     declared = {re.match(r"[\w-]+", entry)[0] for entry in PROJECT["dependencies"]}
-    optional = {"matplotlib", "vllm", "peft", "wandb", "trackio", "deepspeed"}
+    optional = {"matplotlib", "vllm", "peft", "wandb", "trackio", "deepspeed", "axolotl"}
     for path in Path(trl_rollout_corr.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             modules += [node.module] if isinstance(node, ast.ImportFrom) and not node.level else []
             for module in {module.split(".")[0] for module in modules} - set(sys.stdlib_module_names):
+                if module == "pydantic" and path.parent.name == "axolotl":
+                    continue  # Axolotl brings it
                 name = NAMES.get(module, module)
                 assert name in declared | FROM_TRL | optional | {"trl_rollout_corr"}, f"{path.name} imports {module}"
     trl = {re.match(r"[\w-]+", entry)[0] for entry in importlib.metadata.requires("trl")}
@@ -77,6 +79,7 @@ def test_the_wheel_has_the_package_and_the_recipes(built):
     for path in Path(trl_rollout_corr.__file__).parent.rglob("*.py"):
         assert str(path.relative_to(ROOT)) in names
     assert "trl_rollout_corr/py.typed" in names
+    assert "trl_rollout_corr/.agents/skills/trl-rollout-corr/SKILL.md" in names  # where `library-skills` looks
     assert {f"trl_rollout_corr/analysis/report/templates/page.{kind}" for kind in ("css", "html")} <= names
     for path in [*ROOT.glob("recipes/**/*.*"), *ROOT.glob("examples/*.py"), *ROOT.glob("docs/*.md")]:
         assert f"trl_rollout_corr/shipped/{path.relative_to(ROOT)}" in names
@@ -111,7 +114,9 @@ def test_the_source_distribution_is_clean(built):
         "Makefile",
     ):
         assert needed in names
-    allowed = {"trl_rollout_corr", "benchmarks", "compatibility", "docs", "examples", "recipes", "tests"}
+    allowed = {
+        "trl_rollout_corr", "benchmarks", "compatibility", "contributions", "docs", "examples", "recipes", "tests",
+    }  # fmt: skip
     files = {
         ".gitignore", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "Makefile", "PKG-INFO", "README.md",
         "README.zh-CN.md", "constraints.txt", "mkdocs.yml", "pyproject.toml",

@@ -70,7 +70,7 @@ def test_recipes_parse_without_a_warning(recipe, tmp_path):
     said = [str(w.message) for w in caught if "rollout" in str(w.message) or "vllm" in str(w.message)]
     assert [text for text in said if recipe != TOO_NARROW or "'seq_mean_k1'" not in text] == []
     assert (said != []) == (recipe == TOO_NARROW)
-    assert args.corrects or "metrics_only" in recipe
+    assert args.correction.corrects or "metrics_only" in recipe
     assert "/" in model_args.model_name_or_path
     assert recipe in ASYNCHRONOUS or args.use_vllm  # the former have no other sampler
     assert args.output_dir == str(tmp_path)
@@ -264,7 +264,7 @@ OF_PRECISION = {"rounding": ["grpo/fp32_head.yaml", "grpo/fp16.yaml"], "head": [
 # Launched by the commands of the README
 LAUNCHED = ("grpo/cpu.yaml", "rloo/auto.yaml")
 NOT_TRAINED = ("grpo/server.yaml",)  # the server takes weights through NCCL, which needs GPUs
-ELSEWHERE = (*ASYNCHRONOUS, *LAUNCHED, *NOT_TRAINED, AGENT, "grpo/fp16.yaml")  # float16 takes an engine of its own
+ELSEWHERE = (*ASYNCHRONOUS, *NOT_TRAINED, AGENT, "grpo/fp16.yaml")  # float16 takes an engine of its own
 
 
 @pytest.mark.parametrize("cause", OF_PRECISION)
@@ -323,8 +323,9 @@ def test_the_agent_of_the_example_is_told_where_the_number_is(monkeypatch):
     assert player.get_reward() == 0.0
 
 
+@pytest.mark.slow  # `test_examples.py` launches the quickstart
 @pytest.mark.vllm
-@pytest.mark.parametrize("recipe", [LAUNCHED[0], pytest.param(LAUNCHED[1], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("recipe", LAUNCHED)
 def test_examples_are_launched_and_end_well(recipe, tiny_model_path, questions, tmp_path):
     example = f"examples/{recipe.split('/')[0]}.py"
     process = run(
@@ -343,19 +344,15 @@ def test_examples_are_launched_and_end_well(recipe, tiny_model_path, questions, 
 
 @pytest.mark.slow
 @pytest.mark.vllm
-@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
-def test_two_processes_on_a_cpu(launcher, tiny_model_path, questions, tmp_path):
+def test_two_processes_on_a_cpu(tiny_model_path, questions, tmp_path):
     """Each process writes a dump of its own."""
     (command,) = re.findall(r"^(torchrun .*)$", (ROOT / "docs/distributed.md").read_text(), re.MULTILINE)
     words = [str(Path(sys.executable).with_name("torchrun")), "--master_port", str(free_port()), *command.split()[1:]]
-    if launcher == "accelerate":  # which starts one
-        words = [ACCELERATE, "launch", "--cpu", "--num_processes", "2", *words[words.index("examples/grpo.py") :]]
     options = [*small(tiny_model_path, questions, tmp_path), "--vllm_max_model_length", "256"]
     process = run(*words, *options, "--rollout_dump_dir", str(tmp_path / "dump"), **UNCOMPILED)
     assert process.returncode == 0, process.stderr[-4000:]
     dumps = list((tmp_path / "dump").glob("step-00000001*.parquet"))
-    assert len(dumps) == (2 if launcher == "torchrun" else 1), dumps
-    assert process.stderr.count("This run has one process") == (launcher == "accelerate")
+    assert len(dumps) == 2, dumps
 
 
 def test_recipes_that_are_not_trained_are_named():

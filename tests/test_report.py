@@ -38,7 +38,7 @@ from trl_rollout_corr.messages import PREFIX
 
 
 SETTINGS = {"rollout_correction": "decoupled_geo_rs_token_tis", "rollout_rs_threshold": [0.99, 1.01]}
-OF_DUMP = {"histogram", "probability", "position", "length"}
+OF_DUMP = {"histogram", "probability"}
 OF_RUN = {"kl", "percentiles", "mean-weight"}
 OVERVIEW = [
     "Gap (k3_kl), nats per token",
@@ -80,11 +80,11 @@ class Page(HTMLParser):
         self._role = attrs.get("role")
         if tag == "table":
             number = len(self.charts) - 1
-            self.tables[number if number not in self.tables else 1000 + len(self.tables)] = []
+            self._rows = self.tables[number if number not in self.tables else 1000 + len(self.tables)] = []
         if tag == "tr" and self.tables:
-            self.tables[max(self.tables)].append([])
+            self._rows.append([])
         if tag in ("td", "th"):
-            self.tables[max(self.tables)][-1].append("")
+            self._rows[-1].append("")
 
     def handle_endtag(self, tag):
         if tag in self._open:
@@ -96,7 +96,7 @@ class Page(HTMLParser):
             return
         self.words.append(data)
         if self._open and self._open[-1] in ("td", "th"):
-            self.tables[max(self.tables)][-1][-1] += data
+            self._rows[-1][-1] += data
 
     def table(self, alt: str) -> list[list[str]]:
         """Rows of the table below the chart of this title."""
@@ -146,7 +146,17 @@ def test_a_dump(page, dump):
     assert findings
     for finding in findings:
         assert all(shown(text) in page.text for text in (finding.seen, finding.why, finding.advice))
-    assert {"overview", "findings", "settings", "trends", "distribution", "rejected", "worst"} <= set(page.ids)
+    assert {
+        "overview",
+        "findings",
+        "settings",
+        "trends",
+        "distribution",
+        "rejected",
+        "lost",
+        "completions",
+        "worst",
+    } <= set(page.ids)
     assert page.text.startswith(
         f"Rollout report: dump Rollout report: dump Look into it {shown(findings[0].seen)} Seen in step"
     )
@@ -215,7 +225,7 @@ def test_a_run_alone(dump, tmp_path, undrawn):
     assert "Logged steps1 to 6, 6 logging windows" in page.text
     assert all(shown(finding.seen) in page.text for finding in examine(logs))
     assert "trends" in page.ids
-    assert not {"distribution", "worst"} & set(page.ids)
+    assert not {"distribution", "lost", "completions", "worst"} & set(page.ids)
     assert "rollout_dump_dir" in page.text
     rows = page.table("Percentiles of d")
     expected = [entry["rollout_corr/log_ratio_p1"] for entry in logs]
@@ -255,11 +265,7 @@ def test_a_real_run(tiny_model_path, tmp_path, undrawn):
         expected = {entry["step"]: entry[f"rollout_corr/{key}"] for entry in logs}
         assert values == pytest.approx({step: expected[step] for step in values}, rel=1e-3)
         assert values
-    about = re.search(r"Model(.*?)Trainer(.*?)Correction(.*?)Date(.*?)Logged steps1 to (\d+),", page.text).groups()
-    assert about[:2] == ("tiny0", "GRPO")
-    assert about[2].startswith("decoupled_geo_rs_token_tis with changes; ")
-    assert re.fullmatch(r"20\d\d-\d\d-\d\d", about[3])
-    assert about[4] == f"{trainer.state.global_step}"
+    assert f"Logged steps1 to {trainer.state.global_step}," in page.text
 
 
 def test_a_dump_without_a_log_has_its_tokens(tmp_path, undrawn):
@@ -272,14 +278,6 @@ def test_a_dump_without_a_log_has_its_tokens(tmp_path, undrawn):
 def test_a_healthy_run_is_called_healthy(tmp_path, undrawn):
     page = Page(write(make_dump(tmp_path / "dump", spread=0.005), tmp_path / "report.html"))
     assert "Nothing unhealthy was found in 3 logging windows." in page.text
-    assert "outside their healthy bands" not in page.text
-
-
-def test_a_run_that_has_just_left_a_band_is_not_called_healthy(tmp_path, undrawn):
-    logs = [{"step": 1, "rollout_corr/k3_kl": 0.001}, {"step": 2, "rollout_corr/k3_kl": 0.011}]
-    assert not examine(logs)
-    page = Page(write(make_run(tmp_path / "run", logs), tmp_path / "report.html"))
-    assert "2 logging windows. At the last step, these were outside their healthy bands: k3_kl (0.011)." in page.text
 
 
 def test_nothing_to_see(tmp_path):
@@ -314,25 +312,6 @@ def test_worst_sequences_alone_do_not_pass_for_the_batch(tmp_path, undrawn):
     assert "do not represent the batch" in page.text
 
 
-@pytest.mark.parametrize(
-    "head",
-    [
-        "tags: 5",
-        "tags: [[grpo]]",
-        "- grpo",
-        "[" * 5000,
-        "base_model: {a: b}",
-        "trl_rollout_corr: 5",
-        "trl_rollout_corr: {model: [1]}",
-    ],
-)
-def test_a_model_card_of_any_kind_is_no_reason_to_fail(tmp_path, undrawn, head):
-    logs = [{"step": step, f"{PREFIX}k3_kl": 0.001, "reward": 0.5} for step in range(1, 5)]
-    run = make_run(tmp_path / "run", logs)
-    (run / "README.md").write_text(f"---\n{head}\n---\n")
-    assert "Logged steps1 to 4" in Page(write(run, tmp_path / "report.html")).text
-
-
 def test_long_runs_are_drawn_as_windows(tmp_path):
     logs = [
         {
@@ -359,8 +338,6 @@ def test_who_is_rejected_is_read_from_the_log_if_it_is_there(dump, tmp_path, und
             "rollout_corr/rejected/length_16_63": 0.1 * step,
             "rollout_corr/rejected/length_16384_or_more": 0.3,
             "rollout_corr/downweighted/length_16_63": 0.05,
-            "rollout_corr/rejected/reward_0.25_to_0.5": 0.5,
-            "rollout_corr/rejected/reward_below_0": 0.25,
             "rollout_corr/rejected/long_positive": 0.75,
             "rollout_corr/rejected/others": 0.5,
             "rollout_corr/rejected/reward_mean": 0.125,
@@ -369,32 +346,26 @@ def test_who_is_rejected_is_read_from_the_log_if_it_is_there(dump, tmp_path, und
         for step in (1, 2)
     ]
     page = Page(write(make_run(tmp_path / "run", logs), tmp_path / "report.html"))
-    assert page.table("Rejected, by length of the completion") == [
-        ["16-63", "0.15", "0.05"],
-        ["16384 or more", "0.3", "-"],
-    ]
-    assert page.table("Rejected, by reward") == [
-        ["below 0", "0.25", "-"],
-        ["0.25 to 0.5", "0.5", "-"],
-    ]
-    assert page.table("Rejected, of long completions with a positive advantage") == [
-        ["long, positive", "0.75", "-"],
+    assert [
+        ["tokens of", "rejected", "down-weighted"],
+        ["length 16 63", "0.15", "0.05"],
+        ["length 16384 or more", "0.3", "-"],
+        ["long completions, positive advantage", "0.75", "-"],
         ["all others", "0.5", "-"],
-    ]
+    ] in page.tables.values()
     assert "The mean reward is 0.125 where a completion is rejected as a whole, and 0.875 elsewhere." in page.text
 
 
 def test_turns_are_drawn(tmp_path, undrawn):
     gaps = {"first": 0.001, "middle": 0.002, "last": 0.003, "start": 0.2}
     log = {f"rollout_corr/turn_{part}/k3_kl": gap for part, gap in gaps.items()}
-    log |= {f"rollout_corr/turn_{part}/eff_sample_size": 0.5 for part in gaps}
     log |= {f"rollout_corr/rejected/turn_{part}": 10 * gap for part, gap in gaps.items() if part != "start"}
     logs = [{"step": step, "rollout_corr/k3_kl": 0.001, **log} for step in (1, 2)]
     page = Page(write(make_run(tmp_path / "run", logs), tmp_path / "report.html"))
     assert "first 0.001 at step 1, 0.001 at step 2; last 0.003" in page.text
     assert "start of later turns 0.2 at step 1" in page.text
-    assert "Effective sample size by turn" in page.text
-    assert [name for name, *_ in page.table("Rejected, by turn")] == ["first", "middle", "last"]
+    [table] = [table for table in page.tables.values() if table[0][0] == "tokens of"]
+    assert [name for name, *_ in table[1:]] == ["turn first", "turn middle", "turn last"]
 
 
 # The verdict and the overview ---------------------------------------------------------------------------------------------
@@ -412,7 +383,6 @@ def test_the_banner_has_the_means_of_the_last_windows(tmp_path, undrawn):
         for step in range(1, 201)
     ]
     run = make_run(tmp_path / "run", logs)
-    os.utime(run / "trainer_state.json", (1e9, 1e9))
     page = Page(write(run, tmp_path / "report.html"))
     banner = page.text[: page.text.index("What happened")]
     for text in (
@@ -420,7 +390,6 @@ def test_the_banner_has_the_means_of_the_last_windows(tmp_path, undrawn):
         "Effective learning rate: 1 at first 1, healthy: 0.5 to 1.5",
         "Share of tokens rejected: - not logged",
         "Reward: 1.49 at first 0.082",
-        "Date2001-09-09",
     ):
         assert text in banner
     levels = re.findall(r'class="card (\w*)"', (tmp_path / "report.html").read_text().split("<nav>")[0])
@@ -587,15 +556,10 @@ def test_a_log_that_is_cut_short_is_noticed(tmp_path, undrawn, capsys):
     lines = (folder / "logs.jsonl").read_text().splitlines(keepends=True)
     (folder / "logs.jsonl").write_text("".join(lines[:3]) + lines[3][:40])
     page, error = damage_of(folder, tmp_path / "report.html", capsys)
-    for text in (
-        "ogs.jsonl is damaged: line 4 of 4 is cut short or is not JSON, and is left out.",
-        "he log ends at step 3, and the sequences go on to step 6",
-    ):
-        assert text in error
-        assert text in page.text
+    text = "ogs.jsonl is damaged: line 4 of 4 is cut short or is not JSON, and is left out."
+    assert text in error
+    assert text in page.text
     assert "Logged steps1 to 3" in page.text
-    (folder / "logs.jsonl").write_text("".join(lines))
-    assert damage_of(folder, tmp_path / "report.html", capsys)[1] == ""
 
 
 def test_of_a_checkpoint_that_is_damaged_the_one_before_is_taken(dump, tmp_path, undrawn, capsys):
@@ -655,7 +619,7 @@ def test_settings_of_every_kind_are_drawn_and_can_be_read_back(settings, tmp_pat
     page = Page(write(folder, tmp_path / "report.html"))
     own = settings_of(tmp_path / "report.html")[0]
     assert RolloutCorrectionConfig(**own) == RolloutCorrectionConfig(**settings)
-    assert len(page.charts) >= 3
+    assert len(page.charts) == 2
 
 
 # Numbers, against plain loops ---------------------------------------------------------------------------------------------
@@ -665,16 +629,13 @@ def tokens_of(dump) -> list[dict]:
     """Tokens of the loss with a finite log-ratio, in rows that were drawn at random."""
     found = []
     for row in read_dump(dump).rows:
-        columns = zip(
-            row["mask"], row["train_logps"], row["rollout_logps"], row["keep"], row["coefficients"], strict=True
-        )
+        columns = zip(row["mask"], row["train_logps"], row["rollout_logps"], row["keep"], strict=True)
         chosen = [
-            {"d": train - rollout, "p": math.exp(rollout), "position": i, "keep": keep, "coefficient": c, "row": row}
-            for i, (mask, train, rollout, keep, c) in enumerate(columns, 1)
+            {"d": train - rollout, "p": math.exp(rollout), "keep": keep}
+            for mask, train, rollout, keep in columns
             if mask and math.isfinite(train - rollout)
         ]
-        if row["sampled"]:
-            found += [{**token, "length": len(chosen)} for token in chosen]
+        found += chosen if row["sampled"] else []
     return found
 
 
@@ -688,7 +649,7 @@ def test_the_histogram_counts_every_token(dump, page):
     assert sum(middle) == pytest.approx(count, rel=0.02)  # edges are rounded in the table
 
 
-def test_by_probability_and_by_position(dump, page):
+def test_by_probability(dump, page):
     tokens = tokens_of(dump)
     edges = [
         ("< 0.01", 0, 0.01),
@@ -703,26 +664,6 @@ def test_by_probability_and_by_position(dump, page):
         sizes = [abs(token["d"]) for token in tokens if low <= token["p"] < high]
         assert int(rows[name][0]) == pytest.approx(len(sizes), abs=2)  # exp of a float32
         assert float(rows[name][1]) == pytest.approx(np.mean(sizes), rel=0.02)
-    rows = {row[0]: row[1:] for row in page.table("|d| by position in the completion")}
-    sizes = [abs(token["d"]) for token in tokens if 64 <= token["position"] < 128]
-    assert int(rows["64-127"][0]) == len(sizes)
-    expected = [np.mean(sizes), np.median(sizes), np.quantile(sizes, 0.99)]
-    assert [float(x) for x in rows["64-127"][1:]] == pytest.approx(expected, rel=1e-3)
-    assert sum(int(row[0]) for row in rows.values()) == len(tokens)
-
-
-def test_log_weights_by_length(dump, page):
-    rows = {row[0]: row[1:] for row in page.table("Sequence log-weight by length of the completion")}
-    completions = {}
-    for token in tokens_of(dump):
-        completions.setdefault(id(token["row"]), []).append(token)
-    assert len(rows) > 1
-    assert sum(int(row[0]) for row in rows.values()) == len(completions)
-    chosen = [tokens for tokens in completions.values() if 64 <= len(tokens) < 128]
-    weights = [sum(token["d"] for token in tokens) for tokens in chosen]
-    expected = [len(chosen), np.mean(weights), min(weights), max(weights)]
-    expected.append(sum(not all(token["keep"] for token in tokens) for tokens in chosen))
-    assert [float(x) for x in rows["64-127"]] == pytest.approx(expected, rel=1e-3)
 
 
 def test_the_worst_token_is_the_worst(dump, page):

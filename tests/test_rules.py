@@ -13,18 +13,16 @@ from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.health.bands import HEALTHY
 from trl_rollout_corr.health.examine import Examiner, examine, parse_bounds
 from trl_rollout_corr.health.rule import Alarm
-from trl_rollout_corr.health.rules import BOUNDS, REPLACED, RULES, SILENCED
+from trl_rollout_corr.health.rules import BOUNDS, RULES, SILENCED
 from trl_rollout_corr.health.windows import Window
 from trl_rollout_corr.messages import PREFIX
 from trl_rollout_corr.settings.criteria import CRITERIA
-from trl_rollout_corr.settings.files import config_of_run
 from trl_rollout_corr.settings.presets import PRESETS
 
 
 DISABLED = {"rollout_correction": "disabled"}
 SEQUENCE = {"rollout_is": "sequence"}
 VETO = {"rollout_rs": ["seq_max_k1"], "rollout_rs_threshold": [[1e-4, math.inf]]}
-ICEPOP = {"rollout_is": "token", "rollout_is_threshold": [0.5, 5.0]}
 
 HEALTHY_WINDOW = {
     "kl": 0.0008,
@@ -63,13 +61,11 @@ ILL = {
     "weight_mean_low": ({}, {"rollout_is_mean": 0.49}, {"rollout_is_mean": 0.51}),
     "weight_mean_high": (SEQUENCE, {"rollout_is_mean": 2.1}, {"rollout_is_mean": 1.9}),
     "effective_sample_size": ({}, {"rollout_is_eff_sample_size": 0.29}, {"rollout_is_eff_sample_size": 0.31}),
-    "weight_std": ({}, {"rollout_is_std": 1.1}, {"rollout_is_std": 0.9}),
     "weights_at_bound": (
         {"rollout_is": "token"},
         {"rollout_is_ratio_fraction_high": 0.11},
         {"rollout_is_ratio_fraction_high": 0.09},
     ),
-    "icepop_dropped": (ICEPOP, {"rollout_is_oob_ratio": 0.31}, {"rollout_is_oob_ratio": 0.29}),
     "chi2_seq": (SEQUENCE, {"chi2_seq": 11.0}, {"chi2_seq": 9.0}),
     "rejected": ({}, {"rollout_rs_masked_fraction": 0.51}, {"rollout_rs_masked_fraction": 0.49}),
     "vetoed": (VETO, {"rollout_is_veto_fraction": 0.11}, {"rollout_is_veto_fraction": 0.09}),
@@ -99,8 +95,6 @@ def history(*windows, spacing=1):
 
 
 def healthy(settings):
-    if settings == ICEPOP:
-        return {**CORRECTED, "rollout_is_oob_ratio": 0.01}
     return HEALTHY_WINDOW if settings == DISABLED else CORRECTED
 
 
@@ -112,7 +106,7 @@ def found(log, settings=None):
 
 
 def test_every_bound_is_tested():
-    alone = {"k3_growth", "unlearning", "gap_stays", "gap_clipped", "kl_negative_lately"}
+    alone = {"endless", "k3_growth", "unlearning", "gap_stays", "gap_clipped"}
     assert set(ILL) | alone == set(BOUNDS)
     assert len(BOUNDS) == sum(len(rule.bounds) for rule in RULES)
 
@@ -175,11 +169,9 @@ def test_the_healthy_bands_lie_within_the_bounds():
 
 
 def test_of_a_rule_the_first_bound_that_is_passed_speaks():
-    ill = {"rollout_is_eff_sample_size": 0.1, "rollout_is_std": 3.0, "chi2_seq": 99.0}
-    for gone, spoken in (((), "effective_sample_size"), (["rollout_is_eff_sample_size"], "weight_std")):
-        window = {**CORRECTED, **{key: value for key, value in ill.items() if key not in gone}}
-        assert found(history(*[window] * 5), config(**SEQUENCE)) == [spoken]
-    off = config(**SEQUENCE, rollout_monitor_bounds={"effective_sample_size": None, "weight_std": None})
+    ill = {"rollout_is_eff_sample_size": 0.1, "chi2_seq": 99.0}
+    assert found(history(*[{**CORRECTED, **ill}] * 5), config(**SEQUENCE)) == ["effective_sample_size"]
+    off = config(**SEQUENCE, rollout_monitor_bounds={"effective_sample_size": None})
     assert found(history(*[{**CORRECTED, **ill}] * 5), off) == ["chi2_seq"]
 
 
@@ -216,6 +208,25 @@ def test_growth_is_seen_and_a_level_is_not(noise):
     assert k3(noise([0.001] * 200)) == []
     assert k3(noise([0.001 * 1.02**step for step in range(100)])) == ["k3_growth"]
     assert k3(noise([0.00001 * 1.02**step for step in range(200)])) == []  # small, though it grows
+
+
+def endings(unfinished, rewards):
+    """Alarms of a run with these shares of completions that are cut, and these rewards."""
+    pairs = zip(unfinished, rewards, strict=True)
+    return found([
+        {"step": step, "rollout_corr/k3_kl": 1e-4, "rollout_corr/kl": 1e-4, "completions/clipped_ratio": cut, "reward": reward}
+        for step, (cut, reward) in enumerate(pairs, 1)
+    ])  # fmt: skip
+
+
+def test_completions_that_stop_ending_while_the_reward_rises():
+    rising, rewards = [step / 60 for step in range(60)], [0.1 + step / 100 for step in range(60)]
+    assert endings(rising, rewards) == ["endless"]
+    assert endings(rising, rewards[::-1]) == []  # the reward shows it already
+    assert endings(rising[::-1], rewards) == []
+    assert endings([0.9] * 60, rewards) == []  # from the start on
+    assert endings([0.0, 0.5, 0.25, 0.75, 0.0] * 12, rewards) == []  # a batch of four completions
+    assert endings(rising[:19], rewards[:19]) == []  # too early
 
 
 @pytest.mark.parametrize("lag", [1, 8, 16, 24])
@@ -356,21 +367,6 @@ def test_samples_from_a_part_of_the_policy_are_no_gap():
     assert [finding.bound for finding in truncated] == ["biased_ratio"]
 
 
-def test_truncation_that_nobody_makes_up_for_is_named():
-    window = {**CORRECTED, "kl": 0.02, "k3_kl": 0.0006, "staleness_max": 0.0}
-    sampling = {"top_p": 0.9, "top_k": 0, "min_p": None, "generation_kwargs": {"min_p": 0.1}}
-    (alarm,) = examine(history(window, window), sampling)
-    assert (alarm.bound, alarm.step) == ("biased_ratio", 2)
-    assert "Sampling is truncated by `top_p=0.9`, `min_p=0.1`, and the trainer does not make up for it" in str(alarm)
-    elsewhere = [(None, {}), ({"top_p": 1.0, "top_k": 0}, {}), (sampling, {"kl": -0.02})]
-    elsewhere += [(sampling, {"staleness_max": 8.0}), ({**sampling, "rollout_support": "replay"}, {})]
-    for settings, more in elsewhere:
-        (alarm,) = examine(history(*[{**window, **more}] * 2), settings)
-        assert alarm.bound == "biased_ratio"
-        assert "Leave `top_p`, `top_k`, `min_p` and penalties at their defaults." in str(alarm)
-    assert examine(history(*[{**window, "kl": 0.0104}] * 9), sampling) == []
-
-
 def test_clipping_around_the_sampler_bears_more():
     clipped = config(rollout_correction="bypass_ppo_clip")
     assert severe(gaps([*SETTLING, *[0.06] * 40], clipped)) == []
@@ -390,10 +386,10 @@ def test_updates_of_the_policy_are_not_the_samplers_fault():
 def test_log_probabilities_that_go_wrong_later_are_left_to_the_correction():
     broken = {"kl": -0.6, "k3_kl": 1000.0}
     log = history(*[CORRECTED] * 5, *[{**CORRECTED, **broken}] * 9, *[CORRECTED] * 5)
-    found_lately = examine(log, config())
-    assert [(f.bound, f.severity, f.step, f.last_step) for f in found_lately] == [
-        ("kl_negative_lately", "warning", 7, 14)
-    ]
+    assert {(f.bound, f.severity) for f in examine(log, config())} == {
+        ("k3_corrected", "warning"),
+        ("biased_ratio", "warning"),
+    }
     assert severe(examine(log, config(**DISABLED))) == [("k3_high", 7), ("kl_negative", 7)]
     assert severe(examine(history(*[{**CORRECTED, **broken}] * 9), config())) == [("kl_negative", 2)]
 
@@ -408,8 +404,6 @@ def test_advice_has_the_numbers_of_the_run():
     narrow = {**window, "log_ppl_abs_diff": 0.0002}
     assert "[0.99924, 1.00077]" in examine(history(*[narrow] * 9), config())[0].advice
     assert "bounds from its spread" in examine(history(*[{**window, "log_ppl_abs_diff": 0.0}] * 9), config())[0].advice
-    dropped = {**CORRECTED, "rollout_is_oob_ratio": 0.4, "log_ratio_p1": -1.2, "log_ratio_p99": 0.5}
-    assert "to [0.30, 1.65] (98 percent of its tokens)" in examine(history(*[dropped] * 9), config(**ICEPOP))[0].advice
 
 
 def test_advised_bounds_keep_nearly_all():
@@ -525,7 +519,7 @@ def test_values_that_are_no_numbers_are_passed_over(value):
 
 
 def test_an_infinite_value_is_unhealthy():
-    assert found(history(*[{**CORRECTED, "rollout_is_std": math.inf}] * 3)) == ["weight_std"]
+    assert found(history(*[{**CORRECTED, "rollout_is_mean": math.inf}] * 3)) == ["weight_mean_high"]
 
 
 def test_entries_without_a_step():
@@ -578,17 +572,6 @@ def test_bounds_as_json():
 def test_bounds_that_cannot_be_meant_are_refused(bounds, message):
     with pytest.raises(ValueError, match=message):
         parse_bounds(bounds)
-
-
-def test_bounds_of_earlier_versions_have_no_effect_and_a_warning():
-    for name, instead in REPLACED.items():
-        with pytest.warns(UserWarning, match=f"has '{name}', which no longer exists") as caught:
-            settings = config(rollout_monitor_bounds={name: None, "k3_high": 0.1})
-        assert any(instead in str(warning.message) for warning in caught)
-        assert set(re.findall(r"`(\w+)`", instead)) <= {*BOUNDS, "kl"}
-        assert settings.rollout_monitor_bounds == {"k3_high": 0.1}
-    dumped = {"rollout_monitor_bounds": {"chi2_token": 2.0, "staleness": 32.0}}
-    assert config_of_run(dumped, "").rollout_monitor_bounds == {"staleness": 32.0}
 
 
 # Recorded runs --------------------------------------------------------------------------------------------------------
@@ -743,7 +726,6 @@ DESCRIPTIONS = {
     "gap_stays": "the run is corrected, `kl` over that of the start",
     "gap_clipped": "it clips around the sampler, `kl` over that of the start",
     "kl_negative": "nothing is corrected or `kl` was negative at the start, `kl`",
-    "kl_negative_lately": "the run is corrected and `kl` was not negative at the start, `kl`",
     "weights_at_bound": "weights above 1, `rollout_is_ratio_fraction_high`",
     "k3_corrected": "the run is corrected, `k3_kl`",
     "k3_uncorrected": "nothing is corrected, `k3_kl`",
@@ -753,6 +735,7 @@ DESCRIPTIONS = {
     "effective_lr_low": "the run is corrected, `effective_lr`",
     "effective_lr_high": "the run is corrected, `effective_lr`",
     "chi2_seq": "sequence weights, `chi2_seq`",
+    "endless": "`reward` did not fall, `completions/clipped_ratio` of TRL over that of the first ten windows",
     "selection": "`rejected/long_positive` 3 times `rejected/others`, and",
 }
 

@@ -1,14 +1,20 @@
 """Settings under which the sampler's log-probabilities are not comparable to the trainer's are found at the start."""
 
+import json
+import threading
 import warnings
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from types import SimpleNamespace
 
 import pytest
+import requests
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 
 from tests.launching import serving
 from tests.training import TRAINERS, assert_in_step, build, config_fields, messages, saying
 from trl_rollout_corr.trainers.logprobs import check_server_logprobs
+from trl_rollout_corr.trainers.versions import server_configuration
 
 
 both_trainers = pytest.mark.parametrize("config_class", [config for _, config in TRAINERS.values()])
@@ -80,6 +86,37 @@ def test_raw_logprobs_of_a_server_are_the_same_at_temperature_one():
         check_server_logprobs("raw_logprobs", temperature=1.0)
     with pytest.raises(ValueError, match="every ratio would be wrong"):
         check_server_logprobs("processed_logits", temperature=1.0)
+
+
+class Silent(BaseHTTPRequestHandler):
+    """A server that answers what `answers` has for a path, and nothing else."""
+
+    answers: dict[str, object] = {}
+
+    def do_GET(self):
+        path = self.path.split("?")[0]
+        self.send_response(200 if path in self.answers else 404)
+        self.end_headers()
+        self.wfile.write(json.dumps(self.answers.get(path, {})).encode())
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_a_client_of_an_older_trl_is_told_the_configuration_of_its_server(tells):
+    """`get_server_info` is of TRL 1.16, and the server of TRL 1.10 tells nothing."""
+    of_vllm = {"model_config": {"logprobs_mode": "raw_logprobs"}}
+
+    class Server(Silent):
+        answers = {"/server_info": {"vllm_config": of_vllm}} if tells else {}
+
+    with HTTPServer(("127.0.0.1", 0), Server) as http:
+        threading.Thread(target=http.serve_forever).start()
+        client = SimpleNamespace(session=requests.Session(), base_url=f"http://127.0.0.1:{http.server_port}")
+        found = server_configuration(client)
+        http.shutdown()
+    assert found == (of_vllm if tells else None)
 
 
 # A real server --------------------------------------------------------------------------------------------------------

@@ -7,8 +7,8 @@ import pytest
 
 from tests.launching import ACCELERATE, run
 from trl_rollout_corr import RolloutCorrectedGRPOConfig
-from trl_rollout_corr.trainers import script
-from trl_rollout_corr.trainers.script import ScriptParser, one_line_errors
+from trl_rollout_corr.commands import script
+from trl_rollout_corr.commands.script import ScriptParser, one_line_errors
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ from tests.training import (
 )
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectionConfig, RolloutCorrectionMonitor
 from trl_rollout_corr.dumps.files import files_of
-from trl_rollout_corr.trainers.monitor import ALARMS
+from trl_rollout_corr.health.rule import ALARMS
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from .messages import __version__ as __version__
 if TYPE_CHECKING:
     from .asynchronous.disk_weight_transfer import DiskWeightTransfer
     from .asynchronous.trainer import RolloutCorrectedAsyncGRPOConfig, RolloutCorrectedAsyncGRPOTrainer
+    from .commands.script import ScriptParser, model_config, model_init_kwargs, one_line_errors
     from .correction.compute import compute_rollout_correction
     from .health.examine import examine
     from .settings.config import RolloutCorrectionConfig
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     from .trainers.grpo import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
     from .trainers.monitor import RolloutCorrectionMonitor
     from .trainers.rloo import RolloutCorrectedRLOOConfig, RolloutCorrectedRLOOTrainer
-    from .trainers.script import ScriptParser, model_config, model_init_kwargs, one_line_errors
 
 _MODULES = {
     "DiskWeightTransfer": "asynchronous.disk_weight_transfer",
@@ -27,13 +27,13 @@ _MODULES = {
     "RolloutCorrectedRLOOConfig": "trainers.rloo",
     "RolloutCorrectedRLOOTrainer": "trainers.rloo",
     "RolloutCorrectionMonitor": "trainers.monitor",
-    "ScriptParser": "trainers.script",
+    "ScriptParser": "commands.script",
     "check_dump_folder": "trainers.dumping",
     "compute_rollout_correction": "correction.compute",
     "examine": "health.examine",
-    "model_config": "trainers.script",
-    "model_init_kwargs": "trainers.script",
-    "one_line_errors": "trainers.script",
+    "model_config": "commands.script",
+    "model_init_kwargs": "commands.script",
+    "one_line_errors": "commands.script",
 }
 
 __all__ = [

@@ -149,7 +149,6 @@ def _add_compare(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="YAML with settings to compare, such as a recipe; may be given again",
     )
     command.add_argument("--json", action="store_true", help="print JSON")
-    command.add_argument("--worst", action="store_true", help="also take the worst sequences; they bias every number")
     command.add_argument(
         "--steps",
         metavar="FIRST:LAST",
@@ -228,7 +227,7 @@ def _compare(args: argparse.Namespace) -> str:
             raise SelfContainedError(f"--{name} must be a number above 0, got {value}")
     clip = 1 - args.epsilon, 1 + (args.epsilon if args.epsilon_high is None else args.epsilon_high)
     steps = _parse_steps(args.steps)
-    return compare(args.dump, args.config, clip=clip, steps=steps, worst=args.worst, as_json=args.json)
+    return compare(args.dump, args.config, clip=clip, steps=steps, as_json=args.json)
 
 
 def _diagnose(args: argparse.Namespace) -> str:
@@ -261,7 +260,7 @@ def _docs(args: argparse.Namespace) -> str:
 
 
 def _check(args: argparse.Namespace) -> str:
-    from .trainers.check_command import inspect_trl
+    from .commands.check import inspect_trl
 
     report, usable = inspect_trl()
     args.code = 0 if usable else 1

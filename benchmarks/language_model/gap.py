@@ -66,6 +66,8 @@ class Trainer:
             One sequence at a time, without padding.
         merged (`bool`, *optional*, defaults to `False`):
             With the adapter added to the weights, if the sampler has one.
+        attention (`str`, *optional*):
+            Implementation of attention, by its name in transformers.
     """
 
     name: str
@@ -74,6 +76,7 @@ class Trainer:
     float32_head: bool = False
     alone: bool = False
     merged: bool = False
+    attention: str | None = None
 
 
 _BFLOAT16 = {"dtype": "bfloat16"}
@@ -124,45 +127,49 @@ def trainers_of(sampler: Sampler) -> list[Trainer]:
 # Sampling -----------------------------------------------------------------------------------------------------------------
 
 
-def sample(sampler: Sampler) -> Record:
+def sample(sampler: Sampler, model: str | None = None, tokens: int = TOKENS, longest: int = LONGEST) -> Record:
     """
-    Sample at least `TOKENS` tokens: a completion of each prompt, and of the first ones again until there are enough.
+    Sample so many tokens at least: a completion of each prompt, and of the first ones again until there are enough.
 
     Args:
         sampler ([`Sampler`]):
             How.
+        model (`str`, *optional*):
+            Folder of another model than the language model, whose variants `sampler.weights` names.
+        tokens (`int`, *optional*, defaults to `TOKENS`):
+            Least number of tokens.
+        longest (`int`, *optional*, defaults to `LONGEST`):
+            Most tokens of a completion.
 
     Returns:
         `dict`: `prompts` and `completions` (lists of token ids), `logps` (nats), and `seconds` of a core.
     """
     from transformers import AutoTokenizer
-    from variants import make_variant
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
     beside = sampler.weights == "adapter"
-    folder = make_variant("plain" if beside else sampler.weights)
-    llm = LLM(
-        str(folder),
-        enforce_eager=True,
-        max_model_len=CONTEXT,
-        max_num_seqs=FIRST,
-        seed=0,
-        skip_tokenizer_init=True,
-        disable_log_stats=True,
-        enable_prefix_caching=False,
-        logprobs_mode="processed_logprobs",
-        **sampler.engine,
-    )
+    folder = model or folder_of("plain" if beside else sampler.weights)
+    options = {
+        "enforce_eager": True,
+        "max_model_len": CONTEXT,
+        "max_num_seqs": FIRST,
+        "seed": 0,
+        "skip_tokenizer_init": True,
+        "disable_log_stats": True,
+        "enable_prefix_caching": False,
+        "logprobs_mode": "processed_logprobs",
+    }
+    llm = LLM(str(folder), **{**options, **sampler.engine})
     tokenizer = AutoTokenizer.from_pretrained(folder)
     chats = [tokenize(tokenizer, text) for text in PROMPTS]
     record: Record = {"prompts": [], "completions": [], "logps": []}
-    start, adapter = time.process_time(), LoRARequest("adapter", 1, str(make_variant("adapter"))) if beside else None
-    while sum(map(len, record["completions"])) < TOKENS:
+    start, adapter = time.process_time(), LoRARequest("adapter", 1, str(folder_of("adapter"))) if beside else None
+    while sum(map(len, record["completions"])) < tokens:
         done = len(record["prompts"])
         prompts = [chats[i % len(chats)] for i in range(done, done + (MORE if done else FIRST))]
         params = SamplingParams(
-            temperature=1.0, max_tokens=LONGEST, logprobs=0, detokenize=False,
+            temperature=1.0, max_tokens=longest, logprobs=0, detokenize=False,
             stop_token_ids=[tokenizer.eos_token_id], **sampler.sampling,
         )  # fmt: skip
         ids = [{"prompt_token_ids": prompt} for prompt in prompts]
@@ -176,8 +183,17 @@ def sample(sampler: Sampler) -> Record:
     return record
 
 
+def folder_of(variant: str) -> Path:
+    """Folder of a variant of the language model, which is made if it is missing."""
+    from variants import make_variant
+
+    return make_variant(variant)
+
+
 def tokenize(tokenizer: Any, text: str) -> list[int]:
-    """A prompt as a chat."""
+    """A prompt as a chat, or as it is if the model is none for chats."""
+    if tokenizer.chat_template is None:
+        return tokenizer(text).input_ids
     messages = [{"role": "user", "content": text}]
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
 
@@ -205,7 +221,7 @@ class Batch(NamedTuple):
         return cls(ids, attention, width)
 
 
-def score(sampler: Sampler, trainer: Trainer, samples: Record) -> Record:
+def score(sampler: Sampler, trainer: Trainer, samples: Record, model: str | None = None) -> Record:
     """
     Score what was sampled.
 
@@ -216,6 +232,8 @@ def score(sampler: Sampler, trainer: Trainer, samples: Record) -> Record:
             How it is scored.
         samples (`dict`):
             As of [`sample`].
+        model (`str`, *optional*):
+            As of [`sample`].
 
     Returns:
         `dict`: `logps` (nats), `seconds` of a core; and where sampling was truncated or penalised, `processed`, the
@@ -223,35 +241,44 @@ def score(sampler: Sampler, trainer: Trainer, samples: Record) -> Record:
     """
     import torch
 
-    model = load_trainer(sampler, trainer)
+    policy = load_trainer(sampler, trainer, model)
+    device = policy.device
     record: Record = {"logps": []} | ({"processed": []} if sampler.sampling else {})
     start, rows = time.process_time(), 1 if trainer.alone else ROWS
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=trainer.autocast):
+    with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=trainer.autocast):
         for first in range(0, len(samples["prompts"]), rows):
             prompts, completions = (samples[key][first : first + rows] for key in ("prompts", "completions"))
             batch = Batch.of(prompts, completions)
             labels = batch.ids.masked_fill(batch.attention == 0, -100)
             labels[:, : batch.width] = -100
-            out = model(input_ids=batch.ids, attention_mask=batch.attention, labels=labels, fused_lm_head=True)
+            inputs = {"input_ids": batch.ids, "attention_mask": batch.attention, "labels": labels}
+            out = policy(**{name: x.to(device) for name, x in inputs.items()}, fused_lm_head=True)
             logps = out.log_probs[:, batch.width - 1 :].float()
             record["logps"] += [logps[row, : len(ids)].tolist() for row, ids in enumerate(completions)]
             if sampler.sampling:
                 for prompt, completion in zip(prompts, completions, strict=True):
-                    record["processed"].append(process(model, prompt, completion, sampler.sampling))
+                    record["processed"].append(process(policy, prompt, completion, sampler.sampling))
     record["seconds"] = round(time.process_time() - start, 1)
     return record
 
 
-def load_trainer(sampler: Sampler, trainer: Trainer) -> Any:
+def load_trainer(sampler: Sampler, trainer: Trainer, model: str | None) -> Any:
+    """The policy, on a GPU if there is one."""
     import torch
-    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
     from trl.trainer.utils import add_fused_lm_head
-    from variants import load, make_variant
 
     adapted = sampler.weights in ("merged", "adapter")
-    model = load(make_variant("merged" if adapted and trainer.merged else "plain"), getattr(torch, trainer.dtype))
-    add_fused_lm_head(model, cast_lm_head_to_fp32=trainer.float32_head)
-    return PeftModel.from_pretrained(model, make_variant("adapter")) if adapted and not trainer.merged else model
+    folder = model or folder_of("merged" if adapted and trainer.merged else "plain")
+    how = {"dtype": getattr(torch, trainer.dtype), "attn_implementation": trainer.attention}
+    policy = AutoModelForCausalLM.from_pretrained(folder, **how).eval()
+    add_fused_lm_head(policy, cast_lm_head_to_fp32=trainer.float32_head)
+    policy.to("cuda" if torch.cuda.is_available() else "cpu")
+    if not adapted or trainer.merged:
+        return policy
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(policy, folder_of("adapter"))
 
 
 def process(model: Any, prompt: list[int], completion: list[int], sampling: Mapping[str, Any]) -> list[float]:
@@ -259,7 +286,8 @@ def process(model: Any, prompt: list[int], completion: list[int], sampling: Mapp
     import torch
 
     ids = torch.tensor(completion)
-    logits = model(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1].float()
+    inputs = torch.tensor([prompt + completion], device=model.device)
+    logits = model(input_ids=inputs).logits[0, len(prompt) - 1 : -1].float().cpu()
     if penalty := sampling.get("repetition_penalty"):
         seen = torch.zeros(logits.shape[1], dtype=torch.bool)
         seen[prompt] = True

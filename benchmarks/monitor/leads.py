@@ -15,7 +15,7 @@ from trl_rollout_corr.settings.presets import DEFAULT, PRESETS
 # What the rules read, without prefix
 READ = {bound.key for bound in BOUNDS.values()} | {
     *("kl", "k3_kl", "engine_kl", "engine_k3_kl", "staleness_max", "rejected/others"),
-    *("log_ppl_abs_diff", "log_ratio_p1", "log_ratio_p99"),
+    "log_ppl_abs_diff",
 }
 FALL = 0.1
 # Arms that learn: on-policy, corrected, or with a gap that does no harm

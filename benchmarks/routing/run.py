@@ -117,8 +117,17 @@ def upcycle(folder: str, n_experts: int = 4) -> None:
     AutoTokenizer.from_pretrained(source).save_pretrained(folder)
 
 
-def measure(model: str, dtype: str, replay: bool, seed: int, steps: int) -> dict[str, Any]:
-    """Metrics of one run, means over its steps."""
+def measure(
+    model: str,
+    dtype: str,
+    replay: bool,
+    seed: int,
+    steps: int,
+    *,
+    engine: dict[str, Any] | None = None,
+    use_cpu: bool = True,
+) -> dict[str, Any]:
+    """Metrics of one run, means over its steps. `engine` has further arguments of vLLM's engine."""
     from datasets import Dataset
 
     from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
@@ -126,7 +135,7 @@ def measure(model: str, dtype: str, replay: bool, seed: int, steps: int) -> dict
     with tempfile.TemporaryDirectory() as output:
         args = RolloutCorrectedGRPOConfig(
             output,
-            use_cpu=True,
+            use_cpu=use_cpu,
             bf16=False,
             report_to=[],
             disable_tqdm=True,
@@ -145,7 +154,12 @@ def measure(model: str, dtype: str, replay: bool, seed: int, steps: int) -> dict
             model_init_kwargs={"dtype": dtype},
             rollout_correction="disabled",
             rollout_monitor=None,
-            rollout_engine_kwargs={"dtype": "bfloat16", "enable_prefix_caching": False, "enforce_eager": True},
+            rollout_engine_kwargs={
+                "dtype": "bfloat16",
+                "enable_prefix_caching": False,
+                "enforce_eager": True,
+                **(engine or {}),
+            },
             rollout_routing="replay" if replay else None,
         )
         prompts = [f"{a}+{b}=" for a in range(20) for b in range(20)]

@@ -86,6 +86,7 @@ def two_ranks(tiny_model_path, folder) -> TwoRanks:
     groups = {
         "exactness": exactness_cases(2, folder),
         "collectives": COLLECTIVES,
+        "monitor": {"stops": STOPS},
         "disagreement": DISAGREEMENTS,
         "engine": CASES,
         "vllm": WITH_VLLM if find_spec("vllm") else {},
@@ -166,27 +167,37 @@ def exactness_cases(ranks: int, folder: Path) -> dict[str, dict]:
     }
 
 
+several_ranks = pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+
+
 @pytest.fixture(scope="module")
-def by_ranks(two_ranks, tiny_model_path, folder) -> dict[int, dict[str, list[dict]]]:
-    """Results of each rank, by number of ranks. One rank is this process."""
+def one_rank(tiny_model_path, folder) -> dict[str, list[dict]]:
+    """Results of this process."""
     from tests.distributed import worker
 
-    alone, four = (
-        {name: {"model": tiny_model_path, **case} for name, case in exactness_cases(ranks, folder).items()}
-        for ranks in (1, 4)
-    )
     (folder / "1").mkdir()
-    for name, case in alone.items():
-        worker.run(name, case, folder / "1")
-    return {
-        1: {name: [json.loads((folder / "1" / f"{name}.0.json").read_text())] for name in alone},
-        2: two_ranks.results["exactness"],
-        4: launch_and_read(four, folder / "4", 4),
-    }
+    cases = exactness_cases(1, folder)
+    for name, case in cases.items():
+        worker.run(name, {"model": tiny_model_path, **case}, folder / "1")
+    return {name: [json.loads((folder / "1" / f"{name}.0.json").read_text())] for name in cases}
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_the_worst_sequences_of_several_ranks_are_those_of_one(by_ranks, folder, ranks):
+@pytest.fixture(scope="module")
+def four_ranks(tiny_model_path, folder) -> dict[str, list[dict]]:
+    cases = {name: {"model": tiny_model_path, **case} for name, case in exactness_cases(4, folder).items()}
+    return launch_and_read(cases, folder / "4", 4)
+
+
+@pytest.fixture
+def several(request, ranks) -> dict[str, list[dict]]:
+    """Results of each of so many ranks, which are launched when they are first asked for."""
+    if ranks == 2:
+        return request.getfixturevalue("two_ranks").results["exactness"]
+    return request.getfixturevalue("four_ranks")
+
+
+@several_ranks
+def test_the_worst_sequences_of_several_ranks_are_those_of_one(one_rank, several, folder, ranks):
     def worst(n: int) -> list[tuple]:
         rows = read_dump(folder / f"dump of {n}").rows
         assert [sum(row["sampled"] for row in rows if row["step"] == step) for step in (1, 2, 3, 4)] == [4] * 4
@@ -197,28 +208,28 @@ def test_the_worst_sequences_of_several_ranks_are_those_of_one(by_ranks, folder,
     assert len({row["rank"] for row in read_dump(folder / f"dump of {ranks}").rows}) == ranks
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@several_ranks
 @pytest.mark.parametrize("case", ["token", "sequence", "bypass"])
 @pytest.mark.parametrize("mode", ["train", "eval"])
-def test_metrics_of_several_ranks_are_those_of_one(by_ranks, ranks, case, mode):
+def test_metrics_of_several_ranks_are_those_of_one(one_rank, several, case, mode):
     prefix = PREFIX if mode == "train" else f"eval_{PREFIX}"
-    expected = reports(by_ranks[1][case][0], prefix)
+    expected = reports(one_rank[case][0], prefix)
     assert len(expected[0]) > 200
     assert expected[0][f"{prefix}k3_kl"] > 0.001
-    for rank in range(ranks):
-        assert_reports_equal(reports(by_ranks[ranks][case][rank], prefix), expected)
+    for rank in several[case]:
+        assert_reports_equal(reports(rank, prefix), expected)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_losses_of_several_ranks_are_those_of_one(by_ranks, ranks):
+@several_ranks
+def test_losses_of_several_ranks_are_those_of_one(one_rank, several):
     for case in ("token", "training"):
-        losses = [[e["loss"] for e in by_ranks[n][case][0]["history"] if "loss" in e] for n in (1, ranks)]
+        losses = [[e["loss"] for e in found[case][0]["history"] if "loss" in e] for found in (one_rank, several)]
         assert losses[1] == pytest.approx(losses[0], rel=1e-3, abs=1e-5)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_end_with_the_same_parameters(by_ranks, ranks):
-    for case in by_ranks[ranks].values():
+@several_ranks
+def test_ranks_end_with_the_same_parameters(several):
+    for case in several.values():
         assert len({result["parameters"] for result in case}) == 1
 
 
@@ -234,10 +245,10 @@ def metrics_of(seen: list[tuple]) -> dict[str, float]:
     return compute_rollout_correction(train, rollout, mask, config, advantages=advantages).metrics()
 
 
-def test_logged_metrics_are_those_of_what_the_ranks_saw(by_ranks, folder):
-    per_rank = [torch.load(folder / "4" / f"token.{rank}.pt") for rank in range(4)]
-    expected = metrics_of([entry for rank in per_rank for entry in rank[:2]])  # two steps of one micro-batch each
-    (first, *_) = reports(by_ranks[4]["token"][0], PREFIX)
+def test_logged_metrics_are_those_of_what_the_ranks_saw(two_ranks, folder):
+    per_rank = [torch.load(folder / "2" / f"exactness token.{rank}.pt") for rank in range(2)]
+    expected = metrics_of([entry for rank in per_rank for entry in rank[:4]])  # two steps of two micro-batches each
+    (first, *_) = reports(two_ranks.results["exactness"]["token"][0], PREFIX)
     assert_reports_equal([{key: first[key] for key in expected}], [expected])
 
 
@@ -248,6 +259,7 @@ _SHORT = {"max_steps": 4, "logging_steps": 2}
 COLLECTIVES = {
     "plain": {**_SHORT, "plain": True},
     "measured": {**_SHORT, "rollout_correction": "disabled"},
+    "watched": {**_SHORT, "rollout_correction": "disabled", "rollout_monitor": "warn"},
     "corrected": {**_SHORT, **EVERYTHING},
     "bypass": {**_SHORT, "rollout_correction": "bypass_pg_geo_rs_token_tis", "rollout_rs_threshold": 1.5},
     "normalised": {**_SHORT, "rollout_is_batch_normalize": True, "rollout_rs_renormalize": True, **EVERYTHING},
@@ -256,18 +268,35 @@ COLLECTIVES = {
 
 
 @pytest.mark.seam("ranks")
-def test_collectives_are_one_per_log_and_those_of_normalisation(two_ranks):
+def test_collectives_are_one_per_log_or_watched_step_and_those_of_normalisation(two_ranks):
     found = {name: ranks[0]["collectives"] for name, ranks in two_ranks.results["collectives"].items()}
-    logs, generations, micro_batches = 2, 4, 8
+    steps, logs, generations, micro_batches = 4, 2, 4, 8
+    logs += 1  # at the start the ranks agree whether each has a monitor
     assert {name: count - found["plain"] for name, count in found.items()} == {
         "plain": 0,
         "measured": logs,
+        "watched": 1 + steps,
         "corrected": logs,
         "bypass": logs,
         "normalised": logs + generations,
         "normalised in bypass": logs + micro_batches,
     }
 
+
+@pytest.mark.seam("ranks")
+def test_all_ranks_stop_at_the_same_step(two_ranks):
+    ranks = two_ranks.results["monitor"]["stops"]
+    assert [rank["steps"] for rank in ranks] == [3, 3]  # the sums of step 2 are read when step 3 ends
+    assert ranks[0]["parameters"] == ranks[1]["parameters"]
+
+
+STOPS = {
+    "max_steps": 6,
+    "logging_steps": 100,
+    "rollout_correction": "disabled",
+    "rollout_monitor": "stop",
+    "sampler": {"noise": 1.0},
+}
 
 # Ranks that see different things --------------------------------------------------------------------------------------
 
@@ -344,9 +373,9 @@ def test_asynchronous_metrics_of_two_ranks_are_those_of_one(two_ranks, tiny_mode
 def test_asynchronous_off_on_two_ranks_is_trl(two_ranks):
     found = two_ranks.results["asynchronous"]
     assert found["off"][0]["parameters"] == found["plain"][0]["parameters"]
-    # one at each of two logs, and with each of eight micro-batches that TRL sends, four tensors more
+    # one at the start, one at each of two logs, and with each of eight micro-batches that TRL sends, four tensors more
     # Samples come from this process: there is no server, whose weights could be looked at
-    assert found["off"][0]["collectives"] - found["plain"][0]["collectives"] == 2 + 4 * 8
+    assert found["off"][0]["collectives"] - found["plain"][0]["collectives"] == 3 + 4 * 8
 
 
 @asynchronous

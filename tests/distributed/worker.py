@@ -194,6 +194,7 @@ def run(name: str, case: dict, folder: Path):
         "error": error,
         "history": trainer.state.log_history,
         "collectives": collectives.count,
+        "steps": trainer.state.global_step,
         "engine": type(trainer.model_wrapped).__name__,
         "distributed_type": str(trainer.accelerator.distributed_type),
         "parameters": sum(p.detach().double().sum().item() for p in trainer.model.parameters()),

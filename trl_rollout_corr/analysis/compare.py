@@ -6,28 +6,24 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from ..dumps.reading import open_dump
 from ..health.advice import Advice, mode_of
 from ..health.bands import HEALTHY
 from ..health.examine import examine
-from ..health.rule import Alarm
-from ..messages import percent, rounded, three_decimals, warn, yaml_lines
-from ..messages import steps as steps_in_words
+from ..messages import rounded, three_decimals, warn, yaml_lines
 from ..settings.config import RolloutCorrectionConfig
 from ..settings.files import config_of_run, read_config
-from ..settings.presets import PRESETS, Preset
-from .recommend import first_alarm, healthy_rows, recommend
+from ..settings.presets import PRESETS
+from .recommend import first_alarm, recommend
 from .recompute import Batch, Effect, batch_of, recompute
 from .run import log_of_dump
-from .spread import TARGET, Spread, spread_of, suggest_bounds
+from .spread import Spread, spread_of, suggest_bounds
 
 
 _THIS_RUN, _FITTED = "this run", "bounds that fit"
-_REFERENCE: Preset = "disabled"
+_REFERENCE = "disabled"
 # By the mode of the run: rejection by bounds that fit the sequences, with token weights where the mode applies weights
-_REJECTING: dict[str, Preset] = {
+_REJECTING: dict[str, str] = {
     "decoupled": "decoupled_geo_rs_token_tis",
     "ppo_clip": "bypass_ppo_clip_geo_rs",
     "reinforce": "bypass_pg_geo_rs_token_tis",
@@ -55,7 +51,6 @@ def compare(
     *,
     clip: tuple[float, float],
     steps: tuple[int, int] | None = None,
-    worst: bool = False,
     as_json: bool = False,
 ) -> str:
     """
@@ -69,10 +64,7 @@ def compare(
         clip (`tuple[float, float]`):
             Ratios below and above which PPO clips, for settings in bypass mode.
         steps (`tuple[int, int]`, *optional*):
-            First and last optimizer step to take. By default those before the first alarm about the policies, or all if
-            there are none.
-        worst (`bool`, *optional*, defaults to `False`):
-            Also take the sequences dumped as the worst.
+            First and last optimizer step to take. By default all, but without bounds if there was an alarm about the policies.
         as_json (`bool`, *optional*, defaults to `False`):
             Return JSON.
 
@@ -87,40 +79,27 @@ def compare(
         warn(f"{path}: {damage}.")
     sequences, config = dump.sequences, config_of_run(dump.settings, "the settings in the dump")
     log = log_of_dump(dump.path) if steps is None else []
-    taken = sequences.sampled | worst
-    if not taken.any():
+    if not sequences.sampled.any():
         raise ValueError(
-            "no sequence was drawn at random (`rollout_dump_sampled`), and the worst ones do not represent the batch; take "
-            "them with --worst"
+            "no sequence was drawn at random (`rollout_dump_sampled`), and the worst ones do not represent the batch"
         )
     findings = examine(log, config)
-    healthy = taken & healthy_rows(sequences, log, findings)
-    notes = ["The worst sequences are included, and they bias every number."] if worst else []
-    notes += _notes_on_steps(sequences.step[taken & ~healthy], healthy, first_alarm(findings))
-    batch = batch_of(sequences, healthy if healthy.any() else taken)
+    notes = []
+    if alarm := first_alarm(findings):
+        notes.append(
+            f"No bounds are made, because an alarm was raised at step {alarm.step} (`{alarm.bound}`). To take the healthy "
+            "steps alone, name them with `--steps`."
+        )
+    batch = batch_of(sequences, sequences.sampled)
     spread = spread_of(batch)
     best = recommend(config, findings, spread.s)
-    fitted = _fitted(spread, config) if healthy.any() and best.settings else None
+    fitted = None if alarm or not best.settings else _fitted(spread, config)
     settings = {_THIS_RUN: config, **({_FITTED: RolloutCorrectionConfig(**fitted)} if fitted else {}), **_presets()}
     settings |= {file: read_config(file) for file in files}
     effects = _effects(batch, settings, clip, notes)
     row = str(best.settings.get("rollout_correction", _THIS_RUN))
     comparison = Comparison(batch, config, effects, spread, notes, best, row, fitted)
     return _as_json(comparison) if as_json else _as_markdown(comparison)
-
-
-def _notes_on_steps(out: np.ndarray, healthy: np.ndarray, alarm: Alarm | None) -> list[str]:
-    """The steps that are left out, and why."""
-    if alarm is None or not out.size:
-        return []
-    raised = f"an alarm was raised at step {alarm.step} (`{alarm.bound}`)"
-    if healthy.any():
-        left_out = steps_in_words(int(out.min()), int(out.max()))
-        return [f"The numbers leave out {left_out}, because {raised}. To take other steps, use `--steps`."]
-    return [
-        f"All steps are taken, and no bounds are made: {raised}, and no earlier step was dumped. To make bounds anyway, name "
-        "the steps with `--steps`.",
-    ]
 
 
 def _fitted(spread: Spread, config: RolloutCorrectionConfig) -> dict[str, Any] | None:
@@ -184,7 +163,7 @@ def _as_markdown(c: Comparison) -> str:
     if c.best.settings:
         lines += ["", "```yaml", f"{yaml_lines(c.best.settings)}```"]
     if c.fitted:
-        text = f"{_FITTED.capitalize()} these tokens reject outliers, and at most {percent(TARGET)} of the others"
+        text = f"{_FITTED.capitalize()} these tokens keep nearly all completions, and reject outliers"
         far = s**2 / 2 > (HEALTHY["k3_kl"][1] or math.inf)
         text += ". The policies are far apart: these bounds keep tokens that should be rejected." if far else ":"
         lines += ["", text, "", "```yaml", f"{yaml_lines(c.fitted)}```"]

@@ -1,13 +1,9 @@
-"""The settings to try first, which `report` and `compare` recommend, and the steps that are fit to make bounds of."""
+"""The settings to try first, which `report` and `compare` recommend."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-import numpy as np
-
-from ..dumps.sequences import Sequences
 from ..health.advice import Advice, advise, mode_of
 from ..health.rule import Alarm
-from ..health.rules import BOUNDS
 from ..messages import PREFIX
 from ..settings.config import RolloutCorrectionConfig
 
@@ -39,13 +35,3 @@ def recommend(config: RolloutCorrectionConfig, findings: Sequence[Alarm], spread
     """
     # after an alarm about the gap, a small mean over all steps says nothing
     return advise(mode_of(config), "gap", spread=None if first_alarm(findings) else spread)
-
-
-def healthy_rows(sequences: Sequences, log: Sequence[Mapping[str, object]], findings: Sequence[Alarm]) -> np.ndarray:
-    """True for the sequences of steps before the logging windows that raised the first alarm about the gap, `(B,)`."""
-    alarm = first_alarm(findings)
-    if alarm is None:
-        return np.ones(len(sequences), bool)
-    steps = [entry["step"] for entry in log]
-    before = steps.index(alarm.step) - BOUNDS[alarm.bound].patience
-    return sequences.step <= (steps[before] if before >= 0 else 0)

@@ -1,20 +1,18 @@
 """The reader of a run: the log of its trainer, its dumped sequences, or both."""
 
+import json
 from collections.abc import Iterable, Mapping
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pandas as pd
-import yaml
 
-from ..dumps.files import is_step, read_json, read_logs
-from ..dumps.reading import Dump, check_name, find_dump, open_dump
+from ..dumps.files import read_logs
+from ..dumps.reading import Dump, find_dump, open_dump
 from ..health.windows import is_training_window
 from ..messages import PREFIX, SelfContainedError, warn
 from ..settings.config import RolloutCorrectionConfig
-from ..settings.files import config_of_run, load_yaml, read_text
+from ..settings.files import config_of_run
 
 
 STATE = "trainer_state.json"
@@ -77,7 +75,6 @@ def _read(path: Path) -> Run:
         raise ValueError("no such file or folder")
     if not path.is_dir() and not path.is_file():
         raise ValueError("a pipe or a device, but a run is read from a folder or a regular file")
-    check_name(path.resolve())  # the report shows its name
     states, folder = _states(path) if path.is_dir() else [path], find_dump(path) if path.is_dir() else None
     if path.is_file() and path.suffix != ".json":
         states, folder = [], path
@@ -89,13 +86,11 @@ def _read(path: Path) -> Run:
     about: dict[str, str] = {}
     if states:
         entries = _first_readable(states, damage, needed=folder is None)
-        date = datetime.fromtimestamp(states[0].stat().st_mtime, UTC).date().isoformat()
-        about = (_card(path) or _card(path.parent)) | {"date": date}
     if folder is not None:
-        dump = open_dump(folder, text=True)
+        dump = open_dump(folder)
         config = config_of_run(dump.settings, "the settings in the dump cannot be read")
         damage += dump.damage
-        about |= {name: value for name, value in dump.about.items() if name in ("model", "trainer", "date")}
+        about = {name: value for name, value in dump.about.items() if name in ("model", "trainer", "date")}
         about["correction"] = config.description
         entries = [*read_logs(folder, damage.append), *entries]
     merged = _merge(entries)
@@ -103,19 +98,7 @@ def _read(path: Path) -> Run:
         raise ValueError(f"{states[0].name} has no log entry with a step and metrics")
     numbers = [{key: x for key, x in entry.items() if type(x) in (int, float)} for entry in merged]
     log = pd.DataFrame(numbers).set_index("step") if merged else pd.DataFrame()
-    if merged and dump is not None:
-        damage += _cut_short(log, int(dump.sequences.step.max()))
     return Run(merged, log, dump, config, about, damage)
-
-
-def _cut_short(log: pd.DataFrame, dumped: int) -> list[str]:
-    """A complaint about a log that ends before the dump does, by more than a logging window."""
-    logged = int(log.index[-1])
-    if dumped - logged <= np.median(np.diff(log.index, prepend=0)):
-        return []
-    return [
-        f"the log ends at step {logged}, and the sequences go on to step {dumped}: the steps between were not logged"
-    ]
 
 
 def _merge(entries: Iterable[Mapping[str, object]]) -> list[dict[str, object]]:
@@ -123,7 +106,7 @@ def _merge(entries: Iterable[Mapping[str, object]]) -> list[dict[str, object]]:
     merged: dict[int, dict[str, object]] = {}
     for entry in entries:
         step = entry.get("step")
-        if isinstance(step, int | float) and is_step(step) and is_training_window(entry):
+        if isinstance(step, int | float) and is_training_window(entry):
             merged.setdefault(int(step), {}).update(entry, step=int(step))
     return [merged[step] for step in sorted(merged)]
 
@@ -160,7 +143,7 @@ def _first_readable(paths: list[Path], damage: list[str], *, needed: bool) -> li
 
 def _entries(path: Path) -> list[dict[str, Any]]:
     try:
-        state = read_json(path.read_text(encoding="utf-8"))
+        state = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path.name} is damaged or not JSON: {error}") from None
     entries = state.get("log_history") if isinstance(state, dict) else None
@@ -168,22 +151,6 @@ def _entries(path: Path) -> list[dict[str, Any]]:
         raise ValueError(f"{path.name} is JSON, but not the state of a trainer: it has no `log_history`")
     if not entries:
         raise ValueError(f"{path.name} holds no log entries yet")
-    steps = [entry["step"] for entry in entries if isinstance(entry.get("step"), int | float)]
-    if beyond := [step for step in steps if not is_step(step)]:
-        raise ValueError(f"{path.name} is damaged: the `step` of an entry is {beyond[0]}")
     if not any(str(key).startswith(PREFIX) for entry in entries for key in entry):
         raise ValueError(f"{path.name} has no `{PREFIX}` metrics: the run did not use a trainer of this package")
     return entries
-
-
-def _card(folder: Path) -> dict[str, str]:
-    """Model, trainer and correction, from the metadata of the model card in a folder; empty if it is not of this package."""
-    try:
-        metadata, _ = load_yaml(read_text(folder / "README.md").split("---\n")[1])
-        ours = metadata["trl_rollout_corr"]
-        trainer = next((tag.upper() for tag in metadata["tags"] if tag in ("grpo", "rloo")), "")
-        # the base model is the one on the hub, which a model of this machine does not have
-        model = str(metadata.get("base_model") or ours["model"])
-        return {"model": model, "trainer": trainer, "correction": str(ours["correction"])}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError, RecursionError):
-        return {}

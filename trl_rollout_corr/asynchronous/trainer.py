@@ -23,7 +23,7 @@ from transformers.trainer_utils import TrainOutput
 
 from ..settings.config import RolloutCorrectionConfig
 from ..trainers.base import CorrectionCore
-from ..trainers.engine import announce_server, check_engine_kwargs
+from ..trainers.card import TAGS
 from ..trainers.keys import PADDING, REWARDS, ROLLOUT_LOGPS, ROLLOUT_STEP, TOKEN_STEPS
 from ..trainers.logprobs import check_server_logprobs
 from ..trainers.observer import Corrected
@@ -55,16 +55,12 @@ class RolloutCorrectedAsyncGRPOConfig(RolloutCorrectionConfig, AsyncGRPOConfig):
             mean of batch normalisation would be over a single sequence.
     """
 
+    _checks_of_trainer = CHECKS["async_grpo"]
+
     def __post_init__(self) -> None:
         RolloutCorrectionConfig.__post_init__(self)
         AsyncGRPOConfig.__post_init__(self)
         self.check()
-
-    def check(self) -> set[str]:
-        explicit = super().check()
-        for check in CHECKS["async_grpo"]:
-            check(self)
-        return explicit
 
 
 class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
@@ -113,7 +109,7 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
 
     _trl_class = AsyncGRPOTrainer
     _config_class = RolloutCorrectedAsyncGRPOConfig
-    _tag_names = [*AsyncGRPOTrainer._tag_names, "rollout-correction"]
+    _tag_names = [*AsyncGRPOTrainer._tag_names, *TAGS]
 
     @with_parameters_of(AsyncGRPOTrainer.__init__)
     def __init__(
@@ -127,9 +123,6 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
         check_trl(AsyncGRPOTrainer, METHODS, NAMES)
         check_bases(type(self), RolloutCorrectedAsyncGRPOTrainer, AsyncGRPOTrainer, method="compute_loss")
         config = self._read_settings(model, args)
-        if config.rollout_engine_kwargs:
-            check_engine_kwargs(config.rollout_engine_kwargs)
-            announce_server(config.rollout_engine_kwargs)
         with without_peak_flops(config.device):
             super().__init__(model, reward_funcs, config, *further_args, **kwargs)
         if config.device.type == "cpu":

@@ -1,5 +1,5 @@
 """
-Effect of the correction on groups of tokens: by length, position, advantage, reward and turn. Torch only.
+Effect of the correction on groups of tokens: by length, advantage and turn. Torch only.
 
 As in `metrics.py` all values are sums in one vector until they are logged, so that a share does not depend on the split of
 the batch over ranks, micro-batches or logging steps. The layout is the same for every configuration.
@@ -21,14 +21,13 @@ from .sums import Applied, SegmentedSums
 BUCKETS = (1, 16, 64, 256, 1024, 4096, 16384)
 _OCTAVES = tuple(2**i for i in range(15))
 SIGNS = ("negative", "zero", "positive")
-REWARDS = (-math.inf, 0.0, 0.25, 0.5, 0.75, 1.0)
-REWARD_NAMES = ("below_0", "0_to_0.25", "0.25_to_0.5", "0.5_to_0.75", "0.75_to_1", "1_or_more")
+_BY_SIGN = tuple(f"advantage_{sign}" for sign in SIGNS)
 # Turns of an agent: the first, the last of several, those between them; and the first two tokens of each turn but the first,
 # which stand behind the answer of a tool
 TURNS = ("first", "middle", "last", "start")
 _BEGINNING = 2
 MEASURES = ("tokens", "rejected", "removed")
-_OF_TURN = (*MEASURES, "k3", "coefficients", "coefficient_squares")
+_OF_TURN = (*MEASURES, "k3")
 
 
 def _table(name: str, buckets: tuple[str, ...], measures: tuple[str, ...] = MEASURES) -> tuple[str, ...]:
@@ -44,8 +43,6 @@ class Accounts(SegmentedSums):
     SEGMENTS: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "cell": _table("cell", _CELLS),
         "rows": tuple(f"rows/{length}" for length in _OCTAVES),
-        "position": _table("position", tuple(map(str, BUCKETS))),
-        "reward": _table("reward", REWARD_NAMES),
         "turn": _table("turn", TURNS, _OF_TURN),
         "mean_reward": ("kept/rows", "kept/reward", "rejected/rows", "rejected/reward"),
     }
@@ -57,15 +54,14 @@ class Accounts(SegmentedSums):
             metrics |= {f"rejected/{name}": sums["rejected"] / sums["tokens"] for name, sums in groups.items()}
             rewards = {name: (s[f"{name}/reward"], s[f"{name}/rows"]) for name in ("kept", "rejected")}
             metrics |= {f"{name}/reward_mean": total / rows for name, (total, rows) in rewards.items() if rows}
+            by_sign = {sign: groups[sign]["rejected"] for sign in _BY_SIGN if sign in groups}
+            n_rejected = math.fsum(by_sign.values())
+            metrics |= {f"of_rejected/{sign}": n / n_rejected for sign, n in by_sign.items() if n_rejected}
         if applied.weighs:
             metrics |= {f"downweighted/{name}": sums["removed"] / sums["tokens"] for name, sums in groups.items()}
         for turn in TURNS if s["turn/last/tokens"] else ():
             if tokens := s[f"turn/{turn}/tokens"]:
                 metrics[f"turn_{turn}/k3_kl"] = s[f"turn/{turn}/k3"] / tokens
-                if applied.corrects:
-                    # effective sample size over the number of tokens: (sum c)^2 / (N sum c^2)
-                    total, squares = s[f"turn/{turn}/coefficients"], s[f"turn/{turn}/coefficient_squares"]
-                    metrics[f"turn_{turn}/eff_sample_size"] = total**2 / (tokens * squares) if squares else 0.0
         return metrics
 
 
@@ -79,8 +75,7 @@ def account(
     log_ratio: torch.Tensor | None = None,
 ) -> Accounts:
     """
-    Add up tokens, rejected tokens and gradient removed by weights, by group of tokens. By turn also the gap, and the factors
-    of the gradient.
+    Add up tokens, rejected tokens and gradient removed by weights, by group of tokens. By turn also the gap.
 
     Args:
         valid (`torch.Tensor` of shape `(B, T)`):
@@ -101,26 +96,22 @@ def account(
     Returns:
         [`Accounts`]: the sums. No host synchronisation, no collective.
     """
-    by_row, by_position = _by_row_and_position(valid, keep, coefficients)
+    by_row = _by_row(valid, keep, coefficients)
     lengths = by_row[:, 0]
     octave = bucket_of(lengths, _OCTAVES)
     sign = (advantages if advantages.dim() == 1 else advantages.sum(1)).sign().long() + 1
     rewards, counted = rewards.to(lengths.dtype), lengths.sign()
     scored, rewards = rewards.isfinite() * counted, rewards.nan_to_num(0.0)
-    positions = torch.arange(1, valid.shape[1] + 1, device=valid.device)
     keeps_none = (by_row[:, 1] >= lengths).long()
     segments = {
         "cell": add_up(by_row, octave * len(SIGNS) + sign, len(_CELLS)),
         "rows": add_up(counted, octave, len(_OCTAVES)),
-        "position": add_up(by_position, bucket_of(positions, BUCKETS), len(BUCKETS)),
-        "reward": add_up(by_row * scored[:, None], bucket_of(rewards, REWARDS), len(REWARDS)),
         "mean_reward": add_up(torch.stack([scored, scored * rewards], 1), keeps_none, 2),
     }
     if turns is not None and log_ratio is not None:
         # a valid token without a finite log-ratio is one that `rollout_nan_policy` neutralizes
         d = log_ratio.masked_fill(~valid | ~log_ratio.isfinite(), 0.0)
-        squares, gap = coefficients.square(), k3(d.clamp(max=LARGEST_POWER))
-        measures = (*(x.clone() for x in _measures(valid, keep, coefficients)), gap, coefficients, squares)
+        measures = (*(x.clone() for x in _measures(valid, keep, coefficients)), k3(d.clamp(max=LARGEST_POWER)))
         segments["turn"] = torch.stack([_by_turn(x.to(lengths.dtype), turns) for x in measures], 1)
     return Accounts.of(segments)
 
@@ -145,17 +136,13 @@ def _measures(valid: torch.Tensor, keep: torch.Tensor, coefficients: torch.Tenso
     yield kept_tokens.sub_(coefficients).clamp_(min=0.0)  # the coefficient of a rejected token is 0
 
 
-def _by_row_and_position(
-    valid: torch.Tensor, keep: torch.Tensor, coefficients: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums of the measures over each row, `(B, 3)`, and over each position, `(T, 3)`."""
-    dtype = accumulation_dtype(valid.device)
-    by_row, by_position = [], []
-    for rows in row_blocks(valid):
-        sums = [(x.sum(1), x.sum(0)) for x in _measures(valid[rows], keep[rows], coefficients[rows])]
-        by_row.append(torch.stack([x for x, _ in sums]))
-        by_position.append(torch.stack([x for _, x in sums]))
-    return torch.cat(by_row, 1).to(dtype).T, torch.stack(by_position).sum(0, dtype=dtype).T
+def _by_row(valid: torch.Tensor, keep: torch.Tensor, coefficients: torch.Tensor) -> torch.Tensor:
+    """Sums of the measures over each row, `(B, 3)`."""
+    by_row = [
+        torch.stack([x.sum(1) for x in _measures(valid[rows], keep[rows], coefficients[rows])], 1)
+        for rows in row_blocks(valid)
+    ]
+    return torch.cat(by_row).to(accumulation_dtype(valid.device))
 
 
 def bucket_of(x: torch.Tensor, lower_ends: tuple[float, ...]) -> torch.Tensor:
@@ -185,11 +172,8 @@ def _groups(s: Mapping[str, float]) -> dict[str, dict[str, float]]:
         bucket = f"{low}_{high - 1}" if high < math.inf else f"{low}_or_more"
         octaves = [octave for octave in _OCTAVES if low <= octave < high]
         groups[f"length_{bucket}"] = _total(s, [f"cell/{octave}/{sign}" for octave in octaves for sign in SIGNS])
-        groups[f"position_{bucket}"] = _total(s, [f"position/{low}"])
-    for sign in SIGNS:
-        groups[f"advantage_{sign}"] = _total(s, [f"cell/{octave}/{sign}" for octave in _OCTAVES])
-    for reward in REWARD_NAMES:
-        groups[f"reward_{reward}"] = _total(s, [f"reward/{reward}"])
+    for name, sign in zip(_BY_SIGN, SIGNS, strict=True):
+        groups[name] = _total(s, [f"cell/{octave}/{sign}" for octave in _OCTAVES])
     if s["turn/last/tokens"]:  # with one turn the group is the whole batch
         groups |= {f"turn_{turn}": _total(s, [f"turn/{turn}"]) for turn in TURNS}
     return groups | _long_and_positive(s)

@@ -66,6 +66,7 @@ class Statistics(Sums):
         if self.criteria:
             metrics["rollout_rs_masked_fraction"] = _divide(s["rejected"], s["tokens"])
             metrics["rollout_rs_seq_masked_fraction"] = _divide(s["rejected_rows"], s["rows"])
+            metrics |= _gap_of_rejected(s)
         return metrics
 
 
@@ -110,7 +111,7 @@ def collect(
     c.add("mask_tokens", tokens.mask_lengths)
     c.add("nonfinite", tokens.broken)
     c.add("coefficients", coefficients)
-    _collect_policies(c, tokens)
+    _collect_policies(c, tokens, keep if rejections else None)
     if direction is not None:
         _collect_directions(c, tokens, direction)
     if weights is not None:
@@ -130,7 +131,8 @@ def collect(
 # The two policies -----------------------------------------------------------------------------------------------------
 
 
-def _collect_policies(c: Columns, tokens: Tokens) -> None:
+def _collect_policies(c: Columns, tokens: Tokens, keep: torch.Tensor | None) -> None:
+    """Sums of both policies. `keep` is given if there are criteria."""
     d = tokens.log_ratio
     c.add("d", d)
     c.add("train_logps", tokens.train_logps)
@@ -141,7 +143,10 @@ def _collect_policies(c: Columns, tokens: Tokens) -> None:
     c.add_columns(("train_ppl", "rollout_ppl", "ppl_ratio"), logs.clamp(max=LARGEST_POWER).exp_().mul_(c.rows))
     # k3 = r - 1 - d with r = exp(d). `expm1` keeps the digits of a small d
     excess = torch.expm1(d.clamp(max=LARGEST_POWER))
-    c.add("k3", excess - d)
+    gaps = excess - d
+    c.add("k3", gaps)
+    if keep is not None:
+        c.add("kept/k3", gaps * keep)
     # chi^2 = E[r^2] - 1 = E[(r - 1)^2 + 2 (r - 1)]: a sum of squares r^2 would lose a small divergence
     excess.clamp_(max=math.expm1(LOG_RATIO_BOUND))
     c.add("chi2_token", row_squares(excess).add_(excess.sum(-1, keepdim=True), alpha=2.0))
@@ -192,6 +197,14 @@ def _policy_metrics(s: dict[str, float], counts: list[float]) -> dict[str, float
         "log_ratio_min": -_maximum(s["d_negated_min"]),
         "log_ratio_max": _maximum(s["d_max"]),
     }
+
+
+def _gap_of_rejected(s: dict[str, float]) -> dict[str, float]:
+    """`k3_kl` of the tokens that criteria reject, and of the others; each only if there are such tokens."""
+    rejected = max(s["k3"] - s["kept/k3"], 0.0), s["rejected"]  # not below 0 by rounding
+    kept = s["kept/k3"], s["tokens"] - s["rejected"]
+    parts = {"rejected/k3_kl": rejected, "kept/k3_kl": kept}
+    return {key: total / tokens for key, (total, tokens) in parts.items() if tokens}
 
 
 # Importance weights ---------------------------------------------------------------------------------------------------
@@ -290,12 +303,15 @@ def _collect_criterion(c: Columns, tokens: Tokens, criterion: Criterion, rejecti
     floor = criterion.lower if criterion.signed else 0.0
     high, low = rejection.high, rejection.low
     if criterion.unit != "seq":
-        c.add(f"{name}/sum", statistic)
+        if criterion.name == "token_k1":  # k1 = -d
+            c.sums[f"{name}/sum"] = -c.sums["d"]
+        else:
+            c.add(f"{name}/sum", statistic)
         row, bounded = c.row_mean(f"{name}/sum"), statistic.clamp(floor, criterion.upper).mul_(tokens.valid)
         c.add(f"{name}/bounded", bounded)
         c.add(f"{name}/bounded_squares", bounded.square())
         c.sums[f"{name}/units"] = tokens.lengths
-        if criterion.name == "token_k1":  # k1 = -d
+        if criterion.name == "token_k1":
             c.maxima[f"{name}/statistic_max"] = c.maxima["d_negated_min"]
             c.maxima[f"{name}/statistic_negated_min"] = c.maxima["d_max"]
         else:

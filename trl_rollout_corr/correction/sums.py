@@ -21,7 +21,6 @@ class Applied(NamedTuple):
 
     rejects: bool = True  # criteria reject tokens
     weighs: bool = True  # importance weights multiply the policy gradient
-    corrects: bool = True  # the loss differs from TRL's
 
 
 @dataclass(frozen=True)

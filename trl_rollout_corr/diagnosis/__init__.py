@@ -2,7 +2,7 @@
 The diagnosis, `trl-rollout-corr diagnose`: the cause of the gap between trainer and sampler, its certainty and share, and the
 remedy. Arrays of numpy in, no TRL.
 
-`observed` has the tokens. `causes` has one record for each cause; their tests and pictures are in `single_tokens`, `drift`,
+`observed` has the tokens. `causes` has one record for each cause; their tests are in `single_tokens`, `drift`,
 `sampling` and `precision`, made of the statistics in `evidence`. `ranking` searches, and `text` writes the answer.
 """
 
@@ -18,15 +18,13 @@ from .text import write_json, write_text
 __all__ = ["Diagnosis", "Finding", "Observed", "diagnose", "diagnose_dump", "observe"]
 
 
-def observe(path: str | Path, *, text: bool = False) -> Observed:
+def observe(path: str | Path) -> Observed:
     """
     Read the tokens of a dump for a diagnosis.
 
     Args:
         path (`str` or `Path`):
             A dump (folder or file), or a run with one below it.
-        text (`bool`, *optional*, defaults to `False`):
-            Whether to read the text of tokens, which takes most of the room of a dump.
 
     Returns:
         [`~trl_rollout_corr.diagnosis.observed.Observed`].
@@ -34,7 +32,7 @@ def observe(path: str | Path, *, text: bool = False) -> Observed:
     Raises:
         `ValueError`: in one line, if there is no dump that can be read.
     """
-    dump = open_dump(path, text=text)
+    dump = open_dump(path)
     for damage in dump.damage:
         warn(f"{path}: {damage}.")
     return Observed(dump.sequences, dump.settings, dump.about)
@@ -42,8 +40,5 @@ def observe(path: str | Path, *, text: bool = False) -> Observed:
 
 def diagnose_dump(path: str | Path, *, as_json: bool = False) -> tuple[str, bool]:
     """The diagnosis of a dump as text or as JSON, and whether nothing has to be done."""
-    observed = observe(path)
-    diagnosis = diagnose(observed)
-    if any(finding.name == "seams" for finding in diagnosis.findings):  # which are told in words
-        diagnosis = diagnose(observe(path, text=True))
+    diagnosis = diagnose(observe(path))
     return write_json(diagnosis) if as_json else write_text(diagnosis), diagnosis.healthy

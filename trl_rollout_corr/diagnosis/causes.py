@@ -1,6 +1,6 @@
 """
-The causes that a diagnosis knows, one record each: the test that finds the cause, the picture that shows it, the experiments
-that confirm it, and the remedy. `docs/diagnose.md` has them at length.
+The causes that a diagnosis knows, one record each: the test that finds the cause, the experiments that confirm it, and the
+remedy. `docs/diagnose.md` has them at length.
 """
 
 from collections.abc import Callable, Mapping
@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from ..health.advice import advise
 from . import drift, precision, sampling, single_tokens
-from .evidence import Evidence, Picture
+from .evidence import Evidence
 from .observed import Observed
 
 
@@ -40,8 +40,6 @@ class Experiment(NamedTuple):
             `"engine"` (another engine is started).
         decisive (`bool`, *optional*, defaults to `False`):
             Whether a gap that stays rules the cause out. Otherwise the other side may still have it.
-        settings (`Mapping[str, object]`, *optional*):
-            Settings of a trainer that make the change permanent.
         engine (`Mapping[str, object]`, *optional*):
             Arguments of the other engine.
     """
@@ -49,7 +47,6 @@ class Experiment(NamedTuple):
     change: str
     on: Literal["trainer", "sampler", "engine"]
     decisive: bool = False
-    settings: Mapping[str, object] = {}
     engine: Mapping[str, object] = {}
 
 
@@ -62,8 +59,6 @@ class Cause(NamedTuple):
             The cause, in a line.
         test ([`Test`]):
             The test that finds it.
-        picture (`Callable`):
-            Returns the points of a picture of the evidence.
         remedy (`str`):
             The remedy: first at the source.
         settings (`Mapping[str, object]`, *optional*):
@@ -83,7 +78,6 @@ class Cause(NamedTuple):
 
     title: str
     test: Test
-    picture: Picture
     remedy: str
     settings: Mapping[str, object] = {}
     otherwise: str = ""
@@ -109,7 +103,6 @@ CAUSES: dict[str, Cause] = {
     "nan_rows": Cause(
         "rows of logits that are NaN",
         Test(single_tokens.nan_rows, 0.0, 0.001),
-        single_tokens.broken_steps,
         "Stop at the first NaN with `rollout_nan_policy: raise`, and look at the weights of that step. Then look for a failed "
         "push of weights, an overflow in float16, and faulty kernels of the sampler.",
         {"rollout_nan_policy": "raise"},
@@ -119,21 +112,18 @@ CAUSES: dict[str, Cause] = {
     "shift": Cause(
         "log-probabilities that are one token off",
         Test(single_tokens.shift, 0.6, 0.85),
-        single_tokens.lags,
         "A `rollout_func` or environment returns log-probabilities from the first token of the prompt on, or without the last "
         f"one. Return one log-probability for each sampled token, in the same order. {_HIDES}",
     ),
     "first_token": Cause(
         "another first token: BOS twice or missing, or another chat template",
         Test(single_tokens.first_token, 6.0, 30.0),
-        single_tokens.places,
         "Compare the token ids at the start of the sampler's and the trainer's prompt. Send ids, not text, to the sampler, "
         f"and apply the chat template once. {_HIDES}",
     ),
     "last_token": Cause(
         "another last token: EOS, a stop string, or a limit",
         Test(single_tokens.last_token, 6.0, 30.0),
-        single_tokens.places,
         "The last token was forced and not sampled, or the sampler stops at tokens that the trainer does not know. Give both "
         "the same `eos_token_id`, use no stop strings, or leave truncated completions out of the loss.",
         {"mask_truncated_completions": True},
@@ -144,7 +134,6 @@ CAUSES: dict[str, Cause] = {
     "seams": Cause(
         "seams between turns: text that was tokenized again",
         Test(single_tokens.seams, 6.0, 30.0),
-        single_tokens.places,
         "Between turns, text was decoded and tokenized again, and the result has other tokens. Keep the sampled token "
         "ids, and append the token ids of the tool's answer to them.",
         correction="rejecting",
@@ -152,35 +141,26 @@ CAUSES: dict[str, Cause] = {
     "padding": Cause(
         "attention to padding in the trainer, or positions that count padding",
         Test(precision.padding, 0.7, 0.9),
-        precision.trainer_twice,
         "Give the model the attention mask, and `position_ids` that count from the first token of the prompt. To check, train "
         f"with a batch of one, which has no padding. {_HIDES}",
         {"per_device_train_batch_size": 1},
         "Give the model `position_ids` that count from the first token of the prompt, and the attention mask. "
         + _HIDES,
-        experiments={
-            "batch_of_one": Experiment(
-                "the trainer scores one by one, without padding", "trainer", True, {"per_device_train_batch_size": 1}
-            )
-        },
+        experiments={"batch_of_one": Experiment("the trainer scores one by one, without padding", "trainer", True)},
     ),
     "dropout": Cause(
         "dropout in the trainer",
         Test(precision.dropout, 0.4, 0.7),
-        precision.trainer_twice,
         "Switch it off: `disable_dropout: true`, and `lora_dropout: 0` for an adapter. Then the trained policy is the one "
         "that samples.",
         {"disable_dropout": True},
         "The dropout comes from `lora_dropout` of an adapter, which should be 0, or from the code of the model.",
         correction="any",
-        experiments={
-            "dropout_off": Experiment("no dropout in the trainer", "trainer", True, {"disable_dropout": True})
-        },
+        experiments={"dropout_off": Experiment("no dropout in the trainer", "trainer", True)},
     ),
     "across_push": Cause(
         "stale KV cache: completions that continue after a weight update",
         Test(single_tokens.across_push, 2.5, 10.0),
-        single_tokens.pushes,
         "After a weight update, the server went on with keys and values that the old weights had computed. Pause "
         "requests before each update with `/pause?mode=keep`, which clears the cache (`DiskWeightTransfer` and TRL's "
         "transfer do this), or wait until all requests have ended.",
@@ -189,7 +169,6 @@ CAUSES: dict[str, Cause] = {
     "stale": Cause(
         "stale weights: samples of an older policy",
         Test(drift.stale, 0.4, 0.6),
-        drift.ages,
         "Sample with newer weights: push them after fewer steps, or make the queue shorter.",
         correction="any",
         fallback=Test(drift.old_throughout, 0.9, 1.5),  # at most possible: its statistic is at most 1
@@ -197,7 +176,6 @@ CAUSES: dict[str, Cause] = {
     "own_updates": Cause(
         "the policy's own updates",
         Test(drift.own_updates, 0.4, 0.6),
-        drift.ages,
         "In bypass mode, the log-ratio of a batch that is trained on several times includes the updates since it was sampled. "
         "The sampler is correct: judge its gap by the first visit of a batch. A preset of decoupled mode measures sampler "
         "and updates separately.",
@@ -206,7 +184,6 @@ CAUSES: dict[str, Cause] = {
     "never_pushed": Cause(
         "weights that are never pushed to the sampler",
         Test(drift.never_pushed, 0.4, 0.6),
-        drift.steps,
         "Trainer and sampler move apart from the first step on, whatever the age of the samples. Look at the push: the "
         "sampler may not know the names of some parameters, an adapter may not be merged, or a server may take weights but "
         "keep its cache. "
@@ -215,7 +192,6 @@ CAUSES: dict[str, Cause] = {
     "lora_merge": Cause(
         "an adapter that is rounded when it is merged",
         Test(drift.lora_merge, 0.6, 0.9),
-        drift.steps,
         "The sampler gets the adapter added to weights in bfloat16, and the trainer adds the output of the adapter. Keep the "
         "base weights in "
         "float32, or let vLLM load the adapter by itself. The gap stays as small as rounding.",
@@ -228,38 +204,28 @@ CAUSES: dict[str, Cause] = {
     "truncation": Cause(
         "truncated sampling: top-p, top-k or min-p",
         Test(sampling.truncation, 0.2, 0.4),
-        sampling.means,
         "The sampler draws from a truncated distribution, and the trainer scores with the whole one. Sample from the whole "
         "distribution.",
         {"top_p": 1.0, "top_k": 0, "min_p": None},
         f"The truncation is set elsewhere: in `generation_kwargs`, {_ELSEWHERE}",
         correction="any",
         experiments={
-            "whole_distribution": Experiment(
-                "the sampler draws from the whole distribution",
-                "sampler",
-                True,
-                {"top_p": 1.0, "top_k": 0, "min_p": None},
-            )
+            "whole_distribution": Experiment("the sampler draws from the whole distribution", "sampler", True)
         },
     ),
     "penalty": Cause(
         "a penalty on repeated tokens",
         Test(sampling.penalty, 0.3, 0.5),
-        sampling.repeats,
         "The sampler's log-probabilities include a penalty that the trainer does not know. Remove it, also from "
         "`generation_kwargs` and the model's `generation_config.json`.",
         {"repetition_penalty": 1.0, "generation_kwargs": {"presence_penalty": 0.0, "frequency_penalty": 0.0}},
         f"The penalty is set elsewhere: {_ELSEWHERE}",
         correction="any",
-        experiments={
-            "no_penalty": Experiment("no penalty in the sampler", "sampler", True, {"repetition_penalty": 1.0})
-        },
+        experiments={"no_penalty": Experiment("no penalty in the sampler", "sampler", True)},
     ),
     "temperature": Cause(
         "another temperature, or log-probabilities before temperature",
         Test(sampling.temperature, 0.4, 0.6),
-        sampling.means,
         "Both sides must divide logits by one temperature: start a server with `--logprobs-mode processed_logprobs`, and "
         f"sample with the trainer's `temperature`. {_HIDES}",
         {"temperature": 1.0},
@@ -269,7 +235,6 @@ CAUSES: dict[str, Cause] = {
     "routing": Cause(
         "mixture of experts: tokens that are routed to other experts",
         Test(precision.routing, 60.0, 120.0),
-        precision.largest_tokens,
         "A few tokens have a log-ratio of some nats, and the others almost none. Replay the sampler's experts in the trainer "
         "(colocate mode). Reject single tokens, not completions: one such token would decide the weight of its completion.",
         {"rollout_routing": "replay"},
@@ -280,7 +245,6 @@ CAUSES: dict[str, Cause] = {
     "kv_cache": Cause(
         "key-value cache in low precision",
         Test(precision.kv_cache, 0.15, 0.4),
-        sampling.sizes,
         "Keep the key-value cache in the type of the model.",
         {"rollout_engine_kwargs": {"kv_cache_dtype": "auto"}},
         "The checkpoint or the server asks for the low precision: name the type of the model, such as `kv_cache_dtype: "
@@ -291,7 +255,6 @@ CAUSES: dict[str, Cause] = {
                 "keys and values are cached in the type of the model",
                 "engine",
                 True,
-                {"rollout_engine_kwargs": {"kv_cache_dtype": "auto"}},
                 {"kv_cache_dtype": "auto"},
             )
         },
@@ -299,7 +262,6 @@ CAUSES: dict[str, Cause] = {
     "weights": Cause(
         "weights that differ from the trainer's: low precision (int8, fp8, int4), an older policy, or not the pushed ones",
         Test(precision.weights, 0.12, 0.25),
-        sampling.sizes,
         "Sample with weights in the trainer's precision, or quantise the trainer's in the same way. If nothing is quantised, "
         "compare a weight of the engine with the trainer's. If the sampler has older weights on purpose, set "
         "`trainer.rollout_step`.",
@@ -314,28 +276,21 @@ CAUSES: dict[str, Cause] = {
     "head": Cause(
         "precision of the head",
         Test(precision.head, 0.8, 0.95),
-        sampling.sizes,
         "Let the head compute in float32 on both sides: recipe grpo/fp32_head.yaml.",
         _FLOAT32_HEADS,
         _SMALLER,
         correction="any",
         normal=True,
         experiments={
-            "float32_head": Experiment(
-                "a head of the trainer in float32", "trainer", settings={"cast_lm_head_to_fp32": True}
-            ),
+            "float32_head": Experiment("a head of the trainer in float32", "trainer"),
             "float32_head_of_the_sampler": Experiment(
-                "a head of the sampler in float32",
-                "engine",
-                settings={"rollout_engine_kwargs": _FLOAT32_HEAD},
-                engine=_FLOAT32_HEAD,
+                "a head of the sampler in float32", "engine", engine=_FLOAT32_HEAD
             ),
         },
     ),
     "rounding": Cause(
         "rounding of bfloat16 or float16",
         Test(precision.rounding, 0.4, 0.8),
-        sampling.sizes,
         "This is normal, because two kernels compute the same policy. A head in float32 on both sides makes the gap smaller "
         "(recipe grpo/fp32_head.yaml). float16 on both sides makes it much smaller (recipe grpo/fp16.yaml).",
         _FLOAT32_HEADS,
@@ -343,17 +298,8 @@ CAUSES: dict[str, Cause] = {
         correction="any",
         normal=True,
         experiments={
-            "float32_trainer": Experiment(
-                "the trainer computes in float32",
-                "trainer",
-                settings={"bf16": False, "fp16": False, "model_init_kwargs": {"dtype": "float32"}},
-            ),
-            "float32_sampler": Experiment(
-                "the sampler computes in float32",
-                "engine",
-                settings={"rollout_engine_kwargs": {"dtype": "float32"}},
-                engine={"dtype": "float32"},
-            ),
+            "float32_trainer": Experiment("the trainer computes in float32", "trainer"),
+            "float32_sampler": Experiment("the sampler computes in float32", "engine", engine={"dtype": "float32"}),
         },
     ),
 }

@@ -1,16 +1,11 @@
 """Causes whose gap grows from sequence to sequence: with the age of the weights, with the step, or with padding."""
 
-from collections.abc import Callable
-
 import numpy as np
 
 from ..health.advice import mode_of
 from .evidence import (
     FLOOR,
-    SIZE,
     Evidence,
-    Picture,
-    Points,
     bounded,
     mean,
     ranks_of,
@@ -190,33 +185,3 @@ def old_throughout(o: Observed) -> Evidence | None:
     )
     old = mean(ages >= 1)
     return Evidence(old, 1.0, {"age": float(np.min(ages[ages >= 1], initial=np.inf)), "gap": gap}, sentence)
-
-
-# Pictures -----------------------------------------------------------------------------------------------------------------
-
-
-def by_sequence(label: str, of: Callable[[Observed], np.ndarray]) -> Picture:
-    """A picture of the gap over a number of each sequence."""
-
-    def points(o: Observed) -> Points:
-        values = of(o)[o.row]
-        finite = np.isfinite(values) & o.core
-        groups = np.unique(values[finite])
-        if len(groups) > 24:
-            edges = np.unique(np.quantile(groups, np.linspace(0, 1, 13)))
-            middle = (edges[1:] + edges[:-1]) / 2
-            place = np.clip(np.searchsorted(edges, values, side="right") - 1, 0, len(middle) - 1)
-            sizes = [rms(o.d[finite & (place == i)]) for i in range(len(middle))]
-            return Points(label, SIZE, middle.tolist(), sizes)
-        return Points(label, SIZE, groups.tolist(), [rms(o.d[finite & (values == group)]) for group in groups])
-
-    return points
-
-
-steps = by_sequence("optimizer step", lambda o: o.step.astype(float))
-
-
-def ages(o: Observed) -> Points:
-    if len(np.unique(o.staleness[np.isfinite(o.staleness)])) < 2:  # no curve
-        return steps(o)
-    return by_sequence("optimizer steps since the weights that sampled", lambda o: o.staleness)(o)

@@ -1,7 +1,7 @@
 """Statistics of the tokens of a dump that the tests of several causes use, and the form of the evidence."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +15,6 @@ FLOOR = NEGLIGIBLE
 # Root mean square of the log-ratio, in nats, above which rounding cannot be the only cause.
 LARGE = 0.1
 _BINS = 20
-SIZE = "root mean square of d, nats"  # label of pictures
 
 
 class Evidence(NamedTuple):
@@ -40,30 +39,6 @@ class Evidence(NamedTuple):
     numbers: Mapping[str, float]
     sentence: str
     words: str = ""
-
-
-class Points(NamedTuple):
-    """
-    Points of a picture.
-
-    Args:
-        x (`str`):
-            Label of the horizontal axis.
-        y (`str`):
-            Label of the vertical axis.
-        at (`Sequence[float]` or `Sequence[str]`):
-            Places on the horizontal axis: numbers make a curve, names make bars.
-        values (`Sequence[float]`):
-            Values on the vertical axis.
-    """
-
-    x: str
-    y: str
-    at: Sequence[float] | Sequence[str]
-    values: Sequence[float]
-
-
-Picture = Callable[[Observed], Points]
 
 
 def mean(values: np.ndarray) -> float:

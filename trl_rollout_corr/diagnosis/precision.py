@@ -7,13 +7,11 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from .drift import by_sequence, first_step, growing, sampler_moves
+from .drift import first_step, growing, sampler_moves
 from .evidence import (
     FLOOR,
     LARGE,
-    SIZE,
     Evidence,
-    Points,
     bounded,
     mean,
     relative_size,
@@ -213,26 +211,3 @@ def rounding(o: Observed) -> Evidence | None:
     )
     quiet = (1 - min(gap / LARGE, 1.0) ** 2) * (1 - min(max(same, 0.0) / 0.15, 1.0))
     return Evidence(quiet if slope < -0.1 else 0.0, 1.0, {"gap": gap, "slope": slope, "alike": same}, sentence)
-
-
-# Pictures -----------------------------------------------------------------------------------------------------------------
-
-
-def trainer_twice(o: Observed) -> Points:
-    again = np.isfinite(o.again)
-    if not again.any():
-        return by_sequence("tokens of padding", lambda o: o.padding)(o)
-    pairs = {
-        "trainer - sampler": o.d, "trainer alone - sampler": o.again - o.rollout, "trainer - trainer alone": o.train - o.again
-    }  # fmt: skip
-    return Points("pair of policies", SIZE, [*pairs], [rms(values[again]) for values in pairs.values()])
-
-
-def largest_tokens(o: Observed) -> Points:
-    squares = np.sort(np.square(o.d[o.core]))[::-1]
-    shares = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
-    total = max(float(squares.sum()), 1e-300)
-    of = [float(squares[: max(round(share * len(squares)), 1)].sum()) / total for share in shares]
-    return Points(
-        "share of the tokens, those furthest off first", "share of d^2", [f"{100 * share:g} %" for share in shares], of
-    )

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from ..health.windows import Window
 from .causes import CAUSES, Cause, Test
-from .evidence import FLOOR, LARGE, Evidence, Points
+from .evidence import FLOOR, LARGE, Evidence
 from .observed import Observed
 from .precision import coarser_sampler, noise_floor
 
@@ -84,10 +84,6 @@ class Finding(NamedTuple):
     @property
     def cause(self) -> Cause:
         return CAUSES[self.name]
-
-    def picture(self, o: Observed) -> Points:
-        """A picture of the evidence, as points."""
-        return self.cause.picture(o)
 
 
 class Diagnosis(NamedTuple):

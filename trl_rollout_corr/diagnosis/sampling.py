@@ -1,20 +1,14 @@
 """Causes that change the distribution that the sampler draws from: truncation, temperature and penalties."""
 
-from collections.abc import Callable
-
 import numpy as np
 
 from .evidence import (
-    SIZE,
     Evidence,
-    Picture,
-    Points,
     bounded,
     in_bins,
     mean,
     mean_of_equal,
     pearson,
-    rms,
 )
 from .observed import Observed
 
@@ -125,36 +119,3 @@ def _without(keys: np.ndarray, values: np.ndarray, kind: np.ndarray) -> np.ndarr
     for which in np.unique(kind):
         rest[kind == which] -= in_bins(keys[kind == which], values[kind == which])
     return rest
-
-
-# Pictures -----------------------------------------------------------------------------------------------------------------
-
-
-def by_probability(y: str, of: Callable[[np.ndarray], float]) -> Picture:
-    """A picture of a statistic of the log-ratio over the log-probability of the token."""
-
-    def points(o: Observed) -> Points:
-        here = o.core
-        x, d = o.middle[here], o.d[here]
-        order = np.argsort(x)
-        parts = [part for part in np.array_split(order, 14) if part.size]
-        return Points(
-            "log-probability of the token, nats", y, [float(x[p].mean()) for p in parts], [of(d[p]) for p in parts]
-        )
-
-    return points
-
-
-def repeats(o: Observed) -> Points:
-    here = o.core
-    times = np.where(o.repeated & (o.times == 0), 0.5, o.times.clip(max=4))
-    names = {0.0: "new", 0.5: "in the prompt", 1.0: "once", 2.0: "twice", 3.0: "3 times", 4.0: "more often"}
-    kinds = {name: here & (times == value) for value, name in names.items()}
-    kinds = {name: which for name, which in kinds.items() if which.sum() >= 5}
-    return Points(
-        "earlier occurrences", "mean of d, nats", [*kinds], [float(o.d[which].mean()) for which in kinds.values()]
-    )
-
-
-means = by_probability("mean of d, nats", lambda d: float(d.mean()))
-sizes = by_probability(SIZE, rms)

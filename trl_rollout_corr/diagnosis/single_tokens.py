@@ -7,9 +7,7 @@ import numpy as np
 
 from .evidence import (
     FLOOR,
-    SIZE,
     Evidence,
-    Points,
     bounded,
     mean,
     mean_of_equal,
@@ -125,27 +123,3 @@ def misfit(o: Observed, lag: int) -> float | None:
     i = np.arange(max(0, -lag), len(o) - max(0, lag))
     i = i[o.core[i] & (o.row[i] == o.row[i + lag]) & (o.position[i + lag] - o.position[i] == lag)]
     return mean(np.square(o.train[i] - o.rollout[i + lag])) if len(i) > 20 else None
-
-
-# Pictures -----------------------------------------------------------------------------------------------------------------
-
-
-def places(o: Observed) -> Points:
-    kinds = {"first": o.first, "inside": o.core, "at a seam": o.seam, "last": o.last}
-    kinds = {name: here for name, here in kinds.items() if here.any()}
-    return Points("place in the completion", SIZE, [*kinds], [rms(o.d[here]) for here in kinds.values()])
-
-
-def pushes(o: Observed) -> Points:
-    kinds = {"before a push": o.core & ~o.after_push, "after a push": o.core & o.after_push}
-    return Points("place in the completion", SIZE, [*kinds], [rms(o.d[here]) for here in kinds.values()])
-
-
-def lags(o: Observed) -> Points:
-    fits = {str(lag): misfit(o, lag) for lag in (-2, -1, 0, 1, 2)}
-    return Points("tokens by which one side is shifted", SIZE, [*fits], [(fit or 0.0) ** 0.5 for fit in fits.values()])
-
-
-def broken_steps(o: Observed) -> Points:
-    steps, counts = np.unique(o.step[o.broken_row], return_counts=True)
-    return Points("optimizer step", "tokens without a finite log-probability", steps.tolist(), counts.tolist())

@@ -136,29 +136,16 @@ def read_logs(path: Path, on_damage: Callable[[str], object] | None = None) -> l
     lines = logs.read_text(encoding="utf-8", errors="replace").splitlines() if logs.is_file() else ()
     for number, line in enumerate(lines, 1):
         try:
-            entry = read_json(line)
+            entry = json.loads(line)
         except (ValueError, RecursionError):
             if on_damage is not None:
                 on_damage(
                     f"{_LOGS} is damaged: line {number} of {len(lines)} is cut short or is not JSON, and is left out"
                 )
             continue
-        if isinstance(entry, dict) and isinstance(step := entry.get("step"), int | float):
-            if is_step(step):
-                entries.append(entry)
-            elif on_damage is not None:
-                on_damage(f"{_LOGS} is damaged: the `step` of line {number} of {len(lines)} is {step}, and left out")
+        if isinstance(entry, dict) and isinstance(entry.get("step"), int | float):
+            entries.append(entry)
     return entries
-
-
-def read_json(text: str) -> Any:
-    """Content of JSON. An integer of more than 18 digits is a float, possibly infinite: an integer could overflow later."""
-    return json.loads(text, parse_int=lambda digits: int(digits) if len(digits) <= 18 else float(digits))
-
-
-def is_step(step: float) -> bool:
-    """`True` for the number of an optimizer step; `False` for NaN, infinity, and numbers beyond all runs."""
-    return abs(step) < 2**53
 
 
 def _step(path: Path) -> int:

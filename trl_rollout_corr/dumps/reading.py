@@ -11,15 +11,17 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from .files import files_of
-from .schema import ADDED, FORMAT, SCHEMA, VERSION
+from .schema import FORMAT, SCHEMA, VERSION
 from .sequences import OF_SEQUENCES, OF_TOKENS, Sequences
 
 
 _NUMBERS = [*OF_SEQUENCES, *OF_TOKENS, "prompt_ids"]
-_TEXT = ["prompt", "tokens"]  # takes most of the room of a dump
+_TEXT = ["prompt", "tokens"]
 # Lists with an entry for each token, and columns that may be null
 _PER_TOKEN = [*OF_TOKENS, "tokens", "weights"]
-_NULLABLE = {"prompt", "completion", "weights", "staleness", *ADDED[2], *ADDED[3]}
+_NULLABLE = {
+    "prompt", "completion", "weights", "staleness", "prompt_ids", "padding", "again_logps", "turn_ids", "token_staleness"
+}  # fmt: skip
 
 
 class Dump(NamedTuple):
@@ -32,15 +34,13 @@ class Dump(NamedTuple):
     damage: list[str]  # a sentence about each file that cannot be read
 
 
-def open_dump(path: str | Path, *, text: bool = False, steps: tuple[int, int] | None = None) -> Dump:
+def open_dump(path: str | Path, *, steps: tuple[int, int] | None = None) -> Dump:
     """
     Read a dump. Damaged files are left out: the other files are still a sample of the run.
 
     Args:
         path (`str` or `Path`):
             Folder of the dump, one of its files, or the folder of a run with a dump in it.
-        text (`bool`, *optional*, defaults to `False`):
-            Whether to read prompts and the text of tokens.
         steps (`tuple[int, int]`, *optional*):
             First and last optimizer step to read. All by default.
 
@@ -55,8 +55,7 @@ def open_dump(path: str | Path, *, text: bool = False, steps: tuple[int, int] | 
         dump = (find_dump(folder) if folder.is_dir() else None) or folder
     except OSError as error:
         raise ValueError(error.strerror) from None
-    check_name(dump)
-    table, settings, about, damage = read_table(dump, [*_NUMBERS, *(_TEXT if text else ())])
+    table, settings, about, damage = read_table(dump, [*_NUMBERS, *_TEXT])
     if steps is not None:
         first, last = steps
         held = pc.min_max(table["step"])
@@ -65,14 +64,6 @@ def open_dump(path: str | Path, *, text: bool = False, steps: tuple[int, int] | 
             has = f"it has steps {held['min']} to {held['max']}"
             raise ValueError(f"the dump holds no sequences of steps {first} to {last}; {has}")
     return Dump(dump, _sequences(table), settings, about, damage)
-
-
-def check_name(path: Path) -> None:
-    """Refuse a path that is not UTF-8, with a `ValueError` in one line."""
-    try:
-        str(path).encode()
-    except UnicodeEncodeError:
-        raise ValueError("the path is not UTF-8, which Parquet and HTML need. Rename the file or folder") from None
 
 
 def find_dump(folder: Path) -> Path | None:
@@ -92,8 +83,7 @@ def _sequences(table: pa.Table) -> Sequences:
     columns |= {name: _end_to_end(table[name], lengths).astype(dtype) for name, dtype in OF_TOKENS.items()}
     nothing = np.zeros(0, np.int32)
     prompts = [ids.values.to_numpy() if ids.is_valid else nothing for ids in table["prompt_ids"]]
-    has_text = set(_TEXT) <= set(table.column_names)
-    return Sequences(lengths, columns, prompts, table.select(_TEXT) if has_text else None)
+    return Sequences(lengths, columns, prompts, table.select(_TEXT))
 
 
 def _end_to_end(lists: pa.ChunkedArray, lengths: np.ndarray) -> np.ndarray:
@@ -146,7 +136,7 @@ def _read_file(path: Path, columns: list[str] | None) -> tuple[pa.Table, dict[st
         # not `read_table` of PyArrow, which takes a folder named lr=1e-6 for a column
         with pq.ParquetFile(path) as file:
             metadata = _metadata(file.schema_arrow, path.name)
-            table = _filled_in(file.read(columns=columns).replace_schema_metadata(), columns)
+            table = file.read(columns=columns).replace_schema_metadata()
             table.validate(full=True)
     except (OSError, pa.ArrowException) as error:
         raise _Damaged(f"{path.name} is damaged or not Parquet: {str(error).splitlines()[0]}") from None
@@ -176,23 +166,11 @@ def _metadata(schema: pa.Schema, name: str) -> dict[bytes, bytes]:
     version = metadata.get(FORMAT.encode())
     if version is None:
         raise ValueError(f"{name} is Parquet, but not of a dump that `rollout_dump_dir` writes")
-    versions = {str(number).encode(): number for number in range(1, VERSION + 1)}
-    if version not in versions:
-        raise ValueError(
-            f"{name} is of version {version.decode()} of the dump, and this release reads versions up to {VERSION}"
-        )
-    later = {column for number, columns in ADDED.items() if number > versions[version] for column in columns}
-    if not schema.equals(pa.schema([column for column in SCHEMA if column.name not in later])):
-        raise ValueError(f"{name} does not have the columns of a dump of version {versions[version]}")
+    if version != str(VERSION).encode():
+        raise ValueError(f"{name} is of version {version.decode()} of the dump, and this release reads {VERSION}")
+    if not schema.equals(SCHEMA):
+        raise ValueError(f"{name} does not have the columns of a dump of version {VERSION}")
     return metadata
-
-
-def _filled_in(table: pa.Table, columns: list[str] | None) -> pa.Table:
-    """A table with the columns that are asked for, all by default; those that an old version lacks are null."""
-    for column in SCHEMA:
-        if column.name not in table.column_names and (columns is None or column.name in columns):
-            table = table.append_column(column, pa.nulls(table.num_rows, column.type))
-    return table.select(columns or SCHEMA.names)
 
 
 def _json(metadata: Mapping[bytes, bytes], key: str, name: str) -> dict[str, Any]:

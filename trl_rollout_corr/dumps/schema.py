@@ -3,7 +3,7 @@
 import pyarrow as pa
 
 
-# The version grows when a column is added or changes its meaning; readers refuse a version that they do not know.
+# The version grows when a column is added or changes its meaning; readers refuse another version.
 FORMAT, VERSION = "trl_rollout_corr.dump", 3
 
 SCHEMA = pa.schema(
@@ -25,16 +25,13 @@ SCHEMA = pa.schema(
         ("reward", pa.float32()),
         ("advantage", pa.float32()),
         ("staleness", pa.int32()),  # age of the weights that sampled, in optimizer steps; null if unknown
-        # since version 2
         ("prompt_ids", pa.list_(pa.int32())),
         ("padding", pa.int32()),  # tokens of padding before the prompt, in the batch that the trainer scored
         # `train_logps` of the sequences that were scored alone
         ("again_logps", pa.list_(pa.float32())),
-        # since version 3: turn of each token, if a rollout function returns turns
+        # turn of each token, if a rollout function returns turns
         ("turn_ids", pa.list_(pa.int32())),
         # `staleness` of each token, if the server tells it; NaN if unknown
         ("token_staleness", pa.list_(pa.float32())),
     ]
 )
-# Columns by the version that added them. They are null in dumps of an older version.
-ADDED = {2: ("prompt_ids", "padding", "again_logps"), 3: ("turn_ids", "token_staleness")}

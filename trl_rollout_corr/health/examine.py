@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
-from ..messages import PREFIX, nearest, warn
+from ..messages import nearest
 from .rule import Alarm, Bound
-from .rules import BOUNDS, REPLACED, RULES, SILENCED
+from .rules import BOUNDS, RULES, SILENCED
 from .windows import Course, Window, is_training_window
 
 
@@ -66,9 +66,7 @@ class Examiner:
         if window.only_measured and bound.key.startswith(_EFFECTS):
             seen = f"If the correction were applied: {seen}"
         passed = f"{'<' if bound.below else '>'} {limit:g}"
-        return Alarm(
-            bound.name, bound.severity, PREFIX + bound.key, step, step, value, seen, bound.why, advice, passed
-        )
+        return Alarm(bound.name, bound.severity, bound.metric, step, step, value, seen, bound.why, advice, passed)
 
 
 def by_severity(alarms: Iterable[Alarm]) -> list[Alarm]:
@@ -78,8 +76,7 @@ def by_severity(alarms: Iterable[Alarm]) -> list[Alarm]:
 
 def parse_bounds(bounds: Mapping[str, float | None] | str | None) -> dict[str, float | None]:
     """
-    Check limits by name of a bound, with `None` for a bound that is off, or the same as JSON. Returns a new dictionary,
-    without bounds of earlier versions, of which it warns.
+    Check limits by name of a bound, with `None` for a bound that is off, or the same as JSON. Returns a new dictionary.
     """
     field = "`rollout_monitor_bounds`"
     if isinstance(bounds, str):  # of a command line
@@ -93,11 +90,6 @@ def parse_bounds(bounds: Mapping[str, float | None] | str | None) -> dict[str, f
             f"{field} must have a number, or None, by name of a bound, such as {example}; got {bounds!r}."
         )
     for name, limit in bounds.items():
-        if name in REPLACED:
-            warn(
-                f"{field} has {name!r}, which no longer exists and has no effect: {REPLACED[name]}.", field.strip("`")
-            )
-            continue
         if name not in BOUNDS:
             own = [bound.name for rule in RULES for bound in rule.bounds if rule.name == name]
             remedy = f" This rule has the bounds {', '.join(own)}." if own else nearest(name, BOUNDS)
@@ -109,7 +101,7 @@ def parse_bounds(bounds: Mapping[str, float | None] | str | None) -> dict[str, f
             raise ValueError(
                 f"{field} sets {name!r} to {limit!r}, which must be a number, or None to switch the bound off."
             )
-    return {name: limit for name, limit in bounds.items() if name not in REPLACED}
+    return dict(bounds)
 
 
 def examine(history: Iterable[Mapping[str, object]], settings: object = None) -> list[Alarm]:

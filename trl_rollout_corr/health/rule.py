@@ -3,7 +3,11 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ..messages import PREFIX
 from .windows import Window, windows_of
+
+
+ALARMS = f"{PREFIX}monitor/alarms"  # metric: the number of bounds that raised an alarm since the last log
 
 
 @dataclass(frozen=True)
@@ -57,8 +61,8 @@ LONG = 10
 @dataclass(frozen=True)
 class Bound:
     """
-    A bound of a rule: when a metric is unhealthy, and the message about it. The metric, without prefix, is unhealthy above the
-    limit, or `below` it.
+    A bound of a rule: when a metric is unhealthy, and the message about it. The metric is unhealthy above the limit, or
+    `below` it. Its `key` has no prefix.
 
     Args:
         name (`str`):
@@ -94,6 +98,11 @@ class Bound:
     measure: Callable[[Window], float | None] | None = None
     confirmed: Callable[[Window], bool] = lambda window: True
     covers: tuple[str, ...] = ()
+
+    @property
+    def metric(self) -> str:
+        """Key of the metric in a log."""
+        return self.key if self.key.startswith("completions/") else PREFIX + self.key
 
     def holds(self, streak: Sequence[bool], spacing: int) -> bool:
         """True if it is passed after these windows (`True`: unhealthy, the latest last) of `spacing` optimizer steps each."""

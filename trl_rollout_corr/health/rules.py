@@ -89,27 +89,16 @@ RULES = [
     _rule(
         "kl_negative",
         "logs of tests only: `raw_logprobs` and `one_token_shift` make `kl` negative, but not by that much",
-        {
-            "severity": "critical",
-            "why": "The tokens were sampled with other log-probabilities than these, so that every ratio is wrong.",
-            "advice": "No correction helps. Look for log-probabilities that were taken before temperature (a server needs "
-            "`--logprobs-mode processed_logprobs`), that are shifted by one token, or that belong to another completion.",
-            "applies": conditions.negative_all_along,
-            "covers": ("biased_ratio", "k3_corrected"),
-        },
-        {
-            "name": "kl_negative_lately",
-            "why": "Unlike at the start, some tokens have wrong log-probabilities. Weights and rejection limit the effect of "
-            "such tokens, but cannot repair them.",
-            "advice": "Look for a change in the sampler, and inspect the tokens of `log_ratio_max` and `log_ratio_min`. Until "
-            "the cause is found, drop them: `rollout_is_threshold` [0.5, 5.0] (IcePop).",
-            "applies": lambda window: not conditions.negative_all_along(window),
-            "covers": ("biased_ratio", "k3_corrected", "k3_growth"),
-        },
         key="kl",
         limit=conditions.NEGATIVE_KL,
-        seen="`kl` is {value:.2g}, but a KL divergence is never negative.",
+        severity="critical",
         below=True,
+        seen="`kl` is {value:.2g}, but a KL divergence is never negative.",
+        why="The tokens were sampled with other log-probabilities than these, so that every ratio is wrong.",
+        advice="No correction helps. Look for log-probabilities that were taken before temperature (a server needs "
+        "`--logprobs-mode processed_logprobs`), that are shifted by one token, or that belong to another completion.",
+        applies=conditions.negative_all_along,
+        covers=("biased_ratio", "k3_corrected"),
     ),
     _rule(
         "k3_growth",
@@ -130,8 +119,9 @@ RULES = [
         limit=0.01,
         seen="The mean ratio of trainer to sampler, `1 + k3_kl - kl`, differs from 1 by {value:.2g}.",
         why="The mean ratio is 1 for any two policies, so these are not the log-probabilities of the sampled tokens.",
-        advice="{truncated} If all have their defaults, look for another temperature, and for tokens that were added or "
-        "changed after sampling.",
+        advice="Leave `top_p`, `top_k`, `min_p` and penalties at their defaults, or set `rollout_support` to replay, which "
+        "makes up for the first three. If all have their defaults, look for another temperature, and for tokens that were "
+        "added or changed after sampling.",
         applies=lambda window: window.fresh,
         measure=conditions.bias,
     ),
@@ -169,12 +159,6 @@ RULES = [
             "seen": "The effective sample size of the weights is {value:.2g}, below {limit:g}.",
         },
         {
-            "name": "weight_std",
-            "key": "rollout_is_std",
-            "limit": 1.0,
-            "seen": "The importance weights have a standard deviation of {value:.2g}, above {limit:g}.",
-        },
-        {
             "name": "chi2_seq",
             "key": "chi2_seq",
             "limit": 10.0,
@@ -199,26 +183,14 @@ RULES = [
         applies=conditions.truncates_outliers,
     ),
     _rule(
-        "share_lost",
+        "rejected",
         "the faults `eos`, `own_updates`, with `decoupled_geo_rs_token_tis`",
-        {
-            "name": "rejected",
-            "key": "rollout_rs_masked_fraction",
-            "limit": 0.5,
-            "seen": "A share of {value:.2g} of the tokens is rejected, above {limit:g}.",
-            "advice": "If the share was as large at the start, widen `rollout_rs_threshold` to the spread of the sampler: for "
-            "seq_mean_k1, also in place of a seq_sum criterion, {geometric}. If it grew, so did `k3_kl`, which is the cause.",
-        },
-        {
-            "name": "icepop_dropped",
-            "key": "rollout_is_oob_ratio",
-            "limit": 0.3,
-            "seen": "IcePop dropped a share of {value:.2g} of the tokens, above {limit:g}.",
-            "advice": "Widen `rollout_is_threshold` to {token}; bounds such as [0.5, 5.0] are for tokens, and tighter ones "
-            "for means over a completion.",
-            "applies": lambda window: window.weights_act,
-        },
+        key="rollout_rs_masked_fraction",
+        limit=0.5,
+        seen="A share of {value:.2g} of the tokens is rejected, above {limit:g}.",
         why="Too few tokens are left to train on, and they are a biased selection.",
+        advice="If the share was as large at the start, widen `rollout_rs_threshold` to the spread of the sampler: for "
+        "seq_mean_k1, also in place of a seq_sum criterion, {geometric}. If it grew, so did `k3_kl`, which is the cause.",
         covers=("effective_lr_low",),
     ),
     _rule(
@@ -245,7 +217,7 @@ RULES = [
             "is learned: only momentum and weight decay still change the weights.",
             "advice": "If `k3_kl` is as before, the bounds are too tight: widen `rollout_rs_threshold`, or IcePop's "
             "`rollout_is_threshold`. If `k3_kl` is larger, find out why the sampler is so far from the trainer.",
-            "covers": ("rejected", "icepop_dropped", "weight_mean_low", "effective_sample_size", "selection"),
+            "covers": ("rejected", "weight_mean_low", "effective_sample_size", "selection"),
         },
         {"name": "effective_lr_low", "limit": 0.5, "below": True},
         {"name": "effective_lr_high", "limit": 1.5},
@@ -255,6 +227,19 @@ RULES = [
         advice="If the mean weight is as far from 1, set `rollout_is` to token or lower `rollout_is_threshold`. If tokens are "
         "rejected, widen `rollout_rs_threshold`: `rollout_rs_renormalize` restores the size of the step, but not the data.",
         applies=lambda window: window.corrects,
+    ),
+    _rule(
+        "endless",
+        "logs of tests only; a run of another project, in which the reward rose until no answer was finished",
+        key="completions/clipped_ratio",
+        limit=0.25,
+        seen="The share of completions that are cut at `max_completion_length` has grown by {value:.2g}. The reward did not "
+        "fall.",
+        why="The task may need longer answers, and then this is no fault. If the answers repeat themselves, the policy has "
+        "found out that answers without an end are not punished.",
+        advice="Read some of these completions. If they are sound, raise `max_completion_length`. If they are not, give "
+        "unfinished answers a reward of 0, or leave them out of the loss with `mask_truncated_completions`.",
+        measure=lambda window: window.course.more_unfinished,
     ),
     _rule(
         "selection",
@@ -276,11 +261,4 @@ SILENCED: dict[str, set[str]] = {
     bound.name: {*bound.covers, *(later.name for later in rule.bounds[i:])}
     for rule in RULES
     for i, bound in enumerate(rule.bounds, 1)
-}
-
-# What has taken the place of bounds of earlier versions
-REPLACED = {
-    "gap_in_step": "`k3_high` and `k3_corrected` have its limit, and name its causes if the sampler announces no staleness",
-    "kl_high": "bounds on the same gap are `k3_high`, `k3_corrected` and `biased_ratio`",
-    "chi2_token": "bounds on the same gap are `k3_high` and `k3_corrected`, and `effective_sample_size` is one on weights",
 }

@@ -47,19 +47,21 @@ class Growth:
 
 class Course:
     """
-    The history of a run: the growth of `k3_kl`, and the `spacing` of the latest window in optimizer steps. It is `settled` if
-    the sampler had reached its full staleness when the latest window began: no completion in it is older than earlier ones,
-    and as many steps as their age have passed.
+    The history of a run: the growth of `k3_kl`, completions that no longer end, and the `spacing` of the latest window in
+    optimizer steps. It is `settled` if the sampler had reached its full staleness when the latest window began: no completion
+    in it is older than earlier ones, and as many steps as their age have passed.
     """
 
     BEGINNING = 3  # windows
     RECENT, RECENT_STEPS = 5, 15  # windows, or fewer that cover these optimizer steps
+    COMPARED = 10  # windows at the start, and the latest ones, whose means are compared
 
     def __init__(self) -> None:
         self.k3 = Growth()
         self.spacing, self.settled = 1, False
         self._step, self._oldest = 0, 0.0
         self._kl, self._rewarded = list[float](), list[float]()
+        self._unfinished, self._rewards = list[float](), list[float]()
 
     def add(self, window: "Window") -> None:
         """Add a window."""
@@ -74,6 +76,10 @@ class Course:
             self._kl.append(kl)
         if (rewarded := window.gap_of_rewarded()) is not None:
             self._rewarded.append(rewarded)
+        unfinished, reward = (window.number(key) for key in ("completions/clipped_ratio", "reward"))
+        if unfinished is not None and reward is not None:
+            self._unfinished.append(unfinished)
+            self._rewards.append(reward)
 
     @property
     def gap_at_start(self) -> float:
@@ -85,6 +91,20 @@ class Course:
         number = windows_of(self.RECENT_STEPS, self.spacing, at_most=self.RECENT)
         latest = self._rewarded[-number:]
         return 2 * sum(gap - self.gap_at_start > bound for gap in latest) > number if latest else None
+
+    @property
+    def more_unfinished(self) -> float | None:
+        """
+        Share of completions without an end in the latest windows minus that in the first ones; 0 if the reward fell, `None`
+        until there are enough windows.
+        """
+        if len(self._rewards) < 2 * self.COMPARED:
+            return None
+        of_unfinished, of_reward = (
+            statistics.mean(values[-self.COMPARED :]) - statistics.mean(values[: self.COMPARED])
+            for values in (self._unfinished, self._rewards)
+        )
+        return of_unfinished if of_reward >= 0 else 0.0
 
     def began_below(self, bound: float) -> bool:
         """True if `kl` was below a bound in most of the first windows."""
@@ -104,8 +124,12 @@ class Window:
     course: Course = field(default_factory=Course)
 
     def get(self, key: str) -> float | None:
-        """A metric, or `None` if it was not logged or is NaN."""
-        value = self.metrics.get(PREFIX + key)
+        """A metric of rollout correction, or `None` if it was not logged or is NaN."""
+        return self.number(PREFIX + key)
+
+    def number(self, key: str) -> float | None:
+        """An entry of the log, or `None` if it is missing or NaN."""
+        value = self.metrics.get(key)
         if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
             return None
         return float(value)
@@ -180,44 +204,22 @@ class Window:
         """
         Texts for the advice of rules, by placeholder.
 
-        `geometric` and `token` are bounds that keep nearly all completions and tokens of this window: three standard
-        deviations of the mean log-ratio of a completion, which are 3.8 times the mean of its absolute value, and percentiles 1
-        to 99. `correct` and `instead` are sentences on the correction, for a gap and for one that grows in spite of a
-        correction; `in_step` on a gap without staleness; `truncated` on options of sampling, for a mean ratio that is not 1.
+        `geometric` are bounds that keep nearly all completions of this window: three standard deviations of the mean log-ratio
+        of a completion, which are 3.8 times the mean of its absolute value. `correct` and `instead` are sentences on the
+        correction, for a gap and for one that grows in spite of a correction; `in_step` on a gap without staleness.
         """
-        size, low, high = (self.get(key) for key in ("log_ppl_abs_diff", "log_ratio_p1", "log_ratio_p99"))
-        geometric = token = "bounds from its spread"
+        size, geometric = self.get("log_ppl_abs_diff"), "bounds from its spread"
         if size is not None and 0 < size < 5:
             length = self.metrics.get("completions/mean_length")
             tokens = f" at {length:.0f} tokens" if isinstance(length, int | float) else ""
             words = f"nearly all of its completions, whose mean log-ratio is {size:.2g} in size{tokens}"
             geometric = f"{_bounds(-3.8 * size, 3.8 * size)} ({words})"
-        if low is not None and high is not None and -3 < low <= high < 3:  # otherwise it is no spread
-            token = f"{_bounds(min(low, 0.0), max(high, 0.0))} (98 percent of its tokens)"
         return {
             "geometric": geometric,
-            "token": token,
             "correct": self._advised("gap"),
             "instead": self._advised("growing gap"),
             "in_step": _IN_STEP if self.get("staleness_max") == 0 else "",
-            "truncated": self._truncated(),
         }
-
-    def _truncated(self) -> str:
-        """The options of sampling that cut the distribution of the sampler alone, if they are known."""
-        low = (self.get("k3_kl") or 0.0) < (self.get("kl") or 0.0)  # a mean ratio above 1 is no truncation
-        low = low and not self.get("staleness_max") and self.setting("rollout_support") != "replay"
-        overrides = self.setting("generation_kwargs")
-        given = {name: self.setting(name) for name in _NO_TRUNCATION}
-        given |= {k: v for k, v in overrides.items() if k in given} if isinstance(overrides, Mapping) else {}
-        cut = {name: value for name, value in given.items() if value not in _NO_TRUNCATION[name]}
-        if cut and low:
-            named = ", ".join(f"`{name}={value!r}`" for name, value in cut.items())
-            return (
-                f"Sampling is truncated by {named}, and the trainer does not make up for it: set "
-                "`rollout_support` to replay, or leave it at its default."
-            )
-        return "Leave `top_p`, `top_k`, `min_p` and penalties at their defaults."
 
     def _advised(self, situation: Situation) -> str:
         """The correction to set, in a sentence; empty if there is nothing to change."""
@@ -232,13 +234,6 @@ _IN_STEP = (
     "The sampler announces no staleness: a sampler of your own may be behind without setting `trainer.rollout_step`, or the "
     "trainer may have dropout (also `lora_dropout` of an adapter)."
 )
-
-# Values of options of truncated sampling with which every token can be drawn, and of an unknown option
-_NO_TRUNCATION: dict[str, tuple[Any, ...]] = {
-    "top_p": (..., None, 1.0),
-    "top_k": (..., None, 0, -1),
-    "min_p": (..., None, 0.0),
-}
 
 
 def _bounds(low: float, high: float) -> str:

@@ -10,9 +10,9 @@ import torch
 from trl import ModelConfig, ScriptArguments
 from trl.import_utils import is_vllm_available
 
+from ..commands.script import ScriptParser, model_config, model_init_kwargs
 from ..trainers.grpo import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
 from ..trainers.rloo import RolloutCorrectedRLOOConfig, RolloutCorrectedRLOOTrainer
-from ..trainers.script import ScriptParser, model_config, model_init_kwargs
 
 
 Trainer: TypeAlias = RolloutCorrectedGRPOTrainer | RolloutCorrectedRLOOTrainer

@@ -13,7 +13,7 @@ from ..diagnosis.evidence import FLOOR, Evidence, rms
 from ..diagnosis.observed import Observed
 from ..diagnosis.precision import caches_in_low_precision, coarser_sampler
 from ..diagnosis.ranking import Diagnosis, Finding, diagnose
-from ..messages import number, percent, yaml_lines
+from ..messages import number, percent
 
 
 # Share of d^2 that is left: up to the first, the cause is confirmed, from the second on it is ruled out. Another sample of 64
@@ -216,20 +216,11 @@ def as_text(before: float, noise: float | None, results: Iterable[Result], about
     for result in results:
         if result.reason:
             lines.append(f"Left out: {result.experiment.change}. {result.reason}")
-        if result.says == "confirms" and not _is_remedy(result):
-            lines.append(f"To make the change permanent ({result.experiment.change}):")
-            lines += [f"  {line}" for line in yaml_lines(result.experiment.settings).splitlines()]
     return "\n".join(lines) + "\n"
 
 
 def _times(gap: float, noise: float | None) -> str:
     return number(gap / noise) if noise else "-"
-
-
-def _is_remedy(result: Result) -> bool:
-    """True if the settings of the experiment are those of the remedy."""
-    remedy = CAUSES[result.cause].settings
-    return all(remedy.get(name) == value for name, value in result.experiment.settings.items())
 
 
 def as_data(noise: float | None, results: Iterable[Result]) -> list[dict[str, object]]:

@@ -20,13 +20,13 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from trl import get_peft_config, get_quantization_config
 
+from ..commands.script import INPUT_ERRORS, in_one_line, package_warnings
 from ..dumps.files import write_rows
 from ..dumps.rows import make_row, on_host
 from ..messages import warn
 from ..trainers.forward_pass import Rescoring
 from ..trainers.keys import ROLLOUT_LOGPS
 from ..trainers.run_metadata import settings_in_effect
-from ..trainers.script import INPUT_ERRORS, in_one_line, package_warnings
 from ..trainers.settings_checks import TRUNCATION, distorting, neutral
 from .configuration import Config, Request, Trainer, on_cpu, prompts_of, read, shortened
 from .model_changes import rescorings

@@ -13,7 +13,7 @@ from ..messages import SettingError
 
 def check_baseline_without_advantages(config: Any) -> None:
     """Refuse a baseline that depends on a rejection that depends on the baseline."""
-    directed = [criterion.name for criterion in config.criteria if criterion.directed]
+    directed = [criterion.name for criterion in config.correction.criteria if criterion.directed]
     if config.rollout_rs_exclude_from_baseline and directed:
         reason = f"but {directed[0]!r} in `rollout_rs` depends on the advantages, which are computed from the baseline"
         remedy = "Set it to False, or use criteria that do not depend on them."
@@ -30,16 +30,4 @@ def check_baseline_in_bypass(config: Any) -> None:
         raise SettingError("rollout_rs_exclude_from_baseline", True, reason, remedy="Set one of the two to False.")
 
 
-def check_dump_has_sequences(config: Any) -> None:
-    """Refuse a dump without sequences."""
-    if config.rollout_dump_dir is not None and not config.rollout_dump_sampled + config.rollout_dump_worst:
-        reason = "but `rollout_dump_sampled` and `rollout_dump_worst` are both 0, so nothing would be written"
-        remedy = "Set one of them, or `rollout_dump_dir` to None."
-        raise SettingError("rollout_dump_dir", config.rollout_dump_dir, reason, remedy=remedy)
-
-
-CHECKS: list[Callable[[Any], None]] = [
-    check_baseline_without_advantages,
-    check_baseline_in_bypass,
-    check_dump_has_sequences,
-]
+CHECKS: list[Callable[[Any], None]] = [check_baseline_without_advantages, check_baseline_in_bypass]

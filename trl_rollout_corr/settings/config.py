@@ -1,17 +1,16 @@
 """The configuration, flat fields. Neither TRL nor torch here."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from ..messages import SettingError, nearest, warn, warn_idle
 from .checks import CHECKS
-from .criteria import Criterion
 from .fields import DEFAULTS, PARSERS, CorrectionFields, DumpFields, EngineFields, MonitorFields, Unset
 from .legacy import FirstPresets, from_legacy
 from .migrate import from_trl, from_verl
-from .presets import BASE, DECIDED, DEFAULT, MODE, PRESETS, Preset, settings_of
+from .presets import BASE, DECIDED, DEFAULT, MODE, PRESETS, settings_of
 from .resolve import Correction, fill, idle_fields, is_default, read_given, resolve
 from .thresholds import is_by_sign, none_if_null, parse_criteria, parse_rejection_thresholds
 
@@ -104,7 +103,7 @@ class RolloutCorrectionConfig(FirstPresets, DumpFields, MonitorFields, EngineFie
         rollout_engine_kwargs (`dict[str, Any]`, *optional*):
             Arguments of vLLM's engine that TRL has no field for, such as `{"dtype": "float16"}`,
             `{"kv_cache_dtype": "auto"}` or `{"hf_overrides": {"head_dtype": "float32"}}`: fields of `vllm.EngineArgs`. For
-            `vllm_mode="colocate"`; for a server, the matching `vllm serve` line is printed.
+            `vllm_mode="colocate"`; a server gets them from its own command line, `vllm serve`.
         rollout_routing (`str`, *optional*):
             `"replay"`: in a mixture of experts, every forward pass of the trainer takes the experts that vLLM chose
             ([routing replay](https://huggingface.co/papers/2510.11370)); their weights are those of the trainer's router. For
@@ -150,6 +149,8 @@ class RolloutCorrectionConfig(FirstPresets, DumpFields, MonitorFields, EngineFie
         `ValueError`: if the value of a field is refused. The message names the field, the value and a remedy.
     """
 
+    _checks_of_trainer: ClassVar[Sequence[Callable[[Any], None]]] = ()  # which need TRL's fields
+
     def __new__(cls, *args: object, **kwargs: object) -> Self:
         # Python's own error for an unknown argument does not suggest a name
         parameters = inspect.signature(cls.__init__).parameters
@@ -160,7 +161,7 @@ class RolloutCorrectionConfig(FirstPresets, DumpFields, MonitorFields, EngineFie
 
     def __post_init__(self) -> None:
         names_none = isinstance(self.rollout_correction, Unset)
-        explicit = RolloutCorrectionConfig.check(self)  # TRL's fields of a subclass are not settled yet
+        explicit = self._settle()
         for name, reason in idle_fields(self.__dict__, self.correction).items():
             if name in explicit:
                 warn_idle(name, getattr(self, name), reason)
@@ -173,7 +174,7 @@ class RolloutCorrectionConfig(FirstPresets, DumpFields, MonitorFields, EngineFie
             self.rollout_rs_threshold = None
 
     @classmethod
-    def from_preset(cls, name: Preset | None, **overrides: object) -> Self:
+    def from_preset(cls, name: str | None, **overrides: object) -> Self:
         """Build a configuration from a preset, `None` for no correction. Fields among `overrides` override the preset."""
         return cls._of(rollout_correction=name, **overrides)
 
@@ -213,40 +214,17 @@ class RolloutCorrectionConfig(FirstPresets, DumpFields, MonitorFields, EngineFie
         return resolve({name: getattr(self, name) for name in CorrectionFields.__dataclass_fields__})
 
     @property
-    def corrects(self) -> bool:
-        """`True` if the loss differs from TRL's."""
-        return self.correction.corrects
-
-    @property
-    def applies_weights(self) -> bool:
-        """`True` if the importance weights multiply the policy gradient."""
-        return self.correction.applies_weights
-
-    @property
-    def needs_whole_batch(self) -> bool:
-        """`True` if a factor of the loss depends on the batch of all ranks."""
-        return self.correction.needs_whole_batch
-
-    @property
-    def clips_around_sampler(self) -> bool:
-        """`True` if PPO's ratio is the ratio to the sampler, which then is the correction."""
-        return self.correction.clips_around_sampler
-
-    @property
-    def criteria(self) -> tuple[Criterion, ...]:
-        """Rejection criteria, with bounds in units of their statistic."""
-        return self.correction.criteria
-
-    @property
     def description(self) -> str:
         """One line about the settings."""
         parts = self._preset_in_effect()
         bounds = _in_words(self.rollout_is_threshold)
         bounds = f"clamped to {bounds.removeprefix('in ')}" if self.rollout_is_clamp and "[" in bounds else bounds
         weights = f"{self.rollout_is} weights {bounds}" if self.rollout_is else "no weights"
-        parts.append(f"{weights} (reported only)" if self.rollout_is and not self.applies_weights else weights)
+        parts.append(
+            f"{weights} (reported only)" if self.rollout_is and not self.correction.applies_weights else weights
+        )
         thresholds = parse_rejection_thresholds(self.rollout_rs_threshold, self.rollout_rs)
-        criteria = zip(self.criteria, thresholds, strict=True)
+        criteria = zip(self.correction.criteria, thresholds, strict=True)
         parts += [f"{c.name} {_in_words(bound, c.directed)}" for c, bound in criteria] or ["no rejection"]
         parts.append(f"bypass, {self.rollout_loss_type}" if self.bypass_mode else "decoupled")
         parts += ["metrics only"] if self.rollout_metrics_only else []
@@ -304,17 +282,20 @@ class RolloutCorrectionConfig(FirstPresets, DumpFields, MonitorFields, EngineFie
         parsed = parse_rejection_thresholds(thresholds, self.rollout_rs)
         self.__dict__["rollout_rs_threshold"] = parsed if self.rollout_rs else thresholds
 
-    def check(self) -> set[str]:
+    def check(self) -> None:
         """
         Fill in the fields that a preset decides, parse all fields and check them, also those that were assigned since. A
         trainer does so when it is built, and reads the settings then.
 
-        Returns:
-            `set[str]`: names of the fields that no preset has decided.
-
         Raises:
             `ValueError`: if a value is refused, or if two settings exclude each other.
         """
+        self._settle()
+        for check in self._checks_of_trainer:
+            check(self)
+
+    def _settle(self) -> set[str]:
+        """Do the same without the checks of a trainer. Returns the names of the fields that no preset has decided."""
         explicit = self._fill()
         self._parse()
         for check in CHECKS:

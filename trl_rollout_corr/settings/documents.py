@@ -1,6 +1,5 @@
 """Documents that the installed package contains, as text for a terminal."""
 
-import posixpath
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +9,6 @@ from .recipes import source
 
 
 _FOR_THE_SITE = {"README", "api"}  # the index, and a list of docstrings
-_LEGEND = "[docs NAME] is the command `trl-rollout-corr docs NAME`; other paths are those of the repository.\n"
 
 
 def folder() -> Path:
@@ -33,7 +31,7 @@ def document(name: str | None = None) -> str:
             default all pages are listed.
 
     Returns:
-        `str`: the text, without comments, and with links as commands and paths.
+        `str`: the text, Markdown without comments.
 
     Raises:
         `SelfContainedError`: if there is no such page or section. The message has the nearest name.
@@ -48,8 +46,7 @@ def document(name: str | None = None) -> str:
             f"`docs {name}`: there is no document {page!r}.{nearest(page, paths)} `trl-rollout-corr docs` lists them."
         )
     text = paths[page].read_text(encoding="utf-8")
-    text = _readable(_section(text, page, section) if section else text, page, set(paths))
-    return f"{text}\n{_LEGEND}" if "[docs " in text else text
+    return re.sub(r"<!--.*?-->", "", _section(text, page, section) if section else text, flags=re.DOTALL)
 
 
 def _list(paths: dict[str, Path]) -> str:
@@ -86,19 +83,3 @@ def _section(text: str, page: str, name: str) -> str:
     first, level = places[name]
     last = next((i for i, _, other in headings if i > first and other <= level), None)
     return "\n".join(text.splitlines()[first:last]).rstrip() + "\n"
-
-
-def _readable(text: str, page: str, names: set[str]) -> str:
-    """Markdown without comments, and with links as text: a command for a document, and the path for another file."""
-
-    def link(match: re.Match) -> str:
-        words, target = match[1], match[2]
-        path, hash_sign, anchor = target.partition("#")
-        linked = path.removesuffix(".md") if path else page
-        if linked in names:
-            target = f"docs {linked}{hash_sign}{anchor}"
-        elif "://" not in target:
-            target = posixpath.normpath(posixpath.join("docs", path))
-        return f"`{target}`" if words == path else words if target in words else f"{words} [{target}]"
-
-    return re.sub(r"!?\[([^\]]*)\]\(([^)\s]+)\)", link, re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL))

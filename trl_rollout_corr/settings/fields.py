@@ -14,7 +14,7 @@ from ..health.examine import parse_bounds
 from ..messages import SettingError, candidates, nearest
 from .criteria import LEVELS, CriterionName, Level
 from .legacy import FirstPresets
-from .presets import DEFAULT, PRESETS, Preset
+from .presets import DEFAULT, PRESETS
 from .thresholds import none_if_null, parse_criteria, parse_number, parse_weight_threshold
 
 
@@ -62,7 +62,7 @@ def _option(help: str, default: Any = None, **metadata: Any) -> Any:
 class CorrectionFields:
     """Fields of [`RolloutCorrectionConfig`] about the correction itself."""
 
-    rollout_correction: Mapping[str, object] | Preset | None = _option(
+    rollout_correction: Mapping[str, object] | str | None = _option(
         "Name of a preset, or none. Fields that are set beside it override it.", unset(DEFAULT)
     )
     rollout_correction_resolved: str | None = _option("Not for users: the preset whose fields are in effect.")
@@ -181,7 +181,7 @@ def _boolean(name: str, value: object) -> bool:
     return value
 
 
-def preset_name(name: str) -> Preset:
+def preset_name(name: str) -> str:
     """Refuse a name that is not a preset."""
     if name in PRESETS:
         return name

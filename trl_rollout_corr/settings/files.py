@@ -20,9 +20,6 @@ from .migrate import VERL_KEYS, counterpart, from_trl, from_verl
 from .presets import PRESETS
 
 
-# Fields in dumps of earlier versions
-_RENAMED = {"rollout_monitor_thresholds": "rollout_monitor_bounds"}
-_REMOVED = ("rollout_compile", "rollout_lr_scaling", "rollout_monitor_preset", "rollout_proximal")
 # First part of the names of settings that stand alone in a script
 _OF_CORRECTION = ("rollout_", "bypass_", "loss_type", "use_pure_rollout_correction", "vllm_importance_sampling_")
 Key = tuple[str, ...]
@@ -367,8 +364,7 @@ def config_of_run(settings: Mapping[str, Any], complaint: str) -> RolloutCorrect
         warnings.simplefilter("ignore")  # the run has warned already
         try:
             # beside settings of TRL, of which none begins like this
-            ours = {_RENAMED.get(key, key): value for key, value in settings.items() if key not in _REMOVED}
-            fields = {key: value for key, value in ours.items() if key in FIELDS or key.startswith("rollout_")}
+            fields = {key: value for key, value in settings.items() if key in FIELDS or key.startswith("rollout_")}
             return RolloutCorrectionConfig(**fields)
         except (ValueError, TypeError) as error:
             raise ValueError(f"{complaint}: {_in_one_line(error)}") from None

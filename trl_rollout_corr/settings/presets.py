@@ -5,38 +5,7 @@ First table: presets of verl 0.9.1. Second table: later methods. Names of verl's
 """
 
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any, Literal
-
-
-if TYPE_CHECKING:  # at run time their number would fill the help of scripts
-    Preset = Literal[
-        "decoupled_token_is",
-        "decoupled_seq_is",
-        "decoupled_token_icepop",
-        "decoupled_seq_is_rs",
-        "decoupled_geo_rs",
-        "decoupled_geo_rs_seq_tis",
-        "decoupled_geo_rs_token_tis",
-        "decoupled_k3_rs",
-        "decoupled_k3_rs_seq_tis",
-        "decoupled_k3_rs_token_tis",
-        "bypass_ppo_clip",
-        "bypass_ppo_clip_geo_rs",
-        "bypass_ppo_clip_k3_rs",
-        "bypass_pg_is",
-        "bypass_pg_token_icepop",
-        "bypass_pg_geo_rs",
-        "bypass_pg_geo_rs_seq_tis",
-        "bypass_pg_geo_rs_token_tis",
-        "disabled",
-        "bypass_dppo_tv",
-        "bypass_dppo_kl",
-        "decoupled_kpop",
-        "decoupled_intellect3",
-        "auto",
-    ]
-else:
-    Preset = str
+from typing import Any
 
 
 # Rejection by the geometric mean of the ratio: a 0.1 percent drift per token, summed over 1000 tokens, is a factor of e.
@@ -52,7 +21,7 @@ _REINFORCE = {"bypass_mode": True, "rollout_loss_type": "reinforce"}
 # Off-policy REINFORCE within a trust region; the bound on the ratio only prevents overflow
 _DPPO = {"rollout_is": "token", "rollout_is_threshold": 20.0, **_REINFORCE}
 
-VERL_PRESETS: dict[Preset, dict[str, Any]] = {
+VERL_PRESETS: dict[str, dict[str, Any]] = {
     # Biased, low variance: the safe start.
     "decoupled_token_is": _TOKEN_TIS,
     # Unbiased up to the cap; its variance grows with length.
@@ -83,7 +52,7 @@ VERL_PRESETS: dict[Preset, dict[str, Any]] = {
 }
 
 # Trust regions on probabilities instead of ratios, and settings that two labs trained with. Thresholds are as published.
-LATER_PRESETS: dict[Preset, dict[str, Any]] = {
+LATER_PRESETS: dict[str, dict[str, Any]] = {
     # DPPO (https://huggingface.co/papers/2602.04879): bounds of prime-rl, SkyRL and verl, whose ratio is truncated at 20.
     "bypass_dppo_tv": {**_DPPO, "rollout_rs": ["token_tv"], "rollout_rs_threshold": [[0.2, 0.2]]},
     "bypass_dppo_kl": {**_DPPO, "rollout_rs": ["token_kl"], "rollout_rs_threshold": [[0.05, 0.05]]},
@@ -115,13 +84,13 @@ LATER_PRESETS: dict[Preset, dict[str, Any]] = {
     },
 }
 
-PRESETS: dict[Preset, dict[str, Any]] = {**VERL_PRESETS, **LATER_PRESETS}
+PRESETS: dict[str, dict[str, Any]] = {**VERL_PRESETS, **LATER_PRESETS}
 
 # The preset of a run that names none. A level of the weights is a whole correction, as TRL's `vllm_importance_sampling_mode`
 # is: the other fields come from `BASE`. Beside other fields of weights and rejection they do too, with a warning: the weights
 # of `auto` were judged with its rejection only. The mode says where a correction acts and not which one: it changes `DEFAULT`.
-DEFAULT: Preset = "auto"
-BASE: Preset = "decoupled_token_is"
+DEFAULT = "auto"
+BASE = "decoupled_token_is"
 MODE = {"bypass_mode", "rollout_loss_type"}
 
 # Fields that a preset decides, with the values for those missing in its row.
@@ -135,7 +104,7 @@ _BASE: dict[str, Any] = {
 }
 
 
-def settings_of(preset: Preset | None) -> dict[str, Any]:
+def settings_of(preset: str | None) -> dict[str, Any]:
     """Values of all fields that a preset decides, as a copy. `None` is no correction."""
     return deepcopy({**_BASE, **PRESETS[preset or "disabled"]})
 

@@ -11,7 +11,7 @@ from .criteria import DIRECTED, SCOPES, Bounding, Criterion
 from .fields import DEFAULTS, CorrectionFields, DumpFields, preset_name
 from .legacy import first_preset
 from .migrate import from_verl
-from .presets import Preset, settings_of
+from .presets import settings_of
 from .thresholds import is_by_sign, parse_criteria, parse_rejection_thresholds
 
 
@@ -84,7 +84,7 @@ def resolve(fields: Mapping[str, Any]) -> Correction:
     )
 
 
-def fill(preset: Preset | None, explicit: Mapping[str, Any]) -> dict[str, Any]:
+def fill(preset: str | None, explicit: Mapping[str, Any]) -> dict[str, Any]:
     """
     Settings of a preset, with the fields of the user in their place. Overriding `rollout_rs` drops the preset's threshold, and
     overriding `rollout_is_threshold` resets `rollout_is_clamp`.
@@ -157,7 +157,7 @@ def idle_fields(fields: Mapping[str, Any], correction: Correction) -> dict[str, 
 _OFF = ("none", "null", "false", "off", "no", "")
 
 
-def read_given(value: object) -> tuple[Preset | None, dict[str, Any]]:
+def read_given(value: object) -> tuple[str | None, dict[str, Any]]:
     """Name of the preset and further fields in a value of `rollout_correction`."""
     value = getattr(value, "shown", value)  # of a default
     if isinstance(value, CorrectionFields):
@@ -173,7 +173,7 @@ def read_given(value: object) -> tuple[Preset | None, dict[str, Any]]:
     raise SettingError("rollout_correction", value, allowed=allowed)
 
 
-def _fields_of(config: CorrectionFields) -> tuple[Preset | None, dict[str, Any]]:
+def _fields_of(config: CorrectionFields) -> tuple[str | None, dict[str, Any]]:
     """Preset of a configuration, and the fields that differ from it and from the defaults."""
     name = None if isinstance(config.rollout_correction, Mapping) else config.rollout_correction
     preset = settings_of(name)

@@ -4,7 +4,6 @@ Correction of one batch, its metrics and callbacks, for all trainers. It uses on
 `B` completions, `T` completion tokens.
 """
 
-import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,14 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate import PartialState
 from transformers import PreTrainedModel
 from transformers.trainer_utils import TrainOutput
 
 from ..correction.compute import RolloutCorrection, compute_rollout_correction
 from ..correction.functional import LOG_RATIO_BOUND
 from ..dumps.files import plain
-from ..messages import SettingWarning, warn
+from ..messages import SettingWarning
 from ..settings.config import RolloutCorrectionConfig
 from ..settings.fields import DEFAULTS
 from ..settings.resolve import Correction
@@ -46,21 +44,6 @@ def _fields_of(args: RolloutCorrectionConfig) -> dict[str, Any]:
     return {name: plain(getattr(args, name)) for name in DEFAULTS}
 
 
-def warn_about_one_process() -> None:
-    """
-    Warn if `accelerate launch` was asked for several processes on a CPU, of which it starts one.
-
-    It then sets the address of the main process, which one process does not need, and no size of the world. A variable of the
-    user's machine may look the same, so that this is no proof.
-    """
-    names = ("ACCELERATE_USE_CPU", "MASTER_ADDR", "WORLD_SIZE")
-    if [os.environ.get(name) for name in names] == ["True", "127.0.0.1", None] and PartialState().num_processes == 1:
-        warn(
-            "This run has one process, although `accelerate launch` seems to have been asked for several: on a CPU it starts "
-            "one. For several, use `torchrun --nproc_per_node 2 SCRIPT` with the options of the script."
-        )
-
-
 class CorrectionCore(_Host):
     """
     Correction of one batch, and its metrics. Comes before a trainer of TRL among the bases.
@@ -83,7 +66,6 @@ class CorrectionCore(_Host):
             args = self._config_class(f"{model_name.split('/')[-1]}-{self._name}")
         else:
             check_config_class(args, self._config_class)
-        warn_about_one_process()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SettingWarning)  # the configuration has warned when it was built
             args.check()
@@ -119,7 +101,12 @@ class CorrectionCore(_Host):
                     f"`{name}` is {value!r}, but was {self._fields[name]!r} when the trainer was built, which is when the "
                     "settings are read. Build the trainer with the new value."
                 )
-        settle_monitors(self.callback_handler)  # the user may have added one, or a tracker
+        monitor = settle_monitors(self.callback_handler)  # the user may have added one, or a tracker
+        watched = torch.tensor([monitor is not None], device=self.accelerator.device)
+        # The sums of a step are gathered over all ranks, which must agree about it
+        everywhere = self.accelerator.num_processes == 1 or bool(self.accelerator.gather(watched).all())
+        if monitor is not None:
+            monitor.observer = self._observer if everywhere else None
         choose_metrics(self.callback_handler)
         return super().train(*args, **kwargs)
 

@@ -7,6 +7,10 @@ import yaml
 from ..messages import __version__
 
 
+# Tags of models on the Hub: the subject, and the name of this package. The Hub finds models by tags, and not by other metadata
+TAGS = ["rollout-correction", "trl-rollout-corr"]
+
+
 def complete_card(text: str, model: str, output_dir: str, correction: str) -> str:
     """Add the model and the correction, in one line, to TRL's model card. Parts of an unexpected form are not changed."""
     about = (

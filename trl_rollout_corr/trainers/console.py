@@ -10,8 +10,8 @@ from tqdm.auto import tqdm
 from transformers import PrinterCallback, ProgressCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 
+from ..health.rule import ALARMS
 from ..messages import PREFIX, __version__, logger
-from .monitor import ALARMS
 
 
 # Environment variable that leaves the output to Transformers if it is 0

@@ -5,19 +5,12 @@ TRL builds the engine of its colocate mode inside its trainer, as `vllm_generati
 trainer is built.
 """
 
-import dataclasses
-import json
-import shlex
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
 from trl.generation import vllm_generation
-
-from ..dumps.files import plain
-from ..messages import is_first_rank, nearest, warn_idle
-from .console import write
 
 
 # Arguments that TRL or rollout correction sets, with the way to change them
@@ -38,51 +31,19 @@ RESERVED = {
 
 
 def check_engine_kwargs(kwargs: Mapping[str, object]) -> None:
-    """Refuse arguments that are not of vLLM's engine, or that TRL sets."""
-    from vllm import EngineArgs
-
-    names = [field.name for field in dataclasses.fields(EngineArgs)]
+    """Refuse arguments that TRL sets. vLLM refuses those that its engine does not have."""
     for name in kwargs:
         if name in RESERVED:
             raise ValueError(
                 f"`rollout_engine_kwargs` has {name!r}, which is set elsewhere: {RESERVED[name]}. Remove it."
             )
-        if name not in names:
-            raise ValueError(
-                f"`rollout_engine_kwargs` has {name!r}, which is no argument of vLLM's engine.{nearest(name, names)} "
-                "It takes the fields of `vllm.EngineArgs`."
-            )
 
 
 def engine_arguments(args: Any) -> AbstractContextManager:
-    """Context in which TRL builds its engine with `rollout_engine_kwargs`. For a server, its command line is printed."""
+    """Context in which TRL builds its engine with `rollout_engine_kwargs`."""
     kwargs = args.rollout_engine_kwargs
-    if kwargs and not args.use_vllm:
-        warn_idle("rollout_engine_kwargs", kwargs, "`use_vllm` is False")
-    elif kwargs:
-        check_engine_kwargs(kwargs)
-        if args.vllm_mode == "colocate":
-            built = vllm_generation.LLM
-            return patch.object(vllm_generation, "LLM", lambda *given, **of_trl: built(*given, **{**of_trl, **kwargs}))
-        announce_server(kwargs)
-    return nullcontext()
-
-
-def announce_server(kwargs: Mapping[str, object]) -> None:
-    """Print the command line of a server with these arguments, which it takes at its start only."""
-    if is_first_rank():
-        write(f"Start the server with the arguments of `rollout_engine_kwargs`: {serve_line(kwargs)}")
-
-
-def serve_line(kwargs: Mapping[str, object], model: str = "MODEL") -> str:
-    """Command line of a server with these arguments."""
-    return " ".join(
-        [f"vllm serve {shlex.quote(model)}", *(_flag(name, value) for name, value in plain(kwargs).items())]
-    )
-
-
-def _flag(name: str, value: Any) -> str:
-    flag = f"--{name.replace('_', '-')}"
-    if isinstance(value, bool):
-        return flag if value else f"--no-{flag.removeprefix('--')}"
-    return f"{flag} {shlex.quote(json.dumps(value) if isinstance(value, dict | list) else str(value))}"
+    if not kwargs or not args.use_vllm or args.vllm_mode != "colocate":
+        return nullcontext()
+    check_engine_kwargs(kwargs)
+    built = vllm_generation.LLM
+    return patch.object(vllm_generation, "LLM", lambda *given, **of_trl: built(*given, **{**of_trl, **kwargs}))

@@ -9,6 +9,7 @@ import torch
 from trl import GRPOConfig, GRPOTrainer
 
 from ..settings.config import RolloutCorrectionConfig
+from .card import TAGS
 from .forward_pass import Generation
 from .keys import OLD_LOGPS
 from .logprobs import check_logprobs, checked_turn_ids
@@ -32,18 +33,14 @@ class RolloutCorrectedGRPOConfig(RolloutCorrectionConfig, GRPOConfig):
             normalisation would be over a single sequence.
     """
 
+    _checks_of_trainer = CHECKS["grpo"]
+
     def __post_init__(self) -> None:
         RolloutCorrectionConfig.__post_init__(self)
         check_loss_type(self)  # before TRL refuses its value for another reason
         replace_trl_correction(self)
         GRPOConfig.__post_init__(self)
         self.check()
-
-    def check(self) -> set[str]:
-        explicit = super().check()
-        for check in CHECKS["grpo"]:
-            check(self)
-        return explicit
 
 
 class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
@@ -77,7 +74,7 @@ class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
     _config_class = RolloutCorrectedGRPOConfig
     _anchor_key = OLD_LOGPS
     num_iterations: int  # TRL's
-    _tag_names = [*GRPOTrainer._tag_names, "rollout-correction"]
+    _tag_names = [*GRPOTrainer._tag_names, *TAGS]
 
     @with_parameters_of(GRPOTrainer.__init__)
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -45,7 +45,7 @@ from .observer import Corrected
 from .pushes import PushesToVLLM
 from .replays import experts_of, kept_tokens_of, sequences_of
 from .trl_interface import check_bases, check_trl, definer
-from .versions import refuse_weights
+from .versions import refuse_weights, server_configuration
 from .visits import Visits
 
 
@@ -112,10 +112,11 @@ class RolloutCorrectionMixin(CorrectionCore):
         if self.vllm_mode == "server":
             info: list[Any] = [None]
             if self.accelerator.is_main_process:  # only this process has a connection to the server
-                info = [self.vllm_generation.vllm_client.get_server_info()]
+                info = [server_configuration(self.vllm_generation.vllm_client)]
             broadcast_object_list(info, from_process=0)  # so that every rank raises, or none
             self._engine_config = info[0]
-            check_server_logprobs(info[0]["model_config"]["logprobs_mode"], self.temperature)
+            if info[0] is not None:  # the server of TRL 1.10 always returns log-probabilities after temperature
+                check_server_logprobs(info[0]["model_config"]["logprobs_mode"], self.temperature)
         elif hasattr(self.vllm_generation, "llm"):
             self._engine_config = self.vllm_generation.llm.llm_engine.vllm_config
 
@@ -223,11 +224,10 @@ class RolloutCorrectionMixin(CorrectionCore):
         return output[ROLLOUT_LOGPS]
 
     def _note_origin(self, output: dict[str, Any]) -> None:
-        """Keep the optimizer step of the weights that sampled a batch, and count its age."""
+        """Keep the optimizer step of the weights that sampled a batch."""
         if self.rollout_step is not None:
             steps = torch.full_like(output["advantages"], self.rollout_step, dtype=torch.long)
             output[ROLLOUT_STEP] = steps if steps.dim() == 1 else steps[:, 0]
-        self._observer.generated(self._now, self._ages(output))
 
     def _generate(self, prompts: Any, *args: Any, **kwargs: Any) -> Any:
         with self._during(Generation()) as generation:

@@ -11,27 +11,28 @@ from transformers.integrations import TrackioCallback, WandbCallback
 from transformers.trainer_callback import CallbackHandler
 
 from ..health.examine import Examiner, parse_bounds
-from ..health.rule import Alarm
+from ..health.rule import ALARMS, Alarm
 from ..health.rules import SILENCED
 from ..health.windows import is_training_window
 from ..messages import PREFIX, notify
 from ..settings.config import RolloutCorrectionConfig
 from ..settings.fields import MONITOR_ACTIONS, MonitorAction
+from .observer import Observer
 
 
-ALARMS = f"{PREFIX}monitor/alarms"
-FIRST_PAUSE = 10  # logging windows between the first two messages about a cause
+FIRST_PAUSE = 10  # windows between the first two messages about a cause; a window is an optimizer step or a log entry
 _SYMBOLS = {"critical": "✖", "warning": "▲"}
 
 
 class RolloutCorrectionMonitor(TrainerCallback):
     r"""
-    Examines the metrics of rollout correction whenever they are logged, and reports unhealthy ones.
+    Examines the metrics of rollout correction of every optimizer step, and reports unhealthy ones.
 
-    The rules are those of `trl-rollout-corr docs monitoring`. Each finding is a message of the logger `trl_rollout_corr`: a
-    line with the step, the observation and the bound; the first time also the reason and the advice. It is
-    repeated after 10, 20, 40 and so on logging windows while it lasts. The same goes to W&B and trackio as an alert, if the
-    run reports there. The number of alarms is logged as `rollout_corr/monitor/alarms`.
+    The metrics of a step are examined when the next step ends, or earlier if they are logged. So alarms do not depend on
+    `logging_steps`. The rules are those of `trl-rollout-corr docs monitoring`. Each alarm is a message of the logger
+    `trl_rollout_corr`: a line with the step, the observation and the bound; the first time also the reason and the advice. It
+    is repeated after 10, 20, 40 and so on optimizer steps while it lasts. The same goes to W&B and trackio as an alert, if the
+    run reports there. The number of bounds that raised an alarm since the last log is logged as `rollout_corr/monitor/alarms`.
 
     The trainers add a monitor by themselves, as `rollout_monitor` says. One that is passed to them takes its place.
 
@@ -59,6 +60,7 @@ class RolloutCorrectionMonitor(TrainerCallback):
         self.action = action
         self.of_configuration = False  # or brought by the user
         self.reporters: CallbackHandler | None = None  # those of the trainer, which may send alerts
+        self.observer: Observer | None = None  # of the trainer; without one, a window is what was logged
         self._examiner = Examiner(limits=parse_bounds(bounds))
         self._restart()
 
@@ -66,6 +68,8 @@ class RolloutCorrectionMonitor(TrainerCallback):
         self._examiner.restart()
         self._stopping = False
         self._windows = 0
+        self._not_ours: dict[str, float] = {}  # the last metrics that were logged and are not of rollout correction
+        self._alarms: set[str] = set()  # bounds that raised an alarm since the last log
         self._first_step: dict[str, int] = {}  # optimizer step at which a rule held first
         self._last_window: dict[str, int] = {}  # logging window in which a rule held last
         self._pauses: dict[str, tuple[int, int]] = {}  # by cause: window of the next message, and the pause after it
@@ -89,12 +93,30 @@ class RolloutCorrectionMonitor(TrainerCallback):
     ) -> None:
         if not logs or not is_training_window(logs):
             return
-        self._windows += 1
-        findings = self._examiner.observe({**logs, "step": state.global_step})
-        _add(ALARMS, len(findings), logs, state)
-        acted = self._act(findings, args, control)
-        for finding in findings:
-            self._say(finding, acted if finding is findings[0] else None, state)
+        self._not_ours = {key: value for key, value in logs.items() if not key.startswith(PREFIX)}
+        steps = [{**logs, "step": state.global_step}] if self.observer is None else self.observer.read_steps()
+        self._examine(steps, args, state, control)
+        _add(ALARMS, len(self._alarms), logs, state)
+        self._alarms.clear()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        if self.observer is not None:
+            self.observer.close_step(state.global_step)
+            self._examine(self.observer.read_steps(before=state.global_step), args, state, control)
+
+    def _examine(
+        self, windows: list[dict[str, float]], args: TrainingArguments, state: TrainerState, control: TrainerControl
+    ) -> None:
+        """Examine windows, and report what they show."""
+        for window in windows:
+            self._windows += 1
+            alarms = self._examiner.observe({**self._not_ours, **window})
+            self._alarms.update(alarm.bound for alarm in alarms)
+            acted = self._act(alarms, args, control)
+            for alarm in alarms:
+                self._say(alarm, acted if alarm is alarms[0] else None, state)
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
@@ -166,10 +188,12 @@ def report_alert(handler: CallbackHandler, title: str, text: str, *, critical: b
                 callback._trackio.alert(title, text, level=levels.ERROR if critical else levels.WARN)
 
 
-def settle_monitors(handler: CallbackHandler, own: RolloutCorrectionMonitor | None = None) -> None:
+def settle_monitors(
+    handler: CallbackHandler, own: RolloutCorrectionMonitor | None = None
+) -> RolloutCorrectionMonitor | None:
     """
     Keep one monitor among the callbacks of a trainer: the last that the user brought, or else `own`, that of the
-    configuration. It comes first, before callbacks that report its additions to the log.
+    configuration. It comes first, before callbacks that report its additions to the log. Returns it.
     """
     monitors = [x for x in handler.callbacks if isinstance(x, RolloutCorrectionMonitor)]
     brought = [x for x in monitors if not x.of_configuration]
@@ -178,6 +202,7 @@ def settle_monitors(handler: CallbackHandler, own: RolloutCorrectionMonitor | No
     if monitor is not None:
         monitor.reporters = handler
         handler.callbacks.insert(0, monitor)
+    return monitor
 
 
 def monitor_of(args: RolloutCorrectionConfig) -> RolloutCorrectionMonitor | None:

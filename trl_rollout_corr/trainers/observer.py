@@ -5,6 +5,8 @@ Metrics of the correction, age of the data, histogram and dump of a trainer. Not
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +20,6 @@ from ..correction.age import (
     by_age,
     count_ages,
     count_completions,
-    count_lags,
     engine_gap,
     update_gap,
 )
@@ -59,15 +60,16 @@ class Observer:
 
     A batch passes the methods of the observer in this order:
 
-    1. [`Observer.generated`], once, when the sampler has returned the batch and TRL has scored it. The asynchronous trainer,
-       whose samples come from a queue, does not call it.
-    2. [`Observer.visited`], each time that a micro-batch has its forward pass in the loss: with `num_iterations` several
+    1. [`Observer.visited`], each time that a micro-batch has its forward pass in the loss: with `num_iterations` several
        times, and in an evaluation once.
-    3. [`Observer.corrected`], when the correction of the batch is computed. In decoupled mode this is once, at the first
+    2. [`Observer.corrected`], when the correction of the batch is computed. In decoupled mode this is once, at the first
        visit; before the visits if the settings need the whole batch, such as for batch normalisation. In bypass mode it is at
        every visit, as the correction depends on the current policy.
-    4. [`Observer.trained`], at the end of each visit, in the asynchronous trainer alone: its batches mix ages.
-    5. [`Observer.close_window`], when the trainer logs. It gathers the sums over all ranks, and the next window begins.
+    3. [`Observer.trained`], at the end of each visit, in the asynchronous trainer alone: its batches mix ages.
+    4. [`Observer.close_step`], at the end of each optimizer step of a run that has a monitor. It gathers the sums of the step
+       over all ranks, and does not wait for them: [`Observer.read_steps`] reads them one step later.
+    5. [`Observer.close_window`], when the trainer logs. It gathers the sums that no step has gathered, and the next window
+       begins.
     """
 
     def __init__(
@@ -85,11 +87,6 @@ class Observer:
     def add(self, mode: str, sums: Sums) -> None:
         """Add sums to the logging window of a mode, `"train"` or `"eval"`."""
         self.windows[mode].add(sums)
-
-    def generated(self, now: Moment, lags: torch.Tensor | None) -> None:
-        """Count how old the weights were that sampled a new batch: `lags`, `(B,)` in optimizer steps; `None` if unknown."""
-        if lags is not None:
-            self.add(now.mode, Staleness.of(count_lags(lags)))
 
     def visited(
         self,
@@ -117,9 +114,7 @@ class Observer:
         assert ages is not None
         correction, rewards = corrected.correction, corrected.batch[REWARDS]
         rollout_logps = corrected.batch[ROLLOUT_LOGPS]
-        sums = by_age(
-            current_logps, rollout_logps, correction.valid, correction.keep, corrected.coefficients, rewards, ages
-        )
+        sums = by_age(current_logps, rollout_logps, correction.valid, correction.keep, ages)
         sums = {**sums, "trained": count_completions(corrected.mask.sum(1), rewards)}
         if dropped:
             lengths, rewards = torch.tensor(dropped, device=current_logps.device).unbind(1)
@@ -160,39 +155,108 @@ class Observer:
         """True if some sequences of this batch are to be scored a second time."""
         return now.mode == "train" and self.first_step is not None and self.first_step.looks_twice()
 
+    def close_step(self, step: int) -> None:
+        """End an optimizer step of the training. All ranks must call it, as it gathers the sums."""
+        self.windows["train"].close_step(step)
+
+    def read_steps(self, before: int | None = None) -> list[dict[str, float]]:
+        """
+        Metrics of each optimizer step that was closed and not read yet, over all ranks, each with its `step`.
+
+        Args:
+            before (`int`, *optional*):
+                Read earlier steps only. The sums of a step are on the host when the next one ends, so that nothing waits. By
+                default all steps are read.
+        """
+        window = self.windows["train"]
+        now = [step for step in window.unread if before is None or step.step < before]
+        window.unread = window.unread[len(now) :]
+        return [{**self._finish(step.sums), "step": step.step} for step in now]
+
     def close_window(self, now: Moment) -> dict[str, float]:
         """Metrics of the logging window that ends, over all ranks. Its histogram goes to the trackers that can show one."""
-        settings, metrics = self.settings, dict[str, float]()
-        rejects, weighs, corrects = bool(settings.criteria), settings.applies_weights, settings.corrects
-        for sums in self.windows[now.mode].close():
-            metrics |= sums.finish(rejects=rejects, weighs=weighs, corrects=corrects)
+        window = self.windows[now.mode].close(now.step)
+        for sums in window:
             if isinstance(sums, Statistics) and self.accelerator.is_main_process:
                 send_histogram(self.callbacks, *sums.histogram(), now.mode, now.step)
+        return self._finish(window)
+
+    def _finish(self, window: Sequence[Sums]) -> dict[str, float]:
+        """Metrics by key."""
+        settings, metrics = self.settings, dict[str, float]()
+        rejects, weighs = bool(settings.criteria), settings.applies_weights
+        for sums in window:
+            metrics |= sums.finish(rejects=rejects, weighs=weighs)
         return metrics
 
 
 class LoggingWindow:
-    """Sums of one logging window, on the device of this rank."""
+    """Sums of one logging window, on the device of this rank, and those of its optimizer steps that have ended."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
-        self.sums: dict[type[Sums], Any] = {}
+        self.sums: dict[type[Sums], Any] = {}  # since the last step that was closed
+        self.steps: list[StepSums] = []
+        self.unread: list[StepSums] = []  # which `Observer.read_steps` has not read
 
     def add(self, sums: Sums) -> None:
-        """Add the sums of one batch. If settings have changed since the window began, its sums start again from this batch."""
-        kind, before = type(sums), self.sums.get(type(sums))
-        self.sums[kind] = sums if before is None or not before.fits(sums) else before + sums
+        """Add the sums of one batch."""
+        before = self.sums.get(type(sums))
+        self.sums[type(sums)] = sums if before is None else before + sums
 
-    def close(self) -> list[Sums]:
-        """Sums of all ranks, in one gather, on the host. The window is empty afterwards."""
-        window, self.sums = self.sums, {}
-        if not window:
-            return []
-        kinds = sorted(window, key=lambda kind: kind.__name__)  # the same order on all ranks
-        vectors = [window[kind].vector for kind in kinds]
-        everywhere = self.accelerator.gather(torch.cat(vectors)[None]).cpu()
-        parts = everywhere.split([len(vector) for vector in vectors], dim=1)
-        return [window[kind].combine(part) for kind, part in zip(kinds, parts, strict=True)]
+    def close_step(self, step: int) -> None:
+        """End an optimizer step: gather its sums over all ranks, without waiting for them."""
+        sums, self.sums = self.sums, {}
+        if not sums:
+            return
+        kinds = sorted(sums, key=lambda kind: kind.__name__)  # the same order on all ranks
+        vectors = [sums[kind].vector for kind in kinds]
+        everywhere = self.accelerator.gather(torch.cat(vectors)[None]).split([len(v) for v in vectors], dim=1)
+        step_sums = StepSums(step, [sums[kind].combine(part) for kind, part in zip(kinds, everywhere, strict=True)])
+        self.steps.append(step_sums)
+        self.unread.append(step_sums)
+
+    def close(self, step: int) -> list[Sums]:
+        """Sums of all ranks and steps, on the host. The window is empty afterwards."""
+        unread = [*self.unread]
+        self.close_step(step)
+        self.unread = unread  # the rest of a window is no step of its own
+        steps, self.steps = self.steps, []
+        totals: dict[type[Sums], Sums] = {}
+        for sums in (sums for step_sums in steps for sums in step_sums.sums):
+            before = totals.get(type(sums))
+            totals[type(sums)] = sums if before is None else before + sums
+        return [*totals.values()]
+
+
+class StepSums:
+    """
+    Sums of one optimizer step over all ranks, on their way to the host.
+
+    Args:
+        step (`int`):
+            Optimizer steps made, with this one.
+        sums (`Sequence[Sums]`):
+            The sums, on the device.
+    """
+
+    def __init__(self, step: int, sums: Sequence[Sums]) -> None:
+        self.step, self._layouts = step, sums
+        self._vectors, self._copied = torch.cat([part.vector for part in sums]), None
+        if self._vectors.is_cuda:
+            # A copy to pinned memory does not stop the host. `sums` waits for it, when it has long ended.
+            host = torch.empty_like(self._vectors, device="cpu", pin_memory=True)
+            self._vectors = host.copy_(self._vectors, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    @cached_property
+    def sums(self) -> list[Sums]:
+        """The sums, on the host."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        vectors = self._vectors.cpu().split([len(part.vector) for part in self._layouts])
+        return [replace(part, vector=vector) for part, vector in zip(self._layouts, vectors, strict=True)]
 
 
 def _columns(corrected: Corrected) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor | None]]:

@@ -10,6 +10,7 @@ from trl import RLOOConfig, RLOOTrainer
 
 from ..correction.functional import LOG_RATIO_BOUND
 from ..settings.config import RolloutCorrectionConfig
+from .card import TAGS
 from .forward_pass import Generation, OldPass, Scoring
 from .mixin import RolloutCorrectionMixin
 from .observer import Corrected
@@ -26,17 +27,13 @@ class RolloutCorrectedRLOOConfig(RolloutCorrectionConfig, RLOOConfig):
     It has the parameters of [`~trl.RLOOConfig`] and those of [`RolloutCorrectionConfig`].
     """
 
+    _checks_of_trainer = CHECKS["rloo"]
+
     def __post_init__(self) -> None:
         RolloutCorrectionConfig.__post_init__(self)
         replace_trl_correction(self)  # a later TRL may have one for RLOO
         RLOOConfig.__post_init__(self)
         self.check()
-
-    def check(self) -> set[str]:
-        explicit = super().check()
-        for check in CHECKS["rloo"]:
-            check(self)
-        return explicit
 
 
 class RolloutAsOld(OldPass):
@@ -87,7 +84,7 @@ class RolloutCorrectedRLOOTrainer(RolloutCorrectionMixin, RLOOTrainer):
     _trl_class = RLOOTrainer
     _config_class = RolloutCorrectedRLOOConfig
     _anchor_key = "old_logps"
-    _tag_names = [*RLOOTrainer._tag_names, "rollout-correction"]
+    _tag_names = [*RLOOTrainer._tag_names, *TAGS]
 
     @with_parameters_of(RLOOTrainer.__init__)
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -49,7 +49,7 @@ def check_loss_type(config: Any) -> None:
             f"`loss_type` is {config.loss_type!r}, which is a loss of `bypass_mode`: set `rollout_loss_type` to it, and "
             "`loss_type` to a loss of TRL: grpo, dr_grpo, dapo, ..."
         )
-    if config.corrects and config.loss_type == "vespo":
+    if config.correction.corrects and config.loss_type == "vespo":
         raise ValueError(
             "`loss_type` is 'vespo', which has importance weights of its own, so no other weight or rejection can be "
             "applied to it. Choose another `loss_type`, or only measure with "
@@ -59,7 +59,7 @@ def check_loss_type(config: Any) -> None:
 
 def check_reinforce(config: Any) -> None:
     """Refuse losses that break the ratio of 1 of `rollout_loss_type="reinforce"`."""
-    if not config.corrects or not config.bypass_mode or config.rollout_loss_type != "reinforce":
+    if not config.correction.corrects or not config.bypass_mode or config.rollout_loss_type != "reinforce":
         return
     cap = config.epsilon_high or config.epsilon
     if config.loss_type == "cispo" and cap < 1.0:
@@ -78,10 +78,10 @@ def check_reinforce(config: Any) -> None:
 
 def warn_about_sequence_level(config: Any) -> None:
     """Warn about weights and rejection of tokens and turns in a loss with one ratio per completion."""
-    if not config.corrects or config.importance_sampling_level != "sequence":
+    if not config.correction.corrects or config.importance_sampling_level != "sequence":
         return
     settings = [f"`{name}`" for name in config.rollout_rs or [] if name.startswith(("token_", "turn_"))]
-    if config.rollout_is in ("token", "turn") and config.applies_weights:
+    if config.rollout_is in ("token", "turn") and config.correction.applies_weights:
         settings.append(f"`rollout_is={config.rollout_is!r}`")
     if settings:
         warn(
@@ -93,7 +93,10 @@ def warn_about_sequence_level(config: Any) -> None:
 
 def warn_about_clip_ratio(config: Any) -> None:
     """Warn if TRL's loss does not bound the ratio to the sampler by `rollout_clip_ratio_c`."""
-    if not (config.corrects and config.clips_around_sampler) or config.rollout_clip_ratio_c in (None, 3.0):
+    if not (config.correction.corrects and config.correction.clips_around_sampler) or config.rollout_clip_ratio_c in (
+        None,
+        3.0,
+    ):
         return
     if config.loss_type in ("cispo", "sapo"):
         reason = f"`loss_type` is {config.loss_type!r}, which has its own bound on the ratio"
@@ -107,9 +110,9 @@ def warn_about_clip_ratio(config: Any) -> None:
 def warn_about_iterations(config: Any) -> None:
     """Warn about several visits of completions by a loss without a bound on the step."""
     clips = not config.bypass_mode or config.rollout_loss_type != "reinforce"
-    if not config.corrects or clips or config.num_iterations == 1:
+    if not config.correction.corrects or clips or config.num_iterations == 1:
         return
-    if not any(criterion.directed for criterion in config.criteria):  # a trust region
+    if not any(criterion.directed for criterion in config.correction.criteria):  # a trust region
         warn(
             f"`num_iterations` is {config.num_iterations} with `rollout_loss_type='reinforce'`, which has no clipping: only "
             "the bound of the weights limits the steps, and each visit of a completion moves the policy further. Set "
@@ -125,9 +128,9 @@ def warn_about_bounds_of_means(config: Any) -> None:
     a hundred. The prediction is for completions of the maximum length; shorter completions are rejected more often.
     """
     length = config.max_completion_length
-    if not config.corrects or not length:
+    if not config.correction.corrects or not length:
         return
-    for criterion, bounds in zip(config.criteria, config.rollout_rs_threshold or [], strict=True):
+    for criterion, bounds in zip(config.correction.criteria, config.rollout_rs_threshold or [], strict=True):
         if criterion.name != "seq_mean_k1":
             continue
         share = expected_share_outside(ROUNDING, torch.tensor(float(length)), *bounds).item()
@@ -164,7 +167,7 @@ def check_batch_normalization(config: Any) -> None:
 
 def _normalizes_over(config: Any, *levels: str) -> bool:
     """True if weights of one of the levels are divided by their mean."""
-    normalizes = config.corrects and config.applies_weights and config.rollout_is_batch_normalize
+    normalizes = config.correction.corrects and config.correction.applies_weights and config.rollout_is_batch_normalize
     return bool(normalizes and config.rollout_is in levels)
 
 
@@ -224,6 +227,18 @@ def check_support(config: Any) -> None:
         )
     if not truncation(config):
         warn_idle("rollout_support", config.rollout_support, "`top_p`, `top_k` and `min_p` cut no token")
+
+
+def warn_about_engine_kwargs(config: Any) -> None:
+    """Warn about arguments of an engine that TRL does not build."""
+    if not getattr(config, "use_vllm", True):
+        reason = "`use_vllm` is False"
+    elif getattr(config, "vllm_mode", "server") == "server":  # an asynchronous run always has a server
+        reason = "a server has the arguments that it was started with, so give them to `vllm serve`"
+    else:
+        return
+    if config.rollout_engine_kwargs:
+        warn_idle("rollout_engine_kwargs", config.rollout_engine_kwargs, reason)
 
 
 def warn_about_distortion(config: Any) -> None:
@@ -301,7 +316,7 @@ def check_asynchronous(config: Any) -> None:
 
 
 # In the order in which a user learns of them: what is refused comes first
-_OF_SAMPLING = [check_generation_kwargs, check_routing, check_support, warn_about_distortion]
+_OF_SAMPLING = [check_generation_kwargs, check_routing, check_support, warn_about_engine_kwargs, warn_about_distortion]
 CHECKS: dict[str, list[Callable[[Any], None]]] = {
     "grpo": [
         check_loss_type,
@@ -315,5 +330,5 @@ CHECKS: dict[str, list[Callable[[Any], None]]] = {
         warn_about_iterations,
     ],
     "rloo": [check_batch_normalization, *_OF_SAMPLING, warn_about_bounds_of_means, warn_about_iterations],
-    "async_grpo": [check_asynchronous, warn_about_distortion, warn_about_bounds_of_means],
+    "async_grpo": [check_asynchronous, warn_about_engine_kwargs, warn_about_distortion, warn_about_bounds_of_means],
 }

@@ -98,6 +98,20 @@ def check_passes_by(config: "GRPOConfig") -> None:
             )
 
 
+# Until 1.16 -----------------------------------------------------------------------------------------------------------
+
+
+def server_configuration(client: Any) -> Any:
+    """
+    Configuration of the vLLM server that a `client` of TRL is connected to; `None` if the server does not tell it, as the
+    server of TRL 1.10. From 1.16 on `client.get_server_info()`.
+    """
+    if hasattr(client, "get_server_info"):
+        return client.get_server_info()
+    response = client.session.get(f"{client.base_url}/server_info", params={"config_format": "json"})
+    return response.json()["vllm_config"] if response.ok else None
+
+
 # TRL's own correction, which changes from release to release ----------------------------------------------------------
 
 _OF_TRL = "vllm_importance_sampling_"  # how the fields of TRL's own correction begin

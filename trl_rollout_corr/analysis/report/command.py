@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...dumps.files import write_whole
-from ...dumps.reading import check_name
 from ...messages import SelfContainedError
 from ..run import read_run
 from .compose import compose
@@ -45,10 +44,6 @@ def write_report(sources: Sequence[str], output: str) -> str:
 
 def _check_output(path: Path) -> Path:
     """The output, or an error in one line if it cannot be written."""
-    try:
-        check_name(path)
-    except ValueError as error:
-        raise SelfContainedError(f"{path}: {error}") from None
     if path.suffix not in (".html", ".png"):
         raise SelfContainedError(f"{path}: the output must end in .html or .png.")
     if not path.parent.is_dir():

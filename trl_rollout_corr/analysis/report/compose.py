@@ -7,15 +7,18 @@ from typing import Any
 import pandas as pd
 
 from ...diagnosis.text import detail, evidence, headline, remedy_for, sure
+from ...dumps.sequences import Sequences
 from ...health.rule import Alarm
 from ...messages import capitalized, number, percent, steps, yaml_lines
 from ...settings.config import RolloutCorrectionConfig
 from ...settings.presets import BASE
 from ..recommend import recommend
+from .completions import choose_completions
 from .facts import Facts, state_of
 from .log_charts import main_numbers, more_trends, overview, rejected
+from .lost_tokens import Lost, concentration, find_lost
 from .page import Banner, Card, Page, Section
-from .token_charts import distribution, evidence_of
+from .token_charts import distribution
 from .worst_tokens import find_worst
 
 
@@ -33,16 +36,21 @@ def compose(runs: Sequence[Facts]) -> Page:
     one = runs[0] if len(runs) == 1 else None
     sequences = one.run.dump.sequences if one and one.run.dump else None
     of_log = [overview(runs), *((more_trends(one), rejected(one)) if one else ())]
+    lost = find_lost(sequences, one.run.config) if one and sequences else None
     of_tokens = (
-        [distribution(sequences), Section("worst", "The worst tokens", worst=find_worst(sequences))]
-        if sequences
+        [
+            *_tokens(sequences, lost),
+            distribution(sequences),
+            Section("worst", "The worst tokens", worst=find_worst(sequences)),
+        ]
+        if sequences and lost
         else []
     )
     of_settings = _settings(one) if one else _differences(runs)
     sections = [_diagnosis(one), of_log[0], _findings(runs), of_settings, *of_log[1:], *of_tokens]
     return Page(
         f"Rollout report: {' against '.join(facts.name for facts in runs)}",
-        [_banner(facts) for facts in runs],
+        [_banner(facts)._replace(spot=concentration(lost, facts.run.config) if lost else "") for facts in runs],
         [section for section in sections if section is not None],
     )
 
@@ -113,7 +121,7 @@ def _own(config: RolloutCorrectionConfig) -> dict[str, Any]:
 def _diagnosis(facts: Facts | None) -> Section | None:
     if facts is None or facts.diagnosis is None:
         return None
-    observed, diagnosis = facts.diagnosis
+    diagnosis = facts.diagnosis
     cards = [Card(f"{headline(diagnosis)}.", detail(diagnosis), "healthy" if diagnosis.healthy else "warning")]
     for finding in diagnosis.findings:
         share, certainty = percent(round(finding.share, 2)), percent(round(finding.certainty, 2))
@@ -125,10 +133,32 @@ def _diagnosis(facts: Facts | None) -> Section | None:
                 "" if finding.cause.normal else "warning",
                 remedy=remedy,
                 yaml=yaml_lines(settings),
-                chart=evidence_of(observed, finding),
             )
         )
     return Section("diagnosis", "Diagnosis", cards=cards)
+
+
+def _tokens(sequences: Sequences, lost: Lost) -> list[Section]:
+    """Sections about the tokens that the correction takes the gradient from."""
+    drawn = "completions that were drawn at random"
+    if not lost.drawn:
+        drawn = "completions, none of which was drawn at random, so that they do not represent the batch"
+    explained = (
+        f"Counted over {lost.completions:,} {drawn}. One row for each text, with its last such token in context. `Share of "
+        "these`: of the tokens of the table. `Share of its own`: of all tokens of the text whose advantage has this sign. The "
+        "advantage and the probabilities are means over the tokens of the row."
+    )
+    text = f"{explained} {lost.text}".strip() if lost.rejected or lost.at_bound else lost.text
+    of_single = (
+        "What the correction did to each token: hover over a token for its probabilities and its factor of the policy "
+        "gradient, or open `Numbers`. A factor from 0.95 to 1.05 counts as full. Lost most: the largest sum of |advantage| "
+        "times what the factor lacks to 1. Long completions are shortened to the places where most was changed."
+    )
+    chosen = choose_completions(sequences)
+    return [
+        Section("lost", "Which tokens lose their gradient", text, lost=lost),
+        Section("completions", "Some completions, token by token", of_single, completions=chosen),
+    ]
 
 
 def _settings(facts: Facts) -> Section:
@@ -141,7 +171,7 @@ def _settings(facts: Facts) -> Section:
     text = "Settings of the run, without those of the monitor and the dump."
     cards = [Card("This run", text, yaml=yaml_lines(_own(config)))]
     if facts.diagnosis is not None:
-        best = recommend(config, facts.findings, facts.diagnosis[0].size)
+        best = recommend(config, facts.findings, facts.diagnosis.size)
         text = f"{best.reason} `trl-rollout-corr compare` shows the effect of every preset on this dump, and bounds that fit."
         cards.append(Card("To try", text, yaml=yaml_lines(best.settings) or "# the settings of the run\n"))
     return Section("settings", "Settings to try", cards=cards)

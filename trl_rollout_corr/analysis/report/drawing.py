@@ -13,7 +13,7 @@ from matplotlib import style, ticker
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ...messages import number, percent
+from ...messages import number
 from .page import Axis, Chart, Page, Series
 
 
@@ -108,8 +108,8 @@ def _style() -> Iterator[None]:
 def draw(chart: Chart, axes: Axes) -> None:
     """Draw a chart on empty axes."""
     axes.set(xscale="log" if chart.x.log else "linear", yscale="log" if chart.y.log else "linear")
-    for place, series in enumerate(chart.series):
-        _draw_series(axes, series, place, len(chart.series))
+    for series in chart.series:
+        _draw_series(axes, series)
     _draw_band(axes, chart)
     _dress(axes, "x", chart.x)
     _dress(axes, "y", chart.y)
@@ -120,23 +120,16 @@ def draw(chart: Chart, axes: Axes) -> None:
             names, (step, 1.0), xycoords=("data", "axes fraction"), color=_LIGHT["alarm"], va="top",
             textcoords="offset points", xytext=(3, -2 - 12 * (i % 3)),  # numbers of close alarms do not overlap
         )  # fmt: skip
-    if not chart.y.log and any(series.mark == "joined" for series in chart.series):
-        axes.axhline(0.0, color=_LIGHT["muted"], linewidth=0.8)
-    horizontal = bool(chart.y.names)
-    axes.grid(axis="x" if horizontal else "y", linewidth=0.6)
-    if horizontal:
-        axes.invert_yaxis()
+    axes.grid(axis="y", linewidth=0.6)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(loc="best", frameon=False, handlelength=1.3)
 
 
-def _draw_series(axes: Axes, series: Series, place: int, of: int) -> None:
+def _draw_series(axes: Axes, series: Series) -> None:
     x, y = np.asarray(series.x), np.asarray(series.y)
     ink: dict[str, Any] = {"color": _LIGHT[series.color], "label": series.name or None}
     if series.mark == "bars":
         axes.bar(x, y, 0.65, alpha=0.8, **ink)
-    elif series.mark == "rows":
-        axes.barh(x + (place - (of - 1) / 2) * 0.7 / of, y, 0.7 / of, alpha=0.8, **ink)
     elif series.mark == "steps":
         axes.stairs(y, x, fill=True, alpha=0.75, **ink)
     elif series.mark == "area":
@@ -162,9 +155,8 @@ def _dress(axes: Axes, side: str, described: Axis) -> None:
         axis.set_major_locator(ticker.LogLocator(subs=subs, numticks=7))
         axis.set_minor_locator(ticker.NullLocator())
     else:
-        axis.set_major_locator(ticker.MaxNLocator(5, integer=described.ticks == "whole", steps=[1, 2, 2.5, 5, 10]))
-    write = percent if described.ticks == "percent" else number
-    axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: write(value)))
+        axis.set_major_locator(ticker.MaxNLocator(5, integer=described.whole, steps=[1, 2, 2.5, 5, 10]))
+    axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: number(value)))
 
 
 def _draw_band(axes: Axes, chart: Chart) -> None:

@@ -8,7 +8,7 @@ from ...diagnosis import Diagnosis, Observed, diagnose
 from ...health.bands import HEALTHY
 from ...health.examine import examine
 from ...health.rule import Alarm
-from ...messages import PREFIX, number, printable, steps
+from ...messages import printable, steps
 from ..run import Run
 
 
@@ -20,8 +20,7 @@ class Facts(NamedTuple):
     run: Run
     windows: str  # the number of logging windows, in words
     findings: list[Alarm]  # in the log, the most serious first
-    outside: str  # metrics outside their healthy band at the last step, in a sentence
-    diagnosis: tuple[Observed, Diagnosis] | None  # the cause of the gap, if the page is about this run alone
+    diagnosis: Diagnosis | None  # the cause of the gap, if the page is about this run alone
 
     @property
     def alarms(self) -> list[tuple[int, str, Alarm]]:
@@ -34,7 +33,7 @@ def analyse(run: Run, name: str, letter: str) -> Facts:
     """Compute the facts about a run."""
     windows = f"{len(run.log)} logging window{'' if len(run.log) == 1 else 's'}"
     diagnosis = None if letter else _diagnose(run)
-    return Facts(printable(name), letter, run, windows, examine(run.entries, run.config), _outside(run), diagnosis)
+    return Facts(printable(name), letter, run, windows, examine(run.entries, run.config), diagnosis)
 
 
 def state_of(facts: Facts) -> tuple[str, str, str]:
@@ -46,24 +45,7 @@ def state_of(facts: Facts) -> tuple[str, str, str]:
         detail = f"{first.seen} Seen in {steps(first.step, first.last_step)}."
         detail += f" {more} other finding{'s' if more > 1 else ''} below." if more else ""
         return first.severity, "Act now" if first.severity == "critical" else "Look into it", detail
-    if facts.outside:
-        return (
-            "warning",
-            "Look into it",
-            f"No alarm in {facts.windows}. {facts.outside}",
-        )
     return "healthy", "Healthy", f"Nothing unhealthy was found in {facts.windows}."
-
-
-def _outside(run: Run) -> str:
-    """The rules wait for more than one unhealthy window, so that the last window may be unhealthy without a finding."""
-    names = []
-    for name in HEALTHY:
-        value = run.log.get(PREFIX + name)
-        last = np.nan if value is None or value.empty else value.iloc[-1]
-        if not is_healthy(name, last):
-            names.append(f"`{name}` ({number(float(last))})")
-    return f"At the last step, these were outside their healthy bands: {', '.join(names)}." if names else ""
 
 
 def is_healthy(metric: str, value: float) -> bool:
@@ -72,11 +54,10 @@ def is_healthy(metric: str, value: float) -> bool:
     return not (value < (-np.inf if low is None else low) or value > (np.inf if high is None else high))
 
 
-def _diagnose(run: Run) -> tuple[Observed, Diagnosis] | None:
+def _diagnose(run: Run) -> Diagnosis | None:
     if run.dump is None:
         return None
-    observed = Observed(run.dump.sequences, run.dump.settings, run.dump.about)
     try:
-        return observed, diagnose(observed)
+        return diagnose(Observed(run.dump.sequences, run.dump.settings, run.dump.about))
     except ValueError:  # too few tokens
         return None

@@ -5,7 +5,9 @@ import math
 from jinja2 import Environment, PackageLoader
 
 from ...messages import __version__, number, printable
+from .completions import EFFECTS
 from .drawing import COLORS, svg
+from .lost_tokens import in_line, percent_of
 from .page import Page
 
 
@@ -18,9 +20,11 @@ def render(page: Page) -> str:
     environment = Environment(
         loader=PackageLoader(__package__), autoescape=True, finalize=_printable, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters.update(cell=_cell, number=number, shade=_shade, svg=svg)
+    environment.filters.update(cell=_cell, inline=in_line, number=number, shade=_shade, share=percent_of, svg=svg)
     template = environment.get_template("page.html")
-    return template.render(page=page, colors=COLORS, shades=SHADES, version=__version__).strip() + "\n"
+    return (
+        template.render(page=page, colors=COLORS, shades=SHADES, effects=EFFECTS, version=__version__).strip() + "\n"
+    )
 
 
 def _printable(value: object) -> object:

@@ -22,7 +22,6 @@ class Trend(NamedTuple):
 
 
 _START = "start of later turns"
-_TURNS = {"first": "first", "last": "last", "start": _START}
 # Without the prefix of their keys
 TRENDS = {
     "k3-kl": Trend(
@@ -39,15 +38,11 @@ TRENDS = {
         "KL divergence by the sign of the advantage",
         {"kl_advantage_positive": "positive", "kl_advantage_negative": "negative"},
     ),
-    **{
-        f"{name}-by-turn": Trend(
-            title, {f"turn_{turn}/{metric}": label for turn, label in _TURNS.items()}, log=metric == "k3_kl"
-        )
-        for name, metric, title in (
-            ("k3-kl", "k3_kl", "Gap by turn (k3_kl), nats per token"),
-            ("sample-size", "eff_sample_size", "Effective sample size by turn"),
-        )
-    },
+    "k3-kl-by-turn": Trend(
+        "Gap by turn (k3_kl), nats per token",
+        {"turn_first/k3_kl": "first", "turn_last/k3_kl": "last", "turn_start/k3_kl": _START},
+        log=True,
+    ),
     "percentiles": Trend(
         "Percentiles of d", {"log_ratio_p50": "median", "log_ratio_p1": "1 %", "log_ratio_p99": "99 %"}
     ),
@@ -60,18 +55,9 @@ _LAST = 10  # windows of which a main number is the mean: as many, or a tenth of
 POINTS = 250  # per curve; more cannot be told apart
 _NOISE = 1e-6  # nats per token: a gap below is rounding, and an axis that shows it would squeeze the rest
 
-# Families of groups of tokens, whose shares of rejected and down-weighted tokens are logged
-_FAMILIES = {
-    "length": "by length of the completion",
-    "position": "by position in the completion",
-    "advantage": "by sign of the advantage",
-    "reward": "by reward",
-    "turn": "by turn",
-    "long": "of long completions with a positive advantage",
-}
-_NAMES = {"long_positive": "long_long, positive", "others": "long_all others", "turn_start": f"turn_{_START}"}
-_ORDER = {"negative": -1.0, "below_0": -1.0, "zero": 0.0, "long, positive": 0.0, "positive": 1.0, "first": 0.0, "middle": 1.0,
-          "last": 2.0, _START: 3.0}  # fmt: skip
+# Groups of tokens whose shares of rejected and down-weighted tokens are logged, and what their names begin with
+_GROUPS = ("length_", "advantage_", "turn_", "long_positive", "others")
+_NAMES = {"long_positive": "long completions, positive advantage", "others": "all others", "turn_start": _START}
 _MEASURES = {"rejected": "rejected", "downweighted": "down-weighted"}
 
 Alarms = Sequence[tuple[int, str]]
@@ -124,9 +110,7 @@ def _trend(name: str, metric: str, curves: pd.DataFrame, alarms: Alarms, logs: M
         name,
         trend.title,
         f"{ends}.{healthy}",
-        Axis(
-            "optimizer step", ticks="whole", limits=(min(steps) - room, max(steps) + room)
-        ),  # the same in every chart
+        Axis("optimizer step", whole=True, limits=(min(steps) - room, max(steps) + room)),  # the same in every chart
         Axis(log=log),
         series,
         means.set_axis(means.index.to_numpy().round(1)).rename_axis("step").reset_index(),
@@ -219,7 +203,10 @@ def rejected(facts: Facts) -> Section | None:
     log, config = facts.run.log, facts.run.config
     means = log.replace([np.inf, -np.inf], np.nan).mean()
     shares = (
-        {c.name: means.get(f"{PREFIX}rollout_rs_{c.name}_masked_fraction", math.nan) for c in config.criteria}
+        {
+            c.name: means.get(f"{PREFIX}rollout_rs_{c.name}_masked_fraction", math.nan)
+            for c in config.correction.criteria
+        }
         if config
         else {}
     )
@@ -231,48 +218,20 @@ def rejected(facts: Facts) -> Section | None:
     if math.isfinite(elsewhere + rejected):
         where = f"{number(rejected)} where a completion is rejected as a whole, and {number(elsewhere)} elsewhere"
         parts.append(f"The mean reward is {where}.")
-    charts = _by_group(log)
-    if charts:
+    groups = _by_group(means)
+    if not groups.empty:
         parts += ["Means of the logged shares. Training learns least from the group with the largest share."]
         parts += ["Down-weighted: mean of max(0, 1 - coefficient) over tokens not rejected."]
-    return Section("rejected", "Who is rejected", " ".join(parts), charts=charts) if parts else None
+    table = None if groups.empty else groups
+    return Section("rejected", "Who is rejected", " ".join(parts), table=table) if parts else None
 
 
-def _by_group(log: pd.DataFrame) -> list[Chart]:
-    """Charts of the shares of groups of tokens that are rejected and down-weighted, means over the log; one per family."""
-    families: dict[str, dict[str, dict[str, float]]] = {family: {} for family in _FAMILIES}
-    for key, mean in log.replace([np.inf, -np.inf], np.nan).mean().dropna().items():
+def _by_group(means: pd.Series) -> pd.DataFrame:
+    """Shares of tokens that are rejected and down-weighted, a row for each group of tokens."""
+    shares: dict[str, dict[str, float]] = {}
+    for key, mean in means.dropna().items():
         measure, _, group = str(key).removeprefix(PREFIX).partition("/")
-        family, _, bucket = _NAMES.get(group, group).partition("_")
-        if str(key).startswith(PREFIX) and measure in _MEASURES and family in families and bucket != "mean":
-            families[family].setdefault(bucket, {})[_MEASURES[measure]] = mean
-    return [_shares(family, groups) for family, groups in families.items() if len(groups) > 1]
-
-
-def _shares(family: str, groups: Mapping[str, Mapping[str, float]]) -> Chart:
-    ordered = {_label(bucket): groups[bucket] for bucket in sorted(groups, key=_order)}
-    table = pd.DataFrame.from_dict(ordered, orient="index")
-    table = table[[name for name in _MEASURES.values() if name in table]]
-    most = table[table.columns[0]].idxmax()
-    shares = " and ".join(f"{percent(float(share))} {name}" for name, share in table.loc[most].dropna().items())
-    colors = {"rejected": "second", "down-weighted": "line"}
-    return Chart(
-        f"by-{family}",
-        f"{table.columns[0].capitalize()}, {_FAMILIES[family]}",
-        f"Most at {most}: {shares}.",
-        Axis("share of their tokens", ticks="percent"),
-        Axis(names=list(table.index)),
-        [Series(name, range(len(table)), table[name].fillna(0.0), "rows", colors[name]) for name in table],
-        table.reindex(columns=[*colors]).rename_axis(family).reset_index(),
-    )
-
-
-def _order(bucket: str) -> float:
-    low = bucket.split("_")[0]
-    return _ORDER.get(bucket, float(low) if low.replace(".", "", 1).isdigit() else np.inf)
-
-
-def _label(bucket: str) -> str:
-    """`16_63` becomes 16-63, `0.25_to_0.5` 0.25 to 0.5."""
-    low, _, high = bucket.partition("_")
-    return f"{low}-{high}" if low.isdigit() and high.isdigit() else bucket.replace("_", " ")
+        if str(key).startswith(PREFIX) and measure in _MEASURES and group.startswith(_GROUPS):
+            shares.setdefault(_NAMES.get(group, group.replace("_", " ")), {})[_MEASURES[measure]] = mean
+    table = pd.DataFrame.from_dict(shares, orient="index", columns=[*_MEASURES.values()])
+    return table.rename_axis("tokens of").reset_index()

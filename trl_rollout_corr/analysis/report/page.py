@@ -6,6 +6,8 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import pandas as pd
 
+from .completions import Completions
+from .lost_tokens import Lost
 from .worst_tokens import Worst
 
 
@@ -17,7 +19,7 @@ class Axis(NamedTuple):
 
     label: str = ""  # quantity and unit
     log: bool = False
-    ticks: str = "numbers"  # or "whole" (numbers), or "percent" (of shares)
+    whole: bool = False  # ticks at whole numbers only
     limits: tuple[float, float] | None = None  # by default those of the data
     names: Sequence[str] = ()  # of categories at 0, 1, 2, ..., in place of numbers
 
@@ -34,7 +36,7 @@ class Series(NamedTuple):
         y (`Sequence[float]`):
             Values. The upper end where the mark is `"area"`.
         mark (`str`, *optional*, defaults to `"line"`):
-            `"line"`, `"dashed"`, `"joined"` (points on a line), `"bars"`, `"rows"` (horizontal bars), `"steps"` or `"area"`.
+            `"line"`, `"dashed"`, `"joined"` (points on a line), `"bars"`, `"steps"` or `"area"`.
         color (`str`, *optional*, defaults to `"line"`):
             Role of its colour, a key of `COLORS` in `drawing`.
         low (`Sequence[float]`, *optional*, defaults to `()`):
@@ -73,7 +75,6 @@ class Card(NamedTuple):
     remedy: str = ""
     yaml: str = ""
     meta: str = ""
-    chart: Chart | None = None
 
 
 class Section(NamedTuple):
@@ -86,10 +87,15 @@ class Section(NamedTuple):
     charts: Sequence[Chart] = ()
     table: pd.DataFrame | None = None
     worst: Worst | None = None
+    lost: Lost | None = None
+    completions: Completions | None = None
 
 
 class Banner(NamedTuple):
-    """The state of a run in a word and in a sentence, its main numbers, facts (labels and values), and damaged parts."""
+    """
+    The state of a run in a word and in a sentence, its main numbers, facts (labels and values), damaged parts, and a sentence
+    about texts that account for most rejections.
+    """
 
     title: str
     level: str  # "critical", "warning", "healthy", or "unknown" without metrics
@@ -98,6 +104,7 @@ class Banner(NamedTuple):
     numbers: Sequence[Card]
     about: Sequence[tuple[str, str]]
     damage: Sequence[str]
+    spot: str = ""
 
 
 class Page(NamedTuple):

@@ -1,4 +1,4 @@
-"""The section about the tokens of a dump, with the log-ratio `d` from several sides, and the picture of a cause."""
+"""The section about the tokens of a dump, with the log-ratio `d` from several sides."""
 
 import math
 from collections.abc import Sequence
@@ -6,9 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
-from ...diagnosis import Finding, Observed
 from ...dumps.sequences import Sequences
-from ...messages import capitalized, number, percent
+from ...messages import number, percent
 from .page import Axis, Chart, Section, Series
 
 
@@ -34,13 +33,10 @@ def distribution(sequences: Sequences) -> Section:
 
 def _charts(sequences: Sequences) -> list[Chart]:
     counted = sequences.counted
-    d, row = sequences.log_ratio[counted], sequences.row[counted]
-    position = np.flatnonzero(counted) - sequences.starts[row] + 1
+    d = sequences.log_ratio[counted]
     return [
         _histogram(d, d[~sequences.keep[counted]]),
         _by_probability(d, np.exp(sequences.rollout_logps[counted])),
-        _by_position(d, position),
-        _by_length(sequences),
     ]
 
 
@@ -70,7 +66,9 @@ def _histogram(d: np.ndarray, rejected: np.ndarray) -> Chart:
 
 
 def _by_probability(d: np.ndarray, p: np.ndarray) -> Chart:
-    buckets = _by_bucket(d, p, [*_REFERENCE, math.inf])
+    sizes = pd.Series(np.abs(d), dtype=np.float64)
+    buckets = sizes.groupby(pd.cut(p, [*_REFERENCE, math.inf], right=False), observed=True).agg(["size", "mean"])
+    buckets = buckets.set_axis(["tokens", "mean |d|"], axis=1)
     reference = [_REFERENCE[bucket.left] for bucket in buckets.index]
     names = [
         f"< {number(b.right)}" if not b.left else f"{number(b.left)} to {number(min(b.right, 1))}"
@@ -92,89 +90,7 @@ def _by_probability(d: np.ndarray, p: np.ndarray) -> Chart:
     )
 
 
-def _by_position(d: np.ndarray, position: np.ndarray) -> Chart:
-    buckets = _by_bucket(d, position, _octaves(position))
-    names, middles = _of_octaves(buckets.index)
-    curves = {"99th percentile": "second", "mean |d|": "line", "median": "third"}
-    return Chart(
-        "position",
-        "|d| by position in the completion",
-        f"Mean of |d|: {_ends(buckets['mean |d|'], names)}. Slow growth is usual. A gap at the first token alone suggests the "
-        "template, steep growth a stale cache.",
-        Axis("position of the token", log=True),
-        Axis("|d|, nats", log=bool((buckets["mean |d|"] > 0).any())),
-        [Series(name, middles, buckets[name].replace(0.0, np.nan), "joined", color) for name, color in curves.items()],
-        buckets.set_axis(names).rename_axis("position").reset_index(),
-    )
-
-
-def _by_length(sequences: Sequences) -> Chart:
-    counted = sequences.counted
-    tokens = sequences.sums(counted).astype(int)
-    log_weight = sequences.sums(np.where(counted, sequences.log_ratio, 0.0))
-    rejected = sequences.sums(counted & ~sequences.keep) > 0
-    some = pd.DataFrame({"tokens": tokens, "log_weight": log_weight, "rejected": rejected})[tokens > 0]
-    groups = some.groupby(pd.cut(some["tokens"], _octaves(tokens), right=False), observed=True)
-    table = groups["log_weight"].agg(completions="size", mean="mean", lowest="min", highest="max")
-    table["with a rejected token"] = groups["rejected"].sum()
-    names, middles = _of_octaves(table.index)
-    # the sum of T independent log-ratios of root mean square s has the standard deviation s sqrt(T)
-    spread = 2 * np.sqrt(np.square(sequences.log_ratio[counted], dtype=np.float64).mean() * np.array(middles))
-    low, high = some["log_weight"].quantile([0.05, 0.95])
-    return Chart(
-        "length",
-        "Sequence log-weight by length of the completion",
-        f"90 % of {len(some):,} completions have a sum of d from {number(low)} to {number(high)}. Dashed: twice the spread "
-        "of independent tokens. One completion far beyond it is broken; a mean that leaves 0 is a bias.",
-        Axis("tokens of the completion", log=True),
-        Axis("sum of d, nats"),
-        [
-            Series("independent tokens", middles, spread, "dashed", "muted"),
-            Series("", middles, -spread, "dashed", "muted"),
-            *(
-                Series(name, middles, table[name], "joined", color)
-                for name, color in {"highest": "second", "mean": "line", "lowest": "third"}.items()
-            ),
-        ],
-        table.set_axis(names).rename_axis("tokens").reset_index(),
-    )
-
-
-def _octaves(x: np.ndarray) -> list[int]:
-    """1, 2, 4, ... to beyond the largest of some positive numbers."""
-    return [2**i for i in range(int(x.max()).bit_length() + 1)]
-
-
-def _of_octaves(octaves: pd.Index) -> tuple[list[str], list[float]]:
-    """Names and middles of octaves."""
-    names = [f"{b.left}" if b.right == b.left + 1 else f"{b.left}-{b.right - 1}" for b in octaves]
-    return names, [math.sqrt(b.left * (b.right - 1)) for b in octaves]
-
-
-def _by_bucket(d: np.ndarray, x: np.ndarray, ends: Sequence[float]) -> pd.DataFrame:
-    """Size of `d` by bucket of `x`, from one end to the next, with intervals as index."""
-    sizes = pd.Series(np.abs(d), dtype=np.float64).groupby(pd.cut(x, ends, right=False), observed=True)
-    table = sizes.agg(["size", "mean", "median", lambda size: size.quantile(0.99)])
-    return table.set_axis(["tokens", "mean |d|", "median", "99th percentile"], axis=1)
-
-
 def _ends(values: pd.Series, names: Sequence[str]) -> str:
     """The first and the last of some values, with their names."""
     values_at = [f"{number(value)} at {name}" for value, name in zip(values, names, strict=True)]
     return ", ".join(dict.fromkeys((values_at[0], values_at[-1])))
-
-
-def evidence_of(observed: Observed, finding: Finding) -> Chart:
-    """The evidence of a cause."""
-    points = finding.picture(observed)
-    names = [str(name) for name in points.at] if isinstance(points.at[0], str) else []
-    places = np.arange(len(names)) if names else np.array(points.at, dtype=float)
-    return Chart(
-        f"cause-{finding.name}",
-        capitalized(points.y),
-        "",
-        Axis(points.x, ticks="whole" if (places == np.round(places)).all() else "numbers", names=names),
-        Axis(),
-        [Series("", places, points.values, "bars" if names else "joined")],
-        pd.DataFrame({points.x: points.at, points.y: points.values}),
-    )

@@ -1,12 +1,8 @@
 """
-Rollout correction as a plugin of Axolotl, for `rl: grpo`.
+The plugin: settings in Axolotl's YAML become fields of the configuration, and a corrected trainer takes the place of its own.
 
-With this folder in `PYTHONPATH` and `grpo.yaml` beside it:
-
-    PYTHONPATH=examples/axolotl axolotl train examples/axolotl/grpo.yaml
-
-All `rollout_*` fields are keys of Axolotl's YAML. It drops keys that are null: write `none`. For Axolotl 0.21. The tests use a
-stand-in of its interface; `trl-rollout-corr docs compatibility` has what ran with Axolotl itself.
+Written for Axolotl 0.21. The tests use a stand-in of its interface; `trl-rollout-corr docs axolotl` says what ran with Axolotl
+itself.
 """
 
 from typing import Any
@@ -14,21 +10,36 @@ from typing import Any
 from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel, create_model
 
-from trl_rollout_corr import RolloutCorrectionConfig
+from ..settings.config import RolloutCorrectionConfig
 
 
 # Keys of the YAML, of any type: `RolloutCorrectedGRPOConfig` checks their values
 FIELDS = [name for name in RolloutCorrectionConfig.__dataclass_fields__ if not name.endswith("_resolved")]
-RolloutCorrectionArgs: type[BaseModel] = create_model("RolloutCorrectionArgs", **dict.fromkeys(FIELDS, (Any, None)))
-# Not imported here: Axolotl joins the fields of plugins with its own when its trainers are imported
-TRAINER = "corrected_trainer.RolloutCorrectedAxolotlTrainer"
+KEYS: dict[str, Any] = dict.fromkeys(FIELDS, (Any, None))
+RolloutCorrectionArgs: type[BaseModel] = create_model("RolloutCorrectionArgs", **KEYS)
+# Named and not imported: Axolotl joins the fields of its plugins when its trainers are imported, which must come later
+TRAINER = "trl_rollout_corr.axolotl.trainer.RolloutCorrectedAxolotlTrainer"
 
 
 class RolloutCorrectionPlugin(BasePlugin):
-    """Puts the corrected trainer in place of Axolotl's, and the fields into its configuration."""
+    """
+    Rollout correction for `rl: grpo`. Axolotl builds the plugin from its name under `plugins`, and calls the methods.
+
+    It makes every `rollout_*` field of [`RolloutCorrectionConfig`] a key of Axolotl's YAML. Axolotl drops keys whose value is
+    null: write `none` instead.
+    """
 
     def register(self, cfg: dict) -> None:
-        """Refuse settings of Axolotl with other trainers than its synchronous one, and name the trainer."""
+        """
+        Check the settings, and name the corrected trainer.
+
+        Args:
+            cfg (`dict`):
+                Axolotl's settings. `trainer_cls` is set, unless the YAML has it.
+
+        Raises:
+            `ValueError`: if Axolotl would train with a trainer that cannot be corrected, or without vLLM.
+        """
         of_trl = cfg.get("trl") or {}
         if cfg.get("rl") != "grpo":
             raise ValueError(f"`rl` is {cfg.get('rl')!r}, and rollout correction is for 'grpo'. Remove the plugin.")
@@ -50,13 +61,13 @@ class RolloutCorrectionPlugin(BasePlugin):
         cfg["trainer_cls"] = cfg.get("trainer_cls") or TRAINER
 
     def get_input_args(self) -> str:
-        """Keys of the YAML."""
-        return f"{__name__}.RolloutCorrectionArgs"
+        """Name of the class whose fields become keys of the YAML."""
+        return "trl_rollout_corr.axolotl.RolloutCorrectionArgs"
 
     def get_training_args_mixin(self) -> str:
-        """Base of Axolotl's configuration of a run, with the fields and their checks."""
+        """Name of the class that Axolotl adds to the bases of its training arguments: the fields, with their checks."""
         return "trl_rollout_corr.RolloutCorrectedGRPOConfig"
 
     def get_training_args(self, cfg: Any) -> dict[str, Any]:
-        """Fields that the YAML sets."""
+        """Fields that the YAML sets, with their values."""
         return {name: getattr(cfg, name) for name in FIELDS if getattr(cfg, name, None) is not None}

@@ -34,7 +34,7 @@ def _look_at_trl() -> tuple[list[str], str | None]:
     """Lines about the names of TRL in use, and the reason why the trainers do not start with it, if any."""
     if installed("trl") is None:
         return [], "trl is not installed: `pip install trl`."
-    from .versions import outside_window, release
+    from ..trainers.versions import outside_window, release
 
     outside = outside_window(release(), version("trl"))
     if outside:  # modules may be missing
@@ -42,7 +42,7 @@ def _look_at_trl() -> tuple[list[str], str | None]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # TRL's, about the versions above
-            from . import trl_interface
+            from ..trainers import trl_interface
     except Exception as error:  # any error of the import stops the trainers, too
         return [], f"trl {installed('trl')} cannot be imported: {type(error).__name__}: {error}"
     lines = [
@@ -53,7 +53,7 @@ def _look_at_trl() -> tuple[list[str], str | None]:
 
 
 def _untested() -> str:
-    from .versions import NEWEST_TESTED, OLDEST, is_untested, release
+    from ..trainers.versions import NEWEST_TESTED, OLDEST, is_untested, release
 
     if not is_untested(release()):
         return ""

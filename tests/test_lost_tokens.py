@@ -1,0 +1,244 @@
+"""The tokens that lose their gradient, on the page: tables by text, the sentence about a few texts, and single completions."""
+
+import math
+
+import numpy as np
+import pytest
+
+from tests.dumps import WORDS, make_dump, read_dump
+from tests.test_report import Page, write
+from trl_rollout_corr.analysis.report import html_page
+from trl_rollout_corr.analysis.report.completions import EFFECTS
+from trl_rollout_corr.analysis.report.lost_tokens import LostTable, LostText, few_texts, find_lost
+from trl_rollout_corr.analysis.run import read_run
+from trl_rollout_corr.dumps.files import write_rows
+
+
+TRUNCATED = {
+    "rollout_is": "token",
+    "rollout_is_threshold": 1.06,
+    "rollout_rs": ["token_k1"],
+    "rollout_rs_threshold": [[0.9, 1.1]],
+}
+ICEPOP = {"rollout_is": "token", "rollout_is_threshold": [0.9, 1.1]}
+TAG = WORDS.index(" <b>")
+
+
+@pytest.fixture(autouse=True)
+def undrawn(monkeypatch):
+    """Leave the charts empty, which saves a second a page."""
+    monkeypatch.setattr(html_page, "svg", lambda chart: "")
+
+
+def tables_of(folder):
+    run = read_run(str(folder))
+    return find_lost(run.dump.sequences, run.config)
+
+
+def tokens_of(rows):
+    """Every token of the loss with a finite log-ratio, of the sequences drawn at random."""
+    for row in rows:
+        for i, token in enumerate(row["tokens"]):
+            d = row["train_logps"][i] - row["rollout_logps"][i]
+            if row["sampled"] and row["mask"][i] and math.isfinite(d):
+                yield {**{name: row[name][i] for name in ("train_logps", "rollout_logps", "coefficients")},
+                       "text": token, "d": d, "advantage": row["advantage"]}  # fmt: skip
+
+
+def expected(tokens, chosen):
+    """Times, share and share of its own of each text, by loops."""
+    texts = [token["text"] for token in tokens if chosen(token)]
+    return {
+        text: (texts.count(text), texts.count(text) / len(texts), texts.count(text) / sum(t["text"] == text for t in tokens))
+        for text in texts
+    }  # fmt: skip
+
+
+def found(table):
+    return {row.text: (row.times, row.share, row.of_own) for row in table.rows}
+
+
+@pytest.mark.parametrize(("settings", "bound"), [(TRUNCATED, 1.06), (ICEPOP, None)])
+def test_tables_are_those_of_a_loop_over_the_tokens_drawn_at_random(tmp_path, settings, bound):
+    folder = make_dump(tmp_path / "dump", rows=24, spread=0.08, broken=1, sampled=12, settings=settings)
+    lost, rows = tables_of(folder), read_dump(folder).rows
+    assert {row["sampled"] for row in rows} == {True, False}
+    assert [table.positive for table in lost.rejected] == [True, False]
+    for table in lost.rejected:
+        of_sign = [
+            token for token in tokens_of(rows) if token["advantage"] and (token["advantage"] > 0) == table.positive
+        ]
+        shares = expected(of_sign, lambda token: token["coefficients"] == 0)
+        assert found(table).items() <= shares.items()
+        assert len(table.rows) == min(len(shares), 12)
+        assert [row.times for row in table.rows] == sorted((n for n, *_ in shares.values()), reverse=True)[:12]
+        assert (table.chosen, table.tokens) == (sum(n for n, *_ in shares.values()), len(of_sign))
+        first = table.rows[0]
+        here = [token for token in of_sign if token["text"] == first.text and not token["coefficients"]]
+        for mean, name in ((first.train, "train_logps"), (first.rollout, "rollout_logps")):
+            assert mean == pytest.approx(sum(math.exp(token[name]) for token in here) / len(here), rel=1e-5)
+    for table in lost.at_bound:
+        of_sign = [
+            token for token in tokens_of(rows) if token["advantage"] and (token["advantage"] > 0) == table.positive
+        ]
+        shares = expected(of_sign, lambda token: token["d"] > math.log(bound) and token["coefficients"])
+        assert found(table).items() <= shares.items()
+        assert "upper bound of 1.06" in table.title
+    assert len(lost.at_bound) == (2 if bound else 0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "titles", "note"),
+    [
+        ({"rollout_correction": "auto"}, set(), "A weight at a bound of 1 leaves the gradient"),
+        ({"rollout_correction": "disabled"}, set(), "No token"),
+        ({"rollout_correction": "decoupled_seq_is_rs"}, set(), "The criteria judge whole completions"),
+        ({**TRUNCATED, "rollout_metrics_only": True}, {"upper bound of 1.06"}, "The run only measures"),
+        (
+            {"rollout_is": "token", "rollout_is_threshold": [[0.95, 1.05], [1.0, 1.06]], "rollout_is_clamp": True},
+            {"upper bound of 1.05", "lower bound of 0.95", "upper bound of 1.06"},
+            "No token",
+        ),
+    ],
+)
+def test_a_bound_is_named_where_it_changes_a_gradient(tmp_path, settings, titles, note):
+    content = read_dump(make_dump(tmp_path / "made", spread=0.1))
+    write_rows(tmp_path / "dump", 1, 0, content.rows, {**content.settings, **full(settings)})
+    lost = tables_of(tmp_path / "dump")
+    assert {part for table in lost.at_bound for part in titles if part in table.title} == titles
+    assert bool(lost.at_bound) == bool(titles)
+    assert note in lost.text
+
+
+def full(settings):
+    """All fields of a configuration, as a dump holds them."""
+    import dataclasses
+
+    from trl_rollout_corr import RolloutCorrectionConfig
+
+    return dataclasses.asdict(RolloutCorrectionConfig(**settings))
+
+
+# A few texts --------------------------------------------------------------------------------------------------------------
+
+
+def planted(folder, *, advantage, train, rollout, each=1, rows=40, sampled=True, settings=None):
+    """A dump without corrections, but for the rejected tag in some completions, `each` times, and single other tokens."""
+    content = read_dump(make_dump(folder / "made", steps=1, rows=rows, broken=0, tools=False, worst=0, sampled=rows))
+    for number, row in enumerate(content.rows):
+        n = len(row["tokens"])
+        row |= {"advantage": advantage, "sampled": sampled, "worst": not sampled}
+        row |= {"keep": [True] * n, "coefficients": [1.0] * n, "weights": [1.0] * n}
+        tags = [*range(each)] if number < 36 else []
+        for i in [*tags, *([n - 1] if number % 4 == 0 else [])]:
+            row["keep"][i], row["coefficients"][i] = False, 0.0
+            row["train_logps"][i], row["rollout_logps"][i] = math.log(train), math.log(rollout)
+        for i in tags:
+            row["tokens"][i], row["token_ids"][i] = WORDS[TAG], TAG
+    write_rows(folder / "dump", 1, 0, content.rows, full(settings or {"rollout_correction": "auto"}))
+    return folder / "dump"
+
+
+def test_a_format_that_the_correction_holds_back_is_named_first(tmp_path):
+    folder = planted(tmp_path, advantage=0.7, train=0.8, rollout=0.6)
+    page = Page(write(folder, tmp_path / "report.html"))
+    banner = page.text.partition("Diagnosis")[0]
+    assert "of the 46 rejected tokens with a positive advantage are ␣<b>, but only" in banner
+    assert "has already risen from 0.6 under the sampler to 0.8" in banner
+    assert "raise the bound of token_tv in rollout_rs_threshold (now 0.1), or push weights more often." in banner
+    assert "a dump cannot tell" in banner
+
+
+def test_garbage_of_the_sampler_gets_another_remedy(tmp_path):
+    folder = planted(tmp_path, advantage=0.7, train=0.002, rollout=0.9)
+    page = Page(write(folder, tmp_path / "report.html"))
+    assert "went from 0.9 under the sampler to 0.002, against the advantage" in page.text
+    assert "raise the bound" not in page.text
+
+
+@pytest.mark.parametrize("fields", [{"rows": 20}, {"sampled": False}])
+def test_few_rejections_and_the_worst_completions_prove_nothing(tmp_path, fields):
+    folder = planted(tmp_path, advantage=0.7, train=0.8, rollout=0.6, **fields)
+    assert "rejected tokens with a positive advantage are" not in Page(write(folder, tmp_path / "report.html")).text
+
+
+def drawn_table(rng, vocabulary, n, heterogeneity, of_tag=0.0):
+    """A table of `n` rejected tokens over a vocabulary, whose texts differ in how often they are rejected."""
+    occurs = rng.dirichlet(np.ones(vocabulary) * 20)
+    rejected = occurs * np.exp(heterogeneity * rng.standard_normal(vocabulary))
+    rejected = rejected / rejected.sum() * (1 - of_tag)
+    rejected[0] += of_tag
+    times = rng.multinomial(n, rejected)
+    rows = [
+        LostText("", str(i), "", int(times[i]), int(times[i]), times[i] / n, 0.1, occurs[i], 1.0, 0.8, 0.6)
+        for i in np.argsort(-times)[:12]
+    ]
+    return LostTable("", True, n, 10000, n, rows)
+
+
+@pytest.mark.parametrize(("vocabulary", "heterogeneity"), [(10, 0.5), (16, 0.7), (300, 0.7)])
+def test_chance_names_no_text(vocabulary, heterogeneity):
+    rng = np.random.default_rng(0)
+    named = [bool(few_texts(drawn_table(rng, vocabulary, 30, heterogeneity))) for _ in range(400)]
+    assert sum(named) < 20
+    for n in (30, 100):
+        rows = [few_texts(drawn_table(rng, vocabulary, n, heterogeneity, of_tag=0.7)) for _ in range(100)]
+        assert sum([row.text for row in found] == ["0"] for found in rows) > 90
+
+
+def test_one_broken_completion_is_not_a_pattern():
+    table = drawn_table(np.random.default_rng(0), 16, 100, 0.5, of_tag=0.8)
+    assert few_texts(table)
+    assert not few_texts(table._replace(rows=[row._replace(completions=1) for row in table.rows]))
+
+
+# Single completions -------------------------------------------------------------------------------------------------------
+
+
+def test_each_effect_has_a_mark_beside_its_colour_and_its_numbers(tmp_path):
+    (row, *_), settings, _ = read_dump(make_dump(tmp_path / "made", steps=1, tools=False, vary=False))
+    n = len(row["tokens"])
+    effects = ["gone", "reduced", "raised", "outside", "full", "full"]
+    factors = [0.0, 0.5, 1.5, 1.0, 1.0, 0.97]
+    row |= {"advantage": -2.0, "sampled": True, "coefficients": factors + [1.0] * (n - 6)}
+    row["mask"] = [effect != "outside" for effect in effects] + [True] * (n - 6)
+    row["tokens"] = [f"t{i}" for i in range(n)]
+    idle = {**row, "advantage": 0.0, "tokens": [f"z{i}" for i in range(n)]}
+    write_rows(tmp_path / "dump", 1, 0, [row, idle], settings)
+    text = write(tmp_path / "dump", tmp_path / "report.html")
+    assert '<del class="gone" title="1: p ' in text
+    assert 'factor 0">t0</del>' in text
+    for i, effect in enumerate(effects):
+        tag = "del" if effect == "gone" else "span"
+        assert f'<{tag} class="{effect}"' in text
+        assert f">t{i}</{tag}>" in text
+    assert text.count('<span class="idle"') == n  # and the legend
+    rows = [
+        row
+        for table in Page(text).tables.values()
+        for row in table
+        if len(row) == 6 and row[1][:2] in ("t0", "t1", "t2")
+    ]
+    assert [row[2] for row in rows[:3]] == [EFFECTS[effect] for effect in ("gone", "reduced", "raised")]
+    assert (
+        len([row for table in Page(text).tables.values() for row in table if row[1:3] == ["t5", "full gradient"]]) == 1
+    )
+    assert not any(row[1:2] == ["t3"] for table in Page(text).tables.values() for row in table)
+    style = text.partition("</style>")[0]
+    for effect in ("reduced", "raised", "gone"):
+        assert "text-decoration" in style.partition(f"\n.{effect} {{")[2].partition("}")[0]
+
+
+def test_long_completions_show_where_they_lost_and_leave_the_page_small(tmp_path):
+    folder = make_dump(tmp_path / "made", steps=1, rows=16, length=4000, vary=False, spread=0.02, settings=TRUNCATED)
+    rows, settings, _ = read_dump(folder)
+    assert len(write(folder, tmp_path / "many.html")) < 1.5e6
+    for row in rows:
+        row["coefficients"] = [1.0] * 4000
+        row["coefficients"][2000], row["mask"][2000] = 0.0, True
+    write_rows(tmp_path / "dump", 1, 0, rows, settings)
+    text = write(tmp_path / "dump", tmp_path / "one.html")
+    assert text.count('<del class="gone" title="2001: p ') >= 5
+    assert 'title="2002: p ' in text
+    assert 'title="1500: p ' not in text
+    assert " tokens …" in text

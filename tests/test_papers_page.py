@@ -1,0 +1,65 @@
+"""The page about papers: settings that a run takes, and presets that mean what the page says."""
+
+import re
+import warnings
+
+import pytest
+import yaml
+
+from tests.launching import ROOT
+from tests.training import PLAIN
+from trl_rollout_corr import RolloutCorrectedGRPOConfig
+from trl_rollout_corr.settings.presets import PRESETS
+
+
+PAGE = (ROOT / "docs/papers.md").read_text()
+SECTIONS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))
+SNIPPETS = {
+    f"{name} {number}": yaml.safe_load(text)
+    for name, section in SECTIONS.items()
+    for number, text in enumerate(re.findall(r"^```yaml\n(.*?)^```", section, re.MULTILINE | re.DOTALL))
+}
+
+
+def config_of(settings: dict, folder) -> RolloutCorrectedGRPOConfig:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a snippet that needs a warning is not one to paste
+        return RolloutCorrectedGRPOConfig(str(folder), **{**PLAIN, "use_vllm": True, **settings})
+
+
+def test_every_paper_has_a_link_and_all_but_the_last_have_settings():
+    *papers, covered, without = SECTIONS
+    assert (covered, without) == ("Papers that TRL covers", "Papers without settings here")
+    assert len(papers) > 10
+    for name in papers:
+        assert re.search(r"\]\(https://", SECTIONS[name]), name
+        assert f"{name} 0" in SNIPPETS
+        assert re.search(r"\b(needs?|available)\b", SECTIONS[name].rsplit("```", 1)[-1]), name  # what else it takes
+
+
+@pytest.mark.parametrize("name", SNIPPETS)
+def test_settings_are_taken(name, tmp_path):
+    assert SNIPPETS[name].keys() <= RolloutCorrectedGRPOConfig.__dataclass_fields__.keys()
+    config = config_of(SNIPPETS[name], tmp_path)
+    for field, value in SNIPPETS[name].items():
+        assert getattr(config, field) == value, field
+
+
+def test_presets_of_papers_are_on_the_page():
+    """Those with the bounds of a publication. Others are combinations of the same parts."""
+    named = {settings.get("rollout_correction") for settings in SNIPPETS.values()} - {None}
+    assert named <= set(PRESETS)
+    assert {"bypass_dppo_tv", "bypass_dppo_kl", "decoupled_kpop", "decoupled_intellect3"} <= named
+
+
+@pytest.mark.parametrize("name", ["IcePop 0", "DPPO 0", "DPPO 1", "KPop 0", "Truncated importance sampling (TIS) 0"])
+def test_bounds_that_are_written_out_are_those_of_the_preset(name, tmp_path):
+    preset = {"rollout_correction": SNIPPETS[name]["rollout_correction"]}
+    assert config_of(SNIPPETS[name], tmp_path).correction == config_of(preset, tmp_path).correction
+    assert SNIPPETS[name] != preset
+
+
+def test_weights_of_topr_look_at_the_sign_and_are_of_completions(tmp_path):
+    bounding = config_of(SNIPPETS["TOPR 0"], tmp_path).correction.bounding
+    assert (bounding.level, bounding.lower, bounding.upper, bounding.positive) == ("sequence", 0, 1, (1, 1))
+    assert bounding.clamps

@@ -1,0 +1,253 @@
+"""Tables of the tokens that the correction rejects, and of those whose weight is at a bound, by text."""
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from ...dumps.sequences import Sequences
+from ...messages import number, percent
+from ...settings.config import RolloutCorrectionConfig
+from ...settings.criteria import Bounding
+
+
+SIGNS = {1: "positive", -1: "negative"}
+_ROWS = 12  # of a table
+_AROUND = 6  # tokens of context on either side
+# The page begins with the texts that account for most rejections. There are at most so many of them, and together they have at
+# least this share. The share of each is so many times its share of all tokens, which a frequent text cannot reach, and it is
+# rejected in so many completions, so that one broken completion does not count. Fewer rejected tokens prove nothing.
+# `tests/test_lost_tokens.py` draws such tables at random.
+_FEW, _MOST, _TIMES, _COMPLETIONS, _TOKENS = 5, 0.5, 3.0, 5, 30
+
+
+class LostText(NamedTuple):
+    """Tokens of one text and one sign of the advantage, all of which are rejected or at a bound."""
+
+    before: str  # an example: the tokens before, the text, and the tokens behind
+    text: str
+    after: str
+    times: int
+    completions: int  # with such a token
+    share: float  # of all such tokens of this sign
+    of_own: float  # share of the occurrences of the text with this sign
+    occurs: float  # the text's share of all tokens of this sign
+    advantage: float  # mean
+    train: float  # mean probability under the trainer
+    rollout: float  # and under the sampler
+
+
+class LostTable(NamedTuple):
+    """A table of texts, the most frequent first, and the numbers that its shares refer to."""
+
+    title: str
+    positive: bool  # sign of the advantage
+    chosen: int  # tokens that are rejected, or at a bound
+    tokens: int  # of this sign
+    completions: int  # with such a token
+    rows: list[LostText]
+
+
+class Lost(NamedTuple):
+    """The tables of a dump. All of them count the sequences that represent the batch."""
+
+    rejected: list[LostTable]
+    at_bound: list[LostTable]
+    text: str  # what the tables mean under the settings of the run
+    completions: int  # sequences that were counted
+    drawn: bool  # whether they were drawn at random
+
+
+def find_lost(sequences: Sequences, config: RolloutCorrectionConfig | None) -> Lost:
+    """
+    Find the tokens that lose their gradient.
+
+    Args:
+        sequences ([`~trl_rollout_corr.dumps.sequences.Sequences`]):
+            Sequences of a dump, with text.
+        config ([`RolloutCorrectionConfig`] or `None`):
+            The settings of the run.
+
+    Returns:
+        [`Lost`].
+    """
+    sign = np.sign(np.nan_to_num(sequences.advantage)).astype(np.int8)[sequences.row]
+    without = sequences.counted & (sequences.coefficients == 0)
+    bounding = _bounding(config)
+    rejected: list[LostTable] = []
+    at_bound: list[LostTable] = []
+    notes = _notes(config, bounding)
+    for of_sign, name in SIGNS.items():
+        here = sequences.counted & (sign == of_sign)
+        rejected += _tables(sequences, f"Rejected, {name} advantage", of_sign, here, here & without)
+        for title, beyond in _beyond(sequences, bounding, of_sign):
+            title = f"Weight at its {title}, {name} advantage"
+            at_bound += _tables(sequences, title, of_sign, here, here & beyond & ~without)
+    if not rejected:
+        notes.insert(0, "No token with an advantage other than 0 is rejected in these completions.")
+    if idle := int((without & (sign == 0)).sum()):
+        notes.append(f"{idle:,} other rejected tokens have an advantage of 0, and so had no gradient to lose.")
+    return Lost(rejected, at_bound, " ".join(notes), int(sequences.represents.sum()), bool(sequences.sampled.any()))
+
+
+def _tables(sequences: Sequences, title: str, sign: int, here: np.ndarray, chosen: np.ndarray) -> Iterator[LostTable]:
+    """The table of the chosen tokens among those of a sign, if there are any."""
+    places = np.flatnonzero(chosen)
+    if not places.size:
+        return
+    ids, counts = np.unique(sequences.token_ids[places], return_counts=True)
+    all_ids = sequences.token_ids[here]
+    rows = [
+        _row(sequences, places[sequences.token_ids[places] == ids[i]], len(places), all_ids)
+        for i in np.argsort(-counts, kind="stable")[:_ROWS].tolist()
+    ]
+    completions = len(np.unique(sequences.row[places]))
+    yield LostTable(title, sign > 0, len(places), len(all_ids), completions, rows)
+
+
+def _row(sequences: Sequences, places: np.ndarray, chosen: int, all_ids: np.ndarray) -> LostText:
+    """The row of a text, from the places of its chosen tokens. The last of them, in order of steps, is the example."""
+    last, token = int(places[-1]), int(sequences.token_ids[places[-1]])
+    row = int(sequences.row[last])
+    texts, place = sequences.texts(row), last - int(sequences.starts[row])
+    occurrences = np.count_nonzero(all_ids == token)
+    train, rollout = (
+        float(np.exp(np.minimum(logps[places], 0.0)).mean())
+        for logps in (sequences.train_logps, sequences.rollout_logps)
+    )
+    return LostText(
+        "".join(texts[max(place - _AROUND, 0) : place]),
+        texts[place] or f"#{token}",
+        "".join(texts[place + 1 : place + 1 + _AROUND]),
+        len(places),
+        len(np.unique(sequences.row[places])),
+        len(places) / chosen,
+        len(places) / occurrences,
+        occurrences / len(all_ids),
+        float(sequences.advantage[sequences.row[places]].mean()),
+        train,
+        rollout,
+    )
+
+
+# Bounds of the weights ----------------------------------------------------------------------------------------------------
+
+
+def _bounding(config: RolloutCorrectionConfig | None) -> Bounding | None:
+    """Bounds of the weights of tokens, if weights are applied. A weight of a turn or a sequence says nothing of a token."""
+    if config is None or not config.correction.applies_weights:
+        return None
+    bounding = config.correction.bounding
+    return bounding if bounding is not None and bounding.level == "token" else None
+
+
+def _beyond(sequences: Sequences, bounding: Bounding | None, sign: int) -> Iterator[tuple[str, np.ndarray]]:
+    """
+    Each bound that changes the gradient of a token, in words, and the tokens whose ratio is beyond it. A bound of 1 leaves the
+    gradient of such a token whole, and a token outside the bounds of IcePop is rejected.
+    """
+    if bounding is None:
+        return
+    lower, upper = bounding.positive if sign > 0 and bounding.positive else (bounding.lower, bounding.upper)
+    if 1 < upper < math.inf and not bounding.drops:
+        yield f"upper bound of {number(upper)}", sequences.log_ratio > math.log(upper)
+    if bounding.clamps and lower is not None and 0 < lower < 1:
+        yield f"lower bound of {number(lower)}", sequences.log_ratio < math.log(lower)
+
+
+def _notes(config: RolloutCorrectionConfig | None, bounding: Bounding | None) -> list[str]:
+    """What the settings of a run make of the tables."""
+    notes = []
+    if config is not None and config.correction.metrics_only:
+        notes.append("The run only measures (`rollout_metrics_only`): these tokens would have been rejected.")
+    if (
+        config is not None
+        and config.correction.criteria
+        and all(criterion.unit != "token" for criterion in config.correction.criteria)
+    ):
+        notes.append(
+            "The criteria judge whole completions or turns, so a text is rejected with all that stands around it."
+        )
+    if bounding is not None and bounding.drops:
+        notes.append(
+            "A token whose ratio is outside the bounds of the weights has the weight 0, and counts as rejected."
+        )
+    pairs = [] if bounding is None else [(bounding.lower, bounding.upper), bounding.positive]
+    if any(pair is not None and 1 in pair for pair in pairs):
+        notes.append(
+            "A weight at a bound of 1 leaves the gradient of its token whole, so there is no table of such tokens."
+        )
+    return notes
+
+
+# Texts that account for most ----------------------------------------------------------------------------------------------
+
+
+def concentration(lost: Lost, config: RolloutCorrectionConfig | None) -> str:
+    """Sentences about a few texts that account for most rejections, and a remedy; empty without such texts."""
+    if not lost.drawn:
+        return ""
+    found = [(table, rows) for table in lost.rejected if (rows := few_texts(table))]
+    return " ".join(_sentences(table, rows, config, lost.completions) for table, rows in found)
+
+
+def few_texts(table: LostTable) -> list[LostText]:
+    """The fewest texts with most of the rejections of a table, none of which is merely frequent; empty without such texts."""
+    if table.chosen < _TOKENS:
+        return []
+    rows = [row for row in table.rows if row.share >= _TIMES * row.occurs and row.completions >= _COMPLETIONS][:_FEW]
+    shares = np.cumsum([row.share for row in rows])
+    enough = np.flatnonzero(shares >= _MOST)
+    return rows[: int(enough[0]) + 1] if enough.size else []
+
+
+def _sentences(
+    table: LostTable, rows: list[LostText], config: RolloutCorrectionConfig | None, completions: int
+) -> str:
+    sign = "positive" if table.positive else "negative"
+    of_all, occurs = sum(row.share for row in rows), sum(row.occurs for row in rows)
+    times = [row.times for row in rows]
+    train, rollout = (
+        float(np.average(means, weights=times))
+        for means in ([row.train for row in rows], [row.rollout for row in rows])
+    )
+    names = [f"`{in_line(row.text)}`" for row in rows]
+    texts = f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]
+    parts = [
+        f"{percent(round(of_all, 2))} of the {table.chosen:,} rejected tokens with a {sign} advantage are {texts}, but only "
+        f"{percent(round(occurs, 3))} of all tokens with such an advantage ({completions:,} completions)."
+    ]
+    moved = f"from {number(rollout, 2)} under the sampler to {number(train, 2)}"
+    if (train > rollout) == table.positive:
+        parts.append(
+            f"Their mean probability has already {'risen' if table.positive else 'fallen'} {moved}, and the correction does "
+            "not push it further until the sampler has newer weights. Whether that slows learning, a dump cannot tell."
+        )
+        parts.append(f"If they belong to a format that has to be learned, {_wider(config)}push weights more often.")
+    else:
+        parts.append(
+            f"Their mean probability went {moved}, against the advantage, so the sampler may write what the trainer would "
+            "not. Look at the sampler (`trl-rollout-corr diagnose`) before you change a bound."
+        )
+    return " ".join(parts)
+
+
+def _wider(config: RolloutCorrectionConfig | None) -> str:
+    """The remedy that widens a bound, as the beginning of a sentence."""
+    for criterion in config.correction.criteria if config else ():
+        if criterion.directed:
+            return (
+                f"raise the bound of `{criterion.name}` in `rollout_rs_threshold` (now {number(criterion.upper)}), or "
+            )
+    return "widen `rollout_rs_threshold`, or " if config and config.correction.criteria else ""
+
+
+def in_line(text: str) -> str:
+    """The text of a token inside a sentence, where its spaces and line ends are seen, and backticks do not mean code."""
+    return text.replace("`", "\u02cb").replace("\n", "\u21b5").replace(" ", "\u2423")
+
+
+def percent_of(share: float) -> str:
+    """A share in a table, in percent."""
+    return percent(round(share, 3))

@@ -1,0 +1,15 @@
+"""
+Rollout correction as a plugin of Axolotl, for `rl: grpo`. `trl-rollout-corr docs axolotl` shows how to use it.
+
+In Axolotl's YAML:
+
+    plugins: [trl_rollout_corr.axolotl.RolloutCorrectionPlugin]
+    rollout_correction: auto
+
+Axolotl has to be installed to import this module. The rest of the package does not import it.
+"""
+
+from .plugin import RolloutCorrectionArgs, RolloutCorrectionPlugin
+
+
+__all__ = ["RolloutCorrectionArgs", "RolloutCorrectionPlugin"]

@@ -1,0 +1,1 @@
+"""The command `check`, and parts of training scripts."""
