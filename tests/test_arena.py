@@ -400,6 +400,13 @@ def test_tables_of_the_second_proof(arena):
     assert "| c | 0.00 | 0.810 (3) | 0.610 (3) |" in tables["second_tuning-cells"]
 
 
+def test_the_page_of_the_second_proof_has_the_tables_of_its_results(arena):
+    folder = ROOT / "benchmarks/arena"
+    report = arena("report")
+    text = (folder / "SECOND.md").read_text()
+    assert report.filled(text, report.tables(json.loads((folder / "second.json").read_text()))) == text
+
+
 def test_runs_come_back_from_the_archive(arena, tmp_path):
     archive = arena("archive")
     history = {"step": [1, 2], "rollout_corr/k3_kl": [0.123456, None], "rollout_corr/ppl_ratio": [1.0, 2.0]}

@@ -5,7 +5,7 @@ The arena: every way to correct, on tasks and samplers of many kinds.
     python benchmarks/arena/run.py --stage tuning  # what settings were chosen on
     python benchmarks/arena/run.py                 # what judges them
     python benchmarks/arena/run.py --report        # train nothing: the tables of the runs there are
-    python benchmarks/arena/run.py --report --publish   # and write results.json and README.md
+    python benchmarks/arena/run.py --report --publish --stage tuning judging language_model   # and write what is published
 
 A run that is in the output folder is not done again, so that the same command goes on where it was interrupted.
 """
@@ -76,7 +76,10 @@ def main():
     if not args.report:
         command = f"python benchmarks/arena/run.py --stage {' '.join(args.stage)}"
         train_missing(chosen, args.output_dir / "runs", args.workers, command, prepare=prepare, train=train)
-    results = report.collect(args.output_dir / "runs")
+    # a run may belong to stages of both proofs
+    results = {
+        stage: found for stage, found in report.collect(args.output_dir / "runs").items() if stage in args.stage
+    }
     for name, part in report.tables(results).items():
         print(f"\n{name}\n{part}")
     if args.publish:
