@@ -15,7 +15,11 @@ from sampling import ROWS, STEPS, Sample, Weights, about_of, requests, sample, s
 
 PROMPTS, OFF = 16, 3  # prompts of a run in which they come again, and how many of them are off
 LEVELS, NOISE = 12, 0.012  # states of an engine that changes, and the noise that each adds, over the size of a weight
-LAG, COLLAPSE, RATE = 4, 28, 1e-4  # steps that a sampler is behind in a collapse, steps of the collapse, and learning rate
+LAG, COLLAPSE, RATE = (
+    4,
+    28,
+    1e-4,
+)  # steps that a sampler is behind in a collapse, steps of the collapse, and learning rate
 
 
 # Some prompts -------------------------------------------------------------------------------------------------------------
@@ -38,7 +42,9 @@ def some_prompts(maker: Any, llm: Any, seeds: list[int], dtype: str):
         here = [tuple(s.prompt) in off for s in samples]
         if seed // 2 % 2:
             other = {p: [*(dice.randrange(2, VOCABULARY) for _ in p[:-2]), *p[-2:]] for p in off}
-            read = [s._replace(prompt=other[tuple(s.prompt)]) if bad else s for s, bad in zip(samples, here, strict=True)]
+            read = [
+                s._replace(prompt=other[tuple(s.prompt)]) if bad else s for s, bad in zip(samples, here, strict=True)
+            ]
             logps, padding = score_steps(model, read)
             again = maker.again(model, read)
         else:

@@ -1,6 +1,5 @@
 """What the dumps with faults are made of: samples of an engine, scores of a trainer, and the rows of a dump."""
 
-import json
 import random
 from collections.abc import Callable
 from pathlib import Path

@@ -163,7 +163,8 @@ CAUSES: dict[str, Cause] = {
         Test(single_tokens.across_push, 2.5, 10.0),
         "After a weight update, the server went on with keys and values that the old weights had computed. Pause "
         "requests before each update with `/pause?mode=keep`, which clears the cache (`DiskWeightTransfer` and TRL's "
-        "transfer do this), or wait until all requests have ended.",
+        "transfer do this), or wait until all requests have ended. If your own code sends the requests, also give each one "
+        "the version of the weights as `cache_salt`, so that no new request takes a prefix of older weights.",
         correction="any",
     ),
     "some_prompts": Cause(
@@ -200,8 +201,8 @@ CAUSES: dict[str, Cause] = {
         "an adapter that never reaches the server",
         Test(drift.adapter_missing, 0.4, 0.6),
         "The curves look like those of staleness, but the sampler still samples from the base model, whatever the announced "
-        "age. Ask the server for its adapters (`/v1/models`), and look whether requests name the adapter that was pushed last. "
-        "Start the server with `--enable-lora`, `--max-loras` two above `max_staleness` and "
+        "age. Ask the server for its adapters (`/v1/models`), and look whether requests name the adapter that was pushed "
+        "last. Start the server with `--enable-lora`, `--max-loras` two above `max_staleness` and "
         f"`VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`. {_HIDES}",
     ),
     "standing_still": Cause(

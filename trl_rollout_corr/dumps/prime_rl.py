@@ -38,7 +38,9 @@ def read_exports(files: list[Path]) -> list[dict[str, Any]]:
             except (ValueError, KeyError, TypeError):
                 complete = False
             if not complete:
-                raise ValueError(f"line {number} of {file.name} is not a sequence of version {_VERSION} of prime-rl's export")
+                raise ValueError(
+                    f"line {number} of {file.name} is not a sequence of version {_VERSION} of prime-rl's export"
+                )
             if any(record["loss_mask"]):
                 rows.append(_row(record))
     return sorted(rows, key=lambda row: int(row["step"]))

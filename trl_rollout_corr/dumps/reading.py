@@ -41,8 +41,8 @@ def open_dump(path: str | Path, *, steps: tuple[int, int] | None = None) -> Dump
 
     Args:
         path (`str` or `Path`):
-            Folder of the dump, one of its files, or the folder of a run with a dump in it; or a token export of prime-rl, which
-            is read as a whole.
+            Folder of the dump, one of its files, or the folder of a run with a dump in it; or a token export of prime-rl,
+            which is read as a whole.
         steps (`tuple[int, int]`, *optional*):
             First and last optimizer step to read. All by default.
 
