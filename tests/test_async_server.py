@@ -28,6 +28,7 @@ from tests.tiny import StaleSampler, build_tiny_model, build_tiny_tokenizer, loa
 from tests.training import messages
 from trl_rollout_corr.asynchronous.token_versions import VersionedLoop
 from trl_rollout_corr.asynchronous.trl_parts import RolloutLoop
+from trl_rollout_corr.dumps.reading import open_dump
 
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
@@ -130,6 +131,7 @@ def test_weights_reach_the_server(example, chat_model, tmp_path, recipe):
     assert_nothing_is_left(port, str(tmp_path))
     assert not list((tmp_path / "weights").glob("*"))
     rows, model = read_dump(tmp_path / "dump").rows, load_model(chat_model)
+    assert open_dump(tmp_path / "dump").about["pushed"] == ("adapter" if recipe == "lora" else "weights")
     first, last = ([row for row in rows if row["step"] == step] for step in (1, 16))
     assert {row["staleness"] for row in first} == {0}
     assert max(row["staleness"] for row in last) <= 3  # one micro-batch is taken before weights are pushed

@@ -37,6 +37,7 @@ from trl_rollout_corr.asynchronous.tree_attention import register_tree_attention
 from trl_rollout_corr.asynchronous.trl_parts import TREE_ATTENTION, AsyncGRPOTrainer, AsyncRolloutWorker, TreeRow
 from trl_rollout_corr.correction.accounting import Accounts, account
 from trl_rollout_corr.correction.age import ByAge
+from trl_rollout_corr.dumps.reading import open_dump
 from trl_rollout_corr.messages import PREFIX
 from trl_rollout_corr.trainers.base import CorrectionCore
 from trl_rollout_corr.trainers.monitor import ALARMS
@@ -492,6 +493,7 @@ def test_the_dump_has_prompts_completions_and_ages(make, tmp_path):
     assert rows
     assert {row["staleness"] for row in rows} >= {0, 1}
     assert {row["token_staleness"] for row in rows} == {None}
+    assert open_dump(tmp_path / "dump").about["pushed"] == "weights"
     assert len({len(row["prompt_ids"]) for row in rows}) > 1
     assert {row["padding"] for row in rows} == {0}  # packed
     for row in rows:

@@ -41,11 +41,12 @@ def passes(names: list[str]) -> list:
 # By what a fault needs of the sampler: a pass of its own, or that of the right policy
 OF_SAMPLING = [name for name, fault in faults.FAULTS.items() if fault.sampling]
 OF_WEIGHTS = [name for name, fault in faults.FAULTS.items() if fault.weights]
-DRIFTING = ["stale", "never_pushed", "own_updates"]
+DRIFTING = ["stale", "never_pushed", "own_updates", "adapter_missing", "stale_adapter"]
 PUSHES = ["across_push"]
+OF_ITS_OWN = ["collapse", "standing_still", "some_prompts"]  # whose samples only vLLM makes; the benchmark judges them
 ENGINES = ["fp8_cache"]  # which only vLLM has; the benchmark judges it
 AFTERWARDS = sorted(
-    {*faults.FAULTS} - {*OF_SAMPLING, *OF_WEIGHTS, *DRIFTING, *PUSHES, *ENGINES, "bf16", "bf16_moe", "lora_merge"}
+    {*faults.FAULTS} - {*OF_SAMPLING, *OF_WEIGHTS, *DRIFTING, *PUSHES, *ENGINES, *OF_ITS_OWN, "bf16", "bf16_moe", "lora_merge"}
 )  # fmt: skip
 
 
@@ -166,7 +167,7 @@ def test_noise_too_large_for_rounding_is_of_weights(maker, right):
 @pytest.mark.parametrize("fault", DRIFTING)
 def test_weights_that_drift_apart_are_told_by_how(maker, right, fault):
     maker.drifting(fault, SEED, right, "float32")
-    assert named(maker, fault) == fault
+    assert named(maker, fault) == faults.FAULTS[fault].cause
 
 
 def test_a_cache_of_old_weights_behind_a_push_is_named(maker, right):
@@ -318,6 +319,91 @@ def test_a_sampler_whose_own_log_probabilities_change_gets_weights(tmp_path):
     [finding] = rewritten(folder, tmp_path / "moved", move)
     assert finding.name == "weights"
     assert "it gets weights" in finding.evidence.sentence
+
+
+def drifting_apart(folder, **how):
+    """A dump whose gap grows from step to step, with a learning rate in its log."""
+    return make_dump(folder, steps=8, rows=8, spread=0.1, growth=1.3, sampled=8, worst=0, tools=False, **how)
+
+
+def test_a_gap_that_grows_faster_than_the_steps_is_none_of_weights_that_are_never_pushed(tmp_path):
+    folder = drifting_apart(tmp_path / "dump")
+
+    def late(row):
+        row["step"] += 500
+
+    assert [x.name for x in rewritten(folder, tmp_path / "from_the_start", lambda row: None)] == ["never_pushed"]
+    assert "never_pushed" not in [x.name for x in rewritten(folder, tmp_path / "late", late)]
+
+
+def test_weights_that_are_never_pushed_are_named_without_the_first_steps(maker, right, tmp_path):
+    maker.drifting("never_pushed", SEED, right, "float32")
+    folder = maker.output / "never_pushed" / str(SEED)
+    assert [x.name for x in rewritten(folder, tmp_path / "later", lambda row: None, range(3, 9))] == ["never_pushed"]
+
+
+@pytest.mark.parametrize(
+    ("rates", "cause"),
+    [([0.0] * 8, "standing_still"), ([1.0] + [1e-9] * 7, "standing_still"), ([0.0] * 7 + [1e-6], "never_pushed"),
+     ([0.0] * 7, "never_pushed"), ([0.0] * 6 + [None, 0.0], "standing_still")],
+)  # fmt: skip
+def test_a_gap_that_grows_without_updates_is_of_the_sampler(tmp_path, rates, cause):
+    """The updates between the first step of the dump and the last count, and the log must have them."""
+    folder = drifting_apart(tmp_path / "dump", logs=False)
+    for step, rate in enumerate(rates, 1):
+        dump.append_log(folder, {"step": step, "loss": 0.0} | ({} if rate is None else {"learning_rate": rate}))
+    [finding] = diagnose(observe(folder)).findings
+    assert finding.name == cause
+
+
+def test_a_run_logs_how_far_its_weights_may_move(tiny_model_path, tmp_path):
+    dumped = {"rollout_dump_dir": str(tmp_path / "dump"), "logging_steps": 1, "learning_rate": 1e-5}
+    trainer, _ = train(tiny_model_path, tmp_path, **dumped)
+    rates = [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry]
+    assert observe(tmp_path / "dump").movement == pytest.approx(rates[1], rel=1e-6)
+    assert rates[1] > 0
+
+
+PROMPTS_OFF = {1, 5, 6}  # of 16
+
+
+def some_off(folder, output, off=PROMPTS_OFF, *, ages=None):
+    """Findings where a trainer scores the completions of some prompts with other weights. A prompt comes four times."""
+    places, noise = itertools.count(), np.random.default_rng(0)
+
+    def change(row):
+        place = next(places)
+        prompt = (place + place // 16) // 2 % 8 + 8 * (place // 16 % 2)
+        row.update(prompt_ids=[prompt], prompt=f"Say {prompt}", staleness=ages[prompt] if ages else 0, reward=0.0)
+        row["advantage"] = float(place % 2)
+        if prompt in off:
+            scale = noise.normal(size=len(row["mask"])) * (1 - np.exp(row["rollout_logps"]))
+            row["train_logps"] = [x + 1.0 * d for x, d in zip(row["rollout_logps"], scale, strict=True)]
+
+    return rewritten(folder, output, change)
+
+
+def test_prompts_that_are_always_off_are_named(tmp_path, capsys):
+    folder = make_dump(tmp_path / "dump", steps=8, rows=8, sampled=8, worst=0, spread=0.02, tools=False, logs=False)
+    [finding] = some_off(folder, tmp_path / "off")
+    assert (finding.name, finding.evidence.numbers["prompts"]) == ("some_prompts", 3)
+    assert finding.share > 0.9
+    assert main(["diagnose", str(tmp_path / "off")]) == 1
+    assert "are of 3 of the 16 prompts" in (said := capsys.readouterr().out)
+    assert "the first with 'Say 1'" in said
+    assert "some_prompts" not in [x.name for x in some_off(folder, tmp_path / "none", off=())]
+
+
+def test_completions_that_are_off_by_chance_are_not_of_their_prompts(tmp_path):
+    folder = make_dump(tmp_path / "dump", steps=8, rows=8, sampled=8, worst=0, spread=0.02, tools=False, logs=False)
+    dice = np.random.default_rng(1)
+
+    def change(row):
+        row.update(prompt_ids=[int(dice.integers(16))], staleness=0)
+        if dice.random() < 0.2:
+            row["train_logps"] = [x - abs(dice.normal()) for x in row["rollout_logps"]]
+
+    assert "some_prompts" not in [x.name for x in rewritten(folder, tmp_path / "off", change)]
 
 
 def test_too_few_tokens_say_nothing(tmp_path, capsys):

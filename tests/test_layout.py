@@ -44,7 +44,7 @@ ORDER = {
         "compute",
     ],  # so far without pyarrow, numpy and TRL
     "replay": ["protocol", "routers", "sampled_experts", "router_hooks", "capture", "experts", "kept_tokens"],
-    "dumps": ["schema", "rows", "sequences", "files", "reading"],
+    "dumps": ["schema", "rows", "sequences", "files", "prime_rl", "reading"],
     "diagnosis": [
         "observed",
         "evidence",

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from tests.asynchronous import WeightsStay, build_ours
 from tests.tiny import build_tiny_tokenizer, conversations, with_tools
-from trl_rollout_corr.asynchronous.token_versions import VersionedLoop, versions_of
+from trl_rollout_corr.asynchronous.token_versions import VersionedLoop, _as_generation, versions_of
 from trl_rollout_corr.asynchronous.trl_parts import AsyncRolloutWorker, RolloutLoop
 
 
@@ -148,7 +148,8 @@ def test_versions_travel_with_the_tokens_of_two_turns():
     for _, body in seen:
         seed = body["sampling_params"].pop("seed")
         assert 0 <= seed < 2**63
-        assert body.keys() == {"model", "token_ids", "sampling_params"}
+        assert body.keys() == {"model", "token_ids", "sampling_params", "cache_salt"}
+        assert body["cache_salt"] == "7"  # the version of the weights: no prefix of older ones is taken from the cache
         assert (body["model"], body["sampling_params"]) == ("model", {**given, "n": 1, "logprobs": 0})
     asked = {tuple(body["token_ids"]) for _, body in seen}
     for sample in samples:
@@ -167,6 +168,15 @@ def test_names_of_trls_rollout_worker():
     assert AsyncRolloutWorker._loop_cls is RolloutLoop
     assert [*inspect.signature(RolloutLoop._post).parameters][:3] == ["self", "path", "payload"]
     assert [*inspect.signature(RolloutLoop._score_group).parameters] == ["self", "group"]
+    assert isinstance(RolloutLoop.model_version, property)
+
+
+@pytest.mark.vllm
+def test_vllm_takes_the_salt_of_a_request():
+    from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
+
+    payload = {"model": "model", "prompt": [1, 2], "max_tokens": 3, "n": 1, "return_token_ids": True}
+    assert GenerateRequest(**_as_generation(payload, 7)).cache_salt == "7"
 
 
 class NotedTransfer(WeightsStay):

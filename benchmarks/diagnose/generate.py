@@ -12,7 +12,7 @@ import json
 import os
 import random
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -20,206 +20,39 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import faults
+import moving
 import torch
 from faults.models import merged
-from policies import EOS, SHAPES, VOCABULARY, build, updated
+from policies import SHAPES, build, updated
+from sampling import (
+    ADAPTERS,
+    AGAIN,
+    ROWS,
+    STEPS,
+    Sample,
+    about_of,
+    ages_of,
+    effect,
+    mask_of,
+    requests,
+    sample,
+    score,
+    score_steps,
+    start,
+    stop,
+    with_weights,
+    write,
+)
 
 from trl_rollout_corr.diagnosis.evidence import FLOOR
-from trl_rollout_corr.dumps import files as dump
 
 
-STEPS, ROWS, AGAIN = 8, 8, 12  # optimizer steps, sequences of each, and how many of all are scored a second time
+__all__ = ["Maker", "Sample", "requests"]
+
 PUSHED = 6  # optimizer steps of a push
 TEMPERATURE = 0.7  # that the trainer knows of, where log-probabilities are raw
 # Of truncation, the first is as in the catalogue. A sure model samples from few tokens in any case, and has to be left fewer
 STRENGTHS = {"top_p": (0.9, 0.8, 0.7, 0.5), "top_k": (10, 5, 3, 2), "min_p": (0.05, 0.1, 0.2, 0.4)}
-Weights = dict[str, torch.Tensor]
-
-
-class Sample(NamedTuple):
-    """One sequence: its prompt, its completion, and the log-probabilities of the sampler."""
-
-    prompt: list[int]
-    completion: list[int]
-    logps: list[float]
-    mask: list[bool]
-
-
-# Sampling -----------------------------------------------------------------------------------------------------------------
-
-
-def start(folder: Path, dtype: str, **engine: Any) -> Any:
-    from vllm import LLM
-
-    settings = {"dtype": dtype, "logprobs_mode": "processed_logprobs", **engine}
-    return LLM(
-        str(folder),
-        enforce_eager=True,
-        max_model_len=192,
-        max_num_seqs=256,
-        seed=0,
-        skip_tokenizer_init=True,
-        disable_log_stats=True,
-        enable_prefix_caching=False,
-        **settings,
-    )
-
-
-def requests(seed: int) -> tuple[list[list[int]], list[int]]:
-    """Prompts of a seed, and how long their completions may be."""
-    dice = random.Random(seed)
-    prompts = [[dice.randrange(2, VOCABULARY) for _ in range(dice.randint(3, 40))] for _ in range(STEPS * ROWS)]
-    return prompts, [dice.randint(16, 72) for _ in prompts]
-
-
-def sample(llm: Any, seeds: list[int], sampling: dict[int, dict[str, Any]]) -> dict[int, list[Sample]]:
-    """Samples of all seeds in one pass of the engine."""
-    from vllm import SamplingParams
-
-    prompts, params, owners = [], [], []
-    for seed in seeds:
-        for prompt, length in zip(*requests(seed), strict=True):
-            prompts.append({"prompt_token_ids": prompt})
-            fields = {"temperature": 1.0, **sampling.get(seed, {})}
-            params.append(
-                SamplingParams(max_tokens=length, logprobs=0, detokenize=False, stop_token_ids=[EOS], **fields)
-            )
-            owners.append(seed)
-    samples: dict[int, list[Sample]] = {seed: [] for seed in seeds}
-    for seed, prompt, out in zip(owners, prompts, llm.generate(prompts, params, use_tqdm=False), strict=True):
-        tokens = list(out.outputs[0].token_ids)
-        logps = [entry[token].logprob for token, entry in zip(tokens, out.outputs[0].logprobs, strict=True)]
-        # every other seed has turns
-        mask = mask_of(tokens, len(samples[seed])) if seed % 4 >= 2 else [True] * len(tokens)
-        samples[seed].append(Sample(prompt["prompt_token_ids"], tokens, logps, mask))
-    return samples
-
-
-def mask_of(tokens: list[int], i: int) -> list[bool]:
-    """An answer of a tool in every other completion."""
-    mask = [True] * len(tokens)
-    if i % 2 and len(tokens) > 14:
-        first = len(tokens) // 3
-        mask[first : first + 4] = [False] * 4
-    return mask
-
-
-# Scoring ------------------------------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def score(
-    model: Any,
-    samples: list[Sample],
-    *,
-    temperature: float = 1.0,
-    attend_padding: bool = False,
-    drop_prompt: int = 0,
-    retokenize: bool = False,
-) -> tuple[list[list[float]], list[int]]:
-    """Log-probabilities of the trainer, and the padding before each prompt. Prompts are padded on the left, as in TRL."""
-    prompts = [s.prompt[: len(s.prompt) - drop_prompt] for s in samples]
-    width, length = max(map(len, prompts)), max(len(s.completion) for s in samples)
-    ids = torch.zeros(len(samples), width + length, dtype=torch.long)
-    attention = torch.zeros_like(ids)
-    padding = [width - len(prompt) for prompt in prompts]
-    for row, (prompt, s) in enumerate(zip(prompts, samples, strict=True)):
-        ids[row, padding[row] : width] = torch.tensor(prompt)
-        ids[row, width : width + len(s.completion)] = torch.tensor(s.completion)
-        attention[row, 0 if attend_padding else padding[row] : width + len(s.completion)] = 1
-    read = ids.clone()
-    if retokenize:
-        for row, s in enumerate(samples):
-            edges = [i for i in range(1, len(s.mask)) if s.mask[i] and not s.mask[i - 1]]
-            for edge in edges:
-                read[row, width + edge - 1] = 2 + (int(ids[row, width + edge - 1]) + 17) % (VOCABULARY - 2)
-    kept = ids.shape[1] - width + 1
-    logits = model(input_ids=read, attention_mask=attention, logits_to_keep=kept).logits[:, :-1].float() / temperature
-    logps = logits.log_softmax(-1).gather(-1, ids[:, width:, None])[..., 0]
-    return [logps[row, : len(s.completion)].tolist() for row, s in enumerate(samples)], padding
-
-
-def score_steps(model: Any, samples: list[Sample], **how: Any) -> tuple[list[list[float]], list[int]]:
-    """As a trainer does it, a step at a time."""
-    logps, padding = [], []
-    for first in range(0, len(samples), ROWS):
-        a, b = score(model, samples[first : first + ROWS], **how)
-        logps += a
-        padding += b
-    return logps, padding
-
-
-def effect(logps: list[list[float]], others: list[list[float]]) -> float:
-    """Root mean square of a difference of log-probabilities, in nats, behind the first tokens of completions."""
-    pairs = zip(logps, others, strict=True)
-    d = torch.cat([torch.tensor(a[1:]) - torch.tensor(b[1:]) for a, b in pairs])
-    return float(d.square().mean().sqrt())
-
-
-def with_weights(model: Any, weights: Weights) -> Any:
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(weights[name])
-    return model
-
-
-# Dumps --------------------------------------------------------------------------------------------------------------------
-
-
-def write(
-    folder: Path,
-    samples: list[Sample],
-    scored: tuple[list[list[float]], list[int]],
-    again: dict[int, list[float]],
-    *,
-    ages: list[int],
-    settings: dict[str, Any],
-    about: dict[str, str],
-    change: Any = None,
-    token_ages: list[list[float]] | None = None,
-):
-    logps, padding = scored
-    for step in range(STEPS):
-        rows = []
-        for i in range(step * ROWS, step * ROWS + ROWS):
-            s, n = samples[i], len(samples[i].completion)
-            row = {
-                "step": step + 1,
-                "rank": 0,
-                "sampled": True,
-                "worst": False,
-                "prompt": "",
-                "completion": "",
-                "tokens": [""] * n,
-                "token_ids": s.completion,
-                "mask": s.mask,
-                "train_logps": logps[i],
-                "rollout_logps": s.logps,
-                "weights": None,
-                "keep": [True] * n,
-                "coefficients": [1.0] * n,
-                "reward": float(i % 2),
-                "advantage": float(i % 2 * 2 - 1),
-                "staleness": ages[i],
-                "prompt_ids": s.prompt,
-                "padding": padding[i],
-                "again_logps": again.get(i),
-                "token_staleness": token_ages[i] if token_ages else None,
-            }
-            rows.append(change(row) if change else row)
-        dump.write_rows(folder, step + 1, 0, rows, settings, about)
-
-
-def about_of(seed: int, fault: str = "") -> dict[str, str]:
-    """Metadata of a run: an adapter, which has nothing to do with most faults, and how the engine caches."""
-    adapter = {"adapter": "LORA"} if seed % 3 == 0 or fault == "lora_merge" else {"adapter": "none"}
-    cache = faults.FAULTS[fault].engine.get("kv_cache_dtype", "auto") if fault else "auto"
-    return {**adapter, "kv_cache_dtype": cache}
-
-
-def ages_of(seed: int) -> list[int]:
-    """Ages that mean nothing: batches are taken as they come, or two steps train on each."""
-    return [(i // ROWS) % 2 if seed % 5 < 2 else 0 for i in range(STEPS * ROWS)]
 
 
 class Maker:
@@ -304,7 +137,7 @@ class Maker:
                     self.make(fault, seed, samples, dtype)
                 turns = [s._replace(mask=mask_of(s.completion, i)) for i, s in enumerate(samples)]
                 self.make("seams", seed, turns, dtype)
-                for fault in ("stale", "never_pushed", "own_updates"):
+                for fault in ("stale", "never_pushed", "own_updates", *ADAPTERS):
                     self.drifting(fault, seed, samples, dtype)
                 self.pushing(seed, samples, dtype)
                 self.merging(seed, samples)
@@ -324,6 +157,8 @@ class Maker:
                     drawn = sample(llm, chosen_seeds, {})
                 for seed, samples in drawn.items():
                     self.make(fault, seed, samples, dtype)
+        for make in (moving.some_prompts, moving.standing_still, moving.collapsing):
+            make(self, llm, mine, dtype)
         stop(llm)
         name = "fp8_cache"
         llm = start(self.folder, dtype, **faults.FAULTS[name].engine)
@@ -376,10 +211,14 @@ class Maker:
             behind = ages
         elif fault == "never_pushed":
             ages, behind = [0] * len(samples), [step - 1 for step in steps]
+        elif fault in ADAPTERS:  # as a queue fills
+            ages = [max(min(step - 1, 3) - dice.randint(0, 1), 0) for step in steps]
+            behind = ages if fault == "stale_adapter" else [step - 1 for step in steps]
         else:
             ages = [(step - 1) % 4 for step in steps]
             behind = ages
-        weights = updated(self.models["float32"], sequences, max(behind), rate, seed)
+        straight = fault in ADAPTERS  # as training goes, so that the gap to the first weights keeps growing
+        weights = updated(self.models["float32"], sequences, max(behind), rate, seed, fixed=straight)
         model = self.models[dtype]
         logps: list[list[float]] = [[]] * len(samples)
         padding = [0] * len(samples)
@@ -401,6 +240,7 @@ class Maker:
             ages=ages,
             settings=settings,
             about=about_of(seed, fault),
+            rate=rate,
         )
 
     @torch.no_grad()
@@ -475,16 +315,6 @@ class Maker:
             settings={},
             about=about_of(seed, "lora_merge"),
         )
-
-
-def stop(llm: Any):
-    import gc
-
-    from vllm.distributed import cleanup_dist_env_and_memory
-
-    llm.llm_engine.engine_core.shutdown()
-    cleanup_dist_env_and_memory()
-    gc.collect()
 
 
 def main():

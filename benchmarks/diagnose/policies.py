@@ -161,18 +161,23 @@ def build(shape: str, folder: Path, seed: int) -> Any:
 
 
 def updated(
-    model: Any, sequences: torch.Tensor, steps: int, learning_rate: float, seed: int
+    model: Any, sequences: torch.Tensor, steps: int, learning_rate: float, seed: int, *, fixed: bool = False
 ) -> list[dict[str, torch.Tensor]]:
-    """Weights after 0, 1, ... optimizer steps of policy gradients with rewards at random. The model stays as it is."""
+    """
+    Weights after 0, 1, ... optimizer steps of policy gradients with rewards at random, anew in each step unless they are
+    `fixed`. The model stays as it is.
+    """
     import copy
 
     model = copy.deepcopy(model)
     dice = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.Adam(model.parameters(), lr=learning_rate)
     weights = [{name: p.detach().clone() for name, p in model.named_parameters()}]
+    of_all = torch.randn(len(sequences), 1, generator=dice) if fixed else None
     for _ in range(steps):
-        batch = sequences[torch.randperm(len(sequences), generator=dice)[:32]]
-        advantages = torch.randn(len(batch), 1, generator=dice)
+        chosen = torch.randperm(len(sequences), generator=dice)[:32]
+        batch = sequences[chosen]
+        advantages = torch.randn(len(batch), 1, generator=dice) if of_all is None else of_all[chosen]
         logps = model(input_ids=batch).logits[:, :-1].log_softmax(-1).gather(-1, batch[:, 1:, None])[..., 0]
         (-(advantages * logps).mean()).backward()
         optimizer.step()

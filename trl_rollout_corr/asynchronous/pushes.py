@@ -23,7 +23,7 @@ class PushesToServer(CheckedPushes):
             push()
         step = trainer.state.global_step
         announced = trainer.rollout_step not in (None, step)
-        if not self._is_adapter:
+        if not self.is_adapter:
             self.weights.judge(step, announced=announced)
         elif self.server is not None:
             folder, trained = Path(trainer._lora_dir, self.served_model), self.weights.trained()
@@ -31,7 +31,8 @@ class PushesToServer(CheckedPushes):
         self.movement.pushed(step, announced=announced)
 
     @property
-    def _is_adapter(self) -> bool:
+    def is_adapter(self) -> bool:
+        """True if the server loads an adapter from files, and the trainer pushes no weights."""
         return getattr(self.trainer, "_lora_sync", False)  # a newer TRL may have no such attribute
 
     @property
@@ -42,6 +43,6 @@ class PushesToServer(CheckedPushes):
 
     @property
     def served_model(self) -> str:
-        if self._is_adapter:
+        if self.is_adapter:
             return f"{self.trainer._lora_name}-v{self.trainer.model_version}"
         return str(self.weights.model.config._name_or_path)

@@ -124,7 +124,7 @@ class VersionedLoop(RolloutLoop):  # type: ignore[misc, valid-type]
             return dict(await super()._post(path, payload, *args, **kwargs))
         try:
             answer, complaint = _as_completion(
-                await super()._post(_GENERATE, _as_generation(payload), *args, **kwargs)
+                await super()._post(_GENERATE, _as_generation(payload, self.model_version), *args, **kwargs)
             )
         except Exception as error:
             status = getattr(error, "status", None)  # of an answer of HTTP; an error without an answer is left to TRL
@@ -151,9 +151,12 @@ def _versioned(sample: RolloutSample, logps: list[float]) -> VersionedSample:
     return VersionedSample(**{x.name: getattr(sample, x.name) for x in fields(sample)}, versions=versions)
 
 
-def _as_generation(payload: Mapping[str, Any]) -> dict[str, Any]:
-    """The request for `/inference/v1/generate` that asks for the same as one for `/v1/completions`."""
-    of_request = {"model": payload["model"], "token_ids": payload["prompt"]}
+def _as_generation(payload: Mapping[str, Any], version: int) -> dict[str, Any]:
+    """
+    The request for `/inference/v1/generate` that asks for the same as one for `/v1/completions`. Cached prefixes are shared
+    among requests of one version only, so that none was computed by older weights, even if the server keeps its cache.
+    """
+    of_request = {"model": payload["model"], "token_ids": payload["prompt"], "cache_salt": str(version)}
     return {**of_request, "sampling_params": {k: v for k, v in payload.items() if k not in _NO_SAMPLING}}
 
 

@@ -137,6 +137,9 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
         self._pushes = PushesToServer(self)
         self._set_up_observer()
 
+    def _metadata(self) -> dict[str, str]:
+        return {**super()._metadata(), "pushed": "adapter" if self._pushes.is_adapter else "weights"}
+
     def _check_weights_reach_the_server(self) -> None:
         if isinstance(self.weight_transfer, WeightTransferClient):
             raise ValueError(

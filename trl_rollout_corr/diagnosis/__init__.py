@@ -7,7 +7,11 @@ remedy. Arrays of numpy in, no TRL.
 """
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+
+from ..dumps.files import read_logs
 from ..dumps.reading import open_dump
 from ..messages import warn
 from .observed import Observed
@@ -35,7 +39,18 @@ def observe(path: str | Path) -> Observed:
     dump = open_dump(path)
     for damage in dump.damage:
         warn(f"{path}: {damage}.")
-    return Observed(dump.sequences, dump.settings, dump.about)
+    return Observed(dump.sequences, dump.settings, dump.about, _movement(read_logs(dump.path), dump.sequences.step))
+
+
+def _movement(logs: list[dict[str, Any]], steps: np.ndarray) -> float:
+    """Sum of the learning rates of the steps after the first of the dump; NaN if the log lacks those of some steps."""
+    first, last = int(steps.min()), int(steps.max())
+    known, total = first, 0.0
+    for entry in sorted((x for x in logs if isinstance(x.get("learning_rate"), float | int)), key=lambda x: x["step"]):
+        until = min(int(entry["step"]), last)  # an entry is of the steps since the one before
+        total += max(until - known, 0) * float(entry["learning_rate"])
+        known = max(known, until)
+    return total if known == last > first else np.nan
 
 
 def diagnose_dump(path: str | Path, *, as_json: bool = False) -> tuple[str, bool]:

@@ -163,8 +163,16 @@ CAUSES: dict[str, Cause] = {
         Test(single_tokens.across_push, 2.5, 10.0),
         "After a weight update, the server went on with keys and values that the old weights had computed. Pause "
         "requests before each update with `/pause?mode=keep`, which clears the cache (`DiskWeightTransfer` and TRL's "
-        "transfer do this), or wait until all requests have ended.",
+        "transfer do this), or wait until all requests have ended. If your own code sends the requests, also give each one "
+        "the version of the weights as `cache_salt`, so that no new request takes a prefix of older weights.",
         correction="any",
+    ),
+    "some_prompts": Cause(
+        "some prompts, and always the same",
+        Test(single_tokens.some_prompts, 0.4, 0.7),
+        "Compare these prompts with the others, token by token, as the sampler and the trainer read them: length, special "
+        "tokens, images, and the adapter that the request names. Score one of their completions with another engine, and "
+        f"leave the prompts out until the cause is found. {_HIDES}",
     ),
     "stale": Cause(
         "stale weights: samples of an older policy",
@@ -188,6 +196,23 @@ CAUSES: dict[str, Cause] = {
         "sampler may not know the names of some parameters, an adapter may not be merged, or a server may take weights but "
         "keep its cache. "
         f"{_HIDES}",
+    ),
+    "adapter_missing": Cause(
+        "an adapter that never reaches the server",
+        Test(drift.adapter_missing, 0.4, 0.6),
+        "The curves look like those of staleness, but the sampler still samples from the base model, whatever the announced "
+        "age. Ask the server for its adapters (`/v1/models`), and look whether requests name the adapter that was pushed "
+        "last. Start the server with `--enable-lora`, `--max-loras` two above `max_staleness` and "
+        f"`VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`. {_HIDES}",
+    ),
+    "standing_still": Cause(
+        "a sampler that changes while the trainer's weights stand still",
+        Test(drift.standing_still, 0.4, 0.6),
+        "Run once more from this checkpoint with `learning_rate: 0`. If the gap grows again, no update is the cause: restart "
+        "the engine, empty its caches, and compare its version and kernels, and look whether completions get longer.",
+        {"learning_rate": 0.0},
+        "The learning rate is 0 already, so that no update is the cause: restart the engine, empty its caches, and compare "
+        "its version and kernels.",
     ),
     "lora_merge": Cause(
         "an adapter that is rounded when it is merged",

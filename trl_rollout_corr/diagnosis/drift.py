@@ -8,6 +8,7 @@ from .evidence import (
     Evidence,
     bounded,
     mean,
+    pearson,
     ranks_of,
     rms,
     spearman,
@@ -22,6 +23,8 @@ _GROWTH = 1.4  # smallest growth of the mean square that counts
 _JUMP = 9.0  # growth of the mean square above which it need not be monotone
 _CHANCE = 3.0  # standard deviations of a rank correlation by chance, above which it counts
 _MOVED = 5.0  # the same for the step and the sampler's log-probabilities: completions of a prompt are alike
+# Sum of learning rates that moves no weight far enough for a gap: a tenth of one step at the smallest rate in use
+_STILL = 1e-7
 
 
 def growing(o: Observed, x: np.ndarray, sentence: str) -> Evidence | None:
@@ -59,8 +62,10 @@ def _step_up(values: np.ndarray, lowest: np.ndarray) -> tuple[float, float]:
 
 
 def stale(o: Observed) -> Evidence | None:
-    if _visits(o):
+    if _visits(o) or stands_still(o):
         return None
+    if (missing := adapter_missing(o)) is not None and missing.statistic > 0:
+        return None  # the ages of samples that all come from the base model mean nothing
     if len(np.unique(o.staleness[np.isfinite(o.staleness)])) < 2:
         return None if np.nanmin(o.staleness, initial=0.0) > 0 else _unannounced(o)
     sentence = "|d| is {low} in the freshest samples and {high} in the oldest (rank correlation {correlation})"
@@ -109,7 +114,7 @@ def with_advantage(o: Observed) -> float:
 
 
 def own_updates(o: Observed) -> Evidence | None:
-    if not _visits(o):
+    if not _visits(o) or stands_still(o):
         return None
     sentence = "|d| is {low} at the first visit of a batch and {high} at the last (rank correlation {correlation})"
     return growing(o, o.staleness, sentence)
@@ -141,16 +146,90 @@ def _by_step(o: Observed) -> Evidence | None:
     return growing(o, steps, sentence)
 
 
+def _at_equal(strata: np.ndarray, x: np.ndarray, y: np.ndarray) -> float:
+    """Rank correlation of `x` and `y` among sequences of one stratum, over all strata, in standard deviations by chance."""
+    ranks, free = np.zeros((2, len(strata))), -1
+    for stratum in np.unique(strata):
+        here = strata == stratum
+        if len(np.unique(x[here])) > 1:
+            ranks[:, here] = [values - values.mean() for values in (ranks_of(x[here]), ranks_of(y[here]))]
+            free += int(here.sum()) - 1
+    return pearson(*ranks) * max(free, 0) ** 0.5
+
+
+def _step_explains(o: Observed) -> bool:
+    """
+    Test whether the gap grows with the step at equal age, and not with the age at equal step. Over all samples it grows with
+    both: ages rise while a queue fills.
+    """
+    size = o.of_rows(np.abs(o.d) / np.maximum(usual_size(o, o.core), 1e-12) * o.core)
+    finite = np.isfinite(size)
+    size, step, age = size[finite], o.step[finite], np.nan_to_num(o.staleness[finite], nan=-1.0)
+    return _at_equal(age, step, size) > _CHANCE >= _at_equal(step, age, size)
+
+
+def _unless_faster_than_steps(o: Observed, evidence: Evidence | None) -> Evidence | None:
+    """
+    Drop evidence of a gap that grows faster than the number of steps since the start of the run, as in a collapse: weights
+    that are never pushed are behind by that number, and the gap grows with it at most.
+    """
+    before = float(o.step.min() - 1)
+    if evidence is None or before == 0:
+        return evidence
+    growth = evidence.numbers["high"] / max(evidence.numbers["low"], FLOOR / 4)
+    return evidence if growth**2 < _GROWTH * ((o.step.max() - 1) / before) ** 2 else None
+
+
 def never_pushed(o: Observed) -> Evidence | None:
-    return None if _as_small_as_rounding(o) or sampler_moves(o) else _by_step(o)
+    return None if _serves_adapters(o) or not _may_be_behind(o) else _unless_faster_than_steps(o, _by_step(o))
 
 
-def sampler_moves(o: Observed) -> bool:
-    """Test whether the sampler's own log-probabilities rise or fall with the step: then it gets weights."""
+def adapter_missing(o: Observed) -> Evidence | None:
+    """Test whether the gap grows with the step whatever the age, in a run whose sampler should load adapters by itself."""
+    if not _serves_adapters(o) or not _may_be_behind(o) or not _step_explains(o):
+        return None
+    sentence = (
+        "|d| is {low} in the first steps and {high} in the last (rank correlation {correlation}), also among samples of one "
+        "age, while the sampler's own log-probabilities stay as they are"
+    )
+    return _unless_faster_than_steps(o, growing(o, o.step.astype(float), sentence))
+
+
+def _may_be_behind(o: Observed) -> bool:
+    """True if the gap is more than rounding, the trainer moves, and the sampler may not, of which the start is best proof."""
+    beyond = _MOVED if o.step.min() <= 1 else _CHANCE
+    return not (_as_small_as_rounding(o) or stands_still(o) or sampler_moves(o, beyond))
+
+
+def _serves_adapters(o: Observed) -> bool:
+    return o.about.get("pushed") == "adapter"
+
+
+def stands_still(o: Observed) -> bool:
+    """Test whether the log of the run has learning rates that are too small for any change of the trainer's weights."""
+    return o.movement <= _STILL  # not of NaN
+
+
+def standing_still(o: Observed) -> Evidence | None:
+    if not stands_still(o):
+        return None
+    sentence = (
+        "|d| is {low} in the first steps and {high} in the last (rank correlation {correlation}), and the learning rates of "
+        "these steps add up to {movement}, so that the trainer's weights stand still"
+    )
+    evidence = growing(o, o.step.astype(float), sentence)
+    return evidence and evidence._replace(numbers={**evidence.numbers, "movement": o.movement})
+
+
+def sampler_moves(o: Observed, beyond: float = _MOVED) -> bool:
+    """
+    Test whether the sampler's own log-probabilities rise or fall with the step, `beyond` so many standard deviations by
+    chance: then it gets weights.
+    """
     own = o.of_rows(o.rollout)
     finite = np.isfinite(own)
     return (
-        abs(spearman(o.step[finite].astype(float), own[finite])) * finite.sum() ** 0.5 > _MOVED
+        abs(spearman(o.step[finite].astype(float), own[finite])) * finite.sum() ** 0.5 > beyond
         if finite.any()
         else False
     )
@@ -158,7 +237,7 @@ def sampler_moves(o: Observed) -> bool:
 
 def lora_merge(o: Observed) -> Evidence | None:
     """Test whether the gap is almost 0 in the first steps, where the adapter is 0, and as small as rounding later."""
-    if not _as_small_as_rounding(o) or o.about.get("adapter") == "none" or _visits(o):
+    if not _as_small_as_rounding(o) or o.about.get("adapter") == "none" or _visits(o) or stands_still(o):
         return None
     evidence = _by_step(o)
     if evidence is None or evidence.numbers["low"] > 0.3 * evidence.numbers["high"]:

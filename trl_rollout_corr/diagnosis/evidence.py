@@ -15,6 +15,7 @@ FLOOR = NEGLIGIBLE
 # Root mean square of the log-ratio, in nats, above which rounding cannot be the only cause.
 LARGE = 0.1
 _BINS = 20
+_CHANCE = 3.0  # standard deviations of a mean of products by chance, above which it counts
 
 
 class Evidence(NamedTuple):
@@ -81,6 +82,18 @@ def usual_size(o: Observed, inside: np.ndarray) -> np.ndarray:
 def relative_size(o: Observed, here: np.ndarray) -> np.ndarray:
     """Log-ratio over its root mean square at tokens of the same probability, so that unlikely tokens count no more."""
     return np.asarray(o.d[here] / np.maximum(usual_size(o, here)[here], 1e-12))
+
+
+def alike(keys: np.ndarray, values: np.ndarray) -> float:
+    """
+    Mean product of two values with the same key over the mean square: 1 if the key determines the value, 0 for noise, and
+    where there are so few pairs that it may be chance.
+    """
+    _, inverse = np.unique(keys, return_inverse=True)
+    n, sums, squares = np.bincount(inverse), np.bincount(inverse, values), np.bincount(inverse, np.square(values))
+    pairs, square = float((n * (n - 1)).sum()), mean(np.square(values))
+    product = float((np.square(sums) - squares).sum()) / pairs / square if pairs and square else 0.0
+    return product if abs(product) * pairs**0.5 > _CHANCE * 2**0.5 else 0.0
 
 
 def ranks_of(values: np.ndarray) -> np.ndarray:

@@ -23,6 +23,8 @@ class Observed:
             Settings of the run.
         about (`dict`):
             Facts about the run, as in the dump.
+        movement (`float`, *optional*, defaults to NaN):
+            Sum of the learning rates of the optimizer steps between the first sequence and the last; NaN if it is not known.
 
     Attributes:
         d (`np.ndarray` of shape `(N,)`):
@@ -54,8 +56,14 @@ class Observed:
             Number of tokens of the loss, including those.
     """
 
-    def __init__(self, sequences: Sequences, settings: Mapping[str, object], about: Mapping[str, str]):
-        self.settings, self.about = settings, about
+    def __init__(
+        self,
+        sequences: Sequences,
+        settings: Mapping[str, object],
+        about: Mapping[str, str],
+        movement: float = float("nan"),
+    ):
+        self.settings, self.about, self.movement = settings, about, movement
         counted = sequences.counted
         self.n_tokens = int((sequences.mask & sequences.represents[sequences.row]).sum())
         self.broken_row = sequences.row[sequences.broken & sequences.represents[sequences.row]]
@@ -111,6 +119,17 @@ class Observed:
         """Tokens inside a completion: neither at its ends nor at a seam between turns, which have causes of their own."""
         inside = ~(self.first | self.last | self.seam)
         return inside if inside.any() else np.ones(len(self), bool)
+
+    @cached_property
+    def prompt(self) -> np.ndarray:
+        """Number of the prompt of each sequence, `(B,)`: equal for equal prompts, -1 where it is not known."""
+        numbers: dict[bytes, int] = {b"": -1}
+        return np.array([numbers.setdefault(ids.tobytes(), len(numbers)) for ids in self._sequences.prompts])
+
+    def prompt_words(self, row: int) -> str:
+        """Beginning of a prompt, as the end of a sentence; empty if the text was not read."""
+        text = self._sequences.prompt(row) if self._sequences.has_text else ""
+        return f", the first with {text[:60]!r}" if text else ""
 
     def words(self, i: int) -> str:
         """Text of a token and of those before it, as the end of a sentence; empty if the text was not read."""

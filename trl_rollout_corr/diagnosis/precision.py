@@ -12,6 +12,7 @@ from .evidence import (
     FLOOR,
     LARGE,
     Evidence,
+    alike,
     bounded,
     mean,
     relative_size,
@@ -22,7 +23,6 @@ from .evidence import (
 from .observed import Observed
 
 
-_CHANCE = 3.0  # standard deviations of a mean of products by chance, above which it counts
 # Smallest difference of the trainer from itself that is dropout, in nats: 1.5 times that of a pretrained model in bfloat16
 _DROPOUT = 0.075
 # Factor on the likeness of log-ratios of one token, where the gap is more than rounding, and tokens from which it counts
@@ -105,18 +105,6 @@ def routing(o: Observed) -> Evidence | None:
         "percentile 99 of |d| is {tail} times the median (3 and 3.8 for a Gaussian)"
     )
     return Evidence(kurtosis * tail, bounded(share), numbers, sentence)
-
-
-def alike(keys: np.ndarray, values: np.ndarray) -> float:
-    """
-    Mean product of two values with the same key over the mean square: 1 if the key determines the value, 0 for noise, and
-    where there are so few pairs that it may be chance.
-    """
-    _, inverse = np.unique(keys, return_inverse=True)
-    n, sums, squares = np.bincount(inverse), np.bincount(inverse, values), np.bincount(inverse, np.square(values))
-    pairs, square = float((n * (n - 1)).sum()), mean(np.square(values))
-    product = float((np.square(sums) - squares).sum()) / pairs / square if pairs and square else 0.0
-    return product if abs(product) * pairs**0.5 > _CHANCE * 2**0.5 else 0.0
 
 
 def by_token(o: Observed) -> float:

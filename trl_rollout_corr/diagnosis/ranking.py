@@ -50,7 +50,8 @@ STAGES = (
     Stage(("first_token", "last_token", "seams"), several=True, floor=False),
     Stage(("padding", "dropout"), ends=True),
     Stage(("across_push",), ends=True),
-    Stage(("stale", "own_updates", "never_pushed", "lora_merge")),
+    Stage(("some_prompts",), ends=True),
+    Stage(("stale", "own_updates", "never_pushed", "adapter_missing", "standing_still", "lora_merge")),
     Stage(("truncation", "penalty", "temperature")),
 )
 # For the share of d^2 that none of the above explains

@@ -1,6 +1,6 @@
 """
-Causes that act at some places: the first or last token, seams between turns, tokens sampled after a push of weights, and
-log-probabilities one token off.
+Causes that act at some places: the first or last token, seams between turns, tokens sampled after a push of weights, some
+prompts, and log-probabilities one token off.
 """
 
 import numpy as np
@@ -8,6 +8,7 @@ import numpy as np
 from .evidence import (
     FLOOR,
     Evidence,
+    alike,
     bounded,
     mean,
     mean_of_equal,
@@ -23,6 +24,9 @@ _MANY = 0.9
 _OFF = 3.0
 # Number of tokens from before a push that is needed to compare tokens of the same weights after one
 _ENOUGH = 8
+# A completion is off if the mean size of its log-ratios, each over the usual size and cut off, is so many times the median.
+# Largest share of such completions, and smallest share of the sum of squares that they have
+_FAR, _CUT, _MINORITY, _MOST = 2.5, 3.0, 0.5, 0.5
 
 
 def _at(o: Observed, here: np.ndarray, sentence: str) -> Evidence | None:
@@ -88,6 +92,40 @@ def across_push(o: Observed) -> Evidence | None:
         "one; tokens that the same weights sampled differ in the same way"
     )
     return _compared(o, here, rest, usual, sentence)
+
+
+def some_prompts(o: Observed) -> Evidence | None:
+    """
+    Test whether a minority of the completions is far off, and always those of the same prompts. Where the age differs from
+    sample to sample, only samples of different steps are compared: completions of a prompt in one step have one age.
+    """
+    rest = o.core
+    # cut off, so that a few tokens cannot make a completion: those that other experts got, for instance
+    level = o.of_rows(np.minimum(np.abs(o.d) / np.maximum(usual_size(o, rest), 1e-12), _CUT) * rest)
+    known = np.isfinite(level) & (o.prompt >= 0)
+    if known.sum() < _ENOUGH:
+        return None
+    off = known & (level > _FAR * np.median(level[known]))
+    part, prompts = mean(off[known]), np.unique(o.prompt[off])
+    ages = np.unique(o.staleness[known])
+    cells, where = np.unique(np.stack([o.prompt, o.step])[:, known], axis=1, return_inverse=True)
+    if len(ages) > 1:
+        keys, values = cells[0], np.bincount(where.ravel(), off[known]) / np.bincount(where.ravel())
+    else:
+        keys, values = o.prompt[known], off[known].astype(float)
+    same = alike(keys, values - values.mean()) if part < _MINORITY else 0.0
+    here = off[o.row]
+    share = bounded(float(np.square(o.d[here]).sum()) / max(o.total, 1e-300))
+    numbers = {
+        "completions": float(off.sum()), "part": part, "here": rms(o.d[here]), "elsewhere": rms(o.d[~here]),
+        "prompts": float(len(prompts)), "of": float(len(np.unique(o.prompt[known]))), "same": same,
+    }  # fmt: skip
+    sentence = (
+        "|d| is {here} in {completions} completions, a share of {part} of all, and {elsewhere} in the others; they are of "
+        "{prompts} of the {of} prompts, and completions of one prompt are alike (correlation {same})"
+    )
+    words = o.prompt_words(int(np.flatnonzero(off)[0])) if off.any() else ""
+    return Evidence(same if share > _MOST else 0.0, share, numbers, sentence, words)
 
 
 def nan_rows(o: Observed) -> Evidence | None:

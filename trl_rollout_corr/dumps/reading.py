@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from .files import files_of
+from .prime_rl import exports_in, read_exports
 from .schema import FORMAT, SCHEMA, VERSION
 from .sequences import OF_SEQUENCES, OF_TOKENS, Sequences
 
@@ -40,7 +41,8 @@ def open_dump(path: str | Path, *, steps: tuple[int, int] | None = None) -> Dump
 
     Args:
         path (`str` or `Path`):
-            Folder of the dump, one of its files, or the folder of a run with a dump in it.
+            Folder of the dump, one of its files, or the folder of a run with a dump in it; or a token export of prime-rl,
+            which is read as a whole.
         steps (`tuple[int, int]`, *optional*):
             First and last optimizer step to read. All by default.
 
@@ -53,6 +55,8 @@ def open_dump(path: str | Path, *, steps: tuple[int, int] | None = None) -> Dump
     try:
         folder = Path(path)
         dump = (find_dump(folder) if folder.is_dir() else None) or folder
+        if dump == folder and not files_of(folder) and (exports := exports_in(folder)):
+            return Dump(folder, Sequences.from_rows(read_exports(exports)), {}, {"trainer": "prime-rl"}, [])
     except OSError as error:
         raise ValueError(error.strerror) from None
     table, settings, about, damage = read_table(dump, [*_NUMBERS, *_TEXT])

@@ -17,6 +17,7 @@ _ADVISED: dict[str, tuple[str, ...]] = {
     "cast_lm_head_to_fp32": (),
     "disable_dropout": (),
     "generation_kwargs": ("frequency_penalty", "presence_penalty"),
+    "learning_rate": (),
     "mask_truncated_completions": (),
     "min_p": (),
     "model_init_kwargs": ("dtype",),

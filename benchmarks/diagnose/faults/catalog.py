@@ -51,6 +51,13 @@ FAULTS: dict[str, Fault] = {
     "stale": Fault("stale", "samples are some optimizer steps old", drifts="age"),
     "across_push": Fault("across_push", "a push leaves keys and values of old weights in the cache", drifts="push"),
     "never_pushed": Fault("never_pushed", "the sampler still has its first weights", drifts="step"),
+    "adapter_missing": Fault("adapter_missing", "the sampler never loads the adapter", drifts="step"),
+    "stale_adapter": Fault("stale", "adapters are some optimizer steps old", drifts="age"),
+    "collapse": Fault(
+        "weights", "from the middle of a collapse; the sampler is behind, and says nothing", drifts="run"
+    ),
+    "standing_still": Fault("standing_still", "the sampler changes, and the trainer does not", drifts="engine"),
+    "some_prompts": Fault("some_prompts", "trainer and sampler differ in a few prompts", drifts="prompt"),
     "own_updates": Fault("own_updates", "a batch is trained on four times, in bypass mode", drifts="visit"),
     "lora_merge": Fault("lora_merge", "an adapter is merged in bfloat16 for the sampler", drifts="adapter"),
     "one_token_shift": Fault("shift", "log-probabilities are those of the neighbour", rows=rows.shift_by_one),
