@@ -49,8 +49,8 @@ def reported_keys() -> set[str]:
             rollout_rs=list(CRITERIA),
             rollout_rs_threshold=[threshold_of(name, 2.0) for name in CRITERIA],
         )
-        zeros, ones = torch.zeros(2, 1), torch.ones(2, 1)
-        correction = compute_rollout_correction(zeros, zeros, ones, config, advantages=torch.tensor([1.0, -1.0]))
+        logps, ones = torch.tensor([[0.0], [-1.0]]), torch.ones(2, 1)  # probabilities that vary have a correlation
+        correction = compute_rollout_correction(logps, logps, ones, config, advantages=torch.tensor([1.0, -1.0]))
         keys |= {key.removeprefix(PREFIX) for key in correction.metrics()}
     keys |= {key.removeprefix(PREFIX) for key in (*accounted_keys(), ALARMS)}
     groups = re.compile("^(rejected|downweighted)/(?!reward_mean).*")
