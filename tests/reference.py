@@ -158,6 +158,19 @@ def policy_metrics(sequences):
     }
 
 
+def probability_metrics(sequences):
+    """Differences of the probabilities of tokens under the two policies, and their correlation."""
+    p, q = ([math.exp(token[i]) for row in sequences for token in row] for i in (0, 1))
+    distances = [abs(a - b) for a, b in zip(p, q, strict=True)]
+    varies = all(population_std(x) ** 2 > 1e-5 * statistics.fmean((y - 1) ** 2 for y in x) for x in (p, q))
+    return {
+        "rollout_probs_diff_mean": statistics.fmean(distances),
+        "rollout_probs_diff_std": sample_std(distances),
+        "rollout_probs_diff_max": max(distances),
+        **({"rollout_actor_probs_pearson_corr": statistics.correlation(p, q)} if varies else {}),
+    }
+
+
 def weight_metrics(sequences, level, lower, upper, normalize=False, clamp=False, turns=None):
     turns = turns and [row for row in turns if row]
     sequences = [row for row in sequences if row]

@@ -116,6 +116,35 @@ def test_weights_and_their_metrics_equal_the_loops(batch, level, bounds, normali
     assert_metrics(metrics, reference.weight_metrics(rows, level, lower, upper, **of))
 
 
+@given(batches_of_probabilities())
+def test_metrics_of_probabilities_equal_the_loops(batch):
+    *batch, _ = batch
+    expected, found = reference.probability_metrics(sequences(*batch)), named(correct(*batch))
+    assert {key: found[key] for key in expected} == pytest.approx(expected, abs=1e-8)
+
+
+def test_the_correlation_of_probabilities_near_one_keeps_its_digits():
+    generator = torch.Generator().manual_seed(0)
+    rollout = -1e-3 * torch.rand(64, 512, generator=generator)  # peaked, as most tokens of a trained model are
+    train = (rollout + 1e-5 * torch.randn(64, 512, generator=generator)).clamp(max=0.0)
+    p, q = train.double().exp().flatten(), rollout.double().exp().flatten()
+    expected = torch.corrcoef(torch.stack([p, q]))[0, 1].item()
+    assert 1e-5 < 1 - expected < 1e-2
+    found = named(correct(train, rollout, torch.ones_like(train)))
+    assert 1 - found["rollout_actor_probs_pearson_corr"] == pytest.approx(1 - expected, rel=1e-2)
+    assert found["rollout_probs_diff_mean"] == pytest.approx((p - q).abs().mean().item(), rel=1e-4)
+
+
+def test_probabilities_that_do_not_vary_have_no_correlation():
+    same = torch.full((2, 3), -0.5)
+    found = named(correct(same, same, torch.ones(2, 3)))
+    assert "rollout_actor_probs_pearson_corr" not in found
+    assert found["rollout_probs_diff_mean"] == found["rollout_probs_diff_max"] == found["rollout_probs_diff_std"] == 0
+    apart = named(correct(torch.tensor([[-90.0, -1.0]]), torch.tensor([[-1.0, -90.0]]), torch.ones(1, 2)))
+    assert apart["rollout_probs_diff_mean"] == pytest.approx(math.exp(-1))
+    assert apart["rollout_actor_probs_pearson_corr"] == pytest.approx(-1)
+
+
 @given(batches_of_probabilities(), st.sampled_from(LEVELS), st.booleans(), st.booleans())
 def test_weights_by_sign_of_the_advantage_equal_the_loops(batch, level, clamp, per_token):
     *batch, advantages = batch

@@ -49,9 +49,10 @@ def reported_keys() -> set[str]:
             rollout_rs=list(CRITERIA),
             rollout_rs_threshold=[threshold_of(name, 2.0) for name in CRITERIA],
         )
-        zeros, ones = torch.zeros(2, 1), torch.ones(2, 1)
-        train = torch.tensor([[0.0], [-5.0]])  # one token is kept, one rejected
-        correction = compute_rollout_correction(train, zeros, ones, config, advantages=torch.tensor([1.0, -1.0]))
+        ones = torch.ones(2, 1)
+        # one token is kept, one rejected; probabilities that vary have a correlation
+        train, rollout = torch.tensor([[-1.0], [-6.0]]), torch.tensor([[-1.0], [-0.5]])
+        correction = compute_rollout_correction(train, rollout, ones, config, advantages=torch.tensor([1.0, -1.0]))
         keys |= {key.removeprefix(PREFIX) for key in correction.metrics()}
     keys |= {key.removeprefix(PREFIX) for key in (*accounted_keys(), ALARMS)}
     groups = re.compile("^(rejected|downweighted)/(?!reward_mean|k3_kl).*")

@@ -38,6 +38,7 @@ ORDER = {
         "histogram",
         "sums",
         "columns",
+        "probabilities",
         "metrics",
         "accounting",
         "age",

@@ -111,6 +111,12 @@ OF_VERL = {
     *("rollout_is_ratio_fraction_high", "rollout_is_ratio_fraction_low", "rollout_is_batch_norm_factor"),
     *("rollout_is_veto_fraction", "rollout_is_catastrophic_token_fraction"),
     *("log_ratio_p25", "log_ratio_p50", "log_ratio_p75"),
+    *(
+        "rollout_probs_diff_mean",
+        "rollout_probs_diff_std",
+        "rollout_probs_diff_max",
+        "rollout_actor_probs_pearson_corr",
+    ),
     *("rollout_rs_masked_fraction", "rollout_rs_token_k1_mean", "rollout_rs_seq_max_k2_mean"),
 }
 

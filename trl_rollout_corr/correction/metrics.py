@@ -28,7 +28,8 @@ from .functional import (
     above,
     below,
 )
-from .sums import Applied, Sums
+from .probabilities import collect_probabilities, probability_metrics
+from .sums import Applied, Sums, divide, maximum, std
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,8 @@ class Statistics(Sums):
         for criterion in self.criteria:
             metrics |= _criterion_metrics(s, criterion)
         if self.criteria:
-            metrics["rollout_rs_masked_fraction"] = _divide(s["rejected"], s["tokens"])
-            metrics["rollout_rs_seq_masked_fraction"] = _divide(s["rejected_rows"], s["rows"])
+            metrics["rollout_rs_masked_fraction"] = divide(s["rejected"], s["tokens"])
+            metrics["rollout_rs_seq_masked_fraction"] = divide(s["rejected_rows"], s["rows"])
             metrics |= _gap_of_rejected(s)
         return metrics
 
@@ -142,11 +143,13 @@ def _collect_policies(c: Columns, tokens: Tokens, keep: torch.Tensor | None) -> 
     c.add_columns(("train_nll", "rollout_nll", "gap"), logs)
     c.add_columns(("train_ppl", "rollout_ppl", "ppl_ratio"), logs.clamp(max=LARGEST_POWER).exp_().mul_(c.rows))
     # k3 = r - 1 - d with r = exp(d). `expm1` keeps the digits of a small d
-    excess = torch.expm1(d.clamp(max=LARGEST_POWER))
+    bounded = d.clamp(max=LARGEST_POWER)
+    excess = torch.expm1(bounded)
     gaps = excess - d
     c.add("k3", gaps)
     if keep is not None:
         c.add("kept/k3", gaps * keep)
+    collect_probabilities(c, tokens, bounded, excess)
     # chi^2 = E[r^2] - 1 = E[(r - 1)^2 + 2 (r - 1)]: a sum of squares r^2 would lose a small divergence
     excess.clamp_(max=math.expm1(LOG_RATIO_BOUND))
     c.add("chi2_token", row_squares(excess).add_(excess.sum(-1, keepdim=True), alpha=2.0))
@@ -173,29 +176,30 @@ def _policy_metrics(s: dict[str, float], counts: list[float]) -> dict[str, float
     tokens, rows = s["tokens"], s["rows"]
     percentiles = histogram.percentiles(counts, -s["d_negated_min"], s["d_max"])
     return {
-        "training_log_ppl": _divide(s["train_nll"], rows),
-        "training_ppl": _divide(s["train_ppl"], rows),
-        "rollout_log_ppl": _divide(s["rollout_nll"], rows),
-        "rollout_ppl": _divide(s["rollout_ppl"], rows),
-        "log_ppl_diff": _divide(s["gap"], rows),
-        "log_ppl_abs_diff": _divide(s["abs_gap"], rows),
-        "log_ppl_diff_max": _maximum(s["gap_max"]),
-        "log_ppl_diff_min": -_maximum(s["gap_negated_min"]),
-        "ppl_ratio": _divide(s["ppl_ratio"], rows),
-        "kl": -_divide(s["d"], tokens),
-        "k3_kl": _divide(s["k3"], tokens),
-        "chi2_token": _divide(s["chi2_token"], tokens),
-        "chi2_seq": _divide(s["chi2_seq"], rows),
-        "effective_lr": _divide(s["coefficients"], tokens),
-        "nonfinite_fraction": _divide(s["nonfinite"], s["mask_tokens"]),
+        "training_log_ppl": divide(s["train_nll"], rows),
+        "training_ppl": divide(s["train_ppl"], rows),
+        "rollout_log_ppl": divide(s["rollout_nll"], rows),
+        "rollout_ppl": divide(s["rollout_ppl"], rows),
+        "log_ppl_diff": divide(s["gap"], rows),
+        "log_ppl_abs_diff": divide(s["abs_gap"], rows),
+        "log_ppl_diff_max": maximum(s["gap_max"]),
+        "log_ppl_diff_min": -maximum(s["gap_negated_min"]),
+        "ppl_ratio": divide(s["ppl_ratio"], rows),
+        "kl": -divide(s["d"], tokens),
+        "k3_kl": divide(s["k3"], tokens),
+        "chi2_token": divide(s["chi2_token"], tokens),
+        "chi2_seq": divide(s["chi2_seq"], rows),
+        **probability_metrics(s),
+        "effective_lr": divide(s["coefficients"], tokens),
+        "nonfinite_fraction": divide(s["nonfinite"], s["mask_tokens"]),
         **{
-            f"kl_advantage_{sign}": -_divide(s[f"{sign}/d"], s[f"{sign}/tokens"])
+            f"kl_advantage_{sign}": -divide(s[f"{sign}/d"], s[f"{sign}/tokens"])
             for sign in ("positive", "negative")
             if s.get(f"{sign}/tokens")
         },
         **{f"log_ratio_p{percent}": value for percent, value in percentiles.items()},
-        "log_ratio_min": -_maximum(s["d_negated_min"]),
-        "log_ratio_max": _maximum(s["d_max"]),
+        "log_ratio_min": -maximum(s["d_negated_min"]),
+        "log_ratio_max": maximum(s["d_max"]),
     }
 
 
@@ -268,29 +272,29 @@ def _weight_metrics(s: dict[str, float], bounding: Bounding) -> dict[str, float]
     # effective sample size over the number of tokens: (sum w)^2 / (n sum w^2), from sums of w - 1 and (w - 1)^2
     total, squares = n + s["is/sum"], n + 2 * s["is/sum"] + s["is/squares"]
     if bounding.grows:
-        smallest, largest = (_weight(bounding, d) for d in (-_maximum(s["d_negated_min"]), _maximum(s["d_max"])))
+        smallest, largest = (_weight(bounding, d) for d in (-maximum(s["d_negated_min"]), maximum(s["d_max"])))
     else:
-        smallest, largest = -_maximum(s["is/weight_negated_min"]), _maximum(s["is/weight_max"])
+        smallest, largest = -maximum(s["is/weight_negated_min"]), maximum(s["is/weight_max"])
     metrics = {
-        "rollout_is_mean": _divide(total, n),
+        "rollout_is_mean": divide(total, n),
         "rollout_is_max": largest,
         "rollout_is_min": smallest,
-        "rollout_is_std": _std(s["is/sum"], s["is/squares"], n),
+        "rollout_is_std": std(s["is/sum"], s["is/squares"], n),
         "rollout_is_eff_sample_size": total**2 / (n * squares) if n and squares > 0 else (0.0 if n else math.nan),
-        "rollout_is_ratio_fraction_high": _divide(s["is/high"], s["is/units"]),
-        "rollout_is_ratio_fraction_low": _divide(s["is/low"], s["is/units"]),
-        "rollout_is_seq_mean": _divide(rows + s["is/row_sum"], rows),
-        "rollout_is_seq_std": _std(s["is/row_sum"], s["is/row_squares"], rows, sample=True),
-        "rollout_is_seq_max": _maximum(s["is/row_max"]),
-        "rollout_is_seq_min": -_maximum(s["is/row_negated_min"]),
-        "rollout_is_seq_max_deviation": _maximum(s["is/deviation"]),
-        "rollout_is_seq_fraction_high": _divide(s["is/row_high"], rows),
-        "rollout_is_seq_fraction_low": _divide(s["is/row_low"], rows),
+        "rollout_is_ratio_fraction_high": divide(s["is/high"], s["is/units"]),
+        "rollout_is_ratio_fraction_low": divide(s["is/low"], s["is/units"]),
+        "rollout_is_seq_mean": divide(rows + s["is/row_sum"], rows),
+        "rollout_is_seq_std": std(s["is/row_sum"], s["is/row_squares"], rows, sample=True),
+        "rollout_is_seq_max": maximum(s["is/row_max"]),
+        "rollout_is_seq_min": -maximum(s["is/row_negated_min"]),
+        "rollout_is_seq_max_deviation": maximum(s["is/deviation"]),
+        "rollout_is_seq_fraction_high": divide(s["is/row_high"], rows),
+        "rollout_is_seq_fraction_low": divide(s["is/row_low"], rows),
     }
     if bounding.drops:
-        metrics["rollout_is_oob_ratio"] = _divide(s["is/outside"], n)
+        metrics["rollout_is_oob_ratio"] = divide(s["is/outside"], n)
     if bounding.normalized:
-        mean = _divide(s["is/norm_sum"], s["is/norm_count"])
+        mean = divide(s["is/norm_sum"], s["is/norm_count"])
         metrics["rollout_is_batch_norm_factor"] = 1.0 if mean <= MIN_MEAN_WEIGHT else mean
     return metrics
 
@@ -351,48 +355,25 @@ def _criterion_metrics(s: dict[str, float], criterion: Criterion) -> dict[str, f
 
     tokens, rows = s["tokens"], s["rows"]
     metrics = {
-        "mean": _divide(get("sum"), tokens),
-        "max": _maximum(get("statistic_max")),
-        "min": -_maximum(get("statistic_negated_min")),
-        "fraction_high": _divide(get("high"), get("units")),
-        "fraction_low": _divide(get("low"), get("units")),
-        "std": _std(get("bounded"), get("bounded_squares"), tokens),
-        "seq_mean": _divide(get("row_sum"), rows),
-        "seq_std": _std(get("row_sum"), get("row_squares"), rows, sample=True),
-        "seq_max": _maximum(get("row_max")),
-        "seq_min": -_maximum(get("row_negated_min")),
-        "seq_max_deviation": _maximum(get("deviation")),
-        "seq_fraction_high": _divide(get("row_high"), rows),
-        "masked_fraction": _divide(get("rejected"), tokens),
-        "seq_masked_fraction": _divide(get("rejected_rows"), rows),
+        "mean": divide(get("sum"), tokens),
+        "max": maximum(get("statistic_max")),
+        "min": -maximum(get("statistic_negated_min")),
+        "fraction_high": divide(get("high"), get("units")),
+        "fraction_low": divide(get("low"), get("units")),
+        "std": std(get("bounded"), get("bounded_squares"), tokens),
+        "seq_mean": divide(get("row_sum"), rows),
+        "seq_std": std(get("row_sum"), get("row_squares"), rows, sample=True),
+        "seq_max": maximum(get("row_max")),
+        "seq_min": -maximum(get("row_negated_min")),
+        "seq_max_deviation": maximum(get("deviation")),
+        "seq_fraction_high": divide(get("row_high"), rows),
+        "masked_fraction": divide(get("rejected"), tokens),
+        "seq_masked_fraction": divide(get("rejected_rows"), rows),
     }
     if criterion.signed:
-        metrics["seq_fraction_low"] = _divide(get("row_low"), rows)
+        metrics["seq_fraction_low"] = divide(get("row_low"), rows)
     metrics = {f"rollout_rs_{criterion.name}_{key}": value for key, value in metrics.items()}
     if criterion.name == "seq_max_k1":
-        metrics["rollout_is_catastrophic_token_fraction"] = _divide(get("veto_tokens"), tokens)
-        metrics["rollout_is_veto_fraction"] = _divide(get("veto_rows"), rows)
+        metrics["rollout_is_catastrophic_token_fraction"] = divide(get("veto_tokens"), tokens)
+        metrics["rollout_is_veto_fraction"] = divide(get("veto_rows"), rows)
     return metrics
-
-
-# Finishing ------------------------------------------------------------------------------------------------------------
-
-
-def _divide(total: float, count: float) -> float:
-    return total / count if count else math.nan
-
-
-def _maximum(value: float) -> float:
-    return value if math.isfinite(value) else math.nan
-
-
-def _std(total: float, squares: float, count: float, *, sample: bool = False) -> float:
-    """Standard deviation from a sum and a sum of squares; with `sample`, the unbiased one (divided by n - 1)."""
-    if not count:
-        return math.nan
-    if count == 1:
-        return 0.0
-    variance = squares / count - (total / count) ** 2
-    if variance < 1e-14 * squares / count:  # rounding error of a difference of equal numbers
-        return 0.0
-    return math.sqrt(variance * count / (count - 1)) if sample else math.sqrt(variance)

@@ -86,3 +86,28 @@ class SegmentedSums(Sums):
         ]
         maxima = [segments.get(name, nothing - math.inf).reshape(1) for name in cls.MAXIMA]
         return cls(tuple(chain(*cls.SEGMENTS.values())), cls.MAXIMA, torch.cat([*parts, *maxima]))
+
+
+# Numbers ----------------------------------------------------------------------------------------------------------------
+
+
+def divide(total: float, count: float) -> float:
+    """A mean; NaN of nothing."""
+    return total / count if count else math.nan
+
+
+def maximum(value: float) -> float:
+    """A maximum; NaN of nothing."""
+    return value if math.isfinite(value) else math.nan
+
+
+def std(total: float, squares: float, count: float, *, sample: bool = False) -> float:
+    """Standard deviation from a sum and a sum of squares; with `sample`, the unbiased one (divided by n - 1)."""
+    if not count:
+        return math.nan
+    if count == 1:
+        return 0.0
+    variance = squares / count - (total / count) ** 2
+    if variance < 1e-14 * squares / count:  # rounding error of a difference of equal numbers
+        return 0.0
+    return math.sqrt(variance * count / (count - 1)) if sample else math.sqrt(variance)
