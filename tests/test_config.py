@@ -840,7 +840,7 @@ def test_a_threshold_of_a_preset_is_not_that_of_other_criteria(criteria):
     [
         ({"rollout_monitor": "shout"}, "`rollout_monitor` must be one of warn, stop or None, got 'shout'"),
         ({"rollout_tracked_metrics": "some"}, "`rollout_tracked_metrics` must be one of essential, all"),
-        ({"rollout_monitor_bounds": {"k3": 1}}, "`rollout_monitor_bounds` has 'k3', which is no bound"),
+        ({"rollout_monitor_bounds": {"k3": 1}}, "`rollout_monitor_bounds` has 'k3', which is not a bound"),
         ({"rollout_monitor_bounds": '{"k3_high": "x"}'}, "sets 'k3_high' to 'x', which must be a number"),
         ({"rollout_monitor_bounds": "k3_high"}, "such as .* on a command line; got 'k3_high'"),
     ],

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 # Wings, and the modules of each. A module imports modules above it, of its own wing and of wings above that
 ORDER = {
     "messages": [],
-    "health": ["advice", "bands", "windows", "rule", "conditions", "rules", "examine"],
+    "health": ["advice", "bands", "windows", "placeholders", "rule", "conditions", "rules", "examine"],
     "settings": [
         "criteria",
         "presets",

@@ -9,10 +9,11 @@ from dataclasses import asdict
 import pytest
 
 from tests.launching import ROOT, benchmarks
+from tests.training import TRAINERS
 from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.health.bands import HEALTHY
 from trl_rollout_corr.health.examine import Examiner, examine, parse_bounds
-from trl_rollout_corr.health.rule import Alarm
+from trl_rollout_corr.health.placeholders import placeholders
 from trl_rollout_corr.health.rules import BOUNDS, RULES, SILENCED
 from trl_rollout_corr.health.windows import Window
 from trl_rollout_corr.messages import PREFIX
@@ -143,15 +144,83 @@ def test_a_single_window_is_forgiven_and_most_of_several_are_not(name):
 @pytest.mark.parametrize("name", BOUNDS)
 def test_what_an_alarm_says(name):
     bound = BOUNDS[name]
-    said = str(Alarm(name, bound.severity, bound.key, 1, 1, 0.5, bound.seen, bound.why, bound.advice, "> 0.1"))
-    assert said.removesuffix(" {in_step}").endswith(".")
+    texts = [_advice(name, settings) for settings in (None, config(), config(**SEQUENCE), config(**DISABLED))]
+    for text in texts:
+        assert re.fullmatch(r"[A-Z`].*\.", text)
+        assert not re.search(r"\. [a-z]|  |[{}]|\.\.", text)
+    said = f"{bound.seen} {bound.why} {' '.join(texts)}"
+    assert all(text.endswith(".") for text in (bound.seen, bound.why))
     assert bound.severity in ("warning", "critical")
     assert bound.patience % 2 == 1
     assert set(bound.covers) < set(BOUNDS)
     fields = set(re.findall(r"`((?:rollout|bypass)\w*)`", said))
     keys = {other.key for other in BOUNDS.values()}
     assert fields <= set(RolloutCorrectionConfig.__dataclass_fields__) | keys
-    assert set(re.findall(r"\b(?:token|seq)_(?:\w+_)?k[123]\b", bound.advice)) <= {*CRITERIA}
+    assert set(re.findall(r"\b(?:token|seq)_(?:\w+_)?k[123]\b", said)) <= {*CRITERIA}
+
+
+def _advice(name, settings, **metrics):
+    """The advice of a bound in a run with these settings."""
+    window = _window({**CORRECTED, **metrics}, settings)
+    return " ".join(BOUNDS[name].advice.format(**placeholders(window)).split())
+
+
+def args(trainer="grpo", **fields):
+    """A configuration of a trainer, with the settings of TRL."""
+    config_class = TRAINERS[trainer][1]
+    plain = {"use_cpu": True, "bf16": False, "report_to": []}
+    return config_class("unused", **{**plain, "rollout_correction": "auto", **fields})
+
+
+@pytest.mark.parametrize("trainer", ["grpo", "async_grpo"])
+@pytest.mark.parametrize("name", BOUNDS)
+def test_a_run_is_not_told_about_options_that_it_does_not_have(name, trainer):
+    settings = args(trainer)
+    text = _advice(name, settings)
+    assert "`rollout_is`" not in text  # is token
+    fields = {*settings.__dataclass_fields__, *(other.key for other in BOUNDS.values())}
+    named = {word for word in re.findall(r"`([a-z]\w*)`", text) if word not in {"log_ratio_min", "lora_dropout", "kl"}}
+    assert named <= fields | ({"mask_truncated_completions"} if trainer == "async_grpo" else set())
+    assert "seq_mean" not in text  # its criteria are of tokens
+    assert "lower `rollout_is_threshold`" not in text  # no weight is above 1
+    assert "processed_logprobs" not in text or trainer == "async_grpo"
+
+
+def test_the_advice_names_the_options_that_the_run_can_change():
+    low = "effective_lr_low"
+    assert "set `rollout_rs_threshold` to the spread" in _advice(low, config(rollout_correction="decoupled_geo_rs"))
+    assert _advice(low, config(rollout_correction="decoupled_seq_is")).startswith("Set `rollout_is` to token. To make")
+    unknown = _advice(low, None)
+    assert unknown.startswith("If `rollout_is` is sequence, set it to token. If as many")
+    spread = "effective_sample_size"
+    assert "lower `rollout_is_threshold`" in _advice(spread, config(rollout_correction="decoupled_token_is"))
+    dropped = _advice(spread, config(rollout_correction="decoupled_token_icepop"), rollout_is_oob_ratio=0.4)
+    assert "A share of 0.4 of the tokens has a ratio outside of `rollout_is_threshold`" in dropped
+    assert "A higher bound never helps" not in dropped
+    assert "widen `rollout_is_threshold`" in _advice(
+        "everything_rejected", config(rollout_correction="decoupled_token_icepop"), rollout_is_oob_ratio=1.0
+    )
+    high = _advice("effective_lr_high", config(rollout_correction="decoupled_geo_rs", rollout_rs_renormalize=True))
+    assert high.startswith("`rollout_rs_renormalize` divides by the share of tokens")
+
+
+def test_newer_weights_are_had_in_the_way_of_the_trainer():
+    assert _advice("staleness", args()) == "Push weights to the sampler more often."
+    assert _advice("staleness", args(num_iterations=2)) == "Lower `num_iterations`."
+    both = args(steps_per_generation=4, gradient_accumulation_steps=2, num_iterations=2)
+    assert _advice("staleness", both) == "Lower `steps_per_generation` or `num_iterations`."
+    assert _advice("staleness", args("async_grpo")) == "Lower `weight_sync_steps` or `max_staleness`."
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_only_options_that_distort_the_sampler_are_named():
+    name = "biased_ratio"
+    assert _advice(name, args()).startswith("Check the temperature")
+    assert _advice(name, args(top_p=0.9)).startswith("Set `top_p` to its default. You can also set `rollout_support`")
+    assert "rollout_support" not in _advice(name, args(repetition_penalty=1.1))
+    served = {"use_vllm": True, "vllm_mode": "server"}
+    assert "rollout_support" not in _advice(name, args(top_p=0.9, **served))
+    assert "`min_p`, `repetition_penalty` to their defaults" in _advice(name, None)
 
 
 def test_a_warning_silences_nothing_critical():
@@ -395,15 +464,17 @@ def test_log_probabilities_that_go_wrong_later_are_left_to_the_correction():
 
 
 def test_advice_has_the_numbers_of_the_run():
+    geo = config(rollout_correction="decoupled_geo_rs_token_tis")
     window = {**CORRECTED, "rollout_rs_masked_fraction": 0.6, "log_ppl_abs_diff": 0.02}
     log = [{**entry, "completions/mean_length": 212.0} for entry in history(*[window] * 9) if "loss" in entry]
-    advice = examine(log, config())[0].advice
+    advice = examine(log, geo)[0].advice
     assert (
-        "[0.926, 1.079] (nearly all of its completions, whose mean log-ratio is 0.02 in size at 212 tokens)." in advice
+        "[0.926, 1.079] (they keep nearly all completions of this window, whose mean log-ratio is 0.02 in size at 212 tokens)."
+        in advice
     )
     narrow = {**window, "log_ppl_abs_diff": 0.0002}
-    assert "[0.99924, 1.00077]" in examine(history(*[narrow] * 9), config())[0].advice
-    assert "bounds from its spread" in examine(history(*[{**window, "log_ppl_abs_diff": 0.0}] * 9), config())[0].advice
+    assert "[0.99924, 1.00077]" in examine(history(*[narrow] * 9), geo)[0].advice
+    assert "bounds from the spread" in examine(history(*[{**window, "log_ppl_abs_diff": 0.0}] * 9), geo)[0].advice
 
 
 def test_advised_bounds_keep_nearly_all():
@@ -411,7 +482,7 @@ def test_advised_bounds_keep_nearly_all():
     values = [statistics.NormalDist(0, 0.03).inv_cdf((i + 0.5) / 2000) for i in range(2000)]
     size = statistics.fmean(map(abs, values))
     low, high = re.search(
-        r"\[(.*), (.*)\] ", _window({"log_ppl_abs_diff": size}, None).numbers()["geometric"]
+        r"\[(.*), (.*)\] ", placeholders(_window({"log_ppl_abs_diff": size}, None))["widen"]
     ).groups()
     kept = sum(float(low) <= math.exp(value) <= float(high) for value in values) / len(values)
     assert 0.99 < kept < 1
@@ -555,12 +626,15 @@ def test_bounds_as_json():
 @pytest.mark.parametrize(
     ("bounds", "message"),
     [
-        ({"k3": 0.1}, "`rollout_monitor_bounds` has 'k3', which is no bound. Available bounds: nonfinite_many, "),
+        ({"k3": 0.1}, "`rollout_monitor_bounds` has 'k3', which is not a bound. Available bounds: nonfinite_many, "),
         (
             {"k3_high": "much"},
             "`rollout_monitor_bounds` sets 'k3_high' to 'much', which must be a number, or None",
         ),
-        ({"k3_kl": 0.1}, "'k3_kl', which is no bound. This rule has the bounds k3_high, k3_uncorrected, k3_corrected"),
+        (
+            {"k3_kl": 0.1},
+            "'k3_kl', which is not a bound. This rule has the bounds k3_high, k3_uncorrected, k3_corrected",
+        ),
         ({"k3_high": True}, "'k3_high' to True, which must be a number"),
         ({"k3_high": math.nan}, "'k3_high' to nan, which must be a number"),
         ({"k3_high": [0.1, 0.2]}, "which must be a number"),

@@ -14,7 +14,7 @@ Situation = Literal["healthy", "gap", "growing gap", "broken"]
 # bfloat16 is larger in most models.
 NEGLIGIBLE = 0.004
 
-# The preset of each mode: one that needs no bounds made of the run's own data. `benchmarks/arena` has the accuracy of each.
+# The preset of each mode: one without bounds that must be fitted to the run. `benchmarks/arena` has the accuracy of each.
 _PRESETS: Mapping[Mode, str] = {
     "decoupled": "auto",
     "ppo_clip": "bypass_ppo_clip",
@@ -52,7 +52,7 @@ def advise(mode: Mode, situation: Situation, *, corrects: bool = False, spread: 
     Advise a correction for a run in a mode of [`mode_of`], which the advice keeps.
 
     `situation` is the state of the run: `"healthy"` (no alarm), `"gap"` (trainer and sampler are too far apart),
-    `"growing gap"` (the gap grows in spite of a correction), or `"broken"` (log-probabilities are wrong, which no correction
+    `"growing gap"` (the gap grows although it is corrected), or `"broken"` (log-probabilities are wrong, which no correction
     repairs). `spread` is the root mean square of the log-ratio, in nats, if it is known.
     """
     preset = {"rollout_correction": _PRESETS[mode]}
@@ -60,10 +60,12 @@ def advise(mode: Mode, situation: Situation, *, corrects: bool = False, spread: 
         return Advice({}, "The log-probabilities are wrong, and no correction repairs them. Find the cause first.")
     if situation == "growing gap":
         return Advice(
-            preset, "The preset needs no bounds of the run, and the data of a growing gap are no basis for bounds."
+            preset, "This preset has no bounds to fit, and bounds that are fitted to a growing gap would be wrong."
         )
     if spread is not None and spread < NEGLIGIBLE:
-        return Advice({}, f"The log-ratio has a root mean square of {spread:.2g} nats: a correction changes nothing.")
+        return Advice(
+            {}, f"The log-ratio has a root mean square of {spread:.2g} nats. A correction would change nothing."
+        )
     if corrects:
-        return Advice({}, "The run has a correction, and its policies are close enough for it.")
-    return Advice(preset, "The preset needs no bounds of the run.")
+        return Advice({}, "The run has a correction, and sampler and trainer are close enough for it.")
+    return Advice(preset, "This preset has no bounds to fit.")

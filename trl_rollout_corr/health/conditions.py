@@ -1,7 +1,5 @@
 """Conditions of rules, and numbers that rules compare in place of a metric."""
 
-from typing import Any
-
 from .windows import Window
 
 
@@ -16,11 +14,7 @@ def vetoes(window: Window) -> bool:
 
 def truncates_outliers(window: Window) -> bool:
     """True if weights are truncated at a bound above 1, which rounding does not reach."""
-    bound: Any = window.setting("rollout_is_threshold")
-    while isinstance(bound, list) and bound:  # the largest bound is the upper one of positive advantages
-        bound = bound[-1]
-    upper = bound if isinstance(bound, int | float) else window.get("rollout_is_seq_max") or 2.0
-    return window.weights_act and window.get("rollout_is_oob_ratio") is None and upper > 1.0
+    return window.weights_act and window.get("rollout_is_oob_ratio") is None and window.weight_bound > 1.0
 
 
 def k3_growth(window: Window) -> float | None:

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from ..messages import nearest
+from .placeholders import placeholders
 from .rule import Alarm, Bound
 from .rules import BOUNDS, RULES, SILENCED
 from .windows import Course, Window, is_training_window
@@ -62,7 +63,7 @@ class Examiner:
     @staticmethod
     def _alarm(bound: Bound, limit: float, value: float, window: Window) -> Alarm:
         seen, step = bound.seen.format(value=value, limit=limit, side="below" if bound.below else "above"), window.step
-        advice = " ".join(bound.advice.format(**window.numbers()).split())
+        advice = " ".join(bound.advice.format(**placeholders(window)).split())
         if window.only_measured and bound.key.startswith(_EFFECTS):
             seen = f"If the correction were applied: {seen}"
         passed = f"{'<' if bound.below else '>'} {limit:g}"
@@ -94,7 +95,7 @@ def parse_bounds(bounds: Mapping[str, float | None] | str | None) -> dict[str, f
             own = [bound.name for rule in RULES for bound in rule.bounds if rule.name == name]
             remedy = f" This rule has the bounds {', '.join(own)}." if own else nearest(name, BOUNDS)
             raise ValueError(
-                f"{field} has {name!r}, which is no bound.{remedy} Available bounds: {', '.join(BOUNDS)}."
+                f"{field} has {name!r}, which is not a bound.{remedy} Available bounds: {', '.join(BOUNDS)}."
             )
         number = isinstance(limit, int | float) and not isinstance(limit, bool) and not math.isnan(limit)
         if limit is not None and not number:

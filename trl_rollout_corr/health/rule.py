@@ -70,7 +70,8 @@ class Bound:
         seen (`str`):
             The observation; `{value}`, `{limit}` and `{side}` ("above" or "below") are filled in.
         advice (`str`):
-            The settings to change. The placeholders of [`Window.numbers`] are filled in.
+            The settings to change. The placeholders of [`~trl_rollout_corr.health.placeholders.placeholders`] are
+            filled in.
         patience (`int`, *optional*, defaults to `3`):
             Number of windows. It is passed if more than half of the latest `patience` windows are unhealthy, with the latest.
         lasting (`int`, *optional*, defaults to `0`):

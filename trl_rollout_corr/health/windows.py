@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..messages import PREFIX
-from .advice import Situation, advise, mode_of
 
 
 def windows_of(steps: int, spacing: int, *, at_most: int) -> int:
@@ -200,48 +199,13 @@ class Window:
         """True if importance weights multiply the gradient, or would without `rollout_metrics_only`."""
         return not self.clips and self.get("rollout_is_mean") is not None
 
-    def numbers(self) -> dict[str, str]:
-        """
-        Texts for the advice of rules, by placeholder.
-
-        `geometric` are bounds that keep nearly all completions of this window: three standard deviations of the mean log-ratio
-        of a completion, which are 3.8 times the mean of its absolute value. `correct` and `instead` are sentences on the
-        correction, for a gap and for one that grows in spite of a correction; `in_step` on a gap without staleness.
-        """
-        size, geometric = self.get("log_ppl_abs_diff"), "bounds from its spread"
-        if size is not None and 0 < size < 5:
-            length = self.metrics.get("completions/mean_length")
-            tokens = f" at {length:.0f} tokens" if isinstance(length, int | float) else ""
-            words = f"nearly all of its completions, whose mean log-ratio is {size:.2g} in size{tokens}"
-            geometric = f"{_bounds(-3.8 * size, 3.8 * size)} ({words})"
-        return {
-            "geometric": geometric,
-            "correct": self._advised("gap"),
-            "instead": self._advised("growing gap"),
-            "in_step": _IN_STEP if self.get("staleness_max") == 0 else "",
-        }
-
-    def _advised(self, situation: Situation) -> str:
-        """The correction to set, in a sentence; empty if there is nothing to change."""
-        if self.only_measured:
-            return "Set `rollout_metrics_only` to False, so that the correction has an effect."
-        advice = advise(mode_of(self.settings), situation, corrects=self.corrects)
-        return advice.sentence if any(self.setting(k) != value for k, value in advice.settings.items()) else ""
-
-
-# Causes of a gap if the sampler announces no staleness
-_IN_STEP = (
-    "The sampler announces no staleness: a sampler of your own may be behind without setting `trainer.rollout_step`, or the "
-    "trainer may have dropout (also `lora_dropout` of an adapter)."
-)
-
-
-def _bounds(low: float, high: float) -> str:
-    """Bounds on a ratio from those of its logarithm, widened to two digits of their distance from 1."""
-    digits = max(2, 1 - math.floor(math.log10(max(1 - math.exp(low), 1e-6))))
-    step = 10.0**-digits
-    lower, upper = math.floor(math.exp(low) / step) * step, math.ceil(math.exp(high) / step) * step
-    return f"[{max(lower, 0.0):.{digits}f}, {upper:.{digits}f}]"
+    @property
+    def weight_bound(self) -> float:
+        """Largest importance weight that the run allows. If the settings are unknown: the largest that was logged, or 2."""
+        bound: Any = self.setting("rollout_is_threshold")
+        while isinstance(bound, list) and bound:  # the largest bound is the upper one of positive advantages
+            bound = bound[-1]
+        return float(bound) if isinstance(bound, int | float) else self.get("rollout_is_seq_max") or 2.0
 
 
 def is_training_window(entry: Mapping[str, object]) -> bool:
