@@ -183,6 +183,41 @@ def test_every_preset_has_a_row(tmp_path):
     assert all(a != b for i, a in enumerate(fields) for b in fields[:i])
 
 
+def rows_of(*arguments) -> list[str]:
+    """Names in the first column of the table, without marks."""
+    lines = [line for line in compare(*arguments).splitlines() if line.startswith("| ")][2:]
+    return [line.split("|")[1].split("(")[0].strip() for line in lines]
+
+
+@pytest.mark.parametrize("preset", ["auto", "decoupled_k3_rs_seq_tis", "bypass_ppo_clip", "bypass_dppo_tv"])
+def test_about_a_dozen_rows_matter_for_a_run_and_all_are_there_on_request(preset, tmp_path):
+    folder = make_dump(tmp_path, settings={"rollout_correction": preset})
+    few, every = rows_of(folder), rows_of(folder, "--all")
+    assert len(few) <= 14
+    assert {"this run", "bounds that fit", "disabled", "auto", "bypass_ppo_clip", preset} <= set(few)
+    assert [row for row in every if row in few] == few
+    assert set(every) == {"this run", "bounds that fit", *PRESETS}
+    assert f"\n{len(every) - len(few)} other presets" in compare(folder)
+    assert "--all." not in compare(folder, "--all")
+
+
+def test_the_columns_are_explained_below_the_table(tmp_path):
+    below = compare(make_dump(tmp_path)).split("\n\n")[2]
+    assert [line.split(":")[0] for line in below.splitlines()][:3] == ["ESS", "cosine", "norm"]
+
+
+def test_a_run_is_not_advised_the_settings_that_it_has(tmp_path):
+    found = document(make_dump(tmp_path / "healthy", settings={"rollout_correction": "auto"}))["recommendation"]
+    assert (found["row"], found["fields"]) == ("this run", {})
+    assert "The run has the settings of `auto` already." in found["why"]
+    changed = {"rollout_correction": "auto", "rollout_rs": "token_tv", "rollout_rs_threshold": [[0.3, 0.3]]}
+    found = document(make_dump(tmp_path / "changed", settings=changed))["recommendation"]
+    assert found["fields"] == {"rollout_correction": "auto"}
+    far = document(make_dump(tmp_path / "far", spread=1.0, settings={"rollout_correction": "auto"}))["recommendation"]
+    assert (far["row"], far["fields"]) == ("this run", {})
+    assert "find the cause of the gap first" in far["why"]
+
+
 def test_the_table_is_markdown_and_has_dashes_for_what_there_is_not(tmp_path):
     first, _ = compare(make_dump(tmp_path, spread=3.0, gaussian=True), "--steps", ":").split("\nSpread")
     rows = [line for line in first.splitlines() if line.startswith("|")]
@@ -249,7 +284,7 @@ def test_after_an_alarm_about_bounds_there_are_bounds(tmp_path):
     ("settings", "preset"),
     [
         ({}, "auto"),
-        ({"rollout_correction": "bypass_ppo_clip"}, "bypass_ppo_clip"),
+        ({"rollout_correction": "bypass_ppo_clip_k3_rs"}, "bypass_ppo_clip"),
         ({"rollout_correction": "bypass_pg_is"}, "bypass_pg_token_icepop"),
     ],
 )
@@ -392,7 +427,7 @@ def test_there_are_no_bounds_within_rounding():
 )
 def test_the_suggested_yaml_is_a_configuration_in_the_mode_of_the_run(settings, preset, tmp_path):
     folder = make_dump(tmp_path / "dump", settings=settings)
-    _, text = re.findall(r"^```yaml\n(.*?)^```$", compare(folder), re.MULTILINE | re.DOTALL)
+    *_, text = re.findall(r"^```yaml\n(.*?)^```$", compare(folder), re.MULTILINE | re.DOTALL)
     fields = yaml.safe_load(text)
     config = RolloutCorrectionConfig(**fields)
     run = RolloutCorrectionConfig(**settings)

@@ -114,6 +114,7 @@ REPORT = [
     "compose",  # so far without matplotlib
     "drawing",
     "html_page",
+    "follow",
     "command",
 ]
 

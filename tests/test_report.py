@@ -463,8 +463,8 @@ def test_of_two_runs_each_has_its_color_in_every_chart():
         colors = {name: line.get_color() for name, line in drawn(chart).items() if name in ("a", "b")}
         if len(chart.series) == 1:  # no legend
             colors = {"b": COLORS[chart.series[0].color][0]}
-        assert colors["b"] == COLORS["line"][0]
-        assert colors.get("a", COLORS["second"][0]) == COLORS["second"][0]
+        assert colors["b"] == COLORS["second"][0]
+        assert colors.get("a", COLORS["line"][0]) == COLORS["line"][0]  # as in a page about this run alone
 
 
 def test_the_kl_of_trl_to_its_reference_is_not_the_kl_to_the_sampler():

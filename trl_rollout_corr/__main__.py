@@ -128,7 +128,13 @@ def _add_report(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         "or two of them",
     )
     output = "report.html, or report.png for the state and the main charts alone (default: report.html)"
-    command.add_argument("-o", "--output", default="report.html", help=output)
+    command.add_argument("-o", "--output", help=output)
+    follow = (
+        "make the page again while the run goes on, which may begin later, until Ctrl-C: served on an address of this "
+        "machine, or with -o in a file that loads itself again"
+    )
+    command.add_argument("--follow", action="store_true", help=follow)
+    command.add_argument("--port", type=int, help="port of the address that --follow serves (default: a free one)")
     command.set_defaults(run=_report, subject="output")
 
 
@@ -148,7 +154,10 @@ def _add_compare(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
         metavar="FILE",
         help="YAML with settings to compare, such as a recipe; may be given again",
     )
-    command.add_argument("--json", action="store_true", help="print JSON")
+    command.add_argument(
+        "--all", action="store_true", help="a row for every preset (default: those that matter for the run)"
+    )
+    command.add_argument("--json", action="store_true", help="print JSON, with every preset")
     command.add_argument(
         "--steps",
         metavar="FIRST:LAST",
@@ -214,8 +223,15 @@ def _convert(args: argparse.Namespace) -> str:
 
 
 def _report(args: argparse.Namespace) -> str:
-    from .analysis.report.command import write_report
+    from .analysis.report.command import follow_report, write_report
 
+    if args.port is not None and (args.output is not None or not args.follow):
+        raise SelfContainedError(
+            f"--port {args.port} needs --follow without -o: only a page that is served has a port"
+        )
+    if args.follow:
+        return follow_report(args.source, args.output, args.port or 0)
+    args.output = args.output or "report.html"
     return write_report(args.source, args.output)
 
 
@@ -227,7 +243,7 @@ def _compare(args: argparse.Namespace) -> str:
             raise SelfContainedError(f"--{name} must be a number above 0, got {value}")
     clip = 1 - args.epsilon, 1 + (args.epsilon if args.epsilon_high is None else args.epsilon_high)
     steps = _parse_steps(args.steps)
-    return compare(args.dump, args.config, clip=clip, steps=steps, as_json=args.json)
+    return compare(args.dump, args.config, clip=clip, steps=steps, every=args.all, as_json=args.json)
 
 
 def _diagnose(args: argparse.Namespace) -> str:

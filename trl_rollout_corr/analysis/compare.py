@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ..dumps.reading import open_dump
-from ..health.advice import Advice, mode_of
+from ..health.advice import ADVISED, NEGLIGIBLE, Advice, mode_of
 from ..health.bands import HEALTHY
 from ..health.examine import examine
 from ..messages import rounded, three_decimals, warn, yaml_lines
 from ..settings.config import RolloutCorrectionConfig
 from ..settings.files import config_of_run, read_config
-from ..settings.presets import PRESETS
+from ..settings.presets import DEFAULT, PRESETS
 from .recommend import first_alarm, recommend
 from .recompute import Batch, Effect, batch_of, recompute
 from .run import log_of_dump
@@ -30,6 +30,14 @@ _REJECTING: dict[str, str] = {
 }
 
 
+# Below the table
+_EXPLAINED = (
+    "ESS: effective sample size of the weights, a share of the tokens; 1 if all weights are equal, - without weights.",
+    "cosine: of the angle between the gradient with and without the correction; 1 if it points the same way.",
+    "norm: length of the gradient with the correction over that without it; below 1 is a smaller step.",
+)
+
+
 class Comparison(NamedTuple):
     """The numbers and sentences that are printed."""
 
@@ -38,6 +46,7 @@ class Comparison(NamedTuple):
     effects: list[
         tuple[str, RolloutCorrectionConfig, Effect]
     ]  # of each setting: its name in the table, and its fields
+    left_out: int  # presets without a row
     spread: Spread  # of the log-ratio
     notes: list[str]  # about the sequences and the run
     best: Advice  # the settings to try first
@@ -51,6 +60,7 @@ def compare(
     *,
     clip: tuple[float, float],
     steps: tuple[int, int] | None = None,
+    every: bool = False,
     as_json: bool = False,
 ) -> str:
     """
@@ -65,8 +75,10 @@ def compare(
             Ratios below and above which PPO clips, for settings in bypass mode.
         steps (`tuple[int, int]`, *optional*):
             First and last optimizer step to take. By default all, but without bounds if there was an alarm about the policies.
+        every (`bool`, *optional*, defaults to `False`):
+            Give every preset a row, and not only those that matter for the run.
         as_json (`bool`, *optional*, defaults to `False`):
-            Return JSON.
+            Return JSON, with every preset.
 
     Returns:
         `str`: the text to print.
@@ -93,12 +105,15 @@ def compare(
     batch = batch_of(sequences, sequences.sampled)
     spread = spread_of(batch)
     best = recommend(config, findings, spread.s)
-    fitted = None if alarm or not best.settings else _fitted(spread, config)
-    settings = {_THIS_RUN: config, **({_FITTED: RolloutCorrectionConfig(**fitted)} if fitted else {}), **_presets()}
+    fitted = None if alarm or spread.s < NEGLIGIBLE else _fitted(spread, config)
+    settings = {_THIS_RUN: config, **({_FITTED: RolloutCorrectionConfig(**fitted)} if fitted else {})}
+    presets = _presets()
+    chosen = presets if every or as_json else {name: presets[name] for name in _main_presets(config, presets)}
+    settings |= chosen
     settings |= {file: read_config(file) for file in files}
     effects = _effects(batch, settings, clip, notes)
     row = str(best.settings.get("rollout_correction", _THIS_RUN))
-    comparison = Comparison(batch, config, effects, spread, notes, best, row, fitted)
+    comparison = Comparison(batch, config, effects, len(presets) - len(chosen), spread, notes, best, row, fitted)
     return _as_json(comparison) if as_json else _as_markdown(comparison)
 
 
@@ -136,6 +151,24 @@ def _presets() -> dict[str, RolloutCorrectionConfig]:
     return {name: RolloutCorrectionConfig.from_preset(name) for name in (_REFERENCE, *PRESETS)}
 
 
+def _main_presets(config: RolloutCorrectionConfig, presets: Mapping[str, RolloutCorrectionConfig]) -> list[str]:
+    """
+    The presets that matter for a run: its own, the reference, the default, the one that is advised in each mode, the one whose
+    bounds are fitted, and those in the mode of the run. Of the many in decoupled mode, those that only weigh or only reject.
+    """
+    mode = mode_of(config)
+    named = {_REFERENCE, DEFAULT, *ADVISED.values(), _REJECTING[mode], str(config.rollout_correction)}
+    return [
+        name
+        for name, preset in presets.items()
+        if name in named
+        or (
+            mode_of(preset) == mode
+            and (mode != "decoupled" or (preset.rollout_is is None) != (preset.rollout_rs is None))
+        )
+    ]
+
+
 # Output ------------------------------------------------------------------------------------------------------------------
 
 
@@ -144,6 +177,11 @@ def _as_markdown(c: Comparison) -> str:
     policy = "current" if c.config.bypass_mode else "old"
     s, lengths = c.spread.s, c.spread.lengths
     half = f"{math.log(2) / s**2:.0f} tokens" if s else "any length"
+    left_out = (
+        [f"{c.left_out} other presets, in other modes or with both weights and rejection: --all."]
+        if c.left_out
+        else []
+    )
     header = ["settings", "rejected", "ESS", "effective lr", "cosine", "norm"]
     rows = [[_marked(name, c.row), *map(three_decimals, effect)] for name, _, effect in c.effects]
     lines = [
@@ -152,6 +190,9 @@ def _as_markdown(c: Comparison) -> str:
         *c.notes,
         "",
         *_table(header, rows),
+        "",
+        *_EXPLAINED,
+        *left_out,
         "",
         f"Spread s = {s:.4g}, without tails {c.spread.s_robust:.4g}. Mean length {rounded(lengths.mean().item())} "
         f"({rounded(lengths.min().item())} to {rounded(lengths.max().item())}).",

@@ -1,11 +1,13 @@
 """The settings to try first, which `report` and `compare` recommend."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ..health.advice import Advice, advise, mode_of
 from ..health.rule import Alarm
 from ..messages import PREFIX
 from ..settings.config import RolloutCorrectionConfig
+from ..settings.presets import DECIDED
 
 
 # Metrics of the gap between the policies. An alarm about weights or bounds does not make the sequences unhealthy.
@@ -33,5 +35,16 @@ def recommend(config: RolloutCorrectionConfig, findings: Sequence[Alarm], spread
     Returns:
         [`~trl_rollout_corr.health.advice.Advice`]: empty settings are those of the run.
     """
+    alarm = first_alarm(findings)
     # after an alarm about the gap, a small mean over all steps says nothing
-    return advise(mode_of(config), "gap", spread=None if first_alarm(findings) else spread)
+    best = advise(mode_of(config), "gap", spread=None if alarm else spread)
+    if not best.settings or not _has(config, best.settings):
+        return best
+    why = "Its policies are too far apart all the same: find the cause of the gap first." if alarm else best.reason
+    return Advice({}, f"The run has the settings of `{best.settings['rollout_correction']}` already. {why}")
+
+
+def _has(config: RolloutCorrectionConfig, settings: Mapping[str, Any]) -> bool:
+    """Whether a run corrects with the settings of a preset."""
+    preset = RolloutCorrectionConfig(**settings)
+    return not config.rollout_metrics_only and all(getattr(config, name) == getattr(preset, name) for name in DECIDED)

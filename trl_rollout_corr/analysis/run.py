@@ -2,12 +2,13 @@
 
 import json
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pandas as pd
 
-from ..dumps.files import read_logs
+from ..dumps.files import LOGS, files_of, read_logs
 from ..dumps.reading import Dump, find_dump, open_dump
 from ..health.windows import is_training_window
 from ..messages import PREFIX, SelfContainedError, warn
@@ -99,6 +100,23 @@ def _read(path: Path) -> Run:
     numbers = [{key: x for key, x in entry.items() if type(x) in (int, float)} for entry in merged]
     log = pd.DataFrame(numbers).set_index("step") if merged else pd.DataFrame()
     return Run(merged, log, dump, config, about, damage)
+
+
+def files_of_run(source: str) -> tuple[tuple[str, int, int], ...]:
+    """Name, time of change and size of each file that [`read_run`] would read; none if there is nothing yet."""
+    path = Path(source)
+    try:
+        folder = find_dump(path) if path.is_dir() else None
+        files = _states(path) if path.is_dir() else [path]
+        files += [] if folder is None else [*files_of(folder), folder / LOGS]
+    except FileNotFoundError:  # a file or folder that was just deleted
+        return ()
+    found = []
+    for file in files:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            status = file.stat()
+            found.append((str(file), status.st_mtime_ns, status.st_size))
+    return tuple(found)
 
 
 def _merge(entries: Iterable[Mapping[str, object]]) -> list[dict[str, object]]:

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from .schema import FORMAT, SCHEMA, VERSION
 
 
-_LOGS = "logs.jsonl"
+LOGS = "logs.jsonl"
 _NAME = re.compile(r"step-(\d+)-rank-(\d+)\.parquet")
 
 
@@ -66,7 +66,7 @@ def _without_links(path: str, flags: int) -> int:
 def append_log(folder: Path, entry: Mapping[str, Any]) -> None:
     """Add an entry of the trainer's log to the dump, as one line of JSON. A link in place of the log is an `OSError`."""
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / _LOGS, "a", encoding="utf-8", opener=_without_links) as file:
+    with open(folder / LOGS, "a", encoding="utf-8", opener=_without_links) as file:
         file.write(json.dumps(plain(entry)) + "\n")
 
 
@@ -119,7 +119,7 @@ def rewind(folder: Path, step: int, *, logs: bool = True) -> None:
             path.unlink(missing_ok=True)
     for path in folder.glob(".step-*.partial"):  # of a process that was killed
         path.unlink(missing_ok=True)
-    path = folder / _LOGS
+    path = folder / LOGS
     if logs and path.exists():
         entries = [entry for entry in read_logs(folder) if entry["step"] <= step]
         write_whole(path, lambda file: file.write("".join(json.dumps(entry) + "\n" for entry in entries).encode()))
@@ -132,7 +132,7 @@ def files_of(folder: Path) -> list[Path]:
 
 def read_logs(path: Path, on_damage: Callable[[str], object] | None = None) -> list[dict[str, Any]]:
     """Entries with a step of the log of a dump. `on_damage` is told about each line that cannot be used."""
-    logs, entries = path / _LOGS, []
+    logs, entries = path / LOGS, []
     lines = logs.read_text(encoding="utf-8", errors="replace").splitlines() if logs.is_file() else ()
     for number, line in enumerate(lines, 1):
         try:
@@ -140,7 +140,7 @@ def read_logs(path: Path, on_damage: Callable[[str], object] | None = None) -> l
         except (ValueError, RecursionError):
             if on_damage is not None:
                 on_damage(
-                    f"{_LOGS} is damaged: line {number} of {len(lines)} is cut short or is not JSON, and is left out"
+                    f"{LOGS} is damaged: line {number} of {len(lines)} is cut short or is not JSON, and is left out"
                 )
             continue
         if isinstance(entry, dict) and isinstance(entry.get("step"), int | float):

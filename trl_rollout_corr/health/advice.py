@@ -15,7 +15,7 @@ Situation = Literal["healthy", "gap", "growing gap", "broken"]
 NEGLIGIBLE = 0.004
 
 # The preset of each mode: one without bounds that must be fitted to the run. `benchmarks/arena` has the accuracy of each.
-_PRESETS: Mapping[Mode, str] = {
+ADVISED: Mapping[Mode, str] = {
     "decoupled": "auto",
     "ppo_clip": "bypass_ppo_clip",
     "reinforce": "bypass_pg_token_icepop",
@@ -55,7 +55,7 @@ def advise(mode: Mode, situation: Situation, *, corrects: bool = False, spread: 
     `"growing gap"` (the gap grows although it is corrected), or `"broken"` (log-probabilities are wrong, which no correction
     repairs). `spread` is the root mean square of the log-ratio, in nats, if it is known.
     """
-    preset = {"rollout_correction": _PRESETS[mode]}
+    preset = {"rollout_correction": ADVISED[mode]}
     if situation == "broken":
         return Advice({}, "The log-probabilities are wrong, and no correction repairs them. Find the cause first.")
     if situation == "growing gap":

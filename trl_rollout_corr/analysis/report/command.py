@@ -6,11 +6,13 @@ from pathlib import Path
 
 from ...dumps.files import write_whole
 from ...messages import SelfContainedError
-from ..run import read_run
+from ..run import files_of_run, read_run
 from .compose import compose
 from .drawing import png
 from .facts import analyse
+from .follow import Follower, follow
 from .html_page import render
+from .page import Page
 
 
 def write_report(sources: Sequence[str], output: str) -> str:
@@ -29,17 +31,58 @@ def write_report(sources: Sequence[str], output: str) -> str:
     Raises:
         `ValueError`: in one line that begins with the source that cannot be read, or the output that cannot be written.
     """
+    _check_number(sources)
+    path = _check_output(Path(output))
+    page = _read_page(sources)
+    _write(path, png(page) if path.suffix == ".png" else render(page).encode())
+    return f"{path}\n"
+
+
+def follow_report(sources: Sequence[str], output: str | None, port: int) -> str:
+    """
+    Build the page again whenever files of the runs change, until Ctrl-C. The runs may begin later.
+
+    Args:
+        sources (`Sequence[str]`):
+            As for [`write_report`].
+        output (`str` or `None`):
+            The page to write, in `.html`; `None` serves it on a local address.
+        port (`int`):
+            Port of the address; 0 takes a free one.
+
+    Returns:
+        `str`: the last line to print.
+
+    Raises:
+        `ValueError`: in one line, if the output cannot be written or the port is taken.
+    """
+    _check_number(sources)
+    path = None if output is None else _check_output(Path(output))
+    if path is not None and path.suffix != ".html":
+        raise SelfContainedError(f"{path}: a picture cannot follow a run. Give --follow an output that ends in .html")
+    return follow(make_follower(sources), path, port)
+
+
+def make_follower(sources: Sequence[str]) -> Follower:
+    """The page of runs that go on."""
+    return Follower(
+        lambda: render(_read_page(sources)), lambda: tuple(map(files_of_run, sources)), " and ".join(sources)
+    )
+
+
+def _check_number(sources: Sequence[str]) -> None:
     if len(sources) > 2:
         raise SelfContainedError(f"one run, or two runs to compare; got {len(sources)}: {', '.join(sources)}")
-    path = _check_output(Path(output))
+
+
+def _read_page(sources: Sequence[str]) -> Page:
+    """The page of one run, or of two."""
     names, letters = _names(sources), ("A", "B") if len(sources) > 1 else ("",)
     facts = []
     for name, letter, source in zip(names, letters, sources, strict=True):
         run = read_run(source)
         facts.append(analyse(run, name, letter))
-    page = compose(facts)
-    _write(path, png(page) if path.suffix == ".png" else render(page).encode())
-    return f"{path}\n"
+    return compose(facts)
 
 
 def _check_output(path: Path) -> Path:

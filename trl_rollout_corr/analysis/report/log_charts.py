@@ -92,10 +92,8 @@ def _trend(name: str, metric: str, curves: pd.DataFrame, alarms: Alarms, logs: M
     log = trend.log and bool(curves.min(axis=None) > 0)
     ends = "; ".join(f"{label + ' ' if len(means.columns) > 1 else ''}{_ends(means[label])}" for label in means)
     healthy = f" Healthy: {in_words(metric)}." if metric in HEALTHY else ""
-    labels, roles = (
-        (logs, ("second", "line")) if len(logs) > 1 else (trend.metrics.values(), ("line", "second", "third"))
-    )
-    colors = dict(zip(labels, roles, strict=False))
+    labels = logs if len(logs) > 1 else trend.metrics.values()
+    colors = dict(zip(labels, ("line", "second", "third"), strict=False))
     shown = curves.clip(lower=min(_NOISE, curves.max(axis=None))) if log else curves
     series = []
     for i, label in enumerate(means):
