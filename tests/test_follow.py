@@ -150,7 +150,14 @@ class Command:
 
     def __init__(self, *arguments):
         call = [sys.executable, "-m", "trl_rollout_corr", "report", "--follow", *map(str, arguments)]
-        self.process = subprocess.Popen(call, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        # a shell starts jobs in the background with Ctrl-C ignored, and tests may be such a job
+        self.process = subprocess.Popen(
+            call,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
         self.first = self.process.stdout.readline()
 
     def __enter__(self):
