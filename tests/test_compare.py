@@ -330,7 +330,7 @@ def test_a_gap_without_effect_needs_no_other_settings(spread, tmp_path):
     text = compare(folder)
     assert "| this run (recommended)" in text
     assert "Recommended: this run. The log-ratio has a root mean square of" in text
-    assert "a correction changes nothing." in text
+    assert "A correction would change nothing." in text
     assert document(folder)["recommendation"]["fields"] == {}
     assert document(folder)["suggestion"] is None
 

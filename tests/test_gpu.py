@@ -272,7 +272,7 @@ def test_the_documents_say_of_gpus_what_the_files_do(gpu):
     nothing = {
         "README.md": "nothing was measured on GPUs",
         "README.zh-CN.md": "尚未在 GPU 上做过任何测量",
-        "docs/distributed.md": "Nothing was run on GPUs",
+        "docs/distributed.md": "Nothing ran on GPUs",
         "benchmarks/README.md": "Nothing here was measured on a GPU",
         "benchmarks/gpu/README.md": "None of the figures of this project comes from a GPU yet",
         "CHANGELOG.md": "Nobody ran it on one yet",
