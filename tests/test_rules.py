@@ -188,7 +188,9 @@ def test_a_run_is_not_told_about_options_that_it_does_not_have(name, trainer):
 
 def test_the_advice_names_the_options_that_the_run_can_change():
     low = "effective_lr_low"
-    assert "set `rollout_rs_threshold` to the spread" in _advice(low, config(rollout_correction="decoupled_geo_rs"))
+    assert "set the bounds of seq_mean_k1 in `rollout_rs_threshold` to bounds made from the spread" in _advice(
+        low, config(rollout_correction="decoupled_geo_rs")
+    )
     assert _advice(low, config(rollout_correction="decoupled_seq_is")).startswith("Set `rollout_is` to token. To make")
     unknown = _advice(low, None)
     assert unknown.startswith("If `rollout_is` is sequence, set it to token. If as many")
@@ -474,7 +476,7 @@ def test_advice_has_the_numbers_of_the_run():
     )
     narrow = {**window, "log_ppl_abs_diff": 0.0002}
     assert "[0.99924, 1.00077]" in examine(history(*[narrow] * 9), geo)[0].advice
-    assert "bounds from the spread" in examine(history(*[{**window, "log_ppl_abs_diff": 0.0}] * 9), geo)[0].advice
+    assert "bounds made from the spread" in examine(history(*[{**window, "log_ppl_abs_diff": 0.0}] * 9), geo)[0].advice
 
 
 def test_advised_bounds_keep_nearly_all():

@@ -1,7 +1,7 @@
 """
 The parts of a rule's advice that depend on the run: its numbers, and options that it has and can change.
 
-The advice of a rule names a part in braces, such as `{fresher}`. A part is one or more sentences, or the beginning of one. It is
+The advice of a rule names a part in braces, such as `{fresher}`. A part is one or more sentences, or a piece of one. It is
 empty if the run gives no reason for it.
 """
 
@@ -13,8 +13,8 @@ from .windows import Window
 
 
 _IN_STEP = (
-    "The sampler reports no staleness (`staleness_max` is 0), but a sampler of your own can be stale without saying so: it "
-    "has to set `trainer.rollout_step`."
+    "The sampler reports no staleness (`staleness_max` is 0). A sampler of your own can be stale all the same: it has to "
+    "report its weights in `trainer.rollout_step`."
 )
 # Options that change the distribution of the sampler, and their values without effect. The replay of `rollout_support` makes
 # up for the first three.
@@ -126,7 +126,7 @@ def _widen(window: Window) -> str:
         return ""
     how = "widen `rollout_rs_threshold`"
     if criteria is None or any(name.startswith("seq") for name in criteria):
-        how = f"set `rollout_rs_threshold` to the spread of the sampler: for seq_mean_k1 to {_geometric(window)}"
+        how = f"set the bounds of seq_mean_k1 in `rollout_rs_threshold` to {_geometric(window)}"
     return (
         f"If as many tokens were rejected at the start of the run, {how}. If the share grew together with `k3_kl`, do not "
         "widen the bounds, because the gap is the cause."
@@ -162,7 +162,7 @@ def _geometric(window: Window) -> str:
     """
     size = window.get("log_ppl_abs_diff")
     if size is None or not 0 < size < 5:
-        return "bounds from the spread (`trl-rollout-corr docs choosing#bounds-from-the-spread`)"
+        return "bounds made from the spread of the sampler (`trl-rollout-corr docs choosing#bounds-from-the-spread`)"
     length = window.metrics.get("completions/mean_length")
     tokens = f" at {length:.0f} tokens" if isinstance(length, int | float) else ""
     words = f"they keep nearly all completions of this window, whose mean log-ratio is {size:.2g} in size{tokens}"

@@ -21,8 +21,8 @@ RULES = [
         key="nonfinite_fraction",
         seen="A share of {value:.2g} of the tokens came without a finite log-probability.",
         why="If the sampler returns NaN, the whole row of its logits is broken, so the token was not drawn from the policy.",
-        advice="No correction repairs this. Look for NaN in the weights, and for a push of weights that failed. To stop at the "
-        "first such token, set `rollout_nan_policy` to raise. By default such tokens are left out of the loss.",
+        advice="No correction repairs this. Look for NaN in the weights, and for a push of weights that failed. To stop at "
+        "the first such token, set `rollout_nan_policy` to raise. By default such tokens are left out of the loss.",
     ),
     _rule(
         "k3_kl",
@@ -33,8 +33,8 @@ RULES = [
             "name": "k3_corrected",
             "limit": 0.03,
             "seen": "`k3_kl` is {value:.2g}, above {limit:g}, and the run corrects for it.",
-            "why": "With a stale sampler the gap grows at first and shrinks later, so this may be harmless. If the gap stays, a "
-            "critical alarm follows.",
+            "why": "With a stale sampler the gap grows at first and shrinks later, so this may be harmless. If the gap stays, "
+            "a critical alarm follows.",
             "advice": "If the gap does not shrink, {fresher}, or lower `learning_rate`. If it came suddenly, look for weights "
             "that were not pushed. {in_step}",
             "applies": lambda window: window.corrects,
@@ -54,8 +54,8 @@ RULES = [
         key="kl_advantage_positive",
         limit=0.03,
         severity="critical",
-        seen="Rewarded tokens have become unlikely: `kl_advantage_positive` is {value:.2g} above `kl` at the start of the run, "
-        "and the limit is {limit:g}.",
+        seen="Rewarded tokens have become unlikely: `kl_advantage_positive` is {value:.2g} above `kl` at the start of the "
+        "run, and the limit is {limit:g}.",
         why="In our runs, accuracy fell when rewarded tokens became less likely, at the same time or later.",
         advice="{instead} {Fresher}, or lower `learning_rate`.",
         lasting=3,
@@ -67,21 +67,21 @@ RULES = [
         "the run `grpo-merge_sorted-lag_32-faster-dppo_tv-0`",
         {
             "limit": 0.03,
-            "why": "With a stale sampler the gap grows at first and shrinks later. In our runs, training collapsed when the gap "
-            "stayed although it was corrected, and rewarded tokens lost probability, too.",
+            "why": "With a stale sampler the gap grows at first and shrinks later. In our runs, training collapsed when the "
+            "gap stayed although it was corrected, and rewarded tokens lost probability, too.",
             "applies": lambda window: window.corrects and not window.clips,
             "confirmed": conditions.unlearns,
         },
         {
             "name": "gap_clipped",
             "limit": 0.065,
-            "why": "Clipping removes tokens with a large log-ratio, so it tolerates a larger gap than importance weights do. In "
-            "our runs, a gap of this size still came before a collapse.",
+            "why": "Clipping removes tokens with a large log-ratio, so it tolerates a larger gap than importance weights do. "
+            "In our runs, a gap of this size still came before a collapse.",
             "applies": lambda window: window.corrects and window.clips,
         },
         key="kl",
         severity="critical",
-        seen="`kl` does not return to its value at the start of the run: it is {value:.2g} higher, and the limit is {limit:g}.",
+        seen="`kl` does not return to its value at the start of the run. It is {value:.2g} higher, above {limit:g}.",
         advice="{Fresher}, or lower `learning_rate`. {instead} {do_not_widen}",
         patience=5,
         lasting=15,
@@ -97,8 +97,8 @@ RULES = [
         below=True,
         seen="`kl` is {value:.2g}, but a KL divergence is never negative.",
         why="These are not the log-probabilities that the tokens were sampled with, so every ratio is wrong.",
-        advice="No correction repairs this. Look for log-probabilities that were taken before temperature, that are shifted by "
-        "one token, or that belong to another completion. {server}",
+        advice="No correction repairs this. Look for log-probabilities that were taken before temperature, that are shifted "
+        "by one token, or that belong to another completion. {server}",
         applies=conditions.negative_all_along,
         covers=("biased_ratio", "k3_corrected"),
     ),
@@ -142,8 +142,8 @@ RULES = [
             "name": "weight_mean_low",
             "limit": 0.5,
             "below": True,
-            "why": "The mean weight multiplies the optimizer step, so it should be near 1. It falls if sampler and trainer are "
-            "far apart. Weights of whole completions also fall with length.",
+            "why": "The mean weight multiplies the optimizer step, so it should be near 1. It falls if sampler and trainer "
+            "are far apart. Weights of whole completions also fall with length.",
             "advice": "{level} {dropped} If `k3_kl` is above 0.01, {fresher}, or lower `learning_rate`.",
             "covers": ("effective_lr_low",),
         },
@@ -223,8 +223,8 @@ RULES = [
             "limit": 1e-6,
             "below": True,
             "seen": "All tokens were rejected or have no gradient (`effective_lr` is {value:.2g}).",
-            "why": "This may be chance if a step has few completions, or if the bounds reject short ones. If it lasts, the run "
-            "learns nothing: only momentum and weight decay still change the weights.",
+            "why": "This may be chance if a step has few completions, or if the bounds reject short ones. If it lasts, the "
+            "run learns nothing: only momentum and weight decay still change the weights.",
             "advice": "If `k3_kl` is as before, the bounds are too tight: widen {bounds}. If `k3_kl` has grown, find out why "
             "the sampler is so far from the trainer.",
             "covers": ("rejected", "weight_mean_low", "effective_sample_size", "selection"),
