@@ -154,7 +154,7 @@ def _at_equal(strata: np.ndarray, x: np.ndarray, y: np.ndarray) -> float:
         if len(np.unique(x[here])) > 1:
             ranks[:, here] = [values - values.mean() for values in (ranks_of(x[here]), ranks_of(y[here]))]
             free += int(here.sum()) - 1
-    return pearson(*ranks) * max(free, 0) ** 0.5
+    return float(pearson(*ranks) * max(free, 0) ** 0.5)
 
 
 def _step_explains(o: Observed) -> bool:
