@@ -117,7 +117,7 @@ def rejections(rows: Sequence[Row], arms: Sequence[str]) -> str:
 def every_cell(rows: Sequence[Row], arms: Sequence[str]) -> str:
     """A line per cell: the mean score of arms that were tried in more than one, with the number of seeds if it is not 1."""
     cells = scores(rows)
-    names = [arm for arm in arms if sum(arm in cell for cell in cells.values()) > 1]
+    names = [arm for arm in arms if sum(arm in cell for cell in cells.values()) >= min(2, len(cells))]
     lines = [f"| cell | start | {' | '.join(names)} |", "| --- " * (len(names) + 2) + "|"]
     starts = {row["cell"]: row["start"] for row in rows}
     for cell, by_arm in cells.items():
