@@ -520,8 +520,11 @@ def test_cells_without_a_difference_are_printed_and_not_counted(found, report):
 
 
 def test_losses_are_named(found, report):
-    assert "2 cells: +0.095 on average" in report.against(found, "auto", "trl")
-    assert "below in 1: grpo-reverse-lag_16-fast (0.20)" in report.against(found, "trl", "auto")
+    both = report.compared(found, [("auto", "trl"), ("trl", "auto"), ("auto", "geo")]).splitlines()[2:]
+    assert both == [
+        "| `auto` minus `trl` | 2 | +0.095 | +0.095 | 100 % | 1 | 0 | - |",
+        "| `trl` minus `auto` | 2 | -0.095 | -0.095 | 100 % | 0 | 1 | grpo-reverse-lag_16-fast (-0.20) |",
+    ]
 
 
 def test_the_document_says_what_the_results_say(report):
