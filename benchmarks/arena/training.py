@@ -139,7 +139,7 @@ def train(run: Run) -> dict[str, Any]:
 def columns(log_history: list[dict[str, float]]) -> dict[str, list[float | None]]:
     """The numbers of the log of the steps, a list per metric, with `None` where it was not reported."""
     entries = [entry for entry in log_history if "loss" in entry]
-    kept = (PREFIX, "clip_ratio/", "rewards/")
+    kept = (PREFIX, "clip_ratio/", "completions/", "rewards/")
     keys = {key for entry in entries for key in entry if key.startswith(kept) or "/" not in key}
     return {
         key: [float(f"{entry[key]:.5g}") if key in entry else None for entry in entries]
