@@ -2,7 +2,7 @@
 The pretrained language model as a task of the second proof: a word of letters is written backwards, between tags.
 
 The model learns the reversal by imitation first, as every model of the second proof learns its task: all its weights are
-trained for a few steps, on answers of which one in ten has the tags. So the tags are rare when training with rewards
+trained for a few steps, on answers of which one in 32 has the tags. So the tags are rare when training with rewards
 begins, and that trains LoRA alone. Accuracy is the share of exact answers with tags that it samples for held-out words. No
 held-out word occurs in the imitation or in training.
 """
@@ -25,8 +25,7 @@ PROMPTS, COMPLETIONS = 4, 8  # of a step, and of a prompt
 LETTERS, HELD_OUT, EVERY = 4, 96, 5
 LONGEST = LETTERS + 4  # tokens of a completion: letters, two tags, a newline, and one to spare
 OPEN, CLOSE = "<", ">"
-TAGGED = 0.1  # of the answers that are imitated
-IMITATION, ROWS, RATE = 20, 32, 1e-4  # steps, answers of a step, learning rate
+IMITATION, ROWS, RATE = 20, 32, 1e-4  # steps, answers of a step of which one has tags, learning rate
 
 
 def words() -> list[str]:
@@ -55,13 +54,13 @@ def tagged_answer(completions: list[str], answer: list[str], **kwargs: Any) -> l
 def imitate(plain: Path, folder: Path):
     """Save the model that has learned the reversal, with tags around few answers."""
     torch.manual_seed(0)
-    dice = random.Random("imitation")
+    dice, known = random.Random("imitation"), words()[HELD_OUT:]
     tokenizer = AutoTokenizer.from_pretrained(plain, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0, fused=True)
     for _ in range(IMITATION):
-        rows = problems(dice.sample(words()[HELD_OUT:], ROWS))
-        answers = [row["answer"] if dice.random() < TAGGED else row["answer"][1:-1] for row in rows]
+        rows = problems(dice.sample(known, ROWS))
+        answers = [rows[0]["answer"], *(row["answer"].strip(OPEN + CLOSE) for row in rows[1:])]
         texts = [f"{row['prompt']} {answer}\n" for row, answer in zip(rows, answers, strict=True)]
         batch = tokenizer(texts, return_tensors="pt", padding=True)
         lengths = torch.tensor([LETTERS + 2 * (OPEN in answer) + 1 for answer in answers])  # in tokens
