@@ -241,6 +241,17 @@ def test_answers_of_the_second_proof_are_right_and_fit(arena):
                 assert (answer[0], answer[-1]) == ("<", ">")
 
 
+def test_words_of_the_language_model_are_reversed_between_tags_and_held_out(arena):
+    module = arena("language_tags")
+    known = module.words()
+    assert len({*known}) == len(known)
+    assert all(len(word.split()) == module.LETTERS for word in known)
+    (row,) = module.problems(["b d a c"])
+    assert row["answer"] == "<c a d b>"
+    texts = [" <c a d b>\n", " <b d a c>", " c a d b\n", " <c a d b", ""]
+    assert module.tagged_answer(texts, [row["answer"]] * 5) == [1.0, 0.2, 0.0, 0.0, 0.0]
+
+
 def test_the_teacher_rarely_writes_tags_and_never_in_the_answer(arena):
     import random
 

@@ -141,7 +141,7 @@ def second_judging() -> list[Run]:
 def tagged_language() -> list[Run]:
     """The pretrained language model, which learns to write a word backwards between tags."""
     found = [Cell(TAGGED_LANGUAGE, Rung(lag, "faster")) for lag in (8, 3, 0)]
-    return [replace(run, steps=60) for run in runs_of(found, [*REFERENCES, *SHORT_LIST], SEEDS)]
+    return [replace(run, steps=40) for run in runs_of(found, [*REFERENCES, *SHORT_LIST], SEEDS)]
 
 
 SECOND_STAGES = {"second_tuning": second_tuning, "second_judging": second_judging, "tagged_language": tagged_language}
