@@ -68,7 +68,7 @@ SHORT_LIST = ["auto", "cap3", "cap3_tv20", "cap1_tv20", "cap5", "token_2", "dppo
 CHOICE = "cap1_tv20"  # of tuning
 JUDGED = ["trl", "token_2", "bypass", "dppo_tv", "auto", CHOICE]
 JUDGED_ONCE = [*(f"trl_{mode}" for mode in TRL_MODES), "icepop", "cppo"]  # in three cells
-JUDGED_WAYS = ["token_2", "auto"]  # with other ways to train
+JUDGED_WAYS = ["token_2", "dppo_tv", "auto", CHOICE]  # with other ways to train
 
 SLOW_8, FAST_3, FAST_4, FAST_8, FAST_16 = (
     Rung(8, "slow"),
