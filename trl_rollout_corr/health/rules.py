@@ -15,7 +15,7 @@ def _rule(name: str, detects: str, *bounds: dict[str, Any], **shared: Any) -> Ru
 RULES = [
     _rule(
         "nonfinite",
-        "the fault `nan_rows`",
+        "The fault `nan_rows` raised it.",
         {"name": "nonfinite_many", "limit": 0.1, "severity": "critical", "covers": ("everything_rejected",)},
         {"limit": 0.0, "patience": 1},
         key="nonfinite_fraction",
@@ -26,7 +26,8 @@ RULES = [
     ),
     _rule(
         "k3_kl",
-        "the runs `none_0`, `none_1`, `none_2`, `rloo_none_0`; the faults `never_pushed`, `stale`, `padding`",
+        "It came in time in the runs `none_0`, `none_1`, `none_2` and `rloo_none_0`. The faults `never_pushed`, `stale` and "
+        "`padding` raised it.",
         {"name": "k3_high", "limit": 0.03, "severity": "critical", "covers": ("k3_growth",)},
         {"name": "k3_uncorrected", "limit": 0.015, "patience": 5},
         {
@@ -51,7 +52,7 @@ RULES = [
     ),
     _rule(
         "unlearning",
-        "the run `grpo-merge_sorted-lag_32-faster-icepop-0`",
+        "It came in time in the run `grpo-merge_sorted-lag_32-faster-icepop-0`.",
         key="kl_advantage_positive",
         limit=0.03,
         severity="critical",
@@ -66,7 +67,7 @@ RULES = [
     ),
     _rule(
         "gap_stays",
-        "the run `grpo-merge_sorted-lag_32-faster-dppo_tv-0`",
+        "`gap_stays` came in time in the run `grpo-merge_sorted-lag_32-faster-dppo_tv-0`.",
         {
             "limit": 0.03,
             "why": "This alarm may be false, because some of our runs kept their accuracy with such a gap. With a stale "
@@ -95,7 +96,7 @@ RULES = [
     ),
     _rule(
         "kl_negative",
-        "logs of tests only: `raw_logprobs` and `one_token_shift` make `kl` negative, but not by that much",
+        "Only made-up logs raised it. The faults `raw_logprobs` and `one_token_shift` make `kl` negative, but not by as much.",
         key="kl",
         limit=conditions.NEGATIVE_KL,
         severity="critical",
@@ -110,7 +111,8 @@ RULES = [
     ),
     _rule(
         "k3_growth",
-        "the runs `none_0`, `none_1`, `none_2`, `rloo_none_0`, but after `k3_kl`",
+        "It came in the runs `none_0`, `none_1`, `none_2` and `rloo_none_0`, but after the alarms of `k3_kl`, and after "
+        "accuracy had begun to fall.",
         key="k3_kl",
         limit=3.0,
         seen="`k3_kl` is {value:.2g} times as large as early in the run.",
@@ -122,7 +124,7 @@ RULES = [
     ),
     _rule(
         "biased_ratio",
-        "the faults `top_p`, `bos`, `cold_sampler`, `raw_logprobs`",
+        "The faults `top_p`, `bos`, `cold_sampler` and `raw_logprobs` raised it.",
         key="kl",
         limit=0.01,
         seen="The mean ratio of trainer to sampler, `1 + k3_kl - kl`, differs from 1 by {value:.2g}.",
@@ -134,7 +136,7 @@ RULES = [
     ),
     _rule(
         "staleness",
-        "the run `grpo-add-lag_32-fast-none-0`, 61 steps before its fall",
+        "It came in the run `grpo-add-lag_32-fast-none-0`, 61 steps before accuracy fell.",
         key="staleness_max",
         limit=16.0,
         seen="Completions are up to {value:.0f} optimizer steps older than the policy that trains on them.",
@@ -143,7 +145,7 @@ RULES = [
     ),
     _rule(
         "weight_mean",
-        "the faults `top_p`, `repetition_penalty`, with sequence weights",
+        "With sequence weights, the faults `top_p` and `repetition_penalty` raised it.",
         {
             "name": "weight_mean_low",
             "limit": 0.5,
@@ -168,7 +170,7 @@ RULES = [
     ),
     _rule(
         "weight_spread",
-        "the faults `padding`, `repetition_penalty`, with sequence weights",
+        "With sequence weights, the faults `padding` and `repetition_penalty` raised it.",
         {
             "name": "effective_sample_size",
             "key": "rollout_is_eff_sample_size",
@@ -189,7 +191,7 @@ RULES = [
     ),
     _rule(
         "weights_at_bound",
-        "the faults `across_push`, `dropout`, `bos`, `cold_sampler`",
+        "The faults `across_push`, `dropout`, `bos` and `cold_sampler` raised it.",
         key="rollout_is_ratio_fraction_high",
         limit=0.1,
         seen="A share of {value:.2g} of the importance ratios is above the bound and was truncated.",
@@ -201,7 +203,7 @@ RULES = [
     ),
     _rule(
         "rejected",
-        "the faults `eos`, `own_updates`, with `decoupled_geo_rs_token_tis`",
+        "With `decoupled_geo_rs_token_tis`, the faults `eos` and `own_updates` raised it.",
         key="rollout_rs_masked_fraction",
         limit=0.5,
         seen="A share of {value:.2g} of the tokens is rejected, above {limit:g}.",
@@ -211,7 +213,7 @@ RULES = [
     ),
     _rule(
         "vetoed",
-        "the faults `seams`, `padding`",
+        "The faults `seams` and `padding` raised it.",
         key="rollout_is_veto_fraction",
         limit=0.1,
         seen="A share of {value:.2g} of the completions has a token below the lower bound of seq_max_k1.",
@@ -223,7 +225,7 @@ RULES = [
     ),
     _rule(
         "effective_lr",
-        "the faults `cold_sampler`, `top_p`, `stale`, with `decoupled_geo_rs_token_tis`",
+        "With `decoupled_geo_rs_token_tis`, the faults `cold_sampler`, `top_p` and `stale` raised it.",
         {
             "name": "everything_rejected",
             "limit": 1e-6,
@@ -256,7 +258,7 @@ RULES = [
     ),
     _rule(
         "endless",
-        "logs of tests only; a run of another project, in which the reward rose until no answer was finished",
+        "Only made-up logs raised it. In a run of another project, the reward rose until no answer was finished.",
         key="completions/clipped_ratio",
         limit=0.25,
         seen="The share of completions that are cut at `max_completion_length` has grown by {value:.2g}, and the reward did "
@@ -269,7 +271,7 @@ RULES = [
     ),
     _rule(
         "selection",
-        "logs of tests only: completions of the published runs have one length",
+        "Only made-up logs raised it, because the completions of the published runs have one length.",
         key="rejected/long_positive",
         limit=0.2,
         seen="A share of {value:.2g} of the tokens of long completions with a positive advantage is rejected. That is over "
