@@ -215,7 +215,7 @@ def test_the_protocol_names_every_task_and_arm_that_it_plans(cells, second):
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_a_seed_of_the_second_proof_has_all_runs_of_the_first_seed(second, seed):
-    for stage in (second.second_tuning, second.second_judging, second.tagged_language):
+    for stage in (second.second_judging, second.tagged_language):
         names = {run.name.removesuffix(f"-{run.seed}") for run in stage() if run.seed == seed}
         assert names == {run.name.removesuffix("-0") for run in stage() if run.seed == 0}
 
@@ -239,6 +239,17 @@ def test_answers_of_the_second_proof_are_right_and_fit(arena):
                 assert ANSWERED[name](problem) == answer
             if task.tagged:
                 assert (answer[0], answer[-1]) == ("<", ">")
+
+
+def test_words_of_the_language_model_are_reversed_between_tags_and_held_out(arena):
+    module = arena("language_tags")
+    known = module.words()
+    assert len({*known}) == len(known)
+    assert all(len(word.split()) == module.LETTERS for word in known)
+    (row,) = module.problems(["b d a c"])
+    assert row["answer"] == "<c a d b>"
+    texts = [" <c a d b>\n", " <b d a c>", " c a d b\n", " <c a d b", ""]
+    assert module.tagged_answer(texts, [row["answer"]] * 5) == [1.0, 0.2, 0.0, 0.0, 0.0]
 
 
 def test_the_teacher_rarely_writes_tags_and_never_in_the_answer(arena):

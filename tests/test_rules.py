@@ -7,6 +7,7 @@ import statistics
 from dataclasses import asdict
 
 import pytest
+from transformers import TrainerControl, TrainerState
 
 from tests.launching import ROOT, benchmarks
 from tests.training import TRAINERS
@@ -19,6 +20,7 @@ from trl_rollout_corr.health.windows import Window
 from trl_rollout_corr.messages import PREFIX
 from trl_rollout_corr.settings.criteria import CRITERIA
 from trl_rollout_corr.settings.presets import PRESETS
+from trl_rollout_corr.trainers.monitor import RolloutCorrectionMonitor
 
 
 DISABLED = {"rollout_correction": "disabled"}
@@ -781,43 +783,72 @@ def test_on_tuning_tasks_the_monitor_reaches_its_goals(arena):
 # The document ---------------------------------------------------------------------------------------------------------
 
 
-def rules_table() -> str:
-    lines = ["| rule | bound | is passed if | windows | | detects |", "| --- | --- | --- | --- | --- | --- |"]
+DOCUMENT = (ROOT / "docs/monitoring.md").read_text()
+QUESTIONS = ("What it means.", "How sure it is.", "What to do.", "Can I ignore it?")
+
+
+def duration(bound) -> str:
+    """Optimizer steps for which a bound must be passed, as the document writes it."""
+    if bound.lasting:
+        return f"{bound.patience} steps in a row"
+    return "1 step" if bound.patience == 1 else f"{bound.patience // 2 + 1} of {bound.patience} steps"
+
+
+def below(heading: str) -> str:
+    """Text of the document below a heading, up to the next one."""
+    return re.split(r"^#+ ", DOCUMENT.split(f"\n{heading}\n")[1], flags=re.MULTILINE)[0]
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_the_document_has_a_row_and_a_section_about_each_alarm(name):
+    bound = BOUNDS[name]
+    table = below("### Critical alarms" if bound.severity == "critical" else "### Warnings")
+    ((anchor, fires, how_long, ignore),) = re.findall(
+        rf"^\| \[`{name}`\]\(#([\w-]+)\) \| (.+?) \| (.+?) \| (.+?) \|$", table, re.MULTILINE
+    )
+    assert re.search(rf"\b{bound.key}`", fires)
+    assert re.search(rf"\b{'below' if bound.below else 'above'} {re.escape(f'{bound.limit:g}')}\D", fires)
+    assert how_long == duration(bound)
+    assert ignore.endswith(".")
+    (heading,) = re.findall(rf"^### .*`{name}`.*", DOCUMENT, re.MULTILINE)
+    assert anchor == re.sub(r"[^\w -]", "", heading.removeprefix("### ")).replace(" ", "-")
+    assert re.findall(r"^\*\*(.+?)\*\*", below(heading), re.MULTILINE) == [*QUESTIONS]
+
+
+def test_the_document_has_no_alarm_that_the_code_has_not():
+    assert set(re.findall(r"^\| \[`(\w+)`\]\(#", DOCUMENT, re.MULTILINE)) == {*BOUNDS}
+
+
+def test_the_document_says_what_each_rule_was_tested_on():
     for rule in RULES:
-        for bound in rule.bounds:
-            measure = DESCRIPTIONS.get(bound.name, f"`{bound.key}`")
-            sign = "below" if bound.below else "above"
-            most = bound.patience if bound.lasting else bound.patience // 2 + 1
-            windows = "1" if bound.patience == 1 else f"{most} of {bound.patience}"
-            severity = "**critical**" if bound.severity == "critical" else "warning"
-            name, detects = (f"`{rule.name}`", rule.detects) if bound is rule.bounds[0] else ("", "")
-            cells = (name, f"`{bound.name}`", f"{measure} {sign} {bound.limit:g}", windows, severity, detects)
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        names = ", ".join(f"`{bound.name}`" for bound in rule.bounds)
+        assert f"\n| {names} | {rule.detects} |\n" in DOCUMENT, f"| {names} | {rule.detects} |"
 
 
-DESCRIPTIONS = {
-    "k3_high": "nothing is corrected, `k3_kl`",
-    "unlearning": "`kl_advantage_positive` over `kl` of the start",
-    "gap_stays": "the run is corrected, `kl` over that of the start",
-    "gap_clipped": "it clips around the sampler, `kl` over that of the start",
-    "kl_negative": "nothing is corrected or `kl` was negative at the start, `kl`",
-    "weights_at_bound": "weights above 1, `rollout_is_ratio_fraction_high`",
-    "k3_corrected": "the run is corrected, `k3_kl`",
-    "k3_uncorrected": "nothing is corrected, `k3_kl`",
-    "k3_growth": "`k3_kl` against early in the run",
-    "biased_ratio": "distance of `1 + k3_kl - kl` from 1",
-    "everything_rejected": "the run is corrected, `effective_lr`",
-    "effective_lr_low": "the run is corrected, `effective_lr`",
-    "effective_lr_high": "the run is corrected, `effective_lr`",
-    "chi2_seq": "sequence weights, `chi2_seq`",
-    "endless": "`reward` did not fall, `completions/clipped_ratio` of TRL over that of the first ten windows",
-    "selection": "`rejected/long_positive` 3 times `rejected/others`, and",
-}
+def test_the_messages_in_the_document_are_those_of_the_run(leads, caplog):
+    monitor, control, state = RolloutCorrectionMonitor(), TrainerControl(), TrainerState()
+    monitor.on_train_begin(leads.settings_of(RUNS["none_1"]["options"]), state, control)
+    for entry in leads.entries(RUNS["none_1"]):
+        state.global_step = entry["step"]
+        monitor.on_log(None, state, control, logs=dict(entry))
+    first = "\n".join(caplog.messages[:3])
+    assert f"<!-- alarms of none_1 -->\n\n```text\n{first}\n```\n" in DOCUMENT, first
 
 
-def test_the_table_of_rules_is_that_of_the_code():
-    assert rules_table() in (ROOT / "docs/monitoring.md").read_text(), rules_table()
+def test_the_document_counts_what_became_of_runs_with_a_critical_alarm(arena):
+    rows = json.loads((ROOT / "benchmarks/monitor/arena.json").read_text())
+    rows = [row for row in rows if row["task"] not in arena.TUNING and row["logging_steps"] == 1]
+    for rule in {row["rule"] for row in rows} - {None}:
+        verdicts = [row["verdict"] for row in rows if row["rule"] == rule]
+        numbers = " | ".join(str(verdicts.count(verdict)) for verdict in ("before", "late", "dips", "false"))
+        assert f"\n| `{rule}` | {numbers} |\n" in DOCUMENT, f"| `{rule}` | {numbers} |"
+    kept = [row for row in rows if row["course"] == "keeps" and row["arm"] != "none"]
+    warned = sum(row["warning"] is not None for row in kept)
+    assert f"Of the {len(kept)} corrected runs that keep their accuracy, {warned} had a warning" in DOCUMENT
+    old = [row for row in rows if "-lag_32-" in row["run"] and row["arm"] not in ("none", "on_policy")]
+    assert (
+        f"the {len(old)} corrected runs whose sampler was 32 steps old, {sum(x in kept for x in old)} kept" in DOCUMENT
+    )
 
 
 def test_what_a_rule_detects_is_there(leads, arena):

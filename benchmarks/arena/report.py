@@ -62,6 +62,10 @@ def row_of(run: Run, record: Mapping[str, Any]) -> Row:
     if "by_text" in record:
         row["steps"] = record["steps"]
         row["looks"] = [round(value, 4) for value in accuracy]
+        for name in ("tag", "text"):  # of tokens with a positive advantage; TRL's own trainer counts none
+            tokens = record["by_text"].get(f"{name}_positive")
+            if tokens:
+                row[f"{name}s_rejected"] = record["by_text"][f"{name}_positive_rejected"] / tokens
     return {key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in row.items()}
 
 

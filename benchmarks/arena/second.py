@@ -43,9 +43,10 @@ def candidate(cap: float, positive: str = "", tv: str = "", floor: bool = True) 
 
 CANDIDATES = [
     *(candidate(cap) for cap in (2, 3, 5, 10)),
-    *(candidate(cap, tv=tv) for cap in (1, 3) for tv in ("tv20", "tv30", "tv10_20", "tv20_10")),
-    *(candidate(cap, positive) for cap in (1, 3) for positive in ("to1", "to2")),
-    *(candidate(cap, positive, floor=False) for cap in (1, 3) for positive in POSITIVE),
+    *(candidate(1, tv=tv) for tv in ("tv20", "tv30", "tv10_20", "tv20_10")),
+    *(candidate(3, tv=tv) for tv in ("tv20", "tv30")),
+    *(candidate(1, positive) for positive in ("to1", "to2")),
+    candidate(1, floor=False),
 ]
 TRL_MODES = ("token_truncate", "token_mask", "sequence_truncate")  # its default is `sequence_mask`
 SECOND = {
@@ -64,8 +65,10 @@ ARMS = {**cells.ARMS, **SECOND}
 
 REFERENCES = ["on_policy", "none"]
 SHORT_LIST = ["auto", "cap3", "cap3_tv20", "cap1_tv20", "cap5", "token_2", "dppo_tv"]
-JUDGED = ["trl", "token_2", "icepop", "bypass", "dppo_tv", "auto"]  # and the choice, which is not made yet
-JUDGED_ONCE = [*(f"trl_{mode}" for mode in TRL_MODES), "cppo"]  # at one rung per kind
+CHOICE = "cap1_tv20"  # of tuning
+JUDGED = ["trl", "token_2", "bypass", "dppo_tv", "auto", CHOICE]
+JUDGED_ONCE = [*(f"trl_{mode}" for mode in TRL_MODES), "icepop", "cppo"]  # in three cells
+JUDGED_WAYS = ["token_2", "dppo_tv", "auto", CHOICE]  # with other ways to train
 
 SLOW_8, FAST_3, FAST_4, FAST_8, FAST_16 = (
     Rung(8, "slow"),
@@ -74,7 +77,7 @@ SLOW_8, FAST_3, FAST_4, FAST_8, FAST_16 = (
     Rung(8, "fast"),
     Rung(16, "fast"),
 )
-FASTER_8, FASTER_32, IN_STEP = Rung(8, "faster"), Rung(32, "faster"), Rung(0, "fast")
+FASTER_8, FASTER_32 = Rung(8, "faster"), Rung(32, "faster")
 
 TUNING_CELLS = [
     Cell("rotate", SLOW_8),
@@ -99,62 +102,46 @@ def runs_of(found: Sequence[Cell], names: Sequence[str], seeds: Sequence[int] = 
     return cells.runs_of(found, names, seeds, ARMS)
 
 
-def judging_cells() -> list[Cell]:
-    plain = ["interleave", "differences", "unpack", "mirror", "records", "complement"]
-    return [
-        *(Cell(task, rung) for rung in (FAST_16, SLOW_8, FASTER_32) for task in plain),
-        Cell("triple", FAST_16),
-        *(Cell(task, rung) for rung in (FAST_8, FAST_3, FASTER_8, IN_STEP) for task in ("tag_even", "tag_swap")),
-        *(Cell(task, rung, fault="garbage") for rung in (FAST_4, IN_STEP) for task in ("mirror", "records")),
-        Cell("interleave", FAST_16, fault="burst"),
-        *(Cell(task, FAST_8, way="several") for task in ("differences", "tag_even")),
-        *(Cell(task, FAST_8, "rloo") for task in ("mirror", "tag_swap")),
-    ]
+EXACT, DENSE = ["unpack", "mirror", "differences", "interleave"], ["records", "complement"]
+FORMATS, GARBAGE = ["tag_even", "tag_swap"], ["records", "mirror"]
 
 
-def judged_once(found: Sequence[Cell]) -> list[Cell]:
-    """Cells in which all published modes are tried: those of a kind at one rung."""
-    rungs = {"garbage": FAST_4, None: FAST_16}
+def judging_runs(seed: int) -> list[Run]:
+    """All runs of a seed, with first what decides most."""
+    full = [*REFERENCES, *JUDGED]
     return [
-        cell
-        for cell in found
-        if cell.algorithm == "grpo"
-        and cell.way is None
-        and cell.rung == (FAST_8 if cell.task.startswith("tag_") else rungs.get(cell.fault))
-    ]
+        *runs_of([Cell(task, rung) for task in FORMATS for rung in (FAST_8, FASTER_8)], full, [seed]),
+        *runs_of([Cell(task, FASTER_32) for task in ("records", "unpack")], [*full, "auto_bypass"], [seed]),
+        *runs_of([Cell(task, FAST_4, fault="garbage") for task in GARBAGE], full, [seed]),
+        *runs_of([Cell(task, FASTER_32) for task in (*EXACT, *DENSE)], full, [seed]),
+        *runs_of([Cell("differences", FAST_8, way="several"), Cell("tag_even", FAST_8, way="several")],
+                 [*REFERENCES, *JUDGED_WAYS], [seed]),
+        *runs_of([Cell("mirror", FAST_8, "rloo"), Cell("tag_swap", FAST_8, "rloo")], [*REFERENCES, *JUDGED_WAYS], [seed]),
+        *runs_of([Cell("unpack", FASTER_32), Cell("complement", FASTER_32), Cell("tag_even", FASTER_8)],
+                 JUDGED_ONCE, [seed]),
+        *runs_of([Cell("triple", FAST_16)], full, [seed]),
+    ]  # fmt: skip
 
 
 def second_tuning() -> list[Run]:
-    """The short list in every cell with seed 0, the other candidates, then more seeds."""
-    others = [
-        name for name in SECOND if name not in SHORT_LIST and not name.startswith("trl_") and name != "auto_bypass"
-    ]
+    """The short list in every cell, and the other candidates in the one that tells most apart."""
+    others = [*(arm.name for arm in CANDIDATES), "cppo", "cap3_cppo", "auto_pull", "prime_rl"]
     return [
         *runs_of(TUNING_CELLS, [*REFERENCES, *SHORT_LIST]),
-        *runs_of(TUNING_CELLS, others),
-        *runs_of(TUNING_CELLS, [*REFERENCES, *SHORT_LIST, *others], SEEDS[1:]),
+        *runs_of([Cell("sort", FASTER_32)], [name for name in others if name not in SHORT_LIST]),
     ]
 
 
 def second_judging() -> list[Run]:
     """All named arms. Seeds 1 and 2 are run where the protocol asks for them."""
-    found = judging_cells()
-    bypassed = [Cell(task, FAST_8) for task in ("unpack", "records")]
-    return [
-        run
-        for seed in SEEDS
-        for run in (
-            *runs_of(found, [*REFERENCES, *JUDGED], [seed]),
-            *runs_of(judged_once(found), JUDGED_ONCE, [seed]),
-            *runs_of(bypassed, [*REFERENCES, "token_2", "auto", "auto_bypass"], [seed]),
-        )
-    ]
+    runs = [run for seed in SEEDS for run in judging_runs(seed)]
+    return list({run.name: run for run in runs}.values())
 
 
 def tagged_language() -> list[Run]:
     """The pretrained language model, which learns to write a word backwards between tags."""
     found = [Cell(TAGGED_LANGUAGE, Rung(lag, "faster")) for lag in (8, 3, 0)]
-    return [replace(run, steps=60) for run in runs_of(found, [*REFERENCES, *SHORT_LIST], SEEDS)]
+    return [replace(run, steps=40) for run in runs_of(found, [*REFERENCES, *SHORT_LIST], SEEDS)]
 
 
 SECOND_STAGES = {"second_tuning": second_tuning, "second_judging": second_judging, "tagged_language": tagged_language}

@@ -103,10 +103,21 @@ def formats(rows: Sequence[Row], arms: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
+def rejections(rows: Sequence[Row], arms: Sequence[str]) -> str:
+    """A line per arm: how many of the tags, and of the other tokens, lose their gradient where the advantage is positive."""
+    lines = ["| arm | runs | tags rejected | other tokens rejected |", "| --- " * 4 + "|"]
+    for arm in arms:
+        own = [row for row in rows if row["arm"] == arm and "tags_rejected" in row]
+        if own and any(row["tags_rejected"] or row["texts_rejected"] for row in own):
+            shares = (f"{100 * mean(row[f'{name}_rejected'] for row in own):.2f} %" for name in ("tags", "texts"))
+            lines.append(f"| `{arm}` | {len(own)} | {' | '.join(shares)} |")
+    return "\n".join(lines)
+
+
 def every_cell(rows: Sequence[Row], arms: Sequence[str]) -> str:
-    """A line per cell: the mean score of each arm, with the number of seeds if there is more than one."""
+    """A line per cell: the mean score of arms that were tried in more than one, with the number of seeds if it is not 1."""
     cells = scores(rows)
-    names = [arm for arm in arms if any(arm in cell for cell in cells.values())]
+    names = [arm for arm in arms if sum(arm in cell for cell in cells.values()) >= min(2, len(cells))]
     lines = [f"| cell | start | {' | '.join(names)} |", "| --- " * (len(names) + 2) + "|"]
     starts = {row["cell"]: row["start"] for row in rows}
     for cell, by_arm in cells.items():
@@ -129,5 +140,6 @@ def tables(stage: str, rows: Sequence[Row], arms: Sequence[str]) -> dict[str, st
         f"{stage}-summary": summary(rows, arms),
         f"{stage}-differences": differences(rows, arms),
         f"{stage}-formats": formats(rows, arms),
+        f"{stage}-rejections": rejections(rows, arms),
         f"{stage}-cells": every_cell(rows, arms),
     }

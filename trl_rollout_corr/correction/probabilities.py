@@ -30,8 +30,8 @@ def collect_probabilities(c: Columns, tokens: Tokens, log_ratio: torch.Tensor, e
     c.add("probs/lacking_squares", row_squares(lacking))
     c.add("probs/difference", difference)
     c.add("probs/difference_squares", row_squares(difference))
-    c.add("probs/product", lacking * difference)
-    distance = difference.abs()
+    c.add("probs/product", lacking.mul_(difference))
+    distance = difference.abs_()  # in place, as the product: a new tensor costs as much as the arithmetic
     c.add("probs/distance", distance)
     c.maxima["probs/distance_max"] = distance.amax(-1, keepdim=True) - c.no_rows
 

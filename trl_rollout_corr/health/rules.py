@@ -33,8 +33,8 @@ RULES = [
             "name": "k3_corrected",
             "limit": 0.03,
             "seen": "`k3_kl` is {value:.2g}, above {limit:g}, and the run corrects for it.",
-            "why": "With a stale sampler the gap grows at first and shrinks later, so this may be harmless. If the gap stays, "
-            "a critical alarm follows.",
+            "why": "This may be harmless. With a stale sampler the gap grows at first and shrinks later. If it stays, a "
+            "critical alarm follows.",
             "advice": "If the gap does not shrink, {fresher}, or lower `learning_rate`. If it came suddenly, look for weights "
             "that were not pushed. {in_step}",
             "applies": lambda window: window.corrects,
@@ -42,8 +42,9 @@ RULES = [
         },
         key="k3_kl",
         seen="`k3_kl` is {value:.2g}, above {limit:g}, and nothing corrects for it.",
-        why="Rounding gives about 0.001, and a sampler in low precision gives up to 0.02. If the gap is larger, sampler and "
-        "trainer are different policies. Training on such completions is biased, and the gap tends to grow.",
+        why="Not every run is harmed by a gap of this size. Rounding gives about 0.001, and a sampler in low precision "
+        "gives up to 0.02. If the gap is larger, sampler and trainer are different policies. Training on such completions "
+        "is biased, and the gap tends to grow.",
         advice="{correct} If the gap came suddenly, look for weights that were not pushed. If it was there from the first "
         "step, look for dropout in the trainer (also `lora_dropout`), and for low precision in the sampler. {in_step}",
         applies=lambda window: not window.corrects,
@@ -56,7 +57,8 @@ RULES = [
         severity="critical",
         seen="Rewarded tokens have become unlikely: `kl_advantage_positive` is {value:.2g} above `kl` at the start of the "
         "run, and the limit is {limit:g}.",
-        why="In our runs, accuracy fell when rewarded tokens became less likely, at the same time or later.",
+        why="The loss may be short. In our runs, accuracy fell when rewarded tokens became less likely, at the same time or "
+        "later, and in some of them it recovered.",
         advice="{instead} {Fresher}, or lower `learning_rate`.",
         lasting=3,
         measure=conditions.gap_of_rewarded,
@@ -67,22 +69,25 @@ RULES = [
         "the run `grpo-merge_sorted-lag_32-faster-dppo_tv-0`",
         {
             "limit": 0.03,
-            "why": "With a stale sampler the gap grows at first and shrinks later. In our runs, training collapsed when the "
-            "gap stayed although it was corrected, and rewarded tokens lost probability, too.",
+            "why": "This alarm may be false, because some of our runs kept their accuracy with such a gap. With a stale "
+            "sampler the gap grows at first and shrinks later. In other runs it stayed, rewarded tokens lost probability, "
+            "and training collapsed.",
             "applies": lambda window: window.corrects and not window.clips,
             "confirmed": conditions.unlearns,
         },
         {
             "name": "gap_clipped",
             "limit": 0.065,
-            "why": "Clipping removes tokens with a large log-ratio, so it tolerates a larger gap than importance weights do. "
-            "In our runs, a gap of this size still came before a collapse.",
+            "why": "This alarm may be false. Few of our runs had a gap of this size, and accuracy fell for a short time in "
+            "some of them and not in others. Clipping removes tokens with a large log-ratio, so it tolerates a larger gap "
+            "than importance weights do.",
             "applies": lambda window: window.corrects and window.clips,
         },
         key="kl",
         severity="critical",
         seen="`kl` does not return to its value at the start of the run. It is {value:.2g} higher, above {limit:g}.",
-        advice="{Fresher}, or lower `learning_rate`. {instead} {do_not_widen}",
+        advice="{Fresher}, or lower `learning_rate`. {instead} {do_not_widen} If accuracy on held-out prompts still rises, "
+        "you can wait.",
         patience=5,
         lasting=15,
         measure=conditions.lasting_gap,
@@ -96,7 +101,8 @@ RULES = [
         severity="critical",
         below=True,
         seen="`kl` is {value:.2g}, but a KL divergence is never negative.",
-        why="These are not the log-probabilities that the tokens were sampled with, so every ratio is wrong.",
+        why="Chance makes an estimate slightly negative, but not by this much. These are not the log-probabilities that the "
+        "tokens were sampled with, so every ratio is wrong.",
         advice="No correction repairs this. Look for log-probabilities that were taken before temperature, that are shifted "
         "by one token, or that belong to another completion. {server}",
         applies=conditions.negative_all_along,
@@ -108,8 +114,8 @@ RULES = [
         key="k3_kl",
         limit=3.0,
         seen="`k3_kl` is {value:.2g} times as large as early in the run.",
-        why="Updates on completions of another policy move the two policies further apart. In our runs, a growing gap came "
-        "before a collapse.",
+        why="This may be harmless while `k3_kl` is below 0.01. Updates on completions of another policy move the two policies "
+        "further apart, and in our runs that collapsed the gap grew for many steps.",
         advice="{correct} {Fresher}, or lower `learning_rate`. To test the engine, run some steps with `learning_rate` 0: if "
         "the gap still grows, the updates are not the cause.",
         measure=conditions.k3_growth,
@@ -120,8 +126,8 @@ RULES = [
         key="kl",
         limit=0.01,
         seen="The mean ratio of trainer to sampler, `1 + k3_kl - kl`, differs from 1 by {value:.2g}.",
-        why="The mean ratio is 1 for any two policies. So these are not the log-probabilities that the tokens were sampled "
-        "with.",
+        why="The mean ratio is 1 for any two policies, however far apart they are. So these are not the log-probabilities "
+        "that the tokens were sampled with.",
         advice="{distortion} Check the temperature of the sampler, and whether tokens were added or changed after sampling.",
         applies=lambda window: window.fresh,
         measure=conditions.bias,
@@ -132,7 +138,7 @@ RULES = [
         key="staleness_max",
         limit=16.0,
         seen="Completions are up to {value:.0f} optimizer steps older than the policy that trains on them.",
-        why="The gap grows with the age of the weights that sampled.",
+        why="This may be harmless if you want samples that old. The gap grows with the age of the weights that sampled.",
         advice="{Fresher}.",
     ),
     _rule(
@@ -143,7 +149,7 @@ RULES = [
             "limit": 0.5,
             "below": True,
             "why": "The mean weight multiplies the optimizer step, so it should be near 1. It falls if sampler and trainer "
-            "are far apart. Weights of whole completions also fall with length.",
+            "are far apart. Weights of whole completions also fall with length, even if nothing is wrong.",
             "advice": "{level} {dropped} If `k3_kl` is above 0.01, {fresher}, or lower `learning_rate`.",
             "covers": ("effective_lr_low",),
         },
@@ -233,13 +239,15 @@ RULES = [
             "name": "effective_lr_low",
             "limit": 0.5,
             "below": True,
-            "why": "The run takes smaller steps than `learning_rate` says.",
+            "why": "With Adam this may have little effect, because Adam hides most of a factor that stays the same. Otherwise "
+            "the run takes smaller steps than `learning_rate` says.",
             "advice": "{level} {widen} {renormalize} To make the gap smaller, {fresher}.",
         },
         {
             "name": "effective_lr_high",
             "limit": 1.5,
-            "why": "The run takes larger steps than `learning_rate` says.",
+            "why": "With Adam this may have little effect, because Adam hides most of a factor that stays the same. Otherwise "
+            "the run takes larger steps than `learning_rate` says.",
             "advice": "{level} {renormalized} {lower_cap} If you keep the settings, divide `learning_rate` by this factor.",
         },
         key="effective_lr",
