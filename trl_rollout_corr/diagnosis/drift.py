@@ -21,7 +21,7 @@ _END = 0.1  # share of the sequences that are compared at each end
 _ENOUGH = 8  # sequences of the lowest age or step, which are compared alone
 _GROWTH = 1.4  # smallest growth of the mean square that counts
 _JUMP = 9.0  # growth of the mean square above which it need not be monotone
-_RARE = 0.001  # probability by chance that the largest gaps are all outside the lowest sequences, below which it counts
+_RARE = 0.001  # largest probability by chance of the sequences with the largest gaps that counts
 _CHANCE = 3.0  # standard deviations of a rank correlation by chance, above which it counts
 _MOVED = 5.0  # the same for the step and the sampler's log-probabilities: completions of a prompt are alike
 # Sum of learning rates that moves no weight far enough for a gap: a tenth of one step at the smallest rate in use
