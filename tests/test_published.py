@@ -84,6 +84,7 @@ NUMBER = r"-?\d[\d,]*(?:\.\d+)?(?:e-?\d+)?"
 FIGURE = re.compile(rf"({NUMBER})<!-- = ([\w.]+)(?:#([\w-]+))?: (.+?); (.+?) -->")
 DOCUMENTS = [
     "README.md",
+    "README.zh-CN.md",
     *(str(path.relative_to(ROOT)) for path in [*ROOT.glob("docs/*.md"), *BENCHMARKS.rglob("*.md")]),
 ]
 

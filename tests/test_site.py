@@ -36,10 +36,23 @@ def test_every_document_is_a_page(site):
     assert (site / "sample/report.html").read_bytes() == (ROOT / "docs/sample/report.html").read_bytes()
 
 
+def test_the_front_page_is_the_readme_and_a_list_of_all_documents(site):
+    page = (site / "index.html").read_text()
+    for heading in re.findall(r"^## (.+)$", (ROOT / "README.md").read_text(), re.MULTILINE):
+        assert re.search(
+            f'<h2 id="[^"]+">{re.escape(heading)}<', page.replace("&rsquo;", "'").replace("&#39;", "'")
+        ), heading
+    (picture,) = re.findall(r'<img [^>]*src="([^"]+)"', page)
+    assert (site / picture).read_bytes() == (ROOT / "benchmarks/headline/headline.png").read_bytes()
+    for path in (ROOT / "docs").glob("*.md"):
+        assert path.stem == "README" or f'href="{path.stem}/"' in page
+    assert 'href="../#configure"' in (site / "asynchronous/index.html").read_text()
+
+
 def test_links_out_of_the_documents_lead_to_the_repository(site):
     prefix = f"{REPOSITORY}/blob/main/"
     found = set(re.findall(rf'href="{prefix}([^"#]+)', (site / "index.html").read_text()))
-    assert {"README.md", "recipes/README.md"} <= found
+    assert {"CONTRIBUTING.md", "recipes/README.md"} <= found
     for page in site.rglob("*.html"):
         for path in re.findall(rf'href="{prefix}([^"#]+)', page.read_text()):
             assert (ROOT / path).exists() or os.sep not in path, (page, path)
@@ -47,7 +60,7 @@ def test_links_out_of_the_documents_lead_to_the_repository(site):
 
 def test_without_a_repository_such_links_are_text(tmp_path):
     page = (build_site(tmp_path) / "index.html").read_text()
-    assert "Recipes (<code>recipes/README.md</code>)" in page
+    assert "recipes (<code>recipes/README.md</code>)" in page
     assert "/blob/main/" not in page
 
 
