@@ -1,8 +1,9 @@
 """
 Hooks of the site.
 
-The front page is the README of the repository, with the list of all documents below it. Links that lead out of `docs/` go to
-the repository, if the site knows its address.
+The front page is the README of the repository, with the list of all documents below it. The README in Chinese, recipes,
+benchmarks and their pictures are pages as well, although they are not in `docs/`. Links to other files of the repository lead
+there, if the site knows its address.
 """
 
 import posixpath
@@ -13,52 +14,59 @@ from mkdocs.structure.files import File
 
 
 ROOT = Path(__file__).parent.parent
-PICTURE = re.compile(r"(!\[[^\]]*\]\()(?!https?:)([^)\s]+)(\))")
-LINK = re.compile(r"(\]\()(?!https?:|#)([^)\s]+\))")
+PAGES = ("README.zh-CN.md", "CONTRIBUTING.md", "recipes/README.md", "benchmarks/**/*.md")
+LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]+)?\)")
 
 
 def on_files(files, config):
-    """Add the pictures of the README, which lie outside of `docs/`."""
-    for _, path, _ in PICTURE.findall(readme()):
-        files.append(File.generated(config, in_site(path), abs_src_path=str(ROOT / path)))
+    """Add pages that are not in `docs/`, and the pictures of the READMEs. Their places are those in the repository."""
+    paths = [path.relative_to(ROOT) for pattern in PAGES for path in ROOT.glob(pattern)]
+    for path in [Path("README.md"), *paths]:
+        for image, _, link, _ in LINK.findall((ROOT / path).read_text(encoding="utf-8")):
+            if image and link.endswith(".png") and not link.startswith("docs/"):
+                add(files, config, posixpath.normpath(path.parent / link))
+    for path in paths:
+        add(files, config, path.as_posix())
     return files
+
+
+def add(files, config, path: str):
+    if not files.get_file_from_path(path):
+        files.append(File.generated(config, path, abs_src_path=str(ROOT / path)))
 
 
 def on_page_markdown(markdown: str, page, config, files) -> str:
     """
-    Put the README in front of the list of documents, and give links to files beside `docs/` their address in the repository,
-    `repo_url`. Without one, a link becomes its text and the path of the file, and an image its text.
+    Put the README in front of the list of documents, and lead links between `docs/` and the rest of the repository to their
+    page. Links to files without a page get their address in the repository, `repo_url`. Without one, a link becomes its text
+    and the path of the file, and an image its text.
     """
-    if page.file.src_uri == "README.md":
+    here = page.file.src_uri
+    outside = page.file.generated_by is not None
+    if here == "README.md":
         markdown = front_page(markdown)
-    markdown = markdown.replace("](../README.md", "](README.md")
 
-    def to_repository(match: re.Match) -> str:
+    def to_page(match: re.Match) -> str:
         image, text, link, anchor = match.groups()
-        path = posixpath.normpath(posixpath.join("docs", posixpath.dirname(page.file.src_uri), link))
-        if path.startswith("docs/"):
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(here) if outside else "docs", link))
+        if not (ROOT / path).exists() or not (outside or link.startswith("../")):
             return match[0]
+        inside = "README.md" if path == "README.md" else path.removeprefix("docs/")
+        if files.get_file_from_path(inside):
+            return f"{image}[{text}]({posixpath.relpath(inside, posixpath.dirname(here) or '.')}{anchor or ''})"
         if config.repo_url:
             return f"{image}[{text}]({config.repo_url}/blob/main/{path}{anchor or ''})"
         return text if image or path in text else f"{text} (`{path}`)"
 
-    return re.sub(r"(!?)\[([^\]]*)\]\((\.\./[^)#\s]+)(#[^)\s]+)?\)", to_repository, markdown)
-
-
-def readme() -> str:
-    return (ROOT / "README.md").read_text(encoding="utf-8")
-
-
-def in_site(path: str) -> str:
-    """Where the site has a picture of the README."""
-    return f"images/{posixpath.basename(path)}"
+    return LINK.sub(to_page, markdown)
 
 
 def front_page(documents: str) -> str:
     """The README, with links as from `docs/`, and below it the list of documents, with headings a level lower."""
-    text = readme().replace("](docs/README.md)", "](#documents)")
-    text = PICTURE.sub(lambda match: f"{match[1]}docs/{in_site(match[2])}{match[3]}", text)
-    text = LINK.sub(r"\1../\2", text).replace("](../docs/", "](")
+    text = (ROOT / "README.md").read_text(encoding="utf-8").replace("](docs/README.md)", "](#documents)")
+    text = LINK.sub(lambda match: match[0].replace(f"({match[3]}", f"(../{match[3]}"), text).replace(
+        "](../docs/", "]("
+    )
     return text + "\n" + re.sub(r"^#", "##", documents, flags=re.MULTILINE)
 
 

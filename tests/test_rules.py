@@ -4,6 +4,7 @@ import json
 import math
 import re
 import statistics
+from argparse import Namespace
 from dataclasses import asdict
 
 import pytest
@@ -353,21 +354,28 @@ def test_a_gap_that_stays_is():
 REWARDED = "kl_advantage_positive"
 
 
-@pytest.mark.parametrize(("spacing", "windows"), [(1, 3), (2, 2), (9, 2), (10, 1)])
+@pytest.mark.parametrize(("spacing", "windows"), [(1, 4), (2, 4), (9, 4), (10, 1)])
 def test_a_policy_that_loses_what_was_rewarded_is_critical(spacing, windows):
-    before, after = ({**CORRECTED, **STALE, REWARDED: value} for value in (0.0, 0.032))
+    before, after = ({**CORRECTED, **STALE, REWARDED: value} for value in (0.0, 0.022))
     log = history(*[before] * 20, *[after] * 5, spacing=spacing)
     assert severe(examine(log, config())) == [("unlearning", (20 + windows) * spacing)]
     assert severe(examine(log, config(**DISABLED))) == [("unlearning", (20 + windows) * spacing)]
-    almost = {**before, REWARDED: 0.03}
+    almost = {**before, REWARDED: 0.02}
     assert examine(history(*[before] * 20, *[almost] * 5, spacing=spacing), config()) == []
-    assert examine(history(*[before] * 20, *[after, after, before] * 5, spacing=1), config()) == []
+    assert examine(history(*[before] * 20, *[after, before, before] * 5, spacing=1), config()) == []
 
 
-def test_what_was_rewarded_is_not_looked_at_while_the_lag_fills():
-    filling = [{**CORRECTED, "staleness_max": float(min(age, 8)), REWARDED: 0.2} for age in range(8)]
-    settled = {**CORRECTED, **STALE, REWARDED: 0.0}
-    assert examine(history(*filling, *[settled] * 20), config()) == []
+def test_what_was_rewarded_is_looked_at_while_the_lag_fills():
+    filling = [{**CORRECTED, "staleness_max": float(age), REWARDED: 0.2} for age in range(8)]
+    assert severe(examine(history(*filling), config())) == [("unlearning", 4)]
+    assert examine(history(*filling[:3], *[{**CORRECTED, **STALE, REWARDED: 0.0}] * 20), config()) == []
+
+
+def test_a_large_gap_of_the_start_may_vary():
+    broken = {**CORRECTED, **STALE, "kl": 0.4, "k3_kl": 0.35}
+    varies, grows = ([{**broken, REWARDED: value} for value in values] for values in ([0.3, 0.55, 0.5], [0.62] * 3))
+    assert severe(examine(history(*varies * 10), config())) == []
+    assert severe(examine(history(*varies * 10, *grows * 10), config())) == [("unlearning", 34)]
 
 
 def test_a_gap_that_is_all_where_the_advantage_is_negative_is_none():
@@ -377,8 +385,8 @@ def test_a_gap_that_is_all_where_the_advantage_is_negative_is_none():
     assert severity == {0.0: [], 0.01: [], 0.02: [("gap_stays", 13)]}
     later = [{**CORRECTED, **STALE, "kl": 0.04, "k3_kl": 0.04, REWARDED: 0.02 * (step >= 30)} for step in range(60)]
     quiet = {**CORRECTED, **STALE, REWARDED: 0.0}
-    # most of five windows
-    assert severe(examine(history(quiet, quiet, quiet, *later), config())) == [("gap_stays", 36)]
+    # most of seven windows
+    assert severe(examine(history(quiet, quiet, quiet, *later), config())) == [("gap_stays", 37)]
 
 
 def test_truncation_at_one_is_not_truncation_of_outliers():
@@ -406,7 +414,7 @@ def test_what_was_so_from_the_start_is_not_unlearnt():
 def test_updates_of_the_policy_itself_are_not_what_was_unlearnt():
     log = history(*[{**CORRECTED, **STALE, REWARDED: value} for value in (*[0.0] * 20, *[0.2] * 20)])
     clipped = {"bypass_mode": True, "rollout_loss_type": "ppo_clip"}
-    assert severe(examine(log, {**clipped, "num_iterations": 1})) == [("unlearning", 23)]
+    assert severe(examine(log, {**clipped, "num_iterations": 1})) == [("unlearning", 24)]
     assert severe(examine(log, {**clipped, "num_iterations": 4})) == []
 
 
@@ -723,11 +731,23 @@ def run_of_the_arena(kl, accuracy=(0.5, 0.6, 0.4, 0.4), **options):
 
 def test_what_the_monitor_says_about_a_run_of_the_arena(arena):
     record = run_of_the_arena([0.001] * 9 + [0.04] * 21)
-    assert arena.alarms(record) == [(11, "warning", "k3_corrected"), (14, "critical", "gap_stays")]
-    assert arena.alarms(run_of_the_arena([0.04] * 30, rollout_correction="disabled")) == [(2, "critical", "k3_high")]
+    # windows 11 and 14, read one step later
+    assert arena.alarms(record) == [(12, "warning", "k3_corrected"), (15, "critical", "gap_stays")]
+    assert arena.alarms(run_of_the_arena([0.04] * 30, rollout_correction="disabled")) == [(3, "critical", "k3_high")]
+    logged = run_of_the_arena([0.001] * 8 + [0.04] * 22, rollout_correction="disabled")
+    assert arena.alarms(logged)[0] == (10, "critical", "k3_high")
     trl = {**record, "history": {"step": [1.0], "reward": [0.5]}}
     assert arena.alarms(trl) == []
     assert not arena.is_watched(trl)
+
+
+def test_metrics_of_trl_are_those_of_the_last_log(arena):
+    record = run_of_the_arena([0.001] * 60)
+    record["history"] |= {"reward": [0.5] * 60, "completions/clipped_ratio": [0.0] * 30 + [0.9] * 30}
+    # read with the log of step 40, then nine more steps until its mean of ten windows is above the limit
+    ((step, *alarm),) = arena.alarms(record)
+    assert alarm == ["warning", "endless"]
+    assert 40 < step <= 50
 
 
 @pytest.mark.parametrize(
@@ -744,40 +764,88 @@ def test_what_became_of_accuracy(arena, accuracy, course):
     assert arena.course({"steps": [0, 10, 20, 30], "accuracy": accuracy}) == course
 
 
-def test_sparse_logs_have_means_of_their_windows(arena):
-    record = run_of_the_arena([0.001] * 9 + [0.04] * 21)
-    sparse = arena.every(record, 10)["history"]
-    assert sparse["step"] == [10, 20, 30]
-    assert sparse["rollout_corr/kl"] == pytest.approx([0.0049, 0.04, 0.04])
-    assert arena.every(record, 1)["history"]["rollout_corr/kl"] == record["history"]["rollout_corr/kl"]
-
-
 def test_alarms_are_false_early_or_late(arena):
     assert [arena.verdict(*case) for case in (("keeps", None, None), ("keeps", None, 9))] == ["silent", "false"]
     assert [arena.verdict("falls", 20, step) for step in (19, 20, None)] == ["before", "late", "missed"]
-    row = arena.summary("run", run_of_the_arena([0.001] * 9 + [0.04] * 21))
+    record = run_of_the_arena([0.001] * 9 + [0.04] * 21)
+    row = arena.summary("run", record)
     assert (row["course"], row["at"], row["critical"], row["rule"], row["verdict"]) == (
-        "falls", 20, 14, "gap_stays", "before"
+        "falls", 20, 15, "gap_stays", "before"
     )  # fmt: skip
-    assert "| `run` | 0.50, 0.60, 0.47 | falls at 20 | 11 | 14 `gap_stays` | before, 6 steps |" in arena.table([row])
+    assert "| `run` | 0.50, 0.60, 0.47 | - | falls at 20 | 12 | 15 `gap_stays` | before, 5 steps |" in arena.table(
+        [row]
+    )
 
 
-def test_the_tables_are_those_of_the_result_file(arena):
-    rows = json.loads((ROOT / "benchmarks/monitor/arena.json").read_text())
+@pytest.mark.parametrize(
+    ("arm", "reference", "course"),
+    [("auto", 0.6, "stunted"), ("auto", 0.59, "keeps"), ("none", 0.6, "stunted"), ("on_policy", 0.6, "keeps")],
+)
+def test_a_run_that_learns_less_is_stunted(arena, arm, reference, course):
+    record = {**run_of_the_arena([0.001] * 9 + [0.04] * 21, accuracy=(0.5, 0.5, 0.5, 0.5)), "arm": arm}
+    row = arena.summary("run", record, reference)
+    assert row["course"] == course
+    assert row["verdict"] == {"stunted": "stunted", "keeps": "false"}[course]
+    assert "`run`" in arena.table([row])
+
+
+def test_a_rise_of_the_gap_is_found(arena):
+    run, record = (
+        Namespace(at=Namespace(rung=Namespace(lag=8))),
+        run_of_the_arena([0.001 * 2**step for step in range(10)]),
+    )
+    assert arena.slope([1.0, 3.0, 5.0]) == pytest.approx(2.0)
+    # the mean of the first four is 0.00375, of the next 0.0075
+    assert arena.rises(run, record, 4, 0.69, 0.005) == 6
+    assert arena.rises(run, record, 4, 0.7, 0.005) is None
+    assert arena.rises(run, record, 2, 0.69, 0.005, full=True) == 10
+
+
+def test_a_tally_counts_falls_and_false_alarms(arena):
+    rows = [
+        {"correction": "none", "course": "falls", "at": 20},
+        {"correction": "none", "course": "falls", "at": 20},
+        {"correction": "none", "course": "keeps", "at": None},
+        {"correction": "corrected", "course": "dips", "at": 20},
+    ]
+    found = arena.tally("rule", rows, [15, 16, None, 3].__getitem__)
+    assert found["none"] == {"falls": 2, "before": 2, "early": 1, "kept": 1, "false": 0}
+    assert arena.tally("rule", rows, [20, None, 3, 3].__getitem__)["none"] == {
+        "falls": 2, "before": 0, "early": 0, "kept": 1, "false": 1
+    }  # fmt: skip
+
+
+SECOND = json.loads((ROOT / "benchmarks/monitor/second.json").read_text())
+
+
+def test_the_tables_are_those_of_the_result_files(arena):
+    first = json.loads((ROOT / "benchmarks/monitor/arena.json").read_text())
     readme = (ROOT / "benchmarks/monitor/README.md").read_text()
-    assert arena.sections(rows) in readme
-    assert arena.insert(readme, arena.sections(rows)) == readme
-    assert arena.insert(readme, "other") != readme
+    tables = arena.tables(SECOND, first)
+    for name, part in tables.items():
+        assert f"<!-- {name} -->\n\n{part}\n\n<!-- end -->" in readme, name
+    assert arena.insert(readme, tables) == readme
+    assert arena.insert(readme, {"first": "other"}) != readme
 
 
-def test_on_tuning_tasks_the_monitor_reaches_its_goals(arena):
-    rows = json.loads((ROOT / "benchmarks/monitor/arena.json").read_text())
-    tuning = [row for row in rows if row["task"] in arena.TUNING and row["logging_steps"] == 1]
-    assert len(tuning) > 50
-    kept = [row["verdict"] for row in tuning if row["course"] == "keeps" and row["arm"] != "none"]
-    assert kept.count("false") <= 0.02 * len(kept)
-    falls = [row["verdict"] for row in tuning if row["course"] == "falls"]
-    assert falls.count("before") >= 0.8 * len(falls) > 9
+def test_the_results_are_those_of_the_published_logs(arena, tmp_path):
+    runs = arena.load("second_tuning", tmp_path)
+    assert len(runs) >= len(SECOND["stages"]["second_tuning"]) > 100
+    rows = {row["run"]: row for row in arena.rows_of(runs)}
+    for row in SECOND["stages"]["second_tuning"]:
+        assert rows[row["run"]] == row
+
+
+def test_on_tuning_runs_the_monitor_reaches_its_goals():
+    rows = SECOND["stages"]["second_tuning"]
+    kept = [row["verdict"] for row in rows if row["course"] == "keeps" and row["correction"] != "none"]
+    assert kept.count("false") <= 5 / 143 * len(kept)
+    falls = [row for row in rows if row["course"] == "falls"]
+    assert (
+        sum(row["verdict"] == "before" and row["at"] - row["critical"] >= 5 for row in falls)
+        >= 32 / 41 * len(falls)
+        > 9
+    )
 
 
 # The document ---------------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ def recommend(config: RolloutCorrectionConfig, findings: Sequence[Alarm], spread
             Root mean square of the log-ratio, in nats.
 
     Returns:
-        [`~trl_rollout_corr.health.advice.Advice`]: empty settings are those of the run.
+        [`~trl_rollout_corr.health.advice.Advice`]: if its settings are empty, keep the settings of the run.
     """
     alarm = first_alarm(findings)
     # after an alarm about the gap, a small mean over all steps says nothing

@@ -69,7 +69,7 @@ class Effect(NamedTuple):
         cosine (`float` or `None`):
             Cosine of the corrected and the uncorrected gradient, by token.
         norm (`float` or `None`):
-            Norm of the corrected gradient over that of the uncorrected one.
+            Norm of the corrected gradient, divided by the norm of the uncorrected one.
     """
 
     rejected: float | None = None
@@ -109,7 +109,7 @@ def recompute(
         clip (`tuple[float, float]`):
             Ratios below and above which PPO clips.
         as_dumped (`bool`, *optional*, defaults to `False`):
-            Whether rejected tokens and factors of the gradient are those of the run itself.
+            Whether the run itself wrote the rejected tokens and the factors of the gradient.
 
     Returns:
         [`Effect`].

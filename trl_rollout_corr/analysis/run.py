@@ -138,7 +138,7 @@ def log_of_dump(path: Path) -> list[dict[str, object]]:
 
 
 def _states(folder: Path) -> list[Path]:
-    """The state in a folder, and those of its checkpoints, the latest first."""
+    """The state in a folder, then the states of its checkpoints, the latest first."""
     checkpoints = sorted(
         folder.glob(f"checkpoint-*/{STATE}"), key=lambda path: (len(path.parent.name), path), reverse=True
     )

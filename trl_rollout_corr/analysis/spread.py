@@ -29,7 +29,8 @@ class Spread(NamedTuple):
         s (`float`):
             Root mean square of the log-ratio of a token.
         s_robust (`float`):
-            The same without the tails: the distance of percentiles 5 and 95 over that of a standard normal.
+            The same without the tails: the distance between percentiles 5 and 95, divided by
+            their distance in a standard normal.
     """
 
     lengths: torch.Tensor

@@ -2,8 +2,8 @@
 Fingerprints of weights: of those that are sent to vLLM, and of those that vLLM holds. Runs in the process of the engine, which
 may be a server.
 
-vLLM fuses weights, and packs them for its CPU kernels. So the fingerprint of what vLLM holds is that of the whole tensor, in
-any order of its elements, and that of what is sent is of a few columns: if these columns change, the whole tensor must.
+vLLM fuses weights, and packs them for its CPU kernels. So the fingerprint of a tensor in vLLM covers all elements in
+any order, and the fingerprint of a tensor that is sent covers a few columns: if these columns change, the whole tensor must.
 """
 
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ def fingerprint(x: torch.Tensor) -> torch.Tensor:
     """
     Integer that depends on each bit of a tensor, `()`. It is on the device of the tensor, so nothing waits.
 
-    A change of one element changes the sum of its row and that of its column. The sums are hashed with their place.
+    A change of one element changes the sums of its row and of its column. The sums are hashed with their place.
     """
     matrix = x.detach().reshape(-1, x.shape[-1] if x.dim() > 1 else 1)
     bits = matrix.view(READABLE[x.dtype])
@@ -60,7 +60,7 @@ def packed_columns(layer: Any) -> torch.Tensor:
 
 def read(model: Any, names: Iterable[str], group: Any = None) -> dict[str, dict[str, list]]:
     """
-    Weights that a model of vLLM holds, and where it puts those of a trainer.
+    Weights that a model of vLLM holds, and where it puts the trainer's weights.
 
     Args:
         model (`torch.nn.Module`):

@@ -92,7 +92,7 @@ class MovementCheck:
         is_main_process (`bool`):
             True on the main process, which alone asks the server.
         broadcast (`Callable[[list], list]`):
-            Takes a list on every rank, and returns that of the main process.
+            Takes a list on every rank, and returns the list of the main process.
     """
 
     def __init__(

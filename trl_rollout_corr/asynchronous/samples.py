@@ -124,11 +124,11 @@ class AnnotatedSamples(torch.utils.data.IterableDataset):
                 raise
 
     def _steps(self, sample: RolloutSample) -> dict[str, Any]:
-        """Optimizer step of the weights that began a sample, and that of each token if the server tells its version."""
+        """Optimizer step of the weights that began a sample, and the step of each token if the server tells its version."""
         step = self._step_of.get(sample.model_version, np.nan)
         if (versions := getattr(sample, "versions", None)) is None:
             return {ROLLOUT_STEP: step}
-        # a version before that of the beginning is a label that the server kept, as it did not take a later one
+        # a version older than the first one is a label that the server kept, because it did not take a later one
         steps_of_tokens = [
             self._step_of.get(int(version), step) if version >= sample.model_version else step for version in versions
         ]

@@ -1,4 +1,4 @@
-"""End of an asynchronous run: that of the rollout worker, and of a run whose sampler or server has failed."""
+"""End of the rollout worker, and of a run whose sampler or server has failed."""
 
 from contextlib import suppress
 from queue import Empty

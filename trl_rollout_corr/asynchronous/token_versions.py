@@ -29,7 +29,7 @@ _CONSEQUENCE = (
     "The version of the weights of such tokens is unknown: their age is that of the weights that began their completion. "
     "Training goes on, as the age of tokens changes metrics alone. This message appears once."
 )
-# Of an answer of another form than that of vLLM 0.32
+# Of an answer that has another form than in vLLM 0.32
 _UNREADABLE = (LookupError, TypeError, ValueError, AttributeError)
 
 

@@ -48,7 +48,7 @@ class RolloutCorrectedAsyncGRPOConfig(RolloutCorrectionConfig, AsyncGRPOConfig):
     r"""
     Configuration class for the [`RolloutCorrectedAsyncGRPOTrainer`].
 
-    It has the parameters of TRL's `AsyncGRPOConfig` and those of [`RolloutCorrectionConfig`].
+    It has all parameters of TRL's `AsyncGRPOConfig` and of [`RolloutCorrectionConfig`].
 
     Raises:
         `ValueError`: also if `rollout_rs_exclude_from_baseline` is set, as the rollout worker computes baselines; or if the

@@ -53,7 +53,7 @@ class RolloutCorrectionPlugin(BasePlugin):
             if (cfg.get(name) or 1) > 1:
                 raise ValueError(
                     f"`{name}` is {cfg[name]!r}: log-probabilities of a completion are then on several ranks, and cannot be "
-                    "compared with those of the sampler. Set it to 1."
+                    "compared with the sampler's. Set it to 1."
                 )
         if not of_trl.get("use_vllm"):
             raise ValueError("`trl.use_vllm` is not true, so there is no sampler to correct for. Set it.")

@@ -34,7 +34,7 @@ class ScriptParser(TrlParser):
 
         Args:
             args (`Iterable[str]`, *optional*):
-                Command line; that of the process by default.
+                Command line. By default it is the command line of the process.
             kwargs:
                 Further arguments of [`~trl.TrlParser.parse_args_and_config`].
 

@@ -23,7 +23,7 @@ _OCTAVES = tuple(2**i for i in range(15))
 SIGNS = ("negative", "zero", "positive")
 _BY_SIGN = tuple(f"advantage_{sign}" for sign in SIGNS)
 # Turns of an agent: the first, the last of several, those between them; and the first two tokens of each turn but the first,
-# which stand behind the answer of a tool
+# which follow the answer of a tool
 TURNS = ("first", "middle", "last", "start")
 _BEGINNING = 2
 MEASURES = ("tokens", "rejected", "removed")

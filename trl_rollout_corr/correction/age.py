@@ -3,7 +3,7 @@ Age of the data: metrics by age, and the part of the gap to the sampler that upd
 are logged, as in `metrics.py`. Torch only.
 
 The age of a token is the number of optimizer steps between the weights that sampled it and the weights that train on it. The
-age of a completion is that of its oldest token. In the metrics of a whole batch it is called staleness.
+age of a completion is the age of its oldest token. In the metrics of a whole batch it is called staleness.
 """
 
 from collections.abc import Mapping

@@ -22,7 +22,7 @@ Bound = float | torch.Tensor
 # verl's. verl also raises ratios below exp(-20) to exp(-20); here they go to 0, which is 2e-9 away.
 LOG_RATIO_BOUND = 20.0
 
-# Beyond this a log-ratio is that of a masked logit. The bound keeps sums of squares finite in float32.
+# A log-ratio beyond this comes from a masked logit. The bound keeps sums of squares finite in float32.
 LARGEST_LOG_RATIO = 1e15
 
 # Powers of e are taken of at most this: sums over a long row of exp(60) still fit in float32.
@@ -141,7 +141,7 @@ def select_tokens(
     train_logps: torch.Tensor, rollout_logps: torch.Tensor, mask: torch.Tensor, *, neutralize: bool = False
 ) -> Tokens:
     """
-    Select the tokens that count: those of the mask whose log-ratio is finite.
+    Select the tokens that count: tokens of the mask whose log-ratio is finite.
 
     Args:
         train_logps (`torch.Tensor` of shape `(B, T)`):

@@ -57,7 +57,7 @@ class Sums:
         return dict(zip(self.sum_names, values, strict=False)) | dict(zip(self.max_names, maxima, strict=True))
 
     def finish(self, **applied: bool) -> dict[str, float]:
-        """Metrics by key (`rollout_corr/...`). Waits for the device. The arguments are those of [`Applied`]."""
+        """Metrics by key (`rollout_corr/...`). Waits for the device. The arguments are the fields of [`Applied`]."""
         metrics = self._metrics(self.by_name(), Applied(**applied))
         return {PREFIX + key: value for key, value in metrics.items()}
 

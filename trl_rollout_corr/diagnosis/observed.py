@@ -13,8 +13,8 @@ SEAM = 2  # tokens after the edge of a turn that count as its beginning
 
 class Observed:
     """
-    Tokens of the sequences that represent a batch: those of the loss that have a log-probability of both policies. `N` tokens,
-    `B` sequences.
+    Tokens of the sequences that represent a batch: tokens of the loss that have a log-probability of both policies.
+    `N` tokens, `B` sequences.
 
     Args:
         sequences ([`~trl_rollout_corr.dumps.sequences.Sequences`]):

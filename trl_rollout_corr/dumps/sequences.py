@@ -124,7 +124,7 @@ class Sequences:
 
     @cached_property
     def turn(self) -> NDArray[np.int64]:
-        """Turn of each token, counted over all sequences: that of the dump, or else a run of tokens of the loss."""
+        """Turn of each token, counted over all sequences: as in the dump, or else a run of tokens of the loss."""
         first = self.starts[:-1][self.lengths > 0]
         before = np.concatenate([[False], self.mask[:-1]])
         before[first] = False

@@ -56,11 +56,11 @@ def unlearns(window: Window) -> bool:
 
 def gap_of_rewarded(window: Window) -> float | None:
     """
-    `kl` where the advantage is positive minus the gap at the start, once the sampler has reached its full staleness. All of
-    the gap at the start is subtracted: dropout or truncated sampling are not learned.
+    `kl` where the advantage is positive minus the gap at the start. All of that gap is subtracted: dropout or truncated
+    sampling are not learned. Unlike the gap of all tokens, it is small while the sampler grows old in a run that goes well.
     """
     gap = window.gap_of_rewarded()
-    return None if gap is None or not window.course.settled else gap - window.course.gap_at_start
+    return None if gap is None else window.course.unlearnt(gap)
 
 
 def negative_all_along(window: Window) -> bool:

@@ -54,14 +54,14 @@ RULES = [
         "unlearning",
         "It came in time in the run `grpo-merge_sorted-lag_32-faster-icepop-0`.",
         key="kl_advantage_positive",
-        limit=0.03,
+        limit=0.02,
         severity="critical",
         seen="Rewarded tokens have become unlikely: `kl_advantage_positive` is {value:.2g} above `kl` at the start of the "
         "run, and the limit is {limit:g}.",
         why="The loss may be short. In our runs, accuracy fell when rewarded tokens became less likely, at the same time or "
         "later, and in some of them it recovered.",
         advice="{instead} {Fresher}, or lower `learning_rate`.",
-        lasting=3,
+        patience=7,
         measure=conditions.gap_of_rewarded,
         covers=("gap_stays", "gap_clipped", "k3_high", "k3_uncorrected", "k3_corrected", "k3_growth"),
     ),

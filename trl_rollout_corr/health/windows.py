@@ -52,7 +52,7 @@ class Course:
     """
 
     BEGINNING = 3  # windows
-    RECENT, RECENT_STEPS = 5, 15  # windows, or fewer that cover these optimizer steps
+    RECENT, RECENT_STEPS = 7, 15  # windows, or fewer that cover these optimizer steps
     COMPARED = 10  # windows at the start, and the latest ones, whose means are compared
 
     def __init__(self) -> None:
@@ -85,11 +85,19 @@ class Course:
         """The smallest `kl` of the first windows: the difference of the engines, before any weights are stale."""
         return max(min(self._kl[: self.BEGINNING], default=0.0), 0.0)
 
+    def unlearnt(self, gap: float) -> float:
+        """
+        How much more `kl` is than at the start; 0 if that is at most half of the start. A gap that was there from the start is
+        not learned, and the larger it is, the more it varies between windows.
+        """
+        more = gap - self.gap_at_start
+        return more if more > self.gap_at_start / 2 else 0.0
+
     def rewarded_above(self, bound: float) -> bool | None:
         """True if rewarded tokens became less likely since the start in most of the latest windows; `None` if unknown."""
         number = windows_of(self.RECENT_STEPS, self.spacing, at_most=self.RECENT)
         latest = self._rewarded[-number:]
-        return 2 * sum(gap - self.gap_at_start > bound for gap in latest) > number if latest else None
+        return 2 * sum(self.unlearnt(gap) > bound for gap in latest) > number if latest else None
 
     @property
     def more_unfinished(self) -> float | None:

@@ -18,7 +18,7 @@ from .sampled_experts import no_route
 
 class RouterHooks:
     """
-    Hooks on the routers of a model. Between passes the routers are those of the model.
+    Hooks on the routers of a model. Between passes the routers work as the model defines them.
 
     A pass with gradient keeps its routes until the next one or [`RouterHooks.end`], for its backward pass, in which gradient
     checkpointing computes layers again. Other forward passes do not get them.

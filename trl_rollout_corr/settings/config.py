@@ -76,7 +76,7 @@ class RolloutCorrectionConfig(FirstPresets, DumpFields, MonitorFields, EngineFie
         > Mode
 
         bypass_mode (`bool`, *optional*, defaults to `False`):
-            Use the sampler's log-probabilities instead of those of the old policy, which are not computed.
+            Use the sampler's log-probabilities as the old policy's, which are then not computed.
         rollout_loss_type (`str`, *optional*, defaults to `"ppo_clip"`):
             Loss in bypass mode: `"ppo_clip"` clips the ratio to the rollout policy, which is the correction, so that
             weights are only reported; `"reinforce"` weights the log-likelihood and does not clip.
@@ -106,7 +106,7 @@ class RolloutCorrectionConfig(FirstPresets, DumpFields, MonitorFields, EngineFie
             `vllm_mode="colocate"`; a server gets them from its own command line, `vllm serve`.
         rollout_routing (`str`, *optional*):
             `"replay"`: in a mixture of experts, every forward pass of the trainer takes the experts that vLLM chose
-            ([routing replay](https://huggingface.co/papers/2510.11370)); their weights are those of the trainer's router. For
+            ([routing replay](https://huggingface.co/papers/2510.11370)); the trainer's router gives their weights. For
             GRPO and RLOO with `vllm_mode="colocate"`. `None` for the trainer's own choice.
 
         > Monitor

@@ -12,7 +12,7 @@ _FOR_THE_SITE = {"README", "api"}  # the index, and a list of docstrings
 
 
 def folder() -> Path:
-    """Folder of the documents: inside the package if it is installed from a wheel, else that of the checkout."""
+    """Folder of the documents: inside the package if it is installed from a wheel, else in the checkout."""
     return source() / "docs"
 
 

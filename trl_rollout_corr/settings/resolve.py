@@ -30,7 +30,7 @@ class Correction:
 
     @property
     def bypasses(self) -> bool:
-        """`True` if the sampler's log-probabilities replace those of the old policy."""
+        """`True` if the sampler's log-probabilities replace the old policy's."""
         return self.mode != "decoupled"
 
     @property

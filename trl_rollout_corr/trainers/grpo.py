@@ -24,7 +24,7 @@ class RolloutCorrectedGRPOConfig(RolloutCorrectionConfig, GRPOConfig):
     r"""
     Configuration class for the [`RolloutCorrectedGRPOTrainer`].
 
-    It has the parameters of [`~trl.GRPOConfig`] and those of [`RolloutCorrectionConfig`]. TRL's own correction
+    It has all parameters of [`~trl.GRPOConfig`] and of [`RolloutCorrectionConfig`]. TRL's own correction
     (`vllm_importance_sampling_correction`) is switched off.
 
     Raises:

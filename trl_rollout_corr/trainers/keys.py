@@ -10,7 +10,5 @@ REWARDS = "rollout_corr_rewards"  # (B,)
 TURN_IDS = "rollout_corr_turn_ids"  # (B, T), turn of each token, if a rollout function returns turns
 ROLLOUT_STEP = "rollout_corr_step"  # (B,), optimizer step of the weights that sampled; NaN if unknown
 TOKEN_STEPS = "rollout_corr_token_steps"  # (B, T), the same of each token, if a server tells it
-PADDING = (
-    "rollout_corr_padding"  # (B,), tokens of padding in front of the prompt, where the prompt's mask does not tell
-)
+PADDING = "rollout_corr_padding"  # (B,), tokens of padding before the prompt, where the prompt's mask does not tell
 AGAIN_LOGPS = "rollout_corr_again_logps"  # (B, T), of sequences scored one by one, without padding; NaN for the others

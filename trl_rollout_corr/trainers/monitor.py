@@ -29,7 +29,7 @@ class RolloutCorrectionMonitor(TrainerCallback):
     Examines the metrics of rollout correction of every optimizer step, and reports unhealthy ones.
 
     The metrics of a step are examined when the next step ends, or earlier if they are logged. So alarms do not depend on
-    `logging_steps`. The rules are those of `trl-rollout-corr docs monitoring`. Each alarm is a message of the logger
+    `logging_steps`. `trl-rollout-corr docs monitoring` lists the rules. Each alarm is a message of the logger
     `trl_rollout_corr`: a line with the step, the observation and the bound; the first time also the reason and the advice. It
     is repeated after 10, 20, 40 and so on optimizer steps while it lasts. The same goes to W&B and trackio as an alert, if the
     run reports there. The number of bounds that raised an alarm since the last log is logged as `rollout_corr/monitor/alarms`.
@@ -59,7 +59,7 @@ class RolloutCorrectionMonitor(TrainerCallback):
             raise ValueError(f"`rollout_monitor` must be one of {', '.join(MONITOR_ACTIONS)}, got {action!r}.")
         self.action = action
         self.of_configuration = False  # or brought by the user
-        self.reporters: CallbackHandler | None = None  # those of the trainer, which may send alerts
+        self.reporters: CallbackHandler | None = None  # the callbacks of the trainer, which may send alerts
         self.observer: Observer | None = None  # of the trainer; without one, a window is what was logged
         self._examiner = Examiner(limits=parse_bounds(bounds))
         self._restart()

@@ -24,7 +24,7 @@ class RolloutCorrectedRLOOConfig(RolloutCorrectionConfig, RLOOConfig):
     """
     Configuration class for the [`RolloutCorrectedRLOOTrainer`].
 
-    It has the parameters of [`~trl.RLOOConfig`] and those of [`RolloutCorrectionConfig`].
+    It has all parameters of [`~trl.RLOOConfig`] and of [`RolloutCorrectionConfig`].
     """
 
     _checks_of_trainer = CHECKS["rloo"]

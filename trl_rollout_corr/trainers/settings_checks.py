@@ -175,7 +175,7 @@ def _normalizes_over(config: Any, *levels: str) -> bool:
 
 
 def check_generation_kwargs(config: Any) -> None:
-    """Refuse arguments of vLLM under which its log-probabilities are not those of the tokens that it samples."""
+    """Refuse arguments with which vLLM returns log-probabilities of another distribution than it samples from."""
     if not config.use_vllm:
         return
     overrides = config.generation_kwargs or {}
@@ -242,7 +242,7 @@ def warn_about_engine_kwargs(config: Any) -> None:
 
 
 def warn_about_distortion(config: Any) -> None:
-    """Warn about options of vLLM that change the distribution of the sampler but not that of the trainer."""
+    """Warn about options of vLLM that change the distribution of the sampler but not the distribution of the trainer."""
     if not getattr(config, "use_vllm", True):  # an asynchronous run always samples with vLLM
         return
     changed = distorting_options(config)
