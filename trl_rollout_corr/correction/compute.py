@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -65,6 +65,27 @@ class RolloutCorrection:
         """
         coefficients = as_numbers(self.keep, self.scale.dtype).mul_(self.scale)
         return coefficients if self.weights is None or not self.applies_weights else coefficients.mul_(self.weights)
+
+    def adjusted(self, *, keep: torch.Tensor | None = None, weights: torch.Tensor | None = None) -> Self:
+        """
+        Copy with a criterion or with weights of your own, for a trainer that overrides `_compute_correction`.
+
+        Args:
+            keep (`torch.Tensor` of shape `(B, T)`, *optional*):
+                Boolean mask of the tokens that your criterion keeps. Tokens that the settings reject stay rejected.
+            weights (`torch.Tensor` of shape `(B, T)`, *optional*):
+                Weights that are applied in place of those of the settings.
+
+        Returns:
+            [`RolloutCorrection`]: the copy. Of the metrics, `effective_lr` is that of the copy; metrics with `rollout_is` or
+                `rollout_rs` in their name are still about the settings.
+        """
+        kept = self.keep if keep is None else self.keep & keep.bool()
+        adjusted = replace(self, keep=kept)
+        if weights is not None:
+            adjusted = replace(adjusted, weights=weights.detach().where(self.valid, 0.0), applies_weights=True)
+        statistics = self.statistics.with_sum("coefficients", adjusted.coefficients.sum())
+        return replace(adjusted, statistics=statistics)
 
     def metrics(self) -> dict[str, float]:
         """Metrics of this batch alone, by key (`rollout_corr/...`, see `trl-rollout-corr docs metrics`)."""

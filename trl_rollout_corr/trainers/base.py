@@ -130,6 +130,20 @@ class CorrectionCore(_Host):
         return batch["completion_mask"]
 
     def _compute_correction(self, train_logps: torch.Tensor, batch: dict[str, Any]) -> RolloutCorrection:
+        """
+        Correction of a batch. Override this method for a criterion or weights of your own: `trl-rollout-corr docs custom`.
+
+        Args:
+            train_logps (`torch.Tensor` of shape `(B, T)`):
+                Log-probabilities of the sampled tokens under the trainer, in nats: of the old policy in decoupled mode, of
+                the current one in bypass mode.
+            batch (`dict`):
+                TRL's batch, with `sampling_per_token_logps`, the log-probabilities of the sampler, `(B, T)` in nats, and
+                `advantages`, `(B,)` or `(B, T)`.
+
+        Returns:
+            [`~trl_rollout_corr.correction.compute.RolloutCorrection`]: weights and rejected tokens.
+        """
         return compute_rollout_correction(
             train_logps,
             batch[ROLLOUT_LOGPS],
