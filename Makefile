@@ -50,18 +50,29 @@ quickstart: $(STAMP)
 	$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no --cpu \
 	    examples/quickstart.py $(ARGS)
 
-# The sample of the documents: the quickstart without correction and with `auto`, and what `report` makes of the two
+# The sample of the documents: the quickstart without correction and with `auto`, what `report` makes of the two, and what the
+# tutorial quotes
 SAMPLE := outputs/sample
+TUTORIAL := benchmarks/tutorial
 SAMPLE_CORRECTION := --rollout_correction auto
-SAMPLE_RUN = $(MAKE) quickstart ARGS="--output_dir $(SAMPLE) --rollout_dump_dir $(SAMPLE)/$(1) --rollout_dump_steps 5 $(2)"
+SAMPLE_RUN = $(MAKE) --silent --no-print-directory quickstart ARGS="--output_dir $(SAMPLE) --rollout_dump_dir $(SAMPLE)/$(1) --rollout_dump_steps 5 $(2)" \
+    > $(SAMPLE)/$(1).txt 2>&1; code=$$?; cat $(SAMPLE)/$(1).txt; exit $$code
 sample: $(STAMP)
-	rm -rf $(SAMPLE)
+	rm -rf $(SAMPLE) $(TUTORIAL)/uncorrected
+	mkdir -p $(SAMPLE) docs/sample docs/images
 	$(call SAMPLE_RUN,uncorrected,--rollout_correction disabled)
 	$(call SAMPLE_RUN,corrected,$(SAMPLE_CORRECTION))
-	mkdir -p docs/sample docs/images
 	$(BIN)/trl-rollout-corr report $(SAMPLE)/uncorrected -o docs/sample/report.html
 	$(BIN)/trl-rollout-corr report $(SAMPLE)/uncorrected $(SAMPLE)/corrected -o docs/sample/two_runs.html
 	$(BIN)/trl-rollout-corr report $(SAMPLE)/uncorrected $(SAMPLE)/corrected -o docs/images/report.png
+	cp -r $(SAMPLE)/*.txt $(SAMPLE)/uncorrected $(TUTORIAL)
+	rm $(TUTORIAL)/uncorrected/quickstart.json
+	$(BIN)/trl-rollout-corr report $(SAMPLE)/uncorrected -o docs/images/uncorrected.png
+	cp $(SAMPLE)/quickstart.png docs/images/cure.png
+	@# A picture with a palette has a quarter of the size
+	$(BIN)/python -c 'import sys; from PIL import Image; \
+	    [Image.open(path).convert("RGB").quantize(64).save(path, optimize=True) for path in sys.argv[1:]]' \
+	    docs/images/uncorrected.png docs/images/cure.png
 
 # Every way to correct on many tasks and samplers. Goes on where it was interrupted
 arena: $(STAMP)

@@ -1,25 +1,73 @@
-"""Hooks of the site: links that lead out of `docs/` go to the repository, if the site knows its address."""
+"""
+Hooks of the site.
+
+The front page is the README of the repository, with the list of all documents below it. The README in Chinese, recipes,
+benchmarks and their pictures are pages as well, although they are not in `docs/`. Links to other files of the repository lead
+there, if the site knows its address.
+"""
 
 import posixpath
 import re
+from pathlib import Path
+
+from mkdocs.structure.files import File
+
+
+ROOT = Path(__file__).parent.parent
+PAGES = ("README.zh-CN.md", "CONTRIBUTING.md", "recipes/README.md", "benchmarks/**/*.md")
+LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]+)?\)")
+
+
+def on_files(files, config):
+    """Add pages that are not in `docs/`, and the pictures of the READMEs. Their places are those in the repository."""
+    paths = [path.relative_to(ROOT) for pattern in PAGES for path in ROOT.glob(pattern)]
+    for path in [Path("README.md"), *paths]:
+        for image, _, link, _ in LINK.findall((ROOT / path).read_text(encoding="utf-8")):
+            if image and link.endswith(".png") and not link.startswith("docs/"):
+                add(files, config, posixpath.normpath(path.parent / link))
+    for path in paths:
+        add(files, config, path.as_posix())
+    return files
+
+
+def add(files, config, path: str):
+    if not files.get_file_from_path(path):
+        files.append(File.generated(config, path, abs_src_path=str(ROOT / path)))
 
 
 def on_page_markdown(markdown: str, page, config, files) -> str:
     """
-    Give links to files beside `docs/` their address in the repository, `repo_url`. Without one, a link becomes its text and
-    the path of the file, and an image its text.
+    Put the README in front of the list of documents, and lead links between `docs/` and the rest of the repository to their
+    page. Links to files without a page get their address in the repository, `repo_url`. Without one, a link becomes its text
+    and the path of the file, and an image its text.
     """
+    here = page.file.src_uri
+    outside = page.file.generated_by is not None
+    if here == "README.md":
+        markdown = front_page(markdown)
 
-    def to_repository(match: re.Match) -> str:
+    def to_page(match: re.Match) -> str:
         image, text, link, anchor = match.groups()
-        path = posixpath.normpath(posixpath.join("docs", posixpath.dirname(page.file.src_uri), link))
-        if path.startswith("docs/"):
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(here) if outside else "docs", link))
+        if not (ROOT / path).exists() or not (outside or link.startswith("../")):
             return match[0]
+        inside = "README.md" if path == "README.md" else path.removeprefix("docs/")
+        if files.get_file_from_path(inside):
+            return f"{image}[{text}]({posixpath.relpath(inside, posixpath.dirname(here) or '.')}{anchor or ''})"
         if config.repo_url:
             return f"{image}[{text}]({config.repo_url}/blob/main/{path}{anchor or ''})"
         return text if image or path in text else f"{text} (`{path}`)"
 
-    return re.sub(r"(!?)\[([^\]]*)\]\((\.\./[^)#\s]+)(#[^)\s]+)?\)", to_repository, markdown)
+    return LINK.sub(to_page, markdown)
+
+
+def front_page(documents: str) -> str:
+    """The README, with links as from `docs/`, and below it the list of documents, with headings a level lower."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8").replace("](docs/README.md)", "](#documents)")
+    text = LINK.sub(lambda match: match[0].replace(f"({match[3]}", f"(../{match[3]}"), text).replace(
+        "](../docs/", "]("
+    )
+    return text + "\n" + re.sub(r"^#", "##", documents, flags=re.MULTILINE)
 
 
 def on_page_content(html: str, page, config, files) -> str:

@@ -241,6 +241,17 @@ def test_answers_of_the_second_proof_are_right_and_fit(arena):
                 assert (answer[0], answer[-1]) == ("<", ">")
 
 
+def test_words_of_the_language_model_are_reversed_between_tags_and_held_out(arena):
+    module = arena("language_tags")
+    known = module.words()
+    assert len({*known}) == len(known)
+    assert all(len(word.split()) == module.LETTERS for word in known)
+    (row,) = module.problems(["b d a c"])
+    assert row["answer"] == "<c a d b>"
+    texts = [" <c a d b>\n", " <b d a c>", " c a d b\n", " <c a d b", ""]
+    assert module.tagged_answer(texts, [row["answer"]] * 5) == [1.0, 0.2, 0.0, 0.0, 0.0]
+
+
 def test_the_teacher_rarely_writes_tags_and_never_in_the_answer(arena):
     import random
 
@@ -520,8 +531,11 @@ def test_cells_without_a_difference_are_printed_and_not_counted(found, report):
 
 
 def test_losses_are_named(found, report):
-    assert "2 cells: +0.095 on average" in report.against(found, "auto", "trl")
-    assert "below in 1: grpo-reverse-lag_16-fast (0.20)" in report.against(found, "trl", "auto")
+    both = report.compared(found, [("auto", "trl"), ("trl", "auto"), ("auto", "geo")]).splitlines()[2:]
+    assert both == [
+        "| `auto` minus `trl` | 2 | +0.095 | +0.095 | 100 % | 1 | 0 | - |",
+        "| `trl` minus `auto` | 2 | -0.095 | -0.095 | 100 % | 0 | 1 | grpo-reverse-lag_16-fast (-0.20) |",
+    ]
 
 
 def test_the_document_says_what_the_results_say(report):

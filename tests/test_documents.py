@@ -22,13 +22,13 @@ PACKAGE = Path(trl_rollout_corr.__file__).parent
 COMMAND = re.compile(r"trl-rollout-corr docs ([a-z][\w.-]*(?:#[\w-]+)?)")
 
 
-def test_every_page_for_readers_is_listed_with_a_subject(capsys):
+def test_every_page_for_readers_is_listed_with_its_question(capsys):
     assert main(["docs"]) == 0
     lines = capsys.readouterr().out.splitlines()
     listed = dict(line.split(maxsplit=1) for line in lines[: lines.index("")])
     assert set(listed) == {path.stem for path in (ROOT / "docs").glob("*.md")} - {"README", "api"}
-    assert listed["troubleshooting"] == "one section per symptom"
-    assert listed["theory"] == "The mathematics"
+    assert listed["troubleshooting"] == "What do I do about this symptom or this message?"
+    assert [name for name, question in listed.items() if not question.endswith("?")] == []
 
 
 def test_a_page_reads_well():

@@ -90,7 +90,7 @@ def test_tables_are_those_of_a_loop_over_the_tokens_drawn_at_random(tmp_path, se
 @pytest.mark.parametrize(
     ("settings", "titles", "note"),
     [
-        ({"rollout_correction": "auto"}, set(), "A weight at a bound of 1 leaves the gradient"),
+        ({"rollout_correction": "auto"}, set(), "whose weight is at a bound of 1 keeps its whole gradient"),
         ({"rollout_correction": "disabled"}, set(), "No token"),
         ({"rollout_correction": "decoupled_seq_is_rs"}, set(), "The criteria judge whole completions"),
         ({**TRUNCATED, "rollout_metrics_only": True}, {"upper bound of 1.06"}, "The run only measures"),
@@ -146,7 +146,7 @@ def test_a_format_that_the_correction_holds_back_is_named_first(tmp_path):
     assert "of the 46 rejected tokens with a positive advantage are ␣<b>, but only" in banner
     assert "has already risen from 0.6 under the sampler to 0.8" in banner
     assert "raise the bound of token_tv in rollout_rs_threshold (now 0.1), or push weights more often." in banner
-    assert "a dump cannot tell" in banner
+    assert "A dump cannot tell" in banner
 
 
 def test_garbage_of_the_sampler_gets_another_remedy(tmp_path):

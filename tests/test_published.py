@@ -84,6 +84,7 @@ NUMBER = r"-?\d[\d,]*(?:\.\d+)?(?:e-?\d+)?"
 FIGURE = re.compile(rf"({NUMBER})<!-- = ([\w.]+)(?:#([\w-]+))?: (.+?); (.+?) -->")
 DOCUMENTS = [
     "README.md",
+    "README.zh-CN.md",
     *(str(path.relative_to(ROOT)) for path in [*ROOT.glob("docs/*.md"), *BENCHMARKS.rglob("*.md")]),
 ]
 
@@ -135,5 +136,5 @@ def test_a_figure_that_is_not_in_its_cell_is_found():
     figures = [match.group() for match in FIGURE.finditer(text)]
     assert len(figures) > 5
     for figure in figures:
-        assert mistakes(text.replace(figure, f"9{figure}")) == [f"9{figure}"]
+        assert set(mistakes(text.replace(figure, f"9{figure}"))) == {f"9{figure}"}
         assert mistakes(text.replace(figure, figure.replace("; ", "; no "))) != []

@@ -372,7 +372,7 @@ def test_turns_are_drawn(tmp_path, undrawn):
 
 
 def test_d_is_defined_before_it_is_used(page):
-    definition = page.text.index("d is the log-probability of a token under the trainer minus that under the sampler")
+    definition = page.text.index("d is the log-probability of a token under the trainer minus its log-probability under the sampler")
     assert re.search(r"\|d\||\bd\b", page.text).start() == definition
     assert page.text.index("k3_kl, the gap, is the mean of exp(d) - 1 - d") < page.text.index("What to do.")
 
@@ -405,7 +405,7 @@ def test_the_overview_has_every_alarm_and_numbers_them_as_the_findings(dump, pag
     assert re.findall(r'class="number">(\d+)<', text) == [str(i) for i, _ in enumerate(findings, 1)]
     marks = sorted((finding.step, str(i), finding.bound) for i, finding in enumerate(findings, 1))
     told = ", ".join(f"{name} ({rule}) at step {step}" for step, name, rule in marks)
-    assert f"Dashed red: first alarms, numbered as the findings: {told}." in page.text
+    assert f"Dashed red lines mark the first alarms. Their numbers are those of the findings: {told}." in page.text
 
 
 def log_of(**metrics) -> pd.DataFrame:

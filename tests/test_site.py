@@ -1,5 +1,6 @@
 """The site builds strictly: every link and anchor leads somewhere, every page is reached, and every public name is in it."""
 
+import dataclasses
 import os
 import re
 import sys
@@ -36,10 +37,34 @@ def test_every_document_is_a_page(site):
     assert (site / "sample/report.html").read_bytes() == (ROOT / "docs/sample/report.html").read_bytes()
 
 
-def test_links_out_of_the_documents_lead_to_the_repository(site):
+def test_the_front_page_is_the_readme_and_a_list_of_all_documents(site):
+    page = (site / "index.html").read_text()
+    for heading in re.findall(r"^## (.+)$", (ROOT / "README.md").read_text(), re.MULTILINE):
+        assert re.search(
+            f'<h2 id="[^"]+">{re.escape(heading)}<', page.replace("&rsquo;", "'").replace("&#39;", "'")
+        ), heading
+    (picture,) = re.findall(r'<img [^>]*src="([^"]+)"', page)
+    assert (site / picture).read_bytes() == (ROOT / "benchmarks/headline/headline.png").read_bytes()
+    for path in (ROOT / "docs").glob("*.md"):
+        assert path.stem == "README" or f'href="{path.stem}/"' in page
+    assert 'href="../#configure"' in (site / "asynchronous/index.html").read_text()
+
+
+def test_recipes_benchmarks_and_the_chinese_readme_are_pages(site):
+    front = (site / "index.html").read_text()
+    for path in [ROOT / "recipes/README.md", ROOT / "README.zh-CN.md", *(ROOT / "benchmarks").rglob("*.md")]:
+        folder = path.relative_to(ROOT).as_posix().removesuffix(".md").removesuffix("/README")
+        assert (site / folder / "index.html").exists()
+        assert f'href="{folder}/"' in front  # in the list of pages
+    pictures = re.findall(r'<img [^>]*src="([^"]+)"', (site / "README.zh-CN/index.html").read_text())
+    assert [(site / "README.zh-CN" / picture).resolve().exists() for picture in pictures] == [True]
+    assert 'href="../../monitoring/"' in (site / "benchmarks/monitor/index.html").read_text()
+
+
+def test_links_to_files_without_a_page_lead_to_the_repository(site):
     prefix = f"{REPOSITORY}/blob/main/"
     found = set(re.findall(rf'href="{prefix}([^"#]+)', (site / "index.html").read_text()))
-    assert {"README.md", "recipes/README.md"} <= found
+    assert {"CITATION.cff", "recipes/grpo/auto.yaml"} <= found
     for page in site.rglob("*.html"):
         for path in re.findall(rf'href="{prefix}([^"#]+)', page.read_text()):
             assert (ROOT / path).exists() or os.sep not in path, (page, path)
@@ -47,7 +72,7 @@ def test_links_out_of_the_documents_lead_to_the_repository(site):
 
 def test_without_a_repository_such_links_are_text(tmp_path):
     page = (build_site(tmp_path) / "index.html").read_text()
-    assert "Recipes (<code>recipes/README.md</code>)" in page
+    assert "notebook (<code>examples/notebooks/rollout_correction.ipynb</code>)" in page
     assert "/blob/main/" not in page
 
 
@@ -55,5 +80,5 @@ def test_python_has_every_public_name_and_its_fields(site):
     text = (site / "api/index.html").read_text()
     for name in trl_rollout_corr.__all__:
         assert f'id="trl_rollout_corr.{name}"' in text
-    for field in trl_rollout_corr.RolloutCorrectionConfig.__dataclass_fields__:
-        assert field in text
+    for field in dataclasses.fields(trl_rollout_corr.RolloutCorrectionConfig):
+        assert field.name in text

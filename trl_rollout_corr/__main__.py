@@ -69,7 +69,11 @@ class _Moved(argparse.Action):
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser. Its result has `run`, a function of the arguments that returns the text to print."""
-    parser = argparse.ArgumentParser(prog="trl-rollout-corr", description="Tools for rollout correction.")
+    parser = argparse.ArgumentParser(
+        prog="trl-rollout-corr",
+        description="Tools for training with TRL when the sampler (vLLM) and the trainer differ.",
+        epilog="`trl-rollout-corr COMMAND --help` explains a command, and `trl-rollout-corr docs` lists the documents.",
+    )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.set_defaults(code=0)  # exit code of a command that ran
     commands = parser.add_subparsers(dest="command", required=True)
@@ -77,9 +81,10 @@ def make_parser() -> argparse.ArgumentParser:
     command = commands.add_parser(
         "convert",
         help="translate settings of verl or TRL into YAML of this package",
-        description="Translate a configuration of verl, of its first releases, or of TRL's own correction.",
+        description="Translate the settings of verl, of verl's first releases, or of TRL's own correction, and print them as "
+        "YAML of this package. A warning names each setting that is left out.",
     )
-    command.add_argument("file", help="YAML file, or - for standard input")
+    command.add_argument("file", help="YAML file, shell script with arguments for verl, or - for standard input")
     command.set_defaults(run=_convert, subject="file")
 
     _add_report(commands)
@@ -91,24 +96,30 @@ def make_parser() -> argparse.ArgumentParser:
     command = commands.add_parser(
         "recipes",
         help="write the recipes and their training scripts to a folder",
-        description="Write the folders recipes/ and examples/, so that the commands of the documents work.",
+        description="Write the folders recipes/ and examples/. The commands of the documents then work in that folder.",
     )
-    command.add_argument("folder", nargs="?", default=".", help="folder to write to (default: the current one)")
+    command.add_argument(
+        "folder", nargs="?", default=".", help="folder to write to, which may be new (default: the current one)"
+    )
     command.set_defaults(run=_recipes, subject="folder")
 
     command = commands.add_parser(
         "docs",
         help="print a document, or list them",
-        description="Print a document, or a section of it. Without a name, list all documents.",
+        description="Print a document or one of its sections. Without a name, list all documents.",
     )
-    command.add_argument("name", nargs="?", help="such as troubleshooting, or troubleshooting#weights-do-not-arrive")
+    command.add_argument(
+        "name",
+        nargs="?",
+        help="a document such as troubleshooting, or a section such as troubleshooting#dropout-is-on",
+    )
     command.set_defaults(run=_docs, subject="name")
 
     command = commands.add_parser(
         "check",
         help="check that the installed TRL is supported",
-        description="Print the installed versions, the names of TRL that this package uses, those that are missing, and a "
-        "verdict.",
+        description="Print the installed versions, say which names of TRL that this package uses are missing, and say whether "
+        "the installed TRL can be corrected. Exit code 0: it can, 1: it cannot.",
     )
     command.set_defaults(run=_check, subject="command")
     return parser
@@ -117,21 +128,21 @@ def make_parser() -> argparse.ArgumentParser:
 def _add_report(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     command = commands.add_parser(
         "report",
-        help="draw a report of a run or a dump",
-        description="Draw a report of a run, from its log, from the sequences of `rollout_dump_dir`, or from both. "
-        "With two runs, draw them side by side, such as an uncorrected and a corrected one.",
+        help="turn a run into one page",
+        description="Turn a run into one page: its state, the cause of the gap between sampler and trainer, alarms, "
+        "curves, and tokens with their text. Name two runs to compare them. Exit code 2: the input cannot be used.",
     )
     command.add_argument(
         "source",
         nargs="+",
-        help="a dump (folder or file), a run (`output_dir` or trainer_state.json), or an `output_dir` with both; "
-        "or two of them",
+        help="folder of a run (`output_dir`), a trainer_state.json, or a dump (the folder of `rollout_dump_dir`, or "
+        "one of its files); or two of these",
     )
-    output = "report.html, or report.png for the state and the main charts alone (default: report.html)"
+    output = "file to write: .html for the page, .png for its state and main curves (default: report.html)"
     command.add_argument("-o", "--output", help=output)
     follow = (
-        "make the page again while the run goes on, which may begin later, until Ctrl-C: served on an address of this "
-        "machine, or with -o in a file that loads itself again"
+        "make the page again whenever the run has written something, until Ctrl-C. The page is served on an address of this "
+        "machine, or written to the .html file of -o. The run may start later"
     )
     command.add_argument("--follow", action="store_true", help=follow)
     command.add_argument("--port", type=int, help="port of the address that --follow serves (default: a free one)")
@@ -141,30 +152,41 @@ def _add_report(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 def _add_compare(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     command = commands.add_parser(
         "compare",
-        help="show the effect of every preset on the sequences of a dump",
-        description="Apply every preset to the sequences of `rollout_dump_dir`, and recommend settings. Needs no GPU.",
+        help="show what each preset would do to the completions of a run",
+        description="Show what each preset would have done to the completions in a dump, and recommend settings. "
+        "Needs neither the model nor a GPU. Exit code 2: the input cannot be used.",
     )
     command.add_argument(
-        "dump", help="folder that `rollout_dump_dir` named, one of its files, or a run with a dump in it"
+        "dump", help="folder of `rollout_dump_dir`, one of its files, or the folder of a run with a dump in it"
     )
     command.add_argument(
         "--config",
         action="append",
         default=[],
         metavar="FILE",
-        help="YAML with settings to compare, such as a recipe; may be given again",
+        help="YAML file with other settings to compare, such as a recipe. May be given several times",
     )
     command.add_argument(
-        "--all", action="store_true", help="a row for every preset (default: those that matter for the run)"
+        "--all",
+        action="store_true",
+        help="print a row for every preset (default: only for those that matter for the run)",
     )
-    command.add_argument("--json", action="store_true", help="print JSON, with every preset")
+    command.add_argument("--json", action="store_true", help="print JSON, with every preset and unrounded numbers")
     command.add_argument(
         "--steps",
         metavar="FIRST:LAST",
-        help="optimizer steps to take, : for all (default: those before the first alarm about `k3_kl` or `kl`)",
+        help="use only these optimizer steps; either side may be left out. Alarms are then ignored (default: use all steps, "
+        "but fit no bounds if there was an alarm about `k3_kl` or `kl`)",
     )
-    command.add_argument("--epsilon", type=float, default=0.2, help="clip range of PPO in bypass mode (default: 0.2)")
-    command.add_argument("--epsilon_high", type=float, help="upper clip range of PPO (default: that of --epsilon)")
+    command.add_argument(
+        "--epsilon",
+        type=float,
+        default=0.2,
+        help="PPO's clip range, for presets of bypass mode that clip (default: 0.2)",
+    )
+    command.add_argument(
+        "--epsilon_high", type=float, help="the upper side of that range (default: that of --epsilon)"
+    )
     command.set_defaults(run=_compare, subject="dump")
 
 
@@ -172,12 +194,13 @@ def _add_diagnose(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     command = commands.add_parser(
         "diagnose",
         help="name the cause of the gap between sampler and trainer, and its remedy",
-        description="Find the cause of the gap in the sequences of `rollout_dump_dir`: its certainty, its share of the gap, "
-        "and the settings that remove it. Exit code 0: healthy, 1: a cause was found, 2: unusable input.",
+        description="Find the cause of the gap between sampler and trainer from the completions in a dump. Print how "
+        "strong the evidence is, which share of the gap the cause explains, and what to do. Exit code 0: "
+        "there is nothing to do, 1: there is something to do or to find out, 2: the input cannot be used.",
         allow_abbrev=False,
     )
     command.add_argument(
-        "dump", help="folder that `rollout_dump_dir` named, one of its files, or a run with a dump in it"
+        "dump", help="folder of `rollout_dump_dir`, one of its files, or the folder of a run with a dump in it"
     )
     command.add_argument("--json", action="store_true", help="print JSON")
     moved = {"--html": "trl-rollout-corr report DUMP -o report.html", "--probe": "trl-rollout-corr probe MODEL"}
@@ -190,23 +213,28 @@ def _add_probe(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     command = commands.add_parser(
         "probe",
         help="diagnose a model and its sampler before training, from a few completions",
-        description="Build the trainer and the sampler of a run, sample and score a few completions, and find the cause of "
-        "the gap by experiments. Takes all options of the run, such as --temperature 0.7. Exit code 0: healthy, 1: a cause "
-        "was found, 2: unusable input.",
+        description="Build the trainer and the sampler of a run, sample and score a few completions, and find the "
+        "cause of the gap by experiments, without training. All options of the run may be added, such as "
+        "--temperature 0.7. Exit code 0: there is nothing to do, 1: there is something to do or to find "
+        "out, 2: the input cannot be used.",
         allow_abbrev=False,
     )
     command.add_argument("model", help="name or folder of a model")
     command.add_argument(
-        "--config", metavar="FILE", help="recipe of the run (default: TRL's settings, with a colocated engine)"
+        "--config", metavar="FILE", help="recipe of the run (default: TRL's settings, with vLLM in the same process)"
     )
     command.add_argument(
-        "--prompts", metavar="FILE", help="text file with a prompt in each line (default: built-in ones)"
+        "--prompts", metavar="FILE", help="text file with one prompt per line (default: 16 built-in prompts)"
     )
     command.add_argument(
-        "--completions", type=int, metavar="N", default=64, help="least number of completions (default: 64)"
+        "--completions",
+        type=int,
+        metavar="N",
+        default=64,
+        help="smallest number of completions, of at most 128 tokens each (default: 64)",
     )
     command.add_argument(
-        "--trainer", choices=("grpo", "rloo"), default="grpo", help="trainer of the recipe (default: grpo)"
+        "--trainer", choices=("grpo", "rloo"), default="grpo", help="trainer of the run (default: grpo)"
     )
     command.add_argument("--json", action="store_true", help="print JSON")
     command.add_argument("--verbose", action="store_true", help="show the output of TRL and vLLM")

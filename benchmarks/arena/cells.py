@@ -214,6 +214,8 @@ class Setup:
             Whether the model has tied embeddings.
         every (`int`, *optional*, defaults to `10`):
             Steps between two looks at held-out accuracy.
+        tags (`list[int]`, *optional*):
+            Tokens of the tags, where answers have some.
     """
 
     parts: dict[str, Any]
@@ -221,6 +223,7 @@ class Setup:
     measure: Callable[[Any], float]
     tied: bool
     every: int = 10
+    tags: list[int] = field(default_factory=list)
 
 
 # Cells --------------------------------------------------------------------------------------------------------------------

@@ -1,44 +1,42 @@
 """
 The pretrained language model as a task of the second proof: a word of letters is written backwards, between tags.
 
-The prompt shows the word backwards without tags, once, so that the model begins with the reversal and has the format to learn.
-Accuracy is the share of exact answers with tags that it samples for held-out words. No held-out word occurs in training.
+The model learns the reversal by imitation first, as every model of the second proof learns its task: all its weights are
+trained for a few steps, on answers of which one in 32 has the tags. So the tags are rare when training with rewards
+begins, and that trains LoRA alone. Accuracy is the share of exact answers with tags that it samples for held-out words. No
+held-out word occurs in the imitation or in training.
 """
 
+import os
 import random
-import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-
-
-sys.path.append(str(Path(__file__).parents[1] / "language_model"))
-
 from cells import Run, Setup
 from datasets import Dataset
-from model import make_model
+from language import NEWLINE, make_model
 from peft import LoraConfig
-from task import NEWLINE
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 PROMPTS, COMPLETIONS = 4, 8  # of a step, and of a prompt
-LETTERS, HELD_OUT, LONGEST = 4, 128, 24
-OPEN, CLOSE = "<reversed>", "</reversed>"
-SHOWN = ("b d a c", "c a d b")
+LETTERS, HELD_OUT, EVERY = 4, 96, 5
+LONGEST = LETTERS + 4  # tokens of a completion: letters, two tags, a newline, and one to spare
+OPEN, CLOSE = "<", ">"
+IMITATION, ROWS, RATE = 20, 32, 1e-4  # steps, answers of a step of which one has tags, learning rate
 
 
 def words() -> list[str]:
-    """All words, in a fixed order that tells nothing of them. The first `HELD_OUT` are held out."""
+    """Words in a fixed order that tells nothing of them. The first `HELD_OUT` are held out."""
     dice = random.Random("tagged words")
-    return dice.sample([" ".join(dice.choices("abcdefghijklmnop", k=LETTERS)) for _ in range(20000)], 20000)
+    return list(dict.fromkeys(" ".join(dice.choices("abcdefghijklmnop", k=LETTERS)) for _ in range(20000)))
 
 
 def problems(found: list[str]) -> list[dict[str, str]]:
-    """Prompts and answers of words. The prompt asks for tags in words and shows none around its example."""
-    asked = f"Write the letters backwards, between {OPEN} and {CLOSE}.\n{SHOWN[0]} -> {SHOWN[1]}\n"
-    return [{"prompt": f"{asked}{word} ->", "answer": f"{OPEN}{word[::-1]}{CLOSE}"} for word in found]
+    """Prompts and answers of words."""
+    return [{"prompt": f"{word} ->", "answer": f"{OPEN}{word[::-1]}{CLOSE}"} for word in found]
 
 
 def right(text: str, answer: str) -> float:
@@ -46,17 +44,53 @@ def right(text: str, answer: str) -> float:
 
 
 def tagged_answer(completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
-    """Reward: 1 for the word backwards between tags, 0.2 for tags alone, else 0."""
+    """Reward: 1 for the word backwards between tags, 0.2 for tags around something else, else 0."""
     return [
         right(text, wanted) or 0.2 * (text.strip().startswith(OPEN) and text.strip().endswith(CLOSE))
         for text, wanted in zip(completions, answer, strict=True)
     ]
 
 
+def imitate(plain: Path, folder: Path):
+    """Save the model that has learned the reversal, with tags around few answers."""
+    torch.manual_seed(0)
+    dice, known = random.Random("imitation"), words()[HELD_OUT:]
+    tokenizer = AutoTokenizer.from_pretrained(plain, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0, fused=True)
+    for _ in range(IMITATION):
+        rows = problems(dice.sample(known, ROWS))
+        answers = [rows[0]["answer"], *(row["answer"].strip(OPEN + CLOSE) for row in rows[1:])]
+        texts = [f"{row['prompt']} {answer}\n" for row, answer in zip(rows, answers, strict=True)]
+        batch = tokenizer(texts, return_tensors="pt", padding=True)
+        lengths = torch.tensor([LETTERS + 2 * (OPEN in answer) + 1 for answer in answers])  # in tokens
+        width = batch.input_ids.size(1)
+        labels = batch.input_ids.masked_fill(torch.arange(width) < width - lengths[:, None], -100)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(**batch, labels=labels).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    model.to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def taught_model() -> Path:
+    """The folder of the model after imitation, which is made at the first call."""
+    plain = make_model()
+    folder = plain.with_name(f"{plain.name}-tagged")
+    if not folder.exists():
+        with tempfile.TemporaryDirectory(dir=folder.parent) as work:
+            imitate(plain, Path(work) / folder.name)
+            os.replace(Path(work) / folder.name, folder)
+    return folder
+
+
 @torch.no_grad()
 def accuracy(model: Any, tokenizer: Any, held_out: list[dict[str, str]]) -> float:
     """Share of exact answers, sampled at temperature 1."""
-    training, model.training = model.training, False
+    was_training = model.training
     model.eval()
     inputs = tokenizer([row["prompt"] for row in held_out], return_tensors="pt", padding=True)
     with torch.random.fork_rng(), torch.autocast("cpu", torch.bfloat16):
@@ -70,19 +104,17 @@ def accuracy(model: Any, tokenizer: Any, held_out: list[dict[str, str]]) -> floa
             top_p=1.0,
             eos_token_id=[tokenizer.eos_token_id, NEWLINE],
         )
-    model.train(training)
+    model.train(was_training)
     texts = tokenizer.batch_decode(tokens[:, inputs.input_ids.size(1) :], skip_special_tokens=True)
     return sum(right(text, row["answer"]) for text, row in zip(texts, held_out, strict=True)) / len(held_out)
 
 
 def setup(run: Run) -> Setup:
     """Set up a run."""
-    folder = make_model()
+    folder = taught_model()
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     known = words()
-    held_out = list(dict.fromkeys(known))[:HELD_OUT]
-    free = [word for word in dict.fromkeys(known) if word not in set(held_out)]
-    drawn = random.Random(run.seed).sample(free, PROMPTS * run.steps)
+    drawn = random.Random(run.seed).sample(known[HELD_OUT:], PROMPTS * run.steps)
     return Setup(
         {
             "model": str(folder),
@@ -95,11 +127,12 @@ def setup(run: Run) -> Setup:
             "bf16": True,
             "model_init_kwargs": {"dtype": "float32"},
             "generation_kwargs": {"stop_token_ids": [NEWLINE]},
-            "vllm_max_model_length": 128,
             "max_completion_length": LONGEST,
             "per_device_train_batch_size": PROMPTS * COMPLETIONS,
             "num_generations": COMPLETIONS,
         },
-        lambda model: accuracy(model, tokenizer, problems(held_out)),
+        lambda model: accuracy(model, tokenizer, problems(known[:HELD_OUT])),
         tied=True,
+        every=EVERY,
+        tags=tokenizer.convert_tokens_to_ids([f"Ġ{OPEN}", CLOSE]),
     )

@@ -23,6 +23,8 @@ NOISE = 0.03  # two means of three looks at 256 problems differ by this, one tim
 FALL = 0.1  # below an own best
 KEPT = 0.9  # of what is gained in step
 LAST = 3  # looks that are averaged
+# Tuned arms that differ in one part: the trust region, weights above 1, weights of positive advantages; and `auto` of before
+PAIRS = [("topr_tv10", "topr_tv"), ("tv10_1", "tv10_2"), ("topr_tv10", "tv10_1"), ("topr_tv10", "tv_2_up5")]
 
 
 # Rows ---------------------------------------------------------------------------------------------------------------------
@@ -233,17 +235,28 @@ def caught(found: Sequence[Situation], arms: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def against(found: Sequence[Situation], arm: str, other: str) -> str:
-    """One arm against another in a sentence: where it is behind by more than noise."""
-    gaps = {s.cell.name: s.accuracy(other) - s.accuracy(arm) for s in found if {arm, other} <= set(s.rows)}
-    if not gaps:
-        return f"- `{arm}` against `{other}`: no cell has both."
-    losses = [f"{name} ({gap:.2f})" for name, gap in sorted(gaps.items(), key=lambda pair: -pair[1]) if gap > NOISE]
-    wins = sum(gap < -NOISE for gap in gaps.values())
-    return (
-        f"- `{arm}` against `{other}`, {len(gaps)} cells: {-mean(gaps.values()):+.3f} on average; more than {NOISE} above in "
-        f"{wins}, below in {len(losses)}{': ' + ', '.join(losses) if losses else ''}."
-    )
+def compared(found: Sequence[Situation], pairs: Iterable[tuple[str, str]]) -> str:
+    """A line per pair of arms that have cells in common: by how much the first ends above the second."""
+    lines = [
+        "| accuracy of | cells compared | mean | median | share of the three largest "
+        f"| more than {NOISE} above | more than {NOISE} below | where below |",
+        "| --- " * 8 + "|",
+    ]
+    for arm, other in pairs:
+        gaps = {s.cell.name: s.accuracy(arm) - s.accuracy(other) for s in found if {arm, other} <= set(s.rows)}
+        if not gaps:
+            continue
+        share = sum(sorted(gaps.values())[-3:]) / sum(gaps.values())
+        losses = [
+            f"{name} ({gap:.2f})" for name, gap in sorted(gaps.items(), key=lambda pair: pair[1]) if gap < -NOISE
+        ]
+        cells = [
+            f"`{arm}` minus `{other}`", str(len(gaps)), f"{mean(gaps.values()):+.3f}", f"{median(gaps.values()):+.3f}",
+            f"{100 * share:.0f} %", str(sum(gap > NOISE for gap in gaps.values())), str(len(losses)),
+            ", ".join(losses) or "-",
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def shown(values: Sequence[float | None], form: Any) -> str:
@@ -313,7 +326,9 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
         if stage == "judging":
             others = [name for name in arms if name not in ("on_policy", "auto")]
             parts["judging-rungs"] = by_rung(found, arms)
-            parts["against"] = "\n".join(against(found, "auto", other) for other in others)
+            parts["against"] = compared(found, [("auto", other) for other in others])
+        if stage == "tuning":
+            parts["tuning-pairs"] = compared(found, PAIRS)
     return parts
 
 

@@ -68,7 +68,7 @@ SHORT_LIST = ["auto", "cap3", "cap3_tv20", "cap1_tv20", "cap5", "token_2", "dppo
 CHOICE = "cap1_tv20"  # of tuning
 JUDGED = ["trl", "token_2", "bypass", "dppo_tv", "auto", CHOICE]
 JUDGED_ONCE = [*(f"trl_{mode}" for mode in TRL_MODES), "icepop", "cppo"]  # in three cells
-JUDGED_WAYS = ["token_2", "auto"]  # with other ways to train
+JUDGED_WAYS = ["token_2", "dppo_tv", "auto", CHOICE]  # with other ways to train
 
 SLOW_8, FAST_3, FAST_4, FAST_8, FAST_16 = (
     Rung(8, "slow"),
@@ -141,7 +141,7 @@ def second_judging() -> list[Run]:
 def tagged_language() -> list[Run]:
     """The pretrained language model, which learns to write a word backwards between tags."""
     found = [Cell(TAGGED_LANGUAGE, Rung(lag, "faster")) for lag in (8, 3, 0)]
-    return [replace(run, steps=60) for run in runs_of(found, [*REFERENCES, *SHORT_LIST], SEEDS)]
+    return [replace(run, steps=40) for run in runs_of(found, [*REFERENCES, *SHORT_LIST], SEEDS)]
 
 
 SECOND_STAGES = {"second_tuning": second_tuning, "second_judging": second_judging, "tagged_language": tagged_language}

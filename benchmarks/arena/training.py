@@ -74,6 +74,7 @@ def set_up(run: Run) -> Setup:
         lambda model: accuracy(task, model, tokenizer),
         task.tied,
         LONG_EVAL_EVERY if task.is_long else Setup.every,
+        tokenizer.convert_tokens_to_ids([*TAGS]) if task.tagged else [],
     )
 
 
@@ -114,10 +115,7 @@ def train(run: Run) -> dict[str, Any]:
 
         language.push_in_bfloat16(trainer)
     broken = samplers.spoil(trainer, run.sampler)
-    tag_ids = (
-        setup.parts["processing_class"].convert_tokens_to_ids([*TAGS]) if "reward_weights" in setup.settings else []
-    )
-    witness = TagWitness(trainer, tag_ids) if tag_ids else None
+    witness = TagWitness(trainer, setup.tags) if setup.tags else None
     transformers.set_seed(run.seed)  # vLLM samples with torch's generator
     start, worked = time.perf_counter(), time.process_time()
     trainer.train()

@@ -219,12 +219,12 @@ def joined(files: Mapping[str, Results]) -> str:
     return render_page(Page("Rollout correction on several GPUs", [banner], parts))
 
 
-def ran_on(files: Mapping[str, Results]) -> str:
-    """What ran on GPUs, for the documents: a row for each file of a GPU."""
+def ran_on(files: Mapping[str, Results], root: str = "../", nobody: str = NOBODY) -> str:
+    """What ran on GPUs, for a document from which `root` leads to the repository: a row for each file of a GPU."""
     rows = []
     for name, results in files.items():
         if results["machine"]["gpus"]:
             known = figures(results)
             about = {key: known[key] for key in ("hardware", "model", "trl", "vllm", "size", "failed parts")}
-            rows.append({"ran on": f"[{name}](../benchmarks/gpu/results/{name}.json)", **about})
-    return table(rows) if rows else NOBODY
+            rows.append({"ran on": f"[{name}]({root}benchmarks/gpu/results/{name}.json)", **about})
+    return table(rows) if rows else nobody

@@ -127,7 +127,10 @@ def tables(results: dict[str, Any]) -> list[str]:
     """The tables of `README.md`: arms, samples to an accuracy, claims."""
     arms = results["arms"].values()
     per_step = math.prod(results["training"][key] for key in PER_STEP)
-    samples = {"arm": "{label}", **{f"{accuracy:g}": f"{{samples[{i}]}}" for i, accuracy in enumerate(ACCURACIES)}}
+    samples = {
+        "arm": "{label}",
+        **{f"until {accuracy:g}": f"{{samples[{i}]}}" for i, accuracy in enumerate(ACCURACIES)},
+    }
     return [
         markdown(map(row_of, arms), COLUMNS),
         markdown((samples_of(arm, per_step) for arm in arms), samples),
@@ -244,28 +247,34 @@ def claims(start: float) -> list[Claim]:
             for arm, label in rescued
         ),
         *(
-            Claim(f"With {label}, it is within 0.10 of on-policy", ["on_policy", arm], behind, "<", 0.1)
+            Claim(
+                f"With {label}, last-3 accuracy is less than 0.10 below on-policy",
+                ["on_policy", arm],
+                behind,
+                "<",
+                0.1,
+            )
             for arm, label in rescued
         ),
         Claim(
-            "Median k3 without correction is over 3 times that with auto",
+            "Median k3 without correction is more than 3 times as large as with auto",
             ["none", "auto"],
             lambda none, corrected: none.k3 / corrected.k3,
             ">",
             3,
         ),
-        Claim("Rejecting at random collapses too: last-3 below start - 0.10", ["random_rs"], last, "<", start - 0.1),
-        Claim("RLOO without correction ends below the start", ["rloo_none"], final, "<", start),
-        Claim("RLOO with auto, last-3 above start + 0.10", ["rloo_auto"], last, ">", start + 0.1),
+        Claim("With random rejection, last-3 accuracy is below start - 0.10", ["random_rs"], last, "<", start - 0.1),
+        Claim("RLOO: without correction, accuracy ends below the start", ["rloo_none"], final, "<", start),
+        Claim("RLOO: with auto, last-3 accuracy is above start + 0.10", ["rloo_auto"], last, ">", start + 0.1),
         Claim(
-            "fp8 cache: auto gains last-3 accuracy of the trainer",
+            "fp8 cache: last-3 accuracy is higher with auto than without correction",
             ["fp8_none", "fp8_auto"],
             lambda none, corrected: corrected.last - none.last,
             ">",
             0,
         ),
         Claim(
-            "fp8 cache: while it loses reward of the sampler",
+            "fp8 cache: the sampler's reward is lower with auto than without correction",
             ["fp8_none", "fp8_auto"],
             lambda none, corrected: corrected.reward - none.reward,
             "<",

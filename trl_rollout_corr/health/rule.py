@@ -133,8 +133,8 @@ class Rule:
         name (`str`):
             Name of the rule.
         detects (`str`):
-            A published run that its alarm came in time for, or a fault that it detects. Runs are those of
-            `benchmarks/monitor/README.md`, and faults those of `benchmarks/diagnose/faults`.
+            Sentences about the published runs in which its alarm came in time, and about the faults that raised it. Runs are
+            those of `benchmarks/monitor/README.md`, and faults those of `benchmarks/diagnose/faults`.
         bounds (`tuple[Bound]`):
             The most serious one first.
     """

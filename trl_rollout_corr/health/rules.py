@@ -15,7 +15,7 @@ def _rule(name: str, detects: str, *bounds: dict[str, Any], **shared: Any) -> Ru
 RULES = [
     _rule(
         "nonfinite",
-        "the fault `nan_rows`",
+        "The fault `nan_rows` raised it.",
         {"name": "nonfinite_many", "limit": 0.1, "severity": "critical", "covers": ("everything_rejected",)},
         {"limit": 0.0, "patience": 1},
         key="nonfinite_fraction",
@@ -26,15 +26,16 @@ RULES = [
     ),
     _rule(
         "k3_kl",
-        "the runs `none_0`, `none_1`, `none_2`, `rloo_none_0`; the faults `never_pushed`, `stale`, `padding`",
+        "It came in time in the runs `none_0`, `none_1`, `none_2` and `rloo_none_0`. The faults `never_pushed`, `stale` and "
+        "`padding` raised it.",
         {"name": "k3_high", "limit": 0.03, "severity": "critical", "covers": ("k3_growth",)},
         {"name": "k3_uncorrected", "limit": 0.015, "patience": 5},
         {
             "name": "k3_corrected",
             "limit": 0.03,
             "seen": "`k3_kl` is {value:.2g}, above {limit:g}, and the run corrects for it.",
-            "why": "With a stale sampler the gap grows at first and shrinks later, so this may be harmless. If the gap stays, "
-            "a critical alarm follows.",
+            "why": "This may be harmless. With a stale sampler the gap grows at first and shrinks later. If it stays, a "
+            "critical alarm follows.",
             "advice": "If the gap does not shrink, {fresher}, or lower `learning_rate`. If it came suddenly, look for weights "
             "that were not pushed. {in_step}",
             "applies": lambda window: window.corrects,
@@ -42,21 +43,23 @@ RULES = [
         },
         key="k3_kl",
         seen="`k3_kl` is {value:.2g}, above {limit:g}, and nothing corrects for it.",
-        why="Rounding gives about 0.001, and a sampler in low precision gives up to 0.02. If the gap is larger, sampler and "
-        "trainer are different policies. Training on such completions is biased, and the gap tends to grow.",
+        why="Not every run is harmed by a gap of this size. Rounding gives about 0.001, and a sampler in low precision "
+        "gives up to 0.02. If the gap is larger, sampler and trainer are different policies. Training on such completions "
+        "is biased, and the gap tends to grow.",
         advice="{correct} If the gap came suddenly, look for weights that were not pushed. If it was there from the first "
         "step, look for dropout in the trainer (also `lora_dropout`), and for low precision in the sampler. {in_step}",
         applies=lambda window: not window.corrects,
     ),
     _rule(
         "unlearning",
-        "the run `grpo-merge_sorted-lag_32-faster-icepop-0`",
+        "It came in time in the run `grpo-merge_sorted-lag_32-faster-icepop-0`.",
         key="kl_advantage_positive",
         limit=0.02,
         severity="critical",
         seen="Rewarded tokens have become unlikely: `kl_advantage_positive` is {value:.2g} above `kl` at the start of the "
         "run, and the limit is {limit:g}.",
-        why="In our runs, accuracy fell when rewarded tokens became less likely, at the same time or later.",
+        why="The loss may be short. In our runs, accuracy fell when rewarded tokens became less likely, at the same time or "
+        "later, and in some of them it recovered.",
         advice="{instead} {Fresher}, or lower `learning_rate`.",
         patience=7,
         measure=conditions.gap_of_rewarded,
@@ -64,25 +67,28 @@ RULES = [
     ),
     _rule(
         "gap_stays",
-        "the run `grpo-merge_sorted-lag_32-faster-dppo_tv-0`",
+        "`gap_stays` came in time in the run `grpo-merge_sorted-lag_32-faster-dppo_tv-0`.",
         {
             "limit": 0.03,
-            "why": "With a stale sampler the gap grows at first and shrinks later. In our runs, training collapsed when the "
-            "gap stayed although it was corrected, and rewarded tokens lost probability, too.",
+            "why": "This alarm may be false, because some of our runs kept their accuracy with such a gap. With a stale "
+            "sampler the gap grows at first and shrinks later. In other runs it stayed, rewarded tokens lost probability, "
+            "and training collapsed.",
             "applies": lambda window: window.corrects and not window.clips,
             "confirmed": conditions.unlearns,
         },
         {
             "name": "gap_clipped",
             "limit": 0.065,
-            "why": "Clipping removes tokens with a large log-ratio, so it tolerates a larger gap than importance weights do. "
-            "In our runs, a gap of this size still came before a collapse.",
+            "why": "This alarm may be false. Few of our runs had a gap of this size, and accuracy fell for a short time in "
+            "some of them and not in others. Clipping removes tokens with a large log-ratio, so it tolerates a larger gap "
+            "than importance weights do.",
             "applies": lambda window: window.corrects and window.clips,
         },
         key="kl",
         severity="critical",
         seen="`kl` does not return to its value at the start of the run. It is {value:.2g} higher, above {limit:g}.",
-        advice="{Fresher}, or lower `learning_rate`. {instead} {do_not_widen}",
+        advice="{Fresher}, or lower `learning_rate`. {instead} {do_not_widen} If accuracy on held-out prompts still rises, "
+        "you can wait.",
         patience=5,
         lasting=15,
         measure=conditions.lasting_gap,
@@ -90,13 +96,14 @@ RULES = [
     ),
     _rule(
         "kl_negative",
-        "logs of tests only: `raw_logprobs` and `one_token_shift` make `kl` negative, but not by that much",
+        "Only made-up logs raised it. The faults `raw_logprobs` and `one_token_shift` make `kl` negative, but not by as much.",
         key="kl",
         limit=conditions.NEGATIVE_KL,
         severity="critical",
         below=True,
         seen="`kl` is {value:.2g}, but a KL divergence is never negative.",
-        why="These are not the log-probabilities that the tokens were sampled with, so every ratio is wrong.",
+        why="Chance makes an estimate slightly negative, but not by this much. These are not the log-probabilities that the "
+        "tokens were sampled with, so every ratio is wrong.",
         advice="No correction repairs this. Look for log-probabilities that were taken before temperature, that are shifted "
         "by one token, or that belong to another completion. {server}",
         applies=conditions.negative_all_along,
@@ -104,46 +111,47 @@ RULES = [
     ),
     _rule(
         "k3_growth",
-        "the runs `none_0`, `none_1`, `none_2`, `rloo_none_0`, but after `k3_kl`",
+        "It came in the runs `none_0`, `none_1`, `none_2` and `rloo_none_0`, but after the alarms of `k3_kl`, and after "
+        "accuracy had begun to fall.",
         key="k3_kl",
         limit=3.0,
         seen="`k3_kl` is {value:.2g} times as large as early in the run.",
-        why="Updates on completions of another policy move the two policies further apart. In our runs, a growing gap came "
-        "before a collapse.",
+        why="This may be harmless while `k3_kl` is below 0.01. Updates on completions of another policy move the two policies "
+        "further apart, and in our runs that collapsed the gap grew for many steps.",
         advice="{correct} {Fresher}, or lower `learning_rate`. To test the engine, run some steps with `learning_rate` 0: if "
         "the gap still grows, the updates are not the cause.",
         measure=conditions.k3_growth,
     ),
     _rule(
         "biased_ratio",
-        "the faults `top_p`, `bos`, `cold_sampler`, `raw_logprobs`",
+        "The faults `top_p`, `bos`, `cold_sampler` and `raw_logprobs` raised it.",
         key="kl",
         limit=0.01,
         seen="The mean ratio of trainer to sampler, `1 + k3_kl - kl`, differs from 1 by {value:.2g}.",
-        why="The mean ratio is 1 for any two policies. So these are not the log-probabilities that the tokens were sampled "
-        "with.",
+        why="The mean ratio is 1 for any two policies, however far apart they are. So these are not the log-probabilities "
+        "that the tokens were sampled with.",
         advice="{distortion} Check the temperature of the sampler, and whether tokens were added or changed after sampling.",
         applies=lambda window: window.fresh,
         measure=conditions.bias,
     ),
     _rule(
         "staleness",
-        "the run `grpo-add-lag_32-fast-none-0`, 61 steps before its fall",
+        "It came in the run `grpo-add-lag_32-fast-none-0`, 61 steps before accuracy fell.",
         key="staleness_max",
         limit=16.0,
         seen="Completions are up to {value:.0f} optimizer steps older than the policy that trains on them.",
-        why="The gap grows with the age of the weights that sampled.",
+        why="This may be harmless if you want samples that old. The gap grows with the age of the weights that sampled.",
         advice="{Fresher}.",
     ),
     _rule(
         "weight_mean",
-        "the faults `top_p`, `repetition_penalty`, with sequence weights",
+        "With sequence weights, the faults `top_p` and `repetition_penalty` raised it.",
         {
             "name": "weight_mean_low",
             "limit": 0.5,
             "below": True,
             "why": "The mean weight multiplies the optimizer step, so it should be near 1. It falls if sampler and trainer "
-            "are far apart. Weights of whole completions also fall with length.",
+            "are far apart. Weights of whole completions also fall with length, even if nothing is wrong.",
             "advice": "{level} {dropped} If `k3_kl` is above 0.01, {fresher}, or lower `learning_rate`.",
             "covers": ("effective_lr_low",),
         },
@@ -162,7 +170,7 @@ RULES = [
     ),
     _rule(
         "weight_spread",
-        "the faults `padding`, `repetition_penalty`, with sequence weights",
+        "With sequence weights, the faults `padding` and `repetition_penalty` raised it.",
         {
             "name": "effective_sample_size",
             "key": "rollout_is_eff_sample_size",
@@ -183,7 +191,7 @@ RULES = [
     ),
     _rule(
         "weights_at_bound",
-        "the faults `across_push`, `dropout`, `bos`, `cold_sampler`",
+        "The faults `across_push`, `dropout`, `bos` and `cold_sampler` raised it.",
         key="rollout_is_ratio_fraction_high",
         limit=0.1,
         seen="A share of {value:.2g} of the importance ratios is above the bound and was truncated.",
@@ -195,7 +203,7 @@ RULES = [
     ),
     _rule(
         "rejected",
-        "the faults `eos`, `own_updates`, with `decoupled_geo_rs_token_tis`",
+        "With `decoupled_geo_rs_token_tis`, the faults `eos` and `own_updates` raised it.",
         key="rollout_rs_masked_fraction",
         limit=0.5,
         seen="A share of {value:.2g} of the tokens is rejected, above {limit:g}.",
@@ -205,7 +213,7 @@ RULES = [
     ),
     _rule(
         "vetoed",
-        "the faults `seams`, `padding`",
+        "The faults `seams` and `padding` raised it.",
         key="rollout_is_veto_fraction",
         limit=0.1,
         seen="A share of {value:.2g} of the completions has a token below the lower bound of seq_max_k1.",
@@ -217,7 +225,7 @@ RULES = [
     ),
     _rule(
         "effective_lr",
-        "the faults `cold_sampler`, `top_p`, `stale`, with `decoupled_geo_rs_token_tis`",
+        "With `decoupled_geo_rs_token_tis`, the faults `cold_sampler`, `top_p` and `stale` raised it.",
         {
             "name": "everything_rejected",
             "limit": 1e-6,
@@ -233,13 +241,15 @@ RULES = [
             "name": "effective_lr_low",
             "limit": 0.5,
             "below": True,
-            "why": "The run takes smaller steps than `learning_rate` says.",
+            "why": "With Adam this may have little effect, because Adam hides most of a factor that stays the same. Otherwise "
+            "the run takes smaller steps than `learning_rate` says.",
             "advice": "{level} {widen} {renormalize} To make the gap smaller, {fresher}.",
         },
         {
             "name": "effective_lr_high",
             "limit": 1.5,
-            "why": "The run takes larger steps than `learning_rate` says.",
+            "why": "With Adam this may have little effect, because Adam hides most of a factor that stays the same. Otherwise "
+            "the run takes larger steps than `learning_rate` says.",
             "advice": "{level} {renormalized} {lower_cap} If you keep the settings, divide `learning_rate` by this factor.",
         },
         key="effective_lr",
@@ -248,7 +258,7 @@ RULES = [
     ),
     _rule(
         "endless",
-        "logs of tests only; a run of another project, in which the reward rose until no answer was finished",
+        "Only made-up logs raised it. In a run of another project, the reward rose until no answer was finished.",
         key="completions/clipped_ratio",
         limit=0.25,
         seen="The share of completions that are cut at `max_completion_length` has grown by {value:.2g}, and the reward did "
@@ -261,7 +271,7 @@ RULES = [
     ),
     _rule(
         "selection",
-        "logs of tests only: completions of the published runs have one length",
+        "Only made-up logs raised it, because the completions of the published runs have one length.",
         key="rejected/long_positive",
         limit=0.2,
         seen="A share of {value:.2g} of the tokens of long completions with a positive advantage is rejected. That is over "

@@ -50,13 +50,13 @@ def document(name: str | None = None) -> str:
 
 
 def _list(paths: dict[str, Path]) -> str:
-    """Name and subject of each page."""
+    """Name of each page, and the question that it answers: `docs/README.md` has them."""
     index = (folder() / "README.md").read_text(encoding="utf-8")
     width = max(map(len, paths))
     lines = []
     for name, path in paths.items():
         title = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
-        about = re.search(rf"\({re.escape(path.name)}\): ([^.\[]+)\.", index)
+        about = re.search(rf"\({re.escape(path.name)}\): ([^?]+\?)", index)
         lines.append(f"{name:<{width}}  {' '.join(about[1].split()) if about else title}")
     return "\n".join(
         [*lines, "", "To read one: trl-rollout-corr docs NAME, or docs NAME#SECTION.", f"Files: {folder()}", ""]

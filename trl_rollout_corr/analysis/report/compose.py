@@ -144,15 +144,16 @@ def _tokens(sequences: Sequences, lost: Lost) -> list[Section]:
     if not lost.drawn:
         drawn = "completions, none of which was drawn at random, so that they do not represent the batch"
     explained = (
-        f"Counted over {lost.completions:,} {drawn}. One row for each text, with its last such token in context. `Share of "
-        "these`: of the tokens of the table. `Share of its own`: of all tokens of the text whose advantage has this sign. The "
-        "advantage and the probabilities are means over the tokens of the row."
+        f"The tables count {lost.completions:,} {drawn}. Each row is about one text, and shows the last of its tokens in its "
+        "context. `Share of these` is the row's share of the tokens in the table. `Share of its own` is its share of all "
+        "tokens with this text and this sign of the advantage. The advantage and the probabilities are means over the row."
     )
     text = f"{explained} {lost.text}".strip() if lost.rejected or lost.at_bound else lost.text
     of_single = (
-        "What the correction did to each token: hover over a token for its probabilities and its factor of the policy "
-        "gradient, or open `Numbers`. A factor from 0.95 to 1.05 counts as full. Lost most: the largest sum of |advantage| "
-        "times what the factor lacks to 1. Long completions are shortened to the places where most was changed."
+        "Each token is marked with what the correction did to it. Hover over a token to see its probabilities and its factor "
+        "on the policy gradient, or open `Numbers`. A factor from 0.95 to 1.05 counts as full. The completions that lost most "
+        "come first: what the factor of each token lacks to 1 is added up and multiplied by |advantage|. A long completion is "
+        "shortened to the places where most was changed."
     )
     chosen = choose_completions(sequences)
     return [

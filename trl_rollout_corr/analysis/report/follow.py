@@ -49,6 +49,7 @@ if (location.protocol === "file:") {
       document.body.replaceWith(fresh.body);
       open(all);
     } catch {
+      tag = "";  // when the command answers again, its page takes the place of this one
       document.getElementById("followed").textContent = "The command that made this page has ended.";
     }
   }, PAUSE);

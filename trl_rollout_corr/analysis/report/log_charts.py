@@ -173,7 +173,9 @@ def overview(runs: Sequence[Facts]) -> Section:
     """The main charts, of one run or two."""
     alarms = sorted((alarm for facts in runs for alarm in facts.alarms), key=lambda alarm: alarm[:2])
     where = ", ".join(f"{name} ({finding.bound}) at step {step}" for step, name, finding in alarms)
-    text = f"Dashed red: first alarms, numbered as the findings: {where}." if alarms else "No alarm was raised."
+    text = "No alarm was raised."
+    if alarms:
+        text = f"Dashed red lines mark the first alarms. Their numbers are those of the findings: {where}."
     logs = {facts.name: facts.run.log for facts in runs}
     charts = trends(logs, OVERVIEW, {"": [(step, name) for step, name, _ in alarms]})
     return Section("overview", "What happened", text if charts else "", charts=charts)
@@ -185,7 +187,7 @@ def more_trends(facts: Facts) -> Section | None:
     for step, name, finding in facts.alarms:
         alarms.setdefault(finding.key, []).append((step, name))
     charts = trends({"": facts.run.log}, [name for name in TRENDS if name not in OVERVIEW], alarms)
-    text = "Shaded green: healthy. Dashed red: where an alarm was first raised, with the number of its finding."
+    text = "Healthy values are shaded green. A dashed red line marks the first alarm of a finding, and has its number."
     if len(facts.run.log) > POINTS:
         text += (
             " Lines are means over windows of steps, and the pale bands reach from the lowest to the highest value."
@@ -218,8 +220,12 @@ def rejected(facts: Facts) -> Section | None:
         parts.append(f"The mean reward is {where}.")
     groups = _by_group(means)
     if not groups.empty:
-        parts += ["Means of the logged shares. Training learns least from the group with the largest share."]
-        parts += ["Down-weighted: mean of max(0, 1 - coefficient) over tokens not rejected."]
+        parts += [
+            "The table has means of the logged shares. Training learns least from the group with the largest share."
+        ]
+        parts += [
+            "Down-weighted is the mean of max(0, 1 - factor on the gradient) over the tokens that are not rejected."
+        ]
     table = None if groups.empty else groups
     return Section("rejected", "Who is rejected", " ".join(parts), table=table) if parts else None
 

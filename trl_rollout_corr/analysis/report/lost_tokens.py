@@ -167,7 +167,7 @@ def _notes(config: RolloutCorrectionConfig | None, bounding: Bounding | None) ->
         and all(criterion.unit != "token" for criterion in config.correction.criteria)
     ):
         notes.append(
-            "The criteria judge whole completions or turns, so a text is rejected with all that stands around it."
+            "The criteria judge whole completions or turns, so a text is rejected together with the text around it."
         )
     if bounding is not None and bounding.drops:
         notes.append(
@@ -176,7 +176,7 @@ def _notes(config: RolloutCorrectionConfig | None, bounding: Bounding | None) ->
     pairs = [] if bounding is None else [(bounding.lower, bounding.upper), bounding.positive]
     if any(pair is not None and 1 in pair for pair in pairs):
         notes.append(
-            "A weight at a bound of 1 leaves the gradient of its token whole, so there is no table of such tokens."
+            "A token whose weight is at a bound of 1 keeps its whole gradient, so there is no table of these tokens."
         )
     return notes
 
@@ -222,7 +222,7 @@ def _sentences(
     if (train > rollout) == table.positive:
         parts.append(
             f"Their mean probability has already {'risen' if table.positive else 'fallen'} {moved}, and the correction does "
-            "not push it further until the sampler has newer weights. Whether that slows learning, a dump cannot tell."
+            "not push it further until the sampler has newer weights. A dump cannot tell whether that slows learning."
         )
         parts.append(f"If they belong to a format that has to be learned, {_wider(config)}push weights more often.")
     else:

@@ -23,7 +23,7 @@ def distribution(sequences: Sequences) -> Section:
     name, title = "distribution", "How far apart the policies are"
     if not np.abs(sequences.log_ratio[sequences.counted]).any():
         return Section(name, title, "d is 0 at every token with a finite log-ratio.")
-    text = "Counted over the sequences that were drawn at random, which represent the batch."
+    text = "The charts count the sequences that were drawn at random, because these represent the batch."
     if not sequences.sampled.any():
         text = (
             "No sequence of this dump was drawn at random: these are the worst ones, and do not represent the batch."
