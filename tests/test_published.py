@@ -136,5 +136,5 @@ def test_a_figure_that_is_not_in_its_cell_is_found():
     figures = [match.group() for match in FIGURE.finditer(text)]
     assert len(figures) > 5
     for figure in figures:
-        assert set(mistakes(text.replace(figure, f"9{figure}"))) == {f"9{figure}"}
+        assert mistakes(text.replace(figure, f"9{figure}", 1)) == [f"9{figure}"]
         assert mistakes(text.replace(figure, figure.replace("; ", "; no "))) != []

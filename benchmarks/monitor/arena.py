@@ -142,7 +142,7 @@ def summary(name: str, record: Mapping[str, Any], reference: float | None = None
 
 
 def verdict(kind: str, at: int | None, critical: int | None) -> str:
-    """Of a run that keeps its accuracy: `false` or `silent`; of one that falls: `missed`, `late` or `before`; else its kind."""
+    """Of a run that keeps its accuracy `false` or `silent`, of one that falls `missed`, `late` or `before`, else its kind."""
     if kind == "keeps":
         return "silent" if critical is None else "false"
     if kind != "falls":
