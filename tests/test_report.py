@@ -372,7 +372,9 @@ def test_turns_are_drawn(tmp_path, undrawn):
 
 
 def test_d_is_defined_before_it_is_used(page):
-    definition = page.text.index("d is the log-probability of a token under the trainer minus its log-probability under the sampler")
+    definition = page.text.index(
+        "d is the log-probability of a token under the trainer minus its log-probability under the sampler"
+    )
     assert re.search(r"\|d\||\bd\b", page.text).start() == definition
     assert page.text.index("k3_kl, the gap, is the mean of exp(d) - 1 - d") < page.text.index("What to do.")
 
