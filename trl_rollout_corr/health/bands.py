@@ -27,7 +27,7 @@ ESSENTIAL = (
 HEALTHY: dict[str, tuple[float | None, float | None]] = {
     "k3_kl": (None, 0.01),
     "kl": (-0.1, 0.1),
-    "kl_advantage_positive": (None, 0.03),
+    "kl_advantage_positive": (None, 0.02),
     "chi2_token": (None, 1.0),
     "chi2_seq": (None, 10.0),
     "effective_lr": (0.5, 1.5),
