@@ -87,7 +87,7 @@ def test_rare_tokens_have_no_gradient(make, kind):
 
 
 def test_the_mask_of_completions_on_the_page_keeps_whole_rows():
-    (line,) = re.findall(r"^keep = .*$", PAGE, re.MULTILINE)
+    (lines,) = re.findall(r"^```python\n(log_ratio = .*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     correction = compute_rollout_correction(
         torch.tensor([[-1.0, -9.0], [-1.0, -9.0]]),
         torch.tensor([[-1.0, -1.0], [-1.0, -1.0]]),
@@ -96,7 +96,7 @@ def test_the_mask_of_completions_on_the_page_keeps_whole_rows():
     )
     names = {"correction": correction, "train_logps": torch.tensor([[-1.0, -9.0], [-1.0, -9.0]])}
     names["batch"] = {"sampling_per_token_logps": torch.full((2, 2), -1.0)}
-    exec(line, names)
+    exec(lines, names)
     assert correction.adjusted(keep=names["keep"]).keep.tolist() == [[False, False], [True, False]]
 
 

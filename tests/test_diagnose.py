@@ -321,21 +321,6 @@ def test_a_sampler_whose_own_log_probabilities_change_gets_weights(tmp_path):
     assert "it gets weights" in finding.evidence.sentence
 
 
-def test_samples_are_stale_where_a_policy_has_collapsed_and_most_of_them_have_no_gap(tmp_path):
-    folder = make_dump(
-        tmp_path / "dump", steps=16, rows=16, spread=0.01, sampled=16, worst=0, gaussian=True, tools=False, logs=False
-    )
-    rows = itertools.count()
-
-    def collapse(row):
-        row["staleness"] = min(row["step"] - 1, 2)
-        if row["staleness"]:  # every other completion is far off, and the others are certain under both policies
-            size = 15.0 if next(rows) % 2 else 0.001
-            row["train_logps"] = [logp - size for logp in row["rollout_logps"]]
-
-    assert rewritten(folder, tmp_path / "collapsed", collapse)[0].name == "stale"
-
-
 def drifting_apart(folder, **how):
     """A dump whose gap grows from step to step, with a learning rate in its log."""
     return make_dump(folder, steps=8, rows=8, spread=0.1, growth=1.3, sampled=8, worst=0, tools=False, **how)

@@ -1,6 +1,7 @@
 """The command `probe`: a model and its sampler before any training."""
 
 import json
+import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -230,6 +231,25 @@ def test_prompts_come_from_a_file_or_are_built_in(tmp_path):
     file.write_text("\n")
     with pytest.raises(ValueError, match="has no prompts"):
         prompts_of(str(file))
+
+
+def test_a_prompt_without_tokens_is_refused(tiny_model_path, tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from trl_rollout_corr.probe.process import build as build_probe
+
+    folder = shutil.copytree(tiny_model_path, tmp_path / "model")
+    tokenizer = Tokenizer(models.BPE({"#": 0, "<pad>": 1}, []))  # which drops characters that it does not know
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>").save_pretrained(folder)
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    with pytest.raises(ValueError, match=r"`--prompts` is not set, and the built-in prompt 'What .* has no tokens"):
+        build_probe(request(str(folder), tmp_path))
+    file = tmp_path / "prompts.txt"
+    file.write_text("#\nunknown\n")
+    with pytest.raises(ValueError, match=r"prompts\.txt', and its prompt 'unknown' has no tokens"):
+        build_probe(request(str(folder), tmp_path, prompts=str(file)))
 
 
 RECIPES = sorted(

@@ -71,7 +71,7 @@ class RolloutCorrection:
         Copy with a criterion or with weights of your own, for a trainer that overrides `_compute_correction`.
 
         Args:
-            keep (`torch.Tensor` of shape `(B, T)`, *optional*):
+            keep (`torch.Tensor` of shape `(B, T)` or `(B, 1)`, *optional*):
                 Boolean mask of the tokens that your criterion keeps. Tokens that the settings reject stay rejected.
             weights (`torch.Tensor` of shape `(B, T)`, *optional*):
                 Weights that are applied in place of those of the settings.

@@ -21,19 +21,14 @@ _END = 0.1  # share of the sequences that are compared at each end
 _ENOUGH = 8  # sequences of the lowest age or step, which are compared alone
 _GROWTH = 1.4  # smallest growth of the mean square that counts
 _JUMP = 9.0  # growth of the mean square above which it need not be monotone
-_RARE = 0.001  # largest probability by chance of the sequences with the largest gaps that counts
 _CHANCE = 3.0  # standard deviations of a rank correlation by chance, above which it counts
 _MOVED = 5.0  # the same for the step and the sampler's log-probabilities: completions of a prompt are alike
 # Sum of learning rates that moves no weight far enough for a gap: a tenth of one step at the smallest rate in use
 _STILL = 1e-7
 
 
-def growing(o: Observed, x: np.ndarray, sentence: str, *, largest: bool = False) -> Evidence | None:
-    """
-    Test whether the mean square of `d` grows with `x` (shape `(B,)`), an age, a step or a number of tokens of padding. With
-    `largest`, it is enough that the sequences with the largest gaps have a high `x`: the completions of a policy that has
-    collapsed are certain under every later policy, so that most of them have no gap.
-    """
+def growing(o: Observed, x: np.ndarray, sentence: str) -> Evidence | None:
+    """Test whether the mean square of `d` grows with `x` (shape `(B,)`), an age, a step or a number of tokens of padding."""
     here = o.core
     squares = o.of_rows(
         np.square(o.d) * here
@@ -54,8 +49,6 @@ def growing(o: Observed, x: np.ndarray, sentence: str, *, largest: bool = False)
     share = bounded(1 - low / max(float(np.average(squares, weights=lengths)), 1e-300))
     if growth > _JUMP:  # a gap that appears at once and stays is not monotone in `x`
         correlation, chance = max((correlation, chance), _step_up(typical[finite], lowest))
-        if largest:
-            correlation, chance = max((correlation, chance), (_share_above(squares, lowest), 0.0))
     more = growth > _GROWTH and correlation > _CHANCE * chance
     return Evidence(correlation if more else 0.0, share, numbers, sentence)
 
@@ -68,13 +61,6 @@ def _step_up(values: np.ndarray, lowest: np.ndarray) -> tuple[float, float]:
     return 2 * beyond - 1, ((n + m + 1) / (3 * max(n, 1) * m)) ** 0.5
 
 
-def _share_above(squares: np.ndarray, lowest: np.ndarray) -> float:
-    """Share of the mean squares in sequences with more than each of the lowest; 0 where chance explains so many of these."""
-    above = squares > squares[lowest].max()
-    by_chance = (1 - lowest.mean()) ** above.sum()
-    return float(squares[above].sum() / squares.sum()) if by_chance < _RARE else 0.0
-
-
 def stale(o: Observed) -> Evidence | None:
     if _visits(o) or stands_still(o):
         return None
@@ -83,7 +69,7 @@ def stale(o: Observed) -> Evidence | None:
     if len(np.unique(o.staleness[np.isfinite(o.staleness)])) < 2:
         return None if np.nanmin(o.staleness, initial=0.0) > 0 else _unannounced(o)
     sentence = "|d| is {low} in the freshest samples and {high} in the oldest (rank correlation {correlation})"
-    return growing(o, o.staleness, sentence, largest=True)
+    return growing(o, o.staleness, sentence)
 
 
 def _unannounced(o: Observed) -> Evidence | None:
@@ -95,7 +81,7 @@ def _unannounced(o: Observed) -> Evidence | None:
     if _as_small_as_rounding(o):
         return None
     later = o.step > o.step.min()
-    onset = growing(o, later.astype(float), "", largest=True)
+    onset = growing(o, later.astype(float), "")
     if onset is not None:
         rest = growing(o, np.where(later, o.step, np.nan), "")
         onset = onset._replace(statistic=onset.statistic - max(rest.statistic if rest else 0.0, 0.0))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypedDict
 
 import torch
+from transformers import PreTrainedTokenizerBase
 from trl import ModelConfig, ScriptArguments
 from trl.import_utils import is_vllm_available
 
@@ -154,6 +155,19 @@ def prompts_of(file: str | None) -> Sequence[str]:
     if not prompts:
         raise ValueError(f"--prompts is {file!r}, which has no prompts. Write one in each line.")
     return prompts
+
+
+def check_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], file: str | None) -> None:
+    """Raise a `ValueError` for the first prompt that has no token, because the sampler needs one. `file` is `--prompts`."""
+    for prompt in prompts:
+        text = [{"role": "user", "content": prompt}]
+        whole = prompt if tokenizer.chat_template is None else tokenizer.apply_chat_template(text, tokenize=False)
+        if not tokenizer(whole)["input_ids"]:
+            which = "is not set, and the built-in prompt" if file is None else f"is {file!r}, and its prompt"
+            raise ValueError(
+                f"`--prompts` {which} {prompt!r} has no tokens, because the tokenizer of the model knows none of its text. "
+                "Pass a text file with one prompt in each line, written in text that the tokenizer knows."
+            )
 
 
 def on_cpu(args: Config) -> bool:

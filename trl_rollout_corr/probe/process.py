@@ -28,7 +28,7 @@ from ..trainers.forward_pass import Rescoring
 from ..trainers.keys import ROLLOUT_LOGPS
 from ..trainers.run_metadata import settings_in_effect
 from ..trainers.settings_checks import TRUNCATION, distorting, neutral
-from .configuration import Config, Request, Trainer, on_cpu, prompts_of, read, shortened
+from .configuration import Config, Request, Trainer, check_prompts, on_cpu, prompts_of, read, shortened
 from .model_changes import rescorings
 
 
@@ -241,6 +241,7 @@ def build(request: Request) -> Probe:
     args = shortened(run, request["completions"], request["engine"])
     n = args.per_device_train_batch_size * args.steps_per_generation // args.num_generations
     prompts: list[Any] = list(islice(cycle(prompts_of(request["prompts"])), n))
+    check_prompts(tokenizer, prompts, request["prompts"])
     if tokenizer.chat_template is not None:
         prompts = [[{"role": "user", "content": prompt}] for prompt in prompts]
     with _attached_without_weights(args) as pushes:
