@@ -2,7 +2,7 @@
 The pretrained language model as a task of the second proof: a word of letters is written backwards, between tags.
 
 The model learns the reversal by imitation first, as every model of the second proof learns its task: all its weights are
-trained for a few steps, on answers of which one in 32 has the tags. So the tags are rare when training with rewards
+trained for a few steps, on answers of which two in 32 have the tags. So the tags are rare when training with rewards
 begins, and that trains LoRA alone. Accuracy is the share of exact answers with tags that it samples for held-out words. No
 held-out word occurs in the imitation or in training.
 """
@@ -25,7 +25,8 @@ PROMPTS, COMPLETIONS = 4, 8  # of a step, and of a prompt
 LETTERS, HELD_OUT, EVERY = 4, 96, 5
 LONGEST = LETTERS + 4  # tokens of a completion: letters, two tags, a newline, and one to spare
 OPEN, CLOSE = "<", ">"
-IMITATION, ROWS, RATE = 20, 32, 1e-4  # steps, answers of a step of which one has tags, learning rate
+IMITATION, ROWS, RATE = 20, 32, 1e-4  # steps, answers of a step, learning rate
+TAGGED = 2  # of the answers of a step
 
 
 def words() -> list[str]:
@@ -60,7 +61,7 @@ def imitate(plain: Path, folder: Path):
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0, fused=True)
     for _ in range(IMITATION):
         rows = problems(dice.sample(known, ROWS))
-        answers = [rows[0]["answer"], *(row["answer"].strip(OPEN + CLOSE) for row in rows[1:])]
+        answers = [row["answer"] if i < TAGGED else row["answer"].strip(OPEN + CLOSE) for i, row in enumerate(rows)]
         texts = [f"{row['prompt']} {answer}\n" for row, answer in zip(rows, answers, strict=True)]
         batch = tokenizer(texts, return_tensors="pt", padding=True)
         lengths = torch.tensor([LETTERS + 2 * (OPEN in answer) + 1 for answer in answers])  # in tokens
