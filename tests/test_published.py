@@ -4,7 +4,8 @@ Figures in documents are those of the results files.
 Tables of `benchmarks/**/README.md` are made by the benchmark, of its results file. A figure elsewhere is a cell of such a
 table, and a comment behind it says which: `0.72<!-- = headline: auto; last 3 -->` is in the row `auto` and the column
 `last 3` of `benchmarks/headline/README.md`, rounded as in the document. `monitor#leads` is one section of a page, `.` is
-`benchmarks/README.md`; several cells in front name a row together, `64x2048, token`.
+`benchmarks/README.md`, `arena.SECOND` is `benchmarks/arena/SECOND.md`; several cells in front name a row together,
+`64x2048, token`.
 """
 
 import json
@@ -99,8 +100,9 @@ def section(text: str, anchor: str) -> str:
 
 
 def cells(folder: str, anchor: str | None) -> dict[tuple[str, str], set[str]]:
-    """Cells of the tables of a README, by row and column. A row is named by its first cell, by its first two, and so on."""
-    text = (BENCHMARKS / folder / "README.md").read_text()
+    """Cells of the tables of a page, by row and column. A row is named by its first cell, by its first two, and so on."""
+    folder, _, page = folder.partition(".")
+    text = (BENCHMARKS / folder / f"{page or 'README'}.md").read_text()
     found = defaultdict(set)
     for table in re.findall(r"(?:^\|.*\n)+", section(text, anchor) if anchor else text, re.MULTILINE):
         columns, _, *rows = ([cell.strip(" `*") for cell in line.split("|")[1:-1]] for line in table.splitlines())
