@@ -267,9 +267,9 @@ def test_what_ran_on_a_gpu_refers_to_a_file(gpu, results):
 @pytest.mark.parametrize(
     ("document", "root", "nobody"),
     [
-        ("docs/compatibility.md", "../", "No result from a GPU yet."),
-        ("README.md", "", "No result from a GPU yet."),
-        ("README.zh-CN.md", "", "目前还没有来自 GPU 的结果。"),
+        ("docs/compatibility.md", "../", "Nothing has been run on a GPU yet."),
+        ("README.md", "", "Nothing has been run on a GPU yet."),
+        ("README.zh-CN.md", "", "还没有在 GPU 上运行过任何东西。"),
     ],
 )
 def test_documents_list_what_ran_on_gpus(gpu, document, root, nobody):

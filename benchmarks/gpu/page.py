@@ -15,7 +15,7 @@ from trl_rollout_corr.analysis.report.page import Axis, Banner, Card, Chart, Pag
 
 
 Row = dict[str, Any]
-NOBODY = "No result from a GPU yet."
+NOBODY = "Nothing has been run on a GPU yet."
 # Of each section: the columns that say what a row is about, and its main figure
 MAIN: dict[str, tuple[tuple[str, ...], str]] = {
     "seams": (("steps",), "off_equals_trl"),
