@@ -1,5 +1,6 @@
 """The arena: what is run is balanced, what is computed of it is right, and the document says what the results say."""
 
+import dataclasses
 import json
 import math
 import sys
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from trl import GRPOConfig
 
 from tests.launching import ROOT, benchmarks
 from tests.training import TRAINERS, VLLM, build, micro_batches, policy_logps
@@ -188,6 +190,16 @@ def test_every_judging_task_meets_garbage_in_step_and_behind(cells):
         task for task in cells.JUDGING if cells.rung_of(task, "grpo") is not None
     }
     assert {"topr_tv10", "token_2", *cells.JUDGED, *cells.REFERENCES} == {run.arm.name for run in cells.garbage()}
+
+
+def test_an_arm_of_trl_has_fields_of_trl_alone(arena, cells):
+    training, second = arena("training"), arena("second")
+    setup = cells.Setup({}, {}, lambda model: 0.0, False)
+    arms = [arm for arm in second.ARMS.values() if arm.trl]
+    assert len(arms) > 3
+    for arm in arms:
+        run = cells.Run(arm, cells.Cell("sort", cells.TOP))
+        assert {*training.settings_of(run, setup)} <= {field.name for field in dataclasses.fields(GRPOConfig)}
 
 
 # The second proof ---------------------------------------------------------------------------------------------------------

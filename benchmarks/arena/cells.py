@@ -300,8 +300,8 @@ REFERENCES = ["on_policy", "none"]
 
 
 def smoke() -> list[Run]:
-    """Three arms in one cell, few steps."""
-    return [Run(ARMS[name], Cell("sort", Rung(4, "slow")), steps=10) for name in ("on_policy", "none", "auto")]
+    """Four arms in one cell, few steps."""
+    return [Run(ARMS[name], Cell("sort", Rung(4, "slow")), steps=10) for name in ("on_policy", "none", "trl", "auto")]
 
 
 def tuning() -> list[Run]:

@@ -1,7 +1,7 @@
 """
 The arena: every way to correct, on tasks and samplers of many kinds.
 
-    python benchmarks/arena/run.py --smoke         # three arms in one cell, a few minutes
+    python benchmarks/arena/run.py --smoke         # four arms in one cell, a few minutes
     python benchmarks/arena/run.py --stage tuning  # what settings were chosen on
     python benchmarks/arena/run.py                 # what judges them
     python benchmarks/arena/run.py --report        # train nothing: the tables of the runs there are
@@ -38,7 +38,7 @@ def parse_args() -> Namespace:
     parser.add_argument("--tasks", nargs="+", help="some of the tasks of the stage")
     parser.add_argument("--cells", nargs="+", help="some of the cells of the stage")
     parser.add_argument("--seeds", nargs="+", type=int, help="some of the seeds of the stage")
-    parser.add_argument("--smoke", action="store_true", help="three arms in one cell, few steps")
+    parser.add_argument("--smoke", action="store_true", help="four arms in one cell, few steps")
     parser.add_argument("--report", action="store_true", help="train nothing")
     parser.add_argument("--publish", action="store_true", help="write the results, the tables and the archive")
     parser.add_argument("--workers", type=int, default=2, help="processes that train, each on one core (default: 2)")

@@ -78,6 +78,24 @@ def set_up(run: Run) -> Setup:
     )
 
 
+def settings_of(run: Run, setup: Setup) -> dict[str, Any]:
+    """What the configuration of a run is made of."""
+    settings = {
+        **quickstart.TRAINING,
+        **CHEAPER,
+        **setup.settings,
+        "learning_rate": RATES[run.cell.rung.rate],
+        "max_steps": run.steps,
+        "seed": run.seed,
+        **WAYS.get(run.cell.way, {}),
+        "rollout_monitor": None,
+        **run.arm.options,
+    }
+    if run.arm.trl:  # fields that TRL's own trainers do not have; they only change what is printed
+        del settings["rollout_monitor"], settings["rollout_engine_kwargs"]
+    return settings
+
+
 def train(run: Run) -> dict[str, Any]:
     """
     Train one run.
@@ -93,18 +111,7 @@ def train(run: Run) -> dict[str, Any]:
     held_out = HeldOut(setup.measure, setup.every)
     trainer_class, config_class = (TRL if run.arm.trl else quickstart.TRAINERS)[run.cell.algorithm]
     trainer_class = trainer_class if run.arm.rule is None else with_rule(trainer_class, run.arm.rule)
-    settings = {
-        **quickstart.TRAINING,
-        **CHEAPER,
-        **setup.settings,
-        "learning_rate": RATES[run.cell.rung.rate],
-        "max_steps": run.steps,
-        "seed": run.seed,
-        **WAYS.get(run.cell.way, {}),
-        **({} if run.arm.trl else {"rollout_monitor": None}),
-        **run.arm.options,
-    }
-    trainer = trainer_class(args=config_class(**settings), callbacks=[held_out], **setup.parts)
+    trainer = trainer_class(args=config_class(**settings_of(run, setup)), callbacks=[held_out], **setup.parts)
     trainer.remove_callback(PrinterCallback)
     if run.arm.trl:
         sync_weights_on_cpu(trainer.vllm_generation)  # ours does so itself; TRL's own push fails on a CPU

@@ -130,6 +130,7 @@ def train(run: Run) -> dict[str, Any]:
     trainer_class, config_class = TRAINERS[run.arm.trainer]
     training = {**quickstart.TRAINING}
     del training["max_steps"]  # the arm's
+    del training["rollout_engine_kwargs"]  # less output, which TRL's own trainers do not offer
     folder = training.pop("output_dir")  # where nothing is saved
     trainer = trainer_class(
         model=str(MODEL_FOLDER),

@@ -194,11 +194,11 @@ def rises(run: Run, record: Row, steps: int, bound: float, level: float, *, full
     First step at which `k3_kl` rises: over so many steps, the slope of its logarithm is above a bound, and its mean is above a
     level. With `full` only once the sampler has reached its full age.
     """
-    k3 = [max(value, 1e-6) for value in record["history"][f"{PREFIX}k3_kl"]]
+    k3 = record["history"][f"{PREFIX}k3_kl"]
     first = steps + (run.at.rung.lag if full else 0)
     for step in range(first, len(k3) + 1):
-        latest = k3[step - steps : step]
-        if mean(latest) > level and slope([math.log(value) for value in latest]) > bound:
+        latest = [max(value, 1e-6) for value in k3[step - steps : step] if value is not None]
+        if len(latest) == steps and mean(latest) > level and slope([math.log(value) for value in latest]) > bound:
             return read_at(step)
     return None
 
@@ -333,7 +333,7 @@ def shares(stages: Mapping[str, Sequence[Row]]) -> str:
 
 
 def comparison(found: Sequence[Row]) -> str:
-    """A line per rule that was tried on tuning runs."""
+    """A line per rule that was tried."""
     lines = []
     for row in found:
         cells = [
@@ -366,9 +366,10 @@ def counts(rows: Iterable[Mapping[str, Any]]) -> str:
 def tables(results: Mapping[str, Any], first: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Text between the marks of README.md, by mark: of the result file, and of that of the first proof."""
     stages = {stage: results["stages"][stage] for stage in STAGES if stage in results["stages"]}
-    found = {"shares": shares(stages), "rules": comparison([*results["former"], *results["rules"]])}
+    found = {"shares": shares(stages)}
     for stage, rows in stages.items():
         found[stage] = f"{by_correction(rows)}\n\nRuns that fall, stunted runs, and false alarms:\n\n{table(rows)}"
+        found[f"{stage}-rules"] = comparison([*results["former"].get(stage, []), *results["rules"][stage]])
     parts = []
     for kind, tuned in (("Judging", False), ("Tuning", True)):
         for steps, words in ((1, "tasks"), (10, "tasks, a log entry every 10 steps")):
@@ -405,16 +406,15 @@ def parse_args() -> Namespace:
 
 def main():
     args = parse_args()
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"stages": {}, "former": [], "rules": []}
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"stages": {}, "former": {}, "rules": {}}
     for stage in args.stage:
         runs = load(stage, args.runs)
         if not runs:
             continue
         results["stages"][stage] = rows_of(runs)
-        if stage == "second_tuning":
-            results["rules"] = tried(runs)
+        results["rules"][stage] = tried(runs)
     for name, part in tables(results, json.loads(FIRST.read_text())).items():
-        if name in ("shares", *args.stage):
+        if name == "shares" or name.removesuffix("-rules") in args.stage:
             print(f"\n{name}\n{part}")
     if args.write:
         write(results)
