@@ -25,7 +25,7 @@ def k3_growth(window: Window) -> float | None:
     return factor if level > 0.003 else 0.0
 
 
-# Largest gap of a sampler in low precision, which stays the same during a run, in nats per token
+# Most that is subtracted for the gap at the start, in nats per token. The gap of low precision stays the same during a run.
 _LOW_PRECISION = 0.03
 NEGATIVE_KL = -0.1
 

@@ -86,7 +86,7 @@ def parse_bounds(bounds: Mapping[str, float | None] | str | None) -> dict[str, f
     if bounds is None:
         return {}
     if not isinstance(bounds, Mapping):
-        example = '{"k3_high": 0.1} on a command line'
+        example = '{"staleness": 32} on a command line'
         raise ValueError(
             f"{field} must have a number, or None, by name of a bound, such as {example}; got {bounds!r}."
         )

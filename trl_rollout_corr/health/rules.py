@@ -15,7 +15,7 @@ def _rule(name: str, detects: str, *bounds: dict[str, Any], **shared: Any) -> Ru
 RULES = [
     _rule(
         "nonfinite",
-        "The fault `nan_rows` raised it.",
+        "The fault `nan_rows` raised one of the two.",
         {"name": "nonfinite_many", "limit": 0.1, "severity": "critical", "covers": ("everything_rejected",)},
         {"limit": 0.0, "patience": 1},
         key="nonfinite_fraction",
@@ -26,8 +26,8 @@ RULES = [
     ),
     _rule(
         "k3_kl",
-        "It came in time in the runs `none_0`, `none_1`, `none_2` and `rloo_none_0`. The faults `never_pushed`, `stale` and "
-        "`padding` raised it.",
+        "`k3_uncorrected` and `k3_high` came in time in the runs `none_0`, `none_1`, `none_2` and `rloo_none_0`. The faults "
+        "`never_pushed`, `stale` and `padding` raised one of the three.",
         {"name": "k3_high", "limit": 0.03, "severity": "critical", "covers": ("k3_growth",)},
         {"name": "k3_uncorrected", "limit": 0.015, "patience": 5},
         {
@@ -44,8 +44,8 @@ RULES = [
         key="k3_kl",
         seen="`k3_kl` is {value:.2g}, above {limit:g}, and nothing corrects for it.",
         why="Not every run is harmed by a gap of this size. Rounding gives about 0.001, and a sampler in low precision "
-        "gives up to 0.02. If the gap is larger, sampler and trainer are different policies. Training on such completions "
-        "is biased, and the gap tends to grow.",
+        "gives more: an 8-bit KV cache gave up to 0.05. If precision does not explain the gap, the weights differ, or "
+        "something is broken. Training on such completions is biased, and the gap tends to grow.",
         advice="{correct} If the gap came suddenly, look for weights that were not pushed. If it was there from the first "
         "step, look for dropout in the trainer (also `lora_dropout`), and for low precision in the sampler. {in_step}",
         applies=lambda window: not window.corrects,
@@ -128,8 +128,8 @@ RULES = [
         key="kl",
         limit=0.01,
         seen="The mean ratio of trainer to sampler, `1 + k3_kl - kl`, differs from 1 by {value:.2g}.",
-        why="The mean ratio is 1 for any two policies, however far apart they are. So these are not the log-probabilities "
-        "that the tokens were sampled with.",
+        why="The mean ratio is 1 for any two policies, however far apart they are. So the sampler never "
+        "draws some tokens, or these are not the log-probabilities that the tokens were sampled with.",
         advice="{distortion} Check the temperature of the sampler, and whether tokens were added or changed after sampling.",
         applies=lambda window: window.fresh,
         measure=conditions.bias,
@@ -145,7 +145,7 @@ RULES = [
     ),
     _rule(
         "weight_mean",
-        "With sequence weights, the faults `top_p` and `repetition_penalty` raised it.",
+        "With sequence weights, the faults `top_p` and `repetition_penalty` raised one of the two.",
         {
             "name": "weight_mean_low",
             "limit": 0.5,
@@ -170,7 +170,7 @@ RULES = [
     ),
     _rule(
         "weight_spread",
-        "With sequence weights, the faults `padding` and `repetition_penalty` raised it.",
+        "With sequence weights, the faults `padding` and `repetition_penalty` raised one of the two.",
         {
             "name": "effective_sample_size",
             "key": "rollout_is_eff_sample_size",
@@ -225,7 +225,7 @@ RULES = [
     ),
     _rule(
         "effective_lr",
-        "With `decoupled_geo_rs_token_tis`, the faults `cold_sampler`, `top_p` and `stale` raised it.",
+        "With `decoupled_geo_rs_token_tis`, the faults `cold_sampler`, `top_p` and `stale` raised one of the three.",
         {
             "name": "everything_rejected",
             "limit": 1e-6,

@@ -50,7 +50,7 @@ class RolloutCorrectionMonitor(TrainerCallback):
     ```python
     from trl_rollout_corr import RolloutCorrectedGRPOTrainer, RolloutCorrectionMonitor
 
-    trainer = RolloutCorrectedGRPOTrainer(..., callbacks=[RolloutCorrectionMonitor("stop", bounds={"k3_high": 0.1})])
+    trainer = RolloutCorrectedGRPOTrainer(..., callbacks=[RolloutCorrectionMonitor("stop", bounds={"staleness": 32})])
     ```
     """
 
