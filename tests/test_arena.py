@@ -192,7 +192,8 @@ def test_every_judging_task_meets_garbage_in_step_and_behind(cells):
     assert {"topr_tv10", "token_2", *cells.JUDGED, *cells.REFERENCES} == {run.arm.name for run in cells.garbage()}
 
 
-def test_an_arm_of_trl_has_fields_of_trl_alone(arena, cells):
+def test_an_arm_of_trl_has_fields_of_trl_alone(arena, cells, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])  # to which `training` adds folders with files of the same names
     training, second = arena("training"), arena("second")
     setup = cells.Setup({}, {}, lambda model: 0.0, False)
     arms = [arm for arm in second.ARMS.values() if arm.trl]
