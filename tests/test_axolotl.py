@@ -130,7 +130,7 @@ def test_without_axolotl_the_error_names_it():
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"rl": "dpo"}, "`rl` is 'dpo', and rollout correction is for 'grpo'"),
+        ({"rl": "dpo"}, "`rl` is 'dpo', but rollout correction supports only 'grpo'"),
         ({"trl": {"use_vllm": True, "async_prefetch": True}}, "`trl.async_prefetch` is True"),
         ({"trl": {"use_vllm": True, "use_data_producer": True}}, "`trl.use_data_producer` is True"),
         ({"context_parallel_size": 2}, "`context_parallel_size` is 2"),

@@ -26,6 +26,7 @@ from trl_rollout_corr.analysis.spread import (
 )
 from trl_rollout_corr.correction.normal import expected_share_outside
 from trl_rollout_corr.dumps import files as dump
+from trl_rollout_corr.dumps import reading
 from trl_rollout_corr.dumps.reading import open_dump
 from trl_rollout_corr.health.examine import examine
 from trl_rollout_corr.settings.presets import PRESETS
@@ -456,9 +457,9 @@ def error_of(capsys, *arguments) -> str:
 
 def test_a_path_without_a_dump(tmp_path, capsys):
     assert error_of(capsys, tmp_path / "missing") == "no such file or folder"
-    assert error_of(capsys, tmp_path).startswith("there is no dump here")
+    assert error_of(capsys, tmp_path).startswith("this folder does not contain a dump")
     (tmp_path / "step-00000001-rank-00000.partial").write_bytes(b"PAR1")
-    assert error_of(capsys, tmp_path).startswith("there is no dump here")
+    assert error_of(capsys, tmp_path).startswith("this folder does not contain a dump")
 
 
 @pytest.mark.parametrize("keep", [0, 3, 0.5, 0.9, 0.999])
@@ -466,10 +467,10 @@ def test_a_truncated_file(keep, tmp_path, capsys):
     path = dump.files_of(make_dump(tmp_path))[1]
     content = path.read_bytes()
     path.write_bytes(content[: keep if keep in (0, 3) else int(keep * len(content))])
-    assert error_of(capsys, path).startswith(f"{path.name} is damaged or not Parquet: ")
+    assert error_of(capsys, path).startswith(f"{path.name} is damaged, or it is not a Parquet file: ")
     assert main(["compare", str(tmp_path), "--json"]) == 0
     output = capsys.readouterr()
-    assert output.err.startswith(f"warning: {tmp_path}: {path.name} is damaged or not Parquet: ")
+    assert output.err.startswith(f"warning: {tmp_path}: {path.name} is damaged, or it is not a Parquet file: ")
     assert output.err.endswith(" It is left out.\n")
     assert json.loads(output.out)["steps"] == [1, 3]
 
@@ -483,12 +484,29 @@ def test_a_damaged_page(tmp_path, capsys):
     assert "is damaged" in error_of(capsys, tmp_path)
 
 
+def test_a_dump_that_is_removed_while_it_is_looked_for(tmp_path, monkeypatch):
+    """Another process may remove a dump after its files were listed."""
+    folder, listed = make_dump(tmp_path / "run" / "dump"), reading.files_of
+
+    def and_remove(path):
+        files = listed(path)
+        for file in files:
+            file.unlink()
+        return files
+
+    monkeypatch.setattr(reading, "files_of", and_remove)
+    with pytest.raises(ValueError, match="No such file or directory"):
+        open_dump(folder.parent)
+
+
 def test_files_of_other_tools(tmp_path, capsys):
     other = tmp_path / "rollouts.parquet"
     pq.write_table(pa.table({"step": [1], "logprobs": [[0.5]]}), other)
-    assert error_of(capsys, other) == "rollouts.parquet is Parquet, but not of a dump that `rollout_dump_dir` writes"
+    assert error_of(capsys, other) == "rollouts.parquet is a Parquet file, but `rollout_dump_dir` did not write it"
     (tmp_path / "rollouts.jsonl").write_text('{"step": 1}')
-    assert error_of(capsys, tmp_path / "rollouts.jsonl").startswith("rollouts.jsonl is damaged or not Parquet")
+    assert error_of(capsys, tmp_path / "rollouts.jsonl").startswith(
+        "rollouts.jsonl is damaged, or it is not a Parquet file"
+    )
 
 
 def test_dumps_that_cannot_be_compared(tmp_path, capsys):
@@ -519,18 +537,21 @@ def test_dumps_that_cannot_be_compared(tmp_path, capsys):
     [
         (
             b"algorithm: {rollout_correction: {rollout_is: token}}",
-            "it is a configuration of verl; translate it with `trl-rollout-corr",
+            "it is a configuration of verl. Translate it with `trl-rollout-corr",
         ),
         (b"rollout_correction: {rollout_is: token}", "trl-rollout-corr convert"),
-        (b"{rollout_is: true, rollout_is_threshold: 2}", "of verl's first releases; translate it"),
-        (b"vllm_importance_sampling_mode: token_mask", "of TRL's own correction; translate it"),
-        (b"learning_rate: 1", "it has no field of rollout correction"),
+        (b"{rollout_is: true, rollout_is_threshold: 2}", "of verl's first releases. Translate it"),
+        (b"vllm_importance_sampling_mode: token_mask", "of TRL's own correction. Translate it"),
+        (b"learning_rate: 1", "it does not set any field of rollout correction"),
         (b"", "no settings"),
         (b"- 1", "no settings"),
         (b"a: [1", "line 1: not YAML: expected"),
         (b"\xff\xfe\x00", "not YAML"),
         (b"rollout_correction: tis", "'tis', which is not a preset. Did you mean 'token_tis' or"),
-        (b"rollout_iss: token", "`rollout_iss` is 'token', but there is no such field. Did you mean 'rollout_is'?"),
+        (
+            b"rollout_iss: token",
+            "`rollout_iss` is 'token', which is not a field of rollout correction. Did you mean 'rollout_is'?",
+        ),
         (b"rollout_is_threshold: 0.5", "`rollout_is_threshold` must be at least 1"),
         (b"rollout_is_threshold: {a: 1}", "`rollout_is_threshold`"),
         (b"rollout_rs: [seq_mean_k1]", "`rollout_rs_threshold` is not set"),

@@ -761,7 +761,7 @@ def test_help_shows_the_defaults(capsys):
         HfArgumentParser(RolloutCorrectedGRPOConfig).parse_args_into_dataclasses(["--help"])
     text = " ".join(capsys.readouterr().out.split())
     assert "token, turn, sequence, geometric, or none. (default: token)" in text
-    assert "of those of the old policy. (default: False)" in text
+    assert "in place of the old policy's. (default: False)" in text
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -175,7 +175,7 @@ def test_text_of_another_encoding_is_damage(rows, tmp_path, capsys):
     pq.write_table(table.set_column(table.column_names.index("prompt"), "prompt", latin), path)
     assert main(["report", str(path), "-o", str(tmp_path / "r.html")]) == 2
     said = capsys.readouterr().err
-    assert said.startswith(f"{path}: {path.name} is damaged or not Parquet: ")
+    assert said.startswith(f"{path}: {path.name} is damaged, or it is not a Parquet file: ")
     assert len(said.splitlines()) == 1
 
 

@@ -126,7 +126,7 @@ def test_a_page_without_javascript_loads_itself_again_and_a_plain_report_does_no
     [
         (["--follow", "-o", "run.png"], "a picture cannot follow a run"),
         (["--follow", "-o", "no/where.html"], "there is no folder"),
-        (["--port", "8000"], "--port 8000 needs --follow"),
+        (["--port", "8000"], "--port 8000 has an effect only with --follow"),
         (["--follow", "--port", "70000"], "--port 70000: "),
         (["--follow", "--port", "TAKEN"], "cannot be served: Address already in use. Name another port"),
     ],
@@ -205,7 +205,7 @@ def test_the_page_is_served_to_this_machine_alone_until_ctrl_c(recorded):
         assert served.get(**{"If-None-Match": tag})[0] == 200
         code, out, err = served.end()
     assert (code, err) == (0, "")
-    assert re.fullmatch(r"http://\S+ has ended: the last page is of [-0-9: ]+\.\n", out)
+    assert re.fullmatch(r"http://\S+ has ended: the last page was made at [-0-9: ]+\.\n", out)
 
 
 TRAINING = """

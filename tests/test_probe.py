@@ -145,7 +145,7 @@ def test_the_table_has_the_gap_and_the_multiple():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["./nowhere"], "./nowhere: there is no such folder"),
+        (["./nowhere"], "./nowhere: this folder does not exist"),
         (["m", "--config", "r.yaml"], "m: --config is 'r.yaml', which is not a file"),
         (["m", "--prompts", "p.txt"], "m: --prompts is 'p.txt', which is not a file"),
         (["m", "--completions", "1"], "m: --completions must be 2 or more, got 1"),
@@ -166,11 +166,11 @@ def test_what_cannot_be_probed_is_one_line(words, said, capsys):
         (["diagnose", "dump", "--temperature", "0.7"], "unrecognized arguments: --temperature 0.7"),
         (
             ["diagnose", "dump", "--html"],
-            "--html is a command of its own now: trl-rollout-corr report DUMP -o report.html",
+            "--html is now a separate command: trl-rollout-corr report DUMP -o report.html",
         ),
-        (["diagnose", "dump", "--html", "a.html"], "now: trl-rollout-corr report DUMP -o report.html"),
-        (["diagnose", "--probe", "m"], "--probe is a command of its own now: trl-rollout-corr probe MODEL"),
-        (["diagnose", "dump", "--probe=m"], "now: trl-rollout-corr probe MODEL"),
+        (["diagnose", "dump", "--html", "a.html"], "command: trl-rollout-corr report DUMP -o report.html"),
+        (["diagnose", "--probe", "m"], "--probe is now a separate command: trl-rollout-corr probe MODEL"),
+        (["diagnose", "dump", "--probe=m"], "command: trl-rollout-corr probe MODEL"),
         (["report", "outputs", "--probe", "m"], "unrecognized arguments: --probe m"),
     ],
 )
@@ -202,10 +202,10 @@ def test_a_run_without_a_sampler_or_a_model_is_refused(tiny_model_path, tmp_path
     with pytest.raises(ValueError, match="`use_vllm` is False"):
         read(request(tiny_model_path, tmp_path, "--use_vllm", "false"))
     with pytest.raises(
-        ValueError, match=r"`temperatura` in the command line is no option .* Did you mean 'temperature'"
+        ValueError, match=r"`temperatura` in the command line is not an option .* Did you mean 'temperature'"
     ):
         read(request(tiny_model_path, tmp_path, "--temperatura", "1"))
-    with pytest.raises(ValueError, match="`dump` in the command line is no option"):
+    with pytest.raises(ValueError, match="`dump` in the command line is not an option"):
         read(request(tiny_model_path, tmp_path, "--temperature", "1", "dump"))
 
 

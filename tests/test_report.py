@@ -407,7 +407,7 @@ def test_the_overview_has_every_alarm_and_numbers_them_as_the_findings(dump, pag
     assert re.findall(r'class="number">(\d+)<', text) == [str(i) for i, _ in enumerate(findings, 1)]
     marks = sorted((finding.step, str(i), finding.bound) for i, finding in enumerate(findings, 1))
     told = ", ".join(f"{name} ({rule}) at step {step}" for step, name, rule in marks)
-    assert f"Dashed red lines mark the first alarms. Their numbers are those of the findings: {told}." in page.text
+    assert f"Dashed red lines mark the first alarms. They have the numbers of the findings: {told}." in page.text
 
 
 def log_of(**metrics) -> pd.DataFrame:
@@ -547,8 +547,8 @@ def test_a_damaged_file_is_left_out_with_a_warning(tmp_path, undrawn, capsys):
     damaged = sorted(folder.glob("*.parquet"))[1]
     damaged.write_bytes(damaged.read_bytes()[:-50])
     page, error = damage_of(folder, tmp_path / "report.html", capsys)
-    assert error.startswith(f"warning: {folder}: {damaged.name} is damaged or not Parquet: ")
-    assert f"{damaged.name.capitalize()} is damaged or not Parquet" in page.text
+    assert error.startswith(f"warning: {folder}: {damaged.name} is damaged, or it is not a Parquet file: ")
+    assert f"{damaged.name.capitalize()} is damaged, or it is not a Parquet file" in page.text
     kept = [row for row in read_dump(folder).rows if row["step"] != 2]
     assert f"Sequences{len(kept)}, " in page.text
 
@@ -814,7 +814,7 @@ def _unknown_setting(folder, dump):
     ("make", "message"),
     [
         (lambda folder, _: folder / "missing", "no such file or folder"),
-        (lambda folder, _: folder, "neither a dump (files step-*.parquet) nor a run (trainer_state.json) is here"),
+        (lambda folder, _: folder, "it contains neither a dump (files step-*.parquet) nor a run (trainer_state.json)"),
         (_text("trainer_state.json", '{"log_history": [{"ste'), "trainer_state.json is damaged or not JSON"),
         (_text("trainer_state.json", "[" * 100_000), "trainer_state.json is damaged or not JSON"),
         (_text("other.json", "[1, 2]"), "other.json is JSON, but not the state of a trainer"),
@@ -822,9 +822,9 @@ def _unknown_setting(folder, dump):
         (_text("trainer_state.json", '{"log_history": []}'), "trainer_state.json holds no log entries yet"),
         (_text("trainer_state.json", '{"log_history": [{"step": 1, "loss": 1}]}'), "has no `rollout_corr/` metrics"),
         (_text("trainer_state.json", '{"log_history": [{"rollout_corr/kl": 1}]}'), "has no log entry with a step"),
-        (_text("notes.txt", "hello\nworld"), "notes.txt is damaged or not Parquet"),
-        (_truncated, "step-00000001-rank-00000.parquet is damaged or not Parquet"),
-        (_of_another_tool, "data.parquet is Parquet, but not of a dump"),
+        (_text("notes.txt", "hello\nworld"), "notes.txt is damaged, or it is not a Parquet file"),
+        (_truncated, "step-00000001-rank-00000.parquet is damaged, or it is not a Parquet file"),
+        (_of_another_tool, "data.parquet is a Parquet file, but `rollout_dump_dir` did not write it"),
         (_ragged, "is damaged: a row has lists of different lengths"),
         (_unknown_setting, "the settings in the dump cannot be read: "),
     ],

@@ -47,7 +47,10 @@ def test_lists_and_pairs_work_as_help_shows_them(parse, options, description):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--rollout_iss", "token"], "`rollout_iss` in the command line is no option .* Did you mean 'rollout_is'?"),
+        (
+            ["--rollout_iss", "token"],
+            "`rollout_iss` in the command line is not an option .* Did you mean 'rollout_is'?",
+        ),
         (
             ["--rollout_correction", "decoupled_token_i"],
             "`rollout_correction` is .* Did you mean 'decoupled_token_is'?",
@@ -59,11 +62,14 @@ def test_lists_and_pairs_work_as_help_shows_them(parse, options, description):
         (["--rollout_nan_policy", "dropp"], "Did you mean 'drop'?"),
         (["--rollout_monitor_bounds", '{"k3_hihg": 1}'], "Did you mean 'k3_high'?"),
         (["--max_steps", "three"], "argument --max_steps/--max-steps: invalid int value: 'three'"),
-        (["--config"], "`--config` names no file."),
+        (["--config"], "`--config` is set without a value. Name a YAML file after it."),
         (["--config=/no/such.yaml"], "/no/such.yaml: No such file or directory"),
         (["--config", "{bad}"], "while parsing a flow sequence"),
-        (["--config", "{misspelt}"], "`rollout_corection` in .*misspelt.yaml is no option .* 'rollout_correction'?"),
-        (["grpo"], "`grpo` in the command line is no option of this script. Options start with --."),
+        (
+            ["--config", "{misspelt}"],
+            "`rollout_corection` in .*misspelt.yaml is not an option .* 'rollout_correction'?",
+        ),
+        (["grpo"], "`grpo` in the command line is not an option of this script. An option starts with --."),
     ],
 )
 def test_what_cannot_be_used_is_one_line(parse, tmp_path, capsys, options, message):
@@ -111,5 +117,5 @@ def test_two_ranks_say_it_once():
         "--use_cpu", "true", "--bf16", "false",
     )  # fmt: skip
     assert process.returncode != 0
-    assert process.stderr.count("error: `rollout_iss` in the command line is no option of this script.") == 1
+    assert process.stderr.count("error: `rollout_iss` in the command line is not an option of this script.") == 1
     assert 'examples/run.py", line' not in process.stderr  # no traceback of ours; the launcher adds one of its own

@@ -64,7 +64,7 @@ class _Moved(argparse.Action):
     """An option of earlier releases, which names the command that replaced it (`const`)."""
 
     def __call__(self, parser: argparse.ArgumentParser, *args: object, **kwargs: object) -> None:
-        parser.error(f"{self.option_strings[0]} is a command of its own now: {self.const}")
+        parser.error(f"{self.option_strings[0]} is now a separate command: {self.const}")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -185,7 +185,7 @@ def _add_compare(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="PPO's clip range, for presets of bypass mode that clip (default: 0.2)",
     )
     command.add_argument(
-        "--epsilon_high", type=float, help="the upper side of that range (default: that of --epsilon)"
+        "--epsilon_high", type=float, help="the upper side of that range (default: the value of --epsilon)"
     )
     command.set_defaults(run=_compare, subject="dump")
 
@@ -255,7 +255,7 @@ def _report(args: argparse.Namespace) -> str:
 
     if args.port is not None and (args.output is not None or not args.follow):
         raise SelfContainedError(
-            f"--port {args.port} needs --follow without -o: only a page that is served has a port"
+            f"--port {args.port} has an effect only with --follow and without -o, because only a served page has a port"
         )
     if args.follow:
         return follow_report(args.source, args.output, args.port or 0)

@@ -34,7 +34,7 @@ _REJECTING: dict[str, str] = {
 _EXPLAINED = (
     "ESS: effective sample size of the weights, a share of the tokens; 1 if all weights are equal, - without weights.",
     "cosine: of the angle between the gradient with and without the correction; 1 if it points the same way.",
-    "norm: length of the gradient with the correction over that without it; below 1 is a smaller step.",
+    "norm: length of the gradient with the correction, divided by its length without; below 1 is a smaller step.",
 )
 
 
@@ -93,7 +93,8 @@ def compare(
     log = log_of_dump(dump.path) if steps is None else []
     if not sequences.sampled.any():
         raise ValueError(
-            "no sequence was drawn at random (`rollout_dump_sampled`), and the worst ones do not represent the batch"
+            "no sequence was drawn at random, and the worst sequences alone do not represent the batch. Set "
+            "`rollout_dump_sampled` to 1 or more, and train again"
         )
     findings = examine(log, config)
     notes = []

@@ -40,7 +40,9 @@ def recommend(config: RolloutCorrectionConfig, findings: Sequence[Alarm], spread
     best = advise(mode_of(config), "gap", spread=None if alarm else spread)
     if not best.settings or not _has(config, best.settings):
         return best
-    why = "Its policies are too far apart all the same: find the cause of the gap first." if alarm else best.reason
+    why = (
+        "But trainer and sampler are too far apart even so: find the cause of the gap first." if alarm else best.reason
+    )
     return Advice({}, f"The run has the settings of `{best.settings['rollout_correction']}` already. {why}")
 
 

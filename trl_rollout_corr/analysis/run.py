@@ -75,12 +75,12 @@ def _read(path: Path) -> Run:
     if not path.exists():
         raise ValueError("no such file or folder")
     if not path.is_dir() and not path.is_file():
-        raise ValueError("a pipe or a device, but a run is read from a folder or a regular file")
+        raise ValueError("it is a pipe or a device. Name a folder or a regular file")
     states, folder = _states(path) if path.is_dir() else [path], find_dump(path) if path.is_dir() else None
     if path.is_file() and path.suffix != ".json":
         states, folder = [], path
     if not states and folder is None:
-        raise ValueError(f"neither a dump (files step-*.parquet) nor a run ({STATE}) is here")
+        raise ValueError(f"it contains neither a dump (files step-*.parquet) nor a run ({STATE})")
     dump, config = None, None
     damage: list[str] = []
     entries: list[dict[str, Any]] = []

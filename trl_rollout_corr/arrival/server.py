@@ -88,7 +88,7 @@ class MovementCheck:
         ask (`Callable[[list[list[int]]], list[list[float]]]`):
             Scores some texts with the server; called on the main process.
         temperature (`float`):
-            Temperature of the trainer's log-probabilities. Those of the server have none.
+            Temperature of the trainer's log-probabilities. The server's log-probabilities are without temperature.
         is_main_process (`bool`):
             True on the main process, which alone asks the server.
         broadcast (`Callable[[list], list]`):
@@ -180,10 +180,11 @@ class MovementCheck:
 
     def _warn(self, step: int, trainer: float, server: float) -> None:
         notify(
-            "A server may have older weights on purpose (then set `trainer.rollout_step` to their optimizer step at each "
-            "push), and a quantised one may round small updates away. Unless that is so, weights do not arrive: after the "
-            f"push of optimizer step {step}, the trainer's log-probabilities of a fixed text have moved by {trainer:.2g} "
-            f"nats per token, and those of the vLLM server by {server:.2g}. {SEE}"
+            f"After the push of optimizer step {step}, the trainer's log-probabilities of a fixed text have moved by "
+            f"{trainer:.2g} nats per token, but the vLLM server's have moved by only {server:.2g}. There are two harmless "
+            "reasons. The server may have older weights on purpose: then set `trainer.rollout_step` to their optimizer step "
+            "at each push. The server may be quantised, and round small updates away. In all other cases, weights do not "
+            f"arrive. {SEE}"
         )
 
 
@@ -238,8 +239,8 @@ class AdapterCheck:
         if before is not None and before[1] == pushed and before[0] != trained:
             raise RuntimeError(
                 f"The adapter that was pushed after optimizer step {step} is the same, to the last bit, as the one pushed "
-                "before, although the parameters that train have changed: the sampler does not get what the trainer learns. "
-                f"Look for another active adapter, or for parameters that train outside of the adapter. {SEE}"
+                "before, although the trained parameters have changed. So the sampler does not get what the trainer learns. "
+                f"Check whether another adapter is active, or whether parameters outside the adapter are trained. {SEE}"
             )
         self._ask(url, name, step)
 
@@ -251,9 +252,9 @@ class AdapterCheck:
         if name not in there and not self._warned:
             self._warned = True
             notify(
-                "Several servers behind one address, or a server that was restarted, may be the reason: after optimizer step "
-                f"{step} the vLLM server at {url} accepted the adapter `{name}`, but does not list it in `/v1/models`. It has "
-                f"{', '.join(sorted(there)) or 'none'}. {SEE}"
+                f"After optimizer step {step}, the vLLM server at {url} accepted the adapter `{name}`, but does not list it "
+                f"in `/v1/models`. It has {', '.join(sorted(there)) or 'none'}. Perhaps several servers share this "
+                f"address, or the server was restarted. {SEE}"
             )
 
 

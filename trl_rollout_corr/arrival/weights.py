@@ -162,10 +162,10 @@ class WeightCheck:
             self._still += 1
         if self._still == STILL:
             notify(
-                "Merging an adapter into weights of low precision may round its updates away, as may a very small learning "
-                f"rate. Unless that is so, the wrong weights are sent to the sampler: the last {STILL + 1} pushes until "
-                f"optimizer step {step} sent the same values, although the parameters of the trainer have changed. "
-                "See `trl-rollout-corr docs troubleshooting#weights-do-not-arrive`."
+                f"The last {STILL + 1} pushes until optimizer step {step} sent the same values, although the parameters of "
+                "the trainer have changed. There are two harmless reasons: an adapter is merged into weights of low "
+                "precision, which round its updates away, or the learning rate is very small. In all other cases, the wrong "
+                "weights are sent to the sampler. See `trl-rollout-corr docs troubleshooting#weights-do-not-arrive`."
             )
 
     def _tell(self, missing: list[str], step: int, doubt: str) -> None:
@@ -174,8 +174,8 @@ class WeightCheck:
             f"The sampler {'may' if doubt else 'does'} not have the weights of the trainer: two pushes, the last one after "
             f"optimizer step {step}, reported success, but the tensors of vLLM did not change in a single bit for "
             f"{len(missing)} of the weights that were sent with new values ({listed}). Update vLLM, or change `vllm_mode`, "
-            "the device or the type of weights; if the sampler is meant to have older weights, set "
-            "`trainer.rollout_step` to their optimizer step whenever they are pushed. "
+            "the device or the type of weights. If the sampler should have older weights, set `trainer.rollout_step` to their "
+            "optimizer step whenever they are pushed. "
             "See `trl-rollout-corr docs troubleshooting#weights-do-not-arrive`."
         )
         self.done = True

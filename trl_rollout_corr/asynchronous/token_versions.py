@@ -22,12 +22,12 @@ from .trl_parts import RolloutLoop, RolloutSample
 
 
 _COMPLETIONS, _GENERATE = "/v1/completions", "/inference/v1/generate"
-_NO_SAMPLING = ("model", "prompt", "return_token_ids")  # fields of a completion that are no sampling parameters
+_NO_SAMPLING = ("model", "prompt", "return_token_ids")  # fields of a request that are not sampling parameters
 _UNKNOWN = -1  # version of a token that is not sampled, or without a label
 _LARGEST = 2**31 - 1  # of a version, which counts pushes
 _CONSEQUENCE = (
-    "The version of the weights of such tokens is unknown: their age is that of the weights that began their completion. "
-    "Training goes on, as the age of tokens changes metrics alone. This message appears once."
+    "For such tokens, the version of the weights is unknown. They get the age of the weights that began their completion. "
+    "Training goes on, because the age of tokens affects only metrics. This message appears once."
 )
 # Of an answer that has another form than in vLLM 0.32
 _UNREADABLE = (LookupError, TypeError, ValueError, AttributeError)
@@ -133,7 +133,7 @@ class VersionedLoop(RolloutLoop):  # type: ignore[misc, valid-type]
             # TRL's own request, whose error is raised if the server fails there as well
             answer = dict(await super()._post(path, payload, *args, **kwargs))
             self._asks_for_versions = status is not None and status >= 500  # which may pass
-            complaint = f"{_GENERATE} failed with {error!r}, and {path} works"
+            complaint = f"{_GENERATE} failed with {error!r}, but {path} works"
         if complaint and not self._complained:
             self._complained = True
             fault = f"does not tell the version of all tokens: {complaint}"
@@ -188,8 +188,8 @@ def versions_of(spans: object, length: int) -> tuple[np.ndarray, str]:
         spans (`object`):
             Value of `weight_versions` in an answer, which should be a list of `{"version": "3", "start": 0, "end": 5}`, in
             tokens of the completion. Anything else is not an error: tokens without a readable span get -1, and so does a token
-            that two spans give different versions. A label that is no number, as that of weights before the first push, is
-            -1 without a complaint.
+            that two spans give different versions. A label that is not a number, such as the label of weights before the
+            first push, gives -1 without a complaint.
         length (`int`):
             Number of tokens of the completion.
     """
@@ -208,11 +208,11 @@ def versions_of(spans: object, length: int) -> tuple[np.ndarray, str]:
     if covered.all() and not contested.any():
         return versions, ""
     counts = f"{int(contested.sum())} of them two versions and {int((~covered).sum())} none"
-    return versions, f"`weight_versions` is {str(spans)[:200]} for {length} tokens, which gives {counts}"
+    return versions, f"`weight_versions` is {str(spans)[:200]} for {length} tokens, which assigns {counts}"
 
 
 def _version(label: object) -> int | None:
-    """Number of a label; -1 for text that is no number; `None` if it is no label."""
+    """The number in a label; -1 if its text is not a number; `None` if the value cannot be a label."""
     if type(label) is int:
         return label if 0 <= label <= _LARGEST else None
     if not isinstance(label, str):

@@ -317,7 +317,7 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
 
     def _corrected(self, current: torch.Tensor, batch: dict[str, Any]) -> tuple[torch.Tensor, Corrected]:
         """Anchor of the ratio, `(B, T)`, and the corrected batch."""
-        # A sample is visited once: the old policy of decoupled mode is that of the visit, so that the ratio of PPO is 1
+        # A sample is visited once. In decoupled mode the old policy is therefore the current one, and the ratio of PPO is 1.
         self._observer.visited(self._now, self._ages(batch), batch[LOSS_MASK], current, current)
         corrected = self._correct_from(current, batch, from_old=False)  # the current policy is newer than the sampler
         anchor = current

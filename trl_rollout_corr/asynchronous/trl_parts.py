@@ -50,13 +50,13 @@ def find_parts() -> dict[str, Any]:
     The asynchronous trainer of the installed TRL and its parts, by name.
 
     Raises:
-        `ImportError`: if one is missing.
+        `ImportError`: if a part is missing.
     """
     owners = [getattr(_module(place), "AsyncGRPOTrainer", None) for place in _PLACES]
     trainer = next((owner for owner in owners if owner is not None), None)
     if trainer is None:
-        places = " and ".join(f"`{place}`" for place in _PLACES)
-        raise ImportError(_refusal(f"`AsyncGRPOTrainer`, which is in none of {places}"))
+        places = " or ".join(f"`{place}`" for place in _PLACES)
+        raise ImportError(_refusal(f"`AsyncGRPOTrainer`, which was not found in {places}"))
     modules = [sys.modules[trainer.__module__], _module(_CLIENT)]
     parts = {"AsyncGRPOTrainer": trainer, "async_grpo_trainer": modules[0]}
     for part, names in _PARTS.items():

@@ -42,7 +42,10 @@ class RolloutCorrectionPlugin(BasePlugin):
         """
         of_trl = cfg.get("trl") or {}
         if cfg.get("rl") != "grpo":
-            raise ValueError(f"`rl` is {cfg.get('rl')!r}, and rollout correction is for 'grpo'. Remove the plugin.")
+            raise ValueError(
+                f"`rl` is {cfg.get('rl')!r}, but rollout correction supports only 'grpo'. Set `rl` to "
+                "'grpo', or remove the plugin."
+            )
         for name in ("async_prefetch", "use_data_producer"):
             if of_trl.get(name):
                 raise ValueError(
@@ -56,7 +59,7 @@ class RolloutCorrectionPlugin(BasePlugin):
                     "compared with the sampler's. Set it to 1."
                 )
         if not of_trl.get("use_vllm"):
-            raise ValueError("`trl.use_vllm` is not true, so there is no sampler to correct for. Set it.")
+            raise ValueError("`trl.use_vllm` is not true, so there is no sampler to correct for. Set it to true.")
         # A class that a plugin returns gets neither model nor reward functions from Axolotl; a name in the YAML does
         cfg["trainer_cls"] = cfg.get("trainer_cls") or TRAINER
 

@@ -47,7 +47,7 @@ class ScriptParser(TrlParser):
         given = sys.argv[1:] if args is None else args
         args = [part for arg in given for part in (arg.split("=", 1) if arg.startswith("--config=") else [arg])]
         if args and args[-1] == "--config":
-            raise ValueError("`--config` names no file.")
+            raise ValueError("`--config` is set without a value. Name a YAML file after it.")
         *parsed, in_file, on_line = super().parse_args_and_config(
             args, **kwargs, return_remaining_strings=True, separate_remaining_strings=True
         )
@@ -56,8 +56,8 @@ class ScriptParser(TrlParser):
             if unknown := [word for word in rest if word.startswith("--")] or rest:
                 options = {action.dest for action in self._actions}
                 name = unknown[0].removeprefix("--").split("=")[0]
-                hint = nearest(name, options) if unknown[0].startswith("--") else " Options start with --."
-                raise ValueError(f"`{name}` in {where} is no option of this script.{hint}")
+                hint = nearest(name, options) if unknown[0].startswith("--") else " An option starts with --."
+                raise ValueError(f"`{name}` in {where} is not an option of this script.{hint}")
         return tuple(parsed)
 
 

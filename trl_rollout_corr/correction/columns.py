@@ -51,7 +51,7 @@ class Columns:
         return sum_names, sums.sum(0), max_names, maxima.amax(0)
 
     def _joined(self, columns: dict[str, torch.Tensor]) -> tuple[tuple[str, ...], torch.Tensor]:
-        """Names and columns, `(B, N)`, first those of a narrower type: converting them together is one operation, not N."""
+        """Names and columns, `(B, N)`. Columns of a narrower type come first, because they are converted in one operation."""
         narrow = [name for name, column in columns.items() if column.dtype != self.dtype]
         wide = [name for name in columns if name not in narrow]
         joined = [torch.cat([columns[name] for name in names], 1).to(self.dtype) for names in (narrow, wide) if names]

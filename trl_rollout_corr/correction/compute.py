@@ -74,11 +74,11 @@ class RolloutCorrection:
             keep (`torch.Tensor` of shape `(B, T)` or `(B, 1)`, *optional*):
                 Boolean mask of the tokens that your criterion keeps. Tokens that the settings reject stay rejected.
             weights (`torch.Tensor` of shape `(B, T)`, *optional*):
-                Weights that are applied in place of those of the settings.
+                Weights that replace the weights of the settings.
 
         Returns:
-            [`RolloutCorrection`]: the copy. Of the metrics, `effective_lr` is that of the copy; metrics with `rollout_is` or
-                `rollout_rs` in their name are still about the settings.
+            [`RolloutCorrection`]: the copy. Its metric `effective_lr` describes the copy. Metrics with `rollout_is` or
+                `rollout_rs` in their name still describe the settings.
         """
         kept = self.keep if keep is None else self.keep & keep.bool()
         adjusted = replace(self, keep=kept)
@@ -202,7 +202,7 @@ def _tokens(
     settings: Correction,
     turn_ids: torch.Tensor | None,
 ) -> Tokens:
-    """The tokens that count, with their turns if settings ask for them."""
+    """Select the tokens that count, with their turns if the settings need turns."""
     tokens = select_tokens(train_logps, rollout_logps, mask, neutralize=settings.nan_policy == "neutralize")
     return tokens._replace(turn=(turns_of(mask, turn_ids) - 1).clamp(min=0)) if settings.uses_turns else tokens
 
@@ -272,7 +272,7 @@ def _correct_rows(tokens: Tokens, settings: Correction, direction: torch.Tensor 
 
 
 def _joined(blocks: Iterable[RolloutCorrection], shape: torch.Size) -> RolloutCorrection:
-    """Correction of all rows, `shape`, from those of blocks of rows. A single block is not copied."""
+    """Join the corrections of blocks of rows into one of all rows, of shape `shape`. A single block is not copied."""
     whole: dict[str, Any] = {}
     sums, done = [], 0
     for block in blocks:

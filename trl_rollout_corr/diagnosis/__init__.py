@@ -43,7 +43,7 @@ def observe(path: str | Path) -> Observed:
 
 
 def _movement(logs: list[dict[str, Any]], steps: np.ndarray) -> float:
-    """Sum of the learning rates of the steps after the first of the dump; NaN if the log lacks those of some steps."""
+    """Sum of the learning rates of the steps after the first of the dump; NaN if the log does not have all of them."""
     first, last = int(steps.min()), int(steps.max())
     known, total = first, 0.0
     for entry in sorted((x for x in logs if isinstance(x.get("learning_rate"), float | int)), key=lambda x: x["step"]):

@@ -170,8 +170,9 @@ def _step_explains(o: Observed) -> bool:
 
 def _unless_faster_than_steps(o: Observed, evidence: Evidence | None) -> Evidence | None:
     """
-    Drop evidence of a gap that grows faster than the number of steps since the start of the run, as in a collapse: weights
-    that are never pushed are behind by that number, and the gap grows with it at most.
+    Drop evidence of a gap that grows faster than the number of steps since the start of the run, as in a collapse.
+
+    Weights that are never pushed are older than the trainer's by that number of steps, so their gap grows no faster.
     """
     before = float(o.step.min() - 1)
     if evidence is None or before == 0:
@@ -181,12 +182,12 @@ def _unless_faster_than_steps(o: Observed, evidence: Evidence | None) -> Evidenc
 
 
 def never_pushed(o: Observed) -> Evidence | None:
-    return None if _serves_adapters(o) or not _may_be_behind(o) else _unless_faster_than_steps(o, _by_step(o))
+    return None if _serves_adapters(o) or not _may_stand_still(o) else _unless_faster_than_steps(o, _by_step(o))
 
 
 def adapter_missing(o: Observed) -> Evidence | None:
     """Test whether the gap grows with the step whatever the age, in a run whose sampler should load adapters by itself."""
-    if not _serves_adapters(o) or not _may_be_behind(o) or not _step_explains(o):
+    if not _serves_adapters(o) or not _may_stand_still(o) or not _step_explains(o):
         return None
     sentence = (
         "|d| is {low} in the first steps and {high} in the last (rank correlation {correlation}), also among samples of one "
@@ -195,8 +196,8 @@ def adapter_missing(o: Observed) -> Evidence | None:
     return _unless_faster_than_steps(o, growing(o, o.step.astype(float), sentence))
 
 
-def _may_be_behind(o: Observed) -> bool:
-    """True if the gap is more than rounding, the trainer moves, and the sampler may not, of which the start is best proof."""
+def _may_stand_still(o: Observed) -> bool:
+    """True if the gap is larger than rounding and the trainer moves while the sampler may not; the start is the best proof."""
     beyond = _MOVED if o.step.min() <= 1 else _CHANCE
     return not (_as_small_as_rounding(o) or stands_still(o) or sampler_moves(o, beyond))
 
@@ -253,7 +254,7 @@ def _as_small_as_rounding(o: Observed) -> bool:
 
 
 def old_throughout(o: Observed) -> Evidence | None:
-    """Test whether all samples are old and the gap is larger than that of rounding, where no fresh samples can be compared."""
+    """Test whether all samples are old and the gap is too large for rounding, if there are no fresh samples to compare."""
     gap = rms(o.d[o.core])
     ages = o.staleness[o.row]
     if _as_small_as_rounding(o) or not np.isfinite(ages).any() or _visits(o):

@@ -36,7 +36,7 @@ class Observed:
         row (`np.ndarray` of shape `(N,)`):
             Index of the sequence.
         position, turn, token (`np.ndarray` of shape `(N,)`):
-            Index in the completion, number of the turn among those of all completions, and id.
+            Index in the completion, number of the turn counted over all completions, and id.
         first, last, seam, repeated (`np.ndarray` of shape `(N,)`):
             Whether the token is the first of the completion, the last, among the first after tokens outside the loss, and
             whether it occurred before, in the prompt or the completion.

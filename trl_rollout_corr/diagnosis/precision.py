@@ -23,7 +23,8 @@ from .evidence import (
 from .observed import Observed
 
 
-# Smallest difference of the trainer from itself that is dropout, in nats: 1.5 times that of a pretrained model in bfloat16
+# Smallest difference of the trainer from itself that counts as dropout, in nats: 1.5 times what a pretrained model has in
+# bfloat16
 _DROPOUT = 0.075
 # Factor on the likeness of log-ratios of one token, where the gap is more than rounding, and tokens from which it counts
 _UNROUNDED, _MANY = 3.0, 1000
@@ -42,7 +43,10 @@ def coarser_sampler(about: Mapping[str, str]) -> str:
 
 
 def noise_floor(o: Observed) -> float | None:
-    """Mean square of the trainer's difference from itself over that of the gap; `None` if too few tokens were scored twice."""
+    """
+    Mean square of the trainer's difference from itself, divided by the mean square of the gap. It is `None` if too few tokens
+    were scored twice.
+    """
     again = np.isfinite(o.again) & o.core
     gap = typical(o.d[again])
     if again.sum() < 30 or gap < FLOOR / 4:

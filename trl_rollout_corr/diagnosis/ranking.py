@@ -24,7 +24,7 @@ class Stage(NamedTuple):
         several (`bool`, *optional*, defaults to `False`):
             Take all causes that are found: each acts on other tokens.
         ends (`bool`, *optional*, defaults to `False`):
-            Skip all later stages if a cause is found here, because its effects would be mistaken for those of later causes.
+            Skip all later stages if a cause is found here, because its effects could be mistaken for later causes.
         floor (`bool`, *optional*, defaults to `True`):
             Look only where the log-ratio is large enough to matter.
         fallback (`tuple[str, ...]`, *optional*):
@@ -123,7 +123,7 @@ class Diagnosis(NamedTuple):
 
     @property
     def healthy(self) -> bool:
-        """True if nothing has to be done: there is no gap, or a normal one, or one of staleness that the run corrects for."""
+        """True if nothing has to be done: there is no gap, a normal gap, or a staleness that the run corrects for."""
         corrects = Window({}, self.in_effect).corrects
         normal = all(finding.cause.normal or (finding.name == "stale" and corrects) for finding in self.findings)
         return self.verdict == "nothing" or (self.verdict == "found" and self.size < LARGE and normal)

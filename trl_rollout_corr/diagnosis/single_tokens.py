@@ -39,7 +39,7 @@ def _at(o: Observed, here: np.ndarray, sentence: str) -> Evidence | None:
 
 
 def _compared(o: Observed, here: np.ndarray, rest: np.ndarray, usual: np.ndarray, sentence: str) -> Evidence | None:
-    """Compare the log-ratios of tokens with those of the rest, both over their usual size."""
+    """Compare the log-ratios of some tokens with the rest. Both are divided by their usual size."""
     if here.sum() < 4 or rest.sum() < 20:
         return None
     level = np.abs(o.d) / usual
@@ -96,11 +96,13 @@ def across_push(o: Observed) -> Evidence | None:
 
 def some_prompts(o: Observed) -> Evidence | None:
     """
-    Test whether a minority of the completions is far off, and always those of the same prompts. Where the age differs from
-    sample to sample, only samples of different steps are compared: completions of a prompt in one step have one age.
+    Test whether a minority of the completions is far off, and whether these always belong to the same prompts.
+
+    If samples differ in age, only samples of different steps are compared, because the completions of a prompt in one step
+    have the same age.
     """
     rest = o.core
-    # cut off, so that a few tokens cannot make a completion: those that other experts got, for instance
+    # large values are cut off, so that a few tokens, for instance with other experts, cannot decide about a completion
     level = o.of_rows(np.minimum(np.abs(o.d) / np.maximum(usual_size(o, rest), 1e-12), _CUT) * rest)
     known = np.isfinite(level) & (o.prompt >= 0)
     if known.sum() < _ENOUGH:
@@ -140,7 +142,7 @@ def nan_rows(o: Observed) -> Evidence | None:
 
 
 def shift(o: Observed) -> Evidence | None:
-    """Compare the log-probabilities of one side with those of the other one or two tokens later or earlier."""
+    """Test whether the two sides agree better if one of them is shifted by one or two tokens."""
     fits = {lag: misfit(o, lag) for lag in (-2, -1, 0, 1, 2)}
     if fits[0] is None or any(fit is None for fit in fits.values()):
         return None

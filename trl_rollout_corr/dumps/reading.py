@@ -50,7 +50,8 @@ def open_dump(path: str | Path, *, steps: tuple[int, int] | None = None) -> Dump
         [`Dump`].
 
     Raises:
-        `ValueError`: in one line, if there is no dump, no file can be read, a file is of another tool, or no sequence is left.
+        `ValueError`: in one line, if there is no dump, if no file can be read, if another tool wrote a file, or if no sequence
+        is left.
     """
     try:
         folder = Path(path)
@@ -74,8 +75,8 @@ def find_dump(folder: Path) -> Path | None:
     """The dump in a folder: the folder itself, or the folder below it that was written to last; `None` if there is none."""
     if files_of(folder):
         return folder
-    below = [path for path in sorted(folder.iterdir()) if path.is_dir() and files_of(path)]
-    return max(below, key=lambda path: files_of(path)[-1].stat().st_mtime_ns, default=None)
+    below = {path: files[-1] for path in sorted(folder.iterdir()) if path.is_dir() and (files := files_of(path))}
+    return max(below, key=lambda path: below[path].stat().st_mtime_ns, default=None)
 
 
 # From Arrow to numpy ------------------------------------------------------------------------------------------------------
@@ -116,7 +117,9 @@ def read_table(
     if not path.exists():
         raise ValueError("no such file or folder")
     if not files:
-        raise ValueError("there is no dump here: a folder that `rollout_dump_dir` named holds files step-*.parquet")
+        raise ValueError(
+            "this folder does not contain a dump. Name the folder of `rollout_dump_dir`, which contains files step-*.parquet"
+        )
     tables, metadata, damage = [], [], []
     for file in files:
         try:
@@ -135,7 +138,7 @@ def read_table(
 
 def _read_file(path: Path, columns: list[str] | None) -> tuple[pa.Table, dict[str, dict[str, Any]]]:
     if not path.is_file():
-        raise _Damaged(f"{path.name} is no regular file")
+        raise _Damaged(f"{path.name} is not a regular file")
     try:
         # not `read_table` of PyArrow, which takes a folder named lr=1e-6 for a column
         with pq.ParquetFile(path) as file:
@@ -143,7 +146,7 @@ def _read_file(path: Path, columns: list[str] | None) -> tuple[pa.Table, dict[st
             table = file.read(columns=columns).replace_schema_metadata()
             table.validate(full=True)
     except (OSError, pa.ArrowException) as error:
-        raise _Damaged(f"{path.name} is damaged or not Parquet: {str(error).splitlines()[0]}") from None
+        raise _Damaged(f"{path.name} is damaged, or it is not a Parquet file: {str(error).splitlines()[0]}") from None
     if fault := _fault(table):
         raise _Damaged(f"{path.name} is damaged: {fault}")
     return table, {key: _json(metadata, key, path.name) for key in ("settings", "about")}
@@ -165,13 +168,15 @@ def _fault(table: pa.Table) -> str | None:
 
 
 def _metadata(schema: pa.Schema, name: str) -> dict[bytes, bytes]:
-    """Metadata of a file, once it is known to be of this package."""
+    """Return the metadata of a file, or refuse a file that this package did not write."""
     metadata = schema.metadata or {}
     version = metadata.get(FORMAT.encode())
     if version is None:
-        raise ValueError(f"{name} is Parquet, but not of a dump that `rollout_dump_dir` writes")
+        raise ValueError(f"{name} is a Parquet file, but `rollout_dump_dir` did not write it")
     if version != str(VERSION).encode():
-        raise ValueError(f"{name} is of version {version.decode()} of the dump, and this release reads {VERSION}")
+        raise ValueError(
+            f"{name} has version {version.decode()} of the dump format, but this release reads version {VERSION}"
+        )
     if not schema.equals(SCHEMA):
         raise ValueError(f"{name} does not have the columns of a dump of version {VERSION}")
     return metadata

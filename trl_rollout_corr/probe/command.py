@@ -81,14 +81,14 @@ def probe(run: Mapping[str, object], *, as_json: bool = False, verbose: bool = F
 def _check(run: Mapping[str, Any]) -> None:
     model, completions = run["model"], run["completions"]
     if model.startswith(("/", ".", "~")) and not Path(model).is_dir():  # not a name of the Hub
-        raise ValueError("there is no such folder")
+        raise ValueError("this folder does not exist. Name a folder, or a model on the Hub")
     for name in ("config", "prompts"):
         if run[name] is not None and not Path(run[name]).is_file():
             raise ValueError(f"--{name} is {run[name]!r}, which is not a file")
     if completions < 2:
         raise ValueError(f"--completions must be 2 or more, got {completions}")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError("a probe is one process: start it without a launcher")
+        raise ValueError("`probe` runs in one process, but WORLD_SIZE is above 1: start it without a launcher")
 
 
 def results_of(folder: Path, observed: Observed, left_out: Mapping[str, str]) -> list[Result]:
@@ -105,12 +105,17 @@ def _with_engine(
     """The result of an experiment that takes an engine of its own."""
     experiment = EXPERIMENTS[name][1]
     if mode == "server":
-        return Result(name, observed.size, None, f"It needs another server, with {dict(experiment.engine)}.")
+        return Result(
+            name,
+            observed.size,
+            None,
+            f"This experiment needs another server that is started with {dict(experiment.engine)}.",
+        )
     _say(f"starting another sampler: {experiment.change}")
     try:
         _run({**run, "engine": dict(experiment.engine), "experiments": False}, folder / name, verbose=verbose)
     except ValueError as error:
-        return Result(name, observed.size, None, f"vLLM refuses it: {error}")
+        return Result(name, observed.size, None, f"vLLM refused this change: {error}")
     return Result(name, observed.size, observe(folder / name / "as_it_is").size, noise=own_noise(observed))
 
 

@@ -83,7 +83,7 @@ def read(request: Request) -> tuple[type[Trainer], Config, ModelConfig]:
     given = ["--config", request["config"]] if request["config"] else without_recipe
     _, args, model_args = parser.parse_args_and_config([*given, *line])
     if not args.use_vllm:
-        raise ValueError("`use_vllm` is False, so that there is no sampler to probe. Set it to true.")
+        raise ValueError("`use_vllm` is False, so there is no sampler to probe. Set it to true.")
     if not is_vllm_available():
         raise ValueError("vLLM, the sampler, is not installed: pip install 'trl[vllm]'.")
     args.model_init_kwargs = model_init_kwargs(args, model_args)

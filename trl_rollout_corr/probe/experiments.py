@@ -85,7 +85,7 @@ class Result(NamedTuple):
 
     @property
     def _at_noise(self) -> bool:
-        """True if the gap was more than the trainer's own noise, and is no more than that now."""
+        """True if the gap was larger than the trainer's own noise, and is not larger any more."""
         if not self.noise or self.after is None:
             return False
         return self.before >= _ABOVE * self.noise and self.after <= _LEVEL * self.noise

@@ -81,7 +81,7 @@ class Probe:
         pushes (`bool`, *optional*, defaults to `True`):
             Whether its weights are pushed to the sampler, as at the first step of a run.
         run ([`RolloutCorrectionConfig`], *optional*):
-            Configuration of the run that is probed. That of the trainer by default.
+            Configuration of the run that is probed. By default, the configuration of the trainer.
 
     Attributes:
         about (`dict[str, str]`):

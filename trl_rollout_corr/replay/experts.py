@@ -74,7 +74,7 @@ class Experts:
         """Report the first tokens that have no routes."""
         if not self._told_without:
             self._told_without = True
-            notify(f"{message} This is said once.")
+            notify(f"{message} This message appears once.")
 
     def alone(self, batch: Mapping[str, torch.Tensor], i: int) -> dict[str, torch.Tensor]:
         if ROUTES not in batch:

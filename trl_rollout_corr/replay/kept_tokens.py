@@ -29,7 +29,7 @@ KeptSets = list[list[list[int]]]  # ids of kept tokens, per completion and token
 
 # Largest kept set without `top_k`, which vLLM then gets
 LARGEST = 512
-# Candidates above `top_k`: vLLM keeps all tokens whose logit is that of the last one
+# Candidates above `top_k`: vLLM keeps all tokens whose logit equals the logit of the last one
 _TIES = 8
 # Elements of rows of the head, or of its gradient, that are in memory at once
 _ELEMENTS = 2**24

@@ -42,12 +42,12 @@ class RolloutCorrectionConfig(FirstPresets, DumpFields, MonitorFields, EngineFie
             of an agent and the completion, `"geometric"` for `exp(mean d)`, with `d = logp_train - logp_rollout`. `None` for
             no weights.
         rollout_is_threshold (`float` or `list`, *optional*, defaults to `2.0`):
-            A number truncates the weights from above. A pair `[lower, upper]` sets those outside it to 0 (IcePop). Two pairs
-            are bounds for negative and for positive advantages.
+            A number truncates the weights from above. A pair `[lower, upper]` sets weights outside it to 0 (IcePop).
+            Two pairs are bounds for negative and for positive advantages.
         rollout_is_clamp (`bool`, *optional*, defaults to `False`):
-            With a pair, raise and lower weights to its bounds instead of setting those outside it to 0. With the two pairs
-            `[[0, 1], [1, 1]]`, weights are those of [TOPR](https://huggingface.co/papers/2503.14286): 1 where the advantage
-            is positive, else the ratio up to 1.
+            With a pair of bounds, move a weight outside them to the nearest bound instead of setting it to 0. The two pairs
+            `[[0, 1], [1, 1]]` give the weights of [TOPR](https://huggingface.co/papers/2503.14286): 1 if the advantage is
+            positive, and otherwise the ratio, but at most 1.
         rollout_is_batch_normalize (`bool`, *optional*, defaults to `False`):
             Divide the weights by their mean over the batch of all ranks (self-normalised importance sampling): over tokens at
             token level, over turns at turn level, over sequences otherwise. In decoupled mode the batch is the generation
@@ -76,7 +76,7 @@ class RolloutCorrectionConfig(FirstPresets, DumpFields, MonitorFields, EngineFie
         > Mode
 
         bypass_mode (`bool`, *optional*, defaults to `False`):
-            Use the sampler's log-probabilities as the old policy's, which are then not computed.
+            Use the sampler's log-probabilities in place of the old policy's, which are then not computed.
         rollout_loss_type (`str`, *optional*, defaults to `"ppo_clip"`):
             Loss in bypass mode: `"ppo_clip"` clips the ratio to the rollout policy, which is the correction, so that
             weights are only reported; `"reinforce"` weights the log-likelihood and does not clip.
@@ -96,10 +96,10 @@ class RolloutCorrectionConfig(FirstPresets, DumpFields, MonitorFields, EngineFie
         > The engine
 
         rollout_support (`str`, *optional*):
-            With `top_p`, `top_k` or `min_p`, `"replay"` normalises the log-probabilities of the trainer over the tokens that
-            the sampler kept, so that ratios are unbiased; also those of the reference. The sets come from a colocated vLLM.
-            Without `top_k`, sampling gets a `top_k` of 512. Not for TRL from 1.17 on, where TRL does it. `None` for
-            log-probabilities over the whole vocabulary.
+            With `top_p`, `top_k` or `min_p`, `"replay"` normalises the log-probabilities of the trainer and of the reference
+            over the tokens that the sampler kept, so that ratios are unbiased. Only a colocated vLLM returns these tokens.
+            If `top_k` is not set, it becomes 512. From TRL 1.17 on, TRL does this itself, and `"replay"` is refused. `None`
+            keeps the log-probabilities over the whole vocabulary.
         rollout_engine_kwargs (`dict[str, Any]`, *optional*):
             Arguments of vLLM's engine that TRL has no field for, such as `{"dtype": "float16"}`,
             `{"kv_cache_dtype": "auto"}` or `{"hf_overrides": {"head_dtype": "float32"}}`: fields of `vllm.EngineArgs`. For

@@ -96,9 +96,7 @@ class CorrectionFields:
     rollout_rs_exclude_from_baseline: bool = _option(
         "Do not count completions that are rejected as a whole in the mean reward of their group.", False
     )
-    bypass_mode: bool = _option(
-        "Use the log-probabilities of the sampler in place of those of the old policy.", unset(False)
-    )
+    bypass_mode: bool = _option("Use the log-probabilities of the sampler in place of the old policy's.", unset(False))
     rollout_loss_type: LossType = _option("Loss in bypass mode: ppo_clip or reinforce.", unset("ppo_clip"))
     rollout_clip_ratio_c: float | str | None = _option(
         "In bypass mode with ppo_clip: tokens with a negative advantage and a larger ratio get no gradient; none for no "

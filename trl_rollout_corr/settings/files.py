@@ -70,7 +70,7 @@ def read_text(path: Path) -> str:
     """Text of a file with settings. A pipe or a device, which may have no end, is a `ValueError`."""
     if path.exists() and not path.is_file():
         what = "a folder" if path.is_dir() else "a pipe or a device"
-        raise ValueError(f"it is {what}, but settings are read from a regular file")
+        raise ValueError(f"it is {what}. Pass a regular file with settings")
     with path.open(encoding="utf-8") as file:
         return _bounded(file)
 
@@ -78,7 +78,7 @@ def read_text(path: Path) -> str:
 def _bounded(file: TextIO) -> str:
     text = file.read(_LARGEST + 1)
     if len(text) > _LARGEST:
-        raise ValueError(f"more than {_LARGEST:,} characters, too many for a file with settings")
+        raise ValueError(f"it has more than {_LARGEST:,} characters, which is too large for a file with settings")
     return text
 
 
@@ -272,7 +272,7 @@ def _refuse_ours(content: object, foreign: Foreign | None) -> None:
     named = isinstance(content, Mapping) and isinstance(content.get("rollout_correction"), str)
     ours = named or (keys & FIELDS and {"output_dir", "model_name_or_path"} & keys)
     if ours and (foreign is None or foreign.maybe_ours):
-        raise ValueError("it is a configuration of this package already, so there is nothing to convert")
+        raise ValueError("it is already a configuration of this package and needs no conversion")
 
 
 def _line(document: Document, foreign: Foreign, field: str | None) -> int | None:
@@ -340,21 +340,25 @@ def read_config(path: str) -> RolloutCorrectionConfig:
 
 def _own_fields(document: object) -> dict[str, Any]:
     if not isinstance(document, Mapping):
-        raise ValueError("it has no settings; a setting is a line such as `rollout_correction: decoupled_token_is`")
+        raise ValueError(
+            "it has no settings. Write one setting in each line, such as `rollout_correction: decoupled_token_is`"
+        )
     foreign = find_foreign(document)
     tool = None if foreign is None or foreign.maybe_ours else foreign.tool
     if isinstance(document.get("algorithm"), Mapping):  # a whole configuration, with any content
         tool = "verl"
     if tool:
-        raise ValueError(f"it is a configuration of {tool}; translate it with `trl-rollout-corr convert`")
+        raise ValueError(f"it is a configuration of {tool}. Translate it with `trl-rollout-corr convert`")
     unknown = [key for key in document if str(key).startswith("rollout_") and key not in FIELDS]
     if unknown:
         name = unknown[0]
         remedy = nearest(name, FIELDS).strip()
-        raise SettingError(name, document[name], "but there is no such field", remedy=remedy)
+        raise SettingError(name, document[name], "which is not a field of rollout correction", remedy=remedy)
     fields = {key: value for key, value in document.items() if key in FIELDS}
     if not fields:
-        raise ValueError("it has no field of rollout correction, such as `rollout_correction`")
+        raise ValueError(
+            "it does not set any field of rollout correction. Add one, such as `rollout_correction: auto`"
+        )
     return fields
 
 

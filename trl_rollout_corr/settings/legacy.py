@@ -1,7 +1,7 @@
 """
-Names of verl's first versions of rollout correction, translated to today's fields: flat `rollout_is*` keys, then ten presets.
+Translation of the names in verl's first versions of rollout correction: flat `rollout_is*` keys, and later ten presets.
 
-Fields that a function of a preset gets beside its own arguments override those of the preset.
+A function of a preset also accepts fields as arguments. These fields override the values of the preset.
 """
 
 from collections.abc import Callable, Mapping

@@ -110,8 +110,8 @@ def from_verl(settings: Mapping[str, object] | None) -> dict[str, Any]:
     """
     Translate the `rollout_correction` section of a verl configuration; `None` turns correction off.
 
-    Today's keys and those of the pull request that introduced the section (bounds on the ratio, veto, first names of the
-    criteria) are understood; text such as `"null"` and `"true"` is converted. Differences that are handled:
+    The function reads today's keys and the keys of the pull request that introduced the section (bounds on the ratio, veto,
+    first names of the criteria). It converts text such as `"null"` and `"true"`. It handles these differences:
 
     - verl 0.9.1 applies the bounds of `*_k1` criteria to the inverse of the ratio. Bounds that are not reciprocal are
       inverted here, with a warning, so that a ported run rejects the same tokens. Bounds that verl does not have

@@ -121,7 +121,7 @@ def parse_criteria(value: object) -> list[str] | None:
             remedy = f"{hint or nearest(name, CRITERIA)} Allowed names: {', '.join(CRITERIA)}.".strip()
             raise SettingError("rollout_rs", names, f"and {name!r} is not a criterion", remedy=remedy)
     if len(set(names)) < len(names):
-        raise SettingError("rollout_rs", names, "which names a criterion twice", remedy="List each once.")
+        raise SettingError("rollout_rs", names, "which names a criterion twice", remedy="List each criterion once.")
     return names
 
 
@@ -161,7 +161,7 @@ def _parse_shared(entry: Any, criteria: Sequence[str]) -> list[Bounds]:
     try:
         return [_parse_entry(entry, name) for name in criteria]
     except SettingError as error:
-        shared = f"One entry is for all criteria: write one for each of {', '.join(criteria)}."
+        shared = f"One entry would apply to all criteria: write one for each of {', '.join(criteria)}."
         error.remedy = f"{error.remedy} {shared}".strip()
         raise
 

@@ -108,7 +108,7 @@ def _line(logs: dict[str, float]) -> str:
 
 
 def add_console(handler: CallbackHandler) -> None:
-    """Print lines in place of those of Transformers, as the last of the callbacks. Notebooks keep their own output."""
+    """Add the callback that prints lines in place of the output of Transformers. Notebooks keep their own output."""
     if os.environ.get(SWITCH) == "0":
         return
     for i, callback in reversed(list(enumerate(handler.callbacks))):

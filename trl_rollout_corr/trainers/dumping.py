@@ -48,8 +48,9 @@ def check_dump_folder(folder: str | Path, *, new_run: bool) -> None:
 
 def check_unused(args: Any) -> None:
     """
-    Refuse the folder of another run's dump when a trainer is built, if there is no checkpoint to resume that run from. With a
-    checkpoint in `output_dir`, only `train()` knows whether the run resumes, so that there is a warning.
+    Refuse a folder that holds the dump of another run, when a trainer is built.
+
+    If `output_dir` has a checkpoint, the run may resume, which only `train()` knows. Then this function warns instead.
     """
     folder = Path(args.rollout_dump_dir)
     if args.resume_from_checkpoint or not _is_used(folder):

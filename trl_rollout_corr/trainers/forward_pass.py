@@ -291,8 +291,8 @@ class LossInputs(dict):
 
 class LossPass(Rescoring):
     """
-    The passes of one call of `compute_loss` on a micro-batch. The pass of the policy is corrected; those of a teacher, of the
-    reference, and those without gradient are not.
+    The passes of one call of `compute_loss` on a micro-batch. Only the pass of the policy is corrected. The passes of a
+    teacher or of the reference, and passes without gradient, are left unchanged.
 
     Args:
         policy (`torch.nn.Module`):

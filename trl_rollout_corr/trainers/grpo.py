@@ -47,8 +47,8 @@ class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
     r"""
     [`~trl.GRPOTrainer`] that corrects for the mismatch between the policy that samples (vLLM) and the policy that trains.
 
-    Takes the arguments of [`~trl.GRPOTrainer`], with a [`RolloutCorrectedGRPOConfig`] as `args`. With
-    `rollout_metrics_only=True`, or with neither weights nor rejection nor bypass, losses and gradients are those of
+    The trainer takes the arguments of [`~trl.GRPOTrainer`], with a [`RolloutCorrectedGRPOConfig`] as `args`. With
+    `rollout_metrics_only=True`, or with neither weights nor rejection nor bypass, it has the same losses and gradients as
     `GRPOTrainer` with `vllm_importance_sampling_correction=False`, bit for bit.
 
     What differs from TRL is listed in [`~trl_rollout_corr.trainers.mixin.RolloutCorrectionMixin`].

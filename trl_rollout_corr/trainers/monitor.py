@@ -192,8 +192,11 @@ def settle_monitors(
     handler: CallbackHandler, own: RolloutCorrectionMonitor | None = None
 ) -> RolloutCorrectionMonitor | None:
     """
-    Keep one monitor among the callbacks of a trainer: the last that the user brought, or else `own`, that of the
-    configuration. It comes first, before callbacks that report its additions to the log. Returns it.
+    Keep one monitor among the callbacks of a trainer, and return it.
+
+    If the user has added monitors, the last one is kept. Otherwise the monitor of the configuration is kept, which is `own`
+    if the trainer has none yet. The monitor is moved to the first place, so that the other callbacks report what it adds to
+    the log.
     """
     monitors = [x for x in handler.callbacks if isinstance(x, RolloutCorrectionMonitor)]
     brought = [x for x in monitors if not x.of_configuration]

@@ -191,7 +191,7 @@ class Observer:
 
 
 class LoggingWindow:
-    """Sums of one logging window, on the device of this rank, and those of its optimizer steps that have ended."""
+    """The sums of one logging window on the device of this rank, and the sums of each optimizer step that has ended."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
@@ -220,7 +220,7 @@ class LoggingWindow:
         """Sums of all ranks and steps, on the host. The window is empty afterwards."""
         unread = [*self.unread]
         self.close_step(step)
-        self.unread = unread  # the rest of a window is no step of its own
+        self.unread = unread  # the rest of a window is not a step
         steps, self.steps = self.steps, []
         totals: dict[type[Sums], Sums] = {}
         for sums in (sums for step_sums in steps for sums in step_sums.sums):

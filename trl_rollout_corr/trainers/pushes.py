@@ -57,7 +57,7 @@ class CheckedPushes:
 
     def _score_with_server(self, texts: list[list[int]]) -> list[list[float]]:
         if self.server is None:
-            raise RuntimeError("There is no server.")
+            raise RuntimeError("The log-probabilities of a server were asked for, but this run has no server.")
         return score_text(self.server, self.served_model, texts)
 
     def keep_text(self, batch: dict[str, Any], score: Callable[[], torch.Tensor]) -> None:

@@ -52,17 +52,18 @@ class RolloutCorrectedRLOOTrainer(RolloutCorrectionMixin, RLOOTrainer):
     r"""
     [`~trl.RLOOTrainer`] that corrects for the mismatch between the policy that samples (vLLM) and the policy that trains.
 
-    Takes the arguments of [`~trl.RLOOTrainer`], with a [`RolloutCorrectedRLOOConfig`] as `args`. With
-    `rollout_metrics_only=True`, or with neither weights nor rejection nor bypass, losses and gradients are those of
+    The trainer takes the arguments of [`~trl.RLOOTrainer`], with a [`RolloutCorrectedRLOOConfig`] as `args`. With
+    `rollout_metrics_only=True`, or with neither weights nor rejection nor bypass, it has the same losses and gradients as
     `RLOOTrainer`, bit for bit.
 
     What differs from TRL is listed in [`~trl_rollout_corr.trainers.mixin.RolloutCorrectionMixin`].
 
-    RLOO has one ratio per completion, so weights and rejection act on the gradient of each token: the value of the clipped
-    ratio does not change, and the logged loss has no weights.
+    RLOO has one ratio per completion. Weights and rejection therefore act on the gradient of each token. They do not change
+    the value of the clipped ratio, and the logged loss does not contain them.
 
-    With `beta > 0` RLOO subtracts the KL divergence to the reference from the reward, before the baseline. In decoupled mode
-    it is the divergence of the old policy, which needs TRL's old pass; in bypass mode that of the sampler, as in verl.
+    With `beta > 0`, RLOO subtracts the KL divergence to the reference from the reward, before it computes the baseline. In
+    decoupled mode this is the divergence of the old policy, which needs TRL's old pass. In bypass mode it is the divergence
+    of the sampler, as in verl.
 
     Example:
 

@@ -30,7 +30,7 @@ _ADVISED: dict[str, tuple[str, ...]] = {
 
 
 def settings_in_effect(args: Any) -> dict[str, Any]:
-    """Fields of [`RolloutCorrectionConfig`], and those of TRL that a diagnosis advises to set, in types that JSON has."""
+    """Return the fields of [`RolloutCorrectionConfig`] and the TRL fields that a diagnosis may advise, in types of JSON."""
     settings = {field.name: getattr(args, field.name) for field in fields(RolloutCorrectionConfig)}
     for name, keys in _ADVISED.items():
         if hasattr(args, name):

@@ -1,5 +1,5 @@
 """
-Checks of settings that need TRL's own fields. Those of the correction alone are in `settings/checks.py`.
+Checks of settings that need TRL's own fields. `settings/checks.py` has the checks that need only the fields of the correction.
 
 Each check is a function of a configuration. It raises a `ValueError` about settings that exclude each other, or warns about
 settings that are probably a mistake. [`CHECKS`] lists all of them by trainer.
@@ -226,7 +226,7 @@ def check_support(config: Any) -> None:
             f"`rollout_support` is {config.rollout_support!r}, but {reason}. Set `rollout_support` to None."
         )
     if not truncation(config):
-        warn_idle("rollout_support", config.rollout_support, "`top_p`, `top_k` and `min_p` cut no token")
+        warn_idle("rollout_support", config.rollout_support, "`top_p`, `top_k` and `min_p` do not remove any token")
 
 
 def warn_about_engine_kwargs(config: Any) -> None:

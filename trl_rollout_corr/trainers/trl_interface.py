@@ -136,8 +136,9 @@ _told: set[str] = set()  # one warning per process
 
 def check_trl(trainer: type, *contract: dict[str, list[str]]) -> None:
     """
-    Refuse an unsupported TRL, or one in which a name in use has changed, and warn about an untested one. `contract` is that of
-    [`refusal`].
+    Refuse a TRL that is not supported or that has changed a name in use, and warn about a release that was not tested.
+
+    [`refusal`] explains `contract`.
     """
     problem = refusal([trainer], *contract)
     if problem:
@@ -172,8 +173,8 @@ def check_config_class(args: object, config_class: type) -> None:
     """Refuse the configuration of another trainer."""
     if not isinstance(args, config_class):
         raise TypeError(
-            f"`args` must be a `{config_class.__name__}`, got a `{type(args).__name__}`. It takes the same "
-            "arguments and those of rollout correction."
+            f"`args` must be a `{config_class.__name__}`, got a `{type(args).__name__}`. Build it "
+            "with the same arguments; it also has the fields of rollout correction."
         )
 
 
@@ -181,7 +182,7 @@ F = TypeVar("F", bound=Callable[..., None])
 
 
 def with_parameters_of(theirs: F) -> Callable[[Callable[..., None]], F]:
-    """Decorator of a constructor that passes its arguments on: `inspect.signature`, `help` and editors show those of TRL."""
+    """Decorate a constructor that passes its arguments on, so that `inspect.signature`, `help` and editors show TRL's."""
 
     def decorate(ours: Any) -> F:
         ours.__signature__ = inspect.signature(theirs)

@@ -59,7 +59,7 @@ def follow_report(sources: Sequence[str], output: str | None, port: int) -> str:
     _check_number(sources)
     path = None if output is None else _check_output(Path(output))
     if path is not None and path.suffix != ".html":
-        raise SelfContainedError(f"{path}: a picture cannot follow a run. Give --follow an output that ends in .html")
+        raise SelfContainedError(f"{path}: a picture cannot follow a run. With --follow, the output must end in .html")
     return follow(make_follower(sources), path, port)
 
 

@@ -169,7 +169,7 @@ def _settings(facts: Facts) -> Section:
         return Section(
             "settings", "Settings to try", cards=[Card("A dump first", text, yaml="rollout_dump_dir: dump\n")]
         )
-    text = "Settings of the run, without those of the monitor and the dump."
+    text = "Settings of the run, except for the monitor and the dump."
     cards = [Card("This run", text, yaml=yaml_lines(_own(config)))]
     if facts.diagnosis is not None:
         best = recommend(config, facts.findings, facts.diagnosis.size)

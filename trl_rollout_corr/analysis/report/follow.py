@@ -102,7 +102,7 @@ class Follower:
     def live(self, *, in_file: bool) -> str:
         """The page with a bar that says when it was made, and what loads it again."""
         if self.page:
-            text = f"This page is of {self.made}, and changes with the run."
+            text = f"This page was made at {self.made}, and it changes with the run."
             text += f" Newer files cannot be read yet: {self.problem}." if self.problem else ""
         else:
             reason = (
@@ -175,7 +175,7 @@ def follow(follower: Follower, output: Path | None, port: int = 0) -> str:
         if output is not None and follower.page:
             with suppress(OSError):
                 _write(output, follower.page)
-        last = f"the last page is of {follower.made}" if follower.page else "there was nothing to show"
+        last = f"the last page was made at {follower.made}" if follower.page else "there was nothing to show"
         return f"{where} has ended: {last}.\n"
     finally:
         if server is not None:

@@ -175,7 +175,7 @@ def overview(runs: Sequence[Facts]) -> Section:
     where = ", ".join(f"{name} ({finding.bound}) at step {step}" for step, name, finding in alarms)
     text = "No alarm was raised."
     if alarms:
-        text = f"Dashed red lines mark the first alarms. Their numbers are those of the findings: {where}."
+        text = f"Dashed red lines mark the first alarms. They have the numbers of the findings: {where}."
     logs = {facts.name: facts.run.log for facts in runs}
     charts = trends(logs, OVERVIEW, {"": [(step, name) for step, name, _ in alarms]})
     return Section("overview", "What happened", text if charts else "", charts=charts)
