@@ -150,7 +150,7 @@ def test_the_rule_ends_a_run_whose_reward_falls(make):
         level = next(rewards)
         return [level + 0.01 * (i % 2) for i in range(len(completions))]
 
-    rule = class_of("StopWhenTheRewardFalls")(gap=0.0)
+    rule = class_of("StopWhenTheRewardFalls")(gap=0.0, window=2)
     fields = {"max_steps": 8, "extra": {"callbacks": [rule], "reward_funcs": reward}}
     trainer = make(TRAINERS["grpo"][0], **fields)
     output = io.StringIO()
@@ -162,7 +162,7 @@ def test_the_rule_ends_a_run_whose_reward_falls(make):
 
 
 def test_the_rule_leaves_a_healthy_run_alone(make):
-    rule = class_of("StopWhenTheRewardFalls")(gap=math.inf)
+    rule = class_of("StopWhenTheRewardFalls")(gap=math.inf, window=2)
     trainer = make(TRAINERS["grpo"][0], max_steps=5, extra={"callbacks": [rule]})
     trainer.train()
     assert trainer.state.global_step == 5

@@ -1,5 +1,6 @@
 """The tutorial shows the output of its commands. The recorded run that it follows is in `benchmarks/tutorial`."""
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -89,7 +90,15 @@ def test_figures_of_the_text_are_in_an_output():
     assert len(figures) > 5
     limit = {"0.01"}  # of the healthy band
     rounded = {f"{100 * float(share):.0f} %" for share in re.findall(r"\b0\.\d+\b", outputs)}
-    assert figures <= {*re.findall(r"\d+\.\d+|\d+ %", outputs), *rounded, *limit}
+    assert figures <= {*re.findall(r"\d+\.\d+|\d+ %", outputs), *rounded, *limit, gap_of_the_last_tenth()}
+
+
+def gap_of_the_last_tenth() -> str:
+    """The gap in the text above the picture."""
+    entries = [json.loads(line) for line in (RECORD / "uncorrected/logs.jsonl").read_text().splitlines()]
+    gaps = [entry["rollout_corr/k3_kl"] for entry in entries if "rollout_corr/k3_kl" in entry]
+    last = gaps[-(len(gaps) // 10) :]
+    return f"{sum(last) / len(last):.3g}"
 
 
 def test_pictures_are_small():
