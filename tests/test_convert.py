@@ -370,7 +370,7 @@ def test_a_switch_without_a_threshold_is_off_and_says_so(tmp_path, capsys, text)
 )
 def test_a_recipe_of_ours_needs_no_conversion(capsys, recipe):
     assert main(["convert", str(ROOT / recipe)]) == 2
-    assert "a configuration of this package already" in capsys.readouterr().err
+    assert "already a configuration of this package" in capsys.readouterr().err
 
 
 def test_differences_are_warned_about_beside_the_yaml(monkeypatch, capsys):
