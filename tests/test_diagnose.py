@@ -17,6 +17,8 @@ from tests.tiny import StaleSampler, load_model
 from tests.training import TRAINERS, build, build_with_dropout, config_fields, losses
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
 from trl_rollout_corr.__main__ import main
+from trl_rollout_corr.analysis.report.facts import analyse
+from trl_rollout_corr.analysis.run import read_run
 from trl_rollout_corr.diagnosis import Diagnosis, Finding, diagnose, observe
 from trl_rollout_corr.diagnosis.causes import CAUSES
 from trl_rollout_corr.diagnosis.evidence import Evidence
@@ -354,6 +356,9 @@ def test_a_gap_that_grows_without_updates_is_of_the_sampler(tmp_path, rates, cau
         dump.append_log(folder, {"step": step, "loss": 0.0} | ({} if rate is None else {"learning_rate": rate}))
     [finding] = diagnose(observe(folder)).findings
     assert finding.name == cause
+    assert (
+        analyse(read_run(str(folder)), "run", "").diagnosis.findings[0].name == cause
+    )  # on the page of a report, too
 
 
 def test_a_run_logs_how_far_its_weights_may_move(tiny_model_path, tmp_path):

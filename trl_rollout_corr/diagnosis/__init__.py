@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..dumps.files import read_logs
-from ..dumps.reading import open_dump
+from ..dumps.reading import Dump, open_dump
 from ..messages import warn
 from .observed import Observed
 from .ranking import Diagnosis, Finding, diagnose
@@ -39,6 +39,11 @@ def observe(path: str | Path) -> Observed:
     dump = open_dump(path)
     for damage in dump.damage:
         warn(f"{path}: {damage}.")
+    return observe_dump(dump)
+
+
+def observe_dump(dump: Dump) -> Observed:
+    """The tokens of a dump that is read already, as [`observe`] returns them."""
     return Observed(dump.sequences, dump.settings, dump.about, _movement(read_logs(dump.path), dump.sequences.step))
 
 

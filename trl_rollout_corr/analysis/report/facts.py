@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...diagnosis import Diagnosis, Observed, diagnose
+from ...diagnosis import Diagnosis, diagnose, observe_dump
 from ...health.bands import HEALTHY
 from ...health.examine import examine
 from ...health.rule import Alarm
@@ -58,6 +58,6 @@ def _diagnose(run: Run) -> Diagnosis | None:
     if run.dump is None:
         return None
     try:
-        return diagnose(Observed(run.dump.sequences, run.dump.settings, run.dump.about))
+        return diagnose(observe_dump(run.dump))
     except ValueError:  # too few tokens
         return None
