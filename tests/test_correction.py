@@ -135,6 +135,15 @@ def test_the_correlation_of_probabilities_near_one_keeps_its_digits():
     assert found["rollout_probs_diff_mean"] == pytest.approx((p - q).abs().mean().item(), rel=1e-4)
 
 
+def test_metrics_of_probabilities_do_not_depend_on_padding():
+    train, rollout = torch.tensor([[-0.1], [-0.9], [-1.6]]), torch.tensor([[-0.4], [-0.5], [-1.9]])
+    padded = [torch.cat([x, torch.zeros(3, 1)], 1) for x in (train, rollout, torch.ones(3, 1))]
+    alone, expected = named(correct(train, rollout, torch.ones(3, 1))), named(correct(*padded))
+    keys = [key for key in expected if "_probs_" in key]
+    assert len(keys) == 4
+    assert {key: alone[key] for key in keys} == pytest.approx({key: expected[key] for key in keys}, rel=1e-5)
+
+
 def test_probabilities_that_do_not_vary_have_no_correlation():
     same = torch.full((2, 3), -0.5)
     found = named(correct(same, same, torch.ones(2, 3)))

@@ -26,9 +26,10 @@ def collect_probabilities(c: Columns, tokens: Tokens, log_ratio: torch.Tensor, e
     difference = (q * excess).clamp_(max=1.0)
     # sums of q - 1, as the variance of probabilities near 1 would lose its digits in sums of squares of q
     lacking = q.sub_(1.0)
-    c.add("probs/lacking", lacking)
+    # summed here, as a column of one token is kept as it is, and both tensors are written to below
+    c.add("probs/lacking", lacking.sum(-1, keepdim=True))
     c.add("probs/lacking_squares", row_squares(lacking))
-    c.add("probs/difference", difference)
+    c.add("probs/difference", difference.sum(-1, keepdim=True))
     c.add("probs/difference_squares", row_squares(difference))
     c.add("probs/product", lacking.mul_(difference))
     distance = difference.abs_()  # in place, as the product: a new tensor costs as much as the arithmetic
