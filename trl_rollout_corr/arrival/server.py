@@ -180,11 +180,10 @@ class MovementCheck:
 
     def _warn(self, step: int, trainer: float, server: float) -> None:
         notify(
-            f"After the push of optimizer step {step}, the trainer's log-probabilities of a fixed text have moved by "
-            f"{trainer:.2g} nats per token, but the vLLM server's have moved by only {server:.2g}. There are two harmless "
-            "reasons. The server may have older weights on purpose: then set `trainer.rollout_step` to their optimizer step "
-            "at each push. The server may be quantised, and round small updates away. In all other cases, weights do not "
-            f"arrive. {SEE}"
+            "A server may have older weights on purpose. If this one does, set `trainer.rollout_step` to their optimizer step "
+            "at each push. A quantised server may round small updates away. If neither is the case, weights do not arrive: "
+            f"after the push of optimizer step {step}, the trainer's log-probabilities of a fixed text have moved by "
+            f"{trainer:.2g} nats per token, but the vLLM server's have moved by only {server:.2g}. {SEE}"
         )
 
 
@@ -252,9 +251,9 @@ class AdapterCheck:
         if name not in there and not self._warned:
             self._warned = True
             notify(
-                f"After optimizer step {step}, the vLLM server at {url} accepted the adapter `{name}`, but does not list it "
-                f"in `/v1/models`. It has {', '.join(sorted(there)) or 'none'}. Perhaps several servers share this "
-                f"address, or the server was restarted. {SEE}"
+                "Perhaps several servers share one address, or a server was restarted: after optimizer step "
+                f"{step}, the vLLM server at {url} accepted the adapter `{name}`, but does not list it in `/v1/models`. "
+                f"It has {', '.join(sorted(there)) or 'none'}. {SEE}"
             )
 
 

@@ -162,10 +162,10 @@ class WeightCheck:
             self._still += 1
         if self._still == STILL:
             notify(
-                f"The last {STILL + 1} pushes until optimizer step {step} sent the same values, although the parameters of "
-                "the trainer have changed. There are two harmless reasons: an adapter is merged into weights of low "
-                "precision, which round its updates away, or the learning rate is very small. In all other cases, the wrong "
-                "weights are sent to the sampler. See `trl-rollout-corr docs troubleshooting#weights-do-not-arrive`."
+                "Merging an adapter into weights of low precision may round its updates away, and a very small learning rate "
+                "may have no effect. If neither is the case, the wrong weights are sent to the sampler: the last "
+                f"{STILL + 1} pushes until optimizer step {step} sent the same values, although the parameters of the trainer "
+                "have changed. See `trl-rollout-corr docs troubleshooting#weights-do-not-arrive`."
             )
 
     def _tell(self, missing: list[str], step: int, doubt: str) -> None:
