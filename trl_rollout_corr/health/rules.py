@@ -58,8 +58,8 @@ RULES = [
         severity="critical",
         seen="Rewarded tokens have become unlikely: `kl_advantage_positive` is {value:.2g} above `kl` at the start of the "
         "run, and the limit is {limit:g}.",
-        why="The loss may be short. In our runs, accuracy fell when rewarded tokens became less likely, at the same time or "
-        "later, and in some of them it recovered.",
+        why="This alarm may be false, because some of our runs with it kept their accuracy. In the others, accuracy fell when "
+        "rewarded tokens became less likely, at the same time or later, and in some of them it recovered.",
         advice="{instead} {Fresher}, or lower `learning_rate`.",
         patience=7,
         measure=conditions.gap_of_rewarded,
