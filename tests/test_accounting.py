@@ -99,6 +99,8 @@ def by_loops(batch: dict[str, torch.Tensor]) -> dict[str, float]:
     signs = [f"advantage_{sign}" for sign in ("negative", "zero", "positive")]
     total = sum(counts[sign][1] for sign in signs)
     metrics |= {f"of_rejected/{sign}": counts[sign][1] / total for sign in signs}
+    scored = [*whole["kept"], *whole["rejected"]]
+    metrics["reward_mean"] = sum(scored) / len(scored)
     return metrics | {f"{name}/reward_mean": sum(rewards) / len(rewards) for name, rewards in whole.items()}
 
 
@@ -136,7 +138,7 @@ def test_what_is_not_asked_for_is_not_reported():
     accounts = account(**random_batch())
     assert not any("rejected" in key for key in accounts.finish(rejects=False, weighs=True))
     none = accounts.finish(rejects=False, weighs=False)
-    assert none.keys() == {f"{PREFIX}turn_{part}/k3_kl" for part in TURNS}
+    assert none.keys() == {f"{PREFIX}reward_mean", *(f"{PREFIX}turn_{part}/k3_kl" for part in TURNS)}
 
 
 def test_a_single_turn_is_the_whole():

@@ -354,7 +354,7 @@ def test_a_gap_that_stays_is():
 REWARDED = "kl_advantage_positive"
 
 
-@pytest.mark.parametrize(("spacing", "windows"), [(1, 4), (2, 4), (9, 4), (10, 1)])
+@pytest.mark.parametrize(("spacing", "windows"), [(1, 5), (2, 5), (9, 5), (10, 1)])
 def test_a_policy_that_loses_what_was_rewarded_is_critical(spacing, windows):
     before, after = ({**CORRECTED, **STALE, REWARDED: value} for value in (0.0, 0.022))
     log = history(*[before] * 20, *[after] * 5, spacing=spacing)
@@ -367,7 +367,7 @@ def test_a_policy_that_loses_what_was_rewarded_is_critical(spacing, windows):
 
 def test_what_was_rewarded_is_looked_at_while_the_lag_fills():
     filling = [{**CORRECTED, "staleness_max": float(age), REWARDED: 0.2} for age in range(8)]
-    assert severe(examine(history(*filling), config())) == [("unlearning", 4)]
+    assert severe(examine(history(*filling), config())) == [("unlearning", 5)]
     assert examine(history(*filling[:3], *[{**CORRECTED, **STALE, REWARDED: 0.0}] * 20), config()) == []
 
 
@@ -375,7 +375,7 @@ def test_a_large_gap_of_the_start_may_vary():
     broken = {**CORRECTED, **STALE, "kl": 0.4, "k3_kl": 0.35}
     varies, grows = ([{**broken, REWARDED: value} for value in values] for values in ([0.3, 0.55, 0.5], [0.62] * 3))
     assert severe(examine(history(*varies * 10), config())) == []
-    assert severe(examine(history(*varies * 10, *grows * 10), config())) == [("unlearning", 34)]
+    assert severe(examine(history(*varies * 10, *grows * 10), config())) == [("gap_stays", 34), ("unlearning", 35)]
 
 
 def test_a_gap_that_is_all_where_the_advantage_is_negative_is_none():
@@ -414,7 +414,7 @@ def test_what_was_so_from_the_start_is_not_unlearnt():
 def test_updates_of_the_policy_itself_are_not_what_was_unlearnt():
     log = history(*[{**CORRECTED, **STALE, REWARDED: value} for value in (*[0.0] * 20, *[0.2] * 20)])
     clipped = {"bypass_mode": True, "rollout_loss_type": "ppo_clip"}
-    assert severe(examine(log, {**clipped, "num_iterations": 1})) == [("unlearning", 24)]
+    assert severe(examine(log, {**clipped, "num_iterations": 1})) == [("unlearning", 25)]
     assert severe(examine(log, {**clipped, "num_iterations": 4})) == []
 
 
@@ -460,8 +460,14 @@ def test_updates_of_the_policy_are_not_the_samplers_fault():
     own = {"engine_kl": 0.002, "engine_k3_kl": 0.002}
     assert gaps([*SETTLING, *[0.5] * 40], clipped, **own) == []
     assert gaps([*SETTLING, *[0.5] * 40], clipped) == []  # nobody knows how much of it is
-    assert severe(gaps([*SETTLING, *[0.5] * 40], clipped, engine_kl=0.2, engine_k3_kl=0.2)) == [("gap_clipped", 13)]
+    grows = [{**CORRECTED, **STALE, "engine_kl": gap, "engine_k3_kl": gap} for gap in [*SETTLING, *[0.2] * 40]]
+    assert severe(examine(history(*grows), clipped)) == [("gap_clipped", 13)]
     assert severe(gaps([*SETTLING, *[0.5] * 40], {**clipped, "num_iterations": 1})) == [("gap_clipped", 13)]
+
+
+@pytest.mark.parametrize(("later", "alarms"), [(0.4, []), (0.58, []), (0.62, [("gap_clipped", 25)])])
+def test_a_sampler_that_is_broken_from_the_start_has_no_gap_that_stays(later, alarms):
+    assert severe(gaps([*[0.4] * 20, *[later] * 20], {"bypass_mode": True})) == alarms
 
 
 def test_log_probabilities_that_go_wrong_later_are_left_to_the_correction():
@@ -772,9 +778,18 @@ def test_alarms_are_false_early_or_late(arena):
     assert (row["course"], row["at"], row["critical"], row["rule"], row["verdict"]) == (
         "falls", 20, 15, "gap_stays", "before"
     )  # fmt: skip
-    assert "| `run` | 0.50, 0.60, 0.47 | - | falls at 20 | 12 | 15 `gap_stays` | before, 5 steps |" in arena.table(
-        [row]
-    )
+    line = "| `run` | 0.50, 0.60, 0.47 | - | falls at 20 | 12 | 15 `gap_stays` | - | before, 5 steps |"
+    assert line in arena.table([row])
+
+
+@pytest.mark.parametrize(
+    ("rewards", "ended"), [([0.5, 0.6] * 20 + [0.0] * 20, True), ([0.5, 0.6] * 30, False), ([None] * 60, False)]
+)
+def test_a_run_is_ended_where_the_reward_falls(arena, rewards, ended):
+    record = run_of_the_arena([0.04] * 60, rollout_correction="disabled")
+    record["history"]["reward"] = rewards
+    step = arena.replay(record)[1]
+    assert (40 < step < 55) if ended else step is None
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,9 @@ LOGGING_STEPS = 10  # TRL's default
 RUNS = ROOT / "outputs/arena/runs"
 FIRST, RESULTS = HERE / "arena.json", HERE / "second.json"
 STAGES = {"second_tuning": "Tuning", "second_judging": "Judging"}
+# Judging runs that were published before the rules were changed for the last time, and could be looked at
+KNOWN = "known"
+PARTS = {"second_tuning": "tuning", KNOWN: "known runs of judging", "second_judging": "judging"}
 KINDS = {"none": "uncorrected", "corrected": "corrected", "on_policy": "never stale"}
 Alarm = tuple[int, str, str]
 Row = dict[str, Any]
@@ -70,21 +73,31 @@ def alarms(record: Mapping[str, Any]) -> list[Alarm]:
         `list[tuple[int, str, str]]`: step at which it was raised first, severity (`"warning"` or `"critical"`) and bound of
         each cause, by step. Empty if the run logged no metrics.
     """
+    return replay(record)[0]
+
+
+def replay(record: Mapping[str, Any]) -> tuple[list[Alarm], int | None]:
+    """The [`alarms`] of a run, and the step at which `rollout_monitor: stop` would have ended it; `None` if it would not."""
     if not is_watched(record):
-        return []
-    examiner, found = Examiner(settings_of(record["settings"]["options"])), dict[str, Alarm]()
+        return [], None
+    examiner, found, ended = Examiner(settings_of(record["settings"]["options"])), dict[str, Alarm](), None
     window: dict[str, list[float]] = defaultdict(list)
     of_trl: dict[str, float] = {}
     for entry in entries(record):
         ours = {key: value for key, value in entry.items() if key.startswith(PREFIX) or key == "step"}
+        if "reward" in entry:  # of the generation of this step; the published runs logged no `reward_mean`
+            ours.setdefault(f"{PREFIX}reward_mean", entry["reward"])
         for key in entry.keys() - ours.keys():
             window[key].append(entry[key])
         if entry["step"] % LOGGING_STEPS == 0:
             of_trl = {key: mean(values) for key, values in window.items()}
             window.clear()
-        for alarm in examiner.observe({**of_trl, **ours}):
+        raised = examiner.observe({**of_trl, **ours})
+        for alarm in raised:
             found.setdefault(alarm.bound, (read_at(alarm.step), alarm.severity, alarm.bound))
-    return sorted(found.values())
+        if ended is None and examiner.reward.fell and any(alarm.severity == "critical" for alarm in raised):
+            ended = read_at(entry["step"])
+    return sorted(found.values()), ended
 
 
 def read_at(step: int) -> int:
@@ -125,7 +138,7 @@ def summary(name: str, record: Mapping[str, Any], reference: float | None = None
     correction = record["arm"] if record["arm"] in KINDS else "corrected"
     if kind == "keeps" and correction != "on_policy" and reference is not None and end(record) <= reference - STUNTED:
         kind = "stunted"
-    found, accuracy = alarms(record), record["accuracy"]
+    (found, ended), accuracy = replay(record), record["accuracy"]
     critical = next(((step, rule) for step, severity, rule in found if severity == "critical"), (None, None))
     return {
         "run": name,
@@ -137,6 +150,7 @@ def summary(name: str, record: Mapping[str, Any], reference: float | None = None
         "warning": min((step for step, *_ in found), default=None),
         "critical": critical[0],
         "rule": critical[1],
+        "ended": ended,
         "verdict": verdict(kind, at, critical[0]),
     }
 
@@ -211,7 +225,9 @@ SLOPES = [
 
 
 def tried(runs: Sequence[tuple[Run, Row]]) -> list[Row]:
-    """What the monitor's own alarms, and rules about the slope of log k3, say of runs. A line each."""
+    """What the monitor's own alarms, and rules about the slope of log k3, say of runs. A line each; none without runs."""
+    if not runs:
+        return []
     rows = rows_of(runs)
     found = [
         tally("critical alarms of the monitor", rows, lambda i: rows[i]["critical"]),
@@ -267,6 +283,7 @@ def table(rows: Iterable[Mapping[str, Any]]) -> str:
                 row["course"] if row["at"] is None else f"{row['course']} at {row['at']}",
                 "-" if row["warning"] is None else row["warning"],
                 critical,
+                "-" if row["ended"] is None else row["ended"],
                 word + lead,
             ]
         )
@@ -277,6 +294,7 @@ def table(rows: Iterable[Mapping[str, Any]]) -> str:
         "course",
         "first alarm",
         "first critical",
+        "`stop` ends it at",
         "verdict",
     ]
     return markdown(columns, lines)
@@ -294,13 +312,14 @@ def by_correction(rows: Sequence[Row]) -> str:
         critical = [sum(row["critical"] is not None for row in group) for group in (keeps, stunted, dips)]
         before = sum(row["verdict"] == "before" for row in falls)
         warned = sum(row["warning"] is not None for row in keeps)
-        numbers = [len(own), len(falls), before, early, len(keeps), critical[0], warned]
+        ended = [sum(row["ended"] is not None for row in group) for group in (falls, keeps)]
+        numbers = [len(own), len(falls), before, early, ended[0], len(keeps), critical[0], ended[1], warned]
         lines.append(
             [words, *numbers, f"{critical[1]} of {len(stunted)}", f"{critical[2]} of {len(dips)}"]
         )  # fmt: skip
     columns = [
-        "correction", "runs", "fall", "announced before", "5 steps before", "keep accuracy", "false critical alarm",
-        "any alarm", "stunted, critical", "dip, critical",
+        "correction", "runs", "fall", "announced before", "5 steps before", "fall, ended by `stop`", "keep accuracy",
+        "false critical alarm", "keep accuracy, ended by `stop`", "any alarm", "stunted, critical", "dip, critical",
     ]  # fmt: skip
     return markdown(columns, lines)
 
@@ -314,7 +333,7 @@ GOALS = {
 
 
 def shares(stages: Mapping[str, Sequence[Row]]) -> str:
-    """Goals, and what was reached in each stage, as shares."""
+    """Goals, and what was reached on each part of the runs, as shares."""
 
     def share(found: int, of: int) -> str:
         return f"{found / of:.2f} ({found} of {of})" if of else "-"
@@ -324,7 +343,7 @@ def shares(stages: Mapping[str, Sequence[Row]]) -> str:
         falls = [row for row in rows if row["course"] == "falls"]
         kept = [row for row in rows if row["course"] == "keeps" and row["correction"] != "none"]
         early = sum(row["critical"] is not None and row["critical"] <= row["at"] - LEAD for row in falls)
-        columns[STAGES[stage].lower()] = [
+        columns[PARTS[stage]] = [
             share(sum(row["verdict"] == "before" for row in falls), len(falls)),
             share(early, len(falls)),
             share(sum(row["verdict"] == "false" for row in kept), len(kept)),
@@ -363,13 +382,24 @@ def counts(rows: Iterable[Mapping[str, Any]]) -> str:
     return markdown(["runs", "number", "critical 5 steps before", "before", "late", "never"], lines)
 
 
+def parts_of(results: Mapping[str, Any]) -> dict[str, list[Row]]:
+    """Rows by part: those of a stage, and of judging those that were known and those that were not."""
+    known = {*results[KNOWN]}
+    parts = {stage: results["stages"][stage] for stage in STAGES if stage in results["stages"]}
+    if judged := parts.pop("second_judging", []):
+        parts[KNOWN] = [row for row in judged if row["run"] in known]
+        parts["second_judging"] = [row for row in judged if row["run"] not in known]
+    return {part: rows for part, rows in parts.items() if rows}
+
+
 def tables(results: Mapping[str, Any], first: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Text between the marks of README.md, by mark: of the result file, and of that of the first proof."""
-    stages = {stage: results["stages"][stage] for stage in STAGES if stage in results["stages"]}
+    stages = parts_of(results)
     found = {"shares": shares(stages)}
     for stage, rows in stages.items():
         found[stage] = f"{by_correction(rows)}\n\nRuns that fall, stunted runs, and false alarms:\n\n{table(rows)}"
-        found[f"{stage}-rules"] = comparison([*results["former"].get(stage, []), *results["rules"][stage]])
+    for stage, rules in results["rules"].items():
+        found[f"{stage}-rules"] = comparison(rules)
     parts = []
     for kind, tuned in (("Judging", False), ("Tuning", True)):
         for steps, words in ((1, "tasks"), (10, "tasks, a log entry every 10 steps")):
@@ -406,13 +436,14 @@ def parse_args() -> Namespace:
 
 def main():
     args = parse_args()
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"stages": {}, "former": {}, "rules": {}}
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {KNOWN: [], "stages": {}, "rules": {}}
     for stage in args.stage:
         runs = load(stage, args.runs)
         if not runs:
             continue
         results["stages"][stage] = rows_of(runs)
-        results["rules"][stage] = tried(runs)
+        # nothing was chosen on a run that was not known
+        results["rules"][stage] = tried([pair for pair in runs if pair[0].name not in results[KNOWN]])
     for name, part in tables(results, json.loads(FIRST.read_text())).items():
         if name == "shares" or name.removesuffix("-rules") in args.stage:
             print(f"\n{name}\n{part}")

@@ -27,7 +27,7 @@ from trl import GRPOTrainer, RLOOTrainer
 
 import tests.conftest  # noqa: F401 - environment of the tests
 from tests.asynchronous import WorkerHere, build_ours, build_theirs
-from tests.tiny import StaleSampler, length_reward
+from tests.tiny import StaleSampler, falling_reward, length_reward
 from tests.training import TRAINERS, config_fields, freeze_sampler, losing, sharing_engines
 
 
@@ -113,7 +113,8 @@ def build(case: dict, folder: Path):
     if case.pop("fsdp_on_cpu", False):
         pretend_cpus_are_accelerators(case.get("ddp_timeout", 1800))
         case["accelerator_config"] = {"use_configured_state": True}
-    arguments = {"reward_funcs": length_reward, "train_dataset": numbered_prompts(64)}
+    reward = falling_reward if case.pop("reward_falls", False) else length_reward
+    arguments = {"reward_funcs": reward, "train_dataset": numbered_prompts(64)}
     if kind == "grpo" and not case.get("use_vllm"):
         arguments["rollout_func"] = SameOnAnyNumberOfRanks(model, **sampler)
     if lora:

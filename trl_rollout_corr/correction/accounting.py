@@ -50,9 +50,12 @@ class Accounts(SegmentedSums):
     def _metrics(self, s: dict[str, float], applied: Applied) -> dict[str, float]:
         groups = {name: sums for name, sums in _groups(s).items() if sums["tokens"]}
         metrics: dict[str, float] = {}
+        rewards = {name: (s[f"{name}/reward"], s[f"{name}/rows"]) for name in ("kept", "rejected")}
+        total, rows = map(math.fsum, zip(*rewards.values(), strict=True))
+        if rows:
+            metrics["reward_mean"] = total / rows
         if applied.rejects:
             metrics |= {f"rejected/{name}": sums["rejected"] / sums["tokens"] for name, sums in groups.items()}
-            rewards = {name: (s[f"{name}/reward"], s[f"{name}/rows"]) for name in ("kept", "rejected")}
             metrics |= {f"{name}/reward_mean": total / rows for name, (total, rows) in rewards.items() if rows}
             by_sign = {sign: groups[sign]["rejected"] for sign in _BY_SIGN if sign in groups}
             n_rejected = math.fsum(by_sign.values())

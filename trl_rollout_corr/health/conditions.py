@@ -42,6 +42,12 @@ def lasting_gap(window: Window) -> float | None:
     return kl - min(window.course.gap_at_start, _LOW_PRECISION) if k3 > kl / 2 else 0.0
 
 
+def grown_gap(window: Window) -> float | None:
+    """[`lasting_gap`], or 0 if `kl` is at most half as large again as at the start. A sampler may be broken from the start."""
+    gap, kl = lasting_gap(window), window.gap("kl")
+    return gap if gap is None or kl is None or window.course.unlearnt(kl) else 0.0
+
+
 # In nats per token: more than the noise of a window where nothing is unlearnt
 _UNLEARNT = 0.015
 

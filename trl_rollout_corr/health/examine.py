@@ -11,7 +11,7 @@ from ..messages import nearest
 from .placeholders import placeholders
 from .rule import Alarm, Bound
 from .rules import BOUNDS, RULES, SILENCED
-from .windows import Course, Window, is_training_window
+from .windows import Course, Reward, Window, is_training_window
 
 
 # Metrics of the weights and of rejection, rather than of the two policies
@@ -38,6 +38,11 @@ class Examiner:
     def forget_streaks(self) -> None:
         """Start counting unhealthy windows anew, with the history of the run."""
         self._streaks: dict[str, deque[bool]] = {name: deque(maxlen=BOUNDS[name].patience) for name in self._limits}
+
+    @property
+    def reward(self) -> Reward:
+        """The reward of the run so far."""
+        return self._course.reward
 
     def observe(self, entry: Mapping[str, object]) -> list[Alarm]:
         """Alarms that hold now, the most serious first. An entry without metrics of rollout correction is ignored."""

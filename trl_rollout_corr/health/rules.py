@@ -61,7 +61,7 @@ RULES = [
         why="This alarm may be false, because some of our runs with it kept their accuracy. In the others, accuracy fell when "
         "rewarded tokens became less likely, at the same time or later, and in some of them it recovered.",
         advice="{instead} {Fresher}, or lower `learning_rate`.",
-        patience=7,
+        patience=9,
         measure=conditions.gap_of_rewarded,
         covers=("gap_stays", "gap_clipped", "k3_high", "k3_uncorrected", "k3_corrected", "k3_growth"),
     ),
@@ -83,6 +83,7 @@ RULES = [
             "some of them and not in others. Clipping removes tokens with a large log-ratio, so it tolerates a larger gap "
             "than importance weights do.",
             "applies": lambda window: window.corrects and window.clips,
+            "measure": conditions.grown_gap,
         },
         key="kl",
         severity="critical",

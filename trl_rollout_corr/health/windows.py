@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,11 +45,48 @@ class Growth:
         return None if self.level is None else self.level / max(statistics.median(early), 1e-12)
 
 
+class Reward:
+    """
+    Whether the mean reward of the latest windows is below the best one so far. A difference counts if it is larger than four
+    standard errors, taken from the scatter between windows, and larger than a quarter of what the run had gained.
+    """
+
+    WINDOWS, ERRORS, OF_GAIN = 20, 4.0, 0.25
+
+    def __init__(self) -> None:
+        self.latest = deque[float](maxlen=self.WINDOWS)
+        self.first: float | None = None  # mean of the first windows
+        self.best, self._variance_of_best = -math.inf, 0.0  # of the best windows in a row
+
+    def add(self, value: float) -> None:
+        """Add the mean reward of a window."""
+        self.latest.append(value)
+        if len(self.latest) < self.WINDOWS:
+            return
+        if self.first is None:
+            self.first = self.mean
+        if self.mean > self.best:
+            self.best, self._variance_of_best = self.mean, statistics.variance(self.latest)
+
+    @property
+    def mean(self) -> float:
+        """Mean of the latest windows."""
+        return statistics.fmean(self.latest)
+
+    @property
+    def fell(self) -> bool:
+        """True if the latest windows are below the best ones; `False` until there are enough of them."""
+        if self.first is None:
+            return False
+        error = math.sqrt((statistics.variance(self.latest) + self._variance_of_best) / self.WINDOWS)
+        return self.best - self.mean > max(self.ERRORS * error, self.OF_GAIN * (self.best - self.first))
+
+
 class Course:
     """
-    The history of a run: the growth of `k3_kl`, completions that no longer end, and the `spacing` of the latest window in
-    optimizer steps. It is `settled` if the sampler had reached its full staleness when the latest window began: no completion
-    in it is older than earlier ones, and as many steps as their age have passed.
+    The history of a run: the growth of `k3_kl`, the reward, completions that no longer end, and the `spacing` of the latest
+    window in optimizer steps. It is `settled` if the sampler had reached its full staleness when the latest window began: no
+    completion in it is older than earlier ones, and as many steps as their age have passed.
     """
 
     BEGINNING = 3  # windows
@@ -56,7 +94,7 @@ class Course:
     COMPARED = 10  # windows at the start, and the latest ones, whose means are compared
 
     def __init__(self) -> None:
-        self.k3 = Growth()
+        self.k3, self.reward = Growth(), Reward()
         self.spacing, self.settled = 1, False
         self._step, self._oldest = 0, 0.0
         self._kl, self._rewarded = list[float](), list[float]()
@@ -75,6 +113,8 @@ class Course:
             self._kl.append(kl)
         if (rewarded := window.gap_of_rewarded()) is not None:
             self._rewarded.append(rewarded)
+        if (mean_reward := window.get("reward_mean")) is not None:
+            self.reward.add(mean_reward)
         unfinished, reward = (window.number(key) for key in ("completions/clipped_ratio", "reward"))
         if unfinished is not None and reward is not None:
             self._unfinished.append(unfinished)

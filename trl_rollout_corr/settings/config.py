@@ -113,7 +113,8 @@ class RolloutCorrectionConfig(FirstPresets, DumpFields, MonitorFields, EngineFie
 
         rollout_monitor (`str` or `None`, *optional*, defaults to `"warn"`):
             Reaction to unhealthy metrics (see `trl-rollout-corr docs monitoring`): `"warn"` reports the finding, its reason
-            and a remedy; `"stop"` also saves a checkpoint and ends training at a serious finding. `None` for no monitor.
+            and a remedy; `"stop"` also saves a checkpoint and ends training, if the finding is critical and the reward has
+            fallen. `None` for no monitor.
         rollout_monitor_bounds (`dict[str, float]`, *optional*):
             Other limits, by name of a bound (see `docs/monitoring.md`); `None` switches a bound off.
 

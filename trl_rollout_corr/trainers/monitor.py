@@ -38,7 +38,9 @@ class RolloutCorrectionMonitor(TrainerCallback):
 
     Args:
         action (`str`, *optional*, defaults to `"warn"`):
-            Action at the first critical alarm. `"stop"` saves a checkpoint and ends training.
+            `"stop"` saves a checkpoint and ends training at a critical alarm, once the reward has fallen. The mean reward of
+            the latest 20 optimizer steps has then to be below the best such mean, by more than four standard errors and by
+            more than a quarter of what the run had gained.
         bounds (`dict[str, float or None]`, *optional*):
             Other limits, by name of a bound; `None` switches a bound off.
 
@@ -131,12 +133,15 @@ class RolloutCorrectionMonitor(TrainerCallback):
     # Actions ----------------------------------------------------------------------------------------------------------
 
     def _act(self, findings: list[Alarm], args: TrainingArguments, control: TrainerControl) -> str | None:
-        """Act on a critical alarm. Returns a sentence about the action."""
-        critical = bool(findings) and findings[0].severity == "critical"
-        if not critical or self.action == "warn":
+        """Act on a critical alarm, if the reward has fallen as well. Returns a sentence about the action."""
+        critical, reward = bool(findings) and findings[0].severity == "critical", self._examiner.reward
+        if self.action == "warn" or not critical or not reward.fell:
             return None
         self._stopping = control.should_save = control.should_training_stop = True
-        return f"`rollout_monitor` is 'stop': training ends here, with a checkpoint in {args.output_dir}."
+        return (
+            f"The mean reward of {reward.WINDOWS} steps has fallen from {reward.best:.2g} to {reward.mean:.2g}. As "
+            f"`rollout_monitor` is 'stop', training ends here, with a checkpoint in {args.output_dir}."
+        )
 
     # Messages ---------------------------------------------------------------------------------------------------------
 
@@ -144,7 +149,7 @@ class RolloutCorrectionMonitor(TrainerCallback):
         """Speak about a finding, unless it was said a short while ago."""
         first_step = self._first_step.setdefault(finding.bound, finding.step)
         self._last_window[finding.bound] = self._windows
-        if any(finding.bound in SILENCED[bound] for bound in self._lately()):
+        if not acted and any(finding.bound in SILENCED[bound] for bound in self._lately()):
             return  # the same cause, and more was said about it
         explained = finding.bound in self._pauses
         due, pause = self._pauses.get(finding.bound, (self._windows, FIRST_PAUSE))
