@@ -24,6 +24,7 @@ import report
 from cells import Run, smoke
 from harness import train_missing
 from second import STAGES
+from seeds import scores, wanted
 
 
 ROOT = Path(__file__).parents[2]
@@ -38,6 +39,9 @@ def parse_args() -> Namespace:
     parser.add_argument("--tasks", nargs="+", help="some of the tasks of the stage")
     parser.add_argument("--cells", nargs="+", help="some of the cells of the stage")
     parser.add_argument("--seeds", nargs="+", type=int, help="some of the seeds of the stage")
+    parser.add_argument(
+        "--wanted", action="store_true", help="of other seeds than 0, only the runs that PROTOCOL.md asks for"
+    )
     parser.add_argument("--smoke", action="store_true", help="four arms in one cell, few steps")
     parser.add_argument("--report", action="store_true", help="train nothing")
     parser.add_argument("--publish", action="store_true", help="write the results, the tables and the archive")
@@ -73,6 +77,10 @@ def main():
         and (args.seeds is None or run.seed in args.seeds)
     ]
     archive.unpack(args.output_dir / "runs")
+    if args.wanted:
+        rows = [row for found in report.collect(args.output_dir / "runs").values() for row in found["rows"]]
+        asked = {cell: wanted(by_arm) for cell, by_arm in scores(rows).items()}
+        chosen = [run for run in chosen if not run.seed or run.arm.name in asked.get(run.cell.name, [])]
     if not args.report:
         command = f"python benchmarks/arena/run.py --stage {' '.join(args.stage)}"
         train_missing(chosen, args.output_dir / "runs", args.workers, command, prepare=prepare, train=train)

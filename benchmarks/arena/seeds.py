@@ -51,8 +51,8 @@ def differ(one: Mapping[int, float], other: Mapping[int, float], spread: float) 
 def wanted(cell: Scores) -> list[str]:
     """Arms that need seeds 1 and 2, by their scores with seed 0."""
     first = {arm: by_seed[0] for arm, by_seed in cell.items() if arm != REFERENCE}
-    best = max(first.values())
-    if best - min(first.values()) <= DIFFERS:
+    best = max(first.values(), default=0.0)
+    if best - min(first.values(), default=0.0) <= DIFFERS:
         return []
     return [REFERENCE, *(arm for arm, score in first.items() if best - score <= CLOSE)]
 
