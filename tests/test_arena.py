@@ -228,9 +228,8 @@ def test_the_protocol_names_every_task_and_arm_that_it_plans(cells, second):
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_a_seed_of_the_second_proof_has_all_runs_of_the_first_seed(second, seed):
-    for stage in (second.second_judging, second.tagged_language):
-        names = {run.name.removesuffix(f"-{run.seed}") for run in stage() if run.seed == seed}
-        assert names == {run.name.removesuffix("-0") for run in stage() if run.seed == 0}
+    names = {run.name.removesuffix(f"-{run.seed}") for run in second.second_judging() if run.seed == seed}
+    assert names == {run.name.removesuffix("-0") for run in second.second_judging() if run.seed == 0}
 
 
 ANSWERED = {
@@ -254,15 +253,29 @@ def test_answers_of_the_second_proof_are_right_and_fit(arena):
                 assert (answer[0], answer[-1]) == ("<", ">")
 
 
-def test_words_of_the_language_model_are_reversed_between_tags_and_held_out(arena):
-    module = arena("language_tags")
-    known = module.words()
-    assert len({*known}) == len(known)
-    assert all(len(word.split()) == module.LETTERS for word in known)
-    (row,) = module.problems(["b d a c"])
-    assert row["answer"] == "<c a d b>"
+def test_questions_of_the_language_model_have_right_answers_and_are_held_out(arena):
+    module = arena("language_taught")
+    for task in module.TASKS.values():
+        rows = task.rows()
+        assert len({row["prompt"] for row in rows}) == len(rows) > 15000
+    for row in module.words()[:50]:
+        assert row["answer"] == f"<{row['prompt'].removesuffix(' ->')[::-1]}>"
+    for row in module.sums()[:50]:
+        digits = row["prompt"].removesuffix(" ->").split()
+        assert [eval(step.replace("=", "==")) for step in row["answer"].split()] == [True] * 8
+        assert row["answer"].endswith(f"={sum(map(int, digits))}")
     texts = [" <c a d b>\n", " <b d a c>", " c a d b\n", " <c a d b", ""]
-    assert module.tagged_answer(texts, [row["answer"]] * 5) == [1.0, 0.2, 0.0, 0.0, 0.0]
+    assert module.tagged_answer(texts, ["<c a d b>"] * 5) == [1.0, 0.2, 0.0, 0.0, 0.0]
+    texts = [" 7+4=11 11+9=20\n", " 7+4=10 11+9=20", "20", " 7+4=11 11+9=2", " 7+4=11 11+9=201", " 7+4=11 11+9=20 x"]
+    assert module.right_sum(texts, ["7+4=11 11+9=20"] * 6) == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
+
+
+def test_held_out_questions_occur_neither_in_imitation_nor_in_training(arena):
+    module = arena("language_taught")
+    for task in module.TASKS.values():
+        rows = task.rows()
+        held_out = {row["prompt"] for row in rows[: module.HELD_OUT]}
+        assert not held_out & {row["prompt"] for row in rows[module.HELD_OUT :]}
 
 
 def test_the_teacher_rarely_writes_tags_and_never_in_the_answer(arena):
@@ -541,6 +554,30 @@ def test_cells_without_a_difference_are_printed_and_not_counted(found, report):
     assert "| 1 | 0.37 | 0 | 0.200 | 0.20 | grpo-reverse-lag_16-fast |" in lines["trl"]
     assert "grpo-modulo-lag_2-slow (no difference)" in report.every_cell(found, arms)
     assert "**0.85 (2)**" in report.every_cell(found, arms)
+
+
+def test_tokens_that_are_not_counted_are_no_zero(cells, report):
+    arms = ["on_policy", "trl", "bypass", "icepop"]
+    rows = {
+        arm: {0: {**REFERENCE, "accuracy": x, "rejected": 0.02, "caught": 0.0, "sound_rejected": 0.0}}
+        for arm, x in zip(arms, (0.9, 0.7, 0.8, 0.6), strict=True)
+    }
+    found = [report.Situation(cells.Cell("reverse", cells.LADDER[4], fault="burst"), rows)]
+    lines = {line.split("|")[1].strip(" `"): line for line in report.summary(found, arms).splitlines()[2:]}
+    assert "| - | 0 of 1 |" in lines["trl"]  # its trainer does not report them
+    assert "| 2 % | 0 of 1 |" in lines["bypass"]
+    broken = report.caught(found, ["bypass", "icepop"]).splitlines()[2:]
+    assert broken == ["| `bypass` | 1 | - | - |", "| `icepop` | 1 | 0 | 0 |"]  # clipping is in the loss
+
+
+def test_cells_are_counted_in_which_corrections_differ(found, report):
+    hard, soft = found
+    assert hard.corrections_differ
+    hard.rows["trl"] = {0: {**REFERENCE, "accuracy": 0.85}}
+    assert hard.differs  # from no correction alone
+    assert not hard.corrections_differ
+    soft.rows["trl"] = {0: {**REFERENCE, "accuracy": 0.7}}
+    assert report.by_rung(found, ["trl", "auto"]).splitlines()[-1].endswith("| 1 of 1 |")  # the second cell
 
 
 def test_losses_are_named(found, report):

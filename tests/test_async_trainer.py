@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import math
 import sys
+from argparse import Namespace
 from functools import partial
 
 import numpy as np
@@ -498,6 +499,20 @@ def test_the_dump_has_prompts_completions_and_ages(make, tmp_path):
     assert {row["padding"] for row in rows} == {0}  # packed
     for row in rows:
         assert (row["prompt"] + row["completion"]).replace(" ", "") in texts
+
+
+def test_the_types_of_the_server_are_in_the_dump(make, tmp_path, monkeypatch):
+    """They are known when the first weights are pushed, which is after the trainer is built."""
+    trainer = make(rollout_dump_dir=str(tmp_path / "dump"))
+    model = {"logprobs_mode": "processed_logprobs", "dtype": "torch.bfloat16"}
+    server = {"model_config": model, "cache_config": {"cache_dtype": "fp8_e5m2"}}
+    monkeypatch.setattr("trl_rollout_corr.asynchronous.trainer.AsyncRolloutWorker", WorkerHere)
+    monkeypatch.setattr(trainer, "vllm_client", Namespace(get_server_info=lambda: server), raising=False)
+    monkeypatch.setattr(trainer, "_missing_server", lambda: None)
+    with pytest.warns(UserWarning, match="The trainer computes in float32 and the sampler in bfloat16"):
+        trainer.train()
+    about = open_dump(tmp_path / "dump").about
+    assert (about["sampler_dtype"], about["kv_cache_dtype"]) == ("bfloat16", "fp8_e5m2")
 
 
 def test_the_dump_has_the_age_of_each_token(make, tmp_path):

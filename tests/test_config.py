@@ -874,3 +874,18 @@ def test_a_refused_setting_is_data():
     for error in (caught.value, pickle.loads(pickle.dumps(caught.value))):
         assert (error.field, error.value, error.allowed) == ("rollout_rs_threshold", -1.0, "a positive upper bound")
         assert str(error) == "`rollout_rs_threshold` for `token_k2` must be a positive upper bound, got -1.0."
+
+
+def test_a_correction_of_trl_that_is_switched_off_does_not_switch_off_ours_in_silence(tmp_path):
+    """A user who moves a script may expect a run without correction."""
+    machine = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "report_to": []}
+    off = {**machine, "vllm_importance_sampling_correction": False}
+    with pytest.warns(UserWarning, match=r"switches TRL's own correction off.* Its own correction is 'auto'"):
+        args = RolloutCorrectedGRPOConfig(**off)
+    assert args.correction.corrects
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for named in ({"rollout_correction": "auto"}, {"rollout_correction": "disabled"}, {"rollout_is": "token"}):
+            RolloutCorrectedGRPOConfig(**off, **named)
+        RolloutCorrectedGRPOConfig(**machine)
+        pickle.loads(pickle.dumps(args))

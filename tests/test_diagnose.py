@@ -23,7 +23,7 @@ from trl_rollout_corr.diagnosis import Diagnosis, Finding, diagnose, observe
 from trl_rollout_corr.diagnosis.causes import CAUSES
 from trl_rollout_corr.diagnosis.evidence import Evidence
 from trl_rollout_corr.diagnosis.ranking import DIFFUSE, STAGES
-from trl_rollout_corr.diagnosis.text import detail, headline, remedy_for
+from trl_rollout_corr.diagnosis.text import detail, evidence, headline, remedy_for
 from trl_rollout_corr.dumps import files as dump
 from trl_rollout_corr.settings.config import RolloutCorrectionConfig
 from trl_rollout_corr.trainers.run_metadata import settings_in_effect
@@ -711,6 +711,9 @@ def test_a_sampler_that_is_behind_is_told_from_low_precision(other_weights, tmp_
     assert found[0].name == "stale"
     assert "rollout_step" in found[0].evidence.sentence
     assert found[0].evidence.numbers["rewarded"] > 0.2
+    of_one_age = rewritten(behind, tmp_path / "one age", lambda row: row.update(staleness=4), steps)
+    assert of_one_age[0].name == "stale"
+    assert evidence(of_one_age[0]).endswith("all samples are 4 optimizer steps old")
     assert "stale" not in [x.name for x in rewritten(rounded, tmp_path / "rounded", unannounced, steps)]
 
 

@@ -20,6 +20,7 @@ TRUNCATED = {
     "rollout_rs": ["token_k1"],
     "rollout_rs_threshold": [[0.9, 1.1]],
 }
+AUTO = {"rollout_correction": "auto"}
 ICEPOP = {"rollout_is": "token", "rollout_is_threshold": [0.9, 1.1]}
 TAG = WORDS.index(" <b>")
 
@@ -90,7 +91,7 @@ def test_tables_are_those_of_a_loop_over_the_tokens_drawn_at_random(tmp_path, se
 @pytest.mark.parametrize(
     ("settings", "titles", "note"),
     [
-        ({"rollout_correction": "auto"}, set(), "whose weight is at a bound of 1 keeps its whole gradient"),
+        ({"rollout_correction": "auto"}, set(), "whose importance weight is at a bound of 1 keeps its whole gradient"),
         ({"rollout_correction": "disabled"}, set(), "No token"),
         ({"rollout_correction": "decoupled_seq_is_rs"}, set(), "The criteria judge whole completions"),
         ({**TRUNCATED, "rollout_metrics_only": True}, {"upper bound of 1.06"}, "The run only measures"),
@@ -135,7 +136,7 @@ def planted(folder, *, advantage, train, rollout, each=1, rows=40, sampled=True,
             row["train_logps"][i], row["rollout_logps"][i] = math.log(train), math.log(rollout)
         for i in tags:
             row["tokens"][i], row["token_ids"][i] = WORDS[TAG], TAG
-    write_rows(folder / "dump", 1, 0, content.rows, full(settings or {"rollout_correction": "auto"}))
+    write_rows(folder / "dump", 1, 0, content.rows, full(settings or AUTO))
     return folder / "dump"
 
 
@@ -145,14 +146,37 @@ def test_a_format_that_the_correction_holds_back_is_named_first(tmp_path):
     banner = page.text.partition("Diagnosis")[0]
     assert "of the 46 rejected tokens with a positive advantage are ␣<b>, but only" in banner
     assert "has already risen from 0.6 under the sampler to 0.8" in banner
-    assert "raise the bound of token_tv in rollout_rs_threshold (now 0.1), or push weights more often." in banner
+    assert (
+        "If they belong to a format that has to be learned, raise the bound of token_tv in rollout_rs_threshold (now 0.1), or "
+        "push the model weights to the sampler more often."
+    ) in banner
     assert "A dump cannot tell" in banner
 
 
-def test_garbage_of_the_sampler_gets_another_remedy(tmp_path):
-    folder = planted(tmp_path, advantage=0.7, train=0.002, rollout=0.9)
+def test_the_bound_of_the_sign_is_named(tmp_path):
+    settings = {**AUTO, "rollout_rs_threshold": [[0.05, 0.1], [0.001, math.inf]]}
+    folder = planted(tmp_path, advantage=-0.7, train=0.2, rollout=0.6, settings=settings)
+    banner = Page(write(folder, tmp_path / "report.html")).text.partition("Diagnosis")[0]
+    assert "of the 46 rejected tokens with a negative advantage are" in banner
+    assert "has already fallen from 0.6 under the sampler to 0.2" in banner
+    assert (
+        "If they have to be unlearned faster, raise the bound of token_tv in rollout_rs_threshold (now 0.05), or"
+        in banner
+    )
+
+
+@pytest.mark.parametrize(
+    ("advantage", "train", "rollout", "told"),
+    [
+        (0.7, 0.002, 0.9, "less likely than the sampler did, although their completions were better than average"),
+        (-0.7, 0.9, 0.002, "more likely than the sampler did, although their completions were worse than average"),
+    ],
+)
+def test_a_move_against_the_advantage_gets_another_remedy(tmp_path, advantage, train, rollout, told):
+    folder = planted(tmp_path, advantage=advantage, train=train, rollout=rollout)
     page = Page(write(folder, tmp_path / "report.html"))
-    assert "went from 0.9 under the sampler to 0.002, against the advantage" in page.text
+    moved = f"went from {rollout} under the sampler to {train}, against the advantage: the trainer finds them {told}."
+    assert moved in page.text
     assert "raise the bound" not in page.text
 
 

@@ -67,7 +67,7 @@ def test_an_export_of_another_version_is_refused(rows, tmp_path, capsys):
 
 def test_the_script_of_the_document_makes_a_dump_of_batches_of_verl(rows, tmp_path, monkeypatch, capsys):
     width, length = 4, max(len(row["token_ids"]) for row in rows)
-    (tmp_path / "verl").mkdir()
+    (tmp_path / "verl_batches").mkdir()
     for step in (1, 2):
         mine = [row for row in rows if row["step"] == step]
         batch = {name: torch.zeros(len(mine), length) for name in ("old_log_probs", "rollout_log_probs", "advantages")}
@@ -85,9 +85,9 @@ def test_the_script_of_the_document_makes_a_dump_of_batches_of_verl(rows, tmp_pa
             batch["response_mask"][i, :n] = 1
             batch["old_log_probs"][i, :n] = torch.tensor(row["train_logps"])
             batch["rollout_log_probs"][i, :n] = torch.tensor(row["rollout_logps"])
-            batch["advantages"][i] = row["advantage"]
+            batch["advantages"][i, :n] = row["advantage"]  # verl leaves 0 in the padding
             batch["token_level_scores"][i, n - 1] = row["reward"]
-        torch.save(batch, tmp_path / "verl" / f"{step}.pt")
+        torch.save(batch, tmp_path / "verl_batches" / f"{step}.pt")
     monkeypatch.chdir(tmp_path)
     text = (ROOT / "docs/migration.md").read_text().split("## Dumps of verl and prime-rl")[1]
     exec(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1], {})

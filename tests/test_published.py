@@ -56,8 +56,8 @@ TABLES = {
     "results": of_this_folder,
     "asynchronous": lambda load, results: [load("report").table(results["runs"], results["target"])],
     "diagnose": lambda load, results: [
-        load("trainings").table(results["trainings"]),
-        *(load("run").table(results["results"][look]) for look in ("with_second_look", "without")),
+        *(make(results["trainings"]) for make in (load("trainings").tally, load("trainings").table)),
+        *load("run").tables(results["results"]),
     ],
     "exact": lambda load, results: load("run").tables(results),
     "headline": lambda load, results: load("report").tables(results),

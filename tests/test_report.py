@@ -43,7 +43,7 @@ OF_RUN = {"kl", "percentiles", "mean-weight"}
 OVERVIEW = [
     "Gap (k3_kl), nats per token",
     "Share of tokens rejected",
-    "Effective sample size of the weights",
+    "Effective sample size of the importance weights",
     "Effective learning rate",
     "Reward",
 ]
@@ -398,7 +398,7 @@ def test_the_banner_has_the_means_of_the_last_windows(tmp_path, undrawn):
     assert levels == ["warning", "healthy", "", ""]
     logs[-1]["rollout_corr/rollout_is_eff_sample_size"] = 0.4
     page = Page(write(make_run(tmp_path / "run", logs), tmp_path / "report.html"))
-    assert "Effective sample size of the weights: 0.4 healthy: above 0.5" in page.text
+    assert "Effective sample size of the importance weights: 0.4 healthy: above 0.5" in page.text
 
 
 def test_the_overview_has_every_alarm_and_numbers_them_as_the_findings(dump, page):

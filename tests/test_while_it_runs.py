@@ -175,17 +175,14 @@ def test_values_that_are_not_json_do_not_end_a_run_with_a_dump(make, tmp_path):
 
 @pytest.mark.parametrize("late", [True, False])
 def test_a_monitor_that_is_given_takes_the_place_of_the_default_one(make, late, caplog):
-    mine = RolloutCorrectionMonitor("stop", bounds={"k3_high": 0.0})
-    trainer = make(
-        rollout_correction="disabled", rollout_monitor="warn", max_steps=9, extra={} if late else {"callbacks": [mine]}
-    )
+    mine = RolloutCorrectionMonitor(bounds={"k3_high": 0.0})
+    trainer = make(rollout_correction="disabled", rollout_monitor="warn", extra={} if late else {"callbacks": [mine]})
     if late:
         trainer.add_callback(mine)
-    with saying(caplog, "training ends here"):
+    with saying(caplog, r"\[k3_high > 0\]"):
         trainer.train()
     monitors = [x for x in trainer.callback_handler.callbacks if isinstance(x, RolloutCorrectionMonitor)]
     assert monitors == [mine]
-    assert trainer.state.global_step < 9
 
 
 # The ratio --------------------------------------------------------------------------------------------------------------

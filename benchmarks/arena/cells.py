@@ -240,7 +240,7 @@ SECOND_JUDGING = [
     "interleave", "differences", "unpack", "mirror", "records", "complement", "tag_even", "tag_swap", "triple",
 ]  # fmt: skip
 LANGUAGE = "sums"  # of the pretrained language model
-TAGGED_LANGUAGE = "tagged_words"  # of the same
+TAGGED_LANGUAGE, LONG_LANGUAGE = "tagged_words", "long_sums"  # of the same, see `language_taught.py`
 # Tasks that RLOO is tried on as well
 RLOO = ["sort_letters", "merge_sorted", "sets"]
 CLIMBS = [*((task, "grpo") for task in (*TUNING, *JUDGING)), *((task, "rloo") for task in RLOO)]

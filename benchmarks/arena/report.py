@@ -25,6 +25,10 @@ KEPT = 0.9  # of what is gained in step
 LAST = 3  # looks that are averaged
 # Tuned arms that differ in one part: the trust region, weights above 1, weights of positive advantages; and `auto` of before
 PAIRS = [("topr_tv10", "topr_tv"), ("tv10_1", "tv10_2"), ("topr_tv10", "tv10_1"), ("topr_tv10", "tv_2_up5")]
+# Arms of TRL's own trainer, which does not report the tokens that it drops
+UNREPORTED = {name for name, arm in ARMS.items() if arm.trl}
+# Arms that take gradients away by PPO's clipping, which is a part of the loss: the counts of broken tokens do not have it
+CLIPPED = {name for name, arm in ARMS.items() if arm.options.get("rollout_correction") == "bypass_ppo_clip"}
 
 
 # Rows ---------------------------------------------------------------------------------------------------------------------
@@ -146,8 +150,17 @@ class Situation:
     @property
     def differs(self) -> bool:
         """Whether the arms differ by more than noise."""
-        found = [self.accuracy(arm) for arm in self.corrections]
-        return max(found) - min(found) > 2 * NOISE
+        return self.range_of(self.corrections) > 2 * NOISE
+
+    @property
+    def corrections_differ(self) -> bool:
+        """The same without the arm that corrects nothing."""
+        return self.range_of([arm for arm in self.corrections if arm != "none"]) > 2 * NOISE
+
+    def range_of(self, arms: Sequence[str]) -> float:
+        """Accuracy of the best of some arms, minus that of the worst."""
+        found = [self.accuracy(arm) for arm in arms]
+        return max(found) - min(found)
 
     def kept(self, arm: str) -> float:
         """What an arm has gained, as a share of what is gained in step."""
@@ -201,24 +214,26 @@ def summary(found: Sequence[Situation], arms: Sequence[str]) -> str:
         holds = sum(situation.kept(arm) >= KEPT for situation in own)
         cells = [
             f"`{arm}`", str(len(own)), f"{mean(s.kept(arm) for s in own):.2f}", str(holds), *regrets,
-            shown([row["rejected"] for row in rows], percent), f"{sum(row['falls'] for row in rows)} of {len(rows)}",
+            "-" if arm in UNREPORTED else shown([row["rejected"] for row in rows], percent),
+            f"{sum(row['falls'] for row in rows)} of {len(rows)}",
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def by_rung(found: Sequence[Situation], arms: Sequence[str]) -> str:
-    """A line per arm: in how many cells of each height it keeps 0.9 of the gain."""
-    heights = {
-        "the rung where no correction loses": lambda s: s.above == 0,
-        "one above": lambda s: s.above == 1,
+    """A line per arm: in how many cells of each height, and of those where corrections differ, it keeps 0.9 of the gain."""
+    groups = {
+        "at the task's rung": lambda s: s.above == 0,
+        "one rung above": lambda s: s.above == 1,
         f"at {TOP}": lambda s: s.cell.rung == TOP,
+        "where corrections differ": lambda s: s.corrections_differ,
     }
-    lines = [f"| arm | {' | '.join(heights)} |", "| --- " * (len(heights) + 1) + "|"]
+    lines = [f"| arm | {' | '.join(groups)} |", "| --- " * (len(groups) + 1) + "|"]
     for arm in (arm for arm in arms if arm != "on_policy"):
         cells = []
-        for height in heights.values():
-            own = [s for s in found if s.differs and arm in s.rows and height(s)]
+        for belongs in groups.values():
+            own = [s for s in found if s.differs and arm in s.rows and belongs(s)]
             cells.append(f"{sum(s.kept(arm) >= KEPT for s in own)} of {len(own)}")
         lines.append(f"| `{arm}` | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -226,11 +241,14 @@ def by_rung(found: Sequence[Situation], arms: Sequence[str]) -> str:
 
 def caught(found: Sequence[Situation], arms: Sequence[str]) -> str:
     """A line per arm, over the cells in which tokens are broken: shares of tokens that get no gradient."""
-    lines = ["| arm | cells | broken tokens rejected | sound tokens rejected |", "| --- " * 4 + "|"]
+    lines = ["| arm | runs | broken tokens rejected | sound tokens rejected |", "| --- " * 4 + "|"]
     for arm in arms:
         rows = [row for s in found for row in s.rows.get(arm, {}).values() if "caught" in row]
         if rows:
-            shares = [shown([row[key] for row in rows], percent) for key in ("caught", "sound_rejected")]
+            shares = [
+                "-" if arm in CLIPPED else shown([row[key] for row in rows], percent)
+                for key in ("caught", "sound_rejected")
+            ]
             lines.append(f"| `{arm}` | {len(rows)} | {' | '.join(shares)} |")
     return "\n".join(lines)
 
@@ -291,10 +309,10 @@ def every_cell(found: Sequence[Situation], arms: Sequence[str]) -> str:
 
 def ladder() -> str:
     """A line per task and trainer: the lowest rung at which no correction loses 0.1."""
-    lines = ["| trainer | task | no correction loses, from |", "| --- | --- | --- |"]
+    lines = ["| trainer | task | the task's rung |", "| --- | --- | --- |"]
     for algorithm, rungs in RUNGS.items():
         for task, rung in rungs.items():
-            lines.append(f"| {algorithm} | {task} | {'no rung' if rung is None else LADDER[rung]} |")
+            lines.append(f"| {algorithm} | {task} | {'none' if rung is None else LADDER[rung]} |")
     return "\n".join(lines)
 
 
@@ -309,7 +327,7 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
     }
     if not SECOND_STAGES.keys() & {*results}:
         parts["ladder"] = ladder()
-        parts["simulation"] = simulated(json.loads((HERE / "simulation.json").read_text())["situations"])
+        parts |= simulated(json.loads((HERE / "simulation.json").read_text())["situations"])
     for stage in results:
         rows = results[stage]["rows"]
         if stage in SECOND_STAGES:
@@ -332,31 +350,25 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
     return parts
 
 
-# Of the simulation, what the document shows
+# Of the simulation, what the document shows: a table per measure
 SITUATIONS = {
-    "rounding 0.03": "rejected",
-    "rounding 0.3": "rejected",
-    "rounding 0.1, heavy tails": "rejected",
-    "stale 0.3": "gradient",
-    "stale 1": "gradient",
-    "astray 1": "gradient",
-    "broken": "pull",
-    "broken, stale 0.3": "pull",
-    "garbage": "pull",
+    "rejected": ["rounding 0.03", "rounding 0.3", "rounding 0.1, heavy tails"],
+    "gradient": ["stale 0.3", "stale 1", "astray 1"],
+    "pull": ["broken", "broken, stale 0.3", "garbage"],
 }
 
 
-def simulated(situations: dict[str, dict[str, dict[str, float]]]) -> str:
-    """A line per rule."""
-    lines = [
-        f"| rule | {' | '.join(f'{name}: {measure}' for name, measure in SITUATIONS.items())} |",
-        "| --- " * (len(SITUATIONS) + 1) + "|",
-    ]
-    for rule in (name for name in situations["broken"] if name != "k3_kl"):
-        found = [(measure, situations[name][rule][measure]) for name, measure in SITUATIONS.items()]
-        cells = [f"{value:.2f}" if measure == "gradient" else percent(value) for measure, value in found]
-        lines.append(f"| {rule} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+def simulated(situations: dict[str, dict[str, dict[str, float]]]) -> dict[str, str]:
+    """A table per measure, with a line per rule."""
+    parts = {}
+    for measure, names in SITUATIONS.items():
+        lines = [f"| rule | {' | '.join(names)} |", "| --- " * (len(names) + 1) + "|"]
+        for rule in (name for name in situations["broken"] if name != "k3_kl"):
+            found = [situations[name][rule][measure] for name in names]
+            cells = [f"{value:.2f}" if measure == "gradient" else percent(value) for value in found]
+            lines.append(f"| {rule.replace('the same, ', 'token weights up to 2, ')} | {' | '.join(cells)} |")
+        parts[f"simulation-{measure}"] = "\n".join(lines)
+    return parts
 
 
 def filled(text: str, parts: dict[str, str]) -> str:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import cells
-from cells import SEEDS, TAGGED_LANGUAGE, Arm, Cell, Run, Rung
+from cells import LONG_LANGUAGE, SEEDS, TAGGED_LANGUAGE, Arm, Cell, Run, Rung
 
 
 FLOOR = 0.001  # of the ratio, as in `auto`
@@ -138,11 +138,17 @@ def second_judging() -> list[Run]:
     return list({run.name: run for run in runs}.values())
 
 
-def tagged_language() -> list[Run]:
-    """The pretrained language model, which learns to write a word backwards between tags."""
-    found = [Cell(TAGGED_LANGUAGE, Rung(lag, "faster")) for lag in (8, 3, 0)]
-    return [replace(run, steps=40) for run in runs_of(found, [*REFERENCES, *SHORT_LIST], SEEDS)]
+def taught_language() -> list[Run]:
+    """The pretrained language model, after imitation: words backwards between tags, and long sums."""
+    tagged = {lag: Cell(TAGGED_LANGUAGE, Rung(lag, "faster")) for lag in (0, 3, 8, 16)}
+    found = [
+        *runs_of([tagged[8]], [*REFERENCES, *JUDGED], SEEDS),
+        *runs_of([Cell(LONG_LANGUAGE, Rung(8, "faster"))], [*REFERENCES, *JUDGED]),
+        *runs_of([tagged[16], tagged[3]], [*REFERENCES, *JUDGED]),
+        *runs_of([tagged[0]], JUDGED),
+    ]
+    return [replace(run, steps=40) for run in found]
 
 
-SECOND_STAGES = {"second_tuning": second_tuning, "second_judging": second_judging, "tagged_language": tagged_language}
+SECOND_STAGES = {"second_tuning": second_tuning, "second_judging": second_judging, "taught_language": taught_language}
 STAGES = {**cells.STAGES, **SECOND_STAGES}

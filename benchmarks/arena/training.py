@@ -13,7 +13,7 @@ import quickstart  # first: it sets the environment of vLLM and transformers
 import samplers
 import torch
 import transformers
-from cells import LANGUAGE, RATES, TAGGED_LANGUAGE, WAYS, Run, Setup
+from cells import LANGUAGE, LONG_LANGUAGE, RATES, TAGGED_LANGUAGE, WAYS, Run, Setup
 from rules import with_rule
 from second_tasks import TASKS
 from tasks import TAGS, accuracy, dense_answer, exact_answer, forgiving_answer, tags, warm_start
@@ -27,6 +27,7 @@ from trl_rollout_corr.trainers.logprobs import sync_weights_on_cpu
 
 
 MODELS = Path(__file__).parents[2] / ".cache/arena"
+PRETRAINED = (LANGUAGE, TAGGED_LANGUAGE, LONG_LANGUAGE)  # tasks of the language model
 TRL = {"grpo": (GRPOTrainer, GRPOConfig), "rloo": (RLOOTrainer, RLOOConfig)}
 LONG_EVAL_EVERY = 20  # steps; a look at long answers takes as long as five steps
 # What costs a fifth of the time, and changes no number
@@ -38,7 +39,7 @@ def prepare(engine: str):
     torch.set_num_threads(1)  # the models are so small that threads only wait for each other
     transformers.utils.logging.disable_progress_bar()
     task, kv_cache_dtype, *_ = engine.split()
-    if task not in (LANGUAGE, TAGGED_LANGUAGE):  # which are pretrained
+    if task not in PRETRAINED:
         warm_start(TASKS[task], MODELS)
     share_engines(kv_cache_dtype)
 
@@ -49,10 +50,10 @@ def set_up(run: Run) -> Setup:
         import language  # needs the package of the model
 
         return language.setup(run)
-    if run.cell.task == TAGGED_LANGUAGE:
-        import language_tags
+    if run.cell.task in PRETRAINED:
+        import language_taught
 
-        return language_tags.setup(run)
+        return language_taught.setup(run)
     task = TASKS[run.cell.task]
     folder = MODELS / task.name
     reward = dense_answer if task.dense else forgiving_answer if "garbage" in run.sampler else exact_answer
@@ -117,7 +118,7 @@ def train(run: Run) -> dict[str, Any]:
         sync_weights_on_cpu(trainer.vllm_generation)  # ours does so itself; TRL's own push fails on a CPU
     if setup.tied:
         samplers.pack_tied_head(trainer.vllm_generation)
-    if run.cell.task in (LANGUAGE, TAGGED_LANGUAGE):
+    if run.cell.task in PRETRAINED:
         import language
 
         language.push_in_bfloat16(trainer)

@@ -10,15 +10,18 @@ Bounds were set on the shapes `tune-*`; what is published is of the shapes `judg
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 from collections import Counter, defaultdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from faults import FAULTS
 
 from trl_rollout_corr.diagnosis import diagnose, observe
+from trl_rollout_corr.diagnosis.causes import CAUSES
 from trl_rollout_corr.diagnosis.ranking import DIFFUSE, STAGES
 
 
@@ -49,13 +52,80 @@ def judge(folders: list[Path], *, old: bool) -> tuple[dict[str, Counter], dict[s
     return by_cause, by_fault, healthy
 
 
-def table(matrix: dict[str, dict[str, int]]) -> str:
-    """Rows of the table in README.md."""
-    lines = ["| cause | named first | runs | otherwise |", "| --- | --- | --- | --- |"]
-    for cause, answers in matrix.items():
-        others = ", ".join(f"{name} {n}" for name, n in sorted(answers.items()) if name != cause)
-        lines.append(f"| `{cause}` | {answers.get(cause, 0)} | {sum(answers.values())} | {others or '-'} |")
-    return "\n".join(lines)
+# Tables of README.md -------------------------------------------------------------------------------------------------------
+
+Matrix = dict[str, dict[str, int]]
+_Z = 1.96  # standard deviations of an interval of 95 %
+
+
+def interval(hits: int, n: int) -> str:
+    """Interval of 95 % of a share, in percent, by Wilson's formula."""
+    centre, spread = hits + _Z**2 / 2, _Z * math.sqrt(hits * (n - hits) / n + _Z**2 / 4)
+    low, high = (100 * (centre + sign * spread) / (n + _Z**2) for sign in (-1, 1))
+    return f"{low:.0f} to {high:.0f} %"
+
+
+def _row(name: str, about: list[str], answers: dict[str, int], right: str) -> tuple[str, ...]:
+    hits, n = answers.get(right, 0), sum(answers.values())
+    others = ", ".join(f"`{other}` {count}" for other, count in sorted(answers.items()) if other != right)
+    return (f"`{name}`", *about, str(hits), str(n), interval(hits, n), others or "-")
+
+
+def _all(matrix: Matrix, empty: int) -> tuple[str, ...]:
+    hits = sum(answers.get(cause, 0) for cause, answers in matrix.items())
+    n = sum(sum(answers.values()) for answers in matrix.values())
+    return ("all", *[""] * empty, str(hits), str(n), interval(hits, n), f"{n - hits} runs")
+
+
+def _markdown(*lines: tuple[str, ...]) -> str:
+    return "\n".join(f"| {' | '.join(line)} |" for line in (lines[0], ("---",) * len(lines[0]), *lines[1:]))
+
+
+def table(matrix: Matrix) -> str:
+    """Answers by cause, with what each cause means."""
+    meanings = {"nothing": "no fault, and both sides in float32", **{name: CAUSES[name].title for name in CAUSES}}
+    head = ("cause", "meaning", "named first", "runs", "95 % interval", "otherwise")
+    rows = [_row(cause, [meanings[cause]], answers, cause) for cause, answers in matrix.items()]
+    return _markdown(head, *rows, _all(matrix, 1))
+
+
+def missed(matrix: Matrix, usual: Matrix) -> str:
+    """Answers by cause, for causes that were not named in every run, here or usually."""
+    rows = [
+        _row(cause, [], answers, cause)
+        for cause, answers in matrix.items()
+        if {cause} != answers.keys() | usual[cause].keys()
+    ]
+    return _markdown(("cause", "named first", "runs", "95 % interval", "otherwise"), *rows, _all(matrix, 0))
+
+
+def by_kind(by_fault: Matrix) -> str:
+    """Answers by fault, for causes that have several faults."""
+    several = {cause for cause, n in Counter(FAULTS[fault].cause for fault in by_fault).items() if n > 1}
+    chosen = sorted((FAULTS[fault].cause, fault) for fault in by_fault if FAULTS[fault].cause in several)
+    rows = [_row(fault, [FAULTS[fault].what, f"`{cause}`"], by_fault[fault], cause) for cause, fault in chosen]
+    return _markdown(
+        ("fault", "what is wrong", "right answer", "named first", "runs", "95 % interval", "otherwise"), *rows
+    )
+
+
+def without_a_fault(results: dict[str, Any]) -> str:
+    """How many of the runs without a fault were called healthy."""
+    kinds = {"none": "float32", "bf16": "bfloat16"}
+    counts = [
+        (kind, results["healthy"][fault], sum(results["by_fault"][fault].values()))
+        for fault, kind in kinds.items()
+        if fault in results["healthy"]  # models with experts have no second kind
+    ]
+    counts.append(("all", sum(hits for _, hits, _ in counts), sum(n for _, _, n in counts)))
+    rows = [(name, str(hits), str(n), interval(hits, n)) for name, hits, n in counts]
+    return _markdown(("both sides", "called healthy", "runs", "95 % interval"), *rows)
+
+
+def tables(results: dict[str, Any]) -> list[str]:
+    """All of them, in the order of the page."""
+    looked, without = results["with_second_look"], results["without"]
+    return [table(looked), missed(without, looked), by_kind(results["by_fault"]), without_a_fault(results)]
 
 
 def main():
@@ -90,10 +160,8 @@ def main():
     }
     if (args.shapes, args.first, args.seeds) == (SHAPES, FIRST, SEEDS):
         (HERE / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-    print(table({cause: with_look[cause] for cause in order}))
-    print("\nOld dumps:\n")
-    print(table({cause: without[cause] for cause in order}))
-    print(f"\nHealthy: {dict(healthy)}\nTruncation: {results['truncation']}\nWeaker: {results['weaker']}")
+    print("\n\n".join(tables(results)))
+    print(f"\nTruncation: {results['truncation']}\nWeaker: {results['weaker']}")
 
 
 if __name__ == "__main__":

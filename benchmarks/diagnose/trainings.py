@@ -28,6 +28,7 @@ TRAININGS = [
     *((task, 32, "fast", "none") for task in ("sets", "modulo", "drop_vowels")),
     ("sums", 8, "faster", "none"),
 ]
+KNOWN = ("copy_noise", "sort", "sums")  # tasks that were known when the rule for them was made
 
 
 def train(task: str, lag: int, rate: str, arm: str, folder: Path):
@@ -60,9 +61,13 @@ def judge(task: str, lag: int, rate: str, arm: str, folder: Path) -> dict[str, A
     }  # fmt: skip
 
 
+def _markdown(*lines: tuple[str, ...]) -> str:
+    return "\n".join(f"| {' | '.join(line)} |" for line in (lines[0], ("---",) * len(lines[0]), *lines[1:]))
+
+
 def table(rows: list[dict[str, Any]]) -> str:
-    head = ("task", "behind", "correction", "accuracy", "rms of d", "announced", "named first", "without the ages")
-    lines = [head, ["---"] * len(head)]
+    head = ("task", "age", "correction", "accuracy", "rms of d", "age reported", "named first", "without the ages")
+    lines = []
     for row in rows:
         start, end = row["accuracy"]
         lines.append(
@@ -71,7 +76,21 @@ def table(rows: list[dict[str, Any]]) -> str:
                 "yes" if row["announced"] else "no", f"`{row['first']}`", f"`{row['without_ages']}`",
             )
         )  # fmt: skip
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return _markdown(head, *lines)
+
+
+def tally(rows: list[dict[str, Any]]) -> str:
+    """How many are called stale, of the tasks that were known when the rule was made, and of the others."""
+    kinds = {
+        "all": rows,
+        f"tasks known when the rule was made ({', '.join(KNOWN)})": [row for row in rows if row["task"] in KNOWN],
+        "other tasks": [row for row in rows if row["task"] not in KNOWN],
+    }
+    counts = [
+        (name, *(str(sum(row[key] == "stale" for row in some)) for key in ("first", "without_ages")), str(len(some)))
+        for name, some in kinds.items()
+    ]
+    return _markdown(("trainings", "stale named first", "without the ages", "dumps"), *counts)
 
 
 def main():
@@ -83,7 +102,7 @@ def main():
             subprocess.run([sys.executable, "-c", command], cwd=HERE, check=True)
         rows.append(judge(*one, folder))
     (HERE / "trainings.json").write_text(json.dumps(rows, indent=1) + "\n")
-    print(table(rows))
+    print(f"{tally(rows)}\n\n{table(rows)}")
 
 
 if __name__ == "__main__":

@@ -3,10 +3,10 @@
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean, median, stdev
 from typing import Any
 
 from arms import ARMS
@@ -14,22 +14,31 @@ from figure import K3, draw
 from tables import markdown
 
 
-COLUMNS = {
+NOISE = {
+    "arms": "{arms}",
+    "number of arms": "{number}",
+    "of one seed": "{seed:.3f}",
+    "of a mean over three seeds": "{mean:.3f}",
+    "of a difference between two such means": "{difference:.3f}",
+}
+SCORES = {
     "arm": "{label}",
-    "seeds": "{seeds}",
     "start": "{start}",
     "last 3": "**{last}**",
     "per seed": "{per_seed}",
-    "worst": "{worst}",
     "final": "{final}",
     "greedy": "{greedy}",
+    "until 0.6": "{until}",
+}
+GAPS = {
+    "arm": "{label}",
     "sampler's reward": "{reward}",
     "k3 median / max": "{k3} / {k3_max}",
     "sample size": "{sample_size}",
     "kept": "{kept}",
 }
 PER_STEP = ("per_device_train_batch_size", "gradient_accumulation_steps")
-ACCURACIES = (0.5, 0.6, 0.7)  # whose price in samples is told
+ACCURACY = 0.6  # whose price in samples is told
 CLAIMS = {
     "claim": "{claim}",
     "verdict": "{verdict}",
@@ -124,21 +133,35 @@ def summarize(record: Record) -> Summary:
 
 
 def tables(results: dict[str, Any]) -> list[str]:
-    """The tables of `README.md`: arms, samples to an accuracy, claims."""
+    """The tables of `README.md`: noise, scores, gaps, claims."""
     arms = results["arms"].values()
     per_step = math.prod(results["training"][key] for key in PER_STEP)
-    samples = {
-        "arm": "{label}",
-        **{f"until {accuracy:g}": f"{{samples[{i}]}}" for i, accuracy in enumerate(ACCURACIES)},
-    }
+    rows = [row_of(arm, per_step) for arm in arms]
     return [
-        markdown(map(row_of, arms), COLUMNS),
-        markdown((samples_of(arm, per_step) for arm in arms), samples),
+        markdown(noise_of(arms, results["start"]), NOISE),
+        markdown(rows, SCORES),
+        markdown(rows, GAPS),
         markdown(map(verdict_of, results["claims"]), CLAIMS),
     ]
 
 
-def row_of(arm: dict[str, Any]) -> dict[str, str]:
+def noise_of(arms: Iterable[dict[str, Any]], start: float) -> list[dict[str, Any]]:
+    """Standard errors of the last-3 accuracy, from what the seeds of an arm differ by. Arms with one seed are left out."""
+    variances = {"accuracy rose": [], "accuracy fell": []}
+    for arm in arms:
+        seeds = [seed["summary"]["last"] for seed in arm["seeds"].values()]
+        if len(seeds) > 1:
+            variances["accuracy rose" if mean(seeds) > start else "accuracy fell"].append(stdev(seeds) ** 2)
+    rows = []
+    for name, of_arms in variances.items():
+        if of_arms:
+            seed = math.sqrt(mean(of_arms))
+            errors = {"seed": seed, "mean": seed / math.sqrt(3), "difference": seed * math.sqrt(2 / 3)}
+            rows.append({"arms": name, "number": len(of_arms), **errors})
+    return rows
+
+
+def row_of(arm: dict[str, Any], per_step: int) -> dict[str, str]:
     """Means over seeds, or the extreme where the column says so."""
     summaries = [seed["summary"] for seed in arm["seeds"].values()]
 
@@ -148,25 +171,21 @@ def row_of(arm: dict[str, Any]) -> dict[str, str]:
 
     return {
         "label": arm["label"],
-        "seeds": str(len(summaries)),
         "per_seed": ", ".join(f"{summary['last']:.2f}" for summary in summaries),
-        "worst": over_seeds("worst", min),
+        "until": samples_of(arm, per_step),
         "k3": over_seeds("k3", form=".2g"),
         "k3_max": over_seeds("k3_max", max, ".2g"),
         **{key: over_seeds(key) for key in ("start", "last", "final", "greedy", "reward", "sample_size", "kept")},
     }
 
 
-def samples_of(arm: dict[str, Any], per_step: int) -> dict[str, Any]:
+def samples_of(arm: dict[str, Any], per_step: int) -> str:
     """Completions that were sampled until the first look at an accuracy: median over the seeds, if all reached it."""
-    samples = []
-    for accuracy in ACCURACIES:
-        looks = [zip(seed["steps"], seed["accuracy"], strict=True) for seed in arm["seeds"].values()]
-        steps = [next((step for step, found in of_seed if found >= accuracy), None) for of_seed in looks]
-        reached = [step for step in steps if step is not None]
-        every = len(reached) == len(steps)
-        samples.append(f"{median(reached) * per_step:,}" if every else f"{len(reached)} of {len(steps)} seeds")
-    return {"label": arm["label"], "samples": samples}
+    looks = [zip(seed["steps"], seed["accuracy"], strict=True) for seed in arm["seeds"].values()]
+    steps = [next((step for step, found in of_seed if found >= ACCURACY), None) for of_seed in looks]
+    reached = [step for step in steps if step is not None]
+    every = len(reached) == len(steps)
+    return f"{median(reached) * per_step:,.0f}" if every else f"{len(reached)} of {len(steps)} seeds"
 
 
 def verdict_of(claim: dict[str, Any]) -> dict[str, Any]:

@@ -30,11 +30,11 @@ PUBLISHED = [
     ("Qwen3-8B", "bfloat16", "float32", 0.0267, None, None, None),
     ("Qwen3-8B", "float16", "float16", 0.0050, 0.0015, None, None),
     ("Qwen3-8B", "float32", "float32", 0.0019, 0.0006, None, None),
-    ("Qwen3-8B", "bfloat16", "bfloat16, float32 head", 0.0327, 0.0110, None, None),
+    ("Qwen3-8B", "bfloat16", "bfloat16, float32 norm and head", 0.0327, 0.0110, None, None),
     ("Qwen3-8B", "bfloat16, fp8 cache", "bfloat16", 0.1348, None, None, None),
     ("Qwen2.5-0.5B", "bfloat16", "bfloat16", 0.0499, None, None, 0.075),
     ("Qwen2.5-0.5B", "bfloat16", "float32", 0.0424, None, None, 0.037),
-    ("Qwen2.5-0.5B", "(the trainer itself, by one)", "bfloat16", 0.0554, None, None, 0.080),
+    ("Qwen2.5-0.5B", "none: the trainer, one by one", "bfloat16", 0.0554, None, None, 0.080),
 ]
 BY_PROBABILITY = [0.1104, 0.0972, 0.0693, 0.0275, 0.0008]  # of Qwen3-8B, both in bfloat16, mean of |d|
 # Of Qwen2.5-1.5B: kept mass; mean, median and share outside, with the whole distribution and with what was kept
@@ -178,11 +178,33 @@ def percent(share: float | None) -> str:
     return "-" if share is None else "0" if not share else f"{100 * share:.2g} %"
 
 
+# Sampler and trainer of the first table; `results.json` has more
+PAIRS = [
+    ("bfloat16", "float32 with autocast"),
+    ("bfloat16", "bfloat16"),
+    ("bfloat16", "float32"),
+    ("bfloat16, float32 head", "bfloat16, float32 head"),
+    ("float16", "float16"),
+    ("float32", "float32"),
+    ("bfloat16, int8 weights", "bfloat16"),
+    ("bfloat16, fp8 cache", "bfloat16"),
+]
+# What rounds, in which sampler and trainer
+ROUNDS = [
+    ("both sides", "bfloat16", "bfloat16"),
+    ("both sides, the trainer with autocast", "bfloat16", "float32 with autocast"),
+    ("the sampler only", "bfloat16", "float32"),
+    ("the trainer only", "float32", "bfloat16"),
+    ("both sides, but not the heads", "bfloat16, float32 head", "bfloat16, float32 head"),
+    ("both sides, in float16", "float16", "float16"),
+    ("both sides, in float32", "float32", "float32"),
+    ("both sides, and int8 model weights", "bfloat16, int8 weights", "bfloat16"),
+    ("both sides, and an fp8 cache", "bfloat16, fp8 cache", "bfloat16"),
+]
+
+
 def gaps(rows: Sequence[Row]) -> str:
-    """Every sampler with every trainer, the published ones below."""
-    plain = [
-        row for row in rows if "kept" not in row and "adapter" not in row["sampler"] and "by one" not in row["trainer"]
-    ]
+    """The gap of the pairs of a sampler and a trainer that a run is likely to have."""
     lines = [
         [
             row["sampler"],
@@ -191,36 +213,28 @@ def gaps(rows: Sequence[Row]) -> str:
             f"{small(row['rms'])} ± {small(row['rms_error'])}",
             small(row["mean_abs"]),
             f"{small(row['k3'])} ± {small(row['k3_error'])}",
-            small(row["kl"]),
-            f"{row['p1']:.2g}",
-            f"{row['p99']:.2g}",
             f"{row['max_abs']:.2g}",
-            percent(row["over_0.1"]),
-            percent(row["over_1"]),
             percent(row["outside"]),
             f"{row['ess']:.2f}",
         ]
-        for row in plain
+        for pair in PAIRS
+        if (row := find(rows, *pair))
     ]
-    return table(
-        [
-            "sampler",
-            "trainer",
-            "tokens",
-            "rms of d",
-            "mean of abs d",
-            "k3",
-            "kl",
-            "p1 of d",
-            "p99",
-            "largest",
-            "abs d > 0.1",
-            "> 1",
-            "ratio outside [0.9, 1.1]",
-            "sample size of completions",
-        ],
-        lines,
-    )
+    head = ["sampler", "trainer", "tokens", "rms of d", "mean of abs d", "k3", "largest abs d"]
+    return table([*head, "ratio outside [0.9, 1.1]", "sample size of completions"], lines)
+
+
+def parts(rows: Sequence[Row]) -> str:
+    """The mean of d^2 by what rounds, as a multiple of that of bfloat16 on both sides."""
+    base = find(rows, *ROUNDS[0][1:])
+    if base is None:
+        return "Not measured."
+    lines = []
+    for what, sampler, trainer in ROUNDS:
+        if row := find(rows, sampler, trainer):
+            times = (row["rms"] / base["rms"]) ** 2
+            lines.append([what, sampler, trainer, f"{times:.2f}" if times >= 0.1 else f"{times:.2g}"])
+    return table(["what rounds", "sampler", "trainer", "mean of d^2, times the first row"], lines)
 
 
 def published() -> str:
@@ -251,12 +265,14 @@ def by(rows: Sequence[Row], key: str, edges: Sequence[float], beside: Sequence[f
         return "Not measured."
     lines = []
     for i, (low, high) in enumerate(itertools.pairwise(edges)):
-        name = f"{low:g} to {min(high, 1) if edges is PROBABILITIES else high - 1:g}"
+        last = min(high, 1) if edges is PROBABILITIES else high - 1
+        name = f"{low:g} to {last:g}" if last > low else f"{low:g}"
         values = [small(bins[i].get("mean_abs")) for _, bins in chosen]
         lines.append([name, f"{chosen[0][1][i]['tokens']:,}", *values, *([small(beside[i])] if beside else [])])
-    what = {"by_probability": "probability", "by_position": "place in the completion", "by_length": "length"}[key]
+    what = {"by_probability": "probability", "by_position": "place in the completion"}[key]
+    counted = f"tokens of the sampler in {_COLUMNS[0][0]}"
     return table(
-        [what, "tokens", *(name for name, _ in chosen), *(["Qwen3-8B, both in bfloat16"] if beside else [])], lines
+        [what, counted, *(name for name, _ in chosen), *(["Qwen3-8B, both in bfloat16"] if beside else [])], lines
     )
 
 
@@ -323,24 +339,47 @@ def itself(rows: Sequence[Row]) -> str:
             own, name = row["itself"], row["trainer"].removesuffix(", one by one")
             together = find(rows, row["sampler"], name)
             gap = together["rms"] if together else row["rms"]
+            times = float(f"{gap / own['rms']:.3g}") if own["rms"] else None
             lines.append(
                 [
                     name,
                     small(own["rms"]),
                     percent(own["outside"]),
                     small(gap),
-                    f"{gap / own['rms']:.3g}" if own["rms"] else "-",
+                    "-" if times is None else f"{times:,.0f}" if times >= 100 else f"{times:g}",
                 ]
             )
-    head = ["trainer", "itself, rms", "ratio outside [0.9, 1.1]", "sampler in bfloat16, rms", "times"]
+    head = ["trainer", "rms of its difference from itself", "ratio outside [0.9, 1.1]"]
+    head += ["rms of its difference from the sampler", "quotient"]
     return table(head, lines)
 
 
-HALVES = {(0, 1, 2): "all of the half that bounds were set on", (3, 4, 5): "all of the other half"}  # by seeds
+HALVES = {(0, 1, 2): "all of the half that thresholds were set on", (3, 4, 5): "all of the other half"}  # by seeds
+CHANGED = {  # by cause, what `benchmarks/diagnose/faults` changed
+    "rounding": "nothing: bfloat16 in the sampler, or on both sides",
+    "head": "the trainer's head computes in bfloat16",
+    "first_token": "the sampler's first log-probability is off by up to 1.5 nats, or the trainer's prompt lacks one token",
+    "temperature": "the sampler has temperature 0.8 or 1.25 instead of 1",
+    "dropout": "the trainer's attention has dropout of 0.1",
+    "last_token": "the sampler reports the last token as certain",
+    "kv_cache": "the sampler keeps keys and values in fp8",
+    "weights": "the sampler's model weights are int8, fp8 or int4; or they are old, and no age is reported",
+    "penalty": "the sampler has a penalty on repetition, presence or frequency",
+    "lora_merge": "an adapter is merged in bfloat16 for the sampler",
+    "truncation": "the sampler has top-p 0.9, top-k 10 or min-p 0.05",
+    "nan_rows": "in a quarter of the completions, the sampler's log-probabilities are NaN from the middle on",
+    "never_pushed": "the trainer is updated, and the sampler keeps its first model weights",
+    "nothing": "nothing: float32 on both sides",
+    "shift": "the sampler's log-probabilities are one token off",
+    "own_updates": "each batch is trained on four times, in bypass mode",
+    "padding": "the trainer attends to padding",
+    "seams": "the trainer reads another token at the end of a tool's answer",
+    "stale": "the sampler's model weights are 0 to 5 optimizer steps old",
+}
 
 
 def diagnoses(rows: Sequence[Row]) -> str:
-    """Of each cause: dumps, those in which it is named first, the gap, and what is named first in the others."""
+    """Of each cause: dumps, those in which it is named first or called healthy, the gap, and what is named in the others."""
     lines = []
     for cause in dict.fromkeys(row["cause"] for row in rows):
         mine = [row for row in rows if row["cause"] == cause]
@@ -350,14 +389,14 @@ def diagnoses(rows: Sequence[Row]) -> str:
         ]
         sizes = [row["rms"] for row in mine]
         gap = f"{small(min(sizes))} to {small(max(sizes))}"
-        lines.append([f"`{cause}`", str(len(right)), str(len(mine)), gap, "; ".join(others) or "-"])
+        counts = [len(right), len(mine), sum(row["healthy"] for row in mine)]
+        lines.append([f"`{cause}`", CHANGED[cause], *map(str, counts), gap, "; ".join(others) or "-"])
     for seeds, what in HALVES.items():
         half = [row for row in rows if row["seed"] in seeds]
         right = sum(row["first"] == row["cause"] for row in half)
-        lines.append([what, str(right), str(len(half)), "-", "-"])
-    return table(
-        ["cause", "named first", "dumps", "rms of d", "otherwise: named first (fault, sampler / trainer)"], lines
-    )
+        lines.append([what, "-", str(right), str(len(half)), str(sum(row["healthy"] for row in half)), "-", "-"])
+    head = ["cause", "what was changed", "named first", "dumps", "called normal", "rms of d"]
+    return table([*head, "otherwise: named first (fault, sampler / trainer)"], lines)
 
 
 def probes(rows: Sequence[Row]) -> str:
@@ -379,13 +418,13 @@ def probes(rows: Sequence[Row]) -> str:
                 f"`{mine[0]['expected']}`",
                 f"{len(mine) - len(others)} of {len(mine)}" + (f" ({', '.join(others)})" if others else ""),
                 f"{small(min(gaps))} to {small(max(gaps))}",
+                f"{len(after)} of {len(mine)}" if after else "-",
                 f"{after[0][0]}: {small(max(gap for _, gap in after))}" if after else "-",
                 f"{np.median([row['seconds'] for row in mine]):.0f}",
             ]
         )
-    return table(
-        ["the run has", "cause", "named first", "rms of d", "gap without it, at most", "seconds of a core"], lines
-    )
+    head = ["recipe", "cause", "named first", "rms of d", "confirmed", "rms of d without the cause, at most"]
+    return table([*head, "seconds of a core"], lines)
 
 
 def tables(results: dict[str, Any]) -> dict[str, str]:
@@ -393,10 +432,10 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
     rows = results["gap"]
     return {
         "gap": gaps(rows),
+        "parts": parts(rows),
         "published": published(),
         "probability": by(rows, "by_probability", PROBABILITIES, BY_PROBABILITY),
         "position": by(rows, "by_position", POSITIONS),
-        "length": by(rows, "by_length", LENGTHS),
         "truncation": truncations(rows),
         "adapter": adapters(rows),
         "itself": itself(rows),

@@ -27,6 +27,7 @@ from ..trainers.card import TAGS
 from ..trainers.keys import PADDING, REWARDS, ROLLOUT_LOGPS, ROLLOUT_STEP, TOKEN_STEPS
 from ..trainers.logprobs import check_server_logprobs
 from ..trainers.observer import Corrected
+from ..trainers.run_metadata import check_types, engine_metadata
 from ..trainers.settings_checks import CHECKS
 from ..trainers.trl_interface import check_bases, check_trl, with_parameters_of
 from .contract import METHODS, NAMES
@@ -236,6 +237,8 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
         if isinstance(self.rollout_worker, AsyncRolloutWorker):  # only on the main process
             self._engine_config = self.vllm_client.get_server_info()
             check_server_logprobs(self._engine_config["model_config"]["logprobs_mode"], self.temperature)
+            self._about |= engine_metadata(self._engine_config)  # in place, for the dump
+            check_types(self._about)
 
     def train(self, *args: object, **kwargs: object) -> TrainOutput:
         self._end.running = False

@@ -76,10 +76,20 @@ class RolloutCorrection:
             weights (`torch.Tensor` of shape `(B, T)`, *optional*):
                 Weights that replace the weights of the settings.
 
+        Raises:
+            `ValueError`: if a tensor has another shape.
+
         Returns:
             [`RolloutCorrection`]: the copy. Its metric `effective_lr` describes the copy. Metrics with `rollout_is` or
                 `rollout_rs` in their name still describe the settings.
         """
+        shape = tuple(self.keep.shape)
+        for name, given, allowed in (("keep", keep, (shape, (shape[0], 1))), ("weights", weights, (shape,))):
+            if given is not None and tuple(given.shape) not in allowed:
+                raise ValueError(
+                    f"`{name}` must have the shape {' or '.join(map(str, dict.fromkeys(allowed)))}, got "
+                    f"{tuple(given.shape)}."
+                )
         kept = self.keep if keep is None else self.keep & keep.bool()
         adjusted = replace(self, keep=kept)
         if weights is not None:

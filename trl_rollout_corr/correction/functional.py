@@ -19,7 +19,7 @@ from ..settings.criteria import TOKEN_ONLY, Bounding, Criterion
 Bound = float | torch.Tensor
 
 # exp(20) = 4.9e8: a ratio beyond it says "broken", not "off-policy", and sums of squares still fit in float32. The bound is
-# verl's. verl also raises ratios below exp(-20) to exp(-20); here they go to 0, which is 2e-9 away.
+# verl's. verl also raises ratios below exp(-20) to exp(-20); here they keep their value, which is at most 2e-9 away.
 LOG_RATIO_BOUND = 20.0
 
 # A log-ratio beyond this comes from a masked logit. The bound keeps sums of squares finite in float32.

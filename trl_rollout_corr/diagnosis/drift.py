@@ -66,17 +66,18 @@ def stale(o: Observed) -> Evidence | None:
         return None
     if (missing := adapter_missing(o)) is not None and missing.statistic > 0:
         return None  # the ages of samples that all come from the base model mean nothing
-    if len(np.unique(o.staleness[np.isfinite(o.staleness)])) < 2:
-        return None if np.nanmin(o.staleness, initial=0.0) > 0 else _unannounced(o)
+    ages = np.unique(o.staleness[np.isfinite(o.staleness)])
+    if len(ages) < 2:
+        return _of_one_age(o, float(ages[0]) if len(ages) else 0.0)
     sentence = "|d| is {low} in the freshest samples and {high} in the oldest (rank correlation {correlation})"
     return growing(o, o.staleness, sentence)
 
 
-def _unannounced(o: Observed) -> Evidence | None:
+def _of_one_age(o: Observed, age: float) -> Evidence | None:
     """
-    Test for stale samples whose age is unknown. Since sampling, the trainer has moved toward rewarded completions, so the gap
-    correlates with the advantage. The gap is near 0 in the first step and does not grow for ever; if weights were never
-    pushed, it would.
+    Test for stale samples that all have the same age, or whose age is unknown. Since sampling, the trainer has moved toward
+    rewarded completions, so the gap correlates with the advantage. The gap is near 0 in the first step and does not grow for
+    ever; if weights were never pushed, it would.
     """
     if _as_small_as_rounding(o):
         return None
@@ -90,9 +91,12 @@ def _unannounced(o: Observed) -> Evidence | None:
     numbers = {"gap": rms(o.d[o.core]), "first": first_step(o), "rewarded": rewarded}
     sentence = (
         "|d| is {first} in the first step of the dump and {gap} over all steps, and the gap correlates with the advantage "
-        "(rank correlation {rewarded}); the samples are announced as fresh, or their age is unknown: set "
-        "`trainer.rollout_step`"
+        "(rank correlation {rewarded}); "
     )
+    if age > 0:
+        numbers["age"], sentence = age, sentence + "all samples are {age} optimizer steps old"
+    else:
+        sentence += "the samples are announced as fresh, or their age is unknown: set `trainer.rollout_step`"
     share = onset.share if onset is not None and begun else 1.0
     return Evidence(max(begun / 2 + rewarded, 2 * rewarded), share, numbers, sentence)
 

@@ -95,7 +95,7 @@ class SequenceDump(TrainerCallback):
     ) -> None:
         self.args, self.accelerator, self.tokenizer = args, accelerator, tokenizer
         self.seed = seed
-        self.about = dict(about or {})
+        self.about = {} if about is None else about  # shared: a server tells its types later
         self.offered: list[Offered] = []
         self.n_batches = 0  # of this step
         self.next_step = args.rollout_dump_steps

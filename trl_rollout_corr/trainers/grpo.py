@@ -16,7 +16,7 @@ from .logprobs import check_logprobs, checked_turn_ids
 from .mixin import RolloutCorrectionMixin
 from .settings_checks import CHECKS, check_loss_type
 from .trl_interface import with_parameters_of
-from .versions import replace_trl_correction, without_none
+from .versions import check_switched_off, replace_trl_correction, without_none
 
 
 @dataclass
@@ -36,6 +36,7 @@ class RolloutCorrectedGRPOConfig(RolloutCorrectionConfig, GRPOConfig):
     _checks_of_trainer = CHECKS["grpo"]
 
     def __post_init__(self) -> None:
+        check_switched_off(self)  # while it is known which fields were named
         RolloutCorrectionConfig.__post_init__(self)
         check_loss_type(self)  # before TRL refuses its value for another reason
         replace_trl_correction(self)

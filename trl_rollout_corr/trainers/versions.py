@@ -16,6 +16,8 @@ from packaging.version import Version
 
 from ..messages import warn
 from ..replay.protocol import Logprobs
+from ..settings.fields import Unset
+from ..settings.presets import DEFAULT
 
 
 if TYPE_CHECKING:  # an older TRL may have none of them, and `trl-rollout-corr check` says so
@@ -116,6 +118,18 @@ def server_configuration(client: Any) -> Any:
 
 _OF_TRL = "vllm_importance_sampling_"  # how the fields of TRL's own correction begin
 _SWITCH = f"{_OF_TRL}correction"
+
+
+def check_switched_off(config: "GRPOConfig") -> None:
+    """Warn if TRL's own correction is switched off and the correction of this package is the default, which is on."""
+    chosen = (getattr(config, name) for name in ("rollout_correction", "rollout_is", "rollout_rs", "bypass_mode"))
+    if getattr(config, _SWITCH, True) is False and all(isinstance(value, Unset) for value in chosen):
+        warn(
+            f"`{_SWITCH}=False` switches TRL's own correction off, which this trainer does in any case. Its own correction "
+            f"is {DEFAULT!r}, the default. To train without any correction, set `rollout_correction` to disabled. If you want "
+            f"{DEFAULT!r}, set it, and this warning goes away.",
+            _SWITCH,
+        )
 
 
 def replace_trl_correction(config: "GRPOConfig | RLOOConfig") -> None:

@@ -27,41 +27,49 @@ FAULTS: dict[str, Fault] = {
     "fp8_weights": Fault("weights", "the sampler's weights are E4M3", weights=models.fp8),
     "int4_weights": Fault("weights", "the sampler's weights have 4 bits", weights=models.int4),
     "cold_sampler": Fault(
-        "temperature", "the sampler is colder than the trainer thinks", sampling={"temperature": 0.8}
+        "temperature", "the sampler's temperature is 0.8, and the trainer's is 1", sampling={"temperature": 0.8}
     ),
     "hot_sampler": Fault(
-        "temperature", "the sampler is hotter than the trainer thinks", sampling={"temperature": 1.25}
+        "temperature", "the sampler's temperature is 1.25, and the trainer's is 1", sampling={"temperature": 1.25}
     ),
     "raw_logprobs": Fault(
         "temperature",
-        "log-probabilities are those before temperature",
+        "the sampler reports log-probabilities from before the temperature of 0.7",
         engine={"logprobs_mode": "raw_logprobs"},
         sampling={"temperature": 0.7},
     ),
     "top_p": Fault("truncation", "the sampler draws from 90 % of the probability", sampling={"top_p": 0.9}),
-    "top_k": Fault("truncation", "the sampler draws from ten tokens", sampling={"top_k": 10}),
+    "top_k": Fault("truncation", "the sampler draws from the ten likeliest tokens", sampling={"top_k": 10}),
     "min_p": Fault(
-        "truncation", "the sampler drops what is 20 times less likely than the best", sampling={"min_p": 0.05}
+        "truncation",
+        "the sampler leaves out tokens that are 20 times less likely than the likeliest",
+        sampling={"min_p": 0.05},
     ),
     "repetition_penalty": Fault(
-        "penalty", "the sampler avoids what it has said", sampling={"repetition_penalty": 1.1}
+        "penalty", "the sampler has a repetition penalty of 1.1", sampling={"repetition_penalty": 1.1}
     ),
-    "presence_penalty": Fault("penalty", "the sampler avoids what it has said", sampling={"presence_penalty": 0.5}),
-    "frequency_penalty": Fault("penalty", "the sampler avoids what it has said", sampling={"frequency_penalty": 0.3}),
+    "presence_penalty": Fault(
+        "penalty", "the sampler has a presence penalty of 0.5", sampling={"presence_penalty": 0.5}
+    ),
+    "frequency_penalty": Fault(
+        "penalty", "the sampler has a frequency penalty of 0.3", sampling={"frequency_penalty": 0.3}
+    ),
     "stale": Fault("stale", "samples are some optimizer steps old", drifts="age"),
     "across_push": Fault("across_push", "a push leaves keys and values of old weights in the cache", drifts="push"),
     "never_pushed": Fault("never_pushed", "the sampler still has its first weights", drifts="step"),
     "adapter_missing": Fault("adapter_missing", "the sampler never loads the adapter", drifts="step"),
     "stale_adapter": Fault("stale", "adapters are some optimizer steps old", drifts="age"),
     "collapse": Fault(
-        "weights", "from the middle of a collapse; the sampler is behind, and says nothing", drifts="run"
+        "weights",
+        "a policy collapses, and the sampler is four optimizer steps old and does not report it",
+        drifts="run",
     ),
     "standing_still": Fault("standing_still", "the sampler changes, and the trainer does not", drifts="engine"),
     "some_prompts": Fault("some_prompts", "trainer and sampler differ in a few prompts", drifts="prompt"),
     "own_updates": Fault("own_updates", "a batch is trained on four times, in bypass mode", drifts="visit"),
     "lora_merge": Fault("lora_merge", "an adapter is merged in bfloat16 for the sampler", drifts="adapter"),
     "one_token_shift": Fault("shift", "log-probabilities are those of the neighbour", rows=rows.shift_by_one),
-    "bos": Fault("first_token", "the sampler read another start", rows=rows.another_first_token),
+    "bos": Fault("first_token", "the sampler read another first token", rows=rows.another_first_token),
     "template": Fault("first_token", "the trainer's prompt lacks the end of the template", scoring={"drop_prompt": 1}),
     "eos": Fault("last_token", "the end is forced, and reported as certain", rows=rows.force_the_last_token),
     "seams": Fault("seams", "the text before a turn is made of other tokens", scoring={"retokenize": True}),

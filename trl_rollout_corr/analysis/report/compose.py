@@ -144,16 +144,17 @@ def _tokens(sequences: Sequences, lost: Lost) -> list[Section]:
     if not lost.drawn:
         drawn = "completions, none of which was drawn at random, so that they do not represent the batch"
     explained = (
-        f"The tables count {lost.completions:,} {drawn}. Each row is about one text, and shows the last of its tokens in its "
-        "context. `Share of these` is the row's share of the tokens in the table. `Share of its own` is its share of all "
-        "tokens with this text and this sign of the advantage. The advantage and the probabilities are means over the row."
+        f"The tables count {lost.completions:,} {drawn}. Each row is about one token of the vocabulary, and shows the last "
+        "place where it was counted. `Times` says how often it was counted. `Share of these` is that number divided by the "
+        "first one above the table. `Share of its own` is that number divided by all occurrences of the token with this sign "
+        "of the advantage. The advantage and the probabilities are means over the counted places."
     )
     text = f"{explained} {lost.text}".strip() if lost.rejected or lost.at_bound else lost.text
     of_single = (
         "Each token is marked with what the correction did to it. Hover over a token to see its probabilities and its factor "
-        "on the policy gradient, or open `Numbers`. A factor from 0.95 to 1.05 counts as full. The completions that lost most "
-        "come first: what the factor of each token lacks to 1 is added up and multiplied by |advantage|. A long completion is "
-        "shortened to the places where most was changed."
+        "on the policy gradient, or open `Numbers`. A factor from 0.95 to 1.05 counts as full. The completions that lost the "
+        "most gradient come first: what the factor of each token lacks to 1 is added up and multiplied by |advantage|. A long "
+        "completion is shortened to the places where most was changed."
     )
     chosen = choose_completions(sequences)
     return [

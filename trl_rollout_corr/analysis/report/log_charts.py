@@ -30,7 +30,7 @@ TRENDS = {
         log=True,
     ),
     "rejected": Trend("Share of tokens rejected", {"rollout_rs_masked_fraction": "share"}),
-    "sample-size": Trend("Effective sample size of the weights", {"rollout_is_eff_sample_size": "share"}),
+    "sample-size": Trend("Effective sample size of the importance weights", {"rollout_is_eff_sample_size": "share"}),
     "effective-lr": Trend("Effective learning rate", {"effective_lr": "effective_lr"}),
     "reward": Trend("Reward", {"reward": "reward"}),
     "kl": Trend("KL divergence, mean of -d", {"kl": "kl"}),
@@ -46,7 +46,7 @@ TRENDS = {
     "percentiles": Trend(
         "Percentiles of d", {"log_ratio_p50": "median", "log_ratio_p1": "1 %", "log_ratio_p99": "99 %"}
     ),
-    "mean-weight": Trend("Mean weight", {"rollout_is_mean": "mean weight"}),
+    "mean-weight": Trend("Mean importance weight", {"rollout_is_mean": "mean"}),
     "nonfinite": Trend("Share of tokens that are not finite", {"nonfinite_fraction": "share"}),
     "staleness": Trend("Age of the data, in optimizer steps", {"staleness_mean": "mean", "staleness_max": "largest"}),
 }
@@ -224,7 +224,8 @@ def rejected(facts: Facts) -> Section | None:
             "The table has means of the logged shares. Training learns least from the group with the largest share."
         ]
         parts += [
-            "Down-weighted is the mean of max(0, 1 - factor on the gradient) over the tokens that are not rejected."
+            "Down-weighted is the mean of max(0, 1 - factor on the gradient) over all tokens of the group, where a rejected "
+            "token counts as 0."
         ]
     table = None if groups.empty else groups
     return Section("rejected", "Who is rejected", " ".join(parts), table=table) if parts else None

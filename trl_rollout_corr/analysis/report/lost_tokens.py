@@ -82,7 +82,7 @@ def find_lost(sequences: Sequences, config: RolloutCorrectionConfig | None) -> L
         here = sequences.counted & (sign == of_sign)
         rejected += _tables(sequences, f"Rejected, {name} advantage", of_sign, here, here & without)
         for title, beyond in _beyond(sequences, bounding, of_sign):
-            title = f"Weight at its {title}, {name} advantage"
+            title = f"Importance weight at its {title}, {name} advantage"
             at_bound += _tables(sequences, title, of_sign, here, here & beyond & ~without)
     if not rejected:
         notes.insert(0, "No token with an advantage other than 0 is rejected in these completions.")
@@ -170,13 +170,12 @@ def _notes(config: RolloutCorrectionConfig | None, bounding: Bounding | None) ->
             "The criteria judge whole completions or turns, so a text is rejected together with the text around it."
         )
     if bounding is not None and bounding.drops:
-        notes.append(
-            "A token whose ratio is outside the bounds of the weights has the weight 0, and counts as rejected."
-        )
+        notes.append("A token whose ratio is outside the bounds has the importance weight 0, and counts as rejected.")
     pairs = [] if bounding is None else [(bounding.lower, bounding.upper), bounding.positive]
     if any(pair is not None and 1 in pair for pair in pairs):
         notes.append(
-            "A token whose weight is at a bound of 1 keeps its whole gradient, so there is no table of these tokens."
+            "A token whose importance weight is at a bound of 1 keeps its whole gradient, so there is no table of these "
+            "tokens."
         )
     return notes
 
@@ -222,24 +221,27 @@ def _sentences(
     if (train > rollout) == table.positive:
         parts.append(
             f"Their mean probability has already {'risen' if table.positive else 'fallen'} {moved}, and the correction does "
-            "not push it further until the sampler has newer weights. A dump cannot tell whether that slows learning."
+            "not push it further until the sampler has newer model weights. A dump cannot tell whether that slows learning."
         )
-        parts.append(f"If they belong to a format that has to be learned, {_wider(config)}push weights more often.")
+        learn = "belong to a format that has to be learned" if table.positive else "have to be unlearned faster"
+        remedy = f"{_wider(config, table.positive)}push the model weights to the sampler more often"
+        parts.append(f"If they {learn}, {remedy}.")
     else:
         parts.append(
-            f"Their mean probability went {moved}, against the advantage, so the sampler may write what the trainer would "
-            "not. Look at the sampler (`trl-rollout-corr diagnose`) before you change a bound."
+            f"Their mean probability went {moved}, against the advantage: the trainer finds them "
+            f"{'less' if table.positive else 'more'} likely than the sampler did, although their completions were "
+            f"{'better' if table.positive else 'worse'} than average. Look for the cause with `trl-rollout-corr diagnose` "
+            "before you change a bound."
         )
     return " ".join(parts)
 
 
-def _wider(config: RolloutCorrectionConfig | None) -> str:
-    """The remedy that widens a bound, as the beginning of a sentence."""
+def _wider(config: RolloutCorrectionConfig | None, positive: bool) -> str:
+    """The remedy that widens the bound for a sign of the advantage, as the beginning of a sentence."""
     for criterion in config.correction.criteria if config else ():
         if criterion.directed:
-            return (
-                f"raise the bound of `{criterion.name}` in `rollout_rs_threshold` (now {number(criterion.upper)}), or "
-            )
+            bound = criterion.upper if positive else -criterion.lower
+            return f"raise the bound of `{criterion.name}` in `rollout_rs_threshold` (now {number(bound)}), or "
     return "widen `rollout_rs_threshold`, or " if config and config.correction.criteria else ""
 
 
