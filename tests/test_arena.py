@@ -298,7 +298,7 @@ def test_a_dense_reward_counts_characters_and_garbage_costs_one(arena):
     assert tasks.tags(["<a>", "<a", "a>", "", "<"]) == [1.0, 0.0, 0.0, 0.0, 0.0]
 
 
-def test_the_candidate_with_a_cap_of_1_is_auto(second):
+def test_the_candidate_that_was_chosen_is_auto(second):
     generator = torch.Generator().manual_seed(0)
     rollout = -3 * torch.rand(64, 16, generator=generator)
     train = (rollout + 2 * torch.randn(64, 16, generator=generator)).clamp(max=0.0)
@@ -307,7 +307,7 @@ def test_the_candidate_with_a_cap_of_1_is_auto(second):
         compute_rollout_correction(
             train, rollout, torch.ones_like(train), RolloutCorrectionConfig(**options), advantages=advantages
         ).coefficients
-        for options in ({"rollout_correction": "auto"}, second.candidate(1).options, second.candidate(3).options)
+        for options in ({"rollout_correction": "auto"}, second.ARMS["auto"].options, second.candidate(3, tv="tv20").options)
     ]
     assert torch.equal(coefficients[0], coefficients[1])
     assert coefficients[2].max() == 3

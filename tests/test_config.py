@@ -254,7 +254,7 @@ EXPECTED_PRESETS = {
     "bypass_dppo_kl": ("token", 20.0, ["token_kl"], [[0.05, 0.05]], "reinforce"),
     "decoupled_kpop": ("token", math.inf, ["token_binary_kl"], [0.1], False),
     "decoupled_intellect3": ("token", [0.5, 5.0], ["seq_max_k1"], [[1e-5, math.inf]], False),
-    "auto": ("token", [[0.0, 1.0], [1.0, 1.0]], ["token_tv", "token_k1"], [[0.1, 0.1], [0.001, math.inf]], False),
+    "auto": ("token", [[0.0, 1.0], [1.0, 1.0]], ["token_tv", "token_k1"], [[0.2, 0.2], [0.001, math.inf]], False),
 }
 # Those of verl's first version, and the names of today's presets that they come from
 FIRST_PRESETS = {

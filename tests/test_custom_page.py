@@ -175,6 +175,10 @@ def test_masks_of_the_shapes_on_the_page():
             correction_of(3, tokens).adjusted(keep=of_rows)
     with pytest.raises(ValueError, match=r"`weights` must have the shape \(3, 2\), got \(3, 1\)"):
         correction.adjusted(weights=torch.ones(3, 1))
+    names = {"keep": of_rows, "weights": torch.tensor([[1.0], [2.0], [0.5]]), "train_logps": torch.zeros(3, 2)}
+    exec(block("expand_as"), names)
+    adjusted = correction.adjusted(keep=names["keep"], weights=names["weights"])
+    assert adjusted.coefficients.tolist() == [[1.0] * 2, [0.0] * 2, [0.5] * 2]
 
 
 @pytest.mark.parametrize(
@@ -407,6 +411,8 @@ def test_the_first_process_decides_for_all():
     logs = of_asynchronous_processes(rewards(*[-1.0] * 5, *[-2.0] * 5))
     assert in_processes([ReadsTheReward(), ReadsTheReward()], logs) == [6, None]  # the others wait forever
     names, sent = defined(block("class FirstProcessDecides(")), []
+    log = logs[0]  # a replay is the first process
+    assert replay(names["FirstProcessDecides"](ReadsTheReward()), log) == "The rule stops the run at step 6."
 
     def broadcast(objects, from_process):
         assert from_process == 0

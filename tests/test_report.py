@@ -377,6 +377,8 @@ def test_d_is_defined_before_it_is_used(page):
     )
     assert re.search(r"\|d\||\bd\b", page.text).start() == definition
     assert page.text.index("k3_kl, the gap, is the mean of exp(d) - 1 - d") < page.text.index("What to do.")
+    assert "by an importance weight, which is exp(d) within bounds" in page.text
+    assert "the mean factor of importance weights and rejection on the gradient" in page.text
 
 
 def test_the_banner_has_the_means_of_the_last_windows(tmp_path, undrawn):

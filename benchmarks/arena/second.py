@@ -16,9 +16,13 @@ POSITIVE = {"": [1.0, 1.0], "to1": [0.0, 1.0], "to2": [0.0, 2.0]}  # bounds of w
 TV = {"": [0.1, 0.1], "tv20": [0.2, 0.2], "tv30": [0.3, 0.3], "tv10_20": [0.1, 0.2], "tv20_10": [0.2, 0.1]}
 
 
+# Arms that have other names than their parts: the preset of today, and the preset until this proof
+NAMES = {"cap1_tv20": "auto", "cap1": "auto_tv10"}
+
+
 def candidate(cap: float, positive: str = "", tv: str = "", floor: bool = True) -> Arm:
     """
-    A rule like `auto`.
+    A rule like `auto`. Without `tv` in its name, it has the bounds of `auto_tv10`.
 
     Args:
         cap (`float`):
@@ -38,9 +42,11 @@ def candidate(cap: float, positive: str = "", tv: str = "", floor: bool = True) 
         "rollout_rs": [*bounds],
         "rollout_rs_threshold": [*bounds.values()],
     }
-    return Arm("_".join(filter(None, (f"cap{cap:g}", positive, tv, "" if floor else "open"))), options)
+    name = "_".join(filter(None, (f"cap{cap:g}", positive, tv, "" if floor else "open")))
+    return Arm(NAMES.get(name, name), options)
 
 
+AUTO_TV10 = candidate(1)
 CANDIDATES = [
     *(candidate(cap) for cap in (2, 3, 5, 10)),
     *(candidate(1, tv=tv) for tv in ("tv20", "tv30", "tv10_20", "tv20_10")),
@@ -52,23 +58,23 @@ TRL_MODES = ("token_truncate", "token_mask", "sequence_truncate")  # its default
 SECOND = {
     arm.name: arm
     for arm in (
+        AUTO_TV10,
         *CANDIDATES,
-        Arm("auto_bypass", {"rollout_correction": "auto", "bypass_mode": True}),
+        Arm("auto_tv10_bypass", {**AUTO_TV10.options, "bypass_mode": True}),
         *(Arm(f"trl_{mode}", {"vllm_importance_sampling_mode": mode}, trl=True) for mode in TRL_MODES),
         Arm("cppo", cells.ARMS["token_20"].options, rule="cppo"),
         Arm("cap3_cppo", cells.ARMS["token_20"].options, rule="cap3_cppo"),
-        Arm("auto_pull", {"rollout_correction": "auto"}, rule="pull"),
+        Arm("auto_tv10_pull", AUTO_TV10.options, rule="pull"),
         Arm("prime_rl", {"rollout_correction": "bypass_dppo_tv"}, rule="pull"),
     )
 }
 ARMS = {**cells.ARMS, **SECOND}
 
 REFERENCES = ["on_policy", "none"]
-SHORT_LIST = ["auto", "cap3", "cap3_tv20", "cap1_tv20", "cap5", "token_2", "dppo_tv"]
-CHOICE = "cap1_tv20"  # of tuning
-JUDGED = ["trl", "token_2", "bypass", "dppo_tv", "auto", CHOICE]
+SHORT_LIST = ["auto_tv10", "cap3", "cap3_tv20", "auto", "cap5", "token_2", "dppo_tv"]
+JUDGED = ["trl", "token_2", "bypass", "dppo_tv", "auto_tv10", "auto"]  # the last one was the choice of tuning
 JUDGED_ONCE = [*(f"trl_{mode}" for mode in TRL_MODES), "icepop", "cppo"]  # in three cells
-JUDGED_WAYS = ["token_2", "dppo_tv", "auto", CHOICE]  # with other ways to train
+JUDGED_WAYS = ["token_2", "dppo_tv", "auto_tv10", "auto"]  # with other ways to train
 
 SLOW_8, FAST_3, FAST_4, FAST_8, FAST_16 = (
     Rung(8, "slow"),
@@ -111,7 +117,7 @@ def judging_runs(seed: int) -> list[Run]:
     full = [*REFERENCES, *JUDGED]
     return [
         *runs_of([Cell(task, rung) for task in FORMATS for rung in (FAST_8, FASTER_8)], full, [seed]),
-        *runs_of([Cell(task, FASTER_32) for task in ("records", "unpack")], [*full, "auto_bypass"], [seed]),
+        *runs_of([Cell(task, FASTER_32) for task in ("records", "unpack")], [*full, "auto_tv10_bypass"], [seed]),
         *runs_of([Cell(task, FAST_4, fault="garbage") for task in GARBAGE], full, [seed]),
         *runs_of([Cell(task, FASTER_32) for task in (*EXACT, *DENSE)], full, [seed]),
         *runs_of([Cell("differences", FAST_8, way="several"), Cell("tag_even", FAST_8, way="several")],
@@ -125,7 +131,7 @@ def judging_runs(seed: int) -> list[Run]:
 
 def second_tuning() -> list[Run]:
     """The short list in every cell, and the other candidates in the one that tells most apart."""
-    others = [*(arm.name for arm in CANDIDATES), "cppo", "cap3_cppo", "auto_pull", "prime_rl"]
+    others = [*(arm.name for arm in CANDIDATES), "cppo", "cap3_cppo", "auto_tv10_pull", "prime_rl"]
     return [
         *runs_of(TUNING_CELLS, [*REFERENCES, *SHORT_LIST]),
         *runs_of([Cell("sort", FASTER_32)], [name for name in others if name not in SHORT_LIST]),
@@ -144,8 +150,8 @@ def taught_language() -> list[Run]:
     found = [
         *runs_of([tagged[8]], [*REFERENCES, *JUDGED], SEEDS),
         *runs_of([Cell(LONG_LANGUAGE, Rung(8, "faster"))], [*REFERENCES, *JUDGED]),
-        *runs_of([tagged[16], tagged[3]], [*REFERENCES, *JUDGED]),
-        *runs_of([tagged[0]], JUDGED),
+        *runs_of([tagged[16]], [*REFERENCES, *JUDGED]),
+        *runs_of([tagged[3], tagged[0]], [*REFERENCES, "token_2", "auto_tv10", "auto"]),
     ]
     return [replace(run, steps=40) for run in found]
 

@@ -156,7 +156,7 @@ RULES: dict[str, Callable[[Tokens], Array]] = {
     "M2PO 0.04": lambda t: within_moment(t, 0.04),
     "bypass_ppo_clip": clipped,
     "bypass_dppo_tv": lambda t: t.ratio.clip(max=20.0) * within_tv(t, 0.2),
-    "auto without its floor": lambda t: np.where(t.advantage > 0, 1.0, t.ratio.clip(max=1.0)) * within_tv(t, 0.1),
+    "auto without its floor": lambda t: np.where(t.advantage > 0, 1.0, t.ratio.clip(max=1.0)) * within_tv(t, 0.2),
     "auto": lambda t: RULES["auto without its floor"](t) * (t.ratio >= 0.001),
 }
 SITUATIONS: dict[str, dict[str, float]] = {
