@@ -1,5 +1,6 @@
 """The page about papers: settings that a run takes, and presets that mean what the page says."""
 
+import math
 import re
 import warnings
 
@@ -28,13 +29,36 @@ def config_of(settings: dict, folder) -> RolloutCorrectedGRPOConfig:
 
 
 def test_every_paper_has_a_link_and_all_but_the_last_have_settings():
-    *papers, covered, without = SECTIONS
+    words, index, *papers, covered, without = SECTIONS
+    assert (words, index) == ("Words on this page", "All papers")
     assert (covered, without) == ("Papers that TRL covers", "Papers without settings here")
     assert len(papers) > 10
     for name in papers:
         assert re.search(r"\]\(https://", SECTIONS[name]), name
         assert f"{name} 0" in SNIPPETS
-        assert re.search(r"\b(needs?|available)\b", SECTIONS[name].rsplit("```", 1)[-1]), name  # what else it takes
+
+
+def test_the_table_of_papers_has_every_section_with_its_settings():
+    rows = re.findall(r"^\| \[.+?\]\(#([\w-]+)\) \| (.+?) \|", SECTIONS["All papers"], re.MULTILINE)
+    _, _, *names = SECTIONS
+    assert [anchor for anchor, _ in rows] == [re.sub(r"[^\w -]", "", name).lower().replace(" ", "-") for name in names]
+    for name, (_, settings) in zip(names, rows, strict=True):
+        for field in re.findall(r"`(\w+)`", settings):
+            snippets = [snippet for key, snippet in SNIPPETS.items() if key.rsplit(" ", 1)[0] == name]
+            assert any(field in snippet or field == snippet.get("rollout_correction") for snippet in snippets), field
+
+
+def test_rules_of_the_arena_from_papers_are_on_the_page():
+    rules = (ROOT / "benchmarks/arena/rules.py").read_text()
+    assert len(papers := set(re.findall(r"https://huggingface.co/papers/[\d.]+\d", rules))) > 3
+    assert [paper for paper in papers if paper not in PAGE] == []
+
+
+def test_ratios_of_the_example_of_trust_region_masking():
+    bound = SNIPPETS["Trust-region masking 0"]["rollout_rs_threshold"][0]
+    ratios = re.search(r"all of its ratios are\s+between\s+([\d.]+) and ([\d.]+)\.", SECTIONS["Trust-region masking"])
+    for ratio in ratios.groups():
+        assert float(ratio) - 1 - math.log(float(ratio)) == pytest.approx(bound, rel=0.05)
 
 
 @pytest.mark.parametrize("name", SNIPPETS)

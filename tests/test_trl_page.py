@@ -1,7 +1,9 @@
 """The page about TRL's own correction says what the installed TRL does, and how its settings are translated."""
 
+import math
 import re
 import warnings
+from statistics import NormalDist
 
 import pytest
 import yaml
@@ -14,7 +16,7 @@ from trl_rollout_corr.settings.criteria import CRITERIA
 
 PAGE = (ROOT / "docs/trl.md").read_text()
 PREFIX = "vllm_importance_sampling_"
-ROWS = re.findall(r"^\| (`(?:correction|mode): .*) \| (`rollout_.*) \|$", PAGE, re.MULTILINE)
+ROWS = re.findall(r"^\| (`mode: [^|]*) \| (`rollout_[^|]*) \| [^|]* \|$", PAGE, re.MULTILINE)
 
 
 def settings_in(cell: str) -> dict:
@@ -42,7 +44,28 @@ def test_a_row_of_the_translation_is_that_of_convert(theirs, ours):
 def test_every_mode_is_translated():
     modes = {settings_in(theirs).get("mode") for theirs, _ in ROWS}
     listed = re.search(r"_mode` \| `sequence_mask` \| (.*) \|", PAGE)[1]
-    assert modes - {None} == set(re.findall(r"`(\w+)`", listed))
+    assert modes == set(re.findall(r"`(\w+)`", listed))
+
+
+def test_a_correction_that_was_off_stays_off():
+    written = re.search(r"`(correction: false)`\), write `(.*?)`", PAGE)
+    off = RolloutCorrectionConfig.from_trl({f"{PREFIX}correction": False})
+    assert off.correction == RolloutCorrectionConfig(**settings_in(f"`{written[2]}`")).correction
+
+
+def test_mean_weights_are_those_of_the_normal_model():
+    """Mean of `exp(D)` up to TRL's bound, and 0 above, as in docs/theory.md."""
+    head = re.search(r"^\| tokens of .*$", PAGE, re.MULTILINE)[0]
+    gaps = [float(gap) for gap in re.findall(r"`k3_kl` is (\d\.\d+)", head)]
+    rows = re.findall(r"^\| (\d+) \| (\d\.\d\d) \| (\d\.\d\d) \|$", PAGE, re.MULTILINE)
+    assert len(gaps) == 2
+    assert len(rows) > 3
+    bound = GRPOConfig.__dataclass_fields__[f"{PREFIX}clip_max"].default
+    for tokens, *means in rows:
+        for gap, mean in zip(gaps, means, strict=True):
+            variance = 2 * gap * int(tokens)
+            calculated = NormalDist().cdf((math.log(bound) - variance / 2) / math.sqrt(variance))
+            assert float(mean) == pytest.approx(calculated, abs=0.0051), (tokens, gap)
 
 
 def test_the_number_of_criteria_is_that_of_the_code():

@@ -76,7 +76,7 @@ LATER_PRESETS: dict[str, dict[str, Any]] = {
         "rollout_is": "token",
         "rollout_is_threshold": [[0.0, 1.0], [1.0, 1.0]],
         "rollout_is_clamp": True,
-        # DPPO's trust region, with its bound: a probability that has changed by more than 0.2 is not pushed further. With 0.1
+        # DPPO's trust region, with the bound of `bypass_dppo_tv`: a probability that has changed by more than 0.2 is not pushed further. With 0.1
         # it slows down formats that have to be learned. A probability may be pushed back, so a floor removes rewarded
         # garbage: tokens that the sampler was sure of, and that the trainer finds a thousand times less likely.
         "rollout_rs": ["token_tv", "token_k1"],
