@@ -444,3 +444,17 @@ def test_the_document_has_the_counterparts_that_convert_names():
             assert f"`{name}" in theirs
     named = {name.split("=")[0] for cell, _ in rows for name in re.findall(r"`([a-z]+\.[\w.]+)", cell)}
     assert named - COUNTERPARTS.keys() == {"algorithm.adv_estimator"}
+
+
+def test_a_variable_may_have_the_name_of_a_setting(tmp_path, capsys):
+    script = tmp_path / "run.sh"
+    section = "algorithm.rollout_correction"
+    script.write_text(f"rollout_is=token\npython -m verl {section}.rollout_is=$rollout_is {section}.rollout_is_threshold=3\n")
+    assert main(["convert", str(script)]) == 0
+    found = capsys.readouterr()
+    assert found.out.splitlines()[:2] == ["rollout_is: token", "rollout_is_threshold: 3.0"]
+    assert "left out" not in found.err
+    script.write_text(f"rollout_is=token\npython -m verl {section}.bypass_mode=true\n")
+    assert main(["convert", str(script)]) == 0
+    expected = f"{script}:1: `rollout_is` is left out, because the settings of `{section}` are translated."
+    assert expected in capsys.readouterr().err

@@ -147,8 +147,10 @@ def _from_script(text: str) -> Document | None:
             _set(document, tuple(name.split(".")), value, line)
         else:
             document.variables.setdefault(name, (value, line))
-    for name in used & document.variables.keys():
-        del document.variables[name]
+    for name in used:  # a variable may have the name of a setting
+        document.variables.pop(name, None)
+        if (name,) in document.lines:
+            del document.content[name], document.lines[(name,)]
     return document if document.content or document.variables else None
 
 
@@ -287,7 +289,9 @@ def _left_out(document: Document, foreign: Foreign) -> Iterator[tuple[int, str]]
     for path, value, line in _not_taken(document, foreign):
         name = ".".join(path)
         matches = difflib.get_close_matches(name, [*VERL_KEYS, *FIELDS], 1, 0.85)
-        if matches and foreign.tool != _TRL:
+        if name in matches:
+            yield line, f"`{name}` is left out, because the settings of `{'.'.join(foreign.above)}` are translated."
+        elif matches and foreign.tool != _TRL:
             yield line, f"`{name}` is left out. Did you mean `{matches[0]}`?"
         elif foreign.tool != _TRL and (message := counterpart(path, value)):
             yield line, f"`{name}` is left out: {message}."
