@@ -14,6 +14,7 @@ import archive
 import second_report
 from cells import FORMER, LADDER, RUNGS, TOP, Cell, Run, rung_of
 from second import ARMS, SECOND_STAGES, STAGES
+from seeds import scores, wanted
 
 
 Row = dict[str, Any]
@@ -105,13 +106,21 @@ def collect(folder: Path) -> dict[str, Any]:
         done = {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
         if not done:
             continue
+        rows = [row_of(run, done[run.name]) for run in runs if run.name in done]
+        asked = needed(runs, rows) if stage in SECOND_STAGES else runs
         results[stage] = {
-            "planned": len(paths),
+            "planned": len({*done, *(run.name for run in asked)}),
             "done": len(done),
             "minutes": round(sum(record["cpu_seconds"] for record in done.values()) / 60),
-            "rows": [row_of(run, done[run.name]) for run in runs if run.name in done],
+            "rows": rows,
         }
     return results
+
+
+def needed(runs: Sequence[Run], rows: Iterable[Row]) -> list[Run]:
+    """Runs that the protocol of the second proof asks for: of other seeds than 0, those that rows of seed 0 make worthwhile."""
+    asked = {cell: wanted(by_arm) for cell, by_arm in scores(rows).items() if any(0 in x for x in by_arm.values())}
+    return [run for run in runs if not run.seed or run.arm.name in asked.get(run.cell.name, [])]
 
 
 def write(results: dict[str, Any], path: Path):

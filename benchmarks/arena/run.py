@@ -24,7 +24,6 @@ import report
 from cells import Run, smoke
 from harness import train_missing
 from second import STAGES
-from seeds import scores, wanted
 
 
 ROOT = Path(__file__).parents[2]
@@ -79,8 +78,7 @@ def main():
     archive.unpack(args.output_dir / "runs")
     if args.wanted:
         rows = [row for found in report.collect(args.output_dir / "runs").values() for row in found["rows"]]
-        asked = {cell: wanted(by_arm) for cell, by_arm in scores(rows).items()}
-        chosen = [run for run in chosen if not run.seed or run.arm.name in asked.get(run.cell.name, [])]
+        chosen = report.needed(chosen, rows)
     if not args.report:
         command = f"python benchmarks/arena/run.py --stage {' '.join(args.stage)}"
         train_missing(chosen, args.output_dir / "runs", args.workers, command, prepare=prepare, train=train)

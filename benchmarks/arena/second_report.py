@@ -15,10 +15,32 @@ AUTO, SIMPLE = "auto", "token_2"
 UNKNOWN_SPREAD = 0.02  # while no cell has three seeds; tables say so
 
 
-def spread_of(rows: Sequence[Row]) -> tuple[float, bool]:
-    """The larger pooled spread of runs that fall and that do not, and whether it was measured."""
-    found = spreads(rows)
-    return (max(found.values()), True) if found else (UNKNOWN_SPREAD, False)
+class Spread:
+    """
+    Spread over training seeds of the scores of an arm in a cell. It is pooled over all arms and cells with three seeds: over
+    those with a run that falls, or over those without one. If nothing is known of one of the groups, it has the larger of the
+    other group's spread and [`UNKNOWN_SPREAD`].
+
+    Args:
+        rows (`Sequence[Row]`):
+            Runs of a stage.
+    """
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.measured = spreads(rows)
+        self._fall = {(row["cell"], row["arm"]) for row in rows if row["falls"]}
+        self._known = max([UNKNOWN_SPREAD, *self.measured.values()])
+
+    def __call__(self, cell: str, *arms: str) -> float:
+        """The larger one of the spreads of some arms in a cell."""
+        return max(self.measured.get((cell, arm) in self._fall, self._known) for arm in arms)
+
+    def __str__(self) -> str:
+        if not self.measured:
+            return f"The spread over training seeds is {UNKNOWN_SPREAD:.3f} (assumed, as no cell has three seeds)."
+        words = {False: "no run falls", True: "a run falls"}
+        parts = [f"{self.measured[fall]:.3f} where {words[fall]}" for fall in (False, True) if fall in self.measured]
+        return f"The spread over training seeds is {' and '.join(parts)} (measured)."
 
 
 def separate(cell: Scores) -> bool:
@@ -37,7 +59,7 @@ def summary(rows: Sequence[Row], arms: Sequence[str]) -> str:
     """A line per arm: regret, gain and falls, over the cells in which it was tried."""
     cells = scores(rows)
     starts = {row["cell"]: row["start"] for row in rows}
-    spread, _ = spread_of(rows)
+    spread = Spread(rows)
     lines = [
         "| arm | cells | worst regret | 90 % interval | where | mean regret | keeps 0.9 of the gain | falls |",
         "| --- " * 8 + "|",
@@ -61,10 +83,14 @@ def summary(rows: Sequence[Row], arms: Sequence[str]) -> str:
 
 def differences(rows: Sequence[Row], arms: Sequence[str], other: str = AUTO) -> str:
     """A line per arm: the cells in which it differs from `other`, for the better and for the worse."""
-    cells, (spread, _) = scores(rows), spread_of(rows)
+    cells, spread = scores(rows), Spread(rows)
     lines = [f"| arm | cells | better than `{other}` | worse |", "| --- " * 4 + "|"]
     for arm in (arm for arm in arms if arm not in (REFERENCE, other)):
-        own = {name: differ(cell[arm], cell[other], spread) for name, cell in cells.items() if {arm, other} <= {*cell}}
+        own = {
+            name: differ(cell[arm], cell[other], spread(name, arm, other))
+            for name, cell in cells.items()
+            if {arm, other} <= {*cell}
+        }
         if own:
             better, worse = (
                 ", ".join(f"{name} ({gap:+.2f})" for name, gap in own.items() if sign * gap > 0) or "none"
@@ -133,10 +159,8 @@ def every_cell(rows: Sequence[Row], arms: Sequence[str]) -> str:
 
 def tables(stage: str, rows: Sequence[Row], arms: Sequence[str]) -> dict[str, str]:
     """Text between the marks of `SECOND.md`, by mark."""
-    spread, measured = spread_of(rows)
-    source = "measured" if measured else "assumed, as no cell has three seeds yet"
     return {
-        f"{stage}-spread": f"The spread over training seeds is {spread:.3f} ({source}).",
+        f"{stage}-spread": str(Spread(rows)),
         f"{stage}-summary": summary(rows, arms),
         f"{stage}-differences": differences(rows, arms),
         f"{stage}-formats": formats(rows, arms),

@@ -6,7 +6,7 @@ Scores are those of rows of `report.row_of`. Cells have scores by arm and seed.
 
 import random
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from math import sqrt
 from statistics import mean, variance
 from typing import Any
@@ -78,17 +78,22 @@ def worst_regret(cells: Mapping[str, Scores], arm: str) -> tuple[float, str]:
     return max((regret(cell, arm), name) for name, cell in cells.items() if arm in cell)
 
 
-def interval(cells: Mapping[str, Scores], arm: str, spread: float, draws: int = DRAWS) -> tuple[float, float]:
-    """Where the largest plain regret of an arm is in the middle 90 of 100 draws of all scores."""
+def interval(
+    cells: Mapping[str, Scores], arm: str, spread: Callable[[str, str], float], draws: int = DRAWS
+) -> tuple[float, float]:
+    """
+    Where the largest plain regret of an arm is in the middle 90 of 100 draws of all scores. `spread` is that of the scores of
+    an arm in a cell.
+    """
     dice = random.Random(0)
-    own = [cell for cell in cells.values() if arm in cell]
     means = [
         {
-            name: (mean(by_seed.values()), spread / sqrt(len(by_seed)))
-            for name, by_seed in cell.items()
-            if name != REFERENCE
+            other: (mean(by_seed.values()), spread(name, other) / sqrt(len(by_seed)))
+            for other, by_seed in cell.items()
+            if other != REFERENCE
         }
-        for cell in own
+        for name, cell in cells.items()
+        if arm in cell
     ]
     found = []
     for _ in range(draws):

@@ -3,7 +3,7 @@ Bias, variance and direction of the policy gradient under every preset, counted 
 
     python benchmarks/exact/run.py
 
-No training, no sampling, no noise: four minutes on one core, or seven seconds with `--lengths 2 4 --seeds 1`. Writes
+No training and no sampling: four minutes on one core, or seven seconds with `--lengths 2 4 --seeds 1`. Writes
 `results.json` and `exact.png`, and prints the tables of `README.md`.
 """
 
@@ -95,45 +95,50 @@ def summary(rows: list[dict]) -> list[dict]:
 # Tables of `README.md` ------------------------------------------------------------------------------------------------
 
 
-BEST = {
-    "tokens": "{length}",
-    "s": "{s_from:g} to {s_to:g}",
-    "problems": "{problems}",
-    "best": "{best}",
-    "alignment": "{highest:.3f}",
-    "worst": "{worst}",
-    "its alignment": "{lowest:.3f}",
-    "no correction": "{alignment[disabled]:.3f}",
-    "token weights": "{alignment[decoupled_token_is]:.3f}",
-}
+# Gaps of the tables, by their lower end. Above 1 there are too few cases.
+SHOWN_GAPS = BINS[:-2]
+# Presets whose measure differs by less than this from the best are not told apart.
+CLOSE = 0.002
+HIGHER_IS_BETTER = {"alignment": True, "bias": False}
 
 
-def best(results: list[dict]) -> str:
-    """Per length and gap: what is most aligned with the true gradient, and what uncorrected data are."""
+def by_length(results: list[dict], measure: str) -> str:
+    """Per length and gap: the best value of a measure, what has it, and the values of some presets."""
+    best = f"{'highest' if HIGHER_IS_BETTER[measure] else 'lowest'} {measure}"
+    columns = {
+        "tokens": "{length}",
+        "s": "{s_from:g} to {s_to:g}",
+        "cases": "{problems}",
+        best: "{best:.3f}",
+        "with": "{with}",
+        "no correction": "{values[disabled]:.3f}",
+        "token weights": "{values[decoupled_token_is]:.3f}",
+        "sequence weights": "{values[decoupled_seq_is]:.3f}",
+        "`auto`": "{values[auto]:.3f}",
+    }
     rows = []
     for result in results:
-        aligned = result["alignment"]
-        ordered = sorted(aligned, key=lambda name: -aligned[name])
-        first, last = ordered[0], ordered[-1]
-        near = [name for name in ordered if aligned[name] > aligned[first] - 0.002]
-        shown = ", ".join(near[:3]) + (f" and {len(near) - 3} more" if near[3:] else "")
+        if result["s_from"] not in SHOWN_GAPS:
+            continue
+        values = result[measure]
+        ordered = sorted(values, key=values.__getitem__, reverse=HIGHER_IS_BETTER[measure])
+        close = [name for name in ordered if abs(values[name] - values[ordered[0]]) < CLOSE]
+        shown = ", ".join(close) if len(close) <= 3 else f"{len(close)} of {len(values)} presets"
         high = BINS[BINS.index(result["s_from"]) + 1]
-        of_best = {"best": shown, "highest": aligned[first], "worst": last, "lowest": aligned[last]}
-        rows.append({**result, **of_best, "s_to": high})
-    return markdown(rows, BEST)
+        rows.append({**result, "s_to": high, "best": values[ordered[0]], "with": shown, "values": values})
+    return markdown(rows, columns)
 
 
 def every_setting(results: list[dict], measure: str) -> str:
-    """One line per setting: the measure by bin of the gap, over all lengths and kinds."""
-    bins = sorted({result["s_from"] for result in results})
+    """One line per setting: the measure by bin of the gap, over all lengths and kinds. The best in the last bin is first."""
+    bins = [low for low in SHOWN_GAPS if any(result["s_from"] == low for result in results)]
     columns = {low: over_lengths([r for r in results if r["s_from"] == low], measure) for low in bins}
+    ordered = sorted(columns[bins[-1]].items(), key=lambda item: item[1], reverse=HIGHER_IS_BETTER[measure])
     rows = [
-        {"setting": name, **{f"from_{i}": columns[low][name] for i, low in enumerate(bins)}} for name in columns[0.0]
+        {"setting": name, **{f"from_{i}": columns[low][name] for i, low in enumerate(bins)}} for name, _ in ordered
     ]
-    rows.sort(key=lambda row: -row[f"from_{len(bins) - 2}"])
-    return markdown(
-        rows, {measure: "{setting}", **{f"s from {low:g}": f"{{from_{i}:.3f}}" for i, low in enumerate(bins)}}
-    )
+    cells = {f"s from {low:g}": f"{{from_{i}:.3f}}" for i, low in enumerate(bins)}
+    return markdown(rows, {f"preset, and its {measure}": "{setting}", **cells})
 
 
 def over_lengths(results: list[dict], measure: str) -> dict[str, float]:
@@ -146,7 +151,7 @@ def over_lengths(results: list[dict], measure: str) -> dict[str, float]:
 
 
 def tables(results: list[dict]) -> list[str]:
-    return [best(results), *(every_setting(results, measure) for measure in ("alignment", "bias"))]
+    return [make(results, measure) for make in (every_setting, by_length) for measure in ("bias", "alignment")]
 
 
 def main():

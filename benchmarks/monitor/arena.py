@@ -318,8 +318,8 @@ def by_correction(rows: Sequence[Row]) -> str:
             [words, *numbers, f"{critical[1]} of {len(stunted)}", f"{critical[2]} of {len(dips)}"]
         )  # fmt: skip
     columns = [
-        "correction", "runs", "fall", "announced before", "5 steps before", "fall, ended by `stop`", "keep accuracy",
-        "false critical alarm", "keep accuracy, ended by `stop`", "any alarm", "stunted, critical", "dip, critical",
+        "correction", "runs", "fall", "announced before", "5 steps before", "falls that stop ends", "keep accuracy",
+        "false critical alarm", "runs without a fall that stop ends", "any alarm", "stunted, critical", "dip, critical",
     ]  # fmt: skip
     return markdown(columns, lines)
 
