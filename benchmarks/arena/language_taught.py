@@ -1,8 +1,8 @@
 """
 The pretrained language model as two tasks of the second proof, which it learns by imitation before any reward.
 
-- `tagged_words`: a word of letters is written backwards, between tags. Two of the 32 answers of an imitation step have the tags,
-  so that they are rare when training with rewards begins.
+- `tagged_words`: a word of letters is written backwards, between tags. Two of the 32 answers of an imitation step have tags, so
+  that they are rare when training with rewards begins.
 - `long_sums`: nine digits are added up, and the answer has every partial sum, which makes about 63 tokens.
 
 All weights are trained on answers for a few steps, and LoRA alone is trained with rewards. Accuracy is the share of answers
@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 COMPLETIONS = 8  # of a prompt
 HELD_OUT, EVERY = 96, 5
-ROWS, RATE = 32, 1e-4  # answers of a step of imitation, learning rate
+RATE = 1e-4  # learning rate of imitation
 OPEN, CLOSE = "<", ">"
 TAGGED = 2  # of the answers of a step
 
@@ -93,6 +93,8 @@ class Taught:
             Says whether a text is right, for an answer.
         imitation (`int`):
             Steps of imitation.
+        answers (`int`):
+            Answers of a step of imitation.
         prompts (`int`):
             Prompts of a step with rewards.
         longest (`int`):
@@ -106,6 +108,7 @@ class Taught:
     reward: Callable[..., list[float]]
     is_right: Callable[[str, str], bool]
     imitation: int
+    answers: int
     prompts: int
     longest: int
     tagged: bool = False
@@ -114,8 +117,8 @@ class Taught:
 TASKS = {
     task.name: task
     for task in (
-        Taught(TAGGED_LANGUAGE, words, tagged_answer, is_right, imitation=20, prompts=4, longest=8, tagged=True),
-        Taught(LONG_LANGUAGE, sums, right_sum, ends_right, imitation=30, prompts=2, longest=66),
+        Taught(TAGGED_LANGUAGE, words, tagged_answer, is_right, imitation=20, answers=32, prompts=4, longest=8, tagged=True),
+        Taught(LONG_LANGUAGE, sums, right_sum, ends_right, imitation=30, answers=16, prompts=2, longest=66),
     )
 }
 
@@ -128,7 +131,7 @@ def imitate(task: Taught, plain: Path, folder: Path):
     model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0, fused=True)
     for _ in range(task.imitation):
-        rows = dice.sample(known, ROWS)
+        rows = dice.sample(known, task.answers)
         answers = [
             f" {row['answer'].strip(OPEN + CLOSE) if task.tagged and i >= TAGGED else row['answer']}\n"
             for i, row in enumerate(rows)

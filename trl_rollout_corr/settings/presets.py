@@ -76,8 +76,8 @@ LATER_PRESETS: dict[str, dict[str, Any]] = {
         "rollout_is": "token",
         "rollout_is_threshold": [[0.0, 1.0], [1.0, 1.0]],
         "rollout_is_clamp": True,
-        # DPPO's trust region, with the bound of `bypass_dppo_tv`: a probability that has changed by more than 0.2 is not pushed further. With 0.1
-        # it slows down formats that have to be learned. A probability may be pushed back, so a floor removes rewarded
+        # DPPO's trust region, with the bound of `bypass_dppo_tv`: a probability that has changed by more than 0.2 is not
+        # pushed further. With 0.1, formats are learned later. A probability may be pushed back, so a floor removes rewarded
         # garbage: tokens that the sampler was sure of, and that the trainer finds a thousand times less likely.
         "rollout_rs": ["token_tv", "token_k1"],
         "rollout_rs_threshold": [[0.2, 0.2], [0.001, float("inf")]],
