@@ -27,8 +27,6 @@ SCORES = {
     "last 3": "**{last}**",
     "per seed": "{per_seed}",
     "final": "{final}",
-    "greedy": "{greedy}",
-    "until 0.6": "{until}",
 }
 GAPS = {
     "arm": "{label}",
@@ -37,8 +35,29 @@ GAPS = {
     "sample size": "{sample_size}",
     "kept": "{kept}",
 }
-PER_STEP = ("per_device_train_batch_size", "gradient_accumulation_steps")
-ACCURACY = 0.6  # whose price in samples is told
+DIFFERENCES = {
+    "higher": "{higher}",
+    "lower": "{lower}",
+    "difference": "{difference:.3f}",
+    "limit": "{limit:.2f}",
+    "counts": "{counts}",
+    "overlap": "{overlap}",
+}
+# Between two and three standard errors of a difference; set after the runs
+LIMIT_ROSE, LIMIT_FELL = 0.07, 0.15
+# Arms whose difference is told: the corrections of one situation, and the control
+COMPARED = [
+    ("auto", "trl_default"),
+    ("geo_rs_tis", "trl_default"),
+    ("bypass", "trl_default"),
+    ("token_tis", "trl_default"),
+    ("auto", "token_tis"),
+    ("on_policy", "auto"),
+    ("rloo_auto", "rloo_geo_rs_tis"),
+    ("fp8_auto", "fp8_none"),
+    ("fp8_geo_rs_tis", "fp8_none"),
+    ("random_rs", "none"),
+]
 CLAIMS = {
     "claim": "{claim}",
     "verdict": "{verdict}",
@@ -133,12 +152,12 @@ def summarize(record: Record) -> Summary:
 
 
 def tables(results: dict[str, Any]) -> list[str]:
-    """The tables of `README.md`: noise, scores, gaps, claims."""
+    """The tables of `README.md`: noise, differences, scores, gaps, claims."""
     arms = results["arms"].values()
-    per_step = math.prod(results["training"][key] for key in PER_STEP)
-    rows = [row_of(arm, per_step) for arm in arms]
+    rows = [row_of(arm) for arm in arms]
     return [
         markdown(noise_of(arms, results["start"]), NOISE),
+        markdown(differences_of(results["arms"], results["start"]), DIFFERENCES),
         markdown(rows, SCORES),
         markdown(rows, GAPS),
         markdown(map(verdict_of, results["claims"]), CLAIMS),
@@ -161,7 +180,29 @@ def noise_of(arms: Iterable[dict[str, Any]], start: float) -> list[dict[str, Any
     return rows
 
 
-def row_of(arm: dict[str, Any], per_step: int) -> dict[str, str]:
+def differences_of(arms: dict[str, dict[str, Any]], start: float) -> list[dict[str, Any]]:
+    """Which of two arms has the higher last-3 accuracy, by how much, and whether a seed of the other is as high."""
+    rows = []
+    for pair in COMPARED:
+        if all(name in arms for name in pair):
+            seeds = {name: [seed["summary"]["last"] for seed in arms[name]["seeds"].values()] for name in pair}
+            higher, lower = sorted(pair, key=lambda name: -mean(seeds[name]))
+            difference = mean(seeds[higher]) - mean(seeds[lower])
+            limit = LIMIT_ROSE if mean(seeds[higher]) > start else LIMIT_FELL
+            rows.append(
+                {
+                    "higher": arms[higher]["label"],
+                    "lower": arms[lower]["label"],
+                    "difference": difference,
+                    "limit": limit,
+                    "counts": "yes" if difference > limit else "no",
+                    "overlap": "yes" if max(seeds[lower]) >= min(seeds[higher]) else "no",
+                }
+            )
+    return rows
+
+
+def row_of(arm: dict[str, Any]) -> dict[str, str]:
     """Means over seeds, or the extreme where the column says so."""
     summaries = [seed["summary"] for seed in arm["seeds"].values()]
 
@@ -172,20 +213,10 @@ def row_of(arm: dict[str, Any], per_step: int) -> dict[str, str]:
     return {
         "label": arm["label"],
         "per_seed": ", ".join(f"{summary['last']:.2f}" for summary in summaries),
-        "until": samples_of(arm, per_step),
         "k3": over_seeds("k3", form=".2g"),
         "k3_max": over_seeds("k3_max", max, ".2g"),
-        **{key: over_seeds(key) for key in ("start", "last", "final", "greedy", "reward", "sample_size", "kept")},
+        **{key: over_seeds(key) for key in ("start", "last", "final", "reward", "sample_size", "kept")},
     }
-
-
-def samples_of(arm: dict[str, Any], per_step: int) -> str:
-    """Completions that were sampled until the first look at an accuracy: median over the seeds, if all reached it."""
-    looks = [zip(seed["steps"], seed["accuracy"], strict=True) for seed in arm["seeds"].values()]
-    steps = [next((step for step, found in of_seed if found >= ACCURACY), None) for of_seed in looks]
-    reached = [step for step in steps if step is not None]
-    every = len(reached) == len(steps)
-    return f"{median(reached) * per_step:,.0f}" if every else f"{len(reached)} of {len(steps)} seeds"
 
 
 def verdict_of(claim: dict[str, Any]) -> dict[str, Any]:
