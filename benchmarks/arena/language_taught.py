@@ -51,7 +51,8 @@ def sums() -> list[Row]:
         digits = [int(digit) for digit in text]
         steps = zip(pairwise(accumulate(digits)), digits[1:], strict=True)
         answer = " ".join(f"{before}+{digit}={after}" for (before, after), digit in steps)
-        found.append({"prompt": f"{' '.join(text)} ->", "answer": answer})
+        # A word comes first, because the model hardly reads the first token of a text
+        found.append({"prompt": f"Add {' '.join(text)} ->", "answer": answer})
     return found
 
 

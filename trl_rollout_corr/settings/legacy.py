@@ -44,7 +44,7 @@ def from_legacy(settings: Mapping[str, object]) -> dict[str, Any]:
     | `rollout_is_threshold` | None: everything off |
     | `rollout_is` | False: compute and report, apply nothing |
     | `rollout_is_level` | `"token"`, also `"sequence"`, `"geometric"` |
-    | `rollout_is_mode` | `"truncate"`; `"mask"` (for two weeks `"clip"`) rejects outside `[lower, upper]` |
+    | `rollout_is_mode` | `"truncate"`; `"mask"` (in some early versions `"clip"`) rejects outside `[lower, upper]` |
     | `rollout_is_threshold_lower` | 1 / upper; acts in mask mode only |
     | `rollout_is_veto_threshold` | None; a sequence with a token of lower ratio is dropped |
 

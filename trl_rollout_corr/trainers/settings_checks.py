@@ -52,8 +52,8 @@ def check_loss_type(config: Any) -> None:
     if config.correction.corrects and config.loss_type == "vespo":
         raise ValueError(
             "`loss_type` is 'vespo', which has importance weights of its own, so no other weight or rejection can be "
-            "applied to it. Choose another `loss_type`, or only measure with "
-            "`rollout_metrics_only=True`."
+            "applied to it. Choose another `loss_type`, or only measure: set `rollout_correction` to 'disabled', or "
+            "`rollout_metrics_only` to true."
         )
 
 
