@@ -35,7 +35,7 @@ def test_rounding_is_left_alone_at_every_length(length, spread):
 
 
 def test_tokens_are_not_pushed_further_but_pushed_back():
-    rollout, train_logps = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.62, 0.38]]).log()
+    rollout, train_logps = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.72, 0.28]]).log()
     for sign, keep in ((1.0, [False, True]), (-1.0, [True, False]), (0.0, [True, True])):
         assert correct(train_logps, rollout, torch.tensor([sign])).keep.tolist() == [keep]
 

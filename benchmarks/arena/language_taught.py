@@ -119,7 +119,7 @@ TASKS = {
     task.name: task
     for task in (
         Taught(TAGGED_LANGUAGE, words, tagged_answer, is_right, imitation=20, answers=32, prompts=4, longest=8, tagged=True),
-        Taught(LONG_LANGUAGE, sums, right_sum, ends_right, imitation=30, answers=16, prompts=2, longest=66),
+        Taught(LONG_LANGUAGE, sums, right_sum, ends_right, imitation=25, answers=16, prompts=2, longest=66),
     )
 }
 
