@@ -237,4 +237,4 @@ def test_the_monitor_is_applied_to_runs_that_are_there(tmp_path):
         sys.executable, "benchmarks/monitor/arena.py", "--runs", str(tmp_path), "--stage", "second_tuning"
     )
     (line,) = (line for line in printed.splitlines() if "`grpo-sort-lag_8-slow-none-0`" in line)
-    assert line.endswith("falls at 20 | 3 | 3 `k3_high` | before, 17 steps |")
+    assert line.endswith("falls at 20 | 3 | 3 `k3_high` | - | before, 17 steps |")

@@ -10,6 +10,7 @@ The arena: every way to correct, on tasks and samplers of many kinds.
 A run that is in the output folder is not done again, so that the same command goes on where it was interrupted.
 """
 
+import gc
 import os
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
@@ -58,7 +59,9 @@ def prepare(engine: str):
 def train(run: Run) -> dict[str, Any]:
     from training import train
 
-    return train(run)
+    record = train(run)
+    gc.collect()  # trainers have cycles, and those of the language model fill the memory
+    return record
 
 
 def main():

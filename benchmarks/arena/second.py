@@ -157,5 +157,19 @@ def taught_language() -> list[Run]:
     return [replace(run, steps=40) for run in found]
 
 
-SECOND_STAGES = {"second_tuning": second_tuning, "second_judging": second_judging, "taught_language": taught_language}
+def several_updates() -> list[Run]:
+    """Several updates per generation, with a sampler that is at most one generation behind: at most 15 optimizer steps."""
+    behind, in_step = (Cell("tag_even", Rung(lag, "fast"), way="several") for lag in (1, 0))
+    return [
+        *runs_of([in_step], ["on_policy", *JUDGED_WAYS], SEEDS),
+        *runs_of([behind], [*REFERENCES, *JUDGED_WAYS], SEEDS),
+    ]
+
+
+SECOND_STAGES = {
+    "second_tuning": second_tuning,
+    "second_judging": second_judging,
+    "several_updates": several_updates,
+    "taught_language": taught_language,
+}
 STAGES = {**cells.STAGES, **SECOND_STAGES}

@@ -39,7 +39,11 @@ def prepare(engine: str):
     torch.set_num_threads(1)  # the models are so small that threads only wait for each other
     transformers.utils.logging.disable_progress_bar()
     task, kv_cache_dtype, *_ = engine.split()
-    if task not in PRETRAINED:
+    if task in (TAGGED_LANGUAGE, LONG_LANGUAGE):
+        import language_taught
+
+        language_taught.taught_model(language_taught.TASKS[task])
+    elif task != LANGUAGE:
         warm_start(TASKS[task], MODELS)
     share_engines(kv_cache_dtype)
 
