@@ -160,10 +160,8 @@ def taught_language() -> list[Run]:
 def several_updates() -> list[Run]:
     """Several updates per generation, with a sampler that is at most one generation behind: at most 15 optimizer steps."""
     behind, in_step = (Cell("tag_even", Rung(lag, "fast"), way="several") for lag in (1, 0))
-    return [
-        *runs_of([in_step], ["on_policy", *JUDGED_WAYS], SEEDS),
-        *runs_of([behind], [*REFERENCES, *JUDGED_WAYS], SEEDS),
-    ]
+    arms = ["token_2", "dppo_tv", "auto"]
+    return [*runs_of([in_step], ["on_policy", *arms], SEEDS), *runs_of([behind], [*REFERENCES, *arms], SEEDS)]
 
 
 SECOND_STAGES = {
