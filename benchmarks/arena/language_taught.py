@@ -28,7 +28,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 COMPLETIONS = 8  # of a prompt
-HELD_OUT, EVERY = 96, 5
+HELD_OUT = 96
+CONTEXT = 128  # tokens of a prompt and its answer
 RATE = 1e-4  # learning rate of imitation
 OPEN, CLOSE = "<", ">"
 TAGGED = 2  # of the answers of a step
@@ -100,6 +101,8 @@ class Taught:
             Prompts of a step with rewards.
         longest (`int`):
             Tokens of a completion, with a newline and one to spare.
+        every (`int`):
+            Optimizer steps from one look at held-out questions to the next.
         tagged (`bool`, *optional*, defaults to `False`):
             Whether answers have tags, which are rarely taught.
     """
@@ -112,14 +115,15 @@ class Taught:
     answers: int
     prompts: int
     longest: int
+    every: int
     tagged: bool = False
 
 
 TASKS = {
     task.name: task
     for task in (
-        Taught(TAGGED_LANGUAGE, words, tagged_answer, is_right, imitation=20, answers=32, prompts=4, longest=8, tagged=True),
-        Taught(LONG_LANGUAGE, sums, right_sum, ends_right, imitation=25, answers=16, prompts=2, longest=66),
+        Taught(TAGGED_LANGUAGE, words, tagged_answer, is_right, imitation=20, answers=32, prompts=4, longest=8, every=5, tagged=True),
+        Taught(LONG_LANGUAGE, sums, right_sum, ends_right, imitation=25, answers=16, prompts=2, longest=66, every=10),
     )
 }
 
@@ -203,12 +207,13 @@ def setup(run: Run) -> Setup:
             "bf16": True,
             "model_init_kwargs": {"dtype": "float32"},
             "generation_kwargs": {"stop_token_ids": [NEWLINE]},
+            "vllm_max_model_length": CONTEXT,
             "max_completion_length": task.longest,
             "per_device_train_batch_size": task.prompts * COMPLETIONS,
             "num_generations": COMPLETIONS,
         },
         partial(accuracy, task, tokenizer, rows[:HELD_OUT]),
         tied=True,
-        every=EVERY,
+        every=task.every,
         tags=tokenizer.convert_tokens_to_ids([f"Ġ{OPEN}", CLOSE]) if task.tagged else [],
     )

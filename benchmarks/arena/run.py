@@ -46,8 +46,10 @@ def parse_args() -> Namespace:
     parser.add_argument("--report", action="store_true", help="train nothing")
     parser.add_argument("--publish", action="store_true", help="write the results, the tables and the archive")
     parser.add_argument("--workers", type=int, default=2, help="processes that train, each on one core (default: 2)")
-    parser.add_argument("--output_dir", type=Path, default=ROOT / "outputs/arena")
-    return parser.parse_args()
+    parser.add_argument("--output_dir", type=Path, help="default: outputs/arena, or outputs/arena_smoke for --smoke")
+    args = parser.parse_args()
+    args.output_dir = args.output_dir or ROOT / ("outputs/arena_smoke" if args.smoke else "outputs/arena")
+    return args
 
 
 def prepare(engine: str):
@@ -78,7 +80,8 @@ def main():
         and (args.cells is None or run.cell.name in args.cells)
         and (args.seeds is None or run.seed in args.seeds)
     ]
-    archive.unpack(args.output_dir / "runs")
+    if not args.smoke:  # its runs have the names of longer ones
+        archive.unpack(args.output_dir / "runs")
     if args.wanted:
         rows = [row for found in report.collect(args.output_dir / "runs").values() for row in found["rows"]]
         chosen = report.needed(chosen, rows)
