@@ -307,7 +307,11 @@ def test_the_candidate_that_was_chosen_is_auto(second):
         compute_rollout_correction(
             train, rollout, torch.ones_like(train), RolloutCorrectionConfig(**options), advantages=advantages
         ).coefficients
-        for options in ({"rollout_correction": "auto"}, second.ARMS["auto"].options, second.candidate(3, tv="tv20").options)
+        for options in (
+            {"rollout_correction": "auto"},
+            second.ARMS["auto"].options,
+            second.candidate(3, tv="tv20").options,
+        )
     ]
     assert torch.equal(coefficients[0], coefficients[1])
     assert coefficients[2].max() == 3

@@ -449,7 +449,9 @@ def test_the_document_has_the_counterparts_that_convert_names():
 def test_a_variable_may_have_the_name_of_a_setting(tmp_path, capsys):
     script = tmp_path / "run.sh"
     section = "algorithm.rollout_correction"
-    script.write_text(f"rollout_is=token\npython -m verl {section}.rollout_is=$rollout_is {section}.rollout_is_threshold=3\n")
+    script.write_text(
+        f"rollout_is=token\npython -m verl {section}.rollout_is=$rollout_is {section}.rollout_is_threshold=3\n"
+    )
     assert main(["convert", str(script)]) == 0
     found = capsys.readouterr()
     assert found.out.splitlines()[:2] == ["rollout_is: token", "rollout_is_threshold: 3.0"]

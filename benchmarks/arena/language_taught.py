@@ -1,8 +1,8 @@
 """
 The pretrained language model as two tasks of the second proof, which it learns by imitation before any reward.
 
-- `tagged_words`: a word of letters is written backwards, between tags. Two of the 32 answers of an imitation step have tags, so
-  that they are rare when training with rewards begins.
+- `tagged_words`: a word of letters is written backwards, between tags. Two of the 32 answers of an imitation step have tags,
+  so that they are rare when training with rewards begins.
 - `long_sums`: nine digits are added up, and the answer has every partial sum, which makes about 63 tokens.
 
 All weights are trained on answers for a few steps, and LoRA alone is trained with rewards. Accuracy is the share of answers
@@ -101,7 +101,7 @@ class Taught:
             Prompts of a step with rewards.
         longest (`int`):
             Tokens of a completion, with a newline and one to spare.
-        every (`int`):
+        every (`int`, *optional*, defaults to 5):
             Optimizer steps from one look at held-out questions to the next.
         tagged (`bool`, *optional*, defaults to `False`):
             Whether answers have tags, which are rarely taught.
@@ -115,14 +115,24 @@ class Taught:
     answers: int
     prompts: int
     longest: int
-    every: int
+    every: int = 5
     tagged: bool = False
 
 
 TASKS = {
     task.name: task
     for task in (
-        Taught(TAGGED_LANGUAGE, words, tagged_answer, is_right, imitation=20, answers=32, prompts=4, longest=8, every=5, tagged=True),
+        Taught(
+            TAGGED_LANGUAGE,
+            words,
+            tagged_answer,
+            is_right,
+            imitation=20,
+            answers=32,
+            prompts=4,
+            longest=8,
+            tagged=True,
+        ),
         Taught(LONG_LANGUAGE, sums, right_sum, ends_right, imitation=25, answers=16, prompts=2, longest=66, every=10),
     )
 }

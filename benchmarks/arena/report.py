@@ -118,7 +118,7 @@ def collect(folder: Path) -> dict[str, Any]:
 
 
 def needed(runs: Sequence[Run], rows: Iterable[Row]) -> list[Run]:
-    """Runs that the protocol of the second proof asks for: of other seeds than 0, those that rows of seed 0 make worthwhile."""
+    """Runs that the protocol of the second proof asks for: of other seeds than 0, those that rows of seed 0 make useful."""
     asked = {cell: wanted(by_arm) for cell, by_arm in scores(rows).items() if any(0 in x for x in by_arm.values())}
     return [run for run in runs if not run.seed or run.arm.name in asked.get(run.cell.name, [])]
 
