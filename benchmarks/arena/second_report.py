@@ -140,10 +140,10 @@ def rejections(rows: Sequence[Row], arms: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def every_cell(rows: Sequence[Row], arms: Sequence[str]) -> str:
-    """A line per cell: the mean score of arms that were tried in more than one, with the number of seeds if it is not 1."""
+def every_cell(rows: Sequence[Row], arms: Sequence[str], least: int) -> str:
+    """A line per cell: the mean score of arms that were tried in at least `least`, with the number of seeds if it is not 1."""
     cells = scores(rows)
-    names = [arm for arm in arms if sum(arm in cell for cell in cells.values()) >= min(2, len(cells))]
+    names = [arm for arm in arms if sum(arm in cell for cell in cells.values()) >= min(least, len(cells))]
     lines = [f"| cell | start | {' | '.join(names)} |", "| --- " * (len(names) + 2) + "|"]
     starts = {row["cell"]: row["start"] for row in rows}
     for cell, by_arm in cells.items():
@@ -165,5 +165,5 @@ def tables(stage: str, rows: Sequence[Row], arms: Sequence[str]) -> dict[str, st
         f"{stage}-differences": differences(rows, arms),
         f"{stage}-formats": formats(rows, arms),
         f"{stage}-rejections": rejections(rows, arms),
-        f"{stage}-cells": every_cell(rows, arms),
+        f"{stage}-cells": every_cell(rows, arms, least=1 if stage == "taught_language" else 2),
     }
