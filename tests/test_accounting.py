@@ -274,7 +274,7 @@ def test_a_sampler_that_is_behind(make):
 
 
 def test_samples_that_are_used_again_are_corrected(tiny_model_path, tmp_path):
-    (code,) = re.findall(r"```python\n(class UsedTwice.*?)```", (ROOT / "docs/choosing.md").read_text(), re.DOTALL)
+    (code,) = re.findall(r"```python\n(class UsedTwice.*?)```", (ROOT / "docs/custom.md").read_text(), re.DOTALL)
     names: dict = {}
     exec(code, names)
     sampler, seen = StaleSampler(tiny_model_path, noise=0.0), []
