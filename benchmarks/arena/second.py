@@ -146,13 +146,12 @@ def second_judging() -> list[Run]:
 
 def taught_language() -> list[Run]:
     """The pretrained language model, after imitation: words backwards between tags, and long sums."""
-    tagged = {lag: Cell(TAGGED_LANGUAGE, Rung(lag, "faster")) for lag in (0, 3, 8)}
-    found = [
-        *runs_of([tagged[8]], [*REFERENCES, *JUDGED], SEEDS),
-        *runs_of([tagged[3]], [*REFERENCES, "token_2", "auto"]),
-        *runs_of([tagged[0]], ["on_policy", "auto"]),
-        *runs_of([Cell(LONG_LANGUAGE, Rung(8, "faster"))], [*REFERENCES, "auto"]),
-    ]
+    main, *others = (
+        Cell(TAGGED_LANGUAGE, FASTER_8),
+        Cell(TAGGED_LANGUAGE, Rung(3, "faster")),
+        Cell(LONG_LANGUAGE, FASTER_8),
+    )
+    found = [*runs_of([main], [*REFERENCES, *JUDGED], SEEDS), *runs_of(others, [*REFERENCES, "auto"])]
     return [replace(run, steps=40) for run in found]
 
 
