@@ -815,6 +815,7 @@ def test_combinations_that_cannot_work(wrong, message):
 
 def test_vespo_can_be_measured():
     assert grpo(loss_type="vespo", rollout_metrics_only=True).loss_type == "vespo"
+    assert grpo(loss_type="vespo", rollout_correction="disabled").loss_type == "vespo"
 
 
 def test_every_field_has_help_and_every_criterion_is_documented():

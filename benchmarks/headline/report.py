@@ -186,9 +186,10 @@ def differences_of(arms: dict[str, dict[str, Any]], start: float) -> list[dict[s
     for pair in COMPARED:
         if all(name in arms for name in pair):
             seeds = {name: [seed["summary"]["last"] for seed in arms[name]["seeds"].values()] for name in pair}
-            higher, lower = sorted(pair, key=lambda name: -mean(seeds[name]))
-            difference = mean(seeds[higher]) - mean(seeds[lower])
-            limit = LIMIT_ROSE if mean(seeds[higher]) > start else LIMIT_FELL
+            means = {name: mean(of_arm) for name, of_arm in seeds.items()}
+            lower, higher = sorted(pair, key=means.__getitem__)
+            difference = means[higher] - means[lower]
+            limit = LIMIT_ROSE if means[lower] > start else LIMIT_FELL  # the lower one fell, if any did
             rows.append(
                 {
                     "higher": arms[higher]["label"],
