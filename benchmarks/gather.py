@@ -27,7 +27,7 @@ from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
 from trl_rollout_corr.correction.accounting import account
 from trl_rollout_corr.correction.age import Staleness, count_ages, engine_gap
 from trl_rollout_corr.correction.sums import Sums
-from trl_rollout_corr.trainers.observer import LoggingWindow
+from trl_rollout_corr.recording.observer import LoggingWindow
 
 
 CONFIGS = {

@@ -87,7 +87,7 @@ def make_dump(
         for row in torch.randperm(rows, generator=rng)[:broken].tolist():
             rollout[row, int(mask[row].nonzero()[0])] = math.nan
         rewards, advantages = _rewards(rows, group, rng)
-        given = advantages if any(criterion.directed for criterion in config.correction.criteria) else None
+        given = advantages if any(criterion.directed for criterion in config.settings.criteria) else None
         correction = compute_rollout_correction(train, rollout, mask, config, advantages=given)
         is_sampled, is_worst = _choice(train - rollout, mask, sampled, worst, rng)
         ids = torch.randint(len(WORDS), (rows, length), generator=rng)

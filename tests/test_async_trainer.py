@@ -40,8 +40,8 @@ from trl_rollout_corr.correction.accounting import Accounts, account
 from trl_rollout_corr.correction.age import ByAge
 from trl_rollout_corr.dumps.reading import open_dump
 from trl_rollout_corr.messages import PREFIX
-from trl_rollout_corr.trainers.base import CorrectionCore
-from trl_rollout_corr.trainers.monitor import ALARMS
+from trl_rollout_corr.trainers.batches import CorrectsBatches
+from trl_rollout_corr.recording.monitor import ALARMS
 
 
 @pytest.fixture
@@ -635,7 +635,7 @@ def test_another_loss_is_refused(tiny_model_path, tmp_path):
 def test_every_overridden_method_is_in_the_contract():
     overridden = {
         name
-        for cls in (RolloutCorrectedAsyncGRPOTrainer, CorrectionCore)
+        for cls in (RolloutCorrectedAsyncGRPOTrainer, CorrectsBatches)
         for name, member in vars(cls).items()
         if inspect.isfunction(member) and hasattr(AsyncGRPOTrainer, name) and name != "__init__"
     }

@@ -77,7 +77,7 @@ def test_every_part_can_be_set():
         "auto with changes; token weights up to 5; token_tv within -0.3, 0.3; token_k1 in [0.01, inf]; decoupled"
     )
     config = RolloutCorrectionConfig(rollout_correction="auto", bypass_mode=True)
-    assert config.correction.clips_around_sampler
+    assert config.settings.clips_around_sampler
     assert config.rollout_rs == ["token_tv", "token_k1"]
 
 

@@ -80,10 +80,10 @@ def by_hand(folder, preset: str, epsilon: float, epsilon_high: float) -> dict[st
     if config.rollout_rs:
         result["rejected"] = sum(not kept for row in keeps for kept in row) / count
     if config.rollout_is:
-        applied = reference.weights(usable, config.rollout_is, *config.correction.bounding[1:3])
+        applied = reference.weights(usable, config.rollout_is, *config.settings.bounding[1:3])
         flat = [w for row in applied for w in row]
         result["sample_size"] = sum(flat) ** 2 / count / sum(w * w for w in flat)
-        weights = applied if config.correction.applies_weights else weights
+        weights = applied if config.settings.applies_weights else weights
     coefficients = [[w * k for w, k in zip(*both, strict=True)] for both in zip(weights, keeps, strict=True)]
     result["effective_lr"] = sum(c for row in coefficients for c in row) / count
     product = square = corrected_square = 0.0

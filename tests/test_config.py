@@ -37,7 +37,7 @@ def test_what_no_preset_and_no_field_decides_are_truncated_token_weights():
     assert config.bypass_mode is False
     assert type(config.rollout_is) is str  # plain values, which JSON and YAML can hold
     assert type(config.rollout_is_threshold) is float
-    assert config.correction.corrects
+    assert config.settings.corrects
 
 
 # Thresholds -----------------------------------------------------------------------------------------------------------
@@ -57,7 +57,7 @@ def test_what_no_preset_and_no_field_decides_are_truncated_token_weights():
     ],
 )
 def test_weight_thresholds(written, bounds):
-    assert RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=written).correction.bounding[1:3] == bounds
+    assert RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=written).settings.bounding[1:3] == bounds
 
 
 @pytest.mark.parametrize(
@@ -65,8 +65,8 @@ def test_weight_thresholds(written, bounds):
 )
 def test_weight_thresholds_by_sign_of_the_advantage(written):
     config = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=written, rollout_is_clamp=True)
-    assert config.correction.bounding[1:3] == (0.0, 1.0)
-    assert config.correction.bounding.positive == (1.0, 1.0)
+    assert config.settings.bounding[1:3] == (0.0, 1.0)
+    assert config.settings.bounding.positive == (1.0, 1.0)
     assert "token weights clamped to [0, 1], for positive advantages [1, 1];" in config.description
     with pytest.raises(
         ValueError, match=r"`rollout_is_threshold` is .*Set `rollout_is_clamp` to True, or wider bounds"
@@ -77,7 +77,7 @@ def test_weight_thresholds_by_sign_of_the_advantage(written):
 def test_bounds_set_beside_a_preset_are_not_clamped_because_its_own_were():
     assert PRESETS["auto"]["rollout_is_clamp"]
     config = RolloutCorrectionConfig(rollout_correction="auto", rollout_is_threshold=[0.5, 5.0])
-    assert config.correction.bounding.drops
+    assert config.settings.bounding.drops
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_every_preset_is_valid_and_warns_about_nothing(name):
         assert RolloutCorrectionConfig(**fields(config)) == config
     for key, value in PRESETS[name].items():
         assert getattr(config, key) == value
-    assert config.correction.corrects == (name != "disabled")
+    assert config.settings.corrects == (name != "disabled")
 
 
 EXPECTED_PRESETS = {
@@ -340,7 +340,7 @@ def test_a_single_threshold_of_several_criteria_that_does_not_fit_all_asks_for_o
 @pytest.mark.parametrize("off", [None, False, "null", "none", "None", "false", "off"])
 def test_off_is_off_and_fields_beside_it_override(off):
     config = RolloutCorrectionConfig(rollout_correction=off)
-    assert not config.correction.corrects
+    assert not config.settings.corrects
     assert config.rollout_correction is None
     rejecting = RolloutCorrectionConfig(rollout_correction=off, rollout_rs="token_k1", rollout_rs_threshold=2.0)
     assert (rejecting.rollout_is, rejecting.rollout_rs) == (None, ["token_k1"])
@@ -425,7 +425,7 @@ def test_a_section_of_verl_as_rollout_correction():
     for key in ("rollout_is", "rollout_rs", "rollout_rs_threshold", "bypass_mode", "rollout_loss_type"):
         assert getattr(config, key) == getattr(expected, key)
     assert (
-        RolloutCorrectionConfig(rollout_correction={}).correction.corrects is False
+        RolloutCorrectionConfig(rollout_correction={}).settings.corrects is False
     )  # verl's class computes no weights without a level
     assert RolloutCorrectionConfig(rollout_correction=section, rollout_is=None).rollout_is is None
 
@@ -646,9 +646,9 @@ def test_what_is_assigned_is_parsed():
     config.rollout_is_threshold = "0.5_2.0"
     config.rollout_rs, config.rollout_rs_threshold = "token_k1, seq_max_k2", "0.6_1.6,2.5"
     config.check()
-    assert config.correction.bounding[1:3] == (0.5, 2.0)
-    assert [criterion.name for criterion in config.correction.criteria] == ["token_k1", "seq_max_k2"]
-    assert config.correction.criteria[1].upper == 2.5
+    assert config.settings.bounding[1:3] == (0.5, 2.0)
+    assert [criterion.name for criterion in config.settings.criteria] == ["token_k1", "seq_max_k2"]
+    assert config.settings.criteria[1].upper == 2.5
     config.rollout_is = "tokens"
     with pytest.raises(ValueError, match="`rollout_is` must be one of"):
         config.check()
@@ -672,9 +672,9 @@ def test_the_class_methods_of_the_first_version():
         None, 2.0, ["seq_mean_k1", "seq_max_k1"], [[0.8, 1.25], [1e-3, math.inf]]
     )  # fmt: skip
     assert settings(RolloutCorrectionConfig.geo_mis(1.1, 0.8, None)) == (None, 2.0, ["seq_mean_k1"], [[0.8, 1.1]])
-    assert RolloutCorrectionConfig.ppo_is_bypass(3.0).correction.clips_around_sampler
+    assert RolloutCorrectionConfig.ppo_is_bypass(3.0).settings.clips_around_sampler
     assert RolloutCorrectionConfig.pure_is(3.0).rollout_loss_type == "reinforce"
-    assert not RolloutCorrectionConfig.disabled().correction.corrects
+    assert not RolloutCorrectionConfig.disabled().settings.corrects
     assert settings(RolloutCorrectionConfig.seq_is(rollout_is="token")) == ("token", 2.0, None, None)
     with pytest.raises(TypeError):
         RolloutCorrectionConfig.disabled(2.0)
@@ -688,7 +688,7 @@ def test_the_class_methods_of_the_first_version():
 def test_a_criterion_does_not_get_the_threshold_of_the_one_that_it_replaces(given):
     with pytest.raises(ValueError, match="`rollout_rs_threshold` is not set"):
         RolloutCorrectionConfig(rollout_correction=given, rollout_rs="token_k2")
-    assert RolloutCorrectionConfig(rollout_correction=given, rollout_rs=None).correction.criteria == ()
+    assert RolloutCorrectionConfig(rollout_correction=given, rollout_rs=None).settings.criteria == ()
 
 
 # YAML, command line, JSON ---------------------------------------------------------------------------------------------
@@ -746,7 +746,7 @@ def test_command_line(parser):
     assert config.rollout_rs_threshold == [[0.9, 1.1]]
     config = parse(*weights, "--rollout_rs", "token_k1", "seq_max_k2", "--rollout_rs_threshold", "0.6_1.6", "2.5")
     assert config.rollout_rs_threshold == [[0.6, 1.6], 2.5]
-    assert parse("--rollout_correction", "none").correction.corrects is False
+    assert parse("--rollout_correction", "none").settings.corrects is False
     assert parse("--rollout_clip_ratio_c", "none").rollout_clip_ratio_c is None
     assert parse("--rollout_routing", "none").rollout_routing is None
     assert parse("--rollout_routing", "replay").rollout_routing == "replay"
@@ -883,7 +883,7 @@ def test_a_correction_of_trl_that_is_switched_off_does_not_switch_off_ours_in_si
     off = {**machine, "vllm_importance_sampling_correction": False}
     with pytest.warns(UserWarning, match=r"switches TRL's own correction off.* Its own correction is 'auto'"):
         args = RolloutCorrectedGRPOConfig(**off)
-    assert args.correction.corrects
+    assert args.settings.corrects
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for named in ({"rollout_correction": "auto"}, {"rollout_correction": "disabled"}, {"rollout_is": "token"}):

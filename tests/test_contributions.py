@@ -45,11 +45,11 @@ def test_an_entry_has_the_form_of_the_index_and_its_code_runs(title, monkeypatch
     exec(python_of(ENTRIES[title]), found)
     config = found["training_args"]
     assert isinstance(config, GRPOConfig)
-    assert config.correction.corrects
+    assert config.settings.corrects
     if title in PRESETS:
-        assert config.correction == RolloutCorrectionConfig.from_preset(PRESETS[title]).correction
+        assert config.settings == RolloutCorrectionConfig.from_preset(PRESETS[title]).settings
     for name, preset in re.findall(r"`(rollout_correction)=\"(\w+)\"`", ENTRIES[title]):
-        assert RolloutCorrectionConfig(**{name: preset}).correction.corrects
+        assert RolloutCorrectionConfig(**{name: preset}).settings.corrects
 
 
 def test_the_page_has_the_sections_of_an_integration():

@@ -110,5 +110,5 @@ def test_training_reads_as_often_as_without_correction_and_once_per_log(tiny_mod
         RolloutCorrectedGRPOTrainer, RolloutCorrectedGRPOConfig, tiny_model_path, tmp_path, **common, **MODES[mode]
     )
     logs, reads = 2, 6  # per log one transfer, and looks at each kind of sums that was transferred
-    arrival = ours.args.correction.corrects  # once, at the first step: whether the correction reached the loss
+    arrival = ours.args.settings.corrects  # once, at the first step: whether the correction reached the loss
     assert reads_outside_the_model(ours) == reads_outside_the_model(plain) + logs * reads + arrival

@@ -193,7 +193,7 @@ def test_an_error_that_nobody_thought_of_is_one_line_too(rows, tmp_path, capsys,
     def fail(*args):
         raise KeyError("no\nsuch")
 
-    monkeypatch.setattr(diagnosing, "observe", fail)
+    monkeypatch.setattr(diagnosing, "read_tokens", fail)
     assert main(["diagnose", str(written(tmp_path / "dump", rows))]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(r"diagnose: unexpected KeyError('no\nsuch') in test_damaged.py:")

@@ -19,14 +19,14 @@ from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTra
 from trl_rollout_corr.__main__ import main
 from trl_rollout_corr.analysis.report.facts import analyse
 from trl_rollout_corr.analysis.run import read_run
-from trl_rollout_corr.diagnosis import Diagnosis, Finding, diagnose, observe
+from trl_rollout_corr.diagnosis import Diagnosis, Finding, diagnose, read_tokens
 from trl_rollout_corr.diagnosis.causes import CAUSES
 from trl_rollout_corr.diagnosis.evidence import Evidence
 from trl_rollout_corr.diagnosis.ranking import DIFFUSE, STAGES
 from trl_rollout_corr.diagnosis.text import detail, evidence, headline, remedy_for
 from trl_rollout_corr.dumps import files as dump
 from trl_rollout_corr.settings.config import RolloutCorrectionConfig
-from trl_rollout_corr.trainers.run_metadata import settings_in_effect
+from trl_rollout_corr.recording.run_metadata import settings_in_effect
 
 
 with benchmarks("diagnose") as load_module:
@@ -114,7 +114,7 @@ def right(benchmark, maker):
 
 
 def found_in(maker, fault: str, *, seed: int = SEED):
-    diagnosis = diagnose(observe(maker.output / fault / str(seed)))
+    diagnosis = diagnose(read_tokens(maker.output / fault / str(seed)))
     for finding in diagnosis.findings:
         assert 0 <= finding.share <= 1
         assert 0.5 <= finding.certainty < 1
@@ -163,7 +163,7 @@ def test_noise_too_large_for_rounding_is_of_weights(maker, right):
     dice = np.random.default_rng(0)
     noisy = [s._replace(logps=[x + 0.3 * (1 - math.exp(x)) * dice.normal() for x in s.logps]) for s in right]
     maker.make("none", 905, noisy, "float32")
-    assert diagnose(observe(maker.output / "none" / "905")).findings[0].name == "weights"
+    assert diagnose(read_tokens(maker.output / "none" / "905")).findings[0].name == "weights"
 
 
 @pytest.mark.parametrize("fault", DRIFTING)
@@ -195,7 +195,7 @@ def test_flipped_routes_are_named(benchmark, tmp_path):
     maker = benchmark.Maker("tune-moe", [SEED], tmp_path)
     maker.make("bf16_moe", SEED, sampled(benchmark, maker.models["float32"]), "bfloat16")
     assert named(maker, "bf16_moe") == "routing"
-    observed = observe(maker.output / "bf16_moe" / str(SEED))
+    observed = read_tokens(maker.output / "bf16_moe" / str(SEED))
     observed.about = {**observed.about, "experts": "none"}  # a dense model
     assert "routing" not in [finding.name for finding in diagnose(observed).findings]
 
@@ -219,7 +219,7 @@ def rewritten(folder, output, change, steps=range(10**6)):
         dump.write_rows(
             output, rows[0]["step"], 0, rows, {}, {"adapter": "none", "kv_cache_dtype": "auto", "experts": "none"}
         )
-    return diagnose(observe(output)).findings
+    return diagnose(read_tokens(output)).findings
 
 
 def test_a_mistake_comes_before_what_is_in_every_run(maker, right, tmp_path):
@@ -285,7 +285,7 @@ def test_seams_are_told_in_words(tmp_path, capsys):
 def test_what_fits_no_signature_is_unknown(tmp_path, capsys, diagnosed):
     settings = {"rollout_is": "token", "rollout_diagnose": diagnosed}
     folder = make_dump(tmp_path / "dump", gaussian=True, spread=0.4, rows=64, tools=False, settings=settings)
-    diagnosis = diagnose(observe(folder))
+    diagnosis = diagnose(read_tokens(folder))
     assert (diagnosis.verdict, diagnosis.findings, diagnosis.healthy) == ("unknown", [], False)
     assert main(["diagnose", str(folder)]) == 1
     assert ("`rollout_diagnose: true` for more" in capsys.readouterr().out) != diagnosed
@@ -295,7 +295,7 @@ def test_what_is_old_throughout_is_possibly_stale(tmp_path):
     folder = make_dump(tmp_path / "dump", gaussian=True, spread=0.4, rows=64, tools=False)
     [finding] = rewritten(folder, tmp_path / "old", lambda row: row.update(staleness=8))
     assert finding.name == "stale"
-    assert headline(diagnose(observe(tmp_path / "old"))).startswith("Possible: stale weights")
+    assert headline(diagnose(read_tokens(tmp_path / "old"))).startswith("Possible: stale weights")
     assert rewritten(folder, tmp_path / "fresh", lambda row: row.update(staleness=0)) == []
 
 
@@ -304,8 +304,8 @@ def test_a_gap_that_grows_over_a_few_sequences_may_be_chance(tmp_path):
         make_dump(tmp_path / str(rows), steps=8, rows=rows, spread=0.1, growth=1.3, sampled=rows, worst=0, logs=False)
         for rows in (8, 1)
     )
-    assert [finding.name for finding in diagnose(observe(many)).findings] == ["never_pushed"]
-    assert diagnose(observe(few)).verdict == "unknown"
+    assert [finding.name for finding in diagnose(read_tokens(many)).findings] == ["never_pushed"]
+    assert diagnose(read_tokens(few)).verdict == "unknown"
 
 
 def test_a_sampler_whose_own_log_probabilities_change_gets_weights(tmp_path):
@@ -354,7 +354,7 @@ def test_a_gap_that_grows_without_updates_is_of_the_sampler(tmp_path, rates, cau
     folder = drifting_apart(tmp_path / "dump", logs=False)
     for step, rate in enumerate(rates, 1):
         dump.append_log(folder, {"step": step, "loss": 0.0} | ({} if rate is None else {"learning_rate": rate}))
-    [finding] = diagnose(observe(folder)).findings
+    [finding] = diagnose(read_tokens(folder)).findings
     assert finding.name == cause
     assert (
         analyse(read_run(str(folder)), "run", "").diagnosis.findings[0].name == cause
@@ -365,7 +365,7 @@ def test_a_run_logs_how_far_its_weights_may_move(tiny_model_path, tmp_path):
     dumped = {"rollout_dump_dir": str(tmp_path / "dump"), "logging_steps": 1, "learning_rate": 1e-5}
     trainer, _ = train(tiny_model_path, tmp_path, **dumped)
     rates = [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry]
-    assert observe(tmp_path / "dump").movement == pytest.approx(rates[1], rel=1e-6)
+    assert read_tokens(tmp_path / "dump").movement == pytest.approx(rates[1], rel=1e-6)
     assert rates[1] > 0
 
 
@@ -704,7 +704,7 @@ def unannounced(row):
 def test_a_sampler_that_is_behind_is_told_from_low_precision(other_weights, tmp_path, steps):
     behind, rounded = other_weights(lag=4), other_weights(fault="int4_weights")
     if steps.start == 1:
-        announced = diagnose(observe(behind))
+        announced = diagnose(read_tokens(behind))
         assert announced.findings[0].name == "stale"
         assert "freshest" in announced.findings[0].evidence.sentence
     found = rewritten(behind, tmp_path / "behind", unannounced, steps)
@@ -728,7 +728,7 @@ def test_beside_a_float32_trainer_the_yardstick_is_the_rounding_of_the_sampler(m
     samples = benchmark.score_steps(maker.models["bfloat16"], right)[0]
     rounded = [s._replace(logps=logps) for s, logps in zip(right, samples, strict=True)]
     maker.make("none", 903, rounded, "float32")
-    observed = observe(maker.output / "none" / "903")
+    observed = read_tokens(maker.output / "none" / "903")
     assert diagnose(observed).floor > 100  # float32 has no noise worth the name
     observed.about = {**observed.about, "trainer_dtype": "float32", "sampler_dtype": "bfloat16"}
     diagnosis = diagnose(observed)

@@ -39,7 +39,7 @@ def documented_keys() -> set[str]:
 
 def reported_keys() -> set[str]:
     """Keys of every configuration that adds some, with the names of criteria replaced by `<c>`."""
-    from trl_rollout_corr.trainers.monitor import ALARMS  # imports TRL
+    from trl_rollout_corr.recording.monitor import ALARMS  # imports TRL
 
     keys = set()
     for threshold in (2.0, [0.5, 2.0]):
@@ -124,7 +124,7 @@ def presets_table() -> str:
     lines = ["| preset | weights | bound | rejection | mode |", "| --- | --- | --- | --- | --- |"]
     for name in PRESETS:
         config = RolloutCorrectionConfig.from_preset(name)
-        rejection = ", ".join(map(rule, config.correction.criteria, config.rollout_rs_threshold or []))
+        rejection = ", ".join(map(rule, config.settings.criteria, config.rollout_rs_threshold or []))
         bound = config.rollout_is_threshold
         pairs = bound if is_by_sign(bound) else [bound] if isinstance(bound, list) else []
         bound = " or ".join(f"[{low:g}, {high:g}]" for low, high in pairs) or f"{bound:g}"

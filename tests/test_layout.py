@@ -57,29 +57,22 @@ ORDER = {
         "ranking",
         "text",
     ],
-    "arrival": ["fingerprints", "weights", "server"],
+    "arrival": ["fingerprints", "worker", "weights", "server"],
+    "recording": ["keys", "run_metadata", "trackers", "dumping", "first_step", "observer", "monitor"],
     "trainers": [
-        "cpu_reload",
-        "keys",
         "card",
+        "console",
         "gradient_check",
         "visits",
         "forward_pass",
-        "run_metadata",
         "pushes",
-        "trackers",
         "versions",
-        "settings_checks",
+        "trl_checks",
         "replays",
         "trl_interface",
         "logprobs",
-        "dumping",
-        "console",
         "engine",
-        "first_step",
-        "observer",
-        "monitor",
-        "base",
+        "batches",
         "mixin",
         "grpo",
         "rloo",
@@ -205,7 +198,7 @@ def test_every_module_has_its_place():
 
 def test_trl_is_imported_by_the_trainers_scripts_and_the_process_of_the_probe_alone():
     for path in PACKAGE.rglob("*.py"):
-        if path.parent not in {PACKAGE / "trainers", PACKAGE / "asynchronous"} and path not in {
+        if path.parent not in {PACKAGE / "recording", PACKAGE / "trainers", PACKAGE / "asynchronous"} and path not in {
             PACKAGE / "commands/script.py",
             PACKAGE / "probe/configuration.py",
             PACKAGE / "probe/process.py",

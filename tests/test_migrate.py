@@ -14,8 +14,8 @@ def describe(config):
 
 
 def test_verl_off():
-    assert not RolloutCorrectionConfig.from_verl(None).correction.corrects
-    assert not RolloutCorrectionConfig.from_verl({}).correction.corrects
+    assert not RolloutCorrectionConfig.from_verl(None).settings.corrects
+    assert not RolloutCorrectionConfig.from_verl({}).settings.corrects
 
 
 def test_verl_section():
@@ -220,7 +220,7 @@ def test_defaults_of_verl_are_not_warned_about(section):
 )
 def test_legacy_settings_that_are_switched_off_are_warned_about(settings, idle):
     with pytest.warns(UserWarning, match="has no effect") as caught:
-        assert not RolloutCorrectionConfig.from_legacy(settings).correction.corrects
+        assert not RolloutCorrectionConfig.from_legacy(settings).settings.corrects
     assert [str(warning.message) for warning in caught] == [
         f"{idle} but has no effect: `rollout_is_threshold` is None."
     ]
@@ -297,7 +297,7 @@ def test_legacy_examples(name):
     settings, expected = LEGACY[name]
     config = RolloutCorrectionConfig.from_legacy(settings)
     assert describe(config) == expected
-    assert config.correction.corrects == (name != "metrics only")
+    assert config.settings.corrects == (name != "metrics only")
 
 
 def test_both_meanings_of_the_legacy_mask_give_the_same_coefficients():
@@ -316,7 +316,7 @@ def test_legacy_switch_and_name_of_two_weeks():
     with pytest.warns(UserWarning, match="`rollout_is_threshold` is missing"):
         assert not RolloutCorrectionConfig.from_legacy(
             {"rollout_is_threshold": None, "rollout_is": True}
-        ).correction.corrects
+        ).settings.corrects
     clip = RolloutCorrectionConfig.from_legacy(
         {"rollout_is_threshold": 2.0, "rollout_is": True, "rollout_is_mode": "clip"}
     )

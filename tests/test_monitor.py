@@ -22,7 +22,7 @@ from tests.training import (
 )
 from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.health.rule import ALARMS
-from trl_rollout_corr.trainers.monitor import RolloutCorrectionMonitor
+from trl_rollout_corr.recording.monitor import RolloutCorrectionMonitor
 
 
 def make_grpo(model, folder, **fields):

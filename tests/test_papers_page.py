@@ -79,11 +79,11 @@ def test_presets_of_papers_are_on_the_page():
 @pytest.mark.parametrize("name", ["IcePop 0", "DPPO 0", "DPPO 1", "KPop 0", "Truncated importance sampling (TIS) 0"])
 def test_bounds_that_are_written_out_are_those_of_the_preset(name, tmp_path):
     preset = {"rollout_correction": SNIPPETS[name]["rollout_correction"]}
-    assert config_of(SNIPPETS[name], tmp_path).correction == config_of(preset, tmp_path).correction
+    assert config_of(SNIPPETS[name], tmp_path).settings == config_of(preset, tmp_path).settings
     assert SNIPPETS[name] != preset
 
 
 def test_weights_of_topr_look_at_the_sign_and_are_of_completions(tmp_path):
-    bounding = config_of(SNIPPETS["TOPR 0"], tmp_path).correction.bounding
+    bounding = config_of(SNIPPETS["TOPR 0"], tmp_path).settings.bounding
     assert (bounding.level, bounding.lower, bounding.upper, bounding.positive) == ("sequence", 0, 1, (1, 1))
     assert bounding.clamps

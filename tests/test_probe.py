@@ -15,7 +15,7 @@ from tests.tiny import StaleSampler, build_model_with_code
 from tests.training import build, build_with_dropout, plain_model, policy_logps
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
 from trl_rollout_corr.__main__ import main
-from trl_rollout_corr.diagnosis import Diagnosis, Finding, diagnose, observe
+from trl_rollout_corr.diagnosis import Diagnosis, Finding, diagnose, read_tokens
 from trl_rollout_corr.diagnosis.causes import CAUSES
 from trl_rollout_corr.diagnosis.evidence import FLOOR, Evidence
 from trl_rollout_corr.probe import command as command_module
@@ -30,7 +30,7 @@ from trl_rollout_corr.probe.experiments import (
     judge,
     own_noise,
 )
-from trl_rollout_corr.trainers.cpu_reload import push
+from trl_rollout_corr.arrival.worker import push
 
 
 with benchmarks("diagnose") as load_module:
@@ -106,7 +106,7 @@ def test_the_narrower_of_two_changes_is_believed():
 
 
 def test_what_an_experiment_rules_out_is_not_looked_for(tmp_path):
-    observed = observe(faults.rewrite(make_dump(tmp_path / "dump"), tmp_path / "broken", "nan_rows"))
+    observed = read_tokens(faults.rewrite(make_dump(tmp_path / "dump"), tmp_path / "broken", "nan_rows"))
     assert "nan_rows" in names(diagnose(observed))
     assert "nan_rows" not in names(diagnose(observed, {"nan_rows"}))
     assert _speaking([Result("batch_of_one", 0.05, 0.049)]) == ({}, {"padding"})
@@ -357,7 +357,7 @@ def probed(model, folder, *options, **fields):
     folder.mkdir()
     probe = build_probe(request(model, folder, *options, **fields))
     left_out = run_probe(probe, folder)
-    observed = observe(folder / "as_it_is")
+    observed = read_tokens(folder / "as_it_is")
     outcomes = results_of(folder, observed, left_out)
     return judge(observed, outcomes), {outcome.name: outcome for outcome in outcomes}, observed
 
@@ -417,7 +417,7 @@ def test_a_push_that_spoils_weights_is_found(tiny_model_path, tmp_path, shared_e
         patch.setattr(generation, "sync_weights", lambda: push(generation.llm, weights))
         left_out = run_probe(probe, tmp_path)
     generation.sync_weights()  # of all other tests
-    observed = observe(tmp_path / "as_it_is")
+    observed = read_tokens(tmp_path / "as_it_is")
     outcomes = results_of(tmp_path, observed, left_out)
     assert {outcome.name: outcome.says for outcome in outcomes}["before_the_push"] == "confirms"
     assert names(judge(observed, outcomes))[0] == "weights"

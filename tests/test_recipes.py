@@ -70,7 +70,7 @@ def test_recipes_parse_without_a_warning(recipe, tmp_path):
     said = [str(w.message) for w in caught if "rollout" in str(w.message) or "vllm" in str(w.message)]
     assert [text for text in said if recipe != TOO_NARROW or "'seq_mean_k1'" not in text] == []
     assert (said != []) == (recipe == TOO_NARROW)
-    assert args.correction.corrects or "metrics_only" in recipe
+    assert args.settings.corrects or "metrics_only" in recipe
     assert "/" in model_args.model_name_or_path
     assert recipe in ASYNCHRONOUS or args.use_vllm  # the former have no other sampler
     assert args.output_dir == str(tmp_path)

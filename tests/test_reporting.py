@@ -30,7 +30,7 @@ from trl_rollout_corr.correction.histogram import BINS
 from trl_rollout_corr.dumps.files import read_logs
 from trl_rollout_corr.health.bands import ESSENTIAL
 from trl_rollout_corr.messages import PREFIX
-from trl_rollout_corr.trainers.trackers import coarser
+from trl_rollout_corr.recording.trackers import coarser
 
 
 ROOT = Path(__file__).parent.parent

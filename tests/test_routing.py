@@ -30,7 +30,7 @@ from trl_rollout_corr.replay.experts import ROUTES
 from trl_rollout_corr.replay.router_hooks import RouterHooks
 from trl_rollout_corr.replay.routers import ROUTERS, experts_of, find_routers, take
 from trl_rollout_corr.replay.sampled_experts import SampledRoutes
-from trl_rollout_corr.trainers.keys import AGAIN_LOGPS
+from trl_rollout_corr.recording.keys import AGAIN_LOGPS
 
 
 def documented_for_a_cpu() -> dict:

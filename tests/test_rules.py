@@ -21,7 +21,7 @@ from trl_rollout_corr.health.windows import Window
 from trl_rollout_corr.messages import PREFIX
 from trl_rollout_corr.settings.criteria import CRITERIA
 from trl_rollout_corr.settings.presets import PRESETS
-from trl_rollout_corr.trainers.monitor import RolloutCorrectionMonitor
+from trl_rollout_corr.recording.monitor import RolloutCorrectionMonitor
 
 
 DISABLED = {"rollout_correction": "disabled"}

@@ -178,10 +178,10 @@ def test_a_base_that_leaves_the_loss_alone_is_welcome(make):
             self.generated = getattr(self, "generated", 0) + 1
             return super()._generate_and_score_completions(inputs)
 
-    class Corrected(RolloutCorrectedGRPOTrainer, Base):
+    class CorrectedBatch(RolloutCorrectedGRPOTrainer, Base):
         pass
 
-    trainer = make(Corrected)
+    trainer = make(CorrectedBatch)
     assert losses(trainer) == losses(make())
     assert trainer.generated == 3
 
@@ -266,11 +266,11 @@ def test_a_batch_that_is_put_together_below_the_mixin_is_refused_by_name(make):
                 for key, value in parts[0].items()
             }
 
-    class Corrected(RolloutCorrectedGRPOTrainer, Joining):
+    class CorrectedBatch(RolloutCorrectedGRPOTrainer, Joining):
         pass
 
     with pytest.raises(RuntimeError, match=r"`Joining\._generate_and_score_completions`"):
-        make(Corrected).train()
+        make(CorrectedBatch).train()
 
 
 # A trainer that was never initialised, as in TRL's own tests ------------------------------------------------------------

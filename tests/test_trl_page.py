@@ -38,7 +38,7 @@ def test_a_row_of_the_translation_is_that_of_convert(theirs, ours):
         warnings.simplefilter("ignore")
         translated = RolloutCorrectionConfig.from_trl(settings)
         written = RolloutCorrectionConfig(**settings_in(ours), rollout_nan_policy=translated.rollout_nan_policy)
-    assert translated.correction == written.correction
+    assert translated.settings == written.settings
 
 
 def test_every_mode_is_translated():
@@ -50,7 +50,7 @@ def test_every_mode_is_translated():
 def test_a_correction_that_was_off_stays_off():
     written = re.search(r"`(correction: false)`\), write `(.*?)`", PAGE)
     off = RolloutCorrectionConfig.from_trl({f"{PREFIX}correction": False})
-    assert off.correction == RolloutCorrectionConfig(**settings_in(f"`{written[2]}`")).correction
+    assert off.settings == RolloutCorrectionConfig(**settings_in(f"`{written[2]}`")).settings
 
 
 def test_mean_weights_are_those_of_the_normal_model():

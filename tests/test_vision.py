@@ -32,7 +32,7 @@ from tests.vision import (
 )
 from trl_rollout_corr import compute_rollout_correction
 from trl_rollout_corr.dumps.reading import open_dump
-from trl_rollout_corr.trainers.keys import ROLLOUT_LOGPS
+from trl_rollout_corr.recording.keys import ROLLOUT_LOGPS
 from trl_rollout_corr.trainers.logprobs import forget_images, sync_weights_on_cpu
 
 

@@ -78,7 +78,7 @@ def test_what_arrives_says_nothing(make, schedule, dtype, caplog):
 
 @pytest.mark.vllm
 def test_a_tied_head_that_is_not_packed_again_ends_the_run(make, monkeypatch):
-    monkeypatch.setattr("trl_rollout_corr.trainers.cpu_reload.pack_tied_heads", lambda model: None)
+    monkeypatch.setattr("trl_rollout_corr.arrival.worker.pack_tied_heads", lambda model: None)
     with pytest.raises(RuntimeError, match=NOT_THERE):
         make(tied=True).train()
 

@@ -23,7 +23,7 @@ from tests.tiny import StaleSampler, length_reward, load_model, prompts
 from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.correction.metrics import Statistics
 from trl_rollout_corr.correction.sums import Sums
-from trl_rollout_corr.trainers.cpu_reload import push
+from trl_rollout_corr.arrival.worker import push
 
 
 # Accelerate reads the metadata of packages at every forward pass, which takes a fifth of the time that a tiny model trains

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from .correction.compute import compute_rollout_correction
     from .health.examine import examine
     from .settings.config import RolloutCorrectionConfig
-    from .trainers.dumping import check_dump_folder
+    from .recording.dumping import check_dump_folder
     from .trainers.grpo import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
-    from .trainers.monitor import RolloutCorrectionMonitor
+    from .recording.monitor import RolloutCorrectionMonitor
     from .trainers.rloo import RolloutCorrectedRLOOConfig, RolloutCorrectedRLOOTrainer
 
 _MODULES = {

@@ -12,7 +12,7 @@ import torch
 from tasks import GARBAGE
 from witness import without_gradient
 
-from trl_rollout_corr.trainers.keys import ROLLOUT_LOGPS
+from trl_rollout_corr.recording.keys import ROLLOUT_LOGPS
 
 
 def spoil(trainer: Any, faults: dict[str, Any]) -> Callable[[], dict[str, float]]:

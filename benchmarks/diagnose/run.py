@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from faults import FAULTS
 
-from trl_rollout_corr.diagnosis import diagnose, observe
+from trl_rollout_corr.diagnosis import diagnose, read_tokens
 from trl_rollout_corr.diagnosis.causes import CAUSES
 from trl_rollout_corr.diagnosis.ranking import DIFFUSE, STAGES
 
@@ -37,7 +37,7 @@ def judge(folders: list[Path], *, old: bool) -> tuple[dict[str, Counter], dict[s
     healthy: Counter = Counter()
     for folder in folders:
         for dump in sorted(path for path in folder.glob("*/*") if path.is_dir()):
-            observed = observe(dump)
+            observed = read_tokens(dump)
             if old:  # as a dump that nobody asked for a diagnosis of
                 observed.about = {}
                 observed.again[:] = np.nan

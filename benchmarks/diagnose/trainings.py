@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trl_rollout_corr.diagnosis import diagnose, observe
-from trl_rollout_corr.diagnosis.observed import Observed
+from trl_rollout_corr.diagnosis import diagnose, read_tokens
+from trl_rollout_corr.diagnosis.observed import DumpedTokens
 
 
 HERE = Path(__file__).parent
@@ -45,13 +45,13 @@ def train(task: str, lag: int, rate: str, arm: str, folder: Path):
     (folder / "accuracy.json").write_text(json.dumps([accuracy[0], sum(accuracy[-3:]) / 3]))
 
 
-def first_cause(observed: Observed) -> str:
+def first_cause(observed: DumpedTokens) -> str:
     diagnosis = diagnose(observed)
     return diagnosis.findings[0].name if diagnosis.findings else diagnosis.verdict
 
 
 def judge(task: str, lag: int, rate: str, arm: str, folder: Path) -> dict[str, Any]:
-    observed = observe(folder)
+    observed = read_tokens(folder)
     named, size, announced = first_cause(observed), observed.size, bool(observed.staleness.max() > 0)
     observed.staleness[:] = 0
     start, end = json.loads((folder / "accuracy.json").read_text())

@@ -117,7 +117,7 @@ def coefficients(
         compute_rollout_correction, train_logps, rollout_logps, torch.ones_like(train_logps), advantages=advantages
     )
     totals = None
-    if config.correction.needs_whole_batch:
+    if config.settings.needs_whole_batch:
         alone = correct(replace(config, **dict.fromkeys(OF_THE_BATCH, False)))
         totals = whole_batch(alone, mass, by_token=config.rollout_is == "token")
     correction = correct(config, sum_over_ranks=lambda own: totals.to(own.dtype))

@@ -30,7 +30,7 @@ from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTra
 from trl_rollout_corr.correction.compute import RolloutCorrection
 from trl_rollout_corr.messages import PREFIX
 from trl_rollout_corr.trainers.logprobs import sync_weights_on_cpu
-from trl_rollout_corr.trainers.observer import Moment
+from trl_rollout_corr.recording.observer import Moment
 
 
 ROOT = Path(__file__).parents[2]

@@ -34,7 +34,7 @@ from generate import (
     write,
 )
 from harness import write as write_json
-from package import FAULTS, diagnose, merged, observe, sampling_from, training_on
+from package import FAULTS, diagnose, merged, read_tokens, sampling_from, training_on
 from prompts import PROMPTS
 from transformers import AutoTokenizer
 from variants import load, make_variant
@@ -310,7 +310,7 @@ def judged(folder: Path) -> list[dict[str, Any]]:
     found = []
     paths = sorted((folder / "dumps").glob("*/*"))
     for path, silent in [*((path, False) for path in paths), *((p, True) for p in paths if p.parent.name == "stale")]:
-        observed = observe(path)
+        observed = read_tokens(path)
         observed.about = {**observed.about, "experts": "none"}
         if silent:  # a sampler that is behind without saying so, which an older policy or 8 bits may be
             observed.staleness[:] = float("nan")

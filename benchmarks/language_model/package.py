@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from trl_rollout_corr.diagnosis import diagnose, observe
+from trl_rollout_corr.diagnosis import diagnose, read_tokens
 
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "diagnose"))
@@ -12,4 +12,4 @@ from faults import FAULTS, sampling_from, training_on
 from faults.models import merged
 
 
-__all__ = ["FAULTS", "diagnose", "merged", "observe", "sampling_from", "training_on"]
+__all__ = ["FAULTS", "diagnose", "merged", "read_tokens", "sampling_from", "training_on"]

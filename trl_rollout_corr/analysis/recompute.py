@@ -127,7 +127,7 @@ def recompute(
     )
     tokens = batch.tokens(config)
     keep, coefficients = (batch.keep, batch.coefficients) if as_dumped else (correction.keep, correction.coefficients)
-    if config.correction.clips_around_sampler:
+    if config.settings.clips_around_sampler:
         coefficients = coefficients * (tokens.log_ratio.abs() <= LOG_RATIO_BOUND)  # PPO's gradient ends there
     factor = policy_factor(coefficients, tokens.log_ratio, batch.advantages, config, clip)
     count = tokens.lengths.sum(dtype=torch.float64)
@@ -166,7 +166,7 @@ def policy_factor(
     Returns:
         `torch.Tensor` of shape `(B, T)`.
     """
-    if not config.correction.clips_around_sampler:
+    if not config.settings.clips_around_sampler:
         return coefficients
     lower, upper = clip
     largest = float(config.rollout_clip_ratio_c or math.inf)

@@ -22,7 +22,7 @@ MOVED = 0.05  # nats per token, smallest movement of the trainer that a server m
 SHARE = 0.1  # of the trainer's movement, below which a server stands still
 SPARSE = 8  # pushes between looks, at most
 MOST = 8  # completions of the fixed text
-EXTENSION = "trl_rollout_corr.trainers.cpu_reload.PackingWorker"
+EXTENSION = "trl_rollout_corr.arrival.worker.PackingWorker"
 SEE = "See `trl-rollout-corr docs troubleshooting#weights-do-not-arrive`."
 
 

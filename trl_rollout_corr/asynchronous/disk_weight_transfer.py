@@ -21,7 +21,7 @@ class DiskWeightTransfer:
     loads them (`/collective_rpc`), and requests go on. A completion in progress is finished with the new weights.
 
     The server must be started with `VLLM_SERVER_DEV_MODE=1`; on a CPU also with `--worker-extension-cls
-    trl_rollout_corr.trainers.cpu_reload.PackingWorker`. The folder is made if it is missing, and the weights are removed when
+    trl_rollout_corr.arrival.worker.PackingWorker`. The folder is made if it is missing, and the weights are removed when
     training ends. `timeout` is in seconds, for one synchronisation.
     """
 

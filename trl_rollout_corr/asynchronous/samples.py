@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..trainers.keys import REWARDS, ROLLOUT_STEP, TOKEN_STEPS
+from ..recording.keys import REWARDS, ROLLOUT_STEP, TOKEN_STEPS
 from .trl_parts import RolloutSample, TreeRow
 
 

@@ -22,13 +22,13 @@ from torch.utils.data import DataLoader
 from transformers.trainer_utils import TrainOutput
 
 from ..settings.config import RolloutCorrectionConfig
-from ..trainers.base import CorrectionCore
+from ..trainers.batches import CorrectsBatches
 from ..trainers.card import TAGS
-from ..trainers.keys import PADDING, REWARDS, ROLLOUT_LOGPS, ROLLOUT_STEP, TOKEN_STEPS
+from ..recording.keys import PADDING, REWARDS, ROLLOUT_LOGPS, ROLLOUT_STEP, TOKEN_STEPS
 from ..trainers.logprobs import check_server_logprobs
-from ..trainers.observer import Corrected
-from ..trainers.run_metadata import check_types, engine_metadata
-from ..trainers.settings_checks import CHECKS
+from ..recording.observer import CorrectedBatch
+from ..recording.run_metadata import check_types, engine_metadata
+from ..trainers.trl_checks import CHECKS
 from ..trainers.trl_interface import check_bases, check_trl, with_parameters_of
 from .contract import METHODS, NAMES
 from .packing import Terms
@@ -64,7 +64,7 @@ class RolloutCorrectedAsyncGRPOConfig(RolloutCorrectionConfig, AsyncGRPOConfig):
         self.check()
 
 
-class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
+class RolloutCorrectedAsyncGRPOTrainer(CorrectsBatches, AsyncGRPOTrainer):
     r"""
     TRL's `AsyncGRPOTrainer` that corrects for the age of its samples and for the mismatch between vLLM and the trainer.
 
@@ -318,7 +318,7 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
     def _loss_mask(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return batch[LOSS_MASK]
 
-    def _corrected(self, current: torch.Tensor, batch: dict[str, Any]) -> tuple[torch.Tensor, Corrected]:
+    def _corrected(self, current: torch.Tensor, batch: dict[str, Any]) -> tuple[torch.Tensor, CorrectedBatch]:
         """Anchor of the ratio, `(B, T)`, and the corrected batch."""
         # A sample is visited once. In decoupled mode the old policy is therefore the current one, and the ratio of PPO is 1.
         self._observer.visited(self._now, self._ages(batch), batch[LOSS_MASK], current, current)
@@ -329,7 +329,7 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectionCore, AsyncGRPOTrainer):
         self._observer.corrected(self._now, corrected)
         return anchor, corrected
 
-    def _anchor_in_bypass(self, corrected: Corrected) -> tuple[torch.Tensor, torch.Tensor]:
+    def _anchor_in_bypass(self, corrected: CorrectedBatch) -> tuple[torch.Tensor, torch.Tensor]:
         anchor, coefficients = super()._anchor_in_bypass(corrected)
         bound = self._settings.clip_ratio_c
         if self._settings.clips_around_sampler and bound is not None:

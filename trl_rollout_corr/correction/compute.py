@@ -7,7 +7,7 @@ from typing import Any, Self
 import torch
 
 from ..settings.config import RolloutCorrectionConfig
-from ..settings.resolve import Correction
+from ..settings.resolve import Settings
 from .functional import (
     Rejection,
     Tokens,
@@ -106,7 +106,7 @@ def compute_rollout_correction(
     train_logps: torch.Tensor,
     rollout_logps: torch.Tensor,
     mask: torch.Tensor,
-    config: RolloutCorrectionConfig | Correction,
+    config: RolloutCorrectionConfig | Settings,
     *,
     advantages: torch.Tensor | None = None,
     turn_ids: torch.Tensor | None = None,
@@ -123,7 +123,7 @@ def compute_rollout_correction(
             Log-probabilities of the same tokens under the policy that sampled them, in nats.
         mask (`torch.Tensor` of shape `(B, T)`):
             Non-zero on the tokens of the loss. Log-probabilities elsewhere may hold anything, NaN included.
-        config ([`RolloutCorrectionConfig`] or [`~trl_rollout_corr.settings.resolve.Correction`]):
+        config ([`RolloutCorrectionConfig`] or [`~trl_rollout_corr.settings.resolve.Settings`]):
             Settings, or the result of resolving them.
         advantages (`torch.Tensor` of shape `(B,)` or `(B, T)`, *optional*):
             Advantages, for criteria that depend on their sign, and for the divergence by sign of the advantage.
@@ -154,7 +154,7 @@ def compute_rollout_correction(
     tensor([[1., 2.]])
     ```
     """
-    settings = config if isinstance(config, Correction) else config.correction
+    settings = config if isinstance(config, Settings) else config.settings
     _check_shapes(train_logps, rollout_logps, mask, turn_ids)
     direction = _direction(advantages, mask, settings)
     blocks = (
@@ -197,7 +197,7 @@ def keep_mask(
     train_logps: torch.Tensor,
     rollout_logps: torch.Tensor,
     mask: torch.Tensor,
-    settings: Correction,
+    settings: Settings,
     turn_ids: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Boolean mask `(B, T)` of the valid tokens that every criterion keeps. Arguments: [`compute_rollout_correction`]."""
@@ -209,7 +209,7 @@ def _tokens(
     train_logps: torch.Tensor,
     rollout_logps: torch.Tensor,
     mask: torch.Tensor,
-    settings: Correction,
+    settings: Settings,
     turn_ids: torch.Tensor | None,
 ) -> Tokens:
     """Select the tokens that count, with their turns if the settings need turns."""
@@ -238,7 +238,7 @@ def _check_finite(statistics: Statistics) -> None:
         )
 
 
-def _direction(advantages: torch.Tensor | None, mask: torch.Tensor, settings: Correction) -> torch.Tensor | None:
+def _direction(advantages: torch.Tensor | None, mask: torch.Tensor, settings: Settings) -> torch.Tensor | None:
     """Sign of the advantages, `(B, 1)` or `(B, T)`, if there are any."""
     directed = [f"`rollout_rs` has {c.name!r}, which depends" for c in settings.criteria if c.directed]
     by_sign = settings.bounding if settings.bounding is not None and settings.bounding.directed else None
@@ -254,7 +254,7 @@ def _direction(advantages: torch.Tensor | None, mask: torch.Tensor, settings: Co
     raise ValueError(f"{needs} of shape {' or '.join(str(tuple(shape)) for shape in (one, *allowed[2:]))}, got {got}.")
 
 
-def _correct_rows(tokens: Tokens, settings: Correction, direction: torch.Tensor | None) -> RolloutCorrection:
+def _correct_rows(tokens: Tokens, settings: Settings, direction: torch.Tensor | None) -> RolloutCorrection:
     """Correction of some rows, before batch normalisation."""
     rejections = [(criterion, reject(tokens, criterion, direction)) for criterion in settings.criteria]
     keep = _keep(tokens, [rejection for _, rejection in rejections])
@@ -306,7 +306,7 @@ def _keep(tokens: Tokens, rejections: list[Rejection]) -> torch.Tensor:
     return keep
 
 
-def _batch_totals(statistics: Statistics, settings: Correction) -> torch.Tensor:
+def _batch_totals(statistics: Statistics, settings: Settings) -> torch.Tensor:
     """`(4,)`: sum and number of the weights, valid tokens, kept tokens. One vector, hence one collective."""
     nothing = statistics.vector.new_zeros(())
     weights = [statistics[name] if settings.normalizes else nothing for name in ("is/norm_sum", "is/norm_count")]

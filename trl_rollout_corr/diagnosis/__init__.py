@@ -14,15 +14,15 @@ import numpy as np
 from ..dumps.files import read_logs
 from ..dumps.reading import Dump, open_dump
 from ..messages import warn
-from .observed import Observed
+from .observed import DumpedTokens
 from .ranking import Diagnosis, Finding, diagnose
 from .text import write_json, write_text
 
 
-__all__ = ["Diagnosis", "Finding", "Observed", "diagnose", "diagnose_dump", "observe"]
+__all__ = ["Diagnosis", "Finding", "DumpedTokens", "diagnose", "diagnose_dump", "read_tokens"]
 
 
-def observe(path: str | Path) -> Observed:
+def read_tokens(path: str | Path) -> DumpedTokens:
     """
     Read the tokens of a dump for a diagnosis.
 
@@ -31,7 +31,7 @@ def observe(path: str | Path) -> Observed:
             A dump (folder or file), or a run with one below it.
 
     Returns:
-        [`~trl_rollout_corr.diagnosis.observed.Observed`].
+        [`~trl_rollout_corr.diagnosis.observed.DumpedTokens`].
 
     Raises:
         `ValueError`: in one line, if there is no dump that can be read.
@@ -42,9 +42,9 @@ def observe(path: str | Path) -> Observed:
     return observe_dump(dump)
 
 
-def observe_dump(dump: Dump) -> Observed:
-    """The tokens of a dump that is read already, as [`observe`] returns them."""
-    return Observed(dump.sequences, dump.settings, dump.about, _movement(read_logs(dump.path), dump.sequences.step))
+def observe_dump(dump: Dump) -> DumpedTokens:
+    """The tokens of a dump that is read already, as [`read_tokens`] returns them."""
+    return DumpedTokens(dump.sequences, dump.settings, dump.about, _movement(read_logs(dump.path), dump.sequences.step))
 
 
 def _movement(logs: list[dict[str, Any]], steps: np.ndarray) -> float:
@@ -60,5 +60,5 @@ def _movement(logs: list[dict[str, Any]], steps: np.ndarray) -> float:
 
 def diagnose_dump(path: str | Path, *, as_json: bool = False) -> tuple[str, bool]:
     """The diagnosis of a dump as text or as JSON, and whether nothing has to be done."""
-    diagnosis = diagnose(observe(path))
+    diagnosis = diagnose(read_tokens(path))
     return write_json(diagnosis) if as_json else write_text(diagnosis), diagnosis.healthy

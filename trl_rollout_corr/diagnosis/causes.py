@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 from ..health.advice import advise
 from . import drift, precision, sampling, single_tokens
 from .evidence import Evidence
-from .observed import Observed
+from .observed import DumpedTokens
 
 
 class Test(NamedTuple):
@@ -23,7 +23,7 @@ class Test(NamedTuple):
             Statistics of the evidence from which the cause is possible, and from which it is nearly certain.
     """
 
-    look: Callable[[Observed], Evidence | None]
+    look: Callable[[DumpedTokens], Evidence | None]
     weak: float
     strong: float
 

@@ -14,7 +14,7 @@ from .evidence import (
     spearman,
     usual_size,
 )
-from .observed import Observed
+from .observed import DumpedTokens
 
 
 _END = 0.1  # share of the sequences that are compared at each end
@@ -27,7 +27,7 @@ _MOVED = 5.0  # the same for the step and the sampler's log-probabilities: compl
 _STILL = 1e-7
 
 
-def growing(o: Observed, x: np.ndarray, sentence: str) -> Evidence | None:
+def growing(o: DumpedTokens, x: np.ndarray, sentence: str) -> Evidence | None:
     """Test whether the mean square of `d` grows with `x` (shape `(B,)`), an age, a step or a number of tokens of padding."""
     here = o.core
     squares = o.of_rows(
@@ -61,7 +61,7 @@ def _step_up(values: np.ndarray, lowest: np.ndarray) -> tuple[float, float]:
     return 2 * beyond - 1, ((n + m + 1) / (3 * max(n, 1) * m)) ** 0.5
 
 
-def stale(o: Observed) -> Evidence | None:
+def stale(o: DumpedTokens) -> Evidence | None:
     if _visits(o) or stands_still(o):
         return None
     if (missing := adapter_missing(o)) is not None and missing.statistic > 0:
@@ -73,7 +73,7 @@ def stale(o: Observed) -> Evidence | None:
     return growing(o, o.staleness, sentence)
 
 
-def _of_one_age(o: Observed, age: float) -> Evidence | None:
+def _of_one_age(o: DumpedTokens, age: float) -> Evidence | None:
     """
     Test for stale samples that all have the same age, or whose age is unknown. Since sampling, the trainer has moved toward
     rewarded completions, so the gap correlates with the advantage. The gap is near 0 in the first step and does not grow for
@@ -101,12 +101,12 @@ def _of_one_age(o: Observed, age: float) -> Evidence | None:
     return Evidence(max(begun / 2 + rewarded, 2 * rewarded), share, numbers, sentence)
 
 
-def first_step(o: Observed) -> float:
+def first_step(o: DumpedTokens) -> float:
     """Root mean square of the log-ratio in the first step of the dump."""
     return rms(o.d[o.core & (o.step[o.row] == o.step.min())])
 
 
-def with_advantage(o: Observed) -> float:
+def with_advantage(o: DumpedTokens) -> float:
     """
     Rank correlation of the advantage with `sum(exp(d) - 1) / sqrt(sum(d^2))`, whose mean is 0 in samples of any sampler,
     however sure it is; 0 where chance explains it.
@@ -117,14 +117,14 @@ def with_advantage(o: Observed) -> float:
     return correlation if correlation * finite.sum() ** 0.5 > _CHANCE else 0.0
 
 
-def own_updates(o: Observed) -> Evidence | None:
+def own_updates(o: DumpedTokens) -> Evidence | None:
     if not _visits(o) or stands_still(o):
         return None
     sentence = "|d| is {low} at the first visit of a batch and {high} at the last (rank correlation {correlation})"
     return growing(o, o.staleness, sentence)
 
 
-def _visits(o: Observed) -> bool:
+def _visits(o: DumpedTokens) -> bool:
     """
     True if ages count the visits of a batch: bypass mode compares the sampler with the policy that was updated since. The
     ages of a sampler with older weights rise to its lag, and stay there.
@@ -139,7 +139,7 @@ def _visits(o: Observed) -> bool:
     return bool((np.diff(course) < 0).any() or len(np.unique(course)) == len(course) > 1)
 
 
-def _by_step(o: Observed) -> Evidence | None:
+def _by_step(o: DumpedTokens) -> Evidence | None:
     sentence = (
         "|d| is {low} in the first steps and {high} in the last (rank correlation {correlation}), whatever the age of the "
         "samples"
@@ -161,7 +161,7 @@ def _at_equal(strata: np.ndarray, x: np.ndarray, y: np.ndarray) -> float:
     return float(pearson(*ranks) * max(free, 0) ** 0.5)
 
 
-def _step_explains(o: Observed) -> bool:
+def _step_explains(o: DumpedTokens) -> bool:
     """
     Test whether the gap grows with the step at equal age, and not with the age at equal step. Over all samples it grows with
     both: ages rise while a queue fills.
@@ -172,7 +172,7 @@ def _step_explains(o: Observed) -> bool:
     return _at_equal(age, step, size) > _CHANCE >= _at_equal(step, age, size)
 
 
-def _unless_faster_than_steps(o: Observed, evidence: Evidence | None) -> Evidence | None:
+def _unless_faster_than_steps(o: DumpedTokens, evidence: Evidence | None) -> Evidence | None:
     """
     Drop evidence of a gap that grows faster than the number of steps since the start of the run, as in a collapse.
 
@@ -185,11 +185,11 @@ def _unless_faster_than_steps(o: Observed, evidence: Evidence | None) -> Evidenc
     return evidence if growth**2 < _GROWTH * ((o.step.max() - 1) / before) ** 2 else None
 
 
-def never_pushed(o: Observed) -> Evidence | None:
+def never_pushed(o: DumpedTokens) -> Evidence | None:
     return None if _serves_adapters(o) or not _may_stand_still(o) else _unless_faster_than_steps(o, _by_step(o))
 
 
-def adapter_missing(o: Observed) -> Evidence | None:
+def adapter_missing(o: DumpedTokens) -> Evidence | None:
     """Test whether the gap grows with the step whatever the age, in a run whose sampler should load adapters by itself."""
     if not _serves_adapters(o) or not _may_stand_still(o) or not _step_explains(o):
         return None
@@ -200,22 +200,22 @@ def adapter_missing(o: Observed) -> Evidence | None:
     return _unless_faster_than_steps(o, growing(o, o.step.astype(float), sentence))
 
 
-def _may_stand_still(o: Observed) -> bool:
+def _may_stand_still(o: DumpedTokens) -> bool:
     """True if the gap is larger than rounding and the trainer moves while the sampler may not; the start is the best proof."""
     beyond = _MOVED if o.step.min() <= 1 else _CHANCE
     return not (_as_small_as_rounding(o) or stands_still(o) or sampler_moves(o, beyond))
 
 
-def _serves_adapters(o: Observed) -> bool:
+def _serves_adapters(o: DumpedTokens) -> bool:
     return o.about.get("pushed") == "adapter"
 
 
-def stands_still(o: Observed) -> bool:
+def stands_still(o: DumpedTokens) -> bool:
     """Test whether the log of the run has learning rates that are too small for any change of the trainer's weights."""
     return o.movement <= _STILL  # not of NaN
 
 
-def standing_still(o: Observed) -> Evidence | None:
+def standing_still(o: DumpedTokens) -> Evidence | None:
     if not stands_still(o):
         return None
     sentence = (
@@ -226,7 +226,7 @@ def standing_still(o: Observed) -> Evidence | None:
     return evidence and evidence._replace(numbers={**evidence.numbers, "movement": o.movement})
 
 
-def sampler_moves(o: Observed, beyond: float = _MOVED) -> bool:
+def sampler_moves(o: DumpedTokens, beyond: float = _MOVED) -> bool:
     """
     Test whether the sampler's own log-probabilities rise or fall with the step, `beyond` so many standard deviations by
     chance: then it gets weights.
@@ -240,7 +240,7 @@ def sampler_moves(o: Observed, beyond: float = _MOVED) -> bool:
     )
 
 
-def lora_merge(o: Observed) -> Evidence | None:
+def lora_merge(o: DumpedTokens) -> Evidence | None:
     """Test whether the gap is almost 0 in the first steps, where the adapter is 0, and as small as rounding later."""
     if not _as_small_as_rounding(o) or o.about.get("adapter") == "none" or _visits(o) or stands_still(o):
         return None
@@ -253,11 +253,11 @@ def lora_merge(o: Observed) -> Evidence | None:
     )
 
 
-def _as_small_as_rounding(o: Observed) -> bool:
+def _as_small_as_rounding(o: DumpedTokens) -> bool:
     return rms(o.d[o.core]) < 0.03
 
 
-def old_throughout(o: Observed) -> Evidence | None:
+def old_throughout(o: DumpedTokens) -> Evidence | None:
     """Test whether all samples are old and the gap is too large for rounding, if there are no fresh samples to compare."""
     gap = rms(o.d[o.core])
     ages = o.staleness[o.row]

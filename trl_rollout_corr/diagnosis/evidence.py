@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..health.advice import NEGLIGIBLE
-from .observed import Observed
+from .observed import DumpedTokens
 
 
 # Root mean square of the log-ratio, in nats, below which no cause is looked for.
@@ -73,13 +73,13 @@ def mean_of_equal(keys: np.ndarray, values: np.ndarray, weights: np.ndarray) -> 
     return means[inverse]
 
 
-def usual_size(o: Observed, inside: np.ndarray) -> np.ndarray:
+def usual_size(o: DumpedTokens, inside: np.ndarray) -> np.ndarray:
     """Root mean square of the log-ratio at those tokens `inside` that are as likely as each token, `(N,)`."""
     edges = np.quantile(o.middle[inside], np.linspace(0, 1, min(_BINS, max(int(inside.sum()) // 20, 1)) + 1)[1:-1])
     return np.asarray(np.sqrt(mean_of_equal(np.searchsorted(edges, o.middle), np.square(o.d), inside)))
 
 
-def relative_size(o: Observed, here: np.ndarray) -> np.ndarray:
+def relative_size(o: DumpedTokens, here: np.ndarray) -> np.ndarray:
     """Log-ratio over its root mean square at tokens of the same probability, so that unlikely tokens count no more."""
     return np.asarray(o.d[here] / np.maximum(usual_size(o, here)[here], 1e-12))
 

@@ -11,7 +11,7 @@ from ..dumps.sequences import Sequences
 SEAM = 2  # tokens after the edge of a turn that count as its beginning
 
 
-class Observed:
+class DumpedTokens:
     """
     Tokens of the sequences that represent a batch: tokens of the loss that have a log-probability of both policies.
     `N` tokens, `B` sequences.

@@ -20,7 +20,7 @@ from .evidence import (
     spearman,
     typical,
 )
-from .observed import Observed
+from .observed import DumpedTokens
 
 
 # Smallest difference of the trainer from itself that counts as dropout, in nats: 1.5 times what a pretrained model has in
@@ -42,7 +42,7 @@ def coarser_sampler(about: Mapping[str, str]) -> str:
     return sampler if about.get("trainer_dtype") == "float32" and sampler in ("bfloat16", "float16") else ""
 
 
-def noise_floor(o: Observed) -> float | None:
+def noise_floor(o: DumpedTokens) -> float | None:
     """
     Mean square of the trainer's difference from itself, divided by the mean square of the gap. It is `None` if too few tokens
     were scored twice.
@@ -54,7 +54,7 @@ def noise_floor(o: Observed) -> float | None:
     return (typical((o.train - o.again)[again]) / gap) ** 2
 
 
-def padding(o: Observed) -> Evidence | None:
+def padding(o: DumpedTokens) -> Evidence | None:
     """Test whether the gap vanishes where the trainer scores a sequence alone, or grows with the padding."""
     sentence = "|d| is {low} with the least padding and {high} with the most (rank correlation {correlation})"
     more = growing(o, o.padding, sentence)
@@ -70,7 +70,7 @@ def padding(o: Observed) -> Evidence | None:
     return more if more and local > 0.3 and more.statistic > local_evidence.statistic else local_evidence
 
 
-def dropout(o: Observed) -> Evidence | None:
+def dropout(o: DumpedTokens) -> Evidence | None:
     """Test whether the trainer differs from itself by more than rounding."""
     floor, again = noise_floor(o), np.isfinite(o.again) & o.core
     if floor is None:
@@ -84,7 +84,7 @@ def dropout(o: Observed) -> Evidence | None:
     return Evidence(floor if itself > _DROPOUT and alone > 0.4 else 0.0, bounded(floor / 2), numbers, sentence)
 
 
-def tails(o: Observed) -> tuple[float, float]:
+def tails(o: DumpedTokens) -> tuple[float, float]:
     """Kurtosis of the log-ratio at tokens of equal probability, and percentile 99 of its size over the median."""
     here = o.core
     level = relative_size(o, here)
@@ -95,7 +95,7 @@ def tails(o: Observed) -> tuple[float, float]:
     )
 
 
-def routing(o: Observed) -> Evidence | None:
+def routing(o: DumpedTokens) -> Evidence | None:
     """Test whether a few tokens, at any place and of any probability, have most of the sum of `d^2`."""
     if o.about.get("experts") == "none":
         return None
@@ -111,26 +111,26 @@ def routing(o: Observed) -> Evidence | None:
     return Evidence(kurtosis * tail, bounded(share), numbers, sentence)
 
 
-def by_token(o: Observed) -> float:
+def by_token(o: DumpedTokens) -> float:
     """Correlation of the log-ratios at two places with the same token: 0 for noise, more for other weights."""
     here = o.core
     return alike(o.token[here], relative_size(o, here))
 
 
-def _systematic(o: Observed, sentence: str) -> Evidence:
+def _systematic(o: DumpedTokens, sentence: str) -> Evidence:
     same, gap = by_token(o), rms(o.d[o.core])
     # 0.1 is much in a pretrained model, whose contexts differ, unless rounding is a part of the gap
     statistic = same * (_UNROUNDED if gap > LARGE and o.core.sum() >= _MANY else 1.0)
     return Evidence(statistic, 1.0, {"alike": same, "gap": gap, "first": first_step(o)}, sentence)
 
 
-def _looks_like_weights(o: Observed) -> bool:
+def _looks_like_weights(o: DumpedTokens) -> bool:
     """True of a gap that looks like one of other weights in any case: of old samples, or a cache in low precision."""
     ages = o.staleness[np.isfinite(o.staleness)]
     return caches_in_low_precision(o.about) or bool(ages.size and ages.min() > 0)
 
 
-def weights(o: Observed) -> Evidence | None:
+def weights(o: DumpedTokens) -> Evidence | None:
     if _looks_like_weights(o):
         return None
     first, gap = first_step(o), rms(o.d[o.core])
@@ -151,7 +151,7 @@ def weights(o: Observed) -> Evidence | None:
     return _systematic(o, sentence)
 
 
-def noisy_weights(o: Observed) -> Evidence | None:
+def noisy_weights(o: DumpedTokens) -> Evidence | None:
     """Test whether the gap is noise as of rounding, but too large for it, and not in the trainer: as of weights of 8 bits."""
     floor, gap = noise_floor(o), rms(o.d[o.core])
     if floor is None or floor > 0.5 or gap <= LARGE or o.core.sum() < _MANY or _looks_like_weights(o):
@@ -166,7 +166,7 @@ def noisy_weights(o: Observed) -> Evidence | None:
     )
 
 
-def kv_cache(o: Observed) -> Evidence | None:
+def kv_cache(o: DumpedTokens) -> Evidence | None:
     """Test as for [`weights`], for an engine that reports a cache in low precision."""
     if not caches_in_low_precision(o.about):
         return None
@@ -182,7 +182,7 @@ def caches_in_low_precision(about: Mapping[str, str]) -> bool:
     return about.get("kv_cache_dtype", "auto").startswith(("fp8", "int8", "nvfp4"))
 
 
-def head(o: Observed) -> Evidence | None:
+def head(o: DumpedTokens) -> Evidence | None:
     """Test whether the gap is as small as rounding, but the trainer reproduces it, unlike rounding in the layers."""
     floor = noise_floor(o)
     gap = rms(o.d[o.core])
@@ -192,7 +192,7 @@ def head(o: Observed) -> Evidence | None:
     return Evidence(1 - floor, 1.0, {"gap": gap, "floor": floor}, sentence)
 
 
-def rounding(o: Observed) -> Evidence | None:
+def rounding(o: DumpedTokens) -> Evidence | None:
     """Test whether the gap is small noise: unrelated to the token, and larger where tokens are unlikely."""
     here, same = o.core, by_token(o)
     gap = rms(o.d[here])

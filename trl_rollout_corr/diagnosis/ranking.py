@@ -6,7 +6,7 @@ from typing import NamedTuple
 from ..health.windows import Window
 from .causes import CAUSES, Cause, Test
 from .evidence import FLOOR, LARGE, Evidence
-from .observed import Observed
+from .observed import DumpedTokens
 from .precision import coarser_sampler, noise_floor
 
 
@@ -129,12 +129,12 @@ class Diagnosis(NamedTuple):
         return self.verdict == "nothing" or (self.verdict == "found" and self.size < LARGE and normal)
 
 
-def diagnose(o: Observed, without: Collection[str] = ()) -> Diagnosis:
+def diagnose(o: DumpedTokens, without: Collection[str] = ()) -> Diagnosis:
     """
     Find the causes.
 
     Args:
-        o ([`Observed`]):
+        o ([`DumpedTokens`]):
             Tokens of a dump.
         without (`Collection[str]`, *optional*):
             Causes that are known to be absent, which are not looked for.
@@ -169,12 +169,12 @@ def _whole(findings: list[Finding]) -> bool:
     return any(finding.name not in ("nan_rows", "first_token", "last_token", "seams") for finding in findings)
 
 
-def _matters(o: Observed) -> bool:
+def _matters(o: DumpedTokens) -> bool:
     inside = o.d[o.core]
     return bool(inside.size) and float((inside**2).mean()) ** 0.5 >= FLOOR
 
 
-def _look(o: Observed, stages: tuple[Stage, ...], without: Collection[str]) -> tuple[list[Finding], bool]:
+def _look(o: DumpedTokens, stages: tuple[Stage, ...], without: Collection[str]) -> tuple[list[Finding], bool]:
     """Findings of the stages, and whether one of them ended the search."""
     findings: list[Finding] = []
     for stage in stages:
@@ -187,7 +187,7 @@ def _look(o: Observed, stages: tuple[Stage, ...], without: Collection[str]) -> t
     return findings, False
 
 
-def _findings(o: Observed, stage: Stage, without: Collection[str]) -> list[Finding]:
+def _findings(o: DumpedTokens, stage: Stage, without: Collection[str]) -> list[Finding]:
     tests = ((name, test, test.look(o)) for name, test in stage.tests if name not in without)
     return [
         Finding(name, _certainty(test, evidence), evidence.share, evidence)

@@ -10,13 +10,13 @@ from .evidence import (
     mean_of_equal,
     pearson,
 )
-from .observed import Observed
+from .observed import DumpedTokens
 
 
 _BEFORE = 8  # number of latest tokens, which stand for the tokens that could have been sampled instead
 
 
-def truncation(o: Observed) -> Evidence | None:
+def truncation(o: DumpedTokens) -> Evidence | None:
     """
     Look for `d = log S`, where `S < 1` is the trainer's probability of the tokens that the sampler may draw: `d` is negative,
     and the mean of `exp(d)` is below 1.
@@ -36,7 +36,7 @@ def truncation(o: Observed) -> Evidence | None:
     return Evidence(bias if sure > 6 and below > 0.55 else 0.0, bounded(2 * below - 1), numbers, sentence)
 
 
-def temperature(o: Observed) -> Evidence | None:
+def temperature(o: DumpedTokens) -> Evidence | None:
     """
     Explain the log-ratio by the log-probability of the token, first the trainer's and then the sampler's. Noise correlates
     with one of them only.
@@ -56,7 +56,7 @@ def temperature(o: Observed) -> Evidence | None:
     return Evidence(explained, bounded(explained), numbers, sentence)
 
 
-def penalty(o: Observed) -> Evidence | None:
+def penalty(o: DumpedTokens) -> Evidence | None:
     """
     Look for tokens that are less likely for the sampler if they occurred before, and more likely otherwise.
 

@@ -15,7 +15,7 @@ from .evidence import (
     rms,
     usual_size,
 )
-from .observed import Observed
+from .observed import DumpedTokens
 
 
 # Quantile at which tokens are compared, because most tokens of a confident model have a log-ratio near 0
@@ -29,7 +29,7 @@ _ENOUGH = 8
 _FAR, _CUT, _MINORITY, _MOST = 2.5, 3.0, 0.5, 0.5
 
 
-def _at(o: Observed, here: np.ndarray, sentence: str) -> Evidence | None:
+def _at(o: DumpedTokens, here: np.ndarray, sentence: str) -> Evidence | None:
     """
     Compare tokens of one kind with equally likely tokens inside: unlikely tokens have a larger log-ratio in any case. A cause
     shows at many tokens of its kind, not at a few.
@@ -38,7 +38,7 @@ def _at(o: Observed, here: np.ndarray, sentence: str) -> Evidence | None:
     return _compared(o, here, rest, np.maximum(usual_size(o, rest), FLOOR), sentence) if rest.any() else None
 
 
-def _compared(o: Observed, here: np.ndarray, rest: np.ndarray, usual: np.ndarray, sentence: str) -> Evidence | None:
+def _compared(o: DumpedTokens, here: np.ndarray, rest: np.ndarray, usual: np.ndarray, sentence: str) -> Evidence | None:
     """Compare the log-ratios of some tokens with the rest. Both are divided by their usual size."""
     if here.sum() < 4 or rest.sum() < 20:
         return None
@@ -50,16 +50,16 @@ def _compared(o: Observed, here: np.ndarray, rest: np.ndarray, usual: np.ndarray
     return Evidence(min(ratio, many**2) if share > 0.01 else 0.0, share, numbers, sentence)
 
 
-def first_token(o: Observed) -> Evidence | None:
+def first_token(o: DumpedTokens) -> Evidence | None:
     older = np.isin(o.row, o.row[o.after_push])  # than the inside of its completion
     return _at(o, o.first & ~older, "|d| is {here} at the first token of a completion and {elsewhere} inside")
 
 
-def last_token(o: Observed) -> Evidence | None:
+def last_token(o: DumpedTokens) -> Evidence | None:
     return _at(o, o.last, "|d| is {here} at the last token of a completion and {elsewhere} inside")
 
 
-def seams(o: Observed) -> Evidence | None:
+def seams(o: DumpedTokens) -> Evidence | None:
     evidence = _at(o, o.seam, "|d| is {here} at the start of later turns and {elsewhere} inside")
     if evidence is None:
         return None
@@ -77,7 +77,7 @@ def seams(o: Observed) -> Evidence | None:
     )
 
 
-def across_push(o: Observed) -> Evidence | None:
+def across_push(o: DumpedTokens) -> Evidence | None:
     """Compare tokens after a push with tokens before one that the same weights sampled and the same weights trained on."""
     rest = o.core & ~o.after_push & np.isfinite(o.age)
     weights = o.step[o.row] + o.age / 2**20
@@ -94,7 +94,7 @@ def across_push(o: Observed) -> Evidence | None:
     return _compared(o, here, rest, usual, sentence)
 
 
-def some_prompts(o: Observed) -> Evidence | None:
+def some_prompts(o: DumpedTokens) -> Evidence | None:
     """
     Test whether a minority of the completions is far off, and whether these always belong to the same prompts.
 
@@ -130,7 +130,7 @@ def some_prompts(o: Observed) -> Evidence | None:
     return Evidence(same if share > _MOST else 0.0, share, numbers, sentence, words)
 
 
-def nan_rows(o: Observed) -> Evidence | None:
+def nan_rows(o: DumpedTokens) -> Evidence | None:
     n = len(o.broken_row)
     if not n:
         return None
@@ -141,7 +141,7 @@ def nan_rows(o: Observed) -> Evidence | None:
     )
 
 
-def shift(o: Observed) -> Evidence | None:
+def shift(o: DumpedTokens) -> Evidence | None:
     """Test whether the two sides agree better if one of them is shifted by one or two tokens."""
     fits = {lag: misfit(o, lag) for lag in (-2, -1, 0, 1, 2)}
     if fits[0] is None or any(fit is None for fit in fits.values()):
@@ -158,7 +158,7 @@ def shift(o: Observed) -> Evidence | None:
     )
 
 
-def misfit(o: Observed, lag: int) -> float | None:
+def misfit(o: DumpedTokens, lag: int) -> float | None:
     """Mean square of `train` minus `rollout`, which is taken `lag` tokens later in the same completion."""
     i = np.arange(max(0, -lag), len(o) - max(0, lag))
     i = i[o.core[i] & (o.row[i] == o.row[i + lag]) & (o.position[i + lag] - o.position[i] == lag)]

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..diagnosis import Observed, observe
+from ..diagnosis import DumpedTokens, read_tokens
 from ..diagnosis.text import write_json, write_text
 from ..messages import warn
 from .experiments import EXPERIMENTS, Result, as_data, as_text, engines_to_try, judge, own_noise
@@ -65,7 +65,7 @@ def probe(run: Mapping[str, object], *, as_json: bool = False, verbose: bool = F
         folder = Path(name)
         _say("starting trainer and sampler")
         facts = _run({**run, "engine": {}, "experiments": True}, folder / "first", verbose=verbose)
-        observed = observe(folder / "first" / "as_it_is")
+        observed = read_tokens(folder / "first" / "as_it_is")
         results = results_of(folder / "first", observed, facts["left_out"])
         for experiment in engines_to_try(judge(observed, results), facts["about"], results):
             results.append(_with_engine(experiment, run, folder, observed, facts["mode"], verbose=verbose))
@@ -91,16 +91,16 @@ def _check(run: Mapping[str, Any]) -> None:
         raise ValueError("`probe` runs in one process, but WORLD_SIZE is above 1: start it without a launcher")
 
 
-def results_of(folder: Path, observed: Observed, left_out: Mapping[str, str]) -> list[Result]:
+def results_of(folder: Path, observed: DumpedTokens, left_out: Mapping[str, str]) -> list[Result]:
     """Results of the experiments that have left a dump, and of those that were left out."""
     done = [name for name in EXPERIMENTS if (folder / name).is_dir()]
     noise = own_noise(observed)
-    results = [Result(name, observed.size, observe(folder / name).size, noise=noise) for name in done]
+    results = [Result(name, observed.size, read_tokens(folder / name).size, noise=noise) for name in done]
     return results + [Result(name, observed.size, None, reason) for name, reason in left_out.items()]
 
 
 def _with_engine(
-    name: str, run: Mapping[str, Any], folder: Path, observed: Observed, mode: str, *, verbose: bool
+    name: str, run: Mapping[str, Any], folder: Path, observed: DumpedTokens, mode: str, *, verbose: bool
 ) -> Result:
     """The result of an experiment that takes an engine of its own."""
     experiment = EXPERIMENTS[name][1]
@@ -116,7 +116,7 @@ def _with_engine(
         _run({**run, "engine": dict(experiment.engine), "experiments": False}, folder / name, verbose=verbose)
     except ValueError as error:
         return Result(name, observed.size, None, f"vLLM refused this change: {error}")
-    return Result(name, observed.size, observe(folder / name / "as_it_is").size, noise=own_noise(observed))
+    return Result(name, observed.size, read_tokens(folder / name / "as_it_is").size, noise=own_noise(observed))
 
 
 def _run(request: dict[str, Any], output: Path, *, verbose: bool) -> dict[str, Any]:

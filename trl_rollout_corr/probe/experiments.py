@@ -10,7 +10,7 @@ import numpy as np
 
 from ..diagnosis.causes import CAUSES, Experiment
 from ..diagnosis.evidence import FLOOR, Evidence, rms
-from ..diagnosis.observed import Observed
+from ..diagnosis.observed import DumpedTokens
 from ..diagnosis.precision import caches_in_low_precision, coarser_sampler
 from ..diagnosis.ranking import Diagnosis, Finding, diagnose
 from ..messages import number, percent
@@ -91,7 +91,7 @@ class Result(NamedTuple):
         return self.before >= _ABOVE * self.noise and self.after <= _LEVEL * self.noise
 
 
-def own_noise(o: Observed) -> float | None:
+def own_noise(o: DumpedTokens) -> float | None:
     """
     Root mean square of the trainer's difference, padded batch against one by one, in nats; `None` if it is unknown, or if the
     sampler rounds more coarsely than the trainer.
@@ -131,13 +131,13 @@ def engines_to_try(diagnosis: Diagnosis, facts: Mapping[str, str], results: Iter
     return [name for name, worth in tries.items() if worth]
 
 
-def judge(o: Observed, results: Iterable[Result]) -> Diagnosis:
+def judge(o: DumpedTokens, results: Iterable[Result]) -> Diagnosis:
     """
     Diagnose with the results of experiments, which count for more than tests of the tokens: a confirmed cause comes first, and
     a cause that is ruled out is not looked for.
 
     Args:
-        o ([`~trl_rollout_corr.diagnosis.Observed`]):
+        o ([`~trl_rollout_corr.diagnosis.DumpedTokens`]):
             Tokens without a change.
         results (`Iterable[Result]`):
             Results of the experiments.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..trainers.run_metadata import dropout_of
+from ..recording.run_metadata import dropout_of
 from ..trainers.versions import float32_fused_head
 from .configuration import Trainer
 

@@ -25,9 +25,9 @@ from ..dumps.files import write_rows
 from ..dumps.rows import make_row, on_host
 from ..messages import warn
 from ..trainers.forward_pass import Rescoring
-from ..trainers.keys import ROLLOUT_LOGPS
-from ..trainers.run_metadata import settings_in_effect
-from ..trainers.settings_checks import TRUNCATION, distorting, neutral
+from ..recording.keys import ROLLOUT_LOGPS
+from ..recording.run_metadata import settings_in_effect
+from ..trainers.trl_checks import TRUNCATION, distorting, neutral
 from .configuration import Config, Request, Trainer, check_prompts, on_cpu, prompts_of, read, shortened
 from .model_changes import rescorings
 

@@ -1,5 +1,5 @@
 """
-Checks of the settings of a correction. Neither TRL nor torch here; `trainers/settings_checks.py` has the checks that need TRL.
+Checks of the settings of a correction. Neither TRL nor torch here; `trainers/trl_checks.py` has the checks that need TRL.
 
 Each check is a function of a configuration, and raises a [`SettingError`] about settings that exclude each other. [`CHECKS`]
 lists all of them.
@@ -13,7 +13,7 @@ from ..messages import SettingError
 
 def check_baseline_without_advantages(config: Any) -> None:
     """Refuse a baseline that depends on a rejection that depends on the baseline."""
-    directed = [criterion.name for criterion in config.correction.criteria if criterion.directed]
+    directed = [criterion.name for criterion in config.settings.criteria if criterion.directed]
     if config.rollout_rs_exclude_from_baseline and directed:
         reason = f"but {directed[0]!r} in `rollout_rs` depends on the advantages, which are computed from the baseline"
         remedy = "Set it to False, or use criteria that do not depend on them."

@@ -11,7 +11,7 @@ from .fields import DEFAULTS, PARSERS, CorrectionFields, DumpFields, EngineField
 from .legacy import FirstPresets, from_legacy
 from .migrate import from_trl, from_verl
 from .presets import BASE, DECIDED, DEFAULT, MODE, PRESETS, settings_of
-from .resolve import Correction, fill, idle_fields, is_default, read_given, resolve
+from .resolve import Settings, fill, idle_fields, is_default, read_given, resolve
 from .thresholds import is_by_sign, none_if_null, parse_criteria, parse_rejection_thresholds
 
 
@@ -163,7 +163,7 @@ class RolloutCorrectionConfig(FirstPresets, DumpFields, MonitorFields, EngineFie
     def __post_init__(self) -> None:
         names_none = isinstance(self.rollout_correction, Unset)
         explicit = self._settle()
-        for name, reason in idle_fields(self.__dict__, self.correction).items():
+        for name, reason in idle_fields(self.__dict__, self.settings).items():
             if name in explicit:
                 warn_idle(name, getattr(self, name), reason)
         if names_none and self.rollout_correction == BASE and "rollout_is" not in explicit:
@@ -210,7 +210,7 @@ class RolloutCorrectionConfig(FirstPresets, DumpFields, MonitorFields, EngineFie
     # Resolved settings ------------------------------------------------------------------------------------------------
 
     @property
-    def correction(self) -> Correction:
+    def settings(self) -> Settings:
         """Resolved settings of the correction, from the present values of the fields."""
         return resolve({name: getattr(self, name) for name in CorrectionFields.__dataclass_fields__})
 
@@ -222,10 +222,10 @@ class RolloutCorrectionConfig(FirstPresets, DumpFields, MonitorFields, EngineFie
         bounds = f"clamped to {bounds.removeprefix('in ')}" if self.rollout_is_clamp and "[" in bounds else bounds
         weights = f"{self.rollout_is} weights {bounds}" if self.rollout_is else "no weights"
         parts.append(
-            f"{weights} (reported only)" if self.rollout_is and not self.correction.applies_weights else weights
+            f"{weights} (reported only)" if self.rollout_is and not self.settings.applies_weights else weights
         )
         thresholds = parse_rejection_thresholds(self.rollout_rs_threshold, self.rollout_rs)
-        criteria = zip(self.correction.criteria, thresholds, strict=True)
+        criteria = zip(self.settings.criteria, thresholds, strict=True)
         parts += [f"{c.name} {_in_words(bound, c.directed)}" for c, bound in criteria] or ["no rejection"]
         parts.append(f"bypass, {self.rollout_loss_type}" if self.bypass_mode else "decoupled")
         parts += ["metrics only"] if self.rollout_metrics_only else []

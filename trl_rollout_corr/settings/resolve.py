@@ -1,4 +1,4 @@
-"""Fields of a configuration, resolved to a [`Correction`], which the mathematics reads. No torch here."""
+"""Fields of a configuration, resolved to a [`Settings`], which the mathematics reads. No torch here."""
 
 import dataclasses
 import math
@@ -16,7 +16,7 @@ from .thresholds import is_by_sign, parse_criteria, parse_rejection_thresholds
 
 
 @dataclass(frozen=True)
-class Correction:
+class Settings:
     """Resolved settings of the correction: no preset is left to look up, and every threshold is a number."""
 
     mode: str  # "decoupled"; or the loss of bypass mode, "ppo_clip" or "reinforce"
@@ -65,14 +65,14 @@ class Correction:
         return self.normalizes or (bool(self.criteria) and self.renormalizes)
 
 
-def resolve(fields: Mapping[str, Any]) -> Correction:
+def resolve(fields: Mapping[str, Any]) -> Settings:
     """Resolve parsed fields of a configuration. Raises a `ValueError` if a threshold does not fit its criterion."""
     bounding = None
     if fields["rollout_is"] is not None:
         bounding = _bounding(fields)
     names = fields["rollout_rs"]
     thresholds = parse_rejection_thresholds(fields["rollout_rs_threshold"], names)
-    return Correction(
+    return Settings(
         mode=fields["rollout_loss_type"] if fields["bypass_mode"] else "decoupled",
         bounding=bounding,
         criteria=tuple(_criterion(name, bounds) for name, bounds in zip(names or [], thresholds, strict=True)),
@@ -126,7 +126,7 @@ def _criterion(name: str, bounds: Any) -> Criterion:
     return Criterion(scope, divergence, -math.log(upper), math.inf if lower == 0 else -math.log(lower))
 
 
-def idle_fields(fields: Mapping[str, Any], correction: Correction) -> dict[str, str]:
+def idle_fields(fields: Mapping[str, Any], correction: Settings) -> dict[str, str]:
     """Reasons why fields have no effect, by name of the field. `correction` is what the parsed `fields` resolve to."""
     bounding = correction.bounding
     no_weights = bounding is None and "`rollout_is` is None"

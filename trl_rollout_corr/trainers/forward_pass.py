@@ -46,9 +46,9 @@ import torch
 from ..correction.compute import keep_mask
 from ..correction.sums import Sums
 from ..replay.protocol import Logprobs, Replay
-from ..settings.resolve import Correction
+from ..settings.resolve import Settings
 from .gradient_check import GradientCheck
-from .keys import OLD_LOGPS
+from ..recording.keys import OLD_LOGPS
 
 
 Forward = Callable[..., tuple]
@@ -228,7 +228,7 @@ class Scoring(ForwardPass):
         total = (rewards * weights.to(rewards.device)).nansum(1)
         self.rewards = total.masked_fill(rewards.isnan().all(1), torch.nan)[own]
 
-    def rejected(self, settings: Correction) -> torch.Tensor:
+    def rejected(self, settings: Settings) -> torch.Tensor:
         """Completions of the batch that have all tokens rejected, boolean, `(B,)`. Needs an old pass that was run."""
         assert self.old_pass is not None
         mask = self.generation.mask_of_loss(self.old_pass.completion_mask).bool()

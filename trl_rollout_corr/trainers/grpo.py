@@ -11,10 +11,10 @@ from trl import GRPOConfig, GRPOTrainer
 from ..settings.config import RolloutCorrectionConfig
 from .card import TAGS
 from .forward_pass import Generation
-from .keys import OLD_LOGPS
+from ..recording.keys import OLD_LOGPS
 from .logprobs import check_logprobs, checked_turn_ids
 from .mixin import RolloutCorrectionMixin
-from .settings_checks import CHECKS, check_loss_type
+from .trl_checks import CHECKS, check_loss_type
 from .trl_interface import with_parameters_of
 from .versions import check_switched_off, replace_trl_correction, without_none
 

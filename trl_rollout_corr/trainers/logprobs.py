@@ -15,7 +15,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 from ..messages import warn
 from ..replay.kept_tokens import KeptTokens
 from ..replay.protocol import Logprobs
-from .cpu_reload import push
+from ..arrival.worker import push
 from .versions import named_weights
 
 
@@ -104,7 +104,7 @@ def warn_about_images(read: list[int], own: list[int]) -> None:
     )
 
 
-def observe_sampler(
+def watch_sampler(
     generation: VLLMGeneration,
     keep: Callable[[Logprobs, list[list[int]]], object],
     pushing: Callable[[], AbstractContextManager],
@@ -157,7 +157,7 @@ def forget_images(generation: VLLMGeneration) -> None:
 
 def sync_weights_on_cpu(generation: VLLMGeneration) -> None:
     """
-    Push weights through vLLM's own reload on a CPU, see [`~trl_rollout_corr.trainers.cpu_reload.push`].
+    Push weights through vLLM's own reload on a CPU, see [`~trl_rollout_corr.arrival.worker.push`].
 
     TRL's push of single parameters fails on a CPU, where vLLM stores weights in other shapes than the checkpoint.
     """

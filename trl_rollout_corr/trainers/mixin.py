@@ -24,12 +24,12 @@ from transformers import PreTrainedModel
 from ..replay.experts import Experts
 from ..replay.protocol import Logprobs, Replay
 from ..settings.config import RolloutCorrectionConfig
-from .base import CorrectionCore
+from .batches import CorrectsBatches
 from .engine import engine_arguments
-from .first_step import score_alone
+from ..recording.first_step import score_alone
 from .forward_pass import ForwardPass, Generation, LossPass, OldPass, Rescoring, Scoring
 from .gradient_check import GradientCheck, not_in_loss
-from .keys import (
+from ..recording.keys import (
     AGAIN_LOGPS,
     COEFFICIENTS,
     FIRST_COEFFICIENTS,
@@ -40,8 +40,8 @@ from .keys import (
     ROLLOUT_STEP,
     TURN_IDS,
 )
-from .logprobs import IMAGES, check_server_logprobs, observe_sampler, sync_weights_on_cpu, warn_about_images
-from .observer import Corrected
+from .logprobs import IMAGES, check_server_logprobs, watch_sampler, sync_weights_on_cpu, warn_about_images
+from ..recording.observer import CorrectedBatch
 from .pushes import PushesToVLLM
 from .replays import experts_of, kept_tokens_of, sequences_of
 from .trl_interface import check_bases, check_trl, definer
@@ -49,7 +49,7 @@ from .versions import refuse_weights, server_configuration
 from .visits import Visits
 
 
-class RolloutCorrectionMixin(CorrectionCore):
+class RolloutCorrectionMixin(CorrectsBatches):
     """
     Rollout correction for a trainer of TRL. Comes before the trainer among the bases.
 
@@ -105,7 +105,7 @@ class RolloutCorrectionMixin(CorrectionCore):
         self._experts, kept_tokens = experts_of(self), kept_tokens_of(self)
         self._replays = tuple(replay for replay in (self._experts, kept_tokens) if replay is not None)
         if self.use_vllm:
-            observe_sampler(self.vllm_generation, self._record_logprobs, self._pushes.pushing, kept_tokens)
+            watch_sampler(self.vllm_generation, self._record_logprobs, self._pushes.pushing, kept_tokens)
         self._set_up_observer()
 
     def _check_server(self) -> None:
@@ -334,7 +334,7 @@ class RolloutCorrectionMixin(CorrectionCore):
             logps, coefficients = check.logps, coefficients * check.factor
         return self._enter_loss(inputs, logps, anchor, coefficients)
 
-    def _record(self, corrected: Corrected) -> None:
+    def _record(self, corrected: CorrectedBatch) -> None:
         """Add a batch to the metrics. With `rollout_diagnose`, sequences of the first batch are scored a second time."""
         # Sequences are scored one by one, which is not possible with images. A processor is the same on all ranks; images may
         # be on some.

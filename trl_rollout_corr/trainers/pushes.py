@@ -14,7 +14,7 @@ from accelerate.utils import broadcast_object_list
 from ..arrival.fingerprints import read
 from ..arrival.server import MovementCheck, has_extension, read_server, score_text
 from ..arrival.weights import WeightCheck
-from .run_metadata import engine_metadata
+from ..recording.run_metadata import engine_metadata
 
 
 class CheckedPushes:

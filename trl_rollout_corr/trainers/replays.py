@@ -8,7 +8,7 @@ from accelerate import DistributedType
 
 from ..replay.experts import Experts
 from ..replay.kept_tokens import KeptTokens
-from .settings_checks import truncation
+from .trl_checks import truncation
 
 
 # Settings of models that change logits above the head

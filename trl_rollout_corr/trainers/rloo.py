@@ -13,8 +13,8 @@ from ..settings.config import RolloutCorrectionConfig
 from .card import TAGS
 from .forward_pass import Generation, OldPass, Scoring
 from .mixin import RolloutCorrectionMixin
-from .observer import Corrected
-from .settings_checks import CHECKS
+from ..recording.observer import CorrectedBatch
+from .trl_checks import CHECKS
 from .trl_interface import with_parameters_of
 from .versions import replace_trl_correction
 
@@ -111,7 +111,7 @@ class RolloutCorrectedRLOOTrainer(RolloutCorrectionMixin, RLOOTrainer):
     def _rollout_logps(self, output: Mapping[str, torch.Tensor], generation: Generation) -> torch.Tensor:
         return generation.rollout_logps(output["completion_ids"])
 
-    def _anchor_in_bypass(self, corrected: Corrected) -> tuple[torch.Tensor, torch.Tensor]:
+    def _anchor_in_bypass(self, corrected: CorrectedBatch) -> tuple[torch.Tensor, torch.Tensor]:
         current, (anchor, coefficients) = corrected.train_logps, super()._anchor_in_bypass(corrected)
         # log ratio of a completion = sum over its tokens, so it saturates before the ratio of a token
         log_ratio = (current - anchor).sum(1, keepdim=True)

@@ -205,7 +205,7 @@ def rejected(facts: Facts) -> Section | None:
     shares = (
         {
             c.name: means.get(f"{PREFIX}rollout_rs_{c.name}_masked_fraction", math.nan)
-            for c in config.correction.criteria
+            for c in config.settings.criteria
         }
         if config
         else {}

@@ -136,9 +136,9 @@ def _row(sequences: Sequences, places: np.ndarray, chosen: int, all_ids: np.ndar
 
 def _bounding(config: RolloutCorrectionConfig | None) -> Bounding | None:
     """Bounds of the weights of tokens, if weights are applied. A weight of a turn or a sequence says nothing of a token."""
-    if config is None or not config.correction.applies_weights:
+    if config is None or not config.settings.applies_weights:
         return None
-    bounding = config.correction.bounding
+    bounding = config.settings.bounding
     return bounding if bounding is not None and bounding.level == "token" else None
 
 
@@ -159,12 +159,12 @@ def _beyond(sequences: Sequences, bounding: Bounding | None, sign: int) -> Itera
 def _notes(config: RolloutCorrectionConfig | None, bounding: Bounding | None) -> list[str]:
     """What the settings of a run make of the tables."""
     notes = []
-    if config is not None and config.correction.metrics_only:
+    if config is not None and config.settings.metrics_only:
         notes.append("The run only measures (`rollout_metrics_only`): these tokens would have been rejected.")
     if (
         config is not None
-        and config.correction.criteria
-        and all(criterion.unit != "token" for criterion in config.correction.criteria)
+        and config.settings.criteria
+        and all(criterion.unit != "token" for criterion in config.settings.criteria)
     ):
         notes.append(
             "The criteria judge whole completions or turns, so a text is rejected together with the text around it."
@@ -238,11 +238,11 @@ def _sentences(
 
 def _wider(config: RolloutCorrectionConfig | None, positive: bool) -> str:
     """The remedy that widens the bound for a sign of the advantage, as the beginning of a sentence."""
-    for criterion in config.correction.criteria if config else ():
+    for criterion in config.settings.criteria if config else ():
         if criterion.directed:
             bound = criterion.upper if positive else -criterion.lower
             return f"raise the bound of `{criterion.name}` in `rollout_rs_threshold` (now {number(bound)}), or "
-    return "widen `rollout_rs_threshold`, or " if config and config.correction.criteria else ""
+    return "widen `rollout_rs_threshold`, or " if config and config.settings.criteria else ""
 
 
 def in_line(text: str) -> str:

@@ -193,7 +193,7 @@ def report_alert(handler: CallbackHandler, title: str, text: str, *, critical: b
                 callback._trackio.alert(title, text, level=levels.ERROR if critical else levels.WARN)
 
 
-def settle_monitors(
+def keep_one_monitor(
     handler: CallbackHandler, own: RolloutCorrectionMonitor | None = None
 ) -> RolloutCorrectionMonitor | None:
     """

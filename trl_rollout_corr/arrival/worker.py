@@ -18,7 +18,7 @@ def push(llm: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
 
 class PackingWorker:
     """
-    An extension of vLLM's worker: `--worker-extension-cls trl_rollout_corr.trainers.cpu_reload.PackingWorker`. A server on a
+    An extension of vLLM's worker: `--worker-extension-cls trl_rollout_corr.arrival.worker.PackingWorker`. A server on a
     CPU needs it, and on any server it lets the trainer check that weights arrive. Its methods are for `/collective_rpc`.
     """
 

@@ -20,16 +20,16 @@ from ..dumps.files import plain
 from ..messages import SettingWarning
 from ..settings.config import RolloutCorrectionConfig
 from ..settings.fields import DEFAULTS
-from ..settings.resolve import Correction
+from ..settings.resolve import Settings
 from .card import complete_card
 from .console import add_console
-from .dumping import SequenceDump, check_dump_folder, check_unused
-from .first_step import FirstStepDiagnosis
-from .keys import ROLLOUT_LOGPS, ROLLOUT_STEP, TOKEN_STEPS, TURN_IDS
-from .monitor import monitor_of, settle_monitors
-from .observer import Corrected, Moment, Observer
-from .run_metadata import check_dropout, check_types, engine_metadata, trainer_metadata
-from .trackers import choose_metrics
+from ..recording.dumping import SequenceDump, check_dump_folder, check_unused
+from ..recording.first_step import FirstStepDiagnosis
+from ..recording.keys import ROLLOUT_LOGPS, ROLLOUT_STEP, TOKEN_STEPS, TURN_IDS
+from ..recording.monitor import monitor_of, keep_one_monitor
+from ..recording.observer import CorrectedBatch, Moment, Observer
+from ..recording.run_metadata import check_dropout, check_types, engine_metadata, trainer_metadata
+from ..recording.trackers import choose_metrics
 from .trl_interface import check_config_class
 
 
@@ -44,7 +44,7 @@ def _fields_of(args: RolloutCorrectionConfig) -> dict[str, Any]:
     return {name: plain(getattr(args, name)) for name in DEFAULTS}
 
 
-class CorrectionCore(_Host):
+class CorrectsBatches(_Host):
     """
     Correction of one batch, and its metrics. Comes before a trainer of TRL among the bases.
 
@@ -72,7 +72,7 @@ class CorrectionCore(_Host):
         if args.rollout_dump_dir is not None:
             check_dump_folder(Path(args.rollout_dump_dir), new_run=False)
             check_unused(args)
-        self._settings: Correction = args.correction
+        self._settings: Settings = args.settings
         self._fields = _fields_of(args)
         return args
 
@@ -84,7 +84,7 @@ class CorrectionCore(_Host):
         self._about = {"trainer": type(self).__name__, **self._metadata()}
         check_types(self._about)
         self._observer = Observer(self._settings, self.accelerator, self.callback_handler)
-        settle_monitors(self.callback_handler, monitor_of(args))
+        keep_one_monitor(self.callback_handler, monitor_of(args))
         choose_metrics(self.callback_handler)
         if args.rollout_dump_dir is not None:
             tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
@@ -101,7 +101,7 @@ class CorrectionCore(_Host):
                     f"`{name}` is {value!r}, but was {self._fields[name]!r} when the trainer was built, which is when the "
                     "settings are read. Build the trainer with the new value."
                 )
-        monitor = settle_monitors(self.callback_handler)  # the user may have added one, or a tracker
+        monitor = keep_one_monitor(self.callback_handler)  # the user may have added one, or a tracker
         watched = torch.tensor([monitor is not None], device=self.accelerator.device)
         # The sums of a step are gathered over all ranks, which must agree about it
         everywhere = self.accelerator.num_processes == 1 or bool(self.accelerator.gather(watched).all())
@@ -158,21 +158,21 @@ class CorrectionCore(_Host):
         """Age of each completion, `(B,)` in optimizer steps, NaN if unknown; `None` if the sampler tells none."""
         return self.state.global_step - batch[ROLLOUT_STEP] if ROLLOUT_STEP in batch else None
 
-    def _correct_from(self, train_logps: torch.Tensor, batch: dict[str, Any], *, from_old: bool) -> Corrected:
+    def _correct_from(self, train_logps: torch.Tensor, batch: dict[str, Any], *, from_old: bool) -> CorrectedBatch:
         """Correct a batch for the gap between the sampler and a policy of the trainer: old (`from_old`) or current."""
         correction = self._compute_correction(train_logps, batch)
         mask, ages = self._loss_mask(batch), self._ages(batch)
         token_ages = self.state.global_step - batch[TOKEN_STEPS] if TOKEN_STEPS in batch else None
-        return Corrected(batch, mask, train_logps, correction, correction.coefficients, from_old, ages, token_ages)
+        return CorrectedBatch(batch, mask, train_logps, correction, correction.coefficients, from_old, ages, token_ages)
 
-    def _bypass(self, corrected: Corrected) -> tuple[torch.Tensor, Corrected]:
+    def _bypass(self, corrected: CorrectedBatch) -> tuple[torch.Tensor, CorrectedBatch]:
         """Anchor in bypass mode, `(B, T)`, and the correction without the tokens that have no gradient there."""
         anchor, coefficients = self._anchor_in_bypass(corrected)
         statistics = corrected.correction.statistics.with_sum("coefficients", coefficients.sum())
         correction = replace(corrected.correction, statistics=statistics)
         return anchor, corrected._replace(correction=correction, coefficients=coefficients)
 
-    def _anchor_in_bypass(self, corrected: Corrected) -> tuple[torch.Tensor, torch.Tensor]:
+    def _anchor_in_bypass(self, corrected: CorrectedBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Anchor and coefficients in bypass mode, each `(B, T)`."""
         current, correction = corrected.train_logps, corrected.correction
         if self._settings.mode == "reinforce":

@@ -49,7 +49,7 @@ def check_loss_type(config: Any) -> None:
             f"`loss_type` is {config.loss_type!r}, which is a loss of `bypass_mode`: set `rollout_loss_type` to it, and "
             "`loss_type` to a loss of TRL: grpo, dr_grpo, dapo, ..."
         )
-    if config.correction.corrects and config.loss_type == "vespo":
+    if config.settings.corrects and config.loss_type == "vespo":
         raise ValueError(
             "`loss_type` is 'vespo', which has importance weights of its own, so no other weight or rejection can be "
             "applied to it. Choose another `loss_type`, or only measure: set `rollout_correction` to 'disabled', or "
@@ -59,7 +59,7 @@ def check_loss_type(config: Any) -> None:
 
 def check_reinforce(config: Any) -> None:
     """Refuse losses that break the ratio of 1 of `rollout_loss_type="reinforce"`."""
-    if not config.correction.corrects or not config.bypass_mode or config.rollout_loss_type != "reinforce":
+    if not config.settings.corrects or not config.bypass_mode or config.rollout_loss_type != "reinforce":
         return
     cap = config.epsilon_high or config.epsilon
     if config.loss_type == "cispo" and cap < 1.0:
@@ -78,10 +78,10 @@ def check_reinforce(config: Any) -> None:
 
 def warn_about_sequence_level(config: Any) -> None:
     """Warn about weights and rejection of tokens and turns in a loss with one ratio per completion."""
-    if not config.correction.corrects or config.importance_sampling_level != "sequence":
+    if not config.settings.corrects or config.importance_sampling_level != "sequence":
         return
     settings = [f"`{name}`" for name in config.rollout_rs or [] if name.startswith(("token_", "turn_"))]
-    if config.rollout_is in ("token", "turn") and config.correction.applies_weights:
+    if config.rollout_is in ("token", "turn") and config.settings.applies_weights:
         settings.append(f"`rollout_is={config.rollout_is!r}`")
     if settings:
         warn(
@@ -93,7 +93,7 @@ def warn_about_sequence_level(config: Any) -> None:
 
 def warn_about_clip_ratio(config: Any) -> None:
     """Warn if TRL's loss does not bound the ratio to the sampler by `rollout_clip_ratio_c`."""
-    if not (config.correction.corrects and config.correction.clips_around_sampler) or config.rollout_clip_ratio_c in (
+    if not (config.settings.corrects and config.settings.clips_around_sampler) or config.rollout_clip_ratio_c in (
         None,
         3.0,
     ):
@@ -110,9 +110,9 @@ def warn_about_clip_ratio(config: Any) -> None:
 def warn_about_iterations(config: Any) -> None:
     """Warn about several visits of completions by a loss without a bound on the step."""
     clips = not config.bypass_mode or config.rollout_loss_type != "reinforce"
-    if not config.correction.corrects or clips or config.num_iterations == 1:
+    if not config.settings.corrects or clips or config.num_iterations == 1:
         return
-    if not any(criterion.directed for criterion in config.correction.criteria):  # a trust region
+    if not any(criterion.directed for criterion in config.settings.criteria):  # a trust region
         warn(
             f"`num_iterations` is {config.num_iterations} with `rollout_loss_type='reinforce'`, which has no clipping: only "
             "the bound of the weights limits the steps, and each visit of a completion moves the policy further. Set "
@@ -128,9 +128,9 @@ def warn_about_bounds_of_means(config: Any) -> None:
     a hundred. The prediction is for completions of the maximum length; shorter completions are rejected more often.
     """
     length = config.max_completion_length
-    if not config.correction.corrects or not length:
+    if not config.settings.corrects or not length:
         return
-    for criterion, bounds in zip(config.correction.criteria, config.rollout_rs_threshold or [], strict=True):
+    for criterion, bounds in zip(config.settings.criteria, config.rollout_rs_threshold or [], strict=True):
         if criterion.name != "seq_mean_k1":
             continue
         share = expected_share_outside(ROUNDING, torch.tensor(float(length)), *bounds).item()
@@ -167,7 +167,7 @@ def check_batch_normalization(config: Any) -> None:
 
 def _normalizes_over(config: Any, *levels: str) -> bool:
     """True if weights of one of the levels are divided by their mean."""
-    normalizes = config.correction.corrects and config.correction.applies_weights and config.rollout_is_batch_normalize
+    normalizes = config.settings.corrects and config.settings.applies_weights and config.rollout_is_batch_normalize
     return bool(normalizes and config.rollout_is in levels)
 
 

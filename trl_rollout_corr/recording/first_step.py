@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ..diagnosis import Observed, diagnose
+from ..diagnosis import DumpedTokens, diagnose
 from ..diagnosis.text import write_text
 from ..dumps.rows import make_row, on_host
 from ..dumps.sequences import Sequences
 from ..settings.config import RolloutCorrectionConfig
-from .console import write
+from tqdm.auto import tqdm
 from .run_metadata import settings_in_effect
 
 
@@ -39,7 +39,7 @@ class FirstStepDiagnosis(TrainerCallback):
         return first
 
     def offer(self, step: int, batch: dict[str, torch.Tensor], columns: dict[str, Any]) -> None:
-        """Take the sequences of a batch, as [`~trl_rollout_corr.trainers.dumping.SequenceDump.offer`] does."""
+        """Take the sequences of a batch, as [`~trl_rollout_corr.recording.dumping.SequenceDump.offer`] does."""
         mask = columns["mask"]
         missing = torch.arange(min(len(mask), ROWS - len(self.rows)), device=mask.device)
         self.rows += [make_row(sequence, step) for sequence in on_host({**batch, **columns}, missing)]
@@ -53,12 +53,12 @@ class FirstStepDiagnosis(TrainerCallback):
         self.done = True
         if state.is_world_process_zero:
             try:
-                observed = Observed(Sequences.from_rows(rows), settings_in_effect(self.args), self.about)
+                observed = DumpedTokens(Sequences.from_rows(rows), settings_in_effect(self.args), self.about)
                 self.diagnosis = diagnose(observed)
                 text = write_text(self.diagnosis)
             except Exception as error:  # an error of the diagnosis must not end the run
                 text = f"No diagnosis of the first step: {error}.\n"
-            write(f"Diagnosis of step {state.global_step}. {text}".rstrip())
+            tqdm.write(f"Diagnosis of step {state.global_step}. {text}".rstrip())
 
 
 def score_alone(forward: Callable[..., tuple], batch: dict[str, Any], most: int = AGAIN) -> torch.Tensor:

@@ -27,7 +27,7 @@ from ..correction.compute import RolloutCorrection
 from ..correction.functional import turns_of
 from ..correction.metrics import Statistics
 from ..correction.sums import Sums
-from ..settings.resolve import Correction
+from ..settings.resolve import Settings
 from .dumping import SequenceDump
 from .first_step import FirstStepDiagnosis
 from .keys import AGAIN_LOGPS, PADDING, REWARDS, ROLLOUT_LOGPS, TURN_IDS
@@ -41,7 +41,7 @@ class Moment(NamedTuple):
     step: int  # optimizer steps made so far
 
 
-class Corrected(NamedTuple):
+class CorrectedBatch(NamedTuple):
     """A batch and its correction."""
 
     batch: dict[str, Any]
@@ -74,7 +74,7 @@ class Observer:
 
     def __init__(
         self,
-        settings: Correction,
+        settings: Settings,
         accelerator: Accelerator,
         callbacks: CallbackHandler,
         dump: SequenceDump | None = None,
@@ -106,7 +106,7 @@ class Observer:
         self,
         now: Moment,
         current_logps: torch.Tensor,
-        corrected: Corrected,
+        corrected: CorrectedBatch,
         dropped: Sequence[tuple[float, float]] = (),
     ) -> None:
         """Count a batch by age, and tokens and reward of each completion that was dropped as too old since the last one."""
@@ -121,7 +121,7 @@ class Observer:
             sums["stale_dropped"] = count_completions(lengths, rewards)
         self.add(now.mode, ByAge.of(sums))
 
-    def corrected(self, now: Moment, corrected: Corrected) -> None:
+    def corrected(self, now: Moment, corrected: CorrectedBatch) -> None:
         """Count a batch that was corrected, and offer it to the dump."""
         batch, correction = corrected.batch, corrected.correction
         turns = log_ratio = None
@@ -259,7 +259,7 @@ class StepSums:
         return [replace(part, vector=vector) for part, vector in zip(self._layouts, vectors, strict=True)]
 
 
-def _columns(corrected: Corrected) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor | None]]:
+def _columns(corrected: CorrectedBatch) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor | None]]:
     """Columns of the dump: tokens and their masks as in TRL's batch, and tensors of shape `(B, T)` or `(B,)` by column."""
     batch, advantages = corrected.batch, corrected.batch["advantages"]
     tokens = {name: batch[name] for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")}
