@@ -47,7 +47,7 @@ def make_parser(config_class: type, description: str, *more: type) -> ScriptPars
         usage="%(prog)s [--config RECIPE] [options]",
         epilog=f"All options of {config_class.__mro__[2].__name__} are accepted as well, in a recipe and here.",
     )
-    ours = {field.name for field in dataclasses.fields(RolloutCorrectionConfig)} - {"rollout_correction_resolved"}
+    ours = {field.name for field in dataclasses.fields(RolloutCorrectionConfig)}
     shown = {*SHOWN, *ours, *(field.name for own in more for field in dataclasses.fields(own))}
     for action in parser._actions:
         if action.dest in shown:
@@ -176,7 +176,7 @@ def parse(config_class: type, description: str, arguments: list[str], *more: typ
         raise ValueError(
             "`model_name_or_path` is missing: name a model on the Hub or a folder, in the recipe or here."
         )
-    if args.rollout_dump_dir is not None:
-        check_dump_folder(Path(args.rollout_dump_dir), new_run=not args.resume_from_checkpoint)
+    if args.settings.rollout_dump_dir is not None:
+        check_dump_folder(Path(args.settings.rollout_dump_dir), new_run=not args.resume_from_checkpoint)
     args.model_init_kwargs = model_init_kwargs(args, model_args)
     return script_args, args, model_args, *others

@@ -121,7 +121,7 @@ def make_dump(
         for rank in range(ranks):
             written = [row for row in batch if row["rank"] == rank and (row["sampled"] or row["worst"])]
             if written:
-                dump.write_rows(folder, step, rank, written, dataclasses.asdict(config))
+                dump.write_rows(folder, step, rank, written, dataclasses.asdict(config.settings))
         if logs:
             entry = {"loss": 0.01, "reward": rewards.mean().item(), "learning_rate": 1e-6}
             entry["completions/mean_length"] = mask.sum(-1).float().mean().item()

@@ -48,6 +48,7 @@ def test_broken_tokens_never_weigh_more_than_others(sure, sign):
         assert correct(*pair, torch.tensor([sign])).coefficients.max() <= 1.0
 
 
+@pytest.mark.filterwarnings("ignore:`bypass_mode` with")
 @pytest.mark.parametrize("bypass", [False, True])
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 @pytest.mark.parametrize(("sampler", "trainer"), [(0.9, 1e-6), (0.9, 8e-4), (0.999, 1e-30), (0.01, 1e-6)])
@@ -73,14 +74,18 @@ def test_what_was_bad_and_has_become_likely_is_unlearned_in_full():
 def test_every_part_can_be_set():
     bounds = {"rollout_is_threshold": 5.0, "rollout_rs_threshold": [0.3, [0.01, math.inf]]}
     config = RolloutCorrectionConfig(rollout_correction="auto", **bounds)
-    assert config.description == (
-        "auto with changes; token weights up to 5; token_tv within -0.3, 0.3; token_k1 in [0.01, inf]; decoupled"
-    )
-    config = RolloutCorrectionConfig(rollout_correction="auto", bypass_mode=True)
+    assert config.settings.bounding[1:3] == (None, 5.0)
+    assert [(c.lower, c.upper) for c in config.settings.criteria] == [(-0.3, 0.3), (-math.inf, -math.log(0.01))]
+    with pytest.warns(UserWarning, match="does not go with 'auto'"):
+        config = RolloutCorrectionConfig(rollout_correction="auto", bypass_mode=True)
     assert config.settings.clips_around_sampler
-    assert config.rollout_rs == ["token_tv", "token_k1"]
+    assert config.settings.rollout_rs == ["token_tv", "token_k1"]
 
 
+in_bypass_too = pytest.mark.filterwarnings("ignore:`bypass_mode` with `rollout_loss_type='ppo_clip'` does not go with")
+
+
+@in_bypass_too
 @pytest.mark.vllm
 @pytest.mark.parametrize("bypass", [False, True])
 @pytest.mark.parametrize("kind", TRAINERS)
@@ -94,7 +99,7 @@ def test_a_run_rejects_and_the_report_says_what(kind, bypass, tmp_path, tiny_mod
     )
     freeze_sampler(trainer, 0.5)
     trainer.train()
-    shares = {name: logged(trainer, f"rollout_rs_{name}_masked_fraction") for name in trainer.args.rollout_rs}
+    shares = {name: logged(trainer, f"rollout_rs_{name}_masked_fraction") for name in trainer.args.settings.rollout_rs}
     assert all(0 < max(found) < 1 for found in shares.values())
     assert any(logged(trainer, "kl_advantage_positive"))
     write_report([str(tmp_path)], str(tmp_path / "report.html"))
@@ -133,6 +138,7 @@ def sample_garbage(llm, monkeypatch):
     monkeypatch.setattr(llm, "generate", generate_garbage)
 
 
+@in_bypass_too
 @pytest.mark.vllm
 @pytest.mark.parametrize("kind", TRAINERS)
 def test_rewarded_garbage_has_no_gradient(kind, tmp_path, tiny_model_path, shared_engine, monkeypatch):

@@ -59,7 +59,7 @@ def like(numbers: dict[str, float | None], tolerance: float) -> dict:
 
 def by_hand(folder, preset: str, epsilon: float, epsilon_high: float) -> dict[str, float]:
     """The numbers of the table, by loops over Python floats."""
-    config = RolloutCorrectionConfig.from_preset(preset)
+    config = RolloutCorrectionConfig(rollout_correction=preset).settings
     rows = [row for row in read_dump(folder).rows if row["sampled"]]
     tokens = [
         [
@@ -80,10 +80,10 @@ def by_hand(folder, preset: str, epsilon: float, epsilon_high: float) -> dict[st
     if config.rollout_rs:
         result["rejected"] = sum(not kept for row in keeps for kept in row) / count
     if config.rollout_is:
-        applied = reference.weights(usable, config.rollout_is, *config.settings.bounding[1:3])
+        applied = reference.weights(usable, config.rollout_is, *config.bounding[1:3])
         flat = [w for row in applied for w in row]
         result["sample_size"] = sum(flat) ** 2 / count / sum(w * w for w in flat)
-        weights = applied if config.settings.applies_weights else weights
+        weights = applied if config.applies_weights else weights
     coefficients = [[w * k for w, k in zip(*both, strict=True)] for both in zip(weights, keeps, strict=True)]
     result["effective_lr"] = sum(c for row in coefficients for c in row) / count
     product = square = corrected_square = 0.0
@@ -92,7 +92,7 @@ def by_hand(folder, preset: str, epsilon: float, epsilon_high: float) -> dict[st
         for train, rollout in sequence:
             plain = row["advantage"] * (1 - math.exp(train))
             factor = next(factors) if math.isfinite(rollout) else 0.0
-            if config.bypass_mode and config.rollout_loss_type == "ppo_clip" and math.isfinite(rollout):
+            if config.clips_around_sampler and math.isfinite(rollout):
                 ratio = math.exp(train - rollout)
                 beyond = ratio > 1 + epsilon_high if row["advantage"] > 0 else ratio < 1 - epsilon
                 factor = 0.0 if beyond else factor * ratio
@@ -126,7 +126,7 @@ def test_the_table_is_that_of_a_loop_over_tokens(preset, tmp_path):
 
 
 def config_of(preset: str) -> RolloutCorrectionConfig:
-    return RolloutCorrectionConfig.from_preset(preset)
+    return RolloutCorrectionConfig(rollout_correction=preset)
 
 
 SETTINGS = {
@@ -430,9 +430,8 @@ def test_the_suggested_yaml_is_a_configuration_in_the_mode_of_the_run(settings, 
     folder = make_dump(tmp_path / "dump", settings=settings)
     *_, text = re.findall(r"^```yaml\n(.*?)^```$", compare(folder), re.MULTILINE | re.DOTALL)
     fields = yaml.safe_load(text)
-    config = RolloutCorrectionConfig(**fields)
-    run = RolloutCorrectionConfig(**settings)
-    assert (config.bypass_mode, config.rollout_loss_type) == (run.bypass_mode, run.rollout_loss_type)
+    config = RolloutCorrectionConfig(**fields).settings
+    assert config.mode == RolloutCorrectionConfig(**settings).settings.mode
     assert config.rollout_correction == preset
     assert config.rollout_rs == ["seq_mean_k1"]
     assert document(folder)["suggestion"] == fields
@@ -547,7 +546,7 @@ def test_dumps_that_cannot_be_compared(tmp_path, capsys):
         (b"- 1", "no settings"),
         (b"a: [1", "line 1: not YAML: expected"),
         (b"\xff\xfe\x00", "not YAML"),
-        (b"rollout_correction: tis", "'tis', which is not a preset. Did you mean 'token_tis' or"),
+        (b"rollout_correction: tis", "'tis', which is not a preset. Did you mean 'decoupled_k3_rs_seq_tis' or"),
         (
             b"rollout_iss: token",
             "`rollout_iss` is 'token', which is not a field of rollout correction. Did you mean 'rollout_is'?",
@@ -574,7 +573,7 @@ def test_settings_without_effect_are_warned_about(tmp_path, capsys):
 
 
 def test_the_settings_of_a_run_are_not_warned_about_again(tmp_path, capsys):
-    settings = dataclasses.asdict(RolloutCorrectionConfig()) | {"rollout_loss_type": "reinforce"}
+    settings = dataclasses.asdict(RolloutCorrectionConfig().settings) | {"rollout_loss_type": "reinforce"}
     row = read_dump(make_dump(tmp_path / "a")).rows[0]
     dump.write_rows(tmp_path / "b", 1, 0, [{**row, "sampled": True}], settings)
     assert main(["compare", str(tmp_path / "b")]) == 0

@@ -47,7 +47,7 @@ def test_an_entry_has_the_form_of_the_index_and_its_code_runs(title, monkeypatch
     assert isinstance(config, GRPOConfig)
     assert config.settings.corrects
     if title in PRESETS:
-        assert config.settings == RolloutCorrectionConfig.from_preset(PRESETS[title]).settings
+        assert config.settings == RolloutCorrectionConfig(rollout_correction=PRESETS[title]).settings
     for name, preset in re.findall(r"`(rollout_correction)=\"(\w+)\"`", ENTRIES[title]):
         assert RolloutCorrectionConfig(**{name: preset}).settings.corrects
 

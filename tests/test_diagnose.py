@@ -498,7 +498,7 @@ def test_every_remedy_looks_at_what_is_in_effect(name):
 
     preset = {"rollout_correction": "auto"} if cause.correction else {}
     assert advice() == (cause.remedy, {**cause.settings, **preset})
-    run = dataclasses.asdict(RolloutCorrectionConfig(rollout_correction=preset.get("rollout_correction", "disabled")))
+    run = dataclasses.asdict(RolloutCorrectionConfig(rollout_correction=preset.get("rollout_correction")).settings)
     text, settings = advice(**{**run, **cause.settings})
     assert settings == {}
     assert text.startswith("The run has this already: " if cause.settings else cause.remedy)
@@ -510,7 +510,7 @@ def test_tokens_that_take_another_route_need_a_correction_that_rejects():
     finding = Finding("routing", 0.9, 1.0, Evidence(1.0, 1.0, {}, ""))
 
     def settings(**fields) -> dict:
-        run = dataclasses.asdict(RolloutCorrectionConfig(**{"rollout_routing": "replay", **fields}))
+        run = dataclasses.asdict(RolloutCorrectionConfig(**{"rollout_routing": "replay", **fields}).settings)
         return remedy_for(Diagnosis("found", [finding], 0.1, 0.1, None, 100, 10, run), finding)[1]
 
     assert settings(rollout_routing=None) == {"rollout_routing": "replay"}

@@ -123,8 +123,8 @@ def rule(criterion: Criterion, bounds: float | list[float]) -> str:
 def presets_table() -> str:
     lines = ["| preset | weights | bound | rejection | mode |", "| --- | --- | --- | --- | --- |"]
     for name in PRESETS:
-        config = RolloutCorrectionConfig.from_preset(name)
-        rejection = ", ".join(map(rule, config.settings.criteria, config.rollout_rs_threshold or []))
+        config = RolloutCorrectionConfig(rollout_correction=name).settings
+        rejection = ", ".join(map(rule, config.criteria, config.rollout_rs_threshold or []))
         bound = config.rollout_is_threshold
         pairs = bound if is_by_sign(bound) else [bound] if isinstance(bound, list) else []
         bound = " or ".join(f"[{low:g}, {high:g}]" for low, high in pairs) or f"{bound:g}"

@@ -113,7 +113,7 @@ def test_rows_hold_text_and_what_happened(make, tmp_path):
 def test_a_correction_can_be_repeated_from_a_dump(make, tmp_path, mode):
     make(rollout_dump_dir=str(tmp_path / "dump"), rollout_dump_sampled=8, **MODES[mode]).train()
     dump = read_dump(tmp_path / "dump")
-    config = RolloutCorrectionConfig.from_preset(dump.settings["rollout_correction"])
+    config = RolloutCorrectionConfig(rollout_correction=dump.settings["rollout_correction"])
     for row in dump.rows:
         logps = [torch.tensor([row[name]]) for name in ("train_logps", "rollout_logps")]
         correction = compute_rollout_correction(*logps, torch.tensor([row["mask"]]), config)

@@ -1,5 +1,6 @@
 """The page about fields has all of them, with the types, defaults and values of the code."""
 
+import dataclasses
 import re
 import warnings
 from functools import partial
@@ -10,10 +11,11 @@ import yaml
 from tests.launching import ROOT
 from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.settings.criteria import CRITERIA
-from trl_rollout_corr.settings.fields import DEFAULTS, PARSERS
-from trl_rollout_corr.settings.presets import DECIDED, DEFAULT, settings_of
+from trl_rollout_corr.settings.fields import PARSERS
+from trl_rollout_corr.settings.presets import DEFAULT, UNSET, settings_of
 
 
+DEFAULTS = {field.name: field.default for field in dataclasses.fields(RolloutCorrectionConfig)}
 PAGE = (ROOT / "docs/fields.md").read_text()
 ROWS = {
     name: [cell.strip() for cell in line.split(" | ")]
@@ -45,18 +47,21 @@ def type_in_docstring(name: str) -> str:
 
 
 def default_in_code(name: str) -> str:
-    if name in DECIDED:
+    if name in UNSET:
         return f"from the preset: `{settings_of(DEFAULT)[name]}`"
     return f"`{DEFAULTS[name]}`"
 
 
 def allowed_in_code(name: str) -> str | None:
     """Values that the parser of a field lists, as text; `None` if it has none to list."""
-    parser = PARSERS.get(name)
+    parser = PARSERS[name]
+    while isinstance(parser, partial) and parser.func.__name__ == "_unless_none":
+        parser = parser.args[0]
     if not isinstance(parser, partial):
         return None
     if parser.func.__name__ == "_choice":
-        *most, last = parser.args[1]
+        nothing = name != "rollout_is" and UNSET.get(name, "preset")  # what stands for the preset is in another column
+        *most, last = [value for value in parser.args[1] if value not in ("preset", nothing)]
         return f"{', '.join(f'`{value}`' for value in most)} or `{last}`"
     return {"_boolean": "`True` or `False`", "_count": f"integers of {parser.args[-1]} or more"}[parser.func.__name__]
 
@@ -81,15 +86,15 @@ def test_a_row_is_that_of_the_code(name):
     assert re.fullmatch(r"[A-Z].* .*\.", sentence)
 
 
-@pytest.mark.parametrize("name", [name for name in DEFAULTS if not name.endswith("_resolved")])
+@pytest.mark.parametrize("name", DEFAULTS)
 def test_the_example_of_a_row_sets_the_field(name):
     example = ROWS[name][-1]
     settings = yaml.safe_load("\n".join(re.findall(r"`([^`]+)`", example)))
     assert name in settings
     config = build(settings)
-    default = settings_of(DEFAULT) if name in DECIDED else DEFAULTS
+    default = RolloutCorrectionConfig().settings
     if name not in ("rollout_correction", "rollout_is", "rollout_is_clamp"):  # whose examples are the usual values
-        assert getattr(config, name) != default[name]
+        assert getattr(config.settings, name) != getattr(default, name)
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -104,7 +109,7 @@ def test_values_in_words_are_taken_and_others_refused(name):
 
 def test_fields_whose_values_are_in_words_are_tried():
     in_words = {name for name in DEFAULTS if allowed_in_code(name) is None}
-    assert in_words == {*OTHERS, "rollout_correction", "rollout_correction_resolved"}
+    assert in_words == {*OTHERS, "rollout_correction"}
 
 
 def test_every_criterion_is_listed():

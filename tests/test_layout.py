@@ -28,7 +28,6 @@ ORDER = {
         "documents",
         "fields",
         "resolve",
-        "checks",
         "config",
         "files",
     ],  # so far without torch

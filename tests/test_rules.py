@@ -394,7 +394,7 @@ def test_truncation_at_one_is_not_truncation_of_outliers():
     assert "weights_at_bound" in found(history(*[{**half, "rollout_is_max": 2.0}] * 5), config(rollout_is="token"))
     assert "weights_at_bound" not in found(history(*[{**half, "rollout_is_max": 1.0}] * 5), config())
     # `rollout_is_max` is the ratio before its bound, but for token weights
-    of_completions = config(rollout_correction="auto", rollout_is="sequence")
+    of_completions = config(rollout_is="sequence", rollout_is_threshold=1.0)
     assert "weights_at_bound" not in found(history(*[{**half, "rollout_is_max": 1.4}] * 5), of_completions)
 
 
@@ -515,8 +515,8 @@ def test_settings_decide_whether_a_run_is_corrected():
         (config(**DISABLED), gap, ["k3_uncorrected"]),
         (config(), gap, []),
         (config(rollout_metrics_only=True), {**gap, **WEIGHTS}, ["k3_uncorrected"]),
-        (asdict(config(**DISABLED)), gap, ["k3_uncorrected"]),
-        (asdict(config()), gap, []),
+        (asdict(config(**DISABLED).settings), gap, ["k3_uncorrected"]),
+        (asdict(config().settings), gap, []),
         ({"rollout_is": "token", "rollout_metrics_only": True}, gap, ["k3_uncorrected"]),
         ({"bypass_mode": True}, gap, []),
         # unknown: the log has to tell
@@ -539,7 +539,7 @@ def test_rules_about_weights_are_silent_where_weights_do_not_act():
         "rollout_is_std": 9.0,
         "chi2_seq": 99.0,
     }
-    clipped = config(bypass_mode=True)
+    clipped = config(rollout_correction="bypass_ppo_clip", rollout_is="token")
     assert found(history(*[window] * 9), clipped) == []
     weighted = config(bypass_mode=True, rollout_loss_type="reinforce")
     assert set(found(history(*[window] * 9), weighted)) == {"effective_sample_size", "weight_mean_low"}

@@ -12,6 +12,7 @@ from trl import GRPOConfig
 from tests.launching import ROOT
 from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.settings.criteria import CRITERIA
+from trl_rollout_corr.settings.migrate import from_trl
 
 
 PAGE = (ROOT / "docs/trl.md").read_text()
@@ -36,7 +37,7 @@ def test_a_row_of_the_translation_is_that_of_convert(theirs, ours):
     assert settings.keys() <= set(GRPOConfig.__dataclass_fields__)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        translated = RolloutCorrectionConfig.from_trl(settings)
+        translated = RolloutCorrectionConfig(**from_trl(settings))
         written = RolloutCorrectionConfig(**settings_in(ours), rollout_nan_policy=translated.rollout_nan_policy)
     assert translated.settings == written.settings
 
@@ -49,7 +50,7 @@ def test_every_mode_is_translated():
 
 def test_a_correction_that_was_off_stays_off():
     written = re.search(r"`(correction: false)`\), write `(.*?)`", PAGE)
-    off = RolloutCorrectionConfig.from_trl({f"{PREFIX}correction": False})
+    off = RolloutCorrectionConfig(**from_trl({f"{PREFIX}correction": False}))
     assert off.settings == RolloutCorrectionConfig(**settings_in(f"`{written[2]}`")).settings
 
 

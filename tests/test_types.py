@@ -15,8 +15,8 @@ GOOD = """
 from trl_rollout_corr import RolloutCorrectionConfig, RolloutCorrectionMonitor
 RolloutCorrectionConfig(rollout_correction="decoupled_token_is", rollout_rs=["token_k1"], rollout_rs_threshold=[0.5, 2.0])
 RolloutCorrectionConfig(rollout_is="sequence", rollout_nan_policy="raise", rollout_monitor=None)
-RolloutCorrectionConfig(rollout_correction={"rollout_is": "token"})
-RolloutCorrectionConfig.from_preset("bypass_pg_is", bypass_mode=True).description
+RolloutCorrectionConfig(rollout_is="preset", rollout_rs="token_k1", rollout_rs_threshold="0.5_2.0", bypass_mode=None)
+RolloutCorrectionConfig("bypass_pg_is", rollout_is=None).settings.bounding
 RolloutCorrectionMonitor("stop")
 """
 BAD = """
@@ -80,4 +80,4 @@ def test_a_subclass_may_take_what_it_likes():
             super().__init__(**kwargs)
             self.mine = mine
 
-    assert Mine(mine=3, rollout_is="sequence").rollout_is == "sequence"
+    assert Mine(mine=3, rollout_is="sequence").settings.rollout_is == "sequence"

@@ -23,6 +23,7 @@ from tests.training import (
     losses,
 )
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
+from trl_rollout_corr.settings.migrate import from_trl
 from trl_rollout_corr.trainers.logprobs import sync_weights_on_cpu
 
 
@@ -148,7 +149,7 @@ def test_a_translated_default_of_trl_equals_it(make):
     freeze_sampler(theirs, 0.15)
     expected = losses(theirs)
     settings = {"vllm_importance_sampling_mode": "sequence_mask", "vllm_importance_sampling_clip_max": 3.0}
-    translated = RolloutCorrectedGRPOConfig.from_trl(settings, use_cpu=True, bf16=False)
+    translated = RolloutCorrectedGRPOConfig(**from_trl(settings), use_cpu=True, bf16=False)
     ours = make(rollout_is=translated.rollout_is, rollout_is_threshold=translated.rollout_is_threshold)
     freeze_sampler(ours, 0.15)
     assert_same_steps(losses(ours), expected)

@@ -26,7 +26,7 @@ _MODULES = {
     "RolloutCorrectedGRPOTrainer": "trainers.grpo",
     "RolloutCorrectedRLOOConfig": "trainers.rloo",
     "RolloutCorrectedRLOOTrainer": "trainers.rloo",
-    "RolloutCorrectionMonitor": "trainers.monitor",
+    "RolloutCorrectionMonitor": "recording.monitor",
     "ScriptParser": "commands.script",
     "check_dump_folder": "trainers.dumping",
     "compute_rollout_correction": "correction.compute",

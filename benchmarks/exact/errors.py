@@ -119,7 +119,7 @@ def coefficients(
     totals = None
     if config.settings.needs_whole_batch:
         alone = correct(replace(config, **dict.fromkeys(OF_THE_BATCH, False)))
-        totals = whole_batch(alone, mass, by_token=config.rollout_is == "token")
+        totals = whole_batch(alone, mass, by_token=config.settings.rollout_is == "token")
     correction = correct(config, sum_over_ranks=lambda own: totals.to(own.dtype))
     log_ratio = train_logps - rollout_logps
     return policy_factor(correction.coefficients, log_ratio, advantages.unsqueeze(1), config, CLIP)

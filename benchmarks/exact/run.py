@@ -162,7 +162,7 @@ def main():
     args = parser.parse_args()
 
     torch.set_num_threads(1)
-    configs = {name: RolloutCorrectionConfig.from_preset(name) for name in PRESETS}
+    configs = {name: RolloutCorrectionConfig(rollout_correction=name) for name in PRESETS}
     groups = same(measure(configs, 1, {length: SPACES[length] for length in (2, 4)}))
     chosen = {name: configs[name] for name in groups}
     rows = measure(chosen, args.seeds, {length: SPACES[length] for length in args.lengths})

@@ -135,12 +135,12 @@ def _effects(
         notes.append(f"{broken} of {batch.n_tokens} tokens have a log-probability that is not finite.")
     for name, config in settings.items():
         effect = Effect()
-        if broken and config.rollout_nan_policy == "raise":
+        if broken and config.settings.rollout_nan_policy == "raise":
             notes.append(f"{name}: `rollout_nan_policy: raise` ends the run at these sequences.")
         else:
             effect = recompute(batch, config, clip=clip, as_dumped=name == _THIS_RUN)
         effects.append((name, config, effect))
-    if settings[_THIS_RUN].rollout_metrics_only:
+    if settings[_THIS_RUN].settings.rollout_metrics_only:
         notes.append("This run has `rollout_metrics_only`: its row shows the settings as if they were applied.")
     if not batch.advantages.any():
         notes.append("Every advantage is 0, so there is no gradient to compare.")
@@ -149,7 +149,7 @@ def _effects(
 
 def _presets() -> dict[str, RolloutCorrectionConfig]:
     """Every preset; first the one without a correction, the reference."""
-    return {name: RolloutCorrectionConfig.from_preset(name) for name in (_REFERENCE, *PRESETS)}
+    return {name: RolloutCorrectionConfig(rollout_correction=name) for name in (_REFERENCE, *PRESETS)}
 
 
 def _main_presets(config: RolloutCorrectionConfig, presets: Mapping[str, RolloutCorrectionConfig]) -> list[str]:
@@ -158,14 +158,14 @@ def _main_presets(config: RolloutCorrectionConfig, presets: Mapping[str, Rollout
     bounds are fitted, and those in the mode of the run. Of the many in decoupled mode, those that only weigh or only reject.
     """
     mode = mode_of(config)
-    named = {_REFERENCE, DEFAULT, *ADVISED.values(), _REJECTING[mode], str(config.rollout_correction)}
+    named = {_REFERENCE, DEFAULT, *ADVISED.values(), _REJECTING[mode], str(config.settings.rollout_correction)}
     return [
         name
         for name, preset in presets.items()
         if name in named
         or (
             mode_of(preset) == mode
-            and (mode != "decoupled" or (preset.rollout_is is None) != (preset.rollout_rs is None))
+            and (mode != "decoupled" or (preset.settings.bounding is None) != (not preset.settings.criteria))
         )
     ]
 
@@ -174,8 +174,9 @@ def _main_presets(config: RolloutCorrectionConfig, presets: Mapping[str, Rollout
 
 
 def _as_markdown(c: Comparison) -> str:
-    mode = f"bypass, {c.config.rollout_loss_type}" if c.config.bypass_mode else "decoupled"
-    policy = "current" if c.config.bypass_mode else "old"
+    bypasses = c.config.settings.bypasses
+    mode = f"bypass, {c.config.settings.mode}" if bypasses else "decoupled"
+    policy = "current" if bypasses else "old"
     s, lengths = c.spread.s, c.spread.lengths
     half = f"{math.log(2) / s**2:.0f} tokens" if s else "any length"
     left_out = (
@@ -237,7 +238,12 @@ def _as_json(c: Comparison) -> str:
         "steps": c.batch.steps,
         "notes": c.notes,
         "settings": [
-            {"name": name, "reference": name == _REFERENCE, **effect._asdict(), "fields": dataclasses.asdict(config)}
+            {
+                "name": name,
+                "reference": name == _REFERENCE,
+                **effect._asdict(),
+                "fields": dataclasses.asdict(config.settings),
+            }
             for name, config, effect in c.effects
         ],
         "spread": {"s": c.spread.s, "s_robust": c.spread.s_robust, "mean_length": c.spread.lengths.mean().item()},

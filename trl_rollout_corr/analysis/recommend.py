@@ -7,7 +7,6 @@ from ..health.advice import Advice, advise, mode_of
 from ..health.rule import Alarm
 from ..messages import PREFIX
 from ..settings.config import RolloutCorrectionConfig
-from ..settings.presets import DECIDED
 
 
 # Metrics of the gap between the policies. An alarm about weights or bounds does not make the sequences unhealthy.
@@ -48,5 +47,6 @@ def recommend(config: RolloutCorrectionConfig, findings: Sequence[Alarm], spread
 
 def _has(config: RolloutCorrectionConfig, settings: Mapping[str, Any]) -> bool:
     """Whether a run corrects with the settings of a preset."""
-    preset = RolloutCorrectionConfig(**settings)
-    return not config.rollout_metrics_only and all(getattr(config, name) == getattr(preset, name) for name in DECIDED)
+    own, preset = config.settings, RolloutCorrectionConfig(**settings).settings
+    same = (own.mode, own.bounding, own.criteria) == (preset.mode, preset.bounding, preset.criteria)
+    return same and not own.rollout_metrics_only

@@ -51,7 +51,7 @@ class Batch(NamedTuple):
 
     def tokens(self, config: RolloutCorrectionConfig) -> Tokens:
         """Tokens that count under a configuration."""
-        neutralize = config.rollout_nan_policy == "neutralize"
+        neutralize = config.settings.rollout_nan_policy == "neutralize"
         return select_tokens(self.train_logps, self.rollout_logps, self.mask, neutralize=neutralize)
 
 
@@ -132,7 +132,7 @@ def recompute(
     factor = policy_factor(coefficients, tokens.log_ratio, batch.advantages, config, clip)
     count = tokens.lengths.sum(dtype=torch.float64)
     return Effect(
-        None if config.rollout_rs is None else (1 - keep.sum() / count).item(),
+        None if not config.settings.criteria else (1 - keep.sum() / count).item(),
         correction.metrics().get(f"{PREFIX}rollout_is_eff_sample_size"),
         (coefficients.sum(dtype=torch.float64) / count).item(),
         *_compare_gradients(batch, factor),
@@ -169,7 +169,7 @@ def policy_factor(
     if not config.settings.clips_around_sampler:
         return coefficients
     lower, upper = clip
-    largest = float(config.rollout_clip_ratio_c or math.inf)
+    largest = float(config.settings.rollout_clip_ratio_c or math.inf)
     ratio = log_ratio.clamp(max=LOG_RATIO_BOUND).exp()
     clipped = torch.where(advantages > 0, ratio > upper, (ratio < lower) | (ratio > largest))
     return coefficients * ratio * ~clipped

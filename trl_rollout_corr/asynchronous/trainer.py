@@ -331,7 +331,7 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectsBatches, AsyncGRPOTrainer):
 
     def _anchor_in_bypass(self, corrected: CorrectedBatch) -> tuple[torch.Tensor, torch.Tensor]:
         anchor, coefficients = super()._anchor_in_bypass(corrected)
-        bound = self._settings.clip_ratio_c
+        bound = self._settings.rollout_clip_ratio_c
         if self._settings.clips_around_sampler and bound is not None:
             negative = corrected.batch["advantages"].unsqueeze(1) < 0
             coefficients = coefficients.masked_fill(negative & (corrected.train_logps - anchor > math.log(bound)), 0.0)

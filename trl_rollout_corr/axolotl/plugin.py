@@ -14,7 +14,7 @@ from ..settings.config import RolloutCorrectionConfig
 
 
 # Keys of the YAML, of any type: `RolloutCorrectedGRPOConfig` checks their values
-FIELDS = [name for name in RolloutCorrectionConfig.__dataclass_fields__ if not name.endswith("_resolved")]
+FIELDS = [*RolloutCorrectionConfig.__dataclass_fields__]
 KEYS: dict[str, Any] = dict.fromkeys(FIELDS, (Any, None))
 RolloutCorrectionArgs: type[BaseModel] = create_model("RolloutCorrectionArgs", **KEYS)
 # Named and not imported: Axolotl joins the fields of its plugins when its trainers are imported, which must come later

@@ -173,7 +173,7 @@ def compute_rollout_correction(
     )
     corrected = _joined(blocks, mask.shape)
     weights, statistics = corrected.weights, corrected.statistics
-    if settings.nan_policy == "raise":
+    if settings.rollout_nan_policy == "raise":
         _check_finite(statistics)
     if not settings.needs_whole_batch:
         return corrected
@@ -185,7 +185,7 @@ def compute_rollout_correction(
         mean = mean_weight(totals[:2])
         weights = None if weights is None else weights.div_(mean)
         coefficients = coefficients / mean
-    if settings.renormalizes:
+    if settings.rollout_rs_renormalize:
         factor = renormalization(totals[2:])
         scale, coefficients = factor.to(scale.dtype), coefficients * factor
     return replace(
@@ -213,7 +213,7 @@ def _tokens(
     turn_ids: torch.Tensor | None,
 ) -> Tokens:
     """Select the tokens that count, with their turns if the settings need turns."""
-    tokens = select_tokens(train_logps, rollout_logps, mask, neutralize=settings.nan_policy == "neutralize")
+    tokens = select_tokens(train_logps, rollout_logps, mask, neutralize=settings.rollout_nan_policy == "neutralize")
     return tokens._replace(turn=(turns_of(mask, turn_ids) - 1).clamp(min=0)) if settings.uses_turns else tokens
 
 

@@ -35,12 +35,22 @@ class Advice(NamedTuple):
         return f"Set {chosen}." if chosen else f"Keep the settings of the correction: {self.reason}"
 
 
+def in_effect(settings: object) -> Mapping[str, Any]:
+    """
+    Fields by name, as far as they are known. `settings` are a mapping, a configuration, whose settings in effect take
+    precedence over its fields, or settings in effect.
+    """
+    if isinstance(settings, Mapping):
+        return settings
+    return {**getattr(settings, "__dict__", {}), **getattr(getattr(settings, "settings", None), "__dict__", {})}
+
+
 def mode_of(settings: object) -> Mode:
     """
     The mode of a run: `"decoupled"`, or the loss of bypass mode. `settings` are fields of [`RolloutCorrectionConfig`], as
     attributes or items; unknown ones are those of decoupled mode.
     """
-    known = settings if isinstance(settings, Mapping) else getattr(settings, "__dict__", {})
+    known = in_effect(settings)
     bypass = known.get("bypass_mode", str(known.get("rollout_correction") or "").startswith("bypass"))
     if bypass is not True:
         return "decoupled"

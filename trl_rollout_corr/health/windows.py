@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..messages import PREFIX
+from .advice import in_effect
 
 
 def windows_of(steps: int, spacing: int, *, at_most: int) -> int:
@@ -170,6 +171,9 @@ class Window:
     settings: object
     course: Course = field(default_factory=Course)
 
+    def __post_init__(self) -> None:
+        self.known = in_effect(self.settings)
+
     def get(self, key: str) -> float | None:
         """A metric of rollout correction, or `None` if it was not logged or is NaN."""
         return self.number(PREFIX + key)
@@ -183,9 +187,7 @@ class Window:
 
     def setting(self, name: str) -> Any:
         """A field of the configuration, or `Ellipsis` if it is not known."""
-        if isinstance(self.settings, Mapping):
-            return self.settings.get(name, ...)
-        return getattr(self.settings, name, ...)
+        return self.known.get(name, ...)
 
     def gap(self, key: str) -> float | None:
         """

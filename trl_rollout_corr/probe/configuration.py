@@ -134,7 +134,7 @@ def shortened(args: Config, completions: int, engine: Mapping[str, object]) -> C
     if args.vllm_mode == "colocate":
         # compiling for a CPU would take longer than everything else
         eager = {"enforce_eager": True} if on_cpu(args) else {}
-        kwargs: Any = args.rollout_engine_kwargs or {}
+        kwargs: Any = args.settings.rollout_engine_kwargs or {}
         wanted["rollout_engine_kwargs"] = _merged({**eager, **kwargs}, engine) or None
     fields = {field.name for field in dataclasses.fields(args) if field.init}
     with warnings.catch_warnings():

@@ -180,7 +180,7 @@ class Probe:
 
     def distorts(self, names: tuple[str, ...]) -> bool:
         """True if any of these settings of the sampler distorts ratios."""
-        if self.run.rollout_support is not None:  # the trainer scores over the tokens that are left
+        if self.run.settings.rollout_support is not None:  # the trainer scores over the tokens that are left
             names = tuple(name for name in names if name not in TRUNCATION)
         generation = self.trainer.vllm_generation
         values = {name: getattr(generation, name, None) for name in names}

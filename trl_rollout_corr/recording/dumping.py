@@ -52,7 +52,7 @@ def check_unused(args: Any) -> None:
 
     If `output_dir` has a checkpoint, the run may resume, which only `train()` knows. Then this function warns instead.
     """
-    folder = Path(args.rollout_dump_dir)
+    folder = Path(args.settings.rollout_dump_dir)
     if args.resume_from_checkpoint or not _is_used(folder):
         return
     if os.path.isdir(args.output_dir) and get_last_checkpoint(args.output_dir):
@@ -94,17 +94,18 @@ class SequenceDump(TrainerCallback):
         about: dict[str, str] | None = None,
     ) -> None:
         self.args, self.accelerator, self.tokenizer = args, accelerator, tokenizer
+        self.settings = args.settings
         self.seed = seed
         self.about = {} if about is None else about  # shared: a server tells its types later
         self.offered: list[Offered] = []
         self.n_batches = 0  # of this step
-        self.next_step = args.rollout_dump_steps
+        self.next_step = self.settings.rollout_dump_steps
         self.unchecked = 0  # bytes written since the size of the folder was looked at
         self.gave_up = False
 
     @property
     def folder(self) -> Path:
-        return Path(self.args.rollout_dump_dir or "")
+        return Path(self.settings.rollout_dump_dir or "")
 
     def wants(self, step: int) -> bool:
         """
@@ -131,7 +132,7 @@ class SequenceDump(TrainerCallback):
 
     def _chosen(self, distance: torch.Tensor, chance: torch.Tensor) -> torch.Tensor:
         """Indices of the sequences of a batch that may be among the worst, or drawn."""
-        counts = (self.args.rollout_dump_worst, self.args.rollout_dump_sampled)
+        counts = (self.settings.rollout_dump_worst, self.settings.rollout_dump_sampled)
         top = [x.topk(min(k, len(x))).indices for x, k in zip((distance, chance), counts, strict=True)]
         chosen: torch.Tensor = torch.cat(top).unique()
         return chosen[chance[chosen] >= 0]
@@ -155,7 +156,7 @@ class SequenceDump(TrainerCallback):
         model: Any = None,
         **kwargs: object,
     ) -> None:
-        self.next_step = state.global_step + self.args.rollout_dump_steps
+        self.next_step = state.global_step + self.settings.rollout_dump_steps
         name = str(getattr(getattr(model, "config", None), "_name_or_path", ""))
         # of a model that is on this machine, its folder says nothing to others
         self.about["model"] = Path(name).name if os.path.isdir(name) else name
@@ -174,7 +175,7 @@ class SequenceDump(TrainerCallback):
         rows = [self._row(self.offered[i], sampled=i in drawn, worst=i in worst) for i in sorted(drawn | worst)]
         self.offered, self.n_batches = [], 0
         if anywhere:  # the same on all ranks
-            self.next_step = state.global_step + self.args.rollout_dump_steps
+            self.next_step = state.global_step + self.settings.rollout_dump_steps
         if rows:
             self._unless_the_disk_fails(self._write, state.global_step, rows)
 
@@ -193,7 +194,7 @@ class SequenceDump(TrainerCallback):
         settings = settings_in_effect(self.args)
         path = write_rows(self.folder, step, self.accelerator.process_index, rows, settings, self.about)
         self.unchecked += path.stat().st_size
-        limit = self.args.rollout_dump_max_gb * 1e9
+        limit = self.settings.rollout_dump_max_gb * 1e9
         # looking at every file at every step would take seconds on a network disk
         if self.unchecked * self.accelerator.num_processes > limit / 100:
             remove_oldest(self.folder, limit)
@@ -212,7 +213,7 @@ class SequenceDump(TrainerCallback):
 
     def _among_all_ranks(self) -> tuple[set[int], set[int], bool]:
         """Indices of drawn and of worst sequences of this rank, among all ranks, and `True` if any rank has a sequence."""
-        size = self.args.rollout_dump_worst + self.args.rollout_dump_sampled
+        size = self.settings.rollout_dump_worst + self.settings.rollout_dump_sampled
         scores = torch.full((1, size, 2), -1.0)
         if self.offered:
             scores[0, : len(self.offered)] = self._scores()
@@ -220,7 +221,7 @@ class SequenceDump(TrainerCallback):
         everywhere = self.accelerator.gather(scores.to(self.accelerator.device)).cpu().flatten(0, 1)
         first = self.accelerator.process_index * size
         chosen = []
-        for column, count in ((1, self.args.rollout_dump_sampled), (0, self.args.rollout_dump_worst)):
+        for column, count in ((1, self.settings.rollout_dump_sampled), (0, self.settings.rollout_dump_worst)):
             best = everywhere[:, column].topk(min(count, len(everywhere))).indices - first
             chosen.append({i for i in best.tolist() if 0 <= i < len(self.offered)})
         return chosen[0], chosen[1], bool((everywhere >= 0).any())

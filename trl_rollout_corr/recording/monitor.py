@@ -15,8 +15,8 @@ from ..health.rule import ALARMS, Alarm
 from ..health.rules import SILENCED
 from ..health.windows import is_training_window
 from ..messages import PREFIX, notify
-from ..settings.config import RolloutCorrectionConfig
 from ..settings.fields import MONITOR_ACTIONS, MonitorAction
+from ..settings.resolve import Settings
 from .observer import Observer
 
 
@@ -213,10 +213,10 @@ def keep_one_monitor(
     return monitor
 
 
-def monitor_of(args: RolloutCorrectionConfig) -> RolloutCorrectionMonitor | None:
-    """Monitor that a configuration asks for; `None` if it asks for none."""
-    if args.rollout_monitor is None:
+def monitor_of(settings: Settings) -> RolloutCorrectionMonitor | None:
+    """Monitor that settings ask for; `None` if they ask for none."""
+    if settings.rollout_monitor is None:
         return None
-    monitor = RolloutCorrectionMonitor(args.rollout_monitor, args.rollout_monitor_bounds)
+    monitor = RolloutCorrectionMonitor(settings.rollout_monitor, settings.rollout_monitor_bounds)
     monitor.of_configuration = True
     return monitor

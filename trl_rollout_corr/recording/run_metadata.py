@@ -1,7 +1,7 @@
 """Metadata of a run: settings, types, adapter and quantization of trainer and sampler. A diagnosis reads it in the dump."""
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -9,7 +9,6 @@ from transformers import PreTrainedModel
 
 from ..dumps.files import plain
 from ..messages import warn
-from ..settings.config import RolloutCorrectionConfig
 
 
 # Fields of TRL that a diagnosis advises to set. Of mappings, only these keys: others may be secret, such as a Hub token
@@ -30,8 +29,11 @@ _ADVISED: dict[str, tuple[str, ...]] = {
 
 
 def settings_in_effect(args: Any) -> dict[str, Any]:
-    """Return the fields of [`RolloutCorrectionConfig`] and the TRL fields that a diagnosis may advise, in types of JSON."""
-    settings = {field.name: getattr(args, field.name) for field in fields(RolloutCorrectionConfig)}
+    """
+    Return the settings in effect, the names of those that the user gave as `given`, and the TRL fields that a diagnosis may
+    advise, in types of JSON.
+    """
+    settings = {**asdict(args.settings), "given": sorted(args.given)}
     for name, keys in _ADVISED.items():
         if hasattr(args, name):
             value = getattr(args, name)

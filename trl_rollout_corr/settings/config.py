@@ -1,50 +1,48 @@
-"""The configuration, flat fields. Neither TRL nor torch here."""
+"""The configuration: flat fields, which keep what the user gave. Neither TRL nor torch here."""
 
+import dataclasses
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 from ..messages import SettingError, nearest, warn, warn_idle
-from .checks import CHECKS
-from .fields import DEFAULTS, PARSERS, CorrectionFields, DumpFields, EngineFields, MonitorFields, Unset
-from .legacy import FirstPresets, from_legacy
-from .migrate import from_trl, from_verl
-from .presets import BASE, DECIDED, DEFAULT, MODE, PRESETS, settings_of
-from .resolve import Settings, fill, idle_fields, is_default, read_given, resolve
-from .thresholds import is_by_sign, none_if_null, parse_criteria, parse_rejection_thresholds
+from .criteria import CriterionName
+from .fields import PARSERS, LossType, MonitorAction, NanPolicy, Replay, TrackedMetrics, WeightLevel
+from .presets import settings_of
+from .resolve import Settings, in_words, resolve
 
 
-# Dataclasses take the fields of the last base first: `rollout_correction` is the first argument
+# On a command line: several values, and a truth value whose name alone means true
+_SEVERAL, _FLAG = {"nargs": "+"}, {"nargs": "?", "const": True}
+
+
 @dataclass
-class RolloutCorrectionConfig(FirstPresets, DumpFields, MonitorFields, EngineFields, CorrectionFields):
+class RolloutCorrectionConfig:
     r"""
     Configuration of rollout correction.
 
     All fields are flat, so that they can be given in Python, in a YAML file, as JSON, or on a command line. Thresholds are
-    numbers and lists of numbers; verl's text form (`"0.6_1.6,2.5"`) is parsed too.
+    numbers and lists of numbers; verl's text form (`"0.6_1.6,2.5"`) is parsed too. A field that the preset decides has a
+    default that means "as the preset says". The fields keep what the user gave; `settings` has the values in effect.
 
     Args:
-        rollout_correction (`str`, `dict` or `None`, *optional*, defaults to `"auto"`):
-            Name of a preset (see `trl-rollout-corr docs presets`); `None` for no correction. Fields that are set beside it
-            override it. If weights or rejection are set without a preset, all other fields come from `"decoupled_token_is"`;
-            unless `rollout_is` is set, a warning says so. The mode (`bypass_mode`, `rollout_loss_type`) alone leaves the
-            preset at its default.
-            Also the `rollout_correction` section of a verl configuration, or a [`RolloutCorrectionConfig`].
-        rollout_correction_resolved (`str`, *optional*):
-            Set by the configuration itself: the preset that has filled in fields. If `rollout_correction` of a saved or copied
-            configuration is changed, the fields that the user has not set follow the new preset.
+        rollout_correction (`str` or `None`, *optional*, defaults to `"default"`):
+            Name of a preset (see `trl-rollout-corr docs presets`), or `None` for no correction. Fields that are given beside
+            it override it. `"default"` is `"auto"`; but if `rollout_is` or `rollout_rs` is given, only what is given is done.
 
         > Importance sampling
 
-        rollout_is (`str` or `None`, *optional*, defaults to `"token"`):
+        rollout_is (`str` or `None`, *optional*, defaults to `"preset"`):
             Level of the importance weights: `"token"` for `exp(d)`, `"turn"` and `"sequence"` for `exp(sum d)` over the turn
             of an agent and the completion, `"geometric"` for `exp(mean d)`, with `d = logp_train - logp_rollout`. `None` for
             no weights.
-        rollout_is_threshold (`float` or `list`, *optional*, defaults to `2.0`):
+        rollout_is_threshold (`float` or `list`, *optional*):
             A number truncates the weights from above. A pair `[lower, upper]` sets weights outside it to 0 (IcePop).
-            Two pairs are bounds for negative and for positive advantages.
-        rollout_is_clamp (`bool`, *optional*, defaults to `False`):
+            Two pairs are bounds for negative and for positive advantages. On a command line, a pair is `0.5 5.0` or `0.5_5.0`,
+            and two pairs are `0_1,1_1`. Without a preset it is 2.0.
+        rollout_is_clamp (`bool`, *optional*):
             With a pair of bounds, move a weight outside them to the nearest bound instead of setting it to 0. The two pairs
             `[[0, 1], [1, 1]]` give the weights of [TOPR](https://huggingface.co/papers/2503.14286): 1 if the advantage is
             positive, and otherwise the ratio, but at most 1.
@@ -56,8 +54,9 @@ class RolloutCorrectionConfig(FirstPresets, DumpFields, MonitorFields, EngineFie
 
         > Rejection
 
-        rollout_rs (`list[str]`, *optional*):
-            Rejection criteria, each `<scope>_<divergence>` with scope `token`, `turn_sum`, `turn_mean`, `turn_max`,
+        rollout_rs (`list[str]` or `None`, *optional*, defaults to `"preset"`):
+            Rejection criteria, or `None` for no rejection. Each is `<scope>_<divergence>` with scope `token`, `turn_sum`,
+            `turn_mean`, `turn_max`,
             `seq_sum`, `seq_mean` or `seq_max` and divergence `k1 = -d`, `k2 = d^2/2` or `k3 = exp(d)-1-d`; or of the
             probabilities of a token: `token_tv` and `token_kl` (DPPO, depend on the sign of the advantage), `token_binary_kl`
             (KPop). A token is kept if every criterion keeps it.
@@ -75,9 +74,9 @@ class RolloutCorrectionConfig(FirstPresets, DumpFields, MonitorFields, EngineFie
 
         > Mode
 
-        bypass_mode (`bool`, *optional*, defaults to `False`):
+        bypass_mode (`bool`, *optional*):
             Use the sampler's log-probabilities in place of the old policy's, which are then not computed.
-        rollout_loss_type (`str`, *optional*, defaults to `"ppo_clip"`):
+        rollout_loss_type (`str`, *optional*):
             Loss in bypass mode: `"ppo_clip"` clips the ratio to the rollout policy, which is the correction, so that
             weights are only reported; `"reinforce"` weights the log-likelihood and does not clip.
         rollout_clip_ratio_c (`float` or `None`, *optional*, defaults to `3.0`):
@@ -150,6 +149,33 @@ class RolloutCorrectionConfig(FirstPresets, DumpFields, MonitorFields, EngineFie
         `ValueError`: if the value of a field is refused. The message names the field, the value and a remedy.
     """
 
+    rollout_correction: str | None = "default"
+    rollout_is: WeightLevel | None = "preset"
+    rollout_is_threshold: float | str | list[float | list[float]] | None = field(default=None, metadata=_SEVERAL)
+    rollout_is_clamp: bool | None = field(default=None, metadata=_FLAG)
+    rollout_is_batch_normalize: bool = False
+    rollout_rs: list[CriterionName] | str | None = field(default="preset", metadata=_SEVERAL)
+    rollout_rs_threshold: float | str | list[float | list[float]] | None = field(default=None, metadata=_SEVERAL)
+    rollout_rs_renormalize: bool = False
+    rollout_rs_exclude_from_baseline: bool = False
+    bypass_mode: bool | None = field(default=None, metadata=_FLAG)
+    rollout_loss_type: LossType | None = None
+    rollout_clip_ratio_c: float | str | None = 3.0
+    rollout_metrics_only: bool = False
+    rollout_nan_policy: NanPolicy = "drop"
+    rollout_support: Replay | None = None
+    rollout_engine_kwargs: Mapping[str, object] | str | None = None
+    rollout_routing: Replay | None = None
+    rollout_monitor: MonitorAction | None = "warn"
+    rollout_monitor_bounds: Mapping[str, float | None] | str | None = None
+    rollout_tracked_metrics: TrackedMetrics = "essential"
+    rollout_diagnose: bool = False
+    rollout_dump_dir: str | None = None
+    rollout_dump_steps: int = 1
+    rollout_dump_sampled: int = 8
+    rollout_dump_worst: int = 8
+    rollout_dump_max_gb: float = 1.0
+
     _checks_of_trainer: ClassVar[Sequence[Callable[[Any], None]]] = ()  # which need TRL's fields
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
@@ -161,152 +187,127 @@ class RolloutCorrectionConfig(FirstPresets, DumpFields, MonitorFields, EngineFie
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        names_none = isinstance(self.rollout_correction, Unset)
-        explicit = self._settle()
-        for name, reason in idle_fields(self.__dict__, self.settings).items():
-            if name in explicit:
+        settings, given = self.settings, self.given
+        _refuse_conflicts(settings)
+        for name, reason in _idle(settings).items():
+            if name in given:
                 warn_idle(name, getattr(self, name), reason)
-        if names_none and self.rollout_correction == BASE and "rollout_is" not in explicit:
-            name = next(name for name in DECIDED if name in explicit)
-            rest = f"so all other fields come from {BASE!r}, not from the default {DEFAULT!r}"
-            remedy = f"Set `rollout_correction` to the one of the two that is meant: {BASE} or {DEFAULT}."
-            warn(f"`{name}` is set without a preset, {rest}. {remedy}", name)
-        if self.rollout_rs is None:
-            self.rollout_rs_threshold = None
+        _warn_about_conflicts(settings, given)
 
-    @classmethod
-    def from_preset(cls, name: str | None, **overrides: object) -> Self:
-        """Build a configuration from a preset, `None` for no correction. Fields among `overrides` override the preset."""
-        return cls._of(rollout_correction=name, **overrides)
-
-    @classmethod
-    def from_verl(cls, settings: Mapping[str, object] | None, **overrides: object) -> Self:
-        """
-        Build a configuration from the `rollout_correction` section of a verl configuration and further fields, `overrides`.
-        See [`~trl_rollout_corr.settings.migrate.from_verl`].
-        """
-        return cls._of(**{**from_verl(settings), **overrides})
-
-    @classmethod
-    def from_legacy(cls, settings: Mapping[str, object], **overrides: object) -> Self:
-        """
-        Build a configuration from the flat `rollout_is*` keys of verl's first releases and further fields, `overrides`.
-        See [`~trl_rollout_corr.settings.legacy.from_legacy`].
-        """
-        return cls._of(**{**from_legacy(settings), **overrides})
-
-    @classmethod
-    def from_trl(cls, settings: Mapping[str, object], **overrides: object) -> Self:
-        """
-        Build a configuration equivalent to TRL's `vllm_importance_sampling_*` settings, with further fields, `overrides`.
-        See [`~trl_rollout_corr.settings.migrate.from_trl`].
-        """
-        return cls._of(**{**from_trl(settings), **overrides})
-
-    @classmethod
-    def _of(cls, **fields: Any) -> Self:
-        return cls(**fields)
-
-    # Resolved settings ------------------------------------------------------------------------------------------------
+    @property
+    def _parsed(self) -> dict[str, Any]:
+        return {name: parse(getattr(self, name)) for name, parse in PARSERS.items()}
 
     @property
     def settings(self) -> Settings:
-        """Resolved settings of the correction, from the present values of the fields."""
-        return resolve({name: getattr(self, name) for name in CorrectionFields.__dataclass_fields__})
+        """Settings in effect, from the present values of the fields. A `ValueError` if a value is refused."""
+        return resolve(self._parsed)
+
+    @property
+    def given(self) -> frozenset[str]:
+        """Names of the fields that differ from their default."""
+        return frozenset(name for name, value in self._parsed.items() if value != _DEFAULTS[name])
 
     @property
     def description(self) -> str:
-        """One line about the settings."""
-        parts = self._preset_in_effect()
-        bounds = _in_words(self.rollout_is_threshold)
-        bounds = f"clamped to {bounds.removeprefix('in ')}" if self.rollout_is_clamp and "[" in bounds else bounds
-        weights = f"{self.rollout_is} weights {bounds}" if self.rollout_is else "no weights"
-        parts.append(
-            f"{weights} (reported only)" if self.rollout_is and not self.settings.applies_weights else weights
-        )
-        thresholds = parse_rejection_thresholds(self.rollout_rs_threshold, self.rollout_rs)
-        criteria = zip(self.settings.criteria, thresholds, strict=True)
-        parts += [f"{c.name} {_in_words(bound, c.directed)}" for c, bound in criteria] or ["no rejection"]
-        parts.append(f"bypass, {self.rollout_loss_type}" if self.bypass_mode else "decoupled")
-        parts += ["metrics only"] if self.rollout_metrics_only else []
-        return "; ".join(parts)
-
-    def _preset_in_effect(self) -> list[str]:
-        """Name of the preset, if its mode is in effect, and its weights or its rejection."""
-        name = self.rollout_correction
-        if not isinstance(name, str):
-            return []
-        preset = settings_of(name)
-        same = {key for key, value in preset.items() if getattr(self, key) == value}
-        if same == set(preset):
-            return [name]
-        applied = {key for key in ("rollout_is", "rollout_rs", "bypass_mode") if preset[key]}
-        return [f"{name} with changes"] if same >= {"bypass_mode", "rollout_loss_type"} and same & applied else []
-
-    # Construction -----------------------------------------------------------------------------------------------------
-
-    def _fill(self) -> set[str]:
-        """Fill in the fields that the user has not set and the preset decides. Returns the names of the other fields."""
-        own, (name, given) = self._set_by_user(), read_given(self.rollout_correction)
-        if isinstance(self.rollout_correction, Unset) and not own.keys() <= MODE:
-            name = BASE
-        if "rollout_rs" in own and parse_criteria(own["rollout_rs"]) != fill(name, given)["rollout_rs"]:
-            given.pop("rollout_rs_threshold", None)  # no criterion gets the threshold of another
-        explicit = {**{key: value for key, value in given.items() if key in DECIDED}, **own}
-        further = {key: value for key, value in given.items() if key not in DECIDED and is_default(self, key)}
-        names = {"rollout_correction": name, "rollout_correction_resolved": name or "disabled"}
-        self.__dict__.update({**fill(name, explicit), **further, **names})
-        return set(DEFAULTS) - set(DECIDED) | set(explicit)
-
-    def _set_by_user(self) -> dict[str, Any]:
-        """Fields set by the user among those that a preset decides."""
-        values = {key: getattr(self, key) for key in DECIDED}
-        base = none_if_null(self.rollout_correction_resolved)
-        if base is not None and base not in PRESETS:
-            raise SettingError(
-                "rollout_correction_resolved", base, "which the configuration sets itself", remedy="Remove it."
-            )
-        before = {} if base is None else settings_of(base)
-        fields = {
-            key: value
-            for key, value in values.items()
-            if not isinstance(value, Unset) and (base is None or value != before[key])
-        }
-        if fields.get("rollout_rs_threshold") is None:
-            fields.pop("rollout_rs_threshold", None)
-        return fields
-
-    def _parse(self) -> None:
-        for name, parse in PARSERS.items():
-            self.__dict__[name] = parse(self.__dict__[name])
-        thresholds = none_if_null(self.rollout_rs_threshold)
-        parsed = parse_rejection_thresholds(thresholds, self.rollout_rs)
-        self.__dict__["rollout_rs_threshold"] = parsed if self.rollout_rs else thresholds
+        """One sentence about the settings in effect."""
+        return in_words(self.settings)
 
     def check(self) -> None:
         """
-        Fill in the fields that a preset decides, parse all fields and check them, also those that were assigned since. A
-        trainer does so when it is built, and reads the settings then.
+        Check all fields, also those that were assigned since. A trainer does so when it is built, and reads the settings then.
 
         Raises:
             `ValueError`: if a value is refused, or if two settings exclude each other.
         """
-        self._settle()
+        _refuse_conflicts(self.settings)
         for check in self._checks_of_trainer:
             check(self)
 
-    def _settle(self) -> set[str]:
-        """Do the same without the checks of a trainer. Returns the names of the fields that no preset has decided."""
-        explicit = self._fill()
-        self._parse()
-        for check in CHECKS:
-            check(self)
-        return explicit
+
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(RolloutCorrectionConfig)}
 
 
-def _in_words(bound: Any, directed: bool = False) -> str:
-    if not isinstance(bound, list):
-        return f"up to {bound:g}"
-    if is_by_sign(bound):
-        return f"{_in_words(bound[0])}, for positive advantages {_in_words(bound[1]).removeprefix('in ')}"
-    return f"within {-bound[0]:g}, {bound[1]:g}" if directed else f"in [{bound[0]:g}, {bound[1]:g}]"
+def _show_help() -> None:
+    """Make the docstring the text of `--help`."""
+    text = inspect.getdoc(RolloutCorrectionConfig) or ""
+    for name, sentences in re.findall(r"^    (\w+) \(.*\):\n((?: {8}.*\n)+)", f"{text}\n", re.MULTILINE):
+        option: Any = RolloutCorrectionConfig.__dataclass_fields__[name]
+        option.metadata = {**option.metadata, "help": " ".join(sentences.split()).replace("%", "%%")}
+
+
+_show_help()
+
+
+# Fields that do not go together ---------------------------------------------------------------------------------------
+
+
+def _refuse_conflicts(settings: Settings) -> None:
+    """Refuse a baseline without rejected completions where rejection is not known in time."""
+    if not settings.rollout_rs_exclude_from_baseline:
+        return
+    reason, remedy = "", "Set one of the two to False."
+    if directed := [criterion.name for criterion in settings.criteria if criterion.directed]:
+        reason = f"but {directed[0]!r} in `rollout_rs` depends on the advantages, which are computed from the baseline"
+        remedy = "Set it to False, or use criteria that do not depend on them."
+    elif settings.bypass_mode:
+        reason = (
+            "but `bypass_mode` computes no log-probabilities before the rewards are scored, so that no rejection is "
+            "known at that time"
+        )
+    if reason:
+        raise SettingError("rollout_rs_exclude_from_baseline", True, reason, remedy=remedy)
+
+
+def _idle(settings: Settings) -> dict[str, str]:
+    """Reasons why fields have no effect, by name of the field."""
+    no_weights = settings.rollout_is is None and "`rollout_is` is None"
+    no_rejection = not settings.criteria and "`rollout_rs` is not set"
+    reported = not settings.applies_weights and (
+        "with `bypass_mode` and `rollout_loss_type='ppo_clip'` the weights are reported, not applied"
+    )
+    no_pair = not isinstance(settings.rollout_is_threshold, list) and "`rollout_is_threshold` is not a pair"
+    no_bypass = not settings.bypass_mode and "`bypass_mode` is False, and the loss is TRL's `loss_type`"
+    no_clipping = "it acts only in `bypass_mode` with `rollout_loss_type='ppo_clip'`"
+    corrects = dataclasses.replace(settings, rollout_metrics_only=False).corrects
+    no_dump = settings.rollout_dump_dir is None and "`rollout_dump_dir` is None"
+    reasons: dict[str, Any] = {
+        "rollout_is_threshold": no_weights,
+        "rollout_is_clamp": settings.rollout_is_clamp and (no_weights or no_pair),
+        "rollout_is_batch_normalize": no_weights or reported,
+        **dict.fromkeys(
+            ("rollout_rs_threshold", "rollout_rs_renormalize", "rollout_rs_exclude_from_baseline"), no_rejection
+        ),
+        "rollout_loss_type": no_bypass,
+        "rollout_clip_ratio_c": settings.rollout_clip_ratio_c and not settings.clips_around_sampler and no_clipping,
+        "rollout_metrics_only": not corrects and "there is no correction",
+        "rollout_monitor_bounds": settings.rollout_monitor is None and "`rollout_monitor` is None",
+        **{f"rollout_dump_{name}": no_dump for name in ("steps", "sampled", "worst", "max_gb")},
+    }
+    return {name: reason for name, reason in reasons.items() if reason}
+
+
+def _warn_about_conflicts(settings: Settings, given: frozenset[str]) -> None:
+    """Warn about fields beside a preset that was not made for them."""
+    name, preset = settings.rollout_correction, settings_of(settings.rollout_correction)
+    if name == "disabled" and settings.corrects:
+        acting = next(n for n in ("rollout_is", "rollout_rs", "bypass_mode") if getattr(settings, n))
+        warn(
+            f"`rollout_correction` is 'disabled', but `{acting}` is {getattr(settings, acting)!r}, which acts. Set "
+            f"`rollout_correction` to None if that is meant, or remove `{acting}`.",
+            acting,
+        )
+    if settings.clips_around_sampler and preset["rollout_is"] and "rollout_is" not in given:
+        warn(
+            f"`bypass_mode` with `rollout_loss_type='ppo_clip'` does not go with {name!r}: its importance weights are only "
+            "reported, because PPO clips around the sampler. Take a preset that starts with bypass_ instead.",
+            "bypass_mode",
+        )
+    level = preset["rollout_is"]
+    other_level = level is not None and settings.rollout_is not in (None, level)
+    if other_level and "rollout_is_threshold" not in given and isinstance(preset["rollout_is_threshold"], list):
+        warn(
+            f"`rollout_is` is {settings.rollout_is!r}, but the bounds {preset['rollout_is_threshold']} of {name!r} are made "
+            f"for weights of level {level!r}. Set `rollout_is_threshold`, too.",
+            "rollout_is",
+        )

@@ -1,7 +1,7 @@
 """
-Presets, as data: a name, and the fields that differ from the defaults.
+Presets, as data: a name, its weights, and what else it does.
 
-First table: presets of verl 0.9.1. Second table: later methods. Names of verl's first presets are in `legacy.py`.
+First table: presets of verl 0.9.1. Second table: later methods.
 """
 
 from copy import deepcopy
@@ -87,16 +87,13 @@ LATER_PRESETS: dict[str, dict[str, Any]] = {
 
 PRESETS: dict[str, dict[str, Any]] = {**VERL_PRESETS, **LATER_PRESETS}
 
-# The preset of a run that names none. A level of the weights is a whole correction, as TRL's `vllm_importance_sampling_mode`
-# is: the other fields come from `BASE`. Beside other fields of weights and rejection they do too, with a warning: the weights
-# of `auto` were judged with its rejection only. The mode says where a correction acts and not which one: it changes `DEFAULT`.
+# The preset of a run that names neither a preset nor weights nor rejection
 DEFAULT = "auto"
-BASE = "decoupled_token_is"
-MODE = {"bypass_mode", "rollout_loss_type"}
 
-# Fields that a preset decides, with the values for those missing in its row.
-_BASE: dict[str, Any] = {
-    **_TOKEN_TIS,
+# Without a preset: no correction
+_OFF: dict[str, Any] = {
+    "rollout_is": None,
+    "rollout_is_threshold": 2.0,
     "rollout_is_clamp": False,
     "rollout_rs": None,
     "rollout_rs_threshold": None,
@@ -104,10 +101,10 @@ _BASE: dict[str, Any] = {
     "rollout_loss_type": "ppo_clip",
 }
 
+# Default of each field that a preset decides. It means "as the preset says"; `None` turns weights and rejection off.
+UNSET: dict[str, Any] = {**dict.fromkeys(_OFF), "rollout_is": "preset", "rollout_rs": "preset"}
+
 
 def settings_of(preset: str | None) -> dict[str, Any]:
     """Values of all fields that a preset decides, as a copy. `None` is no correction."""
-    return deepcopy({**_BASE, **PRESETS[preset or "disabled"]})
-
-
-DECIDED = tuple(_BASE)
+    return deepcopy({**_OFF, **(PRESETS[preset] if preset else {})})

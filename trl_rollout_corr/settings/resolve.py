@@ -1,42 +1,90 @@
-"""Fields of a configuration, resolved to a [`Settings`], which the mathematics reads. No torch here."""
+"""Settings in effect: the fields of a configuration, with a value for each field that its preset decides. No torch here."""
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from ..messages import SettingError
 from .criteria import DIRECTED, SCOPES, Bounding, Criterion
-from .fields import DEFAULTS, CorrectionFields, DumpFields, preset_name
-from .legacy import first_preset
-from .migrate import from_verl
-from .presets import settings_of
-from .thresholds import is_by_sign, parse_criteria, parse_rejection_thresholds
+from .fields import MonitorAction
+from .presets import DEFAULT, UNSET, settings_of
+from .thresholds import WeightBounds, is_by_sign, parse_rejection_thresholds
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Resolved settings of the correction: no preset is left to look up, and every threshold is a number."""
+    """
+    Settings in effect, which is what trainers and tools read.
 
-    mode: str  # "decoupled"; or the loss of bypass mode, "ppo_clip" or "reinforce"
-    bounding: Bounding | None  # None for no weights
-    criteria: tuple[Criterion, ...]  # with bounds in units of their statistic
-    renormalizes: bool  # whether the loss is multiplied by valid tokens over kept tokens
-    metrics_only: bool  # whether the loss is left alone
-    nan_policy: str  # "drop", "raise" or "neutralize": treatment of a token whose log-ratio is not finite
-    clip_ratio_c: float | None  # largest ratio to the sampler with gradient, for negative advantages; in "ppo_clip"
-    excludes_from_baseline: bool  # whether completions that are rejected as a whole leave the baseline of their group
+    The attributes have the names of the fields of [`RolloutCorrectionConfig`], and their values are parsed. No field is left
+    to a preset.
+    """
+
+    rollout_correction: (
+        str | None
+    )  # preset that decided the fields that the user has not given; None for no correction
+    rollout_is: str | None
+    rollout_is_threshold: WeightBounds
+    rollout_is_clamp: bool
+    rollout_is_batch_normalize: bool
+    rollout_rs: list[str] | None
+    rollout_rs_threshold: Any  # one entry for each criterion
+    rollout_rs_renormalize: bool
+    rollout_rs_exclude_from_baseline: bool
+    bypass_mode: bool
+    rollout_loss_type: str
+    rollout_clip_ratio_c: float | None
+    rollout_metrics_only: bool
+    rollout_nan_policy: str
+    rollout_support: str | None
+    rollout_engine_kwargs: dict[str, Any] | None
+    rollout_routing: str | None
+    rollout_monitor: MonitorAction | None
+    rollout_monitor_bounds: dict[str, float | None] | None
+    rollout_tracked_metrics: str
+    rollout_diagnose: bool
+    rollout_dump_dir: str | None
+    rollout_dump_steps: int
+    rollout_dump_sampled: int
+    rollout_dump_worst: int
+    rollout_dump_max_gb: float
+
+    @property
+    def mode(self) -> str:
+        """`"decoupled"`; or the loss of bypass mode, `"ppo_clip"` or `"reinforce"`."""
+        return self.rollout_loss_type if self.bypass_mode else "decoupled"
+
+    @cached_property
+    def bounding(self) -> Bounding | None:
+        """Level and bounds of the importance weights; `None` for no weights."""
+        if self.rollout_is is None:
+            return None
+        threshold: Any = self.rollout_is_threshold
+        normalized = self.rollout_is_batch_normalize
+        if not isinstance(threshold, list):
+            return Bounding(self.rollout_is, None, threshold, self.rollout_is_clamp, normalized)
+        (lower, upper), *positive = threshold if is_by_sign(threshold) else [threshold]
+        by_sign = (positive[0][0], positive[0][1]) if positive else None
+        return Bounding(self.rollout_is, lower, upper, self.rollout_is_clamp, normalized, by_sign)
+
+    @cached_property
+    def criteria(self) -> tuple[Criterion, ...]:
+        """Rejection criteria, with bounds in units of their statistic."""
+        if not self.rollout_rs:
+            return ()
+        return tuple(map(_criterion, self.rollout_rs, self.rollout_rs_threshold or []))
 
     @property
     def bypasses(self) -> bool:
         """`True` if the sampler's log-probabilities replace the old policy's."""
-        return self.mode != "decoupled"
+        return self.bypass_mode
 
     @property
     def corrects(self) -> bool:
         """`True` if the loss differs from TRL's."""
-        return (self.bounding is not None or bool(self.criteria) or self.bypasses) and not self.metrics_only
+        return (self.bounding is not None or bool(self.criteria) or self.bypasses) and not self.rollout_metrics_only
 
     @property
     def clips_around_sampler(self) -> bool:
@@ -51,67 +99,45 @@ class Settings:
     @property
     def uses_turns(self) -> bool:
         """`True` if weights or criteria are of turns."""
-        units = {criterion.unit for criterion in self.criteria}
-        return "turn" in units or (self.bounding is not None and self.bounding.level == "turn")
+        return self.rollout_is == "turn" or any(criterion.unit == "turn" for criterion in self.criteria)
 
     @property
     def normalizes(self) -> bool:
         """`True` if the applied weights are divided by their mean over the batch of all ranks."""
-        return self.applies_weights and self.bounding is not None and self.bounding.normalized
+        return self.applies_weights and self.rollout_is_batch_normalize
 
     @property
     def needs_whole_batch(self) -> bool:
         """`True` if a factor of the loss depends on the batch of all ranks."""
-        return self.normalizes or (bool(self.criteria) and self.renormalizes)
+        return self.normalizes or (bool(self.criteria) and self.rollout_rs_renormalize)
 
 
 def resolve(fields: Mapping[str, Any]) -> Settings:
-    """Resolve parsed fields of a configuration. Raises a `ValueError` if a threshold does not fit its criterion."""
-    bounding = None
-    if fields["rollout_is"] is not None:
-        bounding = _bounding(fields)
-    names = fields["rollout_rs"]
-    thresholds = parse_rejection_thresholds(fields["rollout_rs_threshold"], names)
-    return Settings(
-        mode=fields["rollout_loss_type"] if fields["bypass_mode"] else "decoupled",
-        bounding=bounding,
-        criteria=tuple(_criterion(name, bounds) for name, bounds in zip(names or [], thresholds, strict=True)),
-        renormalizes=fields["rollout_rs_renormalize"],
-        metrics_only=fields["rollout_metrics_only"],
-        nan_policy=fields["rollout_nan_policy"],
-        clip_ratio_c=fields["rollout_clip_ratio_c"],
-        excludes_from_baseline=fields["rollout_rs_exclude_from_baseline"],
-    )
-
-
-def fill(preset: str | None, explicit: Mapping[str, Any]) -> dict[str, Any]:
     """
-    Settings of a preset, with the fields of the user in their place. Overriding `rollout_rs` drops the preset's threshold, and
-    overriding `rollout_is_threshold` resets `rollout_is_clamp`.
+    Resolve parsed fields of a configuration: a field that has its value of [`UNSET`] gets the value of the preset.
+
+    The preset `"default"` means `auto`. But if weights or rejection are given, then only what is given is done.
+
+    Raises:
+        `ValueError`: if a threshold does not fit its criterion, or if the bounds leave no weight.
     """
-    settings = settings_of(preset)
-    if (
-        "rollout_rs" in explicit
-        and "rollout_rs_threshold" not in explicit
-        and parse_criteria(explicit["rollout_rs"]) != settings["rollout_rs"]
-    ):
-        settings["rollout_rs_threshold"] = None
-    if "rollout_is_threshold" in explicit:
-        settings["rollout_is_clamp"] = False
-    return {**settings, **explicit}
-
-
-def _bounding(fields: Mapping[str, Any]) -> Bounding:
-    """Bounds of the weights: a number truncates, a pair are bounds, two pairs are bounds by sign of the advantage."""
-    threshold, clamps = fields["rollout_is_threshold"], fields["rollout_is_clamp"]
-    pairs = threshold if is_by_sign(threshold) else [threshold] if isinstance(threshold, list) else []
-    if not clamps and any(lower == upper for lower, upper in pairs):
+    own = {name: fields[name] for name in UNSET if fields[name] != UNSET[name]}
+    preset = fields["rollout_correction"]
+    if preset == "default":
+        preset = DEFAULT if own.keys().isdisjoint({"rollout_is", "rollout_rs"}) else None
+    of_preset = settings_of(preset)
+    if own.get("rollout_rs", of_preset["rollout_rs"]) != of_preset["rollout_rs"]:
+        of_preset["rollout_rs_threshold"] = None  # no criterion gets the threshold of another
+    values: dict[str, Any] = {**fields, **of_preset, **own, "rollout_correction": preset}
+    thresholds, names = values["rollout_rs_threshold"], values["rollout_rs"]
+    values["rollout_rs_threshold"] = parse_rejection_thresholds(thresholds, names) if names else thresholds
+    bounds, clamps = values["rollout_is_threshold"], values["rollout_is_clamp"]
+    pairs = bounds if is_by_sign(bounds) else [bounds] if isinstance(bounds, list) else []
+    if values["rollout_is"] and not clamps and any(lower == upper for lower, upper in pairs):
         reason = "and weights outside the bounds are set to 0, so that no weight would be left"
         remedy = "Set `rollout_is_clamp` to True, or wider bounds."
-        raise SettingError("rollout_is_threshold", threshold, reason, remedy=remedy)
-    lower, upper = pairs[0] if pairs else (None, threshold)
-    positive = tuple(pairs[1]) if len(pairs) > 1 else None
-    return Bounding(fields["rollout_is"], lower, upper, clamps, fields["rollout_is_batch_normalize"], positive)
+        raise SettingError("rollout_is_threshold", bounds, reason, remedy=remedy)
+    return Settings(**values)
 
 
 def _criterion(name: str, bounds: Any) -> Criterion:
@@ -126,63 +152,62 @@ def _criterion(name: str, bounds: Any) -> Criterion:
     return Criterion(scope, divergence, -math.log(upper), math.inf if lower == 0 else -math.log(lower))
 
 
-def idle_fields(fields: Mapping[str, Any], correction: Settings) -> dict[str, str]:
-    """Reasons why fields have no effect, by name of the field. `correction` is what the parsed `fields` resolve to."""
-    bounding = correction.bounding
-    no_weights = bounding is None and "`rollout_is` is None"
-    no_rejection = not correction.criteria and "`rollout_rs` is not set"
-    no_bypass = not correction.bypasses and "`bypass_mode` is False, and the loss is TRL's `loss_type`"
-    no_clipping = "it acts only in `bypass_mode` with `rollout_loss_type='ppo_clip'`"
-    reported = "with `bypass_mode` and `rollout_loss_type='ppo_clip'` the weights are reported, not applied"
-    no_pair = bounding is not None and bounding.lower is None and "`rollout_is_threshold` is not a pair"
-    reasons: dict[str, Any] = {
-        "rollout_is_threshold": fields["rollout_is_threshold"] != 2.0 and no_weights,  # 2.0 is in saved configurations
-        "rollout_is_batch_normalize": no_weights or (not correction.applies_weights and reported),
-        "rollout_is_clamp": fields["rollout_is_clamp"] and (no_weights or no_pair),
-        "rollout_rs_threshold": no_rejection,
-        "rollout_rs_renormalize": no_rejection,
-        "rollout_rs_exclude_from_baseline": no_rejection,
-        "rollout_loss_type": fields["rollout_loss_type"] != "ppo_clip" and no_bypass,
-        "rollout_clip_ratio_c": fields["rollout_clip_ratio_c"] and not correction.clips_around_sampler and no_clipping,
-        "rollout_monitor_bounds": fields["rollout_monitor"] is None and "`rollout_monitor` is None",
-    }
-    no_dump = fields["rollout_dump_dir"] is None and "`rollout_dump_dir` is None"
-    reasons |= {f.name: no_dump for f in dataclasses.fields(DumpFields) if f.name != "rollout_dump_dir"}
-    return {name: reason for name, reason in reasons.items() if reason and fields[name] != DEFAULTS[name]}
+# In words -------------------------------------------------------------------------------------------------------------
+
+_UNITS = {"token": "token", "turn": "turn", "seq": "completion"}
+_RATIOS = {"": "ratio is", "sum": "product of ratios is", "mean": "mean ratio is", "max": "tokens have a ratio"}
+_CLIPPING = {
+    "decoupled": "PPO clips around the trainer's old policy",
+    "ppo_clip": "PPO clips around the sampler",
+    "reinforce": "the loss is REINFORCE, without clipping",
+}
 
 
-# Values of `rollout_correction` ---------------------------------------------------------------------------------------
+def in_words(settings: Settings) -> str:
+    """One sentence about settings: the preset, weights, rejected tokens and mode."""
+    of_preset = settings_of(settings.rollout_correction)
+    changed = any(getattr(settings, name) != value for name, value in of_preset.items())
+    name = settings.rollout_correction and f"{settings.rollout_correction}{' with changes' if changed else ''}: "
+    parts = [] if settings.bounding is None else [_weights_in_words(settings)]
+    rejected = map(_rejection_in_words, settings.criteria, settings.rollout_rs_threshold or [])
+    parts += ["rejected are " + ", and ".join(rejected)] if settings.criteria else []
+    parts += [_CLIPPING[settings.mode]] if parts or settings.bypasses else ["no correction"]
+    return f"{name or ''}{'measured only: ' if settings.rollout_metrics_only else ''}{'; '.join(parts)}"
 
 
-_OFF = ("none", "null", "false", "off", "no", "")
+def _weights_in_words(settings: Settings) -> str:
+    bounding = settings.bounding
+    bounds: Any = settings.rollout_is_threshold
+    assert bounding is not None
+    mean = "mean " if settings.rollout_is == "geometric" else ""
+    weights = f"each {_UNITS[bounding.unit]} is weighted by its {mean}ratio (trainer to sampler)"
+    if not isinstance(bounds, list):
+        weights += "" if math.isinf(bounds) else f" up to {bounds:g}"
+    else:
+        negative, *positive = bounds if is_by_sign(bounds) else [bounds]
+        how = " moved into" if bounding.clamps else ", or by 0 outside"
+        weights += f"{how} {_interval(negative)}"
+        for lower, upper in positive:
+            value = f"{lower:g}" if lower == upper else f"the ratio{how} {_interval([lower, upper])}"
+            weights += f" if its advantage is negative, and by {value} if it is positive"
+    return weights if settings.applies_weights else f"{weights}, which is only reported"
 
 
-def read_given(value: object) -> tuple[str | None, dict[str, Any]]:
-    """Name of the preset and further fields in a value of `rollout_correction`."""
-    value = getattr(value, "shown", value)  # of a default
-    if isinstance(value, CorrectionFields):
-        return _fields_of(value)
-    if isinstance(value, Mapping):
-        return None, {"rollout_is": None, **from_verl(value)}
-    if value is None or value is False or (isinstance(value, str) and value.strip().lower() in _OFF):
-        return None, {}
-    if isinstance(value, str):
-        fields = first_preset(value) or {"rollout_correction": preset_name(value)}
-        return fields.pop("rollout_correction"), fields
-    allowed = "the name of a preset, a section of verl, a RolloutCorrectionConfig, or None for no correction"
-    raise SettingError("rollout_correction", value, allowed=allowed)
+def _rejection_in_words(criterion: Criterion, bounds: Any) -> str:
+    things = f"{_UNITS[criterion.unit]}s whose"
+    if criterion.directed:
+        size = " or ".join(f"{bound:g}" for bound in dict.fromkeys(bounds))
+        measure = "" if criterion.divergence == "tv" else "a KL divergence of "
+        fact = f"probability has moved with the update by more than {measure}{size}"
+    elif criterion.divergence == "k1":
+        (lower, upper), ratio = bounds, _RATIOS[criterion.scope.partition("_")[2]]
+        side = f"below {lower:g}" if math.isinf(upper) else f"above {upper:g}" if lower == 0 else ""
+        fact = f"{ratio} {side or f'outside {_interval(bounds)}'}"
+    else:
+        statistic = f"{criterion.scope.partition('_')[2]} {criterion.divergence}".strip()
+        fact = f"{statistic} is above {bounds:g}"
+    return f"{things} {fact} ({criterion.name})"
 
 
-def _fields_of(config: CorrectionFields) -> tuple[str | None, dict[str, Any]]:
-    """Preset of a configuration, and the fields that differ from it and from the defaults."""
-    name = None if isinstance(config.rollout_correction, Mapping) else config.rollout_correction
-    preset = settings_of(name)
-    fields = {key: getattr(config, key) for key in DEFAULTS}
-    del fields["rollout_correction"], fields["rollout_correction_resolved"]
-    own = {key: value for key, value in fields.items() if key not in preset and not is_default(config, key)}
-    return name, {**own, **{key: fields[key] for key in preset if fields[key] != preset[key]}}
-
-
-def is_default(config: CorrectionFields, name: str) -> bool:
-    """`True` if a field has the default of this package, which a subclass may have replaced."""
-    return bool(getattr(config, name) == DEFAULTS[name])
+def _interval(bounds: list[float]) -> str:
+    return f"[{bounds[0]:g}, {bounds[1]:g}]"

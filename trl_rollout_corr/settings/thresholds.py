@@ -13,10 +13,11 @@ from contextlib import suppress
 from typing import Any
 
 from ..messages import SettingError, nearest
-from .criteria import CRITERIA, DIRECTED, FIRST_NAMES
+from .criteria import CRITERIA, DIRECTED
 
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|\+?\.?inf", re.IGNORECASE)
+_REJECTION = "rollout_rs_threshold"
 
 Bounds = float | list[float]
 WeightBounds = Bounds | list[list[float]]
@@ -50,22 +51,20 @@ def _underscore_hint(number: float) -> str:
 def parse_structure(value: object, field: str) -> Any:
     """
     Turn text into nested lists of still unparsed numbers: `"0.6_1.6,2.5"` and `"[[0.6, 1.6], 2.5]"` both give
-    `[["0.6", "1.6"], "2.5"]`, `"0.6_1.6"` gives `[["0.6", "1.6"]]` and `"2.5"` gives `"2.5"`. Other values are returned
-    unchanged.
+    `[["0.6", "1.6"], "2.5"]`, `"0.6_1.6"` gives `[["0.6", "1.6"]]` and `"2.5"` gives `"2.5"`. Tuples become lists.
     """
-    if isinstance(value, (list, tuple)) and value and all(isinstance(part, str) for part in value):
-        value = ",".join(value)  # the command line passes a list of text
-    if isinstance(value, tuple):
-        return list(value)
+    if isinstance(value, list | tuple):
+        if value and all(isinstance(part, str) for part in value):
+            return parse_structure(",".join(value), field)  # the command line passes a list of text
+        return [list(part) if isinstance(part, tuple) else part for part in value]
     if not isinstance(value, str):
         return value
-    text = value.strip()
-    if text.startswith("["):
+    if value.strip().startswith("["):
         try:
-            return json.loads(re.sub(r"[^\[\],\s]+", lambda match: json.dumps(match.group()), text))
+            return json.loads(re.sub(r"[^\[\],\s]+", lambda match: json.dumps(match.group()), value))
         except json.JSONDecodeError as error:
             raise SettingError(field, value, "which is not a list of numbers and pairs of numbers") from error
-    split = [part.strip().split("_") for part in text.split(",")]
+    split = [part.strip().split("_") for part in value.split(",")]
     parts = [part[0] if len(part) == 1 else part for part in split]
     return parts[0] if len(parts) == 1 and isinstance(parts[0], str) else parts
 
@@ -81,14 +80,10 @@ def parse_weight_threshold(value: object) -> WeightBounds:
     negative and for positive advantages.
     """
     field = "rollout_is_threshold"
-    if value is None:
-        remedy = "For weights without a bound set it to inf; for no weights set `rollout_is` to None."
-        raise SettingError(field, value, allowed="a number or a pair [lower, upper]", remedy=remedy)
     parsed = parse_structure(value, field)
+    if is_by_sign(parsed):
+        return [_parse_pair(pair, field) for pair in parsed]
     if isinstance(parsed, list):
-        parsed = [list(part) if isinstance(part, tuple) else part for part in parsed]
-        if is_by_sign(parsed):
-            return [_parse_pair(pair, field) for pair in parsed]
         return _parse_pair(parsed[0] if len(parsed) == 1 and isinstance(parsed[0], list) else parsed, field)
     upper = parse_number(parsed, field)
     if upper < 1:
@@ -103,26 +98,34 @@ def parse_weight_threshold(value: object) -> WeightBounds:
 
 
 def parse_criteria(value: object) -> list[str] | None:
-    """Parse `rollout_rs`: names of criteria, as a list or as comma-separated text, or `None`."""
-    names = value.split(",") if isinstance(value, str) else value
-    if isinstance(names, (list, tuple)) and len(names) == 1 and isinstance(names[0], str):
-        names = names[0].split(",")  # the command line passes one element with commas
+    """Parse names of criteria, as a list or as comma-separated text; `None` for none."""
+    names = [value] if isinstance(value, str) else value
     if names is None:
         return None
-    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         remedy = f"Allowed names: {', '.join(CRITERIA)}."
         raise SettingError("rollout_rs", value, allowed="a list of names", remedy=remedy)
+    if len(names) == 1:
+        names = names[0].split(",")  # the command line passes one element with commas
     names = [name.strip() for name in names]
-    if names in (["none"], ["null"], ["None"], []):
+    if not names or names in (["none"], ["null"], ["None"]):
         return None
     for name in names:
         if name not in CRITERIA:
-            hint = f" Did you mean {FIRST_NAMES[name]!r}, its present name?" if name in FIRST_NAMES else None
-            remedy = f"{hint or nearest(name, CRITERIA)} Allowed names: {', '.join(CRITERIA)}.".strip()
+            remedy = f"{nearest(name, CRITERIA)} Allowed names: {', '.join(CRITERIA)}.".strip()
             raise SettingError("rollout_rs", names, f"and {name!r} is not a criterion", remedy=remedy)
     if len(set(names)) < len(names):
         raise SettingError("rollout_rs", names, "which names a criterion twice", remedy="List each criterion once.")
     return names
+
+
+def numbers_in(value: object) -> Any:
+    """Thresholds of rejection with all numbers parsed, in their lists, before the criteria are known."""
+
+    def parsed(part: object) -> Any:
+        return [*map(parsed, part)] if isinstance(part, list | tuple) else parse_number(part, _REJECTION)
+
+    return parsed(parse_structure(value, _REJECTION))
 
 
 def parse_rejection_thresholds(value: object, criteria: Sequence[str] | None) -> list[Bounds]:
@@ -133,78 +136,69 @@ def parse_rejection_thresholds(value: object, criteria: Sequence[str] | None) ->
     bound for negative and one for positive advantages, or one number for both. For the others it is an upper bound. The pair
     of the only criterion may stand alone: `[0.5, 2.0]`. The result has one entry per criterion, a pair for k1, `tv` and `kl`.
     """
-    field, value = "rollout_rs_threshold", none_if_null(value)
     if criteria is None:
         return []
     if value is None:
-        raise SettingError(
-            "rollout_rs",
-            criteria,
-            "but `rollout_rs_threshold` is not set",
-            remedy="Give one entry per criterion: bounds on the ratio such as [0.5, 2.0] for k1, an upper bound such as 0.01 "
-            "for k2 and k3.",
+        remedy = (
+            "Give one entry per criterion: bounds on the ratio such as [0.5, 2.0] for k1, an upper bound such as 0.01 for "
+            "k2 and k3."
         )
-    parsed = parse_structure(value, field)
+        raise SettingError("rollout_rs", criteria, f"but `{_REJECTION}` is not set", remedy=remedy)
+    parsed = parse_structure(value, _REJECTION)
     if len(criteria) == 1 and isinstance(parsed, list) and len(parsed) == 2:
         parsed = [parsed]  # the pair of the only criterion
     entries = parsed if isinstance(parsed, list) else [parsed]
     if len(entries) == 1 < len(criteria):
-        return _parse_shared(entries[0], criteria)
+        try:
+            return [_parse_entry(entries[0], name) for name in criteria]
+        except SettingError as error:
+            shared = f"One entry would apply to all criteria: write one for each of {', '.join(criteria)}."
+            error.remedy = f"{error.remedy} {shared}".strip()
+            raise
     if len(entries) != len(criteria):
         allowed = f"one entry for each of the {len(criteria)} criteria in `rollout_rs` ({', '.join(criteria)}), or one for all"
-        raise SettingError(field, value, f"{len(entries)} entries", allowed)
+        raise SettingError(_REJECTION, value, f"{len(entries)} entries", allowed)
     return [_parse_entry(entry, name) for entry, name in zip(entries, criteria, strict=True)]
 
 
-def _parse_shared(entry: Any, criteria: Sequence[str]) -> list[Bounds]:
-    """Parse the single entry of several criteria."""
-    try:
-        return [_parse_entry(entry, name) for name in criteria]
-    except SettingError as error:
-        shared = f"One entry would apply to all criteria: write one for each of {', '.join(criteria)}."
-        error.remedy = f"{error.remedy} {shared}".strip()
-        raise
-
-
 def _parse_entry(entry: Any, name: str) -> Bounds:
-    field, part = "rollout_rs_threshold", f"for `{name}`"
-    entry = list(entry) if isinstance(entry, tuple) else entry
+    part = f"for `{name}`"
     if name.removeprefix("token_") in DIRECTED:
-        bounds = _parse_directed(entry, field, part)
+        bounds = _parse_directed(entry, part)
         if name == "token_tv" and (min(bounds) >= 1 or any(1 <= bound < math.inf for bound in bounds)):
             reason = "a difference of probabilities is at most 1, so such a bound rejects nothing"
             remedy = "Set one such as 0.2, or a pair with inf on the side without a bound."
-            raise SettingError(field, entry, reason, "below 1", remedy, part)
+            raise SettingError(_REJECTION, entry, reason, "below 1", remedy, part)
         return bounds
     if name.endswith("k1") and isinstance(entry, list):
-        return _parse_pair(entry, field, part)
+        return _parse_pair(entry, _REJECTION, part)
     if isinstance(entry, list):
         remedy = "A pair [lower, upper] is for k1 criteria; `token_tv` and `token_kl` have one for the signs of the advantage."
-        raise SettingError(field, entry, allowed="one upper bound", remedy=remedy, part=part)
-    upper = parse_number(entry, field, part)
+        raise SettingError(_REJECTION, entry, allowed="one upper bound", remedy=remedy, part=part)
+    upper = parse_number(entry, _REJECTION, part)
     if not name.endswith("k1"):
         if upper <= 0:
-            raise SettingError(field, upper, allowed="a positive upper bound", part=part)
+            raise SettingError(_REJECTION, upper, allowed="a positive upper bound", part=part)
         return upper
     if upper < 1:
         allowed = (
             "a pair of bounds on the ratio such as [0.5, 2.0], or a number u of at least 1 that stands for [1/u, u]"
         )
         remedy = f"With several criteria, one pair each is written [[0.5, 2.0], [0.5, 2.0]].{_underscore_hint(upper)}"
-        raise SettingError(field, upper, allowed=allowed, remedy=remedy, part=part)
+        raise SettingError(_REJECTION, upper, allowed=allowed, remedy=remedy, part=part)
     return [1 / upper, upper]
 
 
-def _parse_directed(entry: Any, field: str, part: str) -> list[float]:
+def _parse_directed(entry: Any, part: str) -> list[float]:
     """Largest change of a token with a negative and with a positive advantage. One number stands for both."""
     pair = entry if isinstance(entry, list) else [entry, entry]
     if len(pair) != 2 or any(isinstance(bound, list) for bound in pair):
         allowed = "a number, or a pair for negative and positive advantages"
-        raise SettingError(field, entry, allowed=allowed, part=part)
-    bounds = [parse_number(bound, field, part) for bound in pair]
+        raise SettingError(_REJECTION, entry, allowed=allowed, part=part)
+    bounds = [parse_number(bound, _REJECTION, part) for bound in pair]
     if min(bounds) <= 0:
         reason = "the bounds are on the size of the change"
-        raise SettingError(field, entry, reason, "made of positive bounds", part=part)
+        raise SettingError(_REJECTION, entry, reason, "made of positive bounds", part=part)
     return bounds
 
 

@@ -19,7 +19,7 @@ from ..correction.functional import LOG_RATIO_BOUND
 from ..dumps.files import plain
 from ..messages import SettingWarning
 from ..settings.config import RolloutCorrectionConfig
-from ..settings.fields import DEFAULTS
+from ..settings.fields import FIELDS
 from ..settings.resolve import Settings
 from .card import complete_card
 from .console import add_console
@@ -41,7 +41,7 @@ else:
 
 def _fields_of(args: RolloutCorrectionConfig) -> dict[str, Any]:
     """Fields of the correction in a configuration, copied."""
-    return {name: plain(getattr(args, name)) for name in DEFAULTS}
+    return {name: plain(getattr(args, name)) for name in FIELDS}
 
 
 class CorrectsBatches(_Host):
@@ -69,10 +69,10 @@ class CorrectsBatches(_Host):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SettingWarning)  # the configuration has warned when it was built
             args.check()
-        if args.rollout_dump_dir is not None:
-            check_dump_folder(Path(args.rollout_dump_dir), new_run=False)
-            check_unused(args)
         self._settings: Settings = args.settings
+        if self._settings.rollout_dump_dir is not None:
+            check_dump_folder(self._settings.rollout_dump_dir, new_run=False)
+            check_unused(args)
         self._fields = _fields_of(args)
         return args
 
@@ -84,13 +84,13 @@ class CorrectsBatches(_Host):
         self._about = {"trainer": type(self).__name__, **self._metadata()}
         check_types(self._about)
         self._observer = Observer(self._settings, self.accelerator, self.callback_handler)
-        keep_one_monitor(self.callback_handler, monitor_of(args))
+        keep_one_monitor(self.callback_handler, monitor_of(self._settings))
         choose_metrics(self.callback_handler)
-        if args.rollout_dump_dir is not None:
+        if self._settings.rollout_dump_dir is not None:
             tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
             self._observer.dump = SequenceDump(args, self.accelerator, tokenizer, args.seed, self._about)
             self.add_callback(self._observer.dump)
-        if args.rollout_diagnose:
+        if self._settings.rollout_diagnose:
             self._observer.first_step = FirstStepDiagnosis(args, self._about)
             self.add_callback(self._observer.first_step)
 
@@ -163,7 +163,9 @@ class CorrectsBatches(_Host):
         correction = self._compute_correction(train_logps, batch)
         mask, ages = self._loss_mask(batch), self._ages(batch)
         token_ages = self.state.global_step - batch[TOKEN_STEPS] if TOKEN_STEPS in batch else None
-        return CorrectedBatch(batch, mask, train_logps, correction, correction.coefficients, from_old, ages, token_ages)
+        return CorrectedBatch(
+            batch, mask, train_logps, correction, correction.coefficients, from_old, ages, token_ages
+        )
 
     def _bypass(self, corrected: CorrectedBatch) -> tuple[torch.Tensor, CorrectedBatch]:
         """Anchor in bypass mode, `(B, T)`, and the correction without the tokens that have no gradient there."""

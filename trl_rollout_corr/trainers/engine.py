@@ -41,7 +41,7 @@ def check_engine_kwargs(kwargs: Mapping[str, object]) -> None:
 
 def engine_arguments(args: Any) -> AbstractContextManager:
     """Context in which TRL builds its engine with `rollout_engine_kwargs`."""
-    kwargs = args.rollout_engine_kwargs
+    kwargs = args.settings.rollout_engine_kwargs
     if not kwargs or not args.use_vllm or args.vllm_mode != "colocate":
         return nullcontext()
     check_engine_kwargs(kwargs)

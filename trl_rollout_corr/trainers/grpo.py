@@ -110,7 +110,7 @@ class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
     def _bounding_the_ratio(self) -> Iterator[None]:
         args, settings, delta = self.args, self._settings, self.args.delta
         if settings.corrects and settings.clips_around_sampler and delta is None:
-            args.delta = settings.clip_ratio_c  # for this call only, as it is not a setting of the user
+            args.delta = settings.rollout_clip_ratio_c  # for this call only, as it is not a setting of the user
         try:
             yield
         finally:

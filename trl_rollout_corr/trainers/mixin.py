@@ -162,7 +162,9 @@ class RolloutCorrectionMixin(CorrectsBatches):
     @property
     def _excludes_from_baseline(self) -> bool:
         # an evaluation has no baseline, and reports the reward of all completions
-        return bool(self._settings.corrects and self._settings.excludes_from_baseline and self.model.training)
+        return bool(
+            self._settings.corrects and self._settings.rollout_rs_exclude_from_baseline and self.model.training
+        )
 
     def _new_old_pass(self) -> OldPass | None:
         """Treatment of TRL's old pass; `None` leaves TRL unchanged."""

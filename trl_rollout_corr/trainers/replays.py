@@ -17,7 +17,7 @@ _SCALES = ("final_logit_softcapping", "logit_scale", "output_multiplier", "lm_he
 
 def kept_tokens_of(trainer: Any) -> KeptTokens | None:
     """Replay of the tokens that the sampler of a trainer keeps; `None` without one."""
-    if trainer.args.rollout_support is None:
+    if trainer._settings.rollout_support is None:
         return None
     check_kept_tokens(trainer)
     if not trainer.use_vllm or not truncation(trainer.args):
@@ -41,13 +41,13 @@ def check_kept_tokens(trainer: Any) -> None:
     )
     if reason:
         raise ValueError(
-            f"`rollout_support` is {trainer.args.rollout_support!r}, but {reason}. Set `rollout_support` to None."
+            f"`rollout_support` is {trainer._settings.rollout_support!r}, but {reason}. Set `rollout_support` to None."
         )
 
 
 def experts_of(trainer: Any) -> Experts | None:
     """Replay of the experts that the sampler of a trainer chooses, which are recorded from now on; `None` without one."""
-    if trainer.args.rollout_routing is None:
+    if trainer._settings.rollout_routing is None:
         return None
     models: Sequence[Any] = (trainer.model, getattr(trainer, "ref_model", None))
     experts = Experts([trainer._bare(model) for model in models if model is not None], trainer._bare)

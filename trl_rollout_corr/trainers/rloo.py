@@ -116,9 +116,9 @@ class RolloutCorrectedRLOOTrainer(RolloutCorrectionMixin, RLOOTrainer):
         # log ratio of a completion = sum over its tokens, so it saturates before the ratio of a token
         log_ratio = (current - anchor).sum(1, keepdim=True)
         saturated = log_ratio.abs() > LOG_RATIO_BOUND
-        if self._settings.clips_around_sampler and self._settings.clip_ratio_c is not None:
+        if self._settings.clips_around_sampler and self._settings.rollout_clip_ratio_c is not None:
             negative = corrected.batch["advantages"].unsqueeze(1) < 0
-            saturated |= negative & (log_ratio > math.log(self._settings.clip_ratio_c))
+            saturated |= negative & (log_ratio > math.log(self._settings.rollout_clip_ratio_c))
         return torch.where(saturated, current, anchor), coefficients.masked_fill(saturated, 0.0)
 
     def _enter_loss(

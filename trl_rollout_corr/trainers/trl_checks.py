@@ -59,7 +59,7 @@ def check_loss_type(config: Any) -> None:
 
 def check_reinforce(config: Any) -> None:
     """Refuse losses that break the ratio of 1 of `rollout_loss_type="reinforce"`."""
-    if not config.settings.corrects or not config.bypass_mode or config.rollout_loss_type != "reinforce":
+    if not config.settings.corrects or config.settings.mode != "reinforce":
         return
     cap = config.epsilon_high or config.epsilon
     if config.loss_type == "cispo" and cap < 1.0:
@@ -80,12 +80,13 @@ def warn_about_sequence_level(config: Any) -> None:
     """Warn about weights and rejection of tokens and turns in a loss with one ratio per completion."""
     if not config.settings.corrects or config.importance_sampling_level != "sequence":
         return
-    settings = [f"`{name}`" for name in config.rollout_rs or [] if name.startswith(("token_", "turn_"))]
-    if config.rollout_is in ("token", "turn") and config.settings.applies_weights:
-        settings.append(f"`rollout_is={config.rollout_is!r}`")
-    if settings:
+    settings = config.settings
+    acting = [f"`{name}`" for name in settings.rollout_rs or [] if name.startswith(("token_", "turn_"))]
+    if settings.rollout_is in ("token", "turn") and settings.applies_weights:
+        acting.append(f"`rollout_is={settings.rollout_is!r}`")
+    if acting:
         warn(
-            f"{', '.join(settings)} act on single tokens or turns, but with `importance_sampling_level='sequence'` all tokens "
+            f"{', '.join(acting)} act on single tokens or turns, but with `importance_sampling_level='sequence'` all tokens "
             "of a completion have the same gradient: their mean acts on the completion, as in TRL's own correction. To weight "
             "or reject completions, use `rollout_is='sequence'` or 'geometric', and criteria that start with `seq_`."
         )
@@ -93,10 +94,8 @@ def warn_about_sequence_level(config: Any) -> None:
 
 def warn_about_clip_ratio(config: Any) -> None:
     """Warn if TRL's loss does not bound the ratio to the sampler by `rollout_clip_ratio_c`."""
-    if not (config.settings.corrects and config.settings.clips_around_sampler) or config.rollout_clip_ratio_c in (
-        None,
-        3.0,
-    ):
+    settings = config.settings
+    if not (settings.corrects and settings.clips_around_sampler) or settings.rollout_clip_ratio_c in (None, 3.0):
         return
     if config.loss_type in ("cispo", "sapo"):
         reason = f"`loss_type` is {config.loss_type!r}, which has its own bound on the ratio"
@@ -104,15 +103,15 @@ def warn_about_clip_ratio(config: Any) -> None:
         reason = f"`delta` is {config.delta}, which is the same bound and takes precedence"
     else:
         return
-    warn_idle("rollout_clip_ratio_c", config.rollout_clip_ratio_c, reason)
+    warn_idle("rollout_clip_ratio_c", settings.rollout_clip_ratio_c, reason)
 
 
 def warn_about_iterations(config: Any) -> None:
     """Warn about several visits of completions by a loss without a bound on the step."""
-    clips = not config.bypass_mode or config.rollout_loss_type != "reinforce"
-    if not config.settings.corrects or clips or config.num_iterations == 1:
+    settings = config.settings
+    if not settings.corrects or settings.mode != "reinforce" or config.num_iterations == 1:
         return
-    if not any(criterion.directed for criterion in config.settings.criteria):  # a trust region
+    if not any(criterion.directed for criterion in settings.criteria):  # a trust region
         warn(
             f"`num_iterations` is {config.num_iterations} with `rollout_loss_type='reinforce'`, which has no clipping: only "
             "the bound of the weights limits the steps, and each visit of a completion moves the policy further. Set "
@@ -127,10 +126,10 @@ def warn_about_bounds_of_means(config: Any) -> None:
     The mean of `T` log-ratios has a standard deviation of `s / sqrt(T)`, so bounds for thousands of tokens are too narrow for
     a hundred. The prediction is for completions of the maximum length; shorter completions are rejected more often.
     """
-    length = config.max_completion_length
-    if not config.settings.corrects or not length:
+    length, settings = config.max_completion_length, config.settings
+    if not settings.corrects or not length:
         return
-    for criterion, bounds in zip(config.settings.criteria, config.rollout_rs_threshold or [], strict=True):
+    for criterion, bounds in zip(settings.criteria, settings.rollout_rs_threshold or [], strict=False):
         if criterion.name != "seq_mean_k1":
             continue
         share = expected_share_outside(ROUNDING, torch.tensor(float(length)), *bounds).item()
@@ -152,7 +151,7 @@ def warn_about_bounds_of_means(config: Any) -> None:
 
 def check_batch_normalization(config: Any) -> None:
     """Refuse batch normalisation over a micro-batch of one sequence, which would set its weight to 1; of one turn, warn."""
-    if not config.bypass_mode or config.per_device_train_batch_size * config.world_size > 1:
+    if not config.settings.bypass_mode or config.per_device_train_batch_size * config.world_size > 1:
         return
     message = (
         "`rollout_is_batch_normalize` is True with `bypass_mode`, where the mean is over the micro-batch of all ranks, which "
@@ -167,8 +166,8 @@ def check_batch_normalization(config: Any) -> None:
 
 def _normalizes_over(config: Any, *levels: str) -> bool:
     """True if weights of one of the levels are divided by their mean."""
-    normalizes = config.settings.corrects and config.settings.applies_weights and config.rollout_is_batch_normalize
-    return bool(normalizes and config.rollout_is in levels)
+    settings = config.settings
+    return bool(settings.corrects and settings.normalizes and settings.rollout_is in levels)
 
 
 # Sampling -------------------------------------------------------------------------------------------------------------
@@ -196,7 +195,7 @@ def check_generation_kwargs(config: Any) -> None:
 
 def check_routing(config: Any) -> None:
     """Refuse samplers whose routes do not reach the trainer."""
-    if config.rollout_routing is None or not config.use_vllm:
+    if config.settings.rollout_routing is None or not config.use_vllm:
         return
     reason = None
     if config.vllm_mode != "colocate":
@@ -209,7 +208,7 @@ def check_routing(config: Any) -> None:
 
 def check_support(config: Any) -> None:
     """Refuse `rollout_support` where the sampler returns no kept tokens, or where it was never run; warn if none are cut."""
-    if config.rollout_support is None or not config.use_vllm:
+    if config.settings.rollout_support is None or not config.use_vllm:
         return
     reason = None
     if is_untested(INSTALLED):
@@ -223,10 +222,12 @@ def check_support(config: Any) -> None:
         )
     if reason:
         raise ValueError(
-            f"`rollout_support` is {config.rollout_support!r}, but {reason}. Set `rollout_support` to None."
+            f"`rollout_support` is {config.settings.rollout_support!r}, but {reason}. Set `rollout_support` to None."
         )
     if not truncation(config):
-        warn_idle("rollout_support", config.rollout_support, "`top_p`, `top_k` and `min_p` do not remove any token")
+        warn_idle(
+            "rollout_support", config.settings.rollout_support, "`top_p`, `top_k` and `min_p` do not remove any token"
+        )
 
 
 def warn_about_engine_kwargs(config: Any) -> None:
@@ -237,8 +238,8 @@ def warn_about_engine_kwargs(config: Any) -> None:
         reason = "a server has the arguments that it was started with, so give them to `vllm serve`"
     else:
         return
-    if config.rollout_engine_kwargs:
-        warn_idle("rollout_engine_kwargs", config.rollout_engine_kwargs, reason)
+    if config.settings.rollout_engine_kwargs:
+        warn_idle("rollout_engine_kwargs", config.settings.rollout_engine_kwargs, reason)
 
 
 def warn_about_distortion(config: Any) -> None:
@@ -246,7 +247,7 @@ def warn_about_distortion(config: Any) -> None:
     if not getattr(config, "use_vllm", True):  # an asynchronous run always samples with vLLM
         return
     changed = distorting_options(config)
-    if config.rollout_support is not None:
+    if config.settings.rollout_support is not None:
         changed = {name: value for name, value in changed.items() if name not in TRUNCATION}
     if not changed:
         return
@@ -289,17 +290,18 @@ def neutral(name: str) -> float:
 
 def check_asynchronous(config: Any) -> None:
     """Refuse settings that an asynchronous run cannot follow."""
-    if config.rollout_rs_exclude_from_baseline:
+    settings = config.settings
+    if settings.rollout_rs_exclude_from_baseline:
         raise ValueError(
             "`rollout_rs_exclude_from_baseline` is True, but in an asynchronous run the rollout worker computes rewards and "
             "baselines before the trainer gets a sample, when rejections are not known yet. Set it to False."
         )
-    if config.rollout_support is not None:
+    if settings.rollout_support is not None:
         raise ValueError(
-            f"`rollout_support` is {config.rollout_support!r}, which needs a colocated vLLM, and an asynchronous run has a "
+            f"`rollout_support` is {settings.rollout_support!r}, which needs a colocated vLLM, and an asynchronous run has a "
             "server. Set it to None."
         )
-    if config.rollout_routing is not None:
+    if settings.rollout_routing is not None:
         raise ValueError(
             "`rollout_routing` is 'replay', but the rollout worker of an asynchronous run drops the routes of the sampler. "
             "Set it to None."

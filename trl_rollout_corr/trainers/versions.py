@@ -16,7 +16,6 @@ from packaging.version import Version
 
 from ..messages import warn
 from ..replay.protocol import Logprobs
-from ..settings.fields import Unset
 from ..settings.presets import DEFAULT
 
 
@@ -120,10 +119,10 @@ _OF_TRL = "vllm_importance_sampling_"  # how the fields of TRL's own correction 
 _SWITCH = f"{_OF_TRL}correction"
 
 
-def check_switched_off(config: "GRPOConfig") -> None:
+def check_switched_off(config: Any) -> None:
     """Warn if TRL's own correction is switched off and the correction of this package is the default, which is on."""
-    chosen = (getattr(config, name) for name in ("rollout_correction", "rollout_is", "rollout_rs", "bypass_mode"))
-    if getattr(config, _SWITCH, True) is False and all(isinstance(value, Unset) for value in chosen):
+    chosen = config.given & {"rollout_correction", "rollout_is", "rollout_rs", "bypass_mode"}
+    if getattr(config, _SWITCH, True) is False and not chosen:
         warn(
             f"`{_SWITCH}=False` switches TRL's own correction off, which this trainer does in any case. Its own correction "
             f"is {DEFAULT!r}, the default. To train without any correction, set `rollout_correction` to disabled. If you want "
@@ -147,8 +146,8 @@ def replace_trl_correction(config: "GRPOConfig | RLOOConfig") -> None:
     if acting:
         settings = ", ".join(f"`{name}={value!r}`" for name, value in acting.items())
         warn(
-            f"{settings} has no effect: rollout correction replaces TRL's. `RolloutCorrectionConfig.from_trl` translates "
-            "most settings of TRL."
+            f"{settings} has no effect: rollout correction replaces TRL's. `trl-rollout-corr convert` translates most "
+            "settings of TRL."
         )
 
 

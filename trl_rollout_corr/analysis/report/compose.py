@@ -11,7 +11,6 @@ from ...dumps.sequences import Sequences
 from ...health.rule import Alarm
 from ...messages import capitalized, number, percent, steps, yaml_lines
 from ...settings.config import RolloutCorrectionConfig
-from ...settings.presets import BASE
 from ..recommend import recommend
 from .completions import choose_completions
 from .facts import Facts, state_of
@@ -108,11 +107,13 @@ def _differences(runs: Sequence[Facts]) -> Section | None:
 
 
 def _own(config: RolloutCorrectionConfig) -> dict[str, Any]:
-    """Fields that differ from their default, beside the preset."""
-    default = dataclasses.asdict(RolloutCorrectionConfig.from_preset(BASE))
-    left_out = ("rollout_monitor", "rollout_dump", "rollout_correction_resolved")
-    fields = {name: getattr(config, name) for name in default if not name.startswith(left_out)}
-    return {name: value for name, value in fields.items() if value != default[name] or name == "rollout_is"}
+    """The preset of a run, and the fields that differ from it."""
+    fields = dataclasses.asdict(config.settings)
+    preset = fields["rollout_correction"]
+    alone = dataclasses.asdict(RolloutCorrectionConfig(rollout_correction=preset).settings)
+    left_out = ("rollout_monitor", "rollout_dump")
+    changed = {x: y for x, y in fields.items() if y != alone[x] and not x.startswith(left_out)}
+    return {"rollout_correction": preset, **changed}
 
 
 # Of one run ---------------------------------------------------------------------------------------------------------------

@@ -159,7 +159,7 @@ def _beyond(sequences: Sequences, bounding: Bounding | None, sign: int) -> Itera
 def _notes(config: RolloutCorrectionConfig | None, bounding: Bounding | None) -> list[str]:
     """What the settings of a run make of the tables."""
     notes = []
-    if config is not None and config.settings.metrics_only:
+    if config is not None and config.settings.rollout_metrics_only:
         notes.append("The run only measures (`rollout_metrics_only`): these tokens would have been rejected.")
     if (
         config is not None
