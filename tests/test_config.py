@@ -41,12 +41,10 @@ quietly = pytest.mark.filterwarnings("ignore::trl_rollout_corr.messages.SettingW
 
 # A value of the user is never replaced --------------------------------------------------------------------------------
 
-BOUNDS = {"k1": [0.25, 3.0], "tv": [0.4, 0.6], "kl": [0.4, 0.6]}
-
-
 def bounds_of(criteria):
     """Thresholds that no preset has, for some criteria."""
-    return [BOUNDS.get(name.rpartition("_")[2], 0.75) for name in criteria]
+    pairs = {"k1": [0.25, 3.0], "token_tv": [0.4, 0.6], "token_kl": [0.4, 0.6]}
+    return [next((bounds for end, bounds in pairs.items() if name.endswith(end)), 0.75) for name in criteria]
 
 
 def other_values(name, preset):
@@ -70,7 +68,8 @@ def cases():
         preset = settings_of(name)
         equal = {key: value for key, value in preset.items() if value is not None or key != "rollout_rs_threshold"}
         others = [other for field in UNSET for other in other_values(field, preset)]
-        everything = {key: value for field in UNSET for key, value in other_values(field, preset)[0].items()}
+        in_order = sorted(UNSET, key=lambda field: field == "rollout_rs")  # its threshold is that of these criteria
+        everything = {key: value for field in in_order for key, value in other_values(field, preset)[0].items()}
         for given_fields in [*({key: value} for key, value in equal.items()), equal, *others, everything]:
             yield {"rollout_correction": name, **given_fields}
 

@@ -28,7 +28,7 @@ _MODULES = {
     "RolloutCorrectedRLOOTrainer": "trainers.rloo",
     "RolloutCorrectionMonitor": "recording.monitor",
     "ScriptParser": "commands.script",
-    "check_dump_folder": "trainers.dumping",
+    "check_dump_folder": "recording.dumping",
     "compute_rollout_correction": "correction.compute",
     "examine": "health.examine",
     "model_config": "commands.script",

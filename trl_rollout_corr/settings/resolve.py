@@ -30,7 +30,7 @@ class Settings:
     rollout_is_clamp: bool
     rollout_is_batch_normalize: bool
     rollout_rs: list[str] | None
-    rollout_rs_threshold: Any  # one entry for each criterion
+    rollout_rs_threshold: Any  # one entry for each criterion; without criteria, what was given
     rollout_rs_renormalize: bool
     rollout_rs_exclude_from_baseline: bool
     bypass_mode: bool
@@ -74,7 +74,7 @@ class Settings:
         """Rejection criteria, with bounds in units of their statistic."""
         if not self.rollout_rs:
             return ()
-        return tuple(map(_criterion, self.rollout_rs, self.rollout_rs_threshold or []))
+        return tuple(map(_criterion, self.rollout_rs, self.rollout_rs_threshold))
 
     @property
     def bypasses(self) -> bool:
@@ -169,8 +169,9 @@ def in_words(settings: Settings) -> str:
     changed = any(getattr(settings, name) != value for name, value in of_preset.items())
     name = settings.rollout_correction and f"{settings.rollout_correction}{' with changes' if changed else ''}: "
     parts = [] if settings.bounding is None else [_weights_in_words(settings)]
-    rejected = map(_rejection_in_words, settings.criteria, settings.rollout_rs_threshold or [])
-    parts += ["rejected are " + ", and ".join(rejected)] if settings.criteria else []
+    if settings.criteria:
+        rejected = map(_rejection_in_words, settings.criteria, settings.rollout_rs_threshold)
+        parts.append("rejected are " + ", and ".join(rejected))
     parts += [_CLIPPING[settings.mode]] if parts or settings.bypasses else ["no correction"]
     return f"{name or ''}{'measured only: ' if settings.rollout_metrics_only else ''}{'; '.join(parts)}"
 

@@ -129,7 +129,8 @@ def warn_about_bounds_of_means(config: Any) -> None:
     length, settings = config.max_completion_length, config.settings
     if not settings.corrects or not length:
         return
-    for criterion, bounds in zip(settings.criteria, settings.rollout_rs_threshold or [], strict=False):
+    all_bounds = settings.rollout_rs_threshold if settings.criteria else []
+    for criterion, bounds in zip(settings.criteria, all_bounds, strict=True):
         if criterion.name != "seq_mean_k1":
             continue
         share = expected_share_outside(ROUNDING, torch.tensor(float(length)), *bounds).item()
