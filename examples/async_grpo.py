@@ -11,22 +11,28 @@ line override the recipe. Without `--dataset_name` the questions are GSM8K's.
 """
 
 import shlex
-import sys
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 from urllib.parse import urlsplit
 
+from async_on_cpu import DiskWeightTransfer, on_a_cpu
 from run import load_questions, load_tokenizer, parse, right_answer, save
 from serving import vllm_server
-from trl import ModelConfig, get_peft_config
+from trl import ModelConfig, ScriptArguments, get_peft_config
 
 from trl_rollout_corr import (
-    DiskWeightTransfer,
     RolloutCorrectedAsyncGRPOConfig,
     RolloutCorrectedAsyncGRPOTrainer,
-    one_line_errors,
 )
+
+
+@dataclass
+class ModelArguments(ModelConfig):
+    """Those of TRL, without the type of the weights, which the configuration of this trainer has as well."""
+
+    dtype: ClassVar[str] = "float32"
 
 
 @dataclass
@@ -75,17 +81,20 @@ def server(
 
 
 def main(arguments: list[str] | None = None):
-    with one_line_errors():
-        script_args, args, model_args, server_args = parse(
-            RolloutCorrectedAsyncGRPOConfig, __doc__, sys.argv[1:] if arguments is None else arguments, ServerArguments
+    classes = (ScriptArguments, RolloutCorrectedAsyncGRPOConfig, ModelArguments, ServerArguments)
+    script_args, args, model_args, server_args = parse(classes, __doc__, arguments)
+    args.model_init_kwargs.pop("attn_implementation")  # rows are packed, with an attention that goes with that
+    tokenizer = load_tokenizer(model_args, args.trust_remote_code)
+    train_dataset = load_questions(script_args, script_args.dataset_train_split, tokenizer)
+    if args.use_cpu and server_args.weights_folder is None and not model_args.use_peft:
+        raise ValueError(
+            "`weights_folder` is None, so weights go through NCCL, which needs GPUs. Set `--weights_folder`, or train an "
+            "adapter with `--use_peft true`."
         )
-        args.model_init_kwargs.pop("attn_implementation")  # rows are packed, with an attention that goes with that
-        tokenizer = load_tokenizer(model_args, args.trust_remote_code)
-        train_dataset = load_questions(script_args, script_args.dataset_train_split, tokenizer)
     transfer = None
     if server_args.weights_folder is not None:
         transfer = DiskWeightTransfer(args.vllm_server_base_url, server_args.weights_folder)
-    with one_line_errors(of_package=True), server(args, model_args, server_args):
+    with server(args, model_args, server_args), on_a_cpu() if args.use_cpu else nullcontext():
         trainer = RolloutCorrectedAsyncGRPOTrainer(
             model=model_args.model_name_or_path,
             reward_funcs=right_answer,

@@ -7,7 +7,7 @@ another.
     make quickstart ARGS="--trainer async_grpo --max_staleness 16"
 
 Every option of `RolloutCorrectedAsyncGRPOConfig` can be given. The server is started and stopped here (`serving.py`); on a
-GPU the weights would go to it through NCCL, here they go through files.
+GPU the weights would go to it through NCCL, here they go through files (`async_on_cpu.py`).
 """
 
 import time
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from async_on_cpu import DiskWeightTransfer, on_a_cpu
 from datasets import Dataset
 from serving import vllm_server
 from sorting import DIGITS, accuracy, exact_answer, make_prompts
@@ -29,11 +30,7 @@ from transformers import (
     TrainerCallback,
 )
 
-from trl_rollout_corr import (
-    DiskWeightTransfer,
-    RolloutCorrectedAsyncGRPOConfig,
-    RolloutCorrectedAsyncGRPOTrainer,
-)
+from trl_rollout_corr import RolloutCorrectedAsyncGRPOConfig, RolloutCorrectedAsyncGRPOTrainer
 
 
 # For a CPU. vLLM cannot rewind a seeded request there, as it does for a prompt that it takes in several parts
@@ -200,14 +197,15 @@ def train(
     )
     with nullcontext(server_url) if server_url else serve(model_folder, output / "server.log") as url:
         args.vllm_server_base_url = url
-        trainer = RolloutCorrectedAsyncGRPOTrainer(
-            model=str(model_folder),
-            reward_funcs=exact_reply,
-            args=args,
-            train_dataset=as_messages(4096, seed=args.seed),
-            processing_class=tokenizer,
-            weight_transfer=DiskWeightTransfer(url, output / "weights"),
-        )
+        with on_a_cpu():
+            trainer = RolloutCorrectedAsyncGRPOTrainer(
+                model=str(model_folder),
+                reward_funcs=exact_reply,
+                args=args,
+                train_dataset=as_messages(4096, seed=args.seed),
+                processing_class=tokenizer,
+                weight_transfer=DiskWeightTransfer(url, output / "weights"),
+            )
         trainer.add_callback(snapshots)  # after TRL's own, which waits until the rollout worker has started
         trainer.remove_callback(PrinterCallback)
         trainer.train()

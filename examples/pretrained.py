@@ -1,5 +1,5 @@
 """
-A pretrained model (`smollm2.py`) that learns sums (`sums.py`).
+A pretrained model (`smollm2.py`) that learns sums (`addition.py`).
 
 As `sorting.py`, this module has the prompts, the reward and the accuracy of a task. It needs `gguf` and `peft`, which
 `make setup` installs; elsewhere `pip install gguf==0.19.0 peft` does.
@@ -9,11 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import sums
+import addition
 import torch
+from addition import exact_answer
 from datasets import Dataset
 from smollm2 import make_model
-from sums import exact_answer
 
 
 __all__ = ["TRAINING", "accuracy", "adapter", "exact_answer", "make_prompts", "probe", "warm_start"]
@@ -22,8 +22,8 @@ TRAINING = {
     "bf16": True,
     "model_init_kwargs": {"dtype": "float32"},
     "gradient_checkpointing": False,
-    "generation_kwargs": {"stop_token_ids": [sums.NEWLINE]},
-    "max_completion_length": sums.LONGEST,
+    "generation_kwargs": {"stop_token_ids": [addition.NEWLINE]},
+    "max_completion_length": addition.LONGEST,
     "per_device_train_batch_size": 32,  # 4 prompts, 8 completions each
     "max_steps": 8,
     "eval_every": 4,
@@ -39,12 +39,12 @@ def warm_start(folder: Path) -> Path:
 
 
 def make_prompts(n: int, seed: int) -> Dataset:
-    return Dataset.from_list([{"prompt": text, "answer": answer} for text, answer in sums.problems(n, seed)])
+    return Dataset.from_list([{"prompt": text, "answer": answer} for text, answer in addition.problems(n, seed)])
 
 
 def accuracy(model, tokenizer) -> float:
     with torch.autocast("cpu", torch.bfloat16):
-        return sums.accuracy(model, tokenizer, sums.problems(64, sums.HELD_OUT_SEED))
+        return addition.accuracy(model, tokenizer, addition.problems(64, addition.HELD_OUT_SEED))
 
 
 def adapter():

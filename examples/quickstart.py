@@ -31,9 +31,10 @@ from typing import Literal
 
 import sorting
 import torch
-from showing import IS_COMPARED, RESULT, Progress, conclude
+from quickstart_output import IS_COMPARED, RESULT, Progress, conclude
 from transformers import AutoTokenizer, PrinterCallback
 from transformers.utils import logging
+from trl import TrlParser
 
 from trl_rollout_corr import (
     RolloutCorrectedAsyncGRPOConfig,
@@ -41,9 +42,6 @@ from trl_rollout_corr import (
     RolloutCorrectedGRPOTrainer,
     RolloutCorrectedRLOOConfig,
     RolloutCorrectedRLOOTrainer,
-    ScriptParser,
-    check_dump_folder,
-    one_line_errors,
 )
 
 
@@ -147,9 +145,9 @@ def folder_of(name: str, args: RolloutCorrectedGRPOConfig | RolloutCorrectedRLOO
 def take_folder(folder: Path):
     """Make room for the run and its dump, where an earlier run of this example was."""
     if (folder / RESULT).exists():
-        for file in (*folder.glob("step-*.parquet"), folder / "logs.jsonl", folder / RESULT):
+        for file in (*folder.glob("step-*.parquet"), folder / "logs.jsonl", folder / "run.json", folder / RESULT):
             file.unlink(missing_ok=True)
-    check_dump_folder(folder, new_run=True)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / RESULT).touch()  # ours from now on, even if the run is interrupted
 
 
@@ -196,14 +194,13 @@ def main():
     else:
         config_class = TRAINERS[chosen["trainer"]][1]
         training = {**TRAINING, **getattr(task, "TRAINING", {})}
-    parser = ScriptParser((arguments, config_class))
+    parser = TrlParser((arguments, config_class))
     parser.set_defaults_with_config(**training, **({} if "rollout_correction" in chosen else CORRECTION))
-    with one_line_errors():
-        script_args, args = parser.parse_args_and_config(sys.argv[1:])
-        name = name_of(chosen, others)
-        folder = Path(args.rollout_dump_dir or folder_of(name, args))
-        before = [folder_of(run_without_correction(sys.argv[1:]), args)] if script_args.compare else []
-        take_folder(folder)
+    script_args, args = parser.parse_args_and_config()
+    name = name_of(chosen, others)
+    folder = Path(args.rollout_dump_dir or folder_of(name, args))
+    before = [folder_of(run_without_correction(sys.argv[1:]), args)] if script_args.compare else []
+    take_folder(folder)
     args.rollout_dump_dir = str(folder)
 
     logging.disable_progress_bar()
@@ -211,9 +208,8 @@ def main():
     model_folder = task.warm_start(Path(script_args.model_folder))
     if hasattr(task, "probe") and not before:
         task.probe(model_folder)
-    print(f"Run: {name}\nCorrection: {args.description}", flush=True)
-    with one_line_errors(of_package=True):
-        progress, log_history = train_it(model_folder, args, script_args)
+    print(f"Run: {name}", flush=True)
+    progress, log_history = train_it(model_folder, args, script_args)
     conclude(name, progress, log_history, [*before, folder], Path(args.output_dir), time.monotonic() - began)
 
 

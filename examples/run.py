@@ -2,59 +2,15 @@
 
 import before_imports  # noqa: F401
 
-import argparse
-import dataclasses
 import re
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 from datasets import Dataset, IterableDataset, load_dataset
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
-from trl import ModelConfig, ScriptArguments, get_peft_config, get_quantization_config
-
-from trl_rollout_corr import (
-    RolloutCorrectionConfig,
-    ScriptParser,
-    check_dump_folder,
-    model_config,
-    model_init_kwargs,
-    one_line_errors,
-)
+from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
 
 
 INSTRUCTION = "Solve the problem step by step. Write the final answer as a number after ####."
-
-# Options that `--help` lists besides those of rollout correction; the others are TRL's and are all accepted.
-# fmt: off
-SHOWN = (
-    "dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split", "model_name_or_path",
-    "model_revision", "dtype", "attn_implementation", "use_peft", "lora_r", "lora_alpha", "lora_target_modules",
-    "load_in_4bit", "output_dir", "max_steps", "num_train_epochs", "learning_rate", "per_device_train_batch_size",
-    "gradient_accumulation_steps", "steps_per_generation", "num_iterations", "num_generations",
-    "max_completion_length", "temperature", "beta", "loss_type", "use_vllm", "vllm_mode", "vllm_server_base_url",
-    "logging_steps", "report_to", "eval_strategy", "save_steps", "resume_from_checkpoint",
-)
-# fmt: on
-
-
-def make_parser(config_class: type, description: str, *more: type) -> ScriptParser:
-    """A parser for scripts, trainer, model and more, whose `--help` fits on a few screens."""
-    parser = ScriptParser(
-        (ScriptArguments, config_class, model_config(config_class), *more),
-        description=description,
-        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=34, width=119),
-        usage="%(prog)s [--config RECIPE] [options]",
-        epilog=f"All options of {config_class.__mro__[2].__name__} are accepted as well, in a recipe and here.",
-    )
-    ours = {field.name for field in dataclasses.fields(RolloutCorrectionConfig)}
-    shown = {*SHOWN, *ours, *(field.name for own in more for field in dataclasses.fields(own))}
-    for action in parser._actions:
-        if action.dest in shown:
-            action.option_strings, action.metavar = action.option_strings[:1], "VALUE"
-        elif action.dest != "help":
-            action.help = argparse.SUPPRESS
-    return parser
 
 
 def load_questions(args: ScriptArguments, split: str, tokenizer: PreTrainedTokenizerBase) -> Dataset | IterableDataset:
@@ -128,26 +84,22 @@ def train(
     Returns:
         The trainer, after training.
     """
-    with one_line_errors():
-        script_args, args, model_args = parse(
-            config_class, description, sys.argv[1:] if arguments is None else arguments
-        )
-        tokenizer = load_tokenizer(model_args, args.trust_remote_code)
-        train_dataset = load(script_args, script_args.dataset_train_split, tokenizer)
-        evaluates = args.eval_strategy != "no"
-        eval_dataset = load(script_args, script_args.dataset_test_split, tokenizer) if evaluates else None
-    with one_line_errors(of_package=True):
-        trainer = trainer_class(
-            model=model_args.model_name_or_path,
-            args=args,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=tokenizer,
-            quantization_config=get_quantization_config(model_args),
-            peft_config=get_peft_config(model_args),
-            **{"reward_funcs": right_answer, **of_trainer},
-        )
-        trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    script_args, args, model_args = parse((ScriptArguments, config_class, ModelConfig), description, arguments)
+    args.model_init_kwargs.setdefault("dtype", model_args.dtype)
+    tokenizer = load_tokenizer(model_args, args.trust_remote_code)
+    train_dataset = load(script_args, script_args.dataset_train_split, tokenizer)
+    evaluates = args.eval_strategy != "no"
+    trainer = trainer_class(
+        model=model_args.model_name_or_path,
+        args=args,
+        train_dataset=train_dataset,
+        eval_dataset=load(script_args, script_args.dataset_test_split, tokenizer) if evaluates else None,
+        processing_class=tokenizer,
+        quantization_config=get_quantization_config(model_args),
+        peft_config=get_peft_config(model_args),
+        **{"reward_funcs": right_answer, **of_trainer},
+    )
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     return save(trainer)
 
 
@@ -168,15 +120,21 @@ def save(trainer):
     return trainer
 
 
-def parse(config_class: type, description: str, arguments: list[str], *more: type) -> tuple:
+def parse(classes: tuple[type, ...], description: str, arguments: list[str] | None) -> tuple:
     """Arguments of script, trainer, model and more. What cannot be used is an error before anything is loaded."""
-    parser = make_parser(config_class, description, *more)
-    script_args, args, model_args, *others = parser.parse_args_and_config(arguments)
+    parser = TrlParser(classes, description=description)
+    try:
+        script_args, args, model_args, *others = parser.parse_args_and_config(arguments)
+    except ValueError as error:
+        error.add_note("`trl-rollout-corr check FILE` names every mistake in a file of settings.")
+        raise
     if model_args.model_name_or_path is None:
         raise ValueError(
             "`model_name_or_path` is missing: name a model on the Hub or a folder, in the recipe or here."
         )
-    if args.settings.rollout_dump_dir is not None:
-        check_dump_folder(Path(args.settings.rollout_dump_dir), new_run=not args.resume_from_checkpoint)
-    args.model_init_kwargs = model_init_kwargs(args, model_args)
+    args.model_init_kwargs = {
+        "revision": model_args.model_revision,
+        "attn_implementation": model_args.attn_implementation,
+        **(args.model_init_kwargs or {}),
+    }
     return script_args, args, model_args, *others

@@ -12,7 +12,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import requests
-from trl.import_utils import is_vllm_available
 
 
 # What `accelerate launch` tells the processes of a training run; the server is none of them
@@ -71,8 +70,6 @@ def vllm_server(
     port = port or free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host", "127.0.0.1"]
     command += ["--port", str(port), "--logprobs-mode", "processed_logprobs", *_EXTENSION, *options]
-    if is_vllm_available(min_version="0.32.0"):
-        command.append("--enable-scale-out")  # the version of the weights of each token
     inherited = {name: value for name, value in os.environ.items() if name not in _OF_THE_LAUNCHER}
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as output, _terminating():

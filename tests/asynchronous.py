@@ -5,14 +5,17 @@ As in `tiny.py`, TRL is imported when it is needed.
 """
 
 import asyncio
-import dataclasses
 import queue
 import random
+from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 import numpy as np
+import pytest
 
 import trl_rollout_corr
+from tests.launching import ROOT
 from tests.tiny import PROMPTS, StaleSampler, prompts
 from tests.training import PLAIN
 from trl_rollout_corr.messages import notify
@@ -97,7 +100,7 @@ class WorkerHere:
             scored = self.sampler.score(ids, tokens)
             noise = [self.sampler.noise * dice.gauss(0, 1) for _ in tokens]
             ids, mask = [*ids, *tokens], [*mask, *[1] * len(tokens)]
-            logps = [*logps, *(x + y for x, y in zip(scored, noise, strict=True))]
+            logps = [*logps, *(min(x + y, 0.0) for x, y in zip(scored, noise, strict=True))]
         reward = dice.choice([0.0, 1.0])
         return RolloutSample(
             prompt=[],
@@ -110,17 +113,6 @@ class WorkerHere:
             group_id=group,
             metrics={"reward": reward},
         )
-
-
-def with_versions(sample, pushes: int = 1):
-    """A sample in the middle of whose completion weights are pushed some times, as a server tells it."""
-    from trl_rollout_corr.asynchronous.token_versions import VersionedSample
-
-    trained = np.asarray(sample.completion_mask) != 0
-    place = trained.cumsum() - 1
-    versions = sample.model_version + pushes * (2 * place >= trained.sum())
-    of_trl = {field.name: getattr(sample, field.name) for field in dataclasses.fields(sample)}
-    return VersionedSample(**of_trl, versions=np.where(trained, versions, -1))
 
 
 def fields(output_dir, **more) -> dict[str, Any]:
@@ -143,24 +135,30 @@ def build_ours(model, folder, worker=None, *, extra=None, trainer_class=None, **
     trainer_class = trainer_class or trl_rollout_corr.RolloutCorrectedAsyncGRPOTrainer
     args = trl_rollout_corr.RolloutCorrectedAsyncGRPOConfig(**fields(folder, **{"rollout_monitor": None, **more}))
     arguments = {"rollout_worker": worker or WorkerHere(model), "weight_transfer": WeightsStay(), **(extra or {})}
-    return trainer_class(model, args=args, train_dataset=prompts(64), **arguments)
+    with parts_for_a_cpu().on_a_cpu():
+        return trainer_class(model, args=args, train_dataset=prompts(64), **arguments)
 
 
 def build_theirs(model, folder, worker=None, **more):
     """TRL's trainer on the tiny model, with what a CPU needs."""
-    from trl_rollout_corr.asynchronous import tree_attention, trl_parts
+    from trl_rollout_corr.asynchronous import trl_parts
 
     args = trl_parts.AsyncGRPOConfig(**fields(folder, **more))
-    with trl_parts.without_peak_flops(args.device):
-        trainer = trl_parts.AsyncGRPOTrainer(
+    with parts_for_a_cpu().on_a_cpu():
+        return trl_parts.AsyncGRPOTrainer(
             model,
             args=args,
             train_dataset=prompts(64),
             rollout_worker=worker or WorkerHere(model),
             weight_transfer=WeightsStay(),
         )
-    tree_attention.register_tree_attention()
-    return trainer
+
+
+def parts_for_a_cpu() -> ModuleType:
+    """The module of the examples with what the asynchronous trainer needs on a CPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "examples"))
+        return import_module("async_on_cpu")
 
 
 class Flood:

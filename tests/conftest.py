@@ -24,19 +24,10 @@ import torch
 from tests.launching import HAS_ASYNCHRONOUS, ROOT, output_of
 
 
-collect_ignore = (
-    [] if HAS_ASYNCHRONOUS else ["test_async_trainer.py", "test_async_server.py", "test_token_versions.py"]
-)
+collect_ignore = [] if HAS_ASYNCHRONOUS else ["test_async_trainer.py", "test_async_server.py"]
 torch.set_num_threads(1)
 trackio_folder, wandb_folder = tempfile.TemporaryDirectory(), tempfile.TemporaryDirectory()  # one for each process
 os.environ["TRACKIO_DIR"], os.environ["WANDB_DIR"] = trackio_folder.name, wandb_folder.name
-
-
-def pytest_collection_modifyitems(items):
-    """Write the group of a test of the seam into the report that `compatibility/run.py` reads."""
-    for item in items:
-        for mark in item.iter_markers("seam"):
-            item.user_properties.append(("seam", mark.args[0]))
 
 
 @pytest.fixture(scope="session")

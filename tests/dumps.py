@@ -36,46 +36,12 @@ def make_dump(
     logs: bool = True,
 ) -> Path:
     """
-    Write a dump.
+    Write a dump of `steps` optimizer steps with a batch of `rows` each, and return its folder.
 
-    Args:
-        folder (`Path` or `str`):
-            Where to.
-        steps (`int`, *optional*, defaults to `3`):
-            Optimizer steps, one dump each, from step 1.
-        rows (`int`, *optional*, defaults to `32`):
-            Sequences of a batch, of all ranks.
-        length (`int`, *optional*, defaults to `40`):
-            Longest completion.
-        spread (`float`, *optional*, defaults to `0.05`):
-            Root mean square of the log-ratio, in nats, at the first step.
-        growth (`float`, *optional*, defaults to `1.0`):
-            Factor on the spread from one step to the next.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the random numbers.
-        settings (`dict`, *optional*):
-            Fields of [`RolloutCorrectionConfig`]. The default is its default.
-        sampled (`int`, *optional*):
-            Rows of a batch that are drawn at random. All but four by default.
-        worst (`int`, *optional*, defaults to `4`):
-            Rows of a batch with the largest log-ratio.
-        group (`int`, *optional*, defaults to `8`):
-            Completions per prompt.
-        ranks (`int`, *optional*, defaults to `1`):
-            Processes that write.
-        gaussian (`bool`, *optional*, defaults to `False`):
-            Independent normal log-ratios of one spread. By default unlikely tokens have a larger one.
-        vary (`bool`, *optional*, defaults to `True`):
-            Completions differ in length.
-        tools (`bool`, *optional*, defaults to `True`):
-            Every fourth row has a few tokens of a tool, outside the loss.
-        broken (`int`, *optional*, defaults to `0`):
-            Tokens per step whose rollout log-probability is NaN.
-        logs (`bool`, *optional*, defaults to `True`):
-            Also write what a trainer would have logged.
-
-    Returns:
-        `Path`: the folder.
+    The log-ratio has the root mean square `spread` at the first step, and at the others `growth` times that of the step
+    before. It is larger for unlikely tokens, unless `gaussian`. `sampled` rows (all but four by default) are drawn at random,
+    and `worst` are the worst. `group` is the number of completions per prompt, and `broken` the number of tokens per step that
+    have no log-probability. Unless told otherwise, completions `vary` in length, and some have tokens of `tools`.
     """
     folder = Path(folder)
     config = RolloutCorrectionConfig(**(settings or {"rollout_correction": "decoupled_token_is"}))

@@ -130,10 +130,6 @@ def population_std(values):
     return statistics.pstdev(values) if len(values) > 1 else 0.0
 
 
-def sample_std(values):
-    return statistics.stdev(values) if len(values) > 1 else 0.0
-
-
 def policy_metrics(sequences):
     rows = [row for row in sequences if row]
     d = [[train - rollout for train, rollout in row] for row in rows]
@@ -142,32 +138,15 @@ def policy_metrics(sequences):
     rollout = [-statistics.fmean(r for _, r in row) for row in rows]
     gap = [t - r for t, r in zip(train, rollout, strict=True)]
     return {
-        "training_log_ppl": statistics.fmean(train),
         "training_ppl": statistics.fmean(math.exp(min(x, 60)) for x in train),
-        "rollout_log_ppl": statistics.fmean(rollout),
         "rollout_ppl": statistics.fmean(math.exp(min(x, 60)) for x in rollout),
         "log_ppl_diff": statistics.fmean(gap),
         "log_ppl_abs_diff": statistics.fmean(abs(x) for x in gap),
-        "log_ppl_diff_max": max(gap),
-        "log_ppl_diff_min": min(gap),
         "ppl_ratio": statistics.fmean(math.exp(min(x, 60)) for x in gap),
         "kl": -statistics.fmean(flat),
         "k3_kl": statistics.fmean(math.exp(min(x, 60)) - 1 - x for x in flat),
         "chi2_token": statistics.fmean(math.exp(2 * clip(x)) for x in flat) - 1,
         "chi2_seq": statistics.fmean(math.exp(2 * clip(sum(row))) for row in d) - 1,
-    }
-
-
-def probability_metrics(sequences):
-    """Differences of the probabilities of tokens under the two policies, and their correlation."""
-    p, q = ([math.exp(token[i]) for row in sequences for token in row] for i in (0, 1))
-    distances = [abs(a - b) for a, b in zip(p, q, strict=True)]
-    varies = all(population_std(x) ** 2 > 1e-5 * statistics.fmean((y - 1) ** 2 for y in x) for x in (p, q))
-    return {
-        "rollout_probs_diff_mean": statistics.fmean(distances),
-        "rollout_probs_diff_std": sample_std(distances),
-        "rollout_probs_diff_max": max(distances),
-        **({"rollout_actor_probs_pearson_corr": statistics.correlation(p, q)} if varies else {}),
     }
 
 
@@ -178,7 +157,6 @@ def weight_metrics(sequences, level, lower, upper, normalize=False, clamp=False,
     low = 1 / upper if lower is None else lower
     flat_raw, flat = [x for row in raw for x in row], [x for row in applied for x in row]
     units = normalization_units(raw, level, turns)
-    row_means, raw_means = [statistics.fmean(row) for row in applied], [statistics.fmean(row) for row in raw]
     extremes = flat if level == "token" else units
     mean = statistics.fmean(flat)
     metrics = {
@@ -189,13 +167,6 @@ def weight_metrics(sequences, level, lower, upper, normalize=False, clamp=False,
         "rollout_is_eff_sample_size": 1 / statistics.fmean((w / mean) ** 2 for w in flat) if mean else 0.0,
         "rollout_is_ratio_fraction_high": statistics.fmean(x > upper for x in units),
         "rollout_is_ratio_fraction_low": statistics.fmean(x < low for x in units),
-        "rollout_is_seq_mean": statistics.fmean(row_means),
-        "rollout_is_seq_std": sample_std(row_means),
-        "rollout_is_seq_max": max(row_means),
-        "rollout_is_seq_min": min(row_means),
-        "rollout_is_seq_max_deviation": max(abs(x - 1) for x in row_means),
-        "rollout_is_seq_fraction_high": statistics.fmean(x > upper for x in raw_means),
-        "rollout_is_seq_fraction_low": statistics.fmean(x < low for x in raw_means),
     }
     if lower is not None and not clamp:
         metrics["rollout_is_oob_ratio"] = statistics.fmean(not lower <= x <= upper for x in flat_raw)
@@ -207,72 +178,16 @@ def weight_metrics(sequences, level, lower, upper, normalize=False, clamp=False,
 
 def rejection_metrics(sequences, name, bounds, advantages=None, turns=None):
     """Metrics of one criterion, without the `rollout_rs_<name>_` in front."""
-    turns = turns and [row for row in turns if row]
-    if advantages is not None:
-        advantages = [advantage for advantage, row in zip(advantages, sequences, strict=True) if row]
-    sequences = [row for row in sequences if row]
     unit, how, divergence = parts(name)
-    if divergence == "k1":
-        lower, upper = (-math.log(b) if b else math.inf for b in reversed(bounds))
-    elif divergence in ("tv", "kl"):
-        lower, upper = -bounds[0], bounds[1]
-    else:
-        lower, upper = -math.inf, bounds
-    signed = divergence in ("k1", "tv", "kl")
-    floor = lower if signed else 0.0
-    per_token, outside = [], []
+    flat, kept = [], keeps(sequences, name, bounds, advantages, turns)
     for i, row in enumerate(sequences):
-        per_token.append([0.0] * len(row))
-        outside.append([])
         for group in groups(len(row), unit, turns and turns[i]):
             values = reduced([token_statistic(row[t], divergence) for t in group], how)
-            outside[-1].append((max(values) > upper, min(values) < lower))  # any token counts, on either side
-            for t in group:
-                per_token[-1][t] = max(values, key=lambda x: (abs(x), x))
-    rows = [statistics.fmean(row) for row in per_token]
-    flat = [x for row in per_token for x in row]
-    high, low = ([side for row in outside for side in [pair[i] for pair in row]] for i in (0, 1))
-    kept = keeps(sequences, name, bounds, advantages, turns)
-    if divergence in ("tv", "kl"):
-        signs = [sign for row, sign in zip(sequences, advantages, strict=True) for _ in row]
-        high = [x > upper and sign > 0 for x, sign in zip(flat, signs, strict=True)]
-        low = [x < lower and sign < 0 for x, sign in zip(flat, signs, strict=True)]
-    row_high, row_low = ([any(pair[i] for pair in row) for row in outside] for i in (0, 1))
-    if unit == "token":
-        row_high, row_low = [x > upper for x in rows], [x < lower for x in rows]
-    metrics = {
+            flat += [max(values, key=lambda x: (abs(x), x))] * len(group)
+    return {
         "mean": statistics.fmean(flat),
-        "max": max(flat),
-        "min": min(flat),
-        "fraction_high": statistics.fmean(high),
-        "fraction_low": statistics.fmean(low),
-        "std": population_std([min(max(x, floor), upper) for x in flat]),
-        "seq_mean": statistics.fmean(rows),
-        "seq_std": sample_std(rows),
-        "seq_max": max(rows),
-        "seq_min": min(rows),
-        "seq_max_deviation": max(abs(x) for x in rows),
-        "seq_fraction_high": statistics.fmean(row_high),
         "masked_fraction": statistics.fmean(not k for row in kept for k in row),
-        "seq_masked_fraction": statistics.fmean(not all(row) for row in kept),
     }
-    if signed:
-        metrics["seq_fraction_low"] = statistics.fmean(row_low)
-    return metrics
-
-
-def gap_of_rejected(sequences, kept):
-    """`k3_kl` of rejected and of kept tokens. `kept` has a boolean per token."""
-    tokens = [
-        (train - rollout, keep)
-        for row, of_row in zip(sequences, kept, strict=True)
-        for (train, rollout), keep in zip(row, of_row, strict=True)
-    ]
-    gaps = {
-        name: [math.exp(min(d, 60)) - 1 - d for d, keep in tokens if keep == wanted]
-        for name, wanted in (("rejected", False), ("kept", True))
-    }
-    return {f"{name}/k3_kl": statistics.fmean(values) for name, values in gaps.items() if values}
 
 
 def direction_metrics(sequences, advantages):
@@ -288,28 +203,6 @@ def direction_metrics(sequences, advantages):
 def percentile(values, percent):
     """Smallest value that at least `percent` percent of the values do not exceed."""
     return sorted(values)[max(math.ceil(len(values) * percent / 100 - 1e-6), 1) - 1]
-
-
-AGE_BINS = {"0": (0, 0), "1": (1, 1), "2_3": (2, 3), "4_7": (4, 7), "8_15": (8, 15), "16_or_more": (16, math.inf)}
-
-
-def age_metrics(sequences, ages, keeps):
-    """Metrics by age of each token, `ages` of each sequence."""
-    metrics, total = {}, sum(map(len, sequences))
-    tokens = [
-        (age, train - rollout, kept)
-        for of_row in zip(ages, sequences, keeps, strict=True)
-        for age, (train, rollout), kept in zip(*of_row, strict=True)
-    ]
-    for name, (first, last) in AGE_BINS.items():
-        here = [token for token in tokens if first <= token[0] <= last]
-        if not here:
-            continue
-        _, d, kept = zip(*here, strict=True)
-        metrics[f"age_{name}/token_share"] = len(d) / total
-        metrics[f"age_{name}/k3_kl"] = statistics.fmean(math.exp(x) - 1 - x for x in d)
-        metrics[f"age_{name}/rejected"] = 1 - sum(kept) / len(kept)
-    return metrics
 
 
 # Closed forms of `docs/theory.md`, for weights whose logarithm is normal with variance `v` and mean `-v / 2`

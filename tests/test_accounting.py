@@ -1,4 +1,4 @@
-"""Rejection by group, and the age of the data: against plain loops, and in training."""
+"""Effect of the correction on groups of tokens, and the age of the data: against plain loops, and in training."""
 
 import math
 import random
@@ -7,14 +7,13 @@ import re
 import pytest
 import torch
 
-from tests.dumps import read_dump
 from tests.launching import ROOT
 from tests.tiny import StaleSampler, prompts
 from tests.training import TRAINERS, BrokenSampler, build, config_fields, losses, micro_batches, window
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
-from trl_rollout_corr.correction.accounting import BUCKETS, TURNS, account
-from trl_rollout_corr.correction.age import Staleness, count_ages, update_gap
+from trl_rollout_corr.correction.age import Staleness, count_ages
 from trl_rollout_corr.correction.functional import turns_of
+from trl_rollout_corr.correction.groups import TURNS, add_up_groups
 from trl_rollout_corr.messages import PREFIX
 
 
@@ -48,114 +47,65 @@ def random_batch(n: int = 60, length: int = 150, seed: int = 0) -> dict[str, tor
     }
 
 
-def finish(accounts) -> dict[str, float]:
-    metrics = accounts.finish(rejects=True, weighs=True)
+def finish(groups) -> dict[str, float]:
+    metrics = groups.finish(rejects=True, weighs=True)
     return {key.removeprefix(PREFIX): value for key, value in metrics.items()}
 
 
-def bucket_name(value: int) -> str:
-    index = max(i for i, low in enumerate(BUCKETS) if value >= low)
-    low = BUCKETS[index]
-    return f"{low}_{BUCKETS[index + 1] - 1}" if index + 1 < len(BUCKETS) else f"{low}_or_more"
-
-
 def by_loops(batch: dict[str, torch.Tensor]) -> dict[str, float]:
-    """The same shares, token by token."""
+    """The same numbers, token by token."""
     rows = {name: tensor.tolist() for name, tensor in batch.items()}
-    lengths = [sum(row) for row in rows["valid"]]
-    octaves = sorted(math.floor(math.log2(length)) for length in lengths if length)
-    median = octaves[(len(octaves) + 1) // 2 - 1]
-    counts, of_turns, whole = {}, {}, {"kept": [], "rejected": []}
-    for i, length in enumerate(lengths):
-        if not length:
-            continue
-        advantage, reward = rows["advantages"][i], rows["rewards"][i]
-        long_positive = math.floor(math.log2(length)) > median and advantage > 0
-        for t in range(len(rows["valid"][i])):
-            if not rows["valid"][i][t]:
-                continue
-            keep, coefficient = rows["keep"][i][t], rows["coefficients"][i][t]
-            groups = [
-                f"length_{bucket_name(length)}",
-                f"advantage_{'positive' if advantage > 0 else 'negative' if advantage < 0 else 'zero'}",
-                "long_positive" if long_positive else "others",
-            ]
-            turns = rows["turns"][i]
-            parts = ["first" if turns[t] == 1 else "last" if turns[t] == max(turns) else "middle"]
+    shares, gaps, rewards = {}, {}, {"kept": [], "rejected": []}
+    for i, valid in enumerate(rows["valid"]):
+        advantage, reward, turns = rows["advantages"][i], rows["rewards"][i], rows["turns"][i]
+        for t in [t for t, counts in enumerate(valid) if counts]:
+            keep, removed = rows["keep"][i][t], max(0.0, 1 - rows["coefficients"][i][t])
+            if advantage:
+                sign = "positive" if advantage > 0 else "negative"
+                shares.setdefault(f"rejected/advantage_{sign}", []).append(not keep)
+                shares.setdefault(f"downweighted/advantage_{sign}", []).append(removed if keep else 0.0)
+            parts = ["first"] if turns[t] == 1 else ["last"] if turns[t] == max(turns) else []
             parts += ["start"] if turns[t] > 1 and turns[max(t - 2, 0)] < turns[t] else []
             d = rows["log_ratio"][i][t]
             for part in parts:
-                of_turns.setdefault(part, []).append(math.exp(d) - 1 - d)
-            groups += [f"turn_{part}" for part in parts]
-            for group in groups:
-                tokens, rejected, removed = counts.get(group, (0, 0, 0.0))
-                removed += max(0.0, 1 - coefficient) if keep else 0.0
-                counts[group] = (tokens + 1, rejected + (not keep), removed)
-        if not math.isnan(reward):
-            whole["kept" if any(rows["keep"][i]) else "rejected"].append(reward)
-    metrics = {f"rejected/{group}": rejected / tokens for group, (tokens, rejected, _) in counts.items()}
-    metrics |= {f"downweighted/{group}": removed / tokens for group, (tokens, _, removed) in counts.items()}
-    metrics |= {f"turn_{part}/k3_kl": sum(gaps) / len(gaps) for part, gaps in of_turns.items()}
-    signs = [f"advantage_{sign}" for sign in ("negative", "zero", "positive")]
-    total = sum(counts[sign][1] for sign in signs)
-    metrics |= {f"of_rejected/{sign}": counts[sign][1] / total for sign in signs}
-    scored = [*whole["kept"], *whole["rejected"]]
-    metrics["reward_mean"] = sum(scored) / len(scored)
-    return metrics | {f"{name}/reward_mean": sum(rewards) / len(rewards) for name, rewards in whole.items()}
+                gaps.setdefault(f"turn_{part}/k3_kl", []).append(math.exp(d) - 1 - d)
+        if any(valid) and not math.isnan(reward):
+            rewards["kept" if any(rows["keep"][i]) else "rejected"].append(reward)
+    means = {f"{name}/reward_mean": values for name, values in rewards.items()}
+    means["reward_mean"] = [*rewards["kept"], *rewards["rejected"]]
+    return {key: sum(values) / len(values) for key, values in (shares | gaps | means).items()}
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_shares_are_those_of_a_loop_over_tokens(seed):
+def test_groups_are_those_of_a_loop_over_tokens(seed):
     batch = random_batch(seed=seed)
-    found, expected = finish(account(**batch)), by_loops(batch)
+    found, expected = finish(add_up_groups(**batch)), by_loops(batch)
     assert found == pytest.approx(expected, rel=1e-5, abs=1e-7)
-    assert 0 < expected["rejected/long_positive"] < 1
-    assert len({expected[f"turn_{part}/k3_kl"] for part in TURNS}) == 4
+    assert 0 < expected["rejected/advantage_positive"] < 1
+    assert len({expected[f"turn_{part}/k3_kl"] for part in TURNS}) == 3
 
 
-def test_shares_do_not_depend_on_how_a_batch_is_split():
+def test_groups_do_not_depend_on_how_a_batch_is_split():
     batch = random_batch()
-    whole = account(**batch)
+    whole = add_up_groups(**batch)
     for cuts in ([1, 59], [20, 20, 20], [7, 30, 23]):
         parts = zip(*(tensor.split(cuts) for tensor in batch.values()), strict=True)
-        first, *others = [account(**dict(zip(batch, part, strict=True))) for part in parts]
+        first, *others = [add_up_groups(**dict(zip(batch, part, strict=True))) for part in parts]
         for other in others:
             first = first + other
         torch.testing.assert_close(first.vector, whole.vector, rtol=1e-6, atol=1e-5)
 
 
-def test_a_rule_that_drops_long_answers_with_a_positive_advantage_shows():
-    valid = torch.arange(64)[None] < torch.tensor([8, 8, 8, 60, 60])[:, None]
-    keep, advantages = valid.clone(), torch.tensor([1.0, -1.0, 1.0, 1.0, -1.0])
-    keep[3] = False
-    metrics = finish(account(valid, keep, keep.float(), advantages, torch.zeros(5)))
-    assert (metrics["rejected/long_positive"], metrics["rejected/others"]) == (1.0, 0.0)
-    shortest = finish(account(valid[:3], keep[:3], keep[:3].float(), advantages[:3], torch.zeros(3)))
-    assert "rejected/long_positive" not in shortest  # none is longer than the others
-
-
-def test_what_is_not_asked_for_is_not_reported():
-    accounts = account(**random_batch())
-    assert not any("rejected" in key for key in accounts.finish(rejects=False, weighs=True))
-    none = accounts.finish(rejects=False, weighs=False)
-    assert none.keys() == {f"{PREFIX}reward_mean", *(f"{PREFIX}turn_{part}/k3_kl" for part in TURNS)}
-
-
 def test_a_single_turn_is_the_whole():
     batch = random_batch()
     batch["turns"] = batch["turns"].clamp(max=1)
-    assert not any("turn" in key for key in finish(account(**batch)))
-
-
-def test_turns_are_runs_of_tokens_of_the_model():
-    mask = torch.tensor([[1, 1, 0, 0, 1, 0, 1], [0, 1, 1, 1, 0, 0, 0]])
-    assert (turns_of(mask) * mask).tolist() == [[1, 1, 0, 0, 2, 0, 3], [0, 1, 1, 1, 0, 0, 0]]
+    assert not any("turn" in key for key in finish(add_up_groups(**batch)))
 
 
 def test_advantages_per_token_count_by_their_sum():
     batch = random_batch()
     per_token = {**batch, "advantages": batch["advantages"][:, None] * batch["valid"]}
-    assert finish(account(**per_token)) == finish(account(**batch))
+    assert finish(add_up_groups(**per_token)) == finish(add_up_groups(**batch))
 
 
 # Age and drift --------------------------------------------------------------------------------------------------------
@@ -164,15 +114,6 @@ def test_advantages_per_token_count_by_their_sum():
 def test_ages_add_up_and_the_largest_stays():
     ages = Staleness.of(count_ages(torch.tensor([3, 5]))) + Staleness.of(count_ages(torch.tensor([10])))
     assert ages.finish() == {f"{PREFIX}staleness_mean": 6.0, f"{PREFIX}staleness_max": 10.0}
-
-
-def test_drift_is_that_of_the_current_policy_from_the_old_one():
-    old, mask = torch.full((2, 3), -2.0), torch.tensor([[1, 1, 1], [1, 0, 0]])
-    current = old + torch.tensor([[0.1, -0.2, 0.3], [0.4, math.nan, 9.0]])
-    d = [0.1, -0.2, 0.3, 0.4]
-    assert Staleness.of(update_gap(old, current, mask)).finish() == pytest.approx(
-        {f"{PREFIX}update_kl": -sum(d) / 4, f"{PREFIX}update_k3_kl": sum(math.expm1(x) - x for x in d) / 4}, rel=1e-4
-    )
 
 
 @pytest.fixture
@@ -207,7 +148,7 @@ def test_engine_and_staleness_are_told_apart(make, mode):
     trainer = make(schedule="two iterations", max_steps=4, learning_rate=1e-3, **MODES[mode])
     losses(trainer)
     first, second, third, fourth = entries(trainer)
-    assert "update_kl" not in first  # trained on right after it was generated
+    assert "update_k3_kl" not in first  # trained on right after it was generated
     assert first["engine_k3_kl"] == pytest.approx(first["k3_kl"], rel=1e-6)
     assert second["update_k3_kl"] > 1e-5
     assert "engine_kl" not in second
@@ -234,43 +175,30 @@ def test_staleness_is_the_divergence_of_the_two_policies(make):
     length = old.shape[1]
     logps = logits[:, -length - 1 : -1].log_softmax(-1).gather(-1, batch["completion_ids"][..., None])[..., 0]
     d = (logps - old)[batch["completion_mask"].bool()].double()
-    assert metrics[f"{PREFIX}update_kl"] == pytest.approx(-d.mean().item(), rel=1e-3)
     assert metrics[f"{PREFIX}update_k3_kl"] == pytest.approx((d.expm1() - d).mean().item(), rel=1e-3)
 
 
 SCHEDULED = {  # mean and largest number of optimizer steps since the weights that sampled, for each of four steps
-    "aligned": [(0, 0)] * 4,
-    "several steps per generation": [(0, 0), (1, 1), (0, 0), (1, 1)],
-    "two iterations": [(0, 0), (1, 1), (0, 0), (1, 1)],
+    ("aligned", 0): [(0, 0)] * 4,
+    ("aligned", 2): [(0, 0), (1, 1), (2, 2), (2, 2)],
+    ("several steps per generation", 0): [(0, 0), (1, 1), (0, 0), (1, 1)],
+    ("two iterations", 0): [(0, 0), (1, 1), (0, 0), (1, 1)],
 }
 
 
-@pytest.mark.parametrize("schedule", SCHEDULED)
-def test_optimizer_steps_since_the_sampling_weights_are_counted(make, schedule):
+@pytest.mark.parametrize(("schedule", "behind"), SCHEDULED)
+def test_optimizer_steps_since_the_sampling_weights_are_counted(make, schedule, behind):
     trainer = make(schedule=schedule, max_steps=4, rollout_correction="disabled")
     sampler = trainer.rollout_func
 
     def knows_its_weights(prompts, trainer):
-        trainer.rollout_step = trainer.state.global_step
+        trainer.rollout_step = max(trainer.state.global_step - behind, 0)
         return sampler(prompts, trainer)
 
     trainer.rollout_func = knows_its_weights
     losses(trainer)
     found = [(entry["staleness_mean"], entry["staleness_max"]) for entry in entries(trainer)]
-    assert found == SCHEDULED[schedule]
-
-
-def test_a_sampler_that_is_behind(make):
-    trainer = make(max_steps=5, rollout_correction="disabled")
-    sampler = trainer.rollout_func
-
-    def two_behind(prompts, trainer):
-        trainer.rollout_step = max(trainer.state.global_step - 2, 0)
-        return sampler(prompts, trainer)
-
-    trainer.rollout_func = two_behind
-    losses(trainer)
-    assert [entry["staleness_max"] for entry in entries(trainer)] == [0, 1, 2, 2, 2]
+    assert found == SCHEDULED[schedule, behind]
 
 
 def test_samples_that_are_used_again_are_corrected(tiny_model_path, tmp_path):
@@ -291,12 +219,6 @@ def test_samples_that_are_used_again_are_corrected(tiny_model_path, tmp_path):
     assert [entry["staleness_max"] for entry in entries(trainer)] == [0, 1, 0]
     assert first["k3_kl"] < 1e-6 < 1e-3 < again["k3_kl"]
     assert again["rollout_is_std"] > 0.01
-
-
-def test_nothing_is_claimed_about_unknown_weights(make):
-    trainer = make(rollout_correction="disabled")
-    losses(trainer)
-    assert not any("staleness_mean" in entry for entry in entries(trainer))
 
 
 @pytest.mark.parametrize("mode", ["decoupled", "bypass, reinforce"])
@@ -320,10 +242,6 @@ def test_shares_of_a_run_are_those_of_its_batches(make, mode):
         positive["tokens"] += mask.sum().item()
         positive["rejected"] += (mask & ~correction.keep).sum().item()
         positive["removed"] += ((1 - coefficients).clamp(min=0) * (mask & correction.keep)).sum().item()
-        # the reward is a quarter of the number of characters, one per token
-        assert batch["rollout_corr_rewards"].tolist() == pytest.approx(
-            [n / 4 for n in (batch["completion_mask"].sum(1) - 1).tolist()], abs=0.26
-        )
     assert 0 < positive["rejected"] < positive["tokens"]
     share = {name: positive[name] / positive["tokens"] for name in ("rejected", "removed")}
     assert entry["rejected/advantage_positive"] == pytest.approx(share["rejected"], rel=1e-6)
@@ -343,34 +261,21 @@ def test_a_run_reports_shares_of_what_it_takes_away(make, preset, families):
     trainer = make(rollout_correction=preset, max_steps=1)
     losses(trainer)
     (entry,) = entries(trainer)
-    assert {key.split("/")[0] for key in entry if "/length_" in key} == families
+    assert {key.split("/")[0] for key in entry if "/advantage_" in key} == families
 
 
 @pytest.mark.parametrize("policy", ["drop", "neutralize"])
-def test_a_broken_token_leaves_the_gap_of_its_turn(make, tiny_model_path, policy):
+def test_turns_of_a_run_with_tools(make, tiny_model_path, policy):
     def call_a_tool(output):
         output["env_mask"] = [[int(t not in (2, 3)) for t in range(len(ids))] for ids in output["completion_ids"]]
-        output["logprobs"][0][0] = float("-inf")
+        output["logprobs"][0][0] = float("-inf")  # a broken token, which leaves the gap of its turn
 
     trainer = make(sampler=BrokenSampler(tiny_model_path, call_a_tool, min_length=8), rollout_nan_policy=policy)
     losses(trainer)
-    assert all(0 < entry["turn_first/k3_kl"] < 1 for entry in entries(trainer))
-
-
-def test_turns_of_a_run_with_tools(make, tiny_model_path):
-    def call_a_tool(output):
-        output["env_mask"] = [[int(t not in (2, 3)) for t in range(len(ids))] for ids in output["completion_ids"]]
-
-    sampler = BrokenSampler(tiny_model_path, call_a_tool, min_length=8)
-    trainer = make(sampler=sampler, rollout_rs="token_k1", rollout_rs_threshold=1.2)
-    losses(trainer)
     for entry in entries(trainer):
-        for first, last, whole in (
-            ("rejected/turn_first", "rejected/turn_last", "rollout_rs_masked_fraction"),
-            ("turn_first/k3_kl", "turn_last/k3_kl", "k3_kl"),
-        ):
-            assert 2 / 6 * entry[first] + 4 / 6 * entry[last] == pytest.approx(entry[whole])
-        assert not any("turn_middle" in key for key in entry)
+        first = (2 - entry["nonfinite_fraction"] * 6 * (policy == "drop")) / 6
+        gap = first * entry["turn_first/k3_kl"] + 4 / 6 * entry["turn_last/k3_kl"]
+        assert gap / (first + 4 / 6) == pytest.approx(entry["k3_kl"], rel=1e-5)
         assert entry["turn_start/k3_kl"] != entry["turn_last/k3_kl"]
 
 
@@ -383,20 +288,3 @@ def test_weights_that_are_pushed_to_vllm_are_those_of_that_step(shared_engine, t
     trainer = build(trainer_class, config_class, tiny_model_path, tmp_path, **{**fields, "output_dir": str(tmp_path)})
     losses(trainer)
     assert [entry["staleness_mean"] for entry in entries(trainer)] == [0, 1, 0, 1]
-
-
-def test_a_run_logs_the_divergence_by_sign_of_the_advantage(make, tmp_path):
-    trainer = make(max_steps=1, rollout_dump_dir=str(tmp_path / "dump"))
-    losses(trainer)
-    rows = read_dump(tmp_path / "dump").rows
-    assert all(row["sampled"] for row in rows)  # the whole batch
-    (logged,) = entries(trainer)
-    for sign in ("positive", "negative"):
-        gaps = [
-            rollout - train
-            for row in rows
-            if row["advantage"] and (row["advantage"] > 0) == (sign == "positive")
-            for train, rollout, counts in zip(row["train_logps"], row["rollout_logps"], row["mask"], strict=True)
-            if counts
-        ]
-        assert logged[f"kl_advantage_{sign}"] == pytest.approx(sum(gaps) / len(gaps), rel=1e-4)

@@ -283,7 +283,7 @@ def test_turns_of_a_completion_reach_the_baseline(make):
     [
         (
             lambda ids: [row[1:] for row in ids],
-            r"`turn_ids\[0\]` must have one number per token of the completion, got",
+            r"`turn_ids\[0\]` must have one entry per token of the completion, got",
         ),
         (lambda ids: ids[1:], "`turn_ids` must have one list per completion, got 15 lists for 16 completions"),
         (

@@ -18,16 +18,12 @@ import requests
 import torch
 from accelerate import PartialState
 from transformers import AutoTokenizer
-from trl.import_utils import is_vllm_available
 
-from tests.asynchronous import WorkerHere, build_ours
+from tests.asynchronous import WorkerHere, build_ours, parts_for_a_cpu
 from tests.dumps import read_dump
 from tests.launching import ACCELERATE, ROOT, free_port, output_of, serving
-from tests.test_token_versions import run_loop
 from tests.tiny import StaleSampler, build_tiny_model, build_tiny_tokenizer, load_model
 from tests.training import messages
-from trl_rollout_corr.asynchronous.token_versions import VersionedLoop
-from trl_rollout_corr.asynchronous.trl_parts import RolloutLoop
 from trl_rollout_corr.dumps.reading import open_dump
 
 
@@ -44,7 +40,6 @@ SERVER = {
 LIMITS = [
     "--max-model-len", "256", "--max-num-seqs", "64", "--no-enable-chunked-prefill", "--max-num-batched-tokens", "4096",
 ]  # fmt: skip
-TELLS_VERSIONS = pytest.mark.skipif(not is_vllm_available(min_version="0.32.0"), reason="vLLM 0.31 tells no versions")
 OPTIONS = " ".join(["--dtype float32 --enforce-eager", *LIMITS])
 
 
@@ -201,55 +196,11 @@ def wait_for_steps(program: subprocess.Popen, log: Path):
     assert program.poll() is None, log.read_text()[-5000:]
 
 
-@TELLS_VERSIONS
-def test_every_token_has_the_probability_of_the_weights_whose_version_it_carries(example, chat_model, tmp_path):
-    command, _ = example
-    options = ["--queue_maxsize", "32", "--max_inflight_tasks", "32", "--max_staleness", "8", "--max_steps", "16"]
-    options += ["--rollout_dump_dir", str(tmp_path / "dump"), "--rollout_dump_sampled", "32", "--logging_steps", "1"]
-    options += [
-        "--weights_folder",
-        str(tmp_path / "weights"),
-        "--learning_rate",
-        "1e-3",
-        "--lr_scheduler_type",
-        "constant",
-    ]
-    options += [
-        "--save_strategy",
-        "steps",
-        "--save_steps",
-        "1",
-        "--save_only_model",
-        "true",
-        "--weight_sync_steps",
-        "1",
-    ]
-    options += ["--max_completion_length", "200", "--per_device_train_batch_size", "8"]
-    output_of(*command("token_is", *options), **SERVER)
-    folders = {0: chat_model, **{step: str(tmp_path / "out" / f"checkpoint-{step}") for step in range(1, 17)}}
-    models = {step: load_model(folder) for step, folder in folders.items()}
-    far, spans, dump = [], 0, read_dump(tmp_path / "dump")
-    for row in dump.rows:
-        steps = row["step"] - 1 - np.array(row["token_staleness"])
-        assert row["staleness"] == max(row["token_staleness"])
-        assert (np.diff(steps) >= 0).all()
-        by_step = {step: StaleSampler.score(SimpleNamespace(model=models[step]), row["prompt_ids"], row["token_ids"])
-                   for step in {*steps, steps[0]}}  # fmt: skip
-        of_its_weights = [by_step[step][i] for i, step in enumerate(steps)]
-        np.testing.assert_allclose(of_its_weights, row["rollout_logps"], atol=1e-3)
-        spans += steps[0] < steps[-1]
-        far += np.abs(np.subtract(by_step[steps[0]], row["rollout_logps"]))[steps > steps[0]].tolist()
-    assert spans > 5
-    assert np.mean(np.array(far) > 1e-2) > 0.5  # of the weights that began the completion
-
-
 def test_a_push_in_the_middle_of_a_completion(tmp_path):
     """
     Each token has the probability that the weights of its moment give it: the first ones, and then those of the trainer. The
     model has what vLLM packs at the first load only.
     """
-    from trl_rollout_corr.asynchronous.disk_weight_transfer import DiskWeightTransfer
-
     PartialState()  # TRL's logger needs it
     path = build_tiny_model(tmp_path / "model", experts=4, tied=True)
     before, after = load_model(path), load_model(path)
@@ -259,7 +210,7 @@ def test_a_push_in_the_middle_of_a_completion(tmp_path):
     prompt = AutoTokenizer.from_pretrained(path)("12 ab= cd?").input_ids
     one_after_the_other = ["--max-num-seqs", "1"]  # so that one of them is under way, however late the push comes
     with serving(path, tmp_path / "server.log", *LIMITS, *one_after_the_other, **SERVER) as url:
-        transfer = DiskWeightTransfer(url, tmp_path / "weights")
+        transfer = parts_for_a_cpu().DiskWeightTransfer(url, tmp_path / "weights")
         transfer.init_weight_transfer()
         stream = streamed(url, path, prompt, n=8, max_tokens=240)
         sampled = [next(stream) for _ in range(5)]
@@ -286,18 +237,18 @@ def test_a_push_in_the_middle_of_a_completion(tmp_path):
 @pytest.mark.parametrize("lost", ["nothing", "pushes", "pushes that cannot be read"])
 def test_what_a_server_holds_is_checked(chat_model, tmp_path, monkeypatch, caplog, lost):
     """With our extension of its worker a push that fails ends the run, and without it there is a warning."""
-    from trl_rollout_corr.asynchronous.disk_weight_transfer import DiskWeightTransfer
     from trl_rollout_corr.asynchronous.pushes import PushesToServer
     from trl_rollout_corr.trainers import pushes
 
-    load = DiskWeightTransfer._load
+    transfer_class = parts_for_a_cpu().DiskWeightTransfer
+    load = transfer_class._load
     if lost != "nothing":
-        monkeypatch.setattr(DiskWeightTransfer, "_load", lambda self, x: load(self, x) if self._version == 1 else None)
+        monkeypatch.setattr(transfer_class, "_load", lambda self, x: load(self, x) if self._version == 1 else None)
     if lost == "pushes that cannot be read":
         monkeypatch.setattr(pushes, "has_extension", lambda config: False)
     with serving(chat_model, tmp_path / "server.log", *LIMITS, **SERVER) as url:
         monkeypatch.setattr(PushesToServer, "server", url)  # samples come from this process
-        transfer = DiskWeightTransfer(url, tmp_path / "weights")
+        transfer = parts_for_a_cpu().DiskWeightTransfer(url, tmp_path / "weights")
         worker = WorkerHere(chat_model, lags=(0,))
         fields = {"learning_rate": 1e-3, "max_steps": 24}
         trainer = build_ours(chat_model, tmp_path / "out", worker, extra={"weight_transfer": transfer}, **fields)
@@ -325,15 +276,13 @@ def streamed(url: str, model: str, prompt: list[int], n: int, max_tokens: int) -
 
 
 def test_a_server_on_a_cpu_that_would_take_a_part_of_the_weights_is_refused(tmp_path):
-    from trl_rollout_corr.asynchronous.disk_weight_transfer import DiskWeightTransfer
-
     PartialState()
     path = build_tiny_model(tmp_path / "model")
     with (
         serving(path, tmp_path / "server.log", *LIMITS, "--worker-extension-cls", "", **SERVER) as url,
         pytest.raises(RuntimeError, match="runs on a CPU and was started without `--worker-extension-cls"),
     ):
-        DiskWeightTransfer(url, tmp_path / "weights").init_weight_transfer()
+        parts_for_a_cpu().DiskWeightTransfer(url, tmp_path / "weights").init_weight_transfer()
 
 
 def test_a_server_that_does_not_start_says_why(tmp_path, monkeypatch):
@@ -342,25 +291,3 @@ def test_a_server_that_does_not_start_says_why(tmp_path, monkeypatch):
 
     with pytest.raises(RuntimeError, match="ended with exit code"), vllm_server(str(tmp_path), tmp_path / "log"):
         pass
-
-
-@TELLS_VERSIONS
-def test_the_endpoint_that_tells_versions_samples_what_that_of_trl_samples(chat_model, tmp_path):
-    """The same tokens with the same log-probabilities, as the seed of a request is the same."""
-    tokenizer = AutoTokenizer.from_pretrained(chat_model)
-    sampling = {
-        "model_name": chat_model,
-        "max_tokens": 12,
-        "temperature": 0.7,
-        "top_p": 0.9,
-        "top_k": 20,
-        "min_p": 0.01,
-    }
-    more = {"repetition_penalty": 1.1, "tools": (), "n": 2}
-    with serving(chat_model, tmp_path / "server.log", *LIMITS, **SERVER) as url:
-        requests.post(f"{url}/update_weight_version", json={"new_version": "5"}, timeout=60).raise_for_status()
-        theirs, ours = (run_loop(url, tokenizer, x, **sampling, **more) for x in (RolloutLoop, VersionedLoop))
-    for plain, versioned in zip(theirs, ours, strict=True):
-        assert plain.input_ids.tolist() == versioned.input_ids.tolist()
-        np.testing.assert_allclose(plain.old_log_probs, versioned.old_log_probs, atol=1e-5)
-        assert versioned.versions.tolist() == [5 if trained else -1 for trained in versioned.completion_mask]

@@ -152,7 +152,7 @@ def test_it_pays_the_forward_at_generation_and_trains(grpo):
         steps = losses(trainer)
     assert count["forwards"] == 3 * (2 + 2)
     assert all(gradient > 0 for _, gradient in steps)
-    assert logged(trainer, "rollout_rs_seq_masked_fraction") == [pytest.approx(0.25)] * 3
+    assert logged(trainer, "rejected/reward_mean") == [pytest.approx(100.0)] * 3
 
 
 @pytest.mark.vllm

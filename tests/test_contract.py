@@ -11,13 +11,10 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from tests.launching import HAS_ASYNCHRONOUS, ROOT
 from tests.tiny import StaleSampler
-from tests.training import BrokenSampler, build, micro_batches
+from tests.training import TRAINERS, BrokenSampler, build, micro_batches
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer, RolloutCorrectedRLOOTrainer
 from trl_rollout_corr.trainers import trl_interface
-from trl_rollout_corr.trainers.versions import FIRST_UNSUPPORTED, OLDEST, before
-
-
-pytestmark = pytest.mark.seam("contract")
+from trl_rollout_corr.trainers.versions import FIRST_UNSUPPORTED, OLDEST
 
 
 @pytest.fixture
@@ -30,9 +27,45 @@ def make(tiny_model_path, tmp_path):
     return make
 
 
+# Attributes of an object, and keys of a batch
+ATTRIBUTES = (
+    "beta", "num_iterations", "reward_weights", "temperature", "use_vllm", "vllm_generation", "vllm_mode", "_metrics",
+)  # fmt: skip
+KEYS = ("advantages", "completion_ids", "completion_mask", "prompt_ids", "prompt_mask")
+NAMES = {
+    GRPOTrainer: (
+        (*ATTRIBUTES, "importance_sampling_level", "rollout_func"),
+        (*KEYS, "old_per_token_logps", "sampling_per_token_logps", "tool_mask"),
+    ),
+    RLOOTrainer: (ATTRIBUTES, (*KEYS, "old_logps")),
+    VLLMGeneration: (("accelerator", "llm", "logprobs", "mode", "vllm_client"), ()),
+}
+OF_ASYNCHRONOUS = (
+    ("_metrics", "_rollout_dataset", "model_version", "rollout_worker", "vllm_client", "weight_transfer"),
+    ("advantages", "old_log_probs", "token_index"),
+)
+
+
+def source_of(owner: type) -> str:
+    """Source of the modules of a class of TRL and of its bases in TRL."""
+    modules = {inspect.getmodule(cls) for cls in owner.__mro__ if cls.__module__.startswith("trl.")}
+    return "".join(inspect.getsource(module) for module in modules)
+
+
+def missing(owner: type, attributes: tuple[str, ...], keys: tuple[str, ...]) -> list[str]:
+    source, mentions = source_of(owner), [*(f"self.{name}" for name in attributes), *(f'"{name}"' for name in keys)]
+    return [mention for mention in mentions if not re.search(rf"{re.escape(mention)}(?!\w)", source)]
+
+
 @pytest.mark.parametrize("owner", trl_interface.METHODS)
 def test_everything_is_where_it_was(owner):
     assert trl_interface.changes(owner) == []
+    assert missing(owner, *NAMES[owner]) == []
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", *(["async_grpo"] if HAS_ASYNCHRONOUS else [])])
+def test_models_of_every_trainer_are_found_by_the_name_of_the_package(name):
+    assert {"trl", "rollout-correction", "trl-rollout-corr"} <= set(TRAINERS[name][0]._tag_names)
 
 
 def overridden(ours: type) -> set[str]:
@@ -59,15 +92,16 @@ def test_every_overridden_method_of_the_asynchronous_trainer_is_in_the_contract(
 
     assert "log" in overridden(RolloutCorrectedAsyncGRPOTrainer)  # of a base
     assert overridden(RolloutCorrectedAsyncGRPOTrainer) <= set(contract.METHODS)
+    assert missing(RolloutCorrectedAsyncGRPOTrainer._trl_class, *OF_ASYNCHRONOUS) == []
 
 
 def test_what_only_a_probe_touches_is_where_it_was():
     for owner in (GRPOTrainer, RLOOTrainer):
-        assert "self._last_loaded_step" in trl_interface.source_of(owner)
+        assert "self._last_loaded_step" in source_of(owner)
         for name in ("_prepare_inputs", "get_train_dataloader", "compute_loss_context_manager"):
             assert callable(getattr(owner, name))
     for name in ("top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs", "enable_sleep_mode"):
-        assert f"self.{name}" in trl_interface.source_of(VLLMGeneration)
+        assert f"self.{name}" in source_of(VLLMGeneration)
     assert callable(VLLMClient.init_communicator)
 
 
@@ -201,16 +235,15 @@ def test_names_of_the_sampler():
 
 def test_names_that_only_the_check_of_pushes_uses():
     """Without one of them, a push is not checked."""
-    assert "self.tp_group" in trl_interface.source_of(VLLMGeneration)
-    of_client = ["base_url"] if before("1.11") else ["base_url", "model"]  # the server of TRL 1.10 scores no text
-    for name in of_client:
+    assert "self.tp_group" in source_of(VLLMGeneration)
+    for name in ("base_url", "model"):
         assert f"self.{name} = " in inspect.getsource(VLLMClient.__init__)
     if HAS_ASYNCHRONOUS:
         from trl_rollout_corr.asynchronous.trl_parts import AsyncGRPOTrainer
 
         assert callable(AsyncGRPOTrainer._streaming_iter)
         for name in ("_lora_dir", "_lora_name", "_lora_sync"):
-            assert f"self.{name} = " in trl_interface.source_of(AsyncGRPOTrainer)
+            assert f"self.{name} = " in source_of(AsyncGRPOTrainer)
 
 
 def test_a_forward_pass_more_while_scoring_is_an_error(make):

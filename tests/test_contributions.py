@@ -85,7 +85,7 @@ def test_the_quick_start_of_the_page_trains(tiny_model_path, shared_engine, monk
 
 def test_every_place_without_an_address_is_one_that_the_instructions_name():
     """Nobody has the address of a home yet. `contributions/README.md` says where to write it."""
-    folders = ("benchmarks", "compatibility", "contributions", "docs", "examples", "recipes", "trl_rollout_corr")
+    folders = ("benchmarks", "contributions", "docs", "examples", "recipes", "trl_rollout_corr")
     paths = [*ROOT.glob("*.*"), *(path for folder in folders for path in (ROOT / folder).rglob("*.*"))]
     texts = {".md", ".ipynb", ".py", ".yaml", ".yml", ".toml", ".cff"}
     found = {path for path in paths if path.suffix in texts and "OWNER/trl-rollout-corr" in path.read_text()}

@@ -1,462 +1,408 @@
-"""`trl-rollout-corr convert`."""
+"""`trl-rollout-corr convert`: every configuration of verl's documents, and files of TRL and Axolotl."""
 
 import io
-import os
-import re
+import math
+import subprocess
 import sys
+import warnings
+from pathlib import Path
 
 import pytest
+import torch
 import yaml
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from tests.launching import ROOT, run
-from trl_rollout_corr import RolloutCorrectionConfig
+from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
 from trl_rollout_corr.__main__ import main
-from trl_rollout_corr.settings.files import read_config
-from trl_rollout_corr.settings.migrate import COUNTERPARTS
+from trl_rollout_corr.settings.counterparts import COUNTERPARTS
+from trl_rollout_corr.settings.migrate import from_trl, from_verl
 
 
-VERL = {
-    "rollout_is": "token",
-    "rollout_is_threshold": 2.0,
-    "rollout_rs": "token_k1",
-    "rollout_rs_threshold": "0.5_2.0",
+INF = math.inf
+SECTION = "algorithm.rollout_correction"
+TOKEN = {"rollout_is": "token", "rollout_is_threshold": 2.0}
+
+
+@pytest.fixture
+def convert(capsys, monkeypatch):
+    """Convert a file by its text, or arguments, and return the YAML, the warnings and the text."""
+
+    def converted(given: str | list[str]) -> tuple[dict, list[str], str]:
+        if isinstance(given, str):
+            monkeypatch.setattr(sys, "stdin", io.StringIO(given))
+        code = main(["convert", *(["-"] if isinstance(given, str) else given)])
+        output = capsys.readouterr()
+        assert code == 0, output.err
+        return yaml.safe_load(output.out), output.err.splitlines(), output.out
+
+    return converted
+
+
+@pytest.fixture
+def refusal(capsys, monkeypatch):
+    """The one line about a file by its text, or about arguments, that cannot be converted."""
+
+    def refused(given: str | list[str]) -> str:
+        if isinstance(given, str):
+            monkeypatch.setattr(sys, "stdin", io.StringIO(given))
+        assert main(["convert", *(["-"] if isinstance(given, str) else given)]) == 2
+        output = capsys.readouterr()
+        assert output.out == ""
+        [line] = [line for line in output.err.splitlines() if not line.startswith("warning: ")]
+        assert "unexpected" not in line
+        return line
+
+    return refused
+
+
+def in_shell(script: str) -> list[str]:
+    """Arguments that a script passes to `trl-rollout-corr convert`, which stands in the place of verl's command."""
+    script = script.replace("python3 -m verl.trainer.main_ppo", "trl-rollout-corr convert")
+    show = 'trl-rollout-corr() { shift; printf "%s\\0" "$@"; }\n'
+    output = subprocess.run(["bash", "-c", show + script], capture_output=True, text=True, check=True).stdout
+    return output.split("\0")[:-1]
+
+
+# Lines of settings, as a shell reads them
+BLOCK = 'settings=(\n{}\n)\ntrl-rollout-corr convert "${{settings[@]}}"'
+
+
+# Documents of verl ----------------------------------------------------------------------------------------------------
+
+EXAMPLES = yaml.safe_load((ROOT / "tests/verl_examples.yaml").read_text(encoding="utf-8"))
+
+
+@pytest.mark.filterwarnings("ignore:`rollout_rs_threshold` for 'seq_mean_k1'")
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_of_the_documents(convert, name):
+    example = EXAMPLES[name]
+    given = example.get("yaml") or in_shell(example.get("script") or BLOCK.format(example["block"]))
+    written, said, text = convert(given)
+    assert written == {"use_vllm": True, **example["fields"]}
+    for part, line in zip(example.get("says", []), said, strict=True):
+        assert part in line
+    trainer = f"# for {example['trainer']}\n" if "trainer" in example else ""
+    assert text.startswith(f"{trainer}use_vllm") or name == "the algorithm"
+
+
+def test_both_meanings_of_the_first_mask_give_the_same_coefficients():
+    train = torch.tensor([[0.3, -0.5, 1.9], [0.1, 0.0, -0.1]])
+    removed = RolloutCorrectionConfig(**from_verl(yaml.safe_load(EXAMPLES["asymmetric"]["yaml"])["algorithm"]))
+    zeroed = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=[0.8, 5.0])
+    coefficients = [
+        compute_rollout_correction(train, torch.zeros(2, 3), torch.ones(2, 3), config).coefficients
+        for config in (removed, zeroed)
+    ]
+    assert torch.equal(*coefficients)
+
+
+GEO = {"rollout_correction": "decoupled_geo_rs", "rollout_rs": ["seq_mean_k1", "seq_max_k1"]}
+PRESETS = {
+    "token_is": {"rollout_correction": "decoupled_token_is"},
+    "token_tis": {"rollout_correction": "decoupled_token_is"},
+    "seq_is": {"rollout_correction": "decoupled_seq_is"},
+    "seq_is_rs": {"rollout_correction": "decoupled_seq_is_rs"},
+    "seq_mis": {"rollout_correction": "decoupled_seq_is_rs", "rollout_rs_threshold": [[0.0, 2.0]]},
+    "geo_rs": {**GEO, "rollout_rs_threshold": [[1 / 1.001, 1.001], [1e-4, INF]]},
+    "geo_mis": {**GEO, "rollout_rs_threshold": [[0.999, 1.001], [1e-4, INF]]},
+    "ppo_is_bypass": {"rollout_correction": "bypass_ppo_clip", **TOKEN},
+    "pure_is": {"rollout_correction": "bypass_pg_is"},
+    "disabled": {"rollout_correction": "disabled"},
+    "decoupled_k3_rs": {"rollout_correction": "decoupled_k3_rs"},  # of today
 }
-LEGACY = {"rollout_is": True, "rollout_is_threshold": 5.0, "rollout_is_level": "sequence", "rollout_is_mode": "mask"}
-TRL = {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 2.0}
-CASES = {
-    "verl, whole file": ({"algorithm": {"gamma": 1.0, "rollout_correction": VERL}, "data": {}}, "from_verl", VERL),
-    "verl, off": ({"algorithm": {"rollout_correction": None}}, "from_verl", None),
-    "verl, section": ({"rollout_correction": VERL}, "from_verl", VERL),
-    "verl, keys": (VERL, "from_verl", VERL),
-    "legacy, whole file": ({"algorithm": {"adv_estimator": "grpo", **LEGACY}}, "from_legacy", LEGACY),
-    "legacy, metrics only": ({**LEGACY, "rollout_is": False}, "from_legacy", {**LEGACY, "rollout_is": False}),
-    "trl, whole file": ({"learning_rate": 1e-6, "use_vllm": True, **TRL}, "from_trl", TRL),
-}
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_the_printed_yaml_is_the_translated_configuration(case, tmp_path, capsys):
-    document, importer, settings = CASES[case]
-    path = tmp_path / "old.yaml"
-    path.write_text(yaml.safe_dump(document))
-    assert main(["convert", str(path)]) == 0
-    output = capsys.readouterr()
-    assert RolloutCorrectionConfig(**yaml.safe_load(output.out)) == getattr(RolloutCorrectionConfig, importer)(
-        settings
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("given", ["algorithm: {{rollout_correction: {}}}", [f"{SECTION}={{}}"]])
+def test_names_of_presets(convert, name, given):
+    given = given.format(name) if isinstance(given, str) else [given[0].format(name)]
+    assert convert(given)[0] == {"use_vllm": True, **PRESETS[name]}
+
+
+# What the shell and Hydra do ------------------------------------------------------------------------------------------
+
+
+def test_the_command_in_a_script(tmp_path):
+    """The shell expands variables with defaults, arrays and branches."""
+    script = tmp_path / "run.sh"
+    script.write_text(
+        "#!/usr/bin/env bash\nset -euo pipefail\n"
+        f"correction=({SECTION}.rollout_is=token {SECTION}.rollout_is_threshold=${{BOUND:-3.0}})\n"
+        f'if [ "${{OLD:-no}}" = yes ]; then correction+=({SECTION}.bypass_mode=True); else correction+=(a.b=1); fi\n'
+        f"MORE='algorithm.adv_estimator=grpo +actor_rollout_ref.rollout.n=8'\n"
+        f'{sys.executable} -m trl_rollout_corr convert --config-path=config --config-name ppo "${{correction[@]}}" $MORE \\\n'
+        f"  ++{SECTION}.bypass_mode=${{BYPASS:-False}} {SECTION}.rollout_rs=\\'token_k1,seq_max_k2\\' \\\n"
+        f'  {SECTION}.rollout_rs_threshold="0.5_2.0,2.5"\n'
     )
-    foreign = [key for key in document.get("algorithm", {}) if key not in ("rollout_correction", *LEGACY)]
-    lines = output.err.splitlines()
-    assert len(lines) == (1 if importer == "from_trl" else len(foreign))
-    assert all(f"{path}:2: `algorithm.{key}` is left out" in output.err for key in foreign)
-    if importer == "from_trl":
-        said = "`learning_rate`, `use_vllm` are left out: they are not about TRL's own correction, so keep name and value."
-        assert lines[0].endswith(said)
+    process = run("bash", str(script))
+    assert process.returncode == 0, process.stderr
+    assert yaml.safe_load(process.stdout) == {
+        "use_vllm": True, "rollout_is": "token", "rollout_is_threshold": 3.0, "rollout_rs": ["token_k1", "seq_max_k2"],
+        "rollout_rs_threshold": [[0.5, 2.0], 2.5], "num_generations": 8,
+    }  # fmt: skip
+    assert process.stderr.splitlines() == [
+        "warning: --config-path=config --config-name ppo: options of Python and Hydra are left out. A file that they name is "
+        "not read.",
+        "warning: `a.b` is left out: not about rollout correction.",
+    ]
 
 
-def test_a_misspelt_key_of_a_flat_file_is_not_lost(tmp_path, capsys):
-    path = tmp_path / "old.yaml"
-    path.write_text("rollout_is: token\nrollout_is_threshold: 2.0\nbypas_mode: true\nlearning_rate: 1\n")
-    assert main(["convert", str(path)]) == 0
-    error = capsys.readouterr().err
-    assert error == (
-        f"warning: {path}:3: `bypas_mode` is left out. Did you mean `bypass_mode`?\n"
-        f"warning: {path}:4: `learning_rate` is left out: TRL has `learning_rate`.\n"
-    )
+TRUE, FALSE = ("true", "True", "yes", "on", "TRUE"), ("false", "False", "no", "off", "FALSE")
 
 
-def test_what_is_left_out_is_named_with_its_line(tmp_path, capsys):
-    path = tmp_path / "old.yaml"
-    path.write_text(
-        "data:\n  max_prompt_length: 1024\nalgorithm:\n  adv_estimator: gae\n  gamma: 0.99\n  lam: 0.95\n"
-        "  rollout_correction:\n    rollout_is: token\n    rollout_rs: seq_mean_k1\n    rollout_rs_threshold: 0.9_1.2\n"
-        "trainer:\n  total_epochs: 5\n  project_name: p\n  val_only: false\n"
-    )
-    assert main(["convert", str(path)]) == 0
-    found = {line.split(": ", 2)[1]: line for line in capsys.readouterr().err.splitlines()}
-    assert {place.removeprefix(str(path)) for place in found} == {":2", ":4", ":5", ":6", ":10", ":12", ":13"}
-    assert "`algorithm.adv_estimator` is left out: TRL has neither GAE nor a value model" in found[f"{path}:4"]
-    assert "`algorithm.lam` is left out: it is a parameter of GAE" in found[f"{path}:6"]
-    assert "verl applies the bounds of `seq_mean_k1` to the inverse" in found[f"{path}:10"]
-    assert "`data.max_prompt_length` is left out: TRL has none: filter the dataset" in found[f"{path}:2"]
-    assert "`trainer.total_epochs` is left out: TRL has `num_train_epochs`." in found[f"{path}:12"]
-    assert "`trainer.project_name`, `trainer.val_only` are left out: they are not about" in found[f"{path}:13"]
+@pytest.mark.parametrize("word", [*TRUE, *FALSE, True, False])
+def test_truth_is_read_as_yaml_reads_it(convert, word):
+    expected = word in TRUE or word is True
+    given = f"rollout_correction: {{rollout_is: token, bypass_mode: {word!r}}}"
+    assert convert(given)[0].get("bypass_mode", False) == expected
+    assert convert([f"{SECTION}.bypass_mode={word}"])[0].get("bypass_mode", False) == expected
+    first = {"rollout_is": word, "rollout_is_threshold": 2.0}
+    assert from_verl(first).get("rollout_metrics_only", False) != expected
+    scaled = convert([f"algorithm.norm_adv_by_std_in_grpo={word}", "rollout_is=token"])[0]["scale_rewards"]
+    assert scaled == ("group" if expected else "none")
 
 
-SCRIPT = """#!/usr/bin/env bash
-set -xeuo pipefail
-MODEL_PATH="Qwen/Qwen2.5-7B"
-threshold=3.0
+REFUSED = {
+    "no truth": (["rollout_is=token", f"{SECTION}.bypass_mode=0"], "`bypass_mode` must be true or false, got '0'"),
+    "no truth in YAML": ("rollout_correction: {bypass_mode: 1}", "`bypass_mode` must be true or false, got 1"),
+    "no truth in the first keys": ("{rollout_is_level: token, rollout_is: 0, rollout_is_threshold: 2}", "`rollout_is` mu"),
+    "no truth elsewhere": (["actor_rollout_ref.actor.use_kl_loss=1"], "`actor.use_kl_loss` must be true or false"),
+    "a variable": (
+        [f"{SECTION}.bypass_mode=${{BYPASS_MODE:-False}}"],
+        "`bypass_mode` is '${BYPASS_MODE:-False}', which is not expanded. The shell must expand it",
+    ),
+    "a variable of TRL's": (["rollout_is=token", "actor_rollout_ref.actor.optim.lr=$LR"], "lr` is '$LR', which is not"),
+    "a variable that is not set": (["rollout_is=token", f"{SECTION}.rollout_is_threshold="], "` is '', which is empty."),
+    "a quoted variable": (
+        ["algorithm.adv_estimator=grpo rollout_is=token"], "`algorithm.adv_estimator` is 'grpo rollout_is=token', which h"
+    ),
+    "a backslash and a blank": (["rollout_is=token", " "], "' ': it is neither `key=value` nor an option"),
+    "a file and arguments": (["old.yaml", "rollout_is=token"], "'old.yaml': it is neither `key=value` nor an option"),
+    "a misspelt key": (["rollout_is=token", "bypas_mode=true"], "`bypas_mode` is 'true', which verl does not have. Did yo"),
+    "a misspelt section": (["algorithm.rollout_correcton.rollout_is=token"], f"Did you mean `{SECTION}.rollout_is`?"),
+    "two values": (["rollout_is=token", f"{SECTION}.rollout_is=sequence"], "and `rollout_is` is 'token' elsewhere"),
+    "two values of TRL's": (["n=4", "actor_rollout_ref.rollout.n=8"], "and `num_generations` of TRL is 4 already"),
+    "no number": (["rollout_is=token", "rollout.n=many"], "`rollout.n` must be a number, got 'many'"),
+    "nothing": ([], "it has no settings of verl"),
+    "nothing known": ("learning: 1", "it has no settings of verl"),
+    "no mapping": ("- 1", "it has no settings of verl"),
+    "no YAML": ("a: [1", "line 1: not YAML: expected"),
+    "another key": ("rollout_correction: {rollout_iss: token}", "`rollout_iss` is 'token', which does not belong to a verl"),
+    "no section": ("algorithm: {rollout_correction: [token_is]}", "`rollout_correction` must be a section, the name"),
+    "three bounds": ("rollout_correction: {rollout_is: token, rollout_is_threshold: [1, 2, 3]}", "`rollout_is_threshold`"),
+    "a level of none": ("rollout_is_level: [token]\nrollout_is_threshold: 2", "`rollout_is_level` must be one of"),
+    "a mode of none": ("rollout_is_mode: zero\nrollout_is_threshold: 2", "`rollout_is_mode` must be 'truncate'"),
+    "two generations": ("rollout_is_level: token\nrollout_rs: token_k1", "does not belong to the `rollout_is*` keys"),
+    "a nested list": ("rollout_rs: [[token_k1]]\nrollout_rs_threshold: 2.0", "`rollout_rs` must be a list of names"),
+    "no bounds": ("rollout_rs: token_k1", "`rollout_rs_threshold` is not set"),
+    "TRL's own": ("vllm_importance_sampling_mode: turn_mask", "must be token_truncate"),
+    "unknown of TRL's": ("vllm_importance_sampling_x: 1", "does not belong to TRL"),
+    "shell": ("#!/bin/bash\npython3 -m verl.trainer.main_ppo a=1", "This is a shell script: put `trl-rollout-corr convert`"),
+    "lines": ("rollout_is=token\nrollout_is_threshold=2.0", "This is a shell script: put `trl-rollout-corr convert`"),
+    "Python": ("from verl import x\nconfig.rollout_is = True", "This is a Python file: copy its settings into a YAML file"),
+}  # fmt: skip
 
-python3 -m verl.trainer.main_ppo \\
-    data.train_files="${TRAIN_FILE}" \\
-    algorithm.adv_estimator=rloo \\
-    +algorithm.rollout_correction.rollout_is="sequence" \\
-    algorithm.rollout_correction.rollout_is_threshold=${threshold} \\
-    algorithm.rollout_correction.rollout_is_batch_normalize="true" \\
-    algorithm.rollout_correction.rollout_rs="token_k1,seq_max_k2" \\
-    algorithm.rollout_correction.rollout_rs_threshold="0.5_2.0,2.5" \\
-    algorithm.rollout_correction.bypass_mode="true" \\     # important
-    algorithm.rollout_correction.loss_type="reinforce" \\
-    trainer.logger='["console","wandb"]' \\
-    # ... and so on
-"""
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_is_one_line(refusal, name):
+    given, message = REFUSED[name]
+    assert message in refusal(given)
 
 
-def test_a_shell_script(tmp_path, capsys):
-    path = tmp_path / "run.sh"
-    path.write_text(SCRIPT)
-    assert main(["convert", str(path)]) == 0
-    output = capsys.readouterr()
-    assert yaml.safe_load(output.out) == {
-        "rollout_is": "sequence", "rollout_is_threshold": 3.0, "rollout_is_batch_normalize": True,
-        "rollout_rs": ["token_k1", "seq_max_k2"], "rollout_rs_threshold": [[0.5, 2.0], 2.5],
+def test_files(capsys, tmp_path):
+    assert main(["convert", str(tmp_path / "missing.yaml")]) == 2
+    assert capsys.readouterr().err.endswith("missing.yaml: No such file or directory\n")
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
+    assert main(["convert", str(tmp_path / "bytes")]) == 2
+    assert "not YAML" in capsys.readouterr().err
+    for recipe in ("grpo/token_is.yaml", "rloo/geo_rs_token_tis.yaml", "grpo/multi_rs.yaml"):
+        assert main(["convert", str(ROOT / "recipes" / recipe)]) == 2
+        assert "already a configuration of this package" in capsys.readouterr().err
+    assert main(["convert", str(Path(__file__))]) == 2
+    assert f"{__file__}: This is a Python file" in capsys.readouterr().err
+
+
+# Settings of verl outside the section ---------------------------------------------------------------------------------
+
+
+def test_the_lines_of_trl(convert):
+    settings = {
+        "algorithm": {"adv_estimator": "grpo", "norm_adv_by_std_in_grpo": False, "rollout_correction": TOKEN},
+        "actor_rollout_ref": {
+            "model": {"path": "m"},
+            "actor": {"optim": {"lr": "1e-6"}, "clip_ratio_high": 0.28, "clip_ratio_c": 10.0, "grad_clip": 0.5,
+                      "ppo_epochs": 2, "use_kl_loss": True, "kl_loss_coef": 0.01, "loss_agg_mode": "seq-mean-token-mean"},
+            "rollout": {"n": 8, "temperature": 0.7, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.1,
+                        "max_model_len": None, "quantization": "fp8", "enable_rollout_routing_replay": True,
+                        "presence_penalty": 0.5},
+        },
+        "data": {"max_response_length": 1024, "train_files": "x"}, "trainer": {"total_epochs": 15, "nnodes": 1},
+    }  # fmt: skip
+    written, said, text = convert(yaml.safe_dump(settings, sort_keys=False))
+    assert written == {
+        "use_vllm": True, **TOKEN, "model_name_or_path": "m", "learning_rate": 1e-6, "epsilon_high": 0.28, "delta": 10,
+        "max_grad_norm": 0.5, "num_iterations": 2, "beta": 0.01, "loss_type": "grpo", "scale_rewards": "none",
+        "num_generations": 8, "temperature": 0.7, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.1,
+        "max_completion_length": 1024, "num_train_epochs": 15,
+    }  # fmt: skip
+    distorting = [line for line in text.splitlines() if "changes what vLLM samples but not what the trainer" in line]
+    assert [line.split(":")[0] for line in distorting] == ["top_p", "top_k", "repetition_penalty"]
+    assert [line.split(" ")[1] for line in said] == [
+        "`actor_rollout_ref.rollout.quantization`", "`actor_rollout_ref.rollout.enable_rollout_routing_replay`",
+        "`actor_rollout_ref.rollout.presence_penalty`", "`data.train_files`,",
+    ]  # fmt: skip
+    assert "not quantised" in said[0]
+    assert "`rollout_routing: replay`" in said[1]
+    assert said[3] == "warning: `data.train_files`, `trainer.nnodes` are left out: not about rollout correction."
+
+
+KL = ["actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.kl_loss_coef=0.01"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "written", "said"),
+    [
+        (["rollout.top_k=-1", "rollout.top_p=1.0"], {"top_k": 0, "top_p": 1}, []),
+        (["actor.clip_ratio_low=0.1"], {"epsilon": 0.1, "epsilon_high": 0.2}, []),  # TRL's default would be 0.1
+        (["actor.clip_ratio_c=4"], {"delta": 4}, []),
+        (["actor.clip_ratio_c=4", "bypass_mode=true"], {"rollout_clip_ratio_c": 4}, []),
+        (["actor.clip_ratio_c=4", "adv_estimator=rloo"], {"beta": 0}, ["TRL's RLOO has no such bound"]),
+        (["actor.loss_agg_mode=token-mean"], {"loss_type": "dapo"}, []),
+        (["actor.loss_agg_mode=seq-mean-token-sum"], {}, ["`loss_type: dr_grpo` is the nearest"]),
+        (KL, {"beta": 0.01}, []),
+        (KL[:1], {"beta": 0.001}, []),
+        (KL[1:], {}, ["`actor_rollout_ref.actor.kl_loss_coef` is left out: it acts with `use_kl_loss`"]),
+        (["actor.use_kl_loss=False"], {"beta": 0}, []),
+        ([*KL, "adv_estimator=rloo"], {}, ["use_kl_loss` is left out: RLOO has", "kl_loss_coef` is left out"]),
+        (["algorithm.gamma=0.9"], {}, ["`algorithm.gamma` is left out: TRL gives one reward"]),
+    ],
+)
+def test_lines_of_trl_that_need_a_rule(convert, arguments, written, said):
+    result, lines, _ = convert(["rollout_is=token", *arguments])
+    fields = {"bypass_mode": True, "rollout_loss_type": "ppo_clip"} if "bypass_mode=true" in arguments else {}
+    assert result == {"use_vllm": True, **TOKEN, **fields, **written}
+    assert [any(text in line for line in lines) for text in said] == [True] * len(said)
+    assert len(lines) == len(said)
+
+
+def test_the_lines_of_trl_are_fields_of_trl():
+    from trl import GRPOConfig, ModelConfig
+
+    fields = GRPOConfig.__dataclass_fields__.keys() | ModelConfig.__dataclass_fields__
+    assert {field for field, _ in COUNTERPARTS.values() if field} <= fields
+
+
+def test_an_old_key_of_verl_has_a_message_of_its_own(convert):
+    written, said, _ = convert([f"{SECTION}.bypass_mode=true", f"{SECTION}.use_policy_gradient=true"])
+    assert (written["bypass_mode"], written["rollout_loss_type"]) == (True, "reinforce")
+    assert said == ["warning: `use_policy_gradient` is an old key of verl, which is now `loss_type: reinforce`."]
+
+
+# Rules of verl's section ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:verl applies")
+def test_a_ported_run_rejects_what_verl_rejected():
+    # measured on verl 0.9.1 with token_k1 0.6_1.6
+    ratios, kept = torch.tensor([[0.61, 0.63, 1.62, 1.66, 1.70]]), [False, True, True, True, False]
+    config = RolloutCorrectionConfig(**from_verl({"rollout_rs": "token_k1", "rollout_rs_threshold": "0.6_1.6"}))
+    keep = compute_rollout_correction(ratios.log(), torch.zeros(1, 5), torch.ones(1, 5), config).keep
+    assert keep.tolist() == [kept]
+
+
+@pytest.mark.parametrize(
+    ("criterion", "bounds", "read", "inverted"),
+    [
+        ("seq_sum_k1", "0.5_inf", [0.0, 2.0], True),
+        ("seq_sum_k1", "0.5_2.0", [0.5, 2.0], False),
+        ("seq_sum_k1", "2.0", [0.5, 2.0], False),
+        ("token", "0.6_1.6", [0.6, 1.6], False),  # by their first names, the bounds are on the ratio
+        ("seq_max_k1", "0.6_1.6", [0.6, 1.6], False),  # verl does not have it
+        ("token_k1", [0.0, 5.0], [0.0, 5.0], False),  # verl refuses a lower bound of 0
+        ("token_tv", "0.1_0.3", [0.1, 0.3], False),
+        ("token_k2,token_k2", "0.1", 0.1, False),  # verl drops repeated names
+    ],
+)
+def test_bounds_of_criteria(criterion, bounds, read, inverted):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fields = from_verl({"rollout_rs": criterion, "rollout_rs_threshold": bounds})
+    assert fields["rollout_rs_threshold"] == [read]
+    assert ["to the inverse of the ratio" in str(warning.message) for warning in caught] == [True] * inverted
+
+
+def test_the_first_version_of_the_section():
+    fields = from_verl(
+        {"_target_": "verl.x", "rollout_is": None, "rollout_rs": "geometric", "rollout_rs_threshold": 1.001,
+         "rollout_rs_threshold_lower": 0.9, "rollout_token_veto_threshold": 1e-4, "bypass_old_logprob_for_rollout": True,
+         "use_pure_rollout_correction": True}
+    )  # fmt: skip
+    assert fields == {
+        "rollout_is": None, "rollout_rs": ["seq_mean_k1", "seq_max_k1"], "rollout_rs_threshold": [[0.9, 1.001], [1e-4, INF]],
         "bypass_mode": True, "rollout_loss_type": "reinforce",
     }  # fmt: skip
-    assert f"{path}:8: `algorithm.adv_estimator` is left out: train with `RolloutCorrectedRLOOTrainer`" in output.err
-    path.write_text(SCRIPT.replace("0.5_2.0,2.5", "0.5_2.0"))
-    assert main(["convert", str(path)]) == 2
-    assert "line 13: `rollout_rs_threshold`" in capsys.readouterr().err
-
-
-VARIABLES = """
-export NCCL_DEBUG=WARN
-bound=3.0
-adv_estimator=gae
-gamma=0.99
-lam=0.95
-LR=1e-6
-rollout_is="sequence"
-rollout_is_threshold=${bound}
-rollout_rs="null"
-bypass_mode="false"   # several epochs
-ppo_epochs=4
-seed=7
-"""
-
-
-def test_variables_of_a_script_are_not_lost(tmp_path, capsys):
-    path = tmp_path / "lines.sh"
-    path.write_text(VARIABLES)
-    assert main(["convert", str(path)]) == 0
-    output = capsys.readouterr()
-    assert yaml.safe_load(output.out) == {"rollout_is": "sequence", "rollout_is_threshold": 3.0}
-    found = [line.removeprefix(f"warning: {path}:") for line in output.err.splitlines()]
-    assert [line.split(".")[0] for line in found] == [
-        "4: `adv_estimator` is left out: TRL has neither GAE nor a value model",
-        "5: `gamma` is left out: it discounts rewards per token, and TRL's trainers give one reward to the whole completion",
-        "6: `lam` is left out: it is a parameter of GAE, which TRL does not have",
-        "7: `LR` is left out: TRL has `learning_rate`",
-        "12: `ppo_epochs` is left out: TRL has `num_iterations`",
-        "2: `NCCL_DEBUG`, `seed` are left out: they are not about rollout correction",
-    ]
-
-
-def test_variables_alone_are_no_settings_of_rollout_correction(tmp_path, capsys):
-    path = tmp_path / "lines.sh"
-    path.write_text("adv_estimator=rloo   # or grpo\ngamma=1.0\n")
-    assert main(["convert", str(path)]) == 2
-    assert "it has no settings of rollout correction" in capsys.readouterr().err
-
-
-NAMES = ["rollout_is", "rollout_is_threshold", "rollout_rs", "rollout_rs_threshold", "bypass_mode", "loss_type"]
-GOOD = dict(zip(NAMES, ["sequence", "3.0", "seq_max_k2", "2.5", "true", "reinforce"], strict=True))
-ELSEWHERE = [
-    "algorithm.adv_estimator", "algorithm.gamma", "algorithm.new", "actor_rollout_ref.actor.optim.lr", "trainer.logger",
-    "actor_rollout_ref.actor.optim.weight_decay", "critic.optim.lr", "data.train_files", "reward.a.b.c", "lone", "Seed",
-    "actor_rollout_ref.actor.ess_scaling.scaling_rule",
-]  # fmt: skip
-
-
-def nested(settings: dict) -> dict:
-    document: dict = {}
-    for name, value in settings.items():
-        *above, last = name.split(".")
-        section = document
-        for part in above:
-            section = section.setdefault(part, {})
-        section[last] = value
-    return document
-
-
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    above=st.sampled_from(["algorithm.rollout_correction.", "rollout_correction.", "algorithm.", ""]),
-    ours=st.sets(st.sampled_from([name for name in NAMES if "rs" not in name]), min_size=1).map(
-        lambda x: {*x, *NAMES[:1]}
-    ),
-    rejects=st.booleans(),
-    others=st.sets(st.sampled_from(ELSEWHERE)),
-    script=st.booleans(),
-    shuffle=st.randoms(),
-)
-def test_no_setting_disappears(tmp_path, capsys, above, ours, rejects, others, script, shuffle):
-    """Each is in the YAML, or a message names it in full."""
-    section = {above + name: GOOD[name] for name in NAMES if name in ours or (rejects and "rs" in name)}
-    pairs = [*section.items(), *((name, "3") for name in others)]
-    shuffle.shuffle(pairs)
-    path = tmp_path / "old"
-    path.write_text(
-        "\n".join(f"{name}={value}" for name, value in pairs) if script else yaml.safe_dump(nested(dict(pairs)))
-    )
-    assert main(["convert", str(path)]) == 0
-    output = capsys.readouterr()
-    assert "unexpected" not in output.err
-    written = {name.replace("rollout_loss", "loss") for name in yaml.safe_load(output.out)}
-    for name in section:
-        last = name.removeprefix(above)
-        assert last in written or f"`{last}`" in output.err
-    assert all(f"`{name}`" in output.err for name in others)
-
-
-def test_a_line_with_an_open_quote_is_read(tmp_path, capsys):
-    path = tmp_path / "lines.sh"
-    path.write_text("echo it's\nrollout_is='token\nactor_rollout_ref.actor.optim.lr=1e-6 trainer.logger='[\"a\",\n")
-    assert main(["convert", str(path)]) == 0
-    output = capsys.readouterr()
-    assert output.out.startswith("rollout_is: token\n")
-    assert "`actor_rollout_ref.actor.optim.lr`" in output.err
-    assert "`trainer.logger`" in output.err
-
-
-def test_of_a_key_that_is_written_twice_the_last_one_counts_and_that_is_said(tmp_path, capsys):
-    path = tmp_path / "old.yaml"
-    path.write_text("rollout_correction:\n  rollout_is: token\n  rollout_is: sequence\n  rollout_is_threshold: 2.0\n")
-    assert main(["convert", str(path)]) == 0
-    output = capsys.readouterr()
-    assert output.out.startswith("rollout_is: sequence\n")
-    assert output.err == f"warning: {path}:2: `rollout_is` has no effect: line 3 sets it again.\n"
-
-
-ALIASES = "\n".join(
-    ["a0: &a0 [1, 1]", *(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 10)), "rollout_is: token"]
-)
-MERGES = "\n".join(
-    [
-        "a0: &a0 {x: 1}",
-        *(f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}" for i in range(1, 10)),
-        "rollout_is: token",
-    ]
-)
 
 
 @pytest.mark.parametrize(
-    "text", [ALIASES, MERGES, "a: &a [*a]\nrollout_is: token", "a: &a {b: *a}\nrollout_is: token"]
+    ("section", "message"),
+    [
+        ({"rollout_is": "token", "rollout_is_threshold": None}, "`rollout_is_threshold` is null, which makes verl compute no"),
+        ({"use_pure_rollout_correction": True}, "`use_pure_rollout_correction` is set to True but has no effect"),
+        ({"loss_type": "reinforce"}, "`loss_type` is set to 'reinforce' but has no effect: `bypass_mode` is False."),
+        ({"rollout_is_threshold": 2.0}, "`rollout_is_threshold` is set to 2.0 but has no effect: `rollout_is` is None."),
+        ({"rollout_is": "null", "rollout_is_threshold": 5.0}, "`rollout_is_threshold` is set to 5.0 but has no effect"),
+        ({"rollout_is_batch_normalize": "true"}, "`rollout_is_batch_normalize` is set to True but has no effect"),
+        ({"rollout_rs": None, "rollout_rs_threshold": "0.6_1.6"}, "`rollout_rs_threshold` is set to '0.6_1.6' but has no"),
+        ({"rollout_rs_threshold_lower": 0.5}, "`rollout_rs_threshold_lower` is set to 0.5 but has no effect"),
+        ({"rollout_is": None, "rollout_is_threshold": "2.0", "rollout_is_batch_normalize": False, "rollout_rs": None,
+          "rollout_rs_threshold": None, "bypass_mode": False, "loss_type": "ppo_clip"}, ""),  # verl's defaults
+    ],
+)  # fmt: skip
+def test_settings_of_verl_without_effect_are_warned_about_once(section, message):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert from_verl(section) == {"rollout_is": None}
+    assert [message in str(warning.message) for warning in caught] == [True] * bool(message)
+
+
+# TRL and Axolotl ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "fields"),
+    [
+        ({}, ("sequence", [0.0, 3.0], None)),  # TRL's default: sequence_mask, clip_max 3
+        ({"mode": "token_truncate", "clip_max": 2.0}, ("token", 2.0, None)),
+        ({"mode": "sequence_truncate", "cap": 4.0}, ("sequence", 4.0, None)),
+        ({"mode": "token_mask", "clip_min": 0.5, "clip_max": None}, ("token", [0.5, INF], None)),
+        ({"mode": "token_truncate", "clip_min": 0.5}, ("token", [0.5, 3.0], True)),
+        ({"mode": "sequence_truncate", "clip_min": 0.5}, ("sequence", [0.5, 3.0], True)),
+    ],
 )
-def test_nested_aliases_are_refused(tmp_path, capsys, text):
-    path = tmp_path / "old.yaml"
-    path.write_text(text)
-    assert main(["convert", str(path)]) == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"{path}: its aliases (`*name`) stand for too many values")
-    with pytest.raises(ValueError, match="its aliases"):
-        read_config(str(path))
+def test_the_settings_of_trl(settings, fields):
+    found = from_trl({f"vllm_importance_sampling_{name}": value for name, value in settings.items()})
+    assert (found["rollout_is"], found["rollout_is_threshold"], found.get("rollout_is_clamp")) == fields
+    assert found["rollout_nan_policy"] == "neutralize"
+    assert from_trl({"vllm_importance_sampling_correction": "off"}) == {"rollout_correction": "disabled"}
 
 
-def test_a_few_aliases_are_read(tmp_path, capsys):
-    path = tmp_path / "old.yaml"
-    path.write_text("x: &x {rollout_is: token, rollout_is_threshold: 2.0}\nalgorithm:\n  rollout_correction: *x\n")
-    assert main(["convert", str(path)]) == 0
-    assert capsys.readouterr().out == "rollout_is: token\nrollout_is_threshold: 2.0\n"
-
-
-def test_pipes_and_devices_are_refused(tmp_path, capsys, monkeypatch):
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    for path in (str(pipe), "/dev/zero", str(tmp_path)):
-        assert main(["convert", path]) == 2
-        assert capsys.readouterr().err.startswith(f"{path}: it is a ")
-    large = tmp_path / "large"
-    large.write_text("#" * 2_000_000)
-    assert main(["convert", str(large)]) == 2
-    with open("/dev/zero") as endless:
-        monkeypatch.setattr(sys, "stdin", endless)
-        assert main(["convert", "-"]) == 2
-    assert capsys.readouterr().err.count("more than 1,000,000 characters") == 2
-
-
-def test_lines_of_a_readme(tmp_path, capsys):
-    path = tmp_path / "lines.sh"
-    path.write_text(
-        'rollout_is="null"   # no weights\nrollout_rs="token_k1,sequence"\nrollout_rs_threshold="0.8_1.6,2.0"\n'
+def test_the_whole_yaml_of_trl_comes_back(convert):
+    text = (
+        "output_dir: o\nuse_vllm: true\nvllm_importance_sampling_mode: token_truncate\nlearning_rate: 1e-6  # small\n"
     )
-    assert main(["convert", str(path)]) == 0
-    output = capsys.readouterr()
-    # today's name bounds the inverse of the ratio, the first one the ratio itself
-    assert yaml.safe_load(output.out) == {
-        "rollout_is": None, "rollout_rs": ["token_k1", "seq_sum_k1"], "rollout_rs_threshold": [[0.625, 1.25], [0.5, 2.0]]
+    written, said, output = convert(f"{text}vllm_importance_sampling_clip_max: 2.0\nreport_to: [wandb]\n")
+    ours = "rollout_is: token\nrollout_is_threshold: 2.0\nrollout_nan_policy: neutralize\n"
+    assert output == f"output_dir: o\nuse_vllm: true\n{ours}learning_rate: 1e-6\nreport_to:\n- wandb\n"
+    assert said == ["warning: Comments of the file are left out."]
+    assert RolloutCorrectionConfig(**{name: written[name] for name in written if name.startswith("rollout")})
+
+
+def test_the_whole_yaml_of_axolotl_comes_back(convert):
+    trl = {"use_vllm": True, "vllm_importance_sampling_mode": "token_mask", "num_generations": 4}
+    written, said, _ = convert(yaml.safe_dump({"rl": "grpo", "trl": trl, "plugins": ["a.B"], "micro_batch_size": 2}))
+    assert written == {
+        "rl": "grpo", "trl": {"use_vllm": True, "num_generations": 4}, "micro_batch_size": 2,
+        "plugins": ["a.B", "trl_rollout_corr.axolotl.RolloutCorrectionPlugin"],
+        "rollout_is": "token", "rollout_is_threshold": [0.0, 3.0], "rollout_nan_policy": "neutralize",
     }  # fmt: skip
-    assert "`token_k1` to the inverse" in output.err
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "rollout_is_threshold=2.0   # a bound",
-        'rollout_is_batch_normalize="true"',
-        'rollout_rs_threshold="0.6_1.6"',
-        'rollout_rs_threshold="2.5"',
-        'loss_type="reinforce"',
-        'algorithm.rollout_correction.use_pure_rollout_correction="true"',
-    ],
-)
-def test_a_line_of_a_readme_that_does_nothing_alone_says_so(tmp_path, capsys, line):
-    path = tmp_path / "lines.sh"
-    path.write_text(f"# of a table\n{line}\n")
-    assert main(["convert", str(path)]) == 0
-    output = capsys.readouterr()
-    name = line.split("=")[0].split(".")[-1]
-    assert output.out == "rollout_is: null\n"
-    assert output.err.startswith(f"warning: {path}:2: `{name}` is set to ")
-    assert " but has no effect: " in output.err
-    assert len(output.err.splitlines()) == 1
-
-
-def test_of_a_line_that_is_written_again_the_last_one_counts_and_that_is_said(tmp_path, capsys):
-    path = tmp_path / "lines.sh"
-    path.write_text('rollout_rs="token_k2"\nrollout_rs_threshold=0.1\nrollout_rs="null"\nrollout_rs="null"\n')
-    assert main(["convert", str(path)]) == 0
-    output = capsys.readouterr()
-    assert output.out == "rollout_is: null\n"
-    assert f"{path}:1: `rollout_rs` has no effect: line 4 sets it again." in output.err
-    assert f"{path}:2: `rollout_rs_threshold` is set to '0.1' but has no effect" in output.err
-    assert len(output.err.splitlines()) == 2  # to the same value again is no matter
-
-
-def test_criteria_of_ours_keep_their_bounds(tmp_path, capsys):
-    path = tmp_path / "old.yaml"
-    section = "rollout_rs: [token_tv, token_kl, token_k1]\n    rollout_rs_threshold: [0.2, 0.05, [0, 5]]\n"
-    path.write_text(f"algorithm:\n  rollout_correction:\n    {section}")
-    assert main(["convert", str(path)]) == 0
-    output = capsys.readouterr()
-    assert output.err == ""
-    assert yaml.safe_load(output.out)["rollout_rs_threshold"] == [[0.2, 0.2], [0.05, 0.05], [0.0, 5.0]]
-    path.write_text(path.read_text().replace("0.2, 0.05", "5, 0.05"))
-    assert main(["convert", str(path)]) == 2
-    assert "line 4: `rollout_rs_threshold` for `token_tv`" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("name", "fields"),
-    [
-        ("decoupled_k3_rs", {"rollout_correction": "decoupled_k3_rs"}),
-        ("token_is", {"rollout_correction": "decoupled_token_is"}),
-        ("seq_mis", {"rollout_correction": "decoupled_seq_is_rs", "rollout_rs_threshold": [[0.0, 2.0]]}),
-    ],
-)
-@pytest.mark.parametrize("text", ["algorithm:\n  rollout_correction: {}\n", "algorithm.rollout_correction={}"])
-def test_the_name_of_a_preset_in_the_place_of_verl(tmp_path, capsys, text, name, fields):
-    path = tmp_path / "old"
-    path.write_text(text.format(name))
-    assert main(["convert", str(path)]) == 0
-    assert yaml.safe_load(capsys.readouterr().out) == fields
-
-
-@pytest.mark.parametrize(
-    "text", ["algorithm:\n  rollout_is: true\n", "algorithm:\n  rollout_correction:\n    rollout_is: true\n"]
-)
-def test_a_switch_without_a_threshold_is_off_and_says_so(tmp_path, capsys, text):
-    path = tmp_path / "old.yaml"
-    path.write_text(text)
-    assert main(["convert", str(path)]) == 0
-    output = capsys.readouterr()
-    assert output.out == "rollout_correction: disabled\n"
-    assert "`rollout_is_threshold` is missing, which switched everything off in verl" in output.err
-
-
-@pytest.mark.parametrize(
-    "recipe", ["recipes/grpo/token_is.yaml", "recipes/rloo/geo_rs_token_tis.yaml", "recipes/grpo/multi_rs.yaml"]
-)
-def test_a_recipe_of_ours_needs_no_conversion(capsys, recipe):
-    assert main(["convert", str(ROOT / recipe)]) == 2
-    assert "already a configuration of this package" in capsys.readouterr().err
-
-
-def test_differences_are_warned_about_beside_the_yaml(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "stdin", io.StringIO(yaml.safe_dump({**VERL, "rollout_rs_threshold": "0.6_1.6"})))
-    assert main(["convert", "-"]) == 0
-    output = capsys.readouterr()
-    assert yaml.safe_load(output.out)["rollout_rs_threshold"] == [[0.625, pytest.approx(1 / 0.6)]]
-    assert output.err.startswith("warning: -:4: verl applies the bounds of `token_k1` to the inverse of the ratio")
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "it has no settings of rollout correction"),
-        (b"learning_rate: 1", "it has no settings of rollout correction"),
-        (b"- 1\n- 2", "it has no settings of rollout correction"),
-        (b"a: [1", "line 1: not YAML: expected"),
-        (b"\xff\xfe\x00", "not YAML"),
-        (b"rollout_correction: {rollout_is: word}", "`rollout_is` must be one of token"),
-        (
-            b"rollout_correction: {rollout_iss: token}",
-            "line 1: `rollout_iss` is 'token', which does not belong to a verl",
-        ),
-        (b"rollout_correction: {rollout_is: token, rollout_is_threshold: [1, 2, 3]}", "`rollout_is_threshold`"),
-        (b"rollout_is_level: word\nrollout_is_threshold: 2", "`rollout_is_level` must be one of"),
-        (b"rollout_is_level: [token]\nrollout_is_threshold: 2", "`rollout_is_level` must be one of"),
-        (
-            b"rollout_rs: [[token_k1]]\nrollout_rs_threshold: 2.0",
-            "line 1: `rollout_rs` must be a list of names, got [['token_k1']]. Write the names in one list, such as ",
-        ),
-        (b"rollout_rs: 5\nrollout_rs_threshold: 2.0", "line 1: `rollout_rs` must be a list of names, got 5"),
-        (b"algorithm: {rollout_correction: [token_is]}", "it has no settings of rollout correction"),
-    ],
-)
-def test_bad_input_is_one_line_and_exit_code_2(content, message, tmp_path, capsys):
-    path = tmp_path / "old.yaml"
-    path.write_bytes(content)
-    assert main(["convert", str(path)]) == 2
-    output = capsys.readouterr()
-    assert output.out == ""
-    assert message in output.err
-    assert len(output.err.splitlines()) == 1
-
-
-def test_the_command(tmp_path):
-    process = run(sys.executable, "-m", "trl_rollout_corr", "convert", str(tmp_path / "missing.yaml"))
-    assert process.returncode == 2
-    assert process.stderr.strip().endswith("missing.yaml: No such file or directory")
-    path = tmp_path / "old.yaml"
-    path.write_text(yaml.safe_dump(TRL))
-    process = run(sys.executable, "-m", "trl_rollout_corr", "convert", str(path))
-    assert process.stdout == "rollout_is: token\nrollout_is_threshold: 2.0\nrollout_nan_policy: neutralize\n"
-
-
-def test_a_refused_value_of_another_name_has_its_line(tmp_path, capsys):
-    path = tmp_path / "verl.yaml"
-    path.write_text("rollout_correction:\n  bypass_mode: true\n  rollout_rs: null\n  loss_type: pg\n")
-    assert main(["convert", str(path)]) == 2
-    assert "line 4: `rollout_loss_type` must be one of ppo_clip, reinforce, got 'pg'" in capsys.readouterr().err
-
-
-def test_the_document_has_the_counterparts_that_convert_names():
-    """Each setting stands in the table, in a row with the names of TRL that the message has."""
-    text = (ROOT / "docs/migration.md").read_text(encoding="utf-8")
-    table = text.split("## Settings outside the section")[1].split("\n## ")[0]
-    rows = [row.split("|")[1:3] for row in table.splitlines() if row.startswith("| `")]
-    rows = [(cell.split(" times ")[0], theirs) for cell, theirs in rows]
-    for setting, message in COUNTERPARTS.items():
-        [(_, theirs)] = [row for row in rows if f"`{setting}`" in row[0]]
-        for name in re.findall(r"TRL(?:'s| has) `([^`]+)`", message):
-            assert f"`{name}" in theirs
-    named = {name.split("=")[0] for cell, _ in rows for name in re.findall(r"`([a-z]+\.[\w.]+)", cell)}
-    assert named - COUNTERPARTS.keys() == {"algorithm.adv_estimator"}
-
-
-def test_a_variable_may_have_the_name_of_a_setting(tmp_path, capsys):
-    script = tmp_path / "run.sh"
-    section = "algorithm.rollout_correction"
-    script.write_text(
-        f"rollout_is=token\npython -m verl {section}.rollout_is=$rollout_is {section}.rollout_is_threshold=3\n"
-    )
-    assert main(["convert", str(script)]) == 0
-    found = capsys.readouterr()
-    assert found.out.splitlines()[:2] == ["rollout_is: token", "rollout_is_threshold: 3.0"]
-    assert "left out" not in found.err
-    script.write_text(f"rollout_is=token\npython -m verl {section}.bypass_mode=true\n")
-    assert main(["convert", str(script)]) == 0
-    expected = f"{script}:1: `rollout_is` is left out, because the settings of `{section}` are translated."
-    assert expected in capsys.readouterr().err
+    assert said == []

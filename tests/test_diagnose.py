@@ -25,8 +25,8 @@ from trl_rollout_corr.diagnosis.evidence import Evidence
 from trl_rollout_corr.diagnosis.ranking import DIFFUSE, STAGES
 from trl_rollout_corr.diagnosis.text import detail, evidence, headline, remedy_for
 from trl_rollout_corr.dumps import files as dump
-from trl_rollout_corr.settings.config import RolloutCorrectionConfig
 from trl_rollout_corr.recording.run_metadata import settings_in_effect
+from trl_rollout_corr.settings.config import RolloutCorrectionConfig
 
 
 with benchmarks("diagnose") as load_module:
@@ -44,11 +44,10 @@ def passes(names: list[str]) -> list:
 OF_SAMPLING = [name for name, fault in faults.FAULTS.items() if fault.sampling]
 OF_WEIGHTS = [name for name, fault in faults.FAULTS.items() if fault.weights]
 DRIFTING = ["stale", "never_pushed", "own_updates", "adapter_missing", "stale_adapter"]
-PUSHES = ["across_push"]
 OF_ITS_OWN = ["collapse", "standing_still", "some_prompts"]  # whose samples only vLLM makes; the benchmark judges them
 ENGINES = ["fp8_cache"]  # which only vLLM has; the benchmark judges it
 AFTERWARDS = sorted(
-    {*faults.FAULTS} - {*OF_SAMPLING, *OF_WEIGHTS, *DRIFTING, *PUSHES, *ENGINES, *OF_ITS_OWN, "bf16", "bf16_moe", "lora_merge"}
+    {*faults.FAULTS} - {*OF_SAMPLING, *OF_WEIGHTS, *DRIFTING, *ENGINES, *OF_ITS_OWN, "bf16", "bf16_moe", "lora_merge"}
 )  # fmt: skip
 
 
@@ -170,13 +169,6 @@ def test_noise_too_large_for_rounding_is_of_weights(maker, right):
 def test_weights_that_drift_apart_are_told_by_how(maker, right, fault):
     maker.drifting(fault, SEED, right, "float32")
     assert named(maker, fault) == faults.FAULTS[fault].cause
-
-
-def test_a_cache_of_old_weights_behind_a_push_is_named(maker, right):
-    maker.pushing(SEED, right, "float32")
-    assert named(maker, "across_push") == "across_push"
-    maker.pushing(SEED, right, "float32", clears=True)
-    assert named(maker, "across_push") == "stale"
 
 
 def test_a_merge_in_bfloat16_is_named(maker, right):

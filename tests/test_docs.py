@@ -9,16 +9,8 @@ import torch
 
 from tests.reference import threshold_of
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
-from trl_rollout_corr.correction.accounting import account
-from trl_rollout_corr.correction.age import (
-    ByAge,
-    Staleness,
-    by_age,
-    count_ages,
-    count_completions,
-    engine_gap,
-    update_gap,
-)
+from trl_rollout_corr.correction.age import Staleness, count_ages, count_completions, engine_gap, update_gap
+from trl_rollout_corr.correction.groups import add_up_groups
 from trl_rollout_corr.health.bands import HEALTHY, in_words
 from trl_rollout_corr.messages import PREFIX
 from trl_rollout_corr.replay.router_hooks import Flips
@@ -45,61 +37,36 @@ def reported_keys() -> set[str]:
     for threshold in (2.0, [0.5, 2.0]):
         config = RolloutCorrectionConfig(
             rollout_is_threshold=threshold,
+            rollout_is="token",
             rollout_is_batch_normalize=True,
             rollout_rs=list(CRITERIA),
             rollout_rs_threshold=[threshold_of(name, 2.0) for name in CRITERIA],
         )
         ones = torch.ones(2, 1)
-        # one token is kept, one rejected; probabilities that vary have a correlation
+        # one token is kept, one rejected
         train, rollout = torch.tensor([[-1.0], [-6.0]]), torch.tensor([[-1.0], [-0.5]])
         correction = compute_rollout_correction(train, rollout, ones, config, advantages=torch.tensor([1.0, -1.0]))
         keys |= {key.removeprefix(PREFIX) for key in correction.metrics()}
     keys |= {key.removeprefix(PREFIX) for key in (*accounted_keys(), ALARMS)}
-    groups = re.compile("^(rejected|downweighted)/(?!reward_mean|k3_kl).*")
-    pattern = re.compile("|".join(sorted(CRITERIA, key=len, reverse=True)))
-    parts = re.compile("^(age|turn)_\\w+?/")
-    named = {"age": "age_<steps>/", "turn": "turn_<part>/"}
-    return {
-        parts.sub(lambda found: named[found[1]], groups.sub(r"\1/<group>", pattern.sub("<c>", key))) for key in keys
-    }
+    return {documented_name(key) for key in keys}
+
+
+def documented_name(key: str) -> str:
+    """A key without prefix, with names of criteria and of turns replaced as in the tables."""
+    pattern = "|".join(sorted(CRITERIA, key=len, reverse=True))
+    return re.sub("^turn_[a-z]+/", "turn_<part>/", re.sub(pattern, "<c>", key.removeprefix(PREFIX)))
 
 
 def accounted_keys() -> set[str]:
-    """Keys of three completions with advantages of every sign, of which one is rejected, that were trained on twice."""
+    """Keys of three completions, of which one is rejected and one was dropped, that were trained on twice."""
     keep = torch.tensor([[True, True], [False, False], [True, True]])
     turns, gaps, signs = torch.tensor([[1, 2], [1, 1], [1, 1]]), torch.zeros(3, 2), torch.tensor([1.0, 0.0, -1.0])
-    accounts = account(torch.ones_like(keep), keep, keep.float(), signs, torch.ones(3), turns, gaps)
-    keep = keep[:2]
+    groups = add_up_groups(torch.ones_like(keep), keep, keep.float(), signs, torch.ones(3), turns, gaps)
     zeros, ones = torch.zeros(1, 1), torch.ones(1, 1)
     statistics = compute_rollout_correction(zeros, zeros, ones, RolloutCorrectionConfig(rollout_is="token")).statistics
-    segments = update_gap(torch.zeros(2, 2), torch.zeros(2, 2), keep) | engine_gap(statistics)
-    segments |= count_ages(torch.ones(2))
-    return {
-        *accounts.finish(),
-        *Staleness.of(segments).finish(),
-        *asynchronous_keys(),
-        *Flips.count(keep, keep).finish(),
-    }
-
-
-def asynchronous_keys() -> set[str]:
-    """Keys of two completions of different age, and of one that was dropped."""
-    ones, on = torch.ones(2, 2), torch.ones(2, 2, dtype=torch.bool)
-    ages = by_age(ones, ones, on, on, torch.tensor([0.0, 5.0]))
-    some = count_completions(torch.ones(1), torch.ones(1))
-    return {*ByAge.of({**ages, "trained": some, "stale_dropped": some}).finish()}
-
-
-def test_every_group_is_documented():
-    text = (ROOT / "docs/metrics.md").read_text()
-    valid = torch.ones(1, 20000, dtype=torch.bool)
-    for length in (3, 20, 100, 300, 2000, 5000, 20000):
-        for advantage in (-1.0, 0.0, 1.0):
-            mask = valid & (torch.arange(20000) < length)
-            accounts = account(mask, mask, mask.float(), torch.tensor([advantage]), torch.ones(1))
-            for key in accounts.finish(rejects=True, weighs=False):
-                group = key.removeprefix(f"{PREFIX}rejected/").removeprefix(f"{PREFIX}kept/")
-                assert f"`{group}`" in text or "reward_mean" in group, group
+    segments = update_gap(torch.zeros(3, 2), torch.zeros(3, 2), keep) | engine_gap(statistics)
+    segments |= count_ages(torch.ones(2)) | count_completions(keep, 1)
+    return {*groups.finish(), *Staleness.of(segments).finish(), *Flips.count(keep, keep).finish()}
 
 
 def test_every_metric_is_documented_and_every_documented_metric_is_reported():

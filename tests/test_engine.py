@@ -5,8 +5,8 @@ import torch
 
 from tests.training import VLLM, build
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer, RolloutCorrectionConfig
-from trl_rollout_corr.trainers.engine import RESERVED, check_engine_kwargs
 from trl_rollout_corr.recording.run_metadata import check_types, engine_metadata
+from trl_rollout_corr.trainers.engine import RESERVED, check_engine_kwargs
 
 
 pytestmark = pytest.mark.vllm

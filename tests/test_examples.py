@@ -97,7 +97,6 @@ def test_quickstart_refuses_a_dump_of_another_run_before_vllm_starts(tmp_path):
     process = run(*LAUNCH, "examples/quickstart.py", "--rollout_dump_dir", str(tmp_path))
     assert "which holds the dump of another run" in process.stderr
     assert "Starting vLLM" not in process.stdout
-    assert 'quickstart.py", line' not in process.stderr
 
 
 @pytest.mark.slow

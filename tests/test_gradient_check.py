@@ -10,8 +10,6 @@ from tests.training import TRAINERS, build, freeze_sampler, losses, micro_batche
 from trl_rollout_corr import RolloutCorrectedGRPOTrainer
 
 
-seam = pytest.mark.seam("first step")
-
 MODES = {
     "decoupled": {"rollout_is": "token", "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": [0.8, 1.25]},
     "sequence weights": {"rollout_is": "sequence"},
@@ -62,7 +60,6 @@ both = pytest.mark.parametrize("kind", ["grpo", pytest.param("rloo", marks=pytes
 # What arrives ---------------------------------------------------------------------------------------------------------
 
 
-@seam
 @pytest.mark.parametrize(
     ("mode", "loss"),
     [*(("decoupled", loss) for loss in LOSSES), *((mode, "dapo") for mode in MODES if mode != "decoupled")],
@@ -82,7 +79,6 @@ def test_ratios_of_completions_are_seen_to_be_corrected(make, mode, beta):
     assert trainer._gradient_checked
 
 
-@seam
 @pytest.mark.vllm
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("beta", [0.0, 0.1])
@@ -94,7 +90,6 @@ def test_rloo_is_seen_to_be_corrected(make, mode, beta):
     assert trainer._gradient_checked
 
 
-@seam
 @both
 def test_looking_changes_neither_loss_nor_gradient(make, kind):
     looked, blind = make(kind, rollout_is="token"), make(kind, rollout_is="token")
@@ -216,7 +211,6 @@ class Own(RolloutCorrectedGRPOTrainer):
         return -(advantages * (logps * inputs["completion_mask"]).sum(1)).mean()
 
 
-@seam
 def test_a_loss_of_ones_own_may_do_what_it_likes_with_the_coefficients(make):
     trainer = make(trainer_class=Own)
     losses(trainer)

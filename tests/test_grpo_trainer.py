@@ -32,7 +32,12 @@ from tests.training import (
     saying,
     window,
 )
-from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer, RolloutCorrectionConfig
+from trl_rollout_corr import (
+    RolloutCorrectedGRPOConfig,
+    RolloutCorrectedGRPOTrainer,
+    RolloutCorrectionConfig,
+    __version__,
+)
 from trl_rollout_corr.recording.keys import FIRST_COEFFICIENTS, ROLLOUT_LOGPS
 
 
@@ -61,7 +66,6 @@ def loss_type_fields(loss_type):
 # Off means off --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.seam("off")
 @pytest.mark.parametrize("loss_type", [*LOSS_TYPES, "vespo"])
 def test_metrics_only_is_bit_for_bit_trl(make, loss_type):
     fields = {**loss_type_fields(loss_type), "beta": 0.1}
@@ -69,7 +73,6 @@ def test_metrics_only_is_bit_for_bit_trl(make, loss_type):
     assert losses(make(rollout_correction="disabled", **fields)) == plain
 
 
-@pytest.mark.seam("off")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_metrics_only_is_bit_for_bit_trl_in_every_schedule(make, schedule):
     plain = losses(make(GRPOTrainer, schedule=schedule, max_steps=6))
@@ -87,7 +90,6 @@ def test_metrics_only_is_bit_for_bit_trl_in_every_schedule(make, schedule):
     assert all(value > 0.0 for value in logged(measured, "rollout_rs_masked_fraction"))
 
 
-@pytest.mark.seam("forwards")
 def test_metrics_only_makes_no_forward_of_its_own(make):
     for schedule in SCHEDULES:
         counts = []
@@ -120,7 +122,6 @@ def test_weights_of_one_change_nothing(make, loss_type):
 # Decoupled mode -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.seam("forwards")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_decoupled_forwards_are_counted(make, schedule):
     accumulation, per_generation, iterations = SCHEDULES[schedule]
@@ -418,7 +419,6 @@ def test_trains_a_lora_adapter(make, tiny_model_path, mode, beta, schedule):
     assert torch.equal(merged["lm_head.weight"], base["lm_head.weight"])
 
 
-@pytest.mark.seam("lora")
 @pytest.mark.parametrize("mode", MODES)
 def test_the_reference_pass_is_not_mistaken_for_the_old_pass(make, mode):
     # With PEFT both run on the same module, so only the order of the calls tells them apart
@@ -651,3 +651,9 @@ def test_user_logs_do_not_reset_the_window(make):
 
 def test_the_configuration_of_a_trainer_is_a_rollout_correction_config(make):
     assert isinstance(make().args, RolloutCorrectionConfig)
+
+
+def test_training_begins_with_a_line_about_the_correction(make, capsys):
+    trainer = make(rollout_is="token", max_steps=1)
+    trainer.train()
+    assert f"Rollout correction {__version__}: {trainer.args.description}\n" in capsys.readouterr().out

@@ -11,7 +11,14 @@ from tests.tiny import StaleSampler
 from tests.training import TRAINERS, VLLM, build, logged, micro_batches
 from trl_rollout_corr.probe.process import Probe
 from trl_rollout_corr.replay import kept_tokens as module
-from trl_rollout_corr.replay.kept_tokens import SUPPORT, SUPPORT_SIZES, Sets, Support, kept_logps, over_support
+from trl_rollout_corr.replay.kept_tokens import (
+    KEPT,
+    KEPT_SIZES,
+    Sets,
+    columns_of,
+    kept_logps,
+    over_kept_tokens,
+)
 from trl_rollout_corr.trainers.forward_pass import Rescoring
 from trl_rollout_corr.trainers.replays import check_kept_tokens
 
@@ -59,7 +66,7 @@ def test_ratios_are_unbiased_under_truncated_sampling(make, name, fields):
 def test_gradients_are_those_of_the_truncated_policy(make):
     trainer = make(top_p=0.8, min_p=0.02, max_steps=1)
     batch = micro_batches(trainer)[0]
-    support, sizes, length = batch[SUPPORT].long(), batch[SUPPORT_SIZES], batch["completion_ids"].shape[1]
+    kept_ids, sizes, length = batch[KEPT].long(), batch[KEPT_SIZES], batch["completion_ids"].shape[1]
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
     mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
     present = batch["completion_mask"].bool()
@@ -74,7 +81,7 @@ def test_gradients_are_those_of_the_truncated_policy(make):
     kept = torch.zeros(logits.shape, dtype=torch.bool)
     for row, column in present.nonzero().tolist():
         before = sizes[row, :column].sum()
-        kept[row, column, support[row, before : before + sizes[row, column]]] = True
+        kept[row, column, kept_ids[row, before : before + sizes[row, column]]] = True
     expected = logits.masked_fill(~kept & present.unsqueeze(2), -torch.inf).log_softmax(-1)
     expected = expected.gather(2, batch["completion_ids"].unsqueeze(2))[..., 0]
     with trainer._during(Rescoring(batch)):
@@ -130,7 +137,7 @@ def test_a_kept_set_that_the_candidates_do_not_hold_is_no_sample(make, monkeypat
 
 def test_a_large_set_takes_no_room_from_the_others():
     wide = [*range(500)]
-    ids, sizes = Support.of([[[4, 2], [7], wide], [[5]], []], 4, torch.device("cpu"))
+    ids, sizes = columns_of([[[4, 2], [7], wide], [[5]], []], 4, torch.device("cpu")).values()
     assert sizes.tolist() == [[2, 1, 500, 0], [1, 0, 0, 0], [0] * 4]
     assert ids.tolist() == [[4, 2, 7, *wide], [5] + [-1] * 502, [-1] * 503]
     sizes = torch.tensor([2, 1, 500, 3, 8])
@@ -230,8 +237,8 @@ def test_the_whole_vocabulary_has_no_backward_pass_where_all_sets_are_known(tiny
             logits.register_hook(lambda slope: passes.append(slope.abs().sum()))
         return logits.log_softmax(-1).gather(2, input_ids[:, -n:, None])[..., 0], None
 
-    support = Support.of([[[5, 6], [6, 2, 1]], [[9, 3]] if complete else []], 2, ids.device)
-    logps, _ = over_support(forward, support, 1.0, model, model, ids, mask, 2)
+    columns = columns_of([[[5, 6], [6, 2, 1]], [[9, 3]] if complete else []], 2, ids.device)
+    logps, _ = over_kept_tokens(forward, columns, 1.0, lambda model: model, model, ids, mask, 2)
     (logps * mask[:, 2:]).sum().backward()
     assert bool(passes) != complete
     assert model.lm_head.weight.grad.abs().sum() > 0

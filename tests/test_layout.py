@@ -17,34 +17,31 @@ ROOT = Path(__file__).parents[1]
 # Wings, and the modules of each. A module imports modules above it, of its own wing and of wings above that
 ORDER = {
     "messages": [],
-    "health": ["advice", "bands", "windows", "placeholders", "rule", "conditions", "rules", "examine"],
+    "health": ["bands", "reward", "windows", "texts", "rule", "conditions", "rules", "examine"],
     "settings": [
         "criteria",
         "presets",
         "thresholds",
-        "migrate",
-        "legacy",
         "recipes",
         "documents",
         "fields",
         "resolve",
         "config",
+        "migrate",
+        "counterparts",
         "files",
     ],  # so far without torch
     "correction": [
         "functional",
-        "normal",
         "histogram",
         "sums",
-        "columns",
-        "probabilities",
         "metrics",
-        "accounting",
+        "groups",
         "age",
         "compute",
     ],  # so far without pyarrow, numpy and TRL
-    "replay": ["protocol", "routers", "sampled_experts", "router_hooks", "capture", "experts", "kept_tokens"],
-    "dumps": ["schema", "rows", "sequences", "files", "prime_rl", "reading"],
+    "replay": ["routers", "sampled_experts", "router_hooks", "capture", "experts", "kept_tokens"],
+    "dumps": ["columns", "rows", "sequences", "files", "claims", "reading"],
     "diagnosis": [
         "observed",
         "evidence",
@@ -59,10 +56,8 @@ ORDER = {
     "arrival": ["fingerprints", "worker", "weights", "server"],
     "recording": ["keys", "run_metadata", "trackers", "dumping", "first_step", "observer", "monitor"],
     "trainers": [
-        "card",
-        "console",
         "gradient_check",
-        "visits",
+        "completions",
         "forward_pass",
         "pushes",
         "versions",
@@ -81,24 +76,20 @@ ORDER = {
         "packing",
         "placeholders",
         "trl_parts",
-        "tree_attention",
         "stopping",
-        "token_versions",
         "samples",
-        "disk_weight_transfer",
         "pushes",
         "trainer",
     ],
-    "commands": ["script", "check"],
-    "axolotl": ["plugin", "trainer"],
-    "probe": ["experiments", "command", "configuration", "model_changes", "process"],
+    "axolotl": ["trainer", "plugin"],
+    "check": [],
+    "probe": ["experiments", "configuration", "model_changes", "process", "command"],
     "analysis": ["run", "recompute", "spread", "recommend", "compare", "report"],
     "__main__": [],
 }
 REPORT = [
-    "lost_tokens",
+    "token_tables",
     "completions",
-    "worst_tokens",
     "page",
     "facts",
     "log_charts",
@@ -123,7 +114,8 @@ WITHOUT_MATPLOTLIB = [
 WITHOUT_TRL = [
     *modules_of("messages", "health", "settings", "correction", "replay", "dumps", "diagnosis", "arrival", "analysis"),
     *(f"analysis.report.{name}" for name in REPORT),
-    *(f"probe.{name}" for name in ORDER["probe"][:2]),
+    "probe.experiments",
+    "probe.command",
     "__main__",
 ]
 
@@ -155,9 +147,16 @@ def test_all_but_the_trainers_loads_without_trl():
 
 
 def imported(path: Path) -> Iterator[str]:
-    """Modules of the package that a module imports, at its top or inside functions, as paths from the package."""
+    """
+    Modules of the package that a module imports, at its top or inside functions, or names in a string (not in a docstring),
+    as paths from the package.
+    """
     folder = path.parent.relative_to(PACKAGE).parts
-    for node in ast.walk(ast.parse(path.read_text())):
+    tree = ast.parse(path.read_text())
+    alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in alone:
+            yield from re.findall(r"\btrl_rollout_corr\.([a-z_]+(?:\.[a-z_]+)*)", node.value)
         if isinstance(node, ast.ImportFrom) and node.level:
             above = folder[: len(folder) - node.level + 1]
             if node.module:
@@ -198,7 +197,7 @@ def test_every_module_has_its_place():
 def test_trl_is_imported_by_the_trainers_scripts_and_the_process_of_the_probe_alone():
     for path in PACKAGE.rglob("*.py"):
         if path.parent not in {PACKAGE / "recording", PACKAGE / "trainers", PACKAGE / "asynchronous"} and path not in {
-            PACKAGE / "commands/script.py",
+            PACKAGE / "check.py",
             PACKAGE / "probe/configuration.py",
             PACKAGE / "probe/process.py",
             PACKAGE / "probe/model_changes.py",

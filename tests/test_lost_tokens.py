@@ -9,7 +9,7 @@ from tests.dumps import WORDS, make_dump, read_dump
 from tests.test_report import Page, write
 from trl_rollout_corr.analysis.report import html_page
 from trl_rollout_corr.analysis.report.completions import EFFECTS
-from trl_rollout_corr.analysis.report.lost_tokens import LostTable, LostText, few_texts, find_lost
+from trl_rollout_corr.analysis.report.token_tables import Example, LostTable, LostText, few_texts, find_lost
 from trl_rollout_corr.analysis.run import read_run
 from trl_rollout_corr.dumps.files import write_rows
 
@@ -56,7 +56,7 @@ def expected(tokens, chosen):
 
 
 def found(table):
-    return {row.text: (row.times, row.share, row.of_own) for row in table.rows}
+    return {row.example.text: (row.times, row.share, row.of_own) for row in table.rows}
 
 
 @pytest.mark.parametrize(("settings", "bound"), [(TRUNCATED, 1.06), (ICEPOP, None)])
@@ -75,7 +75,7 @@ def test_tables_are_those_of_a_loop_over_the_tokens_drawn_at_random(tmp_path, se
         assert [row.times for row in table.rows] == sorted((n for n, *_ in shares.values()), reverse=True)[:12]
         assert (table.chosen, table.tokens) == (sum(n for n, *_ in shares.values()), len(of_sign))
         first = table.rows[0]
-        here = [token for token in of_sign if token["text"] == first.text and not token["coefficients"]]
+        here = [token for token in of_sign if token["text"] == first.example.text and not token["coefficients"]]
         for mean, name in ((first.train, "train_logps"), (first.rollout, "rollout_logps")):
             assert mean == pytest.approx(sum(math.exp(token[name]) for token in here) / len(here), rel=1e-5)
     for table in lost.at_bound:
@@ -194,7 +194,7 @@ def drawn_table(rng, vocabulary, n, heterogeneity, of_tag=0.0):
     rejected[0] += of_tag
     times = rng.multinomial(n, rejected)
     rows = [
-        LostText("", str(i), "", int(times[i]), int(times[i]), times[i] / n, 0.1, occurs[i], 1.0, 0.8, 0.6)
+        LostText(Example("", str(i), ""), int(times[i]), int(times[i]), times[i] / n, 0.1, occurs[i], 1.0, 0.8, 0.6)
         for i in np.argsort(-times)[:12]
     ]
     return LostTable("", True, n, 10000, n, rows)
@@ -207,7 +207,7 @@ def test_chance_names_no_text(vocabulary, heterogeneity):
     assert sum(named) < 20
     for n in (30, 100):
         rows = [few_texts(drawn_table(rng, vocabulary, n, heterogeneity, of_tag=0.7)) for _ in range(100)]
-        assert sum([row.text for row in found] == ["0"] for found in rows) > 90
+        assert sum([row.example.text for row in found] == ["0"] for found in rows) > 90
 
 
 def test_one_broken_completion_is_not_a_pattern():

@@ -3,10 +3,14 @@
 import math
 import re
 import warnings
+from itertools import count
 
+import numpy as np
 import pytest
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
+from tests.launching import ROOT
+from tests.test_reporting import finished_wandb_records
 from tests.tiny import StaleSampler, falling_reward
 from tests.training import (
     TRAINERS,
@@ -21,6 +25,7 @@ from tests.training import (
     saying,
 )
 from trl_rollout_corr import RolloutCorrectionConfig
+from trl_rollout_corr.health.reward import Reward
 from trl_rollout_corr.health.rule import ALARMS
 from trl_rollout_corr.recording.monitor import RolloutCorrectionMonitor
 
@@ -40,8 +45,9 @@ def make_rloo(model, folder, **fields):
     return trainer
 
 
-# The reward falls after step 20. A run that is stopped ends between that step and the last one.
-FALLS = {"max_steps": 40, "extra": {"reward_funcs": falling_reward}}
+# The reward falls from step 45 to 65. A run that is stopped ends after it has begun to fall.
+FALLS = {"max_steps": 75, "extra": {"reward_funcs": falling_reward}}
+BEGAN = 45
 
 
 @pytest.fixture
@@ -128,7 +134,12 @@ def test_a_sampler_without_finite_log_probabilities_is_warned_about(make, tiny_m
 
 
 def test_a_run_that_rejects_everything_is_warned_about(make, caplog):
-    trainer = make(RolloutCorrectionMonitor("stop"), rollout_rs="seq_mean_k1", rollout_rs_threshold=1.0001)
+    trainer = make(
+        RolloutCorrectionMonitor("stop"),
+        rollout_correction=None,
+        rollout_rs="seq_mean_k1",
+        rollout_rs_threshold=1.0001,
+    )
     with saying(caplog, "All tokens were rejected or have no gradient"):
         trainer.train()
     assert trainer.state.global_step == 3  # bounds may be too tight, which is no reason to end a run
@@ -141,7 +152,7 @@ def test_alarms_do_not_wait_for_a_log(make, caplog):
     trainer = make(RolloutCorrectionMonitor("stop"), logging_steps=100, **FALLS)
     with saying(caplog, r"^✖ step 2: k3_kl is .*\[k3_high > 0.03\]"), saying(caplog, "training ends here"):
         trainer.train()
-    assert 21 < trainer.state.global_step < FALLS["max_steps"]
+    assert BEGAN < trainer.state.global_step < FALLS["max_steps"]
     assert len(logged(trainer, "monitor/alarms")) == 1  # a single log, at the end
 
 
@@ -178,18 +189,22 @@ def test_a_log_is_the_same_with_and_without_a_monitor(make):
 
 @pytest.fixture
 def observe(caplog):
-    def observe(monitor, windows, before=()):
+    def observe(monitor, windows, before=(), spacing=1):
         """
         Let a monitor see the log of a run without correction, and return its messages, the state, and the control. `before`
-        are windows that were logged before the run was resumed.
+        are windows of `spacing` steps that were logged before the run was resumed.
         """
         args = RolloutCorrectionConfig(rollout_correction="disabled", rollout_monitor=None)
         args.output_dir = "output"
         state, control = TrainerState(), TrainerControl()
-        state.log_history = [{"loss": 0.0, **window, "step": step} for step, window in enumerate(before, 1)]
+        steps = count(spacing, spacing)
+        state.log_history = [
+            {"loss": 0.0, **window, "step": step} for step, window in zip(steps, before, strict=False)
+        ]
+        state.global_step = spacing * len(before)
         monitor.on_train_begin(args, state, control)
         caplog.clear()
-        for step, window in enumerate(windows, len(before) + 1):
+        for step, window in enumerate(windows, state.global_step + 1):
             logs, state.global_step = {"loss": 0.0, **window}, step
             state.log_history.append({**logs, "step": step})
             monitor.on_log(args, state, control, logs=logs)
@@ -220,10 +235,7 @@ def test_a_cause_that_comes_and_goes_does_not_flood(observe):
 
 
 def test_two_causes_have_messages_of_their_own(observe):
-    window = {
-        "rollout_corr/staleness_max": 40.0,
-        "rollout_corr/rollout_is_mean": 3.0,
-    }
+    window = {"rollout_corr/staleness_max": 40.0, "rollout_corr/rollout_is_mean": 3.0}
     said, _, _ = observe(RolloutCorrectionMonitor(), [window] * 3)
     assert [re.search(r"\[(\w+)", message)[1] for message in said] == ["staleness", "weight_mean_high"]
 
@@ -253,12 +265,20 @@ def rewarded(window, rewards):
     return [{**window, "rollout_corr/reward_mean": reward} for reward in rewards]
 
 
-GOOD, BAD = [0.55, 0.65] * 10, [0.35, 0.45] * 10  # of 20 windows
+def course(*levels, spread=0.02):
+    """Rewards with a level for so many steps, or between two levels on the way: `(0.6, 50), (0.6, 0.1, 20)`."""
+    found = []
+    for *ends, steps in levels:
+        found += [ends[0] + (ends[-1] - ends[0]) * (step + 0.5) / steps for step in range(steps)]
+    return [level + spread * (-1) ** step for step, level in enumerate(found)]
+
+
+COLLAPSE = course((0.6, 60), (0.6, 0.1, 20), (0.1, 20))
 
 
 def fallen(window):
     """Windows of a run whose reward falls."""
-    return rewarded(window, GOOD + BAD)
+    return rewarded(window, COLLAPSE)
 
 
 def test_a_critical_alarm_stops_once_the_reward_has_fallen(observe):
@@ -266,27 +286,100 @@ def test_a_critical_alarm_stops_once_the_reward_has_fallen(observe):
     assert control.should_training_stop
     assert control.should_save
     ends = next(message for message in said if "training ends here" in message)
-    assert re.search(r"The mean reward of 20 steps has fallen from 0\.6 to 0\.\d+", ends)
-    assert 20 < int(re.match(r"✖ step (\d+): ", ends)[1]) < 40
+    assert re.search(r"The mean reward has fallen from 0\.6 to 0\.\d+", ends)
+    assert 60 < int(re.match(r"✖ step (\d+): ", ends)[1]) < 90
 
 
 @pytest.mark.parametrize(
     ("window", "rewards"),
     {
         "the alarm alone, without rewards": (FAR, None),
-        "steady": (FAR, GOOD * 3),
-        "rising": (FAR, BAD + GOOD + GOOD),
-        "constant": (FAR, [0.0] * 60),
-        "noise": (FAR, GOOD + [0.5, 0.6] * 10),
-        "too few steps": (FAR, [0.6] * 10 + [0.0] * 9),
-        "less than a quarter of the gain": (FAR, [0.0] * 20 + GOOD + [0.45, 0.55] * 10),
-        "the reward alone": (NEAR, GOOD + BAD),
+        "steady": (FAR, course((0.6, 200))),
+        "rising": (FAR, course((0.2, 40), (0.2, 0.6, 40), (0.6, 100))),
+        "constant": (FAR, [0.0] * 200),
+        "other prompts": (FAR, course((0.6, 60), (0.1, 60), (0.5, 60))),
+        "harder prompts": (FAR, course((0.9, 0.2, 200))),
+        "less than a quarter": (FAR, course((0.6, 60), (0.6, 0.5, 20), (0.5, 40), spread=0.001)),
+        "the reward alone": (NEAR, COLLAPSE),
     }.values(),
 )
 def test_a_run_goes_on_unless_both_are_bad(observe, window, rewards):
     windows = [window] * 60 if rewards is None else rewarded(window, rewards)
     _, _, control = observe(RolloutCorrectionMonitor("stop"), windows)
     assert not control.should_training_stop
+
+
+def test_a_reward_that_has_come_back_has_not_fallen():
+    reward = Reward()
+    for value in COLLAPSE:
+        reward.add(value)
+    assert reward.fell
+    for value in course((0.1, 0.6, 20), (0.6, 20)):
+        reward.add(value)
+    assert not reward.fell
+
+
+def answered(rng, shares, completions):
+    """Mean rewards of steps in which this share of so many completions is right."""
+    return rng.binomial(completions, np.clip(shares, 0, 1)) / completions
+
+
+def repeated(levels, steps, every):
+    return np.repeat(levels, every)[:steps]
+
+
+# Runs without a fall: of a generator, the rewards of a run, with few or many completions a step
+WITHOUT_A_FALL = {
+    "constant": lambda rng, n: answered(rng, np.full(600, rng.choice([0.05, 0.5, 0.9])), n),
+    "noise": lambda rng, n: rng.normal(rng.choice([0, 1]), rng.choice([0.01, 0.1, 1.0]), 600),
+    "easy to hard, 100 steps": lambda rng, n: answered(rng, np.linspace(0.9, 0.2, 100), n),
+    "easy to hard, 1,000 steps": lambda rng, n: answered(rng, np.linspace(0.9, 0.2, 1000), n),
+    "easy to hard, slow at the ends": lambda rng, n: answered(rng, 1 / (1 + np.exp(np.linspace(-3, 3, 600))), n),
+    "blocks of 25": lambda rng, n: answered(rng, repeated(rng.uniform(0.1, 0.9, 24), 600, 25), n),
+    "blocks of 100": lambda rng, n: answered(rng, repeated(rng.uniform(0.1, 0.9, 6), 600, 100), n),
+    "two kinds of blocks": lambda rng, n: answered(rng, repeated([0.7, 0.3] * 2, 600, 200), n),
+}
+COMPLETIONS = (4, 16, 64)
+SEEDS = range(50_000, 50_300)  # none of them was used to choose a limit
+
+
+def fall_of(rewards):
+    """Step at which the reward is first said to have fallen; `None` if it never is."""
+    reward = Reward()
+    for step, value in enumerate(rewards, 1):
+        reward.add(float(value))
+        if reward.fell:
+            return step
+    return None
+
+
+@pytest.mark.parametrize("kind", WITHOUT_A_FALL)
+def test_runs_without_a_fall_show_none(kind):
+    runs = (WITHOUT_A_FALL[kind](np.random.default_rng(seed), COMPLETIONS[seed % 3]) for seed in SEEDS)
+    assert sum(fall_of(run) is not None for run in runs) <= 0.02 * len(SEEDS)
+
+
+@pytest.mark.parametrize(
+    ("fall", "completions", "begins", "found"),
+    [
+        ("collapse", 32, 100, 50),
+        ("collapse", 128, 100, 30),
+        ("collapse after learning", 128, 200, 30),
+        ("slow decay", 64, 400, 200),
+    ],
+)
+def test_real_falls_are_found_within_a_reasonable_time(fall, completions, begins, found):
+    level, drop, low = np.full(100, 0.6), np.linspace(0.6, 0.1, 30), np.full(60, 0.1)
+    shares = {
+        "collapse": [level, drop, low],
+        "collapse after learning": [np.linspace(0.2, 0.6, 100), level, drop, low],
+        "slow decay": [np.full(400, 0.6), np.linspace(0.6, 0.3, 200), np.full(100, 0.3)],
+    }[fall]
+    steps = [
+        fall_of(answered(np.random.default_rng(seed), np.concatenate(shares), completions)) for seed in SEEDS[:20]
+    ]
+    in_time = [step is not None and begins < step <= begins + found for step in steps]
+    assert np.mean(in_time) >= 0.8, steps
 
 
 def test_a_run_that_only_warns_goes_on(observe):
@@ -300,7 +393,7 @@ def test_a_run_is_stopped_after_a_checkpoint_and_goes_on_from_there(make, tmp_pa
     with saying(caplog, "training ends here, with a checkpoint in "):
         trainer.train()
     step = trainer.state.global_step
-    assert 21 < step < fields["max_steps"]
+    assert BEGAN < step < fields["max_steps"]
     checkpoint = tmp_path / "run" / f"checkpoint-{step}"
     assert (checkpoint / "trainer_state.json").exists()
     assert (checkpoint / "model.safetensors").exists()
@@ -326,18 +419,30 @@ def test_what_was_changed_after_a_stop_gets_its_chance(make, tmp_path, tiny_mode
 
 
 def test_windows_of_before_a_resume_do_not_stop_the_run(observe):
-    before, after = fallen(FAR), rewarded(FAR, BAD)
-    *_, control = observe(RolloutCorrectionMonitor("stop"), after[:1], before=before)
+    *_, control = observe(RolloutCorrectionMonitor("stop"), rewarded(FAR, [0.1] * 10), before=fallen(FAR))
     assert not control.should_training_stop
-    *_, control = observe(RolloutCorrectionMonitor("stop"), after[:2], before=before)
+    *_, control = observe(RolloutCorrectionMonitor("stop"), fallen(FAR), before=fallen(FAR))
     assert control.should_training_stop
 
 
+def test_steps_after_a_resume_are_not_mixed_with_windows_of_the_log(observe):
+    """A window of ten steps is enough for a critical alarm, a step is not."""
+    near, far = {"rollout_corr/k3_kl": 1e-4}, {"rollout_corr/k3_kl": 0.2}
+    for windows, steps in (([far, near, near], []), ([far, far, near], ["22"])):
+        said, *_ = observe(
+            RolloutCorrectionMonitor(bounds={"k3_uncorrected": None}), windows, before=[near] * 2, spacing=10
+        )
+        assert [re.match(r"✖ step (\d+): ", message)[1] for message in said] == steps
+
+
 def test_how_a_resumed_run_began_is_known(observe):
-    early, late = {"rollout_corr/k3_kl": 0.001}, {"rollout_corr/k3_kl": 0.006}
-    assert observe(RolloutCorrectionMonitor(), [late] * 12)[0] == []
-    said, _, _ = observe(RolloutCorrectionMonitor(), [late] * 12, before=[early] * 30)
-    assert "[k3_growth > 3]" in said[0]
+    def said(before):
+        window = {f"rollout_corr/{key}": 0.05 for key in ("kl", "k3_kl")}
+        first = {f"rollout_corr/{key}": before for key in ("kl", "k3_kl")}
+        return observe(RolloutCorrectionMonitor(), [window] * 3, before=[first] * 30)[0][0]
+
+    assert "there from the first step" in said(0.05)
+    assert "there from the first step, so" not in said(0.001)
 
 
 def test_a_checkpoint_is_saved_if_it_is_not_the_best(make, tmp_path, monkeypatch, caplog):
@@ -363,3 +468,65 @@ def test_what_is_no_action_or_rule_is_refused():
         RolloutCorrectionMonitor("tighten")
     with pytest.raises(ValueError, match="`rollout_monitor_bounds` has 'k4', which is not a bound"):
         RolloutCorrectionMonitor(bounds={"k4": 1.0})
+
+
+def test_the_document_shows_a_message(observe, caplog):
+    window = {f"rollout_corr/{key}": 0.02 for key in ("kl", "k3_kl")} | {"rollout_corr/staleness_max": 8.0}
+    early = {**window, "rollout_corr/k3_kl": 0.001, "rollout_corr/kl": 0.001}
+    observe(RolloutCorrectionMonitor(), [early, window, window, window])
+    (said,) = caplog.messages
+    assert f"<!-- message -->\n\n```text\n{said}\n```\n" in (ROOT / "docs/monitoring.md").read_text(), said
+
+
+# Alerts of trackers ---------------------------------------------------------------------------------------------------
+
+
+def test_alerts_in_wandb(make, monkeypatch, tmp_path):
+    pytest.importorskip("wandb")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    make(RolloutCorrectionMonitor("warn"), report_to=["wandb"], run_name="run", max_steps=2).train()
+    alerts = [record.alert for record in finished_wandb_records(lambda record: record.HasField("alert"))]
+    (alert,) = [alert for alert in alerts if alert.title.startswith("k3_high at step 2")]
+    assert alert.level == "ERROR"
+    assert re.search(r"`k3_kl` is .* above 0.03, .* Set `rollout_correction`", alert.text)
+
+
+def test_alerts_in_trackio(make, capsys, monkeypatch, tmp_path):
+    pytest.importorskip("trackio")
+    from trackio.sqlite_storage import SQLiteStorage
+
+    monkeypatch.chdir(tmp_path)
+    monitor = RolloutCorrectionMonitor("warn")
+    make(monitor, report_to=["trackio"], project="alerts", run_name="run", max_steps=2).train()
+    (alert,) = [a for a in SQLiteStorage.get_alerts("alerts") if a["title"] == "k3_high at step 2"]
+    assert alert["level"] == "error"
+    assert "`k3_kl` is" in alert["text"]
+    assert "[TRACKIO" not in capsys.readouterr().out
+
+
+# Fields that nothing follows ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"), [({}, 0), ({"rollout_monitor": "stop"}, 1), ({"rollout_monitor": None}, 0)]
+)
+def test_fields_beside_a_monitor_of_the_user_are_named(tiny_model_path, tmp_path, fields, told):
+    extra = {"callbacks": [RolloutCorrectionMonitor("warn")]}
+    fields = {"rollout_monitor_bounds": {"k3_high": 1.0} if told else None, "extra": extra, "max_steps": 1, **fields}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        build(*TRAINERS["grpo"], tiny_model_path, tmp_path, sampler=StaleSampler(tiny_model_path), **fields).train()
+    for name in ("rollout_monitor", "rollout_monitor_bounds"):
+        said = [str(w.message) for w in caught if str(w.message).startswith(f"`{name}` is set to")]
+        assert len(said) == told, name
+        assert all("takes the place of the trainer's own" in message for message in said)
+
+
+def test_a_monitor_that_is_added_later_is_looked_at_too(tiny_model_path, tmp_path):
+    trainer = build(
+        *TRAINERS["grpo"], tiny_model_path, tmp_path, sampler=StaleSampler(tiny_model_path), rollout_monitor="stop"
+    )
+    trainer.add_callback(RolloutCorrectionMonitor("warn"))
+    with pytest.warns(UserWarning, match=r"`rollout_monitor` is set to 'stop' but has no effect"):
+        trainer.train()

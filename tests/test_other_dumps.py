@@ -1,6 +1,5 @@
-"""Dumps of other tools, as `docs/migration.md` says: the token export of prime-rl, and batches of verl."""
+"""Dumps of other tools, as `docs/migration.md` says: batches of verl."""
 
-import json
 import re
 
 import pytest
@@ -9,28 +8,6 @@ import torch
 from tests.dumps import make_dump, read_dump
 from tests.launching import ROOT
 from trl_rollout_corr.__main__ import main
-from trl_rollout_corr.dumps.reading import open_dump
-
-
-NAMES = {"trainer_logprobs": "train_logps", "inference_logprobs": "rollout_logps"}
-
-
-def exported(rows: list[dict], folder, **changed):
-    """Rows as prime-rl writes them: prompt and completion in one sequence, with a number for each token."""
-    for row in rows:
-        prompt, n = row["prompt_ids"], len(row["token_ids"])
-        record = {
-            "schema_version": 1, "step": row["step"], "export_step": row["step"], "rank": 0, "run_id": None,
-            "token_ids": prompt + row["token_ids"], "loss_mask": [False] * len(prompt) + row["mask"],
-            "advantages": [0.0] * len(prompt) + [row["advantage"]] * n, "rewards": [None] * (len(prompt) + n),
-            "is_masked": [False] * len(prompt) + [i == 3 for i in range(n)],
-            **{theirs: [0.0] * len(prompt) + row[ours] for theirs, ours in NAMES.items()}, **changed,
-        }  # fmt: skip
-        file = folder / "token_exports" / f"step_{row['step']}" / "rank_0.jsonl"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("a") as lines:
-            lines.write(json.dumps(record) + "\n")
-    return folder
 
 
 @pytest.fixture
@@ -41,28 +18,6 @@ def rows(tmp_path):
 
     folder = make_dump(tmp_path / "ours", steps=2, tools=False, sampled=32, worst=0, logs=False)
     return [shift(row) for row in read_dump(folder).rows]
-
-
-@pytest.mark.parametrize("below", ["", "token_exports", "token_exports/step_1"])
-def test_an_export_of_prime_rl_is_diagnosed(rows, tmp_path, capsys, below):
-    folder = exported(rows, tmp_path / "theirs") / below
-    assert main(["diagnose", str(folder), "--json"]) == 1
-    [cause] = json.loads(capsys.readouterr().out)["causes"]
-    assert cause["cause"] == "shift"
-    sequences = open_dump(folder).sequences
-    assert len(sequences) == len(rows) // (2 if "step" in below else 1)
-    first = rows[0]
-    assert sequences.prompts[0].tolist() == first["prompt_ids"]
-    assert sequences.token_ids[sequences.slice(0)].tolist() == first["token_ids"]
-    assert sequences.rollout_logps[sequences.slice(0)].tolist() == pytest.approx(first["rollout_logps"])
-    assert (~sequences.keep[sequences.slice(0)]).nonzero()[0].tolist() == [3]
-    assert sequences.advantage[0] == pytest.approx(first["advantage"])
-
-
-def test_an_export_of_another_version_is_refused(rows, tmp_path, capsys):
-    folder = exported(rows, tmp_path / "theirs", schema_version=2)
-    assert main(["diagnose", str(folder)]) == 2
-    assert "line 1 of rank_0.jsonl is not a sequence of version 1 of prime-rl's export" in capsys.readouterr().err
 
 
 def test_the_script_of_the_document_makes_a_dump_of_batches_of_verl(rows, tmp_path, monkeypatch, capsys):
@@ -89,7 +44,7 @@ def test_the_script_of_the_document_makes_a_dump_of_batches_of_verl(rows, tmp_pa
             batch["token_level_scores"][i, n - 1] = row["reward"]
         torch.save(batch, tmp_path / "verl_batches" / f"{step}.pt")
     monkeypatch.chdir(tmp_path)
-    text = (ROOT / "docs/migration.md").read_text().split("## Dumps of verl and prime-rl")[1]
+    text = (ROOT / "docs/migration.md").read_text().split("## Dumps of verl")[1]
     exec(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1], {})
     made = read_dump(tmp_path / "dump").rows
     names = ("step", "prompt_ids", "token_ids", "mask", "reward")

@@ -115,7 +115,7 @@ def test_the_source_distribution_is_clean(built):
     ):
         assert needed in names
     allowed = {
-        "trl_rollout_corr", "benchmarks", "compatibility", "contributions", "docs", "examples", "recipes", "tests",
+        "trl_rollout_corr", "benchmarks", "contributions", "docs", "examples", "recipes", "tests",
     }  # fmt: skip
     files = {
         ".gitignore", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "Makefile", "PKG-INFO", "README.md",

@@ -15,6 +15,7 @@ from tests.tiny import StaleSampler, build_model_with_code
 from tests.training import build, build_with_dropout, plain_model, policy_logps
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
 from trl_rollout_corr.__main__ import main
+from trl_rollout_corr.arrival.worker import push
 from trl_rollout_corr.diagnosis import Diagnosis, Finding, diagnose, read_tokens
 from trl_rollout_corr.diagnosis.causes import CAUSES
 from trl_rollout_corr.diagnosis.evidence import FLOOR, Evidence
@@ -30,7 +31,6 @@ from trl_rollout_corr.probe.experiments import (
     judge,
     own_noise,
 )
-from trl_rollout_corr.arrival.worker import push
 
 
 with benchmarks("diagnose") as load_module:
@@ -201,11 +201,9 @@ def test_a_run_without_a_sampler_or_a_model_is_refused(tiny_model_path, tmp_path
 
     with pytest.raises(ValueError, match="`use_vllm` is False"):
         read(request(tiny_model_path, tmp_path, "--use_vllm", "false"))
-    with pytest.raises(
-        ValueError, match=r"`temperatura` in the command line is not an option .* Did you mean 'temperature'"
-    ):
+    with pytest.raises(ValueError, match=r"not used.*temperatura"):
         read(request(tiny_model_path, tmp_path, "--temperatura", "1"))
-    with pytest.raises(ValueError, match="`dump` in the command line is not an option"):
+    with pytest.raises(ValueError, match=r"not used.*dump"):
         read(request(tiny_model_path, tmp_path, "--temperature", "1", "dump"))
 
 

@@ -1,9 +1,8 @@
-"""Every backend gets the metrics that are tracked; those that draw histograms get that of the log-ratio."""
+"""Every backend gets the metrics; those that draw histograms get that of the log-ratio."""
 
 import json
 import math
 import os
-import re
 import struct
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -13,27 +12,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import TrainerCallback
 
 from tests.asynchronous import WorkerHere, build_ours
 from tests.launching import HAS_ASYNCHRONOUS
+from tests.test_docs import documented_keys, documented_name
 from tests.tiny import StaleSampler, prompts
-from tests.training import TRAINERS, VLLM, build, losses, messages
+from tests.training import TRAINERS, VLLM, BrokenSampler, build
 from trl_rollout_corr import (
     RolloutCorrectedGRPOConfig,
     RolloutCorrectedGRPOTrainer,
     RolloutCorrectionConfig,
     compute_rollout_correction,
 )
-from trl_rollout_corr.__main__ import main
 from trl_rollout_corr.correction.histogram import BINS
-from trl_rollout_corr.dumps.files import read_logs
-from trl_rollout_corr.health.bands import ESSENTIAL
 from trl_rollout_corr.messages import PREFIX
 from trl_rollout_corr.recording.trackers import coarser
-
-
-ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture
@@ -56,26 +49,14 @@ def train(tiny_model_path, tmp_path, monkeypatch):
     return train
 
 
-def expected(history: list[dict], tracked: str = "all") -> tuple[list[dict], dict]:
-    """Our metrics that are tracked, of the training logs and of the evaluation."""
-
-    def ours(entry: dict, prefix: str) -> dict:
-        metrics = {k: v for k, v in entry.items() if k.startswith(prefix)}
-        return {k: v for k, v in metrics.items() if tracked == "all" or k.removeprefix(prefix) in documented()}
-
-    training = [ours(e, PREFIX) for e in history if "loss" in e]
-    evaluation = next(e for e in history if "eval_loss" in e)
-    return training, ours(evaluation, f"eval_{PREFIX}")
+def ours(entry: dict, prefix: str = PREFIX) -> dict:
+    return {key: value for key, value in entry.items() if key.startswith(prefix)}
 
 
-def documented(*, all_runs: bool = False) -> set[str]:
-    """Metrics that `docs/metrics.md` lists as essential; with `all_runs` those that every corrected run has."""
-    text = (ROOT / "docs/metrics.md").read_text().partition("## What trackers get")[2].partition("\n## ")[0]
-    rows = {row[1].strip(): row[2] for row in (line.split("|") for line in text.splitlines() if line.startswith("| "))}
-    del rows["about"], rows["---"]
-    conditional = rows.pop("where it applies")
-    keys = set(re.findall(r"`([^`]+)`", " ".join(rows.values())))
-    return keys if all_runs else keys | set(re.findall(r"`([^`]+)` \(", conditional))
+def expected(history: list[dict]) -> tuple[list[dict], dict]:
+    """Our metrics of the training logs and of the evaluation."""
+    evaluation = next(entry for entry in history if "eval_loss" in entry)
+    return [ours(entry) for entry in history if "loss" in entry], ours(evaluation, f"eval_{PREFIX}")
 
 
 def events_of(folder: Path):
@@ -93,11 +74,10 @@ def ours_in(keys: Iterable[str]) -> set[str]:
     return {name for name in metrics if name.split(".")[0] != "log_ratio"}  # the histogram
 
 
-def test_json(train, tmp_path):
+def test_json(train):
     training, evaluation = expected(train("none"))
     assert len(training) == 2
-    assert len(training[0]) > 60
-    # a window has no share of a group that it has no token of
+    # a window has no metric of a group that it has no token of
     seen = {key for entry in [*training, evaluation] for key in entry if "rejected/" in key or "downweighted/" in key}
     assert {f"eval_{key}" for key in training[0]} ^ set(evaluation) <= seen | {f"eval_{key}" for key in seen}
     assert all(math.isfinite(value) for entry in [*training, evaluation] for value in entry.values())
@@ -110,34 +90,21 @@ OF_VERL = {
     *("rollout_is_mean", "rollout_is_std", "rollout_is_max", "rollout_is_min", "rollout_is_eff_sample_size"),
     *("rollout_is_ratio_fraction_high", "rollout_is_ratio_fraction_low", "rollout_is_batch_norm_factor"),
     *("rollout_is_veto_fraction", "rollout_is_catastrophic_token_fraction"),
-    *("log_ratio_p25", "log_ratio_p50", "log_ratio_p75"),
-    *(
-        "rollout_probs_diff_mean",
-        "rollout_probs_diff_std",
-        "rollout_probs_diff_max",
-        "rollout_actor_probs_pearson_corr",
-    ),
     *("rollout_rs_masked_fraction", "rollout_rs_token_k1_mean", "rollout_rs_seq_max_k2_mean"),
 }
 
 
-@pytest.mark.parametrize("tracked", ["essential", "all"])
-def test_tensorboard(train, tmp_path, tracked):
-    training, evaluation = expected(train("tensorboard", rollout_tracked_metrics=tracked), tracked)
+def test_tensorboard(train, tmp_path):
+    training, evaluation = expected(train("tensorboard"))
     events = events_of(tmp_path)
     tags = events.Tags()["scalars"]
-    assert ours_in(tags) == {key.removeprefix(PREFIX) for entry in training for key in entry}
+    assert ours_in(tags) == {key.removeprefix(PREFIX) for entry in training for key in entry} > OF_VERL
     assert {tag for tag in tags if PREFIX in tag and tag.startswith("eval/")} == {
         f"eval/{key.removeprefix('eval_')}" for key in evaluation
     }
-    assert {"train/loss", "train/reward", "eval/reward"} <= set(tags)
-    assert (ours_in(tags) >= OF_VERL) == (tracked == "all")
     for key in training[0]:
         found = [event.value for event in events.Scalars(f"train/{key}")]
         assert found == pytest.approx([entry[key] for entry in training if key in entry], rel=1e-5, abs=1e-12)
-    for key, value in evaluation.items():
-        (event,) = events.Scalars(f"eval/{key.removeprefix('eval_')}")
-        assert event.value == pytest.approx(value, rel=1e-5, abs=1e-12)
     histograms = events.Histograms(f"train/{PREFIX}log_ratio")
     assert [event.step for event in histograms] == [2, 4]
     assert histograms[0].histogram_value.num > 10
@@ -185,7 +152,7 @@ def logged_row(record) -> dict:
 def test_wandb_offline(train, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
-    training, evaluation = expected(train("wandb"), "essential")
+    training, evaluation = expected(train("wandb"))
     rows = [logged_row(record) for record in finished_wandb_records(lambda record: "eval/loss" in logged_row(record))]
     losses = [row for row in rows if "train/loss" in row]
     assert ours_in(losses[0]) == {key.removeprefix(PREFIX) for key in training[0]}
@@ -202,7 +169,7 @@ def test_wandb_offline(train, monkeypatch):
 
 def test_trackio(train):
     trackio = pytest.importorskip("trackio")
-    training, _ = expected(train("trackio", rollout_tracked_metrics="all"))
+    training, _ = expected(train("trackio"))
     files = [path for path in Path(trackio.utils.TRACKIO_DIR).rglob("*") if path.is_file()]
     text = b"".join(path.read_bytes() for path in files)
     for key in training[0]:
@@ -210,40 +177,29 @@ def test_trackio(train):
     assert b"trackio.histogram" in text
 
 
-# The metrics that are tracked --------------------------------------------------------------------------------------------
-
-
-def test_the_essential_metrics_are_documented():
-    assert documented() == set(ESSENTIAL)
-    assert len(ESSENTIAL) <= 20
+# The keys of a run ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(
     params=["grpo", pytest.param("rloo", marks=pytest.mark.vllm), *(["async_grpo"] if HAS_ASYNCHRONOUS else [])]
 )
-def make_any(request, tiny_model_path, tmp_path, monkeypatch):
-    """Build a trainer that reports to TensorBoard, with the default correction and monitor."""
-    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
+def make_any(request, tiny_model_path, tmp_path):
+    """Build a trainer with the monitor."""
 
     def make(**fields):
-        fields = {
-            "report_to": ["tensorboard"],
-            "rollout_monitor": "warn",
-            "logging_steps": 1,
-            "max_steps": 2,
-            **fields,
-        }
-        if request.param == "rloo":
-            request.getfixturevalue("shared_engine")
+        fields = {"rollout_monitor": "warn", "logging_steps": 1, "max_steps": 4, **fields}
         if request.param == "async_grpo":
             return build_ours(tiny_model_path, tmp_path, WorkerHere(tiny_model_path), **fields)
-        sampled = VLLM if request.param == "rloo" else {"sampler": WithSteps(tiny_model_path)}
-        return build(*TRAINERS[request.param], tiny_model_path, tmp_path / "run", **sampled, **fields)
+        if request.param == "rloo":
+            request.getfixturevalue("shared_engine")
+        sampled = VLLM if request.param == "rloo" else {"sampler": WithSteps(tiny_model_path, call_a_tool)}
+        fields["schedule"] = "two iterations"
+        return build(*TRAINERS[request.param], tiny_model_path, tmp_path, **sampled, **fields)
 
     return make
 
 
-class WithSteps(StaleSampler):
+class WithSteps(BrokenSampler):
     """A sampler that tells the optimizer step of its weights."""
 
     def __call__(self, prompts, trainer):
@@ -251,64 +207,26 @@ class WithSteps(StaleSampler):
         return super().__call__(prompts, trainer)
 
 
-def test_trackers_get_the_documented_metrics_by_default(make_any, tmp_path, request):
-    asynchronous = "async_grpo" in request.node.name
-    trainer = make_any()
+def call_a_tool(output):
+    output["env_mask"] = [[int(t != 1) for t in range(len(ids))] for ids in output["completion_ids"]]
+
+
+RUNS = {
+    "auto": {},
+    "measured": {"rollout_correction": "disabled"},
+    "rejection": {"rollout_rs": ["token_k1", "seq_max_k2"], "rollout_rs_threshold": [[0.6, 1.6], 2.5]},
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_run_logs_few_keys_and_each_is_documented(make_any, run, request):
+    trainer = make_any(**RUNS[run])
     trainer.train()
-    tracked = ours_in(events_of(tmp_path / "events").Tags()["scalars"])
-    assert tracked == documented(all_runs=True) | ({"stale_dropped/fraction"} if asynchronous else set())
-    kept = {key for entry in trainer.state.log_history for key in entry if key.startswith(PREFIX)}
-    assert len(kept) > 60
-
-
-class Recorder(TrainerCallback):
-    """A callback of a user."""
-
-    def __init__(self):
-        self.logs = []
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        self.logs.append(dict(logs))
-
-
-def test_nothing_but_trackers_depends_on_the_tracked_metrics(tiny_model_path, tmp_path, monkeypatch, caplog, capsys):
-    """Losses, alarms, the log of the trainer, callbacks of the user, the dump and the report."""
-
-    def run(tracked: str):
-        monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / tracked / "events"))
-        caplog.clear()
-        recorder = Recorder()
-        trainer = build(
-            *TRAINERS["grpo"], tiny_model_path, tmp_path / tracked / "run",
-            sampler=StaleSampler(tiny_model_path, noise=1.0), report_to=["tensorboard"], max_steps=4,
-            rollout_tracked_metrics=tracked, rollout_dump_dir=str(tmp_path / tracked / "run" / "dump"),
-            save_strategy="steps", save_steps=4, extra={"callbacks": [recorder]},
-            # of a rule on a metric that is not essential
-            rollout_correction="decoupled_token_is", rollout_monitor="warn", rollout_monitor_bounds={"weights_at_bound": 0.0},
-        )  # fmt: skip
-        steps = losses(trainer)
-        page = tmp_path / f"{tracked}.html"
-        main(["report", str(tmp_path / tracked / "run"), "-o", str(page)])
-        history = [without_times(entry) for entry in trainer.state.log_history]
-        kept = read_logs(tmp_path / tracked / "run" / "dump")
-        logs = [list(map(without_times, entries)) for entries in (recorder.logs, kept)]
-        text = page.read_text().replace("rollout_tracked_metrics: all\n", "")  # it lists the settings of the run
-        shown = ours_in(events_of(tmp_path / tracked / "events").Tags()["scalars"])
-        return shown, (steps, history, logs, messages(caplog), text)
-
-    (essential, found), (everything, others) = run("essential"), run("all")
-    assert found == others
-    assert essential < everything
-    _, history, (seen, kept), said, text = found
-    assert any("[weights_at_bound > 0]" in message for message in said)
-    for entries in (history, seen, kept):
-        assert {key.removeprefix(PREFIX) for entry in entries for key in entry if key.startswith(PREFIX)} == everything
-    assert "Percentiles of d" in text
-    assert "KL divergence by the sign of the advantage" in text
-
-
-def without_times(entry: dict) -> dict:
-    return {key: value for key, value in entry.items() if not re.search("time|per_second", key)}
+    keys = {key for entry in trainer.state.log_history for key in ours(entry)}
+    assert {documented_name(key) for key in keys} <= documented_keys()
+    of_turns = {key for key in keys if "/turn_" in key}
+    assert bool(of_turns) == ("[grpo-" in request.node.name)  # whose sampler calls a tool
+    assert len(keys - of_turns) <= (25 if run == "measured" else 45)
 
 
 def test_the_coarser_histogram_counts_the_same_tokens():

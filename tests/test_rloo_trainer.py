@@ -37,7 +37,6 @@ from trl_rollout_corr.trainers.logprobs import sync_weights_on_cpu
 
 
 pytestmark = pytest.mark.vllm
-seam = pytest.mark.seam("rloo")
 
 LORA = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], init_lora_weights="gaussian")
 
@@ -60,7 +59,6 @@ def make(tiny_model_path, tmp_path, shared_engine):
 # Off means off --------------------------------------------------------------------------------------------------------
 
 
-@seam
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 def test_metrics_only_is_bit_for_bit_trl(make, schedule, beta):
@@ -83,7 +81,6 @@ def test_weights_of_one_change_nothing(make):
 # Log-probabilities of the sampler -------------------------------------------------------------------------------------
 
 
-@seam
 @pytest.mark.parametrize("fields", [{}, {"pad_to_multiple_of": 4}])
 def test_log_probabilities_are_aligned_after_shuffling_and_padding(make, tiny_model_path, fields):
     trainer = make(schedule="several steps per generation", **fields)
@@ -114,7 +111,6 @@ def test_log_probabilities_are_aligned_in_evaluation(make, tiny_model_path):
 # Forward passes -------------------------------------------------------------------------------------------------------
 
 
-@seam
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 def test_forwards_are_counted(make, schedule, beta):
@@ -172,7 +168,6 @@ def reference(trainer, batch, *, lower=0.85, upper=1.2, worst_k3=0.05):
     return model, logps, d, mask, keep
 
 
-@seam
 @pytest.mark.parametrize("level", WEIGHTS)
 @pytest.mark.parametrize("normalize", [False, True])
 def test_decoupled_gradient(make, level, normalize):
@@ -240,7 +235,6 @@ def test_reinforce_gradient(make, level, normalize):
     assert_gradients_equal(found, backward(model, loss))
 
 
-@seam
 def test_bypass_ppo_gradient(make):
     bounds = {"rollout_rs": "token_k1", "rollout_rs_threshold": [0.75, 1.4]}
     trainer = make(bypass_mode=True, rollout_is="token", **{**GRADIENT, **bounds, "spread": 0.06})
@@ -298,7 +292,6 @@ def moved(trainer):
     return trainer
 
 
-@seam
 @pytest.mark.parametrize("schedule", ["aligned", "several steps per generation"])
 def test_kl_in_the_reward_is_that_of_the_old_policy(make, schedule):
     plain = scored(moved(make(RLOOTrainer, beta=0.5, schedule=schedule)))

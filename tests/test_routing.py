@@ -25,12 +25,12 @@ from tests.training import (
 )
 from tests.training import backward as backward_of
 from tests.training import build as build_trainer
+from trl_rollout_corr.recording.keys import AGAIN_LOGPS
 from trl_rollout_corr.replay.capture import RecordingEngine, returns_routes
 from trl_rollout_corr.replay.experts import ROUTES
 from trl_rollout_corr.replay.router_hooks import RouterHooks
 from trl_rollout_corr.replay.routers import ROUTERS, experts_of, find_routers, take
 from trl_rollout_corr.replay.sampled_experts import SampledRoutes
-from trl_rollout_corr.recording.keys import AGAIN_LOGPS
 
 
 def documented_for_a_cpu() -> dict:
@@ -531,7 +531,7 @@ def test_a_loss_by_hand_leaves_the_model_alone(make, checkpointing):
     expected = []
     for batch in batches:
         expected.append(gradients(trainer, batch))
-        trainer._experts.end()
+        trainer._replays.experts.end()
     with torch.no_grad():
         own = trainer.model(input_ids=IDS).logits
         ids = torch.cat([batches[0]["prompt_ids"], batches[0]["completion_ids"]], 1)
@@ -659,17 +659,17 @@ def test_agents_whose_turns_are_cut_replay_with_the_documented_settings(moe_path
         tools = {{**SOURCES["tools"], "eval_dataset": SOURCES["tools"]["train_dataset"].select(range(8))}}
         extra = {{**tools, "processing_class": with_tools(build_tiny_tokenizer(), "look", "place")}}
         trainer = build(*TRAINERS["grpo"], {moe_path!r}, Path({str(tmp_path)!r}), **{{**fields, "extra": extra}})
-        place, cut = trainer._experts.sampled.place, []
+        place, cut = trainer._replays.experts.sampled.place, []
 
         def counting(ids, mask, n):
             rows = [tuple(row[found.bool()].tolist()) for row, found in zip(ids, mask)]
-            cut.extend(row for row in rows if row not in trainer._experts.sampled._rows)
+            cut.extend(row for row in rows if row not in trainer._replays.experts.sampled._rows)
             return place(ids, mask, n)
 
-        trainer._experts.sampled.place = counting
+        trainer._replays.experts.sampled.place = counting
         trainer.train()
         assert cut
-        assert not trainer._experts._told_without
+        assert not trainer._replays.experts._told_without
         assert logged(trainer, "routing_flipped_fraction") == [0.0] * 3
         assert max(logged(trainer, "k3_kl")) < 1e-6
     """
@@ -687,15 +687,16 @@ def test_vllm_gives_its_experts_to_the_trainer(moe_path, tmp_path):
         with sharing_engines():
             for name in TRAINERS:
                 trainer = build(*TRAINERS[name], {moe_path!r}, Path({str(tmp_path)!r}), **shared, rollout_routing="replay")
-                keep, kept = trainer._experts.sampled.keep, []
-                trainer._experts.sampled.keep = lambda tokens, experts: kept.append((tokens, experts)) or keep(tokens, experts)
+                sampled, kept = trainer._replays.experts.sampled, []
+                keep = sampled.keep
+                sampled.keep = lambda tokens, experts: kept.append((tokens, experts)) or keep(tokens, experts)
                 trainer.train()
                 assert logged(trainer, "routing_flipped_fraction") == [0.0] * 3  # in float32 on both sides
                 assert max(logged(trainer, "k3_kl")) < 1e-6
                 # experts that are moved by one are taken by the trainer, so they come from the sampler's routes
                 moved = build(*TRAINERS[name], {moe_path!r}, Path({str(tmp_path)!r}), **shared, rollout_routing="replay")
-                keep = moved._experts.sampled.keep
-                moved._experts.sampled.keep = lambda tokens, experts: keep(tokens, (experts + 1) % 8)
+                keep = moved._replays.experts.sampled.keep
+                moved._replays.experts.sampled.keep = lambda tokens, experts: keep(tokens, (experts + 1) % 8)
                 moved.train()
                 assert logged(moved, "routing_flipped_fraction") == [1.0] * 3
                 assert min(logged(moved, "k3_kl")) > 1e-5

@@ -1,27 +1,24 @@
-"""The health rules: each alone on small histories, and all of them on recorded runs."""
+"""The health rules: each alone on small histories, the advice that follows, and both on the runs of the published logs."""
 
 import json
+import lzma
 import math
 import re
-import statistics
-from argparse import Namespace
-from dataclasses import asdict
 
 import pytest
-from transformers import TrainerControl, TrainerState
 
-from tests.launching import ROOT, benchmarks
-from tests.training import TRAINERS
+from tests.dumps import make_dump
+from tests.launching import ROOT
 from trl_rollout_corr import RolloutCorrectionConfig
+from trl_rollout_corr.__main__ import main
 from trl_rollout_corr.health.bands import HEALTHY
 from trl_rollout_corr.health.examine import Examiner, examine, parse_bounds
-from trl_rollout_corr.health.placeholders import placeholders
 from trl_rollout_corr.health.rules import BOUNDS, RULES, SILENCED
+from trl_rollout_corr.health.texts import ADVISED, fill, preset_for
 from trl_rollout_corr.health.windows import Window
 from trl_rollout_corr.messages import PREFIX
 from trl_rollout_corr.settings.criteria import CRITERIA
 from trl_rollout_corr.settings.presets import PRESETS
-from trl_rollout_corr.recording.monitor import RolloutCorrectionMonitor
 
 
 DISABLED = {"rollout_correction": "disabled"}
@@ -43,23 +40,18 @@ WEIGHTS = {
     "rollout_is_eff_sample_size": 0.98,
     "rollout_is_ratio_fraction_high": 0.001,
 }
-REJECTION = {
-    "rollout_rs_masked_fraction": 0.05,
-    "rollout_is_veto_fraction": 0.01,
-    "rejected/long_positive": 0.06,
-    "rejected/others": 0.05,
-}
+REJECTION = {"rollout_rs_masked_fraction": 0.05, "rollout_is_veto_fraction": 0.01}
 CORRECTED = {**HEALTHY_WINDOW, **WEIGHTS, **REJECTION}
 
 # By bound: settings, what differs from a healthy window, and the same just within the bounds
 ILL = {
+    "no_tokens": ({}, {"nonfinite_fraction": math.nan}, {"nonfinite_fraction": 0.0}),
     "nonfinite_many": ({}, {"nonfinite_fraction": 0.11}, {"nonfinite_fraction": 0.0}),
     "nonfinite": ({}, {"nonfinite_fraction": 1e-6}, {"nonfinite_fraction": 0.0}),
     "everything_rejected": ({}, {"effective_lr": 0.0}, {"effective_lr": 0.51}),
     "k3_high": (DISABLED, {"k3_kl": 0.031, "kl": 0.031}, {"k3_kl": 0.014, "kl": 0.014}),
     "k3_corrected": ({}, {"k3_kl": 0.031, "kl": 0.031}, {"k3_kl": 0.029, "kl": 0.029}),
     "k3_uncorrected": (DISABLED, {"k3_kl": 0.016, "kl": 0.016}, {"k3_kl": 0.014, "kl": 0.014}),
-    "kl_negative": (DISABLED, {"kl": -0.11, "k3_kl": 0.02}, {"kl": -0.004, "k3_kl": 0.004}),
     "biased_ratio": ({}, {"kl": 0.02, "k3_kl": 0.0006}, {"kl": 0.0104, "k3_kl": 0.0006}),
     "staleness": ({}, {"staleness_max": 17.0}, {"staleness_max": 16.0}),
     "weight_mean_low": ({}, {"rollout_is_mean": 0.49}, {"rollout_is_mean": 0.51}),
@@ -75,16 +67,12 @@ ILL = {
     "vetoed": (VETO, {"rollout_is_veto_fraction": 0.11}, {"rollout_is_veto_fraction": 0.09}),
     "effective_lr_low": ({}, {"effective_lr": 0.49}, {"effective_lr": 0.51}),
     "effective_lr_high": ({}, {"effective_lr": 1.51}, {"effective_lr": 1.49}),
-    "selection": (
-        {},
-        {"rejected/long_positive": 0.21, "rejected/others": 0.06},
-        {"rejected/long_positive": 0.21, "rejected/others": 0.08},
-    ),
 }
 
 
 def config(**fields):
-    return RolloutCorrectionConfig(**fields)
+    """Settings in effect of a configuration."""
+    return RolloutCorrectionConfig(**fields).settings
 
 
 def history(*windows, spacing=1):
@@ -110,7 +98,7 @@ def found(log, settings=None):
 
 
 def test_every_bound_is_tested():
-    alone = {"endless", "k3_growth", "unlearning", "gap_stays", "gap_clipped"}
+    alone = {"unlearning", "gap_stays", "gap_clipped"}
     assert set(ILL) | alone == set(BOUNDS)
     assert len(BOUNDS) == sum(len(rule.bounds) for rule in RULES)
 
@@ -144,88 +132,113 @@ def test_a_single_window_is_forgiven_and_most_of_several_are_not(name):
     assert name in found(history(*most * 2), config(**fields))
 
 
+KNOWN = {"unknown": None, "auto": config(), "sequence": config(**SEQUENCE), "off": config(**DISABLED)}
+STATES = {"open": {}, "old": {"staleness_max": 8.0}, "start": {"k3_kl": 0.3, "kl": 0.3, "staleness_max": 0.0}}
+
+
+def texts(name, settings, **metrics):
+    """The observation, the reason and the advice of a bound."""
+    window, bound = _window({**CORRECTED, "staleness_max": 0.0, **metrics}, settings), BOUNDS[name]
+    window.course.add(window)
+    return [fill(text, window, value=0.5, limit=0.1, side="above") for text in (bound.seen, bound.why, bound.advice)]
+
+
 @pytest.mark.parametrize("name", BOUNDS)
 def test_what_an_alarm_says(name):
-    bound = BOUNDS[name]
-    texts = [_advice(name, settings) for settings in (None, config(), config(**SEQUENCE), config(**DISABLED))]
-    for text in texts:
-        assert re.fullmatch(r"[A-Z`].*\.", text)
-        assert not re.search(r"\. [a-z]|  |[{}]|\.\.", text)
-    said = f"{bound.seen} {bound.why} {' '.join(texts)}"
-    assert all(text.endswith(".") for text in (bound.seen, bound.why))
-    assert bound.severity in ("warning", "critical")
-    assert bound.patience % 2 == 1
-    assert set(bound.covers) < set(BOUNDS)
-    fields = set(re.findall(r"`((?:rollout|bypass)\w*)`", said))
-    keys = {other.key for other in BOUNDS.values()}
-    assert fields <= set(RolloutCorrectionConfig.__dataclass_fields__) | keys
-    assert set(re.findall(r"\b(?:token|seq)_(?:\w+_)?k[123]\b", said)) <= {*CRITERIA}
+    fields = {*RolloutCorrectionConfig.__dataclass_fields__, *(other.key for other in BOUNDS.values())}
+    for settings in KNOWN.values():
+        for state in STATES.values():
+            for text in texts(name, settings, **state):
+                assert re.fullmatch(r"[A-Z`].*\.", text)
+                assert not re.search(r"\. [a-z]|  |[{}]|\.\.", text)
+                assert len(re.findall(r"\.(?= |$)", text)) <= 3, text
+                assert {*re.findall(r"`((?:rollout|bypass)_\w+)`", text)} <= fields | {
+                    "rollout_func",
+                    "rollout_is_oob_ratio",
+                }
+                assert {*re.findall(r"\b(?:token|seq)_(?:\w+_)?k[123]\b", text)} <= {*CRITERIA}
 
 
-def _advice(name, settings, **metrics):
-    """The advice of a bound in a run with these settings."""
-    window = _window({**CORRECTED, **metrics}, settings)
-    return " ".join(BOUNDS[name].advice.format(**placeholders(window)).split())
+def test_a_bound_has_a_place():
+    for bound in BOUNDS.values():
+        assert bound.severity in ("warning", "critical")
+        assert bound.patience % 2 == 1
+        assert set(bound.covers) < set(BOUNDS)
 
 
-def args(trainer="grpo", **fields):
-    """A configuration of a trainer, with the settings of TRL."""
-    config_class = TRAINERS[trainer][1]
-    plain = {"use_cpu": True, "bf16": False, "report_to": []}
-    return config_class("unused", **{**plain, "rollout_correction": "auto", **fields})
+def test_a_gap_from_the_first_step_is_not_put_down_to_a_stale_sampler():
+    for settings in KNOWN.values():
+        for name in BOUNDS.keys() - {"staleness"}:
+            said = " ".join(texts(name, settings, **STATES["start"]))
+            assert not re.search(r"\bstale\b|\bold\b|lost push|were not pushed", said), said
+    for name in ("k3_high", "k3_corrected"):
+        assert "there from the first step" in texts(name, KNOWN["auto"], **STATES["start"])[2]
 
 
-@pytest.mark.parametrize("trainer", ["grpo", "async_grpo"])
-@pytest.mark.parametrize("name", BOUNDS)
-def test_a_run_is_not_told_about_options_that_it_does_not_have(name, trainer):
-    settings = args(trainer)
-    text = _advice(name, settings)
-    assert "`rollout_is`" not in text  # is token
-    fields = {*settings.__dataclass_fields__, *(other.key for other in BOUNDS.values())}
-    named = {word for word in re.findall(r"`([a-z]\w*)`", text) if word not in {"log_ratio_min", "lora_dropout", "kl"}}
-    assert named <= fields | ({"mask_truncated_completions"} if trainer == "async_grpo" else set())
-    assert "seq_mean" not in text  # its criteria are of tokens
-    assert "lower `rollout_is_threshold`" not in text  # no weight is above 1
-    assert "processed_logprobs" not in text or trainer == "async_grpo"
+def test_a_gap_of_a_sampler_that_says_how_old_it_is_is_explained():
+    for name in ("k3_high", "k3_uncorrected", "k3_corrected"):
+        _, why, advice = texts(name, KNOWN["off"], **STATES["old"])
+        assert "The sampler is 8 steps old, which explains it" in why
+        assert not re.search("dropout|precision|not pushed", why + advice)
+        assert "Push weights to the sampler more often" in advice or "push weights to the sampler more often" in advice
+        assert "`trainer.rollout_step`" in texts(name, KNOWN["off"])[2]  # announced ages are 0
 
 
-def test_the_advice_names_the_options_that_the_run_can_change():
-    low = "effective_lr_low"
-    assert "set the bounds of seq_mean_k1 in `rollout_rs_threshold` to bounds made from the spread" in _advice(
-        low, config(rollout_correction="decoupled_geo_rs")
-    )
-    assert _advice(low, config(rollout_correction="decoupled_seq_is")).startswith("Set `rollout_is` to token. To make")
-    unknown = _advice(low, None)
-    assert unknown.startswith("If `rollout_is` is sequence, set it to token. If as many")
-    spread = "effective_sample_size"
-    assert "lower `rollout_is_threshold`" in _advice(spread, config(rollout_correction="decoupled_token_is"))
-    dropped = _advice(spread, config(rollout_correction="decoupled_token_icepop"), rollout_is_oob_ratio=0.4)
-    assert "A share of 0.4 of the tokens has a ratio outside of `rollout_is_threshold`" in dropped
-    assert "A higher bound never helps" not in dropped
-    assert "widen `rollout_is_threshold`" in _advice(
-        "everything_rejected", config(rollout_correction="decoupled_token_icepop"), rollout_is_oob_ratio=1.0
-    )
-    high = _advice("effective_lr_high", config(rollout_correction="decoupled_geo_rs", rollout_rs_renormalize=True))
-    assert high.startswith("`rollout_rs_renormalize` divides by the share of tokens")
+def test_without_settings_both_are_said():
+    gap = history(*[{**CORRECTED, "k3_kl": 0.05, "kl": 0.05}] * 3)
+    (alarm,) = examine(gap)
+    assert (alarm.bound, alarm.severity) == ("k3_corrected", "warning")
+    assert "not known whether the run corrects" in alarm.seen
+    assert "without a correction, it biases" in alarm.seen
+    assert "harmless" in alarm.why
+    weights = history(*[{**CORRECTED, "rollout_is_mean": 3.0}] * 3)
+    assert examine(weights)[0].seen.startswith("If the correction is applied: ")
+    assert examine(weights, config(**SEQUENCE))[0].seen.startswith("The mean")
+    measured = config(**SEQUENCE, rollout_metrics_only=True)
+    assert examine(weights, measured)[0].seen.startswith("If the correction were applied: ")
 
 
-def test_newer_weights_are_had_in_the_way_of_the_trainer():
-    assert _advice("staleness", args()) == "Push weights to the sampler more often."
-    assert _advice("staleness", args(num_iterations=2)) == "Lower `num_iterations`."
-    both = args(steps_per_generation=4, gradient_accumulation_steps=2, num_iterations=2)
-    assert _advice("staleness", both) == "Lower `steps_per_generation` or `num_iterations`."
-    assert _advice("staleness", args("async_grpo")) == "Lower `weight_sync_steps` or `max_staleness`."
+def test_no_token_in_the_loss_names_the_setting_that_did_it():
+    empty = {"nonfinite_fraction": math.nan, "kl": math.nan, "effective_lr": math.nan}
+    log = history(*[CORRECTED, empty, empty, empty] * 3)
+    (alarm,) = examine(log, config())
+    assert (alarm.bound, alarm.step) == ("no_tokens", 4)
+    assert "`mask_truncated_completions`" in alarm.advice
+    assert "`stop`" in alarm.advice
+    ended = examine([{**entry, "completions/clipped_ratio": 0.0} for entry in log], config())[0]
+    assert "`mask_truncated_completions`" not in ended.advice
+    assert "`env_mask`" in ended.advice
+    assert found(history(*[CORRECTED, CORRECTED, empty] * 5), config()) == []
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_only_options_that_distort_the_sampler_are_named():
-    name = "biased_ratio"
-    assert _advice(name, args()).startswith("Check the temperature")
-    assert _advice(name, args(top_p=0.9)).startswith("Set `top_p` to its default. You can also set `rollout_support`")
-    assert "rollout_support" not in _advice(name, args(repetition_penalty=1.1))
-    served = {"use_vllm": True, "vllm_mode": "server"}
-    assert "rollout_support" not in _advice(name, args(top_p=0.9, **served))
-    assert "`min_p`, `repetition_penalty` to their defaults" in _advice(name, None)
+@pytest.mark.parametrize(
+    ("fields", "preset"),
+    [
+        ({}, "auto"),
+        ({"rollout_correction": "decoupled_geo_rs_token_tis"}, "auto"),
+        ({"rollout_correction": "bypass_ppo_clip_geo_rs"}, "bypass_ppo_clip"),
+        ({"rollout_correction": "bypass_pg_is"}, "bypass_pg_token_icepop"),
+    ],
+)
+def test_the_advised_preset_keeps_the_mode(fields, preset):
+    assert preset_for(config(**fields)) == preset
+    assert config(rollout_correction=preset).mode == config(**fields).mode
+    assert set(ADVISED.values()) <= set(PRESETS)
+    assert preset_for(None) == "auto"
+    assert f"Set `rollout_correction` to {preset}" in texts("k3_high", config(**fields))[2]
+
+
+def test_the_diagnosis_advises_the_same(tmp_path, capsys):
+    runs = {
+        "auto": {"rollout_correction": "disabled"},
+        "bypass_ppo_clip": {"rollout_correction": "bypass_ppo_clip_geo_rs", "rollout_metrics_only": True},
+    }
+    for preset, settings in runs.items():
+        folder = make_dump(tmp_path / preset, spread=0.03, settings=settings)
+        main(["diagnose", str(folder), "--json"])
+        presets = {cause["preset"] for cause in json.loads(capsys.readouterr().out)["causes"]}
+        assert preset in presets
+        assert presets <= {preset, None}
 
 
 def test_a_warning_silences_nothing_critical():
@@ -254,72 +267,6 @@ def test_a_window_without_gradient_is_no_proof_of_harm():
     (alarm,) = examine(history(*[{**CORRECTED, "effective_lr": 0.0}] * 60), config())
     assert (alarm.bound, alarm.severity) == ("everything_rejected", "warning")
     assert "may be chance" in alarm.why
-
-
-def test_a_gap_of_a_sampler_that_announces_no_staleness_has_more_causes():
-    for fields in ({}, DISABLED):
-        for staleness, more in ((0.0, True), (4.0, False)):
-            window = {**healthy(fields), "k3_kl": 0.05, "kl": 0.05, "staleness_max": staleness}
-            alarm = examine(history(*[window] * 3), config(**fields))[0]
-            assert alarm.key == f"{PREFIX}k3_kl"
-            assert ("`trainer.rollout_step`" in alarm.advice) is more
-
-
-# Growth ---------------------------------------------------------------------------------------------------------------
-
-
-def k3(values, settings=None, **others):
-    return found(history(*[{**CORRECTED, "k3_kl": value, "kl": value, **others} for value in values]), settings)
-
-
-def noisy(values):
-    """Up and down by a factor of 3, as between windows of a small batch."""
-    return [value * (3.0, 0.5, 1.0, 0.4, 1.6)[i % 5] for i, value in enumerate(values)]
-
-
-@pytest.mark.parametrize("noise", [list, noisy])
-def test_growth_is_seen_and_a_level_is_not(noise):
-    assert k3(noise([0.001] * 200)) == []
-    assert k3(noise([0.001 * 1.02**step for step in range(100)])) == ["k3_growth"]
-    assert k3(noise([0.00001 * 1.02**step for step in range(200)])) == []  # small, though it grows
-
-
-def endings(unfinished, rewards):
-    """Alarms of a run with these shares of completions that are cut, and these rewards."""
-    pairs = zip(unfinished, rewards, strict=True)
-    return found([
-        {"step": step, "rollout_corr/k3_kl": 1e-4, "rollout_corr/kl": 1e-4, "completions/clipped_ratio": cut, "reward": reward}
-        for step, (cut, reward) in enumerate(pairs, 1)
-    ])  # fmt: skip
-
-
-def test_completions_that_stop_ending_while_the_reward_rises():
-    rising, rewards = [step / 60 for step in range(60)], [0.1 + step / 100 for step in range(60)]
-    assert endings(rising, rewards) == ["endless"]
-    assert endings(rising, rewards[::-1]) == []  # the reward shows it already
-    assert endings(rising[::-1], rewards) == []
-    assert endings([0.9] * 60, rewards) == []  # from the start on
-    assert endings([0.0, 0.5, 0.25, 0.75, 0.0] * 12, rewards) == []  # a batch of four completions
-    assert endings(rising[:19], rewards[:19]) == []  # too early
-
-
-@pytest.mark.parametrize("lag", [1, 8, 16, 24])
-def test_a_sampler_that_falls_behind_and_stays_there_does_not_grow(lag):
-    behind = [2e-5 + 0.01 * min(step / lag, 1) ** 2 for step in range(200)]
-    assert k3(behind) == []
-    assert k3(noisy(behind)) == []
-
-
-def test_a_sampler_that_is_far_behind_is_given_time_to_get_there():
-    behind = [2e-5 + 0.01 * min(step / 60, 1) ** 2 for step in range(200)]
-    assert "k3_growth" in k3(behind)
-    assert k3(behind, config(rollout_monitor_bounds={"staleness": None}), staleness_max=60.0) == []
-
-
-def test_logging_steps_of_any_spacing():
-    growing = [{**CORRECTED, "k3_kl": 0.001 * 1.02**step} for step in range(100)]
-    steps = [examine(history(*growing, spacing=spacing))[0].step for spacing in (1, 10, 500)]
-    assert steps == [steps[0], 10 * steps[0], 500 * steps[0]]
 
 
 # The course of the gap ------------------------------------------------------------------------------------------------
@@ -375,7 +322,7 @@ def test_a_large_gap_of_the_start_may_vary():
     broken = {**CORRECTED, **STALE, "kl": 0.4, "k3_kl": 0.35}
     varies, grows = ([{**broken, REWARDED: value} for value in values] for values in ([0.3, 0.55, 0.5], [0.62] * 3))
     assert severe(examine(history(*varies * 10), config())) == []
-    assert severe(examine(history(*varies * 10, *grows * 10), config())) == [("gap_stays", 34), ("unlearning", 35)]
+    assert severe(examine(history(*varies * 10, *grows * 10), config())) == [("unlearning", 35)]
 
 
 def test_a_gap_that_is_all_where_the_advantage_is_negative_is_none():
@@ -413,9 +360,10 @@ def test_what_was_so_from_the_start_is_not_unlearnt():
 
 def test_updates_of_the_policy_itself_are_not_what_was_unlearnt():
     log = history(*[{**CORRECTED, **STALE, REWARDED: value} for value in (*[0.0] * 20, *[0.2] * 20)])
-    clipped = {"bypass_mode": True, "rollout_loss_type": "ppo_clip"}
-    assert severe(examine(log, {**clipped, "num_iterations": 1})) == [("unlearning", 25)]
-    assert severe(examine(log, {**clipped, "num_iterations": 4})) == []
+    clipped = config(rollout_correction="bypass_ppo_clip")
+    assert severe(examine(log, clipped)) == [("unlearning", 25)]
+    assert severe(examine(log, clipped, num_iterations=4)) == []
+    assert severe(examine(log, config(), num_iterations=4)) == [("unlearning", 25)]
 
 
 def test_it_is_given_as_many_steps_as_the_sampler_is_behind():
@@ -435,11 +383,11 @@ def test_windows_of_several_steps_need_not_be_as_many(spacing, windows):
     assert severe(findings) == [("gap_stays", (20 + windows) * spacing)]
 
 
-def test_what_the_engines_differed_by_at_the_start_is_taken_off():
-    assert severe(gaps([0.025] * 60)) == severe(gaps([0.05] * 60)) == []
+def test_a_gap_that_was_there_at_the_start_is_no_gap_that_stays():
+    for start in (0.025, 0.05, 0.2, 0.75):
+        assert severe(gaps([start] * 60)) == []
     assert severe(gaps([0.025, 0.02, 0.03, *[0.04] * 60])) == []
     assert severe(gaps([0.025, 0.02, 0.03, *[0.06] * 60])) == [("gap_stays", 13)]
-    assert severe(gaps([0.2] * 60)) == [("gap_stays", 13)]  # no low precision is as low as that
 
 
 def test_samples_from_a_part_of_the_policy_are_no_gap():
@@ -456,79 +404,60 @@ def test_clipping_around_the_sampler_bears_more():
 
 
 def test_updates_of_the_policy_are_not_the_samplers_fault():
-    clipped = {"bypass_mode": True, "num_iterations": 4}
-    own = {"engine_kl": 0.002, "engine_k3_kl": 0.002}
-    assert gaps([*SETTLING, *[0.5] * 40], clipped, **own) == []
-    assert gaps([*SETTLING, *[0.5] * 40], clipped) == []  # nobody knows how much of it is
-    grows = [{**CORRECTED, **STALE, "engine_kl": gap, "engine_k3_kl": gap} for gap in [*SETTLING, *[0.2] * 40]]
-    assert severe(examine(history(*grows), clipped)) == [("gap_clipped", 13)]
-    assert severe(gaps([*SETTLING, *[0.5] * 40], {**clipped, "num_iterations": 1})) == [("gap_clipped", 13)]
+    clipped = config(rollout_correction="bypass_ppo_clip")
+    log = history(*[{**CORRECTED, **STALE, "kl": gap, "k3_kl": gap} for gap in [*SETTLING, *[0.5] * 40]])
+    assert severe(examine(log, clipped)) == [("gap_clipped", 13)]
+    assert examine(log, clipped, num_iterations=4) == []
 
 
 @pytest.mark.parametrize(("later", "alarms"), [(0.4, []), (0.58, []), (0.62, [("gap_clipped", 25)])])
 def test_a_sampler_that_is_broken_from_the_start_has_no_gap_that_stays(later, alarms):
-    assert severe(gaps([*[0.4] * 20, *[later] * 20], {"bypass_mode": True})) == alarms
+    assert severe(gaps([*[0.4] * 20, *[later] * 20], config(rollout_correction="bypass_ppo_clip"))) == alarms
+
+
+FILLERS = [(0.75, 0.52), (0.71, 0.5), (0.78, 0.54), (0.74, 0.5)]  # `kl` and `k3_kl`; the mean ratio is about 0.77
+
+
+def test_fillers_in_a_quarter_of_the_tokens_are_named_as_a_bias():
+    log = history(*[{**CORRECTED, "kl": kl, "k3_kl": k3, "staleness_max": 0.0} for kl, k3 in FILLERS * 3])
+    alarms = {alarm.bound: alarm for alarm in examine(log, config())}
+    assert list(alarms) == ["k3_corrected", "biased_ratio"]
+    assert alarms["biased_ratio"].value == pytest.approx(0.23, abs=0.01)
+    assert (alarms["k3_corrected"].last_step, alarms["biased_ratio"].step) == (8, 9)  # one of the two speaks
+    assert not any(re.search(r"\bstale|push", str(alarm)) for alarm in alarms.values())
+
+
+def test_a_gap_without_a_bias_has_none():
+    fp8 = [(0.04, 0.045), (0.05, 0.044), (0.043, 0.047), (0.05, 0.048)]
+    later = [(0.001, 0.001)] * 3 + FILLERS * 3
+    for pairs in (fp8 * 5, later):
+        log = history(*[{**CORRECTED, "kl": kl, "k3_kl": k3, "staleness_max": 0.0} for kl, k3 in pairs])
+        assert "biased_ratio" not in found(log, config())
 
 
 def test_log_probabilities_that_go_wrong_later_are_left_to_the_correction():
     broken = {"kl": -0.6, "k3_kl": 1000.0}
     log = history(*[CORRECTED] * 5, *[{**CORRECTED, **broken}] * 9, *[CORRECTED] * 5)
-    assert {(f.bound, f.severity) for f in examine(log, config())} == {
-        ("k3_corrected", "warning"),
-        ("biased_ratio", "warning"),
-    }
-    assert severe(examine(log, config(**DISABLED))) == [("k3_high", 7), ("kl_negative", 7)]
-    assert severe(examine(history(*[{**CORRECTED, **broken}] * 9), config())) == [("kl_negative", 2)]
-
-
-def test_advice_has_the_numbers_of_the_run():
-    geo = config(rollout_correction="decoupled_geo_rs_token_tis")
-    window = {**CORRECTED, "rollout_rs_masked_fraction": 0.6, "log_ppl_abs_diff": 0.02}
-    log = [{**entry, "completions/mean_length": 212.0} for entry in history(*[window] * 9) if "loss" in entry]
-    advice = examine(log, geo)[0].advice
-    assert (
-        "[0.926, 1.079] (they keep nearly all completions of this window, whose mean log-ratio is 0.02 in size at 212 tokens)."
-        in advice
-    )
-    narrow = {**window, "log_ppl_abs_diff": 0.0002}
-    assert "[0.99924, 1.00077]" in examine(history(*[narrow] * 9), geo)[0].advice
-    assert "bounds made from the spread" in examine(history(*[{**window, "log_ppl_abs_diff": 0.0}] * 9), geo)[0].advice
-
-
-def test_advised_bounds_keep_nearly_all():
-    # of a normal distribution 3.8 mean sizes are three standard deviations
-    values = [statistics.NormalDist(0, 0.03).inv_cdf((i + 0.5) / 2000) for i in range(2000)]
-    size = statistics.fmean(map(abs, values))
-    low, high = re.search(
-        r"\[(.*), (.*)\] ", placeholders(_window({"log_ppl_abs_diff": size}, None))["widen"]
-    ).groups()
-    kept = sum(float(low) <= math.exp(value) <= float(high) for value in values) / len(values)
-    assert 0.99 < kept < 1
+    assert {(f.bound, f.severity) for f in examine(log, config())} == {("biased_ratio", "warning")}
+    assert severe(examine(log, config(**DISABLED))) == [("k3_high", 7)]
 
 
 # Settings -------------------------------------------------------------------------------------------------------------
 
 
-def test_settings_decide_whether_a_run_is_corrected():
-    gap = {**HEALTHY_WINDOW, "k3_kl": 0.02, "kl": 0.02}
-    for settings, window, expected in (
-        (config(**DISABLED), gap, ["k3_uncorrected"]),
-        (config(), gap, []),
-        (config(rollout_metrics_only=True), {**gap, **WEIGHTS}, ["k3_uncorrected"]),
-        (asdict(config(**DISABLED).settings), gap, ["k3_uncorrected"]),
-        (asdict(config().settings), gap, []),
-        ({"rollout_is": "token", "rollout_metrics_only": True}, gap, ["k3_uncorrected"]),
-        ({"bypass_mode": True}, gap, []),
-        # unknown: the log has to tell
-        (None, gap, ["k3_uncorrected"]),
-        (None, {**gap, **WEIGHTS}, []),
-        (None, {**gap, **REJECTION}, []),
-        ({"rollout_is": None}, gap, ["k3_uncorrected"]),
-        (DISABLED, gap, ["k3_uncorrected"]),
-        ({"rollout_correction": "bypass_ppo_clip"}, gap, []),
-        ({}, {**gap, **WEIGHTS}, []),
-    ):
-        assert found(history(*[window] * 5), settings) == expected, settings
+@pytest.mark.parametrize(
+    ("fields", "alarms"),
+    [
+        (DISABLED, ["k3_uncorrected"]),
+        ({}, []),
+        ({"rollout_metrics_only": True}, ["k3_uncorrected"]),
+        ({"rollout_correction": "bypass_ppo_clip"}, []),
+        (None, []),  # unknown
+    ],
+)
+def test_settings_decide_whether_a_run_is_corrected(fields, alarms):
+    gap = {**HEALTHY_WINDOW, **WEIGHTS, "k3_kl": 0.02, "kl": 0.02}  # the log does not
+    assert found(history(*[gap] * 5), None if fields is None else config(**fields)) == alarms
 
 
 def test_rules_about_weights_are_silent_where_weights_do_not_act():
@@ -547,9 +476,11 @@ def test_rules_about_weights_are_silent_where_weights_do_not_act():
 
 def test_samples_that_were_trained_on_have_no_mean_ratio_of_one():
     window = {**HEALTHY_WINDOW, "kl": 0.02, "k3_kl": 0.0006}
-    assert found(history(*[window] * 9), {"bypass_mode": True, "num_iterations": 1}) == ["biased_ratio"]
-    assert found(history(*[window] * 9), {"bypass_mode": True, "num_iterations": 4}) == []
-    assert found(history(*[window] * 9), {"bypass_mode": False, "num_iterations": 4}) == ["biased_ratio"]
+    log, bypass = history(*[window] * 9), config(rollout_correction="bypass_ppo_clip")
+    assert (
+        found(log, bypass) == [alarm.bound for alarm in examine(log, config(), num_iterations=4)] == ["biased_ratio"]
+    )
+    assert examine(log, bypass, num_iterations=4) == []
 
 
 def test_chi2_of_sequences_is_nothing_to_token_weights():
@@ -601,7 +532,7 @@ def test_entries_without_our_metrics_are_passed_over():
 
 @pytest.mark.parametrize("value", [math.nan, None, "broken", True])
 def test_values_that_are_no_numbers_are_passed_over(value):
-    windows = [dict.fromkeys(CORRECTED, value)] * 30
+    windows = [{**dict.fromkeys(CORRECTED, value), "nonfinite_fraction": 0.0}] * 30
     assert found(history(*windows)) == []
     ill = {**HEALTHY_WINDOW, "k3_kl": 0.2, "kl": 0.2}
     assert found(history(*[ill, *windows, ill]), config(**DISABLED)) == ["k3_high"]
@@ -613,14 +544,13 @@ def test_an_infinite_value_is_unhealthy():
 
 def test_entries_without_a_step():
     entry = {f"{PREFIX}k3_kl": 0.2, f"{PREFIX}kl": 0.2}
-    assert found([entry] * 3) == ["k3_high"]
+    assert found([entry] * 3, config(**DISABLED)) == ["k3_high"]
 
 
 def test_sentences_have_the_values_in_them():
-    finding = examine(history(*[{**CORRECTED, "rollout_is_eff_sample_size": 0.123}] * 3))[0]
+    finding = examine(history(*[{**CORRECTED, "rollout_is_eff_sample_size": 0.123}] * 3), config())[0]
     assert finding.seen == "The effective sample size of the weights is 0.12, below 0.3."
-    assert str(finding).startswith(finding.seen)
-    assert str(finding).endswith("A higher bound never helps.")
+    assert str(finding) == f"{finding.seen} {finding.why} {finding.advice}"
 
 
 # Thresholds -----------------------------------------------------------------------------------------------------------
@@ -631,7 +561,7 @@ def test_bounds_can_be_changed_and_rules_switched_off():
     assert found(log, config()) == ["k3_corrected"]
     assert found(log, config(rollout_monitor_bounds={"k3_corrected": 0.05})) == []
     assert found(log, config(rollout_monitor_bounds={"k3_corrected": None})) == []
-    assert found(log, {"rollout_monitor_bounds": {"staleness": 3.0}}) == ["k3_corrected", "staleness"]
+    assert found(log, config(rollout_monitor_bounds={"staleness": 3.0})) == ["k3_corrected", "staleness"]
     strict = examine(log, config(rollout_monitor_bounds={"k3_corrected": 0.001}))[0]
     assert strict.seen == "`k3_kl` is 0.04, above 0.001, and the run corrects for it."
 
@@ -644,7 +574,7 @@ def test_bounds_as_json():
 @pytest.mark.parametrize(
     ("bounds", "message"),
     [
-        ({"k3": 0.1}, "`rollout_monitor_bounds` has 'k3', which is not a bound. Available bounds: nonfinite_many, "),
+        ({"k3": 0.1}, "`rollout_monitor_bounds` has 'k3', which is not a bound. Available bounds: no_tokens, "),
         (
             {"k3_high": "much"},
             "`rollout_monitor_bounds` sets 'k3_high' to 'much', which must be a number, or None",
@@ -666,208 +596,63 @@ def test_bounds_that_cannot_be_meant_are_refused(bounds, message):
         parse_bounds(bounds)
 
 
-# Recorded runs --------------------------------------------------------------------------------------------------------
+# Published runs -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def leads():
-    with benchmarks("monitor") as load:
-        yield load("leads")
-
-
-RECORDING = json.loads((ROOT / "benchmarks/monitor/recorded.json").read_text())
-RUNS = RECORDING["runs"]
-UNCORRECTED = [name for name in RUNS if re.match(r"(rloo_)?none_", name)]
-LEARNING = [name for name in RUNS if re.match(r"on_policy|(rloo_)?geo_rs_tis|token_tis|bypass|fp8", name)]
-
-
-def test_there_are_runs_of_both_kinds():
-    assert len(UNCORRECTED) >= 4
-    assert len(LEARNING) >= 9
-
-
-@pytest.mark.parametrize("name", LEARNING)
-def test_the_monitor_is_silent_on_a_run_that_goes_well(leads, name):
-    assert leads.fall(RUNS[name]) is None
-    assert leads.alarms(RUNS[name]) == []
-
-
-@pytest.mark.parametrize("name", UNCORRECTED)
-def test_the_monitor_alarms_before_accuracy_falls(leads, name):
-    findings, fall = leads.alarms(RUNS[name]), leads.fall(RUNS[name])
-    assert "k3_uncorrected" in {finding.bound for finding in findings}
-    assert "k3_high" in {finding.bound for finding in findings}
-    assert min(finding.step for finding in findings) <= fall - 10
-    assert min(finding.step for finding in findings if finding.severity == "critical") < fall
-
-
-def test_the_table_is_that_of_the_recorded_runs(leads):
-    assert leads.table(RECORDING) in (ROOT / "benchmarks/monitor/README.md").read_text(), leads.table(RECORDING)
-
-
-def test_a_fall_is_one_that_lasts(leads):
-    run = {"steps": [0, 5, 10, 15, 20, 25], "accuracy": [0.5, 0.3, 0.5, 0.3, 0.3, 0.5]}
-    assert leads.fall(run) == 15
-    assert leads.fall({**run, "accuracy": [0.5, 0.3, 0.5, 0.3, 0.45, 0.3]}) is None
-
-
-# Runs of the arena ----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def arena(leads):
-    import arena
-
-    return arena
-
-
-def run_of_the_arena(kl, accuracy=(0.5, 0.6, 0.4, 0.4), **options):
-    steps = range(1, len(kl) + 1)
-    history = {"step": [float(step) for step in steps], f"{PREFIX}staleness_max": [8.0] * len(kl)}
-    history |= {f"{PREFIX}kl": list(kl), f"{PREFIX}k3_kl": list(kl)}
-    settings = {"task": "sort", "options": {"rollout_correction": "decoupled_token_is", **options}}
+@pytest.fixture(scope="module")
+def runs():
+    """Runs of the second comparison, each with its correction, its course and its alarms, by name."""
+    text = lzma.decompress((ROOT / "benchmarks/arena/runs.jsonl.xz").read_bytes()).decode()
     return {
-        "arm": "token_is",
-        "settings": settings,
-        "steps": [0, 10, 20, 30],
-        "accuracy": accuracy,
-        "history": history,
+        run["name"]: summary(run) for run in map(json.loads, text.splitlines()) if PREFIX + "k3_kl" in run["history"]
     }
 
 
-def test_what_the_monitor_says_about_a_run_of_the_arena(arena):
-    record = run_of_the_arena([0.001] * 9 + [0.04] * 21)
-    # windows 11 and 14, read one step later
-    assert arena.alarms(record) == [(12, "warning", "k3_corrected"), (15, "critical", "gap_stays")]
-    assert arena.alarms(run_of_the_arena([0.04] * 30, rollout_correction="disabled")) == [(3, "critical", "k3_high")]
-    logged = run_of_the_arena([0.001] * 8 + [0.04] * 22, rollout_correction="disabled")
-    assert arena.alarms(logged)[0] == (10, "critical", "k3_high")
-    trl = {**record, "history": {"step": [1.0], "reward": [0.5]}}
-    assert arena.alarms(trl) == []
-    assert not arena.is_watched(trl)
+def summary(run):
+    history = run["history"]
+    log = [dict(zip(history, values, strict=True)) for values in zip(*history.values(), strict=True)]
+    options = run["settings"]["options"]
+    name = options.get("rollout_correction", "auto")
+    fields = {key: value for key, value in options.items() if key in RolloutCorrectionConfig.__dataclass_fields__}
+    settings = config(**fields) if name in PRESETS or name in ("disabled", None) else None
+    best = [max(run["accuracy"][: i + 1]) for i in range(len(run["accuracy"]))]
+    low = [now <= top - 0.1 for now, top in zip(run["accuracy"], best, strict=True)]
+    fall = next((step for step, a, b in zip(run["steps"], low, low[1:], strict=False) if a and b), None)
+    uncorrected = settings is not None and not settings.corrects
+    return {"settings": settings, "uncorrected": uncorrected, "keeps": not any(low), "fall": fall,
+            "alarms": examine(log, settings)}  # fmt: skip
 
 
-def test_metrics_of_trl_are_those_of_the_last_log(arena):
-    record = run_of_the_arena([0.001] * 60)
-    record["history"] |= {"reward": [0.5] * 60, "completions/clipped_ratio": [0.0] * 30 + [0.9] * 30}
-    # read with the log of step 40, then nine more steps until its mean of ten windows is above the limit
-    ((step, *alarm),) = arena.alarms(record)
-    assert alarm == ["warning", "endless"]
-    assert 40 < step <= 50
+def test_a_critical_alarm_is_seldom_false_where_the_run_corrects_or_is_never_stale(runs):
+    kept = [run for name, run in runs.items() if run["keeps"] and (not run["uncorrected"] or "on_policy" in name)]
+    false = [run for run in kept if any(alarm.severity == "critical" for alarm in run["alarms"])]
+    assert len(kept) > 300
+    assert len(false) <= 0.035 * len(kept)
 
 
-@pytest.mark.parametrize(
-    ("accuracy", "course"),
-    [
-        ([0.5, 0.6, 0.55, 0.7], ("keeps", None)),
-        ([0.5, 0.6, 0.49, 0.7], ("dips", 20)),
-        ([0.5, 0.6, 0.7, 0.5], ("dips", 30)),
-        ([0.5, 0.7, 0.6, 0.55], ("falls", 20)),
-        ([0.5, 0.35, 0.3, 0.6], ("falls", 10)),
-    ],
-)
-def test_what_became_of_accuracy(arena, accuracy, course):
-    assert arena.course({"steps": [0, 10, 20, 30], "accuracy": accuracy}) == course
+def test_garbage_tokens_are_named_as_a_bias(runs):
+    """In runs with garbage, every second completion has a token with a wrong log-probability, from the first step on."""
+    biased = {name for name, run in runs.items() if any(alarm.bound == "biased_ratio" for alarm in run["alarms"])}
+    assert biased >= {name for name in runs if "garbage" in name}
+    others = {name for name, run in runs.items() if run["keeps"] and not re.search("garbage|burst", name)}
+    assert len(biased & others) <= 0.1 * len(others)
 
 
-def test_alarms_are_false_early_or_late(arena):
-    assert [arena.verdict(*case) for case in (("keeps", None, None), ("keeps", None, 9))] == ["silent", "false"]
-    assert [arena.verdict("falls", 20, step) for step in (19, 20, None)] == ["before", "late", "missed"]
-    record = run_of_the_arena([0.001] * 9 + [0.04] * 21)
-    row = arena.summary("run", record)
-    assert (row["course"], row["at"], row["critical"], row["rule"], row["verdict"]) == (
-        "falls", 20, 15, "gap_stays", "before"
-    )  # fmt: skip
-    line = "| `run` | 0.50, 0.60, 0.47 | - | falls at 20 | 12 | 15 `gap_stays` | - | before, 5 steps |"
-    assert line in arena.table([row])
-
-
-@pytest.mark.parametrize(
-    ("rewards", "ended"), [([0.5, 0.6] * 20 + [0.0] * 20, True), ([0.5, 0.6] * 30, False), ([None] * 60, False)]
-)
-def test_a_run_is_ended_where_the_reward_falls(arena, rewards, ended):
-    record = run_of_the_arena([0.04] * 60, rollout_correction="disabled")
-    record["history"]["reward"] = rewards
-    step = arena.replay(record)[1]
-    assert (40 < step < 55) if ended else step is None
-
-
-@pytest.mark.parametrize(
-    ("arm", "reference", "course"),
-    [("auto", 0.6, "stunted"), ("auto", 0.59, "keeps"), ("none", 0.6, "stunted"), ("on_policy", 0.6, "keeps")],
-)
-def test_a_run_that_learns_less_is_stunted(arena, arm, reference, course):
-    record = {**run_of_the_arena([0.001] * 9 + [0.04] * 21, accuracy=(0.5, 0.5, 0.5, 0.5)), "arm": arm}
-    row = arena.summary("run", record, reference)
-    assert row["course"] == course
-    assert row["verdict"] == {"stunted": "stunted", "keeps": "false"}[course]
-    assert "`run`" in arena.table([row])
-
-
-def test_a_rise_of_the_gap_is_found(arena):
-    run, record = (
-        Namespace(at=Namespace(rung=Namespace(lag=8))),
-        run_of_the_arena([0.001 * 2**step for step in range(10)]),
-    )
-    assert arena.slope([1.0, 3.0, 5.0]) == pytest.approx(2.0)
-    # the mean of the first four is 0.00375, of the next 0.0075
-    assert arena.rises(run, record, 4, 0.69, 0.005) == 6
-    assert arena.rises(run, record, 4, 0.7, 0.005) is None
-    assert arena.rises(run, record, 2, 0.69, 0.005, full=True) == 10
-
-
-def test_a_tally_counts_falls_and_false_alarms(arena):
-    rows = [
-        {"correction": "none", "course": "falls", "at": 20},
-        {"correction": "none", "course": "falls", "at": 20},
-        {"correction": "none", "course": "keeps", "at": None},
-        {"correction": "corrected", "course": "dips", "at": 20},
+def test_an_uncorrected_fall_is_announced(runs):
+    falls = [run for run in runs.values() if run["fall"] and run["uncorrected"]]
+    before = [
+        run
+        for run in falls
+        if min((a.step for a in run["alarms"] if a.severity == "critical"), default=999) < run["fall"]
     ]
-    found = arena.tally("rule", rows, [15, 16, None, 3].__getitem__)
-    assert found["none"] == {"falls": 2, "before": 2, "early": 1, "kept": 1, "false": 0}
-    assert arena.tally("rule", rows, [20, None, 3, 3].__getitem__)["none"] == {
-        "falls": 2, "before": 0, "early": 0, "kept": 1, "false": 1
-    }  # fmt: skip
-
-
-SECOND = json.loads((ROOT / "benchmarks/monitor/second.json").read_text())
-
-
-def test_the_tables_are_those_of_the_result_files(arena):
-    first = json.loads((ROOT / "benchmarks/monitor/arena.json").read_text())
-    readme = (ROOT / "benchmarks/monitor/README.md").read_text()
-    tables = arena.tables(SECOND, first)
-    for name, part in tables.items():
-        assert f"<!-- {name} -->\n\n{part}\n\n<!-- end -->" in readme, name
-    assert arena.insert(readme, tables) == readme
-    assert arena.insert(readme, {"first": "other"}) != readme
-
-
-def test_the_results_are_those_of_the_published_logs(arena, tmp_path):
-    runs = arena.load("second_tuning", tmp_path)
-    assert len(runs) >= len(SECOND["stages"]["second_tuning"]) > 100
-    rows = {row["run"]: row for row in arena.rows_of(runs)}
-    for row in SECOND["stages"]["second_tuning"]:
-        assert rows[row["run"]] == row
-
-
-def test_on_tuning_runs_the_monitor_reaches_its_goals():
-    rows = SECOND["stages"]["second_tuning"]
-    kept = [row["verdict"] for row in rows if row["course"] == "keeps" and row["correction"] != "none"]
-    assert kept.count("false") <= 5 / 143 * len(kept)
-    falls = [row for row in rows if row["course"] == "falls"]
-    assert (
-        sum(row["verdict"] == "before" and row["at"] - row["critical"] >= 5 for row in falls)
-        >= 32 / 41 * len(falls)
-        > 9
-    )
+    assert len(falls) >= 10
+    assert len(before) >= 0.8 * len(falls)
 
 
 # The document ---------------------------------------------------------------------------------------------------------
 
 
 DOCUMENT = (ROOT / "docs/monitoring.md").read_text()
-QUESTIONS = ("What it means.", "How sure it is.", "What to do.", "Can I ignore it?")
 
 
 def duration(bound) -> str:
@@ -883,19 +668,17 @@ def below(heading: str) -> str:
 
 
 @pytest.mark.parametrize("name", BOUNDS)
-def test_the_document_has_a_row_and_a_section_about_each_alarm(name):
+def test_the_document_has_a_row_about_each_alarm(name):
     bound = BOUNDS[name]
     table = below("### Critical alarms" if bound.severity == "critical" else "### Warnings")
-    ((anchor, fires, how_long, ignore),) = re.findall(
-        rf"^\| \[`{name}`\]\(#([\w-]+)\) \| (.+?) \| (.+?) \| (.+?) \|$", table, re.MULTILINE
+    ((fires, how_long),) = re.findall(
+        rf"^\| \[`{name}`\]\(#[\w-]+\) \| (.+?) \| (.+?) \| .+? \|$", table, re.MULTILINE
     )
     assert re.search(rf"\b{bound.key}`", fires)
-    assert re.search(rf"\b{'below' if bound.below else 'above'} {re.escape(f'{bound.limit:g}')}\D", fires)
+    assert bound.measure or re.search(
+        rf"\b{'below' if bound.below else 'above'} {re.escape(f'{bound.limit:g}')}\D", fires
+    )
     assert how_long == duration(bound)
-    assert ignore.endswith(".")
-    (heading,) = re.findall(rf"^### .*`{name}`.*", DOCUMENT, re.MULTILINE)
-    assert anchor == re.sub(r"[^\w -]", "", heading.removeprefix("### ")).replace(" ", "-")
-    assert re.findall(r"^\*\*(.+?)\*\*", below(heading), re.MULTILINE) == [*QUESTIONS]
 
 
 def test_the_document_has_no_alarm_that_the_code_has_not():
@@ -909,60 +692,7 @@ def test_the_document_says_which_alarms_are_silent_while_another_is_raised():
     )
 
 
-def test_the_document_says_what_each_rule_was_tested_on():
-    for rule in RULES:
-        names = ", ".join(f"`{bound.name}`" for bound in rule.bounds)
-        assert f"\n| {names} | {rule.detects} |\n" in DOCUMENT, f"| {names} | {rule.detects} |"
-
-
-def test_the_messages_in_the_document_are_those_of_the_run(leads, caplog):
-    monitor, control, state = RolloutCorrectionMonitor(), TrainerControl(), TrainerState()
-    monitor.on_train_begin(leads.settings_of(RUNS["none_1"]["options"]), state, control)
-    for entry in leads.entries(RUNS["none_1"]):
-        state.global_step = entry["step"]
-        monitor.on_log(None, state, control, logs=dict(entry))
-    first = "\n".join(caplog.messages[:3])
-    assert f"<!-- alarms of none_1 -->\n\n```text\n{first}\n```\n" in DOCUMENT, first
-
-
 def test_the_message_about_low_precision_has_the_largest_gap_that_was_measured():
     gaps = json.loads((ROOT / "benchmarks/language_model/results.json").read_text())["gap"]
     largest = max(row["k3"] for row in gaps if "fp8 cache" in row["sampler"])
-    assert f"an 8-bit KV cache gave up to {largest:.2f}." in BOUNDS["k3_high"].why
-
-
-def test_the_document_counts_what_became_of_runs_with_a_critical_alarm(arena):
-    rows = json.loads((ROOT / "benchmarks/monitor/arena.json").read_text())
-    rows = [row for row in rows if row["task"] not in arena.TUNING and row["logging_steps"] == 1]
-    for rule in {row["rule"] for row in rows} - {None}:
-        verdicts = [row["verdict"] for row in rows if row["rule"] == rule]
-        numbers = " | ".join(str(verdicts.count(verdict)) for verdict in ("before", "late", "dips", "false"))
-        assert f"\n| `{rule}` | {numbers} |\n" in DOCUMENT, f"| `{rule}` | {numbers} |"
-    kept = [row for row in rows if row["course"] == "keeps" and row["arm"] != "none"]
-    warned = sum(row["warning"] is not None for row in kept)
-    assert f"Of these {len(kept)} runs, {warned} had a warning" in DOCUMENT
-    old = [row for row in rows if "-lag_32-" in row["run"] and row["arm"] not in ("none", "on_policy")]
-    assert (
-        f"the {len(old)} corrected runs whose sampler was 32 steps old, {sum(x in kept for x in old)} kept" in DOCUMENT
-    )
-
-
-def test_what_a_rule_detects_is_there(leads, arena):
-    """Runs that are named have its alarm before accuracy falls, and faults exist."""
-    rows = {row["run"]: row for row in json.loads((ROOT / "benchmarks/monitor/arena.json").read_text())[::-1]}
-    with benchmarks("diagnose") as load:
-        faults = load("faults").FAULTS
-    for rule in RULES:
-        own = {bound.name for bound in rule.bounds}
-        for name in re.findall(r"`([\w-]+)`", rule.detects):
-            if name in RUNS:
-                steps = [alarm.step for alarm in leads.alarms(RUNS[name]) if alarm.bound in own]
-                assert steps
-                assert rule.name == "k3_growth" or min(steps) < leads.fall(RUNS[name])
-            elif name in rows and rule.name == "staleness":
-                assert rows[name]["at"] - rows[name]["warning"] == 61
-            elif name in rows:
-                assert rows[name]["rule"] in own
-                assert rows[name]["verdict"] == "before"
-            else:
-                assert name in {*faults, *PRESETS, *(other.name for other in RULES), *BOUNDS, "kl"}
+    assert f"an 8-bit KV cache gave up to {largest:.2f}." in texts("k3_high", None)[1]

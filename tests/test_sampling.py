@@ -3,18 +3,18 @@
 import json
 import threading
 import warnings
+from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from types import SimpleNamespace
 
 import pytest
-import requests
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 
+from tests.asynchronous import parts_for_a_cpu
 from tests.launching import serving
 from tests.training import TRAINERS, assert_in_step, build, config_fields, messages, saying
+from trl_rollout_corr.arrival.server import read_configuration
 from trl_rollout_corr.trainers.logprobs import check_server_logprobs
-from trl_rollout_corr.trainers.versions import server_configuration
 
 
 both_trainers = pytest.mark.parametrize("config_class", [config for _, config in TRAINERS.values()])
@@ -104,8 +104,7 @@ class Silent(BaseHTTPRequestHandler):
 
 
 @pytest.mark.parametrize("tells", [True, False])
-def test_a_client_of_an_older_trl_is_told_the_configuration_of_its_server(tells):
-    """`get_server_info` is of TRL 1.16, and the server of TRL 1.10 tells nothing."""
+def test_the_configuration_of_a_server_is_read(tells):
     of_vllm = {"model_config": {"logprobs_mode": "raw_logprobs"}}
 
     class Server(Silent):
@@ -113,10 +112,10 @@ def test_a_client_of_an_older_trl_is_told_the_configuration_of_its_server(tells)
 
     with HTTPServer(("127.0.0.1", 0), Server) as http:
         threading.Thread(target=http.serve_forever).start()
-        client = SimpleNamespace(session=requests.Session(), base_url=f"http://127.0.0.1:{http.server_port}")
-        found = server_configuration(client)
+        url = f"http://127.0.0.1:{http.server_port}"
+        with nullcontext() if tells else pytest.raises(RuntimeError, match="Start it with `VLLM_SERVER_DEV_MODE=1`"):
+            assert read_configuration(url) == of_vllm
         http.shutdown()
-    assert found == (of_vllm if tells else None)
 
 
 # A real server --------------------------------------------------------------------------------------------------------
@@ -157,13 +156,11 @@ def test_a_real_server(server, kind, tiny_model_path, tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.vllm
 def test_weights_that_do_not_reach_a_server_are_named(server, tiny_model_path, tmp_path, monkeypatch, caplog):
-    from trl_rollout_corr.asynchronous.disk_weight_transfer import DiskWeightTransfer
-
     mode, url = server
     if mode == "raw_logprobs":
         pytest.skip("no run with these log-probabilities")
     monkeypatch.setattr(VLLMClient, "init_communicator", lambda *args, **kwargs: None)
-    transfer = DiskWeightTransfer(url, tmp_path / "weights")
+    transfer = parts_for_a_cpu().DiskWeightTransfer(url, tmp_path / "weights")
     transfer.init_weight_transfer()
 
     def train(sync_weights):

@@ -1,9 +1,7 @@
 """The page about TRL's own correction says what the installed TRL does, and how its settings are translated."""
 
-import math
 import re
 import warnings
-from statistics import NormalDist
 
 import pytest
 import yaml
@@ -11,7 +9,6 @@ from trl import GRPOConfig
 
 from tests.launching import ROOT
 from trl_rollout_corr import RolloutCorrectionConfig
-from trl_rollout_corr.settings.criteria import CRITERIA
 from trl_rollout_corr.settings.migrate import from_trl
 
 
@@ -52,22 +49,3 @@ def test_a_correction_that_was_off_stays_off():
     written = re.search(r"`(correction: false)`\), write `(.*?)`", PAGE)
     off = RolloutCorrectionConfig(**from_trl({f"{PREFIX}correction": False}))
     assert off.settings == RolloutCorrectionConfig(**settings_in(f"`{written[2]}`")).settings
-
-
-def test_mean_weights_are_those_of_the_normal_model():
-    """Mean of `exp(D)` up to TRL's bound, and 0 above, as in docs/theory.md."""
-    head = re.search(r"^\| tokens of .*$", PAGE, re.MULTILINE)[0]
-    gaps = [float(gap) for gap in re.findall(r"`k3_kl` is (\d\.\d+)", head)]
-    rows = re.findall(r"^\| (\d+) \| (\d\.\d\d) \| (\d\.\d\d) \|$", PAGE, re.MULTILINE)
-    assert len(gaps) == 2
-    assert len(rows) > 3
-    bound = GRPOConfig.__dataclass_fields__[f"{PREFIX}clip_max"].default
-    for tokens, *means in rows:
-        for gap, mean in zip(gaps, means, strict=True):
-            variance = 2 * gap * int(tokens)
-            calculated = NormalDist().cdf((math.log(bound) - variance / 2) / math.sqrt(variance))
-            assert float(mean) == pytest.approx(calculated, abs=0.0051), (tokens, gap)
-
-
-def test_the_number_of_criteria_is_that_of_the_code():
-    assert f"by {len(CRITERIA)} [criteria]" in PAGE

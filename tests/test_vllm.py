@@ -42,7 +42,6 @@ def make(tiny_model_path, tied_model_path, tmp_path, shared_engine):
     return make
 
 
-@pytest.mark.seam("lora")
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("peft", [False, True])
 def test_a_synced_float32_sampler_agrees_with_the_trainer(make, peft, tied):
@@ -100,7 +99,6 @@ def test_log_probabilities_are_those_after_temperature(make, temperature):
 TRUNCATIONS = {"decoupled_token_is": ("token_truncate", 0.15), "decoupled_seq_is": ("sequence_truncate", 0.1)}
 
 
-@pytest.mark.seam("truncation")
 @pytest.mark.parametrize("preset", TRUNCATIONS)
 @pytest.mark.parametrize(
     "fields", [{}, {"beta": 0.1, "loss_type": "grpo"}, {"loss_type": "dr_grpo", "num_iterations": 2}]
@@ -126,7 +124,6 @@ def test_truncation_equals_trl_with_one_forward_per_micro_batch_fewer(make, pres
     assert their_count["forwards"] - our_count["forwards"] == 2 * generations
 
 
-@pytest.mark.seam("truncation")
 @pytest.mark.parametrize("schedule", sorted({*SCHEDULES} - {*VISITED_BEFORE_UPDATE}))
 def test_truncation_equals_trl_where_samples_are_visited_after_an_update(make, schedule):
     fields = {"schedule": schedule, "learning_rate": 1e-3, "max_steps": 4}
@@ -149,8 +146,7 @@ def test_a_translated_default_of_trl_equals_it(make):
     freeze_sampler(theirs, 0.15)
     expected = losses(theirs)
     settings = {"vllm_importance_sampling_mode": "sequence_mask", "vllm_importance_sampling_clip_max": 3.0}
-    translated = RolloutCorrectedGRPOConfig(**from_trl(settings), use_cpu=True, bf16=False)
-    ours = make(rollout_is=translated.rollout_is, rollout_is_threshold=translated.rollout_is_threshold)
+    ours = make(**from_trl(settings))
     freeze_sampler(ours, 0.15)
     assert_same_steps(losses(ours), expected)
 

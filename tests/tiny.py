@@ -112,8 +112,8 @@ def length_reward(completions, **kwargs) -> list[float]:
 
 
 def falling_reward(completions, trainer_state, **kwargs) -> list[float]:
-    """Reward that falls by 1 after 20 optimizer steps, on top of a small one that differs between completions."""
-    level = 1.0 if trainer_state.global_step < 20 else 0.0
+    """Reward that falls by 1 from optimizer step 45 to 65, on top of a small one that differs between completions."""
+    level = min(max((65 - trainer_state.global_step) / 20, 0.0), 1.0)
     return [level + len(completion) / 100 for completion in completions]
 
 
@@ -146,7 +146,7 @@ class StaleSampler:
             for _ in prompts
         ]
         logprobs = [
-            [logp + self.noise * dice.gauss(0, 1) for logp in self.score(prompt, completion)]
+            [min(logp + self.noise * dice.gauss(0, 1), 0.0) for logp in self.score(prompt, completion)]
             for prompt, completion in zip(prompt_ids, completion_ids, strict=True)
         ]
         return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": logprobs}

@@ -21,9 +21,9 @@ import trl_rollout_corr
 from tests.launching import free_port
 from tests.tiny import StaleSampler, length_reward, load_model, prompts
 from trl_rollout_corr import RolloutCorrectionConfig
+from trl_rollout_corr.arrival.worker import push
 from trl_rollout_corr.correction.metrics import Statistics
 from trl_rollout_corr.correction.sums import Sums
-from trl_rollout_corr.arrival.worker import push
 
 
 # Accelerate reads the metadata of packages at every forward pass, which takes a fifth of the time that a tiny model trains
@@ -290,8 +290,6 @@ def freeze_sampler(trainer, spread: float) -> dict[str, torch.Tensor]:
     Give vLLM weights of its own, which are returned, and never push the trainer's. A spread of NaN breaks the head alone:
     in the layers below, NaN would stay in the cache of keys and values after better weights are pushed.
     """
-    from trl_rollout_corr.trainers.versions import named_weights
-
     generator, below = torch.Generator().manual_seed(0), 0.0 if math.isnan(spread) else spread
     weights = [
         (
@@ -299,7 +297,7 @@ def freeze_sampler(trainer, spread: float) -> dict[str, torch.Tensor]:
             p
             + torch.randn(p.shape, generator=generator) * p.std().nan_to_num() * (spread if "head" in name else below),
         )
-        for name, p in named_weights(trainer.vllm_generation)
+        for name, p in trainer.vllm_generation._iter_named_params()
     ]
     push(trainer.vllm_generation.llm, weights)
     trainer.vllm_generation.sync_weights = lambda: None

@@ -6,19 +6,15 @@ from .messages import __version__ as __version__
 
 
 if TYPE_CHECKING:
-    from .asynchronous.disk_weight_transfer import DiskWeightTransfer
     from .asynchronous.trainer import RolloutCorrectedAsyncGRPOConfig, RolloutCorrectedAsyncGRPOTrainer
-    from .commands.script import ScriptParser, model_config, model_init_kwargs, one_line_errors
     from .correction.compute import compute_rollout_correction
     from .health.examine import examine
-    from .settings.config import RolloutCorrectionConfig
-    from .recording.dumping import check_dump_folder
-    from .trainers.grpo import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
     from .recording.monitor import RolloutCorrectionMonitor
+    from .settings.config import RolloutCorrectionConfig
+    from .trainers.grpo import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
     from .trainers.rloo import RolloutCorrectedRLOOConfig, RolloutCorrectedRLOOTrainer
 
 _MODULES = {
-    "DiskWeightTransfer": "asynchronous.disk_weight_transfer",
     "RolloutCorrectedAsyncGRPOConfig": "asynchronous.trainer",
     "RolloutCorrectedAsyncGRPOTrainer": "asynchronous.trainer",
     "RolloutCorrectionConfig": "settings.config",
@@ -27,17 +23,11 @@ _MODULES = {
     "RolloutCorrectedRLOOConfig": "trainers.rloo",
     "RolloutCorrectedRLOOTrainer": "trainers.rloo",
     "RolloutCorrectionMonitor": "recording.monitor",
-    "ScriptParser": "commands.script",
-    "check_dump_folder": "recording.dumping",
     "compute_rollout_correction": "correction.compute",
     "examine": "health.examine",
-    "model_config": "commands.script",
-    "model_init_kwargs": "commands.script",
-    "one_line_errors": "commands.script",
 }
 
 __all__ = [
-    "DiskWeightTransfer",
     "RolloutCorrectedAsyncGRPOConfig",
     "RolloutCorrectedAsyncGRPOTrainer",
     "RolloutCorrectedGRPOConfig",
@@ -46,13 +36,8 @@ __all__ = [
     "RolloutCorrectedRLOOTrainer",
     "RolloutCorrectionConfig",
     "RolloutCorrectionMonitor",
-    "ScriptParser",
-    "check_dump_folder",
     "compute_rollout_correction",
     "examine",
-    "model_config",
-    "model_init_kwargs",
-    "one_line_errors",
 ]
 
 

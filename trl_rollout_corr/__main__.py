@@ -8,7 +8,7 @@ Command line.
     trl-rollout-corr probe Qwen/Qwen3-0.6B --config recipe.yaml
     trl-rollout-corr recipes
     trl-rollout-corr docs troubleshooting
-    trl-rollout-corr check
+    trl-rollout-corr check run.yaml
 """
 
 import argparse
@@ -16,9 +16,10 @@ import math
 import sys
 import traceback
 import warnings
+from contextlib import redirect_stdout
 from pathlib import Path
 
-from .messages import SelfContainedError, __version__, printable
+from .messages import SelfContainedError, __version__
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -29,18 +30,21 @@ def main(arguments: list[str] | None = None) -> int:
     parser = make_parser()
     args, options = parser.parse_known_args(arguments)
     args.options = options
-    if options and args.command != "probe":
+    if args.command is None:
+        parser.print_help()
+        return 0
+    if options and args.command not in ("probe", "convert"):
         parser.error(f"unrecognized arguments: {' '.join(options)}")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             output = args.run(args)
         except Exception as error:  # a traceback would leave with 1, which says that something was found
-            print(printable(" ".join(_refusal(args, error).splitlines())), file=sys.stderr)
+            print(" ".join(_refusal(args, error).splitlines()), file=sys.stderr)
             return 2
     messages = (str(warning.message) for warning in caught if issubclass(warning.category, UserWarning))
     for message in dict.fromkeys(messages):
-        print(f"warning: {printable(message)}", file=sys.stderr)
+        print(f"warning: {message}", file=sys.stderr)
     sys.stdout.write(output)
     return int(args.code)
 
@@ -60,13 +64,6 @@ def _refusal(args: argparse.Namespace, error: Exception) -> str:
     return f"{args.command}: unexpected {error!r} in {where}. If the input is not damaged, please report this line."
 
 
-class _Moved(argparse.Action):
-    """An option of earlier releases, which names the command that replaced it (`const`)."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *args: object, **kwargs: object) -> None:
-        parser.error(f"{self.option_strings[0]} is now a separate command: {self.const}")
-
-
 def make_parser() -> argparse.ArgumentParser:
     """The parser. Its result has `run`, a function of the arguments that returns the text to print."""
     parser = argparse.ArgumentParser(
@@ -76,15 +73,23 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.set_defaults(code=0)  # exit code of a command that ran
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command")
 
     command = commands.add_parser(
         "convert",
         help="translate settings of verl or TRL into YAML of this package",
-        description="Translate the settings of verl, of verl's first releases, or of TRL's own correction, and print them as "
-        "YAML of this package. A warning names each setting that is left out.",
+        description="Translate the settings of verl, TRL or Axolotl, and print them as YAML of this package and of TRL. A "
+        "warning names each setting of verl that is left out. In a training script of verl, put `trl-rollout-corr convert` in "
+        "the place of `python3 -m verl.trainer.main_ppo`.",
+        usage="%(prog)s [-h] (FILE | KEY=VALUE [KEY=VALUE ...])",
+        allow_abbrev=False,
     )
-    command.add_argument("file", help="YAML file, shell script with arguments for verl, or - for standard input")
+    command.add_argument(
+        "arguments",
+        nargs=argparse.REMAINDER,
+        metavar="FILE",
+        help="YAML file, or - for standard input; or arguments of verl such as algorithm.adv_estimator=grpo",
+    )
     command.set_defaults(run=_convert, subject="file")
 
     _add_report(commands)
@@ -105,23 +110,33 @@ def make_parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser(
         "docs",
-        help="print a document, or list them",
-        description="Print a document or one of its sections. Without a name, list all documents.",
+        help="print a document, or find a word in all of them, or list them",
+        description="Print a document or one of its sections. For any other word, print the sections that contain it. "
+        "Without a name, list all documents.",
     )
     command.add_argument(
         "name",
         nargs="?",
-        help="a document such as troubleshooting, or a section such as troubleshooting#dropout-is-on",
+        help="a document such as troubleshooting, a section such as troubleshooting#dropout-is-on, or a word",
     )
     command.set_defaults(run=_docs, subject="name")
 
     command = commands.add_parser(
         "check",
-        help="check that the installed TRL is supported",
-        description="Print the installed versions, say which names of TRL that this package uses are missing, and say whether "
-        "the installed TRL can be corrected. Exit code 0: it can, 1: it cannot.",
+        help="check that the installed TRL is supported, or check a file of settings",
+        description="Without a file, print the installed versions, say which names of TRL that this package uses are missing, "
+        "and say whether the installed TRL can be corrected. With a file, read it as a training script would, without "
+        "loading a model, and name every mistake. Exit code 0: TRL can be corrected, or the file has no mistake, "
+        "1: otherwise, 2: the file cannot be read.",
     )
-    command.set_defaults(run=_check, subject="command")
+    command.add_argument("file", nargs="?", help="YAML file that a training script gets as --config")
+    command.add_argument(
+        "--trainer",
+        choices=("grpo", "rloo", "async_grpo"),
+        help="trainer that the file is for (default: the one that knows most of its settings)",
+    )
+    command.add_argument("--json", action="store_true", help="print JSON")
+    command.set_defaults(run=_check, subject="file")
     return parser
 
 
@@ -139,13 +154,11 @@ def _add_report(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         "one of its files); or two of these",
     )
     output = "file to write: .html for the page, .png for its state and main curves (default: report.html)"
-    command.add_argument("-o", "--output", help=output)
+    command.add_argument("-o", "--output", default="report.html", help=output)
     follow = (
-        "make the page again whenever the run has written something, until Ctrl-C. The page is served on an address of this "
-        "machine, or written to the .html file of -o. The run may start later"
+        "write the page again every few seconds, until Ctrl-C. The browser loads it again. The run may start later"
     )
     command.add_argument("--follow", action="store_true", help=follow)
-    command.add_argument("--port", type=int, help="port of the address that --follow serves (default: a free one)")
     command.set_defaults(run=_report, subject="output")
 
 
@@ -203,9 +216,6 @@ def _add_diagnose(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
         "dump", help="folder of `rollout_dump_dir`, one of its files, or the folder of a run with a dump in it"
     )
     command.add_argument("--json", action="store_true", help="print JSON")
-    moved = {"--html": "trl-rollout-corr report DUMP -o report.html", "--probe": "trl-rollout-corr probe MODEL"}
-    for option, replacement in moved.items():
-        command.add_argument(option, action=_Moved, nargs="?", const=replacement, help=argparse.SUPPRESS)
     command.set_defaults(run=_diagnose, subject="dump")
 
 
@@ -247,20 +257,15 @@ def _add_probe(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def _convert(args: argparse.Namespace) -> str:
     from .settings.files import convert
 
-    return convert(args.file)
+    arguments = [*args.options, *args.arguments]  # options before the first argument are not among the arguments
+    args.file = arguments[0] if len(arguments) == 1 else "convert"
+    return convert(arguments)
 
 
 def _report(args: argparse.Namespace) -> str:
     from .analysis.report.command import follow_report, write_report
 
-    if args.port is not None and (args.output is not None or not args.follow):
-        raise SelfContainedError(
-            f"--port {args.port} has an effect only with --follow and without -o, because only a served page has a port"
-        )
-    if args.follow:
-        return follow_report(args.source, args.output, args.port or 0)
-    args.output = args.output or "report.html"
-    return write_report(args.source, args.output)
+    return (follow_report if args.follow else write_report)(args.source, args.output)
 
 
 def _compare(args: argparse.Namespace) -> str:
@@ -304,9 +309,15 @@ def _docs(args: argparse.Namespace) -> str:
 
 
 def _check(args: argparse.Namespace) -> str:
-    from .commands.check import inspect_trl
+    from .check import check_file, check_installation
 
-    report, usable = inspect_trl()
+    if args.file is None and args.trainer is not None:
+        raise SelfContainedError(f"--trainer {args.trainer} has an effect only with a file")
+    with redirect_stdout(sys.stderr):  # libraries print when they are imported
+        if args.file is None:
+            report, usable = check_installation(as_json=args.json)
+        else:
+            report, usable = check_file(args.file, args.trainer, as_json=args.json)
     args.code = 0 if usable else 1
     return report
 

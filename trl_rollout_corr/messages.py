@@ -1,4 +1,4 @@
-"""Messages to the user: errors, warnings, messages about a run, and numbers and settings as text."""
+"""Messages to the user: errors, warnings, messages about a run, numbers and settings as text, and files."""
 
 import difflib
 import logging
@@ -6,7 +6,10 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from enum import Enum
+from pathlib import Path
+from typing import IO, Any
 
 import yaml
 
@@ -160,10 +163,37 @@ def _in_one_line(value: object) -> str:
     return str(yaml.safe_dump([value], default_flow_style=True, width=1000)).strip()[1:-1]
 
 
-def printable(text: str) -> str:
-    """Control characters as signs; direction marks, which could reorder the text around them, as their names."""
-    return re.sub(
-        r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]",
-        lambda match: chr(0x2400 + ord(match[0])) if ord(match[0]) < 32 else f"\\u{ord(match[0]):04x}",
-        text,
-    )
+# Files ------------------------------------------------------------------------------------------------------------------
+
+
+def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+    """Write a file that appears under its name only when it is complete."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("wb") as file:
+            write(file)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def plain(value: Any) -> Any:
+    """
+    A value of any type, in types that JSON has: no setting and no logged value may end a run.
+
+    Numbers of numpy and torch become Python's, a `torch.dtype` its name as configurations have it (`"float16"`), and
+    everything else its text.
+    """
+    if isinstance(value, Enum):
+        value = value.value
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(item) for item in value]
+    try:
+        number = value.item()
+    except Exception:  # of any type
+        number = None
+    return number if isinstance(number, bool | int | float) else str(value).removeprefix("torch.")

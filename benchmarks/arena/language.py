@@ -11,11 +11,11 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 
+from addition import HELD_OUT, HELD_OUT_SEED, LONGEST, NEWLINE, accuracy, exact_answer, problems
 from cells import Run, Setup
 from datasets import Dataset
 from peft import LoraConfig
 from smollm2 import make_model
-from sums import HELD_OUT, HELD_OUT_SEED, LONGEST, NEWLINE, accuracy, exact_answer, problems
 from transformers import AutoTokenizer
 
 

@@ -49,7 +49,6 @@ from trl_rollout_corr.diagnosis.evidence import FLOOR
 
 __all__ = ["Maker", "Sample", "requests"]
 
-PUSHED = 6  # optimizer steps of a push
 TEMPERATURE = 0.7  # that the trainer knows of, where log-probabilities are raw
 # Of truncation, the first is as in the catalogue. A sure model samples from few tokens in any case, and has to be left fewer
 STRENGTHS = {"top_p": (0.9, 0.8, 0.7, 0.5), "top_k": (10, 5, 3, 2), "min_p": (0.05, 0.1, 0.2, 0.4)}
@@ -139,7 +138,6 @@ class Maker:
                 self.make("seams", seed, turns, dtype)
                 for fault in ("stale", "never_pushed", "own_updates", *ADAPTERS):
                     self.drifting(fault, seed, samples, dtype)
-                self.pushing(seed, samples, dtype)
                 self.merging(seed, samples)
         for family in (
             ("cold_sampler", "hot_sampler"),
@@ -241,50 +239,6 @@ class Maker:
             settings=settings,
             about=about_of(seed, fault),
             rate=rate,
-        )
-
-    @torch.no_grad()
-    def pushing(self, seed: int, samples: list[Sample], dtype: str, *, clears: bool = False):
-        """
-        New weights reach the sampler in the first quarter of every other completion, which keeps the keys and values of the
-        old ones unless the sampler `clears` them. The others begin behind the push. The trainer has the new weights, or those
-        of one step later.
-        """
-        dice, model = random.Random(seed), self.models[dtype]
-        sequences = torch.stack([torch.tensor((s.prompt + s.completion * 48)[:48]) for s in samples])
-        with torch.enable_grad():
-            weights = updated(self.models["float32"], sequences, PUSHED + 1, 10 ** dice.uniform(-4.8, -4.2), seed)
-        later = [step // 4 % 2 for step in range(len(samples))]
-        places = [dice.randint(1, max(len(s.completion) // 4, 1)) if i % 2 else 0 for i, s in enumerate(samples)]
-        with_weights(model, weights[0])
-        caches = [
-            model(input_ids=torch.tensor([[*s.prompt, *s.completion[: place - 1]]])).past_key_values if place else None
-            for s, place in zip(samples, places, strict=True)
-        ]
-        with_weights(model, weights[PUSHED])
-        fresh = score_steps(model, samples)
-        kept, token_ages = [], []
-        for s, place, cache, of_new, more in zip(samples, places, caches, fresh[0], later, strict=True):
-            if place and not clears:
-                rest = torch.tensor([s.completion[place - 1 :]])
-                logits = model(input_ids=rest, past_key_values=cache).logits[0, :-1].float()
-                of_new = [*of_new[:place], *logits.log_softmax(-1).gather(-1, rest[0, 1:, None])[:, 0].tolist()]
-            of_new = [*s.logps[:place], *of_new[place:]]
-            kept.append(s._replace(logps=of_new))
-            token_ages.append([float(more + PUSHED * (i < place)) for i in range(len(s.completion))])
-        with_weights(model, weights[PUSHED + 1])
-        last = score_steps(model, samples)[0]
-        logps = [after if more else now for now, after, more in zip(fresh[0], last, later, strict=True)]
-        with_weights(model, self.weights)
-        write(
-            self.output / "across_push" / str(seed),
-            kept,
-            (logps, fresh[1]),
-            {},
-            ages=[int(max(of_one)) for of_one in token_ages],
-            token_ages=token_ages,
-            settings={},
-            about=about_of(seed, "across_push"),
         )
 
     def merging(self, seed: int, samples: list[Sample]):

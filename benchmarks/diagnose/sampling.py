@@ -162,7 +162,6 @@ def write(
     settings: dict[str, Any],
     about: dict[str, str],
     change: Any = None,
-    token_ages: list[list[float]] | None = None,
     rate: float | None = None,
     before: int = 0,
 ):
@@ -193,7 +192,7 @@ def write(
                 "prompt_ids": s.prompt,
                 "padding": padding[i],
                 "again_logps": again.get(i),
-                "token_staleness": token_ages[i] if token_ages else None,
+                "token_staleness": None,
             }
             rows.append(change(row) if change else row)
         dump.write_rows(folder, before + step + 1, 0, rows, settings, about)

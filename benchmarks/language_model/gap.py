@@ -130,19 +130,6 @@ def trainers_of(sampler: Sampler) -> list[Trainer]:
 def sample(sampler: Sampler, model: str | None = None, tokens: int = TOKENS, longest: int = LONGEST) -> Record:
     """
     Sample so many tokens at least: a completion of each prompt, and of the first ones again until there are enough.
-
-    Args:
-        sampler ([`Sampler`]):
-            How.
-        model (`str`, *optional*):
-            Folder of another model than the language model, whose variants `sampler.weights` names.
-        tokens (`int`, *optional*, defaults to `TOKENS`):
-            Least number of tokens.
-        longest (`int`, *optional*, defaults to `LONGEST`):
-            Most tokens of a completion.
-
-    Returns:
-        `dict`: `prompts` and `completions` (lists of token ids), `logps` (nats), and `seconds` of a core.
     """
     from transformers import AutoTokenizer
     from vllm import LLM, SamplingParams
@@ -224,20 +211,6 @@ class Batch(NamedTuple):
 def score(sampler: Sampler, trainer: Trainer, samples: Record, model: str | None = None) -> Record:
     """
     Score what was sampled.
-
-    Args:
-        sampler ([`Sampler`]):
-            How it was sampled.
-        trainer ([`Trainer`]):
-            How it is scored.
-        samples (`dict`):
-            As of [`sample`].
-        model (`str`, *optional*):
-            As of [`sample`].
-
-    Returns:
-        `dict`: `logps` (nats), `seconds` of a core; and where sampling was truncated or penalised, `processed`, the
-        log-probabilities after the same rule on the logits of this trainer.
     """
     import torch
 

@@ -12,16 +12,11 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import itertools
-
-from gap import SAMPLERS, Sampler, Trainer, file_of, trainers_of
+from gap import SAMPLERS, Sampler, file_of, trainers_of
 
 
 HERE = Path(__file__).parent
 Row = dict[str, Any]
-PROBABILITIES = [0, 0.01, 0.1, 0.5, 0.9, 1.0001]
-POSITIONS = [0, 1, 16, 64, 128, 192, 256]
-LENGTHS = [1, 32, 128, 256, 257]
 _RESAMPLES = 200
 
 # Of others: rms and mean of |d|, k3, share of ratios outside [0.9, 1.1]; where they stand is in README.md
@@ -36,7 +31,6 @@ PUBLISHED = [
     ("Qwen2.5-0.5B", "bfloat16", "float32", 0.0424, None, None, 0.037),
     ("Qwen2.5-0.5B", "none: the trainer, one by one", "bfloat16", 0.0554, None, None, 0.080),
 ]
-BY_PROBABILITY = [0.1104, 0.0972, 0.0693, 0.0275, 0.0008]  # of Qwen3-8B, both in bfloat16, mean of |d|
 # Of Qwen2.5-1.5B: kept mass; mean, median and share outside, with the whole distribution and with what was kept
 TRUNCATED = [
     ("top_p=0.8, top_k=1024", 0.895, (0.896, 0.895, 0.518), (1.001, 1.000, 0.043)),
@@ -94,18 +88,6 @@ def row_of(d: np.ndarray, lengths: np.ndarray) -> Row:
     }
 
 
-def in_bins(keys: np.ndarray, edges: Sequence[float], d: np.ndarray) -> list[Row]:
-    """Tokens, mean and root mean square of |d| in bins of something that is known of each token."""
-    found = []
-    for low, high in itertools.pairwise(edges):
-        here = d[(keys >= low) & (keys < high)]
-        found.append(
-            {"from": low, "tokens": len(here)}
-            | ({"mean_abs": float(np.abs(here).mean()), "rms": float(np.sqrt((here**2).mean()))} if len(here) else {})
-        )
-    return found
-
-
 def rows_of(folder: Path, sampler: Sampler) -> list[Row]:
     """The rows of one sampler: a trainer each, as far as it has scored."""
     path = file_of(folder, sampler)
@@ -117,42 +99,22 @@ def rows_of(folder: Path, sampler: Sampler) -> list[Row]:
     }
     rollout = flat(samples["logps"])
     lengths = np.array([len(x) for x in samples["logps"]])
-    position = np.concatenate([np.arange(n) for n in lengths])
-    reference = next((flat(record["logps"]) for t, record in scores.items() if t.name == "float32"), None)
     found = []
     for trainer, record in scores.items():
         train = flat(record["logps"])
         row = {"sampler": sampler.name, "trainer": trainer.name, **row_of(train - rollout, lengths)}
         row |= {"seconds_sampling": samples["seconds"], "seconds_scoring": record["seconds"]}
-        if reference is not None:
-            row["by_probability"] = in_bins(np.exp(reference), PROBABILITIES, train - rollout)
-        row["by_position"] = in_bins(position, POSITIONS, train - rollout)
-        row["by_length"] = in_bins(np.repeat(lengths, lengths), LENGTHS, train - rollout)
         if "processed" in record:
             processed = flat(record["processed"])
             row["kept"] = float(np.exp(train - processed).mean())
             row["with_the_rule"] = row_of(processed - rollout, lengths)
-        if together := _together(trainer, scores):
-            row["itself"] = row_of(train - flat(together["logps"]), lengths)
         found.append(row)
     return found
 
 
-def _together(trainer: Trainer, scores: dict[Trainer, Row]) -> Row | None:
-    """Of a trainer that scores one by one: what it says of padded batches."""
-    name = trainer.name.removesuffix(", one by one")
-    return next((record for t, record in scores.items() if trainer.alone and t.name == name), None)
-
-
 def collect(folder: Path) -> dict[str, Any]:
     """What there is, as rows."""
-    import diagnosis
-
-    return {
-        "gap": [rounded(row) for sampler in SAMPLERS for row in rows_of(folder / "gap", sampler)],
-        "diagnosis": [rounded(row) for row in diagnosis.judged(folder / "diagnosis")],
-        "probe": [rounded(json.loads(file.read_text())) for file in sorted((folder / "probe").glob("*.json"))],
-    }
+    return {"gap": [rounded(row) for sampler in SAMPLERS for row in rows_of(folder / "gap", sampler)]}
 
 
 def rounded(value: Any) -> Any:
@@ -250,32 +212,6 @@ def find(rows: Sequence[Row], sampler: str, trainer: str) -> Row | None:
     return next((row for row in rows if row["sampler"] == sampler and row["trainer"] == trainer), None)
 
 
-_COLUMNS = [
-    ("bfloat16", "bfloat16"),
-    ("bfloat16", "float32"),
-    ("float16", "float16"),
-    ("bfloat16, fp8 cache", "bfloat16"),
-]
-
-
-def by(rows: Sequence[Row], key: str, edges: Sequence[float], beside: Sequence[float] = ()) -> str:
-    """Mean of |d| in bins, of some pairs."""
-    chosen = [(f"{s} / {t}", row[key]) for s, t in _COLUMNS if (row := find(rows, s, t)) and key in row]
-    if not chosen:
-        return "Not measured."
-    lines = []
-    for i, (low, high) in enumerate(itertools.pairwise(edges)):
-        last = min(high, 1) if edges is PROBABILITIES else high - 1
-        name = f"{low:g} to {last:g}" if last > low else f"{low:g}"
-        values = [small(bins[i].get("mean_abs")) for _, bins in chosen]
-        lines.append([name, f"{chosen[0][1][i]['tokens']:,}", *values, *([small(beside[i])] if beside else [])])
-    what = {"by_probability": "probability", "by_position": "place in the completion"}[key]
-    counted = f"tokens of the sampler in {_COLUMNS[0][0]}"
-    return table(
-        [what, counted, *(name for name, _ in chosen), *(["Qwen3-8B, both in bfloat16"] if beside else [])], lines
-    )
-
-
 def truncations(rows: Sequence[Row]) -> str:
     """In the columns of TRL's own table."""
 
@@ -331,102 +267,6 @@ def adapters(rows: Sequence[Row]) -> str:
     return table(head, lines) if lines else "Not measured."
 
 
-def itself(rows: Sequence[Row]) -> str:
-    """What a trainer differs from itself, and from the sampler."""
-    lines = []
-    for row in rows:
-        if "itself" in row:
-            own, name = row["itself"], row["trainer"].removesuffix(", one by one")
-            together = find(rows, row["sampler"], name)
-            gap = together["rms"] if together else row["rms"]
-            times = float(f"{gap / own['rms']:.3g}") if own["rms"] else None
-            lines.append(
-                [
-                    name,
-                    small(own["rms"]),
-                    percent(own["outside"]),
-                    small(gap),
-                    "-" if times is None else f"{times:,.0f}" if times >= 100 else f"{times:g}",
-                ]
-            )
-    head = ["trainer", "rms of its difference from itself", "ratio outside [0.9, 1.1]"]
-    head += ["rms of its difference from the sampler", "quotient"]
-    return table(head, lines)
-
-
-HALVES = {(0, 1, 2): "all of the half that thresholds were set on", (3, 4, 5): "all of the other half"}  # by seeds
-CHANGED = {  # by cause, what `benchmarks/diagnose/faults` changed
-    "rounding": "nothing: bfloat16 in the sampler, or on both sides",
-    "head": "the trainer's head computes in bfloat16",
-    "first_token": "the sampler's first log-probability is off by up to 1.5 nats, or the trainer's prompt lacks one token",
-    "temperature": "the sampler has temperature 0.8 or 1.25 instead of 1",
-    "dropout": "the trainer's attention has dropout of 0.1",
-    "last_token": "the sampler reports the last token as certain",
-    "kv_cache": "the sampler keeps keys and values in fp8",
-    "weights": "the sampler's model weights are int8, fp8 or int4; or they are old, and no age is reported",
-    "penalty": "the sampler has a penalty on repetition, presence or frequency",
-    "lora_merge": "an adapter is merged in bfloat16 for the sampler",
-    "truncation": "the sampler has top-p 0.9, top-k 10 or min-p 0.05",
-    "nan_rows": "in a quarter of the completions, the sampler's log-probabilities are NaN from the middle on",
-    "never_pushed": "the trainer is updated, and the sampler keeps its first model weights",
-    "nothing": "nothing: float32 on both sides",
-    "shift": "the sampler's log-probabilities are one token off",
-    "own_updates": "each batch is trained on four times, in bypass mode",
-    "padding": "the trainer attends to padding",
-    "seams": "the trainer reads another token at the end of a tool's answer",
-    "stale": "the sampler's model weights are 0 to 5 optimizer steps old",
-}
-
-
-def diagnoses(rows: Sequence[Row]) -> str:
-    """Of each cause: dumps, those in which it is named first or called healthy, the gap, and what is named in the others."""
-    lines = []
-    for cause in dict.fromkeys(row["cause"] for row in rows):
-        mine = [row for row in rows if row["cause"] == cause]
-        right = [row for row in mine if row["first"] == cause]
-        others = [
-            f"{row['first']} ({row['fault']}, {row['sampler']} / {row['trainer']})" for row in mine if row not in right
-        ]
-        sizes = [row["rms"] for row in mine]
-        gap = f"{small(min(sizes))} to {small(max(sizes))}"
-        counts = [len(right), len(mine), sum(row["healthy"] for row in mine)]
-        lines.append([f"`{cause}`", CHANGED[cause], *map(str, counts), gap, "; ".join(others) or "-"])
-    for seeds, what in HALVES.items():
-        half = [row for row in rows if row["seed"] in seeds]
-        right = sum(row["first"] == row["cause"] for row in half)
-        lines.append([what, "-", str(right), str(len(half)), str(sum(row["healthy"] for row in half)), "-", "-"])
-    head = ["cause", "what was changed", "named first", "dumps", "called normal", "rms of d"]
-    return table([*head, "otherwise: named first (fault, sampler / trainer)"], lines)
-
-
-def probes(rows: Sequence[Row]) -> str:
-    """Of each run: answers in which the cause is named first, and the gap before and after the experiment that confirms it."""
-    lines = []
-    for run in dict.fromkeys(row["run"] for row in rows):
-        mine = [row for row in rows if row["run"] == run]
-        others = sorted(row["first"] for row in mine if row["first"] != row["expected"])
-        after = [
-            (what, gap)
-            for row in mine
-            for what, gap, says in row["experiments"]
-            if says == f"confirms `{row['expected']}`"
-        ]
-        gaps = [row["rms"] for row in mine]
-        lines.append(
-            [
-                run,
-                f"`{mine[0]['expected']}`",
-                f"{len(mine) - len(others)} of {len(mine)}" + (f" ({', '.join(others)})" if others else ""),
-                f"{small(min(gaps))} to {small(max(gaps))}",
-                f"{len(after)} of {len(mine)}" if after else "-",
-                f"{after[0][0]}: {small(max(gap for _, gap in after))}" if after else "-",
-                f"{np.median([row['seconds'] for row in mine]):.0f}",
-            ]
-        )
-    head = ["recipe", "cause", "named first", "rms of d", "confirmed", "rms of d without the cause, at most"]
-    return table([*head, "seconds of a core"], lines)
-
-
 def tables(results: dict[str, Any]) -> dict[str, str]:
     """What stands between the marks of `README.md`, by mark."""
     rows = results["gap"]
@@ -434,13 +274,8 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
         "gap": gaps(rows),
         "parts": parts(rows),
         "published": published(),
-        "probability": by(rows, "by_probability", PROBABILITIES, BY_PROBABILITY),
-        "position": by(rows, "by_position", POSITIONS),
         "truncation": truncations(rows),
         "adapter": adapters(rows),
-        "itself": itself(rows),
-        "diagnosis": diagnoses(results["diagnosis"]),
-        "probe": probes(results["probe"]),
     }
 
 

@@ -1,18 +1,14 @@
 """
-A pretrained language model: how far apart its sampler and its trainer are, what `diagnose` says, and what training does.
+A pretrained language model: how far apart its sampler and its trainer are.
 
     python benchmarks/language_model/run.py gap           # sample and score what is missing, about two hours of one core
-    python benchmarks/language_model/run.py diagnosis     # inject faults, and judge what is said of them
-    python benchmarks/language_model/run.py probe         # the same of the command `probe`
     python benchmarks/language_model/run.py --report      # the tables of what there is
     python benchmarks/language_model/run.py --report --publish    # and write results.json and README.md
 
 Whatever is in the output folder is not done again, so that the same command goes on where it was interrupted.
 """
 
-import json
 import os
-import shutil
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable
@@ -63,41 +59,7 @@ def measure_gap(folder: Path):
         in_a_process(f"[{i}/{len(todo)}] {sampler.name}: {what}", gap.do, folder, sampler, trainers)
 
 
-def inject_faults(folder: Path):
-    import diagnosis
-
-    for seed in diagnosis.SEEDS:
-        for job in diagnosis.missing_jobs(folder, seed):
-            in_a_process(f"sampling in {job.dtype}: {len(job.faults)} times", diagnosis.sample, folder, job)
-        in_a_process(f"faults: seed {seed}", diagnosis.make_seed, folder, seed)
-
-
-def probe_runs(folder: Path):
-    """Answers of `probe` for every fault of a recipe: of each seed, with 16 other prompts."""
-    sys.path += [str(ROOT / "benchmarks/diagnose"), str(ROOT / "examples")]
-    from probe import RUNS, probe
-    from prompts import PROMPTS
-    from smollm2 import make_model
-
-    for seed in range(SEEDS):
-        prompts = folder / f"prompts-{seed}.txt"
-        prompts.parent.mkdir(parents=True, exist_ok=True)
-        prompts.write_text("\n".join(PROMPTS[seed::SEEDS]))
-        for name, run in RUNS.items():
-            file = folder / f"{name.replace(' ', '_')}-{seed}.json"
-            if file.exists():
-                continue
-            print(f"{name}, seed {seed}", flush=True)
-            model = folder / "model"
-            shutil.copytree(make_model(), model, dirs_exist_ok=True)
-            config = model / "config.json"
-            config.write_text(json.dumps({**json.loads(config.read_text()), **run.model}))
-            options = {"dtype": "float32", "completions": 16, "prompts": prompts, "seed": seed}
-            file.write_text(json.dumps({"seed": seed, **probe(str(model), name, options)}))
-
-
-SEEDS = 5  # of the probe
-PARTS = {"gap": measure_gap, "diagnosis": inject_faults, "probe": probe_runs}
+PARTS = {"gap": measure_gap}
 
 
 def main():

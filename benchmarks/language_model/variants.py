@@ -8,10 +8,10 @@ import tempfile
 from pathlib import Path
 
 
-sys.path.append(str(Path(__file__).parents[2] / "examples"))
+sys.path += [str(Path(__file__).parents[2] / "examples"), str(Path(__file__).parents[1] / "diagnose")]
 
 import torch
-from package import FAULTS
+from faults import FAULTS
 from peft import LoraConfig, PeftModel, get_peft_model
 from smollm2 import FOLDER, make_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel

@@ -111,7 +111,6 @@ def two_ranks(tiny_model_path, folder) -> TwoRanks:
 RAISES_ON_ONE = {"sampler": {"break_on_rank": 1}, "rollout_nan_policy": "raise"}
 
 
-@pytest.mark.seam("ranks")
 def test_a_rank_that_raises_ends_all_of_them(two_ranks):
     assert two_ranks.process.returncode != 0
     assert "`rollout_nan_policy` is 'raise'" in two_ranks.process.stderr
@@ -267,7 +266,6 @@ COLLECTIVES = {
 }
 
 
-@pytest.mark.seam("ranks")
 def test_collectives_are_one_per_log_or_watched_step_and_those_of_normalisation(two_ranks):
     found = {name: ranks[0]["collectives"] for name, ranks in two_ranks.results["collectives"].items()}
     steps, logs, generations, micro_batches = 4, 2, 4, 8
@@ -283,7 +281,6 @@ def test_collectives_are_one_per_log_or_watched_step_and_those_of_normalisation(
     }
 
 
-@pytest.mark.seam("ranks")
 def test_all_ranks_stop_at_the_same_step(two_ranks):
     ranks = two_ranks.results["monitor"]["stops"]
     first, second = (rank["steps"] for rank in ranks)
@@ -292,7 +289,7 @@ def test_all_ranks_stop_at_the_same_step(two_ranks):
 
 
 STOPS = {
-    "max_steps": 40,
+    "max_steps": 75,
     "reward_falls": True,
     "logging_steps": 100,
     "rollout_correction": "disabled",
@@ -324,7 +321,6 @@ DISAGREEMENTS["rejected before the baseline"] = {
 }  # fmt: skip
 
 
-@pytest.mark.seam("ranks")
 @pytest.mark.parametrize("case", DISAGREEMENTS)
 def test_ranks_may_disagree(two_ranks, case):
     ranks = two_ranks.results["disagreement"][case]
@@ -364,7 +360,7 @@ def test_asynchronous_metrics_of_two_ranks_are_those_of_one(two_ranks, tiny_mode
     alone = json.loads((folder / f"asynchronous {case}.0.json").read_text())
     expected = reports(alone, PREFIX)
     assert expected[-1][f"{PREFIX}stale_dropped/fraction"] > 0.1
-    assert expected[-1][f"{PREFIX}age_2_3/k3_kl"] > 0.001
+    assert expected[-1][f"{PREFIX}staleness_max"] > 1
     ranks = two_ranks.results["asynchronous"][case]
     assert ranks[0]["parameters"] == ranks[1]["parameters"] == pytest.approx(alone["parameters"], abs=1e-2)
     assert_reports_equal(reports(ranks[0], PREFIX), expected)
@@ -530,7 +526,6 @@ def assert_in_step(found: dict[str, list[dict]]):
             assert abs(entry[f"{PREFIX}log_ratio_min"]) < 1e-4, name
 
 
-@pytest.mark.seam("ranks")
 @pytest.mark.vllm
 def test_a_real_sampler_on_each_rank(two_ranks):
     assert_in_step(two_ranks.results["vllm"])

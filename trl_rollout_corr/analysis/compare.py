@@ -7,16 +7,16 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ..dumps.reading import open_dump
-from ..health.advice import ADVISED, NEGLIGIBLE, Advice, mode_of
-from ..health.bands import HEALTHY
+from ..health.bands import HEALTHY, NEGLIGIBLE
 from ..health.examine import examine
+from ..health.texts import ADVISED
 from ..messages import rounded, three_decimals, warn, yaml_lines
 from ..settings.config import RolloutCorrectionConfig
 from ..settings.files import config_of_run, read_config
 from ..settings.presets import DEFAULT, PRESETS
-from .recommend import first_alarm, recommend
+from .recommend import Advice, first_alarm, recommend
 from .recompute import Batch, Effect, batch_of, recompute
-from .run import log_of_dump
+from .run import iterations_of, log_of_dump
 from .spread import Spread, spread_of, suggest_bounds
 
 
@@ -64,27 +64,9 @@ def compare(
     as_json: bool = False,
 ) -> str:
     """
-    Compare the settings of a run, every preset and other settings on the sequences of a dump.
-
-    Args:
-        path (`str`):
-            The dump: a folder, or one of its files.
-        files (`list[str]`):
-            YAML files with other settings.
-        clip (`tuple[float, float]`):
-            Ratios below and above which PPO clips, for settings in bypass mode.
-        steps (`tuple[int, int]`, *optional*):
-            First and last optimizer step to take. By default all, but without bounds if there was an alarm about the policies.
-        every (`bool`, *optional*, defaults to `False`):
-            Give every preset a row, and not only those that matter for the run.
-        as_json (`bool`, *optional*, defaults to `False`):
-            Return JSON, with every preset.
-
-    Returns:
-        `str`: the text to print.
-
-    Raises:
-        `ValueError`: in one line, if the dump or a configuration cannot be used.
+    Compare the settings of a run, every preset and the settings of `files` on the sequences of a dump, and return the text to
+    print. `clip` has the ratios below and above which PPO clips in bypass mode; `steps` the first and the last step to take,
+    by default all, but without bounds if there was an alarm about the policies; `every` gives each preset a row.
     """
     dump = open_dump(path, steps=steps)
     for damage in dump.damage:
@@ -96,7 +78,7 @@ def compare(
             "no sequence was drawn at random, and the worst sequences alone do not represent the batch. Set "
             "`rollout_dump_sampled` to 1 or more, and train again"
         )
-    findings = examine(log, config)
+    findings = examine(log, config.settings, num_iterations=iterations_of(dump.settings))
     notes = []
     if alarm := first_alarm(findings):
         notes.append(
@@ -105,7 +87,7 @@ def compare(
         )
     batch = batch_of(sequences, sequences.sampled)
     spread = spread_of(batch)
-    best = recommend(config, findings, spread.s)
+    best = recommend(config.settings, findings, spread.s)
     fitted = None if alarm or spread.s < NEGLIGIBLE else _fitted(spread, config)
     settings = {_THIS_RUN: config, **({_FITTED: RolloutCorrectionConfig(**fitted)} if fitted else {})}
     presets = _presets()
@@ -122,7 +104,7 @@ def _fitted(spread: Spread, config: RolloutCorrectionConfig) -> dict[str, Any] |
     """Settings whose bounds fit the spread; `None` if the policies have almost nothing in common."""
     lower, upper = suggest_bounds(spread)
     bounds = {"rollout_rs_threshold": [lower, upper]}
-    return {"rollout_correction": _REJECTING[mode_of(config)], **bounds} if lower else None
+    return {"rollout_correction": _REJECTING[config.settings.mode], **bounds} if lower else None
 
 
 def _effects(
@@ -157,14 +139,14 @@ def _main_presets(config: RolloutCorrectionConfig, presets: Mapping[str, Rollout
     The presets that matter for a run: its own, the reference, the default, the one that is advised in each mode, the one whose
     bounds are fitted, and those in the mode of the run. Of the many in decoupled mode, those that only weigh or only reject.
     """
-    mode = mode_of(config)
+    mode = config.settings.mode
     named = {_REFERENCE, DEFAULT, *ADVISED.values(), _REJECTING[mode], str(config.settings.rollout_correction)}
     return [
         name
         for name, preset in presets.items()
         if name in named
         or (
-            mode_of(preset) == mode
+            preset.settings.mode == mode
             and (mode != "decoupled" or (preset.settings.bounding is None) != (not preset.settings.criteria))
         )
     ]

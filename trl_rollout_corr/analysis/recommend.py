@@ -1,16 +1,25 @@
 """The settings to try first, which `report` and `compare` recommend."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from ..health.advice import Advice, advise, mode_of
+from ..health.bands import NEGLIGIBLE
 from ..health.rule import Alarm
+from ..health.texts import preset_for
 from ..messages import PREFIX
 from ..settings.config import RolloutCorrectionConfig
+from ..settings.resolve import Settings
 
 
 # Metrics of the gap between the policies. An alarm about weights or bounds does not make the sequences unhealthy.
 _OF_THE_POLICIES = (f"{PREFIX}k3_kl", f"{PREFIX}kl")
+
+
+class Advice(NamedTuple):
+    """Settings to try, and the reason in sentences."""
+
+    settings: Mapping[str, Any]  # empty: leave them as they are
+    reason: str
 
 
 def first_alarm(findings: Sequence[Alarm]) -> Alarm | None:
@@ -19,34 +28,18 @@ def first_alarm(findings: Sequence[Alarm]) -> Alarm | None:
     return min(alarms, key=lambda finding: finding.step, default=None)
 
 
-def recommend(config: RolloutCorrectionConfig, findings: Sequence[Alarm], spread: float) -> Advice:
-    """
-    Recommend settings.
-
-    Args:
-        config ([`RolloutCorrectionConfig`]):
-            Configuration of the run, whose mode is kept.
-        findings (`Sequence[Alarm]`):
-            Alarms in its log.
-        spread (`float`):
-            Root mean square of the log-ratio, in nats.
-
-    Returns:
-        [`~trl_rollout_corr.health.advice.Advice`]: if its settings are empty, keep the settings of the run.
-    """
+def recommend(run: Settings, findings: Sequence[Alarm], spread: float) -> Advice:
+    """Recommend settings in the mode of a run, from its alarms and `spread`, the root mean square of the log-ratio in nats."""
     alarm = first_alarm(findings)
-    # after an alarm about the gap, a small mean over all steps says nothing
-    best = advise(mode_of(config), "gap", spread=None if alarm else spread)
-    if not best.settings or not _has(config, best.settings):
-        return best
-    why = (
-        "But trainer and sampler are too far apart even so: find the cause of the gap first." if alarm else best.reason
-    )
-    return Advice({}, f"The run has the settings of `{best.settings['rollout_correction']}` already. {why}")
-
-
-def _has(config: RolloutCorrectionConfig, settings: Mapping[str, Any]) -> bool:
-    """Whether a run corrects with the settings of a preset."""
-    own, preset = config.settings, RolloutCorrectionConfig(**settings).settings
-    same = (own.mode, own.bounding, own.criteria) == (preset.mode, preset.bounding, preset.criteria)
-    return same and not own.rollout_metrics_only
+    if spread < NEGLIGIBLE and alarm is None:  # after an alarm about the gap, a small mean over all steps says nothing
+        return Advice(
+            {}, f"The log-ratio has a root mean square of {spread:.2g} nats. A correction would change nothing."
+        )
+    name = preset_for(run)
+    reason = "This preset has no bounds to fit."
+    preset = RolloutCorrectionConfig(rollout_correction=name).settings
+    if not run.corrects or any(getattr(run, x) != getattr(preset, x) for x in ("mode", "bounding", "criteria")):
+        return Advice({"rollout_correction": name}, reason)
+    if alarm:
+        reason = "But trainer and sampler are too far apart even so: find the cause of the gap first."
+    return Advice({}, f"The run has the settings of `{name}` already. {reason}")

@@ -14,36 +14,16 @@ from ..settings.config import RolloutCorrectionConfig
 
 
 class Batch(NamedTuple):
-    """
-    Tokens of the loss of `B` sequences, padded to the longest. Tokens of tools are left out.
+    """Tokens of the loss of `B` sequences, padded to the longest: tensors of shape `(B, T)`. Tokens of tools are left out."""
 
-    Args:
-        steps (`list[int]`):
-            Optimizer steps that they are from, in order.
-        mask (`torch.Tensor` of shape `(B, T)`):
-            True for entries that are tokens.
-        train_logps (`torch.Tensor` of shape `(B, T)`):
-            Log-probabilities under the training policy, in nats.
-        rollout_logps (`torch.Tensor` of shape `(B, T)`):
-            Log-probabilities under the rollout policy, in nats.
-        turn (`torch.Tensor` of shape `(B, T)`):
-            Turn of each token.
-        keep (`torch.Tensor` of shape `(B, T)`):
-            Tokens that the run kept.
-        coefficients (`torch.Tensor` of shape `(B, T)`):
-            Factor of the policy gradient in the run.
-        advantages (`torch.Tensor` of shape `(B, 1)`):
-            Advantage of each sequence; 0 if it is not finite.
-    """
-
-    steps: list[int]
-    mask: torch.Tensor
-    train_logps: torch.Tensor
+    steps: list[int]  # that they are from, in order
+    mask: torch.Tensor  # True for entries that are tokens
+    train_logps: torch.Tensor  # nats
     rollout_logps: torch.Tensor
     turn: torch.Tensor
-    keep: torch.Tensor
-    coefficients: torch.Tensor
-    advantages: torch.Tensor
+    keep: torch.Tensor  # tokens that the run kept
+    coefficients: torch.Tensor  # factor of the policy gradient in the run
+    advantages: torch.Tensor  # `(B, 1)`; 0 if it is not finite
 
     @property
     def n_tokens(self) -> int:
@@ -56,27 +36,13 @@ class Batch(NamedTuple):
 
 
 class Effect(NamedTuple):
-    """
-    Effect of settings on sequences. `None` where a number is not defined.
+    """Effect of settings on sequences. `None` where a number is not defined."""
 
-    Args:
-        rejected (`float` or `None`):
-            Share of the tokens that a criterion rejects.
-        sample_size (`float` or `None`):
-            Effective sample size of the weights, as a share of the tokens.
-        effective_lr (`float` or `None`):
-            Mean factor of the policy gradient.
-        cosine (`float` or `None`):
-            Cosine of the corrected and the uncorrected gradient, by token.
-        norm (`float` or `None`):
-            Norm of the corrected gradient, divided by the norm of the uncorrected one.
-    """
-
-    rejected: float | None = None
-    sample_size: float | None = None
-    effective_lr: float | None = None
-    cosine: float | None = None
-    norm: float | None = None
+    rejected: float | None = None  # share of the tokens that a criterion rejects
+    sample_size: float | None = None  # effective sample size of the weights, as a share of the tokens
+    effective_lr: float | None = None  # mean factor of the policy gradient
+    cosine: float | None = None  # of the corrected and the uncorrected gradient, by token
+    norm: float | None = None  # of the corrected gradient, divided by that of the uncorrected one
 
 
 def batch_of(sequences: Sequences, rows: np.ndarray) -> Batch:
@@ -98,25 +64,7 @@ def recompute(
     clip: tuple[float, float],
     as_dumped: bool = False,
 ) -> Effect:
-    """
-    Correct sequences with a configuration.
-
-    Args:
-        batch ([`Batch`]):
-            The sequences.
-        config ([`RolloutCorrectionConfig`]):
-            The settings.
-        clip (`tuple[float, float]`):
-            Ratios below and above which PPO clips.
-        as_dumped (`bool`, *optional*, defaults to `False`):
-            Whether the run itself wrote the rejected tokens and the factors of the gradient.
-
-    Returns:
-        [`Effect`].
-
-    Raises:
-        `ValueError`: if a log-probability is not finite and `rollout_nan_policy` is `"raise"`.
-    """
+    """Correct sequences with a configuration, or `as_dumped`: with what the run itself wrote."""
     correction = compute_rollout_correction(
         batch.train_logps,
         batch.rollout_logps,
@@ -147,24 +95,8 @@ def policy_factor(
     clip: tuple[float, float],
 ) -> torch.Tensor:
     """
-    Factor of `advantage * grad logp` of each token in the first optimizer step on it.
-
-    Around the sampler, PPO's ratio does so until it is clipped; in the other modes the ratio of the policy to itself is 1.
-
-    Args:
-        coefficients (`torch.Tensor` of shape `(B, T)`):
-            Weights and rejection.
-        log_ratio (`torch.Tensor` of shape `(B, T)`):
-            Log-ratio of training and rollout policy.
-        advantages (`torch.Tensor` of shape `(B, 1)`):
-            Advantages.
-        config ([`RolloutCorrectionConfig`]):
-            The mode.
-        clip (`tuple[float, float]`):
-            Ratios below and above which PPO clips.
-
-    Returns:
-        `torch.Tensor` of shape `(B, T)`.
+    Factor of `advantage * grad logp` of each token in the first optimizer step on it, `(B, T)`. Around the sampler it is PPO's
+    ratio until it is clipped; in the other modes the ratio of the policy to itself is 1.
     """
     if not config.settings.clips_around_sampler:
         return coefficients

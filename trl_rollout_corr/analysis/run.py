@@ -2,14 +2,14 @@
 
 import json
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pandas as pd
 
-from ..dumps.files import LOGS, files_of, read_logs
-from ..dumps.reading import Dump, find_dump, open_dump
+from ..dumps.claims import find_dump
+from ..dumps.files import files_of, read_logs
+from ..dumps.reading import Dump, open_dump
 from ..health.windows import is_training_window
 from ..messages import PREFIX, SelfContainedError, warn
 from ..settings.config import RolloutCorrectionConfig
@@ -20,46 +20,18 @@ STATE = "trainer_state.json"
 
 
 class Run(NamedTuple):
-    """
-    The files of a run, read.
+    """The files of a run, read."""
 
-    Args:
-        entries (`list[dict]`):
-            Log of training: an entry per logging window, with the optimizer step as `step`.
-        log (`pd.DataFrame`):
-            The numbers of the same: a row per entry, `step` as index, and NaN where a metric was not logged.
-        dump ([`~trl_rollout_corr.dumps.reading.Dump`] or `None`):
-            Its dump.
-        config ([`RolloutCorrectionConfig`] or `None`):
-            Its configuration, from the dump.
-        about (`Mapping[str, str]`):
-            Its model, trainer, correction and date, as far as they are known.
-        damage (`list[str]`):
-            A sentence about each file or part that could not be read, or is missing.
-    """
-
-    entries: list[dict[str, object]]
-    log: pd.DataFrame
+    entries: list[dict[str, object]]  # log of training: one for each logging window, with the optimizer step as `step`
+    log: pd.DataFrame  # its numbers: a row per entry, `step` as index, and NaN where a metric was not logged
     dump: Dump | None
-    config: RolloutCorrectionConfig | None
-    about: Mapping[str, str]
-    damage: list[str]
+    config: RolloutCorrectionConfig | None  # from the dump
+    about: Mapping[str, str]  # its model, trainer, correction and date, as far as they are known
+    damage: list[str]  # a sentence about each file or part that could not be read, or is missing
 
 
 def read_run(source: str) -> Run:
-    """
-    Read a run or a dump. Warns about damaged parts.
-
-    Args:
-        source (`str`):
-            A dump (folder or file), a `trainer_state.json`, or a folder that holds either or both.
-
-    Returns:
-        [`Run`].
-
-    Raises:
-        `ValueError`: in one line that begins with the source, if there is neither, or a file is damaged or of another tool.
-    """
+    """Read a run, a dump, or a folder with either or both. Warns about damaged parts; an error begins with the source."""
     try:
         run = _read(Path(source))
     except OSError as error:
@@ -74,8 +46,6 @@ def read_run(source: str) -> Run:
 def _read(path: Path) -> Run:
     if not path.exists():
         raise ValueError("no such file or folder")
-    if not path.is_dir() and not path.is_file():
-        raise ValueError("it is a pipe or a device. Name a folder or a regular file")
     states, folder = _states(path) if path.is_dir() else [path], find_dump(path) if path.is_dir() else None
     if path.is_file() and path.suffix != ".json":
         states, folder = [], path
@@ -88,9 +58,11 @@ def _read(path: Path) -> Run:
     if states:
         entries = _first_readable(states, damage, needed=folder is None)
     if folder is not None:
-        dump = open_dump(folder)
+        dump = open_dump(path)
         config = config_of_run(dump.settings, "the settings in the dump cannot be read")
         damage += dump.damage
+        if others := [] if folder == path else _other_dumps(path, folder):
+            damage.append(f"it also has the dumps {', '.join(others)}. Name two of them to see both")
         about = {name: value for name, value in dump.about.items() if name in ("model", "trainer", "date")}
         about["correction"] = config.description
         entries = [*read_logs(folder, damage.append), *entries]
@@ -102,21 +74,11 @@ def _read(path: Path) -> Run:
     return Run(merged, log, dump, config, about, damage)
 
 
-def files_of_run(source: str) -> tuple[tuple[str, int, int], ...]:
-    """Name, time of change and size of each file that [`read_run`] would read; none if there is nothing yet."""
-    path = Path(source)
-    try:
-        folder = find_dump(path) if path.is_dir() else None
-        files = _states(path) if path.is_dir() else [path]
-        files += [] if folder is None else [*files_of(folder), folder / LOGS]
-    except FileNotFoundError:  # a file or folder that was just deleted
-        return ()
-    found = []
-    for file in files:
-        with suppress(FileNotFoundError, NotADirectoryError):
-            status = file.stat()
-            found.append((str(file), status.st_mtime_ns, status.st_size))
-    return tuple(found)
+def _other_dumps(folder: Path, chosen: Path) -> list[str]:
+    """Names of the dumps below a folder beside the one that was chosen."""
+    return [
+        f"`{path.name}`" for path in sorted(folder.iterdir()) if path != chosen and path.is_dir() and files_of(path)
+    ]
 
 
 def _merge(entries: Iterable[Mapping[str, object]]) -> list[dict[str, object]]:
@@ -132,6 +94,12 @@ def _merge(entries: Iterable[Mapping[str, object]]) -> list[dict[str, object]]:
 def log_of_dump(path: Path) -> list[dict[str, object]]:
     """The log of a dump: entries of training windows, one for each step."""
     return _merge(read_logs(path))
+
+
+def iterations_of(settings: Mapping[str, object]) -> int:
+    """TRL's `num_iterations` of the run that wrote a dump: how often it trained on a batch."""
+    number = settings.get("num_iterations")
+    return number if isinstance(number, int) else 1
 
 
 # The state of the trainer -------------------------------------------------------------------------------------------------
@@ -162,7 +130,7 @@ def _first_readable(paths: list[Path], damage: list[str], *, needed: bool) -> li
 def _entries(path: Path) -> list[dict[str, Any]]:
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ValueError(f"{path.name} is damaged or not JSON: {error}") from None
     entries = state.get("log_history") if isinstance(state, dict) else None
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):

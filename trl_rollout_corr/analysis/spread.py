@@ -20,21 +20,11 @@ _NARROWEST = 0.001
 
 
 class Spread(NamedTuple):
-    """
-    Log-ratios of `B` completions that have tokens.
+    """Log-ratios of `B` completions that have tokens."""
 
-    Args:
-        lengths (`torch.Tensor` of shape `(B,)`):
-            Tokens of each completion.
-        s (`float`):
-            Root mean square of the log-ratio of a token.
-        s_robust (`float`):
-            The same without the tails: the distance between percentiles 5 and 95, divided by
-            their distance in a standard normal.
-    """
-
-    lengths: torch.Tensor
-    s: float
+    lengths: torch.Tensor  # tokens of each, `(B,)`
+    s: float  # root mean square of the log-ratio of a token
+    # the same without the tails: the distance between percentiles 5 and 95, divided by their distance in a standard normal
     s_robust: float
 
 
@@ -47,18 +37,7 @@ def spread_of(batch: Batch) -> Spread:
 
 
 def measure(log_ratio: torch.Tensor, valid: torch.Tensor) -> Spread:
-    """
-    Measure the spread.
-
-    Args:
-        log_ratio (`torch.Tensor` of shape `(B, T)`):
-            Log-ratio, 0 where it does not count.
-        valid (`torch.Tensor` of shape `(B, T)`):
-            True for tokens that count. At least one.
-
-    Returns:
-        [`Spread`]: in float64.
-    """
+    """Spread of log-ratios over the tokens that are valid, at least one; both of shape `(B, T)`."""
     tokens = log_ratio[valid].double().sort().values
     lengths = valid.sum(1).double()
     low, high = (tokens[round(p * (len(tokens) - 1))] for p in (0.05, 0.95))
@@ -72,14 +51,7 @@ def suggest_bounds(spread: Spread) -> tuple[float, float]:
     Bounds of `seq_mean_k1` that keep at least 95 percent of completions of the mean length `T`, by the model.
 
     They lie two standard deviations `s / sqrt(T)` of the mean log-ratio around 1, with the lower one moved out by the drift
-    `s^2 / 2`.
-
-    Args:
-        spread ([`Spread`]):
-            The completions.
-
-    Returns:
-        `tuple[float, float]`: bounds on the ratio, rounded outwards.
+    `s^2 / 2`. They are rounded outwards.
     """
     drift = spread.s**2 / 2
     width = max(2 * spread.s / spread.lengths.mean().sqrt().item(), _NARROWEST)

@@ -60,20 +60,11 @@ def packed_columns(layer: Any) -> torch.Tensor:
 
 def read(model: Any, names: Iterable[str], group: Any = None) -> dict[str, dict[str, list]]:
     """
-    Weights that a model of vLLM holds, and where it puts the trainer's weights.
+    Weights that a model of vLLM holds, and where it puts weights of some names in the trainer's checkpoint.
 
-    Args:
-        model (`torch.nn.Module`):
-            Model of vLLM.
-        names (`Iterable[str]`):
-            Names of weights in the trainer's checkpoint.
-        group (`ProcessGroup`, *optional*):
-            Ranks that share the model, over which fingerprints are summed.
-
-    Returns:
-        `dict`: `held`, the fingerprints of each tensor of the model, one for each form in which a layer keeps it; and
-        `places`, the tensors that hold each weight, for the weights where that is certain. `""` is the whole model. Only lists
-        and numbers, for a server.
+    `held` has the fingerprints of each tensor of the model, one for each form in which a layer keeps it; summed over `group`,
+    the ranks that share the model. `places` has the tensors that hold each weight, for the weights where that is certain; `""`
+    is the whole model. Both have only lists and numbers, for a server.
     """
     forms_of: dict[str, list[torch.Tensor]] = {}
     of_memory: dict[Any, list[torch.Tensor]] = {}  # layers that are tied share the memory of their weights

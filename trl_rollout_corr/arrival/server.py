@@ -32,6 +32,19 @@ def has_extension(config: Any) -> bool:
     return bool(parallel.get("worker_extension_cls") == EXTENSION)
 
 
+def read_configuration(url: str) -> dict[str, Any]:
+    """Resolved configuration of a vLLM server, which it tells with `VLLM_SERVER_DEV_MODE=1`."""
+    response = requests.get(f"{url}/server_info", params={"config_format": "json"}, timeout=60)
+    if response.status_code == 404:
+        raise RuntimeError(
+            f"The vLLM server at {url} does not tell its configuration, and so takes no new weights. Start it with "
+            "`VLLM_SERVER_DEV_MODE=1` in its environment."
+        )
+    response.raise_for_status()
+    configuration: dict[str, Any] = response.json()["vllm_config"]
+    return configuration
+
+
 def read_server(url: str, names: list[str]) -> dict[str, Any]:
     """Weights that the workers of a server hold: [`~trl_rollout_corr.arrival.fingerprints.read`]."""
     request: Any = {"method": "read_weights", "args": [names]}
@@ -82,17 +95,9 @@ class MovementCheck:
     Looks are after 1, 3, 7, 15, 23, 31, ... pushes, and once more after the next push where the server stands still. Each look
     needs a forward pass without gradient over one micro-batch, and a request.
 
-    Args:
-        model (`torch.nn.Module`):
-            Model of the trainer.
-        ask (`Callable[[list[list[int]]], list[list[float]]]`):
-            Scores some texts with the server; called on the main process.
-        temperature (`float`):
-            Temperature of the trainer's log-probabilities. The server's log-probabilities are without temperature.
-        is_main_process (`bool`):
-            True on the main process, which alone asks the server.
-        broadcast (`Callable[[list], list]`):
-            Takes a list on every rank, and returns the list of the main process.
+    `ask` scores some texts with the server, which the main process alone calls. `temperature` is that of the trainer's
+    log-probabilities; the server's are without temperature. `broadcast` takes a list on every rank, and returns the list of
+    the main process.
     """
 
     def __init__(
@@ -120,15 +125,8 @@ class MovementCheck:
 
     def keep(self, batch: Mapping[str, torch.Tensor], mask: torch.Tensor, score: Callable[[], torch.Tensor]) -> None:
         """
-        Take the completions of a micro-batch as the fixed text.
-
-        Args:
-            batch (`Mapping[str, torch.Tensor]`):
-                Batch with the tokens of prompts and completions.
-            mask (`torch.Tensor` of shape `(B, T)`):
-                Non-zero on the tokens of the loss.
-            score (`Callable[[], torch.Tensor]`):
-                Computes log-probabilities, `(B, T)`, with the weights at the time of the call.
+        Take the completions of a micro-batch as the fixed text. `mask`, `(B, T)`, is non-zero on the tokens of the loss.
+        `score` computes log-probabilities, `(B, T)`, with the weights at the time of the call.
         """
         if "prompt_ids" not in batch:
             self.done = True
@@ -180,8 +178,8 @@ class MovementCheck:
 
     def _warn(self, step: int, trainer: float, server: float) -> None:
         notify(
-            "A server may have older weights on purpose. If this one does, set `trainer.rollout_step` to their optimizer step "
-            "at each push. A quantised server may round small updates away. If neither is the case, weights do not arrive: "
+            "A server may have older weights on purpose (then set `trainer.rollout_step` to their optimizer step at each push), "
+            "and a quantised one may round small updates away. If neither is the case, weights do not arrive: "
             f"after the push of optimizer step {step}, the trainer's log-probabilities of a fixed text have moved by "
             f"{trainer:.2g} nats per token, but the vLLM server's have moved by only {server:.2g}. {SEE}"
         )
@@ -214,22 +212,8 @@ class AdapterCheck:
 
     def pushed(self, url: str, name: str, folder: Path, trained: int, step: int) -> None:
         """
-        Check one push, on the main process.
-
-        Args:
-            url (`str`):
-                Address of the server.
-            name (`str`):
-                Name of the adapter on the server.
-            folder (`Path`):
-                Files that were pushed.
-            trained (`int`):
-                Fingerprint of the parameters that train.
-            step (`int`):
-                Optimizer steps made so far.
-
-        Raises:
-            `RuntimeError`: if the parameters have changed and the files have not.
+        Check a push of the files in `folder` to the server at `url`, after optimizer step `step`, on the main process.
+        `trained` is the fingerprint of the parameters that train.
         """
         pushed, before = _hash_of(folder), self._before
         if pushed is None:
@@ -238,7 +222,7 @@ class AdapterCheck:
         if before is not None and before[1] == pushed and before[0] != trained:
             raise RuntimeError(
                 f"The adapter that was pushed after optimizer step {step} is the same, to the last bit, as the one pushed "
-                "before, although the trained parameters have changed. So the sampler does not get what the trainer learns. "
+                "before, although the trained parameters have changed: the sampler does not get what the trainer learns. "
                 f"Check whether another adapter is active, or whether parameters outside the adapter are trained. {SEE}"
             )
         self._ask(url, name, step)

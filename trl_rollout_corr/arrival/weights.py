@@ -37,14 +37,9 @@ class WeightCheck:
     options of sampling nor precision can explain that. After two such pushes within ten, [`WeightCheck.judge`] raises an
     error.
 
-    Args:
-        read (`Callable[[list[str]], dict | None]`):
-            What the sampler holds, and where it puts the weights of some names
-            ([`~trl_rollout_corr.arrival.fingerprints.read`]); `None` if the sampler cannot be read.
-        model (`torch.nn.Module`):
-            Model of the trainer, not wrapped.
-        dtype (`Callable[[], str]`):
-            Type of the sampler's weights, which may be known only after a while.
+    `read` returns what the sampler holds, and where it puts the weights of some names
+    ([`~trl_rollout_corr.arrival.fingerprints.read`]); `None` if the sampler cannot be read. `model` is the trainer's, not
+    wrapped. `dtype` returns the type of the sampler's weights, which may be known only after a while.
     """
 
     def __init__(self, read: Callable[[list[str]], dict | None], model: Any, dtype: Callable[[], str]) -> None:
@@ -90,18 +85,10 @@ class WeightCheck:
 
     def judge(self, step: int, *, announced: bool = False, doubt: str = "") -> None:
         """
-        Say that weights did not arrive, if that is so.
+        Raise an error if weights did not arrive for the second time, after optimizer step `step`.
 
-        Args:
-            step (`int`):
-                Optimizer steps made so far.
-            announced (`bool`, *optional*, defaults to `False`):
-                Whether the run has announced that the sampler gets older weights than the trainer's.
-            doubt (`str`, *optional*):
-                Reason why the weights of the sampler may not matter. The error is then a warning.
-
-        Raises:
-            `RuntimeError`: if weights did not arrive for the second time.
+        `announced` is true if the run has announced that the sampler gets older weights than the trainer's. `doubt` is a
+        reason why the weights of the sampler may not matter. The error is then a warning.
         """
         before, now = self._before, self._push()
         if now is None:
@@ -174,9 +161,8 @@ class WeightCheck:
             f"The sampler {'may' if doubt else 'does'} not have the weights of the trainer: two pushes, the last one after "
             f"optimizer step {step}, reported success, but the tensors of vLLM did not change in a single bit for "
             f"{len(missing)} of the weights that were sent with new values ({listed}). Update vLLM, or change `vllm_mode`, "
-            "the device or the type of weights. If the sampler should have older weights, set `trainer.rollout_step` to their "
-            "optimizer step whenever they are pushed. "
-            "See `trl-rollout-corr docs troubleshooting#weights-do-not-arrive`."
+            "the device or the type of weights; or, if the sampler should have older weights, set `trainer.rollout_step` to "
+            "their optimizer step whenever they are pushed (`trl-rollout-corr docs troubleshooting#weights-do-not-arrive`)."
         )
         self.done = True
         if not doubt:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..arrival.fingerprints import read
+from .fingerprints import read
 
 
 def push(llm: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

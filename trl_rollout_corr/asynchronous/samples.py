@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..recording.keys import REWARDS, ROLLOUT_STEP, TOKEN_STEPS
+from ..recording.keys import REWARDS, ROLLOUT_STEP
+from ..trainers.completions import sampled_logps
 from .trl_parts import RolloutSample, TreeRow
 
 
@@ -28,9 +29,6 @@ TOOLS = "rollout_corr_tools"  # (R,), present if results of tools are between to
 TEXT = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")  # for a dump or a diagnosis
 TEXT_PREFIX = "rollout_corr_"
 
-# Value of minus infinity in answers of vLLM's server, as JSON has none
-_SERVER_INFINITY = -9999.0
-
 
 class WatchedQueue:
     """Queue of the rollout worker that remembers the last sample, and the samples that TRL dropped."""
@@ -38,14 +36,14 @@ class WatchedQueue:
     def __init__(self, queue: Any) -> None:
         self._queue = queue
         self._last: RolloutSample | None = None
-        self._dropped: list[tuple[float, float]] = []  # tokens and reward
+        self._n_dropped = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._queue, name)
 
     def get(self, *args: Any, **kwargs: Any) -> RolloutSample:
         if self._last is not None:  # TRL dropped it
-            self._dropped.append((float(self._last.completion_mask.sum()), reward_of(self._last.metrics)))
+            self._n_dropped += bool(self._last.completion_mask.any())
             self._last = None
         self._last = checked(self._queue.get(*args, **kwargs))
         return self._last
@@ -60,10 +58,10 @@ class WatchedQueue:
             )
         return sample
 
-    def take_dropped(self) -> list[tuple[float, float]]:
-        """Number of tokens and reward of each sample that TRL dropped since the last call."""
-        dropped, self._dropped = self._dropped, []
-        return dropped
+    def take_dropped(self) -> int:
+        """Number of samples with a token of the loss that TRL dropped since the last call."""
+        n_dropped, self._n_dropped = self._n_dropped, 0
+        return n_dropped
 
 
 def reward_of(metrics: Mapping[str, float] | None) -> float:
@@ -72,20 +70,20 @@ def reward_of(metrics: Mapping[str, float] | None) -> float:
 
 
 def checked(sample: RolloutSample) -> RolloutSample:
-    """Check the log-probabilities of a sample, and change them in place: -9999 and less to minus infinity, `None` to NaN."""
+    """Check the log-probabilities of a sample, and bring them into one form in place."""
     if sample.old_log_probs is None:
         raise ValueError(
             "The rollout worker returned a sample without log-probabilities (`old_log_probs` is None), which rollout "
             "correction needs. Ask the sampler for the log-probability of every sampled token, after temperature: "
             "`logprobs=0` for vLLM."
         )
-    logps = np.asarray(sample.old_log_probs, dtype=np.float32)  # None becomes NaN
-    if logps.shape != np.shape(sample.input_ids):
+    if np.shape(sample.old_log_probs) != np.shape(sample.input_ids):
         raise ValueError(
-            f"`old_log_probs` of a sample must have one entry per token of `input_ids`, got {logps.shape} for "
-            f"{np.shape(sample.input_ids)}. Set 0 for tokens without one, such as the prompt."
+            f"`old_log_probs` of a sample must have one entry per token of `input_ids`, got {np.shape(sample.old_log_probs)} "
+            f"for {np.shape(sample.input_ids)}. Set 0 for tokens without one, such as the prompt."
         )
-    sample.old_log_probs = np.where(logps <= _SERVER_INFINITY, -np.inf, logps)
+    sampled = np.asarray(sample.completion_mask) != 0
+    sample.old_log_probs = sampled_logps("old_log_probs", sample.old_log_probs, sampled)
     return sample
 
 
@@ -93,16 +91,8 @@ class AnnotatedSamples(torch.utils.data.IterableDataset):
     """
     TRL's data set over the queue, with reward and optimizer step of each sample.
 
-    Args:
-        dataset (`torch.utils.data.IterableDataset`):
-            TRL's data set.
-        queue ([`WatchedQueue`]):
-            Queue that the data set takes samples from.
-        step_of (`Mapping[int, int]`):
-            Optimizer step of each version of the weights.
-        on_error (`Callable[[Exception], bool]`):
-            Called with an error that ends the samples. It returns `True` to end the data quietly, and `False` to raise the
-            error again.
+    `step_of` has the optimizer step of each version of the weights. `on_error` is called with an error that ends the samples,
+    and returns `True` to end the data quietly, and `False` to raise the error again.
     """
 
     def __init__(
@@ -118,23 +108,11 @@ class AnnotatedSamples(torch.utils.data.IterableDataset):
         try:
             for item in self._dataset:
                 sample = self._queue.take_last()
-                yield {**item, REWARDS: reward_of(sample.metrics), **self._steps(sample)}
+                step = self._step_of.get(sample.model_version, np.nan)
+                yield {**item, REWARDS: reward_of(sample.metrics), ROLLOUT_STEP: step}
         except Exception as error:
             if not self._on_error(error):
                 raise
-
-    def _steps(self, sample: RolloutSample) -> dict[str, Any]:
-        """Optimizer step of the weights that began a sample, and the step of each token if the server tells its version."""
-        step = self._step_of.get(sample.model_version, np.nan)
-        if (versions := getattr(sample, "versions", None)) is None:
-            return {ROLLOUT_STEP: step}
-        # a version older than the first one is a label that the server kept, because it did not take a later one
-        steps_of_tokens = [
-            self._step_of.get(int(version), step) if version >= sample.model_version else step for version in versions
-        ]
-        steps = np.array(steps_of_tokens, dtype=np.float32)
-        sampled = steps[np.asarray(sample.completion_mask) != 0]
-        return {ROLLOUT_STEP: np.fmin.reduce(sampled, initial=np.nan), TOKEN_STEPS: steps}
 
 
 class LayoutCollator:
@@ -160,9 +138,6 @@ class LayoutCollator:
         ):
             values = [[[sample[name]] for sample in of_row] for of_row in samples]
             batch[key] = _padded(values, padding, torch.float32)[..., 0]
-        if all(TOKEN_STEPS in sample for of_row in samples for sample in of_row):
-            of_tokens = [[sample[TOKEN_STEPS][_start(sample) :] for sample in of_row] for of_row in samples]
-            batch[TOKEN_STEPS] = _padded(of_tokens, np.nan, torch.float32)
         if any((numbers < 0).any() for of_row in terms for numbers in of_row):
             batch[TOOLS] = torch.ones(len(rows))
         if self._with_text:

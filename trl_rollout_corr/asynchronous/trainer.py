@@ -21,24 +21,22 @@ import torch
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import TrainOutput
 
-from ..settings.config import RolloutCorrectionConfig
-from ..trainers.batches import CorrectsBatches
-from ..trainers.card import TAGS
-from ..recording.keys import PADDING, REWARDS, ROLLOUT_LOGPS, ROLLOUT_STEP, TOKEN_STEPS
-from ..trainers.logprobs import check_server_logprobs
+from ..arrival.server import read_configuration
+from ..recording.keys import PADDING, REWARDS, ROLLOUT_LOGPS, ROLLOUT_STEP
 from ..recording.observer import CorrectedBatch
 from ..recording.run_metadata import check_types, engine_metadata
+from ..settings.config import RolloutCorrectionConfig
+from ..trainers.batches import TAGS, CorrectsBatches
+from ..trainers.logprobs import check_server_logprobs
 from ..trainers.trl_checks import CHECKS
 from ..trainers.trl_interface import check_bases, check_trl, with_parameters_of
-from .contract import METHODS, NAMES
+from .contract import METHODS
 from .packing import Terms
 from .placeholders import CorrectedPolicy, Placeholder
 from .pushes import PushesToServer
 from .samples import ADVANTAGES, TERMS, TEXT, TEXT_PREFIX, TOOLS, AnnotatedSamples, LayoutCollator, WatchedQueue
 from .stopping import OrderlyEnd, drain_at_stop
-from .token_versions import ask_for_versions
-from .tree_attention import register_tree_attention
-from .trl_parts import AsyncGRPOConfig, AsyncGRPOTrainer, AsyncRolloutWorker, WeightTransferClient, without_peak_flops
+from .trl_parts import AsyncGRPOConfig, AsyncGRPOTrainer, AsyncRolloutWorker
 
 
 LOSS_MASK = "loss_mask"  # (B, T)
@@ -74,11 +72,9 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectsBatches, AsyncGRPOTrainer):
 
     Differences from TRL, each as `super()` with changed arguments or results: `__init__` (checks, monitor, dump),
     `compute_loss` (the correction), `get_train_dataloader` (age and reward of each sample), `_sync_weight` (optimizer step of
-    each version of the weights, and its label on a server that tells the version of each token), `train` (an error of the
-    sampler ends the run with a checkpoint), `log` (metrics).
+    each version of the weights), `train` (an error of the sampler ends the run with a checkpoint), `log` (metrics).
 
-    On a CPU, packed rows need another attention (`asynchronous/tree_attention.py`), and weights need another way to the
-    server: a [`DiskWeightTransfer`], or an adapter.
+    TRL's trainer needs GPUs. `examples/async_on_cpu.py` has what it needs on a CPU.
 
     Attributes:
         rollout_step (`int`, *optional*):
@@ -105,7 +101,6 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectsBatches, AsyncGRPOTrainer):
 
     rollout_step: int | None = None
     # Defaults, as in `RolloutCorrectionMixin`: TRL's own tests call methods of a trainer that was never initialised
-    _has_own_worker = False  # True if TRL built the rollout worker
     _watched_queue: WatchedQueue | None = None  # on the main process
 
     _trl_class = AsyncGRPOTrainer
@@ -121,15 +116,10 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectsBatches, AsyncGRPOTrainer):
         *further_args: object,
         **kwargs: object,
     ) -> None:
-        check_trl(AsyncGRPOTrainer, METHODS, NAMES)
+        check_trl(AsyncGRPOTrainer, METHODS)
         check_bases(type(self), RolloutCorrectedAsyncGRPOTrainer, AsyncGRPOTrainer, method="compute_loss")
         config = self._read_settings(model, args)
-        with without_peak_flops(config.device):
-            super().__init__(model, reward_funcs, config, *further_args, **kwargs)
-        if config.device.type == "cpu":
-            self._check_weights_reach_the_server()
-            register_tree_attention()  # in place of TRL's, which it has just registered
-        self._has_own_worker = kwargs.get("rollout_worker") is None
+        super().__init__(model, reward_funcs, config, *further_args, **kwargs)
         self._step_of_version: dict[int, int] = {}
         if isinstance(self.rollout_worker, AsyncRolloutWorker):  # only on the main process
             drain_at_stop(self.rollout_worker)
@@ -140,14 +130,6 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectsBatches, AsyncGRPOTrainer):
 
     def _metadata(self) -> dict[str, str]:
         return {**super()._metadata(), "pushed": "adapter" if self._pushes.is_adapter else "weights"}
-
-    def _check_weights_reach_the_server(self) -> None:
-        if isinstance(self.weight_transfer, WeightTransferClient):
-            raise ValueError(
-                "`weight_transfer` is None, which is NCCL, and NCCL needs GPUs. Pass `weight_transfer=DiskWeightTransfer("
-                "url, folder)` from `trl_rollout_corr`; or train an adapter, with a server "
-                "that was started with `--enable-lora` and `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`."
-            )
 
     # Samples ----------------------------------------------------------------------------------------------------------
 
@@ -209,8 +191,6 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectsBatches, AsyncGRPOTrainer):
         if not self._end.running:
             self._check_server()
             self._push_weights()
-            if self._has_own_worker:
-                ask_for_versions(self)
         elif not self._sync_or_end():
             return
         self._step_of_version[self.model_version] = self.state.global_step
@@ -235,7 +215,7 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectsBatches, AsyncGRPOTrainer):
 
     def _check_server(self) -> None:
         if isinstance(self.rollout_worker, AsyncRolloutWorker):  # only on the main process
-            self._engine_config = self.vllm_client.get_server_info()
+            self._engine_config = read_configuration(self.vllm_client.server_url)
             check_server_logprobs(self._engine_config["model_config"]["logprobs_mode"], self.temperature)
             self._about |= engine_metadata(self._engine_config)  # in place, for the dump
             check_types(self._about)
@@ -290,8 +270,8 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectsBatches, AsyncGRPOTrainer):
         batch = self._completions_of(inputs, terms, selected)
         self._pushes.keep_text(batch, lambda: terms.spread(forward().log_probs.flatten()[index]))
         anchor, corrected = self._corrected(terms.spread(logps), batch)
-        dropped = self._watched_queue.take_dropped() if self._watched_queue is not None else []
-        self._observer.trained(self._now, terms.spread(logps), corrected, dropped)
+        n_dropped = self._watched_queue.take_dropped() if self._watched_queue is not None else 0
+        self._observer.trained(self._now, corrected.mask, n_dropped)
         if placeholders:
             n = len(logps)
             coefficients = terms.collect(corrected.coefficients, n)
@@ -301,7 +281,7 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectsBatches, AsyncGRPOTrainer):
     @staticmethod
     def _completions_of(inputs: Mapping[str, Any], terms: Terms, selected: torch.Tensor) -> dict[str, Any]:
         """Row of this rank as completions, with the keys of the other trainers."""
-        batch = {
+        batch: dict[str, Any] = {
             LOSS_MASK: terms.mask,
             ROLLOUT_LOGPS: terms.spread(inputs["old_log_probs"][selected]),
             "advantages": inputs[ADVANTAGES][0],
@@ -309,8 +289,6 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectsBatches, AsyncGRPOTrainer):
             ROLLOUT_STEP: inputs[ROLLOUT_STEP][0],
             PADDING: torch.zeros_like(inputs[ROLLOUT_STEP][0]),  # rows are packed
         }
-        if TOKEN_STEPS in inputs:
-            batch[TOKEN_STEPS] = inputs[TOKEN_STEPS][0]
         if TOOLS in inputs:
             batch["tool_mask"] = terms.mask
         return batch | {key: inputs[TEXT_PREFIX + key][0] for key in TEXT if TEXT_PREFIX + key in inputs}

@@ -2,7 +2,7 @@
 
 from axolotl.core.trainers.grpo.trainer import AxolotlGRPOTrainer
 
-from ..trainers.card import TAGS
+from ..trainers.batches import TAGS
 from ..trainers.grpo import RolloutCorrectedGRPOTrainer
 
 

@@ -16,7 +16,7 @@ import torch
 from .functional import Tokens
 
 
-PERCENTILES = (1, 5, 25, 50, 75, 95, 99)
+PERCENTILES = (1, 50, 99)
 
 _MANTISSA_BITS = 5
 SMALLEST_EXPONENT, LARGEST_EXPONENT = -23, 7

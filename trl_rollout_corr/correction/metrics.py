@@ -9,7 +9,7 @@ Names inside a vector are internal. The metric keys, their formulas and healthy 
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
@@ -17,7 +17,6 @@ import torch
 
 from ..settings.criteria import Bounding, Criterion
 from . import histogram
-from .columns import Columns, row_squares
 from .functional import (
     LARGEST_POWER,
     LOG_RATIO_BOUND,
@@ -26,9 +25,9 @@ from .functional import (
     Rejection,
     Tokens,
     above,
+    accumulation_dtype,
     below,
 )
-from .probabilities import collect_probabilities, probability_metrics
 from .sums import Applied, Sums, divide, maximum, std
 
 
@@ -66,9 +65,54 @@ class Statistics(Sums):
             metrics |= _criterion_metrics(s, criterion)
         if self.criteria:
             metrics["rollout_rs_masked_fraction"] = divide(s["rejected"], s["tokens"])
-            metrics["rollout_rs_seq_masked_fraction"] = divide(s["rejected_rows"], s["rows"])
-            metrics |= _gap_of_rejected(s)
         return metrics
+
+
+class Columns:
+    """Columns of a block of rows by name, `(B, 1)` each: summands of the sums, and candidates for the maxima."""
+
+    def __init__(self, tokens: Tokens) -> None:
+        self.dtype = accumulation_dtype(tokens.valid.device)
+        self.lengths = tokens.lengths.to(self.dtype)  # (B, 1)
+        self.rows = above(self.lengths, 0.0)  # (B, 1), 1 for rows with a token
+        self.no_rows = self.rows.reciprocal() - 1.0  # (B, 1), infinity for the others
+        self.divisors = self.lengths.clamp(min=1)
+        self.sums: dict[str, torch.Tensor] = {}
+        self.maxima: dict[str, torch.Tensor] = {}
+
+    def add(self, name: str, x: torch.Tensor) -> None:
+        """Add up `x`, of shape `(B, T)` or `(B, 1)`. It is 0 on tokens and rows that do not count."""
+        self.sums[name] = x if x.shape[-1] == 1 else x.sum(-1, keepdim=True)
+
+    def add_columns(self, names: Sequence[str], x: torch.Tensor) -> None:
+        """Add up the columns of `x`, of shape `(B, len(names))`, each under its name."""
+        self.sums |= zip(names, x.split(1, -1), strict=True)
+
+    def add_extremes(self, name: str, x: torch.Tensor, outside: torch.Tensor) -> None:
+        """Largest and (negated) smallest entry of `x` where `outside` is 0 and not infinity."""
+        high, low = x - outside, x + outside
+        if x.shape[-1] > 1:
+            high, low = high.amax(-1, keepdim=True), low.amin(-1, keepdim=True)
+        self.maxima[f"{name}_max"], self.maxima[f"{name}_negated_min"] = high, -low
+
+    def joined(self) -> tuple[tuple[str, ...], torch.Tensor, tuple[str, ...], torch.Tensor]:
+        """Names and values of the sums, and of the maxima."""
+        sum_names, sums = self._joined(self.sums)
+        max_names, maxima = self._joined(self.maxima)
+        return sum_names, sums.sum(0), max_names, maxima.amax(0)
+
+    def _joined(self, columns: dict[str, torch.Tensor]) -> tuple[tuple[str, ...], torch.Tensor]:
+        """Names and columns, `(B, N)`. Columns of a narrower type come first, because they are converted in one operation."""
+        narrow = [name for name, column in columns.items() if column.dtype != self.dtype]
+        wide = [name for name in columns if name not in narrow]
+        joined = [torch.cat([columns[name] for name in names], 1).to(self.dtype) for names in (narrow, wide) if names]
+        return (*narrow, *wide), torch.cat(joined, 1)
+
+
+def row_squares(x: torch.Tensor) -> torch.Tensor:
+    """`(B, 1)`: squares added up over each row, without a tensor of them."""
+    norms: torch.Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return norms.square_()
 
 
 class Weights(NamedTuple):
@@ -83,36 +127,20 @@ class Weights(NamedTuple):
 
 def collect(
     tokens: Tokens,
-    keep: torch.Tensor,
-    coefficients: torch.Tensor,
+    keep: torch.Tensor,  # (B, T), 1 on tokens that count and that no criterion rejects, else 0
+    coefficients: torch.Tensor,  # (B, T), factors of the policy gradient
     weights: Weights | None = None,
     rejections: Sequence[tuple[Criterion, Rejection]] = (),
-    direction: torch.Tensor | None = None,
+    direction: torch.Tensor | None = None,  # (B, 1) or (B, T), sign of the advantages
 ) -> Statistics:
-    """
-    Add up the statistics of some rows of a batch. No host synchronisation, no collective.
-
-    Args:
-        tokens ([`~trl_rollout_corr.correction.functional.Tokens`]):
-            The tokens that count.
-        keep (`torch.Tensor` of shape `(B, T)`):
-            1 on tokens that count and that no criterion rejects, else 0.
-        coefficients (`torch.Tensor` of shape `(B, T)`):
-            Factor of the policy gradient of each token.
-        weights ([`Weights`], *optional*):
-            Importance weights, if there are any.
-        rejections (`Sequence[tuple[Criterion, Rejection]]`, *optional*):
-            Criteria and their results.
-        direction (`torch.Tensor` of shape `(B, 1)` or `(B, T)`, *optional*):
-            Sign of the advantages.
-    """
+    """Add up the statistics of some rows of a batch. No host synchronisation, no collective."""
     c = Columns(tokens)
     c.add("tokens", tokens.lengths)
     c.add("rows", c.rows)
     c.add("mask_tokens", tokens.mask_lengths)
     c.add("nonfinite", tokens.broken)
     c.add("coefficients", coefficients)
-    _collect_policies(c, tokens, keep if rejections else None)
+    _collect_policies(c, tokens)
     if direction is not None:
         _collect_directions(c, tokens, direction)
     if weights is not None:
@@ -120,9 +148,7 @@ def collect(
     for criterion, rejection in rejections:
         _collect_criterion(c, tokens, criterion, rejection)
     if rejections:
-        rejected = tokens.lengths - keep.sum(-1, keepdim=True)
-        c.add("rejected", rejected)
-        c.add("rejected_rows", above(rejected, 0.0))
+        c.add("rejected", tokens.lengths - keep.sum(-1, keepdim=True))
     sum_names, sums, max_names, maxima = c.joined()
     vector = torch.cat([sums, histogram.count(tokens).to(c.dtype), maxima])
     criteria = tuple(criterion for criterion, _ in rejections)
@@ -132,31 +158,24 @@ def collect(
 # The two policies -----------------------------------------------------------------------------------------------------
 
 
-def _collect_policies(c: Columns, tokens: Tokens, keep: torch.Tensor | None) -> None:
-    """Sums of both policies. `keep` is given if there are criteria."""
+def _collect_policies(c: Columns, tokens: Tokens) -> None:
+    """Sums of both policies."""
     d = tokens.log_ratio
     c.add("d", d)
-    c.add("train_logps", tokens.train_logps)
-    gap, train_nll = -c.row_mean("d"), -c.row_mean("train_logps")
+    gap, train_nll = -c.sums["d"] / c.divisors, -tokens.train_logps.sum(-1, keepdim=True) / c.divisors
+    c.add("gap", gap)
     c.add("abs_gap", gap.abs())
-    logs = torch.cat([train_nll, train_nll - gap, gap], -1)
-    c.add_columns(("train_nll", "rollout_nll", "gap"), logs)
-    c.add_columns(("train_ppl", "rollout_ppl", "ppl_ratio"), logs.clamp(max=LARGEST_POWER).exp_().mul_(c.rows))
+    logs = torch.cat([train_nll, train_nll - gap, gap], -1).clamp_(max=LARGEST_POWER)
+    c.add_columns(("train_ppl", "rollout_ppl", "ppl_ratio"), logs.exp_().mul_(c.rows))
     # k3 = r - 1 - d with r = exp(d). `expm1` keeps the digits of a small d
-    bounded = d.clamp(max=LARGEST_POWER)
-    excess = torch.expm1(bounded)
-    gaps = excess - d
-    c.add("k3", gaps)
-    if keep is not None:
-        c.add("kept/k3", gaps * keep)
-    collect_probabilities(c, tokens, bounded, excess)
+    excess = torch.expm1(d.clamp(max=LARGEST_POWER))
+    c.add("k3", excess - d)
     # chi^2 = E[r^2] - 1 = E[(r - 1)^2 + 2 (r - 1)]: a sum of squares r^2 would lose a small divergence
     excess.clamp_(max=math.expm1(LOG_RATIO_BOUND))
     c.add("chi2_token", row_squares(excess).add_(excess.sum(-1, keepdim=True), alpha=2.0))
     # chi^2 of sequences = E[exp(2 sum d)] - 1, where gap = -mean d
     twice = (gap * c.lengths).mul_(-2.0)
     c.add("chi2_seq", torch.expm1(twice.clamp_(-2 * LOG_RATIO_BOUND, 2 * LOG_RATIO_BOUND)))
-    c.add_extremes("gap", gap, c.no_rows)
     c.add_extremes("d", d, tokens.outside)
 
 
@@ -174,41 +193,29 @@ def _collect_directions(c: Columns, tokens: Tokens, direction: torch.Tensor) -> 
 
 def _policy_metrics(s: dict[str, float], counts: list[float]) -> dict[str, float]:
     tokens, rows = s["tokens"], s["rows"]
-    percentiles = histogram.percentiles(counts, -s["d_negated_min"], s["d_max"])
+    smallest, largest = -maximum(s["d_negated_min"]), maximum(s["d_max"])
+    percentiles = histogram.percentiles(counts, smallest, largest)
     return {
-        "training_log_ppl": divide(s["train_nll"], rows),
-        "training_ppl": divide(s["train_ppl"], rows),
-        "rollout_log_ppl": divide(s["rollout_nll"], rows),
-        "rollout_ppl": divide(s["rollout_ppl"], rows),
-        "log_ppl_diff": divide(s["gap"], rows),
-        "log_ppl_abs_diff": divide(s["abs_gap"], rows),
-        "log_ppl_diff_max": maximum(s["gap_max"]),
-        "log_ppl_diff_min": -maximum(s["gap_negated_min"]),
-        "ppl_ratio": divide(s["ppl_ratio"], rows),
-        "kl": -divide(s["d"], tokens),
         "k3_kl": divide(s["k3"], tokens),
-        "chi2_token": divide(s["chi2_token"], tokens),
-        "chi2_seq": divide(s["chi2_seq"], rows),
-        **probability_metrics(s),
-        "effective_lr": divide(s["coefficients"], tokens),
-        "nonfinite_fraction": divide(s["nonfinite"], s["mask_tokens"]),
+        "kl": -divide(s["d"], tokens),
         **{
             f"kl_advantage_{sign}": -divide(s[f"{sign}/d"], s[f"{sign}/tokens"])
             for sign in ("positive", "negative")
             if s.get(f"{sign}/tokens")
         },
+        "chi2_token": divide(s["chi2_token"], tokens),
+        "chi2_seq": divide(s["chi2_seq"], rows),
+        "log_ratio_min": smallest,
+        "log_ratio_max": largest,
         **{f"log_ratio_p{percent}": value for percent, value in percentiles.items()},
-        "log_ratio_min": -maximum(s["d_negated_min"]),
-        "log_ratio_max": maximum(s["d_max"]),
+        "training_ppl": divide(s["train_ppl"], rows),
+        "rollout_ppl": divide(s["rollout_ppl"], rows),
+        "ppl_ratio": divide(s["ppl_ratio"], rows),
+        "log_ppl_diff": divide(s["gap"], rows),
+        "log_ppl_abs_diff": divide(s["abs_gap"], rows),
+        "nonfinite_fraction": divide(s["nonfinite"], s["mask_tokens"]),
+        "effective_lr": divide(s["coefficients"], tokens),
     }
-
-
-def _gap_of_rejected(s: dict[str, float]) -> dict[str, float]:
-    """`k3_kl` of the tokens that criteria reject, and of the others; each only if there are such tokens."""
-    rejected = max(s["k3"] - s["kept/k3"], 0.0), s["rejected"]  # not below 0 by rounding
-    kept = s["kept/k3"], s["tokens"] - s["rejected"]
-    parts = {"rejected/k3_kl": rejected, "kept/k3_kl": kept}
-    return {key: total / tokens for key, (total, tokens) in parts.items() if tokens}
 
 
 # Importance weights ---------------------------------------------------------------------------------------------------
@@ -223,10 +230,8 @@ def _collect_weights(c: Columns, tokens: Tokens, weights: Weights) -> None:
         # sums of w - 1 rather than w: a variance of 1e-8 around a mean of 1 keeps its digits
         excess = bounded - tokens.valid
         c.add("is/sum", excess)
-        c.add("is/ratio", ratio)
         c.add("is/squares", row_squares(excess))
         c.sums["is/units"] = tokens.lengths
-        row_excess, row_ratio = c.row_mean("is/sum"), c.row_mean("is/ratio")
         low.mul_(tokens.valid)
         if bounding.drops:
             c.add("is/outside", high + low)
@@ -237,28 +242,18 @@ def _collect_weights(c: Columns, tokens: Tokens, weights: Weights) -> None:
         if not bounding.grows:
             c.add_extremes("is/weight", ratio if bounding.unit == "turn" else bounded, tokens.outside)
     else:  # a sequence counts once per token
-        row_excess, row_ratio = (bounded.to(c.dtype) - 1.0) * c.rows, ratio.to(c.dtype)
-        low = low * c.rows
+        excess, low = (bounded.to(c.dtype) - 1.0) * c.rows, low * c.rows
         if bounding.drops:
             c.add("is/outside", (high + low) * c.lengths)
-        c.add("is/sum", row_excess * c.lengths)
-        c.add("is/squares", row_excess.square() * c.lengths)
+        c.add("is/sum", excess * c.lengths)
+        c.add("is/squares", excess.square() * c.lengths)
         c.sums["is/units"] = c.rows
-        c.add_extremes("is/weight", row_ratio, c.no_rows)  # the ratio before bounding, as in verl
+        c.add_extremes("is/weight", ratio.to(c.dtype), c.no_rows)  # the ratio before bounding, as in verl
     c.add("is/high", high)
     c.add("is/low", low)
-    c.add_rows("is", row_excess)
-    c.add("is/row_high", above(row_ratio, _widest(upper, torch.amax)))
-    c.add("is/row_low", below(row_ratio, _widest(lower, torch.amin)) * c.rows)
-    c.add_extremes("is/row", row_excess + 1.0, c.no_rows)
     if bounding.normalized:
         c.add("is/norm_sum", normed)
         c.sums["is/norm_count"] = c.sums["is/units"]
-
-
-def _widest(bound: Bound, extreme: Callable[..., torch.Tensor]) -> Bound:
-    """The bound of a row that is furthest from 1, `(B, 1)`, if there is one per token."""
-    return extreme(bound, -1, keepdim=True) if isinstance(bound, torch.Tensor) else bound
 
 
 def _weight(bounding: Bounding, log_ratio: float) -> float:
@@ -268,7 +263,7 @@ def _weight(bounding: Bounding, log_ratio: float) -> float:
 
 
 def _weight_metrics(s: dict[str, float], bounding: Bounding) -> dict[str, float]:
-    n, rows = s["tokens"], s["rows"]
+    n = s["tokens"]
     # effective sample size over the number of tokens: (sum w)^2 / (n sum w^2), from sums of w - 1 and (w - 1)^2
     total, squares = n + s["is/sum"], n + 2 * s["is/sum"] + s["is/squares"]
     if bounding.grows:
@@ -283,13 +278,6 @@ def _weight_metrics(s: dict[str, float], bounding: Bounding) -> dict[str, float]
         "rollout_is_eff_sample_size": total**2 / (n * squares) if n and squares > 0 else (0.0 if n else math.nan),
         "rollout_is_ratio_fraction_high": divide(s["is/high"], s["is/units"]),
         "rollout_is_ratio_fraction_low": divide(s["is/low"], s["is/units"]),
-        "rollout_is_seq_mean": divide(rows + s["is/row_sum"], rows),
-        "rollout_is_seq_std": std(s["is/row_sum"], s["is/row_squares"], rows, sample=True),
-        "rollout_is_seq_max": maximum(s["is/row_max"]),
-        "rollout_is_seq_min": -maximum(s["is/row_negated_min"]),
-        "rollout_is_seq_max_deviation": maximum(s["is/deviation"]),
-        "rollout_is_seq_fraction_high": divide(s["is/row_high"], rows),
-        "rollout_is_seq_fraction_low": divide(s["is/row_low"], rows),
     }
     if bounding.drops:
         metrics["rollout_is_oob_ratio"] = divide(s["is/outside"], n)
@@ -304,76 +292,26 @@ def _weight_metrics(s: dict[str, float], bounding: Bounding) -> dict[str, float]
 
 def _collect_criterion(c: Columns, tokens: Tokens, criterion: Criterion, rejection: Rejection) -> None:
     name, statistic = f"rs/{criterion.name}", rejection.statistic
-    floor = criterion.lower if criterion.signed else 0.0
-    high, low = rejection.high, rejection.low
-    if criterion.unit != "seq":
-        if criterion.name == "token_k1":  # k1 = -d
-            c.sums[f"{name}/sum"] = -c.sums["d"]
-        else:
-            c.add(f"{name}/sum", statistic)
-        row, bounded = c.row_mean(f"{name}/sum"), statistic.clamp(floor, criterion.upper).mul_(tokens.valid)
-        c.add(f"{name}/bounded", bounded)
-        c.add(f"{name}/bounded_squares", bounded.square())
-        c.sums[f"{name}/units"] = tokens.lengths
-        if criterion.name == "token_k1":
-            c.maxima[f"{name}/statistic_max"] = c.maxima["d_negated_min"]
-            c.maxima[f"{name}/statistic_negated_min"] = c.maxima["d_max"]
-        else:
-            c.add_extremes(f"{name}/statistic", statistic, tokens.outside)
-        row_high, row_low = above(row, criterion.upper) * c.rows, below(row, criterion.lower) * c.rows
-        if criterion.unit == "turn":
-            part = tokens.part_of_turn()
-            c.add(f"{name}/units", part)
-            row_high, row_low = high.amax(-1, keepdim=True), low.amax(-1, keepdim=True)
-            high, low = high * part, low * part
-        rejected = rejection.rejected.sum(-1, keepdim=True)
+    if criterion.name == "token_k1":  # k1 = -d
+        c.sums[f"{name}/sum"] = -c.sums["d"]
+    elif criterion.unit != "seq":
+        c.add(f"{name}/sum", statistic)
     else:  # a sequence counts once per token
-        row = statistic.to(c.dtype) * c.rows
-        bounded = row.clamp(floor, criterion.upper)
-        c.add(f"{name}/sum", row * c.lengths)
-        c.add(f"{name}/bounded", bounded * c.lengths)
-        c.add(f"{name}/bounded_squares", bounded.square() * c.lengths)
-        c.sums[f"{name}/units"] = c.rows
-        c.add_extremes(f"{name}/statistic", row, c.no_rows)
-        row_high, row_low, rejected = high, low, rejection.rejected * tokens.lengths
-    c.add(f"{name}/high", high)
-    c.add(f"{name}/low", low)
-    c.add_rows(name, row)
-    c.add(f"{name}/row_high", row_high)
-    c.add(f"{name}/row_low", row_low)
-    c.add(f"{name}/rejected", rejected)
-    c.add(f"{name}/rejected_rows", above(rejected, 0.0))
-    c.add_extremes(f"{name}/row", row, c.no_rows)
+        c.add(f"{name}/sum", statistic.to(c.dtype) * c.rows * c.lengths)
+    rejected = rejection.rejected
+    c.add(f"{name}/rejected", rejected * tokens.lengths if criterion.unit == "seq" else rejected)
     if criterion.name == "seq_max_k1":  # its lower bound on the ratio is the veto of verl's first releases
         c.add(f"{name}/veto_tokens", below(tokens.log_ratio, -criterion.upper).mul_(tokens.valid))
         c.add(f"{name}/veto_rows", rejection.high)
 
 
 def _criterion_metrics(s: dict[str, float], criterion: Criterion) -> dict[str, float]:
-    def get(key: str) -> float:
-        return s[f"rs/{criterion.name}/{key}"]
-
-    tokens, rows = s["tokens"], s["rows"]
+    name, tokens = f"rs/{criterion.name}", s["tokens"]
     metrics = {
-        "mean": divide(get("sum"), tokens),
-        "max": maximum(get("statistic_max")),
-        "min": -maximum(get("statistic_negated_min")),
-        "fraction_high": divide(get("high"), get("units")),
-        "fraction_low": divide(get("low"), get("units")),
-        "std": std(get("bounded"), get("bounded_squares"), tokens),
-        "seq_mean": divide(get("row_sum"), rows),
-        "seq_std": std(get("row_sum"), get("row_squares"), rows, sample=True),
-        "seq_max": maximum(get("row_max")),
-        "seq_min": -maximum(get("row_negated_min")),
-        "seq_max_deviation": maximum(get("deviation")),
-        "seq_fraction_high": divide(get("row_high"), rows),
-        "masked_fraction": divide(get("rejected"), tokens),
-        "seq_masked_fraction": divide(get("rejected_rows"), rows),
+        f"rollout_rs_{criterion.name}_mean": divide(s[f"{name}/sum"], tokens),
+        f"rollout_rs_{criterion.name}_masked_fraction": divide(s[f"{name}/rejected"], tokens),
     }
-    if criterion.signed:
-        metrics["seq_fraction_low"] = divide(get("row_low"), rows)
-    metrics = {f"rollout_rs_{criterion.name}_{key}": value for key, value in metrics.items()}
     if criterion.name == "seq_max_k1":
-        metrics["rollout_is_catastrophic_token_fraction"] = divide(get("veto_tokens"), tokens)
-        metrics["rollout_is_veto_fraction"] = divide(get("veto_rows"), rows)
+        metrics["rollout_is_catastrophic_token_fraction"] = divide(s[f"{name}/veto_tokens"], tokens)
+        metrics["rollout_is_veto_fraction"] = divide(s[f"{name}/veto_rows"], s["rows"])
     return metrics

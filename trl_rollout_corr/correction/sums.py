@@ -101,8 +101,8 @@ def maximum(value: float) -> float:
     return value if math.isfinite(value) else math.nan
 
 
-def std(total: float, squares: float, count: float, *, sample: bool = False) -> float:
-    """Standard deviation from a sum and a sum of squares; with `sample`, the unbiased one (divided by n - 1)."""
+def std(total: float, squares: float, count: float) -> float:
+    """Standard deviation from a sum and a sum of squares."""
     if not count:
         return math.nan
     if count == 1:
@@ -110,4 +110,4 @@ def std(total: float, squares: float, count: float, *, sample: bool = False) -> 
     variance = squares / count - (total / count) ** 2
     if variance < 1e-14 * squares / count:  # rounding error of a difference of equal numbers
         return 0.0
-    return math.sqrt(variance * count / (count - 1)) if sample else math.sqrt(variance)
+    return math.sqrt(variance)

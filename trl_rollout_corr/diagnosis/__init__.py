@@ -19,7 +19,7 @@ from .ranking import Diagnosis, Finding, diagnose
 from .text import write_json, write_text
 
 
-__all__ = ["Diagnosis", "Finding", "DumpedTokens", "diagnose", "diagnose_dump", "read_tokens"]
+__all__ = ["Diagnosis", "DumpedTokens", "Finding", "diagnose", "diagnose_dump", "read_tokens"]
 
 
 def read_tokens(path: str | Path) -> DumpedTokens:
@@ -44,7 +44,9 @@ def read_tokens(path: str | Path) -> DumpedTokens:
 
 def observe_dump(dump: Dump) -> DumpedTokens:
     """The tokens of a dump that is read already, as [`read_tokens`] returns them."""
-    return DumpedTokens(dump.sequences, dump.settings, dump.about, _movement(read_logs(dump.path), dump.sequences.step))
+    return DumpedTokens(
+        dump.sequences, dump.settings, dump.about, _movement(read_logs(dump.path), dump.sequences.step)
+    )
 
 
 def _movement(logs: list[dict[str, Any]], steps: np.ndarray) -> float:

@@ -6,7 +6,7 @@ remedy. `docs/diagnose.md` has them at length.
 from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
 
-from ..health.advice import advise
+from ..health.texts import ADVISED
 from . import drift, precision, sampling, single_tokens
 from .evidence import Evidence
 from .observed import DumpedTokens
@@ -158,15 +158,6 @@ CAUSES: dict[str, Cause] = {
         correction="any",
         experiments={"dropout_off": Experiment("no dropout in the trainer", "trainer", True)},
     ),
-    "across_push": Cause(
-        "stale KV cache: completions that continue after a weight update",
-        Test(single_tokens.across_push, 2.5, 10.0),
-        "After a weight update, the server went on with keys and values that the old weights had computed. Pause "
-        "requests before each update with `/pause?mode=keep`, which clears the cache (`DiskWeightTransfer` and TRL's "
-        "transfer do this), or wait until all requests have ended. If your own code sends the requests, also give each one "
-        "the version of the weights as `cache_salt`, so that no new request takes a prefix of older weights.",
-        correction="any",
-    ),
     "some_prompts": Cause(
         "some prompts, and always the same",
         Test(single_tokens.some_prompts, 0.4, 0.7),
@@ -187,7 +178,7 @@ CAUSES: dict[str, Cause] = {
         "In bypass mode, the log-ratio of a batch that is trained on several times includes the updates since it was sampled. "
         "The sampler is correct: judge its gap by the first visit of a batch. A preset of decoupled mode measures sampler "
         "and updates separately.",
-        advise("decoupled", "gap").settings,
+        {"rollout_correction": ADVISED["decoupled"]},
     ),
     "never_pushed": Cause(
         "weights that are never pushed to the sampler",

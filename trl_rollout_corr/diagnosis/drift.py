@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ..health.advice import mode_of
+from ..settings.files import settings_of_run
 from .evidence import (
     FLOOR,
     Evidence,
@@ -129,7 +129,8 @@ def _visits(o: DumpedTokens) -> bool:
     True if ages count the visits of a batch: bypass mode compares the sampler with the policy that was updated since. The
     ages of a sampler with older weights rise to its lag, and stay there.
     """
-    if mode_of(o.settings) == "decoupled":
+    settings = settings_of_run(o.settings)
+    if settings is None or not settings.bypasses:
         return False
     finite = np.isfinite(o.staleness)
     ages = [np.unique(o.staleness[finite & (o.step == step)]) for step in np.unique(o.step[finite])]

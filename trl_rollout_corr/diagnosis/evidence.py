@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..health.advice import NEGLIGIBLE
+from ..health.bands import NEGLIGIBLE
 from .observed import DumpedTokens
 
 

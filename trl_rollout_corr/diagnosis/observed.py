@@ -85,8 +85,6 @@ class DumpedTokens:
         self.token = sequences.token_ids[counted]
         self.repeated, self.times = (x[counted] for x in _repeats(sequences))
         self.staleness, self.padding = sequences.staleness, sequences.padding
-        self.age = sequences.token_staleness[counted]
-        self.after_push = self.age < self.staleness[self.row]
         self.advantage = sequences.advantage.astype(np.float64)
         self.again = sequences.again_logps[counted].astype(np.float64)
 

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
-from ..health.windows import Window
+from ..settings.files import settings_of_run
 from .causes import CAUSES, Cause, Test
 from .evidence import FLOOR, LARGE, Evidence
 from .observed import DumpedTokens
@@ -49,7 +49,6 @@ STAGES = (
     Stage(("shift",), ends=True),
     Stage(("first_token", "last_token", "seams"), several=True, floor=False),
     Stage(("padding", "dropout"), ends=True),
-    Stage(("across_push",), ends=True),
     Stage(("some_prompts",), ends=True),
     Stage(("stale", "own_updates", "never_pushed", "adapter_missing", "standing_still", "lora_merge")),
     Stage(("truncation", "penalty", "temperature")),
@@ -124,7 +123,8 @@ class Diagnosis(NamedTuple):
     @property
     def healthy(self) -> bool:
         """True if nothing has to be done: there is no gap, a normal gap, or a staleness that the run corrects for."""
-        corrects = Window({}, self.in_effect).corrects
+        settings = settings_of_run(self.in_effect)
+        corrects = settings is not None and settings.corrects
         normal = all(finding.cause.normal or (finding.name == "stale" and corrects) for finding in self.findings)
         return self.verdict == "nothing" or (self.verdict == "found" and self.size < LARGE and normal)
 

@@ -11,7 +11,6 @@ from .evidence import (
     alike,
     bounded,
     mean,
-    mean_of_equal,
     rms,
     usual_size,
 )
@@ -35,13 +34,9 @@ def _at(o: DumpedTokens, here: np.ndarray, sentence: str) -> Evidence | None:
     shows at many tokens of its kind, not at a few.
     """
     rest = o.core & ~here
-    return _compared(o, here, rest, np.maximum(usual_size(o, rest), FLOOR), sentence) if rest.any() else None
-
-
-def _compared(o: DumpedTokens, here: np.ndarray, rest: np.ndarray, usual: np.ndarray, sentence: str) -> Evidence | None:
-    """Compare the log-ratios of some tokens with the rest. Both are divided by their usual size."""
     if here.sum() < 4 or rest.sum() < 20:
         return None
+    usual = np.maximum(usual_size(o, rest), FLOOR)
     level = np.abs(o.d) / usual
     ratio = mean(np.square(level[here])) / max(mean(np.square(level[rest])), 1e-12)
     many = float(np.quantile(level[here], _MANY)) / max(float(np.quantile(level[rest], _MANY)), 0.1)
@@ -51,8 +46,7 @@ def _compared(o: DumpedTokens, here: np.ndarray, rest: np.ndarray, usual: np.nda
 
 
 def first_token(o: DumpedTokens) -> Evidence | None:
-    older = np.isin(o.row, o.row[o.after_push])  # than the inside of its completion
-    return _at(o, o.first & ~older, "|d| is {here} at the first token of a completion and {elsewhere} inside")
+    return _at(o, o.first, "|d| is {here} at the first token of a completion and {elsewhere} inside")
 
 
 def last_token(o: DumpedTokens) -> Evidence | None:
@@ -75,23 +69,6 @@ def seams(o: DumpedTokens) -> Evidence | None:
     return evidence._replace(
         numbers={**evidence.numbers, **numbers}, sentence=evidence.sentence + sentence, words=o.words(i)
     )
-
-
-def across_push(o: DumpedTokens) -> Evidence | None:
-    """Compare tokens after a push with tokens before one that the same weights sampled and the same weights trained on."""
-    rest = o.core & ~o.after_push & np.isfinite(o.age)
-    weights = o.step[o.row] + o.age / 2**20
-    versions, counts = np.unique(weights[rest], return_counts=True)
-    here = o.core & o.after_push & np.isin(weights, versions[counts >= _ENOUGH])
-    if not here.any():
-        return None
-    usual = np.maximum(usual_size(o, rest), FLOOR)
-    usual = np.maximum(usual * np.sqrt(mean_of_equal(weights, np.square(o.d / usual), rest)), FLOOR)
-    sentence = (
-        "|d| is {here} on tokens sampled after a weight update of their completion, and {elsewhere} on tokens sampled before "
-        "one; tokens that the same weights sampled differ in the same way"
-    )
-    return _compared(o, here, rest, usual, sentence)
 
 
 def some_prompts(o: DumpedTokens) -> Evidence | None:

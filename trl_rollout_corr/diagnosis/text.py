@@ -4,9 +4,9 @@ import json
 import re
 from collections.abc import Mapping
 
-from ..health import advice
-from ..health.windows import Window
+from ..health.texts import preset_for
 from ..messages import capitalized, number, percent, yaml_lines
+from ..settings.files import settings_of_run
 from .evidence import FLOOR, LARGE
 from .ranking import Diagnosis, Finding
 
@@ -80,7 +80,7 @@ def remedy_for(diagnosis: Diagnosis, finding: Finding) -> tuple[str, dict[str, o
 
 def _correction(finding: Finding, run: Mapping[str, object]) -> Mapping[str, object]:
     """The correction for the rest of the gap; empty where it would hide a mistake."""
-    return advice.advise(advice.mode_of(run), "gap" if finding.cause.correction else "broken").settings
+    return {"rollout_correction": preset_for(settings_of_run(run))} if finding.cause.correction else {}
 
 
 # Values of settings that a mapping does not name
@@ -97,9 +97,11 @@ def _in_effect(value: object, run: object) -> bool:
 
 def _corrects(run: Mapping[str, object], *, rejecting: bool) -> bool:
     """True if a run has a correction, and if asked one that takes single tokens out of the gradient."""
-    window, bounds = Window({}, run), run.get("rollout_is_threshold")
-    takes_out = bool(run.get("rollout_rs")) or isinstance(bounds, list) or window.clips
-    return window.corrects and (takes_out or not rejecting)
+    settings = settings_of_run(run)
+    if settings is None or not settings.corrects:
+        return False
+    bounded = settings.bounding is not None and settings.bounding.lower is not None
+    return bool(settings.criteria) or bounded or settings.clips_around_sampler or not rejecting
 
 
 def write_text(diagnosis: Diagnosis) -> str:

@@ -6,18 +6,16 @@ its name only when it is complete, so that a crash loses at most the file being 
 """
 
 import json
-import os
 import re
-import secrets
 from collections.abc import Callable, Mapping, Sequence
-from enum import Enum
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from .schema import FORMAT, SCHEMA, VERSION
+from ..messages import plain, write_whole
+from .columns import FORMAT, SCHEMA, VERSION
 
 
 LOGS = "logs.jsonl"
@@ -45,51 +43,11 @@ def write_rows(
     return path
 
 
-def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """
-    Write a file that appears under its name only when it is complete. A link of that name is replaced; the file that it names
-    stays as it is. The file that is written first is new and has a name that nobody can foresee, so that no link is followed.
-    """
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
-    try:
-        with partial.open("xb") as file:
-            write(file)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def _without_links(path: str, flags: int) -> int:
-    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
-
-
 def append_log(folder: Path, entry: Mapping[str, Any]) -> None:
-    """Add an entry of the trainer's log to the dump, as one line of JSON. A link in place of the log is an `OSError`."""
+    """Add an entry of the trainer's log to the dump, as one line of JSON."""
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / LOGS, "a", encoding="utf-8", opener=_without_links) as file:
+    with (folder / LOGS).open("a", encoding="utf-8") as file:
         file.write(json.dumps(plain(entry)) + "\n")
-
-
-def plain(value: Any, depth: int = 8) -> Any:
-    """
-    A value of any type, in types that JSON has: no setting and no logged value may end a run.
-
-    Numbers of numpy and torch become Python's, a `torch.dtype` its name as configurations have it (`"float16"`), and
-    everything else its text. Below `depth` levels there is text, as something may contain itself.
-    """
-    if isinstance(value, Enum):
-        value = value.value
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if depth and isinstance(value, Mapping):
-        return {str(key): plain(item, depth - 1) for key, item in value.items()}
-    if depth and isinstance(value, list | tuple | set | frozenset):
-        return [plain(item, depth - 1) for item in value]
-    try:
-        number = value.item()
-    except Exception:  # of any type
-        number = None
-    return number if isinstance(number, bool | int | float) else str(value).removeprefix("torch.")
 
 
 def remove_oldest(folder: Path, max_bytes: float) -> None:
@@ -137,7 +95,7 @@ def read_logs(path: Path, on_damage: Callable[[str], object] | None = None) -> l
     for number, line in enumerate(lines, 1):
         try:
             entry = json.loads(line)
-        except (ValueError, RecursionError):
+        except ValueError:
             if on_damage is not None:
                 on_damage(
                     f"{LOGS} is damaged: line {number} of {len(lines)} is cut short or is not JSON, and is left out"

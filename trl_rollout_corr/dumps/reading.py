@@ -1,28 +1,17 @@
 """The reader of a dump: [`open_dump`] returns everything that its files hold."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from .claims import find_dump, later_dump
+from .columns import FORMAT, SCHEMA, VERSION
 from .files import files_of
-from .prime_rl import exports_in, read_exports
-from .schema import FORMAT, SCHEMA, VERSION
-from .sequences import OF_SEQUENCES, OF_TOKENS, Sequences
-
-
-_NUMBERS = [*OF_SEQUENCES, *OF_TOKENS, "prompt_ids"]
-_TEXT = ["prompt", "tokens"]
-# Lists with an entry for each token, and columns that may be null
-_PER_TOKEN = [*OF_TOKENS, "tokens", "weights"]
-_NULLABLE = {
-    "prompt", "completion", "weights", "staleness", "prompt_ids", "padding", "again_logps", "turn_ids", "token_staleness"
-}  # fmt: skip
+from .sequences import READ, TEXT, Sequences
 
 
 class Dump(NamedTuple):
@@ -32,7 +21,7 @@ class Dump(NamedTuple):
     sequences: Sequences  # in order of steps
     settings: dict[str, Any]  # in effect at the last step
     about: dict[str, str]  # `model`, `trainer`, `date`, types and adapter, where known
-    damage: list[str]  # a sentence about each file that cannot be read
+    damage: list[str]  # a sentence about each file that cannot be read, and about the dump of a later run beside it
 
 
 def open_dump(path: str | Path, *, steps: tuple[int, int] | None = None) -> Dump:
@@ -41,8 +30,7 @@ def open_dump(path: str | Path, *, steps: tuple[int, int] | None = None) -> Dump
 
     Args:
         path (`str` or `Path`):
-            Folder of the dump, one of its files, or the folder of a run with a dump in it; or a token export of prime-rl,
-            which is read as a whole.
+            Folder of the dump, one of its files, or the folder of a run with a dump in it.
         steps (`tuple[int, int]`, *optional*):
             First and last optimizer step to read. All by default.
 
@@ -54,13 +42,14 @@ def open_dump(path: str | Path, *, steps: tuple[int, int] | None = None) -> Dump
         is left.
     """
     try:
-        folder = Path(path)
-        dump = (find_dump(folder) if folder.is_dir() else None) or folder
-        if dump == folder and not files_of(folder) and (exports := exports_in(folder)):
-            return Dump(folder, Sequences.from_rows(read_exports(exports)), {}, {"trainer": "prime-rl"}, [])
+        path = Path(path)
+        dump = (find_dump(path) if path.is_dir() else None) or path
+        later = later_dump(dump) if dump == path and path.is_dir() else None
     except OSError as error:
         raise ValueError(error.strerror) from None
-    table, settings, about, damage = read_table(dump, [*_NUMBERS, *_TEXT])
+    table, settings, about, damage = read_table(dump, [*READ, *TEXT])
+    if later is not None:
+        damage.append(f"{str(later)!r} has the dump of a later run")
     if steps is not None:
         first, last = steps
         held = pc.min_max(table["step"])
@@ -68,37 +57,7 @@ def open_dump(path: str | Path, *, steps: tuple[int, int] | None = None) -> Dump
         if not table.num_rows:
             has = f"it has steps {held['min']} to {held['max']}"
             raise ValueError(f"the dump holds no sequences of steps {first} to {last}; {has}")
-    return Dump(dump, _sequences(table), settings, about, damage)
-
-
-def find_dump(folder: Path) -> Path | None:
-    """The dump in a folder: the folder itself, or the folder below it that was written to last; `None` if there is none."""
-    if files_of(folder):
-        return folder
-    below = {path: files[-1] for path in sorted(folder.iterdir()) if path.is_dir() and (files := files_of(path))}
-    return max(below, key=lambda path: below[path].stat().st_mtime_ns, default=None)
-
-
-# From Arrow to numpy ------------------------------------------------------------------------------------------------------
-
-
-def _sequences(table: pa.Table) -> Sequences:
-    lengths = pc.list_value_length(table["mask"]).to_numpy()
-    columns = {name: table[name].to_numpy().astype(dtype) for name, dtype in OF_SEQUENCES.items()}
-    columns |= {name: _end_to_end(table[name], lengths).astype(dtype) for name, dtype in OF_TOKENS.items()}
-    nothing = np.zeros(0, np.int32)
-    prompts = [ids.values.to_numpy() if ids.is_valid else nothing for ids in table["prompt_ids"]]
-    return Sequences(lengths, columns, prompts, table.select(_TEXT))
-
-
-def _end_to_end(lists: pa.ChunkedArray, lengths: np.ndarray) -> np.ndarray:
-    """Lists one after the other, with NaN for those that are null."""
-    values: np.ndarray = np.concatenate([chunk.flatten().to_numpy(zero_copy_only=False) for chunk in lists.chunks])
-    if not lists.null_count:
-        return values
-    filled = np.full(lengths.sum(), np.nan, np.float32)
-    filled[np.repeat(lists.is_valid().to_numpy().astype(bool), lengths)] = values
-    return filled
+    return Dump(dump, Sequences(table), settings, about, damage)
 
 
 # Files --------------------------------------------------------------------------------------------------------------------
@@ -137,8 +96,6 @@ def read_table(
 
 
 def _read_file(path: Path, columns: list[str] | None) -> tuple[pa.Table, dict[str, dict[str, Any]]]:
-    if not path.is_file():
-        raise _Damaged(f"{path.name} is not a regular file")
     try:
         # not `read_table` of PyArrow, which takes a folder named lr=1e-6 for a column
         with pq.ParquetFile(path) as file:
@@ -147,24 +104,7 @@ def _read_file(path: Path, columns: list[str] | None) -> tuple[pa.Table, dict[st
             table.validate(full=True)
     except (OSError, pa.ArrowException) as error:
         raise _Damaged(f"{path.name} is damaged, or it is not a Parquet file: {str(error).splitlines()[0]}") from None
-    if fault := _fault(table):
-        raise _Damaged(f"{path.name} is damaged: {fault}")
-    return table, {key: _json(metadata, key, path.name) for key in ("settings", "about")}
-
-
-def _fault(table: pa.Table) -> str | None:
-    """The mistake in the rows of a file, or `None`."""
-    for name in table.column_names:
-        column = table[name]
-        if column.null_count and name not in _NULLABLE:
-            return f"`{name}` of a row is null"
-        if pa.types.is_list(column.type) and name != "tokens" and pc.list_flatten(column).null_count:
-            return f"`{name}` of a row has an entry that is null"
-    lists = [table[name] for name in _PER_TOKEN if name in table.column_names]
-    lengths = [pc.list_value_length(x).to_numpy() for x in lists]  # NaN for null
-    if any((np.isfinite(x) & (x != lengths[0])).any() for x in lengths):
-        return "a row has lists of different lengths"
-    return None
+    return table, {key: json.loads(metadata.get(key.encode(), b"{}")) for key in ("settings", "about")}
 
 
 def _metadata(schema: pa.Schema, name: str) -> dict[bytes, bytes]:
@@ -180,13 +120,3 @@ def _metadata(schema: pa.Schema, name: str) -> dict[bytes, bytes]:
     if not schema.equals(SCHEMA):
         raise ValueError(f"{name} does not have the columns of a dump of version {VERSION}")
     return metadata
-
-
-def _json(metadata: Mapping[bytes, bytes], key: str, name: str) -> dict[str, Any]:
-    try:
-        content = json.loads(metadata.get(key.encode(), b"{}"))
-    except (ValueError, RecursionError):
-        content = None
-    if not isinstance(content, dict) or (key == "about" and not all(isinstance(x, str) for x in content.values())):
-        raise _Damaged(f"{name} is damaged: its metadata `{key}` is not a JSON object of the kind that a run writes")
-    return content

@@ -2,34 +2,21 @@
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import torch
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
+
+from .columns import COLUMNS, SCHEMA
 
 
-# Columns with a number for each sequence, and those with a number for each token. What is null is NaN
-OF_SEQUENCES: dict[str, DTypeLike] = {
-    "step": np.int32,
-    "sampled": np.bool_,
-    "worst": np.bool_,
-    "reward": np.float32,
-    "advantage": np.float32,
-    "staleness": np.float64,
-    "padding": np.float64,
-}
-OF_TOKENS: dict[str, DTypeLike] = {
-    "mask": np.bool_,
-    "keep": np.bool_,
-    "token_ids": np.int32,
-    "train_logps": np.float32,
-    "rollout_logps": np.float32,
-    "coefficients": np.float32,
-    "again_logps": np.float32,
-    "turn_ids": np.float64,
-    "token_staleness": np.float64,
-}
+# Columns that `Sequences` reads
+READ = [column.name for column in COLUMNS if column.dtype is not None or column.name == "prompt_ids"]
+TEXT = ["prompt", "tokens"]
+_LONGEST = 100  # characters of a token
 
 
 class Sequences:
@@ -37,59 +24,42 @@ class Sequences:
     `B` sequences of a dump with `N` tokens.
 
     Args:
-        lengths (`np.ndarray` of shape `(B,)`):
-            Tokens of each completion.
-        columns (`Mapping[str, np.ndarray]`):
-            The columns of `OF_SEQUENCES` with `B` entries, and those of `OF_TOKENS` with `N` entries, sequence after
-            sequence.
-        prompts (`Sequence[np.ndarray]` of `B` arrays):
-            Token ids of each prompt; empty where they are not known.
-        text (`Mapping[str, Any]`, *optional*):
-            Columns `prompt` and `tokens` of PyArrow.
+        table (`pyarrow.Table`):
+            The columns `READ` of a dump, and those of `TEXT` if the text was read.
 
     Attributes:
-        step, sampled, worst, reward, advantage, staleness, padding (`np.ndarray` of shape `(B,)`):
-            As in the dump; `staleness` and `padding` are NaN where they are not known.
-        mask, keep, token_ids, train_logps, rollout_logps, coefficients, again_logps, turn_ids, token_staleness
-            (`np.ndarray` of shape `(N,)`):
-            As in the dump; `again_logps` is NaN where the sequence was not scored alone, `turn_ids` without turns, and
-            `token_staleness` where it is not known.
+        step, sampled, worst, reward, advantage, staleness, padding, ... (`np.ndarray` of shape `(B,)`):
+            Each column of the dump with a number for each sequence; NaN where it is null.
+        mask, keep, token_ids, train_logps, rollout_logps, coefficients, ... (`np.ndarray` of shape `(N,)`):
+            Each column with a number for each token, sequence after sequence; NaN where it is null.
+        prompts (`list[np.ndarray]` of length `B`):
+            Token ids of each prompt; empty where they are not known.
+        lengths (`np.ndarray` of shape `(B,)`):
+            Tokens of each completion.
         starts (`np.ndarray` of shape `(B + 1,)`):
             Index of the first token of each sequence, and `N`.
     """
 
-    def __init__(
-        self,
-        lengths: np.ndarray,
-        columns: Mapping[str, np.ndarray],
-        prompts: Sequence[np.ndarray],
-        text: Any = None,
-    ):
-        self.lengths, self.prompts, self._text = lengths, prompts, text
-        self.starts = np.concatenate([[0], np.cumsum(lengths)])
-        self.mask: NDArray[np.bool_]
-        self.train_logps: NDArray[np.float32]
-        self.rollout_logps: NDArray[np.float32]
-        self.step, self.sampled, self.worst = (columns[name] for name in ("step", "sampled", "worst"))
-        self.reward, self.advantage = columns["reward"], columns["advantage"]
-        self.staleness, self.padding = columns["staleness"], columns["padding"]
-        self.mask, self.keep, self.token_ids = (columns[name] for name in ("mask", "keep", "token_ids"))
-        self.train_logps, self.rollout_logps = columns["train_logps"], columns["rollout_logps"]
-        self.coefficients, self.again_logps = columns["coefficients"], columns["again_logps"]
-        self.turn_ids, self.token_staleness = columns["turn_ids"], columns["token_staleness"]
+    if TYPE_CHECKING:
+
+        def __getattr__(self, column: str) -> np.ndarray: ...
+
+    def __init__(self, table: pa.Table) -> None:
+        self.lengths = pc.list_value_length(table["mask"]).to_numpy()
+        self.starts = np.concatenate([[0], np.cumsum(self.lengths)])
+        for column in COLUMNS:
+            if column.dtype is not None:
+                values = table[column.name]
+                array = _end_to_end(values, self.lengths) if column.per_token else values.to_numpy()
+                setattr(self, column.name, array.astype(column.dtype))
+        nothing = np.zeros(0, np.int32)
+        self.prompts = [ids.values.to_numpy() if ids.is_valid else nothing for ids in table["prompt_ids"]]
+        self._text: Any = table.select(TEXT) if set(TEXT) <= {*table.column_names} else None
 
     @classmethod
     def from_rows(cls, rows: Sequence[Mapping[str, Any]]) -> "Sequences":
         """Sequences of rows that are not written, of [`~trl_rollout_corr.dumps.rows.make_row`], without text."""
-        lengths = np.array([len(row["token_ids"]) for row in rows])
-
-        def end_to_end(name: str) -> np.ndarray:
-            lists = ([np.nan] * n if row[name] is None else row[name] for row, n in zip(rows, lengths, strict=True))
-            return np.concatenate([np.asarray(x, OF_TOKENS[name]) for x in lists])
-
-        of_sequences = {name: np.array([row[name] for row in rows], dtype) for name, dtype in OF_SEQUENCES.items()}
-        columns = {**of_sequences, **{name: end_to_end(name) for name in OF_TOKENS}}
-        return cls(lengths, columns, [np.array(row["prompt_ids"], np.int32) for row in rows])
+        return cls(pa.Table.from_pylist(list(rows), schema=SCHEMA).select(READ))
 
     def __len__(self) -> int:
         return len(self.step)
@@ -99,7 +69,8 @@ class Sequences:
     @cached_property
     def log_ratio(self) -> NDArray[np.float32]:
         with np.errstate(invalid="ignore"):
-            return self.train_logps - self.rollout_logps
+            difference: NDArray[np.float32] = self.train_logps - self.rollout_logps
+        return difference
 
     @cached_property
     def valid(self) -> NDArray[np.bool_]:
@@ -155,16 +126,31 @@ class Sequences:
         return self._text is not None
 
     def text(self, row: int, place: int) -> str:
-        """Text of one token of a sequence."""
-        return self._text["tokens"][int(row)].values[place].as_py() or ""
+        """Text of one token of a sequence, which is cut after `_LONGEST` characters."""
+        return self.texts(row, place, place + 1)[0]
 
-    def texts(self, row: int) -> list[str]:
-        """Text of the tokens of a sequence."""
-        return [text or "" for text in self._text["tokens"][int(row)].as_py()]
+    def texts(self, row: int, first: int, end: int) -> list[str]:
+        """Text of some tokens of a sequence, each of which is cut after `_LONGEST` characters."""
+        texts = self._text["tokens"][row].values.slice(first, end - first).to_pylist()
+        return [
+            f"{text[:_LONGEST]}\u2026" if len(text) > _LONGEST else text for text in (text or "" for text in texts)
+        ]
 
     def prompt(self, row: int) -> str:
         """Prompt of a sequence."""
         return self._text["prompt"][int(row)].as_py() or ""
+
+
+def _end_to_end(lists: pa.ChunkedArray, lengths: np.ndarray) -> np.ndarray:
+    """Lists one after the other, with NaN for those that are null."""
+    values: np.ndarray = np.concatenate([chunk.flatten().to_numpy(zero_copy_only=False) for chunk in lists.chunks])
+    if not lists.null_count and len(values) != lengths.sum():
+        raise ValueError("a row of the dump has lists of different lengths")
+    if not lists.null_count:
+        return values
+    filled = np.full(lengths.sum(), np.nan, np.float32)
+    filled[np.repeat(lists.is_valid().to_numpy().astype(bool), lengths)] = values
+    return filled
 
 
 def pad(values: np.ndarray, lengths: np.ndarray) -> torch.Tensor:

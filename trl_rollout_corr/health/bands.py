@@ -1,27 +1,8 @@
-"""Essential metrics, for trackers, and healthy bands of metrics, for charts and documents."""
+"""Healthy bands of metrics, for charts and documents."""
 
-# Metrics without their prefix that trackers get by default. `docs/metrics.md` lists them.
-ESSENTIAL = (
-    "k3_kl",
-    "kl",
-    "kl_advantage_positive",
-    "log_ratio_min",
-    "log_ratio_max",
-    "nonfinite_fraction",
-    "effective_lr",
-    "rollout_is_mean",
-    "rollout_is_std",
-    "rollout_is_max",
-    "rollout_is_eff_sample_size",
-    "rollout_rs_masked_fraction",
-    "staleness_mean",
-    "staleness_max",
-    "monitor/alarms",
-    # of some settings only
-    "rollout_is_oob_ratio",
-    "stale_dropped/fraction",
-    "routing_flipped_fraction",
-)
+# Root mean square of the log-ratio, in nats, below which a correction of tokens changes nothing (`benchmarks/exact`). The
+# rounding of bfloat16 is larger in most models.
+NEGLIGIBLE = 0.004
 
 # Healthy band by metric without its prefix: `(lower, upper)`, with `None` for no bound.
 HEALTHY: dict[str, tuple[float | None, float | None]] = {

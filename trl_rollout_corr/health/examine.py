@@ -8,36 +8,47 @@ from contextlib import suppress
 from dataclasses import replace
 
 from ..messages import nearest
-from .placeholders import placeholders
+from .reward import Reward
 from .rule import Alarm, Bound
 from .rules import BOUNDS, RULES, SILENCED
-from .windows import Course, Reward, Window, is_training_window
+from .texts import fill
+from .windows import Course, Settings, Window, is_training_window
 
 
 # Metrics of the weights and of rejection, rather than of the two policies
-_EFFECTS = ("rollout_is_", "rollout_rs_", "rejected/")
+_EFFECTS = ("rollout_is_", "rollout_rs_", "chi2_seq", "effective_lr")
 
 
 class Examiner:
     """
-    Applies the rules to one logging window after the other. `settings`, a [`RolloutCorrectionConfig`] or a dictionary of
-    fields, are read at every window, so that they may change. `limits` replace those of bounds by name; `None`: no bound.
+    Applies the rules to one logging window after the other. `limits` replace those of bounds by name; `None`: no bound.
+    `settings` and `num_iterations` are those of the run, and settings that are `None` are not known.
     """
 
-    def __init__(self, settings: object = None, limits: Mapping[str, float | None] | None = None):
-        self.settings = settings
+    def __init__(
+        self,
+        settings: Settings | None = None,
+        limits: Mapping[str, float | None] | None = None,
+        num_iterations: int = 1,
+    ):
+        self.settings, self.num_iterations = settings, num_iterations
         chosen = {name: (limits or {}).get(name, bound.limit) for name, bound in BOUNDS.items()}
         self._limits: dict[str, float] = {name: limit for name, limit in chosen.items() if limit is not None}
         self.restart()
 
-    def restart(self) -> None:
-        """Forget the run so far."""
+    def restart(self, history: Iterable[Mapping[str, object]] = (), step: int = 0) -> None:
+        """
+        Forget the run so far. Of a run that goes on after an optimizer step, `history` has the log before: only its beginning
+        is used, as settings may have changed since, and windows of a log may be wider than those to come.
+        """
         self._course = Course()
-        self.forget_streaks()
-
-    def forget_streaks(self) -> None:
-        """Start counting unhealthy windows anew, with the history of the run."""
         self._streaks: dict[str, deque[bool]] = {name: deque(maxlen=BOUNDS[name].patience) for name in self._limits}
+        for entry in filter(is_training_window, history):
+            self._course.add(self._window(entry))
+        self._course.go_on(step)
+
+    def _window(self, entry: Mapping[str, object]) -> Window:
+        return Window(entry, self.settings, self._course, self.num_iterations > 1)
 
     @property
     def reward(self) -> Reward:
@@ -48,7 +59,7 @@ class Examiner:
         """Alarms that hold now, the most serious first. An entry without metrics of rollout correction is ignored."""
         if not is_training_window(entry):
             return []
-        window = Window(entry, self.settings, self._course)
+        window = self._window(entry)
         self._course.add(window)
         holding = [
             self._alarm(bound, limit, value, window)
@@ -67,12 +78,15 @@ class Examiner:
 
     @staticmethod
     def _alarm(bound: Bound, limit: float, value: float, window: Window) -> Alarm:
-        seen, step = bound.seen.format(value=value, limit=limit, side="below" if bound.below else "above"), window.step
-        advice = " ".join(bound.advice.format(**placeholders(window)).split())
-        if window.only_measured and bound.key.startswith(_EFFECTS):
-            seen = f"If the correction were applied: {seen}"
+        side = "below" if bound.below else "above"
+        seen = fill(bound.seen, window, value=value, limit=limit, side=side)
+        why, advice = fill(bound.why, window), fill(bound.advice, window)
+        if not window.corrects and bound.key.startswith(_EFFECTS):
+            seen = f"If the correction {'is' if window.settings is None else 'were'} applied: {seen}"
         passed = f"{'<' if bound.below else '>'} {limit:g}"
-        return Alarm(bound.name, bound.severity, bound.metric, step, step, value, seen, bound.why, advice, passed)
+        return Alarm(
+            bound.name, bound.severity, bound.metric, window.step, window.step, value, seen, why, advice, passed
+        )
 
 
 def by_severity(alarms: Iterable[Alarm]) -> list[Alarm]:
@@ -110,22 +124,26 @@ def parse_bounds(bounds: Mapping[str, float | None] | str | None) -> dict[str, f
     return dict(bounds)
 
 
-def examine(history: Iterable[Mapping[str, object]], settings: object = None) -> list[Alarm]:
+def examine(
+    history: Iterable[Mapping[str, object]], settings: Settings | None = None, *, num_iterations: int = 1
+) -> list[Alarm]:
     """
     Apply the rules to the log of a run, as the monitor does during the run.
 
     Args:
         history (`Iterable[Mapping]`):
             Entries of `trainer.state.log_history`, each with a `step`.
-        settings ([`RolloutCorrectionConfig`] or `dict`, *optional*):
-            Settings of the run, whose `rollout_monitor_bounds` are used. Without them, a run whose log has neither
-            weights nor rejection is taken as uncorrected.
+        settings ([`~trl_rollout_corr.settings.resolve.Settings`], *optional*):
+            Settings of the run, `args.settings`, whose `rollout_monitor_bounds` are used. Without them it is not known
+            whether the run corrects: then `k3_high`, `k3_uncorrected`, `gap_stays` and `gap_clipped` are silent.
+        num_iterations (`int`, *optional*, defaults to `1`):
+            How often the run trains on a batch, as TRL's field of this name says.
 
     Returns:
         `list[Alarm]`: one per bound, the most serious first.
     """
-    limits = Window({}, settings).setting("rollout_monitor_bounds")
-    examiner = Examiner(settings, None if limits is ... else parse_bounds(limits))
+    limits = None if settings is None else parse_bounds(settings.rollout_monitor_bounds)
+    examiner = Examiner(settings, limits, num_iterations)
     alarms: dict[str, Alarm] = {}
     for entry in history:
         for alarm in examiner.observe(entry):

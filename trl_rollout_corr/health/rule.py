@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..messages import PREFIX
 from .windows import Window, windows_of
@@ -70,8 +71,8 @@ class Bound:
         seen (`str`):
             The observation; `{value}`, `{limit}` and `{side}` ("above" or "below") are filled in.
         advice (`str`):
-            The settings to change. The placeholders of [`~trl_rollout_corr.health.placeholders.placeholders`] are
-            filled in.
+            The settings to change. In this and in the other texts, [`~trl_rollout_corr.health.texts.fill`] replaces names in
+            braces.
         patience (`int`, *optional*, defaults to `3`):
             Number of windows. It is passed if more than half of the latest `patience` windows are unhealthy, with the latest.
         lasting (`int`, *optional*, defaults to `0`):
@@ -103,7 +104,7 @@ class Bound:
     @property
     def metric(self) -> str:
         """Key of the metric in a log."""
-        return self.key if self.key.startswith("completions/") else PREFIX + self.key
+        return PREFIX + self.key
 
     def holds(self, streak: Sequence[bool], spacing: int) -> bool:
         """True if it is passed after these windows (`True`: unhealthy, the latest last) of `spacing` optimizer steps each."""
@@ -124,21 +125,8 @@ class Bound:
         return value < limit if self.below else value > limit
 
 
-@dataclass(frozen=True)
-class Rule:
-    """
-    A rule: bounds about one problem. While one of them is passed, those after it in the rule are silent.
-
-    Args:
-        name (`str`):
-            Name of the rule.
-        detects (`str`):
-            Sentences about the published runs in which its alarm came in time, and about the faults that raised it. Runs are
-            those of `benchmarks/monitor/README.md`, and faults those of `benchmarks/diagnose/faults`.
-        bounds (`tuple[Bound]`):
-            The most serious one first.
-    """
+class Rule(NamedTuple):
+    """A rule: bounds about one problem, the most serious first. While one of them is passed, those after it are silent."""
 
     name: str
-    detects: str
     bounds: tuple[Bound, ...]

@@ -4,14 +4,13 @@ import dataclasses
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias, TypedDict
+from typing import Any, NoReturn, TypeAlias, TypedDict
 
 import torch
 from transformers import PreTrainedTokenizerBase
-from trl import ModelConfig, ScriptArguments
+from trl import ModelConfig, ScriptArguments, TrlParser
 from trl.import_utils import is_vllm_available
 
-from ..commands.script import ScriptParser, model_config, model_init_kwargs
 from ..trainers.grpo import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
 from ..trainers.rloo import RolloutCorrectedRLOOConfig, RolloutCorrectedRLOOTrainer
 
@@ -62,6 +61,13 @@ class Request(TypedDict):
     output: str  # folder for the dumps and the answer
 
 
+class _Parser(TrlParser):
+    """TRL's parser, which raises an error instead of leaving."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
 def read(request: Request) -> tuple[type[Trainer], Config, ModelConfig]:
     """
     Read the configuration of the run.
@@ -77,7 +83,7 @@ def read(request: Request) -> tuple[type[Trainer], Config, ModelConfig]:
         `ValueError`: if it cannot be used.
     """
     trainer_class, config_class = _TRAINERS[request["trainer"]]
-    parser = ScriptParser((ScriptArguments, config_class, model_config(config_class)))
+    parser = _Parser((ScriptArguments, config_class, ModelConfig))
     line = [*request["options"], "--model_name_or_path", request["model"], "--output_dir", request["output"]]
     without_recipe = _DEFAULTS if torch.accelerator.is_available() else [*_DEFAULTS, *_ON_CPU]
     given = ["--config", request["config"]] if request["config"] else without_recipe
@@ -86,7 +92,12 @@ def read(request: Request) -> tuple[type[Trainer], Config, ModelConfig]:
         raise ValueError("`use_vllm` is False, so there is no sampler to probe. Set it to true.")
     if not is_vllm_available():
         raise ValueError("vLLM, the sampler, is not installed: pip install 'trl[vllm]'.")
-    args.model_init_kwargs = model_init_kwargs(args, model_args)
+    args.model_init_kwargs = {
+        "revision": model_args.model_revision,
+        "attn_implementation": model_args.attn_implementation,
+        "dtype": model_args.dtype,
+        **(args.model_init_kwargs or {}),
+    }
     return trainer_class, args, model_args
 
 

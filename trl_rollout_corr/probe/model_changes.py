@@ -1,5 +1,5 @@
 """
-Changes of a trainer for a counter-experiment, each a context manager: no dropout, or a head or a whole model in float32.
+Changes of a trainer for a counter-experiment, each a context manager: a head or a whole model in float32.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -9,20 +9,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from ..arrival.server import without_dropout
 from ..recording.run_metadata import dropout_of
-from ..trainers.versions import float32_fused_head
 from .configuration import Trainer
-
-
-@contextmanager
-def without_dropout(trainer: Trainer) -> Iterator[None]:
-    """The model in evaluation mode."""
-    was_training = trainer.model.training
-    trainer.model_wrapped.eval()
-    try:
-        yield
-    finally:
-        trainer.model_wrapped.train(was_training)
 
 
 @contextmanager
@@ -41,10 +30,30 @@ def head_in_float32(trainer: Trainer) -> Iterator[None]:
         if bias is not None:
             head.bias = torch.nn.Parameter(bias.detach().float(), requires_grad=False)
         head.forward = in_float32
-        with float32_fused_head(model, trainer.temperature):
+        with _float32_fused_head(model, trainer.temperature):
             yield
     finally:
         head.weight, head.bias, head.forward = weight, bias, forward
+
+
+@contextmanager
+def _float32_fused_head(model: Any, temperature: float) -> Iterator[None]:
+    """Let TRL's fused head compute in float32, as with `cast_lm_head_to_fp32`. No effect if TRL has no fused head."""
+    try:
+        from trl.trainer.utils import add_fused_lm_head
+    except ImportError:
+        yield
+        return
+    had = "forward" in model.__dict__
+    forward = model.forward
+    add_fused_lm_head(model, temperature=temperature, cast_lm_head_to_fp32=True, outputs=("log_probs", "entropy"))
+    try:
+        yield
+    finally:
+        if had:
+            model.forward = forward
+        else:
+            del model.forward
 
 
 @contextmanager
@@ -115,7 +124,7 @@ def rescorings(trainer: Trainer, dtype: str) -> Mapping[str, Callable[[Trainer],
     model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=True)
     can_cast = not getattr(causal_model(trainer), "is_quantized", False)
     return {
-        **({"dropout_off": without_dropout} if any(dropout_of(model)) else {}),
+        **({"dropout_off": lambda trainer: without_dropout(trainer.model_wrapped)} if any(dropout_of(model)) else {}),
         **({"float32_head": head_in_float32} if head_dtype(trainer) in (torch.bfloat16, torch.float16) else {}),
         **({"float32_trainer": all_in_float32} if can_cast and dtype in ("bfloat16", "float16") else {}),
     }

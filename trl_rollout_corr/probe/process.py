@@ -10,6 +10,7 @@ It writes a dump of the sampled tokens and one for each counter-experiment, and 
 
 import json
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import cycle, islice
@@ -17,16 +18,16 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+import yaml
 from transformers import AutoConfig, AutoTokenizer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from trl import get_peft_config, get_quantization_config
 
-from ..commands.script import INPUT_ERRORS, in_one_line, package_warnings
 from ..dumps.files import write_rows
 from ..dumps.rows import make_row, on_host
-from ..messages import warn
-from ..trainers.forward_pass import Rescoring
+from ..messages import SettingWarning, warn
 from ..recording.keys import ROLLOUT_LOGPS
 from ..recording.run_metadata import settings_in_effect
+from ..trainers.forward_pass import Rescoring
 from ..trainers.trl_checks import TRUNCATION, distorting, neutral
 from .configuration import Config, Request, Trainer, check_prompts, on_cpu, prompts_of, read, shortened
 from .model_changes import rescorings
@@ -265,15 +266,16 @@ def main(path: str) -> None:
     """Carry out a request. Dumps and `answer.json`, with facts and warnings or an error, are written to its folder."""
     request = json.loads(Path(path).read_text(encoding="utf-8"))
     output = Path(request["output"])
-    messages: list[str] = []
-    answer: dict[str, Any] = {"warnings": messages}
-    try:
-        with package_warnings(messages.append):
+    answer: dict[str, Any] = {}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
             answer |= _answer(request, output)
-    except INPUT_ERRORS as error:
-        answer["error"] = in_one_line(error)
-    finally:
-        (output / "answer.json").write_text(json.dumps(answer), encoding="utf-8")
+        except (ValueError, TypeError, ImportError, OSError, yaml.YAMLError) as error:
+            file = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else ""
+            answer["error"] = " ".join((file or str(error)).split())
+    answer["warnings"] = [str(warning.message) for warning in caught if warning.category is SettingWarning]
+    (output / "answer.json").write_text(json.dumps(answer), encoding="utf-8")
 
 
 def _answer(request: Request, output: Path) -> dict[str, Any]:

@@ -9,68 +9,15 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
 
-from ..dumps.files import append_log, files_of, read_logs, remove_oldest, rewind, write_rows
+from ..dumps.claims import claim
+from ..dumps.files import append_log, remove_oldest, rewind, write_rows
 from ..dumps.rows import make_row, on_host
-from ..messages import warn
+from ..messages import notify, warn_idle
 from ..settings.config import RolloutCorrectionConfig
 from .run_metadata import settings_in_effect
-
-
-def check_dump_folder(folder: str | Path, *, new_run: bool) -> None:
-    """
-    Refuse a folder that cannot take a dump. It is made if it is missing.
-
-    Args:
-        folder (`str` or `Path`):
-            `rollout_dump_dir`.
-        new_run (`bool`):
-            The run starts at its first step, so that an existing dump is of another run.
-
-    Raises:
-        `ValueError`: if it is not a folder, cannot be written to, or holds the dump of another run.
-    """
-    folder = Path(folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK):
-            raise PermissionError("it is not writable")
-    except OSError as error:
-        raise ValueError(f"`rollout_dump_dir` is {str(folder)!r}, which cannot be used: {error}.") from None
-    if new_run and _is_used(folder):
-        raise ValueError(
-            f"`rollout_dump_dir` is {str(folder)!r}, which holds the dump of another run. Name another folder when the "
-            "trainer is built, or remove it, for instance if that run ended before a checkpoint."
-        )
-
-
-def check_unused(args: Any) -> None:
-    """
-    Refuse a folder that holds the dump of another run, when a trainer is built.
-
-    If `output_dir` has a checkpoint, the run may resume, which only `train()` knows. Then this function warns instead.
-    """
-    folder = Path(args.settings.rollout_dump_dir)
-    if args.resume_from_checkpoint or not _is_used(folder):
-        return
-    if os.path.isdir(args.output_dir) and get_last_checkpoint(args.output_dir):
-        warn(
-            f"If this run does not resume the one whose dump is in {str(folder)!r} (`rollout_dump_dir`), `train()` will "
-            "refuse the folder: name another one. With `train(resume_from_checkpoint=...)` the dump goes on.",
-            "rollout_dump_dir",
-        )
-        return
-    raise ValueError(
-        f"`rollout_dump_dir` is {str(folder)!r}, which holds the dump of another run, and `output_dir` has no checkpoint to "
-        "resume that run from. Name another folder, or remove it. If the run resumes from a checkpoint elsewhere, also set "
-        "`resume_from_checkpoint` in the configuration."
-    )
-
-
-def _is_used(folder: Path) -> bool:
-    return bool(files_of(folder) or read_logs(folder))
 
 
 class Offered(NamedTuple):
@@ -97,15 +44,13 @@ class SequenceDump(TrainerCallback):
         self.settings = args.settings
         self.seed = seed
         self.about = {} if about is None else about  # shared: a server tells its types later
+        self.folder = Path(self.settings.rollout_dump_dir or "")  # until training begins
+        self.checkpoint: object = None  # path, or True for the latest, from which training resumes
         self.offered: list[Offered] = []
         self.n_batches = 0  # of this step
         self.next_step = self.settings.rollout_dump_steps
         self.unchecked = 0  # bytes written since the size of the folder was looked at
         self.gave_up = False
-
-    @property
-    def folder(self) -> Path:
-        return Path(self.settings.rollout_dump_dir or "")
 
     def wants(self, step: int) -> bool:
         """
@@ -157,14 +102,38 @@ class SequenceDump(TrainerCallback):
         **kwargs: object,
     ) -> None:
         self.next_step = state.global_step + self.settings.rollout_dump_steps
+        if self.next_step > state.max_steps:
+            reason = f"the run ends at step {state.max_steps} and begins at step {state.global_step}, so no sequence is dumped"
+            warn_idle("rollout_dump_steps", self.settings.rollout_dump_steps, reason)
         name = str(getattr(getattr(model, "config", None), "_name_or_path", ""))
         # of a model that is on this machine, its folder says nothing to others
         self.about["model"] = Path(name).name if os.path.isdir(name) else name
         self.about["date"] = datetime.now(UTC).date().isoformat()
-        check_dump_folder(self.folder, new_run=state.global_step == 0)
+        self.folder = self._claim(args.output_dir, state)
         if state.global_step and self.accelerator.is_local_main_process:
             # steps after the checkpoint are trained again
             rewind(self.folder, state.global_step, logs=state.is_world_process_zero)
+
+    def _claim(self, output_dir: str, state: TrainerState) -> Path:
+        """The folder of the dump, which the main process takes for all ranks."""
+        elsewhere = (
+            isinstance(self.checkpoint, str | Path)
+            and Path(self.checkpoint).resolve().parent != Path(output_dir).resolve()
+        )
+        answer = ["", ""]  # folder, and error
+        if state.is_world_process_zero:
+            try:
+                resumes = state.global_step > 0 and not elsewhere
+                folder, sentence = claim(Path(self.settings.rollout_dump_dir or ""), output_dir, resumes=resumes)
+                answer[0] = str(folder)
+                if sentence:
+                    notify(sentence)
+            except (OSError, ValueError) as error:
+                answer[1] = str(error)
+        broadcast_object_list(answer)
+        if answer[1]:
+            raise ValueError(answer[1])
+        return Path(answer[0])
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object

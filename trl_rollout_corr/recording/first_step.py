@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..diagnosis import DumpedTokens, diagnose
@@ -11,7 +12,6 @@ from ..diagnosis.text import write_text
 from ..dumps.rows import make_row, on_host
 from ..dumps.sequences import Sequences
 from ..settings.config import RolloutCorrectionConfig
-from tqdm.auto import tqdm
 from .run_metadata import settings_in_effect
 
 

@@ -3,12 +3,12 @@
 OLD_LOGPS = "old_per_token_logps"  # (B, T), of the old policy: the trainer's when the batch was generated
 ROLLOUT_LOGPS = "sampling_per_token_logps"  # (B, T), of the policy that sampled
 COEFFICIENTS = "rollout_corr_coefficients"  # (B, T), factor of the policy gradient, if known at generation
-# Of the first visit, for later ones (`num_iterations`). NaN, and filled in place, so that TRL may copy the dictionary
+# Of the first visit, for later ones (`num_iterations`). Filled in place, so that TRL may copy the dictionary
+VISITED = "rollout_corr_visited"  # (B,), on the CPU, so that nothing waits for the device
 FIRST_LOGPS = "rollout_corr_first_logps"  # (B, T)
 FIRST_COEFFICIENTS = "rollout_corr_first_coefficients"  # (B, T)
 REWARDS = "rollout_corr_rewards"  # (B,)
 TURN_IDS = "rollout_corr_turn_ids"  # (B, T), turn of each token, if a rollout function returns turns
 ROLLOUT_STEP = "rollout_corr_step"  # (B,), optimizer step of the weights that sampled; NaN if unknown
-TOKEN_STEPS = "rollout_corr_token_steps"  # (B, T), the same of each token, if a server tells it
 PADDING = "rollout_corr_padding"  # (B,), tokens of padding before the prompt, where the prompt's mask does not tell
 AGAIN_LOGPS = "rollout_corr_again_logps"  # (B, T), of sequences scored one by one, without padding; NaN for the others

@@ -38,9 +38,8 @@ class RolloutCorrectionMonitor(TrainerCallback):
 
     Args:
         action (`str`, *optional*, defaults to `"warn"`):
-            `"stop"` saves a checkpoint and ends training at a critical alarm, once the reward has fallen. The mean reward of
-            the latest 20 optimizer steps has then to be below the best such mean, by more than four standard errors and by
-            more than a quarter of what the run had gained.
+            `"stop"` saves a checkpoint and ends training at a critical alarm, once the reward has fallen: gradually, after a
+            time without a fall that is twice as long, by more than other prompts explain (`trl-rollout-corr docs monitoring`).
         bounds (`dict[str, float or None]`, *optional*):
             Other limits, by name of a bound; `None` switches a bound off.
 
@@ -67,7 +66,6 @@ class RolloutCorrectionMonitor(TrainerCallback):
         self._restart()
 
     def _restart(self) -> None:
-        self._examiner.restart()
         self._stopping = False
         self._windows = 0
         self._not_ours: dict[str, float] = {}  # the last metrics that were logged and are not of rollout correction
@@ -80,10 +78,9 @@ class RolloutCorrectionMonitor(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         self._restart()
-        self._examiner.settings = args
-        for entry in state.log_history:  # of a run that is resumed
-            self._examiner.observe(entry)
-        self._examiner.forget_streaks()  # settings may have changed since
+        self._examiner.settings = args.settings
+        self._examiner.num_iterations = getattr(args, "num_iterations", 1)
+        self._examiner.restart(state.log_history, state.global_step)  # of a run that is resumed
 
     def on_log(
         self,
@@ -139,8 +136,8 @@ class RolloutCorrectionMonitor(TrainerCallback):
             return None
         self._stopping = control.should_save = control.should_training_stop = True
         return (
-            f"The mean reward of {reward.WINDOWS} steps has fallen from {reward.best:.2g} to {reward.mean:.2g}. As "
-            f"`rollout_monitor` is 'stop', training ends here, with a checkpoint in {args.output_dir}."
+            f"The mean reward has fallen from {reward.before:.2g} to {reward.after:.2g}. As `rollout_monitor` is 'stop', "
+            f"training ends here, with a checkpoint in {args.output_dir}."
         )
 
     # Messages ---------------------------------------------------------------------------------------------------------

@@ -13,18 +13,10 @@ import torch
 from accelerate import Accelerator
 from transformers.trainer_callback import CallbackHandler
 
-from ..correction.accounting import account
-from ..correction.age import (
-    ByAge,
-    Staleness,
-    by_age,
-    count_ages,
-    count_completions,
-    engine_gap,
-    update_gap,
-)
+from ..correction.age import Staleness, count_ages, count_completions, engine_gap, update_gap
 from ..correction.compute import RolloutCorrection
 from ..correction.functional import turns_of
+from ..correction.groups import add_up_groups
 from ..correction.metrics import Statistics
 from ..correction.sums import Sums
 from ..settings.resolve import Settings
@@ -51,7 +43,6 @@ class CorrectedBatch(NamedTuple):
     coefficients: torch.Tensor  # (B, T), factor of the policy gradient of each token
     from_old: bool  # `train_logps` are of the old policy: the trainer's when the batch was generated
     ages: torch.Tensor | None  # (B,), optimizer steps between the weights that sampled and that train; NaN if unknown
-    token_ages: torch.Tensor | None = None  # (B, T), the same of each token, if the sampler tells it
 
 
 class Observer:
@@ -65,7 +56,7 @@ class Observer:
     2. [`Observer.corrected`], when the correction of the batch is computed. In decoupled mode this is once, at the first
        visit; before the visits if the settings need the whole batch, such as for batch normalisation. In bypass mode it is at
        every visit, as the correction depends on the current policy.
-    3. [`Observer.trained`], at the end of each visit, in the asynchronous trainer alone: its batches mix ages.
+    3. [`Observer.trained`], at the end of each visit, in the asynchronous trainer alone, which drops old completions.
     4. [`Observer.close_step`], at the end of each optimizer step of a run that has a monitor. It gathers the sums of the step
        over all ranks, and does not wait for them: [`Observer.read_steps`] reads them one step later.
     5. [`Observer.close_window`], when the trainer logs. It gathers the sums that no step has gathered, and the next window
@@ -102,24 +93,9 @@ class Observer:
         if old_logps is not None and old_logps is not current_logps:
             self.add(now.mode, Staleness.of(update_gap(old_logps, current_logps, mask)))
 
-    def trained(
-        self,
-        now: Moment,
-        current_logps: torch.Tensor,
-        corrected: CorrectedBatch,
-        dropped: Sequence[tuple[float, float]] = (),
-    ) -> None:
-        """Count a batch by age, and tokens and reward of each completion that was dropped as too old since the last one."""
-        ages = corrected.ages if corrected.token_ages is None else corrected.token_ages
-        assert ages is not None
-        correction, rewards = corrected.correction, corrected.batch[REWARDS]
-        rollout_logps = corrected.batch[ROLLOUT_LOGPS]
-        sums = by_age(current_logps, rollout_logps, correction.valid, correction.keep, ages)
-        sums = {**sums, "trained": count_completions(corrected.mask.sum(1), rewards)}
-        if dropped:
-            lengths, rewards = torch.tensor(dropped, device=current_logps.device).unbind(1)
-            sums["stale_dropped"] = count_completions(lengths, rewards)
-        self.add(now.mode, ByAge.of(sums))
+    def trained(self, now: Moment, mask: torch.Tensor, n_dropped: int) -> None:
+        """Count the completions of a batch, with its mask `(B, T)`, and those dropped as too old since the last one."""
+        self.add(now.mode, Staleness.of(count_completions(mask, n_dropped)))
 
     def corrected(self, now: Moment, corrected: CorrectedBatch) -> None:
         """Count a batch that was corrected, and offer it to the dump."""
@@ -133,7 +109,7 @@ class Observer:
         self.add(now.mode, correction.statistics)
         self.add(
             now.mode,
-            account(
+            add_up_groups(
                 correction.valid,
                 correction.keep,
                 corrected.coefficients,
@@ -195,38 +171,43 @@ class LoggingWindow:
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
-        self.sums: dict[type[Sums], Any] = {}  # since the last step that was closed
-        self.steps: list[StepSums] = []
-        self.unread: list[StepSums] = []  # which `Observer.read_steps` has not read
+        self.sums: dict[type[Sums], Any] = {}  # of this rank, since the last step that was closed
+        self.total: dict[type[Sums], Any] = {}  # of all ranks and the steps that were closed
+        self.unread: list[StepSums] = []  # steps that `Observer.read_steps` has not read
 
     def add(self, sums: Sums) -> None:
         """Add the sums of one batch."""
-        before = self.sums.get(type(sums))
-        self.sums[type(sums)] = sums if before is None else before + sums
+        _add(self.sums, sums)
 
     def close_step(self, step: int) -> None:
         """End an optimizer step: gather its sums over all ranks, without waiting for them."""
+        if everywhere := self._gather():
+            self.unread.append(StepSums(step, everywhere))
+
+    def _gather(self) -> list[Any]:
+        """Sums since the last step over all ranks, which are added to the total."""
         sums, self.sums = self.sums, {}
         if not sums:
-            return
+            return []
         kinds = sorted(sums, key=lambda kind: kind.__name__)  # the same order on all ranks
         vectors = [sums[kind].vector for kind in kinds]
-        everywhere = self.accelerator.gather(torch.cat(vectors)[None]).split([len(v) for v in vectors], dim=1)
-        step_sums = StepSums(step, [sums[kind].combine(part) for kind, part in zip(kinds, everywhere, strict=True)])
-        self.steps.append(step_sums)
-        self.unread.append(step_sums)
+        parts = self.accelerator.gather(torch.cat(vectors)[None]).split([len(v) for v in vectors], dim=1)
+        everywhere = [sums[kind].combine(part) for kind, part in zip(kinds, parts, strict=True)]
+        for part in everywhere:
+            _add(self.total, part)
+        return everywhere
 
     def close(self, step: int) -> list[Sums]:
         """Sums of all ranks and steps, on the host. The window is empty afterwards."""
-        unread = [*self.unread]
-        self.close_step(step)
-        self.unread = unread  # the rest of a window is not a step
-        steps, self.steps = self.steps, []
-        totals: dict[type[Sums], Sums] = {}
-        for sums in (sums for step_sums in steps for sums in step_sums.sums):
-            before = totals.get(type(sums))
-            totals[type(sums)] = sums if before is None else before + sums
-        return [*totals.values()]
+        self._gather()
+        total, self.total = self.total, {}
+        return StepSums(step, [*total.values()]).sums if total else []
+
+
+def _add(totals: dict[type[Sums], Any], sums: Sums) -> None:
+    """Add sums to those of the same kind."""
+    before = totals.get(type(sums))
+    totals[type(sums)] = sums if before is None else before + sums
 
 
 class StepSums:
@@ -273,7 +254,6 @@ def _columns(corrected: CorrectedBatch) -> tuple[dict[str, torch.Tensor], dict[s
         "reward": batch[REWARDS],
         "advantage": advantages if advantages.dim() == 1 else advantages.mean(1),
         "staleness": corrected.ages,
-        "token_staleness": corrected.token_ages,
         "again_logps": batch.get(AGAIN_LOGPS),
         "turn_ids": batch.get(TURN_IDS),
         "padding": batch.get(PADDING),

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..dumps.files import plain
-from ..messages import warn
+from ..messages import plain, warn
 
 
 # Fields of TRL that a diagnosis advises to set. Of mappings, only these keys: others may be secret, such as a Hub token

@@ -4,15 +4,15 @@ Replay of the experts that the sampler chose: `rollout_routing`.
 `B` completions, `P` and `T` tokens of prompts and completions with padding, `L` layers with a router, `k` experts per token.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from ..messages import notify
 from .capture import RecordingEngine
-from .protocol import Pass
-from .router_hooks import Flips, RouterHooks
+from .router_hooks import RouterHooks
 from .routers import find_routers
 from .sampled_experts import SampledRoutes
 
@@ -22,17 +22,12 @@ ROUTES = "rollout_corr_routes"  # column of a batch, (B, P + T, L, k), experts t
 
 class Experts:
     """
-    Replay of experts in models that have routers.
-
-    Args:
-        models (`Sequence[torch.nn.Module]`):
-            Models without wrappers: the policy first, then a reference.
-        unwrap (`Callable`):
-            Returns a model without its wrappers.
+    Replay of experts in models that have routers: the policy first, then a reference, both without wrappers. `unwrap` returns
+    a model without its wrappers.
     """
 
     def __init__(self, models: Sequence[torch.nn.Module], unwrap: Callable[[Any], torch.nn.Module]) -> None:
-        self._unwrap = unwrap
+        self.unwrap = unwrap
         self._hooks = {id(model): RouterHooks(find_routers(model)) for model in models}
         routers = find_routers(models[0])
         one: Any = next(iter(routers.values()))
@@ -85,38 +80,26 @@ class Experts:
         mask = torch.cat([batch["prompt_mask"][i].bool(), completion]).cpu()
         return {ROUTES: batch[ROUTES][i][mask][None]}
 
-    def around(self, under_way: Pass, forward: Callable[..., tuple]) -> Callable[..., tuple]:
-        def with_experts(
-            model: Any, input_ids: Any, attention_mask: Any, logits_to_keep: Any, *args: Any, **kwargs: Any
-        ) -> tuple:
-            bare = self._unwrap(model)
-            hooks = self._hooks.get(id(bare))
-            columns = under_way.columns(self, input_ids, attention_mask, logits_to_keep)
-            trains = bare is under_way.policy and torch.is_grad_enabled()
-            if trains and ROUTES not in columns:
-                self._tell_once(
-                    f"`rollout_routing` is 'replay', but a batch has no `{ROUTES}`, as if other code had made it: the "
-                    "trainer chooses its experts itself."
-                )
-            if hooks is None or ROUTES not in columns:
-                flipped: list[torch.Tensor] = []
-                outputs = forward(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
-            else:
-                with hooks.over(model, columns[ROUTES]) as flipped:
-                    outputs = forward(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
-            if trains and ROUTES in columns:
-                if not flipped:
-                    raise RuntimeError(
-                        "`rollout_routing` is 'replay', but no router of the model was called in a forward pass of the "
-                        "policy: the model was replaced after the trainer was built. Set `rollout_routing` to None."
-                    )
-                # the experts of a token decide the log-probability of the next one
-                here = torch.cat(flipped).view(input_ids.shape)[:, -logits_to_keep - 1 : -1]
-                assert under_way.loss_mask is not None  # as in every pass that trains a policy
-                under_way.count(Flips.count(here, under_way.loss_mask))
-            return outputs
-
-        return with_experts
+    @contextmanager
+    def over(self, model: Any, routes: torch.Tensor | None, *, trains: bool) -> Iterator[list[torch.Tensor]]:
+        """
+        Replay routes, `(B, S, L, k)`, in the forward passes of a model over a batch. `trains` is true for the policy in its
+        loss. The list that is returned gets the tokens with other experts in the trainer: [`RouterHooks.over`].
+        """
+        hooks = self._hooks.get(id(self.unwrap(model)))
+        if trains and routes is None:
+            self._tell_once(
+                f"`rollout_routing` is 'replay', but a batch has no `{ROUTES}`, as if other code had made it: the trainer "
+                "chooses its experts itself."
+            )
+        replayed = nullcontext(list[torch.Tensor]()) if hooks is None or routes is None else hooks.over(model, routes)
+        with replayed as flipped:
+            yield flipped
+        if trains and routes is not None and not flipped:
+            raise RuntimeError(
+                "`rollout_routing` is 'replay', but no router of the model was called in a forward pass of the policy: the "
+                "model was replaced after the trainer was built. Set `rollout_routing` to None."
+            )
 
     def end(self) -> None:
         for hooks in self._hooks.values():

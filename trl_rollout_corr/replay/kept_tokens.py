@@ -15,6 +15,7 @@ state.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -22,10 +23,6 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import embedding_bag
 
-from .protocol import Logprobs, Pass
-
-
-KeptSets = list[list[list[int]]]  # ids of kept tokens, per completion and token
 
 # Largest kept set without `top_k`, which vLLM then gets
 LARGEST = 512
@@ -34,30 +31,23 @@ _TIES = 8
 # Elements of rows of the head, or of its gradient, that are in memory at once
 _ELEMENTS = 2**24
 
-# Columns of a batch
-SUPPORT = "rollout_corr_support"  # (B, M), ids of the tokens that sampling kept, of one token after another; then -1
-SUPPORT_SIZES = "rollout_corr_support_sizes"  # (B, T), number of kept tokens of each token
+# Columns of a batch. A token with a large set takes no room from the others, as it would in a tensor `(B, T, K)`
+KEPT = "rollout_corr_kept"  # (B, M), ids of the tokens that sampling kept, of one token after another; then -1
+KEPT_SIZES = "rollout_corr_kept_sizes"  # (B, T), number of kept tokens of each token
 
 
 class KeptTokens:
     """
-    Replay of the tokens that truncated sampling kept: `rollout_support`.
+    Replay of the tokens that truncated sampling kept.
 
-    A colocated vLLM is asked for candidates, from which the kept sets are read. Without `top_k`, sampling gets a `top_k` of
-    [`LARGEST`], so that the candidates hold every kept set.
-
-    Args:
-        generation ([`~trl.generation.vllm_generation.VLLMGeneration`]):
-            Sampler of the trainer.
-        temperature (`float`):
-            Temperature that logits are divided by.
-        unwrap (`Callable`):
-            Returns a model without its wrappers.
+    A colocated vLLM, the `generation` of TRL, is asked for candidates, from which the kept sets are read. Without `top_k`,
+    sampling gets a `top_k` of [`LARGEST`], so that the candidates hold every kept set. `temperature` divides logits, and
+    `unwrap` returns a model without its wrappers.
     """
 
     def __init__(self, generation: Any, temperature: float, unwrap: Callable[[Any], Any]) -> None:
         self.temperature, self._unwrap = temperature, unwrap
-        self._sets: KeptSets | None = None  # of the last generation
+        self._sets: list[list[list[int]]] | None = None  # ids per completion and token, of the last generation
         engine = generation.llm.llm_engine
         self.vocabulary = engine.model_config.get_vocab_size()
         overrides = generation.generation_kwargs
@@ -70,90 +60,70 @@ class KeptTokens:
             if 0 <= config.max_logprobs < number:  # vLLM reads it with every request
                 config.max_logprobs = number
 
-    def read(self, completion_ids: Sequence[Sequence[int]], logprobs: list[Logprobs], token_ids: KeptSets) -> Logprobs:
+    def read(
+        self,
+        completion_ids: Sequence[Sequence[int]],
+        logprobs: Sequence[Sequence[Sequence[float | None]]],
+        token_ids: Sequence[Sequence[Sequence[int]]],
+    ) -> list[list[float | None]]:
         """
         Store the kept sets of a generation, and return the log-probabilities of its sampled tokens. A token whose set is
         larger than the candidates has no log-probability: `rollout_nan_policy` treats it.
         """
-        sampled, sets = Logprobs(), KeptSets()
+        sampled: list[list[float | None]] = []
+        self._sets = []
         for ids, rows, candidates in zip(completion_ids, logprobs, token_ids, strict=True):
             sampled.append([])
-            sets.append([])
+            self._sets.append([])
             for token, row, tokens in zip(ids, rows, candidates, strict=True):
                 inside = [k for k, logp in zip(tokens, row, strict=True) if logp is not None and logp > -math.inf]
                 complete = len(inside) < len(tokens) or len(tokens) >= self.vocabulary
                 sampled[-1].append(row[tokens.index(token)] if complete else None)
-                sets[-1].append(inside)
-        self._sets = sets
+                self._sets[-1].append(inside)
         return sampled
 
     def clear(self) -> None:
+        """Forget the kept sets."""
         self._sets = None
 
     def place(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int
     ) -> dict[str, torch.Tensor]:
-        if self._sets is None:
-            return {}
-        support = Support.of(self._sets, logits_to_keep, input_ids.device)
-        return {SUPPORT: support.ids, SUPPORT_SIZES: support.sizes}
-
-    def check(self, batch: Mapping[str, torch.Tensor], loss_mask: torch.Tensor) -> None:
-        """Nothing can be wrong: tokens without a kept set keep TRL's log-probabilities."""
+        """Columns for a padded batch that was just generated."""
+        return {} if self._sets is None else columns_of(self._sets, logits_to_keep, input_ids.device)
 
     def alone(self, batch: Mapping[str, torch.Tensor], i: int) -> dict[str, torch.Tensor]:
-        if SUPPORT not in batch:
+        """Columns for completion `i` of a batch by itself and without padding."""
+        if KEPT not in batch:
             return {}
         # the kept tokens of a completion stand in its order, and padding comes after it
         n = max(int(batch["completion_mask"][i].sum()), 1)
-        return {SUPPORT: batch[SUPPORT][[i]], SUPPORT_SIZES: batch[SUPPORT_SIZES][[i], :n]}
+        return {KEPT: batch[KEPT][[i]], KEPT_SIZES: batch[KEPT_SIZES][[i], :n]}
 
-    def around(self, under_way: Pass, forward: Callable[..., tuple]) -> Callable[..., tuple]:
-        def over_kept_tokens(
-            model: Any, input_ids: Any, attention_mask: Any, logits_to_keep: Any, *args: Any, **kwargs: Any
-        ) -> tuple:
-            columns = under_way.columns(self, input_ids, attention_mask, logits_to_keep)
-            if SUPPORT not in columns:
-                return forward(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
-            support = Support(columns[SUPPORT], columns[SUPPORT_SIZES])
-            sequences = (input_ids, attention_mask, logits_to_keep)
-            return over_support(
-                forward, support, self.temperature, self._unwrap(model), model, *sequences, *args, **kwargs
-            )
-
-        return over_kept_tokens
-
-    def end(self) -> None:
-        """Nothing outlasts a forward pass."""
+    def within(self, forward: Callable[..., tuple], columns: Mapping[str, torch.Tensor]) -> Callable[..., tuple]:
+        """TRL's forward pass `forward`, over the kept tokens in the columns of a batch, if it has any."""
+        if KEPT not in columns:
+            return forward
+        return partial(over_kept_tokens, forward, columns, self.temperature, self._unwrap)
 
 
-class Support(NamedTuple):
-    """
-    Kept sets of a batch: `ids`, `(B, M)`, of one token of a completion after another, and -1 after them; and their `sizes`,
-    `(B, T)`. A token with a large set takes no room from the others, as it would in a tensor `(B, T, K)`.
-    """
-
-    ids: torch.Tensor
-    sizes: torch.Tensor
-
-    @classmethod
-    def of(cls, sets: KeptSets, length: int, device: torch.device) -> "Support":
-        """Support from lists, for `length` tokens of a completion."""
-        ids = [list(chain.from_iterable(row)) for row in sets]
-        sizes = [[len(tokens) for tokens in row] for row in sets]
-        longest = max(map(len, ids), default=0)
-        padded = (
-            [row + [fill] * (n - len(row)) for row in rows]
-            for rows, fill, n in ((ids, -1, longest), (sizes, 0, length))
-        )
-        return cls(*(torch.tensor(rows, dtype=torch.int32, device=device) for rows in padded))
+def columns_of(sets: list[list[list[int]]], length: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """Columns of a batch from kept sets, for `length` tokens of a completion."""
+    ids = [list(chain.from_iterable(row)) for row in sets]
+    sizes = [[len(tokens) for tokens in row] for row in sets]
+    longest = max(map(len, ids), default=0)
+    padded = {
+        KEPT: [row + [-1] * (longest - len(row)) for row in ids],
+        KEPT_SIZES: [row + [0] * (length - len(row)) for row in sizes],
+    }
+    return {name: torch.tensor(rows, dtype=torch.int32, device=device) for name, rows in padded.items()}
 
 
-def over_support(
+def over_kept_tokens(
     forward: Callable[..., tuple],
-    support: Support,
+    columns: Mapping[str, torch.Tensor],
     temperature: float,
-    unwrapped: Any,
+    unwrap: Callable[[Any], Any],
     model: Any,
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor,
@@ -162,10 +132,11 @@ def over_support(
     **kwargs: Any,
 ) -> tuple:
     """
-    TRL's forward pass with log-probabilities over the kept sets `support`. Tokens without a set keep TRL's, and entropies are
-    TRL's, of the whole vocabulary. `unwrapped` is the `model` without wrappers.
+    TRL's forward pass with log-probabilities over kept sets. Tokens without a set keep TRL's, and entropies are TRL's, of the
+    whole vocabulary.
     """
-    base = unwrapped.get_base_model() if hasattr(unwrapped, "get_base_model") else unwrapped  # of an adapter
+    base = unwrap(model)
+    base = base.get_base_model() if hasattr(base, "get_base_model") else base  # of an adapter
     states: list[torch.Tensor] = []  # of each part of the batch
     hook = base.base_model.register_forward_hook(
         lambda module, inputs, output: states.append(output.last_hidden_state[:, -logits_to_keep - 1 : -1])
@@ -174,8 +145,8 @@ def over_support(
         logps, *others = forward(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
     finally:
         hook.remove()
-    tokens, head = input_ids[:, -logits_to_keep:], base.get_output_embeddings()
-    has_set, sets = _sets_of(support, tokens)
+    head = base.get_output_embeddings()
+    has_set, sets = _sets_of(columns[KEPT], columns[KEPT_SIZES], input_ids[:, -logits_to_keep:])
     if has_set.any():
         new_logps = kept_logps(torch.cat(states)[has_set], head.weight, head.bias, sets, temperature)
         if has_set[attention_mask[:, -logits_to_keep:].bool()].all():
@@ -195,11 +166,11 @@ class Sets(NamedTuple):
     own: torch.Tensor
 
 
-def _sets_of(support: Support, tokens: torch.Tensor) -> tuple[torch.Tensor, Sets]:
-    """Tokens whose set is known and contains them, boolean, `(B, T)`, and their sets."""
+def _sets_of(ids: torch.Tensor, sizes: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, Sets]:
+    """Tokens whose set is known and contains them, boolean, `(B, T)`, and their sets, from the columns of a batch."""
     # a part of the tokens of a completion has more ids than the sizes say
-    used = torch.arange(support.ids.shape[1], device=tokens.device) < support.sizes.sum(1, keepdim=True)
-    sizes, ids = support.sizes.flatten().long(), support.ids[used]
+    used = torch.arange(ids.shape[1], device=tokens.device) < sizes.sum(1, keepdim=True)
+    sizes, ids = sizes.flatten().long(), ids[used]
     of_token = _of_token(sizes)
     sampled = ids == tokens.flatten()[of_token]
     has_set = torch.zeros_like(sizes, dtype=torch.bool)

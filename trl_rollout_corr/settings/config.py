@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 
 from ..messages import SettingError, nearest, warn, warn_idle
 from .criteria import CriterionName
-from .fields import PARSERS, LossType, MonitorAction, NanPolicy, Replay, TrackedMetrics, WeightLevel
+from .fields import PARSERS, LossType, MonitorAction, NanPolicy, Replay, WeightLevel
 from .presets import settings_of
 from .resolve import Settings, in_words, resolve
 
@@ -21,7 +21,7 @@ _SEVERAL, _FLAG = {"nargs": "+"}, {"nargs": "?", "const": True}
 @dataclass
 class RolloutCorrectionConfig:
     r"""
-    Configuration of rollout correction.
+    Configuration of rollout correction. `trl-rollout-corr docs fields` explains each field, with an example.
 
     All fields are flat, so that they can be given in Python, in a YAML file, as JSON, or on a command line. Thresholds are
     numbers and lists of numbers; verl's text form (`"0.6_1.6,2.5"`) is parsed too. A field that the preset decides has a
@@ -29,119 +29,58 @@ class RolloutCorrectionConfig:
 
     Args:
         rollout_correction (`str` or `None`, *optional*, defaults to `"default"`):
-            Name of a preset (see `trl-rollout-corr docs presets`), or `None` for no correction. Fields that are given beside
-            it override it. `"default"` is `"auto"`; but if `rollout_is` or `rollout_rs` is given, only what is given is done.
-
-        > Importance sampling
-
+            Name of a preset, or `None`; fields given beside it override it. By default `auto`; but if `rollout_is` or
+            `rollout_rs` is given, only what is given is done.
         rollout_is (`str` or `None`, *optional*, defaults to `"preset"`):
-            Level of the importance weights: `"token"` for `exp(d)`, `"turn"` and `"sequence"` for `exp(sum d)` over the turn
-            of an agent and the completion, `"geometric"` for `exp(mean d)`, with `d = logp_train - logp_rollout`. `None` for
-            no weights.
+            Level of the importance weights: token, turn, sequence (product of ratios), geometric (their mean), or `None`.
         rollout_is_threshold (`float` or `list`, *optional*):
-            A number truncates the weights from above. A pair `[lower, upper]` sets weights outside it to 0 (IcePop).
-            Two pairs are bounds for negative and for positive advantages. On a command line, a pair is `0.5 5.0` or `0.5_5.0`,
-            and two pairs are `0_1,1_1`. Without a preset it is 2.0.
+            A number truncates the weights from above; outside a pair they are 0 (IcePop). Two pairs, such as `0_1,1_1`, are
+            for negative and for positive advantages.
         rollout_is_clamp (`bool`, *optional*):
-            With a pair of bounds, move a weight outside them to the nearest bound instead of setting it to 0. The two pairs
-            `[[0, 1], [1, 1]]` give the weights of [TOPR](https://huggingface.co/papers/2503.14286): 1 if the advantage is
-            positive, and otherwise the ratio, but at most 1.
+            Move weights outside a pair to the nearest bound instead of setting them to 0.
         rollout_is_batch_normalize (`bool`, *optional*, defaults to `False`):
-            Divide the weights by their mean over the batch of all ranks (self-normalised importance sampling): over tokens at
-            token level, over turns at turn level, over sequences otherwise. In decoupled mode the batch is the generation
-            batch, and the old log-probabilities are computed when it is generated. In bypass mode it is the micro-batch of
-            all ranks.
-
-        > Rejection
-
+            Divide the weights by their mean over the batch of all ranks.
         rollout_rs (`list[str]` or `None`, *optional*, defaults to `"preset"`):
-            Rejection criteria, or `None` for no rejection. Each is `<scope>_<divergence>` with scope `token`, `turn_sum`,
-            `turn_mean`, `turn_max`,
-            `seq_sum`, `seq_mean` or `seq_max` and divergence `k1 = -d`, `k2 = d^2/2` or `k3 = exp(d)-1-d`; or of the
-            probabilities of a token: `token_tv` and `token_kl` (DPPO, depend on the sign of the advantage), `token_binary_kl`
-            (KPop). A token is kept if every criterion keeps it.
+            Rejection criteria, or `None`: {token,turn_sum,turn_mean,turn_max,seq_sum,seq_mean,seq_max}_{k1,k2,k3}, and of
+            probabilities token_{tv,kl,binary_kl}.
         rollout_rs_threshold (`float` or `list`, *optional*):
-            One entry per criterion, or one for all. For k1 a pair of bounds on the ratio, or `u` for `[1/u, u]`; for
-            `token_tv` (below 1) and `token_kl` (in nats) a bound for negative and one for positive advantages, or one for
-            both; else an upper bound in nats.
+            One entry per criterion, or one for all: for k1 bounds on the ratio; for tv and kl a bound for negative and one for
+            positive advantages; else an upper bound.
         rollout_rs_renormalize (`bool`, *optional*, defaults to `False`):
-            Multiply the loss by valid tokens over kept tokens of the batch of all ranks (same batch as for
-            `rollout_is_batch_normalize`). By default a rejected token adds zero to the loss and stays in TRL's
-            denominators.
+            Multiply the loss by valid tokens over kept tokens of the batch of all ranks.
         rollout_rs_exclude_from_baseline (`bool`, *optional*, defaults to `False`):
-            Leave sequences that are rejected as a whole out of the baseline of their group. Costs a forward pass at
-            generation; not available in bypass mode.
-
-        > Mode
-
+            Leave completions that are rejected as a whole out of the baseline of their group.
         bypass_mode (`bool`, *optional*):
-            Use the sampler's log-probabilities in place of the old policy's, which are then not computed.
+            Use the sampler's log-probabilities in place of the old policy's.
         rollout_loss_type (`str`, *optional*):
-            Loss in bypass mode: `"ppo_clip"` clips the ratio to the rollout policy, which is the correction, so that
-            weights are only reported; `"reinforce"` weights the log-likelihood and does not clip.
+            Loss in bypass mode: ppo_clip clips the ratio and only reports weights; reinforce applies weights.
         rollout_clip_ratio_c (`float` or `None`, *optional*, defaults to `3.0`):
-            Largest ratio to the sampler with a gradient where the advantage is negative, in bypass mode with `"ppo_clip"`
-            ([dual clip](https://huggingface.co/papers/1912.09729), and verl's default). PPO's own clipping has no bound there.
-            GRPO gets it as TRL's `delta`, unless `delta` is set. `None` for no bound.
+            With ppo_clip: largest ratio with a gradient where the advantage is negative.
         rollout_metrics_only (`bool`, *optional*, defaults to `False`):
             Compute and report the correction, and leave the loss alone.
-
-        > Failures of the sampler
-
         rollout_nan_policy (`str`, *optional*, defaults to `"drop"`):
-            Treatment of a token whose log-ratio is not finite: `"drop"` takes it out of the policy loss and of all
-            statistics, `"raise"` stops the run, `"neutralize"` takes its ratio as 1.
-
-        > The engine
-
+            A token whose log-ratio is not finite leaves the loss (drop), stops the run (raise), or gets a ratio of 1
+            (neutralize).
         rollout_support (`str`, *optional*):
-            With `top_p`, `top_k` or `min_p`, `"replay"` normalises the log-probabilities of the trainer and of the reference
-            over the tokens that the sampler kept, so that ratios are unbiased. Only a colocated vLLM returns these tokens.
-            If `top_k` is not set, it becomes 512. From TRL 1.17 on, TRL does this itself, and `"replay"` is refused. `None`
-            keeps the log-probabilities over the whole vocabulary.
+            With `top_p`, `top_k` or `min_p`, replay scores over the tokens that a colocated vLLM kept.
         rollout_engine_kwargs (`dict[str, Any]`, *optional*):
-            Arguments of vLLM's engine that TRL has no field for, such as `{"dtype": "float16"}`,
-            `{"kv_cache_dtype": "auto"}` or `{"hf_overrides": {"head_dtype": "float32"}}`: fields of `vllm.EngineArgs`. For
-            `vllm_mode="colocate"`; a server gets them from its own command line, `vllm serve`.
+            Arguments of a colocated vLLM that TRL has no field for, such as `{"dtype": "float16"}`.
         rollout_routing (`str`, *optional*):
-            `"replay"`: in a mixture of experts, every forward pass of the trainer takes the experts that vLLM chose
-            ([routing replay](https://huggingface.co/papers/2510.11370)); the trainer's router gives their weights. For
-            GRPO and RLOO with `vllm_mode="colocate"`. `None` for the trainer's own choice.
-
-        > Monitor
-
+            replay: the trainer takes the experts that a colocated vLLM chose.
         rollout_monitor (`str` or `None`, *optional*, defaults to `"warn"`):
-            Reaction to unhealthy metrics (see `trl-rollout-corr docs monitoring`): `"warn"` reports the finding, its reason
-            and a remedy; `"stop"` also saves a checkpoint and ends training, if the finding is critical and the reward has
-            fallen. `None` for no monitor.
+            Reaction to unhealthy metrics: warn, stop (end training if the reward has fallen as well), or `None`.
         rollout_monitor_bounds (`dict[str, float]`, *optional*):
-            Other limits, by name of a bound (see `docs/monitoring.md`); `None` switches a bound off.
-
-        > Trackers
-
-        rollout_tracked_metrics (`str`, *optional*, defaults to `"essential"`):
-            Metrics of rollout correction that the trackers of `report_to` get: `"essential"` for those that fit on one page
-            (see `docs/metrics.md`), `"all"` for all. `trainer.state.log_history`, `trainer_state.json`, the dump and other
-            callbacks always get all.
-
-        > Diagnosis
-
+            Other limits of the monitor, by name of a bound; `None` switches a bound off.
         rollout_diagnose (`bool`, *optional*, defaults to `False`):
-            Whether to print the cause of the gap at the first optimizer step, as `trl-rollout-corr diagnose` does
-            for a dump (`trl-rollout-corr docs diagnose`). The trainer scores a few sequences a second time, one by one, to
-            measure its own noise. The loss does not change.
-
-        > Dump
-
+            Print the cause of the gap at the first optimizer step.
         rollout_dump_dir (`str`, *optional*):
-            Folder to write sampled and worst sequences to, as Parquet, for `trl-rollout-corr report` and
-            `compare`. Nothing is written by default.
+            Folder to write sampled and worst sequences to, as Parquet.
         rollout_dump_steps (`int`, *optional*, defaults to `1`):
-            Number of optimizer steps between two dumps.
+            Optimizer steps between two dumps.
         rollout_dump_sampled (`int`, *optional*, defaults to `8`):
-            Number of sequences, drawn at random over all ranks, per dump.
+            Sequences, drawn at random over all ranks, per dump.
         rollout_dump_worst (`int`, *optional*, defaults to `8`):
-            Number of sequences with the largest log-ratio of a token, over all ranks, per dump.
+            Sequences with the largest log-ratio of a token, over all ranks, per dump.
         rollout_dump_max_gb (`float`, *optional*, defaults to `1.0`):
             Size of the folder in GB above which the oldest steps are deleted.
 
@@ -168,7 +107,6 @@ class RolloutCorrectionConfig:
     rollout_routing: Replay | None = None
     rollout_monitor: MonitorAction | None = "warn"
     rollout_monitor_bounds: Mapping[str, float | None] | str | None = None
-    rollout_tracked_metrics: TrackedMetrics = "essential"
     rollout_diagnose: bool = False
     rollout_dump_dir: str | None = None
     rollout_dump_steps: int = 1
@@ -272,7 +210,8 @@ def _idle(settings: Settings) -> dict[str, str]:
     corrects = dataclasses.replace(settings, rollout_metrics_only=False).corrects
     no_dump = settings.rollout_dump_dir is None and "`rollout_dump_dir` is None"
     reasons: dict[str, Any] = {
-        "rollout_is_threshold": no_weights,
+        "rollout_is_threshold": settings.rollout_is_threshold != 2.0
+        and no_weights,  # verl's files have 2.0 beside null
         "rollout_is_clamp": settings.rollout_is_clamp and (no_weights or no_pair),
         "rollout_is_batch_normalize": no_weights or reported,
         **dict.fromkeys(

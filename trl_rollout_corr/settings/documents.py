@@ -3,11 +3,13 @@
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import shorten
 
 from ..messages import SelfContainedError, nearest
 from .recipes import source
 
 
+_PRINTED = 5  # sections with a word, that are printed and not listed
 _FOR_THE_SITE = {"README", "api"}  # the index, and a list of docstrings
 
 
@@ -23,30 +25,42 @@ def pages() -> dict[str, Path]:
 
 def document(name: str | None = None) -> str:
     """
-    Text of a document.
-
-    Args:
-        name (`str`, *optional*):
-            Name of a page such as `"troubleshooting"`, or of a section such as `"troubleshooting#weights-do-not-arrive"`; by
-            default all pages are listed.
-
-    Returns:
-        `str`: the text, Markdown without comments.
-
-    Raises:
-        `SelfContainedError`: if there is no such page or section. The message has the nearest name.
+    Text of a page such as `"troubleshooting"`, of a section such as `"troubleshooting#dropout-is-on"`, or of all sections that
+    contain another word; without a name, the list of pages. If nothing is found, the error has the nearest name.
     """
     paths = pages()
     if name is None:
         return _list(paths)
     page, _, section = name.partition("#")
     page = page.removeprefix("docs/").removesuffix(".md")
-    if page not in paths:
-        raise SelfContainedError(
-            f"`docs {name}`: there is no document {page!r}.{nearest(page, paths)} `trl-rollout-corr docs` lists them."
-        )
-    text = paths[page].read_text(encoding="utf-8")
-    return re.sub(r"<!--.*?-->", "", _section(text, page, section) if section else text, flags=re.DOTALL)
+    if page in paths:
+        text = _text(paths[page])
+        return _section(text, page, section) if section else text
+    if not section and (found := _containing(name, paths)):
+        return found
+    raise SelfContainedError(
+        f"`docs {name}`: no document has this name{'' if section else ' or contains it'}.{nearest(page, paths)} "
+        "`trl-rollout-corr docs` lists them."
+    )
+
+
+def _text(path: Path) -> str:
+    """Text of a page, without comments."""
+    return re.sub(r"<!--.*?-->", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+def _containing(word: str, paths: dict[str, Path]) -> str:
+    """The sections that contain a word, or their names and lines if they are too many to print."""
+    whole, lines = [], []
+    for page, path in paths.items():
+        text = _text(path).splitlines()
+        headings = list(sections("\n".join(text)))
+        for (first, anchor, _), last in zip(headings, [*(first for first, *_ in headings[1:]), None], strict=True):
+            hits = [line.strip() for line in text[first:last] if word.lower() in line.lower()]
+            if hits:
+                whole.append("\n".join([f"docs {page}#{anchor}", "", *text[first:last]]).rstrip() + "\n")
+                lines.append(f"docs {page}#{anchor}\n    {shorten(hits[0], 110, placeholder=' ...')}\n")
+    return "\n".join(whole) if len(whole) <= _PRINTED else "".join(lines)
 
 
 def _list(paths: dict[str, Path]) -> str:
@@ -59,7 +73,13 @@ def _list(paths: dict[str, Path]) -> str:
         about = re.search(rf"\({re.escape(path.name)}\): ([^?]+\?)", index)
         lines.append(f"{name:<{width}}  {' '.join(about[1].split()) if about else title}")
     return "\n".join(
-        [*lines, "", "To read one: trl-rollout-corr docs NAME, or docs NAME#SECTION.", f"Files: {folder()}", ""]
+        [
+            *lines,
+            "",
+            "To read one: trl-rollout-corr docs NAME, or docs NAME#SECTION. To find a word: docs WORD.",
+            f"Files: {folder()}",
+            "",
+        ]
     )
 
 

@@ -19,13 +19,11 @@ LossType = Literal["ppo_clip", "reinforce"]
 NanPolicy = Literal["drop", "raise", "neutralize"]
 MonitorAction = Literal["warn", "stop"]
 Replay = Literal["replay"]
-TrackedMetrics = Literal["essential", "all"]
 LOSS_TYPES: tuple[str, ...] = get_args(LossType)
 NAN_POLICIES: tuple[str, ...] = get_args(NanPolicy)
 MONITOR_ACTIONS: tuple[str, ...] = get_args(MonitorAction)
-TRACKED_METRICS: tuple[str, ...] = get_args(TrackedMetrics)
 if not TYPE_CHECKING:  # see `criteria`
-    WeightLevel = LossType = NanPolicy = MonitorAction = Replay = TrackedMetrics = str
+    WeightLevel = LossType = NanPolicy = MonitorAction = Replay = str
 
 _OFF = ("none", "null", "false", "off", "no", "")
 # As YAML reads them
@@ -141,7 +139,6 @@ PARSERS: dict[str, Callable[[Any], Any]] = {
     "rollout_routing": partial(_choice, "rollout_routing", ("replay", None)),
     "rollout_monitor": partial(_choice, "rollout_monitor", (*MONITOR_ACTIONS, None)),
     "rollout_monitor_bounds": lambda value: parse_bounds(none_if_null(value)) or None,
-    "rollout_tracked_metrics": partial(_choice, "rollout_tracked_metrics", TRACKED_METRICS),
     "rollout_diagnose": partial(_boolean, "rollout_diagnose"),
     "rollout_dump_dir": partial(_unless_none, _folder),
     "rollout_dump_steps": partial(_count, "rollout_dump_steps", 1),

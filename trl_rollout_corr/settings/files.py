@@ -1,329 +1,183 @@
-"""Files with settings: YAML and shell scripts, of this package and of other tools, and their translation. No torch."""
+"""Files and arguments with settings, of this package and of other tools, and their translation. No torch."""
 
-import difflib
-import math
 import re
-import shlex
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any
 
 import yaml
 
-from ..messages import SelfContainedError, SettingError, nearest, warn, yaml_lines
+from ..messages import SelfContainedError, SettingError, warn, yaml_lines
 from .config import RolloutCorrectionConfig
+from .counterparts import TRAINERS, comment, counterpart, to_trl
 from .fields import FIELDS
-from .legacy import first_preset, from_legacy, is_legacy
-from .migrate import VERL_KEYS, counterpart, from_trl, from_verl
-from .presets import PRESETS
+from .migrate import FIRST_PRESETS, NOT_SET, VERL_KEYS, from_trl, from_verl, is_first, split_verl
+from .resolve import Settings
 
 
-# First part of the names of settings that stand alone in a script
-_OF_CORRECTION = ("rollout_", "bypass_", "loss_type", "use_pure_rollout_correction", "vllm_importance_sampling_")
-Key = tuple[str, ...]
-
-_ARGUMENT = re.compile(r"\+{0,2}([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
-_VARIABLE = re.compile(r"\$\{?(\w+)\}?")
-_YAML_KEY = re.compile(r"^\s*[\w.]+:(\s|$)", re.MULTILINE)
-
-# Limits of a file with settings, far above those in use: characters, and nodes of YAML with each alias written out
-_LARGEST, _MOST_NODES = 1_000_000, 100_000
+_OVERRIDE = re.compile(r"\+{0,2}([^\s=~+-][^\s=]*)=(.*)", re.DOTALL)
+_PYTHON = re.compile(r"^#!.*python|^import \w|^from [\w.]+ import ", re.MULTILINE)
+_SHELL = re.compile(r"^#!.*sh\b|^\s*(export )?\+{0,2}[\w.]+=\S|verl\.trainer", re.MULTILINE)
+_OF_VERL = ("algorithm.", "actor_rollout_ref.", "data.", "trainer.")
+_TRL = "vllm_importance_sampling_"
+_PLUGIN = "trl_rollout_corr.axolotl.RolloutCorrectionPlugin"
 
 
-class Document(NamedTuple):
-    """A configuration."""
-
-    content: Any  # arguments of a shell script are nested mappings of text
-    lines: dict[Key, int]  # line of each key by its path, counted from 1
-    replaced: dict[Key, list[int]] = {}  # earlier lines that set a key to another value
-    variables: dict[str, tuple[str, int]] = {}  # value and line of each variable that no other setting uses
-
-    def line(self, *path: str) -> int | None:
-        """Line of a key, or of the nearest key above it with a line."""
-        lines = [self.lines[path[:n]] for n in range(len(path), 0, -1) if path[:n] in self.lines]
-        return lines[0] if lines else None
-
-
-def read_document(file: Path | TextIO) -> Document:
-    """Read a YAML file, or a shell script with arguments such as `algorithm.gamma=1.0`. A `ValueError` has one line."""
+def read_yaml(text: str) -> Any:
+    """Content of YAML. A shell script or a Python file, and text that is neither, are a `ValueError` of one line."""
+    problem, content = "", None
     try:
-        text = read_text(file) if isinstance(file, Path) else _bounded(file)
-        return _from_yaml(text)
-    except OSError as error:
-        raise ValueError(error.strerror) from None
+        content = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        problem = f"{f'line {mark.line + 1}: ' if mark else ''}not YAML: {getattr(error, 'problem', None) or error}"
+    if not isinstance(content, Mapping):
+        if _PYTHON.search(text):
+            raise ValueError(
+                "This is a Python file: copy its settings into a YAML file, one `key: value` in each line."
+            )
+        if _SHELL.search(text):
+            raise ValueError(
+                "This is a shell script: put `trl-rollout-corr convert` in the place of `python3 -m verl.trainer.main_ppo` in "
+                "it, and run it. Then the shell expands its variables."
+            )
+    if problem:
+        raise ValueError(problem)
+    return content
+
+
+def _read_file(path: str) -> str:
+    try:
+        return sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"not YAML: {error}") from None
-    except RecursionError:
-        raise ValueError("not YAML: it has too many levels") from None
-    except yaml.YAMLError as error:
-        script = _from_script(text)
-        if script is None or (not script.content and _YAML_KEY.search(text)):
-            mark = getattr(error, "problem_mark", None)
-            where = f"line {mark.line + 1}: " if mark else ""
-            raise ValueError(f"{where}not YAML: {getattr(error, 'problem', None) or error}") from None
-        return script
-
-
-def read_text(path: Path) -> str:
-    """Text of a file with settings. A pipe or a device, which may have no end, is a `ValueError`."""
-    if path.exists() and not path.is_file():
-        what = "a folder" if path.is_dir() else "a pipe or a device"
-        raise ValueError(f"it is {what}. Pass a regular file with settings")
-    with path.open(encoding="utf-8") as file:
-        return _bounded(file)
-
-
-def _bounded(file: TextIO) -> str:
-    text = file.read(_LARGEST + 1)
-    if len(text) > _LARGEST:
-        raise ValueError(f"it has more than {_LARGEST:,} characters, which is too large for a file with settings")
-    return text
-
-
-def load_yaml(text: str) -> tuple[Any, yaml.Node | None]:
-    """
-    Content of YAML and its first node. A few nested aliases can stand for more nodes than there is memory, so they are counted
-    before they are written out: too many, or an alias within itself, are a `ValueError`.
-    """
-    loader = yaml.SafeLoader(text)
-    try:
-        node = loader.get_single_node()
-        if node is None:
-            return None, None
-        if _count(node, {}) > _MOST_NODES:
-            raise ValueError("its aliases (`*name`) stand for too many values; write them out, or remove them")
-        return loader.construct_document(node), node
-    finally:
-        loader.dispose()
-
-
-def _count(node: yaml.Node, counted: dict[int, float]) -> float:
-    """Number of nodes of a tree in which each alias is written out; infinite for an alias within itself."""
-    if id(node) not in counted:
-        counted[id(node)] = math.inf
-        parts = node.value if isinstance(node, yaml.CollectionNode) else ()
-        below = [x for part in parts for x in (part if isinstance(part, tuple) else (part,))]
-        counted[id(node)] = 1 + sum(_count(x, counted) for x in below)
-    return counted[id(node)]
-
-
-def _from_yaml(text: str) -> Document:
-    content, node = load_yaml(text)
-    if isinstance(content, str):
-        return _from_script(text) or Document(content, {})
-    document = Document(content, {}, {})
-    _note_lines(node, document, {})
-    return document
-
-
-def _note_lines(node: yaml.Node | None, document: Document, values: dict[Key, str], above: Key = ()) -> None:
-    """Note the line of each key, and earlier lines with another value. Of two equal keys, the last one counts."""
-    if not isinstance(node, yaml.MappingNode):
-        return
-    for key, value in node.value:
-        path, line = (*above, str(key.value)), key.start_mark.line + 1
-        text = value.value if isinstance(value, yaml.ScalarNode) else str(id(value))
-        if values.get(path, text) != text:
-            document.replaced.setdefault(path, []).append(document.lines[path])
-        values[path], document.lines[path] = text, line
-        _note_lines(value, document, values, path)
-
-
-def _from_script(text: str) -> Document | None:
-    """Arguments of a command and assignments to variables, `None` if there are none."""
-    document = Document({}, {}, {}, {})
-    values: dict[str, str] = {}  # of variables
-    used: set[str] = set()
-    for word, line in _words(text):
-        match = _ARGUMENT.fullmatch(word)
-        if match is None:
-            continue
-        name, value = match.group(1), _expand(match.group(2), values)
-        used.update(_VARIABLE.findall(match.group(2)))
-        values[name] = value
-        if "." in name or name.startswith(_OF_CORRECTION):
-            _set(document, tuple(name.split(".")), value, line)
-        else:
-            document.variables.setdefault(name, (value, line))
-    for name in used:  # a variable may have the name of a setting
-        document.variables.pop(name, None)
-        if (name,) in document.lines:
-            del document.content[name], document.lines[(name,)]
-    return document if document.content or document.variables else None
-
-
-def _set(document: Document, key: Key, value: str, line: int) -> None:
-    section = document.content
-    for part in key[:-1]:
-        if not isinstance(section.get(part), dict):
-            section[part] = {}
-        section = section[part]
-    if key in document.lines and section.get(key[-1]) != value:
-        document.replaced.setdefault(key, []).append(document.lines[key])
-    section[key[-1]] = value
-    document.lines[key] = line
-
-
-def _words(text: str) -> Iterator[tuple[str, int]]:
-    """Words of a script without quotes and comments, with their lines."""
-    for number, line in enumerate(text.splitlines(), 1):
-        line = line.rstrip().removesuffix("\\")
-        try:
-            words = shlex.split(line, comments=True)
-        except ValueError:  # a quote that the line does not close
-            words = line.split("#")[0].split()
-        for word in words:
-            yield word, number
-
-
-def _expand(value: str, variables: Mapping[str, str]) -> str:
-    text = _VARIABLE.sub(lambda match: variables.get(match.group(1), match.group(0)), value)
-    return text.strip("\\'\"")
 
 
 # Settings of other tools ----------------------------------------------------------------------------------------------
 
 
-_TRL = "TRL's own correction"
-
-
-class Foreign(NamedTuple):
-    """Settings of another tool."""
-
-    tool: str
-    translate: Callable[..., dict[str, Any]]
-    settings: Mapping[str, object] | str | None
-    above: Key = ()  # keys under which they stand
-    maybe_ours: bool = False  # a section of verl alone has the names of fields of this package
-
-
-def find_foreign(document: object) -> Foreign | None:
-    """Find the settings of another tool in its whole configuration, or in only the part about rollout correction."""
-    if not isinstance(document, Mapping):
-        return None
-    algorithm = document.get("algorithm")
-    inside = _find_in(algorithm, ("algorithm",)) if isinstance(algorithm, Mapping) else None
-    return inside or _find_in(document, ())
-
-
-def _find_in(section: Mapping[str, object], above: Key) -> Foreign | None:
-    """Find the settings of another tool in a section under some keys."""
-    nested = (*above, "rollout_correction")
-    legacy = is_legacy(section)
-    maybe_ours = not above and not legacy
-    named = section.get("rollout_correction", "")
-    if isinstance(named, Mapping) and is_legacy(named):
-        return Foreign("verl's first releases", from_legacy, named, nested)
-    if named is None or isinstance(named, Mapping):
-        return Foreign("verl", from_verl, named, nested, maybe_ours and named is None)
-    if above and isinstance(named, str):
-        preset = first_preset(named) or ({"rollout_correction": named} if named in PRESETS else None)
-        if preset:
-            return Foreign("verl", lambda _: preset, named, nested)
-    trl = {key: value for key, value in section.items() if str(key).startswith("vllm_importance_sampling_")}
-    if trl:
-        return Foreign(_TRL, from_trl, trl, above, maybe_ours and not FIELDS.isdisjoint(section))
-    flat = {key: value for key, value in section.items() if str(key).startswith(("rollout_is", "rollout_rs"))}
-    if legacy:
-        return Foreign("verl's first releases", from_legacy, flat, above)
-    verl = flat | {key: value for key, value in section.items() if key in VERL_KEYS}
-    return Foreign("verl", from_verl, verl, above, maybe_ours) if verl else None
-
-
-# Translation -----------------------------------------------------------------------------------------------------------
-
-
-def convert(path: str) -> str:
+def convert(arguments: list[str]) -> str:
     """
-    Translate a configuration of another tool to YAML of fields of [`RolloutCorrectionConfig`]. It is a YAML file, a shell
-    script with arguments for verl, or `-` for standard input. A warning names every setting that is left out, its line, and
-    TRL's counterpart where [`~trl_rollout_corr.settings.migrate.counterpart`] knows one.
+    Translate a configuration of another tool to YAML of this package and of TRL. A warning names every setting of verl that is
+    left out. The whole YAML of TRL or Axolotl comes back.
+
+    Args:
+        arguments (`list[str]`):
+            Path of a YAML file, or `-` for standard input; or arguments of a training script of verl, such as
+            `algorithm.adv_estimator=grpo`.
     """
-    document = read_document(sys.stdin if path == "-" else Path(path))
-    foreign = find_foreign(document.content)
-    _refuse_ours(document.content, foreign)
-    if foreign is None:
-        raise ValueError(
-            "it has no settings of rollout correction: neither verl's `algorithm.rollout_correction`, nor the `rollout_is*` "
-            "keys of its first releases, nor TRL's `vllm_importance_sampling_*`."
-        )
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            fields = foreign.translate(foreign.settings)
-            RolloutCorrectionConfig(**fields)  # raises an error if a value is refused
-        except ValueError as error:
-            line = _line(document, foreign, getattr(error, "field", None))
-            raise ValueError(f"line {line}: {error}" if line else str(error)) from None
-    for warning in caught:
-        line = _line(document, foreign, getattr(warning.message, "field", None)) or document.line(*foreign.above) or 1
-        warn(f"{path}:{line}: {warning.message}")
-    for key, lines in document.replaced.items():
-        for line in lines:
-            warn(f"{path}:{line}: `{key[-1]}` has no effect: line {document.lines[key]} sets it again.")
-    for line, message in _left_out(document, foreign):
-        warn(f"{path}:{line}: {message}")
-    return yaml_lines(fields)
+    if len(arguments) == 1 and not _OVERRIDE.fullmatch(arguments[0]):
+        text = _read_file(arguments[0])
+        content = read_yaml(text)
+        if isinstance(content, Mapping):
+            _refuse_ours(content)
+            of_trl = content["trl"] if isinstance(content.get("trl"), Mapping) else content
+            if any(str(key).startswith(_TRL) for key in of_trl):
+                if re.search(r"(^|\s)#", text):
+                    warn("Comments of the file are left out.")
+                return _convert_trl(content, of_trl)
+        return _convert_verl(dict(_leaves(content)))
+    return _convert_verl(_read_overrides(arguments))
 
 
-def _refuse_ours(content: object, foreign: Foreign | None) -> None:
+def _refuse_ours(content: Mapping[str, object]) -> None:
     """A recipe of this package has nothing to convert."""
-    keys = set(content) if isinstance(content, Mapping) else set()
-    named = isinstance(content, Mapping) and isinstance(content.get("rollout_correction"), str)
-    ours = named or (keys & FIELDS and {"output_dir", "model_name_or_path"} & keys)
-    if ours and (foreign is None or foreign.maybe_ours):
+    named, ours = content.get("rollout_correction"), content.keys() & FIELDS
+    by_name = isinstance(named, str) and named not in FIRST_PRESETS
+    recipe = (
+        ours and content.keys() & {"output_dir", "model_name_or_path", "plugins"} and not isinstance(named, Mapping)
+    )
+    if by_name or recipe or ours - {"rollout_correction", *VERL_KEYS}:
         raise ValueError("it is already a configuration of this package and needs no conversion")
 
 
-def _line(document: Document, foreign: Foreign, field: str | None) -> int | None:
-    """Line of a setting. verl's `loss_type` is our `rollout_loss_type`."""
-    names = () if field is None else (field, field.removeprefix("rollout_"))
-    return next((line for name in names if (line := document.lines.get((*foreign.above, name)))), None)
-
-
-def _left_out(document: Document, foreign: Foreign) -> Iterator[tuple[int, str]]:
-    """Lines and messages about the settings that are not translated. Those without a message of their own share one."""
-    others: dict[str, list[tuple[str, int]]] = {}
-    for path, value, line in _not_taken(document, foreign):
-        name = ".".join(path)
-        matches = difflib.get_close_matches(name, [*VERL_KEYS, *FIELDS], 1, 0.85)
-        if name in matches:
-            yield line, f"`{name}` is left out, because the settings of `{'.'.join(foreign.above)}` are translated."
-        elif matches and foreign.tool != _TRL:
-            yield line, f"`{name}` is left out. Did you mean `{matches[0]}`?"
-        elif foreign.tool != _TRL and (message := counterpart(path, value)):
-            yield line, f"`{name}` is left out: {message}."
-        else:
-            others.setdefault(path[0] if len(path) > 1 else "", []).append((name, line))
-    reason = "not about rollout correction"
-    if foreign.tool == _TRL:
-        reason = "not about TRL's own correction, so keep name and value"
-    for names in others.values():
-        listed, several = ", ".join(f"`{name}`" for name, _ in names), len(names) > 1
-        listed += " are left out: they are" if several else " is left out: it is"
-        yield names[0][1], f"{listed} {reason}."
-
-
-def _not_taken(document: Document, foreign: Foreign) -> Iterator[tuple[Key, object, int]]:
-    """Path, value and line of each setting outside the translated ones."""
-    settings = foreign.settings
-    taken = [(*foreign.above, str(key)) for key in settings] if isinstance(settings, Mapping) else [foreign.above]
-    for path, value in _leaves(document.content):
-        if not any(path[: len(key)] == key for key in taken):
-            yield path, value, document.line(*path) or 1
-    for name, (value, line) in document.variables.items():
-        yield (name,), value, line
-
-
-def _leaves(content: object, above: Key = ()) -> Iterator[tuple[Key, object]]:
-    """Path and value of each setting. An empty section has none."""
-    if isinstance(content, Mapping):
+def _convert_trl(content: Mapping[str, Any], of_trl: Mapping[str, Any]) -> str:
+    """The whole YAML of TRL, or of Axolotl with TRL's fields below `trl`, with our fields in the place of TRL's."""
+    theirs = {key: value for key, value in of_trl.items() if str(key).startswith(_TRL)}
+    fields = from_trl(theirs)
+    RolloutCorrectionConfig(**fields)  # raises an error if a value is refused
+    changed: dict[str, Any] = {}
+    if of_trl is content:
         for key, value in content.items():
-            yield from _leaves(value, (*above, str(key)))
+            changed |= fields if key in theirs else {key: value}
+    else:
+        plugins = content.get("plugins") or []
+        below = {key: value for key, value in of_trl.items() if key not in theirs}
+        changed = {**content, "trl": below, "plugins": list(dict.fromkeys([*plugins, _PLUGIN])), **fields}
+    return "".join(
+        yaml_lines({key: value})
+        if key in fields
+        else yaml.safe_dump({key: value}, sort_keys=False, allow_unicode=True, width=1000)
+        for key, value in changed.items()
+    )
+
+
+def _convert_verl(settings: Mapping[str, object]) -> str:
+    """Fields of this package and of TRL for dotted names of verl."""
+    section, others = split_verl(settings)
+    if section is NOT_SET:
+        if not any(counterpart(name) or name.startswith(_OF_VERL) for name in others):
+            raise ValueError(
+                f"it has no settings of verl, such as `algorithm.rollout_correction`, and none of TRL's `{_TRL}*`"
+            )
+        warn("verl does not correct without `algorithm.rollout_correction`, so that correction is off here as well.")
+        section = None
+    fields = from_verl(section)
+    trl = to_trl(others, fields)
+    fields |= {name: trl.pop(name) for name in FIELDS & trl.keys()}
+    RolloutCorrectionConfig(**fields)
+    trainer = TRAINERS.get(str(next((x for name, x in others.items() if name.endswith("adv_estimator")), "")))
+    lines = ["use_vllm: true", yaml_lines(fields).rstrip()]
+    for field, value in trl.items():
+        note = comment(field, value)
+        lines.append(yaml_lines({field: value}).rstrip() + (f"  # {note}" if note else ""))
+    return "\n".join([f"# for {trainer}"] * bool(trainer) + lines) + "\n"
+
+
+def _leaves(content: object, above: str = "") -> Iterator[tuple[str, object]]:
+    """Dotted name and value of each setting. An empty section is a value."""
+    if isinstance(content, Mapping) and (content or not above):
+        for key, value in content.items():
+            yield from _leaves(value, f"{above}.{key}" if above else str(key))
     elif above:
         yield above, content
+
+
+def _read_overrides(arguments: list[str]) -> dict[str, object]:
+    """Dotted name and value of each argument of the form `key=value`. Other options of the command share one warning."""
+    settings: dict[str, object] = {}
+    options: list[str] = []
+    for before, argument in zip(["", *arguments], arguments, strict=False):
+        match = _OVERRIDE.fullmatch(argument)
+        if argument.startswith("-") or (match is None and before.startswith("-") and "=" not in before):
+            options.append(argument)
+        elif match is None and argument:
+            reason = "it is neither `key=value` nor an option. A file is converted alone. A backslash with blanks behind it "
+            raise ValueError(f"{argument!r}: {reason}does not continue a line, so that what follows is lost.")
+        elif match is not None:
+            for key, value in _leaves(_read_argument(*match.groups()), match[1]):
+                if settings.get(key, value) != value:
+                    warn(f"`{key}` is given again: {settings[key]!r} has no effect, and {value!r} counts.", key)
+                settings[key] = value
+    if options:
+        warn(f"{' '.join(options)}: options of Python and Hydra are left out. A file that they name is not read.")
+    return settings
+
+
+def _read_argument(key: str, text: str) -> object:
+    """Value of an argument: text, without quotes that the shell has left, or a list or a mapping."""
+    if text[:1] in ("[", "{", "'", '"'):
+        try:
+            return yaml.safe_load(text)
+        except yaml.YAMLError:
+            raise SettingError(key, text, "which is not closed", remedy="Check its quotes and brackets.") from None
+    if re.search(r"\s[+~]{0,2}[\w.]+=", text):
+        remedy = 'Write the variable that holds them without quotes, or an array as `"${ARGUMENTS[@]}"`.'
+        raise SettingError(key, text, "which has several arguments in it", remedy=remedy)
+    return text
 
 
 # Settings of this package ---------------------------------------------------------------------------------------------
@@ -334,7 +188,18 @@ def read_config(path: str) -> RolloutCorrectionConfig:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            config = RolloutCorrectionConfig(**_own_fields(read_document(Path(path)).content))
+            document = read_yaml(_read_file(path))
+            if not isinstance(document, Mapping):
+                raise ValueError("it has no settings. Write one in each line, such as `rollout_correction: auto`")
+            fields = _own_fields(document)
+            sections = any(
+                isinstance(document.get(key), Mapping) for key in ("algorithm", "rollout_correction", "trl")
+            )
+            if sections or is_first(document) or (not fields and any(str(key).startswith(_TRL) for key in document)):
+                raise ValueError("it has settings of another tool. Translate it with `trl-rollout-corr convert`")
+            if not fields:
+                raise ValueError("it does not set any field of rollout correction. Add `rollout_correction: auto`")
+            config = RolloutCorrectionConfig(**fields)
         except (ValueError, TypeError) as error:
             raise SelfContainedError(f"{path}: {_in_one_line(error)}") from None
     for warning in caught:
@@ -342,40 +207,28 @@ def read_config(path: str) -> RolloutCorrectionConfig:
     return config
 
 
-def _own_fields(document: object) -> dict[str, Any]:
-    if not isinstance(document, Mapping):
-        raise ValueError(
-            "it has no settings. Write one setting in each line, such as `rollout_correction: decoupled_token_is`"
-        )
-    foreign = find_foreign(document)
-    tool = None if foreign is None or foreign.maybe_ours else foreign.tool
-    if isinstance(document.get("algorithm"), Mapping):  # a whole configuration, with any content
-        tool = "verl"
-    if tool:
-        raise ValueError(f"it is a configuration of {tool}. Translate it with `trl-rollout-corr convert`")
-    unknown = [key for key in document if str(key).startswith("rollout_") and key not in FIELDS]
-    if unknown:
-        name = unknown[0]
-        remedy = nearest(name, FIELDS).strip()
-        raise SettingError(name, document[name], "which is not a field of rollout correction", remedy=remedy)
-    fields = {key: value for key, value in document.items() if key in FIELDS}
-    if not fields:
-        raise ValueError(
-            "it does not set any field of rollout correction. Add one, such as `rollout_correction: auto`"
-        )
-    return fields
-
-
 def config_of_run(settings: Mapping[str, Any], complaint: str) -> RolloutCorrectionConfig:
     """Configuration of the run that wrote a dump. Errors are a `ValueError` of one line that begins with the complaint."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the run has warned already
         try:
-            # beside settings of TRL, of which none begins like this
-            fields = {key: value for key, value in settings.items() if key in FIELDS or key.startswith("rollout_")}
-            return RolloutCorrectionConfig(**fields)
+            return RolloutCorrectionConfig(**_own_fields(settings))
         except (ValueError, TypeError) as error:
             raise ValueError(f"{complaint}: {_in_one_line(error)}") from None
+
+
+def _own_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of this package, and misspelt ones, beside settings of TRL, of which none begins like them."""
+    return {key: value for key, value in settings.items() if key in FIELDS or str(key).startswith("rollout_")}
+
+
+def settings_of_run(fields: Mapping[str, Any]) -> Settings | None:
+    """Settings in effect of the run that wrote a dump; `None` if the dump does not name them, or they cannot be read."""
+    if FIELDS.isdisjoint(fields):
+        return None
+    with suppress(ValueError):
+        return config_of_run(fields, "the settings in the dump").settings
+    return None
 
 
 def _in_one_line(error: Exception) -> str:

@@ -1,20 +1,23 @@
 """
-Settings of other tools, translated to fields of [`RolloutCorrectionConfig`].
+Settings of verl and of TRL, translated to fields of [`RolloutCorrectionConfig`].
 
-Each function takes a mapping and returns a dictionary of fields. A setting without an exact counterpart gives a warning. An
-unknown key, and a value that cannot be translated, are a `ValueError`. The classmethods `RolloutCorrectionConfig.from_verl`
-and `.from_trl` call them. `legacy.py` translates settings of verl's first versions.
+`from_verl` and `from_trl` return fields. A setting without an exact counterpart gives a warning. An unknown key, and a value
+that cannot be translated, are a `ValueError`.
 """
 
+import difflib
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from ..messages import SettingError, nearest, warn, warn_idle
-from .criteria import DIRECTED, FIRST_NAMES
+from .criteria import FIRST_NAMES
 from .thresholds import parse_number, parse_rejection_thresholds, parse_weight_threshold
 
 
-# Fields of verl's typed configuration, of today and of the pull request that introduced it.
+# Names of verl, as data -----------------------------------------------------------------------------------------------
+
+# Today's keys of verl's section, then those of its first version, then one that verl had for some weeks
 VERL_KEYS = (
     "rollout_is",
     "rollout_is_threshold",
@@ -27,124 +30,192 @@ VERL_KEYS = (
     "rollout_token_veto_threshold",
     "bypass_old_logprob_for_rollout",
     "use_pure_rollout_correction",
+    "use_policy_gradient",
 )
+# Keys of verl's first releases and their defaults, beside `rollout_is` (true or false) and `rollout_is_threshold`
+FIRST_KEYS = {
+    "rollout_is_level": "token",
+    "rollout_is_mode": "truncate",
+    "rollout_is_threshold_lower": None,
+    "rollout_is_veto_threshold": None,
+}
+_INF = float("inf")
+_GEO_VETO = {"rollout_correction": "decoupled_geo_rs", "rollout_rs": ["seq_mean_k1", "seq_max_k1"]}
+# Presets of the section's first version in today's names, with the fields that differ
+FIRST_PRESETS: dict[str, dict[str, Any]] = {
+    "token_is": {"rollout_correction": "decoupled_token_is"},
+    "token_tis": {"rollout_correction": "decoupled_token_is"},
+    "seq_is": {"rollout_correction": "decoupled_seq_is"},
+    "seq_is_rs": {"rollout_correction": "decoupled_seq_is_rs"},
+    "seq_mis": {"rollout_correction": "decoupled_seq_is_rs", "rollout_rs_threshold": [[0.0, 2.0]]},
+    "geo_rs": {**_GEO_VETO, "rollout_rs_threshold": [[1 / 1.001, 1.001], [1e-4, _INF]]},
+    "geo_mis": {**_GEO_VETO, "rollout_rs_threshold": [[0.999, 1.001], [1e-4, _INF]]},
+    # The weights were only reported: PPO clipping around the sampler is the correction
+    "ppo_is_bypass": {"rollout_correction": "bypass_ppo_clip", "rollout_is": "token", "rollout_is_threshold": 2.0},
+    "pure_is": {"rollout_correction": "bypass_pg_is"},
+}
 # Criteria whose bounds verl applies to the inverse of the ratio. By their first names they bounded the ratio itself.
 _INVERTED = ("token_k1", "seq_sum_k1", "seq_mean_k1")
-
-_TRL_KEYS = (
+_TRUTH = (
+    "rollout_is_batch_normalize",
+    "bypass_mode",
+    "bypass_old_logprob_for_rollout",
+    "use_pure_rollout_correction",
+    "use_policy_gradient",
     "vllm_importance_sampling_correction",
-    "vllm_importance_sampling_mode",
-    "vllm_importance_sampling_clip_max",
-    "vllm_importance_sampling_clip_min",
-    "vllm_importance_sampling_cap",
 )
+_WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+
+_TRL_KEYS = tuple(f"vllm_importance_sampling_{name}" for name in ("correction", "mode", "clip_max", "clip_min", "cap"))
 
 OFF = {"rollout_correction": "disabled"}
-
-# Counterparts in TRL of verl's settings outside the section, without `actor_rollout_ref`. docs/migration.md has them, too.
-_GRPO_OR_RLOO = "TRL has `RolloutCorrectedGRPOTrainer` for grpo and `RolloutCorrectedRLOOTrainer` for rloo"
-_ESTIMATORS = {
-    "grpo": "train with `RolloutCorrectedGRPOTrainer`",
-    "rloo": "train with `RolloutCorrectedRLOOTrainer`",
-    "gae": "TRL has neither GAE nor a value model. GRPO and RLOO compare completions of the same prompt instead",
-}
-COUNTERPARTS = {
-    "algorithm.gamma": "it discounts rewards per token, and TRL's trainers give one reward to the whole completion",
-    "algorithm.lam": "it is a parameter of GAE, which TRL does not have",
-    "algorithm.use_kl_in_reward": "RLOO does that with `beta`; GRPO puts the divergence into the loss",
-    "algorithm.kl_ctrl": "TRL has `beta`",
-    "algorithm.kl_penalty": "TRL has `beta`",
-    "algorithm.norm_adv_by_std_in_grpo": "TRL has `scale_rewards`",
-    "model.path": "TRL has `model_name_or_path`",
-    "actor.optim.lr": "TRL has `learning_rate`",
-    "actor.ppo_epochs": "TRL has `num_iterations`",
-    "actor.ppo_mini_batch_size": "multiplied by `rollout.n`, it is TRL's `per_device_train_batch_size * "
-    "gradient_accumulation_steps` of all processes",
-    "actor.clip_ratio_low": "TRL has `epsilon`",
-    "actor.clip_ratio_high": "TRL has `epsilon_high`",
-    "actor.clip_ratio_c": "with `bypass_mode` and `ppo_clip` it is `rollout_clip_ratio_c`, otherwise TRL's `delta`",
-    "actor.loss_agg_mode": "TRL has `loss_type`",
-    "actor.ess_scaling": "nothing here scales the step by the effective sample size, which gained nothing in our benchmarks",
-    "actor.use_kl_loss": "TRL has `beta`",
-    "actor.kl_loss_coef": "TRL has `beta`",
-    "actor.grad_clip": "TRL has `max_grad_norm`",
-    "rollout.n": "TRL has `num_generations`",
-    "rollout.temperature": "TRL has `temperature`",
-    "rollout.top_p": "TRL has `top_p`",
-    "rollout.top_k": "TRL has `top_k`",
-    "rollout.calculate_log_probs": "the trainers ask for log-probabilities where they need them",
-    "data.train_batch_size": "multiplied by `rollout.n`, it is TRL's `per_device_train_batch_size * "
-    "steps_per_generation` of all processes",
-    "data.max_prompt_length": "TRL has none: filter the dataset; `vllm_max_model_length` bounds prompt and completion "
-    "together",
-    "data.max_response_length": "TRL has `max_completion_length`",
-    "trainer.total_epochs": "TRL has `num_train_epochs`",
-    "trainer.total_training_steps": "TRL has `max_steps`",
-    "trainer.logger": "TRL has `report_to`",
-}
-# Names of variables in scripts. Shorter ones than three letters say too little, but for this one
-_OF_VARIABLES = {name.rpartition(".")[2]: name for name in COUNTERPARTS} | {"learning_rate": "actor.optim.lr"}
+NOT_SET = object()
 
 
-def counterpart(path: tuple[str, ...], value: object) -> str:
+# Values ---------------------------------------------------------------------------------------------------------------
+
+
+def read_value(value: object, key: str) -> object:
+    """A value without the text of null, which is refused if it is empty or has a variable that no shell has expanded."""
+    if not isinstance(value, str):
+        return value
+    if re.search(r"\$[{(\w]", value):
+        remedy = "The shell must expand it: run the command in the script that sets the variable, or write the value."
+        raise SettingError(key, value, "which is not expanded", remedy=remedy)
+    if not value.strip():
+        raise SettingError(key, value, "which is empty", remedy="A variable of the script may not be set.")
+    return None if value.strip().lower() in ("null", "none", "~") else value
+
+
+def read_truth(value: object, key: str) -> bool:
+    """A truth value, or text that YAML reads as one."""
+    read = _WORDS.get(value.strip().lower()) if isinstance(value, str) else value
+    if not isinstance(read, bool):
+        raise SettingError(key, value, allowed="true or false")
+    return read
+
+
+def _read(settings: Mapping[str, object], keys: tuple[str, ...], what: str) -> dict[str, Any]:
+    """Check the keys, and read null and truth values of text."""
+    plain = {key: read_value(value, key) for key, value in settings.items() if key != "_target_"}  # of Hydra
+    for key, value in plain.items():
+        if key not in keys:
+            remedy = f"{nearest(key, keys)} Known keys: {', '.join(keys)}.".strip()
+            raise SettingError(key, value, f"which does not belong to {what}", remedy=remedy)
+        if key in _TRUTH and value is not None:
+            plain[key] = read_truth(value, key)
+    return plain
+
+
+# verl -----------------------------------------------------------------------------------------------------------------
+
+
+def from_verl(section: object) -> dict[str, Any]:
     """
-    What TRL has for a setting of verl outside the section, as text; empty if nothing is known about it.
-
-    Args:
-        path (`tuple[str, ...]`):
-            Keys of the setting, such as `("actor_rollout_ref", "actor", "optim", "lr")`. A single one is the name of a
-            variable of a script.
-        value (`object`):
-            Value of the setting.
-    """
-    name = ".".join(path).removeprefix("actor_rollout_ref.")
-    if name in ("adv_estimator", "algorithm.adv_estimator"):
-        return _ESTIMATORS.get(str(value), _GRPO_OR_RLOO)
-    if len(path) == 1 and (len(name) > 2 or name.lower() == "lr"):
-        name = _OF_VARIABLES.get(name.lower(), name)
-    above = [name.rsplit(".", n)[0] for n in range(name.count(".") + 1)]  # a setting may be a section
-    return next((COUNTERPARTS[key] for key in above if key in COUNTERPARTS), "")
-
-
-def from_verl(settings: Mapping[str, object] | None) -> dict[str, Any]:
-    """
-    Translate the `rollout_correction` section of a verl configuration; `None` turns correction off.
-
-    The function reads today's keys and the keys of the pull request that introduced the section (bounds on the ratio, veto,
-    first names of the criteria). It converts text such as `"null"` and `"true"`. It handles these differences:
+    Translate the `rollout_correction` section of a verl configuration, or the keys of verl's first releases.
 
     - verl 0.9.1 applies the bounds of `*_k1` criteria to the inverse of the ratio. Bounds that are not reciprocal are
       inverted here, with a warning, so that a ported run rejects the same tokens. Bounds that verl does not have
       (of `seq_max_k1`, `token_tv`, `token_kl` and `token_binary_kl`, and a lower bound of 0) have the same meaning as here.
     - verl accepts `rollout_is` without a threshold and then computes no weights. So does the translation, with a warning.
     - A missing `rollout_is` is None, as in verl's YAML defaults.
+
+    Args:
+        section (`Mapping[str, object]`, `str` or `None`):
+            Keys of the section and their values, in the types of YAML or as text; or the name of a preset, of today or of the
+            first version; or `None`, which turns correction off.
+
+    Raises:
+        `ValueError`: if a key is unknown, or a value is refused.
     """
-    if settings is None:
+    if isinstance(section, str):
+        section = _WORDS.get(section.strip().lower(), read_value(section, "rollout_correction"))
+    if section is None or section is False:
         return dict(OFF)
-    settings = plain(settings, VERL_KEYS, "a verl `rollout_correction` section")
+    if isinstance(section, str):
+        return dict(FIRST_PRESETS.get(section) or {"rollout_correction": section})
+    if not isinstance(section, Mapping):
+        raise SettingError("rollout_correction", section, allowed="a section, the name of a preset, or null")
+    if is_first(section):
+        return _from_first(section)
+    settings = _read(section, VERL_KEYS, "a verl `rollout_correction` section")
     fields = {**_verl_weights(settings), **_verl_rejection(settings)}
-    pure, loss = settings.get("use_pure_rollout_correction"), settings.get("loss_type", "ppo_clip")
+    pure = next((key for key in ("use_pure_rollout_correction", "use_policy_gradient") if settings.get(key)), None)
+    loss = settings.get("loss_type", "ppo_clip")
+    if pure == "use_policy_gradient":
+        warn("`use_policy_gradient` is an old key of verl, which is now `loss_type: reinforce`.", pure)
     if settings.get("bypass_mode") or settings.get("bypass_old_logprob_for_rollout"):
-        return {**fields, "bypass_mode": True, "rollout_loss_type": "reinforce" if pure else loss}
+        return {**fields, "bypass_mode": True, "rollout_loss_type": "reinforce" if pure else loss or "ppo_clip"}
     if pure:
-        warn_idle("use_pure_rollout_correction", pure, "`bypass_old_logprob_for_rollout` is False")
+        warn_idle(pure, True, "`bypass_mode` is False")
     if loss not in ("ppo_clip", None):
         warn_idle("loss_type", loss, "`bypass_mode` is False")
     return fields
 
 
+def is_first(section: Mapping[str, object]) -> bool:
+    """`True` for keys of verl's first releases, of which a truth value of `rollout_is` is one."""
+    value = section.get("rollout_is")
+    return any(key in section for key in FIRST_KEYS) or isinstance(_WORDS.get(str(value).strip().lower()), bool)
+
+
+def _from_first(section: Mapping[str, object]) -> dict[str, Any]:
+    """
+    Translate the flat keys of verl's first releases. Without a threshold, everything was off.
+
+    Early releases set weights outside the bounds to 0 and later ones removed the tokens from the mask. With TRL's
+    denominators, which a rejected token does not leave, the two are the same. The veto was on by default (1e-4) in the
+    first releases: set it, if the run to port relied on that.
+    """
+    keys = ("rollout_is_threshold", "rollout_is", *FIRST_KEYS)
+    settings = {**FIRST_KEYS, **_read(section, keys, "the `rollout_is*` keys of verl's first releases")}
+    given = settings.get("rollout_is")
+    applies = settings["rollout_is"] = given is not None and read_truth(given, "rollout_is")
+    upper, lower = settings.get("rollout_is_threshold"), settings["rollout_is_threshold_lower"]
+    if upper is None:
+        for name, value in settings.items():
+            if value and value != FIRST_KEYS.get(name):
+                warn_idle(name, value, "`rollout_is_threshold` is None, which switched everything off")
+        return dict(OFF)
+    upper = parse_number(upper, "rollout_is_threshold")
+    level, mode = settings["rollout_is_level"], settings["rollout_is_mode"]
+    if level not in [*FIRST_NAMES]:  # a list has no hash
+        raise SettingError("rollout_is_level", level, allowed=f"one of {', '.join(FIRST_NAMES)}")
+    criteria, thresholds = [], []
+    if mode in ("mask", "clip"):
+        criteria = [FIRST_NAMES[level]]
+        thresholds = parse_rejection_thresholds([[1 / upper if lower is None else lower, upper]], criteria)
+    elif mode != "truncate":
+        raise SettingError("rollout_is_mode", mode, allowed="'truncate', 'mask' or 'clip'")
+    elif lower is not None:
+        message = f"`rollout_is_threshold_lower` is {lower}, but verl never applied it in mode 'truncate', so it is left out."
+        warn(message, "rollout_is_threshold_lower")
+    fields: dict[str, Any] = {"rollout_is": level, "rollout_is_threshold": parse_weight_threshold(upper)}
+    fields |= _rejection(criteria, thresholds, settings, "rollout_is_veto_threshold")
+    return fields if applies else {**fields, "rollout_metrics_only": True}
+
+
+def _rejection(criteria: list[str], thresholds: list, settings: Mapping[str, object], veto: str) -> dict[str, Any]:
+    """Fields of rejection. A veto rejects a completion if the ratio of any of its tokens is below its threshold."""
+    if settings.get(veto) is not None:
+        criteria = [*criteria, "seq_max_k1"]
+        thresholds = [*thresholds, [parse_number(settings[veto], veto), _INF]]
+    return {"rollout_rs": criteria, "rollout_rs_threshold": thresholds} if criteria else {}
+
+
 def _verl_weights(settings: dict[str, Any]) -> dict[str, Any]:
     level, threshold = settings.get("rollout_is"), settings.get("rollout_is_threshold", 2.0)
-    normalize = {"rollout_is_batch_normalize": True} if settings.get("rollout_is_batch_normalize") else {}
+    normalize: dict[str, Any] = (
+        {"rollout_is_batch_normalize": True} if settings.get("rollout_is_batch_normalize") else {}
+    )
     if level is not None and threshold is not None:
         return {"rollout_is": level, "rollout_is_threshold": parse_weight_threshold(threshold), **normalize}
-    idle: dict[str, Any] = {**normalize}
     if level is not None:
         message = "`rollout_is_threshold` is null, which makes verl compute no weights: `rollout_is` is set to None."
         warn(message, "rollout_is_threshold")
     elif threshold not in (None, 2.0, "2.0") or ("rollout_is" not in settings and "rollout_is_threshold" in settings):
-        idle["rollout_is_threshold"] = threshold  # verl's YAML defaults have 2.0 with a level of null
-    for name, value in idle.items():
+        normalize["rollout_is_threshold"] = threshold  # verl's YAML defaults have 2.0 with a level of null
+    for name, value in normalize.items():
         warn_idle(name, value, "`rollout_is` is None")
     return {"rollout_is": None}
 
@@ -164,9 +235,7 @@ def _verl_rejection(settings: dict[str, Any]) -> dict[str, Any]:
     for name in ("rollout_rs_threshold", "rollout_rs_threshold_lower"):
         if names is None and settings.get(name) is not None:
             warn_idle(name, settings[name], "`rollout_rs` is not set")
-    if settings.get("rollout_token_veto_threshold") is not None:
-        criteria, thresholds = add_veto(criteria, thresholds, settings, "rollout_token_veto_threshold")
-    return {"rollout_rs": criteria, "rollout_rs_threshold": thresholds} if criteria else {}
+    return _rejection(criteria, thresholds, settings, "rollout_token_veto_threshold")
 
 
 def _verl_thresholds(settings: dict[str, Any], names: list[str], criteria: list[str]) -> list[Any]:
@@ -175,10 +244,6 @@ def _verl_thresholds(settings: dict[str, Any], names: list[str], criteria: list[
         remedy = "verl refuses this as well; set the threshold."
         raise SettingError("rollout_rs", criteria, "but `rollout_rs_threshold` is not set", remedy=remedy)
     if lower is not None:
-        if directed := [name for name in criteria if name.removeprefix("token_") in DIRECTED]:
-            reason = f"which is a lower bound on the ratio, but {directed[0]!r} has no lower bound"
-            remedy = "Write a pair into `rollout_rs_threshold`: a bound for negative and one for positive advantages."
-            raise SettingError("rollout_rs_threshold_lower", lower, reason, remedy=remedy)
         return parse_rejection_thresholds([[lower, threshold]], criteria)
     entries = parse_rejection_thresholds(threshold, criteria)
     return [_inverted(entry, name) if name in _INVERTED else entry for entry, name in zip(entries, names, strict=True)]
@@ -199,6 +264,37 @@ def _inverted(bounds: Any, name: str) -> list[float]:
     return inverted
 
 
+def split_verl(settings: Mapping[str, object]) -> tuple[object, dict[str, object]]:
+    """
+    The section of verl's settings, which have dotted names with or without the names above the section, and all other
+    settings. The section is `NOT_SET` if no setting belongs to it. A name that is nearly one of the section is refused.
+    """
+    whole: object = NOT_SET
+    section: dict[str, object] = {}
+    others: dict[str, object] = {}
+    keys = [*VERL_KEYS, *FIRST_KEYS]
+    names = [*keys, *(f"algorithm.rollout_correction.{key}" for key in keys)]
+    for name, value in settings.items():
+        inside = name.removeprefix("algorithm.")
+        key = inside.removeprefix("rollout_correction.")
+        if inside == "rollout_correction":
+            whole = value
+        elif key in keys or key != inside:
+            if section.get(key, value) != value:
+                raise SettingError(
+                    name, value, f"and `{key}` is {section[key]!r} elsewhere", remedy="Keep one of the two."
+                )
+            section[key] = value
+        elif near := difflib.get_close_matches(name, names, 1, 0.85):
+            raise SettingError(name, value, "which verl does not have", remedy=f"Did you mean `{near[0]}`?")
+        else:
+            others[name] = value
+    return section or whole, others
+
+
+# TRL ------------------------------------------------------------------------------------------------------------------
+
+
 def from_trl(settings: Mapping[str, object]) -> dict[str, Any]:
     """
     Translate TRL's `vllm_importance_sampling_*` settings of `GRPOConfig`; missing ones have TRL's defaults.
@@ -206,8 +302,11 @@ def from_trl(settings: Mapping[str, object]) -> dict[str, Any]:
     The `truncate` modes become a truncation bound, or with `clip_min` a pair that weights are clamped to. The `mask` modes
     set weights outside the bounds to 0 and keep the others, which is IcePop. TRL takes the ratio of a token without a
     log-probability as 1, hence `rollout_nan_policy`.
+
+    Raises:
+        `ValueError`: if a key is unknown, or a value is refused.
     """
-    settings = plain(settings, _TRL_KEYS, "TRL's `vllm_importance_sampling_*` settings")
+    settings = _read(settings, _TRL_KEYS, "TRL's `vllm_importance_sampling_*` settings")
     if not settings.get("vllm_importance_sampling_correction", True):
         return dict(OFF)
     mode = settings.get("vllm_importance_sampling_mode", "sequence_mask")
@@ -217,32 +316,7 @@ def from_trl(settings: Mapping[str, object]) -> dict[str, Any]:
     if level not in ("token", "sequence") or bounding not in ("truncate", "mask"):
         allowed = "token_truncate, token_mask, sequence_truncate or sequence_mask"
         raise SettingError("vllm_importance_sampling_mode", mode, allowed=allowed)
-    upper = float("inf") if upper is None else upper
+    upper = _INF if upper is None else upper
     threshold = parse_weight_threshold(upper if lower is None and bounding == "truncate" else [lower or 0.0, upper])
     fields = {"rollout_is": level, "rollout_is_threshold": threshold, "rollout_nan_policy": "neutralize"}
     return {**fields, "rollout_is_clamp": True} if bounding == "truncate" and lower is not None else fields
-
-
-def add_veto(
-    criteria: list[str], thresholds: list, settings: Mapping[str, object], name: str
-) -> tuple[list[str], list]:
-    """Reject a sequence if the ratio of any of its tokens is below the threshold of a name."""
-    lower = parse_number(settings[name], name)
-    return [*criteria, "seq_max_k1"], [*thresholds, [lower, float("inf")]]
-
-
-def plain(settings: Mapping[str, object], keys: tuple[str, ...], what: str) -> dict[str, Any]:
-    """Check the keys, and turn the text `"null"`, `"true"` or `"false"` of a shell script into its value."""
-    words = {"null": None, "none": None, "true": True, "false": False}
-    plain = {
-        key: words.get(value.strip().lower(), value) if isinstance(value, str) else value
-        for key, value in settings.items()
-        if key != "_target_"  # of Hydra
-    }
-    if unknown := sorted(set(plain) - set(keys)):
-        key = unknown[0]
-        remedy = f"{nearest(key, keys)} Known keys: {', '.join(keys)}.".strip()
-        if keys is VERL_KEYS:
-            remedy += " To use a preset, write its name, not a mapping: `rollout_correction: auto`."
-        raise SettingError(key, plain[key], f"which does not belong to {what}", remedy=remedy)
-    return plain

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -22,9 +22,8 @@ class Settings:
     to a preset.
     """
 
-    rollout_correction: (
-        str | None
-    )  # preset that decided the fields that the user has not given; None for no correction
+    # Preset of the fields that the user has not given; None for no correction
+    rollout_correction: str | None = field(compare=False)
     rollout_is: str | None
     rollout_is_threshold: WeightBounds
     rollout_is_clamp: bool
@@ -43,7 +42,6 @@ class Settings:
     rollout_routing: str | None
     rollout_monitor: MonitorAction | None
     rollout_monitor_bounds: dict[str, float | None] | None
-    rollout_tracked_metrics: str
     rollout_diagnose: bool
     rollout_dump_dir: str | None
     rollout_dump_steps: int

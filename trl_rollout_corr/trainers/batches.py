@@ -11,25 +11,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 from transformers.trainer_utils import TrainOutput
 
 from ..correction.compute import RolloutCorrection, compute_rollout_correction
 from ..correction.functional import LOG_RATIO_BOUND
-from ..dumps.files import plain
-from ..messages import SettingWarning
+from ..dumps.claims import check_folder
+from ..messages import SettingWarning, __version__, plain, warn_idle
+from ..recording.dumping import SequenceDump
+from ..recording.first_step import FirstStepDiagnosis
+from ..recording.keys import ROLLOUT_LOGPS, ROLLOUT_STEP, TURN_IDS
+from ..recording.monitor import RolloutCorrectionMonitor, keep_one_monitor, monitor_of
+from ..recording.observer import CorrectedBatch, Moment, Observer
+from ..recording.run_metadata import check_dropout, check_types, engine_metadata, trainer_metadata
 from ..settings.config import RolloutCorrectionConfig
 from ..settings.fields import FIELDS
 from ..settings.resolve import Settings
-from .card import complete_card
-from .console import add_console
-from ..recording.dumping import SequenceDump, check_dump_folder, check_unused
-from ..recording.first_step import FirstStepDiagnosis
-from ..recording.keys import ROLLOUT_LOGPS, ROLLOUT_STEP, TOKEN_STEPS, TURN_IDS
-from ..recording.monitor import monitor_of, keep_one_monitor
-from ..recording.observer import CorrectedBatch, Moment, Observer
-from ..recording.run_metadata import check_dropout, check_types, engine_metadata, trainer_metadata
-from ..recording.trackers import choose_metrics
 from .trl_interface import check_config_class
 
 
@@ -37,6 +35,10 @@ if TYPE_CHECKING:
     from transformers import Trainer as _Host  # the attributes in use are in `trl_interface.py`
 else:
     _Host = object
+
+
+# Tags of models on the Hub: the subject, and the name of this package
+TAGS = ["rollout-correction", "trl-rollout-corr"]
 
 
 def _fields_of(args: RolloutCorrectionConfig) -> dict[str, Any]:
@@ -49,12 +51,14 @@ class CorrectsBatches(_Host):
     Correction of one batch, and its metrics. Comes before a trainer of TRL among the bases.
 
     A trainer sets `_trl_class` (TRL's trainer) and `_config_class` (its configuration), and overrides `_loss_mask` if its
-    batches have another mask of the loss.
+    batches have another mask of the loss. Differences from TRL: `train` (settings that were changed after the trainer was
+    built, and the monitor) and `log` (metrics).
     """
 
     _trl_class: type
     _config_class: type
     _engine_config: Any = None  # of vLLM, if known
+    _brought: RolloutCorrectionMonitor | None = None  # a monitor of the user, once it was looked at
 
     def _read_settings(self, model: str | PreTrainedModel, args: Any) -> Any:
         """
@@ -71,8 +75,7 @@ class CorrectsBatches(_Host):
             args.check()
         self._settings: Settings = args.settings
         if self._settings.rollout_dump_dir is not None:
-            check_dump_folder(self._settings.rollout_dump_dir, new_run=False)
-            check_unused(args)
+            check_folder(Path(self._settings.rollout_dump_dir))
         self._fields = _fields_of(args)
         return args
 
@@ -80,13 +83,16 @@ class CorrectsBatches(_Host):
         """Last step of building a trainer: warnings about the model, the observer, and the callbacks."""
         args = self.args
         check_dropout(self._bare(self.model))
-        add_console(self.callback_handler)
         self._about = {"trainer": type(self).__name__, **self._metadata()}
         check_types(self._about)
         self._observer = Observer(self._settings, self.accelerator, self.callback_handler)
-        keep_one_monitor(self.callback_handler, monitor_of(self._settings))
-        choose_metrics(self.callback_handler)
+        self._keep_one_monitor(monitor_of(self._settings))
         if self._settings.rollout_dump_dir is not None:
+            if self._settings.rollout_dump_sampled == self._settings.rollout_dump_worst == 0:
+                reason = (
+                    "`rollout_dump_sampled` and `rollout_dump_worst` are 0, so the folder gets the log and no sequence"
+                )
+                warn_idle("rollout_dump_dir", self._settings.rollout_dump_dir, reason)
             tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
             self._observer.dump = SequenceDump(args, self.accelerator, tokenizer, args.seed, self._about)
             self.add_callback(self._observer.dump)
@@ -101,14 +107,29 @@ class CorrectsBatches(_Host):
                     f"`{name}` is {value!r}, but was {self._fields[name]!r} when the trainer was built, which is when the "
                     "settings are read. Build the trainer with the new value."
                 )
-        monitor = keep_one_monitor(self.callback_handler)  # the user may have added one, or a tracker
+        monitor = self._keep_one_monitor()  # the user may have added one
         watched = torch.tensor([monitor is not None], device=self.accelerator.device)
         # The sums of a step are gathered over all ranks, which must agree about it
         everywhere = self.accelerator.num_processes == 1 or bool(self.accelerator.gather(watched).all())
         if monitor is not None:
             monitor.observer = self._observer if everywhere else None
-        choose_metrics(self.callback_handler)
+        if self._observer.dump is not None:
+            self._observer.dump.checkpoint = kwargs.get("resume_from_checkpoint", args[0] if args else None)
+        if self.is_world_process_zero():
+            tqdm.write(f"Rollout correction {__version__}: {self.args.description}")
         return super().train(*args, **kwargs)
+
+    def _keep_one_monitor(self, own: RolloutCorrectionMonitor | None = None) -> RolloutCorrectionMonitor | None:
+        """Keep one monitor among the callbacks, and warn about fields of the configuration that it does not follow."""
+        monitor = keep_one_monitor(self.callback_handler, own)
+        if monitor is not None and not monitor.of_configuration and monitor is not self._brought:
+            self._brought = monitor
+            reason = "the `RolloutCorrectionMonitor` among the callbacks takes the place of the trainer's own"
+            if self._settings.rollout_monitor not in (None, RolloutCorrectionConfig.rollout_monitor):
+                warn_idle("rollout_monitor", self._settings.rollout_monitor, reason)
+            if self._settings.rollout_monitor_bounds is not None:
+                warn_idle("rollout_monitor_bounds", self._settings.rollout_monitor_bounds, reason)
+        return monitor
 
     def _bare(self, model: Any) -> torch.nn.Module:
         """A model without its wrappers."""
@@ -162,10 +183,7 @@ class CorrectsBatches(_Host):
         """Correct a batch for the gap between the sampler and a policy of the trainer: old (`from_old`) or current."""
         correction = self._compute_correction(train_logps, batch)
         mask, ages = self._loss_mask(batch), self._ages(batch)
-        token_ages = self.state.global_step - batch[TOKEN_STEPS] if TOKEN_STEPS in batch else None
-        return CorrectedBatch(
-            batch, mask, train_logps, correction, correction.coefficients, from_old, ages, token_ages
-        )
+        return CorrectedBatch(batch, mask, train_logps, correction, correction.coefficients, from_old, ages)
 
     def _bypass(self, corrected: CorrectedBatch) -> tuple[torch.Tensor, CorrectedBatch]:
         """Anchor in bypass mode, `(B, T)`, and the correction without the tokens that have no gradient there."""
@@ -186,15 +204,6 @@ class CorrectsBatches(_Host):
         return torch.where(usable, current - correction.log_ratio, current), corrected.coefficients * usable
 
     # Logging ----------------------------------------------------------------------------------------------------------
-
-    def create_model_card(self, *args: object, **kwargs: object) -> None:
-        super().create_model_card(*args, **kwargs)
-        path = Path(self.args.output_dir, "README.md")
-        if self.is_world_process_zero() and path.exists():
-            model: Any = self._bare(self.model)
-            name = model.config._name_or_path
-            card = complete_card(path.read_text("utf-8"), name, self.args.output_dir, self.args.description)
-            path.write_text(card, "utf-8")
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         # Trainer logs losses and runtimes on every rank. Other logs may come from user code on one rank, where the gather

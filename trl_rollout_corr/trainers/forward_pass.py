@@ -31,13 +31,12 @@ training goes like this:
 A push of weights to a server, which comes at the beginning of step 2, may score a batch of the past again: that is a
 [`Rescoring`] too.
 
-Replays of the sampler's choices ([`~trl_rollout_corr.replay.protocol.Replay`]) ask the pass for the choices that belong to
+Replays of the sampler's choices ([`~trl_rollout_corr.trainers.replays.Replays`]) ask the pass for the choices that belong to
 its batch.
 
 `B` completions, `P` and `T` tokens of prompts and completions with padding.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -45,10 +44,9 @@ import torch
 
 from ..correction.compute import keep_mask
 from ..correction.sums import Sums
-from ..replay.protocol import Logprobs, Replay
+from ..recording.keys import OLD_LOGPS
 from ..settings.resolve import Settings
 from .gradient_check import GradientCheck
-from ..recording.keys import OLD_LOGPS
 
 
 Forward = Callable[..., tuple]
@@ -66,10 +64,11 @@ class ForwardPass:
         """Run `forward`, TRL's method of the forward pass. Returns log-probabilities, `(B, T)`, and other outputs."""
         return forward(model, *args, **kwargs)
 
-    def columns(
-        self, replay: Replay, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int
-    ) -> Mapping[str, Any]:
-        """Columns of the batch, among them those that a replay needs in this pass. Without these, nothing is replayed."""
+    def columns(self, generated: Callable[[], dict[str, Any]]) -> Mapping[str, Any]:
+        """
+        Columns of the batch, with the choices of the sampler that this pass makes again. `generated` returns those for a batch
+        that was just generated.
+        """
         return {}
 
     def generated(self, generation: "Generation") -> None:
@@ -85,9 +84,7 @@ class Rescoring(ForwardPass):
     def __init__(self, batch: dict[str, Any]) -> None:
         self.batch = batch
 
-    def columns(
-        self, replay: Replay, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int
-    ) -> Mapping[str, Any]:
+    def columns(self, generated: Callable[[], dict[str, Any]]) -> Mapping[str, Any]:
         return self.batch
 
 
@@ -129,18 +126,8 @@ class OldPass:
 
     def settle(self, output: dict[str, Any], *, expected: int, anchor_key: str) -> None:
         """
-        Put the old log-probabilities into the batch that TRL has scored, or remove their placeholder.
-
-        Args:
-            output (`dict`):
-                Batch that TRL returned; it is changed in place.
-            expected (`int`):
-                Number of forward passes that TRL makes while it scores a batch.
-            anchor_key (`str`):
-                Key of the batch under which TRL returns the result of its old pass.
-
-        Raises:
-            `RuntimeError`: if TRL made another number of passes, or the key is missing.
+        Put the old log-probabilities under `anchor_key` into the batch that TRL has scored, or remove their placeholder. A
+        `RuntimeError` if TRL made another number of forward passes than `expected`, or if the key is missing.
         """
         if self.calls != expected or anchor_key not in output:
             raise RuntimeError(
@@ -160,7 +147,7 @@ class Generation(ForwardPass):
     completions.
     """
 
-    logprobs: Logprobs | None = None  # of the sampled tokens, per completion
+    logprobs: list[list[float]] | None = None  # of the sampled tokens, per completion
     prompts: list[list[int]] | None = None  # that vLLM has read in the first turn, per completion
     tool_mask: list[list[int]] | None = None  # 0 on tokens of tools, per completion
     turn_ids: list[list[int]] | None = None  # turn of each token, per completion
@@ -174,8 +161,7 @@ class Generation(ForwardPass):
 
     def rollout_logps(self, like: torch.Tensor) -> torch.Tensor:
         """Log-probabilities of the sampler, padded to the shape `(B, T)` of `like`."""
-        rows = [[math.nan if x is None else x for x in row] for row in self.logprobs or []]
-        return _padded(rows, like, 0.0)
+        return _padded(self.logprobs or [], like, 0.0)
 
     def padded_turn_ids(self, like: torch.Tensor) -> torch.Tensor | None:
         """Turn of each token, padded to the shape `(B, T)` of `like`; `None` without turns of a rollout function."""
@@ -203,10 +189,8 @@ class Scoring(ForwardPass):
             return forward(model, *args, **kwargs)
         return self.old_pass(forward, model, *args, **kwargs)
 
-    def columns(
-        self, replay: Replay, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int
-    ) -> Mapping[str, Any]:
-        return replay.place(input_ids, attention_mask, logits_to_keep)
+    def columns(self, generated: Callable[[], dict[str, Any]]) -> Mapping[str, Any]:
+        return generated()
 
     def generated(self, generation: Generation) -> None:
         self.generation = generation  # a subclass may generate several times, and use the last result
@@ -215,15 +199,8 @@ class Scoring(ForwardPass):
 
     def take_rewards(self, rewards: torch.Tensor, weights: torch.Tensor, own: slice) -> None:
         """
-        Keep the rewards of this rank's completions.
-
-        Args:
-            rewards (`torch.Tensor` of shape `(N, F)`):
-                Rewards of the `N` completions of all ranks by `F` reward functions, NaN where a function gave none.
-            weights (`torch.Tensor` of shape `(F,)`):
-                Weights of the reward functions.
-            own (`slice`):
-                Rows of this rank.
+        Keep the rewards of this rank's completions, the rows `own` of `rewards`, `(N, F)`: of all ranks, by `F` functions with
+        `weights`, `(F,)`; NaN where a function gave none.
         """
         total = (rewards * weights.to(rewards.device)).nansum(1)
         self.rewards = total.masked_fill(rewards.isnan().all(1), torch.nan)[own]
@@ -294,20 +271,9 @@ class LossPass(Rescoring):
     The passes of one call of `compute_loss` on a micro-batch. Only the pass of the policy is corrected. The passes of a
     teacher or of the reference, and passes without gradient, are left unchanged.
 
-    Args:
-        policy (`torch.nn.Module`):
-            Model that the loss trains, without wrappers.
-        batch (`dict`):
-            Micro-batch.
-        loss_mask (`torch.Tensor` of shape `(B, T)`):
-            Non-zero on the tokens of the loss.
-        correct (`Callable`):
-            Takes this pass and the log-probabilities of the policy, `(B, T)` in nats with gradient. Returns the
-            log-probabilities for TRL's loss, `(B, T)`.
-        unwrap (`Callable`):
-            Returns a model without its wrappers.
-        count (`Callable`):
-            Adds sums to the metrics.
+    `policy` is the model that the loss trains, without wrappers, which `unwrap` removes; `loss_mask`, `(B, T)`, has the tokens
+    of the loss. `correct` takes this pass and the log-probabilities of the policy, `(B, T)` in nats with gradient, and returns
+    those for TRL's loss. `count` adds sums to the metrics.
     """
 
     def __init__(

@@ -29,21 +29,12 @@ class GradientCheck:
 
     def passes(self, loss: torch.Tensor, *, own: bool, per_token: bool, alone: bool) -> bool:
         """
-        Check that the coefficients act on a loss, a scalar with gradient.
+        Raise a `RuntimeError` if the coefficients do not act on a loss, and return `False` if all gradients of the micro-batch
+        are 0, which proves nothing.
 
-        Args:
-            own (`bool`):
-                The loss is the user's own: it must depend on the coefficients, in any way.
-            per_token (`bool`):
-                The gradient of a token must follow its own coefficient, not only the coefficients of its completion.
-            alone (`bool`):
-                The loss has no other term that depends on the log-probabilities, such as a KL penalty.
-
-        Returns:
-            `bool`: `False` if all gradients of this micro-batch are 0, so that it proves nothing.
-
-        Raises:
-            `RuntimeError`: if the loss does not use these log-probabilities and coefficients.
+        A loss of the user's `own` has only to depend on the coefficients. `per_token` asks that the gradient of a token
+        follows its own coefficient, and not only those of its completion; `alone` says that no other term of the loss, such as
+        a KL penalty, depends on the log-probabilities.
         """
         gradient, first = self._gradients(loss)
         if gradient is None or first is None:

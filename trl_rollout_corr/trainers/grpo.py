@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from trl import GRPOConfig, GRPOTrainer
 
-from ..settings.config import RolloutCorrectionConfig
-from .card import TAGS
-from .forward_pass import Generation
 from ..recording.keys import OLD_LOGPS
-from .logprobs import check_logprobs, checked_turn_ids
+from ..settings.config import RolloutCorrectionConfig
+from .batches import TAGS
+from .completions import checking, read_logprobs
+from .forward_pass import Generation
 from .mixin import RolloutCorrectionMixin
 from .trl_checks import CHECKS, check_loss_type
 from .trl_interface import with_parameters_of
-from .versions import check_switched_off, replace_trl_correction, without_none
+from .versions import check_switched_off, replace_trl_correction
 
 
 @dataclass
@@ -75,24 +75,35 @@ class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
     _config_class = RolloutCorrectedGRPOConfig
     _anchor_key = OLD_LOGPS
     num_iterations: int  # TRL's
+    rollout_func: Any
     _tag_names = [*GRPOTrainer._tag_names, *TAGS]
 
     @with_parameters_of(GRPOTrainer.__init__)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._named_masks: set[str] = set()  # keys of a rollout function that a warning has named
 
     def _check_sampler(self) -> None:
         if self.rollout_func is None:  # a rollout function brings its own log-probabilities
             super()._check_sampler()
 
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        rollout_func = self.rollout_func
+        if rollout_func is not None:  # for this call only, as it is the user's
+            self.rollout_func = checking(rollout_func, self._named_masks)
+        try:
+            return super()._generate(*args, **kwargs)
+        finally:
+            self.rollout_func = rollout_func
+
     def _read_generated(self, generated: tuple, generation: Generation) -> tuple:
         prompt_ids, completion_ids, tool_mask, completions, logprobs, *others = generated
-        check_logprobs(completion_ids, logprobs)
-        generation.logprobs = logprobs  # with tools or a rollout function, of several turns
+        # with tools or a rollout function, of several turns
+        generation.logprobs = read_logprobs(logprobs, [len(ids) for ids in completion_ids], tool_mask)
         generation.tool_mask = tool_mask
         of_function = next((x for x in others if isinstance(x, dict)), {})  # further fields of a rollout function
-        generation.turn_ids = checked_turn_ids(completion_ids, of_function.get("turn_ids"))
-        return prompt_ids, completion_ids, tool_mask, completions, without_none(logprobs), *others
+        generation.turn_ids = of_function.get("turn_ids")
+        return prompt_ids, completion_ids, tool_mask, completions, generation.logprobs, *others
 
     @contextmanager
     def _asking_for_old_pass(self) -> Iterator[None]:

@@ -4,7 +4,6 @@ vLLM as the sampler: the log-probability of each sampled token, and new weights 
 The last two change one [`~trl.generation.vllm_generation.VLLMGeneration`] object after TRL has built it.
 """
 
-import operator
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import wraps
@@ -12,11 +11,9 @@ from typing import Any
 
 from trl.generation.vllm_generation import VLLMGeneration
 
+from ..arrival.worker import push
 from ..messages import warn
 from ..replay.kept_tokens import KeptTokens
-from ..replay.protocol import Logprobs
-from ..arrival.worker import push
-from .versions import named_weights
 
 
 def check_server_logprobs(mode: str, temperature: float) -> None:
@@ -32,56 +29,6 @@ def check_server_logprobs(mode: str, temperature: float) -> None:
     warn(
         f"{message}: at `temperature=1.0` raw and processed log-probabilities agree only without penalties and truncation."
     )
-
-
-def check_logprobs(completion_ids: list[list[int]], logprobs: Any) -> None:
-    """Check that there is one log-probability for each sampled token."""
-    if logprobs is None:
-        raise ValueError(
-            "The completions came without log-probabilities, which rollout correction needs. Set `use_vllm=True`, or return "
-            "them as `logprobs` from your `rollout_func`: one list per completion with the log-probability of each sampled "
-            "token, after temperature."
-        )
-    if len(logprobs) != len(completion_ids):
-        raise ValueError(
-            f"`logprobs` must have one list per completion, got {len(logprobs)} lists for {len(completion_ids)} completions."
-        )
-    for i, (ids, sequence) in enumerate(zip(completion_ids, logprobs, strict=True)):
-        if len(sequence) != len(ids):
-            raise ValueError(
-                f"`logprobs[{i}]` must have one entry per token of the completion, got {len(sequence)} for {len(ids)} tokens. "
-                "Check that `rollout_func` neither drops nor appends tokens (an end-of-sequence token, for instance) after "
-                "sampling."
-            )
-        if any(isinstance(logprob, (list, tuple)) for logprob in sequence):
-            raise ValueError(
-                f"`logprobs[{i}]` must be a flat list with one number per token, got nested lists. If vLLM returned several "
-                "candidates per token, keep the log-probability of the sampled one."
-            )
-
-
-def checked_turn_ids(completion_ids: list[list[int]], turn_ids: Any) -> list[list[int]] | None:
-    """`turn_ids` of a rollout function, with one number per token that never decreases along a completion; or `None`."""
-    if turn_ids is None:
-        return None
-    if len(turn_ids) != len(completion_ids):
-        raise ValueError(
-            f"`turn_ids` must have one list per completion, got {len(turn_ids)} lists for {len(completion_ids)} completions."
-        )
-    for i, (ids, turns) in enumerate(zip(completion_ids, turn_ids, strict=True)):
-        if len(turns) != len(ids):
-            raise ValueError(
-                f"`turn_ids[{i}]` must have one number per token of the completion, got {len(turns)} for {len(ids)} tokens. "
-                "Give the tokens of a tool's answer the number of the turn before it."
-            )
-        for t, turn in enumerate(turns):
-            before = turns[t - 1] if t else 0
-            if not hasattr(turn, "__index__") or turn < before:
-                raise ValueError(
-                    f"`turn_ids[{i}][{t}]` is {turn!r} after {before!r}, but turns follow one another: use whole numbers from "
-                    "0 that never decrease along a completion."
-                )
-    return [[operator.index(turn) for turn in turns] for turns in turn_ids]
 
 
 # Keys of a batch with images
@@ -106,7 +53,7 @@ def warn_about_images(read: list[int], own: list[int]) -> None:
 
 def watch_sampler(
     generation: VLLMGeneration,
-    keep: Callable[[Logprobs, list[list[int]]], object],
+    keep: Callable[[list[list[float | None]], list[list[int]]], object],
     pushing: Callable[[], AbstractContextManager],
     kept_tokens: KeptTokens | None,
 ) -> None:
@@ -165,6 +112,6 @@ def sync_weights_on_cpu(generation: VLLMGeneration) -> None:
         return
 
     def sync_weights(*args: Any, **kwargs: Any) -> None:
-        push(generation.llm, named_weights(generation))
+        push(generation.llm, generation._iter_named_params())
 
     generation.sync_weights = sync_weights

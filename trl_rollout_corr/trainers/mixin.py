@@ -21,14 +21,8 @@ import torch
 from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedModel
 
-from ..replay.experts import Experts
-from ..replay.protocol import Logprobs, Replay
-from ..settings.config import RolloutCorrectionConfig
-from .batches import CorrectsBatches
-from .engine import engine_arguments
+from ..arrival.server import read_configuration
 from ..recording.first_step import score_alone
-from .forward_pass import ForwardPass, Generation, LossPass, OldPass, Rescoring, Scoring
-from .gradient_check import GradientCheck, not_in_loss
 from ..recording.keys import (
     AGAIN_LOGPS,
     COEFFICIENTS,
@@ -39,25 +33,31 @@ from ..recording.keys import (
     ROLLOUT_LOGPS,
     ROLLOUT_STEP,
     TURN_IDS,
+    VISITED,
 )
-from .logprobs import IMAGES, check_server_logprobs, watch_sampler, sync_weights_on_cpu, warn_about_images
 from ..recording.observer import CorrectedBatch
+from ..settings.config import RolloutCorrectionConfig
+from .batches import CorrectsBatches
+from .completions import read_logprobs
+from .engine import engine_arguments
+from .forward_pass import ForwardPass, Generation, LossPass, OldPass, Rescoring, Scoring
+from .gradient_check import GradientCheck, not_in_loss
+from .logprobs import IMAGES, check_server_logprobs, sync_weights_on_cpu, warn_about_images, watch_sampler
 from .pushes import PushesToVLLM
-from .replays import experts_of, kept_tokens_of, sequences_of
+from .replays import Replays, replays_of, sequences_of
 from .trl_interface import check_bases, check_trl, definer
-from .versions import refuse_weights, server_configuration
-from .visits import Visits
+from .versions import refuse_weights
 
 
 class RolloutCorrectionMixin(CorrectsBatches):
     """
     Rollout correction for a trainer of TRL. Comes before the trainer among the bases.
 
-    Differences from TRL, each as `super()` with changed arguments or results: `__init__` (checks, monitor, dump), `_generate`
-    and `_generate_and_score_completions` (the sampler's log-probabilities; TRL's old pass is skipped if it is not needed),
-    `_calculate_rewards` (completions that are rejected before the baseline),
-    `_get_per_token_logps_and_entropies` and `compute_loss` (the correction), `training_step` (the end of replays), `log`
-    (metrics), `create_model_card` (model and correction), `train` (settings that were changed after the trainer was built).
+    Differences from TRL, each as `super()` with changed arguments or results: `__init__` (checks), `_generate` and
+    `_generate_and_score_completions` (the sampler's log-probabilities; TRL's old pass is skipped if it is not needed),
+    `_calculate_rewards` (completions that are rejected before the baseline), `_get_per_token_logps_and_entropies` and
+    `compute_loss` (the correction), and `training_step` (the end of replays).
+    [`~trl_rollout_corr.trainers.batches.CorrectsBatches`] has `train` and `log`.
 
     A trainer defines the differences between TRL's trainers: `_trl_class` and `_config_class`, `_anchor_key` (key of the
     log-probabilities in the denominator of TRL's ratio), `_enter_loss`, and `_asking_for_old_pass`.
@@ -74,8 +74,7 @@ class RolloutCorrectionMixin(CorrectsBatches):
     # TRL's own tests call methods of a trainer that was never initialised. So state has a default here, unless no method can
     # do its work without it: the settings, the observer, the pushes and the visits.
     _pass = ForwardPass()  # the forward pass that is under way
-    _replays: tuple[Replay, ...] = ()
-    _experts: Experts | None = None  # the replay of experts among them
+    _replays = Replays()  # of choices of the sampler
     _other_prompts = False  # True once vLLM has read another prompt than the trainer
     _gradient_checked = False  # True once the correction was found in the gradient of TRL's loss
     # True if every sample is visited before the first optimizer step after its generation: the policy of the first visit is
@@ -95,28 +94,26 @@ class RolloutCorrectionMixin(CorrectsBatches):
         args = self._read_settings(model, args)
         with engine_arguments(args):
             super().__init__(model, reward_funcs, args, *further_args, **kwargs)
-        self._visits = Visits(self.args.steps_per_generation)
+        self._first_visits = 0  # of micro-batches of the generation
         self._visited_before_update = self.args.gradient_accumulation_steps % self.args.steps_per_generation == 0
         if self.use_vllm:
             self._check_server()
             sync_weights_on_cpu(self.vllm_generation)
         self._check_sampler()
         self._pushes = PushesToVLLM(self)
-        self._experts, kept_tokens = experts_of(self), kept_tokens_of(self)
-        self._replays = tuple(replay for replay in (self._experts, kept_tokens) if replay is not None)
+        self._replays = replays_of(self)
         if self.use_vllm:
-            watch_sampler(self.vllm_generation, self._record_logprobs, self._pushes.pushing, kept_tokens)
+            watch_sampler(self.vllm_generation, self._record_logprobs, self._pushes.pushing, self._replays.kept_tokens)
         self._set_up_observer()
 
     def _check_server(self) -> None:
         if self.vllm_mode == "server":
             info: list[Any] = [None]
             if self.accelerator.is_main_process:  # only this process has a connection to the server
-                info = [server_configuration(self.vllm_generation.vllm_client)]
+                info = [read_configuration(self.vllm_generation.vllm_client.base_url)]
             broadcast_object_list(info, from_process=0)  # so that every rank raises, or none
             self._engine_config = info[0]
-            if info[0] is not None:  # the server of TRL 1.10 always returns log-probabilities after temperature
-                check_server_logprobs(info[0]["model_config"]["logprobs_mode"], self.temperature)
+            check_server_logprobs(info[0]["model_config"]["logprobs_mode"], self.temperature)
         elif hasattr(self.vllm_generation, "llm"):
             self._engine_config = self.vllm_generation.llm.llm_engine.vllm_config
 
@@ -130,9 +127,9 @@ class RolloutCorrectionMixin(CorrectsBatches):
 
     def keep_routes(self, tokens: Sequence[int], experts: Any) -> None:
         """Take the routes of a sequence of a `rollout_func`: [`~trl_rollout_corr.replay.sampled_experts.SampledRoutes`]."""
-        if self._experts is None:
+        if self._replays.experts is None:
             raise ValueError("`rollout_routing` is None, so routes have no effect. Set it to 'replay'.")
-        self._experts.sampled.keep(tokens, experts)
+        self._replays.experts.sampled.keep(tokens, experts)
 
     @contextmanager
     def _during(self, under_way: Any) -> Iterator[Any]:
@@ -144,9 +141,7 @@ class RolloutCorrectionMixin(CorrectsBatches):
             self._pass = before
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
-        forward = super()._get_per_token_logps_and_entropies
-        for replay in self._replays:
-            forward = replay.around(self._pass, forward)
+        forward = partial(self._replays.forward, self._pass, super()._get_per_token_logps_and_entropies)
         return self._pass.run(forward, *args, **kwargs)
 
     # Scoring ----------------------------------------------------------------------------------------------------------
@@ -179,8 +174,7 @@ class RolloutCorrectionMixin(CorrectsBatches):
         return nullcontext()
 
     def _generate_and_score_completions(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        for replay in self._replays:
-            replay.clear()
+        self._replays.clear()
         old_pass = self._new_old_pass()
         asking = nullcontext() if old_pass is None else self._asking_for_old_pass()
         with self._during(Scoring(old_pass)) as scoring, asking:
@@ -195,17 +189,17 @@ class RolloutCorrectionMixin(CorrectsBatches):
         self._warn_about_images(scoring.generation, output)
         output[ROLLOUT_LOGPS] = self._rollout_logps(output, scoring.generation)
         output[REWARDS] = scoring.rewards
-        for replay in self._replays:
-            output |= replay.place(*sequences_of(output), completion_ids.shape[1])
-            replay.check(output, self._loss_mask(output))
-            replay.clear()
+        output |= self._replays.place(*sequences_of(output), completion_ids.shape[1])
+        self._replays.check(output, self._loss_mask(output))
+        self._replays.clear()
         if (turn_ids := scoring.generation.padded_turn_ids(completion_ids)) is not None:
             output[TURN_IDS] = turn_ids
         self._note_origin(output)
         if self.model.training:
-            self._visits.restart()
+            self._first_visits = 0
+            output[VISITED] = torch.zeros(len(completion_ids), dtype=torch.bool)
             for key in (FIRST_LOGPS, FIRST_COEFFICIENTS):
-                output[key] = torch.full_like(completion_ids, torch.nan, dtype=torch.float32)
+                output[key] = torch.zeros_like(completion_ids, dtype=torch.float32)
         if self._settings.corrects and self._settings.needs_whole_batch and not self._settings.bypasses:
             corrected = self._correct_from(output[OLD_LOGPS], output, from_old=True)
             self._record(corrected)
@@ -238,10 +232,10 @@ class RolloutCorrectionMixin(CorrectsBatches):
         self._pass.generated(generation)
         return generated
 
-    def _record_logprobs(self, logprobs: Logprobs, prompts: list[list[int]]) -> None:
+    def _record_logprobs(self, logprobs: list[list[float | None]], prompts: list[list[int]]) -> None:
         """Keep the log-probabilities that vLLM returned, one list per completion, and the prompts that it has read."""
         if isinstance(self._pass, Generation):
-            self._pass.logprobs = logprobs
+            self._pass.logprobs = read_logprobs(logprobs)
             self._pass.prompts = self._pass.prompts or prompts  # of the first turn
 
     def _read_generated(self, generated: tuple, generation: Generation) -> tuple:
@@ -299,8 +293,7 @@ class RolloutCorrectionMixin(CorrectsBatches):
         try:
             return super().training_step(*args, **kwargs)
         finally:
-            for replay in self._replays:
-                replay.end()
+            self._replays.end()
 
     def _bounding_the_ratio(self) -> AbstractContextManager:
         """Bound TRL's ratio to the sampler for negative advantages, if TRL's loss has an option for it."""
@@ -359,8 +352,7 @@ class RolloutCorrectionMixin(CorrectsBatches):
         """Score sequences of a batch as the loss does, but one by one: `score_alone`."""
 
         def forward(i: int, *args: Any) -> tuple:
-            one = {key: value for replay in self._replays for key, value in replay.alone(batch, i).items()}
-            with self._during(Rescoring(one)):
+            with self._during(Rescoring(self._replays.alone(batch, i))):
                 scored: tuple = self._get_per_token_logps_and_entropies(self.model_wrapped, *args)
             return scored
 
@@ -370,7 +362,19 @@ class RolloutCorrectionMixin(CorrectsBatches):
         """Count a visit. The first one keeps its log-probabilities, `(B, T)`, in the batch."""
         if self.num_iterations == 1 or FIRST_LOGPS not in batch:  # an evaluation visits every batch once
             return True
-        return self._visits.is_first(batch[FIRST_LOGPS], current)
+        if batch[VISITED].any():
+            return False
+        self._first_visits += 1
+        if self._first_visits > self.args.steps_per_generation:
+            raise RuntimeError(
+                "A micro-batch is visited again, but the log-probabilities of its first visit are lost: the tensors of the "
+                "batch are copied before each visit, and the first visit filled a copy. In "
+                "`_prepare_inputs` or `compute_loss`, copy the dictionary (`dict(inputs)`) and not its tensors, or copy them "
+                "once for all iterations."
+            )
+        batch[VISITED].fill_(True)
+        batch[FIRST_LOGPS].copy_(current)
+        return True
 
     def _old_logps(self, current: torch.Tensor, batch: dict[str, Any], first: bool) -> torch.Tensor | None:
         """Log-probabilities of the old policy, `(B, T)`; `None` if they are unknown."""

@@ -1,18 +1,100 @@
-"""Replays of a trainer, as `rollout_support` and `rollout_routing` ask for them."""
+"""
+Choices of the sampler that a trainer makes again in its own forward passes: `rollout_routing` and `rollout_support`.
 
-from collections.abc import Sequence
-from typing import Any
+They are kept when the sampler generates, travel as columns of the batch, which TRL shuffles and splits with the others, and
+come back in each forward pass over the batch.
+
+`B` sequences of `S` tokens with padding, `T` of them of the completion.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import DistributedType
 
-from ..replay.experts import Experts
+from ..replay.experts import ROUTES, Experts
 from ..replay.kept_tokens import KeptTokens
+from ..replay.router_hooks import Flips
+from .forward_pass import ForwardPass
 from .trl_checks import truncation
 
 
 # Settings of models that change logits above the head
 _SCALES = ("final_logit_softcapping", "logit_scale", "output_multiplier", "lm_head_multiplier", "logits_scaling")
+
+
+class Replays(NamedTuple):
+    """Replay of the experts and of the kept tokens of a trainer; `None` for what it does not replay."""
+
+    experts: Experts | None = None
+    kept_tokens: KeptTokens | None = None
+
+    @property
+    def _all(self) -> list[Any]:
+        return [replay for replay in self if replay is not None]
+
+    def clear(self) -> None:
+        """Forget the choices, before a batch is generated and after its columns are made."""
+        for replay in self._all:
+            replay.clear()
+
+    def place(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int
+    ) -> dict[str, torch.Tensor]:
+        """Columns for a padded batch of prompts and completions that was just generated, both tensors `(B, S)`."""
+        columns: dict[str, torch.Tensor] = {}
+        for replay in self._all:
+            columns |= replay.place(input_ids, attention_mask, logits_to_keep)
+        return columns
+
+    def check(self, batch: Mapping[str, torch.Tensor], loss_mask: torch.Tensor) -> None:
+        """Check the columns of a batch that was just generated. `loss_mask`, `(B, T)`, is non-zero on tokens of the loss."""
+        if self.experts is not None:
+            self.experts.check(batch, loss_mask)
+
+    def alone(self, batch: Mapping[str, torch.Tensor], i: int) -> dict[str, torch.Tensor]:
+        """Columns for sequence `i` of a batch by itself and without padding."""
+        return {key: value for replay in self._all for key, value in replay.alone(batch, i).items()}
+
+    def forward(
+        self,
+        under_way: ForwardPass,
+        forward: Callable[..., tuple],
+        model: Any,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        logits_to_keep: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple:
+        """TRL's method of the forward pass, `forward`, with the choices that the pass under way makes again."""
+        sequences = (input_ids, attention_mask, logits_to_keep)
+        columns = under_way.columns(partial(self.place, *sequences))
+        if self.kept_tokens is not None:
+            forward = self.kept_tokens.within(forward, columns)
+        if self.experts is None:
+            return forward(model, *sequences, *args, **kwargs)
+        trains = torch.is_grad_enabled() and self.experts.unwrap(model) is under_way.policy
+        with self.experts.over(model, columns.get(ROUTES), trains=trains) as flipped:
+            outputs = forward(model, *sequences, *args, **kwargs)
+        if flipped and trains:
+            # the experts of a token decide the log-probability of the next one
+            here = torch.cat(flipped).view(input_ids.shape)[:, -logits_to_keep - 1 : -1]
+            assert under_way.loss_mask is not None  # as in every pass that trains a policy
+            under_way.count(Flips.count(here, under_way.loss_mask))
+        return outputs
+
+    def end(self) -> None:
+        """Let go of the experts, after a training step."""
+        if self.experts is not None:
+            self.experts.end()
+
+
+def replays_of(trainer: Any) -> Replays:
+    """Replays that the configuration of a trainer asks for. Its sampler is recorded from now on."""
+    return Replays(experts_of(trainer), kept_tokens_of(trainer))
 
 
 def kept_tokens_of(trainer: Any) -> KeptTokens | None:

@@ -5,16 +5,12 @@ Each check is a function of a configuration. It raises a `ValueError` about sett
 settings that are probably a mistake. [`CHECKS`] lists all of them by trainer.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-
-from ..correction.normal import expected_share_outside
 from ..messages import warn, warn_idle
 from ..settings.fields import LOSS_TYPES
-from .versions import INSTALLED, NEWEST_TESTED, TESTED, check_passes_by, is_untested
+from .versions import INSTALLED, NEWEST_TESTED, TESTED, is_untested
 
 
 # Options of vLLM that leave only some tokens to draw from
@@ -32,11 +28,6 @@ _DISTORTING = (
     "structured_outputs",
 )
 _NEUTRAL = {"top_p": (1.0,), "top_k": (0, -1), "repetition_penalty": (1.0,)}  # for the others: None, 0 and empty
-
-# Standard deviation of the log-ratio per token, in nats, between a trainer and a sampler in bfloat16 with the same weights. It
-# corresponds to a k3_kl of 0.0008, measured for Qwen3-8B (https://github.com/AknA13/train-infer-mismatch). It is lower for
-# small models.
-ROUNDING = 0.04
 
 
 # The loss -------------------------------------------------------------------------------------------------------------
@@ -117,34 +108,6 @@ def warn_about_iterations(config: Any) -> None:
             "the bound of the weights limits the steps, and each visit of a completion moves the policy further. Set "
             "`rollout_loss_type` to 'ppo_clip', `num_iterations` to 1, or add a trust region: 'token_tv' in `rollout_rs`."
         )
-
-
-def warn_about_bounds_of_means(config: Any) -> None:
-    """
-    Warn if bounds of `seq_mean_k1` are so narrow that rounding alone rejects most completions.
-
-    The mean of `T` log-ratios has a standard deviation of `s / sqrt(T)`, so bounds for thousands of tokens are too narrow for
-    a hundred. The prediction is for completions of the maximum length; shorter completions are rejected more often.
-    """
-    length, settings = config.max_completion_length, config.settings
-    if not settings.corrects or not length:
-        return
-    all_bounds = settings.rollout_rs_threshold if settings.criteria else []
-    for criterion, bounds in zip(settings.criteria, all_bounds, strict=True):
-        if criterion.name != "seq_mean_k1":
-            continue
-        share = expected_share_outside(ROUNDING, torch.tensor(float(length)), *bounds).item()
-        if share > 0.5:
-            width = 3 * ROUNDING / math.sqrt(length)
-            lower = math.floor(1e4 * math.exp(-(ROUNDING**2) / 2 - width)) / 1e4
-            upper = math.ceil(1e4 * math.exp(width)) / 1e4
-            warn(
-                f"`rollout_rs_threshold` of 'seq_mean_k1' is {bounds}, and `max_completion_length` is {length}: with a "
-                f"sampler that differs by the rounding of bfloat16 alone ({ROUNDING} nats per token), {share:.0%} of "
-                f"completions would be rejected, and more of shorter completions. Set [{lower:g}, {upper:g}] or wider, longer "
-                "completions, or `rollout_correction: auto`, whose bounds do not depend on length. If the sampler is more "
-                "precise, look at `rollout_corr/rollout_rs_masked_fraction`."
-            )
 
 
 # Batch normalisation --------------------------------------------------------------------------------------------------
@@ -323,15 +286,13 @@ _OF_SAMPLING = [check_generation_kwargs, check_routing, check_support, warn_abou
 CHECKS: dict[str, list[Callable[[Any], None]]] = {
     "grpo": [
         check_loss_type,
-        check_passes_by,
         check_reinforce,
         check_batch_normalization,
         *_OF_SAMPLING,
-        warn_about_bounds_of_means,
         warn_about_sequence_level,
         warn_about_clip_ratio,
         warn_about_iterations,
     ],
-    "rloo": [check_batch_normalization, *_OF_SAMPLING, warn_about_bounds_of_means, warn_about_iterations],
-    "async_grpo": [check_asynchronous, warn_about_engine_kwargs, warn_about_distortion, warn_about_bounds_of_means],
+    "rloo": [check_batch_normalization, *_OF_SAMPLING, warn_about_iterations],
+    "async_grpo": [check_asynchronous, warn_about_engine_kwargs, warn_about_distortion],
 }

@@ -1,13 +1,12 @@
 """
-Methods, attributes and batch keys of TRL that this package uses, checked before training.
+Methods of TRL that this package overrides or calls, checked before training.
 
-Most of them are private in TRL or change without notice. With a changed name, training could go on without correction: the
-trainers refuse to start, and name the change. Additional parameters at the end do no harm. Changes inside a method are found
-at the first step ([`~trl_rollout_corr.trainers.gradient_check.GradientCheck`]).
+Most of them are private in TRL or change without notice. If one is gone, training could go on without correction: the trainers
+refuse to start, and name the change. Additional parameters at the end do no harm. Changes inside a method are found at the
+first step ([`~trl_rollout_corr.trainers.gradient_check.GradientCheck`]). `tests/test_contract.py` has attributes and keys.
 """
 
 import inspect
-import re
 from collections.abc import Callable, Iterable
 from importlib.metadata import version
 from typing import Any, TypeVar
@@ -16,7 +15,7 @@ from trl import GRPOTrainer, RLOOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 
 from ..messages import warn
-from .versions import NEWEST_TESTED, OLDEST, PUSHES_WEIGHTS, TESTED, is_untested, outside_window, release
+from .versions import NEWEST_TESTED, OLDEST, TESTED, is_untested, outside_window, release
 
 
 # Leading parameters, passed or read by position or by name.
@@ -29,7 +28,6 @@ SHARED = {
     "compute_loss": ["self", "model", "inputs", "return_outputs", "num_items_in_batch"],
     "_compute_loss": ["self", "model", "inputs"],
     "log": ["self", "logs", "start_time"],
-    "create_model_card": ["self", "model_name"],
     "train": ["self", "resume_from_checkpoint"],
     "training_step": ["self", "model", "inputs", "num_items_in_batch"],
 }
@@ -39,44 +37,14 @@ METHODS = {
     VLLMGeneration: {
         "generate": ["self", "prompts", "images", "num_generations", "profiler"],
         "sync_weights": ["self"],
-        **PUSHES_WEIGHTS,
+        "_iter_named_params": ["self"],
     },
 }
 
-# Attributes of the classes, and keys of a batch
-_ATTRIBUTES = [
-    *(
-        "beta",
-        "num_iterations",
-        "reward_weights",
-        "temperature",
-        "use_vllm",
-        "vllm_generation",
-        "vllm_mode",
-        "_metrics",
-    )
-]
-_KEYS = ["advantages", "completion_ids", "completion_mask", "prompt_ids", "prompt_mask"]
-NAMES = {
-    GRPOTrainer: {
-        "attribute": [*_ATTRIBUTES, "importance_sampling_level", "rollout_func"],
-        "key": [*_KEYS, "old_per_token_logps", "sampling_per_token_logps", "tool_mask"],
-    },
-    RLOOTrainer: {"attribute": _ATTRIBUTES, "key": [*_KEYS, "old_logps"]},
-    VLLMGeneration: {"attribute": ["accelerator", "llm", "logprobs", "mode", "vllm_client"], "key": []},
-}
 
-
-def changes(
-    owner: type, methods: dict[str, list[str]] | None = None, names: dict[str, list[str]] | None = None
-) -> list[str]:
-    """Sentences about names of a class of TRL that are changed or missing; of `METHODS` and `NAMES` by default."""
+def changes(owner: type, methods: dict[str, list[str]] | None = None) -> list[str]:
+    """Sentences about methods of a class of TRL that are changed or missing; of `METHODS` by default."""
     sentences = [_change_of_method(owner, name, expected) for name, expected in (methods or METHODS[owner]).items()]
-    names, source = NAMES[owner] if names is None else names, source_of(owner)
-    for kind, mention in (("attribute", "self.{}"), ("key", '"{}"')):
-        for name in names.get(kind, ()):
-            if not re.search(rf"{re.escape(mention.format(name))}(?!\w)", source):
-                sentences.append(f"The {kind} `{name}` of `{owner.__name__}` is gone.")
     return [change for change in sentences if change]
 
 
@@ -95,16 +63,10 @@ def _change_of_method(owner: type, name: str, expected: list[str]) -> str | None
     return None
 
 
-def source_of(owner: type) -> str:
-    """Source of the modules of a class of TRL and of its bases in TRL."""
-    modules = {inspect.getmodule(cls) for cls in owner.__mro__ if cls.__module__.startswith("trl.")}
-    return "".join(inspect.getsource(module) for module in modules if module is not None)
-
-
-def refusal(trainers: Iterable[type], *contract: dict[str, list[str]]) -> str | None:
+def refusal(trainers: Iterable[type], methods: dict[str, list[str]] | None = None) -> str | None:
     """
-    Reason why some trainers of the installed TRL cannot be corrected; `None` if all can. A `contract` has the methods and the
-    names of a trainer that is not in `METHODS`.
+    Reason why some trainers of the installed TRL cannot be corrected; `None` if all can. `methods` are those of a trainer that
+    is not in `METHODS`.
     """
     installed = version("trl")
     outside = outside_window(release(), installed)
@@ -117,11 +79,11 @@ def refusal(trainers: Iterable[type], *contract: dict[str, list[str]]) -> str | 
             "log-probabilities in a kernel of its own, which rollout correction does not reach. Train without "
             "`import unsloth`. Beside Unsloth, `trl-rollout-corr diagnose` and `compare` work on dumps of sequences."
         )
-    owners = trainers if contract else (*trainers, VLLMGeneration)
-    moved = [change for owner in owners for change in changes(owner, *contract)]
+    owners = trainers if methods else (*trainers, VLLMGeneration)
+    moved = [change for owner in owners for change in changes(owner, methods)]
     if moved:
         return (
-            f"trl {installed} has changed names that rollout correction uses: {' '.join(moved)} Install a newer "
+            f"trl {installed} has changed methods that rollout correction uses: {' '.join(moved)} Install a newer "
             f"trl-rollout-corr, or {TESTED}."
         )
     return None
@@ -134,13 +96,9 @@ def _is_of_unsloth(trainer: type) -> bool:
 _told: set[str] = set()  # one warning per process
 
 
-def check_trl(trainer: type, *contract: dict[str, list[str]]) -> None:
-    """
-    Refuse a TRL that is not supported or that has changed a name in use, and warn about a release that was not tested.
-
-    [`refusal`] explains `contract`.
-    """
-    problem = refusal([trainer], *contract)
+def check_trl(trainer: type, methods: dict[str, list[str]] | None = None) -> None:
+    """Refuse a TRL that is not supported or that has changed a method in use, and warn about a release that was not tested."""
+    problem = refusal([trainer], methods)
     if problem:
         raise ImportError(problem)
     installed = version("trl")
@@ -148,8 +106,8 @@ def check_trl(trainer: type, *contract: dict[str, list[str]]) -> None:
         _told.add(installed)
         warn(
             f"trl {installed} is newer than the releases that trl-rollout-corr was tested with ({OLDEST} to "
-            f"{NEWEST_TESTED}). All names that it uses are there, and the first step will show whether the correction reaches "
-            f"the loss. `trl-rollout-corr check` lists the names. `constraints.txt` has {TESTED}."
+            f"{NEWEST_TESTED}). All methods that it uses are there, and the first step will show whether the correction "
+            f"reaches the loss. `trl-rollout-corr check` lists them. `constraints.txt` has {TESTED}."
         )
 
 

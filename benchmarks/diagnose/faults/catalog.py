@@ -55,7 +55,6 @@ FAULTS: dict[str, Fault] = {
         "penalty", "the sampler has a frequency penalty of 0.3", sampling={"frequency_penalty": 0.3}
     ),
     "stale": Fault("stale", "samples are some optimizer steps old", drifts="age"),
-    "across_push": Fault("across_push", "a push leaves keys and values of old weights in the cache", drifts="push"),
     "never_pushed": Fault("never_pushed", "the sampler still has its first weights", drifts="step"),
     "adapter_missing": Fault("adapter_missing", "the sampler never loads the adapter", drifts="step"),
     "stale_adapter": Fault("stale", "adapters are some optimizer steps old", drifts="age"),

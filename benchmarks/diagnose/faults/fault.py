@@ -31,11 +31,10 @@ class Fault:
         rows (`Callable[[Mapping], dict]`, *optional*):
             Changes a row of a dump.
         drifts (`str`, *optional*):
-            Where the weights of trainer and sampler move apart: `"age"` (samples come from older weights), `"push"` (weights
-            are pushed in the middle of completions, which keep their cache), `"step"` (no weights are pushed), `"visit"` (a
-            batch is trained on several times), `"adapter"` (an adapter grows, and is merged in bfloat16), `"run"` (the policy
-            collapses), `"engine"` (the sampler changes by itself) or `"prompt"` (some prompts are read as others). Inject it
-            with other checkpoints.
+            Where the weights of trainer and sampler move apart: `"age"` (samples come from older weights), `"step"` (no
+            weights are pushed), `"visit"` (a batch is trained on several times), `"adapter"` (an adapter grows, and is merged
+            in bfloat16), `"run"` (the policy collapses), `"engine"` (the sampler changes by itself) or `"prompt"` (some
+            prompts are read as others). Inject it with other checkpoints.
     """
 
     cause: str

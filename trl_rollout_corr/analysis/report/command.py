@@ -4,33 +4,18 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...dumps.files import write_whole
-from ...messages import SelfContainedError
-from ..run import files_of_run, read_run
+from ...messages import SelfContainedError, write_whole
+from ..run import read_run
 from .compose import compose
 from .drawing import png
 from .facts import analyse
-from .follow import Follower, follow
+from .follow import follow
 from .html_page import render
 from .page import Page
 
 
 def write_report(sources: Sequence[str], output: str) -> str:
-    """
-    Write the report. Warns about damaged and missing parts of a source.
-
-    Args:
-        sources (`Sequence[str]`):
-            A dump, a run, or a folder with both. Two of them are set against each other.
-        output (`str`):
-            The file to write: a page in `.html`, or its state and main charts in `.png`.
-
-    Returns:
-        `str`: the name of the file, as a line.
-
-    Raises:
-        `ValueError`: in one line that begins with the source that cannot be read, or the output that cannot be written.
-    """
+    """Write the page (`.html`) or picture (`.png`) of one source, or of two. Returns the name of the file, as a line."""
     _check_number(sources)
     path = _check_output(Path(output))
     page = _read_page(sources)
@@ -38,36 +23,13 @@ def write_report(sources: Sequence[str], output: str) -> str:
     return f"{path}\n"
 
 
-def follow_report(sources: Sequence[str], output: str | None, port: int) -> str:
-    """
-    Build the page again whenever files of the runs change, until Ctrl-C. The runs may begin later.
-
-    Args:
-        sources (`Sequence[str]`):
-            As for [`write_report`].
-        output (`str` or `None`):
-            The page to write, in `.html`; `None` serves it on a local address.
-        port (`int`):
-            Port of the address; 0 takes a free one.
-
-    Returns:
-        `str`: the last line to print.
-
-    Raises:
-        `ValueError`: in one line, if the output cannot be written or the port is taken.
-    """
+def follow_report(sources: Sequence[str], output: str) -> str:
+    """Write the page again every few seconds, until Ctrl-C. The runs may begin later. Returns the last line to print."""
     _check_number(sources)
-    path = None if output is None else _check_output(Path(output))
-    if path is not None and path.suffix != ".html":
+    path = _check_output(Path(output))
+    if path.suffix != ".html":
         raise SelfContainedError(f"{path}: a picture cannot follow a run. With --follow, the output must end in .html")
-    return follow(make_follower(sources), path, port)
-
-
-def make_follower(sources: Sequence[str]) -> Follower:
-    """The page of runs that go on."""
-    return Follower(
-        lambda: render(_read_page(sources)), lambda: tuple(map(files_of_run, sources)), " and ".join(sources)
-    )
+    return follow(lambda: render(_read_page(sources)), path, " and ".join(sources))
 
 
 def _check_number(sources: Sequence[str]) -> None:

@@ -86,22 +86,6 @@ def effects_of(sequences: Sequences, row: int) -> np.ndarray:
 
 def _completion(sequences: Sequences, row: int) -> Completion:
     here, effects = sequences.slice(row), effects_of(sequences, row)
-    texts, factor = sequences.texts(row), sequences.coefficients[here]
-    train, rollout = (
-        np.exp(np.minimum(logps[here], 0.0)) for logps in (sequences.train_logps, sequences.rollout_logps)
-    )
-    shown = _shown(effects, factor)
-    pieces: list[Piece] = []
-    for i in range(len(texts)):
-        if shown[i] and effects[i] == "outside" and pieces and pieces[-1].effect == "outside":
-            pieces[-1] = pieces[-1]._replace(text=pieces[-1].text + texts[i])
-        elif shown[i]:
-            text = texts[i] or f"#{sequences.token_ids[here][i]} "
-            pieces.append(Piece(text, str(effects[i]), i + 1, float(train[i]), float(rollout[i]), float(factor[i])))
-        elif pieces and pieces[-1].hidden:
-            pieces[-1] = pieces[-1]._replace(hidden=pieces[-1].hidden + 1)
-        else:
-            pieces.append(Piece("", "", i + 1, np.nan, np.nan, np.nan, hidden=1))
     prompt = sequences.prompt(row)
     names, counts = np.unique(effects, return_counts=True)
     return Completion(
@@ -113,8 +97,28 @@ def _completion(sequences: Sequences, row: int) -> Completion:
         bool(sequences.sampled[row]),
         int(sequences.mask[here].sum()),
         dict(zip(names.tolist(), counts.tolist(), strict=True)),
-        pieces,
+        _pieces(sequences, row, effects),
     )
+
+
+def _pieces(sequences: Sequences, row: int, effects: np.ndarray) -> list[Piece]:
+    """The tokens that are shown, and the runs between them."""
+    here = sequences.slice(row)
+    factor, ids = sequences.coefficients[here], sequences.token_ids[here]
+    train, rollout = (
+        np.exp(np.minimum(logps[here], 0.0)) for logps in (sequences.train_logps, sequences.rollout_logps)
+    )
+    pieces: list[Piece] = []
+    end = 0  # of the pieces so far
+    for i in np.flatnonzero(_shown(effects, factor)).tolist():
+        if i > end:
+            pieces.append(Piece("", "", end + 1, np.nan, np.nan, np.nan, hidden=i - end))
+        end, text = i + 1, sequences.text(row, i) or f"#{ids[i]} "
+        if effects[i] == "outside" and pieces and pieces[-1].effect == "outside":
+            pieces[-1] = pieces[-1]._replace(text=pieces[-1].text + text)
+        else:
+            pieces.append(Piece(text, str(effects[i]), i + 1, float(train[i]), float(rollout[i]), float(factor[i])))
+    return pieces
 
 
 def _shown(effects: np.ndarray, factor: np.ndarray) -> np.ndarray:

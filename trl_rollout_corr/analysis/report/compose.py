@@ -15,23 +15,13 @@ from ..recommend import recommend
 from .completions import choose_completions
 from .facts import Facts, state_of
 from .log_charts import main_numbers, more_trends, overview, rejected
-from .lost_tokens import Lost, concentration, find_lost
 from .page import Banner, Card, Page, Section
 from .token_charts import distribution
-from .worst_tokens import find_worst
+from .token_tables import Lost, concentration, find_lost, find_worst
 
 
 def compose(runs: Sequence[Facts]) -> Page:
-    """
-    Compose the page of one run, or of two against each other.
-
-    Args:
-        runs (`Sequence[Facts]`):
-            Facts about one run or two.
-
-    Returns:
-        [`~trl_rollout_corr.analysis.report.page.Page`].
-    """
+    """Compose the page of one run, or of two against each other."""
     one = runs[0] if len(runs) == 1 else None
     sequences = one.run.dump.sequences if one and one.run.dump else None
     of_log = [overview(runs), *((more_trends(one), rejected(one)) if one else ())]
@@ -122,16 +112,20 @@ def _own(config: RolloutCorrectionConfig) -> dict[str, Any]:
 def _diagnosis(facts: Facts | None) -> Section | None:
     if facts is None or facts.diagnosis is None:
         return None
-    diagnosis = facts.diagnosis
-    cards = [Card(f"{headline(diagnosis)}.", detail(diagnosis), "healthy" if diagnosis.healthy else "warning")]
+    diagnosis, only_stale = facts.diagnosis, facts.is_only_stale
+    title = "Expected: the sampler is behind, and the run corrects for it" if only_stale else headline(diagnosis)
+    healthy = only_stale or diagnosis.healthy
+    cards = [Card(f"{title}.", detail(diagnosis), "healthy" if healthy else "warning")]
     for finding in diagnosis.findings:
         share, certainty = percent(round(finding.share, 2)), percent(round(finding.certainty, 2))
         remedy, settings = remedy_for(diagnosis, finding)
+        if only_stale:
+            remedy, settings = f"Nothing has to be done. A smaller gap is possible: {finding.cause.remedy}", {}
         cards.append(
             Card(
                 capitalized(finding.cause.title),
                 f"{capitalized(sure(finding))} ({certainty}), explains {share} of d^2: {evidence(finding)}.",
-                "" if finding.cause.normal else "warning",
+                "" if only_stale or finding.cause.normal else "warning",
                 remedy=remedy,
                 yaml=yaml_lines(settings),
             )
@@ -172,11 +166,15 @@ def _settings(facts: Facts) -> Section:
             "settings", "Settings to try", cards=[Card("A dump first", text, yaml="rollout_dump_dir: dump\n")]
         )
     text = "Settings of the run, except for the monitor and the dump."
-    cards = [Card("This run", text, yaml=yaml_lines(_own(config)))]
-    if facts.diagnosis is not None:
-        best = recommend(config, facts.findings, facts.diagnosis.size)
-        text = f"{best.reason} `trl-rollout-corr compare` shows the effect of every preset on this dump, and bounds that fit."
-        cards.append(Card("To try", text, yaml=yaml_lines(best.settings) or "# the settings of the run\n"))
+    best = recommend(config.settings, facts.findings, facts.diagnosis.size) if facts.diagnosis else None
+    if best is None or not best.settings:
+        text = text if best is None else f"{text} {best.reason}"
+        return Section("settings", "Settings", cards=[Card("This run", text, yaml=yaml_lines(_own(config)))])
+    shows = "`trl-rollout-corr compare` shows the effect of every preset on this dump, and bounds that fit."
+    cards = [
+        Card("This run", text, yaml=yaml_lines(_own(config))),
+        Card("To try", f"{best.reason} {shows}", yaml=yaml_lines(best.settings)),
+    ]
     return Section("settings", "Settings to try", cards=cards)
 
 

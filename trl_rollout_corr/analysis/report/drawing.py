@@ -55,6 +55,7 @@ _MARKS: dict[str, dict[str, Any]] = {
     "dashed": {"linestyle": "--", "zorder": 4},
     "joined": {"marker": "o", "markersize": 4},
 }
+_LEGEND = 50  # characters of the names in one line of a legend
 _WIDTH, _LINE, _DPI = 10.4, 120, 110  # of a PNG: inches, characters of a line of text, and dots per inch
 
 
@@ -121,8 +122,10 @@ def draw(chart: Chart, axes: Axes) -> None:
             textcoords="offset points", xytext=(3, -2 - 12 * (i % 3)),  # numbers of close alarms do not overlap
         )  # fmt: skip
     axes.grid(axis="y", linewidth=0.6)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(loc="best", frameon=False, handlelength=1.3)
+    if labels := axes.get_legend_handles_labels()[1]:  # above the axes, where it covers nothing
+        columns = len(labels) if sum(map(len, labels)) < _LEGEND else 1
+        place: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "borderaxespad": 0.2}
+        axes.legend(frameon=False, handlelength=1.3, ncols=columns, columnspacing=1.2, **place)
 
 
 def _draw_series(axes: Axes, series: Series) -> None:

@@ -8,8 +8,8 @@ from ...diagnosis import Diagnosis, diagnose, observe_dump
 from ...health.bands import HEALTHY
 from ...health.examine import examine
 from ...health.rule import Alarm
-from ...messages import printable, steps
-from ..run import Run
+from ...messages import steps
+from ..run import Run, iterations_of
 
 
 class Facts(NamedTuple):
@@ -23,6 +23,14 @@ class Facts(NamedTuple):
     diagnosis: Diagnosis | None  # the cause of the gap, if the page is about this run alone
 
     @property
+    def is_only_stale(self) -> bool:
+        """True if a healthy run corrects for a gap that comes from nothing but old weights and rounding."""
+        config, causes = self.run.config, self.diagnosis.findings if self.diagnosis else []
+        healthy = not self.findings and not self.run.log.empty and config is not None and config.settings.corrects
+        normal = all(found.name == "stale" or found.cause.normal for found in causes)
+        return healthy and normal and any(found.name == "stale" for found in causes)
+
+    @property
     def alarms(self) -> list[tuple[int, str, Alarm]]:
         """Step, number and finding of each alarm, in order of steps."""
         named = ((finding.step, f"{self.letter}{i}", finding) for i, finding in enumerate(self.findings, 1))
@@ -33,7 +41,10 @@ def analyse(run: Run, name: str, letter: str) -> Facts:
     """Compute the facts about a run."""
     windows = f"{len(run.log)} logging window{'' if len(run.log) == 1 else 's'}"
     diagnosis = None if letter else _diagnose(run)
-    return Facts(printable(name), letter, run, windows, examine(run.entries, run.config), diagnosis)
+    settings = None if run.config is None else run.config.settings
+    iterations = 1 if run.dump is None else iterations_of(run.dump.settings)
+    findings = examine(run.entries, settings, num_iterations=iterations)
+    return Facts(name, letter, run, windows, findings, diagnosis)
 
 
 def state_of(facts: Facts) -> tuple[str, str, str]:
@@ -45,7 +56,8 @@ def state_of(facts: Facts) -> tuple[str, str, str]:
         detail = f"{first.seen} Seen in {steps(first.step, first.last_step)}."
         detail += f" {more} other finding{'s' if more > 1 else ''} below." if more else ""
         return first.severity, "Act now" if first.severity == "critical" else "Look into it", detail
-    return "healthy", "Healthy", f"Nothing unhealthy was found in {facts.windows}."
+    expected = " Its gap comes from old weights, as expected, and is corrected." if facts.is_only_stale else ""
+    return "healthy", "Healthy", f"Nothing unhealthy was found in {facts.windows}.{expected}"
 
 
 def is_healthy(metric: str, value: float) -> bool:

@@ -4,11 +4,11 @@ import math
 
 from jinja2 import Environment, PackageLoader
 
-from ...messages import __version__, number, printable
+from ...messages import __version__, number
 from .completions import EFFECTS
 from .drawing import COLORS, svg
-from .lost_tokens import in_line, percent_of
 from .page import Page
+from .token_tables import in_line, percent_of
 
 
 # Lower ends of |d| for the three shades of a token
@@ -17,19 +17,12 @@ SHADES = (0.1, 0.5, 2.0)
 
 def render(page: Page) -> str:
     """The page as HTML."""
-    environment = Environment(
-        loader=PackageLoader(__package__), autoescape=True, finalize=_printable, trim_blocks=True, lstrip_blocks=True
-    )
+    environment = Environment(loader=PackageLoader(__package__), autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters.update(cell=_cell, inline=in_line, number=number, shade=_shade, share=percent_of, svg=svg)
     template = environment.get_template("page.html")
     return (
         template.render(page=page, colors=COLORS, shades=SHADES, effects=EFFECTS, version=__version__).strip() + "\n"
     )
-
-
-def _printable(value: object) -> object:
-    """Text from outside: control characters become visible signs."""
-    return printable(value) if isinstance(value, str) and not hasattr(value, "__html__") else value
 
 
 def _cell(value: str | float | None) -> str:

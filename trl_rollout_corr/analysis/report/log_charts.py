@@ -14,11 +14,15 @@ from .page import Axis, Card, Chart, Section, Series
 
 
 class Trend(NamedTuple):
-    """A chart of metrics: its title, and labels by metric. The first metric has the healthy band; the others are its parts."""
+    """
+    A chart of metrics: its title, and labels by metric. The first metric has the healthy band, unless a note says where to
+    look instead; the others are its parts.
+    """
 
     title: str
     metrics: Mapping[str, str]
     log: bool = False
+    note: str = ""
 
 
 _START = "start of later turns"
@@ -33,7 +37,11 @@ TRENDS = {
     "sample-size": Trend("Effective sample size of the importance weights", {"rollout_is_eff_sample_size": "share"}),
     "effective-lr": Trend("Effective learning rate", {"effective_lr": "effective_lr"}),
     "reward": Trend("Reward", {"reward": "reward"}),
-    "kl": Trend("KL divergence, mean of -d", {"kl": "kl"}),
+    "kl": Trend(
+        "KL divergence, mean of -d",
+        {"kl": "kl"},
+        note="Another estimate of the gap, with more noise, which may be negative. The gap itself has the healthy band.",
+    ),
     "kl-by-advantage": Trend(
         "KL divergence by the sign of the advantage",
         {"kl_advantage_positive": "positive", "kl_advantage_negative": "negative"},
@@ -55,53 +63,58 @@ _LAST = 10  # windows of which a main number is the mean: as many, or a tenth of
 POINTS = 250  # per curve; more cannot be told apart
 _NOISE = 1e-6  # nats per token: a gap below is rounding, and an axis that shows it would squeeze the rest
 
-# Groups of tokens whose shares of rejected and down-weighted tokens are logged, and what their names begin with
-_GROUPS = ("length_", "advantage_", "turn_", "long_positive", "others")
-_NAMES = {"long_positive": "long completions, positive advantage", "others": "all others", "turn_start": _START}
+# Groups of tokens whose shares of rejected and down-weighted tokens are logged
+_GROUPS = ("advantage_positive", "advantage_negative")
 _MEASURES = {"rejected": "rejected", "downweighted": "down-weighted"}
 
-Alarms = Sequence[tuple[int, str]]
+Alarms = Sequence[tuple[int, str]]  # steps, and the numbers of findings
+COLORS = ("line", "second", "third")
 
 
-def trends(logs: Mapping[str, pd.DataFrame], names: Sequence[str], alarms: Mapping[str, Alarms]) -> list[Chart]:
+def trends(
+    logs: Mapping[str, pd.DataFrame],
+    names: Sequence[str],
+    alarms: Mapping[str, Alarms],
+    colors: Sequence[str] = COLORS,
+) -> list[Chart]:
     """
-    Charts of metrics over optimizer steps.
-
-    Args:
-        logs (`Mapping[str, pd.DataFrame]`):
-            Log by name of the run. Of one run every metric of a chart is drawn, of two the first of each.
-        names (`Sequence[str]`):
-            Keys of `TRENDS`.
-        alarms (`Mapping[str, Sequence[tuple[int, str]]]`):
-            Steps of first alarms in order, and the numbers of their findings, by key of the metric; `""` for all metrics.
-
-    Returns:
-        `list[Chart]`: those of metrics that were logged.
+    Charts of the metrics that were logged, over optimizer steps. Of one run every metric of a chart is drawn, of two the first
+    of each. `alarms` are in order of steps, by key of the metric; `""` for all metrics.
     """
     charts = []
     for name in names:
         curves = _curves(TRENDS[name], logs)
         if curves is not None and not (name == "nonfinite" and not curves.any(axis=None)):
             metric = next(iter(TRENDS[name].metrics))
-            charts.append(_trend(name, metric, curves, alarms.get("", ()) or alarms.get(_key(metric), ()), logs))
+            of_chart = alarms.get("", ()) or alarms.get(_key(metric), ())
+            charts.append(_trend(name, metric, curves, of_chart, logs, colors))
     return charts
 
 
-def _trend(name: str, metric: str, curves: pd.DataFrame, alarms: Alarms, logs: Mapping[str, pd.DataFrame]) -> Chart:
+def _trend(
+    name: str,
+    metric: str,
+    curves: pd.DataFrame,
+    alarms: Alarms,
+    logs: Mapping[str, pd.DataFrame],
+    colors: Sequence[str],
+) -> Chart:
     means, trend = curves["mean"], TRENDS[name]
     log = trend.log and bool(curves.min(axis=None) > 0)
     ends = "; ".join(f"{label + ' ' if len(means.columns) > 1 else ''}{_ends(means[label])}" for label in means)
-    healthy = f" Healthy: {in_words(metric)}." if metric in HEALTHY else ""
-    labels = logs if len(logs) > 1 else trend.metrics.values()
-    colors = dict(zip(labels, ("line", "second", "third"), strict=False))
+    banded = metric in HEALTHY and not trend.note
+    healthy = f" Healthy: {in_words(metric)}." if banded else f" {trend.note}".rstrip()
+    labels = [*(logs if len(logs) > 1 else trend.metrics.values())]
+    healthy += "".join(f" {label.capitalize()}: the same curve." for label in curves.attrs["same"])
+    color = dict(zip(labels, colors, strict=False))
     shown = curves.clip(lower=min(_NOISE, curves.max(axis=None))) if log else curves
     series = []
     for i, label in enumerate(means):
         mean, low, high = (shown[kind][label] for kind in ("mean", "min", "max"))
         if (high > low).any():
-            series.append(Series("", means.index, high, "area", colors[label], low))
+            series.append(Series("", means.index, high, "area", color[label], low))
         mark = "dashed" if i and len(logs) == 1 else "line"  # a part of the first curve, so that both are seen
-        series.append(Series(label if len(means.columns) > 1 else "", means.index, mean, mark, colors[label]))
+        series.append(Series(label if len(means.columns) > 1 else "", means.index, mean, mark, color[label]))
     steps = [step for of_run in logs.values() for step in of_run.index]
     room = (max(steps) - min(steps)) / 50 or 0.5
     return Chart(
@@ -112,7 +125,7 @@ def _trend(name: str, metric: str, curves: pd.DataFrame, alarms: Alarms, logs: M
         Axis(log=log),
         series,
         means.set_axis(means.index.to_numpy().round(1)).rename_axis("step").reset_index(),
-        HEALTHY.get(metric, (None, None)),
+        HEALTHY[metric] if banded else (None, None),
         alarms,
     )
 
@@ -130,11 +143,15 @@ def _curves(trend: Trend, logs: Mapping[str, pd.DataFrame]) -> pd.DataFrame | No
     values = values.dropna(how="all").dropna(how="all", axis=1)
     if values.empty:
         return None
+    first, *others = values.columns
+    same = [label for label in others if len(logs) == 1 and np.allclose(values[label], values[first], equal_nan=True)]
+    values = values.drop(columns=same)
     window = np.arange(len(values)) // -(-len(values) // POINTS)
     steps = pd.Series(values.index, dtype=float).groupby(window).mean()
-    return pd.concat({kind: values.groupby(window).agg(kind) for kind in ("mean", "min", "max")}, axis=1).set_axis(
-        steps
-    )
+    kinds = {kind: values.groupby(window).agg(kind) for kind in ("mean", "min", "max")}
+    curves = pd.concat(kinds, axis=1).set_axis(steps)
+    curves.attrs["same"] = same  # parts that are not drawn, because they are equal to the first curve
+    return curves
 
 
 def _key(metric: str) -> str:
@@ -177,8 +194,15 @@ def overview(runs: Sequence[Facts]) -> Section:
     if alarms:
         text = f"Dashed red lines mark the first alarms. They have the numbers of the findings: {where}."
     logs = {facts.name: facts.run.log for facts in runs}
-    charts = trends(logs, OVERVIEW, {"": [(step, name) for step, name, _ in alarms]})
+    charts = trends(logs, OVERVIEW, {"": [(step, name) for step, name, _ in alarms]}, _colors(runs))
     return Section("overview", "What happened", text if charts else "", charts=charts)
+
+
+def _colors(runs: Sequence[Facts]) -> Sequence[str]:
+    """Colours of curves: a run without correction has the second one, here and in the picture of any other run beside it."""
+    corrects = [facts.run.config is None or facts.run.config.settings.corrects for facts in runs]
+    swap = not corrects[0] and corrects.count(False) < 2
+    return ("second", "line", "third") if swap else COLORS
 
 
 def more_trends(facts: Facts) -> Section | None:
@@ -186,7 +210,7 @@ def more_trends(facts: Facts) -> Section | None:
     alarms: dict[str, list[tuple[int, str]]] = {}
     for step, name, finding in facts.alarms:
         alarms.setdefault(finding.key, []).append((step, name))
-    charts = trends({"": facts.run.log}, [name for name in TRENDS if name not in OVERVIEW], alarms)
+    charts = trends({"": facts.run.log}, [name for name in TRENDS if name not in OVERVIEW], alarms, _colors([facts]))
     text = "Healthy values are shaded green. A dashed red line marks the first alarm of a finding, and has its number."
     if len(facts.run.log) > POINTS:
         text += (
@@ -203,10 +227,7 @@ def rejected(facts: Facts) -> Section | None:
     log, config = facts.run.log, facts.run.config
     means = log.replace([np.inf, -np.inf], np.nan).mean()
     shares = (
-        {
-            c.name: means.get(f"{PREFIX}rollout_rs_{c.name}_masked_fraction", math.nan)
-            for c in config.settings.criteria
-        }
+        {c.name: means.get(f"{PREFIX}rollout_rs_{c.name}_masked_fraction", math.nan) for c in config.settings.criteria}
         if config
         else {}
     )
@@ -236,7 +257,7 @@ def _by_group(means: pd.Series) -> pd.DataFrame:
     shares: dict[str, dict[str, float]] = {}
     for key, mean in means.dropna().items():
         measure, _, group = str(key).removeprefix(PREFIX).partition("/")
-        if str(key).startswith(PREFIX) and measure in _MEASURES and group.startswith(_GROUPS):
-            shares.setdefault(_NAMES.get(group, group.replace("_", " ")), {})[_MEASURES[measure]] = mean
+        if str(key).startswith(PREFIX) and measure in _MEASURES and group in _GROUPS:
+            shares.setdefault(group.replace("_", " "), {})[_MEASURES[measure]] = mean
     table = pd.DataFrame.from_dict(shares, orient="index", columns=[*_MEASURES.values()])
     return table.rename_axis("tokens of").reset_index()

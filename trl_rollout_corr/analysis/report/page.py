@@ -7,8 +7,7 @@ import numpy as np
 import pandas as pd
 
 from .completions import Completions
-from .lost_tokens import Lost
-from .worst_tokens import Worst
+from .token_tables import Lost, Worst
 
 
 Numbers: TypeAlias = Sequence[float] | np.ndarray | pd.Series
@@ -25,30 +24,14 @@ class Axis(NamedTuple):
 
 
 class Series(NamedTuple):
-    """
-    One curve, one set of bars, or one area.
+    """One curve, one set of bars, or one area."""
 
-    Args:
-        name (`str`):
-            Name in the legend; empty for none.
-        x (`Sequence[float]`):
-            Places. One more than `y` where the mark is `"steps"`: the edges of the steps.
-        y (`Sequence[float]`):
-            Values. The upper end where the mark is `"area"`.
-        mark (`str`, *optional*, defaults to `"line"`):
-            `"line"`, `"dashed"`, `"joined"` (points on a line), `"bars"`, `"steps"` or `"area"`.
-        color (`str`, *optional*, defaults to `"line"`):
-            Role of its colour, a key of `COLORS` in `drawing`.
-        low (`Sequence[float]`, *optional*, defaults to `()`):
-            Lower end of an area.
-    """
-
-    name: str
-    x: Numbers
-    y: Numbers
-    mark: str = "line"
-    color: str = "line"
-    low: Numbers = ()
+    name: str  # in the legend; empty for none
+    x: Numbers  # one more than `y` where the mark is "steps": the edges of the steps
+    y: Numbers  # the upper end where the mark is "area"
+    mark: str = "line"  # "line", "dashed", "joined" (points on a line), "bars", "steps" or "area"
+    color: str = "line"  # its role, a key of `COLORS` in `drawing`
+    low: Numbers = ()  # the lower end of an area
 
 
 class Chart(NamedTuple):

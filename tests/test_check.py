@@ -1,0 +1,116 @@
+"""The command `check` on a file: it is read as a training script would read it, and every mistake is named."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.launching import HAS_ASYNCHRONOUS, ROOT
+from trl_rollout_corr.__main__ import main
+
+
+@pytest.fixture
+def check(tmp_path, capsys):
+    def check(text: str, *options: str) -> tuple[int, dict]:
+        """Exit code and report for the text of a file."""
+        path = tmp_path / "run.yaml"
+        path.write_text(text)
+        code = main(["check", str(path), "--json", *options])
+        return code, json.loads(capsys.readouterr().out)
+
+    return check
+
+
+def test_every_mistake_is_named_with_the_nearest_name(check):
+    code, report = check(
+        "rollout_corection: auto\nrollout_is: tokn\nrollout_nan_policy: dropp\nmax_steps: three\n"
+        "learning_rate: 1e-6\nlearning_rate: 2e-6\nnum_generations: 7\nper_device_train_batch_size: 8\n"
+    )
+    assert code == 1
+    for part in (
+        "`rollout_corection` is not a field of the configuration. Did you mean 'rollout_correction'?",
+        "Did you mean 'token'?",
+        "Did you mean 'drop'?",
+        "--max_steps/--max-steps: invalid int value: 'three'",
+        "`learning_rate` is set 2 times",
+        "must be divisible by num_generations (7)",
+    ):
+        assert len([mistake for mistake in report["mistakes"] if part in mistake]) == 1, part
+    assert len(report["mistakes"]) == 6
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "rollout_rs: [token_k1, token_k9]\nrollout_rs_threshold: [[0.9, 1.1], 2.0]\n",
+            "'token_k9' is not a criterion",
+        ),
+        ("rollout_rs: [token_k1]\nrollout_rs_threshold: -1\n", "`rollout_rs_threshold`"),
+    ],
+)
+def test_a_consequence_of_a_mistake_is_not_a_mistake(check, text, message):
+    (mistake,) = check(text)[1]["mistakes"]
+    assert message in mistake
+
+
+def test_a_file_for_another_machine_has_no_mistake(check):
+    code, report = check("bf16: true\ntf32: true\nuse_vllm: true\nreward_funcs: [accuracy_reward]\nuse_peft: true\n")
+    assert code == 0
+    assert report["mistakes"] == []
+    assert report["correction"].startswith("auto")
+
+
+def test_a_field_of_the_users_own_script_is_a_remark(check):
+    code, report = check("judge_address: localhost\n")
+    assert code == 0
+    (remark,) = report["remarks"]
+    assert remark.startswith("`judge_address` is a field neither of the trainer nor of TRL's scripts")
+
+
+def test_warnings_of_the_configuration_are_remarks(check):
+    code, report = check("rollout_dump_steps: 5\nrollout_correction: disabled\n")
+    assert code == 0
+    assert any("`rollout_dump_steps`" in remark for remark in report["remarks"])
+
+
+@pytest.mark.skipif(not HAS_ASYNCHRONOUS, reason="TRL's asynchronous trainer does not import")
+def test_the_trainer_is_the_one_that_knows_the_fields(check):
+    assert check("max_staleness: 4\n")[1]["trainer"] == "async_grpo"
+    code, report = check("max_staleness: 4\n", "--trainer", "rloo")
+    assert code == 0
+    assert "`max_staleness` is a field neither" in report["remarks"][0]
+
+
+@pytest.mark.parametrize(("text", "message"), [("a: [1\nb: 2\n", "while parsing"), ("- 1\n", "must have one setting")])
+def test_what_cannot_be_read_is_one_line(tmp_path, capsys, text, message):
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    assert main(["check", str(path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(str(path))
+    assert message in line
+    assert main(["check", str(Path("no/such.yaml"))]) == 2
+    assert capsys.readouterr().err == "no/such.yaml: No such file or directory\n"
+
+
+def test_a_report_for_people_ends_with_the_correction(capsys):
+    assert main(["check", str(ROOT / "recipes/grpo/token_is.yaml")]) == 0
+    *_, verdict, correction = capsys.readouterr().out.splitlines()
+    assert verdict.endswith("token_is.yaml: no mistakes, read for the trainer grpo (--trainer names another).")
+    assert correction.startswith("Correction: decoupled_token_is: ")
+
+
+def test_without_a_file_it_tells_versions_and_cuda(capsys):
+    assert main(["check", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["usable"]
+    assert set(report["changes"]) == {"GRPOTrainer", "RLOOTrainer", "VLLMGeneration"}
+    assert report["cuda"].startswith("not available: ") or " x " in report["cuda"]
+    assert main(["check", "--trainer", "rloo"]) == 2
+    assert "--trainer rloo has an effect only with a file" in capsys.readouterr().err
+
+
+def test_the_command_alone_prints_the_help(capsys):
+    assert main([]) == 0
+    assert capsys.readouterr().out.startswith("usage: trl-rollout-corr")

@@ -1,0 +1,644 @@
+"""Sequences on disk: what a run writes to `rollout_dump_dir`, its files, and what is damaged."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from datetime import UTC, date, datetime
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from tests.distributed.test_ranks import launch
+from tests.dumps import make_dump, read_dump
+from tests.launching import ROOT, clean_environment
+from tests.tiny import PROMPTS, StaleSampler
+from tests.training import TRAINERS, BrokenSampler, build, evaluation, losses, saying
+from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
+from trl_rollout_corr import diagnosis as diagnosing
+from trl_rollout_corr.__main__ import main
+from trl_rollout_corr.dumps import files as dump
+from trl_rollout_corr.dumps.columns import FORMAT, SCHEMA
+from trl_rollout_corr.dumps.files import files_of
+from trl_rollout_corr.dumps.reading import open_dump, read_table
+from trl_rollout_corr.recording import dumping
+from trl_rollout_corr.settings.fields import FIELDS
+
+
+MODES = {
+    "measured": {"rollout_correction": "disabled"},
+    "decoupled": {"rollout_correction": "decoupled_seq_is_rs"},
+    "decoupled, whole batch": {"rollout_correction": "decoupled_token_is", "rollout_is_batch_normalize": True},
+    "bypass, clipped": {"rollout_correction": "bypass_ppo_clip_geo_rs"},
+    "bypass, reinforce": {"rollout_correction": "bypass_pg_token_icepop"},
+}
+
+
+@pytest.fixture
+def make(tiny_model_path, tmp_path):
+    def make(kind="grpo", sampler=None, **fields):
+        trainer_class, config_class = TRAINERS[kind]
+        sampler = sampler or StaleSampler(tiny_model_path)
+        fields = {"output_dir": tmp_path / "run", **fields}
+        return build(trainer_class, config_class, tiny_model_path, fields.pop("output_dir"), sampler=sampler, **fields)
+
+    return make
+
+
+def observed(trainer) -> list[dict]:
+    """Every sequence that was trained on, as it passed through the trainer: `(step, completion, ...)`."""
+    sequences = []
+    inner = trainer._observer.corrected
+
+    def corrected(now, seen):
+        batch, correction = seen.batch, seen.correction
+        for i, mask in enumerate(batch["completion_mask"].bool()):
+            sequences.append(
+                {
+                    "step": trainer.state.global_step + 1,
+                    "token_ids": batch["completion_ids"][i][mask].tolist(),
+                    "train_logps": seen.train_logps[i][mask].tolist(),
+                    "rollout_logps": batch["sampling_per_token_logps"][i][mask].tolist(),
+                    "keep": correction.keep[i][mask].tolist(),
+                    "coefficients": seen.coefficients[i][mask].tolist(),
+                    "advantage": batch["advantages"][i].item(),
+                }
+            )
+        inner(now, seen)
+
+    trainer._observer.corrected = corrected
+    return sequences
+
+
+def distance(sequence: dict) -> float:
+    """Largest absolute log-ratio of a sequence."""
+    pairs = zip(sequence["train_logps"], sequence["rollout_logps"], strict=True)
+    return max(math.inf if math.isnan(a - b) else abs(a - b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_dump_has_the_worst_sequences_and_some_at_random(make, tmp_path, mode):
+    dump = tmp_path / "dump"
+    trainer = make(rollout_dump_dir=str(dump), rollout_dump_sampled=3, rollout_dump_worst=2, **MODES[mode])
+    sequences = observed(trainer)
+    losses(trainer)
+    rows = read_dump(dump).rows
+    assert {row["step"] for row in rows} == {1, 2, 3}
+    for step in (1, 2, 3):
+        seen = [sequence for sequence in sequences if sequence["step"] == step]
+        written = [row for row in rows if row["step"] == step]
+        assert len(seen) == 8
+        assert sum(row["sampled"] for row in written) == 3
+        worst = sorted(distance(row) for row in written if row["worst"])
+        assert worst == pytest.approx(sorted(map(distance, seen))[-2:])
+        for row in written:
+            assert {name: row[name] for name in seen[0]} in seen
+
+
+def test_rows_hold_text_and_what_happened(make, tmp_path):
+    trainer = make(rollout_dump_dir=str(tmp_path / "dump"), rollout_correction="decoupled_seq_is_rs")
+    losses(trainer)
+    dump = read_dump(tmp_path / "dump")
+    assert dump.settings["rollout_correction"] == "decoupled_seq_is_rs"
+    about = open_dump(tmp_path / "dump").about
+    assert (about["model"], about["trainer"]) == ("tiny0", "RolloutCorrectedGRPOTrainer")
+    assert date.fromisoformat(about["date"]) <= datetime.now(UTC).date()
+    assert [entry["step"] for entry in dump.logs if "loss" in entry] == [1, 2, 3]
+    tokenizer = trainer.processing_class
+    for row in dump.rows:
+        assert row["prompt"] in [tokenizer.decode(tokenizer(prompt).input_ids) for prompt in PROMPTS]
+        assert row["completion"] == tokenizer.decode(row["token_ids"])
+        assert row["tokens"] == [tokenizer.decode([token]) for token in row["token_ids"]]
+        assert row["reward"] == len(tokenizer.decode(row["token_ids"], skip_special_tokens=True)) / 4
+        assert row["weights"] is not None
+        assert row["staleness"] is None  # this sampler does not say which weights it has
+
+
+@pytest.mark.parametrize("mode", ["decoupled", "bypass, reinforce"])
+def test_a_correction_can_be_repeated_from_a_dump(make, tmp_path, mode):
+    make(rollout_dump_dir=str(tmp_path / "dump"), rollout_dump_sampled=8, **MODES[mode]).train()
+    dump = read_dump(tmp_path / "dump")
+    config = RolloutCorrectionConfig.from_preset(dump.settings["rollout_correction"])
+    for row in dump.rows:
+        logps = [torch.tensor([row[name]]) for name in ("train_logps", "rollout_logps")]
+        correction = compute_rollout_correction(*logps, torch.tensor([row["mask"]]), config)
+        assert correction.coefficients[0].tolist() == pytest.approx(row["coefficients"], rel=1e-5)
+        assert correction.keep[0].tolist() == row["keep"]
+
+
+def test_a_dump_changes_nothing_about_training(make, tmp_path):
+    common = {"rollout_correction": "decoupled_token_is", "schedule": "two iterations", "max_steps": 4}
+    without = losses(make(**common))
+    assert losses(make(**common, rollout_dump_dir=str(tmp_path / "dump"))) == without
+    assert {row["step"] for row in read_dump(tmp_path / "dump").rows} == {1, 3}  # revisits are not corrected anew
+
+
+def test_nothing_is_written_by_default(make, tmp_path):
+    make().train()
+    assert not list(tmp_path.rglob("*.parquet"))
+
+
+def test_a_dump_can_be_sparse(make, tmp_path):
+    make(rollout_dump_dir=str(tmp_path / "dump"), rollout_dump_steps=2, max_steps=5).train()
+    assert {row["step"] for row in read_dump(tmp_path / "dump").rows} == {2, 4}
+
+
+def test_a_sparse_dump_takes_the_next_step_that_has_something(make, tmp_path):
+    fields = {"rollout_dump_dir": str(tmp_path / "dump"), "rollout_dump_steps": 2, "schedule": "two iterations"}
+    make(**fields, max_steps=6).train()  # completions are corrected at steps 1, 3 and 5
+    assert {row["step"] for row in read_dump(tmp_path / "dump").rows} == {3, 5}
+
+
+def test_every_batch_of_a_step_draws_numbers_of_its_own(make, tmp_path):
+    dump = make(rollout_dump_dir=str(tmp_path / "dump"), rollout_dump_sampled=4, rollout_dump_worst=0)._observer.dump
+    ones = torch.ones(1, 3)
+    columns = dict.fromkeys(("train_logps", "rollout_logps", "weights", "keep", "coefficients"), ones)
+    columns |= {"mask": ones.bool(), "reward": ones[0, :1], "advantage": ones[0, :1], "staleness": None}
+    chances, chosen = [], dump._chosen
+
+    def remember(distance, chance):
+        chances.extend(chance.tolist() if len(chance) == 1 else [])
+        return chosen(distance, chance)
+
+    dump._chosen = remember
+    for batch in range(64):
+        dump.offer(1, {"completion_ids": torch.full((1, 3), batch)}, columns)
+    assert len(set(chances)) == 64
+    kept = [offered.chance for offered in dump.offered]
+    assert sorted(kept) == sorted(chances)[-4:]
+
+
+def test_a_full_disk_ends_the_dump_and_not_the_run(make, tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(dumping, "write_rows", full)
+    trainer = make(rollout_dump_dir=str(tmp_path / "dump"), max_steps=3)
+    with pytest.warns(UserWarning, match=r"The dump in .* ends here: .*No space left") as warned:
+        assert len(losses(trainer)) == 3
+    assert len(warned) == 1
+
+
+def test_a_folder_that_cannot_be_used_is_refused_before_the_first_step(make, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"`rollout_dump_dir` is .*, which cannot be used: "):
+        make(rollout_dump_dir=str(tmp_path / "file")).train()
+
+
+def test_a_folder_may_be_a_path(make, tmp_path):
+    make(rollout_dump_dir=tmp_path / "dump", max_steps=1).train()
+    assert read_dump(tmp_path / "dump").settings["rollout_dump_dir"] == str(tmp_path / "dump")
+
+
+def test_what_json_does_not_know_ends_no_run_and_can_be_read_back(make, tmp_path):
+    class Odd:
+        def __str__(self):
+            return "odd"
+
+    kwargs = {
+        "dtype": torch.float16,
+        "hf_overrides": {"head_dtype": torch.float32, "rope_theta": np.float32(2.0), 3: (1, {Path("a")})},
+        "seed": torch.tensor(7),
+        "compilation_config": Odd(),
+    }
+    callback = Logging({"odd": Odd(), "ratio": torch.tensor(0.5)})
+    with pytest.warns(UserWarning, match="has no effect: `use_vllm` is False"):
+        trainer = make(rollout_dump_dir=tmp_path / "dump", rollout_engine_kwargs=kwargs, max_steps=2)
+    trainer.callback_handler.callbacks.insert(0, callback)  # before the dump
+    assert len(losses(trainer)) == 2
+    written = read_dump(tmp_path / "dump")
+    read = RolloutCorrectionConfig(**{k: v for k, v in written.settings.items() if k in FIELDS}).rollout_engine_kwargs
+    assert read == {
+        "dtype": "float16",
+        "hf_overrides": {"head_dtype": "float32", "rope_theta": 2.0, "3": [1, ["a"]]},
+        "seed": 7,
+        "compilation_config": "odd",
+    }
+    assert (written.logs[0]["odd"], written.logs[0]["ratio"]) == ("odd", 0.5)
+    assert main(["compare", str(tmp_path / "dump")]) == 0
+
+
+class Logging(TrainerCallback):
+    """Adds to what is logged."""
+
+    def __init__(self, more: dict):
+        self.more = more
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        logs.update(self.more)
+
+
+def test_completions_that_are_masked_as_truncated_are_not_drawn(make, tmp_path, tiny_model_path):
+    def truncate(output):
+        for ids in output["completion_ids"][::2]:
+            ids[-1] = 5  # not the end of a sequence
+
+    sampler = BrokenSampler(tiny_model_path, truncate)
+    make(sampler=sampler, rollout_dump_dir=str(tmp_path / "dump"), mask_truncated_completions=True).train()
+    rows = read_dump(tmp_path / "dump").rows
+    assert len(rows) == 3 * 4
+    assert all(any(row["mask"]) and row["tokens"] for row in rows)
+
+
+def test_a_dump_stays_below_its_size(make, tmp_path):
+    dump = tmp_path / "dump"
+    make(rollout_dump_dir=str(dump), rollout_dump_max_gb=5e-5, max_steps=8).train()
+    rows = read_dump(dump).rows
+    assert sum(path.stat().st_size for path in files_of(dump)) <= 5e4
+    assert {rows[0]["step"], rows[-1]["step"]} == {1, 8}
+    assert len({row["step"] for row in rows}) < 8
+
+
+def test_evaluation_is_not_dumped(make, tmp_path):
+    make(rollout_dump_dir=str(tmp_path / "dump"), **evaluation()).train()
+    dump = read_dump(tmp_path / "dump")
+    assert sum(row["sampled"] for row in dump.rows) == 3 * 8
+    assert any("eval_loss" in entry for entry in dump.logs)
+
+
+def test_sequences_without_log_probabilities_are_the_worst(make, tmp_path, tiny_model_path):
+    def break_one(output):
+        output["logprobs"][1][0] = None
+
+    sampler = BrokenSampler(tiny_model_path, break_one)
+    make(sampler=sampler, rollout_dump_dir=str(tmp_path / "dump"), rollout_dump_worst=1, max_steps=1).train()
+    (worst,) = [row for row in read_dump(tmp_path / "dump").rows if row["worst"]]
+    assert math.isnan(worst["rollout_logps"][0])
+    assert worst["coefficients"][0] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("rollout_dump_steps", 0, "`rollout_dump_steps` must be an integer of 1 or more, got 0"),
+        ("rollout_dump_sampled", -1, "`rollout_dump_sampled` must be an integer of 0 or more, got -1"),
+        ("rollout_dump_worst", 1.5, "`rollout_dump_worst` must be an integer of 0 or more, got 1.5"),
+        ("rollout_dump_max_gb", 0, "`rollout_dump_max_gb` must be a number above 0, got 0"),
+        ("rollout_dump_max_gb", "1GB", "`rollout_dump_max_gb` must be a number above 0, got '1GB'"),
+    ],
+)
+def test_options_that_cannot_be_meant(field, value, message):
+    with pytest.raises(ValueError, match=message):
+        RolloutCorrectionConfig(rollout_dump_dir="dump", **{field: value})
+
+
+def test_a_number_is_no_folder():
+    with pytest.raises(ValueError, match="`rollout_dump_dir` must be the path of a folder, or None, got 5"):
+        RolloutCorrectionConfig(rollout_dump_dir=5)
+
+
+def test_options_of_a_dump_that_is_off():
+    with pytest.warns(
+        UserWarning, match="`rollout_dump_worst` is set to 3 but has no effect: `rollout_dump_dir` is None"
+    ):
+        RolloutCorrectionConfig(rollout_dump_worst=3)
+
+
+def test_the_commands_of_the_readme_read_a_run(make, tmp_path, capsys):
+    fields = {"rollout_dump_dir": str(tmp_path / "run" / "dump"), "save_strategy": "steps", "save_steps": 2}
+    make(**fields, max_steps=4, rollout_correction="decoupled_geo_rs_token_tis").train()
+    assert main(["compare", str(tmp_path / "run" / "dump")]) == 0
+    assert "this run" in capsys.readouterr().out
+    assert main(["report", str(tmp_path / "run"), "-o", str(tmp_path / "report.html")]) == 0
+    page = (tmp_path / "report.html").read_text()
+    assert all(f"<h2>{title}" in page or title in page for title in ("Findings", "What happened", "Who is rejected"))
+
+
+# Runs that follow one another, and runs at the same time ------------------------------------------------------------------
+
+
+def steps_of(folder) -> list[int]:
+    return sorted({row["step"] for row in read_dump(folder).rows})
+
+
+def content(folder) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+SAVING = {"save_strategy": "steps", "save_steps": 2}
+
+
+def test_a_run_that_is_started_again_leaves_the_rows_of_the_first_and_says_where_its_own_are(make, tmp_path, caplog):
+    dump, output = tmp_path / "run" / "dump", str(tmp_path / "report.html")
+    make(rollout_dump_dir=str(dump)).train()
+    before = content(dump)
+    for number in (2, 3):
+        with saying(
+            caplog, rf"The dump of this run goes to '.*dump-{number}': '.*dump' .* has the dump of the run .*run'"
+        ):
+            make(rollout_dump_dir=str(dump), max_steps=number).train()
+    assert content(dump) == before
+    assert [steps_of(folder) for folder in (dump, tmp_path / "run/dump-2", tmp_path / "run/dump-3")] == [
+        [1, 2, 3],
+        [1, 2],
+        [1, 2, 3],
+    ]
+    assert open_dump(tmp_path / "run").path.name == "dump-3"
+    assert main(["report", str(tmp_path / "run"), "-o", output]) == 0
+    assert open_dump(dump).damage == [f"{str(tmp_path / 'run/dump-3')!r} has the dump of a later run"]
+
+
+def test_a_second_training_of_a_trainer_has_a_folder_of_its_own(make, tmp_path):
+    trainer = make(rollout_dump_dir=str(tmp_path / "dump"), max_steps=2)
+    trainer.train()
+    before = content(tmp_path / "dump")
+    trainer.train()
+    assert content(tmp_path / "dump") == before
+    assert steps_of(tmp_path / "dump-2") == [1, 2]
+
+
+@pytest.mark.parametrize("left", ["rows", "a log", "nothing but its claim"])
+def test_whatever_another_run_left_is_not_written_over(left, make, tmp_path):
+    dump = tmp_path / "dump"
+    if left == "rows":
+        make_dump(dump, steps=1)
+    else:
+        dump.mkdir()
+        (dump / ("logs.jsonl" if left == "a log" else "run.json")).write_text('{"step": 1}\n')
+    before = content(dump)
+    make(rollout_dump_dir=str(dump), max_steps=1).train()
+    assert content(dump) == before
+    assert steps_of(tmp_path / "dump-2") == [1]
+    assert open_dump(tmp_path).path.name == "dump-2"
+
+
+def test_a_resumed_run_goes_on_in_its_own_folder(make, tmp_path):
+    fields = {"rollout_dump_dir": str(tmp_path / "dump"), **SAVING, "max_steps": 4}
+    make(rollout_dump_dir=str(tmp_path / "dump"), output_dir=tmp_path / "other", max_steps=6).train()
+    before = content(tmp_path / "dump")
+    make(**fields).train()
+    whole = read_dump(tmp_path / "dump-2")
+    make(**fields).train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    resumed = read_dump(tmp_path / "dump-2")
+    assert [row["step"] for row in resumed.rows] == [row["step"] for row in whole.rows]
+    assert [entry["step"] for entry in resumed.logs if "loss" in entry] == [1, 2, 3, 4]
+    assert content(tmp_path / "dump") == before
+    assert not (tmp_path / "dump-3").exists()
+    make(**{**fields, "max_steps": 5}).train(resume_from_checkpoint=True)
+    assert steps_of(tmp_path / "dump-2") == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("output_dir", ["branch", "run"])
+def test_a_run_that_branches_from_the_checkpoint_of_another_has_a_folder_of_its_own(
+    make, tmp_path, caplog, output_dir
+):
+    """Also where a run with this `output_dir` was there before."""
+    fields = {"rollout_dump_dir": str(tmp_path / "dump"), **SAVING, "max_steps": 4}
+    make(**fields).train()
+    (tmp_path / "run" / "checkpoint-2").rename(tmp_path / "checkpoint-2")
+    before = content(tmp_path / "dump")
+    with saying(caplog, r"The dump of this run goes to '.*dump-2'"):
+        trainer = make(**fields, output_dir=tmp_path / output_dir)
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert content(tmp_path / "dump") == before
+    assert steps_of(tmp_path / "dump-2") == [3, 4]
+
+
+def test_the_folder_of_a_run_leads_to_its_own_dump(make, tmp_path):
+    for name, n in (("a", 1), ("b", 2)):
+        make(rollout_dump_dir=str(tmp_path / "dump"), output_dir=tmp_path / name, **SAVING, max_steps=n + 1).train()
+    assert [open_dump(tmp_path / name).path.name for name in ("a", "b")] == ["dump", "dump-2"]
+
+
+TRAINING = """
+import sys, time
+from pathlib import Path
+from tests.tiny import StaleSampler
+from tests.training import TRAINERS, build
+
+model, folder, number = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+trainer = build(*TRAINERS["grpo"], model, folder / number, sampler=StaleSampler(model), max_steps=3,
+                rollout_dump_dir=str(folder / "dump"))
+(folder / f"ready {number}").touch()
+while len([*folder.glob("ready *")]) < 3:
+    pass
+trainer.train()
+"""
+
+
+def test_runs_that_start_at_the_same_moment_do_not_mix(tiny_model_path, tmp_path):
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", TRAINING, str(tiny_model_path), str(tmp_path), str(number)],
+            cwd=ROOT, env=clean_environment(OMP_NUM_THREADS="1"), stdout=subprocess.DEVNULL,
+        )
+        for number in range(3)
+    ]  # fmt: skip
+    assert [process.wait(400) for process in processes] == [0, 0, 0]
+    folders = [tmp_path / name for name in ("dump", "dump-2", "dump-3")]
+    assert {json.loads((folder / "run.json").read_text())["output_dir"] for folder in folders} == {
+        str(tmp_path / str(number)) for number in range(3)
+    }
+    for folder in folders:
+        assert len(files_of(folder)) == 3
+        assert [entry["step"] for entry in read_dump(folder).logs if "loss" in entry] == [1, 2, 3]
+
+
+def test_all_ranks_write_to_the_folder_that_the_first_took(tiny_model_path, tmp_path):
+    before = content(make_dump(tmp_path / "dump", steps=1))
+    case = {"model": str(tiny_model_path), "max_steps": 2, "rollout_dump_dir": str(tmp_path / "dump")}
+    process = launch({"run": case}, tmp_path / "work", 2)
+    assert process.returncode == 0, process.stderr[-8000:]
+    assert content(tmp_path / "dump") == before
+    assert {row["rank"] for row in read_dump(tmp_path / "dump-2").rows} == {0, 1}
+    assert process.stderr.count("The dump of this run goes to") == 1
+    assert [*tmp_path.glob("dump-*")] == [tmp_path / "dump-2"]
+
+
+# The files ---------------------------------------------------------------------------------------------------------------
+
+
+def copy_of_a_row(folder, step: int) -> dict:
+    return {**read_dump(folder).rows[0], "step": step}
+
+
+def test_what_is_written_is_read(tmp_path):
+    row = dict.fromkeys(SCHEMA.names)
+    row |= {
+        "step": 3,
+        "rank": 1,
+        "sampled": True,
+        "worst": False,
+        "prompt": "2 + 2 =",
+        "completion": " 4",
+        "reward": 1.0,
+    }
+    row |= {"tokens": [" ", "4"], "token_ids": [5, 9], "mask": [True, False], "train_logps": [-0.5, -1.5]}
+    row |= {"rollout_logps": [math.inf, -0.25], "keep": [False, False], "coefficients": [0.0, 2.0], "advantage": -0.5}
+    path = dump.write_rows(tmp_path / "new" / "dump", 3, 1, [row], {"rollout_is_threshold": [0.5, math.inf]})
+    read = read_dump(path.parent)
+    assert read.rows == [row]
+    assert read.settings == {"rollout_is_threshold": [0.5, math.inf]}
+    assert read.logs == []
+    assert read_dump(path).rows == [row]  # one file alone
+    assert pq.read_schema(path).metadata[b"trl_rollout_corr.dump"] == b"4"
+
+
+def test_rows_are_in_order_of_steps_and_settings_are_the_last(tmp_path):
+    make_dump(tmp_path, steps=12, ranks=2, rows=8, length=6)
+    row = copy_of_a_row(tmp_path, 13)
+    dump.write_rows(tmp_path, 13, 0, [row], {"rollout_is": None})
+    read = read_dump(tmp_path)
+    assert [row["step"] for row in read.rows] == sorted(row["step"] for row in read.rows)
+    assert steps_of(tmp_path) == list(range(1, 14))
+    assert read.settings == {"rollout_is": None}
+    assert len(read.logs) == 12
+    assert set(read.logs[0]) >= {"step", "reward", "rollout_corr/kl"}
+
+
+def test_a_table_has_the_columns_that_are_asked_for(tmp_path):
+    make_dump(tmp_path)
+    table, settings, _, _ = read_table(tmp_path, ["step", "keep"])
+    assert table.column_names == ["step", "keep"]
+    assert table["keep"].to_pylist() == [row["keep"] for row in read_dump(tmp_path).rows]
+    assert RolloutCorrectionConfig(**settings) == RolloutCorrectionConfig(rollout_correction="decoupled_token_is")
+
+
+def test_a_folder_that_looks_like_a_partition_is_a_folder(tmp_path):
+    folder = make_dump(tmp_path / "step=7" / "lr=1e-6")
+    assert steps_of(folder) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("moment", ["while it is written", "before it is renamed"])
+def test_a_crash_loses_the_file_that_is_being_written(moment, tmp_path, monkeypatch):
+    make_dump(tmp_path, steps=2)
+    before = read_dump(tmp_path).rows
+
+    def half(table, path, **options):
+        path.write(b"PAR1 and then the power went")
+        raise KeyboardInterrupt
+
+    def never(source, target):
+        raise KeyboardInterrupt
+
+    row = copy_of_a_row(tmp_path, 3)
+    with monkeypatch.context() as patch:
+        if moment == "while it is written":
+            patch.setattr(dump.pq, "write_table", half)
+        else:
+            patch.setattr(os, "replace", never)
+        with pytest.raises(KeyboardInterrupt):
+            dump.write_rows(tmp_path, 3, 0, [row], {})
+    assert read_dump(tmp_path).rows == before
+    dump.write_rows(tmp_path, 3, 0, [row], {})
+    assert steps_of(tmp_path) == [1, 2, 3]
+    assert {path.suffix for path in tmp_path.iterdir()} == {".parquet", ".jsonl"}
+
+
+def test_a_log_entry_that_a_crash_cut_short_is_left_out(tmp_path):
+    make_dump(tmp_path, steps=2)
+    with (tmp_path / "logs.jsonl").open("a") as file:
+        file.write('{"loss": 0.1, "rollout_co\n')
+    dump.append_log(tmp_path, {"step": 4})
+    assert [entry["step"] for entry in read_dump(tmp_path).logs] == [1, 2, 4]
+
+
+def test_the_first_and_the_latest_step_are_never_removed(tmp_path):
+    make_dump(tmp_path, steps=6, ranks=2)
+    size = sum(path.stat().st_size for path in dump.files_of(tmp_path))
+    dump.remove_oldest(tmp_path, size)
+    assert steps_of(tmp_path) == [1, 2, 3, 4, 5, 6]
+    dump.remove_oldest(tmp_path, 0.75 * size)
+    assert steps_of(tmp_path) == [1, 4, 5, 6]
+    dump.remove_oldest(tmp_path, 0)
+    assert steps_of(tmp_path) == [1, 6]
+    assert len(dump.files_of(tmp_path)) == 4
+
+
+def test_a_run_that_resumes_forgets_what_came_after_its_checkpoint(tmp_path):
+    make_dump(tmp_path, steps=4)
+    dump.rewind(tmp_path, 2)
+    assert steps_of(tmp_path) == [1, 2]
+    assert [entry["step"] for entry in read_dump(tmp_path).logs] == [1, 2]
+
+
+def test_other_versions_are_refused(tmp_path):
+    path = dump.files_of(make_dump(tmp_path))[0]
+    table = pq.read_table(path)
+    pq.write_table(table.replace_schema_metadata({**table.schema.metadata, FORMAT.encode(): b"3"}), path)
+    with pytest.raises(
+        ValueError, match=r"step-00000001-rank-00000.parquet has version 3 .* this release reads version 4$"
+    ):
+        read_dump(tmp_path)
+    pq.write_table(table.drop_columns(["keep"]), path)
+    with pytest.raises(ValueError, match=r"does not have the columns of a dump of version 4$"):
+        read_dump(tmp_path)
+
+
+def test_turns_of_a_rollout_function_take_the_place_of_runs(tmp_path):
+    rows = read_dump(make_dump(tmp_path / "runs", rows=4)).rows
+    mask = [row["mask"] for row in rows]
+    of_runs = open_dump(tmp_path / "runs").sequences.turn
+    for i, row in enumerate(rows):
+        row["turn_ids"] = [0] * len(mask[i]) if i else [*range(len(mask[i]))]
+    dump.write_rows(tmp_path / "turns", 1, 0, rows, {}, {})
+    of_ids = open_dump(tmp_path / "turns").sequences.turn
+    first = len(mask[0])
+    assert len(set(of_ids[:first])) == first > len(set(of_runs[:first]))
+    assert len(set(of_ids[first:])) == len(rows) - 1
+
+
+# What is damaged --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["report", "compare", "diagnose"])
+def test_commands_say_in_one_line_what_is_wrong(command, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other.parquet").write_bytes(b"PAR1 of another tool")
+    (path,) = dump.files_of(make_dump(tmp_path / "cut", steps=1))
+    path.write_bytes(path.read_bytes()[:-100])
+    for path in ("missing", "other.parquet", "cut", "."):
+        assert main([command, path]) == 2
+        out, message = capsys.readouterr()
+        assert (out, message.count("\n")) == ("", 1)
+        assert message.startswith(f"{path}: ")
+        assert "unexpected" not in message
+
+
+def test_what_is_damaged_is_left_out_of_what_is_intact(tmp_path, capsys):
+    path, _ = dump.files_of(make_dump(tmp_path / "dump", steps=2))
+    path.write_bytes(path.read_bytes()[:-100])
+    assert main(["compare", str(tmp_path / "dump"), "--json"]) == 0
+    out, error = capsys.readouterr()
+    assert json.loads(out)["steps"] == [2]
+    assert error.startswith(f"warning: {tmp_path / 'dump'}: {path.name} is damaged, or it is not a Parquet file: ")
+    assert error.count("\n") == 1
+
+
+def test_text_of_another_encoding_is_damage(tmp_path, capsys):
+    (path,) = dump.files_of(make_dump(tmp_path / "dump", steps=1))
+    table = pq.read_table(path)
+    latin = pa.array([b"\xe9" * 999] * len(table)).view(pa.string())
+    pq.write_table(table.set_column(table.column_names.index("prompt"), "prompt", latin), path)
+    assert main(["report", str(path), "-o", str(tmp_path / "r.html")]) == 2
+    assert capsys.readouterr().err.startswith(f"{path}: {path.name} is damaged, or it is not a Parquet file: ")
+
+
+def test_an_error_that_nobody_thought_of_is_one_line_too(tmp_path, capsys, monkeypatch):
+    def fail(*args):
+        raise KeyError("no\nsuch")
+
+    monkeypatch.setattr(diagnosing, "read_tokens", fail)
+    assert main(["diagnose", str(make_dump(tmp_path / "dump"))]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(r"diagnose: unexpected KeyError('no\nsuch') in test_dumps.py:")
+
+
+@pytest.mark.parametrize("value", ["1e400", "-1e400", "1e300", "NaN"])
+def test_a_metric_beyond_all_numbers_is_drawn(tmp_path, value):
+    entries = [f'{{"step": {step}, "rollout_corr/k3_kl": {value if step == 3 else 0.01}}}' for step in (1, 2, 3)]
+    (tmp_path / "trainer_state.json").write_text(f'{{"log_history": [{", ".join(entries)}]}}')
+    assert main(["report", str(tmp_path), "-o", str(tmp_path / "r.html")]) == 0
+
+
+def test_a_dump_that_gets_no_sequence_is_named(make, tmp_path):
+    with pytest.warns(UserWarning, match="`rollout_dump_steps` is set to 50 but has no effect: the run ends at step"):
+        make(rollout_dump_dir=str(tmp_path / "rare"), rollout_dump_steps=50).train()
+    with pytest.warns(UserWarning, match="`rollout_dump_worst` are 0, so the folder gets the log and no sequence"):
+        make(rollout_dump_dir=str(tmp_path / "none"), rollout_dump_sampled=0, rollout_dump_worst=0)

@@ -1,1 +1,0 @@
-"""The command `check`, and parts of training scripts."""
