@@ -141,7 +141,6 @@ def policy_metrics(sequences):
         "training_ppl": statistics.fmean(math.exp(min(x, 60)) for x in train),
         "rollout_ppl": statistics.fmean(math.exp(min(x, 60)) for x in rollout),
         "log_ppl_diff": statistics.fmean(gap),
-        "log_ppl_abs_diff": statistics.fmean(abs(x) for x in gap),
         "ppl_ratio": statistics.fmean(math.exp(min(x, 60)) for x in gap),
         "kl": -statistics.fmean(flat),
         "k3_kl": statistics.fmean(math.exp(min(x, 60)) - 1 - x for x in flat),

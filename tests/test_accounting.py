@@ -18,7 +18,10 @@ from trl_rollout_corr.messages import PREFIX
 
 
 CONFIG = RolloutCorrectionConfig(
-    rollout_is_threshold=1.1, rollout_rs=["token_k1", "seq_mean_k1"], rollout_rs_threshold=[[0.8, 1.25], [0.9, 1.05]]
+    rollout_is="token",
+    rollout_is_threshold=1.1,
+    rollout_rs=["token_k1", "seq_mean_k1"],
+    rollout_rs_threshold=[[0.8, 1.25], [0.9, 1.05]],
 )
 
 
@@ -94,12 +97,6 @@ def test_groups_do_not_depend_on_how_a_batch_is_split():
         for other in others:
             first = first + other
         torch.testing.assert_close(first.vector, whole.vector, rtol=1e-6, atol=1e-5)
-
-
-def test_a_single_turn_is_the_whole():
-    batch = random_batch()
-    batch["turns"] = batch["turns"].clamp(max=1)
-    assert not any("turn" in key for key in finish(add_up_groups(**batch)))
 
 
 def test_advantages_per_token_count_by_their_sum():

@@ -20,6 +20,7 @@ from trl_rollout_corr.settings.presets import PRESETS
 
 
 EVERYTHING = {
+    "rollout_is": "token",
     "rollout_rs": list(CRITERIA),
     "rollout_rs_threshold": [threshold_of(name, 1e6) for name in CRITERIA],
     "rollout_is_batch_normalize": True,

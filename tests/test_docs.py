@@ -36,6 +36,7 @@ def reported_keys() -> set[str]:
     keys = set()
     for threshold in (2.0, [0.5, 2.0]):
         config = RolloutCorrectionConfig(
+            rollout_is="token",
             rollout_is_threshold=threshold,
             rollout_is="token",
             rollout_is_batch_normalize=True,

@@ -28,7 +28,7 @@ from trl_rollout_corr.dumps.columns import FORMAT, SCHEMA
 from trl_rollout_corr.dumps.files import files_of
 from trl_rollout_corr.dumps.reading import open_dump, read_table
 from trl_rollout_corr.recording import dumping
-from trl_rollout_corr.settings.fields import FIELDS
+from trl_rollout_corr.settings.files import config_of_run
 
 
 MODES = {
@@ -124,7 +124,7 @@ def test_rows_hold_text_and_what_happened(make, tmp_path):
 def test_a_correction_can_be_repeated_from_a_dump(make, tmp_path, mode):
     make(rollout_dump_dir=str(tmp_path / "dump"), rollout_dump_sampled=8, **MODES[mode]).train()
     dump = read_dump(tmp_path / "dump")
-    config = RolloutCorrectionConfig.from_preset(dump.settings["rollout_correction"])
+    config = config_of_run(dump.settings, "")
     for row in dump.rows:
         logps = [torch.tensor([row[name]]) for name in ("train_logps", "rollout_logps")]
         correction = compute_rollout_correction(*logps, torch.tensor([row["mask"]]), config)
@@ -213,7 +213,7 @@ def test_what_json_does_not_know_ends_no_run_and_can_be_read_back(make, tmp_path
     trainer.callback_handler.callbacks.insert(0, callback)  # before the dump
     assert len(losses(trainer)) == 2
     written = read_dump(tmp_path / "dump")
-    read = RolloutCorrectionConfig(**{k: v for k, v in written.settings.items() if k in FIELDS}).rollout_engine_kwargs
+    read = config_of_run(written.settings, "").rollout_engine_kwargs
     assert read == {
         "dtype": "float16",
         "hf_overrides": {"head_dtype": "float32", "rope_theta": 2.0, "3": [1, ["a"]]},
@@ -497,7 +497,8 @@ def test_a_table_has_the_columns_that_are_asked_for(tmp_path):
     table, settings, _, _ = read_table(tmp_path, ["step", "keep"])
     assert table.column_names == ["step", "keep"]
     assert table["keep"].to_pylist() == [row["keep"] for row in read_dump(tmp_path).rows]
-    assert RolloutCorrectionConfig(**settings) == RolloutCorrectionConfig(rollout_correction="decoupled_token_is")
+    of_run = RolloutCorrectionConfig(rollout_correction="decoupled_token_is").settings
+    assert config_of_run(settings, "").settings == of_run
 
 
 def test_a_folder_that_looks_like_a_partition_is_a_folder(tmp_path):

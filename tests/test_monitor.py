@@ -145,6 +145,20 @@ def test_a_run_that_rejects_everything_is_warned_about(make, caplog):
     assert trainer.state.global_step == 3  # bounds may be too tight, which is no reason to end a run
 
 
+def nothing_ends(output):
+    for ids in output["completion_ids"]:
+        ids[-1] = 5
+
+
+def test_a_run_whose_completions_are_all_masked_is_warned_about(make, tiny_model_path, caplog):
+    """TRL takes completions without an EOS token as cut, also those that a `stop` string has ended."""
+    sampler = BrokenSampler(tiny_model_path, nothing_ends)
+    trainer = make(RolloutCorrectionMonitor("stop"), sampler=sampler, mask_truncated_completions=True, max_steps=4)
+    with saying(caplog, "No token was left in the loss.*`mask_truncated_completions`.*`stop` string"):
+        trainer.train()
+    assert [re.search(r"\[(\w+)", message)[1] for message in messages(caplog)] == ["no_tokens"]
+
+
 # Between logs ---------------------------------------------------------------------------------------------------------
 
 

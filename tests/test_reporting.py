@@ -39,7 +39,7 @@ def train(tiny_model_path, tmp_path, monkeypatch):
             RolloutCorrectedGRPOTrainer, RolloutCorrectedGRPOConfig, tiny_model_path, tmp_path / "out",
             sampler=StaleSampler(tiny_model_path), report_to=[backend], run_name="run", max_steps=4, logging_steps=2,
             eval_strategy="steps", eval_steps=4, per_device_eval_batch_size=4, extra={"eval_dataset": prompts(4)},
-            rollout_rs=["token_k1", "seq_max_k2", "seq_max_k1"],
+            rollout_is="token", rollout_rs=["token_k1", "seq_max_k2", "seq_max_k1"],
             rollout_rs_threshold=[[0.5, 2.0], 2.5, [1e-4, math.inf]],
             rollout_is_batch_normalize=True, **fields,
         )  # fmt: skip
@@ -214,7 +214,11 @@ def call_a_tool(output):
 RUNS = {
     "auto": {},
     "measured": {"rollout_correction": "disabled"},
-    "rejection": {"rollout_rs": ["token_k1", "seq_max_k2"], "rollout_rs_threshold": [[0.6, 1.6], 2.5]},
+    "rejection": {
+        "rollout_is": "token",
+        "rollout_rs": ["token_k1", "seq_max_k2"],
+        "rollout_rs_threshold": [[0.6, 1.6], 2.5],
+    },
 }
 
 

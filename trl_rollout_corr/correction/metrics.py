@@ -164,7 +164,6 @@ def _collect_policies(c: Columns, tokens: Tokens) -> None:
     c.add("d", d)
     gap, train_nll = -c.sums["d"] / c.divisors, -tokens.train_logps.sum(-1, keepdim=True) / c.divisors
     c.add("gap", gap)
-    c.add("abs_gap", gap.abs())
     logs = torch.cat([train_nll, train_nll - gap, gap], -1).clamp_(max=LARGEST_POWER)
     c.add_columns(("train_ppl", "rollout_ppl", "ppl_ratio"), logs.exp_().mul_(c.rows))
     # k3 = r - 1 - d with r = exp(d). `expm1` keeps the digits of a small d
@@ -212,7 +211,6 @@ def _policy_metrics(s: dict[str, float], counts: list[float]) -> dict[str, float
         "rollout_ppl": divide(s["rollout_ppl"], rows),
         "ppl_ratio": divide(s["ppl_ratio"], rows),
         "log_ppl_diff": divide(s["gap"], rows),
-        "log_ppl_abs_diff": divide(s["abs_gap"], rows),
         "nonfinite_fraction": divide(s["nonfinite"], s["mask_tokens"]),
         "effective_lr": divide(s["coefficients"], tokens),
     }
