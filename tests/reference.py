@@ -91,6 +91,14 @@ def token_statistic(token, divergence):
     return max(binary_kl(p, q), binary_kl(q, p))
 
 
+def statistic_in(unit, token, divergence):
+    """Statistic of a token in a criterion of tokens, turns or sequences."""
+    if unit == "token" or divergence not in ("tv", "binary_kl"):
+        return token_statistic(token, divergence)
+    p, q = math.exp(token[0]), math.exp(token[1])
+    return abs(p - q) if divergence == "tv" else binary_kl(q, p)
+
+
 def binary_kl(a, b):
     a, b = (min(max(x, 1e-6), 1 - 1e-6) for x in (a, b))
     return a * math.log(a / b) + (1 - a) * math.log((1 - a) / (1 - b))
@@ -106,7 +114,7 @@ def keeps(sequences, name, bounds, advantages=None, turns=None):
     unit, how, divergence = parts(name)
     result = []
     for index, sequence in enumerate(sequences):
-        if divergence in ("tv", "kl"):  # only what the advantage pushes further away is dropped
+        if unit == "token" and divergence in ("tv", "kl"):  # only what the advantage pushes further away is dropped
             changes, advantage = [token_statistic(token, divergence) for token in sequence], advantages[index]
             result.append(
                 [not ((advantage > 0 and x > bounds[1]) or (advantage < 0 and x < -bounds[0])) for x in changes]
@@ -114,7 +122,7 @@ def keeps(sequences, name, bounds, advantages=None, turns=None):
             continue
         row = [False] * len(sequence)
         for group in groups(len(row), unit, turns and turns[index]):
-            values = reduced([token_statistic(sequence[t], divergence) for t in group], how)
+            values = reduced([statistic_in(unit, sequence[t], divergence) for t in group], how)
             if divergence == "k1":
                 ln = [math.log(b) if b else -math.inf for b in bounds]
                 inside = all(ln[0] <= -x <= ln[1] for x in values)
@@ -181,7 +189,7 @@ def rejection_metrics(sequences, name, bounds, advantages=None, turns=None):
     flat, kept = [], keeps(sequences, name, bounds, advantages, turns)
     for i, row in enumerate(sequences):
         for group in groups(len(row), unit, turns and turns[i]):
-            values = reduced([token_statistic(row[t], divergence) for t in group], how)
+            values = reduced([statistic_in(unit, row[t], divergence) for t in group], how)
             flat += [max(values, key=lambda x: (abs(x), x))] * len(group)
     return {
         "mean": statistics.fmean(flat),

@@ -97,7 +97,7 @@ def test_a_run_of_axolotl_is_corrected(plugin, tiny_model_path, tmp_path):
     assert isinstance(trainer.args, RolloutCorrectedGRPOConfig)
     assert (trainer.args.rollout_correction, trainer.args.rollout_is_threshold) == ("decoupled_token_is", 3.0)
     assert trainer.args.settings.rollout_monitor is None
-    assert not trainer.args.vllm_importance_sampling_correction
+    assert not trainer.vllm_importance_sampling_correction
     assert_trains(trainer)
     assert "rollout_corr/rollout_is_mean" in trainer.state.log_history[0]
 

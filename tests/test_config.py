@@ -627,7 +627,7 @@ def test_help_and_docstring_have_every_field(capsys):
     for field in dataclasses.fields(RolloutCorrectionConfig):
         assert len(field.metadata["help"]) > 30
     assert {field.name for field in dataclasses.fields(RolloutCorrectionConfig)} == set(FIELDS)
-    assert len(CRITERIA) == 24
+    assert len(CRITERIA) == 26
 
 
 def test_misspelt_yaml_keys_are_refused(tmp_path):
@@ -643,25 +643,6 @@ def test_positional_output_dir_and_both_post_inits():
     assert config.output_dir == "o"
     assert config.steps_per_generation == config.gradient_accumulation_steps  # set by GRPOConfig.__post_init__
     assert config.settings.rollout_rs == ["seq_mean_k1"]
-
-
-def test_trl_correction_is_replaced():
-    assert grpo().vllm_importance_sampling_correction is False
-    with pytest.warns(UserWarning, match="`vllm_importance_sampling_clip_max=5.0` has no effect.*convert` translates"):
-        grpo(vllm_importance_sampling_clip_max=5.0)
-
-
-def test_a_correction_of_trl_that_is_switched_off_does_not_switch_off_ours_in_silence():
-    """A user who moves a script may expect a run without correction."""
-    off = {"vllm_importance_sampling_correction": False}
-    with pytest.warns(UserWarning, match=r"switches TRL's own correction off.* Its own correction is 'auto'"):
-        args = grpo(**off)
-    assert args.settings.corrects
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for named in ({"rollout_correction": "auto"}, {"rollout_correction": "disabled"}, {"rollout_is": "token"}):
-            grpo(**off, **named)
-        grpo()
 
 
 @pytest.mark.parametrize(

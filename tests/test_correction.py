@@ -13,14 +13,14 @@ from tests import reference
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
 from trl_rollout_corr.correction.histogram import PERCENTILES
 from trl_rollout_corr.messages import PREFIX
-from trl_rollout_corr.settings.criteria import CRITERIA, LEVELS, TOKEN_ONLY
+from trl_rollout_corr.settings.criteria import CRITERIA, LEVELS, OF_PROBABILITIES
 
 
 settings.register_profile("package", deadline=None, max_examples=60, derandomize=True)
 settings.load_profile("package")
 
 OF_TURNS = [name for name in CRITERIA if name.startswith("turn_")]
-RATIO_CRITERIA = [name for name in CRITERIA if name.removeprefix("token_") not in TOKEN_ONLY]
+RATIO_CRITERIA = [name for name in CRITERIA if not name.endswith(tuple(f"_{kind}" for kind in OF_PROBABILITIES))]
 logps = st.floats(-12.0, 0.0, width=32)
 # a log-ratio far from every threshold used below: at a threshold, float32 and float64 may decide differently
 differences = st.integers(-40, 40).map(lambda i: i / 16 + 0.0123)

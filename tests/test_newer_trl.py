@@ -20,7 +20,7 @@ from tests.training import TRAINERS, assert_same_steps, build, losses, micro_bat
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, check
 from trl_rollout_corr.__main__ import main
 from trl_rollout_corr.trainers import trl_interface, versions
-from trl_rollout_corr.trainers.versions import FIRST_UNSUPPORTED, OLDEST, Version
+from trl_rollout_corr.trainers.versions import FIRST_UNSUPPORTED, OLDEST, Version, without_trl_correction
 
 
 # Its version ----------------------------------------------------------------------------------------------------------
@@ -192,18 +192,23 @@ class NewRLOOConfig(TRAINERS["rloo"][1]):
 
 
 def test_a_correction_that_is_not_known_is_switched_off_and_named(tmp_path):
-    with pytest.warns(UserWarning, match=r"`vllm_importance_sampling_twice=True` has no effect"):
-        config = NewGRPOConfig(str(tmp_path), bf16=False)
-    assert not config.vllm_importance_sampling_twice
-    assert not config.vllm_importance_sampling_correction
-    with pytest.warns(UserWarning, match=r"`vllm_importance_sampling_level='sequence'` has no effect"):
-        NewGRPOConfig(
-            str(tmp_path), bf16=False, vllm_importance_sampling_twice=False, vllm_importance_sampling_level="sequence",
-        )  # fmt: skip
+    config = NewGRPOConfig(str(tmp_path), bf16=False)
+    with without_trl_correction(config):
+        assert not config.vllm_importance_sampling_twice
+        assert not config.vllm_importance_sampling_correction
+    assert config.vllm_importance_sampling_twice  # for a trainer of TRL
+    config = NewGRPOConfig(str(tmp_path), bf16=False, vllm_importance_sampling_level="sequence")
+    with (
+        pytest.warns(UserWarning, match=r"`vllm_importance_sampling_level='sequence'` has no effect"),
+        without_trl_correction(config),
+    ):
+        pass
 
 
 def test_a_correction_of_rloo_is_switched_off(tmp_path):
-    assert not NewRLOOConfig(str(tmp_path), bf16=False).vllm_importance_sampling_correction
+    config = NewRLOOConfig(str(tmp_path), bf16=False)
+    with without_trl_correction(config):
+        assert not config.vllm_importance_sampling_correction
 
 
 def test_weights_of_trl_in_a_batch_are_an_error(tiny_model_path, tmp_path, monkeypatch):

@@ -56,6 +56,10 @@ class RolloutCorrectedAsyncGRPOConfig(RolloutCorrectionConfig, AsyncGRPOConfig):
 
     _checks_of_trainer = CHECKS["async_grpo"]
 
+    def _of_trl(self) -> dict[str, Any]:
+        # TRL clips around the sampler, without a further bound
+        return {"bypass_mode": True, "rollout_loss_type": "ppo_clip", "rollout_clip_ratio_c": None}
+
     def __post_init__(self) -> None:
         RolloutCorrectionConfig.__post_init__(self)
         AsyncGRPOConfig.__post_init__(self)
@@ -241,7 +245,7 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectsBatches, AsyncGRPOTrainer):
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor:
         placeholders = {}
-        if self._settings.corrects:
+        if self._settings.changes_loss:
             placeholders = {key: Placeholder(inputs[key]) for key in ("advantages", "old_log_probs")}
         policy = CorrectedPolicy(model, partial(self._correct, inputs=inputs, placeholders=placeholders))
         loss: torch.Tensor = super().compute_loss(
@@ -302,7 +306,7 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectsBatches, AsyncGRPOTrainer):
         self._observer.visited(self._now, self._ages(batch), batch[LOSS_MASK], current, current)
         corrected = self._correct_from(current, batch, from_old=False)  # the current policy is newer than the sampler
         anchor = current
-        if self._settings.bypasses and self._settings.corrects:
+        if self._settings.bypasses and self._settings.changes_loss:
             anchor, corrected = self._bypass(corrected)
         self._observer.corrected(self._now, corrected)
         return anchor, corrected

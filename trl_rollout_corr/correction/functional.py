@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..settings.criteria import TOKEN_ONLY, Bounding, Criterion
+from ..settings.criteria import OF_PROBABILITIES, Bounding, Criterion
 
 
 Bound = float | torch.Tensor
@@ -328,9 +328,14 @@ def reject(tokens: Tokens, criterion: Criterion, direction: torch.Tensor | None 
     Apply one rejection rule. `direction`, of shape `(B, 1)` or `(B, T)`, is the sign of the advantage, for a rule that depends
     on it.
     """
-    if criterion.divergence in TOKEN_ONLY:
+    if criterion.divergence in OF_PROBABILITIES and criterion.scope == "token":
         return _reject_by_probability(tokens, criterion, direction)
-    divergence = token_divergence(tokens.log_ratio, criterion.divergence)  # 0 where it does not count
+    if criterion.divergence in OF_PROBABILITIES:
+        # FlashREINFORCE and OpenRLHF take D(q, p) for completions, and the size of the total variation
+        kind = "kl" if criterion.divergence == "binary_kl" else criterion.divergence
+        divergence = probability_divergence(tokens, kind).abs_().mul_(tokens.valid)
+    else:
+        divergence = token_divergence(tokens.log_ratio, criterion.divergence)  # 0 where it does not count
     highest = lowest = statistic = _reduce(divergence, tokens, criterion.scope)
     if criterion.scope.endswith("_max") and criterion.divergence == "k1":
         # k1 is signed, so the worst token may lie on either side

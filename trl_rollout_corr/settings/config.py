@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Self
 from ..messages import SettingError, nearest, warn, warn_idle
 from .criteria import CriterionName
 from .fields import PARSERS, LossType, MonitorAction, NanPolicy, Replay, WeightLevel
+from .migrate import TRL_KEYS, from_trl
 from .presets import settings_of
 from .resolve import Settings, in_words, resolve
 
@@ -30,7 +31,7 @@ class RolloutCorrectionConfig:
     Args:
         rollout_correction (`str` or `None`, *optional*, defaults to `"default"`):
             Name of a preset, or `None`; fields given beside it override it. By default `auto`; but if `rollout_is` or
-            `rollout_rs` is given, only what is given is done.
+            `rollout_rs` is given, only what is given is done. `"trl"` keeps the loss of TRL with its own correction.
         rollout_is (`str` or `None`, *optional*, defaults to `"preset"`):
             Level of the importance weights: token, turn, sequence (product of ratios), geometric (their mean), or `None`.
         rollout_is_threshold (`float` or `list`, *optional*):
@@ -42,7 +43,7 @@ class RolloutCorrectionConfig:
             Divide the weights by their mean over the batch of all ranks.
         rollout_rs (`list[str]` or `None`, *optional*, defaults to `"preset"`):
             Rejection criteria, or `None`: {token,turn_sum,turn_mean,turn_max,seq_sum,seq_mean,seq_max}_{k1,k2,k3}, and of
-            probabilities token_{tv,kl,binary_kl}.
+            probabilities token_{tv,kl,binary_kl} and seq_mean_{tv,binary_kl}.
         rollout_rs_threshold (`float` or `list`, *optional*):
             One entry per criterion, or one for all: for k1 bounds on the ratio; for tv and kl a bound for negative and one for
             positive advantages; else an upper bound.
@@ -139,7 +140,11 @@ class RolloutCorrectionConfig:
     @property
     def settings(self) -> Settings:
         """Settings in effect, from the present values of the fields. A `ValueError` if a value is refused."""
-        return resolve(self._parsed)
+        return resolve(self._parsed, self._of_trl())
+
+    def _of_trl(self) -> dict[str, Any]:
+        """TRL's own correction as fields, for `rollout_correction: trl`."""
+        return from_trl({name: getattr(self, name) for name in TRL_KEYS if hasattr(self, name)})
 
     @property
     def given(self) -> frozenset[str]:

@@ -12,7 +12,7 @@ CriterionName = Literal[
     "seq_sum_k1", "seq_sum_k2", "seq_sum_k3",
     "seq_mean_k1", "seq_mean_k2", "seq_mean_k3",
     "seq_max_k1", "seq_max_k2", "seq_max_k3",
-    "token_tv", "token_kl", "token_binary_kl",
+    "token_tv", "token_kl", "token_binary_kl", "seq_mean_tv", "seq_mean_binary_kl",
 ]  # fmt: skip
 LEVELS: tuple[str, ...] = get_args(Level)
 CRITERIA: tuple[str, ...] = get_args(CriterionName)
@@ -20,8 +20,9 @@ if not TYPE_CHECKING:  # for editors and type checkers only: for a `Literal`, ar
     Level = CriterionName = str
 
 SCOPES = ("token", "turn_sum", "turn_mean", "turn_max", "seq_sum", "seq_mean", "seq_max")
-# Divergences of the probabilities of a token instead of their ratio. The first two depend on the sign of the advantage.
-DIRECTED, TOKEN_ONLY = ("tv", "kl"), ("tv", "kl", "binary_kl")
+# Divergences of the probabilities of a token instead of their ratio. For tokens, the first two depend on the sign of the
+# advantage.
+DIRECTED, OF_PROBABILITIES = ("tv", "kl"), ("tv", "kl", "binary_kl")
 # Names of criteria in verl's first pull request about rejection, and today's names
 FIRST_NAMES = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
 
@@ -50,7 +51,7 @@ class Criterion(NamedTuple):
     @property
     def directed(self) -> bool:
         """`True` if the rule rejects only tokens that the update would push further in the direction they already moved."""
-        return self.divergence in DIRECTED
+        return self.scope == "token" and self.divergence in DIRECTED
 
     @property
     def unit(self) -> str:

@@ -66,7 +66,7 @@ _TRUTH = (
 )
 _WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
-_TRL_KEYS = tuple(f"vllm_importance_sampling_{name}" for name in ("correction", "mode", "clip_max", "clip_min", "cap"))
+TRL_KEYS = tuple(f"vllm_importance_sampling_{name}" for name in ("correction", "mode", "clip_max", "clip_min", "cap"))
 
 OFF = {"rollout_correction": "disabled"}
 NOT_SET = object()
@@ -306,7 +306,7 @@ def from_trl(settings: Mapping[str, object]) -> dict[str, Any]:
     Raises:
         `ValueError`: if a key is unknown, or a value is refused.
     """
-    settings = _read(settings, _TRL_KEYS, "TRL's `vllm_importance_sampling_*` settings")
+    settings = _read(settings, TRL_KEYS, "TRL's `vllm_importance_sampling_*` settings")
     if not settings.get("vllm_importance_sampling_correction", True):
         return dict(OFF)
     mode = settings.get("vllm_importance_sampling_mode", "sequence_mask")

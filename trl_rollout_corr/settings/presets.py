@@ -47,7 +47,7 @@ VERL_PRESETS: dict[str, dict[str, Any]] = {
     "bypass_pg_geo_rs": {**_NO_IS, **_REINFORCE, **_GEO_RS},
     "bypass_pg_geo_rs_seq_tis": {**_SEQ_TIS, **_REINFORCE, **_GEO_RS},
     "bypass_pg_geo_rs_token_tis": {**_TOKEN_TIS, **_REINFORCE, **_GEO_RS},
-    # Measures, corrects nothing: loss and gradients are TRL's.
+    # Measures, corrects nothing: loss and gradients are TRL's without its own correction.
     "disabled": _NO_IS,
 }
 
@@ -70,6 +70,10 @@ LATER_PRESETS: dict[str, dict[str, Any]] = {
         "rollout_rs": ["seq_max_k1"],
         "rollout_rs_threshold": [[1e-5, float("inf")]],
     },
+    # FlashREINFORCE, as OpenRLHF 0.11.2, slime and miles have it: no completion with a mean binary KL above 0.003.
+    "bypass_flash_reinforce": {**_DPPO, "rollout_rs": ["seq_mean_binary_kl"], "rollout_rs_threshold": [0.003]},
+    # TRL's own correction, which TRL itself applies: the fields of the unchanged script decide, see `from_trl`.
+    "trl": _NO_IS,
     # Chosen on some tasks and judged on others, see `benchmarks/arena`.
     "auto": {
         # Weights of TOPR (https://huggingface.co/papers/2503.14286), per token instead of per sequence: 1 where the advantage

@@ -81,8 +81,18 @@ class Settings:
 
     @property
     def corrects(self) -> bool:
-        """`True` if the loss differs from TRL's."""
+        """`True` if the loss corrects for the gap, here or in TRL."""
         return (self.bounding is not None or bool(self.criteria) or self.bypasses) and not self.rollout_metrics_only
+
+    @property
+    def by_trl(self) -> bool:
+        """`True` if TRL's own correction acts, and this package only measures."""
+        return self.rollout_correction == "trl"
+
+    @property
+    def changes_loss(self) -> bool:
+        """`True` if this package changes the loss."""
+        return self.corrects and not self.by_trl
 
     @property
     def clips_around_sampler(self) -> bool:
@@ -110,9 +120,10 @@ class Settings:
         return self.normalizes or (bool(self.criteria) and self.rollout_rs_renormalize)
 
 
-def resolve(fields: Mapping[str, Any]) -> Settings:
+def resolve(fields: Mapping[str, Any], of_trl: Mapping[str, Any]) -> Settings:
     """
-    Resolve parsed fields of a configuration: a field that has its value of [`UNSET`] gets the value of the preset.
+    Resolve parsed fields of a configuration: a field that has its value of [`UNSET`] gets the value of the preset. Those of
+    the preset `"trl"` are `of_trl`, TRL's own correction as fields.
 
     The preset `"default"` means `auto`. But if weights or rejection are given, then only what is given is done.
 
@@ -123,10 +134,12 @@ def resolve(fields: Mapping[str, Any]) -> Settings:
     preset = fields["rollout_correction"]
     if preset == "default":
         preset = DEFAULT if own.keys().isdisjoint({"rollout_is", "rollout_rs"}) else None
-    of_preset = settings_of(preset)
+    of_preset = {**settings_of(preset), **(of_trl if preset == "trl" else {})}
     if own.get("rollout_rs", of_preset["rollout_rs"]) != of_preset["rollout_rs"]:
         of_preset["rollout_rs_threshold"] = None  # no criterion gets the threshold of another
     values: dict[str, Any] = {**fields, **of_preset, **own, "rollout_correction": preset}
+    if fields["rollout_nan_policy"] != "drop":  # TRL takes the ratio of a token without a log-probability as 1
+        values["rollout_nan_policy"] = fields["rollout_nan_policy"]
     thresholds, names = values["rollout_rs_threshold"], values["rollout_rs"]
     values["rollout_rs_threshold"] = parse_rejection_thresholds(thresholds, names) if names else thresholds
     bounds, clamps = values["rollout_is_threshold"], values["rollout_is_clamp"]
@@ -142,7 +155,7 @@ def _criterion(name: str, bounds: Any) -> Criterion:
     """Criterion of a name. Bounds on the ratio become bounds on `k1 = -log ratio`."""
     scope = next(scope for scope in SCOPES if name.startswith(f"{scope}_"))
     divergence = name.removeprefix(f"{scope}_")
-    if divergence in DIRECTED:
+    if scope == "token" and divergence in DIRECTED:
         return Criterion(scope, divergence, -bounds[0], bounds[1])
     if divergence != "k1":
         return Criterion(scope, divergence, -math.inf, bounds)
@@ -164,14 +177,17 @@ _CLIPPING = {
 def in_words(settings: Settings) -> str:
     """One sentence about settings: the preset, weights, rejected tokens and mode."""
     of_preset = settings_of(settings.rollout_correction)
-    changed = any(getattr(settings, name) != value for name, value in of_preset.items())
+    changed = not settings.by_trl and any(getattr(settings, name) != value for name, value in of_preset.items())
     name = settings.rollout_correction and f"{settings.rollout_correction}{' with changes' if changed else ''}: "
     parts = [] if settings.bounding is None else [_weights_in_words(settings)]
     if settings.criteria:
         rejected = map(_rejection_in_words, settings.criteria, settings.rollout_rs_threshold)
         parts.append("rejected are " + ", and ".join(rejected))
     parts += [_CLIPPING[settings.mode]] if parts or settings.bypasses else ["no correction"]
-    return f"{name or ''}{'measured only: ' if settings.rollout_metrics_only else ''}{'; '.join(parts)}"
+    measured = (
+        "measured only: " if settings.rollout_metrics_only else "TRL's loss, unchanged: " if settings.by_trl else ""
+    )
+    return f"{name or ''}{measured}{'; '.join(parts)}"
 
 
 def _weights_in_words(settings: Settings) -> str:

@@ -16,7 +16,6 @@ from .forward_pass import Generation
 from .mixin import RolloutCorrectionMixin
 from .trl_checks import CHECKS, check_loss_type
 from .trl_interface import with_parameters_of
-from .versions import check_switched_off, replace_trl_correction
 
 
 @dataclass
@@ -24,8 +23,8 @@ class RolloutCorrectedGRPOConfig(RolloutCorrectionConfig, GRPOConfig):
     r"""
     Configuration class for the [`RolloutCorrectedGRPOTrainer`].
 
-    It has all parameters of [`~trl.GRPOConfig`] and of [`RolloutCorrectionConfig`]. TRL's own correction
-    (`vllm_importance_sampling_correction`) is switched off.
+    It has all parameters of [`~trl.GRPOConfig`] and of [`RolloutCorrectionConfig`]. The trainer switches TRL's own correction
+    (`vllm_importance_sampling_correction`) off, unless `rollout_correction` is `"trl"`.
 
     Raises:
         `ValueError`: also if `loss_type` is `"vespo"`, which has importance weights of its own, if
@@ -36,10 +35,8 @@ class RolloutCorrectedGRPOConfig(RolloutCorrectionConfig, GRPOConfig):
     _checks_of_trainer = CHECKS["grpo"]
 
     def __post_init__(self) -> None:
-        check_switched_off(self)  # while it is known which fields were named
         RolloutCorrectionConfig.__post_init__(self)
         check_loss_type(self)  # before TRL refuses its value for another reason
-        replace_trl_correction(self)
         GRPOConfig.__post_init__(self)
         self.check()
 
@@ -120,7 +117,7 @@ class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
     @contextmanager
     def _bounding_the_ratio(self) -> Iterator[None]:
         args, settings, delta = self.args, self._settings, self.args.delta
-        if settings.corrects and settings.clips_around_sampler and delta is None:
+        if settings.changes_loss and settings.clips_around_sampler and delta is None:
             args.delta = settings.rollout_clip_ratio_c  # for this call only, as it is not a setting of the user
         try:
             yield

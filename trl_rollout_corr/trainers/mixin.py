@@ -46,7 +46,7 @@ from .logprobs import IMAGES, check_server_logprobs, sync_weights_on_cpu, warn_a
 from .pushes import PushesToVLLM
 from .replays import Replays, replays_of, sequences_of
 from .trl_interface import check_bases, check_trl, definer
-from .versions import refuse_weights
+from .versions import refuse_weights, without_trl_correction
 
 
 class RolloutCorrectionMixin(CorrectsBatches):
@@ -92,7 +92,7 @@ class RolloutCorrectionMixin(CorrectsBatches):
         check_trl(self._trl_class)
         check_bases(type(self), RolloutCorrectionMixin, self._trl_class)
         args = self._read_settings(model, args)
-        with engine_arguments(args):
+        with engine_arguments(args), without_trl_correction(args):
             super().__init__(model, reward_funcs, args, *further_args, **kwargs)
         self._first_visits = 0  # of micro-batches of the generation
         self._visited_before_update = self.args.gradient_accumulation_steps % self.args.steps_per_generation == 0
@@ -158,12 +158,12 @@ class RolloutCorrectionMixin(CorrectsBatches):
     def _excludes_from_baseline(self) -> bool:
         # an evaluation has no baseline, and reports the reward of all completions
         return bool(
-            self._settings.corrects and self._settings.rollout_rs_exclude_from_baseline and self.model.training
+            self._settings.changes_loss and self._settings.rollout_rs_exclude_from_baseline and self.model.training
         )
 
     def _new_old_pass(self) -> OldPass | None:
         """Treatment of TRL's old pass; `None` leaves TRL unchanged."""
-        if not self._settings.corrects:
+        if not self._settings.changes_loss:
             return None
         return OldPass() if self._needs_old_pass else OldPass(answer=self._answer_old_pass)
 
@@ -182,7 +182,8 @@ class RolloutCorrectionMixin(CorrectsBatches):
         if old_pass is not None:
             expected = 1 + (self.beta != 0.0)  # the old pass, and the reference pass
             old_pass.settle(output, expected=expected, anchor_key=self._anchor_key)
-        refuse_weights(output)
+        if not self._settings.by_trl:
+            refuse_weights(output)
         owner = definer(type(self), "_generate_and_score_completions", after=RolloutCorrectionMixin)
         scoring.check_rows(len(output["completion_ids"]), owner.__name__)
         completion_ids = output["completion_ids"]
@@ -200,7 +201,7 @@ class RolloutCorrectionMixin(CorrectsBatches):
             output[VISITED] = torch.zeros(len(completion_ids), dtype=torch.bool)
             for key in (FIRST_LOGPS, FIRST_COEFFICIENTS):
                 output[key] = torch.zeros_like(completion_ids, dtype=torch.float32)
-        if self._settings.corrects and self._settings.needs_whole_batch and not self._settings.bypasses:
+        if self._settings.changes_loss and self._settings.needs_whole_batch and not self._settings.bypasses:
             corrected = self._correct_from(output[OLD_LOGPS], output, from_old=True)
             self._record(corrected)
             output[COEFFICIENTS] = corrected.coefficients
@@ -316,13 +317,13 @@ class RolloutCorrectionMixin(CorrectsBatches):
         self._observer.visited(self._now, self._ages(batch), self._loss_mask(batch), current, old)
         if self._settings.bypasses:
             corrected = self._correct_from(current, batch, from_old=old is current)
-            anchor, corrected = self._bypass(corrected) if self._settings.corrects else (current, corrected)
+            anchor, corrected = self._bypass(corrected) if self._settings.changes_loss else (current, corrected)
             self._record(corrected)
             coefficients = corrected.coefficients
         else:
             anchor = batch.get(OLD_LOGPS, old)
             coefficients = self._decoupled(anchor, batch, first)
-        if not self._settings.corrects:
+        if not self._settings.changes_loss:
             return logps
         if not self._gradient_checked and logps.requires_grad:
             check = loss_pass.gradient_check = GradientCheck(logps)

@@ -16,7 +16,6 @@ from .forward_pass import Generation, OldPass, Scoring
 from .mixin import RolloutCorrectionMixin
 from .trl_checks import CHECKS
 from .trl_interface import with_parameters_of
-from .versions import replace_trl_correction
 
 
 @dataclass
@@ -29,9 +28,11 @@ class RolloutCorrectedRLOOConfig(RolloutCorrectionConfig, RLOOConfig):
 
     _checks_of_trainer = CHECKS["rloo"]
 
+    def _of_trl(self) -> dict[str, Any]:
+        return {}  # TRL has no correction for RLOO
+
     def __post_init__(self) -> None:
         RolloutCorrectionConfig.__post_init__(self)
-        replace_trl_correction(self)  # a later TRL may have one for RLOO
         RLOOConfig.__post_init__(self)
         self.check()
 
@@ -97,7 +98,7 @@ class RolloutCorrectedRLOOTrainer(RolloutCorrectionMixin, RLOOTrainer):
         return super()._needs_old_pass or (self.beta != 0.0 and not self._settings.bypasses)
 
     def _new_old_pass(self) -> OldPass | None:
-        if not self._settings.corrects:
+        if not self._settings.changes_loss:
             return OldPass()  # TRL runs it in any case, and returns only its sum over tokens
         return RolloutAsOld(self._answer_old_pass) if self._settings.bypasses else super()._new_old_pass()
 

@@ -8,8 +8,9 @@ settings that are probably a mistake. [`CHECKS`] lists all of them by trainer.
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..messages import warn, warn_idle
+from ..messages import SettingError, warn, warn_idle
 from ..settings.fields import LOSS_TYPES
+from ..settings.presets import UNSET
 from .versions import INSTALLED, NEWEST_TESTED, TESTED, is_untested
 
 
@@ -40,7 +41,7 @@ def check_loss_type(config: Any) -> None:
             f"`loss_type` is {config.loss_type!r}, which is a loss of `bypass_mode`: set `rollout_loss_type` to it, and "
             "`loss_type` to a loss of TRL: grpo, dr_grpo, dapo, ..."
         )
-    if config.settings.corrects and config.loss_type == "vespo":
+    if config.settings.changes_loss and config.loss_type == "vespo":
         raise ValueError(
             "`loss_type` is 'vespo', which has importance weights of its own, so no other weight or rejection can be "
             "applied to it. Choose another `loss_type`, or only measure: set `rollout_correction` to 'disabled', or "
@@ -50,7 +51,7 @@ def check_loss_type(config: Any) -> None:
 
 def check_reinforce(config: Any) -> None:
     """Refuse losses that break the ratio of 1 of `rollout_loss_type="reinforce"`."""
-    if not config.settings.corrects or config.settings.mode != "reinforce":
+    if not config.settings.changes_loss or config.settings.mode != "reinforce":
         return
     cap = config.epsilon_high or config.epsilon
     if config.loss_type == "cispo" and cap < 1.0:
@@ -69,7 +70,7 @@ def check_reinforce(config: Any) -> None:
 
 def warn_about_sequence_level(config: Any) -> None:
     """Warn about weights and rejection of tokens and turns in a loss with one ratio per completion."""
-    if not config.settings.corrects or config.importance_sampling_level != "sequence":
+    if not config.settings.changes_loss or config.importance_sampling_level != "sequence":
         return
     settings = config.settings
     acting = [f"`{name}`" for name in settings.rollout_rs or [] if name.startswith(("token_", "turn_"))]
@@ -86,7 +87,7 @@ def warn_about_sequence_level(config: Any) -> None:
 def warn_about_clip_ratio(config: Any) -> None:
     """Warn if TRL's loss does not bound the ratio to the sampler by `rollout_clip_ratio_c`."""
     settings = config.settings
-    if not (settings.corrects and settings.clips_around_sampler) or settings.rollout_clip_ratio_c in (None, 3.0):
+    if not (settings.changes_loss and settings.clips_around_sampler) or settings.rollout_clip_ratio_c in (None, 3.0):
         return
     if config.loss_type in ("cispo", "sapo"):
         reason = f"`loss_type` is {config.loss_type!r}, which has its own bound on the ratio"
@@ -100,7 +101,7 @@ def warn_about_clip_ratio(config: Any) -> None:
 def warn_about_iterations(config: Any) -> None:
     """Warn about several visits of completions by a loss without a bound on the step."""
     settings = config.settings
-    if not settings.corrects or settings.mode != "reinforce" or config.num_iterations == 1:
+    if not settings.changes_loss or settings.mode != "reinforce" or config.num_iterations == 1:
         return
     if not any(criterion.directed for criterion in settings.criteria):  # a trust region
         warn(
@@ -131,7 +132,7 @@ def check_batch_normalization(config: Any) -> None:
 def _normalizes_over(config: Any, *levels: str) -> bool:
     """True if weights of one of the levels are divided by their mean."""
     settings = config.settings
-    return bool(settings.corrects and settings.normalizes and settings.rollout_is in levels)
+    return bool(settings.changes_loss and settings.normalizes and settings.rollout_is in levels)
 
 
 # Sampling -------------------------------------------------------------------------------------------------------------
@@ -281,10 +282,25 @@ def check_asynchronous(config: Any) -> None:
         )
 
 
+# TRL's own correction ------------------------------------------------------------------------------------------------
+
+
+def check_trl_alone(config: Any) -> None:
+    """Refuse fields that would change the loss beside `rollout_correction: trl`."""
+    own = {*UNSET, "rollout_is_batch_normalize", "rollout_rs_renormalize", "rollout_rs_exclude_from_baseline"}
+    beside = sorted(config.given & own)
+    if config.settings.by_trl and beside:
+        reason = (
+            "but `rollout_correction: trl` keeps the loss of TRL, whose fields `vllm_importance_sampling_*` decide"
+        )
+        raise SettingError(beside[0], getattr(config, beside[0]), reason, remedy="Remove one of the two.")
+
+
 # In the order in which a user learns of them: what is refused comes first
 _OF_SAMPLING = [check_generation_kwargs, check_routing, check_support, warn_about_engine_kwargs, warn_about_distortion]
 CHECKS: dict[str, list[Callable[[Any], None]]] = {
     "grpo": [
+        check_trl_alone,
         check_loss_type,
         check_reinforce,
         check_batch_normalization,
@@ -293,6 +309,6 @@ CHECKS: dict[str, list[Callable[[Any], None]]] = {
         warn_about_clip_ratio,
         warn_about_iterations,
     ],
-    "rloo": [check_batch_normalization, *_OF_SAMPLING, warn_about_iterations],
-    "async_grpo": [check_asynchronous, warn_about_engine_kwargs, warn_about_distortion],
+    "rloo": [check_trl_alone, check_batch_normalization, *_OF_SAMPLING, warn_about_iterations],
+    "async_grpo": [check_trl_alone, check_asynchronous, warn_about_engine_kwargs, warn_about_distortion],
 }

@@ -3,18 +3,14 @@ Supported releases of TRL, the differences between them, and TRL's own correctio
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from packaging.version import Version
 
 from ..messages import warn
-from ..settings.presets import DEFAULT
-
-
-if TYPE_CHECKING:  # an older TRL may have none of them, and `trl-rollout-corr check` says so
-    from trl import GRPOConfig, RLOOConfig
 
 
 OLDEST, NEWEST_TESTED, FIRST_UNSUPPORTED = "1.15", "1.16", "2"
@@ -48,36 +44,34 @@ _OF_TRL = "vllm_importance_sampling_"  # how the fields of TRL's own correction 
 _SWITCH = f"{_OF_TRL}correction"
 
 
-def check_switched_off(config: Any) -> None:
-    """Warn if TRL's own correction is switched off and the correction of this package is the default, which is on."""
-    chosen = config.given & {"rollout_correction", "rollout_is", "rollout_rs", "bypass_mode"}
-    if getattr(config, _SWITCH, True) is False and not chosen:
-        warn(
-            f"`{_SWITCH}=False` switches TRL's own correction off, which this trainer does in any case. Its own correction "
-            f"is {DEFAULT!r}, the default. To train without any correction, set `rollout_correction` to disabled. If you want "
-            f"{DEFAULT!r}, set it, and this warning goes away.",
-            _SWITCH,
-        )
-
-
-def replace_trl_correction(config: "GRPOConfig | RLOOConfig") -> None:
-    """Switch TRL's own correction off before TRL validates it, and warn if it was configured or is unknown to this package."""
+@contextmanager
+def without_trl_correction(config: Any) -> Iterator[None]:
+    """
+    Switch TRL's own correction off while a trainer of TRL reads its configuration, unless `rollout_correction` is `"trl"`.
+    Warns about fields of it that the user has set.
+    """
+    if config.settings.by_trl:
+        yield
+        return
     fields = {f.name: f.default for f in dataclasses.fields(config) if f.name.startswith(_OF_TRL)}
-    defaults = dict(fields)
-    if _SWITCH in defaults:
-        del defaults[_SWITCH]
-        setattr(config, _SWITCH, False)
-    acting = {name: getattr(config, name) for name in defaults if getattr(config, name) != defaults[name]}
-    acting |= {name: True for name in defaults if getattr(config, name) is True}
-    for name in acting:
-        if acting[name] is True:
-            setattr(config, name, False)
-    if acting:
-        settings = ", ".join(f"`{name}={value!r}`" for name, value in acting.items())
+    before = {name: getattr(config, name) for name in fields}
+    chosen = {_SWITCH} if "rollout_correction" in config.given else set()
+    if set_by_user := {name: x for name, x in before.items() if x != fields[name] and name not in chosen}:
+        named = ", ".join(f"`{name}={value!r}`" for name, value in set_by_user.items())
+        kept = f"`rollout_correction` is {config.settings.rollout_correction!r}"
         warn(
-            f"{settings} has no effect: rollout correction replaces TRL's. `trl-rollout-corr convert` translates most "
-            "settings of TRL."
+            f"{named} has no effect: {kept}, which replaces TRL's own correction. To keep TRL's with these fields, set "
+            "`rollout_correction: trl`; to train without any correction, set it to disabled.",
+            next(iter(set_by_user)),
         )
+    switches = [name for name, value in before.items() if value is True]
+    try:
+        for name in switches:
+            setattr(config, name, False)
+        yield
+    finally:
+        for name in switches:
+            setattr(config, name, True)
 
 
 def refuse_weights(batch: Mapping[str, Any]) -> None:

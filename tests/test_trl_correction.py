@@ -1,0 +1,155 @@
+"""`rollout_correction: trl`, which keeps TRL's own correction, and configurations of ours in TRL's own trainers."""
+
+import warnings
+
+import pytest
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+
+from tests.training import VLLM, build, freeze_sampler, logged, losses
+from trl_rollout_corr import (
+    RolloutCorrectedGRPOConfig,
+    RolloutCorrectedGRPOTrainer,
+    RolloutCorrectedRLOOConfig,
+    RolloutCorrectedRLOOTrainer,
+    RolloutCorrectionConfig,
+)
+from trl_rollout_corr.trainers.logprobs import sync_weights_on_cpu
+
+
+OF_TRL = "vllm_importance_sampling_"
+GRPO = (GRPOTrainer, GRPOConfig), (RolloutCorrectedGRPOTrainer, RolloutCorrectedGRPOConfig)
+RLOO = (RLOOTrainer, RLOOConfig), (RolloutCorrectedRLOOTrainer, RolloutCorrectedRLOOConfig)
+MODES = [
+    {},
+    {"mode": "sequence_mask", "clip_max": 1.5, "clip_min": 0.5},
+    {"mode": "sequence_truncate", "clip_max": 1.5},
+    {"mode": "token_mask", "clip_max": 1.2, "clip_min": 0.8},
+    {"mode": "token_truncate", "clip_max": 1.2},
+    {"mode": "token_truncate", "clip_max": 1.2, "clip_min": 0.9},
+    {"mode": "token_truncate", "clip_max": None, "clip_min": 0.9},
+    {"correction": False},
+]
+
+
+@pytest.fixture
+def make(tiny_model_path, tmp_path, shared_engine):
+    def make(trainer_class, config_class, **fields):
+        trainer = build(trainer_class, config_class, tiny_model_path, tmp_path, **{**VLLM, **fields})
+        sync_weights_on_cpu(trainer.vllm_generation)  # TRL's own push of weights fails on a CPU
+        freeze_sampler(trainer, 0.1)
+        return trainer
+
+    return make
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_the_loss_of_the_unchanged_script_is_kept_bit_for_bit(make, mode):
+    fields = {OF_TRL + name: value for name, value in mode.items()}
+    expected = losses(make(*GRPO[0], **fields))
+    ours = make(*GRPO[1], rollout_correction="trl", **fields)
+    assert losses(ours) == expected
+    assert min(logged(ours, "k3_kl")) > 1e-4
+    corrects = mode.get("correction", True)
+    assert ours._settings.corrects is corrects
+    assert bool(logged(ours, "rollout_is_mean")) is corrects
+    assert ours.vllm_importance_sampling_correction is corrects
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"beta": 0.1, "loss_type": "grpo"},
+        {"loss_type": "dr_grpo", "num_iterations": 2},
+        {"schedule": "several steps per generation"},
+        {"schedule": "not a multiple"},
+        {"importance_sampling_level": "sequence"},
+        {"loss_type": "vespo", f"{OF_TRL}mode": "token_truncate"},
+    ],
+    ids=str,
+)
+def test_it_is_kept_with_other_losses_and_schedules(make, fields):
+    expected = losses(make(*GRPO[0], **fields))
+    assert losses(make(*GRPO[1], rollout_correction="trl", **fields)) == expected
+
+
+@pytest.mark.vllm
+def test_the_weights_that_are_reported_are_those_of_trl(make):
+    fields = {f"{OF_TRL}mode": "token_truncate", f"{OF_TRL}clip_max": 1.2}
+    ours = make(*GRPO[1], rollout_correction="trl", **fields)
+    ours.train()
+    entries = [entry for entry in ours.state.log_history if "loss" in entry]
+    of_trl = [entry["sampling/importance_sampling_ratio/mean"] for entry in entries]
+    assert logged(ours, "rollout_is_mean") == [pytest.approx(mean, rel=1e-4) for mean in of_trl]
+
+
+@pytest.mark.vllm
+def test_for_rloo_it_is_no_correction(make):
+    expected = losses(make(*RLOO[0]))
+    ours = make(*RLOO[1], rollout_correction="trl")
+    assert losses(ours) == expected
+    assert not ours._settings.corrects
+    assert min(logged(ours, "k3_kl")) > 1e-4
+
+
+# Half a migration -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("classes", [GRPO, RLOO], ids=["grpo", "rloo"])
+def test_a_configuration_of_ours_in_a_trainer_of_trl_is_trls_default(make, classes):
+    (theirs, their_config), (_, our_config) = classes
+    expected = losses(make(theirs, their_config))
+    half = make(theirs, our_config)
+    assert losses(half) == expected
+    assert getattr(half, f"{OF_TRL}correction", True) is True
+
+
+@pytest.mark.vllm
+def test_our_trainer_switches_trls_correction_off_and_leaves_the_configuration_alone(make):
+    ours = make(*GRPO[1], rollout_correction="disabled")
+    assert ours.vllm_importance_sampling_correction is False
+    assert ours.args.vllm_importance_sampling_correction is True
+    assert losses(ours) == losses(make(*GRPO[0], **{f"{OF_TRL}correction": False}))
+
+
+# Settings -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config_class", [RolloutCorrectedGRPOConfig, RolloutCorrectedRLOOConfig])
+@pytest.mark.parametrize(
+    "fields",
+    [{"rollout_is": "token"}, {"rollout_rs": ["token_k1"], "rollout_rs_threshold": 2.0}, {"bypass_mode": True}],
+)
+def test_no_other_correction_can_be_set_beside_it(config_class, fields):
+    with pytest.raises(
+        ValueError, match=f"`{next(iter(fields))}` is .* `rollout_correction: trl` keeps the loss of TRL"
+    ):
+        config_class("output", use_cpu=True, bf16=False, rollout_correction="trl", **fields)
+
+
+def test_without_fields_of_trl_it_is_trls_default():
+    settings = RolloutCorrectionConfig(rollout_correction="trl").settings
+    assert (settings.rollout_is, settings.rollout_is_threshold) == ("sequence", [0.0, 3.0])
+    assert settings.corrects
+    assert not settings.changes_loss
+
+
+def test_fields_of_trl_that_have_no_effect_are_named(tiny_model_path, tmp_path):
+    from tests.tiny import StaleSampler
+
+    def built(**fields):
+        return build(*GRPO[1], tiny_model_path, tmp_path, sampler=StaleSampler(tiny_model_path), **fields)
+
+    off = {f"{OF_TRL}correction": False}
+    with pytest.warns(UserWarning, match="`vllm_importance_sampling_clip_max=5.0` has no effect: .* is 'auto'"):
+        built(**{f"{OF_TRL}clip_max": 5.0})
+    with pytest.warns(
+        UserWarning, match="`vllm_importance_sampling_correction=False` has no effect.*set it to disabled"
+    ):
+        assert built(**off)._settings.changes_loss  # a user who moves a script may expect a run without correction
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        built(**off, rollout_correction="disabled")
+        built()
