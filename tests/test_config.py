@@ -65,7 +65,7 @@ def other_values(name, preset):
 
 def cases():
     """Presets, each with every field that it decides, equal to its value and different; and with all fields at once."""
-    for name in PRESETS:
+    for name in PRESETS.keys() - {"trl"}:  # which refuses them: `test_trl_correction.py`
         preset = settings_of(name)
         equal = {key: value for key, value in preset.items() if value is not None or key != "rollout_rs_threshold"}
         others = [other for field in UNSET for other in other_values(field, preset)]
@@ -148,7 +148,7 @@ def test_a_value_of_the_user_is_never_replaced(name, tmp_path):
 @quietly
 @given(st.data())
 def test_no_combination_of_fields_replaces_a_value_of_the_user(data):
-    preset = data.draw(st.sampled_from([*PRESETS, None]))
+    preset = data.draw(st.sampled_from([*sorted(PRESETS.keys() - {"trl"}), None]))
     of_preset = settings_of(preset)
     rows = {
         "rollout_is": [of_preset["rollout_is"], None, *LEVELS],
@@ -501,6 +501,8 @@ EXPECTED_PRESETS = {
     "bypass_dppo_kl": ("token", 20.0, ["token_kl"], [[0.05, 0.05]], "reinforce"),
     "decoupled_kpop": ("token", math.inf, ["token_binary_kl"], [0.1], False),
     "decoupled_intellect3": ("token", [0.5, 5.0], ["seq_max_k1"], [[1e-5, math.inf]], False),
+    "bypass_flash_reinforce": ("token", 20.0, ["seq_mean_binary_kl"], [0.003], "reinforce"),
+    "trl": ("sequence", [0.0, 3.0], None, None, False),
     "auto": ("token", [[0.0, 1.0], [1.0, 1.0]], ["token_tv", "token_k1"], [[0.2, 0.2], [0.001, math.inf]], False),
 }
 
