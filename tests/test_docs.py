@@ -38,7 +38,6 @@ def reported_keys() -> set[str]:
         config = RolloutCorrectionConfig(
             rollout_is="token",
             rollout_is_threshold=threshold,
-            rollout_is="token",
             rollout_is_batch_normalize=True,
             rollout_rs=list(CRITERIA),
             rollout_rs_threshold=[threshold_of(name, 2.0) for name in CRITERIA],

@@ -26,8 +26,8 @@ ORDER = {
         "documents",
         "fields",
         "resolve",
-        "config",
         "migrate",
+        "config",
         "counterparts",
         "files",
     ],  # so far without torch
