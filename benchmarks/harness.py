@@ -10,7 +10,7 @@ from datetime import timedelta
 from multiprocessing import active_children, get_context, parent_process
 from multiprocessing.synchronize import Lock
 from pathlib import Path
-from signal import SIG_IGN, SIGINT, SIGKILL, signal
+from signal import SIG_IGN, SIGINT, signal
 from socket import socket
 from threading import Thread
 from traceback import print_exception
@@ -21,24 +21,11 @@ Record = dict[str, Any]
 
 
 class Run(Protocol):
-    """
-    One training run.
-
-    Args:
-        name (`str`):
-            Name of its file.
-        engine (`str`):
-            What vLLM's engine is built with; runs of one engine share it within a process.
-        settings (`dict`):
-            What decides the outcome, apart from the seed.
-        steps (`int`):
-            Optimizer steps.
-    """
+    """One training run. Runs of one engine share it within a process; `settings` decide the outcome, apart from the seed."""
 
     name: str
     engine: str
     settings: dict[str, Any]
-    steps: int
 
 
 # Workers -------------------------------------------------------------------------------------------------------------
@@ -64,28 +51,10 @@ def leave_with_parent():
     os._exit(1)
 
 
-def end_with_parent():
-    """Wait until standard input, a pipe to the parent, closes, and end this process and those that it started."""
-    os.read(0, 1)
-    os.killpg(0, SIGKILL)
-
-
 def train_all(
     runs: Sequence[Run], workers: int, prepare: Callable[[str], None], train: Callable[[Any], Record]
 ) -> Iterator[tuple[Run, Record | BaseException]]:
-    """
-    Train in several processes, and yield each run with its record, or with what stopped it.
-
-    Args:
-        runs (`list[Run]`):
-            What to train.
-        workers (`int`):
-            Number of processes.
-        prepare (`Callable[[str], None]`):
-            Called in each process with the engine of its runs. This and `train` import torch and vLLM in the workers only.
-        train (`Callable[[Run], dict]`):
-            Trains one run.
-    """
+    """Train in several processes, and yield each run with its record, or with what stopped it."""
     context = get_context("spawn")
     lock = context.Lock()
     for engine in dict.fromkeys(run.engine for run in runs):
@@ -110,12 +79,7 @@ def train_all(
 
 
 def missing(runs: Sequence[Run], folder: Path) -> list[Run]:
-    """
-    Runs that are not in the folder.
-
-    Raises:
-        `SystemExit`: if the folder has a run of the same name with other settings.
-    """
+    """Runs that are not in the folder. The process ends if one of the same name has other settings."""
     absent = []
     for run in runs:
         path = folder / f"{run.name}.json"
@@ -142,17 +106,11 @@ def train_missing(
     prepare: Callable[[str], None],
     train: Callable[[Any], Record],
 ):
-    """
-    Train what is not in the folder. See [`train_all`].
-
-    Raises:
-        `SystemExit`: if a run failed, after the others are done.
-    """
+    """Train what is not in the folder. The process ends at the end if a run failed."""
     folder.mkdir(parents=True, exist_ok=True)
     todo = missing(runs, folder)
     print(f"{len(todo)} of {len(runs)} runs to do. Starting vLLM takes half a minute.", flush=True)
-    start, records, failed = time.perf_counter(), [], []
-    widest = max(map(len, (run.name for run in runs)), default=0)
+    start, done, failed = time.perf_counter(), len(runs) - len(todo), []
     for run, record in train_all(todo, workers, prepare, train):
         if isinstance(record, BaseException):
             failed.append(run.name)
@@ -160,23 +118,12 @@ def train_missing(
             print_exception(record)
             continue
         write(folder / f"{run.name}.json", {**record, "command": command})
-        records.append(record)
+        done += 1
         print(
-            f"[{len(runs) - len(todo) + len(records):>2}/{len(runs)}] {run.name:<{widest}} "
+            f"[{done:>2}/{len(runs)}] {run.name} "
             f"accuracy {record['accuracy'][0]:.2f} -> {record['accuracy'][-1]:.2f} in {record['seconds']:>3.0f} s;  "
-            f"elapsed {rounded(time.perf_counter() - start)}, left {rounded(time_left(todo, records, workers))}",
+            f"elapsed {timedelta(seconds=round(time.perf_counter() - start))}",
             flush=True,
         )
     if failed:
         sys.exit(f"Failed: {', '.join(failed)}. The same command tries them again.")
-
-
-def time_left(todo: Sequence[Run], records: list[Record], workers: int) -> float:
-    """Seconds, at the speed of the runs so far. In proportion to steps, as runs differ in length."""
-    steps = sum(record["settings"]["steps"] for record in records)
-    speed = steps / sum(record["seconds"] for record in records)
-    return (sum(run.steps for run in todo) - steps) / speed / workers
-
-
-def rounded(seconds: float) -> timedelta:
-    return timedelta(seconds=round(seconds))

@@ -2,13 +2,12 @@
 A training step with a real vLLM: TRL without correction, TRL with its own, and this package.
 
     python benchmarks/step.py
-    python benchmarks/step.py --memory
     python benchmarks/step.py --pretrained --batch_size 8 --contestants "grpo, no correction" "grpo, auto"
 
 A model of random weights, or the pretrained one of `examples/smollm2.py`, writes completions that always have the full
 length, so that everyone does the same work. The contestants train a few steps each, in turns, in one process with one vLLM
 engine; medians and ratios to TRL without correction are printed, in total and for what is not sampling, in seconds of CPU
-time. With `--memory` each contestant has a process of its own, and the ratio is that of the peak memory. On a GPU,
+time. On a GPU,
 `benchmarks/gpu.py` measures the same contestants.
 """
 
@@ -17,9 +16,7 @@ import functools
 import gc
 import json
 import os
-import resource
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -36,12 +33,12 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
+import smollm2
 import torch
 import transformers
 import vllm
-from datasets import Dataset
 from sorting import make_prompts, make_tokenizer
-from tables import MEMORY, STEP, markdown
+from tables import STEP, markdown
 from transformers import PrinterCallback, Qwen2Config, Qwen2ForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.generation import vllm_generation
@@ -59,7 +56,6 @@ GRPO, RLOO = (GRPOTrainer, GRPOConfig), (RLOOTrainer, RLOOConfig)
 OUR_GRPO = (RolloutCorrectedGRPOTrainer, RolloutCorrectedGRPOConfig)
 OUR_RLOO = (RolloutCorrectedRLOOTrainer, RolloutCorrectedRLOOConfig)
 VOCABULARY = 4096  # of the model; its tokenizer knows a few of them, and nobody reads the completions
-BOUNDS = {"rollout_rs_threshold": [0.99, 1.01]}
 BASELINE = {"grpo": "grpo, no correction", "rloo": "rloo, no correction"}
 CONTESTANTS = {
     "grpo, no correction": (*GRPO, {"vllm_importance_sampling_correction": False}),
@@ -67,9 +63,6 @@ CONTESTANTS = {
     "grpo, measured": (*OUR_GRPO, {"rollout_correction": "disabled"}),
     "grpo, decoupled_token_is": (*OUR_GRPO, {"rollout_correction": "decoupled_token_is"}),
     "grpo, decoupled_seq_is": (*OUR_GRPO, {"rollout_correction": "decoupled_seq_is"}),
-    "grpo, geometric weights": (*OUR_GRPO, {"rollout_is": "geometric"}),
-    "grpo, decoupled_geo_rs": (*OUR_GRPO, {"rollout_correction": "decoupled_geo_rs", **BOUNDS}),
-    "grpo, decoupled_geo_rs_token_tis": (*OUR_GRPO, {"rollout_correction": "decoupled_geo_rs_token_tis", **BOUNDS}),
     "grpo, auto": (*OUR_GRPO, {"rollout_correction": "auto"}),
     "grpo, bypass_ppo_clip": (*OUR_GRPO, {"rollout_correction": "bypass_ppo_clip"}),
     "rloo, no correction": (*RLOO, {"beta": 0.0}),
@@ -79,15 +72,8 @@ CONTESTANTS = {
 }
 
 
-def pretrained_model() -> tuple[Path, str]:
-    """Folder and size of the pretrained language model."""
-    from smollm2 import make_model
-
-    return make_model(), "SmolLM2, 135M parameters"
-
-
-def make_model(folder: Path, hidden: int, layers: int) -> tuple[Path, str]:
-    """Write a random model. Returns its folder and its size."""
+def make_model(folder: Path, hidden: int, layers: int) -> Path:
+    """Write a random model, and return its folder."""
     tokenizer = make_tokenizer()
     config = Qwen2Config(
         vocab_size=VOCABULARY,
@@ -103,10 +89,9 @@ def make_model(folder: Path, hidden: int, layers: int) -> tuple[Path, str]:
         tie_word_embeddings=False,
     )
     torch.manual_seed(0)
-    model = Qwen2ForCausalLM(config)
-    model.save_pretrained(folder)
+    Qwen2ForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    return folder, f"{sum(p.numel() for p in model.parameters()) / 1e6:.0f}M parameters"
+    return folder
 
 
 def share_one_engine(**engine):
@@ -116,13 +101,7 @@ def share_one_engine(**engine):
 
 
 class Stopwatch(TrainerCallback):
-    """
-    Seconds of each step, and of the sampling in it.
-
-    Args:
-        seconds (`Callable[[], float]`, *optional*, defaults to `time.process_time`):
-            The clock. A CPU may have other things to do: by default it is the time that this process was given.
-    """
+    """Seconds of each step, and of the sampling in it, by a clock: the CPU time of this process, unless another is given."""
 
     def __init__(self, seconds: Callable[[], float] = time.process_time):
         self.steps, self.sampling, self.start, self.sampled = [], [], 0.0, 0.0
@@ -156,7 +135,6 @@ def build(
     steps: int,
     *,
     seconds: Callable[[], float] = time.process_time,
-    dataset: Dataset | None = None,
     **others: Any,
 ):
     """A trainer of a contestant and its stopwatch. `others` are fields of the configuration."""
@@ -185,7 +163,7 @@ def build(
         model=str(model),
         reward_funcs=lambda completion_ids, **kwargs: [float(sum(ids) % 7) for ids in completion_ids],
         args=config_class(tempfile.gettempdir(), **{**settings, **fields, **others}),
-        train_dataset=dataset or make_prompts(256, seed=0),
+        train_dataset=make_prompts(256, seed=0),
         callbacks=[watch],
     )
     trainer.remove_callback(PrinterCallback)
@@ -198,44 +176,21 @@ def interleaved(
     names: list[str], model: Path, length: int, batch_size: int, steps: int, rounds: int, **others: Any
 ) -> dict[str, dict[str, list[float]]]:
     """
-    Seconds of every step but the first of each turn, per contestant, in total and without sampling; on a GPU also the peak of
-    its memory in each turn, in GiB. `others` are those of [`build`].
+    Seconds of every step but the first of each turn, per contestant, in total and without sampling. `others` are those of
+    [`build`].
     """
     times = {name: {"step": [], "training": []} for name in names}
     for round_ in range(rounds):
         for name in names[round_ % len(names) :] + names[: round_ % len(names)]:
             trainer, watch = build(name, model, length, batch_size, steps + 1, **others)
-            if trainer.accelerator.device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats()
             trainer.train()
             times[name]["step"] += watch.steps[1:]
             pairs = zip(watch.steps[1:], watch.sampling[1:], strict=True)
             times[name]["training"] += [step - sampling for step, sampling in pairs]
-            if trainer.accelerator.device.type == "cuda":
-                times[name].setdefault("peak", []).append(torch.cuda.max_memory_allocated() / 2**30)
             del trainer, watch  # they refer to each other, and to the weights
             gc.collect()
         print(f"round {round_ + 1} of {rounds} done", flush=True)
     return times
-
-
-def peak_memory(names: list[str], model: Path, args: argparse.Namespace) -> dict[str, float]:
-    """Largest memory of a process that trains as one contestant, in GiB."""
-    peaks = {}
-    for name in names:
-        command = [sys.executable, __file__, "--child", name, "--model", str(model)]
-        command += ["--completion_length", str(args.completion_length), "--batch_size", str(args.batch_size)]
-        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        peaks[name] = json.loads(output.strip().splitlines()[-1])
-        print(f"{name}: {peaks[name]:.3f} GiB", flush=True)
-    return peaks
-
-
-def train_and_print_peak(name: str, model: Path, args: argparse.Namespace):
-    share_one_engine()
-    trainer, _ = build(name, model, args.completion_length, args.batch_size, 3)
-    trainer.train()
-    print(json.dumps(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20))
 
 
 def rows_of_times(times: dict[str, dict[str, list[float]]]) -> list[dict]:
@@ -252,50 +207,27 @@ def rows_of_times(times: dict[str, dict[str, list[float]]]) -> list[dict]:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trainers", nargs="+", default=["grpo", "rloo"], choices=list(BASELINE))
-    parser.add_argument("--contestants", nargs="+", choices=list(CONTESTANTS), help="These alone.")
-    parser.add_argument(
-        "--pretrained", action="store_true", help="The model of `examples/smollm2.py`, not a random one."
-    )
+    parser.add_argument("--contestants", nargs="+", default=list(CONTESTANTS), choices=list(CONTESTANTS))
+    parser.add_argument("--pretrained", action="store_true", help="the model of `examples/smollm2.py`")
     parser.add_argument("--hidden", type=int, default=384)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--completion_length", type=int, default=256)
     parser.add_argument("--batch_size", type=int, default=16)
     parser.add_argument("--steps", type=int, default=2, help="Timed steps of a turn.")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--memory", action="store_true", help="Compare peak memory instead of time.")
     parser.add_argument("--output", type=Path, help="Where to write the results as JSON.")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
-    if args.child:
-        return train_and_print_peak(args.child, args.model, args)
-    names = args.contestants or [name for name in CONTESTANTS if name[:4] in args.trainers]
     with tempfile.TemporaryDirectory() as made:
-        folder, size = pretrained_model() if args.pretrained else make_model(Path(made), args.hidden, args.layers)
-        print(
-            f"{size}, {args.batch_size} completions of {args.completion_length} tokens, {torch.get_num_threads()} threads"
-        )
-        if args.memory:
-            peaks = peak_memory(names, folder, args)
-            rows = [
-                {"contestant": name, "peak_gib": peak, "ratio": peak / peaks[BASELINE[name[:4]]]}
-                for name, peak in peaks.items()
-            ]
-        else:
-            share_one_engine()
-            turns = (args.completion_length, args.batch_size, args.steps, args.rounds)
-            rows = rows_of_times(interleaved(names, folder, *turns))
-    print(markdown(rows, MEMORY if args.memory else STEP))
+        folder = smollm2.make_model() if args.pretrained else make_model(Path(made), args.hidden, args.layers)
+        share_one_engine()
+        turns = (args.completion_length, args.batch_size, args.steps, args.rounds)
+        rows = rows_of_times(interleaved(args.contestants, folder, *turns))
+    print(markdown(rows, STEP))
     if args.output:
-        setting = {
-            key: str(value) for key, value in vars(args).items() if key in ("hidden", "layers", "rounds", "steps")
-        }
-        setting |= {"size": size, "batch_size": args.batch_size, "completion_length": args.completion_length}
+        setting = {key: str(value) for key, value in vars(args).items() if key != "output"}
         setting |= {"torch": torch.__version__, "vllm": vllm.__version__, "threads": torch.get_num_threads()}
         args.output.write_text(json.dumps({"setting": setting, "rows": rows}, indent=1))
-    return None
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from pathlib import Path
 
 
 VERSION = "0.9.1"
+FOLDER = Path(".cache/verl")
 _HELPER = "verl.trainer.ppo.rollout_corr_helper"
 _FUNCTIONAL = "verl.utils.torch_functional"
 # What the two modules import besides torch. None of it is used by the functions that are timed.
@@ -21,11 +22,12 @@ _UNUSED = {
 }
 
 
-def download(folder: Path) -> Path:
-    """The wheel, downloaded into the folder unless it is there."""
-    wheel = folder / f"verl-{VERSION}-py3-none-any.whl"
+def _wheel() -> Path:
+    """The wheel, downloaded unless it is there."""
+    wheel = FOLDER / f"verl-{VERSION}-py3-none-any.whl"
     if not wheel.exists():
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder)]
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(FOLDER)]
         subprocess.run([*command, f"verl=={VERSION}"], check=True)
     return wheel
 
@@ -39,23 +41,14 @@ def _stand_in(name: str, members: list[str]) -> types.ModuleType:
     return module
 
 
-def load(folder: Path) -> types.ModuleType:
-    """
-    verl's `rollout_corr_helper`, whose functions take tensors.
-
-    Args:
-        folder (`Path`):
-            Where the wheel is kept.
-
-    Returns:
-        `ModuleType`: the module. Weights come as a dictionary instead of verl's `DataProto`.
-    """
+def load() -> types.ModuleType:
+    """The module with verl's functions on tensors. Weights come as a dictionary instead of verl's `DataProto`."""
     names = {name.rsplit(".", i)[0] for name in (*_UNUSED, _HELPER, _FUNCTIONAL) for i in range(name.count(".") + 1)}
     for name in sorted(names):
         if not name.startswith("verl") and name in sys.modules:
             continue
         sys.modules[name] = _stand_in(name, _UNUSED.get(name, []))
-    with zipfile.ZipFile(download(folder)) as wheel:
+    with zipfile.ZipFile(_wheel()) as wheel:
         for name in (_FUNCTIONAL, _HELPER):
             path = f"{name.replace('.', '/')}.py"
             module = sys.modules[name]

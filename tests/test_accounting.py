@@ -11,7 +11,7 @@ from tests.launching import ROOT
 from tests.tiny import StaleSampler, prompts
 from tests.training import TRAINERS, BrokenSampler, build, config_fields, losses, micro_batches, window
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
-from trl_rollout_corr.correction.age import Staleness, count_ages
+from trl_rollout_corr.correction.age import Staleness
 from trl_rollout_corr.correction.functional import turns_of
 from trl_rollout_corr.correction.groups import TURNS, add_up_groups
 from trl_rollout_corr.messages import PREFIX
@@ -106,11 +106,6 @@ def test_advantages_per_token_count_by_their_sum():
 
 
 # Age and drift --------------------------------------------------------------------------------------------------------
-
-
-def test_ages_add_up_and_the_largest_stays():
-    ages = Staleness.of(count_ages(torch.tensor([3, 5]))) + Staleness.of(count_ages(torch.tensor([10])))
-    assert ages.finish() == {f"{PREFIX}staleness_mean": 6.0, f"{PREFIX}staleness_max": 10.0}
 
 
 @pytest.fixture

@@ -338,7 +338,9 @@ def test_a_log_probability_that_is_none_hurts_nobody(make, mode, value):
     def break_first(sample):
         sample.old_log_probs[-1] = value
 
-    trainer = make({"change": break_first, "min_length": 2}, **MODES[mode], rollout_nan_policy="drop")
+    trainer = make(
+        {"change": break_first, "min_length": 2}, **MODES[mode], rollout_is="token", rollout_nan_policy="drop"
+    )
     assert_trains(trainer)
     assert all(0 < share < 1 for share in logged(trainer, "nonfinite_fraction"))
 

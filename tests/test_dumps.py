@@ -411,13 +411,20 @@ import sys, time
 from pathlib import Path
 from tests.tiny import StaleSampler
 from tests.training import TRAINERS, build
+from trl_rollout_corr.recording import dumping
 
 model, folder, number = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+claim = dumping.claim
+
+def at_once(*args, **kwargs):
+    (folder / f"ready {number}").touch()
+    while len([*folder.glob("ready *")]) < 3:
+        time.sleep(0.001)
+    return claim(*args, **kwargs)
+
+dumping.claim = at_once
 trainer = build(*TRAINERS["grpo"], model, folder / number, sampler=StaleSampler(model), max_steps=3,
                 rollout_dump_dir=str(folder / "dump"))
-(folder / f"ready {number}").touch()
-while len([*folder.glob("ready *")]) < 3:
-    pass
 trainer.train()
 """
 

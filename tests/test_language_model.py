@@ -1,6 +1,5 @@
 """The benchmark of the language model, without the model: what is fetched is checked, and what is computed is right."""
 
-import json
 import subprocess
 import sys
 
@@ -8,9 +7,6 @@ import numpy as np
 import pytest
 
 from tests.launching import ROOT, benchmarks
-
-
-FOLDER = ROOT / "benchmarks/language_model"
 
 
 @pytest.fixture(scope="module")
@@ -64,27 +60,7 @@ def test_a_gap_in_a_few_numbers(report):
     d = np.array([0.5, -0.5, 0.0, 2.0])
     row = report.row_of(d, np.array([3, 1]))
     assert row["rms"] == pytest.approx((4.5 / 4) ** 0.5)
-    assert row["kl"] == pytest.approx(-0.5)
     assert row["k3"] == pytest.approx(np.mean(np.exp(d) - 1 - d))
-    assert (row["over_0.1"], row["over_1"], row["outside"]) == (0.75, 0.25, 0.75)
+    assert (row["mean_abs"], row["outside"]) == (0.75, 0.75)
     weights = np.exp([0.0, 2.0])
     assert row["ess"] == pytest.approx(weights.sum() ** 2 / (weights**2).sum() / 2)
-
-
-def test_a_gap_is_told_by_the_probability_of_its_tokens(report):
-    bins = report.in_bins(np.array([0.05, 0.95, 1.0]), report.PROBABILITIES, np.array([0.3, -0.1, 0.1]))
-    assert [x["tokens"] for x in bins] == [0, 1, 0, 0, 2]
-    assert bins[1]["mean_abs"] == pytest.approx(0.3)
-    assert bins[4]["rms"] == pytest.approx(0.1)
-
-
-def test_every_sampler_is_scored_by_a_trainer_in_float32(language_model):
-    gap = language_model("gap")
-    for sampler in gap.SAMPLERS:
-        assert gap.trainers_of(sampler)[0].name == "float32"
-
-
-def test_the_document_says_what_the_results_say(report):
-    results = json.loads((FOLDER / "results.json").read_text())
-    readme = (FOLDER / "README.md").read_text()
-    assert report.filled(readme, report.tables(results)) == readme

@@ -568,14 +568,3 @@ def test_a_server(tiny_model_path, tmp_path):
     document = json.loads(out)
     assert document["causes"][0]["cause"] == "weights"
     assert [x["experiment"] for x in document["experiments"]] == ["batch_of_one"]  # neither pushed, nor another engine
-
-
-@pytest.mark.slow
-@pytest.mark.vllm
-def test_faults_that_a_recipe_can_have_are_named(tmp_path):
-    with benchmarks("diagnose") as import_module:
-        module = import_module("probe")
-        for name in ("bfloat16 head of the sampler", "dropout", "top-k, bfloat16", "presence penalty, bfloat16"):
-            fault = module.RUNS[name]
-            found = module.probe(module.save("judge-qwen3", tmp_path / name, fault.model), name, {})
-            assert found["first"] == fault.expected, name

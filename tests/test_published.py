@@ -2,8 +2,8 @@
 Figures in documents are those of the results files.
 
 Tables of `benchmarks/**/README.md` are made by the benchmark, of its results file. A figure elsewhere is a cell of such a
-table, and a comment behind it says which: `0.72<!-- = headline: auto; last 3 -->` is in the row `auto` and the column
-`last 3` of `benchmarks/headline/README.md`, rounded as in the document. `monitor#leads` is one section of a page, `.` is
+table, and a comment behind it says which: `0.29<!-- = exact#bias: auto; s from 0.1 -->` is in the row `auto` and the column
+`s from 0.1` of the section `bias` of `benchmarks/exact/README.md`, rounded as in the document. `.` is
 `benchmarks/README.md`, `arena.SECOND` is `benchmarks/arena/SECOND.md`; several cells in front name a row together,
 `64x2048, token`.
 """
@@ -33,42 +33,21 @@ def results_of(folder: str) -> Any:
 
 def of_this_folder(load, results) -> list[str]:
     tables = load("tables")
-    columns = {
-        "computation": tables.COMPUTATION,
-        "step": tables.STEP,
-        "memory": tables.MEMORY,
-        "step_pretrained": tables.STEP,
-        "memory_pretrained": tables.MEMORY,
-        "gather": tables.GATHER,
-    }
+    columns = {"computation": tables.COMPUTATION, "step": tables.STEP, "step_pretrained": tables.STEP}
     assert columns.keys() == results.keys()
-    made = [tables.markdown(results[name]["rows"], form) for name, form in columns.items()]
-    return [*made, tables.markdown(results["gather"]["on_paper"], tables.ON_PAPER)]
+    return [tables.markdown(results[name]["rows"], form) for name, form in columns.items()]
 
 
-def margins_of_the_monitor(load, results) -> list[str]:
-    leads, recording = load("leads"), results["recorded"]
-    return [leads.margins(recording, leads.silent_runs(recording))]
-
-
-# `tests/test_arena.py` and `tests/test_rules.py` have those of the arena, and the others of the monitor
+# `tests/test_arena.py` has those of the arena
 TABLES = {
     "results": of_this_folder,
-    "asynchronous": lambda load, results: [load("report").table(results["runs"], results["target"])],
-    "diagnose": lambda load, results: [
-        *(make(results["trainings"]) for make in (load("trainings").tally, load("trainings").table)),
-        *load("run").tables(results["results"]),
-    ],
+    "diagnose": lambda load, results: load("run").tables(results),
     "exact": lambda load, results: load("run").tables(results),
-    "headline": lambda load, results: load("report").tables(results),
-    "routing": lambda load, results: [load("run").table(results)],
-    "monitor": margins_of_the_monitor,
+    "language_model": lambda load, results: load("report").tables(results),
 }
 
 
-@pytest.mark.parametrize(
-    "folder", [pytest.param(name, marks=pytest.mark.slow if name == "monitor" else ()) for name in TABLES]
-)
+@pytest.mark.parametrize("folder", TABLES)
 def test_tables_are_those_of_the_results(folder):
     with benchmarks(folder, "") as load:
         tables = TABLES[folder](load, results_of(folder))

@@ -29,7 +29,9 @@ from sampling import (
     AGAIN,
     ROWS,
     STEPS,
+    Again,
     Sample,
+    Scores,
     about_of,
     ages_of,
     effect,
@@ -55,17 +57,7 @@ STRENGTHS = {"top_p": (0.9, 0.8, 0.7, 0.5), "top_k": (10, 5, 3, 2), "min_p": (0.
 
 
 class Maker:
-    """
-    Makes the dumps of one shape.
-
-    Args:
-        shape (`str`):
-            Name of the shape.
-        seeds (`list[int]`):
-            Seeds.
-        output (`Path`):
-            Folder; a dump goes to `output/shape/fault/seed`.
-    """
+    """Makes the dumps of one shape and some seeds: each goes to `output/shape/fault/seed`."""
 
     def __init__(self, shape: str, seeds: list[int], output: Path):
         self.shape, self.seeds, self.output = shape, seeds, output / shape
@@ -80,34 +72,18 @@ class Maker:
         """The type of both sides underneath a fault."""
         return "bfloat16" if seed % 2 else "float32"
 
-    def make(
-        self,
-        fault: str,
-        seed: int,
-        samples: list[Sample],
-        dtype: str,
-        *,
-        temperature: float = 1.0,
-        output: Path | None = None,
-    ):
+    def make(self, fault: str, seed: int, samples: list[Sample], dtype: str, *, temperature: float = 1.0):
         how = faults.FAULTS[fault]
         model = self.models[dtype]
         with faults.training_on(model, how):
             scored = score_steps(model, samples, temperature=temperature, **how.scoring)
             again = self.again(model, samples, temperature=temperature, **how.scoring)
-        settings: dict[str, Any] = {}
-        write(
-            (output or self.output) / fault / str(seed),
-            samples,
-            scored,
-            again,
-            ages=ages_of(seed),
-            settings=settings,
-            about=about_of(seed, fault),
-            change=how.rows,
-        )
+        self.write(fault, seed, samples, scored, again, ages=ages_of(seed), change=how.rows)
 
-    def again(self, model: Any, samples: list[Sample], **how: Any) -> dict[int, list[float]]:
+    def write(self, fault: str, seed: int, samples: list[Sample], scored: Scores, again: Again, **more: Any):
+        write(self.output / fault / str(seed), samples, scored, again, about=about_of(seed, fault), **more)
+
+    def again(self, model: Any, samples: list[Sample], **how: Any) -> Again:
         """Some sequences scored alone, those that `rollout_diagnose` takes: of the first step."""
         return {i: score(model, [samples[i]], **how)[0][0] for i in range(0, min(AGAIN, ROWS))}
 
@@ -175,11 +151,6 @@ class Maker:
             self.choose_strengths(llm)
         for seed, samples in sample(llm, mine, self.truncation).items():
             self.make(next(iter(self.truncation[seed])), seed, samples, dtype)
-        # what is weaker than that, as the catalogue has it, is kept apart
-        weaker = {seed: name for seed in mine for name, x in self.truncation[seed].items() if x != STRENGTHS[name][0]}
-        catalogue = {seed: dict(faults.FAULTS[name].sampling) for seed, name in weaker.items()}
-        for seed, samples in sample(llm, [*weaker], catalogue).items():
-            self.make(weaker[seed], seed, samples, dtype, output=self.output.with_name(f"{self.shape}-weaker"))
 
     def choose_strengths(self, llm: Any):
         """
@@ -230,16 +201,7 @@ class Maker:
         again = {0: score(model, samples[:1])[0][0]}
         with_weights(model, self.weights)
         settings = {"rollout_correction": "bypass_ppo_clip"} if fault == "own_updates" else {}
-        write(
-            self.output / fault / str(seed),
-            samples,
-            (logps, padding),
-            again,
-            ages=ages,
-            settings=settings,
-            about=about_of(seed, fault),
-            rate=rate,
-        )
+        self.write(fault, seed, samples, (logps, padding), again, ages=ages, settings=settings, rate=rate)
 
     def merging(self, seed: int, samples: list[Sample]):
         """An adapter grows; the sampler has it merged in bfloat16, the trainer beside the weights. Both compute in float32."""
@@ -260,15 +222,7 @@ class Maker:
             if step == 0:
                 again = self.again(model, mine)
         with_weights(model, self.weights)
-        write(
-            self.output / "lora_merge" / str(seed),
-            kept,
-            (logps, padding),
-            again,
-            ages=ages_of(seed),
-            settings={},
-            about=about_of(seed, "lora_merge"),
-        )
+        self.write("lora_merge", seed, kept, (logps, padding), again, ages=ages_of(seed))
 
 
 def main():

@@ -6,20 +6,15 @@ middle of a run that collapses.
 import random
 from typing import Any
 
-import faults
 import torch
 from faults.models import push
 from policies import VOCABULARY, updated
-from sampling import ROWS, STEPS, Sample, Weights, about_of, requests, sample, score_steps, with_weights, write
+from sampling import ROWS, STEPS, Sample, Weights, requests, sample, score_steps, with_weights
 
 
 PROMPTS, OFF = 16, 3  # prompts of a run in which they come again, and how many of them are off
 LEVELS, NOISE = 12, 0.012  # states of an engine that changes, and the noise that each adds, over the size of a weight
-LAG, COLLAPSE, RATE = (
-    4,
-    28,
-    1e-4,
-)  # steps that a sampler is behind in a collapse, steps of the collapse, and learning rate
+LAG, COLLAPSE, RATE = 4, 28, 1e-4  # steps that a sampler is behind in a collapse, its steps, and the learning rate
 
 
 # Some prompts -------------------------------------------------------------------------------------------------------------
@@ -56,7 +51,7 @@ def some_prompts(maker: Any, llm: Any, seeds: list[int], dtype: str):
             with_weights(model, maker.weights)
             logps = [b if bad else a for a, b, bad in zip(logps, others, here, strict=True)]
             again = {i: others_again[i] if here[i] else x for i, x in again.items()}
-        _write(maker, "some_prompts", seed, samples, (logps, padding), again=again, rate=1e-6)
+        maker.write("some_prompts", seed, samples, (logps, padding), again, rate=1e-6)
 
 
 # An engine that changes ---------------------------------------------------------------------------------------------------
@@ -72,7 +67,7 @@ def standing_still(maker: Any, llm: Any, seeds: list[int], dtype: str):
             _sample_a_step(llm, drawn, mine, level)
         for seed, samples in drawn.items():
             rate = 0.0 if seed // 4 % 2 else 10 ** random.Random(seed).uniform(-10, -8)
-            _write(maker, "standing_still", seed, samples, score_steps(maker.models[dtype], samples), rate=rate)
+            maker.write("standing_still", seed, samples, score_steps(maker.models[dtype], samples), {}, rate=rate)
     push(llm, list(maker.weights.items()))
 
 
@@ -109,7 +104,7 @@ def collapsing(maker: Any, llm: Any, seeds: list[int], dtype: str):
     with_weights(model, maker.weights)
     push(llm, list(maker.weights.items()))
     for seed in seeds:
-        _write(maker, "collapse", seed, drawn[seed], scores[seed], rate=RATE, before=starts[seed])
+        maker.write("collapse", seed, drawn[seed], scores[seed], {}, rate=RATE, before=starts[seed])
 
 
 def _sample_a_step(llm: Any, drawn: dict[int, list[Sample]], starts: dict[int, int], now: int) -> list[int]:
@@ -124,28 +119,3 @@ def _sample_a_step(llm: Any, drawn: dict[int, list[Sample]], starts: dict[int, i
     for seed, samples in sample(llm, mine, {}, ask).items() if mine else ():
         drawn[seed] += samples
     return mine
-
-
-def _write(
-    maker: Any,
-    fault: str,
-    seed: int,
-    samples: list[Sample],
-    scored: tuple[list[list[float]], list[int]],
-    *,
-    rate: float,
-    again: dict[int, list[float]] | None = None,
-    before: int = 0,
-):
-    assert faults.FAULTS[fault].drifts
-    write(
-        maker.output / fault / str(seed),
-        samples,
-        scored,
-        again or {},
-        ages=[0] * len(samples),
-        settings={},
-        about=about_of(seed, fault),
-        rate=rate,
-        before=before,
-    )

@@ -16,109 +16,29 @@ _COMMON = {
     "max_position_embeddings": 256,
     "tie_word_embeddings": False,
 }
-_NARROW = {
-    "kind": "Qwen3",
-    "hidden_size": 96,
-    "intermediate_size": 192,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 3,
-    "num_key_value_heads": 3,
-    "head_dim": 32,
-}
-# Shapes by name. `tune` is what bounds were set on, `judge` is what the published matrix is of.
-SHAPES: dict[str, dict[str, Any]] = {
-    "tune-qwen2": {
-        "kind": "Qwen2",
-        "hidden_size": 64,
-        "intermediate_size": 160,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-    },
-    "tune-llama": {
-        "kind": "Llama",
-        "hidden_size": 96,
-        "intermediate_size": 192,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 3,
-        "num_key_value_heads": 1,
-    },
-    "tune-qwen3": {
-        "kind": "Qwen3",
-        "hidden_size": 96,
-        "intermediate_size": 256,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 3,
-        "num_key_value_heads": 3,
-        "head_dim": 32,
-    },
-    "tune-sure": {
-        "kind": "Llama",
-        "sharpness": 16,
-        "hidden_size": 64,
-        "intermediate_size": 160,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-    },
-    "tune-surer": {**_NARROW, "sharpness": 14},
-    "tune-loops": {**_NARROW, "sharpness": 14},
-    "tune-surest": _NARROW,
-    "judge-qwen3": {
-        "kind": "Qwen3",
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-    },
-    "judge-llama": {
-        "kind": "Llama",
-        "hidden_size": 64,
-        "intermediate_size": 192,
-        "num_hidden_layers": 5,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-    },
-    "tune-moe": {
-        "kind": "Qwen3Moe",
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "moe_intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-    },
-    "judge-moe-small": {
-        "kind": "Qwen3Moe",
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "moe_intermediate_size": 64,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 32,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "norm_topk_prob": True,
-    },
-    "judge-moe": {
-        "kind": "Qwen3Moe",
-        "hidden_size": 128,
-        "intermediate_size": 192,
-        "moe_intermediate_size": 96,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "num_experts": 16,
-        "num_experts_per_tok": 4,
-        "norm_topk_prob": True,
-    },
+
+
+def _shape(kind: str, width: int, inner: int, layers: int, heads: int, pairs: int, **more: Any) -> dict[str, Any]:
+    sizes = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers}
+    return {"kind": kind, **sizes, "num_attention_heads": heads, "num_key_value_heads": pairs, **more}
+
+
+def _experts(
+    width: int, layers: int, heads: int, pairs: int, inner: int, experts: int, taken: int, **more: Any
+) -> dict[str, Any]:
+    of_experts = {"moe_intermediate_size": inner, "num_experts": experts, "num_experts_per_tok": taken}
+    return _shape("Qwen3Moe", width, 2 * inner, layers, heads, pairs, head_dim=32, **of_experts, **more)
+
+
+# Shapes by name. `tune` are some that bounds were set on, `judge` is what the published tables are of.
+SHAPES = {
+    "tune-qwen2": _shape("Qwen2", 64, 160, 2, 2, 2),
+    "tune-surer": _shape("Qwen3", 96, 192, 3, 3, 3, head_dim=32, sharpness=14),
+    "tune-moe": _experts(64, 2, 2, 2, 64, 8, 2),
+    "judge-qwen3": _shape("Qwen3", 128, 256, 3, 4, 2, head_dim=32),
+    "judge-llama": _shape("Llama", 64, 192, 5, 2, 1),
+    "judge-moe-small": _experts(64, 3, 2, 1, 64, 8, 2, norm_topk_prob=True),
+    "judge-moe": _experts(128, 3, 4, 2, 96, 16, 4, norm_topk_prob=True),
 }
 
 

@@ -15,6 +15,8 @@ from trl_rollout_corr.dumps import files as dump
 STEPS, ROWS, AGAIN = 8, 8, 12  # optimizer steps, sequences of each, and how many of all are scored a second time
 ADAPTERS = ("adapter_missing", "stale_adapter")  # faults of an adapter that the sampler should load by itself
 Weights = dict[str, torch.Tensor]
+Scores = tuple[list[list[float]], list[int]]  # of the trainer, and the padding before each prompt
+Again = dict[int, list[float]]  # second scores of some sequences, by their number
 
 
 class Sample(NamedTuple):
@@ -102,7 +104,7 @@ def score(
     attend_padding: bool = False,
     drop_prompt: int = 0,
     retokenize: bool = False,
-) -> tuple[list[list[float]], list[int]]:
+) -> Scores:
     """Log-probabilities of the trainer, and the padding before each prompt. Prompts are padded on the left, as in TRL."""
     prompts = [s.prompt[: len(s.prompt) - drop_prompt] for s in samples]
     width, length = max(map(len, prompts)), max(len(s.completion) for s in samples)
@@ -125,7 +127,7 @@ def score(
     return [logps[row, : len(s.completion)].tolist() for row, s in enumerate(samples)], padding
 
 
-def score_steps(model: Any, samples: list[Sample], **how: Any) -> tuple[list[list[float]], list[int]]:
+def score_steps(model: Any, samples: list[Sample], **how: Any) -> Scores:
     """As a trainer does it, a step at a time."""
     logps, padding = [], []
     for first in range(0, len(samples), ROWS):
@@ -155,12 +157,12 @@ def with_weights(model: Any, weights: Weights) -> Any:
 def write(
     folder: Path,
     samples: list[Sample],
-    scored: tuple[list[list[float]], list[int]],
-    again: dict[int, list[float]],
+    scored: Scores,
+    again: Again,
     *,
-    ages: list[int],
-    settings: dict[str, Any],
     about: dict[str, str],
+    ages: list[int] | None = None,
+    settings: dict[str, Any] | None = None,
     change: Any = None,
     rate: float | None = None,
     before: int = 0,
@@ -188,14 +190,14 @@ def write(
                 "coefficients": [1.0] * n,
                 "reward": float(i % 2),
                 "advantage": float(i % 2 * 2 - 1),
-                "staleness": ages[i],
+                "staleness": ages[i] if ages else 0,
                 "prompt_ids": s.prompt,
                 "padding": padding[i],
                 "again_logps": again.get(i),
                 "token_staleness": None,
             }
             rows.append(change(row) if change else row)
-        dump.write_rows(folder, before + step + 1, 0, rows, settings, about)
+        dump.write_rows(folder, before + step + 1, 0, rows, settings or {}, about)
         if rate is not None:
             dump.append_log(folder, {"learning_rate": rate, "step": before + step + 1})
 

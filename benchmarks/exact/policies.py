@@ -16,17 +16,7 @@ DOUBLE = torch.float64
 
 @dataclass(frozen=True)
 class Problem:
-    """
-    A policy that is trained, and what it is rewarded for.
-
-    Args:
-        logits (`torch.Tensor` of shape `(T, V, V)`):
-            Parameters of the policy.
-        rewards (`torch.Tensor` of shape `(N,)`):
-            Reward of each completion.
-        completions (`torch.Tensor` of shape `(N, T)`):
-            Their tokens.
-    """
+    """Logits `(T, V, V)` of a policy that is trained, and the reward `(N,)` and tokens `(N, T)` of each completion."""
 
     logits: torch.Tensor
     rewards: torch.Tensor
@@ -120,20 +110,7 @@ def noise(problem: Problem, seed: int) -> torch.Tensor:
 
 
 def mean_gradient(problem: Problem, mass: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """
-    `sum_y mass(y) sum_t factor(y, t) grad log p(y_t)` with respect to the logits.
-
-    Args:
-        problem ([`Problem`]):
-            The policy that is differentiated.
-        mass (`torch.Tensor` of shape `(N,)`):
-            Probability with which each completion is sampled.
-        factor (`torch.Tensor` of shape `(N, T)`):
-            What multiplies the gradient of each token.
-
-    Returns:
-        `torch.Tensor` of shape `(T, V, V)`.
-    """
+    """`sum_y mass(y) sum_t factor(y, t) grad log p(y_t)`, of shape `(T, V, V)`, for a mass `(N,)` and a factor `(N, T)`."""
     pushed = torch.zeros(problem.logits.numel(), dtype=DOUBLE)
     pushed.index_add_(0, problem.cells.flatten(), (mass.unsqueeze(1) * factor).flatten())
     pushed = pushed.view_as(problem.logits)

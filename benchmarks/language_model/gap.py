@@ -7,7 +7,6 @@ in padded batches, through TRL's fused head. Nothing is trained, and no weights 
 
 import json
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,82 +16,60 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from harness import Record, write
-from prompts import PROMPTS
 
 
 TOKENS = 20_000  # that each sampler samples, at least
 LONGEST, CONTEXT = 256, 512  # tokens of a completion and of the engine's context, at most
 FIRST, MORE = 128, 32  # completions asked for at once, and where those are too short
+PROMPTS = (Path(__file__).parent / "prompts.txt").read_text().splitlines()
 ROWS = 8  # sequences that a trainer scores at a time
+
+
+BOTH = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True)
 class Sampler:
-    """
-    A way to sample.
-
-    Args:
-        name (`str`):
-            Name in files and tables.
-        engine (`Mapping[str, Any]`):
-            Arguments of vLLM's engine.
-        sampling (`Mapping[str, Any]`, *optional*):
-            Arguments of its `SamplingParams`, besides temperature 1.
-        weights (`str`, *optional*, defaults to `"plain"`):
-            A variant, see [`variants.make_variant`]. `"adapter"` is loaded by vLLM beside the weights.
-    """
+    """A way to sample, by its name in files and tables."""
 
     name: str
-    engine: Mapping[str, Any]
-    sampling: Mapping[str, Any] = field(default_factory=dict)
-    weights: str = "plain"
+    engine: Mapping[str, Any]  # arguments of vLLM's engine
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # of its `SamplingParams`, besides temperature 1
+    weights: str = "plain"  # a variant of the model; vLLM loads "adapter" beside the weights
+    trainers: tuple[str, ...] = BOTH  # that score what it has sampled
 
 
 @dataclass(frozen=True)
 class Trainer:
-    """
-    A way to score.
-
-    Args:
-        name (`str`):
-            Name in files and tables.
-        dtype (`str`):
-            Type of the weights.
-        autocast (`bool`, *optional*, defaults to `False`):
-            Compute in bfloat16 nevertheless, as TRL does with `bf16=True`.
-        float32_head (`bool`, *optional*, defaults to `False`):
-            As with TRL's `cast_lm_head_to_fp32`.
-        alone (`bool`, *optional*, defaults to `False`):
-            One sequence at a time, without padding.
-        merged (`bool`, *optional*, defaults to `False`):
-            With the adapter added to the weights, if the sampler has one.
-        attention (`str`, *optional*):
-            Implementation of attention, by its name in transformers.
-    """
+    """A way to score, by its name in files and tables."""
 
     name: str
-    dtype: str
-    autocast: bool = False
-    float32_head: bool = False
-    alone: bool = False
-    merged: bool = False
-    attention: str | None = None
+    dtype: str  # of the weights
+    autocast: bool = False  # compute in bfloat16 nevertheless, as TRL does with `bf16=True`
+    float32_head: bool = False  # as with TRL's `cast_lm_head_to_fp32`
+    merged: bool = False  # with the adapter added to the weights, if the sampler has one
 
 
 _BFLOAT16 = {"dtype": "bfloat16"}
+_HEAD, _MERGED = "bfloat16, float32 head", "bfloat16, adapter merged"
 SAMPLERS = [
-    Sampler("bfloat16", _BFLOAT16),
+    Sampler("bfloat16", _BFLOAT16, trainers=("float32", "float32 with autocast", "bfloat16")),
     Sampler("float32", {"dtype": "float32"}),
-    Sampler("bfloat16, fp8 cache", {**_BFLOAT16, "kv_cache_dtype": "fp8"}),
-    Sampler("bfloat16, float32 head", {**_BFLOAT16, "hf_overrides": {"head_dtype": "float32"}}),
-    Sampler("float16", {"dtype": "float16"}),
-    Sampler("bfloat16, int8 weights", _BFLOAT16, weights="int8"),
-    Sampler("top-p 0.95", _BFLOAT16, {"top_p": 0.95}),
-    Sampler("top-k 20", _BFLOAT16, {"top_k": 20}),
-    Sampler("min-p 0.05", _BFLOAT16, {"min_p": 0.05}),
-    Sampler("repetition penalty 1.1", _BFLOAT16, {"repetition_penalty": 1.1}),
-    Sampler("bfloat16, adapter merged", _BFLOAT16, weights="merged"),
-    Sampler("bfloat16, adapter beside", {**_BFLOAT16, "enable_lora": True, "max_lora_rank": 16}, weights="adapter"),
+    Sampler("bfloat16, fp8 cache", {**_BFLOAT16, "kv_cache_dtype": "fp8"}, trainers=("bfloat16",)),
+    Sampler(_HEAD, {**_BFLOAT16, "hf_overrides": {"head_dtype": "float32"}}, trainers=(_HEAD,)),
+    Sampler("float16", {"dtype": "float16"}, trainers=("float16",)),
+    Sampler("bfloat16, int8 weights", _BFLOAT16, weights="int8", trainers=("bfloat16",)),
+    Sampler("top-p 0.95", _BFLOAT16, {"top_p": 0.95}, trainers=("float32",)),
+    Sampler("top-k 20", _BFLOAT16, {"top_k": 20}, trainers=("float32",)),
+    Sampler("min-p 0.05", _BFLOAT16, {"min_p": 0.05}, trainers=("float32",)),
+    Sampler("repetition penalty 1.1", _BFLOAT16, {"repetition_penalty": 1.1}, trainers=("float32",)),
+    Sampler(_MERGED, _BFLOAT16, weights="merged", trainers=(*BOTH, _MERGED)),
+    Sampler(
+        "bfloat16, adapter beside",
+        {**_BFLOAT16, "enable_lora": True, "max_lora_rank": 16},
+        weights="adapter",
+        trainers=(*BOTH, _MERGED),
+    ),
 ]
 TRAINERS = {
     trainer.name: trainer
@@ -100,37 +77,18 @@ TRAINERS = {
         Trainer("float32", "float32"),
         Trainer("float32 with autocast", "float32", autocast=True),
         Trainer("bfloat16", "bfloat16"),
-        Trainer("bfloat16, float32 head", "bfloat16", float32_head=True),
+        Trainer(_HEAD, "bfloat16", float32_head=True),
         Trainer("float16", "float16"),
-        Trainer("float32, one by one", "float32", alone=True),
-        Trainer("float32 with autocast, one by one", "float32", autocast=True, alone=True),
-        Trainer("bfloat16, one by one", "bfloat16", alone=True),
-        Trainer("bfloat16, adapter merged", "bfloat16", merged=True),
+        Trainer(_MERGED, "bfloat16", merged=True),
     )
 }
-_BOTH = ["float32", "bfloat16"]
-_SCORED_BY = {
-    "bfloat16": [name for name in TRAINERS if not TRAINERS[name].merged],
-    "float32": ["float32", "float32 with autocast", "bfloat16"],
-    "float16": [*_BOTH, "float16"],
-    "bfloat16, float32 head": ["float32", "float32 with autocast", "bfloat16", "bfloat16, float32 head"],
-    "bfloat16, adapter merged": [*_BOTH, "bfloat16, adapter merged"],
-    "bfloat16, adapter beside": [*_BOTH, "bfloat16, adapter merged"],
-}
-
-
-def trainers_of(sampler: Sampler) -> list[Trainer]:
-    """Trainers that score what a sampler has sampled."""
-    return [TRAINERS[name] for name in _SCORED_BY.get(sampler.name, _BOTH)]
 
 
 # Sampling -----------------------------------------------------------------------------------------------------------------
 
 
 def sample(sampler: Sampler, model: str | None = None, tokens: int = TOKENS, longest: int = LONGEST) -> Record:
-    """
-    Sample so many tokens at least: a completion of each prompt, and of the first ones again until there are enough.
-    """
+    """Sample so many tokens at least: a completion of each prompt, and of the first ones again until there are enough."""
     from transformers import AutoTokenizer
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
@@ -151,7 +109,7 @@ def sample(sampler: Sampler, model: str | None = None, tokens: int = TOKENS, lon
     tokenizer = AutoTokenizer.from_pretrained(folder)
     chats = [tokenize(tokenizer, text) for text in PROMPTS]
     record: Record = {"prompts": [], "completions": [], "logps": []}
-    start, adapter = time.process_time(), LoRARequest("adapter", 1, str(folder_of("adapter"))) if beside else None
+    adapter = LoRARequest("adapter", 1, str(folder_of("adapter"))) if beside else None
     while sum(map(len, record["completions"])) < tokens:
         done = len(record["prompts"])
         prompts = [chats[i % len(chats)] for i in range(done, done + (MORE if done else FIRST))]
@@ -166,7 +124,6 @@ def sample(sampler: Sampler, model: str | None = None, tokens: int = TOKENS, lon
         record["logps"] += [
             [entry[token].logprob for token, entry in zip(out.token_ids, out.logprobs, strict=True)] for out in outputs
         ]
-    record["seconds"] = round(time.process_time() - start, 1)
     return record
 
 
@@ -209,18 +166,15 @@ class Batch(NamedTuple):
 
 
 def score(sampler: Sampler, trainer: Trainer, samples: Record, model: str | None = None) -> Record:
-    """
-    Score what was sampled.
-    """
+    """Score what was sampled."""
     import torch
 
     policy = load_trainer(sampler, trainer, model)
     device = policy.device
     record: Record = {"logps": []} | ({"processed": []} if sampler.sampling else {})
-    start, rows = time.process_time(), 1 if trainer.alone else ROWS
     with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=trainer.autocast):
-        for first in range(0, len(samples["prompts"]), rows):
-            prompts, completions = (samples[key][first : first + rows] for key in ("prompts", "completions"))
+        for first in range(0, len(samples["prompts"]), ROWS):
+            prompts, completions = (samples[key][first : first + ROWS] for key in ("prompts", "completions"))
             batch = Batch.of(prompts, completions)
             labels = batch.ids.masked_fill(batch.attention == 0, -100)
             labels[:, : batch.width] = -100
@@ -231,7 +185,6 @@ def score(sampler: Sampler, trainer: Trainer, samples: Record, model: str | None
             if sampler.sampling:
                 for prompt, completion in zip(prompts, completions, strict=True):
                     record["processed"].append(process(policy, prompt, completion, sampler.sampling))
-    record["seconds"] = round(time.process_time() - start, 1)
     return record
 
 
@@ -243,8 +196,7 @@ def load_trainer(sampler: Sampler, trainer: Trainer, model: str | None) -> Any:
 
     adapted = sampler.weights in ("merged", "adapter")
     folder = model or folder_of("merged" if adapted and trainer.merged else "plain")
-    how = {"dtype": getattr(torch, trainer.dtype), "attn_implementation": trainer.attention}
-    policy = AutoModelForCausalLM.from_pretrained(folder, **how).eval()
+    policy = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, trainer.dtype)).eval()
     add_fused_lm_head(policy, cast_lm_head_to_fp32=trainer.float32_head)
     policy.to("cuda" if torch.cuda.is_available() else "cpu")
     if not adapted or trainer.merged:
@@ -289,28 +241,22 @@ def file_of(folder: Path, sampler: Sampler, trainer: Trainer | None = None) -> P
     return folder / ("samples" if trainer is None else "scores") / f"{name.replace(' ', '_').replace(',', '')}.json"
 
 
-def missing(folder: Path) -> list[tuple[Sampler, list[Trainer] | None]]:
-    """Tasks left, for a process each: sampling (`None`), or scoring by some trainers. The main trainers come first."""
-    found: list[tuple[Sampler, list[Trainer] | None]] = []
-    for names in (["bfloat16", "bfloat16, one by one"], ["float32"], list(TRAINERS)):
-        for sampler in SAMPLERS:
-            known = [t for s, trainers in found if s == sampler for t in trainers or [None]]
-            if None not in known and not file_of(folder, sampler).exists():
-                found.append((sampler, None))
-            trainers = [t for t in trainers_of(sampler) if t.name in names and t not in known]
-            if trainers := [t for t in trainers if not file_of(folder, sampler, t).exists()]:
-                found.append((sampler, trainers))
-    return found
+def missing(folder: Path, sampler: Sampler) -> list[Trainer]:
+    """Trainers that have yet to score what a sampler has sampled."""
+    chosen = [TRAINERS[name] for name in sampler.trainers]
+    return [trainer for trainer in chosen if not file_of(folder, sampler, trainer).exists()]
 
 
-def do(folder: Path, sampler: Sampler, trainers: list[Trainer] | None):
-    """Sample or score, and keep it. In a process of its own, as an engine does not give its memory back."""
+def sample_and_keep(folder: Path, sampler: Sampler):
     path = file_of(folder, sampler)
-    if trainers is None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write(path, sample(sampler))
+
+
+def score_and_keep(folder: Path, sampler: Sampler):
+    samples = json.loads(file_of(folder, sampler).read_text())
+    for trainer in missing(folder, sampler):
+        path = file_of(folder, sampler, trainer)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write(path, sample(sampler))
-    for trainer in trainers or []:
-        scored = file_of(folder, sampler, trainer)
-        scored.parent.mkdir(parents=True, exist_ok=True)
-        write(scored, score(sampler, trainer, json.loads(path.read_text())))
+        write(path, score(sampler, trainer, samples))
         print(f"  {trainer.name}", flush=True)

@@ -1,16 +1,16 @@
 """
 A pretrained language model: how far apart its sampler and its trainer are.
 
-    python benchmarks/language_model/run.py gap           # sample and score what is missing, about two hours of one core
-    python benchmarks/language_model/run.py --report      # the tables of what there is
-    python benchmarks/language_model/run.py --report --publish    # and write results.json and README.md
+    python benchmarks/language_model/run.py
 
+It samples and scores what is missing, about two hours of one core, writes results.json, and prints the tables of README.md.
 Whatever is in the output folder is not done again, so that the same command goes on where it was interrupted.
 """
 
+import json
 import os
 import sys
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable
 from multiprocessing import get_context
 from pathlib import Path
@@ -30,18 +30,6 @@ import report
 ROOT = Path(__file__).parents[2]
 
 
-def parse_args() -> Namespace:
-    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="part", help=f"what to do: {', '.join(PARTS)} (default: nothing)")
-    parser.add_argument("--report", action="store_true", help="print the tables")
-    parser.add_argument("--publish", action="store_true", help="write results.json and the tables of README.md")
-    parser.add_argument("--output_dir", type=Path, default=ROOT / "outputs/language_model")
-    args = parser.parse_args()
-    if unknown := set(args.parts) - set(PARTS):
-        parser.error(f"{', '.join(unknown)}: parts are {', '.join(PARTS)}")
-    return args
-
-
 def in_a_process(what: str, do: Callable[..., Any], *args: Any):
     """Do it in a process of its own, as an engine does not give its memory back."""
     print(what, flush=True)
@@ -52,26 +40,18 @@ def in_a_process(what: str, do: Callable[..., Any], *args: Any):
         sys.exit(f"{what}: failed. The same command goes on from there.")
 
 
-def measure_gap(folder: Path):
-    todo = gap.missing(folder)
-    for i, (sampler, trainers) in enumerate(todo, 1):
-        what = "sampling" if trainers is None else f"scoring by {len(trainers)} trainers"
-        in_a_process(f"[{i}/{len(todo)}] {sampler.name}: {what}", gap.do, folder, sampler, trainers)
-
-
-PARTS = {"gap": measure_gap}
-
-
 def main():
-    args = parse_args()
-    for part in args.parts:
-        PARTS[part](args.output_dir / part)
-    if args.report or args.publish:
-        results = report.collect(args.output_dir)
-        for name, part in report.tables(results).items():
-            print(f"\n{name}\n{part}")
-        if args.publish:
-            report.publish(results)
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("--output_dir", type=Path, default=ROOT / "outputs/language_model")
+    args = parser.parse_args()
+    for sampler in gap.SAMPLERS:
+        if not gap.file_of(args.output_dir, sampler).exists():
+            in_a_process(f"{sampler.name}: sampling", gap.sample_and_keep, args.output_dir, sampler)
+        if gap.missing(args.output_dir, sampler):
+            in_a_process(f"{sampler.name}: scoring", gap.score_and_keep, args.output_dir, sampler)
+    results = report.collect(args.output_dir)
+    (Path(__file__).parent / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    print("\n\n".join(report.tables(results)))
 
 
 if __name__ == "__main__":

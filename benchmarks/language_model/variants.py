@@ -23,16 +23,9 @@ _STEPS, _ROWS, _RATE = 20, 8, 4e-4
 
 def make_variant(name: str) -> Path:
     """
-    Make a variant, unless it is there.
-
-    Args:
-        name (`str`):
-            `"plain"` (the model), `"int8"`, `"fp8"` or `"int4"` (matrices of the layers rounded as in the fault kit),
-            `"adapter"` (LoRA of rank 16 on all matrices of the layers, which has learned to answer sums with the number only),
-            or `"merged"` (the model with that adapter added, in bfloat16).
-
-    Returns:
-        `Path`: its folder.
+    Make a variant, unless it is there: `"plain"` (the model), `"int8"` (matrices of the layers rounded as in the fault kit),
+    `"adapter"` (LoRA on all matrices of the layers, which has learned to answer sums with the number only), or `"merged"`
+    (the model with that adapter added, in bfloat16).
     """
     plain = make_model()
     if name == "plain":
@@ -40,8 +33,7 @@ def make_variant(name: str) -> Path:
     folder = FOLDER.with_name(f"{FOLDER.name}-{name}")
     if not folder.exists():
         with tempfile.TemporaryDirectory(dir=folder.parent) as work:
-            make = {"adapter": _adapter, "merged": _merged}.get(name, _rounded)
-            make(plain, Path(work) / name)
+            {"int8": _rounded, "adapter": _adapter, "merged": _merged}[name](plain, Path(work) / name)
             os.replace(Path(work) / name, folder)
     return folder
 
@@ -60,7 +52,7 @@ def _save(model: PreTrainedModel, plain: Path, folder: Path):
 
 def _rounded(plain: Path, folder: Path):
     """With weights of fewer bits, which bfloat16 then rounds again."""
-    model, rounded = load(plain, torch.float32), FAULTS[f"{folder.name}_weights"].weights
+    model, rounded = load(plain, torch.float32), FAULTS["int8_weights"].weights
     with torch.no_grad():
         for name, weight in model.named_parameters():
             weight.copy_(rounded(name, weight))

@@ -150,14 +150,7 @@ def checking(rollout_func: Callable[..., Any], told: set[str]) -> Callable[..., 
             _warn_about_masks(result, told)
         if (turn_ids := result.get("turn_ids")) is not None:
             result["turn_ids"] = _checked_turns(turn_ids, lengths)
-        for key, values in result.items():
-            if (
-                key != "logprobs" and isinstance(values, list) and len(values) < len(lengths)
-            ):  # TRL would end in a `KeyError`
-                raise ValueError(
-                    f"`{key}` has {len(values)} entries for {len(lengths)} completions, and TRL gives each completion's to the "
-                    "reward functions. Return one entry per completion, or one value that is no list."
-                )
+        _check_fields_of_rewards(result, len(prompts))
         return result
 
     return checked
@@ -198,6 +191,16 @@ def _checked_turns(turn_ids: Any, lengths: Sequence[int]) -> list[list[int]]:
                     "0 that never decrease along a completion."
                 )
     return [[operator.index(turn) for turn in turns] for turns in rows]
+
+
+def _check_fields_of_rewards(result: Mapping[str, Any], n: int) -> None:
+    """Refuse other lists with less than one entry per completion. TRL would end in a `KeyError`."""
+    for key in result.keys() - {"logprobs"}:
+        if isinstance(result[key], list) and len(result[key]) < n:
+            raise ValueError(
+                f"`{key}` has {len(result[key])} entries for {n} completions, and TRL gives the reward functions one each. "
+                "Return one entry per completion, or one value that is no list."
+            )
 
 
 def _warn_about_masks(result: Mapping[str, Any], told: set[str]) -> None:

@@ -80,18 +80,7 @@ FAULTS: dict[str, Fault] = {
 
 def rewrite(dump: str | Path, output: str | Path, fault: str) -> Path:
     """
-    Write a dump anew, with a fault.
-
-    Args:
-        dump (`str` or `Path`):
-            Folder of a dump.
-        output (`str` or `Path`):
-            Folder for the dump with the fault. It must not have one yet.
-        fault (`str`):
-            Name of a fault of `FAULTS` that changes rows: `"one_token_shift"`, `"bos"`, `"eos"` or `"nan_rows"`.
-
-    Returns:
-        `Path`: the folder with the fault.
+    Write a dump anew, with a fault of `FAULTS` that changes rows. Returns the folder with the fault.
 
     Raises:
         `ValueError`: if the fault does not change rows, there is no dump, or the output has one already.

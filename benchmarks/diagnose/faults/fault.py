@@ -9,40 +9,21 @@ import torch
 
 @dataclass(frozen=True)
 class Fault:
-    """
-    A fault, and what injects it. What is not given stays as it should be.
+    """A fault, and what injects it. What is not given stays as it should be."""
 
-    Args:
-        cause (`str`):
-            The cause that `diagnose` should name.
-        what (`str`):
-            What is wrong, in a line.
-        engine (`Mapping[str, Any]`, *optional*):
-            Arguments of vLLM's engine.
-        sampling (`Mapping[str, Any]`, *optional*):
-            Arguments of vLLM's `SamplingParams`.
-        weights (`Callable[[str, torch.Tensor], torch.Tensor]`, *optional*):
-            What becomes of a weight, by name, on its way into the sampler.
-        trainer (`Callable[[torch.nn.Module], Callable[[], None]]`, *optional*):
-            Changes the trainer's model, and returns what undoes it.
-        scoring (`Mapping[str, Any]`, *optional*):
-            How the trainer lays out what it scores: `attend_padding` (the mask of attention has no zeros), `drop_prompt`
-            (tokens that the end of the prompt lacks), `retokenize` (the last token of a tool's answer is another one).
-        rows (`Callable[[Mapping], dict]`, *optional*):
-            Changes a row of a dump.
-        drifts (`str`, *optional*):
-            Where the weights of trainer and sampler move apart: `"age"` (samples come from older weights), `"step"` (no
-            weights are pushed), `"visit"` (a batch is trained on several times), `"adapter"` (an adapter grows, and is merged
-            in bfloat16), `"run"` (the policy collapses), `"engine"` (the sampler changes by itself) or `"prompt"` (some
-            prompts are read as others). Inject it with other checkpoints.
-    """
-
-    cause: str
-    what: str
-    engine: Mapping[str, Any] = field(default_factory=dict)
-    sampling: Mapping[str, Any] = field(default_factory=dict)
+    cause: str  # that `diagnose` should name
+    what: str  # is wrong, in a line
+    engine: Mapping[str, Any] = field(default_factory=dict)  # arguments of vLLM's engine
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # arguments of vLLM's `SamplingParams`
+    # What becomes of a weight, by name, on its way into the sampler
     weights: Callable[[str, torch.Tensor], torch.Tensor] | None = None
+    # Changes the trainer's model, and returns what undoes it
     trainer: Callable[[torch.nn.Module], Callable[[], None]] | None = None
+    # How the trainer lays out what it scores: `attend_padding` (the mask of attention has no zeros), `drop_prompt` (tokens
+    # that the end of the prompt lacks), `retokenize` (the last token of a tool's answer is another one)
     scoring: Mapping[str, Any] = field(default_factory=dict)
-    rows: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
+    rows: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None  # changes a row of a dump
+    # Where the weights of trainer and sampler move apart: `age` (samples come from older weights), `step` (no weights are
+    # pushed), `visit` (a batch is trained on several times), `adapter` (it grows, and is merged in bfloat16), `run` (the
+    # policy collapses), `engine` (the sampler changes by itself) or `prompt` (some prompts are read as others)
     drifts: str | None = None

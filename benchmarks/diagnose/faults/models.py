@@ -50,18 +50,8 @@ def _on_grid(weight: torch.Tensor, levels: int) -> torch.Tensor:
 
 def merged(rank: int, size: float, seed: int = 0) -> Callable[[str, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
     """
-    An adapter, unmerged and merged in bfloat16.
-
-    Args:
-        rank (`int`):
-            Its rank.
-        size (`float`):
-            Root mean square of what it adds, over that of the weight.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of its matrices.
-
-    Returns:
-        `Callable`: takes the name and a weight, and returns the sum, and the sum as it is once rounded to bfloat16.
+    An adapter whose update has `size` times the root mean square of the weight. Returns a change of a weight, by name, to the
+    sum, and to the sum as it is once rounded to bfloat16.
     """
 
     def change(name: str, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -79,17 +69,7 @@ def merged(rank: int, size: float, seed: int = 0) -> Callable[[str, torch.Tensor
 
 @contextmanager
 def sampling_from(llm: Any, weights: Weights, fault: Fault) -> Iterator[None]:
-    """
-    Let a running vLLM engine sample from weights with a fault, and put the right ones back.
-
-    Args:
-        llm (`vllm.LLM`):
-            The engine, in this process.
-        weights (`Iterable[tuple[str, torch.Tensor]]`):
-            Right weights, by their names in the checkpoint.
-        fault ([`Fault`]):
-            What is done to them. A fault that leaves weights alone pushes nothing.
-    """
+    """Let a vLLM engine of this process sample from weights with a fault, and put the right ones back."""
     if fault.weights is None:
         yield
         return
@@ -106,15 +86,7 @@ def sampling_from(llm: Any, weights: Weights, fault: Fault) -> Iterator[None]:
 
 @contextmanager
 def training_on(model: torch.nn.Module, fault: Fault) -> Iterator[None]:
-    """
-    Let a model of transformers score with a fault.
-
-    Args:
-        model (`torch.nn.Module`):
-            The trainer's model; as before when this ends.
-        fault ([`Fault`]):
-            What is done to it. A fault that leaves forward passes alone does nothing.
-    """
+    """Let a model of transformers score with a fault."""
     if fault.trainer is None:
         yield
         return
