@@ -7,8 +7,7 @@ A training step with a real vLLM: TRL without correction, TRL with its own, and 
 A model of random weights, or the pretrained one of `examples/smollm2.py`, writes completions that always have the full
 length, so that everyone does the same work. The contestants train a few steps each, in turns, in one process with one vLLM
 engine; medians and ratios to TRL without correction are printed, in total and for what is not sampling, in seconds of CPU
-time. On a GPU,
-`benchmarks/gpu.py` measures the same contestants.
+time. On a GPU, `benchmarks/gpu.py` measures the same contestants.
 """
 
 import argparse

@@ -58,6 +58,7 @@ def test_arguments_reach_the_engine(tiny_model_path, tmp_path):
     config = trainer.vllm_generation.llm.llm_engine.vllm_config
     assert config.model_config.max_logprobs == 7
     assert config.model_config.head_dtype == torch.bfloat16
-    assert engine_metadata(config) == {"sampler_dtype": "float32", "kv_cache_dtype": "auto"}
+    types = {"sampler_dtype": "float32", "sampler_head_dtype": "bfloat16", "kv_cache_dtype": "auto"}
+    assert engine_metadata(config) == types
     assert trainer._observer.dump is None
     trainer.train()

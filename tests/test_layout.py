@@ -83,7 +83,7 @@ ORDER = {
     ],
     "axolotl": ["trainer", "plugin"],
     "check": [],
-    "probe": ["experiments", "configuration", "model_changes", "process", "command"],
+    "probe": ["configuration", "process", "command"],
     "analysis": ["run", "recompute", "spread", "recommend", "compare", "report"],
     "__main__": [],
 }
@@ -114,7 +114,6 @@ WITHOUT_MATPLOTLIB = [
 WITHOUT_TRL = [
     *modules_of("messages", "health", "settings", "correction", "replay", "dumps", "diagnosis", "arrival", "analysis"),
     *(f"analysis.report.{name}" for name in REPORT),
-    "probe.experiments",
     "probe.command",
     "__main__",
 ]
@@ -200,7 +199,6 @@ def test_trl_is_imported_by_the_trainers_scripts_and_the_process_of_the_probe_al
             PACKAGE / "check.py",
             PACKAGE / "probe/configuration.py",
             PACKAGE / "probe/process.py",
-            PACKAGE / "probe/model_changes.py",
         }:
             for node in ast.walk(ast.parse(path.read_text())):
                 names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

@@ -234,7 +234,7 @@ def _add_probe(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--config", metavar="FILE", help="recipe of the run (default: TRL's settings, with vLLM in the same process)"
     )
     command.add_argument(
-        "--prompts", metavar="FILE", help="text file with one prompt per line (default: 16 built-in prompts)"
+        "--prompts", metavar="FILE", help="text file with one prompt per line (default: 8 built-in prompts)"
     )
     command.add_argument(
         "--completions",
@@ -247,7 +247,6 @@ def _add_probe(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--trainer", choices=("grpo", "rloo"), default="grpo", help="trainer of the run (default: grpo)"
     )
     command.add_argument("--json", action="store_true", help="print JSON")
-    command.add_argument("--verbose", action="store_true", help="show the output of TRL and vLLM")
     command.set_defaults(run=_probe, subject="model")
 
 
@@ -291,7 +290,7 @@ def _probe(args: argparse.Namespace) -> str:
     from .probe.command import probe
 
     run = {name: getattr(args, name) for name in ("model", "config", "options", "prompts", "completions", "trainer")}
-    text, healthy = probe(run, as_json=args.json, verbose=args.verbose)
+    text, healthy = probe(run, as_json=args.json)
     args.code = 0 if healthy else 1
     return text
 

@@ -30,16 +30,7 @@ class RolloutCorrectionPlugin(BasePlugin):
     """
 
     def register(self, cfg: dict) -> None:
-        """
-        Check the settings, and name the corrected trainer.
-
-        Args:
-            cfg (`dict`):
-                Axolotl's settings. `trainer_cls` is set, unless the YAML has it.
-
-        Raises:
-            `ValueError`: if Axolotl would train with a trainer that cannot be corrected, or without vLLM.
-        """
+        """Refuse settings of Axolotl that cannot be corrected, and name the corrected trainer, unless the YAML has one."""
         of_trl = cfg.get("trl") or {}
         if cfg.get("rl") != "grpo":
             raise ValueError(

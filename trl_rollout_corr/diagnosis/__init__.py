@@ -23,19 +23,7 @@ __all__ = ["Diagnosis", "DumpedTokens", "Finding", "diagnose", "diagnose_dump", 
 
 
 def read_tokens(path: str | Path) -> DumpedTokens:
-    """
-    Read the tokens of a dump for a diagnosis.
-
-    Args:
-        path (`str` or `Path`):
-            A dump (folder or file), or a run with one below it.
-
-    Returns:
-        [`~trl_rollout_corr.diagnosis.observed.DumpedTokens`].
-
-    Raises:
-        `ValueError`: in one line, if there is no dump that can be read.
-    """
+    """Read the tokens of a dump (folder or file), or of a run with one below it. Without one, a `ValueError` of one line."""
     dump = open_dump(path)
     for damage in dump.damage:
         warn(f"{path}: {damage}.")

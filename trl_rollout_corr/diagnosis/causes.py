@@ -13,78 +13,36 @@ from .observed import DumpedTokens
 
 
 class Test(NamedTuple):
-    """
-    A test of the tokens of a dump.
+    """A test of the tokens of a dump."""
 
-    Args:
-        look (`Callable`):
-            Returns the evidence, or `None` where the test cannot be made.
-        weak, strong (`float`):
-            Statistics of the evidence from which the cause is possible, and from which it is nearly certain.
-    """
-
-    look: Callable[[DumpedTokens], Evidence | None]
-    weak: float
-    strong: float
+    look: Callable[[DumpedTokens], Evidence | None]  # `None` where the test cannot be made
+    weak: float  # statistic of the evidence from which the cause is possible
+    strong: float  # and from which it is nearly certain
 
 
 class Experiment(NamedTuple):
-    """
-    A counter-experiment: one thing is changed on purpose. If the gap goes away, that thing was the cause.
+    """A counter-experiment: one thing is changed on purpose. If the gap goes away, that thing was the cause."""
 
-    Args:
-        change (`str`):
-            The change, in words.
-        on (`str`):
-            Changed side: `"trainer"` (the same tokens are scored again), `"sampler"` (the same engine samples again) or
-            `"engine"` (another engine is started).
-        decisive (`bool`, *optional*, defaults to `False`):
-            Whether a gap that stays rules the cause out. Otherwise the other side may still have it.
-        engine (`Mapping[str, object]`, *optional*):
-            Arguments of the other engine.
-    """
-
-    change: str
+    change: str  # in words
+    # The trainer scores the same tokens again, the same engine samples again, or another engine is started
     on: Literal["trainer", "sampler", "engine"]
-    decisive: bool = False
-    engine: Mapping[str, object] = {}
+    decisive: bool = False  # whether a gap that stays rules the cause out; otherwise the other side may still have it
+    engine: Mapping[str, object] = {}  # arguments of the other engine
 
 
 class Cause(NamedTuple):
-    """
-    A cause of the gap between trainer and sampler.
+    """A cause of the gap between trainer and sampler."""
 
-    Args:
-        title (`str`):
-            The cause, in a line.
-        test ([`Test`]):
-            The test that finds it.
-        remedy (`str`):
-            The remedy: first at the source.
-        settings (`Mapping[str, object]`, *optional*):
-            Settings of a trainer that are the remedy; empty where no setting is.
-        otherwise (`str`, *optional*, defaults to `""`):
-            The remedy for a run that has these settings already.
-        correction (`str`, *optional*, defaults to `""`):
-            Correction for the gap left after the remedy: `"any"`, `"rejecting"` (one that rejects single tokens), or none
-            where a correction would hide a mistake.
-        normal (`bool`, *optional*, defaults to `False`):
-            Whether every run has it, so that only a large gap is unhealthy.
-        experiments (`Mapping[str, Experiment]`, *optional*):
-            Experiments of a probe, by name.
-        fallback ([`Test`], *optional*):
-            Test that finds it where nothing else explains the gap.
-    """
-
-    title: str
-    test: Test
-    remedy: str
-    settings: Mapping[str, object] = {}
-    otherwise: str = ""
+    title: str  # in a line
+    test: Test  # that finds it
+    remedy: str  # first at the source
+    settings: Mapping[str, object] = {}  # of a trainer, that are the remedy; empty where no setting is
+    otherwise: str = ""  # the remedy for a run that has these settings already
+    # For the gap left after the remedy: any, or one that rejects single tokens; none where it would hide a mistake
     correction: Literal["", "any", "rejecting"] = ""
-    normal: bool = False
-    experiments: Mapping[str, Experiment] = {}
-    fallback: Test | None = None
+    normal: bool = False  # whether every run has it, so that only a large gap is unhealthy
+    experiments: Mapping[str, Experiment] = {}  # of a probe, by name
+    fallback: Test | None = None  # finds it where nothing else explains the gap
 
 
 _HIDES = "Do not correct for it: the importance weights would refer to a policy that no token was sampled from."

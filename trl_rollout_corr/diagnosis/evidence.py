@@ -19,27 +19,13 @@ _CHANCE = 3.0  # standard deviations of a mean of products by chance, above whic
 
 
 class Evidence(NamedTuple):
-    """
-    The evidence of a test.
+    """The evidence of a test."""
 
-    Args:
-        statistic (`float`):
-            Statistic of the test: the larger, the more certain the cause.
-        share (`float`):
-            Share of the sum of squared log-ratios that the cause explains, between 0 and 1.
-        numbers (`Mapping[str, float]`):
-            The numbers of the evidence, by their names in `sentence`.
-        sentence (`str`):
-            The evidence in a sentence, with the numbers in braces.
-        words (`str`, *optional*, defaults to `""`):
-            Text of the completions, which ends the sentence.
-    """
-
-    statistic: float
-    share: float
-    numbers: Mapping[str, float]
-    sentence: str
-    words: str = ""
+    statistic: float  # of the test: the larger, the more certain the cause
+    share: float  # of the sum of squared log-ratios that the cause explains, between 0 and 1
+    numbers: Mapping[str, float]  # of the evidence, by their names in `sentence`
+    sentence: str  # with the numbers in braces
+    words: str = ""  # text of the completions, which ends the sentence
 
 
 def mean(values: np.ndarray) -> float:

@@ -14,46 +14,8 @@ SEAM = 2  # tokens after the edge of a turn that count as its beginning
 class DumpedTokens:
     """
     Tokens of the sequences that represent a batch: tokens of the loss that have a log-probability of both policies.
-    `N` tokens, `B` sequences.
-
-    Args:
-        sequences ([`~trl_rollout_corr.dumps.sequences.Sequences`]):
-            The sequences.
-        settings (`dict`):
-            Settings of the run.
-        about (`dict`):
-            Facts about the run, as in the dump.
-        movement (`float`, *optional*, defaults to NaN):
-            Sum of the learning rates of the optimizer steps between the first sequence and the last; NaN if it is not known.
-
-    Attributes:
-        d (`np.ndarray` of shape `(N,)`):
-            Log-ratio, in nats.
-        train, rollout (`np.ndarray` of shape `(N,)`):
-            Log-probabilities of trainer and sampler.
-        again (`np.ndarray` of shape `(N,)`):
-            Log-probability of the trainer when it scores the sequence alone; NaN where it did not.
-        row (`np.ndarray` of shape `(N,)`):
-            Index of the sequence.
-        position, turn, token (`np.ndarray` of shape `(N,)`):
-            Index in the completion, number of the turn counted over all completions, and id.
-        first, last, seam, repeated (`np.ndarray` of shape `(N,)`):
-            Whether the token is the first of the completion, the last, among the first after tokens outside the loss, and
-            whether it occurred before, in the prompt or the completion.
-        age (`np.ndarray` of shape `(N,)`):
-            Optimizer steps since the weights that sampled the token; NaN where the dump has the age of completions only.
-        after_push (`np.ndarray` of shape `(N,)`):
-            Whether weights were pushed between the first token of the completion and this one.
-        times (`np.ndarray` of shape `(N,)`):
-            Number of earlier occurrences in the completion.
-        staleness, padding, advantage (`np.ndarray` of shape `(B,)`):
-            NaN where they are not known.
-        step, lengths (`np.ndarray` of shape `(B,)`):
-            Optimizer step, and number of tokens.
-        broken_row (`np.ndarray`):
-            Index of the sequence of each token of the loss that has no finite log-ratio.
-        n_tokens (`int`):
-            Number of tokens of the loss, including those.
+    `settings` and `about` are those of the dump, and `movement` is the sum of the learning rates of the optimizer steps between
+    the first sequence and the last. `N` tokens, `B` sequences; what is not known is NaN.
     """
 
     def __init__(
@@ -65,28 +27,35 @@ class DumpedTokens:
     ):
         self.settings, self.about, self.movement = settings, about, movement
         counted = sequences.counted
+        # Tokens of the loss, and the sequence of each of them that has no finite log-ratio
         self.n_tokens = int((sequences.mask & sequences.represents[sequences.row]).sum())
         self.broken_row = sequences.row[sequences.broken & sequences.represents[sequences.row]]
+        # Of each token, `(N,)`: index of its sequence, log-probabilities of both sides, and the log-ratio in nats
         self.row = sequences.row[counted]
         self.train, self.rollout = (
             x[counted].astype(np.float64) for x in (sequences.train_logps, sequences.rollout_logps)
         )
         self.d = self.train - self.rollout
+        # Of each sequence, `(B,)`
         self.step = sequences.step
         self.lengths = np.bincount(self.row, minlength=len(sequences))
+        # Of each token again: its place in the completion, and whether it is at an end or just behind tokens outside the loss
         starts = sequences.starts[:-1][sequences.row]
         position = np.arange(len(sequences.row)) - starts
         self.position = position[counted]
         self.first = self.position == 0
         self.last = self.position == sequences.lengths[self.row] - 1
         self.seam = _after_gap(sequences.mask, position)[counted]
-        self.turn = sequences.turn[counted]
+        self.turn = sequences.turn[counted]  # counted over all completions
         self._sequences = sequences
         self.token = sequences.token_ids[counted]
+        # whether it occurred before in prompt or completion, and how often in the completion
         self.repeated, self.times = (x[counted] for x in _repeats(sequences))
         self.staleness, self.padding = sequences.staleness, sequences.padding
         self.advantage = sequences.advantage.astype(np.float64)
-        self.again = sequences.again_logps[counted].astype(np.float64)
+        self.again = sequences.again_logps[counted].astype(
+            np.float64
+        )  # of the trainer, which scores the sequence alone
 
     def __len__(self) -> int:
         return len(self.d)

@@ -15,27 +15,13 @@ _REST = 0.3  # share of d^2 that no cause explains, above which diffuse causes a
 
 
 class Stage(NamedTuple):
-    """
-    Causes that are looked for together.
+    """Causes that are looked for together."""
 
-    Args:
-        causes (`tuple[str, ...]`):
-            Their names. The cause that explains most is taken.
-        several (`bool`, *optional*, defaults to `False`):
-            Take all causes that are found: each acts on other tokens.
-        ends (`bool`, *optional*, defaults to `False`):
-            Skip all later stages if a cause is found here, because its effects could be mistaken for later causes.
-        floor (`bool`, *optional*, defaults to `True`):
-            Look only where the log-ratio is large enough to matter.
-        fallback (`tuple[str, ...]`, *optional*):
-            Names of causes that are looked for by their fallback test.
-    """
-
-    causes: tuple[str, ...]
-    several: bool = False
-    ends: bool = False
-    floor: bool = True
-    fallback: tuple[str, ...] = ()
+    causes: tuple[str, ...]  # their names. The cause that explains most is taken
+    several: bool = False  # all causes that are found are taken: each acts on other tokens
+    ends: bool = False  # a cause skips all later stages, because its effects could be mistaken for later causes
+    floor: bool = True  # only where the log-ratio is large enough to matter
+    fallback: tuple[str, ...] = ()  # names of causes that are looked for by their fallback test
 
     @property
     def tests(self) -> list[tuple[str, Test]]:
@@ -62,23 +48,11 @@ DIFFUSE = (
 
 
 class Finding(NamedTuple):
-    """
-    A cause that was found.
+    """A cause that was found."""
 
-    Args:
-        name (`str`):
-            Its name, a key of `CAUSES`.
-        certainty (`float`):
-            Certainty, from 0.5 to 0.99.
-        share (`float`):
-            Share of the sum of squared log-ratios that it explains.
-        evidence ([`Evidence`]):
-            The evidence.
-    """
-
-    name: str
-    certainty: float
-    share: float
+    name: str  # key of `CAUSES`
+    certainty: float  # from 0.5 to 0.99
+    share: float  # of the sum of squared log-ratios that it explains
     evidence: Evidence
 
     @property
@@ -87,38 +61,17 @@ class Finding(NamedTuple):
 
 
 class Diagnosis(NamedTuple):
-    """
-    The causes of the gap in a dump.
+    """The causes of the gap in a dump."""
 
-    Args:
-        verdict (`str`):
-            `"found"`, `"unknown"` or `"nothing"`.
-        findings (`list[Finding]`):
-            Causes: those that explain most first, normal ones last. Empty if the verdict is another.
-        size (`float`):
-            Root mean square of the log-ratio, in nats.
-        k3 (`float`):
-            `rollout_corr/k3_kl`.
-        floor (`float` or `None`):
-            The gap over the trainer's difference from itself; `None` if that is unknown, or cannot
-            serve as a baseline.
-        n_tokens, n_sequences (`int`):
-            Number of tokens and sequences.
-        in_effect (`Mapping[str, object]`, *optional*):
-            Settings of the run, as far as they are known.
-        coarser (`str`, *optional*, defaults to `""`):
-            Type of a sampler that rounds more coarsely than the trainer.
-    """
-
-    verdict: str
-    findings: list[Finding]
-    size: float
-    k3: float
-    floor: float | None
+    verdict: str  # "found", "unknown" or "nothing"
+    findings: list[Finding]  # those that explain most first, normal ones last. Empty if the verdict is another
+    size: float  # root mean square of the log-ratio, in nats
+    k3: float  # `rollout_corr/k3_kl`
+    floor: float | None  # the gap over the trainer's difference from itself; `None` if that is no baseline
     n_tokens: int
     n_sequences: int
-    in_effect: Mapping[str, object] = {}
-    coarser: str = ""
+    in_effect: Mapping[str, object] = {}  # settings of the run, as far as they are known
+    coarser: str = ""  # type of a sampler that rounds more coarsely than the trainer
 
     @property
     def healthy(self) -> bool:
@@ -130,21 +83,7 @@ class Diagnosis(NamedTuple):
 
 
 def diagnose(o: DumpedTokens, without: Collection[str] = ()) -> Diagnosis:
-    """
-    Find the causes.
-
-    Args:
-        o ([`DumpedTokens`]):
-            Tokens of a dump.
-        without (`Collection[str]`, *optional*):
-            Causes that are known to be absent, which are not looked for.
-
-    Returns:
-        [`Diagnosis`].
-
-    Raises:
-        `ValueError`: in one line, if there are too few tokens to say anything.
-    """
+    """Find the causes, except those that are known to be absent. Too few tokens are a `ValueError` of one line."""
     if len(o) < LEAST and not len(o.broken_row):
         raise ValueError(
             f"{len(o)} tokens of the loss have a log-probability of both policies: too few for a diagnosis"

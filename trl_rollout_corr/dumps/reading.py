@@ -26,20 +26,9 @@ class Dump(NamedTuple):
 
 def open_dump(path: str | Path, *, steps: tuple[int, int] | None = None) -> Dump:
     """
-    Read a dump. Damaged files are left out: the other files are still a sample of the run.
-
-    Args:
-        path (`str` or `Path`):
-            Folder of the dump, one of its files, or the folder of a run with a dump in it.
-        steps (`tuple[int, int]`, *optional*):
-            First and last optimizer step to read. All by default.
-
-    Returns:
-        [`Dump`].
-
-    Raises:
-        `ValueError`: in one line, if there is no dump, if no file can be read, if another tool wrote a file, or if no sequence
-        is left.
+    Read a dump: its folder, one of its files, or the folder of a run with a dump in it. Damaged files are left out, as the
+    other files are still a sample of the run. `steps` are the first and the last optimizer step to read. A `ValueError` of one
+    line if nothing can be read.
     """
     try:
         path = Path(path)

@@ -21,23 +21,10 @@ _LONGEST = 100  # characters of a token
 
 class Sequences:
     """
-    `B` sequences of a dump with `N` tokens.
+    `B` sequences of a dump with `N` tokens, from a table with the columns `READ`, and those of `TEXT` if the text was read.
 
-    Args:
-        table (`pyarrow.Table`):
-            The columns `READ` of a dump, and those of `TEXT` if the text was read.
-
-    Attributes:
-        step, sampled, worst, reward, advantage, staleness, padding, ... (`np.ndarray` of shape `(B,)`):
-            Each column of the dump with a number for each sequence; NaN where it is null.
-        mask, keep, token_ids, train_logps, rollout_logps, coefficients, ... (`np.ndarray` of shape `(N,)`):
-            Each column with a number for each token, sequence after sequence; NaN where it is null.
-        prompts (`list[np.ndarray]` of length `B`):
-            Token ids of each prompt; empty where they are not known.
-        lengths (`np.ndarray` of shape `(B,)`):
-            Tokens of each completion.
-        starts (`np.ndarray` of shape `(B + 1,)`):
-            Index of the first token of each sequence, and `N`.
+    Each column of numbers is an attribute: `(B,)` with a number for each sequence (`step`, `reward`, ...) or `(N,)` with a
+    number for each token, sequence after sequence (`mask`, `train_logps`, ...). It is NaN where the column is null.
     """
 
     if TYPE_CHECKING:
@@ -46,13 +33,14 @@ class Sequences:
 
     def __init__(self, table: pa.Table) -> None:
         self.lengths = pc.list_value_length(table["mask"]).to_numpy()
-        self.starts = np.concatenate([[0], np.cumsum(self.lengths)])
+        self.starts = np.concatenate([[0], np.cumsum(self.lengths)])  # first token of each sequence, and `N`
         for column in COLUMNS:
             if column.dtype is not None:
                 values = table[column.name]
                 array = _end_to_end(values, self.lengths) if column.per_token else values.to_numpy()
                 setattr(self, column.name, array.astype(column.dtype))
         nothing = np.zeros(0, np.int32)
+        # Token ids of each prompt; empty where they are not known
         self.prompts = [ids.values.to_numpy() if ids.is_valid else nothing for ids in table["prompt_ids"]]
         self._text: Any = table.select(TEXT) if set(TEXT) <= {*table.column_names} else None
 

@@ -13,38 +13,18 @@ ALARMS = f"{PREFIX}monitor/alarms"  # metric: the number of bounds that raised a
 
 @dataclass(frozen=True)
 class Alarm:
-    """
-    An alarm: something unhealthy.
+    """An alarm: something unhealthy."""
 
-    Args:
-        bound (`str`):
-            Name of the bound, as in `rollout_monitor_bounds`.
-        severity (`str`):
-            `"warning"`, or `"critical"`, which ends a run if the monitor is set to do so.
-        key (`str`):
-            Metric that was compared.
-        step (`int`):
-            Optimizer step at which it was raised first.
-        last_step (`int`):
-            Optimizer step at which it held last.
-        value (`float`):
-            Value of the metric when it was raised.
-        seen, why, advice (`str`):
-            The observation, what it may mean, and the settings to change or the place to look.
-        limit (`str`):
-            The limit that was passed: `"> 0.03"`.
-    """
-
-    bound: str
-    severity: str
-    key: str
-    step: int
-    last_step: int
-    value: float
-    seen: str
-    why: str
-    advice: str
-    limit: str
+    bound: str  # its name in `rollout_monitor_bounds`
+    severity: str  # "warning", or "critical", which ends a run if the monitor is set to do so
+    key: str  # metric that was compared
+    step: int  # optimizer step at which it was raised first
+    last_step: int  # optimizer step at which it held last
+    value: float  # of the metric when it was raised
+    seen: str  # the observation
+    why: str  # what it may mean
+    advice: str  # settings to change or the place to look
+    limit: str  # that was passed: "> 0.03"
 
     @property
     def in_short(self) -> str:
@@ -62,44 +42,24 @@ LONG = 10
 @dataclass(frozen=True)
 class Bound:
     """
-    A bound of a rule: when a metric is unhealthy, and the message about it. The metric is unhealthy above the limit, or
-    `below` it. Its `key` has no prefix.
-
-    Args:
-        name (`str`):
-            Name in `rollout_monitor_bounds`, and in messages.
-        seen (`str`):
-            The observation; `{value}`, `{limit}` and `{side}` ("above" or "below") are filled in.
-        advice (`str`):
-            The settings to change. In this and in the other texts, [`~trl_rollout_corr.health.texts.fill`] replaces names in
-            braces.
-        patience (`int`, *optional*, defaults to `3`):
-            Number of windows. It is passed if more than half of the latest `patience` windows are unhealthy, with the latest.
-        lasting (`int`, *optional*, defaults to `0`):
-            Number of consecutive unhealthy optimizer steps after which it is passed (at least two windows, and at most
-            `patience`); 0: a majority of `patience` windows.
-        measure (`Callable`, *optional*):
-            The number of a [`Window`] in place of the metric.
-        confirmed (`Callable`, *optional*):
-            Second condition on the [`Window`], checked only when the bound is passed.
-        covers (`tuple[str]`, *optional*):
-            Bounds of other rules that are silent while this one is passed, as this one is the cause.
+    A bound of a rule: when a metric is unhealthy, and the message about it. [`~trl_rollout_corr.health.texts.fill`] replaces
+    names in braces in its texts.
     """
 
-    name: str
-    key: str
+    name: str  # in `rollout_monitor_bounds`, and in messages
+    key: str  # of the metric, without the prefix
     limit: float
-    seen: str
+    seen: str  # the observation, with `{value}`, `{limit}` and `{side}` ("above" or "below")
     why: str
-    advice: str
+    advice: str  # the settings to change
     severity: str = "warning"  # or critical
-    below: bool = False
-    patience: int = 3
-    lasting: int = 0
+    below: bool = False  # the metric is unhealthy below the limit, not above it
+    patience: int = 3  # windows: passed if more than half of the latest ones are unhealthy, with the latest
+    lasting: int = 0  # passed after so many consecutive unhealthy steps (at least two windows, and at most `patience`)
     applies: Callable[[Window], bool] = lambda window: True
-    measure: Callable[[Window], float | None] | None = None
-    confirmed: Callable[[Window], bool] = lambda window: True
-    covers: tuple[str, ...] = ()
+    measure: Callable[[Window], float | None] | None = None  # the number of a window in place of the metric
+    confirmed: Callable[[Window], bool] = lambda window: True  # a second condition, checked when the bound is passed
+    covers: tuple[str, ...] = ()  # bounds of other rules that are silent while this one, their cause, is passed
 
     @property
     def metric(self) -> str:

@@ -4,12 +4,10 @@ import dataclasses
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias, TypedDict
+from typing import Any, NoReturn, TypeAlias
 
 import torch
-from transformers import PreTrainedTokenizerBase
 from trl import ModelConfig, ScriptArguments, TrlParser
-from trl.import_utils import is_vllm_available
 
 from ..trainers.grpo import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
 from ..trainers.rloo import RolloutCorrectedRLOOConfig, RolloutCorrectedRLOOTrainer
@@ -23,20 +21,12 @@ _TRAINERS: dict[str, tuple[type[Trainer], type[Config]]] = {
 }
 PROMPTS = (
     "What is the capital of France?",
-    "Name three colors.",
     "Count from one to ten.",
-    "Why is the sky blue?",
     "Write a sentence about rain.",
     "What is 12 times 7?",
     "Explain what a prime number is, in two sentences.",
-    "Say hello.",
-    "List five animals that can fly.",
-    "Which is larger, 0.8 or 0.75?",
     "Tell me a short story about a dog that is lost.",
-    "How do you boil an egg?",
     "Translate 'good morning' into Spanish.",
-    "What comes after Tuesday?",
-    "Give a reason to read books.",
     "If I have 3 apples and eat one, how many are left? Think step by step.",
 )
 _LENGTH = 128  # tokens of a completion, unless the run has shorter ones
@@ -47,20 +37,6 @@ _DEFAULTS = ["--use_vllm", "true", "--vllm_mode", "colocate"]
 _ON_CPU = ["--use_cpu", "true", "--bf16", "false"]
 
 
-class Request(TypedDict):
-    """What the process of a probe is to do."""
-
-    model: str  # name or folder
-    trainer: str  # "grpo" or "rloo"
-    config: str | None  # file of the recipe
-    options: list[str]  # command line, which comes after the recipe
-    prompts: str | None  # text file with a prompt in each line
-    completions: int  # least number of them
-    engine: dict[str, object]  # arguments of the engine besides those of the run
-    experiments: bool  # whether to run any
-    output: str  # folder for the dumps and the answer
-
-
 class _Parser(TrlParser):
     """TRL's parser, which raises an error instead of leaving."""
 
@@ -68,20 +44,8 @@ class _Parser(TrlParser):
         raise ValueError(message)
 
 
-def read(request: Request) -> tuple[type[Trainer], Config, ModelConfig]:
-    """
-    Read the configuration of the run.
-
-    Args:
-        request ([`Request`]):
-            The request.
-
-    Returns:
-        `tuple`: the class of the trainer, and the configurations of trainer and model.
-
-    Raises:
-        `ValueError`: if it cannot be used.
-    """
+def read(request: Mapping[str, Any]) -> tuple[type[Trainer], Config, ModelConfig]:
+    """The class of the trainer of a request, and the configurations of trainer and model. A `ValueError` if unusable."""
     trainer_class, config_class = _TRAINERS[request["trainer"]]
     parser = _Parser((ScriptArguments, config_class, ModelConfig))
     line = [*request["options"], "--model_name_or_path", request["model"], "--output_dir", request["output"]]
@@ -90,8 +54,6 @@ def read(request: Request) -> tuple[type[Trainer], Config, ModelConfig]:
     _, args, model_args = parser.parse_args_and_config([*given, *line])
     if not args.use_vllm:
         raise ValueError("`use_vllm` is False, so there is no sampler to probe. Set it to true.")
-    if not is_vllm_available():
-        raise ValueError("vLLM, the sampler, is not installed: pip install 'trl[vllm]'.")
     args.model_init_kwargs = {
         "revision": model_args.model_revision,
         "attn_implementation": model_args.attn_implementation,
@@ -101,21 +63,8 @@ def read(request: Request) -> tuple[type[Trainer], Config, ModelConfig]:
     return trainer_class, args, model_args
 
 
-def shortened(args: Config, completions: int, engine: Mapping[str, object]) -> Config:
-    """
-    Shorten a run to its first batch.
-
-    Args:
-        args ([`RolloutCorrectedGRPOConfig`]):
-            Configuration of the run.
-        completions (`int`):
-            Least number of completions in the first batch.
-        engine (`Mapping[str, Any]`):
-            Arguments of the engine besides those of the run.
-
-    Returns:
-        [`RolloutCorrectedGRPOConfig`].
-    """
+def shortened(args: Config, completions: int, engine: Mapping[str, Any]) -> Config:
+    """The run with one batch of at least so many completions, and with these arguments of the engine besides its own."""
     size = min(args.per_device_train_batch_size, completions)
     batches = -(-completions // size)
     batches += batches * size % 2  # two completions for each prompt
@@ -144,18 +93,14 @@ def shortened(args: Config, completions: int, engine: Mapping[str, object]) -> C
     }
     if args.vllm_mode == "colocate":
         # compiling for a CPU would take longer than everything else
-        eager = {"enforce_eager": True} if on_cpu(args) else {}
-        kwargs: Any = args.settings.rollout_engine_kwargs or {}
-        wanted["rollout_engine_kwargs"] = _merged({**eager, **kwargs}, engine) or None
+        eager = {"enforce_eager": True} if args.device.type == "cpu" else {}
+        kwargs: dict[str, Any] = {**eager, **(args.settings.rollout_engine_kwargs or {})}
+        both = {name: {**kwargs[name], **engine[name]} for name in engine if isinstance(kwargs.get(name), dict)}
+        wanted["rollout_engine_kwargs"] = {**kwargs, **engine, **both} or None
     fields = {field.name for field in dataclasses.fields(args) if field.init}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the run, and said when it was read
         return dataclasses.replace(args, **{name: value for name, value in wanted.items() if name in fields})
-
-
-def _merged(kwargs: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    both = {name: {**kwargs[name], **more[name]} for name in more if isinstance(kwargs.get(name), dict)}
-    return {**kwargs, **more, **both}
 
 
 def prompts_of(file: str | None) -> Sequence[str]:
@@ -166,20 +111,3 @@ def prompts_of(file: str | None) -> Sequence[str]:
     if not prompts:
         raise ValueError(f"--prompts is {file!r}, which has no prompts. Write one in each line.")
     return prompts
-
-
-def check_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], file: str | None) -> None:
-    """Raise a `ValueError` for the first prompt that has no token, because the sampler needs one. `file` is `--prompts`."""
-    for prompt in prompts:
-        text = [{"role": "user", "content": prompt}]
-        whole = prompt if tokenizer.chat_template is None else tokenizer.apply_chat_template(text, tokenize=False)
-        if not tokenizer(whole)["input_ids"]:
-            which = "is not set, and the built-in prompt" if file is None else f"is {file!r}, and its prompt"
-            raise ValueError(
-                f"`--prompts` {which} {prompt!r} has no tokens, because the tokenizer of the model knows none of its text. "
-                "Pass a text file with one prompt in each line, written in text that the tokenizer knows."
-            )
-
-
-def on_cpu(args: Config) -> bool:
-    return str(args.device.type) == "cpu"

@@ -137,12 +137,8 @@ class Observer:
 
     def read_steps(self, before: int | None = None) -> list[dict[str, float]]:
         """
-        Metrics of each optimizer step that was closed and not read yet, over all ranks, each with its `step`.
-
-        Args:
-            before (`int`, *optional*):
-                Read earlier steps only. The sums of a step are on the host when the next one ends, so that nothing waits. By
-                default all steps are read.
+        Metrics of each optimizer step that was closed and not read yet, over all ranks, each with its `step`. The sums of a step
+        are on the host when the next one ends, so that nothing waits for steps `before` it.
         """
         window = self.windows["train"]
         now = [step for step in window.unread if before is None or step.step < before]
@@ -211,15 +207,7 @@ def _add(totals: dict[type[Sums], Any], sums: Sums) -> None:
 
 
 class StepSums:
-    """
-    Sums of one optimizer step over all ranks, on their way to the host.
-
-    Args:
-        step (`int`):
-            Optimizer steps made, with this one.
-        sums (`Sequence[Sums]`):
-            The sums, on the device.
-    """
+    """Sums of one optimizer step over all ranks, on their way from the device to the host."""
 
     def __init__(self, step: int, sums: Sequence[Sums]) -> None:
         self.step, self._layouts = step, sums

@@ -63,6 +63,7 @@ def engine_metadata(config: Any) -> dict[str, str]:
     """Types and quantization of vLLM, where known, from its `VllmConfig` or from the mapping that a server returns."""
     metadata = {
         "sampler_dtype": _get(config, "model_config", "dtype"),
+        "sampler_head_dtype": _get(config, "model_config", "head_dtype"),
         "kv_cache_dtype": _get(config, "cache_config", "cache_dtype"),
         "quantization": _get(config, "model_config", "quantization"),
     }

@@ -40,12 +40,7 @@ class RecordingEngine:
 
 
 def returns_routes(config: Any) -> bool:
-    """
-    True if an engine returns its routes.
-
-    Raises:
-        `ValueError`: if it does not, and they cannot be captured in this process.
-    """
+    """True if an engine returns its routes. A `ValueError` if it does not, and they cannot be captured in this process."""
     places = (getattr(config, "aux_output_config", None), config.model_config)
     if any(getattr(place, "enable_return_routed_experts", False) for place in places):
         return True

@@ -75,12 +75,7 @@ def experts_of(router: torch.nn.Module, output: tuple) -> torch.Tensor:
 
 
 def find_routers(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
-    """
-    Routers of a model by the index of their decoder layer.
-
-    Raises:
-        `ValueError`: if the model has no router, or one of a class that cannot be replayed.
-    """
+    """Routers of a model by the index of their decoder layer. A `ValueError` without one, or with an unknown class."""
     routers: dict[int, torch.nn.Module] = {}
     unknown = set()
     for name, module in model.named_modules():

@@ -58,10 +58,7 @@ class SampledRoutes:
     def keep(self, tokens: Sequence[int], experts: Any) -> None:
         """
         Keep the routes of a sequence: `tokens` of prompt and completion, and `experts` of each but the last in each decoder
-        layer, `(n - 1, decoder layers, k)`.
-
-        Raises:
-            `ValueError`: if rows are missing, if the shape does not fit, or if an expert cannot be.
+        layer, `(n - 1, decoder layers, k)`. Routes that do not fit are a `ValueError`.
         """
         if experts is None:
             raise ValueError(

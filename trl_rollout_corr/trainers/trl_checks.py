@@ -5,7 +5,7 @@ Each check is a function of a configuration. It raises a `ValueError` about sett
 settings that are probably a mistake. [`CHECKS`] lists all of them by trainer.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from ..messages import SettingError, warn, warn_idle
@@ -232,17 +232,13 @@ def distorting_options(config: Any) -> dict[str, object]:
     settings = {name: getattr(config, name, None) for name in (*TRUNCATION, "repetition_penalty")}
     settings["structured_outputs"] = getattr(config, "vllm_structured_outputs_regex", None)
     overrides = getattr(config, "generation_kwargs", None) or {}
-    return distorting({**settings, **{name: value for name, value in overrides.items() if name in _DISTORTING}})
+    settings |= {name: value for name, value in overrides.items() if name in _DISTORTING}
+    return {name: value for name, value in settings.items() if value and value not in _NEUTRAL.get(name, ())}
 
 
 def truncation(config: Any) -> dict[str, object]:
     """Options of truncated sampling that are in effect, by name."""
     return {name: value for name, value in distorting_options(config).items() if name in TRUNCATION}
-
-
-def distorting(settings: Mapping[str, object]) -> dict[str, object]:
-    """Options of sampling that change the distribution, by name."""
-    return {name: value for name, value in settings.items() if value and value not in _NEUTRAL.get(name, ())}
 
 
 def neutral(name: str) -> float:
