@@ -503,7 +503,7 @@ EXPECTED_PRESETS = {
     "decoupled_intellect3": ("token", [0.5, 5.0], ["seq_max_k1"], [[1e-5, math.inf]], False),
     "bypass_flash_reinforce": ("token", 20.0, ["seq_mean_binary_kl"], [0.003], "reinforce"),
     "trl": ("sequence", [0.0, 3.0], None, None, False),
-    "auto": ("token", [[0.0, 1.0], [1.0, 1.0]], ["token_tv", "token_k1"], [[0.2, 0.2], [0.001, math.inf]], False),
+    "auto": ("token", [[0.0, 3.0], [1.0, 1.0]], ["token_tv", "token_k1"], [[0.2, 0.2], [0.001, math.inf]], False),
 }
 
 
@@ -538,7 +538,7 @@ AROUND_OLD = "PPO clips around the trainer's old policy"
     [
         (
             {},
-            "auto: each token is weighted by its ratio (trainer to sampler) moved into [0, 1] if its advantage is negative, "
+            "auto: each token is weighted by its ratio (trainer to sampler) moved into [0, 3] if its advantage is negative, "
             "and by 1 if it is positive; rejected are tokens whose probability has moved with the update by more than 0.2 "
             f"(token_tv), and tokens whose ratio is below 0.001 (token_k1); {AROUND_OLD}",
         ),

@@ -1,5 +1,5 @@
 """
-The runs of the second proof in one file: settings, held-out accuracy, and what the monitor's rules read of every step.
+The runs in one file: settings, held-out accuracy, and what the monitor's rules read of every step.
 
 `run.py` unpacks it into its output folder, so that runs that are in it are not trained again.
 """

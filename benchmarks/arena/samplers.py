@@ -1,21 +1,15 @@
 """
-Faults of a sampler, put into a real vLLM: its weights lag or are rounded, it reports other numbers, or it samples garbage.
+Faults of a sampler, put into a real vLLM: its weights lag, or it samples garbage.
 """
 
 import random
-from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import quickstart
-import torch
 from tasks import GARBAGE
-from witness import without_gradient
-
-from trl_rollout_corr.recording.keys import ROLLOUT_LOGPS
 
 
-def spoil(trainer: Any, faults: dict[str, Any]) -> Callable[[], dict[str, float]]:
+def spoil(trainer: Any, faults: dict[str, Any]) -> None:
     """
     Give the trainer's sampler its faults.
 
@@ -23,30 +17,12 @@ def spoil(trainer: Any, faults: dict[str, Any]) -> Callable[[], dict[str, float]
         trainer ([`~trl.GRPOTrainer`] or [`~trl.RLOOTrainer`]):
             The trainer, changed in place.
         faults (`dict`):
-            `lag` in optimizer steps, and whether it is `announced`; `int8` for weights; `burst` as first step, last step and
-            share of tokens; `garbage` as share of completions.
-
-    Returns:
-        `Callable[[], dict[str, float]]`: after training, how many tokens were broken and sound, and how many of each the
-        correction rejected. Empty if the sampler breaks no tokens.
+            `lag` in optimizer steps, and whether it is `announced`; `garbage` as share of completions.
     """
-    if faults.get("int8"):
-        round_weights(trainer)
     if faults.get("lag"):
         (quickstart.Lag if faults["announced"] else SilentLag)(trainer, faults["lag"])
-    broken: list[Broken] = []
-    if "burst" in faults:
-        broken.append(Burst(trainer, *faults["burst"]))
     if "garbage" in faults:
-        broken.append(Garbage(trainer, faults["garbage"]))
-
-    def counts() -> dict[str, int]:
-        total: Counter[str] = Counter()
-        for fault in broken:
-            total.update(fault.counts)  # unlike `+`, keeps counts of 0
-        return dict(total)
-
-    return counts
+        Garbage(trainer, faults["garbage"])
 
 
 class SilentLag(quickstart.Lag):
@@ -71,35 +47,18 @@ def pack_tied_head(generation: Any):
     generation.sync_weights = push_and_pack
 
 
-def round_weights(trainer: Any):
-    """Push weights rounded to eight bits, with a scale per row, as a quantised engine computes with them."""
-    generation = trainer.vllm_generation
-    exact = generation._iter_named_params
-
-    def rounded():
-        for name, weight in exact():
-            scale = weight.detach().abs().amax(-1, keepdim=True).clamp(min=1e-12) / 127
-            yield name, torch.round(weight.detach() / scale) * scale if weight.dim() > 1 else weight
-
-    generation._iter_named_params = rounded
-
-
-class Broken:
+class Garbage:
     """
-    A sampler that reports wrong log-probabilities of some tokens.
-
-    What it reports are numbers that a model does not come up with, so that they are found again in the correction.
+    Some completions have a token of garbage in place of a sampled one, and go on from there. The sampler reports that it was
+    sure of the token.
     """
 
-    NUMBERS: torch.Tensor  # nats
+    REPORTED = -0.1012  # nats
 
     def __init__(self, trainer: Any, share: float):
         self.trainer, self.share = trainer, share
-        self.generate, self.correct = trainer.vllm_generation.generate, getattr(trainer, "_compute_correction", None)
+        self.generate, self.dice = trainer.vllm_generation.generate, random.Random(0)
         trainer.vllm_generation.generate = self.generate_broken
-        if self.correct:
-            trainer._compute_correction = self.correct_and_count
-        self.dice, self.counts = random.Random(0), Counter()
 
     def generate_broken(self, *args, **kwargs):
         prompts, completions, logprobs, *rest = self.generate(*args, **kwargs)
@@ -109,49 +68,7 @@ class Broken:
         return (prompts, completions, logprobs, *rest)
 
     def broken(self, prompts: list, completions: list, logprobs: list) -> tuple[list, list]:
-        """Completions and log-probabilities with their fault."""
-        raise NotImplementedError
-
-    def number(self) -> list[float]:
-        return [-self.NUMBERS[self.dice.randrange(len(self.NUMBERS))].item()]
-
-    def correct_and_count(self, train_logps: torch.Tensor, batch: dict[str, Any]) -> Any:
-        correction = self.correct(train_logps, batch)
-        mask = correction.valid
-        broken = torch.isin(batch[ROLLOUT_LOGPS], -self.NUMBERS) & mask
-        rejected = without_gradient(correction)
-        for name, tokens in (("broken", broken), ("sound", mask & ~broken)):
-            self.counts[name] += int(tokens.sum())
-            self.counts[f"{name}_rejected"] += int((tokens & rejected).sum())
-        return correction
-
-
-class Burst(Broken):
-    """For some steps, every so many tokens are reported with the log-probability of another, unlikely one."""
-
-    NUMBERS = torch.arange(2.0, 12.0, 0.5) + 0.0123
-
-    def __init__(self, trainer: Any, first: int, last: int, share: float):
-        super().__init__(trainer, share)
-        self.first, self.last = first, last
-
-    def broken(self, prompts: list, completions: list, logprobs: list) -> tuple[list, list]:
-        if not self.first <= self.trainer.state.global_step < self.last:
-            return completions, logprobs
-        return completions, [
-            [self.number() if self.dice.random() < self.share else value for value in row] for row in logprobs
-        ]
-
-
-class Garbage(Broken):
-    """
-    Some completions have a token of garbage in place of a sampled one, and go on from there. The sampler reports that it was
-    sure of the token.
-    """
-
-    NUMBERS = torch.tensor([0.1012])
-
-    def broken(self, prompts: list, completions: list, logprobs: list) -> tuple[list, list]:
+        """Completions and log-probabilities with garbage."""
         completions, logprobs = [*completions], [*logprobs]
         places = {
             row: self.dice.randrange(len(tokens) - 1)
@@ -165,5 +82,5 @@ class Garbage(Broken):
         for (row, place), rest, of_rest in zip(places.items(), rests, of_rests, strict=True):
             room = self.trainer.max_completion_length - place - 1
             completions[row] = [*completions[row][:place], GARBAGE, *rest[:room]]
-            logprobs[row] = [*logprobs[row][:place], self.number(), *of_rest[:room]]
+            logprobs[row] = [*logprobs[row][:place], [self.REPORTED], *of_rest[:room]]
         return completions, logprobs

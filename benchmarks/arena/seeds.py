@@ -1,7 +1,7 @@
 """
-What counts as a difference in the second proof: the spread over training seeds. Definitions: `PROTOCOL.md`. No torch here.
+What counts as a difference in the comparisons: the spread over training seeds. Definitions: `PROTOCOL.md`. No torch here.
 
-Scores are those of rows of `report.row_of`. Cells have scores by arm and seed.
+Scores are those of rows of `results.row_of`. Cells have scores by arm and seed.
 """
 
 import random

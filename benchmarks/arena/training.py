@@ -1,72 +1,88 @@
 """One run: a task, a sampler with a fault, and an arm. All runs of a process share a vLLM engine."""
 
+import functools
+import os
 import sys
 import time
+from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "headline"))
 
 import quickstart  # first: it sets the environment of vLLM and transformers
 import samplers
 import torch
 import transformers
-from cells import LANGUAGE, LONG_LANGUAGE, RATES, TAGGED_LANGUAGE, WAYS, Run, Setup
+import vllm
+from plan import LONG_LANGUAGE, RATES, TAGGED_LANGUAGE, WAYS, Run, Setup
 from rules import with_rule
-from second_tasks import TASKS
-from tasks import TAGS, accuracy, dense_answer, exact_answer, forgiving_answer, tags, warm_start
-from train import HeldOut, machine, share_engines, versions
-from transformers import PreTrainedTokenizerFast, PrinterCallback
+from tasks import TASKS, accuracy, dense_answer, exact_answer, forgiving_answer, warm_start
+from transformers import PreTrainedTokenizerFast, PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
-from witness import TagWitness
+from trl.generation import vllm_generation
+from witness import ForceWitness
 
 from trl_rollout_corr.messages import PREFIX
 from trl_rollout_corr.trainers.logprobs import sync_weights_on_cpu
 
 
 MODELS = Path(__file__).parents[2] / ".cache/arena"
-PRETRAINED = (LANGUAGE, TAGGED_LANGUAGE, LONG_LANGUAGE)  # tasks of the language model
+PRETRAINED = (TAGGED_LANGUAGE, LONG_LANGUAGE)  # tasks of the language model
 TRL = {"grpo": (GRPOTrainer, GRPOConfig), "rloo": (RLOOTrainer, RLOOConfig)}
-LONG_EVAL_EVERY = 20  # steps; a look at long answers takes as long as five steps
 # What costs a fifth of the time, and changes no number
 CHEAPER = {"gradient_checkpointing": False, "generation_kwargs": {"detokenize": False}}
+
+
+class HeldOut(TrainerCallback):
+    """Looks at the held-out prompts before the first step, then every so many steps, and after the last one."""
+
+    def __init__(self, measure: Callable[[Any], float], every: int):
+        self.measure, self.every = measure, every
+        self.steps, self.accuracy = [], []
+
+    def look(self, step: int, model: Any):
+        self.steps.append(step)
+        self.accuracy.append(self.measure(model))
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self.look(0, model)
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        if state.global_step % self.every == 0 or state.global_step == state.max_steps:
+            self.look(state.global_step, model)
 
 
 def prepare(engine: str):
     """Warm up the model, unless it is there, and make every trainer of this process use one vLLM engine."""
     torch.set_num_threads(1)  # the models are so small that threads only wait for each other
     transformers.utils.logging.disable_progress_bar()
-    task, kv_cache_dtype, *_ = engine.split()
-    if task in (TAGGED_LANGUAGE, LONG_LANGUAGE):
-        import language_taught
+    if engine in PRETRAINED:
+        import language  # needs the package of the model
 
-        language_taught.taught_model(language_taught.TASKS[task])
-    elif task != LANGUAGE:
-        warm_start(TASKS[task], MODELS)
-    share_engines(kv_cache_dtype)
+        language.taught_model(language.TASKS[engine])
+    else:
+        warm_start(TASKS[engine], MODELS)
+    vllm_generation.LLM = functools.cache(vllm.LLM)
 
 
 def set_up(run: Run) -> Setup:
     """Model, data and settings of a run."""
-    if run.cell.task == LANGUAGE:
-        import language  # needs the package of the model
+    if run.cell.task in PRETRAINED:
+        import language
 
         return language.setup(run)
-    if run.cell.task in PRETRAINED:
-        import language_taught
-
-        return language_taught.setup(run)
     task = TASKS[run.cell.task]
     folder = MODELS / task.name
     reward = dense_answer if task.dense else forgiving_answer if "garbage" in run.sampler else exact_answer
-    # not AutoTokenizer, which makes it a Qwen2Tokenizer: that knows single bytes only, and no sign of `walk`
+    # not AutoTokenizer, which makes it a Qwen2Tokenizer
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     return Setup(
         {
             "model": str(folder),
-            "reward_funcs": [reward, tags] if task.tagged else reward,
+            "reward_funcs": reward,
             "train_dataset": task.dataset(4096, run.seed),
             "processing_class": tokenizer,
         },
@@ -74,12 +90,10 @@ def set_up(run: Run) -> Setup:
             "vllm_max_model_length": task.context,
             "max_completion_length": task.longest + 1,
             "per_device_train_batch_size": task.batch,
-            **({"reward_weights": [1.0, 0.0]} if task.tagged else {}),
         },
         lambda model: accuracy(task, model, tokenizer),
         task.tied,
-        LONG_EVAL_EVERY if task.is_long else Setup.every,
-        tokenizer.convert_tokens_to_ids([*TAGS]) if task.tagged else [],
+        task.every,
     )
 
 
@@ -126,8 +140,8 @@ def train(run: Run) -> dict[str, Any]:
         import language
 
         language.push_in_bfloat16(trainer)
-    broken = samplers.spoil(trainer, run.sampler)
-    witness = TagWitness(trainer, setup.tags) if setup.tags else None
+    samplers.spoil(trainer, run.sampler)
+    force = ForceWitness(trainer)
     transformers.set_seed(run.seed)  # vLLM samples with torch's generator
     start, worked = time.perf_counter(), time.process_time()
     trainer.train()
@@ -139,12 +153,11 @@ def train(run: Run) -> dict[str, Any]:
         "steps": held_out.steps,
         "accuracy": held_out.accuracy,
         "history": columns(trainer.state.log_history),
-        "broken": broken(),
-        **({"by_text": dict(witness.counts)} if witness else {}),
+        **({"force": force.windows()} if force.steps else {}),
         "seconds": round(time.perf_counter() - start, 1),
         "cpu_seconds": round(time.process_time() - worked, 1),
-        "versions": versions(),
-        "machine": machine(),
+        "versions": {name: version(name) for name in ("torch", "trl", "vllm", "transformers")},
+        "cores": os.cpu_count(),
     }
 
 

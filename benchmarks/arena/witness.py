@@ -1,32 +1,50 @@
-"""Which tokens a correction leaves without a gradient."""
+"""How much of the gradient comes from bad tokens that the trainer likes more than the sampler did."""
 
-from collections import Counter
 from typing import Any
 
 import torch
 
-
-def without_gradient(correction: Any) -> torch.Tensor:
-    """Tokens that a correction rejects, or whose weight is 0, `(B, T)`. The latter is IcePop's way to reject."""
-    if correction.weights is None or not correction.applies_weights:
-        return ~correction.keep.bool()
-    return ~correction.keep.bool() | (correction.weights == 0)
+from trl_rollout_corr.recording.keys import ROLLOUT_LOGPS
 
 
-class TagWitness:
-    """How many tokens the correction rejects, of the tags and of the text between them, by the sign of the advantage."""
+class ForceWitness:
+    """
+    Sums over windows of ten steps: of tokens, of bad tokens, of *grown* ones (bad tokens with a ratio above 1), and of their
+    pulls. The pull of a token is its coefficient times the size of its advantage.
+    """
 
-    def __init__(self, trainer: Any, tags: list[int]):
-        self.tags, self.counts = torch.tensor(tags), Counter()
+    WINDOW = 10
+
+    def __init__(self, trainer: Any):
+        self.steps: list[dict[str, float]] = []
         if hasattr(trainer, "_compute_correction"):  # not TRL's own trainer
-            self.correct, trainer._compute_correction = trainer._compute_correction, self.correct_and_count
+            self.correct, trainer._compute_correction = trainer._compute_correction, self.correct_and_sum
 
-    def correct_and_count(self, train_logps: torch.Tensor, batch: dict[str, Any]) -> Any:
+    def correct_and_sum(self, train_logps: torch.Tensor, batch: dict[str, Any]) -> Any:
         correction = self.correct(train_logps, batch)
-        is_tag, rejected = torch.isin(batch["completion_ids"], self.tags), without_gradient(correction)
-        for sign, rows in (("positive", batch["advantages"] > 0), ("negative", batch["advantages"] < 0)):
-            for name, tokens in (("tag", is_tag), ("text", ~is_tag)):
-                tokens = tokens & correction.valid & rows.unsqueeze(1)
-                self.counts[f"{name}_{sign}"] += int(tokens.sum())
-                self.counts[f"{name}_{sign}_rejected"] += int((tokens & rejected).sum())
+        advantages = batch["advantages"].unsqueeze(1)
+        valid = correction.valid.bool()
+        factors = correction.keep.to(torch.float32)
+        if correction.weights is not None and correction.applies_weights:
+            factors = factors * correction.weights
+        pull = torch.where(valid, factors.detach() * advantages.abs(), 0.0)
+        bad = valid & (advantages < 0)
+        grown = bad & (train_logps.detach() > batch[ROLLOUT_LOGPS])
+        found = {
+            "tokens": valid,
+            "bad": bad,
+            "grown": grown,
+            "pull": pull,
+            "bad_pull": pull * bad,
+            "grown_pull": pull * grown,
+        }
+        self.steps.append({name: float(values.sum()) for name, values in found.items()})
         return correction
+
+    def windows(self) -> list[dict[str, float]]:
+        """Sums of windows of steps."""
+        found = []
+        for first in range(0, len(self.steps), self.WINDOW):
+            own = self.steps[first : first + self.WINDOW]
+            found.append({name: float(f"{sum(step[name] for step in own):.5g}") for name in own[0]})
+        return found

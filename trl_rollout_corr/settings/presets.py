@@ -77,9 +77,10 @@ LATER_PRESETS: dict[str, dict[str, Any]] = {
     # Chosen on some tasks and judged on others, see `benchmarks/arena`.
     "auto": {
         # Weights of TOPR (https://huggingface.co/papers/2503.14286), per token instead of per sequence: 1 where the advantage
-        # is positive, else the ratio up to 1. No broken log-probability gets a weight above 1.
+        # is positive, else the ratio. The ratio of a bad token that the trainer has come to like is the force that takes it
+        # back. A cap of 1 removes this force; the cap of 3, that of PPO's dual clip, only limits noise.
         "rollout_is": "token",
-        "rollout_is_threshold": [[0.0, 1.0], [1.0, 1.0]],
+        "rollout_is_threshold": [[0.0, 3.0], [1.0, 1.0]],
         "rollout_is_clamp": True,
         # DPPO's trust region, with the bound of `bypass_dppo_tv`: a probability that has changed by more than 0.2 is not
         # pushed further. With 0.1, formats are learned later. A probability may be pushed back, so a floor removes rewarded

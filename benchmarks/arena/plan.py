@@ -1,0 +1,340 @@
+"""
+What is compared, as data: ways to correct, and the situations they are tried in. `PROTOCOL.md` says why. No torch here.
+
+A *cell* is a situation: task, trainer, age of the sampler, learning rate, and what else is wrong with the sampler. An *arm* is
+a way to correct. A *stage* is what is run for a purpose. Its runs are in the order in which they are done, cell by cell and
+seed by seed, so that what an interrupted stage has done is balanced.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+
+STEPS = 120
+SEEDS = [0, 1, 2]
+RATES = {"slow": 5e-5, "fast": 1e-4, "faster": 2e-4}
+# What may be wrong with a sampler beside its age. Every second completion has a token that no answer has: the sampler reports
+# that it was sure of the token, and an exact reward forgives one.
+FAULTS: dict[str, dict[str, Any]] = {"garbage": {"garbage": 0.5}}
+# Other ways to train than one update per generation
+WAYS: dict[str, dict[str, Any]] = {"several": {"steps_per_generation": 4, "num_iterations": 2}}
+
+
+@dataclass(frozen=True)
+class Rung:
+    """How many optimizer steps the sampler is behind, and the learning rate."""
+
+    lag: int
+    rate: str
+
+
+@dataclass(frozen=True)
+class Arm:
+    """
+    A way to correct.
+
+    Args:
+        name (`str`):
+            Name in files and tables.
+        options (`dict`, *optional*):
+            Fields of the trainer's configuration.
+        rule (`str`, *optional*):
+            One of `rules.RULES`, which are not in the package.
+        trl (`bool`, *optional*, defaults to `False`):
+            Whether to train with TRL's own trainer.
+        in_step (`bool`, *optional*, defaults to `False`):
+            Whether the sampler is the policy itself, whatever the cell says: the best there could be.
+    """
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+    rule: str | None = None
+    trl: bool = False
+    in_step: bool = False
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A situation."""
+
+    task: str
+    rung: Rung
+    algorithm: str = "grpo"
+    fault: str | None = None
+    way: str | None = None  # of training, one of `WAYS`
+
+    @property
+    def name(self) -> str:
+        lag = f"lag_{self.rung.lag}" if self.rung.lag else "in_step"
+        return "-".join(filter(None, (self.algorithm, self.task, lag, self.rung.rate, self.fault, self.way)))
+
+    @property
+    def in_step(self) -> "Cell":
+        """The same with a sampler with which nothing is wrong."""
+        return replace(self, rung=replace(self.rung, lag=0), fault=None)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One arm in one cell, with one seed."""
+
+    arm: Arm
+    cell: Cell
+    seed: int = 0
+    steps: int = STEPS
+
+    @property
+    def at(self) -> Cell:
+        """Where it is run. The reference is the same for all cells of a task, trainer and rate."""
+        return self.cell.in_step if self.arm.in_step else self.cell
+
+    @property
+    def name(self) -> str:
+        return f"{self.at.name}-{self.arm.name}-{self.seed}"
+
+    @property
+    def sampler(self) -> dict[str, Any]:
+        """What is wrong with the sampler. Every other one does not say how old it is."""
+        lag = {"lag": self.at.rung.lag, "announced": announces(self.cell.task)} if self.at.rung.lag else {}
+        return {**lag, **FAULTS.get(self.at.fault, {})}
+
+    @property
+    def engine(self) -> str:
+        """What vLLM's engine is built with: the model of the task."""
+        return self.cell.task
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What decides the outcome, apart from the seed. As it is read back from JSON."""
+        return {
+            "task": self.cell.task,
+            "sampler": self.sampler,
+            "learning_rate": RATES[self.cell.rung.rate],
+            "algorithm": self.cell.algorithm,
+            "options": self.arm.options,
+            "rule": self.arm.rule,
+            "trl": self.arm.trl,
+            "steps": self.steps,
+            **({"way": WAYS[self.cell.way]} if self.cell.way else {}),
+        }
+
+
+@dataclass(frozen=True)
+class Setup:
+    """
+    What a run trains on.
+
+    Args:
+        parts (`dict`):
+            Arguments of the trainer: model, reward, data, tokenizer, adapter.
+        settings (`dict`):
+            Fields of its configuration.
+        measure (`Callable`):
+            Returns the held-out accuracy of a model.
+        tied (`bool`):
+            Whether the model has tied embeddings.
+        every (`int`, *optional*, defaults to `10`):
+            Steps between two looks at held-out accuracy.
+    """
+
+    parts: dict[str, Any]
+    settings: dict[str, Any]
+    measure: Callable[[Any], float]
+    tied: bool
+    every: int = 10
+
+
+# Arms -----------------------------------------------------------------------------------------------------------------
+
+FLOOR = 0.001  # of the ratio, as in `auto`
+INF = float("inf")
+POSITIVE = {"": [1.0, 1.0], "to1": [0.0, 1.0], "to2": [0.0, 2.0]}  # bounds of weights of positive advantages
+TV = {"": [0.2, 0.2], "tv10": [0.1, 0.1], "tv30": [0.3, 0.3], "tv10_20": [0.1, 0.2], "tv20_10": [0.2, 0.1]}
+
+
+def candidate(cap: float, positive: str = "", tv: str = "", floor: bool = True) -> Arm:
+    """
+    A rule like `auto`. Without `tv` in its name, its trust region has a bound of 0.2.
+
+    Args:
+        cap (`float`):
+            Upper bound of the weights of negative advantages.
+        positive (`str`, *optional*):
+            Bounds of the weights of positive ones, one of `POSITIVE`.
+        tv (`str`, *optional*):
+            Bounds on the change of a probability, for negative and positive advantages, one of `TV`.
+        floor (`bool`, *optional*, defaults to `True`):
+            Whether a token whose ratio is below `FLOOR` is rejected.
+    """
+    bounds: dict[str, list[float]] = {"token_tv": TV[tv], **({"token_k1": [FLOOR, INF]} if floor else {})}
+    options: dict[str, Any] = {
+        "rollout_is": "token",
+        "rollout_is_threshold": [[0.0, float(cap)], POSITIVE[positive]],
+        "rollout_is_clamp": True,
+        "rollout_rs": [*bounds],
+        "rollout_rs_threshold": [*bounds.values()],
+    }
+    name = "_".join(filter(None, (f"cap{cap:g}", positive, tv, "" if floor else "open")))
+    return Arm(name, options)
+
+
+CAPS = [candidate(cap) for cap in (1, 2, 3, 5, 10)]
+CAP1_TV10 = candidate(1, tv="tv10")
+CANDIDATES = [
+    *(candidate(cap, tv="tv10") for cap in (2, 3, 5, 10)),
+    *(candidate(1, tv=tv) for tv in ("", "tv30", "tv10_20", "tv20_10")),
+    *(candidate(3, tv=tv) for tv in ("", "tv30")),
+    *(candidate(1, positive, "tv10") for positive in ("to1", "to2")),
+    candidate(1, tv="tv10", floor=False),
+]
+TRL_MODES = ("token_truncate", "token_mask", "sequence_truncate")  # its default is `sequence_mask`
+ARMS = {
+    arm.name: arm
+    for arm in (
+        Arm("on_policy", {"rollout_correction": "disabled"}, in_step=True),
+        Arm("none", {"rollout_correction": "disabled"}),
+        Arm("trl", trl=True),
+        Arm("token_2", {"rollout_is": "token", "rollout_is_threshold": 2.0}),
+        Arm("icepop", {"rollout_correction": "decoupled_token_icepop"}),
+        Arm("bypass", {"rollout_correction": "bypass_ppo_clip"}),
+        Arm("dppo_tv", {"rollout_correction": "bypass_dppo_tv"}),
+        CAP1_TV10,
+        *CANDIDATES,
+        *CAPS,
+        Arm("cap1_tv10_bypass", {**CAP1_TV10.options, "bypass_mode": True}),
+        *(Arm(f"trl_{mode}", {"vllm_importance_sampling_mode": mode}, trl=True) for mode in TRL_MODES),
+        *(Arm(rule, {"rollout_is": "token", "rollout_is_threshold": 20.0}, rule) for rule in ("ipo", "region")),
+    )
+}
+REFERENCES = ["on_policy", "none"]
+
+
+# Cells ----------------------------------------------------------------------------------------------------------------
+
+TUNING = ["rotate", "neighbours", "tag_reverse", "tag_shift"]
+JUDGING = [
+    "interleave", "differences", "unpack", "mirror", "records", "complement", "tag_even", "tag_swap", "triple",
+]  # fmt: skip
+TAGGED_LANGUAGE, LONG_LANGUAGE = "tagged_words", "long_sums"  # of the pretrained model, see `language.py`
+THIRD_TASKS = ["rot02", "rot", "row_sums", "before"]
+
+
+def announces(task: str) -> bool:
+    """Whether the samplers of a task say how old they are: of the second comparison, those of every other one."""
+    return task in ("sort", "add", *TUNING[::2], *JUDGING[::2], *THIRD_TASKS)
+
+
+def runs_of(cells: Sequence[Cell], names: Sequence[str], seeds: Sequence[int] = SEEDS[:1]) -> list[Run]:
+    """All arms in all cells. TRL has no correction of its own for RLOO."""
+    return [
+        Run(ARMS[name], cell, seed)
+        for seed in seeds
+        for cell in cells
+        for name in names
+        if cell.algorithm == "grpo" or name != "trl"
+    ]
+
+
+SLOW_8, FASTER_8, FASTER_32 = Rung(8, "slow"), Rung(8, "faster"), Rung(32, "faster")
+FAST_3, FAST_4, FAST_8, FAST_16 = (Rung(lag, "fast") for lag in (3, 4, 8, 16))
+
+TUNING_CELLS = [
+    Cell("rotate", SLOW_8),
+    Cell("tag_reverse", FAST_8),
+    Cell("neighbours", FAST_4, fault="garbage"),
+    Cell("neighbours", FAST_16),
+    Cell("sort", FASTER_32),
+    Cell("tag_shift", FASTER_8),
+    Cell("sort", SLOW_8),
+    Cell("tag_reverse", FAST_3),
+    Cell("add", FAST_4, fault="garbage"),
+    Cell("rotate", FAST_16),
+    Cell("add", FASTER_32),
+    Cell("tag_shift", FAST_8),
+    Cell("tag_reverse", FASTER_8),
+    Cell("tag_shift", FAST_3),
+]
+
+
+# Stages of the second comparison --------------------------------------------------------------------------------------
+
+SHORT_LIST = ["cap1_tv10", "cap3_tv10", "cap3", "cap1", "cap5_tv10", "token_2", "dppo_tv"]
+JUDGED = ["trl", "token_2", "bypass", "dppo_tv", "cap1_tv10", "cap1"]  # the last one was the choice of tuning
+JUDGED_ONCE = [*(f"trl_{mode}" for mode in TRL_MODES), "icepop"]  # in three cells
+JUDGED_WAYS = ["token_2", "dppo_tv", "cap1_tv10", "cap1"]  # with other ways to train
+EXACT, DENSE = ["unpack", "mirror", "differences", "interleave"], ["records", "complement"]
+FORMATS, GARBAGE = ["tag_even", "tag_swap"], ["records", "mirror"]
+
+
+def judging_runs(seed: int) -> list[Run]:
+    """All runs of a seed, with first what decides most."""
+    full = [*REFERENCES, *JUDGED]
+    return [
+        *runs_of([Cell(task, rung) for task in FORMATS for rung in (FAST_8, FASTER_8)], full, [seed]),
+        *runs_of([Cell(task, FASTER_32) for task in ("records", "unpack")], [*full, "cap1_tv10_bypass"], [seed]),
+        *runs_of([Cell(task, FAST_4, fault="garbage") for task in GARBAGE], full, [seed]),
+        *runs_of([Cell(task, FASTER_32) for task in (*EXACT, *DENSE)], full, [seed]),
+        *runs_of([Cell("differences", FAST_8, way="several"), Cell("tag_even", FAST_8, way="several")],
+                 [*REFERENCES, *JUDGED_WAYS], [seed]),
+        *runs_of([Cell("mirror", FAST_8, "rloo"), Cell("tag_swap", FAST_8, "rloo")], [*REFERENCES, *JUDGED_WAYS], [seed]),
+        *runs_of([Cell("unpack", FASTER_32), Cell("complement", FASTER_32), Cell("tag_even", FASTER_8)],
+                 JUDGED_ONCE, [seed]),
+        *runs_of([Cell("triple", FAST_16)], full, [seed]),
+    ]  # fmt: skip
+
+
+def second_tuning() -> list[Run]:
+    """The short list in every cell, and the other candidates in the one that tells most apart."""
+    others = [arm.name for arm in CANDIDATES]
+    return [
+        *runs_of(TUNING_CELLS, [*REFERENCES, *SHORT_LIST]),
+        *runs_of([Cell("sort", FASTER_32)], [name for name in others if name not in SHORT_LIST]),
+    ]
+
+
+def second_judging() -> list[Run]:
+    """All named arms. Seeds 1 and 2 are run where the protocol asks for them."""
+    runs = [run for seed in SEEDS for run in judging_runs(seed)]
+    return list({run.name: run for run in runs}.values())
+
+
+def taught_language() -> list[Run]:
+    """The pretrained language model, after imitation: words backwards between tags, and long sums."""
+    main, *others = (
+        Cell(TAGGED_LANGUAGE, FASTER_8),
+        Cell(TAGGED_LANGUAGE, Rung(3, "faster")),
+        Cell(LONG_LANGUAGE, FASTER_8),
+    )
+    found = [*runs_of([main], [*REFERENCES, *JUDGED], SEEDS), *runs_of(others, [*REFERENCES, "cap1"])]
+    return [replace(run, steps=40) for run in found]
+
+
+def several_updates() -> list[Run]:
+    """Several updates per generation, with a sampler that is at most one generation behind: at most 15 optimizer steps."""
+    arms, found = ["token_2", "dppo_tv", "cap1"], []
+    for task, seeds in (("tag_even", SEEDS), ("tag_swap", SEEDS[:1])):
+        behind, in_step = (Cell(task, Rung(lag, "fast"), way="several") for lag in (1, 0))
+        found += [*runs_of([in_step], ["on_policy", *arms], seeds), *runs_of([behind], [*REFERENCES, *arms], seeds)]
+    return found
+
+
+# Stages of the third comparison ---------------------------------------------------------------------------------------
+
+DECIDING = [*REFERENCES, "cap1", "cap3", "cap10", "trl", "dppo_tv"]
+OTHERS = ["cap5", "cap2", "region", "ipo", "bypass", "token_2"]
+FASTER_16 = Rung(16, "faster")
+THIRD_CELLS = [
+    *(Cell("rot02", rung) for rung in (SLOW_8, FAST_8)),
+    *(Cell("rot", rung) for rung in (SLOW_8, FAST_8)),
+    *(Cell("row_sums", rung) for rung in (FASTER_8, FASTER_16, FASTER_32)),
+    Cell("before", FASTER_16),
+]
+
+
+def third() -> list[Run]:
+    """Caps on the weights of bad tokens, where the policy moves fast."""
+    return runs_of(THIRD_CELLS, [*DECIDING, *OTHERS], SEEDS)
+
+
+STAGES = {stage.__name__: stage for stage in (second_tuning, second_judging, several_updates, taught_language, third)}

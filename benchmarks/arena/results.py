@@ -1,0 +1,137 @@
+"""Runs in a few numbers, and what is written of them. No torch here."""
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import archive
+import report
+from plan import ARMS, STAGES, Run
+from seeds import scores, wanted
+
+
+Row = dict[str, Any]
+HERE = Path(__file__).parent
+DATA, PAGE = "results.json", "SECOND.md"
+OF_CORRECTION = "rollout_corr/"
+FALL = 0.1  # below an own best
+LAST = 3  # looks that are averaged
+LATE = 6  # last windows of ten steps
+
+
+def row_of(run: Run, record: Mapping[str, Any]) -> Row:
+    """
+    A run in a few numbers.
+
+    Args:
+        run (`Run`):
+            The run. One of the on-policy arm stands in every cell that it is the reference of.
+        record (`Mapping`):
+            What `training.train` returned.
+
+    Returns:
+        `dict`: cell, arm and seed; accuracy at the start, and as the mean of the last three looks; whether it fell; mean share
+        of tokens without gradient; median of the gap; where a witness was there, of the last 60 steps, the share of bad tokens
+        with a ratio above 1, their part of the pull of bad tokens, and the mean gap; and every look, where the task has tags.
+    """
+    accuracy, history = record["accuracy"], record["history"]
+    row = {
+        "cell": run.cell.name,
+        "arm": run.arm.name,
+        "seed": run.seed,
+        "start": accuracy[0],
+        "accuracy": mean(accuracy[-LAST:]),
+        "falls": falls(accuracy),
+        "rejected": rejected(history),
+        "k3": (lambda values: median(values) if values else None)(logged(history, f"{OF_CORRECTION}k3_kl")),
+    }
+    if force := record.get("force", [])[-LATE:]:
+        row["grown"] = sum(window["grown"] for window in force) / sum(window["bad"] for window in force)
+        row["grown_pull"] = sum(window["grown_pull"] for window in force) / sum(window["bad_pull"] for window in force)
+        row["k3_late"] = mean(logged(history, f"{OF_CORRECTION}k3_kl")[-LATE * 10 :])
+    if run.cell.task.startswith("tag"):
+        row["steps"] = record["steps"]
+        row["looks"] = [round(value, 4) for value in accuracy]
+    return {key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in row.items()}
+
+
+def falls(accuracy: Sequence[float]) -> bool:
+    """Whether two looks in a row are 0.1 below the best one before them."""
+    best, low = accuracy[0], []
+    for value in accuracy:
+        best = max(best, value)
+        low.append(value <= best - FALL)
+    return any(now and after for now, after in pairwise(low))
+
+
+def logged(history: Mapping[str, Sequence[float | None]], key: str) -> list[float]:
+    return [value for value in history.get(key, []) if value is not None]
+
+
+def rejected(history: Mapping[str, Sequence[float | None]]) -> float | None:
+    """Mean share of tokens without gradient: by a criterion, by a weight of 0, or by clipping."""
+    keys = (
+        f"{OF_CORRECTION}rollout_rs_masked_fraction",
+        f"{OF_CORRECTION}rollout_is_oob_ratio",
+        "clip_ratio/region_mean",
+    )
+    return next((mean(values) for key in keys if (values := logged(history, key))), None)
+
+
+def collect(folder: Path) -> dict[str, Any]:
+    """The runs in a folder that belong to a stage, as rows, and how many were planned. A stage without runs is left out."""
+    results: dict[str, Any] = {}
+    for stage, plan in STAGES.items():
+        runs = list({(run.cell.name, run.arm.name, run.seed): run for run in plan()}.values())
+        paths = {run.name: folder / f"{run.name}.json" for run in runs}
+        done = {name: archive.shortened(json.loads(path.read_text())) for name, path in paths.items() if path.exists()}
+        if not done:
+            continue
+        rows = [row_of(run, done[run.name]) for run in runs if run.name in done]
+        results[stage] = {
+            "planned": len({*done, *(run.name for run in needed(runs, rows))}),
+            "done": len(done),
+            "minutes": round(sum(record["cpu_seconds"] for record in done.values()) / 60),
+            "rows": rows,
+        }
+    return results
+
+
+def needed(runs: Sequence[Run], rows: Iterable[Row]) -> list[Run]:
+    """Runs that the protocol asks for: of other seeds than 0, those that rows of seed 0 make useful."""
+    asked = {cell: wanted(by_arm) for cell, by_arm in scores(rows).items() if any(0 in x for x in by_arm.values())}
+    return [run for run in runs if not run.seed or run.arm.name in asked.get(run.cell.name, [])]
+
+
+def write(results: dict[str, Any], path: Path):
+    """As JSON, a row a line."""
+    text = json.dumps(results, indent=1)
+    path.write_text(re.sub(r"\{\s+(\"cell\"[^{}]*?)\s+\}", lambda m: "{" + " ".join(m[1].split()) + "}", text) + "\n")
+
+
+def tables(results: Mapping[str, Any]) -> dict[str, str]:
+    """Text between the marks of the page, by mark."""
+    parts = {"runs": report.counts(results)}
+    for stage, found in results.items():
+        rows = found["rows"]
+        parts |= report.tables(stage, rows, [name for name in ARMS if any(row["arm"] == name for row in rows)])
+    return parts
+
+
+def filled(text: str, parts: Mapping[str, str]) -> str:
+    """A document with what stands between its marks replaced. Parts that it has no marks for are left out."""
+    return re.sub(
+        r"(<!-- ([\w-]+) -->\n).*?(<!-- end -->)", lambda m: f"{m[1]}{parts[m[2]]}\n{m[3]}", text, flags=re.DOTALL
+    )
+
+
+def publish(results: dict[str, Any], runs: Path, folder: Path = HERE):
+    """Write results, their page, and the archive of the runs."""
+    write(results, folder / DATA)
+    page = folder / PAGE
+    page.write_text(filled(page.read_text(), tables(results)))
+    archive.pack(runs, [run.name for stage in STAGES.values() for run in stage()], folder / archive.ARCHIVE.name)
