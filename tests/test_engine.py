@@ -14,8 +14,8 @@ pytestmark = pytest.mark.vllm
 
 @pytest.mark.parametrize("given", [{"dtype": "float16"}, '{"dtype": "float16"}'])
 def test_a_mapping_is_read_in_python_and_on_a_command_line(given):
-    assert RolloutCorrectionConfig(rollout_engine_kwargs=given).rollout_engine_kwargs == {"dtype": "float16"}
-    assert RolloutCorrectionConfig(rollout_engine_kwargs="none").rollout_engine_kwargs is None
+    assert RolloutCorrectionConfig(rollout_engine_kwargs=given).settings.rollout_engine_kwargs == {"dtype": "float16"}
+    assert RolloutCorrectionConfig(rollout_engine_kwargs="none").settings.rollout_engine_kwargs is None
 
 
 @pytest.mark.parametrize("given", ["float16", ["dtype"], {1: 2}, 3])

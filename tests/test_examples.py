@@ -69,7 +69,7 @@ def test_quickstart(sorting_model, tmp_path):
     assert (tmp_path / "quickstart.png").stat().st_size > 10_000
     assert f"report {folder} -o report.html" in output
     main(["report", str(tmp_path), "-o", str(tmp_path / "report.html")])  # of the last run
-    assert "disabled; no weights" in (tmp_path / "report.html").read_text()
+    assert "disabled: no correction" in (tmp_path / "report.html").read_text()
 
 
 @pytest.mark.slow

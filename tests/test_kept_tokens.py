@@ -112,7 +112,9 @@ def test_an_adapter_of_the_head_is_refused(tiny_model_path, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tiny_model_path)
     accelerator = SimpleNamespace(distributed_type=None)
     args = TRAINERS["grpo"][1](str(tmp_path), bf16=False, use_vllm=True, rollout_support="replay", top_k=5)
-    trainer = SimpleNamespace(args=args, model=model, accelerator=accelerator, _bare=lambda model: model)
+    trainer = SimpleNamespace(
+        args=args, _settings=args.settings, model=model, accelerator=accelerator, _bare=lambda model: model
+    )
     check_kept_tokens(trainer)
     trainer.model = get_peft_model(model, LoraConfig(target_modules=["lm_head"]))
     with pytest.raises(ValueError, match="`rollout_support` is 'replay', but the adapter changes the head"):

@@ -17,7 +17,6 @@ from trl_rollout_corr.health.rules import BOUNDS, RULES, SILENCED
 from trl_rollout_corr.health.texts import ADVISED, fill, preset_for
 from trl_rollout_corr.health.windows import Window
 from trl_rollout_corr.messages import PREFIX
-from trl_rollout_corr.recording.monitor import RolloutCorrectionMonitor
 from trl_rollout_corr.settings.criteria import CRITERIA
 from trl_rollout_corr.settings.presets import PRESETS
 

@@ -24,11 +24,11 @@ from typing import Any
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 
 import torch
+from addition import NEWLINE
 from datasets import Dataset
 from peft import LoraConfig
 from plan import LONG_LANGUAGE, TAGGED_LANGUAGE, Run, Setup
 from smollm2 import make_model
-from addition import NEWLINE
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 

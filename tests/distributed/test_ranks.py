@@ -213,7 +213,7 @@ def test_the_worst_sequences_of_several_ranks_are_those_of_one(one_rank, several
 def test_metrics_of_several_ranks_are_those_of_one(one_rank, several, case, mode):
     prefix = PREFIX if mode == "train" else f"eval_{PREFIX}"
     expected = reports(one_rank[case][0], prefix)
-    assert len(expected[0]) > 200
+    assert len(expected[0]) > 60
     assert expected[0][f"{prefix}k3_kl"] > 0.001
     for rank in several[case]:
         assert_reports_equal(reports(rank, prefix), expected)
