@@ -54,7 +54,7 @@ VERL_PRESETS: dict[str, dict[str, Any]] = {
 # Trust regions on probabilities instead of ratios, and settings that two labs trained with. Thresholds are as published, but
 # not those of `auto`.
 LATER_PRESETS: dict[str, dict[str, Any]] = {
-    # DPPO (https://huggingface.co/papers/2602.04879): bounds of prime-rl, SkyRL and verl, whose ratio is truncated at 20.
+    # DPPO (https://huggingface.co/papers/2602.04879): bounds of SkyRL and verl, whose ratio is truncated at 20.
     "bypass_dppo_tv": {**_DPPO, "rollout_rs": ["token_tv"], "rollout_rs_threshold": [[0.2, 0.2]]},
     "bypass_dppo_kl": {**_DPPO, "rollout_rs": ["token_kl"], "rollout_rs_threshold": [[0.05, 0.05]]},
     # KPop (https://ringtech.notion.site/kpop), as in AReaL: the weights of kept tokens have no bound.
