@@ -197,91 +197,10 @@ def test_healthy_bands_are_those_of_the_code(document, keys):
         assert any(re.search(rf"(^|\W){re.escape(in_words(key))}(\W|$)", claim) for claim in claims[key]), claims[key]
 
 
-def test_the_chinese_readme_names_the_same_bands():
-    text = (ROOT / "README.zh-CN.md").read_text()
-    for key in ("k3_kl", "rollout_is_eff_sample_size", "rollout_rs_masked_fraction", "effective_lr"):
-        row = re.search(rf"^\| `{key}` \| (.*) \|", text, re.MULTILINE).group(1)
-        assert {f"{bound:g}" for bound in HEALTHY[key] if bound is not None} <= set(re.findall(r"[\d.]+", row)), key
-
-
 def test_every_document_is_listed():
     listed = re.findall(r"\]\(([\w./-]+)\)", (ROOT / "docs/README.md").read_text())
     documents = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
     assert documents <= set(listed)
-
-
-def test_settings_in_the_place_of_those_of_verl_exist():
-    from trl import ModelConfig
-
-    from trl_rollout_corr import RolloutCorrectedGRPOConfig  # imports TRL
-
-    fields = {*RolloutCorrectedGRPOConfig.__dataclass_fields__, *ModelConfig.__dataclass_fields__}
-    values = {
-        "ppo_clip",
-        "dapo",
-        "grpo",
-        "dr_grpo",
-        "RolloutCorrectedGRPOTrainer",
-        "RolloutCorrectedRLOOTrainer",
-        "model_name_or_path",  # of the script
-    }
-    text = (ROOT / "docs/migration.md").read_text().split("## Settings outside the section")[1].split("\n## ")[0]
-    rows = [row.split("|")[1:3] for row in text.splitlines() if row.startswith("| `")]
-    assert len(rows) > 10
-    for theirs, ours in rows:
-        names = {name for code in re.findall(r"`([^`]+)`", ours) for name in re.findall(r"[A-Za-z_]{3,}", code)}
-        assert names - values <= fields, names
-        if " none" in ours:
-            assert not set(re.findall(r"\w+", theirs)) & fields
-
-
-def test_every_difference_from_verl_is_held_by_a_test():
-    text, table = (ROOT / "docs/differences.md").read_text().split("\n## Tests\n")
-    held = []
-    for row in [row for row in table.splitlines() if row.startswith("| ")][2:]:
-        held += re.findall(r"^\| \[.*?\]\(#([\w-]+)\) \|", row)
-        tests = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", row)
-        assert tests, row
-        for path, name in tests:
-            assert re.search(rf"^def {name}\(", (ROOT / path).read_text(), re.MULTILINE), row
-    assert len(re.findall("`tests/", table)) > 45
-    # Each row of the table of differences links to its section. The terms of KL and entropy have no test, as the page says
-    linked = re.findall(r"^\| \[.*?\]\(#([\w-]+)\)", text, re.MULTILINE)
-    assert len(linked) > 8
-    assert set(linked) - set(held) == {"the-kl-and-entropy-terms"}
-
-
-def without_comments(code: str) -> str:
-    return re.sub(r" *#.*", "", code)
-
-
-def tables(document: str) -> list[list[list[str]]]:
-    """Text in backticks, in every row of every table."""
-    found = re.findall(r"(?:^\|.*\n)+", (ROOT / document).read_text(), re.MULTILINE)
-    return [[sorted(re.findall(r"`([^`]+)`", row)) for row in table.splitlines()] for table in found]
-
-
-def links(document: str) -> list[str]:
-    """Links of a README, but for those to the other language and to its own headings."""
-    text = (ROOT / document).read_text()
-    return sorted(link for link in re.findall(r"\]\(([^)]+)\)", text) if not link.startswith(("README", "#")))
-
-
-def numbers(document: str) -> set[str]:
-    return set(re.findall(r"\d+\.\d+", (ROOT / document).read_text()))
-
-
-def test_the_chinese_readme_says_what_the_english_one_says():
-    english, chinese = "README.md", "README.zh-CN.md"
-    levels = [re.findall(r"^(#+) ", (ROOT / name).read_text(), re.MULTILINE) for name in (english, chinese)]
-    assert levels[0] == levels[1]
-    for language in ("diff", "python", "bash", "yaml"):
-        assert [*map(without_comments, blocks(english, language))] == [
-            *map(without_comments, blocks(chinese, language))
-        ]
-    assert tables(english) == tables(chinese)
-    assert links(english) == links(chinese)
-    assert numbers(english) == numbers(chinese)
 
 
 @pytest.mark.parametrize("readme", ["README.md", "README.zh-CN.md"])
@@ -290,26 +209,3 @@ def test_the_recipe_in_the_readme_is_that_of_the_file(readme):
 
     (shown,) = blocks(readme, "yaml")
     assert yaml.safe_load(shown) == yaml.safe_load((ROOT / "recipes/grpo/auto.yaml").read_text())
-
-
-@pytest.mark.parametrize("heading", ["Works with", "适用范围"])
-def test_what_ran_refers_to_a_file(heading):
-    """Each row links to a test, a page or a result; links of documents exist by another test."""
-    readme = ROOT / ("README.md" if heading == "Works with" else "README.zh-CN.md")
-    rows = re.findall(r"^\| .*", readme.read_text().split(f"## {heading}\n")[1].split("\n## ")[0], re.MULTILINE)
-    cells = [row.split(" | ")[1] for row in rows if "---" not in row][1:]
-    assert len(cells) > 10
-    assert [cell for cell in cells if not re.search(r"\]\((tests|docs|benchmarks)/", cell)] == []
-
-
-def test_configurations_of_the_chinese_guide_are_those_of_the_recipes():
-    import yaml
-
-    guide = ROOT / "docs/guide.zh-CN.md"
-    own = set(RolloutCorrectionConfig.__dataclass_fields__)
-    pairs = re.findall(r"\((\.\./recipes/\S+)\)[^`]*?(?:`\w+`[^`]*?)*```yaml\n(.*?)```", guide.read_text(), re.DOTALL)
-    assert len(pairs) == 4
-    for path, text in pairs:
-        recipe = yaml.safe_load((guide.parent / path).read_text())
-        expected = RolloutCorrectionConfig(**{key: value for key, value in recipe.items() if key in own})
-        assert RolloutCorrectionConfig(**yaml.safe_load(text)).description == expected.description
