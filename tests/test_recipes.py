@@ -21,7 +21,6 @@ from tests.tiny import with_tools
 from tests.training import TRAINERS, assert_in_step
 from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.diagnosis.causes import CAUSES
-from trl_rollout_corr.settings.presets import PRESETS
 
 
 RECIPES = sorted(str(path.relative_to(ROOT / "recipes")) for path in ROOT.glob("recipes/*/*.yaml"))
@@ -111,30 +110,6 @@ def test_every_recipe_is_in_the_table():
     table = (ROOT / "recipes/README.md").read_text()
     linked = re.findall(r"\]\((\w+/\w+\.yaml)\)", table)
     assert set(linked) == {*RECIPES, *ENGINES}
-
-
-def test_every_family_of_presets_has_a_recipe():
-    """A family is what a preset does, whatever its bounds."""
-
-    def family(fields: dict) -> tuple:
-        applied = (
-            fields["rollout_is"] if not fields["bypass_mode"] or fields["rollout_loss_type"] == "reinforce" else None
-        )
-        icepop = isinstance(fields["rollout_is_threshold"], list)
-        return (
-            (applied, icepop and applied is not None),
-            tuple(name.removesuffix("_k1") for name in fields["rollout_rs"] or ()),
-            (fields["bypass_mode"], fields["rollout_loss_type"] if fields["bypass_mode"] else None),
-        )
-
-    presets = {name: family(correction(RolloutCorrectionConfig(rollout_correction=name))) for name in PRESETS}
-    shown = {
-        family(correction(RolloutCorrectionConfig(**{k: v for k, v in settings(r).items() if k in OWN})))
-        for r in RECIPES
-    }
-    for part, what in enumerate(("weights", "rejection", "mode")):
-        missing = {entry[part] for entry in presets.values()} - {entry[part] for entry in shown}
-        assert not missing, f"no recipe shows {what} {missing}"
 
 
 # The configurations and runs of verl's README on rollout correction, as its scripts write them.
