@@ -105,9 +105,6 @@ def test_advantages_per_token_count_by_their_sum():
     assert finish(add_up_groups(**per_token)) == finish(add_up_groups(**batch))
 
 
-# Age and drift --------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def make(tiny_model_path, tmp_path):
     def make(sampler=None, **fields):

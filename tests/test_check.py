@@ -65,7 +65,7 @@ def test_a_field_of_the_users_own_script_is_a_remark(check):
     code, report = check("judge_address: localhost\n")
     assert code == 0
     (remark,) = report["remarks"]
-    assert remark.startswith("`judge_address` is a field neither of the trainer nor of TRL's scripts")
+    assert remark.startswith("`judge_address` is no field of the trainer or of TRL's scripts")
 
 
 def test_warnings_of_the_configuration_are_remarks(check):
@@ -79,7 +79,7 @@ def test_the_trainer_is_the_one_that_knows_the_fields(check):
     assert check("max_staleness: 4\n")[1]["trainer"] == "async_grpo"
     code, report = check("max_staleness: 4\n", "--trainer", "rloo")
     assert code == 0
-    assert "`max_staleness` is a field neither" in report["remarks"][0]
+    assert "`max_staleness` is no field" in report["remarks"][0]
 
 
 @pytest.mark.parametrize(("text", "message"), [("a: [1\nb: 2\n", "while parsing"), ("- 1\n", "must have one setting")])

@@ -30,19 +30,13 @@ def check_installation(*, as_json: bool = False) -> tuple[str, bool]:
     versions |= {name: _installed(name) or "not installed" for name in _PACKAGES}
     cuda = _cuda()
     changes, problem = _look_at_trl()
-    verdict = problem or f"trl {versions['trl']} can be corrected.{_untested()}"
+    usable, verdict = problem is None, problem or f"trl {versions['trl']} can be corrected.{_untested()}"
     if as_json:
-        report = {
-            "versions": versions,
-            "cuda": cuda,
-            "changes": changes,
-            "usable": problem is None,
-            "verdict": verdict,
-        }
-        return json.dumps(report, indent=2) + "\n", problem is None
+        report = {"versions": versions, "cuda": cuda, "changes": changes, "usable": usable, "verdict": verdict}
+        return json.dumps(report, indent=2) + "\n", usable
     lines = [f"{name:<17} {value}" for name, value in {**versions, "cuda": cuda}.items()]
     names = [f"{owner:<17} {' '.join(found) or 'all names in use are there'}" for owner, found in changes.items()]
-    return "\n".join([*lines, "", *names, "", verdict]) + "\n", problem is None
+    return "\n".join([*lines, "", *names, "", verdict]) + "\n", usable
 
 
 def _installed(package: str) -> str | None:
@@ -57,16 +51,12 @@ def _installed(package: str) -> str | None:
 
 def _cuda() -> str:
     """State of CUDA, as PyTorch sees it."""
-    if _installed("torch") is None:
-        return "not available: torch is not installed"
     import torch
 
-    if torch.cuda.is_available():
-        n = torch.cuda.device_count()
-        return f"{torch.version.cuda or torch.version.hip}, {n} x {torch.cuda.get_device_name(0)}"
-    if torch.version.cuda is None and torch.version.hip is None:
-        return "not available: this torch is a build for CPUs"
-    return "not available: torch finds no GPU or no driver"
+    built = torch.version.cuda or torch.version.hip
+    if not torch.cuda.is_available():
+        return f"not available: {'torch finds no GPU or no driver' if built else 'this torch is a build for CPUs'}"
+    return f"{built}, {torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
 
 
 def _look_at_trl() -> tuple[dict[str, list[str]], str | None]:
@@ -91,12 +81,7 @@ def _look_at_trl() -> tuple[dict[str, list[str]], str | None]:
 def _untested() -> str:
     from .trainers.versions import NEWEST_TESTED, OLDEST, is_untested, release
 
-    if not is_untested(release()):
-        return ""
-    return (
-        f" It is newer than the releases that this version was tested with ({OLDEST} to {NEWEST_TESTED}): the first step of a "
-        "run will show whether the correction reaches the loss."
-    )
+    return f" It is newer than the tested releases ({OLDEST} to {NEWEST_TESTED})." if is_untested(release()) else ""
 
 
 # A file of settings ---------------------------------------------------------------------------------------------------
@@ -115,29 +100,22 @@ def check_file(path: str, trainer: str | None = None, *, as_json: bool = False) 
     trainer = trainer or max(TRAINERS, key=lambda name: len(settings.keys() & _known(name)))  # the first of equals
     known = _known(trainer)
     remarks: list[str] = []
-    for name in (name for name in settings if name not in known):
+    for name in [name for name in settings if name not in known]:
+        del settings[name]
         if name.startswith("rollout") or get_close_matches(name, known, cutoff=_MISSPELT):
             mistakes.append(f"`{name}` is not a field of the configuration.{nearest(name, known)}")
         else:
-            remarks.append(
-                f"`{name}` is a field neither of the trainer nor of TRL's scripts. Your script must know it."
-            )
-    refused, warned, description = _build(trainer, {name: settings[name] for name in settings if name in known})
+            remarks.append(f"`{name}` is no field of the trainer or of TRL's scripts. Your script must know it.")
+    refused, warned, correction = _build(trainer, settings)
     mistakes += refused
     remarks += warned
     if as_json:
-        report = {
-            "file": path,
-            "trainer": trainer,
-            "mistakes": mistakes,
-            "remarks": remarks,
-            "correction": description,
-        }
+        report = {"file": path, "trainer": trainer, "mistakes": mistakes, "remarks": remarks, "correction": correction}
         return json.dumps(report, indent=2) + "\n", not mistakes
     lines = [f"error: {mistake}" for mistake in mistakes] + [f"warning: {remark}" for remark in remarks]
     count = "1 mistake" if len(mistakes) == 1 else f"{len(mistakes) or 'no'} mistakes"
     lines.append(f"{path}: {count}, read for the trainer {trainer}{guessed}.")
-    lines += [f"Correction: {description}"] if description else []
+    lines += [f"Correction: {correction}"] if correction else []
     return "\n".join(lines) + "\n", not mistakes
 
 

@@ -29,8 +29,8 @@ class SelfContainedError(ValueError):
 
 class SettingError(ValueError):
     """
-    An error about the value of one setting. With `allowed`, such as "above 1", the message begins "`field` must be above 1, got
-    0.5", otherwise "`field` is 0.5". `part` is the part of the setting that the value belongs to, such as "for `token_k1`".
+    An error about the value of one setting. With `allowed`, such as "above 1", the message begins "`field` must be above 1,
+    got 0.5", otherwise "`field` is 0.5". `part` is the part of the setting that the value is for, such as "for `token_k1`".
     """
 
     def __init__(

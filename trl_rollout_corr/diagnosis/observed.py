@@ -14,8 +14,8 @@ SEAM = 2  # tokens after the edge of a turn that count as its beginning
 class DumpedTokens:
     """
     Tokens of the sequences that represent a batch: tokens of the loss that have a log-probability of both policies.
-    `settings` and `about` are those of the dump, and `movement` is the sum of the learning rates of the optimizer steps between
-    the first sequence and the last. `N` tokens, `B` sequences; what is not known is NaN.
+    `settings` and `about` are those of the dump, and `movement` is the sum of the learning rates of the optimizer steps
+    between the first sequence and the last. `N` tokens, `B` sequences; what is not known is NaN.
     """
 
     def __init__(

@@ -273,14 +273,12 @@ def _times(gap: float, noise: float | None) -> str:
 
 def _as_data(result: Result) -> dict[str, object]:
     """A result as data for JSON."""
-    multiple = None if result.after is None or not result.noise else result.after / result.noise
     return {
         "experiment": result.name,
         "changed": result.experiment.change,
         "cause": result.cause,
         "rms_log_ratio_before": result.before,
         "rms_log_ratio_after": result.after,
-        "multiple_of_noise_floor_after": multiple,
         "says": result.says or None,
         "left_out": result.reason or None,
     }

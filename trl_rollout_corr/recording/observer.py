@@ -137,8 +137,8 @@ class Observer:
 
     def read_steps(self, before: int | None = None) -> list[dict[str, float]]:
         """
-        Metrics of each optimizer step that was closed and not read yet, over all ranks, each with its `step`. The sums of a step
-        are on the host when the next one ends, so that nothing waits for steps `before` it.
+        Metrics of each optimizer step that was closed and not read yet, over all ranks, each with its `step`. The sums of a
+        step are on the host when the next one ends, so that nothing waits for steps `before` it.
         """
         window = self.windows["train"]
         now = [step for step in window.unread if before is None or step.step < before]

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from ..messages import SettingError, warn
+from ..messages import warn
 from .migrate import read_truth, read_value
 from .thresholds import parse_number
 
@@ -14,32 +14,21 @@ _PROMPTS = "multiplied by `rollout.n`, it is `per_device_train_batch_size` times
 # Settings of verl outside its section, without `actor_rollout_ref`: TRL's field of the same meaning, or what there is instead
 COUNTERPARTS: dict[str, tuple[str, str]] = {
     "algorithm.adv_estimator": ("", "TRL has neither this estimator nor a value model, but GRPO and RLOO"),
-    "algorithm.gamma": ("", "TRL gives one reward to the whole completion, so that nothing is discounted"),
-    "algorithm.lam": ("", "it is a parameter of GAE, which TRL does not have"),
     "algorithm.use_kl_in_reward": ("", _KL),
-    "algorithm.kl_ctrl": ("", _KL),
-    "algorithm.kl_penalty": ("", _KL),
     "algorithm.norm_adv_by_std_in_grpo": ("scale_rewards", "it acts in GRPO only"),
     "model.path": ("model_name_or_path", ""),
     "actor.optim.lr": ("learning_rate", ""),
-    "actor.optim.weight_decay": ("", "TRL has `weight_decay`, which leaves out biases and norms"),
-    "actor.optim.lr_warmup_steps": ("", "TRL has `warmup_steps`, which counts optimizer steps"),
     "actor.ppo_epochs": ("num_iterations", ""),
     "actor.ppo_mini_batch_size": ("", _PROMPTS.format("gradient_accumulation_steps")),
-    "actor.clip_ratio": ("", "verl reads it only where `clip_ratio_low` and `clip_ratio_high` are null"),
     "actor.clip_ratio_low": ("epsilon", ""),
     "actor.clip_ratio_high": ("epsilon_high", ""),
     "actor.clip_ratio_c": ("delta", "TRL's RLOO has no such bound"),
     "actor.loss_agg_mode": ("loss_type", "TRL has no such loss. For GRPO, `loss_type: dr_grpo` is the nearest"),
-    "actor.policy_loss": ("", "TRL chooses its loss by `loss_type` and `importance_sampling_level`"),
-    "actor.entropy_coeff": ("", "TRL's GRPO has `entropy_coef`, which is for the mean over tokens"),
     "actor.use_kl_loss": ("beta", _KL),
     "actor.kl_loss_coef": ("beta", "it acts with `use_kl_loss`, and RLOO has the divergence in the reward"),
-    "actor.kl_loss_type": ("", "TRL estimates the divergence by k3, which verl calls `low_var_kl`"),
     "actor.grad_clip": ("max_grad_norm", ""),
     "actor.tis_imp_ratio_cap": ("", "write `rollout_is: token`, and the number as `rollout_is_threshold`"),
     "actor.router_replay": ("", "`rollout_routing: replay` is R3, and nothing here is R2"),
-    "rollout.name": ("", "the sampler is vLLM"),
     "rollout.n": ("num_generations", ""),
     "rollout.temperature": ("temperature", ""),
     "rollout.top_p": ("top_p", ""),
@@ -49,20 +38,14 @@ COUNTERPARTS: dict[str, tuple[str, str]] = {
     "rollout.frequency_penalty": ("", _PENALTY),
     "rollout.max_model_len": ("vllm_max_model_length", ""),
     "rollout.tensor_model_parallel_size": ("vllm_tensor_parallel_size", ""),
-    "rollout.gpu_memory_utilization": ("", "TRL has `vllm_gpu_memory_utilization`, beside the memory of the trainer"),
     "rollout.quantization": ("", "vLLM samples in the precision of the trained model, not quantised"),
     "rollout.enable_rollout_routing_replay": (
         "",
         "write `rollout_routing: replay` to replay the sampler's experts (R3)",
     ),
-    "rollout.calculate_log_probs": ("", "the trainers ask for log-probabilities where they need them"),
     "data.train_batch_size": ("", _PROMPTS.format("steps_per_generation")),
-    "data.max_prompt_length": ("", "TRL has none: filter the dataset"),
     "data.max_response_length": ("max_completion_length", ""),
     "trainer.total_epochs": ("num_train_epochs", ""),
-    "trainer.total_training_steps": ("", "TRL has `max_steps`, which counts optimizer steps"),
-    "trainer.save_freq": ("", "TRL has `save_steps`, which counts optimizer steps"),
-    "trainer.logger": ("", "TRL has `report_to`"),
 }
 _LOSSES = {"token-mean": "dapo", "seq-mean-token-mean": "grpo", "seq-mean-token-sum-norm": "dr_grpo"}
 _SHORT = {name.rpartition(".")[2]: name for name in COUNTERPARTS} | {"learning_rate": "actor.optim.lr"}
@@ -100,9 +83,7 @@ def to_trl(settings: Mapping[str, object], fields: Mapping[str, object]) -> dict
             field = "rollout_clip_ratio_c"
         exact = field and field != "beta" and not (rloo and field in _ONLY_GRPO)
         if exact and (read := _read(field, value, name)) is not None:
-            if trl.setdefault(field, read) != read:
-                reason = f"and `{field}` of TRL is {trl[field]!r} already"
-                raise SettingError(name, value, reason, remedy="Keep one of the two.")
+            trl[field] = read
         else:
             warn(f"`{name}` is left out: {note}.", name)
     if "epsilon" in trl:

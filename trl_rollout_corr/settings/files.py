@@ -61,13 +61,9 @@ def _read_file(path: str) -> str:
 
 def convert(arguments: list[str]) -> str:
     """
-    Translate a configuration of another tool to YAML of this package and of TRL. A warning names every setting of verl that is
-    left out. The whole YAML of TRL or Axolotl comes back.
-
-    Args:
-        arguments (`list[str]`):
-            Path of a YAML file, or `-` for standard input; or arguments of a training script of verl, such as
-            `algorithm.adv_estimator=grpo`.
+    Translate a YAML file of another tool (its path, or `-` for standard input), or arguments of a training script of verl, to
+    YAML of this package and of TRL. A warning names each setting of verl that is left out. The whole YAML of TRL or Axolotl
+    comes back.
     """
     if len(arguments) == 1 and not _OVERRIDE.fullmatch(arguments[0]):
         text = _read_file(arguments[0])

@@ -120,13 +120,7 @@ def from_verl(section: object) -> dict[str, Any]:
     - verl accepts `rollout_is` without a threshold and then computes no weights. So does the translation, with a warning.
     - A missing `rollout_is` is None, as in verl's YAML defaults.
 
-    Args:
-        section (`Mapping[str, object]`, `str` or `None`):
-            Keys of the section and their values, in the types of YAML or as text; or the name of a preset, of today or of the
-            first version; or `None`, which turns correction off.
-
-    Raises:
-        `ValueError`: if a key is unknown, or a value is refused.
+    A section may also be the name of a preset, of today or of the first version, or `None`, which turns correction off.
     """
     if isinstance(section, str):
         section = _WORDS.get(section.strip().lower(), read_value(section, "rollout_correction"))
@@ -139,15 +133,18 @@ def from_verl(section: object) -> dict[str, Any]:
     if is_first(section):
         return _from_first(section)
     settings = _read(section, VERL_KEYS, "a verl `rollout_correction` section")
+    for name, needed in (("rollout_is_threshold", "rollout_is"), ("rollout_rs_threshold", "rollout_rs")):
+        if settings.get(needed) is None and settings.get(name) not in (
+            None,
+            2.0,
+            "2.0",
+        ):  # verl's files have 2.0 beside null
+            warn_idle(name, settings[name], f"`{needed}` is not set")
     fields = {**_verl_weights(settings), **_verl_rejection(settings)}
-    pure = next((key for key in ("use_pure_rollout_correction", "use_policy_gradient") if settings.get(key)), None)
+    pure = settings.get("use_pure_rollout_correction") or settings.get("use_policy_gradient")
     loss = settings.get("loss_type", "ppo_clip")
-    if pure == "use_policy_gradient":
-        warn("`use_policy_gradient` is an old key of verl, which is now `loss_type: reinforce`.", pure)
     if settings.get("bypass_mode") or settings.get("bypass_old_logprob_for_rollout"):
         return {**fields, "bypass_mode": True, "rollout_loss_type": "reinforce" if pure else loss or "ppo_clip"}
-    if pure:
-        warn_idle(pure, True, "`bypass_mode` is False")
     if loss not in ("ppo_clip", None):
         warn_idle("loss_type", loss, "`bypass_mode` is False")
     return fields
@@ -173,9 +170,6 @@ def _from_first(section: Mapping[str, object]) -> dict[str, Any]:
     applies = settings["rollout_is"] = given is not None and read_truth(given, "rollout_is")
     upper, lower = settings.get("rollout_is_threshold"), settings["rollout_is_threshold_lower"]
     if upper is None:
-        for name, value in settings.items():
-            if value and value != FIRST_KEYS.get(name):
-                warn_idle(name, value, "`rollout_is_threshold` is None, which switched everything off")
         return dict(OFF)
     upper = parse_number(upper, "rollout_is_threshold")
     level, mode = settings["rollout_is_level"], settings["rollout_is_mode"]
@@ -187,9 +181,6 @@ def _from_first(section: Mapping[str, object]) -> dict[str, Any]:
         thresholds = parse_rejection_thresholds([[1 / upper if lower is None else lower, upper]], criteria)
     elif mode != "truncate":
         raise SettingError("rollout_is_mode", mode, allowed="'truncate', 'mask' or 'clip'")
-    elif lower is not None:
-        message = f"`rollout_is_threshold_lower` is {lower}, but verl never applied it in mode 'truncate', so it is left out."
-        warn(message, "rollout_is_threshold_lower")
     fields: dict[str, Any] = {"rollout_is": level, "rollout_is_threshold": parse_weight_threshold(upper)}
     fields |= _rejection(criteria, thresholds, settings, "rollout_is_veto_threshold")
     return fields if applies else {**fields, "rollout_metrics_only": True}
@@ -205,19 +196,15 @@ def _rejection(criteria: list[str], thresholds: list, settings: Mapping[str, obj
 
 def _verl_weights(settings: dict[str, Any]) -> dict[str, Any]:
     level, threshold = settings.get("rollout_is"), settings.get("rollout_is_threshold", 2.0)
-    normalize: dict[str, Any] = (
-        {"rollout_is_batch_normalize": True} if settings.get("rollout_is_batch_normalize") else {}
-    )
-    if level is not None and threshold is not None:
-        return {"rollout_is": level, "rollout_is_threshold": parse_weight_threshold(threshold), **normalize}
-    if level is not None:
-        message = "`rollout_is_threshold` is null, which makes verl compute no weights: `rollout_is` is set to None."
-        warn(message, "rollout_is_threshold")
-    elif threshold not in (None, 2.0, "2.0") or ("rollout_is" not in settings and "rollout_is_threshold" in settings):
-        normalize["rollout_is_threshold"] = threshold  # verl's YAML defaults have 2.0 with a level of null
-    for name, value in normalize.items():
-        warn_idle(name, value, "`rollout_is` is None")
-    return {"rollout_is": None}
+    if level is None or threshold is None:
+        if level is not None:
+            message = (
+                "`rollout_is_threshold` is null, which makes verl compute no weights: `rollout_is` is set to None."
+            )
+            warn(message, "rollout_is_threshold")
+        return {"rollout_is": None}
+    normalize = {"rollout_is_batch_normalize": True} if settings.get("rollout_is_batch_normalize") else {}
+    return {"rollout_is": level, "rollout_is_threshold": parse_weight_threshold(threshold), **normalize}
 
 
 def _verl_rejection(settings: dict[str, Any]) -> dict[str, Any]:
@@ -232,9 +219,6 @@ def _verl_rejection(settings: dict[str, Any]) -> dict[str, Any]:
         names = list(dict.fromkeys(name.strip(" '\"") for name in names if name.strip()))  # verl drops repeated names
         criteria = [FIRST_NAMES.get(name, name) for name in names]
         thresholds = _verl_thresholds(settings, names, criteria)
-    for name in ("rollout_rs_threshold", "rollout_rs_threshold_lower"):
-        if names is None and settings.get(name) is not None:
-            warn_idle(name, settings[name], "`rollout_rs` is not set")
     return _rejection(criteria, thresholds, settings, "rollout_token_veto_threshold")
 
 
@@ -280,10 +264,6 @@ def split_verl(settings: Mapping[str, object]) -> tuple[object, dict[str, object
         if inside == "rollout_correction":
             whole = value
         elif key in keys or key != inside:
-            if section.get(key, value) != value:
-                raise SettingError(
-                    name, value, f"and `{key}` is {section[key]!r} elsewhere", remedy="Keep one of the two."
-                )
             section[key] = value
         elif near := difflib.get_close_matches(name, names, 1, 0.85):
             raise SettingError(name, value, "which verl does not have", remedy=f"Did you mean `{near[0]}`?")
@@ -302,9 +282,6 @@ def from_trl(settings: Mapping[str, object]) -> dict[str, Any]:
     The `truncate` modes become a truncation bound, or with `clip_min` a pair that weights are clamped to. The `mask` modes
     set weights outside the bounds to 0 and keep the others, which is IcePop. TRL takes the ratio of a token without a
     log-probability as 1, hence `rollout_nan_policy`.
-
-    Raises:
-        `ValueError`: if a key is unknown, or a value is refused.
     """
     settings = _read(settings, TRL_KEYS, "TRL's `vllm_importance_sampling_*` settings")
     if not settings.get("vllm_importance_sampling_correction", True):

@@ -126,9 +126,6 @@ def resolve(fields: Mapping[str, Any], of_trl: Mapping[str, Any]) -> Settings:
     the preset `"trl"` are `of_trl`, TRL's own correction as fields.
 
     The preset `"default"` means `auto`. But if weights or rejection are given, then only what is given is done.
-
-    Raises:
-        `ValueError`: if a threshold does not fit its criterion, or if the bounds leave no weight.
     """
     own = {name: fields[name] for name in UNSET if fields[name] != UNSET[name]}
     preset = fields["rollout_correction"]

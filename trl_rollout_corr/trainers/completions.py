@@ -71,9 +71,7 @@ def _whole_numbers(name: str, i: int, row: list[Any]) -> list[int]:
 def sampled_logps(name: str, logps: Any, sampled: np.ndarray) -> np.ndarray:
     """
     Log-probabilities of tokens, `(T,)` in nats, float32: minus infinity where a server of vLLM wrote -9999, NaN for `None`.
-
-    Raises:
-        `ValueError`: if one is above 0 by more than rounding where `sampled`, `(T,)`, is true.
+    One that is above 0 by more than rounding is a `ValueError` where `sampled`, `(T,)`, is true.
     """
     values = np.asarray(logps, dtype=np.float32)
     above = np.flatnonzero(sampled & (values > _ROUNDING) & (values < np.inf))
@@ -91,9 +89,6 @@ def read_logprobs(
     """
     Log-probability of each token of each completion, checked. `lengths` are of the completions, if they are known. `mask` is 0
     on tokens that were not sampled, whose value does not matter.
-
-    Raises:
-        `ValueError`: if there is not one number for each token, or if one cannot be a log-probability.
     """
     if logprobs is None:
         raise ValueError(

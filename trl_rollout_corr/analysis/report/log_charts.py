@@ -10,7 +10,7 @@ import pandas as pd
 from ...health.bands import HEALTHY, in_words
 from ...messages import PREFIX, number, percent
 from .facts import Facts, is_healthy
-from .page import Axis, Card, Chart, Section, Series
+from .page import Axis, Card, Chart, Section, Series, ends_of
 
 
 class Trend(NamedTuple):
@@ -101,7 +101,7 @@ def _trend(
 ) -> Chart:
     means, trend = curves["mean"], TRENDS[name]
     log = trend.log and bool(curves.min(axis=None) > 0)
-    ends = "; ".join(f"{label + ' ' if len(means.columns) > 1 else ''}{_ends(means[label])}" for label in means)
+    ends = "; ".join(f"{label + ' ' if len(means.columns) > 1 else ''}{ends_of(means[label])}" for label in means)
     banded = metric in HEALTHY and not trend.note
     healthy = f" Healthy: {in_words(metric)}." if banded else f" {trend.note}".rstrip()
     labels = [*(logs if len(logs) > 1 else trend.metrics.values())]
@@ -156,13 +156,6 @@ def _curves(trend: Trend, logs: Mapping[str, pd.DataFrame]) -> pd.DataFrame | No
 
 def _key(metric: str) -> str:
     return metric if metric == "reward" else PREFIX + metric
-
-
-def _ends(values: pd.Series) -> str:
-    """The first and the last value of a curve, in words."""
-    values = values.dropna()
-    ends = dict.fromkeys((0, len(values) - 1))
-    return ", ".join(f"{number(float(values.iloc[i]))} at step {number(round(values.index[i]))}" for i in ends)
 
 
 def main_numbers(log: pd.DataFrame) -> list[Card]:

@@ -6,11 +6,23 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import pandas as pd
 
+from ...messages import number
 from .completions import Completions
 from .token_tables import Lost, Worst
 
 
 Numbers: TypeAlias = Sequence[float] | np.ndarray | pd.Series
+
+
+def ends_of(values: pd.Series) -> str:
+    """The first and the last value of a curve, with the step or the name in its index."""
+    values = values.dropna()
+    names = [
+        name if isinstance(name, str) else f"step {number(round(name))}"
+        for name in (values.index[0], values.index[-1])
+    ]
+    ends = (f"{number(float(values.iloc[i]))} at {name}" for i, name in zip((0, -1), names, strict=True))
+    return ", ".join(dict.fromkeys(ends))
 
 
 class Axis(NamedTuple):

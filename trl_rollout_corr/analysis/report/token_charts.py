@@ -1,14 +1,13 @@
 """The section about the tokens of a dump, with the log-ratio `d` from several sides."""
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
 
 from ...dumps.sequences import Sequences
 from ...messages import number, percent
-from .page import Axis, Chart, Section, Series
+from .page import Axis, Chart, Section, Series, ends_of
 
 
 _BINS = 80
@@ -78,8 +77,9 @@ def _by_probability(d: np.ndarray, p: np.ndarray) -> Chart:
     return Chart(
         "probability",
         "|d| by probability under the sampler",
-        f"Mean of |d|: {_ends(buckets['mean |d|'], names)}. Unlikely tokens disagree more; a gap at likely ones is not "
-        "rounding. Reference: Qwen3-8B in bfloat16 with vLLM 0.12, from the study at github.com/AknA13/train-infer-mismatch.",
+        f"Mean of |d|: {ends_of(buckets['mean |d|'].set_axis(names))}. Unlikely tokens disagree more; a gap at likely "
+        "ones is not rounding. Reference: Qwen3-8B in bfloat16 with vLLM 0.12, from the study at "
+        "github.com/AknA13/train-infer-mismatch.",
         Axis("probability under the sampler", names=names),
         Axis("mean |d|, nats", log=True),
         [
@@ -88,9 +88,3 @@ def _by_probability(d: np.ndarray, p: np.ndarray) -> Chart:
         ],
         buckets.assign(reference=reference).set_axis(names).rename_axis("p").reset_index(),
     )
-
-
-def _ends(values: pd.Series, names: Sequence[str]) -> str:
-    """The first and the last of some values, with their names."""
-    values_at = [f"{number(value)} at {name}" for value, name in zip(values, names, strict=True)]
-    return ", ".join(dict.fromkeys((values_at[0], values_at[-1])))
