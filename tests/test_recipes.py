@@ -295,17 +295,18 @@ def test_recipes_that_are_not_trained_are_named():
 @pytest.mark.parametrize("recipe", ASYNCHRONOUS)
 def test_asynchronous_recipes_train(recipe, tiny_model_path, tmp_path):
     """On samples that are there; `test_async_server.py` has a server."""
-    from tests.asynchronous import WeightsStay, WorkerHere
+    from tests.asynchronous import WeightsStay, WorkerHere, parts_for_a_cpu
     from tests.tiny import prompts
 
     options = ["--model_name_or_path", tiny_model_path, "--max_steps", "3", "--per_device_train_batch_size", "4",
                "--gradient_accumulation_steps", "2", "--token_budget", "0", "--save_strategy", "no",
                "--disable_tqdm", "true"]  # fmt: skip
     _, args, model_args = parse(recipe, *on_a_cpu(tmp_path), *options)
-    trainer = TRAINERS["async_grpo"][0](
-        tiny_model_path, args=args, train_dataset=prompts(), peft_config=get_peft_config(model_args),
-        rollout_worker=WorkerHere(tiny_model_path, noise=0.0), weight_transfer=WeightsStay(),
-    )  # fmt: skip
+    with parts_for_a_cpu().on_a_cpu():
+        trainer = TRAINERS["async_grpo"][0](
+            tiny_model_path, args=args, train_dataset=prompts(), peft_config=get_peft_config(model_args),
+            rollout_worker=WorkerHere(tiny_model_path, noise=0.0), weight_transfer=WeightsStay(),
+        )  # fmt: skip
     trainer.train()
     assert len([entry for entry in trainer.state.log_history if "loss" in entry]) == 3
     assert any("rollout_corr/staleness_max" in entry for entry in trainer.state.log_history)
