@@ -12,7 +12,7 @@ from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
 from trl_rollout_corr.analysis.compare import compare
 from trl_rollout_corr.analysis.report.command import write_report
 from trl_rollout_corr.correction.functional import probability_divergence, select_tokens
-from trl_rollout_corr.settings.criteria import DIRECTED, TOKEN_ONLY
+from trl_rollout_corr.settings.criteria import DIRECTED, OF_PROBABILITIES
 
 
 _INDEX = torch.arange(24, dtype=torch.float64).view(4, 6)
@@ -81,7 +81,7 @@ def test_the_binary_divergence_takes_the_larger_direction():
     )
 
 
-@pytest.mark.parametrize("divergence", TOKEN_ONLY)
+@pytest.mark.parametrize("divergence", OF_PROBABILITIES)
 def test_probabilities_near_zero_and_one(divergence):
     logps = torch.tensor([0.0, -1e-9, -1e-7, -1e-3, -1.0, -20.0, -90.0, -1e3])
     train_logps, rollout_logps = logps.repeat(8, 1), logps.unsqueeze(1).repeat(1, 8)

@@ -78,7 +78,6 @@ class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
     @with_parameters_of(GRPOTrainer.__init__)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._named_masks: set[str] = set()  # keys of a rollout function that a warning has named
 
     def _check_sampler(self) -> None:
         if self.rollout_func is None:  # a rollout function brings its own log-probabilities
@@ -87,7 +86,8 @@ class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
         rollout_func = self.rollout_func
         if rollout_func is not None:  # for this call only, as it is the user's
-            self.rollout_func = checking(rollout_func, self._named_masks)
+            told = self.__dict__.setdefault("_named_masks", set())  # keys that a warning has named
+            self.rollout_func = checking(rollout_func, told)
         try:
             return super()._generate(*args, **kwargs)
         finally:
