@@ -69,7 +69,7 @@ sample: $(STAMP)
 	$(BIN)/trl-rollout-corr report $(SAMPLE)/uncorrected $(SAMPLE)/corrected -o docs/sample/two_runs.html
 	$(BIN)/trl-rollout-corr report $(SAMPLE)/uncorrected $(SAMPLE)/corrected -o docs/images/report.png
 	cp -r $(SAMPLE)/*.txt $(SAMPLE)/uncorrected $(TUTORIAL)
-	rm $(TUTORIAL)/uncorrected/quickstart.json
+	rm $(TUTORIAL)/uncorrected/quickstart.json $(TUTORIAL)/uncorrected/run.json  # which name this machine
 	$(BIN)/trl-rollout-corr report $(SAMPLE)/uncorrected -o docs/images/uncorrected.png
 	cp $(SAMPLE)/quickstart.png docs/images/cure.png
 	@# A picture with a palette has a quarter of the size
