@@ -114,7 +114,7 @@ MOVED = {
 def test_a_newer_trl_with_everything_in_its_place_trains_with_one_warning(tiny_model_path, tmp_path):
     report, found = train_on(copy_trl(tmp_path / "trl", "1.17.0", APPENDED), tiny_model_path, tmp_path)
     assert found["code"] == 0
-    assert "trl 1.17.0 can be corrected. It is newer than the releases" in report
+    assert "trl 1.17.0 can be corrected. It is newer than the tested releases" in report
     assert found["error"] is None
     assert [message for message in found["told"] if "trl 1.17.0 is newer" in message] == found["told"] != []
     assert len(found["told"]) == 1
