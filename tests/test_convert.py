@@ -263,6 +263,7 @@ KL = ["actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.kl_lo
         (["rollout.top_k=-1", "rollout.top_p=1.0"], {"top_k": 0, "top_p": 1}, []),
         (["actor.clip_ratio_low=0.1"], {"epsilon": 0.1, "epsilon_high": 0.2}, []),  # TRL's default would be 0.1
         (["actor.clip_ratio_c=4"], {"delta": 4}, []),
+        (["actor.clip_ratio_c=4", "clip_ratio_c=5"], {"delta": 5}, ["another key sets `delta` to 4"]),
         (["actor.clip_ratio_c=4", "bypass_mode=true"], {"rollout_clip_ratio_c": 4}, []),
         (["actor.clip_ratio_c=4", "adv_estimator=rloo"], {"beta": 0}, ["TRL's RLOO has no such bound"]),
         (["actor.loss_agg_mode=token-mean"], {"loss_type": "dapo"}, []),

@@ -132,9 +132,8 @@ def test_one_side_may_have_no_bound():
         fields = {"rollout_rs": "token_tv", "rollout_rs_threshold": bounds}
         found = correct(train_logps, rollout, torch.ones(1, 2), torch.tensor([float(sign)]), **fields)
         assert found.keep.tolist() == [keep]
-    assert RolloutCorrectionConfig(rollout_rs="token_kl", rollout_rs_threshold=5.0).rollout_rs_threshold == [
-        [5.0, 5.0]
-    ]
+    config = RolloutCorrectionConfig(rollout_rs="token_kl", rollout_rs_threshold=5.0)
+    assert config.settings.rollout_rs_threshold == [[5.0, 5.0]]
 
 
 def test_the_baseline_cannot_depend_on_what_depends_on_it():

@@ -83,6 +83,11 @@ def to_trl(settings: Mapping[str, object], fields: Mapping[str, object]) -> dict
             field = "rollout_clip_ratio_c"
         exact = field and field != "beta" and not (rloo and field in _ONLY_GRPO)
         if exact and (read := _read(field, value, name)) is not None:
+            if trl.get(field, read) != read:
+                warn(
+                    f"`{name}` is {value}, while another key sets `{field}` to {trl[field]}. The last one is kept.",
+                    name,
+                )
             trl[field] = read
         else:
             warn(f"`{name}` is left out: {note}.", name)
