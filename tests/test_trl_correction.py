@@ -129,6 +129,18 @@ def test_no_other_correction_can_be_set_beside_it(config_class, fields):
         config_class("output", use_cpu=True, bf16=False, rollout_correction="trl", **fields)
 
 
+def test_weights_of_trl_cannot_be_measured_only():
+    def make(config_class, **fields):
+        return config_class("output", use_cpu=True, bf16=False, rollout_correction="trl", **fields)
+
+    with pytest.raises(
+        ValueError, match=r"`rollout_metrics_only` is .* `rollout_correction: trl` keeps the loss of TRL"
+    ):
+        make(RolloutCorrectedGRPOConfig, rollout_metrics_only=True)
+    with pytest.warns(match=r"`rollout_metrics_only` .* there is no correction"):
+        make(RolloutCorrectedRLOOConfig, rollout_metrics_only=True)  # TRL's RLOO has no weights
+
+
 def test_without_fields_of_trl_it_is_trls_default():
     settings = RolloutCorrectionConfig(rollout_correction="trl").settings
     assert (settings.rollout_is, settings.rollout_is_threshold) == ("sequence", [0.0, 3.0])

@@ -215,8 +215,8 @@ def _idle(settings: Settings) -> dict[str, str]:
     corrects = dataclasses.replace(settings, rollout_metrics_only=False).corrects
     no_dump = settings.rollout_dump_dir is None and "`rollout_dump_dir` is None"
     reasons: dict[str, Any] = {
-        "rollout_is_threshold": settings.rollout_is_threshold != 2.0
-        and no_weights,  # verl's files have 2.0 beside null
+        # verl's files have 2.0 beside null
+        "rollout_is_threshold": settings.rollout_is_threshold != 2.0 and no_weights,
         "rollout_is_clamp": settings.rollout_is_clamp and (no_weights or no_pair),
         "rollout_is_batch_normalize": no_weights or reported,
         **dict.fromkeys(

@@ -284,6 +284,8 @@ def check_asynchronous(config: Any) -> None:
 def check_trl_alone(config: Any) -> None:
     """Refuse fields that would change the loss beside `rollout_correction: trl`."""
     own = {*UNSET, "rollout_is_batch_normalize", "rollout_rs_renormalize", "rollout_rs_exclude_from_baseline"}
+    if config.settings.bounding is not None:  # TRL's weights would still act
+        own.add("rollout_metrics_only")
     beside = sorted(config.given & own)
     if config.settings.by_trl and beside:
         reason = (
