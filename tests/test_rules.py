@@ -57,16 +57,8 @@ ILL = {
     "weight_mean_low": ({}, {"rollout_is_mean": 0.49}, {"rollout_is_mean": 0.51}),
     "weight_mean_high": (SEQUENCE, {"rollout_is_mean": 2.1}, {"rollout_is_mean": 1.9}),
     "effective_sample_size": ({}, {"rollout_is_eff_sample_size": 0.29}, {"rollout_is_eff_sample_size": 0.31}),
-    "weights_at_bound": (
-        {"rollout_is": "token"},
-        {"rollout_is_ratio_fraction_high": 0.11},
-        {"rollout_is_ratio_fraction_high": 0.09},
-    ),
-    "chi2_seq": (SEQUENCE, {"chi2_seq": 11.0}, {"chi2_seq": 9.0}),
     "rejected": ({}, {"rollout_rs_masked_fraction": 0.51}, {"rollout_rs_masked_fraction": 0.49}),
     "vetoed": (VETO, {"rollout_is_veto_fraction": 0.11}, {"rollout_is_veto_fraction": 0.09}),
-    "effective_lr_low": ({}, {"effective_lr": 0.49}, {"effective_lr": 0.51}),
-    "effective_lr_high": ({}, {"effective_lr": 1.51}, {"effective_lr": 1.49}),
 }
 
 
@@ -100,7 +92,7 @@ def found(log, settings=None):
 def test_every_bound_is_tested():
     alone = {"unlearning", "gap_stays", "gap_clipped"}
     assert set(ILL) | alone == set(BOUNDS)
-    assert len(BOUNDS) == sum(len(rule.bounds) for rule in RULES)
+    assert len(BOUNDS) == sum(map(len, RULES))
 
 
 @pytest.mark.parametrize("name", ILL)
@@ -256,10 +248,9 @@ def test_the_healthy_bands_lie_within_the_bounds():
 
 
 def test_of_a_rule_the_first_bound_that_is_passed_speaks():
-    ill = {"rollout_is_eff_sample_size": 0.1, "chi2_seq": 99.0}
-    assert found(history(*[{**CORRECTED, **ill}] * 5), config(**SEQUENCE)) == ["effective_sample_size"]
-    off = config(**SEQUENCE, rollout_monitor_bounds={"effective_sample_size": None})
-    assert found(history(*[{**CORRECTED, **ill}] * 5), off) == ["chi2_seq"]
+    log = history(*[{**HEALTHY_WINDOW, "k3_kl": 0.05, "kl": 0.05}] * 5)
+    assert found(log, config(**DISABLED)) == ["k3_high"]
+    assert found(log, config(**DISABLED, rollout_monitor_bounds={"k3_high": None})) == ["k3_uncorrected"]
 
 
 def test_a_window_without_gradient_is_no_proof_of_harm():
@@ -301,10 +292,10 @@ def test_a_gap_that_stays_is():
 REWARDED = "kl_advantage_positive"
 
 
-@pytest.mark.parametrize(("spacing", "windows"), [(1, 5), (2, 5), (9, 5), (10, 1)])
+@pytest.mark.parametrize(("spacing", "windows"), [(1, 6), (2, 6), (9, 6), (10, 1)])
 def test_a_policy_that_loses_what_was_rewarded_is_critical(spacing, windows):
     before, after = ({**CORRECTED, **STALE, REWARDED: value} for value in (0.0, 0.022))
-    log = history(*[before] * 20, *[after] * 5, spacing=spacing)
+    log = history(*[before] * 20, *[after] * 6, spacing=spacing)
     assert severe(examine(log, config())) == [("unlearning", (20 + windows) * spacing)]
     assert severe(examine(log, config(**DISABLED))) == [("unlearning", (20 + windows) * spacing)]
     almost = {**before, REWARDED: 0.02}
@@ -314,7 +305,7 @@ def test_a_policy_that_loses_what_was_rewarded_is_critical(spacing, windows):
 
 def test_what_was_rewarded_is_looked_at_while_the_lag_fills():
     filling = [{**CORRECTED, "staleness_max": float(age), REWARDED: 0.2} for age in range(8)]
-    assert severe(examine(history(*filling), config())) == [("unlearning", 5)]
+    assert severe(examine(history(*filling), config())) == [("unlearning", 6)]
     assert examine(history(*filling[:3], *[{**CORRECTED, **STALE, REWARDED: 0.0}] * 20), config()) == []
 
 
@@ -322,7 +313,7 @@ def test_a_large_gap_of_the_start_may_vary():
     broken = {**CORRECTED, **STALE, "kl": 0.4, "k3_kl": 0.35}
     varies, grows = ([{**broken, REWARDED: value} for value in values] for values in ([0.3, 0.55, 0.5], [0.62] * 3))
     assert severe(examine(history(*varies * 10), config())) == []
-    assert severe(examine(history(*varies * 10, *grows * 10), config())) == [("unlearning", 35)]
+    assert severe(examine(history(*varies * 10, *grows * 10), config())) == [("unlearning", 36)]
 
 
 def test_a_gap_that_is_all_where_the_advantage_is_negative_is_none():
@@ -334,15 +325,6 @@ def test_a_gap_that_is_all_where_the_advantage_is_negative_is_none():
     quiet = {**CORRECTED, **STALE, REWARDED: 0.0}
     # most of seven windows
     assert severe(examine(history(quiet, quiet, quiet, *later), config())) == [("gap_stays", 37)]
-
-
-def test_truncation_at_one_is_not_truncation_of_outliers():
-    half = {**CORRECTED, "rollout_is_ratio_fraction_high": 0.5}
-    assert "weights_at_bound" in found(history(*[{**half, "rollout_is_max": 2.0}] * 5), config(rollout_is="token"))
-    assert "weights_at_bound" not in found(history(*[{**half, "rollout_is_max": 1.0}] * 5), config())
-    # `rollout_is_max` is the ratio before its bound, but for token weights
-    of_completions = config(rollout_is="sequence", rollout_is_threshold=1.0)
-    assert "weights_at_bound" not in found(history(*[{**half, "rollout_is_max": 1.4}] * 5), of_completions)
 
 
 def test_what_was_so_from_the_start_is_not_unlearnt():
@@ -361,9 +343,9 @@ def test_what_was_so_from_the_start_is_not_unlearnt():
 def test_updates_of_the_policy_itself_are_not_what_was_unlearnt():
     log = history(*[{**CORRECTED, **STALE, REWARDED: value} for value in (*[0.0] * 20, *[0.2] * 20)])
     clipped = config(rollout_correction="bypass_ppo_clip")
-    assert severe(examine(log, clipped)) == [("unlearning", 25)]
+    assert severe(examine(log, clipped)) == [("unlearning", 26)]
     assert severe(examine(log, clipped, num_iterations=4)) == []
-    assert severe(examine(log, config(), num_iterations=4)) == [("unlearning", 25)]
+    assert severe(examine(log, config(), num_iterations=4)) == [("unlearning", 26)]
 
 
 def test_it_is_given_as_many_steps_as_the_sampler_is_behind():
@@ -466,7 +448,6 @@ def test_rules_about_weights_are_silent_where_weights_do_not_act():
         "rollout_is_mean": 0.1,
         "rollout_is_eff_sample_size": 0.01,
         "rollout_is_std": 9.0,
-        "chi2_seq": 99.0,
     }
     clipped = config(rollout_correction="bypass_ppo_clip", rollout_is="token")
     assert found(history(*[window] * 9), clipped) == []
@@ -481,12 +462,6 @@ def test_samples_that_were_trained_on_have_no_mean_ratio_of_one():
         found(log, bypass) == [alarm.bound for alarm in examine(log, config(), num_iterations=4)] == ["biased_ratio"]
     )
     assert examine(log, bypass, num_iterations=4) == []
-
-
-def test_chi2_of_sequences_is_nothing_to_token_weights():
-    window = {**CORRECTED, "chi2_seq": 1e9}
-    assert found(history(*[window] * 9), config()) == []
-    assert found(history(*[window] * 9), config(rollout_is="sequence")) == ["chi2_seq"]
 
 
 def test_a_tight_lower_bound_is_no_veto():
@@ -574,21 +549,12 @@ def test_bounds_as_json():
 @pytest.mark.parametrize(
     ("bounds", "message"),
     [
-        ({"k3": 0.1}, "`rollout_monitor_bounds` has 'k3', which is not a bound. Available bounds: no_tokens, "),
-        (
-            {"k3_high": "much"},
-            "`rollout_monitor_bounds` sets 'k3_high' to 'much', which must be a number, or None",
-        ),
-        (
-            {"k3_kl": 0.1},
-            "'k3_kl', which is not a bound. This rule has the bounds k3_high, k3_uncorrected, k3_corrected",
-        ),
-        ({"k3_high": True}, "'k3_high' to True, which must be a number"),
-        ({"k3_high": math.nan}, "'k3_high' to nan, which must be a number"),
-        ({"k3_high": [0.1, 0.2]}, "which must be a number"),
-        ([0.1], r"must have a number, or None, by name of a bound, such as \{\"staleness\": 32\} .*; got \[0.1\]"),
-        ("k3_high=0.1", "by name of a bound, .*; got 'k3_high=0.1'"),
-        ("[0.1]", r"got \[0.1\]"),
+        ({"k3": 0.1}, "`rollout_monitor_bounds` is .*, and 'k3' is not a bound. .*Available bounds: no_tokens, "),
+        ({"k3_high": "much"}, "`rollout_monitor_bounds` for 'k3_high' must be a number, or None to .*, got 'much'"),
+        ({"k3_high": True}, "'k3_high' must be a number, .* got True"),
+        ({"k3_high": math.nan}, "'k3_high' must be a number, .* got nan"),
+        ([0.1], r"must be numbers, or None, by name of a bound, such as \{\"staleness\": 32\}, got \[0.1\]"),
+        ("k3_high=0.1", "by name of a bound, .* got 'k3_high=0.1'"),
     ],
 )
 def test_bounds_that_cannot_be_meant_are_refused(bounds, message):

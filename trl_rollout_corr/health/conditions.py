@@ -20,30 +20,13 @@ def vetoes(window: Window) -> bool:
     return max(lowest, default=0.0) <= 0.01
 
 
-def truncates_outliers(window: Window) -> bool:
-    """True if weights are truncated at a bound above 1, which rounding does not reach."""
-    if not window.weights_act or window.get("rollout_is_oob_ratio") is not None:
-        return False
-    bounding = None if window.settings is None else window.settings.bounding
-    if bounding is None:  # unknown: a weight above 1 shows such a bound
-        return (window.get("rollout_is_max") or 2.0) > 1.0
-    uppers = [bounding.upper, *(bounding.positive or ())[1:]]  # for negative advantages, and for positive ones
-    return bool(min(uppers) > 1.0)
-
-
-def weighs_completions(window: Window) -> bool:
-    """True if weights of whole completions multiply the gradient."""
-    bounding = None if window.settings is None else window.settings.bounding
-    return window.weights_act and bounding is not None and bounding.level == "sequence"
-
-
 def lasting_gap(window: Window) -> float | None:
     """
     How much more `kl` is than at the start, once the sampler has reached its full staleness. Most of it comes from tokens that
     became unlikely for the trainer; weights bound the others. If `k3_kl` is much smaller than `kl`, the mean ratio is not 1,
     which is another problem.
     """
-    kl, k3 = window.gap("kl"), window.gap("k3_kl")
+    kl, k3 = window.get("kl"), window.get("k3_kl")
     if kl is None or k3 is None or not window.course.settled:
         return None
     return window.course.unlearnt(kl) if k3 > kl / 2 else 0.0
@@ -66,7 +49,7 @@ def gap_of_rewarded(window: Window) -> float | None:
     `kl` where the advantage is positive minus the gap at the start. All of that gap is subtracted: dropout or truncated
     sampling are not learned. Unlike the gap of all tokens, it is small while the sampler grows old in a run that goes well.
     """
-    gap = window.gap_of_rewarded()
+    gap = window.get("kl_advantage_positive")
     return None if gap is None else window.course.unlearnt(gap)
 
 
@@ -75,7 +58,7 @@ def bias(window: Window) -> float | None:
     Difference of the mean ratio without bounds, `1 + k3_kl - kl`, from 1; 0 where noise in `kl` explains it. The mean ratio is
     1 for samples of the sampler's policy, for any policy of the trainer.
     """
-    kl, k3 = window.gap("kl"), window.gap("k3_kl")
+    kl, k3 = window.get("kl"), window.get("k3_kl")
     if kl is None or k3 is None:
         return None
     return abs(k3 - kl) if abs(k3 - kl) > k3 else window.course.lasting_excess

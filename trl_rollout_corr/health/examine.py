@@ -7,16 +7,16 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
-from ..messages import nearest
+from ..messages import SettingError, nearest
 from .reward import Reward
 from .rule import Alarm, Bound
-from .rules import BOUNDS, RULES, SILENCED
+from .rules import BOUNDS, SILENCED
 from .texts import fill
 from .windows import Course, Settings, Window, is_training_window
 
 
 # Metrics of the weights and of rejection, rather than of the two policies
-_EFFECTS = ("rollout_is_", "rollout_rs_", "chi2_seq", "effective_lr")
+_EFFECTS = ("rollout_is_", "rollout_rs_", "effective_lr")
 
 
 class Examiner:
@@ -95,32 +95,23 @@ def by_severity(alarms: Iterable[Alarm]) -> list[Alarm]:
 
 
 def parse_bounds(bounds: Mapping[str, float | None] | str | None) -> dict[str, float | None]:
-    """
-    Check limits by name of a bound, with `None` for a bound that is off, or the same as JSON. Returns a new dictionary.
-    """
-    field = "`rollout_monitor_bounds`"
+    """Limits by name of a bound, with `None` for a bound that is off; also from JSON."""
+    field = "rollout_monitor_bounds"
     if isinstance(bounds, str):  # of a command line
         with suppress(json.JSONDecodeError):
             bounds = json.loads(bounds)
     if bounds is None:
         return {}
     if not isinstance(bounds, Mapping):
-        example = '{"staleness": 32} on a command line'
-        raise ValueError(
-            f"{field} must have a number, or None, by name of a bound, such as {example}; got {bounds!r}."
-        )
+        raise SettingError(field, bounds, allowed='numbers, or None, by name of a bound, such as {"staleness": 32}')
     for name, limit in bounds.items():
         if name not in BOUNDS:
-            own = [bound.name for rule in RULES for bound in rule.bounds if rule.name == name]
-            remedy = f" This rule has the bounds {', '.join(own)}." if own else nearest(name, BOUNDS)
-            raise ValueError(
-                f"{field} has {name!r}, which is not a bound.{remedy} Available bounds: {', '.join(BOUNDS)}."
-            )
+            remedy = f"{nearest(name, BOUNDS)} Available bounds: {', '.join(BOUNDS)}.".strip()
+            raise SettingError(field, bounds, f"and {name!r} is not a bound", remedy=remedy)
         number = isinstance(limit, int | float) and not isinstance(limit, bool) and not math.isnan(limit)
         if limit is not None and not number:
-            raise ValueError(
-                f"{field} sets {name!r} to {limit!r}, which must be a number, or None to switch the bound off."
-            )
+            allowed = "a number, or None to switch the bound off"
+            raise SettingError(field, limit, allowed=allowed, part=f"for {name!r}")
     return dict(bounds)
 
 

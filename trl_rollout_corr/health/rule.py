@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from ..messages import PREFIX
 from .windows import Window, windows_of
@@ -79,14 +78,7 @@ class Bound:
         """The number that is compared, or `None` if the bound does not apply."""
         if not self.applies(window):
             return None
-        return self.measure(window) if self.measure else window.compared(self.key)
+        return self.measure(window) if self.measure else window.get(self.key)
 
     def unhealthy(self, value: float, limit: float) -> bool:
         return value < limit if self.below else value > limit
-
-
-class Rule(NamedTuple):
-    """A rule: bounds about one problem, the most serious first. While one of them is passed, those after it are silent."""
-
-    name: str
-    bounds: tuple[Bound, ...]

@@ -3,15 +3,16 @@
 from typing import Any
 
 from . import conditions
-from .rule import Bound, Rule
-from .texts import ADAM, FRESHER, LOWER_CAP, MOMENTUM, TOKEN_LEVEL, WIDEN
+from .rule import Bound
+from .texts import FRESHER, LOWER_CAP, MOMENTUM, TOKEN_LEVEL, WIDEN
 
 
-def _rule(name: str, *bounds: dict[str, Any], **shared: Any) -> Rule:
-    """A rule, from the fields of its bounds and those that they share. A rule with a single bound gives it its name."""
-    return Rule(name, tuple(Bound(**{"name": name, **shared, **fields}) for fields in bounds or [{}]))
+def _rule(name: str, *bounds: dict[str, Any], **shared: Any) -> tuple[Bound, ...]:
+    """The bounds of a rule, from their own fields and those that they share; the name is that of a bound without one."""
+    return tuple(Bound(**{"name": name, **shared, **fields}) for fields in bounds or [{}])
 
 
+# Each is a tuple of bounds about one problem, the most serious first. While one of them is passed, those after it are silent
 RULES = [
     _rule(
         "no_tokens",
@@ -48,7 +49,7 @@ RULES = [
         key="k3_kl",
         seen="`k3_kl` is {value:.2g}, above {limit:g}, and nothing corrects for it.",
         why="{uncorrected}",
-        advice="Set `rollout_correction` to {preset}, and `rollout_metrics_only` to False. {close}",
+        advice="Set `rollout_correction` to {preset}, and remove `rollout_metrics_only` if it is set. {close}",
         applies=lambda window: window.corrects is False,
     ),
     _rule(
@@ -61,8 +62,9 @@ RULES = [
         why="This alarm may be false, because some of our runs with it kept their accuracy. In the others, accuracy fell when "
         "rewarded tokens became less likely, at the same time or later, and in some of them it recovered.",
         advice="Set `rollout_correction` to {preset}, unless the run has it. {closer}",
-        patience=9,
+        patience=11,
         measure=conditions.gap_of_rewarded,
+        confirmed=lambda window: window.course.rewarded_stay_unlikely,
         covers=("gap_stays", "gap_clipped", "k3_high", "k3_uncorrected", "k3_corrected"),
     ),
     _rule(
@@ -124,7 +126,6 @@ RULES = [
             "why": "Weights of whole completions fall with length, even if nothing is wrong. Otherwise sampler and trainer "
             "are far apart, and the run takes smaller steps than `learning_rate` says.",
             "advice": f"{TOKEN_LEVEL} If `rollout_is_oob_ratio` is high, widen `rollout_is_threshold`. {{closer}}",
-            "covers": ("effective_lr_low",),
         },
         {
             "name": "weight_mean_high",
@@ -133,41 +134,20 @@ RULES = [
             "multiplies the optimizer step, so it should be near 1.",
             "advice": f"{TOKEN_LEVEL} {LOWER_CAP} Check that the log-probabilities are taken after temperature and belong to "
             "their tokens.",
-            "covers": ("effective_lr_high",),
         },
         key="rollout_is_mean",
         seen="The mean importance weight is {value:.2g}, {side} {limit:g}.",
         applies=lambda window: window.weights_act,
     ),
     _rule(
-        "weight_spread",
-        {
-            "name": "effective_sample_size",
-            "key": "rollout_is_eff_sample_size",
-            "limit": 0.3,
-            "below": True,
-            "seen": "The effective sample size of the weights is {value:.2g}, below {limit:g}.",
-            "applies": lambda window: window.weights_act,
-        },
-        {
-            "name": "chi2_seq",
-            "key": "chi2_seq",
-            "limit": 10.0,
-            "seen": "`chi2_seq` is {value:.2g}, above {limit:g}, and the weights are weights of whole completions.",
-            "applies": conditions.weighs_completions,
-        },
+        "effective_sample_size",
+        key="rollout_is_eff_sample_size",
+        limit=0.3,
+        below=True,
+        seen="The effective sample size of the weights is {value:.2g}, below {limit:g}.",
         why="A few tokens or completions determine the gradient, so it is noisy.",
         advice=f"{TOKEN_LEVEL} If `rollout_is_oob_ratio` is high, widen `rollout_is_threshold`. {LOWER_CAP}",
-    ),
-    _rule(
-        "weights_at_bound",
-        key="rollout_is_ratio_fraction_high",
-        limit=0.1,
-        seen="A share of {value:.2g} of the importance ratios is above the bound and was truncated.",
-        why="Truncation is meant for rare outliers. At this share it biases the gradient, because sampler and trainer are too "
-        "far apart for these weights.",
-        advice=f"{TOKEN_LEVEL} {{closer}} Raise `rollout_is_threshold` only if `rollout_is_eff_sample_size` is high.",
-        applies=conditions.truncates_outliers,
+        applies=lambda window: window.weights_act,
     ),
     _rule(
         "rejected",
@@ -177,7 +157,6 @@ RULES = [
         why="This may be chance in a small batch. Otherwise too few tokens are left to train on, and they are not a fair "
         "sample of the completions.",
         advice=f"{WIDEN} {{closer}}",
-        covers=("effective_lr_low",),
     ),
     _rule(
         "vetoed",
@@ -191,40 +170,22 @@ RULES = [
         applies=conditions.vetoes,
     ),
     _rule(
-        "effective_lr",
-        {
-            "name": "everything_rejected",
-            "limit": 1e-6,
-            "below": True,
-            "seen": "All tokens were rejected or have no gradient (`effective_lr` is {value:.2g}).",
-            "why": f"This may be chance if a step has few completions, or if the bounds reject short ones. {MOMENTUM}",
-            "advice": "If `k3_kl` is as before, the bounds are too tight: widen `rollout_rs_threshold` or "
-            "`rollout_is_threshold`. If `k3_kl` has grown, find out why the sampler is so far from the trainer.",
-            "covers": ("rejected", "weight_mean_low", "effective_sample_size"),
-        },
-        {
-            "name": "effective_lr_low",
-            "limit": 0.5,
-            "below": True,
-            "why": f"{ADAM} Otherwise the run takes smaller steps than `learning_rate` says.",
-            "advice": f"{TOKEN_LEVEL} {WIDEN}",
-        },
-        {
-            "name": "effective_lr_high",
-            "limit": 1.5,
-            "why": f"{ADAM} Otherwise the run takes larger steps than `learning_rate` says.",
-            "advice": f"{TOKEN_LEVEL} If `rollout_rs_renormalize` is set, it divides by the share of tokens that are left. "
-            "Lower `rollout_is_threshold` if it is above 1, or divide `learning_rate` by this factor.",
-        },
+        "everything_rejected",
         key="effective_lr",
-        seen="`effective_lr` is {value:.2g}: the correction multiplies the optimizer step by this factor.",
+        limit=1e-6,
+        below=True,
+        seen="All tokens were rejected or have no gradient (`effective_lr` is {value:.2g}).",
+        why=f"This may be chance if a step has few completions, or if the bounds reject short ones. {MOMENTUM}",
+        advice="If `k3_kl` is as before, the bounds are too tight: widen `rollout_rs_threshold` or `rollout_is_threshold`. If "
+        "`k3_kl` has grown, find out why the sampler is so far from the trainer.",
         applies=lambda window: window.corrects is not False,
+        covers=("rejected", "weight_mean_low", "effective_sample_size"),
     ),
 ]
-BOUNDS: dict[str, Bound] = {bound.name: bound for rule in RULES for bound in rule.bounds}
+BOUNDS: dict[str, Bound] = {bound.name: bound for rule in RULES for bound in rule}
 # By bound: the bounds that are silent while it is passed
 SILENCED: dict[str, set[str]] = {
-    bound.name: {*bound.covers, *(later.name for later in rule.bounds[i:])}
+    bound.name: {*bound.covers, *(later.name for later in rule[i:])}
     for rule in RULES
-    for i, bound in enumerate(rule.bounds, 1)
+    for i, bound in enumerate(rule, 1)
 }

@@ -17,7 +17,6 @@ WIDEN = (
     "bounds that fit). If the share grew together with `k3_kl`, leave the bounds as they are."
 )
 MOMENTUM = "If it lasts, the run learns nothing: only momentum and weight decay still change the weights."
-ADAM = "With Adam this may have little effect, because Adam hides most of a factor that stays the same."
 
 _LOW_PRECISION = "an 8-bit KV cache gave up to 0.05"
 _PRECISION = f"Rounding gives about 0.001, and a sampler in low precision gives more: {_LOW_PRECISION}."

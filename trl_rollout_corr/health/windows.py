@@ -23,13 +23,13 @@ class Settings(Protocol):
     @property
     def clips_around_sampler(self) -> bool: ...
     @property
-    def bounding(self) -> Any: ...
-    @property
     def criteria(self) -> Any: ...
     @property
-    def rollout_metrics_only(self) -> bool: ...
-    @property
     def rollout_monitor_bounds(self) -> Mapping[str, float | None] | None: ...
+
+
+# Of the policy that sampled and the one that trains
+_GAPS = ("kl", "k3_kl", "kl_advantage_positive")
 
 
 def windows_of(steps: int, spacing: int, *, at_most: int) -> int:
@@ -47,6 +47,7 @@ class Course:
     BEGINNING = 3  # windows, or optimizer steps
     OFF = 0.01  # `k3_kl` that is not healthy
     RECENT, RECENT_STEPS = 7, 15  # windows, or fewer that cover these optimizer steps
+    LATEST, STAYS = 11, 0.75  # windows, and the least share of what their first half shows that the second one shows
     LASTING, ERRORS = 8, 5.0  # windows whose mean is compared with 0, and its least size in standard errors
 
     def __init__(self) -> None:
@@ -58,7 +59,7 @@ class Course:
     def go_on(self, step: int) -> None:
         """Forget the latest windows, because the next ones begin at this optimizer step. The beginning is kept."""
         self._step, self.reward = step, Reward()
-        self._rewarded = deque[float](maxlen=self.RECENT)
+        self._rewarded = deque[float](maxlen=self.LATEST)
         self._excess = deque[float](maxlen=self.LASTING)
 
     def add(self, window: "Window") -> None:
@@ -67,12 +68,12 @@ class Course:
         self.spacing, self._step = max(window.step - began, 1), window.step
         self.settled = staleness <= min(self._oldest, began)
         self._oldest = max(self._oldest, staleness)
-        kl, k3 = window.gap("kl"), window.gap("k3_kl")
+        kl, k3 = window.get("kl"), window.get("k3_kl")
         if kl is not None and k3 is not None:
             if len(self._first) < self.BEGINNING:
                 self._first.append((window.step, kl, k3))
             self._excess.append(k3 - kl)
-        if (rewarded := window.gap_of_rewarded()) is not None:
+        if (rewarded := window.get("kl_advantage_positive")) is not None:
             self._rewarded.append(rewarded)
         if (mean_reward := window.get("reward_mean")) is not None:
             self.reward.add(mean_reward)
@@ -103,6 +104,13 @@ class Course:
         return 2 * sum(self.unlearnt(gap) > bound for gap in latest) > number if latest else None
 
     @property
+    def rewarded_stay_unlikely(self) -> bool:
+        """`False` if the gap of rewarded tokens shrinks, as it does where a policy moves fast in its first steps."""
+        latest = [*map(self.unlearnt, [*self._rewarded][-windows_of(self.LATEST, self.spacing, at_most=self.LATEST) :])]
+        half = len(latest) // 2
+        return sum(latest[len(latest) - half :]) >= self.STAYS * sum(latest[:half])
+
+    @property
     def lasting_excess(self) -> float:
         """Size of the mean of `k3_kl - kl` if it was there from the first steps on and chance does not explain it, else 0."""
         if not self.off_at_start or len(self._excess) < self.LASTING:
@@ -125,7 +133,12 @@ class Window:
     reuses: bool = False
 
     def get(self, key: str) -> float | None:
-        """A metric of rollout correction, or `None` if it was not logged or is NaN."""
+        """
+        A metric of rollout correction. `None` if it was not logged or is NaN, or if the policy's own updates since the batch was
+        sampled are a part of it.
+        """
+        if key in _GAPS and not self.fresh:
+            return None
         value = self.metrics.get(PREFIX + key)
         if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
             return None
@@ -140,18 +153,6 @@ class Window:
     def fresh(self) -> bool:
         """True if ratios are of samples that the policy has not been trained on yet."""
         return not self.reuses or self.settings is None or not self.settings.bypasses
-
-    def gap(self, key: str) -> float | None:
-        """`kl` or `k3_kl`; `None` if the policy's own updates since the batch was sampled are a part of it."""
-        return self.get(key) if self.fresh else None
-
-    def compared(self, key: str) -> float | None:
-        """The number that a rule compares: for `kl` and `k3_kl` the [`gap`], otherwise the metric."""
-        return self.gap(key) if key in ("kl", "k3_kl") else self.get(key)
-
-    def gap_of_rewarded(self) -> float | None:
-        """`kl` where the advantage is positive; `None` as for [`gap`], or if there is no such token."""
-        return self.gap("kl_advantage_positive")
 
     @property
     def corrects(self) -> bool | None:
