@@ -323,7 +323,7 @@ def test_rejection_thresholds(criteria, written, parsed):
         ("token_tv", 1.5, r"`rollout_rs_threshold` for `token_tv` must be below 1"),
         (["token_k1", "token_k2", "token_k3"], [2.0, 0.1], r"one entry for each of the 3 criteria.*: 2 entries"),
         (["token_k1", "token_k2"], [0.6, 1.6], r"\[\[0.5, 2.0\], \[0.5, 2.0\]\]"),
-        (["token_tv", "token_k1"], 0.3, r"for `token_k1` must be .* write one for each of token_tv, token_k1"),
+        (["token_tv", "token_k1"], 0.3, r"for `token_k1` must be .* got 0.3"),
         ("token_k1", "[0.6, 1.6", r"not a list of numbers"),
         ("token_k1", "[0.5_2, 3]", r"got '0.5_2'. Write a pair as \[0.5, 2.0\].$"),
     ],
@@ -351,6 +351,11 @@ def test_a_threshold_of_a_preset_is_not_that_of_other_criteria(criteria):
         ({"bypass_mode": "maybe"}, "`bypass_mode` must be true or false, got 'maybe'"),
         ({"rollout_rs_renormalize": 1}, "`rollout_rs_renormalize` must be true or false, got 1"),
         ({"rollout_correction": "best"}, "`rollout_correction` is 'best', which is not a preset. Common presets are "),
+        ({"rollout_correction": "decoupled_tokn_is"}, "which is not a preset. Did you mean 'decoupled_token_is'"),
+        (
+            {"rollout_correction": "trl", "rollout_is": "token"},
+            "`rollout_is` is 'token', but `rollout_correction: trl` keeps",
+        ),
         ({"rollout_correction": True}, "`rollout_correction` must be the name of a preset, or None"),
         ({"rollout_correction": {"rollout_is": "token"}}, "`trl-rollout-corr convert` translates a section of verl"),
         (
@@ -363,9 +368,8 @@ def test_a_threshold_of_a_preset_is_not_that_of_other_criteria(criteria):
         ),
         ({"rollout_monitor": "shout"}, "`rollout_monitor` must be one of warn, stop or None, got 'shout'"),
         ({"rollout_routing": "repeat"}, "`rollout_routing` must be one of replay or None, got 'repeat'"),
-        ({"rollout_monitor_bounds": {"k3": 1}}, "`rollout_monitor_bounds` has 'k3', which is not a bound"),
-        ({"rollout_monitor_bounds": '{"k3_high": "x"}'}, "sets 'k3_high' to 'x', which must be a number"),
-        ({"rollout_monitor_bounds": "k3_high"}, "such as .* on a command line; got 'k3_high'"),
+        ({"rollout_monitor_bounds": {"k3": 1}}, "`rollout_monitor_bounds` is .*, and 'k3' is not a bound"),
+        ({"rollout_monitor_bounds": '{"k3_high": "x"}'}, "for 'k3_high' must be a number, .* got 'x'"),
     ],
 )
 def test_wrong_values_name_the_field_and_the_way_out(wrong, message):
@@ -379,21 +383,6 @@ def test_a_refused_setting_is_data():
     for error in (caught.value, pickle.loads(pickle.dumps(caught.value))):
         assert (error.field, error.value, error.allowed) == ("rollout_rs_threshold", -1.0, "a positive upper bound")
         assert str(error) == "`rollout_rs_threshold` for `token_k2` must be a positive upper bound, got -1.0."
-
-
-@pytest.mark.parametrize(
-    ("name", "meant"),
-    [
-        ("decoupled_tokn_is", ["decoupled_token_is"]),
-        ("icepop", ["bypass_pg_token_icepop", "decoupled_token_icepop"]),
-        ("Token-TIS", ["decoupled_k3_rs_token_tis", "decoupled_geo_rs_token_tis", "bypass_pg_geo_rs_token_tis"]),
-        ("dppo", ["bypass_dppo_tv", "bypass_dppo_kl"]),
-    ],
-)
-def test_an_unknown_preset_is_told_the_nearest_names_and_not_all(name, meant):
-    with pytest.raises(ValueError, match=r"is not a preset.*\?$") as error:
-        RolloutCorrectionConfig(rollout_correction=name)
-    assert {*PRESETS} & set(re.findall("'(.+?)'", str(error.value))) == set(meant)
 
 
 @pytest.mark.parametrize("text", ["true", "Yes", "on", "false", "no", "OFF"])
@@ -585,12 +574,6 @@ def test_what_is_assigned_is_in_effect_and_checked():
         config.check()
 
 
-def test_a_preset_that_is_replaced_takes_effect_and_own_fields_stay():
-    config = RolloutCorrectionConfig(rollout_correction="bypass_pg_geo_rs_seq_tis", rollout_is="geometric")
-    found = dataclasses.replace(config, rollout_correction="decoupled_k3_rs").settings
-    assert (found.rollout_is, found.rollout_rs, found.mode) == ("geometric", ["seq_mean_k3"], "decoupled")
-
-
 @pytest.mark.parametrize("parser", [HfArgumentParser, TrlParser])
 def test_command_line(parser):
     def parse(*words):
@@ -632,11 +615,6 @@ def test_help_and_docstring_have_every_field(capsys):
     assert len(CRITERIA) == 26
 
 
-def test_misspelt_yaml_keys_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="rollout_iss"):
-        in_yaml(RolloutCorrectedGRPOConfig, {"rollout_iss": "token"}, tmp_path / "recipe.yaml")
-
-
 # With TRL's fields ----------------------------------------------------------------------------------------------------
 
 
@@ -669,11 +647,6 @@ def test_positional_output_dir_and_both_post_inits():
 def test_combinations_that_cannot_work(wrong, message):
     with pytest.raises(ValueError, match=message):
         grpo(**wrong)
-
-
-def test_vespo_can_be_measured():
-    assert grpo(loss_type="vespo", rollout_metrics_only=True).loss_type == "vespo"
-    assert grpo(loss_type="vespo", rollout_correction="disabled").loss_type == "vespo"
 
 
 @pytest.mark.parametrize("config_class", [RolloutCorrectedGRPOConfig, RolloutCorrectedRLOOConfig])

@@ -215,7 +215,7 @@ def test_files(capsys, tmp_path):
     assert "not YAML" in capsys.readouterr().err
     for recipe in ("grpo/token_is.yaml", "rloo/geo_rs_token_tis.yaml", "grpo/multi_rs.yaml"):
         assert main(["convert", str(ROOT / "recipes" / recipe)]) == 2
-        assert "already a configuration of this package" in capsys.readouterr().err
+        assert "needs no conversion" in capsys.readouterr().err
     assert main(["convert", str(Path(__file__))]) == 2
     assert f"{__file__}: This is a Python file" in capsys.readouterr().err
 
@@ -239,19 +239,21 @@ def test_the_lines_of_trl(convert):
     written, said, text = convert(yaml.safe_dump(settings, sort_keys=False))
     assert written == {
         "use_vllm": True, **TOKEN, "model_name_or_path": "m", "learning_rate": 1e-6, "epsilon_high": 0.28, "delta": 10,
-        "max_grad_norm": 0.5, "num_iterations": 2, "beta": 0.01, "loss_type": "grpo", "scale_rewards": "none",
+        "max_grad_norm": 0.5, "num_iterations": 2, "loss_type": "grpo", "scale_rewards": "none",
         "num_generations": 8, "temperature": 0.7, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.1,
         "max_completion_length": 1024, "num_train_epochs": 15,
     }  # fmt: skip
     distorting = [line for line in text.splitlines() if "changes what vLLM samples but not what the trainer" in line]
     assert [line.split(":")[0] for line in distorting] == ["top_p", "top_k", "repetition_penalty"]
     assert [line.split(" ")[1] for line in said] == [
+        "`actor_rollout_ref.actor.use_kl_loss`", "`actor_rollout_ref.actor.kl_loss_coef`",
         "`actor_rollout_ref.rollout.quantization`", "`actor_rollout_ref.rollout.enable_rollout_routing_replay`",
         "`actor_rollout_ref.rollout.presence_penalty`", "`data.train_files`,",
     ]  # fmt: skip
-    assert "not quantised" in said[0]
-    assert "`rollout_routing: replay`" in said[1]
-    assert said[3] == "warning: `data.train_files`, `trainer.nnodes` are left out: not about rollout correction."
+    assert "set `beta`, the coefficient of the divergence" in said[0]
+    assert "not quantised" in said[2]
+    assert "`rollout_routing: replay`" in said[3]
+    assert said[5] == "warning: `data.train_files`, `trainer.nnodes` are left out: not about rollout correction."
 
 
 KL = ["actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.kl_loss_coef=0.01"]
@@ -264,22 +266,19 @@ KL = ["actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.kl_lo
         (["actor.clip_ratio_low=0.1"], {"epsilon": 0.1, "epsilon_high": 0.2}, []),  # TRL's default would be 0.1
         (["actor.clip_ratio_c=4"], {"delta": 4}, []),
         (["actor.clip_ratio_c=4", "clip_ratio_c=5"], {"delta": 5}, ["another key sets `delta` to 4"]),
-        (["actor.clip_ratio_c=4", "bypass_mode=true"], {"rollout_clip_ratio_c": 4}, []),
         (["actor.clip_ratio_c=4", "adv_estimator=rloo"], {"beta": 0}, ["TRL's RLOO has no such bound"]),
         (["actor.loss_agg_mode=token-mean"], {"loss_type": "dapo"}, []),
         (["actor.loss_agg_mode=seq-mean-token-sum"], {}, ["`loss_type: dr_grpo` is the nearest"]),
-        (KL, {"beta": 0.01}, []),
-        (KL[:1], {"beta": 0.001}, []),
-        (KL[1:], {}, ["`actor_rollout_ref.actor.kl_loss_coef` is left out: it acts with `use_kl_loss`"]),
-        (["actor.use_kl_loss=False"], {"beta": 0}, []),
-        ([*KL, "adv_estimator=rloo"], {}, ["use_kl_loss` is left out: RLOO has", "kl_loss_coef` is left out"]),
+        (KL, {}, ["use_kl_loss` is left out: set `beta`", "kl_loss_coef` is left out: it acts with `use_kl_loss`"]),
+        (["actor.use_kl_loss=False"], {}, []),
+        ([*KL, "adv_estimator=rloo"], {}, ["use_kl_loss` is left out: set `beta`", "kl_loss_coef` is left out"]),
+        (["adv_estimator=rloo"], {"beta": 0}, []),  # TRL's default is above 0
         (["algorithm.gamma=0.9"], {}, ["`algorithm.gamma` is left out: not about rollout correction"]),
     ],
 )
 def test_lines_of_trl_that_need_a_rule(convert, arguments, written, said):
     result, lines, _ = convert(["rollout_is=token", *arguments])
-    fields = {"bypass_mode": True, "rollout_loss_type": "ppo_clip"} if "bypass_mode=true" in arguments else {}
-    assert result == {"use_vllm": True, **TOKEN, **fields, **written}
+    assert result == {"use_vllm": True, **TOKEN, **written}
     assert [any(text in line for line in lines) for text in said] == [True] * len(said)
     assert len(lines) == len(said)
 
@@ -340,6 +339,7 @@ def test_the_first_version_of_the_section():
     ("section", "message"),
     [
         ({"rollout_is": "token", "rollout_is_threshold": None}, "`rollout_is_threshold` is null, which makes verl compute no"),
+        ({"use_pure_rollout_correction": True}, "`use_pure_rollout_correction` is set to True but has no effect: `byp"),
         ({"loss_type": "reinforce"}, "`loss_type` is set to 'reinforce' but has no effect: `bypass_mode` is False."),
         ({"rollout_is": "null", "rollout_is_threshold": 5.0}, "`rollout_is_threshold` is set to 5.0 but has no effect"),
         ({"rollout_rs": None, "rollout_rs_threshold": "0.6_1.6"}, "`rollout_rs_threshold` is set to '0.6_1.6' but has no"),
@@ -382,7 +382,7 @@ def test_the_whole_yaml_of_trl_comes_back(convert):
     written, said, output = convert(f"{text}vllm_importance_sampling_clip_max: 2.0\nreport_to: [wandb]\n")
     ours = "rollout_is: token\nrollout_is_threshold: 2.0\nrollout_nan_policy: neutralize\n"
     assert output == f"output_dir: o\nuse_vllm: true\n{ours}learning_rate: 1e-6\nreport_to:\n- wandb\n"
-    assert said == ["warning: Comments of the file are left out."]
+    assert said == []
     assert RolloutCorrectionConfig(**{name: written[name] for name in written if name.startswith("rollout")})
 
 

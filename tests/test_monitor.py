@@ -480,7 +480,7 @@ def test_a_warning_does_not_stop(observe):
 def test_what_is_no_action_or_rule_is_refused():
     with pytest.raises(ValueError, match="`rollout_monitor` must be one of warn, stop, got 'tighten'"):
         RolloutCorrectionMonitor("tighten")
-    with pytest.raises(ValueError, match="`rollout_monitor_bounds` has 'k4', which is not a bound"):
+    with pytest.raises(ValueError, match=r"`rollout_monitor_bounds` is .*, and 'k4' is not a bound"):
         RolloutCorrectionMonitor(bounds={"k4": 1.0})
 
 

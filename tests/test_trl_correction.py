@@ -117,28 +117,34 @@ def test_our_trainer_switches_trls_correction_off_and_leaves_the_configuration_a
 # Settings -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config_class", [RolloutCorrectedGRPOConfig, RolloutCorrectedRLOOConfig])
+def plain(**fields):
+    return RolloutCorrectionConfig(rollout_correction="trl", **fields)
+
+
+def of_a_trainer(config_class):
+    return lambda **fields: config_class("output", use_cpu=True, bf16=False, rollout_correction="trl", **fields)
+
+
+BUILDERS = [plain, of_a_trainer(RolloutCorrectedGRPOConfig), of_a_trainer(RolloutCorrectedRLOOConfig)]
+
+
+@pytest.mark.parametrize("make_config", BUILDERS, ids=["plain", "grpo", "rloo"])
 @pytest.mark.parametrize(
     "fields",
     [{"rollout_is": "token"}, {"rollout_rs": ["token_k1"], "rollout_rs_threshold": 2.0}, {"bypass_mode": True}],
 )
-def test_no_other_correction_can_be_set_beside_it(config_class, fields):
-    with pytest.raises(
-        ValueError, match=f"`{next(iter(fields))}` is .* `rollout_correction: trl` keeps the loss of TRL"
-    ):
-        config_class("output", use_cpu=True, bf16=False, rollout_correction="trl", **fields)
+def test_no_other_correction_can_be_set_beside_it(make_config, fields):
+    message = f"`{next(iter(fields))}` is .* `rollout_correction: trl` keeps the loss of TRL"
+    with pytest.raises(ValueError, match=message):
+        make_config(**fields)
 
 
 def test_weights_of_trl_cannot_be_measured_only():
-    def make(config_class, **fields):
-        return config_class("output", use_cpu=True, bf16=False, rollout_correction="trl", **fields)
-
-    with pytest.raises(
-        ValueError, match=r"`rollout_metrics_only` is .* `rollout_correction: trl` keeps the loss of TRL"
-    ):
-        make(RolloutCorrectedGRPOConfig, rollout_metrics_only=True)
+    for make_config in BUILDERS[:2]:
+        with pytest.raises(ValueError, match=r"`rollout_metrics_only` is .* keeps the loss of TRL"):
+            make_config(rollout_metrics_only=True)
     with pytest.warns(match=r"`rollout_metrics_only` .* there is no correction"):
-        make(RolloutCorrectedRLOOConfig, rollout_metrics_only=True)  # TRL's RLOO has no weights
+        BUILDERS[2](rollout_metrics_only=True)  # TRL's RLOO has no weights
 
 
 def test_without_fields_of_trl_it_is_trls_default():

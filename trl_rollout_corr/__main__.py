@@ -111,7 +111,7 @@ def make_parser() -> argparse.ArgumentParser:
     command = commands.add_parser(
         "docs",
         help="print a document, or find a word in all of them, or list them",
-        description="Print a document or one of its sections. For any other word, print the sections that contain it. "
+        description="Print a document or one of its sections. For any other word, list the sections that contain it. "
         "Without a name, list all documents.",
     )
     command.add_argument(

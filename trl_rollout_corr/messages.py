@@ -4,7 +4,6 @@ import difflib
 import logging
 import math
 import os
-import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
@@ -88,18 +87,6 @@ def nearest(name: object, names: Iterable[str]) -> str:
     """The question " Did you mean 'x'?" with the nearest name, or empty text if no name is close."""
     matches = difflib.get_close_matches(str(name), list(names), n=1)
     return f" Did you mean {matches[0]!r}?" if matches else ""
-
-
-def candidates(name: object, names: Iterable[str], n: int = 4) -> list[str]:
-    """
-    Names that a text may mean: the one that it misspells, or the shortest that contain all of its words, or else the nearest
-    one if it is close.
-    """
-    names, text = list(names), str(name).lower()
-    words = re.split(r"[^a-z0-9]+", text)
-    containing = sorted((candidate for candidate in names if all(word in candidate for word in words)), key=len)
-    misspelt = difflib.get_close_matches(text, names, n=1, cutoff=0.9)
-    return misspelt or (containing[:n] if len(text) > 2 else []) or difflib.get_close_matches(text, names, n=1)
 
 
 # Numbers and settings as text -----------------------------------------------------------------------------------------

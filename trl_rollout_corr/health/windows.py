@@ -106,7 +106,9 @@ class Course:
     @property
     def rewarded_stay_unlikely(self) -> bool:
         """`False` if the gap of rewarded tokens shrinks, as it does where a policy moves fast in its first steps."""
-        latest = [*map(self.unlearnt, [*self._rewarded][-windows_of(self.LATEST, self.spacing, at_most=self.LATEST) :])]
+        latest = [
+            *map(self.unlearnt, [*self._rewarded][-windows_of(self.LATEST, self.spacing, at_most=self.LATEST) :])
+        ]
         half = len(latest) // 2
         return sum(latest[len(latest) - half :]) >= self.STAYS * sum(latest[:half])
 
@@ -133,10 +135,7 @@ class Window:
     reuses: bool = False
 
     def get(self, key: str) -> float | None:
-        """
-        A metric of rollout correction. `None` if it was not logged or is NaN, or if the policy's own updates since the batch was
-        sampled are a part of it.
-        """
+        """A metric of rollout correction; `None` if it is missing, NaN, or in part the policy's own updates of the batch."""
         if key in _GAPS and not self.fresh:
             return None
         value = self.metrics.get(PREFIX + key)

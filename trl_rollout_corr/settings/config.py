@@ -11,7 +11,7 @@ from ..messages import SettingError, nearest, warn, warn_idle
 from .criteria import CriterionName
 from .fields import PARSERS, LossType, MonitorAction, NanPolicy, Replay, WeightLevel
 from .migrate import TRL_KEYS, from_trl
-from .presets import settings_of
+from .presets import UNSET, settings_of
 from .resolve import Settings, in_words, resolve
 
 
@@ -127,7 +127,7 @@ class RolloutCorrectionConfig:
 
     def __post_init__(self) -> None:
         settings, given = self.settings, self.given
-        _refuse_conflicts(settings)
+        _refuse_conflicts(settings, given)
         for name, reason in _idle(settings).items():
             if name in given:
                 warn_idle(name, getattr(self, name), reason)
@@ -163,7 +163,7 @@ class RolloutCorrectionConfig:
         Raises:
             `ValueError`: if a value is refused, or if two settings exclude each other.
         """
-        _refuse_conflicts(self.settings)
+        _refuse_conflicts(self.settings, self.given)
         for check in self._checks_of_trainer:
             check(self)
 
@@ -185,8 +185,16 @@ _show_help()
 # Fields that do not go together ---------------------------------------------------------------------------------------
 
 
-def _refuse_conflicts(settings: Settings) -> None:
-    """Refuse a baseline without rejected completions where rejection is not known in time."""
+def _refuse_conflicts(settings: Settings, given: frozenset[str]) -> None:
+    """Refuse a correction beside TRL's own, and a baseline without rejected completions where they are not known in time."""
+    own = {*UNSET, "rollout_is_batch_normalize", "rollout_rs_renormalize", "rollout_rs_exclude_from_baseline"}
+    if settings.bounding is not None:  # TRL's weights would still act
+        own.add("rollout_metrics_only")
+    if settings.by_trl and (beside := sorted(given & own)):
+        reason = (
+            "but `rollout_correction: trl` keeps the loss of TRL, whose fields `vllm_importance_sampling_*` decide"
+        )
+        raise SettingError(beside[0], getattr(settings, beside[0]), reason, remedy="Remove one of the two.")
     if not settings.rollout_rs_exclude_from_baseline:
         return
     reason, remedy = "", "Set one of the two to False."

@@ -9,7 +9,6 @@ from ..messages import SelfContainedError, nearest
 from .recipes import source
 
 
-_PRINTED = 5  # sections with a word, that are printed and not listed
 _FOR_THE_SITE = {"README", "api"}  # the index, and a list of docstrings
 
 
@@ -24,10 +23,7 @@ def pages() -> dict[str, Path]:
 
 
 def document(name: str | None = None) -> str:
-    """
-    Text of a page such as `"troubleshooting"`, of a section such as `"troubleshooting#dropout-is-on"`, or of all sections that
-    contain another word; without a name, the list of pages. If nothing is found, the error has the nearest name.
-    """
+    """Text of a page, or of a section (`page#section`); a list of the sections with another word, or of all pages."""
     paths = pages()
     if name is None:
         return _list(paths)
@@ -50,17 +46,15 @@ def _text(path: Path) -> str:
 
 
 def _containing(word: str, paths: dict[str, Path]) -> str:
-    """The sections that contain a word, or their names and lines if they are too many to print."""
-    whole, lines = [], []
+    """Names of the sections that contain a word, each with its first line that does."""
+    found = []
     for page, path in paths.items():
-        text = _text(path).splitlines()
-        headings = list(sections("\n".join(text)))
+        lines = _text(path).splitlines()
+        headings = list(sections("\n".join(lines)))
         for (first, anchor, _), last in zip(headings, [*(first for first, *_ in headings[1:]), None], strict=True):
-            hits = [line.strip() for line in text[first:last] if word.lower() in line.lower()]
-            if hits:
-                whole.append("\n".join([f"docs {page}#{anchor}", "", *text[first:last]]).rstrip() + "\n")
-                lines.append(f"docs {page}#{anchor}\n    {shorten(hits[0], 110, placeholder=' ...')}\n")
-    return "\n".join(whole) if len(whole) <= _PRINTED else "".join(lines)
+            if hit := next((line.strip() for line in lines[first:last] if word.lower() in line.lower()), None):
+                found.append(f"docs {page}#{anchor}\n    {shorten(hit, 110, placeholder=' ...')}\n")
+    return "".join(found)
 
 
 def _list(paths: dict[str, Path]) -> str:
@@ -72,15 +66,8 @@ def _list(paths: dict[str, Path]) -> str:
         title = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
         about = re.search(rf"\({re.escape(path.name)}\): ([^?]+\?)", index)
         lines.append(f"{name:<{width}}  {' '.join(about[1].split()) if about else title}")
-    return "\n".join(
-        [
-            *lines,
-            "",
-            "To read one: trl-rollout-corr docs NAME, or docs NAME#SECTION. To find a word: docs WORD.",
-            f"Files: {folder()}",
-            "",
-        ]
-    )
+    how = "To read one: trl-rollout-corr docs NAME, or docs NAME#SECTION. To find a word: docs WORD."
+    return "\n".join([*lines, "", how, f"Files: {folder()}", ""])
 
 
 def sections(text: str) -> Iterator[tuple[int, str, int]]:

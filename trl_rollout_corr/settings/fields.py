@@ -8,10 +8,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ..health.examine import parse_bounds
-from ..messages import SettingError, candidates, nearest
+from ..messages import SettingError, nearest
 from .criteria import LEVELS, Level
-from .presets import DEFAULT, PRESETS
-from .thresholds import none_if_null, numbers_in, parse_criteria, parse_number, parse_weight_threshold
+from .presets import PRESETS
+from .thresholds import none_if_null, numbers_in, parse_criteria, parse_number, parse_truth, parse_weight_threshold
 
 
 WeightLevel = Literal[Level, "preset"]
@@ -25,9 +25,11 @@ MONITOR_ACTIONS: tuple[str, ...] = get_args(MonitorAction)
 if not TYPE_CHECKING:  # see `criteria`
     WeightLevel = LossType = NanPolicy = MonitorAction = Replay = str
 
+_COMMON = (
+    "Common presets are auto, decoupled_token_is, decoupled_token_icepop, bypass_ppo_clip and disabled; "
+    "`trl-rollout-corr docs presets` has all."
+)
 _OFF = ("none", "null", "false", "off", "no", "")
-# As YAML reads them
-_TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
 def _choice(name: str, allowed: tuple[str | None, ...], value: object) -> Any:
@@ -37,13 +39,6 @@ def _choice(name: str, allowed: tuple[str | None, ...], value: object) -> Any:
     names = [choice for choice in allowed if choice is not None]
     choices = f"one of {', '.join(names)}{' or None' if None in allowed else ''}"
     raise SettingError(name, value, allowed=choices, remedy=nearest(value, names).strip())
-
-
-def _boolean(name: str, value: object) -> bool:
-    truth = _TRUTH.get(value.strip().lower()) if isinstance(value, str) else value
-    if isinstance(truth, bool):
-        return truth
-    raise SettingError(name, value, allowed="true or false")
 
 
 def _count(name: str, smallest: int, value: object) -> int:
@@ -67,17 +62,9 @@ def _preset(value: object) -> str | None:
         allowed = "the name of a preset, or None for no correction"
         raise SettingError("rollout_correction", value, allowed=allowed, remedy=remedy)
     if value not in PRESETS and value != "default":
-        raise SettingError("rollout_correction", value, "which is not a preset", remedy=preset_remedy(value))
+        remedy = nearest(value, PRESETS).strip() or _COMMON
+        raise SettingError("rollout_correction", value, "which is not a preset", remedy=remedy)
     return value
-
-
-def preset_remedy(name: object) -> str:
-    """Sentences with the presets that may be meant."""
-    close = " or ".join(map(repr, candidates(name, PRESETS)))
-    if close:
-        return f"Did you mean {close}?"
-    common = f"{DEFAULT}, decoupled_token_is, decoupled_token_icepop, bypass_ppo_clip and disabled"
-    return f"Common presets are {common}; `trl-rollout-corr docs presets` has all {len(PRESETS)}."
 
 
 def _criteria(value: object) -> Any:
@@ -114,32 +101,28 @@ def _engine_kwargs(value: object) -> dict[str, Any]:
     raise SettingError("rollout_engine_kwargs", value, allowed=allowed)
 
 
-def _optional_boolean(name: str) -> Callable[[Any], Any]:
-    return partial(_unless_none, partial(_boolean, name))
-
-
 # Parser of each field, in the order of the documentation. `None` and "preset" are values of a field that a preset decides
 PARSERS: dict[str, Callable[[Any], Any]] = {
     "rollout_correction": _preset,
     "rollout_is": partial(_choice, "rollout_is", (*LEVELS, "preset", None)),
     "rollout_is_threshold": partial(_unless_none, parse_weight_threshold),
-    "rollout_is_clamp": _optional_boolean("rollout_is_clamp"),
-    "rollout_is_batch_normalize": partial(_boolean, "rollout_is_batch_normalize"),
+    "rollout_is_clamp": partial(_unless_none, partial(parse_truth, field="rollout_is_clamp")),
+    "rollout_is_batch_normalize": partial(parse_truth, field="rollout_is_batch_normalize"),
     "rollout_rs": _criteria,
     "rollout_rs_threshold": partial(_unless_none, numbers_in),
-    "rollout_rs_renormalize": partial(_boolean, "rollout_rs_renormalize"),
-    "rollout_rs_exclude_from_baseline": partial(_boolean, "rollout_rs_exclude_from_baseline"),
-    "bypass_mode": _optional_boolean("bypass_mode"),
+    "rollout_rs_renormalize": partial(parse_truth, field="rollout_rs_renormalize"),
+    "rollout_rs_exclude_from_baseline": partial(parse_truth, field="rollout_rs_exclude_from_baseline"),
+    "bypass_mode": partial(_unless_none, partial(parse_truth, field="bypass_mode")),
     "rollout_loss_type": partial(_choice, "rollout_loss_type", (*LOSS_TYPES, None)),
     "rollout_clip_ratio_c": partial(_unless_none, _clip_ratio),
-    "rollout_metrics_only": partial(_boolean, "rollout_metrics_only"),
+    "rollout_metrics_only": partial(parse_truth, field="rollout_metrics_only"),
     "rollout_nan_policy": partial(_choice, "rollout_nan_policy", NAN_POLICIES),
     "rollout_support": partial(_choice, "rollout_support", ("replay", None)),
     "rollout_engine_kwargs": partial(_unless_none, _engine_kwargs),
     "rollout_routing": partial(_choice, "rollout_routing", ("replay", None)),
     "rollout_monitor": partial(_choice, "rollout_monitor", (*MONITOR_ACTIONS, None)),
     "rollout_monitor_bounds": lambda value: parse_bounds(none_if_null(value)) or None,
-    "rollout_diagnose": partial(_boolean, "rollout_diagnose"),
+    "rollout_diagnose": partial(parse_truth, field="rollout_diagnose"),
     "rollout_dump_dir": partial(_unless_none, _folder),
     "rollout_dump_steps": partial(_count, "rollout_dump_steps", 1),
     "rollout_dump_sampled": partial(_count, "rollout_dump_sampled", 0),

@@ -14,7 +14,7 @@ from ..messages import SelfContainedError, SettingError, warn, yaml_lines
 from .config import RolloutCorrectionConfig
 from .counterparts import TRAINERS, comment, counterpart, to_trl
 from .fields import FIELDS
-from .migrate import FIRST_PRESETS, NOT_SET, VERL_KEYS, from_trl, from_verl, is_first, split_verl
+from .migrate import NOT_SET, from_trl, from_verl, split_verl
 from .resolve import Settings
 
 
@@ -66,28 +66,15 @@ def convert(arguments: list[str]) -> str:
     comes back.
     """
     if len(arguments) == 1 and not _OVERRIDE.fullmatch(arguments[0]):
-        text = _read_file(arguments[0])
-        content = read_yaml(text)
+        content = read_yaml(_read_file(arguments[0]))
         if isinstance(content, Mapping):
-            _refuse_ours(content)
             of_trl = content["trl"] if isinstance(content.get("trl"), Mapping) else content
             if any(str(key).startswith(_TRL) for key in of_trl):
-                if re.search(r"(^|\s)#", text):
-                    warn("Comments of the file are left out.")
                 return _convert_trl(content, of_trl)
+            if content.keys() & {"output_dir", "model_name_or_path", "plugins"}:
+                raise ValueError(f"it has none of TRL's `{_TRL}*` and needs no conversion")
         return _convert_verl(dict(_leaves(content)))
     return _convert_verl(_read_overrides(arguments))
-
-
-def _refuse_ours(content: Mapping[str, object]) -> None:
-    """A recipe of this package has nothing to convert."""
-    named, ours = content.get("rollout_correction"), content.keys() & FIELDS
-    by_name = isinstance(named, str) and named not in FIRST_PRESETS
-    recipe = (
-        ours and content.keys() & {"output_dir", "model_name_or_path", "plugins"} and not isinstance(named, Mapping)
-    )
-    if by_name or recipe or ours - {"rollout_correction", *VERL_KEYS}:
-        raise ValueError("it is already a configuration of this package and needs no conversion")
 
 
 def _convert_trl(content: Mapping[str, Any], of_trl: Mapping[str, Any]) -> str:
@@ -122,8 +109,7 @@ def _convert_verl(settings: Mapping[str, object]) -> str:
         warn("verl does not correct without `algorithm.rollout_correction`, so that correction is off here as well.")
         section = None
     fields = from_verl(section)
-    trl = to_trl(others, fields)
-    fields |= {name: trl.pop(name) for name in FIELDS & trl.keys()}
+    trl = to_trl(others)
     RolloutCorrectionConfig(**fields)
     trainer = TRAINERS.get(str(next((x for name, x in others.items() if name.endswith("adv_estimator")), "")))
     lines = ["use_vllm: true", yaml_lines(fields).rstrip()]
@@ -185,16 +171,10 @@ def read_config(path: str) -> RolloutCorrectionConfig:
         warnings.simplefilter("always")
         try:
             document = read_yaml(_read_file(path))
-            if not isinstance(document, Mapping):
-                raise ValueError("it has no settings. Write one in each line, such as `rollout_correction: auto`")
-            fields = _own_fields(document)
-            sections = any(
-                isinstance(document.get(key), Mapping) for key in ("algorithm", "rollout_correction", "trl")
-            )
-            if sections or is_first(document) or (not fields and any(str(key).startswith(_TRL) for key in document)):
-                raise ValueError("it has settings of another tool. Translate it with `trl-rollout-corr convert`")
-            if not fields:
-                raise ValueError("it does not set any field of rollout correction. Add `rollout_correction: auto`")
+            fields = _own_fields(document) if isinstance(document, Mapping) else {}
+            if not fields or isinstance(fields.get("rollout_correction"), Mapping):
+                ours = "it has no setting of this package, such as `rollout_correction: auto`"
+                raise ValueError(f"{ours}. `trl-rollout-corr convert` translates those of verl and TRL")
             config = RolloutCorrectionConfig(**fields)
         except (ValueError, TypeError) as error:
             raise SelfContainedError(f"{path}: {_in_one_line(error)}") from None

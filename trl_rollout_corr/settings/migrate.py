@@ -12,7 +12,14 @@ from typing import Any
 
 from ..messages import SettingError, nearest, warn, warn_idle
 from .criteria import FIRST_NAMES
-from .thresholds import parse_number, parse_rejection_thresholds, parse_weight_threshold
+from .thresholds import (
+    TRUTH,
+    none_if_null,
+    parse_number,
+    parse_rejection_thresholds,
+    parse_truth,
+    parse_weight_threshold,
+)
 
 
 # Names of verl, as data -----------------------------------------------------------------------------------------------
@@ -64,10 +71,11 @@ _TRUTH = (
     "use_policy_gradient",
     "vllm_importance_sampling_correction",
 )
-_WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 TRL_KEYS = tuple(f"vllm_importance_sampling_{name}" for name in ("correction", "mode", "clip_max", "clip_min", "cap"))
 
+# Loss of bypass mode in the first version of the section, and in its next one
+_PURE = ("use_pure_rollout_correction", "use_policy_gradient")
 OFF = {"rollout_correction": "disabled"}
 NOT_SET = object()
 
@@ -84,15 +92,7 @@ def read_value(value: object, key: str) -> object:
         raise SettingError(key, value, "which is not expanded", remedy=remedy)
     if not value.strip():
         raise SettingError(key, value, "which is empty", remedy="A variable of the script may not be set.")
-    return None if value.strip().lower() in ("null", "none", "~") else value
-
-
-def read_truth(value: object, key: str) -> bool:
-    """A truth value, or text that YAML reads as one."""
-    read = _WORDS.get(value.strip().lower()) if isinstance(value, str) else value
-    if not isinstance(read, bool):
-        raise SettingError(key, value, allowed="true or false")
-    return read
+    return none_if_null(value)
 
 
 def _read(settings: Mapping[str, object], keys: tuple[str, ...], what: str) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def _read(settings: Mapping[str, object], keys: tuple[str, ...], what: str) -> d
             remedy = f"{nearest(key, keys)} Known keys: {', '.join(keys)}.".strip()
             raise SettingError(key, value, f"which does not belong to {what}", remedy=remedy)
         if key in _TRUTH and value is not None:
-            plain[key] = read_truth(value, key)
+            plain[key] = parse_truth(value, key)
     return plain
 
 
@@ -111,19 +111,9 @@ def _read(settings: Mapping[str, object], keys: tuple[str, ...], what: str) -> d
 
 
 def from_verl(section: object) -> dict[str, Any]:
-    """
-    Translate the `rollout_correction` section of a verl configuration, or the keys of verl's first releases.
-
-    - verl 0.9.1 applies the bounds of `*_k1` criteria to the inverse of the ratio. Bounds that are not reciprocal are
-      inverted here, with a warning, so that a ported run rejects the same tokens. Bounds that verl does not have
-      (of `seq_max_k1`, `token_tv`, `token_kl` and `token_binary_kl`, and a lower bound of 0) have the same meaning as here.
-    - verl accepts `rollout_is` without a threshold and then computes no weights. So does the translation, with a warning.
-    - A missing `rollout_is` is None, as in verl's YAML defaults.
-
-    A section may also be the name of a preset, of today or of the first version, or `None`, which turns correction off.
-    """
+    """Fields for the `rollout_correction` section of verl: its keys of today or of its first releases, a preset, or null."""
     if isinstance(section, str):
-        section = _WORDS.get(section.strip().lower(), read_value(section, "rollout_correction"))
+        section = TRUTH.get(section.strip().lower(), read_value(section, "rollout_correction"))
     if section is None or section is False:
         return dict(OFF)
     if isinstance(section, str):
@@ -134,40 +124,33 @@ def from_verl(section: object) -> dict[str, Any]:
         return _from_first(section)
     settings = _read(section, VERL_KEYS, "a verl `rollout_correction` section")
     for name, needed in (("rollout_is_threshold", "rollout_is"), ("rollout_rs_threshold", "rollout_rs")):
-        if settings.get(needed) is None and settings.get(name) not in (
-            None,
-            2.0,
-            "2.0",
-        ):  # verl's files have 2.0 beside null
+        if settings.get(needed) is None and settings.get(name) not in (None, 2.0, "2.0"):  # 2.0 stands beside null
             warn_idle(name, settings[name], f"`{needed}` is not set")
     fields = {**_verl_weights(settings), **_verl_rejection(settings)}
-    pure = settings.get("use_pure_rollout_correction") or settings.get("use_policy_gradient")
+    pure = any(settings.get(name) for name in _PURE)
     loss = settings.get("loss_type", "ppo_clip")
     if settings.get("bypass_mode") or settings.get("bypass_old_logprob_for_rollout"):
         return {**fields, "bypass_mode": True, "rollout_loss_type": "reinforce" if pure else loss or "ppo_clip"}
-    if loss not in ("ppo_clip", None):
-        warn_idle("loss_type", loss, "`bypass_mode` is False")
+    for name in ("loss_type", *_PURE):
+        if settings.get(name) not in ("ppo_clip", None, False):
+            warn_idle(name, settings[name], "`bypass_mode` is False")
     return fields
 
 
 def is_first(section: Mapping[str, object]) -> bool:
     """`True` for keys of verl's first releases, of which a truth value of `rollout_is` is one."""
     value = section.get("rollout_is")
-    return any(key in section for key in FIRST_KEYS) or isinstance(_WORDS.get(str(value).strip().lower()), bool)
+    return any(key in section for key in FIRST_KEYS) or str(value).strip().lower() in TRUTH
 
 
 def _from_first(section: Mapping[str, object]) -> dict[str, Any]:
-    """
-    Translate the flat keys of verl's first releases. Without a threshold, everything was off.
-
-    Early releases set weights outside the bounds to 0 and later ones removed the tokens from the mask. With TRL's
-    denominators, which a rejected token does not leave, the two are the same. The veto was on by default (1e-4) in the
-    first releases: set it, if the run to port relied on that.
-    """
+    """Fields for the flat keys of verl's first releases, with which everything was off without a threshold."""
+    # Early releases set weights outside the bounds to 0, and later ones removed the tokens from the mask. With TRL's
+    # denominators, which a rejected token does not leave, the two are the same.
     keys = ("rollout_is_threshold", "rollout_is", *FIRST_KEYS)
     settings = {**FIRST_KEYS, **_read(section, keys, "the `rollout_is*` keys of verl's first releases")}
     given = settings.get("rollout_is")
-    applies = settings["rollout_is"] = given is not None and read_truth(given, "rollout_is")
+    applies = settings["rollout_is"] = given is not None and parse_truth(given, "rollout_is")
     upper, lower = settings.get("rollout_is_threshold"), settings["rollout_is_threshold_lower"]
     if upper is None:
         return dict(OFF)
@@ -181,6 +164,8 @@ def _from_first(section: Mapping[str, object]) -> dict[str, Any]:
         thresholds = parse_rejection_thresholds([[1 / upper if lower is None else lower, upper]], criteria)
     elif mode != "truncate":
         raise SettingError("rollout_is_mode", mode, allowed="'truncate', 'mask' or 'clip'")
+    elif lower is not None:
+        warn_idle("rollout_is_threshold_lower", lower, "`rollout_is_mode` is 'truncate'")
     fields: dict[str, Any] = {"rollout_is": level, "rollout_is_threshold": parse_weight_threshold(upper)}
     fields |= _rejection(criteria, thresholds, settings, "rollout_is_veto_threshold")
     return fields if applies else {**fields, "rollout_metrics_only": True}
@@ -249,10 +234,7 @@ def _inverted(bounds: Any, name: str) -> list[float]:
 
 
 def split_verl(settings: Mapping[str, object]) -> tuple[object, dict[str, object]]:
-    """
-    The section of verl's settings, which have dotted names with or without the names above the section, and all other
-    settings. The section is `NOT_SET` if no setting belongs to it. A name that is nearly one of the section is refused.
-    """
+    """The section of verl among settings with dotted names, `NOT_SET` if there is none, and all other settings."""
     whole: object = NOT_SET
     section: dict[str, object] = {}
     others: dict[str, object] = {}
@@ -276,13 +258,9 @@ def split_verl(settings: Mapping[str, object]) -> tuple[object, dict[str, object
 
 
 def from_trl(settings: Mapping[str, object]) -> dict[str, Any]:
-    """
-    Translate TRL's `vllm_importance_sampling_*` settings of `GRPOConfig`; missing ones have TRL's defaults.
-
-    The `truncate` modes become a truncation bound, or with `clip_min` a pair that weights are clamped to. The `mask` modes
-    set weights outside the bounds to 0 and keep the others, which is IcePop. TRL takes the ratio of a token without a
-    log-probability as 1, hence `rollout_nan_policy`.
-    """
+    """Fields for TRL's `vllm_importance_sampling_*` settings of `GRPOConfig`; missing ones have TRL's defaults."""
+    # The `mask` modes set weights outside the bounds to 0 and keep the others, which is IcePop. TRL takes the ratio of a token
+    # without a log-probability as 1, hence `rollout_nan_policy`.
     settings = _read(settings, TRL_KEYS, "TRL's `vllm_importance_sampling_*` settings")
     if not settings.get("vllm_importance_sampling_correction", True):
         return dict(OFF)

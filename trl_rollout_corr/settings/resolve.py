@@ -15,12 +15,7 @@ from .thresholds import WeightBounds, is_by_sign, parse_rejection_thresholds
 
 @dataclass(frozen=True)
 class Settings:
-    """
-    Settings in effect, which is what trainers and tools read.
-
-    The attributes have the names of the fields of [`RolloutCorrectionConfig`], and their values are parsed. No field is left
-    to a preset.
-    """
+    """Settings in effect: the fields of [`RolloutCorrectionConfig`], parsed, and none of them left to a preset."""
 
     # Preset of the fields that the user has not given; None for no correction
     rollout_correction: str | None = field(compare=False)
@@ -122,10 +117,8 @@ class Settings:
 
 def resolve(fields: Mapping[str, Any], of_trl: Mapping[str, Any]) -> Settings:
     """
-    Resolve parsed fields of a configuration: a field that has its value of [`UNSET`] gets the value of the preset. Those of
-    the preset `"trl"` are `of_trl`, TRL's own correction as fields.
-
-    The preset `"default"` means `auto`. But if weights or rejection are given, then only what is given is done.
+    Settings of parsed fields: one with its value of [`UNSET`] gets that of the preset, or for `"trl"` of `of_trl`. The preset
+    `"default"` is `auto`, but without a preset if weights or rejection are given.
     """
     own = {name: fields[name] for name in UNSET if fields[name] != UNSET[name]}
     preset = fields["rollout_correction"]

@@ -23,13 +23,25 @@ Bounds = float | list[float]
 WeightBounds = Bounds | list[list[float]]
 
 
+# As YAML reads them
+TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+
+
+def parse_truth(value: object, field: str) -> bool:
+    """A truth value, or text that YAML reads as one."""
+    truth = TRUTH.get(value.strip().lower()) if isinstance(value, str) else value
+    if not isinstance(truth, bool):
+        raise SettingError(field, value, allowed="true or false")
+    return truth
+
+
 def none_if_null(value: object) -> Any:
     """Turn the text "none" or "null", of a command line or of another tool, into `None`."""
     return None if isinstance(value, str) and value.strip().lower() in ("none", "null") else value
 
 
 def parse_number(value: object, field: str, part: str = "") -> float:
-    """Parse a number or its text, possibly infinite. The error names the field, and a part of it such as "for `token_k1`"."""
+    """A number or its text, possibly infinite."""
     if isinstance(value, str) and _NUMBER.fullmatch(value.strip()):
         return float(value.strip().lower().replace(".inf", "inf"))
     if isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -49,10 +61,7 @@ def _underscore_hint(number: float) -> str:
 
 
 def parse_structure(value: object, field: str) -> Any:
-    """
-    Turn text into nested lists of still unparsed numbers: `"0.6_1.6,2.5"` and `"[[0.6, 1.6], 2.5]"` both give
-    `[["0.6", "1.6"], "2.5"]`, `"0.6_1.6"` gives `[["0.6", "1.6"]]` and `"2.5"` gives `"2.5"`. Tuples become lists.
-    """
+    """Turn text such as `"0.6_1.6,2.5"` or `"[[0.6, 1.6], 2.5]"` into lists of text of numbers; tuples become lists."""
     if isinstance(value, list | tuple):
         if value and all(isinstance(part, str) for part in value):
             return parse_structure(",".join(value), field)  # the command line passes a list of text
@@ -75,10 +84,7 @@ def is_by_sign(threshold: object) -> bool:
 
 
 def parse_weight_threshold(value: object) -> WeightBounds:
-    """
-    Parse `rollout_is_threshold`: one number `C` (truncation), a pair `[lower, upper]` around 1 (IcePop), or two pairs, for
-    negative and for positive advantages.
-    """
+    """Parse `rollout_is_threshold`: a number (truncation), a pair around 1, or two, for the signs of the advantage."""
     field = "rollout_is_threshold"
     parsed = parse_structure(value, field)
     if is_by_sign(parsed):
@@ -129,13 +135,7 @@ def numbers_in(value: object) -> Any:
 
 
 def parse_rejection_thresholds(value: object, criteria: Sequence[str] | None) -> list[Bounds]:
-    """
-    Parse `rollout_rs_threshold`: one entry per criterion, or a single entry for all of them.
-
-    For k1, an entry is a pair of bounds on the ratio, or a number `u` that stands for `[1/u, u]`. For `tv` and `kl` it is a
-    bound for negative and one for positive advantages, or one number for both. For the others it is an upper bound. The pair
-    of the only criterion may stand alone: `[0.5, 2.0]`. The result has one entry per criterion, a pair for k1, `tv` and `kl`.
-    """
+    """Parse `rollout_rs_threshold`: one entry per criterion, or one for all; the pair of the only one may stand alone."""
     if criteria is None:
         return []
     if value is None:
@@ -149,12 +149,7 @@ def parse_rejection_thresholds(value: object, criteria: Sequence[str] | None) ->
         parsed = [parsed]  # the pair of the only criterion
     entries = parsed if isinstance(parsed, list) else [parsed]
     if len(entries) == 1 < len(criteria):
-        try:
-            return [_parse_entry(entries[0], name) for name in criteria]
-        except SettingError as error:
-            shared = f"One entry would apply to all criteria: write one for each of {', '.join(criteria)}."
-            error.remedy = f"{error.remedy} {shared}".strip()
-            raise
+        entries = entries * len(criteria)
     if len(entries) != len(criteria):
         allowed = f"one entry for each of the {len(criteria)} criteria in `rollout_rs` ({', '.join(criteria)}), or one for all"
         raise SettingError(_REJECTION, value, f"{len(entries)} entries", allowed)

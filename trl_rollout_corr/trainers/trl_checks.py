@@ -8,9 +8,8 @@ settings that are probably a mistake. [`CHECKS`] lists all of them by trainer.
 from collections.abc import Callable
 from typing import Any
 
-from ..messages import SettingError, warn, warn_idle
+from ..messages import warn, warn_idle
 from ..settings.fields import LOSS_TYPES
-from ..settings.presets import UNSET
 from .versions import INSTALLED, NEWEST_TESTED, TESTED, is_untested
 
 
@@ -278,27 +277,10 @@ def check_asynchronous(config: Any) -> None:
         )
 
 
-# TRL's own correction ------------------------------------------------------------------------------------------------
-
-
-def check_trl_alone(config: Any) -> None:
-    """Refuse fields that would change the loss beside `rollout_correction: trl`."""
-    own = {*UNSET, "rollout_is_batch_normalize", "rollout_rs_renormalize", "rollout_rs_exclude_from_baseline"}
-    if config.settings.bounding is not None:  # TRL's weights would still act
-        own.add("rollout_metrics_only")
-    beside = sorted(config.given & own)
-    if config.settings.by_trl and beside:
-        reason = (
-            "but `rollout_correction: trl` keeps the loss of TRL, whose fields `vllm_importance_sampling_*` decide"
-        )
-        raise SettingError(beside[0], getattr(config, beside[0]), reason, remedy="Remove one of the two.")
-
-
 # In the order in which a user learns of them: what is refused comes first
 _OF_SAMPLING = [check_generation_kwargs, check_routing, check_support, warn_about_engine_kwargs, warn_about_distortion]
 CHECKS: dict[str, list[Callable[[Any], None]]] = {
     "grpo": [
-        check_trl_alone,
         check_loss_type,
         check_reinforce,
         check_batch_normalization,
@@ -307,6 +289,6 @@ CHECKS: dict[str, list[Callable[[Any], None]]] = {
         warn_about_clip_ratio,
         warn_about_iterations,
     ],
-    "rloo": [check_trl_alone, check_batch_normalization, *_OF_SAMPLING, warn_about_iterations],
-    "async_grpo": [check_trl_alone, check_asynchronous, warn_about_engine_kwargs, warn_about_distortion],
+    "rloo": [check_batch_normalization, *_OF_SAMPLING, warn_about_iterations],
+    "async_grpo": [check_asynchronous, warn_about_engine_kwargs, warn_about_distortion],
 }
