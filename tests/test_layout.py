@@ -54,7 +54,7 @@ ORDER = {
         "text",
     ],
     "arrival": ["fingerprints", "worker", "weights", "server"],
-    "recording": ["keys", "run_metadata", "trackers", "dumping", "first_step", "observer", "monitor"],
+    "recording": ["keys", "run_metadata", "dumping", "first_step", "observer", "monitor"],
     "trainers": [
         "gradient_check",
         "completions",

@@ -1,4 +1,4 @@
-"""Every backend gets the metrics; those that draw histograms get that of the log-ratio."""
+"""Every backend gets the metrics."""
 
 import json
 import math
@@ -9,9 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
 from tests.asynchronous import WorkerHere, build_ours
 from tests.launching import HAS_ASYNCHRONOUS
@@ -21,12 +19,8 @@ from tests.training import TRAINERS, VLLM, BrokenSampler, build
 from trl_rollout_corr import (
     RolloutCorrectedGRPOConfig,
     RolloutCorrectedGRPOTrainer,
-    RolloutCorrectionConfig,
-    compute_rollout_correction,
 )
-from trl_rollout_corr.correction.histogram import BINS
 from trl_rollout_corr.messages import PREFIX
-from trl_rollout_corr.recording.trackers import coarser
 
 
 @pytest.fixture
@@ -63,15 +57,14 @@ def events_of(folder: Path):
     """Events that TensorBoard has on the disk."""
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     (file,) = folder.rglob("events.out.tfevents*")
-    events = event_accumulator.EventAccumulator(str(file), size_guidance={"histograms": 0})
+    events = event_accumulator.EventAccumulator(str(file))
     events.Reload()
     return events
 
 
 def ours_in(keys: Iterable[str]) -> set[str]:
     """Our metrics among the keys of a backend."""
-    metrics = {key.partition(PREFIX)[2] for key in keys if key.startswith(f"train/{PREFIX}")}
-    return {name for name in metrics if name.split(".")[0] != "log_ratio"}  # the histogram
+    return {key.partition(PREFIX)[2] for key in keys if key.startswith(f"train/{PREFIX}")}
 
 
 def test_json(train):
@@ -105,10 +98,6 @@ def test_tensorboard(train, tmp_path):
     for key in training[0]:
         found = [event.value for event in events.Scalars(f"train/{key}")]
         assert found == pytest.approx([entry[key] for entry in training if key in entry], rel=1e-5, abs=1e-12)
-    histograms = events.Histograms(f"train/{PREFIX}log_ratio")
-    assert [event.step for event in histograms] == [2, 4]
-    assert histograms[0].histogram_value.num > 10
-    assert len(events.Histograms(f"eval/{PREFIX}log_ratio")) == 1
 
 
 def finished_wandb_records(is_last: Callable[[Any], bool], seconds: int = 120) -> list:
@@ -162,9 +151,6 @@ def test_wandb_offline(train, monkeypatch):
     (evaluated,) = [row for row in rows if "eval/loss" in row]
     for key, value in evaluation.items():
         assert evaluated[f"eval/{key.removeprefix('eval_')}"] == pytest.approx(value)
-    assert any(
-        key.startswith(f"train/{PREFIX}log_ratio") and "histogram" in json.dumps(losses[0][key]) for key in losses[0]
-    )
 
 
 def test_trackio(train):
@@ -174,7 +160,6 @@ def test_trackio(train):
     text = b"".join(path.read_bytes() for path in files)
     for key in training[0]:
         assert f"train/{key}".encode() in text
-    assert b"trackio.histogram" in text
 
 
 # The keys of a run ---------------------------------------------------------------------------------------------------------
@@ -231,15 +216,3 @@ def test_a_run_logs_few_keys_and_each_is_documented(make_any, run, request):
     of_turns = {key for key in keys if "/turn_" in key}
     assert bool(of_turns) == ("[grpo-" in request.node.name)  # whose sampler calls a tool
     assert len(keys - of_turns) <= (25 if run == "measured" else 45)
-
-
-def test_the_coarser_histogram_counts_the_same_tokens():
-    d = torch.randn(4, 500, generator=torch.Generator().manual_seed(0)) * 0.1
-    config = RolloutCorrectionConfig(rollout_is=None)
-    correction = compute_rollout_correction(d, torch.zeros_like(d), torch.ones_like(d), config)
-    counts, edges = coarser(*correction.statistics.histogram())
-    assert counts.sum() == 2000
-    assert len(edges) == len(counts) + 1 < BINS / 10
-    assert (np.diff(edges) > 0).all()
-    exact, _ = np.histogram(d.double().numpy(), bins=edges)
-    np.testing.assert_array_equal(counts, exact)

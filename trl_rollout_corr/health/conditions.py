@@ -37,27 +37,18 @@ _UNLEARNT = 0.015
 
 
 def unlearns(window: Window) -> bool:
-    """
-    True if rewarded tokens became less likely, or if that is unknown. If a policy learns from a stale sampler, tokens with a
-    negative advantage become unlikely, which is most of the gap; before a collapse rewarded tokens do too.
-    """
+    """True if rewarded tokens became less likely, as before a collapse, or if that is unknown."""
     return window.course.rewarded_above(_UNLEARNT) is not False
 
 
 def gap_of_rewarded(window: Window) -> float | None:
-    """
-    `kl` where the advantage is positive minus the gap at the start. All of that gap is subtracted: dropout or truncated
-    sampling are not learned. Unlike the gap of all tokens, it is small while the sampler grows old in a run that goes well.
-    """
+    """`kl` where the advantage is positive, minus the gap at the start, which the policy has not learned."""
     gap = window.get("kl_advantage_positive")
     return None if gap is None else window.course.unlearnt(gap)
 
 
 def bias(window: Window) -> float | None:
-    """
-    Difference of the mean ratio without bounds, `1 + k3_kl - kl`, from 1; 0 where noise in `kl` explains it. The mean ratio is
-    1 for samples of the sampler's policy, for any policy of the trainer.
-    """
+    """Difference of the mean ratio without bounds, `1 + k3_kl - kl`, from 1; 0 where noise in `kl` explains it."""
     kl, k3 = window.get("kl"), window.get("k3_kl")
     if kl is None or k3 is None:
         return None

@@ -37,10 +37,7 @@ class Examiner:
         self.restart()
 
     def restart(self, history: Iterable[Mapping[str, object]] = (), step: int = 0) -> None:
-        """
-        Forget the run so far. Of a run that goes on after an optimizer step, `history` has the log before: only its beginning
-        is used, as settings may have changed since, and windows of a log may be wider than those to come.
-        """
+        """Forget the run so far, but for the beginning of the log of a run that goes on after an optimizer step."""
         self._course = Course()
         self._streaks: dict[str, deque[bool]] = {name: deque(maxlen=BOUNDS[name].patience) for name in self._limits}
         for entry in filter(is_training_window, history):

@@ -53,10 +53,7 @@ class SequenceDump(TrainerCallback):
         self.gave_up = False
 
     def wants(self, step: int) -> bool:
-        """
-        True if an optimizer step is dumped. If the step that is due corrects nothing, as a later visit in decoupled mode, the
-        next step is dumped.
-        """
+        """True if an optimizer step is dumped: the step that is due, or the next one that corrects a batch."""
         return step >= self.next_step
 
     def offer(self, step: int, batch: dict[str, torch.Tensor], columns: dict[str, Any]) -> None:

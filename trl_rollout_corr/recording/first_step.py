@@ -62,12 +62,7 @@ class FirstStepDiagnosis(TrainerCallback):
 
 
 def score_alone(forward: Callable[..., tuple], batch: dict[str, Any], most: int = AGAIN) -> torch.Tensor:
-    """
-    Score the first `most` sequences of a batch one by one and without padding, with the state of the random numbers restored.
-
-    `forward` is TRL's forward pass; its first argument is the place of the sequence in the batch. Returns
-    log-probabilities, `(B, T)` in nats; NaN for the other sequences.
-    """
+    """Log-probabilities `(B, T)` in nats of the first sequences of a batch, one by one without padding; else NaN."""
     logps = torch.full(batch["completion_ids"].shape, torch.nan, device=batch["completion_ids"].device)
     devices = [logps.device] if logps.device.type == "cuda" else []
     with torch.no_grad(), torch.random.fork_rng(devices=devices):

@@ -193,13 +193,7 @@ def report_alert(handler: CallbackHandler, title: str, text: str, *, critical: b
 def keep_one_monitor(
     handler: CallbackHandler, own: RolloutCorrectionMonitor | None = None
 ) -> RolloutCorrectionMonitor | None:
-    """
-    Keep one monitor among the callbacks of a trainer, and return it.
-
-    If the user has added monitors, the last one is kept. Otherwise the monitor of the configuration is kept, which is `own`
-    if the trainer has none yet. The monitor is moved to the first place, so that the other callbacks report what it adds to
-    the log.
-    """
+    """Keep the last monitor of the user, or else the configuration's, in the first place, so that reporters see its alarms."""
     monitors = [x for x in handler.callbacks if isinstance(x, RolloutCorrectionMonitor)]
     brought = [x for x in monitors if not x.of_configuration]
     monitor = next(iter([*reversed(brought), *monitors, own]))

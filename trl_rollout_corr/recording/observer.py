@@ -1,5 +1,5 @@
 """
-Metrics of the correction, age of the data, histogram and dump of a trainer. Nothing here changes the loss.
+Metrics of the correction, age of the data and dump of a trainer. Nothing here changes the loss.
 
 `B` completions, `T` completion tokens.
 """
@@ -11,19 +11,16 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
-from transformers.trainer_callback import CallbackHandler
 
 from ..correction.age import Staleness, count_ages, count_completions, engine_gap, update_gap
 from ..correction.compute import RolloutCorrection
 from ..correction.functional import turns_of
 from ..correction.groups import add_up_groups
-from ..correction.metrics import Statistics
 from ..correction.sums import Sums
 from ..settings.resolve import Settings
 from .dumping import SequenceDump
 from .first_step import FirstStepDiagnosis
 from .keys import AGAIN_LOGPS, PADDING, REWARDS, ROLLOUT_LOGPS, TURN_IDS
-from .trackers import send_histogram
 
 
 class Moment(NamedTuple):
@@ -49,29 +46,18 @@ class Observer:
     """
     Adds up metrics until they are logged.
 
-    A batch passes the methods of the observer in this order:
-
-    1. [`Observer.visited`], each time that a micro-batch has its forward pass in the loss: with `num_iterations` several
-       times, and in an evaluation once.
-    2. [`Observer.corrected`], when the correction of the batch is computed. In decoupled mode this is once, at the first
-       visit; before the visits if the settings need the whole batch, such as for batch normalisation. In bypass mode it is at
-       every visit, as the correction depends on the current policy.
-    3. [`Observer.trained`], at the end of each visit, in the asynchronous trainer alone, which drops old completions.
-    4. [`Observer.close_step`], at the end of each optimizer step of a run that has a monitor. It gathers the sums of the step
-       over all ranks, and does not wait for them: [`Observer.read_steps`] reads them one step later.
-    5. [`Observer.close_window`], when the trainer logs. It gathers the sums that no step has gathered, and the next window
-       begins.
+    Each forward pass of a micro-batch in the loss is [`Observer.visited`]. A batch is [`Observer.corrected`] once in decoupled
+    mode, at its first visit or before it, and in bypass mode at every visit, as the correction depends on the current policy.
     """
 
     def __init__(
         self,
         settings: Settings,
         accelerator: Accelerator,
-        callbacks: CallbackHandler,
         dump: SequenceDump | None = None,
         first_step: FirstStepDiagnosis | None = None,
     ) -> None:
-        self.settings, self.accelerator, self.callbacks = settings, accelerator, callbacks
+        self.settings = settings
         self.dump, self.first_step = dump, first_step
         self.windows = {mode: LoggingWindow(accelerator) for mode in ("train", "eval")}
 
@@ -102,23 +88,12 @@ class Observer:
         batch, correction = corrected.batch, corrected.correction
         turns = log_ratio = None
         if "tool_mask" in batch or TURN_IDS in batch:
-            turns, log_ratio = (
-                turns_of(corrected.mask, batch.get(TURN_IDS)),
-                corrected.train_logps - batch[ROLLOUT_LOGPS],
-            )
+            turns = turns_of(corrected.mask, batch.get(TURN_IDS))
+            log_ratio = corrected.train_logps - batch[ROLLOUT_LOGPS]
         self.add(now.mode, correction.statistics)
-        self.add(
-            now.mode,
-            add_up_groups(
-                correction.valid,
-                correction.keep,
-                corrected.coefficients,
-                batch["advantages"],
-                batch[REWARDS],
-                turns,
-                log_ratio,
-            ),
-        )
+        of_advantages = corrected.coefficients, batch["advantages"], batch[REWARDS]
+        groups = add_up_groups(correction.valid, correction.keep, *of_advantages, turns, log_ratio)
+        self.add(now.mode, groups)
         if corrected.from_old:
             self.add(now.mode, Staleness.of(engine_gap(correction.statistics)))
         step = now.step + 1  # the optimizer step that trains on the batch
@@ -146,12 +121,8 @@ class Observer:
         return [{**self._finish(step.sums), "step": step.step} for step in now]
 
     def close_window(self, now: Moment) -> dict[str, float]:
-        """Metrics of the logging window that ends, over all ranks. Its histogram goes to the trackers that can show one."""
-        window = self.windows[now.mode].close(now.step)
-        for sums in window:
-            if isinstance(sums, Statistics) and self.accelerator.is_main_process:
-                send_histogram(self.callbacks, *sums.histogram(), now.mode, now.step)
-        return self._finish(window)
+        """Metrics of the logging window that ends, over all ranks."""
+        return self._finish(self.windows[now.mode].close(now.step))
 
     def _finish(self, window: Sequence[Sums]) -> dict[str, float]:
         """Metrics by key."""

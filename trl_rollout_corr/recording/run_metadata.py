@@ -28,10 +28,7 @@ _ADVISED: dict[str, tuple[str, ...]] = {
 
 
 def settings_in_effect(args: Any) -> dict[str, Any]:
-    """
-    Return the settings in effect, the names of those that the user gave as `given`, and the TRL fields that a diagnosis may
-    advise, in types of JSON.
-    """
+    """Settings in effect, the names of those `given`, and the TRL fields that a diagnosis may advise, in types of JSON."""
     settings = {**asdict(args.settings), "given": sorted(args.given)}
     for name, keys in _ADVISED.items():
         if hasattr(args, name):
@@ -43,10 +40,7 @@ def settings_in_effect(args: Any) -> dict[str, Any]:
 
 
 def trainer_metadata(model: Any, args: Any) -> dict[str, str]:
-    """
-    `trainer_dtype`, the type of the trainer's computations; `adapter`, the kind of its adapter or `"none"`; and `experts`,
-    `"routed"` or `"none"`.
-    """
+    """Type of the trainer's computations, kind of its adapter, and whether it has routed experts."""
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     computes = "bfloat16" if args.bf16 else "float16" if args.fp16 else _name(dtype)
     adapters = getattr(model, "peft_config", None)

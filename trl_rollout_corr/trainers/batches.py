@@ -85,7 +85,7 @@ class CorrectsBatches(_Host):
         check_dropout(self._bare(self.model))
         self._about = {"trainer": type(self).__name__, **self._metadata()}
         check_types(self._about)
-        self._observer = Observer(self._settings, self.accelerator, self.callback_handler)
+        self._observer = Observer(self._settings, self.accelerator)
         self._keep_one_monitor(monitor_of(self._settings))
         if self._settings.rollout_dump_dir is not None:
             if self._settings.rollout_dump_sampled == self._settings.rollout_dump_worst == 0:
