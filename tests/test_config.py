@@ -179,12 +179,6 @@ def test_the_default_is_auto(other):
         assert build(**other).rollout_correction == "default"
 
 
-@quietly
-@pytest.mark.parametrize("mode", [{"bypass_mode": True}, {"bypass_mode": True, "rollout_loss_type": "reinforce"}])
-def test_the_mode_alone_leaves_auto(mode):
-    assert settings(**mode).rollout_rs == ["token_tv", "token_k1"]
-
-
 @pytest.mark.parametrize(
     ("fields", "level", "upper", "criteria"),
     [
@@ -616,13 +610,6 @@ def test_help_and_docstring_have_every_field(capsys):
 
 
 # With TRL's fields ----------------------------------------------------------------------------------------------------
-
-
-def test_positional_output_dir_and_both_post_inits():
-    config = RolloutCorrectedGRPOConfig("o", use_cpu=True, bf16=False, rollout_correction="decoupled_geo_rs")
-    assert config.output_dir == "o"
-    assert config.steps_per_generation == config.gradient_accumulation_steps  # set by GRPOConfig.__post_init__
-    assert config.settings.rollout_rs == ["seq_mean_k1"]
 
 
 @pytest.mark.parametrize(

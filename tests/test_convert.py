@@ -194,6 +194,7 @@ REFUSED = {
     "a nested list": ("rollout_rs: [[token_k1]]\nrollout_rs_threshold: 2.0", "`rollout_rs` must be a list of names"),
     "no bounds": ("rollout_rs: token_k1", "`rollout_rs_threshold` is not set"),
     "TRL's own": ("vllm_importance_sampling_mode: turn_mask", "must be token_truncate"),
+    "TRL's own beside ours": ("rollout_correction: trl\nvllm_importance_sampling_mode: token_mask", "fields of this package"),
     "unknown of TRL's": ("vllm_importance_sampling_x: 1", "does not belong to TRL"),
     "shell": ("#!/bin/bash\npython3 -m verl.trainer.main_ppo a=1", "This is a shell script: put `trl-rollout-corr convert`"),
     "lines": ("rollout_is=token\nrollout_is_threshold=2.0", "This is a shell script: put `trl-rollout-corr convert`"),
@@ -381,7 +382,7 @@ def test_the_whole_yaml_of_trl_comes_back(convert):
     )
     written, said, output = convert(f"{text}vllm_importance_sampling_clip_max: 2.0\nreport_to: [wandb]\n")
     ours = "rollout_is: token\nrollout_is_threshold: 2.0\nrollout_nan_policy: neutralize\n"
-    assert output == f"output_dir: o\nuse_vllm: true\n{ours}learning_rate: 1e-6\nreport_to:\n- wandb\n"
+    assert output == f"output_dir: o\nuse_vllm: true\nlearning_rate: 1e-6\nreport_to: [wandb]\n{ours}"
     assert said == []
     assert RolloutCorrectionConfig(**{name: written[name] for name in written if name.startswith("rollout")})
 

@@ -16,7 +16,6 @@ from accelerate.commands.config.config_args import load_config_from_file
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config
 
 from tests.launching import ACCELERATE, ROOT, UNCOMPILED, free_port, run
-from tests.test_reporting import finished_wandb_records
 from tests.tiny import with_tools
 from tests.training import TRAINERS, assert_in_step
 from trl_rollout_corr import RolloutCorrectionConfig
@@ -285,13 +284,6 @@ def test_two_processes_on_a_cpu(tiny_model_path, questions, tmp_path):
     assert len(dumps) == 2, dumps
 
 
-def test_recipes_that_are_not_trained_are_named():
-    (said,) = re.findall(
-        r"The tests\s+train every recipe but (.+?)\s+for two steps", (ROOT / "recipes/README.md").read_text()
-    )
-    assert re.findall(r"\((\w+/\w+\.yaml)\)", said) == [*NOT_TRAINED]
-
-
 @pytest.mark.parametrize("recipe", ASYNCHRONOUS)
 def test_asynchronous_recipes_train(recipe, tiny_model_path, tmp_path):
     """On samples that are there; `test_async_server.py` has a server."""
@@ -310,16 +302,6 @@ def test_asynchronous_recipes_train(recipe, tiny_model_path, tmp_path):
     trainer.train()
     assert len([entry for entry in trainer.state.log_history if "loss" in entry]) == 3
     assert any("rollout_corr/staleness_max" in entry for entry in trainer.state.log_history)
-
-
-@pytest.mark.vllm
-def test_recipes_of_verl_log_to_wandb(train, monkeypatch):
-    monkeypatch.setenv("WANDB_PROJECT", "mine")
-    assert all("wandb" in settings(recipe)["report_to"] for recipe in SCRIPTS)
-    train("grpo/multi_rs.yaml", "--report_to", "wandb")
-    records = finished_wandb_records(lambda record: "rollout_corr/k3_kl" in str(record.history))
-    assert "mine" in {record.run.project for record in records if record.HasField("run")}
-    assert any("rollout_corr/k3_kl" in str(record.history) for record in records)
 
 
 @pytest.mark.vllm
@@ -352,28 +334,13 @@ def test_an_unknown_option_of_a_script_names_the_command_that_finds_it(monkeypat
 
 @pytest.mark.parametrize(
     ("text", "number"),
-    [
-        ("It is 3 + 4 = 7.\n#### 7", 7),
-        ("#### 1,234 apples, not 5", 1234),
-        ("so -2.5", -2.5),
-        ("first 3, then 8", 8),
-        ("####", None),
-        ("none", None),
-    ],
+    [("It is 3 + 4 = 7.\n#### 7", 7), ("#### 1,234 apples, not 5", 1234), ("so -2.5", -2.5), ("none", None)],
 )
 def test_the_reward_reads_the_answer(monkeypatch, text, number):
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     import run
 
     assert run.last_number(text) == number
-    if number is not None:
-        assert run.right_answer(
-            [text, [{"role": "assistant", "content": text}], "#### 99"], [f"#### {number}"] * 3
-        ) == [
-            1.0,
-            1.0,
-            0.0,
-        ]
 
 
 @pytest.mark.parametrize("engine", ENGINES)

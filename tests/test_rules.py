@@ -151,13 +151,6 @@ def test_what_an_alarm_says(name):
                 assert {*re.findall(r"\b(?:token|seq)_(?:\w+_)?k[123]\b", text)} <= {*CRITERIA}
 
 
-def test_a_bound_has_a_place():
-    for bound in BOUNDS.values():
-        assert bound.severity in ("warning", "critical")
-        assert bound.patience % 2 == 1
-        assert set(bound.covers) < set(BOUNDS)
-
-
 def test_a_gap_from_the_first_step_is_not_put_down_to_a_stale_sampler():
     for settings in KNOWN.values():
         for name in BOUNDS.keys() - {"staleness"}:
@@ -309,6 +302,14 @@ def test_what_was_rewarded_is_looked_at_while_the_lag_fills():
     assert examine(history(*filling[:3], *[{**CORRECTED, **STALE, REWARDED: 0.0}] * 20), config()) == []
 
 
+def test_a_gap_of_rewarded_tokens_that_shrinks_is_no_loss():
+    """As in the first steps of runs that kept their accuracy."""
+    shrinking = [0.0, 0.23, 0.12, 0.06, 0.05, 0.1, 0.035, 0.03, 0.028, 0.04, 0.03, 0.02, *[0.0] * 20]
+    growing = [0.0, 0.03, 0.03, 0.04, 0.05, 0.05, 0.06, 0.08]
+    logs = [history(*[{**CORRECTED, **STALE, REWARDED: value} for value in values]) for values in (shrinking, growing)]
+    assert [severe(examine(log, config())) for log in logs] == [[], [("unlearning", 7)]]
+
+
 def test_a_large_gap_of_the_start_may_vary():
     broken = {**CORRECTED, **STALE, "kl": 0.4, "k3_kl": 0.35}
     varies, grows = ([{**broken, REWARDED: value} for value in values] for values in ([0.3, 0.55, 0.5], [0.62] * 3))
@@ -383,18 +384,6 @@ def test_clipping_around_the_sampler_bears_more():
     assert severe(gaps([*SETTLING, *[0.06] * 40], clipped)) == []
     assert severe(gaps([*SETTLING, *[0.07] * 40], clipped)) == [("gap_clipped", 13)]
     assert severe(gaps([*SETTLING, *[0.06] * 40], config(rollout_correction="bypass_pg_is"))) == [("gap_stays", 13)]
-
-
-def test_updates_of_the_policy_are_not_the_samplers_fault():
-    clipped = config(rollout_correction="bypass_ppo_clip")
-    log = history(*[{**CORRECTED, **STALE, "kl": gap, "k3_kl": gap} for gap in [*SETTLING, *[0.5] * 40]])
-    assert severe(examine(log, clipped)) == [("gap_clipped", 13)]
-    assert examine(log, clipped, num_iterations=4) == []
-
-
-@pytest.mark.parametrize(("later", "alarms"), [(0.4, []), (0.58, []), (0.62, [("gap_clipped", 25)])])
-def test_a_sampler_that_is_broken_from_the_start_has_no_gap_that_stays(later, alarms):
-    assert severe(gaps([*[0.4] * 20, *[later] * 20], config(rollout_correction="bypass_ppo_clip"))) == alarms
 
 
 FILLERS = [(0.75, 0.52), (0.71, 0.5), (0.78, 0.54), (0.74, 0.5)]  # `kl` and `k3_kl`; the mean ratio is about 0.77
@@ -513,21 +502,6 @@ def test_values_that_are_no_numbers_are_passed_over(value):
     assert found(history(*[ill, *windows, ill]), config(**DISABLED)) == ["k3_high"]
 
 
-def test_an_infinite_value_is_unhealthy():
-    assert found(history(*[{**CORRECTED, "rollout_is_mean": math.inf}] * 3)) == ["weight_mean_high"]
-
-
-def test_entries_without_a_step():
-    entry = {f"{PREFIX}k3_kl": 0.2, f"{PREFIX}kl": 0.2}
-    assert found([entry] * 3, config(**DISABLED)) == ["k3_high"]
-
-
-def test_sentences_have_the_values_in_them():
-    finding = examine(history(*[{**CORRECTED, "rollout_is_eff_sample_size": 0.123}] * 3), config())[0]
-    assert finding.seen == "The effective sample size of the weights is 0.12, below 0.3."
-    assert str(finding) == f"{finding.seen} {finding.why} {finding.advice}"
-
-
 # Thresholds -----------------------------------------------------------------------------------------------------------
 
 
@@ -539,11 +513,6 @@ def test_bounds_can_be_changed_and_rules_switched_off():
     assert found(log, config(rollout_monitor_bounds={"staleness": 3.0})) == ["k3_corrected", "staleness"]
     strict = examine(log, config(rollout_monitor_bounds={"k3_corrected": 0.001}))[0]
     assert strict.seen == "`k3_kl` is 0.04, above 0.001, and the run corrects for it."
-
-
-def test_bounds_as_json():
-    assert parse_bounds('{"k3_high": 0.1, "staleness": null}') == {"k3_high": 0.1, "staleness": None}
-    assert parse_bounds(None) == {}
 
 
 @pytest.mark.parametrize(
@@ -601,8 +570,9 @@ def test_a_critical_alarm_is_seldom_false_where_the_run_corrects_or_is_never_sta
         [name for name in names if bool(LATER.search(name)) == x] for x, names in ((False, kept), (True, kept))
     )
     assert len(known) > 300
-    assert len({*false} & {*known}) <= 0.035 * len(known)
-    assert len({*false} & {*later}) <= len(later) / 2  # `unlearning` in step 6: `docs/monitoring.md` says so
+    assert len({*false} & {*known}) <= 0.025 * len(known)
+    assert len({*false} & {*later}) <= 2  # `gap_stays` in step 14
+    assert not any(alarm.bound == "unlearning" for name in later for alarm in kept[name]["alarms"])
 
 
 def test_garbage_tokens_are_named_as_a_bias(runs):

@@ -69,10 +69,12 @@ def convert(arguments: list[str]) -> str:
         content = read_yaml(_read_file(arguments[0]))
         if isinstance(content, Mapping):
             of_trl = content["trl"] if isinstance(content.get("trl"), Mapping) else content
-            if any(str(key).startswith(_TRL) for key in of_trl):
+            has_trl = any(str(key).startswith(_TRL) for key in of_trl)
+            if has_trl and FIELDS.isdisjoint(content):
                 return _convert_trl(content, of_trl)
-            if content.keys() & {"output_dir", "model_name_or_path", "plugins"}:
-                raise ValueError(f"it has none of TRL's `{_TRL}*` and needs no conversion")
+            if has_trl or content.keys() & {"output_dir", "model_name_or_path", "plugins"}:
+                reason = f"it has {'fields of this package' if has_trl else f"none of TRL's `{_TRL}*`"}"
+                raise ValueError(f"{reason} and needs no conversion")
         return _convert_verl(dict(_leaves(content)))
     return _convert_verl(_read_overrides(arguments))
 
@@ -82,19 +84,12 @@ def _convert_trl(content: Mapping[str, Any], of_trl: Mapping[str, Any]) -> str:
     theirs = {key: value for key, value in of_trl.items() if str(key).startswith(_TRL)}
     fields = from_trl(theirs)
     RolloutCorrectionConfig(**fields)  # raises an error if a value is refused
-    changed: dict[str, Any] = {}
-    if of_trl is content:
-        for key, value in content.items():
-            changed |= fields if key in theirs else {key: value}
-    else:
-        plugins = content.get("plugins") or []
-        below = {key: value for key, value in of_trl.items() if key not in theirs}
-        changed = {**content, "trl": below, "plugins": list(dict.fromkeys([*plugins, _PLUGIN])), **fields}
-    return "".join(
-        yaml_lines({key: value})
-        if key in fields
-        else yaml.safe_dump({key: value}, sort_keys=False, allow_unicode=True, width=1000)
-        for key, value in changed.items()
+    changed = {key: value for key, value in content.items() if key not in theirs}
+    if of_trl is not content:
+        changed["trl"] = {key: value for key, value in of_trl.items() if key not in theirs}
+        changed["plugins"] = list(dict.fromkeys([*(content.get("plugins") or []), _PLUGIN]))
+    return yaml.safe_dump(
+        {**changed, **fields}, sort_keys=False, allow_unicode=True, width=1000, default_flow_style=None
     )
 
 
