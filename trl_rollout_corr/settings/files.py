@@ -73,8 +73,8 @@ def convert(arguments: list[str]) -> str:
             if has_trl and FIELDS.isdisjoint(content):
                 return _convert_trl(content, of_trl)
             if has_trl or content.keys() & {"output_dir", "model_name_or_path", "plugins"}:
-                reason = f"it has {'fields of this package' if has_trl else f"none of TRL's `{_TRL}*`"}"
-                raise ValueError(f"{reason} and needs no conversion")
+                found = "fields of this package" if has_trl else f"none of TRL's `{_TRL}*`"
+                raise ValueError(f"it has {found} and needs no conversion")
         return _convert_verl(dict(_leaves(content)))
     return _convert_verl(_read_overrides(arguments))
 
