@@ -379,12 +379,6 @@ def test_a_refused_setting_is_data():
         assert str(error) == "`rollout_rs_threshold` for `token_k2` must be a positive upper bound, got -1.0."
 
 
-@pytest.mark.parametrize("text", ["true", "Yes", "on", "false", "no", "OFF"])
-def test_text_is_true_or_false_as_in_yaml(text):
-    found = settings(rollout_correction=None, bypass_mode=text, rollout_diagnose=text)
-    assert found.bypass_mode is found.rollout_diagnose is yaml.safe_load(text)
-
-
 @pytest.mark.parametrize(
     ("idle", "reason"),
     [

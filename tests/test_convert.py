@@ -113,10 +113,8 @@ PRESETS = {
 
 
 @pytest.mark.parametrize("name", PRESETS)
-@pytest.mark.parametrize("given", ["algorithm: {{rollout_correction: {}}}", [f"{SECTION}={{}}"]])
-def test_names_of_presets(convert, name, given):
-    given = given.format(name) if isinstance(given, str) else [given[0].format(name)]
-    assert convert(given)[0] == {"use_vllm": True, **PRESETS[name]}
+def test_names_of_presets(convert, name):
+    assert convert([f"{SECTION}={name}"])[0] == {"use_vllm": True, **PRESETS[name]}
 
 
 # What the shell and Hydra do ------------------------------------------------------------------------------------------
@@ -164,14 +162,11 @@ def test_truth_is_read_as_yaml_reads_it(convert, word):
 
 REFUSED = {
     "no truth": (["rollout_is=token", f"{SECTION}.bypass_mode=0"], "`bypass_mode` must be true or false, got '0'"),
-    "no truth in YAML": ("rollout_correction: {bypass_mode: 1}", "`bypass_mode` must be true or false, got 1"),
-    "no truth in the first keys": ("{rollout_is_level: token, rollout_is: 0, rollout_is_threshold: 2}", "`rollout_is` mu"),
     "no truth elsewhere": (["actor_rollout_ref.actor.use_kl_loss=1"], "`actor.use_kl_loss` must be true or false"),
     "a variable": (
         [f"{SECTION}.bypass_mode=${{BYPASS_MODE:-False}}"],
         "`bypass_mode` is '${BYPASS_MODE:-False}', which is not expanded. The shell must expand it",
     ),
-    "a variable of TRL's": (["rollout_is=token", "actor_rollout_ref.actor.optim.lr=$LR"], "lr` is '$LR', which is not"),
     "a variable that is not set": (["rollout_is=token", f"{SECTION}.rollout_is_threshold="], "` is '', which is empty."),
     "a quoted variable": (
         ["algorithm.adv_estimator=grpo rollout_is=token"], "`algorithm.adv_estimator` is 'grpo rollout_is=token', which h"
@@ -179,11 +174,8 @@ REFUSED = {
     "a backslash and a blank": (["rollout_is=token", " "], "' ': it is neither `key=value` nor an option"),
     "a file and arguments": (["old.yaml", "rollout_is=token"], "'old.yaml': it is neither `key=value` nor an option"),
     "a misspelt key": (["rollout_is=token", "bypas_mode=true"], "`bypas_mode` is 'true', which verl does not have. Did yo"),
-    "a misspelt section": (["algorithm.rollout_correcton.rollout_is=token"], f"Did you mean `{SECTION}.rollout_is`?"),
     "no number": (["rollout_is=token", "rollout.n=many"], "`rollout.n` must be a number, got 'many'"),
     "nothing": ([], "it has no settings of verl"),
-    "nothing known": ("learning: 1", "it has no settings of verl"),
-    "no mapping": ("- 1", "it has no settings of verl"),
     "no YAML": ("a: [1", "line 1: not YAML: expected"),
     "another key": ("rollout_correction: {rollout_iss: token}", "`rollout_iss` is 'token', which does not belong to a verl"),
     "no section": ("algorithm: {rollout_correction: [token_is]}", "`rollout_correction` must be a section, the name"),
@@ -192,7 +184,6 @@ REFUSED = {
     "a mode of none": ("rollout_is_mode: zero\nrollout_is_threshold: 2", "`rollout_is_mode` must be 'truncate'"),
     "two generations": ("rollout_is_level: token\nrollout_rs: token_k1", "does not belong to the `rollout_is*` keys"),
     "a nested list": ("rollout_rs: [[token_k1]]\nrollout_rs_threshold: 2.0", "`rollout_rs` must be a list of names"),
-    "no bounds": ("rollout_rs: token_k1", "`rollout_rs_threshold` is not set"),
     "TRL's own": ("vllm_importance_sampling_mode: turn_mask", "must be token_truncate"),
     "TRL's own beside ours": ("rollout_correction: trl\nvllm_importance_sampling_mode: token_mask", "fields of this package"),
     "unknown of TRL's": ("vllm_importance_sampling_x: 1", "does not belong to TRL"),
@@ -308,7 +299,6 @@ def test_a_ported_run_rejects_what_verl_rejected():
     [
         ("seq_sum_k1", "0.5_inf", [0.0, 2.0], True),
         ("seq_sum_k1", "0.5_2.0", [0.5, 2.0], False),
-        ("seq_sum_k1", "2.0", [0.5, 2.0], False),
         ("token", "0.6_1.6", [0.6, 1.6], False),  # by their first names, the bounds are on the ratio
         ("seq_max_k1", "0.6_1.6", [0.6, 1.6], False),  # verl does not have it
         ("token_k1", [0.0, 5.0], [0.0, 5.0], False),  # verl refuses a lower bound of 0
