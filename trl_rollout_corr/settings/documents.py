@@ -47,14 +47,15 @@ def _text(path: Path) -> str:
 
 def _containing(word: str, paths: dict[str, Path]) -> str:
     """Names of the sections that contain a word, each with its first line that does."""
-    found = []
+    found: dict[str, str] = {}
     for page, path in paths.items():
-        lines = _text(path).splitlines()
-        headings = list(sections("\n".join(lines)))
-        for (first, anchor, _), last in zip(headings, [*(first for first, *_ in headings[1:]), None], strict=True):
-            if hit := next((line.strip() for line in lines[first:last] if word.lower() in line.lower()), None):
-                found.append(f"docs {page}#{anchor}\n    {shorten(hit, 110, placeholder=' ...')}\n")
-    return "".join(found)
+        text, anchor = _text(path), ""
+        anchors = {i: anchor for i, anchor, _ in sections(text)}
+        for i, line in enumerate(text.splitlines()):
+            anchor = anchors.get(i, anchor)
+            if word.lower() in line.lower():
+                found.setdefault(f"docs {page}#{anchor}", shorten(line, 110, placeholder=" ..."))
+    return "".join(f"{section}\n    {line}\n" for section, line in found.items())
 
 
 def _list(paths: dict[str, Path]) -> str:
