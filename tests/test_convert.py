@@ -231,21 +231,19 @@ def test_the_lines_of_trl(convert):
     written, said, text = convert(yaml.safe_dump(settings, sort_keys=False))
     assert written == {
         "use_vllm": True, **TOKEN, "model_name_or_path": "m", "learning_rate": 1e-6, "epsilon_high": 0.28, "delta": 10,
-        "max_grad_norm": 0.5, "num_iterations": 2, "loss_type": "grpo", "scale_rewards": "none",
+        "max_grad_norm": 0.5, "num_iterations": 2, "beta": 0.01, "loss_type": "grpo", "scale_rewards": "none",
         "num_generations": 8, "temperature": 0.7, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.1,
         "max_completion_length": 1024, "num_train_epochs": 15,
     }  # fmt: skip
     distorting = [line for line in text.splitlines() if "changes what vLLM samples but not what the trainer" in line]
     assert [line.split(":")[0] for line in distorting] == ["top_p", "top_k", "repetition_penalty"]
     assert [line.split(" ")[1] for line in said] == [
-        "`actor_rollout_ref.actor.use_kl_loss`", "`actor_rollout_ref.actor.kl_loss_coef`",
         "`actor_rollout_ref.rollout.quantization`", "`actor_rollout_ref.rollout.enable_rollout_routing_replay`",
         "`actor_rollout_ref.rollout.presence_penalty`", "`data.train_files`,",
     ]  # fmt: skip
-    assert "set `beta`, the coefficient of the divergence" in said[0]
-    assert "not quantised" in said[2]
-    assert "`rollout_routing: replay`" in said[3]
-    assert said[5] == "warning: `data.train_files`, `trainer.nnodes` are left out: not about rollout correction."
+    assert "not quantised" in said[0]
+    assert "`rollout_routing: replay`" in said[1]
+    assert said[3] == "warning: `data.train_files`, `trainer.nnodes` are left out: not about rollout correction."
 
 
 KL = ["actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.kl_loss_coef=0.01"]
@@ -261,7 +259,9 @@ KL = ["actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.kl_lo
         (["actor.clip_ratio_c=4", "adv_estimator=rloo"], {"beta": 0}, ["TRL's RLOO has no such bound"]),
         (["actor.loss_agg_mode=token-mean"], {"loss_type": "dapo"}, []),
         (["actor.loss_agg_mode=seq-mean-token-sum"], {}, ["`loss_type: dr_grpo` is the nearest"]),
-        (KL, {}, ["use_kl_loss` is left out: set `beta`", "kl_loss_coef` is left out: it acts with `use_kl_loss`"]),
+        (KL, {"beta": 0.01}, []),
+        (KL[:1], {"beta": 0.001}, []),
+        (KL[1:], {}, ["kl_loss_coef` is left out: it acts with `use_kl_loss`"]),
         (["actor.use_kl_loss=False"], {}, []),
         ([*KL, "adv_estimator=rloo"], {}, ["use_kl_loss` is left out: set `beta`", "kl_loss_coef` is left out"]),
         (["adv_estimator=rloo"], {"beta": 0}, []),  # TRL's default is above 0

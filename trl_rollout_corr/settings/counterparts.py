@@ -49,6 +49,7 @@ COUNTERPARTS: dict[str, tuple[str, str]] = {
 }
 _LOSSES = {"token-mean": "dapo", "seq-mean-token-mean": "grpo", "seq-mean-token-sum-norm": "dr_grpo"}
 _SHORT = {name.rpartition(".")[2]: name for name in COUNTERPARTS} | {"learning_rate": "actor.optim.lr"}
+_IN_LOSS = ("actor.use_kl_loss", "actor.kl_loss_coef")
 _DIVERGENCES = ("actor.use_kl_loss", "algorithm.use_kl_in_reward")
 _ONLY_GRPO = ("delta", "loss_type", "scale_rewards")
 _NEUTRAL = {"top_p": 1, "top_k": 0, "repetition_penalty": 1}
@@ -69,16 +70,17 @@ def to_trl(settings: Mapping[str, object]) -> dict[str, object]:
         name: key for name, value in settings.items() if (key := counterpart(name)) and value not in (None, "null", {})
     }
     rloo = any(key == "algorithm.adv_estimator" and settings[name] == "rloo" for name, key in known.items())
-    trl: dict[str, object] = {}
-    diverges = False
+    values = {key: settings[name] for name, key in known.items()}
+    diverges = {key: parse_truth(read_value(values.get(key, False), key), key) for key in _DIVERGENCES}
+    trl: dict[str, object] = {"beta": 0} if rloo and not any(diverges.values()) else {}  # TRL's default is above 0
+    if diverges["actor.use_kl_loss"] and not rloo:
+        trl["beta"] = _read("beta", values.get("actor.kl_loss_coef", 0.001), "kl_loss_coef")  # verl's default
     for name, key in known.items():
         value, (field, note) = settings[name], COUNTERPARTS[key]
         if key == "algorithm.adv_estimator" and value in TRAINERS:
             continue
-        if key in _DIVERGENCES:
-            if not parse_truth(read_value(value, name), key):
-                continue
-            diverges = True
+        if not diverges.get(key, True) or (key in _IN_LOSS and "beta" in trl):
+            continue
         exact = field and not (rloo and field in _ONLY_GRPO)
         if not exact or (read := _read(field, value, name)) is None:
             warn(f"`{name}` is left out: {note}.", name)
@@ -86,8 +88,6 @@ def to_trl(settings: Mapping[str, object]) -> dict[str, object]:
         if trl.get(field, read) != read:
             warn(f"`{name}` is {value}, while another key sets `{field}` to {trl[field]}. The last one is kept.", name)
         trl[field] = read
-    if rloo and not diverges:
-        trl["beta"] = 0  # verl's default; TRL's is above 0
     if "epsilon" in trl:
         trl.setdefault("epsilon_high", 0.2)  # verl's default; TRL's is `epsilon`
     if unknown := [f"`{name}`" for name in settings if counterpart(name) is None]:
