@@ -13,6 +13,7 @@ from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.settings.criteria import CRITERIA
 from trl_rollout_corr.settings.fields import PARSERS
 from trl_rollout_corr.settings.presets import DEFAULT, UNSET, settings_of
+from trl_rollout_corr.settings.thresholds import parse_truth
 
 
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(RolloutCorrectionConfig)}
@@ -63,7 +64,7 @@ def allowed_in_code(name: str) -> str | None:
         nothing = name != "rollout_is" and UNSET.get(name, "preset")  # what stands for the preset is in another column
         *most, last = [value for value in parser.args[1] if value not in ("preset", nothing)]
         return f"{', '.join(f'`{value}`' for value in most)} or `{last}`"
-    return {"_boolean": "`True` or `False`", "_count": f"integers of {parser.args[-1]} or more"}[parser.func.__name__]
+    return "`True` or `False`" if parser.func is parse_truth else f"integers of {parser.args[-1]} or more"
 
 
 def build(settings: dict) -> RolloutCorrectionConfig:
