@@ -147,22 +147,6 @@ def squared_gap(model, rows: list[dict]) -> float:
     return float(np.mean(np.square(gaps)))
 
 
-def test_a_server_that_dies_is_one_clear_error_and_a_checkpoint(example, tmp_path):
-    command, port = example
-    options = ["--weights_folder", str(tmp_path / "weights"), "--max_steps", "1000", "--save_strategy", "no"]
-    with (tmp_path / "log").open("w") as log:
-        program = start(command("token_is", *options), log)
-        wait_for_steps(program, tmp_path / "log")
-        server = pids(f"--port {port}")[0][0]
-        os.killpg(os.getpgid(server), signal.SIGKILL)  # the server, its engine, and what watches it
-        assert program.wait(180) != 0
-    text = (tmp_path / "log").read_text()
-    assert "A checkpoint is in" in text
-    assert f"The vLLM server at http://127.0.0.1:{port} is gone" in text
-    assert list((tmp_path / "out").glob("checkpoint-*/model.safetensors"))
-    assert_nothing_is_left(port, str(tmp_path))
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_an_interrupt_leaves_nothing_behind(example, tmp_path, number):
     command, port = example

@@ -1,7 +1,6 @@
 """`RolloutCorrectedAsyncGRPOTrainer` on the real TRL, with samples of known age from a policy that is not the trainer's."""
 
 import dataclasses
-import inspect
 import math
 import sys
 from argparse import Namespace
@@ -31,14 +30,12 @@ from trl_rollout_corr import (
     RolloutCorrectionConfig,
     compute_rollout_correction,
 )
-from trl_rollout_corr.asynchronous import contract
 from trl_rollout_corr.asynchronous.placeholders import Placeholder
 from trl_rollout_corr.asynchronous.trl_parts import AsyncGRPOTrainer, AsyncRolloutWorker, TreeRow
 from trl_rollout_corr.correction.groups import Groups, add_up_groups
 from trl_rollout_corr.dumps.reading import open_dump
 from trl_rollout_corr.messages import PREFIX
 from trl_rollout_corr.recording.monitor import ALARMS
-from trl_rollout_corr.trainers.batches import CorrectsBatches
 
 
 @pytest.fixture
@@ -116,15 +113,6 @@ def test_off_is_bit_for_bit_trl(make, plain, off):
     assert all(value > 0 for value in logged(trainer, "k3_kl"))
 
 
-def test_weights_of_one_change_little(make, tiny_model_path, tmp_path):
-    """The sampler is the trainer: corrected and not, the first gradient is that of the policy gradient."""
-    same = {"noise": 0.0}
-    batch, _ = micro_batch(trainer := make(same, rollout_correction="decoupled_geo_rs_token_tis"))
-    found = backward(trainer.model, trainer.compute_loss(trainer.model, batch))
-    batch, _ = micro_batch(off := make(same, rollout_correction="disabled"))
-    assert_gradients_equal(found, backward(off.model, off.compute_loss(off.model, batch)))
-
-
 MODES = {
     "decoupled": {},
     "reinforce": {"bypass_mode": True, "rollout_loss_type": "reinforce"},
@@ -185,18 +173,6 @@ def test_gradients_are_those_of_the_loss_written_out(make, tiny_model_path, mode
 
 def logged_now(trainer, key):
     return window(trainer).finish()[PREFIX + key]
-
-
-def test_the_bound_of_the_dual_clip_takes_effect(make):
-    fields = {"bypass_mode": True, "rollout_is": None}
-    worker = {"noise": 0.5}
-
-    def gradient(bound):
-        batch, _ = micro_batch(trainer := make(worker, rollout_clip_ratio_c=bound, **fields))
-        return backward(trainer.model, trainer.compute_loss(trainer.model, batch))["lm_head.weight"]
-
-    assert not torch.allclose(gradient(1.2), gradient(None))
-    assert torch.equal(gradient(1e6), gradient(None))
 
 
 def test_batch_normalisation_gives_weights_a_mean_of_one(make):
@@ -370,27 +346,6 @@ def test_missing_log_probabilities_are_one_clear_error(make, change, message):
         make({"change": change}).train()
 
 
-def test_an_error_of_the_sampler_leaves_a_checkpoint(make, tmp_path, tiny_model_path):
-    """Also if the run saves nothing; and it can go on from there as if nothing had been."""
-    worker = {"lags": (0,), "end": 24}
-    trainer = make(worker, max_steps=5, logging_steps=1)
-    with pytest.raises(RuntimeError, match="after step 3: RuntimeError: the worker has no more samples") as error:
-        trainer.train()
-    assert str(tmp_path / "checkpoint-3") in str(error.value)
-    assert "no more samples" in str(error.value.__cause__)
-    assert trainer.rollout_worker.stopped
-    again = make({"lags": (0,)}, max_steps=5, logging_steps=1)
-    again.rollout_worker.made = 24
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    whole = make({"lags": (0,)}, max_steps=5, logging_steps=1)
-    whole.train()
-    for name, weight in weights_of(whole).items():
-        assert torch.equal(weights_of(again)[name], weight), name
-    # one micro-batch is fetched ahead, before the weights are pushed
-    assert logged(whole, "staleness_mean")[-2:] == [0.5, 0.5]
-    assert logged(again, "staleness_mean")[-2:] == [0.0, 0.5]
-
-
 # Metrics, dump and monitor --------------------------------------------------------------------------------------------
 
 
@@ -444,7 +399,6 @@ def test_the_types_of_the_server_are_in_the_dump(make, tmp_path, monkeypatch):
     monkeypatch.setattr("trl_rollout_corr.asynchronous.trainer.AsyncRolloutWorker", WorkerHere)
     monkeypatch.setattr(trainer, "vllm_client", Namespace(server_url="http://there"), raising=False)
     monkeypatch.setattr("trl_rollout_corr.asynchronous.trainer.read_configuration", lambda url: server)
-    monkeypatch.setattr(trainer, "_missing_server", lambda: None)
     with pytest.warns(UserWarning, match="The trainer computes in float32 and the sampler in bfloat16"):
         trainer.train()
     about = open_dump(tmp_path / "dump").about
@@ -511,19 +465,9 @@ def test_a_row_of_one_completion_is_not_normalised(make, fields, scope):
         make(**fields)
 
 
-def test_a_setting_that_is_changed_after_the_trainer_was_built_is_an_error(make):
-    trainer = make(max_steps=2, logging_steps=1)
-    trainer.args.rollout_is_threshold = 3.0
-    with pytest.raises(ValueError, match=r"`rollout_is_threshold` is 3.0, but was .* when the trainer was built"):
-        trainer.train()
-
-
 def test_settings_that_do_not_fit_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="`rollout_rs_exclude_from_baseline` is True, but in an asynchronous run"):
-        RolloutCorrectedAsyncGRPOConfig(
-            str(tmp_path), use_cpu=True, bf16=False, rollout_rs="seq_mean_k1", rollout_rs_threshold=1.1,
-            rollout_rs_exclude_from_baseline=True,
-        )  # fmt: skip
+    with pytest.raises(ValueError, match="`rollout_support` is 'replay', which needs a colocated vLLM"):
+        RolloutCorrectedAsyncGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, rollout_support="replay")
     with pytest.raises(ValueError, match="`rollout_routing` is 'replay', but the rollout worker"):
         RolloutCorrectedAsyncGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, rollout_routing="replay")
 
@@ -550,16 +494,6 @@ def test_another_loss_is_refused(tiny_model_path, tmp_path):
 
     with pytest.raises(TypeError, match="inherits `compute_loss` from `Other`"):
         build_ours(tiny_model_path, tmp_path, trainer_class=Mixed)
-
-
-def test_every_overridden_method_is_in_the_contract():
-    overridden = {
-        name
-        for cls in (RolloutCorrectedAsyncGRPOTrainer, CorrectsBatches)
-        for name, member in vars(cls).items()
-        if inspect.isfunction(member) and hasattr(AsyncGRPOTrainer, name) and name != "__init__"
-    }
-    assert overridden == set(contract.METHODS)
 
 
 # What a terminal shows -------------------------------------------------------------------------------------------------

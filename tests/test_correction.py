@@ -462,17 +462,6 @@ def test_statistics_of_different_configurations_do_not_add():
         one + other
 
 
-def test_token_k1_rejects_tokens_and_seq_max_k1_their_sequences():
-    train = torch.tensor([[0.0, 1.0, 0.0], [0.1, 0.0, -0.1]])
-    zeros, ones = torch.zeros(2, 3), torch.ones(2, 3)
-    fields = {"rollout_is": None, "rollout_rs_threshold": [0.6, 1.6]}
-    assert correct(train, zeros, ones, rollout_rs="token_k1", **fields).keep.tolist() == [
-        [True, False, True],
-        [True] * 3,
-    ]
-    assert correct(train, zeros, ones, rollout_rs="seq_max_k1", **fields).keep.tolist() == [[False] * 3, [True] * 3]
-
-
 def test_bounds_of_k2_are_in_nats():
     train = torch.tensor([[0.0, math.log(9.3)], [0.0, math.log(9.4)]])
     zeros, ones = torch.zeros(2, 2), torch.ones(2, 2)
@@ -480,21 +469,6 @@ def test_bounds_of_k2_are_in_nats():
     assert of_k2.keep.any(-1).tolist() == [True, False]
     of_ratio = correct(train, zeros, ones, rollout_is=None, rollout_rs="seq_max_k1", rollout_rs_threshold=2.5)
     assert not of_ratio.keep.any()
-
-
-def test_the_masked_fraction_is_of_tokens():
-    train = torch.tensor([[0.0, 1.0, 0.0, 0.0], [0.0] * 4])
-    fields = {"rollout_is": None, "rollout_rs": "token_k1", "rollout_rs_threshold": 2}
-    metrics = named(correct(train, torch.zeros(2, 4), torch.ones(2, 4), **fields))
-    assert metrics["rollout_rs_masked_fraction"] == 1 / 8  # of the completions, it is a half
-
-
-@given(batches(), st.sampled_from(["token", "sequence", "geometric"]))
-def test_clamped_weights_stay_within_their_bounds(batch, level):
-    mask = batch[2]
-    weights = correct(*batch, rollout_is=level, rollout_is_threshold=[0.5, 2.0], rollout_is_clamp=True).weights
-    assert ((weights[mask] >= 0.5) & (weights[mask] <= 2.0)).all()
-    assert (weights[~mask] == 0).all()
 
 
 # Blocks of rows -----------------------------------------------------------------------------------------------------------

@@ -203,30 +203,6 @@ def test_logps_and_gradients_are_those_of_loops(monkeypatch, dtype, bias):
         torch.testing.assert_close(one.double(), other, rtol=tolerance, atol=1e-5)
 
 
-def test_the_gradient_of_the_head_is_written_once(monkeypatch):
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Counting(TorchDispatchMode):
-        """Counts tensors with the shape of the head that come into being."""
-
-        storages = 0
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            output = function(*args, **(kwargs or {}))
-            for x in output if isinstance(output, tuple) else (output,):
-                given = [x.data_ptr() for x in args if isinstance(x, torch.Tensor)]
-                if isinstance(x, torch.Tensor) and x.shape == (VOCABULARY, HIDDEN) and x.data_ptr() not in given:
-                    self.storages += 1
-            return output
-
-    monkeypatch.setattr(module, "_ELEMENTS", 8 * HIDDEN)
-    states, weight, _ = some_head(torch.float32, False)
-    logps = kept_logps(states, weight, None, some_sets(), 1.0)
-    with Counting() as counting:
-        logps.sum().backward()
-    assert counting.storages == 1
-
-
 @pytest.mark.parametrize("complete", [True, False])
 def test_the_whole_vocabulary_has_no_backward_pass_where_all_sets_are_known(tiny_model_path, complete):
     model, passes = AutoModelForCausalLM.from_pretrained(tiny_model_path), []
@@ -269,9 +245,3 @@ def test_replay_is_refused_where_it_cannot_be(tiny_model_path, tmp_path, monkeyp
     monkeypatch.setattr("trl_rollout_corr.trainers.trl_checks.INSTALLED", Version("1.17.0"))
     with pytest.raises(ValueError, match=r"trl 1.17.0 is newer than 1.16, and may compute .* itself"):
         config(top_p=0.9)
-
-
-def test_an_asynchronous_run_has_no_replay(tmp_path):
-    pytest.importorskip("trl_rollout_corr.asynchronous.trl_parts", exc_type=ImportError)
-    with pytest.raises(ValueError, match="`rollout_support` is 'replay', which needs a colocated vLLM"):
-        TRAINERS["async_grpo"][1](str(tmp_path), use_cpu=True, bf16=False, rollout_support="replay")

@@ -104,20 +104,20 @@ REPORT = [
 
 # Lines of each wing, at most; `.` is the package itself. What comes in is paid for by what goes
 MOST_LINES = {
-    ".": 800,
+    ".": 770,
     "health": 850,
     "settings": 1760,
-    "correction": 1420,
-    "replay": 920,
-    "dumps": 620,
-    "diagnosis": 1630,
-    "arrival": 640,
+    "correction": 1340,
+    "replay": 780,
+    "dumps": 600,
+    "diagnosis": 1610,
+    "arrival": 620,
     "recording": 840,
-    "trainers": 2510,
-    "asynchronous": 820,
-    "axolotl": 120,
-    "probe": 690,
-    "analysis": 2180,
+    "trainers": 2480,
+    "asynchronous": 670,
+    "axolotl": 100,
+    "probe": 670,
+    "analysis": 2160,
 }
 LONGEST_MODULE = 400
 

@@ -103,12 +103,6 @@ APPENDED = {
         ('"completion_mask": completion_mask,', '"completion_mask": completion_mask, "new_key": completion_mask,'),
     ],
 }  # fmt: skip
-MOVED = {
-    "trainer/grpo_trainer.py": [
-        ("def _calculate_rewards(self, inputs, prompts,", "def _calculate_rewards(self, prompts, inputs,"),
-    ],
-    "generation/vllm_generation.py": [("_iter_named_params", "_named_params")],
-}
 
 
 def test_a_newer_trl_with_everything_in_its_place_trains_with_one_warning(tiny_model_path, tmp_path):
@@ -133,16 +127,8 @@ def assert_names_what_has_moved(error: str, report: str):
     assert "`RLOOTrainer" not in error
 
 
-@pytest.mark.slow
-def test_what_a_newer_trl_has_moved_is_refused_by_name(tiny_model_path, tmp_path):
-    report, found = train_on(copy_trl(tmp_path / "trl", "1.18.0", MOVED), tiny_model_path, tmp_path)
-    assert found["code"] == 1
-    assert found["losses"] == []
-    assert_names_what_has_moved(found["error"], report)
-
-
 def test_names_that_have_moved_are_refused(tiny_model_path, tmp_path, monkeypatch, capsys):
-    """As above, in this process: classes of the installed TRL lose the names."""
+    """Classes of the installed TRL lose the names."""
     pretend(monkeypatch, "1.18.0")
     monkeypatch.setattr(GRPOTrainer, "_calculate_rewards", lambda self, prompts, inputs, *others: None)
     monkeypatch.delattr(VLLMGeneration, "_iter_named_params")
@@ -184,13 +170,6 @@ class NewGRPOConfig(RolloutCorrectedGRPOConfig):
     vllm_importance_sampling_level: str = "token"
 
 
-@dataclasses.dataclass
-class NewRLOOConfig(TRAINERS["rloo"][1]):
-    """TRL of the future, which corrects RLOO, too."""
-
-    vllm_importance_sampling_correction: bool = True
-
-
 def test_a_correction_that_is_not_known_is_switched_off_and_named(tmp_path):
     config = NewGRPOConfig(str(tmp_path), bf16=False)
     with without_trl_correction(config):
@@ -203,12 +182,6 @@ def test_a_correction_that_is_not_known_is_switched_off_and_named(tmp_path):
         without_trl_correction(config),
     ):
         pass
-
-
-def test_a_correction_of_rloo_is_switched_off(tmp_path):
-    config = NewRLOOConfig(str(tmp_path), bf16=False)
-    with without_trl_correction(config):
-        assert not config.vllm_importance_sampling_correction
 
 
 def test_weights_of_trl_in_a_batch_are_an_error(tiny_model_path, tmp_path, monkeypatch):

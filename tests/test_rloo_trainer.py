@@ -250,11 +250,6 @@ def test_bypass_ppo_gradient(make):
     assert_gradients_equal(found, backward(model, loss))
 
 
-def test_a_rejected_completion_adds_nothing_to_the_loss(make):
-    trainer = make(rollout_is=None, rollout_rs="seq_mean_k1", rollout_rs_threshold=1.000001, spread=0.3)
-    assert trainer.compute_loss(trainer.model, micro_batches(trainer)[0]).item() == 0.0
-
-
 def test_a_saturated_ratio_gives_no_gradient_and_no_nan(make):
     trainer = make(rollout_correction="bypass_ppo_clip", spread=0.0)
     batch = micro_batches(trainer)[0]
@@ -389,19 +384,3 @@ def test_an_engine_with_broken_weights(make, mode, beta):
 def test_no_sampler_at_all(tiny_model_path, tmp_path):
     with pytest.raises(ValueError, match=r"`use_vllm` is False.*Set `use_vllm=True`, or use `RLOOTrainer`"):
         build(RolloutCorrectedRLOOTrainer, RolloutCorrectedRLOOConfig, tiny_model_path, tmp_path)
-
-
-def test_normalisation_over_a_single_turn_is_warned_about():
-    with pytest.warns(UserWarning, match="its weight would always be 1 if it has one turn"):
-        RolloutCorrectedRLOOConfig(
-            "output", use_cpu=True, bf16=False, per_device_train_batch_size=1, gradient_accumulation_steps=8,
-            rollout_correction="bypass_pg_is", rollout_is="turn", rollout_is_batch_normalize=True,
-        )  # fmt: skip
-
-
-def test_normalisation_over_a_single_sequence_is_refused():
-    with pytest.raises(ValueError, match=r"its weight would always be 1. Set `per_device_train_batch_size` to 2"):
-        RolloutCorrectedRLOOConfig(
-            "output", use_cpu=True, bf16=False, per_device_train_batch_size=1, gradient_accumulation_steps=8,
-            rollout_correction="bypass_pg_is", rollout_is_batch_normalize=True,
-        )  # fmt: skip

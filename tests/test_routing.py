@@ -7,9 +7,9 @@ from textwrap import dedent
 import numpy as np
 import pytest
 import torch
-import yaml
 
-from tests.launching import ROOT, output_of
+from tests.launching import output_of
+from tests.routes_on_a_cpu import ARGUMENTS
 from tests.tiny import StaleSampler, build_tiny_model
 from tests.training import (
     TRAINERS,
@@ -26,21 +26,11 @@ from tests.training import (
 from tests.training import backward as backward_of
 from tests.training import build as build_trainer
 from trl_rollout_corr.recording.keys import AGAIN_LOGPS
-from trl_rollout_corr.replay.capture import RecordingEngine, returns_routes
-from trl_rollout_corr.replay.experts import ROUTES
+from trl_rollout_corr.replay.capture import RecordingEngine
 from trl_rollout_corr.replay.router_hooks import RouterHooks
 from trl_rollout_corr.replay.routers import ROUTERS, experts_of, find_routers, take
 from trl_rollout_corr.replay.sampled_experts import SampledRoutes
 
-
-def documented_for_a_cpu() -> dict:
-    """Settings of vLLM that docs/method.md names for a CPU: of the second block of YAML about experts."""
-    section = (ROOT / "docs/method.md").read_text("utf-8").split("## Experts of the sampler")[1].split("\n## ")[0]
-    block = section.split("```yaml")[2].split("```")[0]
-    return yaml.safe_load(block)["rollout_engine_kwargs"]
-
-
-DOCUMENTED = documented_for_a_cpu()
 
 SIZES = {
     "vocab_size": 40,
@@ -257,7 +247,7 @@ def rows(n: int = 3) -> np.ndarray:
 @pytest.mark.parametrize(
     ("experts", "said"),
     [
-        (None, "enable_return_routed_experts: true}` on a GPU, .*enforce_eager: true}` on a CPU"),
+        (None, "enable_return_routed_experts: true}`, or `rollout_routing` to None"),
         (rows() * 0, "The largest expert in the routes of a completion is 0.*moe_backend"),
         (rows(2), "2 rows for 3 tokens.*enable_prefix_caching: false"),
         (
@@ -318,33 +308,6 @@ def test_a_part_of_a_sequence_has_the_routes_of_the_whole():
     assert chosen(sampled, [1, 2, 3, 4, 6, 9, 9]) == [30, 31, 32, 33, 34, 255, 255]
     assert chosen(sampled, [7, 7]) == [255, 255]
     assert chosen(SampledRoutes([0], 255, 1), [7, 7]) == [255, 255]
-
-
-def test_many_cut_sequences_are_found_without_comparing_all():
-    class Counted(int):
-        """A token that counts how often it is compared."""
-
-        compared = 0
-
-        def __lt__(self, other):
-            Counted.compared += 1
-            return int(self) < other
-
-        def __eq__(self, other):
-            Counted.compared += 1
-            return int(self) == other
-
-        __hash__ = int.__hash__
-
-    n, length = 400, 20
-    sequences = torch.randint(1, 50, (n, length), generator=torch.Generator().manual_seed(0)).tolist()
-    sampled = SampledRoutes([0], 255, 1)
-    for tokens in sequences:
-        sampled.keep([Counted(token) for token in tokens], np.ones((length - 1, 1, 1)))
-    ids = torch.tensor(sequences)[:, :-2]
-    placed = sampled.place(ids, torch.ones_like(ids), length - 4)
-    assert not sampled.without(placed, torch.ones(n, length - 4)).any()
-    assert Counted.compared < n * n  # one comparison of each pair would be more
 
 
 def test_one_expert_per_token_may_be_the_first_one():
@@ -517,13 +480,6 @@ def test_missing_routes_do_not_end_a_run_that_replays(make, caplog, turn):
     assert far_off(trainer) > 1e-3
 
 
-def test_a_batch_of_other_code_is_trained_without_replay(make, caplog):
-    trainer = make()
-    batch = {key: x for key, x in micro_batches(trainer)[0].items() if key != ROUTES}
-    with saying(caplog, f"a batch has no `{ROUTES}`"):
-        assert gradients(trainer, batch)
-
-
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_loss_by_hand_leaves_the_model_alone(make, checkpointing):
     trainer = make(gradient_checkpointing=checkpointing)
@@ -580,42 +536,16 @@ def test_samplers_whose_routes_do_not_arrive_are_refused(make, fields, said):
         make(**{**VLLM, **fields})
 
 
-def test_a_gpu_engine_that_hides_routes_is_refused():
-    from types import SimpleNamespace as Config
+@pytest.mark.parametrize("place", ["aux_output_config", "model_config"])  # by release of vLLM
+def test_an_engine_that_hides_routes_is_refused(place):
+    from types import SimpleNamespace as Object
 
-    config = Config(model_config=Config(enable_return_routed_experts=False), device_config=Config(device_type="cuda"))
+    config = Object(**{"model_config": Object(), place: Object(enable_return_routed_experts=False)})
+    llm = Object(llm_engine=Object(vllm_config=config))
     with pytest.raises(ValueError, match=r"vLLM does not return its routes.*enable_return_routed_experts: true"):
-        returns_routes(config)
-    config.model_config.enable_return_routed_experts = True
-    assert returns_routes(config)
-
-
-@pytest.mark.vllm
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({}, "`enable_prefix_caching` is True: .*, and `enforce_eager` is False"),
-        ({"enable_prefix_caching": False}, "on this CPU `enforce_eager` is False"),
-        ({"enforce_eager": True}, "on this CPU `enable_prefix_caching` is True"),
-        ({"enable_prefix_caching": False, "compilation_config": {"mode": 0}}, None),
-        (DOCUMENTED, None),
-    ],
-)
-def test_engines_on_a_cpu_that_hide_routes_are_refused(moe_path, monkeypatch, options, said):
-    """With the configuration that vLLM makes of a user's options."""
-    from vllm import EngineArgs
-
-    config = EngineArgs(moe_path, max_model_len=64, **options).create_engine_config()
-    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)  # the tests set it
-    if said is None:
-        assert not returns_routes(config)
-    else:
-        with pytest.raises(
-            ValueError, match=f"{said}.*Set `rollout_engine_kwargs: {{enable_prefix_caching: false, enforce"
-        ):
-            returns_routes(config)
-    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
-    assert config.cache_config.enable_prefix_caching or not returns_routes(config)
+        RecordingEngine(llm, SampledRoutes([0], 8, 2))
+    getattr(config, place).enable_return_routed_experts = True
+    assert RecordingEngine(llm, SampledRoutes([0], 8, 2)).llm_engine is llm.llm_engine
 
 
 def test_a_model_that_was_replaced_is_refused(make):
@@ -639,18 +569,19 @@ def test_a_dense_model_is_refused(tiny_model_path, tmp_path):
 # vLLM -----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.vllm  # slow, but the only proof that the documented settings work: the engine is built as a user builds it
-def test_agents_whose_turns_are_cut_replay_with_the_documented_settings(moe_path, tmp_path):
+@pytest.mark.vllm
+def test_agents_whose_turns_are_cut_replay(moe_path, tmp_path):
     script = f"""
         from pathlib import Path
 
         import torch
 
+        from tests.routes_on_a_cpu import ARGUMENTS, returning_routes
         from tests.test_agents import SOURCES
         from tests.tiny import build_tiny_tokenizer, with_tools
         from tests.training import TRAINERS, VLLM, build, evaluation, logged
 
-        kwargs = {{**{DOCUMENTED!r}, "dtype": "float32"}}  # the trainer's
+        kwargs = {{**ARGUMENTS, "dtype": "float32"}}  # the trainer's
         fields = {{
             **VLLM, **evaluation(), "learning_rate": 0.0, "vllm_max_model_length": 128, "max_completion_length": 24,
             "max_tool_calling_iterations": 3, "rollout_routing": "replay", "rollout_engine_kwargs": kwargs,
@@ -658,7 +589,8 @@ def test_agents_whose_turns_are_cut_replay_with_the_documented_settings(moe_path
         }}
         tools = {{**SOURCES["tools"], "eval_dataset": SOURCES["tools"]["train_dataset"].select(range(8))}}
         extra = {{**tools, "processing_class": with_tools(build_tiny_tokenizer(), "look", "place")}}
-        trainer = build(*TRAINERS["grpo"], {moe_path!r}, Path({str(tmp_path)!r}), **{{**fields, "extra": extra}})
+        with returning_routes():
+            trainer = build(*TRAINERS["grpo"], {moe_path!r}, Path({str(tmp_path)!r}), **{{**fields, "extra": extra}})
         place, cut = trainer._replays.experts.sampled.place, []
 
         def counting(ids, mask, n):
@@ -681,10 +613,11 @@ def test_agents_whose_turns_are_cut_replay_with_the_documented_settings(moe_path
 def test_vllm_gives_its_experts_to_the_trainer(moe_path, tmp_path):
     script = f"""
         from pathlib import Path
+        from tests.routes_on_a_cpu import ARGUMENTS, returning_routes
         from tests.training import TRAINERS, VLLM, build, logged, sharing_engines
 
-        shared = dict(VLLM, learning_rate=0.0, max_steps=3, rollout_engine_kwargs={{"enable_prefix_caching": False}})
-        with sharing_engines():
+        shared = dict(VLLM, learning_rate=0.0, max_steps=3, rollout_engine_kwargs=ARGUMENTS)
+        with sharing_engines(), returning_routes():
             for name in TRAINERS:
                 trainer = build(*TRAINERS[name], {moe_path!r}, Path({str(tmp_path)!r}), **shared, rollout_routing="replay")
                 sampled, kept = trainer._replays.experts.sampled, []
@@ -724,7 +657,7 @@ def test_two_ranks_replay_their_own_completions(moe_path, tmp_path):
         "vllm_max_model_length": 64,
         "learning_rate": 0.0,
         "rollout_routing": "replay",
-        "rollout_engine_kwargs": {"enable_prefix_caching": False},
+        "rollout_engine_kwargs": ARGUMENTS,
     }
     for rank in launch_and_read({"replay": case}, tmp_path / "ranks", 2)["replay"]:
         entries = [entry for entry in rank["history"] if "rollout_corr/routing_flipped_fraction" in entry]

@@ -94,17 +94,6 @@ def test_probabilities_near_zero_and_one(divergence):
     assert found[-1, 0].abs() > 0.9
 
 
-@pytest.mark.parametrize("length", [1, 5])
-def test_advantages_per_token_or_per_completion(length):
-    torch.manual_seed(0)
-    rollout, train_logps = -torch.rand(3, length), -torch.rand(3, length)
-    advantages = torch.tensor([1.0, -1.0, 0.0])
-    fields = {"rollout_rs": "token_tv", "rollout_rs_threshold": 0.05}
-    one = correct(train_logps, rollout, torch.ones(3, length), advantages, **fields)
-    other = correct(train_logps, rollout, torch.ones(3, length), advantages[:, None].expand(3, length), **fields)
-    assert torch.equal(one.keep, other.keep)
-
-
 @pytest.mark.parametrize("advantages", [None, torch.ones(2), torch.ones(3, 4)])
 def test_missing_advantages_are_named(advantages):
     zeros = torch.zeros(3, 2)

@@ -5,7 +5,6 @@ import math
 import re
 import warnings
 
-import numpy as np
 import pytest
 import torch
 from transformers import TrainerCallback
@@ -77,36 +76,25 @@ def test_settings_are_read_when_the_trainer_is_built_and_do_not_change_in_a_run(
     ("name", "value"),
     [
         ("rollout_correction", None),
-        ("rollout_is_threshold", 5.0),
-        ("rollout_rs", ["token_k2"]),
-        ("bypass_mode", True),
-        ("rollout_metrics_only", True),
+        ("rollout_rs_threshold", [0.5, 3.0]),
         ("rollout_monitor", "stop"),
-        ("rollout_monitor_bounds", {"k3_high": 1.0}),
-        ("rollout_diagnose", True),
         ("rollout_dump_dir", "elsewhere"),
-        ("rollout_engine_kwargs", {"dtype": "float16"}),
-        ("rollout_support", "replay"),
-        ("rollout_routing", "replay"),
     ],
 )
 def test_a_setting_that_is_changed_after_the_trainer_was_built_is_an_error(make, name, value):
-    trainer = make(max_steps=1)
+    trainer = make(max_steps=1, rollout_rs="token_k1", rollout_rs_threshold=[0.5, 2.0])
     before = getattr(trainer.args, name)
-    setattr(trainer.args, name, value)
+    before = list(before) if isinstance(before, list) else before
+    if isinstance(before, list):  # edited in place
+        getattr(trainer.args, name)[:] = value
+    else:
+        setattr(trainer.args, name, value)
     changed = re.escape(f"`{name}` is {value!r}, but was {before!r} when the trainer was built")
     with pytest.raises(ValueError, match=f"{changed}.*Build the trainer with the new value"):
         trainer.train()
     setattr(trainer.args, name, before)
     trainer.train()
     assert trainer.state.global_step == 1
-
-
-def test_a_list_that_is_edited_in_place_is_an_error(make):
-    trainer = make(max_steps=1, rollout_rs="token_k1", rollout_rs_threshold=[0.5, 2.0])
-    trainer.args.rollout_rs_threshold[1] = 3.0
-    with pytest.raises(ValueError, match=r"`rollout_rs_threshold` is \[0.5, 3.0\], but was \[0.5, 2.0\]"):
-        trainer.train()
 
 
 def test_what_is_assigned_before_the_trainer_is_built_acts(tiny_model_path, tmp_path, capsys):
@@ -126,10 +114,9 @@ def test_what_is_assigned_before_the_trainer_is_built_acts(tiny_model_path, tmp_
 
 def test_what_is_assigned_before_the_trainer_is_built_is_checked(tiny_model_path, tmp_path):
     trainer_class, config_class = TRAINERS["grpo"]
-    args = config_class(**config_fields(tmp_path, rollout_rs="seq_sum_k1", rollout_rs_threshold=2.0))
-    args.rollout_rs_exclude_from_baseline = True
-    args.rollout_rs, args.rollout_rs_threshold = "token_tv", 0.2
-    with pytest.raises(ValueError, match="`rollout_rs_exclude_from_baseline` is True, but 'token_tv'"):
+    args = config_class(**config_fields(tmp_path, rollout_correction="bypass_pg_is", rollout_is_batch_normalize=True))
+    args.per_device_train_batch_size = 1
+    with pytest.raises(ValueError, match="its weight would always be 1"):
         trainer_class(tiny_model_path, length_reward, args, train_dataset=prompts(8), rollout_func=len)
 
 
@@ -150,13 +137,6 @@ def test_a_window_that_is_cut_short_is_logged_at_the_end(make, evaluates):
     assert [entry["step"] for entry in trainer.state.log_history if "rollout_corr/kl" in entry] == [2, 4, 5]
     assert "train_runtime" in trainer.state.log_history[-1]
     assert math.isfinite(trainer.state.log_history[-1]["rollout_corr/kl"])
-
-
-class Logging(TrainerCallback):
-    """Adds values to the log that JSON does not know."""
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        logs |= {"numpy": np.float32(0.5), "tensor": torch.tensor(2.0), "many": torch.zeros(2), "object": self}
 
 
 # Monitors ---------------------------------------------------------------------------------------------------------------

@@ -343,7 +343,6 @@ ASYNCHRONOUS = {
     "reinforce": {
         **_ASYNC, **_NORMALISED, "rollout_is": "sequence", "bypass_mode": True, "rollout_loss_type": "reinforce"
     },
-    "ends": {"max_steps": 4, "worker": {"end": 40}},  # sixteen a step, and one micro-batch ahead
 }  # fmt: skip
 
 
@@ -374,13 +373,6 @@ def test_asynchronous_off_on_two_ranks_is_trl(two_ranks):
     # one at the start, one at each of two logs, and with each of eight micro-batches that TRL sends, four tensors more
     # Samples come from this process: there is no server, whose weights could be looked at
     assert found["off"][0]["collectives"] - found["plain"][0]["collectives"] == 3 + 4 * 8
-
-
-@asynchronous
-def test_asynchronous_ranks_end_together_when_the_sampler_does(two_ranks):
-    for rank in two_ranks.results["asynchronous"]["ends"]:
-        assert "after step 2: RuntimeError: the worker has no more samples" in rank["error"]
-        assert "checkpoint-2" in rank["error"]
 
 
 # Engines --------------------------------------------------------------------------------------------------------------

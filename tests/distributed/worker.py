@@ -27,6 +27,7 @@ from trl import GRPOTrainer, RLOOTrainer
 
 import tests.conftest  # noqa: F401 - environment of the tests
 from tests.asynchronous import WorkerHere, build_ours, build_theirs
+from tests.routes_on_a_cpu import returning_routes
 from tests.tiny import StaleSampler, falling_reward, length_reward
 from tests.training import TRAINERS, config_fields, freeze_sampler, losing, sharing_engines
 
@@ -124,7 +125,8 @@ def build(case: dict, folder: Path):
     if plain:
         trainer_class = {"grpo": GRPOTrainer, "rloo": RLOOTrainer}[kind]
     args = config_class(**config_fields(**{"output_dir": folder, **case}))
-    trainer = trainer_class(model, args=args, **arguments)
+    with returning_routes() if case.get("rollout_routing") else nullcontext():
+        trainer = trainer_class(model, args=args, **arguments)
     if spread is not None:
         freeze_sampler(trainer, spread)
     return trainer

@@ -64,11 +64,6 @@ class WatchedQueue:
         return n_dropped
 
 
-def reward_of(metrics: Mapping[str, float] | None) -> float:
-    """Reward of a sample; NaN if it has none."""
-    return float((metrics or {}).get("reward", np.nan))
-
-
 def checked(sample: RolloutSample) -> RolloutSample:
     """Check the log-probabilities of a sample, and bring them into one form in place."""
     if sample.old_log_probs is None:
@@ -89,30 +84,21 @@ def checked(sample: RolloutSample) -> RolloutSample:
 
 class AnnotatedSamples(torch.utils.data.IterableDataset):
     """
-    TRL's data set over the queue, with reward and optimizer step of each sample.
-
-    `step_of` has the optimizer step of each version of the weights. `on_error` is called with an error that ends the samples,
-    and returns `True` to end the data quietly, and `False` to raise the error again.
+    TRL's data set over the queue, with reward and optimizer step of each sample. `step_of` has the optimizer step of each
+    version of the weights.
     """
 
     def __init__(
-        self,
-        dataset: torch.utils.data.IterableDataset,
-        queue: WatchedQueue,
-        step_of: Mapping[int, int],
-        on_error: Callable[[Exception], bool],
+        self, dataset: torch.utils.data.IterableDataset, queue: WatchedQueue, step_of: Mapping[int, int]
     ) -> None:
-        self._dataset, self._queue, self._step_of, self._on_error = dataset, queue, step_of, on_error
+        self._dataset, self._queue, self._step_of = dataset, queue, step_of
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        try:
-            for item in self._dataset:
-                sample = self._queue.take_last()
-                step = self._step_of.get(sample.model_version, np.nan)
-                yield {**item, REWARDS: reward_of(sample.metrics), ROLLOUT_STEP: step}
-        except Exception as error:
-            if not self._on_error(error):
-                raise
+        for item in self._dataset:
+            sample = self._queue.take_last()
+            step = self._step_of.get(sample.model_version, np.nan)
+            reward = (sample.metrics or {}).get("reward", np.nan)
+            yield {**item, REWARDS: float(reward), ROLLOUT_STEP: step}
 
 
 class LayoutCollator:

@@ -9,17 +9,13 @@ after the forward pass. So the correction knows the log-probabilities of the pol
 """
 
 import math
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
-import requests
 import torch
 from torch.utils.data import DataLoader
-from transformers.trainer_utils import TrainOutput
 
 from ..arrival.server import read_configuration
 from ..recording.keys import PADDING, REWARDS, ROLLOUT_LOGPS, ROLLOUT_STEP
@@ -35,7 +31,7 @@ from .packing import Terms
 from .placeholders import CorrectedPolicy, Placeholder
 from .pushes import PushesToServer
 from .samples import ADVANTAGES, TERMS, TEXT, TEXT_PREFIX, TOOLS, AnnotatedSamples, LayoutCollator, WatchedQueue
-from .stopping import OrderlyEnd, drain_at_stop
+from .stopping import drain_at_stop
 from .trl_parts import AsyncGRPOConfig, AsyncGRPOTrainer, AsyncRolloutWorker
 
 
@@ -50,8 +46,7 @@ class RolloutCorrectedAsyncGRPOConfig(RolloutCorrectionConfig, AsyncGRPOConfig):
     It has all parameters of TRL's `AsyncGRPOConfig` and of [`RolloutCorrectionConfig`].
 
     Raises:
-        `ValueError`: also if `rollout_rs_exclude_from_baseline` is set, as the rollout worker computes baselines; or if the
-            mean of batch normalisation would be over a single sequence.
+        `ValueError`: also if the mean of batch normalisation would be over a single sequence.
     """
 
     _checks_of_trainer = CHECKS["async_grpo"]
@@ -76,7 +71,8 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectsBatches, AsyncGRPOTrainer):
 
     Differences from TRL, each as `super()` with changed arguments or results: `__init__` (checks, monitor, dump),
     `compute_loss` (the correction), `get_train_dataloader` (age and reward of each sample), `_sync_weight` (optimizer step of
-    each version of the weights), `train` (an error of the sampler ends the run with a checkpoint), `log` (metrics).
+    each version of the weights), `train` and `log`
+    ([`~trl_rollout_corr.trainers.batches.CorrectsBatches`]).
 
     TRL's trainer needs GPUs. `examples/async_on_cpu.py` has what it needs on a CPU.
 
@@ -127,8 +123,6 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectsBatches, AsyncGRPOTrainer):
         self._step_of_version: dict[int, int] = {}
         if isinstance(self.rollout_worker, AsyncRolloutWorker):  # only on the main process
             drain_at_stop(self.rollout_worker)
-        self._end = OrderlyEnd(self.accelerator)
-        self.add_callback(self._end)
         self._pushes = PushesToServer(self)
         self._set_up_observer()
 
@@ -147,75 +141,16 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectsBatches, AsyncGRPOTrainer):
         """Keep age and reward of samples, and add the layout of their tokens to the batch."""
         samples, batcher = self._rollout_dataset, dataloader.dataset
         samples.queue = self._watched_queue = WatchedQueue(samples.queue)
-        samples.check_health_fn = self._check_health
-        batcher.dataset = AnnotatedSamples(
-            samples, self._watched_queue, self._step_of_version, on_error=self._end_quietly
-        )
+        batcher.dataset = AnnotatedSamples(samples, self._watched_queue, self._step_of_version)
         with_text = any((self._observer.dump, self._observer.first_step, self._pushes.server))
         inner = dataloader.base_dataloader  # Accelerate's around torch's
         inner.collate_fn = LayoutCollator(inner.collate_fn, with_text, self.processing_class.pad_token_id)
 
-    # Errors of sampler and server ----------------------------------------------------------------------------------------
-
-    def _check_health(self, stale_after_s: float) -> None:
-        """Health check that TRL calls when no sample comes for a while."""
-        self.rollout_worker.check_health(stale_after_s)
-        if (gone := self._missing_server()) is not None:
-            raise gone
-
-    def _missing_server(self) -> Exception | None:
-        """Error if the server of TRL's rollout worker is gone. The worker itself would retry for minutes."""
-        if not isinstance(self.rollout_worker, AsyncRolloutWorker):
-            return None
-        url = self.vllm_client.server_url
-        for _ in range(3):
-            try:
-                requests.get(f"{url}/health", timeout=5)
-            except requests.ConnectionError as error:
-                refused = error
-                time.sleep(1.0)
-            except requests.RequestException:  # the server is there, and busy
-                return None
-            else:
-                return None
-        gone = RuntimeError(
-            f"The vLLM server at {url} is gone: it refuses connections. Look for the reason in its log."
-        )
-        gone.__cause__ = refused
-        return gone
-
-    def _end_quietly(self, error: Exception) -> bool:
-        """End the run with a checkpoint after an error of the samples. Returns `False` if no step would be lost."""
-        if not self._end.running or self.state.global_step == self._end.saved_at:
-            return False
-        self._end.error = error
-        return True
-
     def _sync_weight(self) -> None:
-        if not self._end.running:
+        if self._engine_config is None:
             self._check_server()
-            self._push_weights()
-        elif not self._sync_or_end():
-            return
-        self._step_of_version[self.model_version] = self.state.global_step
-
-    def _sync_or_end(self) -> bool:
-        """Push weights, or end the run if the server is gone. Returns `True` if they were pushed."""
-        if self.accelerator.is_main_process:
-            self._end.error = self._end.error or self._missing_server()
-        if self._end.agree(self.control, self.state):
-            return False
-        try:
-            self._push_weights()
-        except Exception as error:
-            if self.accelerator.num_processes > 1:  # other ranks wait for this one, until they are stopped
-                raise
-            self._end.error = self._missing_server() or error  # the server may have stopped during the push
-            return not self._end.agree(self.control, self.state)
-        return True
-
-    def _push_weights(self) -> None:
         self._pushes.push(super()._sync_weight)
+        self._step_of_version[self.model_version] = self.state.global_step
 
     def _check_server(self) -> None:
         if isinstance(self.rollout_worker, AsyncRolloutWorker):  # only on the main process
@@ -223,17 +158,6 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectsBatches, AsyncGRPOTrainer):
             check_server_logprobs(self._engine_config["model_config"]["logprobs_mode"], self.temperature)
             self._about |= engine_metadata(self._engine_config)  # in place, for the dump
             check_types(self._about)
-
-    def train(self, *args: object, **kwargs: object) -> TrainOutput:
-        self._end.running = False
-        output = super().train(*args, **kwargs)
-        if self._end.message is not None:
-            folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
-            raise RuntimeError(
-                f"Training ended after step {self.state.global_step}: {self._end.message} A checkpoint is in {folder}: "
-                "remove the cause, and resume with `resume_from_checkpoint`."
-            ) from self._end.error
-        return output
 
     # The loss ---------------------------------------------------------------------------------------------------------
 

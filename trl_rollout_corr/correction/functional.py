@@ -97,17 +97,8 @@ def row_blocks(mask: torch.Tensor) -> Iterator[slice]:
 
 def turns_of(mask: torch.Tensor, turn_ids: torch.Tensor | None = None) -> torch.Tensor:
     """
-    Turn of each token of the model, from 1.
-
-    Args:
-        mask (`torch.Tensor` of shape `(B, T)`):
-            Non-zero on tokens of the model, and 0 on results of tools between them.
-        turn_ids (`torch.Tensor` of shape `(B, T)`, *optional*):
-            Numbers of 0 or more that never decrease along a sequence: a change begins a turn. By default a turn is a run of
-            tokens of the model.
-
-    Returns:
-        `torch.Tensor` of shape `(B, T)`. A token outside the mask has the turn before it, or 0.
+    Turn of each token of the model, those of `mask`, from 1; all `(B, T)`. A token outside the mask has the turn before it, or
+    0. A change of `turn_ids`, which never decrease, begins a turn; by default a turn is a run of tokens of the model.
     """
     model = mask != 0
     turn_so_far = model.long() if turn_ids is None else torch.where(model, turn_ids.long() + 1, 0).cummax(1).values
@@ -141,20 +132,9 @@ def select_tokens(
     train_logps: torch.Tensor, rollout_logps: torch.Tensor, mask: torch.Tensor, *, neutralize: bool = False
 ) -> Tokens:
     """
-    Select the tokens that count: tokens of the mask whose log-ratio is finite.
-
-    Args:
-        train_logps (`torch.Tensor` of shape `(B, T)`):
-            Log-probabilities of the sampled tokens under the training policy, in nats.
-        rollout_logps (`torch.Tensor` of shape `(B, T)`):
-            Log-probabilities of the same tokens under the policy that sampled them, in nats.
-        mask (`torch.Tensor` of shape `(B, T)`):
-            Non-zero on the tokens of the loss. Log-probabilities elsewhere may hold anything, NaN included.
-        neutralize (`bool`, *optional*, defaults to `False`):
-            Take the log-ratio as 0 where only the rollout policy's log-probability is not finite.
-
-    Returns:
-        [`Tokens`]: in float32 or wider.
+    Select the tokens that count, in float32 or wider: those of the mask whose log-ratio is finite. Log-probabilities, `(B, T)`
+    in nats, may hold anything elsewhere, NaN included. `neutralize` takes the log-ratio as 0 where only the rollout policy's
+    log-probability is not finite.
     """
     dtype = torch.promote_types(torch.promote_types(train_logps.dtype, rollout_logps.dtype), torch.float32)
     train_logps = train_logps.detach().to(dtype)
@@ -184,15 +164,7 @@ def importance_ratio(tokens: Tokens, *, level: str) -> torch.Tensor:
     `geometric` is `sequence` to the power `1 / length` ([GSPO](https://huggingface.co/papers/2507.18071) uses this form
     of ratio).
 
-    Args:
-        tokens ([`Tokens`]):
-            The tokens.
-        level (`str`):
-            `"token"`, `"turn"`, `"sequence"` or `"geometric"`.
-
-    Returns:
-        `torch.Tensor` of shape `(B, T)` or, for the two sequence levels, `(B, 1)`: the ratio, at most `exp(20)`. 0 on tokens
-        that do not count.
+    The ratio, `(B, T)` or for the two sequence levels `(B, 1)`, is at most `exp(20)`, and 0 on tokens that do not count.
     """
     if level == "token":
         return tokens.log_ratio.clamp(max=LOG_RATIO_BOUND).exp_().mul_(tokens.valid)
@@ -231,23 +203,9 @@ def bound_weights(
     ratio: torch.Tensor, counts: torch.Tensor, *, lower: Bound | None, upper: Bound, clamp: bool = False
 ) -> torch.Tensor:
     """
-    Bound importance ratios: truncate them from above, drop those outside an interval, or clamp them to it.
-
-    Args:
-        ratio (`torch.Tensor` of shape `(B, T)` or `(B, 1)`):
-            Raw importance ratio, 0 where it does not count.
-        counts (`torch.Tensor` of the shape of `ratio`):
-            1 where it counts, else 0.
-        lower (`float`, `torch.Tensor` or `None`):
-            `None` truncates: `min(ratio, upper)`. A number switches to
-            [IcePop](https://ringtech.notion.site/icepop): 0 outside `[lower, upper]`, unchanged inside.
-        upper (`float` or `torch.Tensor`):
-            Upper bound. Tensors have the shape of `ratio`, or `(B, 1)`.
-        clamp (`bool`, *optional*, defaults to `False`):
-            Raise and lower ratios to `[lower, upper]` instead.
-
-    Returns:
-        `torch.Tensor` of the shape of `ratio`: weights in `[0, upper]`.
+    Bound importance ratios, `(B, T)` or `(B, 1)`, which count where `counts` is 1. Without `lower` they are truncated:
+    `min(ratio, upper)`. With it they are 0 outside `[lower, upper]`, as in [IcePop](https://ringtech.notion.site/icepop), or
+    with `clamp` moved to the nearest bound.
     """
     if lower is None:
         return ratio.clamp(max=upper)
@@ -265,15 +223,7 @@ def token_divergence(log_ratio: torch.Tensor, divergence: str) -> torch.Tensor:
     - `k2 = d^2 / 2`, symmetric in `d`;
     - `k3 = exp(d) - 1 - d`, which grows like the ratio above 1 and like its logarithm below.
 
-    Args:
-        log_ratio (`torch.Tensor` of shape `(B, T)`):
-            Log-ratio `d`, 0 outside the valid tokens.
-        divergence (`str`):
-            `"k1"`, `"k2"` or `"k3"`.
-
-    Returns:
-        `torch.Tensor` of shape `(B, T)`: the estimate in nats. `k2` and `k3` are computed from `d` clamped to
-        `[-20, 20]` so that they stay finite; `k1` needs no clamp.
+    The estimate, `(B, T)`, is in nats. `k2` and `k3` are computed from `d` clamped to `[-20, 20]` so that they stay finite.
     """
     if divergence == "k1":
         return -log_ratio
@@ -297,15 +247,8 @@ def probability_divergence(tokens: Tokens, divergence: str) -> torch.Tensor:
 
     A ratio is noisy where a token is unlikely, and says little where it is likely: from 0.98 to 0.90 it moves by 8 percent.
 
-    Args:
-        tokens ([`Tokens`]):
-            The tokens.
-        divergence (`str`):
-            `"tv"`, `"kl"` or `"binary_kl"`.
-
-    Returns:
-        `torch.Tensor` of shape `(B, T)`: the divergence, in nats but for `tv`; 0 where a token does not count. Probabilities
-        are taken within `[1e-6, 1 - 1e-6]`.
+    The divergence, `(B, T)`, is in nats but for `tv`, and 0 where a token does not count. Probabilities are taken within
+    `[1e-6, 1 - 1e-6]`.
     """
     log_p = tokens.train_logps.clamp(max=0.0)
     log_q = (tokens.train_logps - tokens.log_ratio).clamp_(max=0.0)

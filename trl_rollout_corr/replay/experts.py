@@ -63,13 +63,9 @@ class Experts:
         missing = f"`rollout_routing` is 'replay', but {n} of {total} tokens of the loss have no routes"
         if first:
             raise ValueError(f"{missing}, so nothing can be replayed. {reason}")
-        self._tell_once(f"{missing}: the trainer chooses their experts itself. {reason}")
-
-    def _tell_once(self, message: str) -> None:
-        """Report the first tokens that have no routes."""
         if not self._told_without:
             self._told_without = True
-            notify(f"{message} This message appears once.")
+            notify(f"{missing}: the trainer chooses their experts itself. {reason} This message appears once.")
 
     def alone(self, batch: Mapping[str, torch.Tensor], i: int) -> dict[str, torch.Tensor]:
         if ROUTES not in batch:
@@ -87,11 +83,6 @@ class Experts:
         loss. The list that is returned gets the tokens with other experts in the trainer: [`RouterHooks.over`].
         """
         hooks = self._hooks.get(id(self.unwrap(model)))
-        if trains and routes is None:
-            self._tell_once(
-                f"`rollout_routing` is 'replay', but a batch has no `{ROUTES}`, as if other code had made it: the trainer "
-                "chooses its experts itself."
-            )
         replayed = nullcontext(list[torch.Tensor]()) if hooks is None or routes is None else hooks.over(model, routes)
         with replayed as flipped:
             yield flipped

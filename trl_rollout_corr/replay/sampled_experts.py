@@ -16,10 +16,6 @@ import numpy as np
 import torch
 
 
-# Settings with which routes are read from vLLM on a CPU
-ON_CPU = "rollout_engine_kwargs: {enable_prefix_caching: false, enforce_eager: true}"
-
-
 def no_route(experts: torch.Tensor) -> int:
     """Index that stands for no expert: the largest of the type."""
     return torch.iinfo(experts.dtype).max
@@ -62,8 +58,8 @@ class SampledRoutes:
         """
         if experts is None:
             raise ValueError(
-                "vLLM returned no routes. Set `rollout_engine_kwargs: {enable_return_routed_experts: true}` on a GPU, "
-                f"`{ON_CPU}` on a CPU, or `rollout_routing` to None."
+                "vLLM returned no routes. Set `rollout_engine_kwargs: {enable_return_routed_experts: true}`, or "
+                "`rollout_routing` to None."
             )
         routes, n = np.asarray(experts), len(tokens) - 1
         layers = routes.shape[1] if routes.ndim == 3 else 0

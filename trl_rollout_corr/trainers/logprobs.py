@@ -44,10 +44,9 @@ def warn_about_images(read: list[int], own: list[int]) -> None:
     """
     warn(
         f"vLLM has read {len(read)} tokens of a prompt with an image, and the trainer {len(own)}: completions follow another "
-        "prompt than the one that they are trained on. TRL expands the token of an image, and vLLM expands it once more "
-        "(https://github.com/huggingface/trl/issues/6294). The correction treats the difference as any other gap, but the "
-        "completions answer the image less well. Install a release of trl that closes the issue. In GRPO you can also sample "
-        "with a `rollout_func` that gives vLLM prompts with one token for each image."
+        "prompt than the one that they are trained on, and answer the image less well. TRL expands the token of an image, and "
+        "vLLM expands it once more. Install a release of trl that closes https://github.com/huggingface/trl/issues/6294, or "
+        "in GRPO sample with a `rollout_func` that gives vLLM prompts with one token for each image."
     )
 
 

@@ -107,7 +107,7 @@ def check_trl(trainer: type, methods: dict[str, list[str]] | None = None) -> Non
         warn(
             f"trl {installed} is newer than the releases that trl-rollout-corr was tested with ({OLDEST} to "
             f"{NEWEST_TESTED}). All methods that it uses are there, and the first step will show whether the correction "
-            f"reaches the loss. `trl-rollout-corr check` lists them. `constraints.txt` has {TESTED}."
+            f"reaches the loss. `constraints.txt` has {TESTED}."
         )
 
 
